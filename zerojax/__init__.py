@@ -1,0 +1,13 @@
+"""ZeRO for JAX: model states sharded over the data axes of a mesh, for Flax and Optax scripts as they are."""
+
+from zerojax.versions import __version__  # first: refuses unsupported versions before anything else is imported
+
+# isort: split
+from zerojax.mesh import make_mesh, simulate_devices
+from zerojax.models import Weighted
+from zerojax.precision import Precision
+from zerojax.report import Explanation
+from zerojax.state import TrainState
+from zerojax.zero import Zero
+
+__all__ = ["Explanation", "Precision", "TrainState", "Weighted", "Zero", "__version__", "make_mesh", "simulate_devices"]

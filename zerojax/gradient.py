@@ -1,0 +1,288 @@
+"""The gradient of a loss on one device's data, at every stage: microbatches, weights, reductions.
+
+Everything here runs inside `shard_map`, manual over the data axes, on one device's shard of the batch:
+
+    stage 0   full weights; accumulate locally; one all-reduce a step
+    stage 1   full weights; accumulate locally; one reduce-scatter a step
+    stage 2   full weights; reduce-scatter per unit in every microbatch; accumulate shards
+    stage 3   gather per unit, forward and backward; reduce-scatter per unit in every microbatch; accumulate shards
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax import collectives, models, placement
+from zerojax.collectives import Axes
+from zerojax.models import Output, Weighted
+from zerojax.placement import Leaf
+from zerojax.precision import Precision, cast
+from zerojax.program import Mover, Program
+from zerojax.units import TracedLoss
+
+Array = Any
+Loss = Callable[[Any, Any, Any, Array], Output]  # (params, other state, batch, key)
+
+
+class Result(NamedTuple):
+    """What a device has after the gradient program. All but `grads` is the same on every device."""
+
+    grads: list[Array | None]  # per leaf, as the stage keeps it, times the loss scale; None where frozen
+    loss: Array  # scalar fp32
+    metrics: dict[str, Array]  # scalars fp32
+    state: Any  # other state of the model
+    squared_norm: Array  # scalar fp32, of all gradients
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientProgram:
+    """Builds the local gradient function of a loss.
+
+    Attributes:
+        loss: the loss, in terms of a parameter tree.
+        leaves: placement of the parameter leaves, in flattening order.
+        tree: the parameters' treedef.
+        stage, axes, precision: of ZeRO.
+        num_microbatches: equal parts that a device's batch is processed in.
+    """
+
+    loss: Loss
+    leaves: tuple[Leaf, ...]
+    tree: Any
+    stage: int
+    axes: Axes
+    precision: Precision
+    num_microbatches: int = 1
+
+    @property
+    def dims(self) -> list[int | None]:
+        return [leaf.dim for leaf in self.leaves]
+
+    @property
+    def trainable(self) -> list[bool]:
+        return [leaf.trainable for leaf in self.leaves]
+
+    def __call__(self, shards: Sequence[Array], other: Any, batch: Any, key: Array, scale: Array) -> Result:
+        """One step's gradient.
+
+        Args:
+            shards: parameter leaves, full below stage 3, else this device's shards.
+            other: the model's other state.
+            batch: this device's rows.
+            key: PRNG key of the step.
+            scale: scalar, the loss scale.
+        """
+        shards = cast(list(shards), self.precision.compute_dtype)
+        if self.precision.cast_inputs:
+            batch = cast(batch, self.precision.compute_dtype)
+        if self.num_microbatches == 1:
+            grads, output, _ = self._microbatch(shards, other, batch, self._device_key(key, 0), scale, [])
+            grads = self._finish_reduction(grads)
+            sums, state = output.sums(), output.state
+        else:
+            grads, sums, state = self._accumulate(shards, other, batch, key, scale)
+        return self._result(grads, sums, other, state)
+
+    def evaluate(self, shards: Sequence[Array], other: Any, batch: Any, key: Array) -> tuple[Array, dict[str, Array]]:
+        """Loss and metrics alone, with the same gathering."""
+        shards = cast(list(shards), self.precision.compute_dtype)
+        if self.precision.cast_inputs:
+            batch = cast(batch, self.precision.compute_dtype)
+        key = self._device_key(key, 0)
+        if placement.shards_params(self.stage):
+            program, data, unflatten = self._program(shards, self._fold(other, 0), batch, key)
+            output = unflatten(program.evaluate(shards, data, []))
+        else:
+            output = self.loss(jax.tree.unflatten(self.tree, shards), self._fold(other, 0), batch, key)
+        return _means(self._total(output.sums())[0])
+
+    def _device_key(self, key: Array, microbatch: Any) -> Array:
+        return jax.random.fold_in(jax.random.fold_in(key, collectives.device_index(self.axes)), microbatch)
+
+    def _fold(self, other: Any, microbatch: Any) -> Any:
+        folded = models.fold_keys(other, collectives.device_index(self.axes))
+        return models.fold_keys(folded, jnp.asarray(microbatch, jnp.int32))
+
+    def _sum(self, values: Sequence[Array]) -> list[Array]:
+        return collectives.all_reduce(values, self.axes.data, self.axes.num_devices)
+
+    # One microbatch ---------------------------------------------------------------------------------------------------
+
+    def _microbatch(
+        self,
+        shards: Sequence[Array],
+        other: Any,
+        batch: Any,
+        key: Array,
+        scale: Array,
+        start: list[Array],
+        index: Any = 0,
+    ) -> tuple[list[Any], Output, Array]:
+        """(gradients of the microbatch's weighted mean over all devices, output, its weight over all devices).
+
+        Gradients are reduced here at stages 2 and 3, and local otherwise. The mean is taken before anything is summed
+        in a narrow dtype: the cotangent of the local sum is scale / weight.
+        """
+        weights: list[Array] = []
+
+        def seed(output: Output) -> Array:
+            if output.is_weighted:
+                weights.extend(self._sum([jnp.asarray(output.loss.weight, jnp.float32)]))
+            else:
+                weights.append(jnp.float32(self.axes.num_devices))
+            return jnp.where(weights[0] > 0, scale / jnp.maximum(weights[0], jnp.finfo(jnp.float32).tiny), 0.0)
+
+        if placement.shards_grads(self.stage):
+            program, data, unflatten = self._program(shards, self._fold(other, index), batch, key)
+            flat, grads = program.value_and_grad(shards, data, lambda flat: seed(unflatten(flat)), start)
+            output = unflatten(flat)
+        else:
+            grads, output = self._full_gradient(shards, self._fold(other, index), batch, key, seed)
+        output = dataclasses.replace(output, state=models.restore_keys(output.state, other))
+        return grads, output, weights[0]
+
+    def _full_gradient(
+        self, full: Sequence[Array], other: Any, batch: Any, key: Array, seed: Any
+    ) -> tuple[list[Any], Output]:
+        """Stages 0 and 1: plain reverse mode with full weights."""
+        trained = [w for w, flag in zip(full, self.trainable, strict=True) if flag]
+
+        def local(trained: list[Array]) -> tuple[Array, Output]:
+            items = iter(trained)
+            leaves = [next(items) if flag else w for w, flag in zip(full, self.trainable, strict=True)]
+            output = self.loss(jax.tree.unflatten(self.tree, leaves), other, batch, key)
+            return output.loss.sum, output
+
+        total, vjp, output = jax.vjp(local, trained, has_aux=True)
+        (grads,) = vjp(seed(output).astype(total.dtype))
+        items = iter(grads)
+        return [next(items) if flag else None for flag in self.trainable], output
+
+    def _program(self, shards: Sequence[Array], other: Any, batch: Any, key: Array) -> tuple[Program, list[Array], Any]:
+        """Traces the loss with full weights and cuts it into units."""
+        data, data_tree = jax.tree.flatten((other, batch, key))
+        full = [jax.ShapeDtypeStruct(leaf.shape, shard.dtype) for leaf, shard in zip(self.leaves, shards, strict=True)]
+        out: dict[str, Any] = {}
+
+        def flat_loss(*args: Array) -> list[Array]:
+            params = jax.tree.unflatten(self.tree, args[: len(full)])
+            output = self.loss(params, *jax.tree.unflatten(data_tree, args[len(full) :]))
+            flat, out["tree"] = jax.tree.flatten(jax.tree.map(jnp.asarray, output))
+            return flat
+
+        closed = jax.make_jaxpr(flat_loss)(*full, *data)
+        mover = Mover(
+            self.axes,
+            tuple(self.dims),
+            gathers=placement.shards_params(self.stage),
+            scatters=placement.shards_grads(self.stage),
+            reduce_dtype=self.precision.reduce_dtype,
+        )
+        traced = TracedLoss(closed, len(full), [leaf.unit for leaf in self.leaves])
+        unflatten = lambda flat: jax.tree.unflatten(out["tree"], flat)
+        return Program(traced, mover, self.trainable), data, unflatten
+
+    # All microbatches -------------------------------------------------------------------------------------------------
+
+    def _accumulate(self, shards: Sequence[Array], other: Any, batch: Any, key: Array, scale: Array) -> Any:
+        k = self.num_microbatches
+        parts = jax.tree.map(
+            lambda a: a.reshape(k, a.shape[0] // k, *a.shape[1:]) if a.ndim else jnp.stack([a] * k), batch
+        )
+        grad_dtype = self.precision.param_dtype
+        one = lambda index, part, other, start: self._microbatch(
+            shards, other, part, self._device_key(key, index), scale, start, index
+        )
+        first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), parts)
+        shape = jax.eval_shape(lambda part: one(jnp.int32(0), part, other, [])[:2], first)
+        grads_shape, output_shape = shape
+        zeros = lambda aval, dtype=None: jnp.zeros(aval.shape, dtype or aval.dtype)
+        sums_shape = jax.eval_shape(Output.sums, output_shape)
+        init = (
+            [None if g is None else zeros(g, grad_dtype) for g in grads_shape],
+            jnp.float32(0),
+            jax.tree.map(zeros, sums_shape),
+            other,
+        )
+
+        def body(carry: Any, part: Any) -> tuple[Any, None]:
+            totals, total_weight, sums, other = carry
+            index, rows = part
+            start = collectives.event(jax.tree.leaves(rows))
+            grads, output, weight = one(index, rows, other, start)
+            totals = [
+                None if t is None else t + g.astype(grad_dtype) * weight for t, g in zip(totals, grads, strict=True)
+            ]
+            sums = jax.tree.map(jnp.add, sums, output.sums())
+            return (totals, total_weight + weight, sums, output.state), None
+
+        (totals, total_weight, sums, state), _ = lax.scan(body, init, (jnp.arange(k), parts))
+        mean = lambda t: None if t is None else t / jnp.where(total_weight > 0, total_weight, 1)
+        grads = self._finish_reduction([mean(t) for t in totals])
+        return grads, sums, state
+
+    # Reductions at the end of the step --------------------------------------------------------------------------------
+
+    def _finish_reduction(self, grads: list[Any]) -> list[Any]:
+        """Reduces what is still local, unit by unit, and sums over replicas."""
+        reduced = list(grads)
+        by_unit: dict[str, list[int]] = {}
+        for i, leaf in enumerate(self.leaves):
+            if leaf.trainable:
+                by_unit.setdefault(leaf.unit, []).append(i)
+        for members in by_unit.values():
+            values = [grads[i] for i in members]
+            if not placement.shards_grads(self.stage):
+                values = [v.astype(self.precision.reduce_dtype) for v in values]
+                if placement.shards_optimizer(self.stage):
+                    values = collectives.reduce_scatter(values, [self.leaves[i].dim for i in members], self.axes)
+                else:
+                    values = collectives.all_reduce(values, self.axes.shard, self.axes.num_shards)
+            values = collectives.all_reduce(values, self.axes.replica, self.axes.num_replicas)
+            for i, value in zip(members, values, strict=True):
+                reduced[i] = value
+        return reduced
+
+    def _result(self, grads: list[Any], sums: Any, before: Any, state: Any) -> Result:
+        """Everything that is left to reduce: scalars, in one collective, and running statistics."""
+        totals, squared_norm = self._total(sums, self.local_squared_norm(grads))
+        loss, metrics = _means(totals)
+        return Result(grads, loss, metrics, self._average_state(before, state), squared_norm)
+
+    def _total(self, sums: Any, squared_norm: Any = 0.0) -> tuple[Any, Array]:
+        """Scalars, summed over all data devices in one collective."""
+        flat, tree = jax.tree.flatten((sums, jnp.float32(squared_norm)))
+        (total,) = self._sum([jnp.stack(flat)])
+        return jax.tree.unflatten(tree, list(total))
+
+    def local_squared_norm(self, grads: Sequence[Any]) -> Array:
+        """This device's part of the squared norm: summed over all data devices it counts every element once."""
+        sharded = placement.shards_optimizer(self.stage)
+        total = jnp.float32(0)
+        for leaf, grad in zip(self.leaves, grads, strict=True):
+            if grad is not None:
+                copies = self.axes.num_replicas * (1 if sharded and leaf.dim is not None else self.axes.num_shards)
+                total += jnp.sum(jnp.square(grad.astype(jnp.float32))) / copies
+        return total
+
+    def _average_state(self, before: Any, after: Any) -> Any:
+        """Running statistics (floating leaves), averaged over the data axes; counters and keys are the same anyway."""
+        flat, tree = jax.tree.flatten(after)
+        old = jax.tree.leaves(before)
+        floating = [i for i, leaf in enumerate(flat) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+        means = self._sum([flat[i].astype(jnp.float32) / self.axes.num_devices for i in floating])
+        for i, mean in zip(floating, means, strict=True):
+            flat[i] = mean.astype(old[i].dtype)
+        return jax.tree.unflatten(tree, flat)
+
+
+def _means(sums: tuple[Weighted, dict[str, Weighted]]) -> tuple[Array, dict[str, Array]]:
+    """Weighted sums -> means; 0 where nothing has weight."""
+    mean = lambda pair: pair.sum / jnp.where(pair.weight > 0, pair.weight, 1)
+    return mean(sums[0]), {name: mean(pair) for name, pair in sums[1].items()}

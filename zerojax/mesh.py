@@ -1,0 +1,101 @@
+"""The mesh: `data` axes that split the batch, and what else there is.
+
+Axes, from the outermost in:
+
+    replica   outermost; model states are replicated over it (hybrid sharding: shard inside, replicate across)
+    data      model states are sharded over it
+    model     innermost; ZeRO leaves it alone
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from zerojax.collectives import Axes
+
+
+def make_mesh(*, replica: int = 1, model: int = 1, devices: Sequence[Any] | int | None = None) -> Mesh | AbstractMesh:
+    """A mesh over all devices, with axes of type `AxisType.Auto`.
+
+    `jax.make_mesh` makes Explicit axes by default, under which ordinary model code raises `ShardingTypeError`.
+
+    Args:
+        replica: size of the `replica` axis; without it (1) there is no such axis.
+        model: size of the `model` axis; likewise.
+        devices: the devices (by default all of all processes; also described devices of a compiler target), or their
+            number, for an abstract mesh that can be planned with but not run on.
+
+    Returns:
+        A mesh with axes ('replica', 'data', 'model'), those of size 1 left out except 'data'.
+
+    Raises:
+        ValueError: the number of devices is not a multiple of replica x model.
+    """
+    count = devices if isinstance(devices, int) else len(jax.devices() if devices is None else devices)
+    if replica < 1 or model < 1 or count % (replica * model) or count == 0:
+        raise ValueError(
+            f"make_mesh: {count} devices do not divide into replica {replica} x model {model}\n"
+            f"  fix:      choose sizes whose product divides {count}"
+        )
+    sizes = {"replica": replica, "data": count // (replica * model), "model": model}
+    sizes = {name: size for name, size in sizes.items() if size > 1 or name == "data"}
+    types = (AxisType.Auto,) * len(sizes)
+    if isinstance(devices, int):
+        return AbstractMesh(tuple(sizes.values()), tuple(sizes), types)
+    if devices is None:
+        return jax.make_mesh(tuple(sizes.values()), tuple(sizes), types)
+    return Mesh(np.asarray(devices).reshape(tuple(sizes.values())), tuple(sizes), axis_types=types)
+
+
+def data_axes(mesh: Mesh | AbstractMesh, shard: Sequence[str], replica: Sequence[str]) -> Axes:
+    """Checks axis names against the mesh.
+
+    Raises:
+        ValueError: an axis that the mesh does not have, or that is named twice, or is not Auto.
+    """
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    for name in (*shard, *replica):
+        if name not in mesh.axis_names:
+            raise ValueError(
+                f"mesh: no axis {name!r}\n"
+                f"  got:      axes {dict(mesh.shape)}\n"
+                f"  fix:      name the axes that split the batch: Zero(mesh, shard_axes=..., replica_axes=...)"
+            )
+        if types[name] != AxisType.Auto:
+            raise ValueError(
+                f"mesh: axis {name!r} is of type {types[name]}\n"
+                f"  fix:      zerojax.make_mesh(), or jax.make_mesh(..., axis_types=(AxisType.Auto, ...))"
+            )
+    if not shard or len({*shard, *replica}) != len(shard) + len(replica):
+        raise ValueError(
+            f"mesh: shard_axes {tuple(shard)} and replica_axes {tuple(replica)} must be distinct, one at least"
+        )
+    size = lambda names: int(np.prod([mesh.shape[name] for name in names], dtype=int))
+    return Axes(tuple(shard), tuple(replica), size(shard), size(replica))
+
+
+def simulate_devices(count: int) -> None:
+    """Makes JAX see `count` CPU devices. Call it before anything asks for a device.
+
+    Sets JAX_PLATFORMS, XLA_FLAGS and NPROC. NPROC makes the CPU client's thread pool larger than the number of
+    devices: with as many threads as devices, a collective can wait for ever for a thread that is to start it.
+
+    Raises:
+        RuntimeError: JAX has already started with other devices.
+    """
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["NPROC"] = str(max(24, 3 * count))
+    flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in f]
+    os.environ["XLA_FLAGS"] = " ".join([*flags, f"--xla_force_host_platform_device_count={count}"])
+    jax.config.update("jax_platforms", "cpu")
+    if jax.device_count() != count:
+        raise RuntimeError(
+            f"simulate_devices: JAX has already started, with {jax.device_count()} devices\n"
+            f"  fix:      call it before the first use of JAX, or set XLA_FLAGS before Python starts"
+        )

@@ -1,0 +1,218 @@
+"""Placement: where each leaf of the model states lives. The stage table of ZeRO, as code.
+
+    stage   parameters   gradients   optimizer state (with the fp32 master)
+    0       P()          P()         P()
+    1       P()          P()         P('data')       P_os
+    2       P()          P('data')   P('data')       P_os+g
+    3       P('data')    P('data')   P('data')       P_os+g+p
+
+At stage 1 gradients are full while they accumulate; one reduce-scatter a step turns them into the shards that the
+optimizer reads.
+
+Which dim is sharded: the largest that the number of shards divides, the first of them if several are equal. The layer
+dim of a stacked leaf is never considered. A leaf without such a dim is replicated, and `explain()` lists it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zerojax.collectives import Axes
+from zerojax.units import no_match, unit_names
+
+STAGES = {0: "data parallel", 1: "P_os", 2: "P_os+g", 3: "P_os+g+p"}
+
+
+def check_stage(stage: int) -> None:
+    if stage not in STAGES or isinstance(stage, bool):
+        raise ValueError(f"stage: {stage!r} is not a ZeRO stage\n  fix:      one of {', '.join(map(str, STAGES))}")
+
+
+def shards_params(stage: int) -> bool:
+    return stage >= 3
+
+
+def shards_grads(stage: int) -> bool:
+    return stage >= 2
+
+
+def shards_optimizer(stage: int) -> bool:
+    return stage >= 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Overrides:
+    """What a user says about leaves by glob patterns on their paths ('layers/*/kernel').
+
+    Attributes:
+        shard_dims: pattern -> dim to shard, or None to replicate.
+        stacked: patterns of leaves whose dim 0 counts layers.
+        frozen: patterns of leaves that are not trained.
+        units: patterns on leading parts of paths; what each matches is a communication unit.
+    """
+
+    shard_dims: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
+    stacked: Sequence[str] = ()
+    frozen: Sequence[str] = ()
+    units: Sequence[str] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """Where one parameter leaf lives, and why.
+
+    Attributes:
+        path: keys joined by '/'.
+        shape, dtype: in full.
+        dim: the sharded dim, or None.
+        unit: the leaves that are gathered together share it.
+        reason: why this dim, or why none.
+        trainable: whether it gets a gradient and optimizer state.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    dim: int | None
+    unit: str
+    reason: str
+    trainable: bool
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def path_text(path: Sequence[Any]) -> str:
+    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+
+
+def spec(dim: int | None, axes: Axes) -> PartitionSpec:
+    """`dim` over the shard axes, everything else whole."""
+    if dim is None or axes.num_shards == 1:
+        return PartitionSpec()
+    return PartitionSpec(*[None] * dim, axes.shard[0] if len(axes.shard) == 1 else axes.shard)
+
+
+def choose_dim(shape: Sequence[int], num_shards: int, stacked: bool) -> tuple[int | None, str]:
+    """(the dim to shard, or None; the reason)."""
+    dims = range(1 if stacked else 0, len(shape))
+    divisible = [d for d in dims if shape[d] and shape[d] % num_shards == 0]
+    if divisible:
+        return max(divisible, key=lambda d: (shape[d], -d)), "largest divisible dim"
+    if not shape:
+        return None, "replicated: a scalar"
+    if not dims:
+        return None, "replicated: one scalar a layer"
+    remainders = ", ".join(f"{shape[d]} % {num_shards} = {shape[d] % num_shards}" for d in dims)
+    return None, f"replicated: {remainders}"
+
+
+def check_arrays(params: Any) -> None:
+    """Raises ValueError for a leaf that is no array."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise ValueError(
+                f"placement: {path_text(path)!r} is no array\n"
+                f"  got:      {type(leaf).__name__}\n"
+                f"  fix:      keep it outside of the parameter tree, or make it a jax.Array"
+            )
+
+
+def _first_match(path: str, patterns: Sequence[str]) -> str | None:
+    return next((p for p in patterns if fnmatchcase(path, p)), None)
+
+
+def place(
+    params: Any, axes: Axes, overrides: Overrides, stacked_paths: frozenset[str] = frozenset()
+) -> tuple[Leaf, ...]:
+    """Places every leaf of a parameter tree, in flattening order.
+
+    Args:
+        params: tree of arrays or avals.
+        axes: the data axes.
+        overrides: what the user says.
+        stacked_paths: paths of leaves known to be stacked.
+
+    Raises:
+        ValueError: an empty tree, a leaf that is no array, a pattern that matches nothing, a dim that does not exist
+            or that the number of shards does not divide.
+    """
+    with_paths, _ = jax.tree_util.tree_flatten_with_path(params)
+    if not with_paths:
+        raise ValueError("placement: the parameter tree is empty\n  fix:      return a model or a tree with parameters")
+    paths = [path_text(path) for path, _ in with_paths]
+    check_arrays(params)
+    for what in ("shard_dims", "stacked", "frozen"):
+        for pattern in getattr(overrides, what):
+            if not any(fnmatchcase(path, pattern) for path in paths):
+                raise ValueError(no_match(what, pattern, paths))
+    units = unit_names(paths, overrides.units)
+    leaves = []
+    for path, unit, (_, leaf) in zip(paths, units, with_paths, strict=True):
+        shape = tuple(leaf.shape)
+        stacked = path in stacked_paths or _first_match(path, overrides.stacked) is not None
+        pattern = _first_match(path, list(overrides.shard_dims))
+        if pattern is None:
+            dim, reason = choose_dim(shape, axes.num_shards, stacked)
+        else:
+            dim, reason = overrides.shard_dims[pattern], f"override {pattern!r}"
+            dim = dim + len(shape) if dim is not None and dim < 0 else dim
+            _check_dim(path, shape, dim, axes)
+        trainable = bool(jnp.issubdtype(leaf.dtype, jnp.floating)) and _first_match(path, overrides.frozen) is None
+        leaves.append(Leaf(path, shape, leaf.dtype, dim, unit, reason, trainable))
+    return tuple(leaves)
+
+
+def _check_dim(path: str, shape: tuple[int, ...], dim: int | None, axes: Axes) -> None:
+    if dim is None or (0 <= dim < len(shape) and shape[dim] % axes.num_shards == 0):
+        return
+    remainders = ", ".join(f"{s} % {axes.num_shards} = {s % axes.num_shards}" for s in shape) or "a scalar"
+    raise ValueError(
+        f"placement: cannot shard {path!r} over {'x'.join(axes.shard)} in dim {dim}\n"
+        f"  got:      shape {shape}, axis size {axes.num_shards}; {remainders}\n"
+        f"  fix:      another dim, a shape that {axes.num_shards} divides, or None to replicate"
+    )
+
+
+def optimizer_specs(tx: optax.GradientTransformation, opt_state: Any, specs: Any, shapes: Any, axes: Axes) -> Any:
+    """A spec for every leaf of an optimizer state.
+
+    A leaf that stands for a parameter and has its shape (a moment, a trace, an average) follows the parameter. Any
+    other (a factored moment, a step count) is placed by its own shape.
+
+    Args:
+        tx: any optax transformation.
+        opt_state: its state, as avals.
+        specs: tree of the trainable parameters' specs.
+        shapes: tree of their avals.
+        axes: the data axes.
+    """
+    own = lambda leaf: spec(choose_dim(leaf.shape, axes.num_shards, stacked=False)[0], axes)
+
+    def follow(leaf: Any, like: Any, like_spec: PartitionSpec) -> Any:
+        if isinstance(leaf, optax.MaskedNode):
+            return leaf
+        return like_spec if leaf.shape == like.shape else own(leaf)
+
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)
+    return optax.tree.map_params(tx, follow, opt_state, shapes, specs, transform_non_params=own, is_leaf=is_masked)
+
+
+def shardings(mesh: Any, specs: Any) -> Any:
+    """Tree of specs -> tree of NamedShardings."""
+    return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+
+
+def shard_bytes(aval: Any, sharding: NamedSharding) -> int:
+    """Bytes that one device holds of an array."""
+    return math.prod(sharding.shard_shape(tuple(aval.shape))) * aval.dtype.itemsize

@@ -1,0 +1,102 @@
+"""Mixed precision: the dtype of the master parameters, of the computation and of the gradients on the wire."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Array = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """Where which dtype is used.
+
+    Attributes:
+        param_dtype: the master parameters, which the optimizer reads and writes, and accumulated gradients.
+        compute_dtype: parameters (and floating inputs, with `cast_inputs`) as the model sees them, and as they travel.
+        reduce_dtype: gradients as they travel and are summed.
+        cast_inputs: whether floating leaves of the batch are cast to compute_dtype. Norms and losses compute in what
+            the model asks for; Flax's norms take their statistics in fp32.
+        initial_scale: first loss scale, or None for no loss scaling.
+        growth_interval: finite steps in a row after which the loss scale doubles. It halves at each skipped step.
+    """
+
+    param_dtype: Any = jnp.float32
+    compute_dtype: Any = jnp.float32
+    reduce_dtype: Any = jnp.float32
+    cast_inputs: bool = True
+    initial_scale: float | None = None
+    growth_interval: int = 2000
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer keeps a copy of the parameters in another dtype than they are computed with."""
+        return jnp.dtype(self.param_dtype) != jnp.dtype(self.compute_dtype)
+
+    def __str__(self) -> str:
+        scaling = "none"
+        if self.initial_scale:
+            scaling = f"dynamic, from {self.initial_scale:g}, doubles after {self.growth_interval} finite steps"
+        rows = {
+            "master parameters, accumulation": jnp.dtype(self.param_dtype).name,
+            "computation, all-gather": jnp.dtype(self.compute_dtype).name,
+            "reduce-scatter, all-reduce": jnp.dtype(self.reduce_dtype).name,
+            "floating batch leaves": jnp.dtype(self.compute_dtype).name if self.cast_inputs else "as given",
+            "loss scaling": scaling,
+        }
+        width = max(map(len, rows))
+        return "\n".join(f"{name:{width}s}  {value}" for name, value in rows.items())
+
+
+PRESETS = {
+    "fp32": Precision(),
+    "bf16": Precision(compute_dtype=jnp.bfloat16, reduce_dtype=jnp.bfloat16),
+    "bf16_reduce_fp32": Precision(compute_dtype=jnp.bfloat16),
+    "fp16": Precision(compute_dtype=jnp.float16, reduce_dtype=jnp.float16, initial_scale=2.0**15),
+}
+
+
+def resolve(precision: str | Precision) -> Precision:
+    """A preset's policy, or the policy itself. Raises ValueError for an unknown name."""
+    if isinstance(precision, Precision):
+        return precision
+    if precision not in PRESETS:
+        raise ValueError(
+            f"precision: unknown preset {precision!r}\n  fix:      one of {', '.join(PRESETS)}, or a Precision"
+        )
+    return PRESETS[precision]
+
+
+def cast(tree: Any, dtype: Any) -> Any:
+    """Floating leaves in `dtype`; the others as they are."""
+    return jax.tree.map(lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LossScale:
+    """Dynamic loss scale.
+
+    Attributes:
+        value: scalar fp32, what the loss is multiplied by.
+        finite_steps: scalar int32, finite steps since it last changed.
+    """
+
+    value: Array
+    finite_steps: Array
+
+    @classmethod
+    def create(cls, precision: Precision) -> LossScale | None:
+        if precision.initial_scale is None:
+            return None
+        return cls(jnp.float32(precision.initial_scale), jnp.int32(0))
+
+    def update(self, finite: Array, growth_interval: int) -> LossScale:
+        """Halves after a step that was not finite (never below 1), doubles after `growth_interval` that were."""
+        grows = finite & (self.finite_steps + 1 >= growth_interval)
+        value = jnp.where(finite, jnp.where(grows, self.value * 2, self.value), jnp.maximum(self.value / 2, 1.0))
+        return LossScale(value, jnp.where(finite & ~grows, self.finite_steps + 1, 0))

@@ -1,0 +1,131 @@
+"""What a state holds per device, leaf by leaf, beside the formula of ZeRO."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import math
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+from rich.console import Console
+from rich.table import Table
+
+from zerojax import placement
+from zerojax.collectives import Axes
+from zerojax.placement import Leaf
+from zerojax.precision import Precision
+from zerojax.state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One leaf: where it lives, what a device holds of it, and why."""
+
+    category: str  # params, grads, optimizer, model_state
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    spec: str
+    bytes_per_device: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Every leaf of the model states, bytes per device by category, and what a stage would shard and does not.
+
+    Attributes:
+        rows: one per leaf of parameters, gradients, optimizer state and model state.
+        totals: category -> bytes per device.
+        formula: category -> bytes per device if every leaf were evenly divided (ZeRO, table 1).
+        replicated: rows that the stage would shard and that are whole.
+    """
+
+    rows: tuple[Row, ...]
+    totals: dict[str, int]
+    formula: dict[str, float]
+    replicated: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        leaves = Table("", "leaf", "shape", "dtype", "spec", "bytes/device", "reason", title="Model states per device")
+        for row in self.rows:
+            shape = "x".join(map(str, row.shape)) or "scalar"
+            leaves.add_row(row.category, row.path, shape, row.dtype, row.spec, f"{row.bytes_per_device:,}", row.reason)
+        leaves.columns[5].justify = "right"
+        totals = Table("", "bytes/device", "formula", title="Totals")
+        for name, total in self.totals.items():
+            formula = f"{self.formula[name]:,.0f}" if name in self.formula else ""
+            totals.add_row(name, f"{total:,}", formula)
+        for column in totals.columns[1:]:
+            column.justify = "right"
+        whole = Table("", "leaf", "shape", "bytes/device", "reason", title="Not sharded")
+        for row in self.replicated:
+            whole.add_row(row.category, row.path, str(row.shape), f"{row.bytes_per_device:,}", row.reason)
+        text = io.StringIO()
+        console = Console(file=text, width=150)
+        console.print(
+            leaves, totals, *([whole] if self.replicated else ["Every leaf that the stage shards is sharded."])
+        )
+        return text.getvalue()
+
+
+_CATEGORIES = ("params", "grads", "optimizer", "model_state")
+
+
+def explain(state: TrainState, axes: Axes, stage: int, precision: Precision) -> Explanation:
+    """See `Zero.explain`."""
+    leaves = {leaf.path: leaf for leaf in state.definition.leaves}
+    mesh = jax.tree.leaves(state.params)[0].sharding.mesh
+    rows = [
+        *(_row("params", path, a, leaves[path].reason) for path, a in _leaves(state.params)),
+        *(_gradient_row(leaf, mesh, axes, stage, precision) for leaf in leaves.values() if leaf.trainable),
+        *(_row("optimizer", f"master/{path}", a, leaves[path].reason) for path, a in _leaves(state.master)),
+        *(_row("optimizer", path, a, _optimizer_reason(path, a, leaves, axes)) for path, a in _leaves(state.opt_state)),
+        *(_row("model_state", path, a, "never sharded") for path, a in _leaves(state.model_state)),
+    ]
+    shards = {
+        "params": axes.num_shards if placement.shards_params(stage) else 1,
+        "grads": axes.num_shards if placement.shards_grads(stage) else 1,
+        "optimizer": axes.num_shards if placement.shards_optimizer(stage) else 1,
+    }
+    of = lambda name: [row for row in rows if row.category == name]
+    full_bytes = lambda row: math.prod(row.shape) * row.itemsize
+    totals = {name: sum(row.bytes_per_device for row in of(name)) for name in _CATEGORIES}
+    formula = {name: sum(map(full_bytes, of(name))) / n for name, n in shards.items()}
+    whole = [r for r in rows if shards.get(r.category, 1) > 1 and r.bytes_per_device == full_bytes(r)]
+    return Explanation(tuple(rows), totals, formula, tuple(whole))
+
+
+def _leaves(tree: Any) -> list[tuple[str, Any]]:
+    return [(placement.path_text(path), a) for path, a in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _row(category: str, path: str, aval: Any, reason: str) -> Row:
+    held = placement.shard_bytes(aval, aval.sharding)
+    return Row(
+        category, path, tuple(aval.shape), str(aval.dtype), aval.dtype.itemsize, _spec_text(aval.sharding), held, reason
+    )
+
+
+def _spec_text(sharding: NamedSharding) -> str:
+    return "P(" + ", ".join(map(repr, sharding.spec)) + ")"
+
+
+def _gradient_row(leaf: Leaf, mesh: Any, axes: Axes, stage: int, precision: Precision) -> Row:
+    """A gradient as it is held while a step runs; at stage 1 in full, until the one reduce-scatter."""
+    spec = placement.spec(leaf.dim if placement.shards_grads(stage) else None, axes)
+    sharding = NamedSharding(mesh, spec)
+    return _row(
+        "grads", leaf.path, jax.ShapeDtypeStruct(leaf.shape, precision.reduce_dtype, sharding=sharding), leaf.reason
+    )
+
+
+def _optimizer_reason(path: str, aval: Any, leaves: dict[str, Leaf], axes: Axes) -> str:
+    for end in range(len(path.split("/"))):
+        leaf = leaves.get("/".join(path.split("/")[end:]))
+        if leaf is not None and leaf.shape == tuple(aval.shape):
+            return leaf.reason
+    return "own shape: " + placement.choose_dim(aval.shape, axes.num_shards, stacked=False)[1]

@@ -1,0 +1,299 @@
+"""The training step: gradient program inside `shard_map`, update outside it on global arrays."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zerojax import collectives, models, placement, state as states
+from zerojax.collectives import Axes
+from zerojax.gradient import GradientProgram, Result
+from zerojax.precision import Precision, cast
+from zerojax.state import Definition, TrainState
+
+Array = Any
+Tree = Any
+
+
+class Setup(NamedTuple):
+    """What all steps of one `Zero` share."""
+
+    mesh: Any
+    axes: Axes
+    stage: int
+    precision: Precision
+
+
+def batch_specs(setup: Setup, batch: Tree) -> Tree:
+    """Dim 0 of every batch leaf over the data axes; scalars whole."""
+    return jax.tree.map(lambda a: PartitionSpec(setup.axes.data) if np.ndim(a) else PartitionSpec(), batch)
+
+
+def shard_batch(setup: Setup, batch: Tree) -> Tree:
+    """Host arrays -> global arrays, split over the data axes. Each process passes its own rows."""
+
+    def put(a: Any, spec: PartitionSpec) -> Array:
+        if isinstance(a, jax.Array) and not a.is_fully_addressable:
+            return a
+        return jax.make_array_from_process_local_data(NamedSharding(setup.mesh, spec), np.asarray(a))
+
+    return jax.tree.map(put, batch, batch_specs(setup, batch))
+
+
+def check_batch(setup: Setup, batch: Tree, num_microbatches: int) -> None:
+    """Raises ValueError unless every leaf's dim 0 divides into devices x microbatches."""
+    parts = setup.axes.num_devices * num_microbatches
+    rows = [(placement.path_text(p) or "the batch", np.shape(a)) for p, a in jax.tree_util.tree_leaves_with_path(batch)]
+    if not any(shape for _, shape in rows):
+        raise ValueError("batch: no array with rows\n  fix:      pass arrays whose dim 0 is the batch")
+    for path, shape in rows:
+        if shape and shape[0] % parts:
+            split = f"{shape[0]} % ({setup.axes.num_devices} x {num_microbatches}) = {shape[0] % parts}"
+            raise ValueError(
+                f"batch: {path!r} does not divide into devices x microbatches\n"
+                f"  got:      shape {shape}; {split}\n"
+                f"  fix:      a multiple of {parts} rows, or another num_microbatches"
+            )
+
+
+def gradient_program(
+    setup: Setup, definition: Definition, loss_fn: Callable[..., Any], num_microbatches: int
+) -> GradientProgram:
+    loss = functools.partial(models.call_loss, loss_fn, definition.model)
+    return GradientProgram(
+        loss, definition.leaves, definition.tree, setup.stage, setup.axes, setup.precision, num_microbatches
+    )
+
+
+def _manual(setup: Setup, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`fn` in `shard_map`, manual over the data axes alone."""
+    return jax.shard_map(
+        fn, mesh=setup.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(setup.axes.data), check_vma=False
+    )
+
+
+def _leaf_specs(setup: Setup, definition: Definition, sharded: bool) -> list[PartitionSpec]:
+    return [placement.spec(leaf.dim if sharded else None, setup.axes) for leaf in definition.leaves]
+
+
+def gradients(setup: Setup, program: GradientProgram, definition: Definition, args: Any) -> Result:
+    """Runs the gradient program on global arrays: args are (parameter leaves, other state, batch, key, scale)."""
+    whole: Any = PartitionSpec()
+    grads_specs = _leaf_specs(setup, definition, placement.shards_optimizer(setup.stage))
+    grads_specs = [s if leaf.trainable else None for s, leaf in zip(grads_specs, definition.leaves, strict=True)]
+    in_specs = (
+        _leaf_specs(setup, definition, placement.shards_params(setup.stage)),
+        whole,
+        batch_specs(setup, args[2]),
+        whole,
+        whole,
+    )
+    return _manual(setup, program, in_specs, Result(grads_specs, whole, whole, whole, whole))(*args)
+
+
+def gather_params(setup: Setup, definition: Definition, trained: Tree) -> Tree:
+    """Stages 1 and 2: shards of the updated parameters -> full parameters, unit by unit, in the dtype given."""
+    leaves = [leaf for leaf in definition.leaves if leaf.trainable]
+    values, tree = jax.tree.flatten(trained)
+    units: dict[str, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        units.setdefault(leaf.unit, []).append(i)
+
+    def local(shards: list[Array]) -> list[Array]:
+        full = list(shards)
+        for members in units.values():
+            gathered = collectives.all_gather(
+                [shards[i] for i in members], [leaves[i].dim for i in members], setup.axes
+            )
+            for i, value in zip(members, gathered, strict=True):
+                full[i] = value
+        return full
+
+    in_specs = ([placement.spec(leaf.dim, setup.axes) for leaf in leaves],)
+    return jax.tree.unflatten(tree, _manual(setup, local, in_specs, PartitionSpec())(values))
+
+
+def squared_norm(setup: Setup, definition: Definition, program: GradientProgram, params: Tree) -> Array:
+    """Squared norm of the trained parameters, placed like the optimizer state; one scalar all-reduce."""
+    items = iter(jax.tree.leaves(params))
+    values = [next(items) if leaf.trainable else None for leaf in definition.leaves]
+    specs = _leaf_specs(setup, definition, placement.shards_optimizer(setup.stage))
+    specs = [s if leaf.trainable else None for s, leaf in zip(specs, definition.leaves, strict=True)]
+
+    def local(values: list[Array]) -> Array:
+        return collectives.all_reduce(
+            [program.local_squared_norm(values)], setup.axes.data, setup.axes.num_devices
+        )[0]  # fmt: skip
+
+    return _manual(setup, local, (specs,), PartitionSpec())(values)
+
+
+def apply_gradients(setup: Setup, state: TrainState, shardings: TrainState, grads: Tree, finite: Array) -> TrainState:
+    """One optimizer update, on global arrays with their shardings. Where `finite` is false nothing changes.
+
+    Args:
+        setup: of the Zero.
+        state: before the update.
+        shardings: of the state.
+        grads: tree of gradients, None at frozen leaves, in true scale.
+        finite: bool scalar.
+    """
+    definition, tx = state.definition, state.definition.tx
+    dtype = setup.precision.param_dtype
+    optimizer_shardings = _optimizer_shardings(setup, definition)
+    old = state.master
+    if old is None:  # a shard of full parameters is a slice: no communication
+        old = jax.lax.with_sharding_constraint(definition.trained(state.params), optimizer_shardings)
+    updates, opt_state = tx.update(jax.tree.map(lambda g: g.astype(dtype), grads), state.opt_state, old)
+    keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+    new = jax.lax.with_sharding_constraint(keep(optax.apply_updates(old, updates), old), optimizer_shardings)
+    params = cast(new, setup.precision.compute_dtype)
+    if placement.shards_optimizer(setup.stage) and not placement.shards_params(setup.stage):
+        params = gather_params(setup, definition, params)
+    after = TrainState(
+        step=state.step + 1,
+        skipped=state.skipped + jnp.where(finite, 0, 1),
+        params=definition.with_frozen(params, state.params),
+        master=None if state.master is None else new,
+        opt_state=keep(opt_state, state.opt_state),
+        model_state=state.model_state,
+        key=state.key,
+        loss_scale=state.loss_scale and state.loss_scale.update(finite, setup.precision.growth_interval),
+        definition=definition,
+    )
+    return jax.lax.with_sharding_constraint(after, shardings)
+
+
+def _optimizer_shardings(setup: Setup, definition: Definition) -> Tree:
+    specs = _leaf_specs(setup, definition, placement.shards_optimizer(setup.stage))
+    return definition.trained(jax.tree.unflatten(definition.tree, [NamedSharding(setup.mesh, s) for s in specs]))
+
+
+def state_shardings(state: TrainState) -> TrainState:
+    return jax.tree.map(lambda a: a.sharding, state)
+
+
+class Step:
+    """A jitted step over (state, batch), checked before it compiles and compiled once per shape.
+
+    `lower(state, batch)` and `trace(state, batch)` are those of the jitted function; they take avals with shardings
+    (`zero.eval_init`) as well as arrays.
+    """
+
+    def __init__(
+        self, setup: Setup, build: Callable[[TrainState], Callable[..., Any]], num_microbatches: int, donate: bool
+    ):
+        self._setup, self._build, self._num_microbatches, self._donate = setup, build, num_microbatches, donate
+        self._jitted: dict[Any, Any] = {}
+
+    def _prepare(self, state: TrainState, batch: Tree) -> tuple[Any, Tree]:
+        check_batch(self._setup, batch, self._num_microbatches)
+        key = state.definition
+        if key not in self._jitted:
+            states.check_optimizer(state, self._setup.precision)
+            donated = (0,) if self._donate else ()
+            self._jitted[key] = jax.jit(self._build(state), donate_argnums=donated, keep_unused=True)
+        return self._jitted[key], batch
+
+    def __call__(self, state: TrainState, batch: Tree) -> Any:
+        jitted, batch = self._prepare(state, batch)
+        return jitted(state, shard_batch(self._setup, batch))
+
+    def _abstract(self, batch: Tree) -> Tree:
+        aval = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(self._setup.mesh, s))
+        return jax.tree.map(aval, batch, batch_specs(self._setup, batch))
+
+    def trace(self, state: TrainState, batch: Tree) -> Any:
+        jitted, batch = self._prepare(state, batch)
+        return jitted.trace(state, self._abstract(batch))
+
+    def lower(self, state: TrainState, batch: Tree, **kwargs: Any) -> Any:
+        return self.trace(state, batch).lower(**kwargs)
+
+
+def train_step(setup: Setup, loss_fn: Callable[..., Any], num_microbatches: int, clip_norm: float | None) -> Step:
+    """See `Zero.train_step`."""
+
+    def build(like: TrainState) -> Callable[..., Any]:
+        definition, shardings = like.definition, state_shardings(like)
+        program = gradient_program(setup, definition, loss_fn, num_microbatches)
+
+        def step(state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Array]]:
+            scale = state.loss_scale.value if state.loss_scale else jnp.float32(1)
+            key = jax.random.fold_in(state.key, state.step)
+            args = (jax.tree.leaves(state.params), state.model_state, batch, key, scale)
+            result = gradients(setup, program, definition, args)
+            norm = jnp.sqrt(result.squared_norm) / scale
+            finite = jnp.isfinite(norm)
+            factor = 1 / scale
+            if clip_norm is not None:
+                factor = factor * jnp.minimum(1, clip_norm / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
+            dtype = setup.precision.param_dtype
+            scaled = [None if g is None else g.astype(dtype) * factor.astype(dtype) for g in result.grads]
+            if clip_norm is None and state.loss_scale is None:
+                scaled = result.grads
+            grads = jax.tree.unflatten(definition.tree, scaled)
+            after = apply_gradients(setup, state, shardings, grads, finite)
+            kept = jax.tree.map(
+                lambda n, o: n if models.is_key(n) else jnp.where(finite, n, o), result.state, state.model_state
+            )
+            after = TrainState(**{**_fields(after), "model_state": kept})
+            trained = after.master if after.master is not None else definition.trained(after.params)
+            if after.master is None:
+                trained = jax.lax.with_sharding_constraint(trained, _optimizer_shardings(setup, definition))
+            metrics = {
+                "loss": result.loss,
+                **result.metrics,
+                "grad_norm": norm,
+                "param_norm": jnp.sqrt(squared_norm(setup, definition, program, trained)),
+                "skipped": after.skipped,
+                **_learning_rate(after.opt_state),
+                **({"loss_scale": after.loss_scale.value} if after.loss_scale else {}),
+            }
+            return after, metrics
+
+        return step
+
+    return Step(setup, build, num_microbatches, donate=True)
+
+
+def eval_step(setup: Setup, loss_fn: Callable[..., Any]) -> Step:
+    """See `Zero.eval_step`."""
+
+    def build(like: TrainState) -> Callable[..., Any]:
+        definition = like.definition
+        program = gradient_program(setup, definition, loss_fn, 1)
+
+        def step(state: TrainState, batch: Tree) -> dict[str, Array]:
+            whole = PartitionSpec()
+            in_specs = (
+                _leaf_specs(setup, definition, placement.shards_params(setup.stage)),
+                whole,
+                batch_specs(setup, batch),
+                whole,
+            )
+            run = _manual(setup, program.evaluate, in_specs, whole)
+            loss, metrics = run(jax.tree.leaves(state.params), state.model_state, batch, state.key)
+            return {"loss": loss, **metrics}
+
+        return step
+
+    return Step(setup, build, 1, donate=False)
+
+
+def _fields(state: TrainState) -> dict[str, Any]:
+    return dict(vars(state))
+
+
+def _learning_rate(opt_state: Tree) -> dict[str, Array]:
+    """The learning rate, where the optimizer keeps it in its state (optax.inject_hyperparams)."""
+    found = [value for _, value in optax.tree.get_all_with_path(opt_state, "learning_rate")]
+    scalars = [value for value in found if isinstance(value, jax.Array) and value.ndim == 0]
+    return {"learning_rate": scalars[0].astype(jnp.float32)} if scalars else {}

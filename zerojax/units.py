@@ -1,0 +1,219 @@
+"""Units: which parameter leaves are gathered together, and where a traced loss needs them.
+
+Nothing is asked of the model. Leaves are grouped by their paths, and the traced loss is cut into segments where the
+weights of a new unit are first needed:
+
+    loss ──► jaxpr ──► values of one unit's weights alone  (sink to where they are used)
+                   └─► values of data ──► segments: [equations, leaves], in program order
+                                          a scan over stacked leaves is a segment of its own
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+from zerojax import jaxprs
+
+_NUMBERED = re.compile(r"\d")
+
+
+def unit_names(paths: Sequence[str], patterns: Sequence[str] = ()) -> list[str]:
+    """The unit of each leaf path ('layers/3/mlp/kernel').
+
+    A leaf belongs to the first of `patterns` (globs on a leading part of the path) that matches. Without one, its unit
+    ends at the first numbered component ('layers/3', 'Block_0'), or, if there is none, at the first component after
+    what all paths have in common ('model/embed').
+
+    Raises:
+        ValueError: a pattern that matches no path.
+    """
+    split = [path.split("/") for path in paths]
+    common = 0
+    while len(split) > 1 and all(len(p) > common + 1 and p[common] == split[0][common] for p in split):
+        common += 1
+    matched = set()
+
+    def name(parts: list[str]) -> str:
+        prefixes = ["/".join(parts[:i]) for i in range(1, len(parts) + 1)]
+        for pattern in patterns:
+            for prefix in prefixes:
+                if fnmatchcase(prefix, pattern):
+                    matched.add(pattern)
+                    return prefix
+        for prefix, part in zip(prefixes[common:], parts[common:], strict=True):
+            if _NUMBERED.search(part):
+                return prefix
+        return prefixes[min(common, len(parts) - 1)]
+
+    names = [name(parts) for parts in split]
+    for pattern in patterns:
+        if pattern not in matched:
+            raise ValueError(no_match("units", pattern, paths))
+    return names
+
+
+def no_match(what: str, pattern: str, paths: Sequence[str]) -> str:
+    """The error text for a pattern that matches no leaf path."""
+    shown = ", ".join(list(paths)[:5]) + (", ..." if len(paths) > 5 else "")
+    return (
+        f"{what}: pattern {pattern!r} matches no parameter\n"
+        f"  got:      paths {shown}\n"
+        f"  fix:      a glob on the whole path, for example {pattern.strip('*') and '*' + pattern.strip('*') + '*'!r}"
+    )
+
+
+class View(NamedTuple):
+    """A value with the elements of one leaf: `equations` (casts, transpositions) lead from the leaf to it."""
+
+    leaf: int
+    equations: tuple[Any, ...]
+    order: tuple[int, ...]  # the dims of the leaf in the order in which the value has them
+
+
+class Segment(NamedTuple):
+    """A stretch of the traced loss between two changes of unit."""
+
+    equations: list[Any]
+    leaves: list[int]  # the parameter leaves it reads
+    inputs: list[Any]  # data values it reads
+    outputs: list[Any]  # data values that are read after it
+    views: dict[int, View]  # scan operand -> the stacked leaf it slices; empty unless it is a scan over layers
+
+
+class TracedLoss:
+    """A traced function of parameter leaves and data, cut into segments.
+
+    Args:
+        closed: jaxpr of `fn(*leaves, *data) -> outputs`.
+        num_leaves: how many of its inputs are parameter leaves.
+        unit_of: the unit of each leaf.
+    """
+
+    def __init__(self, closed: Any, num_leaves: int, unit_of: Sequence[str]):
+        self.unit_of = unit_of
+        needs = lambda equation: self._must_inline(equation)
+        self.num_leaves = num_leaves
+        self.closed = closed
+        self._find_weights()
+        if any(jaxprs.is_call(e) and needs(e) for e in closed.jaxpr.eqns):
+            self.closed = jaxprs.inlined(closed, lambda e: True)
+            self._find_weights()
+        self._check_outputs()
+        self.segments = self._segments()
+
+    def _find_weights(self) -> None:
+        """Values made of the weights of one unit alone: `weights` maps each to the leaves that it is made of."""
+        jaxpr = self.closed.jaxpr
+        self.leaf_vars = jaxpr.invars[: self.num_leaves]
+        self.data_vars = jaxpr.invars[self.num_leaves :]
+        self.weights: dict[Any, frozenset[int]] = {v: frozenset([i]) for i, v in enumerate(self.leaf_vars)}
+        self.producer: dict[Any, Any] = {}
+        returned = {atom for atom in jaxpr.outvars if jaxprs.is_var(atom)}
+        for equation in jaxpr.eqns:
+            read = jaxprs.variables(equation)
+            if not read or not all(v in self.weights for v in read) or returned & set(equation.outvars):
+                continue
+            leaves = frozenset().union(*(self.weights[v] for v in read))
+            if len({self.unit_of[i] for i in leaves}) == 1 and not equation.effects:
+                self.weights.update(dict.fromkeys(equation.outvars, leaves))
+                self.producer.update(dict.fromkeys(equation.outvars, equation))
+
+    def leaves_of(self, equation: Any) -> frozenset[int]:
+        return frozenset().union(*(self.weights[v] for v in jaxprs.variables(equation) if v in self.weights))
+
+    def _must_inline(self, equation: Any) -> bool:
+        """A nested jit hides a change of unit, a scan over stacked leaves, or a transposition of one leaf."""
+        leaves = self.leaves_of(equation)
+        if not leaves:
+            return False
+        hides_scan = lambda jaxpr: any(
+            jaxprs.is_scan(e) or any(hides_scan(sub) for sub in jaxprs.sub_jaxprs(e)) for e in jaxpr.eqns
+        )
+        return (
+            len({self.unit_of[i] for i in leaves}) > 1
+            or len(equation.invars) == 1
+            or hides_scan(jaxprs.called(equation)[0])
+        )
+
+    def _check_outputs(self) -> None:
+        leaf_vars = set(self.leaf_vars)
+        for atom in self.closed.jaxpr.outvars:
+            if jaxprs.is_var(atom) and atom in leaf_vars:
+                raise ValueError(
+                    "loss: returns a parameter itself among its metrics or state\n"
+                    "  fix:      return a value computed from it, or take it from the training state"
+                )
+
+    def view(self, atom: Any) -> View | None:
+        """How an operand derives from one leaf by casts and transpositions alone, if it does."""
+        equations: list[Any] = []
+        while jaxprs.is_var(atom) and atom in self.producer:
+            equation = self.producer[atom]
+            if equation.primitive.name not in jaxprs.ELEMENT_PRESERVING:
+                return None
+            equations.append(equation)
+            atom = equation.invars[0]
+        if not jaxprs.is_var(atom) or atom not in self.weights:
+            return None
+        (leaf,) = self.weights[atom]
+        equations.reverse()
+        order = list(range(self.leaf_vars[leaf].aval.ndim))
+        for equation in equations:
+            if equation.primitive.name == "transpose":
+                order = [order[k] for k in equation.params["permutation"]]
+        return View(leaf, tuple(equations), tuple(order))
+
+    def _views(self, equation: Any) -> dict[int, View]:
+        """The operands that a scan slices layer by layer and that are views of a leaf."""
+        if not jaxprs.is_scan(equation):
+            return {}
+        scan = jaxprs.scan_params(equation)
+        found = {}
+        for k in range(scan.num_consts + scan.num_carry, len(equation.invars)):
+            view = self.view(equation.invars[k])
+            if view is not None:
+                found[k] = view
+        return found
+
+    def _segments(self) -> list[Segment]:
+        cut = self._cut()
+        live = {atom for atom in self.closed.jaxpr.outvars if jaxprs.is_var(atom)}
+        segments = []
+        for equations, leaves, views in reversed(cut):
+            own = {v for e in equations for v in e.outvars}
+            read = dict.fromkeys(v for e in equations for v in jaxprs.variables(e) if v not in own)
+            inputs = [v for v in read if v not in self.weights]
+            outputs = [v for e in equations for v in e.outvars if v in live]
+            segments.append(Segment(equations, sorted(leaves), inputs, outputs, views))
+            live.update(inputs)
+        return segments[::-1]
+
+    def _cut(self) -> list[tuple[list[Any], set[int], dict[int, View]]]:
+        cut: list[tuple[list[Any], set[int], dict[int, View]]] = []
+        open_units: set[str] = set()
+        for equation in self.closed.jaxpr.eqns:
+            if any(v in self.producer for v in equation.outvars):
+                continue
+            leaves = self.leaves_of(equation)
+            units = {self.unit_of[i] for i in leaves}
+            views = self._views(equation)
+            if cut and not views and not cut[-1][2] and units <= open_units:
+                cut[-1][0].append(equation)
+                cut[-1][1].update(leaves)
+            else:
+                cut.append(([equation], set(leaves), views))
+                open_units = set()
+            open_units |= units
+        return cut
+
+    def bind_weights(self, segment_inputs: Sequence[Any], scope: dict[Any, Any]) -> None:
+        """Computes in `scope` the weight values among `segment_inputs` from the full leaves that are in it."""
+        for v in segment_inputs:
+            if v in scope:
+                continue
+            equation = self.producer[v]
+            self.bind_weights(jaxprs.variables(equation), scope)
+            jaxprs.evaluate([equation], scope)

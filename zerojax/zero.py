@@ -1,0 +1,171 @@
+"""Zero: a mesh, a stage and a precision, and from them the state and the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from zerojax import models, placement, report, state as states, step as steps
+from zerojax.mesh import data_axes
+from zerojax.placement import Overrides
+from zerojax.precision import Precision, resolve
+from zerojax.state import Definition, TrainState
+from zerojax.step import Setup, Step
+
+
+class Zero:
+    """ZeRO over a mesh.
+
+    Args:
+        mesh: axes of type Auto, for example of `zerojax.make_mesh`.
+        stage: 0 (data parallel), 1 (P_os), 2 (P_os+g) or 3 (P_os+g+p).
+        precision: a preset ('fp32', 'bf16', 'bf16_reduce_fp32', 'fp16') or a `Precision`.
+        shard_axes: mesh axes that model states are sharded over.
+        replica_axes: mesh axes that split the batch too, but over which model states are replicated. By default
+            'replica' if the mesh has it.
+        shard_dims: glob on leaf paths -> the dim to shard, or None to replicate. Without an override: the largest dim
+            that the number of shards divides.
+        stacked: globs of leaves whose dim 0 counts layers. Stacks made by a scan or by a vmap over keys are found.
+        frozen: globs of leaves that are not trained: no gradient, no optimizer state, no reduce-scatter.
+        units: globs on leading parts of paths; the leaves below each match are gathered together. By default a unit
+            ends at the first numbered component of the path.
+
+    Raises:
+        ValueError: an unknown stage, precision or axis.
+    """
+
+    def __init__(
+        self,
+        mesh: Any,
+        stage: int = 3,
+        precision: str | Precision = "fp32",
+        *,
+        shard_axes: Sequence[str] = ("data",),
+        replica_axes: Sequence[str] | None = None,
+        shard_dims: Mapping[str, int | None] | None = None,
+        stacked: Sequence[str] = (),
+        frozen: Sequence[str] = (),
+        units: Sequence[str] = (),
+    ):
+        placement.check_stage(stage)
+        if replica_axes is None:
+            replica_axes = tuple(name for name in ("replica",) if name in mesh.axis_names)
+        axes = data_axes(mesh, tuple(shard_axes), tuple(replica_axes))
+        self.setup = Setup(mesh, axes, stage, resolve(precision))
+        self.overrides = Overrides(dict(shard_dims or {}), tuple(stacked), tuple(frozen), tuple(units))
+
+    def init(self, create_model: Callable[..., Any], tx: optax.GradientTransformation, seed: int = 0) -> TrainState:
+        """The training state, sharded from birth: no device and no host holds it whole.
+
+        Args:
+            create_model: `create_model(rngs=nnx.Rngs)` returns an nnx.Module (a module class will do), or
+                `create_model(key)` returns Linen variables or a tree of parameters.
+            tx: any optax transformation.
+            seed: of the parameters. Their values do not depend on mesh or stage.
+
+        Raises:
+            ValueError: no parameters, a leaf that is no array, a pattern or a dim that does not fit.
+        """
+        return self._build(create_model, tx, seed)[0]()
+
+    def eval_init(
+        self, create_model: Callable[..., Any], tx: optax.GradientTransformation, seed: int = 0
+    ) -> TrainState:
+        """The state that `init` would make, as avals with shardings. Nothing is allocated; works on abstract meshes."""
+        return self._build(create_model, tx, seed)[1]
+
+    def _build(self, create_model: Any, tx: Any, seed: int) -> Any:
+        mesh, axes, stage, precision = self.setup
+        return states.build(
+            create_model, tx, seed, mesh=mesh, axes=axes, stage=stage, precision=precision, overrides=self.overrides
+        )
+
+    def train_step(
+        self, loss_fn: Callable[..., Any], *, num_microbatches: int = 1, clip_norm: float | None = None
+    ) -> Step:
+        """A jitted `step(state, batch) -> (state, metrics)`. The state is donated and updated in place.
+
+        Args:
+            loss_fn: `loss_fn(model, batch)` or `loss_fn(model, batch, key)`, with what `create_model` returned first.
+                Returns a scalar (the mean over its rows) or a `Weighted`, alone or with a dict of metrics, each a
+                scalar or a `Weighted`. Linen collections that the loss changed are returned in the dict by name.
+            num_microbatches: equal parts that each device's rows are processed in, one after the other.
+            clip_norm: gradients are scaled to at most this global norm.
+
+        Returns:
+            A `Step`. Metrics are fp32 scalars, the same on every device: loss, grad_norm (before clipping),
+            param_norm, skipped, learning_rate where the optimizer state has it, loss_scale for fp16, and those of the
+            loss. The batch is a tree of arrays whose dim 0 divides into devices x microbatches; each process passes
+            its own rows.
+
+        Cost: elements sent per device and step, for Psi parameters on N devices and k microbatches, times (N-1)/N:
+            2 Psi at stages 0 and 1, (1 + k) Psi at stage 2, up to 3 k Psi at stage 3 (leaves whose values the backward
+            pass does not read, such as biases and embedding tables, are not gathered again).
+        Source: ZeRO, sections 5 and 7.
+        """
+        if num_microbatches < 1:
+            raise ValueError(f"train_step: num_microbatches is {num_microbatches}\n  fix:      at least 1")
+        return steps.train_step(self.setup, loss_fn, num_microbatches, clip_norm)
+
+    def eval_step(self, loss_fn: Callable[..., Any]) -> Step:
+        """A jitted `step(state, batch) -> metrics` with the same gathering; nothing is changed."""
+        return steps.eval_step(self.setup, loss_fn)
+
+    def value_and_grad(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
+        """`jax.value_and_grad` for a script that has its own step.
+
+        Args:
+            loss_fn: `loss_fn(params, *args)` returns the mean loss over the rows of `args`, or a `Weighted`; with
+                `has_aux`, beside a dict of metrics.
+            has_aux: as in JAX.
+
+        Returns:
+            `fn(params, *args) -> (loss, grads)` or `((loss, metrics), grads)`, to be called under `jit`. Parameters are
+            placed by the stage (full below 3, shards at 3: see `shard`), args are split over the data axes in dim 0.
+            Gradients are shards from stage 1 on, None at frozen leaves, in reduce_dtype.
+        """
+
+        def fn(params: Any, *args: Any) -> Any:
+            steps.check_batch(self.setup, args, 1)
+            definition = self._definition(params)
+            program = steps.gradient_program(self.setup, definition, lambda p, args: loss_fn(p, *args), 1)
+            inputs = (jax.tree.leaves(params), {}, args, jax.random.key(0), jnp.float32(1))
+            result = steps.gradients(self.setup, program, definition, inputs)
+            grads = jax.tree.unflatten(definition.tree, result.grads)
+            return ((result.loss, result.metrics), grads) if has_aux else (result.loss, grads)
+
+        return fn
+
+    def shard(self, params: Any) -> Any:
+        """Parameters that exist already, placed by the stage. For use with `value_and_grad`."""
+        definition = self._definition(params)
+        sharded = placement.shards_params(self.setup.stage)
+        specs = [
+            placement.spec(leaf.dim, self.setup.axes) if sharded else PartitionSpec() for leaf in definition.leaves
+        ]
+        return jax.device_put(params, placement.shardings(self.setup.mesh, jax.tree.unflatten(definition.tree, specs)))
+
+    def shard_batch(self, batch: Any) -> Any:
+        """Host arrays (each process: its own rows) as global arrays, split over the data axes in dim 0."""
+        return steps.shard_batch(self.setup, batch)
+
+    def _definition(self, params: Any) -> Definition:
+        leaves = placement.place(params, self.setup.axes, self.overrides)
+        model = models.Model(lambda params, other: params, lambda merged, aux, before: (before, aux))
+        return Definition(optax.identity(), model, leaves, jax.tree.structure(params))
+
+    def explain(self, state: TrainState) -> report.Explanation:
+        """Where every leaf of a state lives and why, what it costs a device, and what is not sharded.
+
+        Args:
+            state: of `init` or `eval_init`.
+
+        Returns:
+            An `Explanation`: data, and a table when printed.
+        """
+        return report.explain(state, self.setup.axes, self.setup.stage, self.setup.precision)
