@@ -1,0 +1,29 @@
+"""Eight simulated devices for every test, and the options `--full` and `--aot`."""
+
+import os
+
+# Compiling is what the suite spends its time on: without LLVM's optimisations it takes less than half of it.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+
+import zerojax
+
+zerojax.simulate_devices(8)  # before anything asks JAX for a device
+
+OPTIONS = {
+    "full": "also run the whole product of models, stages, precisions and microbatches",
+    "aot": "also run the tests that compile for GPU and TPU targets",
+}
+
+
+def pytest_addoption(parser):
+    for name, text in OPTIONS.items():
+        parser.addoption(f"--{name}", action="store_true", help=text)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Tests with the marker of an option that is not given are deselected."""
+    absent = [name for name in OPTIONS if not config.getoption(name)]
+    left_out = [item for item in items if any(item.get_closest_marker(name) for name in absent)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]

@@ -1,0 +1,138 @@
+"""The reference: an ordinary training step on one device, written with JAX, Flax and Optax alone.
+
+What it shares with `zerojax` is only what both promise: the data that a microbatch consists of, the key that the
+parameters are created from, and where each dtype is used.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "bf16_reduce_fp32": jnp.bfloat16, "fp16": jnp.float16}
+FP16_SCALE = 2.0**15
+
+
+@dataclasses.dataclass
+class Trajectory:
+    """What a run leaves behind: lists over steps, and lists of numpy leaves in flattening order."""
+
+    losses: np.ndarray
+    metrics: list[dict[str, float]]
+    start: list[np.ndarray]
+    end: list[np.ndarray]
+    state: list[np.ndarray]  # other state of the model (running statistics), without PRNG keys
+
+
+def numbers(tree: Any) -> list[np.ndarray]:
+    """The leaves of a tree on the host, without PRNG keys."""
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
+    return [np.asarray(leaf) for leaf in jax.device_get(leaves)]
+
+
+def cast(tree: Any, dtype: Any) -> Any:
+    return jax.tree.map(lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
+
+
+def functional(model: Any, seed: int = 0, abstract: bool = False) -> tuple[Any, Any, Callable[..., Any]]:
+    """(parameters, other state, loss) of a zoo model; `loss(params, other, batch) -> (sum, weight), (metrics, other)`.
+
+    With `abstract`, parameters and other state are avals.
+    """
+    key = jax.random.fold_in(jax.random.key(seed), 0)
+    is_module = []
+
+    def create(key):
+        made = model.create(nnx.Rngs(key) if model.create.__code__.co_varnames[0] == "rngs" else key)
+        is_module.append(isinstance(made, nnx.Module))
+        if is_module[-1]:
+            graph.append(nnx.split(made, nnx.Param, ...)[0])
+            return nnx.split(made, nnx.Param, ...)[1:]
+        if "params" in made:
+            return made["params"], {name: value for name, value in made.items() if name != "params"}
+        return made, {}
+
+    graph: list[Any] = []
+    params, other = jax.eval_shape(create, key) if abstract else jax.jit(create)(key)
+
+    def call(params, other, batch):
+        if is_module[-1]:
+            module = nnx.merge(graph[-1], params, other, copy=True)
+            out = model.loss(module, batch)
+            return out, nnx.split(module, nnx.Param, ...)[2]
+        collections = {"params": params, **other} if other or "variables" in model.loss.__code__.co_varnames else params
+        out = model.loss(collections, batch)
+        updated = out[1] if isinstance(out, tuple) and isinstance(out[1], dict) else {}
+        return out, {name: updated.get(name, value) for name, value in other.items()}
+
+    def loss(params, other, batch):
+        out, after = call(params, other, batch)
+        if model.weighted:
+            return out, ({}, after)
+        value, aux = out if isinstance(out, tuple) else (out, {})
+        return (value, 1.0), ({name: v for name, v in aux.items() if name not in other}, after)
+
+    return params, other, loss
+
+
+def microbatches(batch: Any, num_microbatches: int, num_devices: int) -> list[Any]:
+    """Microbatch j: the j-th part of each device's contiguous rows, over all devices."""
+
+    def part(a, j):
+        rows = np.asarray(a).reshape(num_devices, num_microbatches, -1, *a.shape[1:])
+        return rows[:, j].reshape(-1, *a.shape[1:])
+
+    return [jax.tree.map(lambda a: part(a, j), batch) for j in range(num_microbatches)]  # noqa: B023
+
+
+def step_of(loss: Callable[..., Any], tx: Any, dtype: Any, scale: float) -> Callable[..., Any]:
+    """A jitted step over a list of microbatches."""
+
+    @jax.jit
+    def step(params, other, opt_state, parts):
+        total, weight, grads, metrics = 0.0, 0.0, jax.tree.map(jnp.zeros_like, params), []
+        for part in parts:
+
+            def scaled(low, other=other, part=part):
+                (value, n), (aux, after) = loss(low, other, cast(part, dtype))
+                n = jax.lax.stop_gradient(jnp.float32(n))
+                seen = jax.tree.map(jnp.float32, (value, aux))
+                return value * (scale / jnp.maximum(n, 1e-30)).astype(value.dtype), (*seen, n, after)
+
+            low_grads, (value, aux, n, other) = jax.grad(scaled, has_aux=True)(cast(params, dtype))
+            grads = jax.tree.map(lambda g, low, n=n: g + low.astype(jnp.float32) * n / scale, grads, low_grads)
+            total, weight, metrics = total + value, weight + n, [*metrics, aux]
+        grads = jax.tree.map(lambda g: g / weight, grads)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        means = {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
+        after = optax.apply_updates(params, updates)
+        return after, other, opt_state, {"loss": total / weight, "grad_norm": optax.tree.norm(grads), **means}
+
+    return step
+
+
+def run(
+    model: Any,
+    tx: Any,
+    batches: list[Any],
+    *,
+    precision: str = "fp32",
+    num_microbatches: int = 1,
+    num_devices: int = 8,
+    seed: int = 0,
+) -> Trajectory:
+    """The plain trajectory of a zoo model."""
+    params, other, loss = functional(model, seed)
+    step = step_of(loss, tx, DTYPES[precision], FP16_SCALE if precision == "fp16" else 1.0)
+    start, opt_state, metrics = numbers(params), tx.init(params), []
+    for batch in batches:
+        parts = microbatches(batch, num_microbatches, num_devices)
+        params, other, opt_state, seen = step(params, other, opt_state, parts)
+        metrics.append({name: float(value) for name, value in seen.items()})
+    losses = np.array([seen["loss"] for seen in metrics])
+    return Trajectory(losses, metrics, start, numbers(params), numbers(other))

@@ -1,0 +1,78 @@
+"""What a step sends, counted in the traced program: the formulas of ZeRO, in the dtype that the policy names."""
+
+import gpt
+import optax
+import pytest
+import traffic
+
+import zerojax
+
+N = 8
+WITHOUT_REGATHER = ("bias", "embedding")  # leaves whose values the backward pass does not read
+
+
+def trace(stage, k, scan=False, precision="bf16", mesh=None):
+    config = gpt.Config(width=64, layers=4, scan=scan)
+    zero = zerojax.Zero(mesh or zerojax.make_mesh(), stage=stage, precision=precision)
+    state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
+    return state, traffic.of_step(zero.train_step(gpt.loss, num_microbatches=k), state, gpt.batch_aval(config, 32))
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_elements_sent_are_the_formula(stage, k, scan):
+    state, found = trace(stage, k, scan)
+    leaves = state.definition.leaves
+    psi = sum(leaf.size for leaf in leaves)
+    not_regathered = sum(leaf.size for leaf in leaves if leaf.path.endswith(WITHOUT_REGATHER))
+    volume = {0: 2 * psi, 1: 2 * psi, 2: (1 + k) * psi, 3: k * (3 * psi - not_regathered)}[stage]
+    sent = traffic.sent(found)
+    assert sent["bfloat16"] == volume * (N - 1) / N
+    assert sent["float32"] <= 2 * 8  # losses, weights and norms
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_only_scalars_are_all_reduced(stage):
+    _, found = trace(stage, 1)
+    reduced = [c for c in found if c.kind.startswith("psum")]
+    assert reduced and all(c.size <= 8 for c in reduced)
+
+
+def test_reduction_travels_in_the_reduce_dtype():
+    _, found = trace(3, 1, precision="bf16_reduce_fp32")
+    gathers, scatters = ([c for c in found if c.kind == kind] for kind in ("all_gather", "reduce_scatter"))
+    assert {c.dtype for c in gathers} == {"bfloat16"} and {c.dtype for c in scatters} == {"float32"}
+
+
+def test_small_leaves_of_a_unit_travel_together():
+    _, found = trace(3, 1)
+    assert len([c for c in found if c.kind == "reduce_scatter"]) == 4 + 2  # four blocks, embedding, head
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_one_device_sends_nothing(stage):
+    import jax
+
+    _, found = trace(stage, 2, mesh=zerojax.make_mesh(devices=jax.devices()[:1]))
+    assert found == []
+
+
+def test_hybrid_sharding_reduces_shards_over_replicas_once_a_step():
+    state, found = trace(3, 4, mesh=zerojax.make_mesh(replica=2))
+    psi = sum(leaf.size for leaf in state.definition.leaves)
+    over_replicas = [c for c in found if c.kind.startswith("psum") and c.size > 8]
+    assert sum(c.size * c.count for c in over_replicas) == psi / 4  # shards over 4 devices, once for 4 microbatches
+    assert {c.num_devices for c in over_replicas} == {2}
+
+
+def test_counting_finds_a_collective_in_a_loop():
+    import jax
+    from jax import lax
+    from jax.sharding import PartitionSpec as P
+
+    mesh = zerojax.make_mesh()
+    body = lambda c, _: (lax.psum_scatter(lax.all_gather(c, "data", tiled=True), "data", tiled=True), None)
+    fn = jax.shard_map(lambda x: lax.scan(body, x, None, length=5)[0], mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    found = traffic.collectives_of(jax.make_jaxpr(fn)(jax.numpy.zeros(16)).jaxpr, dict(mesh.shape))
+    assert sum(c.sent_elements for c in found) == 2 * 5 * 16 * (N - 1) / N

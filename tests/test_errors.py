@@ -1,0 +1,249 @@
+"""Errors: each names what was given, where, and what to do."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+
+import zerojax
+from zerojax import Weighted, Zero, versions
+
+X = np.ones((32, 16), np.float32)
+
+
+def create():
+    return {"layers": {"w": jnp.ones((16, 12)), "b": jnp.ones(3)}, "head": jnp.ones((12, 8))}
+
+
+def loss(params, batch):
+    return jnp.mean(batch["x"] @ params["layers"]["w"] @ params["head"])
+
+
+def mesh():
+    return zerojax.make_mesh()
+
+
+def step(loss_fn=loss, batch=None, stage=3, create_model=create, **options):
+    """Traces a step: every error comes before anything is compiled."""
+    zero = Zero(mesh(), stage)
+    state = zero.eval_init(create_model, optax.sgd(0.1))
+    return zero.train_step(loss_fn, **options).trace(state, {"x": X} if batch is None else batch)
+
+
+def message(kind, call, *args, **kwargs):
+    """The text of the error that a call raises; all of them say how to go on."""
+    with pytest.raises(kind) as error:
+        call(*args, **kwargs)
+    return str(error.value)
+
+
+def test_the_step_that_the_others_break_is_fine():
+    step()
+
+
+# The batch
+
+
+def test_rows_do_not_divide_into_devices():
+    text = message(ValueError, step, batch={"x": X[:12]})
+    assert "batch: 'x'" in text and "(12, 16)" in text and "12 % (8 x 1) = 4" in text and "multiple of 8" in text
+
+
+def test_rows_do_not_divide_into_microbatches():
+    text = message(ValueError, step, batch={"x": X[:8], "y": X}, num_microbatches=4)
+    assert "batch: 'x'" in text and "8 % (8 x 4) = 8" in text
+    assert "multiple of 32 rows" in text and "num_microbatches" in text
+
+
+def test_rows_divide_into_replicas_too():
+    zero = Zero(zerojax.make_mesh(replica=2))
+    state = zero.eval_init(create, optax.sgd(0.1))
+    text = message(ValueError, zero.train_step(loss).trace, state, {"x": X[:12]})
+    assert "12 % (8 x 1) = 4" in text
+
+
+@pytest.mark.parametrize("batch", [{}, {"x": np.float32(1)}])
+def test_a_batch_without_rows(batch):
+    assert "no array with rows" in message(ValueError, step, batch=batch)
+
+
+def test_a_running_step_checks_its_batch_too():
+    zero = Zero(mesh())
+    state = zero.init(create, optax.sgd(0.1))
+    assert "(12, 16)" in message(ValueError, zero.train_step(loss), state, {"x": X[:12]})
+    assert "(12, 16)" in message(ValueError, zero.eval_step(loss), state, {"x": X[:12]})
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_num_microbatches(count):
+    text = message(ValueError, Zero(mesh()).train_step, loss, num_microbatches=count)
+    assert f"num_microbatches is {count}" in text and "at least 1" in text
+
+
+# Stage and mesh
+
+
+@pytest.mark.parametrize("stage", [4, -1, "3", True, None])
+def test_unknown_stage(stage):
+    text = message(ValueError, Zero, mesh(), stage)
+    assert f"stage: {stage!r}" in text and "one of 0, 1, 2, 3" in text
+
+
+def test_unknown_axis():
+    for options in {"shard_axes": ("fsdp",)}, {"replica_axes": ("fsdp",)}:
+        text = message(ValueError, Zero, mesh(), **options)
+        assert "no axis 'fsdp'" in text and "{'data': 8}" in text and "shard_axes" in text
+
+
+def test_explicit_axis():
+    explicit = jax.make_mesh((8,), ("data",), (AxisType.Explicit,))
+    text = message(ValueError, Zero, explicit)
+    assert "axis 'data'" in text and "Explicit" in text and "zerojax.make_mesh()" in text and "AxisType.Auto" in text
+
+
+@pytest.mark.parametrize("options", [{"shard_axes": ()}, {"shard_axes": ("data", "data")}, {"replica_axes": ("data",)}])
+def test_axes_are_distinct(options):
+    assert "must be distinct" in message(ValueError, Zero, mesh(), **options)
+
+
+# Patterns and dims
+
+
+@pytest.mark.parametrize("option", ["shard_dims", "stacked", "frozen", "units"])
+def test_a_pattern_that_matches_nothing(option):
+    value = {"layer/*": 0} if option == "shard_dims" else ("layer/*",)
+    text = message(ValueError, Zero(mesh(), **{option: value}).eval_init, create, optax.sgd(0.1))
+    assert f"{option}: pattern 'layer/*' matches no parameter" in text
+    assert "head, layers/b, layers/w" in text and "fix:" in text
+
+
+@pytest.mark.parametrize(("path", "dim"), [("layers/b", 0), ("layers/w", 1), ("layers/w", 2), ("layers/w", -3)])
+def test_a_dim_that_cannot_be_sharded(path, dim):
+    text = message(ValueError, Zero(mesh(), shard_dims={path: dim}).eval_init, create, optax.sgd(0.1))
+    shape = create()["layers"][path[-1]].shape
+    assert f"cannot shard '{path}' over data" in text and f"shape {shape}, axis size 8" in text and "fix:" in text
+    assert f"{shape[-1]} % 8 = {shape[-1] % 8}" in text
+
+
+def test_a_leaf_that_is_scanned_over_its_sharded_dim():
+    def scanned(params, batch):
+        body = lambda x, w: (jnp.tanh(x @ w), None)
+        return jnp.mean(jax.lax.scan(body, batch["x"], params["blocks"])[0])
+
+    stack = lambda: {"blocks": jnp.ones((32, 16, 16))}
+    text = message(ValueError, step, scanned, create_model=stack)
+    assert "'blocks'" in text and "layer dim" in text and "(32, 16, 16)" in text
+    assert "dim 0" in text and "`stacked`" in text
+    zero = Zero(mesh(), stacked=("blocks",))  # the fix
+    zero.train_step(scanned).trace(zero.eval_init(stack, optax.sgd(0.1)), {"x": X})
+
+
+# What create_model returns
+
+
+@pytest.mark.parametrize("tree", [{}, {"params": {}}, {"a": {}, "b": []}])
+def test_an_empty_tree(tree):
+    text = message(ValueError, Zero(mesh()).eval_init, lambda: tree, optax.sgd(0.1))
+    assert "parameter tree is empty" in text and "fix:" in text
+
+
+class Empty(nnx.Module):
+    def __init__(self, rngs):
+        self.width = 16
+
+
+def test_a_module_without_parameters():
+    assert "parameter tree is empty" in message(
+        ValueError, Zero(mesh()).eval_init, lambda rngs: Empty(rngs), optax.sgd(0.1)
+    )
+
+
+@pytest.mark.parametrize("leaf", ["relu", object()])
+def test_a_leaf_that_is_no_array(leaf):
+    """Given to `shard`, and returned by `create_model`."""
+    tree = {"layer": {"w": jnp.ones((16, 8)), "activation": leaf}}
+    for call in lambda: Zero(mesh()).shard(tree), lambda: Zero(mesh()).eval_init(lambda: tree, optax.sgd(0.1)):
+        text = message(ValueError, call)
+        assert "'layer/activation' is no array" in text and type(leaf).__name__ in text
+
+
+def test_an_optimizer_state_of_another_model():
+    zero = Zero(mesh())
+    state = zero.eval_init(create, optax.adam(0.1))
+    other = zero.eval_init(lambda: create() | {"head": jnp.ones((12, 16))}, optax.adam(0.1))
+    mixed = dataclasses.replace(state, opt_state=other.opt_state)
+    text = message(ValueError, zero.train_step(loss).trace, mixed, {"x": X})
+    assert "not of this model and optimizer" in text
+    assert "0/mu/head" in text and "(12, 16)" in text and "(12, 8)" in text
+
+
+def test_an_optimizer_state_of_another_optimizer():
+    zero = Zero(mesh())
+    state = zero.eval_init(create, optax.adam(0.1))
+    mixed = dataclasses.replace(state, opt_state=zero.eval_init(create, optax.sgd(0.1)).opt_state)
+    text = message(ValueError, zero.train_step(loss).trace, mixed, {"x": X})
+    assert "missing" in text and "zero.init" in text
+
+
+# What the loss returns
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        (lambda value, params: jnp.full(8, value), ["the loss is no scalar", "shape (8,)", "jnp.mean"]),
+        (lambda value, params: jnp.int32(value), ["dtype int32 cannot be differentiated", "floating"]),
+        (lambda value, params: (value, value, value), ["returns 3 values", "(loss, dict of metrics)"]),
+        (lambda value, params: (value, value), ["beside the loss", "dict of scalar metrics"]),
+        (lambda value, params: (value, {"logits": jnp.ones((4, 8))}), ["metric 'logits' is no scalar", "shape (4, 8)"]),
+        (lambda value, params: Weighted(jnp.full(8, value), 1), ["the loss is no scalar", "shape (8,)"]),
+        (lambda value, params: Weighted(value, jnp.ones(8)), ["the loss is no scalar", "shape (8,)"]),
+    ],
+    ids=["vector", "integer", "triple", "no_dict", "metric", "weighted_sum", "weight"],
+)
+def test_what_a_loss_may_not_return(change, parts, stage):
+    text = message(ValueError, step, lambda params, batch: change(loss(params, batch), params), stage=stage)
+    assert text.startswith("loss: ") and "fix:" in text
+    assert all(part in text for part in parts), text
+
+
+def test_a_loss_that_returns_a_parameter():
+    scale = lambda: create() | {"scale": jnp.ones(())}
+    returning = lambda params, batch: (params["scale"] * loss(params, batch), {"scale": params["scale"]})
+    text = message(ValueError, step, returning, create_model=scale)
+    assert "returns a parameter itself" in text and "fix:" in text
+
+
+class Growing(nnx.Module):
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(16, 8, rngs=rngs)
+
+
+def test_a_loss_that_adds_variables():
+    def growing(model, batch):
+        model.calls = nnx.Variable(jnp.zeros(()))
+        return jnp.mean(model.linear(batch["x"]))
+
+    text = message(ValueError, step, growing, create_model=lambda rngs: Growing(rngs))
+    assert "adds or removes variables" in text and "calls" in text
+
+
+# Versions
+
+
+@pytest.mark.parametrize("installed", [{"jax": "0.10.1"}, {"jax": "0.13.0"}, {"flax": "0.11.2"}, {"flax": "1.0"}])
+def test_unsupported_versions(installed):
+    ((package, version),) = installed.items()
+    text = message(ImportError, versions.check, installed)
+    assert f"{package} {version} is not supported" in text and f"pip install '{package}>=" in text
+
+
+def test_supported_versions():
+    versions.check()
+    versions.check({"jax": "0.12.0", "flax": "0.12.8"})

@@ -1,0 +1,83 @@
+"""Initial values: the same bits on every mesh and at every stage, and sharded from birth."""
+
+import functools
+
+import jax
+import numpy as np
+import optax
+import plain
+import pytest
+import zoo
+from parity import optimizer
+from plain import numbers
+
+import zerojax
+from zerojax import Zero
+
+MODELS = ("function", "weighted", "unused", "gpt_nnx_scan")
+MESHES = {
+    "one device": lambda: zerojax.make_mesh(devices=jax.devices()[:1]),
+    "data 8": zerojax.make_mesh,
+    "replica 2 x data 4": lambda: zerojax.make_mesh(replica=2),
+}
+PLACES = [("one device", 3), ("replica 2 x data 4", 3), *(("data 8", stage) for stage in range(4))]
+
+
+@functools.cache
+def expected(name):
+    return plain.numbers(plain.functional(zoo.ZOO[name], seed=5)[:2])
+
+
+@pytest.mark.parametrize(("mesh", "stage"), PLACES)
+@pytest.mark.parametrize("name", MODELS)
+def test_values_do_not_depend_on_mesh_or_stage(name, mesh, stage):
+    """They are those of the model created whole, on one device."""
+    state = Zero(MESHES[mesh](), stage).init(zoo.ZOO[name].create, optimizer(), seed=5)
+    got, want = numbers((state.params, state.model_state)), expected(name)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_values_depend_on_the_seed():
+    model = zoo.ZOO["function"]
+    zero = Zero(zerojax.make_mesh())
+    one, same, two = (zero.init(model.create, optimizer(), seed=seed).params["decoder"]["w"] for seed in (1, 1, 2))
+    assert np.array_equal(one, same) and not np.array_equal(one, two)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_state_is_sharded_from_birth(precision):
+    state = Zero(zerojax.make_mesh(), 3, precision).init(zoo.ZOO["unused"].create, optimizer())
+    for tree in (state.params, state.opt_state[0].mu, *([state.master] if precision == "bf16" else [])):
+        kernel = tree["unused"]["kernel"]
+        assert {shard.data.shape for shard in kernel.addressable_shards} == {(16, 4)}
+        assert len({shard.device for shard in kernel.addressable_shards}) == 8
+
+
+def test_eval_init_is_the_state_without_its_values():
+    for stage in 0, 3:
+        zero, model = Zero(zerojax.make_mesh(), stage, "fp16"), zoo.ZOO["unused"]
+        avals, state = zero.eval_init(model.create, optimizer()), zero.init(model.create, optimizer())
+        seen = lambda tree: [(a.shape, a.dtype, a.sharding) for a in jax.tree.leaves(tree)]
+        assert seen(avals) == seen(state)
+
+
+def test_a_model_can_be_created_from_nothing():
+    """`create_model()` without arguments: parameters that exist already."""
+    state = Zero(zerojax.make_mesh()).init(lambda: {"w": np.arange(16.0, dtype=np.float32)}, optax.sgd(0.1))
+    np.testing.assert_array_equal(state.params["w"], np.arange(16.0))
+    assert state.params["w"].sharding.shard_shape((16,)) == (2,)
+
+
+def test_a_module_class_will_do():
+    state = Zero(zerojax.make_mesh()).eval_init(zoo.UnusedMLP, optax.sgd(0.1))
+    assert set(state.params) == {"body", "head", "unused"}
+
+
+def test_the_model_of_a_state_is_what_the_loss_gets():
+    zero = Zero(zerojax.make_mesh(), 3)
+    module = zero.init(zoo.ZOO["unused"].create, optimizer()).model()
+    assert isinstance(module, zoo.UnusedMLP)
+    variables = zero.init(zoo.ZOO["resnet_linen"].create, optimizer()).model()
+    assert set(variables) == {"params", "batch_stats"}
+    assert set(zero.init(zoo.ZOO["function"].create, optimizer()).model()) == {"encoder", "decoder", "scale"}

@@ -1,0 +1,152 @@
+"""One contract for every Optax chain: parity with the plain step, and a state whose placement does not change."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import plain
+import pytest
+import zoo
+from optax import contrib
+from parity import assert_close, batches, train
+from plain import numbers
+
+import zerojax
+from zerojax import Zero
+
+MODEL = zoo.ZOO["unused"]  # 2D and 1D leaves, and leaves whose gradient is zero
+
+
+def is_matrix(params):
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+
+
+def group(params):
+    return jax.tree.map(lambda leaf: "matrix" if leaf.ndim > 1 else "vector", params)
+
+
+CHAINS = {
+    "clip_by_global_norm+adamw": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3, eps=1e-6)),
+    "adaptive_grad_clip+sgd": lambda: optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
+    "sgd_momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam_schedule": lambda: optax.adam(optax.cosine_decay_schedule(1e-2, 5), eps=1e-6),
+    "lion": lambda: optax.lion(1e-3),
+    "lamb": lambda: optax.lamb(1e-2, eps=1e-6),
+    "lars": lambda: optax.lars(0.1),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    "muon": lambda: contrib.muon(1e-2),
+    "masked_weight_decay": lambda: optax.adamw(1e-3, eps=1e-6, weight_decay=0.1, mask=is_matrix),
+    "multi_transform": lambda: optax.multi_transform(
+        {"matrix": optax.adam(1e-2, eps=1e-6), "vector": optax.sgd(0.1)}, group
+    ),
+    "multi_steps": lambda: optax.MultiSteps(optax.adam(1e-2, eps=1e-6), 2).gradient_transformation(),
+    "ema": lambda: optax.chain(optax.sgd(0.1), optax.ema(0.9)),
+    "apply_if_finite": lambda: optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), 3),
+    "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(1e-2, 0, 10), eps=1e-6),
+    "radam+noise_free_chain": lambda: optax.chain(optax.centralize(), optax.radam(1e-2, eps=1e-6)),
+}
+
+
+@functools.cache
+def expected(name):
+    return plain.run(MODEL, CHAINS[name](), batches(MODEL, 3))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", CHAINS)
+def test_contract(name, stage):
+    """Parity over three steps; every leaf of the new state lives where that of the old one did."""
+    zero = Zero(zerojax.make_mesh(), stage)
+    placed = jax.tree.map(lambda a: a.sharding, zero.eval_init(MODEL.create, CHAINS[name]()))
+    got, state = train(zero, MODEL, batches(MODEL, 3), CHAINS[name]())
+    assert_close(got, expected(name))
+    assert jax.tree.leaves(jax.tree.map(lambda a: a.sharding, state)) == jax.tree.leaves(placed)
+    whole = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.shape == (16, 32)]
+    assert all(leaf.sharding.shard_shape(leaf.shape) == (16, 4) for leaf in whole)
+
+
+def test_an_injected_learning_rate_is_reported():
+    seen = train(Zero(zerojax.make_mesh()), MODEL, batches(MODEL, 3), CHAINS["inject_hyperparams"]())[0].metrics
+    np.testing.assert_allclose([m["learning_rate"] for m in seen], [1e-2, 9e-3, 8e-3], rtol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_norms_are_global(stage):
+    """grad_norm is the plain gradient's, before clipping; param_norm that of all parameters after the step."""
+    got, _ = train(Zero(zerojax.make_mesh(), stage), MODEL, batches(MODEL, 3), CHAINS["sgd_momentum"]())
+    want = [seen["grad_norm"] for seen in expected("sgd_momentum").metrics]
+    np.testing.assert_allclose([seen["grad_norm"] for seen in got.metrics], want, rtol=1e-5)
+    np.testing.assert_allclose(got.metrics[-1]["param_norm"], optax.tree.norm(got.end), rtol=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_clip_norm_is_that_of_optax(stage):
+    zero, tx = Zero(zerojax.make_mesh(), stage), optax.adamw(1e-3, eps=1e-6)
+    got, _ = train(zero, MODEL, batches(MODEL, 3), tx, clip_norm=0.1)
+    assert_close(got, expected("clip_by_global_norm+adamw"))
+    assert got.metrics[0]["grad_norm"] > 0.2  # it was clipped
+
+
+# Frozen leaves
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_frozen_leaves_stay(stage, precision):
+    """Unchanged values, no optimizer state, no master, no gradient; the others are trained."""
+    zero = Zero(zerojax.make_mesh(), stage, precision, frozen=("body/*",))
+    state = zero.init(MODEL.create, optax.adamw(1e-2))
+    is_frozen = [leaf.path.startswith("body/") for leaf in state.definition.leaves]
+    assert any(is_frozen) and not all(is_frozen)
+    moments = state.opt_state[0].mu
+    assert set(moments) == {"body", "head", "unused"} and not jax.tree.leaves(moments["body"])
+    assert state.master is None or not jax.tree.leaves(state.master["body"])
+    assert not [row for row in zero.explain(state).rows if row.category == "grads" and row.path.startswith("body/")]
+    before = numbers(state.params)
+    state, _ = zero.train_step(MODEL.loss)(state, MODEL.batch(0))
+    changed = [not np.array_equal(a, b) for a, b in zip(before, numbers(state.params), strict=True)]
+    assert not any(c for c, frozen in zip(changed, is_frozen, strict=True) if frozen)
+    assert any(c for c, frozen in zip(changed, is_frozen, strict=True) if not frozen)
+
+
+def test_frozen_leaves_do_not_change_the_others_gradients():
+    """With everything else trained by SGD, the trained leaves move as in the plain step."""
+    zero = Zero(zerojax.make_mesh(), frozen=("head/*",))
+    _, state = train(zero, MODEL, batches(MODEL, 1), optax.sgd(0.1))
+    want = plain.run(MODEL, optax.sgd(0.1), batches(MODEL, 1))
+    for leaf, got, start, end in zip(state.definition.leaves, numbers(state.params), want.start, want.end, strict=True):
+        np.testing.assert_allclose(got, end if leaf.trainable else start, rtol=1e-5, atol=1e-6)
+
+
+def test_integer_leaves_are_not_trained():
+    create = lambda: {"w": jnp.ones((16,)), "table": jnp.arange(16)}
+    zero = Zero(zerojax.make_mesh())
+    state = zero.init(create, optax.sgd(0.1))
+    loss = lambda params, batch: jnp.mean(batch["x"] * params["w"] * params["table"])
+    after, _ = zero.train_step(loss)(state, {"x": np.ones((8, 16), np.float32)})
+    np.testing.assert_array_equal(after.params["table"], np.arange(16))
+    np.testing.assert_allclose(after.params["w"], 1 - 0.1 * np.arange(16) / 16, rtol=1e-6)
+
+
+# Donation
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_old_state_is_deleted_and_the_new_one_is_not(stage, precision):
+    """All of it, with the narrow copy of a leaf that the loss does not use, which a step never reads."""
+    zero = Zero(zerojax.make_mesh(), stage, precision)
+    state = zero.init(MODEL.create, optax.adamw(1e-2))
+    after, _ = zero.train_step(MODEL.loss)(state, MODEL.batch(0))
+    sharded = lambda state: [a for tree in (state.params, state.master, state.opt_state) for a in jax.tree.leaves(tree)]
+    assert all(leaf.is_deleted() for leaf in sharded(state))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(after))
+
+
+def test_eval_step_keeps_the_state():
+    zero = Zero(zerojax.make_mesh())
+    state = zero.init(MODEL.create, optax.adamw(1e-2))
+    zero.eval_step(MODEL.loss)(state, MODEL.batch(0))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))

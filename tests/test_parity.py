@@ -1,0 +1,153 @@
+"""Parity with the plain single-device step: stages 0 to 3, every precision, microbatches, every model of the zoo."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import zoo
+from flax import nnx
+from parity import STEPS, assert_close, batches, distance, reference, train, zero_run
+
+import zerojax
+from zerojax import Weighted, Zero
+
+STAGES = (0, 1, 2, 3)
+PRECISIONS = ("fp32", "bf16", "bf16_reduce_fp32", "fp16")
+MICROBATCHES = (1, 4)
+CHEAP = "unused"  # covers the product of stage, precision and microbatches
+LAYERED = ("gpt_linen", "gpt_linen_scan", "gpt_nnx", "gpt_nnx_scan")
+DROPOUT = [name for name, model in zoo.ZOO.items() if model.dropout]
+PLAIN = [name for name, model in zoo.ZOO.items() if not model.dropout]
+
+# fp32: rounding alone. The narrow dtypes are compared with the plain step in the same dtype, which rounds in other
+# places: it sums 32 rows where zerojax sums 4 on each of 8 devices. One rounding of a loss is 2^-9 = 2e-3 in bf16 and
+# 2^-12 = 2.4e-4 in fp16; measured over the zoo were 4e-3 and 5e-4. An element of the gradient that nearly cancels has
+# no digits in common, and Adam moves it as far as any other: measured were 2% (bf16) and 0.6% (fp16) of the update.
+TOLERANCES = {
+    "fp32": {"losses": 1e-5, "update": 1e-4, "norms": 1e-4},
+    "bf16": {"losses": 1e-2, "update": 5e-2, "norms": 2e-2},
+    "bf16_reduce_fp32": {"losses": 1e-2, "update": 5e-2, "norms": 2e-2},
+    "fp16": {"losses": 2e-3, "update": 2e-2, "norms": 5e-3},
+}
+STATE_TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2, "bf16_reduce_fp32": 2e-2, "fp16": 5e-3}
+
+
+def in_default_run(name, stage, precision, k):
+    if name == CHEAP:
+        return True
+    return precision == "fp32" and ((stage, k) == (3, 1) or (name in LAYERED and stage >= 2 and k == 4))
+
+
+def cases():
+    for case in itertools.product(PLAIN, STAGES, PRECISIONS, MICROBATCHES):
+        name, stage, precision, k = case
+        marks = () if in_default_run(*case) else pytest.mark.full
+        yield pytest.param(*case, marks=marks, id=f"{name}-stage{stage}-{precision}-k{k}")
+
+
+@pytest.mark.parametrize(("name", "stage", "precision", "k"), list(cases()))
+def test_training_follows_the_plain_step(name, stage, precision, k):
+    got, want = zero_run(name, stage, precision, k), reference(name, precision, k)
+    assert len(got.losses) == STEPS and got.metrics[-1]["skipped"] == 0
+    assert_close(got, want, **TOLERANCES[precision])
+    if want.state:  # running statistics
+        size = distance(want.state, [np.zeros_like(a) for a in want.state])
+        assert distance(got.state, want.state) <= STATE_TOLERANCES[precision] * size
+
+
+# What stages have in common
+
+
+def gap(precision, stage, k):
+    """Distances of a run's parameters from stage 0's and from the plain fp32 step's, as parts of the update."""
+    got, first = zero_run(CHEAP, stage, precision, k), zero_run(CHEAP, 0, precision, k)
+    exact = reference(CHEAP, "fp32", k)
+    moved = distance(exact.end, exact.start)
+    return distance(got.end, first.end) / moved, distance(got.end, exact.end) / moved
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_reduce_fp32", "fp16"])
+def test_stages_agree_more_closely_than_with_fp32(precision):
+    """A stage decides where states live, not what is computed: without microbatches all four do the same sums."""
+    for stage in 1, 2, 3:
+        to_stage_0, to_fp32 = gap(precision, stage, 1)
+        assert to_stage_0 <= to_fp32 / 10
+
+
+# Dropout
+
+
+@functools.cache
+def dropout_run(name, stage, k):
+    model = zoo.ZOO[name]
+    return train(Zero(zerojax.make_mesh(), stage), model, batches(model, 4), num_microbatches=k)[0]
+
+
+@pytest.mark.parametrize("k", [1, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", DROPOUT)
+def test_all_stages_draw_the_same_dropout(name, k):
+    first = dropout_run(name, 0, k)
+    for stage in 1, 2, 3:
+        np.testing.assert_allclose(dropout_run(name, stage, k).losses, first.losses, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", DROPOUT)
+def test_dropout_drops(name):
+    """The same batch again, without training: another step draws other masks."""
+    model, zero = zoo.ZOO[name], Zero(zerojax.make_mesh(), 3)
+    got, _ = train(zero, model, [model.batch(0)] * 3, optax.sgd(0.0))
+    assert len(set(got.losses)) == 3
+
+
+@pytest.mark.parametrize("name", DROPOUT)
+def test_two_runs_are_bitwise_equal(name):
+    again, _ = train(Zero(zerojax.make_mesh(), 3), zoo.ZOO[name], batches(zoo.ZOO[name], 4))
+    first = dropout_run(name, 3, 1)
+    assert again.metrics == first.metrics
+    for a, b in zip(again.end, first.end, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+class Drawing(nnx.Module):
+    def __init__(self, rngs):
+        self.w = nnx.Param(jnp.ones(8))
+        self.rngs = rngs.fork()
+
+
+def draws(kind, stage, k, steps=2):
+    """One random number of every (device, microbatch, step), told apart by the rows that each sees."""
+
+    def report(draw, batch):
+        """Row i's draw, as metric i."""
+        return {f"{i}": Weighted(draw * jnp.sum(batch["row"][:, i]), jnp.sum(batch["row"][:, i])) for i in range(32)}
+
+    def from_module(model, batch):
+        draw = jax.random.uniform(model.rngs.dropout())
+        return jnp.mean(model.w[...]) * draw, report(draw, batch)
+
+    def from_key(params, batch, key):
+        draw = jax.random.uniform(key)
+        return jnp.mean(params["w"]) * draw, report(draw, batch)
+
+    zero = Zero(zerojax.make_mesh(), stage)
+    create, loss = (
+        (lambda rngs: Drawing(rngs), from_module) if kind == "nnx" else (lambda: {"w": jnp.ones(8)}, from_key)
+    )
+    state, step, seen = zero.init(create, optax.sgd(0.1)), zero.train_step(loss, num_microbatches=k), []
+    for _ in range(steps):
+        state, metrics = step(state, {"row": np.eye(32, dtype=np.float32)})
+        seen.append([float(metrics[f"{i}"]) for i in range(32)])
+    return np.array(seen)
+
+
+@pytest.mark.parametrize(("stage", "k"), [(0, 4), (3, 1), (3, 4)])
+@pytest.mark.parametrize("kind", ["nnx", "key"])
+def test_shards_microbatches_and_steps_draw_different_numbers(kind, stage, k):
+    seen = draws(kind, stage, k)
+    assert len(np.unique(seen)) == 2 * 8 * k
+    per_part = seen.reshape(2, 8 * k, 32 // (8 * k))
+    assert np.all(per_part == per_part[..., :1])  # rows that are computed together share a draw

@@ -1,0 +1,231 @@
+"""Placement: the stage table, the dim that is sharded, stacked leaves, bytes per device, and what `explain` says."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import zoo
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from parity import optimizer
+
+import zerojax
+from zerojax import Zero
+from zerojax.placement import choose_dim
+
+EVEN = {"a": (64, 32), "b": (32, 8), "c": (8,)}  # every leaf divides into eight
+EVEN_SIZE = 64 * 32 + 32 * 8 + 8
+
+
+def create_even(key):
+    return {name: jax.random.normal(key, shape) for name, shape in EVEN.items()}
+
+
+@pytest.mark.parametrize(
+    ("shape", "stacked", "dim"),
+    [
+        ((16, 32), False, 1),  # the largest
+        ((32, 16), False, 0),
+        ((16, 16), False, 0),  # the first of equals
+        ((30, 16), False, 1),  # the largest that divides
+        ((8, 3, 3, 64), False, 3),
+        ((64, 16), True, 1),  # never the layer dim
+        ((64, 16, 16), True, 1),
+        ((64, 3), True, None),
+        ((64,), True, None),
+        ((13, 7), False, None),
+        ((0, 8), False, 1),
+        ((0,), False, None),
+        ((), False, None),
+    ],
+)
+def test_the_largest_divisible_dim_is_sharded(shape, stacked, dim):
+    assert choose_dim(shape, 8, stacked)[0] == dim
+
+
+def test_a_leaf_that_cannot_be_sharded_has_a_reason():
+    assert choose_dim((13, 7), 8, False)[1] == "replicated: 13 % 8 = 5, 7 % 8 = 7"
+    assert choose_dim((), 8, False)[1] == "replicated: a scalar"
+    assert choose_dim((64,), 8, True)[1] == "replicated: one scalar a layer"
+    assert "7 % 8 = 7" in choose_dim((64, 7), 8, True)[1] and "64" not in choose_dim((64, 7), 8, True)[1]
+
+
+def test_overrides_choose_the_dim():
+    zero = Zero(zerojax.make_mesh(), shard_dims={"a": 1, "b": None, "c": -1})
+    params = zero.eval_init(create_even, optimizer()).params
+    specs = {name: leaf.sharding.spec for name, leaf in params.items()}
+    assert specs == {"a": P(None, "data"), "b": P(), "c": P("data")}
+
+
+def test_the_first_matching_override_counts():
+    zero = Zero(zerojax.make_mesh(), shard_dims={"a": 1, "*": None})
+    params = zero.eval_init(create_even, optimizer()).params
+    assert {name: leaf.sharding.spec for name, leaf in params.items()} == {"a": P(None, "data"), "b": P(), "c": P()}
+
+
+# Stacked leaves
+
+
+def nnx_stack(depth, rngs):
+    @nnx.split_rngs(splits=depth)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def stack(rngs):
+        return zoo.NNXBlock(rngs)
+
+    return stack(rngs)
+
+
+def stacked_specs(kind, depth, monkeypatch, precision="fp32"):
+    """path -> (shape, spec) of the leaves below the scanned blocks."""
+    monkeypatch.setattr(zoo, "LAYERS", depth)
+    monkeypatch.setattr(zoo, "stack_blocks", lambda rngs: nnx_stack(depth, rngs))
+    model = zoo.gpt_linen("linen", scan=True) if kind == "linen" else zoo.gpt_nnx("nnx", scan=True)
+    state = Zero(zerojax.make_mesh(), 3, precision).eval_init(model.create, optimizer())
+    leaves = {leaf.path: leaf for leaf in state.definition.leaves}
+    return {path: leaf for path, leaf in leaves.items() if path.startswith(("blocks/", "ScanLinenBlock"))}
+
+
+@pytest.mark.parametrize("depth", [3, 8, 16, 128])
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_a_stacked_leaf_is_never_sharded_over_its_layers(kind, depth, monkeypatch):
+    """Also where the number of layers divides and is the largest dim, and for scales and biases made without a key."""
+    leaves = stacked_specs(kind, depth, monkeypatch)
+    assert len(leaves) == 12 and all(leaf.shape[0] == depth for leaf in leaves.values())
+    assert {path: leaf.dim for path, leaf in leaves.items() if leaf.dim in (None, 0) and max(leaf.shape[1:]) >= 8} == {}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_stacked_leaf_is_found_through_casts(precision, monkeypatch):
+    leaves = stacked_specs("nnx", 16, monkeypatch, precision)
+    assert all(leaf.dim != 0 for leaf in leaves.values())
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_a_deep_stack_can_be_trained(kind, monkeypatch):
+    monkeypatch.setattr(zoo, "LAYERS", 16)
+    monkeypatch.setattr(zoo, "stack_blocks", lambda rngs: nnx_stack(16, rngs))
+    model = zoo.gpt_linen("linen", scan=True) if kind == "linen" else zoo.gpt_nnx("nnx", scan=True)
+    zero = Zero(zerojax.make_mesh(), 3)
+    zero.train_step(model.loss).trace(zero.eval_init(model.create, optimizer()), model.batch(0))
+
+
+def test_leaves_that_are_not_stacked_keep_all_their_dims():
+    """An expert dim made of one key is no layer dim; neither is any dim of an unrolled model."""
+    for name in "moe", "gpt_nnx":
+        state = Zero(zerojax.make_mesh(), 3).eval_init(zoo.ZOO[name].create, optimizer())
+        assert all(leaf.dim == choose_dim(leaf.shape, 8, stacked=False)[0] for leaf in state.definition.leaves)
+
+
+def test_stacked_can_be_said():
+    zero = Zero(zerojax.make_mesh(), stacked=["a"])
+    assert zero.eval_init(create_even, optimizer()).params["a"].sharding.spec == P(None, "data")
+
+
+# The stage table
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_stage_table(stage, precision):
+    state = Zero(zerojax.make_mesh(), stage, precision).init(create_even, optax.adamw(1e-3))
+    whole = {name: P() for name in EVEN}
+    shards = {name: P("data") for name in EVEN}
+    specs = lambda tree: {name: leaf.sharding.spec for name, leaf in tree.items()}
+    assert specs(state.params) == (shards if stage == 3 else whole)
+    for tree in (state.opt_state[0].mu, state.opt_state[0].nu, *([state.master] if precision == "bf16" else [])):
+        assert specs(tree) == (shards if stage >= 1 else whole)
+    assert state.opt_state[0].count.sharding.spec == P()
+    assert (state.master is None) == (precision == "fp32")
+    compute = jnp.float32 if precision == "fp32" else jnp.bfloat16
+    assert {leaf.dtype for leaf in state.params.values()} == {jnp.dtype(compute)}
+
+
+def held(tree):
+    """Bytes that the first device holds."""
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize(("precision", "widths"), [("fp32", (4, 4, 8)), ("bf16", (2, 2, 12))])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bytes_per_device_are_the_formula(stage, precision, widths):
+    """ZeRO, table 1, with Adam: the widths are bytes per parameter of params, grads and optimizer state."""
+    zero = Zero(zerojax.make_mesh(), stage, precision)
+    state = zero.init(create_even, optax.adamw(1e-3))
+    divided = (stage >= 3, stage >= 2, stage >= 1)
+    params, grads, optimizer_state = (
+        width * EVEN_SIZE // (8 if sharded else 1) for width, sharded in zip(widths, divided, strict=True)
+    )
+    count = 4  # Adam's step count, an int32 scalar
+    totals = zero.explain(state).totals
+    assert totals == {"params": params, "grads": grads, "optimizer": optimizer_state + count, "model_state": 0}
+    assert held(state.params) == totals["params"]
+    assert held((state.master, state.opt_state)) == totals["optimizer"]
+    assert zero.explain(state).formula["params"] == params
+
+
+@pytest.mark.parametrize("name", ["function", "unused", "resnet_linen"])
+def test_explained_totals_are_those_of_the_arrays(name):
+    zero = Zero(zerojax.make_mesh(), 3, "bf16")
+    state = zero.init(zoo.ZOO[name].create, optimizer())
+    totals = zero.explain(state).totals
+    assert totals["params"] == held(state.params)
+    assert totals["optimizer"] == held((state.master, state.opt_state))
+    assert totals["model_state"] == held(state.model_state)
+
+
+def test_explain_is_the_same_before_anything_is_allocated():
+    zero, model = Zero(zerojax.make_mesh(), 2), zoo.ZOO["unused"]
+    assert zero.explain(zero.eval_init(model.create, optimizer())) == zero.explain(zero.init(model.create, optimizer()))
+
+
+def test_explain_lists_what_is_not_sharded_and_why():
+    zero = Zero(zerojax.make_mesh(), 3, shard_dims={"decoder/w": None})
+    explanation = zero.explain(zero.eval_init(zoo.ZOO["function"].create, optimizer()))
+    reasons = {(row.category, row.path): row.reason for row in explanation.replicated}
+    assert reasons["params", "encoder/first/w"] == "replicated: 13 % 8 = 5, 7 % 8 = 7"
+    assert reasons["params", "decoder/w"] == "override 'decoder/w'"
+    assert reasons["params", "scale"] == "replicated: a scalar"
+    assert reasons["grads", "encoder/second/b"] == "replicated: 17 % 8 = 1"
+    assert ("optimizer", "0/mu/encoder/first/w") in reasons
+    text = str(explanation)
+    not_sharded = text[text.index("Not sharded") :]
+    for (_, path), reason in reasons.items():
+        assert path in not_sharded and reason in not_sharded
+
+
+def test_explain_says_so_if_everything_is_sharded():
+    zero = Zero(zerojax.make_mesh(), 3)
+    explanation = zero.explain(zero.eval_init(create_even, optax.sgd(0.1)))
+    assert explanation.replicated == ()
+    assert "Every leaf that the stage shards is sharded." in str(explanation)
+
+
+def test_explain_lists_what_each_stage_shards():
+    """What a stage keeps whole by design is not reported as a failure to shard."""
+    categories = []
+    for stage in range(4):
+        zero = Zero(zerojax.make_mesh(), stage)
+        state = zero.eval_init(zoo.ZOO["function"].create, optimizer())
+        categories.append({row.category for row in zero.explain(state).replicated})
+    assert categories == [set(), {"optimizer"}, {"optimizer", "grads"}, {"optimizer", "grads", "params"}]
+
+
+def test_gradients_inside_the_optimizer_state_follow_the_parameters():
+    """A leaf that stands for a parameter is placed like it; another by its own shape."""
+    zero = Zero(zerojax.make_mesh(), 1, shard_dims={"a": 1})
+    state = zero.eval_init(create_even, optax.chain(optax.trace(0.9), optax.adafactor(1e-3, min_dim_size_to_factor=8)))
+    assert state.opt_state[0].trace["a"].sharding.spec == P(None, "data")
+    factored = state.opt_state[1][0]
+    assert factored.v_row["a"].shape == (32,) and factored.v_row["a"].sharding.spec == P("data")
+    assert np.all([leaf.sharding.spec == P() for leaf in jax.tree.leaves(factored.v_row) if leaf.shape == (1,)])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_keeps_the_placement(stage):
+    zero = Zero(zerojax.make_mesh(), stage, "bf16")
+    state = zero.init(create_even, optimizer())
+    before = jax.tree.map(lambda a: a.sharding, state)
+    loss = lambda params, batch: jnp.mean((batch["x"] @ params["a"] @ params["b"] + params["c"]) ** 2)
+    after, _ = zero.train_step(loss)(state, {"x": np.ones((8, 64), np.float32)})
+    assert jax.tree.map(lambda a: a.sharding, after) == before

@@ -1,0 +1,140 @@
+"""Mixed precision: the policy as text, the loss scale, and steps that are skipped."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from plain import numbers
+
+import zerojax
+from zerojax import Precision, Zero
+
+FP16 = Precision(
+    compute_dtype=jnp.float16, reduce_dtype=jnp.float16, initial_scale=1024.0, growth_interval=2
+)  # grows after two finite steps
+
+
+def create(key):
+    return {"params": {"w": jax.random.normal(key, (16, 8)), "b": jnp.zeros(3)}, "stats": {"mean": jnp.zeros(())}}
+
+
+def loss(variables, batch):
+    y = batch["x"] @ variables["params"]["w"]
+    mean = 0.5 * variables["stats"]["mean"] + 0.5 * jnp.mean(y).astype(jnp.float32)
+    return jnp.mean(y**2) + jnp.sum(variables["params"]["b"]), {"stats": {"mean": mean}}
+
+
+def batch(bad=None, row=0):
+    x = np.random.default_rng(0).standard_normal((16, 16), dtype=np.float32)
+    if bad is not None:
+        x[row] = bad
+    return {"x": x}
+
+
+def start(stage, precision, tx=None):
+    zero = Zero(zerojax.make_mesh(), stage, precision)
+    return zero.init(create, tx or optax.adam(1e-2)), zero.train_step(loss)
+
+
+def test_policy_text():
+    policy = Precision(jnp.float32, jnp.float16, jnp.bfloat16, cast_inputs=False, initial_scale=2.0**15)
+    rows = dict(row.split("  ", 1) for row in str(policy).splitlines())
+    assert {name.strip(): value.strip() for name, value in rows.items()} == {
+        "master parameters, accumulation": "float32",
+        "computation, all-gather": "float16",
+        "reduce-scatter, all-reduce": "bfloat16",
+        "floating batch leaves": "as given",
+        "loss scaling": "dynamic, from 32768, doubles after 2000 finite steps",
+    }
+    assert "loss scaling" in str(Precision()) and str(Precision()).endswith("none")
+
+
+def test_unknown_preset():
+    with pytest.raises(ValueError, match="precision: unknown preset 'fp8'") as error:
+        Zero(zerojax.make_mesh(), precision="fp8")
+    assert "fp32, bf16, bf16_reduce_fp32, fp16" in str(error.value)
+
+
+@pytest.mark.parametrize("cast_inputs", [True, False])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_loss_sees_the_compute_dtype(stage, cast_inputs):
+    """Parameters always; floating batch leaves if asked for; integers and model state never."""
+    seen = {}
+
+    def observing(variables, batch):
+        leaves = (variables["params"]["w"], variables["stats"]["mean"], batch["x"], batch["n"])
+        seen["dtypes"] = [str(leaf.dtype) for leaf in leaves]
+        return loss(variables, batch)
+
+    zero = Zero(zerojax.make_mesh(), stage, Precision(compute_dtype=jnp.bfloat16, cast_inputs=cast_inputs))
+    state = zero.eval_init(create, optax.adam(1e-2))
+    zero.train_step(observing).trace(state, batch() | {"n": np.arange(16, dtype=np.int32)})
+    assert seen["dtypes"] == ["bfloat16", "float32", "bfloat16" if cast_inputs else "float32", "int32"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", FP16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_with_a_bad_gradient_is_skipped(stage, precision):
+    """One row of one shard is enough. Parameters, optimizer and model state keep every bit, on every device."""
+    state, step = start(stage, precision)
+    state, _ = step(state, batch())
+    kept = lambda state: numbers((state.params, state.master, state.opt_state, state.model_state))
+    before = kept(state)
+    for count, bad in enumerate([np.nan, np.inf], start=1):
+        state, metrics = step(state, batch(bad, row=11))
+        for a, b in zip(kept(state), before, strict=True):
+            np.testing.assert_array_equal(a, b)
+        assert not np.isfinite(metrics["grad_norm"])
+        assert int(metrics["skipped"]) == int(state.skipped) == count and int(state.step) == 1 + count
+    for leaf in jax.tree.leaves((state.params, state.opt_state, state.model_state)):
+        copies = {}
+        for shard in leaf.addressable_shards:
+            copies.setdefault(str(shard.index), []).append(np.asarray(shard.data))
+        assert all(np.array_equal(part, parts[0]) for parts in copies.values() for part in parts)
+    state, metrics = step(state, batch())
+    assert int(metrics["skipped"]) == 2 and np.isfinite(metrics["loss"])
+    assert not all(np.array_equal(a, b) for a, b in zip(kept(state), before, strict=True))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_loss_scale_halves_on_overflow_and_grows_back(stage):
+    state, step = start(stage, FP16)
+    scales = [float(state.loss_scale.value)]
+    for bad in [None, np.inf, None, None, None, np.nan, None, None]:
+        state, metrics = step(state, batch(bad))
+        assert float(metrics["loss_scale"]) == float(state.loss_scale.value)
+        scales.append(float(state.loss_scale.value))
+    assert scales == [1024, 1024, 512, 512, 1024, 1024, 512, 512, 1024]
+
+
+def test_a_scale_too_large_for_fp16_comes_down():
+    """Nothing is bad but the scale: steps are skipped until gradients fit, and then training goes on."""
+    zero = Zero(zerojax.make_mesh(), 3, Precision(FP16.param_dtype, jnp.float16, jnp.float16, initial_scale=2.0**20))
+    state = zero.init(create, optax.sgd(1e-2))
+    step, skipped = zero.train_step(loss), []
+    for _ in range(12):
+        state, metrics = step(state, batch())
+        skipped.append(int(metrics["skipped"]))
+    assert skipped[0] == 1 and 1 < skipped[-1] < 12 and skipped[-1] == skipped[-2]
+    assert float(state.loss_scale.value) == 2.0 ** (20 - skipped[-1])
+
+
+def test_the_loss_scale_stays_at_least_one():
+    state, step = start(3, Precision(compute_dtype=jnp.float16, reduce_dtype=jnp.float16, initial_scale=2.0))
+    for _ in range(3):
+        state, _ = step(state, batch(np.nan))
+    assert float(state.loss_scale.value) == 1
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_are_unscaled(stage):
+    """The reported norm and the update do not depend on the scale."""
+    seen = []
+    for scale in 1.0, 1024.0:
+        precision = Precision(jnp.float32, jnp.float16, jnp.float32, initial_scale=scale)
+        state, step = start(stage, precision, optax.sgd(0.1))
+        state, metrics = step(state, batch())
+        seen.append((float(metrics["grad_norm"]), np.asarray(state.master["w"])))
+    np.testing.assert_allclose(seen[0][0], seen[1][0], rtol=1e-3)
+    np.testing.assert_allclose(seen[0][1], seen[1][1], rtol=1e-3, atol=1e-4)

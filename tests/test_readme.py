@@ -1,0 +1,55 @@
+"""The README: its code runs, and its tree of the source names every module. Every public name has a docstring."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import zerojax
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def heading_above(block):
+    return re.findall(r"^#+ (.*)$", README[: README.index(block)], re.MULTILINE)[-1]
+
+
+def test_there_is_code_for_each_way_in():
+    assert [heading_above(block) for block in BLOCKS] == ["A Flax NNX model", "A Flax Linen model", "The low level"]
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=heading_above)
+def test_code_runs_on_its_own(block, capsys):
+    before = README[: README.index(block)].count("\n")
+    exec(compile("\n" * before + block, ROOT / "README.md", "exec"), {"__name__": "readme"})
+    assert capsys.readouterr().out
+
+
+def test_the_source_tree_names_every_module():
+    named = re.findall(r"^  (\w+\.py) ", README, re.MULTILINE)
+    modules = [path.name for path in (ROOT / "zerojax").rglob("*.py") if path.name != "__init__.py"]
+    assert sorted(named) == sorted(modules)
+
+
+def test_the_source_tree_is_in_the_order_of_imports():
+    named = [name.removesuffix(".py") for name in re.findall(r"^  (\w+\.py) ", README, re.MULTILINE)]
+    for i, name in enumerate(named):
+        source = (ROOT / "zerojax" / f"{name}.py").read_text()
+        lines = re.findall(r"^(?:from zerojax\.(\w+) import|from zerojax import (.*))", source, re.MULTILINE)
+        imported = {part.split(" as ")[0].strip() for pair in lines for part in ",".join(pair).split(",")} - {""}
+        assert imported <= set(named[:i]), f"{name} imports {imported - set(named[:i])}, which the README lists later"
+
+
+@pytest.mark.parametrize("name", zerojax.__all__)
+def test_every_public_name_has_a_docstring(name):
+    value = getattr(zerojax, name)
+    if isinstance(value, str):
+        assert name == "__version__"
+        return
+    assert inspect.getdoc(value)
+    if inspect.isclass(value):
+        methods = {key: member for key, member in vars(value).items() if inspect.isfunction(member)}
+        assert [key for key, method in methods.items() if not key.startswith("_") and not method.__doc__] == []

@@ -1,0 +1,155 @@
+"""Units: how leaves are grouped, where a traced loss is cut, and what is kept between forward and backward."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import zoo
+from parity import loss_of
+from plain import functional, numbers
+from walk import count
+
+import zerojax
+from zerojax import Zero
+from zerojax.regather import Regather
+from zerojax.units import TracedLoss, unit_names
+
+# Names
+
+
+def test_a_unit_ends_at_the_first_numbered_component():
+    paths = ["model/layers/0/mlp/w", "model/layers/0/norm", "model/layers/1/mlp/w", "model/Block_0/Dense_1/w"]
+    assert unit_names(paths) == ["model/layers/0", "model/layers/0", "model/layers/1", "model/Block_0"]
+
+
+def test_without_a_number_it_is_the_first_component_that_differs():
+    assert unit_names(["model/embed/w", "model/head/w", "model/head/b"]) == ["model/embed", "model/head", "model/head"]
+    assert unit_names(["w", "b"]) == ["w", "b"]
+    assert unit_names(["layer/w"]) == ["layer"]
+
+
+def test_patterns_come_first():
+    paths = ["layers/0/mlp/w", "layers/0/mlp/b", "layers/0/norm/w", "layers/1/mlp/w", "head/w"]
+    names = unit_names(paths, ["layers/*/mlp", "head/w"])
+    assert names == ["layers/0/mlp", "layers/0/mlp", "layers/0", "layers/1/mlp", "head/w"]
+
+
+def test_the_pattern_is_a_whole_leading_part():
+    assert unit_names(["ab/w", "a/w"], ["a"]) == ["ab", "a"]
+
+
+# Segments
+
+
+def segments(name):
+    """The units of each segment of a zoo model's loss that reads weights, in order of execution."""
+    model = zoo.ZOO[name]
+    definition = Zero(zerojax.make_mesh()).eval_init(model.create, optax.sgd(0.1)).definition
+    params, other, loss = functional(model, abstract=True)
+    leaves, tree = jax.tree.flatten(params)
+    units = [leaf.unit for leaf in definition.leaves]
+
+    def flat_loss(*args):
+        return loss(jax.tree.unflatten(tree, args[:-1]), args[-1], model.batch(0))[0][0]
+
+    closed = jax.make_jaxpr(flat_loss)(*leaves, other)
+    traced = TracedLoss(closed, len(leaves), units)
+    return traced, [sorted({units[i] for i in s.leaves}) for s in traced.segments if s.leaves]
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"),
+    [
+        ("gpt_nnx", [f"blocks/{i}" for i in range(3)]),
+        ("gpt_nnx_remat", [f"blocks/{i}" for i in range(3)]),
+        ("gpt_linen", [f"LinenBlock_{i}" for i in range(3)]),
+        ("gpt_linen_remat", [f"CheckpointLinenBlock_{i}" for i in range(3)]),
+    ],
+)
+def test_each_layer_is_a_segment(name, blocks):
+    """In program order, each alone: at no time are two layers gathered by one segment."""
+    _, found = segments(name)
+    assert [group for group in found if set(group) & set(blocks)] == [[block] for block in blocks]
+
+
+@pytest.mark.parametrize("name", ["gpt_nnx_scan", "gpt_linen_scan", "gpt_nnx_scan_remat", "gpt_linen_scan_remat"])
+def test_a_scan_over_layers_is_a_segment(name):
+    """All twelve leaves of a block are sliced by the loop, and gathered inside it."""
+    traced, _ = segments(name)
+    (stack,) = [segment for segment in traced.segments if segment.views]
+    assert len(stack.equations) == 1 and len(stack.views) == len(stack.leaves) == 12
+    assert sorted(view.leaf for view in stack.views.values()) == stack.leaves
+
+
+@pytest.mark.parametrize("name", [name for name in zoo.ZOO if name != "dropout_linen"])  # its loss takes a key
+def test_every_equation_is_run_once(name):
+    """Segments hold every equation but those of weights alone, once, and read what was written before."""
+    traced, _ = segments(name)
+    jaxpr = traced.closed.jaxpr
+    held = [id(equation) for segment in traced.segments for equation in segment.equations]
+    want = [id(equation) for equation in jaxpr.eqns if not any(v in traced.producer for v in equation.outvars)]
+    assert held == want
+    known = {*jaxpr.constvars, *traced.data_vars}
+    for segment in traced.segments:
+        assert set(segment.inputs) <= known
+        known.update(segment.outputs)
+
+
+# Regather
+
+
+def unit(weights, fixed, data):
+    """Two matrices and a bias; casts and a transposition stand between a weight and its use."""
+    (one, bias, two), (x,) = weights, data
+    h = jnp.tanh(x.astype(jnp.bfloat16) @ one.astype(jnp.bfloat16).T + bias.astype(jnp.bfloat16))
+    return [(h @ two.astype(jnp.bfloat16)).astype(jnp.float32)]
+
+
+WEIGHTS = [(24, 16), (24,), (24, 40)]
+
+
+def regather():
+    aval = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+    return Regather(unit, list(map(aval, WEIGHTS)), [], [aval((4, 16))], ([True] * 3, [], [True]), [True])
+
+
+def test_no_weight_is_kept():
+    """What is kept has the shapes of activations; what is rebuilt has those of weights, as they are used."""
+    r = regather()
+    residuals = r.closed.jaxpr.outvars[r.num_outputs :]
+    kept = {tuple(v.aval.shape) for v, keep in zip(residuals, r.keep, strict=True) if keep}
+    rebuilt = {tuple(v.aval.shape) for v in r.rebuilt}
+    of_weights = {tuple(sorted(shape)) for shape in WEIGHTS}
+    assert kept and not {shape for shape in kept if tuple(sorted(shape)) in of_weights}
+    assert {tuple(sorted(shape)) for shape in rebuilt if len(shape) == 2} == {(16, 24), (24, 40)}
+
+
+def test_only_the_weights_that_the_backward_pass_reads_are_needed():
+    assert regather().needed == [True, False, True]  # not the bias
+
+
+def test_the_gradient_is_that_of_jax():
+    rng = np.random.default_rng(0)
+    weights = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in WEIGHTS]
+    x = jnp.asarray(rng.standard_normal((4, 16)), jnp.float32)
+    cotangent = [jnp.asarray(rng.standard_normal((4, 40)), jnp.float32)]
+    r = regather()
+    out, kept = r.forward(weights, [], [x])
+    grads, _, data_grads = r.backward([weights[0], None, weights[2]], [], kept, cotangent)
+    want_out, vjp = jax.vjp(lambda weights, data: unit(weights, [], data), weights, [x])
+    for got, want in zip(numbers((out, grads, data_grads)), numbers((want_out, *vjp(cotangent))), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("name", ["gpt_nnx", "gpt_linen", "gpt_nnx_scan", "gpt_linen_scan", "moe", "unused"])
+def test_no_activation_is_recomputed(name, stage, k):
+    """The step multiplies as many matrices as the plain gradient does (those of a loop counted once)."""
+    model, zero = zoo.ZOO[name], Zero(zerojax.make_mesh(), stage)
+    state = zero.eval_init(model.create, optax.sgd(0.1))
+    step = zero.train_step(loss_of(model), num_microbatches=k).trace(state, model.batch(0)).jaxpr
+    params, other, loss = functional(model, abstract=True)
+    plain = jax.make_jaxpr(jax.grad(lambda params, other: loss(params, other, model.batch(0))[0][0]))(params, other)
+    assert count(step, "dot_general") == count(plain, "dot_general") > 0

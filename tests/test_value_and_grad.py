@@ -1,0 +1,156 @@
+"""`zero.value_and_grad` inside a step that the user has written and jitted."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+from zerojax import Weighted, Zero
+
+STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+def create(key):
+    one, two = jax.random.split(key)
+    return {
+        "in": {"w": jax.random.normal(one, (16, 32)), "b": jnp.ones(32)},
+        "out": {"w": jax.random.normal(two, (32, 3))},
+    }
+
+
+def losses(params, x, y):
+    h = jnp.tanh(x @ params["in"]["w"] + params["in"]["b"])
+    return jnp.sum((h @ params["out"]["w"] - y) ** 2, axis=-1)
+
+
+def loss(params, x, y):
+    return jnp.mean(losses(params, x, y))
+
+
+def data(rows=32):
+    rng = np.random.default_rng(0)
+    return rng.standard_normal((rows, 16), dtype=np.float32), rng.standard_normal((rows, 3), dtype=np.float32)
+
+
+@functools.cache
+def expected():
+    params = jax.jit(create)(jax.random.key(0))
+    return params, jax.value_and_grad(loss)(params, *data())
+
+
+def specs(tree):
+    return [leaf.sharding.spec for leaf in jax.tree.leaves(tree)]
+
+
+def assert_same(got, want):
+    """Each leaf within a part of its norm."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.linalg.norm(np.asarray(a) - np.asarray(b)) <= 1e-5 * np.linalg.norm(b)
+
+
+@STAGES
+def test_value_and_gradients_are_those_of_jax(stage):
+    params, (value, grads) = expected()
+    zero = Zero(zerojax.make_mesh(), stage)
+    got, got_grads = jax.jit(zero.value_and_grad(loss))(zero.shard(params), *zero.shard_batch(data()))
+    np.testing.assert_allclose(got, value, rtol=1e-6)
+    assert_same(got_grads, grads)
+    sharded = [P("data"), P(None, "data"), P("data")]  # in/b, in/w, out/w
+    assert specs(got_grads) == (sharded if stage >= 1 else [P()] * 3)
+    assert specs(zero.shard(params)) == (sharded if stage == 3 else [P()] * 3)
+
+
+@STAGES
+def test_it_trains_in_a_users_own_step(stage):
+    params, _ = expected()
+    tx = optax.adam(1e-2, eps=1e-6)
+    zero = Zero(zerojax.make_mesh(), stage)
+
+    def make_step(value_and_grad):
+        @jax.jit
+        def step(params, opt_state, x, y):
+            value, grads = value_and_grad(params, x, y)
+            updates, opt_state = tx.update(grads, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, value
+
+        return step
+
+    runs = []
+    for fn, start, batch in (
+        (zero.value_and_grad(loss), zero.shard(params), zero.shard_batch(data())),
+        (jax.value_and_grad(loss), params, data()),
+    ):
+        step, opt_state, values = make_step(fn), tx.init(start), []
+        for _ in range(3):
+            start, opt_state, value = step(start, opt_state, *batch)
+            values.append(float(value))
+        runs.append((values, start))
+    np.testing.assert_allclose(runs[0][0], runs[1][0], rtol=1e-5)
+    assert_same(runs[0][1], runs[1][1])
+
+
+@STAGES
+def test_has_aux(stage):
+    """Metrics are means over all rows, by their weights."""
+    params, (value, grads) = expected()
+    x, y = data()
+
+    def with_metrics(params, x, y):
+        return loss(params, x, y), {"x": jnp.mean(x), "positive": Weighted(jnp.sum(y * (y > 0)), jnp.sum(y > 0))}
+
+    zero = Zero(zerojax.make_mesh(), stage)
+    fn = jax.jit(zero.value_and_grad(with_metrics, has_aux=True))
+    (got, metrics), got_grads = fn(zero.shard(params), *zero.shard_batch((x, y)))
+    np.testing.assert_allclose(got, value, rtol=1e-6)
+    assert_same(got_grads, grads)
+    np.testing.assert_allclose(metrics["x"], x.mean(), rtol=1e-4)
+    np.testing.assert_allclose(metrics["positive"], y[y > 0].mean(), rtol=1e-5)
+
+
+@STAGES
+def test_a_weighted_loss(stage):
+    params, _ = expected()
+    x, y = data()
+    weight = np.arange(32, dtype=np.float32)
+    zero = Zero(zerojax.make_mesh(), stage)
+    weighted = lambda params, x, y, w: Weighted(jnp.sum(losses(params, x, y) * w), jnp.sum(w))
+    mean = lambda params: jnp.sum(losses(params, x, y) * weight) / jnp.sum(weight)
+    got = jax.jit(zero.value_and_grad(weighted))(zero.shard(params), *zero.shard_batch((x, y, weight)))
+    assert_same(got, jax.value_and_grad(mean)(params))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_frozen_leaves_have_no_gradient(stage):
+    params, (_, grads) = expected()
+    zero = Zero(zerojax.make_mesh(), stage, frozen=("in/*",))
+    _, got = jax.jit(zero.value_and_grad(loss))(zero.shard(params), *zero.shard_batch(data()))
+    assert got["in"] == {"w": None, "b": None}
+    assert_same(got["out"], grads["out"])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_gradients_come_in_the_reduce_dtype(stage):
+    params, _ = expected()
+    for precision, dtype in ("bf16", jnp.bfloat16), ("bf16_reduce_fp32", jnp.float32):
+        zero = Zero(zerojax.make_mesh(), stage, precision)
+        _, grads = jax.eval_shape(zero.value_and_grad(loss), params, *data())
+        assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype(dtype)}
+
+
+def test_on_a_hybrid_mesh():
+    params, (value, grads) = expected()
+    zero = Zero(zerojax.make_mesh(replica=2))
+    got, got_grads = jax.jit(zero.value_and_grad(loss))(zero.shard(params), *zero.shard_batch(data()))
+    np.testing.assert_allclose(got, value, rtol=1e-6)
+    assert_same(got_grads, grads)
+
+
+def test_rows_that_do_not_divide():
+    params, _ = expected()
+    with pytest.raises(ValueError, match="does not divide into devices x microbatches"):
+        jax.eval_shape(Zero(zerojax.make_mesh()).value_and_grad(loss), params, *data(rows=12))

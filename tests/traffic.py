@@ -1,0 +1,68 @@
+"""What a traced program sends: collectives of a jaxpr, weighted by the trip counts of its loops."""
+
+import collections
+import math
+from typing import NamedTuple
+
+COLLECTIVES = {"all_gather", "all_gather_reduced", "reduce_scatter", "psum", "psum_invariant", "all_to_all", "ppermute", "pmax", "pmin"}
+
+
+class Collective(NamedTuple):
+    kind: str
+    shape: tuple[int, ...]  # the larger of operand and result, one entry a collective operand
+    dtype: str
+    num_devices: int
+    count: int
+
+    @property
+    def size(self):
+        return math.prod(self.shape)
+
+    @property
+    def sent_elements(self):
+        """Per device, in a ring: an all-reduce is a reduce-scatter and an all-gather."""
+        factor = 2 if self.kind.startswith("psum") else 1
+        return factor * self.size * (self.num_devices - 1) / self.num_devices * self.count
+
+
+def _sub_jaxprs(eqn):
+    for value in eqn.params.values():
+        for item in value if isinstance(value, list | tuple) else (value,):
+            inner = getattr(item, "jaxpr", item)
+            if hasattr(inner, "eqns"):
+                yield inner
+
+
+def collectives_of(jaxpr, axis_sizes, times=1):
+    """Every collective of a jaxpr. Raises on a loop whose trip count is unknown and that communicates."""
+    found = []
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if name in COLLECTIVES:
+            axes = eqn.params.get("axes", eqn.params.get("axis_name"))
+            axes = axes if isinstance(axes, tuple | list | frozenset | set) else (axes,)
+            n = math.prod(axis_sizes[a] for a in axes)
+            for operand, result in zip(eqn.invars, eqn.outvars, strict=True):
+                larger = max((operand.aval, result.aval), key=lambda a: math.prod(a.shape))
+                found.append(Collective(name, tuple(larger.shape), str(larger.dtype), n, times))
+        inner_times = times * eqn.params["length"] if name == "scan" else times
+        for sub in _sub_jaxprs(eqn):
+            inner = collectives_of(sub, axis_sizes, inner_times)
+            assert not (inner and name == "while"), "a while loop that communicates"
+            found += inner
+    return found
+
+
+def of_step(step, state, batch):
+    """The collectives of a zerojax step."""
+    mesh = state.step.sharding.mesh
+    return collectives_of(step.trace(state, batch).jaxpr.jaxpr, dict(mesh.shape))
+
+
+def sent(found, kinds=None):
+    """Elements sent per device, by dtype."""
+    total = collections.Counter()
+    for c in found:
+        if kinds is None or c.kind in kinds:
+            total[c.dtype] += c.sent_elements
+    return total
