@@ -4,10 +4,10 @@
     python scripts/bench_step.py --json          # one JSON object
 
 Eight simulated CPU devices share this machine's cores, so what is compared is the work of the whole step, not a
-network. Plain forms: `constrained` (parameters sharded; gathered by a sharding constraint where they are used, gradients
-constrained to shards), `inferred` (parameters sharded, everything else left to the compiler), `replicated` (data
-parallelism). Ours is stage 3 against the faster of the first two, and stage 0 against the last. Runs are paired:
-in each round every form runs once, in an order that rotates, and a ratio is that of the two times of one round.
+network. Plain forms: `constrained` (parameters sharded; gathered by a sharding constraint where they are used, and
+gradients constrained to shards), `inferred` (parameters sharded, all else left to the compiler), `replicated` (data
+parallelism). Ours is stage 3 against the faster of the first two, and stage 0 against the last. Runs are paired: in
+each round every form runs once, in an order that rotates, and a ratio is that of the two times of one round.
 """
 
 import argparse
@@ -17,8 +17,6 @@ import statistics
 import sys
 import time
 from pathlib import Path
-
-from zerojax.versions import parse
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
@@ -40,9 +38,8 @@ def main():
     args = arguments()
     from importlib import metadata
 
-    if parse(metadata.version("jaxlib")) >= (0, 11):
-        # Without this, transposed weight-gradient products of equal programs may take a path that is 2.7 times slower.
-        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_experimental_ynn_fusion_type="
+    # Without this, transposed weight-gradient products of equal programs may take paths that differ by up to 2.7 times.
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_experimental_ynn_fusion_type="
     import zerojax
 
     zerojax.simulate_devices(args.devices)

@@ -57,7 +57,7 @@ def _walk(computations, name, times, num_devices, found):
         trips = times
         called = [c for group in _CALLED.findall(rest) for c in re.findall(r"[\w.\-]+", group)]
         if op == "while":
-            known = re.search(r'known_trip_count\W+n\W+(\d+)', rest)
+            known = re.search(r"known_trip_count\W+n\W+(\d+)", rest)
             if known:
                 trips = times * int(known.group(1))
             else:

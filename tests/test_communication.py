@@ -73,6 +73,8 @@ def test_counting_finds_a_collective_in_a_loop():
 
     mesh = zerojax.make_mesh()
     body = lambda c, _: (lax.psum_scatter(lax.all_gather(c, "data", tiled=True), "data", tiled=True), None)
-    fn = jax.shard_map(lambda x: lax.scan(body, x, None, length=5)[0], mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    fn = jax.shard_map(
+        lambda x: lax.scan(body, x, None, length=5)[0], mesh=mesh, in_specs=P("data"), out_specs=P("data")
+    )
     found = traffic.collectives_of(jax.make_jaxpr(fn)(jax.numpy.zeros(16)).jaxpr, dict(mesh.shape))
     assert sum(c.sent_elements for c in found) == 2 * 5 * 16 * (N - 1) / N

@@ -4,7 +4,21 @@ import collections
 import math
 from typing import NamedTuple
 
-COLLECTIVES = {"all_gather", "all_gather_reduced", "reduce_scatter", "psum", "psum_invariant", "all_to_all", "ppermute", "pmax", "pmin"}
+from zerojax.jaxprs import sub_jaxprs
+
+COLLECTIVES = frozenset(
+    [
+        "all_gather",
+        "all_gather_reduced",
+        "reduce_scatter",
+        "psum",
+        "psum_invariant",
+        "all_to_all",
+        "ppermute",
+        "pmax",
+        "pmin",
+    ]
+)
 
 
 class Collective(NamedTuple):
@@ -25,14 +39,6 @@ class Collective(NamedTuple):
         return factor * self.size * (self.num_devices - 1) / self.num_devices * self.count
 
 
-def _sub_jaxprs(eqn):
-    for value in eqn.params.values():
-        for item in value if isinstance(value, list | tuple) else (value,):
-            inner = getattr(item, "jaxpr", item)
-            if hasattr(inner, "eqns"):
-                yield inner
-
-
 def collectives_of(jaxpr, axis_sizes, times=1):
     """Every collective of a jaxpr. Raises on a loop whose trip count is unknown and that communicates."""
     found = []
@@ -46,7 +52,7 @@ def collectives_of(jaxpr, axis_sizes, times=1):
                 larger = max((operand.aval, result.aval), key=lambda a: math.prod(a.shape))
                 found.append(Collective(name, tuple(larger.shape), str(larger.dtype), n, times))
         inner_times = times * eqn.params["length"] if name == "scan" else times
-        for sub in _sub_jaxprs(eqn):
+        for sub in sub_jaxprs(eqn):
             inner = collectives_of(sub, axis_sizes, inner_times)
             assert not (inner and name == "while"), "a while loop that communicates"
             found += inner

@@ -1,14 +1,14 @@
 """Reading traced programs."""
 
+from zerojax.jaxprs import sub_jaxprs
+
 
 def equations(jaxpr):
     """Every equation of a jaxpr, those of nested jaxprs included."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield equation
-        for value in equation.params.values():
-            for item in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(getattr(item, "jaxpr", item), "eqns"):
-                    yield from equations(item)
+        for inner in sub_jaxprs(equation):
+            yield from equations(inner)
 
 
 def count(jaxpr, primitive):

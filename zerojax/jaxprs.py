@@ -120,6 +120,23 @@ def reachable(jaxpr: Any, outputs: Iterable[Atom]) -> list[Equation]:
     return kept[::-1]
 
 
+def before_transposes(closed: Any, count: int) -> tuple[Any, list[tuple[int, ...]]]:
+    """`closed` with its first `count` outputs as they are before a final transposition, and the order that is left out.
+
+    `lax.transpose(new, order)` is the old output.
+    """
+    producer = {v: e for e in closed.jaxpr.eqns for v in e.outvars}
+    outputs, orders = list(closed.jaxpr.outvars), []
+    for i, atom in enumerate(outputs[:count]):
+        equation = producer.get(atom) if is_var(atom) else None
+        if equation is not None and equation.primitive.name == "transpose":
+            outputs[i] = equation.invars[0]
+            orders.append(tuple(equation.params["permutation"]))
+        else:
+            orders.append(tuple(range(atom.aval.ndim)))
+    return core.ClosedJaxpr(closed.jaxpr.replace(outvars=outputs), closed.consts), orders
+
+
 class Origin:
     """Where the values of a jaxpr come from, seen through nested jits without tracing them again."""
 

@@ -19,7 +19,7 @@ from jax import lax
 
 from zerojax import collectives, jaxprs
 from zerojax.collectives import Axes
-from zerojax.regather import Regather, is_differentiable
+from zerojax.regather import Gradients, Regather, is_differentiable, select
 from zerojax.units import Segment, TracedLoss
 
 Array = Any
@@ -64,16 +64,19 @@ class Mover:
         return (*shape[:dim], shape[dim] // self.axes.num_shards, *shape[dim + 1 :])
 
 
-def _subset(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
-    return [value for value, flag in zip(values, flags, strict=True) if flag]
-
-
 def _fetch_needed(
     mover: Mover, shards: Sequence[Array], dims: Sequence[Any], needed: Sequence[bool], events: Any
 ) -> list[Any]:
     """Like `Mover.fetch`, with None for the leaves that the backward pass does not read."""
-    fetched = iter(mover.fetch(_subset(shards, needed), _subset(dims, needed), events))
+    fetched = iter(mover.fetch(select(shards, needed), select(dims, needed), events))
     return [next(fetched) if flag else None for flag in needed]
+
+
+def _reduce(mover: Mover, grads: Gradients, dims: Sequence[int | None]) -> list[Array]:
+    """The reduced gradients of a unit's weights, in the shape of their leaves."""
+    moved = [None if dim is None else order[dim] for dim, order in zip(dims, grads.orders, strict=True)]
+    reduced = mover.reduce(grads.weights, moved)
+    return [lax.transpose(grad, order) for grad, order in zip(reduced, grads.orders, strict=True)]
 
 
 class Straight:
@@ -115,9 +118,9 @@ class Straight:
     ) -> tuple[dict[int, Array], list[Array]]:
         held = [shards[i] for i in self.segment.leaves]
         weights = _fetch_needed(self.mover, held, self.dims, self.regather.needed, events)
-        grads, _, data_grads = self.regather.backward(weights, [], kept, cotangents)
-        reduced = self.mover.reduce(grads, _subset(self.dims, self.trainable))
-        return dict(zip(_subset(self.segment.leaves, self.trainable), reduced, strict=True)), data_grads
+        grads = self.regather.backward(weights, [], kept, cotangents)
+        reduced = _reduce(self.mover, grads, select(self.dims, self.trainable))
+        return dict(zip(select(self.segment.leaves, self.trainable), reduced, strict=True)), grads.data
 
     def _fetch(self, shards: dict[int, Array], events: Sequence[Array]) -> list[Array]:
         return self.mover.fetch([shards[i] for i in self.segment.leaves], self.dims, events)
@@ -205,11 +208,9 @@ class Stack:
         """Casts and transpositions act on shards as they do on full leaves, so they need no communication."""
         stacked = []
         for view in self.views.values():
-            scope = {self.traced.leaf_vars[view.leaf]: shards[view.leaf]}
             value = shards[view.leaf]
             for equation in view.equations:
-                (value,) = _apply(equation, value)
-            del scope
+                value = equation.primitive.bind(value, **equation.params)
             stacked.append(value)
         return stacked
 
@@ -257,28 +258,28 @@ class Stack:
         given = dict(zip(self.differentiable_outputs, cotangents, strict=True))
         num_carry = self.scan.num_carry
         out_grad = lambda v: given[v] if v in given else jnp.zeros(v.aval.shape, v.aval.dtype)
-        carry_grads = [out_grad(v) for v in _subset(self.equation.outvars[:num_carry], self.carry_wanted)]
-        ys_grads = [out_grad(v) for v in _subset(self.equation.outvars[num_carry:], self.ys_wanted)]
+        carry_grads = [out_grad(v) for v in select(self.equation.outvars[:num_carry], self.carry_wanted)]
+        ys_grads = [out_grad(v) for v in select(self.equation.outvars[num_carry:], self.ys_wanted)]
         num_carry_grads = len(carry_grads)
 
         def body(carry: Any, slices: Any) -> Any:
             carry_grads, fixed_grads = carry
             layers, kept, ys_grads = slices
             weights = _fetch_needed(self.mover, layers, self.dims, self.regather.needed, ())
-            grads, more_fixed, data_grads = self.regather.backward(weights, fixed, kept, [*carry_grads, *ys_grads])
-            reduced = self.mover.reduce(grads, _subset(self.dims, self.view_trainable))
-            fixed_grads = [a + b for a, b in zip(fixed_grads, more_fixed, strict=True)]
-            return (data_grads[:num_carry_grads], fixed_grads), (reduced, data_grads[num_carry_grads:])
+            grads = self.regather.backward(weights, fixed, kept, [*carry_grads, *ys_grads])
+            reduced = _reduce(self.mover, grads, select(self.dims, self.view_trainable))
+            fixed_grads = [a + b for a, b in zip(fixed_grads, grads.fixed, strict=True)]
+            return (grads.data[:num_carry_grads], fixed_grads), (reduced, grads.data[num_carry_grads:])
 
-        zeros = [jnp.zeros(a.shape, a.dtype) for a in _subset(fixed, self.fixed_wanted)]
+        zeros = [jnp.zeros(a.shape, a.dtype) for a in select(fixed, self.fixed_wanted)]
         init = (carry_grads, zeros)
         xs = (self._stacked_shards(shards), kept, ys_grads)
         (carry_grads, fixed_grads), (layer_grads, xs_grads) = self._loop(body, init, xs, not self.scan.reverse)
-        operand_grads = dict(zip(_subset(self.const_positions, self.fixed_wanted), fixed_grads, strict=True))
-        operand_grads.update(zip(_subset(self.carry_positions, self.carry_wanted), carry_grads, strict=True))
-        operand_grads.update(zip(_subset(self.xs_positions, self.xs_wanted), xs_grads, strict=True))
+        operand_grads = dict(zip(select(self.const_positions, self.fixed_wanted), fixed_grads, strict=True))
+        operand_grads.update(zip(select(self.carry_positions, self.carry_wanted), carry_grads, strict=True))
+        operand_grads.update(zip(select(self.xs_positions, self.xs_wanted), xs_grads, strict=True))
         leaf_grads = self._const_grads(consts, operand_grads)
-        for view, grad in zip(_subset(list(self.views.values()), self.view_trainable), layer_grads, strict=True):
+        for view, grad in zip(select(list(self.views.values()), self.view_trainable), layer_grads, strict=True):
             _accumulate(leaf_grads, view.leaf, jnp.transpose(grad, np.argsort(view.order).tolist()))
         data_grads = [self._data_grad(v, operand_grads) for v in self.wanted_inputs]
         return leaf_grads, data_grads
@@ -306,11 +307,6 @@ class Stack:
         _, vjp = jax.vjp(derive, [consts[i] for i in leaves])
         (grads,) = vjp([operand_grads[k] for k in positions])
         return dict(zip(leaves, self.mover.reduce(grads, [self.mover.dims[i] for i in leaves]), strict=True))
-
-
-def _apply(equation: Any, value: Array) -> list[Array]:
-    """Runs a unary, element-preserving equation on an array of another shape than it was traced for."""
-    return [equation.primitive.bind(value, **equation.params)]
 
 
 def _accumulate(totals: dict[Any, Array], key: Any, value: Array) -> None:
@@ -417,9 +413,9 @@ class Program:
         for stage in reversed(self.stages):
             segment = stage.segment
             differentiable = [v in reached and v in active for v in segment.outputs]
-            stage.differentiable_outputs = _subset(segment.outputs, differentiable)
+            stage.differentiable_outputs = select(segment.outputs, differentiable)
             wanted = [v in active for v in segment.inputs]
-            stage.wanted_inputs = _subset(segment.inputs, wanted)
+            stage.wanted_inputs = select(segment.inputs, wanted)
             if stage.differentiable_outputs:
                 stage.plan_backward(wanted, differentiable)
                 reached.update(stage.wanted_inputs)

@@ -11,7 +11,7 @@ stands between the gather and its use.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def is_differentiable(aval: Any) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
-def _select(values: Arrays, flags: Sequence[bool]) -> list[Any]:
+def select(values: Arrays, flags: Sequence[bool]) -> list[Any]:
     return [value for value, flag in zip(values, flags, strict=True) if flag]
 
 
@@ -39,6 +39,19 @@ def _merge(flags: Sequence[bool], true: Arrays, false: Arrays) -> list[Any]:
 
 def _negate(flags: Sequence[bool]) -> list[bool]:
     return [not flag for flag in flags]
+
+
+class Gradients(NamedTuple):
+    """What the backward pass of a unit computes.
+
+    A weight's gradient is the transposition of `weights[i]` by `orders[i]`: it is reduced as the matrix product makes
+    it, and only the shard that is left is transposed.
+    """
+
+    weights: list[Any]
+    fixed: list[Any]
+    data: list[Any]
+    orders: list[tuple[int, ...]]
 
 
 class Regather:
@@ -73,13 +86,13 @@ class Regather:
 
         def forward(*flat: Any) -> list[Any]:
             args = self._group(flat)
-            varied = [_select(a, w) for a, w in zip(args, wanted, strict=True)]
-            held = [_select(a, _negate(w)) for a, w in zip(args, wanted, strict=True)]
+            varied = [select(a, w) for a, w in zip(args, wanted, strict=True)]
+            held = [select(a, _negate(w)) for a, w in zip(args, wanted, strict=True)]
 
             def split_fn(*varied: Arrays) -> tuple[Arrays, Arrays]:
                 merged = [_merge(w, v, h) for w, v, h in zip(wanted, varied, held, strict=True)]
                 out = fn(*merged)
-                return _select(out, differentiable), _select(out, _negate(differentiable))
+                return select(out, differentiable), select(out, _negate(differentiable))
 
             out, vjp, rest = jax.vjp(split_fn, *varied, has_aux=True)
             residuals, trees["vjp"] = jax.tree.flatten(vjp)
@@ -109,7 +122,7 @@ class Regather:
                 from_data.update(equation.outvars)
         residuals = jaxpr.outvars[self.num_outputs :]
         self.keep = [jaxprs.is_var(atom) and atom in from_data for atom in residuals]
-        self.rebuilt = _select(residuals, _negate(self.keep))
+        self.rebuilt = select(residuals, _negate(self.keep))
         self.rebuild_equations = jaxprs.reachable(jaxpr, self.rebuilt)
         read = {v for e in self.rebuild_equations for v in jaxprs.variables(e)}
         read.update(atom for atom in self.rebuilt if jaxprs.is_var(atom))
@@ -119,12 +132,10 @@ class Regather:
     def forward(self, weights: Arrays, fixed: Arrays, data: Arrays) -> tuple[list[Any], list[Any]]:
         """Returns (outputs, kept residuals)."""
         out = jaxprs.run(self.closed, *weights, *fixed, *data)
-        return out[: self.num_outputs], _select(out[self.num_outputs :], self.keep)
+        return out[: self.num_outputs], select(out[self.num_outputs :], self.keep)
 
-    def backward(
-        self, weights: Arrays, fixed: Arrays, kept: Arrays, cotangents: Arrays
-    ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Gradients for the wanted weights, fixed and data. `weights` not in `needed` may be None."""
+    def backward(self, weights: Arrays, fixed: Arrays, kept: Arrays, cotangents: Arrays) -> Gradients:
+        """Gradients of the wanted weights, fixed and data. `weights` not in `needed` may be None."""
         jaxpr = self.closed.jaxpr
         weight_vars, fixed_vars, _ = self._group(jaxpr.invars)
         scope = dict(
@@ -133,5 +144,13 @@ class Regather:
         if self.rebuild_equations:
             jaxprs.evaluate(self.rebuild_equations, scope)
         rebuilt = [scope[atom] if jaxprs.is_var(atom) else np.asarray(atom.val) for atom in self.rebuilt]
-        vjp = jax.tree.unflatten(self.vjp_tree, _merge(self.keep, kept, rebuilt))
-        return vjp(list(cotangents))
+        trees: dict[str, Any] = {}
+
+        def vjp(residuals: Arrays, cotangents: Arrays) -> list[Any]:
+            flat, trees["out"] = jax.tree.flatten(jax.tree.unflatten(self.vjp_tree, residuals)(cotangents))
+            return flat
+
+        args = (_merge(self.keep, kept, rebuilt), list(cotangents))
+        closed, orders = jaxprs.before_transposes(jax.make_jaxpr(vjp)(*args), sum(self.wanted[0]))
+        weight_grads, fixed_grads, data_grads = jax.tree.unflatten(trees["out"], jaxprs.run(closed, *args[0], *args[1]))
+        return Gradients(weight_grads, fixed_grads, data_grads, orders)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -128,9 +129,8 @@ def squared_norm(setup: Setup, definition: Definition, program: GradientProgram,
     specs = [s if leaf.trainable else None for s, leaf in zip(specs, definition.leaves, strict=True)]
 
     def local(values: list[Array]) -> Array:
-        return collectives.all_reduce(
-            [program.local_squared_norm(values)], setup.axes.data, setup.axes.num_devices
-        )[0]  # fmt: skip
+        norms = [program.local_squared_norm(values)]
+        return collectives.all_reduce(norms, setup.axes.data, setup.axes.num_devices)[0]
 
     return _manual(setup, local, (specs,), PartitionSpec())(values)
 
@@ -244,7 +244,7 @@ def train_step(setup: Setup, loss_fn: Callable[..., Any], num_microbatches: int,
             kept = jax.tree.map(
                 lambda n, o: n if models.is_key(n) else jnp.where(finite, n, o), result.state, state.model_state
             )
-            after = TrainState(**{**_fields(after), "model_state": kept})
+            after = dataclasses.replace(after, model_state=kept)
             trained = after.master if after.master is not None else definition.trained(after.params)
             if after.master is None:
                 trained = jax.lax.with_sharding_constraint(trained, _optimizer_shardings(setup, definition))
@@ -286,10 +286,6 @@ def eval_step(setup: Setup, loss_fn: Callable[..., Any]) -> Step:
         return step
 
     return Step(setup, build, 1, donate=False)
-
-
-def _fields(state: TrainState) -> dict[str, Any]:
-    return dict(vars(state))
 
 
 def _learning_rate(opt_state: Tree) -> dict[str, Array]:
