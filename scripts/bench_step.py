@@ -2,12 +2,14 @@
 
     python scripts/bench_step.py                 # a table
     python scripts/bench_step.py --json          # one JSON object
+    python scripts/bench_step.py --unrolled --layers 48 --rounds 0 --compiles 3      # tracing and compiling alone
 
 Eight simulated CPU devices share this machine's cores, so what is compared is the work of the whole step, not a
 network. Plain forms: `constrained` (parameters sharded; gathered by a sharding constraint where they are used, and
 gradients constrained to shards), `inferred` (parameters sharded, all else left to the compiler), `replicated` (data
 parallelism). Ours is stage 3 against the faster of the first two, and stage 0 against the last. Runs are paired: in
-each round every form runs once, in an order that rotates, and a ratio is that of the two times of one round.
+each round every form runs once, in an order that rotates, and a ratio is that of the two times of one round. The flops
+of a loop's body are counted once.
 """
 
 import argparse
@@ -25,11 +27,12 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--devices", type=int, default=8, help="simulated devices (default %(default)s)")
-    parser.add_argument("--rounds", type=int, default=15, help="paired runs (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=9, help="paired runs (default %(default)s; 0: only compile)")
+    parser.add_argument("--compiles", type=int, default=1, help="paired compilations (default %(default)s)")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--seq", type=int, default=64)
-    parser.add_argument("--rows", type=int, default=16, help="sequences a step, over all devices")
+    parser.add_argument("--seq", type=int, default=128)
+    parser.add_argument("--rows", type=int, default=64, help="sequences a step, over all devices")
     parser.add_argument("--unrolled", action="store_true", help="a list of layers instead of a scanned stack")
     return parser.parse_args()
 
@@ -44,7 +47,6 @@ def main():
 
     zerojax.simulate_devices(args.devices)
     import gpt
-    import jax
     import numpy as np
 
     config = gpt.Config(
@@ -54,49 +56,67 @@ def main():
     forms = {"zero3": ours(3, config), "zero0": ours(0, config)}
     forms |= {name: plain(name, config) for name in ("constrained", "inferred", "replicated")}
     runs = {name: Run(*form, batch) for name, form in forms.items()}
-    for i in range(args.rounds + 1):  # the first round is thrown away
-        order = list(runs)[i % len(runs) :] + list(runs)[: i % len(runs)]
-        for name in order:
+    for i in range(args.compiles):
+        for name in rotated(list(runs), i):
+            runs[name].compile()
+    for i in range(args.rounds + 1 if args.rounds else 0):  # the first round is thrown away
+        for name in rotated(list(runs), i):
             runs[name].once(keep=i > 0)
-    sharded = min(("constrained", "inferred"), key=lambda name: statistics.median(runs[name].wall))
+    fastest = lambda times: min(("constrained", "inferred"), key=lambda name: statistics.median(times(runs[name])))
+    sharded = fastest(lambda run: run.wall or run.compile_s)
+    pairs = [("", runs["zero3"], runs[sharded]), ("replicated_", runs["zero0"], runs["replicated"])]
     result = {
-        "ratio": ratio(runs["zero3"].wall, runs[sharded].wall),
-        "cpu_ratio": ratio(runs["zero3"].cpu, runs[sharded].cpu),
-        "peak_ratio": runs["zero3"].peak_bytes / runs[sharded].peak_bytes,
-        "compile_ratio": runs["zero3"].compile_s / runs[sharded].compile_s,
+        **{key: value for prefix, mine, plain in pairs for key, value in compare(prefix, mine, plain).items()},
+        "compile_ratio": ratio(runs["zero3"].compile_s, runs[fastest(lambda run: run.compile_s)].compile_s),
         "plain": sharded,
-        "replicated_ratio": ratio(runs["zero0"].wall, runs["replicated"].wall),
-        "replicated_cpu_ratio": ratio(runs["zero0"].cpu, runs["replicated"].cpu),
-        "replicated_peak_ratio": runs["zero0"].peak_bytes / runs["replicated"].peak_bytes,
         "forms": {name: run.summary() for name, run in runs.items()},
         "shapes": {**{k: v for k, v in vars(args).items() if k != "json"}, "vocab": 256},
         "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "zerojax")},
         "device": f"{args.devices} simulated devices, {os.cpu_count()} cores",
     }
-    assert abs(runs["zero3"].first_loss / runs[sharded].first_loss - 1) < 1e-5, "the forms do not compute the same"
+    if args.rounds:
+        assert abs(runs["zero3"].first_loss / runs[sharded].first_loss - 1) < 1e-5, "the forms do not compute the same"
     print(json.dumps(result)) if args.json else table(result)
-    del jax
+
+
+def rotated(names, by):
+    by %= len(names)
+    return names[by:] + names[:by]
 
 
 def ratio(ours, theirs):
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+    """Median of paired ratios; None where nothing was run."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True)) if ours else None
+
+
+def compare(prefix, mine, plain):
+    return {
+        f"{prefix}ratio": ratio(mine.wall, plain.wall),
+        f"{prefix}cpu_ratio": ratio(mine.cpu, plain.cpu),
+        f"{prefix}peak_ratio": mine.peak_bytes / plain.peak_bytes,
+        f"{prefix}flops_ratio": mine.flops / plain.flops,
+    }
 
 
 class Run:
     """A compiled step, its state and its times."""
 
     def __init__(self, state, lower, batch):
+        self.state, self.lower, self.host_batch = state, lower, batch
+        self.compile_s, self.wall, self.cpu, self.first_loss = [], [], [], None
+
+    def compile(self):
         import jax
 
+        jax.clear_caches()
         start = time.perf_counter()
-        self.compiled = lower(state, batch).compile()
-        self.compile_s = time.perf_counter() - start
+        self.compiled = self.lower(self.state, self.host_batch).compile()
+        self.compile_s.append(time.perf_counter() - start)
         memory = self.compiled.memory_analysis()
         unaliased = memory.output_size_in_bytes - memory.alias_size_in_bytes
         self.peak_bytes = memory.argument_size_in_bytes + memory.temp_size_in_bytes + unaliased
-        shardings = self.compiled.input_shardings[0][1]
-        self.batch = jax.tree.map(jax.device_put, batch, shardings)
-        self.state, self.wall, self.cpu, self.first_loss = state, [], [], None
+        self.flops = self.compiled.cost_analysis()["flops"]
+        self.batch = jax.tree.map(jax.device_put, self.host_batch, self.compiled.input_shardings[0][1])
 
     def once(self, keep):
         import jax
@@ -112,10 +132,11 @@ class Run:
 
     def summary(self):
         return {
-            "step_s": statistics.median(self.wall),
-            "cpu_s": statistics.median(self.cpu),
+            "step_s": statistics.median(self.wall) if self.wall else None,
+            "cpu_s": statistics.median(self.cpu) if self.cpu else None,
             "peak_bytes": self.peak_bytes,
-            "compile_s": self.compile_s,
+            "flops": self.flops,
+            "compile_s": statistics.median(self.compile_s),
         }
 
 
@@ -187,27 +208,21 @@ def table(result):
     from rich.console import Console
     from rich.table import Table
 
-    rows = Table("form", "step ms", "processor ms", "peak MiB", "compile s", title="One training step")
+    rows = Table("form", "step ms", "processor ms", "peak MiB", "Gflop", "compile s", title="One training step")
     for column in rows.columns[1:]:
         column.justify = "right"
+    shown = lambda value, digits: "" if value is None else f"{value:.{digits}f}"
     for name, form in result["forms"].items():
-        rows.add_row(
-            name,
-            f"{form['step_s'] * 1e3:.1f}",
-            f"{form['cpu_s'] * 1e3:.1f}",
-            f"{form['peak_bytes'] / 2**20:.1f}",
-            f"{form['compile_s']:.1f}",
-        )
+        times = [shown(form[key] and form[key] * 1e3, 1) for key in ("step_s", "cpu_s")]
+        sizes = [shown(form["peak_bytes"] / 2**20, 1), shown(form["flops"] / 1e9, 3)]
+        rows.add_row(name, *times, *sizes, shown(form["compile_s"], 1))
     console = Console()
     console.print(rows)
-    console.print(
-        f"stage 3 / {result['plain']}: time {result['ratio']:.3f}, processor {result['cpu_ratio']:.3f}, "
-        f"peak {result['peak_ratio']:.3f}, tracing and compiling {result['compile_ratio']:.2f}"
-    )
-    console.print(
-        f"stage 0 / replicated: time {result['replicated_ratio']:.3f}, processor {result['replicated_cpu_ratio']:.3f}, "
-        f"peak {result['replicated_peak_ratio']:.3f}"
-    )
+    for title, prefix in ((f"stage 3 / {result['plain']}", ""), ("stage 0 / replicated", "replicated_")):
+        named = {"time": "ratio", "processor": "cpu_ratio", "peak": "peak_ratio", "flops": "flops_ratio"}
+        parts = [f"{text} {shown(result[prefix + key], 3)}" for text, key in named.items() if result[prefix + key]]
+        console.print(f"{title}: {', '.join(parts)}", soft_wrap=True)
+    console.print(f"stage 3 / the faster plain form: tracing and compiling {result['compile_ratio']:.2f}")
 
 
 if __name__ == "__main__":

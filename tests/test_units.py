@@ -136,10 +136,22 @@ def test_the_gradient_is_that_of_jax():
     cotangent = [jnp.asarray(rng.standard_normal((4, 40)), jnp.float32)]
     r = regather()
     out, kept = r.forward(weights, [], [x])
-    grads, _, data_grads = r.backward([weights[0], None, weights[2]], [], kept, cotangent)
+    grads = r.backward([weights[0], None, weights[2]], [], kept, cotangent)
+    weight_grads = [jax.lax.transpose(g, order) for g, order in zip(grads.weights, grads.orders, strict=True)]
     want_out, vjp = jax.vjp(lambda weights, data: unit(weights, [], data), weights, [x])
-    for got, want in zip(numbers((out, grads, data_grads)), numbers((want_out, *vjp(cotangent))), strict=True):
+    for got, want in zip(numbers((out, weight_grads, grads.data)), numbers((want_out, *vjp(cotangent))), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_a_gradient_is_left_as_the_product_makes_it():
+    """The gradient of a matrix comes out of its product transposed; it is reduced like that."""
+    rng = np.random.default_rng(0)
+    w, x, cotangent = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((16, 24), (4, 16), (4, 24)))
+    r = Regather(lambda weights, fixed, data: [data[0] @ weights[0]], [w], [], [x], ([True], [], [False]), [True])
+    out, kept = r.forward([w], [], [x])
+    grads = r.backward([w], [], kept, [cotangent])
+    assert grads.weights[0].shape == (24, 16) and grads.orders == [(1, 0)]
+    np.testing.assert_allclose(grads.weights[0].T, x.T @ cotangent, rtol=1e-5)
 
 
 @pytest.mark.parametrize("k", [1, 4])

@@ -160,7 +160,7 @@ def after(shards: Sequence[Array], events: Sequence[Array]) -> list[Array]:
     if not events:
         return list(shards)
     never = functools.reduce(operator.or_, [lax.sign(event) > 1 for event in events])
-    return [jnp.where(never, jnp.zeros((), s.dtype), s) for s in shards]
+    return [lax.select(never, lax.full_like(s, 0), s) for s in shards]
 
 
 def event(values: Sequence[Array]) -> list[Array]:
@@ -169,3 +169,11 @@ def event(values: Sequence[Array]) -> list[Array]:
         if value.size and (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)):
             return [lax.slice(value, (0,) * value.ndim, (1,) * value.ndim).reshape(())]
     return []
+
+
+def arrivals(shards: Sequence[Array], dims: Sequence[int | None], axes: Axes) -> list[Array]:
+    """An event for each collective that made the results of one `reduce_scatter`."""
+    packs, alone = _packs(shards, dims, axes.num_shards)
+    whole = [i for i, dim in enumerate(dims) if dim is None]
+    first = [*alone, *(pack[0] for pack in packs), *whole[:1]]
+    return [e for i in first for e in event([shards[i]])]

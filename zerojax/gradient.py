@@ -22,7 +22,7 @@ from zerojax import collectives, models, placement
 from zerojax.collectives import Axes
 from zerojax.models import Output, Weighted
 from zerojax.placement import Leaf
-from zerojax.precision import Precision, cast
+from zerojax.precision import Precision, cast, for_reduction
 from zerojax.program import Mover, Program
 from zerojax.units import TracedLoss
 
@@ -239,7 +239,7 @@ class GradientProgram:
         for members in by_unit.values():
             values = [grads[i] for i in members]
             if not placement.shards_grads(self.stage):
-                values = [v.astype(self.precision.reduce_dtype) for v in values]
+                values = [for_reduction(v, self.precision.reduce_dtype) for v in values]
                 if placement.shards_optimizer(self.stage):
                     values = collectives.reduce_scatter(values, [self.leaves[i].dim for i in members], self.axes)
                 else:

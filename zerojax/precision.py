@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 Array = Any
 
@@ -74,6 +75,18 @@ def resolve(precision: str | Precision) -> Precision:
 def cast(tree: Any, dtype: Any) -> Any:
     """Floating leaves in `dtype`; the others as they are."""
     return jax.tree.map(lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
+
+
+def for_reduction(grad: Array, dtype: Any) -> Array:
+    """A gradient in the dtype in which it is reduced, with no more digits than it was computed in.
+
+    A compiler may fuse a widening cast into the matrix product before it and skip the rounding between them; where it
+    does, the stages would sum different numbers.
+    """
+    if jnp.finfo(dtype).nmant > jnp.finfo(grad.dtype).nmant:
+        info = jnp.finfo(grad.dtype)
+        return lax.reduce_precision(grad.astype(dtype), info.nexp, info.nmant)
+    return grad.astype(dtype)
 
 
 @jax.tree_util.register_dataclass

@@ -19,6 +19,7 @@ from jax import lax
 
 from zerojax import collectives, jaxprs
 from zerojax.collectives import Axes
+from zerojax.precision import for_reduction
 from zerojax.regather import Gradients, Regather, is_differentiable, select
 from zerojax.units import Segment, TracedLoss
 
@@ -56,7 +57,7 @@ class Mover:
     def reduce(self, grads: Sequence[Array], dims: Sequence[int | None]) -> list[Array]:
         if not self.scatters:
             return list(grads)
-        return collectives.reduce_scatter([g.astype(self.reduce_dtype) for g in grads], dims, self.axes)
+        return collectives.reduce_scatter([for_reduction(g, self.reduce_dtype) for g in grads], dims, self.axes)
 
     def shard_shape(self, shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
         if dim is None or not self.scatters:
@@ -388,7 +389,8 @@ class Program:
             for v, grad in zip(stage.wanted_inputs, data_grads, strict=True):
                 cotangents[v] = cotangents[v] + grad if v in cotangents else grad
             if stage.segment.leaves:
-                reduced = [e for grad in leaf_grads.values() for e in collectives.event([grad])]  # each may go alone
+                dims = [self.mover.dims[i] for i in leaf_grads]
+                reduced = collectives.arrivals(list(leaf_grads.values()), dims, self.mover.axes)
                 done.append(collectives.event(data_grads) + reduced or done[-1])
         return out, [self._leaf_grad(i, grads) for i in range(len(shards))]
 

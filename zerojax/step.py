@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import collectives, models, placement, state as states
@@ -150,10 +151,10 @@ def apply_gradients(setup: Setup, state: TrainState, shardings: TrainState, grad
     optimizer_shardings = _optimizer_shardings(setup, definition)
     old = state.master
     if old is None:  # a shard of full parameters is a slice: no communication
-        old = jax.lax.with_sharding_constraint(definition.trained(state.params), optimizer_shardings)
+        old = lax.with_sharding_constraint(definition.trained(state.params), optimizer_shardings)
     updates, opt_state = tx.update(jax.tree.map(lambda g: g.astype(dtype), grads), state.opt_state, old)
-    keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
-    new = jax.lax.with_sharding_constraint(keep(optax.apply_updates(old, updates), old), optimizer_shardings)
+    keep = lambda new, old: jax.tree.map(lambda n, o: lax.select(finite, n, o), new, old)
+    new = lax.with_sharding_constraint(keep(optax.apply_updates(old, updates), old), optimizer_shardings)
     params = cast(new, setup.precision.compute_dtype)
     if placement.shards_optimizer(setup.stage) and not placement.shards_params(setup.stage):
         params = gather_params(setup, definition, params)
@@ -168,7 +169,7 @@ def apply_gradients(setup: Setup, state: TrainState, shardings: TrainState, grad
         loss_scale=state.loss_scale and state.loss_scale.update(finite, setup.precision.growth_interval),
         definition=definition,
     )
-    return jax.lax.with_sharding_constraint(after, shardings)
+    return lax.with_sharding_constraint(after, shardings)
 
 
 def _optimizer_shardings(setup: Setup, definition: Definition) -> Tree:
@@ -242,12 +243,12 @@ def train_step(setup: Setup, loss_fn: Callable[..., Any], num_microbatches: int,
             grads = jax.tree.unflatten(definition.tree, scaled)
             after = apply_gradients(setup, state, shardings, grads, finite)
             kept = jax.tree.map(
-                lambda n, o: n if models.is_key(n) else jnp.where(finite, n, o), result.state, state.model_state
+                lambda n, o: n if models.is_key(n) else lax.select(finite, n, o), result.state, state.model_state
             )
             after = dataclasses.replace(after, model_state=kept)
             trained = after.master if after.master is not None else definition.trained(after.params)
             if after.master is None:
-                trained = jax.lax.with_sharding_constraint(trained, _optimizer_shardings(setup, definition))
+                trained = lax.with_sharding_constraint(trained, _optimizer_shardings(setup, definition))
             metrics = {
                 "loss": result.loss,
                 **result.metrics,
