@@ -148,7 +148,7 @@ def test_a_gradient_is_left_as_the_product_makes_it():
     rng = np.random.default_rng(0)
     w, x, cotangent = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((16, 24), (4, 16), (4, 24)))
     r = Regather(lambda weights, fixed, data: [data[0] @ weights[0]], [w], [], [x], ([True], [], [False]), [True])
-    out, kept = r.forward([w], [], [x])
+    _, kept = r.forward([w], [], [x])
     grads = r.backward([w], [], kept, [cotangent])
     assert grads.weights[0].shape == (24, 16) and grads.orders == [(1, 0)]
     np.testing.assert_allclose(grads.weights[0].T, x.T @ cotangent, rtol=1e-5)
