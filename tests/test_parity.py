@@ -45,7 +45,9 @@ def in_default_run(name, stage, precision, k):
 def cases():
     for case in itertools.product(PLAIN, STAGES, PRECISIONS, MICROBATCHES):
         name, stage, precision, k = case
-        marks = () if in_default_run(*case) else pytest.mark.full
+        marks = [pytest.mark.xdist_group(f"{name}-{precision}-k{k}")]  # one process: the plain run is shared
+        if not in_default_run(*case):
+            marks.append(pytest.mark.full)
         yield pytest.param(*case, marks=marks, id=f"{name}-stage{stage}-{precision}-k{k}")
 
 

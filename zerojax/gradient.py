@@ -23,7 +23,8 @@ from zerojax.collectives import Axes
 from zerojax.models import Output, Weighted
 from zerojax.placement import Leaf
 from zerojax.precision import Precision, cast, for_reduction
-from zerojax.program import Mover, Program
+from zerojax.program import Program
+from zerojax.segments import Mover
 from zerojax.units import TracedLoss
 
 Array = Any
