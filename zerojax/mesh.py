@@ -81,7 +81,9 @@ def data_axes(mesh: Mesh | AbstractMesh, shard: Sequence[str], replica: Sequence
 
 
 def simulate_devices(count: int) -> None:
-    """Makes JAX see `count` CPU devices. Call it before anything asks for a device.
+    """Makes JAX see `count` CPU devices in this process. Call it before anything asks for a device.
+
+    In several processes, `jax.distributed.initialize(...)` comes first.
 
     Sets JAX_PLATFORMS, XLA_FLAGS and NPROC. NPROC makes the CPU client's thread pool larger than the number of
     devices: with as many threads as devices, a collective can wait for ever for a thread that is to start it.
@@ -94,8 +96,8 @@ def simulate_devices(count: int) -> None:
     flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in f]
     os.environ["XLA_FLAGS"] = " ".join([*flags, f"--xla_force_host_platform_device_count={count}"])
     jax.config.update("jax_platforms", "cpu")
-    if jax.device_count() != count:
+    if jax.local_device_count() != count:
         raise RuntimeError(
-            f"simulate_devices: JAX has already started, with {jax.device_count()} devices\n"
+            f"simulate_devices: JAX has already started, with {jax.local_device_count()} devices\n"
             f"  fix:      call it before the first use of JAX, or set XLA_FLAGS before Python starts"
         )

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import collectives, models, placement, state as states
@@ -38,11 +39,23 @@ def batch_specs(setup: Setup, batch: Tree) -> Tree:
     return jax.tree.map(lambda a: PartitionSpec(setup.axes.data) if np.ndim(a) else PartitionSpec(), batch)
 
 
+def _is_local(a: Any) -> bool:
+    """Whether it holds one process's own rows. Avals, tracers and arrays over all processes hold those of all."""
+    if isinstance(a, jax.Array) and not isinstance(a, Tracer):
+        return a.is_fully_addressable
+    return isinstance(a, np.ndarray)
+
+
+def _global_shape(a: Any) -> tuple[int, ...]:
+    shape = np.shape(a)
+    return (shape[0] * jax.process_count(), *shape[1:]) if shape and _is_local(a) else shape
+
+
 def shard_batch(setup: Setup, batch: Tree) -> Tree:
     """Host arrays -> global arrays, split over the data axes. Each process passes its own rows."""
 
     def put(a: Any, spec: PartitionSpec) -> Array:
-        if isinstance(a, jax.Array) and not a.is_fully_addressable:
+        if isinstance(a, jax.Array) and not _is_local(a):
             return a
         return jax.make_array_from_process_local_data(NamedSharding(setup.mesh, spec), np.asarray(a))
 
@@ -50,9 +63,16 @@ def shard_batch(setup: Setup, batch: Tree) -> Tree:
 
 
 def check_batch(setup: Setup, batch: Tree, num_microbatches: int) -> None:
-    """Raises ValueError unless every leaf's dim 0 divides into devices x microbatches."""
+    """Raises ValueError unless every leaf's dim 0 divides into devices x microbatches.
+
+    Args:
+        setup: of the Zero.
+        batch: arrays of this process's rows, or global arrays or avals.
+        num_microbatches: of the step.
+    """
     parts = setup.axes.num_devices * num_microbatches
-    rows = [(placement.path_text(p) or "the batch", np.shape(a)) for p, a in jax.tree_util.tree_leaves_with_path(batch)]
+    with_paths = jax.tree_util.tree_leaves_with_path(batch)
+    rows = [(placement.path_text(path) or "the batch", _global_shape(a)) for path, a in with_paths]
     if not any(shape for _, shape in rows):
         raise ValueError("batch: no array with rows\n  fix:      pass arrays whose dim 0 is the batch")
     for path, shape in rows:
@@ -208,7 +228,7 @@ class Step:
         return jitted(state, shard_batch(self._setup, batch))
 
     def _abstract(self, batch: Tree) -> Tree:
-        aval = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(self._setup.mesh, s))
+        aval = lambda a, s: jax.ShapeDtypeStruct(_global_shape(a), a.dtype, sharding=NamedSharding(self._setup.mesh, s))
         return jax.tree.map(aval, batch, batch_specs(self._setup, batch))
 
     def trace(self, state: TrainState, batch: Tree) -> Any:
