@@ -154,3 +154,12 @@ def test_rows_that_do_not_divide():
     params, _ = expected()
     with pytest.raises(ValueError, match="does not divide into devices x microbatches"):
         jax.eval_shape(Zero(zerojax.make_mesh()).value_and_grad(loss), params, *data(rows=12))
+
+
+def test_a_batch_that_is_in_place_is_not_moved():
+    zero = Zero(zerojax.make_mesh(), 3)
+    placed = zero.shard_batch(data())
+    again = zero.shard_batch(placed)
+    assert all(a is b for a, b in zip(again, placed, strict=True))
+    moved = zero.shard_batch(jax.device_put(data(), jax.devices()[0]))
+    assert specs(moved) == [P(("data",)), P(("data",))]

@@ -52,12 +52,15 @@ def _global_shape(a: Any) -> tuple[int, ...]:
 
 
 def shard_batch(setup: Setup, batch: Tree) -> Tree:
-    """Host arrays -> global arrays, split over the data axes. Each process passes its own rows."""
+    """Arrays -> global arrays, split over the data axes. Each process passes its own rows. What is global stays."""
 
     def put(a: Any, spec: PartitionSpec) -> Array:
-        if isinstance(a, jax.Array) and not _is_local(a):
+        sharding = NamedSharding(setup.mesh, spec)
+        if isinstance(a, jax.Array) and (not _is_local(a) or a.sharding.is_equivalent_to(sharding, a.ndim)):
             return a
-        return jax.make_array_from_process_local_data(NamedSharding(setup.mesh, spec), np.asarray(a))
+        if isinstance(a, jax.Array) and jax.process_count() == 1:
+            return jax.device_put(a, sharding)
+        return jax.make_array_from_process_local_data(sharding, np.asarray(a))
 
     return jax.tree.map(put, batch, batch_specs(setup, batch))
 
