@@ -17,9 +17,9 @@ SYNCHRONISED = {"resnet_linen": zoo.resnet_linen, "resnet_nnx": zoo.resnet_nnx}
 
 
 def optimizer():
-    """AdamW whose eps is not small beside the gradients: with 1e-8, an element whose exact gradient is zero moves by
-    the sign of its rounding error, as far as any other."""
-    return optax.adamw(1e-3, eps=1e-6)
+    """AdamW whose eps is not small beside the rounding errors: with 1e-8, an element whose exact gradient is zero moves
+    by the sign of its error, as far as any other."""
+    return optax.adamw(1e-3, eps=1e-5)
 
 
 def batches(model, count=STEPS):
