@@ -8,8 +8,8 @@ Eight simulated CPU devices share this machine's cores, so what is compared is t
 network. Plain forms: `constrained` (parameters sharded; gathered by a sharding constraint where they are used, and
 gradients constrained to shards), `inferred` (parameters sharded, all else left to the compiler), `replicated` (data
 parallelism). Ours is stage 3 against the faster of the first two, and stage 0 against the last. Runs are paired: in
-each round every form runs once, in an order that rotates, and a ratio is that of the two times of one round. The flops
-of a loop's body are counted once.
+each round every form runs once, in an order that rotates, and a ratio is that of the two times of one round. Without
+rounds only the sharded forms are compiled. The flops of a loop's body are counted once.
 """
 
 import argparse
@@ -53,8 +53,13 @@ def main():
         width=args.width, layers=args.layers, heads=8, vocab=256, seq=args.seq, scan=not args.unrolled
     )  # fmt: skip
     batch = {"tokens": np.random.default_rng(0).integers(0, 256, (args.rows, args.seq + 1), np.int32)}
-    forms = {"zero3": ours(3, config), "zero0": ours(0, config)}
-    forms |= {name: plain(name, config) for name in ("constrained", "inferred", "replicated")}
+    forms = {
+        "zero3": ours(3, config),
+        "constrained": plain("constrained", config),
+        "inferred": plain("inferred", config),
+    }
+    if args.rounds:
+        forms |= {"zero0": ours(0, config), "replicated": plain("replicated", config)}
     runs = {name: Run(*form, batch) for name, form in forms.items()}
     for i in range(args.compiles):
         for name in rotated(list(runs), i):
@@ -64,7 +69,9 @@ def main():
             runs[name].once(keep=i > 0)
     fastest = lambda times: min(("constrained", "inferred"), key=lambda name: statistics.median(times(runs[name])))
     sharded = fastest(lambda run: run.wall or run.compile_s)
-    pairs = [("", runs["zero3"], runs[sharded]), ("replicated_", runs["zero0"], runs["replicated"])]
+    pairs = [("", runs["zero3"], runs[sharded])]
+    if args.rounds:
+        pairs.append(("replicated_", runs["zero0"], runs["replicated"]))
     result = {
         **{key: value for prefix, mine, plain in pairs for key, value in compare(prefix, mine, plain).items()},
         "compile_ratio": ratio(runs["zero3"].compile_s, runs[fastest(lambda run: run.compile_s)].compile_s),
@@ -219,6 +226,8 @@ def table(result):
     console = Console()
     console.print(rows)
     for title, prefix in ((f"stage 3 / {result['plain']}", ""), ("stage 0 / replicated", "replicated_")):
+        if prefix + "ratio" not in result:
+            continue
         named = {"time": "ratio", "processor": "cpu_ratio", "peak": "peak_ratio", "flops": "flops_ratio"}
         parts = [f"{text} {shown(result[prefix + key], 3)}" for text, key in named.items() if result[prefix + key]]
         console.print(f"{title}: {', '.join(parts)}", soft_wrap=True)
