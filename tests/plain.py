@@ -91,27 +91,37 @@ def microbatches(batch: Any, num_microbatches: int, num_devices: int) -> list[An
 
 
 def step_of(loss: Callable[..., Any], tx: Any, dtype: Any, scale: float) -> Callable[..., Any]:
-    """A jitted step over a list of microbatches."""
+    """A step over a list of microbatches: a jitted gradient of each, and one jitted update."""
 
     @jax.jit
-    def step(params, other, opt_state, parts):
-        total, weight, grads, metrics = 0.0, 0.0, jax.tree.map(jnp.zeros_like, params), []
-        for part in parts:
+    def gradient(params, other, part):
+        """(loss, weight, gradient in fp32, each metric), all but the metrics times the weight; other state."""
 
-            def scaled(low, other=other, part=part):
-                (value, n), (aux, after) = loss(low, other, cast(part, dtype))
-                n = jax.lax.stop_gradient(jnp.float32(n))
-                seen = jax.tree.map(jnp.float32, (value, aux))
-                return value * (scale / jnp.maximum(n, 1e-30)).astype(value.dtype), (*seen, n, after)
+        def scaled(low):
+            (value, n), (aux, after) = loss(low, other, cast(part, dtype))
+            n = jax.lax.stop_gradient(jnp.float32(n))
+            seen = jax.tree.map(jnp.float32, (value, aux))
+            return value * (scale / jnp.maximum(n, 1e-30)).astype(value.dtype), (*seen, n, after)
 
-            low_grads, (value, aux, n, other) = jax.grad(scaled, has_aux=True)(cast(params, dtype))
-            grads = jax.tree.map(lambda g, low, n=n: g + low.astype(jnp.float32) * n / scale, grads, low_grads)
-            total, weight, metrics = total + value, weight + n, [*metrics, aux]
+        low_grads, (value, aux, n, after) = jax.grad(scaled, has_aux=True)(cast(params, dtype))
+        return (value, n, jax.tree.map(lambda low: low.astype(jnp.float32) * n / scale, low_grads), aux), after
+
+    @jax.jit
+    def update(params, opt_state, parts):
+        total, weight, grads, metrics = jax.tree.map(lambda *values: sum(values), *parts)
         grads = jax.tree.map(lambda g: g / weight, grads)
         updates, opt_state = tx.update(grads, opt_state, params)
-        means = {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
+        means = {name: value / len(parts) for name, value in metrics.items()}
         after = optax.apply_updates(params, updates)
-        return after, other, opt_state, {"loss": total / weight, "grad_norm": optax.tree.norm(grads), **means}
+        return after, opt_state, {"loss": total / weight, "grad_norm": optax.tree.norm(grads), **means}
+
+    def step(params, other, opt_state, parts):
+        done = []
+        for part in parts:
+            sums, other = gradient(params, other, part)
+            done.append(sums)
+        params, opt_state, metrics = update(params, opt_state, done)
+        return params, other, opt_state, metrics
 
     return step
 

@@ -14,7 +14,14 @@ import zerojax
 from zerojax import Weighted, Zero
 
 ROWS = 32
-PRODUCT = pytest.mark.parametrize(("stage", "k"), [(stage, k) for stage in range(4) for k in (1, 2, 4)])
+PRODUCT = pytest.mark.parametrize(
+    ("stage", "k"),
+    [  # one process for the tests that share a compiled step
+        pytest.param(stage, k, marks=pytest.mark.xdist_group(f"accumulation-{stage}-{k}"))
+        for stage in range(4)
+        for k in (1, 2, 4)
+    ],
+)
 
 
 def create(key):
@@ -55,10 +62,15 @@ def expected():
     return (jax.device_get(params), *jax.device_get(jax.value_and_grad(mean)(params)))
 
 
-def run(stage, k, batch):
+@functools.cache
+def prepared(stage, k):
     zero = Zero(zerojax.make_mesh(), stage)
-    state = zero.init(create, optax.sgd(1.0))
-    return zero.train_step(loss, num_microbatches=k)(state, batch)
+    return zero.init(create, optax.sgd(1.0)), zero.train_step(loss, num_microbatches=k)
+
+
+def run(stage, k, batch):
+    state, step = prepared(stage, k)
+    return step(jax.tree.map(jnp.copy, state), batch)  # the step takes what it is given
 
 
 @PRODUCT

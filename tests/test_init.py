@@ -29,7 +29,7 @@ def expected(name):
 
 
 @pytest.mark.parametrize(("mesh", "stage"), PLACES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(f"init-{name}")) for name in MODELS])
 def test_values_do_not_depend_on_mesh_or_stage(name, mesh, stage):
     """They are those of the model created whole, on one device."""
     state = Zero(MESHES[mesh](), stage).init(zoo.ZOO[name].create, optimizer(), seed=5)

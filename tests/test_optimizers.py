@@ -54,8 +54,12 @@ def expected(name):
     return plain.run(MODEL, CHAINS[name](), batches(MODEL, 3))
 
 
+# one process for both stages: the plain run is shared
+GROUPED = [pytest.param(name, marks=pytest.mark.xdist_group(f"chain-{name}")) for name in CHAINS]
+
+
 @pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("name", CHAINS)
+@pytest.mark.parametrize("name", GROUPED)
 def test_contract(name, stage):
     """Parity over three steps; every leaf of the new state lives where that of the old one did."""
     zero = Zero(zerojax.make_mesh(), stage)
