@@ -3,6 +3,7 @@
 from zerojax.versions import __version__  # first: refuses unsupported versions before anything else is imported
 
 # isort: split
+from zerojax.keep import Keep
 from zerojax.mesh import make_mesh, simulate_devices
 from zerojax.models import Weighted
 from zerojax.precision import Precision
@@ -10,4 +11,14 @@ from zerojax.report import Explanation
 from zerojax.state import TrainState
 from zerojax.zero import Zero
 
-__all__ = ["Explanation", "Precision", "TrainState", "Weighted", "Zero", "__version__", "make_mesh", "simulate_devices"]
+__all__ = [
+    "Explanation",
+    "Keep",
+    "Precision",
+    "TrainState",
+    "Weighted",
+    "Zero",
+    "__version__",
+    "make_mesh",
+    "simulate_devices",
+]

@@ -20,6 +20,7 @@ from jax import lax
 
 from zerojax import collectives, models, placement
 from zerojax.collectives import Axes
+from zerojax.keep import KEEP_EVERYTHING, Rules
 from zerojax.models import Output, Weighted
 from zerojax.placement import Leaf
 from zerojax.precision import Precision, cast, for_reduction
@@ -51,6 +52,7 @@ class GradientProgram:
         tree: the parameters' treedef.
         stage, axes, precision: of ZeRO.
         num_microbatches: equal parts that a device's batch is processed in.
+        rules: which activations of a unit wait for its backward pass.
     """
 
     loss: Loss
@@ -60,6 +62,7 @@ class GradientProgram:
     axes: Axes
     precision: Precision
     num_microbatches: int = 1
+    rules: Rules = KEEP_EVERYTHING
 
     @property
     def dims(self) -> list[int | None]:
@@ -139,7 +142,7 @@ class GradientProgram:
                 weights.append(jnp.float32(self.axes.num_devices))
             return jnp.where(weights[0] > 0, scale / jnp.maximum(weights[0], jnp.finfo(jnp.float32).tiny), 0.0)
 
-        if placement.shards_grads(self.stage):
+        if placement.shards_grads(self.stage) or not self.rules.keeps_everything:
             program, data, unflatten = self._program(shards, self._fold(other, index), batch, key)
             flat, grads = program.value_and_grad(shards, data, lambda flat: seed(unflatten(flat)), start)
             output = unflatten(flat)
@@ -151,7 +154,7 @@ class GradientProgram:
     def _full_gradient(
         self, full: Sequence[Array], other: Any, batch: Any, key: Array, seed: Any
     ) -> tuple[list[Any], Output]:
-        """Stages 0 and 1: plain reverse mode with full weights."""
+        """Stages 0 and 1, where everything is kept: plain reverse mode with full weights."""
         trained = [w for w, flag in zip(full, self.trainable, strict=True) if flag]
 
         def local(trained: list[Array]) -> tuple[Array, Output]:
@@ -187,7 +190,7 @@ class GradientProgram:
         )
         traced = TracedLoss(closed, len(full), [leaf.unit for leaf in self.leaves])
         unflatten = lambda flat: jax.tree.unflatten(out["tree"], flat)
-        return Program(traced, mover, self.trainable), data, unflatten
+        return Program(traced, mover, self.trainable, self.rules), data, unflatten
 
     # All microbatches -------------------------------------------------------------------------------------------------
 

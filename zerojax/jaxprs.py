@@ -109,15 +109,20 @@ def inlined(closed: Any, should_inline: Any) -> Any:
     return jax.make_jaxpr(lambda *args: interpret(closed.jaxpr, closed.consts, args))(*closed.in_avals)
 
 
-def reachable(jaxpr: Any, outputs: Iterable[Atom]) -> list[Equation]:
-    """The equations of `jaxpr` that are needed for `outputs`, in program order."""
+def with_outputs(closed: Any, outputs: Sequence[Atom]) -> Any:
+    """`closed`, returning other values of its own, without the equations that these do not need."""
     live = {atom for atom in outputs if is_var(atom)}
     kept = []
-    for equation in reversed(jaxpr.eqns):
-        if any(v in live for v in equation.outvars):
+    for equation in reversed(closed.jaxpr.eqns):
+        if equation.effects or any(v in live for v in equation.outvars):
             kept.append(equation)
             live.update(variables(equation))
-    return kept[::-1]
+    return core.ClosedJaxpr(closed.jaxpr.replace(eqns=kept[::-1], outvars=list(outputs)), closed.consts)
+
+
+def is_name(equation: Equation) -> bool:
+    """Whether it names a value (`jax.ad_checkpoint.checkpoint_name`) and changes nothing."""
+    return equation.primitive.name == "name"
 
 
 def before_transposes(closed: Any, count: int) -> tuple[Any, list[tuple[int, ...]]]:
@@ -134,7 +139,7 @@ def before_transposes(closed: Any, count: int) -> tuple[Any, list[tuple[int, ...
             orders.append(tuple(equation.params["permutation"]))
         else:
             orders.append(tuple(range(atom.aval.ndim)))
-    return core.ClosedJaxpr(closed.jaxpr.replace(outvars=outputs), closed.consts), orders
+    return with_outputs(closed, outputs), orders
 
 
 class Origin:

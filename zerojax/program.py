@@ -14,9 +14,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from zerojax import collectives, jaxprs
+from zerojax.keep import EVERYTHING, Rules
 from zerojax.regather import is_differentiable, select
 from zerojax.segments import Mover, Stack, Straight, accumulate
-from zerojax.units import TracedLoss
+from zerojax.units import Segment, TracedLoss
 
 Array = Any
 PREFETCH = 1  # units gathered ahead of the one that computes
@@ -29,11 +30,19 @@ class Program:
         traced: the loss `fn(*leaves, *data) -> [scalar to differentiate, *others]`.
         mover: the stage's way of gathering and reducing.
         trainable: which leaves get a gradient.
+        rules: which activations of a unit wait for its backward pass.
     """
 
-    def __init__(self, traced: TracedLoss, mover: Mover, trainable: Sequence[bool]):
-        self.traced, self.mover, self.trainable = traced, mover, trainable
-        self.parts = [(Stack if s.views else Straight)(traced, s, mover, trainable) for s in traced.segments]
+    def __init__(self, traced: TracedLoss, mover: Mover, trainable: Sequence[bool], rules: Rules):
+        self.traced, self.mover, self.trainable, self.rules = traced, mover, trainable, rules
+        keep_of = lambda s: rules[self._unit(s)] if s.leaves else EVERYTHING
+        self.parts = [
+            (Stack if s.views else Straight)(traced, s, mover, trainable, keep_of(s)) for s in traced.segments
+        ]
+
+    def _unit(self, segment: Segment) -> str:
+        """The unit whose weights a segment uses (its first, where one equation uses several); '' if it uses none."""
+        return self.traced.unit_of[segment.leaves[0]] if segment.leaves else ""
 
     def _start(self, data: Sequence[Array]) -> dict[Any, Array]:
         jaxpr = self.traced.closed.jaxpr
@@ -117,6 +126,7 @@ class Program:
             for equation in segment.equations:
                 if any(is_active(v) for v in jaxprs.variables(equation)):
                     active.update(v for v in equation.outvars if is_differentiable(v.aval))
+        names: dict[str, set[str]] = {}
         reached = {self.traced.closed.jaxpr.outvars[0]} & active
         for part in reversed(self.parts):
             segment = part.segment
@@ -127,3 +137,5 @@ class Program:
             if part.differentiable_outputs:
                 part.plan_backward(wanted, differentiable)
                 reached.update(part.wanted_inputs)
+                names.setdefault(self._unit(segment), set()).update(part.regather.names)
+        self.rules.check_names(names)

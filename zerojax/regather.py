@@ -1,8 +1,9 @@
 """Regather: the backward pass of a unit, without the unit's weights among what the forward pass keeps.
 
-For a unit `y = f(W, x)` the residuals of `jax.vjp` are split by dependency. What depends on the data is kept. What
-depends on the weights alone (the gathered weights, their casts, transposes and reshapes) is dropped, and rebuilt in
-the backward pass from weights that are gathered again. No activation is recomputed and no full weight is kept.
+For a unit `y = f(W, x)` the residuals of `jax.vjp` are split by dependency. What depends on the weights alone (the
+gathered weights, their casts, transposes and reshapes) is dropped, and rebuilt in the backward pass from weights that
+are gathered again. What depends on the data is kept, or computed again from what is kept, as `Keep` says; `EVERYTHING`
+recomputes no activation. No full weight is kept in any case.
 
 A `jax.checkpoint` policy cannot say this: "save anything but all_gather" saves the full weights as soon as a cast
 stands between the gather and its use.
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax import jaxprs
+from zerojax.keep import EVERYTHING, Keep, Place
 
 Arrays = Sequence[Any]
 Function = Callable[[Arrays, Arrays, Arrays], Arrays]
@@ -39,6 +41,12 @@ def _merge(flags: Sequence[bool], true: Arrays, false: Arrays) -> list[Any]:
 
 def _negate(flags: Sequence[bool]) -> list[bool]:
     return [not flag for flag in flags]
+
+
+def _move(value: Any, place: Place, to_host: bool) -> Any:
+    if place is Place.DEVICE:
+        return value
+    return jax.device_put(value, jax.memory.Space.Host if to_host else jax.memory.Space.Device)
 
 
 class Gradients(NamedTuple):
@@ -63,8 +71,11 @@ class Regather:
         weights, fixed, data: avals of the arguments.
         wanted: for weights, fixed and data each, which of them get a gradient. Only floating dtypes can.
         differentiable: which outputs have a cotangent in the backward pass.
+        keep: which activations wait for the backward pass, and where.
+        resident: which data stay on the device anyway.
 
     `needed` says which weights the backward pass reads: a bias or an embedding table is not gathered again.
+    `recomputes` says whether the backward pass computes an activation again.
 
     Cost: traces `fn` and its linearisation once. Nothing runs.
     Source: ZeRO section 5.3 (P_os+g+p): parameters are gathered for the forward and again for the backward pass.
@@ -78,6 +89,8 @@ class Regather:
         data: Arrays,
         wanted: tuple[Sequence[bool], Sequence[bool], Sequence[bool]],
         differentiable: Sequence[bool],
+        keep: Keep = EVERYTHING,
+        resident: Sequence[bool] = (),
     ):
         groups = (list(weights), list(fixed), list(data))
         self.sizes = [len(group) for group in groups]
@@ -99,9 +112,11 @@ class Regather:
             return [*_merge(differentiable, out, rest), *residuals]
 
         self.num_outputs = len(differentiable)
-        self.closed = jax.make_jaxpr(forward)(*groups[0], *groups[1], *groups[2])
+        closed = jax.make_jaxpr(forward)(*groups[0], *groups[1], *groups[2])
+        self.closed = closed if keep == EVERYTHING else jaxprs.inlined(closed, lambda equation: True)
         self.vjp_tree = trees["vjp"]
-        self._classify()
+        self.names = {e.params["name"] for e in self.closed.jaxpr.eqns if jaxprs.is_name(e)}
+        self._plan(keep, resident or [True] * len(groups[2]))
 
     def _group(self, flat: Arrays) -> list[list[Any]]:
         num_weights, num_fixed, _ = self.sizes
@@ -111,46 +126,67 @@ class Regather:
             list(flat[num_weights + num_fixed :]),
         ]
 
-    def _classify(self) -> None:
-        """Which residuals are kept, and which equations and weights rebuild the others."""
+    def _plan(self, keep: Keep, resident: Sequence[bool]) -> None:
+        """Which values are kept, and which equations and weights rebuild the residuals from them."""
         jaxpr = self.closed.jaxpr
-        _, _, data = self._group(jaxpr.invars)
+        weights, _, data = self._group(jaxpr.invars)
         from_data = set(data)
         for equation in jaxpr.eqns:
             drawn = equation.primitive.name in jaxprs.RANDOM_PRIMITIVES
             if drawn or any(v in from_data for v in jaxprs.variables(equation)):
                 from_data.update(equation.outvars)
-        residuals = jaxpr.outvars[self.num_outputs :]
-        self.keep = [jaxprs.is_var(atom) and atom in from_data for atom in residuals]
-        self.rebuilt = select(residuals, _negate(self.keep))
-        self.rebuild_equations = jaxprs.reachable(jaxpr, self.rebuilt)
-        read = {v for e in self.rebuild_equations for v in jaxprs.variables(e)}
-        read.update(atom for atom in self.rebuilt if jaxprs.is_var(atom))
-        weights, _, _ = self._group(jaxpr.invars)
-        self.needed = [v in read for v in weights]
+        # A derivative may read a value from before it was named: the name stands for both.
+        named = {e.invars[0]: keep.place(e) for e in jaxpr.eqns if jaxprs.is_name(e) and jaxprs.is_var(e.invars[0])}
+        self.residuals = jaxpr.outvars[self.num_outputs :]
+        needed = {atom for atom in self.residuals if jaxprs.is_var(atom)}
+        self.kept: list[tuple[Any, Place]] = []
+        self.rebuild_equations: list[Any] = []
+        for equation in reversed(jaxpr.eqns):
+            results = [v for v in equation.outvars if v in needed]
+            place = None if jaxprs.is_name(equation) else keep.place(equation)
+            places = [(named.get(v) or place) if v in from_data else None for v in results]
+            self.kept += [(v, p) for v, p in zip(results, places, strict=True) if p]
+            if not all(places):
+                self.rebuild_equations.insert(0, equation)
+                needed.update(jaxprs.variables(equation))
+        for v, stays in zip(data, resident, strict=True):
+            offload = keep.offload_inputs and not stays and is_differentiable(v.aval)
+            if v in needed:
+                self.kept.append((v, named.get(v) or (Place.HOST if offload else Place.DEVICE)))
+        self.needed = [v in needed for v in weights]
+        self.recomputes = any(
+            v in from_data and not jaxprs.is_name(e) for e in self.rebuild_equations for v in e.outvars
+        )
+        self.forward_jaxpr = jaxprs.with_outputs(
+            self.closed, [*jaxpr.outvars[: self.num_outputs], *(v for v, _ in self.kept)]
+        )
 
     def forward(self, weights: Arrays, fixed: Arrays, data: Arrays) -> tuple[list[Any], list[Any]]:
-        """Returns (outputs, kept residuals)."""
-        out = jaxprs.run(self.closed, *weights, *fixed, *data)
-        return out[: self.num_outputs], select(out[self.num_outputs :], self.keep)
+        """Returns (outputs, kept values, each in its place)."""
+        out = jaxprs.run(self.forward_jaxpr, *weights, *fixed, *data)
+        kept = out[self.num_outputs :]
+        return out[: self.num_outputs], [
+            _move(value, p, to_host=True) for value, (_, p) in zip(kept, self.kept, strict=True)
+        ]
 
     def backward(self, weights: Arrays, fixed: Arrays, kept: Arrays, cotangents: Arrays) -> Gradients:
         """Gradients of the wanted weights, fixed and data. `weights` not in `needed` may be None."""
         jaxpr = self.closed.jaxpr
         weight_vars, fixed_vars, _ = self._group(jaxpr.invars)
-        scope = dict(
+        scope = {v: _move(value, place, to_host=False) for value, (v, place) in zip(kept, self.kept, strict=True)}
+        scope.update(
             zip([*jaxpr.constvars, *weight_vars, *fixed_vars], [*self.closed.consts, *weights, *fixed], strict=True)
         )
         if self.rebuild_equations:
             jaxprs.evaluate(self.rebuild_equations, scope)
-        rebuilt = [scope[atom] if jaxprs.is_var(atom) else np.asarray(atom.val) for atom in self.rebuilt]
+        residuals = [scope[atom] if jaxprs.is_var(atom) else np.asarray(atom.val) for atom in self.residuals]
         trees: dict[str, Any] = {}
 
         def vjp(residuals: Arrays, cotangents: Arrays) -> list[Any]:
             flat, trees["out"] = jax.tree.flatten(jax.tree.unflatten(self.vjp_tree, residuals)(cotangents))
             return flat
 
-        args = (_merge(self.keep, kept, rebuilt), list(cotangents))
+        args = (residuals, list(cotangents))
         closed, orders = jaxprs.before_transposes(jax.make_jaxpr(vjp)(*args), sum(self.wanted[0]))
         weight_grads, fixed_grads, data_grads = jax.tree.unflatten(trees["out"], jaxprs.run(closed, *args[0], *args[1]))
         return Gradients(weight_grads, fixed_grads, data_grads, orders)

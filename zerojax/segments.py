@@ -17,6 +17,7 @@ from jax import lax
 
 from zerojax import collectives, jaxprs
 from zerojax.collectives import Axes
+from zerojax.keep import Keep
 from zerojax.precision import for_reduction
 from zerojax.regather import Gradients, Regather, is_differentiable, select
 from zerojax.units import Segment, TracedLoss
@@ -84,8 +85,8 @@ class Straight:
     wanted_inputs: list[Any]
     regather: Regather
 
-    def __init__(self, traced: TracedLoss, segment: Segment, mover: Mover, trainable: Sequence[bool]):
-        self.traced, self.segment, self.mover = traced, segment, mover
+    def __init__(self, traced: TracedLoss, segment: Segment, mover: Mover, trainable: Sequence[bool], keep: Keep):
+        self.traced, self.segment, self.mover, self.keep = traced, segment, mover, keep
         self.dims = [mover.dims[i] for i in segment.leaves]
         self.trainable = [trainable[i] for i in segment.leaves]
         own = {v for e in segment.equations for v in e.outvars}
@@ -102,7 +103,9 @@ class Straight:
     def plan_backward(self, wanted: Sequence[bool], differentiable: Sequence[bool]) -> None:
         weights = [self.traced.leaf_vars[i].aval for i in self.segment.leaves]
         data = [v.aval for v in self.segment.inputs]
-        self.regather = Regather(self.primal, weights, [], data, (self.trainable, [], wanted), differentiable)
+        wanted_by_group = (self.trainable, [], wanted)
+        resident = [v in self.traced.data_vars for v in self.segment.inputs]
+        self.regather = Regather(self.primal, weights, [], data, wanted_by_group, differentiable, self.keep, resident)
 
     def evaluate(self, shards: dict[int, Array], data: Sequence[Array], events: Sequence[Array]) -> list[Array]:
         return self.primal(self._fetch(shards, events), [], data)
@@ -116,6 +119,8 @@ class Straight:
         self, shards: dict[int, Array], kept: Any, cotangents: Sequence[Array], events: Sequence[Array]
     ) -> tuple[dict[int, Array], list[Array]]:
         held = [shards[i] for i in self.segment.leaves]
+        if self.regather.recomputes:  # or the compiler finds that the forward pass computed the same
+            held, kept, cotangents = lax.optimization_barrier((held, kept, list(cotangents)))
         weights = _fetch_needed(self.mover, held, self.dims, self.regather.needed, events)
         grads = self.regather.backward(weights, [], kept, cotangents)
         reduced = _reduce(self.mover, grads, select(self.dims, self.trainable))
@@ -135,8 +140,8 @@ class Stack:
     wanted_inputs: list[Any]
     regather: Regather
 
-    def __init__(self, traced: TracedLoss, segment: Segment, mover: Mover, trainable: Sequence[bool]):
-        self.traced, self.segment, self.mover, self.trainable = traced, segment, mover, trainable
+    def __init__(self, traced: TracedLoss, segment: Segment, mover: Mover, trainable: Sequence[bool], keep: Keep):
+        self.traced, self.segment, self.mover, self.trainable, self.keep = traced, segment, mover, trainable, keep
         (self.equation,) = segment.equations
         self.scan = jaxprs.scan_params(self.equation)
         first_xs = self.scan.num_consts + self.scan.num_carry
@@ -202,6 +207,8 @@ class Stack:
             [*map(aval, self.carry_positions), *map(layer, self.xs_positions)],
             (self.view_trainable, self.fixed_wanted, self.carry_wanted + self.xs_wanted),
             self.carry_wanted + self.ys_wanted,
+            self.keep,
+            [False] * len(self.carry_positions) + [True] * len(self.xs_positions),
         )
 
     def _stacked_shards(self, shards: dict[int, Array]) -> list[Array]:

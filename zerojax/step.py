@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax import collectives, models, placement, state as states
 from zerojax.collectives import Axes
 from zerojax.gradient import GradientProgram, Result
+from zerojax.keep import KEEP_EVERYTHING, Rules
 from zerojax.precision import Precision, cast
 from zerojax.state import Definition, TrainState
 
@@ -89,11 +90,16 @@ def check_batch(setup: Setup, batch: Tree, num_microbatches: int) -> None:
 
 
 def gradient_program(
-    setup: Setup, definition: Definition, loss_fn: Callable[..., Any], num_microbatches: int
+    setup: Setup,
+    definition: Definition,
+    loss_fn: Callable[..., Any],
+    num_microbatches: int,
+    rules: Rules = KEEP_EVERYTHING,
 ) -> GradientProgram:
+    rules.check_units([leaf.unit for leaf in definition.leaves])
     loss = functools.partial(models.call_loss, loss_fn, definition.model)
     return GradientProgram(
-        loss, definition.leaves, definition.tree, setup.stage, setup.axes, setup.precision, num_microbatches
+        loss, definition.leaves, definition.tree, setup.stage, setup.axes, setup.precision, num_microbatches, rules
     )
 
 
@@ -242,12 +248,14 @@ class Step:
         return self.trace(state, batch).lower(**kwargs)
 
 
-def train_step(setup: Setup, loss_fn: Callable[..., Any], num_microbatches: int, clip_norm: float | None) -> Step:
+def train_step(
+    setup: Setup, loss_fn: Callable[..., Any], num_microbatches: int, clip_norm: float | None, rules: Rules
+) -> Step:
     """See `Zero.train_step`."""
 
     def build(like: TrainState) -> Callable[..., Any]:
         definition, shardings = like.definition, state_shardings(like)
-        program = gradient_program(setup, definition, loss_fn, num_microbatches)
+        program = gradient_program(setup, definition, loss_fn, num_microbatches, rules)
 
         def step(state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Array]]:
             scale = state.loss_scale.value if state.loss_scale else jnp.float32(1)

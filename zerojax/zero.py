@@ -11,6 +11,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from zerojax import models, placement, report, state as states, step as steps
+from zerojax.keep import Rules, Setting
 from zerojax.mesh import data_axes
 from zerojax.placement import Overrides
 from zerojax.precision import Precision, resolve
@@ -86,7 +87,12 @@ class Zero:
         )
 
     def train_step(
-        self, loss_fn: Callable[..., Any], *, num_microbatches: int = 1, clip_norm: float | None = None
+        self,
+        loss_fn: Callable[..., Any],
+        *,
+        num_microbatches: int = 1,
+        clip_norm: float | None = None,
+        keep: Setting | Mapping[str, Setting] = "everything",
     ) -> Step:
         """A jitted `step(state, batch) -> (state, metrics)`. The state is donated and updated in place.
 
@@ -96,6 +102,10 @@ class Zero:
                 scalar or a `Weighted`. Linen collections that the loss changed are returned in the dict by name.
             num_microbatches: equal parts that each device's rows are processed in, one after the other.
             clip_norm: gradients are scaled to at most this global norm.
+            keep: which activations of a unit wait for its backward pass; the others are computed again from them and
+                from the unit's inputs. 'everything', 'nothing', 'dots', 'dots_with_no_batch_dims', a `Keep` (values by
+                name, on the device or in host memory), a policy of `jax.checkpoint_policies`, or a dict from globs on
+                units to these, of which the first that matches decides.
 
         Returns:
             A `Step`. Metrics are fp32 scalars, the same on every device: loss, grad_norm (before clipping),
@@ -110,19 +120,26 @@ class Zero:
         """
         if num_microbatches < 1:
             raise ValueError(f"train_step: num_microbatches is {num_microbatches}\n  fix:      at least 1")
-        return steps.train_step(self.setup, loss_fn, num_microbatches, clip_norm)
+        return steps.train_step(self.setup, loss_fn, num_microbatches, clip_norm, Rules.of(keep))
 
     def eval_step(self, loss_fn: Callable[..., Any]) -> Step:
         """A jitted `step(state, batch) -> metrics` with the same gathering; nothing is changed."""
         return steps.eval_step(self.setup, loss_fn)
 
-    def value_and_grad(self, loss_fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
+    def value_and_grad(
+        self,
+        loss_fn: Callable[..., Any],
+        has_aux: bool = False,
+        *,
+        keep: Setting | Mapping[str, Setting] = "everything",
+    ) -> Callable[..., Any]:
         """`jax.value_and_grad` for a script that has its own step.
 
         Args:
             loss_fn: `loss_fn(params, *args)` returns the mean loss over the rows of `args`, or a `Weighted`; with
                 `has_aux`, beside a dict of metrics.
             has_aux: as in JAX.
+            keep: as in `train_step`.
 
         Returns:
             `fn(params, *args) -> (loss, grads)` or `((loss, metrics), grads)`, to be called under `jit`. Parameters are
@@ -130,10 +147,12 @@ class Zero:
             Gradients are shards from stage 1 on, None at frozen leaves, in reduce_dtype.
         """
 
+        rules = Rules.of(keep)
+
         def fn(params: Any, *args: Any) -> Any:
             steps.check_batch(self.setup, args, 1)
             definition = self._definition(params)
-            program = steps.gradient_program(self.setup, definition, lambda p, args: loss_fn(p, *args), 1)
+            program = steps.gradient_program(self.setup, definition, lambda p, args: loss_fn(p, *args), 1, rules)
             inputs = (jax.tree.leaves(params), {}, args, jax.random.key(0), jnp.float32(1))
             result = steps.gradients(self.setup, program, definition, inputs)
             grads = jax.tree.unflatten(definition.tree, result.grads)

@@ -1,0 +1,213 @@
+"""What the backward pass keeps: the same training whatever is kept, and only what was asked for is computed again."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import zoo
+from jax.ad_checkpoint import checkpoint_name
+from parity import SYNCHRONISED, assert_close, batches, reference, train
+from walk import equations
+
+import zerojax
+from zerojax import Keep, Zero
+
+WIDTH, LAYERS = 16, 3
+NAMED = Keep(save=("up",), offload=("down",))
+
+
+def create(key):
+    keys = jax.random.split(key, 2 * LAYERS)
+    layer = lambda i: {
+        "up": jax.random.normal(keys[2 * i], (WIDTH, 32)) / 4,
+        "down": jax.random.normal(keys[2 * i + 1], (32, WIDTH)) / 4,
+    }
+    return {"layers": {str(i): layer(i) for i in range(LAYERS)}}
+
+
+def create_stacked(key):
+    layers = create(key)["layers"]
+    return {"layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers.values())}
+
+
+def block(x, layer):
+    hidden = jnp.tanh(checkpoint_name(x @ layer["up"], "up"))
+    return x + jnp.sin(checkpoint_name(hidden @ layer["down"], "down"))
+
+
+def loss(params, batch):
+    x = batch["x"]
+    for layer in params["layers"].values():
+        x = block(x, layer)
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+def stacked_loss(params, batch):
+    x, _ = jax.lax.scan(lambda x, layer: (block(x, layer), None), batch["x"], params["layers"])
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+MODELS = {"unrolled": (create, loss), "scanned": (create_stacked, stacked_loss)}
+
+
+def make_batch():
+    x = np.random.default_rng(0).standard_normal((2, 32, WIDTH), dtype=np.float32)
+    return {"x": x[0], "y": x[1]}
+
+
+def count(jaxpr, name):
+    return sum(equation.primitive.name == name for equation in equations(jaxpr))
+
+
+def traced(keep, model="unrolled", stage=3):
+    create, loss = MODELS[model]
+    zero = Zero(zerojax.make_mesh(), stage, stacked=("layers/*",) if model == "scanned" else ())
+    state = zero.eval_init(create, optax.sgd(0.1))
+    return zero.train_step(loss, keep=keep).trace(state, make_batch()).jaxpr
+
+
+# Products of a layer: two forward, four backward. The batch needs no gradient. The last layer is computed again up to
+# its end, because the loss is part of its unit.
+DOTS = 6 * LAYERS - 1
+PER_LAYER = {"dot_general": 2, "tanh": 1, "sin": 1}
+UNROLLED = {
+    "everything": (DOTS, LAYERS, LAYERS),
+    "nothing": (DOTS + 2 * LAYERS, 2 * LAYERS, LAYERS + 1),
+    "dots": (DOTS, 2 * LAYERS, LAYERS + 1),
+    "named": (DOTS, 2 * LAYERS, LAYERS + 1),
+    "first layer": (DOTS + 2, LAYERS + 1, LAYERS),
+}
+SCANNED = {"everything": (6, 1, 1), "nothing": (8, 2, 1), "dots": (6, 2, 1), "named": (6, 2, 1)}  # in the loops' bodies
+SETTINGS = {
+    "everything": "everything",
+    "nothing": Keep(),
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "named": NAMED,
+    "first layer": {"layers/0": "nothing"},
+}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("setting", UNROLLED)
+def test_only_what_is_not_kept_is_computed_again(setting, stage):
+    jaxpr = traced(SETTINGS[setting], "unrolled", stage)
+    assert tuple(count(jaxpr, name) for name in PER_LAYER) == UNROLLED[setting]
+
+
+@pytest.mark.parametrize("setting", SCANNED)
+def test_only_what_is_not_kept_is_computed_again_in_a_loop(setting):
+    jaxpr = traced(SETTINGS[setting], "scanned")
+    assert tuple(count(jaxpr, name) for name in PER_LAYER) == SCANNED[setting]
+
+
+@pytest.mark.parametrize(
+    ("model", "keep", "times"),
+    [
+        ("unrolled", NAMED, LAYERS),
+        ("unrolled", Keep(offload_inputs=True), LAYERS - 1),  # the first layer's input is the batch
+        ("scanned", NAMED, 1),
+        ("scanned", Keep(offload_inputs=True), 1),
+    ],
+)
+def test_an_offloaded_value_goes_to_the_host_and_back(model, keep, times):
+    """Once each way in every layer, and nothing else moves."""
+    moved = [e for e in equations(traced(keep, model)) if e.primitive.name == "device_put"]
+    spaces = [str(space) for e in moved for space in e.params["devices"]]
+    assert {v.aval.shape for e in moved for v in e.invars} == {(32 // 8, WIDTH)}
+    assert sorted(spaces) == sorted([str(jax.memory.Space.Device), str(jax.memory.Space.Host)] * times)
+
+
+# Parity
+
+FULL = pytest.mark.full
+CASES = [
+    *((name, "nothing", 3) for name in ("gpt_nnx", "gpt_linen_scan", "lstm", "moe", "unet")),
+    *((name, "dots", 3) for name in ("gpt_nnx", "gpt_linen_scan")),
+    ("unused", "nothing", 0),
+    ("unused", "dots", 2),
+]
+REST = [
+    (name, keep, stage)
+    for name, model in zoo.ZOO.items()
+    if not model.dropout
+    for keep, stage in [("nothing", 0), ("nothing", 3), ("dots", 3)]
+    if (name, keep, stage) not in CASES
+]
+
+
+@pytest.mark.parametrize(("name", "keep", "stage"), [*CASES, *(pytest.param(*case, marks=FULL) for case in REST)])
+def test_training_follows_the_plain_step(name, keep, stage):
+    model = SYNCHRONISED[name](axis_name="data") if name in SYNCHRONISED else zoo.ZOO[name]
+    got, _ = train(Zero(zerojax.make_mesh(), stage), model, batches(model), keep=keep)
+    assert_close(got, reference(name))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_named_and_offloaded_values_change_nothing(model):
+    create, loss = MODELS[model]
+    zero = Zero(zerojax.make_mesh(), 3, stacked=("layers/*",) if model == "scanned" else ())
+    seen = []
+    for keep in "everything", NAMED:
+        step = zero.train_step(loss, keep=keep)
+        state, _ = step(zero.init(create, optax.sgd(0.1)), make_batch())
+        seen.append([np.asarray(leaf) for leaf in jax.tree.leaves(state.params)])
+    for a, b in zip(*seen, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_what_is_dropped_out_is_so_again():
+    model = zoo.ZOO["dropout_nnx"]
+    runs = [train(Zero(zerojax.make_mesh(), 3), model, batches(model, 3), keep=k)[0] for k in ("everything", "nothing")]
+    np.testing.assert_allclose(runs[1].losses, runs[0].losses, rtol=1e-6)
+
+
+def test_value_and_grad_keeps_the_same():
+    zero = Zero(zerojax.make_mesh(), 3)
+    params, batch = zero.shard(jax.jit(create)(jax.random.key(0))), zero.shard_batch(make_batch())
+    want, got = (jax.jit(zero.value_and_grad(loss, keep=keep))(params, batch) for keep in ("everything", "nothing"))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+# Errors
+
+
+def message(keep, model="unrolled"):
+    with pytest.raises(ValueError, match="keep: ") as error:
+        traced(keep, model)
+    return str(error.value)
+
+
+def test_an_unknown_setting():
+    text = message("some")
+    assert "unknown setting 'some'" in text and "everything, nothing, dots" in text
+
+
+def test_a_pattern_that_decides_for_no_unit():
+    text = message({"layer/*": "nothing"})
+    assert "pattern 'layer/*' decides for no unit" in text and "units layers/0, layers/1, layers/2" in text
+    assert "'layers/0' decides" in message({"layers/*": "nothing", "layers/0": "dots"})  # another comes first
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_name_that_no_value_carries(model):
+    text = message(Keep(save=("up",), offload=("attention",)), model)
+    assert "no value in the units of '*' is named 'attention'" in text
+    assert "names down, up" in text and "checkpoint_name(x, 'attention')" in text
+
+
+def test_a_name_that_only_other_units_carry():
+    def only_last(params, batch):
+        return loss(params, batch) + jnp.sum(checkpoint_name(params["layers"]["2"]["up"].sum() * batch["x"], "late"))
+
+    zero = Zero(zerojax.make_mesh(), 3)
+    state = zero.eval_init(create, optax.sgd(0.1))
+    keep = {"layers/0": Keep(save=("late",)), "*": "everything"}
+    with pytest.raises(ValueError, match="no value in the units of 'layers/0' is named 'late'"):
+        zero.train_step(only_last, keep=keep).trace(state, make_batch())
+
+
+def test_a_name_in_both_places():
+    with pytest.raises(ValueError, match="'up' is both in `save` and in `offload`"):
+        Keep(save=("up",), offload=("up",))

@@ -1,0 +1,151 @@
+"""What the backward pass finds of a unit's activations: kept on the device, kept in host memory, or computed again."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping, Sequence, Set
+from fnmatch import fnmatchcase
+from typing import Any
+
+import jax
+
+from zerojax import jaxprs
+
+Equation = Any
+
+
+class Place(enum.Enum):
+    """Where a value waits for the backward pass."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+@dataclasses.dataclass(frozen=True)
+class Keep:
+    """What of a unit is kept between forward and backward. Its inputs always are; all else is computed again.
+
+    Source: ZeRO section 6.1; values in host memory are its P_a+cpu, here without the partitioning.
+
+    Attributes:
+        save: names (`jax.ad_checkpoint.checkpoint_name`) of values that stay on the device.
+        offload: names of values that wait in pinned host memory.
+        offload_inputs: the unit's floating inputs (in a transformer: the residual stream) wait in pinned host memory,
+            but for the batch, which stays on the device anyway.
+        policy: a policy of `jax.checkpoint_policies`, asked about what the names do not decide. It is asked about the
+            equations of the unit, and not about those inside its loops.
+
+    Raises:
+        ValueError: a name in both `save` and `offload`.
+    """
+
+    save: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+    offload_inputs: bool = False
+    policy: Callable[..., Any] | None = None
+
+    def __post_init__(self):
+        both = sorted(set(self.save) & set(self.offload))
+        if both:
+            raise ValueError(f"keep: {both[0]!r} is both in `save` and in `offload`\n  fix:      name it in one")
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self.save) | frozenset(self.offload)
+
+    def place(self, equation: Equation) -> Place | None:
+        """Where the results of an equation are kept; None: they are computed again."""
+        name = equation.params["name"] if jaxprs.is_name(equation) else None
+        if name in self.save:
+            return Place.DEVICE
+        if name in self.offload:
+            return Place.HOST
+        if self.policy is None:
+            return None
+        decision = self.policy(equation.primitive, *(atom.aval for atom in equation.invars), **equation.params)
+        if isinstance(decision, bool):
+            return Place.DEVICE if decision else None
+        if hasattr(decision, "dst"):  # an offloading policy
+            return Place.HOST
+        return Place.DEVICE if "Saveable" in type(decision).__name__ else None
+
+
+EVERYTHING = Keep(policy=jax.checkpoint_policies.everything_saveable)
+PRESETS = {
+    "everything": EVERYTHING,
+    "nothing": Keep(),
+    "dots": Keep(policy=jax.checkpoint_policies.dots_saveable),
+    "dots_with_no_batch_dims": Keep(policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+}
+
+Setting = str | Keep | Callable[..., Any]
+
+
+def resolve(setting: Setting) -> Keep:
+    """A preset's name, a `Keep`, or a policy of `jax.checkpoint_policies`."""
+    if isinstance(setting, Keep):
+        return setting
+    if callable(setting):
+        return Keep(policy=setting)
+    if setting not in PRESETS:
+        raise ValueError(
+            f"keep: unknown setting {setting!r}\n"
+            f"  fix:      one of {', '.join(PRESETS)}, a zerojax.Keep, or a policy of jax.checkpoint_policies"
+        )
+    return PRESETS[setting]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """A `Keep` for every unit: that of the first glob that matches its name, else `EVERYTHING`."""
+
+    rules: tuple[tuple[str, Keep], ...] = ()
+
+    @classmethod
+    def of(cls, setting: Setting | Mapping[str, Setting]) -> Rules:
+        by_pattern = setting if isinstance(setting, Mapping) else {"*": setting}
+        return cls(tuple((pattern, resolve(each)) for pattern, each in by_pattern.items()))
+
+    @property
+    def keeps_everything(self) -> bool:
+        return all(keep == EVERYTHING for _, keep in self.rules)
+
+    def _matching(self, unit: str) -> tuple[str, Keep]:
+        return next((rule for rule in self.rules if fnmatchcase(unit, rule[0])), ("", EVERYTHING))
+
+    def __getitem__(self, unit: str) -> Keep:
+        return self._matching(unit)[1]
+
+    def check_units(self, units: Sequence[str]) -> None:
+        """Raises ValueError for a glob that is the first match of no unit."""
+        used = {self._matching(unit)[0] for unit in units}
+        for pattern, _ in self.rules:
+            if pattern not in used:
+                shown = ", ".join(list(dict.fromkeys(units))[:8])
+                raise ValueError(
+                    f"keep: pattern {pattern!r} decides for no unit\n"
+                    f"  got:      units {shown}; the first pattern that matches a unit decides for it\n"
+                    f"  fix:      a glob on the name of a unit (zero.explain lists the leaves of each)"
+                )
+
+    def check_names(self, names: Mapping[str, Set[str]]) -> None:
+        """Raises ValueError for a name that no value of its units carries.
+
+        Args:
+            names: those that are given inside each unit.
+        """
+        for pattern, keep in self.rules:
+            inside = frozenset[str]().union(
+                *(given for unit, given in names.items() if self._matching(unit)[0] == pattern)
+            )
+            for name in sorted(keep.names - inside):
+                raise ValueError(
+                    f"keep: no value in the units of {pattern!r} is named {name!r}\n"
+                    f"  got:      names {', '.join(sorted(inside)) or '(none)'}\n"
+                    f"  fix:      name the value in the model: jax.ad_checkpoint.checkpoint_name(x, {name!r}), "
+                    "outside of loops within a layer"
+                )
+
+
+KEEP_EVERYTHING = Rules()
