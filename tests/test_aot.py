@@ -9,20 +9,20 @@ import optax
 import pytest
 
 import zerojax
-from zerojax import targets
+from zerojax import Keep, targets
 
 pytestmark = pytest.mark.aot
 N = 8
 
 
 @functools.cache
-def compiled(stage, k=1, scan=False, width=512, layers=4, seq=64, rows=1, target="h100:8"):
+def compiled(stage, k=1, scan=False, width=512, layers=4, seq=64, rows=1, target="h100:8", keep="everything"):
     import jax.numpy as jnp
 
     config = gpt.Config(width=width, layers=layers, heads=8, vocab=512, seq=seq, scan=scan, dtype=jnp.bfloat16)
     zero = zerojax.Zero(zerojax.make_mesh(devices=targets.devices(target)), stage=stage, precision="bf16")
     state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
-    step = zero.train_step(gpt.loss, num_microbatches=k)
+    step = zero.train_step(gpt.loss, num_microbatches=k, keep=keep)
     lowered = step.trace(state, gpt.batch_aval(config, rows * k * N)).lower(
         lowering_platforms=("cuda" if target.startswith("h100") else "tpu",)
     )
@@ -88,3 +88,29 @@ def test_peak_holds_two_gathered_units(scan):
     bound = gathered + full_gradients + embedding_and_head + many * (gradient_shard + activations)
     assert temporaries[many] <= bound
     assert bound < many * unit  # the bound would catch a program that keeps every gathered unit
+
+
+CHECKPOINT = 512 * 1024 * 2  # tokens x width x bytes of a layer's input
+
+
+def slopes(keep, few=8, many=16):
+    """Bytes that one more scanned layer takes: (on the device, in host memory)."""
+    programs = [compiled(3, scan=True, width=1024, seq=512, layers=n, keep=keep) for n in (few, many)]
+    memory = [program.memory_analysis() for _, program in programs]
+    per_layer = lambda kind: (getattr(memory[1], kind) - getattr(memory[0], kind)) / (many - few)
+    return per_layer("temp_size_in_bytes"), per_layer("host_temp_size_in_bytes")
+
+
+def test_a_layer_that_keeps_nothing_takes_its_input_and_its_gradient():
+    leaves = compiled(3, scan=True, width=1024, seq=512, layers=8, keep=Keep())[0].definition.leaves
+    gradient_shard = 2 * sum(leaf.size for leaf in leaves if leaf.path.startswith("blocks")) / 8 / N
+    on_device, on_host = slopes(Keep())
+    assert on_host == 0 and on_device <= 1.05 * (CHECKPOINT + gradient_shard)
+    assert slopes("everything")[0] > 10 * CHECKPOINT
+
+
+def test_offloaded_inputs_wait_in_host_memory():
+    """All of them, and the device holds as much less."""
+    (device, _), (less, host) = slopes(Keep()), slopes(Keep(offload_inputs=True))
+    assert host == CHECKPOINT
+    assert device - less >= 0.95 * CHECKPOINT
