@@ -180,6 +180,7 @@ def message(keep, model="unrolled"):
 
 
 def test_an_unknown_setting():
+    assert "unknown setting None" in message(None)
     text = message("some")
     assert "unknown setting 'some'" in text and "everything, nothing, dots" in text
 
@@ -206,6 +207,20 @@ def test_a_name_that_only_other_units_carry():
     keep = {"layers/0": Keep(save=("late",)), "*": "everything"}
     with pytest.raises(ValueError, match="no value in the units of 'layers/0' is named 'late'"):
         zero.train_step(only_last, keep=keep).trace(state, make_batch())
+
+
+def test_a_name_that_only_a_weight_carries():
+    """Full weights are never kept."""
+    named = lambda params, batch: jnp.mean(batch["x"] @ checkpoint_name(jnp.sin(params["w"]), "weight"))
+    zero = Zero(zerojax.make_mesh(), 3)
+    state = zero.eval_init(lambda: {"w": jnp.ones((WIDTH, 8))}, optax.sgd(0.1))
+    with pytest.raises(ValueError, match="is named 'weight'"):
+        zero.train_step(named, keep=Keep(save=("weight",))).trace(state, make_batch())
+
+
+def test_a_string_instead_of_names():
+    with pytest.raises(ValueError, match="`offload` is 'up'\n  fix:      a tuple of names"):
+        Keep(offload="up")
 
 
 def test_a_name_in_both_places():

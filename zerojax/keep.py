@@ -37,7 +37,7 @@ class Keep:
             equations of the unit, and not about those inside its loops.
 
     Raises:
-        ValueError: a name in both `save` and `offload`.
+        ValueError: a name in both `save` and `offload`, or a string instead of a tuple of names.
     """
 
     save: tuple[str, ...] = ()
@@ -46,6 +46,9 @@ class Keep:
     policy: Callable[..., Any] | None = None
 
     def __post_init__(self):
+        for field in "save", "offload":
+            if isinstance(getattr(self, field), str):
+                raise ValueError(f"keep: `{field}` is {getattr(self, field)!r}\n  fix:      a tuple of names")
         both = sorted(set(self.save) & set(self.offload))
         if both:
             raise ValueError(f"keep: {both[0]!r} is both in `save` and in `offload`\n  fix:      name it in one")
@@ -88,7 +91,7 @@ def resolve(setting: Setting) -> Keep:
         return setting
     if callable(setting):
         return Keep(policy=setting)
-    if setting not in PRESETS:
+    if not isinstance(setting, str) or setting not in PRESETS:
         raise ValueError(
             f"keep: unknown setting {setting!r}\n"
             f"  fix:      one of {', '.join(PRESETS)}, a zerojax.Keep, or a policy of jax.checkpoint_policies"

@@ -75,7 +75,7 @@ class Regather:
         resident: which data stay on the device anyway.
 
     `needed` says which weights the backward pass reads: a bias or an embedding table is not gathered again.
-    `recomputes` says whether the backward pass computes an activation again.
+    `recomputes` says whether the backward pass computes an activation again, `names` which names activations carry.
 
     Cost: traces `fn` and its linearisation once. Nothing runs.
     Source: ZeRO section 5.3 (P_os+g+p): parameters are gathered for the forward and again for the backward pass.
@@ -115,7 +115,6 @@ class Regather:
         closed = jax.make_jaxpr(forward)(*groups[0], *groups[1], *groups[2])
         self.closed = closed if keep == EVERYTHING else jaxprs.inlined(closed, lambda equation: True)
         self.vjp_tree = trees["vjp"]
-        self.names = {e.params["name"] for e in self.closed.jaxpr.eqns if jaxprs.is_name(e)}
         self._plan(keep, resident or [True] * len(groups[2]))
 
     def _group(self, flat: Arrays) -> list[list[Any]]:
@@ -135,6 +134,7 @@ class Regather:
             drawn = equation.primitive.name in jaxprs.RANDOM_PRIMITIVES
             if drawn or any(v in from_data for v in jaxprs.variables(equation)):
                 from_data.update(equation.outvars)
+        self.names = {e.params["name"] for e in jaxpr.eqns if jaxprs.is_name(e) and from_data & set(e.outvars)}
         # A derivative may read a value from before it was named: the name stands for both.
         named = {e.invars[0]: keep.place(e) for e in jaxpr.eqns if jaxprs.is_name(e) and jaxprs.is_var(e.invars[0])}
         self.residuals = jaxpr.outvars[self.num_outputs :]
