@@ -1,5 +1,6 @@
 """Runs of zoo models under zerojax and by the plain step, made once per session and compared."""
 
+import dataclasses
 import functools
 import math
 
@@ -11,6 +12,7 @@ from plain import Trajectory, numbers
 
 import zerojax
 from zerojax import Weighted, Zero
+from zerojax.precision import resolve
 
 STEPS = 10
 SYNCHRONISED = {"resnet_linen": zoo.resnet_linen, "resnet_nnx": zoo.resnet_nnx}
@@ -62,7 +64,10 @@ def train(zero, model, data, tx=None, num_microbatches=1, **options):
 def zero_run(name, stage, precision="fp32", num_microbatches=1):
     """The trajectory of a zoo model on eight devices. Batch normalisation takes its statistics over all of them."""
     model = SYNCHRONISED[name](axis_name="data") if name in SYNCHRONISED else zoo.ZOO[name]
-    zero = Zero(zerojax.make_mesh(), stage, precision)
+    policy = resolve(precision)
+    if policy.initial_scale:
+        policy = dataclasses.replace(policy, initial_scale=plain.FP16_SCALE)
+    zero = Zero(zerojax.make_mesh(), stage, policy)
     return train(zero, model, batches(model), num_microbatches=num_microbatches)[0]
 
 
