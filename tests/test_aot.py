@@ -44,8 +44,9 @@ def test_bytes_on_the_wire_are_the_formula(stage, k):
 
 
 def test_scanned_layers_are_gathered_and_scattered_in_their_loops():
-    """Nothing is hoisted out of the loops. The compiler peels one iteration off the backward loop."""
-    layers = 4
+    """Nothing is hoisted out of the loops. They take two layers at a time, without the first and the last ones."""
+    layers = 12
+    trips = (layers - 2) // 2
     state, program = compiled(3, scan=True, layers=layers)
     found = hlo.collectives(program.as_text(), N)
     leaves = state.definition.leaves
@@ -53,7 +54,7 @@ def test_scanned_layers_are_gathered_and_scattered_in_their_loops():
         leaf.size for leaf in leaves if leaf.path.endswith(("bias", "embedding"))
     )
     assert sum(c.sent(N) for c in found if c.dtype == "bf16") == pytest.approx(volume * (N - 1) / N, rel=0.01)
-    looped = [c for c in found if c.count >= layers - 1]
+    looped = [c for c in found if c.count >= trips - 1]  # the compiler may peel one trip off
     assert {c.kind for c in looped} == {"all-gather", "reduce-scatter"}
     block = sum(leaf.size for leaf in leaves if leaf.path.startswith("blocks")) / layers
     assert all(c.size <= block for c in looped)

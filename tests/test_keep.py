@@ -64,7 +64,8 @@ def traced(keep, model="unrolled", stage=3):
     create, loss = MODELS[model]
     zero = Zero(zerojax.make_mesh(), stage, stacked=("layers/*",) if model == "scanned" else ())
     state = zero.eval_init(create, optax.sgd(0.1))
-    return zero.train_step(loss, keep=keep).trace(state, make_batch()).jaxpr
+    prefetch = 0 if model == "scanned" else 1  # so that a loop's body is one layer
+    return zero.train_step(loss, keep=keep, prefetch=prefetch).trace(state, make_batch()).jaxpr
 
 
 # Products of a layer: two forward, four backward. The batch needs no gradient. The last layer is computed again up to

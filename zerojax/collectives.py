@@ -164,16 +164,19 @@ def after(shards: Sequence[Array], events: Sequence[Array]) -> list[Array]:
 
 
 def event(values: Sequence[Array]) -> list[Array]:
-    """[a scalar that is available when the first real-valued array among `values` is], or [] if there is none."""
-    for value in values:
-        if value.size and (jnp.issubdtype(value.dtype, jnp.floating) or jnp.issubdtype(value.dtype, jnp.integer)):
-            return [lax.slice(value, (0,) * value.ndim, (1,) * value.ndim).reshape(())]
+    """[a scalar that is available when the first floating array among `values` is], or of an integer one, or []."""
+    for kind in jnp.floating, jnp.integer:
+        for value in values:
+            if value.size and jnp.issubdtype(value.dtype, kind):
+                return [lax.slice(value, (0,) * value.ndim, (1,) * value.ndim).reshape(())]
     return []
 
 
-def arrivals(shards: Sequence[Array], dims: Sequence[int | None], axes: Axes) -> list[Array]:
-    """An event for each collective that made the results of one `reduce_scatter`."""
-    packs, alone = _packs(shards, dims, axes.num_shards)
-    whole = [i for i, dim in enumerate(dims) if dim is None]
+def arrivals(values: Sequence[Array], dims: Sequence[int | None], axes: Axes, *, gathered: bool) -> list[Array]:
+    """An event for each collective that made these: the results of an `all_gather`, or else of a `reduce_scatter`."""
+    if axes.num_shards == 1:
+        return []
+    packs, alone = _packs(values, dims, 1 if gathered else axes.num_shards)
+    whole = [] if gathered else [i for i, dim in enumerate(dims) if dim is None]
     first = [*alone, *(pack[0] for pack in packs), *whole[:1]]
-    return [e for i in first for e in event([shards[i]])]
+    return [e for i in first for e in event([values[i]])]

@@ -53,6 +53,7 @@ class GradientProgram:
         stage, axes, precision: of ZeRO.
         num_microbatches: equal parts that a device's batch is processed in.
         rules: which activations of a unit wait for its backward pass.
+        prefetch: units whose weights are gathered ahead of the one that computes.
     """
 
     loss: Loss
@@ -63,6 +64,7 @@ class GradientProgram:
     precision: Precision
     num_microbatches: int = 1
     rules: Rules = KEEP_EVERYTHING
+    prefetch: int = 1
 
     @property
     def dims(self) -> list[int | None]:
@@ -190,7 +192,7 @@ class GradientProgram:
         )
         traced = TracedLoss(closed, len(full), [leaf.unit for leaf in self.leaves])
         unflatten = lambda flat: jax.tree.unflatten(out["tree"], flat)
-        return Program(traced, mover, self.trainable, self.rules), data, unflatten
+        return Program(traced, mover, self.trainable, self.rules, self.prefetch), data, unflatten
 
     # All microbatches -------------------------------------------------------------------------------------------------
 

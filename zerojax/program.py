@@ -13,14 +13,14 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zerojax import collectives, jaxprs
+from zerojax import jaxprs
 from zerojax.keep import EVERYTHING, Rules
+from zerojax.pipeline import Order
 from zerojax.regather import is_differentiable, select
 from zerojax.segments import Mover, Stack, Straight, accumulate
 from zerojax.units import Segment, TracedLoss
 
 Array = Any
-PREFETCH = 1  # units gathered ahead of the one that computes
 
 
 class Program:
@@ -31,10 +31,11 @@ class Program:
         mover: the stage's way of gathering and reducing.
         trainable: which leaves get a gradient.
         rules: which activations of a unit wait for its backward pass.
+        depth: units gathered ahead of the one that computes.
     """
 
-    def __init__(self, traced: TracedLoss, mover: Mover, trainable: Sequence[bool], rules: Rules):
-        self.traced, self.mover, self.trainable, self.rules = traced, mover, trainable, rules
+    def __init__(self, traced: TracedLoss, mover: Mover, trainable: Sequence[bool], rules: Rules, depth: int):
+        self.traced, self.mover, self.trainable, self.rules, self.depth = traced, mover, trainable, rules, depth
         keep_of = lambda s: rules[self._unit(s)] if s.leaves else EVERYTHING
         self.parts = [
             (Stack if s.views else Straight)(traced, s, mover, trainable, keep_of(s)) for s in traced.segments
@@ -54,26 +55,22 @@ class Program:
         atoms = self.traced.closed.jaxpr.outvars
         return [env[a] if jaxprs.is_var(a) else jnp.asarray(a.val, a.aval.dtype) for a in atoms]
 
-    def _forward(self, shards: Sequence[Array], data: Sequence[Array], start: list[Array], keep: bool) -> Any:
-        """(outputs of the loss, what each segment keeps for its backward pass, the event of the last segment)."""
+    def _forward(self, shards: Sequence[Array], data: Sequence[Array], order: Order, keep: bool) -> Any:
+        """(outputs of the loss, what each segment keeps for its backward pass)."""
         env, saved, by_leaf = self._start(data), [], dict(enumerate(shards))
-        done: list[list[Array]] = [start] * (PREFETCH + 1)  # events: when each unit before had computed
         for part in self.parts:
-            segment, kept = part.segment, None
-            args = by_leaf, [env[v] for v in segment.inputs], done[-PREFETCH - 1]
+            inputs, kept = [env[v] for v in part.segment.inputs], None
             if keep and part.differentiable_outputs:
-                out, kept = part.forward(*args)
+                out, kept = part.forward(by_leaf, inputs, order)
             else:
-                out = part.evaluate(*args)
-            env.update(zip(segment.outputs, out, strict=True))
+                out = part.evaluate(by_leaf, inputs, order)
+            env.update(zip(part.segment.outputs, out, strict=True))
             saved.append(kept)
-            if segment.leaves:
-                done.append(collectives.event(out) or done[-1])
-        return self._finish(env), saved, done[-1]
+        return self._finish(env), saved
 
     def evaluate(self, shards: Sequence[Array], data: Sequence[Array], start: list[Array]) -> list[Array]:
         """The outputs of the loss. `start`: see `value_and_grad`."""
-        return self._forward(shards, data, start, keep=False)[0]
+        return self._forward(shards, data, Order(self.depth, start), keep=False)[0]
 
     def value_and_grad(
         self, shards: Sequence[Array], data: Sequence[Array], seed: Any, start: list[Array]
@@ -87,26 +84,22 @@ class Program:
             start: events before which nothing is gathered (inside a loop: something of this iteration).
         """
         self._plan()
-        out, saved, last = self._forward(shards, data, start, keep=True)
+        order = Order(self.depth, start)
+        out, saved = self._forward(shards, data, order, keep=True)
         by_leaf = dict(enumerate(shards))
         loss_var = self.traced.closed.jaxpr.outvars[0]
         cotangents: dict[Any, Array] = {loss_var: jnp.asarray(seed(out), loss_var.aval.dtype)}
         grads: dict[int, Array] = {}
-        done: list[list[Array]] = [last] * (PREFETCH + 1)
         for part, kept in zip(reversed(self.parts), reversed(saved), strict=True):
             if not part.differentiable_outputs:
                 continue
             given = [cotangents.pop(v) if v in cotangents else jnp.zeros(v.aval.shape, v.aval.dtype)
                      for v in part.differentiable_outputs]  # fmt: skip
-            leaf_grads, data_grads = part.backward(by_leaf, kept, given, done[-PREFETCH - 1])
+            leaf_grads, data_grads = part.backward(by_leaf, kept, given, order)
             for i, grad in leaf_grads.items():
                 accumulate(grads, i, grad)
             for v, grad in zip(part.wanted_inputs, data_grads, strict=True):
                 cotangents[v] = cotangents[v] + grad if v in cotangents else grad
-            if part.segment.leaves:
-                dims = [self.mover.dims[i] for i in leaf_grads]
-                reduced = collectives.arrivals(list(leaf_grads.values()), dims, self.mover.axes)
-                done.append(collectives.event(data_grads) + reduced or done[-1])
         return out, [self._leaf_grad(i, grads) for i in range(len(shards))]
 
     def _leaf_grad(self, i: int, grads: dict[int, Array]) -> Array | None:

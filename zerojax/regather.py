@@ -33,7 +33,7 @@ def select(values: Arrays, flags: Sequence[bool]) -> list[Any]:
     return [value for value, flag in zip(values, flags, strict=True) if flag]
 
 
-def _merge(flags: Sequence[bool], true: Arrays, false: Arrays) -> list[Any]:
+def merge(flags: Sequence[bool], true: Arrays, false: Arrays) -> list[Any]:
     """The inverse of selecting by `flags` and by its negation."""
     true_items, false_items = iter(true), iter(false)
     return [next(true_items) if flag else next(false_items) for flag in flags]
@@ -103,13 +103,13 @@ class Regather:
             held = [select(a, _negate(w)) for a, w in zip(args, wanted, strict=True)]
 
             def split_fn(*varied: Arrays) -> tuple[Arrays, Arrays]:
-                merged = [_merge(w, v, h) for w, v, h in zip(wanted, varied, held, strict=True)]
+                merged = [merge(w, v, h) for w, v, h in zip(wanted, varied, held, strict=True)]
                 out = fn(*merged)
                 return select(out, differentiable), select(out, _negate(differentiable))
 
             out, vjp, rest = jax.vjp(split_fn, *varied, has_aux=True)
             residuals, trees["vjp"] = jax.tree.flatten(vjp)
-            return [*_merge(differentiable, out, rest), *residuals]
+            return [*merge(differentiable, out, rest), *residuals]
 
         self.num_outputs = len(differentiable)
         closed = jax.make_jaxpr(forward)(*groups[0], *groups[1], *groups[2])

@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zerojax import collectives, jaxprs
+from zerojax import collectives, jaxprs, pipeline
 from zerojax.collectives import Axes
 from zerojax.keep import Keep
+from zerojax.pipeline import Order
 from zerojax.precision import for_reduction
-from zerojax.regather import Gradients, Regather, is_differentiable, select
+from zerojax.regather import Regather, is_differentiable, merge, select
 from zerojax.units import Segment, TracedLoss
 
 Array = Any
@@ -43,19 +44,25 @@ class Mover:
     scatters: bool
     reduce_dtype: Any
 
-    def fetch(self, shards: Sequence[Array], dims: Sequence[int | None], events: Sequence[Array]) -> list[Array]:
-        if not self.gathers or self.axes.num_shards == 1:
-            return list(shards)
+    def fetch(self, shards: Sequence[Array], dims: Sequence[int | None], order: Order, ahead: int = 0) -> list[Array]:
+        """Gathers what is sharded, `ahead` units before it is used."""
         moved = [i for i, dim in enumerate(dims) if dim is not None]
         held = list(shards)
-        for i, shard in zip(moved, collectives.after([shards[i] for i in moved], events), strict=True):
+        if not self.gathers or self.axes.num_shards == 1 or not moved:
+            return held
+        waiting = collectives.after([shards[i] for i in moved], order.before_gather(ahead))
+        for i, shard in zip(moved, waiting, strict=True):
             held[i] = shard
-        return collectives.all_gather(held, dims, self.axes)
+        full = collectives.all_gather(held, dims, self.axes)
+        order.arrived(collectives.arrivals(full, dims, self.axes, gathered=True))
+        return full
 
-    def reduce(self, grads: Sequence[Array], dims: Sequence[int | None]) -> list[Array]:
+    def reduce(self, grads: Sequence[Array], dims: Sequence[int | None]) -> tuple[list[Array], list[Array]]:
+        """(what the stage keeps of gradients, the events of their reduction)."""
         if not self.scatters:
-            return list(grads)
-        return collectives.reduce_scatter([for_reduction(g, self.reduce_dtype) for g in grads], dims, self.axes)
+            return list(grads), []
+        shards = collectives.reduce_scatter([for_reduction(g, self.reduce_dtype) for g in grads], dims, self.axes)
+        return shards, collectives.arrivals(shards, dims, self.axes, gathered=False)
 
     def shard_shape(self, shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
         if dim is None or not self.scatters:
@@ -64,18 +71,20 @@ class Mover:
 
 
 def _fetch_needed(
-    mover: Mover, shards: Sequence[Array], dims: Sequence[Any], needed: Sequence[bool], events: Any
+    mover: Mover, shards: Sequence[Array], dims: Sequence[Any], needed: Sequence[bool], order: Order, ahead: int = 0
 ) -> list[Any]:
     """Like `Mover.fetch`, with None for the leaves that the backward pass does not read."""
-    fetched = iter(mover.fetch(select(shards, needed), select(dims, needed), events))
+    fetched = iter(mover.fetch(select(shards, needed), select(dims, needed), order, ahead))
     return [next(fetched) if flag else None for flag in needed]
 
 
-def _reduce(mover: Mover, grads: Gradients, dims: Sequence[int | None]) -> list[Array]:
-    """The reduced gradients of a unit's weights, in the shape of their leaves."""
-    moved = [None if dim is None else order[dim] for dim, order in zip(dims, grads.orders, strict=True)]
-    reduced = mover.reduce(grads.weights, moved)
-    return [lax.transpose(grad, order) for grad, order in zip(reduced, grads.orders, strict=True)]
+def _reduce(
+    mover: Mover, grads: Sequence[Array], orders: Sequence[tuple[int, ...]], dims: Sequence[int | None]
+) -> tuple[list[Array], list[Array]]:
+    """(reduced gradients in the shape of their leaves, events). See `Gradients` for `orders`."""
+    moved = [None if dim is None else order[dim] for dim, order in zip(dims, orders, strict=True)]
+    reduced, events = mover.reduce(grads, moved)
+    return [lax.transpose(grad, order) for grad, order in zip(reduced, orders, strict=True)], events
 
 
 class Straight:
@@ -107,27 +116,33 @@ class Straight:
         resident = [v in self.traced.data_vars for v in self.segment.inputs]
         self.regather = Regather(self.primal, weights, [], data, wanted_by_group, differentiable, self.keep, resident)
 
-    def evaluate(self, shards: dict[int, Array], data: Sequence[Array], events: Sequence[Array]) -> list[Array]:
-        return self.primal(self._fetch(shards, events), [], data)
+    def evaluate(self, shards: dict[int, Array], data: Sequence[Array], order: Order) -> list[Array]:
+        return self._computed(self.primal(self._fetch(shards, order), [], data), order)
 
-    def forward(
-        self, shards: dict[int, Array], data: Sequence[Array], events: Sequence[Array]
-    ) -> tuple[list[Array], Any]:
-        return self.regather.forward(self._fetch(shards, events), [], data)
+    def forward(self, shards: dict[int, Array], data: Sequence[Array], order: Order) -> tuple[list[Array], Any]:
+        out, kept = self.regather.forward(self._fetch(shards, order), [], data)
+        return self._computed(out, order), kept
 
     def backward(
-        self, shards: dict[int, Array], kept: Any, cotangents: Sequence[Array], events: Sequence[Array]
+        self, shards: dict[int, Array], kept: Any, cotangents: Sequence[Array], order: Order
     ) -> tuple[dict[int, Array], list[Array]]:
         held = [shards[i] for i in self.segment.leaves]
         if self.regather.recomputes:  # or the compiler finds that the forward pass computed the same
             held, kept, cotangents = lax.optimization_barrier((held, kept, list(cotangents)))
-        weights = _fetch_needed(self.mover, held, self.dims, self.regather.needed, events)
+        weights = _fetch_needed(self.mover, held, self.dims, self.regather.needed, order)
         grads = self.regather.backward(weights, [], kept, cotangents)
-        reduced = _reduce(self.mover, grads, select(self.dims, self.trainable))
+        reduced, events = _reduce(self.mover, grads.weights, grads.orders, select(self.dims, self.trainable))
+        self._computed(grads.data, order)
+        order.reduced(events)
         return dict(zip(select(self.segment.leaves, self.trainable), reduced, strict=True)), grads.data
 
-    def _fetch(self, shards: dict[int, Array], events: Sequence[Array]) -> list[Array]:
-        return self.mover.fetch([shards[i] for i in self.segment.leaves], self.dims, events)
+    def _fetch(self, shards: dict[int, Array], order: Order) -> list[Array]:
+        return self.mover.fetch([shards[i] for i in self.segment.leaves], self.dims, order)
+
+    def _computed(self, values: list[Array], order: Order) -> list[Array]:
+        if any(dim is not None for dim in self.dims):
+            order.computed(values)
+        return values
 
 
 class Stack:
@@ -221,45 +236,54 @@ class Stack:
             stacked.append(value)
         return stacked
 
-    def _consts(self, shards: dict[int, Array], events: Sequence[Array]) -> dict[int, Array]:
+    def _consts(self, shards: dict[int, Array], order: Order) -> dict[int, Array]:
+        if not self.const_leaves:
+            return {}
         dims = [self.mover.dims[i] for i in self.const_leaves]
-        full = self.mover.fetch([shards[i] for i in self.const_leaves], dims, events)
+        full = self.mover.fetch([shards[i] for i in self.const_leaves], dims, order)
         return dict(zip(self.const_leaves, full, strict=True))
 
-    def _loop(self, body: Any, init: Any, xs: Any, reverse: bool) -> Any:
-        return lax.scan(body, init, xs, length=self.scan.length, reverse=reverse, unroll=self.scan.unroll)
-
-    def _run(self, step: Any, shards: dict[int, Array], data: Sequence[Array], events: Sequence[Array]) -> Any:
-        """Runs `step(weights, fixed, data) -> (outputs, extra)` in every iteration: (outputs, stacked extra)."""
-        values = self._values(dict(zip(self.segment.inputs, data, strict=True)), self._consts(shards, events))
+    def _run(self, step: Any, shards: dict[int, Array], data: Sequence[Array], order: Order) -> Any:
+        """Runs `step(weights, fixed, data) -> (outputs, extra)` for every layer: (outputs, stacked extra)."""
+        values = self._values(dict(zip(self.segment.inputs, data, strict=True)), self._consts(shards, order))
         fixed = [values[k] for k in self.const_positions]
         num_carry = self.scan.num_carry
+        floating = [is_differentiable(self.equation.invars[k].aval) for k in self.carry_positions]
+        split = lambda carry: (select(carry, floating), select(carry, [not flag for flag in floating]))
 
-        def body(carry: Any, slices: Any) -> Any:
-            layers, xs = slices
-            out, extra = step(self.mover.fetch(layers, self.dims, ()), fixed, [*carry, *xs])
-            return list(out[:num_carry]), (list(out[num_carry:]), extra)
+        def layer(weights: Any, carry: Any, xs: Any) -> Any:
+            out, extra = step(weights, fixed, [*merge(floating, *carry), *xs])
+            return split(list(out[:num_carry])), (list(out[num_carry:]), extra), []
 
-        xs = (self._stacked_shards(shards), [values[k] for k in self.xs_positions])
-        carry, (ys, extra) = self._loop(body, [values[k] for k in self.carry_positions], xs, self.scan.reverse)
-        out = dict(zip(self.equation.outvars, [*carry, *ys], strict=True))
+        carry, (ys, extra), _ = pipeline.scan(
+            layer,
+            lambda shards, ahead, order: self.mover.fetch(shards, self.dims, order, ahead),
+            lambda grads: (grads, []),
+            split([values[k] for k in self.carry_positions]),
+            self._stacked_shards(shards),
+            [values[k] for k in self.xs_positions],
+            length=self.scan.length,
+            reverse=self.scan.reverse,
+            ahead=order.depth if self.mover.gathers and self.mover.axes.num_shards > 1 else 0,
+            late=False,
+            order=order,
+        )
+        out = dict(zip(self.equation.outvars, [*merge(floating, *carry), *ys], strict=True))
         return [out[v] for v in self.segment.outputs], extra
 
-    def evaluate(self, shards: dict[int, Array], data: Sequence[Array], events: Sequence[Array]) -> list[Array]:
-        return self._run(lambda w, f, d: (self.primal(w, f, d), ()), shards, data, events)[0]
+    def evaluate(self, shards: dict[int, Array], data: Sequence[Array], order: Order) -> list[Array]:
+        return self._run(lambda w, f, d: (self.primal(w, f, d), ()), shards, data, order)[0]
 
-    def forward(
-        self, shards: dict[int, Array], data: Sequence[Array], events: Sequence[Array]
-    ) -> tuple[list[Array], Any]:
-        out, kept = self._run(self.regather.forward, shards, data, events)
+    def forward(self, shards: dict[int, Array], data: Sequence[Array], order: Order) -> tuple[list[Array], Any]:
+        out, kept = self._run(self.regather.forward, shards, data, order)
         return out, (kept, list(data))
 
     def backward(
-        self, shards: dict[int, Array], saved: Any, cotangents: Sequence[Array], events: Sequence[Array]
+        self, shards: dict[int, Array], saved: Any, cotangents: Sequence[Array], order: Order
     ) -> tuple[dict[int, Array], list[Array]]:
         kept, data = saved
         env = dict(zip(self.segment.inputs, data, strict=True))
-        consts = self._consts(shards, events)
+        consts = self._consts(shards, order)
         values = self._values(env, consts)
         fixed = [values[k] for k in self.const_positions]
         given = dict(zip(self.differentiable_outputs, cotangents, strict=True))
@@ -268,24 +292,36 @@ class Stack:
         carry_grads = [out_grad(v) for v in select(self.equation.outvars[:num_carry], self.carry_wanted)]
         ys_grads = [out_grad(v) for v in select(self.equation.outvars[num_carry:], self.ys_wanted)]
         num_carry_grads = len(carry_grads)
+        orders: list[tuple[int, ...]] = []  # of the gradients; the same in every layer
 
-        def body(carry: Any, slices: Any) -> Any:
+        def layer(weights: Any, carry: Any, slices: Any) -> Any:
             carry_grads, fixed_grads = carry
-            layers, kept, ys_grads = slices
-            weights = _fetch_needed(self.mover, layers, self.dims, self.regather.needed, ())
+            kept, ys_grads = slices
             grads = self.regather.backward(weights, fixed, kept, [*carry_grads, *ys_grads])
-            reduced = _reduce(self.mover, grads, select(self.dims, self.view_trainable))
+            orders[:] = grads.orders
             fixed_grads = [a + b for a, b in zip(fixed_grads, grads.fixed, strict=True)]
-            return (grads.data[:num_carry_grads], fixed_grads), (reduced, grads.data[num_carry_grads:])
+            return (grads.data[:num_carry_grads], fixed_grads), grads.data[num_carry_grads:], grads.weights
 
-        zeros = [jnp.zeros(a.shape, a.dtype) for a in select(fixed, self.fixed_wanted)]
-        init = (carry_grads, zeros)
-        xs = (self._stacked_shards(shards), kept, ys_grads)
-        (carry_grads, fixed_grads), (layer_grads, xs_grads) = self._loop(body, init, xs, not self.scan.reverse)
+        moves = self.mover.axes.num_shards > 1
+        (carry_grads, fixed_grads), xs_grads, layer_grads = pipeline.scan(
+            layer,
+            lambda shards, ahead, order: _fetch_needed(
+                self.mover, shards, self.dims, self.regather.needed, order, ahead
+            ),
+            lambda grads: _reduce(self.mover, grads, orders, select(self.dims, self.view_trainable)),
+            (carry_grads, [jnp.zeros(a.shape, a.dtype) for a in select(fixed, self.fixed_wanted)]),
+            self._stacked_shards(shards),
+            (kept, ys_grads),
+            length=self.scan.length,
+            reverse=not self.scan.reverse,
+            ahead=order.depth if self.mover.gathers and moves else 0,
+            late=order.depth > 0 and self.mover.scatters and moves,
+            order=order,
+        )
         operand_grads = dict(zip(select(self.const_positions, self.fixed_wanted), fixed_grads, strict=True))
         operand_grads.update(zip(select(self.carry_positions, self.carry_wanted), carry_grads, strict=True))
         operand_grads.update(zip(select(self.xs_positions, self.xs_wanted), xs_grads, strict=True))
-        leaf_grads = self._const_grads(consts, operand_grads)
+        leaf_grads = self._const_grads(consts, operand_grads, order)
         for view, grad in zip(select(list(self.views.values()), self.view_trainable), layer_grads, strict=True):
             accumulate(leaf_grads, view.leaf, jnp.transpose(grad, np.argsort(view.order).tolist()))
         data_grads = [self._data_grad(v, operand_grads) for v in self.wanted_inputs]
@@ -299,7 +335,7 @@ class Stack:
                 total = total + grad
         return total
 
-    def _const_grads(self, consts: dict[int, Array], operand_grads: dict[int, Array]) -> dict[int, Array]:
+    def _const_grads(self, consts: dict[int, Array], operand_grads: dict[int, Array], order: Order) -> dict[int, Array]:
         """From gradients of the loop's weight constants to reduced gradients of the leaves that they are made of."""
         leaves = [i for i in self.const_leaves if self.trainable[i]]
         positions = [k for k in operand_grads if self.equation.invars[k] in self.weight_values]
@@ -313,7 +349,9 @@ class Stack:
 
         _, vjp = jax.vjp(derive, [consts[i] for i in leaves])
         (grads,) = vjp([operand_grads[k] for k in positions])
-        return dict(zip(leaves, self.mover.reduce(grads, [self.mover.dims[i] for i in leaves]), strict=True))
+        reduced, events = self.mover.reduce(grads, [self.mover.dims[i] for i in leaves])
+        order.reduced(events)
+        return dict(zip(leaves, reduced, strict=True))
 
 
 def accumulate(totals: dict[Any, Array], key: Any, value: Array) -> None:

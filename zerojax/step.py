@@ -95,12 +95,13 @@ def gradient_program(
     loss_fn: Callable[..., Any],
     num_microbatches: int,
     rules: Rules = KEEP_EVERYTHING,
+    prefetch: int = 1,
 ) -> GradientProgram:
     rules.check_units([leaf.unit for leaf in definition.leaves])
     loss = functools.partial(models.call_loss, loss_fn, definition.model)
-    return GradientProgram(
-        loss, definition.leaves, definition.tree, setup.stage, setup.axes, setup.precision, num_microbatches, rules
-    )
+    leaves, tree = definition.leaves, definition.tree
+    stage, axes, precision = setup.stage, setup.axes, setup.precision
+    return GradientProgram(loss, leaves, tree, stage, axes, precision, num_microbatches, rules, prefetch)
 
 
 def _manual(setup: Setup, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -249,13 +250,18 @@ class Step:
 
 
 def train_step(
-    setup: Setup, loss_fn: Callable[..., Any], num_microbatches: int, clip_norm: float | None, rules: Rules
+    setup: Setup,
+    loss_fn: Callable[..., Any],
+    num_microbatches: int,
+    clip_norm: float | None,
+    rules: Rules,
+    prefetch: int,
 ) -> Step:
     """See `Zero.train_step`."""
 
     def build(like: TrainState) -> Callable[..., Any]:
         definition, shardings = like.definition, state_shardings(like)
-        program = gradient_program(setup, definition, loss_fn, num_microbatches, rules)
+        program = gradient_program(setup, definition, loss_fn, num_microbatches, rules, prefetch)
 
         def step(state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Array]]:
             scale = state.loss_scale.value if state.loss_scale else jnp.float32(1)

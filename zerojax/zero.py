@@ -93,6 +93,7 @@ class Zero:
         num_microbatches: int = 1,
         clip_norm: float | None = None,
         keep: Setting | Mapping[str, Setting] = "everything",
+        prefetch: int = 1,
     ) -> Step:
         """A jitted `step(state, batch) -> (state, metrics)`. The state is donated and updated in place.
 
@@ -106,6 +107,8 @@ class Zero:
                 from the unit's inputs. 'everything', 'nothing', 'dots', 'dots_with_no_batch_dims', a `Keep` (values by
                 name, on the device or in host memory), a policy of `jax.checkpoint_policies`, or a dict from globs on
                 units to these, of which the first that matches decides.
+            prefetch: units whose weights are gathered ahead of the one that computes, so that the wire is busy while
+                it does. At most prefetch + 1 units are gathered at any time. With 0 each unit waits for its weights.
 
         Returns:
             A `Step`. Metrics are fp32 scalars, the same on every device: loss, grad_norm (before clipping),
@@ -120,7 +123,8 @@ class Zero:
         """
         if num_microbatches < 1:
             raise ValueError(f"train_step: num_microbatches is {num_microbatches}\n  fix:      at least 1")
-        return steps.train_step(self.setup, loss_fn, num_microbatches, clip_norm, Rules.of(keep))
+        _check_prefetch(prefetch)
+        return steps.train_step(self.setup, loss_fn, num_microbatches, clip_norm, Rules.of(keep), prefetch)
 
     def eval_step(self, loss_fn: Callable[..., Any]) -> Step:
         """A jitted `step(state, batch) -> metrics` with the same gathering; nothing is changed."""
@@ -132,6 +136,7 @@ class Zero:
         has_aux: bool = False,
         *,
         keep: Setting | Mapping[str, Setting] = "everything",
+        prefetch: int = 1,
     ) -> Callable[..., Any]:
         """`jax.value_and_grad` for a script that has its own step.
 
@@ -139,7 +144,7 @@ class Zero:
             loss_fn: `loss_fn(params, *args)` returns the mean loss over the rows of `args`, or a `Weighted`; with
                 `has_aux`, beside a dict of metrics.
             has_aux: as in JAX.
-            keep: as in `train_step`.
+            keep, prefetch: as in `train_step`.
 
         Returns:
             `fn(params, *args) -> (loss, grads)` or `((loss, metrics), grads)`, to be called under `jit`. Parameters are
@@ -148,11 +153,14 @@ class Zero:
         """
 
         rules = Rules.of(keep)
+        _check_prefetch(prefetch)
 
         def fn(params: Any, *args: Any) -> Any:
             steps.check_batch(self.setup, args, 1)
             definition = self._definition(params)
-            program = steps.gradient_program(self.setup, definition, lambda p, args: loss_fn(p, *args), 1, rules)
+            program = steps.gradient_program(
+                self.setup, definition, lambda p, args: loss_fn(p, *args), 1, rules, prefetch
+            )
             inputs = (jax.tree.leaves(params), {}, args, jax.random.key(0), jnp.float32(1))
             result = steps.gradients(self.setup, program, definition, inputs)
             grads = jax.tree.unflatten(definition.tree, result.grads)
@@ -188,3 +196,8 @@ class Zero:
             An `Explanation`: data, and a table when printed.
         """
         return report.explain(state, self.setup.axes, self.setup.stage, self.setup.precision)
+
+
+def _check_prefetch(prefetch: Any) -> None:
+    if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
+        raise ValueError(f"prefetch: {prefetch!r}\n  fix:      a number of units, 0 or more")

@@ -1,0 +1,174 @@
+"""Prefetch: the same gradients at every depth, no gather in vain, and never more units gathered than asked for."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import traffic
+from plain import numbers
+
+import zerojax
+from zerojax import Keep, Zero
+from zerojax.jaxprs import is_call, is_var, sub_jaxprs
+
+N, WIDTH = 8, 16
+DEPTHS = (0, 1, 2)
+
+
+def create(num_layers, scanned):
+    def weights(seed, *shape):
+        return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32) / 4
+
+    layers = [{"up": weights(2 * i, WIDTH, 32), "down": weights(2 * i + 1, 32, WIDTH)} for i in range(num_layers)]
+    stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
+    blocks = stacked if scanned else {str(i): layer for i, layer in enumerate(layers)}
+    return {"embed": weights(90, WIDTH, WIDTH), "blocks": blocks, "head": weights(91, WIDTH, 8), "gain": np.float32(1)}
+
+
+def block(x, layer, gain):
+    hidden = jnp.tanh(x @ layer["up"])
+    return x + gain * jnp.sin(hidden @ layer["down"])
+
+
+def loss(params, batch):
+    x = batch["x"] @ params["embed"]
+    for layer in params["blocks"].values():
+        x = block(x, layer, params["gain"])
+    return jnp.mean((x @ params["head"] - batch["y"]) ** 2)
+
+
+def scanned_loss(params, batch, reverse=False):
+    """A counter is carried, noise is sliced and norms are stacked beside what is differentiated."""
+
+    def body(carry, slices):
+        (count, x), (layer, noise) = carry, slices
+        x = block(x + noise * count, layer, params["gain"])
+        return (count + 1, x), jnp.mean(x**2)
+
+    xs = params["blocks"], batch["noise"][0]
+    (_, x), norms = jax.lax.scan(body, (jnp.int32(0), batch["x"] @ params["embed"]), xs, reverse=reverse)
+    return jnp.mean((x @ params["head"] - batch["y"]) ** 2) + 0.1 * norms @ jnp.arange(1.0, len(norms) + 1)
+
+
+def make_batch(num_layers):
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((16, WIDTH), np.float32), rng.standard_normal((16, 8), np.float32)
+    noise = np.broadcast_to(rng.standard_normal(num_layers, np.float32) / 8, (16, num_layers))
+    return {"x": x, "y": y, "noise": noise}
+
+
+LOSSES = {
+    "unrolled": loss,
+    "scanned": scanned_loss,
+    "scanned backwards": functools.partial(scanned_loss, reverse=True),
+}
+
+
+def problem(form, num_layers):
+    return create(num_layers, form != "unrolled"), make_batch(num_layers), LOSSES[form]
+
+
+@functools.cache
+def plain_gradient(form, num_layers):
+    params, batch, loss = problem(form, num_layers)
+    return jax.jit(jax.value_and_grad(loss))(params, batch)
+
+
+def zero_for(stage, form, mesh=None):
+    return Zero(mesh or zerojax.make_mesh(), stage, stacked=() if form == "unrolled" else ("blocks/*",))
+
+
+OFFLOAD = Keep(offload_inputs=True)
+CASES = [
+    *[(form, 9, 3, depth, "everything") for form in LOSSES for depth in DEPTHS if (form, depth) != ("unrolled", 1)],
+    *[("scanned", layers, 3, depth, "nothing") for layers, depth in [(1, 1), (2, 1), (3, 2), (8, 1), (9, 2)]],
+    ("scanned", 9, 3, 1, OFFLOAD),
+    *[("scanned", 9, stage, 1, "nothing") for stage in (1, 2)],
+]
+
+
+@pytest.mark.parametrize(("form", "num_layers", "stage", "depth", "keep"), CASES)
+def test_the_gradient_is_the_plain_one(form, num_layers, stage, depth, keep):
+    params, batch, loss = problem(form, num_layers)
+    zero = zero_for(stage, form)
+    got = jax.jit(zero.value_and_grad(loss, prefetch=depth, keep=keep))(zero.shard(params), zero.shard_batch(batch))
+    want = plain_gradient(form, num_layers)
+    for a, b in zip(numbers(got), numbers(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+def traced(form, num_layers, depth, stage=3, keep="everything"):
+    params, batch, loss = problem(form, num_layers)
+    fn = zero_for(stage, form).value_and_grad(loss, prefetch=depth, keep=keep)
+    return jax.make_jaxpr(fn)(params, batch)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 5, 8, 9, 12])
+def test_nothing_is_gathered_or_reduced_in_vain(num_layers, depth):
+    """Elements per step, loops weighted by their trips: the blocks and the head twice, the embedding once."""
+    found = traffic.collectives_of(traced("scanned", num_layers, depth).jaxpr, {"data": N})
+    of_blocks, of_embed, of_head = num_layers * 2 * WIDTH * 32, WIDTH * WIDTH, WIDTH * 8
+    count = lambda kind: sum(c.size * c.count for c in found if c.kind == kind)
+    assert count("all_gather") == 2 * (of_blocks + of_head) + of_embed
+    assert count("reduce_scatter") == of_blocks + of_head + of_embed
+
+
+def flat(jaxpr):
+    """(equation, the values it reads) of a jaxpr, with nested jits and the shard_map in place; loops stay whole."""
+    found, names = [], {}
+    resolve = lambda atoms: [names.get(atom, atom) if is_var(atom) else atom for atom in atoms]
+
+    def walk(jaxpr):
+        for equation in jaxpr.eqns:
+            operands = resolve(equation.invars)
+            if is_call(equation) or equation.primitive.name == "shard_map":
+                (inner,) = sub_jaxprs(equation)
+                names.update(zip(inner.invars, operands, strict=True))
+                walk(inner)
+                names.update(zip(equation.outvars, resolve(inner.outvars), strict=True))
+            else:
+                found.append((equation, [atom for atom in operands if is_var(atom)]))
+
+    walk(jaxpr)
+    return found
+
+
+def products_before_gathers(jaxpr):
+    """For each gather, in order: how many matrix products have to be done before it."""
+    ancestors, products = {}, []
+    for equation, reads in flat(jaxpr):
+        before = frozenset().union(*(ancestors.get(v, frozenset()) for v in reads))
+        if equation.primitive.name == "all_gather":
+            products.append(len(before))
+        if equation.primitive.name == "dot_general":
+            before |= {id(equation)}
+        ancestors.update(dict.fromkeys(equation.outvars, before))
+    return products
+
+
+@pytest.mark.parametrize(("form", "depth"), [("unrolled", 0), ("unrolled", 1), ("unrolled", 2), ("scanned", 1)])
+def test_a_gather_waits_for_the_unit_that_leaves_the_window(form, depth):
+    """Units: embedding (one product), blocks (two each), head (one): the gather for unit j waits for the products of
+    all units up to j - depth - 1, and for none of a later one."""
+    num_layers = 4
+    waits = products_before_gathers(traced(form, num_layers, depth).jaxpr)
+    done = [0, 1, *(1 + 2 * i for i in range(1, num_layers + 1))]  # products of the first 0, 1, 2, ... units
+    forward = [done[max(0, unit - depth)] for unit in range(num_layers + 2)]
+    assert waits[: num_layers + 2] == forward
+
+
+def test_the_gathers_in_a_loop_overlap_with_one_layer_each():
+    """The body has two layers: its first gather waits for no product in it, its second for those of one layer."""
+    (forward, backward) = [e for e, _ in flat(traced("scanned", 9, 1).jaxpr) if e.primitive.name == "scan"]
+    assert products_before_gathers(forward.params["jaxpr"].jaxpr) == [0, 2]
+    first, second = products_before_gathers(backward.params["jaxpr"].jaxpr)
+    assert first == 0 and 0 < second <= 4
+
+
+@pytest.mark.parametrize("depth", [-1, 1.0, None, True])
+def test_a_depth_is_a_number_of_units(depth):
+    with pytest.raises(ValueError, match="prefetch"):
+        Zero(zerojax.make_mesh()).train_step(loss, prefetch=depth)
