@@ -6,6 +6,7 @@ What is not understood raises ValueError and is never taken for nothing.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import NamedTuple
 
@@ -80,7 +81,7 @@ def spans(block: Block) -> list[Span]:
 
 def _collective_of(i: Instruction) -> Instruction | None:
     """The collective that an instruction is, starts, or holds."""
-    if i.op in ("while", "call", "conditional"):  # blocks of their own
+    if i.op in ("while", "call", "conditional") or i.op.endswith(("-update", "-done")):  # blocks of their own; ends
         return None
     if i.op in _UNREAD or i.op.removesuffix("-start") in _UNREAD:
         raise refuse(i, "a kind of communication that is not read")
@@ -141,13 +142,21 @@ def parts(
 
 
 def _group_size(collective: Instruction, num_devices: int) -> int:
-    """From `replica_groups={{0,1},{2,3}}`, `={}` (all devices) or `=[2,4]<=[8]` (two groups of four)."""
+    """Devices in each of `replica_groups`.
+
+    They are written as `{}` (one group of all), `{{0,1},{2,3}}`, `[2,4]<=[8]` (two of four), or by the axes of a mesh
+    that a group spans: `mesh['a'=2,'b'=4] {'b'}`.
+    """
     if collective.op.startswith("collective-permute"):
         return num_devices
-    groups = attribute(r"replica_groups=(\{\}|\{\{[\d,]*\}|\[\d+,\d+\])", collective)
+    groups = attribute(r"replica_groups=(\{\}|\{\{[\d,]*\}|\[\d+,\d+\]<|mesh\[.*?\] ?\{['\w,]*\})", collective)
     if groups == "{}":
         return num_devices
-    return int(groups[1:-1].split(",")[1]) if groups.startswith("[") else groups.count(",") + 1
+    if groups.startswith("mesh"):
+        mesh, spanned = groups.rsplit("{", 1)
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", spanned))
+    return int(groups[1:-2].split(",")[1]) if groups.startswith("[") else groups.count(",") + 1
 
 
 def in_flight_bytes(program: Program) -> int:
