@@ -243,7 +243,8 @@ def _move(result: Instruction, inside: bool) -> tuple[str, Buffer] | None:
         i = i.operands[1 if i.op == "dynamic-update-slice" else 0]
         if not inside:
             break
-    same_space = written.buffers and i.buffers and len({b.space for b in (*written.buffers, *i.buffers)}) == 1
-    if not level or not same_space or (inside and i.op != "parameter"):
+    if not level or (inside and i.op != "parameter"):
         return None
-    return _MOVE_NAMES[level], written.buffers[0]
+    if len(written.buffers) != 1 or len(i.buffers) != 1:
+        raise refuse(result, "a move of a tuple")
+    return (_MOVE_NAMES[level], written.buffers[0]) if written.buffers[0].space == i.buffers[0].space else None

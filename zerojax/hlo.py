@@ -225,7 +225,9 @@ def _counted(loop: Instruction) -> int | None:
     first, last, step = map(_constant, (start.operands[index], test.operands[1], step))
     if old.op != "get-tuple-element" or int(attribute(r"index=(\d+)", old)) != index:
         return None
-    return None if first is None or last is None or not step else max(0, -(-(last - first) // step))
+    if first is None or last is None or step is None or step <= 0:
+        return None
+    return max(0, -(-(last - first) // step))
 
 
 def _behind_copies(i: Instruction) -> Instruction:
