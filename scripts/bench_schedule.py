@@ -18,7 +18,8 @@ Exposed are bytes of collectives beside which no matrix product is scheduled. Co
 layer's largest leaf in loop bodies; transpositions of that size are listed apart. The formula of the bytes sent is that
 of bf16: 3 Psi (N-1)/N x 2 for the sharded forms, 2 Psi (N-1)/N x 2 for the replicated one. The time is that of two
 lanes, over the limit max(compute, formula bytes / link), in which compute is the least that any of the forms takes
-without waiting. The bound of the peak is the sum of its terms and 5%:
+without waiting; the JSON has also `over_products`, with the matrix products at their peak rate in its place. The bound
+of the peak is the sum of its terms and 5%:
 
     state        14 bytes of each parameter that a device holds: bf16, fp32, two moments
     gradients    2 bytes of each
@@ -321,12 +322,16 @@ def times(lanes, program):
 
 
 def limits(result):
-    """Adds the limit of each form on each link, and how far it is over that."""
-    compute = min((form["fast_s"]["compute"] for form in result["forms"].values() if form.get("fast_s")), default=0)
+    """Adds the limit of each form on each link and how far it is over that; also over that of the products alone."""
+    timed = [form for form in result["forms"].values() if form.get("fast_s")]
+    least = lambda part: min((form["fast_s"][part] for form in timed), default=0)
     for form in result["forms"].values():
         for link, rate in LINKS.items():
-            limit = form[f"limit_{link}_s"] = max(compute, form["formula_bytes"] / rate)
-            form[f"over_limit_{link}"] = form[f"{link}_s"]["step"] / limit if form.get(f"{link}_s") else None
+            taken = form.get(f"{link}_s")
+            sending = form["formula_bytes"] / rate
+            form[f"limit_{link}_s"] = max(least("compute"), sending)
+            form[f"over_limit_{link}"] = taken and taken["step"] / form[f"limit_{link}_s"]
+            form[f"over_products_{link}"] = taken and taken["step"] / max(least("products"), sending)
 
 
 def tables(result):
