@@ -4,12 +4,12 @@ one collective is written as many instructions, only what the program holds and 
 import functools
 
 import gpt
-import hlo
 import optax
 import pytest
 
 import zerojax
-from zerojax import Keep, targets
+from zerojax import Keep, hlo, targets
+from zerojax.compiled import collectives
 
 pytestmark = pytest.mark.aot
 N = 8
@@ -36,11 +36,11 @@ def test_bytes_on_the_wire_are_the_formula(stage, k):
     psi = sum(leaf.size for leaf in leaves)
     not_regathered = sum(leaf.size for leaf in leaves if leaf.path.endswith(("bias", "embedding")))
     volume = {0: 2 * psi, 1: 2 * psi, 2: (1 + k) * psi, 3: k * (3 * psi - not_regathered)}[stage] * (N - 1) / N
-    found = hlo.collectives(program.as_text(), N)
-    assert sum(c.sent(N) for c in found if c.dtype == "bf16") == pytest.approx(volume, rel=0.01)
-    assert all(c.size <= 8 for c in found if c.dtype != "bf16")
+    found = collectives(hlo.read(program.as_text()))
+    assert sum(c.sent_bytes for c in found if c.dtype == "bf16") == pytest.approx(2 * volume, rel=0.01)
+    assert all(c.full_bytes <= 32 for c in found if c.dtype != "bf16")
     if stage > 0:
-        assert all(c.size <= 8 for c in found if c.kind == "all-reduce")
+        assert all(c.full_bytes <= 32 for c in found if c.kind == "all-reduce")
 
 
 def test_scanned_layers_are_gathered_and_scattered_in_their_loops():
@@ -48,16 +48,17 @@ def test_scanned_layers_are_gathered_and_scattered_in_their_loops():
     layers = 12
     trips = (layers - 2) // 2
     state, program = compiled(3, scan=True, layers=layers)
-    found = hlo.collectives(program.as_text(), N)
+    found = collectives(hlo.read(program.as_text()))
     leaves = state.definition.leaves
     volume = 3 * sum(leaf.size for leaf in leaves) - sum(
         leaf.size for leaf in leaves if leaf.path.endswith(("bias", "embedding"))
     )
-    assert sum(c.sent(N) for c in found if c.dtype == "bf16") == pytest.approx(volume * (N - 1) / N, rel=0.01)
-    looped = [c for c in found if c.count >= trips - 1]  # the compiler may peel one trip off
+    assert sum(c.sent_bytes for c in found if c.dtype == "bf16") == pytest.approx(2 * volume * (N - 1) / N, rel=0.01)
+    looped = [c for c in found if c.looped]
+    assert all(c.trips >= trips - 1 for c in looped)  # the compiler may peel one off
     assert {c.kind for c in looped} == {"all-gather", "reduce-scatter"}
     block = sum(leaf.size for leaf in leaves if leaf.path.startswith("blocks")) / layers
-    assert all(c.size <= block for c in looped)
+    assert all(c.full_bytes <= 2 * block for c in looped)
 
 
 @pytest.mark.parametrize(("stage", "target"), [(1, "h100:8"), (2, "h100:8"), (3, "h100:8"), (3, "v5e:2x4")])

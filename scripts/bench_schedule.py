@@ -1,0 +1,402 @@
+"""The schedule of one training step as the compiler for a described cluster makes it: zerojax against plain JAX.
+
+    python scripts/bench_schedule.py --target h100:8           # tables
+    python scripts/bench_schedule.py --target h100:64 --json   # one JSON object
+    python scripts/bench_schedule.py --target v5e:4x4 --forms ours plain --dump programs
+
+Nothing is allocated and nothing runs: a GPT of 3.5 billion parameters is compiled from avals, and the programs are read
+(zerojax.compiled, zerojax.lanes). Forms:
+
+    ours        stage 3
+    plain       the strongest plain form that we know: `jit` and `NamedSharding`, parameters sharded in fp32 and cast to
+                bf16 once a step, each layer gathered by a sharding constraint inside the checkpointed loop, gradients
+                constrained to shards
+    replicated  the same with nothing sharded: data parallelism
+    single      the rows of one device on one device
+
+Exposed are bytes of collectives beside which no matrix product is scheduled. Copies are those of at least 1/16 of a
+layer's largest leaf in loop bodies; transpositions of that size are listed apart. The formula of the bytes sent is that
+of bf16: 3 Psi (N-1)/N x 2 for the sharded forms, 2 Psi (N-1)/N x 2 for the replicated one. The time is that of two
+lanes, over the limit max(compute, formula bytes / link), in which compute is the least that any of the forms takes
+without waiting; the JSON has also `over_products`, with the matrix products at their peak rate in its place. The bound
+of the peak is the sum of its terms and 5%:
+
+    state        14 bytes of each parameter that a device holds: bf16, fp32, two moments
+    gradients    2 bytes of each
+    checkpoints  what the backward pass finds: the input of each layer and of the head
+    gathered     the largest unit in bf16, once for the unit that computes and once for each that is gathered ahead
+    in flight    the full gradient of the largest unit
+    activations  temporaries of the layer, or of the head and the loss, forward and backward, in a program of their own
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the programs are for other devices
+
+FORMS = ("ours", "plain", "replicated", "single")
+FLOPS, MEMORY = 700e12, 3e12  # of one device, a second
+LINKS = {"fast": 360e9, "slow": 50e9}  # bytes that one device sends in a second
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default="h100:8", help="as zerojax.targets names it (default %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--dump", type=Path, metavar="DIR", help="write the text of each compiled program there")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--seq", type=int, default=2048)
+    parser.add_argument("--rows", type=int, default=2, help="sequences on each device (default %(default)s)")
+    parser.add_argument("--vocab", type=int, default=32768)
+    parser.add_argument("--keep", choices=["nothing", "dots", "everything"], default="nothing")
+    parser.add_argument("--unrolled", action="store_true", help="a list of layers instead of a scanned stack")
+    return parser.parse_args()
+
+
+def schedule(args):
+    """(what our `train_step` is asked for, units that it gathers ahead)."""
+    return {"keep": args.keep}, 1 if args.unrolled else 0
+
+
+def main():
+    args = arguments()
+    from importlib import metadata
+
+    from rich.console import Console
+
+    from zerojax import targets
+
+    devices = targets.devices(args.target)
+    config = gpt_config(args)
+    platform = "cuda" if args.target.startswith("h100") else "tpu"
+    psi, unit, leaf = sizes(config)
+    result = {
+        "target": args.target,
+        "num_devices": len(devices),
+        "parameters": psi,
+        "rates": {"flops": FLOPS, "memory": MEMORY, **LINKS},
+        "shapes": {k: v for k, v in vars(args).items() if k not in ("json", "dump", "target", "forms")},
+        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "zerojax")},
+        "forms": {},
+    }
+    forms = result["forms"]
+    with Console(stderr=True).status("") as status:
+        status.update("compiling one unit")
+        activations = activation_bytes(config, args, devices[:1], platform)
+        for form in args.forms:
+            status.update(f"compiling {form}")
+            start = time.perf_counter()
+            used = devices[:1] if form == "single" else devices
+            traced = ours(config, args, used) if form == "ours" else plain(form, config, args, used)
+            forms[form] = report(traced, form, platform, args.dump, copy_bytes=2 * leaf // 16)
+            forms[form]["compile_s"] = time.perf_counter() - start
+            volume = {"replicated": 2, "single": 0}.get(form, 3)  # elements for each parameter
+            forms[form]["formula_bytes"] = volume * psi * (len(devices) - 1) / len(devices) * 2
+            terms = memory_terms(form, config, args, len(used), psi, unit, activations)
+            forms[form] |= terms | {"bound_bytes": 1.05 * sum(terms.values()) if args.keep == "nothing" else None}
+    limits(result)
+    print(json.dumps(result)) if args.json else tables(result)
+
+
+def gpt_config(args):
+    import gpt
+    import jax.numpy as jnp
+
+    return gpt.Config(
+        width=args.width, layers=args.layers, heads=args.heads, vocab=args.vocab, seq=args.seq,
+        scan=not args.unrolled, dtype=jnp.bfloat16,
+    )  # fmt: skip
+
+
+def sizes(config):
+    """Elements: (of all parameters, of the largest unit, of a layer's largest leaf)."""
+    import gpt
+    import jax
+    from flax import nnx
+
+    layer = [a.size for a in jax.tree.leaves(nnx.eval_shape(lambda: nnx.state(gpt.Block(config, nnx.Rngs(0)))))]
+    table = config.vocab * config.width
+    return config.layers * sum(layer) + 2 * table, max(sum(layer), table), max(layer)
+
+
+def ours(config, args, devices):
+    import gpt
+    import optax
+
+    import zerojax
+
+    zero = zerojax.Zero(zerojax.make_mesh(devices=devices), stage=3, precision="bf16")
+    state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
+    step = zero.train_step(gpt.loss, **schedule(args)[0])
+    return step.trace(state, gpt.batch_aval(config, args.rows * len(devices)))
+
+
+def plain(form, config, args, devices):
+    """What one writes without zerojax, traced on avals."""
+    import gpt
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from flax import nnx
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(np.array(devices), ("data",))
+    tx = optax.adamw(1e-3)
+    shard = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
+    holder = {}
+
+    def init():
+        holder["graph"], params = nnx.split(gpt.GPT(config, nnx.Rngs(0)), nnx.Param)
+        return params, tx.init(params)
+
+    def place(a):
+        stacked = config.scan and a.ndim > 1 and a.shape[0] == config.layers
+        dims = [d for d in range(int(stacked), a.ndim) if a.shape[d] % mesh.size == 0]
+        if form != "plain" or not dims:
+            return shard()
+        return shard(*[None] * max(dims, key=lambda d: a.shape[d]), "data")
+
+    avals = jax.eval_shape(init)
+    shardings = jax.tree.map(place, avals)
+    full = lambda tree: jax.lax.with_sharding_constraint(tree, jax.tree.map(lambda _: shard(), tree))
+    remat = {
+        "nothing": jax.checkpoint,
+        "dots": lambda fn: jax.checkpoint(fn, policy=jax.checkpoint_policies.dots_saveable),
+        "everything": lambda fn: fn,
+    }[args.keep]
+
+    def loss(params, batch):
+        model = nnx.merge(holder["graph"], params)
+        blocks = [model.blocks] if config.scan else model.blocks
+        split = [nnx.split(block) for block in blocks]
+
+        @remat
+        def layer(x_BSD, weights):
+            return jax.lax.with_sharding_constraint(nnx.merge(split[0][0], full(weights))(x_BSD), shard("data")), None
+
+        embed, head = (nnx.merge(graph, full(state)) for graph, state in map(nnx.split, (model.embed, model.head)))
+        x_BSD = jax.lax.with_sharding_constraint(embed(batch["tokens"][:, :-1]), shard("data"))
+        for _, weights in split:
+            x_BSD, _ = jax.lax.scan(layer, x_BSD, weights) if config.scan else layer(x_BSD, weights)
+        return cross_entropy(head(x_BSD), batch["tokens"][:, 1:])
+
+    def step(state, batch):
+        params, opt_state = state
+        cast = jax.lax.with_sharding_constraint(jax.tree.map(lambda a: a.astype(jnp.bfloat16), params), shardings[0])
+        value, grads = jax.value_and_grad(loss)(cast, batch)
+        grads = jax.lax.with_sharding_constraint(grads, shardings[0])
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        metrics = {"loss": value, "grad_norm": optax.tree.norm(grads), "param_norm": optax.tree.norm(params)}
+        return (params, opt_state), metrics
+
+    place_aval = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
+    state = jax.tree.map(place_aval, avals, shardings)
+    batch = jax.tree.map(lambda a: place_aval(a, shard("data")), gpt.batch_aval(config, args.rows * mesh.size))
+    out_shardings = (shardings, {name: shard() for name in ("loss", "grad_norm", "param_norm")})
+    return jax.jit(step, donate_argnums=0, out_shardings=out_shardings).trace(state, batch)
+
+
+def cross_entropy(logits, targets):
+    import jax.numpy as jnp
+    import optax
+
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets).mean()
+
+
+def activation_bytes(config, args, devices, platform):
+    """Temporaries of the unit that takes most, forward and backward, in a program of its own on one device."""
+    import gpt
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from flax import nnx
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    sharding = NamedSharding(Mesh(np.array(devices), ("data",)), PartitionSpec())
+    aval = lambda shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    x_BSD = aval((args.rows, args.seq, args.width))
+    holder = {}
+
+    def block():
+        holder["graph"], state = nnx.split(gpt.Block(config, nnx.Rngs(0)))
+        return state
+
+    def layer(weights, x_BSD, grad_BSD):
+        _, vjp = jax.vjp(lambda weights, x_BSD: nnx.merge(holder["graph"], weights)(x_BSD), weights, x_BSD)
+        return vjp(grad_BSD)
+
+    def head(weights, x_BSD, targets):
+        return jax.grad(lambda weights, x_BSD: cross_entropy(x_BSD @ weights, targets), (0, 1))(weights, x_BSD)
+
+    weights = jax.tree.map(lambda a: aval(a.shape), jax.eval_shape(block))
+    units = [
+        jax.jit(layer).trace(weights, x_BSD, x_BSD),
+        jax.jit(head).trace(aval((args.width, args.vocab)), x_BSD, aval((args.rows, args.seq), jnp.int32)),
+    ]
+    lowered = [unit.lower(lowering_platforms=(platform,)) for unit in units]
+    return max(unit.compile().memory_analysis().temp_size_in_bytes for unit in lowered)
+
+
+def memory_terms(form, config, args, num_devices, psi, unit, activations):
+    """The terms of the bound, in bytes. Their formulas hold for checkpoints of the inputs of layers alone."""
+    sharded = form in ("ours", "plain")
+    num_shards = num_devices if sharded else 1
+    ahead = schedule(args)[1] if form == "ours" else 0
+    return {
+        "state_bytes": 14 * psi / num_shards,
+        "gradients_bytes": 2 * psi / num_shards,
+        "checkpoints_bytes": (config.layers + 1) * args.rows * args.seq * args.width * 2,
+        "gathered_bytes": 2 * unit * (ahead + 1) if sharded else 0,
+        "in_flight_gradients_bytes": 2 * unit if sharded else 0,
+        "activations_bytes": activations,
+    }
+
+
+def report(traced, form, platform, dump, copy_bytes):
+    """What the compiled program of a form sends, exposes, copies, holds and takes; or why there is none."""
+    import jax
+
+    from zerojax import compiled, hlo, lanes
+
+    try:
+        program = traced.lower(lowering_platforms=(platform,)).compile()
+    except jax.errors.JaxRuntimeError as error:
+        return {"error": str(error).splitlines()[0]}
+    text = program.as_text()
+    if dump:
+        dump.mkdir(parents=True, exist_ok=True)
+        (dump / f"{form}.txt").write_text(text)
+    read = hlo.read(text)
+    found = compiled.collectives(read)
+    sent = lambda those: sum(c.sent_bytes for c in those)
+    by_kind = {}
+    for c in found:
+        key = f"{c.kind} {c.dtype}"
+        by_kind[key] = by_kind.get(key, 0) + c.sent_bytes
+    moves = compiled.moves_in_loops(read, copy_bytes)
+    moved = lambda op: sum(move.num_bytes for move in moves if move.op == op)
+    memory = program.memory_analysis()
+    unaliased = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return {
+        "sent_bytes": sent(found),
+        "sent_bytes_by_kind": by_kind,
+        "loop_bytes": sent(c for c in found if c.looped),
+        "exposed_bytes": sent(c for c in found if c.exposed),
+        "exposed_loop_bytes": sent(c for c in found if c.exposed and c.looped),
+        "copies_in_loops": moved("copy"),
+        "transpositions_in_loops": moved("transpose"),
+        "copied": [
+            {"name": m.name, "op": m.op, "dtype": m.buffer.dtype, "dims": m.buffer.dims, "trips": m.trips}
+            for m in moves
+            if m.op in ("copy", "transpose")
+        ],
+        "communication_buffer_bytes": compiled.in_flight_bytes(read),
+        "peak_bytes": memory.argument_size_in_bytes + memory.temp_size_in_bytes + unaliased,
+        "arguments_bytes": memory.argument_size_in_bytes,
+        "temporaries_bytes": memory.temp_size_in_bytes,
+        "host_temporaries_bytes": memory.host_temp_size_in_bytes,
+        **times(lanes, read),
+    }
+
+
+def times(lanes, program):
+    """Seconds by link; None with the reason where the reader cannot tell."""
+    try:
+        return {
+            f"{link}_s": lanes.two_lane(program, lanes.Rates(FLOPS, MEMORY, rate))._asdict()
+            for link, rate in LINKS.items()
+        }
+    except ValueError as error:
+        return {f"{link}_s": None for link in LINKS} | {"no_time": str(error)}
+
+
+def limits(result):
+    """Adds the limit of each form on each link and how far it is over that; also over that of the products alone."""
+    timed = [form for form in result["forms"].values() if form.get("fast_s")]
+    least = lambda part: min((form["fast_s"][part] for form in timed), default=0)
+    for form in result["forms"].values():
+        for link, rate in LINKS.items():
+            taken = form.get(f"{link}_s")
+            sending = form["formula_bytes"] / rate
+            form[f"limit_{link}_s"] = max(least("compute"), sending)
+            form[f"over_limit_{link}"] = taken and taken["step"] / form[f"limit_{link}_s"]
+            form[f"over_products_{link}"] = taken and taken["step"] / max(least("products"), sending)
+
+
+def tables(result):
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    gib = lambda size: "" if size is None else f"{size / 2**30:.2f}"
+    forms = {name: form for name, form in result["forms"].items() if "error" not in form}
+
+    def table(title, columns):
+        rows = Table("form", *columns, title=title)
+        for column in rows.columns[1:]:
+            column.justify = "right"
+        for name, form in forms.items():
+            rows.add_row(name, *(show(form) for show in columns.values()))
+        console.print(rows)
+
+    share = lambda part, whole: lambda form: f"{form[part] / form[whole]:.1%}" if form[whole] else ""
+    size = lambda key: lambda form: gib(form[key])
+    kinds = sorted({kind for form in forms.values() for kind in form["sent_bytes_by_kind"]})
+    title = f"{result['parameters'] / 1e9:.2f} B parameters on {result['target']}"
+    table(
+        f"{title}: GiB that a device sends in a step",
+        {
+            "formula": size("formula_bytes"),
+            "sent": size("sent_bytes"),
+            **{kind.replace(" ", "\n"): lambda form, k=kind: gib(form["sent_bytes_by_kind"].get(k)) for kind in kinds},
+            "in loops": size("loop_bytes"),
+            "exposed": share("exposed_bytes", "sent_bytes"),
+            "exposed\nin loops": share("exposed_loop_bytes", "loop_bytes"),
+        },
+    )
+    table(
+        "GiB of memory on a device",
+        {
+            "peak": size("peak_bytes"),
+            "bound": size("bound_bytes"),
+            **{
+                term.replace(" ", "\n"): size(f"{term.replace(' ', '_')}_bytes")
+                for term in ("state", "gradients", "checkpoints", "gathered", "in flight gradients", "activations")
+            },
+            "collectives'\nbuffers": size("communication_buffer_bytes"),
+        },
+    )
+    ms = lambda link, part: lambda form: f"{form[f'{link}_s'][part] * 1e3:.1f}" if form[f"{link}_s"] else ""
+    limit = lambda link: lambda form: f"{form[f'limit_{link}_s'] * 1e3:.1f}" if form[f"{link}_s"] else ""
+    over = lambda link: lambda form: f"{form[f'over_limit_{link}']:.3f}" if form[f"over_limit_{link}"] else ""
+    columns = {"compute": ms("fast", "compute"), "products": ms("fast", "products")}
+    for link, rate in LINKS.items():
+        columns[f"{rate / 1e9:.0f} GB/s"] = ms(link, "step")
+        columns[f"limit\n{link}"] = limit(link)
+        columns[f"over it\n{link}"] = over(link)
+    columns |= {"GiB copied\nin loops": size("copies_in_loops"), "transposed": size("transpositions_in_loops")}
+    table("Milliseconds of a step on two lanes, and what loops copy", columns)
+    for name, form in result["forms"].items():
+        if "error" in form or "no_time" in form:
+            told = " ".join((form.get("error") or "no time: " + form["no_time"]).split())
+            console.print(f"{name}: {told[:200]}", soft_wrap=True, markup=False)
+        for copy in form.get("copied", ()):
+            shape = f"{copy['dtype']}[{','.join(map(str, copy['dims']))}]"
+            console.print(
+                f"{name}: {copy['trips']} x {copy['op']} {shape} {copy['name']}", soft_wrap=True, markup=False
+            )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,455 @@
+"""What is read from the text of a compiled program equals what a person reads from it.
+
+The texts are written by hand, but for `data/backward_loop.txt`: the loop of the backward pass of a scanned GPT (four
+layers of width 4096 with 32 heads, two rows of 2048 tokens, bf16, stage 3, keep='nothing') compiled by jax 0.10.2 for
+eight H100s, without its metadata.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from zerojax import compiled, hlo, lanes
+
+MIB = 2**20
+# A product of 1024 x 1024 matrices takes 2 s, and a gather of one in bf16 between eight devices 7 s.
+RATES = lanes.Rates(flops=2**30, memory=6 * MIB, link=MIB / 4)
+ADD = """
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+"""
+GROUPS = "channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}"
+
+
+def program(entry, computations="", num_devices=8):
+    lines = "\n".join(f"  {line.strip()}" for line in entry.strip().splitlines())
+    header = f"HloModule step, is_scheduled=true, num_partitions={num_devices}"
+    return hlo.read(f"{header}\n{ADD}{computations}\nENTRY %main (...) -> ... {{\n{lines}\n}}\n")
+
+
+CARRY = "(s32[], f32[1024,1024])"
+
+
+def loop(body, trips, computations=""):
+    """A program whose loop has these lines after `%carry`, `%i` and `%w`; without trips the text does not tell them."""
+    lines = "\n".join(f"  {line.strip()}" for line in body.strip().splitlines())
+    computations += f"""
+%condition (...) -> pred[] {{
+  %carry = {CARRY} parameter(0)
+  ROOT %go = pred[] constant(true)
+}}
+
+%body (...) -> ... {{
+  %carry = {CARRY} parameter(0)
+  %i = s32[] get-tuple-element(%carry), index=0
+  %w = f32[1024,1024] get-tuple-element(%carry), index=1
+{lines}
+}}
+"""
+    known = f', backend_config={{"known_trip_count":{{"n":"{trips}"}}}}' if trips else ""
+    text = f"""
+        %init = {CARRY} parameter(0)
+        ROOT %loop = {CARRY} while(%init), condition=%condition, body=%body{known}
+    """
+    return program(text, computations)
+
+
+GATHER = f"""
+%shard = bf16[128,1024]{{1,0:T(8,128)(2,1)}} parameter(0)
+%a = bf16[1024,1024]{{1,0}} parameter(1)
+%start = (bf16[128,1024]{{1,0}}, bf16[1024,1024]{{1,0}}) all-gather-start(%shard), {GROUPS}, dimensions={{0}}
+BESIDE
+%done = bf16[1024,1024]{{1,0}} all-gather-done(%start)
+ROOT %out = bf16[1024,1024]{{1,0}} add(%done, %done)
+"""
+DOT = "%dot = bf16[1024,1024]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+
+
+@pytest.mark.parametrize(
+    ("beside", "exposed"),
+    [("", True), ("%more = bf16[1024,1024]{1,0} add(%a, %a)", True), (DOT, False)],
+    ids=["nothing", "an addition", "a product"],
+)
+def test_a_gather_is_exposed_unless_a_matrix_product_is_beside_it(beside, exposed):
+    (gather,) = compiled.collectives(program(GATHER.replace("BESIDE", beside)))
+    assert gather == compiled.Collective("all-gather", "bf16", 2 * MIB, 8, 1, False, exposed)
+    assert gather.sent_bytes == 2 * MIB * 7 / 8
+
+
+def test_a_product_after_the_end_is_not_beside():
+    (gather,) = compiled.collectives(program(GATHER.replace("BESIDE", "").replace("ROOT", f"{DOT}\nROOT")))
+    assert gather.exposed
+
+
+@pytest.mark.parametrize(
+    ("groups", "size"),
+    [
+        ("{}", 8),
+        ("{{0,1,2,3},{4,5,6,7}}", 4),
+        ("[2,4]<=[8]", 4),
+        ("[4,2]<=[2,4]T(1,0)", 2),
+        ("mesh['replica'=2,'data'=4] {'data'}", 4),
+    ],
+)
+def test_groups_of_a_synchronous_all_reduce(groups, size):
+    text = f"""
+        %a = f32[1000] parameter(0)
+        ROOT %sum = f32[1000] all-reduce(%a), replica_groups={groups}, to_apply=%add
+    """
+    (found,) = compiled.collectives(program(text))
+    assert found == compiled.Collective("all-reduce", "f32", 4000, size, 1, False, True)
+    assert found.sent_bytes == 2 * 4000 * (size - 1) / size
+
+
+def test_a_combined_collective_is_counted_by_dtype():
+    text = f"""
+        %a = bf16[16,8] parameter(0)
+        %b = f32[10] parameter(1)
+        %start = ((bf16[16,8], f32[10]), (bf16[128,8], f32[80])) all-gather-start(%a, %b), {GROUPS}, dimensions={{0}}
+        ROOT %done = (bf16[128,8], f32[80]) all-gather-done(%start)
+    """
+    found = compiled.collectives(program(text))
+    assert [(c.dtype, c.full_bytes) for c in found] == [("bf16", 2048), ("f32", 320)]
+    assert compiled.in_flight_bytes(program(text)) == 2368
+
+
+SCATTER_IN_LOOP = f"""
+%scatter = f32[128,1024] reduce-scatter(%w), {GROUPS}, dimensions={{0}}, to_apply=%add
+ROOT %next = {CARRY} tuple(%i, %w)
+"""
+
+
+def test_a_collective_in_a_loop_counts_as_often_as_the_loop_runs():
+    (found,) = compiled.collectives(loop(SCATTER_IN_LOOP, 12))
+    assert found == compiled.Collective("reduce-scatter", "f32", 4 * MIB, 8, 12, True, True)
+    assert found.sent_bytes == 12 * 4 * MIB * 7 / 8
+
+
+def test_an_asynchronous_computation_that_wraps_a_collective():
+    wrapped = f"""
+%wrapped (...) -> ... {{
+  %p = f32[1024] parameter(0)
+  ROOT %scatter = f32[128] reduce-scatter(%p), {GROUPS}, dimensions={{0}}, to_apply=%add
+}}
+"""
+    text = f"""
+        %p = f32[1024] parameter(0)
+        %a = bf16[1024,1024] parameter(1)
+        %start = ((f32[1024]), f32[128]) async-start(%p), calls=%wrapped
+        {DOT}
+        ROOT %done = f32[128] async-done(%start), calls=%wrapped
+    """
+    (found,) = compiled.collectives(program(text, wrapped))
+    assert found == compiled.Collective("reduce-scatter", "f32", 4096, 8, 1, False, False)
+
+
+def test_clones_in_a_chain_of_fusions_are_one_collective():
+    """As in programs for TPUs: the second link of the chain multiplies."""
+    clone = """
+%NAME (...) -> ... {
+  %p = bf16[128,1024]{1,0:T(8,128)S(1)} parameter(0)
+  %q = bf16[1024,1024] parameter(1)
+  %g = bf16[1024,1024] all-gather(%p), channel_id=6, replica_groups={{0,1,2,3,4,5,6,7}}, CHAIN
+  ROOT %r = bf16[1024,1024] OP
+}
+"""
+    product = "convolution(%q, %q), dim_labels=bf_io->bf"
+    computations = "".join(
+        clone.replace("NAME", name).replace("OP", op).replace("CHAIN", 'frontend_attributes={chain_id="0"}')
+        for name, op in (("first", "copy(%q)"), ("second", product), ("third", "copy(%q)"))
+    )
+    text = """
+        %p = bf16[128,1024] parameter(0)
+        %q = bf16[1024,1024] parameter(1)
+        %a = bf16[1024,1024] fusion(%p, %q), kind=kCustom, calls=%first
+        %b = bf16[1024,1024] fusion(%p, %a), kind=kCustom, calls=%second
+        ROOT %c = bf16[1024,1024] fusion(%p, %b), kind=kCustom, calls=%third
+    """
+    (found,) = compiled.collectives(program(text, computations))
+    assert found == compiled.Collective("all-gather", "bf16", 2 * MIB, 8, 1, False, False)
+    with pytest.raises(ValueError, match="chain_id"):
+        compiled.collectives(program(text, computations.replace("chain_id", "other")))
+    with pytest.raises(ValueError, match="collective in a fusion"):
+        lanes.two_lane(program(text, computations), RATES)
+
+
+def test_trips_of_a_loop_that_counts_by_itself():
+    """The compiler for TPUs does not note them."""
+    computations = """
+%condition (...) -> pred[] {
+  %carry = (s32[], f32[64]) parameter(0)
+  %i = s32[] get-tuple-element(%carry), index=0
+  %limit = s32[]{:T(128)} constant(7)
+  ROOT %less = pred[] compare(%i, %limit), direction=LT
+}
+
+%body (...) -> ... {
+  %carry = (s32[], f32[64]) parameter(0)
+  %i = s32[] get-tuple-element(%carry), index=0
+  %x = f32[64] get-tuple-element(%carry), index=1
+  %sum = f32[64] all-reduce(%x), replica_groups={}, to_apply=%add
+  %two = s32[] constant(2)
+  %copied = s32[] copy(%i)
+  %next = s32[] add(%copied, %two)
+  ROOT %out = (s32[], f32[64]) tuple(%next, %sum)
+}
+"""
+    text = """
+        %x = f32[64] parameter(0)
+        %zero = s32[] constant(0)
+        %init = (s32[], f32[64]) tuple(%zero, %x)
+        ROOT %loop = (s32[], f32[64]) while(%init), condition=%condition, body=%body
+    """
+    (found,) = compiled.collectives(program(text, computations))
+    assert found.trips == 4  # 0, 2, 4, 6
+    with pytest.raises(ValueError, match="not in the text"):
+        compiled.collectives(program(text, computations.replace("direction=LT", "direction=NE")))
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        (lambda: compiled.collectives(loop(SCATTER_IN_LOOP, None)), "not in the text: a loop without trip count"),
+        (
+            lambda: lanes.two_lane(loop("ROOT %same = (s32[], f32[1024,1024]) copy(%carry)", None), RATES),
+            "trip count",
+        ),
+        (
+            lambda: compiled.collectives(program(GATHER.replace("BESIDE", "").replace("all-gather-done", "negate"))),
+            "an end",
+        ),
+        (lambda: program("ROOT %a = q32 parameter(0)"), "without a type"),
+        (lambda: program("ROOT %a = what[2] parameter(0)"), r"unknown type what\[2\]"),
+        (lambda: program("ROOT %a = f32[2] negate(%b)"), "before it is defined"),
+        (lambda: program("a line"), "no instruction"),
+        (lambda: hlo.read("HloModule step, num_partitions=8\n"), "scheduled"),
+        (lambda: hlo.read("HloModule step, is_scheduled=true\n"), "ENTRY"),
+        (lambda: compiled.collectives(program("%t = token[] parameter(0)\nROOT %r = f32[] send(%t)")), "not read"),
+        (lambda: lanes.two_lane(program('ROOT %c = f32[2] custom-call(), custom_call_target="x"'), RATES), "time"),
+    ],
+)
+def test_what_is_not_understood_is_refused(broken, message):
+    with pytest.raises(ValueError, match=message):
+        broken()
+
+
+def test_copies_in_a_loop():
+    """Also as one result of a fusion, and asynchronous; not to the host, not of what was computed, not outside."""
+    computations = """
+%transposing (...) -> ... {
+  %p = f32[1024,1024] parameter(0)
+  ROOT %t = f32[1024,1024] transpose(%p), dimensions={1,0}
+}
+
+%copying (...) -> ... {
+  %p = f32[1024,1024] parameter(0)
+  %flat = f32[1048576] bitcast(%p)
+  %c = f32[1024,1024] copy(%flat)
+  %n = f32[1024,1024] negate(%p)
+  ROOT %two = (f32[1024,1024], f32[1024,1024]) tuple(%c, %n)
+}
+
+%computing (...) -> ... {
+  %p = f32[1024,1024] parameter(0)
+  %n = f32[1024,1024] add(%p, %p)
+  ROOT %c = f32[1024,1024] copy(%n)
+}
+"""
+    body = f"""
+        %counter = s32[] copy(%i)
+        %kept = f32[1024,1024] copy(%w)
+        %turned = f32[1024,1024] fusion(%w), kind=kLoop, calls=%transposing
+        %both = (f32[1024,1024], f32[1024,1024]) fusion(%w), kind=kLoop, calls=%copying
+        %computed = f32[1024,1024] fusion(%w), kind=kLoop, calls=%computing
+        %start = (f32[1024,1024], f32[1024,1024], u32[]) copy-start(%w)
+        %done = f32[1024,1024] copy-done(%start)
+        %offload = (f32[1024,1024]{{1,0:S(5)}}, f32[1024,1024], u32[]) copy-start(%w)
+        %offloaded = f32[1024,1024]{{1,0:S(5)}} copy-done(%offload)
+        ROOT %next = {CARRY} tuple(%counter, %kept)
+    """
+    read = loop(body, 3, computations)
+    moves = compiled.moves_in_loops(read, min_bytes=MIB)
+    expected = [("kept", "copy"), ("turned", "transpose"), ("both", "copy"), ("start", "copy")]
+    assert [(m.name, m.op) for m in moves] == expected
+    assert all(m.num_bytes == 3 * 4 * MIB for m in moves)
+    assert compiled.moves_in_loops(read)[0].name == "counter"
+    assert compiled.moves_in_loops(program("%a = f32[4] parameter(0)\nROOT %c = f32[4] copy(%a)")) == []
+    with pytest.raises(ValueError, match="host"):
+        lanes.two_lane(read, RATES)
+
+
+CUBLAS = """
+%a = bf16[8,64,32] parameter(0)
+%b = bf16[8,16,32] parameter(1)
+ROOT %c = (bf16[8,64,16], s8[4194304]) custom-call(%a, %b), custom_call_target="__cublas$lt$matmul", \
+backend_config={"operation_queue_id":"0","gemm_backend_config":{"alpha_real":1,"dot_dimension_numbers":\
+{"lhs_contracting_dimensions":["2"],"rhs_contracting_dimensions":["2"],"lhs_batch_dimensions":["0"]}}}
+"""
+ATTENTION = """
+%q = bf16[2,128,4,64] parameter(0)
+ROOT %o = (bf16[2,128,4,64], u8[0]) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmaxNAME", \
+backend_config={"cudnn_fmha_backend_config":{"intermediate_tensor_shape":{"dimensions":["2","4","128","256"]}}}
+"""
+
+
+def test_flops_of_products():
+    flops = lambda text, computations="": lanes.dot_flops(program(text, computations).entry.root)
+    assert flops(f"%a = bf16[1024,1024] parameter(0)\nROOT {DOT}") == 2 * 1024**3
+    fused = """
+%fused (...) -> ... {
+  %x = bf16[4,32,8] parameter(0)
+  %y = bf16[4,8,16] parameter(1)
+  %z = f32[4,32,16] dot(%x, %y), lhs_batch_dims={0}, rhs_batch_dims={0}, lhs_contracting_dims={2}, \
+rhs_contracting_dims={1}
+  ROOT %n = f32[4,32,16] negate(%z)
+}
+"""
+    text = """
+        %x = bf16[4,32,8] parameter(0)
+        %y = bf16[4,8,16] parameter(1)
+        ROOT %f = f32[4,32,16] fusion(%x, %y), kind=kCustom, calls=%fused
+    """
+    assert flops(text, fused) == 2 * 4 * 32 * 16 * 8
+    assert flops(CUBLAS) == 2 * 8 * 64 * 16 * 32
+    scores = 2 * 4 * 128 * 256
+    assert flops(ATTENTION.replace("NAME", "")) == 2 * 2 * scores * 64
+    assert flops(ATTENTION.replace("NAME", "Backward")) == 5 * 2 * scores * 64
+    assert flops("%a = f32[2] parameter(0)\nROOT %b = f32[2] negate(%a)") == 0
+    with pytest.raises(ValueError, match="flops are not read"):
+        flops(CUBLAS.replace("gemm_backend_config", "other"))
+
+
+def test_bytes_of_memory():
+    moved = lambda text, computations="": lanes.memory_bytes(program(text, computations).entry.root)
+    assert moved("%a = f32[6] parameter(0)\nROOT %b = f32[6] negate(%a)") == 24 + 24
+    assert moved("%a = f32[6] parameter(0)\nROOT %b = f32[2,3] bitcast(%a)") == 0
+    assert moved(CUBLAS) == 2 * (8 * 64 * 32 + 8 * 16 * 32 + 8 * 64 * 16)  # and not the workspace
+
+
+def test_bytes_of_a_slice_and_of_an_update_in_place():
+    moved = lambda text, computations: lanes.memory_bytes(program(text, computations).entry.root)
+    index, row = 4, 8 * 4
+    slicing = """
+%fused (...) -> ... {
+  %stack = f32[100,8] parameter(0)
+  %i = s32[] parameter(1)
+  %z = s32[] constant(0)
+  %minus = f32[100,8] negate(%stack)
+  %row = f32[1,8] dynamic-slice(%minus, %i, %z), dynamic_slice_sizes={1,8}
+  ROOT %out = f32[8] bitcast(%row)
+}
+"""
+    text = """
+        %stack = f32[100,8] parameter(0)
+        %i = s32[] parameter(1)
+        ROOT %f = f32[8] fusion(%stack, %i), kind=kLoop, calls=%fused
+    """
+    assert moved(text, slicing) == row + index + row
+    updating = """
+%fused (...) -> ... {
+  %stack = f32[100,8] parameter(0)
+  %flat = f32[800] bitcast(%stack)
+  %rows = f32[16] parameter(1)
+  %row = f32[8] slice(%rows), slice={[8:16]}
+  %i = s32[] parameter(2)
+  %updated = f32[800] dynamic-update-slice(%flat, %row, %i)
+  ROOT %out = f32[100,8] bitcast(%updated)
+}
+"""
+    text = """
+        %stack = f32[100,8] parameter(0)
+        %rows = f32[16] parameter(1)
+        %i = s32[] parameter(2)
+        ROOT %f = f32[100,8] fusion(%stack, %rows, %i), kind=kLoop, calls=%fused
+    """
+    assert moved(text, updating) == row + index + row
+    computed = updating.replace("bitcast(%stack)", "negate(%stack)")  # not in place: all is read and written
+    assert moved(text, computed) == 3200 + row + index + 3200
+
+
+def test_two_lanes():
+    time = lambda beside: lanes.two_lane(program(GATHER.replace("BESIDE", beside)), RATES)
+    addition = 2 * 2 / 6  # reads and writes 2 MiB
+    assert time("") == pytest.approx((7 + addition, addition, 0, 7))
+    assert time(DOT) == pytest.approx((7 + addition, 2 + addition, 2, 7))
+
+
+def test_two_lanes_of_a_loop():
+    """In each iteration a gather, beside a product, and a product that waits for it."""
+    body = f"""
+        %full = bf16[1024,1024] bitcast(%w)
+        %shard = bf16[128,1024] slice(%full), slice={{[0:128], [0:1024]}}
+        %start = (bf16[128,1024], bf16[1024,1024]) all-gather-start(%shard), {GROUPS}, dimensions={{0}}
+        %beside = bf16[1024,1024] dot(%full, %full), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+        %done = bf16[1024,1024] all-gather-done(%start)
+        %after = bf16[1024,1024] dot(%done, %done), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+        ROOT %next = {CARRY} tuple(%i, %w)
+    """
+    slicing = 2 * 2 / 8 / 6
+    for trips in (1, 2, 5):
+        expected = (slicing + 7 + 2, slicing + 2 + 2, 2 + 2, 7)
+        assert lanes.two_lane(loop(body, trips), RATES) == pytest.approx([trips * seconds for seconds in expected])
+
+
+def test_the_link_serves_one_collective_at_a_time():
+    read = program(f"""
+        %shard = bf16[128,1024] parameter(0)
+        %one = (bf16[128,1024], bf16[1024,1024]) all-gather-start(%shard), {GROUPS}, dimensions={{0}}
+        %two = (bf16[128,1024], bf16[1024,1024]) all-gather-start(%shard), {GROUPS}, dimensions={{0}}
+        %first = bf16[1024,1024] all-gather-done(%one)
+        %product = bf16[1024,1024] dot(%first, %first), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+        ROOT %second = bf16[1024,1024] all-gather-done(%two)
+    """)
+    assert lanes.two_lane(read, RATES) == pytest.approx((14, 2, 2, 14))
+    assert [c.exposed for c in compiled.collectives(read)] == [True, False]
+    assert compiled.in_flight_bytes(read) == 4 * MIB
+
+
+def test_the_loop_of_a_real_backward_pass():
+    """Read by a person, line by line, in the body of the loop. It runs three times: the first of four is peeled off."""
+    read = hlo.read((Path(__file__).parent / "data" / "backward_loop.txt").read_text())
+    layer = 4096 * 4096 * 2  # bytes of a square matrix of weights
+    found = compiled.collectives(read)
+    # In the order of the starts: kind, bytes in full, exposed. What stands between start and end:
+    assert [(c.kind, c.full_bytes, c.exposed) for c in found] == [
+        ("all-gather", 8 * 4608 * 2, True),  # biases and norms: loop_dynamic_slice_fusion.5
+        ("all-gather", 3 * layer, True),  # qkv: the norm, in three fusions, and loop_dynamic_slice_fusion.7
+        ("all-gather", layer, False),  # out: gemm_fusion_dot.82 (scores)
+        ("all-gather", 4 * layer, False),  # up: gemm_fusion_dot.83 (mixing), gemm_fusion_dot.66 (out)
+        ("all-gather", 4 * layer, False),  # down: gemm_fusion_dot.67 (up)
+        ("reduce-scatter", 8 * 5120 * 2, False),  # biases and norms: gemm_fusion_dot.71 (gradient of up)
+        ("reduce-scatter", 5 * layer, False),  # down and out of the layer above: gemm_fusion_dot.69 (gradient of down)
+        ("reduce-scatter", 7 * layer, False),  # qkv and up of the layer above: gemm_fusion_dot.70 and .79
+    ]
+    assert {(c.dtype, c.group_size, c.trips, c.looped) for c in found} == {("bf16", 8, 3, True)}
+    exposed = sum(c.sent_bytes for c in found if c.exposed)
+    assert exposed == 3 * (8 * 4608 * 2 + 3 * layer) * 7 / 8 == 264_434_688
+    assert compiled.in_flight_bytes(read) == 7 * layer  # each ends before the next starts
+
+    moves = compiled.moves_in_loops(read, min_bytes=4 * layer // 16)
+    moved = lambda op: [(m.name, m.buffer.num_bytes) for m in moves if m.op == op]
+    assert moved("copy") == [  # the gradient of the layer's output; two gradients of weights that the loop carries
+        ("copy.148", layer),
+        ("copy.163", 3 * layer),
+        ("copy.164", 4 * layer),
+    ]
+    assert moved("transpose") == [  # the two other gradients that the loop carries; heads and positions swapped
+        ("wrapped_transpose.2", 4 * layer),
+        ("wrapped_transpose.3", layer),
+        ("input_transpose_fusion.3", layer),
+        ("input_transpose_fusion.4", layer),
+    ]
+    assert {m.trips for m in moves} == {3}
+
+    # In units of 2^36 flops, half of a product of 4096 tokens with a square matrix: recomputed are qkv, out, up and two
+    # products of the attention with one each; backward are twice qkv, out, up, down and four products of the attention.
+    (body,) = read.entry.root.called["body"]
+    assert sum(map(lanes.dot_flops, body.instructions)) == (6 + 2 + 8 + 2 + 2 * (6 + 2 + 8 + 8) + 4) * 2**36
+    by_name = {i.name: i for i in body.instructions}
+    index = 4
+    assert lanes.memory_bytes(by_name["copy.163"]) == 2 * 3 * layer
+    assert lanes.memory_bytes(by_name["loop_dynamic_slice_fusion.5"]) == 2 * 3 * layer // 8 + index  # shards of a layer
+    assert lanes.memory_bytes(by_name["loop_dynamic_update_slice_fusion.4"]) == 2 * 4 * layer // 8 + index

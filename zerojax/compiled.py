@@ -1,0 +1,250 @@
+"""What a compiled program sends, with what beside it, and what it copies in its loops.
+
+Programs for GPUs and for TPUs. On TPUs a collective may be a chain of fusions, which hold clones of it beside compute.
+What is not understood raises ValueError and is never taken for nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import NamedTuple
+
+from zerojax.hlo import Block, Buffer, Instruction, Program, attribute, blocks, refuse, trips_of
+
+_COLLECTIVES = frozenset(
+    ["all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "reduce-scatter"]
+)
+_UNREAD = frozenset(["ragged-all-to-all", "recv", "send"])  # they communicate, and how much is not known here
+
+
+class Collective(NamedTuple):
+    """What one collective moves of one dtype. A combined collective with two dtypes is two of these.
+
+    Attributes:
+        kind: 'all-gather', 'reduce-scatter', 'all-reduce', ...
+        dtype: on the wire.
+        full_bytes: of the full form, each time it runs: the result of a gather, the operand of the others.
+        group_size: devices that take part.
+        trips: how often it runs in a step.
+        looped: it is inside a loop.
+        exposed: no matrix product is between its start and its end.
+    """
+
+    kind: str
+    dtype: str
+    full_bytes: int
+    group_size: int
+    trips: int
+    looped: bool
+    exposed: bool
+
+    @property
+    def sent_bytes(self) -> float:
+        """By one device in a step, by the ring algorithms: (n-1)/n of the full form, twice that for an all-reduce."""
+        if self.kind == "collective-permute":
+            return self.trips * self.full_bytes
+        rounds = 2 if self.kind == "all-reduce" else 1
+        return self.trips * rounds * self.full_bytes * (self.group_size - 1) / self.group_size
+
+
+class Span(NamedTuple):
+    """A collective `core` that is under way from instruction `start` to instruction `end` of a block (indices)."""
+
+    core: Instruction
+    start: int
+    end: int
+
+
+def spans(block: Block) -> list[Span]:
+    """The collectives of a block in the order of their starts. A synchronous one starts and ends at one instruction.
+
+    For GPUs a start is `KIND-start`, or `async-start` of a computation with one collective. For TPUs it may be a chain
+    of fusions that hold clones of one collective, with one `chain_id`, from the first of which it runs to the last.
+
+    Raises:
+        ValueError: a start without an end in the same block, or a collective in a fusion that is not understood.
+    """
+    found: list[Span] = []
+    chains: dict[str, Span] = {}
+    for k, i in enumerate(block.instructions):
+        core = _collective_of(i)
+        if core is None:
+            continue
+        if i.op == "fusion":
+            chain = attribute(r'chain_id="(\w+)"', core)
+            chains[chain] = chains.get(chain, Span(core, k, k))._replace(end=k)
+        else:
+            found.append(Span(core, k, _done(block, k) if i.op.endswith("-start") else k))
+    return sorted([*found, *chains.values()], key=lambda span: span.start)
+
+
+def _collective_of(i: Instruction) -> Instruction | None:
+    """The collective that an instruction is, starts, or holds."""
+    if i.op in ("while", "call", "conditional") or i.op.endswith(("-update", "-done")):  # blocks of their own; ends
+        return None
+    if i.op in _UNREAD or i.op.removesuffix("-start") in _UNREAD:
+        raise refuse(i, "a kind of communication that is not read")
+    if i.op.removesuffix("-start") in _COLLECTIVES:
+        return i
+    inside = [j for j in i.inner if _communicates(j)]
+    if not inside:
+        return None
+    if len(inside) > 1 or i.op not in ("async-start", "fusion") or inside[0].op not in _COLLECTIVES:
+        raise refuse(i, "a collective where none is expected")
+    return inside[0]
+
+
+def _communicates(instruction: Instruction) -> bool:
+    kind = instruction.op.removesuffix("-start")
+    return kind in _COLLECTIVES or kind in _UNREAD or any(_communicates(i) for i in instruction.inner)
+
+
+def _done(block: Block, start: int) -> int:
+    """The index of the instruction that ends what starts at index `start`."""
+    under_way = {block.instructions[start]}
+    for k in range(start + 1, len(block.instructions)):
+        i = block.instructions[k]
+        if under_way & set(i.operands) and i.op.endswith("-update"):
+            under_way.add(i)
+        elif under_way & set(i.operands) and i.op.endswith("-done"):
+            return k
+    raise refuse(block.instructions[start], "a start without an end in the same computation")
+
+
+def collectives(program: Program) -> list[Collective]:
+    """Every collective that a step runs.
+
+    Exposed are those with no matrix product between start and end in the order of the schedule: a `dot`, a
+    convolution, a cuBLAS or cuDNN call, or something that calls one. Synchronous ones are exposed.
+
+    Raises:
+        ValueError: one runs in a loop without a known trip count or in a branch, or its groups are not understood.
+    """
+    found = []
+    for block in blocks(program):
+        for core, start, end in spans(block):
+            exposed = not any(multiplies(i) for i in block.instructions[start + 1 : end])
+            found += parts(core, program.num_devices, trips_of(block, core), block.looped, exposed)
+    return found
+
+
+def parts(
+    core: Instruction, num_devices: int, trips: int = 1, looped: bool = False, exposed: bool = False
+) -> list[Collective]:
+    """A collective by dtype. Its operands are the same whether it is plain, combined, or has a start and an end."""
+    kind, group_size = core.op.removesuffix("-start"), _group_size(core, num_devices)
+    sizes: dict[str, int] = {}
+    for buffer in (b for operand in core.operands for b in operand.buffers):
+        full_bytes = buffer.num_bytes * (group_size if kind == "all-gather" else 1)
+        sizes[buffer.dtype] = sizes.get(buffer.dtype, 0) + full_bytes
+    return [Collective(kind, dtype, size, group_size, trips, looped, exposed) for dtype, size in sizes.items()]
+
+
+def _group_size(collective: Instruction, num_devices: int) -> int:
+    """Devices in each of `replica_groups`.
+
+    They are written as `{}` (one group of all), `{{0,1},{2,3}}`, `[2,4]<=[8]` (two of four), or by the axes of a mesh
+    that a group spans: `mesh['a'=2,'b'=4] {'b'}`.
+    """
+    if collective.op.startswith("collective-permute"):
+        return num_devices
+    groups = attribute(r"replica_groups=(\{\}|\{\{[\d,]*\}|\[\d+,\d+\]<|mesh\[.*?\] ?\{['\w,]*\})", collective)
+    if groups == "{}":
+        return num_devices
+    if groups.startswith("mesh"):
+        mesh, spanned = groups.rsplit("{", 1)
+        sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh))
+        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", spanned))
+    return int(groups[1:-2].split(",")[1]) if groups.startswith("[") else groups.count(",") + 1
+
+
+def in_flight_bytes(program: Program) -> int:
+    """The most bytes, in full form, of collectives of one computation that are under way at the same time."""
+    most = 0
+    for block in blocks(program):
+        under_way = spans(block)
+        sizes = [sum(part.full_bytes for part in parts(span.core, program.num_devices)) for span in under_way]
+        for span in under_way:
+            beside = zip(under_way, sizes, strict=True)
+            most = max(most, sum(size for other, size in beside if other.start <= span.start <= other.end))
+    return most
+
+
+def multiplies(instruction: Instruction) -> bool:
+    """Whether it is, or calls, a matrix product."""
+    if instruction.op in ("convolution", "dot", "ragged-dot"):
+        return True
+    if instruction.op == "custom-call" and re.match(r"__cublas\$|__cudnn\$", instruction.target):
+        return True
+    return any(multiplies(i) for i in instruction.inner)
+
+
+def results(root: Instruction) -> list[Instruction]:
+    """Of a fusion with this root."""
+    return list(root.operands) if root.op == "tuple" else [root]
+
+
+class Move(NamedTuple):
+    """A result that holds elements of an operand, and nothing computed.
+
+    Attributes:
+        name: of the instruction.
+        op: what of 'copy', 'transpose', 'slice', 'update' it does to them: the last of these that is on the way.
+        buffer: what is written: of an update in place, the update.
+        trips: how often in a step.
+    """
+
+    name: str
+    op: str
+    buffer: Buffer
+    trips: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.trips * self.buffer.num_bytes
+
+
+_MOVE_OPS = {"copy": 1, "transpose": 2, "slice": 3, "dynamic-slice": 3, "dynamic-update-slice": 4}
+_MOVE_NAMES = {1: "copy", 2: "transpose", 3: "slice", 4: "update"}
+
+
+def moves_in_loops(program: Program, min_bytes: int = 1) -> list[Move]:
+    """What loop bodies move within the memory of the device, in the order in which it runs.
+
+    Counted are instructions, results of fusions, and asynchronous copies. A copy to or from another memory space (that
+    of the host, the vector memory of a TPU) is no move in this sense.
+
+    Args:
+        program: a scheduled program.
+        min_bytes: smaller results are left out. A loop copies counters and small tuples; a threshold between those and
+            the smallest buffer that matters separates them.
+    """
+    found = []
+    for block in blocks(program):
+        for i in block.instructions if block.looped else ():
+            root = i.called["calls"][0].root if i.op == "fusion" else i
+            for result in results(root) if root is not i else [i]:
+                move = _move(result, inside=root is not i)
+                if move and move[1].num_bytes >= min_bytes:
+                    found.append(Move(i.name, *move, trips_of(block, i)))
+    return found
+
+
+def _move(result: Instruction, inside: bool) -> tuple[str, Buffer] | None:
+    """(op, what is written) of a result that only moves elements; `inside` a fusion, back to its parameters."""
+    if result.op == "copy-start":
+        return ("copy", result.buffers[0]) if result.buffers[0].space == result.operands[0].buffers[0].space else None
+    level, written, i = 0, result, result
+    while i.op in _MOVE_OPS or i.op in ("bitcast", "reshape"):
+        level = max(level, _MOVE_OPS.get(i.op, 0))
+        if i.op == "dynamic-update-slice":
+            written = i.operands[1]
+        i = i.operands[1 if i.op == "dynamic-update-slice" else 0]
+        if not inside:
+            break
+    if not level or (inside and i.op != "parameter"):
+        return None
+    if len(written.buffers) != 1 or len(i.buffers) != 1:
+        raise refuse(result, "a move of a tuple")
+    return (_MOVE_NAMES[level], written.buffers[0]) if written.buffers[0].space == i.buffers[0].space else None

@@ -1,0 +1,251 @@
+"""The text of a compiled program: its computations and instructions in the order of the schedule, how often each runs.
+
+`read(compiled.as_text())` reads the program that one device runs. What is not understood raises ValueError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+HOST = 5  # the memory space of pinned host memory
+
+
+class Buffer(NamedTuple):
+    """An array that an instruction returns; `space` is 0 for the memory of the device, `HOST` for that of the host."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    space: int
+
+    @property
+    def num_bytes(self) -> int:
+        if self.dtype == "token":
+            return 0
+        bits = 8 if self.dtype == "pred" else int(re.findall(r"\d+", self.dtype)[0])  # bf16, f8e4m3fn, s4
+        return (math.prod(self.dims) * bits + 7) // 8
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Computation:
+    """Instructions in the order in which they run (inside a fusion: are defined), and the one that is the result."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+    root: Instruction
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Instruction:
+    """`called` holds computations by role: 'body', 'calls', 'to_apply'. A tuple's buffers are listed flat."""
+
+    name: str
+    op: str
+    buffers: tuple[Buffer, ...]
+    operands: tuple[Instruction, ...]
+    called: Mapping[str, tuple[Computation, ...]]
+    attributes: str
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(buffer.num_bytes for buffer in self.buffers)
+
+    @property
+    def inner(self) -> list[Instruction]:
+        """The instructions of all computations that it calls."""
+        return [i for computations in self.called.values() for c in computations for i in c.instructions]
+
+    @property
+    def target(self) -> str:
+        """Of a custom call."""
+        return attribute(r'custom_call_target="([^"]*)"', self)
+
+    def integers(self, name: str) -> list[int]:
+        """Of an attribute such as `lhs_contracting_dims={1,2}`; none if it is not there."""
+        match = re.search(rf"\b{name}=\{{([\d,]*)\}}", self.attributes)
+        return [int(n) for n in match.group(1).split(",") if n] if match else []
+
+
+class Program(NamedTuple):
+    """A scheduled program of one of `num_devices` devices."""
+
+    entry: Computation
+    num_devices: int
+
+
+class Block(NamedTuple):
+    """Instructions that run one after the other, `trips` times in all; None if the text does not say how often."""
+
+    instructions: tuple[Instruction, ...]
+    trips: int | None
+    looped: bool
+
+
+def refuse(instruction: Instruction, why: str) -> ValueError:
+    """The error that says which instruction is not understood."""
+    shown = f"{instruction.op} %{instruction.name} {instruction.attributes.lstrip('), ')}"
+    return ValueError(f"hlo: {why}\n  got:      {shown[:200]}")
+
+
+def attribute(pattern: str, instruction: Instruction) -> str:
+    """What the group of a regular expression matches in the attributes."""
+    match = re.search(pattern, instruction.attributes)
+    if match is None:
+        raise refuse(instruction, f"nothing in the attributes matches {pattern}")
+    return match.group(1)
+
+
+_HEADER = re.compile(r"(ENTRY )?%([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
+_BUFFER = re.compile(r"\b([a-z]\w*)\[([^\]]*)\](?:\{([^}]*)\})?")
+_CALLED = re.compile(
+    r"\b(body|branch_computations|called_computations|calls|condition|false_computation|scatter|select|to_apply|"
+    r"true_computation)=(\{%[^}]*\}|%[\w.\-]+)"
+)
+
+
+def read(text: str) -> Program:
+    """The program in the text that `compiled.as_text()` returns.
+
+    Raises:
+        ValueError: the program is not scheduled, or a line is not understood.
+    """
+    header, _, rest = text.partition("\n")
+    if not header.startswith("HloModule") or "is_scheduled=true" not in header:
+        raise ValueError(f"hlo: not the text of a scheduled program\n  got:      {header[:80]!r}")
+    computations: dict[str, Computation] = {}
+    scope: dict[str, Instruction] = {}
+    entry = current = root = None
+    for line in rest.splitlines():
+        opened = _HEADER.match(line)
+        if opened:
+            entry = opened.group(2) if opened.group(1) else entry
+            current, scope, root = opened.group(2), {}, None
+        elif line.startswith("}") and current is not None:
+            if root is None:
+                raise ValueError(f"hlo: no root in computation %{current}")
+            computations[current] = Computation(current, tuple(scope.values()), root)
+            current = None
+        elif current is not None and line.strip():
+            is_root, instruction = _instruction(line, scope, computations)
+            scope[instruction.name] = instruction
+            root = instruction if is_root else root
+    if entry is None:
+        raise ValueError("hlo: no ENTRY computation in the program")
+    counts = [re.search(rf"\b{name}=(\d+)", header) for name in ("replica_count", "num_partitions")]
+    return Program(computations[entry], math.prod(int(count.group(1)) for count in counts if count))
+
+
+def _instruction(
+    line: str, scope: Mapping[str, Instruction], computations: Mapping[str, Computation]
+) -> tuple[bool, Instruction]:
+    match = _INSTRUCTION.match(line)
+    if not match:
+        raise ValueError(f"hlo: a line that is no instruction\n  got:      {line.strip()[:160]}")
+    is_root, name, result, op, rest = match.groups()
+    end = 0 if op == "constant" else _closing(rest)
+    try:
+        operands = tuple(scope[operand] for operand in re.findall(r"%([\w.\-]+)", rest[:end]))
+        called = {
+            role: tuple(computations[each] for each in re.findall(r"%([\w.\-]+)", names))
+            for role, names in _CALLED.findall(rest[end:])
+        }
+    except KeyError as error:
+        raise ValueError(f"hlo: {error} is used before it is defined\n  got:      %{name} = {op}") from error
+    return bool(is_root), Instruction(name, op, _buffers(result, line), operands, called, rest[end:])
+
+
+def _closing(text: str) -> int:
+    """Where the parenthesis closes that is open at the start."""
+    depth = 1
+    for match in re.finditer(r"[()]", text):
+        depth += 1 if match.group() == "(" else -1
+        if not depth:
+            return match.start()
+    raise ValueError(f"hlo: a parenthesis is not closed\n  got:      {text[:160]}")
+
+
+def _buffers(result: str, line: str) -> tuple[Buffer, ...]:
+    buffers = []
+    for dtype, dims, layout in _BUFFER.findall(result):
+        known = re.fullmatch(r"token|pred|[a-z]+\d+\w*", dtype) and re.fullmatch(r"(\d+(,\d+)*)?", dims)
+        if not known:
+            raise ValueError(f"hlo: an unknown type {dtype}[{dims}]\n  got:      {line.strip()[:160]}")
+        space = re.search(r"S\((\d+)\)", layout)
+        shape = tuple(int(n) for n in dims.split(",") if n)
+        buffers.append(Buffer(dtype, shape, int(space.group(1)) if space else 0))
+    if not buffers and result != "()":
+        raise ValueError(f"hlo: an instruction without a type\n  got:      {line.strip()[:160]}")
+    return tuple(buffers)
+
+
+def blocks(program: Program) -> list[Block]:
+    """The entry computation, and every loop body, called computation and branch, with how often each runs."""
+
+    def visit(computation: Computation, trips: int | None, looped: bool) -> Iterator[Block]:
+        yield Block(computation.instructions, trips, looped)
+        for i in computation.instructions:
+            if i.op == "while":
+                count = trip_count(i)
+                inner = None if count is None or trips is None else count * trips
+                for c in (*i.called["condition"], *i.called["body"]):
+                    yield from visit(c, inner, True)
+            elif i.op == "call":
+                yield from visit(i.called["to_apply"][0], trips, looped)
+            elif i.op == "conditional":
+                for c in (c for role in i.called.values() for c in role):
+                    yield from visit(c, None, looped)
+
+    return list(visit(program.entry, 1, False))
+
+
+def trip_count(loop: Instruction) -> int | None:
+    """How often the body of a `while` runs: what the compiler noted, or what its counter tells. None: unknown."""
+    known = re.search(r"known_trip_count\W+n\W+(\d+)", loop.attributes)
+    return int(known.group(1)) if known else _counted(loop)
+
+
+def _counted(loop: Instruction) -> int | None:
+    """Trips of `while counter < limit: counter += step` with three constants, as in programs for TPUs."""
+    (condition,), (body,) = loop.called["condition"], loop.called["body"]
+    test, (start,) = condition.root, loop.operands
+    if test.op != "compare" or "direction=LT" not in test.attributes or body.root.op != "tuple" or start.op != "tuple":
+        return None
+    counter = _behind_copies(test.operands[0])
+    if counter.op != "get-tuple-element":
+        return None
+    index = int(attribute(r"index=(\d+)", counter))
+    update = _behind_copies(body.root.operands[index])
+    if update.op != "add":
+        return None
+    old, step = map(_behind_copies, update.operands)
+    first, last, step = map(_constant, (start.operands[index], test.operands[1], step))
+    if old.op != "get-tuple-element" or int(attribute(r"index=(\d+)", old)) != index:
+        return None
+    if first is None or last is None or step is None or step <= 0:
+        return None
+    return max(0, -(-(last - first) // step))
+
+
+def _behind_copies(i: Instruction) -> Instruction:
+    while i.op in ("bitcast", "copy"):
+        i = i.operands[0]
+    return i
+
+
+def _constant(i: Instruction) -> int | None:
+    """The value of an integer constant."""
+    value = re.match(r"(-?\d+)\)", _behind_copies(i).attributes)
+    return int(value.group(1)) if value and _behind_copies(i).op == "constant" else None
+
+
+def trips_of(block: Block, instruction: Instruction) -> int:
+    """How often an instruction of the block runs. Raises ValueError where the text does not say."""
+    if block.trips is None:
+        raise refuse(
+            instruction, "how often this runs is not in the text: a loop without trip count or a branch holds it"
+        )
+    return block.trips

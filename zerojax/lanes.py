@@ -1,0 +1,231 @@
+"""The time of a compiled program on a device with two lanes: one computes, one sends.
+
+Programs for GPUs; those for TPUs are refused, because their matrix products are convolutions. The lanes are no model of
+an accelerator: what they tell is how much of a schedule waits, under rates that are given.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any, NamedTuple
+
+from zerojax.compiled import multiplies, parts, results, spans
+from zerojax.hlo import HOST, Block, Instruction, Program, refuse, trip_count
+
+_FREE = frozenset(["add-dependency", "after-all", "bitcast", "constant", "copy-done", "get-tuple-element"]) | frozenset(
+    ["opt-barrier", "parameter", "partition-id", "replica-id", "tuple"]
+)
+_SLICES = frozenset(["dynamic-slice", "gather", "slice"])  # they read of operand 0 what they return
+_MOVES = frozenset(["bitcast", "copy", "reshape", "transpose"])  # they return the elements of operand 0
+_UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # they may write into operand 0; where their update is
+
+
+class Rates(NamedTuple):
+    """Of one device: flop/s of matrix products, bytes/s of its memory, bytes/s that it sends."""
+
+    flops: float
+    memory: float
+    link: float
+
+
+class Time(NamedTuple):
+    """Seconds of one step. `step` is the whole, the others are sums over what runs in it.
+
+    Attributes:
+        step: with what waits for the link.
+        compute: of all that computes or moves memory.
+        products: of the matrix products alone, were they all done at the peak rate.
+        link: of all collectives, one after the other.
+    """
+
+    step: float
+    compute: float
+    products: float
+    link: float
+
+
+class _Clock(NamedTuple):
+    """Seconds: when the compute lane and the link lane are free, and the sums of `Time`."""
+
+    now: float
+    link_free: float
+    compute: float
+    products: float
+    link: float
+
+
+def two_lane(program: Program, rates: Rates) -> Time:
+    """The time of a schedule on a device with two lanes: one computes, one sends, each in the order of the schedule.
+
+    An instruction takes the longer of flops / rate and memory bytes / rate, and no time to start. A collective takes
+    its sent bytes / rate on the link, after those that started before it; its end waits for it. Neither lane slows the
+    other down. Of a loop two iterations are walked: every iteration after the first starts with a link as free as the
+    second's does, because what starts in an iteration ends in it; so the second counts for all that follow.
+
+    Raises:
+        ValueError: a program for TPUs, a loop without a trip count, a branch, a transfer to the host, or a custom call
+            that is no matrix product.
+    """
+    clock = _run(program.entry.instructions, _Clock(0, 0, 0, 0, 0), rates, program.num_devices)
+    return Time(clock.now, clock.compute, clock.products, clock.link)
+
+
+def _run(instructions: tuple[Instruction, ...], clock: _Clock, rates: Rates, num_devices: int) -> _Clock:
+    under_way = spans(Block(instructions, 1, False))
+    starts, ends = {span.start: span for span in under_way}, {span.end for span in under_way}
+    arrival: dict[int, float] = {}  # by the index of the end
+    for k, i in enumerate(instructions):
+        if k in starts:
+            seconds = sum(part.sent_bytes for part in parts(starts[k].core, num_devices)) / rates.link
+            free = max(clock.now, clock.link_free) + seconds
+            clock = clock._replace(link_free=free, link=clock.link + seconds)
+            arrival[starts[k].end] = free
+        if k in ends:
+            clock = clock._replace(now=max(clock.now, arrival[k]))
+        if k in starts or k in ends:
+            if i.op == "fusion":
+                raise refuse(i, "the time of a collective in a fusion is not read")
+        elif i.op == "while":
+            clock = _loop(i, clock, rates, num_devices)
+        elif i.op == "call":
+            clock = _run(i.called["to_apply"][0].instructions, clock, rates, num_devices)
+        else:
+            _check_timed(i)
+            products = dot_flops(i) / rates.flops
+            seconds = max(products, memory_bytes(i) / rates.memory)
+            clock = clock._replace(
+                now=clock.now + seconds, compute=clock.compute + seconds, products=clock.products + products
+            )
+    return clock
+
+
+def _check_timed(i: Instruction) -> None:
+    """Raises ValueError for an instruction whose time the two lanes do not tell."""
+    if any(buffer.space == HOST for buffer in i.buffers):
+        raise refuse(i, "a transfer to or from the host, which has no rate here")
+    if i.op == "conditional" or (i.op == "custom-call" and not multiplies(i)):
+        raise refuse(i, "an instruction whose time is not read")
+    if i.op.endswith(("-start", "-done", "-update")) and i.op not in ("copy-start", "copy-done"):
+        raise refuse(i, "an asynchronous instruction whose time is not read")
+
+
+def _loop(loop: Instruction, clock: _Clock, rates: Rates, num_devices: int) -> _Clock:
+    trips, (body,) = trip_count(loop), loop.called["body"]
+    if trips is None:
+        raise refuse(loop, "a loop whose trip count is not in the text")
+    if not trips:
+        return clock
+    first = _run(body.instructions, clock, rates, num_devices)
+    if trips == 1:
+        return first
+    second = _run(body.instructions, first, rates, num_devices)
+    return _Clock(*(b + (trips - 2) * (b - a) for a, b in zip(first, second, strict=True)))
+
+
+def dot_flops(instruction: Instruction) -> int:
+    """Of the matrix products of an instruction that runs once: 2 x elements of the result x elements contracted.
+
+    Attention by cuDNN counts its products in full, whatever its mask: two forward, five backward.
+
+    Raises:
+        ValueError: a convolution, a loop, or a custom call whose dimensions are not in the text.
+    """
+    i = instruction
+    if i.op == "dot":
+        return _product_flops(i, i.integers("lhs_contracting_dims"))
+    if not multiplies(i):
+        return 0
+    if i.op == "custom-call":
+        config = _backend_config(i)
+        if "gemm_backend_config" in config:
+            dims = config["gemm_backend_config"]["dot_dimension_numbers"]["lhs_contracting_dimensions"]
+            return _product_flops(i, [int(d) for d in dims])
+        if "cudnn_fmha_backend_config" in config:  # scores [batch, heads, queries, keys]; operand 0 ends in head_dim
+            scores = config["cudnn_fmha_backend_config"]["intermediate_tensor_shape"]["dimensions"]
+            products = 5 if "Backward" in i.target else 2
+            return products * 2 * math.prod(int(d) for d in scores) * i.operands[0].buffers[0].dims[-1]
+    if i.op != "fusion":
+        raise refuse(i, "a matrix product whose flops are not read")
+    return sum(dot_flops(j) for j in i.inner)
+
+
+def _product_flops(product: Instruction, contracted: list[int]) -> int:
+    lhs, result = product.operands[0].buffers[0], product.buffers[0]
+    return 2 * math.prod(result.dims) * math.prod(lhs.dims[d] for d in contracted)
+
+
+def _backend_config(instruction: Instruction) -> Any:
+    at = instruction.attributes.find("backend_config={")
+    if at < 0:
+        raise refuse(instruction, "no backend_config in a custom call")
+    return json.JSONDecoder().raw_decode(instruction.attributes, at + len("backend_config="))[0]
+
+
+def memory_bytes(instruction: Instruction) -> int:
+    """Bytes that an instruction that runs once reads and writes in the memory of the device.
+
+    Of what is only sliced, the slice is read; of what is updated in place, the update is written. Inside a fusion
+    nothing is written but its results, and each operand is read once.
+    """
+    if instruction.op in _FREE:
+        return 0
+    if instruction.op == "copy-start":
+        return 2 * instruction.buffers[0].num_bytes
+    if instruction.op != "fusion":
+        return _moved_bytes([instruction], [instruction], frozenset(instruction.operands))
+    (body,) = instruction.called["calls"]
+    parameters = frozenset(i for i in body.instructions if i.op == "parameter")
+    return _moved_bytes(list(body.instructions), results(body.root), parameters)
+
+
+def _moved_bytes(instructions: list[Instruction], outputs: list[Instruction], sources: frozenset[Instruction]) -> int:
+    """Of a computation from `sources` to `outputs`. Followed back is how many elements of each value are needed."""
+    needed: dict[Instruction, float] = {}
+    in_place, written = set(), 0
+
+    def need(i: Instruction, elements: float) -> None:
+        needed[i] = min(_elements(i), needed.get(i, 0) + elements)
+
+    for result in outputs:
+        target = _behind_moves(result, sources)
+        if target.op in _UPDATES and target not in sources and _behind_moves(target.operands[0], sources) in sources:
+            update = target.operands[_UPDATES[target.op]]
+            in_place.add(target)
+            written += update.num_bytes
+            need(target, _elements(update))
+        else:
+            written += _result_bytes(result)
+            need(result, _elements(result))
+    for i in reversed(instructions):
+        if i in sources or i not in needed:
+            continue
+        for k, operand in enumerate(i.operands):
+            kept = i in in_place and i.op == "dynamic-update-slice" and k == 0  # a scatter adds to what is there
+            need(operand, 0 if kept else _read_elements(i, k, needed[i]))
+    return written + sum(math.ceil(i.num_bytes * needed[i] / _elements(i)) for i in sources if needed.get(i))
+
+
+def _behind_moves(i: Instruction, sources: frozenset[Instruction]) -> Instruction:
+    while i.op in _MOVES and i not in sources:
+        i = i.operands[0]
+    return i
+
+
+def _read_elements(i: Instruction, position: int, needed: float) -> float:
+    """Elements of the operand at `position` that `needed` elements of the result of `i` take."""
+    operand, result = _elements(i.operands[position]), _elements(i)
+    if i.op in _SLICES and position == 0:
+        return needed
+    if i.op in ("dot", "custom-call", "fusion"):
+        return operand
+    return min(operand, needed * max(1, operand / result)) if result else 0
+
+
+def _elements(i: Instruction) -> int:
+    return sum(math.prod(buffer.dims) for buffer in i.buffers)
+
+
+def _result_bytes(i: Instruction) -> int:
+    """Beside its result a cuBLAS call returns its workspace, which is not counted."""
+    return i.buffers[0].num_bytes if i.op == "custom-call" and i.target.startswith("__cublas$") else i.num_bytes
