@@ -30,8 +30,10 @@ def expected(name):
 
 @pytest.mark.parametrize(("mesh", "stage"), PLACES)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(f"init-{name}")) for name in MODELS])
-def test_values_do_not_depend_on_mesh_or_stage(name, mesh, stage):
-    """They are those of the model created whole, on one device."""
+def test_values_do_not_depend_on_mesh_or_stage(name, mesh, stage, monkeypatch):
+    """They are those of the model created whole, on one device. Compiled as for a user: without optimisations, the last
+    bit of a normal number differs between a loop of one element and one of several."""
+    monkeypatch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 3}))
     state = Zero(MESHES[mesh](), stage).init(zoo.ZOO[name].create, optimizer(), seed=5)
     got, want = numbers((state.params, state.model_state)), expected(name)
     for a, b in zip(got, want, strict=True):
@@ -50,7 +52,7 @@ def test_the_state_is_sharded_from_birth(precision):
     state = Zero(zerojax.make_mesh(), 3, precision).init(zoo.ZOO["unused"].create, optimizer())
     for tree in (state.params, state.opt_state[0].mu, *([state.master] if precision == "bf16" else [])):
         kernel = tree["unused"]["kernel"]
-        assert {shard.data.shape for shard in kernel.addressable_shards} == {(16, 4)}
+        assert {shard.data.shape for shard in kernel.addressable_shards} == {(2, 32)}
         assert len({shard.device for shard in kernel.addressable_shards}) == 8
 
 

@@ -25,11 +25,11 @@ def create_even(key):
 @pytest.mark.parametrize(
     ("shape", "stacked", "dim"),
     [
-        ((16, 32), False, 1),  # the largest
+        ((16, 32), False, 0),  # the first
         ((32, 16), False, 0),
-        ((16, 16), False, 0),  # the first of equals
-        ((30, 16), False, 1),  # the largest that divides
-        ((8, 3, 3, 64), False, 3),
+        ((30, 16), False, 1),  # the first that divides
+        ((8, 3, 3, 64), False, 0),
+        ((3, 3, 16, 64), False, 2),
         ((64, 16), True, 1),  # never the layer dim
         ((64, 16, 16), True, 1),
         ((64, 3), True, None),
@@ -40,7 +40,7 @@ def create_even(key):
         ((), False, None),
     ],
 )
-def test_the_largest_divisible_dim_is_sharded(shape, stacked, dim):
+def test_the_first_divisible_dim_is_sharded(shape, stacked, dim):
     assert choose_dim(shape, 8, stacked)[0] == dim
 
 

@@ -9,8 +9,10 @@
 At stage 1 gradients are full while they accumulate; one reduce-scatter a step turns them into the shards that the
 optimizer reads.
 
-Which dim is sharded: the largest that the number of shards divides, the first of them if several are equal. The layer
-dim of a stacked leaf is never considered. A leaf without such a dim is replicated, and `explain()` lists it.
+Which dim is sharded: the first that the number of shards divides. The layer dim of a stacked leaf is never considered. A
+leaf without such a dim is replicated, and `explain()` lists it. The first dim is the outermost in memory: its shards lie
+there one after the other, as a collective moves them. What moves along another dim is transposed by the compiler, and of
+scanned layers the whole stack at once.
 """
 
 from __future__ import annotations
@@ -108,7 +110,7 @@ def choose_dim(shape: Sequence[int], num_shards: int, stacked: bool) -> tuple[in
     dims = range(1 if stacked else 0, len(shape))
     divisible = [d for d in dims if shape[d] and shape[d] % num_shards == 0]
     if divisible:
-        return max(divisible, key=lambda d: (shape[d], -d)), "largest divisible dim"
+        return divisible[0], "first divisible dim"
     if not shape:
         return None, "replicated: a scalar"
     if not dims:

@@ -29,7 +29,7 @@ class Zero:
         shard_axes: mesh axes that model states are sharded over.
         replica_axes: mesh axes that split the batch too, but over which model states are replicated. By default
             'replica' if the mesh has it.
-        shard_dims: glob on leaf paths -> the dim to shard, or None to replicate. Without an override: the largest dim
+        shard_dims: glob on leaf paths -> the dim to shard, or None to replicate. Without an override: the first dim
             that the number of shards divides.
         stacked: globs of leaves whose dim 0 counts layers. Stacks made by a scan or by a vmap over keys are found.
         frozen: globs of leaves that are not trained: no gradient, no optimizer state, no reduce-scatter.
