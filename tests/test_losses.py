@@ -120,6 +120,13 @@ def test_a_label_outside_the_vocabulary():
         assert np.isnan(run(counted).sum)
 
 
+def test_labels_of_a_dtype_that_the_vocabulary_fills():
+    labels = np.array([0, 255, 7], np.uint8)
+    logits = jax.random.normal(jax.random.key(0), (3, 256))
+    want = full_cross_entropy(lambda x: x, logits, labels.astype(np.int32), np.ones(3))
+    assert off(tuple(chunked_cross_entropy(lambda x: x, logits, labels)), want) <= 1e-6
+
+
 def test_nothing_has_weight():
     head, hidden, labels, weights = arguments()
     loss = lambda hidden: tuple(chunked_cross_entropy(affine(head), hidden, labels, weights=0 * weights))

@@ -86,7 +86,8 @@ def chunked_cross_entropy(
     rest = {i: value for i, value in enumerate(closed_over) if i not in head}
     apply = lambda head, rest, hidden: pure([(head | rest)[i] for i in range(len(closed_over))], hidden)
     total = _chunked_sum(apply, {i: value.dtype for i, value in head.items()})
-    padded = chunks(hidden, mode="edge"), chunks(labels, mode="edge"), chunks(weights)
+    indices = jnp.asarray(labels, jnp.int32)  # in uint16 a vocabulary of 65536 would have no size
+    padded = chunks(hidden, mode="edge"), chunks(indices, mode="edge"), chunks(weights)
     return Weighted(total(head, rest, *padded), weights.sum())
 
 
