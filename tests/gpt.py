@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+import zerojax
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -47,7 +49,7 @@ class GPT(nnx.Module):
         else:
             self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
 
-    def __call__(self, tokens_BS):
+    def hidden(self, tokens_BS):
         x_BSD = self.embed(tokens_BS)
         block = nnx.remat(lambda block, x: block(x)) if self.config.remat else lambda block, x: block(x)
         if self.config.scan:
@@ -55,7 +57,10 @@ class GPT(nnx.Module):
         else:
             for b in self.blocks:
                 x_BSD = block(b, x_BSD)
-        return self.head(x_BSD)
+        return x_BSD
+
+    def __call__(self, tokens_BS):
+        return self.head(self.hidden(tokens_BS))
 
 
 def create(config: Config):
@@ -65,6 +70,14 @@ def create(config: Config):
 def loss(model, batch):
     logits = model(batch["tokens"][:, :-1]).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]).mean()
+
+
+def chunked_loss(chunk_size):
+    def loss(model, batch):
+        hidden = model.hidden(batch["tokens"][:, :-1])
+        return zerojax.chunked_cross_entropy(model.head, hidden, batch["tokens"][:, 1:], chunk_size=chunk_size)
+
+    return loss
 
 
 def batch_aval(config: Config, rows: int):

@@ -16,13 +16,26 @@ N = 8
 
 
 @functools.cache
-def compiled(stage, k=1, scan=False, width=512, layers=4, seq=64, rows=1, target="h100:8", keep="everything"):
+def compiled(
+    stage,
+    k=1,
+    scan=False,
+    width=512,
+    layers=4,
+    seq=64,
+    rows=1,
+    target="h100:8",
+    keep="everything",
+    vocab=512,
+    chunk_size=None,
+):
     import jax.numpy as jnp
 
-    config = gpt.Config(width=width, layers=layers, heads=8, vocab=512, seq=seq, scan=scan, dtype=jnp.bfloat16)
+    config = gpt.Config(width=width, layers=layers, heads=8, vocab=vocab, seq=seq, scan=scan, dtype=jnp.bfloat16)
+    loss = gpt.loss if chunk_size is None else gpt.chunked_loss(chunk_size)
     zero = zerojax.Zero(zerojax.make_mesh(devices=targets.devices(target)), stage=stage, precision="bf16")
     state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
-    step = zero.train_step(gpt.loss, num_microbatches=k, keep=keep)
+    step = zero.train_step(loss, num_microbatches=k, keep=keep)
     lowered = step.trace(state, gpt.batch_aval(config, rows * k * N)).lower(
         lowering_platforms=("cuda" if target.startswith("h100") else "tpu",)
     )
@@ -116,3 +129,26 @@ def test_offloaded_inputs_wait_in_host_memory():
     (device, _), (less, host) = slopes(Keep()), slopes(Keep(offload_inputs=True))
     assert host == CHECKPOINT
     assert device - less >= 0.95 * CHECKPOINT
+
+
+def bytes_per_token(chunk_size, vocab, stage=3, keep="everything", few=8, many=32, seq=64):
+    """Temporary bytes that one more token of a device takes, in a model that is small but for its vocabulary."""
+    programs = [
+        compiled(stage, width=128, layers=1, seq=seq, rows=rows, keep=keep, vocab=vocab, chunk_size=chunk_size)[1]
+        for rows in (few, many)
+    ]
+    few_bytes, many_bytes = (program.memory_analysis().temp_size_in_bytes for program in programs)
+    return (many_bytes - few_bytes) / ((many - few) * seq)
+
+
+VOCAB, CHUNK = 2**16, 128  # the smaller batch has four chunks: in one, no sum of the head's gradient is held
+LOGITS = 2 * VOCAB  # bytes of a token's logits in bf16
+
+
+def test_all_logits_at_once_are_held_with_their_gradient():
+    assert bytes_per_token(None, VOCAB) >= 2 * LOGITS
+
+
+@pytest.mark.parametrize(("stage", "keep"), [(3, "everything"), (3, "nothing"), (0, "everything")])
+def test_in_chunks_a_token_takes_its_activations_and_no_logits(stage, keep):
+    assert bytes_per_token(CHUNK, VOCAB, stage, keep) <= LOGITS / 5

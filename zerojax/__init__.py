@@ -4,6 +4,7 @@ from zerojax.versions import __version__  # first: refuses unsupported versions 
 
 # isort: split
 from zerojax.keep import Keep
+from zerojax.losses import chunked_cross_entropy
 from zerojax.mesh import make_mesh, simulate_devices
 from zerojax.models import Weighted
 from zerojax.precision import Precision
@@ -19,6 +20,7 @@ __all__ = [
     "Weighted",
     "Zero",
     "__version__",
+    "chunked_cross_entropy",
     "make_mesh",
     "simulate_devices",
 ]

@@ -6,7 +6,7 @@ both ends of the supported range of versions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -89,6 +89,19 @@ def evaluate(equations: Sequence[Equation], scope: dict[Var, Any]) -> None:
     effects = frozenset().union(*(e.effects for e in equations))
     jaxpr = core.ClosedJaxpr(core.Jaxpr((), free, defined, list(equations), effects, _DEBUG_INFO), ())
     scope.update(zip(defined, core.jaxpr_as_fun(jaxpr)(*[scope[v] for v in free]), strict=True))
+
+
+def without_closure(fn: Callable[..., Any], *avals: Any) -> tuple[Callable[..., Any], list[Any], Any]:
+    """(`pure`, `closed_over`, result): `pure(closed_over, *args)` is `fn(*args)`, but closes over no value of a trace.
+
+    `fn` takes arrays of the given avals and returns one array; `result` is its aval.
+    """
+    closed, result = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*avals)
+
+    def pure(closed_over: Sequence[Any], *args: Any) -> Any:
+        return run(core.ClosedJaxpr(closed.jaxpr, list(closed_over)), *args)[0]
+
+    return pure, list(closed.consts), result
 
 
 def inlined(closed: Any, should_inline: Any) -> Any:
