@@ -9,10 +9,10 @@
 At stage 1 gradients are full while they accumulate; one reduce-scatter a step turns them into the shards that the
 optimizer reads.
 
-Which dim is sharded: the first that the number of shards divides. The layer dim of a stacked leaf is never considered. A
-leaf without such a dim is replicated, and `explain()` lists it. The first dim is the outermost in memory: its shards lie
-there one after the other, as a collective moves them. What moves along another dim is transposed by the compiler, and of
-scanned layers the whole stack at once.
+Which dim is sharded: the first that the number of shards divides. The layer dim of a stacked leaf is never considered.
+A leaf without such a dim is replicated, and `explain()` lists it. The first dim is the outermost in memory: its shards
+lie there one after the other, as a collective moves them. What moves along another dim is transposed by the compiler,
+and of scanned layers the whole stack at once.
 """
 
 from __future__ import annotations
