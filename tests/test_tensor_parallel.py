@@ -115,6 +115,11 @@ def run(kind, scan, stage, precision="fp32", k=1, keep="everything"):
     return zero, *train(zero, model, batches(model), num_microbatches=k, keep=keep)
 
 
+def group(kind, scan, precision, k):
+    """Tests of one group run in one process, so that they share the plain run."""
+    return f"tensor-{kind}-{scan}-{precision}-{k}"
+
+
 def cases():
     chosen = [
         *(("nnx", False, stage, "fp32", 1, "everything") for stage in range(4)),
@@ -132,7 +137,7 @@ def cases():
     for case in (*chosen, *more):
         kind, scan, stage, precision, k, keep = case
         name = f"{kind}-{'scanned' if scan else 'unrolled'}-stage{stage}-{precision}-k{k}-{keep}"
-        marks = [pytest.mark.xdist_group(f"{kind}-{scan}-{precision}-{k}")]  # one process: the plain run is shared
+        marks = [pytest.mark.xdist_group(group(kind, scan, precision, k))]
         yield pytest.param(*case, marks=[*marks, pytest.mark.full] if case in more else marks, id=name)
 
 
@@ -181,6 +186,7 @@ def test_the_model_axis_stays_at_every_stage(kind, scan):
             assert found == 2 + (5 if scan else 5 * CONFIG.layers)
 
 
+@pytest.mark.xdist_group(group("nnx", False, "fp32", 1))
 @pytest.mark.parametrize("stage", [0, 3])
 def test_bytes_per_device_are_those_of_the_arrays(stage):
     zero, _, state = run("nnx", False, stage)
@@ -265,7 +271,7 @@ def test_an_axis_must_be_there_and_auto():
         spec_of(create, zerojax.make_mesh())
     assert spec_of(create, zerojax.make_mesh(model=1)) == (P(None, "data"), "largest divisible dim")
     explicit = jax.make_mesh((DATA, MODEL), ("data", "model"), (AxisType.Auto, AxisType.Explicit))
-    with pytest.raises(ValueError, match="'model': of type AxisType.Explicit"):
+    with pytest.raises(ValueError, match=r"'model': of type AxisType\.Explicit"):
         spec_of(create, explicit)
 
 
@@ -338,9 +344,10 @@ def test_annotations_of_a_plain_tree_are_given_by_path():
         spec_of(lambda: {"w": jnp.ones((8, 8))}, annotations={"no/such": P("model")})
 
 
+@pytest.mark.xdist_group(group("nnx", True, "fp32", 4))
 def test_hybrid_sharding_beside_a_model_axis():
     model, zero = nnx_model(scan=True), Zero(zerojax.make_mesh(replica=2, model=2), 3)
-    got, state = train(zero, model, batches(model))
-    assert_close(got, reference("nnx", True, "fp32", 1))
+    got, state = train(zero, model, batches(model), num_microbatches=4)
+    assert_close(got, reference("nnx", True, "fp32", 4))
     kernel = state.params["blocks"]["up"]["kernel"]
     assert kernel.sharding.shard_shape(kernel.shape) == (CONFIG.layers, 8, 32)
