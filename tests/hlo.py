@@ -7,6 +7,7 @@ from typing import NamedTuple
 _OPERATION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 _KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast")
+_GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)")
 
 
@@ -15,6 +16,7 @@ class Collective(NamedTuple):
     dtype: str
     size: int  # elements of the full operand or result
     count: int  # trips
+    group: int  # devices that take part together
 
     def sent(self, num_devices: int) -> float:
         factor = 2 if self.kind == "all-reduce" else 1
@@ -52,7 +54,7 @@ def _walk(computations, name, times, num_devices, found):
         _, result, op, rest = match.groups()
         kind = op.removesuffix("-start")
         if kind in _KINDS:
-            found += _read(kind, op, result, times, num_devices)
+            found += _read(kind, op, result, times, _group_size(rest) or num_devices)
             continue
         trips = times
         called = [c for group in _CALLED.findall(rest) for c in re.findall(r"[\w.\-]+", group)]
@@ -70,14 +72,23 @@ def _walk(computations, name, times, num_devices, found):
                 _walk(computations, c, trips, num_devices, found)
 
 
-def _read(kind, op, result, times, num_devices):
+def _group_size(rest: str) -> int | None:
+    """Of `{{0,2},{1,3}}`, or of `[2,2]<=[4]`, which counts groups and their members."""
+    match = _GROUPS.search(rest)
+    if match is None:
+        return None
+    listed, size = match.groups()
+    return len(listed.split(",")) if listed else int(size)
+
+
+def _read(kind, op, result, times, group):
     """A start's type lists operands and results; together they are full x (1 + 1/N)."""
     by_dtype: dict[str, float] = {}
     for dtype, dims in _SHAPE.findall(result):
         by_dtype[dtype] = by_dtype.get(dtype, 0) + math.prod(int(d) for d in dims.split(",") if d)
     for dtype, size in by_dtype.items():
         if op.endswith("-start") and kind in ("all-gather", "reduce-scatter"):
-            size = size * num_devices / (num_devices + 1)
+            size = size * group / (group + 1)
         elif kind == "reduce-scatter":
-            size = size * num_devices
-        yield Collective(kind, dtype, round(size), times)
+            size = size * group
+        yield Collective(kind, dtype, round(size), times, group)
