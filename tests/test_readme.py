@@ -18,7 +18,8 @@ def heading_above(block):
 
 
 def test_there_is_code_for_each_way_in():
-    assert [heading_above(block) for block in BLOCKS] == ["A Flax NNX model", "A Flax Linen model", "The low level"]
+    names = ["A Flax NNX model", "A Flax Linen model", "The low level", "Tensor parallelism"]
+    assert [heading_above(block) for block in BLOCKS] == names
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=heading_above)
