@@ -7,7 +7,7 @@ from typing import NamedTuple
 _OPERATION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 _KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "collective-broadcast")
-_GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])")
+_GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\]|mesh\[([^\]]+)\] \{([^}]+)\})")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|branch_computations)=(\{[^}]*\}|%?[\w.\-]+)")
 
 
@@ -73,11 +73,14 @@ def _walk(computations, name, times, num_devices, found):
 
 
 def _group_size(rest: str) -> int | None:
-    """Of `{{0,2},{1,3}}`, or of `[2,2]<=[4]`, which counts groups and their members."""
+    """Of `{{0,2},{1,3}}`, of `[2,2]<=[4]`, which counts groups and members, or of `mesh['a'=2,'b'=2] {'a'}`."""
     match = _GROUPS.search(rest)
     if match is None:
         return None
-    listed, size = match.groups()
+    listed, size, mesh, named = match.groups()
+    if mesh:
+        sizes = dict(axis.split("=") for axis in mesh.split(","))
+        return math.prod(int(sizes[name]) for name in named.split(","))
     return len(listed.split(",")) if listed else int(size)
 
 

@@ -19,6 +19,7 @@ from parity import STEPS, TOLERANCES, assert_close, batches, optimizer, train
 
 import zerojax
 from zerojax import Zero
+from zerojax.collectives import Dims
 
 DATA, MODEL = 4, 2
 CONFIG = Config(width=16, layers=2, heads=2, vocab=64, seq=8, annotated=True)
@@ -228,6 +229,15 @@ def test_devices_send_their_part_of_a_leaf(stage, scan):
     psi = sum(map(held, state.definition.leaves)) - whole
     once = sum(held(f) for f in state.definition.leaves if f.path.endswith(("bias", "embedding"))) - whole
     assert whole > 0 and sent == {0: 2 * psi, 1: 2 * psi, 2: 2 * psi, 3: 3 * psi - once}[stage] + 2 * whole
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0), (0, 2, 1)])
+def test_dims_follow_a_transposition(order):
+    """What is written wrong here is still computed right, by a compiler that then moves weights."""
+    moved = Dims(2, P("model")).transposed(order)
+    assert [order[moved.shard], moved.beside[order.index(0)]] == [2, "model"]
+    assert [entry for entry in moved.beside if entry] == ["model"]
+    assert Dims(1, P(None, None, "model")).of_layer() == Dims(0, P(None, "model"))
 
 
 # What an annotation may say
