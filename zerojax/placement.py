@@ -206,11 +206,11 @@ def place(
 
 
 def _check_dim(path: str, shape: tuple[int, ...], dim: int | None, axes: Axes, beside: PartitionSpec) -> None:
-    free = dim is None or dim >= len(beside) or beside[dim] is None
-    if dim is None or (0 <= dim < len(shape) and shape[dim] % axes.num_shards == 0 and free):
+    taken = dim is not None and 0 <= dim < len(beside) and beside[dim] is not None
+    if dim is None or (0 <= dim < len(shape) and shape[dim] % axes.num_shards == 0 and not taken):
         return
     remainders = ", ".join(f"{s} % {axes.num_shards} = {s % axes.num_shards}" for s in shape) or "a scalar"
-    if not free:
+    if taken:
         remainders = f"dim {dim} is over {'x'.join(axis_names(beside[dim]))}"
     raise ValueError(
         f"placement: cannot shard {path!r} over {'x'.join(axes.shard)} in dim {dim}\n"
