@@ -1,4 +1,8 @@
-"""A GPT whose size can be chosen, for checks on programs: unrolled or scanned, with or without recomputation."""
+"""A GPT whose size can be chosen, for checks on programs: unrolled or scanned, with or without recomputation.
+
+Annotated, it is divided over a `model` axis too: columns of the first and rows of the second of two weights, heads and
+vocabulary.
+"""
 
 import dataclasses
 
@@ -6,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import zerojax
 
@@ -20,20 +25,30 @@ class Config:
     scan: bool = False
     remat: bool = False
     dtype: object = None  # of the residual stream; nnx.Embed fixes its own when it is created
+    annotated: bool = False
+
+    def over(self, *names):
+        """Metadata of a variable."""
+        return {"out_sharding": names} if self.annotated else {}
 
 
 class Block(nnx.Module):
     def __init__(self, config: Config, rngs: nnx.Rngs):
-        w = config.width
-        self.heads = config.heads
+        w, columns, rows = config.width, config.over(None, "model"), config.over("model", None)
+        self.config = config
         self.norm1, self.norm2 = nnx.LayerNorm(w, rngs=rngs), nnx.LayerNorm(w, rngs=rngs)
-        self.qkv, self.out = nnx.Linear(w, 3 * w, use_bias=False, rngs=rngs), nnx.Linear(w, w, rngs=rngs)
-        self.up, self.down = nnx.Linear(w, 4 * w, rngs=rngs), nnx.Linear(4 * w, w, rngs=rngs)
+        self.qkv = nnx.Linear(w, 3 * w, use_bias=False, kernel_metadata=columns, rngs=rngs)
+        self.out = nnx.Linear(w, w, kernel_metadata=rows, rngs=rngs)
+        self.up = nnx.Linear(w, 4 * w, kernel_metadata=columns, bias_metadata=config.over("model"), rngs=rngs)
+        self.down = nnx.Linear(4 * w, w, kernel_metadata=rows, rngs=rngs)
 
     def __call__(self, x_BSD):
         b, s, d = x_BSD.shape
-        qkv = self.qkv(self.norm1(x_BSD)).reshape(b, s, 3, self.heads, d // self.heads)
-        mixed = jax.nn.dot_product_attention(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2], is_causal=True)
+        heads = self.config.heads
+        qkv = self.qkv(self.norm1(x_BSD)).reshape(b, s, heads, 3, d // heads)
+        mixed = jax.nn.dot_product_attention(*jnp.moveaxis(qkv, -2, 0), is_causal=True)
+        if self.config.annotated:
+            mixed = jax.lax.with_sharding_constraint(mixed, P(None, None, "model"))
         x_BSD = x_BSD + self.out(mixed.reshape(b, s, d))
         return x_BSD + self.down(nnx.gelu(self.up(self.norm2(x_BSD))))
 
@@ -41,10 +56,14 @@ class Block(nnx.Module):
 class GPT(nnx.Module):
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.config = config
-        self.embed = nnx.Embed(config.vocab, config.width, dtype=config.dtype, rngs=rngs)
-        self.head = nnx.Linear(config.width, config.vocab, use_bias=False, rngs=rngs)
+        columns = config.over(None, "model")
+        self.embed = nnx.Embed(
+            config.vocab, config.width, dtype=config.dtype, embedding_metadata=config.over("model", None), rngs=rngs
+        )
+        self.head = nnx.Linear(config.width, config.vocab, use_bias=False, kernel_metadata=columns, rngs=rngs)
         if config.scan:
-            make = nnx.vmap(lambda rngs: Block(config, rngs), in_axes=0, out_axes=0)
+            metadata = {nnx.PARTITION_NAME: None}
+            make = nnx.vmap(lambda rngs: Block(config, rngs), in_axes=0, out_axes=0, transform_metadata=metadata)
             self.blocks = nnx.split_rngs(splits=config.layers)(make)(rngs)
         else:
             self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])

@@ -2,8 +2,10 @@
 one collective is written as many instructions, only what the program holds and updates in place."""
 
 import functools
+import math
 
 import gpt
+import jax
 import optax
 import pytest
 
@@ -28,15 +30,26 @@ def compiled(
     keep="everything",
     vocab=512,
     chunk_size=None,
+    model=None,
 ):
     import jax.numpy as jnp
 
-    config = gpt.Config(width=width, layers=layers, heads=8, vocab=vocab, seq=seq, scan=scan, dtype=jnp.bfloat16)
+    config = gpt.Config(
+        width=width,
+        layers=layers,
+        heads=8,
+        vocab=vocab,
+        seq=seq,
+        scan=scan,
+        dtype=jnp.bfloat16,
+        annotated=bool(model),
+    )
     loss = gpt.loss if chunk_size is None else gpt.chunked_loss(chunk_size)
-    zero = zerojax.Zero(zerojax.make_mesh(devices=targets.devices(target)), stage=stage, precision="bf16")
+    mesh = zerojax.make_mesh(devices=targets.devices(target), model=model)
+    zero = zerojax.Zero(mesh, stage=stage, precision="bf16")
     state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
     step = zero.train_step(loss, num_microbatches=k, keep=keep)
-    lowered = step.trace(state, gpt.batch_aval(config, rows * k * N)).lower(
+    lowered = step.trace(state, gpt.batch_aval(config, rows * k * zero.setup.axes.num_devices)).lower(
         lowering_platforms=("cuda" if target.startswith("h100") else "tpu",)
     )
     return state, lowered.compile()
@@ -152,3 +165,45 @@ def test_all_logits_at_once_are_held_with_their_gradient():
 @pytest.mark.parametrize(("stage", "keep"), [(3, "everything"), (3, "nothing"), (0, "everything")])
 def test_in_chunks_a_token_takes_its_activations_and_no_logits(stage, keep):
     assert bytes_per_token(CHUNK, VOCAB, stage, keep) <= LOGITS / 5
+
+
+# A model axis beside: data 4 x model 2
+
+ACTIVATION = 64 * 512 * 2  # tokens x width x bytes
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize(("stage", "k"), [(0, 1), (1, 1), (2, 4), (3, 1), (3, 4)])
+def test_a_device_moves_its_part_of_a_leaf(stage, k, scan):
+    """Nothing of a weight crosses the model axis, and over the data axis goes what it leaves on a device: half."""
+    state, program = compiled(stage, k, scan, model=2)
+    found = collectives(hlo.read(program.as_text()))
+    data, model = ([c for c in found if c.group_size == size and c.dtype == "bf16"] for size in (4, 2))
+    leaves = state.definition.leaves
+    held = lambda leaf: leaf.size // (2 if leaf.beside else 1)
+    whole = sum(held(leaf) for leaf in leaves if leaf.dim is None)  # biases over the model axis: all-reduced
+    psi = sum(map(held, leaves)) - whole
+    once = sum(held(leaf) for leaf in leaves if leaf.path.endswith(("bias", "embedding"))) - whole
+    volume = {0: 2 * psi, 1: 2 * psi, 2: (1 + k) * psi, 3: k * (3 * psi - once)}[stage]
+    volume += 2 * whole * (k if stage >= 2 else 1)
+    assert sum(c.sent_bytes for c in data) == pytest.approx(2 * volume * 3 / 4, rel=0.01)
+    assert {c.kind for c in model} == {"all-reduce"} and max(c.full_bytes for c in model) == ACTIVATION
+
+
+def test_a_block_reduces_activations_four_times_over_the_model_axis():
+    """Megatron's g after attention and after the MLP, and f before each, in a forward and a backward pass."""
+    found = {n: collectives(hlo.read(compiled(3, layers=n, model=2)[1].as_text())) for n in (4, 6)}
+    count = lambda n: sum(c.trips for c in found[n] if c.group_size == 2 and c.full_bytes == ACTIVATION)
+    assert (count(6) - count(4)) / 2 == 4
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_state_beside_a_model_axis_is_updated_in_place(stage):
+    state, program = compiled(stage, scan=True, model=2)
+    memory = program.memory_analysis()
+    held = sum(
+        math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
+        for a in jax.tree.leaves((state.params, state.master, state.opt_state))
+    )
+    assert memory.argument_size_in_bytes == pytest.approx(held, rel=0.001)
+    assert memory.alias_size_in_bytes >= 0.999 * held

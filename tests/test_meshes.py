@@ -55,7 +55,7 @@ def test_hybrid_sharding_parity(stage, k):
     got, state = train(zero, MODEL, batches(MODEL), num_microbatches=k)
     assert_close(got, reference("unused", num_microbatches=k))
     kernel = state.params["unused"]["kernel"]
-    assert kernel.sharding.shard_shape(kernel.shape) == ((16, 8) if stage == 3 else (16, 32))  # over 4 of the 8 devices
+    assert kernel.sharding.shard_shape(kernel.shape) == ((4, 32) if stage == 3 else (16, 32))  # over 4 of the 8 devices
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=FULL), pytest.param(2, marks=FULL), 3])

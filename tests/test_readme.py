@@ -18,8 +18,8 @@ def heading_above(block):
 
 
 def test_there_is_code_for_each_way_in():
-    headings = ["A Flax NNX model", "A Flax Linen model", "The low level", "A large vocabulary"]
-    assert [heading_above(block) for block in BLOCKS] == headings
+    names = ["A Flax NNX model", "A Flax Linen model", "The low level", "A large vocabulary", "Tensor parallelism"]
+    assert [heading_above(block) for block in BLOCKS] == names
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=heading_above)

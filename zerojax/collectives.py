@@ -1,7 +1,8 @@
 """The two collectives of ZeRO, for the leaves of one unit: all_gather of shards, reduce_scatter of gradients.
 
 They run inside `shard_map`, manual over the axes of `Axes`. Leaves whose full form is small travel together: they are
-packed into one buffer and moved by one collective.
+packed into one buffer and moved by one collective. Of a leaf that is divided over a `model` axis too, each device moves
+the part that it holds.
 """
 
 from __future__ import annotations
@@ -10,17 +11,20 @@ import functools
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 # Leaves up to this many bytes (in full) share a collective. A heuristic: packing copies a leaf once more in memory,
 # which for 256 KiB costs less than the ten microseconds or so that another collective takes to start.
 SMALL_LEAF_BYTES = 2**18
 
 Array = Any
+WHOLE = PartitionSpec()
 
 
 class Axes(NamedTuple):
@@ -40,6 +44,70 @@ class Axes(NamedTuple):
     def num_devices(self) -> int:
         """Devices that see different data."""
         return self.num_shards * self.num_replicas
+
+
+class Dims(NamedTuple):
+    """Which dims of a leaf are divided.
+
+    Attributes:
+        shard: the dim over the shard axes; None: every device holds all that `beside` leaves.
+        beside: what is divided over axes beside the data axes, which `shard_map` leaves to the compiler.
+    """
+
+    shard: int | None
+    beside: PartitionSpec = WHOLE
+
+    def transposed(self, order: Sequence[int]) -> Dims:
+        """Those of `lax.transpose(leaf, order)`."""
+        entries = (*self.beside, *[None] * (len(order) - len(self.beside)))
+        shard = None if self.shard is None else list(order).index(self.shard)
+        return Dims(shard, PartitionSpec(*(entries[k] for k in order)))
+
+    def of_layer(self) -> Dims:
+        """Those of `leaf[i]`, whose dim 0 is not sharded."""
+        return Dims(None if self.shard is None else self.shard - 1, PartitionSpec(*self.beside[1:]))
+
+
+Collective = Callable[[Sequence[Array], Sequence[Dims], Axes], list[Array]]
+
+
+def _on_held_parts(fn: Callable[..., Any], dims: Sequence[Dims], out_specs: Any = None) -> Callable[..., Any]:
+    """`fn(leaves)`, manual over all axes of the mesh: each device brings what it holds of the leaves.
+
+    What is left to the compiler is moved badly. XLA's partitioner hands no sharding on through an all-gather or a
+    reduce-scatter over manual axes, but gathers over the other axes first. And for CPUs it aborts on a reduction over
+    manual axes in a 16-bit dtype (the combiner that JAX writes has a sharding constraint in it, which becomes a copy).
+    Both were seen with jax 0.10.2 and 0.12.
+
+    Args:
+        fn: takes and returns a list of leaves, or returns what `out_specs` says.
+        dims: of the leaves.
+    """
+    names = jax.sharding.get_abstract_mesh().auto_axes
+    if not names:
+        return fn
+    specs = [each.beside for each in dims]
+    return jax.shard_map(
+        fn, in_specs=(specs,), out_specs=specs if out_specs is None else out_specs, axis_names={*names}, check_vma=False
+    )
+
+
+def _collective(fn: Callable[..., list[Array]]) -> Collective:
+    """From a function of the parts that devices hold and their dims over the shard axes to one of leaves."""
+
+    @functools.wraps(fn)
+    def run(leaves: Sequence[Array], dims: Sequence[Dims], axes: Axes) -> list[Array]:
+        local = lambda parts: fn(parts, [each.shard for each in dims], axes)
+        return _on_held_parts(local, dims)(list(leaves))
+
+    return run
+
+
+def axis_names(entry: Any) -> tuple[str, ...]:
+    """The axes that one entry of a PartitionSpec names."""
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _size_bytes(leaf: Array) -> int:
@@ -63,6 +131,7 @@ def _packs(
     return packs, sorted(alone)
 
 
+@_collective
 def all_gather(shards: Sequence[Array], dims: Sequence[int | None], axes: Axes) -> list[Array]:
     """The full leaves of a unit.
 
@@ -70,7 +139,8 @@ def all_gather(shards: Sequence[Array], dims: Sequence[int | None], axes: Axes) 
         shards: this device's shard of each leaf.
         dims: the sharded dim of each leaf; None for a leaf that every device holds in full.
 
-    Cost: receives (N-1)/N of the sharded leaves' full bytes; holds them in full.
+    Cost: receives (N-1)/N of the sharded leaves' full bytes; holds them in full. Of a leaf that is divided over M
+    devices beside, a 1/M of both.
     """
     if axes.num_shards == 1:
         return list(shards)
@@ -103,6 +173,7 @@ def _to_rows(leaf: Array, n: int, dim: int) -> Array:
     return jnp.moveaxis(split, dim, 0).reshape(n, -1)
 
 
+@_collective
 def reduce_scatter(grads: Sequence[Array], dims: Sequence[int | None], axes: Axes) -> list[Array]:
     """This device's shard of each gradient, summed over the shard axes. Leaves without a sharded dim are all-reduced.
 
@@ -130,14 +201,20 @@ def reduce_scatter(grads: Sequence[Array], dims: Sequence[int | None], axes: Axe
     return shards
 
 
-def all_reduce(values: Sequence[Array], axis_names: tuple[str, ...], axis_size: int) -> list[Array]:
+def all_reduce(
+    values: Sequence[Array], names: tuple[str, ...], axis_size: int, dims: Sequence[Dims] | None = None
+) -> list[Array]:
     """The sum of each value over the axes, in one collective per dtype. No collective on a single device.
+
+    Args:
+        dims: of the values, if they are leaves.
 
     Cost: sends 2(N-1)/N of the bytes.
     """
     if axis_size == 1 or not values:
         return list(values)
-    return list(lax.psum(tuple(values), axis_names))
+    local = lambda parts: list(lax.psum(tuple(parts), names))
+    return local(values) if dims is None else _on_held_parts(local, dims)(list(values))
 
 
 def device_index(axes: Axes) -> Array:
@@ -172,11 +249,16 @@ def event(values: Sequence[Array]) -> list[Array]:
     return []
 
 
-def arrivals(values: Sequence[Array], dims: Sequence[int | None], axes: Axes, *, gathered: bool) -> list[Array]:
+def arrivals(values: Sequence[Array], dims: Sequence[Dims], axes: Axes, *, gathered: bool) -> list[Array]:
     """An event for each collective that made these: the results of an `all_gather`, or else of a `reduce_scatter`."""
     if axes.num_shards == 1:
         return []
-    packs, alone = _packs(values, dims, 1 if gathered else axes.num_shards)
-    whole = [] if gathered else [i for i, dim in enumerate(dims) if dim is None]
-    first = [*alone, *(pack[0] for pack in packs), *whole[:1]]
-    return [e for i in first for e in event([values[i]])]
+
+    def local(parts: list[Array]) -> list[Array]:
+        split = [each.shard for each in dims]
+        packs, alone = _packs(parts, split, 1 if gathered else axes.num_shards)
+        whole = [] if gathered else [i for i, dim in enumerate(split) if dim is None]
+        first = [*alone, *(pack[0] for pack in packs), *whole[:1]]
+        return [e for i in first for e in event([parts[i]])]
+
+    return _on_held_parts(local, dims, out_specs=WHOLE)(list(values))

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax import collectives, models, placement
-from zerojax.collectives import Axes
+from zerojax.collectives import Axes, Dims
 from zerojax.keep import KEEP_EVERYTHING, Rules
 from zerojax.models import Output, Weighted
 from zerojax.placement import Leaf
@@ -67,8 +67,8 @@ class GradientProgram:
     prefetch: int = 1
 
     @property
-    def dims(self) -> list[int | None]:
-        return [leaf.dim for leaf in self.leaves]
+    def dims(self) -> list[Dims]:
+        return [leaf.dims for leaf in self.leaves]
 
     @property
     def trainable(self) -> list[bool]:
@@ -243,14 +243,14 @@ class GradientProgram:
             if leaf.trainable:
                 by_unit.setdefault(leaf.unit, []).append(i)
         for members in by_unit.values():
-            values = [grads[i] for i in members]
+            values, dims = [grads[i] for i in members], [self.leaves[i].dims for i in members]
             if not placement.shards_grads(self.stage):
                 values = [for_reduction(v, self.precision.reduce_dtype) for v in values]
                 if placement.shards_optimizer(self.stage):
-                    values = collectives.reduce_scatter(values, [self.leaves[i].dim for i in members], self.axes)
+                    values = collectives.reduce_scatter(values, dims, self.axes)
                 else:
-                    values = collectives.all_reduce(values, self.axes.shard, self.axes.num_shards)
-            values = collectives.all_reduce(values, self.axes.replica, self.axes.num_replicas)
+                    values = collectives.all_reduce(values, self.axes.shard, self.axes.num_shards, dims)
+            values = collectives.all_reduce(values, self.axes.replica, self.axes.num_replicas, dims)
             for i, value in zip(members, values, strict=True):
                 reduced[i] = value
         return reduced

@@ -4,7 +4,7 @@ Axes, from the outermost in:
 
     replica   outermost; model states are replicated over it (hybrid sharding: shard inside, replicate across)
     data      model states are sharded over it
-    model     innermost; ZeRO leaves it alone
+    model     innermost; ZeRO leaves it to annotations and the compiler
 """
 
 from __future__ import annotations
@@ -20,31 +20,36 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from zerojax.collectives import Axes
 
 
-def make_mesh(*, replica: int = 1, model: int = 1, devices: Sequence[Any] | int | None = None) -> Mesh | AbstractMesh:
+def make_mesh(
+    *, replica: int = 1, model: int | None = None, devices: Sequence[Any] | int | None = None
+) -> Mesh | AbstractMesh:
     """A mesh over all devices, with axes of type `AxisType.Auto`.
 
     `jax.make_mesh` makes Explicit axes by default, under which ordinary model code raises `ShardingTypeError`.
 
     Args:
         replica: size of the `replica` axis; without it (1) there is no such axis.
-        model: size of the `model` axis; likewise.
+        model: size of the `model` axis; without it (None) there is no such axis. With 1 a model that names the axis
+            runs without tensor parallelism.
         devices: the devices (by default all of all processes; also described devices of a compiler target), or their
             number, for an abstract mesh that can be planned with but not run on.
 
     Returns:
-        A mesh with axes ('replica', 'data', 'model'), those of size 1 left out except 'data'.
+        A mesh with axes ('replica', 'data', 'model'); 'replica' is left out if it has size 1, 'model' without a size.
 
     Raises:
         ValueError: the number of devices is not a multiple of replica x model.
     """
     count = devices if isinstance(devices, int) else len(jax.devices() if devices is None else devices)
-    if replica < 1 or model < 1 or count % (replica * model) or count == 0:
+    inner = 1 if model is None else model
+    if replica < 1 or inner < 1 or count % (replica * inner) or count == 0:
         raise ValueError(
-            f"make_mesh: {count} devices do not divide into replica {replica} x model {model}\n"
+            f"make_mesh: {count} devices do not divide into replica {replica} x model {inner}\n"
             f"  fix:      choose sizes whose product divides {count}"
         )
-    sizes = {"replica": replica, "data": count // (replica * model), "model": model}
-    sizes = {name: size for name, size in sizes.items() if size > 1 or name == "data"}
+    sizes = {"data": count // (replica * inner)}
+    sizes = {"replica": replica, **sizes} if replica > 1 else sizes
+    sizes = sizes if model is None else {**sizes, "model": model}
     types = (AxisType.Auto,) * len(sizes)
     if isinstance(devices, int):
         return AbstractMesh(tuple(sizes.values()), tuple(sizes), types)

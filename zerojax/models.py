@@ -1,7 +1,7 @@
 """Models as they are: Flax NNX modules, Linen variables and plain trees, seen as (parameters, other state, loss).
 
-Nothing is asked of a model. What the adapters take from Flax is its own: `nnx.split` and `nnx.merge`, and the
-collections of a Linen module.
+Nothing is asked of a model. What the adapters take from Flax is its own: `nnx.split` and `nnx.merge`, the collections
+of a Linen module, and the sharding metadata of both.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import linen as nn, nnx
+from flax.linen import spmd
+from jax.sharding import PartitionSpec
 
 from zerojax import jaxprs
 from zerojax.placement import check_arrays, path_text
@@ -64,7 +66,7 @@ class Model:
     other_after: Callable[[Any, dict[str, Any], Any], tuple[Any, dict[str, Any]]]
 
 
-def _nnx_model(module: nnx.Module) -> tuple[Model, Any, Any]:
+def _nnx_model(module: nnx.Module) -> tuple[Model, Any, Any, Any]:
     graph, params, other = nnx.split(module, nnx.Param, ...)
     tree = jax.tree.structure(params)
     pure = nnx.to_pure_dict(params)
@@ -85,10 +87,10 @@ def _nnx_model(module: nnx.Module) -> tuple[Model, Any, Any]:
             )
         return after, aux
 
-    return Model(merge, other_after), pure, other
+    return Model(merge, other_after), pure, other, nnx.to_pure_dict(nnx.get_partition_spec(params))
 
 
-def _tree_model(tree: Any) -> tuple[Model, Any, Any]:
+def _tree_model(tree: Any) -> tuple[Model, Any, Any, Any]:
     if isinstance(tree, Mapping) and "params" in tree:
         other = {name: value for name, value in tree.items() if name != "params"}
         merge = lambda params, other: {"params": params, **other}
@@ -99,34 +101,47 @@ def _tree_model(tree: Any) -> tuple[Model, Any, Any]:
     def other_after(merged: Any, aux: dict[str, Any], before: Any) -> tuple[Any, dict[str, Any]]:
         return {name: aux.get(name, before[name]) for name in before}, {k: v for k, v in aux.items() if k not in before}
 
-    return Model(merge, other_after), params, other
+    is_box = lambda leaf: isinstance(leaf, nn.meta.AxisMetadata)
+    specs = jax.tree.map(_box_spec, params, is_leaf=is_box)
+    return Model(merge, other_after), nn.meta.unbox(params), other, specs
+
+
+def _box_spec(leaf: Any) -> PartitionSpec:
+    """What the box around a Linen parameter says; names that no rule turns into an axis stand for None, as in Flax."""
+    if isinstance(leaf, nn.LogicallyPartitioned):
+        return spmd.logical_to_mesh_axes(leaf.names, leaf.rules) or PartitionSpec()
+    return leaf.get_partition_spec() if isinstance(leaf, nn.Partitioned) else PartitionSpec()
 
 
 def _paths(tree: Any) -> list[Any]:
     return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def split(created: Any) -> tuple[Model, Any, Any]:
-    """(model, parameter tree, other state) of what a user's `create_model` returned.
+def split(created: Any) -> tuple[Model, Any, Any, dict[str, PartitionSpec]]:
+    """(model, parameter tree, other state, annotations by path) of what a user's `create_model` returned.
 
     Raises:
         ValueError: a parameter that is no array.
     """
-    model, params, other = _nnx_model(created) if isinstance(created, nnx.Module) else _tree_model(created)
+    model, params, other, specs = _nnx_model(created) if isinstance(created, nnx.Module) else _tree_model(created)
     check_arrays(params)
-    return model, params, other
+    return model, params, other, {path_text(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(specs)}
 
 
 def create(create_model: Callable[..., Any], key: Array) -> Any:
-    """Calls `create_model` with what it takes: `rngs=nnx.Rngs(key)` if it names `rngs`, else the key, else nothing."""
+    """Calls `create_model` with what it takes: `rngs=nnx.Rngs(key)` if it names `rngs`, else the key, else nothing.
+
+    Annotations are read and not acted upon: without a mesh around it, Flax would refuse to.
+    """
     called = create_model.__init__ if isinstance(create_model, type) else create_model  # nnx hides a class's signature
     parameters = {name: p for name, p in inspect.signature(called).parameters.items() if name != "self"}
-    if "rngs" in parameters:
-        return create_model(rngs=nnx.Rngs(key))
     required = [
         p for p in parameters.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
-    return create_model(key) if required else create_model()
+    with nnx.use_eager_sharding(False):
+        if "rngs" in parameters:
+            return create_model(rngs=nnx.Rngs(key))
+        return create_model(key) if required else create_model()
 
 
 def normalize(result: Any) -> tuple[Weighted, dict[str, Any], bool]:

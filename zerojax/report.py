@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
-import math
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
 
 from zerojax import placement
-from zerojax.collectives import Axes
+from zerojax.annotations import spec_text
+from zerojax.collectives import Axes, axis_names
 from zerojax.placement import Leaf
 from zerojax.precision import Precision
 from zerojax.state import TrainState
@@ -27,9 +28,9 @@ class Row:
     path: str
     shape: tuple[int, ...]
     dtype: str
-    itemsize: int
     spec: str
     bytes_per_device: int
+    undivided_bytes: int  # what a device would hold if no data axis divided the leaf
     reason: str
 
 
@@ -40,7 +41,7 @@ class Explanation:
     Attributes:
         rows: one per leaf of parameters, gradients, optimizer state and model state.
         totals: category -> bytes per device.
-        formula: category -> bytes per device if every leaf were evenly divided (ZeRO, table 1).
+        formula: category -> bytes per device if every leaf were evenly divided over the data axes (ZeRO, table 1).
         replicated: rows that the stage would shard and that are whole.
     """
 
@@ -79,12 +80,14 @@ def explain(state: TrainState, axes: Axes, stage: int, precision: Precision) -> 
     """See `Zero.explain`."""
     leaves = {leaf.path: leaf for leaf in state.definition.leaves}
     mesh = jax.tree.leaves(state.params)[0].sharding.mesh
+    row = functools.partial(_row, axes)
+    gradient = functools.partial(_gradient, mesh, axes, stage, precision)
     rows = [
-        *(_row("params", path, a, leaves[path].reason) for path, a in _leaves(state.params)),
-        *(_gradient_row(leaf, mesh, axes, stage, precision) for leaf in leaves.values() if leaf.trainable),
-        *(_row("optimizer", f"master/{path}", a, leaves[path].reason) for path, a in _leaves(state.master)),
-        *(_row("optimizer", path, a, _optimizer_reason(path, a, leaves, axes)) for path, a in _leaves(state.opt_state)),
-        *(_row("model_state", path, a, "never sharded") for path, a in _leaves(state.model_state)),
+        *(row("params", path, a, leaves[path].reason) for path, a in _leaves(state.params)),
+        *(row("grads", leaf.path, gradient(leaf), leaf.reason) for leaf in leaves.values() if leaf.trainable),
+        *(row("optimizer", f"master/{path}", a, leaves[path].reason) for path, a in _leaves(state.master)),
+        *(row("optimizer", path, a, _optimizer_reason(path, a, leaves, axes)) for path, a in _leaves(state.opt_state)),
+        *(row("model_state", path, a, "never sharded") for path, a in _leaves(state.model_state)),
     ]
     shards = {
         "params": axes.num_shards if placement.shards_params(stage) else 1,
@@ -92,10 +95,9 @@ def explain(state: TrainState, axes: Axes, stage: int, precision: Precision) -> 
         "optimizer": axes.num_shards if placement.shards_optimizer(stage) else 1,
     }
     of = lambda name: [row for row in rows if row.category == name]
-    full_bytes = lambda row: math.prod(row.shape) * row.itemsize
     totals = {name: sum(row.bytes_per_device for row in of(name)) for name in _CATEGORIES}
-    formula = {name: sum(map(full_bytes, of(name))) / n for name, n in shards.items()}
-    whole = [r for r in rows if shards.get(r.category, 1) > 1 and r.bytes_per_device == full_bytes(r)]
+    formula = {name: sum(row.undivided_bytes for row in of(name)) / n for name, n in shards.items()}
+    whole = [r for r in rows if shards.get(r.category, 1) > 1 and r.bytes_per_device == r.undivided_bytes]
     return Explanation(tuple(rows), totals, formula, tuple(whole))
 
 
@@ -103,24 +105,18 @@ def _leaves(tree: Any) -> list[tuple[str, Any]]:
     return [(placement.path_text(path), a) for path, a in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def _row(category: str, path: str, aval: Any, reason: str) -> Row:
-    held = placement.shard_bytes(aval, aval.sharding)
-    return Row(
-        category, path, tuple(aval.shape), str(aval.dtype), aval.dtype.itemsize, _spec_text(aval.sharding), held, reason
-    )
+def _row(axes: Axes, category: str, path: str, aval: Any, reason: str) -> Row:
+    spec, mesh = aval.sharding.spec, aval.sharding.mesh
+    others = [[name for name in axis_names(entry) if name not in axes.data] for entry in spec]
+    undivided = NamedSharding(mesh, PartitionSpec(*(tuple(names) or None for names in others)))
+    held = placement.shard_bytes(aval, aval.sharding), placement.shard_bytes(aval, undivided)
+    return Row(category, path, tuple(aval.shape), str(aval.dtype), spec_text(spec), *held, reason)
 
 
-def _spec_text(sharding: NamedSharding) -> str:
-    return "P(" + ", ".join(map(repr, sharding.spec)) + ")"
-
-
-def _gradient_row(leaf: Leaf, mesh: Any, axes: Axes, stage: int, precision: Precision) -> Row:
+def _gradient(mesh: Any, axes: Axes, stage: int, precision: Precision, leaf: Leaf) -> jax.ShapeDtypeStruct:
     """A gradient as it is held while a step runs; at stage 1 in full, until the one reduce-scatter."""
-    spec = placement.spec(leaf.dim if placement.shards_grads(stage) else None, axes)
-    sharding = NamedSharding(mesh, spec)
-    return _row(
-        "grads", leaf.path, jax.ShapeDtypeStruct(leaf.shape, precision.reduce_dtype, sharding=sharding), leaf.reason
-    )
+    sharding = NamedSharding(mesh, leaf.spec(axes, placement.shards_grads(stage)))
+    return jax.ShapeDtypeStruct(leaf.shape, precision.reduce_dtype, sharding=sharding)
 
 
 def _optimizer_reason(path: str, aval: Any, leaves: dict[str, Leaf], axes: Axes) -> str:

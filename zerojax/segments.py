@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from zerojax import collectives, jaxprs, pipeline
-from zerojax.collectives import Axes
+from zerojax.collectives import Axes, Dims
 from zerojax.keep import Keep
 from zerojax.pipeline import Order
 from zerojax.precision import for_reduction
@@ -32,21 +32,21 @@ class Mover:
 
     Attributes:
         axes: the data axes.
-        dims: the sharded dim of each leaf, or None.
+        dims: the divided dims of each leaf.
         gathers: parameters arrive as shards and are gathered per unit (stage 3).
         scatters: gradients are reduce-scattered as they appear (stages 2 and 3).
         reduce_dtype: dtype in which gradients travel and are summed.
     """
 
     axes: Axes
-    dims: tuple[int | None, ...]
+    dims: tuple[Dims, ...]
     gathers: bool
     scatters: bool
     reduce_dtype: Any
 
-    def fetch(self, shards: Sequence[Array], dims: Sequence[int | None], order: Order, ahead: int = 0) -> list[Array]:
+    def fetch(self, shards: Sequence[Array], dims: Sequence[Dims], order: Order, ahead: int = 0) -> list[Array]:
         """Gathers what is sharded, `ahead` units before it is used."""
-        moved = [i for i, dim in enumerate(dims) if dim is not None]
+        moved = [i for i, dim in enumerate(dims) if dim.shard is not None]
         held = list(shards)
         if not self.gathers or self.axes.num_shards == 1 or not moved:
             return held
@@ -57,14 +57,15 @@ class Mover:
         order.arrived(collectives.arrivals(full, dims, self.axes, gathered=True))
         return full
 
-    def reduce(self, grads: Sequence[Array], dims: Sequence[int | None]) -> tuple[list[Array], list[Array]]:
+    def reduce(self, grads: Sequence[Array], dims: Sequence[Dims]) -> tuple[list[Array], list[Array]]:
         """(what the stage keeps of gradients, the events of their reduction)."""
         if not self.scatters:
             return list(grads), []
         shards = collectives.reduce_scatter([for_reduction(g, self.reduce_dtype) for g in grads], dims, self.axes)
         return shards, collectives.arrivals(shards, dims, self.axes, gathered=False)
 
-    def shard_shape(self, shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
+    def shard_shape(self, shape: tuple[int, ...], dims: Dims) -> tuple[int, ...]:
+        dim = dims.shard
         if dim is None or not self.scatters:
             return shape
         return (*shape[:dim], shape[dim] // self.axes.num_shards, *shape[dim + 1 :])
@@ -79,10 +80,10 @@ def _fetch_needed(
 
 
 def _reduce(
-    mover: Mover, grads: Sequence[Array], orders: Sequence[tuple[int, ...]], dims: Sequence[int | None]
+    mover: Mover, grads: Sequence[Array], orders: Sequence[tuple[int, ...]], dims: Sequence[Dims]
 ) -> tuple[list[Array], list[Array]]:
     """(reduced gradients in the shape of their leaves, events). See `Gradients` for `orders`."""
-    moved = [None if dim is None else order[dim] for dim, order in zip(dims, orders, strict=True)]
+    moved = [each.transposed(np.argsort(order).tolist()) for each, order in zip(dims, orders, strict=True)]
     reduced, events = mover.reduce(grads, moved)
     return [lax.transpose(grad, order) for grad, order in zip(reduced, orders, strict=True)], events
 
@@ -140,7 +141,7 @@ class Straight:
         return self.mover.fetch([shards[i] for i in self.segment.leaves], self.dims, order)
 
     def _computed(self, values: list[Array], order: Order) -> list[Array]:
-        if any(dim is not None for dim in self.dims):
+        if any(dim.shard is not None for dim in self.dims):
             order.computed(values)
         return values
 
@@ -164,16 +165,14 @@ class Stack:
         self.const_positions = list(range(self.scan.num_consts))
         self.carry_positions = list(range(self.scan.num_consts, first_xs))
         self.xs_positions = [k for k in range(first_xs, len(self.equation.invars)) if k not in self.views]
-        self.dims = [self._layer_dim(view) for view in self.views.values()]
+        self.dims = [self._layer_dims(view) for view in self.views.values()]
         self.view_trainable = [trainable[view.leaf] for view in self.views.values()]
         plain = [self.equation.invars[k] for k in (*self.const_positions, *self.carry_positions, *self.xs_positions)]
         self.weight_values = [a for a in dict.fromkeys(filter(jaxprs.is_var, plain)) if a in traced.weights]
         self.const_leaves = sorted(frozenset().union(*(traced.weights[v] for v in self.weight_values)))
 
-    def _layer_dim(self, view: Any) -> int | None:
-        dim = self.mover.dims[view.leaf]
-        if dim is None:
-            return None
+    def _layer_dims(self, view: Any) -> Dims:
+        dim = self.mover.dims[view.leaf].shard
         if view.order[0] == dim:
             name, shape = self.traced.unit_of[view.leaf], self.traced.leaf_vars[view.leaf].aval.shape
             raise ValueError(
@@ -181,7 +180,7 @@ class Stack:
                 f"  got:      shape {shape}, dim {dim} is both sharded and scanned over by the loss\n"
                 f"  fix:      name it in `stacked` (glob on the path), so that dim {dim} is left alone"
             )
-        return view.order.index(dim) - 1
+        return self.mover.dims[view.leaf].transposed(view.order).of_layer()
 
     def _values(self, env: dict[Any, Array], consts: dict[int, Array]) -> dict[int, Array]:
         """The operands that are no view, by position."""

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec
+from jax.sharding import PartitionSpec, use_abstract_mesh
 
 from zerojax import jaxprs, models, placement
 from zerojax.collectives import Axes
@@ -41,6 +41,10 @@ class Definition:
 
     def __hash__(self) -> int:
         return id(self)
+
+    def specs(self, axes: Axes, sharded: bool) -> Tree:
+        """A PartitionSpec for every parameter, where a stage shards what stands for it, or does not."""
+        return jax.tree.unflatten(self.tree, [leaf.spec(axes, sharded) for leaf in self.leaves])
 
     def trained(self, params: Tree) -> Tree:
         """The tree with None in place of frozen leaves: what the optimizer sees."""
@@ -92,20 +96,16 @@ class TrainState:
 
 def specs(definition: Definition, state: TrainState, stage: int, axes: Axes) -> TrainState:
     """A PartitionSpec for every leaf of a state, by the stage table."""
-    sharded = jax.tree.unflatten(definition.tree, [placement.spec(leaf.dim, axes) for leaf in definition.leaves])
     whole = lambda tree: jax.tree.map(lambda _: PartitionSpec(), tree)
-    trained = definition.trained(sharded)
+    sharded = placement.shards_optimizer(stage)
+    trained = definition.trained(definition.specs(axes, sharded))
     shapes = definition.trained(state.params)
-    if placement.shards_optimizer(stage):
-        opt = placement.optimizer_specs(definition.tx, state.opt_state, trained, shapes, axes)
-    else:
-        opt, trained = whole(state.opt_state), whole(trained)
     return TrainState(
         step=PartitionSpec(),
         skipped=PartitionSpec(),
-        params=sharded if placement.shards_params(stage) else whole(state.params),
+        params=definition.specs(axes, placement.shards_params(stage)),
         master=None if state.master is None else trained,
-        opt_state=opt,
+        opt_state=placement.optimizer_specs(definition.tx, state.opt_state, trained, shapes, axes, sharded),
         model_state=whole(state.model_state),
         key=PartitionSpec(),
         loss_scale=whole(state.loss_scale),
@@ -131,7 +131,9 @@ def build(
     held: dict[str, Any] = {}
 
     def create(key: Array) -> tuple[Tree, Tree]:
-        held["model"], params, other = models.split(models.create(create_model, jax.random.fold_in(key, 0)))
+        with use_abstract_mesh(mesh.abstract_mesh):  # Linen runs the model, which may constrain activations
+            created = models.create(create_model, jax.random.fold_in(key, 0))
+        held["model"], params, other, held["annotated"] = models.split(created)
         return cast(params, precision.param_dtype), other
 
     key = jax.random.key(seed)
@@ -140,7 +142,7 @@ def build(
     with_paths, tree = jax.tree_util.tree_flatten_with_path(params_aval)
     paths = [placement.path_text(path) for path, _ in with_paths]
     stacked = models.stacked_paths(closed, paths) if paths else frozenset()
-    leaves = placement.place(params_aval, axes, overrides, stacked)
+    leaves = placement.place(params_aval, mesh, axes, overrides, stacked, held["annotated"])
     definition = Definition(tx, held["model"], leaves, tree)
 
     def initial(key: Array) -> TrainState:

@@ -112,7 +112,8 @@ def _manual(setup: Setup, fn: Callable[..., Any], in_specs: Any, out_specs: Any)
 
 
 def _leaf_specs(setup: Setup, definition: Definition, sharded: bool) -> list[PartitionSpec]:
-    return [placement.spec(leaf.dim if sharded else None, setup.axes) for leaf in definition.leaves]
+    """What `shard_map` is told: the data axes alone. Others stay with the arrays' shardings."""
+    return [placement.data_spec(leaf.dim if sharded else None, setup.axes) for leaf in definition.leaves]
 
 
 def gradients(setup: Setup, program: GradientProgram, definition: Definition, args: Any) -> Result:
@@ -142,13 +143,13 @@ def gather_params(setup: Setup, definition: Definition, trained: Tree) -> Tree:
         full = list(shards)
         for members in units.values():
             gathered = collectives.all_gather(
-                [shards[i] for i in members], [leaves[i].dim for i in members], setup.axes
+                [shards[i] for i in members], [leaves[i].dims for i in members], setup.axes
             )
             for i, value in zip(members, gathered, strict=True):
                 full[i] = value
         return full
 
-    in_specs = ([placement.spec(leaf.dim, setup.axes) for leaf in leaves],)
+    in_specs = ([placement.data_spec(leaf.dim, setup.axes) for leaf in leaves],)
     return jax.tree.unflatten(tree, _manual(setup, local, in_specs, PartitionSpec())(values))
 
 
@@ -203,8 +204,8 @@ def apply_gradients(setup: Setup, state: TrainState, shardings: TrainState, grad
 
 
 def _optimizer_shardings(setup: Setup, definition: Definition) -> Tree:
-    specs = _leaf_specs(setup, definition, placement.shards_optimizer(setup.stage))
-    return definition.trained(jax.tree.unflatten(definition.tree, [NamedSharding(setup.mesh, s) for s in specs]))
+    specs = definition.specs(setup.axes, placement.shards_optimizer(setup.stage))
+    return placement.shardings(setup.mesh, definition.trained(specs))
 
 
 def state_shardings(state: TrainState) -> TrainState:

@@ -35,6 +35,8 @@ class Zero:
         frozen: globs of leaves that are not trained: no gradient, no optimizer state, no reduce-scatter.
         units: globs on leading parts of paths; the leaves below each match are gathered together. By default a unit
             ends at the first numbered component of the path.
+        annotations: glob on leaf paths -> PartitionSpec over other axes ('model'), which ZeRO leaves to the compiler.
+            By default a leaf's spec is what its Flax metadata says, under the logical axis rules in force at `init`.
 
     Raises:
         ValueError: an unknown stage, precision or axis.
@@ -52,13 +54,16 @@ class Zero:
         stacked: Sequence[str] = (),
         frozen: Sequence[str] = (),
         units: Sequence[str] = (),
+        annotations: Mapping[str, PartitionSpec] | None = None,
     ):
         placement.check_stage(stage)
         if replica_axes is None:
             replica_axes = tuple(name for name in ("replica",) if name in mesh.axis_names)
         axes = data_axes(mesh, tuple(shard_axes), tuple(replica_axes))
         self.setup = Setup(mesh, axes, stage, resolve(precision))
-        self.overrides = Overrides(dict(shard_dims or {}), tuple(stacked), tuple(frozen), tuple(units))
+        self.overrides = Overrides(
+            dict(shard_dims or {}), tuple(stacked), tuple(frozen), tuple(units), dict(annotations or {})
+        )
 
     def init(self, create_model: Callable[..., Any], tx: optax.GradientTransformation, seed: int = 0) -> TrainState:
         """The training state, sharded from birth: no device and no host holds it whole.
@@ -70,7 +75,7 @@ class Zero:
             seed: of the parameters. Their values do not depend on mesh or stage.
 
         Raises:
-            ValueError: no parameters, a leaf that is no array, a pattern or a dim that does not fit.
+            ValueError: no parameters, a leaf that is no array, a pattern, a dim or an annotation that does not fit.
         """
         return self._build(create_model, tx, seed)[0]()
 
@@ -171,18 +176,15 @@ class Zero:
     def shard(self, params: Any) -> Any:
         """Parameters that exist already, placed by the stage. For use with `value_and_grad`."""
         definition = self._definition(params)
-        sharded = placement.shards_params(self.setup.stage)
-        specs = [
-            placement.spec(leaf.dim, self.setup.axes) if sharded else PartitionSpec() for leaf in definition.leaves
-        ]
-        return jax.device_put(params, placement.shardings(self.setup.mesh, jax.tree.unflatten(definition.tree, specs)))
+        specs = definition.specs(self.setup.axes, placement.shards_params(self.setup.stage))
+        return jax.device_put(params, placement.shardings(self.setup.mesh, specs))
 
     def shard_batch(self, batch: Any) -> Any:
         """Host arrays (each process: its own rows) as global arrays, split over the data axes in dim 0."""
         return steps.shard_batch(self.setup, batch)
 
     def _definition(self, params: Any) -> Definition:
-        leaves = placement.place(params, self.setup.axes, self.overrides)
+        leaves = placement.place(params, self.setup.mesh, self.setup.axes, self.overrides)
         model = models.Model(lambda params, other: params, lambda merged, aux, before: (before, aux))
         return Definition(optax.identity(), model, leaves, jax.tree.structure(params))
 

@@ -1,0 +1,53 @@
+"""The GPT of gpt_nnx.py on a mesh of data 4 x model 2: tensor parallelism beside ZeRO, and the same losses.
+
+The model is not changed. What Megatron divides is said in PartitionSpecs by path: heads and hidden units by columns of
+the first weight and by rows of the second, the vocabulary of embedding and head. A model may say the same itself, in
+Flax metadata. ZeRO divides another dim of the same weights over `data`; the compiler adds what the `model` axis
+communicates: two all-reduces of activations for each block, forward and backward.
+"""
+
+from __future__ import annotations
+
+import jax
+import optax
+import text
+from gpt_nnx import GPT, loss_fn
+from jax.sharding import PartitionSpec as P
+
+import zerojax
+
+ANNOTATIONS = {  # dim 0 of the blocks' leaves counts layers
+    "blocks/qkv/kernel": P(None, None, None, "model", None),  # layers, width, qkv, heads, head
+    "blocks/out/kernel": P(None, "model", None),
+    "blocks/up/kernel": P(None, None, "model"),
+    "blocks/up/bias": P(None, "model"),
+    "blocks/down/kernel": P(None, "model", None),
+    "embed/embedding": P("model", None),
+    "head/kernel": P(None, "model"),
+}
+
+
+def train(mesh: jax.sharding.Mesh, steps: int) -> list[float]:
+    zero = zerojax.Zero(mesh, stage=3, annotations=ANNOTATIONS)
+    state = zero.init(GPT, optax.adamw(1e-3, b2=0.95), seed=0)
+    step = zero.train_step(loss_fn, clip_norm=1.0)
+    kernel = state.params["blocks"]["up"]["kernel"]
+    shard = kernel.sharding.shard_shape(kernel.shape)
+    print(f"{dict(mesh.shape)}: a device holds {shard} of {kernel.shape} of blocks/up/kernel, {kernel.sharding.spec}")
+    source, losses = text.load(), []
+    for i in range(steps):
+        state, metrics = step(state, text.batch(source, 16, 64, seed=i))
+        losses.append(float(metrics["loss"]))
+    return losses
+
+
+def main() -> None:
+    zerojax.simulate_devices(8)  # 8 devices on a CPU; delete this line where there are accelerators
+    one = train(zerojax.make_mesh(model=1, devices=jax.devices()[:1]), steps=5)
+    eight = train(zerojax.make_mesh(model=2), steps=5)
+    for i, (a, b) in enumerate(zip(one, eight, strict=True)):
+        print(f"step {i}  loss on one device {a:.6f}  on data 4 x model 2 {b:.6f}")
+
+
+if __name__ == "__main__":
+    main()

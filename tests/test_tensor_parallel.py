@@ -1,0 +1,363 @@
+"""Tensor parallelism beside ZeRO: annotated leaves are divided over a `model` axis too, and training stays the same."""
+
+import functools
+
+import flax.linen as nn
+import gpt
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import plain
+import pytest
+import traffic
+import zoo
+from flax import nnx
+from gpt import Config
+from jax.sharding import AxisType, PartitionSpec as P
+from parity import STEPS, TOLERANCES, assert_close, batches, optimizer, train
+
+import zerojax
+from zerojax import Zero
+from zerojax.collectives import Dims
+
+DATA, MODEL = 4, 2
+CONFIG = Config(width=16, layers=2, heads=2, vocab=64, seq=8, annotated=True)
+SPECS = {  # at stage 3, by the end of the path; a stacked leaf has another dim in front
+    "qkv/kernel": P("data", "model"),
+    "up/kernel": P("data", "model"),
+    "up/bias": P("model"),
+    "out/kernel": P("model", "data"),
+    "down/kernel": P("model", "data"),
+    "embed/embedding": P("model", "data"),
+    "head/kernel": P("data", "model"),
+}
+
+
+# A Linen model, with logical names for what the NNX model of gpt.py says in axes
+
+RULES = (("hidden", "model"), ("heads", "model"), ("vocab", "model"))
+lecun = nn.initializers.lecun_normal()
+
+
+def logical(*names, init=lecun):
+    return nn.with_logical_partitioning(init, names, rules=RULES)
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x_BSD, _=None):
+        b, s, w = x_BSD.shape
+        dense = functools.partial(nn.Dense, use_bias=False)
+        qkv = dense(3 * w, kernel_init=logical("embed", "heads"), name="qkv")(nn.LayerNorm()(x_BSD))
+        mixed = jax.nn.dot_product_attention(
+            *jnp.moveaxis(qkv.reshape(b, s, CONFIG.heads, 3, -1), -2, 0), is_causal=True
+        )
+        mixed = jax.lax.with_sharding_constraint(mixed, P(None, None, "model")).reshape(b, s, w)
+        x_BSD = x_BSD + dense(w, kernel_init=logical("heads", "embed"), name="out")(mixed)
+        hidden = nn.Dense(
+            4 * w, kernel_init=logical("embed", "hidden"), bias_init=logical("hidden", init=nn.zeros), name="up"
+        )(nn.LayerNorm()(x_BSD))
+        return x_BSD + dense(w, kernel_init=logical("hidden", "embed"), name="down")(nn.gelu(hidden)), None
+
+
+class LinenGPT(nn.Module):
+    """Unlike the names of a layer, those of embedding and head are axes of the mesh."""
+
+    scan: bool
+
+    @nn.compact
+    def __call__(self, tokens_BS):
+        split = lambda *names: nn.with_partitioning(lecun, names)
+        x_BSD = nn.Embed(CONFIG.vocab, CONFIG.width, embedding_init=split("model", None), name="embed")(tokens_BS)
+        if self.scan:
+            options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": CONFIG.layers}
+            blocks = nn.scan(Block, metadata_params={nn.PARTITION_NAME: None}, **options)
+            x_BSD, _ = blocks(name="blocks")(x_BSD, None)
+        else:
+            for i in range(CONFIG.layers):
+                x_BSD, _ = Block(name=f"blocks_{i}")(x_BSD)
+        return nn.Dense(CONFIG.vocab, use_bias=False, kernel_init=split(None, "model"), name="head")(x_BSD)
+
+
+def batch(seed):
+    return {"tokens": np.random.default_rng(seed).integers(0, CONFIG.vocab, (32, CONFIG.seq + 1), dtype=np.int32)}
+
+
+def nnx_model(scan):
+    config = Config(**{**vars(CONFIG), "scan": scan})
+    return zoo.Model("nnx", lambda rngs: gpt.GPT(config, rngs), gpt.loss, batch)
+
+
+def linen_model(scan):
+    module = LinenGPT(scan)
+    loss = lambda variables, batch: gpt.loss(lambda tokens: module.apply(variables, tokens), batch)
+    return zoo.Model("linen", lambda key: module.init(key, jnp.zeros((1, CONFIG.seq), jnp.int32)), loss, batch)
+
+
+MODELS = {"nnx": nnx_model, "linen": linen_model}
+
+
+# Parity
+
+
+@functools.cache
+def reference(kind, scan, precision, k):
+    """The same model on one device, on which the axis that it names has size 1."""
+    model = MODELS[kind](scan)
+    with jax.set_mesh(zerojax.make_mesh(model=1, devices=jax.devices()[:1])):
+        return plain.run(model, optimizer(), batches(model), precision=precision, num_microbatches=k, num_devices=DATA)
+
+
+@functools.cache
+def run(kind, scan, stage, precision="fp32", k=1, keep="everything"):
+    """(Zero, trajectory, last state)."""
+    model, zero = MODELS[kind](scan), Zero(zerojax.make_mesh(model=MODEL), stage, precision)
+    return zero, *train(zero, model, batches(model), num_microbatches=k, keep=keep)
+
+
+def group(kind, scan, precision, k):
+    """Tests of one group run in one process, so that they share the plain run."""
+    return f"tensor-{kind}-{scan}-{precision}-{k}"
+
+
+def cases():
+    chosen = [
+        *(("nnx", False, stage, "fp32", 1, "everything") for stage in range(4)),
+        ("linen", True, 3, "fp32", 1, "everything"),
+        ("linen", True, 3, "fp32", 4, "everything"),
+        ("linen", True, 3, "bf16", 1, "everything"),
+        ("nnx", True, 3, "fp32", 4, "nothing"),
+    ]
+    more = [
+        *(("linen", False, stage, "fp32", 1, "everything") for stage in range(4)),
+        *(("linen", True, stage, "bf16", 4, "everything") for stage in range(4)),
+        *(("nnx", True, stage, precision, 1, "nothing") for stage in range(4) for precision in ("fp32", "bf16")),
+        *(("nnx", False, stage, "fp16", 4, "everything") for stage in range(4)),
+    ]
+    for case in (*chosen, *more):
+        kind, scan, stage, precision, k, keep = case
+        name = f"{kind}-{'scanned' if scan else 'unrolled'}-stage{stage}-{precision}-k{k}-{keep}"
+        marks = [pytest.mark.xdist_group(group(kind, scan, precision, k))]
+        yield pytest.param(*case, marks=[*marks, pytest.mark.full] if case in more else marks, id=name)
+
+
+@pytest.mark.parametrize(("kind", "scan", "stage", "precision", "k", "keep"), list(cases()))
+def test_training_follows_the_plain_step(kind, scan, stage, precision, k, keep):
+    """Gradient norms among what is compared: a leaf that is divided over the model axis counts once."""
+    zero, got, state = run(kind, scan, stage, precision, k, keep)
+    assert len(got.losses) == STEPS and got.metrics[-1]["skipped"] == 0
+    assert_close(got, reference(kind, scan, precision, k), **TOLERANCES[precision])
+    norm = np.sqrt(sum(np.sum(np.square(a.astype(np.float64))) for a in got.end))
+    assert got.metrics[-1]["param_norm"] == pytest.approx(norm, rel=1e-5)
+    promised = zero.eval_init(MODELS[kind](scan).create, state.definition.tx)
+    shardings = lambda state: [a.sharding for a in jax.tree.leaves(state)]
+    assert shardings(state) == shardings(promised), "a step moved the state"
+
+
+# Where leaves live
+
+
+def abstract(stage, *, kind="nnx", scan=False, precision="bf16", **options):
+    zero = Zero(zerojax.make_mesh(model=MODEL), stage, precision, **options)
+    return zero, zero.eval_init(MODELS[kind](scan).create, optimizer())
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_the_model_axis_stays_at_every_stage(kind, scan):
+    """In parameters, master, moments; the data axis comes and goes with the stage, in another dim."""
+    for stage in range(4):
+        _, state = abstract(stage, kind=kind, scan=scan)
+        trees = {"params": (state.params, 3), "master": (state.master, 1), "mu": (state.opt_state[0].mu, 1)}
+        for name, (tree, sharded_from) in trees.items():
+            found = 0
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+                path = jax.tree_util.keystr(path, simple=True, separator="/")
+                want = next((spec for end, spec in SPECS.items() if path.endswith(end)), None)
+                if want is None:
+                    assert "model" not in str(leaf.sharding.spec)
+                    continue
+                entries = [entry if entry == "model" or stage >= sharded_from else None for entry in want]
+                entries = [None] * (scan and "blocks" in path) + entries
+                while entries[-1] is None:
+                    entries.pop()
+                assert leaf.sharding.spec == P(*entries), (stage, name, path)
+                found += 1
+            assert found == 2 + (5 if scan else 5 * CONFIG.layers)
+
+
+@pytest.mark.xdist_group(group("nnx", False, "fp32", 1))
+@pytest.mark.parametrize("stage", [0, 3])
+def test_bytes_per_device_are_those_of_the_arrays(stage):
+    zero, _, state = run("nnx", False, stage)
+    held = lambda tree: sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(tree))
+    explanation = zero.explain(state)
+    assert explanation.totals["params"] == held(state.params)
+    assert explanation.totals["optimizer"] == held(state.opt_state)
+    size = lambda leaf: 4 * leaf.size // (MODEL if leaf.beside else 1)
+    formula = sum(map(size, state.definition.leaves)) / (DATA if stage == 3 else 1)
+    assert explanation.formula["params"] == formula
+    replicated = {(row.path, row.reason) for row in explanation.replicated if row.category == "params"}
+    biases = {(f"blocks/{i}/up/bias", "replicated: dim 0 is over model") for i in range(CONFIG.layers)}
+    assert replicated == (biases if stage == 3 else set())
+    text = str(explanation)
+    assert "P('data', 'model')" in text or stage == 0
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_initial_values_do_not_depend_on_the_mesh(kind):
+    model = MODELS[kind](scan=False)
+    states = [Zero(zerojax.make_mesh(model=size), 3).init(model.create, optax.sgd(0.1)) for size in (1, 2, 8)]
+    for other in states[1:]:
+        for a, b in zip(jax.tree.leaves(states[0].params), jax.tree.leaves(other.params), strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+# What travels
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_devices_send_their_part_of_a_leaf(stage, scan):
+    """Over the data axes, in the traced step: the formulas of ZeRO, of what the model axis leaves on a device."""
+    zero, state = abstract(stage, scan=scan)
+    step = zero.train_step(gpt.loss)
+    sent = traffic.sent(traffic.of_step(step, state, batch(0)))["bfloat16"] * DATA / (DATA - 1)
+    held = lambda leaf: leaf.size // (MODEL if leaf.beside else 1)
+    whole = sum(held(leaf) for leaf in state.definition.leaves if leaf.dim is None)
+    psi = sum(map(held, state.definition.leaves)) - whole
+    once = sum(held(f) for f in state.definition.leaves if f.path.endswith(("bias", "embedding"))) - whole
+    assert whole > 0 and sent == {0: 2 * psi, 1: 2 * psi, 2: 2 * psi, 3: 3 * psi - once}[stage] + 2 * whole
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0), (0, 2, 1)])
+def test_dims_follow_a_transposition(order):
+    """What is written wrong here is still computed right, by a compiler that then moves weights."""
+    moved = Dims(2, P("model")).transposed(order)
+    assert [order[moved.shard], moved.beside[order.index(0)]] == [2, "model"]
+    assert [entry for entry in moved.beside if entry] == ["model"]
+    assert Dims(1, P(None, None, "model")).of_layer() == Dims(0, P(None, "model"))
+
+
+# What an annotation may say
+
+
+class Weight(nnx.Module):
+    def __init__(self, shape, **metadata):
+        self.w = nnx.Param(jnp.ones(shape), **metadata)
+
+
+def spec_of(create, mesh=None, **options):
+    """The spec of the only leaf at stage 3, and why."""
+    zero = Zero(mesh or zerojax.make_mesh(model=MODEL), **options)
+    state = zero.eval_init(create, optax.sgd(0.1))
+    (leaf,) = jax.tree.leaves(state.params)
+    return leaf.sharding.spec, state.definition.leaves[0].reason
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "texts"),
+    [
+        ((None, "modle"), (16, 32), ["'w' names axis 'modle': no such axis", "shape (16, 32)", "make_mesh(model=...)"]),
+        ((None, "model"), (16, 33), ["cannot divide 'w' over model in dim 1", "(16, 33)", "axis size 2; 33 % 2 = 1"]),
+        (("model", "model"), (16, 32), ["'w' names axis 'model': named twice"]),
+        ((None, None, "model"), (16, 32), ["'w' has 3 entries for 2 dims", "fix:      one entry for each dim"]),
+        (("data", "data"), (16, 32), ["'w' names axis 'data': named twice"]),
+        ((("data", "model"), None), (16, 32), ["names data axes", "ZeRO chooses a dim"]),
+        (("data", None), (15, 32), ["cannot shard 'w' over data in dim 0", "15 % 4 = 3"]),
+    ],
+)
+def test_an_annotation_that_does_not_fit_is_refused(spec, shape, texts):
+    with pytest.raises(ValueError, match="placement: ") as error:
+        spec_of(lambda rngs: Weight(shape, out_sharding=spec))
+    for text in (*texts, "got:", "fix:"):
+        assert text in str(error.value)
+
+
+def test_an_axis_must_be_there_and_auto():
+    create = lambda rngs: Weight((16, 32), out_sharding=(None, "model"))
+    with pytest.raises(ValueError, match="no such axis"):
+        spec_of(create, zerojax.make_mesh())
+    assert spec_of(create, zerojax.make_mesh(model=1)) == (P("data"), "first divisible dim")
+    explicit = jax.make_mesh((DATA, MODEL), ("data", "model"), (AxisType.Auto, AxisType.Explicit))
+    with pytest.raises(ValueError, match=r"'model': of type AxisType\.Explicit"):
+        spec_of(create, explicit)
+
+
+def test_data_takes_the_first_dim_that_is_left():
+    of = lambda shape, *names, **options: spec_of(lambda rngs: Weight(shape, out_sharding=names), **options)
+    assert of((16, 32), None, "model") == (P("data", "model"), "first divisible dim")
+    assert of((6, 8, 32), None, None, "model") == (P(None, "data", "model"), "first divisible dim")
+    assert of((6, 32), None, "model") == (P(None, "model"), "replicated: 6 % 4 = 2, dim 1 is over model")
+    assert of((4, 32), "data", None) == (P("data"), "annotation")
+    assert of((8, 8, 32), "data", "model") == (P("data", "model"), "annotation")
+    assert of((8, 8, 32), "data", "model", shard_dims={"w": 2}) == (P(None, "model", "data"), "override 'w'")
+    with pytest.raises(ValueError, match="dim 1 is over model"):
+        of((16, 32), None, "model", shard_dims={"w": 1})
+
+
+def stack(**transform):
+    @nnx.vmap(in_axes=0, out_axes=0, **transform)
+    def create(rngs):
+        module = Weight((8, 16), out_sharding=(None, "model"))
+        module.w[...] = jax.random.normal(rngs.params(), (8, 16))
+        return module
+
+    return lambda rngs: nnx.split_rngs(splits=4)(create)(rngs)
+
+
+def test_a_stacked_leaf_needs_an_entry_for_its_layers():
+    """Without it the annotation of one layer would be taken for that of the stack, one dim too early."""
+    assert spec_of(stack(transform_metadata={nnx.PARTITION_NAME: None}))[0] == P(None, "data", "model")
+    with pytest.raises(ValueError, match="'w' has 2 entries for 3 dims") as error:
+        spec_of(stack())
+    assert "transform_metadata={nnx.PARTITION_NAME: None}" in str(error.value)
+    with pytest.raises(ValueError, match="dim 0 counts layers"):
+        spec_of(stack(transform_metadata={nnx.PARTITION_NAME: "model"}), annotations={"w": P("model", None, None)})
+
+
+def test_logical_names_are_read_under_the_rules_in_force():
+    """As Flax reads them: NNX takes a name without a rule for an axis, Linen leaves its dim whole."""
+    create_nnx = lambda rngs: Weight((16, 32), out_sharding=("embed", "hidden"))
+    create_linen = lambda key: {"w": nn.LogicallyPartitioned(jnp.ones((16, 32)), ("embed", "hidden"))}
+    with nn.logical_axis_rules((("hidden", "model"), ("embed", None))):
+        assert spec_of(create_nnx)[0] == spec_of(create_linen)[0] == P("data", "model")
+    with pytest.raises(ValueError, match="names axis 'embed': no such axis"):
+        spec_of(create_nnx)
+    assert spec_of(create_linen)[0] == P("data")
+
+
+def test_the_old_name_of_the_metadata_is_read():
+    with pytest.warns(DeprecationWarning):
+        assert spec_of(lambda rngs: Weight((16, 32), sharding=(None, "model")))[0] == P("data", "model")
+
+
+def test_annotations_of_a_plain_tree_are_given_by_path():
+    """And serve the low level: the gradient is that of one device, placed like the parameters."""
+    rng = np.random.default_rng(0)
+    params = {"in": rng.standard_normal((8, 16), np.float32), "out": rng.standard_normal((16, 8), np.float32)}
+    x = rng.standard_normal((32, 8), np.float32)
+    loss = lambda params, x: jnp.mean((jnp.tanh(x @ params["in"]) @ params["out"] - x) ** 2)
+    annotations = {"in": P(None, "model"), "o*": P("model", None)}
+    zero = Zero(zerojax.make_mesh(model=MODEL), annotations=annotations)
+    sharded = zero.shard(params)
+    specs = {"in": P("data", "model"), "out": P("model", "data")}
+    assert {name: leaf.sharding.spec for name, leaf in sharded.items()} == specs
+    value, grads = jax.jit(zero.value_and_grad(loss))(sharded, *zero.shard_batch((x,)))
+    want_value, want = jax.value_and_grad(loss)(params, x)
+    np.testing.assert_allclose(value, want_value, rtol=1e-5)
+    for name, grad in grads.items():
+        np.testing.assert_allclose(grad, want[name], rtol=1e-4, atol=1e-6)
+        assert grad.sharding.spec == specs[name]
+    with pytest.raises(ValueError, match="'no/such' matches no"):
+        spec_of(lambda: {"w": jnp.ones((8, 8))}, annotations={"no/such": P("model")})
+
+
+@pytest.mark.xdist_group(group("nnx", True, "fp32", 4))
+def test_hybrid_sharding_beside_a_model_axis():
+    model, zero = nnx_model(scan=True), Zero(zerojax.make_mesh(replica=2, model=2), 3)
+    got, state = train(zero, model, batches(model), num_microbatches=4)
+    assert_close(got, reference("nnx", True, "fp32", 4))
+    kernel = state.params["blocks"]["up"]["kernel"]
+    assert kernel.sharding.shard_shape(kernel.shape) == (CONFIG.layers, 8, 32)

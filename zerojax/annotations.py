@@ -1,0 +1,104 @@
+"""Annotations: what a model says of its leaves, as PartitionSpecs that name mesh axes.
+
+A weight of tensor parallelism is divided over a `model` axis as its annotation says, and by ZeRO over the data axes, in
+another dim. An annotation that names data axes says in which.
+
+Source: ZeRO section 1, which combines P_os+g with Megatron's tensor parallelism.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from jax.sharding import AxisType, PartitionSpec
+
+from zerojax.collectives import Axes, axis_names
+
+Names = list[tuple[str, ...]]
+
+
+def read(
+    path: str, shape: tuple[int, ...], annotation: PartitionSpec, stacked: bool, mesh: Any, axes: Axes
+) -> tuple[PartitionSpec, int | None]:
+    """Checks the annotation of a leaf.
+
+    Args:
+        path, shape: of the leaf.
+        annotation: an entry per dim: None, an axis or a tuple of axes.
+        stacked: whether dim 0 counts layers.
+        mesh: its axes have names, sizes and types.
+        axes: the data axes.
+
+    Returns:
+        (the annotation without data axes and axes of size 1; the dim at which it names data axes, or None).
+
+    Raises:
+        ValueError: more entries than dims, or for a stacked leaf fewer; an axis that the mesh does not have, that is
+            not Auto or that is named twice; data axes at several dims, or beside others at one; a dim that its axes do
+            not divide, or that counts layers.
+    """
+    text = f"shape {shape}, annotation {spec_text(annotation)}"
+    entries: Names = [axis_names(entry) for entry in annotation]
+    if len(entries) > len(shape) or (stacked and any(entries) and len(entries) < len(shape)):
+        raise ValueError(
+            f"placement: the annotation of {path!r} has {len(entries)} entries for {len(shape)} dims\n"
+            f"  got:      {text}\n"
+            f"  fix:      one entry for each dim{_LAYER_ENTRY if stacked else ''}"
+        )
+    _check_axes(path, entries, mesh, text)
+    dim = _data_dim(path, entries, axes, text)
+    if dim is not None:
+        entries[dim] = ()
+    for d, names in enumerate(entries):
+        size = math.prod(mesh.shape[name] for name in names)
+        counts_layers = stacked and d == 0 and bool(names)
+        if counts_layers or shape[d] % size:
+            why = "dim 0 counts layers" if counts_layers else f"{shape[d]} % {size} = {shape[d] % size}"
+            raise ValueError(
+                f"placement: cannot divide {path!r} over {'x'.join(names)} in dim {d}\n"
+                f"  got:      {text}, axis size {size}; {why}\n"
+                f"  fix:      None at dim {d} of its annotation, or another shape"
+            )
+    divided = [tuple(name for name in names if mesh.shape[name] > 1) for names in entries]
+    while divided and not divided[-1]:
+        divided.pop()
+    return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in divided)), dim
+
+
+_LAYER_ENTRY = (
+    ", None for that of the layers: transform_metadata={nnx.PARTITION_NAME: None} in nnx.vmap and nnx.scan, "
+    "metadata_params={nn.PARTITION_NAME: None} in nn.scan and nn.vmap"
+)
+
+
+def _check_axes(path: str, entries: Names, mesh: Any, text: str) -> None:
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    for name, count in Counter(name for names in entries for name in names).items():
+        if name in types and types[name] == AxisType.Auto and count == 1:
+            continue
+        what = "no such axis" if name not in types else "named twice" if count > 1 else f"of type {types[name]}"
+        raise ValueError(
+            f"placement: the annotation of {path!r} names axis {name!r}: {what}\n"
+            f"  got:      {text}, axes {dict(mesh.shape)}\n"
+            f"  fix:      axes of the mesh, of type Auto (zerojax.make_mesh(model=...)), each once; for logical names, "
+            f"rules that are in force when the state is created"
+        )
+
+
+def _data_dim(path: str, entries: Sequence[tuple[str, ...]], axes: Axes, text: str) -> int | None:
+    """The dim at which an annotation names data axes."""
+    found = [d for d, names in enumerate(entries) if set(names) & set(axes.data)]
+    if len(found) > 1 or any(not set(entries[d]) <= set(axes.data) for d in found):
+        raise ValueError(
+            f"placement: the annotation of {path!r} names data axes at several dims, or beside others at one\n"
+            f"  got:      {text}, data axes {axes.data}\n"
+            f"  fix:      leave the data axes out: ZeRO chooses a dim for them"
+        )
+    return found[0] if found else None
+
+
+def spec_text(spec: PartitionSpec) -> str:
+    return "P(" + ", ".join(map(repr, spec)) + ")"
