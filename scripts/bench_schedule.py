@@ -57,13 +57,9 @@ def arguments():
     parser.add_argument("--rows", type=int, default=2, help="sequences on each device (default %(default)s)")
     parser.add_argument("--vocab", type=int, default=32768)
     parser.add_argument("--keep", choices=["nothing", "dots", "everything"], default="nothing")
+    parser.add_argument("--prefetch", type=int, default=1, help="units gathered ahead, in ours (default %(default)s)")
     parser.add_argument("--unrolled", action="store_true", help="a list of layers instead of a scanned stack")
     return parser.parse_args()
-
-
-def schedule(args):
-    """(what our `train_step` is asked for, units that it gathers ahead)."""
-    return {"keep": args.keep}, 1 if args.unrolled else 0
 
 
 def main():
@@ -135,7 +131,7 @@ def ours(config, args, devices):
 
     zero = zerojax.Zero(zerojax.make_mesh(devices=devices), stage=3, precision="bf16")
     state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
-    step = zero.train_step(gpt.loss, **schedule(args)[0])
+    step = zero.train_step(gpt.loss, keep=args.keep, prefetch=args.prefetch)
     return step.trace(state, gpt.batch_aval(config, args.rows * len(devices)))
 
 
@@ -163,7 +159,7 @@ def plain(form, config, args, devices):
         dims = [d for d in range(int(stacked), a.ndim) if a.shape[d] % mesh.size == 0]
         if form != "plain" or not dims:
             return shard()
-        return shard(*[None] * max(dims, key=lambda d: a.shape[d]), "data")
+        return shard(*[None] * dims[0], "data")
 
     avals = jax.eval_shape(init)
     shardings = jax.tree.map(place, avals)
@@ -252,7 +248,7 @@ def memory_terms(form, config, args, num_devices, psi, unit, activations):
     """The terms of the bound, in bytes. Their formulas hold for checkpoints of the inputs of layers alone."""
     sharded = form in ("ours", "plain")
     num_shards = num_devices if sharded else 1
-    ahead = schedule(args)[1] if form == "ours" else 0
+    ahead = args.prefetch if form == "ours" else 0
     return {
         "state_bytes": 14 * psi / num_shards,
         "gradients_bytes": 2 * psi / num_shards,

@@ -11,7 +11,7 @@ import pytest
 
 import zerojax
 from zerojax import Keep, hlo, targets
-from zerojax.compiled import collectives
+from zerojax.compiled import collectives, moves_in_loops
 
 pytestmark = pytest.mark.aot
 N = 8
@@ -85,6 +85,16 @@ def test_scanned_layers_are_gathered_and_scattered_in_their_loops():
     assert {c.kind for c in looped} == {"all-gather", "reduce-scatter"}
     block = sum(leaf.size for leaf in leaves if leaf.path.startswith("blocks")) / layers
     assert all(c.full_bytes <= 2 * block for c in looped)
+
+
+def test_loops_hide_what_they_send_and_copy_none_of_it():
+    """With layers of a size that is trained: 4096 wide, 4096 tokens on a device."""
+    width, layers = 4096, 8
+    program = hlo.read(compiled(3, scan=True, width=width, layers=layers, seq=2048, rows=2, keep=Keep())[1].as_text())
+    looped = [c for c in collectives(program) if c.looped]
+    assert sum(c.sent_bytes for c in looped) > 0.5 * sum(c.sent_bytes for c in collectives(program))
+    assert not [c for c in looped if c.exposed]
+    assert not [move for move in moves_in_loops(program, 2 * width * width // N) if move.op == "copy"]
 
 
 @pytest.mark.parametrize(("stage", "target"), [(1, "h100:8"), (2, "h100:8"), (3, "h100:8"), (3, "v5e:2x4")])

@@ -68,7 +68,7 @@ def test_contract(name, stage):
     assert_close(got, expected(name))
     assert jax.tree.leaves(jax.tree.map(lambda a: a.sharding, state)) == jax.tree.leaves(placed)
     whole = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.shape == (16, 32)]
-    assert all(leaf.sharding.shard_shape(leaf.shape) == (16, 4) for leaf in whole)
+    assert all(leaf.sharding.shard_shape(leaf.shape) == (2, 32) for leaf in whole)
 
 
 def test_an_injected_learning_rate_is_reported():

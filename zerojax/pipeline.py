@@ -161,7 +161,6 @@ def _stack_of(like: Any, length: int) -> Array:
     """Room for `length` values, in the memory where `like` is."""
     if jnp.issubdtype(like.dtype, jax.dtypes.extended):  # PRNG keys
         return jnp.broadcast_to(like, (length, *like.shape))
-    zero = jnp.zeros((), like.dtype)
-    if jax.typeof(like).memory_space is jax.memory.Space.Host:
-        zero = jax.device_put(zero, jax.memory.Space.Host)
-    return lax.broadcast(zero, (length, *like.shape))
+    stack = jnp.zeros((length, *like.shape), like.dtype)
+    on_host = jax.typeof(like).memory_space is jax.memory.Space.Host
+    return jax.device_put(stack, jax.memory.Space.Host) if on_host else stack
