@@ -31,8 +31,8 @@ def expected(name):
 @pytest.mark.parametrize(("mesh", "stage"), PLACES)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(f"init-{name}")) for name in MODELS])
 def test_values_do_not_depend_on_mesh_or_stage(name, mesh, stage, monkeypatch):
-    """They are those of the model created whole, on one device. Compiled with optimisations, as for a user: without any,
-    the last bit of a normal number differs between a loop over one element and one over several."""
+    """They are those of the model created whole, on one device. Compiled with optimisations, as for a user: without
+    any, the last bit of a normal number differs between a loop over one element and one over several."""
     monkeypatch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1}))
     state = Zero(MESHES[mesh](), stage).init(zoo.ZOO[name].create, optimizer(), seed=5)
     got, want = numbers((state.params, state.model_state)), expected(name)
