@@ -12,4 +12,9 @@ def equations(jaxpr):
 
 
 def count(jaxpr, primitive):
-    return sum(equation.primitive.name == primitive for equation in equations(jaxpr))
+    """How often a primitive runs; what a scan holds, as often as it has iterations."""
+    total = 0
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        trips = equation.params["length"] if equation.primitive.name == "scan" else 1
+        total += (equation.primitive.name == primitive) + trips * sum(count(s, primitive) for s in sub_jaxprs(equation))
+    return total

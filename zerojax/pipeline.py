@@ -14,7 +14,7 @@ has arrived. (Without the last, compilers merge what comes before two gathers, a
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,55 +61,95 @@ class Order:
         self._done[-1] = self._done[-1] + events
 
 
+class Plan(NamedTuple):
+    """How a scan over layers is cut: `front` layers, `loops` iterations of `group` layers, `back` layers.
+
+    Attributes:
+        ahead: layers that are gathered ahead.
+    """
+
+    front: int
+    loops: int
+    group: int
+    back: int
+    ahead: int
+
+    @classmethod
+    def of(cls, length: int, ahead: int, late: bool) -> Plan:
+        """`late`: gradients are reduced beside the layer that follows."""
+        if not ahead and not late:
+            return cls(0, length, 1, 0, 0)
+        outside = max(ahead, 1)
+        group = outside + 1
+        loops = (length - 2 * outside) // group
+        if loops < 2:
+            return cls(length, 0, group, 0, ahead)
+        return cls(outside, loops, group, length - outside - loops * group, ahead)
+
+    @property
+    def length(self) -> int:
+        return self.front + self.loops * self.group + self.back
+
+
+class Kept(NamedTuple):
+    """What layers keep for the backward pass, by the places where the forward pass made it.
+
+    Each is handed on from where it was made to where it is used. In one stack, the compiler would lay it out in one way
+    for the loop and in another for the layers outside, and copy all of it in between.
+    """
+
+    front: list[Tree]
+    loop: list[Tree]  # per layer of a group, stacked over iterations
+    back: list[Tree]
+
+    def mirrored(self) -> Kept:
+        return Kept(self.back[::-1], self.loop[::-1], self.front[::-1])
+
+
 def scan(
-    layer: Callable[[Tree, Carry, Tree], tuple[Carry, Tree, Tree]],
+    layer: Callable[[Tree, Carry, Tree, Tree], tuple[Carry, Tree, Tree, Tree]],
     fetch: Callable[[Tree, int, Order], Tree],
     reduce: Callable[[Tree], tuple[list[Array], list[Array]]],
     init: Carry,
     shards: Tree,
     xs: Tree,
+    kept: Kept | None,
     *,
-    length: int,
+    plan: Plan,
     reverse: bool,
-    ahead: int,
-    late: bool,
     order: Order,
-) -> tuple[Carry, Tree, list[Array]]:
+) -> tuple[Carry, Tree, Kept, list[Array]]:
     """`lax.scan` over layers, with their weights gathered ahead and their gradients reduced one layer later.
 
     What is gathered or not yet reduced crosses from one iteration of the compiled loop into the next. A loop of one
     layer would have to copy it, since the next exists before this one is used up. In a loop of `ahead + 1` layers each
-    buffer is handed on to a layer that starts after its last reader. The first layer and the last ones stand outside
-    the loop, so that nothing is gathered in vain.
+    buffer is handed on to a layer that starts after its last reader. The first and the last layers stand outside the
+    loop, so that nothing is gathered in vain.
 
     Args:
-        layer: `layer(weights, (flow, rest), x) -> ((flow, rest), y, gradients)`. `flow` are the floating arrays that
-            the next layer computes from, `rest` all else that is carried.
+        layer: `layer(weights, (flow, rest), x, kept) -> ((flow, rest), y, keep, gradients)`. `flow` are the floating
+            arrays that the next layer computes from, `rest` all else that is carried.
         fetch: `fetch(shards of a layer, ahead, order)` gathers its weights.
         reduce: `reduce(gradients) -> (their shards, events)`.
         init: (flow, rest) before the first layer.
         shards, xs: arrays whose dim 0 counts layers.
-        length: number of layers.
+        kept: in a backward pass, what the forward pass returned. Layers are visited in the opposite order.
+        plan: of the forward pass.
         reverse: from the last layer to the first.
-        ahead: layers that are gathered ahead.
-        late: whether gradients are reduced beside the layer that follows.
         order: the events before the scan. Those of its layers are added.
 
     Returns:
-        (flow, rest) after the last layer, the stacked y, the stacked reduced gradients.
+        (flow, rest) after the last layer, the stacked y, what layers keep, the stacked reduced gradients.
 
     Cost: compiles up to 3 * ahead + 3 layers instead of one.
     """
-    if not ahead and not late:
-
-        def alone(carry: Carry, slices: Any) -> tuple[Carry, Any]:
-            carry, y, grads = layer(fetch(slices[0], 0, Order(0, [])), carry, slices[1])
-            return carry, (y, reduce(grads)[0])
-
-        carry, (ys, reduced) = lax.scan(alone, init, (shards, xs), length=length, reverse=reverse)
-        order.computed(carry[0])
-        return carry, ys, reduced
-
+    length, ahead, group = plan.length, plan.ahead, plan.group
+    if group == 1:
+        return _scan_alone(layer, fetch, reduce, init, shards, xs, kept, length, reverse, order)
+    front, loops, back = plan.front, plan.loops, plan.back
+    given = Kept([None] * front, [None] * group, [None] * back)
+    if kept is not None:
+        front, back, given = back, front, kept.mirrored()
     index = lambda turn: length - 1 - turn if reverse else turn
     of = lambda tree, turn: jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index(turn), keepdims=False), tree)
     put = lambda stacked, values, turn: jax.tree.map(
@@ -117,50 +157,75 @@ def scan(
     )
     gather = lambda turn, ahead, order: fetch(of(shards, turn), ahead, order)
 
-    def turns(first: Any, count: int, gathers: int, state: Any, order: Order) -> Any:
-        """`count` layers from turn `first` on; the first `gathers` of them gather for later ones."""
+    def turns(first: Any, count: int, gathers: int, state: Any, given: list[Tree], order: Order) -> Any:
+        """`count` layers from turn `first` on, of which the first `gathers` gather; also what they keep."""
         carry, queue, grads, ys, reduced = state
         waits: list[Array] = []
+        keep = []
         for i in range(count):
-            carry = after(carry[0], waits), carry[1]  # no gradient is made before the last but one is reduced
-            grad_shards, waits = reduce(grads)
-            reduced = put(reduced, grad_shards, first + i - 1)
-            order.reduced(waits)
+            if grads is not None:
+                carry = after(carry[0], waits), carry[1]  # no gradient is made before the last but one is reduced
+                grad_shards, waits = reduce(grads)
+                reduced = put(reduced, grad_shards, first + i - 1)
+                order.reduced(waits)
             if i < gathers:
                 queue = [*queue, gather(first + i + ahead, ahead, order)]
-            carry, y, grads = layer(queue[0], carry, of(xs, first + i))
+            carry, y, keeps, grads = layer(queue[0], carry, of(xs, first + i), given[i])
             order.computed(carry[0])
+            if ys is None:
+                ys = jax.tree.map(lambda value: _stack_of(value, length), y)
+                shapes = jax.eval_shape(lambda grads: reduce(grads)[0], grads)
+                reduced = [_stack_of(shape, length) for shape in shapes]
             queue, ys = queue[1:], put(ys, y, first + i)
-        return carry, queue, grads, ys, reduced
+            keep.append(keeps)
+        return (carry, queue, grads, ys, reduced), keep
 
-    queue = [gather(turn, turn, order) for turn in range(min(ahead + 1, length))]
-    carry, y, grads = layer(queue[0], init, of(xs, 0))
-    order.computed(carry[0])
-    ys = put(jax.tree.map(lambda value: _stack_of(value, length), y), y, 0)
-    reduced = [_stack_of(value, length) for value in jax.eval_shape(lambda grads: reduce(grads)[0], grads)]
-    state, first = (carry, queue[1:], grads, ys, reduced), 1
+    state: Any = (init, [gather(turn, turn, order) for turn in range(min(ahead, length))], None, None, None)
+    state, front_keep = turns(0, front, length - ahead, state, given.front, order)
+    loop_keep: list[Tree] = [None] * group
+    if loops:
 
-    group = max(ahead, 1) + 1
-    loops = (length - 1 - ahead) // group
-    if loops > 1:
+        def body(state: Any, slices: Any) -> Any:
+            i, given = slices
+            return turns(front + i * group, group, group, state, given, Order(order.depth, event(state[0][0])))
 
-        def body(state: Any, i: Array) -> Any:
-            return turns(1 + i * group, group, group, state, Order(order.depth, event(state[0][0]))), None
-
-        state, _ = lax.scan(body, state, jnp.arange(loops))
+        iterations = jnp.arange(loops) if kept is None else jnp.arange(loops)[::-1]
+        state, loop_keep = lax.scan(body, state, (iterations, given.loop), reverse=kept is not None)
         order.restart(event(state[0][0]))
-        first += loops * group
-    count = length - first
-    carry, _, grads, ys, reduced = turns(first, count, count - ahead, state, order)
+    state, back_keep = turns(length - back, back, back - ahead, state, given.back, order)
+    carry, _, grads, ys, reduced = state
     grad_shards, waits = reduce(grads)
     order.reduced(waits)
-    return carry, ys, put(reduced, grad_shards, length - 1)
+    return carry, ys, Kept(front_keep, loop_keep, back_keep), put(reduced, grad_shards, length - 1)
+
+
+def _scan_alone(
+    layer: Any,
+    fetch: Any,
+    reduce: Any,
+    init: Carry,
+    shards: Tree,
+    xs: Tree,
+    kept: Kept | None,
+    length: int,
+    reverse: bool,
+    order: Order,
+) -> tuple[Carry, Tree, Kept, list[Array]]:
+    """Layer by layer: gathered, computed and reduced in one iteration."""
+
+    def body(carry: Carry, slices: Any) -> tuple[Carry, Any]:
+        shards, x, given = slices
+        carry, y, keep, grads = layer(fetch(shards, 0, Order(0, [])), carry, x, given)
+        return carry, (y, keep, reduce(grads)[0])
+
+    slices = shards, xs, None if kept is None else kept.loop[0]
+    carry, (ys, keep, reduced) = lax.scan(body, init, slices, length=length, reverse=reverse)
+    order.computed(carry[0])
+    return carry, ys, Kept([], [keep], []), reduced
 
 
 def _stack_of(like: Any, length: int) -> Array:
-    """Room for `length` values, in the memory where `like` is."""
+    """Room for `length` values."""
     if jnp.issubdtype(like.dtype, jax.dtypes.extended):  # PRNG keys
         return jnp.broadcast_to(like, (length, *like.shape))
-    stack = jnp.zeros((length, *like.shape), like.dtype)
-    on_host = jax.typeof(like).memory_space is jax.memory.Space.Host
-    return jax.device_put(stack, jax.memory.Space.Host) if on_host else stack
+    return jnp.zeros((length, *like.shape), like.dtype)

@@ -18,7 +18,7 @@ from jax import lax
 from zerojax import collectives, jaxprs, pipeline
 from zerojax.collectives import Axes, Dims
 from zerojax.keep import Keep
-from zerojax.pipeline import Order
+from zerojax.pipeline import Order, Plan
 from zerojax.precision import for_reduction
 from zerojax.regather import Regather, is_differentiable, merge, select
 from zerojax.units import Segment, TracedLoss
@@ -250,25 +250,30 @@ class Stack:
         floating = [is_differentiable(self.equation.invars[k].aval) for k in self.carry_positions]
         split = lambda carry: (select(carry, floating), select(carry, [not flag for flag in floating]))
 
-        def layer(weights: Any, carry: Any, xs: Any) -> Any:
+        def layer(weights: Any, carry: Any, xs: Any, kept: Any) -> Any:
             out, extra = step(weights, fixed, [*merge(floating, *carry), *xs])
-            return split(list(out[:num_carry])), (list(out[num_carry:]), extra), []
+            return split(list(out[:num_carry])), list(out[num_carry:]), extra, []
 
-        carry, (ys, extra), _ = pipeline.scan(
+        carry, ys, extra, _ = pipeline.scan(
             layer,
             lambda shards, ahead, order: self.mover.fetch(shards, self.dims, order, ahead),
             lambda grads: (grads, []),
             split([values[k] for k in self.carry_positions]),
             self._stacked_shards(shards),
             [values[k] for k in self.xs_positions],
-            length=self.scan.length,
+            None,
+            plan=self._plan(order),
             reverse=self.scan.reverse,
-            ahead=order.depth if self.mover.gathers and self.mover.axes.num_shards > 1 else 0,
-            late=False,
             order=order,
         )
         out = dict(zip(self.equation.outvars, [*merge(floating, *carry), *ys], strict=True))
         return [out[v] for v in self.segment.outputs], extra
+
+    def _plan(self, order: Order) -> Plan:
+        """The same for the forward and for the backward pass: one uses what the other keeps."""
+        moves = order.depth > 0 and self.mover.axes.num_shards > 1
+        ahead = order.depth if moves and self.mover.gathers else 0
+        return Plan.of(self.scan.length, ahead, late=moves and self.mover.scatters)
 
     def evaluate(self, shards: dict[int, Array], data: Sequence[Array], order: Order) -> list[Array]:
         return self._run(lambda w, f, d: (self.primal(w, f, d), ()), shards, data, order)[0]
@@ -293,16 +298,14 @@ class Stack:
         num_carry_grads = len(carry_grads)
         orders: list[tuple[int, ...]] = []  # of the gradients; the same in every layer
 
-        def layer(weights: Any, carry: Any, slices: Any) -> Any:
+        def layer(weights: Any, carry: Any, ys_grads: Any, kept: Any) -> Any:
             carry_grads, fixed_grads = carry
-            kept, ys_grads = slices
             grads = self.regather.backward(weights, fixed, kept, [*carry_grads, *ys_grads])
             orders[:] = grads.orders
             fixed_grads = [a + b for a, b in zip(fixed_grads, grads.fixed, strict=True)]
-            return (grads.data[:num_carry_grads], fixed_grads), grads.data[num_carry_grads:], grads.weights
+            return (grads.data[:num_carry_grads], fixed_grads), grads.data[num_carry_grads:], [], grads.weights
 
-        moves = self.mover.axes.num_shards > 1
-        (carry_grads, fixed_grads), xs_grads, layer_grads = pipeline.scan(
+        (carry_grads, fixed_grads), xs_grads, _, layer_grads = pipeline.scan(
             layer,
             lambda shards, ahead, order: _fetch_needed(
                 self.mover, shards, self.dims, self.regather.needed, order, ahead
@@ -310,11 +313,10 @@ class Stack:
             lambda grads: _reduce(self.mover, grads, orders, select(self.dims, self.view_trainable)),
             (carry_grads, [jnp.zeros(a.shape, a.dtype) for a in select(fixed, self.fixed_wanted)]),
             self._stacked_shards(shards),
-            (kept, ys_grads),
-            length=self.scan.length,
+            ys_grads,
+            kept,
+            plan=self._plan(order),
             reverse=not self.scan.reverse,
-            ahead=order.depth if self.mover.gathers and moves else 0,
-            late=order.depth > 0 and self.mover.scatters and moves,
             order=order,
         )
         operand_grads = dict(zip(select(self.const_positions, self.fixed_wanted), fixed_grads, strict=True))
