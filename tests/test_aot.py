@@ -133,9 +133,9 @@ def test_peak_holds_two_gathered_units(scan):
 CHECKPOINT = 512 * 1024 * 2  # tokens x width x bytes of a layer's input
 
 
-def slopes(keep, few=8, many=16):
-    """Bytes that one more scanned layer takes: (on the device, in host memory)."""
-    programs = [compiled(3, scan=True, width=1024, seq=512, layers=n, keep=keep) for n in (few, many)]
+def slopes(keep, few=8, many=16, scan=True):
+    """Bytes that one more layer takes: (on the device, in host memory)."""
+    programs = [compiled(3, scan=scan, width=1024, seq=512, layers=n, keep=keep) for n in (few, many)]
     memory = [program.memory_analysis() for _, program in programs]
     per_layer = lambda kind: (getattr(memory[1], kind) - getattr(memory[0], kind)) / (many - few)
     return per_layer("temp_size_in_bytes"), per_layer("host_temp_size_in_bytes")
@@ -147,6 +147,13 @@ def test_a_layer_that_keeps_nothing_takes_its_input_and_its_gradient():
     on_device, on_host = slopes(Keep())
     assert on_host == 0 and on_device <= 1.05 * (CHECKPOINT + gradient_shard)
     assert slopes("everything")[0] > 10 * CHECKPOINT
+
+
+def test_an_unrolled_layer_that_keeps_nothing_takes_no_more():
+    """The compiler does not find that the forward pass computed the same, and keep that."""
+    leaves = compiled(3, width=1024, seq=512, layers=4, keep=Keep())[0].definition.leaves
+    gradient_shard = 2 * sum(leaf.size for leaf in leaves if leaf.path.startswith("blocks")) / 4 / N
+    assert slopes(Keep(), 4, 8, scan=False)[0] <= 1.05 * (CHECKPOINT + gradient_shard)
 
 
 def test_offloaded_inputs_wait_in_host_memory():

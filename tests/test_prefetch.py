@@ -149,15 +149,30 @@ def products_before_gathers(jaxpr):
     return products
 
 
-@pytest.mark.parametrize(("form", "depth"), [("unrolled", 0), ("unrolled", 1), ("unrolled", 2), ("scanned", 1)])
-def test_a_gather_waits_for_the_unit_that_leaves_the_window(form, depth):
-    """Units: embedding (one product), blocks (two each), head (one): the gather for unit j waits for the products of
-    all units up to j - depth - 1, and for none of a later one."""
-    num_layers = 4
-    waits = products_before_gathers(traced(form, num_layers, depth).jaxpr)
-    done = [0, 1, *(1 + 2 * i for i in range(1, num_layers + 1))]  # products of the first 0, 1, 2, ... units
-    forward = [done[max(0, unit - depth)] for unit in range(num_layers + 2)]
-    assert waits[: num_layers + 2] == forward
+@functools.cache
+def waits(form, depth, keep="everything"):
+    return products_before_gathers(traced(form, 4, depth, keep=keep).jaxpr)
+
+
+def test_without_prefetch_a_gather_waits_for_the_unit_before():
+    """Products: one of the embedding, two of a block, one of the head; twice as many backward. The embedding is not
+    gathered again."""
+    forward, backward = [0, 1, 3, 5, 7, 9], [10, 12, 16, 20, 24]
+    assert waits("unrolled", 0) == forward + backward
+
+
+@pytest.mark.parametrize("keep", ["everything", "nothing"])
+@pytest.mark.parametrize(("form", "depth"), [("unrolled", 1), ("unrolled", 2), ("scanned", 2)])
+def test_with_one_more_unit_ahead_each_gather_waits_for_one_less(form, depth, keep):
+    """Forward and backward: for the products of all units up to the one that leaves the window, and no later one."""
+    assert waits(form, depth, keep) == [0, *waits(form, depth - 1, keep)[:-1]]
+
+
+def test_a_stack_is_gathered_like_unrolled_layers():
+    """The scanned loss has one more product, of the norms of its layers."""
+    unrolled, scanned = waits("unrolled", 1), waits("scanned", 1)
+    assert scanned[:7] == unrolled[:7]
+    assert all(0 <= b - a <= 2 for a, b in zip(unrolled[7:], scanned[7:], strict=True))
 
 
 def test_the_gathers_in_a_loop_overlap_with_one_layer_each():

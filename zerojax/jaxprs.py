@@ -31,7 +31,6 @@ class ScanParams(NamedTuple):
     body: Any
     length: int
     reverse: bool
-    unroll: int
 
 
 def is_var(atom: Atom) -> bool:
@@ -49,7 +48,7 @@ def scan_params(equation: Equation) -> ScanParams:
         num_consts, num_carry = params["num_consts"], params["num_carry"]
     else:  # jax >= 0.11 keeps the operands as a flat tree of (consts, carry, xs)
         num_consts, num_carry = (len(part) for part in params["ft_in"].unpack()[:2])
-    return ScanParams(num_consts, num_carry, params["jaxpr"], params["length"], params["reverse"], params["unroll"])
+    return ScanParams(num_consts, num_carry, params["jaxpr"], params["length"], params["reverse"])
 
 
 def is_scan(equation: Equation) -> bool:

@@ -141,7 +141,7 @@ def scan(
     Returns:
         (flow, rest) after the last layer, the stacked y, what layers keep, the stacked reduced gradients.
 
-    Cost: compiles up to 3 * ahead + 3 layers instead of one.
+    Cost: compiles up to 4 * max(ahead, 1) + 1 layers instead of one.
     """
     length, ahead, group = plan.length, plan.ahead, plan.group
     if group == 1:

@@ -128,9 +128,9 @@ class Straight:
         self, shards: dict[int, Array], kept: Any, cotangents: Sequence[Array], order: Order
     ) -> tuple[dict[int, Array], list[Array]]:
         held = [shards[i] for i in self.segment.leaves]
-        if self.regather.recomputes:  # or the compiler finds that the forward pass computed the same
-            held, kept, cotangents = lax.optimization_barrier((held, kept, list(cotangents)))
         weights = _fetch_needed(self.mover, held, self.dims, self.regather.needed, order)
+        if self.regather.recomputes:  # or the compiler finds that the forward pass computed the same
+            kept, cotangents = lax.optimization_barrier((kept, list(cotangents)))
         grads = self.regather.backward(weights, [], kept, cotangents)
         reduced, events = _reduce(self.mover, grads.weights, grads.orders, select(self.dims, self.trainable))
         self._computed(grads.data, order)
@@ -149,7 +149,8 @@ class Straight:
 class Stack:
     """A scan over stacked leaves: each iteration gathers its own layer, uses it and drops it.
 
-    Weights that the loop uses in every iteration (its constants) are gathered once, before it.
+    Weights that the loop uses in every iteration (its constants) are gathered once, before it. The `unroll` of the
+    model's own scan has no effect.
     """
 
     differentiable_outputs: list[Any]  # as in Straight

@@ -113,7 +113,8 @@ class Zero:
                 name, on the device or in host memory), a policy of `jax.checkpoint_policies`, or a dict from globs on
                 units to these, of which the first that matches decides.
             prefetch: units whose weights are gathered ahead of the one that computes, so that the wire is busy while
-                it does. At most prefetch + 1 units are gathered at any time. With 0 each unit waits for its weights.
+                it does. At most prefetch + 1 units are gathered at any time, beside weights that every iteration of a
+                scan uses. With 0 each unit waits for its weights.
 
         Returns:
             A `Step`. Metrics are fp32 scalars, the same on every device: loss, grad_norm (before clipping),
