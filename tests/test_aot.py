@@ -133,8 +133,9 @@ def test_peak_holds_two_gathered_units(scan):
 CHECKPOINT = 512 * 1024 * 2  # tokens x width x bytes of a layer's input
 
 
-def slopes(keep, few=8, many=16, scan=True):
-    """Bytes that one more layer takes: (on the device, in host memory)."""
+def slopes(keep, few=16, many=24, scan=True):
+    """Bytes that one more layer takes: (on the device, in host memory). With fewer scanned layers than 16 the peak is
+    elsewhere."""
     programs = [compiled(3, scan=scan, width=1024, seq=512, layers=n, keep=keep) for n in (few, many)]
     memory = [program.memory_analysis() for _, program in programs]
     per_layer = lambda kind: (getattr(memory[1], kind) - getattr(memory[0], kind)) / (many - few)
@@ -142,8 +143,8 @@ def slopes(keep, few=8, many=16, scan=True):
 
 
 def test_a_layer_that_keeps_nothing_takes_its_input_and_its_gradient():
-    leaves = compiled(3, scan=True, width=1024, seq=512, layers=8, keep=Keep())[0].definition.leaves
-    gradient_shard = 2 * sum(leaf.size for leaf in leaves if leaf.path.startswith("blocks")) / 8 / N
+    leaves = compiled(3, scan=True, width=1024, seq=512, layers=16, keep=Keep())[0].definition.leaves
+    gradient_shard = 2 * sum(leaf.size for leaf in leaves if leaf.path.startswith("blocks")) / 16 / N
     on_device, on_host = slopes(Keep())
     assert on_host == 0 and on_device <= 1.05 * (CHECKPOINT + gradient_shard)
     assert slopes("everything")[0] > 10 * CHECKPOINT
