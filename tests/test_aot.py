@@ -133,10 +133,11 @@ def test_peak_holds_two_gathered_units(scan):
 CHECKPOINT = 512 * 1024 * 2  # tokens x width x bytes of a layer's input
 
 
-def slopes(keep, few=16, many=24, scan=True):
+def slopes(keep, few=16, many=24, **shapes):
     """Bytes that one more layer takes: (on the device, in host memory). With fewer scanned layers than 16 the peak is
     elsewhere."""
-    programs = [compiled(3, scan=scan, width=1024, seq=512, layers=n, keep=keep) for n in (few, many)]
+    shapes = {"scan": True, "width": 1024, "seq": 512, **shapes}
+    programs = [compiled(3, layers=n, keep=keep, **shapes) for n in (few, many)]
     memory = [program.memory_analysis() for _, program in programs]
     per_layer = lambda kind: (getattr(memory[1], kind) - getattr(memory[0], kind)) / (many - few)
     return per_layer("temp_size_in_bytes"), per_layer("host_temp_size_in_bytes")

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import traffic
 import zoo
 from jax.ad_checkpoint import checkpoint_name
 from parity import SYNCHRONISED, assert_close, batches, reference, train
@@ -60,9 +61,9 @@ def count(jaxpr, name):
     return sum(equation.primitive.name == name for equation in equations(jaxpr))
 
 
-def traced(keep, model="unrolled", stage=3):
+def traced(keep, model="unrolled", stage=3, mesh=None):
     create, loss = MODELS[model]
-    zero = Zero(zerojax.make_mesh(), stage, stacked=("layers/*",) if model == "scanned" else ())
+    zero = Zero(mesh or zerojax.make_mesh(), stage, stacked=("layers/*",) if model == "scanned" else ())
     state = zero.eval_init(create, optax.sgd(0.1))
     prefetch = 0 if model == "scanned" else 1  # so that a loop's body is one layer
     return zero.train_step(loss, keep=keep, prefetch=prefetch).trace(state, make_batch()).jaxpr
@@ -112,11 +113,34 @@ def test_only_what_is_not_kept_is_computed_again_in_a_loop(setting):
     ],
 )
 def test_an_offloaded_value_goes_to_the_host_and_back(model, keep, times):
-    """Once each way in every layer, and nothing else moves."""
-    moved = [e for e in equations(traced(keep, model)) if e.primitive.name == "device_put"]
+    """Once each way in every layer, and nothing else moves but scalars that tell when it is there."""
+    moved = [e for e in equations(traced(keep, model)) if e.primitive.name == "device_put" and e.invars[0].aval.ndim]
     spaces = [str(space) for e in moved for space in e.params["devices"]]
     assert {v.aval.shape for e in moved for v in e.invars} == {(32 // 8, WIDTH)}
     assert sorted(spaces) == sorted([str(jax.memory.Space.Device), str(jax.memory.Space.Host)] * times)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(("model", "times"), [("unrolled", LAYERS - 1), ("scanned", LAYERS)])
+def test_partitioned_inputs_are_gathered_once(model, times, offload):
+    """In the backward pass, over the model axis, and nothing else crosses it. The first unrolled layer's is the batch.
+
+    A slice and not the whole goes to the host.
+    """
+    keep = Keep(partition_inputs=True, offload_inputs=offload)
+    jaxpr = traced(keep, model, mesh=zerojax.make_mesh(model=2))
+    found = [c for c in traffic.collectives_of(jaxpr.jaxpr, {"data": 4, "model": 2}) if c.num_devices == 2]
+    assert {(c.kind, c.shape) for c in found} == {("all_gather", (32 // 4, WIDTH))}
+    assert sum(c.count for c in found) == times
+    slices = [e for e in equations(jaxpr) if e.primitive.name == "dynamic_slice" and WIDTH in e.outvars[0].aval.shape]
+    assert (32 // 4 // 2, WIDTH) in {e.outvars[0].aval.shape for e in slices}
+
+
+def test_over_an_axis_of_one_device_nothing_is_partitioned():
+    mesh = zerojax.make_mesh(model=1)
+    want, got = (traced(Keep(partition_inputs=flag), mesh=mesh) for flag in (False, True))
+    names = lambda jaxpr: [e.primitive.name for e in equations(jaxpr)]
+    assert names(got) == names(want)
 
 
 # Parity
@@ -227,3 +251,19 @@ def test_a_string_instead_of_names():
 def test_a_name_in_both_places():
     with pytest.raises(ValueError, match="'up' is both in `save` and in `offload`"):
         Keep(save=("up",), offload=("up",))
+
+
+def test_there_must_be_an_axis_to_partition_inputs_over():
+    with pytest.raises(ValueError, match="inputs of 'layers/1' cannot be partitioned") as error:
+        traced({"layers/1": Keep(partition_inputs=True), "*": "nothing"})
+    assert "a mesh with data axes alone" in str(error.value) and "make_mesh(model=...)" in str(error.value)
+
+
+def test_an_input_that_the_axis_does_not_divide_is_refused():
+    zero = Zero(zerojax.make_mesh(model=2))
+    params = {"layers": {str(i): jnp.ones((15, 15)) for i in range(2)}}
+    loss = lambda params, x: jnp.sum(jnp.tanh(x @ params["layers"]["0"]) @ params["layers"]["1"])
+    fn = zero.value_and_grad(loss, keep=Keep(partition_inputs=True))
+    with pytest.raises(ValueError, match="cannot be partitioned over model") as error:
+        jax.eval_shape(fn, params, jnp.ones((4, 15)))
+    assert "shape (1, 15) on each device along the data axes, axis size 2" in str(error.value)

@@ -121,6 +121,11 @@ def group(kind, scan, precision, k):
     return f"tensor-{kind}-{scan}-{precision}-{k}"
 
 
+PARTITIONED = zerojax.Keep(partition_inputs=True)
+AWAY = zerojax.Keep(partition_inputs=True, offload_inputs=True)
+KEEP_NAMES = {PARTITIONED: "partitioned", AWAY: "partitioned_in_host_memory"}
+
+
 def cases():
     chosen = [
         *(("nnx", False, stage, "fp32", 1, "everything") for stage in range(4)),
@@ -128,6 +133,9 @@ def cases():
         ("linen", True, 3, "fp32", 4, "everything"),
         ("linen", True, 3, "bf16", 1, "everything"),
         ("nnx", True, 3, "fp32", 4, "nothing"),
+        ("nnx", False, 3, "fp32", 1, PARTITIONED),
+        ("nnx", True, 3, "fp32", 4, AWAY),
+        ("linen", True, 0, "fp32", 1, PARTITIONED),
     ]
     more = [
         *(("linen", False, stage, "fp32", 1, "everything") for stage in range(4)),
@@ -137,7 +145,7 @@ def cases():
     ]
     for case in (*chosen, *more):
         kind, scan, stage, precision, k, keep = case
-        name = f"{kind}-{'scanned' if scan else 'unrolled'}-stage{stage}-{precision}-k{k}-{keep}"
+        name = f"{kind}-{'scanned' if scan else 'unrolled'}-stage{stage}-{precision}-k{k}-{KEEP_NAMES.get(keep, keep)}"
         marks = [pytest.mark.xdist_group(group(kind, scan, precision, k))]
         yield pytest.param(*case, marks=[*marks, pytest.mark.full] if case in more else marks, id=name)
 

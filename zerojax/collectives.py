@@ -83,7 +83,7 @@ def _on_held_parts(fn: Callable[..., Any], dims: Sequence[Dims], out_specs: Any 
         fn: takes and returns a list of leaves, or returns what `out_specs` says.
         dims: of the leaves.
     """
-    names = jax.sharding.get_abstract_mesh().auto_axes
+    names, _ = axes_beside()
     if not names:
         return fn
     specs = [each.beside for each in dims]
@@ -217,6 +217,40 @@ def all_reduce(
     return local(values) if dims is None else _on_held_parts(local, dims)(list(values))
 
 
+def axes_beside() -> tuple[tuple[str, ...], int]:
+    """(the axes of the mesh that `shard_map` leaves to the compiler, devices along them), inside `shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return tuple(mesh.auto_axes), math.prod(mesh.shape[name] for name in mesh.auto_axes)
+
+
+def partition(value: Array, dim: int) -> Array:
+    """A value that is the same on all devices along the axes beside, divided over them in `dim`. Sends nothing.
+
+    Source: ZeRO section 6.1, P_a.
+    """
+    names, size = axes_beside()
+    rows = value.shape[dim] // size
+    own = lambda value: lax.dynamic_slice_in_dim(value, lax.axis_index(names) * rows, rows, dim)
+    return _beside(own, WHOLE, _divided(names, dim))(value)
+
+
+def unpartition(value: Array, dim: int) -> Array:
+    """The inverse of `partition`: an all-gather, of which a device receives (M-1)/M of the value's bytes."""
+    names, _ = axes_beside()
+    gather = lambda part: lax.all_gather(part, names, axis=dim, tiled=True)
+    return _beside(gather, _divided(names, dim), WHOLE)(value)
+
+
+def _divided(names: tuple[str, ...], dim: int) -> PartitionSpec:
+    return PartitionSpec(*[None] * dim, names)
+
+
+def _beside(fn: Callable[..., Array], in_specs: PartitionSpec, out_specs: PartitionSpec) -> Callable[..., Array]:
+    """`fn`, manual over the axes that are left to the compiler, so that it cannot choose other collectives."""
+    names, _ = axes_beside()
+    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names={*names}, check_vma=False)
+
+
 def device_index(axes: Axes) -> Array:
     """The position of this device among those that see different data, as int32."""
     return lax.axis_index(axes.data) if axes.num_devices > 1 else jnp.int32(0)
@@ -247,6 +281,12 @@ def event(values: Sequence[Array]) -> list[Array]:
             if value.size and jnp.issubdtype(value.dtype, kind):
                 return [lax.slice(value, (0,) * value.ndim, (1,) * value.ndim).reshape(())]
     return []
+
+
+def events(values: Sequence[Array]) -> list[Array]:
+    """An event for each floating array among `values`; without one, as `event`."""
+    floating = [e for value in values if jnp.issubdtype(value.dtype, jnp.floating) for e in event([value])]
+    return floating or event(values)
 
 
 def arrivals(values: Sequence[Array], dims: Sequence[Dims], axes: Axes, *, gathered: bool) -> list[Array]:

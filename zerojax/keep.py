@@ -26,13 +26,17 @@ class Place(enum.Enum):
 class Keep:
     """What of a unit is kept between forward and backward. Its inputs always are; all else is computed again.
 
-    Source: ZeRO section 6.1; values in host memory are its P_a+cpu, here without the partitioning.
+    Source: ZeRO section 6.1: P_a is `partition_inputs`, P_a+cpu is that with `offload_inputs`.
 
     Attributes:
         save: names (`jax.ad_checkpoint.checkpoint_name`) of values that stay on the device.
         offload: names of values that wait in pinned host memory.
         offload_inputs: the unit's floating inputs (in a transformer: the residual stream) wait in pinned host memory,
             but for the batch, which stays on the device anyway.
+        partition_inputs: over the mesh axes beside the data axes ('model', M devices), along which the unit's floating
+            inputs are the same, each device keeps a 1/M slice of them: of the first dim that M divides. They are
+            gathered once before the unit is computed again. The batch, which stays on the device anyway, and scalars
+            stay whole.
         policy: a policy of `jax.checkpoint_policies`, asked about what the names do not decide. It is asked about the
             equations of the unit, and not about those inside its loops.
 
@@ -43,6 +47,7 @@ class Keep:
     save: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
     offload_inputs: bool = False
+    partition_inputs: bool = False
     policy: Callable[..., Any] | None = None
 
     def __post_init__(self):
@@ -130,6 +135,16 @@ class Rules:
                     f"keep: pattern {pattern!r} decides for no unit\n"
                     f"  got:      units {shown}; the first pattern that matches a unit decides for it\n"
                     f"  fix:      a glob on the name of a unit (zero.explain lists the leaves of each)"
+                )
+
+    def check_axes(self, beside: Sequence[str]) -> None:
+        """Raises ValueError for inputs that are to be partitioned where the mesh has no axes beside the data axes."""
+        for pattern, keep in self.rules:
+            if keep.partition_inputs and not beside:
+                raise ValueError(
+                    f"keep: the inputs of {pattern!r} cannot be partitioned\n"
+                    f"  got:      a mesh with data axes alone\n"
+                    f"  fix:      zerojax.make_mesh(model=...), or partition_inputs=False"
                 )
 
     def check_names(self, names: Mapping[str, Set[str]]) -> None:

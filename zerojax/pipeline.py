@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.collectives import after, event
+from zerojax.collectives import after, event, events
 
 Array = Any
 Tree = Any
@@ -39,26 +39,36 @@ class Order:
         self.depth = depth
         self.restart(start)
 
-    def restart(self, events: Sequence[Array]) -> None:
-        """All units so far have computed before these."""
-        self._done: list[list[Array]] = [list(events)] * (self.depth + 1)
+    def restart(self, start: Sequence[Array]) -> None:
+        """All units so far have computed before these events."""
+        self._done: list[list[Array]] = [list(start)] * (self.depth + 1)
         self._arrived: list[Array] = []
+        self._offloaded: list[list[Array]] = []
 
     def before_gather(self, ahead: int = 0) -> list[Array]:
         """What the gather for a unit waits for, `ahead` units before its turn."""
         return self._done[ahead - self.depth - 1] + self._arrived
 
-    def arrived(self, events: list[Array]) -> None:
-        """A gather has these."""
-        self._arrived = events
+    def arrived(self, there: list[Array]) -> None:
+        """A gather has these events."""
+        self._arrived = there
 
     def computed(self, values: Sequence[Array]) -> None:
-        """The next unit has computed these."""
-        self._done.append(event(values) or self._done[-1])
+        """The next unit has computed these. All count: one of them may be there before the unit starts."""
+        self._done.append(events(values) or self._done[-1])
 
-    def reduced(self, events: list[Array]) -> None:
-        """The reduction of the gradients of the last unit has these."""
-        self._done[-1] = self._done[-1] + events
+    def offloaded(self, there: list[Array]) -> None:
+        """What the next unit keeps in host memory has these events."""
+        self._offloaded.append(there)
+
+    @property
+    def offloaded_one_unit_ago(self) -> list[Array]:
+        """What the last unit but one keeps in host memory is there after these."""
+        return self._offloaded[-2] if len(self._offloaded) > 1 else []
+
+    def reduced(self, there: list[Array]) -> None:
+        """The reduction of the gradients of the last unit has these events."""
+        self._done[-1] = self._done[-1] + there
 
 
 class Plan(NamedTuple):

@@ -90,11 +90,13 @@ class Program:
         loss_var = self.traced.closed.jaxpr.outvars[0]
         cotangents: dict[Any, Array] = {loss_var: jnp.asarray(seed(out), loss_var.aval.dtype)}
         grads: dict[int, Array] = {}
-        for part, kept in zip(reversed(self.parts), reversed(saved), strict=True):
-            if not part.differentiable_outputs:
-                continue
+        pending = [pair for pair in zip(self.parts, saved, strict=True) if pair[0].differentiable_outputs]
+        _bring_back_next(pending, [])
+        while pending:
+            part, kept = pending.pop()
             given = [cotangents.pop(v) if v in cotangents else jnp.zeros(v.aval.shape, v.aval.dtype)
                      for v in part.differentiable_outputs]  # fmt: skip
+            given = _bring_back_next(pending, given)
             leaf_grads, data_grads = part.backward(by_leaf, kept, given, order)
             for i, grad in leaf_grads.items():
                 accumulate(grads, i, grad)
@@ -132,3 +134,12 @@ class Program:
                 reached.update(part.wanted_inputs)
                 names.setdefault(self._unit(segment), set()).update(part.regather.names)
         self.rules.check_names(names)
+
+
+def _bring_back_next(pending: list[tuple[Any, Any]], cotangents: list[Array]) -> list[Array]:
+    """What the next segment to go backward keeps in host memory is fetched while the one with these cotangents runs."""
+    if pending:
+        part, kept = pending.pop()
+        kept, cotangents = part.bring_back(kept, cotangents)
+        pending.append((part, kept))
+    return cotangents

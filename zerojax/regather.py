@@ -17,8 +17,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from zerojax import jaxprs
+from zerojax.collectives import after, axes_beside, event, partition, unpartition
 from zerojax.keep import EVERYTHING, Keep, Place
 
 Arrays = Sequence[Any]
@@ -43,10 +45,36 @@ def _negate(flags: Sequence[bool]) -> list[bool]:
     return [not flag for flag in flags]
 
 
-def _move(value: Any, place: Place, to_host: bool) -> Any:
-    if place is Place.DEVICE:
-        return value
-    return jax.device_put(value, jax.memory.Space.Host if to_host else jax.memory.Space.Device)
+def floating_after(values: Arrays, there: Arrays) -> list[Any]:
+    """The values, of which the floating ones wait for the events `there`."""
+    floating = [is_differentiable(value) for value in values]
+    return merge(floating, after(select(values, floating), there), select(values, _negate(floating)))
+
+
+def _to_host(value: Any) -> Any:
+    return jax.device_put(value, jax.memory.Space.Host)
+
+
+def _to_device(value: Any) -> Any:
+    return jax.device_put(value, jax.memory.Space.Device)
+
+
+class Kept(NamedTuple):
+    """A value that waits for the backward pass.
+
+    Attributes:
+        variable: of the traced unit.
+        place: where.
+        dim: in which it is divided over the axes beside the data axes, or None.
+    """
+
+    variable: Any
+    place: Place
+    dim: int | None = None
+
+    def put_away(self, value: Any) -> Any:
+        part = value if self.dim is None else partition(value, self.dim)
+        return _to_host(part) if self.place is Place.HOST else part
 
 
 class Gradients(NamedTuple):
@@ -62,6 +90,21 @@ class Gradients(NamedTuple):
     orders: list[tuple[int, ...]]
 
 
+def _partitioned_dim(aval: Any) -> int | None:
+    """The first dim that the axes beside divide; None for a scalar, or if they have one device."""
+    names, size = axes_beside()
+    if size == 1 or not aval.ndim:
+        return None
+    for dim, length in enumerate(aval.shape):
+        if length % size == 0:
+            return dim
+    raise ValueError(
+        f"keep: a unit's input cannot be partitioned over {'x'.join(names)}\n"
+        f"  got:      shape {aval.shape} on each device along the data axes, axis size {size}, which divides no dim\n"
+        f"  fix:      another batch or sequence length, or partition_inputs=False for the unit"
+    )
+
+
 class Regather:
     """A unit's forward and backward pass, split so that no weight is kept between them.
 
@@ -75,7 +118,8 @@ class Regather:
         resident: which data stay on the device anyway.
 
     `needed` says which weights the backward pass reads: a bias or an embedding table is not gathered again.
-    `recomputes` says whether the backward pass computes an activation again, `names` which names activations carry.
+    `recomputes` says whether the backward pass computes or gathers an activation again, `names` which names activations
+    carry.
 
     Cost: traces `fn` and its linearisation once. Nothing runs.
     Source: ZeRO section 5.3 (P_os+g+p): parameters are gathered for the forward and again for the backward pass.
@@ -129,6 +173,7 @@ class Regather:
         """Which values are kept, and which equations and weights rebuild the residuals from them."""
         jaxpr = self.closed.jaxpr
         weights, _, data = self._group(jaxpr.invars)
+        self.data = frozenset(data)
         from_data = set(data)
         for equation in jaxpr.eqns:
             drawn = equation.primitive.name in jaxprs.RANDOM_PRIMITIVES
@@ -139,41 +184,77 @@ class Regather:
         named = {e.invars[0]: keep.place(e) for e in jaxpr.eqns if jaxprs.is_name(e) and jaxprs.is_var(e.invars[0])}
         self.residuals = jaxpr.outvars[self.num_outputs :]
         needed = {atom for atom in self.residuals if jaxprs.is_var(atom)}
-        self.kept: list[tuple[Any, Place]] = []
+        self.kept: list[Kept] = []
         self.rebuild_equations: list[Any] = []
         for equation in reversed(jaxpr.eqns):
             results = [v for v in equation.outvars if v in needed]
             place = None if jaxprs.is_name(equation) else keep.place(equation)
             places = [(named.get(v) or place) if v in from_data else None for v in results]
-            self.kept += [(v, p) for v, p in zip(results, places, strict=True) if p]
+            self.kept += [Kept(v, p) for v, p in zip(results, places, strict=True) if p]
             if not all(places):
                 self.rebuild_equations.insert(0, equation)
                 needed.update(jaxprs.variables(equation))
         for v, stays in zip(data, resident, strict=True):
-            offload = keep.offload_inputs and not stays and is_differentiable(v.aval)
+            moves = not stays and is_differentiable(v.aval)
             if v in needed:
-                self.kept.append((v, named.get(v) or (Place.HOST if offload else Place.DEVICE)))
+                place = Place.HOST if moves and keep.offload_inputs else Place.DEVICE
+                dim = _partitioned_dim(v.aval) if moves and keep.partition_inputs else None
+                self.kept.append(Kept(v, named.get(v) or place, dim))
         self.needed = [v in needed for v in weights]
         self.recomputes = any(
             v in from_data and not jaxprs.is_name(e) for e in self.rebuild_equations for v in e.outvars
-        )
+        ) or any(kept.dim is not None for kept in self.kept)
         self.forward_jaxpr = jaxprs.with_outputs(
-            self.closed, [*jaxpr.outvars[: self.num_outputs], *(v for v, _ in self.kept)]
+            self.closed, [*jaxpr.outvars[: self.num_outputs], *(kept.variable for kept in self.kept)]
         )
 
     def forward(self, weights: Arrays, fixed: Arrays, data: Arrays) -> tuple[list[Any], list[Any]]:
         """Returns (outputs, kept values, each in its place)."""
         out = jaxprs.run(self.forward_jaxpr, *weights, *fixed, *data)
-        kept = out[self.num_outputs :]
         return out[: self.num_outputs], [
-            _move(value, p, to_host=True) for value, (_, p) in zip(kept, self.kept, strict=True)
+            kept.put_away(v) for kept, v in zip(self.kept, out[self.num_outputs :], strict=True)
         ]
 
+    def in_host_memory(self, kept: Arrays) -> list[Any]:
+        """Scalars that are available when what waits in host memory is there."""
+        return [_to_device(e) for value in select(kept, self._in_host) for e in event([value])]
+
+    @property
+    def _in_host(self) -> list[bool]:
+        return [kept.place is Place.HOST for kept in self.kept]
+
+    def on_device(self, kept: Arrays, beside: Arrays = ()) -> tuple[list[Any], list[Any]]:
+        """(the kept values, brought back from host memory when `beside` is there; `beside`).
+
+        Nothing computes on host memory, so the copy is held back by a barrier. Compilers keep it while all that goes
+        into it is used behind it.
+        """
+        there = select(kept, self._in_host)
+        if there:
+            there, beside = lax.optimization_barrier((there, list(beside)))
+        back = [_to_device(value) for value in there]
+        return merge(self._in_host, back, select(kept, _negate(self._in_host))), list(beside)
+
+    def inputs_after(self, kept: Arrays, there: Arrays) -> list[Any]:
+        """The kept values, the unit's inputs among them not before the events `there`: it is computed again after."""
+        given = [kept.variable in self.data for kept in self.kept]
+        return merge(given, floating_after(select(kept, given), there), select(kept, _negate(given)))
+
     def backward(self, weights: Arrays, fixed: Arrays, kept: Arrays, cotangents: Arrays) -> Gradients:
-        """Gradients of the wanted weights, fixed and data. `weights` not in `needed` may be None."""
+        """Gradients of the wanted weights, fixed and data.
+
+        Args:
+            weights: those not in `needed` may be None.
+            fixed: as in the forward pass.
+            kept: what `on_device` returned.
+            cotangents: of the differentiable outputs.
+        """
         jaxpr = self.closed.jaxpr
         weight_vars, fixed_vars, _ = self._group(jaxpr.invars)
-        scope = {v: _move(value, place, to_host=False) for value, (v, place) in zip(kept, self.kept, strict=True)}
+        scope = {
+            k.variable: value if k.dim is None else unpartition(value, k.dim)
+            for k, value in zip(self.kept, kept, strict=True)
+        }
         scope.update(
             zip([*jaxpr.constvars, *weight_vars, *fixed_vars], [*self.closed.consts, *weights, *fixed], strict=True)
         )

@@ -20,7 +20,7 @@ from zerojax.collectives import Axes, Dims
 from zerojax.keep import Keep
 from zerojax.pipeline import Order, Plan
 from zerojax.precision import for_reduction
-from zerojax.regather import Regather, is_differentiable, merge, select
+from zerojax.regather import Regather, floating_after, is_differentiable, merge, select
 from zerojax.units import Segment, TracedLoss
 
 Array = Any
@@ -121,8 +121,15 @@ class Straight:
         return self._computed(self.primal(self._fetch(shards, order), [], data), order)
 
     def forward(self, shards: dict[int, Array], data: Sequence[Array], order: Order) -> tuple[list[Array], Any]:
-        out, kept = self.regather.forward(self._fetch(shards, order), [], data)
+        weights = self._fetch(shards, order)
+        data = floating_after(data, order.offloaded_one_unit_ago)
+        out, kept = self.regather.forward(weights, [], data)
+        order.offloaded(self.regather.in_host_memory(kept))
         return self._computed(out, order), kept
+
+    def bring_back(self, kept: Any, cotangents: list[Array]) -> tuple[Any, list[Array]]:
+        """(what the forward pass kept, on its way from host memory while the unit above computes; its cotangents)."""
+        return self.regather.on_device(kept, cotangents)
 
     def backward(
         self, shards: dict[int, Array], kept: Any, cotangents: Sequence[Array], order: Order
@@ -131,6 +138,7 @@ class Straight:
         weights = _fetch_needed(self.mover, held, self.dims, self.regather.needed, order)
         if self.regather.recomputes:  # or the compiler finds that the forward pass computed the same
             kept, cotangents = lax.optimization_barrier((kept, list(cotangents)))
+            kept = self.regather.inputs_after(kept, collectives.events(cotangents))
         grads = self.regather.backward(weights, [], kept, cotangents)
         reduced, events = _reduce(self.mover, grads.weights, grads.orders, select(self.dims, self.trainable))
         self._computed(grads.data, order)
@@ -283,6 +291,10 @@ class Stack:
         out, kept = self._run(self.regather.forward, shards, data, order)
         return out, (kept, list(data))
 
+    def bring_back(self, saved: Any, cotangents: list[Array]) -> tuple[Any, list[Array]]:
+        """As in Straight. Each layer brings back what it kept."""
+        return saved, cotangents
+
     def backward(
         self, shards: dict[int, Array], saved: Any, cotangents: Sequence[Array], order: Order
     ) -> tuple[dict[int, Array], list[Array]]:
@@ -301,6 +313,7 @@ class Stack:
 
         def layer(weights: Any, carry: Any, ys_grads: Any, kept: Any) -> Any:
             carry_grads, fixed_grads = carry
+            kept, _ = self.regather.on_device(kept)
             grads = self.regather.backward(weights, fixed, kept, [*carry_grads, *ys_grads])
             orders[:] = grads.orders
             fixed_grads = [a + b for a, b in zip(fixed_grads, grads.fixed, strict=True)]

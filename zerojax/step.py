@@ -97,6 +97,7 @@ def gradient_program(
     rules: Rules = KEEP_EVERYTHING,
     prefetch: int = 1,
 ) -> GradientProgram:
+    rules.check_axes([name for name in setup.mesh.axis_names if name not in setup.axes.data])
     rules.check_units([leaf.unit for leaf in definition.leaves])
     loss = functools.partial(models.call_loss, loss_fn, definition.model)
     leaves, tree = definition.leaves, definition.tree

@@ -1,7 +1,7 @@
 """Units: which parameter leaves are gathered together, and where a traced loss needs them.
 
-Nothing is asked of the model. Leaves are grouped by their paths, and the traced loss is cut into segments where the
-weights of a new unit are first needed:
+Nothing is asked of the model. Leaves are grouped by their paths, and the traced loss is cut into segments between the
+last use of one unit's weights and the first of the next, where the least data crosses:
 
     loss ──► jaxpr ──► values of one unit's weights alone  (sink to where they are used)
                    └─► values of data ──► segments: [equations, leaves], in program order
@@ -10,6 +10,8 @@ weights of a new unit are first needed:
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -81,6 +83,16 @@ class Segment(NamedTuple):
     inputs: list[Any]  # data values it reads
     outputs: list[Any]  # data values that are read after it
     views: dict[int, View]  # scan operand -> the stacked leaf it slices; empty unless it is a scan over layers
+
+
+class _Run(NamedTuple):
+    """The equations `first` to `last` use the weights of `units`, and of no others."""
+
+    first: int
+    last: int
+    leaves: set[int]
+    units: set[str]
+    views: dict[int, View]
 
 
 class TracedLoss:
@@ -192,22 +204,55 @@ class TracedLoss:
         return segments[::-1]
 
     def _cut(self) -> list[tuple[list[Any], set[int], dict[int, View]]]:
+        """(equations, leaves, views) of each segment. What lies between two units goes to either, cut where the least
+        data crosses, as late as that allows: a residual stream crosses as one value, without the statistics of a norm.
+        """
+        equations = [e for e in self.closed.jaxpr.eqns if not any(v in self.producer for v in e.outvars)]
+        runs, crossing = self._runs(equations), self._crossing_bytes(equations)
         cut: list[tuple[list[Any], set[int], dict[int, View]]] = []
-        open_units: set[str] = set()
-        for equation in self.closed.jaxpr.eqns:
-            if any(v in self.producer for v in equation.outvars):
-                continue
-            leaves = self.leaves_of(equation)
-            units = {self.unit_of[i] for i in leaves}
-            views = self._views(equation)
-            if cut and not views and not cut[-1][2] and units <= open_units:
-                cut[-1][0].append(equation)
-                cut[-1][1].update(leaves)
+        start = 0
+        for run, following in zip(runs, [*runs[1:], None], strict=True):
+            if run.views:
+                if start < run.first:
+                    cut.append((equations[start : run.first], set(), {}))
+                start, end = run.first, run.first + 1
+            elif following is None:
+                end = len(equations)
+            elif following.views:
+                end = following.first
             else:
-                cut.append(([equation], set(leaves), views))
-                open_units = set()
-            open_units |= units
+                end = min(range(following.first, run.last, -1), key=crossing.__getitem__)
+            cut.append((equations[start:end], run.leaves, run.views))
+            start = end
+        if start < len(equations):
+            cut.append((equations[start:], set(), {}))
         return cut
+
+    def _runs(self, equations: Sequence[Any]) -> list[_Run]:
+        """From the first to the last equation that uses a unit's weights, before those of another come."""
+        runs: list[_Run] = []
+        for k, equation in enumerate(equations):
+            leaves, views = self.leaves_of(equation), self._views(equation)
+            if not leaves:
+                continue
+            units = {self.unit_of[i] for i in leaves}
+            if runs and not views and not runs[-1].views and units <= runs[-1].units:
+                runs[-1] = runs[-1]._replace(last=k, leaves=runs[-1].leaves | leaves)
+            else:
+                runs.append(_Run(k, k, set(leaves), units, views))
+        return runs
+
+    def _crossing_bytes(self, equations: Sequence[Any]) -> list[int]:
+        """For each position, the bytes of data that equations before it compute and that are read from there on."""
+        last_read = {v: k for k, e in enumerate(equations) for v in jaxprs.variables(e)}
+        last_read.update({v: len(equations) for v in self.closed.jaxpr.outvars if jaxprs.is_var(v)})
+        change = [0] * (len(equations) + 2)
+        for k, equation in enumerate(equations):
+            for v in equation.outvars:
+                size = math.prod(v.aval.shape) * v.aval.dtype.itemsize
+                change[k + 1] += size
+                change[max(k, last_read.get(v, k)) + 1] -= size
+        return list(itertools.accumulate(change))
 
     def bind_weights(self, segment_inputs: Sequence[Any], scope: dict[Any, Any]) -> None:
         """Computes in `scope` the weight values among `segment_inputs` from the full leaves that are in it."""

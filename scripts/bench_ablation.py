@@ -1,0 +1,148 @@
+"""The largest model of each configuration of ZeRO's ablation, as the compiler for the described cluster says.
+
+    python scripts/bench_ablation.py                # a table; hundreds of devices, no accelerator needed
+    python scripts/bench_ablation.py --json --configurations C4 C5
+
+Nothing is allocated and nothing runs: the training step of a GPT is compiled for data x model devices, and fits if its
+arguments, temporaries and outputs that are not updated in place stay below the budget. The number of layers is found by
+search: from two small models the size of a layer, from that a guess, and from there up or down until one fits that
+with one more group of layers does not. Configurations (section 10.5 of the paper):
+
+    C1  stage 1                                       C3  stage 2
+    C2  stage 1, inputs of layers partitioned (P_a)   C4  stage 2, P_a
+                                                      C5  stage 2, P_a in host memory (P_a+cpu)
+
+All recompute each layer from its input. Buffers are of constant size (C_B) and the state is updated in place (M_D).
+"""
+
+import argparse
+import functools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the programs are for other devices
+
+CONFIGURATIONS = {
+    "C1": (1, {}),
+    "C2": (1, {"partition_inputs": True}),
+    "C3": (2, {}),
+    "C4": (2, {"partition_inputs": True}),
+    "C5": (2, {"partition_inputs": True, "offload_inputs": True}),
+}
+PAPER = {"C1": 40, "C2": 60, "C4": 140, "C5": 150}  # billions of parameters, figure 6
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=int, default=25, help="devices along the data axis (default %(default)s)")
+    parser.add_argument("--model", type=int, default=16, help="and along the model axis (default %(default)s)")
+    parser.add_argument("--budget", type=float, default=32, metavar="GB", help="of a device (default %(default)s)")
+    parser.add_argument("--configurations", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS))
+    parser.add_argument("--width", type=int, default=8000)
+    parser.add_argument("--heads", type=int, default=80)
+    parser.add_argument("--seq", type=int, default=1024)
+    parser.add_argument("--rows", type=int, default=16, help="sequences for each data index (default %(default)s)")
+    parser.add_argument("--vocab", type=int, default=51200)
+    parser.add_argument("--bucket-mib", type=int, default=256, help="largest buffer of a collective")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    return parser.parse_args()
+
+
+def main():
+    args = arguments()
+    from rich.console import Console
+
+    from zerojax import targets
+
+    devices = targets.devices(f"h100:{args.data * args.model}")
+    start, found = time.perf_counter(), {}
+    with Console(stderr=True).status("") as status:
+        for name in args.configurations:
+
+            @functools.cache
+            def step(layers, name=name):
+                status.update(f"{name}: {layers} layers")
+                return measure(name, layers, args, devices)
+
+            layers = largest(lambda layers: step(layers)["peak_bytes"], args.budget * 1e9)
+            found[name] = {"layers": layers, **(step(layers) if layers else {})}
+    result = {
+        "target": f"{args.data} x {args.model}",
+        "budget_bytes": args.budget * 1e9,
+        "shapes": {key: value for key, value in vars(args).items() if key not in ("json", "configurations")},
+        "configurations": found,
+        "seconds": time.perf_counter() - start,
+    }
+    print(json.dumps(result)) if args.json else table(result)
+
+
+def largest(peak, budget, group=2, small=8):
+    """The largest number of layers, in steps of `group`, whose peak is within the budget; 0 if the smallest is not."""
+    if peak(small) > budget:
+        return 0
+    more = small + 4 * group
+    layer = (peak(more) - peak(small)) / (more - small)
+    layers = max(small, small + int((budget - peak(small)) / layer) // group * group)
+    while layers > small and peak(layers) > budget:
+        layers -= group
+    while peak(layers + group) <= budget:
+        layers += group
+    return layers
+
+
+def measure(name, layers, args, devices):
+    """Parameters and bytes of the compiled step of a configuration."""
+    import gpt
+    import jax.numpy as jnp
+    import optax
+
+    import zerojax
+
+    stage, keep = CONFIGURATIONS[name]
+    config = gpt.Config(
+        width=args.width, layers=layers, heads=args.heads, vocab=args.vocab, seq=args.seq,
+        scan=True, dtype=jnp.bfloat16, annotated=True,
+    )  # fmt: skip
+    zero = zerojax.Zero(zerojax.make_mesh(model=args.model, devices=devices), stage=stage, precision="bf16")
+    state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
+    step = zero.train_step(gpt.loss, keep=zerojax.Keep(**keep), bucket_bytes=args.bucket_mib * 2**20)
+    start = time.perf_counter()
+    traced = step.trace(state, gpt.batch_aval(config, args.rows * args.data))
+    memory = traced.lower(lowering_platforms=("cuda",)).compile().memory_analysis()
+    unaliased = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return {
+        "parameters": sum(leaf.size for leaf in state.definition.leaves),
+        "peak_bytes": memory.argument_size_in_bytes + memory.temp_size_in_bytes + unaliased,
+        "state_bytes": memory.argument_size_in_bytes,
+        "temporaries_bytes": memory.temp_size_in_bytes,
+        "host_bytes": memory.host_temp_size_in_bytes,
+        "compile_s": time.perf_counter() - start,
+    }
+
+
+def table(result):
+    from rich.console import Console
+    from rich.table import Table
+
+    title = f"Largest model in {result['budget_bytes'] / 1e9:.0f} GB, data x model {result['target']}"
+    rows = Table("configuration", "layers", "B parameters", "paper", title=title, title_justify="left")
+    for part in ("state", "temporaries", "peak", "host"):
+        rows.add_column(f"GB {part}")
+    for column in rows.columns[1:]:
+        column.justify = "right"
+    for name, found in result["configurations"].items():
+        if not found["layers"]:
+            rows.add_row(name, "none fits")
+            continue
+        gb = [f"{found[f'{part}_bytes'] / 1e9:.1f}" for part in ("state", "temporaries", "peak", "host")]
+        size = f"{found['parameters'] / 1e9:.0f}"
+        rows.add_row(name, str(found["layers"]), size, str(PAPER.get(name, "")), *gb)
+    Console().print(rows)
+
+
+if __name__ == "__main__":
+    main()
