@@ -4,8 +4,8 @@ They run inside `shard_map`, manual over the axes of `Axes`. Leaves whose full f
 packed into one buffer and moved by one collective. Of a leaf that is divided over a `model` axis too, each device moves
 the part that it holds.
 
-With `Axes.bucket_bytes` no collective moves more. Packs end there, a larger leaf is moved in pieces, in a loop, and each
-collective waits for the one before: a compiler would merge them into a larger one, or run all at once.
+With `Axes.bucket_bytes` no collective moves more: packs end there, a larger leaf is moved in pieces, in a loop. Each
+collective waits for the one before, or a compiler would merge them into a larger one, or run all at once.
 """
 
 from __future__ import annotations
