@@ -8,10 +8,12 @@ import gpt
 import jax
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import zerojax
-from zerojax import Keep, hlo, targets
-from zerojax.compiled import collectives, moves_in_loops
+from zerojax import Keep, collectives as communication, hlo, targets
+from zerojax.collectives import Dims
+from zerojax.compiled import collectives, in_flight_bytes, moves_in_loops
 
 pytestmark = pytest.mark.aot
 N = 8
@@ -128,6 +130,31 @@ def test_peak_holds_two_gathered_units(scan):
     bound = gathered + full_gradients + embedding_and_head + many * (gradient_shard + activations)
     assert temporaries[many] <= bound
     assert bound < many * unit  # the bound would catch a program that keeps every gathered unit
+
+
+@pytest.mark.parametrize("move", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_moving_a_stack_takes_a_bucket_of_memory(move):
+    """Whatever the number of layers. Moved whole, shards are transposed in buffers that grow with it."""
+    bucket, mesh = 2**25, zerojax.make_mesh(devices=targets.devices("h100:8"))
+    sharded, whole = P(None, "data"), P()
+    before, after = {"all_gather": (sharded, whole), "reduce_scatter": (whole, sharded)}.get(move, (whole, whole))
+
+    def program(layers, bucket_bytes):
+        axes = zerojax.Zero(mesh).setup.axes._replace(bucket_bytes=bucket_bytes)
+        place = jax.sharding.NamedSharding(mesh, before)
+        leaves = [jax.ShapeDtypeStruct((layers, 1024, width), "bfloat16", sharding=place) for width in (3072, 4096)]
+        where = axes.shard if move == "all_reduce" else [Dims(1)] * 2
+        fn = lambda leaves: getattr(communication, move)(leaves, where, axes).leaves
+        manual = jax.shard_map(fn, mesh=mesh, in_specs=([before] * 2,), out_specs=[after] * 2, check_vma=False)
+        return jax.jit(manual, donate_argnums=0).lower(leaves).compile()
+
+    for layers in (8, 16):
+        bucketed = program(layers, bucket)
+        assert max(c.full_bytes for c in collectives(hlo.read(bucketed.as_text()))) <= bucket
+        assert in_flight_bytes(hlo.read(bucketed.as_text())) <= bucket
+        assert bucketed.memory_analysis().temp_size_in_bytes <= 1.2 * bucket  # and what a piece is transposed in
+    if move != "all_reduce":  # which is done in place
+        assert program(16, math.inf).memory_analysis().temp_size_in_bytes > 3 * bucket
 
 
 CHECKPOINT = 512 * 1024 * 2  # tokens x width x bytes of a layer's input

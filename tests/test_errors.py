@@ -85,6 +85,15 @@ def test_num_microbatches(count):
     assert f"num_microbatches is {count}" in text and "at least 1" in text
 
 
+@pytest.mark.parametrize("size", [0, -1, 63, 1e6, True, "32M"])
+def test_a_bucket_holds_an_element_of_every_shard(size):
+    zero = Zero(mesh())
+    for make in zero.train_step, zero.eval_step, zero.value_and_grad:
+        text = message(ValueError, make, loss, bucket_bytes=size)
+        assert f"bucket_bytes: {size!r}" in text and "8 shards" in text and "64 or more bytes" in text
+    zero.train_step(loss, bucket_bytes=64)
+
+
 # Stage and mesh
 
 

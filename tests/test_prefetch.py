@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import traffic
 from plain import numbers
+from walk import flat
 
 import zerojax
 from zerojax import Keep, Zero
-from zerojax.jaxprs import is_call, is_var, sub_jaxprs
 
 N, WIDTH = 8, 16
 DEPTHS = (0, 1, 2)
@@ -114,26 +114,6 @@ def test_nothing_is_gathered_or_reduced_in_vain(num_layers, depth):
     count = lambda kind: sum(c.size * c.count for c in found if c.kind == kind)
     assert count("all_gather") == 2 * (of_blocks + of_head) + of_embed
     assert count("reduce_scatter") == of_blocks + of_head + of_embed
-
-
-def flat(jaxpr):
-    """(equation, the values it reads) of a jaxpr, with nested jits and the shard_map in place; loops stay whole."""
-    found, names = [], {}
-    resolve = lambda atoms: [names.get(atom, atom) if is_var(atom) else atom for atom in atoms]
-
-    def walk(jaxpr):
-        for equation in jaxpr.eqns:
-            operands = resolve(equation.invars)
-            if is_call(equation) or equation.primitive.name == "shard_map":
-                (inner,) = sub_jaxprs(equation)
-                names.update(zip(inner.invars, operands, strict=True))
-                walk(inner)
-                names.update(zip(equation.outvars, resolve(inner.outvars), strict=True))
-            else:
-                found.append((equation, [atom for atom in operands if is_var(atom)]))
-
-    walk(jaxpr)
-    return found
 
 
 def products_before_gathers(jaxpr):

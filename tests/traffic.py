@@ -4,6 +4,8 @@ import collections
 import math
 from typing import NamedTuple
 
+import walk
+
 from zerojax.jaxprs import sub_jaxprs
 
 COLLECTIVES = frozenset(
@@ -57,6 +59,17 @@ def collectives_of(jaxpr, axis_sizes, times=1):
             assert not (inner and name == "while"), "a while loop that communicates"
             found += inner
     return found
+
+
+def buffer_bytes(equation):
+    """Of a collective, in full form: all its operands together."""
+    size = lambda values: sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in values)
+    return max(size(equation.invars), size(equation.outvars))
+
+
+def buffers(jaxpr):
+    """Bytes of every collective."""
+    return [buffer_bytes(equation) for equation in walk.equations(jaxpr) if equation.primitive.name in COLLECTIVES]
 
 
 def of_step(step, state, batch):

@@ -1,6 +1,6 @@
 """Reading traced programs."""
 
-from zerojax.jaxprs import sub_jaxprs
+from zerojax.jaxprs import is_call, is_var, sub_jaxprs
 
 
 def equations(jaxpr):
@@ -18,3 +18,23 @@ def count(jaxpr, primitive):
         trips = equation.params["length"] if equation.primitive.name == "scan" else 1
         total += (equation.primitive.name == primitive) + trips * sum(count(s, primitive) for s in sub_jaxprs(equation))
     return total
+
+
+def flat(jaxpr):
+    """(equation, the values it reads) of a jaxpr, with nested jits and the shard_map in place; loops stay whole."""
+    found, names = [], {}
+    resolve = lambda atoms: [names.get(atom, atom) if is_var(atom) else atom for atom in atoms]
+
+    def walk(jaxpr):
+        for equation in jaxpr.eqns:
+            operands = resolve(equation.invars)
+            if is_call(equation) or equation.primitive.name == "shard_map":
+                (inner,) = sub_jaxprs(equation)
+                names.update(zip(inner.invars, operands, strict=True))
+                walk(inner)
+                names.update(zip(equation.outvars, resolve(inner.outvars), strict=True))
+            else:
+                found.append((equation, [atom for atom in operands if is_var(atom)]))
+
+    walk(jaxpr)
+    return found

@@ -1,8 +1,11 @@
-"""The two collectives of ZeRO, for the leaves of one unit: all_gather of shards, reduce_scatter of gradients.
+"""The collectives of ZeRO, for the leaves of one unit: all_gather of shards, reduce_scatter or all_reduce of gradients.
 
 They run inside `shard_map`, manual over the axes of `Axes`. Leaves whose full form is small travel together: they are
 packed into one buffer and moved by one collective. Of a leaf that is divided over a `model` axis too, each device moves
 the part that it holds.
+
+With `Axes.bucket_bytes` no collective moves more: packs end there, a larger leaf is moved in pieces, in a loop. Each
+collective waits for the one before, or a compiler would merge them into a larger one, or run all at once.
 """
 
 from __future__ import annotations
@@ -19,21 +22,24 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-# Leaves up to this many bytes (in full) share a collective. A heuristic: packing copies a leaf once more in memory,
-# which for 256 KiB costs less than the ten microseconds or so that another collective takes to start.
-SMALL_LEAF_BYTES = 2**18
+from zerojax.buckets import SMALL_BYTES, Cut, fused
 
 Array = Any
-WHOLE = PartitionSpec()
+WHOLE: Any = PartitionSpec()
 
 
 class Axes(NamedTuple):
-    """The data axes of a mesh: leaves are sharded over `shard`, and replicated over `replica`."""
+    """The data axes of a mesh: leaves are sharded over `shard`, and replicated over `replica`.
+
+    Attributes:
+        bucket_bytes: what one collective over them moves at most, in full form.
+    """
 
     shard: tuple[str, ...]
     replica: tuple[str, ...]
     num_shards: int
     num_replicas: int
+    bucket_bytes: float = math.inf
 
     @property
     def data(self) -> tuple[str, ...]:
@@ -44,6 +50,14 @@ class Axes(NamedTuple):
     def num_devices(self) -> int:
         """Devices that see different data."""
         return self.num_shards * self.num_replicas
+
+    def size(self, names: tuple[str, ...]) -> int:
+        """Devices along the shard axes, the replica axes or both."""
+        return {self.replica: self.num_replicas, self.shard: self.num_shards, self.data: self.num_devices}[names]
+
+    def in_turn(self, events: list[Array]) -> list[Array]:
+        """What a collective waits for if these are the events of the one before: with buckets, one moves at a time."""
+        return [] if self.bucket_bytes == math.inf else events
 
 
 class Dims(NamedTuple):
@@ -66,194 +80,6 @@ class Dims(NamedTuple):
     def of_layer(self) -> Dims:
         """Those of `leaf[i]`, whose dim 0 is not sharded."""
         return Dims(None if self.shard is None else self.shard - 1, PartitionSpec(*self.beside[1:]))
-
-
-Collective = Callable[[Sequence[Array], Sequence[Dims], Axes], list[Array]]
-
-
-def _on_held_parts(fn: Callable[..., Any], dims: Sequence[Dims], out_specs: Any = None) -> Callable[..., Any]:
-    """`fn(leaves)`, manual over all axes of the mesh: each device brings what it holds of the leaves.
-
-    What is left to the compiler is moved badly. XLA's partitioner hands no sharding on through an all-gather or a
-    reduce-scatter over manual axes, but gathers over the other axes first. And for CPUs it aborts on a reduction over
-    manual axes in a 16-bit dtype (the combiner that JAX writes has a sharding constraint in it, which becomes a copy).
-    Both were seen with jax 0.10.2 and 0.12.
-
-    Args:
-        fn: takes and returns a list of leaves, or returns what `out_specs` says.
-        dims: of the leaves.
-    """
-    names, _ = axes_beside()
-    if not names:
-        return fn
-    specs = [each.beside for each in dims]
-    return jax.shard_map(
-        fn, in_specs=(specs,), out_specs=specs if out_specs is None else out_specs, axis_names={*names}, check_vma=False
-    )
-
-
-def _collective(fn: Callable[..., list[Array]]) -> Collective:
-    """From a function of the parts that devices hold and their dims over the shard axes to one of leaves."""
-
-    @functools.wraps(fn)
-    def run(leaves: Sequence[Array], dims: Sequence[Dims], axes: Axes) -> list[Array]:
-        local = lambda parts: fn(parts, [each.shard for each in dims], axes)
-        return _on_held_parts(local, dims)(list(leaves))
-
-    return run
-
-
-def axis_names(entry: Any) -> tuple[str, ...]:
-    """The axes that one entry of a PartitionSpec names."""
-    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _size_bytes(leaf: Array) -> int:
-    return math.prod(leaf.shape) * leaf.dtype.itemsize
-
-
-def _packs(
-    leaves: Sequence[Array], dims: Sequence[int | None], num_shards_held: int
-) -> tuple[list[list[int]], list[int]]:
-    """(indices that travel together, one list per dtype; indices that travel alone), among sharded leaves."""
-    small, alone = defaultdict(list), []
-    for i, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
-        if dim is None:
-            continue
-        if _size_bytes(leaf) * num_shards_held <= SMALL_LEAF_BYTES:
-            small[leaf.dtype].append(i)
-        else:
-            alone.append(i)
-    packs = [pack for pack in small.values() if len(pack) > 1]
-    alone += [pack[0] for pack in small.values() if len(pack) == 1]
-    return packs, sorted(alone)
-
-
-@_collective
-def all_gather(shards: Sequence[Array], dims: Sequence[int | None], axes: Axes) -> list[Array]:
-    """The full leaves of a unit.
-
-    Args:
-        shards: this device's shard of each leaf.
-        dims: the sharded dim of each leaf; None for a leaf that every device holds in full.
-
-    Cost: receives (N-1)/N of the sharded leaves' full bytes; holds them in full. Of a leaf that is divided over M
-    devices beside, a 1/M of both.
-    """
-    if axes.num_shards == 1:
-        return list(shards)
-    full = list(shards)
-    packs, alone = _packs(shards, dims, axes.num_shards)
-    dims = cast("Sequence[int]", dims)  # read below at sharded leaves alone
-    for i in alone:
-        full[i] = lax.all_gather(shards[i], axes.shard, axis=dims[i], tiled=True)
-    for pack in packs:
-        buffer = jnp.concatenate([shards[i].reshape(-1) for i in pack])
-        rows = lax.all_gather(buffer, axes.shard, axis=0, tiled=False)  # [N, elements of the packed shards]
-        offset = 0
-        for i in pack:
-            size = math.prod(shards[i].shape)
-            full[i] = _from_rows(rows[:, offset : offset + size], shards[i].shape, dims[i])
-            offset += size
-    return full
-
-
-def _from_rows(rows: Array, shard_shape: tuple[int, ...], dim: int) -> Array:
-    """[N, elements of a shard] -> the full leaf."""
-    n = rows.shape[0]
-    stacked = jnp.moveaxis(rows.reshape(n, *shard_shape), 0, dim)
-    return stacked.reshape(*shard_shape[:dim], n * shard_shape[dim], *shard_shape[dim + 1 :])
-
-
-def _to_rows(leaf: Array, n: int, dim: int) -> Array:
-    """The full leaf -> [N, elements of a shard]."""
-    split = leaf.reshape(*leaf.shape[:dim], n, leaf.shape[dim] // n, *leaf.shape[dim + 1 :])
-    return jnp.moveaxis(split, dim, 0).reshape(n, -1)
-
-
-@_collective
-def reduce_scatter(grads: Sequence[Array], dims: Sequence[int | None], axes: Axes) -> list[Array]:
-    """This device's shard of each gradient, summed over the shard axes. Leaves without a sharded dim are all-reduced.
-
-    Cost: sends (N-1)/N of the sharded leaves' full bytes, and 2(N-1)/N of the others'.
-    """
-    if axes.num_shards == 1:
-        return list(grads)
-    shards = list(grads)
-    packs, alone = _packs(grads, dims, 1)
-    whole = [i for i, dim in enumerate(dims) if dim is None]
-    dims = cast("Sequence[int]", dims)  # read below at sharded leaves alone
-    for i in alone:
-        shards[i] = lax.psum_scatter(grads[i], axes.shard, scatter_dimension=dims[i], tiled=True)
-    for pack in packs:
-        rows = [_to_rows(grads[i], axes.num_shards, dims[i]) for i in pack]
-        summed = lax.psum_scatter(jnp.concatenate(rows, axis=1), axes.shard, scatter_dimension=0, tiled=False)
-        offset = 0
-        for i, row in zip(pack, rows, strict=True):
-            shape = list(grads[i].shape)
-            shape[dims[i]] //= axes.num_shards
-            shards[i] = summed[offset : offset + row.shape[1]].reshape(shape)
-            offset += row.shape[1]
-    for i, total in zip(whole, all_reduce([grads[i] for i in whole], axes.shard, axes.num_shards), strict=True):
-        shards[i] = total
-    return shards
-
-
-def all_reduce(
-    values: Sequence[Array], names: tuple[str, ...], axis_size: int, dims: Sequence[Dims] | None = None
-) -> list[Array]:
-    """The sum of each value over the axes, in one collective per dtype. No collective on a single device.
-
-    Args:
-        dims: of the values, if they are leaves.
-
-    Cost: sends 2(N-1)/N of the bytes.
-    """
-    if axis_size == 1 or not values:
-        return list(values)
-    local = lambda parts: list(lax.psum(tuple(parts), names))
-    return local(values) if dims is None else _on_held_parts(local, dims)(list(values))
-
-
-def axes_beside() -> tuple[tuple[str, ...], int]:
-    """(the axes of the mesh that `shard_map` leaves to the compiler, devices along them), inside `shard_map`."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return tuple(mesh.auto_axes), math.prod(mesh.shape[name] for name in mesh.auto_axes)
-
-
-def partition(value: Array, dim: int) -> Array:
-    """A value that is the same on all devices along the axes beside, divided over them in `dim`. Sends nothing.
-
-    Source: ZeRO section 6.1, P_a.
-    """
-    names, size = axes_beside()
-    rows = value.shape[dim] // size
-    own = lambda value: lax.dynamic_slice_in_dim(value, lax.axis_index(names) * rows, rows, dim)
-    return _beside(own, WHOLE, _divided(names, dim))(value)
-
-
-def unpartition(value: Array, dim: int) -> Array:
-    """The inverse of `partition`: an all-gather, of which a device receives (M-1)/M of the value's bytes."""
-    names, _ = axes_beside()
-    gather = lambda part: lax.all_gather(part, names, axis=dim, tiled=True)
-    return _beside(gather, _divided(names, dim), WHOLE)(value)
-
-
-def _divided(names: tuple[str, ...], dim: int) -> PartitionSpec:
-    return PartitionSpec(*[None] * dim, names)
-
-
-def _beside(fn: Callable[..., Array], in_specs: PartitionSpec, out_specs: PartitionSpec) -> Callable[..., Array]:
-    """`fn`, manual over the axes that are left to the compiler, so that it cannot choose other collectives."""
-    names, _ = axes_beside()
-    return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names={*names}, check_vma=False)
-
-
-def device_index(axes: Axes) -> Array:
-    """The position of this device among those that see different data, as int32."""
-    return lax.axis_index(axes.data) if axes.num_devices > 1 else jnp.int32(0)
 
 
 def after(shards: Sequence[Array], events: Sequence[Array]) -> list[Array]:
@@ -289,16 +115,267 @@ def events(values: Sequence[Array]) -> list[Array]:
     return floating or event(values)
 
 
-def arrivals(values: Sequence[Array], dims: Sequence[Dims], axes: Axes, *, gathered: bool) -> list[Array]:
-    """An event for each collective that made these: the results of an `all_gather`, or else of a `reduce_scatter`."""
+class Moved(NamedTuple):
+    """What collectives return.
+
+    Attributes:
+        leaves: in their new form.
+        events: scalars that exist when all collectives are done. With buckets, that of the last.
+    """
+
+    leaves: list[Array]
+    events: list[Array]
+
+
+class Turns:
+    """The collectives of one call: each waits for `waits`, or with buckets for the one before it."""
+
+    def __init__(self, axes: Axes, waits: Sequence[Array]):
+        self._axes, self._waits = axes, list(waits)
+        self.events = axes.in_turn(self._waits)
+
+    def ready(self, parts: Any) -> Any:
+        """What the next collective moves: `parts`, a tree of arrays, once its turn has come."""
+        arrays, tree = jax.tree.flatten(parts)
+        return jax.tree.unflatten(tree, after(arrays, self._waits))
+
+    def done(self, moved: Any) -> Any:
+        """`moved`, a tree of arrays, is what it has made of them."""
+        arrived = [e for array in jax.tree.leaves(moved) for e in event([array])]
+        if self._axes.bucket_bytes == math.inf:
+            self.events = self.events + arrived
+        elif arrived:
+            self.events = self._waits = arrived
+        return moved
+
+
+def _on_held_parts(fn: Callable[..., Moved], dims: Sequence[Dims]) -> Callable[..., Moved]:
+    """`fn(leaves, waits)`, manual over all axes of the mesh: each device brings what it holds of the leaves.
+
+    What is left to the compiler is moved badly. XLA's partitioner hands no sharding on through an all-gather or a
+    reduce-scatter over manual axes, but gathers over the other axes first. And for CPUs it aborts on a reduction over
+    manual axes in a 16-bit dtype (the combiner that JAX writes has a sharding constraint in it, which becomes a copy).
+    Both were seen with jax 0.10.2 and 0.12.
+
+    Args:
+        fn: of a list of leaves and one of events.
+        dims: of the leaves.
+    """
+    names = jax.sharding.get_abstract_mesh().auto_axes
+    if not names:
+        return fn
+    specs = [each.beside for each in dims]
+    return jax.shard_map(
+        fn, in_specs=(specs, WHOLE), out_specs=Moved(specs, WHOLE), axis_names={*names}, check_vma=False
+    )
+
+
+def _collective(fn: Callable[..., list[Array]]) -> Callable[..., Moved]:
+    """From a function of the parts that devices hold and their dims over the shard axes to one of leaves.
+
+    That takes (leaves, their dims, axes, waits): no collective starts before the events `waits`.
+    """
+
+    @functools.wraps(fn)
+    def run(leaves: Sequence[Array], dims: Sequence[Dims], axes: Axes, waits: Sequence[Array] = ()) -> Moved:
+        def local(parts: list[Array], waits: list[Array]) -> Moved:
+            turns = Turns(axes, waits)
+            return Moved(fn(parts, [each.shard for each in dims], axes, turns), turns.events)
+
+        return _on_held_parts(local, dims)(list(leaves), list(waits))
+
+    return run
+
+
+def axis_names(entry: Any) -> tuple[str, ...]:
+    """The axes that one entry of a PartitionSpec names."""
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _size_bytes(leaf: Array) -> int:
+    return math.prod(leaf.shape) * leaf.dtype.itemsize
+
+
+def _packs(
+    leaves: Sequence[Array], dims: Sequence[int | None], axes: Axes, num_shards_held: int
+) -> tuple[list[list[int]], list[int]]:
+    """(indices that travel together, of one dtype each; indices that travel alone), among sharded leaves."""
+    sizes = [_size_bytes(leaf) * num_shards_held for leaf in leaves]
+    small, alone = defaultdict(list), []
+    for i, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
+        if dim is None:
+            continue
+        if sizes[i] <= SMALL_BYTES:
+            small[leaf.dtype].append(i)
+        else:
+            alone.append(i)
+    packs = [pack for of_dtype in small.values() for pack in fused(of_dtype, sizes, axes.bucket_bytes)]
+    alone += [pack[0] for pack in packs if len(pack) == 1]
+    return [pack for pack in packs if len(pack) > 1], sorted(alone)
+
+
+def _insert(index: Sequence[Any], dim: int, value: Any) -> tuple[Any, ...]:
+    return (*index[:dim], value, *index[dim:])
+
+
+@_collective
+def all_gather(shards: Sequence[Array], dims: Sequence[int | None], axes: Axes, turns: Turns) -> list[Array]:
+    """The full leaves of a unit.
+
+    Args:
+        shards: this device's shard of each leaf.
+        dims: the sharded dim of each leaf; None for a leaf that every device holds in full.
+
+    Cost: receives (N-1)/N of the sharded leaves' full bytes; holds them in full. Of a leaf that is divided over M
+    devices beside, a 1/M of both. What is moved in pieces is copied from them into the leaf.
+    """
     if axes.num_shards == 1:
-        return []
+        return list(shards)
+    full = list(shards)
+    packs, alone = _packs(shards, dims, axes, axes.num_shards)
+    dims = cast("Sequence[int]", dims)  # read below at sharded leaves alone
+    for i in alone:
+        full[i] = _gather_leaf(shards[i], dims[i], axes, turns)
+    for pack in packs:
+        buffer = jnp.concatenate([shards[i].reshape(-1) for i in pack])
+        rows = turns.done(lax.all_gather(turns.ready(buffer), axes.shard))  # [N, elements of the packed shards]
+        offset = 0
+        for i in pack:
+            size = math.prod(shards[i].shape)
+            full[i] = _from_rows(rows[:, offset : offset + size], shards[i].shape, dims[i])
+            offset += size
+    return full
 
-    def local(parts: list[Array]) -> list[Array]:
-        split = [each.shard for each in dims]
-        packs, alone = _packs(parts, split, 1 if gathered else axes.num_shards)
-        whole = [] if gathered else [i for i, dim in enumerate(split) if dim is None]
-        first = [*alone, *(pack[0] for pack in packs), *whole[:1]]
-        return [e for i in first for e in event([parts[i]])]
 
-    return _on_held_parts(local, dims, out_specs=WHOLE)(list(values))
+def _gather_leaf(shard: Array, dim: int, axes: Axes, turns: Turns) -> Array:
+    n, shape = axes.num_shards, shard.shape
+    cut = Cut.of(shape, n * shard.dtype.itemsize, axes.bucket_bytes, dim)
+    if cut.piece == shape:
+        return turns.done(lax.all_gather(turns.ready(shard), axes.shard, axis=dim, tiled=True))
+
+    def move(start: tuple[Array, ...], full: Array) -> Array:
+        part = turns.ready(lax.dynamic_slice(shard, start, cut.piece))
+        moved = jnp.moveaxis(lax.all_gather(part, axes.shard), 0, dim)
+        return lax.dynamic_update_slice(full, moved, _insert(start, dim, 0))
+
+    full = turns.done(cut.loop(move, jnp.zeros(_insert(shape, dim, n), shard.dtype)))  # [.., N, s, ..]
+    return full.reshape(*shape[:dim], n * shape[dim], *shape[dim + 1 :])
+
+
+def _from_rows(rows: Array, shard_shape: tuple[int, ...], dim: int) -> Array:
+    """[N, elements of a shard] -> the full leaf."""
+    n = rows.shape[0]
+    stacked = jnp.moveaxis(rows.reshape(n, *shard_shape), 0, dim)
+    return stacked.reshape(*shard_shape[:dim], n * shard_shape[dim], *shard_shape[dim + 1 :])
+
+
+def _split(leaf: Array, n: int, dim: int) -> Array:
+    """The full leaf -> [.., N, s, ..], `dim` split into N shards."""
+    return leaf.reshape(*leaf.shape[:dim], n, leaf.shape[dim] // n, *leaf.shape[dim + 1 :])
+
+
+def _to_rows(leaf: Array, n: int, dim: int) -> Array:
+    """The full leaf -> [N, elements of a shard]."""
+    return jnp.moveaxis(_split(leaf, n, dim), dim, 0).reshape(n, -1)
+
+
+@_collective
+def reduce_scatter(grads: Sequence[Array], dims: Sequence[int | None], axes: Axes, turns: Turns) -> list[Array]:
+    """This device's shard of each gradient, summed over the shard axes. Leaves without a sharded dim are all-reduced.
+
+    Cost: sends (N-1)/N of the sharded leaves' full bytes, and 2(N-1)/N of the others'.
+    """
+    if axes.num_shards == 1:
+        return list(grads)
+    shards = list(grads)
+    packs, alone = _packs(grads, dims, axes, 1)
+    whole = [i for i, dim in enumerate(dims) if dim is None]
+    dims = cast("Sequence[int]", dims)  # read below at sharded leaves alone
+    for i in alone:
+        shards[i] = _scatter_leaf(grads[i], dims[i], axes, turns)
+    for pack in packs:
+        rows = [_to_rows(grads[i], axes.num_shards, dims[i]) for i in pack]
+        summed = turns.done(lax.psum_scatter(turns.ready(jnp.concatenate(rows, axis=1)), axes.shard))
+        offset = 0
+        for i, row in zip(pack, rows, strict=True):
+            shape = list(grads[i].shape)
+            shape[dims[i]] //= axes.num_shards
+            shards[i] = summed[offset : offset + row.shape[1]].reshape(shape)
+            offset += row.shape[1]
+    for i, total in zip(whole, _sum([grads[i] for i in whole], axes.shard, axes, turns), strict=True):
+        shards[i] = total
+    return shards
+
+
+def _scatter_leaf(grad: Array, dim: int, axes: Axes, turns: Turns) -> Array:
+    n, split = axes.num_shards, _split(grad, axes.num_shards, dim)
+    shape = (*split.shape[:dim], *split.shape[dim + 1 :])
+    cut = Cut.of(shape, n * grad.dtype.itemsize, axes.bucket_bytes, dim)
+    if cut.piece == shape:
+        return turns.done(lax.psum_scatter(turns.ready(grad), axes.shard, scatter_dimension=dim, tiled=True))
+
+    def move(start: tuple[Array, ...], shard: Array) -> Array:
+        part = turns.ready(lax.dynamic_slice(split, _insert(start, dim, 0), _insert(cut.piece, dim, n)))
+        moved = lax.psum_scatter(jnp.moveaxis(part, dim, 0), axes.shard)
+        return lax.dynamic_update_slice(shard, moved, start)
+
+    return turns.done(cut.loop(move, jnp.zeros(shape, grad.dtype)))
+
+
+def all_reduce(
+    values: Sequence[Array],
+    names: tuple[str, ...],
+    axes: Axes,
+    dims: Sequence[Dims] | None = None,
+    waits: Sequence[Array] = (),
+) -> Moved:
+    """The sum of each value over some of the axes, all in one collective per dtype if their bytes allow it.
+
+    Args:
+        names: the axes.
+        dims: of the values, if they are leaves.
+        waits: events that come before.
+
+    Cost: sends 2(N-1)/N of the bytes. Nothing over a single device.
+    """
+
+    def local(parts: list[Array], waits: list[Array]) -> Moved:
+        turns = Turns(axes, waits)
+        return Moved(_sum(parts, names, axes, turns), turns.events)
+
+    fn = local if dims is None else _on_held_parts(local, dims)
+    return fn(list(values), list(waits))
+
+
+def _sum(values: Sequence[Array], names: tuple[str, ...], axes: Axes, turns: Turns) -> list[Array]:
+    if axes.size(names) == 1:
+        return list(values)
+    totals = list(values)
+    for group in fused(range(len(values)), [_size_bytes(value) for value in values], axes.bucket_bytes):
+        parts = [values[i] for i in group]
+        if len(group) == 1:
+            summed = [_sum_value(parts[0], names, axes, turns)]
+        else:
+            summed = turns.done(lax.psum(turns.ready(parts), names))
+        for i, total in zip(group, summed, strict=True):
+            totals[i] = total
+    return totals
+
+
+def _sum_value(value: Array, names: tuple[str, ...], axes: Axes, turns: Turns) -> Array:
+    cut = Cut.of(value.shape, value.dtype.itemsize, axes.bucket_bytes)
+    if cut.piece == value.shape:
+        return turns.done(lax.psum(turns.ready(value), names))
+
+    def move(start: tuple[Array, ...], total: Array) -> Array:
+        part = turns.ready(lax.dynamic_slice(total, start, cut.piece))
+        return lax.dynamic_update_slice(total, lax.psum(part, names), start)
+
+    return turns.done(cut.loop(move, value))
+
+
+def device_index(axes: Axes) -> Array:
+    """The position of this device among those that see different data, as int32."""
+    return lax.axis_index(axes.data) if axes.num_devices > 1 else jnp.int32(0)

@@ -116,7 +116,7 @@ class GradientProgram:
         return models.fold_keys(folded, jnp.asarray(microbatch, jnp.int32))
 
     def _sum(self, values: Sequence[Array]) -> list[Array]:
-        return collectives.all_reduce(values, self.axes.data, self.axes.num_devices)
+        return collectives.all_reduce(values, self.axes.data, self.axes).leaves
 
     # One microbatch ---------------------------------------------------------------------------------------------------
 
@@ -239,6 +239,7 @@ class GradientProgram:
         """Reduces what is still local, unit by unit, and sums over replicas."""
         reduced = list(grads)
         by_unit: dict[str, list[int]] = {}
+        waits: list[Array] = []
         for i, leaf in enumerate(self.leaves):
             if leaf.trainable:
                 by_unit.setdefault(leaf.unit, []).append(i)
@@ -247,10 +248,12 @@ class GradientProgram:
             if not placement.shards_grads(self.stage):
                 values = [for_reduction(v, self.precision.reduce_dtype) for v in values]
                 if placement.shards_optimizer(self.stage):
-                    values = collectives.reduce_scatter(values, dims, self.axes)
+                    values, events = collectives.reduce_scatter(values, dims, self.axes, waits)
                 else:
-                    values = collectives.all_reduce(values, self.axes.shard, self.axes.num_shards, dims)
-            values = collectives.all_reduce(values, self.axes.replica, self.axes.num_replicas, dims)
+                    values, events = collectives.all_reduce(values, self.axes.shard, self.axes, dims, waits)
+                waits = self.axes.in_turn(events)
+            values, events = collectives.all_reduce(values, self.axes.replica, self.axes, dims, waits)
+            waits = self.axes.in_turn(events)
             for i, value in zip(members, values, strict=True):
                 reduced[i] = value
         return reduced

@@ -44,6 +44,7 @@ class Order:
         self._done: list[list[Array]] = [list(start)] * (self.depth + 1)
         self._arrived: list[Array] = []
         self._offloaded: list[list[Array]] = []
+        self._reduced: list[Array] = []
 
     def before_gather(self, ahead: int = 0) -> list[Array]:
         """What the gather for a unit waits for, `ahead` units before its turn."""
@@ -69,6 +70,11 @@ class Order:
     def reduced(self, there: list[Array]) -> None:
         """The reduction of the gradients of the last unit has these events."""
         self._done[-1] = self._done[-1] + there
+        self._reduced = there
+
+    def before_reduction(self) -> list[Array]:
+        """The events of the last reduction."""
+        return self._reduced
 
 
 class Plan(NamedTuple):
@@ -119,7 +125,7 @@ class Kept(NamedTuple):
 def scan(
     layer: Callable[[Tree, Carry, Tree, Tree], tuple[Carry, Tree, Tree, Tree]],
     fetch: Callable[[Tree, int, Order], Tree],
-    reduce: Callable[[Tree], tuple[list[Array], list[Array]]],
+    reduce: Callable[[Tree, list[Array]], tuple[list[Array], list[Array]]],
     init: Carry,
     shards: Tree,
     xs: Tree,
@@ -140,7 +146,7 @@ def scan(
         layer: `layer(weights, (flow, rest), x, kept) -> ((flow, rest), y, keep, gradients)`. `flow` are the floating
             arrays that the next layer computes from, `rest` all else that is carried.
         fetch: `fetch(shards of a layer, ahead, order)` gathers its weights.
-        reduce: `reduce(gradients) -> (their shards, events)`.
+        reduce: `reduce(gradients, events of the last reduction) -> (their shards, events)`.
         init: (flow, rest) before the first layer.
         shards, xs: arrays whose dim 0 counts layers.
         kept: in a backward pass, what the forward pass returned. Layers are visited in the opposite order.
@@ -175,7 +181,7 @@ def scan(
         for i in range(count):
             if grads is not None:
                 carry = after(carry[0], waits), carry[1]  # no gradient is made before the last but one is reduced
-                grad_shards, waits = reduce(grads)
+                grad_shards, waits = reduce(grads, order.before_reduction())
                 reduced = put(reduced, grad_shards, first + i - 1)
                 order.reduced(waits)
             if i < gathers:
@@ -184,7 +190,7 @@ def scan(
             order.computed(carry[0])
             if ys is None:
                 ys = jax.tree.map(lambda value: _stack_of(value, length), y)
-                shapes = jax.eval_shape(lambda grads: reduce(grads)[0], grads)
+                shapes = jax.eval_shape(lambda grads: reduce(grads, [])[0], grads)
                 reduced = [_stack_of(shape, length) for shape in shapes]
             queue, ys = queue[1:], put(ys, y, first + i)
             keep.append(keeps)
@@ -204,7 +210,7 @@ def scan(
         order.restart(event(state[0][0]))
     state, back_keep = turns(length - back, back, back - ahead, state, given.back, order)
     carry, _, grads, ys, reduced = state
-    grad_shards, waits = reduce(grads)
+    grad_shards, waits = reduce(grads, order.before_reduction())
     order.reduced(waits)
     return carry, ys, Kept(front_keep, loop_keep, back_keep), put(reduced, grad_shards, length - 1)
 
@@ -226,7 +232,7 @@ def _scan_alone(
     def body(carry: Carry, slices: Any) -> tuple[Carry, Any]:
         shards, x, given = slices
         carry, y, keep, grads = layer(fetch(shards, 0, Order(0, [])), carry, x, given)
-        return carry, (y, keep, reduce(grads)[0])
+        return carry, (y, keep, reduce(grads, [])[0])
 
     slices = shards, xs, None if kept is None else kept.loop[0]
     carry, (ys, keep, reduced) = lax.scan(body, init, slices, length=length, reverse=reverse)

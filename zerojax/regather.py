@@ -20,8 +20,9 @@ import numpy as np
 from jax import lax
 
 from zerojax import jaxprs
-from zerojax.collectives import after, axes_beside, event, partition, unpartition
+from zerojax.collectives import after, event
 from zerojax.keep import EVERYTHING, Keep, Place
+from zerojax.partition import divisible_dim, partition, unpartition
 
 Arrays = Sequence[Any]
 Function = Callable[[Arrays, Arrays, Arrays], Arrays]
@@ -88,21 +89,6 @@ class Gradients(NamedTuple):
     fixed: list[Any]
     data: list[Any]
     orders: list[tuple[int, ...]]
-
-
-def _partitioned_dim(aval: Any) -> int | None:
-    """The first dim that the axes beside divide; None for a scalar, or if they have one device."""
-    names, size = axes_beside()
-    if size == 1 or not aval.ndim:
-        return None
-    for dim, length in enumerate(aval.shape):
-        if length % size == 0:
-            return dim
-    raise ValueError(
-        f"keep: a unit's input cannot be partitioned over {'x'.join(names)}\n"
-        f"  got:      shape {aval.shape} on each device along the data axes, axis size {size}, which divides no dim\n"
-        f"  fix:      another batch or sequence length, or partition_inputs=False for the unit"
-    )
 
 
 class Regather:
@@ -198,7 +184,7 @@ class Regather:
             moves = not stays and is_differentiable(v.aval)
             if v in needed:
                 place = Place.HOST if moves and keep.offload_inputs else Place.DEVICE
-                dim = _partitioned_dim(v.aval) if moves and keep.partition_inputs else None
+                dim = divisible_dim(v.aval.shape) if moves and keep.partition_inputs else None
                 self.kept.append(Kept(v, named.get(v) or place, dim))
         self.needed = [v in needed for v in weights]
         self.recomputes = any(

@@ -46,23 +46,20 @@ class Mover:
 
     def fetch(self, shards: Sequence[Array], dims: Sequence[Dims], order: Order, ahead: int = 0) -> list[Array]:
         """Gathers what is sharded, `ahead` units before it is used."""
-        moved = [i for i, dim in enumerate(dims) if dim.shard is not None]
-        held = list(shards)
-        if not self.gathers or self.axes.num_shards == 1 or not moved:
-            return held
-        waiting = collectives.after([shards[i] for i in moved], order.before_gather(ahead))
-        for i, shard in zip(moved, waiting, strict=True):
-            held[i] = shard
-        full = collectives.all_gather(held, dims, self.axes)
-        order.arrived(collectives.arrivals(full, dims, self.axes, gathered=True))
+        if not self.gathers or self.axes.num_shards == 1 or all(dim.shard is None for dim in dims):
+            return list(shards)
+        full, events = collectives.all_gather(shards, dims, self.axes, order.before_gather(ahead))
+        order.arrived(events)
         return full
 
-    def reduce(self, grads: Sequence[Array], dims: Sequence[Dims]) -> tuple[list[Array], list[Array]]:
-        """(what the stage keeps of gradients, the events of their reduction)."""
+    def reduce(
+        self, grads: Sequence[Array], dims: Sequence[Dims], reduced: Sequence[Array]
+    ) -> tuple[list[Array], list[Array]]:
+        """(what the stage keeps of gradients, the events of their reduction); `reduced`: those of the one before."""
         if not self.scatters:
             return list(grads), []
-        shards = collectives.reduce_scatter([for_reduction(g, self.reduce_dtype) for g in grads], dims, self.axes)
-        return shards, collectives.arrivals(shards, dims, self.axes, gathered=False)
+        grads = [for_reduction(g, self.reduce_dtype) for g in grads]
+        return collectives.reduce_scatter(grads, dims, self.axes, self.axes.in_turn(list(reduced)))
 
     def shard_shape(self, shape: tuple[int, ...], dims: Dims) -> tuple[int, ...]:
         dim = dims.shard
@@ -80,12 +77,16 @@ def _fetch_needed(
 
 
 def _reduce(
-    mover: Mover, grads: Sequence[Array], orders: Sequence[tuple[int, ...]], dims: Sequence[Dims]
+    mover: Mover,
+    grads: Sequence[Array],
+    orders: Sequence[tuple[int, ...]],
+    dims: Sequence[Dims],
+    reduced: Sequence[Array],
 ) -> tuple[list[Array], list[Array]]:
-    """(reduced gradients in the shape of their leaves, events). See `Gradients` for `orders`."""
+    """`Mover.reduce`, with gradients in the shape of their leaves. See `Gradients` for `orders`."""
     moved = [each.transposed(np.argsort(order).tolist()) for each, order in zip(dims, orders, strict=True)]
-    reduced, events = mover.reduce(grads, moved)
-    return [lax.transpose(grad, order) for grad, order in zip(reduced, orders, strict=True)], events
+    shards, events = mover.reduce(grads, moved, reduced)
+    return [lax.transpose(grad, order) for grad, order in zip(shards, orders, strict=True)], events
 
 
 class Straight:
@@ -140,7 +141,8 @@ class Straight:
             kept, cotangents = lax.optimization_barrier((kept, list(cotangents)))
             kept = self.regather.inputs_after(kept, collectives.events(cotangents))
         grads = self.regather.backward(weights, [], kept, cotangents)
-        reduced, events = _reduce(self.mover, grads.weights, grads.orders, select(self.dims, self.trainable))
+        dims = select(self.dims, self.trainable)
+        reduced, events = _reduce(self.mover, grads.weights, grads.orders, dims, order.before_reduction())
         self._computed(grads.data, order)
         order.reduced(events)
         return dict(zip(select(self.segment.leaves, self.trainable), reduced, strict=True)), grads.data
@@ -266,7 +268,7 @@ class Stack:
         carry, ys, extra, _ = pipeline.scan(
             layer,
             lambda shards, ahead, order: self.mover.fetch(shards, self.dims, order, ahead),
-            lambda grads: (grads, []),
+            lambda grads, reduced: (grads, []),
             split([values[k] for k in self.carry_positions]),
             self._stacked_shards(shards),
             [values[k] for k in self.xs_positions],
@@ -324,7 +326,7 @@ class Stack:
             lambda shards, ahead, order: _fetch_needed(
                 self.mover, shards, self.dims, self.regather.needed, order, ahead
             ),
-            lambda grads: _reduce(self.mover, grads, orders, select(self.dims, self.view_trainable)),
+            lambda grads, reduced: _reduce(self.mover, grads, orders, select(self.dims, self.view_trainable), reduced),
             (carry_grads, [jnp.zeros(a.shape, a.dtype) for a in select(fixed, self.fixed_wanted)]),
             self._stacked_shards(shards),
             ys_grads,
@@ -364,7 +366,8 @@ class Stack:
 
         _, vjp = jax.vjp(derive, [consts[i] for i in leaves])
         (grads,) = vjp([operand_grads[k] for k in positions])
-        reduced, events = self.mover.reduce(grads, [self.mover.dims[i] for i in leaves])
+        dims = [self.mover.dims[i] for i in leaves]
+        reduced, events = self.mover.reduce(grads, dims, order.before_reduction())
         order.reduced(events)
         return dict(zip(leaves, reduced, strict=True))
 

@@ -141,11 +141,11 @@ def gather_params(setup: Setup, definition: Definition, trained: Tree) -> Tree:
         units.setdefault(leaf.unit, []).append(i)
 
     def local(shards: list[Array]) -> list[Array]:
-        full = list(shards)
+        full, waits = list(shards), []
         for members in units.values():
-            gathered = collectives.all_gather(
-                [shards[i] for i in members], [leaves[i].dims for i in members], setup.axes
-            )
+            held, dims = [shards[i] for i in members], [leaves[i].dims for i in members]
+            gathered, events = collectives.all_gather(held, dims, setup.axes, waits)
+            waits = setup.axes.in_turn(events)
             for i, value in zip(members, gathered, strict=True):
                 full[i] = value
         return full
@@ -162,8 +162,8 @@ def squared_norm(setup: Setup, definition: Definition, program: GradientProgram,
     specs = [s if leaf.trainable else None for s, leaf in zip(specs, definition.leaves, strict=True)]
 
     def local(values: list[Array]) -> Array:
-        norms = [program.local_squared_norm(values)]
-        return collectives.all_reduce(norms, setup.axes.data, setup.axes.num_devices)[0]
+        (total,) = collectives.all_reduce([program.local_squared_norm(values)], setup.axes.data, setup.axes).leaves
+        return total
 
     return _manual(setup, local, (specs,), PartitionSpec())(values)
 
