@@ -161,16 +161,16 @@ def all_gather(shards: Sequence[Array], dims: Sequence[int | None], axes: Axes) 
 
 
 def _from_rows(rows: Array, shard_shape: tuple[int, ...], dim: int) -> Array:
-    """[N, elements of a shard] -> the full leaf."""
+    """[N, shard] -> the full leaf. The shard may be flat."""
     n = rows.shape[0]
     stacked = jnp.moveaxis(rows.reshape(n, *shard_shape), 0, dim)
     return stacked.reshape(*shard_shape[:dim], n * shard_shape[dim], *shard_shape[dim + 1 :])
 
 
 def _to_rows(leaf: Array, n: int, dim: int) -> Array:
-    """The full leaf -> [N, elements of a shard]."""
+    """The full leaf -> [N, shard]."""
     split = leaf.reshape(*leaf.shape[:dim], n, leaf.shape[dim] // n, *leaf.shape[dim + 1 :])
-    return jnp.moveaxis(split, dim, 0).reshape(n, -1)
+    return jnp.moveaxis(split, dim, 0)
 
 
 @_collective
@@ -188,7 +188,7 @@ def reduce_scatter(grads: Sequence[Array], dims: Sequence[int | None], axes: Axe
     for i in alone:
         shards[i] = lax.psum_scatter(grads[i], axes.shard, scatter_dimension=dims[i], tiled=True)
     for pack in packs:
-        rows = [_to_rows(grads[i], axes.num_shards, dims[i]) for i in pack]
+        rows = [_to_rows(grads[i], axes.num_shards, dims[i]).reshape(axes.num_shards, -1) for i in pack]
         summed = lax.psum_scatter(jnp.concatenate(rows, axis=1), axes.shard, scatter_dimension=0, tiled=False)
         offset = 0
         for i, row in zip(pack, rows, strict=True):
@@ -199,6 +199,36 @@ def reduce_scatter(grads: Sequence[Array], dims: Sequence[int | None], axes: Axe
     for i, total in zip(whole, all_reduce([grads[i] for i in whole], axes.shard, axes.num_shards), strict=True):
         shards[i] = total
     return shards
+
+
+def all_gather_rows(shards: Sequence[Array], dims: Sequence[Dims], axes: Axes) -> list[Array]:
+    """`all_gather` of shards that are held in this form: see `_along_rows`."""
+    inner = _along_rows(dims, axes)
+    rows = [shard[None] if i in inner else shard for i, shard in enumerate(shards)]
+    full = all_gather(rows, [inner.get(i, each) for i, each in enumerate(dims)], axes)
+    for i in inner:
+        full[i] = _from_rows(full[i], shards[i].shape, cast(int, dims[i].shard))
+    return full
+
+
+def reduce_scatter_rows(grads: Sequence[Array], dims: Sequence[Dims], axes: Axes) -> list[Array]:
+    """`reduce_scatter` to shards that are held in this form: see `_along_rows`."""
+    inner = _along_rows(dims, axes)
+    split = lambda i: _to_rows(grads[i], axes.num_shards, cast(int, dims[i].shard))
+    rows = [split(i) if i in inner else grad for i, grad in enumerate(grads)]
+    shards = reduce_scatter(rows, [inner.get(i, each) for i, each in enumerate(dims)], axes)
+    return [shard[0] if i in inner else shard for i, shard in enumerate(shards)]
+
+
+def _along_rows(dims: Sequence[Dims], axes: Axes) -> dict[int, Dims]:
+    """By the index of each leaf whose sharded dim is not its first: the dims of its rows, [N, shard].
+
+    The GPU compiler lays out what a collective moves with the dim that it runs along outermost, and so all that the
+    shard is computed with: where shards meet the optimizer, every update copied and transposed its state. Along a dim
+    of rows, put in front, the full form alone is transposed, which it is either way.
+    """
+    apart = lambda each: Dims(0, PartitionSpec(None, *each.beside))
+    return {i: apart(each) for i, each in enumerate(dims) if each.shard and axes.num_shards > 1}
 
 
 def all_reduce(

@@ -247,7 +247,7 @@ class GradientProgram:
             if not placement.shards_grads(self.stage):
                 values = [for_reduction(v, self.precision.reduce_dtype) for v in values]
                 if placement.shards_optimizer(self.stage):
-                    values = collectives.reduce_scatter(values, dims, self.axes)
+                    values = collectives.reduce_scatter_rows(values, dims, self.axes)
                 else:
                     values = collectives.all_reduce(values, self.axes.shard, self.axes.num_shards, dims)
             values = collectives.all_reduce(values, self.axes.replica, self.axes.num_replicas, dims)

@@ -142,7 +142,7 @@ def gather_params(setup: Setup, definition: Definition, trained: Tree) -> Tree:
     def local(shards: list[Array]) -> list[Array]:
         full = list(shards)
         for members in units.values():
-            gathered = collectives.all_gather(
+            gathered = collectives.all_gather_rows(
                 [shards[i] for i in members], [leaves[i].dims for i in members], setup.axes
             )
             for i, value in zip(members, gathered, strict=True):
