@@ -37,7 +37,6 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the programs are for other devices
 
 FORMS = ("ours", "plain", "replicated", "single")
 FLOPS, MEMORY = 700e12, 3e12  # of one device, a second
@@ -64,6 +63,7 @@ def arguments():
 
 def main():
     args = arguments()
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the programs are for other devices
     from importlib import metadata
 
     from rich.console import Console
@@ -91,7 +91,7 @@ def main():
             status.update(f"compiling {form}")
             start = time.perf_counter()
             used = devices[:1] if form == "single" else devices
-            traced = ours(config, args, used) if form == "ours" else plain(form, config, args, used)
+            traced = ours(config, args, used) if form == "ours" else trace_plain(form, config, args, used)
             forms[form] = report(traced, form, platform, args.dump, copy_bytes=2 * leaf // 16)
             forms[form]["compile_s"] = time.perf_counter() - start
             volume = {"replicated": 2, "single": 0}.get(form, 3)  # elements for each parameter
@@ -135,8 +135,23 @@ def ours(config, args, devices):
     return step.trace(state, gpt.batch_aval(config, args.rows * len(devices)))
 
 
-def plain(form, config, args, devices):
-    """What one writes without zerojax, traced on avals."""
+def trace_plain(form, config, args, devices):
+    """`plain` on avals."""
+    import gpt
+    import jax
+
+    init, step, rows = plain(form, config, args.keep, devices)
+    batch = gpt.batch_aval(config, args.rows * len(devices))
+    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows), batch)
+    return step.trace(jax.eval_shape(init), batch)
+
+
+def plain(form, config, keep, devices):
+    """What one writes without zerojax.
+
+    Returns jitted `init() -> state`, with the values that `Zero.init` gives, and `step(state, batch) -> (state,
+    metrics)`; and the sharding of the batch.
+    """
     import gpt
     import jax
     import jax.numpy as jnp
@@ -151,7 +166,8 @@ def plain(form, config, args, devices):
     holder = {}
 
     def init():
-        holder["graph"], params = nnx.split(gpt.GPT(config, nnx.Rngs(0)), nnx.Param)
+        rngs = nnx.Rngs(jax.random.fold_in(jax.random.key(0), 0))
+        holder["graph"], params = nnx.split(gpt.GPT(config, rngs), nnx.Param)
         return params, tx.init(params)
 
     def place(a):
@@ -161,14 +177,13 @@ def plain(form, config, args, devices):
             return shard()
         return shard(*[None] * dims[0], "data")
 
-    avals = jax.eval_shape(init)
-    shardings = jax.tree.map(place, avals)
+    shardings = jax.tree.map(place, jax.eval_shape(init))
     full = lambda tree: jax.lax.with_sharding_constraint(tree, jax.tree.map(lambda _: shard(), tree))
     remat = {
         "nothing": jax.checkpoint,
         "dots": lambda fn: jax.checkpoint(fn, policy=jax.checkpoint_policies.dots_saveable),
         "everything": lambda fn: fn,
-    }[args.keep]
+    }[keep]
 
     def loss(params, batch):
         model = nnx.merge(holder["graph"], params)
@@ -196,11 +211,9 @@ def plain(form, config, args, devices):
         metrics = {"loss": value, "grad_norm": optax.tree.norm(grads), "param_norm": optax.tree.norm(params)}
         return (params, opt_state), metrics
 
-    place_aval = lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s)
-    state = jax.tree.map(place_aval, avals, shardings)
-    batch = jax.tree.map(lambda a: place_aval(a, shard("data")), gpt.batch_aval(config, args.rows * mesh.size))
     out_shardings = (shardings, {name: shard() for name in ("loss", "grad_norm", "param_norm")})
-    return jax.jit(step, donate_argnums=0, out_shardings=out_shardings).trace(state, batch)
+    step = jax.jit(step, donate_argnums=0, out_shardings=out_shardings)
+    return jax.jit(init, out_shardings=shardings), step, shard("data")
 
 
 def cross_entropy(logits, targets):

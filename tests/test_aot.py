@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import zerojax
 from zerojax import Keep, collectives as communication, hlo, targets
 from zerojax.collectives import Dims
-from zerojax.compiled import collectives, in_flight_bytes, moves_in_loops
+from zerojax.compiled import collectives, in_flight_bytes, moves, moves_in_loops
 
 pytestmark = pytest.mark.aot
 N = 8
@@ -109,6 +109,63 @@ def test_state_is_updated_in_place(stage, target):
     state_bytes = 12 * psi / N + (2 * psi / N if stage == 3 else 2 * psi)
     assert memory.argument_size_in_bytes == pytest.approx(state_bytes, rel=0.01)
     assert memory.alias_size_in_bytes >= 0.999 * state_bytes
+
+
+SMALLEST = 2 * 512 * 512 // N  # bytes of a shard of the smallest matrix in bf16
+
+
+def accumulating(stage, scan):
+    """Four microbatches. With these sizes no activation, and no gradient of a layer, is as large as a leaf held."""
+    return compiled(stage, 4, scan, layers=10, seq=80, vocab=768) if scan else compiled(stage, 4)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_nothing_unrolled_copies_what_is_held(stage):
+    """Transpositions are not looked at here: an activation is as large as the smallest shard."""
+    program = hlo.read(accumulating(stage, scan=False)[1].as_text())
+    assert not [move for move in moves(program, SMALLEST // 2) if move.op == "copy"]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_nothing_scanned_copies_what_is_held(stage):
+    """Parameters, master, moments and the sum of gradients, neither as they are nor transposed, in loops or outside.
+
+    But for this: at stages 1 and 2 the stack of a weight is gathered with the devices in front, and moved once to where
+    the parameter lives.
+    """
+    state, program = accumulating(stage, scan=True)
+    leaves, size = state.definition.leaves, lambda a: math.prod(a.sharding.shard_shape(a.shape))
+    held = [("bf16", size(a)) for a in jax.tree.leaves(state.params)]
+    held += [("f32", size(a)) for a in jax.tree.leaves((state.master, state.opt_state))]  # like the sum at stages 2, 3
+    held += [("f32", leaf.size) for leaf in leaves if stage == 1]
+    copied = [
+        (move.op, move.buffer.dtype, math.prod(move.buffer.dims), move.trips)
+        for move in moves(hlo.read(program.as_text()), SMALLEST)
+        if move.op in ("copy", "transpose") and (move.buffer.dtype, math.prod(move.buffer.dims)) in held
+    ]
+    stacks = [leaf.size for leaf in leaves if leaf.dim == 1 and leaf.size > 512 * 512]
+    assert sorted(copied) == sorted(("transpose", "bf16", elements, 1) for elements in stacks if stage < 3)
+
+
+def test_accumulation_holds_the_sum_of_gradients_once():
+    """Beside what one microbatch takes. At stage 2 also all of its gradients in full, since the compiler joins
+    reduce-scatters of up to 30 MB, which here are all."""
+    for stage in (1, 2, 3):
+        temporaries = {k: compiled(stage, k)[1].memory_analysis().temp_size_in_bytes for k in (1, 4)}
+        psi = sum(leaf.size for leaf in compiled(stage, 4)[0].definition.leaves)
+        sum_of_gradients = 4 * psi if stage == 1 else 4 * psi / N
+        joined = 2 * psi if stage == 2 else 0
+        assert temporaries[4] <= temporaries[1] + joined + 1.02 * sum_of_gradients
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_temporaries_are_packed_without_gaps(stage, scan):
+    """The room for them is at most 5% more than the largest sum of what is alive at the same time, by the compiler's
+    own account: `peak_memory_in_bytes` is that sum, with the arguments."""
+    memory = accumulating(stage, scan)[1].memory_analysis()
+    alive = memory.peak_memory_in_bytes - memory.argument_size_in_bytes
+    assert alive <= memory.temp_size_in_bytes <= 1.05 * alive
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])

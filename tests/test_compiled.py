@@ -276,7 +276,9 @@ def test_copies_in_a_loop():
     assert [(m.name, m.op) for m in moves] == expected
     assert all(m.num_bytes == 3 * 4 * MIB for m in moves)
     assert compiled.moves_in_loops(read)[0].name == "counter"
-    assert compiled.moves_in_loops(program("%a = f32[4] parameter(0)\nROOT %c = f32[4] copy(%a)")) == []
+    outside = program("%a = f32[4] parameter(0)\nROOT %c = f32[4] copy(%a)")
+    assert compiled.moves_in_loops(outside) == []
+    assert [(m.name, m.op, m.trips) for m in compiled.moves(outside)] == [("c", "copy", 1)]
     with pytest.raises(ValueError, match="host"):
         lanes.two_lane(read, RATES)
 

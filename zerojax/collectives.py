@@ -173,14 +173,19 @@ def _on_held_parts(fn: Callable[..., Moved], dims: Sequence[Dims]) -> Callable[.
 def _collective(fn: Callable[..., list[Array]]) -> Callable[..., Moved]:
     """From a function of the parts that devices hold and their dims over the shard axes to one of leaves.
 
-    That takes (leaves, their dims, axes, waits): no collective starts before the events `waits`.
+    That takes (leaves, their dims, axes, waits, rows). No collective starts before the events `waits`. With `rows`,
+    what is moved whole is moved along a dim in front, as [N, shard]. The GPU compiler lays out what a collective moves
+    with the dim that it runs along outermost, and so all that the shard is computed with: where shards meet the
+    optimizer, every update copied and transposed its state. Along rows the full form alone is transposed.
     """
 
     @functools.wraps(fn)
-    def run(leaves: Sequence[Array], dims: Sequence[Dims], axes: Axes, waits: Sequence[Array] = ()) -> Moved:
+    def run(
+        leaves: Sequence[Array], dims: Sequence[Dims], axes: Axes, waits: Sequence[Array] = (), rows: bool = False
+    ) -> Moved:
         def local(parts: list[Array], waits: list[Array]) -> Moved:
             turns = Turns(axes, waits)
-            return Moved(fn(parts, [each.shard for each in dims], axes, turns), turns.events)
+            return Moved(fn(parts, [each.shard for each in dims], axes, turns, rows), turns.events)
 
         return _on_held_parts(local, dims)(list(leaves), list(waits))
 
@@ -221,7 +226,9 @@ def _insert(index: Sequence[Any], dim: int, value: Any) -> tuple[Any, ...]:
 
 
 @_collective
-def all_gather(shards: Sequence[Array], dims: Sequence[int | None], axes: Axes, turns: Turns) -> list[Array]:
+def all_gather(
+    shards: Sequence[Array], dims: Sequence[int | None], axes: Axes, turns: Turns, rows: bool
+) -> list[Array]:
     """The full leaves of a unit.
 
     Args:
@@ -237,14 +244,14 @@ def all_gather(shards: Sequence[Array], dims: Sequence[int | None], axes: Axes, 
     packs, alone = _packs(shards, dims, axes, axes.num_shards)
     dims = cast("Sequence[int]", dims)  # read below at sharded leaves alone
     for i in alone:
-        full[i] = _gather_leaf(shards[i], dims[i], axes, turns)
+        full[i] = _gather_leaf(shards[i], dims[i], axes, turns, rows)
     for pack in packs:
         buffer = jnp.concatenate([shards[i].reshape(-1) for i in pack])
-        rows = turns.done(lax.all_gather(turns.ready(buffer), axes.shard))  # [N, elements of the packed shards]
+        flat = turns.done(lax.all_gather(turns.ready(buffer), axes.shard))  # [N, elements of the packed shards]
         offset = 0
         for i in pack:
             size = math.prod(shards[i].shape)
-            full[i] = _from_rows(rows[:, offset : offset + size], shards[i].shape, dims[i])
+            full[i] = _from_rows(flat[:, offset : offset + size], shards[i].shape, dims[i])
             offset += size
     return full
 
@@ -252,6 +259,8 @@ def all_gather(shards: Sequence[Array], dims: Sequence[int | None], axes: Axes, 
 def _gather_leaf(shard: Array, dim: int, axes: Axes, turns: Turns) -> Array:
     n, shape = axes.num_shards, shard.shape
     cut = Cut.of(shape, n * shard.dtype.itemsize, axes.bucket_bytes, dim)
+    if cut.piece == shape and rows:
+        return _from_rows(turns.done(lax.all_gather(turns.ready(shard), axes.shard)), shape, dim)
     if cut.piece == shape:
         return turns.done(lax.all_gather(turns.ready(shard), axes.shard, axis=dim, tiled=True))
 
@@ -265,7 +274,7 @@ def _gather_leaf(shard: Array, dim: int, axes: Axes, turns: Turns) -> Array:
 
 
 def _from_rows(rows: Array, shard_shape: tuple[int, ...], dim: int) -> Array:
-    """[N, elements of a shard] -> the full leaf."""
+    """[N, shard] -> the full leaf. The shard may be flat."""
     n = rows.shape[0]
     stacked = jnp.moveaxis(rows.reshape(n, *shard_shape), 0, dim)
     return stacked.reshape(*shard_shape[:dim], n * shard_shape[dim], *shard_shape[dim + 1 :])
@@ -277,12 +286,14 @@ def _split(leaf: Array, n: int, dim: int) -> Array:
 
 
 def _to_rows(leaf: Array, n: int, dim: int) -> Array:
-    """The full leaf -> [N, elements of a shard]."""
-    return jnp.moveaxis(_split(leaf, n, dim), dim, 0).reshape(n, -1)
+    """The full leaf -> [N, shard]."""
+    return jnp.moveaxis(_split(leaf, n, dim), dim, 0)
 
 
 @_collective
-def reduce_scatter(grads: Sequence[Array], dims: Sequence[int | None], axes: Axes, turns: Turns) -> list[Array]:
+def reduce_scatter(
+    grads: Sequence[Array], dims: Sequence[int | None], axes: Axes, turns: Turns, rows: bool
+) -> list[Array]:
     """This device's shard of each gradient, summed over the shard axes. Leaves without a sharded dim are all-reduced.
 
     Cost: sends (N-1)/N of the sharded leaves' full bytes, and 2(N-1)/N of the others'.
@@ -294,12 +305,12 @@ def reduce_scatter(grads: Sequence[Array], dims: Sequence[int | None], axes: Axe
     whole = [i for i, dim in enumerate(dims) if dim is None]
     dims = cast("Sequence[int]", dims)  # read below at sharded leaves alone
     for i in alone:
-        shards[i] = _scatter_leaf(grads[i], dims[i], axes, turns)
+        shards[i] = _scatter_leaf(grads[i], dims[i], axes, turns, rows)
     for pack in packs:
-        rows = [_to_rows(grads[i], axes.num_shards, dims[i]) for i in pack]
-        summed = turns.done(lax.psum_scatter(turns.ready(jnp.concatenate(rows, axis=1)), axes.shard))
+        flat = [_to_rows(grads[i], axes.num_shards, dims[i]).reshape(axes.num_shards, -1) for i in pack]
+        summed = turns.done(lax.psum_scatter(turns.ready(jnp.concatenate(flat, axis=1)), axes.shard))
         offset = 0
-        for i, row in zip(pack, rows, strict=True):
+        for i, row in zip(pack, flat, strict=True):
             shape = list(grads[i].shape)
             shape[dims[i]] //= axes.num_shards
             shards[i] = summed[offset : offset + row.shape[1]].reshape(shape)
@@ -313,6 +324,8 @@ def _scatter_leaf(grad: Array, dim: int, axes: Axes, turns: Turns) -> Array:
     n, split = axes.num_shards, _split(grad, axes.num_shards, dim)
     shape = (*split.shape[:dim], *split.shape[dim + 1 :])
     cut = Cut.of(shape, n * grad.dtype.itemsize, axes.bucket_bytes, dim)
+    if cut.piece == shape and rows:
+        return turns.done(lax.psum_scatter(turns.ready(_to_rows(grad, n, dim)), axes.shard))
     if cut.piece == shape:
         return turns.done(lax.psum_scatter(turns.ready(grad), axes.shard, scatter_dimension=dim, tiled=True))
 

@@ -1,4 +1,4 @@
-"""What a compiled program sends, with what beside it, and what it copies in its loops.
+"""What a compiled program sends, with what beside it, and what it copies.
 
 Programs for GPUs and for TPUs. On TPUs a collective may be a chain of fusions, which hold clones of it beside compute.
 What is not understood raises ValueError and is never taken for nothing.
@@ -209,8 +209,8 @@ _MOVE_OPS = {"copy": 1, "transpose": 2, "slice": 3, "dynamic-slice": 3, "dynamic
 _MOVE_NAMES = {1: "copy", 2: "transpose", 3: "slice", 4: "update"}
 
 
-def moves_in_loops(program: Program, min_bytes: int = 1) -> list[Move]:
-    """What loop bodies move within the memory of the device, in the order in which it runs.
+def moves(program: Program, min_bytes: int = 1) -> list[Move]:
+    """What a program moves within the memory of the device, in the order in which it runs.
 
     Counted are instructions, results of fusions, and asynchronous copies. A copy to or from another memory space (that
     of the host, the vector memory of a TPU) is no move in this sense.
@@ -220,9 +220,18 @@ def moves_in_loops(program: Program, min_bytes: int = 1) -> list[Move]:
         min_bytes: smaller results are left out. A loop copies counters and small tuples; a threshold between those and
             the smallest buffer that matters separates them.
     """
+    return _moves(blocks(program), min_bytes)
+
+
+def moves_in_loops(program: Program, min_bytes: int = 1) -> list[Move]:
+    """Those of `moves` that are in loop bodies."""
+    return _moves([block for block in blocks(program) if block.looped], min_bytes)
+
+
+def _moves(within: list[Block], min_bytes: int) -> list[Move]:
     found = []
-    for block in blocks(program):
-        for i in block.instructions if block.looped else ():
+    for block in within:
+        for i in block.instructions:
             root = i.called["calls"][0].root if i.op == "fusion" else i
             for result in results(root) if root is not i else [i]:
                 move = _move(result, inside=root is not i)

@@ -248,7 +248,7 @@ class GradientProgram:
             if not placement.shards_grads(self.stage):
                 values = [for_reduction(v, self.precision.reduce_dtype) for v in values]
                 if placement.shards_optimizer(self.stage):
-                    values, events = collectives.reduce_scatter(values, dims, self.axes, waits)
+                    values, events = collectives.reduce_scatter(values, dims, self.axes, waits, rows=True)
                 else:
                     values, events = collectives.all_reduce(values, self.axes.shard, self.axes, dims, waits)
                 waits = self.axes.in_turn(events)

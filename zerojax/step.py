@@ -144,7 +144,7 @@ def gather_params(setup: Setup, definition: Definition, trained: Tree) -> Tree:
         full, waits = list(shards), []
         for members in units.values():
             held, dims = [shards[i] for i in members], [leaves[i].dims for i in members]
-            gathered, events = collectives.all_gather(held, dims, setup.axes, waits)
+            gathered, events = collectives.all_gather(held, dims, setup.axes, waits, rows=True)
             waits = setup.axes.in_turn(events)
             for i, value in zip(members, gathered, strict=True):
                 full[i] = value

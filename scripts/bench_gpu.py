@@ -1,0 +1,366 @@
+"""Training steps on the GPUs of this machine: zerojax beside plain JAX, and what it costs to keep activations.
+
+    python scripts/bench_gpu.py                  # a table
+    python scripts/bench_gpu.py --json           # one JSON object
+    python scripts/bench_gpu.py --json gpu.json  # a table, and the object in a file
+    python scripts/bench_gpu.py --simulate 2 --width 64 --heads 4 --seq 16 --vocab 64      # on CPU, to try the script
+
+A scanned GPT in bf16 with AdamW, on all devices. Forms:
+
+    plain       the plain form of bench_schedule.py: `jit` and `NamedSharding`, weights cast to bf16 once a step, each
+                layer in `jax.checkpoint`
+    nothing     zerojax at stage 3, which like `plain` keeps the inputs of the layers and computes the rest again
+    everything  the same, which keeps all that the backward pass needs
+    offloaded   as `nothing`, with the inputs of the layers in host memory
+
+Runs are paired: in each round every form makes its state, takes one step that is not timed, and then `--steps` steps
+that are; the order rotates. The ratio is the median over the rounds of the time of `nothing` over that of `plain`.
+Losses are compared over the steps of the first round, which start at the same weights: in bf16 they may differ from
+those of `plain` by TOLERANCE.
+
+The model's flops are 6 Psi + 12 L S d a token, for Psi parameters without the embedding table, L layers, sequences of S
+tokens and width d: products forward and backward, attention as if it were not causal, nothing for what is computed
+again. Model flop utilisation (mfu) is over the peak of the device in bf16 without sparsity; `measured_flops` is what
+products of square matrices reach on it.
+
+The peak of memory is what a fresh process for each form was given at most (`memory_stats()`, which does not count what
+JAX reserves ahead); `init` is its peak before the first step. The compiled peak is arguments, temporaries and outputs
+that have no argument's place. A form that does not fit is reported so, and the others go on. Without `--layers` there
+are as many as fill FILL of the memory that JAX may use, see `fitting_layers`; XLA_CLIENT_MEM_FRACTION is its share
+of the device.
+"""
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+KEEP = {"nothing": "nothing", "everything": "everything", "offloaded": {"offload_inputs": True}}
+FORMS = ("plain", *KEEP)
+FILL = 0.85  # by a formula that counts more than compilers keep: for an H100 the compiled peak is near 0.7
+TOLERANCE = 0.05  # of a loss near log(vocab). A guess: a wrong gradient shows as tenths after few steps
+# bf16 flops a second without sparsity, by the start of `device_kind`: NVIDIA's data sheets of the A100, the H100 (PCIe,
+# NVL, SXM), the H200 and the B200 (in the HGX B200), of which those from the H100 on print the rate with sparsity,
+# twice this one. The first that matches counts.
+PEAK_FLOPS = {
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA B200": 2250e12,
+}
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="print or write one JSON object")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
+    parser.add_argument("--layers", type=int, help="(default: what fills the memory; 2 where no limit is told)")
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--seq", type=int, default=1024)
+    parser.add_argument("--rows", type=int, default=4, help="sequences on each device (default %(default)s)")
+    parser.add_argument("--vocab", type=int, default=32768)
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of a run (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="paired runs (default %(default)s)")
+    parser.add_argument("--simulate", type=int, metavar="N", help="on N simulated CPU devices")
+    parser.add_argument("--measure", choices=["times", *FORMS], help=argparse.SUPPRESS)  # in a process of its own
+    return parser.parse_args()
+
+
+def main():
+    args = arguments()
+    if args.measure:
+        if args.simulate:
+            import zerojax
+
+            zerojax.simulate_devices(args.simulate)
+        print(json.dumps(times(args) if args.measure == "times" else peak(args)))
+        return
+    # Reserved ahead, memory is one piece: what was freed between two forms cannot be too scattered for the next one.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
+    with tempfile.TemporaryDirectory() as cache:  # what is compiled once for the times is not compiled again
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
+        result = measured("times")
+        if result["device"]["limit_bytes"]:
+            for name, form in result["forms"].items():
+                form |= measured(name, "--layers", str(result["shapes"]["layers"]))
+    if args.json != "-":
+        table(result)
+    if args.json:
+        text = json.dumps(result)
+        print(text) if args.json == "-" else Path(args.json).write_text(text)
+    if result["max_loss_difference"] > TOLERANCE:
+        sys.exit(f"the forms do not compute the same: losses differ by {result['max_loss_difference']:.3g}")
+
+
+def measured(what, *more):
+    """What a process of its own measures. Only one at a time holds the devices, and this one never does."""
+    command = [sys.executable, __file__, *sys.argv[1:], *more, "--measure", what]
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+
+
+def times(args):
+    """All but the measured peaks."""
+    from importlib import metadata
+
+    import jax
+    from bench_step import ratio, rotated
+
+    device, limit_bytes = jax.devices()[0], memory_stat("bytes_limit")
+    config = gpt_config(args, limit_bytes)
+    forms = {name: Form(name, config, args) for name in args.forms}
+    for form in forms.values():
+        form.attempt(form.compile)
+    for i in range(args.rounds):
+        for name in rotated(list(forms), i):
+            forms[name].attempt(forms[name].run, args.steps)
+    seconds = {name: form.seconds for name, form in forms.items() if not form.error}
+    losses = {name: form.losses for name, form in forms.items() if form.losses}
+    peak_flops = next((flops for kind, flops in PEAK_FLOPS.items() if device.device_kind.startswith(kind)), None)
+    flops = model_flops(config) * args.rows * args.seq  # of one device
+    summaries = {name: form.summary(flops, peak_flops) for name, form in forms.items()}
+    reference = losses.get("plain", [])
+    differences = [abs(a - b) for those in losses.values() for a, b in zip(those, reference, strict=bool(reference))]
+    return {
+        "ratio": ratio(seconds["nothing"], seconds["plain"]) if {"nothing", "plain"} <= seconds.keys() else None,
+        "mfu": max((each["mfu"] for each in summaries.values() if each["mfu"]), default=None),
+        "measured_flops": measured_flops(),
+        "peak_flops": peak_flops,
+        "model_flops": flops,
+        "max_loss_difference": max(differences, default=0.0),
+        "forms": summaries,
+        "shapes": {k: getattr(args, k) for k in ("width", "heads", "seq", "rows", "vocab", "steps", "rounds")}
+        | {"layers": config.layers},
+        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "zerojax")},
+        "device": {"kind": device.device_kind, "count": jax.device_count(), "limit_bytes": limit_bytes},
+    }
+
+
+def peak(args):
+    """The most bytes that a device gave, before and after the steps of one form."""
+    form = Form(args.measure, gpt_config(args, memory_stat("bytes_limit")), args)
+    form.attempt(form.compile)
+    form.attempt(form.run, 1)
+    if form.error:
+        return {"error": form.error}
+    return {"init_peak_bytes": form.init_peak_bytes, "peak_bytes": memory_stat("peak_bytes_in_use")}
+
+
+def memory_stat(name):
+    """The largest of the devices here; None where they do not tell."""
+    import jax
+
+    stats = [device.memory_stats() for device in jax.local_devices()]
+    return max(each[name] for each in stats) if all(stats) else None
+
+
+class Form:
+    """A compiled step and what running it took."""
+
+    def __init__(self, name, config, args):
+        self.name, self.config, self.rows = name, config, args.rows
+        self.error, self.seconds, self.losses = None, [], []
+        self.compile_s = self.compiled_peak_bytes = self.host_bytes = self.init_peak_bytes = None
+
+    def attempt(self, measure, *args):
+        """Calls what needs memory, unless there was too little before."""
+        import jax
+
+        if self.error:
+            return
+        try:
+            measure(*args)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            self.error = "out of memory: " + " ".join(str(error).split())[:200]
+
+    def compile(self):
+        import gpt
+        import jax
+        import numpy as np
+
+        self.init, trace = plain(self.config) if self.name == "plain" else ours(KEEP[self.name], self.config)
+        start = time.perf_counter()
+        self.step = trace(gpt.batch_aval(self.config, self.rows * jax.device_count())).lower().compile()
+        self.compile_s = time.perf_counter() - start
+        memory = self.step.memory_analysis()
+        unaliased = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        self.compiled_peak_bytes = memory.argument_size_in_bytes + memory.temp_size_in_bytes + unaliased
+        self.host_bytes = memory.host_temp_size_in_bytes
+        shape = (self.rows * jax.device_count(), self.config.seq + 1)
+        tokens = np.random.default_rng(0).integers(0, self.config.vocab, shape, np.int32)
+        self.batch = jax.device_put({"tokens": tokens}, self.step.input_shardings[0][1])
+
+    def run(self, steps):
+        """Seconds of one of `steps` steps, after one that is not timed. The first time also their losses."""
+        import jax
+
+        state, losses = jax.block_until_ready(self.init()), []
+        self.init_peak_bytes = memory_stat("peak_bytes_in_use")
+        for i in range(steps + 1):
+            if i == 1:
+                jax.block_until_ready(state)
+                start = time.perf_counter()
+            state, metrics = self.step(state, self.batch)
+            losses.append(metrics["loss"])
+        jax.block_until_ready(state)
+        self.seconds.append((time.perf_counter() - start) / steps)
+        self.losses = self.losses or [float(loss) for loss in losses]
+
+    def summary(self, flops, peak_flops):
+        step_s = statistics.median(self.seconds) if self.seconds and not self.error else None
+        return {
+            "step_s": step_s,
+            "mfu": flops / step_s / peak_flops if step_s and peak_flops else None,
+            "peak_bytes": None,
+            "init_peak_bytes": None,
+            "compiled_peak_bytes": self.compiled_peak_bytes,
+            "host_bytes": self.host_bytes,
+            "compile_s": self.compile_s,
+            "error": self.error,
+        }
+
+
+def ours(keep, config):
+    """(init() -> state, trace(batch)). The first is one jitted function: `Zero.init` compiles at each call."""
+    import gpt
+    import jax
+    import optax
+
+    import zerojax
+
+    zero = zerojax.Zero(zerojax.make_mesh(), stage=3, precision="bf16")
+    model, tx = gpt.create(config), optax.adamw(1e-3)
+    state = zero.eval_init(model, tx)
+    avals, tree = jax.tree.flatten(state)
+    init = jax.jit(lambda: jax.tree.leaves(zero.init(model, tx)), out_shardings=[a.sharding for a in avals])
+    step = zero.train_step(gpt.loss, keep=zerojax.Keep(**keep) if isinstance(keep, dict) else keep)
+    return lambda: jax.tree.unflatten(tree, init()), functools.partial(step.trace, state)
+
+
+def plain(config):
+    """The same of what one writes without zerojax."""
+    import bench_schedule
+    import jax
+
+    init, step, rows = bench_schedule.plain("plain", config, "nothing", jax.devices())
+    placed = lambda batch: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows), batch)
+    return init, lambda batch: step.trace(jax.eval_shape(init), placed(batch))
+
+
+def gpt_config(args, limit_bytes):
+    import gpt
+    import jax.numpy as jnp
+
+    layers = args.layers or (fitting_layers(args, limit_bytes) if limit_bytes else 2)
+    return gpt.Config(
+        width=args.width, layers=layers, heads=args.heads, vocab=args.vocab, seq=args.seq, scan=True, dtype=jnp.bfloat16
+    )
+
+
+def parameters(config):
+    """Elements: (of a layer, of the embedding table)."""
+    import gpt
+    import jax
+    from flax import nnx
+
+    layer = jax.tree.leaves(nnx.eval_shape(lambda: nnx.state(gpt.Block(config, nnx.Rngs(0)))))
+    return sum(a.size for a in layer), config.vocab * config.width
+
+
+def model_flops(config):
+    """Of a token: 6 Psi + 12 L S d. The head has as many parameters as the table, which multiplies nothing."""
+    layer, table = parameters(config)
+    return 6 * (config.layers * layer + table) + 12 * config.layers * config.seq * config.width
+
+
+def fitting_layers(args, limit_bytes):
+    """How many layers fill FILL of the memory in the form that keeps everything.
+
+    On one of N devices each parameter takes 16 / N bytes (weights and gradients in bf16, an fp32 copy and two moments),
+    and a layer also what its backward pass finds of it. Beside the layers are the embedding table, the head, and 12
+    bytes of each logit (bf16 and fp32, each with its gradient).
+    """
+    import gpt
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    config = gpt.Config(width=args.width, heads=args.heads, vocab=args.vocab, seq=args.seq, dtype=jnp.bfloat16)
+    layer, table = parameters(config)
+    num_devices, tokens = jax.device_count(), args.rows * args.seq
+
+    def found_by_backward(x_BSD):
+        graph, weights = nnx.split(gpt.Block(config, nnx.Rngs(0)))
+        weights = jax.tree.map(lambda a: a.astype(jnp.bfloat16), weights)
+        return jax.vjp(lambda weights, x_BSD: nnx.merge(graph, weights)(x_BSD), weights, x_BSD)[1]
+
+    x_BSD = jax.ShapeDtypeStruct((args.rows, args.seq, args.width), jnp.bfloat16)
+    found = jax.tree.leaves(jax.eval_shape(found_by_backward, x_BSD))
+    activations = sum(a.size * a.dtype.itemsize for a in found) - 2 * layer
+    beside = 16 * 2 * table / num_devices + 12 * tokens * args.vocab
+    return max(2, int((FILL * limit_bytes - beside) / (16 * layer / num_devices + activations)))
+
+
+def measured_flops():
+    """Flops a second of products of square matrices in bf16 on one device: the best of five chains of ten."""
+    import jax
+    import jax.numpy as jnp
+
+    size, length = (8192, 10) if jax.default_backend() == "gpu" else (256, 10)
+    x, w = (jax.random.normal(jax.random.key(i), (size, size), jnp.bfloat16) * size**-0.5 for i in range(2))
+    chain = jax.jit(lambda x, w: jax.lax.fori_loop(0, length, lambda _, x: x @ w, x)).lower(x, w).compile()
+    seconds = []
+    for _ in range(6):  # the first is thrown away
+        start = time.perf_counter()
+        jax.block_until_ready(chain(x, w))
+        seconds.append(time.perf_counter() - start)
+    return length * 2 * size**3 / min(seconds[1:])
+
+
+def table(result):
+    from rich.console import Console
+    from rich.table import Table
+
+    device, shapes = result["device"], result["shapes"]
+    tokens = f"{shapes['rows']} x {shapes['seq']} tokens on each"
+    title = f"{device['count']} x {device['kind']}: {shapes['layers']} layers of width {shapes['width']}, {tokens}"
+    columns = ("step\nms", "mfu\n", "peak\nGiB", "init\nGiB", "compiled\npeak GiB", "host\nGiB", "compile\ns")
+    rows = Table("form", *columns, title=title)
+    for column in rows.columns[1:]:
+        column.justify = "right"
+    shown = lambda value, scale, digits, absent="": absent if value is None else f"{value * scale:.{digits}f}"
+    gib = lambda form, key: shown(form[key], 2**-30, 2)
+    for name, form in result["forms"].items():
+        sizes = [gib(form, key) for key in ("peak_bytes", "init_peak_bytes", "compiled_peak_bytes", "host_bytes")]
+        mfu = shown(form["mfu"], 100, 1) + ("%" if form["mfu"] else "")
+        rows.add_row(name, shown(form["step_s"], 1e3, 1), mfu, *sizes, shown(form["compile_s"], 1, 1))
+    console = Console()
+    console.print(rows)
+    console.print(f"nothing / plain: time {shown(result['ratio'], 1, 3, 'not measured')}")
+    rate = lambda key: shown(result[key], 1e-12, 1 if (result[key] or 0) > 1e12 else 3, "unknown")
+    console.print(
+        f"Tflop/s: peak {rate('peak_flops')}, of a matrix product {rate('measured_flops')}. "
+        f"Losses differ by {result['max_loss_difference']:.2g} (tolerance {TOLERANCE})",
+        soft_wrap=True,
+    )
+    if not device["limit_bytes"]:
+        console.print("Peaks are not measured: these devices do not tell their memory.")
+    for name, form in result["forms"].items():
+        if form["error"]:
+            console.print(f"{name}: {form['error']}", soft_wrap=True, markup=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Scripts that need an accelerator run to their end on simulated devices, and report what they promise."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_bench_gpu_reports_on_simulated_devices(tmp_path):
+    shapes = ["--layers", "1", "--width", "16", "--heads", "2", "--seq", "8", "--rows", "1", "--vocab", "16"]
+    runs = ["--simulate", "2", "--steps", "1", "--rounds", "1", "--forms", "plain", "nothing"]
+    report = tmp_path / "report.json"
+    command = [sys.executable, ROOT / "scripts" / "bench_gpu.py", *shapes, *runs, "--json", report]
+    shown = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    assert "Peaks are not measured" in shown
+    result = json.loads(report.read_text())
+    assert result["ratio"] > 0 and result["measured_flops"] > 0 and result["mfu"] is None
+    assert result["device"]["count"] == 2 and result["shapes"]["layers"] == 1
+    assert result["max_loss_difference"] < 0.05
+    assert result["forms"].keys() == {"plain", "nothing"}
+    for form in result["forms"].values():
+        assert form["error"] is None and form["peak_bytes"] is None and form["compiled_peak_bytes"] > 0
+        assert form["step_s"] > 0 and form["compile_s"] > 0
