@@ -256,7 +256,7 @@ def all_gather(
     return full
 
 
-def _gather_leaf(shard: Array, dim: int, axes: Axes, turns: Turns) -> Array:
+def _gather_leaf(shard: Array, dim: int, axes: Axes, turns: Turns, rows: bool) -> Array:
     n, shape = axes.num_shards, shard.shape
     cut = Cut.of(shape, n * shard.dtype.itemsize, axes.bucket_bytes, dim)
     if cut.piece == shape and rows:
@@ -320,7 +320,7 @@ def reduce_scatter(
     return shards
 
 
-def _scatter_leaf(grad: Array, dim: int, axes: Axes, turns: Turns) -> Array:
+def _scatter_leaf(grad: Array, dim: int, axes: Axes, turns: Turns, rows: bool) -> Array:
     n, split = axes.num_shards, _split(grad, axes.num_shards, dim)
     shape = (*split.shape[:dim], *split.shape[dim + 1 :])
     cut = Cut.of(shape, n * grad.dtype.itemsize, axes.bucket_bytes, dim)
