@@ -249,6 +249,26 @@ def test_offloaded_inputs_wait_in_host_memory():
     assert device - less >= 0.95 * CHECKPOINT
 
 
+def test_offloaded_inputs_of_unrolled_layers_leave_at_once():
+    """Each before the unit after the next starts, and so all of them: the device holds what gradients take at most."""
+    device, host = slopes(Keep(offload_inputs=True), 4, 8, scan=False, rows=4)
+    leaves = compiled(3, width=1024, seq=512, rows=4, layers=4, keep=Keep(offload_inputs=True))[0].definition.leaves
+    gradient_shard = 2 * sum(leaf.size for leaf in leaves if leaf.path.startswith("blocks")) / 4 / N
+    assert host == 4 * CHECKPOINT and device <= gradient_shard
+
+
+def test_partitioned_inputs_take_a_slice_on_each_device():
+    """Half of a checkpoint with two devices along the model axis; and in host memory that half, on the device none.
+
+    The peaks of eight and of sixteen layers may differ by one slice in where they are: an eighth of one for a layer.
+    """
+    of = lambda **keep: slopes(Keep(**keep), 8, 16, rows=4, model=2)
+    (whole, _), (sliced, none) = of(), of(partition_inputs=True)
+    assert none == 0 and whole - sliced >= 7 / 8 * (4 * CHECKPOINT / 2)
+    less, host = of(partition_inputs=True, offload_inputs=True)
+    assert host == 4 * CHECKPOINT / 2 and whole - less >= 7 / 8 * 4 * CHECKPOINT
+
+
 def bytes_per_token(chunk_size, vocab, stage=3, keep="everything", few=8, many=32, seq=64):
     """Temporary bytes that one more token of a device takes, in a model that is small but for its vocabulary."""
     programs = [

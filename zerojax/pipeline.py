@@ -28,7 +28,7 @@ Carry = tuple[list[Array], Tree]
 
 
 class Order:
-    """The events of the units so far.
+    """The events of the units so far. `last` are those of when the last one has computed.
 
     Args:
         depth: units that may be gathered ahead of the one that computes.
@@ -42,6 +42,7 @@ class Order:
     def restart(self, start: Sequence[Array]) -> None:
         """All units so far have computed before these events."""
         self._done: list[list[Array]] = [list(start)] * (self.depth + 1)
+        self.last = list(start)
         self._arrived: list[Array] = []
         self._offloaded: list[list[Array]] = []
         self._reduced: list[Array] = []
@@ -56,7 +57,8 @@ class Order:
 
     def computed(self, values: Sequence[Array]) -> None:
         """The next unit has computed these. All count: one of them may be there before the unit starts."""
-        self._done.append(events(values) or self._done[-1])
+        self.last = events(values) or self._done[-1]
+        self._done.append(self.last)
 
     def offloaded(self, there: list[Array]) -> None:
         """What the next unit keeps in host memory has these events."""

@@ -139,11 +139,11 @@ class Straight:
         weights = _fetch_needed(self.mover, held, self.dims, self.regather.needed, order)
         if self.regather.recomputes:  # or the compiler finds that the forward pass computed the same
             kept, cotangents = lax.optimization_barrier((kept, list(cotangents)))
-            kept = self.regather.inputs_after(kept, collectives.events(cotangents))
+            kept = self.regather.inputs_after(kept, collectives.events(cotangents) + order.last)
         grads = self.regather.backward(weights, [], kept, cotangents)
         dims = select(self.dims, self.trainable)
         reduced, events = _reduce(self.mover, grads.weights, grads.orders, dims, order.before_reduction())
-        self._computed(grads.data, order)
+        self._computed(grads.data + grads.weights, order)
         order.reduced(events)
         return dict(zip(select(self.segment.leaves, self.trainable), reduced, strict=True)), grads.data
 
