@@ -122,9 +122,9 @@ class Zero:
                 larger ones are moved in equal pieces, in a loop, and each collective waits for the one before. None,
                 the default, moves leaves whole: nothing computes beside a leaf that is moved in pieces, so a bucket
                 should hold the largest leaf of a layer. What it bounds is the memory to move stacks of layers at
-                stages 0 to 2, which grows with the model otherwise: compiled for eight H100s, the gather of 16 layers
-                of width 1024 (384 MiB in bf16) takes 33 MiB beside its result instead of 144, with buckets of 32 MiB,
-                their reduce-scatter 36 instead of 260, and an all-reduce, which else is in place, 32.
+                stages 0 to 2, which grows with the model otherwise: compiled for eight H100s, the gather of 16 layers of
+                two weights of width 1024 (224 MiB in bf16) takes 9 MiB beside its result instead of 128, in buckets of
+                32 MiB, and their reduce-scatter 9 instead of 224. An all-reduce, which else is in place, takes 32.
 
         Returns:
             A `Step`. Metrics are fp32 scalars, the same on every device: loss, grad_norm (before clipping),
@@ -135,8 +135,10 @@ class Zero:
         Cost: elements sent per device and step, for Psi parameters on N devices and k microbatches, times (N-1)/N:
             2 Psi at stages 0 and 1, (1 + k) Psi at stage 2, up to 3 k Psi at stage 3 (leaves whose values the backward
             pass does not read, such as biases and embedding tables, are not gathered again).
+
         Raises:
-            ValueError: a number of microbatches or of units or a size that is none.
+            ValueError: a number of microbatches, a prefetch or a size of buckets that is none.
+
         Source: ZeRO, sections 5 and 7; 6.2 for `bucket_bytes` (C_B).
         """
         if num_microbatches < 1:
