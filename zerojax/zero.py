@@ -122,8 +122,8 @@ class Zero:
                 larger ones are moved in equal pieces, in a loop, and each collective waits for the one before. None,
                 the default, moves leaves whole: nothing computes beside a leaf that is moved in pieces, so a bucket
                 should hold the largest leaf of a layer. What it bounds is the memory to move stacks of layers at
-                stages 0 to 2, which grows with the model otherwise: compiled for eight H100s, the gather of 16 layers of
-                two weights of width 1024 (224 MiB in bf16) takes 9 MiB beside its result instead of 128, in buckets of
+                stages 0 to 2, which grows with the model otherwise: compiled for eight H100s, the gather of two weights
+                of 16 layers of width 1024 (224 MiB in bf16) takes 9 MiB beside its result instead of 128, in buckets of
                 32 MiB, and their reduce-scatter 9 instead of 224. An all-reduce, which else is in place, takes 32.
 
         Returns:
