@@ -321,13 +321,15 @@ def reduce_scatter(
 
 
 def _scatter_leaf(grad: Array, dim: int, axes: Axes, turns: Turns, rows: bool) -> Array:
-    n, split = axes.num_shards, _split(grad, axes.num_shards, dim)
-    shape = (*split.shape[:dim], *split.shape[dim + 1 :])
+    n = axes.num_shards
+    shape = (*grad.shape[:dim], grad.shape[dim] // n, *grad.shape[dim + 1 :])
     cut = Cut.of(shape, n * grad.dtype.itemsize, axes.bucket_bytes, dim)
     if cut.piece == shape and rows:
         return turns.done(lax.psum_scatter(turns.ready(_to_rows(grad, n, dim)), axes.shard))
     if cut.piece == shape:
         return turns.done(lax.psum_scatter(turns.ready(grad), axes.shard, scatter_dimension=dim, tiled=True))
+
+    split = _split(grad, n, dim)
 
     def move(start: tuple[Array, ...], shard: Array) -> Array:
         part = turns.ready(lax.dynamic_slice(split, _insert(start, dim, 0), _insert(cut.piece, dim, n)))

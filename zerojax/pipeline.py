@@ -125,7 +125,7 @@ class Kept(NamedTuple):
 
 
 def scan(
-    layer: Callable[[Tree, Carry, Tree, Tree], tuple[Carry, Tree, Tree, Tree]],
+    layer: Callable[[Tree, Carry, Tree, Tree, Tree], tuple[Carry, Tree, Tree, Tree]],
     fetch: Callable[[Tree, int, Order], Tree],
     reduce: Callable[[Tree, list[Array]], tuple[list[Array], list[Array]]],
     init: Carry,
@@ -136,6 +136,7 @@ def scan(
     plan: Plan,
     reverse: bool,
     order: Order,
+    bring: Callable[[Tree, list[Array]], tuple[Tree, list[Array]]] | None = None,
 ) -> tuple[Carry, Tree, Kept, list[Array]]:
     """`lax.scan` over layers, with their weights gathered ahead and their gradients reduced one layer later.
 
@@ -145,8 +146,8 @@ def scan(
     loop, so that nothing is gathered in vain.
 
     Args:
-        layer: `layer(weights, (flow, rest), x, kept) -> ((flow, rest), y, keep, gradients)`. `flow` are the floating
-            arrays that the next layer computes from, `rest` all else that is carried.
+        layer: `layer(weights, (flow, rest), x, kept, near) -> ((flow, rest), y, keep, gradients)`. `flow` are the
+            floating arrays that the next layer computes from, `rest` all else that is carried.
         fetch: `fetch(shards of a layer, ahead, order)` gathers its weights.
         reduce: `reduce(gradients, events of the last reduction) -> (their shards, events)`.
         init: (flow, rest) before the first layer.
@@ -155,6 +156,8 @@ def scan(
         plan: of the forward pass.
         reverse: from the last layer to the first.
         order: the events before the scan. Those of its layers are added.
+        bring: `bring(kept, flow) -> (near, flow)`: what a layer keeps in host memory, on its way back from when `flow`
+            is there. It is called one layer ahead; in loops once more than there are layers. None: nothing is there.
 
     Returns:
         (flow, rest) after the last layer, the stacked y, what layers keep, the stacked reduced gradients.
@@ -163,7 +166,7 @@ def scan(
     """
     length, ahead, group = plan.length, plan.ahead, plan.group
     if group == 1:
-        return _scan_alone(layer, fetch, reduce, init, shards, xs, kept, length, reverse, order)
+        return _scan_alone(layer, fetch, reduce, init, shards, xs, kept, length, reverse, order, bring)
     front, loops, back = plan.front, plan.loops, plan.back
     given = Kept([None] * front, [None] * group, [None] * back)
     if kept is not None:
@@ -174,10 +177,15 @@ def scan(
         lambda a, value: lax.dynamic_update_index_in_dim(a, value, index(turn), 0), stacked, values
     )
     gather = lambda turn, ahead, order: fetch(of(shards, turn), ahead, order)
+    fetch_kept = lambda kept, flow: (None, flow) if bring is None or kept is None else bring(kept, flow)
+    in_loop = lambda slot: jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, slot, keepdims=False), given.loop[0])
 
-    def turns(first: Any, count: int, gathers: int, state: Any, given: list[Tree], order: Order) -> Any:
-        """`count` layers from turn `first` on, of which the first `gathers` gather; also what they keep."""
-        carry, queue, grads, ys, reduced = state
+    def turns(first: Any, count: int, gathers: int, state: Any, given: list[Tree], then: Tree, order: Order) -> Any:
+        """`count` layers from turn `first` on, of which the first `gathers` gather; also what they keep.
+
+        `then` is what the layer after them has kept.
+        """
+        carry, queue, grads, ys, reduced, near = state
         waits: list[Array] = []
         keep = []
         for i in range(count):
@@ -188,30 +196,40 @@ def scan(
                 order.reduced(waits)
             if i < gathers:
                 queue = [*queue, gather(first + i + ahead, ahead, order)]
-            carry, y, keeps, grads = layer(queue[0], carry, of(xs, first + i), given[i])
+            next_near, flow = fetch_kept(given[i + 1] if i + 1 < count else then, carry[0])
+            carry, y, keeps, grads = layer(queue[0], (flow, carry[1]), of(xs, first + i), given[i], near)
             order.computed(carry[0])
             if ys is None:
                 ys = jax.tree.map(lambda value: _stack_of(value, length), y)
                 shapes = jax.eval_shape(lambda grads: reduce(grads, [])[0], grads)
                 reduced = [_stack_of(shape, length) for shape in shapes]
-            queue, ys = queue[1:], put(ys, y, first + i)
+            queue, ys, near = queue[1:], put(ys, y, first + i), next_near
             keep.append(keeps)
-        return (carry, queue, grads, ys, reduced), keep
+        return (carry, queue, grads, ys, reduced, near), keep
 
-    state: Any = (init, [gather(turn, turn, order) for turn in range(min(ahead, length))], None, None, None)
-    state, front_keep = turns(0, front, length - ahead, state, given.front, order)
+    queue = [gather(turn, turn, order) for turn in range(min(ahead, length))]
+    first_slot, last_slot = (0, loops - 1) if kept is None else (loops - 1, 0)
+    near, flow = fetch_kept(given.front[0] if front else given.back[0], init[0])
+    then = in_loop(first_slot) if loops else given.back[0] if back else None
+    state: Any = ((flow, init[1]), queue, None, None, None, near)
+    state, front_keep = turns(0, front, length - ahead, state, given.front, then, order)
     loop_keep: list[Tree] = [None] * group
     if loops:
 
         def body(state: Any, slices: Any) -> Any:
             i, given = slices
-            return turns(front + i * group, group, group, state, given, Order(order.depth, event(state[0][0])))
+            then = in_loop(jnp.maximum(loops - 2 - i, last_slot))
+            first, there = front + i * group, Order(order.depth, event(state[0][0]))
+            return turns(first, group, group, state, given, then, there)
 
         iterations = jnp.arange(loops) if kept is None else jnp.arange(loops)[::-1]
         state, loop_keep = lax.scan(body, state, (iterations, given.loop), reverse=kept is not None)
         order.restart(event(state[0][0]))
-    state, back_keep = turns(length - back, back, back - ahead, state, given.back, order)
-    carry, _, grads, ys, reduced = state
+        (flow, rest), *others, _ = state
+        near, flow = fetch_kept(given.back[0], flow)
+        state = ((flow, rest), *others, near)
+    state, back_keep = turns(length - back, back, back - ahead, state, given.back, None, order)
+    carry, _, grads, ys, reduced, _ = state
     grad_shards, waits = reduce(grads, order.before_reduction())
     order.reduced(waits)
     return carry, ys, Kept(front_keep, loop_keep, back_keep), put(reduced, grad_shards, length - 1)
@@ -228,12 +246,14 @@ def _scan_alone(
     length: int,
     reverse: bool,
     order: Order,
+    bring: Any,
 ) -> tuple[Carry, Tree, Kept, list[Array]]:
     """Layer by layer: gathered, computed and reduced in one iteration."""
 
     def body(carry: Carry, slices: Any) -> tuple[Carry, Any]:
         shards, x, given = slices
-        carry, y, keep, grads = layer(fetch(shards, 0, Order(0, [])), carry, x, given)
+        near = bring(given, [])[0] if bring else None
+        carry, y, keep, grads = layer(fetch(shards, 0, Order(0, [])), carry, x, given, near)
         return carry, (y, keep, reduce(grads, [])[0])
 
     slices = shards, xs, None if kept is None else kept.loop[0]

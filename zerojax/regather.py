@@ -206,20 +206,28 @@ class Regather:
         return [_to_device(e) for value in select(kept, self._in_host) for e in event([value])]
 
     @property
+    def offloads(self) -> bool:
+        """Whether anything waits in host memory."""
+        return any(self._in_host)
+
+    @property
     def _in_host(self) -> list[bool]:
         return [kept.place is Place.HOST for kept in self.kept]
 
-    def on_device(self, kept: Arrays, beside: Arrays = ()) -> tuple[list[Any], list[Any]]:
-        """(the kept values, brought back from host memory when `beside` is there; `beside`).
+    def bring_back(self, kept: Arrays, beside: Arrays) -> tuple[list[Any], list[Any]]:
+        """(the kept values that are in host memory, on their way to the device from when `beside` is there; `beside`).
 
         Nothing computes on host memory, so the copy is held back by a barrier. Compilers keep it while all that goes
         into it is used behind it.
         """
         there = select(kept, self._in_host)
-        if there:
+        if there and beside:
             there, beside = lax.optimization_barrier((there, list(beside)))
-        back = [_to_device(value) for value in there]
-        return merge(self._in_host, back, select(kept, _negate(self._in_host))), list(beside)
+        return [_to_device(value) for value in there], list(beside)
+
+    def on_device(self, kept: Arrays, near: Arrays) -> list[Any]:
+        """The kept values, those in host memory as `bring_back` returned them."""
+        return merge(self._in_host, near, select(kept, _negate(self._in_host)))
 
     def inputs_after(self, kept: Arrays, there: Arrays) -> list[Any]:
         """The kept values, the unit's inputs among them not before the events `there`: it is computed again after."""

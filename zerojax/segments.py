@@ -130,7 +130,8 @@ class Straight:
 
     def bring_back(self, kept: Any, cotangents: list[Array]) -> tuple[Any, list[Array]]:
         """(what the forward pass kept, on its way from host memory while the unit above computes; its cotangents)."""
-        return self.regather.on_device(kept, cotangents)
+        near, cotangents = self.regather.bring_back(kept, cotangents)
+        return self.regather.on_device(kept, near), cotangents
 
     def backward(
         self, shards: dict[int, Array], kept: Any, cotangents: Sequence[Array], order: Order
@@ -261,7 +262,7 @@ class Stack:
         floating = [is_differentiable(self.equation.invars[k].aval) for k in self.carry_positions]
         split = lambda carry: (select(carry, floating), select(carry, [not flag for flag in floating]))
 
-        def layer(weights: Any, carry: Any, xs: Any, kept: Any) -> Any:
+        def layer(weights: Any, carry: Any, xs: Any, kept: Any, near: Any) -> Any:
             out, extra = step(weights, fixed, [*merge(floating, *carry), *xs])
             return split(list(out[:num_carry])), list(out[num_carry:]), extra, []
 
@@ -294,7 +295,7 @@ class Stack:
         return out, (kept, list(data))
 
     def bring_back(self, saved: Any, cotangents: list[Array]) -> tuple[Any, list[Array]]:
-        """As in Straight. Each layer brings back what it kept."""
+        """As in Straight. Its layers bring back what they kept."""
         return saved, cotangents
 
     def backward(
@@ -313,9 +314,9 @@ class Stack:
         num_carry_grads = len(carry_grads)
         orders: list[tuple[int, ...]] = []  # of the gradients; the same in every layer
 
-        def layer(weights: Any, carry: Any, ys_grads: Any, kept: Any) -> Any:
+        def layer(weights: Any, carry: Any, ys_grads: Any, kept: Any, near: Any) -> Any:
             carry_grads, fixed_grads = carry
-            kept, _ = self.regather.on_device(kept)
+            kept = self.regather.on_device(kept, near or [])
             grads = self.regather.backward(weights, fixed, kept, [*carry_grads, *ys_grads])
             orders[:] = grads.orders
             fixed_grads = [a + b for a, b in zip(fixed_grads, grads.fixed, strict=True)]
@@ -334,6 +335,7 @@ class Stack:
             plan=self._plan(order),
             reverse=not self.scan.reverse,
             order=order,
+            bring=self.regather.bring_back if self.regather.offloads else None,
         )
         operand_grads = dict(zip(select(self.const_positions, self.fixed_wanted), fixed_grads, strict=True))
         operand_grads.update(zip(select(self.carry_positions, self.carry_wanted), carry_grads, strict=True))
