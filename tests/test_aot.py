@@ -218,7 +218,7 @@ def test_moving_a_stack_takes_a_bucket_of_memory(move):
 CHECKPOINT = 512 * 1024 * 2  # tokens x width x bytes of a layer's input
 
 
-def slopes(keep, few=16, many=24, **shapes):
+def slopes(keep, few=16, many=32, **shapes):
     """Bytes that one more layer takes: (on the device, in host memory). With fewer scanned layers than 16 the peak is
     elsewhere."""
     shapes = {"scan": True, "width": 1024, "seq": 512, **shapes}
@@ -244,10 +244,11 @@ def test_an_unrolled_layer_that_keeps_nothing_takes_no_more():
 
 
 def test_offloaded_inputs_wait_in_host_memory():
-    """All of them, and the device holds as much less."""
+    """All of them, and the device holds as much less, but for what is on its way: of that, one more or less in one of
+    the two programs."""
     (device, _), (less, host) = slopes(Keep()), slopes(Keep(offload_inputs=True))
     assert host == CHECKPOINT
-    assert device - less >= 0.95 * CHECKPOINT
+    assert device - less >= 15 / 16 * CHECKPOINT
 
 
 def test_offloaded_inputs_of_unrolled_layers_leave_at_once():

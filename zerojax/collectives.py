@@ -328,7 +328,6 @@ def _scatter_leaf(grad: Array, dim: int, axes: Axes, turns: Turns, rows: bool) -
         return turns.done(lax.psum_scatter(turns.ready(_to_rows(grad, n, dim)), axes.shard))
     if cut.piece == shape:
         return turns.done(lax.psum_scatter(turns.ready(grad), axes.shard, scatter_dimension=dim, tiled=True))
-
     split = _split(grad, n, dim)
 
     def move(start: tuple[Array, ...], shard: Array) -> Array:
