@@ -163,6 +163,38 @@ def test_the_gathers_in_a_loop_overlap_with_one_layer_each():
     assert first == 0 and 0 < second <= 4
 
 
+def copies_back(jaxpr):
+    """(how many products have to be done before each copy from host memory, copies that each product waits for)."""
+    ancestors, products, copies = {}, [], []
+    back = lambda e: e.primitive.name == "device_put" and e.params["devices"] == (jax.memory.Space.Device,)
+    for equation, reads in flat(jaxpr):
+        before = frozenset().union(*(ancestors.get(v, frozenset()) for v in reads))
+        count = lambda name, found=before: sum(kind == name for kind, _ in found)
+        if back(equation) and equation.invars[0].aval.ndim:  # scalars come back too, to tell when a copy is there
+            products.append(count("dot_general"))
+            before |= {("copy", id(equation))}
+        if equation.primitive.name == "dot_general":
+            copies.append(count("copy"))
+            before |= {("dot_general", id(equation))}
+        ancestors.update(dict.fromkeys(equation.outvars, before))
+    return products, copies
+
+
+def test_what_unrolled_units_offloaded_comes_back_one_unit_after_the_other():
+    """Each waits for more of the backward pass than the one before."""
+    products, copies = copies_back(traced("unrolled", 4, 1, keep=OFFLOAD).jaxpr)
+    assert products == sorted(products) and len(set(products)) == 1 + 4  # head and blocks; the embedding has the batch
+    assert copies[:10] == [0] * 10  # the forward pass
+
+
+def test_in_a_loop_what_was_offloaded_comes_back_one_layer_ahead():
+    """Of two layers the first finds it there, from the iteration before; that of the second comes beside the first."""
+    (_, backward) = [e for e, _ in flat(traced("scanned", 9, 1, keep=OFFLOAD).jaxpr) if e.primitive.name == "scan"]
+    products, copies = copies_back(backward.params["jaxpr"].jaxpr)
+    assert copies == [0] * 6 + [1] * 6
+    assert products[0] == 0 and 0 < products[1] <= 4
+
+
 @pytest.mark.parametrize("depth", [-1, 1.0, None, True])
 def test_a_depth_is_a_number_of_units(depth):
     with pytest.raises(ValueError, match="prefetch"):
