@@ -147,12 +147,14 @@ def scan(
 
     Args:
         layer: `layer(weights, (flow, rest), x, kept, near) -> ((flow, rest), y, keep, gradients)`. `flow` are the
-            floating arrays that the next layer computes from, `rest` all else that is carried.
+            floating arrays that the next layer computes from, `rest` all else that is carried, `near` what `bring` made
+            of `kept`.
         fetch: `fetch(shards of a layer, ahead, order)` gathers its weights.
         reduce: `reduce(gradients, events of the last reduction) -> (their shards, events)`.
         init: (flow, rest) before the first layer.
         shards, xs: arrays whose dim 0 counts layers.
-        kept: in a backward pass, what the forward pass returned. Layers are visited in the opposite order.
+        kept: in a backward pass, what the forward pass returned. Layers are visited in the opposite order, and so are
+            the iterations of the loop.
         plan: of the forward pass.
         reverse: from the last layer to the first.
         order: the events before the scan. Those of its layers are added.
@@ -208,9 +210,8 @@ def scan(
         return (carry, queue, grads, ys, reduced, near), keep
 
     queue = [gather(turn, turn, order) for turn in range(min(ahead, length))]
-    first_slot, last_slot = (0, loops - 1) if kept is None else (loops - 1, 0)
     near, flow = fetch_kept(given.front[0] if front else given.back[0], init[0])
-    then = in_loop(first_slot) if loops else given.back[0] if back else None
+    then = in_loop(loops - 1) if loops else given.back[0] if back else None
     state: Any = ((flow, init[1]), queue, None, None, None, near)
     state, front_keep = turns(0, front, length - ahead, state, given.front, then, order)
     loop_keep: list[Tree] = [None] * group
@@ -218,7 +219,7 @@ def scan(
 
         def body(state: Any, slices: Any) -> Any:
             i, given = slices
-            then = in_loop(jnp.maximum(loops - 2 - i, last_slot))
+            then = in_loop(jnp.maximum(loops - 2 - i, 0))
             first, there = front + i * group, Order(order.depth, event(state[0][0]))
             return turns(first, group, group, state, given, then, there)
 
