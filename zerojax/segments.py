@@ -144,7 +144,8 @@ class Straight:
         grads = self.regather.backward(weights, [], kept, cotangents)
         dims = select(self.dims, self.trainable)
         reduced, events = _reduce(self.mover, grads.weights, grads.orders, dims, order.before_reduction())
-        self._computed(grads.data + grads.weights, order)
+        # What is computed again is held until the last product for a weight is done. What is kept is there anyway.
+        self._computed(grads.data + (grads.weights if self.regather.recomputes else []), order)
         order.reduced(events)
         return dict(zip(select(self.segment.leaves, self.trainable), reduced, strict=True)), grads.data
 
