@@ -300,6 +300,7 @@ def test_in_chunks_a_token_takes_its_activations_and_no_logits(stage, keep):
 # A model axis beside: data 4 x model 2
 
 ACTIVATION = 64 * 512 * 2  # tokens x width x bytes
+EVENTS = 32  # bytes of scalars that may be reduced with one, to tell when it is there
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
@@ -317,13 +318,15 @@ def test_a_device_moves_its_part_of_a_leaf(stage, k, scan):
     volume = {0: 2 * psi, 1: 2 * psi, 2: (1 + k) * psi, 3: k * (3 * psi - once)}[stage]
     volume += 2 * whole * (k if stage >= 2 else 1)
     assert sum(c.sent_bytes for c in data) == pytest.approx(2 * volume * 3 / 4, rel=0.01)
-    assert {c.kind for c in model} == {"all-reduce"} and max(c.full_bytes for c in model) == ACTIVATION
+    assert {c.kind for c in model} == {"all-reduce"}
+    assert ACTIVATION <= max(c.full_bytes for c in model) <= ACTIVATION + EVENTS
 
 
 def test_a_block_reduces_activations_four_times_over_the_model_axis():
     """Megatron's g after attention and after the MLP, and f before each, in a forward and a backward pass."""
     found = {n: collectives(hlo.read(compiled(3, layers=n, model=2)[1].as_text())) for n in (4, 6)}
-    count = lambda n: sum(c.trips for c in found[n] if c.group_size == 2 and c.full_bytes == ACTIVATION)
+    large = lambda c: c.group_size == 2 and ACTIVATION <= c.full_bytes <= ACTIVATION + EVENTS
+    count = lambda n: sum(c.trips for c in found[n] if large(c))
     assert (count(6) - count(4)) / 2 == 4
 
 
