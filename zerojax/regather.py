@@ -46,10 +46,14 @@ def _negate(flags: Sequence[bool]) -> list[bool]:
     return [not flag for flag in flags]
 
 
+def _changed(values: Arrays, flags: Sequence[bool], fn: Callable[[list[Any]], Arrays]) -> list[Any]:
+    """The values, with `fn` of those that are flagged in their places."""
+    return merge(flags, fn(select(values, flags)), select(values, _negate(flags)))
+
+
 def floating_after(values: Arrays, there: Arrays) -> list[Any]:
     """The values, of which the floating ones wait for the events `there`."""
-    floating = [is_differentiable(value) for value in values]
-    return merge(floating, after(select(values, floating), there), select(values, _negate(floating)))
+    return _changed(values, [is_differentiable(value) for value in values], lambda floating: after(floating, there))
 
 
 def _to_host(value: Any) -> Any:
@@ -227,12 +231,12 @@ class Regather:
 
     def on_device(self, kept: Arrays, near: Arrays) -> list[Any]:
         """The kept values, those in host memory as `bring_back` returned them."""
-        return merge(self._in_host, near, select(kept, _negate(self._in_host)))
+        return _changed(kept, self._in_host, lambda _: near)
 
     def inputs_after(self, kept: Arrays, there: Arrays) -> list[Any]:
         """The kept values, the unit's inputs among them not before the events `there`: it is computed again after."""
         given = [kept.variable in self.data for kept in self.kept]
-        return merge(given, floating_after(select(kept, given), there), select(kept, _negate(given)))
+        return _changed(kept, given, lambda inputs: floating_after(inputs, there))
 
     def backward(self, weights: Arrays, fixed: Arrays, kept: Arrays, cotangents: Arrays) -> Gradients:
         """Gradients of the wanted weights, fixed and data.
