@@ -119,12 +119,13 @@ class Zero:
                 it does. At most prefetch + 1 units are gathered at any time, beside weights that every iteration of a
                 scan uses. With 0 each unit waits for its weights.
             bucket_bytes: what one collective moves at most, in full form on the wire. Small leaves are fused up to it,
-                larger ones are moved in equal pieces, in a loop, and each collective waits for the one before. None,
-                the default, moves leaves whole: nothing computes beside a leaf that is moved in pieces, so a bucket
-                should hold the largest leaf of a layer. What it bounds is the memory to move stacks of layers at
-                stages 0 to 2, which grows with the model otherwise: compiled for eight H100s, the gather of two weights
-                of 16 layers of width 1024 (224 MiB in bf16) takes 9 MiB beside its result instead of 128, in buckets of
-                32 MiB, and their reduce-scatter 9 instead of 224. An all-reduce, which else is in place, takes 32.
+                larger ones are moved in equal pieces, in a loop. Each collective waits for the one before, but the
+                first in a scan at stage 2 does not: there two may be under way. None, the default, moves leaves whole:
+                nothing computes beside a leaf that is moved in pieces, so a bucket should hold the largest leaf of a
+                layer. What it bounds is the memory to move stacks of layers at stages 0 to 2, which grows with the
+                model otherwise: compiled for eight H100s, the gather of two weights of 16 layers of width 1024 (224 MiB
+                in bf16) takes 9 MiB beside its result instead of 128, in buckets of 32 MiB, and their reduce-scatter 9
+                instead of 224. An all-reduce, which else is in place, takes 32.
 
         Returns:
             A `Step`. Metrics are fp32 scalars, the same on every device: loss, grad_norm (before clipping),
