@@ -101,6 +101,7 @@ def measure(name, layers, args, devices):
     import optax
 
     import zerojax
+    from zerojax.compiled import peak_bytes
 
     stage, keep = CONFIGURATIONS[name]
     config = gpt.Config(
@@ -115,10 +116,9 @@ def measure(name, layers, args, devices):
     # Without a GPU to try them on, some tiles that the compiler takes for its own products do not divide the shapes.
     options = {"xla_gpu_enable_triton_gemm": False}
     memory = traced.lower(lowering_platforms=("cuda",)).compile(options).memory_analysis()
-    unaliased = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return {
         "parameters": sum(leaf.size for leaf in state.definition.leaves),
-        "peak_bytes": memory.argument_size_in_bytes + memory.temp_size_in_bytes + unaliased,
+        "peak_bytes": peak_bytes(memory),
         "state_bytes": memory.argument_size_in_bytes,
         "temporaries_bytes": memory.temp_size_in_bytes,
         "host_bytes": memory.host_temp_size_in_bytes,

@@ -190,13 +190,14 @@ class Form:
         import jax
         import numpy as np
 
+        from zerojax.compiled import peak_bytes
+
         self.init, trace = plain(self.config) if self.name == "plain" else ours(KEEP[self.name], self.config)
         start = time.perf_counter()
         self.step = trace(gpt.batch_aval(self.config, self.rows * jax.device_count())).lower().compile()
         self.compile_s = time.perf_counter() - start
         memory = self.step.memory_analysis()
-        unaliased = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        self.compiled_peak_bytes = memory.argument_size_in_bytes + memory.temp_size_in_bytes + unaliased
+        self.compiled_peak_bytes = peak_bytes(memory)
         self.host_bytes = memory.host_temp_size_in_bytes
         shape = (self.rows * jax.device_count(), self.config.seq + 1)
         tokens = np.random.default_rng(0).integers(0, self.config.vocab, shape, np.int32)

@@ -296,7 +296,6 @@ def report(traced, form, platform, dump, copy_bytes):
     moves = compiled.moves_in_loops(read, copy_bytes)
     moved = lambda op: sum(move.num_bytes for move in moves if move.op == op)
     memory = program.memory_analysis()
-    unaliased = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return {
         "sent_bytes": sent(found),
         "sent_bytes_by_kind": by_kind,
@@ -311,7 +310,7 @@ def report(traced, form, platform, dump, copy_bytes):
             if m.op in ("copy", "transpose")
         ],
         "communication_buffer_bytes": compiled.in_flight_bytes(read),
-        "peak_bytes": memory.argument_size_in_bytes + memory.temp_size_in_bytes + unaliased,
+        "peak_bytes": compiled.peak_bytes(memory),
         "arguments_bytes": memory.argument_size_in_bytes,
         "temporaries_bytes": memory.temp_size_in_bytes,
         "host_temporaries_bytes": memory.host_temp_size_in_bytes,

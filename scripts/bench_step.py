@@ -117,13 +117,13 @@ class Run:
     def compile(self):
         import jax
 
+        from zerojax.compiled import peak_bytes
+
         jax.clear_caches()
         start = time.perf_counter()
         self.compiled = self.lower(self.state, self.host_batch).compile()
         self.compile_s.append(time.perf_counter() - start)
-        memory = self.compiled.memory_analysis()
-        unaliased = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        self.peak_bytes = memory.argument_size_in_bytes + memory.temp_size_in_bytes + unaliased
+        self.peak_bytes = peak_bytes(self.compiled.memory_analysis())
         self.flops = self.compiled.cost_analysis()["flops"] if self.counts_flops else None
         self.batch = jax.tree.map(jax.device_put, self.host_batch, self.compiled.input_shardings[0][1])
 

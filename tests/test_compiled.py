@@ -7,6 +7,8 @@ eight H100s, without its metadata.
 
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from zerojax import compiled, hlo, lanes
@@ -455,3 +457,9 @@ def test_the_loop_of_a_real_backward_pass():
     assert lanes.memory_bytes(by_name["copy.163"]) == 2 * 3 * layer
     assert lanes.memory_bytes(by_name["loop_dynamic_slice_fusion.5"]) == 2 * 3 * layer // 8 + index  # shards of a layer
     assert lanes.memory_bytes(by_name["loop_dynamic_update_slice_fusion.4"]) == 2 * 4 * layer // 8 + index
+
+
+def test_a_result_in_its_argument_s_place_counts_once():
+    x = jnp.ones((256, 256))
+    peak = lambda **options: compiled.peak_bytes(jax.jit(jnp.sin, **options).lower(x).compile().memory_analysis())
+    assert peak() - peak(donate_argnums=0) == x.nbytes <= peak(donate_argnums=0)

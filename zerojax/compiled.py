@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zerojax.hlo import Block, Buffer, Instruction, Program, attribute, blocks, refuse, trips_of
 
@@ -54,6 +54,16 @@ class Span(NamedTuple):
     core: Instruction
     start: int
     end: int
+
+
+def peak_bytes(memory: Any) -> int:
+    """What a program needs on one device: its arguments, temporaries, and results that have no argument's place.
+
+    Args:
+        memory: of `compiled.memory_analysis()`.
+    """
+    unaliased = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + memory.temp_size_in_bytes + unaliased
 
 
 def spans(block: Block) -> list[Span]:
