@@ -166,74 +166,138 @@ def scan(
 
     Cost: compiles up to 4 * max(ahead, 1) + 1 layers instead of one.
     """
-    length, ahead, group = plan.length, plan.ahead, plan.group
-    if group == 1:
-        return _scan_alone(layer, fetch, reduce, init, shards, xs, kept, length, reverse, order, bring)
-    front, loops, back = plan.front, plan.loops, plan.back
+    if plan.group == 1:
+        return _scan_alone(layer, fetch, reduce, init, shards, xs, kept, plan.length, reverse, order, bring)
+    length, ahead, front, loops, group, back = plan.length, plan.ahead, plan.front, plan.loops, plan.group, plan.back
     given = Kept([None] * front, [None] * group, [None] * back)
     if kept is not None:
         front, back, given = back, front, kept.mirrored()
-    index = lambda turn: length - 1 - turn if reverse else turn
-    of = lambda tree, turn: jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index(turn), keepdims=False), tree)
-    put = lambda stacked, values, turn: jax.tree.map(
-        lambda a, value: lax.dynamic_update_index_in_dim(a, value, index(turn), 0), stacked, values
-    )
-    gather = lambda turn, ahead, order: fetch(of(shards, turn), ahead, order)
-    fetch_kept = lambda kept, flow: (None, flow) if bring is None or kept is None else bring(kept, flow)
-    in_loop = lambda slot: jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, slot, keepdims=False), given.loop[0])
-
-    def turns(first: Any, count: int, gathers: int, state: Any, given: list[Tree], then: Tree, order: Order) -> Any:
-        """`count` layers from turn `first` on, of which the first `gathers` gather; also what they keep.
-
-        `then` is what the layer after them has kept.
-        """
-        carry, queue, grads, ys, reduced, near = state
-        waits: list[Array] = []
-        keep = []
-        for i in range(count):
-            if grads is not None:
-                carry = after(carry[0], waits), carry[1]  # no gradient is made before the last but one is reduced
-                grad_shards, waits = reduce(grads, order.before_reduction())
-                reduced = put(reduced, grad_shards, first + i - 1)
-                order.reduced(waits)
-            if i < gathers:
-                queue = [*queue, gather(first + i + ahead, ahead, order)]
-            next_near, flow = fetch_kept(given[i + 1] if i + 1 < count else then, carry[0])
-            carry, y, keeps, grads = layer(queue[0], (flow, carry[1]), of(xs, first + i), given[i], near)
-            order.computed(carry[0])
-            if ys is None:
-                ys = jax.tree.map(lambda value: _stack_of(value, length), y)
-                shapes = jax.eval_shape(lambda grads: reduce(grads, [])[0], grads)
-                reduced = [_stack_of(shape, length) for shape in shapes]
-            queue, ys, near = queue[1:], put(ys, y, first + i), next_near
-            keep.append(keeps)
-        return (carry, queue, grads, ys, reduced, near), keep
-
-    queue = [gather(turn, turn, order) for turn in range(min(ahead, length))]
-    near, flow = fetch_kept(given.front[0] if front else given.back[0], init[0])
-    then = in_loop(loops - 1) if loops else given.back[0] if back else None
-    state: Any = ((flow, init[1]), queue, None, None, None, near)
-    state, front_keep = turns(0, front, length - ahead, state, given.front, then, order)
+    layers = _Layers(layer, fetch, reduce, bring, shards, xs, length, ahead, reverse)
+    of_iteration = lambda i: jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), given.loop[0])
+    then = of_iteration(loops - 1) if loops else given.back[0] if back else None
+    state = layers.start(init, (given.front or given.back)[0], order)
+    state, front_keep = layers.turns(state, range(front), length - ahead, given.front, then, order)
     loop_keep: list[Tree] = [None] * group
     if loops:
 
-        def body(state: Any, slices: Any) -> Any:
+        def body(state: _State, slices: Any) -> tuple[_State, list[Tree]]:
             i, given = slices
-            then = in_loop(jnp.maximum(loops - 2 - i, 0))
-            first, there = front + i * group, Order(order.depth, event(state[0][0]))
-            return turns(first, group, group, state, given, then, there)
+            then = of_iteration(jnp.maximum(loops - 2 - i, 0))
+            turns = [front + i * group + k for k in range(group)]
+            return layers.turns(state, turns, group, given, then, Order(order.depth, event(state.carry[0])))
 
         iterations = jnp.arange(loops) if kept is None else jnp.arange(loops)[::-1]
         state, loop_keep = lax.scan(body, state, (iterations, given.loop), reverse=kept is not None)
-        order.restart(event(state[0][0]))
-        (flow, rest), *others, _ = state
-        near, flow = fetch_kept(given.back[0], flow)
-        state = ((flow, rest), *others, near)
-    state, back_keep = turns(length - back, back, back - ahead, state, given.back, None, order)
-    carry, _, grads, ys, reduced, _ = state
-    grad_shards, waits = reduce(grads, order.before_reduction())
-    order.reduced(waits)
-    return carry, ys, Kept(front_keep, loop_keep, back_keep), put(reduced, grad_shards, length - 1)
+        order.restart(event(state.carry[0]))
+        state = layers.bring_next(state, given.back[0])
+    state, back_keep = layers.turns(state, range(length - back, length), back - ahead, given.back, None, order)
+    reduced = layers.reduce_before(length, state, order)
+    return state.carry, state.ys, Kept(front_keep, loop_keep, back_keep), reduced
+
+
+class _State(NamedTuple):
+    """What is there between two layers.
+
+    Attributes:
+        carry: (flow, rest).
+        weights: of the layers that come, gathered.
+        near: what the layer that comes has kept in host memory.
+        grads: of the layer before, not reduced yet.
+        ys, reduced: stacked results, None before the first layer.
+    """
+
+    carry: Carry
+    weights: list[Tree]
+    near: Tree = None
+    grads: Tree = None
+    ys: Tree = None
+    reduced: list[Array] | None = None
+
+
+class _Layers(NamedTuple):
+    """The layers of a `scan`, in the order in which they are visited: `turn` 0 is the first. For fields see there."""
+
+    layer: Callable[..., Any]
+    fetch: Callable[..., Any]
+    reduce: Callable[..., Any]
+    bring: Callable[..., Any] | None
+    shards: Tree
+    xs: Tree
+    length: int
+    ahead: int
+    reverse: bool
+
+    def start(self, init: Carry, kept: Tree, order: Order) -> _State:
+        """Before the first layer, which has `kept` this."""
+        weights = [self._gather(turn, turn, order) for turn in range(min(self.ahead, self.length))]
+        return self.bring_next(_State(init, weights), kept)
+
+    def turns(
+        self, state: _State, turns: Sequence[Any], gathers: int, given: list[Tree], then: Tree, order: Order
+    ) -> tuple[_State, list[Tree]]:
+        """These layers, of which the first `gathers` gather, and what they keep.
+
+        Args:
+            given: what they have kept.
+            then: what the layer after them has kept.
+        """
+        keep: list[Tree] = []
+        waits: list[Array] = []
+        for i, turn in enumerate(turns):
+            if state.grads is not None:
+                flow, rest = state.carry
+                flow = after(flow, waits)  # no gradient is made before the last but one is reduced
+                state = state._replace(carry=(flow, rest), reduced=self.reduce_before(turn, state, order))
+                waits = order.before_reduction()
+            if i < gathers:
+                weights = self._gather(turn + self.ahead, self.ahead, order)
+                state = state._replace(weights=[*state.weights, weights])
+            near, state = state.near, self.bring_next(state, given[i + 1] if i + 1 < len(given) else then)
+            state, keeps = self._compute(turn, state, given[i], near, order)
+            keep.append(keeps)
+        return state, keep
+
+    def reduce_before(self, turn: Any, state: _State, order: Order) -> Any:
+        """The stacked gradients, with those of the layer before `turn`."""
+        shards, there = self.reduce(state.grads, order.before_reduction())
+        order.reduced(there)
+        return self._put(state.reduced, shards, turn - 1)
+
+    def bring_next(self, state: _State, kept: Tree) -> _State:
+        """What the layer that comes has `kept` in host memory is on its way from now on."""
+        if self.bring is None or kept is None:
+            return state._replace(near=None)
+        near, flow = self.bring(kept, state.carry[0])
+        return state._replace(near=near, carry=(flow, state.carry[1]))
+
+    def _compute(self, turn: Any, state: _State, kept: Tree, near: Tree, order: Order) -> tuple[_State, Tree]:
+        weights, *others = state.weights
+        carry, y, keep, grads = self.layer(weights, state.carry, self._of(self.xs, turn), kept, near)
+        order.computed(carry[0])
+        ys, reduced = state.ys, state.reduced
+        if reduced is None:
+            ys = jax.tree.map(self._room_for, y)
+            reduced = [self._room_for(a) for a in jax.eval_shape(lambda grads: self.reduce(grads, [])[0], grads)]
+        return _State(carry, others, state.near, grads, self._put(ys, y, turn), reduced), keep
+
+    def _index(self, turn: Any) -> Any:
+        return self.length - 1 - turn if self.reverse else turn
+
+    def _of(self, stacked: Tree, turn: Any) -> Tree:
+        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, self._index(turn), keepdims=False), stacked)
+
+    def _put(self, stacked: Tree, values: Tree, turn: Any) -> Any:
+        put = lambda a, value: lax.dynamic_update_index_in_dim(a, value, self._index(turn), 0)
+        return jax.tree.map(put, stacked, values)
+
+    def _gather(self, turn: Any, ahead: int, order: Order) -> Tree:
+        return self.fetch(self._of(self.shards, turn), ahead, order)
+
+    def _room_for(self, like: Any) -> Array:
+        """A stack of as many values as there are layers."""
+        if jnp.issubdtype(like.dtype, jax.dtypes.extended):  # PRNG keys
+            return jnp.broadcast_to(like, (self.length, *like.shape))
+        return jnp.zeros((self.length, *like.shape), like.dtype)
 
 
 def _scan_alone(
@@ -261,10 +325,3 @@ def _scan_alone(
     carry, (ys, keep, reduced) = lax.scan(body, init, slices, length=length, reverse=reverse)
     order.computed(carry[0])
     return carry, ys, Kept([], [keep], []), reduced
-
-
-def _stack_of(like: Any, length: int) -> Array:
-    """Room for `length` values."""
-    if jnp.issubdtype(like.dtype, jax.dtypes.extended):  # PRNG keys
-        return jnp.broadcast_to(like, (length, *like.shape))
-    return jnp.zeros((length, *like.shape), like.dtype)
