@@ -26,6 +26,9 @@ class Place(enum.Enum):
 class Keep:
     """What of a unit is kept between forward and backward. Its inputs always are; all else is computed again.
 
+    Where nothing but the inputs would be kept, the unit whose backward pass follows at once on its forward pass (in a
+    transformer: the head and the loss) keeps everything. To compute it again would need the same memory a little later.
+
     Source: ZeRO section 6.1: P_a is `partition_inputs`, P_a+cpu is that with `offload_inputs`.
 
     Attributes:
@@ -57,6 +60,10 @@ class Keep:
         both = sorted(set(self.save) & set(self.offload))
         if both:
             raise ValueError(f"keep: {both[0]!r} is both in `save` and in `offload`\n  fix:      name it in one")
+
+    @property
+    def keeps_inputs_alone(self) -> bool:
+        return self.policy is None and not self.names
 
     @property
     def names(self) -> frozenset[str]:

@@ -123,6 +123,7 @@ class Program:
                     active.update(v for v in equation.outvars if is_differentiable(v.aval))
         names: dict[str, set[str]] = {}
         reached = {self.traced.closed.jaxpr.outvars[0]} & active
+        at_once = True  # of the first that has a backward pass
         for part in reversed(self.parts):
             segment = part.segment
             differentiable = [v in reached and v in active for v in segment.outputs]
@@ -130,7 +131,8 @@ class Program:
             wanted = [v in active for v in segment.inputs]
             part.wanted_inputs = select(segment.inputs, wanted)
             if part.differentiable_outputs:
-                part.plan_backward(wanted, differentiable)
+                part.plan_backward(wanted, differentiable, at_once)
+                at_once = False
                 reached.update(part.wanted_inputs)
                 names.setdefault(self._unit(segment), set()).update(part.regather.names)
         self.rules.check_names(names)

@@ -17,7 +17,7 @@ from jax import lax
 
 from zerojax import collectives, jaxprs, pipeline
 from zerojax.collectives import Axes, Dims
-from zerojax.keep import Keep
+from zerojax.keep import EVERYTHING, Keep
 from zerojax.pipeline import Order, Plan
 from zerojax.precision import for_reduction
 from zerojax.regather import Regather, floating_after, is_differentiable, merge, select
@@ -111,12 +111,14 @@ class Straight:
         jaxprs.evaluate(self.segment.equations, scope)
         return [scope[v] for v in self.segment.outputs]
 
-    def plan_backward(self, wanted: Sequence[bool], differentiable: Sequence[bool]) -> None:
+    def plan_backward(self, wanted: Sequence[bool], differentiable: Sequence[bool], at_once: bool) -> None:
+        """`at_once`: its backward pass follows on its forward pass."""
         weights = [self.traced.leaf_vars[i].aval for i in self.segment.leaves]
         data = [v.aval for v in self.segment.inputs]
         wanted_by_group = (self.trainable, [], wanted)
         resident = [v in self.traced.data_vars for v in self.segment.inputs]
-        self.regather = Regather(self.primal, weights, [], data, wanted_by_group, differentiable, self.keep, resident)
+        keep = EVERYTHING if at_once and self.keep.keeps_inputs_alone else self.keep
+        self.regather = Regather(self.primal, weights, [], data, wanted_by_group, differentiable, keep, resident)
 
     def evaluate(self, shards: dict[int, Array], data: Sequence[Array], order: Order) -> list[Array]:
         return self._computed(self.primal(self._fetch(shards, order), [], data), order)
@@ -210,7 +212,7 @@ class Stack:
         by_position.update(zip((*self.carry_positions, *self.xs_positions), data, strict=True))
         return jaxprs.run(self.scan.body, *(by_position[k] for k in range(len(self.equation.invars))))
 
-    def plan_backward(self, wanted: Sequence[bool], differentiable: Sequence[bool]) -> None:
+    def plan_backward(self, wanted: Sequence[bool], differentiable: Sequence[bool], at_once: bool) -> None:
         """The gradient of every floating carry is followed; of constants, slices and outputs, those that ask for it."""
         asked = {v for v, flag in zip(self.segment.inputs, wanted, strict=True) if flag}
         has_cotangent = {v for v, flag in zip(self.segment.outputs, differentiable, strict=True) if flag}
