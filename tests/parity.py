@@ -17,6 +17,12 @@ from zerojax.precision import resolve
 STEPS = 10
 SYNCHRONISED = {"resnet_linen": zoo.resnet_linen, "resnet_nnx": zoo.resnet_nnx}
 
+
+def distributed(name):
+    """A zoo model whose batch normalisation takes its statistics over all devices."""
+    return SYNCHRONISED[name](axis_name="data") if name in SYNCHRONISED else zoo.ZOO[name]
+
+
 # fp32: rounding alone. The narrow dtypes are compared with the plain step in the same dtype, which rounds in other
 # places: it sums 32 rows where zerojax sums 4 on each of 8 devices. One rounding of a loss is 2^-9 = 2e-3 in bf16 and
 # 2^-12 = 2.4e-4 in fp16; measured over the zoo were 4e-3 and 5e-4. An element of the gradient that nearly cancels has
@@ -73,12 +79,11 @@ def train(zero, model, data, tx=None, num_microbatches=1, **options):
 
 @functools.cache
 def zero_run(name, stage, precision="fp32", num_microbatches=1):
-    """The trajectory of a zoo model on eight devices. Batch normalisation takes its statistics over all of them."""
-    model = SYNCHRONISED[name](axis_name="data") if name in SYNCHRONISED else zoo.ZOO[name]
+    """The trajectory of a zoo model on eight devices."""
     policy = resolve(precision)
     if policy.initial_scale:
         policy = dataclasses.replace(policy, initial_scale=plain.FP16_SCALE)
-    zero = Zero(zerojax.make_mesh(), stage, policy)
+    model, zero = distributed(name), Zero(zerojax.make_mesh(), stage, policy)
     return train(zero, model, batches(model), num_microbatches=num_microbatches)[0]
 
 

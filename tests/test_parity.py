@@ -19,7 +19,7 @@ STAGES = (0, 1, 2, 3)
 PRECISIONS = ("fp32", "bf16", "bf16_reduce_fp32", "fp16")
 MICROBATCHES = (1, 4)
 CHEAP = "unused"  # covers the product of stage, precision and microbatches
-LAYERED = ("gpt_linen", "gpt_linen_scan", "gpt_nnx", "gpt_nnx_scan")
+LAYERED = ("gpt_linen_scan", "gpt_nnx")
 DROPOUT = [name for name, model in zoo.ZOO.items() if model.dropout]
 PLAIN = [name for name, model in zoo.ZOO.items() if not model.dropout]
 

@@ -1,0 +1,70 @@
+"""Parity with the plain single-device step under the settings of memory and schedule, on every model of the zoo.
+
+None of them changes what is computed, so all have the tolerances of fp32.
+"""
+
+from typing import Any, NamedTuple
+
+import pytest
+import zoo
+from parity import assert_close, batches, distributed, reference, train
+
+import zerojax
+from zerojax import Keep, Zero
+
+
+class Setting(NamedTuple):
+    """Options of a step, and the devices on the model axis."""
+
+    options: dict[str, Any]
+    stage: int = 3
+    model: int | None = None
+
+
+SMALL_BUCKET = 4096  # bytes: the larger leaves of the zoo are moved in pieces, the others share
+
+SETTINGS = {
+    "nothing_stage0": Setting({"keep": "nothing"}, stage=0),
+    "nothing": Setting({"keep": "nothing"}),
+    "dots": Setting({"keep": "dots"}),
+    "offloaded": Setting({"keep": Keep(offload_inputs=True)}),
+    "partitioned": Setting({"keep": Keep(partition_inputs=True)}, model=2),
+    "prefetch0": Setting({"prefetch": 0}),
+    "prefetch2": Setting({"prefetch": 2}),
+    "buckets_stage0": Setting({"bucket_bytes": SMALL_BUCKET}, stage=0),
+    "buckets_stage1": Setting({"bucket_bytes": SMALL_BUCKET}, stage=1),
+    "buckets_stage2": Setting({"bucket_bytes": SMALL_BUCKET}, stage=2),
+    "buckets": Setting({"bucket_bytes": SMALL_BUCKET}),
+    "together": Setting(
+        {
+            "keep": Keep(partition_inputs=True, offload_inputs=True),
+            "prefetch": 2,
+            "bucket_bytes": SMALL_BUCKET,
+        },
+        model=2,
+    ),
+}
+MODELS = [name for name, model in zoo.ZOO.items() if not model.dropout]
+DEFAULT = [
+    *((name, "together") for name in ("gpt_nnx", "gpt_linen_scan", "lstm", "moe", "unet")),
+    *(("gpt_linen_scan", setting) for setting in ("dots", "prefetch2", "buckets_stage2")),
+    *(("gpt_nnx", setting) for setting in ("nothing", "prefetch0")),
+    ("unused", "nothing_stage0"),
+    ("unused", "buckets_stage1"),
+]
+
+
+def cases():
+    for name in MODELS:
+        for setting in SETTINGS:
+            marks = [pytest.mark.xdist_group(f"{name}-fp32-k1")]  # as in test_parity: one process has the plain run
+            if (name, setting) not in DEFAULT:
+                marks.append(pytest.mark.full)
+            yield pytest.param(name, setting, marks=marks, id=f"{name}-{setting}")
+
+
+@pytest.mark.parametrize(("name", "setting"), list(cases()))
+def test_training_follows_the_plain_step(name, setting):
+    setting, model = SETTINGS[setting], distributed(name)
+    zero = Zero(zerojax.make_mesh(model=setting.model), setting.stage)
+    assert_close(train(zero, model, batches(model), **setting.options)[0], reference(name))
