@@ -235,7 +235,7 @@ def test_devices_send_their_part_of_a_leaf(stage, scan):
     held = lambda leaf: leaf.size // (MODEL if leaf.beside else 1)
     whole = sum(held(leaf) for leaf in state.definition.leaves if leaf.dim is None)
     psi = sum(map(held, state.definition.leaves)) - whole
-    once = sum(held(f) for f in state.definition.leaves if f.path.endswith(("bias", "embedding"))) - whole
+    once = sum(held(f) for f in state.definition.leaves if traffic.is_gathered_once(f)) - whole
     assert whole > 0 and sent == {0: 2 * psi, 1: 2 * psi, 2: 2 * psi, 3: 3 * psi - once}[stage] + 2 * whole
 
 

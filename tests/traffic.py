@@ -85,3 +85,8 @@ def sent(found, kinds=None):
         if kinds is None or c.kind in kinds:
             total[c.dtype] += c.sent_elements
     return total
+
+
+def is_gathered_once(leaf):
+    """Of a GPT: the backward pass does not read the leaf's value, or follows at once, when the head is still there."""
+    return leaf.path.endswith(("bias", "embedding")) or leaf.unit == "head"

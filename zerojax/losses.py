@@ -64,10 +64,9 @@ def chunked_cross_entropy(
     device, in a microbatch) than `width`. A chunk does 6 x chunk_size operations and moves some 16 bytes for each
     element of the head, which balance on an H100 in bf16 at 800 tokens (estimated): smaller chunks wait for memory.
 
-    Where a policy of `keep` ('dots') drops the results of the head's unit, the chunks are computed again and the head
-    is gathered again; 'everything' for that unit avoids it, and so does 'nothing' (see `Keep`). A loss without a
-    gradient computes the logits alone. There is no forward-mode and no second derivative. Under fp16 the loss scale
-    reaches the gradients after the chunks.
+    Where a policy of `keep` ('dots') drops the results of the head's unit, the chunks are computed again; 'everything'
+    for that unit avoids it, and so does 'nothing' (see `Keep`). A loss without a gradient computes the logits alone.
+    There is no forward-mode and no second derivative. Under fp16 the loss scale reaches the gradients after the chunks.
     """
     _check_arguments(hidden, labels, weights, chunk_size)
     num_chunks = -(-labels.size // chunk_size)

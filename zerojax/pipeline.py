@@ -120,6 +120,12 @@ class Kept(NamedTuple):
     loop: list[Tree]  # per layer of a group, stacked over iterations
     back: list[Tree]
 
+    def with_last(self, fn: Callable[[Tree], Tree]) -> Kept:
+        """`fn` of what the last layer keeps, unless that is in the loop."""
+        if self.back:
+            return self._replace(back=[*self.back[:-1], fn(self.back[-1])])
+        return self._replace(front=[*self.front[:-1], *map(fn, self.front[-1:])])
+
     def mirrored(self) -> Kept:
         return Kept(self.back[::-1], self.loop[::-1], self.front[::-1])
 

@@ -123,7 +123,7 @@ class Program:
                     active.update(v for v in equation.outvars if is_differentiable(v.aval))
         names: dict[str, set[str]] = {}
         reached = {self.traced.closed.jaxpr.outvars[0]} & active
-        at_once = True  # of the first that has a backward pass
+        at_once = True  # the first backward pass follows on the last forward pass
         for part in reversed(self.parts):
             segment = part.segment
             differentiable = [v in reached and v in active for v in segment.outputs]

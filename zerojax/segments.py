@@ -90,11 +90,15 @@ def _reduce(
 
 
 class Straight:
-    """A segment that runs once: its leaves are gathered, used and dropped."""
+    """A segment that runs once: its leaves are gathered, used and dropped.
 
-    differentiable_outputs: list[Any]  # these three are set when the backward pass is planned
+    They are not dropped where the backward pass follows `at_once`.
+    """
+
+    differentiable_outputs: list[Any]  # these four are set when the backward pass is planned
     wanted_inputs: list[Any]
     regather: Regather
+    at_once: bool
 
     def __init__(self, traced: TracedLoss, segment: Segment, mover: Mover, trainable: Sequence[bool], keep: Keep):
         self.traced, self.segment, self.mover, self.keep = traced, segment, mover, keep
@@ -112,7 +116,7 @@ class Straight:
         return [scope[v] for v in self.segment.outputs]
 
     def plan_backward(self, wanted: Sequence[bool], differentiable: Sequence[bool], at_once: bool) -> None:
-        """`at_once`: its backward pass follows on its forward pass."""
+        self.at_once = at_once
         weights = [self.traced.leaf_vars[i].aval for i in self.segment.leaves]
         data = [v.aval for v in self.segment.inputs]
         wanted_by_group = (self.trainable, [], wanted)
@@ -128,18 +132,21 @@ class Straight:
         data = floating_after(data, order.offloaded_one_unit_ago)
         out, kept = self.regather.forward(weights, [], data)
         order.offloaded(self.regather.in_host_memory(kept))
-        return self._computed(out, order), kept
+        return self._computed(out, order), (kept, weights if self.at_once else None)
 
-    def bring_back(self, kept: Any, cotangents: list[Array]) -> tuple[Any, list[Array]]:
+    def bring_back(self, saved: Any, cotangents: list[Array]) -> tuple[Any, list[Array]]:
         """(what the forward pass kept, on its way from host memory while the unit above computes; its cotangents)."""
+        kept, weights = saved
         near, cotangents = self.regather.bring_back(kept, cotangents)
-        return self.regather.on_device(kept, near), cotangents
+        return (self.regather.on_device(kept, near), weights), cotangents
 
     def backward(
-        self, shards: dict[int, Array], kept: Any, cotangents: Sequence[Array], order: Order
+        self, shards: dict[int, Array], saved: Any, cotangents: Sequence[Array], order: Order
     ) -> tuple[dict[int, Array], list[Array]]:
-        held = [shards[i] for i in self.segment.leaves]
-        weights = _fetch_needed(self.mover, held, self.dims, self.regather.needed, order)
+        kept, weights = saved
+        if weights is None:
+            held = [shards[i] for i in self.segment.leaves]
+            weights = _fetch_needed(self.mover, held, self.dims, self.regather.needed, order)
         if self.regather.recomputes:  # or the compiler finds that the forward pass computed the same
             kept, cotangents = lax.optimization_barrier((kept, list(cotangents)))
             kept = self.regather.inputs_after(kept, collectives.events(cotangents) + order.last)
@@ -316,6 +323,8 @@ class Stack:
         ys_grads = [out_grad(v) for v in select(self.equation.outvars[num_carry:], self.ys_wanted)]
         num_carry_grads = len(carry_grads)
         orders: list[tuple[int, ...]] = []  # of the gradients; the same in every layer
+        if self.regather.recomputes and not self.regather.offloads:  # what comes back from the host is late anyway
+            kept = kept.with_last(lambda last: self.regather.inputs_after(last, collectives.events(carry_grads)))
 
         def layer(weights: Any, carry: Any, ys_grads: Any, kept: Any, near: Any) -> Any:
             carry_grads, fixed_grads = carry
