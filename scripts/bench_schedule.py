@@ -110,8 +110,8 @@ def main():
 def link_flag(rate):
     """Without it, the compiler takes a host's devices to be as fast as NVLink is, and starts gathers that late.
 
-    Beside the rate: microseconds to start a collective, to prepare a chunk and for a round trip, of which those of 4 MiB
-    and more show little. The rate is in GiB/s; on a host of one device all is sent over the network.
+    Beside the rate in GiB/s: microseconds to start a collective, to prepare a chunk and for a round trip, which matter
+    little to large ones. On hosts of one device everything is sent over the network.
     """
     options = {"nccl_op_launch_us": 20, "nic_speed_gbps": int(rate * 1e9 / 2**30), "chunk_prep_us": 1, "rtt_us": 20}
     options |= {"gpus_per_node": 1, "chunk_size_bytes": 4 * 2**20}
