@@ -86,6 +86,7 @@ class Leaf:
         reason: why this dim, or why none.
         trainable: whether it gets a gradient and optimizer state.
         beside: what is divided over axes that ZeRO leaves alone.
+        stacked: whether dim 0 counts layers.
     """
 
     path: str
@@ -96,6 +97,7 @@ class Leaf:
     reason: str
     trainable: bool
     beside: PartitionSpec = WHOLE
+    stacked: bool = False
 
     @property
     def size(self) -> int:
@@ -203,7 +205,7 @@ def place(
             dim, reason = choose_dim(shape, axes.num_shards, stacked, beside)
         _check_dim(path, shape, dim, axes, beside)
         trainable = bool(jnp.issubdtype(leaf.dtype, jnp.floating)) and _first_match(path, overrides.frozen) is None
-        leaves.append(Leaf(path, shape, leaf.dtype, dim, unit, reason, trainable, beside))
+        leaves.append(Leaf(path, shape, leaf.dtype, dim, unit, reason, trainable, beside, stacked))
     return tuple(leaves)
 
 

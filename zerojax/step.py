@@ -215,20 +215,27 @@ def state_shardings(state: TrainState) -> TrainState:
 
 
 def compiler_options(setup: Setup, definition: Definition) -> dict[str, int] | None:
-    """On GPUs, stage 3: all gathers of a unit are one collective.
+    """On GPUs, stage 3: which collectives the compiler combines. By default it is those of up to 30 MiB.
 
-    The compiler combines collectives up to 30 MiB. The others it starts one after the end of the other, so that compute
-    waits for each of them on a slow link, and some have no matrix product beside them on a fast one. Gathers of
-    different units wait for each other, so that they are never combined.
+    All gathers of a unit, since the compiler starts each after the end of the one before: compute would wait for each
+    on a slow link, and some have no matrix product beside them on a fast one. Gathers of different units wait for each
+    other, and are never combined.
+
+    Gradients of a unit are reduced in about two parts: in one they would all wait for the last of them. The compiler
+    counts shards. On many devices 30 MiB are those of several units, which would be reduced together, beside nothing.
     """
     on_gpu = isinstance(setup.mesh, Mesh) and setup.mesh.devices.flat[0].platform == "gpu"
     if not on_gpu or not placement.shards_params(setup.stage):
         return None
     elements: collections.Counter[str] = collections.Counter()
     for leaf in definition.leaves:
-        elements[leaf.unit] += leaf.size
-    itemsize = jnp.dtype(setup.precision.compute_dtype).itemsize
-    return {"xla_gpu_all_gather_combine_threshold_bytes": max(elements.values()) * itemsize}
+        elements[leaf.unit] += leaf.size // leaf.shape[0] if leaf.stacked else leaf.size
+    num_bytes = lambda dtype: max(elements.values()) * jnp.dtype(dtype).itemsize
+    shards = num_bytes(setup.precision.reduce_dtype) // setup.axes.num_shards
+    return {
+        "xla_gpu_all_gather_combine_threshold_bytes": 2 * num_bytes(setup.precision.compute_dtype),
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 5 * shards // 8,  # leaves do not divide in halves
+    }
 
 
 class Step:
