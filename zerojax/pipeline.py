@@ -41,7 +41,7 @@ class Order:
 
     def restart(self, start: Sequence[Array]) -> None:
         """All units so far have computed before these events."""
-        self._done: list[list[Array]] = [list(start)] * (self.depth + 1)
+        self._done: list[tuple[list[Array], list[Array]]] = [(list(start), [])] * (self.depth + 1)  # computed, reduced
         self.last = list(start)
         self._arrived: list[Array] = []
         self._offloaded: list[list[Array]] = []
@@ -49,7 +49,8 @@ class Order:
 
     def before_gather(self, ahead: int = 0) -> list[Array]:
         """What the gather for a unit waits for, `ahead` units before its turn."""
-        return self._done[ahead - self.depth - 1] + self._arrived
+        computed, reduced = self._done[ahead - self.depth - 1]
+        return computed + reduced + self._arrived
 
     def arrived(self, there: list[Array]) -> None:
         """A gather has these events."""
@@ -57,8 +58,17 @@ class Order:
 
     def computed(self, values: Sequence[Array]) -> None:
         """The next unit has computed these. All count: one of them may be there before the unit starts."""
-        self.last = events(values) or self._done[-1]
-        self._done.append(self.last)
+        self.last = events(values) or self.last
+        self._done.append((self.last, []))
+
+    def follows(self, values: Sequence[Array]) -> None:
+        """These have waited for the last unit: later gathers wait for them in its place.
+
+        Were two to wait for the same events, compilers would look at them in one kernel, and so after the later of all
+        that either waits for.
+        """
+        if there := event(values):
+            self.last, self._done[-1] = there, (there, self._done[-1][1])
 
     def offloaded(self, there: list[Array]) -> None:
         """What the next unit keeps in host memory has these events."""
@@ -71,7 +81,8 @@ class Order:
 
     def reduced(self, there: list[Array]) -> None:
         """The reduction of the gradients of the last unit has these events."""
-        self._done[-1] = self._done[-1] + there
+        computed, before = self._done[-1]
+        self._done[-1] = computed, before + there
         self._reduced = there
 
     def before_reduction(self) -> list[Array]:

@@ -233,10 +233,17 @@ class Regather:
         """The kept values, those in host memory as `bring_back` returned them."""
         return _changed(kept, self._in_host, lambda _: near)
 
+    @property
+    def _is_input(self) -> list[bool]:
+        return [kept.variable in self.data for kept in self.kept]
+
+    def inputs(self, kept: Arrays) -> list[Any]:
+        """The unit's inputs among the kept values."""
+        return select(kept, self._is_input)
+
     def inputs_after(self, kept: Arrays, there: Arrays) -> list[Any]:
         """The kept values, the unit's inputs among them not before the events `there`: it is computed again after."""
-        given = [kept.variable in self.data for kept in self.kept]
-        return _changed(kept, given, lambda inputs: floating_after(inputs, there))
+        return _changed(kept, self._is_input, lambda inputs: floating_after(inputs, there))
 
     def backward(self, weights: Arrays, fixed: Arrays, kept: Arrays, cotangents: Arrays) -> Gradients:
         """Gradients of the wanted weights, fixed and data.

@@ -147,9 +147,11 @@ class Straight:
         if weights is None:
             held = [shards[i] for i in self.segment.leaves]
             weights = _fetch_needed(self.mover, held, self.dims, self.regather.needed, order)
-        if self.regather.recomputes:  # or the compiler finds that the forward pass computed the same
-            kept, cotangents = lax.optimization_barrier((kept, list(cotangents)))
+        if self.regather.recomputes:
             kept = self.regather.inputs_after(kept, collectives.events(cotangents) + order.last)
+            # Without a barrier the compiler finds that the forward pass computed the same.
+            kept, cotangents = lax.optimization_barrier((kept, list(cotangents)))
+            order.follows(self.regather.inputs(kept))
         grads = self.regather.backward(weights, [], kept, cotangents)
         dims = select(self.dims, self.trainable)
         reduced, events = _reduce(self.mover, grads.weights, grads.orders, dims, order.before_reduction())
