@@ -88,10 +88,12 @@ def test_scanned_layers_are_gathered_and_scattered_in_their_loops():
     assert all(c.full_bytes <= 2 * 2 * block for c in looped)  # it may combine the two layers' small ones
 
 
-def test_loops_hide_what_they_send_and_copy_none_of_it():
+@pytest.mark.parametrize("target", ["h100:8", "h100:64"])
+def test_loops_hide_what_they_send_and_copy_none_of_it(target):
     """With layers of a size that is trained: 4096 wide, 4096 tokens on a device."""
     width, layers = 4096, 8
-    program = hlo.read(compiled(3, scan=True, width=width, layers=layers, seq=2048, rows=2, keep=Keep())[1].as_text())
+    shapes = {"width": width, "layers": layers, "seq": 2048, "rows": 2}
+    program = hlo.read(compiled(3, scan=True, target=target, keep=Keep(), **shapes)[1].as_text())
     looped = [c for c in collectives(program) if c.looped]
     sent = sum(c.sent_bytes for c in looped)
     assert sent > 0.5 * sum(c.sent_bytes for c in collectives(program))

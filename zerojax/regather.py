@@ -237,12 +237,12 @@ class Regather:
     def _is_input(self) -> list[bool]:
         return [kept.variable in self.data for kept in self.kept]
 
-    def inputs(self, kept: Arrays) -> list[Any]:
-        """The unit's inputs among the kept values."""
-        return select(kept, self._is_input)
+    def floating_inputs(self, kept: Arrays) -> list[Any]:
+        """Those of `inputs_after` that waited."""
+        return [value for value in select(kept, self._is_input) if is_differentiable(value)]
 
     def inputs_after(self, kept: Arrays, there: Arrays) -> list[Any]:
-        """The kept values, the unit's inputs among them not before the events `there`: it is computed again after."""
+        """The kept values, the unit's floating inputs not before the events `there`: it is computed again after."""
         return _changed(kept, self._is_input, lambda inputs: floating_after(inputs, there))
 
     def backward(self, weights: Arrays, fixed: Arrays, kept: Arrays, cotangents: Arrays) -> Gradients:

@@ -151,7 +151,7 @@ class Straight:
             kept = self.regather.inputs_after(kept, collectives.events(cotangents) + order.last)
             # Without a barrier the compiler finds that the forward pass computed the same.
             kept, cotangents = lax.optimization_barrier((kept, list(cotangents)))
-            order.follows(self.regather.inputs(kept))
+            order.follows(self.regather.floating_inputs(kept))
         grads = self.regather.backward(weights, [], kept, cotangents)
         dims = select(self.dims, self.trainable)
         reduced, events = _reduce(self.mover, grads.weights, grads.orders, dims, order.before_reduction())
