@@ -222,7 +222,10 @@ class Stack:
         return jaxprs.run(self.scan.body, *(by_position[k] for k in range(len(self.equation.invars))))
 
     def plan_backward(self, wanted: Sequence[bool], differentiable: Sequence[bool], at_once: bool) -> None:
-        """The gradient of every floating carry is followed; of constants, slices and outputs, those that ask for it."""
+        """The gradient of every floating carry is followed; of constants, slices and outputs, those that ask for it.
+
+        To follow `at_once` saves a loop nothing: its first layers wait for all others.
+        """
         asked = {v for v, flag in zip(self.segment.inputs, wanted, strict=True) if flag}
         has_cotangent = {v for v, flag in zip(self.segment.outputs, differentiable, strict=True) if flag}
         train_values = {v for v in self.weight_values if any(self.trainable[i] for i in self.traced.weights[v])}
