@@ -118,6 +118,20 @@ def test_nothing_is_gathered_or_reduced_in_vain(num_layers, depth):
     assert count("reduce_scatter") == of_blocks + of_head + of_embed
 
 
+def test_a_unit_with_another_behind_it_is_dropped():
+    """Only the last unit is held until its backward pass. Behind this one a metric gathers another."""
+
+    def loss(params, x):
+        value = jnp.mean((jnp.tanh(x @ params["first"]) @ params["second"]) ** 2)
+        return value, {"metric": jnp.mean(value * params["third"])}
+
+    params = {"first": jnp.ones((WIDTH, 24)), "second": jnp.ones((24, 40)), "third": jnp.ones((8, 3))}
+    fn = zero_for(3, "unrolled").value_and_grad(loss, has_aux=True)
+    found = traffic.collectives_of(jax.make_jaxpr(fn)(params, jnp.ones((16, WIDTH))).jaxpr, {"data": N})
+    count = lambda size: sum(c.count for c in found if c.kind == "all_gather" and c.size == size)
+    assert (count(24 * 40), count(8 * 3)) == (2, 1)
+
+
 def products_before(jaxpr, name):
     """For each such primitive, in order: which matrix products (by their places) have to be done before it."""
     ancestors, products, places = {}, [], itertools.count()

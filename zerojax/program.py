@@ -123,7 +123,7 @@ class Program:
                     active.update(v for v in equation.outvars if is_differentiable(v.aval))
         names: dict[str, set[str]] = {}
         reached = {self.traced.closed.jaxpr.outvars[0]} & active
-        at_once = True  # the first backward pass follows on the last forward pass
+        at_once = True  # the backward pass of the last unit follows on its forward pass
         for part in reversed(self.parts):
             segment = part.segment
             differentiable = [v in reached and v in active for v in segment.outputs]
@@ -132,9 +132,9 @@ class Program:
             part.wanted_inputs = select(segment.inputs, wanted)
             if part.differentiable_outputs:
                 part.plan_backward(wanted, differentiable, at_once)
-                at_once = False
                 reached.update(part.wanted_inputs)
                 names.setdefault(self._unit(segment), set()).update(part.regather.names)
+            at_once = at_once and not segment.leaves
         self.rules.check_names(names)
 
 
