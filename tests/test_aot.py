@@ -88,17 +88,39 @@ def test_scanned_layers_are_gathered_and_scattered_in_their_loops():
     assert all(c.full_bytes <= 2 * 2 * block for c in looped)  # it may combine the two layers' small ones
 
 
+WIDTH, VOCAB_OF_LARGE = 4096, 512
+
+
+@functools.cache
+def large_layers(target):
+    """Scanned layers of a size that is trained: 4096 wide, 4096 tokens on a device."""
+    shapes = {"width": WIDTH, "vocab": VOCAB_OF_LARGE, "layers": 8, "seq": 2048, "rows": 2}
+    return hlo.read(compiled(3, scan=True, target=target, keep=Keep(), **shapes)[1].as_text())
+
+
 @pytest.mark.parametrize("target", ["h100:8", "h100:64"])
 def test_loops_hide_what_they_send_and_copy_none_of_it(target):
-    """With layers of a size that is trained: 4096 wide, 4096 tokens on a device."""
-    width, layers = 4096, 8
-    shapes = {"width": width, "layers": layers, "seq": 2048, "rows": 2}
-    program = hlo.read(compiled(3, scan=True, target=target, keep=Keep(), **shapes)[1].as_text())
+    program = large_layers(target)
     looped = [c for c in collectives(program) if c.looped]
     sent = sum(c.sent_bytes for c in looped)
     assert sent > 0.5 * sum(c.sent_bytes for c in collectives(program))
     assert not [c for c in looped if c.exposed]
-    assert not [move for move in moves_in_loops(program, 2 * width * width // N) if move.op == "copy"]
+    assert not [move for move in moves_in_loops(program, 2 * WIDTH * WIDTH // N) if move.op == "copy"]
+
+
+def test_the_first_product_does_not_wait_for_its_whole_unit():
+    """What no product hides: the embedding, and of the first layer the weight of its first product and a few more."""
+    found = [c.full_bytes for c in collectives(large_layers("h100:8")) if c.kind == "all-gather" and c.exposed]
+    embedding, layer = 2 * VOCAB_OF_LARGE * WIDTH, 2 * 12 * WIDTH * WIDTH
+    assert sum(found) <= embedding + layer / 2
+
+
+def test_a_gathered_table_is_dropped_after_the_lookup():
+    """The compiler does not look up again in the backward pass, for which it would hold the table through the step."""
+    steps = large_layers("h100:8").entry.instructions
+    (table,) = [i for i in steps if i.op == "all-gather-done" and i.buffers[0].dims == (VOCAB_OF_LARGE, WIDTH)]
+    last_read = max(k for k, i in enumerate(steps) if table in i.operands)
+    assert last_read < min(k for k, i in enumerate(steps) if i.op == "while")
 
 
 @pytest.mark.parametrize(("stage", "target"), [(1, "h100:8"), (2, "h100:8"), (3, "h100:8"), (3, "v5e:2x4")])

@@ -132,21 +132,37 @@ def test_a_unit_with_another_behind_it_is_dropped():
     assert (count(24 * 40), count(8 * 3)) == (2, 1)
 
 
-def products_before(jaxpr, name):
-    """For each such primitive, in order: which matrix products (by their places) have to be done before it."""
-    ancestors, products, places = {}, [], itertools.count()
+def before_each(jaxpr, name, what):
+    """For each primitive `name`, in order: which of the primitives `what` (by their places) have to be done before."""
+    ancestors, found, places = {}, [], itertools.count()
     for equation, reads in flat(jaxpr):
         before = frozenset().union(*(ancestors.get(v, frozenset()) for v in reads))
         if equation.primitive.name == name:
-            products.append(before)
-        if equation.primitive.name == "dot_general":
+            found.append(before)
+        if equation.primitive.name == what:
             before |= {next(places)}
         ancestors.update(dict.fromkeys(equation.outvars, before))
-    return products
+    return found
 
 
 def numbers_before_gathers(jaxpr):
-    return [len(products) for products in products_before(jaxpr, "all_gather")]
+    return [len(products) for products in before_each(jaxpr, "all_gather", "dot_general")]
+
+
+def test_units_that_none_computes_before_are_gathered_leaf_by_leaf():
+    """In the order of use, so that the first product waits for its own weight alone. Later ones arrive whole."""
+    params = {str(i): {"a": jnp.ones((512, 512)), "z": jnp.ones((512, 512))} for i in range(3)}
+
+    def loss(params, x):
+        for layer in params.values():
+            x = jnp.tanh(x @ layer["z"]) @ layer["a"]
+        return jnp.mean(x**2)
+
+    fn = zero_for(3, "unrolled").value_and_grad(loss, prefetch=1)
+    jaxpr = jax.make_jaxpr(fn)(params, jnp.ones((16, 512))).jaxpr
+    gathers = before_each(jaxpr, "all_gather", "all_gather")
+    assert [len(before) for before in gathers[:6]] == [0, 1, 2, 3, 4, 4]
+    assert [len(before) for before in before_each(jaxpr, "dot_general", "all_gather")[:4]] == [1, 2, 3, 4]
 
 
 @functools.cache
@@ -176,7 +192,7 @@ def test_with_one_more_unit_ahead_each_gather_waits_for_one_less(form, depth, ke
 @pytest.mark.parametrize("form", ["unrolled", "scanned"])
 def test_nothing_is_computed_again_before_the_head_has_gone_backward(form):
     """Ten products forward, of which the last is the head's, and then one of its two: of all that come after."""
-    before = products_before(traced(form, 4, 1, keep="nothing").jaxpr, "dot_general")
+    before = before_each(traced(form, 4, 1, keep="nothing").jaxpr, "dot_general", "dot_general")
     of_head = [k for k, products in enumerate(before) if len(products) == 10]
     assert len(of_head) == 2
     assert all(set(of_head) & products for products in before[of_head[1] + 1 :])

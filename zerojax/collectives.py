@@ -33,6 +33,7 @@ class Axes(NamedTuple):
 
     Attributes:
         bucket_bytes: what one collective over them moves at most, in full form.
+        one_by_one: each collective waits for the one before. So it is with buckets.
     """
 
     shard: tuple[str, ...]
@@ -40,6 +41,7 @@ class Axes(NamedTuple):
     num_shards: int
     num_replicas: int
     bucket_bytes: float = math.inf
+    one_by_one: bool = False
 
     @property
     def data(self) -> tuple[str, ...]:
@@ -56,8 +58,8 @@ class Axes(NamedTuple):
         return {self.replica: self.num_replicas, self.shard: self.num_shards, self.data: self.num_devices}[names]
 
     def in_turn(self, events: list[Array]) -> list[Array]:
-        """What a collective waits for if these are the events of the one before: with buckets, one moves at a time."""
-        return [] if self.bucket_bytes == math.inf else events
+        """What a collective waits for if these are the events of the one before."""
+        return events if self.one_by_one or self.bucket_bytes < math.inf else []
 
 
 class Dims(NamedTuple):
@@ -120,7 +122,7 @@ class Moved(NamedTuple):
 
     Attributes:
         leaves: in their new form.
-        events: scalars that exist when all collectives are done. With buckets, that of the last.
+        events: scalars that exist when all collectives are done. One by one, that of the last.
     """
 
     leaves: list[Array]
@@ -128,7 +130,7 @@ class Moved(NamedTuple):
 
 
 class Turns:
-    """The collectives of one call: each waits for `waits`, or with buckets for the one before it."""
+    """The collectives of one call: each waits for `waits`, or one by one for the one before it."""
 
     def __init__(self, axes: Axes, waits: Sequence[Array]):
         self._axes, self._waits = axes, list(waits)
@@ -142,10 +144,10 @@ class Turns:
     def done(self, moved: Any) -> Any:
         """`moved`, a tree of arrays, is what it has made of them."""
         arrived = [e for array in jax.tree.leaves(moved) for e in event([array])]
-        if self._axes.bucket_bytes == math.inf:
+        if in_turn := self._axes.in_turn(arrived):
+            self.events = self._waits = in_turn
+        else:
             self.events = self.events + arrived
-        elif arrived:
-            self.events = self._waits = arrived
         return moved
 
 
@@ -235,6 +237,8 @@ def all_gather(
         shards: this device's shard of each leaf.
         dims: the sharded dim of each leaf; None for a leaf that every device holds in full.
 
+    One by one, small leaves come first, and then large ones in the order given.
+
     Cost: receives (N-1)/N of the sharded leaves' full bytes; holds them in full. Of a leaf that is divided over M
     devices beside, a 1/M of both. What is moved in pieces is copied from them into the leaf.
     """
@@ -243,8 +247,6 @@ def all_gather(
     full = list(shards)
     packs, alone = _packs(shards, dims, axes, axes.num_shards)
     dims = cast("Sequence[int]", dims)  # read below at sharded leaves alone
-    for i in alone:
-        full[i] = _gather_leaf(shards[i], dims[i], axes, turns, rows)
     for pack in packs:
         buffer = jnp.concatenate([shards[i].reshape(-1) for i in pack])
         flat = turns.done(lax.all_gather(turns.ready(buffer), axes.shard))  # [N, elements of the packed shards]
@@ -253,6 +255,8 @@ def all_gather(
             size = math.prod(shards[i].shape)
             full[i] = _from_rows(flat[:, offset : offset + size], shards[i].shape, dims[i])
             offset += size
+    for i in alone:
+        full[i] = _gather_leaf(shards[i], dims[i], axes, turns, rows)
     return full
 
 

@@ -20,6 +20,7 @@ Atom = Any  # Var or Literal
 RANDOM_PRIMITIVES = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
 # One operand in, the same elements out: these commute with taking a shard or a layer of a stacked leaf.
 ELEMENT_PRESERVING = frozenset({"convert_element_type", "transpose", "copy", "copy_p", "reduce_precision"})
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 _DEBUG_INFO = core.DebugInfo("zerojax", "segment", None, None)
 
 
@@ -51,6 +52,15 @@ def scan_params(equation: Equation) -> ScanParams:
     return ScanParams(num_consts, num_carry, params["jaxpr"], params["length"], params["reverse"])
 
 
+def by_first_use(jaxpr: Any, positions: Sequence[int]) -> list[int]:
+    """Positions of inputs, in the order in which the equations read them; what none reads comes last."""
+    first: dict[Var, int] = {}
+    for k, equation in enumerate(jaxpr.eqns):
+        for v in variables(equation):
+            first.setdefault(v, k)
+    return sorted(positions, key=lambda k: first.get(jaxpr.invars[k], len(jaxpr.eqns)))
+
+
 def is_scan(equation: Equation) -> bool:
     return equation.primitive.name == "scan"
 
@@ -73,6 +83,13 @@ def sub_jaxprs(equation: Equation) -> Iterator[Any]:
             inner = getattr(item, "jaxpr", item)
             if hasattr(inner, "eqns"):
                 yield inner
+
+
+def multiplies(equations: Iterable[Equation]) -> bool:
+    """Whether there is a matrix product or a convolution among them, or in what they call."""
+    return any(
+        e.primitive.name in PRODUCTS or any(multiplies(inner.eqns) for inner in sub_jaxprs(e)) for e in equations
+    )
 
 
 def run(jaxpr: Any, *args: Any) -> list[Any]:

@@ -33,11 +33,13 @@ class Order:
     Args:
         depth: units that may be gathered ahead of the one that computes.
         start: events before which nothing is gathered.
+        idle: whether nothing computes before the first unit.
     """
 
-    def __init__(self, depth: int, start: Sequence[Array]):
+    def __init__(self, depth: int, start: Sequence[Array], idle: bool = False):
         self.depth = depth
         self.restart(start)
+        self._beginning = self._done[0] if idle else None
 
     def restart(self, start: Sequence[Array]) -> None:
         """All units so far have computed before these events."""
@@ -46,11 +48,16 @@ class Order:
         self._arrived: list[Array] = []
         self._offloaded: list[list[Array]] = []
         self._reduced: list[Array] = []
+        self._beginning = None
 
     def before_gather(self, ahead: int = 0) -> list[Array]:
         """What the gather for a unit waits for, `ahead` units before its turn."""
         computed, reduced = self._done[ahead - self.depth - 1]
         return computed + reduced + self._arrived
+
+    def begins(self, ahead: int = 0) -> bool:
+        """Whether such a gather waits for no unit, and so has none to compute beside it."""
+        return self._done[ahead - self.depth - 1] is self._beginning
 
     def arrived(self, there: list[Array]) -> None:
         """A gather has these events."""

@@ -70,7 +70,7 @@ class Program:
 
     def evaluate(self, shards: Sequence[Array], data: Sequence[Array], start: list[Array]) -> list[Array]:
         """The outputs of the loss. `start`: see `value_and_grad`."""
-        return self._forward(shards, data, Order(self.depth, start), keep=False)[0]
+        return self._forward(shards, data, Order(self.depth, start, idle=True), keep=False)[0]
 
     def value_and_grad(
         self, shards: Sequence[Array], data: Sequence[Array], seed: Any, start: list[Array]
@@ -84,7 +84,7 @@ class Program:
             start: events before which nothing is gathered (inside a loop: something of this iteration).
         """
         self._plan()
-        order = Order(self.depth, start)
+        order = Order(self.depth, start, idle=True)
         out, saved = self._forward(shards, data, order, keep=True)
         by_leaf = dict(enumerate(shards))
         loss_var = self.traced.closed.jaxpr.outvars[0]

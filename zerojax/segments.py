@@ -48,7 +48,8 @@ class Mover:
         """Gathers what is sharded, `ahead` units before it is used."""
         if not self.gathers or self.axes.num_shards == 1 or all(dim.shard is None for dim in dims):
             return list(shards)
-        full, events = collectives.all_gather(shards, dims, self.axes, order.before_gather(ahead))
+        axes = self.axes._replace(one_by_one=order.begins(ahead))
+        full, events = collectives.all_gather(shards, dims, axes, order.before_gather(ahead))
         order.arrived(events)
         return full
 
@@ -102,22 +103,23 @@ class Straight:
 
     def __init__(self, traced: TracedLoss, segment: Segment, mover: Mover, trainable: Sequence[bool], keep: Keep):
         self.traced, self.segment, self.mover, self.keep = traced, segment, mover, keep
-        self.dims = [mover.dims[i] for i in segment.leaves]
-        self.trainable = [trainable[i] for i in segment.leaves]
+        self.leaves = sorted(segment.leaves)  # gathered by use, reduced as the tree has them: by use took more memory
+        self.dims = [mover.dims[i] for i in self.leaves]
+        self.trainable = [trainable[i] for i in self.leaves]
         own = {v for e in segment.equations for v in e.outvars}
         read = dict.fromkeys(v for e in segment.equations for v in jaxprs.variables(e) if v not in own)
         self.weight_values = [v for v in read if v in traced.weights]
 
     def primal(self, weights: Sequence[Array], fixed: Sequence[Array], data: Sequence[Array]) -> list[Array]:
         scope = dict(zip(self.segment.inputs, data, strict=True))
-        scope.update(zip([self.traced.leaf_vars[i] for i in self.segment.leaves], weights, strict=True))
+        scope.update(zip([self.traced.leaf_vars[i] for i in self.leaves], weights, strict=True))
         self.traced.bind_weights(self.weight_values, scope)
         jaxprs.evaluate(self.segment.equations, scope)
         return [scope[v] for v in self.segment.outputs]
 
     def plan_backward(self, wanted: Sequence[bool], differentiable: Sequence[bool], at_once: bool) -> None:
         self.at_once = at_once
-        weights = [self.traced.leaf_vars[i].aval for i in self.segment.leaves]
+        weights = [self.traced.leaf_vars[i].aval for i in self.leaves]
         data = [v.aval for v in self.segment.inputs]
         wanted_by_group = (self.trainable, [], wanted)
         resident = [v in self.traced.data_vars for v in self.segment.inputs]
@@ -132,6 +134,9 @@ class Straight:
         data = floating_after(data, order.offloaded_one_unit_ago)
         out, kept = self.regather.forward(weights, [], data)
         order.offloaded(self.regather.in_host_memory(kept))
+        if self.mover.gathers and not jaxprs.multiplies(self.segment.equations):
+            # What is as cheap as a lookup compilers do again in the backward pass, and hold the gathered table for it.
+            out = lax.optimization_barrier(out)
         return self._computed(out, order), (kept, weights if self.at_once else None)
 
     def bring_back(self, saved: Any, cotangents: list[Array]) -> tuple[Any, list[Array]]:
@@ -145,7 +150,7 @@ class Straight:
     ) -> tuple[dict[int, Array], list[Array]]:
         kept, weights = saved
         if weights is None:
-            held = [shards[i] for i in self.segment.leaves]
+            held = [shards[i] for i in self.leaves]
             weights = _fetch_needed(self.mover, held, self.dims, self.regather.needed, order)
         if self.regather.recomputes:
             kept = self.regather.inputs_after(kept, collectives.events(cotangents) + order.last)
@@ -158,10 +163,12 @@ class Straight:
         # What is computed again is held until the last product for a weight is done. What is kept is there anyway.
         self._computed(grads.data + (grads.weights if self.regather.recomputes else []), order)
         order.reduced(events)
-        return dict(zip(select(self.segment.leaves, self.trainable), reduced, strict=True)), grads.data
+        return dict(zip(select(self.leaves, self.trainable), reduced, strict=True)), grads.data
 
     def _fetch(self, shards: dict[int, Array], order: Order) -> list[Array]:
-        return self.mover.fetch([shards[i] for i in self.segment.leaves], self.dims, order)
+        by_use = self.segment.leaves
+        full = self.mover.fetch([shards[i] for i in by_use], [self.mover.dims[i] for i in by_use], order)
+        return [full[by_use.index(i)] for i in self.leaves]
 
     def _computed(self, values: list[Array], order: Order) -> list[Array]:
         if any(dim.shard is not None for dim in self.dims):
@@ -185,7 +192,7 @@ class Stack:
         (self.equation,) = segment.equations
         self.scan = jaxprs.scan_params(self.equation)
         first_xs = self.scan.num_consts + self.scan.num_carry
-        self.views = dict(sorted(segment.views.items()))
+        self.views = segment.views
         self.const_positions = list(range(self.scan.num_consts))
         self.carry_positions = list(range(self.scan.num_consts, first_xs))
         self.xs_positions = [k for k in range(first_xs, len(self.equation.invars)) if k not in self.views]

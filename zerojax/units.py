@@ -79,10 +79,10 @@ class Segment(NamedTuple):
     """A stretch of the traced loss between two changes of unit."""
 
     equations: list[Any]
-    leaves: list[int]  # the parameter leaves it reads
+    leaves: list[int]  # the parameter leaves it reads, in the order of their first uses
     inputs: list[Any]  # data values it reads
     outputs: list[Any]  # data values that are read after it
-    views: dict[int, View]  # scan operand -> the stacked leaf it slices; empty unless it is a scan over layers
+    views: dict[int, View]  # scan operand -> the stacked leaf it slices, likewise; empty unless it scans over layers
 
 
 class _Run(NamedTuple):
@@ -90,7 +90,7 @@ class _Run(NamedTuple):
 
     first: int
     last: int
-    leaves: set[int]
+    leaves: dict[int, None]
     units: set[str]
     views: dict[int, View]
 
@@ -184,7 +184,7 @@ class TracedLoss:
             return {}
         scan = jaxprs.scan_params(equation)
         found = {}
-        for k in range(scan.num_consts + scan.num_carry, len(equation.invars)):
+        for k in jaxprs.by_first_use(scan.body.jaxpr, range(scan.num_consts + scan.num_carry, len(equation.invars))):
             view = self.view(equation.invars[k])
             if view is not None:
                 found[k] = view
@@ -199,22 +199,22 @@ class TracedLoss:
             read = dict.fromkeys(v for e in equations for v in jaxprs.variables(e) if v not in own)
             inputs = [v for v in read if v not in self.weights]
             outputs = [v for e in equations for v in e.outvars if v in live]
-            segments.append(Segment(equations, sorted(leaves), inputs, outputs, views))
+            segments.append(Segment(equations, list(leaves), inputs, outputs, views))
             live.update(inputs)
         return segments[::-1]
 
-    def _cut(self) -> list[tuple[list[Any], set[int], dict[int, View]]]:
+    def _cut(self) -> list[tuple[list[Any], dict[int, None], dict[int, View]]]:
         """(equations, leaves, views) of each segment. What lies between two units goes to either, cut where the least
         data crosses, as late as that allows: a residual stream crosses as one value, without the statistics of a norm.
         """
         equations = [e for e in self.closed.jaxpr.eqns if not any(v in self.producer for v in e.outvars)]
         runs, crossing = self._runs(equations), self._crossing_bytes(equations)
-        cut: list[tuple[list[Any], set[int], dict[int, View]]] = []
+        cut: list[tuple[list[Any], dict[int, None], dict[int, View]]] = []
         start = 0
         for run, following in zip(runs, [*runs[1:], None], strict=True):
             if run.views:
                 if start < run.first:
-                    cut.append((equations[start : run.first], set(), {}))
+                    cut.append((equations[start : run.first], {}, {}))
                 start, end = run.first, run.first + 1
             elif following is None:
                 end = len(equations)
@@ -225,21 +225,21 @@ class TracedLoss:
             cut.append((equations[start:end], run.leaves, run.views))
             start = end
         if start < len(equations):
-            cut.append((equations[start:], set(), {}))
+            cut.append((equations[start:], {}, {}))
         return cut
 
     def _runs(self, equations: Sequence[Any]) -> list[_Run]:
         """From the first to the last equation that uses a unit's weights, before those of another come."""
         runs: list[_Run] = []
         for k, equation in enumerate(equations):
-            leaves, views = self.leaves_of(equation), self._views(equation)
+            leaves, views = dict.fromkeys(sorted(self.leaves_of(equation))), self._views(equation)
             if not leaves:
                 continue
             units = {self.unit_of[i] for i in leaves}
             if runs and not views and not runs[-1].views and units <= runs[-1].units:
                 runs[-1] = runs[-1]._replace(last=k, leaves=runs[-1].leaves | leaves)
             else:
-                runs.append(_Run(k, k, set(leaves), units, views))
+                runs.append(_Run(k, k, leaves, units, views))
         return runs
 
     def _crossing_bytes(self, equations: Sequence[Any]) -> list[int]:
