@@ -20,7 +20,7 @@ from zerojax.collectives import Axes, Dims
 from zerojax.keep import EVERYTHING, Keep
 from zerojax.pipeline import Order, Plan
 from zerojax.precision import for_reduction
-from zerojax.regather import Regather, floating_after, is_differentiable, merge, select
+from zerojax.regather import Gradients, Regather, floating_after, is_differentiable, merge, select
 from zerojax.units import Segment, TracedLoss
 
 Array = Any
@@ -88,6 +88,21 @@ def _reduce(
     moved = [each.transposed(np.argsort(order).tolist()) for each, order in zip(dims, orders, strict=True)]
     shards, events = mover.reduce(grads, moved, reduced)
     return [lax.transpose(grad, order) for grad, order in zip(shards, orders, strict=True)], events
+
+
+def _reduced_dim_first(mover: Mover, grads: Gradients, dims: Sequence[Dims]) -> Gradients:
+    """Gradients of weights with the dim in front along which they are reduced, as the GPU compiler lays them out then.
+
+    What else reads or carries them has them in JAX's order of dims, and it would copy them from one to the other.
+    """
+    weights, orders = [], []
+    for grad, order, each in zip(grads.weights, grads.orders, dims, strict=True):
+        moved = list(range(grad.ndim))
+        if mover.scatters and each.shard is not None:
+            moved.insert(0, moved.pop(order[each.shard]))
+        weights.append(lax.transpose(grad, moved))
+        orders.append(tuple(moved.index(k) for k in order))
+    return grads._replace(weights=weights, orders=orders)
 
 
 class Straight:
@@ -161,7 +176,8 @@ class Straight:
         dims = select(self.dims, self.trainable)
         reduced, events = _reduce(self.mover, grads.weights, grads.orders, dims, order.before_reduction())
         # What is computed again is held until the last product for a weight is done. What is kept is there anyway.
-        self._computed(grads.data + (grads.weights if self.regather.recomputes else []), order)
+        products = _reduced_dim_first(self.mover, grads, dims).weights if self.regather.recomputes else []
+        self._computed(grads.data + products, order)
         order.reduced(events)
         return dict(zip(select(self.leaves, self.trainable), reduced, strict=True)), grads.data
 
@@ -342,6 +358,7 @@ class Stack:
             carry_grads, fixed_grads = carry
             kept = self.regather.on_device(kept, near or [])
             grads = self.regather.backward(weights, fixed, kept, [*carry_grads, *ys_grads])
+            grads = _reduced_dim_first(self.mover, grads, select(self.dims, self.view_trainable))
             orders[:] = grads.orders
             fixed_grads = [a + b for a, b in zip(fixed_grads, grads.fixed, strict=True)]
             return (grads.data[:num_carry_grads], fixed_grads), grads.data[num_carry_grads:], [], grads.weights
