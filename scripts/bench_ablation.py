@@ -5,8 +5,7 @@
 
 Nothing is allocated and nothing runs: the training step of a GPT is compiled for data x model devices, and fits if its
 arguments, temporaries and outputs that are not updated in place stay below the budget. The number of layers is found by
-search: from two small models the size of a layer, from that a guess, and from there up or down until one fits that
-with one more group of layers does not. Configurations (section 10.5 of the paper):
+search, until one fits that with two more layers does not. Configurations (section 10.5 of the paper):
 
     C1  stage 1                                       C3  stage 2
     C2  stage 1, inputs of layers partitioned (P_a)   C4  stage 2, P_a
@@ -18,6 +17,7 @@ All recompute each layer from its input. Buffers are of constant size (C_B) and 
 import argparse
 import functools
 import json
+import math
 import os
 import sys
 import time
@@ -66,7 +66,9 @@ def main():
             @functools.cache
             def step(layers, name=name):
                 status.update(f"{name}: {layers} layers")
-                return measure(name, layers, args, devices)
+                measured = measure(name, layers, args, devices)
+                status.console.print(f"{name}: {layers} layers, {measured['peak_bytes'] / 1e9:.1f} GB", highlight=False)
+                return measured
 
             layers = largest(lambda layers: step(layers)["peak_bytes"], args.budget * 1e9)
             found[name] = {"layers": layers, **(step(layers) if layers else {})}
@@ -81,17 +83,24 @@ def main():
 
 
 def largest(peak, budget, group=2, small=8):
-    """The largest number of layers, in steps of `group`, whose peak is within the budget; 0 if the smallest is not."""
+    """The largest number of layers, in steps of `group`, whose peak is within the budget; 0 if the smallest is not.
+
+    By secants, between the largest number that fits and the smallest that does not.
+    """
     if peak(small) > budget:
         return 0
-    more = small + 4 * group
-    layer = (peak(more) - peak(small)) / (more - small)
-    layers = max(small, small + int((budget - peak(small)) / layer) // group * group)
-    while layers > small and peak(layers) > budget:
-        layers -= group
-    while peak(layers + group) <= budget:
-        layers += group
-    return layers
+    fits, over = small, math.inf
+    before, now = small, small + 4 * group
+    while over - fits > group:
+        if peak(now) <= budget:
+            fits = now
+        else:
+            over = now
+        layer = max(1, (peak(now) - peak(before)) / (now - before))
+        room = (budget - peak(now)) / layer + now - small
+        guess = small + math.floor(room / group) * group
+        before, now = now, min(max(guess, fits + group), over - group)
+    return fits
 
 
 def measure(name, layers, args, devices):

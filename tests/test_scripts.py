@@ -1,11 +1,26 @@
-"""Scripts that need an accelerator run to their end on simulated devices, and report what they promise."""
+"""Scripts that need an accelerator run to their end on simulated devices, and report what they promise; searches."""
 
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize(("budget", "want"), [(9, 0), (30, 10), (100, 36), (2000, 290)])
+def test_the_ablation_finds_the_largest_model_that_fits(monkeypatch, budget, want):
+    """Where a layer takes more the more there are, from few models."""
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    measured = {}
+    peak = lambda layers: measured.setdefault(layers, 5 + 2 * layers + layers**2 / 60)
+    assert importlib.import_module("bench_ablation").largest(peak, budget) == want
+    assert len(measured) < 12
+    if want:
+        assert peak(want) <= budget < peak(want + 2)
 
 
 def test_bench_gpu_reports_on_simulated_devices(tmp_path):
