@@ -46,7 +46,7 @@ SETTINGS = {
 }
 MODELS = [name for name, model in zoo.ZOO.items() if not model.dropout]
 DEFAULT = [
-    *((name, "together") for name in ("gpt_nnx", "gpt_linen_scan", "lstm", "moe", "unet")),
+    *((name, "together") for name in ("gpt_linen_scan", "lstm", "moe", "unet")),
     *(("gpt_linen_scan", setting) for setting in ("dots", "prefetch2", "buckets_stage2")),
     ("gpt_nnx", "nothing"),
     ("unused", "nothing_stage0"),

@@ -9,6 +9,9 @@ depth 1, in the backward pass:
 A compiler that may start a gather early may as well start all of them at once. So each gather waits for events: scalars
 that exist when the unit that leaves the window has computed, when its gradients are reduced, and when the gather before
 has arrived. (Without the last, compilers merge what comes before two gathers, and the earlier waits for the later.)
+
+Nothing computes beside the first gathers. There leaf follows leaf, in the order of their uses: the first matrix product
+waits for its own weight alone, and hides the others.
 """
 
 from __future__ import annotations
