@@ -234,7 +234,7 @@ def compiler_options(setup: Setup, definition: Definition) -> dict[str, int] | N
     shards = num_bytes(setup.precision.reduce_dtype) // setup.axes.num_shards
     return {
         "xla_gpu_all_gather_combine_threshold_bytes": 2 * num_bytes(setup.precision.compute_dtype),
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": 5 * shards // 8,  # leaves do not divide in halves
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": 3 * shards // 4,  # leaves do not divide in halves
     }
 
 
