@@ -33,7 +33,7 @@ STATE_TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2, "bf16_reduce_fp32": 2e-2, "fp16"
 def in_default_run(name, stage, precision, k):
     if name == CHEAP:
         return True
-    return precision == "fp32" and stage == 3 and (k == 1 and name not in ALIKE or name in ACCUMULATED)
+    return precision == "fp32" and stage == 3 and ((k == 1 and name not in ALIKE) or name in ACCUMULATED)
 
 
 def cases():
