@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
 from zerojax.buckets import SMALL_BYTES, Cut, fused
@@ -270,11 +271,16 @@ def _gather_leaf(shard: Array, dim: int, axes: Axes, turns: Turns, rows: bool) -
 
     def move(start: tuple[Array, ...], full: Array) -> Array:
         part = turns.ready(lax.dynamic_slice(shard, start, cut.piece))
-        moved = jnp.moveaxis(lax.all_gather(part, axes.shard), 0, dim)
+        moved = _plain(jnp.moveaxis(lax.all_gather(part, axes.shard), 0, dim))
         return lax.dynamic_update_slice(full, moved, _insert(start, dim, 0))
 
     full = turns.done(cut.loop(move, jnp.zeros(_insert(shape, dim, n), shard.dtype)))  # [.., N, s, ..]
     return full.reshape(*shape[:dim], n * shape[dim], *shape[dim + 1 :])
+
+
+def _plain(piece: Array) -> Array:
+    """The piece, laid out as it is written: or compilers transpose all of the leaf at once, not piece by piece."""
+    return with_layout_constraint(piece, Layout(tuple(range(piece.ndim))))
 
 
 def _from_rows(rows: Array, shard_shape: tuple[int, ...], dim: int) -> Array:
@@ -336,7 +342,7 @@ def _scatter_leaf(grad: Array, dim: int, axes: Axes, turns: Turns, rows: bool) -
 
     def move(start: tuple[Array, ...], shard: Array) -> Array:
         part = turns.ready(lax.dynamic_slice(split, _insert(start, dim, 0), _insert(cut.piece, dim, n)))
-        moved = lax.psum_scatter(jnp.moveaxis(part, dim, 0), axes.shard)
+        moved = lax.psum_scatter(jnp.moveaxis(_plain(part), dim, 0), axes.shard)
         return lax.dynamic_update_slice(shard, moved, start)
 
     return turns.done(cut.loop(move, jnp.zeros(shape, grad.dtype)))
