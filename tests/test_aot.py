@@ -89,23 +89,43 @@ def test_scanned_layers_are_gathered_and_scattered_in_their_loops():
 
 
 WIDTH, VOCAB_OF_LARGE = 4096, 512
+KEEP_NOTHING = Keep()
+
+
+def compiled_large(target, keep):
+    """Scanned layers of a size that is trained: 4096 wide, 4096 tokens on a device."""
+    shapes = {"width": WIDTH, "vocab": VOCAB_OF_LARGE, "layers": 8, "seq": 2048, "rows": 2}
+    return compiled(3, scan=True, target=target, keep=keep, **shapes)[1]
 
 
 @functools.cache
-def large_layers(target):
-    """Scanned layers of a size that is trained: 4096 wide, 4096 tokens on a device."""
-    shapes = {"width": WIDTH, "vocab": VOCAB_OF_LARGE, "layers": 8, "seq": 2048, "rows": 2}
-    return hlo.read(compiled(3, scan=True, target=target, keep=Keep(), **shapes)[1].as_text())
+def large_layers(target, keep=KEEP_NOTHING):
+    return hlo.read(compiled_large(target, keep).as_text())
 
 
-@pytest.mark.parametrize("target", ["h100:8", "h100:64"])
-def test_loops_hide_what_they_send_and_copy_none_of_it(target):
-    program = large_layers(target)
+@pytest.mark.parametrize(
+    ("target", "keep"),
+    [("h100:8", KEEP_NOTHING), ("h100:64", KEEP_NOTHING), ("h100:8", Keep(offload_inputs=True))],
+    ids=["one_host", "eight_hosts", "offloaded"],
+)
+def test_loops_hide_what_they_send_and_copy_none_of_it(target, keep):
+    """What comes back from host memory, an activation, is copied once on its way into the next iteration."""
+    program = large_layers(target, keep)
     looped = [c for c in collectives(program) if c.looped]
     sent = sum(c.sent_bytes for c in looped)
     assert sent > 0.5 * sum(c.sent_bytes for c in collectives(program))
     assert not [c for c in looped if c.exposed]
-    assert not [move for move in moves_in_loops(program, 2 * WIDTH * WIDTH // N) if move.op == "copy"]
+    copies = [move for move in moves_in_loops(program, 2 * WIDTH * WIDTH // N) if move.op == "copy"]
+    assert [copy.buffer.dims for copy in copies] == [(2, 2048, WIDTH)] * keep.offload_inputs
+
+
+def test_offloading_saves_on_the_device_what_the_host_holds():
+    """But for the input of the last layer, which stays: it is needed at once."""
+    kept, away = (
+        compiled_large("h100:8", keep).memory_analysis() for keep in (KEEP_NOTHING, Keep(offload_inputs=True))
+    )
+    assert away.host_temp_size_in_bytes == 7 * 2 * 2048 * WIDTH * 2
+    assert kept.temp_size_in_bytes - away.temp_size_in_bytes >= 0.95 * away.host_temp_size_in_bytes
 
 
 def test_the_first_product_does_not_wait_for_its_whole_unit():

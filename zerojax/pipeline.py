@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.collectives import after, event, events
+from zerojax.regather import floating_after
 
 Array = Any
 Tree = Any
@@ -164,6 +165,7 @@ def scan(
     reverse: bool,
     order: Order,
     bring: Callable[[Tree, list[Array]], tuple[Tree, list[Array]]] | None = None,
+    tight: bool = False,
 ) -> tuple[Carry, Tree, Kept, list[Array]]:
     """`lax.scan` over layers, with their weights gathered ahead and their gradients reduced one layer later.
 
@@ -187,6 +189,8 @@ def scan(
         order: the events before the scan. Those of its layers are added.
         bring: `bring(kept, flow) -> (near, flow)`: what a layer keeps in host memory, on its way back from when `flow`
             is there. It is called one layer ahead; in loops once more than there are layers. None: nothing is there.
+        tight: the gradients of one layer are held at a time, not of two. They are reduced while the next layer computes
+            its activations again.
 
     Returns:
         (flow, rest) after the last layer, the stacked y, what layers keep, the stacked reduced gradients.
@@ -199,7 +203,7 @@ def scan(
     given = Kept([None] * front, [None] * group, [None] * back)
     if kept is not None:
         front, back, given = back, front, kept.mirrored()
-    layers = _Layers(layer, fetch, reduce, bring, shards, xs, length, ahead, reverse)
+    layers = _Layers(layer, fetch, reduce, bring, shards, xs, length, ahead, reverse, tight)
     of_iteration = lambda i: jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), given.loop[0])
     then = of_iteration(loops - 1) if loops else given.back[0] if back else None
     state = layers.start(init, (given.front or given.back)[0], order)
@@ -253,6 +257,7 @@ class _Layers(NamedTuple):
     length: int
     ahead: int
     reverse: bool
+    tight: bool
 
     def start(self, init: Carry, kept: Tree, order: Order) -> _State:
         """Before the first layer, which has `kept` this."""
@@ -273,13 +278,15 @@ class _Layers(NamedTuple):
         for i, turn in enumerate(turns):
             if state.grads is not None:
                 flow, rest = state.carry
-                flow = after(flow, waits)  # no gradient is made before the last but one is reduced
-                state = state._replace(carry=(flow, rest), reduced=self.reduce_before(turn, state, order))
-                waits = order.before_reduction()
+                reduced, there = self.reduce_before(turn, state, order), order.before_reduction()
+                # No gradient is made before the last is reduced, or the last but one.
+                flow = after(flow, there if self.tight else waits)
+                state, waits = state._replace(carry=(flow, rest), reduced=reduced), there
             if i < gathers:
                 weights = self._gather(turn + self.ahead, self.ahead, order)
                 state = state._replace(weights=[*state.weights, weights])
-            near, state = state.near, self.bring_next(state, given[i + 1] if i + 1 < len(given) else then)
+            near = None if state.near is None else self._in_turn(state)
+            state = self.bring_next(state, given[i + 1] if i + 1 < len(given) else then)
             state, keeps = self._compute(turn, state, given[i], near, order)
             keep.append(keeps)
         return state, keep
@@ -296,6 +303,13 @@ class _Layers(NamedTuple):
             return state._replace(near=None)
         near, flow = self.bring(kept, state.carry[0])
         return state._replace(near=near, carry=(flow, state.carry[1]))
+
+    def _in_turn(self, state: _State) -> list[Array]:
+        """What came back early is not computed with before the layer above is done: two would take room at once.
+
+        It does not wait for the same events as the gather, see `Order.follows`.
+        """
+        return floating_after(state.near, events(state.grads or state.carry[0]))
 
     def _compute(self, turn: Any, state: _State, kept: Tree, near: Tree, order: Order) -> tuple[_State, Tree]:
         weights, *others = state.weights

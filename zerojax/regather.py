@@ -198,12 +198,13 @@ class Regather:
             self.closed, [*jaxpr.outvars[: self.num_outputs], *(kept.variable for kept in self.kept)]
         )
 
-    def forward(self, weights: Arrays, fixed: Arrays, data: Arrays) -> tuple[list[Any], list[Any]]:
-        """Returns (outputs, kept values, each in its place)."""
+    def forward(self, weights: Arrays, fixed: Arrays, data: Arrays, leave: Arrays = ()) -> tuple[list[Any], list[Any]]:
+        """Returns (outputs, kept values, each in its place). Inputs leave for host memory after the events `leave`."""
         out = jaxprs.run(self.forward_jaxpr, *weights, *fixed, *data)
-        return out[: self.num_outputs], [
-            kept.put_away(v) for kept, v in zip(self.kept, out[self.num_outputs :], strict=True)
-        ]
+        outputs, values = out[: self.num_outputs], out[self.num_outputs :]
+        leaving = [away and is_input for away, is_input in zip(self._in_host, self._is_input, strict=True)]
+        values = _changed(values, leaving, lambda inputs: floating_after(inputs, leave))
+        return outputs, [kept.put_away(v) for kept, v in zip(self.kept, values, strict=True)]
 
     def in_host_memory(self, kept: Arrays) -> list[Any]:
         """Scalars that are available when what waits in host memory is there."""

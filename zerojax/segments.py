@@ -329,7 +329,12 @@ class Stack:
         return self._run(lambda w, f, d: (self.primal(w, f, d), ()), shards, data, order)[0]
 
     def forward(self, shards: dict[int, Array], data: Sequence[Array], order: Order) -> tuple[list[Array], Any]:
-        out, kept = self._run(self.regather.forward, shards, data, order)
+        def step(weights: Any, fixed: Any, data: Any) -> Any:
+            # Were its input to leave before its weights are there, the compiler, which schedules from the end, would
+            # have nothing of the layer before to hide their gather in.
+            return self.regather.forward(weights, fixed, data, collectives.event(weights))
+
+        out, kept = self._run(step, shards, data, order)
         return out, (kept, list(data))
 
     def bring_back(self, saved: Any, cotangents: list[Array]) -> tuple[Any, list[Array]]:
@@ -377,6 +382,7 @@ class Stack:
             reverse=not self.scan.reverse,
             order=order,
             bring=self.regather.bring_back if self.regather.offloads else None,
+            tight=self.regather.offloads and self.regather.recomputes,
         )
         operand_grads = dict(zip(select(self.const_positions, self.fixed_wanted), fixed_grads, strict=True))
         operand_grads.update(zip(select(self.carry_positions, self.carry_wanted), carry_grads, strict=True))
