@@ -271,15 +271,15 @@ def _gather_leaf(shard: Array, dim: int, axes: Axes, turns: Turns, rows: bool) -
 
     def move(start: tuple[Array, ...], full: Array) -> Array:
         part = turns.ready(lax.dynamic_slice(shard, start, cut.piece))
-        moved = _plain(jnp.moveaxis(lax.all_gather(part, axes.shard), 0, dim))
+        moved = _row_major(jnp.moveaxis(lax.all_gather(part, axes.shard), 0, dim))
         return lax.dynamic_update_slice(full, moved, _insert(start, dim, 0))
 
     full = turns.done(cut.loop(move, jnp.zeros(_insert(shape, dim, n), shard.dtype)))  # [.., N, s, ..]
     return full.reshape(*shape[:dim], n * shape[dim], *shape[dim + 1 :])
 
 
-def _plain(piece: Array) -> Array:
-    """The piece, laid out as it is written: or compilers transpose all of the leaf at once, not piece by piece."""
+def _row_major(piece: Array) -> Array:
+    """The piece, laid out in the order of its dims: or compilers transpose all of the leaf at once, not each piece."""
     return with_layout_constraint(piece, Layout(tuple(range(piece.ndim))))
 
 
@@ -342,7 +342,7 @@ def _scatter_leaf(grad: Array, dim: int, axes: Axes, turns: Turns, rows: bool) -
 
     def move(start: tuple[Array, ...], shard: Array) -> Array:
         part = turns.ready(lax.dynamic_slice(split, _insert(start, dim, 0), _insert(cut.piece, dim, n)))
-        moved = lax.psum_scatter(jnp.moveaxis(_plain(part), dim, 0), axes.shard)
+        moved = lax.psum_scatter(jnp.moveaxis(_row_major(part), dim, 0), axes.shard)
         return lax.dynamic_update_slice(shard, moved, start)
 
     return turns.done(cut.loop(move, jnp.zeros(shape, grad.dtype)))

@@ -332,7 +332,8 @@ class Stack:
         def step(weights: Any, fixed: Any, data: Any) -> Any:
             # Were its input to leave before its weights are there, the compiler, which schedules from the end, would
             # have nothing of the layer before to hide their gather in.
-            return self.regather.forward(weights, fixed, data, collectives.event(weights))
+            leave = collectives.event(weights) if self.mover.gathers else []
+            return self.regather.forward(weights, fixed, data, leave)
 
         out, kept = self._run(step, shards, data, order)
         return out, (kept, list(data))
