@@ -5,6 +5,7 @@ parameters are created from, and where each dtype is used.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -39,30 +40,44 @@ def cast(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
 
 
+def _create(create: Callable[..., Any], key: Any) -> tuple[list[Any], Any]:
+    """([graph of the nnx module] or [], the tree that was made; for a module (parameters, other state))."""
+    made = create(nnx.Rngs(key) if create.__code__.co_varnames[0] == "rngs" else key)
+    if not isinstance(made, nnx.Module):
+        return [], made
+    graph, *values = nnx.split(made, nnx.Param, ...)
+    return [graph], tuple(values)
+
+
+@functools.cache
+def created(create: Callable[..., Any], seed: int, abstract: bool = False) -> tuple[list[Any], Any]:
+    """As `_create`, of a zoo model's function. Once a process: compiling that takes as long as compiling a step."""
+    graph: list[Any] = []
+
+    def values(key):
+        graph[:], made = _create(create, key)
+        return made
+
+    key = jax.random.fold_in(jax.random.key(seed), 0)
+    return graph, jax.eval_shape(values, key) if abstract else jax.jit(values)(key)
+
+
 def functional(model: Any, seed: int = 0, abstract: bool = False) -> tuple[Any, Any, Callable[..., Any]]:
     """(parameters, other state, loss) of a zoo model; `loss(params, other, batch) -> (sum, weight), (metrics, other)`.
 
     With `abstract`, parameters and other state are avals.
     """
-    key = jax.random.fold_in(jax.random.key(seed), 0)
-    is_module = []
-
-    def create(key):
-        made = model.create(nnx.Rngs(key) if model.create.__code__.co_varnames[0] == "rngs" else key)
-        is_module.append(isinstance(made, nnx.Module))
-        if is_module[-1]:
-            graph.append(nnx.split(made, nnx.Param, ...)[0])
-            return nnx.split(made, nnx.Param, ...)[1:]
-        if "params" in made:
-            return made["params"], {name: value for name, value in made.items() if name != "params"}
-        return made, {}
-
-    graph: list[Any] = []
-    params, other = jax.eval_shape(create, key) if abstract else jax.jit(create)(key)
+    graph, made = created(model.create, seed, abstract)
+    if graph:
+        params, other = made
+    elif "params" in made:
+        params, other = made["params"], {name: value for name, value in made.items() if name != "params"}
+    else:
+        params, other = made, {}
 
     def call(params, other, batch):
-        if is_module[-1]:
-            module = nnx.merge(graph[-1], params, other, copy=True)
+        if graph:
+            module = nnx.merge(graph[0], params, other, copy=True)
             out = model.loss(module, batch)
             return out, nnx.split(module, nnx.Param, ...)[2]
         collections = {"params": params, **other} if other or "variables" in model.loss.__code__.co_varnames else params

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import zoo
-from parity import assert_close, batches, distributed, reference, train
+from parity import assert_close, batches, distributed, ready_made, reference, train
 
 import zerojax
 from zerojax import Keep, Zero
@@ -65,6 +65,6 @@ def cases():
 
 @pytest.mark.parametrize(("name", "setting"), list(cases()))
 def test_training_follows_the_plain_step(name, setting):
-    setting, model = SETTINGS[setting], distributed(name)
+    setting, model = SETTINGS[setting], ready_made(distributed(name))
     zero = Zero(zerojax.make_mesh(model=setting.model), setting.stage)
     assert_close(train(zero, model, batches(model), **setting.options)[0], reference(name))
