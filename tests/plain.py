@@ -40,26 +40,25 @@ def cast(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
 
 
-def _create(create: Callable[..., Any], key: Any) -> tuple[list[Any], Any]:
-    """([graph of the nnx module] or [], the tree that was made; for a module (parameters, other state))."""
-    made = create(nnx.Rngs(key) if create.__code__.co_varnames[0] == "rngs" else key)
-    if not isinstance(made, nnx.Module):
-        return [], made
-    graph, *values = nnx.split(made, nnx.Param, ...)
-    return [graph], tuple(values)
-
-
 @functools.cache
 def created(create: Callable[..., Any], seed: int, abstract: bool = False) -> tuple[list[Any], Any]:
-    """As `_create`, of a zoo model's function. Once a process: compiling that takes as long as compiling a step."""
+    """([graph of the nnx module] or [], what a zoo model's function makes; of a module (parameters, other state)).
+
+    Once a process: compiling it takes as long as compiling a step.
+    """
     graph: list[Any] = []
 
     def values(key):
-        graph[:], made = _create(create, key)
-        return made
+        made = create(nnx.Rngs(key) if create.__code__.co_varnames[0] == "rngs" else key)
+        if not isinstance(made, nnx.Module):
+            return made
+        parts = nnx.split(made, nnx.Param, ...)
+        graph[:] = parts[:1]
+        return parts[1:]
 
     key = jax.random.fold_in(jax.random.key(seed), 0)
-    return graph, jax.eval_shape(values, key) if abstract else jax.jit(values)(key)
+    made = jax.eval_shape(values, key) if abstract else jax.jit(values)(key)
+    return graph, made
 
 
 def functional(model: Any, seed: int = 0, abstract: bool = False) -> tuple[Any, Any, Callable[..., Any]]:

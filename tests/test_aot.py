@@ -120,7 +120,7 @@ def test_loops_hide_what_they_send_and_copy_none_of_it(target, keep):
 
 
 def test_offloading_saves_on_the_device_what_the_host_holds():
-    """But for the input of the last layer, which stays: it is needed at once."""
+    """The inputs of all layers but one."""
     kept, away = (
         compiled_large("h100:8", keep).memory_analysis() for keep in (KEEP_NOTHING, Keep(offload_inputs=True))
     )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
@@ -24,6 +23,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
 from zerojax.buckets import SMALL_BYTES, Cut, fused
+from zerojax.events import after, event
 
 Array = Any
 WHOLE: Any = PartitionSpec()
@@ -83,39 +83,6 @@ class Dims(NamedTuple):
     def of_layer(self) -> Dims:
         """Those of `leaf[i]`, whose dim 0 is not sharded."""
         return Dims(None if self.shard is None else self.shard - 1, PartitionSpec(*self.beside[1:]))
-
-
-def after(shards: Sequence[Array], events: Sequence[Array]) -> list[Array]:
-    """`shards`, unchanged, but not available to any consumer before all of `events` are computed.
-
-    This bounds how many units are gathered at a time. An optimisation barrier does not: compilers drop barriers before
-    they schedule. The dependency here is a select whose predicate, sign(event) > 1, is never true and is not folded.
-
-    Args:
-        shards: any arrays.
-        events: scalars of a real dtype.
-
-    Cost: a copy of the shards.
-    """
-    if not events:
-        return list(shards)
-    never = functools.reduce(operator.or_, [lax.sign(event) > 1 for event in events])
-    return [lax.select(never, lax.full_like(s, 0), s) for s in shards]
-
-
-def event(values: Sequence[Array]) -> list[Array]:
-    """[a scalar that is available when the first floating array among `values` is], or of an integer one, or []."""
-    for kind in jnp.floating, jnp.integer:
-        for value in values:
-            if value.size and jnp.issubdtype(value.dtype, kind):
-                return [lax.slice(value, (0,) * value.ndim, (1,) * value.ndim).reshape(())]
-    return []
-
-
-def events(values: Sequence[Array]) -> list[Array]:
-    """An event for each floating array among `values`; without one, as `event`."""
-    floating = [e for value in values if jnp.issubdtype(value.dtype, jnp.floating) for e in event([value])]
-    return floating or event(values)
 
 
 class Moved(NamedTuple):

@@ -20,12 +20,13 @@ from jax import lax
 
 from zerojax import collectives, models, placement
 from zerojax.collectives import Axes, Dims
+from zerojax.events import event
 from zerojax.keep import KEEP_EVERYTHING, Rules
 from zerojax.models import Output, Weighted
+from zerojax.mover import Mover
 from zerojax.placement import Leaf
 from zerojax.precision import Precision, cast, for_reduction
 from zerojax.program import Program
-from zerojax.segments import Mover
 from zerojax.units import TracedLoss
 
 Array = Any
@@ -220,7 +221,7 @@ class GradientProgram:
         def body(carry: Any, part: Any) -> tuple[Any, None]:
             totals, total_weight, sums, other = carry
             index, rows = part
-            start = collectives.event(jax.tree.leaves(rows))
+            start = event(jax.tree.leaves(rows))
             grads, output, weight = one(index, rows, other, start)
             totals = [
                 None if t is None else t + g.astype(grad_dtype) * weight for t, g in zip(totals, grads, strict=True)

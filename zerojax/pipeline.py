@@ -23,8 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.collectives import after, event, events
-from zerojax.regather import floating_after
+from zerojax.events import after, event, events, floating_after
 
 Array = Any
 Tree = Any

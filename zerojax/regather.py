@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 
 from zerojax import jaxprs
-from zerojax.collectives import after, event
+from zerojax.events import event, floating_after
 from zerojax.keep import EVERYTHING, Keep, Place
 from zerojax.partition import divisible_dim, partition, unpartition
 
@@ -49,11 +49,6 @@ def _negate(flags: Sequence[bool]) -> list[bool]:
 def _changed(values: Arrays, flags: Sequence[bool], fn: Callable[[list[Any]], Arrays]) -> list[Any]:
     """The values, with `fn` of those that are flagged in their places."""
     return merge(flags, fn(select(values, flags)), select(values, _negate(flags)))
-
-
-def floating_after(values: Arrays, there: Arrays) -> list[Any]:
-    """The values, of which the floating ones wait for the events `there`."""
-    return _changed(values, [is_differentiable(value) for value in values], lambda floating: after(floating, there))
 
 
 def _to_host(value: Any) -> Any:

@@ -1,12 +1,11 @@
 """One segment of a traced loss, forward and backward, on one device's shards: gather, compute, drop or reduce.
 
-`Straight` is a stretch of equations that runs once, `Stack` a scan over stacked layers. `Mover` says what gather and
-reduce are at a stage. Everything here runs inside `shard_map`.
+`Straight` is a stretch of equations that runs once, `Stack` a scan over stacked layers. What gather and
+reduce are at a stage is in `mover`. Everything here runs inside `shard_map`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,94 +14,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zerojax import collectives, jaxprs, pipeline
-from zerojax.collectives import Axes, Dims
+from zerojax import jaxprs, pipeline
+from zerojax.collectives import Dims
+from zerojax.events import event, events, floating_after
 from zerojax.keep import EVERYTHING, Keep
+from zerojax.mover import Mover, fetch_needed, reduce_made, reduced_dim_first
 from zerojax.pipeline import Order, Plan
-from zerojax.precision import for_reduction
-from zerojax.regather import Gradients, Regather, floating_after, is_differentiable, merge, select
+from zerojax.regather import Regather, is_differentiable, merge, select
 from zerojax.units import Segment, TracedLoss
 
 Array = Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Mover:
-    """How the leaves of a unit become full before use, and their gradients what the stage keeps of them.
-
-    Attributes:
-        axes: the data axes.
-        dims: the divided dims of each leaf.
-        gathers: parameters arrive as shards and are gathered per unit (stage 3).
-        scatters: gradients are reduce-scattered as they appear (stages 2 and 3).
-        reduce_dtype: dtype in which gradients travel and are summed.
-    """
-
-    axes: Axes
-    dims: tuple[Dims, ...]
-    gathers: bool
-    scatters: bool
-    reduce_dtype: Any
-
-    def fetch(self, shards: Sequence[Array], dims: Sequence[Dims], order: Order, ahead: int = 0) -> list[Array]:
-        """Gathers what is sharded, `ahead` units before it is used."""
-        if not self.gathers or self.axes.num_shards == 1 or all(dim.shard is None for dim in dims):
-            return list(shards)
-        axes = self.axes._replace(one_by_one=order.begins(ahead))
-        full, events = collectives.all_gather(shards, dims, axes, order.before_gather(ahead))
-        order.arrived(events)
-        return full
-
-    def reduce(
-        self, grads: Sequence[Array], dims: Sequence[Dims], reduced: Sequence[Array]
-    ) -> tuple[list[Array], list[Array]]:
-        """(what the stage keeps of gradients, the events of their reduction); `reduced`: those of the one before."""
-        if not self.scatters:
-            return list(grads), []
-        grads = [for_reduction(g, self.reduce_dtype) for g in grads]
-        return collectives.reduce_scatter(grads, dims, self.axes, self.axes.in_turn(list(reduced)))
-
-    def shard_shape(self, shape: tuple[int, ...], dims: Dims) -> tuple[int, ...]:
-        dim = dims.shard
-        if dim is None or not self.scatters:
-            return shape
-        return (*shape[:dim], shape[dim] // self.axes.num_shards, *shape[dim + 1 :])
-
-
-def _fetch_needed(
-    mover: Mover, shards: Sequence[Array], dims: Sequence[Any], needed: Sequence[bool], order: Order, ahead: int = 0
-) -> list[Any]:
-    """Like `Mover.fetch`, with None for the leaves that the backward pass does not read."""
-    fetched = iter(mover.fetch(select(shards, needed), select(dims, needed), order, ahead))
-    return [next(fetched) if flag else None for flag in needed]
-
-
-def _reduce(
-    mover: Mover,
-    grads: Sequence[Array],
-    orders: Sequence[tuple[int, ...]],
-    dims: Sequence[Dims],
-    reduced: Sequence[Array],
-) -> tuple[list[Array], list[Array]]:
-    """`Mover.reduce`, with gradients in the shape of their leaves. See `Gradients` for `orders`."""
-    moved = [each.transposed(np.argsort(order).tolist()) for each, order in zip(dims, orders, strict=True)]
-    shards, events = mover.reduce(grads, moved, reduced)
-    return [lax.transpose(grad, order) for grad, order in zip(shards, orders, strict=True)], events
-
-
-def _reduced_dim_first(mover: Mover, grads: Gradients, dims: Sequence[Dims]) -> Gradients:
-    """Gradients of weights with the dim in front along which they are reduced, as the GPU compiler lays them out then.
-
-    What else reads or carries them has them in JAX's order of dims, and it would copy them from one to the other.
-    """
-    weights, orders = [], []
-    for grad, order, each in zip(grads.weights, grads.orders, dims, strict=True):
-        moved = list(range(grad.ndim))
-        if mover.scatters and each.shard is not None:
-            moved.insert(0, moved.pop(order[each.shard]))
-        weights.append(lax.transpose(grad, moved))
-        orders.append(tuple(moved.index(k) for k in order))
-    return grads._replace(weights=weights, orders=orders)
 
 
 class Straight:
@@ -166,19 +87,19 @@ class Straight:
         kept, weights = saved
         if weights is None:
             held = [shards[i] for i in self.leaves]
-            weights = _fetch_needed(self.mover, held, self.dims, self.regather.needed, order)
+            weights = fetch_needed(self.mover, held, self.dims, self.regather.needed, order)
         if self.regather.recomputes:
-            kept = self.regather.inputs_after(kept, collectives.events(cotangents) + order.last)
+            kept = self.regather.inputs_after(kept, events(cotangents) + order.last)
             # Without a barrier the compiler finds that the forward pass computed the same.
             kept, cotangents = lax.optimization_barrier((kept, list(cotangents)))
             order.follows(self.regather.floating_inputs(kept))
         grads = self.regather.backward(weights, [], kept, cotangents)
         dims = select(self.dims, self.trainable)
-        reduced, events = _reduce(self.mover, grads.weights, grads.orders, dims, order.before_reduction())
+        reduced, there = reduce_made(self.mover, grads.weights, grads.orders, dims, order.before_reduction())
         # What is computed again is held until the last product for a weight is done. What is kept is there anyway.
-        products = _reduced_dim_first(self.mover, grads, dims).weights if self.regather.recomputes else []
+        products = reduced_dim_first(self.mover, grads, dims).weights if self.regather.recomputes else []
         self._computed(grads.data + products, order)
-        order.reduced(events)
+        order.reduced(there)
         return dict(zip(select(self.leaves, self.trainable), reduced, strict=True)), grads.data
 
     def _fetch(self, shards: dict[int, Array], order: Order) -> list[Array]:
@@ -332,7 +253,7 @@ class Stack:
         def step(weights: Any, fixed: Any, data: Any) -> Any:
             # Were its input to leave before its weights are there, the compiler, which schedules from the end, would
             # have nothing of the layer before to hide their gather in.
-            leave = collectives.event(weights) if self.mover.gathers else []
+            leave = event(weights) if self.mover.gathers else []
             return self.regather.forward(weights, fixed, data, leave)
 
         out, kept = self._run(step, shards, data, order)
@@ -358,23 +279,25 @@ class Stack:
         num_carry_grads = len(carry_grads)
         orders: list[tuple[int, ...]] = []  # of the gradients; the same in every layer
         if self.regather.recomputes and not self.regather.offloads:  # what comes back from the host is late anyway
-            kept = kept.with_last(lambda last: self.regather.inputs_after(last, collectives.events(carry_grads)))
+            kept = kept.with_last(lambda last: self.regather.inputs_after(last, events(carry_grads)))
 
         def layer(weights: Any, carry: Any, ys_grads: Any, kept: Any, near: Any) -> Any:
             carry_grads, fixed_grads = carry
             kept = self.regather.on_device(kept, near or [])
             grads = self.regather.backward(weights, fixed, kept, [*carry_grads, *ys_grads])
-            grads = _reduced_dim_first(self.mover, grads, select(self.dims, self.view_trainable))
+            grads = reduced_dim_first(self.mover, grads, select(self.dims, self.view_trainable))
             orders[:] = grads.orders
             fixed_grads = [a + b for a, b in zip(fixed_grads, grads.fixed, strict=True)]
             return (grads.data[:num_carry_grads], fixed_grads), grads.data[num_carry_grads:], [], grads.weights
 
         (carry_grads, fixed_grads), xs_grads, _, layer_grads = pipeline.scan(
             layer,
-            lambda shards, ahead, order: _fetch_needed(
+            lambda shards, ahead, order: fetch_needed(
                 self.mover, shards, self.dims, self.regather.needed, order, ahead
             ),
-            lambda grads, reduced: _reduce(self.mover, grads, orders, select(self.dims, self.view_trainable), reduced),
+            lambda grads, reduced: reduce_made(
+                self.mover, grads, orders, select(self.dims, self.view_trainable), reduced
+            ),
             (carry_grads, [jnp.zeros(a.shape, a.dtype) for a in select(fixed, self.fixed_wanted)]),
             self._stacked_shards(shards),
             ys_grads,
@@ -417,8 +340,8 @@ class Stack:
         _, vjp = jax.vjp(derive, [consts[i] for i in leaves])
         (grads,) = vjp([operand_grads[k] for k in positions])
         dims = [self.mover.dims[i] for i in leaves]
-        reduced, events = self.mover.reduce(grads, dims, order.before_reduction())
-        order.reduced(events)
+        reduced, there = self.mover.reduce(grads, dims, order.before_reduction())
+        order.reduced(there)
         return dict(zip(leaves, reduced, strict=True))
 
 
