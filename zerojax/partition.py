@@ -55,6 +55,12 @@ def unpartition(value: Array, dim: int) -> Array:
     return _manual(gather, _divided(names, dim), WHOLE)(value)
 
 
+def on_parts(fn: Callable[[Array], Array], dim: int) -> Callable[[Array], Array]:
+    """`fn` of the slice that a device has of a value, for what is there of it on any device. Sends nothing."""
+    names, _ = _axes()
+    return _manual(fn, _divided(names, dim), WHOLE)
+
+
 def _axes() -> tuple[tuple[str, ...], int]:
     """(their names, devices along them)."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -17,7 +17,7 @@ waits for its own weight alone, and hides the others.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +85,11 @@ class Order:
         self._offloaded.append(there)
 
     @property
+    def offloaded_last(self) -> list[Array]:
+        """What the last unit keeps in host memory is there after these."""
+        return self._offloaded[-1] if self._offloaded else []
+
+    @property
     def offloaded_one_unit_ago(self) -> list[Array]:
         """What the last unit but one keeps in host memory is there after these."""
         return self._offloaded[-2] if len(self._offloaded) > 1 else []
@@ -130,6 +135,19 @@ class Plan(NamedTuple):
         return self.front + self.loops * self.group + self.back
 
 
+class Memory(Protocol):
+    """Moves what a layer keeps to its place and back. See `regather.Regather`."""
+
+    @property
+    def offloads(self) -> bool: ...
+
+    def put_away(self, values: Any, leave: list[Array]) -> Tree: ...
+
+    def in_host_memory(self, kept: Any) -> list[Array]: ...
+
+    def bring_back(self, kept: Any, beside: list[Array]) -> tuple[Tree, list[Array]]: ...
+
+
 class Kept(NamedTuple):
     """What layers keep for the backward pass, by the places where the forward pass made it.
 
@@ -163,7 +181,7 @@ def scan(
     plan: Plan,
     reverse: bool,
     order: Order,
-    bring: Callable[[Tree, list[Array]], tuple[Tree, list[Array]]] | None = None,
+    memory: Memory | None = None,
     tight: bool = False,
 ) -> tuple[Carry, Tree, Kept, list[Array]]:
     """`lax.scan` over layers, with their weights gathered ahead and their gradients reduced one layer later.
@@ -175,8 +193,8 @@ def scan(
 
     Args:
         layer: `layer(weights, (flow, rest), x, kept, near) -> ((flow, rest), y, keep, gradients)`. `flow` are the
-            floating arrays that the next layer computes from, `rest` all else that is carried, `near` what `bring` made
-            of `kept`.
+            floating arrays that the next layer computes from, `rest` all else that is carried, `near` what
+            `memory` brought back of `kept`.
         fetch: `fetch(shards of a layer, ahead, order)` gathers its weights.
         reduce: `reduce(gradients, events of the last reduction) -> (their shards, events)`.
         init: (flow, rest) before the first layer.
@@ -186,10 +204,10 @@ def scan(
         plan: of the forward pass.
         reverse: from the last layer to the first.
         order: the events before the scan. Those of its layers are added.
-        bring: `bring(kept, flow) -> (near, flow)`: what a layer keeps in host memory, on its way back from when `flow`
-            is there. It is called one layer ahead; in loops once more than there are layers. None: nothing is there.
+        memory: moves what layers keep. What is in host memory comes back one layer ahead; in loops once more than there
+            are layers. None: nothing is kept.
         tight: the gradients of one layer are held at a time, not of two. They are reduced while the next layer computes
-            its activations again.
+            its activations again; were these kept, there would be nothing to hide the reduction.
 
     Returns:
         (flow, rest) after the last layer, the stacked y, what layers keep, the stacked reduced gradients.
@@ -197,24 +215,29 @@ def scan(
     Cost: compiles up to 4 * max(ahead, 1) + 1 layers instead of one.
     """
     if plan.group == 1:
-        return _scan_alone(layer, fetch, reduce, init, shards, xs, kept, plan.length, reverse, order, bring)
+        return _scan_alone(layer, fetch, reduce, init, shards, xs, kept, plan.length, reverse, order, memory)
     length, ahead, front, loops, group, back = plan.length, plan.ahead, plan.front, plan.loops, plan.group, plan.back
     given = Kept([None] * front, [None] * group, [None] * back)
     if kept is not None:
         front, back, given = back, front, kept.mirrored()
-    layers = _Layers(layer, fetch, reduce, bring, shards, xs, length, ahead, reverse, tight)
+    put = memory.put_away if memory and kept is None else None
+    away = memory.in_host_memory if memory and memory.offloads and kept is None else None
+    bring = memory.bring_back if memory and memory.offloads and kept is not None else None
+    layers = _Layers(layer, fetch, reduce, put, away, bring, shards, xs, length, ahead, reverse, tight)
     of_iteration = lambda i: jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), given.loop[0])
     then = of_iteration(loops - 1) if loops else given.back[0] if back else None
     state = layers.start(init, (given.front or given.back)[0], order)
     state, front_keep = layers.turns(state, range(front), length - ahead, given.front, then, order)
     loop_keep: list[Tree] = [None] * group
     if loops:
+        state = layers.all_away(state, order)
 
         def body(state: _State, slices: Any) -> tuple[_State, list[Tree]]:
             i, given = slices
             then = of_iteration(jnp.maximum(loops - 2 - i, 0))
             turns = [front + i * group + k for k in range(group)]
-            return layers.turns(state, turns, group, given, then, Order(order.depth, event(state.carry[0])))
+            inside = Order(order.depth, event(state.carry[0]))
+            return layers._replace(away=None).turns(state, turns, group, given, then, inside)
 
         iterations = jnp.arange(loops) if kept is None else jnp.arange(loops)[::-1]
         state, loop_keep = lax.scan(body, state, (iterations, given.loop), reverse=kept is not None)
@@ -250,6 +273,8 @@ class _Layers(NamedTuple):
     layer: Callable[..., Any]
     fetch: Callable[..., Any]
     reduce: Callable[..., Any]
+    put: Callable[..., Any] | None
+    away: Callable[..., Any] | None
     bring: Callable[..., Any] | None
     shards: Tree
     xs: Tree
@@ -284,6 +309,9 @@ class _Layers(NamedTuple):
             if i < gathers:
                 weights = self._gather(turn + self.ahead, self.ahead, order)
                 state = state._replace(weights=[*state.weights, weights])
+            if self.away:
+                flow, rest = state.carry
+                state = state._replace(carry=(floating_after(flow, order.offloaded_one_unit_ago), rest))
             near = None if state.near is None else self._in_turn(state)
             state = self.bring_next(state, given[i + 1] if i + 1 < len(given) else then)
             state, keeps = self._compute(turn, state, given[i], near, order)
@@ -303,6 +331,11 @@ class _Layers(NamedTuple):
         near, flow = self.bring(kept, state.carry[0])
         return state._replace(near=near, carry=(flow, state.carry[1]))
 
+    def all_away(self, state: _State, order: Order) -> _State:
+        """What the layers so far keep in host memory is there before the next computes."""
+        flow, rest = state.carry
+        return state._replace(carry=(floating_after(flow, order.offloaded_last), rest))
+
     def _in_turn(self, state: _State) -> list[Array]:
         """What came back early is not computed with before the layer above is done: two would take room at once.
 
@@ -314,6 +347,12 @@ class _Layers(NamedTuple):
         weights, *others = state.weights
         carry, y, keep, grads = self.layer(weights, state.carry, self._of(self.xs, turn), kept, near)
         order.computed(carry[0])
+        if self.put:
+            # In a loop, were what it keeps to leave before its weights are there, the compiler, which schedules from
+            # the end, would have nothing of the layer before to hide their gather in.
+            keep = self.put(keep, event(weights) if self.ahead and not self.away else [])
+        if self.away:
+            order.offloaded(self.away(keep))
         ys, reduced = state.ys, state.reduced
         if reduced is None:
             ys = jax.tree.map(self._room_for, y)
@@ -351,14 +390,16 @@ def _scan_alone(
     length: int,
     reverse: bool,
     order: Order,
-    bring: Any,
+    memory: Memory | None,
 ) -> tuple[Carry, Tree, Kept, list[Array]]:
     """Layer by layer: gathered, computed and reduced in one iteration."""
 
     def body(carry: Carry, slices: Any) -> tuple[Carry, Any]:
         shards, x, given = slices
-        near = bring(given, [])[0] if bring else None
+        near = memory.bring_back(given, [])[0] if memory and kept is not None else None
         carry, y, keep, grads = layer(fetch(shards, 0, Order(0, [])), carry, x, given, near)
+        if memory and kept is None:
+            keep = memory.put_away(keep, [])
         return carry, (y, keep, reduce(grads, [])[0])
 
     slices = shards, xs, None if kept is None else kept.loop[0]

@@ -22,7 +22,7 @@ from jax import lax
 from zerojax import jaxprs
 from zerojax.events import event, floating_after
 from zerojax.keep import EVERYTHING, Keep, Place
-from zerojax.partition import divisible_dim, partition, unpartition
+from zerojax.partition import divisible_dim, on_parts, partition, unpartition
 
 Arrays = Sequence[Any]
 Function = Callable[[Arrays, Arrays, Arrays], Arrays]
@@ -75,6 +75,10 @@ class Kept(NamedTuple):
     def put_away(self, value: Any) -> Any:
         part = value if self.dim is None else partition(value, self.dim)
         return _to_host(part) if self.place is Place.HOST else part
+
+    def event(self, value: Any) -> list[Any]:
+        """An event of the value in its place."""
+        return event([value]) if self.dim is None else on_parts(lambda part: event([part]), self.dim)(value)
 
 
 class Gradients(NamedTuple):
@@ -193,17 +197,21 @@ class Regather:
             self.closed, [*jaxpr.outvars[: self.num_outputs], *(kept.variable for kept in self.kept)]
         )
 
-    def forward(self, weights: Arrays, fixed: Arrays, data: Arrays, leave: Arrays = ()) -> tuple[list[Any], list[Any]]:
-        """Returns (outputs, kept values, each in its place). Inputs leave for host memory after the events `leave`."""
+    def forward(self, weights: Arrays, fixed: Arrays, data: Arrays) -> tuple[list[Any], list[Any]]:
+        """Returns (outputs, values to keep, which `put_away` is to move to their places)."""
         out = jaxprs.run(self.forward_jaxpr, *weights, *fixed, *data)
-        outputs, values = out[: self.num_outputs], out[self.num_outputs :]
+        return out[: self.num_outputs], out[self.num_outputs :]
+
+    def put_away(self, values: Arrays, leave: Arrays) -> list[Any]:
+        """The kept values, each in its place. Inputs leave for host memory after the events `leave`."""
         leaving = [away and is_input for away, is_input in zip(self._in_host, self._is_input, strict=True)]
         values = _changed(values, leaving, lambda inputs: floating_after(inputs, leave))
-        return outputs, [kept.put_away(v) for kept, v in zip(self.kept, values, strict=True)]
+        return [kept.put_away(v) for kept, v in zip(self.kept, values, strict=True)]
 
     def in_host_memory(self, kept: Arrays) -> list[Any]:
         """Scalars that are available when what waits in host memory is there."""
-        return [_to_device(e) for value in select(kept, self._in_host) for e in event([value])]
+        waiting = zip(select(self.kept, self._in_host), select(kept, self._in_host), strict=True)
+        return [_to_device(e) for place, value in waiting for e in place.event(value)]
 
     @property
     def offloads(self) -> bool:

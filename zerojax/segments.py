@@ -16,7 +16,7 @@ from jax import lax
 
 from zerojax import jaxprs, pipeline
 from zerojax.collectives import Dims
-from zerojax.events import event, events, floating_after
+from zerojax.events import events, floating_after
 from zerojax.keep import EVERYTHING, Keep
 from zerojax.mover import Mover, fetch_needed, reduce_made, reduced_dim_first
 from zerojax.pipeline import Order, Plan
@@ -69,6 +69,7 @@ class Straight:
         weights = self._fetch(shards, order)
         data = floating_after(data, order.offloaded_one_unit_ago)
         out, kept = self.regather.forward(weights, [], data)
+        kept = self.regather.put_away(kept, [])
         order.offloaded(self.regather.in_host_memory(kept))
         if self.mover.gathers and not jaxprs.multiplies(self.segment.equations):
             # What is as cheap as a lookup compilers do again in the backward pass, and hold the gathered table for it.
@@ -213,8 +214,11 @@ class Stack:
         full = self.mover.fetch([shards[i] for i in self.const_leaves], dims, order)
         return dict(zip(self.const_leaves, full, strict=True))
 
-    def _run(self, step: Any, shards: dict[int, Array], data: Sequence[Array], order: Order) -> Any:
-        """Runs `step(weights, fixed, data) -> (outputs, extra)` for every layer: (outputs, stacked extra)."""
+    def _run(self, step: Any, shards: dict[int, Array], data: Sequence[Array], order: Order, memory: Any = None) -> Any:
+        """Runs `step(weights, fixed, data) -> (outputs, extra)` for every layer: (outputs, stacked extra).
+
+        For `memory` see `pipeline.scan`.
+        """
         values = self._values(dict(zip(self.segment.inputs, data, strict=True)), self._consts(shards, order))
         fixed = [values[k] for k in self.const_positions]
         num_carry = self.scan.num_carry
@@ -236,6 +240,7 @@ class Stack:
             plan=self._plan(order),
             reverse=self.scan.reverse,
             order=order,
+            memory=memory,
         )
         out = dict(zip(self.equation.outvars, [*merge(floating, *carry), *ys], strict=True))
         return [out[v] for v in self.segment.outputs], extra
@@ -250,13 +255,7 @@ class Stack:
         return self._run(lambda w, f, d: (self.primal(w, f, d), ()), shards, data, order)[0]
 
     def forward(self, shards: dict[int, Array], data: Sequence[Array], order: Order) -> tuple[list[Array], Any]:
-        def step(weights: Any, fixed: Any, data: Any) -> Any:
-            # Were its input to leave before its weights are there, the compiler, which schedules from the end, would
-            # have nothing of the layer before to hide their gather in.
-            leave = event(weights) if self.mover.gathers else []
-            return self.regather.forward(weights, fixed, data, leave)
-
-        out, kept = self._run(step, shards, data, order)
+        out, kept = self._run(self.regather.forward, shards, data, order, self.regather)
         return out, (kept, list(data))
 
     def bring_back(self, saved: Any, cotangents: list[Array]) -> tuple[Any, list[Array]]:
@@ -305,8 +304,8 @@ class Stack:
             plan=self._plan(order),
             reverse=not self.scan.reverse,
             order=order,
-            bring=self.regather.bring_back if self.regather.offloads else None,
-            tight=self.regather.offloads and self.regather.recomputes,
+            memory=self.regather,
+            tight=self.regather.recomputes and self.keep.keeps_inputs_alone,
         )
         operand_grads = dict(zip(select(self.const_positions, self.fixed_wanted), fixed_grads, strict=True))
         operand_grads.update(zip(select(self.carry_positions, self.carry_wanted), carry_grads, strict=True))
