@@ -50,6 +50,7 @@ def main():
     zerojax.simulate_devices(args.devices)
     import gpt
     import numpy as np
+    from rich.console import Console
 
     config = gpt.Config(
         width=args.width, layers=args.layers, heads=8, vocab=256, seq=args.seq, scan=not args.unrolled
@@ -63,10 +64,13 @@ def main():
     if args.rounds:
         forms |= {"zero0": ours(0, config, args.prefetch), "replicated": plain("replicated", config)}
     runs = {name: Run(*form, batch, args.unrolled) for name, form in forms.items()}
+    told = Console(stderr=True, highlight=False)  # lines, since a spinner would take the time that is measured
     for i in range(args.compiles):
+        told.print(f"compiling {i + 1} of {args.compiles}")
         for name in rotated(list(runs), i):
             runs[name].compile()
     for i in range(args.rounds + 1 if args.rounds else 0):  # the first round is thrown away
+        told.print(f"round {i} of {args.rounds}")
         for name in rotated(list(runs), i):
             runs[name].once(keep=i > 0)
     fastest = lambda times: min(("constrained", "inferred"), key=lambda name: statistics.median(times(runs[name])))
