@@ -35,8 +35,8 @@ class Keep:
         save: names (`jax.ad_checkpoint.checkpoint_name`) of values that stay on the device.
         offload: names of values that wait in pinned host memory.
         offload_inputs: the unit's floating inputs (in a transformer: the residual stream) wait in pinned host memory,
-            but for the batch, which stays on the device anyway. While they come back, those of two units are on the
-            device.
+            but for the batch, which stays on the device anyway. While they come back, those of up to three units are on
+            the device.
         partition_inputs: over the mesh axes beside the data axes ('model', M devices), along which the unit's floating
             inputs are the same, each device keeps a 1/M slice of them: of the first dim that M divides. They are
             gathered once before the unit is computed again. The batch, which stays on the device anyway, and scalars
