@@ -11,7 +11,7 @@ from jax import lax
 
 from zerojax import collectives
 from zerojax.collectives import Axes, Dims
-from zerojax.pipeline import Order
+from zerojax.order import Order
 from zerojax.precision import for_reduction
 from zerojax.regather import Gradients, select
 

@@ -1,17 +1,7 @@
-"""What waits for what: weights are gathered ahead of the computation, gradients are reduced behind it.
+"""Scans over layers, with weights gathered ahead of the computation and gradients reduced behind it, as `order` says.
 
-While unit j computes, the weights of the next units are gathered and the gradients of the unit before are reduced. At
-depth 1, in the backward pass:
-
-    link      reduce 9, gather 7 │ reduce 8, gather 6 │ reduce 7, gather 5
-    compute   unit 8             │ unit 7             │ unit 6
-
-A compiler that may start a gather early may as well start all of them at once. So each gather waits for events: scalars
-that exist when the unit that leaves the window has computed, when its gradients are reduced, and when the gather before
-has arrived. (Without the last, compilers merge what comes before two gathers, and the earlier waits for the later.)
-
-Nothing computes beside the first gathers. There leaf follows leaf, in the order of their uses: the first matrix product
-waits for its own weight alone, and hides the others.
+A loop is cut so that what crosses from one layer into the next is never copied; what layers keep for the backward pass
+is handed from where it was made to where it is used.
 """
 
 from __future__ import annotations
@@ -24,85 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.events import after, event, events, floating_after
+from zerojax.order import Order
 
 Array = Any
 Tree = Any
 Carry = tuple[list[Array], Tree]
-
-
-class Order:
-    """The events of the units so far. `last` are those of when the last one has computed.
-
-    Args:
-        depth: units that may be gathered ahead of the one that computes.
-        start: events before which nothing is gathered.
-        idle: whether nothing computes before the first unit.
-    """
-
-    def __init__(self, depth: int, start: Sequence[Array], idle: bool = False):
-        self.depth = depth
-        self.restart(start)
-        self._beginning = self._done[0] if idle else None
-
-    def restart(self, start: Sequence[Array]) -> None:
-        """All units so far have computed before these events."""
-        self._done: list[tuple[list[Array], list[Array]]] = [(list(start), [])] * (self.depth + 1)  # computed, reduced
-        self.last = list(start)
-        self._arrived: list[Array] = []
-        self._offloaded: list[list[Array]] = []
-        self._reduced: list[Array] = []
-        self._beginning = None
-
-    def before_gather(self, ahead: int = 0) -> list[Array]:
-        """What the gather for a unit waits for, `ahead` units before its turn."""
-        computed, reduced = self._done[ahead - self.depth - 1]
-        return computed + reduced + self._arrived
-
-    def begins(self, ahead: int = 0) -> bool:
-        """Whether such a gather waits for no unit, and so has none to compute beside it."""
-        return self._done[ahead - self.depth - 1] is self._beginning
-
-    def arrived(self, there: list[Array]) -> None:
-        """A gather has these events."""
-        self._arrived = there
-
-    def computed(self, values: Sequence[Array]) -> None:
-        """The next unit has computed these. All count: one of them may be there before the unit starts."""
-        self.last = events(values) or self.last
-        self._done.append((self.last, []))
-
-    def follows(self, values: Sequence[Array]) -> None:
-        """These have waited for the last unit: later gathers wait for them in its place.
-
-        Were two to wait for the same events, compilers would look at them in one kernel, and so after the later of all
-        that either waits for.
-        """
-        if there := event(values):
-            self.last, self._done[-1] = there, (there, self._done[-1][1])
-
-    def offloaded(self, there: list[Array]) -> None:
-        """What the next unit keeps in host memory has these events."""
-        self._offloaded.append(there)
-
-    @property
-    def offloaded_last(self) -> list[Array]:
-        """What the last unit keeps in host memory is there after these."""
-        return self._offloaded[-1] if self._offloaded else []
-
-    @property
-    def offloaded_one_unit_ago(self) -> list[Array]:
-        """What the last unit but one keeps in host memory is there after these."""
-        return self._offloaded[-2] if len(self._offloaded) > 1 else []
-
-    def reduced(self, there: list[Array]) -> None:
-        """The reduction of the gradients of the last unit has these events."""
-        computed, before = self._done[-1]
-        self._done[-1] = computed, before + there
-        self._reduced = there
-
-    def before_reduction(self) -> list[Array]:
-        """The events of the last reduction."""
-        return self._reduced
 
 
 class Plan(NamedTuple):
@@ -311,7 +227,7 @@ class _Layers(NamedTuple):
                 state = state._replace(weights=[*state.weights, weights])
             if self.away:
                 flow, rest = state.carry
-                state = state._replace(carry=(floating_after(flow, order.offloaded_one_unit_ago), rest))
+                state = state._replace(carry=(floating_after(flow, order.in_host_memory(1)), rest))
             near = None if state.near is None else self._in_turn(state)
             state = self.bring_next(state, given[i + 1] if i + 1 < len(given) else then)
             state, keeps = self._compute(turn, state, given[i], near, order)
@@ -334,7 +250,7 @@ class _Layers(NamedTuple):
     def all_away(self, state: _State, order: Order) -> _State:
         """What the layers so far keep in host memory is there before the next computes."""
         flow, rest = state.carry
-        return state._replace(carry=(floating_after(flow, order.offloaded_last), rest))
+        return state._replace(carry=(floating_after(flow, order.in_host_memory(0)), rest))
 
     def _in_turn(self, state: _State) -> list[Array]:
         """What came back early is not computed with before the layer above is done: two would take room at once.

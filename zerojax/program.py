@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from zerojax import jaxprs
 from zerojax.keep import EVERYTHING, Rules
 from zerojax.mover import Mover
-from zerojax.pipeline import Order
+from zerojax.order import Order
 from zerojax.regather import is_differentiable, select
 from zerojax.segments import Stack, Straight, accumulate
 from zerojax.units import Segment, TracedLoss

@@ -19,7 +19,8 @@ from zerojax.collectives import Dims
 from zerojax.events import events, floating_after
 from zerojax.keep import EVERYTHING, Keep
 from zerojax.mover import Mover, fetch_needed, reduce_made, reduced_dim_first
-from zerojax.pipeline import Order, Plan
+from zerojax.order import Order
+from zerojax.pipeline import Memory, Plan
 from zerojax.regather import Regather, is_differentiable, merge, select
 from zerojax.units import Segment, TracedLoss
 
@@ -67,7 +68,7 @@ class Straight:
 
     def forward(self, shards: dict[int, Array], data: Sequence[Array], order: Order) -> tuple[list[Array], Any]:
         weights = self._fetch(shards, order)
-        data = floating_after(data, order.offloaded_one_unit_ago)
+        data = floating_after(data, order.in_host_memory(1))
         out, kept = self.regather.forward(weights, [], data)
         kept = self.regather.put_away(kept, [])
         order.offloaded(self.regather.in_host_memory(kept))
@@ -214,7 +215,9 @@ class Stack:
         full = self.mover.fetch([shards[i] for i in self.const_leaves], dims, order)
         return dict(zip(self.const_leaves, full, strict=True))
 
-    def _run(self, step: Any, shards: dict[int, Array], data: Sequence[Array], order: Order, memory: Any = None) -> Any:
+    def _run(
+        self, step: Any, shards: dict[int, Array], data: Sequence[Array], order: Order, memory: Memory | None = None
+    ) -> Any:
         """Runs `step(weights, fixed, data) -> (outputs, extra)` for every layer: (outputs, stacked extra).
 
         For `memory` see `pipeline.scan`.
