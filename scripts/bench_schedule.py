@@ -25,7 +25,8 @@ of its terms and 5%:
 
     state        14 bytes of each parameter that a device holds: bf16, fp32, two moments
     gradients    2 bytes of each
-    checkpoints  what the backward pass finds: the input of each layer and of the head
+    checkpoints  what the backward pass finds: the input of each layer and of the head; offloaded, of three of them,
+                 which are on their way
     gathered     the largest unit in bf16, once for the unit that computes and once for each that is gathered ahead
     in flight    the full gradient of the largest unit
     activations  temporaries of the layer, or of the head and the loss, forward and backward, in a program of their own
@@ -43,6 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 FORMS = ("ours", "plain", "replicated", "single")
 FLOPS, MEMORY = 700e12, 3e12  # of one device, a second
+INPUTS_ON_THEIR_WAY = 3  # to or from host memory: of the layer that computes, of the next, of the head
 LINKS = {"fast": 360e9, "slow": 50e9}  # bytes that one device sends in a second
 
 
@@ -58,7 +60,12 @@ def arguments():
     parser.add_argument("--seq", type=int, default=2048)
     parser.add_argument("--rows", type=int, default=2, help="sequences on each device (default %(default)s)")
     parser.add_argument("--vocab", type=int, default=32768)
-    parser.add_argument("--keep", choices=["nothing", "dots", "everything"], default="nothing")
+    parser.add_argument(
+        "--keep",
+        choices=["nothing", "offload", "dots", "everything"],
+        default="nothing",
+        help="'offload' is 'nothing' with the inputs of layers in host memory, in ours (default %(default)s)",
+    )
     parser.add_argument("--prefetch", type=int, default=1, help="units gathered ahead, in ours (default %(default)s)")
     parser.add_argument(
         "--link",
@@ -109,7 +116,9 @@ def main():
             volume = {"replicated": 2, "single": 0}.get(form, 3)  # elements for each parameter
             forms[form]["formula_bytes"] = volume * psi * (len(devices) - 1) / len(devices) * 2
             terms = memory_terms(form, config, args, len(used), psi, unit, activations)
-            forms[form] |= terms | {"bound_bytes": 1.05 * sum(terms.values()) if args.keep == "nothing" else None}
+            forms[form] |= terms | {
+                "bound_bytes": 1.05 * sum(terms.values()) if args.keep in ("nothing", "offload") else None
+            }
     if told:
         for name, form in told_forms(told).items():
             forms[name]["slow_untold_s"], forms[name]["slow_s"] = forms[name].get("slow_s"), form.get("slow_s")
@@ -172,7 +181,8 @@ def ours(config, args, devices):
 
     zero = zerojax.Zero(zerojax.make_mesh(devices=devices), stage=3, precision="bf16")
     state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
-    step = zero.train_step(gpt.loss, keep=args.keep, prefetch=args.prefetch)
+    keep = zerojax.Keep(offload_inputs=True) if args.keep == "offload" else args.keep
+    step = zero.train_step(gpt.loss, keep=keep, prefetch=args.prefetch)
     return step.trace(state, gpt.batch_aval(config, args.rows * len(devices)))
 
 
@@ -222,6 +232,7 @@ def plain(form, config, keep, devices):
     full = lambda tree: jax.lax.with_sharding_constraint(tree, jax.tree.map(lambda _: shard(), tree))
     remat = {
         "nothing": jax.checkpoint,
+        "offload": jax.checkpoint,
         "dots": lambda fn: jax.checkpoint(fn, policy=jax.checkpoint_policies.dots_saveable),
         "everything": lambda fn: fn,
     }[keep]
@@ -303,10 +314,12 @@ def memory_terms(form, config, args, num_devices, psi, unit, activations):
     sharded = form in ("ours", "plain")
     num_shards = num_devices if sharded else 1
     ahead = args.prefetch if form == "ours" else 0
+    offloaded = form == "ours" and args.keep == "offload"
+    inputs = INPUTS_ON_THEIR_WAY if offloaded else config.layers + 1
     return {
         "state_bytes": 14 * psi / num_shards,
         "gradients_bytes": 2 * psi / num_shards,
-        "checkpoints_bytes": (config.layers + 1) * args.rows * args.seq * args.width * 2,
+        "checkpoints_bytes": inputs * args.rows * args.seq * args.width * 2,
         "gathered_bytes": 2 * unit * (ahead + 1) if sharded else 0,
         "in_flight_gradients_bytes": 2 * unit if sharded else 0,
         "activations_bytes": activations,
@@ -427,6 +440,7 @@ def tables(result):
                 for term in ("state", "gradients", "checkpoints", "gathered", "in flight gradients", "activations")
             },
             "collectives'\nbuffers": size("communication_buffer_bytes"),
+            "host": size("host_temporaries_bytes"),
         },
     )
     ms = lambda link, part: lambda form: f"{form[f'{link}_s'][part] * 1e3:.1f}" if form[f"{link}_s"] else ""

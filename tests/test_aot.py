@@ -2,7 +2,11 @@
 one collective is written as many instructions, only what the program holds and updates in place."""
 
 import functools
+import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import gpt
 import jax
@@ -18,6 +22,7 @@ from zerojax.compiled import collectives, in_flight_bytes, moves, moves_in_loops
 from zerojax.keep import PRESETS
 
 pytestmark = pytest.mark.aot
+SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 N = 8
 
 
@@ -339,6 +344,25 @@ def test_slices_of_unrolled_layers_wait_in_host_memory():
     keep = Keep(partition_inputs=True, offload_inputs=True)
     program = compiled(3, scan=False, width=1024, seq=512, layers=4, rows=4, model=2, keep=keep)[1]
     assert program.memory_analysis().host_temp_size_in_bytes == 4 * 4 * CHECKPOINT / 2
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "options"),
+    [(0, []), (1, []), (1, ["--unrolled"]), (0, ["--keep", "offload"]), (1, ["--keep", "offload"])],
+    ids=["depth_0", "depth_1", "unrolled", "offloaded_depth_0", "offloaded_depth_1"],
+)
+def test_the_peak_is_within_the_sum_of_its_terms(prefetch, options):
+    """State, gradients, checkpoints, gathered units, the gradient in flight, the activations of a unit, and 5%. Without
+    prefetch it is no larger than that of plain JAX."""
+    shapes = {"layers": 12, "width": 1024, "heads": 8, "seq": 512, "vocab": 8192, "prefetch": prefetch, "link": 50}
+    given = [word for name, value in shapes.items() for word in (f"--{name}", str(value))]
+    compared = ["--forms", "ours"] if prefetch else ["--forms", "ours", "plain"]
+    command = [sys.executable, SCRIPTS / "bench_schedule.py", "--json", *compared, *given, *options]
+    forms = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)["forms"]
+    ours = forms["ours"]
+    assert ours["peak_bytes"] <= ours["bound_bytes"]
+    assert prefetch or ours["peak_bytes"] <= forms["plain"]["peak_bytes"]
+    assert ours["host_temporaries_bytes"] == ("offload" in options) * 12 * 2 * CHECKPOINT
 
 
 def bytes_per_token(chunk_size, vocab, stage=3, keep="everything", few=8, many=32, seq=64):

@@ -213,6 +213,23 @@ def test_the_gathers_in_a_loop_overlap_with_one_layer_each():
     assert first == 0 and 0 < second <= 4
 
 
+@pytest.mark.parametrize(("keep", "again"), [("nothing", 2), ("dots", 0)])
+def test_gradients_of_a_layer_wait_for_those_before_where_something_hides_their_reduction(keep, again):
+    """Where a layer is computed `again`, no gradient is made before those of the layer before are reduced, so that one
+    layer's are held. Elsewhere the reduction has only the gradients beside it, and two layers' are held.
+
+    A body of two layers: which of its two reductions each product of the backward pass has to have behind it.
+    """
+    (_, backward) = [e for e, _ in flat(traced("scanned", 9, 1, keep=keep).jaxpr) if e.primitive.name == "scan"]
+    reductions = before_each(backward.params["jaxpr"].jaxpr, "dot_general", "reduce_scatter")
+    first, second = ({0}, {0, 1}) if again else (set(), {0})
+    layers = [reductions[: 4 + again], reductions[4 + again :]]
+    assert [before for layer in layers for before in layer[again:]] == [first] * 4 + [second] * 4
+    assert all(
+        before < behind for layer, behind in zip(layers, (first, second), strict=True) for before in layer[:again]
+    )
+
+
 def copies_back(jaxpr):
     """(how many products have to be done before each copy from host memory, copies that each product waits for)."""
     ancestors, products, copies = {}, [], []

@@ -153,7 +153,7 @@ def scan(
             then = of_iteration(jnp.maximum(loops - 2 - i, 0))
             turns = [front + i * group + k for k in range(group)]
             inside = Order(order.depth, event(state.carry[0]))
-            return layers._replace(away=None).turns(state, turns, group, given, then, inside)
+            return layers._replace(looped=True).turns(state, turns, group, given, then, inside)
 
         iterations = jnp.arange(loops) if kept is None else jnp.arange(loops)[::-1]
         state, loop_keep = lax.scan(body, state, (iterations, given.loop), reverse=kept is not None)
@@ -198,6 +198,7 @@ class _Layers(NamedTuple):
     ahead: int
     reverse: bool
     tight: bool
+    looped: bool = False
 
     def start(self, init: Carry, kept: Tree, order: Order) -> _State:
         """Before the first layer, which has `kept` this."""
@@ -225,7 +226,7 @@ class _Layers(NamedTuple):
             if i < gathers:
                 weights = self._gather(turn + self.ahead, self.ahead, order)
                 state = state._replace(weights=[*state.weights, weights])
-            if self.away:
+            if self.leaves_at_once:
                 flow, rest = state.carry
                 state = state._replace(carry=(floating_after(flow, order.in_host_memory(1)), rest))
             near = None if state.near is None else self._in_turn(state)
@@ -252,6 +253,15 @@ class _Layers(NamedTuple):
         flow, rest = state.carry
         return state._replace(carry=(floating_after(flow, order.in_host_memory(0)), rest))
 
+    @property
+    def leaves_at_once(self) -> bool:
+        """What a layer keeps leaves for host memory when it is made; the layer after the next waits until it is there.
+
+        In a loop it leaves once the layer's weights are there: before, the compiler, which schedules from the end,
+        would have nothing of the layer before to hide their gather in.
+        """
+        return self.away is not None and not self.looped
+
     def _in_turn(self, state: _State) -> list[Array]:
         """What came back early is not computed with before the layer above is done: two would take room at once.
 
@@ -264,10 +274,8 @@ class _Layers(NamedTuple):
         carry, y, keep, grads = self.layer(weights, state.carry, self._of(self.xs, turn), kept, near)
         order.computed(carry[0])
         if self.put:
-            # In a loop, were what it keeps to leave before its weights are there, the compiler, which schedules from
-            # the end, would have nothing of the layer before to hide their gather in.
-            keep = self.put(keep, event(weights) if self.ahead and not self.away else [])
-        if self.away:
+            keep = self.put(keep, event(weights) if self.ahead and not self.leaves_at_once else [])
+        if self.away and self.leaves_at_once:
             order.offloaded(self.away(keep))
         ys, reduced = state.ys, state.reduced
         if reduced is None:
