@@ -230,6 +230,15 @@ def test_gradients_of_a_layer_wait_for_those_before_where_something_hides_their_
     )
 
 
+def test_at_stage_2_a_layer_is_computed_again_after_the_one_above():
+    """All weights are there, and a body has two layers: only an event keeps the activations of both from being held.
+    The seventh of its products is the first of the second layer."""
+    jaxpr = traced("scanned", 9, 1, stage=2, keep="nothing").jaxpr
+    (_, backward) = [e for e, _ in flat(jaxpr) if e.primitive.name == "scan"]
+    before = before_each(backward.params["jaxpr"].jaxpr, "dot_general", "dot_general")
+    assert len(before) == 2 * 6 and before[6] >= set(range(2, 6))
+
+
 def copies_back(jaxpr):
     """(how many products have to be done before each copy from host memory, copies that each product waits for)."""
     ancestors, products, copies = {}, [], []
