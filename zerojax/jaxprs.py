@@ -6,6 +6,8 @@ both ends of the supported range of versions.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -193,3 +195,63 @@ class Origin:
             }
             self.calls[id(equation)] = Origin(inner, operands)
         return None, [(inner.outvars[equation.outvars.index(v)], self.calls[id(equation)])]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Value:
+    """One result of a flattened program, the same wherever it is read."""
+
+    num_bytes: int
+
+
+class Operation(NamedTuple):
+    """An equation of a flattened program: None among `reads` is a literal."""
+
+    name: str
+    equation: Equation
+    reads: list[Value | None]
+    results: list[Value]
+
+
+class Flat(NamedTuple):
+    """A jaxpr with everything that is run once, where it stands, written out in place: only loops and branches stay."""
+
+    inputs: list[Value]
+    operations: list[Operation]
+    outputs: list[Value | None]
+
+
+_IN_PLACE = frozenset(
+    ["checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "jit"]
+) | {"pjit", "remat2", "shard_map"}
+
+
+def flattened(jaxpr: Any) -> Flat:
+    """See `Flat`. Two calls of one function are two sets of values."""
+    operations: list[Operation] = []
+
+    def walk(jaxpr: Any, arguments: Sequence[Value | None]) -> list[Value | None]:
+        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+        scope: dict[Var, Value | None] = {v: Value(bytes_of(v)) for v in jaxpr.constvars}
+        scope |= dict(zip(jaxpr.invars, arguments, strict=True))
+        read = lambda atom: scope[atom] if is_var(atom) else None
+        for e in jaxpr.eqns:
+            reads = [read(atom) for atom in e.invars]
+            if e.primitive.name in _IN_PLACE:
+                results = walk(next(sub_jaxprs(e)), reads)
+            else:
+                results = [Value(bytes_of(v)) for v in e.outvars]
+                operations.append(Operation(e.primitive.name, e, reads, results))
+            scope |= dict(zip(e.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    inputs = [Value(bytes_of(v)) for v in getattr(jaxpr, "jaxpr", jaxpr).invars]
+    return Flat(inputs, operations, walk(jaxpr, inputs))
+
+
+def bytes_of(atom: Atom) -> int:
+    """Of a value; 0 for what is no array (tokens, keys count as the words that they are made of)."""
+    shape, dtype = getattr(atom.aval, "shape", None), getattr(atom.aval, "dtype", None)
+    if shape is None or dtype is None:
+        return 0
+    return math.prod(shape) * getattr(dtype, "itemsize", 8)

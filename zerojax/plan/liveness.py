@@ -1,0 +1,235 @@
+"""The memory of a traced program without a compiler: the largest sum of what is alive at the same time.
+
+A trace lists every intermediate value, and a compiled program stores few of them. Which ones, this module assumes:
+
+    stored      results of matrix products, collectives, reductions, loops, scatters and fused attention; of the rest
+                what a product, a collective or a loop reads, and what is read at several places and is smaller than
+                what it is made of
+    computed    elementwise results, broadcasts, conversions, slices: where they are read, from what is stored; so are
+                constants
+    in place    an update of a buffer that nothing reads after it; what is carried from one iteration to the next
+
+Operations run in the order of the trace.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from zerojax import jaxprs
+from zerojax.jaxprs import Operation, Value
+
+ACTIVATIONS, CHECKPOINTS, GATHERED, GRADIENTS = "activations", "checkpoints", "gathered", "gradients"
+
+_VIEWS = frozenset(
+    ["copy", "copy_p", "expand_dims", "name", "optimization_barrier", "reshape", "sharding_constraint", "squeeze"]
+) | {"stop_gradient"}
+_COLLECTIVES = frozenset(["all_gather", "all_to_all", "ppermute", "psum", "psum_invariant", "reduce_scatter"])
+_UPDATES = frozenset(["dynamic_update_slice", "scatter", "scatter-add"])
+_LOOPS = frozenset(["cond", "scan", "while"])
+_READS_STORED = jaxprs.PRODUCTS | _COLLECTIVES | _LOOPS | {"sort", "top_k"}
+_SMALL = 64  # a result this many times smaller than what it is made of is stored
+_KERNELS = ("dot_product_attention", "pure_callback")  # by the start of their names: they read and write buffers
+_STORES = _READS_STORED | _UPDATES | {"argmax", "argmin", "cumsum", "gather"}
+
+
+class Peak(NamedTuple):
+    """Bytes that are alive at the fullest moment, by what they hold."""
+
+    by_kind: Counter[str]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.by_kind.values())
+
+
+def peak(jaxpr: Any, gradients: Sequence[int] = ()) -> Peak:
+    """The peak of what a traced function makes, beside its inputs.
+
+    Args:
+        jaxpr: of the function.
+        gradients: positions of the outputs that are gradients.
+    """
+    flat = jaxprs.flattened(jaxpr)
+    kinds = {flat.outputs[i]: GRADIENTS for i in gradients}
+    return _Body(flat, [], kinds).peak()
+
+
+def _stores(operation: Operation) -> bool:
+    name = operation.name
+    return name in _STORES or name.startswith(("reduce_", *_KERNELS))
+
+
+class _Body:
+    """One computation: what it stores, from which operation to which.
+
+    Args:
+        flat: the computation.
+        owned: inputs whose memory is its own after they were read last; that of the others is the caller's.
+        kinds: what some of its inputs and outputs hold.
+    """
+
+    def __init__(self, flat: jaxprs.Flat, owned: Iterable[Value], kinds: dict[Any, str]):
+        self.flat, self.kinds = flat, kinds
+        self.bases: dict[Value, frozenset[Value]] = {v: frozenset([v]) for v in flat.inputs}
+        self.born: dict[Value, int] = dict.fromkeys(owned, -1)
+        self.last: dict[Value, int] = dict(self.born)
+        self.needed, self.places = self._readers()
+        for k, operation in enumerate(flat.operations):
+            self._store(k, operation)
+        self._read([v for v in flat.outputs if v is not None], len(flat.operations))
+        self._spread_kinds()
+
+    def _readers(self) -> tuple[set[Value], dict[Value, set[int]]]:
+        """(what is read where it has to be stored, the stored results that each value ends in)."""
+        end = len(self.flat.operations)
+        needed = {v for v in self.flat.outputs if v is not None}
+        places: dict[Value, set[int]] = {v: {end} for v in needed}
+        for k in range(end - 1, -1, -1):
+            name, _, reads, results = operation = self.flat.operations[k]
+            if name in _VIEWS:
+                for source, result in zip(reads, results, strict=True):
+                    if source is not None:
+                        needed |= {source} if result in needed else set()
+                        places.setdefault(source, set()).update(places.get(result, ()))
+                continue
+            stored = _stores(operation) or any(result in needed for result in results)
+            ends = {k} if stored else set().union(*(places.get(result, set()) for result in results))
+            for source in reads:
+                if source is not None:
+                    places.setdefault(source, set()).update(ends)
+                    if name in _READS_STORED or name.startswith(_KERNELS):
+                        needed.add(source)
+        return needed, places
+
+    def _store(self, k: int, operation: Operation) -> None:
+        if operation.name in _VIEWS:
+            for source, result in zip(operation.reads, operation.results, strict=True):
+                self.bases[result] = frozenset() if source is None else self.bases[source]
+            return
+        sources = frozenset[Value]().union(*(self.bases[v] for v in operation.reads if v is not None))
+        held = sum(v.num_bytes for v in sources)
+        any_stored = False
+        for result in operation.results:
+            several = len(self.places.get(result, ())) > 1 and result.num_bytes < held
+            several |= _SMALL * result.num_bytes < held
+            constant = not sources and not _stores(operation)  # a loop makes it again
+            if (_stores(operation) or result in self.needed or several) and not constant:
+                self.bases[result] = frozenset([result])
+                self.born[result] = self.last[result] = k
+                any_stored = True
+            else:
+                self.bases[result] = sources
+        if any_stored:
+            self._read(sources, k)
+
+    def _read(self, values: Iterable[Value], k: int) -> None:
+        for base in frozenset[Value]().union(*(self.bases[v] for v in values)):
+            if base in self.last:
+                self.last[base] = max(self.last[base], k)
+
+    def _spread_kinds(self) -> None:
+        """What a gather returns is gathered; what becomes a gradient, or is reduced to one, is a gradient."""
+        for operation in self.flat.operations:
+            if operation.name == "all_gather":
+                self._mark(GATHERED, operation.results)
+            elif operation.name == "scan":
+                for start, result in zip(operation.reads[_carry(operation)], operation.results, strict=False):
+                    kind = None if start is None else self._kind_of(start)
+                    if kind:
+                        self._mark(kind, [result])
+        for operation in reversed(self.flat.operations):
+            name, _, reads, results = operation
+            if name in ("reduce_scatter", "psum"):
+                self._mark(GRADIENTS, [*reads, *results])
+            elif name == "scan":
+                self._become(results, reads[_carry(operation)])
+            elif name not in _STORES or name in _UPDATES:
+                for result in results:
+                    alike = [v for v in reads if v is not None and v.num_bytes == result.num_bytes]
+                    self._become([result] * len(alike), alike)
+
+    def _become(self, results: Sequence[Value], sources: Sequence[Value | None]) -> None:
+        """What gradients are made of, element by element, is gradients."""
+        for result, source in zip(results, sources, strict=False):
+            if source is not None and self._kind_of(result) == GRADIENTS:
+                self._mark(GRADIENTS, [source])
+
+    def _mark(self, kind: str, values: Iterable[Value | None]) -> None:
+        for base in (base for v in values if v is not None for base in self.bases[v]):
+            self.kinds.setdefault(base, kind)
+
+    def _kind_of(self, value: Value) -> str | None:
+        """Of what is stored of it, where that is one kind."""
+        kinds = {self.kinds.get(base) for base in self.bases[value]}
+        return kinds.pop() if len(kinds) == 1 else None
+
+    def _kind(self, value: Value) -> str:
+        return self.kinds.get(value, ACTIVATIONS)
+
+    def peak(self) -> Peak:
+        births: dict[int, list[Value]] = {}
+        deaths: dict[int, list[Value]] = {}
+        for value, k in self.born.items():
+            births.setdefault(k, []).append(value)
+            deaths.setdefault(self.last[value], []).append(value)
+        alive = Counter[str]()
+        for value in births.get(-1, ()):
+            alive[self._kind(value)] += value.num_bytes
+        fullest = Counter(alive)
+        for k, operation in enumerate(self.flat.operations):
+            born, dying = births.get(k, []), [v for v in deaths.get(k, []) if self.born[v] < k]
+            for value in born:
+                alive[self._kind(value)] += value.num_bytes
+            during = Counter(alive)
+            for value in [*_handed_on(operation, born, dying), *self._carried(operation, dying)]:
+                during[self._kind(value)] -= value.num_bytes
+            if operation.name in _LOOPS:  # what is around it waits
+                during[CHECKPOINTS] += during.pop(ACTIVATIONS, 0)
+                during.update(self._inside(operation))
+            if during.total() > fullest.total():
+                fullest = during
+            for value in deaths.get(k, []):
+                alive[self._kind(value)] -= value.num_bytes
+        return Peak(+fullest)
+
+    def _carried(self, operation: Operation, dying: list[Value]) -> list[Value]:
+        """What is carried through a loop and counted inside it: where it starts, if nothing else reads that, and where
+        it ends."""
+        if operation.name != "scan":
+            return []
+        num_carry = jaxprs.scan_params(operation.equation).num_carry
+        starts = {b for v in operation.reads[_carry(operation)] if v is not None for b in self.bases[v]}
+        return [*(v for v in dying if v in starts), *operation.results[:num_carry]]
+
+    def _inside(self, loop: Operation) -> Counter[str]:
+        """What a loop or a branch holds beside what is alive around it."""
+        bodies = [jaxprs.flattened(inner) for inner in jaxprs.sub_jaxprs(loop.equation)]
+        if loop.name != "scan":
+            peaks = [_Body(flat, [], {}).peak().by_kind for flat in bodies]
+            return max(peaks, key=lambda by_kind: by_kind.total())
+        (flat,) = bodies
+        kinds = {i: self._kind_of(o) for i, o in zip(flat.inputs, loop.reads, strict=True) if o is not None}
+        kinds |= {i: self._kind_of(o) for i, o in zip(flat.outputs, loop.results, strict=True) if i is not None}
+        known = {value: kind for value, kind in kinds.items() if kind}
+        return _Body(flat, flat.inputs[_carry(loop)], known).peak().by_kind
+
+
+def _carry(operation: Operation) -> slice:
+    num_consts, num_carry, *_ = jaxprs.scan_params(operation.equation)
+    return slice(num_consts, num_consts + num_carry)
+
+
+def _handed_on(operation: Operation, born: list[Value], dying: list[Value]) -> list[Value]:
+    """Results that are written where an operand was that nothing reads any more."""
+    if operation.name in (jaxprs.PRODUCTS | _LOOPS | {"all_gather", "reduce_scatter"}):
+        return []
+    free = Counter(v.num_bytes for v in dying)
+    taken = []
+    for value in born:
+        if free[value.num_bytes]:
+            free[value.num_bytes] -= 1
+            taken.append(value)
+    return taken
