@@ -64,10 +64,10 @@ class Chip:
     network_hop_s: float
 
 
-# NVIDIA. Dense bf16 peak, memory and NVLink (half of what is given for both directions) are those of the data sheets:
-#   "NVIDIA A100 Tensor Core GPU" (SXM, 80 GB, 2021), "NVIDIA H100 Tensor Core GPU" (SXM, 2022), "NVIDIA H200 Tensor
-#   Core GPU" (SXM, 2023), "NVIDIA HGX" (B200, 2025). The bytes of memory are what a driver gives, as XLA notes them
-#   (xla/backends/gpu/target_config/specs, 2026-11).
+# NVIDIA. Dense bf16 peak and NVLink (half of what is given for both directions) are those of the data sheets: "NVIDIA
+#   A100 Tensor Core GPU" (SXM, 80 GB, 2021), "NVIDIA H100 Tensor Core GPU" (SXM, 2022), "NVIDIA H200 Tensor Core GPU"
+#   (SXM, 2023), "NVIDIA HGX" (B200, 2025). The bytes of memory and their peak rate are what a driver gives, as XLA
+#   notes them (xla/backends/gpu/target_config/specs, 2026-11).
 # Products, at the power limit: H200 755 TFLOP/s and B200 1429 (Bekman, "Machine Learning Engineering", accelerators,
 #   MSMF, 2026). A100 268 at its best shape, that is 0.86 (ibid., MAMF, 2024); that it holds 0.8 is a guess. H100 792 at
 #   its best shape (ibid.); that it holds 0.71 is a guess.
@@ -78,8 +78,8 @@ class Chip:
 # Host: PCIe with 16 lanes, of generation 4 (A100) and 5. That 0.8 of it is reached is a guess.
 # NICs, one a GPU: DGX A100 8 x 200 Gb/s; DGX H100, H200 and B200 8 x 400 Gb/s (their user guides, 2020 to 2025). That
 #   0.9 of them is reached is a guess.
-# Seconds: NCCL's own model of a ring with its Simple protocol (src/tuning/cost_model.cc, 2026): 8.4 us to start, 3.4 us
-#   for a step over NVLink, 14 us for one over the network. From kernel to kernel 1.5 us, what a tiny one takes in JAX on
+# Seconds: NCCL's own model of a ring with its Simple protocol (src/tuning/cost_model.cc, 2026): 8.4 us to start, 3.4
+#   for a step over NVLink, 14 for one over the network. From kernel to kernel 1.5 us, what a tiny one takes in JAX on
 #   an H100 (Austin et al., ibid.); that it holds for the others is a guess.
 _NCCL = {"kernel_s": 1.5e-6, "collective_s": 8.4e-6, "hop_s": 3.4e-6, "network_hop_s": 14e-6}
 _A100 = Chip(
@@ -88,7 +88,7 @@ _A100 = Chip(
     device_kinds=("NVIDIA A100-SXM4-80GB",),
     memory_bytes=85_100_068_864,
     flops=Rate(312e12, 0.8),
-    memory_rate=Rate(2.039e12, 0.9),
+    memory_rate=Rate(2.03904e12, 0.9),
     host_rate=Rate(32e9, 0.8),
     link_rate=Rate(300e9, 0.78),
     network_rate=Rate(25e9, 0.9),
@@ -100,7 +100,7 @@ _H100 = Chip(
     device_kinds=("NVIDIA H100 80GB HBM3",),
     memory_bytes=85_029_158_912,
     flops=Rate(989e12, 0.71),
-    memory_rate=Rate(3.35e12, 0.94),
+    memory_rate=Rate(3.35232e12, 0.94),
     host_rate=Rate(64e9, 0.8),
     link_rate=Rate(450e9, 0.82),
     network_rate=Rate(50e9, 0.9),
@@ -120,7 +120,7 @@ _B200 = dataclasses.replace(
     device_kinds=("NVIDIA B200",),
     memory_bytes=191_514_411_008,
     flops=Rate(2250e12, 0.635),
-    memory_rate=Rate(7.67e12, 0.9),
+    memory_rate=Rate(7.67232e12, 0.9),
     link_rate=Rate(900e9, 0.82),
 )
 
@@ -182,8 +182,8 @@ CHIPS = {
         _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 32, 918e12, 1.6e12, 100e9, 32e9, 12.5e9),
     )
 }
-GPUS_PER_HOST = 8
-_TPU_HOST = (2, 2, 1)  # the devices of a host in a described topology
+_GPUS_PER_HOST = 8
+_TPU_HOST = (2, 2, 1)  # the chips of a host in a described topology
 
 
 class Route(NamedTuple):
@@ -199,7 +199,7 @@ class Cluster:
     """Devices in the order of `targets.devices(target)`.
 
     Attributes:
-        target: its name, 'h100:64' or 'v5p:4x4x4'.
+        target: its name.
         chip: each of the devices.
         num_devices: in all.
         devices_per_host: of consecutive devices.
@@ -213,55 +213,69 @@ class Cluster:
     torus: tuple[int, ...] | None = None
 
     def route(self, group: Sequence[int]) -> Route:
-        """How a ring of the devices with these indices communicates.
+        """How a ring of the devices with these indices communicates: inside a host or a slice, or between several.
+
+        In a ring all links carry the same bytes. Of the m devices that a host has in the ring one sends to the next
+        host, so the ring would be as slow as one NIC; with rails there are m such rings, each with 1/m of the bytes,
+        and each leaves through another NIC. So a host sends with m NICs, and a device inside it with its own link.
 
         Raises:
             ValueError: an index that is not in the cluster.
         """
         if not group or not 0 <= min(group) <= max(group) < self.num_devices:
             raise ValueError(f"hardware: a group outside {self.target}\n  got:      devices {list(group)[:16]}")
-        return self._ring_of_hosts(group) if self.torus is None else self._ring_in_torus(group, self.torus)
+        chip, island = self.chip, math.prod(self.torus) if self.torus else self.devices_per_host
+        members: dict[int, list[int]] = {}
+        for device in group:
+            members.setdefault(device // island, []).append(device % island)
+        inside = max((self._inside(local) for local in members.values()), key=lambda route: route.latency_s)
+        if len(members) == 1:
+            return inside
+        num_local = min(map(len, members.values()))
+        network = num_local * chip.network_rate.effective
+        # A step of the ring crosses to the next host, or stays inside one.
+        steps = (len(group) - len(members)) * chip.hop_s + (len(members) - 1) * chip.network_hop_s
+        return Route(
+            BETWEEN_SLICES if self.torus else BETWEEN_HOSTS,
+            min(network, inside.rate) if num_local > 1 else network,
+            chip.collective_s + steps,
+        )
 
-    def _ring_of_hosts(self, group: Sequence[int]) -> Route:
-        """In a ring all links carry the same bytes. Of the m devices of each host one sends to the next host, so the
-        ring would be as slow as one NIC; with rails there are m such rings, each leaving through another NIC, and each
-        with 1/m of the bytes. So the hosts send with m NICs, and a device inside a host with its link."""
-        chip, members = self.chip, [device // self.devices_per_host for device in group]
-        hosts = len(set(members))
-        latency = chip.collective_s + (len(group) - hosts) * chip.hop_s
-        if hosts == 1:
+    def _inside(self, group: Sequence[int]) -> Route:
+        chip = self.chip
+        if self.torus is None:
+            latency = chip.collective_s + (len(group) - 1) * chip.hop_s
             return Route(INSIDE_HOST, chip.link_rate.effective, latency)
-        per_host = min(members.count(host) for host in set(members))
-        network = per_host * chip.network_rate.effective
-        rate = min(network, chip.link_rate.effective) if per_host > 1 else network
-        return Route(BETWEEN_HOSTS, rate, latency + (hosts - 1) * chip.network_hop_s)
+        return self._inside_torus([self.coordinates(device) for device in group], self.torus)
 
-    def _ring_in_torus(self, group: Sequence[int], torus: tuple[int, ...]) -> Route:
-        """A share of the bytes goes around each dim that the group spans, both ways at once.
+    def _inside_torus(self, places: Sequence[tuple[int, ...]], torus: tuple[int, ...]) -> Route:
+        """A share of the bytes goes along each dim that the group spans, both ways at once.
 
-        Where the dim does not wrap around, the link at its end has to carry, one way, all that the other chips send.
+        Where a dim does not wrap around, the link at its end has to carry, one way, all that the other chips send.
         """
-        coordinates = [self.coordinates(device) for device in group]
-        spanned = [d for d in range(len(torus)) if len({place[d] for place in coordinates}) > 1]
+        spanned = [d for d in range(len(torus)) if len({place[d] for place in places}) > 1]
         ways = sum(2 if self._wraps(d) else 1 for d in spanned)
-        hops = sum(torus[d] // (2 if self._wraps(d) else 1) for d in spanned)
+        hops = sum(torus[d] // 2 if self._wraps(d) else torus[d] - 1 for d in spanned)
         chip = self.chip
         return Route(TORUS, max(ways, 1) * chip.link_rate.effective, chip.collective_s + hops * chip.hop_s)
 
     def coordinates(self, device: int) -> tuple[int, ...]:
-        """Of the chip in the torus. Hosts, and the chips of a host, are counted along the first dim first."""
+        """Of a chip in its slice. Hosts, and the chips of a host, are counted along the first dim first."""
         torus = self.torus or ()
-        tile = [min(size, host) for size, host in zip(torus, _TPU_HOST, strict=False)]
-        host, inside = divmod(device, math.prod(tile))
+        tile = [min(size, width) for size, width in zip(torus, _TPU_HOST, strict=False)]
+        host, chip = divmod(device, math.prod(tile))
         place = []
         for size, width in zip(torus, tile, strict=True):
             host, across = divmod(host, size // width)
-            inside, within = divmod(inside, width)
+            chip, within = divmod(chip, width)
             place.append(across * width + within)
         return tuple(place)
 
     def _wraps(self, dim: int) -> bool:
-        """In two dims (v5e, v6e) only the 16 of a full pod do; in three, cubes of 4x4x4 do, joined by switches."""
+        """In two dims (v5e, v6e) the 16 chips of a full pod do; in three, cubes of 4x4x4 do, joined by switches.
+
+        Source: Austin et al., "How to Scale Your Model", TPUs, 2025.
+        """
         torus = self.torus or ()
         return torus[dim] == 16 if len(torus) == 2 else all(size % 4 == 0 for size in torus)
 
@@ -271,7 +285,7 @@ def cluster(target: str, calibration: str | Path | None = None) -> Cluster:
 
     Args:
         target: 'cpu:8'; 'a100:N', 'h100:N', 'h200:N' or 'b200:N', in hosts of 8; or a TPU topology: 'v4:2x2x2',
-            'v5e:4x4', 'v5p:4x4x4', 'v6e:8x8'.
+            'v5e:4x4', 'v5p:4x4x4', 'v6e:8x8', or several slices of it: 'v5e:4x4*2'.
         calibration: a file that `zerojax.plan.calibrate` wrote. What it measured takes the place of the constants.
 
     Raises:
@@ -279,23 +293,25 @@ def cluster(target: str, calibration: str | Path | None = None) -> Cluster:
     """
     name, _, size = target.partition(":")
     chip = CHIPS.get(name)
-    if chip is None or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}" if chip.platform == "tpu" else r"[1-9]\d*", size):
+    pattern = r"([1-9]\d*(?:x[1-9]\d*){1,2})(?:\*([1-9]\d*))?" if chip and chip.platform == "tpu" else r"([1-9]\d*)"
+    match = re.fullmatch(pattern, size)
+    if chip is None or match is None:
         raise ValueError(
             f"targets: unknown target {target!r}\n"
-            f"  fix:      'cpu:8', 'h100:8' (or a100, h200, b200), or a TPU topology such as 'v5e:4x4'"
+            f"  fix:      'cpu:8', 'h100:8' (a100, h200, b200), or a TPU topology such as 'v5e:4x4' (v4, v5p, v6e)"
         )
     if calibration is not None:
         chip = _calibrated(chip, Path(calibration))
     if chip.platform == "tpu":
-        torus = tuple(int(length) for length in size.split("x"))
+        torus = tuple(int(length) for length in match.group(1).split("x"))
         devices_per_host = math.prod(map(min, torus, _TPU_HOST))
-        return Cluster(target, chip, math.prod(torus), devices_per_host, torus)
+        return Cluster(target, chip, math.prod(torus) * int(match.group(2) or 1), devices_per_host, torus)
     count = int(size)
-    if chip.platform == "cuda" and count > GPUS_PER_HOST and count % GPUS_PER_HOST:
+    if chip.platform == "cuda" and count > _GPUS_PER_HOST and count % _GPUS_PER_HOST:
         raise ValueError(
             f"targets: unknown target {target!r}\n  fix:      '{name}:N' with N up to 8, or a multiple of 8"
         )
-    return Cluster(target, chip, count, min(count, GPUS_PER_HOST) if chip.platform == "cuda" else count)
+    return Cluster(target, chip, count, min(count, _GPUS_PER_HOST) if chip.platform == "cuda" else count)
 
 
 def _calibrated(chip: Chip, path: Path) -> Chip:
