@@ -90,7 +90,7 @@ def main():
 
     devices = targets.devices(args.target)
     config = gpt_config(args)
-    platform = "cuda" if args.target.startswith("h100") else "tpu"
+    platform = targets.platform(args.target)
     psi, unit, leaf = sizes(config)
     told = compile_told(args) if platform == "cuda" and not args.link else None
     result = {

@@ -60,7 +60,7 @@ def compiled(
     state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
     step = zero.train_step(loss, num_microbatches=k, keep=keep, prefetch=prefetch)
     lowered = step.trace(state, gpt.batch_aval(config, rows * k * zero.setup.axes.num_devices)).lower(
-        lowering_platforms=("cuda" if target.startswith("h100") else "tpu",)
+        lowering_platforms=(targets.platform(target),)
     )
     return state, lowered.compile()
 

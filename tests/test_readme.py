@@ -29,19 +29,26 @@ def test_code_runs_on_its_own(block, capsys):
     assert capsys.readouterr().out
 
 
+TREE = re.findall(r"^  ([\w/]+)\.py ", README, re.MULTILINE)
+
+
 def test_the_source_tree_names_every_module():
-    named = re.findall(r"^  (\w+\.py) ", README, re.MULTILINE)
-    modules = [path.name for path in (ROOT / "zerojax").rglob("*.py") if path.name != "__init__.py"]
-    assert sorted(named) == sorted(modules)
+    paths = [path.relative_to(ROOT / "zerojax") for path in (ROOT / "zerojax").rglob("*.py")]
+    assert sorted(TREE) == sorted(str(path.with_suffix("")) for path in paths if path.name != "__init__.py")
+
+
+def imported(source):
+    """The modules that a module imports, as the tree names them."""
+    for package, names in re.findall(r"^from zerojax([\w.]*) import (.*)", source, re.MULTILINE):
+        path = package.lstrip(".").replace(".", "/")
+        modules = [f"{path}/{name.split(' as ')[0].strip()}".lstrip("/") for name in names.split(",")]
+        yield from [path] if path in TREE else modules
 
 
 def test_the_source_tree_is_in_the_order_of_imports():
-    named = [name.removesuffix(".py") for name in re.findall(r"^  (\w+\.py) ", README, re.MULTILINE)]
-    for i, name in enumerate(named):
-        source = (ROOT / "zerojax" / f"{name}.py").read_text()
-        lines = re.findall(r"^(?:from zerojax\.(\w+) import|from zerojax import (.*))", source, re.MULTILINE)
-        imported = {part.split(" as ")[0].strip() for pair in lines for part in ",".join(pair).split(",")} - {""}
-        assert imported <= set(named[:i]), f"{name} imports {imported - set(named[:i])}, which the README lists later"
+    for i, name in enumerate(TREE):
+        modules = set(imported((ROOT / "zerojax" / f"{name}.py").read_text()))
+        assert modules <= set(TREE[:i]), f"{name} imports {modules - set(TREE[:i])}, which the README lists later"
 
 
 @pytest.mark.parametrize("name", zerojax.__all__)

@@ -7,29 +7,40 @@ nor driver.
 from __future__ import annotations
 
 import os
-import re
 from typing import Any
 
 import jax
 from jax.experimental import topologies
 
-# What the compiler asks of a device. Sources: NVIDIA H100 Tensor Core GPU architecture whitepaper (SXM5: 132 SMs, 50 MB
-# L2, 3.35 TB/s HBM3, 80 GB) and the CUDA programming guide's table of compute capability 9.0.
-_H100 = """
-gpu_device_info {
-  cuda_compute_capability { major: 9 }
-  core_count: 132  fpus_per_core: 128  clock_rate_ghz: 1.98
+from zerojax.plan.hardware import Cluster, cluster
+
+_GPU = """
+gpu_device_info {{
+  cuda_compute_capability {{ major: {major} }}
+  core_count: {cores}  fpus_per_core: {fpus}  clock_rate_ghz: {clock_ghz}
   threads_per_warp: 32  threads_per_block_limit: 1024  threads_per_core_limit: 2048
   block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
   registers_per_core_limit: 65536  registers_per_block_limit: 65536
-  shared_memory_per_block: 49152  shared_memory_per_block_optin: 232448  shared_memory_per_core: 233472
-  l2_cache_size: 52428800  memory_bandwidth: 3352320000000  device_memory_size: 85029158912
-}
+  shared_memory_per_block: 49152  shared_memory_per_block_optin: {shared}  shared_memory_per_core: {shared_core}
+  l2_cache_size: {l2}  memory_bandwidth: {memory_rate:.0f}  device_memory_size: {memory_bytes}
+}}
 platform_name: "CUDA"
-device_description_str: "NVIDIA H100 80GB HBM3"
-dnn_version_info { major: 9 minor: 8 }
+device_description_str: "{kind}"
+dnn_version_info {{ major: 9 minor: 8 }}
 """
-_GPUS_PER_HOST = 8
+# Sources: the architecture whitepapers of NVIDIA A100 (2020: 108 SMs, 40 MB L2), H100 (2022: 132, 50 MB; so is the
+# H200) and the target configurations of XLA (xla/backends/gpu/target_config/specs, 2026-11; B200: 148, 126.5 MB); the
+# CUDA programming guide's table of compute capabilities 8.0, 9.0 and 10.0.
+_HOPPER = {
+    "major": 9, "cores": 132, "fpus": 128, "clock_ghz": 1.98, "l2": 52428800, "shared": 232448, "shared_core": 233472
+}  # fmt: skip
+_SPECS = {
+    "a100": {**_HOPPER, "major": 8, "cores": 108, "fpus": 64, "clock_ghz": 1.41, "l2": 41943040, "shared": 166912,
+             "shared_core": 167936},
+    "h100": _HOPPER,
+    "h200": _HOPPER,
+    "b200": {**_HOPPER, "major": 10, "cores": 148, "clock_ghz": 1.965, "l2": 132644864},
+}  # fmt: skip
 # libtpu asks the cloud's metadata server where it runs, unless it is told.
 _NO_TPU_HOST = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5p-128", "TPU_WORKER_HOSTNAMES": "localhost"}
 # Without a driver CUPTI cannot tell its version.
@@ -42,32 +53,59 @@ def devices(target: str) -> list[Any]:
     Call it before JAX looks for devices, or in a process that runs on CPU.
 
     Args:
-        target: 'h100:N', in hosts of 8, or a TPU topology: 'v4:2x2x2', 'v5e:4x4', 'v5p:4x4x4', 'v6e:8x8'.
+        target: 'a100:N', 'h100:N', 'h200:N' or 'b200:N', in hosts of 8; or a TPU topology: 'v4:2x2x2', 'v5e:4x4',
+            'v5p:4x4x4', 'v6e:8x8', or several slices of it: 'v5e:4x4*2'; or 'cpu:N', which are the simulated devices of
+            this process, and can run.
 
     Raises:
         ValueError: an unknown target, or a number that hosts of 8 do not make up.
-        RuntimeError: the compiler is not installed, or refuses the topology.
+        RuntimeError: the compiler is not installed, or refuses the topology; or there are not that many simulated
+            devices.
     """
-    gpus = re.fullmatch(r"h100:(\d+)", target)
-    if gpus:
-        return _h100s(target, int(gpus.group(1)))
-    if re.fullmatch(r"v\d\w*:\d+(x\d+){1,2}", target):
-        return _describe("TPU", _NO_TPU_HOST, target, platform="tpu", topology_name=target)
-    raise ValueError(f"targets: unknown target {target!r}\n  fix:      'h100:8', or a TPU topology such as 'v5e:4x4'")
+    found = cluster(target)
+    if found.chip.platform == "cpu":
+        return _simulated(found)
+    if found.chip.platform == "cuda":
+        return _gpus(found)
+    name, _, num_slices = target.partition("*")
+    options: dict[str, Any] = {"num_slices": int(num_slices)} if num_slices else {}
+    if found.chip.name == "v4":
+        options["chip_config_name"] = "megacore"  # both cores of a chip are one device, as in the cloud
+    return _describe("TPU", _NO_TPU_HOST, target, platform="tpu", topology_name=name, **options)
 
 
-def _h100s(target: str, count: int) -> list[Any]:
-    if not count or (count > _GPUS_PER_HOST and count % _GPUS_PER_HOST):
-        raise ValueError(f"targets: unknown target {target!r}\n  fix:      'h100:N' with N up to 8, or a multiple of 8")
-    per_host = min(count, _GPUS_PER_HOST)
+def platform(target: str) -> str:
+    """What `lower(lowering_platforms=(platform(target),))` wants: 'cuda', 'tpu' or 'cpu'."""
+    return cluster(target).chip.platform
+
+
+def _simulated(wanted: Cluster) -> list[Any]:
+    there = jax.devices("cpu")
+    if len(there) < wanted.num_devices:
+        raise RuntimeError(
+            f"targets: not enough simulated devices for {wanted.target!r}\n"
+            f"  got:      {len(there)}\n"
+            f"  fix:      zerojax.simulate_devices({wanted.num_devices}) before anything else touches JAX"
+        )
+    return there[: wanted.num_devices]
+
+
+def _gpus(wanted: Cluster) -> list[Any]:
+    chip = wanted.chip
+    specification = _GPU.format(
+        kind=chip.device_kinds[0],
+        memory_bytes=chip.memory_bytes,
+        memory_rate=chip.memory_rate.peak,
+        **_SPECS[chip.name],
+    )
     return _describe(
         "GPU",
         _NO_GPU_DRIVER,
-        target,
+        wanted.target,
         platform="cuda",
-        topology_name="NVIDIA H100",
-        topology=f"1x{count // per_host}x{per_host}",
-        target_config=_H100,
+        topology_name=chip.device_kinds[0],
+        topology=f"1x{wanted.num_devices // wanted.devices_per_host}x{wanted.devices_per_host}",
+        target_config=specification,
     )
 
 

@@ -1,0 +1,1 @@
+"""What a training step will need and take, before there is anything to run it on."""
