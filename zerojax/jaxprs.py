@@ -221,18 +221,23 @@ class Flat(NamedTuple):
     outputs: list[Value | None]
 
 
+def manual_parts(closed: Any) -> list[Any]:
+    """The bodies of the `shard_map`s of a traced function, in order: what one device computes."""
+    return [e.params["jaxpr"] for e in closed.jaxpr.eqns if e.primitive.name == "shard_map"]
+
+
 _IN_PLACE = frozenset(
     ["checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "jit"]
 ) | {"pjit", "remat2", "shard_map"}
 
 
-def flattened(jaxpr: Any) -> Flat:
-    """See `Flat`. Two calls of one function are two sets of values."""
+def flattened(jaxpr: Any, space: Any = jax.memory.Space.Device) -> Flat:
+    """See `Flat`. Two calls of one function are two sets of values. What is in another memory space counts 0 bytes."""
     operations: list[Operation] = []
 
     def walk(jaxpr: Any, arguments: Sequence[Value | None]) -> list[Value | None]:
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        scope: dict[Var, Value | None] = {v: Value(bytes_of(v)) for v in jaxpr.constvars}
+        scope: dict[Var, Value | None] = {v: Value(bytes_of(v, space)) for v in jaxpr.constvars}
         scope |= dict(zip(jaxpr.invars, arguments, strict=True))
         read = lambda atom: scope[atom] if is_var(atom) else None
         for e in jaxpr.eqns:
@@ -240,18 +245,18 @@ def flattened(jaxpr: Any) -> Flat:
             if e.primitive.name in _IN_PLACE:
                 results = walk(next(sub_jaxprs(e)), reads)
             else:
-                results = [Value(bytes_of(v)) for v in e.outvars]
+                results = [Value(bytes_of(v, space)) for v in e.outvars]
                 operations.append(Operation(e.primitive.name, e, reads, results))
             scope |= dict(zip(e.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    inputs = [Value(bytes_of(v)) for v in getattr(jaxpr, "jaxpr", jaxpr).invars]
+    inputs = [Value(bytes_of(v, space)) for v in getattr(jaxpr, "jaxpr", jaxpr).invars]
     return Flat(inputs, operations, walk(jaxpr, inputs))
 
 
-def bytes_of(atom: Atom) -> int:
-    """Of a value; 0 for what is no array (tokens, keys count as the words that they are made of)."""
+def bytes_of(atom: Atom, space: Any) -> int:
+    """Of a value in a memory space; 0 for what is no array. PRNG keys count as the words that they are made of."""
     shape, dtype = getattr(atom.aval, "shape", None), getattr(atom.aval, "dtype", None)
-    if shape is None or dtype is None:
+    if shape is None or dtype is None or getattr(atom.aval, "memory_space", jax.memory.Space.Device) != space:
         return 0
     return math.prod(shape) * getattr(dtype, "itemsize", 8)

@@ -18,6 +18,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from zerojax import jaxprs
 from zerojax.jaxprs import Operation, Value
 
@@ -29,7 +31,7 @@ _VIEWS = frozenset(
 _COLLECTIVES = frozenset(["all_gather", "all_to_all", "ppermute", "psum", "psum_invariant", "reduce_scatter"])
 _UPDATES = frozenset(["dynamic_update_slice", "scatter", "scatter-add"])
 _LOOPS = frozenset(["cond", "scan", "while"])
-_READS_STORED = jaxprs.PRODUCTS | _COLLECTIVES | _LOOPS | {"sort", "top_k"}
+_READS_STORED = jaxprs.PRODUCTS | _COLLECTIVES | _LOOPS | {"device_put", "sort", "top_k"}
 _SMALL = 64  # a result this many times smaller than what it is made of is stored
 _KERNELS = ("dot_product_attention", "pure_callback")  # by the start of their names: they read and write buffers
 _STORES = _READS_STORED | _UPDATES | {"argmax", "argmin", "cumsum", "gather"}
@@ -45,16 +47,17 @@ class Peak(NamedTuple):
         return sum(self.by_kind.values())
 
 
-def peak(jaxpr: Any, gradients: Sequence[int] = ()) -> Peak:
+def peak(jaxpr: Any, gradients: Sequence[int] = (), space: Any = jax.memory.Space.Device) -> Peak:
     """The peak of what a traced function makes, beside its inputs.
 
     Args:
         jaxpr: of the function.
         gradients: positions of the outputs that are gradients.
+        space: the memory that is looked at.
     """
-    flat = jaxprs.flattened(jaxpr)
+    flat = jaxprs.flattened(jaxpr, space)
     kinds = {flat.outputs[i]: GRADIENTS for i in gradients}
-    return _Body(flat, [], kinds).peak()
+    return _Body(flat, space, [], kinds).peak()
 
 
 def _stores(operation: Operation) -> bool:
@@ -67,12 +70,13 @@ class _Body:
 
     Args:
         flat: the computation.
+        space: the memory that is looked at.
         owned: inputs whose memory is its own after they were read last; that of the others is the caller's.
         kinds: what some of its inputs and outputs hold.
     """
 
-    def __init__(self, flat: jaxprs.Flat, owned: Iterable[Value], kinds: dict[Any, str]):
-        self.flat, self.kinds = flat, kinds
+    def __init__(self, flat: jaxprs.Flat, space: Any, owned: Iterable[Value], kinds: dict[Any, str]):
+        self.flat, self.space, self.kinds = flat, space, kinds
         self.bases: dict[Value, frozenset[Value]] = {v: frozenset([v]) for v in flat.inputs}
         self.born: dict[Value, int] = dict.fromkeys(owned, -1)
         self.last: dict[Value, int] = dict(self.born)
@@ -206,15 +210,15 @@ class _Body:
 
     def _inside(self, loop: Operation) -> Counter[str]:
         """What a loop or a branch holds beside what is alive around it."""
-        bodies = [jaxprs.flattened(inner) for inner in jaxprs.sub_jaxprs(loop.equation)]
+        bodies = [jaxprs.flattened(inner, self.space) for inner in jaxprs.sub_jaxprs(loop.equation)]
         if loop.name != "scan":
-            peaks = [_Body(flat, [], {}).peak().by_kind for flat in bodies]
+            peaks = [_Body(flat, self.space, [], {}).peak().by_kind for flat in bodies]
             return max(peaks, key=lambda by_kind: by_kind.total())
         (flat,) = bodies
         kinds = {i: self._kind_of(o) for i, o in zip(flat.inputs, loop.reads, strict=True) if o is not None}
         kinds |= {i: self._kind_of(o) for i, o in zip(flat.outputs, loop.results, strict=True) if i is not None}
         known = {value: kind for value, kind in kinds.items() if kind}
-        return _Body(flat, flat.inputs[_carry(loop)], known).peak().by_kind
+        return _Body(flat, self.space, flat.inputs[_carry(loop)], known).peak().by_kind
 
 
 def _carry(operation: Operation) -> slice:

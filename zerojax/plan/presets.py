@@ -186,6 +186,24 @@ def _rotated(x_BSHd: Array) -> Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
+def _stack(create: Callable[[nnx.Rngs], Any], count: int, rngs: nnx.Rngs) -> Any:
+    """As many modules as `count` says, in one, with a leading dim."""
+    return nnx.split_rngs(splits=count)(nnx.vmap(create, in_axes=0, out_axes=0))(rngs)
+
+
+class Table(nnx.Module):
+    """An embedding in the dtype of its weights. `nnx.Embed` returns the one that it was created with."""
+
+    def __init__(self, size: int, width: int, rngs: nnx.Rngs):
+        self.embedding = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (size, width)))
+
+    def __call__(self, tokens: Array) -> Array:
+        return self.embedding[...][tokens]
+
+    def attend(self, x: Array) -> Array:
+        return x @ self.embedding[...].T
+
+
 class Attention(nnx.Module):
     def __init__(self, config: Transformer, attention: Callable[..., Array], rngs: nnx.Rngs):
         self.config, self.attention = config, attention
@@ -225,7 +243,7 @@ class Experts(nnx.Module):
     def __init__(self, config: Transformer, rngs: nnx.Rngs):
         self.config = config
         self.router = nnx.Linear(config.width, config.experts, use_bias=False, rngs=rngs)
-        self.mlps = nnx.vmap(lambda rngs: MLP(config, rngs))(rngs.fork(split=config.experts))
+        self.mlps = _stack(lambda rngs: MLP(config, rngs), config.experts, rngs)
 
     def __call__(self, x_BSD: Array) -> Array:
         x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
@@ -259,7 +277,7 @@ class Layer(nnx.Module):
 def _layers(config: Transformer, attention: Callable[..., Array], rngs: nnx.Rngs) -> tuple[Layer, Any]:
     """(the stack of layers, the norm after them)."""
     norm = (nnx.RMSNorm if config.llama else nnx.LayerNorm)(config.width, rngs=rngs)
-    return nnx.vmap(lambda rngs: Layer(config, attention, rngs))(rngs.fork(split=config.layers)), norm
+    return _stack(lambda rngs: Layer(config, attention, rngs), config.layers, rngs), norm
 
 
 def _through(layers: Layer, x_BSD: Array) -> Array:
@@ -268,9 +286,9 @@ def _through(layers: Layer, x_BSD: Array) -> Array:
 
 class LanguageModel(nnx.Module):
     def __init__(self, config: Transformer, attention: Callable[..., Array], rngs: nnx.Rngs):
-        self.embed = nnx.Embed(config.vocab, config.width, dtype=jnp.bfloat16, rngs=rngs)
+        self.embed = Table(config.vocab, config.width, rngs)
         if not config.llama:
-            self.positions = nnx.Embed(config.seq, config.width, dtype=jnp.bfloat16, rngs=rngs)
+            self.positions = Table(config.seq, config.width, rngs)
         self.layers, self.norm = _layers(config, attention, rngs)
         if not config.tied:
             self.head = nnx.Linear(config.width, config.vocab, use_bias=False, rngs=rngs)

@@ -1,0 +1,71 @@
+"""The command `zerojax`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.group()
+@click.version_option(package_name="zerojax")
+def main() -> None:
+    """ZeRO for JAX."""
+
+
+@main.command()
+@click.option("--preset", "what", help="A model; --list-presets shows them.")
+@click.option("--job", "what", metavar="MODULE:FUNCTION", help="Your own: a function that returns a zerojax.plan.Job.")
+@click.option(
+    "--target", default="h100:8", show_default=True, help="h100:N (a100, h200, b200), v5e:4x4 (v4, v5p, v6e), cpu:N."
+)
+@click.option("--stage", type=click.IntRange(0, 3), default=3, show_default=True)
+@click.option("--precision", default="bf16", show_default=True)
+@click.option("--rows", type=click.IntRange(1), help="Rows on a device in a microbatch.  [default: the model's]")
+@click.option("--microbatches", "num_microbatches", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--keep", default="nothing", show_default=True, help="everything, dots, nothing, or offload.")
+@click.option("--prefetch", type=click.IntRange(0), default=1, show_default=True)
+@click.option("--bucket-mib", type=click.IntRange(1), help="Limit of what one collective moves.")
+@click.option("--replica", type=click.IntRange(1), default=1, show_default=True, help="Size of the replica axis.")
+@click.option("--model", type=click.IntRange(1), help="Size of the model axis.")
+@click.option("--compile", "compiled", is_flag=True, help="Compile the step for the target, too.")
+@click.option("--memory-share", type=float, help="Of a device's memory that a program may use.")
+@click.option("--formulas", is_flag=True, help="Show how each term comes about.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--dump", type=click.Path(file_okay=False, path_type=Path), help="Write the compiled text there.")
+@click.option("--list-presets", is_flag=True, help="Show the presets and end.")
+def plan(what: str | None, target: str, compiled: bool, memory_share: float | None, formulas: bool, as_json: bool,
+         dump: Path | None, list_presets: bool, bucket_mib: int | None, **settings: Any) -> None:  # fmt: skip
+    """Whether a training step fits on a cluster, and what would change that.
+
+    By formula it takes seconds and no accelerator package. With --compile the compiler of the target is asked, on this
+    machine, without an accelerator. The exit code is 0 if the step fits and 3 if it does not.
+    """
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs; the programs are for other devices
+    from rich.console import Console
+
+    from zerojax.plan import presets
+    from zerojax.plan.planner import Settings, plan as make_plan
+    from zerojax.plan.show import render
+
+    console = Console()
+    if list_presets:
+        for name, shapes in presets.PRESETS.items():
+            console.print(f"{name:14s} {shapes}", highlight=False)
+        return
+    if what is None:
+        raise click.UsageError(f"--preset NAME or --job MODULE:FUNCTION\n  presets: {', '.join(presets.PRESETS)}")
+    settings["bucket_bytes"] = bucket_mib and bucket_mib * 2**20
+    try:
+        with Console(stderr=True).status("compiling" if compiled else "tracing"):
+            made = make_plan(what, target, Settings(**settings), compile=compiled, memory_share=memory_share, dump=dump)
+    except (ValueError, RuntimeError) as error:
+        raise click.ClickException(str(error)) from error
+    if as_json:
+        print(json.dumps(made.data()))
+    else:
+        console.print(render(made, formulas))
+    raise SystemExit(0 if made.fits else 3)

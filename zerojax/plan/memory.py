@@ -1,0 +1,168 @@
+"""What a step holds on one device, by terms and without a compiler.
+
+What lives between steps is exact: it is that of `Zero.eval_init`, beside the formula of ZeRO. What a step makes on its
+way is read from its trace, see `liveness`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from zerojax import jaxprs, placement, report
+from zerojax.plan import liveness
+from zerojax.state import TrainState
+from zerojax.step import Setup
+
+
+class Term(NamedTuple):
+    """One part of what a device holds.
+
+    Attributes:
+        name: what it is.
+        num_bytes: on one device.
+        formula: how that comes about, in words and numbers.
+    """
+
+    name: str
+    num_bytes: int
+    formula: str
+
+
+class ModelStates(NamedTuple):
+    """Bytes of one device by the formula of ZeRO."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def num_bytes(self) -> float:
+        return self.parameters + self.gradients + self.optimizer
+
+
+def model_states(parameters: float, stage: int, num_shards: int, optimizer_bytes: float = 12) -> ModelStates:
+    """The model states of a device at a stage, in mixed precision.
+
+    Args:
+        parameters: of the model, Psi.
+        stage: 0 to 3.
+        num_shards: devices that states are sharded over, N.
+        optimizer_bytes: of a parameter, K: 12 for Adam with an fp32 copy.
+
+    Source: ZeRO, sections 3.1 and 5, table 1.
+    """
+    over = lambda sharded: num_shards if sharded else 1
+    return ModelStates(
+        2 * parameters / over(placement.shards_params(stage)),
+        2 * parameters / over(placement.shards_grads(stage)),
+        optimizer_bytes * parameters / over(placement.shards_optimizer(stage)),
+    )
+
+
+def largest_model(limit_bytes: float, stage: int, num_shards: int, model: int = 1) -> float:
+    """Parameters of the largest model whose states fit into a device, divided over a `model` axis too.
+
+    Source: ZeRO, table 2.
+    """
+    return model * limit_bytes / model_states(1, stage, num_shards).num_bytes
+
+
+class Memory(NamedTuple):
+    """Terms of one device when memory is fullest; `host_bytes` in pinned host memory beside."""
+
+    terms: tuple[Term, ...]
+    host_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(term.num_bytes for term in self.terms)
+
+    @property
+    def arguments_bytes(self) -> int:
+        """What lives between steps, and the batch."""
+        return sum(term.num_bytes for term in self.terms if term.name in _LIVE_ON)
+
+
+_LIVE_ON = ("parameters", "optimizer state", "model state", "batch")
+
+
+def step_memory(setup: Setup, state: TrainState, traced: Any, batch: Any, prefetch: int = 1) -> Memory:
+    """The memory of a training step.
+
+    Args:
+        setup: of the Zero.
+        state: of `Zero.eval_init`.
+        traced: `step.trace(state, batch)`.
+        batch: avals of all devices' rows.
+        prefetch: of the step; it is told, not counted.
+    """
+    program, *_ = jaxprs.manual_parts(traced.jaxpr)
+    num_gradients = sum(leaf.trainable for leaf in state.definition.leaves)
+    alive = liveness.peak(program, range(num_gradients)).by_kind
+    moved = _moved_stack(setup, state)
+    made = [Term(kind, alive[kind], text) for kind, text in _made(setup, state, prefetch).items() if alive[kind]]
+    if moved and moved.num_bytes > sum(term.num_bytes for term in made):
+        made = [moved]
+    host = liveness.peak(program, range(num_gradients), jax.memory.Space.Host).num_bytes
+    return Memory((*_held(setup, state, batch), *made), host)
+
+
+def _held(setup: Setup, state: TrainState, batch: Any) -> list[Term]:
+    """What lives between steps, and the batch."""
+    _, axes, stage, precision = setup
+    psi = sum(leaf.size for leaf in state.definition.leaves)
+    totals = report.explain(state, axes, stage, precision).totals
+    optimizer = totals["optimizer"] / max(1, psi)
+    over = lambda sharded: f" / {axes.num_shards}" if sharded and axes.num_shards > 1 else ""
+    width = jnp.dtype(precision.compute_dtype).itemsize
+    shards = axes.num_shards if placement.shards_optimizer(stage) else 1
+    rows = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(batch)) // axes.num_devices
+    params = f"{width} x {_count(psi)}{over(placement.shards_params(stage))}"
+    terms = [
+        Term("parameters", totals["params"], params),
+        Term("optimizer state", totals["optimizer"], f"{optimizer * shards:.3g} x {_count(psi)}{over(shards > 1)}"),
+        Term("model state", totals["model_state"], "as the model holds it, whole"),
+        Term("batch", rows, "the rows of one device"),
+    ]
+    return [term for term in terms if term.num_bytes]
+
+
+def _made(setup: Setup, state: TrainState, prefetch: int) -> dict[str, str]:
+    """How what a step makes comes about, by its kind."""
+    width = jnp.dtype(setup.precision.compute_dtype).itemsize
+    units: dict[str, int] = {}
+    for leaf in state.definition.leaves:
+        units[leaf.unit] = units.get(leaf.unit, 0) + leaf.size // (leaf.shape[0] if leaf.stacked else 1)
+    largest = max(units, key=lambda unit: units[unit])
+    return {
+        liveness.GATHERED: f"up to {prefetch + 1} units; the largest, {largest!r}: {width} x {_count(units[largest])}",
+        liveness.GRADIENTS: "those that are there when memory is fullest: reduced, and in full on their way",
+        liveness.CHECKPOINTS: "what waits around the loop that runs when memory is fullest",
+        liveness.ACTIVATIONS: "of the unit that computes when memory is fullest, by the trace",
+    }
+
+
+def _moved_stack(setup: Setup, state: TrainState) -> Term | None:
+    """Stages 1 and 2: a stack is gathered with the devices in front, and then moved to where the parameter lives."""
+    if not placement.shards_optimizer(setup.stage) or placement.shards_params(setup.stage):
+        return None
+    width = jnp.dtype(setup.precision.compute_dtype).itemsize
+    moved = [leaf for leaf in state.definition.leaves if leaf.dim and leaf.trainable]
+    if not moved:
+        return None
+    largest = max(moved, key=lambda leaf: leaf.size)
+    num_bytes = int(min(width * largest.size, setup.axes.bucket_bytes))
+    return Term(
+        "gathered", num_bytes, f"after the update: {largest.path!r} as it arrives: {width} x {_count(largest.size)}"
+    )
+
+
+def _count(elements: int) -> str:
+    for size, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if elements >= size:
+            return f"{elements / size:.4g}{letter}"
+    return str(elements)

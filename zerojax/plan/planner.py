@@ -1,0 +1,294 @@
+"""Whether a step fits on a cluster, by formula or by its compiler, and what would change that."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zerojax import targets
+from zerojax.keep import Keep
+from zerojax.mesh import make_mesh
+from zerojax.plan import presets
+from zerojax.plan.hardware import Cluster, cluster
+from zerojax.plan.memory import Memory, step_memory
+from zerojax.plan.presets import Job
+from zerojax.plan.program import CompiledStep, compile_step
+from zerojax.zero import Zero
+
+# The share of a device's memory that a program may use. GPUs: what JAX takes without XLA_CLIENT_MEM_FRACTION (JAX's
+# documentation, "GPU memory allocation", 2026-11). TPUs: 15.75 GiB of a v5e's 16 are left by what is reserved (the
+# compiler's own message, libtpu 0.0.41, 2026-11); that it is as much elsewhere is a guess.
+MEMORY_SHARE = {"cuda": 0.75, "tpu": 0.984, "cpu": 1.0}
+_MOST_OF_A_GPU = 0.95  # a guess: the driver and NCCL take some of the rest
+KEEPS = ("everything", "dots", "nothing", "offload")  # from what holds most to what holds least
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How a step is built; the defaults of `rows` are those of the model.
+
+    Attributes:
+        stage, precision: of `Zero`.
+        rows: on a device in a microbatch.
+        num_microbatches, prefetch, bucket_bytes: of `Zero.train_step`.
+        keep: 'everything', 'dots', 'nothing', or 'offload': as 'nothing', with the inputs of layers in host memory.
+        replica, model: of `make_mesh`.
+    """
+
+    stage: int = 3
+    precision: str = "bf16"
+    rows: int | None = None
+    num_microbatches: int = 1
+    keep: str = "nothing"
+    prefetch: int = 1
+    bucket_bytes: int | None = None
+    replica: int = 1
+    model: int | None = None
+
+    def python(self) -> str:
+        """The calls that build the step."""
+        given = (("replica", self.replica), ("model", self.model))
+        mesh = ", ".join(f"{name}={size}" for name, size in given if size not in (None, 1))
+        keep = "zerojax.Keep(offload_inputs=True)" if self.keep == "offload" else repr(self.keep)
+        step = [f"keep={keep}", f"prefetch={self.prefetch}"]
+        step += [f"num_microbatches={self.num_microbatches}"] if self.num_microbatches > 1 else []
+        step += [f"bucket_bytes={self.bucket_bytes}"] if self.bucket_bytes else []
+        return (
+            f"zero = zerojax.Zero(zerojax.make_mesh({mesh}), stage={self.stage}, precision={self.precision!r})\n"
+            f"step = zero.train_step(loss_fn, {', '.join(step)})"
+        )
+
+
+class Suggestion(NamedTuple):
+    """A change, what a device would hold with it by formula, and whether that fits."""
+
+    change: str
+    peak_bytes: int
+    fits: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A step on a cluster.
+
+    Attributes:
+        what: the preset or the function.
+        cluster: where.
+        settings: how, with `rows` filled in.
+        parameters: of the model.
+        memory: by formula.
+        limit_bytes: what a program may use on a device.
+        program: by the compiler; None if it was not asked.
+        suggestions: what else could be done.
+    """
+
+    what: str
+    cluster: Cluster
+    settings: Settings
+    parameters: int
+    memory: Memory
+    limit_bytes: int
+    program: CompiledStep | None = None
+    suggestions: tuple[Suggestion, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        """By the compiler where it was asked, else by formula."""
+        return self.program.peak_bytes if self.program else self.memory.peak_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return self.program.host_bytes if self.program else self.memory.host_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.peak_bytes <= self.limit_bytes
+
+    @property
+    def room_bytes(self) -> int:
+        """What is left; negative if it does not fit."""
+        return self.limit_bytes - self.peak_bytes
+
+    def data(self) -> dict[str, Any]:
+        """All of it for a program, bytes on one device."""
+        program = self.program and self.program._replace(text="")._asdict()
+        if program:
+            del program["text"]
+            program["traffic"] = program["traffic"] and [row._asdict() for row in program["traffic"]]
+        return {
+            "what": self.what,
+            "target": self.cluster.target,
+            "num_devices": self.cluster.num_devices,
+            "settings": dataclasses.asdict(self.settings),
+            "parameters": self.parameters,
+            "fits": self.fits,
+            "level": "compiled" if self.program else "formula",
+            "peak_bytes": self.peak_bytes,
+            "limit_bytes": self.limit_bytes,
+            "capacity_bytes": self.cluster.chip.memory_bytes,
+            "host_bytes": self.host_bytes,
+            "terms": [term._asdict() for term in self.memory.terms],
+            "formula_peak_bytes": self.memory.peak_bytes,
+            "program": program,
+            "suggestions": [suggestion._asdict() for suggestion in self.suggestions],
+        }
+
+
+def plan(
+    what: str,
+    target: str,
+    settings: Settings = Settings(),
+    *,
+    compile: bool = False,
+    memory_share: float | None = None,
+    dump: Path | None = None,
+    suggest: bool = True,
+) -> Plan:
+    """Whether a step fits.
+
+    Args:
+        what: a preset (`presets.PRESETS`), or 'module:function', which returns a `Job`.
+        target: as `targets.devices` names it.
+        settings: of the step.
+        compile: also compile the step for the target. Without, no compiler and no accelerator package is needed.
+        memory_share: of a device's memory that a program may use. Default: `MEMORY_SHARE`.
+        dump: a folder for the compiled program's text.
+        suggest: also say what would change the verdict.
+
+    Raises:
+        ValueError: an unknown preset, function, target or setting, or rows that do not divide.
+        RuntimeError: the target's compiler is not installed; the text says how.
+
+    Cost: a trace of the step, about a second, and one for each suggestion; compiling takes 10 to 60 s.
+    """
+    where = cluster(target)
+    share = MEMORY_SHARE[where.chip.platform] if memory_share is None else memory_share
+    if not 0 < share <= 1:
+        raise ValueError(f"plan: memory_share is {share}\n  fix:      a share of the device's memory: 0 < share <= 1")
+    limit = int(share * where.chip.memory_bytes)
+    devices = targets.devices(target) if compile else None  # before JAX looks for devices
+    job = find_job(what, where.chip.platform, compiled=False)
+    settings = dataclasses.replace(settings, rows=settings.rows or job.rows)
+    traced = trace(job, where.num_devices, settings)
+    program = None
+    if devices is not None:
+        exact = trace(find_job(what, where.chip.platform, compiled=True), devices, settings)
+        axes = dict(exact.zero.setup.mesh.shape)
+        program = compile_step(exact.step, where.chip.platform, axes, traced.memory.arguments_bytes, dump)
+    found = Plan(what, where, settings, traced.parameters, traced.memory, limit, program)
+    suggestions = tuple(_suggestions(found, job)) if suggest else ()
+    return dataclasses.replace(found, suggestions=suggestions)
+
+
+def find_job(what: str, platform: str, compiled: bool) -> Job:
+    """The job of a preset, or of the user's function.
+
+    Args:
+        what: see `plan`.
+        platform: that it is for; programs for GPUs have fused attention.
+        compiled: it is to be compiled; else it is only traced, and needs no package of the platform.
+    """
+    if what in presets.PRESETS:
+        fused = presets.cudnn_attention if compiled else presets.described_attention
+        return presets.job(presets.PRESETS[what], fused if platform == "cuda" else None)
+    module, colon, name = what.partition(":")
+    if not colon:
+        raise ValueError(
+            f"plan: no preset {what!r}\n  fix:      one of {', '.join(presets.PRESETS)}, or 'module:function'"
+        )
+    try:
+        made = getattr(importlib.import_module(module), name)()
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"plan: {what!r} cannot be called\n  got:      {error}\n"
+            f"  fix:      'module:function' with a module that Python finds (PYTHONPATH=.)"
+        ) from error
+    if not isinstance(made, Job):
+        raise ValueError(
+            f"plan: {what!r} returns no job\n  got:      {type(made).__name__}\n"
+            f"  fix:      return zerojax.plan.Job(create_model, tx, loss_fn, batch, rows=..., tokens=...)"
+        )
+    return made
+
+
+class Traced(NamedTuple):
+    """A step that was traced for a cluster, and what it holds by formula."""
+
+    zero: Zero
+    step: Any
+    parameters: int
+    memory: Memory
+
+
+def trace(job: Job, devices: Any, settings: Settings) -> Traced:
+    """A step on devices, or on as many as a number says."""
+    mesh = make_mesh(devices=devices, replica=settings.replica, model=settings.model)
+    zero = Zero(mesh, settings.stage, settings.precision)
+    state = zero.eval_init(job.create_model, job.tx)
+    keep = Keep(offload_inputs=True) if settings.keep == "offload" else settings.keep
+    step = zero.train_step(
+        job.loss_fn,
+        num_microbatches=settings.num_microbatches,
+        keep=keep,
+        prefetch=settings.prefetch,
+        bucket_bytes=settings.bucket_bytes,
+    )
+    rows = (settings.rows or job.rows) * settings.num_microbatches * zero.setup.axes.num_devices
+    batch = job.batch(rows)
+    traced = step.trace(state, batch)
+    memory = step_memory(zero.setup, state, traced, batch, settings.prefetch)
+    return Traced(zero, traced, sum(leaf.size for leaf in state.definition.leaves), memory)
+
+
+def _suggestions(found: Plan, job: Job) -> Iterator[Suggestion]:
+    """If the step does not fit: what makes it smaller. If it does: what the room could be used for."""
+    chip = found.cluster.chip
+    if chip.platform == "cuda" and found.limit_bytes < found.peak_bytes <= _MOST_OF_A_GPU * chip.memory_bytes:
+        yield Suggestion(f"XLA_CLIENT_MEM_FRACTION={_MOST_OF_A_GPU} in the environment", found.peak_bytes, True)
+    changes = _smaller if not found.fits else _faster
+    correction = max(0, found.peak_bytes - found.memory.peak_bytes)  # of the formula, where the compiler was asked
+    for text, settings, num_devices in changes(found):
+        memory = trace(job, num_devices, settings).memory
+        peak_bytes = memory.peak_bytes + correction
+        if found.fits or peak_bytes < found.peak_bytes:
+            yield Suggestion(text, peak_bytes, peak_bytes <= found.limit_bytes)
+
+
+Change = tuple[str, Settings, int]
+
+
+def _smaller(found: Plan) -> Iterator[Change]:
+    settings, num_devices = found.settings, found.cluster.num_devices
+    change = functools.partial(dataclasses.replace, settings)
+    if settings.stage < 3:
+        yield "stage 3", change(stage=3), num_devices
+    for keep in KEEPS[KEEPS.index(settings.keep) + 1 :] if settings.keep in KEEPS else ():
+        yield f"keep={keep!r}", change(keep=keep), num_devices
+    if settings.rows and settings.rows % 2 == 0:
+        twice = 2 * settings.num_microbatches
+        halved = change(rows=settings.rows // 2, num_microbatches=twice)
+        yield f"the same rows in {twice} microbatches of {settings.rows // 2}", halved, num_devices
+    if settings.prefetch:
+        yield "prefetch=0 (each unit waits for its weights)", change(prefetch=0), num_devices
+    if settings.stage:
+        yield f"{4 * num_devices} devices", settings, 4 * num_devices
+
+
+def _faster(found: Plan) -> Iterator[Change]:
+    settings, num_devices = found.settings, found.cluster.num_devices
+    change = functools.partial(dataclasses.replace, settings)
+    for keep in KEEPS[: KEEPS.index(settings.keep)] if settings.keep in KEEPS else ():
+        yield f"keep={keep!r}: less is computed again", change(keep=keep), num_devices
+    if settings.rows:
+        yield (
+            f"{2 * settings.rows} rows: twice the work for the same bytes",
+            change(rows=2 * settings.rows),
+            num_devices,
+        )
+    if settings.stage:
+        lower = settings.stage - 1
+        yield f"stage {lower}{': fewer bytes sent' if settings.stage == 3 else ''}", change(stage=lower), num_devices
