@@ -10,6 +10,8 @@ import math
 import re
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from zerojax.hlo import Block, Buffer, Instruction, Program, attribute, blocks, refuse, trips_of
 
 _COLLECTIVES = frozenset(
@@ -267,3 +269,36 @@ def _move(result: Instruction, inside: bool) -> tuple[str, Buffer] | None:
     if len(written.buffers) != 1 or len(i.buffers) != 1:
         raise refuse(result, "a move of a tuple")
     return (_MOVE_NAMES[level], written.buffers[0]) if written.buffers[0].space == i.buffers[0].space else None
+
+
+def groups(collective: Instruction, num_devices: int) -> list[tuple[int, ...]]:
+    """The devices that take part in each group of a collective, by their index in the mesh; pairs of a permutation.
+
+    Raises:
+        ValueError: groups that are not understood.
+    """
+    if collective.op.startswith("collective-permute"):
+        pairs = re.findall(r"\{(\d+),(\d+)\}", attribute(r"source_target_pairs=\{(.*?\})\}", collective))
+        return [(int(source), int(target)) for source, target in pairs]
+    text = attribute(r"replica_groups=(\{\}|\{\{[\d,{}]*\}\}|\[[^ ]*?(?=, |$)|mesh\[.*?\] ?\{.*?\})", collective)
+    if text == "{}":
+        return [tuple(range(num_devices))]
+    if text.startswith("{"):
+        return [tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", text)]
+    iota = re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if iota:
+        shape, sizes, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
+        return _rows(np.arange(math.prod(sizes or [])).reshape(sizes).transpose(order).reshape(shape))
+    mesh = re.fullmatch(r"mesh\[((?:'\w+'=\d+,?)+)\] ?\{((?:'\w+',?)*)\}", text)
+    if not mesh:
+        raise refuse(collective, "groups that are not understood")
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh.group(1))}
+    spanned = re.findall(r"'(\w+)'", mesh.group(2))
+    order = [*(name for name in sizes if name not in spanned), *spanned]
+    devices = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
+    ordered = devices.transpose([list(sizes).index(name) for name in order])
+    return _rows(ordered.reshape(-1, math.prod(sizes[name] for name in spanned)))
+
+
+def _rows(devices: np.ndarray) -> list[tuple[int, ...]]:
+    return [tuple(row) for row in devices.tolist()]

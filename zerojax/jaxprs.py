@@ -23,6 +23,11 @@ RANDOM_PRIMITIVES = frozenset({"random_bits", "threefry2x32", "rng_bit_generator
 # One operand in, the same elements out: these commute with taking a shard or a layer of a stacked leaf.
 ELEMENT_PRESERVING = frozenset({"convert_element_type", "transpose", "copy", "copy_p", "reduce_precision"})
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+_ATTENTION = frozenset({"dot_product_attention_fwd", "dot_product_attention_fwd_wrapper"})
+# They multiply, and how much is not known here: kernels, ragged products, and what runs on a part of the devices.
+_UNKNOWN_PRODUCTS = frozenset(
+    {"dot_product_attention_bwd", "dot_product_attention_bwd_wrapper", "pallas_call", "ragged_dot_general", "shard_map"}
+)
 _DEBUG_INFO = core.DebugInfo("zerojax", "segment", None, None)
 
 
@@ -92,6 +97,35 @@ def multiplies(equations: Iterable[Equation]) -> bool:
     return any(
         e.primitive.name in PRODUCTS or any(multiplies(inner.eqns) for inner in sub_jaxprs(e)) for e in equations
     )
+
+
+def product_flops(jaxpr: Any) -> int:
+    """Of the matrix products and convolutions of a jaxpr: 2 x elements of the result x elements contracted.
+
+    Raises:
+        ValueError: a product that runs an unknown number of times, or in a form that is not known here.
+    """
+    return sum(_equation_flops(equation) for equation in jaxpr.eqns)
+
+
+def _equation_flops(equation: Equation) -> int:
+    name, shapes = equation.primitive.name, [atom.aval.shape for atom in equation.invars if hasattr(atom.aval, "shape")]
+    if name == "dot_general":
+        (contracted, _), _ = equation.params["dimension_numbers"]
+        return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(shapes[0][d] for d in contracted)
+    if name == "conv_general_dilated":
+        features = equation.params["dimension_numbers"].rhs_spec[0]
+        return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(shapes[1]) // shapes[1][features]
+    if name in _ATTENTION:  # by cuDNN: q [B, T, N, H] and k [B, S, K, H], or with heads before positions
+        keys = shapes[1][1 if equation.params["layout"] == 0 else 2]
+        return 2 * 2 * math.prod(shapes[0]) * keys
+    inner = [product_flops(sub) for sub in sub_jaxprs(equation)]
+    if is_scan(equation):
+        return scan_params(equation).length * sum(inner)
+    unknown = name in _UNKNOWN_PRODUCTS or (name == "cond" and len(set(inner)) > 1) or (name == "while" and any(inner))
+    if unknown:
+        raise ValueError(f"jaxprs: products of {name!r} cannot be counted\n  got:      {str(equation)[:160]}")
+    return inner[0] if name == "cond" else sum(inner)
 
 
 def run(jaxpr: Any, *args: Any) -> list[Any]:

@@ -39,6 +39,7 @@ class Chip:
         device_kinds: what `jax.Device.device_kind` may be.
         memory_bytes: capacity of its memory.
         flops: of dense bf16 matrix products.
+        f32_share: of that rate for products of f32 arrays at JAX's default precision.
         memory_rate: bytes that it reads and writes in its memory.
         host_rate: bytes between its memory and that of its host, one way.
         link_rate: bytes that it sends: on a GPU to the others of its host, on a TPU over one link, one way.
@@ -54,6 +55,7 @@ class Chip:
     device_kinds: tuple[str, ...]
     memory_bytes: int
     flops: Rate
+    f32_share: float
     memory_rate: Rate
     host_rate: Rate
     link_rate: Rate
@@ -68,6 +70,7 @@ class Chip:
 #   A100 Tensor Core GPU" (SXM, 80 GB, 2021), "NVIDIA H100 Tensor Core GPU" (SXM, 2022), "NVIDIA H200 Tensor Core GPU"
 #   (SXM, 2023), "NVIDIA HGX" (B200, 2025). The bytes of memory and their peak rate are what a driver gives, as XLA
 #   notes them (xla/backends/gpu/target_config/specs, 2026-11).
+# Products of f32 arrays are TF32's by default, with half the peak (the data sheets).
 # Products, at the power limit: H200 755 TFLOP/s and B200 1429 (Bekman, "Machine Learning Engineering", accelerators,
 #   MSMF, 2026). A100 268 at its best shape, that is 0.86 (ibid., MAMF, 2024); that it holds 0.8 is a guess. H100 792 at
 #   its best shape (ibid.); that it holds 0.71 is a guess.
@@ -88,6 +91,7 @@ _A100 = Chip(
     device_kinds=("NVIDIA A100-SXM4-80GB",),
     memory_bytes=85_100_068_864,
     flops=Rate(312e12, 0.8),
+    f32_share=0.5,
     memory_rate=Rate(2.03904e12, 0.9),
     host_rate=Rate(32e9, 0.8),
     link_rate=Rate(300e9, 0.78),
@@ -100,6 +104,7 @@ _H100 = Chip(
     device_kinds=("NVIDIA H100 80GB HBM3",),
     memory_bytes=85_029_158_912,
     flops=Rate(989e12, 0.71),
+    f32_share=0.5,
     memory_rate=Rate(3.35232e12, 0.94),
     host_rate=Rate(64e9, 0.8),
     link_rate=Rate(450e9, 0.82),
@@ -129,6 +134,7 @@ _B200 = dataclasses.replace(
 #   both directions; v4: 50 GB/s (Jouppi et al., "TPU v4", arXiv 2304.01433, 2023). That 0.9 of a link is reached is
 #   what "How to Scale Your Model" (TPUs, 2025) counts with: 45 and 90 GB/s; from there too: PCIe 16 GB/s (v6e 32) and
 #   the network 6.25 GB/s (v5e 3.125, v6e 12.5) of each chip.
+# Products of f32 arrays are rounded to bf16 by default (jax.lax.Precision.DEFAULT).
 # Guesses: 0.9 of the products' and of the memory's peak; no time from kernel to kernel, since one program runs them
 #   all; 1 us for a step over a link, and 1 us to start; 50 us for a step to another slice.
 _ICI = {"kernel_s": 0.0, "collective_s": 1e-6, "hop_s": 1e-6, "network_hop_s": 50e-6}
@@ -143,6 +149,7 @@ def _tpu(
         kinds,
         gib * 2**30,
         Rate(flops, 0.9),
+        1.0,
         Rate(memory, 0.9),
         Rate(host, 1.0),
         Rate(link, 0.9),
@@ -159,6 +166,7 @@ _CPU = Chip(
     device_kinds=("cpu",),
     memory_bytes=2 * 2**30,
     flops=Rate(20e9, 1.0),
+    f32_share=1.0,
     memory_rate=Rate(5e9, 1.0),
     host_rate=Rate(5e9, 1.0),
     link_rate=Rate(1e9, 1.0),

@@ -1,0 +1,46 @@
+"""What a model computes in a step, and its share of the chips' peak: recomputation is no work of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from zerojax import jaxprs
+from zerojax.plan.hardware import Cluster
+
+
+class Throughput(NamedTuple):
+    """Tokens a second, of all devices and of each; and the model's flops over the peak of all devices."""
+
+    tokens_per_s: float
+    tokens_per_device_s: float
+    model_flop_utilisation: float
+
+
+def model_flops(loss_fn: Callable[..., Any], *args: Any) -> int:
+    """Flops of the matrix products of a step that computes nothing twice: three times those of the loss.
+
+    Each product of the forward pass has two in the backward pass, for its two operands. Attention counts in full,
+    whatever its mask, as is the custom (12 x layers x width x length for each token); elementwise operations do not.
+
+    Args:
+        loss_fn: any function of arrays. An NNX model is merged inside it: `lambda state, batch:
+            loss(nnx.merge(graph, state), batch)`.
+        *args: its arguments, arrays or avals, for all devices together.
+
+    Raises:
+        ValueError: a product in a loop whose number of iterations is not known, or a kernel whose products are not.
+
+    Source:
+        Chowdhery et al., "PaLM", appendix B, arXiv 2204.02311.
+    """
+    return 3 * jaxprs.product_flops(jax.make_jaxpr(loss_fn)(*args).jaxpr)
+
+
+def throughput(step_s: float, cluster: Cluster, num_tokens: int, flops: int) -> Throughput:
+    """Of a step over `num_tokens` tokens on all devices, for which the model takes `flops` (of `model_flops`)."""
+    peak = cluster.num_devices * cluster.chip.flops.peak
+    rate = num_tokens / step_s
+    return Throughput(rate, rate / cluster.num_devices, flops / step_s / peak)
