@@ -33,12 +33,24 @@ def main() -> None:
 @click.option("--model", type=click.IntRange(1), help="Size of the model axis.")
 @click.option("--compile", "compiled", is_flag=True, help="Compile the step for the target, too.")
 @click.option("--memory-share", type=float, help="Of a device's memory that a program may use.")
+@click.option("--auto", is_flag=True, help="Search the fastest settings that fit, with --rows of a device in a step.")
 @click.option("--formulas", is_flag=True, help="Show how each term comes about.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--dump", type=click.Path(file_okay=False, path_type=Path), help="Write the compiled text there.")
 @click.option("--list-presets", is_flag=True, help="Show the presets and end.")
-def plan(what: str | None, target: str, compiled: bool, memory_share: float | None, formulas: bool, as_json: bool,
-         dump: Path | None, list_presets: bool, bucket_mib: int | None, **settings: Any) -> None:  # fmt: skip
+def plan(
+    what: str | None,
+    target: str,
+    compiled: bool,
+    memory_share: float | None,
+    formulas: bool,
+    as_json: bool,
+    dump: Path | None,
+    list_presets: bool,
+    auto: bool,
+    bucket_mib: int | None,
+    **settings: Any,
+) -> None:
     """Whether a training step fits on a cluster, and what would change that.
 
     By formula it takes seconds and no accelerator package. With --compile the compiler of the target is asked, on this
@@ -49,7 +61,8 @@ def plan(what: str | None, target: str, compiled: bool, memory_share: float | No
 
     from zerojax.plan import presets
     from zerojax.plan.planner import Settings, plan as make_plan
-    from zerojax.plan.show import render
+    from zerojax.plan.search import search
+    from zerojax.plan.show import render, render_ranking
 
     console = Console()
     if list_presets:
@@ -58,6 +71,14 @@ def plan(what: str | None, target: str, compiled: bool, memory_share: float | No
         return
     if what is None:
         raise click.UsageError(f"--preset NAME or --job MODULE:FUNCTION\n  presets: {', '.join(presets.PRESETS)}")
+    if auto:
+        try:
+            with Console(stderr=True).status("searching") as status:
+                found = search(what, target, settings["rows"], memory_share=memory_share, on_step=status.update)
+        except (ValueError, RuntimeError) as error:
+            raise click.ClickException(str(error)) from error
+        console.print(render_ranking(found))
+        raise SystemExit(0 if found.winner else 3)
     settings["bucket_bytes"] = bucket_mib and bucket_mib * 2**20
     try:
         with Console(stderr=True).status("compiling" if compiled else "tracing"):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zerojax import targets
+from zerojax import jaxprs, targets
 from zerojax.keep import Keep
 from zerojax.mesh import make_mesh
 from zerojax.plan import presets
@@ -17,6 +17,7 @@ from zerojax.plan.hardware import Cluster, cluster
 from zerojax.plan.memory import Memory, step_memory
 from zerojax.plan.presets import Job
 from zerojax.plan.program import CompiledStep, compile_step
+from zerojax.plan.utilisation import Throughput, throughput
 from zerojax.zero import Zero
 
 # The share of a device's memory that a program may use. GPUs: what JAX takes without XLA_CLIENT_MEM_FRACTION (JAX's
@@ -83,6 +84,7 @@ class Plan:
         memory: by formula.
         limit_bytes: what a program may use on a device.
         program: by the compiler; None if it was not asked.
+        throughput: by the schedule of the compiled program; None if that could not be read.
         suggestions: what else could be done.
     """
 
@@ -93,6 +95,7 @@ class Plan:
     memory: Memory
     limit_bytes: int
     program: CompiledStep | None = None
+    throughput: Throughput | None = None
     suggestions: tuple[Suggestion, ...] = ()
 
     @property
@@ -115,10 +118,13 @@ class Plan:
 
     def data(self) -> dict[str, Any]:
         """All of it for a program, bytes on one device."""
-        program = self.program and self.program._replace(text="")._asdict()
-        if program:
-            del program["text"]
-            program["traffic"] = program["traffic"] and [row._asdict() for row in program["traffic"]]
+        program, timed = None, None
+        if self.program:
+            reading, timed = self.program.reading, self.program.reading.prediction
+            traffic = reading.traffic and [row._asdict() for row in reading.traffic]
+            program = self.program._asdict() | reading._asdict() | {"traffic": traffic}
+            for left_out in "reading", "text", "prediction":
+                del program[left_out]
         return {
             "what": self.what,
             "target": self.cluster.target,
@@ -134,6 +140,11 @@ class Plan:
             "terms": [term._asdict() for term in self.memory.terms],
             "formula_peak_bytes": self.memory.peak_bytes,
             "program": program,
+            "step_s": timed and timed.step_s,
+            "bound_by": timed and timed.bound_by,
+            "busy_s": timed and dict(timed.busy_s),
+            "tokens_per_device_s": self.throughput and self.throughput.tokens_per_device_s,
+            "mfu": self.throughput and self.throughput.model_flop_utilisation,
             "suggestions": [suggestion._asdict() for suggestion in self.suggestions],
         }
 
@@ -174,12 +185,14 @@ def plan(
     job = find_job(what, where.chip.platform, compiled=False)
     settings = dataclasses.replace(settings, rows=settings.rows or job.rows)
     traced = trace(job, where.num_devices, settings)
-    program = None
+    program = speed = None
     if devices is not None:
         exact = trace(find_job(what, where.chip.platform, compiled=True), devices, settings)
         axes = dict(exact.zero.setup.mesh.shape)
-        program = compile_step(exact.step, where.chip.platform, axes, traced.memory.arguments_bytes, dump)
-    found = Plan(what, where, settings, traced.parameters, traced.memory, limit, program)
+        program = compile_step(exact.step, where, axes, traced.memory.arguments_bytes, dump)
+        if program.reading.prediction:
+            speed = _throughput(what, where, settings, program.reading.prediction.step_s)
+    found = Plan(what, where, settings, traced.parameters, traced.memory, limit, program, speed)
     suggestions = tuple(_suggestions(found, job)) if suggest else ()
     return dataclasses.replace(found, suggestions=suggestions)
 
@@ -237,11 +250,33 @@ def trace(job: Job, devices: Any, settings: Settings) -> Traced:
         prefetch=settings.prefetch,
         bucket_bytes=settings.bucket_bytes,
     )
-    rows = (settings.rows or job.rows) * settings.num_microbatches * zero.setup.axes.num_devices
-    batch = job.batch(rows)
+    batch = job.batch((settings.rows or job.rows) * settings.num_microbatches * zero.setup.axes.num_devices)
     traced = step.trace(state, batch)
     memory = step_memory(zero.setup, state, traced, batch, settings.prefetch)
     return Traced(zero, traced, sum(leaf.size for leaf in state.definition.leaves), memory)
+
+
+def num_rows(job: Job, where: Cluster, settings: Settings) -> int:
+    """Of all devices in a step."""
+    return (settings.rows or job.rows) * settings.num_microbatches * where.num_devices // (settings.model or 1)
+
+
+def model_flops_of(what: str, where: Cluster, settings: Settings) -> int:
+    """Of a step of all devices, without what is computed again: three times the products of the loss.
+
+    They are counted where attention is written out. See `utilisation`.
+    """
+    job = find_job(what, "", compiled=False)
+    zero = Zero(make_mesh(devices=where.num_devices // (settings.model or 1)), stage=0)
+    rows = num_rows(job, where, settings)
+    evaluated = zero.eval_step(job.loss_fn).trace(zero.eval_init(job.create_model, job.tx), job.batch(rows))
+    (program,) = jaxprs.manual_parts(evaluated.jaxpr)
+    return 3 * jaxprs.product_flops(program) * zero.setup.axes.num_devices
+
+
+def _throughput(what: str, where: Cluster, settings: Settings, step_s: float) -> Throughput:
+    job = find_job(what, "", compiled=False)
+    return throughput(step_s, where, num_rows(job, where, settings) * job.tokens, model_flops_of(what, where, settings))
 
 
 def _suggestions(found: Plan, job: Job) -> Iterator[Suggestion]:

@@ -1,4 +1,4 @@
-"""What the compiler for a target makes of a step: bytes, collectives, and what it says where memory does not do."""
+"""What the compiler for a target makes of a step, or what it says where memory does not do."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import jax
 
 from zerojax import compiled, hlo
+from zerojax.plan import timeline
+from zerojax.plan.hardware import Cluster
 
 
 class Traffic(NamedTuple):
@@ -32,6 +34,24 @@ class Traffic(NamedTuple):
     exposed_bytes: float
 
 
+class Reading(NamedTuple):
+    """What was read in the text of a program, in which what could not be read is None.
+
+    Attributes:
+        buffers_bytes: the most of collectives that are under way at the same time, in full form.
+        copied_bytes: what loops copy of arrays of a MiB or more.
+        traffic: what is sent.
+        prediction: of the time.
+        unread: why something is None.
+    """
+
+    buffers_bytes: int | None = None
+    copied_bytes: int | None = None
+    traffic: tuple[Traffic, ...] | None = None
+    prediction: timeline.Prediction | None = None
+    unread: str | None = None
+
+
 class CompiledStep(NamedTuple):
     """Bytes are those of one device.
 
@@ -39,10 +59,8 @@ class CompiledStep(NamedTuple):
         peak_bytes: arguments, temporaries, and results that have no argument's place.
         arguments_bytes, temporaries_bytes, aliased_bytes: of the program's buffers.
         host_bytes: temporaries in pinned host memory.
-        buffers_bytes: the most of collectives that are under way at the same time, in full form.
-        copied_bytes: what loops copy of arrays of a MiB or more.
-        traffic: None if the program is not understood, for which `unread` gives the reason.
         compile_s: what compiling took on this machine.
+        reading: of the text.
         text: of the program; '' where the compiler gave up.
     """
 
@@ -51,11 +69,8 @@ class CompiledStep(NamedTuple):
     temporaries_bytes: int
     aliased_bytes: int
     host_bytes: int
-    buffers_bytes: int | None
-    copied_bytes: int | None
-    traffic: tuple[Traffic, ...] | None
-    unread: str | None
     compile_s: float
+    reading: Reading
     text: str
 
 
@@ -63,13 +78,13 @@ _MOVED_BYTES = 2**20  # smaller copies are of counters and events
 
 
 def compile_step(
-    traced: Any, platform: str, axes: dict[str, int], arguments_bytes: int, dump: Path | None = None
+    traced: Any, cluster: Cluster, axes: dict[str, int], arguments_bytes: int, dump: Path | None = None
 ) -> CompiledStep:
     """Compiles a traced step for the devices of its mesh.
 
     Args:
         traced: `step.trace(state, batch)`.
-        platform: 'cuda', 'tpu' or 'cpu'.
+        cluster: which these devices are.
         axes: names and sizes of the mesh axes.
         arguments_bytes: of the step, for the case that the compiler gives up for want of memory.
         dump: a folder that the program's text is written into, as step.txt.
@@ -79,15 +94,15 @@ def compile_step(
     """
     start = time.perf_counter()
     try:
-        program = traced.lower(lowering_platforms=(platform,)).compile()
+        program = traced.lower(lowering_platforms=(cluster.chip.platform,)).compile()
     except jax.errors.JaxRuntimeError as error:
         needed = memory_refused(str(error))
         if needed is None:
             raise
         temporaries = needed - arguments_bytes if "temporaries" not in str(error) else needed
         peak, seconds = arguments_bytes + temporaries, time.perf_counter() - start
-        why = "the compiler gave up: " + str(error).splitlines()[0]
-        return CompiledStep(peak, arguments_bytes, temporaries, 0, 0, None, None, None, why, seconds, "")
+        given_up = Reading(unread="the compiler gave up: " + str(error).splitlines()[0])
+        return CompiledStep(peak, arguments_bytes, temporaries, 0, 0, seconds, given_up, "")
     seconds = time.perf_counter() - start
     text, memory = program.as_text(), program.memory_analysis()
     if dump:
@@ -99,21 +114,25 @@ def compile_step(
         memory.temp_size_in_bytes,
         memory.alias_size_in_bytes,
         memory.host_temp_size_in_bytes,
-        *_read(text, axes),
         seconds,
+        read(text, cluster, axes),
         text,
     )
 
 
-def _read(text: str, axes: dict[str, int]) -> tuple[int | None, int | None, tuple[Traffic, ...] | None, str | None]:
-    """(buffers_bytes, copied_bytes, traffic, unread)"""
+def read(text: str, cluster: Cluster, axes: dict[str, int]) -> Reading:
+    """What the text of a program for the cluster tells."""
     try:
         program = hlo.read(text)
         found = compiled.collectives(program)
         copied = sum(m.num_bytes for m in compiled.moves_in_loops(program, _MOVED_BYTES) if m.op == "copy")
-        return compiled.in_flight_bytes(program), copied, traffic_of(found, axes), None
+        reading = Reading(compiled.in_flight_bytes(program), copied, traffic_of(found, axes))
     except ValueError as error:
-        return None, None, None, str(error)
+        return Reading(unread=str(error))
+    try:
+        return reading._replace(prediction=timeline.predict(program, cluster))
+    except ValueError as error:
+        return reading._replace(unread=str(error))
 
 
 def traffic_of(found: list[compiled.Collective], axes: dict[str, int]) -> tuple[Traffic, ...]:

@@ -10,6 +10,10 @@ from rich.text import Text
 
 from zerojax.plan.memory import model_states
 from zerojax.plan.planner import Plan
+from zerojax.plan.program import CompiledStep, Traffic
+from zerojax.plan.search import Candidate, Ranking
+from zerojax.plan.timeline import Prediction
+from zerojax.plan.utilisation import Throughput
 
 
 def render(plan: Plan, formulas: bool = False) -> Group:
@@ -21,11 +25,51 @@ def render(plan: Plan, formulas: bool = False) -> Group:
     """
     parts = [_verdict(plan), _memory(plan, formulas)]
     if plan.program:
-        parts += [_program(plan)]
-        parts += [_traffic(plan)] if plan.program.traffic else []
+        reading = plan.program.reading
+        parts.append(_program(plan.program, plan))
+        parts += [_traffic(reading.traffic)] if reading.traffic else []
+        parts += [_time(reading.prediction, plan.throughput)] if reading.prediction and plan.throughput else []
+        parts += [Text(f"not read: {' '.join(reading.unread.split())[:300]}")] if reading.unread else []
     parts += [_suggestions(plan)] if plan.suggestions else []
     parts += [Text(plan.settings.python(), style="dim")]
     return Group(*(part for each in parts for part in (each, Text())))
+
+
+def render_ranking(ranking: Ranking, shown: int = 12) -> Group:
+    """What `search` found: the first of them, and the calls that build the winner."""
+    gib = lambda c: _gib(c.plan.peak_bytes if c.plan else c.peak_bytes)
+    speed = lambda c: f"{c.plan.throughput.tokens_per_device_s:,.0f}" if c.plan and c.plan.throughput else ""
+    level = lambda c: "compiled" if c.plan else "formula"
+
+    def row(c: Candidate, name: str) -> list[str]:
+        s = c.settings
+        rows = f"{s.rows} x {s.num_microbatches}"
+        return [
+            name,
+            str(s.stage),
+            s.keep,
+            rows,
+            str(s.replica),
+            gib(c),
+            f"{c.step_s * 1e3:,.0f}",
+            speed(c),
+            level(c),
+            c.reason,
+        ]
+
+    rows = [row(c, str(i + 1)) for i, c in enumerate(ranking.candidates[:shown])]
+    rows.append(row(ranking.naive, "naive"))
+    columns = ["stage", "keep", "rows", "replica", "GiB", "ms a step", "tokens/s a device", "level", "how"]
+    title = f"{ranking.what} on {ranking.cluster.target}: the fastest of {len(ranking.candidates)} settings"
+    parts: list = [_table(title, "", columns, rows), Text()]
+    winner = ranking.winner
+    if winner is None:
+        return Group(*parts, Text("none of the fastest fits as compiled", style="bold red"))
+    gain = ranking.naive.step_s / winner.step_s
+    told = (
+        f"winner: {winner.step_s * 1e3:,.0f} ms a step, {gain:.2f} times as fast as full recomputation without prefetch"
+    )
+    return Group(*parts, Text(told, style="bold green"), Text(winner.settings.python(), style="dim"))
 
 
 def text(plan: Plan, formulas: bool = False, width: int = 120) -> str:
@@ -89,9 +133,7 @@ def _memory(plan: Plan, formulas: bool) -> Table:
     return _table("Memory of a device by formula", "", columns, rows)
 
 
-def _program(plan: Plan) -> Table:
-    program = plan.program
-    assert program is not None
+def _program(program: CompiledStep, plan: Plan) -> Table:
     formula = plan.memory
     rows = [
         ["arguments", _gib(program.arguments_bytes), _gib(formula.arguments_bytes)],
@@ -100,15 +142,15 @@ def _program(plan: Plan) -> Table:
         ["updated in place", _gib(program.aliased_bytes), ""],
         ["in host memory", _gib(program.host_bytes), _gib(formula.host_bytes)],
     ]
-    if program.buffers_bytes is not None and program.copied_bytes is not None:
-        rows.append(["largest sum of collectives under way", _gib(program.buffers_bytes), ""])
-        rows.append(["copied in loops, a step", _gib(program.copied_bytes), ""])
+    reading = program.reading
+    if reading.buffers_bytes is not None and reading.copied_bytes is not None:
+        rows.append(["largest sum of collectives under way", _gib(reading.buffers_bytes), ""])
+        rows.append(["copied in loops, a step", _gib(reading.copied_bytes), ""])
     title = f"The program for {plan.cluster.target}, compiled in {program.compile_s:.0f} s: GiB of a device"
     return _table(title, "", ["compiled", "formula"], rows)
 
 
-def _traffic(plan: Plan) -> Table:
-    traffic = plan.program.traffic if plan.program and plan.program.traffic else ()
+def _traffic(traffic: tuple[Traffic, ...]) -> Table:
     rows = [
         [
             row.kind,
@@ -126,17 +168,17 @@ def _traffic(plan: Plan) -> Table:
     return _table("What a device sends in a step", "", columns, rows)
 
 
+def _time(predicted: Prediction, speed: Throughput) -> Table:
+    busy = sorted(predicted.busy_s.items(), key=lambda lane: -lane[1])
+    rows = [[part, f"{seconds * 1e3:,.1f}", f"{seconds / predicted.step_s:.1%}"] for part, seconds in busy]
+    waiting = f"{predicted.waiting_s * 1e3:,.1f}", f"{predicted.waiting_s / predicted.step_s:.1%}"
+    rows += [["waiting for a link or a copy", *waiting], ["step", f"{predicted.step_s * 1e3:,.1f}", ""]]
+    told = f"{speed.tokens_per_device_s:,.0f} tokens/s a device, {speed.model_flop_utilisation:.1%} of the peak flops"
+    return _table(f"Predicted: {told}, bound by {predicted.bound_by}", "", ["ms", "of the step"], rows)
+
+
 def _suggestions(plan: Plan) -> Table:
     title = "What the room could be used for" if plan.fits else "What would make it smaller"
-    rows = [
-        [
-            each.change,
-            _gib(each.peak_bytes),
-            f"{each.peak_bytes - plan.peak_bytes:+.2e}",
-            "fits" if each.fits else "does not fit",
-        ]
-        for each in plan.suggestions
-    ]
-    for row, each in zip(rows, plan.suggestions, strict=True):
-        row[2] = f"{(each.peak_bytes - plan.peak_bytes) / 2**30:+,.2f}"
+    gib = lambda each: (_gib(each.peak_bytes), f"{(each.peak_bytes - plan.peak_bytes) / 2**30:+,.2f}")
+    rows = [[each.change, *gib(each), "fits" if each.fits else "does not fit"] for each in plan.suggestions]
     return _table(title, "", ["GiB by formula", "change", ""], rows)
