@@ -37,6 +37,7 @@ def main() -> None:
 @click.option("--formulas", is_flag=True, help="Show how each term comes about.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--dump", type=click.Path(file_okay=False, path_type=Path), help="Write the compiled text there.")
+@click.option("--png", type=click.Path(file_okay=False, path_type=Path), help="Write two pictures there.")
 @click.option("--list-presets", is_flag=True, help="Show the presets and end.")
 def plan(
     what: str | None,
@@ -46,6 +47,7 @@ def plan(
     formulas: bool,
     as_json: bool,
     dump: Path | None,
+    png: Path | None,
     list_presets: bool,
     auto: bool,
     bucket_mib: int | None,
@@ -89,4 +91,26 @@ def plan(
         print(json.dumps(made.data()))
     else:
         console.print(render(made, formulas))
+    if png:
+        _draw(made, memory_share, png)
     raise SystemExit(0 if made.fits else 3)
+
+
+def _draw(made: Any, memory_share: float | None, folder: Path) -> None:
+    """memory.png: this step at every stage. timeline.png: one layer, if the step was compiled and its time read."""
+    import dataclasses
+
+    try:
+        from zerojax.plan import picture
+        from zerojax.plan.planner import plan as make_plan
+    except ImportError as error:
+        raise click.ClickException(f"{error}\n  fix:      pip install 'zerojax[plot]'") from error
+    at_stage = lambda stage: dataclasses.replace(made.settings, stage=stage)
+    target = made.cluster.target
+    stages = [make_plan(made.what, target, at_stage(k), memory_share=memory_share, suggest=False) for k in range(4)]
+    picture.memory_by_stage(stages, folder / "memory.png")
+    click.echo(f"{folder / 'memory.png'}: memory by stage", err=True)
+    predicted = made.program and made.program.reading.prediction
+    if predicted:
+        picture.timeline({f"prefetch {made.settings.prefetch}": predicted}, folder / "timeline.png")
+        click.echo(f"{folder / 'timeline.png'}: one layer on the lanes of a device", err=True)
