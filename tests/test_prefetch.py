@@ -230,13 +230,15 @@ def test_gradients_of_a_layer_wait_for_those_before_where_something_hides_their_
     )
 
 
-def test_at_stage_2_a_layer_is_computed_again_after_the_one_above():
-    """All weights are there, and a body has two layers: only an event keeps the activations of both from being held.
-    The seventh of its products is the first of the second layer."""
+def test_at_stage_2_a_layer_is_computed_again_beside_the_reduction_of_the_one_above():
+    """After its gradients, since all weights are there and a body has two layers, whose activations would both be held;
+    not after their reduction, which it hides. The seventh of its products is the first of the second layer."""
     jaxpr = traced("scanned", 9, 1, stage=2, keep="nothing").jaxpr
     (_, backward) = [e for e, _ in flat(jaxpr) if e.primitive.name == "scan"]
-    before = before_each(backward.params["jaxpr"].jaxpr, "dot_general", "dot_general")
-    assert len(before) == 2 * 6 and before[6] >= set(range(2, 6))
+    before = lambda what: before_each(backward.params["jaxpr"].jaxpr, "dot_general", what)
+    products, reductions = before("dot_general"), before("reduce_scatter")
+    assert len(products) == 2 * 6 and products[6] >= {2, 3, 4}
+    assert 1 not in reductions[6] and 1 in reductions[-1]
 
 
 def copies_back(jaxpr):

@@ -99,6 +99,7 @@ def scan(
     order: Order,
     memory: Memory | None = None,
     tight: bool = False,
+    again: Callable[[Tree, list[Array]], Tree] | None = None,
 ) -> tuple[Carry, Tree, Kept, list[Array]]:
     """`lax.scan` over layers, with their weights gathered ahead and their gradients reduced one layer later.
 
@@ -124,6 +125,8 @@ def scan(
             are layers. None: nothing is kept.
         tight: the gradients of one layer are held at a time, not of two. They are reduced while the next layer computes
             its activations again; were these kept, there would be nothing to hide the reduction.
+        again: `again(kept, events)`: what a layer is computed again from, not before the events: those of the gradients
+            of the layer before, whose reduction it is to hide. None: something else orders that.
 
     Returns:
         (flow, rest) after the last layer, the stacked y, what layers keep, the stacked reduced gradients.
@@ -139,7 +142,7 @@ def scan(
     put = memory.put_away if memory and kept is None else None
     away = memory.in_host_memory if memory and memory.offloads and kept is None else None
     bring = memory.bring_back if memory and memory.offloads and kept is not None else None
-    layers = _Layers(layer, fetch, reduce, put, away, bring, shards, xs, length, ahead, reverse, tight)
+    layers = _Layers(layer, fetch, reduce, put, away, bring, again, shards, xs, length, ahead, reverse, tight)
     of_iteration = lambda i: jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), given.loop[0])
     then = of_iteration(loops - 1) if loops else given.back[0] if back else None
     state = layers.start(init, (given.front or given.back)[0], order)
@@ -192,6 +195,7 @@ class _Layers(NamedTuple):
     put: Callable[..., Any] | None
     away: Callable[..., Any] | None
     bring: Callable[..., Any] | None
+    again: Callable[..., Any] | None
     shards: Tree
     xs: Tree
     length: int
@@ -217,6 +221,7 @@ class _Layers(NamedTuple):
         keep: list[Tree] = []
         waits: list[Array] = []
         for i, turn in enumerate(turns):
+            kept = self.again(given[i], events(state.grads or state.carry[0])) if self.again else given[i]
             if state.grads is not None:
                 flow, rest = state.carry
                 reduced, there = self.reduce_before(turn, state, order), order.before_reduction()
@@ -231,7 +236,7 @@ class _Layers(NamedTuple):
                 state = state._replace(carry=(floating_after(flow, order.in_host_memory(1)), rest))
             near = None if state.near is None else self._in_turn(state)
             state = self.bring_next(state, given[i + 1] if i + 1 < len(given) else then)
-            state, keeps = self._compute(turn, state, given[i], near, order)
+            state, keeps = self._compute(turn, state, kept, near, order)
             keep.append(keeps)
         return state, keep
 

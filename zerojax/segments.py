@@ -282,14 +282,12 @@ class Stack:
         orders: list[tuple[int, ...]] = []  # of the gradients; the same in every layer
         if self.regather.recomputes and not self.regather.offloads:  # what comes back from the host is late anyway
             kept = kept.with_last(lambda last: self.regather.inputs_after(last, events(carry_grads)))
-        # Stage 2: an iteration of two layers has all weights, and may compute both again at once.
-        alone = self.regather.recomputes and not self.regather.offloads and self._plan(order).group > 1
-        alone = alone and not self.mover.gathers
+
+        # At stage 2 nothing else keeps two layers of one iteration from being computed again at once.
+        again = self.regather.recomputes and not self.regather.offloads and not self.mover.gathers
 
         def layer(weights: Any, carry: Any, ys_grads: Any, kept: Any, near: Any) -> Any:
             carry_grads, fixed_grads = carry
-            if alone:
-                kept = self.regather.inputs_after(kept, events(carry_grads))
             kept = self.regather.on_device(kept, near or [])
             grads = self.regather.backward(weights, fixed, kept, [*carry_grads, *ys_grads])
             grads = reduced_dim_first(self.mover, grads, select(self.dims, self.view_trainable))
@@ -314,6 +312,7 @@ class Stack:
             order=order,
             memory=self.regather,
             tight=self.regather.recomputes and self.keep.keeps_inputs_alone,
+            again=self.regather.inputs_after if again else None,
         )
         operand_grads = dict(zip(select(self.const_positions, self.fixed_wanted), fixed_grads, strict=True))
         operand_grads.update(zip(select(self.carry_positions, self.carry_wanted), carry_grads, strict=True))
