@@ -34,7 +34,7 @@ def calibrate(path: str | Path = DEFAULT_PATH, *, warm_s: float = _WARM_S) -> di
         warm_s: seconds of load before the first run that counts.
 
     Returns:
-        What is in the file: the device's kind, versions, the date; and a second: `flops`, and as `memory_rate` the bytes
+        What is in the file: the device's kind, versions, the date; and a second `flops`, and `memory_rate`, the bytes
         read and written.
     """
     device = jax.devices()[0]
