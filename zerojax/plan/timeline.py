@@ -18,7 +18,7 @@ from zerojax.plan.hardware import Chip, Cluster
 
 COMPUTE, MEMORY, STARTS = "compute", "memory", "starts of kernels"
 TO_HOST, FROM_HOST, COPIES = "copies to the host", "copies from the host", "copies beside compute"
-_DEVICE = (COMPUTE, MEMORY, STARTS)  # what the computing lane is busy with
+_COMPUTING = (COMPUTE, MEMORY, STARTS)  # what the computing lane is busy with
 
 # Custom calls that reserve, mark or regroup buffers, and compute nothing.
 _MARKS = frozenset(["AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart"])
@@ -71,19 +71,23 @@ class Prediction:
     loops: tuple[Loop, ...]
 
     @property
+    def computing_s(self) -> float:
+        """Seconds in which the computing lane is busy."""
+        return sum(self.busy_s.get(part, 0) for part in _COMPUTING)
+
+    @property
     def waiting_s(self) -> float:
         """Seconds in which nothing computes: a link or a copy is waited for."""
-        return self.step_s - sum(self.busy_s.get(part, 0) for part in _DEVICE)
+        return self.step_s - self.computing_s
 
     @property
     def bound_by(self) -> str:
         """The lane that is busy longest; if that is the computing one, what limits most of its time."""
-        device = {part: self.busy_s.get(part, 0) for part in _DEVICE}
-        others = {lane: seconds for lane, seconds in self.busy_s.items() if lane not in _DEVICE}
+        others = {lane: seconds for lane, seconds in self.busy_s.items() if lane not in _COMPUTING}
         longest = max(others, key=others.__getitem__, default=None)
-        if longest is not None and others[longest] > sum(device.values()):
+        if longest is not None and others[longest] > self.computing_s:
             return longest
-        return max(device, key=device.__getitem__)
+        return max(_COMPUTING, key=lambda part: self.busy_s.get(part, 0))
 
 
 @dataclasses.dataclass
