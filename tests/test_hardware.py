@@ -94,6 +94,8 @@ def test_between_slices_each_chip_has_its_share_of_the_network():
     two = cluster("v5e:4x4*2")
     network = two.chip.network_rate.effective
     assert two.route(range(32))[:2] == (BETWEEN_SLICES, 16 * network)
+    pods = cluster("v5e:16x16*2")
+    assert pods.route(range(512)).rate == pods.route(range(256)).rate < 256 * network  # the links inside are slower
     assert two.route([0, 16])[:2] == (BETWEEN_SLICES, network)
     assert two.route(range(16, 32)).lane == TORUS
 

@@ -64,6 +64,18 @@ def test_spans_are_drawn_where_they_run():
     assert found.bound_by == INSIDE_HOST
 
 
+def test_a_link_serves_one_collective_at_a_time():
+    read = program(f"""
+        %shard = bf16[128,1024] parameter(0)
+        %one = (bf16[128,1024], bf16[1024,1024]) all-gather-start(%shard), {GROUPS}, dimensions={{0}}
+        %two = (bf16[128,1024], bf16[1024,1024]) all-gather-start(%shard), {GROUPS}, dimensions={{0}}
+        %first = bf16[1024,1024] all-gather-done(%one)
+        %product = bf16[1024,1024] dot(%first, %first), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+        ROOT %second = bf16[1024,1024] all-gather-done(%two)
+    """)
+    assert [(span.start_s, span.end_s) for span in predict(read, HOST).spans] == [(0, 7), (7, 14), (7, 9)]
+
+
 @pytest.mark.parametrize(
     ("groups", "expected"),
     [
@@ -264,6 +276,8 @@ def test_products_of_f32_have_their_own_rate():
         ("8,4,32", "8,16,32", "8,4,16", "window={size=8 stride=7 lhs_dilate=8}, ", "0bf_0oi->0bf", 2 * 8 * 4 * 32 * 16),
         # Of three places of the window, two at either end: 3 x 10 - 2 pairs.
         ("1,10,4", "3,4,5", "1,10,5", "window={size=3 pad=1_1}, ", "b0f_0io->b0f", 2 * 5 * 4 * 28),
+        # The last of five steps of two looks at one place behind the end.
+        ("1,10,4", "3,4,5", "1,5,5", "window={size=3 stride=2 pad=0_1}, ", "b0f_0io->b0f", 2 * 5 * 4 * 14),
     ],
 )  # fmt: skip
 def test_flops_of_the_convolutions_that_are_products_on_tpus(lhs, rhs, result, window, labels, flops):

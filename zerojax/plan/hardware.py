@@ -245,7 +245,7 @@ class Cluster:
         steps = (len(group) - len(members)) * chip.hop_s + (len(members) - 1) * chip.network_hop_s
         return Route(
             BETWEEN_SLICES if self.torus else BETWEEN_HOSTS,
-            min(network, inside.rate) if num_local > 1 else network,
+            min(network, inside.rate),
             chip.collective_s + steps,
         )
 
