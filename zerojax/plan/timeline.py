@@ -134,7 +134,9 @@ def predict(program: Program, cluster: Cluster) -> Prediction:
     if program.num_devices != cluster.num_devices:
         raise ValueError(
             f"timeline: the program is not one for {cluster.target}\n"
-            f"  got:      {program.num_devices} devices, not {cluster.num_devices}"
+            f"  got:      {program.num_devices} devices, not {cluster.num_devices}\n"
+            f"  fix:      compile it for this target; for several slices the compiler writes the program of one, and"
+            f" what that sends to the others is not read"
         )
     walk = _Walk(cluster)
     clock = _Clock()
