@@ -302,7 +302,7 @@ backend_config={"cudnn_fmha_backend_config":{"mask_type": "MASK", "intermediate_
 
 
 def test_fusions_on_tpus_compute_beside_the_collective_that_they_hold():
-    """Three clones of a gather of 2 MiB, which takes 14 s on one way along a line of eight; the second multiplies."""
+    """Four clones of a gather of 2 MiB, which takes 7 s along a line of eight; one multiplies, two add."""
     clone = """
 %NAME (...) -> ... {
   %p = bf16[128,1024]{1,0} parameter(0)
@@ -315,20 +315,26 @@ def test_fusions_on_tpus_compute_beside_the_collective_that_they_hold():
     product = "convolution(%q, %q), dim_labels=bf_io->bf"
     computations = "".join(
         clone.replace("NAME", name).replace("OP", op)
-        for name, op in (("first", "bitcast(%g)"), ("second", product), ("third", "add(%q, %q)"))
+        for name, op in (
+            ("first", "bitcast(%g)"),
+            ("second", product),
+            ("third", "add(%q, %q)"),
+            ("last", "add(%q, %q)"),
+        )
     )
     text = """
         %p = bf16[128,1024] parameter(0)
         %q = bf16[1024,1024] parameter(1)
         %a = (bf16[1024,1024], bf16[1024,1024], bf16[128,1024]) fusion(%p, %q), kind=kCustom, calls=%first
         %b = (bf16[1024,1024], bf16[1024,1024], bf16[128,1024]) fusion(%p, %q), kind=kCustom, calls=%second
-        ROOT %c = (bf16[1024,1024], bf16[1024,1024], bf16[128,1024]) fusion(%p, %q), kind=kCustom, calls=%third
+        %c = (bf16[1024,1024], bf16[1024,1024], bf16[128,1024]) fusion(%p, %q), kind=kCustom, calls=%third
+        ROOT %d = (bf16[1024,1024], bf16[1024,1024], bf16[128,1024]) fusion(%p, %q), kind=kCustom, calls=%last
     """
     slice_of_tpus = Cluster("a line", CHIP, 8, 4, torus=(8, 1))
     found = predict(program(text, computations), slice_of_tpus)
-    assert found.busy_s == {TORUS: 7, COMPUTE: 2, MEMORY: pytest.approx(2 / 6), STARTS: 0}  # vector memory is free
+    assert found.busy_s == {TORUS: 7, COMPUTE: 2, MEMORY: pytest.approx(2 * 2 / 6), STARTS: 0}  # vector memory is free
     assert found.step_s == 7
-    assert [span.name for span in found.spans] == ["all-gather", "b", "c"]
+    assert [span.name for span in found.spans] == ["all-gather", "b", "c", "d"]
 
 
 def test_what_binds():
@@ -348,6 +354,7 @@ def test_what_binds():
         (lambda: program('ROOT %c = f32[2] custom-call(), custom_call_target="x"'), "a custom call whose time"),
         (lambda: program("%p = f32[2] parameter(0)\nROOT %s = ((f32[2]), f32[2]) async-start(%p)"), "whose time"),
         (lambda: program("%p = f32[2] parameter(0)\nROOT %c = f32[2]{0:S(5)} copy(%p)"), "not a copy"),
+        (lambda: program("%p = f32[2] parameter(0)\nROOT %d = f32[2] copy-done(%p)"), "an end without a start"),
     ],
 )  # fmt: skip
 def test_what_is_not_understood_is_refused(read, message):

@@ -38,14 +38,16 @@ def calibrate(path: str | Path = DEFAULT_PATH, *, warm_s: float = _WARM_S) -> di
     """
     device = jax.devices()[0]
     width, elements = _SMALL if device.platform == "cpu" else _LARGE
-    matrix = jax.random.normal(jax.random.key(0), (width, width), jnp.bfloat16)
+    matrix = (
+        jax.random.normal(jax.random.key(0), (width, width), jnp.bfloat16) * width**-0.5
+    )  # its powers stay as large
     vector = jnp.zeros(elements, jnp.float32)
     measured = {
         "device_kind": device.device_kind,
         "versions": {name: metadata.version(name) for name in ("jax", "jaxlib")},
         "date": datetime.date.today().isoformat(),
-        "flops": 2 * width**3 / _seconds(lambda x, y: y @ x * width**-0.5, matrix, warm_s),
-        "memory_rate": 2 * vector.nbytes / _seconds(lambda x, _: x + 1, vector, warm_s),
+        "flops": 2 * width**3 / _seconds(lambda last, x: last @ x, matrix, warm_s),
+        "memory_rate": 2 * vector.nbytes / _seconds(lambda last, _: last + 1, vector, warm_s),
     }
     path = Path(path).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -161,10 +161,8 @@ class _Walk:
                 self.loop(i, clock)
             elif i.op == "call":
                 self.run(i.called["to_apply"][0].instructions, clock)
-            elif k not in starts and k not in ends:
+            elif i.op == "fusion" or (k not in starts and k not in ends):  # on TPUs fusions compute beside collectives
                 self.step(i, clock)
-            elif i.op == "fusion":  # on TPUs a collective runs inside fusions, which may compute beside it
-                self.compute(i, clock, product_seconds(i, self.chip), computed_bytes(i))
             if k in ends:
                 clock.now = max(clock.now, clock.arrival[ends[k].core])
 
@@ -198,9 +196,12 @@ class _Walk:
         clock.spans.append(Span(COMPUTE, loop.name, "", begin, clock.now))
 
     def step(self, i: Instruction, clock: _Clock) -> None:
-        """Any instruction but a loop, a call or a collective."""
+        """Any instruction but a loop, a call, and the start and the end of a collective."""
         if i.op.endswith("-done"):
-            clock.now = max(clock.now, clock.arrival[_start_of(i)])
+            start = _start_of(i)
+            if start not in clock.arrival:
+                raise refuse(i, "an end without a start in the same computation")
+            clock.now = max(clock.now, clock.arrival[start])
         elif i.op in ("copy-start", "slice-start", "fusion-start"):
             lane, num_bytes = _copied(i)
             rate = self.chip.memory_rate if lane == COPIES else self.chip.host_rate
@@ -213,10 +214,12 @@ class _Walk:
         elif _moves_between_memories(i):
             raise refuse(i, "a transfer to or from the host that is not a copy")
         else:
-            self.compute(i, clock, product_seconds(i, self.chip), memory_bytes(i))
+            self.compute(i, clock)
 
-    def compute(self, i: Instruction, clock: _Clock, products_s: float, num_bytes: float) -> None:
-        memory_s = num_bytes / self.chip.memory_rate.effective
+    def compute(self, i: Instruction, clock: _Clock) -> None:
+        holds_collective = i.op == "fusion" and spans(Block((i,), 1, False))
+        num_bytes = computed_bytes(i) if holds_collective else memory_bytes(i)
+        products_s, memory_s = product_seconds(i, self.chip), num_bytes / self.chip.memory_rate.effective
         if not products_s and not memory_s:
             return
         start, bound = clock.now, COMPUTE if products_s >= memory_s else MEMORY
