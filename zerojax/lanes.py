@@ -231,12 +231,14 @@ def computed_bytes(fusion: Instruction) -> int:
     """As `memory_bytes`, of what a fusion computes beside a collective that it holds."""
     (body,) = fusion.called["calls"]
     parameters = frozenset(i for i in body.instructions if i.op == "parameter")
-    outputs = [i for i in results(body.root) if i not in parameters and _computes(i)]
+    outputs = [result for result in results(body.root) if _is_computed(result)]
     return _moved_bytes(list(body.instructions), outputs, parameters)
 
 
-def _computes(i: Instruction) -> bool:
-    return i.op not in _FREE and not spans(Block((i,), 1, False))
+def _is_computed(result: Instruction) -> bool:
+    while result.op in ("bitcast", "get-tuple-element"):
+        result = result.operands[0]
+    return result.op not in _FREE and not spans(Block((result,), 1, False))
 
 
 def _moved_bytes(instructions: list[Instruction], outputs: list[Instruction], sources: frozenset[Instruction]) -> int:

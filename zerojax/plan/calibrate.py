@@ -15,10 +15,8 @@ import jax
 import jax.numpy as jnp
 
 DEFAULT_PATH = Path("~/.cache/zerojax/calibration.json")
-# Of the square matrices, and of the vector. An accelerator needs large ones to reach its rates; a CPU gets small ones,
-# for which its rates do not differ much.
-_WIDTH, _ELEMENTS = {"cpu": 512}, {"cpu": 2**22}
-_LARGE_WIDTH, _LARGE_ELEMENTS = 8192, 2**28
+# (width of the square matrices, elements of the vector). An accelerator reaches its rates with large ones only.
+_LARGE, _SMALL = (8192, 2**28), (512, 2**22)
 # The clock of a GPU falls within a second or two of full load, so the first runs are not counted.
 _WARM_S, _NUM_RUNS, _RUN_S = 2.0, 9, 0.2
 
@@ -27,27 +25,29 @@ def calibrate(path: str | Path = DEFAULT_PATH, *, warm_s: float = _WARM_S) -> di
     """Measures the default device and writes what `hardware.cluster(..., calibration=path)` reads.
 
     Products are of random bf16 matrices, because a GPU computes faster on constant ones. Both are medians of runs of
-    many operations each, after a load that lasts until clocks have settled.
+    many operations each, after a load that lasts until clocks have settled. Of simulated devices one is measured, which
+    has the processor to itself.
 
     Args:
         path: the file; its folder is made.
         warm_s: seconds of load before the first run that counts.
 
     Returns:
-        What is in the file: the kind of device, versions, the date; and a second: `flops`, and as `memory_rate` bytes
+        What is in the file: the device's kind, versions, the date; and a second `flops`, and `memory_rate`, the bytes
         read and written.
     """
     device = jax.devices()[0]
-    width = _WIDTH.get(device.platform, _LARGE_WIDTH)
-    elements = _ELEMENTS.get(device.platform, _LARGE_ELEMENTS)
-    matrix = jax.random.normal(jax.random.key(0), (width, width), jnp.bfloat16)
+    width, elements = _SMALL if device.platform == "cpu" else _LARGE
+    matrix = (
+        jax.random.normal(jax.random.key(0), (width, width), jnp.bfloat16) * width**-0.5
+    )  # its powers stay as large
     vector = jnp.zeros(elements, jnp.float32)
     measured = {
         "device_kind": device.device_kind,
         "versions": {name: metadata.version(name) for name in ("jax", "jaxlib")},
         "date": datetime.date.today().isoformat(),
-        "flops": 2 * width**3 / _seconds(lambda x, y: y @ x * width**-0.5, matrix, warm_s),
-        "memory_rate": 2 * vector.nbytes / _seconds(lambda x, _: x + 1, vector, warm_s),
+        "flops": 2 * width**3 / _seconds(lambda last, x: last @ x, matrix, warm_s),
+        "memory_rate": 2 * vector.nbytes / _seconds(lambda last, _: last + 1, vector, warm_s),
     }
     path = Path(path).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -71,9 +71,9 @@ class Chip:
 #   (SXM, 2023), "NVIDIA HGX" (B200, 2025). The bytes of memory and their peak rate are what a driver gives, as XLA
 #   notes them (xla/backends/gpu/target_config/specs, 2026-11).
 # Products of f32 arrays are TF32's by default, with half the peak (the data sheets).
-# Products, at the power limit: H200 755 TFLOP/s and B200 1429 (Bekman, "Machine Learning Engineering", accelerators,
-#   MSMF, 2026). A100 268 at its best shape, that is 0.86 (ibid., MAMF, 2024); that it holds 0.8 is a guess. H100 792 at
-#   its best shape (ibid.); that it holds 0.71 is a guess.
+# Products of bf16 at the power limit: H200 755 TFLOP/s and B200 1429 (Bekman, "Machine Learning Engineering",
+#   accelerators, MSMF, 2026). A100 268 at its best shape, that is 0.86 (ibid., MAMF, 2024); that it holds 0.8 is a
+#   guess. H100 792 at its best shape (ibid.); that it holds 0.71 is a guess.
 # Memory: on an H100 the sum of two vectors of 4 GiB takes 4.1 ms, that is 0.94 (Austin et al., "How to Scale Your
 #   Model", GPUs, 2025). That the others reach 0.9 is a guess.
 # NVLink: 370 GB/s of the H100's 450 (Austin et al., ibid.); 235 of the A100's 300 is what NCCL itself counts with
@@ -141,19 +141,27 @@ _ICI = {"kernel_s": 0.0, "collective_s": 1e-6, "hop_s": 1e-6, "network_hop_s": 5
 
 
 def _tpu(
-    name: str, kinds: tuple[str, ...], gib: int, flops: float, memory: float, link: float, host: float, network: float
+    name: str,
+    kinds: tuple[str, ...],
+    gib: int,
+    *,
+    flops: float,
+    memory: float,
+    link: float,
+    host: float,
+    network: float,
 ) -> Chip:
     return Chip(
-        name,
-        "tpu",
-        kinds,
-        gib * 2**30,
-        Rate(flops, 0.9),
-        1.0,
-        Rate(memory, 0.9),
-        Rate(host, 1.0),
-        Rate(link, 0.9),
-        Rate(network, 1.0),
+        name=name,
+        platform="tpu",
+        device_kinds=kinds,
+        memory_bytes=gib * 2**30,
+        flops=Rate(flops, 0.9),
+        f32_share=1.0,
+        memory_rate=Rate(memory, 0.9),
+        host_rate=Rate(host, 1.0),
+        link_rate=Rate(link, 0.9),
+        network_rate=Rate(network, 1.0),
         **_ICI,
     )
 
@@ -184,10 +192,10 @@ CHIPS = {
         _H100,
         _H200,
         _B200,
-        _tpu("v4", ("TPU v4",), 32, 275e12, 1.228e12, 50e9, 16e9, 6.25e9),
-        _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 16, 197e12, 0.819e12, 50e9, 16e9, 3.125e9),
-        _tpu("v5p", ("TPU v5", "TPU v5p"), 95, 459e12, 2.765e12, 100e9, 16e9, 6.25e9),
-        _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 32, 918e12, 1.6e12, 100e9, 32e9, 12.5e9),
+        _tpu("v4", ("TPU v4",), 32, flops=275e12, memory=1.228e12, link=50e9, host=16e9, network=6.25e9),
+        _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 16, flops=197e12, memory=819e9, link=50e9, host=16e9, network=3.125e9),
+        _tpu("v5p", ("TPU v5", "TPU v5p"), 95, flops=459e12, memory=2.765e12, link=100e9, host=16e9, network=6.25e9),
+        _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 32, flops=918e12, memory=1.6e12, link=100e9, host=32e9, network=12.5e9),
     )
 }
 _GPUS_PER_HOST = 8
@@ -245,7 +253,7 @@ class Cluster:
         steps = (len(group) - len(members)) * chip.hop_s + (len(members) - 1) * chip.network_hop_s
         return Route(
             BETWEEN_SLICES if self.torus else BETWEEN_HOSTS,
-            min(network, inside.rate) if num_local > 1 else network,
+            min(network, inside.rate),
             chip.collective_s + steps,
         )
 

@@ -18,7 +18,7 @@ from zerojax.plan.hardware import Chip, Cluster
 
 COMPUTE, MEMORY, STARTS = "compute", "memory", "starts of kernels"
 TO_HOST, FROM_HOST, COPIES = "copies to the host", "copies from the host", "copies beside compute"
-_DEVICE = (COMPUTE, MEMORY, STARTS)  # what the computing lane is busy with
+_COMPUTING = (COMPUTE, MEMORY, STARTS)  # what the computing lane is busy with
 
 # Custom calls that reserve, mark or regroup buffers, and compute nothing.
 _MARKS = frozenset(["AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart"])
@@ -71,19 +71,23 @@ class Prediction:
     loops: tuple[Loop, ...]
 
     @property
+    def computing_s(self) -> float:
+        """Seconds in which the computing lane is busy."""
+        return sum(self.busy_s.get(part, 0) for part in _COMPUTING)
+
+    @property
     def waiting_s(self) -> float:
         """Seconds in which nothing computes: a link or a copy is waited for."""
-        return self.step_s - sum(self.busy_s.get(part, 0) for part in _DEVICE)
+        return self.step_s - self.computing_s
 
     @property
     def bound_by(self) -> str:
         """The lane that is busy longest; if that is the computing one, what limits most of its time."""
-        device = {part: self.busy_s.get(part, 0) for part in _DEVICE}
-        others = {lane: seconds for lane, seconds in self.busy_s.items() if lane not in _DEVICE}
+        others = {lane: seconds for lane, seconds in self.busy_s.items() if lane not in _COMPUTING}
         longest = max(others, key=others.__getitem__, default=None)
-        if longest is not None and others[longest] > sum(device.values()):
+        if longest is not None and others[longest] > self.computing_s:
             return longest
-        return max(device, key=device.__getitem__)
+        return max(_COMPUTING, key=lambda part: self.busy_s.get(part, 0))
 
 
 @dataclasses.dataclass
@@ -130,7 +134,9 @@ def predict(program: Program, cluster: Cluster) -> Prediction:
     if program.num_devices != cluster.num_devices:
         raise ValueError(
             f"timeline: the program is not one for {cluster.target}\n"
-            f"  got:      {program.num_devices} devices, not {cluster.num_devices}"
+            f"  got:      {program.num_devices} devices, not {cluster.num_devices}\n"
+            f"  fix:      compile it for this target; for several slices the compiler writes the program of one, and"
+            f" what that sends to the others is not read"
         )
     walk = _Walk(cluster)
     clock = _Clock()
@@ -155,10 +161,8 @@ class _Walk:
                 self.loop(i, clock)
             elif i.op == "call":
                 self.run(i.called["to_apply"][0].instructions, clock)
-            elif k not in starts and k not in ends:
+            elif i.op == "fusion" or (k not in starts and k not in ends):  # on TPUs fusions compute beside collectives
                 self.step(i, clock)
-            elif i.op == "fusion":  # on TPUs a collective runs inside fusions, which may compute beside it
-                self.compute(i, clock, product_seconds(i, self.chip), computed_bytes(i))
             if k in ends:
                 clock.now = max(clock.now, clock.arrival[ends[k].core])
 
@@ -192,9 +196,12 @@ class _Walk:
         clock.spans.append(Span(COMPUTE, loop.name, "", begin, clock.now))
 
     def step(self, i: Instruction, clock: _Clock) -> None:
-        """Any instruction but a loop, a call or a collective."""
+        """Any instruction but a loop, a call, and the start and the end of a collective."""
         if i.op.endswith("-done"):
-            clock.now = max(clock.now, clock.arrival[_start_of(i)])
+            start = _start_of(i)
+            if start not in clock.arrival:
+                raise refuse(i, "an end without a start in the same computation")
+            clock.now = max(clock.now, clock.arrival[start])
         elif i.op in ("copy-start", "slice-start", "fusion-start"):
             lane, num_bytes = _copied(i)
             rate = self.chip.memory_rate if lane == COPIES else self.chip.host_rate
@@ -207,10 +214,12 @@ class _Walk:
         elif _moves_between_memories(i):
             raise refuse(i, "a transfer to or from the host that is not a copy")
         else:
-            self.compute(i, clock, product_seconds(i, self.chip), memory_bytes(i))
+            self.compute(i, clock)
 
-    def compute(self, i: Instruction, clock: _Clock, products_s: float, num_bytes: float) -> None:
-        memory_s = num_bytes / self.chip.memory_rate.effective
+    def compute(self, i: Instruction, clock: _Clock) -> None:
+        holds_collective = i.op == "fusion" and spans(Block((i,), 1, False))
+        num_bytes = computed_bytes(i) if holds_collective else memory_bytes(i)
+        products_s, memory_s = product_seconds(i, self.chip), num_bytes / self.chip.memory_rate.effective
         if not products_s and not memory_s:
             return
         start, bound = clock.now, COMPUTE if products_s >= memory_s else MEMORY

@@ -1,0 +1,362 @@
+"""The predicted time of a program is what a person computes from its text and from the rates of the cluster."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+from test_compiled import CARRY, DOT, GATHER, GROUPS, RATES, loop, program
+
+from zerojax import compiled, hlo, lanes
+from zerojax.plan.hardware import BETWEEN_HOSTS, INSIDE_HOST, TORUS, Chip, Cluster, Rate
+from zerojax.plan.timeline import COMPUTE, COPIES, FROM_HOST, MEMORY, STARTS, TO_HOST, Span, predict
+
+# As in RATES: a product of 1024 x 1024 matrices takes 2 s, a gather of one in bf16 between eight devices 7 s. A device
+# sends half as fast to its host, and a NIC half as fast as that. Nothing waits.
+CHIP = Chip(
+    name="test",
+    platform="cuda",
+    device_kinds=("test",),
+    memory_bytes=2**30,
+    flops=Rate(2 * RATES.flops, 0.5),
+    f32_share=0.5,
+    memory_rate=Rate(RATES.memory, 1),
+    host_rate=Rate(RATES.link / 2, 1),
+    link_rate=Rate(RATES.link, 1),
+    network_rate=Rate(RATES.link / 4, 1),
+    kernel_s=0,
+    collective_s=0,
+    hop_s=0,
+    network_hop_s=0,
+)
+HOST = Cluster("one host", CHIP, 8, 8)
+TWO_HOSTS = Cluster("two hosts", CHIP, 8, 4)
+
+
+def slower(**constants):
+    """One host, with other constants."""
+    return dataclasses.replace(HOST, chip=dataclasses.replace(CHIP, **constants))
+
+
+SCHEDULES = {
+    "a gather": lambda: program(GATHER.replace("BESIDE", "")),
+    "beside a product": lambda: program(GATHER.replace("BESIDE", DOT)),
+    "a real backward pass": lambda: hlo.read((Path(__file__).parent / "data" / "backward_loop.txt").read_text()),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_on_one_host_without_latency_it_is_the_time_on_two_lanes(name):
+    found, expected = predict(SCHEDULES[name](), HOST), lanes.two_lane(SCHEDULES[name](), RATES)
+    assert found.step_s == pytest.approx(expected.step)
+    assert found.busy_s.get(COMPUTE, 0) + found.busy_s[MEMORY] == pytest.approx(expected.compute)
+    assert found.busy_s[INSIDE_HOST] == pytest.approx(expected.link)
+    assert found.waiting_s == pytest.approx(expected.step - expected.compute)
+
+
+def test_spans_are_drawn_where_they_run():
+    found = predict(program(GATHER.replace("BESIDE", DOT)), HOST)
+    assert found.spans == (
+        Span(INSIDE_HOST, "all-gather", INSIDE_HOST, 0, 7),
+        Span(COMPUTE, "dot", COMPUTE, 0, 2),
+        Span(COMPUTE, "out", MEMORY, 7, pytest.approx(7 + 2 * 2 / 6)),
+    )
+    assert found.waiting_s == pytest.approx(5)
+    assert found.bound_by == INSIDE_HOST
+
+
+def test_a_link_serves_one_collective_at_a_time():
+    read = program(f"""
+        %shard = bf16[128,1024] parameter(0)
+        %one = (bf16[128,1024], bf16[1024,1024]) all-gather-start(%shard), {GROUPS}, dimensions={{0}}
+        %two = (bf16[128,1024], bf16[1024,1024]) all-gather-start(%shard), {GROUPS}, dimensions={{0}}
+        %first = bf16[1024,1024] all-gather-done(%one)
+        %product = bf16[1024,1024] dot(%first, %first), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+        ROOT %second = bf16[1024,1024] all-gather-done(%two)
+    """)
+    assert [(span.start_s, span.end_s) for span in predict(read, HOST).spans] == [(0, 7), (7, 14), (7, 9)]
+
+
+@pytest.mark.parametrize(
+    ("groups", "expected"),
+    [
+        ("replica_groups={}", [(0, 1, 2, 3, 4, 5, 6, 7)]),
+        ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", [(0, 4), (1, 5), (2, 6), (3, 7)]),
+        ("replica_groups=[2,4]<=[8]", [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", [(0, 4), (1, 5), (2, 6), (3, 7)]),
+        ("replica_groups=[2,4]<=[2,2,2]T(1,0,2), use_global_device_ids=true", [(0, 1, 4, 5), (2, 3, 6, 7)]),
+        ("replica_groups=mesh['a'=2,'b'=4] {'b'}", [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        ("replica_groups=mesh['a'=2,'b'=4] {'a'}", [(0, 4), (1, 5), (2, 6), (3, 7)]),
+        ("replica_groups=mesh['a'=2,'b'=2,'c'=2] {'c','a'}", [(0, 4, 1, 5), (2, 6, 3, 7)]),
+    ],
+)
+def test_the_devices_of_each_group(groups, expected):
+    read = program(
+        f"%a = f32[8] parameter(0)\nROOT %sum = f32[8] all-reduce(%a), channel_id=1, {groups}, to_apply=%add"
+    )
+    found = compiled.groups(read.entry.root, 8)
+    assert found == expected
+    assert {len(group) for group in found} == {compiled._group_size(read.entry.root, 8)}
+
+
+def test_groups_that_are_not_understood_are_refused():
+    for groups in ("mesh['a'=8] {'a':(1)2}", "mesh['a'=2,'b'=4], device_ids=(7,6) {'b'}"):
+        read = program(f"%a = f32[8] parameter(0)\nROOT %s = f32[8] all-reduce(%a), replica_groups={groups}")
+        with pytest.raises(ValueError, match="groups"):
+            compiled.groups(read.entry.root, 8)
+
+
+@pytest.mark.parametrize(
+    ("groups", "lane", "seconds"),
+    [
+        ("{{0,1,2,3},{4,5,6,7}}", INSIDE_HOST, 2 * 3 / 4 * 4),  # 2 MiB gathered of four, at 1/4 MiB/s
+        ("{{0,1,2,3,4,5,6,7}}", BETWEEN_HOSTS, 2 * 7 / 8 * 4),  # four NICs of a host: as fast as its links
+        ("{{0,1,4,5},{2,3,6,7}}", BETWEEN_HOSTS, 2 * 3 / 4 * 8),  # two of them
+        ("{{0,4},{1,5},{2,6},{3,7}}", BETWEEN_HOSTS, 2 * 1 / 2 * 16),  # one
+        ("{{0,1},{2,3},{4,6},{5,7}}", INSIDE_HOST, 2 * 1 / 2 * 4),
+    ],
+)
+def test_links_that_a_gather_crosses(groups, lane, seconds):
+    size = groups[1 : groups.index("}")].count(",") + 1
+    read = program(f"""
+        %shard = bf16[{1024 // size},1024] parameter(0)
+        ROOT %full = bf16[1024,1024] all-gather(%shard), replica_groups={groups}, dimensions={{0}}
+    """)
+    found = predict(read, TWO_HOSTS)
+    assert found.busy_s == {lane: pytest.approx(seconds)}
+    assert found.step_s == pytest.approx(seconds)
+
+
+def test_a_permutation_is_as_slow_as_its_slowest_pair():
+    text = "%a = f32[65536] parameter(0)\nROOT %b = f32[65536] collective-permute(%a), source_target_pairs=PAIRS"
+    ring = "{{0,1},{1,2},{2,3},{3,4},{4,5},{5,6},{6,7},{7,0}}"
+    found = predict(program(text.replace("PAIRS", ring)), TWO_HOSTS)
+    assert found.busy_s == {BETWEEN_HOSTS: pytest.approx(1 / 4 * 16)}
+    found = predict(program(text.replace("PAIRS", "{{0,1},{4,5}}")), TWO_HOSTS)
+    assert found.busy_s == {INSIDE_HOST: pytest.approx(1 / 4 * 4)}
+
+
+def test_what_it_takes_to_start():
+    """A gather waits once around the ring, an all-reduce twice; a kernel waits for the next."""
+    waiting = slower(kernel_s=0.25, collective_s=1, hop_s=0.5)
+    text = f"%w = f32[1024,1024] parameter(0)\nROOT %r = f32[1024,1024] all-reduce(%w), {GROUPS}, to_apply=%add"
+    assert predict(program(text), waiting).step_s == pytest.approx(2 * (1 + 7 * 0.5) + 2 * 4 * 7 / 8 * 4)
+    found = predict(program(GATHER.replace("BESIDE", DOT)), waiting)
+    assert found.busy_s[INSIDE_HOST] == pytest.approx(1 + 7 * 0.5 + 7)
+    assert found.busy_s[STARTS] == 0.5
+    assert found.step_s == pytest.approx(11.5 + 4 / 6 + 0.25)
+
+
+BODY = f"""
+%full = bf16[1024,1024] bitcast(%w)
+%shard = bf16[128,1024] slice(%full), slice={{[0:128], [0:1024]}}
+%start = (bf16[128,1024], bf16[1024,1024]) all-gather-start(%shard), {GROUPS}, dimensions={{0}}
+%beside = bf16[1024,1024] dot(%full, %full), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+%done = bf16[1024,1024] all-gather-done(%start)
+%after = bf16[1024,1024] dot(%done, %done), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+ROOT %next = {CARRY} tuple(%i, %w)
+"""
+
+
+@pytest.mark.parametrize("trips", [1, 2, 5])
+def test_a_loop_and_one_of_its_iterations(trips):
+    found, slicing = predict(loop(BODY, trips), HOST), 2 * 2 / 8 / 6
+    assert found.step_s == pytest.approx(trips * (slicing + 7 + 2))
+    assert found.busy_s[INSIDE_HOST] == pytest.approx(trips * 7)
+    assert found.busy_s[COMPUTE] == pytest.approx(trips * 4)
+    (iteration,) = found.loops
+    assert (iteration.name, iteration.trips) == ("loop", trips)
+    assert iteration.iteration_s == pytest.approx(slicing + 9)
+    starts = {span.name: (span.lane, span.start_s) for span in iteration.spans}
+    assert starts == {
+        "shard": (COMPUTE, pytest.approx(0)),
+        "all-gather": (INSIDE_HOST, pytest.approx(slicing)),
+        "beside": (COMPUTE, pytest.approx(slicing)),
+        "after": (COMPUTE, pytest.approx(slicing + 7)),
+    }
+    assert found.spans == (Span(COMPUTE, "loop", "", 0, found.step_s),)
+
+
+def test_a_loop_that_never_runs_takes_no_time():
+    found = predict(loop(BODY, "0"), HOST)
+    assert (found.step_s, found.busy_s, found.loops) == (0, {}, ())
+
+
+HOST_COPIES = """
+%x = f32[65536] parameter(0)
+%a = bf16[1024,1024] parameter(1)
+%out = (f32[65536]{0:S(5)}, f32[65536], u32[]) copy-start(%x)
+%kept = f32[65536]{0:S(5)} parameter(2)
+%in = (f32[65536], f32[65536]{0:S(5)}, u32[]) copy-start(%kept)
+BESIDE
+%gone = f32[65536]{0:S(5)} copy-done(%out)
+%back = f32[65536] copy-done(%in)
+ROOT %r = (f32[65536], f32[65536]{0:S(5)}) tuple(%back, %gone)
+"""
+
+
+def test_copies_to_and_from_the_host_run_beside_each_other_and_beside_compute():
+    found = predict(program(HOST_COPIES.replace("BESIDE", "")), HOST)
+    assert found.busy_s == {TO_HOST: 2, FROM_HOST: 2}  # 1/4 MiB each at 1/8 MiB/s
+    assert found.step_s == found.waiting_s == 2
+    found = predict(program(HOST_COPIES.replace("BESIDE", DOT)), HOST)
+    assert found.step_s == 2
+    assert found.waiting_s == 0
+
+
+def test_fusions_that_slice_or_update_in_host_memory_move_only_that():
+    computations = """
+%updating (...) -> ... {
+  %stack = f32[8,65536]{1,0:S(5)} parameter(0)
+  %row = f32[1,65536] parameter(1)
+  %i = s32[] parameter(2)
+  %copied = f32[1,65536] copy(%row)
+  ROOT %updated = f32[8,65536]{1,0:S(5)} dynamic-update-slice(%stack, %copied, %i, %i)
+}
+
+%slicing (...) -> ... {
+  %stack = f32[8,65536]{1,0:S(5)} parameter(0)
+  %i = s32[] parameter(1)
+  %row = f32[1,65536] dynamic-slice(%stack, %i, %i), dynamic_slice_sizes={1,65536}
+  ROOT %copied = f32[1,65536] copy(%row)
+}
+
+%computing (...) -> ... {
+  %row = f32[1,65536] parameter(0)
+  ROOT %negated = f32[1,65536] negate(%row)
+}
+"""
+    text = """
+        %stack = f32[8,65536]{1,0:S(5)} parameter(0)
+        %row = f32[1,65536] parameter(1)
+        %i = s32[] parameter(2)
+        %new = f32[8,65536]{1,0:S(5)} custom-call(), custom_call_target="AllocateBuffer"
+        %one = ((f32[8,65536]{1,0:S(5)}, f32[1,65536], s32[]), f32[8,65536]{1,0:S(5)}, u32[]) \
+fusion-start(%stack, %row, %i), kind=kCustom, calls=%updating
+        %two = ((f32[8,65536]{1,0:S(5)}, s32[]), f32[1,65536], u32[]) fusion-start(%new, %i), kind=kLoop, calls=%slicing
+        %after = f32[8,65536]{1,0:S(5)} fusion-done(%one)
+        ROOT %sliced = f32[1,65536] fusion-done(%two)
+    """
+    found = predict(program(text, computations), HOST)
+    assert found.busy_s == {TO_HOST: 2, FROM_HOST: 2}
+    other = """
+        %row = f32[1,65536] parameter(0)
+        %start = ((f32[1,65536]), f32[1,65536], u32[]) fusion-start(%row), kind=kLoop, calls=%computing
+        ROOT %done = f32[1,65536] fusion-done(%start)
+    """
+    with pytest.raises(ValueError, match="asynchronous fusion"):
+        predict(program(other, computations), HOST)
+
+
+def test_an_asynchronous_copy_on_the_device_is_beside_compute():
+    text = f"""
+        %x = f32[1048576] parameter(0)
+        %a = bf16[1024,1024] parameter(1)
+        %start = (f32[1048576]{{0:S(1)}}, f32[1048576], u32[]) copy-start(%x)
+        {DOT}
+        ROOT %done = f32[1048576]{{0:S(1)}} copy-done(%start)
+    """
+    assert predict(program(text), HOST).busy_s == {COPIES: pytest.approx(4 / 6), COMPUTE: 2, STARTS: 0}
+
+
+def test_products_of_f32_have_their_own_rate():
+    text = "%a = T[1024,1024] parameter(0)\nROOT %c = T[1024,1024] dot(%a, %a), lhs_contracting_dims={1}"
+    assert predict(program(text.replace("T[", "bf16[")), HOST).busy_s[COMPUTE] == 2
+    assert predict(program(text.replace("T[", "f32[")), HOST).busy_s[COMPUTE] == 4
+    with pytest.raises(ValueError, match="products of f64"):
+        predict(program(text.replace("T[", "f64[")), HOST)
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "result", "window", "labels", "flops"),
+    [
+        ("64,32", "32,16", "64,16", "", "bf_io->bf", 2 * 64 * 32 * 16),
+        ("2,64,32", "32,16,1", "2,64,16", "window={size=1}, ", "0bf_io0->0bf", 2 * 2 * 64 * 32 * 16),
+        ("2,64,32", "2,64,16", "32,16", "window={size=2}, ", "0fb_0io->bf0", 2 * 2 * 64 * 32 * 16),
+        # Heads as a window that steps by seven over an input with seven holes between elements: a result meets one.
+        ("8,4,32", "8,16,32", "8,4,16", "window={size=8 stride=7 lhs_dilate=8}, ", "0bf_0oi->0bf", 2 * 8 * 4 * 32 * 16),
+        # Of three places of the window, two at either end: 3 x 10 - 2 pairs.
+        ("1,10,4", "3,4,5", "1,10,5", "window={size=3 pad=1_1}, ", "b0f_0io->b0f", 2 * 5 * 4 * 28),
+        # The last of five steps of two looks at one place behind the end.
+        ("1,10,4", "3,4,5", "1,5,5", "window={size=3 stride=2 pad=0_1}, ", "b0f_0io->b0f", 2 * 5 * 4 * 14),
+    ],
+)  # fmt: skip
+def test_flops_of_the_convolutions_that_are_products_on_tpus(lhs, rhs, result, window, labels, flops):
+    result = ",".join(result.split(",") + ["1"] * (labels.endswith("bf0")))
+    text = f"""
+        %a = bf16[{lhs}] parameter(0)
+        %b = bf16[{rhs}] parameter(1)
+        ROOT %c = bf16[{result}] convolution(%a, %b), {window}dim_labels={labels}
+    """
+    assert lanes.dot_flops(program(text).entry.root) == flops
+
+
+def test_of_causal_attention_half_is_computed():
+    text = """
+        %q = bf16[2,128,4,64] parameter(0)
+        ROOT %o = (bf16[2,128,4,64], u8[0]) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax", \
+backend_config={"cudnn_fmha_backend_config":{"mask_type": "MASK", "intermediate_tensor_shape":{"dimensions":\
+["2","4","128","128"]}}}
+    """
+    full, causal = (lanes.dot_flops(program(text.replace("MASK", m)).entry.root) for m in ("NO_MASK", "CAUSAL"))
+    assert full == 2 * causal == 2 * 2 * 2 * 4 * 128 * 128 * 64
+
+
+def test_fusions_on_tpus_compute_beside_the_collective_that_they_hold():
+    """Four clones of a gather of 2 MiB, which takes 7 s along a line of eight; one multiplies, two add."""
+    clone = """
+%NAME (...) -> ... {
+  %p = bf16[128,1024]{1,0} parameter(0)
+  %q = bf16[1024,1024]{1,0:S(1)} parameter(1)
+  %g = bf16[1024,1024] all-gather(%p), replica_groups={{0,1,2,3,4,5,6,7}}, frontend_attributes={chain_id="0"}
+  %r = bf16[1024,1024] OP
+  ROOT %both = (bf16[1024,1024], bf16[1024,1024], bf16[128,1024]) tuple(%r, %g, %p)
+}
+"""
+    product = "convolution(%q, %q), dim_labels=bf_io->bf"
+    computations = "".join(
+        clone.replace("NAME", name).replace("OP", op)
+        for name, op in (
+            ("first", "bitcast(%g)"),
+            ("second", product),
+            ("third", "add(%q, %q)"),
+            ("last", "add(%q, %q)"),
+        )
+    )
+    text = """
+        %p = bf16[128,1024] parameter(0)
+        %q = bf16[1024,1024] parameter(1)
+        %a = (bf16[1024,1024], bf16[1024,1024], bf16[128,1024]) fusion(%p, %q), kind=kCustom, calls=%first
+        %b = (bf16[1024,1024], bf16[1024,1024], bf16[128,1024]) fusion(%p, %q), kind=kCustom, calls=%second
+        %c = (bf16[1024,1024], bf16[1024,1024], bf16[128,1024]) fusion(%p, %q), kind=kCustom, calls=%third
+        ROOT %d = (bf16[1024,1024], bf16[1024,1024], bf16[128,1024]) fusion(%p, %q), kind=kCustom, calls=%last
+    """
+    slice_of_tpus = Cluster("a line", CHIP, 8, 4, torus=(8, 1))
+    found = predict(program(text, computations), slice_of_tpus)
+    assert found.busy_s == {TORUS: 7, COMPUTE: 2, MEMORY: pytest.approx(2 * 2 / 6), STARTS: 0}  # vector memory is free
+    assert found.step_s == 7
+    assert [span.name for span in found.spans] == ["all-gather", "b", "c", "d"]
+
+
+def test_what_binds():
+    heavy = "\n".join(f"{DOT.replace('%dot', f'%dot.{k}')}" for k in range(5))
+    assert predict(program(GATHER.replace("BESIDE", heavy)), HOST).bound_by == COMPUTE
+    wide = "\n".join(f"%add.{k} = bf16[1024,1024] add(%a, %a)" for k in range(15))
+    assert predict(program(GATHER.replace("BESIDE", wide)), HOST).bound_by == MEMORY
+    assert predict(program(GATHER.replace("BESIDE", "")), slower(kernel_s=9)).bound_by == STARTS
+    assert predict(program(HOST_COPIES.replace("BESIDE", "")), HOST).bound_by == TO_HOST
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        (lambda: loop(BODY, None), "trip count"),
+        (lambda: program("%p = f32[2] parameter(0)\nROOT %a = f32[2] negate(%p)", num_devices=4), "4 devices, not 8"),
+        (lambda: program('ROOT %c = f32[2] custom-call(), custom_call_target="x"'), "a custom call whose time"),
+        (lambda: program("%p = f32[2] parameter(0)\nROOT %s = ((f32[2]), f32[2]) async-start(%p)"), "whose time"),
+        (lambda: program("%p = f32[2] parameter(0)\nROOT %c = f32[2]{0:S(5)} copy(%p)"), "not a copy"),
+        (lambda: program("%p = f32[2] parameter(0)\nROOT %d = f32[2] copy-done(%p)"), "an end without a start"),
+    ],
+)  # fmt: skip
+def test_what_is_not_understood_is_refused(read, message):
+    with pytest.raises(ValueError, match=message):
+        predict(read(), HOST)
