@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from zerojax import models, placement, report, state as states, step as steps
+from zerojax import models, placement, report, setup as setups, state as states, step as steps
 from zerojax.keep import Rules, Setting
 from zerojax.mesh import data_axes
 from zerojax.placement import Overrides
 from zerojax.precision import Precision, resolve
+from zerojax.setup import Setup
 from zerojax.state import Definition, TrainState
-from zerojax.step import Setup, Step
+from zerojax.step import Step
 
 _WIDEST_ELEMENT_BYTES = 8
 
@@ -180,7 +181,7 @@ class Zero:
         setup = _in_buckets(self.setup, bucket_bytes)
 
         def fn(params: Any, *args: Any) -> Any:
-            steps.check_batch(setup, args, 1)
+            setups.check_batch(setup, args, 1)
             definition = self._definition(params)
             program = steps.gradient_program(setup, definition, lambda p, args: loss_fn(p, *args), 1, rules, prefetch)
             inputs = (jax.tree.leaves(params), {}, args, jax.random.key(0), jnp.float32(1))
@@ -198,7 +199,7 @@ class Zero:
 
     def shard_batch(self, batch: Any) -> Any:
         """Host arrays (each process: its own rows) as global arrays, split over the data axes in dim 0."""
-        return steps.shard_batch(self.setup, batch)
+        return setups.shard_batch(self.setup, batch)
 
     def _definition(self, params: Any) -> Definition:
         leaves = placement.place(params, self.setup.mesh, self.setup.axes, self.overrides)
