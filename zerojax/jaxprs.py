@@ -20,6 +20,23 @@ Atom = Any  # Var or Literal
 RANDOM_PRIMITIVES = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
 # One operand in, the same elements out: these commute with taking a shard or a layer of a stacked leaf.
 ELEMENT_PRESERVING = frozenset({"convert_element_type", "transpose", "copy", "copy_p", "reduce_precision"})
+# What moves data between devices, by the name that compiled programs have for it.
+COLLECTIVES = {
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "all_gather_reduced": "all-gather",
+    "all_to_all": "all-to-all",
+    "pbroadcast": "collective-broadcast",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "ppermute": "collective-permute",
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "reduce_scatter": "reduce-scatter",
+    "unreduced_psum": "all-reduce",
+    "unreduced_reduce_scatter": "reduce-scatter",
+}
+_UNREAD = frozenset({"precv", "psend", "ragged_all_to_all"})  # and those with a start and an end
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 _DEBUG_INFO = core.DebugInfo("zerojax", "segment", None, None)
 
@@ -193,3 +210,95 @@ class Origin:
             }
             self.calls[id(equation)] = Origin(inner, operands)
         return None, [(inner.outvars[equation.outvars.index(v)], self.calls[id(equation)])]
+
+
+class Moved(NamedTuple):
+    """A collective of a traced function, or a copy to host memory.
+
+    Attributes:
+        kind: of `COLLECTIVES`; 'offload' for a copy to host memory.
+        axes: names of the mesh axes that it spans; none for a copy.
+        values: of each operand its aval, or that of its result if that is larger.
+        trips: how often it runs.
+        loops: how many loops it is in.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    values: tuple[Any, ...]
+    trips: int
+    loops: int
+
+
+def moved(equations: Iterable[Equation], trips: int = 1, loops: int = 0) -> Iterator[Moved]:
+    """Every collective and every copy to host memory of some equations, and of what they call.
+
+    Raises:
+        ValueError: one is in a loop whose trips are not known, or in a branch; or of a kind that is not read.
+    """
+    for equation in equations:
+        name = equation.primitive.name
+        if name in _UNREAD or name.removesuffix("_start") in COLLECTIVES.keys() - {name}:
+            raise ValueError(f"jaxprs: a kind of communication that is not read\n  got:      {name}")
+        kind = COLLECTIVES.get(name, "offload" if _is_offload(equation) else None)
+        if kind:
+            names = equation.params.get("axes", equation.params.get("axis_name", ()))
+            axes = tuple(names) if isinstance(names, tuple | list | frozenset | set) else (names,)
+            yield Moved(kind, axes, tuple(map(_larger, equation.invars, equation.outvars)), trips, loops)
+        times = trips * (scan_params(equation).length if is_scan(equation) else 1)
+        deeper = loops + is_scan(equation)
+        inside = [each for inner in sub_jaxprs(equation) for each in moved(inner.eqns, times, deeper)]
+        if inside and name in ("cond", "while"):
+            raise ValueError(f"jaxprs: how often this runs is not known\n  got:      {inside[0].kind} in a {name}")
+        yield from inside
+
+
+def _is_offload(equation: Equation) -> bool:
+    """Of an array. Scalars are sent to host memory too, to tell when it is there."""
+    moves = equation.primitive.name == "device_put" and jax.memory.Space.Host in equation.params["devices"]
+    return moves and any(atom.aval.ndim for atom in equation.invars)
+
+
+def _larger(operand: Atom, result: Var) -> Any:
+    return operand.aval if operand.aval.size > result.aval.size else result.aval
+
+
+def free_gathers(jaxpr: Any, loops: int = 0) -> Iterator[tuple[int, list[Moved]]]:
+    """(how many loops it is in, the gathers that wait for no matrix product in it) of each body of a function.
+
+    A body is the function itself, or what a loop or a branch runs. What moves a leaf in pieces is one gather.
+    """
+    behind: set[Var] = set()  # values that wait for a product
+    free: list[Moved] = []
+    for equation, reads in _in_place(jaxpr):
+        computes, waits = multiplies([equation]), any(v in behind for v in reads)
+        if computes or waits:
+            behind.update(equation.outvars)
+        if not computes and not waits:
+            free += [each for each in moved([equation]) if each.kind == "all-gather"]
+        for inner in sub_jaxprs(equation) if computes else ():
+            yield from free_gathers(inner, loops + is_scan(equation))
+    yield loops, free
+
+
+_IN_PLACE = frozenset({"shard_map", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call"})
+
+
+def _in_place(jaxpr: Any) -> list[tuple[Equation, list[Var]]]:
+    """(equation, the values it reads) of a jaxpr, with what runs once in place of what calls it."""
+    found, names = [], {}
+    resolve = lambda atoms: [names.get(atom, atom) if is_var(atom) else atom for atom in atoms]
+
+    def walk(jaxpr: Any) -> None:
+        for equation in jaxpr.eqns:
+            operands = resolve(equation.invars)
+            if is_call(equation) or equation.primitive.name in _IN_PLACE:
+                inner = next(sub_jaxprs(equation))
+                names.update(zip(inner.invars, operands, strict=True))
+                walk(inner)
+                names.update(zip(equation.outvars, resolve(inner.outvars), strict=True))
+            else:
+                found.append((equation, [atom for atom in operands if is_var(atom)]))
+
+    walk(jaxpr)
+    return found

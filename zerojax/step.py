@@ -14,9 +14,12 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import collectives, models, placement, state as states
+from zerojax.audit import audit
+from zerojax.finding import Audit
 from zerojax.gradient import GradientProgram, Result
 from zerojax.keep import KEEP_EVERYTHING, Rules
 from zerojax.precision import cast
+from zerojax.promise import Promise, promise
 from zerojax.setup import Setup, batch_specs, check_batch, compiler_options, global_shape, shard_batch
 from zerojax.state import Definition, TrainState
 
@@ -65,6 +68,20 @@ def gradients(setup: Setup, program: GradientProgram, definition: Definition, ar
         whole,
     )
     return _manual(setup, program, in_specs, Result(grads_specs, whole, whole, whole, whole))(*args)
+
+
+def uses(setup: Setup, program: GradientProgram, definition: Definition, args: Any) -> list[int]:
+    """`GradientProgram.uses`, of avals of global arrays: (parameter leaves, other state, batch, key)."""
+    whole: Any = PartitionSpec()
+    in_specs = _leaf_specs(setup, definition, placement.shards_params(setup.stage)), whole, batch_specs(setup, args[2])
+    counted: list[int] = []
+
+    def count(*local: Any) -> Array:
+        counted.extend(program.uses(*local))
+        return jnp.int32(0)
+
+    jax.eval_shape(_manual(setup, count, (*in_specs, whole), whole), *args)
+    return counted
 
 
 def gather_params(setup: Setup, definition: Definition, trained: Tree) -> Tree:
@@ -191,6 +208,63 @@ class Step:
         return self.trace(state, batch).lower(**kwargs)
 
 
+class TrainStep(Step):
+    """A `Step` that returns (state, metrics), and can be held against what it promises.
+
+    Args:
+        setup: of the Zero.
+        build: state -> the function to jit.
+        program: definition -> the gradient program.
+        num_microbatches: of the step.
+        setting: 'error', 'warn' or 'off': what an audit of each newly compiled program leads to.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        build: Callable[[TrainState], Callable[..., Any]],
+        program: Callable[[Definition], GradientProgram],
+        num_microbatches: int,
+        setting: str,
+    ):
+        self._program, self._setting = program, setting
+        self._audited: set[Any] = set()
+        super().__init__(setup, build, num_microbatches, donate=True)
+
+    def __call__(self, state: TrainState, batch: Tree) -> Any:
+        if self._setting != "off":
+            self._audit_once(state, batch)
+        return super().__call__(state, batch)
+
+    def _audit_once(self, state: TrainState, batch: Tree) -> None:
+        """Before a program runs for the first time. JAX compiles it once: the call finds it in its cache."""
+        arrays = jax.tree.leaves(batch)
+        key = state.definition, *((a.shape, a.dtype) for a in arrays), *(a.sharding for a in jax.tree.leaves(state))
+        if key not in self._audited:
+            self.audit(state, batch).enforce(self._setting)
+            self._audited.add(key)
+
+    def promise(self, state: TrainState, batch: Tree) -> Promise:
+        """What the step promises of itself for this state and batch: arrays, or avals (`zero.eval_init`)."""
+        return self._promise(state, batch, self.trace(state, batch))
+
+    def audit(self, state: TrainState, batch: Tree) -> Audit:
+        """What the step promises beside what its compiled program does. Nothing is run. See `zerojax.audit`.
+
+        Args:
+            state: arrays or avals; also on described devices (`targets.devices`).
+            batch: arrays or avals.
+        """
+        traced = self.trace(state, batch)
+        return audit(traced, self._promise(state, batch, traced))
+
+    def _promise(self, state: TrainState, batch: Tree, traced: Any) -> Promise:
+        program = self._program(state.definition)
+        args = jax.tree.leaves(state.params), state.model_state, self._abstract(batch), state.key
+        counted = uses(self._setup, program, state.definition, args)
+        return promise(self._setup, state, traced.jaxpr, counted, program.num_microbatches, program.prefetch)
+
+
 def train_step(
     setup: Setup,
     loss_fn: Callable[..., Any],
@@ -198,12 +272,16 @@ def train_step(
     clip_norm: float | None,
     rules: Rules,
     prefetch: int,
-) -> Step:
+    setting: str,
+) -> TrainStep:
     """See `Zero.train_step`."""
+
+    def gradient(definition: Definition) -> GradientProgram:
+        return gradient_program(setup, definition, loss_fn, num_microbatches, rules, prefetch)
 
     def build(like: TrainState) -> Callable[..., Any]:
         definition, shardings = like.definition, state_shardings(like)
-        program = gradient_program(setup, definition, loss_fn, num_microbatches, rules, prefetch)
+        program = gradient(definition)
 
         def step(state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Array]]:
             scale = state.loss_scale.value if state.loss_scale else jnp.float32(1)
@@ -241,7 +319,7 @@ def train_step(
 
         return step
 
-    return Step(setup, build, num_microbatches, donate=True)
+    return TrainStep(setup, build, gradient, num_microbatches, setting)
 
 
 def eval_step(setup: Setup, loss_fn: Callable[..., Any]) -> Step:
