@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from zerojax import hlo, placement
 from zerojax.annotations import spec_text
 from zerojax.collectives import axis_names
-from zerojax.finding import Audit, Line, Result, Unread, Verdict, bytes_text, examine, listed
+from zerojax.finding import Audit, Line, Result, Unread, Verdict, bytes_text, examine, listed, reading
 from zerojax.hlo import Program
 from zerojax.promise import Promise
 from zerojax.wire import SLACK, Wire
@@ -50,10 +50,8 @@ def _reader(compiled: Any) -> Callable[[], Program]:
 
     @functools.cache
     def program() -> Program:
-        try:
+        with reading():
             return hlo.read(compiled.as_text() or "")
-        except ValueError as refused:
-            raise Unread(str(refused)) from refused
 
     return program
 
@@ -120,7 +118,9 @@ class _Held:
         missing = [path for k, path in enumerate(self.promise.state) if k in numbered and k not in aliased]
         if not missing:
             return Result("the same", Verdict.OK)
-        more = _held_bytes(self.promise.state[path] for path in missing)
+        num_bytes = {path: _held_bytes([self.promise.state[path]]) for path in missing}
+        missing.sort(key=lambda path: -num_bytes[path])
+        more = sum(num_bytes.values())
         fix = "jax.jit(step, donate_argnums=0), and return each leaf with the dtype and sharding that it came with"
         found = f"{bytes_text(more)} are not: {listed(missing)}"
         return Result(found, Verdict.BROKEN, {"leaves": len(missing), "more_bytes": more}, fix)

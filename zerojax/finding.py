@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import io
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -101,6 +102,15 @@ def check_setting(setting: Any) -> None:
 
 class Unread(Exception):
     """Why something cannot be read in a program. It is told, and never taken for a promise that is kept."""
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """What a reader refuses is unread."""
+    try:
+        yield
+    except ValueError as refused:
+        raise Unread(str(refused)) from refused
 
 
 class Result(NamedTuple):

@@ -232,14 +232,19 @@ class TrainStep(Step):
         super().__init__(setup, build, num_microbatches, donate=True)
 
     def __call__(self, state: TrainState, batch: Tree) -> Any:
+        jitted, batch = self._prepare(state, batch)
+        batch = shard_batch(self._setup, batch)
         if self._setting != "off":
             self._audit_once(state, batch)
-        return super().__call__(state, batch)
+        return jitted(state, batch)
 
     def _audit_once(self, state: TrainState, batch: Tree) -> None:
-        """Before a program runs for the first time. JAX compiles it once: the call finds it in its cache."""
-        arrays = jax.tree.leaves(batch)
-        key = state.definition, *((a.shape, a.dtype) for a in arrays), *(a.sharding for a in jax.tree.leaves(state))
+        """Before a program runs for the first time. It is compiled once: `jitted` finds it in JAX's cache."""
+        key = (
+            state.definition,
+            *((a.shape, a.dtype) for a in jax.tree.leaves(batch)),
+            *(a.sharding for a in jax.tree.leaves(state)),
+        )
         if key not in self._audited:
             self.audit(state, batch).enforce(self._setting)
             self._audited.add(key)

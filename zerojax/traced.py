@@ -59,7 +59,7 @@ def offloaded_bytes(jaxpr: Any) -> int:
     return sum(each.trips * num_bytes(each.values) for each in moved if each.kind == "offload")
 
 
-def free_gather_bytes(jaxpr: Any) -> list[tuple[int, int]]:
-    """(loops that it is in, bytes of gathers that wait for no matrix product in it) of each body that gathers."""
-    total = lambda gathers: sum(each.trips * num_bytes(each.values) for each in gathers)
+def free_gather_elements(jaxpr: Any) -> list[tuple[int, int]]:
+    """(loops that it is in, elements of gathers that wait for no matrix product in it) of each body that gathers."""
+    total = lambda gathers: sum(each.trips * math.prod(aval.shape) for each in gathers for aval in each.values)
     return [(loops, total(gathers)) for loops, gathers in jaxprs.free_gathers(jaxpr) if gathers]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from zerojax import compiled, hlo, placement, traced
 from zerojax.compiled import Collective
-from zerojax.finding import Line, Result, Unread, Verdict, bytes_text, listed
+from zerojax.finding import Line, Result, Unread, Verdict, bytes_text, listed, reading
 from zerojax.hlo import Program
 from zerojax.promise import Promise, Traffic, over_data
 
@@ -64,14 +64,13 @@ class Wire:
     @functools.cached_property
     def found(self) -> list[Collective]:
         """In the program; on CPU, in the traced step."""
-        try:
-            if not self.as_traced:
+        if not self.as_traced:
+            with reading():
                 return over_data(compiled.collectives(self.program()), self.setup)
-            if self.jaxpr is None:
-                raise Unread("XLA for CPUs merges gathers and widens what is sent: audit the traced step")
+        if self.jaxpr is None:
+            raise Unread("XLA for CPUs merges gathers and widens what is sent: audit the traced step")
+        with reading():
             found = over_data(traced.collectives(self.jaxpr, self.setup.mesh), self.setup)
-        except ValueError as refused:
-            raise Unread(str(refused)) from refused
         if self.least.total and not found:
             raise Unread("the collectives are the compiler's, and XLA for CPUs makes others than those for GPUs")
         return found
@@ -124,7 +123,7 @@ class Wire:
         text = f"{bytes_text(sent.scattered)} reduce-scattered, {bytes_text(sent.all_reduced)} all-reduced{self.where}"
         numbers = {**sent._asdict(), "extra_bytes": extra}
         if sent.reduced < (1 - SLACK) * self.least.reduced:
-            return Result(text, Verdict.BROKEN, numbers, "sum every gradient over the data axes")
+            return Result(text, Verdict.BROKEN, numbers, "sum every gradient over the data axes, in every microbatch")
         if extra <= SLACK * self.most.total:
             return Result(text, Verdict.OK, numbers)
         if self.torus_dims > 1:
@@ -151,7 +150,7 @@ class Wire:
         if self.as_traced and self.jaxpr is self.promise.jaxpr:
             raise Unread("XLA for CPUs merges the gathers of the forward and the backward pass: audit one for GPUs")
         # A gather that became an all-reduce is what all reductions together have too much.
-        rewritten = max(0.0, self.sent.reduced - self.most.reduced)
+        rewritten = min(self.extra_bytes, max(0.0, self.sent.reduced - self.most.reduced))
         found, least = self.sent.gathered + rewritten, self.least.gathered
         text, numbers = f"{bytes_text(found)}{self.where}", {"promised_bytes": least, "found_bytes": found}
         if found >= (1 - SLACK) * least:
@@ -168,15 +167,14 @@ class Wire:
         if self.jaxpr is None:
             raise Unread("what a gather waits for is read from the traced step")
         prefetch, microbatches = self.promise.prefetch, self.promise.num_microbatches > 1
-        excess = free_bytes = 0.0
-        for loops, num_bytes in traced.free_gather_bytes(self.jaxpr):
+        unit = self.promise.unit_bytes / jnp.dtype(self.setup.precision.compute_dtype).itemsize
+        with reading():
+            bodies = traced.free_gather_elements(self.jaxpr)
+        most, excess = 0.0, 0.0
+        for loops, elements in bodies:
             window = prefetch + 2 if loops <= microbatches else max(prefetch, 1)
-            excess = max(excess, num_bytes / self.promise.unit_bytes - window)
-            free_bytes = max(free_bytes, num_bytes)
-        numbers = {"free_bytes": free_bytes, "unit_bytes": self.promise.unit_bytes}
-        text = (
-            f"gathers of {bytes_text(free_bytes)} wait for no product, units have {bytes_text(self.promise.unit_bytes)}"
-        )
+            most, excess = max(most, elements / unit), max(excess, elements / unit - window)
+        text, numbers = f"gathers of {most:.1f} units wait for no matrix product, as traced", {"free_units": most}
         if excess <= UNIT_SLACK:
             return Result(text, Verdict.OK, numbers)
         return Result(text, Verdict.BROKEN, numbers, "let each gather wait for the unit that leaves the window")
