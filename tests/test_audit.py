@@ -218,9 +218,10 @@ def test_a_replicated_leaf_is_an_error_before_the_step_runs():
     with pytest.raises(ValueError) as error:
         step(wrong, batch)
     text = str(error.value)
-    assert "breaks 1 of 9 promises\nsharded\n  promised: 24 of 27 leaves over data\n" in text
+    assert "breaks 2 of 9 promises\nsharded\n  promised: 24 of 27 leaves over data\n" in text
     assert "  got:      master/layers/1/up: P(), 8.19 kB, for P('data'), 1.02 kB\n" in text
     assert "  fix:      create the state with zero.init" in text
+    assert "aliased state\n" in text  # the step returns the leaf where it should be
     assert not any(a.is_deleted() for a in jax.tree.leaves(wrong))
     step(state, batch)  # one that is sound
 
@@ -229,7 +230,8 @@ def test_a_replicated_leaf_is_a_warning_and_the_step_runs():
     zero, state, batch = arrays()
     step = zero.train_step(by_hand.loss, audit="warn")
     with pytest.warns(UserWarning, match="master/layers/1/up"):
-        step(with_a_replicated_leaf(zero, state), batch)
+        after, _ = step(with_a_replicated_leaf(zero, state), batch)
+    assert after.master["layers"]["1"]["up"].sharding.spec == P("data")
 
 
 def test_without_an_audit_nothing_is_said():

@@ -60,6 +60,14 @@ def _held_bytes(avals: Iterable[Any]) -> int:
     return sum(placement.shard_bytes(aval, aval.sharding) for aval in avals)
 
 
+def _same(got: Any, want: Any) -> bool:
+    """Whether an array is placed as promised: on these devices, or on others of an equal mesh (described ones)."""
+    mesh = want.sharding.mesh
+    if isinstance(got, NamedSharding) and dict(got.mesh.shape) == dict(mesh.shape):
+        got = NamedSharding(mesh, got.spec, memory_kind=got.memory_kind)
+    return got.is_equivalent_to(want.sharding, len(want.shape))
+
+
 class _Held:
     """Where the state lives, whether it is updated in place, and what waits in host memory."""
 
@@ -99,7 +107,7 @@ class _Held:
     def sharded(self) -> Result:
         wrong, more = [], 0
         for (path, want), got in zip(self.promise.state.items(), self.shardings, strict=False):
-            if got is None or got.is_equivalent_to(want.sharding, len(want.shape)):
+            if got is None or _same(got, want):
                 continue
             held, promised = placement.shard_bytes(want, got), placement.shard_bytes(want, want.sharding)
             spec = spec_text(got.spec) if isinstance(got, NamedSharding) else str(got)

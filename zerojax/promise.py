@@ -89,8 +89,7 @@ def promise(
         uses: in how many places of the loss each leaf is gathered and reduced.
         num_microbatches, prefetch: of the step.
     """
-    specs = states.specs(state.definition, state, setup.stage, setup.axes)
-    shardings = placement.shardings(setup.mesh, specs)
+    shardings = states.shardings(state, setup.mesh, setup.stage, setup.axes)
     aval = lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
     with_paths = jax.tree_util.tree_leaves_with_path(jax.tree.map(aval, state, shardings))
     leaves = state.definition.leaves

@@ -161,10 +161,6 @@ def _optimizer_shardings(setup: Setup, definition: Definition) -> Tree:
     return placement.shardings(setup.mesh, definition.trained(specs))
 
 
-def state_shardings(state: TrainState) -> TrainState:
-    return jax.tree.map(lambda a: a.sharding, state)
-
-
 class Step:
     """A jitted step over (state, batch), checked before it compiles and compiled once per shape.
 
@@ -285,7 +281,7 @@ def train_step(
         return gradient_program(setup, definition, loss_fn, num_microbatches, rules, prefetch)
 
     def build(like: TrainState) -> Callable[..., Any]:
-        definition, shardings = like.definition, state_shardings(like)
+        definition, shardings = like.definition, states.shardings(like, setup.mesh, setup.stage, setup.axes)
         program = gradient(definition)
 
         def step(state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Array]]:
