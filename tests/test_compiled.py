@@ -23,6 +23,7 @@ ADD = """
   ROOT %sum = f32[] add(%x, %y)
 }
 """
+EIGHT = tuple(range(8))
 GROUPS = "channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}"
 
 
@@ -77,7 +78,7 @@ DOT = "%dot = bf16[1024,1024]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_co
 )
 def test_a_gather_is_exposed_unless_a_matrix_product_is_beside_it(beside, exposed):
     (gather,) = compiled.collectives(program(GATHER.replace("BESIDE", beside)))
-    assert gather == compiled.Collective("all-gather", "bf16", 2 * MIB, 8, 1, False, exposed)
+    assert gather == compiled.Collective("all-gather", "bf16", 2 * MIB, EIGHT, 1, False, exposed)
     assert gather.sent_bytes == 2 * MIB * 7 / 8
 
 
@@ -87,23 +88,39 @@ def test_a_product_after_the_end_is_not_beside():
 
 
 @pytest.mark.parametrize(
-    ("groups", "size"),
+    ("groups", "members"),
     [
-        ("{}", 8),
-        ("{{0,1,2,3},{4,5,6,7}}", 4),
-        ("[2,4]<=[8]", 4),
-        ("[4,2]<=[2,4]T(1,0)", 2),
-        ("mesh['replica'=2,'data'=4] {'data'}", 4),
+        ("{}", EIGHT),
+        ("{{0,1,2,3},{4,5,6,7}}", (0, 1, 2, 3)),
+        ("[2,4]<=[8]", (0, 1, 2, 3)),
+        ("[4,2]<=[2,4]T(1,0)", (0, 4)),
+        ("mesh['replica'=2,'data'=4] {'data'}", (0, 1, 2, 3)),
+        ("mesh['replica'=2,'data'=4] {'replica'}", (0, 4)),
     ],
 )
-def test_groups_of_a_synchronous_all_reduce(groups, size):
+def test_groups_of_a_synchronous_all_reduce(groups, members):
     text = f"""
         %a = f32[1000] parameter(0)
         ROOT %sum = f32[1000] all-reduce(%a), replica_groups={groups}, to_apply=%add
     """
     (found,) = compiled.collectives(program(text))
-    assert found == compiled.Collective("all-reduce", "f32", 4000, size, 1, False, True)
-    assert found.sent_bytes == 2 * 4000 * (size - 1) / size
+    assert found == compiled.Collective("all-reduce", "f32", 4000, members, 1, False, True)
+    assert found.sent_bytes == 2 * 4000 * (len(members) - 1) / len(members)
+
+
+def test_a_permutation_is_among_the_devices_that_exchange():
+    text = """
+        %a = f32[1000] parameter(0)
+        ROOT %moved = f32[1000] collective-permute(%a), source_target_pairs={{0,2},{2,4},{4,0},{1,3},{3,5},{5,1}}
+    """
+    (found,) = compiled.collectives(program(text))
+    assert (found.group, found.sent_bytes) == ((0, 2, 4), 4000)
+
+
+def test_which_parameters_a_result_takes_the_place_of():
+    aliases = "input_output_alias={ {0}: (1, {}, may-alias), {1}: (3, {}, must-alias) }"
+    header = f"HloModule step, is_scheduled=true, {aliases}"
+    assert hlo.read(f"{header}\nENTRY %main (...) -> ... {{\n  ROOT %a = f32[2] parameter(0)\n}}\n").aliased == {1, 3}
 
 
 def test_a_combined_collective_is_counted_by_dtype():
@@ -126,7 +143,7 @@ ROOT %next = {CARRY} tuple(%i, %w)
 
 def test_a_collective_in_a_loop_counts_as_often_as_the_loop_runs():
     (found,) = compiled.collectives(loop(SCATTER_IN_LOOP, 12))
-    assert found == compiled.Collective("reduce-scatter", "f32", 4 * MIB, 8, 12, True, True)
+    assert found == compiled.Collective("reduce-scatter", "f32", 4 * MIB, EIGHT, 12, True, True)
     assert found.sent_bytes == 12 * 4 * MIB * 7 / 8
 
 
@@ -145,7 +162,7 @@ def test_an_asynchronous_computation_that_wraps_a_collective():
         ROOT %done = f32[128] async-done(%start), calls=%wrapped
     """
     (found,) = compiled.collectives(program(text, wrapped))
-    assert found == compiled.Collective("reduce-scatter", "f32", 4096, 8, 1, False, False)
+    assert found == compiled.Collective("reduce-scatter", "f32", 4096, EIGHT, 1, False, False)
 
 
 def test_clones_in_a_chain_of_fusions_are_one_collective():
@@ -171,7 +188,7 @@ def test_clones_in_a_chain_of_fusions_are_one_collective():
         ROOT %c = bf16[1024,1024] fusion(%p, %b), kind=kCustom, calls=%third
     """
     (found,) = compiled.collectives(program(text, computations))
-    assert found == compiled.Collective("all-gather", "bf16", 2 * MIB, 8, 1, False, False)
+    assert found == compiled.Collective("all-gather", "bf16", 2 * MIB, EIGHT, 1, False, False)
     with pytest.raises(ValueError, match="chain_id"):
         compiled.collectives(program(text, computations.replace("chain_id", "other")))
     with pytest.raises(ValueError, match="collective in a fusion"):

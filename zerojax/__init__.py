@@ -3,23 +3,31 @@
 from zerojax.versions import __version__  # first: refuses unsupported versions before anything else is imported
 
 # isort: split
+from zerojax.audit import audit
+from zerojax.finding import Audit, Finding, Verdict
 from zerojax.keep import Keep
 from zerojax.losses import chunked_cross_entropy
 from zerojax.mesh import make_mesh, simulate_devices
 from zerojax.models import Weighted
 from zerojax.precision import Precision
+from zerojax.promise import Promise
 from zerojax.report import Explanation
 from zerojax.state import TrainState
 from zerojax.zero import Zero
 
 __all__ = [
+    "Audit",
     "Explanation",
+    "Finding",
     "Keep",
     "Precision",
+    "Promise",
     "TrainState",
+    "Verdict",
     "Weighted",
     "Zero",
     "__version__",
+    "audit",
     "chunked_cross_entropy",
     "make_mesh",
     "simulate_devices",

@@ -27,7 +27,7 @@ class Collective(NamedTuple):
         kind: 'all-gather', 'reduce-scatter', 'all-reduce', ...
         dtype: on the wire.
         full_bytes: of the full form, each time it runs: the result of a gather, the operand of the others.
-        group_size: devices that take part.
+        group: the devices that take part, as numbers of the program: one group, of as many as there are.
         trips: how often it runs in a step.
         looped: it is inside a loop.
         exposed: no matrix product is between its start and its end.
@@ -36,10 +36,14 @@ class Collective(NamedTuple):
     kind: str
     dtype: str
     full_bytes: int
-    group_size: int
+    group: tuple[int, ...]
     trips: int
     looped: bool
     exposed: bool
+
+    @property
+    def group_size(self) -> int:
+        return len(self.group)
 
     @property
     def sent_bytes(self) -> float:
@@ -145,30 +149,49 @@ def parts(
     core: Instruction, num_devices: int, trips: int = 1, looped: bool = False, exposed: bool = False
 ) -> list[Collective]:
     """A collective by dtype. Its operands are the same whether it is plain, combined, or has a start and an end."""
-    kind, group_size = core.op.removesuffix("-start"), _group_size(core, num_devices)
+    kind, group = core.op.removesuffix("-start"), _group(core, num_devices)
     sizes: dict[str, int] = {}
     for buffer in (b for operand in core.operands for b in operand.buffers):
-        full_bytes = buffer.num_bytes * (group_size if kind == "all-gather" else 1)
+        full_bytes = buffer.num_bytes * (len(group) if kind == "all-gather" else 1)
         sizes[buffer.dtype] = sizes.get(buffer.dtype, 0) + full_bytes
-    return [Collective(kind, dtype, size, group_size, trips, looped, exposed) for dtype, size in sizes.items()]
+    return [Collective(kind, dtype, size, group, trips, looped, exposed) for dtype, size in sizes.items()]
 
 
-def _group_size(collective: Instruction, num_devices: int) -> int:
-    """Devices in each of `replica_groups`.
+def _group(collective: Instruction, num_devices: int) -> tuple[int, ...]:
+    """The devices of one of `replica_groups`.
 
-    They are written as `{}` (one group of all), `{{0,1},{2,3}}`, `[2,4]<=[8]` (two of four), or by the axes of a mesh
-    that a group spans: `mesh['a'=2,'b'=4] {'b'}`.
+    They are written as `{}` (one group of all), `{{0,1},{2,3}}`, `[2,4]<=[8]` (two of four, of the numbers from 0 in an
+    array of this shape, which `T(1,0)` may transpose), or by the axes of a mesh that a group spans:
+    `mesh['a'=2,'b'=4] {'b'}`.
     """
     if collective.op.startswith("collective-permute"):
-        return num_devices
-    groups = attribute(r"replica_groups=(\{\}|\{\{[\d,]*\}|\[\d+,\d+\]<|mesh\[.*?\] ?\{['\w,]*\})", collective)
+        return _exchanging(collective)
+    forms = r"\{\}|\{\{[\d,]*\}|\[\d+,\d+\]<=\[[\d,]+\](?:T\([\d,]+\))?|mesh\[.*?\] ?\{['\w,]*\}"
+    groups = attribute(rf"replica_groups=({forms})", collective)
+    numbers = lambda text: [int(n) for n in re.findall(r"\d+", text)]
     if groups == "{}":
-        return num_devices
+        return tuple(range(num_devices))
     if groups.startswith("mesh"):
         mesh, spanned = groups.rsplit("{", 1)
         sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh))
-        return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", spanned))
-    return int(groups[1:-2].split(",")[1]) if groups.startswith("[") else groups.count(",") + 1
+        of_mesh = np.arange(num_devices).reshape([int(size) for size in sizes.values()])
+        return tuple(of_mesh[tuple(slice(None) if f"'{axis}'" in spanned else 0 for axis in sizes)].ravel().tolist())
+    if groups.startswith("["):
+        shape, rest = groups.split("<=")
+        dims, order = (*map(numbers, rest.split("T")), [])[:2]
+        numbered = np.arange(num_devices).reshape(dims)
+        return tuple(numbered.transpose(order or range(len(dims))).reshape(numbers(shape))[0].tolist())
+    return tuple(numbers(groups))
+
+
+def _exchanging(permute: Instruction) -> tuple[int, ...]:
+    """The devices among which a permutation moves what the first of its sources sends."""
+    pairs = re.findall(r"\{(\d+),(\d+)\}", attribute(r"source_target_pairs=\{(.*?\})\}", permute))
+    group, size = {int(pairs[0][0])}, 0
+    while len(group) > size:
+        size = len(group)
+        group |= {int(n) for pair in pairs if {int(pair[0]), int(pair[1])} & group for n in pair}
+    return tuple(sorted(group))
 
 
 def in_flight_bytes(program: Program) -> int:

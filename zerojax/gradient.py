@@ -109,6 +109,17 @@ class GradientProgram:
             output = self.loss(jax.tree.unflatten(self.tree, shards), self._fold(other, 0), batch, key)
         return _means(self._total(output.sums())[0])
 
+    def uses(self, shards: Sequence[Array], other: Any, batch: Any, key: Array) -> list[int]:
+        """Of each leaf: in how many places of the loss it is gathered and its gradient reduced.
+
+        None if the loss does not use it, one usually, more if several units share it. Arguments: those of a call.
+        """
+        shards = cast(list(shards), self.precision.compute_dtype)
+        batch = jax.tree.map(lambda a: a[: a.shape[0] // self.num_microbatches] if a.ndim else a, batch)
+        program, _, _ = self._program(shards, self._fold(other, 0), batch, key)
+        places = [leaf for segment in program.traced.segments for leaf in segment.leaves]
+        return [places.count(leaf) for leaf in range(len(self.leaves))]
+
     def _device_key(self, key: Array, microbatch: Any) -> Array:
         return jax.random.fold_in(jax.random.fold_in(key, collectives.device_index(self.axes)), microbatch)
 

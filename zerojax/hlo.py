@@ -14,6 +14,11 @@ from typing import NamedTuple
 HOST = 5  # the memory space of pinned host memory
 
 
+def element_bits(dtype: str) -> int:
+    """Of a dtype as it is written in programs: 'bf16', 'f8e4m3fn', 's4', 'pred', 'token'."""
+    return {"token": 0, "pred": 8}[dtype] if dtype in ("token", "pred") else int(re.findall(r"\d+", dtype)[0])
+
+
 class Buffer(NamedTuple):
     """An array that an instruction returns; `space` is 0 for the memory of the device, `HOST` for that of the host."""
 
@@ -23,10 +28,7 @@ class Buffer(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        if self.dtype == "token":
-            return 0
-        bits = 8 if self.dtype == "pred" else int(re.findall(r"\d+", self.dtype)[0])  # bf16, f8e4m3fn, s4
-        return (math.prod(self.dims) * bits + 7) // 8
+        return (math.prod(self.dims) * element_bits(self.dtype) + 7) // 8
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,10 +72,11 @@ class Instruction:
 
 
 class Program(NamedTuple):
-    """A scheduled program of one of `num_devices` devices."""
+    """A scheduled program of one of `num_devices` devices. `aliased` are the parameters whose place a result takes."""
 
     entry: Computation
     num_devices: int
+    aliased: frozenset[int]
 
 
 class Block(NamedTuple):
@@ -136,7 +139,8 @@ def read(text: str) -> Program:
     if entry is None:
         raise ValueError("hlo: no ENTRY computation in the program")
     counts = [re.search(rf"\b{name}=(\d+)", header) for name in ("replica_count", "num_partitions")]
-    return Program(computations[entry], math.prod(int(count.group(1)) for count in counts if count))
+    aliased = frozenset(int(number) for number in re.findall(r"\((\d+), \{[\d, ]*\}, \w+-alias\)", header))
+    return Program(computations[entry], math.prod(int(count.group(1)) for count in counts if count), aliased)
 
 
 def _instruction(

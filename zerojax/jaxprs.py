@@ -1,4 +1,4 @@
-"""All that zerojax knows of jaxprs: reading, cutting and running the equations of a traced function.
+"""Reading, cutting and running the equations of a traced function.
 
 jaxprs are not a stable interface of JAX. Everything that depends on their representation stands here and is tested at
 both ends of the supported range of versions.
@@ -6,8 +6,6 @@ both ends of the supported range of versions.
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -23,11 +21,6 @@ RANDOM_PRIMITIVES = frozenset({"random_bits", "threefry2x32", "rng_bit_generator
 # One operand in, the same elements out: these commute with taking a shard or a layer of a stacked leaf.
 ELEMENT_PRESERVING = frozenset({"convert_element_type", "transpose", "copy", "copy_p", "reduce_precision"})
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
-_ATTENTION = frozenset({"dot_product_attention_fwd", "dot_product_attention_fwd_wrapper"})
-# They multiply, and how much is not known here: kernels, ragged products, and what runs on a part of the devices.
-_UNKNOWN_PRODUCTS = frozenset(
-    {"dot_product_attention_bwd", "dot_product_attention_bwd_wrapper", "pallas_call", "ragged_dot_general", "shard_map"}
-)
 _DEBUG_INFO = core.DebugInfo("zerojax", "segment", None, None)
 
 
@@ -97,35 +90,6 @@ def multiplies(equations: Iterable[Equation]) -> bool:
     return any(
         e.primitive.name in PRODUCTS or any(multiplies(inner.eqns) for inner in sub_jaxprs(e)) for e in equations
     )
-
-
-def product_flops(jaxpr: Any) -> int:
-    """Of the matrix products and convolutions of a jaxpr: 2 x elements of the result x elements contracted.
-
-    Raises:
-        ValueError: a product that runs an unknown number of times, or in a form that is not known here.
-    """
-    return sum(_equation_flops(equation) for equation in jaxpr.eqns)
-
-
-def _equation_flops(equation: Equation) -> int:
-    name, shapes = equation.primitive.name, [atom.aval.shape for atom in equation.invars if hasattr(atom.aval, "shape")]
-    if name == "dot_general":
-        (contracted, _), _ = equation.params["dimension_numbers"]
-        return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(shapes[0][d] for d in contracted)
-    if name == "conv_general_dilated":
-        features = equation.params["dimension_numbers"].rhs_spec[0]
-        return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(shapes[1]) // shapes[1][features]
-    if name in _ATTENTION:  # by cuDNN: q [B, T, N, H] and k [B, S, K, H], or with heads before positions
-        keys = shapes[1][1 if equation.params["layout"] == 0 else 2]
-        return 2 * 2 * math.prod(shapes[0]) * keys
-    inner = [product_flops(sub) for sub in sub_jaxprs(equation)]
-    if is_scan(equation):
-        return scan_params(equation).length * sum(inner)
-    unknown = name in _UNKNOWN_PRODUCTS or (name == "cond" and len(set(inner)) > 1) or (name == "while" and any(inner))
-    if unknown:
-        raise ValueError(f"jaxprs: products of {name!r} cannot be counted\n  got:      {str(equation)[:160]}")
-    return inner[0] if name == "cond" else sum(inner)
 
 
 def run(jaxpr: Any, *args: Any) -> list[Any]:
@@ -229,68 +193,3 @@ class Origin:
             }
             self.calls[id(equation)] = Origin(inner, operands)
         return None, [(inner.outvars[equation.outvars.index(v)], self.calls[id(equation)])]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Value:
-    """One result of a flattened program, the same wherever it is read."""
-
-    num_bytes: int
-
-
-class Operation(NamedTuple):
-    """An equation of a flattened program: None among `reads` is a literal."""
-
-    name: str
-    equation: Equation
-    reads: list[Value | None]
-    results: list[Value]
-
-
-class Flat(NamedTuple):
-    """A jaxpr with everything that is run once, where it stands, written out in place: only loops and branches stay."""
-
-    inputs: list[Value]
-    operations: list[Operation]
-    outputs: list[Value | None]
-
-
-def manual_parts(closed: Any) -> list[Any]:
-    """The bodies of the `shard_map`s of a traced function, in order: what one device computes."""
-    return [e.params["jaxpr"] for e in closed.jaxpr.eqns if e.primitive.name == "shard_map"]
-
-
-_IN_PLACE = frozenset(
-    ["checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "jit"]
-) | {"pjit", "remat2", "shard_map"}
-
-
-def flattened(jaxpr: Any, space: Any = jax.memory.Space.Device) -> Flat:
-    """See `Flat`. Two calls of one function are two sets of values. What is in another memory space counts 0 bytes."""
-    operations: list[Operation] = []
-
-    def walk(jaxpr: Any, arguments: Sequence[Value | None]) -> list[Value | None]:
-        jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-        scope: dict[Var, Value | None] = {v: Value(bytes_of(v, space)) for v in jaxpr.constvars}
-        scope |= dict(zip(jaxpr.invars, arguments, strict=True))
-        read = lambda atom: scope[atom] if is_var(atom) else None
-        for e in jaxpr.eqns:
-            reads = [read(atom) for atom in e.invars]
-            if e.primitive.name in _IN_PLACE:
-                results = walk(next(sub_jaxprs(e)), reads)
-            else:
-                results = [Value(bytes_of(v, space)) for v in e.outvars]
-                operations.append(Operation(e.primitive.name, e, reads, results))
-            scope |= dict(zip(e.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
-
-    inputs = [Value(bytes_of(v, space)) for v in getattr(jaxpr, "jaxpr", jaxpr).invars]
-    return Flat(inputs, operations, walk(jaxpr, inputs))
-
-
-def bytes_of(atom: Atom, space: Any) -> int:
-    """Of a value in a memory space; 0 for what is no array. PRNG keys count as the words that they are made of."""
-    shape, dtype = getattr(atom.aval, "shape", None), getattr(atom.aval, "dtype", None)
-    if shape is None or dtype is None or getattr(atom.aval, "memory_space", jax.memory.Space.Device) != space:
-        return 0
-    return math.prod(shape) * getattr(dtype, "itemsize", 8)

@@ -113,6 +113,11 @@ def specs(definition: Definition, state: TrainState, stage: int, axes: Axes) -> 
     )
 
 
+def shardings(state: TrainState, mesh: Any, stage: int, axes: Axes) -> TrainState:
+    """Where a stage places a state, wherever its arrays are."""
+    return placement.shardings(mesh, specs(state.definition, state, stage, axes))
+
+
 def build(
     create_model: Callable[..., Any],
     tx: optax.GradientTransformation,
@@ -161,9 +166,9 @@ def build(
         )
 
     shapes = jax.eval_shape(initial, key)
-    shardings = placement.shardings(mesh, specs(definition, shapes, stage, axes))
-    abstract = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
-    return lambda: jax.jit(initial, out_shardings=shardings)(key), abstract
+    placed = shardings(shapes, mesh, stage, axes)
+    abstract = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, placed)
+    return lambda: jax.jit(initial, out_shardings=placed)(key), abstract
 
 
 def check_optimizer(state: TrainState, precision: Precision) -> None:

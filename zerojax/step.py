@@ -2,92 +2,29 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
-from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import collectives, models, placement, state as states
-from zerojax.collectives import Axes
+from zerojax.audit import audit
+from zerojax.finding import Audit
 from zerojax.gradient import GradientProgram, Result
 from zerojax.keep import KEEP_EVERYTHING, Rules
-from zerojax.precision import Precision, cast
+from zerojax.precision import cast
+from zerojax.promise import Promise, promise
+from zerojax.setup import Setup, batch_specs, check_batch, compiler_options, global_shape, shard_batch
 from zerojax.state import Definition, TrainState
 
 Array = Any
 Tree = Any
-
-
-class Setup(NamedTuple):
-    """What all steps of one `Zero` share."""
-
-    mesh: Any
-    axes: Axes
-    stage: int
-    precision: Precision
-
-
-def batch_specs(setup: Setup, batch: Tree) -> Tree:
-    """Dim 0 of every batch leaf over the data axes; scalars whole."""
-    return jax.tree.map(lambda a: PartitionSpec(setup.axes.data) if np.ndim(a) else PartitionSpec(), batch)
-
-
-def _is_local(a: Any) -> bool:
-    """Whether it holds one process's own rows. Avals, tracers and arrays over all processes hold those of all."""
-    if isinstance(a, jax.Array) and not isinstance(a, Tracer):
-        return a.is_fully_addressable
-    return isinstance(a, np.ndarray)
-
-
-def _global_shape(a: Any) -> tuple[int, ...]:
-    shape = np.shape(a)
-    return (shape[0] * jax.process_count(), *shape[1:]) if shape and _is_local(a) else shape
-
-
-def shard_batch(setup: Setup, batch: Tree) -> Tree:
-    """Arrays -> global arrays, split over the data axes. Each process passes its own rows. What is global stays."""
-
-    def put(a: Any, spec: PartitionSpec) -> Array:
-        sharding = NamedSharding(setup.mesh, spec)
-        if isinstance(a, jax.Array) and (not _is_local(a) or a.sharding.is_equivalent_to(sharding, a.ndim)):
-            return a
-        if isinstance(a, jax.Array) and jax.process_count() == 1:
-            return jax.device_put(a, sharding)
-        return jax.make_array_from_process_local_data(sharding, np.asarray(a))
-
-    return jax.tree.map(put, batch, batch_specs(setup, batch))
-
-
-def check_batch(setup: Setup, batch: Tree, num_microbatches: int) -> None:
-    """Raises ValueError unless every leaf's dim 0 divides into devices x microbatches.
-
-    Args:
-        setup: of the Zero.
-        batch: arrays of this process's rows, or global arrays or avals.
-        num_microbatches: of the step.
-    """
-    parts = setup.axes.num_devices * num_microbatches
-    with_paths = jax.tree_util.tree_leaves_with_path(batch)
-    rows = [(placement.path_text(path) or "the batch", _global_shape(a)) for path, a in with_paths]
-    if not any(shape for _, shape in rows):
-        raise ValueError("batch: no array with rows\n  fix:      pass arrays whose dim 0 is the batch")
-    for path, shape in rows:
-        if shape and shape[0] % parts:
-            split = f"{shape[0]} % ({setup.axes.num_devices} x {num_microbatches}) = {shape[0] % parts}"
-            raise ValueError(
-                f"batch: {path!r} does not divide into devices x microbatches\n"
-                f"  got:      shape {shape}; {split}\n"
-                f"  fix:      a multiple of {parts} rows, or another num_microbatches"
-            )
 
 
 def gradient_program(
@@ -131,6 +68,20 @@ def gradients(setup: Setup, program: GradientProgram, definition: Definition, ar
         whole,
     )
     return _manual(setup, program, in_specs, Result(grads_specs, whole, whole, whole, whole))(*args)
+
+
+def uses(setup: Setup, program: GradientProgram, definition: Definition, args: Any) -> list[int]:
+    """`GradientProgram.uses`, of avals of global arrays: (parameter leaves, other state, batch, key)."""
+    whole: Any = PartitionSpec()
+    in_specs = _leaf_specs(setup, definition, placement.shards_params(setup.stage)), whole, batch_specs(setup, args[2])
+    counted: list[int] = []
+
+    def count(*local: Any) -> Array:
+        counted.extend(program.uses(*local))
+        return jnp.int32(0)
+
+    jax.eval_shape(_manual(setup, count, (*in_specs, whole), whole), *args)
+    return counted
 
 
 def gather_params(setup: Setup, definition: Definition, trained: Tree) -> Tree:
@@ -210,34 +161,6 @@ def _optimizer_shardings(setup: Setup, definition: Definition) -> Tree:
     return placement.shardings(setup.mesh, definition.trained(specs))
 
 
-def state_shardings(state: TrainState) -> TrainState:
-    return jax.tree.map(lambda a: a.sharding, state)
-
-
-def compiler_options(setup: Setup, definition: Definition) -> dict[str, int] | None:
-    """On GPUs, stage 3: which collectives the compiler combines. By default it is those of up to 30 MiB.
-
-    All gathers of a unit, since the compiler starts each after the end of the one before: compute would wait for each
-    on a slow link, and some have no matrix product beside them on a fast one. Gathers of different units wait for each
-    other, and are never combined.
-
-    Gradients of a unit are reduced in about two parts: in one they would all wait for the last of them. The compiler
-    counts shards. On many devices 30 MiB are those of several units, which would be reduced together, beside nothing.
-    """
-    on_gpu = isinstance(setup.mesh, Mesh) and setup.mesh.devices.flat[0].platform == "gpu"
-    if not on_gpu or not placement.shards_params(setup.stage):
-        return None
-    elements: collections.Counter[str] = collections.Counter()
-    for leaf in definition.leaves:
-        elements[leaf.unit] += leaf.size // leaf.shape[0] if leaf.stacked else leaf.size
-    num_bytes = lambda dtype: max(elements.values()) * jnp.dtype(dtype).itemsize
-    shards = num_bytes(setup.precision.reduce_dtype) // setup.axes.num_shards
-    return {
-        "xla_gpu_all_gather_combine_threshold_bytes": 2 * num_bytes(setup.precision.compute_dtype),
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": 3 * shards // 4,  # leaves do not divide in halves
-    }
-
-
 class Step:
     """A jitted step over (state, batch), checked before it compiles and compiled once per shape.
 
@@ -270,7 +193,7 @@ class Step:
         return jitted(state, shard_batch(self._setup, batch))
 
     def _abstract(self, batch: Tree) -> Tree:
-        aval = lambda a, s: jax.ShapeDtypeStruct(_global_shape(a), a.dtype, sharding=NamedSharding(self._setup.mesh, s))
+        aval = lambda a, s: jax.ShapeDtypeStruct(global_shape(a), a.dtype, sharding=NamedSharding(self._setup.mesh, s))
         return jax.tree.map(aval, batch, batch_specs(self._setup, batch))
 
     def trace(self, state: TrainState, batch: Tree) -> Any:
@@ -281,6 +204,68 @@ class Step:
         return self.trace(state, batch).lower(**kwargs)
 
 
+class TrainStep(Step):
+    """A `Step` that returns (state, metrics), and can be held against what it promises.
+
+    Args:
+        setup: of the Zero.
+        build: state -> the function to jit.
+        program: definition -> the gradient program.
+        num_microbatches: of the step.
+        setting: 'error', 'warn' or 'off': what an audit of each newly compiled program leads to.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        build: Callable[[TrainState], Callable[..., Any]],
+        program: Callable[[Definition], GradientProgram],
+        num_microbatches: int,
+        setting: str,
+    ):
+        self._program, self._setting = program, setting
+        self._audited: set[Any] = set()
+        super().__init__(setup, build, num_microbatches, donate=True)
+
+    def __call__(self, state: TrainState, batch: Tree) -> Any:
+        jitted, batch = self._prepare(state, batch)
+        batch = shard_batch(self._setup, batch)
+        if self._setting != "off":
+            self._audit_once(state, batch)
+        return jitted(state, batch)
+
+    def _audit_once(self, state: TrainState, batch: Tree) -> None:
+        """Before a program runs for the first time. It is compiled once: `jitted` finds it in JAX's cache."""
+        key = (
+            state.definition,
+            *((a.shape, a.dtype) for a in jax.tree.leaves(batch)),
+            *(a.sharding for a in jax.tree.leaves(state)),
+        )
+        if key not in self._audited:
+            self.audit(state, batch).enforce(self._setting)
+            self._audited.add(key)
+
+    def promise(self, state: TrainState, batch: Tree) -> Promise:
+        """What the step promises of itself for this state and batch: arrays, or avals (`zero.eval_init`)."""
+        return self._promise(state, batch, self.trace(state, batch))
+
+    def audit(self, state: TrainState, batch: Tree) -> Audit:
+        """What the step promises beside what its compiled program does. Nothing is run. See `zerojax.audit`.
+
+        Args:
+            state: arrays or avals; also on described devices (`targets.devices`).
+            batch: arrays or avals.
+        """
+        traced = self.trace(state, batch)
+        return audit(traced, self._promise(state, batch, traced))
+
+    def _promise(self, state: TrainState, batch: Tree, traced: Any) -> Promise:
+        program = self._program(state.definition)
+        args = jax.tree.leaves(state.params), state.model_state, self._abstract(batch), state.key
+        counted = uses(self._setup, program, state.definition, args)
+        return promise(self._setup, state, traced.jaxpr, counted, program.num_microbatches, program.prefetch)
+
+
 def train_step(
     setup: Setup,
     loss_fn: Callable[..., Any],
@@ -288,12 +273,16 @@ def train_step(
     clip_norm: float | None,
     rules: Rules,
     prefetch: int,
-) -> Step:
+    setting: str,
+) -> TrainStep:
     """See `Zero.train_step`."""
 
+    def gradient(definition: Definition) -> GradientProgram:
+        return gradient_program(setup, definition, loss_fn, num_microbatches, rules, prefetch)
+
     def build(like: TrainState) -> Callable[..., Any]:
-        definition, shardings = like.definition, state_shardings(like)
-        program = gradient_program(setup, definition, loss_fn, num_microbatches, rules, prefetch)
+        definition, shardings = like.definition, states.shardings(like, setup.mesh, setup.stage, setup.axes)
+        program = gradient(definition)
 
         def step(state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Array]]:
             scale = state.loss_scale.value if state.loss_scale else jnp.float32(1)
@@ -331,7 +320,7 @@ def train_step(
 
         return step
 
-    return Step(setup, build, num_microbatches, donate=True)
+    return TrainStep(setup, build, gradient, num_microbatches, setting)
 
 
 def eval_step(setup: Setup, loss_fn: Callable[..., Any]) -> Step:

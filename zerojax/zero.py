@@ -10,13 +10,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from zerojax import models, placement, report, state as states, step as steps
+from zerojax import models, placement, report, setup as setups, state as states, step as steps
+from zerojax.finding import check_setting
 from zerojax.keep import Rules, Setting
 from zerojax.mesh import data_axes
 from zerojax.placement import Overrides
 from zerojax.precision import Precision, resolve
+from zerojax.setup import Setup
 from zerojax.state import Definition, TrainState
-from zerojax.step import Setup, Step
+from zerojax.step import Step, TrainStep
 
 _WIDEST_ELEMENT_BYTES = 8
 
@@ -102,7 +104,8 @@ class Zero:
         keep: Setting | Mapping[str, Setting] = "everything",
         prefetch: int = 1,
         bucket_bytes: int | None = None,
-    ) -> Step:
+        audit: str = "off",
+    ) -> TrainStep:
         """A jitted `step(state, batch) -> (state, metrics)`. The state is donated and updated in place.
 
         Args:
@@ -126,9 +129,12 @@ class Zero:
                 model otherwise: compiled for eight H100s, the gather of two weights of 16 layers of width 1024 (224 MiB
                 in bf16) takes 9 MiB beside its result instead of 128, in buckets of 32 MiB, and their reduce-scatter 9
                 instead of 224. An all-reduce, which else is in place, takes 32.
+            audit: each newly compiled program is held against what the step promises (`zerojax.audit`), before it runs
+                for the first time: with 'error' a broken promise raises ValueError, with 'warn' it warns. 'off', the
+                default: nothing is read; `step.audit(state, batch)` does it on demand.
 
         Returns:
-            A `Step`. Metrics are fp32 scalars, the same on every device: loss, grad_norm (before clipping),
+            A `TrainStep`. Metrics are fp32 scalars, the same on every device: loss, grad_norm (before clipping),
             param_norm, skipped, learning_rate where the optimizer state has it, loss_scale for fp16, and those of the
             loss. The batch is a tree of arrays whose dim 0 divides into devices x microbatches; each process passes
             its own rows.
@@ -138,15 +144,16 @@ class Zero:
             pass does not read, such as biases and embedding tables, are not gathered again).
 
         Raises:
-            ValueError: a number of microbatches, a prefetch or a size of buckets that is none.
+            ValueError: a number of microbatches, a prefetch, a size of buckets or a setting of the audit that is none.
 
         Source: ZeRO, sections 5 and 7; 6.2 for `bucket_bytes` (C_B).
         """
         if num_microbatches < 1:
             raise ValueError(f"train_step: num_microbatches is {num_microbatches}\n  fix:      at least 1")
         _check_prefetch(prefetch)
+        check_setting(audit)
         setup = _in_buckets(self.setup, bucket_bytes)
-        return steps.train_step(setup, loss_fn, num_microbatches, clip_norm, Rules.of(keep), prefetch)
+        return steps.train_step(setup, loss_fn, num_microbatches, clip_norm, Rules.of(keep), prefetch, audit)
 
     def eval_step(self, loss_fn: Callable[..., Any], *, bucket_bytes: int | None = None) -> Step:
         """A jitted `step(state, batch) -> metrics` with the same gathering; nothing is changed."""
@@ -180,7 +187,7 @@ class Zero:
         setup = _in_buckets(self.setup, bucket_bytes)
 
         def fn(params: Any, *args: Any) -> Any:
-            steps.check_batch(setup, args, 1)
+            setups.check_batch(setup, args, 1)
             definition = self._definition(params)
             program = steps.gradient_program(setup, definition, lambda p, args: loss_fn(p, *args), 1, rules, prefetch)
             inputs = (jax.tree.leaves(params), {}, args, jax.random.key(0), jnp.float32(1))
@@ -198,7 +205,7 @@ class Zero:
 
     def shard_batch(self, batch: Any) -> Any:
         """Host arrays (each process: its own rows) as global arrays, split over the data axes in dim 0."""
-        return steps.shard_batch(self.setup, batch)
+        return setups.shard_batch(self.setup, batch)
 
     def _definition(self, params: Any) -> Definition:
         leaves = placement.place(params, self.setup.mesh, self.setup.axes, self.overrides)

@@ -1,0 +1,333 @@
+"""An audit finds what is not as promised, by the right line, and nothing in a step that is sound."""
+
+import dataclasses
+import functools
+
+import by_hand
+import gpt
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import traffic
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import zerojax
+from zerojax import Keep, Verdict, collectives, hlo, traced
+from zerojax.order import Order
+from zerojax.step import TrainStep
+
+N = 8
+
+
+def broken(audit):
+    return {finding.name for finding in audit.broken}
+
+
+# Sound steps
+
+
+def audited(stage, mesh=None, scan=False, precision="bf16", **options):
+    zero = zerojax.Zero(zerojax.make_mesh(**(mesh or {})), stage, precision)
+    config = gpt.Config(width=32, layers=6 if scan else 3, scan=scan, annotated="model" in (mesh or {}))
+    state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
+    return zero.train_step(gpt.loss, **options).audit(state, gpt.batch_aval(config, 32))
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"),
+    [
+        (0, {"num_microbatches": 2}),
+        (1, {"mesh": {"replica": 2}}),
+        (2, {"num_microbatches": 2, "scan": True}),
+        (2, {"num_microbatches": 2, "mesh": {"replica": 2}}),
+        (3, {}),
+        (3, {"num_microbatches": 2, "scan": True, "keep": "nothing"}),
+        (3, {"mesh": {"model": 2}, "precision": "bf16_reduce_fp32", "keep": Keep(offload_inputs=True)}),
+        (3, {"prefetch": 0, "bucket_bytes": 4096}),
+    ],
+)
+def test_nothing_is_broken_in_a_sound_step(stage, options):
+    audit = audited(stage, **options)
+    assert audit.ok and broken(audit) == set()
+    verdicts = {finding.name: finding.verdict for finding in audit.findings}
+    read = ["sharded", "aliased state", "wire bytes", "wire dtype", "reductions"]
+    read += ["hoisted gathers", "prefetch order"] if stage == 3 else []
+    unread = ["exposed"] + (["gathered weights kept"] if stage == 3 else [])
+    unread += ["checkpoints"] if isinstance(options.get("keep"), Keep) else []
+    assert {name for name, verdict in verdicts.items() if verdict is Verdict.OK} == set(read)
+    assert {name for name, verdict in verdicts.items() if verdict is Verdict.NOT_READ} == set(unread)
+
+
+def test_the_promise_is_the_formula():
+    """Psi as counted from the leaves; a leaf that two units share is moved for both."""
+    zero, state = by_hand.zero_and_state()
+    psi = by_hand.LAYERS * 4 * by_hand.WIDTH**2
+    most = zero.train_step(by_hand.loss, num_microbatches=4).promise(state, by_hand.batch_aval()).most
+    assert most == (2 * 2 * 4 * psi * 7 / 8, 2 * 4 * psi * 7 / 8, 0, 0)
+
+    def shared(params, batch):
+        layers = params["layers"]
+        return by_hand.loss({"layers": {**layers, "3": layers["0"]}}, batch)
+
+    three = zero.train_step(shared).promise(state, by_hand.batch_aval()).most
+    assert three.scattered == 2 * psi * 7 / 8  # one layer is not used, another twice
+
+
+# Planted faults, in steps by hand
+
+
+@functools.cache
+def promised(k=1):
+    zero, state = by_hand.zero_and_state()
+    return zero.train_step(by_hand.loss, num_microbatches=k).promise(state, by_hand.batch_aval())
+
+
+def audit_by_hand(k=1, **faults):
+    zero, state = by_hand.zero_and_state()
+    return zerojax.audit(by_hand.step(zero, state, by_hand.batch_aval(), k=k, **faults), promised(k))
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_step_by_hand_can_be_sound(k):
+    assert broken(audit_by_hand(k)) == set()
+
+
+PSI = by_hand.LAYERS * 4 * by_hand.WIDTH**2
+SENT = 2 * PSI * (N - 1) / N  # in bf16, gathered or reduce-scattered once
+
+
+def test_weights_that_a_deny_list_keeps_are_found():
+    """Of the three layers that are to be gathered again."""
+    audit = audit_by_hand(policy=by_hand.DENY_LIST)
+    assert broken(audit) == {"gathered weights kept"}
+    numbers = audit["gathered weights kept"].numbers
+    assert numbers["found_bytes"] == SENT and numbers["promised_bytes"] > 1.6 * SENT
+
+
+def test_an_all_reduce_in_place_of_a_reduce_scatter_is_found():
+    audit = audit_by_hand(gather=by_hand.gather_then_all_reduce)
+    assert broken(audit) == {"wire bytes", "reductions"}
+    assert audit["reductions"].numbers["extra_bytes"] == SENT
+    assert "all-reduced" in audit["reductions"].found and "psum_scatter" in audit["reductions"].fix
+
+
+def test_a_gather_in_fp32_is_found():
+    audit = audit_by_hand(gather=by_hand.gather_in_fp32)
+    assert broken(audit) == {"wire bytes", "wire dtype"}
+    assert audit["wire dtype"].numbers["wide_bytes"] == 2 * 3 * SENT  # twice as wide, and so is their transpose
+    assert "all-gather in f32" in audit["wire dtype"].found
+
+
+def test_a_state_that_is_not_donated_is_found():
+    audit = audit_by_hand(donated=False)
+    assert broken(audit) == {"aliased state"}
+    held = 2 * PSI + 4 * PSI + 4 * PSI  # bf16 parameters, master and momentum
+    assert audit["aliased state"].numbers["more_bytes"] == pytest.approx(held / N, abs=64)
+    assert "layers/0/down" in audit["aliased state"].found
+
+
+def test_a_gather_outside_of_the_loop_over_microbatches_is_found():
+    """It takes with it the regathering, the order and the reductions: gradients are summed in full."""
+    audit = audit_by_hand(2, hoisted=True)
+    assert broken(audit) == {"hoisted gathers", "gathered weights kept", "prefetch order", "reductions"}
+    assert audit["hoisted gathers"].numbers["outside_bytes"] == 2 * PSI
+
+
+def test_gathers_that_wait_for_nothing_are_found():
+    audit = audit_by_hand(ordered=False)
+    assert broken(audit) == {"prefetch order"}
+    assert audit["prefetch order"].numbers["free_units"] == 2 * by_hand.LAYERS
+
+
+def test_gradients_that_are_not_summed_are_found():
+    assert broken(audit_by_hand(reduces=False)) == {"reductions"}
+
+
+def test_a_stack_that_is_gathered_at_once_is_found():
+    """A step by hand over a stack of layers that gathers it before its loop."""
+    zero = zerojax.Zero(zerojax.make_mesh(), precision="bf16", stacked=["*"])
+    create = lambda key: {"w": jax.random.normal(key, (8, 32, 32))}
+    state = zero.eval_init(create, optax.sgd(0.1))
+    body = lambda x, w: (x + jnp.tanh(x @ w.astype(x.dtype)), None)
+    loss = lambda params, x: jnp.mean(jax.lax.scan(body, x, params["w"])[0] ** 2)
+    rows = jax.ShapeDtypeStruct((32, 32), jnp.float32)
+    promise = zero.train_step(loss).promise(state, rows)
+
+    def by_hand_step(state, x):
+        full_loss = lambda shard, x: loss({"w": jax.lax.all_gather(shard, "data", axis=1, tiled=True)}, x)
+        spec = P(None, "data")
+        mesh = zero.setup.mesh
+        grad = jax.shard_map(
+            jax.grad(full_loss), mesh=mesh, in_specs=(spec, P("data")), out_specs=spec, check_vma=False
+        )(state.params["w"], x)
+        master = {"w": state.master["w"] - 0.1 * grad.astype(jnp.float32)}
+        return dataclasses.replace(state, master=master, params={"w": master["w"].astype(jnp.bfloat16)})
+
+    audit = zerojax.audit(jax.jit(by_hand_step, donate_argnums=0).trace(state, rows), promise)
+    assert audit["hoisted gathers"].verdict is Verdict.BROKEN
+    assert audit["hoisted gathers"].numbers["largest_bytes"] == 2 * 8 * 32 * 32
+
+
+# Planted faults, in steps of zerojax
+
+
+def test_a_prefetch_without_order_is_found(monkeypatch):
+    zero, state = by_hand.zero_and_state()
+    monkeypatch.setattr(Order, "before_gather", lambda self, ahead=0: [])
+    audit = zero.train_step(by_hand.loss).audit(state, by_hand.batch_aval())
+    assert broken(audit) == {"prefetch order"}
+    assert audit["prefetch order"].numbers["free_units"] > by_hand.LAYERS
+
+
+def test_a_gradient_that_is_all_reduced_is_found(monkeypatch):
+    def reduce_scatter(grads, dims, axes, waits=(), rows=False):
+        moved = collectives.all_reduce(grads, axes.shard, axes, dims, waits)
+        parts = [by_hand.own_part(total, dim.shard) for total, dim in zip(moved.leaves, dims, strict=True)]
+        return moved._replace(leaves=parts)
+
+    monkeypatch.setattr(collectives, "reduce_scatter", reduce_scatter)
+    zero, state = by_hand.zero_and_state()
+    audit = zero.train_step(by_hand.loss).audit(state, by_hand.batch_aval())
+    assert broken(audit) == {"reductions", "wire bytes"}
+
+
+def test_a_name_that_no_value_carries_is_found():
+    zero, state = by_hand.zero_and_state()
+    step = zero.train_step(by_hand.loss, keep=Keep(offload=("none",)))
+    with pytest.raises(ValueError, match=r"no value in the units of '.*' is named 'none'"):
+        step.audit(state, by_hand.batch_aval())
+
+
+def with_a_replicated_leaf(zero, state):
+    whole = jax.device_put(state.master["layers"]["1"]["up"], NamedSharding(zero.setup.mesh, P()))
+    layers = {**state.master["layers"], "1": {**state.master["layers"]["1"], "up": whole}}
+    return dataclasses.replace(state, master={"layers": layers})
+
+
+def arrays():
+    zero = zerojax.Zero(zerojax.make_mesh(), precision="bf16")
+    x = np.random.default_rng(0).standard_normal((2, by_hand.ROWS, by_hand.WIDTH), np.float32)
+    return zero, zero.init(by_hand.create, optax.sgd(0.1, momentum=0.9)), {"x": x[0], "y": x[1]}
+
+
+def test_a_replicated_leaf_is_an_error_before_the_step_runs():
+    zero, state, batch = arrays()
+    step, wrong = zero.train_step(by_hand.loss, audit="error"), with_a_replicated_leaf(zero, state)
+    with pytest.raises(ValueError) as error:
+        step(wrong, batch)
+    text = str(error.value)
+    assert "breaks 2 of 9 promises\nsharded\n  promised: 24 of 27 leaves over data\n" in text
+    assert "  got:      master/layers/1/up: P(), 8.19 kB, for P('data'), 1.02 kB\n" in text
+    assert "  fix:      create the state with zero.init" in text
+    assert "aliased state\n" in text  # the step returns the leaf where it should be
+    assert not any(a.is_deleted() for a in jax.tree.leaves(wrong))
+    step(state, batch)  # one that is sound
+
+
+def test_a_replicated_leaf_is_a_warning_and_the_step_runs():
+    zero, state, batch = arrays()
+    step = zero.train_step(by_hand.loss, audit="warn")
+    with pytest.warns(UserWarning, match="master/layers/1/up"):
+        after, _ = step(with_a_replicated_leaf(zero, state), batch)
+    assert after.master["layers"]["1"]["up"].sharding.spec == P("data")
+
+
+def test_without_an_audit_nothing_is_said():
+    zero, state, batch = arrays()
+    zero.train_step(by_hand.loss)(with_a_replicated_leaf(zero, state), batch)
+    with pytest.raises(ValueError, match="audit: unknown setting True\n  fix:      one of off, warn, error"):
+        zero.train_step(by_hand.loss, audit=True)
+
+
+def test_a_program_is_audited_once_and_is_the_one_that_runs(monkeypatch):
+    """For each shape. Compiled for the audit, it is not compiled again to run."""
+    zero, state, batch = arrays()
+    step = zero.train_step(by_hand.loss, audit="error")
+    audits, compiled = [], []
+    audit, wanted = TrainStep.audit, "/jax/core/compile/backend_compile_duration"
+    monkeypatch.setattr(TrainStep, "audit", lambda self, *args: audits.append(args) or audit(self, *args))
+    listener = lambda event, *_, fun_name="", **__: event == wanted and compiled.append(fun_name)
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    for rows in (batch, batch, jax.tree.map(lambda a: np.concatenate([a, a]), batch)):
+        state, _ = step(state, rows)
+    assert len(audits) == 2
+    assert len([name for name in compiled if name == "jit(step)"]) == 2, compiled
+
+
+# Reading
+
+
+def test_what_a_reader_refuses_is_not_taken_for_kept(monkeypatch):
+    def refuse(text):
+        raise ValueError("hlo: a line that is no instruction")
+
+    monkeypatch.setattr(hlo, "read", refuse)
+    finding = audit_by_hand()["aliased state"]
+    assert (finding.verdict, finding.found) == (Verdict.NOT_READ, "hlo: a line that is no instruction")
+
+
+def test_a_compiled_program_for_cpus_tells_what_is_held_and_not_what_is_sent():
+    zero, state = by_hand.zero_and_state()
+    audit = zerojax.audit(by_hand.step(zero, state, by_hand.batch_aval()).lower().compile(), promised())
+    assert {f.name for f in audit.findings if f.verdict is Verdict.OK} == {"sharded", "aliased state"}
+    assert "audit the traced step" in audit["wire bytes"].found
+
+
+def test_collectives_of_the_compiler_are_not_read_on_cpu():
+    """Plain JAX with shardings alone."""
+    zero, state = by_hand.zero_and_state()
+
+    def step(state, batch):
+        grads = jax.grad(by_hand.loss)(state.params, batch)
+        master = jax.tree.map(lambda p, g: p - 0.1 * g.astype(p.dtype), state.master, grads)
+        params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), master)
+        return dataclasses.replace(state, params=params, master=master)
+
+    place = NamedSharding(zero.setup.mesh, P("data"))
+    batch = {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for name, a in by_hand.batch_aval().items()}
+    out = jax.tree.map(lambda a: a.sharding, state)
+    audit = zerojax.audit(jax.jit(step, donate_argnums=0, out_shardings=out).trace(state, batch), promised())
+    assert audit["sharded"].verdict is Verdict.OK
+    assert audit["reductions"].verdict is Verdict.NOT_READ and "compiler's" in audit["reductions"].found
+
+
+def test_a_collective_in_a_branch_is_not_read():
+    zero, state = by_hand.zero_and_state()
+    gather = lambda shard: jax.lax.cond(shard[0, 0] > 0, by_hand.gather, lambda s: by_hand.gather(-s), shard)
+    audit = zerojax.audit(by_hand.step(zero, state, by_hand.batch_aval(), gather=gather), promised())
+    assert audit["wire bytes"].verdict is Verdict.NOT_READ and "all-gather in a cond" in audit["wire bytes"].found
+
+
+def test_a_promise_is_about_the_first_argument():
+    zero, _ = by_hand.zero_and_state()
+    other = zero.eval_init(functools.partial(by_hand.create, width=64), optax.sgd(0.1, momentum=0.9))
+    step = zero.train_step(by_hand.loss).trace(other, by_hand.batch_aval(64))
+    with pytest.raises(ValueError) as error:
+        zerojax.audit(step, promised())
+    assert "not the state that the promise is about\n  got:      bfloat16[128,64] for params/layers/0/down" in str(
+        error.value
+    )
+
+
+def test_a_table_has_a_line_for_each_promise():
+    audit = audit_by_hand(donated=False)
+    text = str(audit)
+    assert all(finding.name in text for finding in audit.findings)
+    assert "BROKEN" in text and "not read" in text
+
+
+@pytest.mark.parametrize("mesh", [{"replica": 2}, {"model": 2}])
+def test_traced_collectives_are_those_that_the_tests_count(mesh):
+    """Two counters, written apart."""
+    config = gpt.Config(width=32, layers=6, scan=True, annotated="model" in mesh)
+    zero = zerojax.Zero(zerojax.make_mesh(**mesh), 3, "bf16")
+    state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
+    step, batch = zero.train_step(gpt.loss, num_microbatches=2), gpt.batch_aval(config, 32)
+    counted = traffic.of_step(step, state, batch)
+    found = traced.collectives(step.trace(state, batch).jaxpr, zero.setup.mesh)
+    elements = lambda dtype, bits: sum(8 * c.sent_bytes / bits for c in found if c.dtype == dtype)
+    sent = traffic.sent(counted)
+    assert elements("bf16", 16) == pytest.approx(sent["bfloat16"]) and elements("f32", 32) == sent["float32"]
+    assert {c.group_size for c in found} == {c.num_devices for c in counted}

@@ -1,0 +1,185 @@
+"""What a step promises: where the state lives, what is sent for it, gathered at a time and moved to host memory."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from zerojax import placement, state as states, traced
+from zerojax.collectives import axis_names
+from zerojax.compiled import Collective
+from zerojax.placement import Leaf
+from zerojax.setup import Setup
+from zerojax.state import TrainState
+
+SCALARS = 256  # bytes: smaller collectives move losses, weights, norms and metrics, and are not counted
+
+
+class Traffic(NamedTuple):
+    """Bytes that one device sends over the data axes in a step, by kind of collective."""
+
+    gathered: float = 0
+    scattered: float = 0
+    all_reduced: float = 0
+    otherwise: float = 0
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+    @property
+    def reduced(self) -> float:
+        """What the gradients that are summed here would take, were all of them reduce-scattered."""
+        return self.scattered + self.all_reduced / 2
+
+    @classmethod
+    def of(cls, found: Iterable[Collective]) -> Traffic:
+        kinds = ("all-gather", "reduce-scatter", "all-reduce")
+        sent: dict[str, float] = collections.defaultdict(float)
+        for each in found:
+            sent[each.kind if each.kind in kinds else "otherwise"] += each.sent_bytes
+        return cls(*(sent[kind] for kind in (*kinds, "otherwise")))
+
+
+@dataclasses.dataclass(frozen=True)
+class Promise:
+    """What a step promises of itself, in numbers that a compiled program can be held against.
+
+    `step.promise(state, batch)` derives one; `dataclasses.replace` changes what another step promises else.
+
+    Attributes:
+        setup: mesh, axes, stage and precision.
+        num_microbatches, prefetch: of the step.
+        state: path -> aval with the sharding that the stage gives it, in flattening order. It is the first argument.
+        most: the formula of the stage: what may be sent.
+        least: what is sent where every gather and every reduction of the traced step is done.
+        unit_bytes: of the largest unit, gathered, on one device; of stacked leaves one layer.
+        wide_bytes: of reductions that travel in more than the `reduce_dtype`, sent by one device.
+        offloaded_bytes: what waits in host memory for the backward pass of one microbatch.
+        jaxpr: of the traced step that `least` and `offloaded_bytes` were read from.
+    """
+
+    setup: Setup
+    num_microbatches: int
+    prefetch: int
+    state: Mapping[str, jax.ShapeDtypeStruct]
+    most: Traffic
+    least: Traffic
+    unit_bytes: float
+    wide_bytes: float
+    offloaded_bytes: int
+    jaxpr: Any = dataclasses.field(repr=False, compare=False)
+
+
+def promise(
+    setup: Setup, state: TrainState, jaxpr: Any, uses: Sequence[int], num_microbatches: int, prefetch: int
+) -> Promise:
+    """What a library step promises.
+
+    Args:
+        setup: of the Zero.
+        state: arrays or avals. Of their shardings nothing is taken: the stage says where they should be.
+        jaxpr: of the traced step: which leaves the backward pass gathers again is read there.
+        uses: in how many places of the loss each leaf is gathered and reduced.
+        num_microbatches, prefetch: of the step.
+    """
+    shardings = states.shardings(state, setup.mesh, setup.stage, setup.axes)
+    aval = lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+    with_paths = jax.tree_util.tree_leaves_with_path(jax.tree.map(aval, state, shardings))
+    leaves = state.definition.leaves
+    averaged = 2 * _over(setup.axes.num_devices, 4 * sum(a.size for a in _floating(state.model_state)))
+    replicas = _over_replicas(setup, leaves, num_microbatches)
+    most = _formula(setup, leaves, uses, num_microbatches)
+    most = most._replace(all_reduced=most.all_reduced + averaged + replicas)
+    written = Traffic.of(over_data(traced.collectives(jaxpr, setup.mesh), setup))
+    wide = _sum_dtype(setup, num_microbatches) != setup.precision.reduce_dtype
+    return Promise(
+        setup,
+        num_microbatches,
+        prefetch,
+        state={placement.path_text(path): a for path, a in with_paths},
+        most=most,
+        least=Traffic(*map(min, written, most)),
+        unit_bytes=_unit_bytes(setup, leaves),
+        wide_bytes=averaged + wide * replicas,
+        offloaded_bytes=traced.offloaded_bytes(jaxpr) // num_microbatches,
+        jaxpr=jaxpr,
+    )
+
+
+def over_data(found: Iterable[Collective], setup: Setup) -> list[Collective]:
+    """Collectives that cross a data axis, without those of scalars."""
+    sizes = setup.mesh.shape
+    strides = {name: math.prod(list(sizes.values())[k + 1 :]) for k, name in enumerate(sizes)}
+    place = lambda device: tuple(device // strides[name] % sizes[name] for name in setup.axes.data)
+    return [each for each in found if each.full_bytes > SCALARS and len({place(device) for device in each.group}) > 1]
+
+
+def _floating(tree: Any) -> list[Any]:
+    return [a for a in jax.tree.leaves(tree) if jnp.issubdtype(a.dtype, jnp.floating)]
+
+
+def _over(num_devices: int, num_bytes: float) -> float:
+    return num_bytes * (num_devices - 1) / num_devices
+
+
+def _held(setup: Setup, leaf: Leaf) -> int:
+    """Elements of a leaf in full form on one device: what axes beside the data axes leave of it."""
+    return leaf.size // math.prod(setup.mesh.shape[a] for entry in leaf.beside for a in axis_names(entry))
+
+
+def _gathered(setup: Setup, leaf: Leaf) -> int:
+    """Bytes of a leaf in full form, as it travels; none if it is not sharded."""
+    dtype = setup.precision.compute_dtype if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype
+    return 0 if leaf.dim is None else _held(setup, leaf) * jnp.dtype(dtype).itemsize
+
+
+def _unit_bytes(setup: Setup, leaves: Iterable[Leaf]) -> int:
+    """Of the largest unit, gathered. The leaves of a scan are gathered together, whatever their units are called."""
+    units: collections.Counter[Any] = collections.Counter()
+    for leaf in leaves:
+        unit, parts = (("layers", leaf.shape[0]), leaf.shape[0]) if leaf.stacked else (leaf.unit, 1)
+        units[unit] += _gathered(setup, leaf) // parts
+    return max(units.values(), default=0)
+
+
+def _formula(setup: Setup, leaves: Sequence[Leaf], uses: Sequence[int], k: int) -> Traffic:
+    """Over the shard axes. A leaf that several units share is moved for each.
+
+    Source: ZeRO section 7: 2 Psi at stages 0 and 1, (1 + k) Psi at 2, up to 3 k Psi at 3, times (N-1)/N.
+    """
+    stage, reduce_bytes = setup.stage, jnp.dtype(setup.precision.reduce_dtype).itemsize
+    gathered = scattered = all_reduced = 0
+    for leaf, places in zip(leaves, uses, strict=True):
+        gradient = (
+            leaf.trainable * _held(setup, leaf) * reduce_bytes * (k * places if placement.shards_grads(stage) else 1)
+        )
+        if placement.shards_optimizer(stage) and leaf.dim is not None:
+            scattered += gradient
+        else:
+            all_reduced += 2 * gradient
+        if placement.shards_params(stage):
+            gathered += 2 * k * places * _gathered(setup, leaf)
+        elif placement.shards_optimizer(stage):
+            gathered += leaf.trainable * _gathered(setup, leaf)
+    return Traffic(*(_over(setup.axes.num_shards, each) for each in (gathered, scattered, all_reduced)))
+
+
+def _sum_dtype(setup: Setup, k: int) -> Any:
+    """In which gradients are summed over the replica axes: that of the sum of microbatches, where it is of shards."""
+    accumulates = k > 1 and placement.shards_grads(setup.stage)
+    return setup.precision.param_dtype if accumulates else setup.precision.reduce_dtype
+
+
+def _over_replicas(setup: Setup, leaves: Iterable[Leaf], k: int) -> float:
+    """Bytes that a device sends to sum gradients over the replica axes, once a step."""
+    shards = setup.axes.num_shards if placement.shards_optimizer(setup.stage) else 1
+    held = lambda leaf: _held(setup, leaf) / (1 if leaf.dim is None else shards)
+    elements = sum(held(leaf) for leaf in leaves if leaf.trainable)
+    return 2 * _over(setup.axes.num_replicas, elements * jnp.dtype(_sum_dtype(setup, k)).itemsize)
