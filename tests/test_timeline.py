@@ -93,9 +93,7 @@ def test_the_devices_of_each_group(groups, expected):
     read = program(
         f"%a = f32[8] parameter(0)\nROOT %sum = f32[8] all-reduce(%a), channel_id=1, {groups}, to_apply=%add"
     )
-    found = compiled.groups(read.entry.root, 8)
-    assert found == expected
-    assert {len(group) for group in found} == {compiled._group_size(read.entry.root, 8)}
+    assert compiled.groups(read.entry.root, 8) == expected
 
 
 def test_groups_that_are_not_understood_are_refused():

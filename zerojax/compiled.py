@@ -149,7 +149,7 @@ def parts(
     core: Instruction, num_devices: int, trips: int = 1, looped: bool = False, exposed: bool = False
 ) -> list[Collective]:
     """A collective by dtype. Its operands are the same whether it is plain, combined, or has a start and an end."""
-    kind, group = core.op.removesuffix("-start"), _group(core, num_devices)
+    kind, group = core.op.removesuffix("-start"), _group_of(core, num_devices)
     sizes: dict[str, int] = {}
     for buffer in (b for operand in core.operands for b in operand.buffers):
         full_bytes = buffer.num_bytes * (len(group) if kind == "all-gather" else 1)
@@ -157,31 +157,47 @@ def parts(
     return [Collective(kind, dtype, size, group, trips, looped, exposed) for dtype, size in sizes.items()]
 
 
-def _group(collective: Instruction, num_devices: int) -> tuple[int, ...]:
-    """The devices of one of `replica_groups`.
+def _group_of(collective: Instruction, num_devices: int) -> tuple[int, ...]:
+    """The devices of one of its groups."""
+    permutes = collective.op.startswith("collective-permute")
+    return _exchanging(collective) if permutes else groups(collective, num_devices)[0]
+
+
+def groups(collective: Instruction, num_devices: int) -> list[tuple[int, ...]]:
+    """The devices that take part in each group of a collective, by their index in the mesh; pairs of a permutation.
 
     They are written as `{}` (one group of all), `{{0,1},{2,3}}`, `[2,4]<=[8]` (two of four, of the numbers from 0 in an
     array of this shape, which `T(1,0)` may transpose), or by the axes of a mesh that a group spans:
     `mesh['a'=2,'b'=4] {'b'}`.
+
+    Raises:
+        ValueError: groups that are not understood.
     """
     if collective.op.startswith("collective-permute"):
-        return _exchanging(collective)
-    forms = r"\{\}|\{\{[\d,]*\}|\[\d+,\d+\]<=\[[\d,]+\](?:T\([\d,]+\))?|mesh\[.*?\] ?\{['\w,]*\}"
-    groups = attribute(rf"replica_groups=({forms})", collective)
-    numbers = lambda text: [int(n) for n in re.findall(r"\d+", text)]
-    if groups == "{}":
-        return tuple(range(num_devices))
-    if groups.startswith("mesh"):
-        mesh, spanned = groups.rsplit("{", 1)
-        sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh))
-        of_mesh = np.arange(num_devices).reshape([int(size) for size in sizes.values()])
-        return tuple(of_mesh[tuple(slice(None) if f"'{axis}'" in spanned else 0 for axis in sizes)].ravel().tolist())
-    if groups.startswith("["):
-        shape, rest = groups.split("<=")
-        dims, order = (*map(numbers, rest.split("T")), [])[:2]
-        numbered = np.arange(num_devices).reshape(dims)
-        return tuple(numbered.transpose(order or range(len(dims))).reshape(numbers(shape))[0].tolist())
-    return tuple(numbers(groups))
+        pairs = re.findall(r"\{(\d+),(\d+)\}", attribute(r"source_target_pairs=\{(.*?\})\}", collective))
+        return [(int(source), int(target)) for source, target in pairs]
+    text = attribute(r"replica_groups=(\{\}|\{\{[\d,{}]*\}\}|\[[^ ]*?(?=, |$)|mesh\[.*?\] ?\{.*?\})", collective)
+    if text == "{}":
+        return [tuple(range(num_devices))]
+    if text.startswith("{"):
+        return [tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", text)]
+    iota = re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if iota:
+        shape, sizes, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
+        return _rows(np.arange(math.prod(sizes or [])).reshape(sizes).transpose(order).reshape(shape))
+    mesh = re.fullmatch(r"mesh\[((?:'\w+'=\d+,?)+)\] ?\{((?:'\w+',?)*)\}", text)
+    if not mesh:
+        raise refuse(collective, "groups that are not understood")
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh.group(1))}
+    spanned = re.findall(r"'(\w+)'", mesh.group(2))
+    order = [*(name for name in sizes if name not in spanned), *spanned]
+    devices = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
+    ordered = devices.transpose([list(sizes).index(name) for name in order])
+    return _rows(ordered.reshape(-1, math.prod(sizes[name] for name in spanned)))
+
+
+def _rows(devices: np.ndarray) -> list[tuple[int, ...]]:
+    return [tuple(row) for row in devices.tolist()]
 
 
 def _exchanging(permute: Instruction) -> tuple[int, ...]:
@@ -292,36 +308,3 @@ def _move(result: Instruction, inside: bool) -> tuple[str, Buffer] | None:
     if len(written.buffers) != 1 or len(i.buffers) != 1:
         raise refuse(result, "a move of a tuple")
     return (_MOVE_NAMES[level], written.buffers[0]) if written.buffers[0].space == i.buffers[0].space else None
-
-
-def groups(collective: Instruction, num_devices: int) -> list[tuple[int, ...]]:
-    """The devices that take part in each group of a collective, by their index in the mesh; pairs of a permutation.
-
-    Raises:
-        ValueError: groups that are not understood.
-    """
-    if collective.op.startswith("collective-permute"):
-        pairs = re.findall(r"\{(\d+),(\d+)\}", attribute(r"source_target_pairs=\{(.*?\})\}", collective))
-        return [(int(source), int(target)) for source, target in pairs]
-    text = attribute(r"replica_groups=(\{\}|\{\{[\d,{}]*\}\}|\[[^ ]*?(?=, |$)|mesh\[.*?\] ?\{.*?\})", collective)
-    if text == "{}":
-        return [tuple(range(num_devices))]
-    if text.startswith("{"):
-        return [tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", text)]
-    iota = re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
-    if iota:
-        shape, sizes, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
-        return _rows(np.arange(math.prod(sizes or [])).reshape(sizes).transpose(order).reshape(shape))
-    mesh = re.fullmatch(r"mesh\[((?:'\w+'=\d+,?)+)\] ?\{((?:'\w+',?)*)\}", text)
-    if not mesh:
-        raise refuse(collective, "groups that are not understood")
-    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh.group(1))}
-    spanned = re.findall(r"'(\w+)'", mesh.group(2))
-    order = [*(name for name in sizes if name not in spanned), *spanned]
-    devices = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
-    ordered = devices.transpose([list(sizes).index(name) for name in order])
-    return _rows(ordered.reshape(-1, math.prod(sizes[name] for name in spanned)))
-
-
-def _rows(devices: np.ndarray) -> list[tuple[int, ...]]:
-    return [tuple(row) for row in devices.tolist()]

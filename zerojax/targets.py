@@ -1,6 +1,6 @@
 """Described devices: compile for a cluster that is not there.
 
-The GPU compiler comes with `zerojax[aot-gpu]`, the TPU compiler with `zerojax[aot-tpu]`. They need neither accelerator
+The GPU compiler comes with `zerojax[plan-gpu]`, the TPU compiler with `zerojax[plan-tpu]`. They need neither accelerator
 nor driver.
 """
 
@@ -117,5 +117,5 @@ def _describe(compiler: str, environment: dict[str, str], target: str, **descrip
     except (RuntimeError, jax.errors.JaxRuntimeError) as error:
         raise RuntimeError(
             f"targets: no {compiler} compiler for {target!r} ({error})\n"
-            f"  fix:      pip install 'zerojax[aot-{compiler.lower()}]', and a topology that exists"
+            f"  fix:      pip install 'zerojax[plan-{compiler.lower()}]', and a topology that exists"
         ) from error

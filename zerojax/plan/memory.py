@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from zerojax import placement, report, traces
 from zerojax.plan import liveness
 from zerojax.state import TrainState
-from zerojax.step import Setup
+from zerojax.setup import Setup
 
 
 class Term(NamedTuple):

@@ -1,0 +1,97 @@
+"""Plans as the GPU and TPU compilers see them: the formula beside them, what is read of their programs, searches."""
+
+import functools
+import json
+
+import pytest
+
+from zerojax import targets
+from zerojax.plan import Settings, picture, plan
+from zerojax.plan.memory import model_states
+from zerojax.plan.search import search
+
+pytestmark = pytest.mark.aot
+
+
+@functools.cache
+def compiled(what="gpt2-124m", target="h100:8", **settings):
+    return plan(what, target, Settings(**settings), compile=True, suggest=False)
+
+
+@pytest.mark.parametrize("keep", ["nothing", "everything"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_formula_is_within_a_tenth_of_the_compiled_peak(stage, keep):
+    """Of the smallest preset, whose activations weigh most; scripts/bench_plan.py does it for all."""
+    made = compiled(stage=stage, keep=keep)
+    assert made.memory.peak_bytes == pytest.approx(made.program.peak_bytes, rel=0.1)
+    assert made.memory.arguments_bytes == pytest.approx(made.program.arguments_bytes, rel=0.001)
+
+
+@pytest.mark.parametrize("num_devices", [8, 64, 1024])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_arguments_of_7_5_billion_parameters_are_table_1(stage, num_devices):
+    """Parameters and optimizer state; gradients do not outlive a step."""
+    made = compiled("gpt-7.5b", f"h100:{num_devices}", stage=stage)
+    states = model_states(made.parameters, stage, num_devices)
+    assert made.program.arguments_bytes == pytest.approx(states.parameters + states.optimizer, rel=0.01)
+
+
+def test_a_trillion_parameters_fit_on_1024_gpus():
+    made = compiled("gpt-1t", "h100:1024")
+    assert made.fits and made.program.compile_s < 60
+    sent = {row.kind: row for row in made.program.reading.traffic}
+    psi = 2 * made.parameters * 1023 / 1024
+    assert sent["all-gather"].sent_bytes == pytest.approx(2 * psi, rel=0.01)
+    assert sent["reduce-scatter"].sent_bytes == pytest.approx(psi, rel=0.01)
+    assert sent["all-gather"].axis == "data" and sent["all-gather"].dtype == "bf16"
+    assert made.throughput.model_flop_utilisation > 0
+    data = json.loads(json.dumps(made.data()))
+    assert data["step_s"] == made.program.reading.prediction.step_s and data["bound_by"] and 0 < data["mfu"] < 1
+
+
+def test_faster_chips_are_predicted_to_be_faster():
+    steps = {kind: compiled(target=f"{kind}:8").program.reading.prediction.step_s for kind in ("a100", "h100", "b200")}
+    assert steps["a100"] > steps["h100"] > steps["b200"]
+
+
+def test_offloading_moves_checkpoints_to_the_host():
+    kept, away = compiled(), compiled(keep="offload")
+    assert away.program.host_bytes == 12 * 16 * 1024 * 768 * 2 and not kept.program.host_bytes
+    assert away.program.reading.prediction.busy_s["copies to the host"] > 0
+
+
+def test_a_tpu_program_is_read():
+    made = compiled(target="v5e:2x4")
+    reading = made.program.reading
+    assert (
+        made.fits
+        and reading.traffic
+        and made.program.aliased_bytes > 0.99 * model_states(made.parameters, 3, 8).optimizer
+    )
+
+
+def test_a_compiler_that_gives_up_tells_what_it_would_need():
+    made = compiled("gpt2-1.5b", "v5e:2x2", keep="everything")
+    assert not made.fits and "gave up" in made.program.reading.unread
+    assert made.program.peak_bytes == made.program.arguments_bytes + made.program.temporaries_bytes
+    assert made.program.temporaries_bytes == pytest.approx(
+        made.memory.peak_bytes - made.memory.arguments_bytes, rel=0.25
+    )
+
+
+def test_the_search_beats_the_naive_choice():
+    found = search("gpt2-124m", "h100:8", rows=4, num_compiled=2)
+    assert found.winner and found.winner.plan.fits
+    assert found.winner.step_s < found.naive.step_s
+    by_formula = [c.step_s for c in found.candidates[2:] if c.fits]
+    assert by_formula == sorted(by_formula)
+    assert {c.settings.stage for c in found.candidates} == {0, 1, 2, 3}
+    assert {c.settings.num_microbatches for c in found.candidates} == {1, 2, 4}
+
+
+def test_pictures_are_drawn(tmp_path):
+    targets.devices("h100:8")
+    picture.memory_by_stage([compiled(stage=stage, keep="nothing") for stage in (0, 3)], tmp_path / "memory.png")
+    picture.timeline({"prefetch 1": compiled().program.reading.prediction}, tmp_path / "deep" / "timeline.png")
+    for name in "memory.png", "deep/timeline.png":
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG") and (tmp_path / name).stat().st_size > 10_000
