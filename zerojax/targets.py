@@ -1,7 +1,7 @@
 """Described devices: compile for a cluster that is not there.
 
-The GPU compiler comes with `zerojax[plan-gpu]`, the TPU compiler with `zerojax[plan-tpu]`. They need neither accelerator
-nor driver.
+The GPU compiler comes with `zerojax[plan-gpu]`, the TPU compiler with `zerojax[plan-tpu]`. They need neither an
+accelerator nor a driver.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from zerojax import placement, report, traces
 from zerojax.plan import liveness
-from zerojax.state import TrainState
 from zerojax.setup import Setup
+from zerojax.state import TrainState
 
 
 class Term(NamedTuple):
