@@ -42,7 +42,7 @@ def audited(stage, mesh=None, scan=False, precision="bf16", **options):
         (1, {"mesh": {"replica": 2}}),
         (2, {"num_microbatches": 2, "scan": True}),
         (2, {"num_microbatches": 2, "mesh": {"replica": 2}}),
-        (3, {}),
+        (3, {"precision": "fp32"}),  # there is no master copy
         (3, {"num_microbatches": 2, "scan": True, "keep": "nothing"}),
         (3, {"mesh": {"model": 2}, "precision": "bf16_reduce_fp32", "keep": Keep(offload_inputs=True)}),
         (3, {"prefetch": 0, "bucket_bytes": 4096}),
@@ -253,7 +253,7 @@ def test_a_program_is_audited_once_and_is_the_one_that_runs(monkeypatch):
     for rows in (batch, batch, jax.tree.map(lambda a: np.concatenate([a, a]), batch)):
         state, _ = step(state, rows)
     assert len(audits) == 2
-    assert len([name for name in compiled if name == "jit(step)"]) == 2, compiled
+    assert len([name for name in compiled if "step" in name]) == 2, compiled
 
 
 # Reading
