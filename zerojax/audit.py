@@ -75,7 +75,7 @@ class _Held:
         self.compiled, self.program, self.promise, self.platform = compiled, program, promise, platform
         self._check_state()
         # None where the program does not read an argument, which then has no number among its parameters.
-        self.shardings = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda sharding: sharding is None)
+        self.shardings = jax.tree.structure(compiled.args_info).flatten_up_to(compiled.input_shardings)
 
     def _check_state(self) -> None:
         given = jax.tree.leaves(self.compiled.args_info)

@@ -131,7 +131,9 @@ class Zero:
                 instead of 224. An all-reduce, which else is in place, takes 32.
             audit: each newly compiled program is held against what the step promises (`zerojax.audit`), before it runs
                 for the first time: with 'error' a broken promise raises ValueError, with 'warn' it warns. 'off', the
-                default: nothing is read; `step.audit(state, batch)` does it on demand.
+                default: nothing is read; `step.audit(state, batch)` does it on demand. The program is compiled once
+                either way. To read it takes some percent of that time, and each later call looks whether it is a new
+                one, in 0.1 ms for 200 leaves.
 
         Returns:
             A `TrainStep`. Metrics are fp32 scalars, the same on every device: loss, grad_norm (before clipping),
