@@ -38,6 +38,8 @@ def main() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--dump", type=click.Path(file_okay=False, path_type=Path), help="Write the compiled text there.")
 @click.option("--png", type=click.Path(file_okay=False, path_type=Path), help="Write two pictures there.")
+@click.option("--calibration", type=click.Path(exists=True, path_type=Path), help="Rates that --calibrate measured.")
+@click.option("--calibrate", is_flag=True, help="Measure two rates of this machine's device, write them, and end.")
 @click.option("--list-presets", is_flag=True, help="Show the presets and end.")
 def plan(
     what: str | None,
@@ -48,6 +50,8 @@ def plan(
     as_json: bool,
     dump: Path | None,
     png: Path | None,
+    calibration: Path | None,
+    calibrate: bool,
     list_presets: bool,
     auto: bool,
     bucket_mib: int | None,
@@ -58,6 +62,11 @@ def plan(
     By formula it takes seconds and no accelerator package. With --compile the compiler of the target is asked, on this
     machine, without an accelerator. The exit code is 0 if the step fits and 3 if it does not.
     """
+    if calibrate:
+        from zerojax.plan.calibrate import DEFAULT_PATH, calibrate as measure
+
+        click.echo(json.dumps(measure() | {"file": str(DEFAULT_PATH)}))
+        return
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs; the programs are for other devices
     from rich.console import Console
 
@@ -76,7 +85,8 @@ def plan(
     if auto:
         try:
             with Console(stderr=True).status("searching") as status:
-                found = search(what, target, settings["rows"], memory_share=memory_share, on_step=status.update)
+                given = {"memory_share": memory_share, "calibration": calibration, "on_step": status.update}
+                found = search(what, target, settings["rows"], **given)
         except (ValueError, RuntimeError) as error:
             raise click.ClickException(str(error)) from error
         console.print(render_ranking(found))
@@ -84,7 +94,8 @@ def plan(
     settings["bucket_bytes"] = bucket_mib and bucket_mib * 2**20
     try:
         with Console(stderr=True).status("compiling" if compiled else "tracing"):
-            made = make_plan(what, target, Settings(**settings), compile=compiled, memory_share=memory_share, dump=dump)
+            given = {"memory_share": memory_share, "calibration": calibration, "dump": dump}
+            made = make_plan(what, target, Settings(**settings), compile=compiled, **given)
     except (ValueError, RuntimeError) as error:
         raise click.ClickException(str(error)) from error
     if as_json:

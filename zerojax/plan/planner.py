@@ -156,6 +156,7 @@ def plan(
     *,
     compile: bool = False,
     memory_share: float | None = None,
+    calibration: Path | None = None,
     dump: Path | None = None,
     suggest: bool = True,
 ) -> Plan:
@@ -167,6 +168,7 @@ def plan(
         settings: of the step.
         compile: also compile the step for the target. Without, no compiler and no accelerator package is needed.
         memory_share: of a device's memory that a program may use. Default: `MEMORY_SHARE`.
+        calibration: a file that `calibrate` wrote on such a chip; its rates are used.
         dump: a folder for the compiled program's text.
         suggest: also say what would change the verdict.
 
@@ -176,7 +178,7 @@ def plan(
 
     Cost: a trace of the step, about a second, and one for each suggestion; compiling takes 10 to 60 s.
     """
-    where = cluster(target)
+    where = cluster(target, calibration)
     share = MEMORY_SHARE[where.chip.platform] if memory_share is None else memory_share
     if not 0 < share <= 1:
         raise ValueError(f"plan: memory_share is {share}\n  fix:      a share of the device's memory: 0 < share <= 1")

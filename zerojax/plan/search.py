@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from zerojax import targets
@@ -69,13 +71,14 @@ def search(
     rows: int | None = None,
     *,
     memory_share: float | None = None,
+    calibration: Path | None = None,
     num_compiled: int = 3,
     on_step: Callable[[str], None] = lambda told: None,
 ) -> Ranking:
     """Stages, what is kept, microbatches, and sharding inside a host against sharding over all devices.
 
     Args:
-        what, target, memory_share: as for `planner.plan`.
+        what, target, memory_share, calibration: as for `planner.plan`.
         rows: of a device in a step, in one or more microbatches. Default: those of the model.
         num_compiled: of the fastest that fit by formula.
         on_step: told what is being done.
@@ -84,7 +87,10 @@ def search(
     """
     if num_compiled:
         targets.devices(target)  # before JAX looks for devices
-    base = planner.plan(what, target, Settings(rows=rows), memory_share=memory_share, suggest=False)
+    make = functools.partial(
+        planner.plan, what, target, memory_share=memory_share, calibration=calibration, suggest=False
+    )
+    base = make(Settings(rows=rows))
     where, rows = base.cluster, base.settings.rows or 1
     job = planner.find_job(what, where.chip.platform, compiled=False)
     flops = planner.model_flops_of(what, where, base.settings)
@@ -98,8 +104,7 @@ def search(
 
     def compiled(candidate: Candidate) -> Candidate:
         on_step(f"compiling stage {candidate.settings.stage}, keep {candidate.settings.keep!r}")
-        made = planner.plan(what, target, candidate.settings, compile=True, memory_share=memory_share, suggest=False)
-        return candidate._replace(plan=made)
+        return candidate._replace(plan=make(candidate.settings, compile=True))
 
     best = [compiled(c) for c in found[:num_compiled] if c.fits]
     best.sort(key=lambda c: (c.plan is None or not c.plan.fits, c.step_s))
