@@ -165,6 +165,27 @@ def test_an_asynchronous_computation_that_wraps_a_collective():
     assert found == compiled.Collective("reduce-scatter", "f32", 4096, EIGHT, 1, False, False)
 
 
+def test_a_fusion_of_an_all_reduce_and_a_slice_of_it_is_a_reduce_scatter():
+    """As TPUs write it, synchronous: of 4 KiB a device sends 7/8, not twice that."""
+    computations = """
+%scatter (...) -> ... {
+  %p = f32[1024] parameter(0)
+  %sum = f32[1024] all-reduce(%p), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, to_apply=%add
+  %i = s32[] constant(0)
+  ROOT %r = f32[128] dynamic-slice(%sum, %i), dynamic_slice_sizes={128}
+}
+"""
+    text = """
+        %p = f32[1024] parameter(0)
+        ROOT %a = f32[128] fusion(%p), kind=kCustom, calls=%scatter
+    """
+    (found,) = compiled.collectives(program(text, computations))
+    assert found == compiled.Collective("reduce-scatter", "f32", 4096, EIGHT, 1, False, True)
+    assert found.sent_bytes == 4096 * 7 / 8
+    with pytest.raises(ValueError, match="chain_id"):  # what returns all of it is no reduce-scatter
+        compiled.collectives(program(text, computations.replace("dynamic-slice(%sum, %i)", "dynamic-slice(%p, %i)")))
+
+
 def test_clones_in_a_chain_of_fusions_are_one_collective():
     """As in programs for TPUs: the second link of the chain multiplies."""
     clone = """

@@ -72,13 +72,14 @@ def test_what_is_between_two_products_is_stored_once():
 
 
 def test_a_value_that_is_smaller_than_what_it_is_made_of_is_stored_where_several_read_it():
-    """The sum of two products, read by a product and at the end: the products are not kept for it."""
+    """The sum of two products, read at once by a reduction and at the end, in its place; not both until the end."""
 
     def fn(x, w):
         total = x @ w + w @ x
-        return (total @ w) @ w + total
+        columns = jnp.sum(total, axis=0)
+        return total + (x @ x) * columns
 
-    assert kib(fn, SQUARE, SQUARE) == {"activations": 3 * 256}
+    assert kib(fn, SQUARE, SQUARE) == {"activations": 2 * 256 + 1}
 
 
 def test_a_loop_holds_what_it_carries_once_and_stacks_what_it_returns():

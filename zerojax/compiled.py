@@ -6,6 +6,7 @@ What is not understood raises ValueError and is never taken for nothing.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from typing import Any, NamedTuple
@@ -76,7 +77,8 @@ def spans(block: Block) -> list[Span]:
     """The collectives of a block in the order of their starts. A synchronous one starts and ends at one instruction.
 
     For GPUs a start is `KIND-start`, or `async-start` of a computation with one collective. For TPUs it may be a chain
-    of fusions that hold clones of one collective, with one `chain_id`, from the first of which it runs to the last.
+    of fusions that hold clones of one collective, with one `chain_id`, from the first of which it runs to the last. A
+    fusion of an all-reduce and the slice that a device keeps of it is how they write a reduce-scatter.
 
     Raises:
         ValueError: a start without an end in the same block, or a collective in a fusion that is not understood.
@@ -87,7 +89,9 @@ def spans(block: Block) -> list[Span]:
         core = _collective_of(i)
         if core is None:
             continue
-        if i.op == "fusion":
+        if i.op == "fusion" and _slices(i, core):
+            found.append(Span(dataclasses.replace(core, op="reduce-scatter"), k, k))
+        elif i.op == "fusion":
             chain = attribute(r'chain_id="(\w+)"', core)
             chains[chain] = chains.get(chain, Span(core, k, k))._replace(end=k)
         else:
@@ -109,6 +113,13 @@ def _collective_of(i: Instruction) -> Instruction | None:
     if len(inside) > 1 or i.op not in ("async-start", "fusion") or inside[0].op not in _COLLECTIVES:
         raise refuse(i, "a collective where none is expected")
     return inside[0]
+
+
+def _slices(fusion: Instruction, core: Instruction) -> bool:
+    """Whether a fusion of an all-reduce returns a slice of it, and is no link of a chain."""
+    root = fusion.called["calls"][0].root
+    sliced = core.op == "all-reduce" and root.op == "dynamic-slice" and root.operands[0] is core
+    return sliced and "chain_id=" not in core.attributes
 
 
 def _communicates(instruction: Instruction) -> bool:

@@ -100,7 +100,7 @@ def search(
         memory = planner.trace(job, where.num_devices, settings).memory
         times = _compute_s(where, settings, flops), _link_s(where, settings, base.parameters)
         found.append(Candidate(settings, memory.peak_bytes, memory.peak_bytes <= base.limit_bytes, *times))
-    found.sort(key=lambda c: (not c.fits, c.step_s, c.peak_bytes))
+    found.sort(key=lambda c: (not c.fits, c.step_s, c.settings.num_microbatches, c.peak_bytes))  # few large kernels
 
     def compiled(candidate: Candidate) -> Candidate:
         on_step(f"compiling stage {candidate.settings.stage}, keep {candidate.settings.keep!r}")
