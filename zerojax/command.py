@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -67,14 +66,15 @@ def plan(
 
         click.echo(json.dumps(measure() | {"file": str(DEFAULT_PATH)}))
         return
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs; the programs are for other devices
     from rich.console import Console
 
+    from zerojax import targets
     from zerojax.plan import presets
     from zerojax.plan.planner import Settings, plan as make_plan
     from zerojax.plan.search import search
     from zerojax.plan.show import render, render_ranking
 
+    targets.describe_only()
     console = Console()
     if list_presets:
         for name, shapes in presets.PRESETS.items():

@@ -47,6 +47,15 @@ _NO_TPU_HOST = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5p-128", "T
 _NO_GPU_DRIVER = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 
 
+def describe_only() -> None:
+    """Keeps JAX to the CPU, and the packages of accelerators from looking for what they would run on.
+
+    For programs that plan alone; call it before JAX looks for devices.
+    """
+    for name, value in ({"JAX_PLATFORMS": "cpu"} | _NO_TPU_HOST | _NO_GPU_DRIVER).items():
+        os.environ.setdefault(name, value)
+
+
 def devices(target: str) -> list[Any]:
     """The devices of a described cluster, for `make_mesh(devices=...)`. Nothing can run on them.
 

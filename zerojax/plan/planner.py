@@ -309,6 +309,8 @@ def _smaller(found: Plan) -> Iterator[Change]:
         twice = 2 * settings.num_microbatches
         halved = change(rows=settings.rows // 2, num_microbatches=twice)
         yield f"the same rows in {twice} microbatches of {settings.rows // 2}", halved, num_devices
+    if settings.stage in (1, 2) and settings.bucket_bytes is None:
+        yield "bucket_bytes=2**28 (stacks move in pieces)", change(bucket_bytes=2**28), num_devices
     if settings.prefetch:
         yield "prefetch=0 (each unit waits for its weights)", change(prefetch=0), num_devices
     if settings.stage:
