@@ -239,6 +239,7 @@ def test_the_command_lists_its_presets():
         (("--preset", "gpt2-124m", "--memory-share", "2"), "memory_share is 2.0"),
         (("--preset", "gpt2-124m", "--keep", "some"), "unknown setting 'some'"),
         (("--preset", "gpt2-124m", "--replica", "3"), "do not divide"),
+        (("--preset", "gpt2-124m", "--model", "2"), "is not divided over a model axis of 2"),
     ],
 )
 def test_bad_input_is_told(arguments, message):

@@ -182,6 +182,11 @@ def plan(
     share = MEMORY_SHARE[where.chip.platform] if memory_share is None else memory_share
     if not 0 < share <= 1:
         raise ValueError(f"plan: memory_share is {share}\n  fix:      a share of the device's memory: 0 < share <= 1")
+    if what in presets.PRESETS and (settings.model or 1) > 1:
+        raise ValueError(
+            f"plan: {what!r} is not divided over a model axis of {settings.model}\n"
+            f"  fix:      --replica, or a job of your own whose model is annotated"
+        )
     limit = int(share * where.chip.memory_bytes)
     devices = targets.devices(target) if compile else None  # before JAX looks for devices
     job = find_job(what, where.chip.platform, compiled=False)

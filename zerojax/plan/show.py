@@ -28,7 +28,8 @@ def render(plan: Plan, formulas: bool = False) -> Group:
         reading = plan.program.reading
         parts.append(_program(plan.program, plan))
         parts += [_traffic(reading.traffic)] if reading.traffic else []
-        parts += [_time(reading.prediction, plan.throughput)] if reading.prediction and plan.throughput else []
+        if reading.prediction and plan.throughput:
+            parts.append(Group(_speed(reading.prediction, plan.throughput), _time(reading.prediction)))
         parts += [Text(f"not read: {' '.join(reading.unread.split())[:300]}")] if reading.unread else []
     parts += [_suggestions(plan)] if plan.suggestions else []
     parts += [Text(plan.settings.python(), style="dim")]
@@ -168,13 +169,17 @@ def _traffic(traffic: tuple[Traffic, ...]) -> Table:
     return _table("What a device sends in a step", "", columns, rows)
 
 
-def _time(predicted: Prediction, speed: Throughput) -> Table:
+def _speed(predicted: Prediction, speed: Throughput) -> Text:
+    told = f"{speed.tokens_per_device_s:,.0f} tokens/s a device, {speed.model_flop_utilisation:.1%} of the peak flops"
+    return Text(f"Predicted: {told}, bound by {predicted.bound_by}", style="bold")
+
+
+def _time(predicted: Prediction) -> Table:
     busy = sorted(predicted.busy_s.items(), key=lambda lane: -lane[1])
     rows = [[part, f"{seconds * 1e3:,.1f}", f"{seconds / predicted.step_s:.1%}"] for part, seconds in busy]
     waiting = f"{predicted.waiting_s * 1e3:,.1f}", f"{predicted.waiting_s / predicted.step_s:.1%}"
     rows += [["waiting for a link or a copy", *waiting], ["step", f"{predicted.step_s * 1e3:,.1f}", ""]]
-    told = f"{speed.tokens_per_device_s:,.0f} tokens/s a device, {speed.model_flop_utilisation:.1%} of the peak flops"
-    return _table(f"Predicted: {told}, bound by {predicted.bound_by}", "", ["ms", "of the step"], rows)
+    return _table("Time of what is busy in a step", "", ["ms", "of the step"], rows)
 
 
 def _suggestions(plan: Plan) -> Table:
