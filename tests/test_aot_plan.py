@@ -54,6 +54,12 @@ def test_faster_chips_are_predicted_to_be_faster():
     assert steps["a100"] > steps["h100"] > steps["b200"]
 
 
+def test_collectives_run_beside_compute_before_hopper_too():
+    reading = compiled(target="a100:8").program.reading
+    large = [row for row in reading.traffic if row.sent_bytes > 2**20]
+    assert large and all(row.exposed_bytes < 0.8 * row.sent_bytes for row in large)
+
+
 def test_offloading_moves_checkpoints_to_the_host():
     """The inputs of the layers and of the head."""
     kept, away = compiled(), compiled(keep="offload")

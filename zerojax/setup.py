@@ -84,8 +84,9 @@ def check_batch(setup: Setup, batch: Tree, num_microbatches: int) -> None:
             )
 
 
-def compiler_options(setup: Setup, definition: Definition) -> dict[str, int] | None:
-    """On GPUs, stage 3: which collectives the compiler combines. By default it is those of up to 30 MiB.
+def compiler_options(setup: Setup, definition: Definition) -> dict[str, int | bool] | None:
+    """On GPUs: that collectives run beside compute, which before Hopper they do not by default; and at stage 3 which of
+    them the compiler combines, by default those of up to 30 MiB.
 
     All gathers of a unit, since the compiler starts each after the end of the one before: compute would wait for each
     on a slow link, and some have no matrix product beside them on a fast one. Gathers of different units wait for each
@@ -94,15 +95,17 @@ def compiler_options(setup: Setup, definition: Definition) -> dict[str, int] | N
     Gradients of a unit are reduced in about two parts: in one they would all wait for the last of them. The compiler
     counts shards. On many devices 30 MiB are those of several units, which would be reduced together, beside nothing.
     """
-    on_gpu = isinstance(setup.mesh, Mesh) and setup.mesh.devices.flat[0].platform == "gpu"
-    if not on_gpu or not placement.shards_params(setup.stage):
+    if not isinstance(setup.mesh, Mesh) or setup.mesh.devices.flat[0].platform != "gpu":
         return None
+    beside = {"xla_gpu_enable_latency_hiding_scheduler": True}
+    if not placement.shards_params(setup.stage):
+        return beside
     elements: collections.Counter[str] = collections.Counter()
     for leaf in definition.leaves:
         elements[leaf.unit] += leaf.size // leaf.shape[0] if leaf.stacked else leaf.size
     num_bytes = lambda dtype: max(elements.values()) * jnp.dtype(dtype).itemsize
     shards = num_bytes(setup.precision.reduce_dtype) // setup.axes.num_shards
-    return {
+    return beside | {
         "xla_gpu_all_gather_combine_threshold_bytes": 2 * num_bytes(setup.precision.compute_dtype),
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 3 * shards // 4,  # leaves do not divide in halves
     }
