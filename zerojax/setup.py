@@ -97,7 +97,7 @@ def compiler_options(setup: Setup, definition: Definition) -> dict[str, int | bo
     """
     if not isinstance(setup.mesh, Mesh) or setup.mesh.devices.flat[0].platform != "gpu":
         return None
-    beside = {"xla_gpu_enable_latency_hiding_scheduler": True}
+    beside: dict[str, int | bool] = {"xla_gpu_enable_latency_hiding_scheduler": True}
     if not placement.shards_params(setup.stage):
         return beside
     elements: collections.Counter[str] = collections.Counter()
