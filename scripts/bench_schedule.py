@@ -5,7 +5,7 @@
     python scripts/bench_schedule.py --target v5e:4x4 --forms ours plain --dump programs
 
 Nothing is allocated and nothing runs: a GPT of 3.5 billion parameters is compiled from avals, and the programs are read
-(zerojax.compiled, zerojax.lanes). Forms:
+(zerojax.compiled, zerojax.plan.timeline). Forms:
 
     ours        stage 3
     plain       the strongest plain form that we know: `jit` and `NamedSharding`, parameters sharded in fp32 and cast to
@@ -33,6 +33,7 @@ of its terms and 5%:
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import subprocess
@@ -330,7 +331,7 @@ def report(traced, form, platform, dump, copy_bytes):
     """What the compiled program of a form sends, exposes, copies, holds and takes; or why there is none."""
     import jax
 
-    from zerojax import compiled, hlo, lanes
+    from zerojax import compiled, hlo
 
     try:
         program = traced.lower(lowering_platforms=(platform,)).compile()
@@ -368,19 +369,40 @@ def report(traced, form, platform, dump, copy_bytes):
         "arguments_bytes": memory.argument_size_in_bytes,
         "temporaries_bytes": memory.temp_size_in_bytes,
         "host_temporaries_bytes": memory.host_temp_size_in_bytes,
-        **times(lanes, read),
+        **times(read),
     }
 
 
-def times(lanes, program):
+def times(program):
     """Seconds by link; None with the reason where the reader cannot tell."""
+    from zerojax.plan import timeline
+    from zerojax.plan.hardware import INSIDE_HOST
+
     try:
-        return {
-            f"{link}_s": lanes.two_lane(program, lanes.Rates(FLOPS, MEMORY, rate))._asdict()
-            for link, rate in LINKS.items()
-        }
+        found = {link: timeline.predict(program, two_lanes(program.num_devices, rate)) for link, rate in LINKS.items()}
     except ValueError as error:
         return {f"{link}_s": None for link in LINKS} | {"no_time": str(error)}
+    return {
+        f"{link}_s": {
+            "step": time.step_s,
+            "compute": time.computing_s,
+            "products": time.products_s,
+            "link": time.busy_s.get(INSIDE_HOST, 0.0),
+        }
+        for link, time in found.items()
+    }
+
+
+def two_lanes(num_devices, link):
+    """Devices that reach FLOPS and MEMORY, and send at one rate to whichever other; nothing takes time to start."""
+    from zerojax.plan.hardware import CHIPS, Cluster, Rate
+
+    rates = {"flops": FLOPS, "memory_rate": MEMORY, "link_rate": link, "network_rate": link}
+    nothing = dict.fromkeys(["kernel_s", "collective_s", "hop_s", "network_hop_s"], 0.0)
+    chip = dataclasses.replace(
+        CHIPS["h100"], **{name: Rate(rate, 1.0) for name, rate in rates.items()}, **nothing, f32_share=1.0
+    )
+    return Cluster("two lanes", chip, num_devices, num_devices)
 
 
 def limits(result):

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import zerojax
-from zerojax import Keep, hlo, lanes, targets
+from zerojax import Keep, costs, hlo, targets
 from zerojax.plan import timeline
 from zerojax.plan.hardware import BETWEEN_HOSTS, INSIDE_HOST, TORUS, cluster
 from zerojax.plan.timeline import COMPUTE, FROM_HOST, MEMORY, STARTS, TO_HOST
@@ -94,7 +94,7 @@ def test_offloaded_inputs_take_their_bytes_over_the_rate_to_the_host():
 
 def products(target):
     return sum(
-        lanes.dot_flops(i) * block.trips
+        costs.dot_flops(i) * block.trips
         for block in hlo.blocks(program(target))
         for i in block.instructions
         if i.op not in ("while", "call", "conditional")

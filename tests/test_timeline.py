@@ -4,25 +4,26 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from test_compiled import CARRY, DOT, GATHER, GROUPS, RATES, loop, program
+from test_compiled import CARRY, DOT, GATHER, GROUPS, MIB, TWO_GATHERS, loop, program
 
-from zerojax import compiled, hlo, lanes
+from zerojax import compiled, costs, hlo
 from zerojax.plan.hardware import BETWEEN_HOSTS, INSIDE_HOST, TORUS, Chip, Cluster, Rate
 from zerojax.plan.timeline import COMPUTE, COPIES, FROM_HOST, MEMORY, STARTS, TO_HOST, Span, predict
 
-# As in RATES: a product of 1024 x 1024 matrices takes 2 s, a gather of one in bf16 between eight devices 7 s. A device
+FLOPS, MEMORY_RATE, LINK = 2**30, 6 * MIB, MIB / 4
+# A product of 1024 x 1024 matrices takes 2 s, a gather of one in bf16 between eight devices 7 s. A device
 # sends half as fast to its host, and a NIC half as fast as that. Nothing waits.
 CHIP = Chip(
     name="test",
     platform="cuda",
     device_kinds=("test",),
     memory_bytes=2**30,
-    flops=Rate(2 * RATES.flops, 0.5),
+    flops=Rate(2 * FLOPS, 0.5),
     f32_share=0.5,
-    memory_rate=Rate(RATES.memory, 1),
-    host_rate=Rate(RATES.link / 2, 1),
-    link_rate=Rate(RATES.link, 1),
-    network_rate=Rate(RATES.link / 4, 1),
+    memory_rate=Rate(MEMORY_RATE, 1),
+    host_rate=Rate(LINK / 2, 1),
+    link_rate=Rate(LINK, 1),
+    network_rate=Rate(LINK / 4, 1),
     kernel_s=0,
     collective_s=0,
     hop_s=0,
@@ -37,20 +38,43 @@ def slower(**constants):
     return dataclasses.replace(HOST, chip=dataclasses.replace(CHIP, **constants))
 
 
-SCHEDULES = {
-    "a gather": lambda: program(GATHER.replace("BESIDE", "")),
-    "beside a product": lambda: program(GATHER.replace("BESIDE", DOT)),
-    "a real backward pass": lambda: hlo.read((Path(__file__).parent / "data" / "backward_loop.txt").read_text()),
-}
+def times(read):
+    """(of the step, computing, of products, on the link) on one host."""
+    found = predict(read, HOST)
+    assert found.waiting_s == pytest.approx(found.step_s - found.computing_s)
+    return found.step_s, found.computing_s, found.products_s, found.busy_s.get(INSIDE_HOST, 0)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_on_one_host_without_latency_it_is_the_time_on_two_lanes(name):
-    found, expected = predict(SCHEDULES[name](), HOST), lanes.two_lane(SCHEDULES[name](), RATES)
-    assert found.step_s == pytest.approx(expected.step)
-    assert found.busy_s.get(COMPUTE, 0) + found.busy_s[MEMORY] == pytest.approx(expected.compute)
-    assert found.busy_s[INSIDE_HOST] == pytest.approx(expected.link)
-    assert found.waiting_s == pytest.approx(expected.step - expected.compute)
+def test_a_gather_beside_a_product():
+    time = lambda beside: times(program(GATHER.replace("BESIDE", beside)))
+    addition = 2 * 2 / 6  # reads and writes 2 MiB
+    assert time("") == pytest.approx((7 + addition, addition, 0, 7))
+    assert time(DOT) == pytest.approx((7 + addition, 2 + addition, 2, 7))
+
+
+def test_a_gather_beside_a_product_in_a_loop():
+    """In each iteration a gather, beside a product, and a product that waits for it."""
+    body = f"""
+        %full = bf16[1024,1024] bitcast(%w)
+        %shard = bf16[128,1024] slice(%full), slice={{[0:128], [0:1024]}}
+        %start = (bf16[128,1024], bf16[1024,1024]) all-gather-start(%shard), {GROUPS}, dimensions={{0}}
+        %beside = bf16[1024,1024] dot(%full, %full), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+        %done = bf16[1024,1024] all-gather-done(%start)
+        %after = bf16[1024,1024] dot(%done, %done), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+        ROOT %next = {CARRY} tuple(%i, %w)
+    """
+    slicing = 2 * 2 / 8 / 6
+    for trips in (1, 2, 5):
+        expected = (slicing + 7 + 2, slicing + 2 + 2, 2 + 2, 7)
+        assert times(loop(body, trips)) == pytest.approx([trips * seconds for seconds in expected])
+
+
+def test_a_real_backward_pass():
+    """Flops as counted by hand in test_compiled; the link is busy for 24 square matrices in bf16, and small ones."""
+    read = hlo.read((Path(__file__).parent / "data" / "backward_loop.txt").read_text())
+    found, square = predict(read, slower(f32_share=1.0)), 4096 * 4096 * 2
+    assert found.products_s == pytest.approx(3 * 70 * 2**36 / FLOPS) and found.products_s < found.computing_s
+    assert found.busy_s[INSIDE_HOST] == pytest.approx(3 * 24 * square * 7 / 8 / LINK, rel=0.001)
 
 
 def test_spans_are_drawn_where_they_run():
@@ -65,14 +89,7 @@ def test_spans_are_drawn_where_they_run():
 
 
 def test_a_link_serves_one_collective_at_a_time():
-    read = program(f"""
-        %shard = bf16[128,1024] parameter(0)
-        %one = (bf16[128,1024], bf16[1024,1024]) all-gather-start(%shard), {GROUPS}, dimensions={{0}}
-        %two = (bf16[128,1024], bf16[1024,1024]) all-gather-start(%shard), {GROUPS}, dimensions={{0}}
-        %first = bf16[1024,1024] all-gather-done(%one)
-        %product = bf16[1024,1024] dot(%first, %first), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
-        ROOT %second = bf16[1024,1024] all-gather-done(%two)
-    """)
+    read = program(TWO_GATHERS)
     assert [(span.start_s, span.end_s) for span in predict(read, HOST).spans] == [(0, 7), (7, 14), (7, 9)]
 
 
@@ -285,7 +302,7 @@ def test_flops_of_the_convolutions_that_are_products_on_tpus(lhs, rhs, result, w
         %b = bf16[{rhs}] parameter(1)
         ROOT %c = bf16[{result}] convolution(%a, %b), {window}dim_labels={labels}
     """
-    assert lanes.dot_flops(program(text).entry.root) == flops
+    assert costs.dot_flops(program(text).entry.root) == flops
 
 
 def test_of_causal_attention_half_is_computed():
@@ -295,7 +312,7 @@ def test_of_causal_attention_half_is_computed():
 backend_config={"cudnn_fmha_backend_config":{"mask_type": "MASK", "intermediate_tensor_shape":{"dimensions":\
 ["2","4","128","128"]}}}
     """
-    full, causal = (lanes.dot_flops(program(text.replace("MASK", m)).entry.root) for m in ("NO_MASK", "CAUSAL"))
+    full, causal = (costs.dot_flops(program(text.replace("MASK", m)).entry.root) for m in ("NO_MASK", "CAUSAL"))
     assert full == 2 * causal == 2 * 2 * 2 * 4 * 128 * 128 * 64
 
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zerojax import jaxprs, traces
-from zerojax.traces import Operation, Value
+from zerojax import equations, jaxprs
+from zerojax.equations import Operation, Value
 
 ACTIVATIONS, CHECKPOINTS, GATHERED, GRADIENTS = "activations", "checkpoints", "gathered", "gradients"
 
@@ -55,7 +55,7 @@ def peak(jaxpr: Any, gradients: Sequence[int] = (), space: Any = jax.memory.Spac
         gradients: positions of the outputs that are gradients.
         space: the memory that is looked at.
     """
-    flat = traces.flattened(jaxpr, space)
+    flat = equations.flattened(jaxpr, space)
     kinds = {flat.outputs[i]: GRADIENTS for i in gradients}
     return _Body(flat, space, [], kinds).peak()
 
@@ -75,7 +75,7 @@ class _Body:
         kinds: what some of its inputs and outputs hold.
     """
 
-    def __init__(self, flat: traces.Flat, space: Any, owned: Iterable[Value], kinds: dict[Any, str]):
+    def __init__(self, flat: equations.Flat, space: Any, owned: Iterable[Value], kinds: dict[Any, str]):
         self.flat, self.space, self.kinds = flat, space, kinds
         self.bases: dict[Value, frozenset[Value]] = {v: frozenset([v]) for v in flat.inputs}
         self.born: dict[Value, int] = dict.fromkeys(owned, -1)
@@ -210,7 +210,7 @@ class _Body:
 
     def _inside(self, loop: Operation) -> Counter[str]:
         """What a loop or a branch holds beside what is alive around it."""
-        bodies = [traces.flattened(inner, self.space) for inner in jaxprs.sub_jaxprs(loop.equation)]
+        bodies = [equations.flattened(inner, self.space) for inner in jaxprs.sub_jaxprs(loop.equation)]
         if loop.name != "scan":
             peaks = [_Body(flat, self.space, [], {}).peak().by_kind for flat in bodies]
             return max(peaks, key=lambda by_kind: by_kind.total())

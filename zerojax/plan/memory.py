@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zerojax import placement, report, traces
+from zerojax import equations, placement, report
 from zerojax.plan import liveness
 from zerojax.setup import Setup
 from zerojax.state import TrainState
@@ -100,7 +100,7 @@ def step_memory(setup: Setup, state: TrainState, traced: Any, batch: Any, prefet
         batch: avals of all devices' rows.
         prefetch: of the step; it is told, not counted.
     """
-    program, *_ = traces.manual_parts(traced.jaxpr)
+    program, *_ = equations.manual_parts(traced.jaxpr)
     num_gradients = sum(leaf.trainable for leaf in state.definition.leaves)
     alive = liveness.peak(program, range(num_gradients)).by_kind
     moved = _moved_stack(setup, state)

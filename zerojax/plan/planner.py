@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zerojax import targets, traces
+from zerojax import equations, targets
 from zerojax.keep import Keep
 from zerojax.mesh import make_mesh
 from zerojax.plan import presets
@@ -277,8 +277,8 @@ def model_flops_of(what: str, where: Cluster, settings: Settings) -> int:
     zero = Zero(make_mesh(devices=where.num_devices // (settings.model or 1)), stage=0)
     rows = num_rows(job, where, settings)
     evaluated = zero.eval_step(job.loss_fn).trace(zero.eval_init(job.create_model, job.tx), job.batch(rows))
-    (program,) = traces.manual_parts(evaluated.jaxpr)
-    return 3 * traces.product_flops(program) * zero.setup.axes.num_devices
+    (program,) = equations.manual_parts(evaluated.jaxpr)
+    return 3 * equations.product_flops(program) * zero.setup.axes.num_devices
 
 
 def _throughput(what: str, where: Cluster, settings: Settings, step_s: float) -> Throughput:

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from zerojax.compiled import groups, multiplies, parts, results, spans
+from zerojax.costs import computed_bytes, dot_flops, memory_bytes
 from zerojax.hlo import HOST, Block, Buffer, Instruction, Program, refuse, trip_count
-from zerojax.lanes import computed_bytes, dot_flops, memory_bytes
 from zerojax.plan.hardware import Chip, Cluster
 
 COMPUTE, MEMORY, STARTS = "compute", "memory", "starts of kernels"
@@ -61,12 +61,14 @@ class Prediction:
         step_s: seconds of the whole step.
         busy_s: seconds by what is busy: 'compute' (instructions that matrix products limit), 'memory' (those that
             memory limits) and 'starts of kernels', which share one lane; and each other lane.
+        products_s: of the matrix products alone.
         spans: of the step outside loops, each loop being one span.
         loops: by name, in the order in which they end.
     """
 
     step_s: float
     busy_s: Mapping[str, float]
+    products_s: float
     spans: tuple[Span, ...]
     loops: tuple[Loop, ...]
 
@@ -95,6 +97,7 @@ class _Clock:
     """Where a walk is. `free` is when each lane is free; `arrival` when what an instruction started has ended."""
 
     now: float = 0.0
+    products: float = 0.0
     free: dict[str, float] = dataclasses.field(default_factory=dict)
     busy: dict[str, float] = dataclasses.field(default_factory=dict)
     spans: list[Span] = dataclasses.field(default_factory=list)
@@ -112,7 +115,7 @@ class _Clock:
         return start + seconds
 
     def copy(self) -> _Clock:
-        return _Clock(self.now, dict(self.free), dict(self.busy))
+        return _Clock(self.now, self.products, dict(self.free), dict(self.busy))
 
 
 def predict(program: Program, cluster: Cluster) -> Prediction:
@@ -141,7 +144,7 @@ def predict(program: Program, cluster: Cluster) -> Prediction:
     walk = _Walk(cluster)
     clock = _Clock()
     walk.run(program.entry.instructions, clock)
-    return Prediction(clock.now, clock.busy, tuple(clock.spans), tuple(walk.loops.values()))
+    return Prediction(clock.now, clock.busy, clock.products, tuple(clock.spans), tuple(walk.loops.values()))
 
 
 class _Walk:
@@ -192,6 +195,7 @@ class _Walk:
         rest = max(trips - 2, 0)
         grown = lambda last, previous: {k: v + rest * (v - previous.get(k, 0)) for k, v in last.items()}
         clock.now = iteration.now + rest * (iteration.now - before.now)
+        clock.products = iteration.products + rest * (iteration.products - before.products)
         clock.free, clock.busy = grown(iteration.free, before.free), grown(iteration.busy, before.busy)
         clock.spans.append(Span(COMPUTE, loop.name, "", begin, clock.now))
 
@@ -222,6 +226,7 @@ class _Walk:
         products_s, memory_s = product_seconds(i, self.chip), num_bytes / self.chip.memory_rate.effective
         if not products_s and not memory_s:
             return
+        clock.products += products_s
         start, bound = clock.now, COMPUTE if products_s >= memory_s else MEMORY
         clock.now += max(products_s, memory_s) + self.chip.kernel_s
         clock.spend(bound, max(products_s, memory_s))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zerojax import traces
+from zerojax import equations
 from zerojax.plan.hardware import Cluster
 
 
@@ -36,7 +36,7 @@ def model_flops(loss_fn: Callable[..., Any], *args: Any) -> int:
     Source:
         Chowdhery et al., "PaLM", appendix B, arXiv 2204.02311.
     """
-    return 3 * traces.product_flops(jax.make_jaxpr(loss_fn)(*args).jaxpr)
+    return 3 * equations.product_flops(jax.make_jaxpr(loss_fn)(*args).jaxpr)
 
 
 def throughput(step_s: float, cluster: Cluster, num_tokens: int, flops: int) -> Throughput:

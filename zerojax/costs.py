@@ -1,8 +1,4 @@
-"""The time of a compiled program on a device with two lanes: one computes, one sends.
-
-Two lanes are read for GPUs; programs for TPUs are refused, because they hold collectives inside fusions. The lanes are
-no model of an accelerator: what they tell is how much of a schedule waits, under rates that are given.
-"""
+"""What an instruction of a compiled program costs: flops of matrix products, bytes of memory."""
 
 from __future__ import annotations
 
@@ -11,8 +7,8 @@ import math
 import re
 from typing import Any, NamedTuple
 
-from zerojax.compiled import multiplies, parts, results, spans
-from zerojax.hlo import HOST, Block, Buffer, Instruction, Program, refuse, trip_count
+from zerojax.compiled import multiplies, results, spans
+from zerojax.hlo import Block, Buffer, Instruction, refuse
 
 _FREE = frozenset(["add-dependency", "after-all", "bitcast", "constant", "copy-done", "get-tuple-element"]) | frozenset(
     ["opt-barrier", "parameter", "partition-id", "replica-id", "tuple"]
@@ -20,108 +16,6 @@ _FREE = frozenset(["add-dependency", "after-all", "bitcast", "constant", "copy-d
 _SLICES = frozenset(["dynamic-slice", "gather", "slice"])  # they read of operand 0 what they return
 _MOVES = frozenset(["bitcast", "copy", "reshape", "transpose"])  # they return the elements of operand 0
 _UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # they may write into operand 0; where their update is
-
-
-class Rates(NamedTuple):
-    """Of one device: flop/s of matrix products, bytes/s of its memory, bytes/s that it sends."""
-
-    flops: float
-    memory: float
-    link: float
-
-
-class Time(NamedTuple):
-    """Seconds of one step. `step` is the whole, the others are sums over what runs in it.
-
-    Attributes:
-        step: with what waits for the link.
-        compute: of all that computes or moves memory.
-        products: of the matrix products alone, were they all done at the peak rate.
-        link: of all collectives, one after the other.
-    """
-
-    step: float
-    compute: float
-    products: float
-    link: float
-
-
-class _Clock(NamedTuple):
-    """Seconds: when the compute lane and the link lane are free, and the sums of `Time`."""
-
-    now: float
-    link_free: float
-    compute: float
-    products: float
-    link: float
-
-
-def two_lane(program: Program, rates: Rates) -> Time:
-    """The time of a schedule on a device with two lanes: one computes, one sends, each in the order of the schedule.
-
-    An instruction takes the longer of flops / rate and memory bytes / rate, and no time to start. A collective takes
-    its sent bytes / rate on the link, after those that started before it; its end waits for it. Neither lane slows the
-    other down. Of a loop two iterations are walked: every iteration after the first starts with a link as free as the
-    second's does, because what starts in an iteration ends in it; so the second counts for all that follow.
-
-    Raises:
-        ValueError: a program for TPUs, a loop without a trip count, a branch, a transfer to the host, or a custom call
-            that is no matrix product.
-    """
-    clock = _run(program.entry.instructions, _Clock(0, 0, 0, 0, 0), rates, program.num_devices)
-    return Time(clock.now, clock.compute, clock.products, clock.link)
-
-
-def _run(instructions: tuple[Instruction, ...], clock: _Clock, rates: Rates, num_devices: int) -> _Clock:
-    under_way = spans(Block(instructions, 1, False))
-    starts, ends = {span.start: span for span in under_way}, {span.end for span in under_way}
-    arrival: dict[int, float] = {}  # by the index of the end
-    for k, i in enumerate(instructions):
-        if k in starts:
-            seconds = sum(part.sent_bytes for part in parts(starts[k].core, num_devices)) / rates.link
-            free = max(clock.now, clock.link_free) + seconds
-            clock = clock._replace(link_free=free, link=clock.link + seconds)
-            arrival[starts[k].end] = free
-        if k in ends:
-            clock = clock._replace(now=max(clock.now, arrival[k]))
-        if k in starts or k in ends:
-            if i.op == "fusion":
-                raise refuse(i, "the time of a collective in a fusion is not read")
-        elif i.op == "while":
-            clock = _loop(i, clock, rates, num_devices)
-        elif i.op == "call":
-            clock = _run(i.called["to_apply"][0].instructions, clock, rates, num_devices)
-        else:
-            _check_timed(i)
-            products = dot_flops(i) / rates.flops
-            seconds = max(products, memory_bytes(i) / rates.memory)
-            clock = clock._replace(
-                now=clock.now + seconds, compute=clock.compute + seconds, products=clock.products + products
-            )
-    return clock
-
-
-def _check_timed(i: Instruction) -> None:
-    """Raises ValueError for an instruction whose time the two lanes do not tell."""
-    if any(buffer.space == HOST for buffer in i.buffers):
-        raise refuse(i, "a transfer to or from the host, which has no rate here")
-    if i.op == "conditional" or (i.op == "custom-call" and not multiplies(i)):
-        raise refuse(i, "an instruction whose time is not read")
-    if i.op.endswith(("-start", "-done", "-update")) and i.op not in ("copy-start", "copy-done"):
-        raise refuse(i, "an asynchronous instruction whose time is not read")
-
-
-def _loop(loop: Instruction, clock: _Clock, rates: Rates, num_devices: int) -> _Clock:
-    trips, (body,) = trip_count(loop), loop.called["body"]
-    if trips is None:
-        raise refuse(loop, "a loop whose trip count is not in the text")
-    if not trips:
-        return clock
-    first = _run(body.instructions, clock, rates, num_devices)
-    if trips == 1:
-        return first
-    second = _run(body.instructions, first, rates, num_devices)
-    return _Clock(*(b + (trips - 2) * (b - a) for a, b in zip(first, second, strict=True)))
 
 
 def dot_flops(instruction: Instruction) -> int:
