@@ -47,17 +47,6 @@ KEEP = {"nothing": "nothing", "everything": "everything", "offloaded": {"offload
 FORMS = ("plain", *KEEP)
 FILL = 0.85  # by a formula that counts more than compilers keep: for an H100 the compiled peak is near 0.7
 TOLERANCE = 0.05  # of a loss near log(vocab). A guess: a wrong gradient shows as tenths after few steps
-# bf16 flops a second without sparsity, by the start of `device_kind`: NVIDIA's data sheets of the A100, the H100 (PCIe,
-# NVL, SXM), the H200 and the B200 (in the HGX B200), of which those from the H100 on print the rate with sparsity,
-# twice this one. The first that matches counts.
-PEAK_FLOPS = {
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100 NVL": 835e12,
-    "NVIDIA H100": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA B200": 2250e12,
-}
 
 
 def arguments():
@@ -116,6 +105,8 @@ def times(args):
     import jax
     from bench_step import ratio, rotated
 
+    from zerojax.plan.hardware import CHIPS
+
     device, limit_bytes = jax.devices()[0], memory_stat("bytes_limit")
     config = gpt_config(args, limit_bytes)
     forms = {name: Form(name, config, args) for name in args.forms}
@@ -126,7 +117,7 @@ def times(args):
             forms[name].attempt(forms[name].run, args.steps)
     seconds = {name: form.seconds for name, form in forms.items() if not form.error}
     losses = {name: form.losses for name, form in forms.items() if form.losses}
-    peak_flops = next((flops for kind, flops in PEAK_FLOPS.items() if device.device_kind.startswith(kind)), None)
+    peak_flops = next((chip.flops.peak for chip in CHIPS.values() if device.device_kind in chip.device_kinds), None)
     flops = model_flops(config) * args.rows * args.seq  # of one device
     summaries = {name: form.summary(flops, peak_flops) for name, form in forms.items()}
     reference = losses.get("plain", [])

@@ -7,7 +7,7 @@ import pytest
 
 from zerojax import targets
 from zerojax.plan import calibrate, hardware
-from zerojax.plan.hardware import BETWEEN_HOSTS, BETWEEN_SLICES, CHIPS, INSIDE_HOST, TORUS, cluster
+from zerojax.plan.hardware import BETWEEN_HOSTS, BETWEEN_SLICES, CHIPS, INSIDE_HOST, cluster, torus_links
 
 
 @pytest.mark.parametrize(
@@ -55,26 +55,27 @@ def test_a_ring_over_hosts_sends_with_as_many_nics_as_it_has_devices_in_each():
     chip = h100.chip
     link, nic = chip.link_rate.effective, chip.network_rate.effective
     inside = h100.route(range(8, 16))
-    assert (inside.lane, inside.rate) == (INSIDE_HOST, link)
+    assert (inside.lanes, inside.rate) == ((INSIDE_HOST,), link)
     assert inside.latency_s == pytest.approx(chip.collective_s + 7 * chip.hop_s)
     across = h100.route(range(64))
-    assert (across.lane, across.rate) == (BETWEEN_HOSTS, min(link, 8 * nic))
+    assert (across.lanes, across.rate) == ((BETWEEN_HOSTS,), min(link, 8 * nic))
     assert across.latency_s == pytest.approx(chip.collective_s + 56 * chip.hop_s + 7 * chip.network_hop_s)
     assert h100.route([0, 8, 16]).rate == nic  # one of each host
     assert h100.route([0, 1, 8, 9]).rate == 2 * nic
     assert h100.route([0, 1, 2, 8]).rate == nic  # the host with the fewest holds the ring up
-    assert h100.route([6, 7]).lane == INSIDE_HOST
-    assert h100.route([7, 8]).lane == BETWEEN_HOSTS
+    assert h100.route([6, 7]).lanes == (INSIDE_HOST,)
+    assert h100.route([7, 8]).lanes == (BETWEEN_HOSTS,)
 
 
 def test_a_ring_in_a_torus_uses_all_links_of_the_dims_that_it_spans():
     link = CHIPS["v5e"].link_rate.effective
     pod, part = cluster("v5e:16x16"), cluster("v5e:4x8")
-    assert pod.route(range(256)) == (TORUS, 4 * link, pytest.approx(17e-6))  # wraps: both ways; 8 + 8 steps
-    assert part.route(range(32)) == (TORUS, 2 * link, pytest.approx(11e-6))  # a line in each dim; 3 + 7 steps
+    both = torus_links(0), torus_links(1)
+    assert pod.route(range(256)) == (both, 4 * link, pytest.approx(17e-6))  # wraps: both ways; 8 + 8 steps
+    assert part.route(range(32)) == (both, 2 * link, pytest.approx(11e-6))  # a line in each dim; 3 + 7 steps
     row = [device for device in range(32) if part.coordinates(device)[0] == 0]
     assert len(row) == 8
-    assert part.route(row).rate == link
+    assert part.route(row)[:2] == ((torus_links(1),), link)
     cube, box = cluster("v5p:4x4x4"), cluster("v5p:2x2x4")
     link = CHIPS["v5p"].link_rate.effective
     assert cube.route(range(64)).rate == 6 * link
@@ -93,11 +94,11 @@ def test_places_in_a_torus_are_those_of_its_hosts():
 def test_between_slices_each_chip_has_its_share_of_the_network():
     two = cluster("v5e:4x4*2")
     network = two.chip.network_rate.effective
-    assert two.route(range(32))[:2] == (BETWEEN_SLICES, 16 * network)
+    assert two.route(range(32))[:2] == ((BETWEEN_SLICES,), 16 * network)
     pods = cluster("v5e:16x16*2")
     assert pods.route(range(512)).rate == pods.route(range(256)).rate < 256 * network  # the links inside are slower
-    assert two.route([0, 16])[:2] == (BETWEEN_SLICES, network)
-    assert two.route(range(16, 32)).lane == TORUS
+    assert two.route([0, 16])[:2] == ((BETWEEN_SLICES,), network)
+    assert two.route(range(16, 32)).lanes == (torus_links(0), torus_links(1))
 
 
 @pytest.mark.parametrize("group", [[], [8], [-1, 0]])

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from zerojax.plan import PRESETS, Job, Settings, plan, presets
 from zerojax.plan.liveness import peak
 from zerojax.plan.memory import largest_model, model_states
 from zerojax.plan.program import memory_refused
+from zerojax.plan.search import search
 from zerojax.plan.show import text
 
 # ZeRO, table 1: GB of a device for P_os, P_os+g, P_os+g+p
@@ -223,6 +223,40 @@ def test_the_command_ends_with_3_where_it_does_not_fit():
     assert large.exit_code == 3 and "does not fit" in large.stdout and "(50% of 16.00)" in large.stdout
 
 
+def test_the_command_draws_the_memory_by_stage(tmp_path):
+    shown = command("--preset", "gpt2-124m", "--png", str(tmp_path / "pictures"))
+    assert shown.exit_code == 0 and "memory by stage" in shown.output
+    assert (tmp_path / "pictures" / "memory.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "pictures" / "timeline.png").exists()  # nothing was compiled
+
+
+def test_a_compiler_that_is_not_installed_is_named(monkeypatch):
+    def missing(*args, **kwargs):
+        raise RuntimeError("no such platform")
+
+    monkeypatch.setattr("zerojax.targets.topologies.get_topology_desc", missing)
+    for target, extra in (("h100:8", "plan-gpu"), ("v5e:4x4", "plan-tpu")):
+        shown = command("--preset", "gpt2-124m", "--target", target, "--compile")
+        assert shown.exit_code == 1 and f"zerojax[{extra}]" in shown.output and "Traceback" not in shown.output
+
+
+def test_the_command_compiles_for_simulated_devices(tmp_path):
+    shown = command("--job", f"{__name__}:own_job", "--target", "cpu:8", "--compile", "--json", "--dump", str(tmp_path))
+    told = json.loads(shown.stdout)
+    assert shown.exit_code == 0 and told["level"] == "compiled" and told["fits"]
+    assert sum(told["held_bytes"].values()) == told["peak_bytes"]
+    assert {row["kind"] for row in told["collectives"]} >= {"all-gather", "reduce-scatter"}
+    assert {file.name for file in tmp_path.iterdir()} == {"step.txt", "buffers.txt", "ranges.txt"}
+
+
+def test_the_search_ranks_by_formula_without_a_compiler():
+    found = search("gpt2-124m", "a100:128", rows=2, num_compiled=0)
+    assert {c.settings.replica for c in found.candidates} == {1, 2, 16} and found.winner is None
+    times = [c.step_s for c in found.candidates if c.fits]
+    assert times == sorted(times)
+    assert json.loads(json.dumps(found.data())) == found.data()
+
+
 def test_the_command_lists_its_presets():
     shown = command("--list-presets")
     assert shown.exit_code == 0 and all(name in shown.stdout for name in PRESETS)
@@ -261,4 +295,4 @@ def test_every_term_is_finite():
     for name in PRESETS:
         made = plan(name, "h200:1024", suggest=False)
         assert all(0 < term.num_bytes < math.inf for term in made.memory.terms)
-        assert sys.getsizeof(json.dumps(made.data()))
+        assert json.loads(json.dumps(made.data())) == made.data()

@@ -7,7 +7,7 @@ import pytest
 from test_compiled import CARRY, DOT, GATHER, GROUPS, MIB, TWO_GATHERS, loop, program
 
 from zerojax import compiled, costs, hlo
-from zerojax.plan.hardware import BETWEEN_HOSTS, INSIDE_HOST, TORUS, Chip, Cluster, Rate
+from zerojax.plan.hardware import BETWEEN_HOSTS, INSIDE_HOST, Chip, Cluster, Rate, torus_links
 from zerojax.plan.timeline import COMPUTE, COPIES, FROM_HOST, MEMORY, STARTS, TO_HOST, Span, predict
 
 FLOPS, MEMORY_RATE, LINK = 2**30, 6 * MIB, MIB / 4
@@ -347,9 +347,32 @@ def test_fusions_on_tpus_compute_beside_the_collective_that_they_hold():
     """
     slice_of_tpus = Cluster("a line", CHIP, 8, 4, torus=(8, 1))
     found = predict(program(text, computations), slice_of_tpus)
-    assert found.busy_s == {TORUS: 7, COMPUTE: 2, MEMORY: pytest.approx(2 * 2 / 6), STARTS: 0}  # vector memory is free
+    vectors = pytest.approx(2 * 2 / 6)  # what is in vector memory is read for nothing
+    assert found.busy_s == {torus_links(0): 7, COMPUTE: 2, MEMORY: vectors, STARTS: 0}
     assert found.step_s == 7
     assert [span.name for span in found.spans] == ["all-gather", "b", "c", "d"]
+
+
+def test_gathers_along_two_dims_of_a_torus_do_not_wait_for_each_other():
+    """Four hosts of two by two chips: numbers along the first dim of a slice of 4 x 2 are 0, 1, 4, 5."""
+    square = Cluster("4 x 2", CHIP, 8, 4, torus=(4, 2))
+    gather = """
+        %s.NAME = bf16[SIZE,1024] parameter(NUMBER)
+        %start.NAME = (bf16[SIZE,1024], BIG) all-gather-start(%s.NAME), replica_groups=GROUPS, dimensions={0}
+    """.replace("BIG", "bf16[1024,1024]")
+    done = "%done.NAME = bf16[1024,1024] all-gather-done(%start.NAME)"
+    write = lambda text, name, number, size, groups: (
+        text.replace("NAME", name).replace("NUMBER", number).replace("SIZE", size).replace("GROUPS", groups)
+    )
+    rows = ("rows", "0", "256", "{{0,1,4,5},{2,3,6,7}}")
+    columns = ("columns", "1", "512", "{{0,2},{1,3},{4,6},{5,7}}")
+    for second, at_once in ((columns, True), (("more", *rows[1:]), False)):
+        text = "\n".join(write(part, *which) for part in (gather, done) for which in (rows, second))
+        text = text.replace("parameter(0)", "parameter(1)", 1).replace("%done." + second[0], "ROOT %done." + second[0])
+        found = predict(program(text), square)
+        each = {"rows": 2 * 3 / 4 * 4, "columns": 2 * 1 / 2 * 4, "more": 2 * 3 / 4 * 4}
+        seconds = each["rows"], each[second[0]]
+        assert found.step_s == pytest.approx(max(seconds) if at_once else sum(seconds))
 
 
 def test_what_binds():

@@ -68,10 +68,11 @@ def plan(
         return
     from rich.console import Console
 
+    import zerojax
     from zerojax import targets
-    from zerojax.plan import presets
+    from zerojax.plan import cluster, presets
     from zerojax.plan.planner import Settings, plan as make_plan
-    from zerojax.plan.search import search
+    from zerojax.plan.search import Ranking, search
     from zerojax.plan.show import render, render_ranking
 
     targets.describe_only()
@@ -82,26 +83,24 @@ def plan(
         return
     if what is None:
         raise click.UsageError(f"--preset NAME or --job MODULE:FUNCTION\n  presets: {', '.join(presets.PRESETS)}")
-    if auto:
-        try:
-            with Console(stderr=True).status("searching") as status:
-                given = {"memory_share": memory_share, "calibration": calibration, "on_step": status.update}
-                found = search(what, target, settings["rows"], **given)
-        except (ValueError, RuntimeError) as error:
-            raise click.ClickException(str(error)) from error
-        console.print(render_ranking(found))
-        raise SystemExit(0 if found.winner else 3)
     settings["bucket_bytes"] = bucket_mib and bucket_mib * 2**20
+    given: dict[str, Any] = {"memory_share": memory_share, "calibration": calibration}
     try:
-        with Console(stderr=True).status("compiling" if compiled else "tracing"):
-            given = {"memory_share": memory_share, "calibration": calibration, "dump": dump}
-            made = make_plan(what, target, Settings(**settings), compile=compiled, **given)
+        if (compiled or auto) and targets.platform(target) == "cpu":
+            zerojax.simulate_devices(cluster(target).num_devices)
+        with Console(stderr=True).status("searching" if auto else "compiling" if compiled else "tracing") as status:
+            if auto:
+                made = search(what, target, settings["rows"], on_step=status.update, **given)
+            else:
+                made = make_plan(what, target, Settings(**settings), compile=compiled, dump=dump, **given)
     except (ValueError, RuntimeError) as error:
         raise click.ClickException(str(error)) from error
     if as_json:
         print(json.dumps(made.data()))
     else:
-        console.print(render(made, formulas))
+        console.print(render_ranking(made) if isinstance(made, Ranking) else render(made, formulas))
+    if isinstance(made, Ranking):
+        raise SystemExit(0 if made.winner else 3)
     if png:
         _draw(made, memory_share, png)
     raise SystemExit(0 if made.fits else 3)

@@ -53,7 +53,7 @@ class Wire:
         if placement.shards_params(self.setup.stage) and self.setup.axes.num_shards > 1:
             units = f"{bytes_text(2 * self.promise.unit_bytes)}, of two units"
             again = f"{bytes_text(self.least.gathered)} gathered, again where the backward pass reads weights"
-            window = f"at most {prefetch + 1} units gathered at a time (prefetch={prefetch})"
+            window = f"at most {prefetch + 1} units gathered at a time (prefetch={prefetch}), and one without a product"
             lines += [
                 Line("hoisted gathers", f"a gather moves at most {units}{in_parts}", self.hoisted),
                 Line("gathered weights kept", again, self.kept),

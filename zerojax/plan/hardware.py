@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 INSIDE_HOST, BETWEEN_HOSTS = "link inside a host", "link between hosts"
-TORUS, BETWEEN_SLICES = "torus links", "link between slices"
+BETWEEN_SLICES = "link between slices"
 
 
 class Rate(NamedTuple):
@@ -202,10 +202,15 @@ _GPUS_PER_HOST = 8
 _TPU_HOST = (2, 2, 1)  # the chips of a host in a described topology
 
 
-class Route(NamedTuple):
-    """What a ring of devices sends over: bytes/s that each of them sends, and seconds before the last byte's."""
+def torus_links(dim: int) -> str:
+    """The lane of the links along one dim of a TPU slice."""
+    return f"torus links along dim {dim}"
 
-    lane: str
+
+class Route(NamedTuple):
+    """What a ring of devices sends over: its links, bytes/s that each device sends, seconds before the last byte's."""
+
+    lanes: tuple[str, ...]
     rate: float
     latency_s: float
 
@@ -252,7 +257,7 @@ class Cluster:
         # A step of the ring crosses to the next host, or stays inside one.
         steps = (len(group) - len(members)) * chip.hop_s + (len(members) - 1) * chip.network_hop_s
         return Route(
-            BETWEEN_SLICES if self.torus else BETWEEN_HOSTS,
+            (BETWEEN_SLICES if self.torus else BETWEEN_HOSTS,),
             min(network, inside.rate),
             chip.collective_s + steps,
         )
@@ -261,7 +266,7 @@ class Cluster:
         chip = self.chip
         if self.torus is None:
             latency = chip.collective_s + (len(group) - 1) * chip.hop_s
-            return Route(INSIDE_HOST, chip.link_rate.effective, latency)
+            return Route((INSIDE_HOST,), chip.link_rate.effective, latency)
         return self._inside_torus([self.coordinates(device) for device in group], self.torus)
 
     def _inside_torus(self, places: Sequence[tuple[int, ...]], torus: tuple[int, ...]) -> Route:
@@ -273,7 +278,8 @@ class Cluster:
         ways = sum(2 if self._wraps(d) else 1 for d in spanned)
         hops = sum(torus[d] // 2 if self._wraps(d) else torus[d] - 1 for d in spanned)
         chip = self.chip
-        return Route(TORUS, max(ways, 1) * chip.link_rate.effective, chip.collective_s + hops * chip.hop_s)
+        lanes = tuple(map(torus_links, spanned or [0]))
+        return Route(lanes, max(ways, 1) * chip.link_rate.effective, chip.collective_s + hops * chip.hop_s)
 
     def coordinates(self, device: int) -> tuple[int, ...]:
         """Of a chip in its slice. Hosts, and the chips of a host, are counted along the first dim first."""

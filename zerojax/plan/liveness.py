@@ -28,10 +28,9 @@ ACTIVATIONS, CHECKPOINTS, GATHERED, GRADIENTS = "activations", "checkpoints", "g
 _VIEWS = frozenset(
     ["copy", "copy_p", "expand_dims", "name", "optimization_barrier", "reshape", "sharding_constraint", "squeeze"]
 ) | {"stop_gradient"}
-_COLLECTIVES = frozenset(["all_gather", "all_to_all", "ppermute", "psum", "psum_invariant", "reduce_scatter"])
 _UPDATES = frozenset(["dynamic_update_slice", "scatter", "scatter-add"])
 _LOOPS = frozenset(["cond", "scan", "while"])
-_READS_STORED = jaxprs.PRODUCTS | _COLLECTIVES | _LOOPS | {"device_put", "sort", "top_k"}
+_READS_STORED = jaxprs.PRODUCTS | equations.COLLECTIVES.keys() | _LOOPS | {"device_put", "sort", "top_k"}
 _SMALL = 64  # a result this many times smaller than what it is made of is stored
 _KERNELS = ("dot_product_attention", "pure_callback")  # by the start of their names: they read and write buffers
 _STORES = _READS_STORED | _UPDATES | {"argmax", "argmin", "cumsum", "gather"}
@@ -152,7 +151,8 @@ class _Body:
                 self._become(results, reads[_carry(operation)])
             elif name not in _STORES or name in _UPDATES:
                 for result in results:
-                    alike = [v for v in reads if v is not None and v.num_bytes == result.num_bytes]
+                    same = lambda v, result=result: v.num_bytes == result.num_bytes
+                    alike = [v for v in reads if v is not None and (name == "convert_element_type" or same(v))]
                     self._become([result] * len(alike), alike)
 
     def _become(self, results: Sequence[Value], sources: Sequence[Value | None]) -> None:

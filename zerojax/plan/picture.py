@@ -35,10 +35,10 @@ def memory_by_stage(plans: Sequence[Plan], path: Path) -> None:
         path: of a PNG file.
     """
     figure, axes = _figure(7, 4.2)
-    names = list(dict.fromkeys(term.name for plan in plans for term in plan.memory.terms if term.num_bytes > 2**20))
+    names = list(dict.fromkeys(name for plan in plans for name, size in plan.held.items() if size > 2**20))
     bottoms = [0.0] * len(plans)
     for name in sorted(names, key=lambda name: list(_TERMS).index(name) if name in _TERMS else len(_TERMS)):
-        sizes = [sum(t.num_bytes for t in plan.memory.terms if t.name == name) / 2**30 for plan in plans]
+        sizes = [plan.held.get(name, 0) / 2**30 for plan in plans]
         axes.bar(range(len(plans)), sizes, 0.6, bottoms, label=name, color=_TERMS.get(name, _OTHER))
         bottoms = [bottom + size for bottom, size in zip(bottoms, sizes, strict=True)]
     for k, total in enumerate(bottoms):
@@ -50,7 +50,8 @@ def memory_by_stage(plans: Sequence[Plan], path: Path) -> None:
     axes.set_xticks(range(len(plans)), [f"stage {plan.settings.stage}" for plan in plans])
     axes.set_ylabel("GiB of a device")
     axes.set_ylim(0, 1.12 * max([*bottoms, chip.memory_bytes / 2**30]))
-    axes.set_title(f"{plans[0].what} on {plans[0].cluster.target}, keep {plans[0].settings.keep!r}")
+    level = "as compiled" if all(plan.program for plan in plans) else "by formula"
+    axes.set_title(f"{plans[0].what} on {plans[0].cluster.target}, keep {plans[0].settings.keep!r}, {level}")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     _save(figure, path)
 

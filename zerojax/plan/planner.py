@@ -17,7 +17,7 @@ from zerojax.plan.hardware import Cluster, cluster
 from zerojax.plan.memory import Memory, step_memory
 from zerojax.plan.presets import Job
 from zerojax.plan.program import CompiledStep, compile_step
-from zerojax.plan.utilisation import Throughput, throughput
+from zerojax.plan.utilisation import Throughput, model_flops, throughput
 from zerojax.zero import Zero
 
 # The share of a device's memory that a program may use. GPUs: what JAX takes without XLA_CLIENT_MEM_FRACTION (JAX's
@@ -108,6 +108,12 @@ class Plan:
         return self.program.host_bytes if self.program else self.memory.host_bytes
 
     @property
+    def held(self) -> dict[str, int]:
+        """Bytes of a device when memory is fullest, by category: of the compiled program if it was read."""
+        planned = self.program.reading.held if self.program else None
+        return planned or {term.name: term.num_bytes for term in self.memory.terms}
+
+    @property
     def fits(self) -> bool:
         return self.peak_bytes <= self.limit_bytes
 
@@ -118,13 +124,13 @@ class Plan:
 
     def data(self) -> dict[str, Any]:
         """All of it for a program, bytes on one device."""
-        program, timed = None, None
+        program, timed, traffic = None, None, None
         if self.program:
             reading, timed = self.program.reading, self.program.reading.prediction
             traffic = reading.traffic and [row._asdict() for row in reading.traffic]
-            program = self.program._asdict() | reading._asdict() | {"traffic": traffic}
-            for left_out in "reading", "text", "prediction":
-                del program[left_out]
+            program = self.program._asdict() | reading._asdict()
+            for told_elsewhere in "reading", "text", "prediction", "traffic":
+                del program[told_elsewhere]
         return {
             "what": self.what,
             "target": self.cluster.target,
@@ -137,6 +143,8 @@ class Plan:
             "limit_bytes": self.limit_bytes,
             "capacity_bytes": self.cluster.chip.memory_bytes,
             "host_bytes": self.host_bytes,
+            "held_bytes": self.held,
+            "collectives": traffic,
             "terms": [term._asdict() for term in self.memory.terms],
             "formula_peak_bytes": self.memory.peak_bytes,
             "program": program,
@@ -257,15 +265,15 @@ def trace(job: Job, devices: Any, settings: Settings) -> Traced:
         prefetch=settings.prefetch,
         bucket_bytes=settings.bucket_bytes,
     )
-    batch = job.batch((settings.rows or job.rows) * settings.num_microbatches * zero.setup.axes.num_devices)
+    batch = job.batch(num_rows(job, settings, zero.setup.axes.num_devices))
     traced = step.trace(state, batch)
     memory = step_memory(zero.setup, state, traced, batch, settings.prefetch)
     return Traced(zero, traced, sum(leaf.size for leaf in state.definition.leaves), memory)
 
 
-def num_rows(job: Job, where: Cluster, settings: Settings) -> int:
-    """Of all devices in a step."""
-    return (settings.rows or job.rows) * settings.num_microbatches * where.num_devices // (settings.model or 1)
+def num_rows(job: Job, settings: Settings, num_devices: int) -> int:
+    """Of a step over that many devices, those that divide one row among them counting once."""
+    return (settings.rows or job.rows) * settings.num_microbatches * num_devices
 
 
 def model_flops_of(what: str, where: Cluster, settings: Settings) -> int:
@@ -274,16 +282,18 @@ def model_flops_of(what: str, where: Cluster, settings: Settings) -> int:
     They are counted where attention is written out. See `utilisation`.
     """
     job = find_job(what, "", compiled=False)
-    zero = Zero(make_mesh(devices=where.num_devices // (settings.model or 1)), stage=0)
-    rows = num_rows(job, where, settings)
+    num_devices = where.num_devices // (settings.model or 1)
+    zero = Zero(make_mesh(devices=num_devices), stage=0)
+    rows = num_rows(job, settings, num_devices)
     evaluated = zero.eval_step(job.loss_fn).trace(zero.eval_init(job.create_model, job.tx), job.batch(rows))
     (program,) = equations.manual_parts(evaluated.jaxpr)
-    return 3 * equations.product_flops(program) * zero.setup.axes.num_devices
+    return model_flops(program) * num_devices
 
 
 def _throughput(what: str, where: Cluster, settings: Settings, step_s: float) -> Throughput:
     job = find_job(what, "", compiled=False)
-    return throughput(step_s, where, num_rows(job, where, settings) * job.tokens, model_flops_of(what, where, settings))
+    num_tokens = num_rows(job, settings, where.num_devices // (settings.model or 1)) * job.tokens
+    return throughput(step_s, where, num_tokens, model_flops_of(what, where, settings))
 
 
 def _suggestions(found: Plan, job: Job) -> Iterator[Suggestion]:

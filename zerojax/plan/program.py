@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 from zerojax import compiled, hlo
-from zerojax.plan import timeline
+from zerojax.plan import buffers, timeline
+from zerojax.plan.buffers import Buffers
 from zerojax.plan.hardware import Cluster
 
 
@@ -35,9 +39,10 @@ class Traffic(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """What was read in the text of a program, in which what could not be read is None.
+    """What was read in the text of a program and in its buffer plan; what could not be read is None.
 
     Attributes:
+        held: bytes of a device when memory is fullest, by what they are; see `held_by_kind`.
         buffers_bytes: the most of collectives that are under way at the same time, in full form.
         copied_bytes: what loops copy of arrays of a MiB or more.
         traffic: what is sent.
@@ -45,6 +50,7 @@ class Reading(NamedTuple):
         unread: why something is None.
     """
 
+    held: dict[str, int] | None = None
     buffers_bytes: int | None = None
     copied_bytes: int | None = None
     traffic: tuple[Traffic, ...] | None = None
@@ -87,27 +93,33 @@ def compile_step(
         cluster: which these devices are.
         axes: names and sizes of the mesh axes.
         arguments_bytes: of the step, for the case that the compiler gives up for want of memory.
-        dump: a folder that the program's text is written into, as step.txt.
+        dump: a folder for the program's text (step.txt), and for the compiler's plan of its buffers (buffers.txt) and
+            of their lives (ranges.txt).
 
     Raises:
         jax.errors.JaxRuntimeError: what the compiler refuses for another reason than memory.
     """
-    start = time.perf_counter()
-    try:
-        program = traced.lower(lowering_platforms=(cluster.chip.platform,)).compile()
-    except jax.errors.JaxRuntimeError as error:
-        needed = memory_refused(str(error))
-        if needed is None:
-            raise
-        temporaries = needed - arguments_bytes if "temporaries" not in str(error) else needed
-        peak, seconds = arguments_bytes + temporaries, time.perf_counter() - start
-        given_up = Reading(unread="the compiler gave up: " + str(error).splitlines()[0])
-        return CompiledStep(peak, arguments_bytes, temporaries, 0, 0, seconds, given_up, "")
-    seconds = time.perf_counter() - start
-    text, memory = program.as_text(), program.memory_analysis()
-    if dump:
-        dump.mkdir(parents=True, exist_ok=True)
-        (dump / "step.txt").write_text(text)
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        start = time.perf_counter()
+        try:
+            program = traced.lower(lowering_platforms=(cluster.chip.platform,)).compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            needed = memory_refused(str(error))
+            if needed is None:
+                raise
+            temporaries = needed - arguments_bytes if "temporaries" not in str(error) else needed
+            peak, seconds = arguments_bytes + temporaries, time.perf_counter() - start
+            given_up = Reading(unread="the compiler gave up: " + str(error).splitlines()[0])
+            return CompiledStep(peak, arguments_bytes, temporaries, 0, 0, seconds, given_up, "")
+        seconds = time.perf_counter() - start
+        text, memory = program.as_text(), program.memory_analysis()
+        if dump:
+            dump.mkdir(parents=True, exist_ok=True)
+            (dump / "step.txt").write_text(text)
+            for name, file in buffers.files(Path(folder)).items():
+                (dump / name).write_text(file.read_text())
+        reading = read(text, cluster, axes, memory, lambda: buffers.dumped(Path(folder)))
     return CompiledStep(
         compiled.peak_bytes(memory),
         memory.argument_size_in_bytes,
@@ -115,24 +127,61 @@ def compile_step(
         memory.alias_size_in_bytes,
         memory.host_temp_size_in_bytes,
         seconds,
-        read(text, cluster, axes),
+        reading,
         text,
     )
 
 
-def read(text: str, cluster: Cluster, axes: dict[str, int]) -> Reading:
-    """What the text of a program for the cluster tells."""
+def read(text: str, cluster: Cluster, axes: dict[str, int], memory: Any, planned: Callable[[], Buffers]) -> Reading:
+    """What the text of a program for the cluster tells.
+
+    Args:
+        text: of the program.
+        cluster, axes: see `compile_step`.
+        memory: of its `memory_analysis()`.
+        planned: returns the plan of its buffers.
+    """
     try:
         program = hlo.read(text)
-        found = compiled.collectives(program)
-        copied = sum(m.num_bytes for m in compiled.moves_in_loops(program, _MOVED_BYTES) if m.op == "copy")
-        reading = Reading(compiled.in_flight_bytes(program), copied, traffic_of(found, axes))
     except ValueError as error:
         return Reading(unread=str(error))
-    try:
-        return reading._replace(prediction=timeline.predict(program, cluster))
-    except ValueError as error:
-        return reading._replace(unread=str(error))
+    large = lambda: (m for m in compiled.moves_in_loops(program, _MOVED_BYTES) if m.op == "copy")
+    parts: dict[str, Callable[[], Any]] = {
+        "held": lambda: held_by_kind(program, planned(), memory),
+        "buffers_bytes": lambda: compiled.in_flight_bytes(program),
+        "copied_bytes": lambda: sum(move.num_bytes for move in large()),
+        "traffic": lambda: traffic_of(compiled.collectives(program), axes),
+        "prediction": lambda: timeline.predict(program, cluster),
+    }
+    found, unread = {}, []
+    for name, part in parts.items():
+        try:
+            found[name] = part()
+        except ValueError as error:
+            unread.append(str(error))
+    return Reading(**found, unread="; ".join(dict.fromkeys(unread)) or None)
+
+
+# The fields of a TrainState and the arguments of a step, as the parameters of a program name them.
+_ARGUMENTS = {"params": "parameters", "master": "optimizer state", "opt_state": "optimizer state"}
+_ARGUMENTS |= {"model_state": "model state", "batch": "batch"}
+OTHERS = "others"
+
+
+def held_by_kind(program: hlo.Program, planned: Buffers, memory: Any) -> dict[str, int]:
+    """Bytes of a device when memory is fullest: those of the arguments, and of `buffers.by_kind`.
+
+    They add up to `compiled.peak_bytes(memory)`. 'others' are counters and keys, results that have no argument's place,
+    padding, and on TPUs what their compiler reserves beside its plan.
+    """
+    held: Counter[str] = Counter()
+    for i in program.entry.instructions:
+        named = re.search(r'op_name="(?:state\.)?(\w+)', i.attributes) if i.op == "parameter" else None
+        if named and not any(buffer.space for buffer in i.buffers):
+            held[_ARGUMENTS.get(named.group(1), OTHERS)] += i.num_bytes
+    held.update(buffers.by_kind(planned, program))
+    held[OTHERS] += compiled.peak_bytes(memory) - held.total()
+    return dict(+held)
 
 
 def traffic_of(found: list[compiled.Collective], axes: dict[str, int]) -> tuple[Traffic, ...]:

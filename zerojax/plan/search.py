@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zerojax import targets
 from zerojax.plan import planner
@@ -42,6 +42,11 @@ class Candidate(NamedTuple):
         predicted = self.plan.program.reading.prediction if self.plan and self.plan.program else None
         return predicted.step_s if predicted else max(self.compute_s, self.link_s)
 
+    def data(self) -> dict[str, Any]:
+        """By formula, and under 'plan' what the compiler makes of it."""
+        told = self._replace(settings=dataclasses.asdict(self.settings), plan=self.plan and self.plan.data())
+        return told._asdict() | {"step_s": self.step_s, "reason": self.reason, "python": self.settings.python()}
+
     @property
     def reason(self) -> str:
         if not self.fits or (self.plan is not None and not self.plan.fits):
@@ -58,6 +63,17 @@ class Ranking(NamedTuple):
     cluster: Cluster
     candidates: tuple[Candidate, ...]
     naive: Candidate
+
+    def data(self) -> dict[str, Any]:
+        """All of it for a program, the naive choice and the winner among it."""
+        winner = self.winner
+        return {
+            "what": self.what,
+            "target": self.cluster.target,
+            "candidates": [each.data() for each in self.candidates],
+            "naive": self.naive.data(),
+            "winner": winner and winner.data(),
+        }
 
     @property
     def winner(self) -> Candidate | None:
@@ -80,7 +96,7 @@ def search(
     Args:
         what, target, memory_share, calibration: as for `planner.plan`.
         rows: of a device in a step, in one or more microbatches. Default: those of the model.
-        num_compiled: of the fastest that fit by formula.
+        num_compiled: of the fastest that fit by formula; 0: nothing is, the naive choice neither.
         on_step: told what is being done.
 
     Cost: half a second for each of some dozens of settings, and the compilation of `num_compiled` and the naive choice.
@@ -94,12 +110,14 @@ def search(
     where, rows = base.cluster, base.settings.rows or 1
     job = planner.find_job(what, where.chip.platform, compiled=False)
     flops = planner.model_flops_of(what, where, base.settings)
-    found = []
-    for settings in _settings(where, rows):
+
+    def candidate(settings: Settings) -> Candidate:
         on_step(f"stage {settings.stage}, keep {settings.keep!r}")
-        memory = planner.trace(job, where.num_devices, settings).memory
+        peak_bytes = planner.trace(job, where.num_devices, settings).memory.peak_bytes
         times = _compute_s(where, settings, flops), _link_s(where, settings, base.parameters)
-        found.append(Candidate(settings, memory.peak_bytes, memory.peak_bytes <= base.limit_bytes, *times))
+        return Candidate(settings, peak_bytes, peak_bytes <= base.limit_bytes, *times)
+
+    found = [candidate(settings) for settings in _settings(where, rows)]
     found.sort(key=lambda c: (not c.fits, c.step_s, c.settings.num_microbatches, c.peak_bytes))  # few large kernels
 
     def compiled(candidate: Candidate) -> Candidate:
@@ -108,18 +126,26 @@ def search(
 
     best = [compiled(c) for c in found[:num_compiled] if c.fits]
     best.sort(key=lambda c: (c.plan is None or not c.plan.fits, c.step_s))
-    settings = dataclasses.replace(NAIVE, rows=rows)
-    naive = Candidate(settings, 0, True, _compute_s(where, settings, flops), _link_s(where, settings, base.parameters))
-    return Ranking(what, where, (*best, *found[len(best) :]), compiled(naive))
+    naive = candidate(dataclasses.replace(NAIVE, rows=rows))
+    naive = compiled(naive) if num_compiled else naive
+    return Ranking(what, where, (*best, *found[len(best) :]), naive)
 
 
 def _settings(where: Cluster, rows: int) -> Iterator[Settings]:
-    hosts = where.num_devices // where.devices_per_host
-    replicas = [1, hosts] if hosts > 1 and where.torus is None else [1]
+    replicas = [1, *_replicas(where)]
     microbatches = [k for k in range(1, rows + 1) if rows % k == 0]
     for stage, keep, k, replica in itertools.product((0, 1, 2, 3), KEEPS, microbatches, replicas):
         if stage or replica == 1:
             yield Settings(stage=stage, keep=keep, rows=rows // k, num_microbatches=k, replica=replica)
+
+
+def _replicas(where: Cluster) -> Iterator[int]:
+    """Sharding inside a host, inside eight, inside 64, ..."""
+    shards = where.devices_per_host
+    while where.torus is None and shards < where.num_devices:
+        if where.num_devices % shards == 0:
+            yield where.num_devices // shards
+        shards *= 8
 
 
 def _compute_s(where: Cluster, settings: Settings, flops: float) -> float:

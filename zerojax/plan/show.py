@@ -115,40 +115,47 @@ def _table(title: str, first: str, columns: Iterable[str], rows: Iterable[Iterab
 
 
 def _memory(plan: Plan, formulas: bool) -> Table:
-    memory = plan.memory
-    share = lambda num_bytes: f"{num_bytes / plan.limit_bytes:.1%}"
-    rows = [
-        [term.name, _gib(term.num_bytes), share(term.num_bytes), *([term.formula] if formulas else [])]
-        for term in memory.terms
-    ]
-    rows.append(["sum by formula", _gib(memory.peak_bytes), share(memory.peak_bytes), *([""] if formulas else [])])
-    if memory.host_bytes:
-        rows.append(["in host memory", _gib(memory.host_bytes), "", *([""] if formulas else [])])
+    """By category: as the compiler planned its buffers, where that was read, beside the formula."""
+    formula = {term.name: term.num_bytes for term in plan.memory.terms}
+    compiled = (plan.program and plan.program.reading.held) or {}
+    how = {term.name: term.formula for term in plan.memory.terms}
+    gib = lambda held, name: _gib(held[name]) if name in held else ""
+
+    def row(name: str, *figures: str, of: float | None = None) -> list[str]:
+        shown = [name, *(figures if compiled else figures[-1:]), f"{of / plan.limit_bytes:.1%}" if of else ""]
+        return [*shown, how.get(name, "")] if formulas else shown
+
+    small = lambda name: name not in formula and round(compiled[name] / 2**30, 2) == 0
+    names = [name for name in dict.fromkeys([*formula, *compiled]) if not small(name)]
+    level = compiled or formula
+    rows = [row(name, gib(compiled, name), gib(formula, name), of=level.get(name)) for name in names]
+    total = plan.program.peak_bytes if plan.program and compiled else plan.memory.peak_bytes
+    rows.append(row("sum", _gib(total), _gib(plan.memory.peak_bytes), of=total))
+    if plan.host_bytes or plan.memory.host_bytes:
+        rows.append(row("in host memory", _gib(plan.host_bytes), _gib(plan.memory.host_bytes)))
     if formulas:
         states = model_states(
             plan.parameters, plan.settings.stage, plan.cluster.num_devices // (plan.settings.model or 1)
         )
-        how = "(2 + 2 + 12) bytes a parameter, sharded as the stage says: parameters, gradients, optimizer"
-        rows.append(["ZeRO's model states", _gib(states.num_bytes), share(states.num_bytes), how])
-    columns = ["GiB", "of the limit", *(["how"] if formulas else [])]
-    return _table("Memory of a device by formula", "", columns, rows)
+        how["ZeRO's model states"] = "(2 + 2 + 12) bytes a parameter, sharded as the stage says"
+        rows.append(row("ZeRO's model states", "", _gib(states.num_bytes), of=states.num_bytes))
+    columns = [*(["compiled"] if compiled else []), "formula", "of the limit", *(["how"] if formulas else [])]
+    return _table("Memory of a device when it is fullest, in GiB", "", columns, rows)
 
 
 def _program(program: CompiledStep, plan: Plan) -> Table:
-    formula = plan.memory
-    rows = [
-        ["arguments", _gib(program.arguments_bytes), _gib(formula.arguments_bytes)],
-        ["temporaries", _gib(program.temporaries_bytes), _gib(formula.peak_bytes - formula.arguments_bytes)],
-        ["peak", _gib(program.peak_bytes), _gib(formula.peak_bytes)],
-        ["updated in place", _gib(program.aliased_bytes), ""],
-        ["in host memory", _gib(program.host_bytes), _gib(formula.host_bytes)],
-    ]
     reading = program.reading
-    if reading.buffers_bytes is not None and reading.copied_bytes is not None:
-        rows.append(["largest sum of collectives under way", _gib(reading.buffers_bytes), ""])
-        rows.append(["copied in loops, a step", _gib(reading.copied_bytes), ""])
-    title = f"The program for {plan.cluster.target}, compiled in {program.compile_s:.0f} s: GiB of a device"
-    return _table(title, "", ["compiled", "formula"], rows)
+    rows = [
+        ["arguments", _gib(program.arguments_bytes)],
+        ["of them updated in place", _gib(program.aliased_bytes)],
+        ["temporaries", _gib(program.temporaries_bytes)],
+    ]
+    if reading.buffers_bytes is not None:
+        rows.append(["largest sum of collectives under way", _gib(reading.buffers_bytes)])
+    if reading.copied_bytes is not None:
+        rows.append(["copied in loops, a step", _gib(reading.copied_bytes)])
+    title = f"The program for {plan.cluster.target}, compiled in {program.compile_s:.0f} s"
+    return _table(title, "", ["GiB"], rows)
 
 
 def _traffic(traffic: tuple[Traffic, ...]) -> Table:

@@ -1,8 +1,9 @@
 """The predicted time of a compiled step: its schedule walked with a lane for what computes and one for each link.
 
-A device computes, sends over its links, and copies to and from its host; each of these is a lane, which does one thing
-at a time, in the order of the schedule. No lane slows another down: collectives take no part of a GPU's cores here, and
-copies none of the memory's rate, so that a prediction is rather too fast than too slow.
+A device computes, sends over its links (on a TPU over those along each dim of the torus), and copies to and from its
+host; each of these is a lane, which does one thing at a time, in the order of the schedule. No lane slows another down:
+collectives take no part of a GPU's cores here, and copies none of the memory's rate, so that a prediction is rather too
+fast than too slow.
 """
 
 from __future__ import annotations
@@ -106,12 +107,13 @@ class _Clock:
     def spend(self, lane: str, seconds: float) -> None:
         self.busy[lane] = self.busy.get(lane, 0) + seconds
 
-    def occupy(self, lane: str, name: str, seconds: float) -> float:
-        """Puts something on a lane other than the computing one. Returns when it ends."""
-        start = max(self.now, self.free.get(lane, 0))
-        self.free[lane] = start + seconds
-        self.spend(lane, seconds)
-        self.spans.append(Span(lane, name, lane, start, start + seconds))
+    def occupy(self, lanes: tuple[str, ...], name: str, seconds: float) -> float:
+        """Puts something on lanes other than the computing one, all at once. Returns when it ends."""
+        start = max(self.now, *(self.free.get(lane, 0) for lane in lanes))
+        for lane in lanes:
+            self.free[lane] = start + seconds
+            self.spend(lane, seconds)
+            self.spans.append(Span(lane, name, lane, start, start + seconds))
         return start + seconds
 
     def copy(self) -> _Clock:
@@ -158,8 +160,8 @@ class _Walk:
         for k, i in enumerate(instructions):
             if k in starts:
                 core = starts[k].core
-                route, seconds = self.collective(core)
-                clock.arrival[core] = clock.occupy(route, core.op.removesuffix("-start"), seconds)
+                lanes, seconds = self.collective(core)
+                clock.arrival[core] = clock.occupy(lanes, core.op.removesuffix("-start"), seconds)
             if i.op == "while":
                 self.loop(i, clock)
             elif i.op == "call":
@@ -169,15 +171,14 @@ class _Walk:
             if k in ends:
                 clock.now = max(clock.now, clock.arrival[ends[k].core])
 
-    def collective(self, core: Instruction) -> tuple[str, float]:
-        """(its lane, its seconds): those of the group that takes longest."""
+    def collective(self, core: Instruction) -> tuple[tuple[str, ...], float]:
+        """(its lanes, its seconds): those of the group that takes longest."""
         num_devices = self.cluster.num_devices
         sent = sum(part.sent_bytes for part in parts(core, num_devices))
         rounds = 2 if core.op.startswith("all-reduce") else 1
         routes = [self.cluster.route(group) for group in groups(core, num_devices)]
-        taken = [(rounds * route.latency_s + sent / route.rate, route.lane) for route in routes]
-        seconds, lane = max(taken)
-        return lane, seconds if sent else 0.0
+        seconds, lanes = max((rounds * route.latency_s + sent / route.rate, route.lanes) for route in routes)
+        return lanes, seconds if sent else 0.0
 
     def loop(self, loop: Instruction, clock: _Clock) -> None:
         trips, (body,) = trip_count(loop), loop.called["body"]
@@ -209,7 +210,7 @@ class _Walk:
         elif i.op in ("copy-start", "slice-start", "fusion-start"):
             lane, num_bytes = _copied(i)
             rate = self.chip.memory_rate if lane == COPIES else self.chip.host_rate
-            clock.arrival[i] = clock.occupy(lane, i.name, num_bytes / rate.effective)
+            clock.arrival[i] = clock.occupy((lane,), i.name, num_bytes / rate.effective)
         elif i.op.endswith(("-start", "-update")) or i.op == "conditional":
             raise refuse(i, "an instruction whose time is not read")
         elif i.op == "custom-call" and not multiplies(i):

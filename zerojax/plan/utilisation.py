@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
-
-import jax
 
 from zerojax import equations
 from zerojax.plan.hardware import Cluster
@@ -19,16 +16,14 @@ class Throughput(NamedTuple):
     model_flop_utilisation: float
 
 
-def model_flops(loss_fn: Callable[..., Any], *args: Any) -> int:
+def model_flops(loss: Any) -> int:
     """Flops of the matrix products of a step that computes nothing twice: three times those of the loss.
 
     Each product of the forward pass has two in the backward pass, for its two operands. Attention counts in full,
     whatever its mask, as is the custom (12 x layers x width x length for each token); elementwise operations do not.
 
     Args:
-        loss_fn: any function of arrays. An NNX model is merged inside it: `lambda state, batch:
-            loss(nnx.merge(graph, state), batch)`.
-        *args: its arguments, arrays or avals, for all devices together.
+        loss: jaxpr of the loss.
 
     Raises:
         ValueError: a product in a loop whose number of iterations is not known, or a kernel whose products are not.
@@ -36,7 +31,7 @@ def model_flops(loss_fn: Callable[..., Any], *args: Any) -> int:
     Source:
         Chowdhery et al., "PaLM", appendix B, arXiv 2204.02311.
     """
-    return 3 * equations.product_flops(jax.make_jaxpr(loss_fn)(*args).jaxpr)
+    return 3 * equations.product_flops(loss)
 
 
 def throughput(step_s: float, cluster: Cluster, num_tokens: int, flops: int) -> Throughput:
