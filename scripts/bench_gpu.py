@@ -117,7 +117,8 @@ def times(args):
             forms[name].attempt(forms[name].run, args.steps)
     seconds = {name: form.seconds for name, form in forms.items() if not form.error}
     losses = {name: form.losses for name, form in forms.items() if form.losses}
-    peak_flops = next((chip.flops.peak for chip in CHIPS.values() if device.device_kind in chip.device_kinds), None)
+    known = (chip for chip in CHIPS.values() if chip.platform != "cpu" and device.device_kind in chip.device_kinds)
+    peak_flops = next((chip.flops.peak for chip in known), None)
     flops = model_flops(config) * args.rows * args.seq  # of one device
     summaries = {name: form.summary(flops, peak_flops) for name, form in forms.items()}
     reference = losses.get("plain", [])
