@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,9 @@ from zerojax.precision import Precision, resolve
 from zerojax.setup import Setup
 from zerojax.state import Definition, TrainState
 from zerojax.step import Step, TrainStep
+
+if TYPE_CHECKING:
+    from zerojax.checkpoints import Checkpoints
 
 _WIDEST_ELEMENT_BYTES = 8
 
@@ -213,6 +217,24 @@ class Zero:
         leaves = placement.place(params, self.setup.mesh, self.setup.axes, self.overrides)
         model = models.Model(lambda params, other: params, lambda merged, aux, before: (before, aux))
         return Definition(optax.identity(), model, leaves, jax.tree.structure(params))
+
+    def checkpoints(
+        self, directory: str | Path, every: int = 1000, keep: int | None = 3, keep_every: int | None = None
+    ) -> Checkpoints:
+        """The checkpoints of a run, see `zerojax.checkpoints.Checkpoints`.
+
+        Args:
+            directory: on a file system that all processes see. One run at a time may use it.
+            every: steps between two saves.
+            keep: the newest steps that stay on disk; None: all of them.
+            keep_every: steps that this divides stay too.
+
+        Raises:
+            ValueError: a number that is none, or a directory that another run uses.
+        """
+        from zerojax.checkpoints import Checkpoints  # Orbax takes a second to import
+
+        return Checkpoints(self.setup, directory, every, keep, keep_every)
 
     def explain(self, state: TrainState) -> report.Explanation:
         """Where every leaf of a state lives and why, what it costs a device, and what is not sharded.

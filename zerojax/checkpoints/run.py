@@ -1,0 +1,304 @@
+"""The checkpoints of a training run: when a state is saved, and from which one the run goes on."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import logging
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from zerojax.checkpoints import contents, iterators, manifest as manifests, store
+from zerojax.checkpoints.digest import digests
+from zerojax.checkpoints.manifest import Allowed, CheckpointCorrupted, Leaf, Manifest
+from zerojax.setup import Setup
+from zerojax.state import TrainState
+
+log = logging.getLogger("zerojax")
+_PACKAGES = ("zerojax", "jax", "flax", "optax", "orbax-checkpoint")
+_MOST_FAILURES = 2
+
+
+class Checkpoints:
+    """Saves the state of a run every so many steps, in the background, and gives it back after a restart.
+
+        with zero.checkpoints(directory, every=1000) as checkpoints:
+            state, start = checkpoints.resume(state)
+            for i in range(start, num_steps):
+                state, metrics = step(state, batch(i))
+                checkpoints.update(state)
+
+    Leaving the block waits for the save that is under way, also after an exception, which is what is then raised. Where
+    there is no block, the end of the process waits.
+
+    Args:
+        setup: of the Zero.
+        directory: on a file system that all processes see. One run at a time may use it.
+        every: steps between two saves.
+        keep: the newest steps that stay on disk; None: all of them.
+        keep_every: steps that this divides stay too.
+
+    Raises:
+        ValueError: a number that is none, or a directory that another run uses.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        directory: str | Path,
+        every: int = 1000,
+        keep: int | None = 3,
+        keep_every: int | None = None,
+    ):
+        for name, number in (("every", every), ("keep", keep), ("keep_every", keep_every)):
+            if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+                raise ValueError(f"checkpoints: {name} is {number!r}\n  fix:      a number of steps, at least 1")
+        self.setup, self.directory, self.every = setup, Path(directory).absolute(), every
+        self._exit = contextlib.ExitStack()
+        self._exit.enter_context(_locked(self.directory))
+        self._store = store.Store(self.directory, keep, keep_every)
+        self._exit.callback(self._store.close)
+        self._calls, self._failures, self._under_way = 0, 0, None
+        self._saved: int | None = None
+        atexit.register(self.close)
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        try:
+            self.close()
+        except Exception:
+            if error is None:
+                raise
+            log.exception("checkpoint: the last save failed too")  # the first error is what is shown
+
+    def close(self) -> None:
+        """Waits for the save that is under way, and lets another run use the directory.
+
+        Raises:
+            Exception: what went wrong with that save.
+        """
+        atexit.unregister(self.close)
+        with self._exit:
+            self._store.finish()
+
+    def steps(self) -> list[int]:
+        """Those on disk that were written as a whole, oldest first."""
+        return store.steps(self.directory)
+
+    def resume(self, state: TrainState, data: Any = None, *, fallback: bool = False) -> tuple[TrainState, int]:
+        """The newest state, and its step; the state that was given and 0 where nothing was saved yet.
+
+        Args:
+            state: of `init`, which is donated, or of `eval_init` where something was saved. The checkpoint may be of
+                another stage, mesh, number of processes and precision of compute.
+            data: an iterator with `get_state` and `set_state`: it is set to where it was.
+            fallback: goes back to the newest step that is whole, if the newest is not.
+
+        Raises:
+            CheckpointCorrupted: the newest step is damaged; with `fallback`, all of them are.
+            CheckpointMismatch: it is not a checkpoint of this state.
+        """
+        steps = self.steps()
+        if not steps:
+            return self._begin(state)
+        errors: list[str] = []
+        avals = contents.avals(state)
+        for step in reversed(steps):
+            try:
+                return self.restore(state, step, data=data), step
+            except CheckpointCorrupted as error:
+                if not fallback:
+                    raise
+                log.error("checkpoint: going back behind step %d: %s", step, error)
+                errors.append(str(error))
+                state = avals
+        told = "\n  ".join(error.splitlines()[0] for error in errors)
+        raise CheckpointCorrupted(f"checkpoint: no step of {self.directory} is whole\n  {told}")
+
+    def _begin(self, state: TrainState) -> tuple[TrainState, int]:
+        if there := store.folders(self.directory):
+            raise CheckpointCorrupted(
+                f"checkpoint: no step of {self.directory} is whole\n"
+                f"  got:      {len(there)} folders of steps, none of them of a save that ended\n"
+                f"  fix:      another directory, to begin at step 0"
+            )
+        if any(isinstance(a, jax.ShapeDtypeStruct) for a in jax.tree.leaves(state)):
+            raise ValueError(
+                f"checkpoints: nothing to begin with\n  got:      avals, and no checkpoint in {self.directory}\n"
+                f"  fix:      the state of zero.init"
+            )
+        log.info("checkpoint: none in %s, so the run begins at step 0", self.directory)
+        return state, 0
+
+    def restore(
+        self,
+        state: TrainState,
+        step: int,
+        *,
+        only: Sequence[str] = (),
+        data: Any = None,
+        missing: Sequence[str] = (),
+        extra: Sequence[str] = (),
+        cast: bool = False,
+        new_optimizer: bool = False,
+    ) -> TrainState:
+        """A step, or a part of it.
+
+        Args:
+            state: takes what is read, and is donated; what is not read stays as it is there.
+            step: one of `steps()`.
+            only: globs of what to read ('params/*', 'params/layers/*'). By default everything.
+            data: see `resume`.
+            missing, extra, cast, new_optimizer: what may differ, see `Allowed`.
+
+        Cost: each device reads its own shards, and then what it has read, to check the digests. The state that was
+            given is freed first, so that there are no two of them.
+
+        Raises:
+            CheckpointCorrupted: what is on disk is not what was saved.
+            CheckpointMismatch: what was saved is not a state like this one.
+            ValueError: a glob that matches nothing.
+        """
+        where = str(store.folder(self.directory, step))
+        saved = store.read_manifest(self.directory, step)
+        avals = contents.arrays(contents.avals(state))
+        allowed = Allowed(missing, ("*",) if only else extra, cast, new_optimizer)
+        paths = manifests.wanted(saved, _only(avals, only), allowed, where)
+        contents.free(state, paths)
+        leaves, shardings = {p: saved.leaves[p] for p in paths}, {p: avals[p].sharding for p in paths}
+        read = store.read_arrays(self.directory, step, leaves, shardings)
+        _check(saved, read, where)
+        if data is not None:
+            iterators.set_state(data, saved.data, where)
+        return contents.with_arrays(state, {path: a.astype(avals[path].dtype) for path, a in read.items()})
+
+    def update(self, state: TrainState, data: Any = None) -> None:
+        """After each step: saves the state if it is due, and reports a save that failed.
+
+        Args:
+            state: that the step returned. It may be donated to the next step at once.
+            data: an iterator with `get_state` and `set_state` (as those of Grain), whose state is saved too.
+
+        Raises:
+            RuntimeError: two saves failed, one after the other.
+            ValueError: as for `save`.
+        """
+        self._calls += 1
+        with self._reporting():
+            self._store.check()
+        if self._calls % self.every == 0:
+            self.save(state, data)
+
+    def save(self, state: TrainState, data: Any = None) -> None:
+        """Begins to save a state; it goes on in the background. A state that is on disk already is not saved again.
+
+        Cost: a copy of each device's shards to host memory, and one reading of them for the digests.
+
+        Raises:
+            ValueError: a leaf that is no array, or a data iterator whose state is not JSON.
+            FloatingPointError: a NaN in the state, or an infinity in a parameter. Nothing is written.
+            RuntimeError: two saves failed, one after the other.
+        """
+        step = int(state.step)
+        if step == self._saved:
+            return
+        self._end_last()
+        arrays = contents.arrays(state)
+        found = digests(arrays)
+        if bad := contents.bad_values(found):
+            raise FloatingPointError(
+                f"checkpoint: the state of step {step} is not finite, and is not saved\n"
+                f"  got:      {', '.join(bad[:4])}{' and others' if len(bad) > 4 else ''}\n"
+                f"  fix:      go on from step {self._saved}, with smaller steps"
+            )
+        leaves = {path: Leaf(tuple(a.shape), str(a.dtype), found[path].text) for path, a in arrays.items()}
+        manifest = Manifest(
+            step,
+            leaves,
+            dict(self.setup.mesh.shape),
+            self.setup.stage,
+            str(self.setup.precision),
+            {name: metadata.version(name) for name in _PACKAGES},
+            iterators.get_states(data),
+        )
+        self._under_way = step
+        with self._reporting():
+            self._store.save(arrays, manifest)
+
+    def _end_last(self) -> None:
+        """Waits for the save that is under way."""
+        with self._reporting():
+            self._store.finish()
+        if self._under_way is not None:
+            self._failures, self._saved, self._under_way = 0, self._under_way, None
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """A save that fails is logged at once; the second in a row ends the run."""
+        try:
+            yield
+        except Exception as error:
+            told = f"checkpoint: the save of {store.folder(self.directory, self._under_way or 0)} failed"
+            self._under_way, self._failures = None, self._failures + 1
+            if self._failures >= _MOST_FAILURES:
+                raise RuntimeError(
+                    f"{told}, and so did the one before it\n  got:      {error}\n"
+                    f"  fix:      space and rights in {self.directory}; the newest step there is {self._newest()}"
+                ) from error
+            log.error("%s: %s", told, error)
+            self._store.reopen()
+
+    def _newest(self) -> int | None:
+        return max(self.steps(), default=None)
+
+
+def _only(avals: dict[str, Any], globs: Sequence[str]) -> dict[str, Any]:
+    for glob in globs:
+        if not any(manifests.matches(path, [glob]) for path in avals):
+            raise ValueError(
+                f"checkpoint: only={glob!r} matches no leaf\n"
+                f"  fix:      leaves are called {', '.join(list(avals)[:4])}, ..."
+            )
+    return {path: a for path, a in avals.items() if not globs or manifests.matches(path, globs)}
+
+
+def _check(saved: Manifest, read: dict[str, Any], where: str) -> None:
+    found = digests(read)
+    damaged = [path for path in read if found[path].text != saved.leaves[path].digest]
+    if damaged:
+        raise CheckpointCorrupted(
+            f"checkpoint: {where} is damaged\n"
+            f"  got:      {', '.join(damaged[:4])}{' and others' if len(damaged) > 4 else ''}: not what was saved\n"
+            f"  fix:      resume(..., fallback=True) goes back to the newest step that is whole"
+        )
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """One run at a time. The lock goes with the process, however that ends."""
+    if jax.process_index() != 0:
+        yield
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            raise ValueError(
+                f"checkpoints: another run uses {directory}\n  got:      {file.read().strip() or 'a lock'}\n"
+                f"  fix:      another directory, or end that run"
+            ) from error
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield

@@ -1,0 +1,154 @@
+"""Steps in a directory: each written as a whole or not at all, by Orbax, and read shard by shard.
+
+    DIRECTORY/step_100/arrays/      Orbax: every process writes the shards of its own devices
+    DIRECTORY/step_100/manifest/    what the arrays are (`manifest`)
+
+A step is written under another name, renamed when all of it is there, and marked last; one without the mark is not
+counted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+
+from zerojax.checkpoints.manifest import CheckpointCorrupted, Leaf, Manifest, from_json, to_json
+
+Array = Any
+log = logging.getLogger("zerojax")
+_PREFIX, _ARRAYS, _MANIFEST = "step", "arrays", "manifest"
+_MARK = "commit_success.txt"  # Orbax writes it last
+_CONCURRENT_GB = 1  # of the arrays that are on their way through host memory when a state is read
+
+
+class Store:
+    """Writes steps into a directory, in the background, and deletes old ones.
+
+    Args:
+        directory: is made if it is not there.
+        keep: the newest steps that stay; None: all of them.
+        keep_every: steps that this divides stay too.
+    """
+
+    def __init__(self, directory: Path, keep: int | None = None, keep_every: int | None = None):
+        self.directory, self.keep, self.keep_every = directory, keep, keep_every
+        directory.mkdir(parents=True, exist_ok=True)
+        self._manager = self._open()
+
+    def _open(self) -> ocp.CheckpointManager:
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=self.keep,
+            keep_period=self.keep_every,
+            step_prefix=_PREFIX,
+            cleanup_tmp_directories=True,
+            save_root_metadata=False,
+        )
+        return ocp.CheckpointManager(self.directory, options=options, item_names=(_ARRAYS, _MANIFEST))
+
+    def save(self, arrays: Mapping[str, Array], manifest: Manifest) -> None:
+        """Begins to write a step. When it returns, the arrays were copied to the host, and may be donated.
+
+        Raises:
+            Exception: what went wrong with this save, or with the one before that was still under way.
+        """
+        items = {_ARRAYS: ocp.args.PyTreeSave(dict(arrays)), _MANIFEST: ocp.args.JsonSave(to_json(manifest))}
+        self._manager.save(manifest.step, args=ocp.args.Composite(**items), force=True)
+
+    def check(self) -> None:
+        """Raises what went wrong with a save in the background."""
+        self._manager.check_for_errors()
+
+    def finish(self) -> None:
+        """Waits for the save that is under way. Raises what went wrong with it."""
+        self._manager.wait_until_finished()
+
+    def reopen(self) -> None:
+        """After a save that failed: what is left of it is deleted."""
+        self._manager = self._open()
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+def folder(directory: Path, step: int) -> Path:
+    """Of a step."""
+    return directory / f"{_PREFIX}_{step}"
+
+
+def folders(directory: Path) -> dict[int, Path]:
+    """Those that are called like steps, oldest first."""
+    named = {re.fullmatch(rf"{_PREFIX}_(\d+)", path.name): path for path in directory.glob(f"{_PREFIX}_*")}
+    return dict(sorted((int(match.group(1)), path) for match, path in named.items() if match and path.is_dir()))
+
+
+def steps(directory: Path) -> list[int]:
+    """Those that were written as a whole, oldest first. What is called like one and is not marked so is logged."""
+    found = []
+    for step, path in folders(directory).items():
+        if (path / _MARK).is_file():
+            found.append(step)
+        else:
+            log.warning("checkpoint: %s is ignored: without %s its save did not end", path, _MARK)
+    return found
+
+
+def _manifest_file(step_folder: Path) -> Path:
+    return step_folder / _MANIFEST / "metadata"
+
+
+def read_manifest(directory: Path, step: int) -> Manifest:
+    """Of a step.
+
+    Raises:
+        CheckpointCorrupted: it is damaged, or of another step.
+        CheckpointMismatch: it is of a newer version.
+    """
+    path = folder(directory, step)
+    try:
+        told = json.loads(_manifest_file(path).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointCorrupted(f"checkpoint: the manifest of {path} cannot be read\n  got:      {error}") from error
+    manifest = from_json(told, str(path))
+    if manifest.step != step:
+        raise CheckpointCorrupted(f"checkpoint: {path} holds step {manifest.step}\n  fix:      its old name")
+    return manifest
+
+
+def read_arrays(directory: Path, step: int, leaves: Mapping[str, Leaf], shardings: Mapping[str, Any]) -> dict[str, Any]:
+    """Arrays of a step, in their saved dtypes. Each device reads its own shard.
+
+    Args:
+        directory, step: where.
+        leaves: what to read, by path.
+        shardings: for each of them.
+
+    Raises:
+        CheckpointCorrupted: a file is missing, cut off, or cannot be decoded.
+    """
+    dtypes = {path: jnp.dtype(leaf.dtype) for path, leaf in leaves.items()}
+    avals = {p: jax.ShapeDtypeStruct(leaf.shape, dtypes[p], sharding=shardings[p]) for p, leaf in leaves.items()}
+    how = {
+        path: ocp.ArrayRestoreArgs(sharding=shardings[path], global_shape=leaf.shape, dtype=dtypes[path])
+        for path, leaf in leaves.items()
+    }
+    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_CONCURRENT_GB)
+    where = folder(directory, step) / _ARRAYS
+    with ocp.Checkpointer(handler) as checkpointer:
+        try:
+            args = ocp.args.PyTreeRestore(avals, restore_args=how, partial_restore=True)
+            return checkpointer.restore(where, args=args)
+        except Exception as error:
+            if "RESOURCE_EXHAUSTED" in str(error):
+                raise
+            told = " ".join(str(error).split())[:300]
+            raise CheckpointCorrupted(
+                f"checkpoint: arrays of {where.parent} cannot be read\n  got:      {told}"
+            ) from error
