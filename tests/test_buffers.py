@@ -31,6 +31,13 @@ def test_the_fullest_moment_is_found():
     assert read.unused_bytes == (1 << 20) - 12296
 
 
+def test_a_plan_of_a_newer_compiler_numbers_its_pages():
+    assignment, ranges = texts([("a", 4096, 0, 0, 5)])
+    assert buffers.read(assignment.replace(", prealloc", ", page 0, prealloc"), ranges) == buffers.read(
+        assignment, ranges
+    )
+
+
 def test_an_update_in_place_counts_once():
     read = buffers.read(*texts([("a", 4096, 0, 0, 5), ("b{0}", 4096, 0, 5, 7), ("c", 4096, 2048, 5, 6)]))
     assert [placed.num_bytes for placed in read.placed] == [4096, 2048] and read.moment == "at.5"

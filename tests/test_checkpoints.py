@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import logging
+import os
 import shutil
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ import optax
 import pytest
 
 import zerojax
-from zerojax.checkpoints import CheckpointCorrupted, CheckpointMismatch, contents, store
+from zerojax.checkpoints import EXIT_CODE, CheckpointCorrupted, CheckpointMismatch, contents, store
 from zerojax.checkpoints.digest import digests
 
 WIDTH, ROWS, EVERY = 32, 16, 2
@@ -53,7 +55,7 @@ def train(zero, directory, until, tx=None, begin=None, **options):
         for i in range(start, until):
             state, metrics = step(state, batch(i))
             losses.append(float(metrics["loss"]))
-            checkpoints.update(state)
+            checkpoints.update(state, metrics)
     return losses, state
 
 
@@ -486,3 +488,62 @@ def test_a_digest_tells_what_is_not_finite():
 @pytest.fixture(autouse=True)
 def quiet(caplog):
     caplog.set_level(logging.INFO, "zerojax")
+
+
+def guarded_step():
+    """(zero, a state, a step whose loss is multiplied by what the batch says)."""
+    zero = setting(precision="fp32")
+    return zero, zero.init(create, adam()), zero.train_step(lambda p, b, key: loss(p, b, key) * b["scale"].mean())
+
+
+def scaled(i, value):
+    return {**batch(i), "scale": np.full((ROWS,), value, np.float32)}
+
+
+def test_skipped_updates_are_logged_and_too_many_in_a_row_end_the_run(tmp_path, caplog):
+    zero, state, step = guarded_step()
+    bad = [False, True, True, False, True, True, True, True]
+    with pytest.raises(FloatingPointError) as told, zero.checkpoints(tmp_path, every=100, most_skipped=3) as guarded:
+        for i, not_finite in enumerate(bad):
+            state, metrics = step(state, scaled(i, np.nan if not_finite else 1))
+            guarded.update(state, metrics)
+    assert "3 updates in a row were skipped" in str(told.value)
+    assert "got:      steps 5 to 7; the last good step is 4\n" in str(told.value)
+    assert caplog.text.count("the update was skipped") == 5
+
+
+def test_a_jump_of_the_loss_is_logged_when_asked(tmp_path, caplog):
+    zero, state, step = guarded_step()
+    with zero.checkpoints(tmp_path, every=100, spike=5) as guarded:
+        for i in range(14):
+            state, metrics = step(state, scaled(i, 20 if i == 12 else 1))
+            guarded.update(state, metrics)
+    assert caplog.text.count("times the median") == 1 and "step 13: the loss is" in caplog.text
+
+
+@pytest.fixture
+def handler():
+    """What SIGTERM does, put back afterwards."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("when", ["before", "after", "never"])
+def test_sigterm_saves_and_ends_with_a_code_of_its_own(tmp_path, handler, when):
+    """A handler of the user's is called too, whether it was set before or after."""
+    called, mine = [], lambda number, frame: called.append(number)
+    zero, state, step = guarded_step()
+    if when == "before":
+        signal.signal(signal.SIGTERM, mine)
+    with pytest.raises(SystemExit) as ended, zero.checkpoints(tmp_path, every=100) as guarded:
+        for i in range(4):
+            state, metrics = step(state, scaled(i, 1))
+            if i == 0 and when == "after":
+                signal.signal(signal.SIGTERM, mine)
+            if i == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            guarded.update(state, metrics)
+    assert ended.value.code == EXIT_CODE == 75 and store.steps(tmp_path) == [3]
+    assert called == ([] if when == "never" else [signal.SIGTERM])
+    assert signal.getsignal(signal.SIGTERM) is (mine if when != "never" else signal.SIG_DFL)

@@ -218,23 +218,19 @@ class Zero:
         model = models.Model(lambda params, other: params, lambda merged, aux, before: (before, aux))
         return Definition(optax.identity(), model, leaves, jax.tree.structure(params))
 
-    def checkpoints(
-        self, directory: str | Path, every: int = 1000, keep: int | None = 3, keep_every: int | None = None
-    ) -> Checkpoints:
-        """The checkpoints of a run, see `zerojax.checkpoints.Checkpoints`.
+    def checkpoints(self, directory: str | Path, **options: Any) -> Checkpoints:
+        """The checkpoints of a run, and what guards it; see `zerojax.checkpoints.Checkpoints`.
 
         Args:
             directory: on a file system that all processes see. One run at a time may use it.
-            every: steps between two saves.
-            keep: the newest steps that stay on disk; None: all of them.
-            keep_every: steps that this divides stay too.
+            **options: `every`, `keep`, `keep_every`, `most_skipped`, `spike` and `watchdog_s` of `Checkpoints`.
 
         Raises:
             ValueError: a number that is none, or a directory that another run uses.
         """
         from zerojax.checkpoints import Checkpoints  # Orbax takes a second to import
 
-        return Checkpoints(self.setup, directory, every, keep, keep_every)
+        return Checkpoints(self.setup, directory, **options)
 
     def explain(self, state: TrainState) -> report.Explanation:
         """Where every leaf of a state lives and why, what it costs a device, and what is not sharded.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import fcntl
 import logging
 import os
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ import jax
 
 from zerojax.checkpoints import contents, iterators, manifest as manifests, store
 from zerojax.checkpoints.digest import digests
+from zerojax.checkpoints.health import Health
 from zerojax.checkpoints.manifest import Allowed, CheckpointCorrupted, Leaf, Manifest
+from zerojax.checkpoints.preemption import EXIT_CODE, Preemption
 from zerojax.setup import Setup
 from zerojax.state import TrainState
 
@@ -33,10 +36,11 @@ class Checkpoints:
             state, start = checkpoints.resume(state)
             for i in range(start, num_steps):
                 state, metrics = step(state, batch(i))
-                checkpoints.update(state)
+                checkpoints.update(state, metrics)
 
     Leaving the block waits for the save that is under way, also after an exception, which is what is then raised. Where
-    there is no block, the end of the process waits.
+    there is no block, the end of the process waits. SIGTERM, in any process, saves the state and ends all of them with
+    exit code `EXIT_CODE`, 75; a handler that was set before or is set later is called too.
 
     Args:
         setup: of the Zero.
@@ -44,6 +48,11 @@ class Checkpoints:
         every: steps between two saves.
         keep: the newest steps that stay on disk; None: all of them.
         keep_every: steps that this divides stay too.
+        most_skipped: so many updates in a row may be skipped, since a gradient was not finite; then the run ends.
+        spike: a loss of more than so many times the median of the last 50 is logged. None: none is.
+        watchdog_s: if no `update` comes for so many seconds, the stacks of all threads are written to stderr and the
+            process ends with exit code 1. It begins with the first `update`, and has to outlast a save, an evaluation,
+            and a compilation in between. None: nothing is watched.
 
     Raises:
         ValueError: a number that is none, or a directory that another run uses.
@@ -56,8 +65,12 @@ class Checkpoints:
         every: int = 1000,
         keep: int | None = 3,
         keep_every: int | None = None,
+        most_skipped: int = 10,
+        spike: float | None = None,
+        watchdog_s: float | None = None,
     ):
-        for name, number in (("every", every), ("keep", keep), ("keep_every", keep_every)):
+        steps = {"every": every, "keep": keep, "keep_every": keep_every, "most_skipped": most_skipped}
+        for name, number in steps.items():
             if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
                 raise ValueError(f"checkpoints: {name} is {number!r}\n  fix:      a number of steps, at least 1")
         self.setup, self.directory, self.every = setup, Path(directory).absolute(), every
@@ -67,6 +80,10 @@ class Checkpoints:
         self._exit.callback(self._store.close)
         self._calls, self._failures, self._under_way = 0, 0, None
         self._saved: int | None = None
+        self._health, self._watchdog_s = Health(most_skipped, spike), watchdog_s
+        self._preemption = Preemption()
+        self._exit.callback(self._preemption.close)
+        self._exit.callback(faulthandler.cancel_dump_traceback_later)
         atexit.register(self.close)
 
     def __enter__(self) -> Checkpoints:
@@ -88,7 +105,8 @@ class Checkpoints:
         """
         atexit.unregister(self.close)
         with self._exit:
-            self._store.finish()
+            self._end_last()
+            self._health.finish()
 
     def steps(self) -> list[int]:
         """Those on disk that were written as a whole, oldest first."""
@@ -114,13 +132,16 @@ class Checkpoints:
         avals = contents.avals(state)
         for step in reversed(steps):
             try:
-                return self.restore(state, step, data=data), step
+                restored = self.restore(state, step, data=data)
             except CheckpointCorrupted as error:
                 if not fallback:
                     raise
                 log.error("checkpoint: going back behind step %d: %s", step, error)
                 errors.append(str(error))
                 state = avals
+            else:
+                self._calls, self._saved = step, step
+                return restored, step
         told = "\n  ".join(error.splitlines()[0] for error in errors)
         raise CheckpointCorrupted(f"checkpoint: no step of {self.directory} is whole\n  {told}")
 
@@ -181,22 +202,37 @@ class Checkpoints:
             iterators.set_state(data, saved.data, where)
         return contents.with_arrays(state, {path: a.astype(avals[path].dtype) for path, a in read.items()})
 
-    def update(self, state: TrainState, data: Any = None) -> None:
-        """After each step: saves the state if it is due, and reports a save that failed.
+    def update(self, state: TrainState, metrics: Mapping[str, Any] | None = None, data: Any = None) -> None:
+        """After each step: saves the state if it is due, or if the run is told to end; reports a save that failed.
 
         Args:
             state: that the step returned. It may be donated to the next step at once.
+            metrics: that the step returned, to notice skipped updates and jumps of the loss two steps later.
             data: an iterator with `get_state` and `set_state` (as those of Grain), whose state is saved too.
 
         Raises:
+            SystemExit: with `EXIT_CODE`, after SIGTERM, when the state is saved.
+            FloatingPointError: too many updates in a row were skipped; or as for `save`.
             RuntimeError: two saves failed, one after the other.
             ValueError: as for `save`.
         """
         self._calls += 1
+        if self._watchdog_s is not None:
+            faulthandler.dump_traceback_later(self._watchdog_s, exit=True)
+        if metrics is not None:
+            self._health.update(self._calls, metrics)
         with self._reporting():
             self._store.check()
+        if self._preemption.asked():
+            self._end(state, data)
         if self._calls % self.every == 0:
             self.save(state, data)
+
+    def _end(self, state: TrainState, data: Any) -> None:
+        self.save(state, data)
+        self._end_last()
+        log.warning("checkpoint: SIGTERM; step %s is saved, the run ends with exit code %d", self._saved, EXIT_CODE)
+        raise SystemExit(EXIT_CODE)
 
     def save(self, state: TrainState, data: Any = None) -> None:
         """Begins to save a state; it goes on in the background. A state that is on disk already is not saved again.

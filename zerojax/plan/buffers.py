@@ -88,7 +88,7 @@ def read(assignment: str, live_ranges: str) -> Buffers:
         ValueError: no allocation of temporaries in the memory of the device, or a value in it whose range is missing.
     """
     allocations = re.split(r"^allocation \d+: ", assignment, flags=re.MULTILINE)[1:]
-    temporaries = [each for each in allocations if re.match(r"size \d+, preallocated-temp", each)]
+    temporaries = [each for each in allocations if re.match(r"size \d+, (page \d+, )?preallocated-temp", each)]
     if not allocations or len(temporaries) > 1:
         raise ValueError(f"buffers: {len(temporaries)} allocations of temporaries\n  got:      {assignment[:160]!r}")
     if not temporaries:

@@ -174,6 +174,8 @@ def held_by_kind(program: hlo.Program, planned: Buffers, memory: Any) -> dict[st
     They add up to `compiled.peak_bytes(memory)`. 'others' are counters and keys, results that have no argument's place,
     padding, and on TPUs what their compiler reserves beside its plan.
     """
+    if memory.temp_size_in_bytes and not planned.allocated_bytes:
+        raise ValueError(f"buffers: {memory.temp_size_in_bytes} bytes of temporaries, and none in the compiler's plan")
     held: Counter[str] = Counter()
     for i in program.entry.instructions:
         named = re.search(r'op_name="(?:state\.)?(\w+)', i.attributes) if i.op == "parameter" else None
