@@ -15,7 +15,7 @@ import pytest
 
 import zerojax
 from zerojax.checkpoints import EXIT_CODE, CheckpointCorrupted, CheckpointMismatch, contents, store
-from zerojax.checkpoints.digest import digests
+from zerojax.checkpoints.digest import HostDigest, digests
 
 WIDTH, ROWS, EVERY = 32, 16, 2
 
@@ -474,6 +474,10 @@ def test_a_digest_is_that_of_the_elements_in_their_places(dtype):
     found |= {one(swapped.reshape(raw.shape)), one(raw.T.copy()), one(raw[:8])}
     assert len(found) >= 10
     assert len(one(raw)) == 16
+    on_the_host = HostDigest()
+    for piece in np.split(raw, [1, 5, 6]):
+        on_the_host.add(piece)
+    assert on_the_host.text == one(raw)
 
 
 def test_a_digest_tells_what_is_not_finite():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +126,112 @@ def _draw(made: Any, memory_share: float | None, folder: Path) -> None:
     if predicted:
         picture.timeline({f"prefetch {made.settings.prefetch}": predicted}, folder / "timeline.png")
         click.echo(f"{folder / 'timeline.png'}: one layer on the lanes of a device", err=True)
+
+
+@main.group()
+def checkpoint() -> None:
+    """Look at checkpoints. No accelerator is needed."""
+
+
+_DIRECTORY = click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
+_STEP = click.option("--step", type=click.IntRange(0), help="[default: the newest]")
+
+
+@checkpoint.command("ls")
+@_DIRECTORY
+@click.option("--verify", is_flag=True, help="Read every array, and check its digest.")
+def list_steps(directory: Path, verify: bool) -> None:
+    """List the steps in DIRECTORY, with a verdict each. The exit code is 1 if one is not good."""
+    from zerojax.checkpoints import show
+
+    table, good = show.steps_table(directory.absolute(), verify)
+    _print(table)
+    raise SystemExit(0 if good else 1)
+
+
+@checkpoint.command()
+@_DIRECTORY
+@_STEP
+def inspect(directory: Path, step: int | None) -> None:
+    """Show the arrays of a step: shape, dtype, bytes, digest; and the stage and mesh that saved it."""
+    from zerojax.checkpoints import show
+
+    _print(show.leaves_table(_manifest(directory, step)))
+
+
+@checkpoint.command()
+@_DIRECTORY
+@_STEP
+def verify(directory: Path, step: int | None) -> None:
+    """Read every array of a step, and check its digest. The exit code is 1 if one is damaged."""
+    from zerojax.checkpoints import pieces, show
+
+    manifest = _manifest(directory, step)
+    wrong = dict(pieces.damaged(directory.absolute(), manifest.step, manifest))
+    _print(show.leaves_table(manifest, wrong))
+    raise SystemExit(1 if any(wrong.values()) else 0)
+
+
+@checkpoint.command()
+@_DIRECTORY
+@click.argument("first", type=click.IntRange(0))
+@click.argument("second", type=click.IntRange(0))
+@click.option("--other", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Where the second is.")
+def diff(directory: Path, first: int, second: int, other: Path | None) -> None:
+    """Show what differs between two steps, by their digests. The exit code is 1 if something does."""
+    from zerojax.checkpoints import show
+
+    table = show.differences(_manifest(directory, first), _manifest(other or directory, second))
+    if table.row_count:
+        _print(table)
+    raise SystemExit(1 if table.row_count else 0)
+
+
+@checkpoint.command()
+@_DIRECTORY
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@_STEP
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: as saved]")
+@click.option("--mapping", type=click.Path(exists=True, path_type=Path), help="JSON: our names to others' names.")
+@click.option("--max-file-gib", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True)
+@click.option("--overwrite", is_flag=True)
+def export(
+    directory: Path, folder: Path, step: int | None, mapping: Path | None, max_file_gib: float, **options: Any
+) -> None:
+    """Write the parameters of a step into FOLDER as safetensors files."""
+    from zerojax.exchange import names, parameters
+
+    with _told():
+        found = names.mapping(mapping) if mapping else None
+        newest = _manifest(directory, step).step
+        given = {"mapping": found, "max_file_bytes": int(max_file_gib * 2**30), **options}
+        for file in parameters.export(directory, newest, folder, **given):
+            click.echo(f"{file}  {file.stat().st_size / 2**20:,.1f} MiB")
+
+
+def _manifest(directory: Path, step: int | None) -> Any:
+    from zerojax.checkpoints import store
+
+    with _told():
+        found = store.steps(directory.absolute())
+        if not found or (step is not None and step not in store.folders(directory.absolute())):
+            wanted = "no step" if step is None else f"no step {step}"
+            raise click.ClickException(f"{wanted} in {directory}\n  there are: {', '.join(map(str, found)) or 'none'}")
+        return store.read_manifest(directory.absolute(), found[-1] if step is None else step)
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """What is wrong with the input, without a traceback."""
+    from zerojax.checkpoints import CheckpointCorrupted
+
+    try:
+        yield
+    except (ValueError, CheckpointCorrupted) as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _print(table: Any) -> None:
+    from rich.console import Console
+
+    Console().print(table)

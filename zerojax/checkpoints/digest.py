@@ -51,23 +51,60 @@ def _digest(words: np.ndarray) -> Digest:
     return Digest(f"{first:08x}{second:08x}", bool(nan), bool(inf))
 
 
+class HostDigest:
+    """The digest of an array that comes in pieces, in C order, as numpy arrays."""
+
+    def __init__(self) -> None:
+        self._sums, self._done = [0, 0], 0
+
+    def add(self, piece: np.ndarray) -> None:
+        """The next piece."""
+        bits = _host_bits(piece)
+        index = _host_mixed(np.arange(self._done, self._done + bits.size, dtype=np.uint64).astype(np.uint32))
+        self._done += bits.size
+        for k, (salt, odd) in enumerate(_SALTS):
+            words = _host_mixed((bits + np.uint32(salt)) ^ (index * np.uint32(odd)))
+            self._sums[k] = (self._sums[k] + int(words.sum(dtype=np.uint64))) % 2**32
+
+    @property
+    def text(self) -> str:
+        """As in `Digest`."""
+        return f"{self._sums[0]:08x}{self._sums[1]:08x}"
+
+
+def _host_bits(a: np.ndarray) -> np.ndarray:
+    if a.dtype == np.bool_ or a.dtype.name in _NARROW:
+        return a.astype(np.int8).astype(np.uint32).reshape(-1)
+    width = a.dtype.itemsize // (2 if a.dtype.kind == "c" else 1)
+    words = np.ascontiguousarray(a).reshape(-1).view({1: np.uint8, 2: np.uint16}.get(width, np.uint32))
+    return words.astype(np.uint32)
+
+
+def _host_mixed(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> np.uint32(16))
+
+
 def _words(a: Array) -> Array:
     """(two sums, whether there is a NaN, whether there is an infinity) as uint32."""
     bits = _bits(a)
     index = _mixed(_index(bits.shape))
-    sums = [jnp.sum(_mixed((bits + salt) ^ (index * odd)), dtype=jnp.uint32) for salt, odd in _SALTS]
+    words = [_mixed((bits + jnp.uint32(salt)) ^ (index * jnp.uint32(odd))) for salt, odd in _SALTS]
+    sums = [jnp.sum(each, dtype=jnp.uint32) for each in words]
     floating = jnp.issubdtype(a.dtype, jnp.inexact)
     flags = [jnp.any(test(a)) if floating else False for test in (jnp.isnan, jnp.isinf)]
     return jnp.stack([*sums, *(jnp.uint32(flag) for flag in flags)])
 
 
 # Odd numbers are one to one under multiplication. These are the fractions of sqrt(2), sqrt(3) and sqrt(5).
-_SALTS = ((jnp.uint32(0), jnp.uint32(1)), (jnp.uint32(0x6A09E667), jnp.uint32(0xBB67AE85)))
+_SALTS = ((0, 1), (0x6A09E667, 0xBB67AE85))
+_NARROW = ("int4", "uint4", "int2", "uint2")
 
 
 def _bits(a: Array) -> Array:
     """The elements as uint32; of 64 bits two each, in a new last dim."""
-    if a.dtype == jnp.bool_ or jnp.dtype(a.dtype).name in ("int4", "uint4", "int2", "uint2"):
+    if a.dtype == jnp.bool_ or jnp.dtype(a.dtype).name in _NARROW:
         return a.astype(jnp.int8).astype(jnp.uint32)
     if jnp.iscomplexobj(a):
         return jnp.stack([_bits(a.real), _bits(a.imag)], axis=-1)

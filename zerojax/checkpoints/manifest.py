@@ -46,7 +46,8 @@ class Manifest:
         step: of the state.
         leaves: by path.
         mesh: sizes of the axes that it was saved on.
-        stage, precision: of the `Zero`.
+        stage: of the `Zero`.
+        precision: names of its dtypes.
         versions: of packages.
         data: state of the data iterator, one for each process; None if there was none.
     """
@@ -55,7 +56,7 @@ class Manifest:
     leaves: Mapping[str, Leaf]
     mesh: Mapping[str, int]
     stage: int
-    precision: str
+    precision: Mapping[str, str]
     versions: Mapping[str, str]
     data: Sequence[Any] | None = None
 
@@ -75,7 +76,11 @@ def to_json(manifest: Manifest) -> dict[str, Any]:
     """With the format's version, and a digest of the rest."""
     told = {"format": FORMAT} | dataclasses.asdict(manifest)
     told["leaves"] = {path: leaf._asdict() for path, leaf in manifest.leaves.items()}
-    told = json.loads(json.dumps(told))
+    return signed(json.loads(json.dumps(told)))
+
+
+def signed(told: dict[str, Any]) -> dict[str, Any]:
+    """With a digest of all else."""
     return told | {"digest": _digest(told)}
 
 
@@ -101,10 +106,39 @@ def from_json(told: Any, where: str) -> Manifest:
     if told.get("digest") != _digest(rest):
         raise CheckpointCorrupted(f"checkpoint: the manifest of {where} was changed after it was saved\n  {_ELSE}")
     del rest["format"]
-    leaves = {
-        path: Leaf(tuple(leaf["shape"]), leaf["dtype"], leaf["digest"]) for path, leaf in rest.pop("leaves").items()
-    }
-    return Manifest(leaves=leaves, **rest)
+    try:
+        return _parsed(rest)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointCorrupted(f"checkpoint: the manifest of {where} is none\n  got:      {error!r}") from error
+
+
+def _parsed(told: dict[str, Any]) -> Manifest:
+    leaves = {path: _leaf(**leaf) for path, leaf in told.pop("leaves").items()}
+    manifest = Manifest(leaves=leaves, **told)
+    _expect(type(manifest.step) is int and type(manifest.stage) is int, "step and stage are numbers")
+    _expect(_is_mapping(manifest.mesh, int) and _is_mapping(manifest.versions, str), "mesh and versions")
+    _expect(_is_mapping(manifest.precision, str) and manifest.precision.keys() >= _DTYPES, "dtypes")
+    _expect(manifest.data is None or (isinstance(manifest.data, list) and bool(manifest.data)), "data")
+    return manifest
+
+
+_DTYPES = {"param_dtype", "compute_dtype", "reduce_dtype"}
+
+
+def _leaf(shape: Any, dtype: Any, digest: Any) -> Leaf:
+    _expect(isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**63 for n in shape), "a shape")
+    _expect(isinstance(dtype, str) and isinstance(digest, str), "dtype and digest are text")
+    jnp.dtype(dtype)
+    return Leaf(tuple(shape), dtype, digest)
+
+
+def _is_mapping(told: Any, kind: type) -> bool:
+    return isinstance(told, dict) and all(type(value) is kind for value in told.values())
+
+
+def _expect(true: bool, what: str) -> None:
+    if not true:
+        raise ValueError(what)
 
 
 _ELSE = "fix:      resume(..., fallback=True) goes back to the newest step that is whole"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from zerojax.checkpoints import contents, iterators, manifest as manifests, store
 from zerojax.checkpoints.digest import digests
@@ -262,13 +263,17 @@ class Checkpoints:
             leaves,
             dict(self.setup.mesh.shape),
             self.setup.stage,
-            str(self.setup.precision),
+            self._dtypes(),
             {name: metadata.version(name) for name in _PACKAGES},
             iterators.get_states(data),
         )
         self._under_way = step
         with self._reporting():
             self._store.save(arrays, manifest)
+
+    def _dtypes(self) -> dict[str, str]:
+        names = ("param_dtype", "compute_dtype", "reduce_dtype")
+        return {name: jnp.dtype(getattr(self.setup.precision, name)).name for name in names}
 
     def _end_last(self) -> None:
         """Waits for the save that is under way."""

@@ -83,6 +83,11 @@ def folder(directory: Path, step: int) -> Path:
     return directory / f"{_PREFIX}_{step}"
 
 
+def arrays_folder(directory: Path, step: int) -> Path:
+    """Where Orbax has the arrays of a step."""
+    return folder(directory, step) / _ARRAYS
+
+
 def folders(directory: Path) -> dict[int, Path]:
     """Those that are called like steps, oldest first."""
     named = {re.fullmatch(rf"{_PREFIX}_(\d+)", path.name): path for path in directory.glob(f"{_PREFIX}_*")}
@@ -93,11 +98,16 @@ def steps(directory: Path) -> list[int]:
     """Those that were written as a whole, oldest first. What is called like one and is not marked so is logged."""
     found = []
     for step, path in folders(directory).items():
-        if (path / _MARK).is_file():
+        if is_whole(path):
             found.append(step)
         else:
             log.warning("checkpoint: %s is ignored: without %s its save did not end", path, _MARK)
     return found
+
+
+def is_whole(step_folder: Path) -> bool:
+    """Whether the save of that step ended."""
+    return (step_folder / _MARK).is_file()
 
 
 def _manifest_file(step_folder: Path) -> Path:
@@ -140,7 +150,7 @@ def read_arrays(directory: Path, step: int, leaves: Mapping[str, Leaf], sharding
         for path, leaf in leaves.items()
     }
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_CONCURRENT_GB)
-    where = folder(directory, step) / _ARRAYS
+    where = arrays_folder(directory, step)
     with ocp.Checkpointer(handler) as checkpointer:
         try:
             args = ocp.args.PyTreeRestore(avals, restore_args=how, partial_restore=True)

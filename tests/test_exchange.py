@@ -1,0 +1,134 @@
+"""Checkpoints from a terminal, and parameters to and from files that other programs read and write."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from safetensors.numpy import load_file, save_file
+from test_checkpoints import adam, create, cut, digest_of, flip, largest_file, loss, setting, train
+
+from zerojax.checkpoints import CheckpointMismatch, store
+from zerojax.checkpoints.pieces import damaged, pieces
+from zerojax.command import main
+from zerojax.exchange import parameters
+
+NAMES = {"layers/*/w": "model.layers.*.weight", "layers/*/b": "model.layers.*.bias", "odd": "odd"}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """(directory of a run of four steps, its last state's parameters on the host)."""
+    directory = tmp_path_factory.mktemp("run")
+    _, state = train(setting(), directory, 4)
+    return directory, jax.tree.map(np.asarray, state.master)
+
+
+def command(*arguments):
+    return CliRunner().invoke(main, ["checkpoint", *map(str, arguments)], env={"COLUMNS": "200"})
+
+
+def test_steps_are_listed_with_a_verdict(saved, tmp_path):
+    directory = shutil.copytree(saved[0], tmp_path / "copy")
+    shown = command("ls", directory, "--verify")
+    assert shown.exit_code == 0 and shown.stdout.count(" ok ") == 2 and "data 8" in shown.stdout
+    flip(largest_file(directory))
+    assert command("ls", directory).exit_code == 0
+    shown = command("ls", directory, "--verify")
+    assert shown.exit_code == 1 and "arrays damaged" in shown.stdout and shown.stdout.count(" ok ") == 1
+    (directory / "step_2" / "manifest" / "metadata").write_text("{}")
+    (directory / "step_4" / "commit_success.txt").unlink()
+    shown = command("ls", directory)
+    assert "its save did not end" in shown.stdout and "step_2 has no manifest that can be read" in shown.stdout
+
+
+def test_arrays_are_shown_and_checked(saved, tmp_path):
+    shown = command("inspect", saved[0], "--step", 2)
+    assert shown.exit_code == 0 and "params/layers/0/w" in shown.stdout and "(32, 32)" in shown.stdout
+    assert "saved at stage 3 on data 8, float32, computed in bfloat16" in shown.stdout
+    directory = shutil.copytree(saved[0], tmp_path / "copy")
+    assert command("verify", directory).exit_code == 0
+    cut(largest_file(directory))
+    shown = command("verify", directory)
+    assert shown.exit_code == 1 and "cannot be read" not in shown.output.splitlines()[-1]
+    manifest = store.read_manifest(directory, 4)
+    wrong = [path for path, what in damaged(directory, 4, manifest) if what]
+    assert wrong and all(path in shown.stdout for path in wrong)
+
+
+def test_what_differs_between_two_steps_is_shown(saved):
+    assert command("diff", saved[0], 4, 4).exit_code == 0
+    shown = command("diff", saved[0], 2, 4)
+    assert shown.exit_code == 1 and "params/odd" in shown.stdout and "opt_state/0/mu/odd" in shown.stdout
+    assert "precision" not in shown.stdout and "│ key " not in shown.stdout
+
+
+def test_a_step_that_is_not_there_is_told(saved, tmp_path):
+    shown = command("verify", saved[0], "--step", 3)
+    assert shown.exit_code == 1 and "no step 3 in" in shown.output and "there are: 2, 4" in shown.output
+    assert "there are: none" in command("inspect", tmp_path).output
+
+
+@pytest.mark.parametrize("most", [64, 1000, 4096, 2**20])
+def test_pieces_are_the_array(saved, most):
+    directory, params = saved
+    manifest = store.read_manifest(directory, 4)
+    for path in "params/layers/1/w", "params/odd", "step":
+        parts = list(pieces(directory, 4, path, manifest.leaves[path], most))
+        assert all(part.nbytes <= max(most, 4) for part in parts)
+        whole = np.concatenate([part.reshape(-1) for part in parts])
+        leaf = 4 if path == "step" else params["odd"] if path.endswith("odd") else params["layers"]["1"]["w"]
+        np.testing.assert_array_equal(whole, np.asarray(leaf).reshape(-1))
+
+
+def test_parameters_are_exported_and_come_back(saved, tmp_path):
+    directory, params = saved
+    (tmp_path / "names.json").write_text(json.dumps(NAMES))
+    folder = tmp_path / "model"
+    shown = command("export", directory, folder, "--mapping", tmp_path / "names.json")
+    assert shown.exit_code == 0 and str(folder / "model.safetensors") in shown.output
+    theirs = load_file(folder / "model.safetensors")
+    assert set(theirs) == {f"model.layers.{i}.{name}" for i in range(3) for name in ("weight", "bias")} | {"odd"}
+    np.testing.assert_array_equal(theirs["model.layers.2.weight"], params["layers"]["2"]["w"])
+    assert "there is a model in" in command("export", directory, folder).output
+
+    zero = setting(2, num_devices=4)
+    state = zero.init(create, adam())
+    before = digest_of(state)
+    state = parameters.load(state, folder, mapping=NAMES)
+    after = digest_of(state)
+    expected = {path: leaf.digest for path, leaf in store.read_manifest(directory, 4).leaves.items()}
+    for path in after:
+        assert after[path] == (expected if path.startswith("params/") else before)[path]
+    np.testing.assert_array_equal(np.asarray(state.params["odd"]), params["odd"].astype(jnp.bfloat16))
+    zero.train_step(loss)
+
+
+def test_parameters_are_cast_and_divided_into_files(saved, tmp_path):
+    directory, params = saved
+    shown = command("export", directory, tmp_path, "--dtype", "bfloat16", "--max-file-gib", 4096 / 2**30)
+    assert shown.exit_code == 0 and "model.safetensors.index.json" in shown.output
+    zero = setting()
+    with pytest.raises(CheckpointMismatch) as told:
+        parameters.load(zero.init(create, adam()), tmp_path)
+    line = "dtype:    params/odd: odd is bfloat16, the state has float32 (cast=True allows it)"
+    assert line in str(told.value)
+    state = parameters.load(zero.init(create, adam()), tmp_path, cast=True)
+    narrow = params["odd"].astype(jnp.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(np.asarray(state.master["odd"]), narrow)
+
+
+def test_files_that_do_not_fit_are_told_by_leaf(tmp_path):
+    arrays = {"layers.0.w": np.zeros((32, 16), np.float32), "odd": np.zeros(7, np.float32)}
+    save_file(arrays, tmp_path / "model.safetensors")
+    state = setting().init(create, adam())
+    with pytest.raises(CheckpointMismatch) as told:
+        parameters.load(state, tmp_path)
+    assert "missing:  params/layers/0/b: there is no layers.0.b" in str(told.value)
+    assert "shape:    params/layers/0/w: layers.0.w has (32, 16), the state has (32, 32)" in str(told.value)
+    with pytest.raises(ValueError, match="the mapping has no name for a parameter"):
+        parameters.load(state, tmp_path, mapping={"odd": "odd"})
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
