@@ -375,11 +375,18 @@ def test_a_failed_save_is_reported_and_the_second_ends_the_run(tmp_path, monkeyp
             monkeypatch.setattr(store.Store, "save", fail if broken else saving)
             state, _ = step(state, batch(0))
             checkpoints.update(state)
-        assert caplog.text.count("No space left on device") == 2 and "step_2 failed" in caplog.text
+        assert (
+            caplog.text.count("No space left on device") == 2
+            and f"the save of step 2 in {tmp_path} failed" in caplog.text
+        )
         state, _ = step(state, batch(0))
         with pytest.raises(RuntimeError) as told:
             checkpoints.update(state)
-        assert "step_5 failed, and so did the one before it" in str(told.value) and "is 3" in str(told.value)
+        assert (
+            "failed, and so did the one before it" in str(told.value)
+            and "the save of step 5 in" in str(told.value)
+            and "is 3" in str(told.value)
+        )
         monkeypatch.setattr(store.Store, "save", saving)
     assert store.steps(tmp_path) == [1, 3]
 

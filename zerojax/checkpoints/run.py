@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
 import fcntl
 import logging
 import os
 import socket
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +28,24 @@ from zerojax.state import TrainState
 log = logging.getLogger("zerojax")
 _PACKAGES = ("zerojax", "jax", "flax", "optax", "orbax-checkpoint")
 _MOST_FAILURES = 2
+
+
+_open: set[Checkpoints] = set()  # also those that the script has no name for any more
+
+
+def _close_all() -> None:
+    """When the script has ended: waits for saves that nobody waited for."""
+    for checkpoints in list(_open):
+        try:
+            checkpoints.close()
+        except BaseException:
+            log.exception("checkpoint: the last save failed")
+            logging.shutdown()
+            os._exit(1)  # an exception would not change the exit code here
+
+
+# Functions of `atexit` come too late: the executors that saves run on take nothing more by then.
+threading._register_atexit(_close_all)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Checkpoints:
@@ -85,7 +103,7 @@ class Checkpoints:
         self._preemption = Preemption()
         self._exit.callback(self._preemption.close)
         self._exit.callback(faulthandler.cancel_dump_traceback_later)
-        atexit.register(self.close)
+        _open.add(self)
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -104,7 +122,7 @@ class Checkpoints:
         Raises:
             Exception: what went wrong with that save.
         """
-        atexit.unregister(self.close)
+        _open.discard(self)
         with self._exit:
             self._end_last()
             self._health.finish()
@@ -279,8 +297,8 @@ class Checkpoints:
         """Waits for the save that is under way."""
         with self._reporting():
             self._store.finish()
-        if self._under_way is not None:
-            self._failures, self._saved, self._under_way = 0, self._under_way, None
+            if self._under_way is not None:
+                self._failures, self._saved, self._under_way = 0, self._under_way, None
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -288,15 +306,16 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            told = f"checkpoint: the save of {store.folder(self.directory, self._under_way or 0)} failed"
-            self._under_way, self._failures = None, self._failures + 1
+            step, self._under_way = self._under_way, None
+            self._failures += 1
+            self._store.give_up()
+            told = f"checkpoint: the save of step {step} in {self.directory} failed"
             if self._failures >= _MOST_FAILURES:
                 raise RuntimeError(
                     f"{told}, and so did the one before it\n  got:      {error}\n"
                     f"  fix:      space and rights in {self.directory}; the newest step there is {self._newest()}"
                 ) from error
             log.error("%s: %s", told, error)
-            self._store.reopen()
 
     def _newest(self) -> int | None:
         return max(self.steps(), default=None)

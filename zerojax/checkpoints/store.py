@@ -41,7 +41,7 @@ class Store:
     def __init__(self, directory: Path, keep: int | None = None, keep_every: int | None = None):
         self.directory, self.keep, self.keep_every = directory, keep, keep_every
         directory.mkdir(parents=True, exist_ok=True)
-        self._manager = self._open()
+        self._manager: ocp.CheckpointManager | None = self._open()
 
     def _open(self) -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(
@@ -59,23 +59,27 @@ class Store:
         Raises:
             Exception: what went wrong with this save, or with the one before that was still under way.
         """
+        self._manager = self._manager or self._open()
         items = {_ARRAYS: ocp.args.PyTreeSave(dict(arrays)), _MANIFEST: ocp.args.JsonSave(to_json(manifest))}
         self._manager.save(manifest.step, args=ocp.args.Composite(**items), force=True)
 
     def check(self) -> None:
         """Raises what went wrong with a save in the background."""
-        self._manager.check_for_errors()
+        if self._manager:
+            self._manager.check_for_errors()
 
     def finish(self) -> None:
         """Waits for the save that is under way. Raises what went wrong with it."""
-        self._manager.wait_until_finished()
+        if self._manager:
+            self._manager.wait_until_finished()
 
-    def reopen(self) -> None:
-        """After a save that failed: what is left of it is deleted."""
-        self._manager = self._open()
+    def give_up(self) -> None:
+        """After a save that failed. The next one begins anew, and deletes what is left of it."""
+        self._manager = None
 
     def close(self) -> None:
-        self._manager.close()
+        if self._manager:
+            self._manager.close()
 
 
 def folder(directory: Path, step: int) -> Path:

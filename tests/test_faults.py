@@ -1,0 +1,145 @@
+"""Training runs as processes that are killed, told to end, hung, or out of disk: nothing that was saved is lost."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_checkpoints import setting, train
+
+from zerojax.checkpoints import EXIT_CODE, store
+from zerojax.checkpoints.pieces import damaged
+
+HERE = Path(__file__).resolve().parent
+STEPS = 8
+
+
+def start(directory, *options, num_steps=STEPS):
+    path = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(HERE / "trainee.py"), str(directory), str(num_steps), *map(str, options)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, text=True, **pipes)
+
+
+def losses_of(output):
+    """{step: the loss with all its digits}."""
+    lines = [line.split() for line in output.splitlines() if line.startswith("loss ") and len(line.split()) == 3]
+    return {int(step): value for _, step, value in lines}
+
+
+def run(directory, *options, code=0, num_steps=STEPS):
+    """(losses, stderr) of a run that ends by itself, with this exit code."""
+    process = start(directory, *options, num_steps=num_steps)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == code, f"exit code {process.returncode}\n{errors[-3000:]}"
+    return losses_of(output), errors
+
+
+def until(process, word):
+    """Reads lines until one begins so; what was read."""
+    lines = []
+    while not lines or not lines[-1].startswith(word):
+        lines.append(process.stdout.readline())
+        assert lines[-1], process.stderr.read()[-3000:]
+    return "".join(lines)
+
+
+def verified(directory):
+    """The steps that are whole, every array of which is what was saved."""
+    directory = Path(directory)
+    sound = lambda step: not any(wrong for _, wrong in damaged(directory, step, store.read_manifest(directory, step)))
+    steps = store.steps(directory)
+    assert all(sound(step) for step in steps)
+    return steps
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The losses of a run that nobody disturbs."""
+    losses, _ = run(tmp_path_factory.mktemp("run"))
+    assert sorted(losses) == list(range(1, STEPS + 1))
+    return losses
+
+
+def killed_at_random(directory, rng, *options):
+    """Kills a run at a random time after its first step, and again until it is through. (losses, number of kills)."""
+    losses, kills = {}, 0
+    while not losses or max(losses) < STEPS:
+        process = start(directory, *options)
+        seen = until(process, ("loss", "end"))
+        time.sleep(rng.uniform(0, 0.6))
+        process.send_signal(signal.SIGKILL)
+        output, errors = process.communicate(timeout=60)
+        assert process.returncode in (0, -signal.SIGKILL), errors[-3000:]
+        kills += process.returncode != 0
+        losses |= losses_of(seen + output)
+        assert verified(directory) or max(losses) <= 1
+    return losses, kills
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.full] * (seed > 0)) for seed in range(12)])
+def test_a_run_that_is_killed_while_it_saves_goes_on_where_it_was(tmp_path, undisturbed, seed):
+    """It saves after every step, so that a save is nearly always under way. No loss differs by a bit."""
+    losses, kills = killed_at_random(tmp_path, random.Random(seed))
+    print(f"seed {seed}: {kills} kills")
+    assert {step: losses[step] for step in losses} == {step: undisturbed[step] for step in losses}
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.full] * (seed > 0)) for seed in range(12)])
+def test_a_run_that_is_killed_while_it_deletes_keeps_a_whole_step(tmp_path, undisturbed, seed):
+    """It keeps one step, so that another is deleted after every save."""
+    losses, kills = killed_at_random(tmp_path, random.Random(1000 + seed), "--keep", 1)
+    print(f"seed {1000 + seed}: {kills} kills")
+    assert {step: losses[step] for step in losses} == {step: undisturbed[step] for step in losses}
+
+
+def test_a_script_that_does_not_close_its_checkpoints_ends_its_save(tmp_path):
+    run(tmp_path, "--every", STEPS, "--no-close")
+    assert verified(tmp_path) == [STEPS]
+
+
+def test_sigterm_saves_and_the_exit_code_is_75(tmp_path, undisturbed):
+    process = start(tmp_path, "--every", 1000, "--slow", 0.2)
+    seen = until(process, "loss 3")
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == EXIT_CODE == 75
+    (step,) = verified(tmp_path)
+    assert f"SIGTERM; step {step} is saved, the run ends with exit code 75" in errors
+    losses = losses_of(seen + output) | run(tmp_path)[0]
+    losses.setdefault(step, undisturbed[step])  # it ended before it could print it
+    assert losses == undisturbed
+
+
+def test_a_hang_ends_with_the_stacks_of_all_threads(tmp_path):
+    _, errors = run(tmp_path, "--hang-at", 3, "--watchdog", 2, code=1)
+    assert "Timeout (0:00:02)!" in errors and "trainee.py" in errors
+    assert 3 in verified(tmp_path)
+
+
+def test_a_full_disk_is_told_and_the_next_save_works(tmp_path, undisturbed):
+    losses, errors = run(tmp_path, "--full-at", 3, "--keep", 100)
+    assert f"the save of step 3 in {tmp_path} failed: " in errors
+    assert verified(tmp_path) == [1, 2, 4, 5, 6, 7, 8] and losses == undisturbed
+
+
+def test_a_killed_run_goes_on_on_other_devices(tmp_path, undisturbed):
+    """On half of the devices and at another stage, to what another order of sums in bf16 makes."""
+    process = start(tmp_path)
+    seen = until(process, "loss 4")
+    process.kill()
+    output, _ = process.communicate(timeout=60)
+    before = losses_of(seen + output)
+    after, _ = run(tmp_path, "--stage", 1, "--devices", 2)
+    for step, loss in (before | after).items():
+        assert float.fromhex(loss) == pytest.approx(float.fromhex(undisturbed[step]), rel=0.02)
+
+
+def test_steps_of_a_run_in_one_process_are_those_of_this_one(tmp_path, undisturbed):
+    """The trainee is no other program: it prints what the same steps give here."""
+    losses, _ = train(setting(num_devices=4), tmp_path, STEPS)
+    assert [loss.hex() for loss in losses] == [undisturbed[step] for step in range(1, STEPS + 1)]

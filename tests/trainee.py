@@ -1,0 +1,64 @@
+"""A training run to be disturbed: python trainee.py DIRECTORY NUM_STEPS [options]. Prints a line for each step.
+
+`loss STEP VALUE` is printed when the step is done and its save has begun, with all digits of the value.
+"""
+
+import argparse
+import logging
+import os
+import resource
+import signal
+import sys
+import time
+
+import zerojax
+
+parser = argparse.ArgumentParser()
+parser.add_argument("directory")
+parser.add_argument("num_steps", type=int)
+parser.add_argument("--every", type=int, default=1)
+parser.add_argument("--keep", type=int, default=3)
+parser.add_argument("--stage", type=int, default=3)
+parser.add_argument("--devices", type=int, default=4, help="of this process")
+parser.add_argument("--slow", type=float, default=0, help="seconds that a step takes at least")
+parser.add_argument("--no-close", action="store_true", help="end without closing the checkpoints")
+parser.add_argument("--full-at", type=int, help="at this step nothing can be written")
+parser.add_argument("--hang-at", type=int, help="wait for ever after this step")
+parser.add_argument("--hang-in", type=int, default=0, help="in this process")
+parser.add_argument("--watchdog", type=float)
+args = parser.parse_args()
+
+
+def main():
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(name)s: %(message)s")
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    zerojax.simulate_devices(args.devices)
+    from test_checkpoints import adam, batch, create, loss
+
+    zero = zerojax.Zero(zerojax.make_mesh(), args.stage, "bf16")
+    state, step = zero.init(create, adam()), zero.train_step(loss)
+    options = {"every": args.every, "keep": args.keep, "watchdog_s": args.watchdog}
+    checkpoints = zero.checkpoints(args.directory, **options)
+    state, start = checkpoints.resume(state)
+    print("start", start, flush=True)
+    whole = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for i in range(start, args.num_steps):
+        state, metrics = step(state, batch(i))
+        if i + 1 == args.full_at:
+            time.sleep(1)  # the last save ends
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64, whole[1]))
+        checkpoints.update(state, metrics)
+        if i + 1 == args.full_at:
+            time.sleep(1)  # it is written in the background
+            resource.setrlimit(resource.RLIMIT_FSIZE, whole)
+        print("loss", i + 1, float(metrics["loss"]).hex(), flush=True)
+        time.sleep(args.slow)
+        if i + 1 == args.hang_at:
+            signal.pause()
+    if not args.no_close:
+        checkpoints.close()
+    print("end", os.getpid(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
