@@ -10,19 +10,28 @@ from pathlib import Path
 
 import pytest
 from test_checkpoints import setting, train
+from test_processes import free_port
 
 from zerojax.checkpoints import EXIT_CODE, store
 from zerojax.checkpoints.pieces import damaged
+from zerojax.processes.launch import environment
 
 HERE = Path(__file__).resolve().parent
 STEPS = 8
 
 
-def start(directory, *options, num_steps=STEPS):
+def start(directory, *options, num_steps=STEPS, environ=os.environ):
     path = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, str(HERE / "trainee.py"), str(directory), str(num_steps), *map(str, options)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, text=True, **pipes)
+    return subprocess.Popen(command, env={**environ, "PYTHONPATH": path}, text=True, **pipes)
+
+
+def start_two(directory, *options):
+    """Two processes, each with half of the devices."""
+    coordinator = f"127.0.0.1:{free_port()}"
+    options = (*options, "--devices", 2)
+    return [start(directory, *options, environ=environment(coordinator, 2, index, 2)) for index in range(2)]
 
 
 def losses_of(output):
@@ -143,3 +152,58 @@ def test_steps_of_a_run_in_one_process_are_those_of_this_one(tmp_path, undisturb
     """The trainee is no other program: it prints what the same steps give here."""
     losses, _ = train(setting(num_devices=4), tmp_path, STEPS)
     assert [loss.hex() for loss in losses] == [undisturbed[step] for step in range(1, STEPS + 1)]
+
+
+def ended(running):
+    """(exit code, losses, stderr) of each process."""
+    found = [process.communicate(timeout=120) for process in running]
+    return [(p.returncode, losses_of(out), errors) for p, (out, errors) in zip(running, found, strict=True)]
+
+
+def alike(losses, undisturbed):
+    """As those of one process with as many devices; sums over processes have another order, in bf16."""
+    assert losses
+    for step, loss in losses.items():
+        assert float.fromhex(loss) == pytest.approx(float.fromhex(undisturbed[step]), rel=0.02)
+
+
+def test_two_processes_write_one_checkpoint_that_one_process_reads(tmp_path, undisturbed):
+    (code, first, errors), (other, second, _) = ended(start_two(tmp_path))
+    assert code == other == 0, errors[-3000:]
+    assert first == second and sorted(first) == list(range(1, STEPS + 1))
+    alike(first, undisturbed)
+    assert verified(tmp_path) == [6, 7, 8]
+    assert run(tmp_path, num_steps=STEPS + 1)[0].keys() == {STEPS + 1}
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_sigterm_to_one_of_two_processes_saves_the_same_step_in_both(tmp_path, index, undisturbed):
+    running = start_two(tmp_path, "--every", 1000, "--slow", 0.2)
+    seen = [until(process, "loss 3") for process in running]
+    running[index].send_signal(signal.SIGTERM)
+    found = ended(running)
+    assert [code for code, *_ in found] == [EXIT_CODE, EXIT_CODE], found[0][2][-3000:]
+    (step,) = verified(tmp_path)
+    assert all(f"SIGTERM; step {step} is saved" in errors for *_, errors in found)
+    for before, (_, losses, _) in zip(seen, found, strict=True):
+        alike(losses_of(before) | losses, undisturbed)
+    assert [code for code, *_ in ended(start_two(tmp_path))] == [0, 0]
+
+
+def test_the_peer_of_a_killed_process_ends_and_a_restart_goes_on(tmp_path, undisturbed):
+    running = start_two(tmp_path)
+    until(running[0], "loss 3"), until(running[1], "loss 3")
+    running[1].kill()
+    begin = time.monotonic()
+    (code, _, errors), _ = ended(running)
+    assert code not in (0, EXIT_CODE) and time.monotonic() - begin < 45, errors[-3000:]
+    assert verified(tmp_path)[-1] >= 2
+    (code, losses, errors), _ = ended(start_two(tmp_path))
+    assert code == 0, errors[-3000:]
+    alike(losses, undisturbed)
+
+
+def test_a_process_that_hangs_ends_all(tmp_path):
+    found = ended(start_two(tmp_path, "--hang-at", 3, "--hang-in", 1, "--watchdog", 4))
+    assert all(code not in (0, EXIT_CODE) for code, *_ in found)
+    assert any("Timeout (0:00:04)!" in errors and "trainee.py" in errors for *_, errors in found)

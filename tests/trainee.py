@@ -1,5 +1,7 @@
 """A training run to be disturbed: python trainee.py DIRECTORY NUM_STEPS [options]. Prints a line for each step.
 
+It is one process, or one of those that the ZEROJAX variables tell of; each passes its own rows of the same batches.
+
 `loss STEP VALUE` is printed when the step is done and its save has begun, with all digits of the value.
 """
 
@@ -12,6 +14,7 @@ import sys
 import time
 
 import zerojax
+from zerojax import processes
 
 parser = argparse.ArgumentParser()
 parser.add_argument("directory")
@@ -26,15 +29,18 @@ parser.add_argument("--full-at", type=int, help="at this step nothing can be wri
 parser.add_argument("--hang-at", type=int, help="wait for ever after this step")
 parser.add_argument("--hang-in", type=int, default=0, help="in this process")
 parser.add_argument("--watchdog", type=float)
+parser.add_argument("--heartbeat", type=int, default=10)
 args = parser.parse_args()
 
 
 def main():
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(name)s: %(message)s")
     logging.getLogger("absl").setLevel(logging.ERROR)
+    own = zerojax.initialize(timeout_s=60, heartbeat_s=args.heartbeat)
     zerojax.simulate_devices(args.devices)
-    from test_checkpoints import adam, batch, create, loss
+    from test_checkpoints import ROWS, adam, batch, create, loss
 
+    rows = processes.own_rows(ROWS)
     zero = zerojax.Zero(zerojax.make_mesh(), args.stage, "bf16")
     state, step = zero.init(create, adam()), zero.train_step(loss)
     options = {"every": args.every, "keep": args.keep, "watchdog_s": args.watchdog}
@@ -43,7 +49,7 @@ def main():
     print("start", start, flush=True)
     whole = resource.getrlimit(resource.RLIMIT_FSIZE)
     for i in range(start, args.num_steps):
-        state, metrics = step(state, batch(i))
+        state, metrics = step(state, {name: a[rows] for name, a in batch(i).items()})
         if i + 1 == args.full_at:
             time.sleep(1)  # the last save ends
             resource.setrlimit(resource.RLIMIT_FSIZE, (64, whole[1]))
@@ -53,7 +59,7 @@ def main():
             resource.setrlimit(resource.RLIMIT_FSIZE, whole)
         print("loss", i + 1, float(metrics["loss"]).hex(), flush=True)
         time.sleep(args.slow)
-        if i + 1 == args.hang_at:
+        if i + 1 == args.hang_at and own.index == args.hang_in:
             signal.pause()
     if not args.no_close:
         checkpoints.close()

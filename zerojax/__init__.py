@@ -10,6 +10,7 @@ from zerojax.losses import chunked_cross_entropy
 from zerojax.mesh import make_mesh, simulate_devices
 from zerojax.models import Weighted
 from zerojax.precision import Precision
+from zerojax.processes import initialize
 from zerojax.promise import Promise
 from zerojax.report import Explanation
 from zerojax.state import TrainState
@@ -29,6 +30,7 @@ __all__ = [
     "__version__",
     "audit",
     "chunked_cross_entropy",
+    "initialize",
     "make_mesh",
     "simulate_devices",
 ]

@@ -128,6 +128,24 @@ def _draw(made: Any, memory_share: float | None, folder: Path) -> None:
         click.echo(f"{folder / 'timeline.png'}: one layer on the lanes of a device", err=True)
 
 
+@main.command(context_settings={"ignore_unknown_options": True})
+@click.option("-n", "--processes", "count", type=click.IntRange(1), required=True, help="How many.")
+@click.option("--devices", type=click.IntRange(1), help="Simulated CPU devices of each.  [default: the machine's]")
+@click.option("--timeout", "timeout_s", type=float, help="Seconds after which all are killed.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+def launch(count: int, devices: int | None, timeout_s: float | None, command: tuple[str, ...]) -> None:
+    """Run COMMAND as several processes on this machine, which `zerojax.initialize()` joins.
+
+    The exit code is the first that is not 0.
+    """
+    from zerojax.processes.launch import launch as run
+
+    try:
+        raise SystemExit(run(command, count, devices=devices, timeout_s=timeout_s))
+    except OSError as error:
+        raise click.ClickException(str(error)) from error
+
+
 @main.group()
 def checkpoint() -> None:
     """Look at checkpoints. No accelerator is needed."""

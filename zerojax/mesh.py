@@ -10,7 +10,7 @@ Axes, from the outermost in:
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -85,6 +85,16 @@ def data_axes(mesh: Mesh | AbstractMesh, shard: Sequence[str], replica: Sequence
     return Axes(tuple(shard), tuple(replica), size(shard), size(replica))
 
 
+def simulated(environ: Mapping[str, str], count: int) -> dict[str, str]:
+    """The variables that make a process see `count` CPU devices, where the others are those of `environ`."""
+    flags = [flag for flag in environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
+    return {
+        "JAX_PLATFORMS": "cpu",
+        "NPROC": str(max(24, 3 * count)),
+        "XLA_FLAGS": " ".join([*flags, f"--xla_force_host_platform_device_count={count}"]),
+    }
+
+
 def simulate_devices(count: int) -> None:
     """Makes JAX see `count` CPU devices in this process. Call it before anything asks for a device.
 
@@ -96,10 +106,7 @@ def simulate_devices(count: int) -> None:
     Raises:
         RuntimeError: JAX has already started with other devices.
     """
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["NPROC"] = str(max(24, 3 * count))
-    flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in f]
-    os.environ["XLA_FLAGS"] = " ".join([*flags, f"--xla_force_host_platform_device_count={count}"])
+    os.environ |= simulated(os.environ, count)
     jax.config.update("jax_platforms", "cpu")
     if jax.local_device_count() != count:
         raise RuntimeError(

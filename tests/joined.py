@@ -1,0 +1,62 @@
+"""One of several processes: says who it is and adds up the rows of all. Options break it: see test_launch.py."""
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+
+parser = argparse.ArgumentParser()
+for option in ("absent", "differ", "kill", "fail", "silent"):
+    parser.add_argument(f"--{option}", type=int, default=-1)
+parser.add_argument("--preempted", action="store_true")
+parser.add_argument("--timeout", type=int, default=30)
+parser.add_argument("--heartbeat", type=int, default=100)
+args = parser.parse_args()
+
+if args.absent == int(os.environ.get("ZEROJAX_PROCESS_ID", -2)):
+    sys.exit(0)
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+from jax.experimental import multihost_utils  # noqa: E402
+
+from zerojax import Zero, make_mesh, processes  # noqa: E402
+from zerojax.processes import join  # noqa: E402
+
+differs = args.differ == int(os.environ.get("ZEROJAX_PROCESS_ID", -2))
+if differs:
+    right = join.versions()
+    join.versions = lambda: {**right, "jax": "0.0"}
+config = {"lr": 0.2 if differs else 0.1, "layers": [1, 2]}
+own = processes.initialize(timeout_s=args.timeout, heartbeat_s=args.heartbeat, config=config)
+if args.fail == own.index:
+    raise KeyError("here")
+if args.silent == own.index:
+    time.sleep(60)
+if args.silent >= 0:
+    processes.agree({}, timeout_s=args.timeout)
+if args.preempted:
+    print("running", flush=True)
+    for step in range(600):
+        if multihost_utils.reached_preemption_sync_point(step):
+            sys.stdout.write(f"saved at {step}\n")
+            sys.exit(75)
+        time.sleep(0.1 + 0.05 * own.index)
+rows = processes.own_rows(8)
+batch = Zero(make_mesh(), 1).shard_batch(np.arange(8.0, dtype=np.float32)[rows])
+total = float(jax.jit(lambda a: a.sum())(batch))
+if args.kill == own.index:
+    os.kill(os.getpid(), signal.SIGKILL)
+if args.kill >= 0:
+    time.sleep(60)
+told = {
+    "count": own.count,
+    "index": own.index,
+    "found": own.found,
+    "devices": jax.device_count(),
+    "rows": [rows.start, rows.stop],
+    "sum": total,
+}
+sys.stdout.write(json.dumps(told) + "\n")  # in one piece: `print` would write the line's end by itself

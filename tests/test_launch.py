@@ -1,0 +1,293 @@
+"""Several real processes over loopback: they come together, agree, and end when one is missing, differs or fails."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+from zerojax import processes
+from zerojax.processes import detect, join
+from zerojax.processes.launch import environment, launch
+from zerojax.processes.rollcall import call_roll
+
+HERE = Path(__file__).parent
+SLURM = HERE.parent / "examples" / "launch" / "slurm.sh"
+JOINED = str(HERE / "joined.py")
+
+
+def free_port(low=0):
+    """A free port; from `low` on, if given."""
+    for port in range(low, 2**16) if low else [0]:
+        with socket.socket() as s:
+            try:
+                s.bind(("", port))
+            except OSError:
+                continue
+            return s.getsockname()[1]
+
+
+def joined(count, *args, **settings):
+    """Runs joined.py in `count` processes of two devices each."""
+    return launch([sys.executable, JOINED, *map(str, args)], count, **{"devices": 2, "timeout_s": 60, **settings})
+
+
+def python(text):
+    return [sys.executable, "-c", text]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_come_together(count, capfd):
+    assert joined(count) == 0
+    lines = capfd.readouterr().out.splitlines()
+    told = {line[1]: json.loads(line[4:]) for line in lines if line[3:].startswith(" {")}
+    rows = 8 // count
+    assert told == {
+        str(index): {
+            "count": count,
+            "index": index,
+            "found": "ZEROJAX",
+            "devices": 2 * count,
+            "rows": [index * rows, (index + 1) * rows],
+            "sum": 28.0,  # of the rows of all
+        }
+        for index in range(count)
+    }
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_missing_process_is_named_by_all_others(missing, capfd):
+    start = time.monotonic()
+    assert joined(3, "--absent", missing, "--timeout", 4) == 1
+    assert time.monotonic() - start < 20  # of these most is starting Python three times
+    errors = capfd.readouterr().err
+    for index in {0, 1, 2} - {missing}:
+        assert f"[{index}] TimeoutError: processes: process {missing} of 3 did not come within 4 s" in errors
+    assert "Check failure" not in errors  # no abort
+
+
+def test_a_difference_is_named_by_all(capfd):
+    assert joined(3, "--differ", 1) == 1
+    errors = capfd.readouterr().err
+    for index in range(3):
+        assert f"[{index}] ValueError: processes: they differ" in errors
+        assert f"[{index}]   got:      config['lr']: 0.1 in processes 0, 2; 0.2 in process 1" in errors
+        assert f'[{index}]             jax: "{jax.__version__}" in processes 0, 2; "0.0" in process 1' in errors
+    assert "layers" not in errors and "flax:" not in errors  # which agree
+    assert "Check failure" not in errors
+
+
+def test_a_killed_process_ends_the_others(capfd):
+    start = time.monotonic()
+    assert joined(2, "--kill", 1, "--heartbeat", 5, grace_s=30) == 128 + signal.SIGKILL
+    assert time.monotonic() - start < 25
+    errors = capfd.readouterr().err
+    assert "[0] 1" in errors.splitlines()  # JAX's list of the processes that it does not hear of
+    assert "unhealthy (stopped sending heartbeats)" in errors
+
+
+def test_a_process_that_raises_ends_at_once(capfd):
+    start = time.monotonic()
+    assert joined(2, "--fail", 1, grace_s=1) == 1
+    assert time.monotonic() - start < 20  # JAX alone has it wait for 300 s
+    assert "[1] KeyError: 'here'" in capfd.readouterr().err
+
+
+def test_a_process_that_does_not_call_agree_is_named(capfd):
+    assert joined(3, "--silent", 1, "--timeout", 3, grace_s=5) == 1
+    errors = capfd.readouterr().err
+    for index in (0, 2):
+        assert f"[{index}] TimeoutError: processes: process 1 did not call agree() within 3 s" in errors
+
+
+def test_all_save_at_the_same_step_and_end_after_sigterm():
+    command = [sys.executable, JOINED, "--preempted"]
+    text = f"import sys; from zerojax.processes.launch import launch; sys.exit(launch({command}, 2, devices=2))"
+    launcher = subprocess.Popen(python(text), stdout=subprocess.PIPE, text=True)
+    assert sorted(launcher.stdout.readline() for _ in range(2)) == ["[0] running\n", "[1] running\n"]
+    launcher.send_signal(signal.SIGTERM)
+    out, _ = launcher.communicate(timeout=30)
+    saved = [line[4:] for line in out.splitlines() if "saved at" in line]
+    assert len(saved) == 2 and saved[0] == saved[1]
+    assert launcher.returncode == 75
+
+
+def test_one_process_alone_starts_nothing(monkeypatch):
+    for name in ("ZEROJAX_COORDINATOR", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert processes.initialize(config={"lr": 0.1}) == (1, 0, None, "alone")
+    monkeypatch.setattr(os, "environ", environment("127.0.0.1:1", 1, 0, None))
+    assert processes.initialize() == (1, 0, None, "ZEROJAX")
+    assert processes.own_rows(8) == slice(0, 8)
+
+
+def test_too_late_is_refused(monkeypatch):
+    monkeypatch.setattr(os, "environ", environment("127.0.0.1:1", 2, 0, None))
+    with pytest.raises(RuntimeError, match=r"initialize\(\) comes too late\n  got:      JAX has started its devices"):
+        processes.initialize()
+
+
+@pytest.mark.parametrize("value", [object(), float("nan"), {1, 2}])
+def test_what_is_not_json_is_refused(value):
+    with pytest.raises(ValueError, match=r"processes: config\['what'\] is not JSON\n  got: .*\n  fix: "):
+        processes.agree({"what": value})
+
+
+def test_rows_that_do_not_divide_are_refused(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    with pytest.raises(ValueError, match=r"does not divide .*\n  got:      10 rows, 4 processes; 10 % 4 = 2"):
+        processes.own_rows(10)
+
+
+def roll(count, *callers, timeout_s=5.0, before=lambda port: None):
+    """What the roll call told each caller, given as (index, count that it says, seconds until it calls)."""
+    address, told = f"127.0.0.1:{free_port()}", {}
+
+    def call(number, index, says, delay):
+        time.sleep(delay)
+        told[number] = call_roll(address, says, index, timeout_s, address)
+
+    threads = [threading.Thread(target=call, args=(number, *caller)) for number, caller in enumerate(callers)]
+    for thread in threads:
+        thread.start()
+    before(int(address.split(":")[1]))
+    for thread in threads:
+        thread.join()
+    return [told[number] for number in range(len(callers))]
+
+
+def test_roll_call_waits_for_the_last():
+    assert roll(3, (1, 3, 0), (0, 3, 0.5), (2, 3, 1)) == [((), "")] * 3
+
+
+def test_roll_call_names_all_that_are_missing_when_the_first_ones_time_is_up():
+    start = time.monotonic()
+    assert roll(5, (1, 5, 0), (0, 5, 1.2), (3, 5, 1.4), timeout_s=2) == [((2, 4), "")] * 3
+    assert time.monotonic() - start < 2.8
+
+
+def test_roll_call_refuses_a_second_process_of_an_index_and_another_count():
+    told = roll(3, (0, 3, 0), (1, 3, 0.3), (1, 3, 0.8), (2, 4, 0.8), (2, 3, 1.5))
+    assert told[2].refused == "another process is process 1 already"
+    assert told[3].refused == "process 0 counts 3 processes; process 2 counts 4"
+    assert told[0] == told[1] == told[4] == ((), "")
+
+
+@pytest.mark.parametrize(("count", "missing"), [(3, (2,)), (4, (2, 3))])
+def test_roll_call_ignores_what_is_not_a_process_and_one_that_left(count, missing):
+    def disturb(port):
+        time.sleep(0.5)
+        for text in (b"", b"GET / HTTP/1.1\r\n\r\n", b"zerojax 7 %d 1.0\n" % count, b"zerojax 2 %d 9.0\n" % count):
+            with socket.create_connection(("127.0.0.1", port)) as s:
+                s.sendall(text)
+
+    assert roll(count, (0, count, 0), (1, count, 0), timeout_s=1.5, before=disturb) == [(missing, "")] * 2
+
+
+def test_a_taken_port_is_named(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        found = detect.Found("ZEROJAX", 2, 0, address, "deactivate")
+        monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", address)
+        with pytest.raises(RuntimeError, match=f"process 0 cannot listen on {address}\n  got: .*in use"):
+            join._await_all(found, 5)
+
+
+def test_launch_returns_the_first_exit_code_that_is_not_0(capfd):
+    text = (
+        "import os, time; i = int(os.environ['ZEROJAX_PROCESS_ID']); time.sleep([0, 1.5, 0.3][i]); exit([0, 3, 75][i])"
+    )
+    assert launch(python("print('fine')"), 2) == 0
+    assert launch(python(text), 3) == 75
+    assert launch(python("import os; os.kill(os.getpid(), 9)"), 1) == 128 + 9
+    assert launch(python("import time; time.sleep(60)"), 2, timeout_s=1) == 124
+
+
+def test_launch_kills_the_rest_after_a_while(capfd):
+    text = "import os, time; time.sleep(60 * int(os.environ['ZEROJAX_PROCESS_ID'])); exit(7)"
+    start = time.monotonic()
+    assert launch(python(text), 2, grace_s=1) == 7
+    assert 1 < time.monotonic() - start < 10
+
+
+def test_launch_says_who_printed_a_line(capfd):
+    text = "import sys; print('a\\nb', flush=True); print('oh', file=sys.stderr)"
+    assert launch(python(text), 2) == 0
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["[0] a", "[0] b", "[1] a", "[1] b"]
+    assert sorted(err.splitlines()) == ["[0] oh", "[1] oh"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_launch_forwards_signals(number):
+    child = "import signal, time; [signal.signal(n, lambda n, _: exit(n)) for n in (2, 15)]; print(1); time.sleep(60)"
+    text = "import sys; from zerojax.processes.launch import launch; "
+    text += f"sys.exit(launch([sys.executable, '-c', {child!r}], 2))"
+    launcher = subprocess.Popen(python(text), stdout=subprocess.PIPE, text=True)
+    assert sorted(launcher.stdout.readline() for _ in range(2)) == ["[0] 1\n", "[1] 1\n"]
+    launcher.send_signal(number)
+    assert launcher.wait(timeout=20) == number
+
+
+def test_launch_sets_what_the_processes_read(monkeypatch):
+    monkeypatch.setenv("ZEROJAX_CLUSTER", "slurm")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_force_host_platform_device_count=8")
+    own = environment("127.0.0.1:5", 3, 1, 4)
+    assert detect.detect(own)[:4] == ("ZEROJAX", 3, 1, "127.0.0.1:5")
+    assert own["XLA_FLAGS"] == "--xla_a=1 --xla_force_host_platform_device_count=4"
+    assert (own["JAX_PLATFORMS"], own["NPROC"]) == ("cpu", "24")
+    with pytest.raises(ValueError, match="launch: 0 processes"):
+        launch(["true"], 0)
+
+
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+for ((i = 0; i < FAKE_TASKS; i++)); do
+    SLURM_STEP_NODELIST=127.0.0.1 SLURM_NTASKS=$FAKE_TASKS SLURM_PROCID=$i SLURM_LOCALID=$i "$@" & tasks+=($!)
+done
+highest=0
+for task in "${tasks[@]}"; do wait "$task"; code=$?; ((code > highest)) && highest=$code; done
+exit $highest
+"""
+
+
+def run_slurm(tmp_path, *command):
+    """slurm.sh with a srun that starts two tasks here, and a scontrol that writes down what it is asked."""
+    for name, text in {"srun": SRUN, "scontrol": f'#!/bin/bash\necho "$@" >> {tmp_path}/asked\n'}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    job = free_port(2**16 - 2**12) - (2**16 - 2**12)  # JAX's port is the job's number above this
+    own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": str(job), "FAKE_TASKS": "2"}
+    simulated = {name: environment("", 1, 0, 2)[name] for name in ("JAX_PLATFORMS", "NPROC", "XLA_FLAGS")}
+    environ = {**os.environ, **simulated, **own}
+    done = subprocess.run(["bash", str(SLURM), *command], env=environ, capture_output=True, text=True, timeout=60)
+    asked = (tmp_path / "asked").read_text() if (tmp_path / "asked").exists() else ""
+    return done, asked.replace(str(job), "JOB")
+
+
+def test_slurm_script_is_bash():
+    assert subprocess.run(["bash", "-n", str(SLURM)]).returncode == 0
+
+
+def test_slurm_tasks_come_together(tmp_path):
+    done, asked = run_slurm(tmp_path, sys.executable, JOINED)
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert sorted((one["index"], one["count"], one["found"], one["sum"]) for one in told) == [
+        (0, 2, "slurm", 28.0),
+        (1, 2, "slurm", 28.0),
+    ]
+    assert asked == ""
+
+
+@pytest.mark.parametrize(("code", "asked"), [(75, "requeue JOB\n"), (1, "")])
+def test_slurm_job_is_requeued_when_it_has_saved(tmp_path, code, asked):
+    done, has_asked = run_slurm(tmp_path, "bash", "-c", f"exit {code}")
+    assert (done.returncode, has_asked) == (code, asked)
