@@ -111,6 +111,24 @@ def test_a_state_is_restored_onto_any_stage_and_mesh(saved, stage, num_devices, 
         assert float(metrics["loss"]) == pytest.approx(float(wanted["loss"]), rel=0.01)
 
 
+SETTINGS = [(stage, *at) for stage in range(4) for at in ((8, {}), (4, {}), (8, {"replica": 2}), (8, {"model": 2}))]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("stage", "num_devices", "mesh"), SETTINGS)
+def test_a_state_is_restored_over_every_pair_of_stage_and_mesh(tmp_path, stage, num_devices, mesh):
+    zero = setting(stage, num_devices=num_devices, **mesh)
+    state = zero.init(create, adam())
+    state, _ = zero.train_step(loss)(state, batch(0))
+    expected = digest_of(state)
+    with zero.checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state)
+    for other_stage, other_devices, other_mesh in SETTINGS:
+        other = setting(other_stage, num_devices=other_devices, **other_mesh)
+        with other.checkpoints(tmp_path) as checkpoints:
+            assert digest_of(checkpoints.resume(other.eval_init(create, adam()))[0]) == expected
+
+
 def test_compute_in_another_precision_goes_on_from_the_same_parameters(saved):
     directory, _, expected = saved
     zero = setting(1, "fp32")
@@ -223,11 +241,18 @@ def flip(file):
     file.write_bytes(bytes(content))
 
 
+def zero_a_page(file):
+    content = bytearray(file.read_bytes())
+    start = min(4096, len(content) // 2)
+    content[start : start + 4096] = bytes(len(content[start : start + 4096]))
+    file.write_bytes(bytes(content))
+
+
 def cut(file):
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-@pytest.mark.parametrize("damage", [flip, cut, lambda file: file.unlink()])
+@pytest.mark.parametrize("damage", [flip, zero_a_page, cut, lambda file: file.unlink()])
 def test_damaged_arrays_are_found_and_older_steps_stay_usable(copy, damage):
     damage(largest_file(copy))
     zero = setting()
@@ -431,6 +456,50 @@ def test_where_the_data_was_is_saved(tmp_path, where):
     assert store.steps(tmp_path) == [0]
     told = json.loads((tmp_path / "step_0" / "manifest" / "metadata").read_text())
     assert len(told["data"]) == 1
+
+
+class Shuffled:
+    """Rows of a set in another order each epoch; its state is where it is."""
+
+    def __init__(self, num_rows=3 * ROWS):
+        self.num_rows, self.epoch, self.at = num_rows, 0, 0
+
+    def __next__(self):
+        order = np.random.default_rng(self.epoch).permutation(self.num_rows)
+        rows = order[self.at : self.at + ROWS]
+        self.at += ROWS
+        if self.at == self.num_rows:
+            self.epoch, self.at = self.epoch + 1, 0
+        return rows
+
+    def get_state(self):
+        return {"epoch": self.epoch, "at": self.at}
+
+    def set_state(self, state):
+        self.epoch, self.at = state["epoch"], state["at"]
+
+
+@pytest.mark.parametrize("stop", [2, 3, 4])
+def test_a_run_that_resumes_in_the_middle_of_an_epoch_repeats_and_skips_no_row(tmp_path, stop):
+    """Before, at, and after the end of the first epoch."""
+    zero = setting(precision="fp32")
+    step = zero.train_step(loss)
+    seen = []
+
+    def go_on(until):
+        data = Shuffled()
+        with zero.checkpoints(tmp_path, every=1) as checkpoints:
+            state, start = checkpoints.resume(zero.init(create, adam()), data)
+            for i in range(start, until):
+                seen.extend(next(data))
+                state, metrics = step(state, batch(i))
+                checkpoints.update(state, metrics, data)
+
+    go_on(stop)
+    go_on(6)
+    whole = Shuffled()
+    assert seen == [row for _ in range(6) for row in next(whole)]
+    assert sorted(seen[: whole.num_rows]) == sorted(seen[whole.num_rows :]) == list(range(whole.num_rows))
 
 
 def test_data_of_another_number_of_processes_is_refused_where_it_differs():

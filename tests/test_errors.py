@@ -256,3 +256,33 @@ def test_unsupported_versions(installed):
 def test_supported_versions():
     versions.check()
     versions.check({"jax": "0.12.0", "flax": "0.12.8"})
+
+
+def test_memory_that_is_exhausted_is_told_term_by_term():
+    """What JAX raises is planted: simulated devices share the memory of the host."""
+    zero = zerojax.Zero(zerojax.make_mesh(), 2, "bf16")
+    state = zero.init(lambda key: {"w": jax.random.normal(key, (64, 64))}, optax.adam(1e-3))
+    step = zero.train_step(lambda params, batch: jnp.mean((batch["x"] @ params["w"]) ** 2), num_microbatches=2)
+    batch = {"x": np.ones((32, 64), np.float32)}
+    state, _ = step(state, batch)
+    (jitted,) = step._jitted.values()
+    said = ["RESOURCE_EXHAUSTED: Out of memory while trying to allocate 6442450944 bytes.", "INTERNAL: something else"]
+
+    class Full:
+        trace = jitted.trace
+
+        def __call__(self, *args):
+            raise jax.errors.JaxRuntimeError(said[0])
+
+    step._jitted = dict.fromkeys(step._jitted, Full())
+    with pytest.raises(MemoryError) as told:
+        step(state, batch)
+    text = str(told.value)
+    assert text.startswith("step: a device has no memory left\n  got:      RESOURCE_EXHAUSTED: Out of memory while")
+    assert "by formula, at stage 2 on 8 shards:" in text
+    for name in ("parameters", "optimizer state", "gradients", "sum"):
+        assert f"    {name} " in text
+    assert "2 x 4.096k" in text and "fix:      stage=3; keep='nothing'" in text and "num_microbatches=4" in text
+    said[0] = said[1]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        step(state, batch)

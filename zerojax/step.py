@@ -204,6 +204,10 @@ class Step:
         return self.trace(state, batch).lower(**kwargs)
 
 
+def _aval(a: Array) -> Any:
+    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding)
+
+
 class TrainStep(Step):
     """A `Step` that returns (state, metrics), and can be held against what it promises.
 
@@ -232,7 +236,20 @@ class TrainStep(Step):
         batch = shard_batch(self._setup, batch)
         if self._setting != "off":
             self._audit_once(state, batch)
-        return jitted(state, batch)
+        try:
+            return jitted(state, batch)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            raise self._exhausted(state, batch, error) from error
+
+    def _exhausted(self, state: TrainState, batch: Tree, error: Exception) -> MemoryError:
+        """With a table of what the step holds."""
+        from zerojax.plan import exhausted  # which stands on the modules of the plan: only where it is needed
+
+        program, avals = self._program(state.definition), jax.tree.map(_aval, state)
+        traced, batch = self.trace(avals, batch), self._abstract(batch)
+        return exhausted.explained(self._setup, avals, traced, batch, program.num_microbatches, program.prefetch, error)
 
     def _audit_once(self, state: TrainState, batch: Tree) -> None:
         """Before a program runs for the first time. It is compiled once: `jitted` finds it in JAX's cache."""
