@@ -146,6 +146,22 @@ def launch(count: int, devices: int | None, timeout_s: float | None, command: tu
         raise click.ClickException(str(error)) from error
 
 
+@main.command()
+@click.option(
+    "--checkpoints", type=click.Path(path_type=Path), help="A directory for checkpoints, to be looked at too."
+)
+def doctor(checkpoints: Path | None) -> None:
+    """Look for what keeps a run from starting, or from running where it should.
+
+    The exit code is 1 if something is wrong.
+    """
+    from zerojax import doctor
+
+    checks = doctor.diagnose(checkpoints)
+    _print(doctor.table(checks))
+    raise SystemExit(1 if any(each.verdict is doctor.Verdict.WRONG for each in checks) else 0)
+
+
 @main.group()
 def checkpoint() -> None:
     """Look at checkpoints. No accelerator is needed."""
