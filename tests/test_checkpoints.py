@@ -162,6 +162,8 @@ def test_a_part_is_restored(saved):
         state = checkpoints.restore(given, 4, only=("params/layers/*",))
         with pytest.raises(ValueError, match=r"only='nothing/\*' matches no leaf"):
             checkpoints.restore(state, 4, only=("nothing/*",))
+        with pytest.raises(ValueError, match=r"no step 3 in .*\n  got:      2, 4\n"):
+            checkpoints.restore(state, 3)
         with pytest.raises(ValueError, match="is not read, and the state has only its aval"):
             checkpoints.restore(zero.eval_init(create, adam()), 4, only=("params/*",))
     after = digest_of(state)

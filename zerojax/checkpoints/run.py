@@ -206,8 +206,13 @@ class Checkpoints:
         Raises:
             CheckpointCorrupted: what is on disk is not what was saved.
             CheckpointMismatch: what was saved is not a state like this one.
-            ValueError: a glob that matches nothing.
+            ValueError: a step that is not there, or a glob that matches nothing.
         """
+        if step not in (there := self.steps()):
+            raise ValueError(
+                f"checkpoint: no step {step} in {self.directory}\n"
+                f"  got:      {', '.join(map(str, there)) or 'none'}\n  fix:      one of these"
+            )
         where = str(store.folder(self.directory, step))
         saved = store.read_manifest(self.directory, step)
         avals = contents.arrays(contents.avals(state))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,7 @@ Array = Any
 log = logging.getLogger("zerojax")
 _PREFIX, _ARRAYS, _MANIFEST = "step", "arrays", "manifest"
 _MARK = "commit_success.txt"  # Orbax writes it last
+_CHUNK_BYTES, _LEAST_CHUNK_BYTES = 2**24, 2**16  # guesses: some MiB are read at the rate of the disk
 _CONCURRENT_GB = 1  # of the arrays that are on their way through host memory when a state is read
 
 
@@ -60,7 +62,11 @@ class Store:
             Exception: what went wrong with this save, or with the one before that was still under way.
         """
         self._manager = self._manager or self._open()
-        items = {_ARRAYS: ocp.args.PyTreeSave(dict(arrays)), _MANIFEST: ocp.args.JsonSave(to_json(manifest))}
+        how = {path: _chunks(a) for path, a in arrays.items()}
+        items = {
+            _ARRAYS: ocp.args.PyTreeSave(dict(arrays), save_args=how),
+            _MANIFEST: ocp.args.JsonSave(to_json(manifest)),
+        }
         self._manager.save(manifest.step, args=ocp.args.Composite(**items), force=True)
 
     def check(self) -> None:
@@ -80,6 +86,17 @@ class Store:
     def close(self) -> None:
         if self._manager:
             self._manager.close()
+
+
+def _chunks(a: Array) -> ocp.SaveArgs:
+    """How a shard is divided on disk, where a chunk is the least that can be read.
+
+    A stack has a chunk for each layer: who reads it from the first element to the last (`pieces`) would hold all of it,
+    if its chunks went through all layers.
+    """
+    shard = a.sharding.shard_shape(a.shape)
+    is_stack = len(shard) > 2 and math.prod(shard[1:]) * a.dtype.itemsize >= _LEAST_CHUNK_BYTES
+    return ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=(0,) if is_stack else ())
 
 
 def folder(directory: Path, step: int) -> Path:

@@ -1,0 +1,211 @@
+"""What checkpoints cost: a step beside a save, a restore beside reading the same bytes, and the memory of the host.
+
+    python scripts/bench_checkpoints.py [--width 1024] [--layers 16] [--json FILE]
+
+On eight simulated devices of one process. Times are medians of pairs that alternate in one run: a step while a save is
+under way over one while none is. Memory is the largest resident size of a fresh process over what it had before, as a
+multiple of the bytes of all shards of the process (which here are the whole state) and of the largest shard.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+DEVICES = 8
+
+
+def arguments(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--part", choices=PARTS, help="one part, in this process; prints JSON")
+    parser.add_argument("--directory", type=Path, help="(of a part)")
+    return parser.parse_args(argv)
+
+
+def setting(args):
+    """(zero, create, optimizer, loss, batch)."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    import zerojax
+
+    zerojax.simulate_devices(DEVICES)
+    create = lambda key: {"layers": jax.random.normal(key, (args.layers, args.width, args.width)) / args.width**0.5}
+
+    def loss(params, batch):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], params["layers"])
+        return jnp.mean(x**2)
+
+    zero = zerojax.Zero(zerojax.make_mesh(), 3, "bf16", stacked=("layers",))
+    batch = {"x": np.random.default_rng(0).normal(size=(128, args.width)).astype(np.float32)}
+    return zero, create, optax.adamw(1e-3), loss, batch
+
+
+class Memory:
+    """The largest resident size while it lasts, over that before, in bytes."""
+
+    def __enter__(self):
+        ctypes.CDLL(None).malloc_trim(0)  # what was freed before goes back to the system
+        self.before = self.most = resident()
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self.watch)
+        self.thread.start()
+        return self
+
+    def watch(self):
+        while not self.ended.wait(0.005):
+            self.most = max(self.most, resident())
+
+    def __exit__(self, *_):
+        self.ended.set()
+        self.thread.join()
+        self.num_bytes = self.most - self.before
+
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def sizes(state):
+    import jax
+
+    shards = [
+        shard.data.nbytes
+        for leaf in jax.tree.leaves((state.master, state.opt_state))
+        for shard in leaf.addressable_shards
+    ]
+    return {"saved_bytes": sum(shards), "largest_shard_bytes": max(shards)}
+
+
+def save(args):
+    import jax
+
+    zero, create, tx, loss, batch = setting(args)
+    state, step = zero.init(create, tx), zero.train_step(loss)
+    times = {"beside a save": [], "alone": []}
+    for _ in range(2):
+        state, _ = jax.block_until_ready(step(state, batch))
+    with zero.checkpoints(args.directory, keep=1) as checkpoints:
+        checkpoints.save(state)  # compiles the digests
+        checkpoints._end_last()
+
+        def timed(kind):
+            nonlocal state
+            begin = time.perf_counter()
+            state, _ = jax.block_until_ready(step(state, batch))
+            times[kind].append(time.perf_counter() - begin)
+
+        blocked, memory = [], []
+        for _ in range(args.rounds):
+            timed("alone")
+            with Memory() as held:
+                begin = time.perf_counter()
+                checkpoints.save(state)
+                blocked.append(time.perf_counter() - begin)
+                timed("beside a save")
+                checkpoints._end_last()
+            memory.append(held.num_bytes)
+    medians = {kind: statistics.median(each) for kind, each in times.items()}
+    ratio = statistics.median(a / b for a, b in zip(times["beside a save"], times["alone"], strict=True))
+    found = {"step_s": medians, "step_ratio": ratio, "blocked_s": statistics.median(blocked)}
+    return found | {"save_bytes": max(memory), **sizes(state)}
+
+
+def restore(args):
+    import jax
+
+    zero, create, tx, _, _ = setting(args)
+    avals = zero.eval_init(create, tx)
+    with zero.checkpoints(args.directory) as checkpoints:
+        state, _ = checkpoints.resume(avals)  # compiles the digests
+        times = []
+        for _ in range(args.rounds):
+            jax.tree.map(lambda a: a.delete(), state)
+            with Memory() as held:
+                begin = time.perf_counter()
+                state, _ = jax.block_until_ready(checkpoints.resume(avals))
+                times.append([time.perf_counter() - begin])
+            begin = time.perf_counter()
+            for file in args.directory.rglob("*"):
+                if file.is_file():
+                    file.read_bytes()
+            times[-1].append(time.perf_counter() - begin)
+    ratio = statistics.median(ours / read for ours, read in times)
+    on_devices = sizes(state)["saved_bytes"]  # simulated devices have theirs in the memory of the host
+    params = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
+    median = [statistics.median(each) for each in zip(*times, strict=True)]
+    return {"restore_s": median[0], "read_s": median[1], "restore_ratio": ratio,
+            "restore_bytes": held.num_bytes - on_devices - params}  # fmt: skip
+
+
+def export(args):
+    from zerojax.checkpoints import store
+    from zerojax.exchange.parameters import export
+
+    step = store.steps(args.directory)[-1]
+    with tempfile.TemporaryDirectory() as folder, Memory() as held:
+        begin = time.perf_counter()
+        export(args.directory, step, folder, dtype="bfloat16")
+        seconds = time.perf_counter() - begin
+    return {"export_s": seconds, "export_bytes": held.num_bytes}
+
+
+PARTS = {"save": save, "restore": restore, "export": export}
+
+
+def main():
+    args = arguments()
+    if args.part:
+        print(json.dumps(PARTS[args.part](args)))
+        return
+    found = {}
+    with tempfile.TemporaryDirectory() as directory:
+        for part in PARTS:
+            shapes = ["--width", args.width, "--layers", args.layers, "--rounds", args.rounds]
+            command = [sys.executable, __file__, "--part", part, "--directory", directory, *shapes]
+            environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+            ended = subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE, text=True, env=environ)
+            found |= json.loads(ended.stdout.splitlines()[-1])
+    show(found)
+    if args.json:
+        Path(args.json).write_text(json.dumps(found, indent=2))
+
+
+def show(found):
+    from rich.console import Console
+    from rich.table import Table
+
+    mib = lambda name: f"{found[name] / 2**20:,.0f} MiB"
+    times = lambda name: (
+        f"{mib(name)}: {found[name] / found['saved_bytes']:.2f} of the state, "
+        + (f"{found[name] / found['largest_shard_bytes']:.1f} largest shards")
+    )
+    table = Table(title=f"A state of {mib('saved_bytes')} on {DEVICES} simulated devices", show_header=False)
+    table.add_row("a step beside a save, over one alone", f"{found['step_ratio']:.2f}")
+    table.add_row("a save holds up the loop", f"{found['blocked_s'] * 1e3:,.0f} ms")
+    table.add_row("host memory of a save", times("save_bytes"))
+    table.add_row("a restore, over reading its files", f"{found['restore_ratio']:.2f}, {found['restore_s']:.2f} s")
+    table.add_row("host memory of a restore, beside the state", times("restore_bytes"))
+    table.add_row("an export of the parameters", f"{found['export_s']:.2f} s")
+    table.add_row("host memory of an export", times("export_bytes"))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
