@@ -263,6 +263,8 @@ def test_damaged_arrays_are_found_and_older_steps_stay_usable(copy, damage):
             checkpoints.resume(zero.init(create, adam()))
         state, start = checkpoints.resume(zero.init(create, adam()), fallback=True)
     assert start == 2 and int(state.step) == 2
+    assert store.steps(copy) == [2] and len(list(copy.glob("aside_step_4_*"))) == 1
+    assert len(train(setting(), copy, 6)[0]) == 4 and store.steps(copy) == [2, 4, 6]
 
 
 def test_a_flipped_bit_in_any_file_is_found_or_changes_nothing(copy, saved):
@@ -416,6 +418,27 @@ def test_a_failed_save_is_reported_and_the_second_ends_the_run(tmp_path, monkeyp
         )
         monkeypatch.setattr(store.Store, "save", saving)
     assert store.steps(tmp_path) == [1, 3]
+
+
+def test_a_last_save_that_fails_is_no_success(tmp_path, monkeypatch):
+    zero = setting()
+    state, step = zero.init(create, adam()), zero.train_step(loss)
+    monkeypatch.setattr(store.Store, "save", lambda *args: [][0])
+    with (
+        pytest.raises(RuntimeError, match="the last save failed: list index"),
+        zero.checkpoints(tmp_path) as checkpoints,
+    ):
+        checkpoints.save(step(state, batch(0))[0])
+
+
+def test_a_step_that_is_there_already_is_set_aside(copy, caplog):
+    """Of a run that goes on from an older step of its own choice, or whose save did not end."""
+    zero = setting()
+    (copy / "step_4" / "commit_success.txt").unlink()
+    with zero.checkpoints(copy) as checkpoints:
+        state = checkpoints.restore(zero.init(create, adam()), 2)
+        checkpoints.save(dataclasses.replace(state, step=jnp.int32(4)))
+    assert store.steps(copy) == [2, 4] and "step_4 is set aside as aside_step_4_" in caplog.text
 
 
 def test_a_state_that_is_not_finite_is_never_saved(tmp_path):

@@ -8,6 +8,7 @@ import fcntl
 import logging
 import os
 import socket
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
@@ -28,8 +29,6 @@ from zerojax.state import TrainState
 log = logging.getLogger("zerojax")
 _PACKAGES = ("zerojax", "jax", "flax", "optax", "orbax-checkpoint")
 _MOST_FAILURES = 2
-
-
 _open: set[Checkpoints] = set()  # also those that the script has no name for any more
 
 
@@ -39,8 +38,9 @@ def _close_all() -> None:
         try:
             checkpoints.close()
         except BaseException:
-            log.exception("checkpoint: the last save failed")
+            log.exception("checkpoint: a save failed when the script had ended")
             logging.shutdown()
+            sys.stdout.flush()
             os._exit(1)  # an exception would not change the exit code here
 
 
@@ -99,6 +99,7 @@ class Checkpoints:
         self._exit.callback(self._store.close)
         self._calls, self._failures, self._under_way = 0, 0, None
         self._saved: int | None = None
+        self._unreported: Exception | None = None  # of the last save, but in the log
         self._health, self._watchdog_s = Health(most_skipped, spike), watchdog_s
         self._preemption = Preemption()
         self._exit.callback(self._preemption.close)
@@ -125,6 +126,8 @@ class Checkpoints:
         _open.discard(self)
         with self._exit:
             self._end_last()
+            if self._unreported:
+                raise RuntimeError(f"checkpoint: the last save failed: {self._unreported}") from self._unreported
             self._health.finish()
 
     def steps(self) -> list[int]:
@@ -138,7 +141,7 @@ class Checkpoints:
             state: of `init`, which is donated, or of `eval_init` where something was saved. The checkpoint may be of
                 another stage, mesh, number of processes and precision of compute.
             data: an iterator with `get_state` and `set_state`: it is set to where it was.
-            fallback: goes back to the newest step that is whole, if the newest is not.
+            fallback: goes back to the newest step that is whole, if the newest is not. Newer ones are renamed.
 
         Raises:
             CheckpointCorrupted: the newest step is damaged; with `fallback`, all of them are.
@@ -160,6 +163,8 @@ class Checkpoints:
                 state = avals
             else:
                 self._calls, self._saved = step, step
+                if errors:
+                    self._store.set_aside(newer for newer in steps if newer > step)
                 return restored, step
         told = "\n  ".join(error.splitlines()[0] for error in errors)
         raise CheckpointCorrupted(f"checkpoint: no step of {self.directory} is whole\n  {told}")
@@ -255,6 +260,8 @@ class Checkpoints:
     def _end(self, state: TrainState, data: Any) -> None:
         self.save(state, data)
         self._end_last()
+        if self._unreported:
+            raise RuntimeError(f"checkpoint: SIGTERM, and the save failed: {self._unreported}") from self._unreported
         log.warning("checkpoint: SIGTERM; step %s is saved, the run ends with exit code %d", self._saved, EXIT_CODE)
         raise SystemExit(EXIT_CODE)
 
@@ -303,7 +310,7 @@ class Checkpoints:
         with self._reporting():
             self._store.finish()
             if self._under_way is not None:
-                self._failures, self._saved, self._under_way = 0, self._under_way, None
+                self._failures, self._saved, self._under_way, self._unreported = 0, self._under_way, None, None
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -316,10 +323,12 @@ class Checkpoints:
             self._store.give_up()
             told = f"checkpoint: the save of step {step} in {self.directory} failed"
             if self._failures >= _MOST_FAILURES:
+                self._unreported = None
                 raise RuntimeError(
                     f"{told}, and so did the one before it\n  got:      {error}\n"
                     f"  fix:      space and rights in {self.directory}; the newest step there is {self._newest()}"
                 ) from error
+            self._unreported = error
             log.error("%s: %s", told, error)
 
     def _newest(self) -> int | None:

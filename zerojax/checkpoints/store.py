@@ -13,13 +13,15 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 from zerojax.checkpoints.manifest import CheckpointCorrupted, Leaf, Manifest, from_json, to_json
 
@@ -61,6 +63,8 @@ class Store:
         Raises:
             Exception: what went wrong with this save, or with the one before that was still under way.
         """
+        if folder(self.directory, manifest.step).exists():
+            self.set_aside([manifest.step])
         self._manager = self._manager or self._open()
         how = {path: _chunks(a) for path, a in arrays.items()}
         items = {
@@ -68,6 +72,19 @@ class Store:
             _MANIFEST: ocp.args.JsonSave(to_json(manifest)),
         }
         self._manager.save(manifest.step, args=ocp.args.Composite(**items), force=True)
+
+    def set_aside(self, steps: Iterable[int]) -> None:
+        """Renames steps that the run does not go on from, so that they can be saved again. Nothing is deleted."""
+        if jax.process_index() == 0:
+            for step in steps:
+                path = folder(self.directory, step)
+                aside = path.with_name(f"aside_{path.name}_{time.time_ns()}")
+                log.warning("checkpoint: %s is set aside as %s", path, aside.name)
+                path.rename(aside)
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("zerojax: steps are set aside")
+        self.close()
+        self._manager = None  # it has a list of the steps
 
     def check(self) -> None:
         """Raises what went wrong with a save in the background."""
