@@ -45,15 +45,14 @@ class Candidate(NamedTuple):
     def data(self) -> dict[str, Any]:
         """By formula, and under 'plan' what the compiler makes of it."""
         told = self._replace(settings=dataclasses.asdict(self.settings), plan=self.plan and self.plan.data())
-        return told._asdict() | {"step_s": self.step_s, "reason": self.reason, "python": self.settings.python()}
+        return told._asdict() | {"step_s": self.step_s, "bound": self.bound, "python": self.settings.python()}
 
     @property
-    def reason(self) -> str:
+    def bound(self) -> str:
+        """What takes longest, by formula."""
         if not self.fits or (self.plan is not None and not self.plan.fits):
             return "does not fit"
-        waits = "computes" if self.compute_s >= self.link_s else "sends"
-        again = "; computes layers again" if _COMPUTED_AGAIN[self.settings.keep] else ""
-        return f"{waits} longest: {self.compute_s * 1e3:,.0f} ms of products, {self.link_s * 1e3:,.0f} of links{again}"
+        return "products" if self.compute_s >= self.link_s else "links"
 
 
 class Ranking(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from rich import box
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
@@ -38,31 +39,29 @@ def render(plan: Plan, formulas: bool = False) -> Group:
 
 def render_ranking(ranking: Ranking, shown: int = 12) -> Group:
     """What `search` found: the first of them, and the calls that build the winner."""
-    gib = lambda c: _gib(c.plan.peak_bytes if c.plan else c.peak_bytes)
-    speed = lambda c: f"{c.plan.throughput.tokens_per_device_s:,.0f}" if c.plan and c.plan.throughput else ""
-    level = lambda c: "compiled" if c.plan else "formula"
+    everyone = [*ranking.candidates[:shown], ranking.naive]
+    replicated = any(c.settings.replica > 1 for c in everyone)
+    table = Table(
+        title=f"{ranking.what} on {ranking.cluster.target}: the fastest of {len(ranking.candidates)} settings",
+        caption="ms of a step; those with tokens/s (of a device) as compiled, the others by formula",
+        title_justify="left", caption_justify="left", title_style="bold", box=box.SIMPLE, pad_edge=False,
+    )  # fmt: skip
+    columns = ["", "stage", "keep", "rows", *(["replica"] if replicated else []), "GiB", "ms", "tokens/s", ""]
+    for k, column in enumerate(columns):
+        table.add_column(column, justify="left" if k in (0, len(columns) - 1) else "right", no_wrap=True)
 
     def row(c: Candidate, name: str) -> list[str]:
-        s = c.settings
+        s, compiled = c.settings, c.plan
+        speed = f"{compiled.throughput.tokens_per_device_s:,.0f}" if compiled and compiled.throughput else ""
+        peak = _gib(compiled.peak_bytes if compiled else c.peak_bytes)
+        replica = [str(s.replica)] if replicated else []
         rows = f"{s.rows} x {s.num_microbatches}"
-        return [
-            name,
-            str(s.stage),
-            s.keep,
-            rows,
-            str(s.replica),
-            gib(c),
-            f"{c.step_s * 1e3:,.0f}",
-            speed(c),
-            level(c),
-            c.reason,
-        ]
+        return [name, str(s.stage), s.keep, rows, *replica, peak, f"{c.step_s * 1e3:,.0f}", speed, c.bound]
 
-    rows = [row(c, str(i + 1)) for i, c in enumerate(ranking.candidates[:shown])]
-    rows.append(row(ranking.naive, "naive"))
-    columns = ["stage", "keep", "rows", "replica", "GiB", "ms a step", "tokens/s a device", "level", "how"]
-    title = f"{ranking.what} on {ranking.cluster.target}: the fastest of {len(ranking.candidates)} settings"
-    parts: list = [_table(title, "", columns, rows), Text()]
+    for k, candidate in enumerate(everyone[:-1]):
+        table.add_row(*row(candidate, str(k + 1)))
+    table.add_row(*row(ranking.naive, "naive"))
+    parts: list = [table]
     winner = ranking.winner
     if winner is None:
         return Group(*parts, Text("none of the fastest fits as compiled", style="bold red"))
@@ -108,7 +107,8 @@ def _table(title: str, first: str, columns: Iterable[str], rows: Iterable[Iterab
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column(first)
     for column in columns:
-        table.add_column(column, justify="left" if column == "how" else "right")
+        is_text = column == "how"  # what gives way where the terminal is narrow
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text)
     for row in rows:
         table.add_row(*row)
     return table
