@@ -58,8 +58,10 @@ class Checkpoints:
                 checkpoints.update(state, metrics)
 
     Leaving the block waits for the save that is under way, also after an exception, which is what is then raised. Where
-    there is no block, the end of the process waits; from Python 3.12 on it cannot, and the exit code is 1. SIGTERM, in any process, saves the state and ends all of them with
-    exit code `EXIT_CODE`, 75; a handler that was set before or is set later is called too.
+    there is no block, the end of the process waits; from Python 3.12 on it cannot, and the exit code is 1.
+
+    SIGTERM, in any process, saves the state and ends all of them with exit code `EXIT_CODE`, 75; a handler that was set
+    before or is set later is called too.
 
     Args:
         setup: of the Zero.
