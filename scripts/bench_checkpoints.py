@@ -103,7 +103,7 @@ def save(args):
         state, _ = jax.block_until_ready(step(state, batch))
     with zero.checkpoints(args.directory, keep=1) as checkpoints:
         checkpoints.save(state)  # compiles the digests
-        checkpoints._end_last()
+        checkpoints.wait()
 
         def timed(kind):
             nonlocal state
@@ -119,7 +119,7 @@ def save(args):
                 checkpoints.save(state)
                 blocked.append(time.perf_counter() - begin)
                 timed("beside a save")
-                checkpoints._end_last()
+                checkpoints.wait()
             memory.append(held.num_bytes)
     medians = {kind: statistics.median(each) for kind, each in times.items()}
     ratio = statistics.median(a / b for a, b in zip(times["beside a save"], times["alone"], strict=True))

@@ -605,6 +605,29 @@ def scaled(i, value):
     return {**batch(i), "scale": np.full((ROWS,), value, np.float32)}
 
 
+@pytest.mark.parametrize("abstract", [False, True])
+def test_keys_of_another_generator_come_back_as_such(tmp_path, abstract):
+    zero = setting()
+    state = zero.init(create, adam())
+    state = dataclasses.replace(state, key=jax.device_put(jax.random.key(5, impl="rbg"), state.key.sharding))
+    words, avals = np.asarray(jax.random.key_data(state.key)), contents.avals(state)
+    with zero.checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state)
+        checkpoints.wait()
+        again, _ = checkpoints.resume(avals if abstract else state)
+    assert again.key.dtype == avals.key.dtype
+    np.testing.assert_array_equal(np.asarray(jax.random.key_data(again.key)), words)
+
+
+def test_a_first_update_that_is_skipped_is_logged(tmp_path, caplog):
+    zero, state, step = guarded_step()
+    with zero.checkpoints(tmp_path) as guarded:
+        state, _ = guarded.resume(state)
+        state, metrics = step(state, scaled(0, np.nan))
+        guarded.update(state, metrics)
+    assert "step 1: a gradient was not finite; the update was skipped, 1 so far" in caplog.text
+
+
 def test_skipped_updates_are_logged_and_too_many_in_a_row_end_the_run(tmp_path, caplog):
     zero, state, step = guarded_step()
     bad = [False, True, True, False, True, True, True, True]
@@ -652,3 +675,18 @@ def test_sigterm_saves_and_ends_with_a_code_of_its_own(tmp_path, handler, when):
     assert ended.value.code == EXIT_CODE == 75 and store.steps(tmp_path) == [3]
     assert called == ([] if when == "never" else [signal.SIGTERM])
     assert signal.getsignal(signal.SIGTERM) is (mine if when != "never" else signal.SIG_DFL)
+
+
+def test_a_handler_that_calls_the_one_before_it_is_called_once(tmp_path, handler):
+    """As handlers should; set later, it calls ours, which calls it."""
+    called = []
+    zero, state, step = guarded_step()
+    with pytest.raises(SystemExit) as ended, zero.checkpoints(tmp_path, every=100) as guarded:
+        ours = signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, lambda number, frame: (called.append(number), ours(number, frame)))
+        for i in range(4):
+            state, metrics = step(state, scaled(i, 1))
+            if i == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            guarded.update(state, metrics)
+    assert ended.value.code == EXIT_CODE and called == [signal.SIGTERM]

@@ -121,6 +121,13 @@ def test_parameters_are_cast_and_divided_into_files(saved, tmp_path):
     np.testing.assert_array_equal(np.asarray(state.master["odd"]), narrow)
 
 
+def test_of_many_leaves_that_do_not_fit_the_rest_is_counted(tmp_path):
+    save_file({"other": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
+    many = lambda key: {f"w{i}": jax.random.normal(key, (8,)) for i in range(45)}
+    with pytest.raises(CheckpointMismatch, match=r"there is no w\d+\n  \.\.\. and 5 more$"):
+        parameters.load(setting().init(many, adam()), tmp_path)
+
+
 def test_files_that_do_not_fit_are_told_by_leaf(tmp_path):
     arrays = {"layers.0.w": np.zeros((32, 16), np.float32), "odd": np.zeros(7, np.float32)}
     save_file(arrays, tmp_path / "model.safetensors")

@@ -87,6 +87,7 @@ def killed_at_random(directory, rng, *options):
         kills += process.returncode != 0
         losses |= losses_of(seen + output)
         assert verified(directory) or max(losses) <= 1
+    assert kills
     return losses, kills
 
 
@@ -177,6 +178,29 @@ def test_two_processes_write_one_checkpoint_that_one_process_reads(tmp_path, und
     alike(first, undisturbed)
     assert verified(tmp_path) == [6, 7, 8]
     assert run(tmp_path, num_steps=STEPS + 1)[0].keys() == {STEPS + 1}
+
+
+def test_each_of_two_processes_finds_where_its_data_was(tmp_path):
+    """One process, to which they cannot both be given, is refused."""
+    stopped = start_two(tmp_path, "--data", "--slow", 0.1)
+    [until(process, "loss 3") for process in stopped]
+    [process.kill() for process in stopped]
+    [process.communicate() for process in stopped]
+    found = ended(start_two(tmp_path, "--data"))
+    assert [code for code, *_ in found] == [0, 0], found[0][2][-3000:]
+    _, errors = run(tmp_path, "--data", code=1, num_steps=STEPS + 1)
+    assert "the different states of 2 processes, now there are 1" in errors
+
+
+def test_a_step_that_is_there_already_is_set_aside_by_two_processes(tmp_path, undisturbed):
+    run(tmp_path, "--keep", 100, num_steps=4)
+    for step in 3, 4:
+        (tmp_path / f"step_{step}" / "commit_success.txt").unlink()
+    (code, losses, errors), (other, *_) = ended(start_two(tmp_path, "--keep", 100))
+    assert code == other == 0, errors[-3000:]
+    assert min(losses) == 3 and verified(tmp_path) == list(range(1, STEPS + 1))
+    alike(losses, undisturbed)
+    assert len(list(tmp_path.glob("aside_step_*"))) == 2
 
 
 @pytest.mark.parametrize("index", [0, 1])

@@ -52,21 +52,23 @@ def test_a_gather_beside_a_product():
     assert time(DOT) == pytest.approx((7 + addition, 2 + addition, 2, 7))
 
 
+BODY = f"""
+%full = bf16[1024,1024] bitcast(%w)
+%shard = bf16[128,1024] slice(%full), slice={{[0:128], [0:1024]}}
+%start = (bf16[128,1024], bf16[1024,1024]) all-gather-start(%shard), {GROUPS}, dimensions={{0}}
+%beside = bf16[1024,1024] dot(%full, %full), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+%done = bf16[1024,1024] all-gather-done(%start)
+%after = bf16[1024,1024] dot(%done, %done), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+ROOT %next = {CARRY} tuple(%i, %w)
+"""
+
+
 def test_a_gather_beside_a_product_in_a_loop():
     """In each iteration a gather, beside a product, and a product that waits for it."""
-    body = f"""
-        %full = bf16[1024,1024] bitcast(%w)
-        %shard = bf16[128,1024] slice(%full), slice={{[0:128], [0:1024]}}
-        %start = (bf16[128,1024], bf16[1024,1024]) all-gather-start(%shard), {GROUPS}, dimensions={{0}}
-        %beside = bf16[1024,1024] dot(%full, %full), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
-        %done = bf16[1024,1024] all-gather-done(%start)
-        %after = bf16[1024,1024] dot(%done, %done), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
-        ROOT %next = {CARRY} tuple(%i, %w)
-    """
     slicing = 2 * 2 / 8 / 6
     for trips in (1, 2, 5):
         expected = (slicing + 7 + 2, slicing + 2 + 2, 2 + 2, 7)
-        assert times(loop(body, trips)) == pytest.approx([trips * seconds for seconds in expected])
+        assert times(loop(BODY, trips)) == pytest.approx([trips * seconds for seconds in expected])
 
 
 def test_a_real_backward_pass():
@@ -159,17 +161,6 @@ def test_what_it_takes_to_start():
     assert found.busy_s[INSIDE_HOST] == pytest.approx(1 + 7 * 0.5 + 7)
     assert found.busy_s[STARTS] == 0.5
     assert found.step_s == pytest.approx(11.5 + 4 / 6 + 0.25)
-
-
-BODY = f"""
-%full = bf16[1024,1024] bitcast(%w)
-%shard = bf16[128,1024] slice(%full), slice={{[0:128], [0:1024]}}
-%start = (bf16[128,1024], bf16[1024,1024]) all-gather-start(%shard), {GROUPS}, dimensions={{0}}
-%beside = bf16[1024,1024] dot(%full, %full), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
-%done = bf16[1024,1024] all-gather-done(%start)
-%after = bf16[1024,1024] dot(%done, %done), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
-ROOT %next = {CARRY} tuple(%i, %w)
-"""
 
 
 @pytest.mark.parametrize("trips", [1, 2, 5])

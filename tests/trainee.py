@@ -28,9 +28,24 @@ parser.add_argument("--no-close", action="store_true", help="end without closing
 parser.add_argument("--full-at", type=int, help="at this step nothing can be written")
 parser.add_argument("--hang-at", type=int, help="wait for ever after this step")
 parser.add_argument("--hang-in", type=int, default=0, help="in this process")
+parser.add_argument("--data", action="store_true", help="with an iterator, which differs between processes")
 parser.add_argument("--watchdog", type=float)
 parser.add_argument("--heartbeat", type=int, default=10)
 args = parser.parse_args()
+
+
+class Data:
+    """Where this process is in its part of the data."""
+
+    def __init__(self, index):
+        self.index, self.at = index, 0
+
+    def get_state(self):
+        return {"process": "x" * self.index + str(self.index), "at": self.at}  # of different lengths
+
+    def set_state(self, state):
+        assert state["process"] == "x" * self.index + str(self.index), state
+        self.at = state["at"]
 
 
 def main():
@@ -45,7 +60,9 @@ def main():
     state, step = zero.init(create, adam()), zero.train_step(loss)
     options = {"every": args.every, "keep": args.keep, "watchdog_s": args.watchdog}
     checkpoints = zero.checkpoints(args.directory, **options)
-    state, start = checkpoints.resume(state)
+    data = Data(own.index) if args.data else None
+    state, start = checkpoints.resume(state, data)
+    assert data is None or data.at == start
     print("start", start, flush=True)
     whole = resource.getrlimit(resource.RLIMIT_FSIZE)
     for i in range(start, args.num_steps):
@@ -53,7 +70,9 @@ def main():
         if i + 1 == args.full_at:
             time.sleep(1)  # the last save ends
             resource.setrlimit(resource.RLIMIT_FSIZE, (64, whole[1]))
-        checkpoints.update(state, metrics)
+        if data:
+            data.at += 1
+        checkpoints.update(state, metrics, data)
         if i + 1 == args.full_at:
             time.sleep(1)  # it is written in the background
             resource.setrlimit(resource.RLIMIT_FSIZE, whole)

@@ -72,9 +72,14 @@ def _words(key: Array) -> Array:
 
 
 def _again(leaf: Array, read: Array) -> Array:
-    if not models.is_key(leaf):
-        return read
-    return jax.random.wrap_key_data(read, impl=jax.random.key_impl(leaf) if isinstance(leaf, jax.Array) else None)
+    return jax.random.wrap_key_data(read, impl=_impl(leaf)) if models.is_key(leaf) else read
+
+
+def _impl(key: Array) -> Any:
+    """Of a key, or of its aval, which JAX tells only where it traces."""
+    found: list[Any] = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), key)
+    return found[0]
 
 
 def bad_values(found: Mapping[str, Any]) -> list[str]:

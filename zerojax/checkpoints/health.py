@@ -24,7 +24,7 @@ class Health:
 
     def __init__(self, most_skipped: int, spike: float | None):
         self.most_skipped, self.spike = most_skipped, spike
-        self.skipped: int | None = None  # in the whole run, as the state counts; unknown before the first step
+        self.skipped: int | None = None  # in the whole run, as the state counts; `resume` knows it, else the first step
         self._in_a_row = 0
         self._waiting: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
         self._losses: collections.deque[float] = collections.deque(maxlen=_WINDOW)

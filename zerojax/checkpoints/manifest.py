@@ -68,7 +68,6 @@ class Manifest:
 
 def num_bytes(leaf: Leaf) -> int:
     """Of an array as it was saved."""
-
     return math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
 
 
@@ -193,16 +192,18 @@ def wanted(saved: Manifest, avals: Mapping[str, Any], allowed: Allowed, where: s
         elif leaf.dtype != str(a.dtype) and not allowed.cast:
             lines.append(f"dtype:    {path}: {leaf.dtype} was saved, the state has {a.dtype} (cast=True allows it)")
     if lines:
-        told = "\n  ".join([f"checkpoint: {where} does not fit the state", *lines[:_MOST_LINES], *_rest(lines)])
-        raise CheckpointMismatch(told)
+        raise misfit(where, lines)
     return both
 
 
 _MOST_LINES = 40
 
 
-def _rest(lines: list[str]) -> list[str]:
-    return [f"... and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
+def misfit(where: str, lines: Sequence[str]) -> CheckpointMismatch:
+    """The error with a line for each leaf that differs; of many the first, and how many more."""
+    rest = [f"... and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
+    told = [f"checkpoint: {where} does not fit the state", *lines[:_MOST_LINES], *rest]
+    return CheckpointMismatch("\n  ".join(told))
 
 
 def matches(path: str, globs: Sequence[str]) -> bool:

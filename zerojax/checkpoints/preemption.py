@@ -27,7 +27,7 @@ class Preemption:
     """
 
     def __init__(self) -> None:
-        self._asked, self._before, self._ours = False, None, False
+        self._asked, self._chaining, self._before, self._ours = False, False, None, False
         self._told: Any = None
         if threading.current_thread() is threading.main_thread():
             self._install()
@@ -41,8 +41,12 @@ class Preemption:
     def _handle(self, number: int, frame: Any) -> None:
         self._asked = True
         before: Callable[..., Any] | Any = self._before
-        if callable(before):
-            before(number, frame)
+        if callable(before) and not self._chaining:  # one that was set later may call this one, as it should
+            self._chaining = True
+            try:
+                before(number, frame)
+            finally:
+                self._chaining = False
 
     def close(self) -> None:
         """Puts the handler back that was there before."""
@@ -53,8 +57,8 @@ class Preemption:
     def asked(self) -> bool:
         """Whether any process was told to end, the same on all of them. Every process calls it once a step.
 
-        With several processes it tells what was so one call ago, so that no process waits for the devices; each call
-        sends 4 bytes a process.
+        With several processes it tells what was so one call ago, so that a process waits for no later step than the one
+        before; each call sends 4 bytes a process.
         """
         if self._ours and signal.getsignal(signal.SIGTERM) != self._handle:
             log.warning("checkpoint: SIGTERM got another handler; it is called after the one that saves the state")

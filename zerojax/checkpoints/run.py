@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import fcntl
 import logging
 import os
-import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -96,7 +94,7 @@ class Checkpoints:
                 raise ValueError(f"checkpoints: {name} is {number!r}\n  fix:      a number of steps, at least 1")
         self.setup, self.directory, self.every = setup, Path(directory).absolute(), every
         self._exit = contextlib.ExitStack()
-        self._exit.enter_context(_locked(self.directory))
+        self._exit.enter_context(store.locked(self.directory))
         self._store = store.Store(self.directory, keep, keep_every)
         self._exit.callback(self._store.close)
         self._calls, self._failures, self._under_way = 0, 0, None
@@ -127,7 +125,7 @@ class Checkpoints:
         """
         _open.discard(self)
         with self._exit:
-            self._end_last()
+            self.wait()
             if self._unreported:
                 raise RuntimeError(f"checkpoint: the last save failed: {self._unreported}") from self._unreported
             self._health.finish()
@@ -165,6 +163,7 @@ class Checkpoints:
                 state = avals
             else:
                 self._calls, self._saved = step, step
+                self._health.skipped = int(restored.skipped)
                 if errors:
                     self._store.set_aside(newer for newer in steps if newer > step)
                 return restored, step
@@ -184,6 +183,7 @@ class Checkpoints:
                 f"  fix:      the state of zero.init"
             )
         log.info("checkpoint: none in %s, so the run begins at step 0", self.directory)
+        self._health.skipped = int(state.skipped)
         return state, 0
 
     def restore(
@@ -261,7 +261,7 @@ class Checkpoints:
 
     def _end(self, state: TrainState, data: Any) -> None:
         self.save(state, data)
-        self._end_last()
+        self.wait()
         if self._unreported:
             raise RuntimeError(f"checkpoint: SIGTERM, and the save failed: {self._unreported}") from self._unreported
         log.warning("checkpoint: SIGTERM; step %s is saved, the run ends with exit code %d", self._saved, EXIT_CODE)
@@ -280,7 +280,7 @@ class Checkpoints:
         step = int(state.step)
         if step == self._saved:
             return
-        self._end_last()
+        self.wait()
         arrays = contents.arrays(state)
         found = digests(arrays)
         if bad := contents.bad_values(found):
@@ -307,8 +307,8 @@ class Checkpoints:
         names = ("param_dtype", "compute_dtype", "reduce_dtype")
         return {name: jnp.dtype(getattr(self.setup.precision, name)).name for name in names}
 
-    def _end_last(self) -> None:
-        """Waits for the save that is under way."""
+    def wait(self) -> None:
+        """Until the save that is under way has ended. If it failed, that is reported as by `update`."""
         with self._reporting():
             self._store.finish()
             if self._under_way is not None:
@@ -356,25 +356,3 @@ def _check(saved: Manifest, read: dict[str, Any], where: str) -> None:
             f"  got:      {', '.join(damaged[:4])}{' and others' if len(damaged) > 4 else ''}: not what was saved\n"
             f"  fix:      resume(..., fallback=True) goes back to the newest step that is whole"
         )
-
-
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """One run at a time. The lock goes with the process, however that ends."""
-    if jax.process_index() != 0:
-        yield
-        return
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / ".lock").open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            file.seek(0)
-            raise ValueError(
-                f"checkpoints: another run uses {directory}\n  got:      {file.read().strip() or 'a lock'}\n"
-                f"  fix:      another directory, or end that run"
-            ) from error
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        yield

@@ -9,17 +9,22 @@ counted.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import logging
 import math
+import os
 import re
+import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
@@ -63,7 +68,7 @@ class Store:
         Raises:
             Exception: what went wrong with this save, or with the one before that was still under way.
         """
-        if folder(self.directory, manifest.step).exists():
+        if _of_process_0(folder(self.directory, manifest.step).exists()):
             self.set_aside([manifest.step])
         self._manager = self._manager or self._open()
         how = {path: _chunks(a) for path, a in arrays.items()}
@@ -103,6 +108,37 @@ class Store:
     def close(self) -> None:
         if self._manager:
             self._manager.close()
+
+
+def _of_process_0(seen: bool) -> bool:
+    """What process 0 saw: another may look after that one has renamed something."""
+    return bool(multihost_utils.broadcast_one_to_all(np.array(seen))) if jax.process_count() > 1 else seen
+
+
+@contextlib.contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """One run at a time. The lock goes with the process, however that ends.
+
+    Raises:
+        ValueError: another run has it.
+    """
+    if jax.process_index() != 0:
+        yield
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            raise ValueError(
+                f"checkpoints: another run uses {directory}\n  got:      {file.read().strip() or 'a lock'}\n"
+                f"  fix:      another directory, or end that run"
+            ) from error
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
 
 
 def _chunks(a: Array) -> ocp.SaveArgs:

@@ -13,7 +13,7 @@ import numpy as np
 
 from zerojax.checkpoints import contents, store
 from zerojax.checkpoints.contents import PARAMS
-from zerojax.checkpoints.manifest import CheckpointMismatch, Leaf
+from zerojax.checkpoints.manifest import Leaf, misfit
 from zerojax.checkpoints.pieces import pieces
 from zerojax.exchange.headers import refuse, shown
 from zerojax.exchange.names import map_name
@@ -102,7 +102,7 @@ def load(
     theirs = {p: _name(p, mapping) for p in avals}
     lines = [line for p, a in avals.items() if (line := _difference(reader, theirs[p], p, a, cast))]
     if lines:
-        raise CheckpointMismatch("\n  ".join([f"checkpoint: {path} does not fit the state", *lines[:40]]))
+        raise misfit(str(path), lines)
     contents.free(state, avals)
     read = {p: _placed(reader, theirs[p], a) for p, a in avals.items()}
     return contents.with_arrays(state, read)
