@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import functools
 import json
 import math
@@ -18,7 +19,6 @@ import numpy as np
 import optax
 import options
 import rich.box
-import rich.progress
 import rich.table
 import rich.text
 import text
@@ -26,6 +26,7 @@ from flax import nnx
 from gpt_nnx import GPT, loss_fn
 
 import zerojax
+from zerojax.training.display import display
 
 CONTEXT, CLIP_NORM, COMPARED_STEPS, SAMPLE_BYTES = 64, 1.0, 5, 320
 NAMES = ("0  data parallel", "1  P_os", "2  P_os+g", "3  P_os+g+p")
@@ -130,27 +131,14 @@ def sample(graph: Any, params: Any, window: jax.Array, key: jax.Array, length: i
 
 def train(zero: zerojax.Zero, state: zerojax.TrainState, batches: list[Any]) -> tuple[Any, list[float]]:
     """Trains with a progress display; plain lines where the output is no terminal."""
-    step, losses, last = zero.train_step(loss_fn, clip_norm=CLIP_NORM), [], len(batches) - 1
-    columns = (
-        "{task.description}",
-        rich.progress.BarColumn(min(40, max(8, console.width - 68))),
-        "{task.completed}/{task.total}",
-        "{task.fields[numbers]}",
-        rich.progress.TimeElapsedColumn(),
-    )
-    with rich.progress.Progress(*columns, console=console, disable=not console.is_interactive) as progress:
-        task = progress.add_task("step", total=len(batches), numbers="compiling")
+    step, losses, start = zero.train_step(loss_fn, clip_norm=CLIP_NORM), [], 0.0
+    with contextlib.closing(display(len(batches), 0, log_every=10)) as shown:
         for i, batch in enumerate(batches):
             state, metrics = step(state, batch)
             losses.append(float(metrics["loss"]))
-            if i == 0:
-                start, rate = time.perf_counter(), ""
-            else:
-                rate = f"  {i * batch['x'].size / (time.perf_counter() - start):,.0f} tokens/s"
-            numbers = f"loss {losses[-1]:.3f}  grad norm {metrics['grad_norm']:.2f}{rate}"
-            progress.update(task, completed=i + 1, numbers=numbers)
-            if not console.is_interactive and (i in (0, last) or i % 10 == 9):
-                print(f"step {i + 1:{len(str(last + 1))}d}/{last + 1}  {numbers}", flush=True)
+            rate = {"rows_per_s": i * len(batch["x"]) / (time.perf_counter() - start)} if i else {}
+            start = start or time.perf_counter()  # the first step compiles
+            shown.write(i + 1, {"loss": losses[-1], "grad_norm": float(metrics["grad_norm"])} | rate)
     return state, losses
 
 

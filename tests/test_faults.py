@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from test_checkpoints import setting, train
-from test_processes import free_port
+from test_launch import free_port
 
 from zerojax.checkpoints import EXIT_CODE, store
 from zerojax.checkpoints.pieces import damaged
@@ -201,6 +201,20 @@ def test_a_step_that_is_there_already_is_set_aside_by_two_processes(tmp_path, un
     assert min(losses) == 3 and verified(tmp_path) == list(range(1, STEPS + 1))
     alike(losses, undisturbed)
     assert len(list(tmp_path.glob("aside_step_*"))) == 2
+
+
+def test_what_one_of_two_processes_cannot_read_is_an_error_in_both(tmp_path, undisturbed):
+    """Neither waits for the other. Told to, both go back to the same step."""
+    run(tmp_path, num_steps=4)
+    begin = time.monotonic()
+    found = ended(start_two(tmp_path, "--unreadable", "step_4"))
+    assert [code for code, *_ in found] == [1, 1] and time.monotonic() - begin < 30
+    assert "step_4 cannot be read\n  got:      an error in process 1" in found[0][2]
+    assert "step_4/arrays: the connection is lost" in found[1][2]
+    (code, losses, errors), (other, *_) = ended(start_two(tmp_path, "--unreadable", "step_4", "--fallback"))
+    assert code == other == 0, errors[-3000:]
+    assert min(losses) == 4
+    alike(losses, undisturbed)
 
 
 @pytest.mark.parametrize("index", [0, 1])

@@ -1,57 +1,56 @@
 """Several processes, each with its own devices and its own rows, train as one does with all of them."""
 
 import json
-import os
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-import zoo
-from parity import batches, train
 
-import zerojax
+from zerojax.processes.launch import launch
 
-MODEL = zoo.ZOO["unused"]
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]
+DEVICES, STEPS = 8, 6
+SMALL = {"width": 32, "layers": 2, "context": 16, "batch": 32, "microbatches": 2, "every": 4, "precision": "fp32"}
 
 
-def together(count, devices, stage):
-    """What each of `count` processes printed last."""
-    here = Path(__file__).parent
-    path = os.pathsep.join([str(here.parent), str(here), os.environ.get("PYTHONPATH", "")])
-    port, *rest = map(str, (free_port(), count, devices, stage))
-    running = [
-        subprocess.Popen(
-            [sys.executable, str(here / "process.py"), port, str(index), *rest],
-            env={**os.environ, "PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(count)
-    ]
-    try:
-        ended = [p.communicate(timeout=240) for p in running]
-    finally:
-        for p in running:
-            p.kill()
-    for p, (_, errors) in zip(running, ended, strict=True):
-        assert p.returncode == 0, errors[-3000:]
-    return [json.loads(out.splitlines()[-1]) for out, _ in ended]
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(count, stages) -> a directory with a run of examples/train.py at each stage, by so many processes."""
+    found, options = {}, [f"--{name}={value}" for name, value in (SMALL | {"steps": STEPS}).items()]
+
+    def run(count, stages):
+        if (count, stages) not in found:
+            found[count, stages] = tmp_path_factory.mktemp(f"{count}-processes")
+            process = str(Path(__file__).parent / "process.py")
+            command = [sys.executable, process, str(found[count, stages]), stages, *options]
+            assert launch(command, count, devices=DEVICES // count, timeout_s=300) == 0
+        return found[count, stages]
+
+    return run
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_two_processes_train_as_one(stage):
-    seen = together(2, 4, stage)
-    assert all(process["devices"] == 8 for process in seen)
-    assert seen[0]["losses"] == seen[1]["losses"]
-    alone, _ = train(zerojax.Zero(zerojax.make_mesh(), stage), MODEL, batches(MODEL, 3), num_microbatches=4)
-    np.testing.assert_allclose(seen[0]["losses"], alone.losses, rtol=1e-6)
+def rows(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("count", "stages"), [(2, "0123"), (4, "3"), pytest.param(4, "012", marks=pytest.mark.full)])
+@pytest.mark.xdist_group("processes")
+def test_processes_train_as_one(trained, count, stages):
+    """The losses, norms and evaluations of the demo's model; sums over processes have another order."""
+    for stage in stages:
+        alone, run = rows(trained(1, "0123") / stage), trained(count, stages) / stage
+        assert [row["step"] for row in rows(run)] == [row["step"] for row in alone] == [1, 4, STEPS, STEPS]
+        for row, wanted in zip(rows(run), alone, strict=True):
+            assert row.keys() == wanted.keys()
+            for name in {"loss", "grad_norm", "param_norm", "eval/loss"} & row.keys():
+                np.testing.assert_allclose(row[name], wanted[name], rtol=1e-5, err_msg=f"{name} at stage {stage}")
+        (start,) = map(json.loads, (run / "starts.jsonl").read_text().splitlines())
+        assert (start["processes"], start["mesh"], start["stage"]) == (count, {"data": DEVICES}, int(stage))
+
+
+@pytest.mark.xdist_group("processes")
+def test_stages_train_alike(trained):
+    of = [[row["loss"] for row in rows(trained(1, "0123") / stage) if "loss" in row] for stage in "0123"]
+    assert of[0][0] > of[0][-1] + 0.01  # it learns
+    for losses in of[1:]:
+        np.testing.assert_allclose(losses, of[0], rtol=1e-5)

@@ -19,7 +19,7 @@ def heading_above(block):
 
 def test_there_is_code_for_each_way_in():
     names = ["A Flax NNX model", "A Flax Linen model", "The low level", "A large vocabulary", "Checkpoints",
-             "Tensor parallelism"]  # fmt: skip
+             "Training runs", "Tensor parallelism"]  # fmt: skip
     assert [heading_above(block) for block in BLOCKS] == names
 
 

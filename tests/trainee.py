@@ -13,6 +13,8 @@ import signal
 import sys
 import time
 
+import orbax.checkpoint
+
 import zerojax
 from zerojax import processes
 
@@ -29,6 +31,8 @@ parser.add_argument("--full-at", type=int, help="at this step nothing can be wri
 parser.add_argument("--hang-at", type=int, help="wait for ever after this step")
 parser.add_argument("--hang-in", type=int, default=0, help="in this process")
 parser.add_argument("--data", action="store_true", help="with an iterator, which differs between processes")
+parser.add_argument("--fallback", action="store_true", help="go back behind a step that is damaged")
+parser.add_argument("--unreadable", help="what process 1 cannot read: a step")
 parser.add_argument("--watchdog", type=float)
 parser.add_argument("--heartbeat", type=int, default=10)
 args = parser.parse_args()
@@ -48,6 +52,18 @@ class Data:
         self.at = state["at"]
 
 
+def make_unreadable(name):
+    """As a file system would of which one machine has lost its connection."""
+    read = orbax.checkpoint.PyTreeCheckpointHandler.restore
+
+    def restore(handler, where, *args, **kwargs):
+        if name in str(where):
+            raise OSError(f"{where}: the connection is lost")
+        return read(handler, where, *args, **kwargs)
+
+    orbax.checkpoint.PyTreeCheckpointHandler.restore = restore
+
+
 def main():
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(name)s: %(message)s")
     logging.getLogger("absl").setLevel(logging.ERROR)
@@ -58,10 +74,12 @@ def main():
     rows = processes.own_rows(ROWS)
     zero = zerojax.Zero(zerojax.make_mesh(), args.stage, "bf16")
     state, step = zero.init(create, adam()), zero.train_step(loss)
+    if args.unreadable and own.index == 1:
+        make_unreadable(args.unreadable)
     options = {"every": args.every, "keep": args.keep, "watchdog_s": args.watchdog}
     checkpoints = zero.checkpoints(args.directory, **options)
     data = Data(own.index) if args.data else None
-    state, start = checkpoints.resume(state, data)
+    state, start = checkpoints.resume(state, data, fallback=args.fallback)
     assert data is None or data.at == start
     print("start", start, flush=True)
     whole = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -14,6 +14,7 @@ from zerojax.processes import initialize
 from zerojax.promise import Promise
 from zerojax.report import Explanation
 from zerojax.state import TrainState
+from zerojax.training import fit
 from zerojax.zero import Zero
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "__version__",
     "audit",
     "chunked_cross_entropy",
+    "fit",
     "initialize",
     "make_mesh",
     "simulate_devices",

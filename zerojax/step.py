@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,9 @@ from zerojax.precision import cast
 from zerojax.promise import Promise, promise
 from zerojax.setup import Setup, batch_specs, check_batch, compiler_options, global_shape, shard_batch
 from zerojax.state import Definition, TrainState
+
+if TYPE_CHECKING:
+    from zerojax.plan.memory import Memory
 
 Array = Any
 Tree = Any
@@ -247,9 +250,23 @@ class TrainStep(Step):
         """With a table of what the step holds."""
         from zerojax.plan import exhausted  # which stands on the modules of the plan: only where it is needed
 
-        program, avals = self._program(state.definition), jax.tree.map(_aval, state)
-        traced, batch = self.trace(avals, batch), self._abstract(batch)
-        return exhausted.explained(self._setup, avals, traced, batch, program.num_microbatches, program.prefetch, error)
+        program = self._program(state.definition)
+        memory = self.memory(state, batch)
+        return exhausted.explained(self._setup, memory, program.num_microbatches, program.prefetch, error)
+
+    def memory(self, state: TrainState, batch: Tree) -> Memory:
+        """What a device holds when memory is fullest in this step, by formula: terms, and a table when printed.
+
+        Args:
+            state: arrays, also donated ones, or avals.
+            batch: arrays or avals.
+
+        Cost: the step is traced, and its trace is read: seconds. Nothing is compiled.
+        """
+        from zerojax.plan.memory import step_memory
+
+        avals, prefetch = jax.tree.map(_aval, state), self._program(state.definition).prefetch
+        return step_memory(self._setup, avals, self.trace(avals, batch), self._abstract(batch), prefetch)
 
     def _audit_once(self, state: TrainState, batch: Tree) -> None:
         """Before a program runs for the first time. It is compiled once: `jitted` finds it in JAX's cache."""

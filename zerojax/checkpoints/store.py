@@ -224,15 +224,23 @@ def read_arrays(directory: Path, step: int, leaves: Mapping[str, Leaf], sharding
         for path, leaf in leaves.items()
     }
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_CONCURRENT_GB)
-    where = arrays_folder(directory, step)
-    with ocp.Checkpointer(handler) as checkpointer:
-        try:
-            args = ocp.args.PyTreeRestore(avals, restore_args=how, partial_restore=True)
-            return checkpointer.restore(where, args=args)
-        except Exception as error:
-            if "RESOURCE_EXHAUSTED" in str(error):
-                raise
-            told = " ".join(str(error).split())[:300]
-            raise CheckpointCorrupted(
-                f"checkpoint: arrays of {where.parent} cannot be read\n  got:      {told}"
-            ) from error
+    where, found, failed = arrays_folder(directory, step), {}, None
+    try:  # not by ocp.Checkpointer, in which a process that can read would wait for one that cannot
+        found = handler.restore(where, args=ocp.args.PyTreeRestore(avals, restore_args=how, partial_restore=True))
+    except Exception as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            raise
+        failed = error
+    finally:
+        handler.close()
+    if others := _where(failed is not None):
+        told = " ".join(str(failed).split())[:300] if failed else f"an error in process {', '.join(map(str, others))}"
+        raise CheckpointCorrupted(
+            f"checkpoint: arrays of {where.parent} cannot be read\n  got:      {told}"
+        ) from failed
+    return found
+
+
+def _where(failed: bool) -> list[int]:
+    """The processes in which something failed; the same in all of them."""
+    return [int(i) for i in np.flatnonzero(multihost_utils.process_allgather(np.array(failed)))]

@@ -3,41 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 
-from zerojax.plan.memory import step_memory
+from zerojax.plan.memory import Memory
 from zerojax.setup import Setup
-from zerojax.state import TrainState
 
 
-def explained(
-    setup: Setup, state: TrainState, traced: Any, batch: Any, num_microbatches: int, prefetch: int, error: Exception
-) -> MemoryError:
+def explained(setup: Setup, memory: Memory, num_microbatches: int, prefetch: int, error: Exception) -> MemoryError:
     """The error that says what a step holds by formula.
 
     Args:
         setup: of the Zero.
-        state: avals.
-        traced: the step.
-        batch: avals of all devices' rows.
+        memory: of the step.
         num_microbatches, prefetch: of the step.
         error: JAX's.
-
-    Cost: some seconds: the step is read once more as it was traced.
     """
-    memory = step_memory(setup, state, traced, batch, prefetch)
-    gib = lambda num_bytes: f"{num_bytes / 2**30:9.3f} GiB"
-    rows = [f"{term.name:16s}{gib(term.num_bytes)}  {term.formula}" for term in memory.terms]
-    rows.append(f"{'sum':16s}{gib(memory.peak_bytes)}" + _limit(setup))
+    *rows, total = str(memory._replace(host_bytes=0)).splitlines()
     return MemoryError(
         "\n  ".join(
             [
                 "step: a device has no memory left",
                 f"got:      {str(error).splitlines()[0][:200]}",
                 f"by formula, at stage {setup.stage} on {setup.axes.num_shards} shards:",
-                *(f"  {row}" for row in rows),
+                *(f"  {row}" for row in [*rows, total + _limit(setup)]),
                 f"fix:      {'; '.join(_help(setup, num_microbatches, prefetch))}",
                 "          (zerojax plan gives each of these its own number)",
             ]

@@ -86,6 +86,13 @@ class Memory(NamedTuple):
         """What lives between steps, and the batch."""
         return sum(term.num_bytes for term in self.terms if term.name in _LIVE_ON)
 
+    def __str__(self) -> str:
+        """A line for each term, and their sum."""
+        unit, size = ("GiB", 2**30) if self.peak_bytes >= 2**30 else ("MiB", 2**20)
+        line = lambda name, num_bytes, formula: f"{name:16s}{num_bytes / size:9.3f} {unit}  {formula}".rstrip()
+        host = [line("host memory", self.host_bytes, "beside it, pinned")] if self.host_bytes else []
+        return "\n".join([*(line(*term) for term in self.terms), line("sum", self.peak_bytes, ""), *host])
+
 
 _LIVE_ON = ("parameters", "optimizer state", "model state", "batch")
 

@@ -1,0 +1,322 @@
+"""A training run: what its directory tells, where it goes on, what is shown, and that every piece can be another."""
+
+import contextlib
+import dataclasses
+import io
+import json
+import logging
+import struct
+
+import jax
+import numpy as np
+import pytest
+from rich.console import Console
+from test_checkpoints import adam, batch, create, loss, setting
+
+import zerojax
+from zerojax.checkpoints import store
+from zerojax.training import display, loop, writers
+
+STEPS = 7
+
+
+class Rows(list):
+    """A writer that keeps what it is given."""
+
+    closed = False
+
+    def write(self, step, row):
+        self.append((step, row))
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture(scope="module")
+def step():
+    """Compiled once for all runs here."""
+    return setting().train_step(loss)
+
+
+def run(step, directory, num_steps=STEPS, data=batch, **options):
+    zero = setting()
+    options = {"log_every": 1, "checkpoints": {"every": 3}, **options}
+    return zerojax.fit(zero, zero.init(create, adam()), step, data, num_steps, directory, **options)
+
+
+def rows(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(directory):
+    return {row["step"]: row["loss"] for row in rows(directory) if "loss" in row}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(step, tmp_path_factory):
+    """The directory of a run that nobody disturbs."""
+    directory = tmp_path_factory.mktemp("run") / "first"
+    evaluate = lambda state: {"steps": state.step, "two": 2}
+    run(step, directory, evaluate=evaluate, evaluate_every=4, config={"lr": 0.1, "name": "a"}, profile=(2, 3))
+    return directory
+
+
+def test_the_directory_tells_about_the_run(undisturbed):
+    assert store.steps(undisturbed / "checkpoints") == [3, 6, STEPS]
+    assert sorted(losses(undisturbed)) == list(range(1, STEPS + 1))
+    evaluated = [(row["step"], row["eval/steps"], row["eval/two"]) for row in rows(undisturbed) if "eval/two" in row]
+    assert evaluated == [(4, 4, 2), (STEPS, STEPS, 2)]
+    assert [row["step"] for row in rows(undisturbed)] == [1, 2, 3, 4, 4, 5, 6, 7, 7]
+    assert rows(undisturbed)[1]["rows_per_s"] > 0 and "rows_per_s" not in rows(undisturbed)[0]
+    assert json.loads((undisturbed / "config.json").read_text()) == {"lr": 0.1, "name": "a"}
+    (start,) = [json.loads(line) for line in (undisturbed / "starts.jsonl").read_text().splitlines()]
+    assert (start["from_step"], start["num_steps"], start["stage"]) == (0, STEPS, 3)
+    assert (start["mesh"], start["devices"], start["processes"]) == ({"data": 8}, "8 x cpu", 1)
+    assert start["versions"]["jax"] == jax.__version__ and start["dtypes"]["compute_dtype"] == "bfloat16"
+    plan = (undisturbed / "plan.txt").read_text()
+    assert "optimizer state" in plan and "2 x 3.175k / 8" in plan and "layers/0/w" in plan
+    told = (undisturbed / "README.md").read_text()
+    assert "Started once" in told
+    for name in told.split("`")[1::2]:
+        if not name.startswith("zerojax"):
+            assert (undisturbed / name).exists(), name
+    assert list((undisturbed / "profile").rglob("*.xplane.pb"))
+
+
+def events(folder):
+    """(step, name, value) of all scalars that TensorBoard shows: those before a restart up to its first step."""
+    from tensorboardX.proto.event_pb2 import Event
+
+    shown = []
+    for file in sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime_ns):
+        data, at = file.read_bytes(), 0
+        while at < len(data):
+            (size,) = struct.unpack_from("<Q", data, at)
+            event = Event.FromString(data[at + 12 : at + 12 + size])
+            at += 12 + size + 4
+            if event.session_log.status == event.session_log.START:
+                shown = [each for each in shown if each[0] < event.step]
+            shown += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+    return shown
+
+
+def test_scalars_are_there_for_tensorboard(undisturbed):
+    found = {(step, name): value for step, name, value in events(undisturbed / "tensorboard")}
+    for at, value in losses(undisturbed).items():
+        assert found[at, "loss"] == pytest.approx(value)
+    assert found[STEPS, "eval/two"] == 2
+
+
+def test_a_run_that_stopped_goes_on_bit_for_bit(step, undisturbed, tmp_path, caplog):
+    """Rows of steps after its last checkpoint are taken out, and one that was not written to its end."""
+
+    def failing(i):
+        if i == 5:
+            raise OSError("the data is gone")
+        return batch(i)
+
+    with pytest.raises(OSError, match="the data is gone"):
+        run(step, tmp_path, data=failing, config={"lr": 0.1})
+    assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5] and store.steps(tmp_path / "checkpoints") == [3]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "lo')
+    run(step, tmp_path, config={"lr": 0.2})
+    assert losses(tmp_path) == losses(undisturbed)
+    assert [row["step"] for row in rows(tmp_path)] == list(range(1, STEPS + 1))
+    assert "metrics.jsonl: 3 rows after step 3 are taken out" in caplog.text
+    assert "config.json: lr was 0.1, is 0.2" in caplog.text
+    assert "Started 2 times" in (tmp_path / "README.md").read_text()
+    starts = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
+    assert [(start["from_step"], start["config"]["lr"]) for start in starts] == [(0, 0.1), (3, 0.2)]
+    shown = [(at, name) for at, name, _ in events(tmp_path / "tensorboard")]
+    assert len(shown) == len(set(shown)) and (STEPS, "loss") in shown
+
+
+def test_a_run_that_is_through_does_nothing(step, undisturbed, caplog):
+    before = {file: file.stat().st_mtime_ns for file in undisturbed.iterdir() if file.is_file()}
+    state = run(step, undisturbed, data=lambda i: 1 / 0)
+    assert int(state.step) == STEPS and f"is at step {STEPS} already" in caplog.text
+    assert before == {file: file.stat().st_mtime_ns for file in undisturbed.iterdir() if file.is_file()}
+
+
+class Batches:
+    """An iterator that knows where it is."""
+
+    def __init__(self):
+        self.at = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.at += 1
+        return batch(self.at - 1)
+
+    def get_state(self):
+        return {"at": self.at}
+
+    def set_state(self, state):
+        self.at = state["at"]
+
+
+@pytest.mark.parametrize("kind", ["with a state", "without", "list"])
+def test_batches_one_after_the_other(step, undisturbed, tmp_path, kind):
+    """No batch is used twice or passed over, from whichever iterator."""
+    make = {
+        "with a state": Batches,
+        "without": lambda: map(batch, range(99)),
+        "list": lambda: list(map(batch, range(9))),
+    }
+    run(step, tmp_path, 4, data=make[kind]())
+    run(step, tmp_path, data=make[kind]())
+    assert losses(tmp_path) == losses(undisturbed)
+
+
+def test_where_the_data_ends_the_run_ends(step, tmp_path, caplog):
+    state = run(step, tmp_path, data=map(batch, range(5)), evaluate=lambda state: {"two": 2}, log_every=100)
+    assert int(state.step) == 5 and store.steps(tmp_path / "checkpoints")[-1] == 5
+    assert [row["step"] for row in rows(tmp_path)] == [1, 5, 5]
+    assert f"the data ended after step 5 of {STEPS}" in caplog.text
+
+
+def test_pieces_can_be_others(tmp_path, undisturbed):
+    """A step that is not zerojax's, with metrics of its own; writers and a display."""
+    zero, kept, shown = setting(), Rows(), Rows()
+    inner = zero.train_step(loss)
+
+    def step(state, batch):
+        state, metrics = inner(state, batch)
+        return state, {"twice": 2 * metrics["loss"]}
+
+    run(step, tmp_path, writers=[kept], display=shown, log_every=3)
+    expected = losses(undisturbed)
+    assert [at for at, _ in kept] == [1, 3, 6, 7] and [at for at, _ in shown] == list(range(1, 8))
+    assert all(row["twice"] == pytest.approx(2 * expected[at]) for at, row in shown)
+    assert kept.closed and shown.closed
+    assert not (tmp_path / "metrics.jsonl").exists() and not (tmp_path / "plan.txt").exists()
+
+
+class Late:
+    """A metric that is not there before it is read; reading it waits."""
+
+    def __init__(self, read, step):
+        self.read, self.step = read, step
+
+    def __float__(self):
+        self.read.append(self.step)
+        return float(self.step)
+
+
+def test_no_step_waits_for_its_metrics():
+    read, kept = [], Rows()
+    with loop.Record([kept], None, log_every=2) as record:
+        for step in range(1, 7):
+            record.add(step, {"loss": Late(read, step)}, batch(0))
+            assert read == list(range(1, step - 1))
+    assert read == [1, 2, 3, 4, 5, 6] and [at for at, _ in kept] == [1, 2, 4, 6]
+
+
+def test_metrics_of_a_run_that_fails_are_written():
+    """And an error in them is not what is shown."""
+    kept = Rows()
+    with pytest.raises(KeyError, match="first"), loop.Record([kept], None, log_every=1) as record:
+        record.add(1, {"loss": np.float32(1)}, batch(0))
+        record.add(2, {"loss": "no number"}, batch(0))
+        raise KeyError("first")
+    assert [at for at, _ in kept] == [1] and kept.closed
+
+
+def test_a_nan_is_json(tmp_path):
+    with contextlib.closing(writers.Jsonl(tmp_path / "metrics.jsonl", 0)) as file:
+        file.write(1, {"a": float("nan"), "b": float("-inf"), "c": 1.0})
+    (row,) = rows(tmp_path)
+    assert (row["a"], row["b"], row["c"]) == ("NaN", "-Infinity", 1.0)
+    assert np.isnan(float(row["a"])) and float(row["b"]) == -np.inf
+
+
+def test_wandb_goes_on_with_its_run(tmp_path, monkeypatch):
+    """Offline: nothing leaves the machine. It takes part only where that is wanted."""
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    assert not any(isinstance(each, writers.Wandb) for each in closing(writers.default_writers(tmp_path, 0, {})))
+    monkeypatch.setenv("WANDB_PROJECT", "test")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for start in (0, 1):
+        made = writers.default_writers(tmp_path, start, {"lr": 0.1})
+        made[-1].write(start + 1, {"loss": 1.0})
+        closing(made)
+    runs, name = list((tmp_path / "wandb").glob("offline-run-*")), (tmp_path / "wandb_id").read_text()
+    assert runs and all(f"-{name}" in run.name for run in runs)
+
+
+def closing(made):
+    for each in made:
+        each.close()
+    return made
+
+
+def shown_by(make, terminal):
+    """What is printed of three rows."""
+    file = io.StringIO()
+    made = make(Console(file=file, width=100, force_terminal=terminal, color_system=None))
+    made.write(1, {"loss": 3.14159, "grad_norm": 2.0, "skipped": 0.0, "param_norm": 9.0})
+    made.write(2, {"loss": 3.0, "skipped": 1.0, "rows_per_s": 12345.6, "seconds_per_step": 1})
+    made.write(2, {"eval/loss": 2.5})
+    made.close()
+    return file.getvalue()
+
+
+def test_lines_in_a_log():
+    assert shown_by(lambda console: display.Lines(20, 2, console), terminal=False).splitlines() == [
+        "step  1/20  loss 3.142  grad norm 2",
+        "step  2/20  loss 3  skipped 1  12,346 rows/s",
+        "step  2/20  eval/loss 2.5",
+    ]
+    assert "loss 3.142" not in shown_by(lambda console: display.Lines(20, 5, console), terminal=False).splitlines()[1]
+
+
+def test_a_bar_on_a_terminal():
+    shown = shown_by(lambda console: display.Bar(20, 0, console), terminal=True)
+    assert "2/20 loss 3  skipped 1  12,346 rows/s" in shown and "step  2/20  eval/loss 2.5\n" in shown
+
+
+@dataclasses.dataclass
+class Config:
+    lr: float = 0.1
+
+
+def test_a_config_is_a_mapping_or_a_dataclass(step, tmp_path):
+    run(step, tmp_path, 1, config=Config(0.3))
+    assert json.loads((tmp_path / "config.json").read_text()) == {"lr": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"num_steps": 0}, "fit: num_steps is 0\n  fix: "),
+        ({"log_every": 1.5}, "fit: log_every is 1.5\n  fix: "),
+        ({"evaluate_every": True}, "fit: evaluate_every is True\n  fix: "),
+        ({"profile": (3, 2)}, r"fit: profile is \(3, 2\)\n  fix: .*counted from 1"),
+        ({"config": 3}, "fit: config is a int\n  fix: "),
+        ({"config": {"lr": object()}}, r"config\['lr'\] is not JSON\n  got: "),
+        ({"data": 3}, "fit: data is a int\n  fix: "),
+        ({"checkpoints": {"every": 0}}, "checkpoints: every is 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_written(step, tmp_path, options, told):
+    with pytest.raises(ValueError, match=told):
+        run(step, tmp_path / "run", **options)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_profile_of_steps_that_are_behind_is_told(step, tmp_path, caplog):
+    run(step, tmp_path, 3)
+    run(step, tmp_path, 4, profile=(2, 3))
+    assert "no profile of steps 2 to 3, the run goes on from 3" in caplog.text
+    assert not (tmp_path / "profile").exists()
+
+
+def test_a_profile_ends_with_the_run(step, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    run(step, tmp_path, 2, profile=(2, 9))
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))

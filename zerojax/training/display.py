@@ -1,0 +1,85 @@
+"""The progress of a run: a bar on a terminal, plain lines in a log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import rich
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TimeRemainingColumn
+
+from zerojax.training.writers import Row, Writer
+
+_HIDDEN = ("param_norm", "seconds_per_step", "rows_per_s")
+
+
+def summary(row: Row, hidden: Sequence[str] = _HIDDEN) -> str:
+    """The metrics of a row in a line, and the rate. Updates that were skipped are told where there were some."""
+    shown = [(name, value) for name, value in row.items() if name not in hidden and (name != "skipped" or value)]
+    parts = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in shown]
+    return "  ".join(parts + ([f"{row['rows_per_s']:,.0f} rows/s"] if "rows_per_s" in row else []))
+
+
+class Lines:
+    """A line for the first step, for each that a number divides, for the last, and for each evaluation.
+
+    Args:
+        num_steps: of the run.
+        every: that number.
+        console: where to.
+    """
+
+    def __init__(self, num_steps: int, every: int, console: Console):
+        self._num_steps, self._every, self._console, self._begun = num_steps, every, console, False
+
+    def write(self, step: int, row: Row) -> None:
+        if not self._begun or is_evaluation(row) or step % self._every == 0 or step == self._num_steps:
+            digits = len(str(self._num_steps))
+            told = f"step {step:{digits}d}/{self._num_steps}  {summary(row)}"
+            self._console.print(told, highlight=False, soft_wrap=True)
+        self._begun = True
+
+    def close(self) -> None:
+        pass
+
+
+class Bar:
+    """A bar with the loss, the gradient's norm and the rate. Evaluations stay above it, a line for each.
+
+    Args:
+        num_steps: of the run.
+        start: the step that it goes on from.
+        console: where to.
+    """
+
+    def __init__(self, num_steps: int, start: int, console: Console):
+        columns = (
+            BarColumn(max(8, min(40, console.width - 70))),
+            "{task.completed}/{task.total}",
+            "{task.fields[numbers]}",
+            TimeRemainingColumn(elapsed_when_finished=True),
+        )
+        self._lines = Lines(num_steps, 1, console)
+        self._progress = Progress(*columns, console=console)
+        self._task = self._progress.add_task("", total=num_steps, completed=start, numbers="compiling")
+        self._progress.start()
+
+    def write(self, step: int, row: Row) -> None:
+        if is_evaluation(row):
+            self._lines.write(step, row)
+        else:
+            hidden = row.keys() - {"loss", "grad_norm", "skipped"}
+            self._progress.update(self._task, completed=step, numbers=summary(row, tuple(hidden)))
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def is_evaluation(row: Row) -> bool:
+    return any(name.startswith("eval/") for name in row)
+
+
+def display(num_steps: int, start: int, log_every: int) -> Writer:
+    """What suits the standard output."""
+    console = rich.get_console()
+    return Bar(num_steps, start, console) if console.is_interactive else Lines(num_steps, log_every, console)

@@ -1,0 +1,248 @@
+"""The loop: steps, and what a run does beside them."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from zerojax.processes.join import agree
+from zerojax.setup import global_shape
+from zerojax.state import TrainState
+from zerojax.training import folder as folders
+from zerojax.training.display import display as default_display
+from zerojax.training.writers import Writer, default_writers
+from zerojax.zero import Zero
+
+log = logging.getLogger("zerojax")
+_RATE_STEPS = 11  # the rate is that between the first and the last of so many steps
+_LATE = 2  # steps after which metrics are read, so that the devices always have a step to go on with
+
+
+def fit(
+    zero: Zero,
+    state: TrainState,
+    step: Callable[..., Any],
+    data: Callable[[int], Any] | Iterable[Any],
+    num_steps: int,
+    directory: str | Path,
+    *,
+    evaluate: Callable[[TrainState], Mapping[str, Any]] | None = None,
+    evaluate_every: int | None = None,
+    log_every: int = 10,
+    config: Any = None,
+    checkpoints: Mapping[str, Any] | None = None,
+    fallback: bool = False,
+    profile: tuple[int, int] | None = None,
+    writers: Sequence[Writer] | None = None,
+    display: Writer | None = None,
+) -> TrainState:
+    """Trains to a step, from the newest checkpoint if there is one. The directory tells about the run.
+
+    It holds, beside its own README.md: config.json; starts.jsonl with versions, mesh and command of each start;
+    metrics.jsonl; plan.txt, what a device holds; checkpoints/; and profile/ and tensorboard/ where they are wanted.
+    With several processes all call it; process 0 alone writes and shows, but for checkpoints and profiles.
+
+    Args:
+        zero: that the step is of.
+        state: of `zero.init`; it is donated.
+        step: `step(state, batch) -> (state, metrics)`, of `zero.train_step` or one's own.
+        data: `data(i)` returns the batch of step i + 1; or batches one after the other. An iterator with `get_state`
+            and `set_state` is saved and set with the state; of another so many batches as there were steps are passed
+            over when a run goes on. Where it ends, the run ends.
+        num_steps: of the whole run, over all its starts.
+        directory: of the run. One run at a time may use it.
+        evaluate: `evaluate(state)` returns metrics by name, which are logged as 'eval/' and the name.
+        evaluate_every: steps between two evaluations. There is one after the last step in any case.
+        log_every: steps between two rows of metrics; the first and the last step have one too.
+        config: a mapping or a dataclass, to be written into the directory, and compared between processes.
+        checkpoints: options of `zero.checkpoints`.
+        fallback: see `Checkpoints.resume`.
+        profile: the first and the last step of a trace that the profiler takes, counted from 1.
+        writers: of rows of metrics. By default those of `writers.default_writers`.
+        display: shows every step. By default a bar on a terminal, and elsewhere a line for each row.
+
+    Returns:
+        the last state, which is saved too.
+
+    Raises:
+        ValueError: an argument that cannot be, or processes that differ.
+        SystemExit: after SIGTERM, see `Checkpoints`; and what `Checkpoints.update` and `resume` raise.
+    """
+    counts = {"num_steps": num_steps, "log_every": log_every, "evaluate_every": evaluate_every}
+    for name, number in counts.items():
+        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+            raise ValueError(f"fit: {name} is {number!r}\n  fix:      a number of steps, at least 1")
+    if profile is not None and not 1 <= profile[0] <= profile[1]:
+        raise ValueError(f"fit: profile is {profile!r}\n  fix:      (first, last), steps counted from 1")
+    if not callable(data) and not isinstance(data, Iterable):
+        raise ValueError(f"fit: data is a {type(data).__name__}\n  fix:      a function of the step, or batches")
+    config, folder = folders.as_config({} if config is None else config), Path(directory).absolute()
+    agree(config)
+    agree({**counts, "profile": profile})
+    with contextlib.ExitStack() as stack:
+        saved = stack.enter_context(zero.checkpoints(folder / "checkpoints", **(checkpoints or {})))
+        batches = None if callable(data) else iter(data)
+        keeps_place = batches if hasattr(batches, "get_state") else None
+        state, start = saved.resume(state, keeps_place, fallback=fallback)
+        if start >= num_steps:
+            log.warning("fit: %s is at step %d already, the end is %d", folder, start, num_steps)
+            return state
+        next_batch = _batches(data, batches, start, placed=keeps_place is not None)
+        batch = next(next_batch, None)
+        if jax.process_index() == 0:
+            folders.describe(folder, zero.setup, config, start, num_steps, _plan(zero, step, state, batch))
+            writers = default_writers(folder, start, config) if writers is None else writers
+            display = default_display(num_steps, start, log_every) if display is None else display
+        else:
+            writers, display = (), None
+        record = stack.enter_context(Record(writers, display, log_every))
+        traces = stack.enter_context(Profile(folder / "profile", profile))
+        if profile and profile[0] <= start:
+            log.warning("fit: no profile of steps %d to %d, the run goes on from %d", *profile, start)
+        i = start
+        while batch is not None and i < num_steps:
+            traces.before(i + 1)
+            state, metrics = step(state, batch)
+            i += 1
+            traces.after(i, state)
+            record.add(i, metrics, batch)
+            if evaluate and evaluate_every and i % evaluate_every == 0 and i < num_steps:
+                record.evaluated(i, evaluate(state))
+            saved.update(state, metrics, keeps_place)
+            batch = next(next_batch, None) if i < num_steps else None
+        if i < num_steps:
+            log.warning("fit: the data ended after step %d of %d", i, num_steps)
+        record.flush(ended=True)
+        if evaluate:
+            record.evaluated(i, evaluate(state))
+        saved.save(state, keeps_place)
+    return state
+
+
+def _batches(data: Any, batches: Iterator[Any] | None, start: int, *, placed: bool) -> Iterator[Any]:
+    """From the step that a run goes on from."""
+    if batches is None:
+        i = start
+        while True:
+            yield data(i)
+            i += 1
+    if start and not placed:
+        log.warning("fit: %d batches are passed over; an iterator with get_state and set_state would go there", start)
+        for _ in range(start):
+            next(batches, None)
+    yield from batches
+
+
+def _plan(zero: Zero, step: Any, state: TrainState, batch: Any) -> str | None:
+    """What is known before a step runs; None if it is not a step of zerojax."""
+    if batch is None or not hasattr(step, "memory"):
+        return None
+    held = f"A device holds, when memory is fullest in a step, by formula:\n\n{step.memory(state, batch)}\n"
+    return f"{held}\nBetween steps, leaf by leaf:\n\n{zero.explain(state)}"
+
+
+class Record:
+    """The metrics of a run on their way to writers: read late, so that no step waits for the host.
+
+    Args:
+        writers: of the rows of the first step, of those that `log_every` divides, and of the last.
+        display: of every step; None: nothing is shown.
+        log_every: steps between two rows.
+    """
+
+    def __init__(self, writers: Sequence[Writer], display: Writer | None, log_every: int):
+        self._writers, self._shown, self._log_every = writers, [] if display is None else [display], log_every
+        self._waiting: collections.deque[tuple[int, Mapping[str, Any], int]] = collections.deque()
+        self._begun = False
+        self._times: collections.deque[tuple[int, float]] = collections.deque(
+            maxlen=_RATE_STEPS
+        )  # when steps were read
+
+    def __enter__(self) -> Record:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        with contextlib.ExitStack() as stack:
+            for each in (*self._writers, *self._shown):
+                stack.callback(each.close)
+            with contextlib.suppress(Exception) if error else contextlib.nullcontext():
+                self.flush(ended=True)
+
+    def add(self, step: int, metrics: Mapping[str, Any], batch: Any) -> None:
+        """The metrics of a step, as arrays that may not be there yet."""
+        if self._writers or self._shown:
+            self._waiting.append((step, metrics, num_rows(batch)))
+        if len(self._waiting) > _LATE:
+            self._read()
+
+    def flush(self, ended: bool = False) -> None:
+        """Waits for all steps so far; if it was the last, that has a row."""
+        while self._waiting:
+            self._read(last=ended and len(self._waiting) == 1)
+
+    def evaluated(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """A row of an evaluation after this step. Its time is not that of a step."""
+        self.flush()
+        row = {f"eval/{name}": float(value) for name, value in metrics.items()}
+        for each in (*self._writers, *self._shown):
+            each.write(step, row)
+        self._times.clear()
+
+    def _read(self, last: bool = False) -> None:
+        step, metrics, rows = self._waiting.popleft()
+        row = {name: float(metrics[name]) for name in sorted(metrics, key=lambda name: name != "loss")}
+        self._times.append((step, time.perf_counter()))
+        (before, began), (_, now) = self._times[0], self._times[-1]
+        if step > before:
+            seconds = (now - began) / (step - before)
+            row |= {"seconds_per_step": seconds, "rows_per_s": rows / seconds}
+        for each in self._shown:
+            each.write(step, row)
+        if last or not self._begun or step % self._log_every == 0:
+            for each in self._writers:
+                each.write(step, row)
+        self._begun = True
+
+
+class Profile:
+    """A trace of some steps, by JAX's profiler.
+
+    Args:
+        folder: for the trace.
+        steps: the first and the last, counted from 1; None: none is taken.
+    """
+
+    def __init__(self, folder: Path, steps: tuple[int, int] | None):
+        self._folder, self._steps, self._runs = folder, steps, False
+
+    def __enter__(self) -> Profile:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._runs:
+            jax.profiler.stop_trace()
+
+    def before(self, step: int) -> None:
+        if self._steps and step == self._steps[0]:
+            jax.profiler.start_trace(str(self._folder))
+            self._runs = True
+
+    def after(self, step: int, state: TrainState) -> None:
+        if self._runs and self._steps and step == self._steps[1]:
+            jax.block_until_ready(state)
+            jax.profiler.stop_trace()
+            self._runs = False
+            log.info("fit: steps %d to %d are profiled in %s", *self._steps, self._folder)
+
+
+def num_rows(batch: Any) -> int:
+    """Of a batch over all processes."""
+    return max((global_shape(a)[0] for a in jax.tree.leaves(batch) if np.ndim(a)), default=0)
