@@ -15,6 +15,7 @@ from zerojax.checkpoints import CheckpointMismatch, store
 from zerojax.checkpoints.pieces import damaged, pieces
 from zerojax.command import main
 from zerojax.exchange import parameters
+from zerojax.plan import Job
 
 NAMES = {"layers/*/w": "model.layers.*.weight", "layers/*/b": "model.layers.*.bias", "odd": "odd"}
 
@@ -119,6 +120,42 @@ def test_parameters_are_cast_and_divided_into_files(saved, tmp_path):
     state = parameters.load(zero.init(create, adam()), tmp_path, cast=True)
     narrow = params["odd"].astype(jnp.bfloat16).astype(np.float32)
     np.testing.assert_array_equal(np.asarray(state.master["odd"]), narrow)
+
+
+def job():
+    """What `import` is told of the model."""
+    return Job(create, adam(), loss, lambda rows: {})
+
+
+def test_parameters_of_files_become_a_step_that_a_run_goes_on_from(saved, tmp_path, monkeypatch):
+    directory, params = saved
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "names.json").write_text(json.dumps(NAMES))
+    command("export", directory, tmp_path / "model", "--mapping", "names.json")
+    told = ["import", "run", "model", "--job", "test_exchange:job", "--mapping", "names.json"]
+    shown = command(*told)
+    assert shown.exit_code == 0 and "run/step_0: 7 parameters of model" in shown.output, shown.output
+    zero = setting(1, num_devices=2)
+    with zero.checkpoints(tmp_path / "run") as checkpoints:
+        state, start = checkpoints.resume(zero.init(create, adam()))
+    assert start == 0 and int(state.opt_state[0].count) == 0
+    np.testing.assert_array_equal(np.asarray(state.master["layers"]["1"]["w"]), params["layers"]["1"]["w"])
+    assert command(*told).exit_code == 1 and "run has steps already: 0" in command(*told).output
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--job", "test_exchange:job"], "missing:  params/layers/0/b: there is no layers.0.b"),
+        (["--job", "test_exchange:none"], "'test_exchange:none' cannot be called"),
+        (["--job", "test_exchange:job", "--precision", "bf17"], "bf17"),
+    ],
+)
+def test_an_import_that_cannot_be_writes_nothing(tmp_path, options, said):
+    save_file({"other": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
+    shown = command("import", tmp_path / "run", tmp_path / "model.safetensors", *options)
+    assert shown.exit_code == 1 and said in shown.output and "Traceback" not in shown.output
+    assert not (tmp_path / "run").exists()
 
 
 def test_of_many_leaves_that_do_not_fit_the_rest_is_counted(tmp_path):

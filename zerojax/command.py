@@ -243,6 +243,34 @@ def export(
             click.echo(f"{file}  {file.stat().st_size / 2**20:,.1f} MiB")
 
 
+@checkpoint.command("import")
+@click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("files", type=click.Path(exists=True, path_type=Path))
+@click.option("--job", "what", required=True, metavar="MODULE:FUNCTION", help="Returns a zerojax.plan.Job.")
+@click.option("--precision", default="bf16", show_default=True, help="Of the run; it says how parameters are saved.")
+@click.option("--mapping", type=click.Path(exists=True, path_type=Path), help="JSON: our names to others' names.")
+@click.option("--cast", is_flag=True, help="Dtypes may differ.")
+def import_files(directory: Path, files: Path, what: str, precision: str, mapping: Path | None, cast: bool) -> None:
+    """Write a checkpoint of step 0 into DIRECTORY, with the parameters of safetensors FILES.
+
+    All else is as the job's model and optimizer begin: a run in DIRECTORY goes on from there, on any stage and mesh.
+    """
+    import zerojax
+    from zerojax.checkpoints import store
+    from zerojax.exchange import names, parameters
+    from zerojax.plan.planner import find_job
+
+    with _told():
+        if there := store.folders(directory.absolute()):
+            raise click.ClickException(f"{directory} has steps already: {', '.join(map(str, there))}")
+        found = names.mapping(mapping) if mapping else None
+        job, zero = find_job(what, "", compiled=False), zerojax.Zero(zerojax.make_mesh(), 3, precision)
+        state = parameters.load(zero.init(job.create_model, job.tx), files, mapping=found, cast=cast)
+        with zero.checkpoints(directory) as checkpoints:
+            checkpoints.save(state)
+    click.echo(f"{store.folder(directory, 0)}: {len(state.definition.leaves)} parameters of {files}")
+
+
 def _manifest(directory: Path, step: int | None) -> Any:
     from zerojax.checkpoints import store
 
@@ -257,11 +285,11 @@ def _manifest(directory: Path, step: int | None) -> Any:
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
     """What is wrong with the input, without a traceback."""
-    from zerojax.checkpoints import CheckpointCorrupted
+    from zerojax.checkpoints import CheckpointCorrupted, CheckpointMismatch
 
     try:
         yield
-    except (ValueError, CheckpointCorrupted) as error:
+    except (ValueError, CheckpointCorrupted, CheckpointMismatch) as error:
         raise click.ClickException(str(error)) from error
 
 

@@ -224,7 +224,8 @@ def read_arrays(directory: Path, step: int, leaves: Mapping[str, Leaf], sharding
         for path, leaf in leaves.items()
     }
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_CONCURRENT_GB)
-    where, found, failed = arrays_folder(directory, step), {}, None
+    found, failed = {}, None
+    where: Any = arrays_folder(directory, step)  # Orbax's handlers are typed for etils' paths
     try:  # not by ocp.Checkpointer, in which a process that can read would wait for one that cannot
         found = handler.restore(where, args=ocp.args.PyTreeRestore(avals, restore_args=how, partial_restore=True))
     except Exception as error:
