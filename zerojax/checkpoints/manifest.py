@@ -91,7 +91,7 @@ def from_json(told: Any, where: str) -> Manifest:
         CheckpointMismatch: it is of a newer version.
     """
     if not isinstance(told, dict) or not isinstance(told.get("format"), int) or isinstance(told["format"], bool):
-        raise CheckpointCorrupted(f"checkpoint: {where} has no manifest that can be read\n  {_ELSE}")
+        raise CheckpointCorrupted(f"checkpoint: {where} has no manifest that can be read\n  {FALLBACK}")
     if told["format"] > FORMAT:
         saved = told.get("versions")
         version = saved.get("zerojax") if isinstance(saved, dict) else None
@@ -103,12 +103,14 @@ def from_json(told: Any, where: str) -> Manifest:
         )
     rest = {name: value for name, value in told.items() if name != "digest"}
     if told.get("digest") != _digest(rest):
-        raise CheckpointCorrupted(f"checkpoint: the manifest of {where} was changed after it was saved\n  {_ELSE}")
+        raise CheckpointCorrupted(f"checkpoint: the manifest of {where} was changed after it was saved\n  {FALLBACK}")
     del rest["format"]
     try:
         return _parsed(rest)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise CheckpointCorrupted(f"checkpoint: the manifest of {where} is none\n  got:      {error!r}") from error
+        raise CheckpointCorrupted(
+            f"checkpoint: the manifest of {where} is none\n  got:      {error!r}\n  {FALLBACK}"
+        ) from error
 
 
 def _parsed(told: dict[str, Any]) -> Manifest:
@@ -140,7 +142,7 @@ def _expect(true: bool, what: str) -> None:
         raise ValueError(what)
 
 
-_ELSE = "fix:      resume(..., fallback=True) goes back to the newest step that is whole"
+FALLBACK = "fix:      resume(..., fallback=True) goes back to the newest step that is whole"
 
 
 def _digest(told: Any) -> str:

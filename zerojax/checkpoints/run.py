@@ -284,10 +284,11 @@ class Checkpoints:
         arrays = contents.arrays(state)
         found = digests(arrays)
         if bad := contents.bad_values(found):
+            there = "begin again" if self._saved is None else f"go on from step {self._saved}"
             raise FloatingPointError(
                 f"checkpoint: the state of step {step} is not finite, and is not saved\n"
                 f"  got:      {', '.join(bad[:4])}{' and others' if len(bad) > 4 else ''}\n"
-                f"  fix:      go on from step {self._saved}, with smaller steps"
+                f"  fix:      {there}, with smaller steps"
             )
         leaves = {path: Leaf(tuple(a.shape), str(a.dtype), found[path].text) for path, a in arrays.items()}
         manifest = Manifest(
@@ -354,5 +355,5 @@ def _check(saved: Manifest, read: dict[str, Any], where: str) -> None:
         raise CheckpointCorrupted(
             f"checkpoint: {where} is damaged\n"
             f"  got:      {', '.join(damaged[:4])}{' and others' if len(damaged) > 4 else ''}: not what was saved\n"
-            f"  fix:      resume(..., fallback=True) goes back to the newest step that is whole"
+            f"  {manifests.FALLBACK}"
         )

@@ -17,6 +17,7 @@ import math
 import os
 import re
 import socket
+import textwrap
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -28,7 +29,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from zerojax.checkpoints.manifest import CheckpointCorrupted, Leaf, Manifest, from_json, to_json
+from zerojax.checkpoints.manifest import FALLBACK, CheckpointCorrupted, Leaf, Manifest, from_json, to_json
 
 Array = Any
 log = logging.getLogger("zerojax")
@@ -199,7 +200,9 @@ def read_manifest(directory: Path, step: int) -> Manifest:
     try:
         told = json.loads(_manifest_file(path).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointCorrupted(f"checkpoint: the manifest of {path} cannot be read\n  got:      {error}") from error
+        raise CheckpointCorrupted(
+            f"checkpoint: the manifest of {path} cannot be read\n  got:      {error}\n  {FALLBACK}"
+        ) from error
     manifest = from_json(told, str(path))
     if manifest.step != step:
         raise CheckpointCorrupted(f"checkpoint: {path} holds step {manifest.step}\n  fix:      its old name")
@@ -235,9 +238,10 @@ def read_arrays(directory: Path, step: int, leaves: Mapping[str, Leaf], sharding
     finally:
         handler.close()
     if others := _where(failed is not None):
-        told = " ".join(str(failed).split())[:300] if failed else f"an error in process {', '.join(map(str, others))}"
+        told = str(failed) if failed else f"an error in process {', '.join(map(str, others))}"
+        told = textwrap.shorten(told, 300, placeholder=" ...")
         raise CheckpointCorrupted(
-            f"checkpoint: arrays of {where.parent} cannot be read\n  got:      {told}"
+            f"checkpoint: arrays of {where.parent} cannot be read\n  got:      {told}\n  {FALLBACK}"
         ) from failed
     return found
 

@@ -1,0 +1,49 @@
+"""One of several processes with a state of 256 MiB: python holder.py save|restore|export DIRECTORY.
+
+What it prints is how much further its memory grew while it did that, in bytes.
+"""
+
+import resource
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import zerojax
+from zerojax import processes
+from zerojax.exchange import parameters
+
+NUM_BYTES = 2**28
+
+
+def create(key):
+    shape = (NUM_BYTES // 4 // 4 // 1024, 1024)
+    return {name: jax.random.normal(k, shape) for name, k in zip("abcd", jax.random.split(key, 4), strict=True)}
+
+
+def most_held():
+    """Bytes, since this process began."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def main(what, directory):
+    processes.initialize()
+    zero = zerojax.Zero(zerojax.make_mesh(), 3)
+    make = zero.init if what == "save" else zero.eval_init
+    state = make(create, optax.sgd(0.1))
+    jax.block_until_ready(jnp.ones(1024) + 1)
+    before = most_held()
+    if what == "export":
+        parameters.export(directory, 0, f"{directory}/model")
+    else:
+        with zero.checkpoints(directory) as checkpoints:
+            if what == "save":
+                checkpoints.save(state)
+            else:
+                state, _ = checkpoints.resume(state)
+    sys.stdout.write(f"{most_held() - before}\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
