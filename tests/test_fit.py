@@ -226,6 +226,12 @@ def test_metrics_of_a_run_that_fails_are_written():
     assert [at for at, _ in kept] == [1] and kept.closed
 
 
+def test_a_metric_that_is_no_scalar_is_named():
+    told = r"fit: metric 'logits' is no scalar\n  got:      shape \(4, 2\)"
+    with pytest.raises(ValueError, match=told), loop.Record([Rows()], None, log_every=1) as record:
+        record.add(1, {"logits": np.ones((4, 2))}, batch(0))
+
+
 def test_a_nan_is_json(tmp_path):
     with contextlib.closing(writers.Jsonl(tmp_path / "metrics.jsonl", 0)) as file:
         file.write(1, {"a": float("nan"), "b": float("-inf"), "c": 1.0})

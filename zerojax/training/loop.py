@@ -1,4 +1,9 @@
-"""The loop: steps, and what a run does beside them."""
+"""The loop: steps, and what a run does beside them.
+
+It is in the package, not in an example that is copied, so that what is easily got wrong is tested once: where the data
+goes on, rows of steps that run again, metrics that nobody waits for. It is made of public pieces, of which another loop
+can be made too.
+"""
 
 from __future__ import annotations
 
@@ -191,14 +196,14 @@ class Record:
     def evaluated(self, step: int, metrics: Mapping[str, Any]) -> None:
         """A row of an evaluation after this step. Its time is not that of a step."""
         self.flush()
-        row = {f"eval/{name}": float(value) for name, value in metrics.items()}
+        row = {f"eval/{name}": _number(name, value) for name, value in metrics.items()}
         for each in (*self._writers, *self._shown):
             each.write(step, row)
         self._times.clear()
 
     def _read(self, last: bool = False) -> None:
         step, metrics, rows = self._waiting.popleft()
-        row = {name: float(metrics[name]) for name in sorted(metrics, key=lambda name: name != "loss")}
+        row = {name: _number(name, metrics[name]) for name in sorted(metrics, key=lambda name: name != "loss")}
         self._times.append((step, time.perf_counter()))
         (before, began), (_, now) = self._times[0], self._times[-1]
         if step > before:
@@ -210,6 +215,14 @@ class Record:
             for each in self._writers:
                 each.write(step, row)
         self._begun = True
+
+
+def _number(name: str, value: Any) -> float:
+    if np.ndim(value):
+        raise ValueError(
+            f"fit: metric {name!r} is no scalar\n  got:      shape {np.shape(value)}\n  fix:      its mean"
+        )
+    return float(value)
 
 
 class Profile:
