@@ -38,7 +38,10 @@ ROWS = [
         "a bit flipped, a page zeroed",
         [f"{CHECKPOINTS}::{test}" for test in ("test_damaged_arrays", "test_a_flipped_bit", "test_an_array_that_was")],
     ),
-    ("a file cut off or deleted", [f"{CHECKPOINTS}::test_damaged_arrays"]),
+    (
+        "a file cut off or deleted, or not read by one process",
+        [f"{CHECKPOINTS}::test_damaged_arrays", f"{FAULTS}::test_what_one_of_two"],
+    ),
     ("manifest damaged", [f"{CHECKPOINTS}::test_a_damaged_manifest"]),
     ("commit marker deleted", [f"{CHECKPOINTS}::test_a_step_that_is_not_marked"]),
     ("foreign folders among the steps", [f"{CHECKPOINTS}::test_other_folders"]),
