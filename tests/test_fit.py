@@ -76,7 +76,7 @@ def test_the_directory_tells_about_the_run(undisturbed):
     plan = (undisturbed / "plan.txt").read_text()
     assert "optimizer state" in plan and "2 x 3.175k / 8" in plan and "layers/0/w" in plan
     told = (undisturbed / "README.md").read_text()
-    assert "Started once" in told
+    assert "Started once" in told and start["command"] in told and not list(undisturbed.glob("*.new"))
     for name in told.split("`")[1::2]:
         if not name.startswith("zerojax"):
             assert (undisturbed / name).exists(), name
@@ -119,11 +119,11 @@ def test_a_run_that_stopped_goes_on_bit_for_bit(step, undisturbed, tmp_path, cap
         run(step, tmp_path, data=failing, config={"lr": 0.1})
     assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5] and store.steps(tmp_path / "checkpoints") == [3]
     with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 2, "lo')
+        file.write('\0\0\n{"step": 2, "lo')
     run(step, tmp_path, config={"lr": 0.2})
     assert losses(tmp_path) == losses(undisturbed)
     assert [row["step"] for row in rows(tmp_path)] == list(range(1, STEPS + 1))
-    assert "metrics.jsonl: 3 rows after step 3 are taken out" in caplog.text
+    assert "metrics.jsonl: 4 rows after step 3 are taken out" in caplog.text
     assert "config.json: lr was 0.1, is 0.2" in caplog.text
     assert "Started 2 times" in (tmp_path / "README.md").read_text()
     starts = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]

@@ -6,7 +6,9 @@ import dataclasses
 import datetime
 import json
 import logging
+import os
 import platform
+import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,13 +19,14 @@ import jax.numpy as jnp
 
 from zerojax.processes import join
 from zerojax.setup import Setup
+from zerojax.training.writers import replace
 
 log = logging.getLogger("zerojax")
 
 _README = """\
 # {name}
 
-A training run of zerojax. Started {starts} so far; the last time with
+A training run of zerojax. Started {starts} so far; the last time, in {folder}, with
 
     {command}
 
@@ -69,13 +72,14 @@ def describe(
     """
     folder.mkdir(parents=True, exist_ok=True)
     _tell_changes(folder / "config.json", config)
-    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    replace(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
     devices = setup.mesh.devices.flat
     told = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "from_step": start,
         "num_steps": num_steps,
-        "command": [sys.executable, *sys.argv],
+        "command": shlex.join([sys.executable, *sys.argv]),
+        "folder": os.getcwd(),
         "host": platform.node(),
         "processes": jax.process_count(),
         "devices": f"{setup.mesh.size} x {devices[0].device_kind}",
@@ -88,12 +92,10 @@ def describe(
     with (folder / "starts.jsonl").open("a") as file:
         file.write(json.dumps(told) + "\n")
     if plan is not None:
-        (folder / "plan.txt").write_text(plan)
-    with (folder / "starts.jsonl").open() as file:
-        starts = sum(1 for _ in file)
+        replace(folder / "plan.txt", plan)
+    starts = (folder / "starts.jsonl").read_text().count("\n")
     times = "once" if starts == 1 else f"{starts} times"
-    command = " ".join(told["command"])
-    (folder / "README.md").write_text(_README.format(name=folder.name, starts=times, command=command, path=folder))
+    replace(folder / "README.md", _README.format(name=folder.name, starts=times, path=folder, **told))
 
 
 _DTYPES = ("param_dtype", "compute_dtype", "reduce_dtype")

@@ -63,14 +63,25 @@ def _number(value: float) -> float | str:
 
 
 def _cut(path: Path, start: int) -> None:
-    """Takes out the rows after a step, and a line that was not written to its end."""
-    lines = path.read_text().splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= start]
-    if len(kept) == len(lines):
-        return
-    log.warning("%s: %d rows after step %d are taken out: they are run again", path, len(lines) - len(kept), start)
-    new = path.with_suffix(".new")
-    new.write_text("".join(kept))
+    """Takes out the rows after a step, and what is no row: a line that was not written to its end."""
+    lines = path.read_text(errors="replace").splitlines(keepends=True)
+    kept = [line for line in lines if line.endswith("\n") and _step(line) <= start]
+    if len(kept) < len(lines):
+        log.warning("%s: %d rows after step %d are taken out: they are run again", path, len(lines) - len(kept), start)
+        replace(path, "".join(kept))
+
+
+def _step(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, TypeError, KeyError):
+        return math.inf
+
+
+def replace(path: Path, text: str) -> None:
+    """Writes a file as a whole or not at all."""
+    new = path.with_name(path.name + ".new")
+    new.write_text(text)
     new.replace(path)
 
 
