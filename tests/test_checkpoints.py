@@ -374,6 +374,18 @@ def test_a_second_run_in_the_directory_is_refused(tmp_path):
     zero.checkpoints(tmp_path).close()
 
 
+def test_a_step_is_saved_once(tmp_path):
+    """Also if it is to be saved again while its save is under way."""
+    zero = setting()
+    state = zero.init(create, adam())
+    with zero.checkpoints(tmp_path, every=1) as checkpoints:
+        checkpoints.update(state)
+        checkpoints.save(state)
+        checkpoints.wait()
+        checkpoints.save(state)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step_0"]
+
+
 def test_old_steps_are_deleted(tmp_path):
     train(setting(), tmp_path, 10, keep=2, keep_every=4)
     assert store.steps(tmp_path) == [4, 8, 10]

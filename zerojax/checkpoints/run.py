@@ -268,7 +268,7 @@ class Checkpoints:
         raise SystemExit(EXIT_CODE)
 
     def save(self, state: TrainState, data: Any = None) -> None:
-        """Begins to save a state; it goes on in the background. A state that is on disk already is not saved again.
+        """Begins to save a state; it goes on in the background. A step that this run has saved is not saved again.
 
         Cost: a copy of each device's shards to host memory, and one reading of them for the digests.
 
@@ -278,9 +278,9 @@ class Checkpoints:
             RuntimeError: two saves failed, one after the other.
         """
         step = int(state.step)
+        self.wait()
         if step == self._saved:
             return
-        self.wait()
         arrays = contents.arrays(state)
         found = digests(arrays)
         if bad := contents.bad_values(found):
