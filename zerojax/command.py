@@ -164,7 +164,7 @@ def doctor(checkpoints: Path | None) -> None:
 
 @main.group()
 def checkpoint() -> None:
-    """Look at checkpoints. No accelerator is needed."""
+    """Look at checkpoints, move parameters in and out. No accelerator is needed."""
 
 
 _DIRECTORY = click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
