@@ -267,7 +267,7 @@ def shown_by(make, terminal):
     made = make(Console(file=file, width=100, force_terminal=terminal, color_system=None))
     made.write(1, {"loss": 3.14159, "grad_norm": 2.0, "skipped": 0.0, "param_norm": 9.0})
     made.write(2, {"loss": 3.0, "skipped": 1.0, "rows_per_s": 12345.6, "seconds_per_step": 1})
-    made.write(2, {"eval/loss": 2.5})
+    made.write(2, {"eval/loss": 2.5, "eval/[all]": 1})
     made.close()
     return file.getvalue()
 
@@ -276,14 +276,14 @@ def test_lines_in_a_log():
     assert shown_by(lambda console: display.Lines(20, 2, console), terminal=False).splitlines() == [
         "step  1/20  loss 3.142  grad norm 2",
         "step  2/20  loss 3  skipped 1  12,346 rows/s",
-        "step  2/20  eval/loss 2.5",
+        "step  2/20  eval/loss 2.5  eval/[all] 1",
     ]
     assert "loss 3.142" not in shown_by(lambda console: display.Lines(20, 5, console), terminal=False).splitlines()[1]
 
 
 def test_a_bar_on_a_terminal():
     shown = shown_by(lambda console: display.Bar(20, 0, console), terminal=True)
-    assert "2/20 loss 3  skipped 1  12,346 rows/s" in shown and "step  2/20  eval/loss 2.5\n" in shown
+    assert "2/20 loss 3  skipped 1  12,346 rows/s" in shown and "step  2/20  eval/loss 2.5  eval/[all] 1\n" in shown
 
 
 @dataclasses.dataclass

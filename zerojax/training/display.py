@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import rich
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from zerojax.training.writers import Row, Writer
 
@@ -36,7 +36,7 @@ class Lines:
         if not self._begun or is_evaluation(row) or step % self._every == 0 or step == self._num_steps:
             digits = len(str(self._num_steps))
             told = f"step {step:{digits}d}/{self._num_steps}  {summary(row)}"
-            self._console.print(told, highlight=False, soft_wrap=True)
+            self._console.print(told, highlight=False, markup=False, soft_wrap=True)
         self._begun = True
 
     def close(self) -> None:
@@ -56,7 +56,7 @@ class Bar:
         columns = (
             BarColumn(max(8, min(40, console.width - 70))),
             "{task.completed}/{task.total}",
-            "{task.fields[numbers]}",
+            TextColumn("{task.fields[numbers]}", markup=False),
             TimeRemainingColumn(elapsed_when_finished=True),
         )
         self._lines = Lines(num_steps, 1, console)
