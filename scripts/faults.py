@@ -40,7 +40,11 @@ ROWS = [
     ),
     (
         "a file cut off or deleted, or not read by one process",
-        [f"{CHECKPOINTS}::test_damaged_arrays", f"{FAULTS}::test_what_one_of_two"],
+        [
+            f"{CHECKPOINTS}::test_damaged_arrays",
+            f"{FAULTS}::test_what_one_of_two",
+            f"{FAULTS}::test_two_processes_that",
+        ],
     ),
     ("manifest damaged", [f"{CHECKPOINTS}::test_a_damaged_manifest"]),
     ("commit marker deleted", [f"{CHECKPOINTS}::test_a_step_that_is_not_marked"]),

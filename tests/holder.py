@@ -1,4 +1,4 @@
-"""One of several processes with a state of 256 MiB: python holder.py save|restore|export DIRECTORY.
+"""One of several processes with a state of one array of 256 MiB: python holder.py save|restore|export DIRECTORY.
 
 What it prints is how much further its memory grew while it did that, in bytes.
 """
@@ -12,14 +12,14 @@ import optax
 
 import zerojax
 from zerojax import processes
+from zerojax.checkpoints import pieces
 from zerojax.exchange import parameters
 
-NUM_BYTES = 2**28
+NUM_BYTES, PIECE_BYTES = 2**28, 2**24
 
 
 def create(key):
-    shape = (NUM_BYTES // 4 // 4 // 1024, 1024)
-    return {name: jax.random.normal(k, shape) for name, k in zip("abcd", jax.random.split(key, 4), strict=True)}
+    return {"w": jax.random.normal(key, (NUM_BYTES // 4 // 1024, 1024))}
 
 
 def most_held():
@@ -35,6 +35,7 @@ def main(what, directory):
     jax.block_until_ready(jnp.ones(1024) + 1)
     before = most_held()
     if what == "export":
+        pieces.pieces.__defaults__ = (PIECE_BYTES,)
         parameters.export(directory, 0, f"{directory}/model")
     else:
         with zero.checkpoints(directory) as checkpoints:

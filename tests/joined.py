@@ -11,6 +11,7 @@ parser = argparse.ArgumentParser()
 for option in ("absent", "differ", "kill", "fail", "silent"):
     parser.add_argument(f"--{option}", type=int, default=-1)
 parser.add_argument("--preempted", action="store_true")
+parser.add_argument("--uneven", help="a directory to train in, with less data in process 1")
 parser.add_argument("--timeout", type=int, default=30)
 parser.add_argument("--heartbeat", type=int, default=100)
 args = parser.parse_args()
@@ -20,8 +21,10 @@ if args.absent == int(os.environ.get("ZEROJAX_PROCESS_ID", -2)):
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
+import optax  # noqa: E402
 from jax.experimental import multihost_utils  # noqa: E402
 
+import zerojax  # noqa: E402
 from zerojax import Zero, make_mesh, processes  # noqa: E402
 from zerojax.processes import join  # noqa: E402
 
@@ -44,6 +47,11 @@ if args.preempted:
             sys.stdout.write(f"saved at {step}\n")
             sys.exit(75)
         time.sleep(0.1 + 0.05 * own.index)
+if args.uneven:
+    zero = Zero(make_mesh(), 1)
+    step = zero.train_step(lambda params, batch: (params["w"] * batch).mean())
+    data = iter([np.ones((4, 8), np.float32)] * (4 - own.index))
+    zerojax.fit(zero, zero.init(lambda: {"w": np.ones(8, np.float32)}, optax.sgd(0.1)), step, data, 9, args.uneven)
 rows = processes.own_rows(8)
 batch = Zero(make_mesh(), 1).shard_batch(np.arange(8.0, dtype=np.float32)[rows])
 total = float(jax.jit(lambda a: a.sum())(batch))

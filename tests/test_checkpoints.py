@@ -1,6 +1,7 @@
 """What is saved comes back, bit for bit, on any stage and mesh; what is damaged or does not fit is refused by name."""
 
 import dataclasses
+import errno
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ import optax
 import pytest
 
 import zerojax
-from zerojax.checkpoints import EXIT_CODE, CheckpointCorrupted, CheckpointMismatch, contents, store
+from zerojax.checkpoints import EXIT_CODE, CheckpointCorrupted, CheckpointMismatch, contents, iterators, store
 from zerojax.checkpoints.digest import HostDigest, digests
 
 WIDTH, ROWS, EVERY = 32, 16, 2
@@ -540,15 +541,19 @@ def test_a_run_that_resumes_in_the_middle_of_an_epoch_repeats_and_skips_no_row(t
 
 
 def test_data_of_another_number_of_processes_is_refused_where_it_differs():
-    from zerojax.checkpoints import iterators
-
-    fresh = Iterator(None)
-    iterators.set_state(fresh, [{"at": 3}, {"at": 3}], "step_1")
-    assert fresh.state == {"at": 3}
+    assert iterators.own_state([{"at": 3}, {"at": 3}], "step_1") == {"at": 3}
     with pytest.raises(CheckpointMismatch, match="different states of 2 processes, now there are 1"):
-        iterators.set_state(fresh, [{"at": 3}, {"at": 4}], "step_1")
+        iterators.own_state([{"at": 3}, {"at": 4}], "step_1")
     with pytest.raises(CheckpointMismatch, match="step_1 has no state of a data iterator"):
-        iterators.set_state(fresh, None, "step_1")
+        iterators.own_state(None, "step_1")
+
+
+def test_a_state_that_cannot_go_on_with_the_data_is_not_freed(saved):
+    zero = setting()
+    given = zero.init(create, adam())
+    with zero.checkpoints(saved[0]) as checkpoints, pytest.raises(CheckpointMismatch, match="state of a data iterator"):
+        checkpoints.resume(given, Iterator({"at": 0}))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(given))
 
 
 def test_nothing_to_begin_with_is_told(tmp_path):
@@ -689,16 +694,34 @@ def test_sigterm_saves_and_ends_with_a_code_of_its_own(tmp_path, handler, when):
     assert signal.getsignal(signal.SIGTERM) is (mine if when != "never" else signal.SIG_DFL)
 
 
-def test_a_handler_that_calls_the_one_before_it_is_called_once(tmp_path, handler):
-    """As handlers should; set later, it calls ours, which calls it."""
+def test_handlers_that_call_the_one_before_are_all_called_once(tmp_path, handler):
+    """As handlers should: those set later call ours, which calls the one before. Also when ours is gone."""
     called = []
+
+    def chain(name):
+        before = signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, lambda number, frame: (called.append(name), before(number, frame)))
+
+    signal.signal(signal.SIGTERM, lambda number, frame: called.append("first"))
     zero, state, step = guarded_step()
     with pytest.raises(SystemExit) as ended, zero.checkpoints(tmp_path, every=100) as guarded:
-        ours = signal.getsignal(signal.SIGTERM)
-        signal.signal(signal.SIGTERM, lambda number, frame: (called.append(number), ours(number, frame)))
         for i in range(4):
+            if i < 2:
+                chain(i)
             state, metrics = step(state, scaled(i, 1))
-            if i == 2:
+            if i == 3:
                 os.kill(os.getpid(), signal.SIGTERM)
             guarded.update(state, metrics)
-    assert ended.value.code == EXIT_CODE and called == [signal.SIGTERM]
+    assert ended.value.code == EXIT_CODE and called == [1, 0, "first"]
+    called.clear()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert called == [1, 0, "first"]
+
+
+def test_where_nothing_can_be_locked_a_run_goes_on(tmp_path, monkeypatch, caplog):
+    def cannot(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(store.fcntl, "flock", cannot)
+    setting().checkpoints(tmp_path).close()
+    assert "nothing keeps a second run away" in caplog.text

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
 from test_checkpoints import adam, create, cut, digest_of, flip, largest_file, loss, setting, train
 
-from zerojax.checkpoints import CheckpointMismatch, store
+from zerojax.checkpoints import CheckpointMismatch, contents, store
 from zerojax.checkpoints.pieces import damaged, pieces
 from zerojax.command import main
 from zerojax.exchange import parameters
@@ -156,6 +156,22 @@ def test_an_import_that_cannot_be_writes_nothing(tmp_path, options, said):
     shown = command("import", tmp_path / "run", tmp_path / "model.safetensors", *options)
     assert shown.exit_code == 1 and said in shown.output and "Traceback" not in shown.output
     assert not (tmp_path / "run").exists()
+
+
+def test_an_import_of_a_nan_is_refused(tmp_path):
+    arrays = {
+        name.removeprefix("params/").replace("/", "."): np.zeros(a.shape, a.dtype) for name, a in params().items()
+    }
+    save_file(arrays | {"odd": np.full(7, np.nan, np.float32)}, tmp_path / "model.safetensors")
+    shown = command("import", tmp_path / "run", tmp_path / "model.safetensors", "--job", "test_exchange:job")
+    assert shown.exit_code == 1 and "model.safetensors is not finite: params/odd" in shown.output
+    assert not (tmp_path / "run").exists()
+
+
+def params():
+    """Avals, by path."""
+    avals = contents.arrays(setting().eval_init(create, adam()))
+    return {path: a for path, a in avals.items() if path.startswith("params/")}
 
 
 def test_of_many_leaves_that_do_not_fit_the_rest_is_counted(tmp_path):

@@ -5,7 +5,12 @@ import dataclasses
 import io
 import json
 import logging
+import shlex
+import signal
 import struct
+import subprocess
+import sys
+import time
 
 import jax
 import numpy as np
@@ -34,7 +39,7 @@ class Rows(list):
 
 @pytest.fixture(scope="module")
 def step():
-    """Compiled once for all runs here."""
+    """Of all runs here."""
     return setting().train_step(loss)
 
 
@@ -67,7 +72,6 @@ def test_the_directory_tells_about_the_run(undisturbed):
     evaluated = [(row["step"], row["eval/steps"], row["eval/two"]) for row in rows(undisturbed) if "eval/two" in row]
     assert evaluated == [(4, 4, 2), (STEPS, STEPS, 2)]
     assert [row["step"] for row in rows(undisturbed)] == [1, 2, 3, 4, 4, 5, 6, 7, 7]
-    assert rows(undisturbed)[1]["rows_per_s"] > 0 and "rows_per_s" not in rows(undisturbed)[0]
     assert json.loads((undisturbed / "config.json").read_text()) == {"lr": 0.1, "name": "a"}
     (start,) = [json.loads(line) for line in (undisturbed / "starts.jsonl").read_text().splitlines()]
     assert (start["from_step"], start["num_steps"], start["stage"]) == (0, STEPS, 3)
@@ -123,7 +127,8 @@ def test_a_run_that_stopped_goes_on_bit_for_bit(step, undisturbed, tmp_path, cap
     run(step, tmp_path, config={"lr": 0.2})
     assert losses(tmp_path) == losses(undisturbed)
     assert [row["step"] for row in rows(tmp_path)] == list(range(1, STEPS + 1))
-    assert "metrics.jsonl: 4 rows after step 3 are taken out" in caplog.text
+    assert "metrics.jsonl: 2 rows after step 3 are taken out" in caplog.text
+    assert "metrics.jsonl: 2 lines that are no rows are taken out" in caplog.text
     assert "config.json: lr was 0.1, is 0.2" in caplog.text
     assert "Started 2 times" in (tmp_path / "README.md").read_text()
     starts = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
@@ -226,10 +231,122 @@ def test_metrics_of_a_run_that_fails_are_written():
     assert [at for at, _ in kept] == [1] and kept.closed
 
 
-def test_a_metric_that_is_no_scalar_is_named():
-    told = r"fit: metric 'logits' is no scalar\n  got:      shape \(4, 2\)"
+@pytest.mark.parametrize(
+    ("value", "got"), [(np.ones((4, 2)), r"shape \(4, 2\)"), ("warm", "'warm'"), ({"a": 1}, "{'a': 1}")]
+)
+def test_a_metric_that_is_no_number_is_named(value, got):
+    told = f"fit: metric 'logits' is no number\n  got:      {got}\n  fix: "
     with pytest.raises(ValueError, match=told), loop.Record([Rows()], None, log_every=1) as record:
-        record.add(1, {"logits": np.ones((4, 2))}, batch(0))
+        record.add(1, {"logits": value}, batch(0))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"data": lambda i: None}, r"fit: data\(0\) returned nothing\n  fix: "),
+        ({"evaluate": lambda state: 1.0, "evaluate_every": 1}, "fit: evaluate returned a float\n  fix: "),
+    ],
+)
+def test_what_functions_may_not_return(step, tmp_path, options, told):
+    with pytest.raises(ValueError, match=told):
+        run(step, tmp_path, **options)
+
+
+def test_a_metric_that_is_called_step_does_not_take_its_place(tmp_path):
+    with contextlib.closing(writers.Jsonl(tmp_path / "metrics.jsonl", 0)) as file:
+        file.write(1, {"step": 7.0, "loss": 1.0})
+    assert [row["step"] for row in rows(tmp_path)] == [1]
+
+
+def test_numbers_in_a_batch(tmp_path):
+    zero = setting()
+    scaled = lambda params, batch, key: batch["scale"] * loss(params, batch, key)
+    of = lambda i: batch(i) | {"scale": 0.5}
+    zerojax.fit(zero, zero.init(create, adam()), zero.train_step(scaled), of, 1, tmp_path, log_every=1)
+    assert losses(tmp_path).keys() == {1}
+
+
+def test_an_evaluation_that_fails_loses_no_step(step, tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        run(step, tmp_path, 5, evaluate=lambda state: 1 / 0)
+    assert store.steps(tmp_path / "checkpoints") == [3, 5]
+
+
+def test_a_directory_of_checkpoints_is_refused(step, tmp_path):
+    zero = setting()
+    with zero.checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(zero.init(create, adam()))
+    with pytest.raises(ValueError, match=r"has steps of checkpoints\n  got: .*\n  fix: .*/checkpoints"):
+        run(step, tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "step_0").rename(tmp_path / "checkpoints" / "step_0")
+    run(step, tmp_path, 1, data=Batches())  # which was nowhere yet when step 0 was saved
+    assert losses(tmp_path).keys() == {1}
+
+
+KILLED = """
+import os, signal, sys
+sys.path[:0] = {path!r}
+import zerojax; zerojax.simulate_devices(8)
+from test_checkpoints import batch
+from test_fit import run, setting, loss
+
+def killing(i):
+    if i == 6:
+        while not os.path.exists({mark!r}): pass
+        os.kill(os.getpid(), signal.SIGKILL)
+    return batch(i)
+
+run(setting().train_step(loss), __import__("pathlib").Path({directory!r}), data=killing)
+"""
+
+
+def test_rows_of_a_run_that_was_killed_are_there_up_to_its_checkpoint(step, undisturbed, tmp_path):
+    mark = tmp_path / "checkpoints" / "step_6" / "commit_success.txt"
+    text = KILLED.format(path=sys.path, mark=str(mark), directory=str(tmp_path))
+    assert subprocess.run([sys.executable, "-c", text], timeout=120).returncode == -signal.SIGKILL
+    run(step, tmp_path)
+    assert losses(tmp_path) == losses(undisturbed)
+    assert [row["step"] for row in rows(tmp_path)] == list(range(1, STEPS + 1))
+
+
+def test_the_command_is_the_one_that_was_given(tmp_path):
+    """Also with -m, where the script's path would not do."""
+    (tmp_path / "package").mkdir()
+    text = f"import sys; sys.path[:0] = {sys.path!r}\nfrom . import other\nfrom pathlib import Path\n"
+    text += "from zerojax import simulate_devices; simulate_devices(8)\n"
+    text += "from test_fit import run, setting, loss\nrun(setting().train_step(loss), Path(sys.argv[1]), 1)\n"
+    (tmp_path / "package" / "train.py").write_text(text)
+    (tmp_path / "package" / "other.py").write_text("")
+    command = [sys.executable, "-m", "package.train", "a run"]
+    subprocess.run(command, check=True, cwd=tmp_path, timeout=120)
+    (start,) = [json.loads(line) for line in (tmp_path / "a run" / "starts.jsonl").read_text().splitlines()]
+    assert shlex.split(start["command"]) == command and start["folder"] == str(tmp_path)
+    assert f"in {tmp_path}, with\n\n    {start['command']}\n" in (tmp_path / "a run" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{"])
+def test_a_config_that_cannot_be_read_is_told(step, tmp_path, caplog, content):
+    (tmp_path / "config.json").write_text(content)
+    (tmp_path / "starts.jsonl").write_text('{"from_step": 0}\n{"torn')
+    run(step, tmp_path, 1, config={"lr": 0.1})
+    assert "config.json cannot be read, and is written again" in caplog.text
+    assert json.loads((tmp_path / "config.json").read_text()) == {"lr": 0.1}
+    assert len([json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]) == 2
+
+
+def test_rates_are_those_of_steps(tmp_path):
+    """Whatever is between them, and where metrics are read in one go."""
+    kept = Rows()
+    with loop.Record([kept], None, log_every=1) as record:
+        for step in range(1, 9):
+            time.sleep(0.05)
+            record.add(step, {"loss": 1.0}, batch(0))
+            if step == 5:
+                record.evaluated(5, {"loss": 1.0})
+                time.sleep(0.5)
+    rates = [row["seconds_per_step"] for _, row in kept if "seconds_per_step" in row]
+    assert rates and max(rates) < 0.4 and min(rates) >= 0.05
 
 
 def test_a_nan_is_json(tmp_path):
@@ -273,12 +390,11 @@ def shown_by(make, terminal):
 
 
 def test_lines_in_a_log():
-    assert shown_by(lambda console: display.Lines(20, 2, console), terminal=False).splitlines() == [
+    assert shown_by(lambda console: display.Lines(20, console), terminal=False).splitlines() == [
         "step  1/20  loss 3.142  grad norm 2",
         "step  2/20  loss 3  skipped 1  12,346 rows/s",
         "step  2/20  eval/loss 2.5  eval/[all] 1",
     ]
-    assert "loss 3.142" not in shown_by(lambda console: display.Lines(20, 5, console), terminal=False).splitlines()[1]
 
 
 def test_a_bar_on_a_terminal():
@@ -300,10 +416,15 @@ def test_a_config_is_a_mapping_or_a_dataclass(step, tmp_path):
     ("options", "told"),
     [
         ({"num_steps": 0}, "fit: num_steps is 0\n  fix: "),
+        ({"num_steps": None}, "fit: num_steps is None\n  fix: "),
         ({"log_every": 1.5}, "fit: log_every is 1.5\n  fix: "),
+        ({"log_every": None}, "fit: log_every is None\n  fix: "),
         ({"evaluate_every": True}, "fit: evaluate_every is True\n  fix: "),
         ({"profile": (3, 2)}, r"fit: profile is \(3, 2\)\n  fix: .*counted from 1"),
+        ({"profile": (2,)}, r"fit: profile is \(2,\)\n  fix: "),
+        ({"profile": (1.5, 2)}, r"fit: profile is \(1.5, 2\)\n  fix: "),
         ({"config": 3}, "fit: config is a int\n  fix: "),
+        ({"config": {1: "a", "b": 2}}, "fit: config has a name that is no text\n  got:      1\n  fix: "),
         ({"config": {"lr": object()}}, r"config\['lr'\] is not JSON\n  got: "),
         ({"data": 3}, "fit: data is a int\n  fix: "),
         ({"checkpoints": {"every": 0}}, "checkpoints: every is 0"),

@@ -34,6 +34,7 @@ def test_a_process_restores_its_part_alone(saved, capfd):
 
 
 def test_an_export_holds_pieces(saved, capfd):
+    """Of 16 MiB here, of one array of 256; the rest is what the libraries that read take once."""
     (grown,) = held(capfd, 1, "export", saved)
     assert grown < 0.85 * NUM_BYTES
     assert sum(file.stat().st_size for file in (saved / "model").iterdir()) > NUM_BYTES

@@ -107,6 +107,14 @@ def test_a_process_that_does_not_call_agree_is_named(capfd):
         assert f"[{index}] TimeoutError: processes: process 1 did not call agree() within 3 s" in errors
 
 
+def test_processes_whose_data_ends_at_different_steps_end(capfd, tmp_path):
+    """Neither waits for the other for ever, and neither says that all went well."""
+    assert joined(2, "--uneven", tmp_path, grace_s=60) == 1
+    errors = capfd.readouterr().err
+    assert "fit: the data of this process ended after step 3, that of others did not" in errors
+    assert "3 in process 1; 4 in process 0" in errors or "4 in process 0; 3 in process 1" in errors
+
+
 def test_all_save_at_the_same_step_and_end_after_sigterm():
     command = [sys.executable, JOINED, "--preempted"]
     text = f"import sys; from zerojax.processes.launch import launch; sys.exit(launch({command}, 2, devices=2))"

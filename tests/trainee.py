@@ -17,6 +17,7 @@ import orbax.checkpoint
 
 import zerojax
 from zerojax import processes
+from zerojax.checkpoints import CheckpointCorrupted, store
 
 parser = argparse.ArgumentParser()
 parser.add_argument("directory")
@@ -32,7 +33,7 @@ parser.add_argument("--hang-at", type=int, help="wait for ever after this step")
 parser.add_argument("--hang-in", type=int, default=0, help="in this process")
 parser.add_argument("--data", action="store_true", help="with an iterator, which differs between processes")
 parser.add_argument("--fallback", action="store_true", help="go back behind a step that is damaged")
-parser.add_argument("--unreadable", help="what process 1 cannot read: a step")
+parser.add_argument("--unreadable", choices=["arrays", "manifest", "mark"], help="of step 4, by process 1")
 parser.add_argument("--watchdog", type=float)
 parser.add_argument("--heartbeat", type=int, default=10)
 args = parser.parse_args()
@@ -52,16 +53,30 @@ class Data:
         self.at = state["at"]
 
 
-def make_unreadable(name):
-    """As a file system would of which one machine has lost its connection."""
-    read = orbax.checkpoint.PyTreeCheckpointHandler.restore
+def make_unreadable(what):
+    """As a file system would of which one machine has lost its connection, or sees what was there before."""
+    read, read_manifest, is_whole = (
+        orbax.checkpoint.PyTreeCheckpointHandler.restore,
+        store.read_manifest,
+        store.is_whole,
+    )
 
     def restore(handler, where, *args, **kwargs):
-        if name in str(where):
+        if "step_4" in str(where):
             raise OSError(f"{where}: the connection is lost")
         return read(handler, where, *args, **kwargs)
 
-    orbax.checkpoint.PyTreeCheckpointHandler.restore = restore
+    def manifest(directory, step):
+        if step == 4:
+            raise CheckpointCorrupted("the connection is lost")
+        return read_manifest(directory, step)
+
+    if what == "arrays":
+        orbax.checkpoint.PyTreeCheckpointHandler.restore = restore
+    if what == "manifest":
+        store.read_manifest = manifest
+    if what == "mark":
+        store.is_whole = lambda folder: folder.name != "step_4" and is_whole(folder)
 
 
 def main():

@@ -253,10 +253,12 @@ def export(
 def import_files(directory: Path, files: Path, what: str, precision: str, mapping: Path | None, cast: bool) -> None:
     """Write a checkpoint of step 0 into DIRECTORY, with the parameters of safetensors FILES.
 
-    All else is as the job's model and optimizer begin: a run in DIRECTORY goes on from there, on any stage and mesh.
+    All else is as the job's model and optimizer begin: a run goes on from there, on any stage and mesh. DIRECTORY is that
+    of zero.checkpoints, which for zerojax.fit is RUN/checkpoints. The whole state has to fit into this machine.
     """
     import zerojax
-    from zerojax.checkpoints import store
+    from zerojax.checkpoints import contents, store
+    from zerojax.checkpoints.digest import digests
     from zerojax.exchange import names, parameters
     from zerojax.plan.planner import find_job
 
@@ -266,6 +268,8 @@ def import_files(directory: Path, files: Path, what: str, precision: str, mappin
         found = names.mapping(mapping) if mapping else None
         job, zero = find_job(what, "", compiled=False), zerojax.Zero(zerojax.make_mesh(), 3, precision)
         state = parameters.load(zero.init(job.create_model, job.tx), files, mapping=found, cast=cast)
+        if bad := contents.bad_values(digests(contents.arrays(state))):
+            raise click.ClickException(f"{files} is not finite: {', '.join(bad)}")
         with zero.checkpoints(directory) as checkpoints:
             checkpoints.save(state)
     click.echo(f"{store.folder(directory, 0)}: {len(state.definition.leaves)} parameters of {files}")

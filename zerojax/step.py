@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -196,7 +197,9 @@ class Step:
         return jitted(state, shard_batch(self._setup, batch))
 
     def _abstract(self, batch: Tree) -> Tree:
-        aval = lambda a, s: jax.ShapeDtypeStruct(global_shape(a), a.dtype, sharding=NamedSharding(self._setup.mesh, s))
+        aval = lambda a, s: jax.ShapeDtypeStruct(
+            global_shape(a), _dtype(a), sharding=NamedSharding(self._setup.mesh, s)
+        )
         return jax.tree.map(aval, batch, batch_specs(self._setup, batch))
 
     def trace(self, state: TrainState, batch: Tree) -> Any:
@@ -205,6 +208,11 @@ class Step:
 
     def lower(self, state: TrainState, batch: Tree, **kwargs: Any) -> Any:
         return self.trace(state, batch).lower(**kwargs)
+
+
+def _dtype(a: Any) -> Any:
+    """That JAX makes of an array of numpy or of a number."""
+    return jax.dtypes.canonicalize_dtype(a.dtype if hasattr(a, "dtype") else np.result_type(a))
 
 
 def _aval(a: Array) -> Any:

@@ -38,15 +38,16 @@ def get_states(data: Any) -> list[Any] | None:
     return [json.loads(each) for each in _of_all(text)]
 
 
-def set_state(data: Any, saved: Sequence[Any] | None, where: str) -> None:
-    """Puts this process's iterator where it was.
+def own_state(saved: Sequence[Any] | None, where: str) -> Any:
+    """Of those that were saved, what this process's iterator is set to.
 
     Raises:
         CheckpointMismatch: no state was saved, or those of another number of processes, which differ.
     """
     if saved is None:
         raise CheckpointMismatch(
-            f"checkpoint: {where} has no state of a data iterator\n  fix:      resume(state) without one"
+            f"checkpoint: {where} has no state of a data iterator\n"
+            f"  fix:      resume(state) without one, and pass over the batches that were used"
         )
     alike = all(each == saved[0] for each in saved)
     if len(saved) != jax.process_count() and not alike:
@@ -56,7 +57,7 @@ def set_state(data: Any, saved: Sequence[Any] | None, where: str) -> None:
             f"  fix:      {len(saved)} processes, or an iterator whose state is the same on all of them"
         )
     told = saved[0] if alike else saved[jax.process_index()]
-    data.set_state(base64.b64decode(told[_BYTES]) if isinstance(told, dict) and told.keys() == {_BYTES} else told)
+    return base64.b64decode(told[_BYTES]) if isinstance(told, dict) and told.keys() == {_BYTES} else told
 
 
 def _of_all(text: str) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,31 +26,34 @@ class Preemption:
     """
 
     def __init__(self) -> None:
-        self._asked, self._chaining, self._before, self._ours = False, False, None, False
-        self._told: Any = None
+        self._asked, self._ours, self._told = False, False, None
+        self._before: list[Any] = []  # handlers that this one took the place of, the last one last
+        self._depth = 0  # how many of them are being called, each by the one after it
         if threading.current_thread() is threading.main_thread():
             self._install()
         else:
             log.warning("checkpoint: not in the main thread, so SIGTERM does not save the state")
 
     def _install(self) -> None:
-        self._before = signal.signal(signal.SIGTERM, self._handle)
+        self._before.append(signal.signal(signal.SIGTERM, self._handle))
         self._ours = True
 
     def _handle(self, number: int, frame: Any) -> None:
+        """One that was set later calls this one again, as it should: then the one before it is next."""
         self._asked = True
-        before: Callable[..., Any] | Any = self._before
-        if callable(before) and not self._chaining:  # one that was set later may call this one, as it should
-            self._chaining = True
+        handler = self._before[-1 - self._depth] if self._depth < len(self._before) else None
+        if callable(handler):
+            self._depth += 1
             try:
-                before(number, frame)
+                handler(number, frame)
             finally:
-                self._chaining = False
+                self._depth -= 1
 
     def close(self) -> None:
         """Puts the handler back that was there before."""
         if self._ours and signal.getsignal(signal.SIGTERM) == self._handle:
-            signal.signal(signal.SIGTERM, self._before if self._before is not None else signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, self._before[-1] if self._before[-1] is not None else signal.SIG_DFL)
+            self._depth = 1  # whoever calls this one now is that handler
         self._ours = False
 
     def asked(self) -> bool:

@@ -21,6 +21,7 @@ from zerojax.checkpoints.digest import digests
 from zerojax.checkpoints.health import Health
 from zerojax.checkpoints.manifest import Allowed, CheckpointCorrupted, Leaf, Manifest
 from zerojax.checkpoints.preemption import EXIT_CODE, Preemption
+from zerojax.checkpoints.together import of_process_0, together
 from zerojax.setup import Setup
 from zerojax.state import TrainState
 
@@ -147,14 +148,14 @@ class Checkpoints:
             CheckpointCorrupted: the newest step is damaged; with `fallback`, all of them are.
             CheckpointMismatch: it is not a checkpoint of this state.
         """
-        steps = self.steps()
+        steps = of_process_0(self.steps())
         if not steps:
             return self._begin(state)
         errors: list[str] = []
         avals = contents.avals(state)
         for step in reversed(steps):
             try:
-                restored = self.restore(state, step, data=data)
+                restored = self._restore(state, step, data, Allowed())
             except CheckpointCorrupted as error:
                 if not fallback:
                     raise
@@ -171,7 +172,7 @@ class Checkpoints:
         raise CheckpointCorrupted(f"checkpoint: no step of {self.directory} is whole\n  {told}")
 
     def _begin(self, state: TrainState) -> tuple[TrainState, int]:
-        if there := store.folders(self.directory):
+        if there := of_process_0(list(store.folders(self.directory))):
             raise CheckpointCorrupted(
                 f"checkpoint: no step of {self.directory} is whole\n"
                 f"  got:      {len(there)} folders of steps, none of them of a save that ended\n"
@@ -220,17 +221,29 @@ class Checkpoints:
                 f"checkpoint: no step {step} in {self.directory}\n"
                 f"  got:      {', '.join(map(str, there)) or 'none'}\n  fix:      one of these"
             )
-        where = str(store.folder(self.directory, step))
-        saved = store.read_manifest(self.directory, step)
-        avals = contents.arrays(contents.avals(state))
         allowed = Allowed(missing, ("*",) if only else extra, cast, new_optimizer)
-        paths = manifests.wanted(saved, _only(avals, only), allowed, where)
+        return self._restore(state, step, data, allowed, only)
+
+    def _restore(
+        self, state: TrainState, step: int, data: Any, allowed: Allowed, only: Sequence[str] = ()
+    ) -> TrainState:
+        """What goes wrong in one process is an error in all of them."""
+        where = str(store.folder(self.directory, step))
+        avals = contents.arrays(contents.avals(state))
+
+        def prepared() -> tuple[Manifest, list[str], Any]:
+            saved = store.read_manifest(self.directory, step)
+            begins = step == 0 and saved.data is None  # parameters of others, say
+            place = None if data is None or begins else iterators.own_state(saved.data, where)
+            return saved, manifests.wanted(saved, _only(avals, only), allowed, where), place
+
+        saved, paths, place = together(prepared, where)
         contents.free(state, paths)
         leaves, shardings = {p: saved.leaves[p] for p in paths}, {p: avals[p].sharding for p in paths}
-        read = store.read_arrays(self.directory, step, leaves, shardings)
+        read = together(lambda: store.read_arrays(self.directory, step, leaves, shardings), where)
         _check(saved, read, where)
-        if data is not None:
-            iterators.set_state(data, saved.data, where)
+        if place is not None:
+            data.set_state(place)
         return contents.with_arrays(state, {path: a.astype(avals[path].dtype) for path, a in read.items()})
 
     def update(self, state: TrainState, metrics: Mapping[str, Any] | None = None, data: Any = None) -> None:

@@ -25,11 +25,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from zerojax.checkpoints.manifest import FALLBACK, CheckpointCorrupted, Leaf, Manifest, from_json, to_json
+from zerojax.checkpoints.together import of_process_0
 
 Array = Any
 log = logging.getLogger("zerojax")
@@ -69,7 +69,7 @@ class Store:
         Raises:
             Exception: what went wrong with this save, or with the one before that was still under way.
         """
-        if _of_process_0(folder(self.directory, manifest.step).exists()):
+        if any(of_process_0([folder(self.directory, manifest.step).exists()])):
             self.set_aside([manifest.step])
         self._manager = self._manager or self._open()
         how = {path: _chunks(a) for path, a in arrays.items()}
@@ -111,11 +111,6 @@ class Store:
             self._manager.close()
 
 
-def _of_process_0(seen: bool) -> bool:
-    """What process 0 saw: another may look after that one has renamed something."""
-    return bool(multihost_utils.broadcast_one_to_all(np.array(seen))) if jax.process_count() > 1 else seen
-
-
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """One run at a time. The lock goes with the process, however that ends.
@@ -130,12 +125,14 @@ def locked(directory: Path) -> Iterator[None]:
     with (directory / ".lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             file.seek(0)
             raise ValueError(
                 f"checkpoints: another run uses {directory}\n  got:      {file.read().strip() or 'a lock'}\n"
                 f"  fix:      another directory, or end that run"
             ) from error
+        except OSError as error:  # a file system without locks
+            log.warning("checkpoints: %s cannot be locked (%s): nothing keeps a second run away", directory, error)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
@@ -227,25 +224,15 @@ def read_arrays(directory: Path, step: int, leaves: Mapping[str, Leaf], sharding
         for path, leaf in leaves.items()
     }
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_CONCURRENT_GB)
-    found, failed = {}, None
     where: Any = arrays_folder(directory, step)  # Orbax's handlers are typed for etils' paths
     try:  # not by ocp.Checkpointer, in which a process that can read would wait for one that cannot
-        found = handler.restore(where, args=ocp.args.PyTreeRestore(avals, restore_args=how, partial_restore=True))
+        return handler.restore(where, args=ocp.args.PyTreeRestore(avals, restore_args=how, partial_restore=True))
     except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             raise
-        failed = error
-    finally:
-        handler.close()
-    if others := _where(failed is not None):
-        told = str(failed) if failed else f"an error in process {', '.join(map(str, others))}"
-        told = textwrap.shorten(told, 300, placeholder=" ...")
+        told = textwrap.shorten(str(error), 300, placeholder=" ...")
         raise CheckpointCorrupted(
             f"checkpoint: arrays of {where.parent} cannot be read\n  got:      {told}\n  {FALLBACK}"
-        ) from failed
-    return found
-
-
-def _where(failed: bool) -> list[int]:
-    """The processes in which something failed; the same in all of them."""
-    return [int(i) for i in np.flatnonzero(multihost_utils.process_allgather(np.array(failed)))]
+        ) from error
+    finally:
+        handler.close()

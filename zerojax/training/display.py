@@ -8,7 +8,7 @@ import rich
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from zerojax.training.writers import Row, Writer
+from zerojax.training.writers import Row
 
 _HIDDEN = ("param_norm", "seconds_per_step", "rows_per_s")
 
@@ -21,23 +21,19 @@ def summary(row: Row, hidden: Sequence[str] = _HIDDEN) -> str:
 
 
 class Lines:
-    """A line for the first step, for each that a number divides, for the last, and for each evaluation.
+    """A line for each row.
 
     Args:
         num_steps: of the run.
-        every: that number.
-        console: where to.
+        console: where to; the standard output.
     """
 
-    def __init__(self, num_steps: int, every: int, console: Console):
-        self._num_steps, self._every, self._console, self._begun = num_steps, every, console, False
+    def __init__(self, num_steps: int, console: Console | None = None):
+        self._num_steps, self._console = num_steps, console or rich.get_console()
 
     def write(self, step: int, row: Row) -> None:
-        if not self._begun or is_evaluation(row) or step % self._every == 0 or step == self._num_steps:
-            digits = len(str(self._num_steps))
-            told = f"step {step:{digits}d}/{self._num_steps}  {summary(row)}"
-            self._console.print(told, highlight=False, markup=False, soft_wrap=True)
-        self._begun = True
+        told = f"step {step:{len(str(self._num_steps))}d}/{self._num_steps}  {summary(row)}"
+        self._console.print(told, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         pass
@@ -49,17 +45,18 @@ class Bar:
     Args:
         num_steps: of the run.
         start: the step that it goes on from.
-        console: where to.
+        console: where to; the standard output.
     """
 
-    def __init__(self, num_steps: int, start: int, console: Console):
+    def __init__(self, num_steps: int, start: int = 0, console: Console | None = None):
+        console = console or rich.get_console()
         columns = (
             BarColumn(max(8, min(40, console.width - 70))),
             "{task.completed}/{task.total}",
             TextColumn("{task.fields[numbers]}", markup=False),
             TimeRemainingColumn(elapsed_when_finished=True),
         )
-        self._lines = Lines(num_steps, 1, console)
+        self._lines = Lines(num_steps, console)
         self._progress = Progress(*columns, console=console)
         self._task = self._progress.add_task("", total=num_steps, completed=start, numbers="compiling")
         self._progress.start()
@@ -79,7 +76,6 @@ def is_evaluation(row: Row) -> bool:
     return any(name.startswith("eval/") for name in row)
 
 
-def display(num_steps: int, start: int, log_every: int) -> Writer:
-    """What suits the standard output."""
-    console = rich.get_console()
-    return Bar(num_steps, start, console) if console.is_interactive else Lines(num_steps, log_every, console)
+def on_terminal() -> bool:
+    """Whether somebody looks at the standard output as it is written."""
+    return rich.get_console().is_interactive

@@ -26,7 +26,7 @@ log = logging.getLogger("zerojax")
 _README = """\
 # {name}
 
-A training run of zerojax. Started {starts} so far; the last time, in {folder}, with
+A training run of zerojax. Started {starts} so far; the last time{each} in {folder}, with
 
     {command}
 
@@ -54,7 +54,24 @@ def as_config(config: Any) -> dict[str, Any]:
         config = dataclasses.asdict(config)
     if not isinstance(config, Mapping):
         raise ValueError(f"fit: config is a {type(config).__name__}\n  fix:      a mapping, or a dataclass")
+    if odd := [name for name in config if not isinstance(name, str)]:
+        raise ValueError(f"fit: config has a name that is no text\n  got:      {odd[0]!r}\n  fix:      str(...) of it")
     return dict(config)
+
+
+def check(folder: Path) -> None:
+    """Raises ValueError for a directory of checkpoints, which is not that of a run."""
+    from zerojax.checkpoints import store  # Orbax takes a second to import
+
+    if store.folders(folder):
+        raise ValueError(
+            f"fit: {folder} has steps of checkpoints\n  got:      a run has its own in checkpoints/\n"
+            f"  fix:      the directory of a run, or move them to {folder / 'checkpoints'}"
+        )
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
 
 
 def describe(
@@ -78,7 +95,7 @@ def describe(
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "from_step": start,
         "num_steps": num_steps,
-        "command": shlex.join([sys.executable, *sys.argv]),
+        "command": shlex.join([sys.executable, *sys.orig_argv[1:]]),
         "folder": os.getcwd(),
         "host": platform.node(),
         "processes": jax.process_count(),
@@ -89,13 +106,14 @@ def describe(
         "versions": join.versions(),
         "config": dict(config),
     }
-    with (folder / "starts.jsonl").open("a") as file:
-        file.write(json.dumps(told) + "\n")
+    before = [line for line in _lines(folder / "starts.jsonl") if line.endswith("\n")]
+    replace(folder / "starts.jsonl", "".join([*before, json.dumps(told) + "\n"]))
     if plan is not None:
         replace(folder / "plan.txt", plan)
-    starts = (folder / "starts.jsonl").read_text().count("\n")
-    times = "once" if starts == 1 else f"{starts} times"
-    replace(folder / "README.md", _README.format(name=folder.name, starts=times, path=folder, **told))
+    starts = f"{len(before) + 1} times" if before else "once"
+    each = f", in each of {jax.process_count()} processes," if jax.process_count() > 1 else ""
+    told |= {"name": folder.name, "starts": starts, "each": each, "path": folder}
+    replace(folder / "README.md", _README.format(**told))
 
 
 _DTYPES = ("param_dtype", "compute_dtype", "reduce_dtype")
@@ -104,7 +122,11 @@ _DTYPES = ("param_dtype", "compute_dtype", "reduce_dtype")
 def _tell_changes(path: Path, config: Mapping[str, Any]) -> None:
     if not path.exists():
         return
-    before = json.loads(path.read_text())
+    try:
+        before = dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        log.warning("%s cannot be read, and is written again: %s", path, error)
+        return
     for name in sorted(before.keys() | config.keys()):
         was, now = (json.dumps(each.get(name, "(nothing)"), sort_keys=True) for each in (before, config))
         if was != now:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,12 +23,14 @@ from zerojax.processes.join import agree
 from zerojax.setup import global_shape
 from zerojax.state import TrainState
 from zerojax.training import folder as folders
-from zerojax.training.display import display as default_display
+from zerojax.training.display import Bar, Lines, on_terminal
 from zerojax.training.writers import Writer, default_writers
 from zerojax.zero import Zero
 
 log = logging.getLogger("zerojax")
 _RATE_STEPS = 11  # the rate is that between the first and the last of so many steps
+_DATA_TIMEOUT_S = 60  # for the others to end where the data of this process ended
+_END = object()  # of the data
 _LATE = 2  # steps after which metrics are read, so that the devices always have a step to go on with
 
 
@@ -61,9 +64,9 @@ def fit(
         step: `step(state, batch) -> (state, metrics)`, of `zero.train_step` or one's own.
         data: `data(i)` returns the batch of step i + 1; or batches one after the other. An iterator with `get_state`
             and `set_state` is saved and set with the state; of another so many batches as there were steps are passed
-            over when a run goes on. Where it ends, the run ends.
+            over when a run goes on. Where it ends, the run ends; it has to be after the same step in all processes.
         num_steps: of the whole run, over all its starts.
-        directory: of the run. One run at a time may use it.
+        directory: of the run. One run at a time may use it. A run that is through is not evaluated again.
         evaluate: `evaluate(state)` returns metrics by name, which are logged as 'eval/' and the name.
         evaluate_every: steps between two evaluations. There is one after the last step in any case.
         log_every: steps between two rows of metrics; the first and the last step have one too.
@@ -72,24 +75,27 @@ def fit(
         fallback: see `Checkpoints.resume`.
         profile: the first and the last step of a trace that the profiler takes, counted from 1.
         writers: of rows of metrics. By default those of `writers.default_writers`.
-        display: shows every step. By default a bar on a terminal, and elsewhere a line for each row.
+        display: takes the metrics of every step. By default a bar on a terminal; elsewhere each row is a line.
 
     Returns:
         the last state, which is saved too.
 
     Raises:
         ValueError: an argument that cannot be, or processes that differ.
+        RuntimeError: the data ended in some processes alone.
         SystemExit: after SIGTERM, see `Checkpoints`; and what `Checkpoints.update` and `resume` raise.
     """
-    counts = {"num_steps": num_steps, "log_every": log_every, "evaluate_every": evaluate_every}
+    counts = {"num_steps": num_steps, "log_every": log_every}
+    counts |= {} if evaluate_every is None else {"evaluate_every": evaluate_every}
     for name, number in counts.items():
-        if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+        if not _is_count(number):
             raise ValueError(f"fit: {name} is {number!r}\n  fix:      a number of steps, at least 1")
-    if profile is not None and not 1 <= profile[0] <= profile[1]:
+    if profile is not None and not (len(profile) == 2 and all(map(_is_count, profile)) and profile[0] <= profile[1]):
         raise ValueError(f"fit: profile is {profile!r}\n  fix:      (first, last), steps counted from 1")
     if not callable(data) and not isinstance(data, Iterable):
         raise ValueError(f"fit: data is a {type(data).__name__}\n  fix:      a function of the step, or batches")
     config, folder = folders.as_config({} if config is None else config), Path(directory).absolute()
+    folders.check(folder)
     agree(config)
     agree({**counts, "profile": profile})
     with contextlib.ExitStack() as stack:
@@ -101,11 +107,15 @@ def fit(
             log.warning("fit: %s is at step %d already, the end is %d", folder, start, num_steps)
             return state
         next_batch = _batches(data, batches, start, placed=keeps_place is not None)
-        batch = next(next_batch, None)
+        batch = next(next_batch, _END)
         if jax.process_index() == 0:
-            folders.describe(folder, zero.setup, config, start, num_steps, _plan(zero, step, state, batch))
+            plan = None if batch is _END else _plan(zero, step, state, batch)
+            folders.describe(folder, zero.setup, config, start, num_steps, plan)
             writers = default_writers(folder, start, config) if writers is None else writers
-            display = default_display(num_steps, start, log_every) if display is None else display
+            if display is None and not on_terminal():
+                writers = [*writers, Lines(num_steps)]
+            elif display is None:
+                display = Bar(num_steps, start)
         else:
             writers, display = (), None
         record = stack.enter_context(Record(writers, display, log_every))
@@ -113,7 +123,7 @@ def fit(
         if profile and profile[0] <= start:
             log.warning("fit: no profile of steps %d to %d, the run goes on from %d", *profile, start)
         i = start
-        while batch is not None and i < num_steps:
+        while batch is not _END:
             traces.before(i + 1)
             state, metrics = step(state, batch)
             i += 1
@@ -121,29 +131,48 @@ def fit(
             record.add(i, metrics, batch)
             if evaluate and evaluate_every and i % evaluate_every == 0 and i < num_steps:
                 record.evaluated(i, evaluate(state))
+            if i % saved.every == 0:
+                record.flush()  # what is saved is not run again: its rows come now or never
             saved.update(state, metrics, keeps_place)
-            batch = next(next_batch, None) if i < num_steps else None
+            batch = next(next_batch, _END) if i < num_steps else _END
         if i < num_steps:
-            log.warning("fit: the data ended after step %d of %d", i, num_steps)
+            _end_alike(i, num_steps)
+        traces.close()
         record.flush(ended=True)
+        saved.save(state, keeps_place)
         if evaluate:
             record.evaluated(i, evaluate(state))
-        saved.save(state, keeps_place)
     return state
+
+
+def _is_count(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
 
 
 def _batches(data: Any, batches: Iterator[Any] | None, start: int, *, placed: bool) -> Iterator[Any]:
     """From the step that a run goes on from."""
     if batches is None:
-        i = start
-        while True:
-            yield data(i)
-            i += 1
+        for i in itertools.count(start):
+            if (batch := data(i)) is None:
+                raise ValueError(f"fit: data({i}) returned nothing\n  fix:      a batch for every step")
+            yield batch
+        return
     if start and not placed:
         log.warning("fit: %d batches are passed over; an iterator with get_state and set_state would go there", start)
-        for _ in range(start):
-            next(batches, None)
+        batches = itertools.islice(batches, start, None)
     yield from batches
+
+
+def _end_alike(step: int, num_steps: int) -> None:
+    """Where the data ended: in all processes after the same step, or some would wait for the others for ever."""
+    log.warning("fit: the data ended after step %d of %d", step, num_steps)
+    try:
+        agree({"steps that there was data for": step}, timeout_s=_DATA_TIMEOUT_S)
+    except (ValueError, TimeoutError) as error:
+        raise RuntimeError(
+            f"fit: the data of this process ended after step {step}, that of others did not\n  got:      {error}\n"
+            f"  fix:      as many batches in every process"
+        ) from error
 
 
 def _plan(zero: Zero, step: Any, state: TrainState, batch: Any) -> str | None:
@@ -187,6 +216,7 @@ class Record:
             self._waiting.append((step, metrics, num_rows(batch)))
         if len(self._waiting) > _LATE:
             self._read()
+            self._times.append((step, time.perf_counter()))  # another step has ended by now
 
     def flush(self, ended: bool = False) -> None:
         """Waits for all steps so far; if it was the last, that has a row."""
@@ -196,6 +226,8 @@ class Record:
     def evaluated(self, step: int, metrics: Mapping[str, Any]) -> None:
         """A row of an evaluation after this step. Its time is not that of a step."""
         self.flush()
+        if not isinstance(metrics, Mapping):
+            raise ValueError(f"fit: evaluate returned a {type(metrics).__name__}\n  fix:      a dict of metrics")
         row = {f"eval/{name}": _number(name, value) for name, value in metrics.items()}
         for each in (*self._writers, *self._shown):
             each.write(step, row)
@@ -204,10 +236,9 @@ class Record:
     def _read(self, last: bool = False) -> None:
         step, metrics, rows = self._waiting.popleft()
         row = {name: _number(name, metrics[name]) for name in sorted(metrics, key=lambda name: name != "loss")}
-        self._times.append((step, time.perf_counter()))
-        (before, began), (_, now) = self._times[0], self._times[-1]
-        if step > before:
-            seconds = (now - began) / (step - before)
+        if len(self._times) > 1:
+            (before, began), (after, now) = self._times[0], self._times[-1]
+            seconds = (now - began) / (after - before)
             row |= {"seconds_per_step": seconds, "rows_per_s": rows / seconds}
         for each in self._shown:
             each.write(step, row)
@@ -218,11 +249,11 @@ class Record:
 
 
 def _number(name: str, value: Any) -> float:
-    if np.ndim(value):
-        raise ValueError(
-            f"fit: metric {name!r} is no scalar\n  got:      shape {np.shape(value)}\n  fix:      its mean"
-        )
-    return float(value)
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        got = f"shape {np.shape(value)}" if np.ndim(value) else repr(value)
+        raise ValueError(f"fit: metric {name!r} is no number\n  got:      {got}\n  fix:      a scalar") from error
 
 
 class Profile:
@@ -240,7 +271,12 @@ class Profile:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the trace, if the run ended before its last step."""
         if self._runs:
+            self._runs = False
             jax.profiler.stop_trace()
 
     def before(self, step: int) -> None:
@@ -251,8 +287,7 @@ class Profile:
     def after(self, step: int, state: TrainState) -> None:
         if self._runs and self._steps and step == self._steps[1]:
             jax.block_until_ready(state)
-            jax.profiler.stop_trace()
-            self._runs = False
+            self.close()
             log.info("fit: steps %d to %d are profiled in %s", *self._steps, self._folder)
 
 

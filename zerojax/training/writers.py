@@ -48,7 +48,8 @@ class Jsonl:
         self._file = path.open("a")
 
     def write(self, step: int, row: Row) -> None:
-        told = {"step": step, "time": round(time.time(), 3)} | {name: _number(value) for name, value in row.items()}
+        first = {"step": step, "time": round(time.time(), 3)}
+        told = first | {name: _number(value) for name, value in row.items()} | first  # no metric takes their place
         self._file.write(json.dumps(told, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -65,17 +66,23 @@ def _number(value: float) -> float | str:
 def _cut(path: Path, start: int) -> None:
     """Takes out the rows after a step, and what is no row: a line that was not written to its end."""
     lines = path.read_text(errors="replace").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and _step(line) <= start]
+    steps = [_step(line) for line in lines]
+    kept = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= start]
+    if behind := sum(step is not None and step > start for step in steps):
+        log.warning("%s: %d rows after step %d are taken out: they are run again", path, behind, start)
+    if none := steps.count(None):
+        log.warning("%s: %d lines that are no rows are taken out", path, none)
     if len(kept) < len(lines):
-        log.warning("%s: %d rows after step %d are taken out: they are run again", path, len(lines) - len(kept), start)
         replace(path, "".join(kept))
 
 
-def _step(line: str) -> float:
+def _step(line: str) -> int | None:
+    """Of a row; None if it is none."""
     try:
-        return json.loads(line)["step"]
+        step = json.loads(line)["step"] if line.endswith("\n") else None
     except (ValueError, TypeError, KeyError):
-        return math.inf
+        return None
+    return step if isinstance(step, int) else None
 
 
 def replace(path: Path, text: str) -> None:
@@ -88,6 +95,8 @@ def replace(path: Path, text: str) -> None:
 class TensorBoard:
     """Scalars for TensorBoard, which needs the package tensorboardX. Steps that are run again replace those before.
 
+    It writes in the background: where a process is killed, those of its last second are missing.
+
     Args:
         folder: for its files.
         start: the step that the run goes on from.
@@ -96,7 +105,7 @@ class TensorBoard:
     def __init__(self, folder: Path, start: int):
         from tensorboardX import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder), purge_step=start + 1)
+        self._writer = SummaryWriter(str(folder), purge_step=start + 1, flush_secs=1)
 
     def write(self, step: int, row: Row) -> None:
         for name, value in row.items():
