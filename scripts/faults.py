@@ -29,7 +29,10 @@ ROWS = [
     ("an exception in the loop", [f"{CHECKPOINTS}::test_an_exception_in_the_loop"]),
     ("SIGTERM, one process", [f"{FAULTS}::test_sigterm_saves_and_the_exit_code_is_75"]),
     ("SIGTERM to one of two processes", [f"{FAULTS}::test_sigterm_to_one_of_two"]),
-    ("SIGTERM handlers of the user", [f"{CHECKPOINTS}::test_sigterm_saves_and_ends"]),
+    (
+        "SIGTERM handlers of the user",
+        [f"{CHECKPOINTS}::test_sigterm_saves_and_ends", f"{CHECKPOINTS}::test_handlers_that_call"],
+    ),
     ("SIGKILL of a peer", [f"{FAULTS}::test_the_peer_of_a_killed_process"]),
     ("a process that hangs, a peer that hangs", [f"{FAULTS}::test_a_hang", f"{FAULTS}::test_a_process_that_hangs"]),
     ("disk full", [f"{FAULTS}::test_a_full_disk"]),

@@ -253,8 +253,8 @@ def export(
 def import_files(directory: Path, files: Path, what: str, precision: str, mapping: Path | None, cast: bool) -> None:
     """Write a checkpoint of step 0 into DIRECTORY, with the parameters of safetensors FILES.
 
-    All else is as the job's model and optimizer begin: a run goes on from there, on any stage and mesh. DIRECTORY is that
-    of zero.checkpoints, which for zerojax.fit is RUN/checkpoints. The whole state has to fit into this machine.
+    All else is as the job's model and optimizer begin: a run goes on from there, on any stage and mesh. DIRECTORY is
+    that of zero.checkpoints, which for zerojax.fit is RUN/checkpoints. The whole state has to fit into this machine.
     """
     import zerojax
     from zerojax.checkpoints import contents, store
