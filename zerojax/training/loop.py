@@ -177,7 +177,7 @@ def _end_alike(step: int, num_steps: int) -> None:
 
 def _plan(zero: Zero, step: Any, state: TrainState, batch: Any) -> str | None:
     """What is known before a step runs; None if it is not a step of zerojax."""
-    if batch is None or not hasattr(step, "memory"):
+    if not hasattr(step, "memory"):
         return None
     held = f"A device holds, when memory is fullest in a step, by formula:\n\n{step.memory(state, batch)}\n"
     return f"{held}\nBetween steps, leaf by leaf:\n\n{zero.explain(state)}"
@@ -194,11 +194,9 @@ class Record:
 
     def __init__(self, writers: Sequence[Writer], display: Writer | None, log_every: int):
         self._writers, self._shown, self._log_every = writers, [] if display is None else [display], log_every
-        self._waiting: collections.deque[tuple[int, Mapping[str, Any], int]] = collections.deque()
         self._begun = False
-        self._times: collections.deque[tuple[int, float]] = collections.deque(
-            maxlen=_RATE_STEPS
-        )  # when steps were read
+        self._waiting: collections.deque[tuple[int, Mapping[str, Any], int]] = collections.deque()
+        self._times: collections.deque[tuple[int, float]] = collections.deque(maxlen=_RATE_STEPS)
 
     def __enter__(self) -> Record:
         return self
@@ -216,7 +214,7 @@ class Record:
             self._waiting.append((step, metrics, num_rows(batch)))
         if len(self._waiting) > _LATE:
             self._read()
-            self._times.append((step, time.perf_counter()))  # another step has ended by now
+            self._times.append((step, time.perf_counter()))  # one more step has ended
 
     def flush(self, ended: bool = False) -> None:
         """Waits for all steps so far; if it was the last, that has a row."""
@@ -260,12 +258,14 @@ class Profile:
     """A trace of some steps, by JAX's profiler.
 
     Args:
-        folder: for the trace.
+        folder: for the trace; with several processes each has its own in it.
         steps: the first and the last, counted from 1; None: none is taken.
     """
 
     def __init__(self, folder: Path, steps: tuple[int, int] | None):
-        self._folder, self._steps, self._runs = folder, steps, False
+        several = jax.process_count() > 1
+        self._folder = folder / f"process_{jax.process_index()}" if several else folder
+        self._steps, self._runs = steps, False
 
     def __enter__(self) -> Profile:
         return self
