@@ -46,6 +46,11 @@ def test_the_step_that_the_others_break_is_fine():
     step()
 
 
+def test_what_else_a_batch_may_hold():
+    """A number, 64 bits of numpy, a key: as JAX takes them."""
+    step(batch={"x": X, "scale": 0.5, "rows": np.arange(8), "key": jax.random.key(0)})
+
+
 # The batch
 
 

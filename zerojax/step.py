@@ -212,7 +212,8 @@ class Step:
 
 def _dtype(a: Any) -> Any:
     """That JAX makes of an array of numpy or of a number."""
-    return jax.dtypes.canonicalize_dtype(a.dtype if hasattr(a, "dtype") else np.result_type(a))
+    dtype = a.dtype if hasattr(a, "dtype") else np.result_type(a)
+    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
 
 
 def _aval(a: Array) -> Any:
