@@ -478,14 +478,14 @@ class Iterator:
         self.state = state
 
 
-@pytest.mark.parametrize("where", [{"epoch": 1, "at": [3, 4]}, b"\x00\xffraw"])
+@pytest.mark.parametrize("where", [{"epoch": 1, "at": [3, 4]}, b"\x00\xffraw", None])
 def test_where_the_data_was_is_saved(tmp_path, where):
     zero = setting()
     state = zero.init(create, adam())
     with zero.checkpoints(tmp_path) as checkpoints:
         checkpoints.save(state, Iterator(where))
         checkpoints.close()
-    fresh = Iterator(None)
+    fresh = Iterator("elsewhere")
     with zero.checkpoints(tmp_path) as checkpoints:
         state, _ = checkpoints.resume(state, fresh)
         assert fresh.state == where

@@ -231,18 +231,18 @@ class Checkpoints:
         where = str(store.folder(self.directory, step))
         avals = contents.arrays(contents.avals(state))
 
-        def prepared() -> tuple[Manifest, list[str], Any]:
+        def prepared() -> tuple[Manifest, list[str], list[Any]]:
             saved = store.read_manifest(self.directory, step)
             begins = step == 0 and saved.data is None  # parameters of others, say
-            place = None if data is None or begins else iterators.own_state(saved.data, where)
-            return saved, manifests.wanted(saved, _only(avals, only), allowed, where), place
+            places = [] if data is None or begins else [iterators.own_state(saved.data, where)]
+            return saved, manifests.wanted(saved, _only(avals, only), allowed, where), places
 
-        saved, paths, place = together(prepared, where)
+        saved, paths, places = together(prepared, where)
         contents.free(state, paths)
         leaves, shardings = {p: saved.leaves[p] for p in paths}, {p: avals[p].sharding for p in paths}
         read = together(lambda: store.read_arrays(self.directory, step, leaves, shardings), where)
         _check(saved, read, where)
-        if place is not None:
+        for place in places:
             data.set_state(place)
         return contents.with_arrays(state, {path: a.astype(avals[path].dtype) for path, a in read.items()})
 
