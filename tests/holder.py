@@ -1,4 +1,4 @@
-"""One of several processes with a state of one array of 256 MiB: python holder.py save|restore|export DIRECTORY.
+"""One of several processes with a state of 256 MiB: python holder.py save|restore|export DIRECTORY NUM_ARRAYS.
 
 What it prints is how much further its memory grew while it did that, in bytes.
 """
@@ -18,8 +18,9 @@ from zerojax.exchange import parameters
 NUM_BYTES, PIECE_BYTES = 2**28, 2**24
 
 
-def create(key):
-    return {"w": jax.random.normal(key, (NUM_BYTES // 4 // 1024, 1024))}
+def create(key, num_arrays):
+    keys = jax.random.split(key, num_arrays)
+    return {f"w{i}": jax.random.normal(k, (NUM_BYTES // 4 // 1024 // num_arrays, 1024)) for i, k in enumerate(keys)}
 
 
 def most_held():
@@ -27,11 +28,11 @@ def most_held():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def main(what, directory):
+def main(what, directory, num_arrays):
     processes.initialize()
     zero = zerojax.Zero(zerojax.make_mesh(), 3)
     make = zero.init if what == "save" else zero.eval_init
-    state = make(create, optax.sgd(0.1))
+    state = make(lambda key: create(key, int(num_arrays)), optax.sgd(0.1))
     jax.block_until_ready(jnp.ones(1024) + 1)
     before = most_held()
     if what == "export":
