@@ -107,6 +107,18 @@ def test_a_run_that_is_killed_while_it_deletes_keeps_a_whole_step(tmp_path, undi
     assert {step: losses[step] for step in losses} == {step: undisturbed[step] for step in losses}
 
 
+def test_a_step_of_which_a_part_is_deleted_is_not_counted(tmp_path, undisturbed):
+    process = start(tmp_path, "--keep", 2, "--die-deleting")
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL, errors[-3000:]
+    steps = verified(tmp_path)
+    assert len(steps) >= 2 and 1 not in steps
+    losses = losses_of(output) | run(tmp_path, "--keep", 2)[0]
+    assert {step: losses[step] for step in losses} == {step: undisturbed[step] for step in losses}
+    assert verified(tmp_path) == [STEPS - 1, STEPS]
+    assert not list(tmp_path.glob("deleted/*"))
+
+
 def test_a_script_that_does_not_close_its_checkpoints_ends_its_save_or_fails(tmp_path):
     """From Python 3.12 on no thread can be started when the script has ended, and Orbax wants some: it is told."""
     too_late = sys.version_info >= (3, 12)

@@ -29,6 +29,7 @@ parser.add_argument("--devices", type=int, default=4, help="of this process")
 parser.add_argument("--slow", type=float, default=0, help="seconds that a step takes at least")
 parser.add_argument("--no-close", action="store_true", help="end without closing the checkpoints")
 parser.add_argument("--full-at", type=int, help="at this step nothing can be written")
+parser.add_argument("--die-deleting", action="store_true", help="when a file of a step has been deleted")
 parser.add_argument("--hang-at", type=int, help="wait for ever after this step")
 parser.add_argument("--hang-in", type=int, default=0, help="in this process")
 parser.add_argument("--data", action="store_true", help="with an iterator, which differs between processes")
@@ -79,6 +80,18 @@ def make_unreadable(what):
         store.is_whole = lambda folder: folder.name != "step_4" and is_whole(folder)
 
 
+def die_deleting():
+    """SIGKILL when the manifest of a step is deleted, whoever deletes it."""
+    unlink = os.unlink
+
+    def deleted(path, **kwargs):
+        unlink(path, **kwargs)
+        if os.path.basename(path) == "metadata":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    os.unlink = deleted
+
+
 def main():
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(name)s: %(message)s")
     logging.getLogger("absl").setLevel(logging.ERROR)
@@ -91,6 +104,8 @@ def main():
     state, step = zero.init(create, adam()), zero.train_step(loss)
     if args.unreadable and own.index == 1:
         make_unreadable(args.unreadable)
+    if args.die_deleting:
+        die_deleting()
     options = {"every": args.every, "keep": args.keep, "watchdog_s": args.watchdog}
     checkpoints = zero.checkpoints(args.directory, **options)
     data = Data(own.index) if args.data else None

@@ -2,6 +2,7 @@
 
     DIRECTORY/step_100/arrays/      Orbax: every process writes the shards of its own devices
     DIRECTORY/step_100/manifest/    what the arrays are (`manifest`)
+    DIRECTORY/deleted/              old steps, which are renamed before any of their files is deleted
 
 A step is written under another name, renamed when all of it is there, and marked last; one without the mark is not
 counted.
@@ -16,8 +17,10 @@ import logging
 import math
 import os
 import re
+import shutil
 import socket
 import textwrap
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -35,6 +38,7 @@ Array = Any
 log = logging.getLogger("zerojax")
 _PREFIX, _ARRAYS, _MANIFEST = "step", "arrays", "manifest"
 _MARK = "commit_success.txt"  # Orbax writes it last
+_DELETED = "deleted"
 _CHUNK_BYTES, _LEAST_CHUNK_BYTES = 2**24, 2**16  # guesses: some MiB are read at the rate of the disk
 _CONCURRENT_GB = 1  # of the arrays that are on their way through host memory when a state is read
 
@@ -51,6 +55,9 @@ class Store:
     def __init__(self, directory: Path, keep: int | None = None, keep_every: int | None = None):
         self.directory, self.keep, self.keep_every = directory, keep, keep_every
         directory.mkdir(parents=True, exist_ok=True)
+        self._deletion: threading.Thread | None = None
+        self._has_saved = False  # since old steps were deleted
+        self._delete_renamed()
         self._manager: ocp.CheckpointManager | None = self._open()
 
     def _open(self) -> ocp.CheckpointManager:
@@ -58,6 +65,7 @@ class Store:
             max_to_keep=self.keep,
             keep_period=self.keep_every,
             step_prefix=_PREFIX,
+            todelete_subdir=_DELETED,
             cleanup_tmp_directories=True,
             save_root_metadata=False,
         )
@@ -78,6 +86,7 @@ class Store:
             _MANIFEST: ocp.args.JsonSave(to_json(manifest)),
         }
         self._manager.save(manifest.step, args=ocp.args.Composite(**items), force=True)
+        self._has_saved = True
 
     def set_aside(self, steps: Iterable[int]) -> None:
         """Renames steps that the run does not go on from, so that they can be saved again. Nothing is deleted."""
@@ -93,22 +102,44 @@ class Store:
         self._manager = None  # it has a list of the steps
 
     def check(self) -> None:
-        """Raises what went wrong with a save in the background."""
+        """Raises what went wrong with a save in the background. When one has ended, old steps begin to be deleted."""
         if self._manager:
             self._manager.check_for_errors()
+            if self._has_saved and self._deletion is None and not self._manager.is_saving_in_progress():
+                self._has_saved = False
+                self._deletion = threading.Thread(target=self._delete_renamed)
+                self._deletion.start()
 
     def finish(self) -> None:
-        """Waits for the save that is under way. Raises what went wrong with it."""
+        """Waits for the save and the deletion that are under way. Raises what went wrong with the save."""
         if self._manager:
             self._manager.wait_until_finished()
+        self._finish_deletion()
+
+    def _finish_deletion(self) -> None:
+        if self._deletion:
+            self._deletion.join()
+            self._deletion = None
+        self._delete_renamed()
+
+    def _delete_renamed(self) -> None:
+        """The old steps. Orbax renames them in process 0, when the save of a new one has ended."""
+        if jax.process_index() == 0:
+            for path in (self.directory / _DELETED).glob("*"):
+                try:
+                    shutil.rmtree(path)
+                except OSError as error:
+                    log.warning("checkpoint: %s cannot be deleted: %s", path, error)
 
     def give_up(self) -> None:
         """After a save that failed. The next one begins anew, and deletes what is left of it."""
         self._manager = None
 
     def close(self) -> None:
+        """Waits for everything that is under way."""
         if self._manager:
             self._manager.close()
+        self._finish_deletion()
 
 
 @contextlib.contextmanager
