@@ -4,6 +4,7 @@ one collective is written as many instructions, only what the program holds and 
 import functools
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -431,3 +432,12 @@ def test_state_beside_a_model_axis_is_updated_in_place(stage):
     )
     assert memory.argument_size_in_bytes == pytest.approx(held, rel=0.001)
     assert memory.alias_size_in_bytes >= 0.999 * held
+
+
+def test_two_processes_describe_tpus_at_once():
+    """What libtpu allows one process alone is to run on the chips of a host."""
+    targets.devices("v5e:2x4")
+    environ = {name: value for name, value in os.environ.items() if name != "ALLOW_MULTIPLE_LIBTPU_LOAD"}
+    code = "from zerojax import targets; print(len(targets.devices('v5e:2x4')))"
+    ended = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+    assert ended.stdout.strip() == "8", ended.stderr[-3000:]

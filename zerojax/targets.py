@@ -41,8 +41,14 @@ _SPECS = {
     "h200": _HOPPER,
     "b200": {**_HOPPER, "major": 10, "cores": 148, "clock_ghz": 1.965, "l2": 132644864},
 }  # fmt: skip
-# libtpu asks the cloud's metadata server where it runs, unless it is told.
-_NO_TPU_HOST = {"TPU_SKIP_MDS_QUERY": "1", "TPU_ACCELERATOR_TYPE": "v5p-128", "TPU_WORKER_HOSTNAMES": "localhost"}
+# libtpu asks the cloud's metadata server where it runs, unless it is told; and one process at a time may load it, which
+# is for those that run on the chips of the host.
+_NO_TPU_HOST = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5p-128",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
 # Without a driver CUPTI cannot tell its version.
 _NO_GPU_DRIVER = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 
