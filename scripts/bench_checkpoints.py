@@ -4,7 +4,8 @@
 
 On eight simulated devices of one process. Times are medians of pairs that alternate in one run: a step while a save is
 under way over one while none is. Memory is the largest resident size of a fresh process over what it had before, as a
-multiple of the bytes of all shards of the process (which here are the whole state) and of the largest shard.
+multiple of the bytes of all shards of the process (which here are the whole state) and of the largest shard. What a
+step takes is not counted to the save that is beside it, since other devices have memory of their own.
 """
 
 import argparse

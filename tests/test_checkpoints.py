@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import signal
+import time
 
 import jax
 import jax.numpy as jnp
@@ -390,6 +391,24 @@ def test_a_step_is_saved_once(tmp_path):
 def test_old_steps_are_deleted(tmp_path):
     train(setting(), tmp_path, 10, keep=2, keep_every=4)
     assert store.steps(tmp_path) == [4, 8, 10]
+
+
+def test_old_steps_are_deleted_while_the_run_goes_on(tmp_path):
+    """And nothing that is no step."""
+    zero, deleted = setting(), tmp_path / "deleted"
+    state, step = zero.init(create, adam()), zero.train_step(loss)
+    deleted.mkdir()
+    (deleted / "notes.txt").write_text("mine")
+    left = lambda: store.steps(tmp_path) + [path.name for path in deleted.iterdir()]
+    with zero.checkpoints(tmp_path, every=10**6, keep=1) as checkpoints:
+        for i in range(2):
+            state, _ = step(state, batch(i))
+            checkpoints.save(state)
+        until = time.monotonic() + 60
+        while left() != [2, "notes.txt"] and time.monotonic() < until:
+            checkpoints.update(state)
+            time.sleep(0.02)
+        assert left() == [2, "notes.txt"]
 
 
 def test_an_exception_in_the_loop_is_what_is_shown_and_the_save_ends(tmp_path):

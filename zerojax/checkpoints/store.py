@@ -55,8 +55,7 @@ class Store:
     def __init__(self, directory: Path, keep: int | None = None, keep_every: int | None = None):
         self.directory, self.keep, self.keep_every = directory, keep, keep_every
         directory.mkdir(parents=True, exist_ok=True)
-        self._deletion: threading.Thread | None = None
-        self._has_saved = False  # since old steps were deleted
+        self._deletion: threading.Thread | None = None  # that began since the last `finish`
         self._delete_renamed()
         self._manager: ocp.CheckpointManager | None = self._open()
 
@@ -86,7 +85,6 @@ class Store:
             _MANIFEST: ocp.args.JsonSave(to_json(manifest)),
         }
         self._manager.save(manifest.step, args=ocp.args.Composite(**items), force=True)
-        self._has_saved = True
 
     def set_aside(self, steps: Iterable[int]) -> None:
         """Renames steps that the run does not go on from, so that they can be saved again. Nothing is deleted."""
@@ -105,8 +103,7 @@ class Store:
         """Raises what went wrong with a save in the background. When one has ended, old steps begin to be deleted."""
         if self._manager:
             self._manager.check_for_errors()
-            if self._has_saved and self._deletion is None and not self._manager.is_saving_in_progress():
-                self._has_saved = False
+            if self._deletion is None and not self._manager.is_saving_in_progress():
                 self._deletion = threading.Thread(target=self._delete_renamed)
                 self._deletion.start()
 
@@ -125,7 +122,7 @@ class Store:
     def _delete_renamed(self) -> None:
         """The old steps. Orbax renames them in process 0, when the save of a new one has ended."""
         if jax.process_index() == 0:
-            for path in (self.directory / _DELETED).glob("*"):
+            for path in folders(self.directory / _DELETED).values():
                 try:
                     shutil.rmtree(path)
                 except OSError as error:
