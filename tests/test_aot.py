@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax import Keep, collectives as communication, hlo, targets
-from zerojax.collectives import Dims
+from zerojax.axes import Dims
 from zerojax.compiled import collectives, in_flight_bytes, moves, moves_in_loops, peak_bytes
 from zerojax.keep import PRESETS
 

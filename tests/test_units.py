@@ -13,7 +13,8 @@ from walk import count
 import zerojax
 from zerojax import Zero
 from zerojax.regather import Regather
-from zerojax.units import TracedLoss, unit_names
+from zerojax.segmentation import TracedLoss
+from zerojax.units import unit_names
 
 # Names
 

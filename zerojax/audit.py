@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 from zerojax import hlo, placement
 from zerojax.annotations import spec_text
-from zerojax.collectives import axis_names
+from zerojax.axes import axis_names
 from zerojax.finding import Audit, Line, Result, Unread, Verdict, bytes_text, examine, listed, reading
 from zerojax.hlo import Program
 from zerojax.promise import Promise

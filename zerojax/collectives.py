@@ -20,69 +20,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
-from jax.sharding import PartitionSpec
 
+from zerojax.axes import WHOLE, Axes, Dims
 from zerojax.buckets import SMALL_BYTES, Cut, fused
 from zerojax.events import after, event
 
 Array = Any
-WHOLE: Any = PartitionSpec()
-
-
-class Axes(NamedTuple):
-    """The data axes of a mesh: leaves are sharded over `shard`, and replicated over `replica`.
-
-    Attributes:
-        bucket_bytes: what one collective over them moves at most, in full form.
-        one_by_one: each collective waits for the one before. So it is with buckets.
-    """
-
-    shard: tuple[str, ...]
-    replica: tuple[str, ...]
-    num_shards: int
-    num_replicas: int
-    bucket_bytes: float = math.inf
-    one_by_one: bool = False
-
-    @property
-    def data(self) -> tuple[str, ...]:
-        """All axes that split the batch, outermost first."""
-        return self.replica + self.shard
-
-    @property
-    def num_devices(self) -> int:
-        """Devices that see different data."""
-        return self.num_shards * self.num_replicas
-
-    def size(self, names: tuple[str, ...]) -> int:
-        """Devices along the shard axes, the replica axes or both."""
-        return {self.replica: self.num_replicas, self.shard: self.num_shards, self.data: self.num_devices}[names]
-
-    def in_turn(self, events: list[Array]) -> list[Array]:
-        """What a collective waits for if these are the events of the one before."""
-        return events if self.one_by_one or self.bucket_bytes < math.inf else []
-
-
-class Dims(NamedTuple):
-    """Which dims of a leaf are divided.
-
-    Attributes:
-        shard: the dim over the shard axes; None: every device holds all that `beside` leaves.
-        beside: what is divided over axes beside the data axes, which `shard_map` leaves to the compiler.
-    """
-
-    shard: int | None
-    beside: PartitionSpec = WHOLE
-
-    def transposed(self, order: Sequence[int]) -> Dims:
-        """Those of `lax.transpose(leaf, order)`."""
-        entries = (*self.beside, *[None] * (len(order) - len(self.beside)))
-        shard = None if self.shard is None else list(order).index(self.shard)
-        return Dims(shard, PartitionSpec(*(entries[k] for k in order)))
-
-    def of_layer(self) -> Dims:
-        """Those of `leaf[i]`, whose dim 0 is not sharded."""
-        return Dims(None if self.shard is None else self.shard - 1, PartitionSpec(*self.beside[1:]))
 
 
 class Moved(NamedTuple):
@@ -160,13 +103,6 @@ def _collective(fn: Callable[..., list[Array]]) -> Callable[..., Moved]:
         return _on_held_parts(local, dims)(list(leaves), list(waits))
 
     return run
-
-
-def axis_names(entry: Any) -> tuple[str, ...]:
-    """The axes that one entry of a PartitionSpec names."""
-    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
-        return ()
-    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _size_bytes(leaf: Array) -> int:

@@ -11,15 +11,17 @@ Everything here runs inside `shard_map`, manual over the data axes, on one devic
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from zerojax import collectives, models, placement
-from zerojax.collectives import Axes, Dims
+from zerojax.axes import Axes, Dims
 from zerojax.events import event
 from zerojax.keep import KEEP_EVERYTHING, Rules
 from zerojax.models import Output, Weighted
@@ -27,7 +29,9 @@ from zerojax.mover import Mover
 from zerojax.placement import Leaf
 from zerojax.precision import Precision, cast, for_reduction
 from zerojax.program import Program
-from zerojax.units import TracedLoss
+from zerojax.segmentation import TracedLoss
+from zerojax.setup import Setup, batch_specs, leaf_specs, manual
+from zerojax.state import Definition
 
 Array = Any
 Loss = Callable[[Any, Any, Any, Array], Output]  # (params, other state, batch, key)
@@ -307,3 +311,48 @@ def _means(sums: tuple[Weighted, dict[str, Weighted]]) -> tuple[Array, dict[str,
     """Weighted sums -> means; 0 where nothing has weight."""
     mean = lambda pair: pair.sum / jnp.where(pair.weight > 0, pair.weight, 1)
     return mean(sums[0]), {name: mean(pair) for name, pair in sums[1].items()}
+
+
+def gradient_program(
+    setup: Setup,
+    definition: Definition,
+    loss_fn: Callable[..., Any],
+    num_microbatches: int,
+    rules: Rules = KEEP_EVERYTHING,
+    prefetch: int = 1,
+) -> GradientProgram:
+    rules.check_axes([name for name in setup.mesh.axis_names if name not in setup.axes.data])
+    rules.check_units([leaf.unit for leaf in definition.leaves])
+    loss = functools.partial(models.call_loss, loss_fn, definition.model)
+    leaves, tree = definition.leaves, definition.tree
+    stage, axes, precision = setup.stage, setup.axes, setup.precision
+    return GradientProgram(loss, leaves, tree, stage, axes, precision, num_microbatches, rules, prefetch)
+
+
+def gradients(setup: Setup, program: GradientProgram, definition: Definition, args: Any) -> Result:
+    """Runs the gradient program on global arrays: args are (parameter leaves, other state, batch, key, scale)."""
+    whole: Any = PartitionSpec()
+    grads_specs = leaf_specs(setup, definition, placement.shards_optimizer(setup.stage))
+    grads_specs = [s if leaf.trainable else None for s, leaf in zip(grads_specs, definition.leaves, strict=True)]
+    in_specs = (
+        leaf_specs(setup, definition, placement.shards_params(setup.stage)),
+        whole,
+        batch_specs(setup, args[2]),
+        whole,
+        whole,
+    )
+    return manual(setup, program, in_specs, Result(grads_specs, whole, whole, whole, whole))(*args)
+
+
+def uses(setup: Setup, program: GradientProgram, definition: Definition, args: Any) -> list[int]:
+    """`GradientProgram.uses`, of avals of global arrays: (parameter leaves, other state, batch, key)."""
+    whole: Any = PartitionSpec()
+    in_specs = leaf_specs(setup, definition, placement.shards_params(setup.stage)), whole, batch_specs(setup, args[2])
+    counted: list[int] = []
+
+    def count(*local: Any) -> Array:
+        counted.extend(program.uses(*local))
+        return jnp.int32(0)
+
+    jax.eval_shape(manual(setup, count, (*in_specs, whole), whole), *args)
+    return counted

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from zerojax import collectives
-from zerojax.collectives import Axes, Dims
+from zerojax.axes import Axes, Dims
 from zerojax.order import Order
 from zerojax.precision import for_reduction
 from zerojax.regather import Gradients, select

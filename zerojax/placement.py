@@ -32,7 +32,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax import annotations
-from zerojax.collectives import WHOLE, Axes, Dims, axis_names
+from zerojax.axes import WHOLE, Axes, Dims, axis_names
 from zerojax.units import no_match, unit_names
 
 STAGES = {0: "data parallel", 1: "P_os", 2: "P_os+g", 3: "P_os+g+p"}

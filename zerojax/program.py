@@ -18,8 +18,8 @@ from zerojax.keep import EVERYTHING, Rules
 from zerojax.mover import Mover
 from zerojax.order import Order
 from zerojax.regather import is_differentiable, select
+from zerojax.segmentation import Segment, TracedLoss
 from zerojax.segments import Stack, Straight, accumulate
-from zerojax.units import Segment, TracedLoss
 
 Array = Any
 

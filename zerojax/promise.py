@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax import placement, state as states, traced
-from zerojax.collectives import axis_names
+from zerojax.axes import axis_names
 from zerojax.compiled import Collective
 from zerojax.placement import Leaf
 from zerojax.setup import Setup

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from zerojax import placement
 from zerojax.annotations import spec_text
-from zerojax.collectives import Axes, axis_names
+from zerojax.axes import Axes, axis_names
 from zerojax.placement import Leaf
 from zerojax.precision import Precision
 from zerojax.state import TrainState

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax import placement
-from zerojax.collectives import Axes
+from zerojax.axes import Axes
 from zerojax.precision import Precision
 from zerojax.state import Definition
 
@@ -109,3 +110,15 @@ def compiler_options(setup: Setup, definition: Definition) -> dict[str, int | bo
         "xla_gpu_all_gather_combine_threshold_bytes": 2 * num_bytes(setup.precision.compute_dtype),
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 3 * shards // 4,  # leaves do not divide in halves
     }
+
+
+def manual(setup: Setup, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`fn` in `shard_map`, manual over the data axes alone."""
+    return jax.shard_map(
+        fn, mesh=setup.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(setup.axes.data), check_vma=False
+    )
+
+
+def leaf_specs(setup: Setup, definition: Definition, sharded: bool) -> list[PartitionSpec]:
+    """What `shard_map` is told: the data axes alone. Others stay with the arrays' shardings."""
+    return [placement.data_spec(leaf.dim if sharded else None, setup.axes) for leaf in definition.leaves]

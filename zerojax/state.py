@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec, use_abstract_mesh
 
-from zerojax import jaxprs, models, placement
-from zerojax.collectives import Axes
+from zerojax import jaxprs, models, placement, stacks
+from zerojax.axes import Axes
 from zerojax.placement import Leaf, Overrides
 from zerojax.precision import LossScale, Precision, cast
 
@@ -146,7 +146,7 @@ def build(
     params_aval, created_tree = avals[0], jax.tree.structure(avals)
     with_paths, tree = jax.tree_util.tree_flatten_with_path(params_aval)
     paths = [placement.path_text(path) for path, _ in with_paths]
-    stacked = models.stacked_paths(closed, paths) if paths else frozenset()
+    stacked = stacks.stacked_paths(closed, paths) if paths else frozenset()
     leaves = placement.place(params_aval, mesh, axes, overrides, stacked, held["annotated"])
     definition = Definition(tx, held["model"], leaves, tree)
 

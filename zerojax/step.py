@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,155 +13,30 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax import collectives, models, placement, state as states
+from zerojax import models, placement, state as states
 from zerojax.audit import audit
 from zerojax.finding import Audit
-from zerojax.gradient import GradientProgram, Result
-from zerojax.keep import KEEP_EVERYTHING, Rules
-from zerojax.precision import cast
+from zerojax.gradient import GradientProgram, gradient_program, gradients, uses
+from zerojax.keep import Rules
 from zerojax.promise import Promise, promise
-from zerojax.setup import Setup, batch_specs, check_batch, compiler_options, global_shape, shard_batch
+from zerojax.setup import (
+    Setup,
+    batch_specs,
+    check_batch,
+    compiler_options,
+    global_shape,
+    leaf_specs,
+    manual,
+    shard_batch,
+)
 from zerojax.state import Definition, TrainState
+from zerojax.update import apply_gradients, optimizer_shardings, squared_norm
 
 if TYPE_CHECKING:
     from zerojax.plan.memory import Memory
 
 Array = Any
 Tree = Any
-
-
-def gradient_program(
-    setup: Setup,
-    definition: Definition,
-    loss_fn: Callable[..., Any],
-    num_microbatches: int,
-    rules: Rules = KEEP_EVERYTHING,
-    prefetch: int = 1,
-) -> GradientProgram:
-    rules.check_axes([name for name in setup.mesh.axis_names if name not in setup.axes.data])
-    rules.check_units([leaf.unit for leaf in definition.leaves])
-    loss = functools.partial(models.call_loss, loss_fn, definition.model)
-    leaves, tree = definition.leaves, definition.tree
-    stage, axes, precision = setup.stage, setup.axes, setup.precision
-    return GradientProgram(loss, leaves, tree, stage, axes, precision, num_microbatches, rules, prefetch)
-
-
-def _manual(setup: Setup, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """`fn` in `shard_map`, manual over the data axes alone."""
-    return jax.shard_map(
-        fn, mesh=setup.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(setup.axes.data), check_vma=False
-    )
-
-
-def _leaf_specs(setup: Setup, definition: Definition, sharded: bool) -> list[PartitionSpec]:
-    """What `shard_map` is told: the data axes alone. Others stay with the arrays' shardings."""
-    return [placement.data_spec(leaf.dim if sharded else None, setup.axes) for leaf in definition.leaves]
-
-
-def gradients(setup: Setup, program: GradientProgram, definition: Definition, args: Any) -> Result:
-    """Runs the gradient program on global arrays: args are (parameter leaves, other state, batch, key, scale)."""
-    whole: Any = PartitionSpec()
-    grads_specs = _leaf_specs(setup, definition, placement.shards_optimizer(setup.stage))
-    grads_specs = [s if leaf.trainable else None for s, leaf in zip(grads_specs, definition.leaves, strict=True)]
-    in_specs = (
-        _leaf_specs(setup, definition, placement.shards_params(setup.stage)),
-        whole,
-        batch_specs(setup, args[2]),
-        whole,
-        whole,
-    )
-    return _manual(setup, program, in_specs, Result(grads_specs, whole, whole, whole, whole))(*args)
-
-
-def uses(setup: Setup, program: GradientProgram, definition: Definition, args: Any) -> list[int]:
-    """`GradientProgram.uses`, of avals of global arrays: (parameter leaves, other state, batch, key)."""
-    whole: Any = PartitionSpec()
-    in_specs = _leaf_specs(setup, definition, placement.shards_params(setup.stage)), whole, batch_specs(setup, args[2])
-    counted: list[int] = []
-
-    def count(*local: Any) -> Array:
-        counted.extend(program.uses(*local))
-        return jnp.int32(0)
-
-    jax.eval_shape(_manual(setup, count, (*in_specs, whole), whole), *args)
-    return counted
-
-
-def gather_params(setup: Setup, definition: Definition, trained: Tree) -> Tree:
-    """Stages 1 and 2: shards of the updated parameters -> full parameters, unit by unit, in the dtype given."""
-    leaves = [leaf for leaf in definition.leaves if leaf.trainable]
-    values, tree = jax.tree.flatten(trained)
-    units: dict[str, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        units.setdefault(leaf.unit, []).append(i)
-
-    def local(shards: list[Array]) -> list[Array]:
-        full, waits = list(shards), []
-        for members in units.values():
-            held, dims = [shards[i] for i in members], [leaves[i].dims for i in members]
-            gathered, events = collectives.all_gather(held, dims, setup.axes, waits, rows=True)
-            waits = setup.axes.in_turn(events)
-            for i, value in zip(members, gathered, strict=True):
-                full[i] = value
-        return full
-
-    in_specs = ([placement.data_spec(leaf.dim, setup.axes) for leaf in leaves],)
-    return jax.tree.unflatten(tree, _manual(setup, local, in_specs, PartitionSpec())(values))
-
-
-def squared_norm(setup: Setup, definition: Definition, program: GradientProgram, params: Tree) -> Array:
-    """Squared norm of the trained parameters, placed like the optimizer state; one scalar all-reduce."""
-    items = iter(jax.tree.leaves(params))
-    values = [next(items) if leaf.trainable else None for leaf in definition.leaves]
-    specs = _leaf_specs(setup, definition, placement.shards_optimizer(setup.stage))
-    specs = [s if leaf.trainable else None for s, leaf in zip(specs, definition.leaves, strict=True)]
-
-    def local(values: list[Array]) -> Array:
-        (total,) = collectives.all_reduce([program.local_squared_norm(values)], setup.axes.data, setup.axes).leaves
-        return total
-
-    return _manual(setup, local, (specs,), PartitionSpec())(values)
-
-
-def apply_gradients(setup: Setup, state: TrainState, shardings: TrainState, grads: Tree, finite: Array) -> TrainState:
-    """One optimizer update, on global arrays with their shardings. Where `finite` is false nothing changes.
-
-    Args:
-        setup: of the Zero.
-        state: before the update.
-        shardings: of the state.
-        grads: tree of gradients, None at frozen leaves, in true scale.
-        finite: bool scalar.
-    """
-    definition, tx = state.definition, state.definition.tx
-    dtype = setup.precision.param_dtype
-    optimizer_shardings = _optimizer_shardings(setup, definition)
-    old = state.master
-    if old is None:  # a shard of full parameters is a slice: no communication
-        old = lax.with_sharding_constraint(definition.trained(state.params), optimizer_shardings)
-    updates, opt_state = tx.update(jax.tree.map(lambda g: g.astype(dtype), grads), state.opt_state, old)
-    keep = lambda new, old: jax.tree.map(lambda n, o: lax.select(finite, n, o), new, old)
-    new = lax.with_sharding_constraint(keep(optax.apply_updates(old, updates), old), optimizer_shardings)
-    params = cast(new, setup.precision.compute_dtype)
-    if placement.shards_optimizer(setup.stage) and not placement.shards_params(setup.stage):
-        params = gather_params(setup, definition, params)
-    after = TrainState(
-        step=state.step + 1,
-        skipped=state.skipped + jnp.where(finite, 0, 1),
-        params=definition.with_frozen(params, state.params),
-        master=None if state.master is None else new,
-        opt_state=keep(opt_state, state.opt_state),
-        model_state=state.model_state,
-        key=state.key,
-        loss_scale=state.loss_scale and state.loss_scale.update(finite, setup.precision.growth_interval),
-        definition=definition,
-    )
-    return lax.with_sharding_constraint(after, shardings)
-
-
-def _optimizer_shardings(setup: Setup, definition: Definition) -> Tree:
-    specs = definition.specs(setup.axes, placement.shards_optimizer(setup.stage))
-    return placement.shardings(setup.mesh, definition.trained(specs))
 
 
 class Step:
@@ -349,7 +223,7 @@ def train_step(
             after = dataclasses.replace(after, model_state=kept)
             trained = after.master if after.master is not None else definition.trained(after.params)
             if after.master is None:
-                trained = lax.with_sharding_constraint(trained, _optimizer_shardings(setup, definition))
+                trained = lax.with_sharding_constraint(trained, optimizer_shardings(setup, definition))
             metrics = {
                 "loss": result.loss,
                 **result.metrics,
@@ -376,12 +250,12 @@ def eval_step(setup: Setup, loss_fn: Callable[..., Any]) -> Step:
         def step(state: TrainState, batch: Tree) -> dict[str, Array]:
             whole = PartitionSpec()
             in_specs = (
-                _leaf_specs(setup, definition, placement.shards_params(setup.stage)),
+                leaf_specs(setup, definition, placement.shards_params(setup.stage)),
                 whole,
                 batch_specs(setup, batch),
                 whole,
             )
-            run = _manual(setup, program.evaluate, in_specs, whole)
+            run = manual(setup, program.evaluate, in_specs, whole)
             loss, metrics = run(jax.tree.leaves(state.params), state.model_state, batch, state.key)
             return {"loss": loss, **metrics}
 

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from zerojax import models, placement, report, setup as setups, state as states, step as steps
 from zerojax.finding import check_setting
+from zerojax.gradient import gradient_program, gradients
 from zerojax.keep import Rules, Setting
 from zerojax.mesh import data_axes
 from zerojax.placement import Overrides
@@ -195,9 +196,9 @@ class Zero:
         def fn(params: Any, *args: Any) -> Any:
             setups.check_batch(setup, args, 1)
             definition = self._definition(params)
-            program = steps.gradient_program(setup, definition, lambda p, args: loss_fn(p, *args), 1, rules, prefetch)
+            program = gradient_program(setup, definition, lambda p, args: loss_fn(p, *args), 1, rules, prefetch)
             inputs = (jax.tree.leaves(params), {}, args, jax.random.key(0), jnp.float32(1))
-            result = steps.gradients(setup, program, definition, inputs)
+            result = gradients(setup, program, definition, inputs)
             grads = jax.tree.unflatten(definition.tree, result.grads)
             return ((result.loss, result.metrics), grads) if has_aux else (result.loss, grads)
 

@@ -1,0 +1,215 @@
+"""A traced loss, cut into segments: where each unit's weights are needed.
+
+Nothing is asked of the model. The traced loss is cut between the last use of one unit's weights and the first use of
+the next, at the point where the least data crosses:
+
+    loss ──► jaxpr ──► values of one unit's weights alone  (moved to where they are used)
+                   └─► values of data ──► segments: [equations, leaves], in program order
+                                          a scan over stacked leaves is a segment of its own
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from zerojax import jaxprs
+
+
+class View(NamedTuple):
+    """A value with the elements of one leaf: `equations` (casts, transpositions) lead from the leaf to it."""
+
+    leaf: int
+    equations: tuple[Any, ...]
+    order: tuple[int, ...]  # the dims of the leaf in the order in which the value has them
+
+
+class Segment(NamedTuple):
+    """A stretch of the traced loss between two changes of unit."""
+
+    equations: list[Any]
+    leaves: list[int]  # the parameter leaves it reads, in the order of their first uses
+    inputs: list[Any]  # data values it reads
+    outputs: list[Any]  # data values that are read after it
+    views: dict[int, View]  # scan operand -> the stacked leaf it slices, likewise; empty unless it scans over layers
+
+
+class _Run(NamedTuple):
+    """The equations `first` to `last` use the weights of `units`, and of no others."""
+
+    first: int
+    last: int
+    leaves: dict[int, None]
+    units: set[str]
+    views: dict[int, View]
+
+
+class TracedLoss:
+    """A traced function of parameter leaves and data, cut into segments.
+
+    Args:
+        closed: jaxpr of `fn(*leaves, *data) -> outputs`.
+        num_leaves: how many of its inputs are parameter leaves.
+        unit_of: the unit of each leaf.
+    """
+
+    def __init__(self, closed: Any, num_leaves: int, unit_of: Sequence[str]):
+        self.unit_of = unit_of
+        needs = lambda equation: self._must_inline(equation)
+        self.num_leaves = num_leaves
+        self.closed = closed
+        self._find_weights()
+        if any(jaxprs.is_call(e) and needs(e) for e in closed.jaxpr.eqns):
+            self.closed = jaxprs.inlined(closed, lambda e: True)
+            self._find_weights()
+        self._check_outputs()
+        self.segments = self._segments()
+
+    def _find_weights(self) -> None:
+        """Values made of the weights of one unit alone: `weights` maps each to the leaves that it is made of."""
+        jaxpr = self.closed.jaxpr
+        self.leaf_vars = jaxpr.invars[: self.num_leaves]
+        self.data_vars = jaxpr.invars[self.num_leaves :]
+        self.weights: dict[Any, frozenset[int]] = {v: frozenset([i]) for i, v in enumerate(self.leaf_vars)}
+        self.producer: dict[Any, Any] = {}
+        returned = {atom for atom in jaxpr.outvars if jaxprs.is_var(atom)}
+        for equation in jaxpr.eqns:
+            read = jaxprs.variables(equation)
+            if not read or not all(v in self.weights for v in read) or returned & set(equation.outvars):
+                continue
+            leaves = frozenset().union(*(self.weights[v] for v in read))
+            if len({self.unit_of[i] for i in leaves}) == 1 and not equation.effects:
+                self.weights.update(dict.fromkeys(equation.outvars, leaves))
+                self.producer.update(dict.fromkeys(equation.outvars, equation))
+
+    def leaves_of(self, equation: Any) -> frozenset[int]:
+        return frozenset().union(*(self.weights[v] for v in jaxprs.variables(equation) if v in self.weights))
+
+    def _must_inline(self, equation: Any) -> bool:
+        """A nested jit hides a change of unit, a scan over stacked leaves, or a transposition of one leaf."""
+        leaves = self.leaves_of(equation)
+        if not leaves:
+            return False
+        hides_scan = lambda jaxpr: any(
+            jaxprs.is_scan(e) or any(hides_scan(sub) for sub in jaxprs.sub_jaxprs(e)) for e in jaxpr.eqns
+        )
+        return (
+            len({self.unit_of[i] for i in leaves}) > 1
+            or len(equation.invars) == 1
+            or hides_scan(jaxprs.called(equation)[0])
+        )
+
+    def _check_outputs(self) -> None:
+        leaf_vars = set(self.leaf_vars)
+        for atom in self.closed.jaxpr.outvars:
+            if jaxprs.is_var(atom) and atom in leaf_vars:
+                raise ValueError(
+                    "loss: returns a parameter itself among its metrics or state\n"
+                    "  fix:      return a value computed from it, or take it from the training state"
+                )
+
+    def view(self, atom: Any) -> View | None:
+        """How an operand derives from one leaf by casts and transpositions alone, if it does."""
+        equations: list[Any] = []
+        while jaxprs.is_var(atom) and atom in self.producer:
+            equation = self.producer[atom]
+            if equation.primitive.name not in jaxprs.ELEMENT_PRESERVING:
+                return None
+            equations.append(equation)
+            atom = equation.invars[0]
+        if not jaxprs.is_var(atom) or atom not in self.weights:
+            return None
+        (leaf,) = self.weights[atom]
+        equations.reverse()
+        order = list(range(self.leaf_vars[leaf].aval.ndim))
+        for equation in equations:
+            if equation.primitive.name == "transpose":
+                order = [order[k] for k in equation.params["permutation"]]
+        return View(leaf, tuple(equations), tuple(order))
+
+    def _views(self, equation: Any) -> dict[int, View]:
+        """The operands that a scan slices layer by layer and that are views of a leaf."""
+        if not jaxprs.is_scan(equation):
+            return {}
+        scan = jaxprs.scan_params(equation)
+        found = {}
+        for k in jaxprs.by_first_use(scan.body.jaxpr, range(scan.num_consts + scan.num_carry, len(equation.invars))):
+            view = self.view(equation.invars[k])
+            if view is not None:
+                found[k] = view
+        return found
+
+    def _segments(self) -> list[Segment]:
+        cut = self._cut()
+        live = {atom for atom in self.closed.jaxpr.outvars if jaxprs.is_var(atom)}
+        segments = []
+        for equations, leaves, views in reversed(cut):
+            own = {v for e in equations for v in e.outvars}
+            read = dict.fromkeys(v for e in equations for v in jaxprs.variables(e) if v not in own)
+            inputs = [v for v in read if v not in self.weights]
+            outputs = [v for e in equations for v in e.outvars if v in live]
+            segments.append(Segment(equations, list(leaves), inputs, outputs, views))
+            live.update(inputs)
+        return segments[::-1]
+
+    def _cut(self) -> list[tuple[list[Any], dict[int, None], dict[int, View]]]:
+        """(equations, leaves, views) of each segment. What lies between two units goes to either, cut where the least
+        data crosses, as late as that allows: a residual stream crosses as one value, without the statistics of a norm.
+        """
+        equations = [e for e in self.closed.jaxpr.eqns if not any(v in self.producer for v in e.outvars)]
+        runs, crossing = self._runs(equations), self._crossing_bytes(equations)
+        cut: list[tuple[list[Any], dict[int, None], dict[int, View]]] = []
+        start = 0
+        for run, following in zip(runs, [*runs[1:], None], strict=True):
+            if run.views:
+                if start < run.first:
+                    cut.append((equations[start : run.first], {}, {}))
+                start, end = run.first, run.first + 1
+            elif following is None:
+                end = len(equations)
+            elif following.views:
+                end = following.first
+            else:
+                end = min(range(following.first, run.last, -1), key=crossing.__getitem__)
+            cut.append((equations[start:end], run.leaves, run.views))
+            start = end
+        if start < len(equations):
+            cut.append((equations[start:], {}, {}))
+        return cut
+
+    def _runs(self, equations: Sequence[Any]) -> list[_Run]:
+        """From the first to the last equation that uses a unit's weights, before those of another come."""
+        runs: list[_Run] = []
+        for k, equation in enumerate(equations):
+            leaves, views = dict.fromkeys(sorted(self.leaves_of(equation))), self._views(equation)
+            if not leaves:
+                continue
+            units = {self.unit_of[i] for i in leaves}
+            if runs and not views and not runs[-1].views and units <= runs[-1].units:
+                runs[-1] = runs[-1]._replace(last=k, leaves=runs[-1].leaves | leaves)
+            else:
+                runs.append(_Run(k, k, leaves, units, views))
+        return runs
+
+    def _crossing_bytes(self, equations: Sequence[Any]) -> list[int]:
+        """For each position, the bytes of data that equations before it compute and that are read from there on."""
+        last_read = {v: k for k, e in enumerate(equations) for v in jaxprs.variables(e)}
+        last_read.update({v: len(equations) for v in self.closed.jaxpr.outvars if jaxprs.is_var(v)})
+        change = [0] * (len(equations) + 2)
+        for k, equation in enumerate(equations):
+            for v in equation.outvars:
+                size = math.prod(v.aval.shape) * v.aval.dtype.itemsize
+                change[k + 1] += size
+                change[max(k, last_read.get(v, k)) + 1] -= size
+        return list(itertools.accumulate(change))
+
+    def bind_weights(self, segment_inputs: Sequence[Any], scope: dict[Any, Any]) -> None:
+        """Computes in `scope` the weight values among `segment_inputs` from the full leaves that are in it."""
+        for v in segment_inputs:
+            if v in scope:
+                continue
+            equation = self.producer[v]
+            self.bind_weights(jaxprs.variables(equation), scope)
+            jaxprs.evaluate([equation], scope)
