@@ -13,7 +13,7 @@ from plain import Trajectory, numbers
 
 import zerojax
 from zerojax import Weighted, Zero
-from zerojax.precision import resolve
+from zerojax.sharding.precision import resolve
 
 STEPS = 10
 SYNCHRONISED = {"resnet_linen": zoo.resnet_linen, "resnet_nnx": zoo.resnet_nnx}

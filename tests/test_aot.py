@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax import Keep, collectives as communication, hlo, targets
-from zerojax.axes import Dims
 from zerojax.compiled import collectives, in_flight_bytes, moves, moves_in_loops, peak_bytes
 from zerojax.keep import PRESETS
+from zerojax.sharding.axes import Dims
 
 pytestmark = pytest.mark.aot
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"

@@ -15,7 +15,7 @@ from walk import equations, flat
 
 import zerojax
 from zerojax import Zero, buckets, collectives
-from zerojax.axes import Dims
+from zerojax.sharding.axes import Dims
 
 BUCKET = 1000  # bytes; the matrices of a layer have 2048
 MESHES = {"": {}, "replica": {"replica": 2}, "model": {"model": 2}}

@@ -12,7 +12,7 @@ from parity import optimizer
 
 import zerojax
 from zerojax import Zero
-from zerojax.placement import choose_dim
+from zerojax.sharding.placement import choose_dim
 
 EVEN = {"a": (64, 32), "b": (32, 8), "c": (8,)}  # every leaf divides into eight
 EVEN_SIZE = 64 * 32 + 32 * 8 + 8

@@ -19,7 +19,7 @@ from parity import STEPS, TOLERANCES, assert_close, batches, optimizer, train
 
 import zerojax
 from zerojax import Zero
-from zerojax.axes import Dims
+from zerojax.sharding.axes import Dims
 
 DATA, MODEL = 4, 2
 CONFIG = Config(width=16, layers=2, heads=2, vocab=64, seq=8, annotated=True)

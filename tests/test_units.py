@@ -14,7 +14,7 @@ import zerojax
 from zerojax import Zero
 from zerojax.regather import Regather
 from zerojax.segmentation import TracedLoss
-from zerojax.units import unit_names
+from zerojax.sharding.units import unit_names
 
 # Names
 

@@ -7,12 +7,12 @@ from zerojax.audit import audit
 from zerojax.finding import Audit, Finding, Verdict
 from zerojax.keep import Keep
 from zerojax.losses import chunked_cross_entropy
-from zerojax.mesh import make_mesh, simulate_devices
 from zerojax.models import Weighted
-from zerojax.precision import Precision
 from zerojax.processes import initialize
 from zerojax.promise import Promise
 from zerojax.report import Explanation
+from zerojax.sharding.mesh import make_mesh, simulate_devices
+from zerojax.sharding.precision import Precision
 from zerojax.state import TrainState
 from zerojax.training import fit
 from zerojax.zero import Zero

@@ -9,12 +9,13 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from zerojax import hlo, placement
-from zerojax.annotations import spec_text
-from zerojax.axes import axis_names
+from zerojax import hlo
 from zerojax.finding import Audit, Line, Result, Unread, Verdict, bytes_text, examine, listed, reading
 from zerojax.hlo import Program
 from zerojax.promise import Promise
+from zerojax.sharding import placement
+from zerojax.sharding.annotations import spec_text
+from zerojax.sharding.axes import axis_names
 from zerojax.wire import SLACK, Wire
 
 

@@ -20,17 +20,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from zerojax import collectives, models, placement
-from zerojax.axes import Axes, Dims
+from zerojax import collectives, models
 from zerojax.events import event
 from zerojax.keep import KEEP_EVERYTHING, Rules
 from zerojax.models import Output, Weighted
 from zerojax.mover import Mover
-from zerojax.placement import Leaf
-from zerojax.precision import Precision, cast, for_reduction
 from zerojax.program import Program
 from zerojax.segmentation import TracedLoss
 from zerojax.setup import Setup, batch_specs, leaf_specs, manual
+from zerojax.sharding import placement
+from zerojax.sharding.axes import Axes, Dims
+from zerojax.sharding.placement import Leaf
+from zerojax.sharding.precision import Precision, cast, for_reduction
 from zerojax.state import Definition
 
 Array = Any

@@ -17,7 +17,7 @@ from flax import linen as nn, nnx
 from flax.linen import spmd
 from jax.sharding import PartitionSpec
 
-from zerojax.placement import check_arrays, path_text
+from zerojax.sharding.placement import check_arrays, path_text
 
 Array = Any
 

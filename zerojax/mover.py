@@ -10,10 +10,10 @@ import numpy as np
 from jax import lax
 
 from zerojax import collectives
-from zerojax.axes import Axes, Dims
 from zerojax.order import Order
-from zerojax.precision import for_reduction
 from zerojax.regather import Gradients, select
+from zerojax.sharding.axes import Axes, Dims
+from zerojax.sharding.precision import for_reduction
 
 Array = Any
 

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zerojax import placement, state as states, traced
-from zerojax.axes import axis_names
+from zerojax import state as states, traced
 from zerojax.compiled import Collective
-from zerojax.placement import Leaf
 from zerojax.setup import Setup
+from zerojax.sharding import placement
+from zerojax.sharding.axes import axis_names
+from zerojax.sharding.placement import Leaf
 from zerojax.state import TrainState
 
 SCALARS = 256  # bytes: smaller collectives move losses, weights, norms and metrics, and are not counted

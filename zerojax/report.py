@@ -12,11 +12,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
 
-from zerojax import placement
-from zerojax.annotations import spec_text
-from zerojax.axes import Axes, axis_names
-from zerojax.placement import Leaf
-from zerojax.precision import Precision
+from zerojax.sharding import placement
+from zerojax.sharding.annotations import spec_text
+from zerojax.sharding.axes import Axes, axis_names
+from zerojax.sharding.placement import Leaf
+from zerojax.sharding.precision import Precision
 from zerojax.state import TrainState
 
 

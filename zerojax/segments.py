@@ -15,7 +15,6 @@ import numpy as np
 from jax import lax
 
 from zerojax import jaxprs, pipeline
-from zerojax.axes import Dims
 from zerojax.events import events, floating_after
 from zerojax.keep import EVERYTHING, Keep
 from zerojax.mover import Mover, fetch_needed, reduce_made, reduced_dim_first
@@ -23,6 +22,7 @@ from zerojax.order import Order
 from zerojax.pipeline import Memory, Plan
 from zerojax.regather import Regather, is_differentiable, merge, select
 from zerojax.segmentation import Segment, TracedLoss
+from zerojax.sharding.axes import Dims
 
 Array = Any
 

@@ -12,9 +12,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax import placement
-from zerojax.axes import Axes
-from zerojax.precision import Precision
+from zerojax.sharding import placement
+from zerojax.sharding.axes import Axes
+from zerojax.sharding.precision import Precision
 from zerojax.state import Definition
 
 Array = Any

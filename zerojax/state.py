@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec, use_abstract_mesh
 
-from zerojax import jaxprs, models, placement, stacks
-from zerojax.axes import Axes
-from zerojax.placement import Leaf, Overrides
-from zerojax.precision import LossScale, Precision, cast
+from zerojax import jaxprs, models, stacks
+from zerojax.sharding import placement
+from zerojax.sharding.axes import Axes
+from zerojax.sharding.placement import Leaf, Overrides
+from zerojax.sharding.precision import LossScale, Precision, cast
 
 Array = Any
 Tree = Any

@@ -13,7 +13,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax import models, placement, state as states
+from zerojax import models, state as states
 from zerojax.audit import audit
 from zerojax.finding import Audit
 from zerojax.gradient import GradientProgram, gradient_program, gradients, uses
@@ -29,6 +29,7 @@ from zerojax.setup import (
     manual,
     shard_batch,
 )
+from zerojax.sharding import placement
 from zerojax.state import Definition, TrainState
 from zerojax.update import apply_gradients, optimizer_shardings, squared_norm
 

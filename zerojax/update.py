@@ -10,10 +10,11 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from zerojax import collectives, placement
+from zerojax import collectives
 from zerojax.gradient import GradientProgram
-from zerojax.precision import cast
 from zerojax.setup import Setup, leaf_specs, manual
+from zerojax.sharding import placement
+from zerojax.sharding.precision import cast
 from zerojax.state import Definition, TrainState
 
 Array = Any

@@ -9,11 +9,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zerojax import compiled, hlo, placement, traced
+from zerojax import compiled, hlo, traced
 from zerojax.compiled import Collective
 from zerojax.finding import Line, Result, Unread, Verdict, bytes_text, listed, reading
 from zerojax.hlo import Program
 from zerojax.promise import Promise, Traffic, over_data
+from zerojax.sharding import placement
 
 # Of promised bytes: a collective of scalars may be joined with a larger one, which then counts as a whole.
 SLACK = 0.01

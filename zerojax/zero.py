@@ -11,14 +11,15 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from zerojax import models, placement, report, setup as setups, state as states, step as steps
+from zerojax import models, report, setup as setups, state as states, step as steps
 from zerojax.finding import check_setting
 from zerojax.gradient import gradient_program, gradients
 from zerojax.keep import Rules, Setting
-from zerojax.mesh import data_axes
-from zerojax.placement import Overrides
-from zerojax.precision import Precision, resolve
 from zerojax.setup import Setup
+from zerojax.sharding import placement
+from zerojax.sharding.mesh import data_axes
+from zerojax.sharding.placement import Overrides
+from zerojax.sharding.precision import Precision, resolve
 from zerojax.state import Definition, TrainState
 from zerojax.step import Step, TrainStep
 

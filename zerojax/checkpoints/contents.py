@@ -12,7 +12,8 @@ from typing import Any
 
 import jax
 
-from zerojax import models, placement
+from zerojax import models
+from zerojax.sharding import placement
 from zerojax.state import TrainState
 
 Array = Any

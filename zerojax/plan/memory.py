@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zerojax import equations, placement, report
+from zerojax import equations, report
 from zerojax.plan import liveness
 from zerojax.setup import Setup
+from zerojax.sharding import placement
 from zerojax.state import TrainState
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO
 
-from zerojax.mesh import simulated
+from zerojax.sharding.mesh import simulated
 
 POLL_S = 0.05
 TIMED_OUT = 124  # as timeout(1) has it

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from zerojax.axes import Axes
+from zerojax.sharding.axes import Axes
 
 
 def make_mesh(

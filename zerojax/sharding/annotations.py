@@ -15,7 +15,7 @@ from typing import Any
 
 from jax.sharding import AxisType, PartitionSpec
 
-from zerojax.axes import Axes, axis_names
+from zerojax.sharding.axes import Axes, axis_names
 
 Names = list[tuple[str, ...]]
 

@@ -31,9 +31,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax import annotations
-from zerojax.axes import WHOLE, Axes, Dims, axis_names
-from zerojax.units import no_match, unit_names
+from zerojax.sharding import annotations
+from zerojax.sharding.axes import WHOLE, Axes, Dims, axis_names
+from zerojax.sharding.units import no_match, unit_names
 
 STAGES = {0: "data parallel", 1: "P_os", 2: "P_os+g", 3: "P_os+g+p"}
 
