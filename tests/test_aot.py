@@ -17,10 +17,11 @@ import traffic
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from zerojax import Keep, collectives as communication, hlo, targets
+from zerojax import Keep, hlo, targets
 from zerojax.compiled import collectives, in_flight_bytes, moves, moves_in_loops, peak_bytes
-from zerojax.keep import PRESETS
 from zerojax.sharding.axes import Dims
+from zerojax.transform import collectives as communication
+from zerojax.transform.remat import PRESETS
 
 pytestmark = pytest.mark.aot
 SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"

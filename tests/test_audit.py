@@ -14,10 +14,11 @@ import traffic
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import zerojax
-from zerojax import Keep, Verdict, collectives, hlo, promise, traced
+from zerojax import Keep, Verdict, hlo, promise, traced
 from zerojax.compiled import Collective
-from zerojax.order import Order
 from zerojax.step import TrainStep
+from zerojax.transform import collectives
+from zerojax.transform.schedule import Order
 
 N = 8
 

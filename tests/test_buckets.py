@@ -14,8 +14,9 @@ from plain import numbers
 from walk import equations, flat
 
 import zerojax
-from zerojax import Zero, buckets, collectives
+from zerojax import Zero
 from zerojax.sharding.axes import Dims
+from zerojax.transform import buckets, collectives
 
 BUCKET = 1000  # bytes; the matrices of a layer have 2048
 MESHES = {"": {}, "replica": {"replica": 2}, "model": {"model": 2}}

@@ -12,9 +12,9 @@ from walk import count
 
 import zerojax
 from zerojax import Zero
-from zerojax.regather import Regather
-from zerojax.segmentation import TracedLoss
 from zerojax.sharding.units import unit_names
+from zerojax.transform.regather import Regather
+from zerojax.transform.segmentation import TracedLoss
 
 # Names
 

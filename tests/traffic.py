@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import walk
 
-from zerojax.jaxprs import sub_jaxprs
+from zerojax.transform.jaxprs import sub_jaxprs
 
 COLLECTIVES = frozenset(
     [

@@ -1,6 +1,6 @@
 """Reading traced programs."""
 
-from zerojax.jaxprs import is_call, is_var, sub_jaxprs
+from zerojax.transform.jaxprs import is_call, is_var, sub_jaxprs
 
 
 def equations(jaxpr):

@@ -5,7 +5,6 @@ from zerojax.versions import __version__  # first: refuses unsupported versions 
 # isort: split
 from zerojax.audit import audit
 from zerojax.finding import Audit, Finding, Verdict
-from zerojax.keep import Keep
 from zerojax.losses import chunked_cross_entropy
 from zerojax.models import Weighted
 from zerojax.processes import initialize
@@ -15,6 +14,7 @@ from zerojax.sharding.mesh import make_mesh, simulate_devices
 from zerojax.sharding.precision import Precision
 from zerojax.state import TrainState
 from zerojax.training import fit
+from zerojax.transform.remat import Keep
 from zerojax.zero import Zero
 
 __all__ = [

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zerojax.jaxprs import Atom, Equation, Var, is_scan, is_var, multiplies, scan_params, sub_jaxprs
+from zerojax.transform.jaxprs import Atom, Equation, Var, is_scan, is_var, multiplies, scan_params, sub_jaxprs
 
 # What moves data between devices, by the name that compiled programs have for it.
 COLLECTIVES = {

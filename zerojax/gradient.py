@@ -20,19 +20,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from zerojax import collectives, models
-from zerojax.events import event
-from zerojax.keep import KEEP_EVERYTHING, Rules
+from zerojax import models
 from zerojax.models import Output, Weighted
-from zerojax.mover import Mover
-from zerojax.program import Program
-from zerojax.segmentation import TracedLoss
 from zerojax.setup import Setup, batch_specs, leaf_specs, manual
 from zerojax.sharding import placement
 from zerojax.sharding.axes import Axes, Dims
 from zerojax.sharding.placement import Leaf
 from zerojax.sharding.precision import Precision, cast, for_reduction
 from zerojax.state import Definition
+from zerojax.transform import collectives
+from zerojax.transform.dependencies import event
+from zerojax.transform.remat import KEEP_EVERYTHING, Rules
+from zerojax.transform.segmentation import TracedLoss
+from zerojax.transform.segmented_loss import Program
+from zerojax.transform.stage_collectives import Mover
 
 Array = Any
 Loss = Callable[[Any, Any, Any, Array], Output]  # (params, other state, batch, key)

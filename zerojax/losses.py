@@ -21,8 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax import jaxprs
 from zerojax.models import Weighted
+from zerojax.transform import jaxprs
 
 Array = Any
 

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec, use_abstract_mesh
 
-from zerojax import jaxprs, models, stacks
+from zerojax import models
 from zerojax.sharding import placement
 from zerojax.sharding.axes import Axes
 from zerojax.sharding.placement import Leaf, Overrides
 from zerojax.sharding.precision import LossScale, Precision, cast
+from zerojax.transform import jaxprs, stacks
 
 Array = Any
 Tree = Any

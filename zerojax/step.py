@@ -17,7 +17,6 @@ from zerojax import models, state as states
 from zerojax.audit import audit
 from zerojax.finding import Audit
 from zerojax.gradient import GradientProgram, gradient_program, gradients, uses
-from zerojax.keep import Rules
 from zerojax.promise import Promise, promise
 from zerojax.setup import (
     Setup,
@@ -31,6 +30,7 @@ from zerojax.setup import (
 )
 from zerojax.sharding import placement
 from zerojax.state import Definition, TrainState
+from zerojax.transform.remat import Rules
 from zerojax.update import apply_gradients, optimizer_shardings, squared_norm
 
 if TYPE_CHECKING:

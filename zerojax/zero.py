@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec
 from zerojax import models, report, setup as setups, state as states, step as steps
 from zerojax.finding import check_setting
 from zerojax.gradient import gradient_program, gradients
-from zerojax.keep import Rules, Setting
 from zerojax.setup import Setup
 from zerojax.sharding import placement
 from zerojax.sharding.mesh import data_axes
@@ -22,6 +21,7 @@ from zerojax.sharding.placement import Overrides
 from zerojax.sharding.precision import Precision, resolve
 from zerojax.state import Definition, TrainState
 from zerojax.step import Step, TrainStep
+from zerojax.transform.remat import Rules, Setting
 
 if TYPE_CHECKING:
     from zerojax.checkpoints import Checkpoints

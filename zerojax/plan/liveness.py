@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zerojax import equations, jaxprs
+from zerojax import equations
 from zerojax.equations import Operation, Value
+from zerojax.transform import jaxprs
 
 ACTIVATIONS, CHECKPOINTS, GATHERED, GRADIENTS = "activations", "checkpoints", "gathered", "gradients"
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerojax import equations, targets
-from zerojax.keep import Keep
 from zerojax.plan import presets
 from zerojax.plan.hardware import Cluster, cluster
 from zerojax.plan.memory import Memory, step_memory
@@ -18,6 +17,7 @@ from zerojax.plan.presets import Job
 from zerojax.plan.program import CompiledStep, compile_step
 from zerojax.plan.utilisation import Throughput, model_flops, throughput
 from zerojax.sharding.mesh import make_mesh
+from zerojax.transform.remat import Keep
 from zerojax.zero import Zero
 
 # The share of a device's memory that a program may use. GPUs: what JAX takes without XLA_CLIENT_MEM_FRACTION (JAX's

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from zerojax.buckets import SMALL_BYTES, Cut, fused
-from zerojax.events import after, event
 from zerojax.sharding.axes import WHOLE, Axes, Dims
+from zerojax.transform.buckets import SMALL_BYTES, Cut, fused
+from zerojax.transform.dependencies import after, event
 
 Array = Any
 

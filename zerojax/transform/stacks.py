@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zerojax import jaxprs
+from zerojax.transform import jaxprs
 
 
 def stacked_paths(closed: Any, paths: list[str]) -> frozenset[str]:

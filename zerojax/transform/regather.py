@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zerojax import jaxprs
-from zerojax.events import event, floating_after
-from zerojax.keep import EVERYTHING, Keep, Place
-from zerojax.partition import divisible_dim, on_parts, partition, unpartition
+from zerojax.transform import jaxprs
+from zerojax.transform.dependencies import event, floating_after
+from zerojax.transform.partition_inputs import divisible_dim, on_parts, partition, unpartition
+from zerojax.transform.remat import EVERYTHING, Keep, Place
 
 Arrays = Sequence[Any]
 Function = Callable[[Arrays, Arrays, Arrays], Arrays]

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from jax import lax
 
-from zerojax import collectives
-from zerojax.order import Order
-from zerojax.regather import Gradients, select
 from zerojax.sharding.axes import Axes, Dims
 from zerojax.sharding.precision import for_reduction
+from zerojax.transform import collectives
+from zerojax.transform.regather import Gradients, select
+from zerojax.transform.schedule import Order
 
 Array = Any
 

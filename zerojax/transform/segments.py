@@ -14,15 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zerojax import jaxprs, pipeline
-from zerojax.events import events, floating_after
-from zerojax.keep import EVERYTHING, Keep
-from zerojax.mover import Mover, fetch_needed, reduce_made, reduced_dim_first
-from zerojax.order import Order
-from zerojax.pipeline import Memory, Plan
-from zerojax.regather import Regather, is_differentiable, merge, select
-from zerojax.segmentation import Segment, TracedLoss
 from zerojax.sharding.axes import Dims
+from zerojax.transform import jaxprs, layer_scan as pipeline
+from zerojax.transform.dependencies import events, floating_after
+from zerojax.transform.layer_scan import Memory, Plan
+from zerojax.transform.regather import Regather, is_differentiable, merge, select
+from zerojax.transform.remat import EVERYTHING, Keep
+from zerojax.transform.schedule import Order
+from zerojax.transform.segmentation import Segment, TracedLoss
+from zerojax.transform.stage_collectives import Mover, fetch_needed, reduce_made, reduced_dim_first
 
 Array = Any
 

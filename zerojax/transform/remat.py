@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from zerojax import jaxprs
+from zerojax.transform import jaxprs
 
 Equation = Any
 

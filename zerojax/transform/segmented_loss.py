@@ -13,13 +13,13 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zerojax import jaxprs
-from zerojax.keep import EVERYTHING, Rules
-from zerojax.mover import Mover
-from zerojax.order import Order
-from zerojax.regather import is_differentiable, select
-from zerojax.segmentation import Segment, TracedLoss
-from zerojax.segments import Stack, Straight, accumulate
+from zerojax.transform import jaxprs
+from zerojax.transform.regather import is_differentiable, select
+from zerojax.transform.remat import EVERYTHING, Rules
+from zerojax.transform.schedule import Order
+from zerojax.transform.segmentation import Segment, TracedLoss
+from zerojax.transform.segments import Stack, Straight, accumulate
+from zerojax.transform.stage_collectives import Mover
 
 Array = Any
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from zerojax.events import event, events
+from zerojax.transform.dependencies import event, events
 
 Array = Any
 

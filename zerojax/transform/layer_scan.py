@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.events import after, event, events, floating_after
-from zerojax.order import Order
+from zerojax.transform.dependencies import after, event, events, floating_after
+from zerojax.transform.schedule import Order
 
 Array = Any
 Tree = Any

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from zerojax import jaxprs
+from zerojax.transform import jaxprs
 
 
 class View(NamedTuple):

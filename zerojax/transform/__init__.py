@@ -1,0 +1,1 @@
+"""A traced loss, cut into segments and rewritten: gathers, reductions and rematerialisation, unit by unit."""
