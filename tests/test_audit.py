@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import zerojax
 from zerojax import Keep, Verdict, hlo, promise, traced
 from zerojax.compiled import Collective
-from zerojax.step import TrainStep
+from zerojax.train_step import TrainStep
 from zerojax.transform import collectives
 from zerojax.transform.schedule import Order
 

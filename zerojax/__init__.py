@@ -6,13 +6,13 @@ from zerojax.versions import __version__  # first: refuses unsupported versions 
 from zerojax.audit import audit
 from zerojax.finding import Audit, Finding, Verdict
 from zerojax.losses import chunked_cross_entropy
-from zerojax.models import Weighted
 from zerojax.processes import initialize
 from zerojax.promise import Promise
 from zerojax.report import Explanation
 from zerojax.sharding.mesh import make_mesh, simulate_devices
 from zerojax.sharding.precision import Precision
-from zerojax.state import TrainState
+from zerojax.step.models import Weighted
+from zerojax.step.state import TrainState
 from zerojax.training import fit
 from zerojax.transform.remat import Keep
 from zerojax.zero import Zero

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.models import Weighted
+from zerojax.step.models import Weighted
 from zerojax.transform import jaxprs
 
 Array = Any

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zerojax import state as states, traced
+from zerojax import traced
 from zerojax.compiled import Collective
-from zerojax.setup import Setup
 from zerojax.sharding import placement
 from zerojax.sharding.axes import axis_names
 from zerojax.sharding.placement import Leaf
-from zerojax.state import TrainState
+from zerojax.step import state as states
+from zerojax.step.config import Setup
+from zerojax.step.state import TrainState
 
 SCALARS = 256  # bytes: smaller collectives move losses, weights, norms and metrics, and are not counted
 

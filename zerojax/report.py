@@ -17,7 +17,7 @@ from zerojax.sharding.annotations import spec_text
 from zerojax.sharding.axes import Axes, axis_names
 from zerojax.sharding.placement import Leaf
 from zerojax.sharding.precision import Precision
-from zerojax.state import TrainState
+from zerojax.step.state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)

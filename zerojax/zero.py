@@ -11,16 +11,17 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from zerojax import models, report, setup as setups, state as states, step as steps
+from zerojax import report, train_step as steps
 from zerojax.finding import check_setting
-from zerojax.gradient import gradient_program, gradients
-from zerojax.setup import Setup
 from zerojax.sharding import placement
 from zerojax.sharding.mesh import data_axes
 from zerojax.sharding.placement import Overrides
 from zerojax.sharding.precision import Precision, resolve
-from zerojax.state import Definition, TrainState
-from zerojax.step import Step, TrainStep
+from zerojax.step import config as setups, models, state as states
+from zerojax.step.config import Setup
+from zerojax.step.gradient import gradient_program, gradients
+from zerojax.step.state import Definition, TrainState
+from zerojax.train_step import Step, TrainStep
 from zerojax.transform.remat import Rules, Setting
 
 if TYPE_CHECKING:

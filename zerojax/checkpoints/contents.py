@@ -12,9 +12,9 @@ from typing import Any
 
 import jax
 
-from zerojax import models
 from zerojax.sharding import placement
-from zerojax.state import TrainState
+from zerojax.step import models
+from zerojax.step.state import TrainState
 
 Array = Any
 Tree = Any

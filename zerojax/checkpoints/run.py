@@ -22,8 +22,8 @@ from zerojax.checkpoints.health import Health
 from zerojax.checkpoints.manifest import Allowed, CheckpointCorrupted, Leaf, Manifest
 from zerojax.checkpoints.preemption import EXIT_CODE, Preemption
 from zerojax.checkpoints.together import of_process_0, together
-from zerojax.setup import Setup
-from zerojax.state import TrainState
+from zerojax.step.config import Setup
+from zerojax.step.state import TrainState
 
 log = logging.getLogger("zerojax")
 _PACKAGES = ("zerojax", "jax", "flax", "optax", "orbax-checkpoint")

@@ -18,7 +18,7 @@ from zerojax.checkpoints.pieces import pieces
 from zerojax.exchange.headers import refuse, shown
 from zerojax.exchange.names import map_name
 from zerojax.exchange.tensors import MAX_FILE_BYTES, Entry, Reader, write
-from zerojax.state import TrainState
+from zerojax.step.state import TrainState
 
 
 def export(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import jax
 
 from zerojax.plan.memory import Memory
-from zerojax.setup import Setup
+from zerojax.step.config import Setup
 
 
 def explained(setup: Setup, memory: Memory, num_microbatches: int, prefetch: int, error: Exception) -> MemoryError:

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from zerojax import equations, report
 from zerojax.plan import liveness
-from zerojax.setup import Setup
 from zerojax.sharding import placement
-from zerojax.state import TrainState
+from zerojax.step.config import Setup
+from zerojax.step.state import TrainState
 
 
 class Term(NamedTuple):

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.processes import join
-from zerojax.setup import Setup
+from zerojax.step.config import Setup
 from zerojax.training.writers import replace
 
 log = logging.getLogger("zerojax")

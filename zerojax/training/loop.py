@@ -20,8 +20,8 @@ import jax
 import numpy as np
 
 from zerojax.processes.join import agree
-from zerojax.setup import global_shape
-from zerojax.state import TrainState
+from zerojax.step.config import global_shape
+from zerojax.step.state import TrainState
 from zerojax.training import folder as folders
 from zerojax.training.display import Bar, Lines, on_terminal
 from zerojax.training.writers import Writer, default_writers

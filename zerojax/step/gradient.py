@@ -20,14 +20,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from zerojax import models
-from zerojax.models import Output, Weighted
-from zerojax.setup import Setup, batch_specs, leaf_specs, manual
 from zerojax.sharding import placement
 from zerojax.sharding.axes import Axes, Dims
 from zerojax.sharding.placement import Leaf
 from zerojax.sharding.precision import Precision, cast, for_reduction
-from zerojax.state import Definition
+from zerojax.step import models
+from zerojax.step.config import Setup, batch_specs, leaf_specs, manual
+from zerojax.step.models import Output, Weighted
+from zerojax.step.state import Definition
 from zerojax.transform import collectives
 from zerojax.transform.dependencies import event
 from zerojax.transform.remat import KEEP_EVERYTHING, Rules

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zerojax.sharding import placement
 from zerojax.sharding.axes import Axes
 from zerojax.sharding.precision import Precision
-from zerojax.state import Definition
+from zerojax.step.state import Definition
 
 Array = Any
 Tree = Any

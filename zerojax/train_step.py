@@ -13,12 +13,12 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax import models, state as states
 from zerojax.audit import audit
 from zerojax.finding import Audit
-from zerojax.gradient import GradientProgram, gradient_program, gradients, uses
 from zerojax.promise import Promise, promise
-from zerojax.setup import (
+from zerojax.sharding import placement
+from zerojax.step import models, state as states
+from zerojax.step.config import (
     Setup,
     batch_specs,
     check_batch,
@@ -28,10 +28,10 @@ from zerojax.setup import (
     manual,
     shard_batch,
 )
-from zerojax.sharding import placement
-from zerojax.state import Definition, TrainState
+from zerojax.step.gradient import GradientProgram, gradient_program, gradients, uses
+from zerojax.step.state import Definition, TrainState
+from zerojax.step.update import apply_gradients, optimizer_shardings, squared_norm
 from zerojax.transform.remat import Rules
-from zerojax.update import apply_gradients, optimizer_shardings, squared_norm
 
 if TYPE_CHECKING:
     from zerojax.plan.memory import Memory

@@ -10,11 +10,11 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from zerojax.gradient import GradientProgram
-from zerojax.setup import Setup, leaf_specs, manual
 from zerojax.sharding import placement
 from zerojax.sharding.precision import cast
-from zerojax.state import Definition, TrainState
+from zerojax.step.config import Setup, leaf_specs, manual
+from zerojax.step.gradient import GradientProgram
+from zerojax.step.state import Definition, TrainState
 from zerojax.transform import collectives
 
 Array = Any

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec, use_abstract_mesh
 
-from zerojax import models
 from zerojax.sharding import placement
 from zerojax.sharding.axes import Axes
 from zerojax.sharding.placement import Leaf, Overrides
 from zerojax.sharding.precision import LossScale, Precision, cast
+from zerojax.step import models
 from zerojax.transform import jaxprs, stacks
 
 Array = Any

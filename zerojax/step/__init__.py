@@ -1,0 +1,1 @@
+"""One training step: the model, its state, the gradient on one device's data, and the update."""
