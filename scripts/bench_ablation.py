@@ -110,7 +110,7 @@ def measure(name, layers, args, devices):
     import optax
 
     import zerojax
-    from zerojax.compiled import peak_bytes
+    from zerojax.analysis.hlo_collectives import peak_bytes
 
     stage, keep = CONFIGURATIONS[name]
     config = gpt.Config(

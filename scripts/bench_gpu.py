@@ -105,7 +105,7 @@ def times(args):
     import jax
     from bench_step import ratio, rotated
 
-    from zerojax.plan.hardware import CHIPS
+    from zerojax.analysis.hardware import CHIPS
 
     device, limit_bytes = jax.devices()[0], memory_stat("bytes_limit")
     config = gpt_config(args, limit_bytes)
@@ -182,7 +182,7 @@ class Form:
         import jax
         import numpy as np
 
-        from zerojax.compiled import peak_bytes
+        from zerojax.analysis.hlo_collectives import peak_bytes
 
         self.init, trace = plain(self.config) if self.name == "plain" else ours(KEEP[self.name], self.config)
         start = time.perf_counter()

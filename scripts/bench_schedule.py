@@ -331,7 +331,7 @@ def report(traced, form, platform, dump, copy_bytes):
     """What the compiled program of a form sends, exposes, copies, holds and takes; or why there is none."""
     import jax
 
-    from zerojax import compiled, hlo
+    from zerojax.analysis import hlo, hlo_collectives as compiled
 
     try:
         program = traced.lower(lowering_platforms=(platform,)).compile()
@@ -375,8 +375,8 @@ def report(traced, form, platform, dump, copy_bytes):
 
 def times(program):
     """Seconds by link; None with the reason where the reader cannot tell."""
+    from zerojax.analysis.hardware import INSIDE_HOST
     from zerojax.plan import timeline
-    from zerojax.plan.hardware import INSIDE_HOST
 
     try:
         found = {link: timeline.predict(program, two_lanes(program.num_devices, rate)) for link, rate in LINKS.items()}
@@ -395,7 +395,7 @@ def times(program):
 
 def two_lanes(num_devices, link):
     """Devices that reach FLOPS and MEMORY, and send at one rate to whichever other; nothing takes time to start."""
-    from zerojax.plan.hardware import CHIPS, Cluster, Rate
+    from zerojax.analysis.hardware import CHIPS, Cluster, Rate
 
     rates = {"flops": FLOPS, "memory_rate": MEMORY, "link_rate": link, "network_rate": link}
     nothing = dict.fromkeys(["kernel_s", "collective_s", "hop_s", "network_hop_s"], 0.0)

@@ -121,7 +121,7 @@ class Run:
     def compile(self):
         import jax
 
-        from zerojax.compiled import peak_bytes
+        from zerojax.analysis.hlo_collectives import peak_bytes
 
         jax.clear_caches()
         start = time.perf_counter()

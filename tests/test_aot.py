@@ -17,8 +17,9 @@ import traffic
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from zerojax import Keep, hlo, targets
-from zerojax.compiled import collectives, in_flight_bytes, moves, moves_in_loops, peak_bytes
+from zerojax import Keep, targets
+from zerojax.analysis import hlo
+from zerojax.analysis.hlo_collectives import collectives, in_flight_bytes, moves, moves_in_loops, peak_bytes
 from zerojax.sharding.axes import Dims
 from zerojax.transform import collectives as communication
 from zerojax.transform.remat import PRESETS

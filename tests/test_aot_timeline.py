@@ -9,9 +9,10 @@ import optax
 import pytest
 
 import zerojax
-from zerojax import Keep, costs, hlo, targets
+from zerojax import Keep, targets
+from zerojax.analysis import costs, hlo
+from zerojax.analysis.hardware import BETWEEN_HOSTS, INSIDE_HOST, cluster, torus_links
 from zerojax.plan import timeline
-from zerojax.plan.hardware import BETWEEN_HOSTS, INSIDE_HOST, cluster, torus_links
 from zerojax.plan.timeline import COMPUTE, FROM_HOST, MEMORY, STARTS, TO_HOST
 
 pytestmark = pytest.mark.aot

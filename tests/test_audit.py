@@ -14,8 +14,9 @@ import traffic
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import zerojax
-from zerojax import Keep, Verdict, hlo, promise, traced
-from zerojax.compiled import Collective
+from zerojax import Keep, Verdict, promise
+from zerojax.analysis import hlo, jaxpr_collectives as traced
+from zerojax.analysis.hlo_collectives import Collective
 from zerojax.train_step import TrainStep
 from zerojax.transform import collectives
 from zerojax.transform.schedule import Order

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from zerojax import compiled, costs, hlo
+from zerojax.analysis import costs, hlo, hlo_collectives as compiled
 
 MIB = 2**20
 ADD = """

@@ -6,8 +6,9 @@ import jax
 import pytest
 
 from zerojax import targets
-from zerojax.plan import calibrate, hardware
-from zerojax.plan.hardware import BETWEEN_HOSTS, BETWEEN_SLICES, CHIPS, INSIDE_HOST, cluster, torus_links
+from zerojax.analysis import hardware
+from zerojax.analysis.hardware import BETWEEN_HOSTS, BETWEEN_SLICES, CHIPS, INSIDE_HOST, cluster, torus_links
+from zerojax.plan import calibrate
 
 
 @pytest.mark.parametrize(

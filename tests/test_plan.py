@@ -12,9 +12,9 @@ import pytest
 from click.testing import CliRunner
 
 import zerojax
+from zerojax.analysis.liveness import peak
 from zerojax.command import main
 from zerojax.plan import PRESETS, Job, Settings, plan, presets
-from zerojax.plan.liveness import peak
 from zerojax.plan.memory import largest_model, model_states
 from zerojax.plan.program import memory_refused
 from zerojax.plan.search import search
@@ -234,7 +234,7 @@ def test_a_compiler_that_is_not_installed_is_named(monkeypatch):
     def missing(*args, **kwargs):
         raise RuntimeError("no such platform")
 
-    monkeypatch.setattr("zerojax.targets.topologies.get_topology_desc", missing)
+    monkeypatch.setattr("zerojax.analysis.targets.topologies.get_topology_desc", missing)
     for target, extra in (("h100:8", "plan-gpu"), ("v5e:4x4", "plan-tpu")):
         shown = command("--preset", "gpt2-124m", "--target", target, "--compile")
         assert shown.exit_code == 1 and f"zerojax[{extra}]" in shown.output and "Traceback" not in shown.output

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from test_compiled import CARRY, DOT, GATHER, GROUPS, MIB, TWO_GATHERS, loop, program
 
-from zerojax import compiled, costs, hlo
-from zerojax.plan.hardware import BETWEEN_HOSTS, INSIDE_HOST, Chip, Cluster, Rate, torus_links
+from zerojax.analysis import costs, hlo, hlo_collectives as compiled
+from zerojax.analysis.hardware import BETWEEN_HOSTS, INSIDE_HOST, Chip, Cluster, Rate, torus_links
 from zerojax.plan.timeline import COMPUTE, COPIES, FROM_HOST, MEMORY, STARTS, TO_HOST, Span, predict
 
 FLOPS, MEMORY_RATE, LINK = 2**30, 6 * MIB, MIB / 4

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from zerojax.plan.hardware import cluster
+from zerojax.analysis.hardware import cluster
 from zerojax.plan.utilisation import model_flops, throughput
 
 aval = jax.ShapeDtypeStruct

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from zerojax import hlo
+from zerojax.analysis import hlo
+from zerojax.analysis.hlo import Program
 from zerojax.finding import Audit, Line, Result, Unread, Verdict, bytes_text, examine, listed, reading
-from zerojax.hlo import Program
 from zerojax.promise import Promise
 from zerojax.sharding import placement
 from zerojax.sharding.annotations import spec_text

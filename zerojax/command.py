@@ -71,7 +71,7 @@ def plan(
     from rich.console import Console
 
     import zerojax
-    from zerojax import targets
+    from zerojax.analysis import targets
     from zerojax.plan import cluster, presets
     from zerojax.plan.planner import Settings, plan as make_plan
     from zerojax.plan.search import Ranking, search

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zerojax import traced
-from zerojax.compiled import Collective
+from zerojax.analysis import jaxpr_collectives as traced
+from zerojax.analysis.hlo_collectives import Collective
 from zerojax.sharding import placement
 from zerojax.sharding.axes import axis_names
 from zerojax.sharding.placement import Leaf

@@ -9,10 +9,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zerojax import compiled, hlo, traced
-from zerojax.compiled import Collective
+from zerojax.analysis import hlo, hlo_collectives as compiled, jaxpr_collectives as traced
+from zerojax.analysis.hlo import Program
+from zerojax.analysis.hlo_collectives import Collective
 from zerojax.finding import Line, Result, Unread, Verdict, bytes_text, listed, reading
-from zerojax.hlo import Program
 from zerojax.promise import Promise, Traffic, over_data
 from zerojax.sharding import placement
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from zerojax.compiled import multiplies, results
-from zerojax.hlo import Computation, Instruction, Program, attribute
-from zerojax.plan.liveness import ACTIVATIONS, CHECKPOINTS, GATHERED, GRADIENTS
+from zerojax.analysis.hlo import Computation, Instruction, Program, attribute
+from zerojax.analysis.hlo_collectives import multiplies, results
+from zerojax.analysis.liveness import ACTIVATIONS, CHECKPOINTS, GATHERED, GRADIENTS
 
 UNUSED = "not in use then"
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zerojax import equations, report
-from zerojax.plan import liveness
+from zerojax import report
+from zerojax.analysis import jaxpr_stats as equations, liveness
 from zerojax.sharding import placement
 from zerojax.step.config import Setup
 from zerojax.step.state import TrainState

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zerojax import equations, targets
+from zerojax.analysis import jaxpr_stats as equations, targets
+from zerojax.analysis.hardware import Cluster, cluster
 from zerojax.plan import presets
-from zerojax.plan.hardware import Cluster, cluster
 from zerojax.plan.memory import Memory, step_memory
 from zerojax.plan.presets import Job
 from zerojax.plan.program import CompiledStep, compile_step

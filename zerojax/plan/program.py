@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zerojax import compiled, hlo
+from zerojax.analysis import hlo, hlo_collectives as compiled
+from zerojax.analysis.hardware import Cluster
 from zerojax.plan import buffers, timeline
 from zerojax.plan.buffers import Buffers
-from zerojax.plan.hardware import Cluster
 
 
 class Traffic(NamedTuple):

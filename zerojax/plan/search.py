@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zerojax import targets
+from zerojax.analysis import targets
+from zerojax.analysis.hardware import Cluster
 from zerojax.plan import planner
-from zerojax.plan.hardware import Cluster
 from zerojax.plan.planner import KEEPS, Plan, Settings
 
 _COMPUTED_AGAIN = {"everything": 0.0, "dots": 0.0, "nothing": 1 / 3, "offload": 1 / 3}  # of the model's flops

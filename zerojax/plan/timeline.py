@@ -12,10 +12,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from zerojax.compiled import groups, multiplies, parts, results, spans
-from zerojax.costs import computed_bytes, dot_flops, memory_bytes
-from zerojax.hlo import HOST, Block, Buffer, Instruction, Program, refuse, trip_count
-from zerojax.plan.hardware import Chip, Cluster
+from zerojax.analysis.costs import computed_bytes, dot_flops, memory_bytes
+from zerojax.analysis.hardware import Chip, Cluster
+from zerojax.analysis.hlo import HOST, Block, Buffer, Instruction, Program, refuse, trip_count
+from zerojax.analysis.hlo_collectives import groups, multiplies, parts, results, spans
 
 COMPUTE, MEMORY, STARTS = "compute", "memory", "starts of kernels"
 TO_HOST, FROM_HOST, COPIES = "copies to the host", "copies from the host", "copies beside compute"

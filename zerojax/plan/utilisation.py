@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from zerojax import equations
-from zerojax.plan.hardware import Cluster
+from zerojax.analysis import jaxpr_stats as equations
+from zerojax.analysis.hardware import Cluster
 
 
 class Throughput(NamedTuple):

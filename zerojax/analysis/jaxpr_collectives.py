@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax import equations
-from zerojax.compiled import Collective
+from zerojax.analysis import jaxpr_stats as equations
+from zerojax.analysis.hlo_collectives import Collective
 
 
 def num_bytes(avals: Iterable[Any]) -> int:

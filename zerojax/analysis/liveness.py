@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zerojax import equations
-from zerojax.equations import Operation, Value
+from zerojax.analysis import jaxpr_stats as equations
+from zerojax.analysis.jaxpr_stats import Operation, Value
 from zerojax.transform import jaxprs
 
 ACTIVATIONS, CHECKPOINTS, GATHERED, GRADIENTS = "activations", "checkpoints", "gathered", "gradients"

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from zerojax.plan.hardware import Cluster, cluster
+from zerojax.analysis.hardware import Cluster, cluster
 
 _GPU = """
 gpu_device_info {{

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zerojax.hlo import Block, Buffer, Instruction, Program, attribute, blocks, refuse, trips_of
+from zerojax.analysis.hlo import Block, Buffer, Instruction, Program, attribute, blocks, refuse, trips_of
 
 _COLLECTIVES = frozenset(
     ["all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "reduce-scatter"]

@@ -7,8 +7,8 @@ import math
 import re
 from typing import Any, NamedTuple
 
-from zerojax.compiled import multiplies, results, spans
-from zerojax.hlo import Block, Buffer, Instruction, refuse
+from zerojax.analysis.hlo import Block, Buffer, Instruction, refuse
+from zerojax.analysis.hlo_collectives import multiplies, results, spans
 
 _FREE = frozenset(["add-dependency", "after-all", "bitcast", "constant", "copy-done", "get-tuple-element"]) | frozenset(
     ["opt-barrier", "parameter", "partition-id", "replica-id", "tuple"]
