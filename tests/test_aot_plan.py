@@ -10,8 +10,8 @@ from zerojax import targets
 from zerojax.command import main
 from zerojax.plan import Settings, picture, plan
 from zerojax.plan.buffers import UNUSED
-from zerojax.plan.memory import model_states
 from zerojax.plan.search import search
+from zerojax.report.memory import model_states
 
 pytestmark = pytest.mark.aot
 

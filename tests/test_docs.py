@@ -28,8 +28,8 @@ from zerojax.checkpoints import store
 from zerojax.checkpoints.manifest import signed
 from zerojax.exchange.tensors import INDEX, Reader
 from zerojax.plan import Settings, plan
-from zerojax.plan.exhausted import explained
 from zerojax.processes import agree
+from zerojax.report.out_of_memory import explained
 
 PAGE = (Path(__file__).resolve().parent.parent / "docs" / "errors.md").read_text()
 SHOWN = dict(re.findall(r"^### (.*?)\n.*?^```\n(.*?)\n```$", PAGE, re.MULTILINE | re.DOTALL))

@@ -15,10 +15,10 @@ import zerojax
 from zerojax.analysis.liveness import peak
 from zerojax.command import main
 from zerojax.plan import PRESETS, Job, Settings, plan, presets
-from zerojax.plan.memory import largest_model, model_states
 from zerojax.plan.program import memory_refused
 from zerojax.plan.search import search
 from zerojax.plan.show import text
+from zerojax.report.memory import largest_model, model_states
 
 # ZeRO, table 1: GB of a device for P_os, P_os+g, P_os+g+p
 TABLE_1 = {

@@ -8,7 +8,7 @@ from zerojax.finding import Audit, Finding, Verdict
 from zerojax.losses import chunked_cross_entropy
 from zerojax.processes import initialize
 from zerojax.promise import Promise
-from zerojax.report import Explanation
+from zerojax.report.placement import Explanation
 from zerojax.sharding.mesh import make_mesh, simulate_devices
 from zerojax.sharding.precision import Precision
 from zerojax.step.models import Weighted

@@ -34,7 +34,7 @@ from zerojax.step.update import apply_gradients, optimizer_shardings, squared_no
 from zerojax.transform.remat import Rules
 
 if TYPE_CHECKING:
-    from zerojax.plan.memory import Memory
+    from zerojax.report.memory import Memory
 
 Array = Any
 Tree = Any
@@ -132,7 +132,9 @@ class TrainStep(Step):
 
     def _exhausted(self, state: TrainState, batch: Tree, error: Exception) -> MemoryError:
         """With a table of what the step holds."""
-        from zerojax.plan import exhausted  # which stands on the modules of the plan: only where it is needed
+        from zerojax.report import (
+            out_of_memory as exhausted,  # which stands on the modules of the plan: only where it is needed
+        )
 
         program = self._program(state.definition)
         memory = self.memory(state, batch)
@@ -147,7 +149,7 @@ class TrainStep(Step):
 
         Cost: the step is traced, and its trace is read: seconds. Nothing is compiled.
         """
-        from zerojax.plan.memory import step_memory
+        from zerojax.report.memory import step_memory
 
         avals, prefetch = jax.tree.map(_aval, state), self._program(state.definition).prefetch
         return step_memory(self._setup, avals, self.trace(avals, batch), self._abstract(batch), prefetch)

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from zerojax import report, train_step as steps
+from zerojax import train_step as steps
 from zerojax.finding import check_setting
+from zerojax.report import placement as report
 from zerojax.sharding import placement
 from zerojax.sharding.mesh import data_axes
 from zerojax.sharding.placement import Overrides

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from zerojax.analysis import jaxpr_stats as equations, targets
 from zerojax.analysis.hardware import Cluster, cluster
 from zerojax.plan import presets
-from zerojax.plan.memory import Memory, step_memory
 from zerojax.plan.presets import Job
 from zerojax.plan.program import CompiledStep, compile_step
 from zerojax.plan.utilisation import Throughput, model_flops, throughput
+from zerojax.report.memory import Memory, step_memory
 from zerojax.sharding.mesh import make_mesh
 from zerojax.transform.remat import Keep
 from zerojax.zero import Zero

@@ -9,12 +9,12 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from zerojax.plan.memory import model_states
 from zerojax.plan.planner import Plan
 from zerojax.plan.program import CompiledStep, Traffic
 from zerojax.plan.search import Candidate, Ranking
 from zerojax.plan.timeline import Prediction
 from zerojax.plan.utilisation import Throughput
+from zerojax.report.memory import model_states
 
 
 def render(plan: Plan, formulas: bool = False) -> Group:

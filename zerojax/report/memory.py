@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zerojax import report
 from zerojax.analysis import jaxpr_stats as equations, liveness
+from zerojax.report import placement as report
 from zerojax.sharding import placement
 from zerojax.step.config import Setup
 from zerojax.step.state import TrainState

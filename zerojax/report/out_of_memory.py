@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import jax
 
-from zerojax.plan.memory import Memory
+from zerojax.report.memory import Memory
 from zerojax.step.config import Setup
 
 

@@ -1,0 +1,1 @@
+"""What a state or a step holds: where its leaves are placed, and the memory they take."""
