@@ -14,9 +14,10 @@ import traffic
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 import zerojax
-from zerojax import Keep, Verdict, promise
+from zerojax import Keep, Verdict
 from zerojax.analysis import hlo, jaxpr_collectives as traced
 from zerojax.analysis.hlo_collectives import Collective
+from zerojax.audit import expectation as promise
 from zerojax.train_step import TrainStep
 from zerojax.transform import collectives
 from zerojax.transform.schedule import Order

@@ -3,11 +3,11 @@
 from zerojax.versions import __version__  # first: refuses unsupported versions before anything else is imported
 
 # isort: split
-from zerojax.audit import audit
-from zerojax.finding import Audit, Finding, Verdict
+from zerojax.audit.audit import audit
+from zerojax.audit.expectation import Promise
+from zerojax.audit.findings import Audit, Finding, Verdict
 from zerojax.losses import chunked_cross_entropy
 from zerojax.processes import initialize
-from zerojax.promise import Promise
 from zerojax.report.placement import Explanation
 from zerojax.sharding.mesh import make_mesh, simulate_devices
 from zerojax.sharding.precision import Precision

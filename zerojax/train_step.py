@@ -13,9 +13,9 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax.audit import audit
-from zerojax.finding import Audit
-from zerojax.promise import Promise, promise
+from zerojax.audit.audit import audit
+from zerojax.audit.expectation import Promise, promise
+from zerojax.audit.findings import Audit
 from zerojax.sharding import placement
 from zerojax.step import models, state as states
 from zerojax.step.config import (

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from zerojax import train_step as steps
-from zerojax.finding import check_setting
+from zerojax.audit.findings import check_setting
 from zerojax.report import placement as report
 from zerojax.sharding import placement
 from zerojax.sharding.mesh import data_axes

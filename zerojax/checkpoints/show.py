@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rich.table import Table
 
+from zerojax.audit.findings import bytes_text
 from zerojax.checkpoints import store
 from zerojax.checkpoints.manifest import CheckpointCorrupted, CheckpointMismatch, Manifest, num_bytes
 from zerojax.checkpoints.pieces import damaged
-from zerojax.finding import bytes_text
 
 
 def steps_table(directory: Path, verify: bool) -> tuple[Table, bool]:

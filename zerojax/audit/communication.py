@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from zerojax.analysis import hlo, hlo_collectives as compiled, jaxpr_collectives as traced
 from zerojax.analysis.hlo import Program
 from zerojax.analysis.hlo_collectives import Collective
-from zerojax.finding import Line, Result, Unread, Verdict, bytes_text, listed, reading
-from zerojax.promise import Promise, Traffic, over_data
+from zerojax.audit.expectation import Promise, Traffic, over_data
+from zerojax.audit.findings import Line, Result, Unread, Verdict, bytes_text, listed, reading
 from zerojax.sharding import placement
 
 # Of promised bytes: a collective of scalars may be joined with a larger one, which then counts as a whole.

@@ -11,12 +11,12 @@ from jax.sharding import NamedSharding
 
 from zerojax.analysis import hlo
 from zerojax.analysis.hlo import Program
-from zerojax.finding import Audit, Line, Result, Unread, Verdict, bytes_text, examine, listed, reading
-from zerojax.promise import Promise
+from zerojax.audit.communication import SLACK, Wire
+from zerojax.audit.expectation import Promise
+from zerojax.audit.findings import Audit, Line, Result, Unread, Verdict, bytes_text, examine, listed, reading
 from zerojax.sharding import placement
 from zerojax.sharding.annotations import spec_text
 from zerojax.sharding.axes import axis_names
-from zerojax.wire import SLACK, Wire
 
 
 def audit(step: Any, promise: Promise) -> Audit:
