@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from zerojax import targets
-from zerojax.command import main
+from zerojax.cli import main
 from zerojax.plan import Settings, picture, plan
 from zerojax.plan.buffers import UNUSED
 from zerojax.plan.search import search

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from zerojax import doctor
-from zerojax.command import main
+from zerojax.cli import main
 from zerojax.doctor import Check, Verdict, diagnose
 
 

@@ -13,7 +13,7 @@ from test_checkpoints import adam, create, cut, digest_of, flip, largest_file, l
 
 from zerojax.checkpoints import CheckpointMismatch, contents, store
 from zerojax.checkpoints.pieces import damaged, pieces
-from zerojax.command import main
+from zerojax.cli import main
 from zerojax.exchange import parameters
 from zerojax.plan import Job
 

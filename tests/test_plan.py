@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 import zerojax
 from zerojax.analysis.liveness import peak
-from zerojax.command import main
+from zerojax.cli import main
 from zerojax.plan import PRESETS, Job, Settings, plan, presets
 from zerojax.plan.program import memory_refused
 from zerojax.plan.search import search

@@ -18,10 +18,10 @@ import jax.numpy as jnp
 
 from zerojax.checkpoints import contents, iterators, manifest as manifests, store
 from zerojax.checkpoints.digest import digests
-from zerojax.checkpoints.health import Health
+from zerojax.checkpoints.loss_monitor import Health
 from zerojax.checkpoints.manifest import Allowed, CheckpointCorrupted, Leaf, Manifest
 from zerojax.checkpoints.preemption import EXIT_CODE, Preemption
-from zerojax.checkpoints.together import of_process_0, together
+from zerojax.checkpoints.raise_on_all_processes import of_process_0, together
 from zerojax.step.config import Setup
 from zerojax.step.state import TrainState
 

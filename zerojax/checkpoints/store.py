@@ -32,7 +32,7 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
 from zerojax.checkpoints.manifest import FALLBACK, CheckpointCorrupted, Leaf, Manifest, from_json, to_json
-from zerojax.checkpoints.together import of_process_0
+from zerojax.checkpoints.raise_on_all_processes import of_process_0
 
 Array = Any
 log = logging.getLogger("zerojax")
