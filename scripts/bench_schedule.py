@@ -331,7 +331,7 @@ def report(traced, form, platform, dump, copy_bytes):
     """What the compiled program of a form sends, exposes, copies, holds and takes; or why there is none."""
     import jax
 
-    from zerojax.analysis import hlo, hlo_collectives as compiled
+    from zerojax.analysis import hlo, hlo_collectives
 
     try:
         program = traced.lower(lowering_platforms=(platform,)).compile()
@@ -342,13 +342,13 @@ def report(traced, form, platform, dump, copy_bytes):
         dump.mkdir(parents=True, exist_ok=True)
         (dump / f"{form}.txt").write_text(text)
     read = hlo.read(text)
-    found = compiled.collectives(read)
+    found = hlo_collectives.collectives(read)
     sent = lambda those: sum(c.sent_bytes for c in those)
     by_kind = {}
     for c in found:
         key = f"{c.kind} {c.dtype}"
         by_kind[key] = by_kind.get(key, 0) + c.sent_bytes
-    moves = compiled.moves_in_loops(read, copy_bytes)
+    moves = hlo_collectives.moves_in_loops(read, copy_bytes)
     moved = lambda op: sum(move.num_bytes for move in moves if move.op == op)
     memory = program.memory_analysis()
     return {
@@ -364,8 +364,8 @@ def report(traced, form, platform, dump, copy_bytes):
             for m in moves
             if m.op in ("copy", "transpose")
         ],
-        "communication_buffer_bytes": compiled.in_flight_bytes(read),
-        "peak_bytes": compiled.peak_bytes(memory),
+        "communication_buffer_bytes": hlo_collectives.in_flight_bytes(read),
+        "peak_bytes": hlo_collectives.peak_bytes(memory),
         "arguments_bytes": memory.argument_size_in_bytes,
         "temporaries_bytes": memory.temp_size_in_bytes,
         "host_temporaries_bytes": memory.host_temp_size_in_bytes,

@@ -15,9 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 import zerojax
 from zerojax import Keep, Verdict
-from zerojax.analysis import hlo, jaxpr_collectives as traced
+from zerojax.analysis import hlo, jaxpr_collectives
 from zerojax.analysis.hlo_collectives import Collective
-from zerojax.audit import expectation as promise
+from zerojax.audit import expectation
 from zerojax.train_step import TrainStep
 from zerojax.transform import collectives
 from zerojax.transform.schedule import Order
@@ -84,7 +84,7 @@ def test_what_crosses_no_data_axis_and_scalars_do_not_count():
     reduction = lambda size, *group: Collective("all-reduce", "f32", size, group, 1, False, False)
     over_model, over_data, over_both = reduction(4096, 0, 1), reduction(4096, 0, 2, 4, 6), reduction(4096, *range(8))
     found = [over_model, over_data, over_both, reduction(64, *range(8))]
-    assert promise.over_data(found, setup) == [over_data, over_both]
+    assert expectation.over_data(found, setup) == [over_data, over_both]
 
 
 # Planted faults, in steps by hand
@@ -361,7 +361,7 @@ def test_traced_collectives_are_those_that_the_tests_count(mesh):
     state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
     step, batch = zero.train_step(gpt.loss, num_microbatches=2), gpt.batch_aval(config, 32)
     counted = traffic.of_step(step, state, batch)
-    found = traced.collectives(step.trace(state, batch).jaxpr, zero.setup.mesh)
+    found = jaxpr_collectives.collectives(step.trace(state, batch).jaxpr, zero.setup.mesh)
     elements = lambda dtype, bits: sum(8 * c.sent_bytes / bits for c in found if c.dtype == dtype)
     sent = traffic.sent(counted)
     assert elements("bf16", 16) == pytest.approx(sent["bfloat16"]) and elements("f32", 32) == sent["float32"]

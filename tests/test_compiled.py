@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from zerojax.analysis import costs, hlo, hlo_collectives as compiled
+from zerojax.analysis import costs, hlo, hlo_collectives
 
 MIB = 2**20
 ADD = """
@@ -75,13 +75,13 @@ DOT = "%dot = bf16[1024,1024]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_co
     ids=["nothing", "an addition", "a product"],
 )
 def test_a_gather_is_exposed_unless_a_matrix_product_is_beside_it(beside, exposed):
-    (gather,) = compiled.collectives(program(GATHER.replace("BESIDE", beside)))
-    assert gather == compiled.Collective("all-gather", "bf16", 2 * MIB, EIGHT, 1, False, exposed)
+    (gather,) = hlo_collectives.collectives(program(GATHER.replace("BESIDE", beside)))
+    assert gather == hlo_collectives.Collective("all-gather", "bf16", 2 * MIB, EIGHT, 1, False, exposed)
     assert gather.sent_bytes == 2 * MIB * 7 / 8
 
 
 def test_a_product_after_the_end_is_not_beside():
-    (gather,) = compiled.collectives(program(GATHER.replace("BESIDE", "").replace("ROOT", f"{DOT}\nROOT")))
+    (gather,) = hlo_collectives.collectives(program(GATHER.replace("BESIDE", "").replace("ROOT", f"{DOT}\nROOT")))
     assert gather.exposed
 
 
@@ -101,8 +101,8 @@ def test_groups_of_a_synchronous_all_reduce(groups, members):
         %a = f32[1000] parameter(0)
         ROOT %sum = f32[1000] all-reduce(%a), replica_groups={groups}, to_apply=%add
     """
-    (found,) = compiled.collectives(program(text))
-    assert found == compiled.Collective("all-reduce", "f32", 4000, members, 1, False, True)
+    (found,) = hlo_collectives.collectives(program(text))
+    assert found == hlo_collectives.Collective("all-reduce", "f32", 4000, members, 1, False, True)
     assert found.sent_bytes == 2 * 4000 * (len(members) - 1) / len(members)
 
 
@@ -111,7 +111,7 @@ def test_a_permutation_is_among_the_devices_that_exchange():
         %a = f32[1000] parameter(0)
         ROOT %moved = f32[1000] collective-permute(%a), source_target_pairs={{0,2},{2,4},{4,0},{1,3},{3,5},{5,1}}
     """
-    (found,) = compiled.collectives(program(text))
+    (found,) = hlo_collectives.collectives(program(text))
     assert (found.group, found.sent_bytes) == ((0, 2, 4), 4000)
 
 
@@ -128,9 +128,9 @@ def test_a_combined_collective_is_counted_by_dtype():
         %start = ((bf16[16,8], f32[10]), (bf16[128,8], f32[80])) all-gather-start(%a, %b), {GROUPS}, dimensions={{0}}
         ROOT %done = (bf16[128,8], f32[80]) all-gather-done(%start)
     """
-    found = compiled.collectives(program(text))
+    found = hlo_collectives.collectives(program(text))
     assert [(c.dtype, c.full_bytes) for c in found] == [("bf16", 2048), ("f32", 320)]
-    assert compiled.in_flight_bytes(program(text)) == 2368
+    assert hlo_collectives.in_flight_bytes(program(text)) == 2368
 
 
 SCATTER_IN_LOOP = f"""
@@ -140,8 +140,8 @@ ROOT %next = {CARRY} tuple(%i, %w)
 
 
 def test_a_collective_in_a_loop_counts_as_often_as_the_loop_runs():
-    (found,) = compiled.collectives(loop(SCATTER_IN_LOOP, 12))
-    assert found == compiled.Collective("reduce-scatter", "f32", 4 * MIB, EIGHT, 12, True, True)
+    (found,) = hlo_collectives.collectives(loop(SCATTER_IN_LOOP, 12))
+    assert found == hlo_collectives.Collective("reduce-scatter", "f32", 4 * MIB, EIGHT, 12, True, True)
     assert found.sent_bytes == 12 * 4 * MIB * 7 / 8
 
 
@@ -159,8 +159,8 @@ def test_an_asynchronous_computation_that_wraps_a_collective():
         {DOT}
         ROOT %done = f32[128] async-done(%start), calls=%wrapped
     """
-    (found,) = compiled.collectives(program(text, wrapped))
-    assert found == compiled.Collective("reduce-scatter", "f32", 4096, EIGHT, 1, False, False)
+    (found,) = hlo_collectives.collectives(program(text, wrapped))
+    assert found == hlo_collectives.Collective("reduce-scatter", "f32", 4096, EIGHT, 1, False, False)
 
 
 def test_a_fusion_of_an_all_reduce_and_a_slice_of_it_is_a_reduce_scatter():
@@ -177,11 +177,12 @@ def test_a_fusion_of_an_all_reduce_and_a_slice_of_it_is_a_reduce_scatter():
         %p = f32[1024] parameter(0)
         ROOT %a = f32[128] fusion(%p), kind=kCustom, calls=%scatter
     """
-    (found,) = compiled.collectives(program(text, computations))
-    assert found == compiled.Collective("reduce-scatter", "f32", 4096, EIGHT, 1, False, True)
+    (found,) = hlo_collectives.collectives(program(text, computations))
+    assert found == hlo_collectives.Collective("reduce-scatter", "f32", 4096, EIGHT, 1, False, True)
     assert found.sent_bytes == 4096 * 7 / 8
     with pytest.raises(ValueError, match="chain_id"):  # what returns all of it is no reduce-scatter
-        compiled.collectives(program(text, computations.replace("dynamic-slice(%sum, %i)", "dynamic-slice(%p, %i)")))
+        returns_all = computations.replace("dynamic-slice(%sum, %i)", "dynamic-slice(%p, %i)")
+        hlo_collectives.collectives(program(text, returns_all))
 
 
 def test_clones_in_a_chain_of_fusions_are_one_collective():
@@ -206,10 +207,10 @@ def test_clones_in_a_chain_of_fusions_are_one_collective():
         %b = bf16[1024,1024] fusion(%p, %a), kind=kCustom, calls=%second
         ROOT %c = bf16[1024,1024] fusion(%p, %b), kind=kCustom, calls=%third
     """
-    (found,) = compiled.collectives(program(text, computations))
-    assert found == compiled.Collective("all-gather", "bf16", 2 * MIB, EIGHT, 1, False, False)
+    (found,) = hlo_collectives.collectives(program(text, computations))
+    assert found == hlo_collectives.Collective("all-gather", "bf16", 2 * MIB, EIGHT, 1, False, False)
     with pytest.raises(ValueError, match="chain_id"):
-        compiled.collectives(program(text, computations.replace("chain_id", "other")))
+        hlo_collectives.collectives(program(text, computations.replace("chain_id", "other")))
 
 
 def test_trips_of_a_loop_that_counts_by_itself():
@@ -239,18 +240,23 @@ def test_trips_of_a_loop_that_counts_by_itself():
         %init = (s32[], f32[64]) tuple(%zero, %x)
         ROOT %loop = (s32[], f32[64]) while(%init), condition=%condition, body=%body
     """
-    (found,) = compiled.collectives(program(text, computations))
+    (found,) = hlo_collectives.collectives(program(text, computations))
     assert found.trips == 4  # 0, 2, 4, 6
     with pytest.raises(ValueError, match="not in the text"):
-        compiled.collectives(program(text, computations.replace("direction=LT", "direction=NE")))
+        hlo_collectives.collectives(program(text, computations.replace("direction=LT", "direction=NE")))
 
 
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        (lambda: compiled.collectives(loop(SCATTER_IN_LOOP, None)), "not in the text: a loop without trip count"),
         (
-            lambda: compiled.collectives(program(GATHER.replace("BESIDE", "").replace("all-gather-done", "negate"))),
+            lambda: hlo_collectives.collectives(loop(SCATTER_IN_LOOP, None)),
+            "not in the text: a loop without trip count",
+        ),
+        (
+            lambda: hlo_collectives.collectives(
+                program(GATHER.replace("BESIDE", "").replace("all-gather-done", "negate"))
+            ),
             "an end",
         ),
         (lambda: program("ROOT %a = q32 parameter(0)"), "without a type"),
@@ -259,7 +265,10 @@ def test_trips_of_a_loop_that_counts_by_itself():
         (lambda: program("a line"), "no instruction"),
         (lambda: hlo.read("HloModule step, num_partitions=8\n"), "scheduled"),
         (lambda: hlo.read("HloModule step, is_scheduled=true\n"), "ENTRY"),
-        (lambda: compiled.collectives(program("%t = token[] parameter(0)\nROOT %r = f32[] send(%t)")), "not read"),
+        (
+            lambda: hlo_collectives.collectives(program("%t = token[] parameter(0)\nROOT %r = f32[] send(%t)")),
+            "not read",
+        ),
     ],
 )
 def test_what_is_not_understood_is_refused(broken, message):
@@ -302,14 +311,14 @@ def test_copies_in_a_loop():
         ROOT %next = {CARRY} tuple(%counter, %kept)
     """
     read = loop(body, 3, computations)
-    moves = compiled.moves_in_loops(read, min_bytes=MIB)
+    moves = hlo_collectives.moves_in_loops(read, min_bytes=MIB)
     expected = [("kept", "copy"), ("turned", "transpose"), ("both", "copy"), ("start", "copy")]
     assert [(m.name, m.op) for m in moves] == expected
     assert all(m.num_bytes == 3 * 4 * MIB for m in moves)
-    assert compiled.moves_in_loops(read)[0].name == "counter"
+    assert hlo_collectives.moves_in_loops(read)[0].name == "counter"
     outside = program("%a = f32[4] parameter(0)\nROOT %c = f32[4] copy(%a)")
-    assert compiled.moves_in_loops(outside) == []
-    assert [(m.name, m.op, m.trips) for m in compiled.moves(outside)] == [("c", "copy", 1)]
+    assert hlo_collectives.moves_in_loops(outside) == []
+    assert [(m.name, m.op, m.trips) for m in hlo_collectives.moves(outside)] == [("c", "copy", 1)]
 
 
 CUBLAS = """
@@ -413,15 +422,15 @@ TWO_GATHERS = f"""
 
 def test_the_second_of_two_gathers_has_a_product_beside():
     read = program(TWO_GATHERS)
-    assert [c.exposed for c in compiled.collectives(read)] == [True, False]
-    assert compiled.in_flight_bytes(read) == 4 * MIB
+    assert [c.exposed for c in hlo_collectives.collectives(read)] == [True, False]
+    assert hlo_collectives.in_flight_bytes(read) == 4 * MIB
 
 
 def test_the_loop_of_a_real_backward_pass():
     """Read by a person, line by line, in the body of the loop. It runs three times: the first of four is peeled off."""
     read = hlo.read((Path(__file__).parent / "data" / "backward_loop.txt").read_text())
     layer = 4096 * 4096 * 2  # bytes of a square matrix of weights
-    found = compiled.collectives(read)
+    found = hlo_collectives.collectives(read)
     # In the order of the starts: kind, bytes in full, exposed. What stands between start and end:
     assert [(c.kind, c.full_bytes, c.exposed) for c in found] == [
         ("all-gather", 8 * 4608 * 2, True),  # biases and norms: loop_dynamic_slice_fusion.5
@@ -436,9 +445,9 @@ def test_the_loop_of_a_real_backward_pass():
     assert {(c.dtype, c.group_size, c.trips, c.looped) for c in found} == {("bf16", 8, 3, True)}
     exposed = sum(c.sent_bytes for c in found if c.exposed)
     assert exposed == 3 * (8 * 4608 * 2 + 3 * layer) * 7 / 8 == 264_434_688
-    assert compiled.in_flight_bytes(read) == 7 * layer  # each ends before the next starts
+    assert hlo_collectives.in_flight_bytes(read) == 7 * layer  # each ends before the next starts
 
-    moves = compiled.moves_in_loops(read, min_bytes=4 * layer // 16)
+    moves = hlo_collectives.moves_in_loops(read, min_bytes=4 * layer // 16)
     moved = lambda op: [(m.name, m.buffer.num_bytes) for m in moves if m.op == op]
     assert moved("copy") == [  # the gradient of the layer's output; two gradients of weights that the loop carries
         ("copy.148", layer),
@@ -466,5 +475,6 @@ def test_the_loop_of_a_real_backward_pass():
 
 def test_a_result_in_its_argument_s_place_counts_once():
     x = jnp.ones((256, 256))
-    peak = lambda **options: compiled.peak_bytes(jax.jit(jnp.sin, **options).lower(x).compile().memory_analysis())
+    compiled = lambda **options: jax.jit(jnp.sin, **options).lower(x).compile()
+    peak = lambda **options: hlo_collectives.peak_bytes(compiled(**options).memory_analysis())
     assert peak() - peak(donate_argnums=0) == x.nbytes <= peak(donate_argnums=0)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from test_compiled import CARRY, DOT, GATHER, GROUPS, MIB, TWO_GATHERS, loop, program
 
-from zerojax.analysis import costs, hlo, hlo_collectives as compiled
+from zerojax.analysis import costs, hlo, hlo_collectives
 from zerojax.analysis.hardware import BETWEEN_HOSTS, INSIDE_HOST, Chip, Cluster, Rate, torus_links
 from zerojax.plan.timeline import COMPUTE, COPIES, FROM_HOST, MEMORY, STARTS, TO_HOST, Span, predict
 
@@ -112,14 +112,14 @@ def test_the_devices_of_each_group(groups, expected):
     read = program(
         f"%a = f32[8] parameter(0)\nROOT %sum = f32[8] all-reduce(%a), channel_id=1, {groups}, to_apply=%add"
     )
-    assert compiled.groups(read.entry.root, 8) == expected
+    assert hlo_collectives.groups(read.entry.root, 8) == expected
 
 
 def test_groups_that_are_not_understood_are_refused():
     for groups in ("mesh['a'=8] {'a':(1)2}", "mesh['a'=2,'b'=4], device_ids=(7,6) {'b'}"):
         read = program(f"%a = f32[8] parameter(0)\nROOT %s = f32[8] all-reduce(%a), replica_groups={groups}")
         with pytest.raises(ValueError, match="groups"):
-            compiled.groups(read.entry.root, 8)
+            hlo_collectives.groups(read.entry.root, 8)
 
 
 @pytest.mark.parametrize(

@@ -133,12 +133,12 @@ class TrainStep(Step):
     def _exhausted(self, state: TrainState, batch: Tree, error: Exception) -> MemoryError:
         """With a table of what the step holds."""
         from zerojax.report import (
-            out_of_memory as exhausted,  # which stands on the modules of the plan: only where it is needed
+            out_of_memory,  # which stands on the modules of the plan: only where it is needed
         )
 
         program = self._program(state.definition)
         memory = self.memory(state, batch)
-        return exhausted.explained(self._setup, memory, program.num_microbatches, program.prefetch, error)
+        return out_of_memory.explained(self._setup, memory, program.num_microbatches, program.prefetch, error)
 
     def memory(self, state: TrainState, batch: Tree) -> Memory:
         """What a device holds when memory is fullest in this step, by formula: terms, and a table when printed.

@@ -18,7 +18,7 @@ from zerojax.sharding import placement
 from zerojax.sharding.mesh import data_axes
 from zerojax.sharding.placement import Overrides
 from zerojax.sharding.precision import Precision, resolve
-from zerojax.step import config as setups, models, state as states
+from zerojax.step import config, models, state as states
 from zerojax.step.config import Setup
 from zerojax.step.gradient import gradient_program, gradients
 from zerojax.step.state import Definition, TrainState
@@ -197,7 +197,7 @@ class Zero:
         setup = _in_buckets(self.setup, bucket_bytes)
 
         def fn(params: Any, *args: Any) -> Any:
-            setups.check_batch(setup, args, 1)
+            config.check_batch(setup, args, 1)
             definition = self._definition(params)
             program = gradient_program(setup, definition, lambda p, args: loss_fn(p, *args), 1, rules, prefetch)
             inputs = (jax.tree.leaves(params), {}, args, jax.random.key(0), jnp.float32(1))
@@ -215,7 +215,7 @@ class Zero:
 
     def shard_batch(self, batch: Any) -> Any:
         """Host arrays (each process: its own rows) as global arrays, split over the data axes in dim 0."""
-        return setups.shard_batch(self.setup, batch)
+        return config.shard_batch(self.setup, batch)
 
     def _definition(self, params: Any) -> Definition:
         leaves = placement.place(params, self.setup.mesh, self.setup.axes, self.overrides)

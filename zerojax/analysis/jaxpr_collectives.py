@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.analysis import jaxpr_stats as equations
+from zerojax.analysis import jaxpr_stats
 from zerojax.analysis.hlo_collectives import Collective
 
 
@@ -31,7 +31,7 @@ def collectives(jaxpr: Any, mesh: Any) -> list[Collective]:
     """
     devices = np.arange(math.prod(mesh.shape.values())).reshape(tuple(mesh.shape.values()))
     found = []
-    for each in equations.moved(jaxpr.eqns):
+    for each in jaxpr_stats.moved(jaxpr.eqns):
         if each.kind == "offload":
             continue
         group = devices[tuple(slice(None) if name in each.axes else 0 for name in mesh.shape)].ravel().tolist()
@@ -55,11 +55,11 @@ def dtype_name(dtype: Any) -> str:
 
 def offloaded_bytes(jaxpr: Any) -> int:
     """Of all arrays that a step copies to host memory."""
-    moved = equations.moved(jaxpr.eqns)
+    moved = jaxpr_stats.moved(jaxpr.eqns)
     return sum(each.trips * num_bytes(each.values) for each in moved if each.kind == "offload")
 
 
 def free_gather_elements(jaxpr: Any) -> list[tuple[int, int]]:
     """(loops that it is in, elements of gathers that wait for no matrix product in it) of each body that gathers."""
     total = lambda gathers: sum(each.trips * math.prod(aval.shape) for each in gathers for aval in each.values)
-    return [(loops, total(gathers)) for loops, gathers in equations.free_gathers(jaxpr) if gathers]
+    return [(loops, total(gathers)) for loops, gathers in jaxpr_stats.free_gathers(jaxpr) if gathers]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zerojax.analysis import jaxpr_stats as equations
+from zerojax.analysis import jaxpr_stats
 from zerojax.analysis.jaxpr_stats import Operation, Value
 from zerojax.transform import jaxprs
 
@@ -31,7 +31,7 @@ _VIEWS = frozenset(
 ) | {"stop_gradient"}
 _UPDATES = frozenset(["dynamic_update_slice", "scatter", "scatter-add"])
 _LOOPS = frozenset(["cond", "scan", "while"])
-_READS_STORED = jaxprs.PRODUCTS | equations.COLLECTIVES.keys() | _LOOPS | {"device_put", "sort", "top_k"}
+_READS_STORED = jaxprs.PRODUCTS | jaxpr_stats.COLLECTIVES.keys() | _LOOPS | {"device_put", "sort", "top_k"}
 _SMALL = 64  # a result this many times smaller than what it is made of is stored
 _KERNELS = ("dot_product_attention", "pure_callback")  # by the start of their names: they read and write buffers
 _STORES = _READS_STORED | _UPDATES | {"argmax", "argmin", "cumsum", "gather"}
@@ -55,7 +55,7 @@ def peak(jaxpr: Any, gradients: Sequence[int] = (), space: Any = jax.memory.Spac
         gradients: positions of the outputs that are gradients.
         space: the memory that is looked at.
     """
-    flat = equations.flattened(jaxpr, space)
+    flat = jaxpr_stats.flattened(jaxpr, space)
     kinds = {flat.outputs[i]: GRADIENTS for i in gradients}
     return _Body(flat, space, [], kinds).peak()
 
@@ -75,7 +75,7 @@ class _Body:
         kinds: what some of its inputs and outputs hold.
     """
 
-    def __init__(self, flat: equations.Flat, space: Any, owned: Iterable[Value], kinds: dict[Any, str]):
+    def __init__(self, flat: jaxpr_stats.Flat, space: Any, owned: Iterable[Value], kinds: dict[Any, str]):
         self.flat, self.space, self.kinds = flat, space, kinds
         self.bases: dict[Value, frozenset[Value]] = {v: frozenset([v]) for v in flat.inputs}
         self.born: dict[Value, int] = dict.fromkeys(owned, -1)
@@ -211,7 +211,7 @@ class _Body:
 
     def _inside(self, loop: Operation) -> Counter[str]:
         """What a loop or a branch holds beside what is alive around it."""
-        bodies = [equations.flattened(inner, self.space) for inner in jaxprs.sub_jaxprs(loop.equation)]
+        bodies = [jaxpr_stats.flattened(inner, self.space) for inner in jaxprs.sub_jaxprs(loop.equation)]
         if loop.name != "scan":
             peaks = [_Body(flat, self.space, [], {}).peak().by_kind for flat in bodies]
             return max(peaks, key=lambda by_kind: by_kind.total())

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zerojax.analysis import hlo, hlo_collectives as compiled, jaxpr_collectives as traced
+from zerojax.analysis import hlo, hlo_collectives, jaxpr_collectives
 from zerojax.analysis.hlo import Program
 from zerojax.analysis.hlo_collectives import Collective
 from zerojax.audit.expectation import Promise, Traffic, over_data
@@ -67,11 +67,11 @@ class Wire:
         """In the program; on CPU, in the traced step."""
         if not self.as_traced:
             with reading():
-                return over_data(compiled.collectives(self.program()), self.setup)
+                return over_data(hlo_collectives.collectives(self.program()), self.setup)
         if self.jaxpr is None:
             raise Unread("XLA for CPUs merges gathers and widens what is sent: audit the traced step")
         with reading():
-            found = over_data(traced.collectives(self.jaxpr, self.setup.mesh), self.setup)
+            found = over_data(jaxpr_collectives.collectives(self.jaxpr, self.setup.mesh), self.setup)
         if self.least.total and not found:
             raise Unread("the collectives are the compiler's, and XLA for CPUs makes others than those for GPUs")
         return found
@@ -98,7 +98,7 @@ class Wire:
                 "XLA for TPUs makes all-reduces of reduce-scatters: audit the traced step, to tell its own apart"
             )
         with reading():
-            written = Traffic.of(over_data(traced.collectives(self.jaxpr, self.setup.mesh), self.setup))
+            written = Traffic.of(over_data(jaxpr_collectives.collectives(self.jaxpr, self.setup.mesh), self.setup))
         if written.all_reduced > (1 + SLACK) * self.most.all_reduced or not written.total:
             return None
         mesh, shard = self.setup.mesh, self.setup.axes.shard
@@ -181,7 +181,7 @@ class Wire:
         prefetch, microbatches = self.promise.prefetch, self.promise.num_microbatches > 1
         unit = self.promise.unit_bytes / jnp.dtype(self.setup.precision.compute_dtype).itemsize
         with reading():
-            bodies = traced.free_gather_elements(self.jaxpr)
+            bodies = jaxpr_collectives.free_gather_elements(self.jaxpr)
         most, excess = 0.0, 0.0
         for loops, elements in bodies:
             window = prefetch + 2 if loops <= microbatches else max(prefetch, 1)

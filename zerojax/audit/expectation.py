@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zerojax.analysis import jaxpr_collectives as traced
+from zerojax.analysis import jaxpr_collectives
 from zerojax.analysis.hlo_collectives import Collective
 from zerojax.sharding import placement
 from zerojax.sharding.axes import axis_names
@@ -99,7 +99,7 @@ def promise(
     replicas = _over_replicas(setup, leaves, num_microbatches)
     most = _formula(setup, leaves, uses, num_microbatches)
     most = most._replace(all_reduced=most.all_reduced + averaged + replicas)
-    written = Traffic.of(over_data(traced.collectives(jaxpr, setup.mesh), setup))
+    written = Traffic.of(over_data(jaxpr_collectives.collectives(jaxpr, setup.mesh), setup))
     wide = _sum_dtype(setup, num_microbatches) != setup.precision.reduce_dtype
     return Promise(
         setup,
@@ -110,7 +110,7 @@ def promise(
         least=Traffic(*map(min, written, most)),
         unit_bytes=_unit_bytes(setup, leaves),
         wide_bytes=averaged + wide * replicas,
-        offloaded_bytes=traced.offloaded_bytes(jaxpr) // num_microbatches,
+        offloaded_bytes=jaxpr_collectives.offloaded_bytes(jaxpr) // num_microbatches,
         jaxpr=jaxpr,
     )
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zerojax.analysis import jaxpr_stats as equations, targets
+from zerojax.analysis import jaxpr_stats, targets
 from zerojax.analysis.hardware import Cluster, cluster
 from zerojax.plan import presets
 from zerojax.plan.presets import Job
@@ -286,7 +286,7 @@ def model_flops_of(what: str, where: Cluster, settings: Settings) -> int:
     zero = Zero(make_mesh(devices=num_devices), stage=0)
     rows = num_rows(job, settings, num_devices)
     evaluated = zero.eval_step(job.loss_fn).trace(zero.eval_init(job.create_model, job.tx), job.batch(rows))
-    (program,) = equations.manual_parts(evaluated.jaxpr)
+    (program,) = jaxpr_stats.manual_parts(evaluated.jaxpr)
     return model_flops(program) * num_devices
 
 

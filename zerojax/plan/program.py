@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zerojax.analysis import hlo, hlo_collectives as compiled
+from zerojax.analysis import hlo, hlo_collectives
 from zerojax.analysis.hardware import Cluster
 from zerojax.plan import buffers, timeline
 from zerojax.plan.buffers import Buffers
@@ -121,7 +121,7 @@ def compile_step(
                 (dump / name).write_text(file.read_text())
         reading = read(text, cluster, axes, memory, lambda: buffers.dumped(Path(folder)))
     return CompiledStep(
-        compiled.peak_bytes(memory),
+        hlo_collectives.peak_bytes(memory),
         memory.argument_size_in_bytes,
         memory.temp_size_in_bytes,
         memory.alias_size_in_bytes,
@@ -145,12 +145,12 @@ def read(text: str, cluster: Cluster, axes: dict[str, int], memory: Any, planned
         program = hlo.read(text)
     except ValueError as error:
         return Reading(unread=str(error))
-    large = lambda: (m for m in compiled.moves_in_loops(program, _MOVED_BYTES) if m.op == "copy")
+    large = lambda: (m for m in hlo_collectives.moves_in_loops(program, _MOVED_BYTES) if m.op == "copy")
     parts: dict[str, Callable[[], Any]] = {
         "held": lambda: held_by_kind(program, planned(), memory),
-        "buffers_bytes": lambda: compiled.in_flight_bytes(program),
+        "buffers_bytes": lambda: hlo_collectives.in_flight_bytes(program),
         "copied_bytes": lambda: sum(move.num_bytes for move in large()),
-        "traffic": lambda: traffic_of(compiled.collectives(program), axes),
+        "traffic": lambda: traffic_of(hlo_collectives.collectives(program), axes),
         "prediction": lambda: timeline.predict(program, cluster),
     }
     found, unread = {}, []
@@ -171,8 +171,8 @@ OTHERS = "others"
 def held_by_kind(program: hlo.Program, planned: Buffers, memory: Any) -> dict[str, int]:
     """Bytes of a device when memory is fullest: those of the arguments, and of `buffers.by_kind`.
 
-    They add up to `compiled.peak_bytes(memory)`. 'others' are counters and keys, results that have no argument's place,
-    padding, and on TPUs what their compiler reserves beside its plan.
+    They add up to `hlo_collectives.peak_bytes(memory)`. 'others' are counters and keys, results without an argument's
+    place, padding, and on TPUs what their compiler reserves in addition to its plan.
     """
     if memory.temp_size_in_bytes and not planned.allocated_bytes:
         raise ValueError(f"buffers: {memory.temp_size_in_bytes} bytes of temporaries, and none in the compiler's plan")
@@ -182,13 +182,13 @@ def held_by_kind(program: hlo.Program, planned: Buffers, memory: Any) -> dict[st
         if named and not any(buffer.space for buffer in i.buffers):
             held[_ARGUMENTS.get(named.group(1), OTHERS)] += i.num_bytes
     held.update(buffers.by_kind(planned, program))
-    held[OTHERS] += compiled.peak_bytes(memory) - held.total()
+    held[OTHERS] += hlo_collectives.peak_bytes(memory) - held.total()
     return dict(+held)
 
 
-def traffic_of(found: list[compiled.Collective], axes: dict[str, int]) -> tuple[Traffic, ...]:
+def traffic_of(found: list[hlo_collectives.Collective], axes: dict[str, int]) -> tuple[Traffic, ...]:
     """Collectives, added up by kind, axis and dtype. What one device does alone is left out: it sends nothing."""
-    alike: dict[tuple[str, str, str], list[compiled.Collective]] = {}
+    alike: dict[tuple[str, str, str], list[hlo_collectives.Collective]] = {}
     for c in found:
         if c.group_size > 1:
             alike.setdefault((c.kind, _axis(c.group_size, axes), c.dtype), []).append(c)

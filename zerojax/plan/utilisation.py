@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from zerojax.analysis import jaxpr_stats as equations
+from zerojax.analysis import jaxpr_stats
 from zerojax.analysis.hardware import Cluster
 
 
@@ -31,7 +31,7 @@ def model_flops(loss: Any) -> int:
     Source:
         Chowdhery et al., "PaLM", appendix B, arXiv 2204.02311.
     """
-    return 3 * equations.product_flops(loss)
+    return 3 * jaxpr_stats.product_flops(loss)
 
 
 def throughput(step_s: float, cluster: Cluster, num_tokens: int, flops: int) -> Throughput:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zerojax.analysis import jaxpr_stats as equations, liveness
+from zerojax.analysis import jaxpr_stats, liveness
 from zerojax.report import placement as report
 from zerojax.sharding import placement
 from zerojax.step.config import Setup
@@ -108,7 +108,7 @@ def step_memory(setup: Setup, state: TrainState, traced: Any, batch: Any, prefet
         batch: avals of all devices' rows.
         prefetch: of the step; it is told, not counted.
     """
-    program, *_ = equations.manual_parts(traced.jaxpr)
+    program, *_ = jaxpr_stats.manual_parts(traced.jaxpr)
     num_gradients = sum(leaf.trainable for leaf in state.definition.leaves)
     alive = liveness.peak(program, range(num_gradients)).by_kind
     moved = _moved_stack(setup, state)

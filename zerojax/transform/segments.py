@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from zerojax.sharding.axes import Dims
-from zerojax.transform import jaxprs, layer_scan as pipeline
+from zerojax.transform import jaxprs, layer_scan
 from zerojax.transform.dependencies import events, floating_after
 from zerojax.transform.layer_scan import Memory, Plan
 from zerojax.transform.regather import Regather, is_differentiable, merge, select
@@ -220,7 +220,7 @@ class Stack:
     ) -> Any:
         """Runs `step(weights, fixed, data) -> (outputs, extra)` for every layer: (outputs, stacked extra).
 
-        For `memory` see `pipeline.scan`.
+        For `memory` see `layer_scan.scan`.
         """
         values = self._values(dict(zip(self.segment.inputs, data, strict=True)), self._consts(shards, order))
         fixed = [values[k] for k in self.const_positions]
@@ -232,7 +232,7 @@ class Stack:
             out, extra = step(weights, fixed, [*merge(floating, *carry), *xs])
             return split(list(out[:num_carry])), list(out[num_carry:]), extra, []
 
-        carry, ys, extra, _ = pipeline.scan(
+        carry, ys, extra, _ = layer_scan.scan(
             layer,
             lambda shards, ahead, order: self.mover.fetch(shards, self.dims, order, ahead),
             lambda grads, reduced: (grads, []),
@@ -295,7 +295,7 @@ class Stack:
             fixed_grads = [a + b for a, b in zip(fixed_grads, grads.fixed, strict=True)]
             return (grads.data[:num_carry_grads], fixed_grads), grads.data[num_carry_grads:], [], grads.weights
 
-        (carry_grads, fixed_grads), xs_grads, _, layer_grads = pipeline.scan(
+        (carry_grads, fixed_grads), xs_grads, _, layer_grads = layer_scan.scan(
             layer,
             lambda shards, ahead, order: fetch_needed(
                 self.mover, shards, self.dims, self.regather.needed, order, ahead
