@@ -3,6 +3,8 @@
 import os
 from importlib import metadata
 
+import pytest
+
 import zerojax
 
 # Compiling is what the suite spends its time on: without LLVM's optimisations it takes less than half of it.
@@ -12,6 +14,8 @@ if metadata.version("jaxlib").startswith("0.10."):
     flags.append("--xla_cpu_parallel_codegen_split_count=1")  # a program in one part: a sixth less; later no less
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 zerojax.simulate_devices(8)  # before anything asks JAX for a device
+
+pytest.register_assert_rewrite("support")  # a failing `assert` there tells its values, as in a test
 
 OPTIONS = {
     "full": "also run the whole product of models, stages, precisions and microbatches",

@@ -3,11 +3,11 @@ what the compiler for TPUs is known for is named and costed."""
 
 import functools
 
-import by_hand
 import gpt
 import jax.numpy as jnp
 import optax
 import pytest
+from support import by_hand
 
 import zerojax
 from zerojax import Keep, Verdict, targets

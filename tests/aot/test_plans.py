@@ -24,7 +24,7 @@ def compiled(what="gpt2-124m", target="h100:8", **settings):
 @pytest.mark.parametrize("keep", ["nothing", "everything"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_formula_is_within_a_tenth_of_the_compiled_peak(stage, keep):
-    """Of the smallest preset, whose activations weigh most; scripts/bench_plan.py does it for all."""
+    """Of the smallest preset, whose activations weigh most; scripts/benchmarks/plan.py does it for all."""
     made = compiled(stage=stage, keep=keep)
     assert made.memory.peak_bytes == pytest.approx(made.program.peak_bytes, rel=0.1)
     assert made.memory.arguments_bytes == pytest.approx(made.program.arguments_bytes, rel=0.001)

@@ -7,14 +7,14 @@ import math
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import gpt
 import jax
 import optax
 import pytest
-import traffic
 from jax.sharding import PartitionSpec as P
+from support import traffic
+from support.paths import BENCHMARKS, importing
 
 import zerojax
 from zerojax import Keep, targets
@@ -25,7 +25,6 @@ from zerojax.transform import collectives as communication
 from zerojax.transform.remat import PRESETS
 
 pytestmark = pytest.mark.aot
-SCRIPTS = Path(__file__).resolve().parent.parent / "scripts"
 N = 8
 
 
@@ -360,8 +359,10 @@ def test_the_peak_is_within_the_sum_of_its_terms(prefetch, options):
     shapes = {"layers": 12, "width": 1024, "heads": 8, "seq": 512, "vocab": 8192, "prefetch": prefetch, "link": 50}
     given = [word for name, value in shapes.items() for word in (f"--{name}", str(value))]
     compared = ["--forms", "ours"] if prefetch else ["--forms", "ours", "plain"]
-    command = [sys.executable, SCRIPTS / "bench_schedule.py", "--json", *compared, *given, *options]
-    forms = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)["forms"]
+    command = [sys.executable, BENCHMARKS / "schedule.py", "--json", *compared, *given, *options]
+    forms = json.loads(subprocess.run(command, env=importing(BENCHMARKS), check=True, stdout=subprocess.PIPE).stdout)[
+        "forms"
+    ]
     ours = forms["ours"]
     assert ours["peak_bytes"] <= ours["bound_bytes"]
     assert prefetch or ours["peak_bytes"] <= forms["plain"]["peak_bytes"]

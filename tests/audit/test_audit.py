@@ -3,15 +3,14 @@
 import dataclasses
 import functools
 
-import by_hand
 import gpt
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import traffic
 from jax.sharding import NamedSharding, PartitionSpec as P
+from support import by_hand, traffic
 
 import zerojax
 from zerojax import Keep, Verdict

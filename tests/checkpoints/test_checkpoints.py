@@ -14,55 +14,28 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.small_run import (
+    ROWS,
+    WIDTH,
+    Iterator,
+    adam,
+    batch,
+    change_manifest,
+    create,
+    cut,
+    digest_of,
+    flip,
+    largest_file,
+    loss,
+    renamed,
+    setting,
+    train,
+    zero_a_page,
+)
 
 import zerojax
 from zerojax.checkpoints import EXIT_CODE, CheckpointCorrupted, CheckpointMismatch, contents, iterators, store
 from zerojax.checkpoints.digest import HostDigest, digests
-
-WIDTH, ROWS, EVERY = 32, 16, 2
-
-
-def create(key, width=WIDTH):
-    keys = jax.random.split(key, 5)
-    layer = lambda key: {"w": jax.random.normal(key, (width, WIDTH)) / 8, "b": jnp.zeros((WIDTH,))}
-    return {"layers": {str(i): layer(keys[i]) for i in range(3)}, "odd": jax.random.normal(keys[4], (7,))}
-
-
-def loss(params, batch, key):
-    x = batch["x"] * jax.random.bernoulli(key, 0.9, batch["x"].shape)
-    for layer in params["layers"].values():
-        x = jnp.tanh(x @ layer["w"] + layer["b"])
-    return jnp.mean((x - batch["y"]) ** 2) + jnp.sum(params["odd"] ** 2)
-
-
-def batch(i):
-    rng = np.random.default_rng(i)
-    return {name: rng.normal(size=(ROWS, WIDTH)).astype(np.float32) for name in "xy"}
-
-
-def adam():
-    return optax.adamw(optax.linear_schedule(1e-2, 1e-3, 10))
-
-
-def setting(stage=3, precision="bf16", num_devices=8, **mesh):
-    return zerojax.Zero(zerojax.make_mesh(devices=jax.devices()[:num_devices], **mesh), stage, precision)
-
-
-def train(zero, directory, until, tx=None, begin=None, **options):
-    """(losses from where it resumed, the last state)."""
-    state = zero.init(create, tx or adam()) if begin is None else begin
-    step, losses = zero.train_step(loss), []
-    with zero.checkpoints(directory, every=EVERY, **options) as checkpoints:
-        state, start = checkpoints.resume(state)
-        for i in range(start, until):
-            state, metrics = step(state, batch(i))
-            losses.append(float(metrics["loss"]))
-            checkpoints.update(state, metrics)
-    return losses, state
-
-
-def digest_of(state):
-    return {path: d.text for path, d in digests(contents.arrays(state)).items()}
 
 
 @pytest.fixture(scope="module")
@@ -190,12 +163,6 @@ def test_dropped_layers_and_another_optimizer_are_restored_only_when_asked(saved
         assert found["params/odd"] == saved[2]["params/odd"] and int(state.step) == 4
 
 
-def renamed(key):
-    params = create(key)
-    params["layers"]["2"]["bias"] = params["layers"]["2"].pop("b")
-    return params
-
-
 def test_leaves_that_are_missing_or_left_over_are_told_with_the_nearest_name(saved):
     zero = setting()
     fresh = zero.init(renamed, optax.sgd(0.1))
@@ -232,28 +199,6 @@ def test_another_dtype_is_told_and_cast_when_asked(saved):
         assert line in str(told.value)
         state = checkpoints.restore(zero.init(create, adam()), 4, cast=True)
     assert state.params["odd"].dtype == jnp.bfloat16
-
-
-def largest_file(directory, step=4):
-    """Of those that are read: small arrays are written twice, by each process and by the last one for all."""
-    return max((directory / f"step_{step}" / "arrays" / "d").iterdir(), key=lambda file: file.stat().st_size)
-
-
-def flip(file):
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 16
-    file.write_bytes(bytes(content))
-
-
-def zero_a_page(file):
-    content = bytearray(file.read_bytes())
-    start = min(4096, len(content) // 2)
-    content[start : start + 4096] = bytes(len(content[start : start + 4096]))
-    file.write_bytes(bytes(content))
-
-
-def cut(file):
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
 @pytest.mark.parametrize("damage", [flip, zero_a_page, cut, lambda file: file.unlink()])
@@ -303,11 +248,6 @@ def test_an_array_that_was_changed_and_written_again_is_found_by_its_digest(copy
         "step_4 is damaged\n  got:      params/odd: not what was saved\n  fix:      resume(..., fallback=True)"
         in str(told.value)
     )
-
-
-def change_manifest(directory, change, step=4):
-    file = directory / f"step_{step}" / "manifest" / "metadata"
-    file.write_text(change(file.read_text()))
 
 
 @pytest.mark.parametrize(
@@ -484,17 +424,6 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
     assert "the state of step 1 is not finite, and is not saved\n  got:      params/odd\n" in str(told.value)
     assert "go on from step 0" in str(told.value)
     assert store.steps(tmp_path) == [0]
-
-
-class Iterator:
-    def __init__(self, state):
-        self.state = state
-
-    def get_state(self):
-        return self.state
-
-    def set_state(self, state):
-        self.state = state
 
 
 @pytest.mark.parametrize("where", [{"epoch": 1, "at": [3, 4]}, b"\x00\xffraw", None])

@@ -9,22 +9,21 @@ import time
 from pathlib import Path
 
 import pytest
-from test_checkpoints import setting, train
-from test_launch import free_port
+from support.paths import SUPPORT, TESTS, importing
+from support.ports import free_port
+from support.small_run import setting, train
 
 from zerojax.checkpoints import EXIT_CODE, store
 from zerojax.checkpoints.pieces import damaged
 from zerojax.processes.launch import environment
 
-HERE = Path(__file__).resolve().parent
 STEPS = 8
 
 
 def start(directory, *options, num_steps=STEPS, environ=os.environ):
-    path = os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(HERE / "trainee.py"), str(directory), str(num_steps), *map(str, options)]
+    command = [sys.executable, str(SUPPORT / "trainee.py"), str(directory), str(num_steps), *map(str, options)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, env={**environ, "PYTHONPATH": path}, text=True, **pipes)
+    return subprocess.Popen(command, env=importing(TESTS, environ=environ), text=True, **pipes)
 
 
 def start_two(directory, *options):

@@ -2,16 +2,16 @@
 
 import re
 import sys
-from pathlib import Path
 
-from holder import NUM_BYTES
+from support.holder import NUM_BYTES
+from support.paths import SUPPORT
 
 from zerojax.processes.launch import launch
 
 
 def held(capfd, count, what, directory, num_arrays):
     """Bytes by which each process grew."""
-    command = [sys.executable, str(Path(__file__).parent / "holder.py"), what, str(directory), str(num_arrays)]
+    command = [sys.executable, str(SUPPORT / "holder.py"), what, str(directory), str(num_arrays)]
     assert launch(command, count, devices=1, timeout_s=240) == 0
     found = re.findall(r"^\[\d\] (\d+)$", capfd.readouterr().out, re.MULTILINE)
     assert len(found) == count

@@ -3,14 +3,14 @@
 import json
 import re
 import struct
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from test_checkpoints import (
+from support.paths import REPO
+from support.small_run import (
     WIDTH,
     Iterator,
     adam,
@@ -31,7 +31,7 @@ from zerojax.plan import Settings, plan
 from zerojax.processes import agree
 from zerojax.report.out_of_memory import explained
 
-PAGE = (Path(__file__).resolve().parent.parent / "docs" / "errors.md").read_text()
+PAGE = (REPO / "docs" / "errors.md").read_text()
 SHOWN = dict(re.findall(r"^### (.*?)\n.*?^```\n(.*?)\n```$", PAGE, re.MULTILINE | re.DOTALL))
 RAISED = {}
 

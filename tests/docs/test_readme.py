@@ -2,14 +2,13 @@
 
 import inspect
 import re
-from pathlib import Path
 
 import pytest
+from support.paths import REPO
 
 import zerojax
 
-ROOT = Path(__file__).resolve().parent.parent
-README = (ROOT / "README.md").read_text()
+README = (REPO / "README.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 
@@ -26,7 +25,7 @@ def test_there_is_code_for_each_way_in():
 @pytest.mark.parametrize("block", BLOCKS, ids=heading_above)
 def test_code_runs_on_its_own(block, capsys):
     before = README[: README.index(block)].count("\n")
-    exec(compile("\n" * before + block, ROOT / "README.md", "exec"), {"__name__": "readme"})
+    exec(compile("\n" * before + block, REPO / "README.md", "exec"), {"__name__": "readme"})
     assert capsys.readouterr().out
 
 
@@ -34,7 +33,7 @@ TREE = re.findall(r"^  ([\w/]+)\.py ", README, re.MULTILINE)
 
 
 def test_the_source_tree_names_every_module():
-    paths = [path.relative_to(ROOT / "zerojax") for path in (ROOT / "zerojax").rglob("*.py")]
+    paths = [path.relative_to(REPO / "zerojax") for path in (REPO / "zerojax").rglob("*.py")]
     assert sorted(TREE) == sorted(str(path.with_suffix("")) for path in paths if path.name != "__init__.py")
 
 
@@ -48,7 +47,7 @@ def imported(source):
 
 def test_the_source_tree_is_in_the_order_of_imports():
     for i, name in enumerate(TREE):
-        modules = set(imported((ROOT / "zerojax" / f"{name}.py").read_text()))
+        modules = set(imported((REPO / "zerojax" / f"{name}.py").read_text()))
         assert modules <= set(TREE[:i]), f"{name} imports {modules - set(TREE[:i])}, which the README lists later"
 
 

@@ -1,34 +1,31 @@
 """Scripts that need an accelerator run to their end on simulated devices, and report what they promise; searches."""
 
-import importlib
 import json
 import subprocess
 import sys
-from pathlib import Path
 
+import ablation
 import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
+from support.paths import BENCHMARKS, importing
 
 
 @pytest.mark.parametrize(("budget", "want"), [(9, 0), (30, 10), (100, 36), (2000, 290)])
-def test_the_ablation_finds_the_largest_model_that_fits(monkeypatch, budget, want):
+def test_the_ablation_finds_the_largest_model_that_fits(budget, want):
     """Where a layer takes more the more there are, from few models."""
-    monkeypatch.syspath_prepend(ROOT / "scripts")
     measured = {}
     peak = lambda layers: measured.setdefault(layers, 5 + 2 * layers + layers**2 / 60)
-    assert importlib.import_module("bench_ablation").largest(peak, budget) == want
+    assert ablation.largest(peak, budget) == want
     assert len(measured) < 12
     if want:
         assert peak(want) <= budget < peak(want + 2)
 
 
-def test_bench_gpu_reports_on_simulated_devices(tmp_path):
+def test_the_gpu_benchmark_reports_on_simulated_devices(tmp_path):
     shapes = ["--layers", "1", "--width", "16", "--heads", "2", "--seq", "8", "--rows", "1", "--vocab", "16"]
     runs = ["--simulate", "2", "--steps", "1", "--rounds", "1", "--forms", "plain", "nothing"]
     report = tmp_path / "report.json"
-    command = [sys.executable, ROOT / "scripts" / "bench_gpu.py", *shapes, *runs, "--json", report]
-    shown = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    command = [sys.executable, BENCHMARKS / "gpu.py", *shapes, *runs, "--json", report]
+    shown = subprocess.run(command, env=importing(BENCHMARKS), check=True, stdout=subprocess.PIPE, text=True).stdout
     assert "Peaks are not measured" in shown
     result = json.loads(report.read_text())
     assert result["ratio"] > 0 and result["measured_flops"] > 0 and result["mfu"] is None

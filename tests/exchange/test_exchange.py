@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
-from test_checkpoints import adam, create, cut, digest_of, flip, largest_file, loss, setting, train
+from support.small_run import adam, create, cut, digest_of, flip, largest_file, loss, setting, train
 
 from zerojax.checkpoints import CheckpointMismatch, contents, store
 from zerojax.checkpoints.pieces import damaged, pieces

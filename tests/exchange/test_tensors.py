@@ -1,7 +1,6 @@
 """Files of named arrays: the format's own library agrees, memory is bounded, all or nothing is written, and no file is
 believed."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -11,6 +10,7 @@ import tracemalloc
 import weakref
 from pathlib import Path
 
+import fuzz
 import ml_dtypes
 import numpy as np
 import pytest
@@ -21,7 +21,6 @@ from hypothesis import given, settings, strategies as st
 from zerojax.exchange import headers, names, tensors
 from zerojax.exchange.tensors import Entry, Reader, layout, write
 
-ROOT = Path(__file__).resolve().parent.parent
 FEW, SOME = (settings(max_examples=n, deadline=None, derandomize=True) for n in (60, 300))
 
 
@@ -816,13 +815,7 @@ def test_any_index_is_refused_or_names_files_inside(index):
 # The fuzzer
 
 
-@pytest.fixture
-def fuzz(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "scripts")
-    return importlib.import_module("fuzz")
-
-
-def test_the_fuzzer_finds_nothing(fuzz, capsys):
+def test_the_fuzzer_finds_nothing(capsys):
     assert fuzz.main(["--inputs", "250", "--seed", "1"]) == 0
     inputs, refused, read, crashes = (int(part.split()[0]) for part in capsys.readouterr().out.split(", "))
     assert inputs == 500 == refused + read and crashes == 0 and refused > 100 and read > 50
@@ -845,7 +838,7 @@ OUTSIDE = "../outside/valid.safetensors"
         (lambda folder: (folder / OUTSIDE).read_bytes(), "read outside"),
     ],
 )
-def test_the_fuzzer_finds_faults(fuzz, monkeypatch, capsys, fault, said):
+def test_the_fuzzer_finds_faults(monkeypatch, capsys, fault, said):
     monkeypatch.setattr(fuzz, "LIMIT_S", 0.2 if "TooLong" in said else 9)
     monkeypatch.setitem(fuzz.TARGETS, "tensors", fuzz.Target(lambda rng, folder: folder, fault))
     assert fuzz.main(["--inputs", "1", "--targets", "tensors"]) == 1
@@ -854,7 +847,7 @@ def test_the_fuzzer_finds_faults(fuzz, monkeypatch, capsys, fault, said):
     assert "tensors, seed 0, input 0: " in captured.err and said in captured.err
 
 
-def test_what_is_written_inside_is_no_fault(fuzz, monkeypatch, capsys):
+def test_what_is_written_inside_is_no_fault(monkeypatch, capsys):
     target = fuzz.Target(lambda rng, folder: folder, lambda folder: (folder / "made").write_text(""))
     monkeypatch.setitem(fuzz.TARGETS, "tensors", target)
     assert fuzz.main(["--inputs", "1", "--targets", "tensors"]) == 0 and "1 read" in capsys.readouterr().out

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from test_compiled import GROUPS, program
+from support.hlo_text import GROUPS, program
 
 from zerojax.plan import Job, Settings, buffers, plan
 from zerojax.plan.buffers import UNUSED, Buffers, Placed

@@ -1,10 +1,10 @@
 """The predicted time of a program is what a person computes from its text and from the rates of the cluster."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
-from test_compiled import CARRY, DOT, GATHER, GROUPS, MIB, TWO_GATHERS, loop, program
+from support.hlo_text import CARRY, DOT, GATHER, GROUPS, MIB, TWO_GATHERS, loop, program
+from support.paths import DATA
 
 from zerojax.analysis import costs, hlo, hlo_collectives
 from zerojax.analysis.hardware import BETWEEN_HOSTS, INSIDE_HOST, Chip, Cluster, Rate, torus_links
@@ -72,8 +72,8 @@ def test_a_gather_beside_a_product_in_a_loop():
 
 
 def test_a_real_backward_pass():
-    """Flops as counted by hand in test_compiled; the link is busy for 24 square matrices in bf16, and small ones."""
-    read = hlo.read((Path(__file__).parent / "data" / "backward_loop.txt").read_text())
+    """Flops as counted by hand in test_hlo.py; the link is busy for 24 square matrices in bf16, and small ones."""
+    read = hlo.read((DATA / "backward_loop.txt").read_text())
     found, square = predict(read, slower(f32_share=1.0)), 4096 * 4096 * 2
     assert found.products_s == pytest.approx(3 * 70 * 2**36 / FLOPS) and found.products_s < found.computing_s
     assert found.busy_s[INSIDE_HOST] == pytest.approx(3 * 24 * square * 7 / 8 / LINK, rel=0.001)

@@ -1,14 +1,13 @@
 """What a launcher's variables say, and which of them are refused. Nothing is started."""
 
-from pathlib import Path
-
 import jax
 import pytest
 import yaml
+from support.paths import EXAMPLES
 
 from zerojax.processes.detect import NAMED, OURS, Found, detect
 
-LAUNCH = Path(__file__).parent.parent / "examples" / "launch"
+LAUNCH = EXAMPLES / "launch"
 
 EXPLICIT = dict(zip(OURS, ["node0:1234", "4", "3"], strict=True))
 TORCHRUN = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "RANK": "1"}

@@ -8,30 +8,19 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import jax
 import pytest
+from support.paths import EXAMPLES, SUPPORT
+from support.ports import free_port
 
 from zerojax import processes
 from zerojax.processes import detect, join
 from zerojax.processes.launch import environment, launch
 from zerojax.processes.rollcall import call_roll
 
-HERE = Path(__file__).parent
-SLURM = HERE.parent / "examples" / "launch" / "slurm.sh"
-JOINED = str(HERE / "joined.py")
-
-
-def free_port(low=0):
-    """A free port; from `low` on, if given."""
-    for port in range(low, 2**16) if low else [0]:
-        with socket.socket() as s:
-            try:
-                s.bind(("", port))
-            except OSError:
-                continue
-            return s.getsockname()[1]
+SLURM = EXAMPLES / "launch" / "slurm.sh"
+JOINED = str(SUPPORT / "joined.py")
 
 
 def joined(count, *args, **settings):

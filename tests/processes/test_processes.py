@@ -2,10 +2,10 @@
 
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from support.paths import EXAMPLES, SUPPORT, importing
 
 from zerojax.processes.launch import launch
 
@@ -21,9 +21,10 @@ def trained(tmp_path_factory):
     def run(count, stages):
         if (count, stages) not in found:
             found[count, stages] = tmp_path_factory.mktemp(f"{count}-processes")
-            process = str(Path(__file__).parent / "process.py")
-            command = [sys.executable, process, str(found[count, stages]), stages, *options]
-            assert launch(command, count, devices=DEVICES // count, timeout_s=300) == 0
+            command = [sys.executable, str(SUPPORT / "process.py"), str(found[count, stages]), stages, *options]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("PYTHONPATH", importing(EXAMPLES)["PYTHONPATH"])
+                assert launch(command, count, devices=DEVICES // count, timeout_s=300) == 0
         return found[count, stages]
 
     return run

@@ -2,10 +2,10 @@
 
 import jax
 import pytest
-import zoo
 from jax.sharding import AbstractMesh, AxisType
-from parity import assert_close, batches, loss_of, optimizer, reference, train
-from walk import equations
+from support import zoo
+from support.parity import assert_close, batches, loss_of, optimizer, reference, train
+from support.walk import equations
 
 import zerojax
 from zerojax import Zero

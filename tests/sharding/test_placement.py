@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import zoo
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from parity import optimizer
+from support import zoo
+from support.parity import optimizer
 
 import zerojax
 from zerojax import Zero

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import zoo
-from parity import loss_of
+from support import zoo
+from support.parity import loss_of
 
 import zerojax
 from zerojax import Weighted, Zero

@@ -3,7 +3,7 @@
 import gpt
 import optax
 import pytest
-import traffic
+from support import traffic
 
 import zerojax
 

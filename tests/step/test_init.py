@@ -5,11 +5,10 @@ import functools
 import jax
 import numpy as np
 import optax
-import plain
 import pytest
-import zoo
-from parity import optimizer
-from plain import numbers
+from support import plain, zoo
+from support.parity import optimizer
+from support.plain import numbers
 
 import zerojax
 from zerojax import Zero

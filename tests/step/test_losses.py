@@ -9,12 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import plain
 import pytest
-import traffic
-import zoo
-from parity import assert_close, batches, optimizer, train
-from walk import equations
+from support import plain, traffic, zoo
+from support.parity import assert_close, batches, optimizer, train
+from support.walk import equations
 
 import zerojax
 from zerojax import Zero, chunked_cross_entropy
@@ -190,7 +188,7 @@ MODELS = {
     ),
     "nnx": (lambda rngs: zoo.NNXGPT(rngs, scan=True), nnx_chunked, lambda model, batch: full(model(batch["x"]), batch)),
 }
-TOLERANCES = {"fp32": {}, "bf16": {"losses": 1e-2, "update": 5e-2, "norms": 2e-2}}  # those of tests/test_parity.py
+TOLERANCES = {"fp32": {}, "bf16": {"losses": 1e-2, "update": 5e-2, "norms": 2e-2}}  # those of parity.py
 
 
 def model_of(name, loss):

@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import plain
 import pytest
-import zoo
 from optax import contrib
-from parity import assert_close, batches, train
-from plain import numbers
+from support import plain, zoo
+from support.parity import assert_close, batches, train
+from support.plain import numbers
 
 import zerojax
 from zerojax import Zero

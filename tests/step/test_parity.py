@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import zoo
 from flax import nnx
-from parity import STEPS, TOLERANCES, assert_close, batches, distance, reference, train, zero_run
+from support import zoo
+from support.parity import STEPS, TOLERANCES, assert_close, batches, distance, reference, train, zero_run
 
 import zerojax
 from zerojax import Weighted, Zero

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from plain import numbers
+from support.plain import numbers
 
 import zerojax
 from zerojax import Precision, Zero

@@ -6,8 +6,8 @@ None of them changes what is computed, so all have the tolerances of fp32.
 from typing import Any, NamedTuple
 
 import pytest
-import zoo
-from parity import assert_close, batches, distributed, ready_made, reference, train
+from support import zoo
+from support.parity import assert_close, batches, distributed, ready_made, reference, train
 
 import zerojax
 from zerojax import Keep, Zero

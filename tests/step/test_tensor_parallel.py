@@ -8,14 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import plain
 import pytest
-import traffic
-import zoo
 from flax import nnx
 from gpt import Config
 from jax.sharding import AxisType, PartitionSpec as P
-from parity import STEPS, TOLERANCES, assert_close, batches, optimizer, train
+from support import plain, traffic, zoo
+from support.parity import STEPS, TOLERANCES, assert_close, batches, optimizer, train
 
 import zerojax
 from zerojax import Zero

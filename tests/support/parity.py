@@ -6,12 +6,11 @@ import math
 
 import numpy as np
 import optax
-import plain
-import zoo
 from flax import nnx
-from plain import Trajectory, numbers
 
 import zerojax
+from support import plain, zoo
+from support.plain import Trajectory, numbers
 from zerojax import Weighted, Zero
 from zerojax.sharding.precision import resolve
 

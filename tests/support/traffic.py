@@ -4,8 +4,7 @@ import collections
 import math
 from typing import NamedTuple
 
-import walk
-
+from support import walk
 from zerojax.transform.jaxprs import sub_jaxprs
 
 COLLECTIVES = frozenset(

@@ -97,7 +97,7 @@ def main():
     logging.getLogger("absl").setLevel(logging.ERROR)
     own = zerojax.initialize(timeout_s=60, heartbeat_s=args.heartbeat)
     zerojax.simulate_devices(args.devices)
-    from test_checkpoints import ROWS, adam, batch, create, loss
+    from support.small_run import ROWS, adam, batch, create, loss
 
     rows = processes.own_rows(ROWS)
     zero = zerojax.Zero(zerojax.make_mesh(), args.stage, "bf16")

@@ -16,13 +16,12 @@ import jax
 import numpy as np
 import pytest
 from rich.console import Console
-from test_checkpoints import adam, batch, create, loss, setting
+from support.paths import TESTS, importing
+from support.small_run import STEPS, adam, batch, create, loss, run, setting
 
 import zerojax
 from zerojax.checkpoints import store
 from zerojax.training import display, loop, writers
-
-STEPS = 7
 
 
 class Rows(list):
@@ -41,12 +40,6 @@ class Rows(list):
 def step():
     """Of all runs here."""
     return setting().train_step(loss)
-
-
-def run(step, directory, num_steps=STEPS, data=batch, **options):
-    zero = setting()
-    options = {"log_every": 1, "checkpoints": {"every": 3}, **options}
-    return zerojax.fit(zero, zero.init(create, adam()), step, data, num_steps, directory, **options)
 
 
 def rows(directory):
@@ -285,11 +278,9 @@ def test_a_directory_of_checkpoints_is_refused(step, tmp_path):
 
 
 KILLED = """
-import os, signal, sys
-sys.path[:0] = {path!r}
+import os, signal
 import zerojax; zerojax.simulate_devices(8)
-from test_checkpoints import batch
-from test_fit import run, setting, loss
+from support.small_run import batch, run, setting, loss
 
 def killing(i):
     if i == 6:
@@ -303,8 +294,9 @@ run(setting().train_step(loss), __import__("pathlib").Path({directory!r}), data=
 
 def test_rows_of_a_run_that_was_killed_are_there_up_to_its_checkpoint(step, undisturbed, tmp_path):
     mark = tmp_path / "checkpoints" / "step_6" / "commit_success.txt"
-    text = KILLED.format(path=sys.path, mark=str(mark), directory=str(tmp_path))
-    assert subprocess.run([sys.executable, "-c", text], timeout=120).returncode == -signal.SIGKILL
+    text = KILLED.format(mark=str(mark), directory=str(tmp_path))
+    ended = subprocess.run([sys.executable, "-c", text], env=importing(TESTS), timeout=120)
+    assert ended.returncode == -signal.SIGKILL
     run(step, tmp_path)
     assert losses(tmp_path) == losses(undisturbed)
     assert [row["step"] for row in rows(tmp_path)] == list(range(1, STEPS + 1))
@@ -313,13 +305,13 @@ def test_rows_of_a_run_that_was_killed_are_there_up_to_its_checkpoint(step, undi
 def test_the_command_is_the_one_that_was_given(tmp_path):
     """Also with -m, where the script's path would not do."""
     (tmp_path / "package").mkdir()
-    text = f"import sys; sys.path[:0] = {sys.path!r}\nfrom . import other\nfrom pathlib import Path\n"
+    text = "import sys\nfrom . import other\nfrom pathlib import Path\n"
     text += "from zerojax import simulate_devices; simulate_devices(8)\n"
-    text += "from test_fit import run, setting, loss\nrun(setting().train_step(loss), Path(sys.argv[1]), 1)\n"
+    text += "from support.small_run import run, setting, loss\nrun(setting().train_step(loss), Path(sys.argv[1]), 1)\n"
     (tmp_path / "package" / "train.py").write_text(text)
     (tmp_path / "package" / "other.py").write_text("")
     command = [sys.executable, "-m", "package.train", "a run"]
-    subprocess.run(command, check=True, cwd=tmp_path, timeout=120)
+    subprocess.run(command, check=True, cwd=tmp_path, env=importing(tmp_path, TESTS), timeout=120)
     (start,) = [json.loads(line) for line in (tmp_path / "a run" / "starts.jsonl").read_text().splitlines()]
     assert shlex.split(start["command"]) == command and start["folder"] == str(tmp_path)
     assert f"in {tmp_path}, with\n\n    {start['command']}\n" in (tmp_path / "a run" / "README.md").read_text()

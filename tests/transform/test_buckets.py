@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import traffic
 from jax.sharding import PartitionSpec as P
-from plain import numbers
-from walk import equations, flat
+from support import traffic
+from support.plain import numbers
+from support.walk import equations, flat
 
 import zerojax
 from zerojax import Zero

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import traffic
-from plain import numbers
-from walk import flat
+from support import traffic
+from support.plain import numbers
+from support.walk import flat
 
 import zerojax
 from zerojax import Keep, Zero

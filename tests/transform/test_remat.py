@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import traffic
-import zoo
 from jax.ad_checkpoint import checkpoint_name
-from parity import batches, train
-from walk import equations
+from support import traffic, zoo
+from support.parity import batches, train
+from support.walk import equations
 
 import zerojax
 from zerojax import Keep, Zero

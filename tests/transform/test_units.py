@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import zoo
-from parity import loss_of
-from plain import functional, numbers
-from walk import count
+from support import zoo
+from support.parity import loss_of
+from support.plain import functional, numbers
+from support.walk import count
 
 import zerojax
 from zerojax import Zero

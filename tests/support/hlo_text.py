@@ -1,0 +1,66 @@
+"""Short programs as XLA writes them, for what reads their text."""
+
+from zerojax import hlo
+
+MIB = 2**20
+ADD = """
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+"""
+EIGHT = tuple(range(8))
+GROUPS = "channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}"
+
+
+def program(entry, computations="", num_devices=8):
+    lines = "\n".join(f"  {line.strip()}" for line in entry.strip().splitlines())
+    header = f"HloModule step, is_scheduled=true, num_partitions={num_devices}"
+    return hlo.read(f"{header}\n{ADD}{computations}\nENTRY %main (...) -> ... {{\n{lines}\n}}\n")
+
+
+CARRY = "(s32[], f32[1024,1024])"
+
+
+def loop(body, trips, computations=""):
+    """A program whose loop has these lines after `%carry`, `%i` and `%w`; without trips the text does not tell them."""
+    lines = "\n".join(f"  {line.strip()}" for line in body.strip().splitlines())
+    computations += f"""
+%condition (...) -> pred[] {{
+  %carry = {CARRY} parameter(0)
+  ROOT %go = pred[] constant(true)
+}}
+
+%body (...) -> ... {{
+  %carry = {CARRY} parameter(0)
+  %i = s32[] get-tuple-element(%carry), index=0
+  %w = f32[1024,1024] get-tuple-element(%carry), index=1
+{lines}
+}}
+"""
+    known = f', backend_config={{"known_trip_count":{{"n":"{trips}"}}}}' if trips else ""
+    text = f"""
+        %init = {CARRY} parameter(0)
+        ROOT %loop = {CARRY} while(%init), condition=%condition, body=%body{known}
+    """
+    return program(text, computations)
+
+
+GATHER = f"""
+%shard = bf16[128,1024]{{1,0:T(8,128)(2,1)}} parameter(0)
+%a = bf16[1024,1024]{{1,0}} parameter(1)
+%start = (bf16[128,1024]{{1,0}}, bf16[1024,1024]{{1,0}}) all-gather-start(%shard), {GROUPS}, dimensions={{0}}
+BESIDE
+%done = bf16[1024,1024]{{1,0}} all-gather-done(%start)
+ROOT %out = bf16[1024,1024]{{1,0}} add(%done, %done)
+"""
+DOT = "%dot = bf16[1024,1024]{1,0} dot(%a, %a), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+TWO_GATHERS = f"""
+        %shard = bf16[128,1024] parameter(0)
+        %one = (bf16[128,1024], bf16[1024,1024]) all-gather-start(%shard), {GROUPS}, dimensions={{0}}
+        %two = (bf16[128,1024], bf16[1024,1024]) all-gather-start(%shard), {GROUPS}, dimensions={{0}}
+        %first = bf16[1024,1024] all-gather-done(%one)
+        %product = bf16[1024,1024] dot(%first, %first), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+        ROOT %second = bf16[1024,1024] all-gather-done(%two)
+"""
