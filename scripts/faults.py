@@ -18,8 +18,9 @@ from pathlib import Path
 from rich.console import Console
 
 ROOT = Path(__file__).resolve().parent.parent
-FAULTS, CHECKPOINTS, ERRORS = "tests/test_faults.py", "tests/test_checkpoints.py", "tests/test_errors.py"
-PRECISION, LAUNCH = "tests/test_precision.py", "tests/test_launch.py"
+FAULTS, CHECKPOINTS = "tests/checkpoints/test_faults.py", "tests/checkpoints/test_checkpoints.py"
+ERRORS, PRECISION = "tests/docs/test_errors.py", "tests/step/test_precision.py"
+LAUNCH = "tests/processes/test_launch.py"
 SKIPPED = f"{PRECISION}::test_a_step_with_a_bad_gradient_is_skipped"
 # What is injected, and the tests of what has to happen.
 ROWS = [
@@ -59,8 +60,11 @@ ROWS = [
     ("another dtype", [f"{CHECKPOINTS}::test_another_dtype"]),
     ("another optimizer", [f"{CHECKPOINTS}::test_dropped_layers"]),
     ("restored over every pair of stage and mesh", [f"{CHECKPOINTS}::test_a_state_is_restored"]),
-    ("a dim that the axis does not divide", ["tests/test_placement.py::test_explain_lists_what_is_not_sharded"]),
-    ("a leaf that should be sharded and is not", ["tests/test_audit.py::test_a_replicated_leaf_is_an_error"]),
+    (
+        "a dim that the axis does not divide",
+        ["tests/sharding/test_placement.py::test_explain_lists_what_is_not_sharded"],
+    ),
+    ("a leaf that should be sharded and is not", ["tests/audit/test_audit.py::test_a_replicated_leaf_is_an_error"]),
     ("NaN in the gradients of one shard", [SKIPPED]),
     (
         "NaN in every step",
@@ -83,7 +87,7 @@ ROWS = [
     ),
     ("out of device memory", [f"{ERRORS}::test_memory_that_is_exhausted"]),
     ("an unsupported jax or flax", [f"{ERRORS}::test_unsupported_versions"]),
-    ("a hostile safetensors header or path", ["tests/test_tensors.py"]),
+    ("a hostile safetensors header or path", ["tests/exchange/test_tensors.py"]),
     ("a checkpoint of a newer version", [f"{CHECKPOINTS}::test_a_checkpoint_of_a_newer_version"]),
 ]
 

@@ -1,7 +1,7 @@
 """The largest model of each configuration of ZeRO's ablation, as the compiler for the described cluster says.
 
-    python scripts/bench_ablation.py                # a table; hundreds of devices, no accelerator needed
-    python scripts/bench_ablation.py --json --configurations C4 C5
+    python scripts/benchmarks/ablation.py                # a table; hundreds of devices, no accelerator needed
+    python scripts/benchmarks/ablation.py --json --configurations C4 C5
 
 Nothing is allocated and nothing runs: the training step of a GPT is compiled for data x model devices, and fits if its
 arguments, temporaries and outputs that are not updated in place stay below the budget. The number of layers is found by
@@ -19,11 +19,8 @@ import functools
 import json
 import math
 import os
-import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the programs are for other devices
 
 CONFIGURATIONS = {

@@ -1,6 +1,6 @@
 """What checkpoints cost: a step beside a save, a restore beside reading the same bytes, and the memory of the host.
 
-    python scripts/bench_checkpoints.py [--width 1024] [--layers 16] [--json FILE]
+    python scripts/benchmarks/checkpoints.py [--width 1024] [--layers 16] [--json FILE]
 
 On eight simulated devices of one process. Times are medians of pairs that alternate in one run: a step while a save is
 under way over one while none is. Memory is the largest resident size of a fresh process over what it had before, as a
@@ -11,7 +11,6 @@ step takes is not counted to the save that is beside it, since other devices hav
 import argparse
 import ctypes
 import json
-import os
 import resource
 import statistics
 import subprocess
@@ -23,7 +22,6 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
 DEVICES = 8
 
 
@@ -181,8 +179,7 @@ def main():
         for part in PARTS:
             shapes = ["--width", args.width, "--layers", args.layers, "--rounds", args.rounds]
             command = [sys.executable, __file__, "--part", part, "--directory", directory, *shapes]
-            environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-            ended = subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE, text=True, env=environ)
+            ended = subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE, text=True)
             found |= json.loads(ended.stdout.splitlines()[-1])
     show(found)
     if args.json:

@@ -1,4 +1,4 @@
-"""A GPT whose size can be chosen, for checks on programs: unrolled or scanned, with or without recomputation.
+"""A GPT of any size, for benchmarks and for tests of programs: unrolled or scanned, with or without recomputation.
 
 Annotated, it is divided over a `model` axis too: columns of the first and rows of the second of two weights, heads and
 vocabulary.
@@ -86,9 +86,13 @@ def create(config: Config):
     return lambda rngs: GPT(config, rngs)
 
 
+def cross_entropy(logits, targets):
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets).mean()
+
+
 def loss(model, batch):
     logits = model(batch["tokens"][:, :-1]).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]).mean()
+    return cross_entropy(logits, batch["tokens"][:, 1:])
 
 
 def chunked_loss(chunk_size):
@@ -97,6 +101,11 @@ def chunked_loss(chunk_size):
         return zerojax.chunked_cross_entropy(model.head, hidden, batch["tokens"][:, 1:], chunk_size=chunk_size)
 
     return loss
+
+
+def layer_sizes(config: Config):
+    """Elements of each leaf of a layer."""
+    return [a.size for a in jax.tree.leaves(nnx.eval_shape(lambda: nnx.state(Block(config, nnx.Rngs(0)))))]
 
 
 def batch_aval(config: Config, rows: int):

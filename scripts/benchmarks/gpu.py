@@ -1,13 +1,13 @@
 """Training steps on the GPUs of this machine: zerojax beside plain JAX, and what it costs to keep activations.
 
-    python scripts/bench_gpu.py                  # a table
-    python scripts/bench_gpu.py --json           # one JSON object
-    python scripts/bench_gpu.py --json gpu.json  # a table, and the object in a file
-    python scripts/bench_gpu.py --simulate 2 --width 64 --heads 4 --seq 16 --vocab 64      # on CPU, to try the script
+    python scripts/benchmarks/gpu.py                  # a table
+    python scripts/benchmarks/gpu.py --json           # one JSON object
+    python scripts/benchmarks/gpu.py --json gpu.json  # a table, and the object in a file
+    python scripts/benchmarks/gpu.py --simulate 2 --width 64 --heads 4 --seq 16 --vocab 64  # on CPU, to try the script
 
 A scanned GPT in bf16 with AdamW, on all devices. Forms:
 
-    plain       the plain form of bench_schedule.py: `jit` and `NamedSharding`, weights cast to bf16 once a step, each
+    plain       the plain form of schedule.py: `jit` and `NamedSharding`, weights cast to bf16 once a step, each
                 layer in `jax.checkpoint`
     nothing     zerojax at stage 3, which like `plain` keeps the inputs of the layers and computes the rest again
     everything  the same, which keeps all that the backward pass needs
@@ -40,8 +40,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 KEEP = {"nothing": "nothing", "everything": "everything", "offloaded": {"offload_inputs": True}}
 FORMS = ("plain", *KEEP)
@@ -100,10 +98,8 @@ def measured(what, *more):
 
 def times(args):
     """All but the measured peaks."""
-    from importlib import metadata
-
     import jax
-    from bench_step import ratio, rotated
+    from timing import ratio, rotated, versions
 
     from zerojax.analysis.hardware import CHIPS
 
@@ -133,7 +129,7 @@ def times(args):
         "forms": summaries,
         "shapes": {k: getattr(args, k) for k in ("width", "heads", "seq", "rows", "vocab", "steps", "rounds")}
         | {"layers": config.layers},
-        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "zerojax")},
+        "versions": versions(),
         "device": {"kind": device.device_kind, "count": jax.device_count(), "limit_bytes": limit_bytes},
     }
 
@@ -184,7 +180,7 @@ class Form:
 
         from zerojax.analysis.hlo_collectives import peak_bytes
 
-        self.init, trace = plain(self.config) if self.name == "plain" else ours(KEEP[self.name], self.config)
+        self.init, trace = theirs(self.config) if self.name == "plain" else ours(KEEP[self.name], self.config)
         start = time.perf_counter()
         self.step = trace(gpt.batch_aval(self.config, self.rows * jax.device_count())).lower().compile()
         self.compile_s = time.perf_counter() - start
@@ -242,12 +238,12 @@ def ours(keep, config):
     return lambda: jax.tree.unflatten(tree, init()), functools.partial(step.trace, state)
 
 
-def plain(config):
+def theirs(config):
     """The same of what one writes without zerojax."""
-    import bench_schedule
     import jax
+    import plain
 
-    init, step, rows = bench_schedule.plain("plain", config, "nothing", jax.devices())
+    init, step, rows = plain.layer_by_layer("plain", config, "nothing", jax.devices())
     placed = lambda batch: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows), batch)
     return init, lambda batch: step.trace(jax.eval_shape(init), placed(batch))
 
@@ -262,19 +258,11 @@ def gpt_config(args, limit_bytes):
     )
 
 
-def parameters(config):
-    """Elements: (of a layer, of the embedding table)."""
-    import gpt
-    import jax
-    from flax import nnx
-
-    layer = jax.tree.leaves(nnx.eval_shape(lambda: nnx.state(gpt.Block(config, nnx.Rngs(0)))))
-    return sum(a.size for a in layer), config.vocab * config.width
-
-
 def model_flops(config):
     """Of a token: 6 Psi + 12 L S d. The head has as many parameters as the table, which multiplies nothing."""
-    layer, table = parameters(config)
+    import gpt
+
+    layer, table = sum(gpt.layer_sizes(config)), config.vocab * config.width
     return 6 * (config.layers * layer + table) + 12 * config.layers * config.seq * config.width
 
 
@@ -291,7 +279,7 @@ def fitting_layers(args, limit_bytes):
     from flax import nnx
 
     config = gpt.Config(width=args.width, heads=args.heads, vocab=args.vocab, seq=args.seq, dtype=jnp.bfloat16)
-    layer, table = parameters(config)
+    layer, table = sum(gpt.layer_sizes(config)), config.vocab * config.width
     num_devices, tokens = jax.device_count(), args.rows * args.seq
 
     def found_by_backward(x_BSD):

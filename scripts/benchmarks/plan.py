@@ -1,8 +1,8 @@
 """The formula level of `zerojax plan` against its compile level: the peak of a device, for presets at every stage.
 
-    python scripts/bench_plan.py                                     # all presets on clusters of H100s
-    python scripts/bench_plan.py --presets llama3-8b --target h200:8
-    python scripts/bench_plan.py --json
+    python scripts/benchmarks/plan.py                                     # all presets on clusters of H100s
+    python scripts/benchmarks/plan.py --presets llama3-8b --target h200:8
+    python scripts/benchmarks/plan.py --json
 
 Nothing is allocated and nothing runs. What does not fit is compiled too: the compiler tells its peak nevertheless. The
 last line names the worst ratio of those that fit, and the worst of all.

@@ -1,8 +1,8 @@
 """The schedule of one training step as the compiler for a described cluster makes it: zerojax against plain JAX.
 
-    python scripts/bench_schedule.py --target h100:8           # tables
-    python scripts/bench_schedule.py --target h100:64 --json   # one JSON object
-    python scripts/bench_schedule.py --target v5e:4x4 --forms ours plain --dump programs
+    python scripts/benchmarks/schedule.py --target h100:8           # tables
+    python scripts/benchmarks/schedule.py --target h100:64 --json   # one JSON object
+    python scripts/benchmarks/schedule.py --target v5e:4x4 --forms ours plain --dump programs
 
 Nothing is allocated and nothing runs: a GPT of 3.5 billion parameters is compiled from avals, and the programs are read
 (zerojax.compiled, zerojax.plan.timeline). Forms:
@@ -40,8 +40,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 FORMS = ("ours", "plain", "replicated", "single")
 FLOPS, MEMORY = 700e12, 3e12  # of one device, a second
@@ -83,16 +81,17 @@ def main():
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the programs are for other devices
     if args.link:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {link_flag(args.link)}"
-    from importlib import metadata
-
+    import gpt
     from rich.console import Console
+    from timing import versions
 
     from zerojax import targets
 
     devices = targets.devices(args.target)
     config = gpt_config(args)
     platform = targets.platform(args.target)
-    psi, unit, leaf = sizes(config)
+    layer, table = gpt.layer_sizes(config), config.vocab * config.width
+    psi, unit, leaf = config.layers * sum(layer) + 2 * table, max(sum(layer), table), max(layer)
     told = compile_told(args) if platform == "cuda" and not args.link else None
     result = {
         "target": args.target,
@@ -100,7 +99,7 @@ def main():
         "parameters": psi,
         "rates": {"flops": FLOPS, "memory": MEMORY, **LINKS},
         "shapes": {k: v for k, v in vars(args).items() if k not in ("json", "dump", "target", "forms")},
-        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "zerojax")},
+        "versions": versions(),
         "forms": {},
     }
     forms = result["forms"]
@@ -163,17 +162,6 @@ def gpt_config(args):
     )  # fmt: skip
 
 
-def sizes(config):
-    """Elements: (of all parameters, of the largest unit, of a layer's largest leaf)."""
-    import gpt
-    import jax
-    from flax import nnx
-
-    layer = [a.size for a in jax.tree.leaves(nnx.eval_shape(lambda: nnx.state(gpt.Block(config, nnx.Rngs(0)))))]
-    table = config.vocab * config.width
-    return config.layers * sum(layer) + 2 * table, max(sum(layer), table), max(layer)
-
-
 def ours(config, args, devices):
     import gpt
     import optax
@@ -188,92 +176,15 @@ def ours(config, args, devices):
 
 
 def trace_plain(form, config, args, devices):
-    """`plain` on avals."""
+    """`plain.layer_by_layer` on avals."""
     import gpt
     import jax
+    import plain
 
-    init, step, rows = plain(form, config, args.keep, devices)
+    init, step, rows = plain.layer_by_layer(form, config, args.keep, devices)
     batch = gpt.batch_aval(config, args.rows * len(devices))
     batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows), batch)
     return step.trace(jax.eval_shape(init), batch)
-
-
-def plain(form, config, keep, devices):
-    """What one writes without zerojax.
-
-    Returns jitted `init() -> state`, with the values that `Zero.init` gives, and `step(state, batch) -> (state,
-    metrics)`; and the sharding of the batch.
-    """
-    import gpt
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    import optax
-    from flax import nnx
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    mesh = Mesh(np.array(devices), ("data",))
-    tx = optax.adamw(1e-3)
-    shard = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
-    holder = {}
-
-    def init():
-        rngs = nnx.Rngs(jax.random.fold_in(jax.random.key(0), 0))
-        holder["graph"], params = nnx.split(gpt.GPT(config, rngs), nnx.Param)
-        return params, tx.init(params)
-
-    def place(a):
-        stacked = config.scan and a.ndim > 1 and a.shape[0] == config.layers
-        dims = [d for d in range(int(stacked), a.ndim) if a.shape[d] % mesh.size == 0]
-        if form != "plain" or not dims:
-            return shard()
-        return shard(*[None] * dims[0], "data")
-
-    shardings = jax.tree.map(place, jax.eval_shape(init))
-    full = lambda tree: jax.lax.with_sharding_constraint(tree, jax.tree.map(lambda _: shard(), tree))
-    remat = {
-        "nothing": jax.checkpoint,
-        "offload": jax.checkpoint,
-        "dots": lambda fn: jax.checkpoint(fn, policy=jax.checkpoint_policies.dots_saveable),
-        "everything": lambda fn: fn,
-    }[keep]
-
-    def loss(params, batch):
-        model = nnx.merge(holder["graph"], params)
-        blocks = [model.blocks] if config.scan else model.blocks
-        split = [nnx.split(block) for block in blocks]
-
-        @remat
-        def layer(x_BSD, weights):
-            return jax.lax.with_sharding_constraint(nnx.merge(split[0][0], full(weights))(x_BSD), shard("data")), None
-
-        embed, head = (nnx.merge(graph, full(state)) for graph, state in map(nnx.split, (model.embed, model.head)))
-        x_BSD = jax.lax.with_sharding_constraint(embed(batch["tokens"][:, :-1]), shard("data"))
-        for _, weights in split:
-            x_BSD, _ = jax.lax.scan(layer, x_BSD, weights) if config.scan else layer(x_BSD, weights)
-        return cross_entropy(head(x_BSD), batch["tokens"][:, 1:])
-
-    def step(state, batch):
-        params, opt_state = state
-        cast = jax.lax.with_sharding_constraint(jax.tree.map(lambda a: a.astype(jnp.bfloat16), params), shardings[0])
-        value, grads = jax.value_and_grad(loss)(cast, batch)
-        grads = jax.lax.with_sharding_constraint(grads, shardings[0])
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        metrics = {"loss": value, "grad_norm": optax.tree.norm(grads), "param_norm": optax.tree.norm(params)}
-        return (params, opt_state), metrics
-
-    out_shardings = (shardings, {name: shard() for name in ("loss", "grad_norm", "param_norm")})
-    step = jax.jit(step, donate_argnums=0, out_shardings=out_shardings)
-    return jax.jit(init, out_shardings=shardings), step, shard("data")
-
-
-def cross_entropy(logits, targets):
-    import jax.numpy as jnp
-    import optax
-
-    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets).mean()
 
 
 def activation_bytes(config, args, devices, platform):
@@ -299,7 +210,7 @@ def activation_bytes(config, args, devices, platform):
         return vjp(grad_BSD)
 
     def head(weights, x_BSD, targets):
-        return jax.grad(lambda weights, x_BSD: cross_entropy(x_BSD @ weights, targets), (0, 1))(weights, x_BSD)
+        return jax.grad(lambda weights, x_BSD: gpt.cross_entropy(x_BSD @ weights, targets), (0, 1))(weights, x_BSD)
 
     weights = jax.tree.map(lambda a: aval(a.shape), jax.eval_shape(block))
     units = [

@@ -1,8 +1,8 @@
 """One training step: zerojax against the same GPT and optimizer written with plain `jit` and `NamedSharding`.
 
-    python scripts/bench_step.py                 # a table
-    python scripts/bench_step.py --json          # one JSON object
-    python scripts/bench_step.py --unrolled --layers 48 --rounds 0 --compiles 3      # tracing and compiling alone
+    python scripts/benchmarks/step.py                 # a table
+    python scripts/benchmarks/step.py --json          # one JSON object
+    python scripts/benchmarks/step.py --unrolled --layers 48 --rounds 0 --compiles 3      # tracing and compiling alone
 
 Eight simulated CPU devices share this machine's cores, so what is compared is the work of the whole step, not a
 network. Plain forms: `constrained` (parameters sharded; gathered by a sharding constraint where they are used, and
@@ -17,11 +17,9 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import time
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from timing import ratio, rotated, versions
 
 
 def arguments():
@@ -41,8 +39,6 @@ def arguments():
 
 def main():
     args = arguments()
-    from importlib import metadata
-
     # Without this, transposed weight-gradient products of equal programs may take paths that differ by up to 2.7 times.
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_experimental_ynn_fusion_type="
     import zerojax
@@ -50,6 +46,7 @@ def main():
     zerojax.simulate_devices(args.devices)
     import gpt
     import numpy as np
+    import plain
     from rich.console import Console
 
     config = gpt.Config(
@@ -58,11 +55,11 @@ def main():
     batch = {"tokens": np.random.default_rng(0).integers(0, 256, (args.rows, args.seq + 1), np.int32)}
     forms = {
         "zero3": ours(3, config, args.prefetch),
-        "constrained": plain("constrained", config),
-        "inferred": plain("inferred", config),
+        "constrained": plain.whole_model("constrained", config),
+        "inferred": plain.whole_model("inferred", config),
     }
     if args.rounds:
-        forms |= {"zero0": ours(0, config, args.prefetch), "replicated": plain("replicated", config)}
+        forms |= {"zero0": ours(0, config, args.prefetch), "replicated": plain.whole_model("replicated", config)}
     runs = {name: Run(*form, batch, args.unrolled) for name, form in forms.items()}
     told = Console(stderr=True, highlight=False)  # lines, since a spinner would take the time that is measured
     for i in range(args.compiles):
@@ -79,12 +76,12 @@ def main():
     if args.rounds:
         pairs.append(("replicated_", runs["zero0"], runs["replicated"]))
     result = {
-        **{key: value for prefix, mine, plain in pairs for key, value in compare(prefix, mine, plain).items()},
+        **{key: value for prefix, mine, theirs in pairs for key, value in compare(prefix, mine, theirs).items()},
         "compile_ratio": ratio(runs["zero3"].compile_s, runs[fastest(lambda run: run.compile_s)].compile_s),
         "plain": sharded,
         "forms": {name: run.summary() for name, run in runs.items()},
         "shapes": {**{k: v for k, v in vars(args).items() if k != "json"}, "vocab": 256},
-        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "zerojax")},
+        "versions": versions(),
         "device": f"{args.devices} simulated devices, {os.cpu_count()} cores",
     }
     if args.rounds:
@@ -92,22 +89,12 @@ def main():
     print(json.dumps(result)) if args.json else table(result)
 
 
-def rotated(names, by):
-    by %= len(names)
-    return names[by:] + names[:by]
-
-
-def ratio(ours, theirs):
-    """Median of paired ratios; None where nothing was run."""
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True)) if ours else None
-
-
-def compare(prefix, mine, plain):
+def compare(prefix, mine, theirs):
     return {
-        f"{prefix}ratio": ratio(mine.wall, plain.wall),
-        f"{prefix}cpu_ratio": ratio(mine.cpu, plain.cpu),
-        f"{prefix}peak_ratio": mine.peak_bytes / plain.peak_bytes,
-        f"{prefix}flops_ratio": mine.flops / plain.flops if mine.flops else None,
+        f"{prefix}ratio": ratio(mine.wall, theirs.wall),
+        f"{prefix}cpu_ratio": ratio(mine.cpu, theirs.cpu),
+        f"{prefix}peak_ratio": mine.peak_bytes / theirs.peak_bytes,
+        f"{prefix}flops_ratio": mine.flops / theirs.flops if mine.flops else None,
     }
 
 
@@ -162,59 +149,6 @@ def ours(stage, config, prefetch):
     zero = zerojax.Zero(zerojax.make_mesh(), stage=stage)
     state = zero.init(gpt.create(config), optax.adamw(1e-3))
     return state, zero.train_step(gpt.loss, prefetch=prefetch).lower
-
-
-def plain(form, config):
-    """What one writes without zerojax. Returns (state, lower(state, batch))."""
-    import gpt
-    import jax
-    import optax
-    from flax import nnx
-    from jax.sharding import AxisType, NamedSharding, PartitionSpec
-
-    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-    tx = optax.adamw(1e-3)
-    shard = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
-
-    def init():
-        graph, params = nnx.split(gpt.GPT(config, nnx.Rngs(jax.random.fold_in(jax.random.key(0), 0))), nnx.Param)
-        return params, tx.init(params), graph
-
-    holder = {}
-
-    def arrays():
-        params, opt_state, holder["graph"] = init()
-        return params, opt_state
-
-    def place(a):
-        stacked = config.scan and a.ndim > 1 and a.shape[0] == config.layers
-        dims = [d for d in range(int(stacked), a.ndim) if a.shape[d] % mesh.size == 0]
-        if form == "replicated" or not dims:
-            return shard()
-        dim = max(dims, key=lambda d: a.shape[d])
-        return shard(*[None] * dim, "data")
-
-    shardings = jax.tree.map(place, jax.eval_shape(arrays))
-    state = jax.jit(arrays, out_shardings=shardings)()
-
-    def step(state, batch):
-        params, opt_state = state
-
-        def loss(params):
-            if form == "constrained":
-                params = jax.lax.with_sharding_constraint(params, jax.tree.map(lambda _: shard(), params))
-            return gpt.loss(nnx.merge(holder["graph"], params), batch)
-
-        value, grads = jax.value_and_grad(loss)(params)
-        grads = jax.lax.with_sharding_constraint(grads, shardings[0])
-        norm = optax.tree.norm(grads)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        return (params, opt_state), {"loss": value, "grad_norm": norm, "param_norm": optax.tree.norm(params)}
-
-    out_shardings = (shardings, {name: shard() for name in ("loss", "grad_norm", "param_norm")})
-    jitted = jax.jit(step, donate_argnums=0, in_shardings=(shardings, shard("data")), out_shardings=out_shardings)
-    return state, jitted.lower
 
 
 def table(result):

@@ -1,0 +1,125 @@
+"""The training step of gpt.py as one writes it without zerojax: `jit`, `NamedSharding` and Optax alone."""
+
+import gpt
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+
+def initial(config, tx, holder):
+    """`init() -> (params, opt_state)` with the values of `Zero.init`. It leaves the module's graph in `holder`."""
+
+    def init():
+        rngs = nnx.Rngs(jax.random.fold_in(jax.random.key(0), 0))
+        holder["graph"], params = nnx.split(gpt.GPT(config, rngs), nnx.Param)
+        return params, tx.init(params)
+
+    return init
+
+
+def divisible_dims(a, config, num_devices):
+    """The dims of a leaf that can be sharded: never that of the layers of a stack."""
+    stacked = config.scan and a.ndim > 1 and a.shape[0] == config.layers
+    return [d for d in range(int(stacked), a.ndim) if a.shape[d] % num_devices == 0]
+
+
+def layer_by_layer(form, config, keep, devices):
+    """The strongest form that we know ("plain"), or with nothing sharded: each layer is gathered by itself.
+
+    Returns jitted `init() -> state` and `step(state, batch) -> (state, metrics)`; and the sharding of the batch.
+    """
+    mesh = Mesh(np.array(devices), ("data",))
+    tx = optax.adamw(1e-3)
+    shard = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
+    holder = {}
+    init = initial(config, tx, holder)
+
+    def place(a):
+        dims = divisible_dims(a, config, mesh.size)
+        if form != "plain" or not dims:
+            return shard()
+        return shard(*[None] * dims[0], "data")
+
+    shardings = jax.tree.map(place, jax.eval_shape(init))
+    full = lambda tree: jax.lax.with_sharding_constraint(tree, jax.tree.map(lambda _: shard(), tree))
+    remat = {
+        "nothing": jax.checkpoint,
+        "offload": jax.checkpoint,
+        "dots": lambda fn: jax.checkpoint(fn, policy=jax.checkpoint_policies.dots_saveable),
+        "everything": lambda fn: fn,
+    }[keep]
+
+    def loss(params, batch):
+        model = nnx.merge(holder["graph"], params)
+        blocks = [model.blocks] if config.scan else model.blocks
+        split = [nnx.split(block) for block in blocks]
+
+        @remat
+        def layer(x_BSD, weights):
+            return jax.lax.with_sharding_constraint(nnx.merge(split[0][0], full(weights))(x_BSD), shard("data")), None
+
+        embed, head = (nnx.merge(graph, full(state)) for graph, state in map(nnx.split, (model.embed, model.head)))
+        x_BSD = jax.lax.with_sharding_constraint(embed(batch["tokens"][:, :-1]), shard("data"))
+        for _, weights in split:
+            x_BSD, _ = jax.lax.scan(layer, x_BSD, weights) if config.scan else layer(x_BSD, weights)
+        return gpt.cross_entropy(head(x_BSD), batch["tokens"][:, 1:])
+
+    def step(state, batch):
+        params, opt_state = state
+        cast = jax.lax.with_sharding_constraint(jax.tree.map(lambda a: a.astype(jnp.bfloat16), params), shardings[0])
+        value, grads = jax.value_and_grad(loss)(cast, batch)
+        grads = jax.lax.with_sharding_constraint(grads, shardings[0])
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        metrics = {"loss": value, "grad_norm": optax.tree.norm(grads), "param_norm": optax.tree.norm(params)}
+        return (params, opt_state), metrics
+
+    out_shardings = (shardings, {name: shard() for name in ("loss", "grad_norm", "param_norm")})
+    step = jax.jit(step, donate_argnums=0, out_shardings=out_shardings)
+    return jax.jit(init, out_shardings=shardings), step, shard("data")
+
+
+def whole_model(form, config):
+    """All leaves are gathered at once ("constrained"), as the compiler likes ("inferred"), or never ("replicated").
+
+    Returns (state, lower(state, batch)).
+    """
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    tx = optax.adamw(1e-3)
+    shard = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
+
+    holder = {}
+    init = initial(config, tx, holder)
+
+    def place(a):
+        dims = divisible_dims(a, config, mesh.size)
+        if form == "replicated" or not dims:
+            return shard()
+        dim = max(dims, key=lambda d: a.shape[d])
+        return shard(*[None] * dim, "data")
+
+    shardings = jax.tree.map(place, jax.eval_shape(init))
+    state = jax.jit(init, out_shardings=shardings)()
+
+    def step(state, batch):
+        params, opt_state = state
+
+        def loss(params):
+            if form == "constrained":
+                params = jax.lax.with_sharding_constraint(params, jax.tree.map(lambda _: shard(), params))
+            return gpt.loss(nnx.merge(holder["graph"], params), batch)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        grads = jax.lax.with_sharding_constraint(grads, shardings[0])
+        norm = optax.tree.norm(grads)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        return (params, opt_state), {"loss": value, "grad_norm": norm, "param_norm": optax.tree.norm(params)}
+
+    out_shardings = (shardings, {name: shard() for name in ("loss", "grad_norm", "param_norm")})
+    jitted = jax.jit(step, donate_argnums=0, in_shardings=(shardings, shard("data")), out_shardings=out_shardings)
+    return state, jitted.lower
