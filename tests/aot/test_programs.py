@@ -442,5 +442,5 @@ def test_two_processes_describe_tpus_at_once():
     targets.devices("v5e:2x4")
     environ = {name: value for name, value in os.environ.items() if name != "ALLOW_MULTIPLE_LIBTPU_LOAD"}
     code = "from zerojax import targets; print(len(targets.devices('v5e:2x4')))"
-    ended = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, "-P", "-c", code], env=environ, capture_output=True, text=True)
     assert ended.stdout.strip() == "8", ended.stderr[-3000:]

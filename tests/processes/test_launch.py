@@ -29,7 +29,7 @@ def joined(count, *args, **settings):
 
 
 def python(text):
-    return [sys.executable, "-c", text]
+    return [sys.executable, "-P", "-c", text]  # -P: not the package in the current directory
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -226,7 +226,7 @@ def test_launch_says_who_printed_a_line(capfd):
 def test_launch_forwards_signals(number):
     child = "import signal, time; [signal.signal(n, lambda n, _: exit(n)) for n in (2, 15)]; print(1); time.sleep(60)"
     text = "import sys; from zerojax.processes.launch import launch; "
-    text += f"sys.exit(launch([sys.executable, '-c', {child!r}], 2))"
+    text += f"sys.exit(launch([sys.executable, '-P', '-c', {child!r}], 2))"
     launcher = subprocess.Popen(python(text), stdout=subprocess.PIPE, text=True)
     assert sorted(launcher.stdout.readline() for _ in range(2)) == ["[0] 1\n", "[1] 1\n"]
     launcher.send_signal(number)
