@@ -1,54 +1,74 @@
-"""The README: its code runs, and its tree of the source names every module. Every public name has a docstring."""
+"""The documents: their code runs, their links lead somewhere, their table of modules is that of the source, whose imports
+point downwards. Every public name has a docstring."""
 
 import inspect
 import re
+import runpy
 
 import pytest
 from support.paths import REPO
 
 import zerojax
 
-README = (REPO / "README.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+LINKED = [*PAGES, REPO / "CONTRIBUTING.md", REPO / "CHANGELOG.md", REPO / "examples" / "launch" / "README.md"]
+MODULES = runpy.run_path(str(REPO / "scripts" / "modules.py"))
 
 
-def heading_above(block):
-    return re.findall(r"^#+ (.*)$", README[: README.index(block)], re.MULTILINE)[-1]
+def blocks():
+    """Each block of Python code, with its page and first line; those for described devices need a compiler."""
+    for page in PAGES:
+        text = page.read_text()
+        for match in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            line, code = text[: match.start(1)].count("\n"), match[1]
+            title = re.findall(r"^#+ (.*)$", text[: match.start()], re.MULTILINE)[-1]
+            marks = [pytest.mark.aot] if "targets.devices(" in code else []
+            yield pytest.param(page, line, code, id=f"{page.name}: {title}, line {line}", marks=marks)
 
 
-def test_there_is_code_for_each_way_in():
-    names = ["A Flax NNX model", "A Flax Linen model", "The low level", "A large vocabulary", "Checkpoints",
-             "Training runs", "Tensor parallelism"]  # fmt: skip
-    assert [heading_above(block) for block in BLOCKS] == names
-
-
-@pytest.mark.parametrize("block", BLOCKS, ids=heading_above)
-def test_code_runs_on_its_own(block, capsys):
-    before = README[: README.index(block)].count("\n")
-    exec(compile("\n" * before + block, REPO / "README.md", "exec"), {"__name__": "readme"})
+@pytest.mark.parametrize(("page", "line", "code"), list(blocks()))
+def test_code_runs_on_its_own(page, line, code, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    exec(compile("\n" * line + code, page, "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out
 
 
-TREE = re.findall(r"^  ([\w/]+)\.py ", README, re.MULTILINE)
+def anchors(page):
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
-def test_the_source_tree_names_every_module():
-    paths = [path.relative_to(REPO / "zerojax") for path in (REPO / "zerojax").rglob("*.py")]
-    assert sorted(TREE) == sorted(str(path.with_suffix("")) for path in paths if path.name != "__init__.py")
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(REPO)))
+def test_links_lead_somewhere(page):
+    for link in re.findall(r"\]\((?!https?:)([^)]*)\)", page.read_text()):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists() and (not anchor or anchor in anchors(target)), link
 
 
-def imported(source):
-    """The modules that a module imports, as the tree names them."""
-    for package, names in re.findall(r"^from zerojax([\w.]*) import (.*)", source, re.MULTILINE):
-        path = package.lstrip(".").replace(".", "/")
-        modules = [f"{path}/{name.split(' as ')[0].strip()}".lstrip("/") for name in names.split(",")]
-        yield from [path] if path in TREE else modules
+def test_the_readme_is_short_and_links_to_every_page():
+    text = (REPO / "README.md").read_text()
+    assert text.count("\n") <= 300
+    assert {page.name for page in PAGES[1:]} <= set(re.findall(r"\(docs/(\w+\.md)\)", text))
 
 
-def test_the_source_tree_is_in_the_order_of_imports():
-    for i, name in enumerate(TREE):
-        modules = set(imported((REPO / "zerojax" / f"{name}.py").read_text()))
-        assert modules <= set(TREE[:i]), f"{name} imports {modules - set(TREE[:i])}, which the README lists later"
+def test_tests_that_are_named_exist():
+    named = set(re.findall(r"test_\w+\.py", (REPO / "docs" / "what_is_checked.md").read_text()))
+    assert named <= {path.name for path in (REPO / "tests").rglob("test_*.py")}
+
+
+def test_the_table_of_modules_is_up_to_date():
+    assert MODULES["page"]() == MODULES["PAGE"].read_text(), "run: python scripts/modules.py --write"
+
+
+def test_every_module_has_a_place_in_the_architecture():
+    assert {MODULES["top"](module) for module in MODULES["modules"]()} <= set(MODULES["ORDER"])
+
+
+@pytest.mark.parametrize("module", MODULES["modules"]())
+def test_imports_point_downwards(module):
+    rank, known = MODULES["rank"], MODULES["modules"]()
+    assert [name for name, _ in MODULES["imports"](module, known) if rank(name) > rank(module)] == []
 
 
 @pytest.mark.parametrize("name", zerojax.__all__)
