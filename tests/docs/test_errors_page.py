@@ -52,18 +52,18 @@ def four_steps(directory):
     return directory
 
 
-@shows("A leaf that is missing, a leaf too many")
+@shows("A missing leaf and an unexpected leaf")
 def _(tmp_path):
     resume(four_steps(tmp_path), renamed, optax.sgd(0.1), new_optimizer=True)
 
 
-@shows("Another shape")
+@shows("A different shape")
 def _(tmp_path):
     train_a_while(setting(), tmp_path, 4, tx=optax.sgd(0.1))
     resume(tmp_path, lambda key: create(key, 2 * WIDTH), optax.sgd(0.1))
 
 
-@shows("Another dtype")
+@shows("A different dtype")
 def _(tmp_path):
     only_odd = lambda key: {"odd": create(key)["odd"]}
     zero = setting()
@@ -75,19 +75,19 @@ def _(tmp_path):
         checkpoints.restore(zero.init(only_odd, optax.sgd(0.1)), 0)
 
 
-@shows("Another optimizer")
+@shows("A different optimizer")
 def _(tmp_path):
     resume(four_steps(tmp_path), tx=optax.sgd(0.1, momentum=0.9))
 
 
-@shows("A newer version")
+@shows("A checkpoint of a newer version")
 def _(tmp_path):
     newer = lambda text: text.replace('"format": 1', '"format": 2').replace('"zerojax": "0.1.0"', '"zerojax": "9.0"')
     change_manifest(four_steps(tmp_path), newer)
     resume(tmp_path)
 
 
-@shows("An array that is not what was saved")
+@shows("A damaged array")
 def _(tmp_path):
     digest = store.read_manifest(four_steps(tmp_path), 4).leaves["params/odd"].digest
     change_manifest(tmp_path, lambda text: resigned(text.replace(digest, "0" * len(digest))))
@@ -100,13 +100,13 @@ def resigned(text):
     return json.dumps(signed(told))
 
 
-@shows("A manifest that cannot be read")
+@shows("A damaged manifest")
 def _(tmp_path):
     change_manifest(four_steps(tmp_path), lambda text: text[:-5])
     resume(tmp_path)
 
 
-@shows("No step is whole")
+@shows("No intact step")
 def _(tmp_path):
     for step in 2, 4:
         (four_steps(tmp_path) / f"step_{step}" / "commit_success.txt").unlink()
@@ -115,14 +115,14 @@ def _(tmp_path):
         checkpoints.resume(zero.init(create, adam()))
 
 
-@shows("A state that is not finite")
+@shows("A state with a NaN or an infinity")
 def _(tmp_path):
     zero = setting()
     with zero.checkpoints(tmp_path) as checkpoints:
         checkpoints.save(zero.init(lambda key: jax.tree.map(lambda a: a * np.nan, create(key)), adam()))
 
 
-@shows("Where the data is, not as JSON")
+@shows("A data iterator whose state is not JSON")
 def _(tmp_path):
     zero = setting()
     with zero.checkpoints(tmp_path) as checkpoints:
@@ -135,17 +135,17 @@ def step(batch=None, create_model=create, **options):
     zero.train_step(loss).trace(state, batch)
 
 
-@shows("A stage that is none")
+@shows("An unknown stage")
 def _(tmp_path):
     step(stage=4)
 
 
-@shows("An axis that the mesh does not have")
+@shows("A missing mesh axis")
 def _(tmp_path):
     step(shard_axes=("fsdp",))
 
 
-@shows("A batch that does not divide")
+@shows("A batch that cannot be divided")
 def _(tmp_path):
     step({"x": np.ones((12, WIDTH), np.float32)})
 
@@ -165,7 +165,7 @@ def _(tmp_path):
     step(create_model=dict)
 
 
-@shows("A leaf that is no array")
+@shows("A leaf that is not an array")
 def _(tmp_path):
     step(create_model=lambda key: create(key) | {"activation": "relu"})
 
@@ -175,7 +175,7 @@ def _(tmp_path):
     agree({"layers": {1, 2}})
 
 
-@shows("No memory left on a device")
+@shows("Out of device memory")
 def _(tmp_path):
     """What JAX raises is planted."""
     error = RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 23.10GiB.\nand more")
@@ -183,25 +183,25 @@ def _(tmp_path):
     raise explained(setting(2).setup, memory, 1, 1, error)
 
 
-@shows("A version that was not tested")
+@shows("An unsupported version")
 def _(tmp_path):
     versions.check({"jax": "0.10.1"})
 
 
-@shows("A header that promises more than there is")
+@shows("A file that is shorter than its header says")
 def _(tmp_path):
     header = json.dumps({"w": {"dtype": "F32", "shape": [2**20, 2**20], "data_offsets": [0, 2**42]}}).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"1234")
     Reader(tmp_path)
 
 
-@shows("A header that is longer than the file")
+@shows("A header that is longer than its file")
 def _(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 2**40) + b"{}")
     Reader(tmp_path)
 
 
-@shows("An index that leads out of its folder")
+@shows("An index that points outside its folder")
 def _(tmp_path):
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"w": "../../etc/passwd"}}))
     Reader(tmp_path)
@@ -225,4 +225,4 @@ def test_all_that_is_shown_is_raised_here():
 
 def test_every_error_says_how_to_go_on():
     without = {title for title, text in SHOWN.items() if "fix:" not in text and "allows it" not in text}
-    assert without == {"Another shape"}
+    assert without == {"A different shape"}
