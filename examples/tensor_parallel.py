@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import zerojax
 
-ANNOTATIONS = {  # dim 0 of the blocks' leaves counts layers
+PARTITION_SPECS = {  # dim 0 of the blocks' leaves counts layers
     "blocks/qkv/kernel": P(None, None, None, "model", None),  # layers, width, qkv, heads, head
     "blocks/out/kernel": P(None, "model", None),
     "blocks/up/kernel": P(None, None, "model"),
@@ -28,7 +28,7 @@ ANNOTATIONS = {  # dim 0 of the blocks' leaves counts layers
 
 
 def train(mesh: jax.sharding.Mesh, steps: int) -> list[float]:
-    zero = zerojax.Zero(mesh, stage=3, annotations=ANNOTATIONS)
+    zero = zerojax.Zero(mesh, stage=3, partition_specs=PARTITION_SPECS)
     state = zero.init(GPT, optax.adamw(1e-3, b2=0.95), seed=0)
     step = zero.train_step(loss_fn, clip_norm=1.0)
     kernel = state.params["blocks"]["up"]["kernel"]

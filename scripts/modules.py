@@ -3,8 +3,8 @@
     python scripts/modules.py            # prints the table
     python scripts/modules.py --write    # rewrites it in docs/modules.md
 
-Modules and folders at the top level are in the order of `ORDER`; those that it does not list come last. Within a folder,
-modules are in the order of their imports.
+Modules and folders at the top level are in the order of `ORDER`; those that it does not list come last. Modules of a
+folder are in the order of their imports.
 """
 
 import argparse
@@ -58,7 +58,7 @@ def imports(module: str, known: Iterable[str]) -> Iterator[tuple[str, bool]]:
 def in_order() -> list[str]:
     """All modules: folders in the order of the architecture, and in each folder those that are imported first."""
     known = modules()
-    sorter = graphlib.TopologicalSorter({module: () for module in known})
+    sorter = graphlib.TopologicalSorter(dict.fromkeys(known, ()))
     for module in known:
         wanted = {name for name, at_the_top in imports(module, known) if at_the_top}
         sorter.add(module, *(name for name in wanted if name in known and top(name) == top(module)))

@@ -1,10 +1,13 @@
-"""ZeRO for JAX: model states sharded over the data axes of a mesh, for Flax and Optax scripts as they are."""
+"""ZeRO for JAX: model states sharded over the data axes of a mesh, for unmodified Flax and Optax training scripts."""
 
 from zerojax.versions import __version__  # first: refuses unsupported versions before anything else is imported
 
 # isort: split
-from zerojax.audit.audit import audit
-from zerojax.audit.expectation import Promise
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from zerojax.audit.audit import audit_step
+from zerojax.audit.expectation import Expectation
 from zerojax.audit.findings import Audit, Finding, Verdict
 from zerojax.losses import chunked_cross_entropy
 from zerojax.processes import initialize
@@ -14,25 +17,55 @@ from zerojax.sharding.precision import Precision
 from zerojax.step.models import Weighted
 from zerojax.step.state import TrainState
 from zerojax.training import fit
-from zerojax.transform.remat import Keep
+from zerojax.transform.remat import Remat
 from zerojax.zero import Zero
+
+if TYPE_CHECKING:
+    from zerojax import checkpoints, exchange, plan, processes
+    from zerojax.analysis import targets
 
 __all__ = [
     "Audit",
+    "Expectation",
     "Explanation",
     "Finding",
-    "Keep",
     "Precision",
-    "Promise",
+    "Remat",
     "TrainState",
     "Verdict",
     "Weighted",
     "Zero",
     "__version__",
-    "audit",
+    "audit_step",
+    "checkpoints",
     "chunked_cross_entropy",
+    "exchange",
     "fit",
     "initialize",
     "make_mesh",
+    "plan",
+    "processes",
     "simulate_devices",
+    "targets",
 ]
+
+# Imported when they are first used: Orbax alone takes a second.
+_MODULES = {
+    "checkpoints": "zerojax.checkpoints",
+    "exchange": "zerojax.exchange",
+    "plan": "zerojax.plan",
+    "processes": "zerojax.processes",
+    "targets": "zerojax.analysis.targets",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'zerojax' has no attribute {name!r}")
+    module = importlib.import_module(_MODULES[name])
+    globals()[name] = module
+    return module
+
+
+def __dir__() -> list[str]:
+    return __all__

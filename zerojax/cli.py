@@ -27,7 +27,7 @@ def main() -> None:
 @click.option("--precision", default="bf16", show_default=True)
 @click.option("--rows", type=click.IntRange(1), help="Rows on a device in a microbatch.  [default: the model's]")
 @click.option("--microbatches", "num_microbatches", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--keep", default="nothing", show_default=True, help="everything, dots, nothing, or offload.")
+@click.option("--remat", default="full", show_default=True, help="none, dots, full, or offload.")
 @click.option("--prefetch", type=click.IntRange(0), default=1, show_default=True)
 @click.option("--bucket-mib", type=click.IntRange(1), help="Limit of what one collective moves.")
 @click.option("--replica", type=click.IntRange(1), default=1, show_default=True, help="Size of the replica axis.")
@@ -159,7 +159,7 @@ def doctor(checkpoints: Path | None) -> None:
 
     checks = doctor.diagnose(checkpoints)
     _print(doctor.table(checks))
-    raise SystemExit(1 if any(each.verdict is doctor.Verdict.WRONG for each in checks) else 0)
+    raise SystemExit(1 if any(each.status is doctor.Status.WRONG for each in checks) else 0)
 
 
 @main.group()
@@ -235,7 +235,7 @@ def export(
     """Write the parameters of a step into FOLDER as safetensors files."""
     from zerojax.exchange import names, parameters
 
-    with _told():
+    with _without_traceback():
         found = names.mapping(mapping) if mapping else None
         newest = _manifest(directory, step).step
         given = {"mapping": found, "max_file_bytes": int(max_file_gib * 2**30), **options}
@@ -262,7 +262,7 @@ def import_files(directory: Path, files: Path, what: str, precision: str, mappin
     from zerojax.exchange import names, parameters
     from zerojax.plan.planner import find_job
 
-    with _told():
+    with _without_traceback():
         if there := store.folders(directory.absolute()):
             raise click.ClickException(f"{directory} has steps already: {', '.join(map(str, there))}")
         found = names.mapping(mapping) if mapping else None
@@ -278,7 +278,7 @@ def import_files(directory: Path, files: Path, what: str, precision: str, mappin
 def _manifest(directory: Path, step: int | None) -> Any:
     from zerojax.checkpoints import store
 
-    with _told():
+    with _without_traceback():
         found = store.steps(directory.absolute())
         if not found or (step is not None and step not in store.folders(directory.absolute())):
             wanted = "no step" if step is None else f"no step {step}"
@@ -287,7 +287,7 @@ def _manifest(directory: Path, step: int | None) -> Any:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _without_traceback() -> Iterator[None]:
     """What is wrong with the input, without a traceback."""
     from zerojax.checkpoints import CheckpointCorrupted, CheckpointMismatch
 

@@ -20,11 +20,11 @@ from zerojax.processes.detect import detect
 from zerojax.versions import TESTED, check
 
 
-class Verdict(enum.Enum):
-    """Of a check: fine, told because it may matter, or wrong."""
+class Status(enum.Enum):
+    """The status of a check: fine, for information, or wrong."""
 
     OK = "ok"
-    TOLD = "told"
+    INFO = "info"
     WRONG = "wrong"
 
 
@@ -32,7 +32,7 @@ class Check(NamedTuple):
     """What was looked at, what was found, and what to do if it is wrong."""
 
     name: str
-    verdict: Verdict
+    status: Status
     found: str
     fix: str = ""
 
@@ -62,13 +62,13 @@ def _versions() -> Iterator[Check]:
     installed = {
         name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
     }
-    told = f"Python {platform.python_version()}, " + ", ".join(map(" ".join, installed.items()))
+    text = f"Python {platform.python_version()}, " + ", ".join(map(" ".join, installed.items()))
     try:
         check({name: installed[name] for name in TESTED})
     except ImportError as error:
-        yield Check("versions", Verdict.WRONG, told, str(error).splitlines()[-1].removeprefix("  fix:").strip())
+        yield Check("versions", Status.WRONG, text, str(error).splitlines()[-1].removeprefix("  fix:").strip())
     else:
-        yield Check("versions", Verdict.OK, told)
+        yield Check("versions", Status.OK, text)
 
 
 # What drivers make for their devices, and the package that JAX reaches them with.
@@ -81,30 +81,30 @@ _ACCELERATORS = {
 def _devices(environ: Mapping[str, str], find: Callable[[str], list[str]] = glob.glob) -> Iterator[Check]:
     """A CPU where there is an accelerator is wrong, unless somebody asked for it."""
     devices = jax.devices()
-    told = f"{len(devices)} of {devices[0].device_kind!r} ({devices[0].platform})"
+    text = f"{len(devices)} of {devices[0].device_kind!r} ({devices[0].platform})"
     files = {kind: [file for p in patterns for file in find(p)] for kind, (patterns, _) in _ACCELERATORS.items()}
     there = [(kind, found[0]) for kind, found in files.items() if found]
     if devices[0].platform != "cpu" or not there:
-        yield Check("devices", Verdict.OK if devices[0].platform != "cpu" else Verdict.TOLD, told)
+        yield Check("devices", Status.OK if devices[0].platform != "cpu" else Status.INFO, text)
     elif "cpu" in environ.get("JAX_PLATFORMS", ""):
-        yield Check("devices", Verdict.TOLD, f"{told}, as JAX_PLATFORMS={environ['JAX_PLATFORMS']} says")
+        yield Check("devices", Status.INFO, f"{text}, as JAX_PLATFORMS={environ['JAX_PLATFORMS']} says")
     else:
         kind, file = there[0]
         fix = f"{_ACCELERATORS[kind][1]}; python -c 'import jax; jax.devices({kind!r})' tells why"
-        yield Check("devices", Verdict.WRONG, f"{told}, though there is {file}", fix)
+        yield Check("devices", Status.WRONG, f"{text}, though there is {file}", fix)
 
 
 def _memory() -> Iterator[Check]:
     device = jax.devices()[0]
     kinds = sorted(memory.kind for memory in device.addressable_memories())
     offload = "pinned_host" in kinds
-    yield Check("memory kinds", Verdict.OK if offload else Verdict.TOLD, ", ".join(kinds))
+    yield Check("memory kinds", Status.OK if offload else Status.INFO, ", ".join(kinds))
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
-        yield Check("device memory", Verdict.OK, f"{stats['bytes_limit'] / 2**30:.1f} GiB for a program")
+        yield Check("device memory", Status.OK, f"{stats['bytes_limit'] / 2**30:.1f} GiB for a program")
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    yield Check("host memory", Verdict.OK, f"{available / 2**30:.1f} GiB free of {total / 2**30:.1f}")
+    yield Check("host memory", Status.OK, f"{available / 2**30:.1f} GiB free of {total / 2**30:.1f}")
 
 
 def _directory(directory: Path | None) -> Iterator[Check]:
@@ -116,10 +116,10 @@ def _directory(directory: Path | None) -> Iterator[Check]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         fix = "rights to write there, on a file system with locks"
-        yield Check("checkpoints", Verdict.WRONG, f"{directory}: {error.strerror}", fix)
+        yield Check("checkpoints", Status.WRONG, f"{directory}: {error.strerror}", fix)
         return
     free = shutil.disk_usage(where).free / 2**30
-    yield Check("checkpoints", Verdict.OK, f"{directory}: {file_system(where)}, {free:,.1f} GiB free")
+    yield Check("checkpoints", Status.OK, f"{directory}: {file_system(where)}, {free:,.1f} GiB free")
 
 
 def _existing(path: Path) -> Path:
@@ -143,21 +143,21 @@ def _processes(environ: Mapping[str, str]) -> Iterator[Check]:
         found = detect(environ)
     except ValueError as error:
         what, got, fix, *_ = [*str(error).split("\n"), "", ""]
-        told = f"{what.removeprefix('processes: ')} ({got.removeprefix('  got:').strip()})"
-        yield Check("processes", Verdict.WRONG, told, fix.removeprefix("  fix:").strip())
+        text = f"{what.removeprefix('processes: ')} ({got.removeprefix('  got:').strip()})"
+        yield Check("processes", Status.WRONG, text, fix.removeprefix("  fix:").strip())
         return
     if found is None:
-        yield Check("processes", Verdict.OK, "one alone")
+        yield Check("processes", Status.OK, "one alone")
     else:
         at = f", process 0 is {found.coordinator}" if found.coordinator else ""
-        yield Check("processes", Verdict.OK, f"{found.found}: process {found.index} of {found.count}{at}")
+        yield Check("processes", Status.OK, f"{found.found}: process {found.index} of {found.count}{at}")
 
 
 def _compilers() -> Iterator[Check]:
     for extra, package in (("plan-gpu", "jax_plugins.xla_cuda13"), ("plan-tpu", "libtpu")):
         there = _has(package)
-        told = "installed" if there else f"not installed; zerojax plan --compile needs zerojax[{extra}]"
-        yield Check(f"compiler, {extra}", Verdict.OK if there else Verdict.TOLD, told)
+        text = "installed" if there else f"not installed; zerojax plan --compile needs zerojax[{extra}]"
+        yield Check(f"compiler, {extra}", Status.OK if there else Status.INFO, text)
 
 
 def _has(package: str) -> bool:
@@ -175,8 +175,8 @@ def table(checks: list[Check]) -> Any:
     shown = Table(show_header=False, box=None, pad_edge=False)
     for _ in range(3):
         shown.add_column(overflow="fold")
-    colours = {Verdict.OK: "green", Verdict.TOLD: "dim", Verdict.WRONG: "bold red"}
+    colours = {Status.OK: "green", Status.INFO: "dim", Status.WRONG: "bold red"}
     for each in checks:
-        told = each.found + (f"\nfix: {each.fix}" if each.fix else "")
-        shown.add_row(Text(each.verdict.value, style=colours[each.verdict]), each.name, Text(told))
+        text = each.found + (f"\nfix: {each.fix}" if each.fix else "")
+        shown.add_row(Text(each.status.value, style=colours[each.status]), each.name, Text(text))
     return shown

@@ -18,17 +18,17 @@ from zerojax.sharding import placement
 from zerojax.sharding.mesh import data_axes
 from zerojax.sharding.placement import Overrides
 from zerojax.sharding.precision import Precision, resolve
-from zerojax.step import config, models, state as states
-from zerojax.step.config import Setup
+from zerojax.sharding.stages import Stage
+from zerojax.step import config as configs, models, state as states
+from zerojax.step.config import ZeroConfig
 from zerojax.step.gradient import gradient_program, gradients
+from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition, TrainState
 from zerojax.train_step import Step, TrainStep
-from zerojax.transform.remat import Rules, Setting
+from zerojax.transform.remat import RematRules, Setting
 
 if TYPE_CHECKING:
     from zerojax.checkpoints import Checkpoints
-
-_WIDEST_ELEMENT_BYTES = 8
 
 
 class Zero:
@@ -47,8 +47,9 @@ class Zero:
         frozen: globs of leaves that are not trained: no gradient, no optimizer state, no reduce-scatter.
         units: globs on leading parts of paths; the leaves below each match are gathered together. By default a unit
             ends at the first numbered component of the path.
-        annotations: glob on leaf paths -> PartitionSpec over other axes ('model'), which ZeRO leaves to the compiler.
-            By default a leaf's spec is what its Flax metadata says, under the logical axis rules in force at `init`.
+        partition_specs: glob on leaf paths -> PartitionSpec over other axes ('model'), which ZeRO leaves to the
+            compiler. By default a leaf's spec is what its Flax metadata says, under the logical axis rules in force at
+            `init`.
 
     Raises:
         ValueError: an unknown stage, precision or axis.
@@ -66,15 +67,14 @@ class Zero:
         stacked: Sequence[str] = (),
         frozen: Sequence[str] = (),
         units: Sequence[str] = (),
-        annotations: Mapping[str, PartitionSpec] | None = None,
+        partition_specs: Mapping[str, PartitionSpec] | None = None,
     ):
-        placement.check_stage(stage)
         if replica_axes is None:
             replica_axes = tuple(name for name in ("replica",) if name in mesh.axis_names)
         axes = data_axes(mesh, tuple(shard_axes), tuple(replica_axes))
-        self.setup = Setup(mesh, axes, stage, resolve(precision))
+        self.config = ZeroConfig(mesh, axes, Stage.of(stage), resolve(precision))
         self.overrides = Overrides(
-            dict(shard_dims or {}), tuple(stacked), tuple(frozen), tuple(units), dict(annotations or {})
+            dict(shard_dims or {}), tuple(stacked), tuple(frozen), tuple(units), dict(partition_specs or {})
         )
 
     def init(self, create_model: Callable[..., Any], tx: optax.GradientTransformation, seed: int = 0) -> TrainState:
@@ -98,10 +98,7 @@ class Zero:
         return self._build(create_model, tx, seed)[1]
 
     def _build(self, create_model: Any, tx: Any, seed: int) -> Any:
-        mesh, axes, stage, precision = self.setup
-        return states.build(
-            create_model, tx, seed, mesh=mesh, axes=axes, stage=stage, precision=precision, overrides=self.overrides
-        )
+        return states.build(self.config, self.overrides, create_model, tx, seed)
 
     def train_step(
         self,
@@ -109,7 +106,7 @@ class Zero:
         *,
         num_microbatches: int = 1,
         clip_norm: float | None = None,
-        keep: Setting | Mapping[str, Setting] = "everything",
+        remat: Setting | Mapping[str, Setting] = "none",
         prefetch: int = 1,
         bucket_bytes: int | None = None,
         audit: str = "off",
@@ -122,13 +119,14 @@ class Zero:
                 scalar or a `Weighted`. Linen collections that the loss changed are returned in the dict by name.
             num_microbatches: equal parts that each device's rows are processed in, one after the other.
             clip_norm: gradients are scaled to at most this global norm.
-            keep: which activations of a unit wait for its backward pass; the others are computed again from them and
-                from the unit's inputs. 'everything', 'nothing', 'dots', 'dots_with_no_batch_dims', a `Keep` (values by
-                name, on the device or in host memory), a policy of `jax.checkpoint_policies`, or a dict from globs on
-                units to these, of which the first that matches decides.
-            prefetch: units whose weights are gathered ahead of the one that computes, so that the wire is busy while
-                it does. At most prefetch + 1 units are gathered at any time, beside weights that every iteration of a
-                scan uses. With 0 each unit waits for its weights.
+            remat: which activations of a unit are saved for its backward pass; the others are recomputed from these and
+                from the unit's inputs. 'none' saves all of them and recomputes nothing, 'full' saves the inputs only,
+                'dots' and 'dots_with_no_batch_dims' also save matrix products. Else a `Remat` (values by name, on the
+                device or in host memory), a policy of `jax.checkpoint_policies`, or a dict from globs on units to
+                these, of which the first that matches is used.
+            prefetch: number of units whose weights are gathered ahead of the unit that computes, so that communication
+                and computation overlap. At most prefetch + 1 units are gathered at any time, in addition to weights
+                that every iteration of a scan uses. With 0 each unit waits for its weights.
             bucket_bytes: what one collective moves at most, in full form on the wire. Small leaves are fused up to it,
                 larger ones are moved in equal pieces, in a loop. Each collective waits for the one before, but the
                 first in a scan at stage 2 does not: there two may be under way. None, the default, moves leaves whole:
@@ -158,23 +156,20 @@ class Zero:
 
         Source: ZeRO, sections 5 and 7; 6.2 for `bucket_bytes` (C_B).
         """
-        if num_microbatches < 1:
-            raise ValueError(f"train_step: num_microbatches is {num_microbatches}\n  fix:      at least 1")
-        _check_prefetch(prefetch)
-        check_setting(audit)
-        setup = _in_buckets(self.setup, bucket_bytes)
-        return steps.train_step(setup, loss_fn, num_microbatches, clip_norm, Rules.of(keep), prefetch, audit)
+        settings = StepSettings(num_microbatches, clip_norm, RematRules.of(remat), prefetch, bucket_bytes)
+        return steps.train_step(self.config, loss_fn, settings.check(self.config.axes), check_setting(audit))
 
     def eval_step(self, loss_fn: Callable[..., Any], *, bucket_bytes: int | None = None) -> Step:
         """A jitted `step(state, batch) -> metrics` with the same gathering; nothing is changed."""
-        return steps.eval_step(_in_buckets(self.setup, bucket_bytes), loss_fn)
+        settings = StepSettings(bucket_bytes=bucket_bytes).check(self.config.axes)
+        return steps.eval_step(self.config, loss_fn, settings)
 
     def value_and_grad(
         self,
         loss_fn: Callable[..., Any],
         has_aux: bool = False,
         *,
-        keep: Setting | Mapping[str, Setting] = "everything",
+        remat: Setting | Mapping[str, Setting] = "none",
         prefetch: int = 1,
         bucket_bytes: int | None = None,
     ) -> Callable[..., Any]:
@@ -184,24 +179,22 @@ class Zero:
             loss_fn: `loss_fn(params, *args)` returns the mean loss over the rows of `args`, or a `Weighted`; with
                 `has_aux`, beside a dict of metrics.
             has_aux: as in JAX.
-            keep, prefetch, bucket_bytes: as in `train_step`.
+            remat, prefetch, bucket_bytes: as in `train_step`.
 
         Returns:
             `fn(params, *args) -> (loss, grads)` or `((loss, metrics), grads)`, to be called under `jit`. Parameters are
             placed by the stage (full below 3, shards at 3: see `shard`), args are split over the data axes in dim 0.
             Gradients are shards from stage 1 on, None at frozen leaves, in reduce_dtype.
         """
-
-        rules = Rules.of(keep)
-        _check_prefetch(prefetch)
-        setup = _in_buckets(self.setup, bucket_bytes)
+        settings = StepSettings(remat=RematRules.of(remat), prefetch=prefetch, bucket_bytes=bucket_bytes)
+        settings.check(self.config.axes)
 
         def fn(params: Any, *args: Any) -> Any:
-            config.check_batch(setup, args, 1)
+            configs.check_batch(self.config, args, 1)
             definition = self._definition(params)
-            program = gradient_program(setup, definition, lambda p, args: loss_fn(p, *args), 1, rules, prefetch)
+            program = gradient_program(self.config, definition, lambda p, args: loss_fn(p, *args), settings)
             inputs = (jax.tree.leaves(params), {}, args, jax.random.key(0), jnp.float32(1))
-            result = gradients(setup, program, definition, inputs)
+            result = gradients(program, inputs)
             grads = jax.tree.unflatten(definition.tree, result.grads)
             return ((result.loss, result.metrics), grads) if has_aux else (result.loss, grads)
 
@@ -210,15 +203,15 @@ class Zero:
     def shard(self, params: Any) -> Any:
         """Parameters that exist already, placed by the stage. For use with `value_and_grad`."""
         definition = self._definition(params)
-        specs = definition.specs(self.setup.axes, placement.shards_params(self.setup.stage))
-        return jax.device_put(params, placement.shardings(self.setup.mesh, specs))
+        specs = definition.specs(self.config.axes, self.config.stage.shards_params)
+        return jax.device_put(params, placement.shardings(self.config.mesh, specs))
 
     def shard_batch(self, batch: Any) -> Any:
         """Host arrays (each process: its own rows) as global arrays, split over the data axes in dim 0."""
-        return config.shard_batch(self.setup, batch)
+        return configs.shard_batch(self.config, batch)
 
     def _definition(self, params: Any) -> Definition:
-        leaves = placement.place(params, self.setup.mesh, self.setup.axes, self.overrides)
+        leaves = placement.place(params, self.config.mesh, self.config.axes, self.overrides)
         model = models.Model(lambda params, other: params, lambda merged, aux, before: (before, aux))
         return Definition(optax.identity(), model, leaves, jax.tree.structure(params))
 
@@ -234,7 +227,7 @@ class Zero:
         """
         from zerojax.checkpoints import Checkpoints  # Orbax takes a second to import
 
-        return Checkpoints(self.setup, directory, **options)
+        return Checkpoints(self.config, directory, **options)
 
     def explain(self, state: TrainState) -> report.Explanation:
         """Where every leaf of a state lives and why, what it costs a device, and what is not sharded.
@@ -245,24 +238,4 @@ class Zero:
         Returns:
             An `Explanation`: data, and a table when printed.
         """
-        return report.explain(state, self.setup.axes, self.setup.stage, self.setup.precision)
-
-
-def _check_prefetch(prefetch: Any) -> None:
-    if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
-        raise ValueError(f"prefetch: {prefetch!r}\n  fix:      a number of units, 0 or more")
-
-
-def _in_buckets(setup: Setup, bucket_bytes: Any) -> Setup:
-    """With a limit on what a collective moves; None: there is none."""
-    if bucket_bytes is None:
-        return setup
-    least = setup.axes.num_shards * _WIDEST_ELEMENT_BYTES
-    if not isinstance(bucket_bytes, int) or isinstance(bucket_bytes, bool) or bucket_bytes < least:
-        raise ValueError(
-            f"bucket_bytes: {bucket_bytes!r} cannot be the size of a buffer\n"
-            f"  got:      {setup.axes.num_shards} shards, each of which brings an element of up to"
-            f" {_WIDEST_ELEMENT_BYTES} bytes\n"
-            f"  fix:      {least} or more bytes, or None to move every leaf whole"
-        )
-    return setup._replace(axes=setup.axes._replace(bucket_bytes=bucket_bytes))
+        return report.explain(self.config, state)

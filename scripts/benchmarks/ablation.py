@@ -109,14 +109,14 @@ def measure(name, layers, args, devices):
     import zerojax
     from zerojax.analysis.hlo_collectives import peak_bytes
 
-    stage, keep = CONFIGURATIONS[name]
+    stage, remat = CONFIGURATIONS[name]
     config = gpt.Config(
         width=args.width, layers=layers, heads=args.heads, vocab=args.vocab, seq=args.seq,
         scan=True, dtype=jnp.bfloat16, annotated=True,
     )  # fmt: skip
     zero = zerojax.Zero(zerojax.make_mesh(model=args.model, devices=devices), stage=stage, precision="bf16")
     state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
-    step = zero.train_step(gpt.loss, keep=zerojax.Keep(**keep), bucket_bytes=args.bucket_mib * 2**20)
+    step = zero.train_step(gpt.loss, remat=zerojax.Remat(**remat), bucket_bytes=args.bucket_mib * 2**20)
     start = time.perf_counter()
     traced = step.trace(state, gpt.batch_aval(config, args.rows * args.data))
     # Without a GPU to try them on, some tiles that the compiler takes for its own products do not divide the shapes.

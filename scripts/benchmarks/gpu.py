@@ -41,8 +41,8 @@ import tempfile
 import time
 from pathlib import Path
 
-KEEP = {"nothing": "nothing", "everything": "everything", "offloaded": {"offload_inputs": True}}
-FORMS = ("plain", *KEEP)
+REMAT = {"full": "full", "none": "none", "offloaded": {"offload_inputs": True}}
+FORMS = ("plain", *REMAT)
 FILL = 0.85  # by a formula that counts more than compilers keep: for an H100 the compiled peak is near 0.7
 TOLERANCE = 0.05  # of a loss near log(vocab). A guess: a wrong gradient shows as tenths after few steps
 
@@ -120,7 +120,7 @@ def times(args):
     reference = losses.get("plain", [])
     differences = [abs(a - b) for those in losses.values() for a, b in zip(those, reference, strict=bool(reference))]
     return {
-        "ratio": ratio(seconds["nothing"], seconds["plain"]) if {"nothing", "plain"} <= seconds.keys() else None,
+        "ratio": ratio(seconds["full"], seconds["plain"]) if {"full", "plain"} <= seconds.keys() else None,
         "mfu": max((each["mfu"] for each in summaries.values() if each["mfu"]), default=None),
         "measured_flops": measured_flops(),
         "peak_flops": peak_flops,
@@ -180,7 +180,7 @@ class Form:
 
         from zerojax.analysis.hlo_collectives import peak_bytes
 
-        self.init, trace = theirs(self.config) if self.name == "plain" else ours(KEEP[self.name], self.config)
+        self.init, trace = theirs(self.config) if self.name == "plain" else ours(REMAT[self.name], self.config)
         start = time.perf_counter()
         self.step = trace(gpt.batch_aval(self.config, self.rows * jax.device_count())).lower().compile()
         self.compile_s = time.perf_counter() - start
@@ -221,7 +221,7 @@ class Form:
         }
 
 
-def ours(keep, config):
+def ours(remat, config):
     """(init() -> state, trace(batch)). The first is one jitted function: `Zero.init` compiles at each call."""
     import gpt
     import jax
@@ -234,7 +234,7 @@ def ours(keep, config):
     state = zero.eval_init(model, tx)
     avals, tree = jax.tree.flatten(state)
     init = jax.jit(lambda: jax.tree.leaves(zero.init(model, tx)), out_shardings=[a.sharding for a in avals])
-    step = zero.train_step(gpt.loss, keep=zerojax.Keep(**keep) if isinstance(keep, dict) else keep)
+    step = zero.train_step(gpt.loss, remat=zerojax.Remat(**remat) if isinstance(remat, dict) else remat)
     return lambda: jax.tree.unflatten(tree, init()), functools.partial(step.trace, state)
 
 
@@ -243,7 +243,7 @@ def theirs(config):
     import jax
     import plain
 
-    init, step, rows = plain.layer_by_layer("plain", config, "nothing", jax.devices())
+    init, step, rows = plain.layer_by_layer("plain", config, "full", jax.devices())
     placed = lambda batch: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows), batch)
     return init, lambda batch: step.trace(jax.eval_shape(init), placed(batch))
 

@@ -31,7 +31,7 @@ def main():
     parser.add_argument("--presets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--target", help="one for all (default: one for each preset)")
     parser.add_argument("--stages", nargs="+", type=int, default=[3, 2, 1, 0])
-    parser.add_argument("--keep", nargs="+", default=["nothing", "everything"])
+    parser.add_argument("--remat", nargs="+", default=["full", "none"])
     parser.add_argument("--json", action="store_true", help="one JSON object for each line")
     args = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -40,12 +40,12 @@ def main():
     worst = {"of those that fit": (1.0, "none"), "of all": (1.0, "none")}
     for preset in args.presets:
         for stage in args.stages:
-            for keep in args.keep:
-                settings = Settings(stage=stage, keep=keep)
+            for remat in args.remat:
+                settings = Settings(stage=stage, remat=remat)
                 made = plan(preset, args.target or TARGETS[preset], settings, compile=True, suggest=False)
                 formula, compiled = made.memory.peak_bytes, made.program.peak_bytes
                 ratio = formula / compiled
-                name = f"{preset} {made.cluster.target} stage {stage} keep {keep}"
+                name = f"{preset} {made.cluster.target} stage {stage} remat {remat}"
                 for which in ["of all"] + ["of those that fit"] * made.fits:
                     worst[which] = max(worst[which], (ratio, name), key=lambda entry: abs(entry[0] - 1))
                 if args.json:

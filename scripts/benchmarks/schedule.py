@@ -60,10 +60,10 @@ def arguments():
     parser.add_argument("--rows", type=int, default=2, help="sequences on each device (default %(default)s)")
     parser.add_argument("--vocab", type=int, default=32768)
     parser.add_argument(
-        "--keep",
-        choices=["nothing", "offload", "dots", "everything"],
-        default="nothing",
-        help="'offload' is 'nothing' with the inputs of layers in host memory, in ours (default %(default)s)",
+        "--remat",
+        choices=["full", "offload", "dots", "none"],
+        default="full",
+        help="'offload' is 'full' with the inputs of layers in host memory, in ours (default %(default)s)",
     )
     parser.add_argument("--prefetch", type=int, default=1, help="units gathered ahead, in ours (default %(default)s)")
     parser.add_argument(
@@ -117,7 +117,7 @@ def main():
             forms[form]["formula_bytes"] = volume * psi * (len(devices) - 1) / len(devices) * 2
             terms = memory_terms(form, config, args, len(used), psi, unit, activations)
             forms[form] |= terms | {
-                "bound_bytes": 1.05 * sum(terms.values()) if args.keep in ("nothing", "offload") else None
+                "bound_bytes": 1.05 * sum(terms.values()) if args.remat in ("full", "offload") else None
             }
     if told:
         for name, form in told_forms(told).items():
@@ -170,8 +170,8 @@ def ours(config, args, devices):
 
     zero = zerojax.Zero(zerojax.make_mesh(devices=devices), stage=3, precision="bf16")
     state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
-    keep = zerojax.Keep(offload_inputs=True) if args.keep == "offload" else args.keep
-    step = zero.train_step(gpt.loss, keep=keep, prefetch=args.prefetch)
+    remat = zerojax.Remat(offload_inputs=True) if args.remat == "offload" else args.remat
+    step = zero.train_step(gpt.loss, remat=remat, prefetch=args.prefetch)
     return step.trace(state, gpt.batch_aval(config, args.rows * len(devices)))
 
 
@@ -181,7 +181,7 @@ def trace_plain(form, config, args, devices):
     import jax
     import plain
 
-    init, step, rows = plain.layer_by_layer(form, config, args.keep, devices)
+    init, step, rows = plain.layer_by_layer(form, config, args.remat, devices)
     batch = gpt.batch_aval(config, args.rows * len(devices))
     batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows), batch)
     return step.trace(jax.eval_shape(init), batch)
@@ -226,7 +226,7 @@ def memory_terms(form, config, args, num_devices, psi, unit, activations):
     sharded = form in ("ours", "plain")
     num_shards = num_devices if sharded else 1
     ahead = args.prefetch if form == "ours" else 0
-    offloaded = form == "ours" and args.keep == "offload"
+    offloaded = form == "ours" and args.remat == "offload"
     inputs = INPUTS_ON_THEIR_WAY if offloaded else config.layers + 1
     return {
         "state_bytes": 14 * psi / num_shards,

@@ -1,7 +1,7 @@
 """What is read from the text of a compiled program equals what a person reads from it.
 
 The texts are written by hand, but for `support/data/backward_loop.txt`: the loop of the backward pass of a scanned
-GPT (four layers of width 4096 with 32 heads, two rows of 2048 tokens, bf16, stage 3, keep='nothing') compiled by jax
+GPT (four layers of width 4096 with 32 heads, two rows of 2048 tokens, bf16, stage 3, remat='full') compiled by jax
 0.10.2 for eight H100s, without its metadata.
 """
 

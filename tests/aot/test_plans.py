@@ -21,25 +21,25 @@ def compiled(what="gpt2-124m", target="h100:8", **settings):
     return plan(what, target, Settings(**settings), compile=True, suggest=False)
 
 
-@pytest.mark.parametrize("keep", ["nothing", "everything"])
+@pytest.mark.parametrize("remat", ["full", "none"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_formula_is_within_a_tenth_of_the_compiled_peak(stage, keep):
+def test_the_formula_is_within_a_tenth_of_the_compiled_peak(stage, remat):
     """Of the smallest preset, whose activations weigh most; scripts/benchmarks/plan.py does it for all."""
-    made = compiled(stage=stage, keep=keep)
+    made = compiled(stage=stage, remat=remat)
     assert made.memory.peak_bytes == pytest.approx(made.program.peak_bytes, rel=0.1)
     assert made.memory.arguments_bytes == pytest.approx(made.program.arguments_bytes, rel=0.001)
 
 
-@pytest.mark.parametrize(("stage", "keep"), [(1, "nothing"), (3, "nothing"), (3, "everything"), (3, "offload")])
-def test_the_compilers_own_buffer_plan_is_added_up_by_category(stage, keep):
+@pytest.mark.parametrize(("stage", "remat"), [(1, "full"), (3, "full"), (3, "none"), (3, "offload")])
+def test_the_compilers_own_buffer_plan_is_added_up_by_category(stage, remat):
     """Less than a twentieth is between buffers. Where layers are computed again each category is the formula's, to a
     tenth of the peak; elsewhere several moments are nearly as full, and the formula may find another one."""
-    made = compiled(stage=stage, keep=keep)
+    made = compiled(stage=stage, remat=remat)
     assert sum(made.held.values()) == made.peak_bytes and made.program.reading.unread is None
     assert made.held.get(UNUSED, 0) + made.held["others"] < 0.05 * made.peak_bytes
     assert min(made.held[name] for name in ("gradients", "activations")) > 2**20
     terms = {term.name: term.num_bytes for term in made.memory.terms}
-    for name in terms.keys() | made.held.keys() if keep == "nothing" else ():
+    for name in terms.keys() | made.held.keys() if remat == "full" else ():
         assert made.held.get(name, 0) == pytest.approx(terms.get(name, 0), abs=0.1 * made.peak_bytes)
 
 
@@ -78,7 +78,7 @@ def test_collectives_run_beside_compute_before_hopper_too():
 
 def test_offloading_moves_checkpoints_to_the_host():
     """The inputs of the layers and of the head."""
-    kept, away = compiled(), compiled(keep="offload")
+    kept, away = compiled(), compiled(remat="offload")
     assert away.program.host_bytes == (12 + 1) * 16 * 1024 * 768 * 2 and not kept.program.host_bytes
     assert away.memory.host_bytes == pytest.approx(away.program.host_bytes, rel=0.01)
     assert away.program.reading.prediction.busy_s["copies to the host"] > 0
@@ -96,7 +96,7 @@ def test_a_tpu_program_is_read():
 
 
 def test_a_compiler_that_gives_up_tells_what_it_would_need():
-    made = compiled("gpt2-1.5b", "v5e:2x2", keep="everything")
+    made = compiled("gpt2-1.5b", "v5e:2x2", remat="none")
     assert not made.fits and "gave up" in made.program.reading.unread
     assert made.program.peak_bytes == made.program.arguments_bytes + made.program.temporaries_bytes
     assert made.program.temporaries_bytes == pytest.approx(
@@ -127,7 +127,7 @@ def test_the_command_compiles_searches_and_dumps(tmp_path):
 
 def test_pictures_are_drawn(tmp_path):
     targets.devices("h100:8")
-    picture.memory_by_stage([compiled(stage=stage, keep="nothing") for stage in (0, 3)], tmp_path / "memory.png")
+    picture.memory_by_stage([compiled(stage=stage, remat="full") for stage in (0, 3)], tmp_path / "memory.png")
     picture.timeline({"prefetch 1": compiled().program.reading.prediction}, tmp_path / "deep" / "timeline.png")
     for name in "memory.png", "deep/timeline.png":
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG") and (tmp_path / name).stat().st_size > 10_000

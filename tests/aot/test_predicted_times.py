@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import zerojax
-from zerojax import Keep, targets
+from zerojax import Remat, targets
 from zerojax.analysis import costs, hlo
 from zerojax.analysis.hardware import BETWEEN_HOSTS, INSIDE_HOST, cluster, torus_links
 from zerojax.plan import timeline
@@ -17,29 +17,29 @@ from zerojax.plan.timeline import COMPUTE, FROM_HOST, MEMORY, STARTS, TO_HOST
 
 pytestmark = pytest.mark.aot
 LAYERS, WIDTH, SEQ, ROWS = 6, 512, 256, 2
-AWAY = Keep(offload_inputs=True)
+AWAY = Remat(offload_inputs=True)
 
 
 @functools.cache
-def compiled(target, keep="nothing", replica=1):
+def compiled(target, remat="full", replica=1):
     config = gpt.Config(width=WIDTH, layers=LAYERS, heads=4, vocab=1024, seq=SEQ, scan=True, dtype=jnp.bfloat16)
     mesh = zerojax.make_mesh(devices=targets.devices(target), replica=replica)
     zero = zerojax.Zero(mesh, stage=3, precision="bf16")
     state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
-    traced = zero.train_step(gpt.loss, keep=keep).trace(state, gpt.batch_aval(config, ROWS * mesh.size))
+    traced = zero.train_step(gpt.loss, remat=remat).trace(state, gpt.batch_aval(config, ROWS * mesh.size))
     return traced.lower(lowering_platforms=(targets.platform(target),)).compile()
 
 
 @functools.cache
-def program(target, keep="nothing", replica=1):
-    return hlo.read(compiled(target, keep, replica).as_text())
+def program(target, remat="full", replica=1):
+    return hlo.read(compiled(target, remat, replica).as_text())
 
 
-def predict(target, keep="nothing", replica=1, **constants):
+def predict(target, remat="full", replica=1, **constants):
     """The prediction for a target whose chip has other constants."""
     found = cluster(target)
     found = dataclasses.replace(found, chip=dataclasses.replace(found.chip, **constants))
-    return timeline.predict(program(target, keep, replica), found)
+    return timeline.predict(program(target, remat, replica), found)
 
 
 def faster(rate, times):

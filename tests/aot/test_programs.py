@@ -17,7 +17,7 @@ from support import traffic
 from support.paths import BENCHMARKS, importing
 
 import zerojax
-from zerojax import Keep, targets
+from zerojax import Remat, targets
 from zerojax.analysis import hlo
 from zerojax.analysis.hlo_collectives import collectives, in_flight_bytes, moves, moves_in_loops, peak_bytes
 from zerojax.sharding.axes import Dims
@@ -38,7 +38,7 @@ def compiled(
     seq=64,
     rows=1,
     target="h100:8",
-    keep="everything",
+    remat="none",
     vocab=512,
     chunk_size=None,
     model=None,
@@ -60,8 +60,8 @@ def compiled(
     mesh = zerojax.make_mesh(devices=targets.devices(target), model=model)
     zero = zerojax.Zero(mesh, stage=stage, precision="bf16")
     state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
-    step = zero.train_step(loss, num_microbatches=k, keep=keep, prefetch=prefetch)
-    lowered = step.trace(state, gpt.batch_aval(config, rows * k * zero.setup.axes.num_devices)).lower(
+    step = zero.train_step(loss, num_microbatches=k, remat=remat, prefetch=prefetch)
+    lowered = step.trace(state, gpt.batch_aval(config, rows * k * zero.config.axes.num_devices)).lower(
         lowering_platforms=(targets.platform(target),)
     )
     return state, lowered.compile()
@@ -99,35 +99,35 @@ def test_scanned_layers_are_gathered_and_scattered_in_their_loops():
 
 WIDTH, VOCAB_OF_LARGE = 4096, 512
 INPUT_OF_LARGE = 2 * 2048 * WIDTH * 2  # bytes of a layer's input on a device
-AWAY = Keep(offload_inputs=True)
-KEEP_NOTHING = Keep()
+AWAY = Remat(offload_inputs=True)
+FULL_REMAT = Remat()
 
 
-def compiled_large(target, keep, prefetch=1):
+def compiled_large(target, remat, prefetch=1):
     """Scanned layers of a size that is trained: 4096 wide, 4096 tokens on a device."""
     shapes = {"width": WIDTH, "vocab": VOCAB_OF_LARGE, "layers": 8, "seq": 2048, "rows": 2}
-    return compiled(3, scan=True, target=target, keep=keep, prefetch=prefetch, **shapes)[1]
+    return compiled(3, scan=True, target=target, remat=remat, prefetch=prefetch, **shapes)[1]
 
 
 @functools.cache
-def large_layers(target, keep=KEEP_NOTHING):
-    return hlo.read(compiled_large(target, keep).as_text())
+def large_layers(target, remat=FULL_REMAT):
+    return hlo.read(compiled_large(target, remat).as_text())
 
 
 @pytest.mark.parametrize(
-    ("target", "keep"),
-    [("h100:8", KEEP_NOTHING), ("h100:64", KEEP_NOTHING), ("h100:8", PRESETS["dots"]), ("h100:8", AWAY)],
+    ("target", "remat"),
+    [("h100:8", FULL_REMAT), ("h100:64", FULL_REMAT), ("h100:8", PRESETS["dots"]), ("h100:8", AWAY)],
     ids=["one_host", "eight_hosts", "dots_kept", "offloaded"],
 )
-def test_loops_hide_what_they_send_and_copy_none_of_it(target, keep):
+def test_loops_hide_what_they_send_and_copy_none_of_it(target, remat):
     """What comes back from host memory, an activation, is copied once on its way into the next iteration."""
-    program = large_layers(target, keep)
+    program = large_layers(target, remat)
     looped = [c for c in collectives(program) if c.looped]
     sent = sum(c.sent_bytes for c in looped)
     assert sent > 0.5 * sum(c.sent_bytes for c in collectives(program))
     assert not [c for c in looped if c.exposed]
     copies = [move for move in moves_in_loops(program, 2 * WIDTH * WIDTH // N) if move.op == "copy"]
-    assert [copy.buffer.dims for copy in copies] == [(2, 2048, WIDTH)] * keep.offload_inputs
+    assert [copy.buffer.dims for copy in copies] == [(2, 2048, WIDTH)] * remat.offload_inputs
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
@@ -139,7 +139,7 @@ def test_the_host_holds_the_inputs_of_all_layers(prefetch):
 def test_offloading_saves_on_the_device_what_the_host_holds():
     """All but the input of the layer that computes. Without prefetch: with it, the two programs differ in how many
     weights they have gathered when memory is fullest, as the scheduler happens to start a gather late or early."""
-    kept, away = (compiled_large("h100:8", keep, 0).memory_analysis() for keep in (KEEP_NOTHING, AWAY))
+    kept, away = (compiled_large("h100:8", remat, 0).memory_analysis() for remat in (FULL_REMAT, AWAY))
     saved = kept.temp_size_in_bytes - away.temp_size_in_bytes
     assert saved >= 0.95 * (away.host_temp_size_in_bytes - INPUT_OF_LARGE)
 
@@ -261,12 +261,12 @@ def test_moving_a_stack_takes_a_bucket_of_memory(move, dim):
     before, after = {"all_gather": (sharded, whole), "reduce_scatter": (whole, sharded)}.get(move, (whole, whole))
 
     def program(layers, bucket_bytes):
-        axes = zerojax.Zero(mesh).setup.axes._replace(bucket_bytes=bucket_bytes)
+        axes, options = zerojax.Zero(mesh).config.axes, communication.CollectiveOptions(bucket_bytes)
         place = jax.sharding.NamedSharding(mesh, before)
         leaves = [jax.ShapeDtypeStruct((layers, 1024, width), "bfloat16", sharding=place) for width in (3072, 4096)]
         where = axes.shard if move == "all_reduce" else [Dims(dim)] * 2
         form = {} if move == "all_reduce" else {"rows": True}  # as at the end of a step
-        fn = lambda leaves: getattr(communication, move)(leaves, where, axes, **form).leaves
+        fn = lambda leaves: getattr(communication, move)(leaves, where, axes, options, **form).leaves
         manual = jax.shard_map(fn, mesh=mesh, in_specs=([before] * 2,), out_specs=[after] * 2, check_vma=False)
         return jax.jit(manual, donate_argnums=0).lower(leaves).compile()
 
@@ -282,29 +282,29 @@ def test_moving_a_stack_takes_a_bucket_of_memory(move, dim):
 CHECKPOINT = 512 * 1024 * 2  # tokens x width x bytes of a layer's input
 
 
-def slopes(keep, few=16, many=32, **shapes):
+def slopes(remat, few=16, many=32, **shapes):
     """Bytes that one more layer takes: (on the device, in host memory). With fewer scanned layers than 16 the peak is
     elsewhere."""
     shapes = {"scan": True, "width": 1024, "seq": 512, **shapes}
-    programs = [compiled(3, layers=n, keep=keep, **shapes) for n in (few, many)]
+    programs = [compiled(3, layers=n, remat=remat, **shapes) for n in (few, many)]
     memory = [program.memory_analysis() for _, program in programs]
     per_layer = lambda kind: (getattr(memory[1], kind) - getattr(memory[0], kind)) / (many - few)
     return per_layer("temp_size_in_bytes"), per_layer("host_temp_size_in_bytes")
 
 
 def test_a_layer_that_keeps_nothing_takes_its_input_and_its_gradient():
-    leaves = compiled(3, scan=True, width=1024, seq=512, layers=16, keep=Keep())[0].definition.leaves
+    leaves = compiled(3, scan=True, width=1024, seq=512, layers=16, remat=Remat())[0].definition.leaves
     gradient_shard = 2 * sum(leaf.size for leaf in leaves if leaf.path.startswith("blocks")) / 16 / N
-    on_device, on_host = slopes(Keep())
+    on_device, on_host = slopes(Remat())
     assert on_host == 0 and on_device <= 1.05 * (CHECKPOINT + gradient_shard)
-    assert slopes("everything")[0] > 10 * CHECKPOINT
+    assert slopes("none")[0] > 10 * CHECKPOINT
 
 
 def test_an_unrolled_layer_that_keeps_nothing_takes_no_more():
     """The compiler does not find that the forward pass computed the same, and keep that."""
-    leaves = compiled(3, width=1024, seq=512, layers=4, keep=Keep())[0].definition.leaves
+    leaves = compiled(3, width=1024, seq=512, layers=4, remat=Remat())[0].definition.leaves
     gradient_shard = 2 * sum(leaf.size for leaf in leaves if leaf.path.startswith("blocks")) / 4 / N
-    assert slopes(Keep(), 4, 8, scan=False)[0] <= 1.05 * (CHECKPOINT + gradient_shard)
+    assert slopes(Remat(), 4, 8, scan=False)[0] <= 1.05 * (CHECKPOINT + gradient_shard)
 
 
 def test_offloaded_inputs_wait_in_host_memory():
@@ -312,8 +312,8 @@ def test_offloaded_inputs_wait_in_host_memory():
     peak, are as large as some layers' inputs. Of what is on its way, one more or less is in one of the two programs."""
     few, many = 16, 32
     away, kept = (
-        [compiled(3, layers=n, keep=keep, scan=True, width=1024, seq=512)[1].memory_analysis() for n in (few, many)]
-        for keep in (AWAY, Keep())
+        [compiled(3, layers=n, remat=remat, scan=True, width=1024, seq=512)[1].memory_analysis() for n in (few, many)]
+        for remat in (AWAY, Remat())
     )
     alive = lambda memory: memory[1].peak_memory_in_bytes - memory[0].peak_memory_in_bytes
     assert away[1].host_temp_size_in_bytes - away[0].host_temp_size_in_bytes == (many - few) * CHECKPOINT
@@ -324,7 +324,7 @@ def test_offloaded_inputs_of_unrolled_layers_leave_at_once():
     """Each before the unit after the next starts, and so all of them: the device holds what gradients take at most."""
     few, many = 8, 12  # with four layers the peak is elsewhere
     device, host = slopes(AWAY, few, many, scan=False, rows=4)
-    leaves = compiled(3, width=1024, seq=512, rows=4, layers=few, keep=AWAY)[0].definition.leaves
+    leaves = compiled(3, width=1024, seq=512, rows=4, layers=few, remat=AWAY)[0].definition.leaves
     gradient_shard = 2 * sum(leaf.size for leaf in leaves if leaf.path.startswith("blocks")) / few / N
     assert host == 4 * CHECKPOINT and device <= gradient_shard
 
@@ -334,7 +334,7 @@ def test_partitioned_inputs_take_a_slice_on_each_device():
 
     The peaks of eight and of sixteen layers may differ by one slice in where they are: an eighth of one for a layer.
     """
-    of = lambda **keep: slopes(Keep(**keep), 8, 16, rows=4, model=2)
+    of = lambda **remat: slopes(Remat(**remat), 8, 16, rows=4, model=2)
     (whole, _), (sliced, none) = of(), of(partition_inputs=True)
     assert none == 0 and whole - sliced >= 7 / 8 * (4 * CHECKPOINT / 2)
     less, host = of(partition_inputs=True, offload_inputs=True)
@@ -343,14 +343,14 @@ def test_partitioned_inputs_take_a_slice_on_each_device():
 
 def test_slices_of_unrolled_layers_wait_in_host_memory():
     """That a slice is there, later layers learn from an element of it, each device from its own."""
-    keep = Keep(partition_inputs=True, offload_inputs=True)
-    program = compiled(3, scan=False, width=1024, seq=512, layers=4, rows=4, model=2, keep=keep)[1]
+    remat = Remat(partition_inputs=True, offload_inputs=True)
+    program = compiled(3, scan=False, width=1024, seq=512, layers=4, rows=4, model=2, remat=remat)[1]
     assert program.memory_analysis().host_temp_size_in_bytes == 4 * 4 * CHECKPOINT / 2
 
 
 @pytest.mark.parametrize(
     ("prefetch", "options"),
-    [(0, []), (1, []), (1, ["--unrolled"]), (0, ["--keep", "offload"]), (1, ["--keep", "offload"])],
+    [(0, []), (1, []), (1, ["--unrolled"]), (0, ["--remat", "offload"]), (1, ["--remat", "offload"])],
     ids=["depth_0", "depth_1", "unrolled", "offloaded_depth_0", "offloaded_depth_1"],
 )
 def test_the_peak_is_within_the_sum_of_its_terms(prefetch, options):
@@ -369,10 +369,10 @@ def test_the_peak_is_within_the_sum_of_its_terms(prefetch, options):
     assert ours["host_temporaries_bytes"] == ("offload" in options) * 12 * 2 * CHECKPOINT
 
 
-def bytes_per_token(chunk_size, vocab, stage=3, keep="everything", few=8, many=32, seq=64):
+def bytes_per_token(chunk_size, vocab, stage=3, remat="none", few=8, many=32, seq=64):
     """Temporary bytes that one more token of a device takes, in a model that is small but for its vocabulary."""
     programs = [
-        compiled(stage, width=128, layers=1, seq=seq, rows=rows, keep=keep, vocab=vocab, chunk_size=chunk_size)[1]
+        compiled(stage, width=128, layers=1, seq=seq, rows=rows, remat=remat, vocab=vocab, chunk_size=chunk_size)[1]
         for rows in (few, many)
     ]
     few_bytes, many_bytes = (program.memory_analysis().temp_size_in_bytes for program in programs)
@@ -387,9 +387,9 @@ def test_all_logits_at_once_are_held_with_their_gradient():
     assert bytes_per_token(None, VOCAB) >= 2 * LOGITS
 
 
-@pytest.mark.parametrize(("stage", "keep"), [(3, "everything"), (3, "nothing"), (0, "everything")])
-def test_in_chunks_a_token_takes_its_activations_and_no_logits(stage, keep):
-    assert bytes_per_token(CHUNK, VOCAB, stage, keep) <= LOGITS / 5
+@pytest.mark.parametrize(("stage", "remat"), [(3, "none"), (3, "full"), (0, "none")])
+def test_in_chunks_a_token_takes_its_activations_and_no_logits(stage, remat):
+    assert bytes_per_token(CHUNK, VOCAB, stage, remat) <= LOGITS / 5
 
 
 # A model axis beside: data 4 x model 2

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from support import by_hand, traffic
 
 import zerojax
-from zerojax import Keep, Verdict
+from zerojax import Remat, Verdict
 from zerojax.analysis import hlo, jaxpr_collectives
 from zerojax.analysis.hlo_collectives import Collective
 from zerojax.audit import expectation
@@ -46,8 +46,8 @@ def audited(stage, mesh=None, scan=False, precision="bf16", **options):
         (2, {"num_microbatches": 2, "scan": True}),
         (2, {"num_microbatches": 2, "mesh": {"replica": 2}}),
         (3, {"precision": "fp32"}),  # there is no master copy
-        (3, {"num_microbatches": 2, "scan": True, "keep": "nothing"}),
-        (3, {"mesh": {"model": 2}, "precision": "bf16_reduce_fp32", "keep": Keep(offload_inputs=True)}),
+        (3, {"num_microbatches": 2, "scan": True, "remat": "full"}),
+        (3, {"mesh": {"model": 2}, "precision": "bf16_reduce_fp32", "remat": Remat(offload_inputs=True)}),
         (3, {"prefetch": 0, "bucket_bytes": 4096}),
     ],
 )
@@ -58,7 +58,7 @@ def test_nothing_is_broken_in_a_sound_step(stage, options):
     read = ["sharded", "aliased state", "wire bytes", "wire dtype", "reductions"]
     read += ["hoisted gathers", "prefetch order"] if stage == 3 else []
     unread = ["exposed"] + (["gathered weights kept"] if stage == 3 else [])
-    unread += ["checkpoints"] if isinstance(options.get("keep"), Keep) else []
+    unread += ["checkpoints"] if isinstance(options.get("remat"), Remat) else []
     assert {name for name, verdict in verdicts.items() if verdict is Verdict.OK} == set(read)
     assert {name for name, verdict in verdicts.items() if verdict is Verdict.NOT_READ} == set(unread)
 
@@ -67,37 +67,37 @@ def test_the_promise_is_the_formula():
     """Psi as counted from the leaves. One that two places use is moved for both, one that none uses for none."""
     zero, state = by_hand.zero_and_state()
     psi = by_hand.LAYERS * 4 * by_hand.WIDTH**2
-    most = zero.train_step(by_hand.loss, num_microbatches=4).promise(state, by_hand.batch_aval()).most
+    most = zero.train_step(by_hand.loss, num_microbatches=4).expectation(state, by_hand.batch_aval()).most
     assert most == (2 * 2 * 4 * psi * 7 / 8, 2 * 4 * psi * 7 / 8, 0, 0)
 
     def over(layers):
         loss = lambda params, batch: by_hand.loss({"layers": layers(params["layers"])}, batch)
-        return zero.train_step(loss).promise(state, by_hand.batch_aval()).most.scattered
+        return zero.train_step(loss).expectation(state, by_hand.batch_aval()).most.scattered
 
     assert over(lambda layers: {**layers, "again": layers["0"]}) == 2 * psi * 5 / 4 * 7 / 8
     assert over(lambda layers: {"0": layers["0"]}) == 2 * psi / 4 * 7 / 8
 
 
 def test_what_crosses_no_data_axis_and_scalars_do_not_count():
-    setup = zerojax.Zero(zerojax.make_mesh(model=2)).setup
+    config = zerojax.Zero(zerojax.make_mesh(model=2)).config
     reduction = lambda size, *group: Collective("all-reduce", "f32", size, group, 1, False, False)
     over_model, over_data, over_both = reduction(4096, 0, 1), reduction(4096, 0, 2, 4, 6), reduction(4096, *range(8))
     found = [over_model, over_data, over_both, reduction(64, *range(8))]
-    assert expectation.over_data(found, setup) == [over_data, over_both]
+    assert expectation.over_data(found, config) == [over_data, over_both]
 
 
 # Planted faults, in steps by hand
 
 
 @functools.cache
-def promised(k=1):
+def expected(k=1):
     zero, state = by_hand.zero_and_state()
-    return zero.train_step(by_hand.loss, num_microbatches=k).promise(state, by_hand.batch_aval())
+    return zero.train_step(by_hand.loss, num_microbatches=k).expectation(state, by_hand.batch_aval())
 
 
 def audit_by_hand(k=1, **faults):
     zero, state = by_hand.zero_and_state()
-    return zerojax.audit(by_hand.step(zero, state, by_hand.batch_aval(), k=k, **faults), promised(k))
+    return zerojax.audit_step(by_hand.step(zero, state, by_hand.batch_aval(), k=k, **faults), expected(k))
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -114,7 +114,7 @@ def test_weights_that_a_deny_list_keeps_are_found():
     audit = audit_by_hand(policy=by_hand.DENY_LIST)
     assert broken(audit) == {"gathered weights kept"}
     numbers = audit["gathered weights kept"].numbers
-    assert numbers["found_bytes"] == SENT and numbers["promised_bytes"] > 1.6 * SENT
+    assert numbers["found_bytes"] == SENT and numbers["expected_bytes"] > 1.6 * SENT
 
 
 def test_an_all_reduce_in_place_of_a_reduce_scatter_is_found():
@@ -162,16 +162,16 @@ def audit_stack(full_loss):
     state = zero.eval_init(lambda key: {"w": jax.random.normal(key, (8, 32, 32))}, optax.sgd(0.1))
     rows, spec = jax.ShapeDtypeStruct((32, 32), jnp.float32), P(None, "data")
     loss = lambda params, x: jnp.mean(jax.lax.scan(lambda x, w: (layer(x, w), None), x, params["w"])[0] ** 2)
-    promised = zero.train_step(loss).promise(state, rows)
+    expected = zero.train_step(loss).expectation(state, rows)
 
     def step(state, x):
         local = jax.grad(full_loss)
-        specs = {"mesh": zero.setup.mesh, "in_specs": (spec, P("data")), "out_specs": spec}
+        specs = {"mesh": zero.config.mesh, "in_specs": (spec, P("data")), "out_specs": spec}
         grad = jax.shard_map(local, **specs, check_vma=False)(state.params["w"], x)
         master = {"w": state.master["w"] - 0.1 * grad.astype(jnp.float32)}
         return dataclasses.replace(state, master=master, params={"w": master["w"].astype(jnp.bfloat16)})
 
-    return zerojax.audit(jax.jit(step, donate_argnums=0).trace(state, rows), promised)
+    return zerojax.audit_step(jax.jit(step, donate_argnums=0).trace(state, rows), expected)
 
 
 def layer(x, w):
@@ -229,13 +229,13 @@ def test_a_gradient_that_is_all_reduced_is_found(monkeypatch):
 
 def test_a_name_that_no_value_carries_is_found():
     zero, state = by_hand.zero_and_state()
-    step = zero.train_step(by_hand.loss, keep=Keep(offload=("none",)))
+    step = zero.train_step(by_hand.loss, remat=Remat(offload=("none",)))
     with pytest.raises(ValueError, match=r"no value in the units of '.*' is named 'none'"):
         step.audit(state, by_hand.batch_aval())
 
 
 def with_a_replicated_leaf(zero, state):
-    whole = jax.device_put(state.master["layers"]["1"]["up"], NamedSharding(zero.setup.mesh, P()))
+    whole = jax.device_put(state.master["layers"]["1"]["up"], NamedSharding(zero.config.mesh, P()))
     layers = {**state.master["layers"], "1": {**state.master["layers"]["1"], "up": whole}}
     return dataclasses.replace(state, master={"layers": layers})
 
@@ -252,7 +252,7 @@ def test_a_replicated_leaf_is_an_error_before_the_step_runs():
     with pytest.raises(ValueError) as error:
         step(wrong, batch)
     text = str(error.value)
-    assert "breaks 2 of 9 promises\nsharded\n  promised: 24 of 27 leaves over data\n" in text
+    assert "breaks 2 of 9 expectations\nsharded\n  expected: 24 of 27 leaves over data\n" in text
     assert "  got:      master/layers/1/up: P(), 8.19 kB, for P('data'), 1.02 kB\n" in text
     assert "  fix:      create the state with zero.init" in text
     assert "aliased state\n" in text  # the step returns the leaf where it should be
@@ -304,7 +304,7 @@ def test_what_a_reader_refuses_is_not_taken_for_kept(monkeypatch):
 
 def test_a_compiled_program_for_cpus_tells_what_is_held_and_not_what_is_sent():
     zero, state = by_hand.zero_and_state()
-    audit = zerojax.audit(by_hand.step(zero, state, by_hand.batch_aval()).lower().compile(), promised())
+    audit = zerojax.audit_step(by_hand.step(zero, state, by_hand.batch_aval()).lower().compile(), expected())
     assert {f.name for f in audit.findings if f.verdict is Verdict.OK} == {"sharded", "aliased state"}
     assert "audit the traced step" in audit["wire bytes"].found
 
@@ -319,10 +319,10 @@ def test_collectives_of_the_compiler_are_not_read_on_cpu():
         params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), master)
         return dataclasses.replace(state, params=params, master=master)
 
-    place = NamedSharding(zero.setup.mesh, P("data"))
+    place = NamedSharding(zero.config.mesh, P("data"))
     batch = {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place) for name, a in by_hand.batch_aval().items()}
     out = jax.tree.map(lambda a: a.sharding, state)
-    audit = zerojax.audit(jax.jit(step, donate_argnums=0, out_shardings=out).trace(state, batch), promised())
+    audit = zerojax.audit_step(jax.jit(step, donate_argnums=0, out_shardings=out).trace(state, batch), expected())
     assert audit["sharded"].verdict is Verdict.OK
     assert audit["reductions"].verdict is Verdict.NOT_READ and "compiler's" in audit["reductions"].found
 
@@ -330,7 +330,7 @@ def test_collectives_of_the_compiler_are_not_read_on_cpu():
 def test_a_collective_in_a_branch_is_not_read():
     zero, state = by_hand.zero_and_state()
     gather = lambda shard: jax.lax.cond(shard[0, 0] > 0, by_hand.gather, lambda s: by_hand.gather(-s), shard)
-    audit = zerojax.audit(by_hand.step(zero, state, by_hand.batch_aval(), gather=gather), promised())
+    audit = zerojax.audit_step(by_hand.step(zero, state, by_hand.batch_aval(), gather=gather), expected())
     assert audit["wire bytes"].verdict is Verdict.NOT_READ and "all-gather in a cond" in audit["wire bytes"].found
 
 
@@ -339,7 +339,7 @@ def test_a_promise_is_about_the_first_argument():
     other = zero.eval_init(functools.partial(by_hand.create, width=64), optax.sgd(0.1, momentum=0.9))
     step = zero.train_step(by_hand.loss).trace(other, by_hand.batch_aval(64))
     with pytest.raises(ValueError) as error:
-        zerojax.audit(step, promised())
+        zerojax.audit_step(step, expected())
     assert "not the state that the promise is about\n  got:      bfloat16[128,64] for params/layers/0/down" in str(
         error.value
     )
@@ -360,7 +360,7 @@ def test_traced_collectives_are_those_that_the_tests_count(mesh):
     state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
     step, batch = zero.train_step(gpt.loss, num_microbatches=2), gpt.batch_aval(config, 32)
     counted = traffic.of_step(step, state, batch)
-    found = jaxpr_collectives.collectives(step.trace(state, batch).jaxpr, zero.setup.mesh)
+    found = jaxpr_collectives.collectives(step.trace(state, batch).jaxpr, zero.config.mesh)
     elements = lambda dtype, bits: sum(8 * c.sent_bytes / bits for c in found if c.dtype == dtype)
     sent = traffic.sent(counted)
     assert elements("bf16", 16) == pytest.approx(sent["bfloat16"]) and elements("f32", 32) == sent["float32"]

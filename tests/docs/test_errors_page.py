@@ -30,6 +30,7 @@ from zerojax.exchange.tensors import INDEX, Reader
 from zerojax.plan import Settings, plan
 from zerojax.processes import agree
 from zerojax.report.out_of_memory import explained
+from zerojax.step.settings import StepSettings
 
 PAGE = (REPO / "docs" / "errors.md").read_text()
 SHOWN = dict(re.findall(r"^### (.*?)\n.*?^```\n(.*?)\n```$", PAGE, re.MULTILINE | re.DOTALL))
@@ -179,8 +180,8 @@ def _(tmp_path):
 def _(tmp_path):
     """What JAX raises is planted."""
     error = RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 23.10GiB.\nand more")
-    memory = plan("llama3-8b", "h100:8", Settings(stage=2, keep="everything"), suggest=False).memory
-    raise explained(setting(2).setup, memory, 1, 1, error)
+    memory = plan("llama3-8b", "h100:8", Settings(stage=2, remat="none"), suggest=False).memory
+    raise explained(setting(2).config, StepSettings(), memory, error)
 
 
 @shows("An unsupported version")

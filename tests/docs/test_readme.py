@@ -1,5 +1,5 @@
-"""The documents: their code runs, their links lead somewhere, their table of modules is that of the source, whose imports
-point downwards. Every public name has a docstring."""
+"""The documents: their code runs, their links lead somewhere, and their table of modules is that of the source, whose
+imports point downwards. Every public name has a docstring."""
 
 import inspect
 import re

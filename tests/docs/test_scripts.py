@@ -22,7 +22,7 @@ def test_the_ablation_finds_the_largest_model_that_fits(budget, want):
 
 def test_the_gpu_benchmark_reports_on_simulated_devices(tmp_path):
     shapes = ["--layers", "1", "--width", "16", "--heads", "2", "--seq", "8", "--rows", "1", "--vocab", "16"]
-    runs = ["--simulate", "2", "--steps", "1", "--rounds", "1", "--forms", "plain", "nothing"]
+    runs = ["--simulate", "2", "--steps", "1", "--rounds", "1", "--forms", "plain", "full"]
     report = tmp_path / "report.json"
     command = [sys.executable, BENCHMARKS / "gpu.py", *shapes, *runs, "--json", report]
     shown = subprocess.run(command, env=importing(BENCHMARKS), check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -31,7 +31,7 @@ def test_the_gpu_benchmark_reports_on_simulated_devices(tmp_path):
     assert result["ratio"] > 0 and result["measured_flops"] > 0 and result["mfu"] is None
     assert result["device"]["count"] == 2 and result["shapes"]["layers"] == 1
     assert result["max_loss_difference"] < 0.05
-    assert result["forms"].keys() == {"plain", "nothing"}
+    assert result["forms"].keys() == {"plain", "full"}
     for form in result["forms"].values():
         assert form["error"] is None and form["peak_bytes"] is None and form["compiled_peak_bytes"] > 0
         assert form["step_s"] > 0 and form["compile_s"] > 0

@@ -138,7 +138,7 @@ def test_presets_train_as_on_one_device(kind, monkeypatch):
     for devices, stage in ((jax.devices()[:1], 0), (None, 3)):
         zero = zerojax.Zero(zerojax.make_mesh(devices=devices), stage)
         state = zero.init(job.create_model, optax.adamw(1e-2, eps=1e-5))
-        step = zero.train_step(job.loss_fn, keep="nothing")
+        step = zero.train_step(job.loss_fn, remat="full")
         batch = real_batch(job, TINY[kind].vocab)
         for _ in range(3):
             state, metrics = step(state, batch)
@@ -180,19 +180,19 @@ def test_what_lives_between_steps_is_the_formula(stage):
 
 
 def test_what_does_not_fit_is_told_what_would():
-    made = plan("llama3-8b", "h100:8", Settings(keep="everything"))
+    made = plan("llama3-8b", "h100:8", Settings(remat="none"))
     assert not made.fits and made.room_bytes < 0
     changes = {each.change: each for each in made.suggestions}
-    assert changes["keep='nothing'"].fits and changes["keep='nothing'"].peak_bytes < 0.5 * made.peak_bytes
+    assert changes["remat='full'"].fits and changes["remat='full'"].peak_bytes < 0.5 * made.peak_bytes
     assert all(each.peak_bytes < made.peak_bytes for each in made.suggestions)
-    again = plan("llama3-8b", "h100:8", Settings(keep="nothing"), suggest=False)
-    assert again.fits and again.peak_bytes == changes["keep='nothing'"].peak_bytes
+    again = plan("llama3-8b", "h100:8", Settings(remat="full"), suggest=False)
+    assert again.fits and again.peak_bytes == changes["remat='full'"].peak_bytes
     shown = text(made, formulas=True)
     assert shown.startswith("does not fit: ") and "2 x 8.03B / 8" in shown and "zerojax.Zero(" in shown
 
 
 def test_offloaded_checkpoints_are_counted_in_host_memory():
-    kept, away = (plan("llama3-8b", "h100:8", Settings(keep=keep), suggest=False) for keep in ("nothing", "offload"))
+    kept, away = (plan("llama3-8b", "h100:8", Settings(remat=remat), suggest=False) for remat in ("full", "offload"))
     checkpoint = 8192 * 4096 * 2
     assert kept.host_bytes == 0
     assert 32 * checkpoint <= away.host_bytes <= 33 * checkpoint + KIB  # and events
@@ -271,7 +271,7 @@ def test_the_command_lists_its_presets():
         (("--job", "math:gcd"), "returns no job"),
         (("--preset", "gpt2-124m", "--target", "h100:12"), "unknown target 'h100:12'"),
         (("--preset", "gpt2-124m", "--memory-share", "2"), "memory_share is 2.0"),
-        (("--preset", "gpt2-124m", "--keep", "some"), "unknown setting 'some'"),
+        (("--preset", "gpt2-124m", "--remat", "some"), "unknown setting 'some'"),
         (("--preset", "gpt2-124m", "--replica", "3"), "do not divide"),
         (("--preset", "gpt2-124m", "--model", "2"), "is not divided over a model axis of 2"),
     ],

@@ -202,22 +202,22 @@ def reference(name, precision, num_microbatches):
 
 
 @pytest.mark.parametrize(
-    ("name", "stage", "k", "precision", "keep"),
+    ("name", "stage", "k", "precision", "remat"),
     [
-        ("masked_lm", 0, 1, "fp32", "everything"),
-        ("masked_lm", 0, 4, "fp32", "everything"),
-        ("masked_lm", 3, 1, "fp32", "everything"),
-        ("masked_lm", 3, 4, "fp32", "everything"),
-        ("masked_lm", 3, 4, "bf16", "everything"),
-        ("tied_scan", 3, 4, "fp32", "nothing"),
+        ("masked_lm", 0, 1, "fp32", "none"),
+        ("masked_lm", 0, 4, "fp32", "none"),
+        ("masked_lm", 3, 1, "fp32", "none"),
+        ("masked_lm", 3, 4, "fp32", "none"),
+        ("masked_lm", 3, 4, "bf16", "none"),
+        ("tied_scan", 3, 4, "fp32", "full"),
         ("tied_scan", 2, 1, "fp32", "dots"),
-        ("nnx", 3, 1, "bf16", "everything"),
+        ("nnx", 3, 1, "bf16", "none"),
     ],
 )
-def test_training_follows_the_plain_step_with_all_logits(name, stage, k, precision, keep):
+def test_training_follows_the_plain_step_with_all_logits(name, stage, k, precision, remat):
     model = model_of(name, MODELS[name][1])
     zero = Zero(zerojax.make_mesh(), stage, precision)
-    got, _ = train(zero, model, batches(model, 4), num_microbatches=k, keep=keep)
+    got, _ = train(zero, model, batches(model, 4), num_microbatches=k, remat=remat)
     assert_close(got, reference(name, precision, k), **TOLERANCES[precision])
 
 
@@ -281,9 +281,9 @@ STEPS = pytest.mark.parametrize(
         (3, {}),
         (3, {"k": 4}),
         (3, {"scan": True}),
-        (3, {"keep": "nothing"}),
-        (3, {"keep": "dots", "scan": True}),
-        (0, {"keep": "nothing"}),
+        (3, {"remat": "full"}),
+        (3, {"remat": "dots", "scan": True}),
+        (0, {"remat": "full"}),
     ],
 )
 
@@ -297,7 +297,7 @@ def test_the_logits_of_all_tokens_never_exist(stage, options):
 @STEPS
 def test_products_of_the_head(stage, options):
     """Those of the plain loss; again the logits and their gradients, where a policy does not keep them."""
-    assert products(traced(gpt.chunked_loss(CHUNK), stage, **options)) == (6 if options.get("keep") == "dots" else 3)
+    assert products(traced(gpt.chunked_loss(CHUNK), stage, **options)) == (6 if options.get("remat") == "dots" else 3)
 
 
 def test_without_a_gradient_only_the_logits_are_computed():
@@ -308,12 +308,12 @@ def test_without_a_gradient_only_the_logits_are_computed():
         assert products(jax.make_jaxpr(step)(state, gpt.batch_aval(CONFIG, ROWS))) == 1
 
 
-@pytest.mark.parametrize("setting", ["everything", "nothing", "dots"])
+@pytest.mark.parametrize("setting", ["none", "full", "dots"])
 @pytest.mark.parametrize("k", [1, 4])
 def test_the_head_is_gathered_once_and_its_gradient_scattered_once(k, setting):
     """In a microbatch, and not in a chunk, also where chunks are computed again."""
-    keep = {"head": setting, "*": "everything"}
-    found = traffic.collectives_of(traced(gpt.chunked_loss(CHUNK), k=k, keep=keep), {"data": 8})
+    remat = {"head": setting, "*": "none"}
+    found = traffic.collectives_of(traced(gpt.chunked_loss(CHUNK), k=k, remat=remat), {"data": 8})
     of_head = lambda kind: sum(c.count for c in found if c.kind == kind and c.size == HEAD)
     embedding = 1  # as large as the head, gathered and scattered once
     assert of_head("all_gather") == k * (1 + embedding)

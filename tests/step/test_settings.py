@@ -10,7 +10,7 @@ from support import zoo
 from support.parity import assert_close, batches, distributed, ready_made, reference, train
 
 import zerojax
-from zerojax import Keep, Zero
+from zerojax import Remat, Zero
 
 
 class Setting(NamedTuple):
@@ -24,11 +24,11 @@ class Setting(NamedTuple):
 SMALL_BUCKET = 4096  # bytes: the larger leaves of the zoo are moved in pieces, the others share
 
 SETTINGS = {
-    "nothing_stage0": Setting({"keep": "nothing"}, stage=0),
-    "nothing": Setting({"keep": "nothing"}),
-    "dots": Setting({"keep": "dots"}),
-    "offloaded": Setting({"keep": Keep(offload_inputs=True)}),
-    "partitioned": Setting({"keep": Keep(partition_inputs=True)}, model=2),
+    "full_stage0": Setting({"remat": "full"}, stage=0),
+    "full": Setting({"remat": "full"}),
+    "dots": Setting({"remat": "dots"}),
+    "offloaded": Setting({"remat": Remat(offload_inputs=True)}),
+    "partitioned": Setting({"remat": Remat(partition_inputs=True)}, model=2),
     "prefetch0": Setting({"prefetch": 0}),
     "prefetch2": Setting({"prefetch": 2}),
     "buckets_stage0": Setting({"bucket_bytes": SMALL_BUCKET}, stage=0),
@@ -37,7 +37,7 @@ SETTINGS = {
     "buckets": Setting({"bucket_bytes": SMALL_BUCKET}),
     "together": Setting(
         {
-            "keep": Keep(partition_inputs=True, offload_inputs=True),
+            "remat": Remat(partition_inputs=True, offload_inputs=True),
             "prefetch": 2,
             "bucket_bytes": SMALL_BUCKET,
         },
@@ -48,8 +48,8 @@ MODELS = [name for name, model in zoo.ZOO.items() if not model.dropout]
 DEFAULT = [
     *((name, "together") for name in ("gpt_linen_scan", "lstm", "moe", "unet")),
     *(("gpt_linen_scan", setting) for setting in ("dots", "prefetch2", "buckets_stage2")),
-    ("gpt_nnx", "nothing"),
-    ("unused", "nothing_stage0"),
+    ("gpt_nnx", "full"),
+    ("unused", "full_stage0"),
     ("unused", "buckets_stage1"),
 ]
 

@@ -108,10 +108,10 @@ def reference(kind, scan, precision, k):
 
 
 @functools.cache
-def run(kind, scan, stage, precision="fp32", k=1, keep="everything"):
+def run(kind, scan, stage, precision="fp32", k=1, remat="none"):
     """(Zero, trajectory, last state)."""
     model, zero = MODELS[kind](scan), Zero(zerojax.make_mesh(model=MODEL), stage, precision)
-    return zero, *train(zero, model, batches(model), num_microbatches=k, keep=keep)
+    return zero, *train(zero, model, batches(model), num_microbatches=k, remat=remat)
 
 
 def group(kind, scan, precision, k):
@@ -119,47 +119,48 @@ def group(kind, scan, precision, k):
     return f"tensor-{kind}-{scan}-{precision}-{k}"
 
 
-PARTITIONED = zerojax.Keep(partition_inputs=True)
-AWAY = zerojax.Keep(partition_inputs=True, offload_inputs=True)
-KEEP_NAMES = {PARTITIONED: "partitioned", AWAY: "partitioned_in_host_memory"}
+PARTITIONED = zerojax.Remat(partition_inputs=True)
+AWAY = zerojax.Remat(partition_inputs=True, offload_inputs=True)
+REMAT_NAMES = {PARTITIONED: "partitioned", AWAY: "partitioned_in_host_memory"}
 
 
 def cases():
     chosen = [
-        *(("nnx", False, stage, "fp32", 1, "everything") for stage in (0, 3)),
-        ("linen", True, 3, "fp32", 4, "everything"),
-        ("linen", True, 3, "bf16", 1, "everything"),
-        ("nnx", True, 3, "fp32", 4, "nothing"),
+        *(("nnx", False, stage, "fp32", 1, "none") for stage in (0, 3)),
+        ("linen", True, 3, "fp32", 4, "none"),
+        ("linen", True, 3, "bf16", 1, "none"),
+        ("nnx", True, 3, "fp32", 4, "full"),
         ("nnx", False, 3, "fp32", 1, PARTITIONED),
         ("nnx", True, 3, "fp32", 4, AWAY),
         ("linen", True, 0, "fp32", 1, PARTITIONED),
     ]
     more = [
-        *(("nnx", False, stage, "fp32", 1, "everything") for stage in (1, 2)),
-        ("linen", True, 3, "fp32", 1, "everything"),
-        *(("linen", False, stage, "fp32", 1, "everything") for stage in range(4)),
-        *(("linen", True, stage, "bf16", 4, "everything") for stage in range(4)),
-        *(("nnx", True, stage, precision, 1, "nothing") for stage in range(4) for precision in ("fp32", "bf16")),
-        *(("nnx", False, stage, "fp16", 4, "everything") for stage in range(4)),
+        *(("nnx", False, stage, "fp32", 1, "none") for stage in (1, 2)),
+        ("linen", True, 3, "fp32", 1, "none"),
+        *(("linen", False, stage, "fp32", 1, "none") for stage in range(4)),
+        *(("linen", True, stage, "bf16", 4, "none") for stage in range(4)),
+        *(("nnx", True, stage, precision, 1, "full") for stage in range(4) for precision in ("fp32", "bf16")),
+        *(("nnx", False, stage, "fp16", 4, "none") for stage in range(4)),
     ]
     for case in (*chosen, *more):
-        kind, scan, stage, precision, k, keep = case
-        name = f"{kind}-{'scanned' if scan else 'unrolled'}-stage{stage}-{precision}-k{k}-{KEEP_NAMES.get(keep, keep)}"
+        kind, scan, stage, precision, k, remat = case
+        layers, saved = "scanned" if scan else "unrolled", REMAT_NAMES.get(remat, remat)
+        name = f"{kind}-{layers}-stage{stage}-{precision}-k{k}-{saved}"
         marks = [pytest.mark.xdist_group(group(kind, scan, precision, k))]
         yield pytest.param(*case, marks=[*marks, pytest.mark.full] if case in more else marks, id=name)
 
 
-@pytest.mark.parametrize(("kind", "scan", "stage", "precision", "k", "keep"), list(cases()))
-def test_training_follows_the_plain_step(kind, scan, stage, precision, k, keep):
+@pytest.mark.parametrize(("kind", "scan", "stage", "precision", "k", "remat"), list(cases()))
+def test_training_follows_the_plain_step(kind, scan, stage, precision, k, remat):
     """Gradient norms among what is compared: a leaf that is divided over the model axis counts once."""
-    zero, got, state = run(kind, scan, stage, precision, k, keep)
+    zero, got, state = run(kind, scan, stage, precision, k, remat)
     assert len(got.losses) == STEPS and got.metrics[-1]["skipped"] == 0
     assert_close(got, reference(kind, scan, precision, k), **TOLERANCES[precision])
     norm = np.sqrt(sum(np.sum(np.square(a.astype(np.float64))) for a in got.end))
     assert got.metrics[-1]["param_norm"] == pytest.approx(norm, rel=1e-5)
-    promised = zero.eval_init(MODELS[kind](scan).create, state.definition.tx)
+    expected = zero.eval_init(MODELS[kind](scan).create, state.definition.tx)
     shardings = lambda state: [a.sharding for a in jax.tree.leaves(state)]
-    assert shardings(state) == shardings(promised), "a step moved the state"
+    assert shardings(state) == shardings(expected), "a step moved the state"
 
 
 # Where leaves live
@@ -321,7 +322,7 @@ def test_a_stacked_leaf_needs_an_entry_for_its_layers():
         spec_of(stack())
     assert "transform_metadata={nnx.PARTITION_NAME: None}" in str(error.value)
     with pytest.raises(ValueError, match="dim 0 counts layers"):
-        spec_of(stack(transform_metadata={nnx.PARTITION_NAME: "model"}), annotations={"w": P("model", None, None)})
+        spec_of(stack(transform_metadata={nnx.PARTITION_NAME: "model"}), partition_specs={"w": P("model", None, None)})
 
 
 def test_logical_names_are_read_under_the_rules_in_force():
@@ -347,7 +348,7 @@ def test_annotations_of_a_plain_tree_are_given_by_path():
     x = rng.standard_normal((32, 8), np.float32)
     loss = lambda params, x: jnp.mean((jnp.tanh(x @ params["in"]) @ params["out"] - x) ** 2)
     annotations = {"in": P(None, "model"), "o*": P("model", None)}
-    zero = Zero(zerojax.make_mesh(model=MODEL), annotations=annotations)
+    zero = Zero(zerojax.make_mesh(model=MODEL), partition_specs=annotations)
     sharded = zero.shard(params)
     specs = {"in": P("data", "model"), "out": P("model", "data")}
     assert {name: leaf.sharding.spec for name, leaf in sharded.items()} == specs
@@ -358,7 +359,7 @@ def test_annotations_of_a_plain_tree_are_given_by_path():
         np.testing.assert_allclose(grad, want[name], rtol=1e-4, atol=1e-6)
         assert grad.sharding.spec == specs[name]
     with pytest.raises(ValueError, match="'no/such' matches no"):
-        spec_of(lambda: {"w": jnp.ones((8, 8))}, annotations={"no/such": P("model")})
+        spec_of(lambda: {"w": jnp.ones((8, 8))}, partition_specs={"no/such": P("model")})
 
 
 @pytest.mark.xdist_group(group("nnx", True, "fp32", 4))

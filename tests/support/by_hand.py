@@ -123,7 +123,7 @@ def step(
         return reduced(total)[0] if hoisted else total
 
     specs = jax.tree.map(lambda _: data, state.params)
-    manual = jax.shard_map(gradients, mesh=zero.setup.mesh, in_specs=(specs, data), out_specs=specs, check_vma=False)
+    manual = jax.shard_map(gradients, mesh=zero.config.mesh, in_specs=(specs, data), out_specs=specs, check_vma=False)
 
     def step(state, batch):
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), manual(state.params, batch))
@@ -132,7 +132,7 @@ def step(
         params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), master)
         return dataclasses.replace(state, step=state.step + 1, params=params, master=master, opt_state=opt_state)
 
-    place = jax.sharding.NamedSharding(zero.setup.mesh, data)
+    place = jax.sharding.NamedSharding(zero.config.mesh, data)
     batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), batch)
     shardings = jax.tree.map(lambda a: a.sharding, state)
     jitted = jax.jit(step, donate_argnums=(0,) if donated else (), out_shardings=shardings)

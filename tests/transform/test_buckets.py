@@ -119,7 +119,7 @@ def test_no_more_than_a_bucket_is_moved_at_a_time(stage, scan, options):
     assert max(at_once(whole)) > 2 * BUCKET
     assert BUCKET / 2 < max(traffic.buffers(bucketed)) <= BUCKET
     assert max(at_once(bucketed)) <= (2 * BUCKET if stage == 2 and scan else BUCKET)
-    sizes = dict(setting(stage, scan, options.get("beside", ""))[0].setup.mesh.shape)
+    sizes = dict(setting(stage, scan, options.get("beside", ""))[0].config.mesh.shape)
     sent = lambda jaxpr: traffic.sent(traffic.collectives_of(jaxpr.jaxpr, sizes))
     assert sent(bucketed) == pytest.approx(sent(whole))
 
@@ -189,17 +189,17 @@ def moved(bucket_bytes):
     """(the traced program, its results): leaves that are gathered, and their products with a device's own numbers, of
     which the sums are scattered, or not."""
     mesh = zerojax.make_mesh()
-    axes = Zero(mesh).setup.axes._replace(bucket_bytes=bucket_bytes)
+    axes, options = Zero(mesh).config.axes, collectives.CollectiveOptions(bucket_bytes)
     rng = np.random.default_rng(0)
     full = [rng.standard_normal(shape, np.float32) for shape, _ in LEAVES.values()]
     dims = [Dims(dim) for _, dim in LEAVES.values()]
     specs = [P() if d.shard is None else P(*[None] * d.shard, "data") for d in dims]
 
     def local(shards):
-        gathered = collectives.all_gather(shards, dims, axes).leaves
+        gathered = collectives.all_gather(shards, dims, axes, options).leaves
         of_device = [jnp.sin(leaf * (1 + jax.lax.axis_index("data"))) for leaf in gathered]
-        reduced = collectives.reduce_scatter(of_device, dims, axes).leaves
-        return gathered, reduced, collectives.all_reduce(of_device, ("data",), axes).leaves
+        reduced = collectives.reduce_scatter(of_device, dims, axes, options).leaves
+        return gathered, reduced, collectives.all_reduce(of_device, ("data",), axes, options).leaves
 
     fn = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=(P(), specs, P()), check_vma=False)
     return jax.make_jaxpr(fn)(full), full, jax.jit(fn)(full)

@@ -12,7 +12,7 @@ from support.plain import numbers
 from support.walk import flat
 
 import zerojax
-from zerojax import Keep, Zero
+from zerojax import Remat, Zero
 
 N, WIDTH = 8, 16
 DEPTHS = (0, 1, 2)
@@ -81,28 +81,28 @@ def zero_for(stage, form, mesh=None):
     return Zero(mesh or zerojax.make_mesh(), stage, stacked=() if form == "unrolled" else ("blocks/*",))
 
 
-OFFLOAD = Keep(offload_inputs=True)
+OFFLOAD = Remat(offload_inputs=True)
 CASES = [
-    *[(form, 9, 3, depth, "everything") for form in LOSSES for depth in DEPTHS if (form, depth) != ("unrolled", 1)],
-    *[("scanned", layers, 3, depth, "nothing") for layers, depth in [(1, 1), (2, 1), (3, 2), (8, 1), (9, 2)]],
+    *[(form, 9, 3, depth, "none") for form in LOSSES for depth in DEPTHS if (form, depth) != ("unrolled", 1)],
+    *[("scanned", layers, 3, depth, "full") for layers, depth in [(1, 1), (2, 1), (3, 2), (8, 1), (9, 2)]],
     ("scanned", 9, 3, 1, OFFLOAD),
-    *[("scanned", 9, stage, 1, "nothing") for stage in (1, 2)],
+    *[("scanned", 9, stage, 1, "full") for stage in (1, 2)],
 ]
 
 
-@pytest.mark.parametrize(("form", "num_layers", "stage", "depth", "keep"), CASES)
-def test_the_gradient_is_the_plain_one(form, num_layers, stage, depth, keep):
+@pytest.mark.parametrize(("form", "num_layers", "stage", "depth", "remat"), CASES)
+def test_the_gradient_is_the_plain_one(form, num_layers, stage, depth, remat):
     params, batch, loss = problem(form, num_layers)
     zero = zero_for(stage, form)
-    got = jax.jit(zero.value_and_grad(loss, prefetch=depth, keep=keep))(zero.shard(params), zero.shard_batch(batch))
+    got = jax.jit(zero.value_and_grad(loss, prefetch=depth, remat=remat))(zero.shard(params), zero.shard_batch(batch))
     want = plain_gradient(form, num_layers)
     for a, b in zip(numbers(got), numbers(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6 * max(1, np.abs(b).max()))
 
 
-def traced(form, num_layers, depth, stage=3, keep="everything"):
+def traced(form, num_layers, depth, stage=3, remat="none"):
     params, batch, loss = problem(form, num_layers)
-    fn = zero_for(stage, form).value_and_grad(loss, prefetch=depth, keep=keep)
+    fn = zero_for(stage, form).value_and_grad(loss, prefetch=depth, remat=remat)
     return jax.make_jaxpr(fn)(params, batch)
 
 
@@ -166,8 +166,8 @@ def test_units_that_none_computes_before_are_gathered_leaf_by_leaf():
 
 
 @functools.cache
-def waits(form, depth, keep="everything"):
-    return numbers_before_gathers(traced(form, 4, depth, keep=keep).jaxpr)
+def waits(form, depth, remat="none"):
+    return numbers_before_gathers(traced(form, 4, depth, remat=remat).jaxpr)
 
 
 def test_without_prefetch_a_gather_waits_for_the_unit_before():
@@ -177,14 +177,14 @@ def test_without_prefetch_a_gather_waits_for_the_unit_before():
     assert waits("unrolled", 0) == forward + backward
 
 
-@pytest.mark.parametrize("keep", ["everything", "nothing"])
+@pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize(("form", "depth"), [("unrolled", 1), ("unrolled", 2), ("scanned", 2)])
-def test_with_one_more_unit_ahead_each_gather_waits_for_one_less(form, depth, keep):
+def test_with_one_more_unit_ahead_each_gather_waits_for_one_less(form, depth, remat):
     """Forward and backward: for the products of all units up to the one that leaves the window, and no later one.
 
     Between the six gathers of the forward pass and those of the backward pass, the head computes a second time.
     """
-    less, more = waits(form, depth, keep), waits(form, depth - 1, keep)
+    less, more = waits(form, depth, remat), waits(form, depth - 1, remat)
     assert less[:6] == [0, *more[:5]] and less[7:] == more[6:-1]
     assert more[5] < less[6] < more[6]
 
@@ -192,7 +192,7 @@ def test_with_one_more_unit_ahead_each_gather_waits_for_one_less(form, depth, ke
 @pytest.mark.parametrize("form", ["unrolled", "scanned"])
 def test_nothing_is_computed_again_before_the_head_has_gone_backward(form):
     """Ten products forward, of which the last is the head's, and then one of its two: of all that come after."""
-    before = before_each(traced(form, 4, 1, keep="nothing").jaxpr, "dot_general", "dot_general")
+    before = before_each(traced(form, 4, 1, remat="full").jaxpr, "dot_general", "dot_general")
     of_head = [k for k, products in enumerate(before) if len(products) == 10]
     assert len(of_head) == 2
     assert all(set(of_head) & products for products in before[of_head[1] + 1 :])
@@ -213,14 +213,14 @@ def test_the_gathers_in_a_loop_overlap_with_one_layer_each():
     assert first == 0 and 0 < second <= 4
 
 
-@pytest.mark.parametrize(("keep", "again"), [("nothing", 2), ("dots", 0)])
-def test_gradients_of_a_layer_wait_for_those_before_where_something_hides_their_reduction(keep, again):
+@pytest.mark.parametrize(("remat", "again"), [("full", 2), ("dots", 0)])
+def test_gradients_of_a_layer_wait_for_those_before_where_something_hides_their_reduction(remat, again):
     """Where a layer is computed `again`, no gradient is made before those of the layer before are reduced, so that one
     layer's are held. Elsewhere the reduction has only the gradients beside it, and two layers' are held.
 
     A body of two layers: which of its two reductions each product of the backward pass has to have behind it.
     """
-    (_, backward) = [e for e, _ in flat(traced("scanned", 9, 1, keep=keep).jaxpr) if e.primitive.name == "scan"]
+    (_, backward) = [e for e, _ in flat(traced("scanned", 9, 1, remat=remat).jaxpr) if e.primitive.name == "scan"]
     reductions = before_each(backward.params["jaxpr"].jaxpr, "dot_general", "reduce_scatter")
     first, second = ({0}, {0, 1}) if again else (set(), {0})
     layers = [reductions[: 4 + again], reductions[4 + again :]]
@@ -233,7 +233,7 @@ def test_gradients_of_a_layer_wait_for_those_before_where_something_hides_their_
 def test_at_stage_2_a_layer_is_computed_again_beside_the_reduction_of_the_one_above():
     """After its gradients, since all weights are there and a body has two layers, whose activations would both be held;
     not after their reduction, which it hides. The seventh of its products is the first of the second layer."""
-    jaxpr = traced("scanned", 9, 1, stage=2, keep="nothing").jaxpr
+    jaxpr = traced("scanned", 9, 1, stage=2, remat="full").jaxpr
     (_, backward) = [e for e, _ in flat(jaxpr) if e.primitive.name == "scan"]
     before = lambda what: before_each(backward.params["jaxpr"].jaxpr, "dot_general", what)
     products, reductions = before("dot_general"), before("reduce_scatter")
@@ -260,7 +260,7 @@ def copies_back(jaxpr):
 
 def test_what_unrolled_units_offloaded_comes_back_one_unit_after_the_other():
     """Each waits for more of the backward pass than the one before."""
-    products, copies = copies_back(traced("unrolled", 4, 1, keep=OFFLOAD).jaxpr)
+    products, copies = copies_back(traced("unrolled", 4, 1, remat=OFFLOAD).jaxpr)
     assert products == sorted(products) and len(set(products)) == 1 + 4  # head and blocks; the embedding has the batch
     assert copies[:10] == [0] * 10  # the forward pass
 
@@ -270,7 +270,7 @@ def test_in_a_loop_what_was_offloaded_comes_back_one_layer_ahead():
 
     What comes beside the second may wait for the reduction of the first one's gradients, of all six of its products.
     """
-    (_, backward) = [e for e, _ in flat(traced("scanned", 9, 1, keep=OFFLOAD).jaxpr) if e.primitive.name == "scan"]
+    (_, backward) = [e for e, _ in flat(traced("scanned", 9, 1, remat=OFFLOAD).jaxpr) if e.primitive.name == "scan"]
     products, copies = copies_back(backward.params["jaxpr"].jaxpr)
     assert copies == [0] * 6 + [1] * 6
     assert products[0] == 0 and 0 < products[1] <= 6

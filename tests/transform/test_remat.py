@@ -13,10 +13,10 @@ from support.parity import batches, train
 from support.walk import equations
 
 import zerojax
-from zerojax import Keep, Zero
+from zerojax import Remat, Zero
 
 WIDTH, LAYERS = 16, 3
-NAMED = Keep(save=("up",), offload=("down",))
+NAMED = Remat(save=("up",), offload=("down",))
 
 
 def create(key):
@@ -62,12 +62,12 @@ def count(jaxpr, name):
     return sum(equation.primitive.name == name for equation in equations(jaxpr))
 
 
-def traced(keep, model="unrolled", stage=3, mesh=None):
+def traced(remat, model="unrolled", stage=3, mesh=None):
     create, loss = MODELS[model]
     zero = Zero(mesh or zerojax.make_mesh(), stage, stacked=("layers/*",) if model == "scanned" else ())
     state = zero.eval_init(create, optax.sgd(0.1))
     prefetch = 0 if model == "scanned" else 1  # so that a loop's body is one layer
-    return zero.train_step(loss, keep=keep, prefetch=prefetch).trace(state, make_batch()).jaxpr
+    return zero.train_step(loss, remat=remat, prefetch=prefetch).trace(state, make_batch()).jaxpr
 
 
 # Products of a layer: two forward, four backward. The batch needs no gradient. The last layer, with the loss in its
@@ -75,19 +75,19 @@ def traced(keep, model="unrolled", stage=3, mesh=None):
 DOTS = 6 * LAYERS - 1
 PER_LAYER = {"dot_general": 2, "tanh": 1, "sin": 1}
 UNROLLED = {
-    "everything": (DOTS, LAYERS, LAYERS),
-    "nothing": (DOTS + 2 * (LAYERS - 1), 2 * LAYERS - 1, LAYERS),
+    "none": (DOTS, LAYERS, LAYERS),
+    "full": (DOTS + 2 * (LAYERS - 1), 2 * LAYERS - 1, LAYERS),
     "dots": (DOTS, 2 * LAYERS, LAYERS + 1),
     "named": (DOTS, 2 * LAYERS, LAYERS + 1),
     "first layer": (DOTS + 2, LAYERS + 1, LAYERS),
 }
-SCANNED = {"everything": (6, 1, 1), "nothing": (8, 2, 1), "dots": (6, 2, 1), "named": (6, 2, 1)}  # in the loops' bodies
+SCANNED = {"none": (6, 1, 1), "full": (8, 2, 1), "dots": (6, 2, 1), "named": (6, 2, 1)}  # in the loops' bodies
 SETTINGS = {
-    "everything": "everything",
-    "nothing": Keep(),
+    "none": "none",
+    "full": Remat(),
     "dots": jax.checkpoint_policies.dots_saveable,
     "named": NAMED,
-    "first layer": {"layers/0": "nothing"},
+    "first layer": {"layers/0": "full"},
 }
 
 
@@ -105,17 +105,17 @@ def test_only_what_is_not_kept_is_computed_again_in_a_loop(setting):
 
 
 @pytest.mark.parametrize(
-    ("model", "keep", "times"),
+    ("model", "remat", "times"),
     [
         ("unrolled", NAMED, LAYERS),
-        ("unrolled", Keep(offload_inputs=True), LAYERS - 2),  # the first layer's is the batch, the last's is not kept
+        ("unrolled", Remat(offload_inputs=True), LAYERS - 2),  # the first layer's is the batch, the last's is not kept
         ("scanned", NAMED, 1),
-        ("scanned", Keep(offload_inputs=True), 1),
+        ("scanned", Remat(offload_inputs=True), 1),
     ],
 )
-def test_an_offloaded_value_goes_to_the_host_and_back(model, keep, times):
+def test_an_offloaded_value_goes_to_the_host_and_back(model, remat, times):
     """Once each way in every layer, and nothing else moves but scalars that tell when it is there."""
-    moved = [e for e in equations(traced(keep, model)) if e.primitive.name == "device_put" and e.invars[0].aval.ndim]
+    moved = [e for e in equations(traced(remat, model)) if e.primitive.name == "device_put" and e.invars[0].aval.ndim]
     spaces = [str(space) for e in moved for space in e.params["devices"]]
     assert {v.aval.shape for e in moved for v in e.invars} == {(32 // 8, WIDTH)}
     assert sorted(spaces) == sorted([str(jax.memory.Space.Device), str(jax.memory.Space.Host)] * times)
@@ -129,8 +129,8 @@ def test_partitioned_inputs_are_gathered_once(model, times, offload):
 
     A slice and not the whole goes to the host.
     """
-    keep = Keep(partition_inputs=True, offload_inputs=offload)
-    jaxpr = traced(keep, model, mesh=zerojax.make_mesh(model=2))
+    remat = Remat(partition_inputs=True, offload_inputs=offload)
+    jaxpr = traced(remat, model, mesh=zerojax.make_mesh(model=2))
     found = [c for c in traffic.collectives_of(jaxpr.jaxpr, {"data": 4, "model": 2}) if c.num_devices == 2]
     assert {(c.kind, c.shape) for c in found} == {("all_gather", (32 // 4, WIDTH))}
     assert sum(c.count for c in found) == times
@@ -140,7 +140,7 @@ def test_partitioned_inputs_are_gathered_once(model, times, offload):
 
 def test_over_an_axis_of_one_device_nothing_is_partitioned():
     mesh = zerojax.make_mesh(model=1)
-    want, got = (traced(Keep(partition_inputs=flag), mesh=mesh) for flag in (False, True))
+    want, got = (traced(Remat(partition_inputs=flag), mesh=mesh) for flag in (False, True))
     names = lambda jaxpr: [e.primitive.name for e in equations(jaxpr)]
     assert names(got) == names(want)
 
@@ -153,8 +153,8 @@ def test_named_and_offloaded_values_change_nothing(model):
     create, loss = MODELS[model]
     zero = Zero(zerojax.make_mesh(), 3, stacked=("layers/*",) if model == "scanned" else ())
     seen = []
-    for keep in "everything", NAMED:
-        step = zero.train_step(loss, keep=keep)
+    for remat in "none", NAMED:
+        step = zero.train_step(loss, remat=remat)
         state, _ = step(zero.init(create, optax.sgd(0.1)), make_batch())
         seen.append([np.asarray(leaf) for leaf in jax.tree.leaves(state.params)])
     for a, b in zip(*seen, strict=True):
@@ -163,14 +163,14 @@ def test_named_and_offloaded_values_change_nothing(model):
 
 def test_what_is_dropped_out_is_so_again():
     model = zoo.ZOO["dropout_nnx"]
-    runs = [train(Zero(zerojax.make_mesh(), 3), model, batches(model, 3), keep=k)[0] for k in ("everything", "nothing")]
+    runs = [train(Zero(zerojax.make_mesh(), 3), model, batches(model, 3), remat=k)[0] for k in ("none", "full")]
     np.testing.assert_allclose(runs[1].losses, runs[0].losses, rtol=1e-6)
 
 
 def test_value_and_grad_keeps_the_same():
     zero = Zero(zerojax.make_mesh(), 3)
     params, batch = zero.shard(jax.jit(create)(jax.random.key(0))), zero.shard_batch(make_batch())
-    want, got = (jax.jit(zero.value_and_grad(loss, keep=keep))(params, batch) for keep in ("everything", "nothing"))
+    want, got = (jax.jit(zero.value_and_grad(loss, remat=remat))(params, batch) for remat in ("none", "full"))
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
@@ -178,9 +178,9 @@ def test_value_and_grad_keeps_the_same():
 # Errors
 
 
-def message(keep, model="unrolled"):
-    with pytest.raises(ValueError, match="keep: ") as error:
-        traced(keep, model)
+def message(remat, model="unrolled"):
+    with pytest.raises(ValueError, match="remat: ") as error:
+        traced(remat, model)
     return str(error.value)
 
 
@@ -191,14 +191,14 @@ def test_an_unknown_setting():
 
 
 def test_a_pattern_that_decides_for_no_unit():
-    text = message({"layer/*": "nothing"})
+    text = message({"layer/*": "full"})
     assert "pattern 'layer/*' decides for no unit" in text and "units layers/0, layers/1, layers/2" in text
-    assert "'layers/0' decides" in message({"layers/*": "nothing", "layers/0": "dots"})  # another comes first
+    assert "'layers/0' decides" in message({"layers/*": "full", "layers/0": "dots"})  # another comes first
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_name_that_no_value_carries(model):
-    text = message(Keep(save=("up",), offload=("attention",)), model)
+    text = message(Remat(save=("up",), offload=("attention",)), model)
     assert "no value in the units of '*' is named 'attention'" in text
     assert "names down, up" in text and "checkpoint_name(x, 'attention')" in text
 
@@ -209,9 +209,9 @@ def test_a_name_that_only_other_units_carry():
 
     zero = Zero(zerojax.make_mesh(), 3)
     state = zero.eval_init(create, optax.sgd(0.1))
-    keep = {"layers/0": Keep(save=("late",)), "*": "everything"}
+    remat = {"layers/0": Remat(save=("late",)), "*": "none"}
     with pytest.raises(ValueError, match="no value in the units of 'layers/0' is named 'late'"):
-        zero.train_step(only_last, keep=keep).trace(state, make_batch())
+        zero.train_step(only_last, remat=remat).trace(state, make_batch())
 
 
 def test_a_name_that_only_a_weight_carries():
@@ -220,22 +220,22 @@ def test_a_name_that_only_a_weight_carries():
     zero = Zero(zerojax.make_mesh(), 3)
     state = zero.eval_init(lambda: {"w": jnp.ones((WIDTH, 8))}, optax.sgd(0.1))
     with pytest.raises(ValueError, match="is named 'weight'"):
-        zero.train_step(named, keep=Keep(save=("weight",))).trace(state, make_batch())
+        zero.train_step(named, remat=Remat(save=("weight",))).trace(state, make_batch())
 
 
 def test_a_string_instead_of_names():
     with pytest.raises(ValueError, match="`offload` is 'up'\n  fix:      a tuple of names"):
-        Keep(offload="up")
+        Remat(offload="up")
 
 
 def test_a_name_in_both_places():
     with pytest.raises(ValueError, match="'up' is both in `save` and in `offload`"):
-        Keep(save=("up",), offload=("up",))
+        Remat(save=("up",), offload=("up",))
 
 
 def test_there_must_be_an_axis_to_partition_inputs_over():
     with pytest.raises(ValueError, match="inputs of 'layers/1' cannot be partitioned") as error:
-        traced({"layers/1": Keep(partition_inputs=True), "*": "nothing"})
+        traced({"layers/1": Remat(partition_inputs=True), "*": "full"})
     assert "a mesh with data axes alone" in str(error.value) and "make_mesh(model=...)" in str(error.value)
 
 
@@ -244,7 +244,7 @@ def test_an_input_that_the_axis_does_not_divide_is_refused():
     params = {"layers": {str(i): jnp.ones((15, 15)) for i in range(3)}}
     layers = lambda params: params["layers"].values()
     loss = lambda params, x: jnp.sum(functools.reduce(lambda x, w: jnp.tanh(x @ w), layers(params), x))
-    fn = zero.value_and_grad(loss, keep=Keep(partition_inputs=True))
+    fn = zero.value_and_grad(loss, remat=Remat(partition_inputs=True))
     with pytest.raises(ValueError, match="cannot be partitioned over model") as error:
         jax.eval_shape(fn, params, jnp.ones((4, 15)))
     assert "shape (1, 15) on each device along the data axes, axis size 2" in str(error.value)

@@ -1,4 +1,4 @@
-"""What an audit finds: a promise, what was found, a verdict; as data, as a table and as the text of an error."""
+"""The findings of an audit: what is expected, what was found, and a verdict; as data, a table or an error."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ import enum
 import io
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 
 class Verdict(enum.Enum):
-    """Of a promise. Only `BROKEN` is a failure."""
+    """Whether an expectation is met. Only `BROKEN` is a failure."""
 
     OK = "ok"
-    KNOWN = "known"  # not kept, because of a rewrite that a compiler is known for; it is named and costed
+    KNOWN = "known"  # not met, because of a known rewrite of the compiler; the finding names it and its cost
     BROKEN = "BROKEN"
     NOT_READ = "not read"
-    TOLD = "told"  # a figure of which nothing is promised
+    INFO = "info"  # a figure without an expectation
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One promise.
+    """One expectation and what was found.
 
     Attributes:
         name: 'sharded', 'aliased state', 'checkpoints', 'wire bytes', 'wire dtype', 'reductions', 'hoisted gathers',
             'gathered weights kept', 'prefetch order' or 'exposed'.
-        promised, found: in words. Of what was not read, `found` is why.
+        expected, found: in words. If the program could not be read, `found` says why.
         verdict: whether they agree.
-        numbers: the same for machines; `extra_bytes` is what a known rewrite costs a device in a step.
-        fix: what to do about a broken promise.
+        numbers: the same as numbers; `extra_bytes` is what a known rewrite costs a device in a step.
+        fix: what to do if the expectation is not met.
     """
 
     name: str
-    promised: str
+    expected: str
     found: str
     verdict: Verdict
     numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -50,40 +50,40 @@ class Audit:
     """The findings of an audit; printed, a table. `audit['reductions']` is one of them.
 
     Attributes:
-        findings: one for each promise that the stage makes.
+        findings: one for each expectation of the stage.
     """
 
     findings: tuple[Finding, ...]
 
     @property
     def broken(self) -> tuple[Finding, ...]:
-        """What is not as promised."""
+        """The findings whose verdict is `BROKEN`."""
         return tuple(finding for finding in self.findings if finding.verdict is Verdict.BROKEN)
 
     @property
     def ok(self) -> bool:
-        """No promise was found broken. Which were not read, the findings tell."""
+        """No expectation is broken. Findings with the verdict `NOT_READ` could not be checked."""
         return not self.broken
 
     def __getitem__(self, name: str) -> Finding:
         return {finding.name: finding for finding in self.findings}[name]
 
     def __str__(self) -> str:
-        table = Table("", "promised", "found", "", title="Promised and found")
+        table = Table("", "expected", "found", "", title="Audit of the compiled step")
         for finding in self.findings:
-            table.add_row(finding.name, finding.promised, finding.found, finding.verdict.value)
+            table.add_row(finding.name, finding.expected, finding.found, finding.verdict.value)
         text = io.StringIO()
         Console(file=text, width=150).print(table)
         return text.getvalue()
 
     def enforce(self, setting: str) -> None:
-        """Raises ValueError ('error') or warns ('warn') if a promise is broken."""
+        """Raises ValueError ('error') or warns ('warn') if an expectation is broken."""
         if self.ok:
             return
-        lines = [f"audit: the compiled step breaks {len(self.broken)} of {len(self.findings)} promises"]
+        lines = [f"audit: the compiled step breaks {len(self.broken)} of {len(self.findings)} expectations"]
         for finding in self.broken:
             lines.append(f"{finding.name}")
-            lines.append(f"  promised: {finding.promised}")
+            lines.append(f"  expected: {finding.expected}")
             lines.append(f"  got:      {finding.found}")
             lines.append(f"  fix:      {finding.fix}")
         if setting == "error":
@@ -94,27 +94,28 @@ class Audit:
 SETTINGS = ("off", "warn", "error")
 
 
-def check_setting(setting: Any) -> None:
-    """Raises ValueError unless it is one of `SETTINGS`."""
+def check_setting(setting: str) -> str:
+    """The setting. Raises ValueError unless it is one of `SETTINGS`."""
     if setting not in SETTINGS:
         raise ValueError(f"audit: unknown setting {setting!r}\n  fix:      one of {', '.join(SETTINGS)}")
+    return setting
 
 
 class Unread(Exception):
-    """Why something cannot be read in a program. It is told, and never taken for a promise that is kept."""
+    """A program cannot be read. The finding says why; it never counts as met."""
 
 
 @contextlib.contextmanager
 def reading() -> Iterator[None]:
-    """What a reader refuses is unread."""
+    """A ValueError of a reader becomes `Unread`."""
     try:
         yield
     except ValueError as refused:
         raise Unread(str(refused)) from refused
 
 
-class Result(NamedTuple):
-    """What a check found. The fields are those of `Finding`."""
+class Outcome(NamedTuple):
+    """The result of a check. The fields are those of `Finding`."""
 
     found: str
     verdict: Verdict
@@ -123,23 +124,23 @@ class Result(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A promise and its check. None is promised where a stage has nothing to promise; then nothing is checked."""
+    """An expectation and its check. `expected` is None if the stage expects nothing; then nothing is checked."""
 
     name: str
-    promised: str | None
-    check: Callable[[], Result]
+    expected: str | None
+    check: Callable[[], Outcome]
 
 
 def examine(lines: Iterable[Line]) -> Audit:
-    """Checks every promise. What a check cannot read becomes a finding that says why."""
+    """Runs every check. If a program cannot be read, the finding says why."""
     findings = []
-    for name, promised, check in lines:
-        if promised is None:
+    for name, expected, check in lines:
+        if expected is None:
             continue
         try:
-            findings.append(Finding(name, promised, *check()))
+            findings.append(Finding(name, expected, *check()))
         except Unread as why:
-            findings.append(Finding(name, promised, str(why), Verdict.NOT_READ))
+            findings.append(Finding(name, expected, str(why), Verdict.NOT_READ))
     return Audit(tuple(findings))
 
 
@@ -151,5 +152,5 @@ def bytes_text(num_bytes: float) -> str:
 
 
 def listed(items: Sequence[str], most: int = 4) -> str:
-    """The first of them, and how many there are beside."""
+    """The first of the items, and how many more there are."""
     return "; ".join(items[:most]) + (f"; and {len(items) - most} more" if len(items) > most else "")

@@ -22,7 +22,7 @@ from zerojax.checkpoints.loss_monitor import Health
 from zerojax.checkpoints.manifest import Allowed, CheckpointCorrupted, Leaf, Manifest
 from zerojax.checkpoints.preemption import EXIT_CODE, Preemption
 from zerojax.checkpoints.raise_on_all_processes import of_process_0, together
-from zerojax.step.config import Setup
+from zerojax.step.config import ZeroConfig
 from zerojax.step.state import TrainState
 
 log = logging.getLogger("zerojax")
@@ -63,7 +63,7 @@ class Checkpoints:
     before or is set later is called too.
 
     Args:
-        setup: of the Zero.
+        config: of the Zero.
         directory: on a file system that all processes see. One run at a time may use it.
         every: steps between two saves.
         keep: the newest steps that stay on disk; None: all of them.
@@ -80,7 +80,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        setup: Setup,
+        config: ZeroConfig,
         directory: str | Path,
         every: int = 1000,
         keep: int | None = 3,
@@ -93,7 +93,7 @@ class Checkpoints:
         for name, number in steps.items():
             if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
                 raise ValueError(f"checkpoints: {name} is {number!r}\n  fix:      a number of steps, at least 1")
-        self.setup, self.directory, self.every = setup, Path(directory).absolute(), every
+        self.config, self.directory, self.every = config, Path(directory).absolute(), every
         self._exit = contextlib.ExitStack()
         self._exit.enter_context(store.locked(self.directory))
         self._store = store.Store(self.directory, keep, keep_every)
@@ -307,8 +307,8 @@ class Checkpoints:
         manifest = Manifest(
             step,
             leaves,
-            dict(self.setup.mesh.shape),
-            self.setup.stage,
+            dict(self.config.mesh.shape),
+            self.config.stage,
             self._dtypes(),
             {name: metadata.version(name) for name in _PACKAGES},
             iterators.get_states(data),
@@ -319,7 +319,7 @@ class Checkpoints:
 
     def _dtypes(self) -> dict[str, str]:
         names = ("param_dtype", "compute_dtype", "reduce_dtype")
-        return {name: jnp.dtype(getattr(self.setup.precision, name)).name for name in names}
+        return {name: jnp.dtype(getattr(self.config.precision, name)).name for name in names}
 
     def wait(self) -> None:
         """Until the save that is under way has ended. If it failed, that is reported as by `update`."""

@@ -17,7 +17,7 @@ from zerojax.plan.program import CompiledStep, compile_step
 from zerojax.plan.utilisation import Throughput, model_flops, throughput
 from zerojax.report.memory import Memory, step_memory
 from zerojax.sharding.mesh import make_mesh
-from zerojax.transform.remat import Keep
+from zerojax.transform.remat import Remat
 from zerojax.zero import Zero
 
 # The share of a device's memory that a program may use. GPUs: what JAX takes without XLA_CLIENT_MEM_FRACTION (JAX's
@@ -25,7 +25,7 @@ from zerojax.zero import Zero
 # compiler's own message, libtpu 0.0.41, 2026-11); that it is as much elsewhere is a guess.
 MEMORY_SHARE = {"cuda": 0.75, "tpu": 0.984, "cpu": 1.0}
 _MOST_OF_A_GPU = 0.95  # a guess: the driver and NCCL take some of the rest
-KEEPS = ("everything", "dots", "nothing", "offload")  # from what holds most to what holds least
+REMATS = ("none", "dots", "full", "offload")  # from what holds most to what holds least
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Settings:
         stage, precision: of `Zero`.
         rows: on a device in a microbatch.
         num_microbatches, prefetch, bucket_bytes: of `Zero.train_step`.
-        keep: 'everything', 'dots', 'nothing', or 'offload': as 'nothing', with the inputs of layers in host memory.
+        remat: 'none', 'dots', 'full', or 'offload': as 'full', with the inputs of layers in host memory.
         replica, model: of `make_mesh`.
     """
 
@@ -44,7 +44,7 @@ class Settings:
     precision: str = "bf16"
     rows: int | None = None
     num_microbatches: int = 1
-    keep: str = "nothing"
+    remat: str = "full"
     prefetch: int = 1
     bucket_bytes: int | None = None
     replica: int = 1
@@ -54,8 +54,8 @@ class Settings:
         """The calls that build the step."""
         given = (("replica", self.replica), ("model", self.model))
         mesh = ", ".join(f"{name}={size}" for name, size in given if size not in (None, 1))
-        keep = "zerojax.Keep(offload_inputs=True)" if self.keep == "offload" else repr(self.keep)
-        step = [f"keep={keep}", f"prefetch={self.prefetch}"]
+        remat = "zerojax.Remat(offload_inputs=True)" if self.remat == "offload" else repr(self.remat)
+        step = [f"remat={remat}", f"prefetch={self.prefetch}"]
         step += [f"num_microbatches={self.num_microbatches}"] if self.num_microbatches > 1 else []
         step += [f"bucket_bytes={self.bucket_bytes}"] if self.bucket_bytes else []
         return (
@@ -203,7 +203,7 @@ def plan(
     program = speed = None
     if devices is not None:
         exact = trace(find_job(what, where.chip.platform, compiled=True), devices, settings)
-        axes = dict(exact.zero.setup.mesh.shape)
+        axes = dict(exact.zero.config.mesh.shape)
         program = compile_step(exact.step, where, axes, traced.memory.arguments_bytes, dump)
         if program.reading.prediction:
             speed = _throughput(what, where, settings, program.reading.prediction.step_s)
@@ -257,17 +257,17 @@ def trace(job: Job, devices: Any, settings: Settings) -> Traced:
     mesh = make_mesh(devices=devices, replica=settings.replica, model=settings.model)
     zero = Zero(mesh, settings.stage, settings.precision)
     state = zero.eval_init(job.create_model, job.tx)
-    keep = Keep(offload_inputs=True) if settings.keep == "offload" else settings.keep
+    remat = Remat(offload_inputs=True) if settings.remat == "offload" else settings.remat
     step = zero.train_step(
         job.loss_fn,
         num_microbatches=settings.num_microbatches,
-        keep=keep,
+        remat=remat,
         prefetch=settings.prefetch,
         bucket_bytes=settings.bucket_bytes,
     )
-    batch = job.batch(num_rows(job, settings, zero.setup.axes.num_devices))
+    batch = job.batch(num_rows(job, settings, zero.config.axes.num_devices))
     traced = step.trace(state, batch)
-    memory = step_memory(zero.setup, state, traced, batch, settings.prefetch)
+    memory = step_memory(zero.config, step.settings, state, traced, batch)
     return Traced(zero, traced, sum(leaf.size for leaf in state.definition.leaves), memory)
 
 
@@ -318,8 +318,8 @@ def _smaller(found: Plan) -> Iterator[Change]:
     change = functools.partial(dataclasses.replace, settings)
     if settings.stage < 3:
         yield "stage 3", change(stage=3), num_devices
-    for keep in KEEPS[KEEPS.index(settings.keep) + 1 :] if settings.keep in KEEPS else ():
-        yield f"keep={keep!r}", change(keep=keep), num_devices
+    for remat in REMATS[REMATS.index(settings.remat) + 1 :] if settings.remat in REMATS else ():
+        yield f"remat={remat!r}", change(remat=remat), num_devices
     if settings.rows and settings.rows % 2 == 0:
         twice = 2 * settings.num_microbatches
         halved = change(rows=settings.rows // 2, num_microbatches=twice)
@@ -335,8 +335,8 @@ def _smaller(found: Plan) -> Iterator[Change]:
 def _faster(found: Plan) -> Iterator[Change]:
     settings, num_devices = found.settings, found.cluster.num_devices
     change = functools.partial(dataclasses.replace, settings)
-    for keep in KEEPS[: KEEPS.index(settings.keep)] if settings.keep in KEEPS else ():
-        yield f"keep={keep!r}: less is computed again", change(keep=keep), num_devices
+    for remat in REMATS[: REMATS.index(settings.remat)] if settings.remat in REMATS else ():
+        yield f"remat={remat!r}: less is computed again", change(remat=remat), num_devices
     if settings.rows:
         yield (
             f"{2 * settings.rows} rows: twice the work for the same bytes",

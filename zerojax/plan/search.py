@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from zerojax.analysis import targets
 from zerojax.analysis.hardware import Cluster
 from zerojax.plan import planner
-from zerojax.plan.planner import KEEPS, Plan, Settings
+from zerojax.plan.planner import REMATS, Plan, Settings
 
-_COMPUTED_AGAIN = {"everything": 0.0, "dots": 0.0, "nothing": 1 / 3, "offload": 1 / 3}  # of the model's flops
-NAIVE = Settings(stage=3, keep="nothing", prefetch=0)
+_COMPUTED_AGAIN = {"none": 0.0, "dots": 0.0, "full": 1 / 3, "offload": 1 / 3}  # of the model's flops
+NAIVE = Settings(stage=3, remat="full", prefetch=0)
 
 
 class Candidate(NamedTuple):
@@ -111,7 +111,7 @@ def search(
     flops = planner.model_flops_of(what, where, base.settings)
 
     def candidate(settings: Settings) -> Candidate:
-        on_step(f"stage {settings.stage}, keep {settings.keep!r}")
+        on_step(f"stage {settings.stage}, remat {settings.remat!r}")
         peak_bytes = planner.trace(job, where.num_devices, settings).memory.peak_bytes
         times = _compute_s(where, settings, flops), _link_s(where, settings, base.parameters)
         return Candidate(settings, peak_bytes, peak_bytes <= base.limit_bytes, *times)
@@ -120,7 +120,7 @@ def search(
     found.sort(key=lambda c: (not c.fits, c.step_s, c.settings.num_microbatches, c.peak_bytes))  # few large kernels
 
     def compiled(candidate: Candidate) -> Candidate:
-        on_step(f"compiling stage {candidate.settings.stage}, keep {candidate.settings.keep!r}")
+        on_step(f"compiling stage {candidate.settings.stage}, remat {candidate.settings.remat!r}")
         return candidate._replace(plan=make(candidate.settings, compile=True))
 
     best = [compiled(c) for c in found[:num_compiled] if c.fits]
@@ -133,9 +133,9 @@ def search(
 def _settings(where: Cluster, rows: int) -> Iterator[Settings]:
     replicas = [1, *_replicas(where)]
     microbatches = [k for k in range(1, rows + 1) if rows % k == 0]
-    for stage, keep, k, replica in itertools.product((0, 1, 2, 3), KEEPS, microbatches, replicas):
+    for stage, remat, k, replica in itertools.product((0, 1, 2, 3), REMATS, microbatches, replicas):
         if stage or replica == 1:
-            yield Settings(stage=stage, keep=keep, rows=rows // k, num_microbatches=k, replica=replica)
+            yield Settings(stage=stage, remat=remat, rows=rows // k, num_microbatches=k, replica=replica)
 
 
 def _replicas(where: Cluster) -> Iterator[int]:
@@ -148,7 +148,7 @@ def _replicas(where: Cluster) -> Iterator[int]:
 
 
 def _compute_s(where: Cluster, settings: Settings, flops: float) -> float:
-    again = 1 + _COMPUTED_AGAIN[settings.keep]
+    again = 1 + _COMPUTED_AGAIN[settings.remat]
     return again * flops / where.num_devices / where.chip.flops.effective
 
 

@@ -46,7 +46,7 @@ def render_ranking(ranking: Ranking, shown: int = 12) -> Group:
         caption="ms of a step; those with tokens/s (of a device) as compiled, the others by formula",
         title_justify="left", caption_justify="left", title_style="bold", box=box.SIMPLE, pad_edge=False,
     )  # fmt: skip
-    columns = ["", "stage", "keep", "rows", *(["replica"] if replicated else []), "GiB", "ms", "tokens/s", ""]
+    columns = ["", "stage", "remat", "rows", *(["replica"] if replicated else []), "GiB", "ms", "tokens/s", ""]
     for k, column in enumerate(columns):
         table.add_column(column, justify="left" if k in (0, len(columns) - 1) else "right", no_wrap=True)
 
@@ -56,7 +56,7 @@ def render_ranking(ranking: Ranking, shown: int = 12) -> Group:
         peak = _gib(compiled.peak_bytes if compiled else c.peak_bytes)
         replica = [str(s.replica)] if replicated else []
         rows = f"{s.rows} x {s.num_microbatches}"
-        return [name, str(s.stage), s.keep, rows, *replica, peak, f"{c.step_s * 1e3:,.0f}", speed, c.bound]
+        return [name, str(s.stage), s.remat, rows, *replica, peak, f"{c.step_s * 1e3:,.0f}", speed, c.bound]
 
     for k, candidate in enumerate(everyone[:-1]):
         table.add_row(*row(candidate, str(k + 1)))
@@ -99,7 +99,7 @@ def _verdict(plan: Plan) -> Text:
         f" x {settings.num_microbatches}" if settings.num_microbatches > 1 else ""
     )
     what = f"{plan.what}, {plan.parameters / 1e9:.2f} B parameters, on {plan.cluster.target}: stage {settings.stage}, "
-    what += f"{settings.precision}, {rows} on a device, keep {settings.keep!r}, prefetch {settings.prefetch}"
+    what += f"{settings.precision}, {rows} on a device, remat {settings.remat!r}, prefetch {settings.prefetch}"
     return Text.assemble((told, "bold green" if plan.fits else "bold red"), "\n", what)
 
 

@@ -7,16 +7,18 @@ way is read from its trace, see `liveness`.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from zerojax.analysis import jaxpr_stats, liveness
 from zerojax.report import placement as report
-from zerojax.sharding import placement
-from zerojax.step.config import Setup
+from zerojax.sharding.stages import Stage
+from zerojax.step.config import ZeroConfig
+from zerojax.step.settings import StepSettings
 from zerojax.step.state import TrainState
+from zerojax.typing import PyTree
 
 
 class Term(NamedTuple):
@@ -56,11 +58,12 @@ def model_states(parameters: float, stage: int, num_shards: int, optimizer_bytes
 
     Source: ZeRO, sections 3.1 and 5, table 1.
     """
+    stage = Stage.of(stage)
     over = lambda sharded: num_shards if sharded else 1
     return ModelStates(
-        2 * parameters / over(placement.shards_params(stage)),
-        2 * parameters / over(placement.shards_grads(stage)),
-        optimizer_bytes * parameters / over(placement.shards_optimizer(stage)),
+        2 * parameters / over(stage.shards_params),
+        2 * parameters / over(stage.shards_grads),
+        optimizer_bytes * parameters / over(stage.shards_optimizer),
     )
 
 
@@ -98,38 +101,42 @@ class Memory(NamedTuple):
 _LIVE_ON = ("parameters", "optimizer state", "model state", "batch")
 
 
-def step_memory(setup: Setup, state: TrainState, traced: Any, batch: Any, prefetch: int = 1) -> Memory:
+def step_memory(
+    config: ZeroConfig, settings: StepSettings, state: TrainState, traced: jax.stages.Traced, batch: PyTree
+) -> Memory:
     """The memory of a training step.
 
     Args:
-        setup: of the Zero.
+        config: of the Zero.
+        settings: of the step.
         state: of `Zero.eval_init`.
         traced: `step.trace(state, batch)`.
         batch: avals of all devices' rows.
-        prefetch: of the step; it is told, not counted.
     """
     program, *_ = jaxpr_stats.manual_parts(traced.jaxpr)
     num_gradients = sum(leaf.trainable for leaf in state.definition.leaves)
     alive = liveness.peak(program, range(num_gradients)).by_kind
-    moved = _moved_stack(setup, state)
-    made = [Term(kind, alive[kind], text) for kind, text in _made(setup, state, prefetch).items() if alive[kind]]
+    moved = _moved_stack(config, settings, state)
+    made = [
+        Term(kind, alive[kind], text) for kind, text in _made(config, state, settings.prefetch).items() if alive[kind]
+    ]
     if moved and moved.num_bytes > sum(term.num_bytes for term in made):
         made = [moved]
     host = liveness.peak(program, range(num_gradients), jax.memory.Space.Host).num_bytes
-    return Memory((*_held(setup, state, batch), *made), host)
+    return Memory((*_held(config, state, batch), *made), host)
 
 
-def _held(setup: Setup, state: TrainState, batch: Any) -> list[Term]:
+def _held(config: ZeroConfig, state: TrainState, batch: PyTree) -> list[Term]:
     """What lives between steps, and the batch."""
-    _, axes, stage, precision = setup
+    axes, stage, precision = config.axes, config.stage, config.precision
     psi = sum(leaf.size for leaf in state.definition.leaves)
-    totals = report.explain(state, axes, stage, precision).totals
+    totals = report.explain(config, state).totals
     optimizer = totals["optimizer"] / max(1, psi)
     over = lambda sharded: f" / {axes.num_shards}" if sharded and axes.num_shards > 1 else ""
     width = jnp.dtype(precision.compute_dtype).itemsize
-    shards = axes.num_shards if placement.shards_optimizer(stage) else 1
+    shards = axes.num_shards if stage.shards_optimizer else 1
     rows = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(batch)) // axes.num_devices
-    params = f"{width} x {_count(psi)}{over(placement.shards_params(stage))}"
+    params = f"{width} x {_count(psi)}{over(stage.shards_params)}"
     terms = [
         Term("parameters", totals["params"], params),
         Term("optimizer state", totals["optimizer"], f"{optimizer * shards:.3g} x {_count(psi)}{over(shards > 1)}"),
@@ -139,9 +146,9 @@ def _held(setup: Setup, state: TrainState, batch: Any) -> list[Term]:
     return [term for term in terms if term.num_bytes]
 
 
-def _made(setup: Setup, state: TrainState, prefetch: int) -> dict[str, str]:
+def _made(config: ZeroConfig, state: TrainState, prefetch: int) -> dict[str, str]:
     """How what a step makes comes about, by its kind."""
-    width = jnp.dtype(setup.precision.compute_dtype).itemsize
+    width = jnp.dtype(config.precision.compute_dtype).itemsize
     units: dict[str, int] = {}
     for leaf in state.definition.leaves:
         units[leaf.unit] = units.get(leaf.unit, 0) + leaf.size // (leaf.shape[0] if leaf.stacked else 1)
@@ -154,16 +161,16 @@ def _made(setup: Setup, state: TrainState, prefetch: int) -> dict[str, str]:
     }
 
 
-def _moved_stack(setup: Setup, state: TrainState) -> Term | None:
+def _moved_stack(config: ZeroConfig, settings: StepSettings, state: TrainState) -> Term | None:
     """Stages 1 and 2: a stack is gathered with the devices in front, and then moved to where the parameter lives."""
-    if not placement.shards_optimizer(setup.stage) or placement.shards_params(setup.stage):
+    if not config.stage.shards_optimizer or config.stage.shards_params:
         return None
-    width = jnp.dtype(setup.precision.compute_dtype).itemsize
+    width = jnp.dtype(config.precision.compute_dtype).itemsize
     moved = [leaf for leaf in state.definition.leaves if leaf.dim and leaf.trainable]
     if not moved:
         return None
     largest = max(moved, key=lambda leaf: leaf.size)
-    num_bytes = int(min(width * largest.size, setup.axes.bucket_bytes))
+    num_bytes = int(min(width * largest.size, settings.collectives.bucket_bytes))
     return Term(
         "gathered", num_bytes, f"after the update: {largest.path!r} as it arrives: {width} x {_count(largest.size)}"
     )

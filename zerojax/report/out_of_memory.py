@@ -7,16 +7,16 @@ from collections.abc import Iterator
 import jax
 
 from zerojax.report.memory import Memory
-from zerojax.step.config import Setup
+from zerojax.step.config import ZeroConfig
+from zerojax.step.settings import StepSettings
 
 
-def explained(setup: Setup, memory: Memory, num_microbatches: int, prefetch: int, error: Exception) -> MemoryError:
+def explained(config: ZeroConfig, settings: StepSettings, memory: Memory, error: Exception) -> MemoryError:
     """The error that says what a step holds by formula.
 
     Args:
-        setup: of the Zero.
-        memory: of the step.
-        num_microbatches, prefetch: of the step.
+        config: of the Zero.
+        settings, memory: of the step.
         error: JAX's.
     """
     *rows, total = str(memory._replace(host_bytes=0)).splitlines()
@@ -25,27 +25,27 @@ def explained(setup: Setup, memory: Memory, num_microbatches: int, prefetch: int
             [
                 "step: a device has no memory left",
                 f"got:      {str(error).splitlines()[0][:200]}",
-                f"by formula, at stage {setup.stage} on {setup.axes.num_shards} shards:",
-                *(f"  {row}" for row in [*rows, total + _limit(setup)]),
-                f"fix:      {'; '.join(_help(setup, num_microbatches, prefetch))}",
+                f"by formula, at stage {config.stage} on {config.axes.num_shards} shards:",
+                *(f"  {row}" for row in [*rows, total + _limit(config)]),
+                f"fix:      {'; '.join(_help(config, settings))}",
                 "          (zerojax plan gives each of these its own number)",
             ]
         )
     )
 
 
-def _limit(setup: Setup) -> str:
-    stats = getattr(setup.mesh.devices.flat[0], "memory_stats", lambda: None)()
+def _limit(config: ZeroConfig) -> str:
+    stats = getattr(config.mesh.devices.flat[0], "memory_stats", lambda: None)()
     limit = (stats or {}).get("bytes_limit")
     return f"  of {limit / 2**30:.3f} GiB that the program may use" if limit else ""
 
 
-def _help(setup: Setup, num_microbatches: int, prefetch: int) -> Iterator[str]:
-    if setup.stage < 3:
+def _help(config: ZeroConfig, settings: StepSettings) -> Iterator[str]:
+    if config.stage < 3:
         yield "stage=3"
-    yield "keep='nothing', or Keep(offload_inputs=True)"
-    yield f"num_microbatches={2 * num_microbatches}"
-    if prefetch:
+    yield "remat='full', or Remat(offload_inputs=True)"
+    yield f"num_microbatches={2 * settings.num_microbatches}"
+    if settings.prefetch:
         yield "prefetch=0"
     if jax.default_backend() == "gpu":
         yield "XLA_CLIENT_MEM_FRACTION=0.95 in the environment"

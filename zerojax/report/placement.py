@@ -16,7 +16,7 @@ from zerojax.sharding import placement
 from zerojax.sharding.annotations import spec_text
 from zerojax.sharding.axes import Axes, axis_names
 from zerojax.sharding.placement import Leaf
-from zerojax.sharding.precision import Precision
+from zerojax.step.config import ZeroConfig
 from zerojax.step.state import TrainState
 
 
@@ -76,12 +76,13 @@ class Explanation:
 _CATEGORIES = ("params", "grads", "optimizer", "model_state")
 
 
-def explain(state: TrainState, axes: Axes, stage: int, precision: Precision) -> Explanation:
+def explain(config: ZeroConfig, state: TrainState) -> Explanation:
     """See `Zero.explain`."""
     leaves = {leaf.path: leaf for leaf in state.definition.leaves}
     mesh = jax.tree.leaves(state.params)[0].sharding.mesh
+    stage, axes = config.stage, config.axes
     row = functools.partial(_row, axes)
-    gradient = functools.partial(_gradient, mesh, axes, stage, precision)
+    gradient = functools.partial(_gradient, config, mesh)
     rows = [
         *(row("params", path, a, leaves[path].reason) for path, a in _leaves(state.params)),
         *(row("grads", leaf.path, gradient(leaf), leaf.reason) for leaf in leaves.values() if leaf.trainable),
@@ -90,9 +91,9 @@ def explain(state: TrainState, axes: Axes, stage: int, precision: Precision) -> 
         *(row("model_state", path, a, "never sharded") for path, a in _leaves(state.model_state)),
     ]
     shards = {
-        "params": axes.num_shards if placement.shards_params(stage) else 1,
-        "grads": axes.num_shards if placement.shards_grads(stage) else 1,
-        "optimizer": axes.num_shards if placement.shards_optimizer(stage) else 1,
+        "params": axes.num_shards if stage.shards_params else 1,
+        "grads": axes.num_shards if stage.shards_grads else 1,
+        "optimizer": axes.num_shards if stage.shards_optimizer else 1,
     }
     of = lambda name: [row for row in rows if row.category == name]
     totals = {name: sum(row.bytes_per_device for row in of(name)) for name in _CATEGORIES}
@@ -113,10 +114,10 @@ def _row(axes: Axes, category: str, path: str, aval: Any, reason: str) -> Row:
     return Row(category, path, tuple(aval.shape), str(aval.dtype), spec_text(spec), *held, reason)
 
 
-def _gradient(mesh: Any, axes: Axes, stage: int, precision: Precision, leaf: Leaf) -> jax.ShapeDtypeStruct:
+def _gradient(config: ZeroConfig, mesh: Any, leaf: Leaf) -> jax.ShapeDtypeStruct:
     """A gradient as it is held while a step runs; at stage 1 in full, until the one reduce-scatter."""
-    sharding = NamedSharding(mesh, leaf.spec(axes, placement.shards_grads(stage)))
-    return jax.ShapeDtypeStruct(leaf.shape, precision.reduce_dtype, sharding=sharding)
+    sharding = NamedSharding(mesh, leaf.spec(config.axes, config.stage.shards_grads))
+    return jax.ShapeDtypeStruct(leaf.shape, config.precision.reduce_dtype, sharding=sharding)
 
 
 def _optimizer_reason(path: str, aval: Any, leaves: dict[str, Leaf], axes: Axes) -> str:

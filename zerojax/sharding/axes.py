@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-Array = Any
 WHOLE: Any = PartitionSpec()
 
 
 class Axes(NamedTuple):
-    """The data axes of a mesh: leaves are sharded over `shard`, and replicated over `replica`.
-
-    Attributes:
-        bucket_bytes: what one collective over them moves at most, in full form.
-        one_by_one: each collective waits for the one before. So it is with buckets.
-    """
+    """The data axes of a mesh: leaves are sharded over `shard`, and replicated over `replica`."""
 
     shard: tuple[str, ...]
     replica: tuple[str, ...]
     num_shards: int
     num_replicas: int
-    bucket_bytes: float = math.inf
-    one_by_one: bool = False
 
     @property
     def data(self) -> tuple[str, ...]:
@@ -40,10 +31,6 @@ class Axes(NamedTuple):
     def size(self, names: tuple[str, ...]) -> int:
         """Devices along the shard axes, the replica axes or both."""
         return {self.replica: self.num_replicas, self.shard: self.num_shards, self.data: self.num_devices}[names]
-
-    def in_turn(self, events: list[Array]) -> list[Array]:
-        """What a collective waits for if these are the events of the one before."""
-        return events if self.one_by_one or self.bucket_bytes < math.inf else []
 
 
 class Dims(NamedTuple):

@@ -35,25 +35,6 @@ from zerojax.sharding import annotations
 from zerojax.sharding.axes import WHOLE, Axes, Dims, axis_names
 from zerojax.sharding.units import no_match, unit_names
 
-STAGES = {0: "data parallel", 1: "P_os", 2: "P_os+g", 3: "P_os+g+p"}
-
-
-def check_stage(stage: int) -> None:
-    if stage not in STAGES or isinstance(stage, bool):
-        raise ValueError(f"stage: {stage!r} is not a ZeRO stage\n  fix:      one of {', '.join(map(str, STAGES))}")
-
-
-def shards_params(stage: int) -> bool:
-    return stage >= 3
-
-
-def shards_grads(stage: int) -> bool:
-    return stage >= 2
-
-
-def shards_optimizer(stage: int) -> bool:
-    return stage >= 1
-
 
 @dataclasses.dataclass(frozen=True)
 class Overrides:
@@ -64,14 +45,14 @@ class Overrides:
         stacked: patterns of leaves whose dim 0 counts layers.
         frozen: patterns of leaves that are not trained.
         units: patterns on leading parts of paths; what each matches is a communication unit.
-        annotations: pattern -> spec over mesh axes, instead of what the model says of the leaf.
+        partition_specs: pattern -> spec over mesh axes, instead of what the model says of the leaf.
     """
 
     shard_dims: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
     stacked: Sequence[str] = ()
     frozen: Sequence[str] = ()
     units: Sequence[str] = ()
-    annotations: Mapping[str, PartitionSpec] = dataclasses.field(default_factory=dict)
+    partition_specs: Mapping[str, PartitionSpec] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +164,7 @@ def place(
         raise ValueError("placement: the parameter tree is empty\n  fix:      return a model or a tree with parameters")
     paths = [path_text(path) for path, _ in with_paths]
     check_arrays(params)
-    for what in ("shard_dims", "stacked", "frozen", "annotations"):
+    for what in ("shard_dims", "stacked", "frozen", "partition_specs"):
         for pattern in getattr(overrides, what):
             if not any(fnmatchcase(path, pattern) for path in paths):
                 raise ValueError(no_match(what, pattern, paths))
@@ -192,8 +173,8 @@ def place(
     for path, unit, (_, leaf) in zip(paths, units, with_paths, strict=True):
         shape = tuple(leaf.shape)
         stacked = path in stacked_paths or _first_match(path, overrides.stacked) is not None
-        said = _first_match(path, list(overrides.annotations))
-        annotation = annotated.get(path, WHOLE) if said is None else overrides.annotations[said]
+        said = _first_match(path, list(overrides.partition_specs))
+        annotation = annotated.get(path, WHOLE) if said is None else overrides.partition_specs[said]
         beside, dim = annotations.read(path, shape, annotation, stacked, mesh, axes)
         pattern = _first_match(path, list(overrides.shard_dims))
         if pattern is not None:

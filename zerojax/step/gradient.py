@@ -20,26 +20,23 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from zerojax.sharding import placement
-from zerojax.sharding.axes import Axes, Dims
-from zerojax.sharding.placement import Leaf
-from zerojax.sharding.precision import Precision, cast, for_reduction
+from zerojax.sharding.precision import cast, for_reduction
 from zerojax.step import models
-from zerojax.step.config import Setup, batch_specs, leaf_specs, manual
+from zerojax.step.config import ZeroConfig, batch_specs, leaf_specs, manual
 from zerojax.step.models import Output, Weighted
+from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition
 from zerojax.transform import collectives
 from zerojax.transform.dependencies import event
-from zerojax.transform.remat import KEEP_EVERYTHING, Rules
 from zerojax.transform.segmentation import TracedLoss
-from zerojax.transform.segmented_loss import Program
-from zerojax.transform.stage_collectives import Mover
+from zerojax.transform.segmented_loss import SegmentedLoss
+from zerojax.transform.stage_collectives import StageCollectives
+from zerojax.typing import Array, PRNGKey, PyTree
 
-Array = Any
-Loss = Callable[[Any, Any, Any, Array], Output]  # (params, other state, batch, key)
+Loss = Callable[[PyTree, PyTree, PyTree, PRNGKey], Output]  # (params, other state, batch, key)
 
 
-class Result(NamedTuple):
+class LossAndGrads(NamedTuple):
     """What a device has after the gradient program. All but `grads` is the same on every device."""
 
     grads: list[Array | None]  # per leaf, as the stage keeps it, times the loss scale; None where frozen
@@ -54,34 +51,24 @@ class GradientProgram:
     """Builds the local gradient function of a loss.
 
     Attributes:
+        config: mesh, axes, stage and precision.
+        definition: the parameters and their placement.
         loss: the loss, in terms of a parameter tree.
-        leaves: placement of the parameter leaves, in flattening order.
-        tree: the parameters' treedef.
-        stage, axes, precision: of ZeRO.
-        num_microbatches: equal parts that a device's batch is processed in.
-        rules: which activations of a unit wait for its backward pass.
-        prefetch: units whose weights are gathered ahead of the one that computes.
+        settings: of the step.
     """
 
+    config: ZeroConfig
+    definition: Definition
     loss: Loss
-    leaves: tuple[Leaf, ...]
-    tree: Any
-    stage: int
-    axes: Axes
-    precision: Precision
-    num_microbatches: int = 1
-    rules: Rules = KEEP_EVERYTHING
-    prefetch: int = 1
-
-    @property
-    def dims(self) -> list[Dims]:
-        return [leaf.dims for leaf in self.leaves]
+    settings: StepSettings
 
     @property
     def trainable(self) -> list[bool]:
-        return [leaf.trainable for leaf in self.leaves]
+        return [leaf.trainable for leaf in self.definition.leaves]
 
-    def __call__(self, shards: Sequence[Array], other: Any, batch: Any, key: Array, scale: Array) -> Result:
+    def __call__(
+        self, shards: Sequence[Array], other: PyTree, batch: PyTree, key: PRNGKey, scale: Array
+    ) -> LossAndGrads:
         """One step's gradient.
 
         Args:
@@ -91,10 +78,10 @@ class GradientProgram:
             key: PRNG key of the step.
             scale: scalar, the loss scale.
         """
-        shards = cast(list(shards), self.precision.compute_dtype)
-        if self.precision.cast_inputs:
-            batch = cast(batch, self.precision.compute_dtype)
-        if self.num_microbatches == 1:
+        shards = cast(list(shards), self.config.precision.compute_dtype)
+        if self.config.precision.cast_inputs:
+            batch = cast(batch, self.config.precision.compute_dtype)
+        if self.settings.num_microbatches == 1:
             grads, output, _ = self._microbatch(shards, other, batch, self._device_key(key, 0), scale, [])
             grads = self._finish_reduction(grads)
             sums, state = output.sums(), output.state
@@ -102,48 +89,50 @@ class GradientProgram:
             grads, sums, state = self._accumulate(shards, other, batch, key, scale)
         return self._result(grads, sums, other, state)
 
-    def evaluate(self, shards: Sequence[Array], other: Any, batch: Any, key: Array) -> tuple[Array, dict[str, Array]]:
+    def evaluate(
+        self, shards: Sequence[Array], other: PyTree, batch: PyTree, key: PRNGKey
+    ) -> tuple[Array, dict[str, Array]]:
         """Loss and metrics alone, with the same gathering."""
-        shards = cast(list(shards), self.precision.compute_dtype)
-        if self.precision.cast_inputs:
-            batch = cast(batch, self.precision.compute_dtype)
+        shards = cast(list(shards), self.config.precision.compute_dtype)
+        if self.config.precision.cast_inputs:
+            batch = cast(batch, self.config.precision.compute_dtype)
         key = self._device_key(key, 0)
-        if placement.shards_params(self.stage):
+        if self.config.stage.shards_params:
             program, data, unflatten = self._program(shards, self._fold(other, 0), batch, key)
             output = unflatten(program.evaluate(shards, data, []))
         else:
-            output = self.loss(jax.tree.unflatten(self.tree, shards), self._fold(other, 0), batch, key)
+            output = self.loss(jax.tree.unflatten(self.definition.tree, shards), self._fold(other, 0), batch, key)
         return _means(self._total(output.sums())[0])
 
-    def uses(self, shards: Sequence[Array], other: Any, batch: Any, key: Array) -> list[int]:
+    def uses(self, shards: Sequence[Array], other: PyTree, batch: PyTree, key: PRNGKey) -> list[int]:
         """Of each leaf: in how many places of the loss it is gathered and its gradient reduced.
 
         None if the loss does not use it, one usually, more if several units share it. Arguments: those of a call.
         """
-        shards = cast(list(shards), self.precision.compute_dtype)
-        batch = jax.tree.map(lambda a: a[: a.shape[0] // self.num_microbatches] if a.ndim else a, batch)
+        shards = cast(list(shards), self.config.precision.compute_dtype)
+        batch = jax.tree.map(lambda a: a[: a.shape[0] // self.settings.num_microbatches] if a.ndim else a, batch)
         program, _, _ = self._program(shards, self._fold(other, 0), batch, key)
         places = [leaf for segment in program.traced.segments for leaf in segment.leaves]
-        return [places.count(leaf) for leaf in range(len(self.leaves))]
+        return [places.count(leaf) for leaf in range(len(self.definition.leaves))]
 
-    def _device_key(self, key: Array, microbatch: Any) -> Array:
-        return jax.random.fold_in(jax.random.fold_in(key, collectives.device_index(self.axes)), microbatch)
+    def _device_key(self, key: PRNGKey, microbatch: PyTree) -> Array:
+        return jax.random.fold_in(jax.random.fold_in(key, collectives.device_index(self.config.axes)), microbatch)
 
-    def _fold(self, other: Any, microbatch: Any) -> Any:
-        folded = models.fold_keys(other, collectives.device_index(self.axes))
+    def _fold(self, other: PyTree, microbatch: PyTree) -> Any:
+        folded = models.fold_keys(other, collectives.device_index(self.config.axes))
         return models.fold_keys(folded, jnp.asarray(microbatch, jnp.int32))
 
     def _sum(self, values: Sequence[Array]) -> list[Array]:
-        return collectives.all_reduce(values, self.axes.data, self.axes).leaves
+        return collectives.all_reduce(values, self.config.axes.data, self.config.axes).leaves
 
     # One microbatch ---------------------------------------------------------------------------------------------------
 
     def _microbatch(
         self,
         shards: Sequence[Array],
-        other: Any,
-        batch: Any,
-        key: Array,
+        other: PyTree,
+        batch: PyTree,
+        key: PRNGKey,
         scale: Array,
         start: list[Array],
         index: Any = 0,
@@ -159,10 +148,10 @@ class GradientProgram:
             if output.is_weighted:
                 weights.extend(self._sum([jnp.asarray(output.loss.weight, jnp.float32)]))
             else:
-                weights.append(jnp.float32(self.axes.num_devices))
+                weights.append(jnp.float32(self.config.axes.num_devices))
             return jnp.where(weights[0] > 0, scale / jnp.maximum(weights[0], jnp.finfo(jnp.float32).tiny), 0.0)
 
-        if placement.shards_grads(self.stage) or not self.rules.keeps_everything:
+        if self.config.stage.shards_grads or not self.settings.remat.saves_everything:
             program, data, unflatten = self._program(shards, self._fold(other, index), batch, key)
             flat, grads = program.value_and_grad(shards, data, lambda flat: seed(unflatten(flat)), start)
             output = unflatten(flat)
@@ -172,7 +161,7 @@ class GradientProgram:
         return grads, output, weights[0]
 
     def _full_gradient(
-        self, full: Sequence[Array], other: Any, batch: Any, key: Array, seed: Any
+        self, full: Sequence[Array], other: PyTree, batch: PyTree, key: PRNGKey, seed: Any
     ) -> tuple[list[Any], Output]:
         """Stages 0 and 1, where everything is kept: plain reverse mode with full weights."""
         trained = [w for w, flag in zip(full, self.trainable, strict=True) if flag]
@@ -180,7 +169,7 @@ class GradientProgram:
         def local(trained: list[Array]) -> tuple[Array, Output]:
             items = iter(trained)
             leaves = [next(items) if flag else w for w, flag in zip(full, self.trainable, strict=True)]
-            output = self.loss(jax.tree.unflatten(self.tree, leaves), other, batch, key)
+            output = self.loss(jax.tree.unflatten(self.definition.tree, leaves), other, batch, key)
             return output.loss.sum, output
 
         total, vjp, output = jax.vjp(local, trained, has_aux=True)
@@ -188,38 +177,41 @@ class GradientProgram:
         items = iter(grads)
         return [next(items) if flag else None for flag in self.trainable], output
 
-    def _program(self, shards: Sequence[Array], other: Any, batch: Any, key: Array) -> tuple[Program, list[Array], Any]:
+    def _program(
+        self, shards: Sequence[Array], other: PyTree, batch: PyTree, key: PRNGKey
+    ) -> tuple[SegmentedLoss, list[Array], Callable[[list[Array]], Output]]:
         """Traces the loss with full weights and cuts it into units."""
         data, data_tree = jax.tree.flatten((other, batch, key))
-        full = [jax.ShapeDtypeStruct(leaf.shape, shard.dtype) for leaf, shard in zip(self.leaves, shards, strict=True)]
+        leaves = self.definition.leaves
+        full = [jax.ShapeDtypeStruct(leaf.shape, shard.dtype) for leaf, shard in zip(leaves, shards, strict=True)]
         out: dict[str, Any] = {}
 
         def flat_loss(*args: Array) -> list[Array]:
-            params = jax.tree.unflatten(self.tree, args[: len(full)])
+            params = jax.tree.unflatten(self.definition.tree, args[: len(full)])
             output = self.loss(params, *jax.tree.unflatten(data_tree, args[len(full) :]))
             flat, out["tree"] = jax.tree.flatten(jax.tree.map(jnp.asarray, output))
             return flat
 
         closed = jax.make_jaxpr(flat_loss)(*full, *data)
-        mover = Mover(
-            self.axes,
-            tuple(self.dims),
-            gathers=placement.shards_params(self.stage),
-            scatters=placement.shards_grads(self.stage),
-            reduce_dtype=self.precision.reduce_dtype,
+        stage_collectives = StageCollectives(
+            self.config.axes,
+            tuple(leaf.dims for leaf in leaves),
+            self.config.stage,
+            self.config.precision.reduce_dtype,
+            self.settings.collectives,
         )
-        traced = TracedLoss(closed, len(full), [leaf.unit for leaf in self.leaves])
-        unflatten = lambda flat: jax.tree.unflatten(out["tree"], flat)
-        return Program(traced, mover, self.trainable, self.rules, self.prefetch), data, unflatten
+        traced = TracedLoss(closed, len(full), [leaf.unit for leaf in leaves])
+        program = SegmentedLoss(traced, stage_collectives, self.trainable, self.settings.remat, self.settings.prefetch)
+        return program, data, lambda flat: jax.tree.unflatten(out["tree"], flat)
 
     # All microbatches -------------------------------------------------------------------------------------------------
 
-    def _accumulate(self, shards: Sequence[Array], other: Any, batch: Any, key: Array, scale: Array) -> Any:
-        k = self.num_microbatches
+    def _accumulate(self, shards: Sequence[Array], other: PyTree, batch: PyTree, key: PRNGKey, scale: Array) -> Any:
+        k = self.settings.num_microbatches
         parts = jax.tree.map(
             lambda a: a.reshape(k, a.shape[0] // k, *a.shape[1:]) if a.ndim else jnp.stack([a] * k), batch
         )
-        grad_dtype = self.precision.param_dtype
+        grad_dtype = self.config.precision.param_dtype
         one = lambda index, part, other, start: self._microbatch(
             shards, other, part, self._device_key(key, index), scale, start, index
         )
@@ -255,32 +247,34 @@ class GradientProgram:
 
     def _finish_reduction(self, grads: list[Any]) -> list[Any]:
         """Reduces what is still local, unit by unit, and sums over replicas."""
+        stage, axes, reduce_dtype = self.config.stage, self.config.axes, self.config.precision.reduce_dtype
+        options, leaves = self.settings.collectives, self.definition.leaves
         reduced = list(grads)
         by_unit: dict[str, list[int]] = {}
         waits: list[Array] = []
-        for i, leaf in enumerate(self.leaves):
+        for i, leaf in enumerate(leaves):
             if leaf.trainable:
                 by_unit.setdefault(leaf.unit, []).append(i)
         for members in by_unit.values():
-            values, dims = [grads[i] for i in members], [self.leaves[i].dims for i in members]
-            if not placement.shards_grads(self.stage):
-                values = [for_reduction(v, self.precision.reduce_dtype) for v in values]
-                if placement.shards_optimizer(self.stage):
-                    values, events = collectives.reduce_scatter(values, dims, self.axes, waits, rows=True)
+            values, dims = [grads[i] for i in members], [leaves[i].dims for i in members]
+            if not stage.shards_grads:
+                values = [for_reduction(v, reduce_dtype) for v in values]
+                if stage.shards_optimizer:
+                    values, events = collectives.reduce_scatter(values, dims, axes, options, waits, rows=True)
                 else:
-                    values, events = collectives.all_reduce(values, self.axes.shard, self.axes, dims, waits)
-                waits = self.axes.in_turn(events)
-            values, events = collectives.all_reduce(values, self.axes.replica, self.axes, dims, waits)
-            waits = self.axes.in_turn(events)
+                    values, events = collectives.all_reduce(values, axes.shard, axes, options, dims, waits)
+                waits = options.next_waits_for(events)
+            values, events = collectives.all_reduce(values, axes.replica, axes, options, dims, waits)
+            waits = options.next_waits_for(events)
             for i, value in zip(members, values, strict=True):
                 reduced[i] = value
         return reduced
 
-    def _result(self, grads: list[Any], sums: Any, before: Any, state: Any) -> Result:
+    def _result(self, grads: list[Any], sums: Any, before: Any, state: Any) -> LossAndGrads:
         """Everything that is left to reduce: scalars, in one collective, and running statistics."""
         totals, squared_norm = self._total(sums, self.local_squared_norm(grads))
         loss, metrics = _means(totals)
-        return Result(grads, loss, metrics, self._average_state(before, state), squared_norm)
+        return LossAndGrads(grads, loss, metrics, self._average_state(before, state), squared_norm)
 
     def _total(self, sums: Any, squared_norm: Any = 0.0) -> tuple[Any, Array]:
         """Scalars, summed over all data devices in one collective."""
@@ -290,11 +284,11 @@ class GradientProgram:
 
     def local_squared_norm(self, grads: Sequence[Any]) -> Array:
         """This device's part of the squared norm: summed over all data devices it counts every element once."""
-        sharded = placement.shards_optimizer(self.stage)
+        axes, sharded = self.config.axes, self.config.stage.shards_optimizer
         total = jnp.float32(0)
-        for leaf, grad in zip(self.leaves, grads, strict=True):
+        for leaf, grad in zip(self.definition.leaves, grads, strict=True):
             if grad is not None:
-                copies = self.axes.num_replicas * (1 if sharded and leaf.dim is not None else self.axes.num_shards)
+                copies = axes.num_replicas * (1 if sharded and leaf.dim is not None else axes.num_shards)
                 total += jnp.sum(jnp.square(grad.astype(jnp.float32))) / copies
         return total
 
@@ -303,7 +297,7 @@ class GradientProgram:
         flat, tree = jax.tree.flatten(after)
         old = jax.tree.leaves(before)
         floating = [i for i, leaf in enumerate(flat) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-        means = self._sum([flat[i].astype(jnp.float32) / self.axes.num_devices for i in floating])
+        means = self._sum([flat[i].astype(jnp.float32) / self.config.axes.num_devices for i in floating])
         for i, mean in zip(floating, means, strict=True):
             flat[i] = mean.astype(old[i].dtype)
         return jax.tree.unflatten(tree, flat)
@@ -316,45 +310,48 @@ def _means(sums: tuple[Weighted, dict[str, Weighted]]) -> tuple[Array, dict[str,
 
 
 def gradient_program(
-    setup: Setup,
+    config: ZeroConfig,
     definition: Definition,
     loss_fn: Callable[..., Any],
-    num_microbatches: int,
-    rules: Rules = KEEP_EVERYTHING,
-    prefetch: int = 1,
+    settings: StepSettings,
 ) -> GradientProgram:
-    rules.check_axes([name for name in setup.mesh.axis_names if name not in setup.axes.data])
-    rules.check_units([leaf.unit for leaf in definition.leaves])
+    """The gradient program of a loss function of a model, as users write it.
+
+    Raises:
+        ValueError: a setting of `remat` that the mesh or the model does not have.
+    """
+    settings.remat.check_axes([name for name in config.mesh.axis_names if name not in config.axes.data])
+    settings.remat.check_units([leaf.unit for leaf in definition.leaves])
     loss = functools.partial(models.call_loss, loss_fn, definition.model)
-    leaves, tree = definition.leaves, definition.tree
-    stage, axes, precision = setup.stage, setup.axes, setup.precision
-    return GradientProgram(loss, leaves, tree, stage, axes, precision, num_microbatches, rules, prefetch)
+    return GradientProgram(config, definition, loss, settings)
 
 
-def gradients(setup: Setup, program: GradientProgram, definition: Definition, args: Any) -> Result:
+def gradients(program: GradientProgram, args: Any) -> LossAndGrads:
     """Runs the gradient program on global arrays: args are (parameter leaves, other state, batch, key, scale)."""
+    config, definition = program.config, program.definition
     whole: Any = PartitionSpec()
-    grads_specs = leaf_specs(setup, definition, placement.shards_optimizer(setup.stage))
+    grads_specs: Any = leaf_specs(config, definition.leaves, config.stage.shards_optimizer)
     grads_specs = [s if leaf.trainable else None for s, leaf in zip(grads_specs, definition.leaves, strict=True)]
     in_specs = (
-        leaf_specs(setup, definition, placement.shards_params(setup.stage)),
+        leaf_specs(config, definition.leaves, config.stage.shards_params),
         whole,
-        batch_specs(setup, args[2]),
+        batch_specs(config, args[2]),
         whole,
         whole,
     )
-    return manual(setup, program, in_specs, Result(grads_specs, whole, whole, whole, whole))(*args)
+    return manual(config, program, in_specs, LossAndGrads(grads_specs, whole, whole, whole, whole))(*args)
 
 
-def uses(setup: Setup, program: GradientProgram, definition: Definition, args: Any) -> list[int]:
+def uses(program: GradientProgram, args: Any) -> list[int]:
     """`GradientProgram.uses`, of avals of global arrays: (parameter leaves, other state, batch, key)."""
+    config, definition = program.config, program.definition
     whole: Any = PartitionSpec()
-    in_specs = leaf_specs(setup, definition, placement.shards_params(setup.stage)), whole, batch_specs(setup, args[2])
+    in_specs = leaf_specs(config, definition.leaves, config.stage.shards_params), whole, batch_specs(config, args[2])
     counted: list[int] = []
 
     def count(*local: Any) -> Array:
         counted.extend(program.uses(*local))
         return jnp.int32(0)
 
-    jax.eval_shape(manual(setup, count, (*in_specs, whole), whole), *args)
+    jax.eval_shape(manual(config, count, (*in_specs, whole), whole), *args)
     return counted

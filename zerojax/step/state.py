@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import PartitionSpec, use_abstract_mesh
 
@@ -16,10 +17,9 @@ from zerojax.sharding.axes import Axes
 from zerojax.sharding.placement import Leaf, Overrides
 from zerojax.sharding.precision import LossScale, Precision, cast
 from zerojax.step import models
+from zerojax.step.config import ZeroConfig
 from zerojax.transform import jaxprs, stacks
-
-Array = Any
-Tree = Any
+from zerojax.typing import Array, PRNGKey, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,18 +44,18 @@ class Definition:
     def __hash__(self) -> int:
         return id(self)
 
-    def specs(self, axes: Axes, sharded: bool) -> Tree:
+    def specs(self, axes: Axes, sharded: bool) -> PyTree:
         """A PartitionSpec for every parameter, where a stage shards what stands for it, or does not."""
         return jax.tree.unflatten(self.tree, [leaf.spec(axes, sharded) for leaf in self.leaves])
 
-    def trained(self, params: Tree) -> Tree:
+    def trained(self, params: PyTree) -> PyTree:
         """The tree with None in place of frozen leaves: what the optimizer sees."""
         leaves = jax.tree.leaves(params)
         return jax.tree.unflatten(
             self.tree, [a if leaf.trainable else None for a, leaf in zip(leaves, self.leaves, strict=True)]
         )
 
-    def with_frozen(self, trained: Tree, params: Tree) -> Tree:
+    def with_frozen(self, trained: PyTree, params: PyTree) -> PyTree:
         """`trained`, completed with the frozen leaves of `params`."""
         items = iter(jax.tree.leaves(trained))
         leaves = jax.tree.leaves(params)
@@ -83,11 +83,11 @@ class TrainState:
 
     step: Array
     skipped: Array
-    params: Tree
-    master: Tree
-    opt_state: Tree
-    model_state: Tree
-    key: Array
+    params: PyTree
+    master: PyTree
+    opt_state: PyTree
+    model_state: PyTree
+    key: PRNGKey
     loss_scale: LossScale | None
     definition: Definition = dataclasses.field(metadata={"static": True})
 
@@ -96,60 +96,59 @@ class TrainState:
         return self.definition.model.merge(self.params, self.model_state)
 
 
-def specs(definition: Definition, state: TrainState, stage: int, axes: Axes) -> TrainState:
+def specs(config: ZeroConfig, state: TrainState) -> TrainState:
     """A PartitionSpec for every leaf of a state, by the stage table."""
+    each: Any = PartitionSpec()  # takes the place of an array in the tree
     whole = lambda tree: jax.tree.map(lambda _: PartitionSpec(), tree)
-    sharded = placement.shards_optimizer(stage)
+    definition, stage, axes = state.definition, config.stage, config.axes
+    sharded = stage.shards_optimizer
     trained = definition.trained(definition.specs(axes, sharded))
     shapes = definition.trained(state.params)
     return TrainState(
-        step=PartitionSpec(),
-        skipped=PartitionSpec(),
-        params=definition.specs(axes, placement.shards_params(stage)),
+        step=each,
+        skipped=each,
+        params=definition.specs(axes, stage.shards_params),
         master=None if state.master is None else trained,
         opt_state=placement.optimizer_specs(definition.tx, state.opt_state, trained, shapes, axes, sharded),
         model_state=whole(state.model_state),
-        key=PartitionSpec(),
+        key=each,
         loss_scale=whole(state.loss_scale),
         definition=definition,
     )
 
 
-def shardings(state: TrainState, mesh: Any, stage: int, axes: Axes) -> TrainState:
+def shardings(config: ZeroConfig, state: TrainState) -> TrainState:
     """Where a stage places a state, wherever its arrays are."""
-    return placement.shardings(mesh, specs(state.definition, state, stage, axes))
+    return placement.shardings(config.mesh, specs(config, state))
 
 
 def build(
+    config: ZeroConfig,
+    overrides: Overrides,
     create_model: Callable[..., Any],
     tx: optax.GradientTransformation,
-    seed: int,
-    *,
-    mesh: Any,
-    axes: Axes,
-    stage: int,
-    precision: Precision,
-    overrides: Overrides,
+    seed: int | PRNGKey,
 ) -> tuple[Callable[[], TrainState], TrainState]:
     """(a function that creates the state, jitted with its shardings; the state as avals with shardings).
 
     Nothing runs here: the parameters' shapes and the evidence for stacked leaves come from traces.
     """
+    mesh, precision = config.mesh, config.precision
     held: dict[str, Any] = {}
 
-    def create(key: Array) -> tuple[Tree, Tree]:
+    def create(key: Array) -> tuple[PyTree, PyTree]:
         with use_abstract_mesh(mesh.abstract_mesh):  # Linen runs the model, which may constrain activations
             created = models.create(create_model, jax.random.fold_in(key, 0))
         held["model"], params, other, held["annotated"] = models.split(created)
         return cast(params, precision.param_dtype), other
 
-    key = jax.random.key(seed)
+    key = _key(seed)
     closed, avals = jax.make_jaxpr(create, return_shape=True)(key)
     params_aval, created_tree = avals[0], jax.tree.structure(avals)
     with_paths, tree = jax.tree_util.tree_flatten_with_path(params_aval)
     paths = [placement.path_text(path) for path, _ in with_paths]
     stacked = stacks.stacked_paths(closed, paths) if paths else frozenset()
-    leaves = placement.place(params_aval, mesh, axes, overrides, stacked, held["annotated"])
+    leaves = placement.place(params_aval, mesh, config.axes, overrides, stacked, held["annotated"])
     definition = Definition(tx, held["model"], leaves, tree)
 
     def initial(key: Array) -> TrainState:
@@ -168,9 +167,26 @@ def build(
         )
 
     shapes = jax.eval_shape(initial, key)
-    placed = shardings(shapes, mesh, stage, axes)
+    placed = shardings(config, shapes)
     abstract = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, placed)
     return lambda: jax.jit(initial, out_shardings=placed)(key), abstract
+
+
+def _key(seed: int | PRNGKey) -> PRNGKey:
+    """The key of an int, or a key as it is.
+
+    Raises:
+        ValueError: neither.
+    """
+    if isinstance(seed, int | np.integer) and not isinstance(seed, bool):
+        return jax.random.key(seed)
+    if isinstance(seed, jax.Array) and models.is_key(seed) and seed.ndim == 0:
+        return seed
+    shape, dtype = getattr(seed, "shape", None), getattr(seed, "dtype", None)
+    got = repr(seed) if dtype is None else f"an array of shape {shape} and dtype {dtype}"
+    raise ValueError(
+        f"init: the seed is neither an int nor a key\n  got:      {got}\n  fix:      seed=0, or seed=jax.random.key(0)"
+    )
 
 
 def check_optimizer(state: TrainState, precision: Precision) -> None:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.processes import join
-from zerojax.step.config import Setup
+from zerojax.step.config import ZeroConfig
 from zerojax.training.writers import replace
 
 log = logging.getLogger("zerojax")
@@ -75,13 +75,13 @@ def _lines(path: Path) -> list[str]:
 
 
 def describe(
-    folder: Path, setup: Setup, config: Mapping[str, Any], start: int, num_steps: int, plan: str | None
+    folder: Path, zero_config: ZeroConfig, config: Mapping[str, Any], start: int, num_steps: int, plan: str | None
 ) -> None:
     """Writes what is known when a run starts.
 
     Args:
         folder: of the run; made if it is not there.
-        setup: of the Zero.
+        zero_config: of the Zero.
         config: as `as_config` returns it.
         start: the step that the run goes on from.
         num_steps: where it ends.
@@ -90,7 +90,7 @@ def describe(
     folder.mkdir(parents=True, exist_ok=True)
     _tell_changes(folder / "config.json", config)
     replace(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
-    devices = setup.mesh.devices.flat
+    devices = zero_config.mesh.devices.flat
     told = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "from_step": start,
@@ -99,10 +99,10 @@ def describe(
         "folder": os.getcwd(),
         "host": platform.node(),
         "processes": jax.process_count(),
-        "devices": f"{setup.mesh.size} x {devices[0].device_kind}",
-        "mesh": dict(setup.mesh.shape),
-        "stage": setup.stage,
-        "dtypes": {f: jnp.dtype(getattr(setup.precision, f)).name for f in _DTYPES},
+        "devices": f"{zero_config.mesh.size} x {devices[0].device_kind}",
+        "mesh": dict(zero_config.mesh.shape),
+        "stage": zero_config.stage,
+        "dtypes": {f: jnp.dtype(getattr(zero_config.precision, f)).name for f in _DTYPES},
         "versions": join.versions(),
         "config": dict(config),
     }

@@ -110,7 +110,7 @@ def fit(
         batch = next(next_batch, _END)
         if jax.process_index() == 0:
             plan = None if batch is _END else _plan(zero, step, state, batch)
-            folders.describe(folder, zero.setup, config, start, num_steps, plan)
+            folders.describe(folder, zero.config, config, start, num_steps, plan)
             writers = default_writers(folder, start, config) if writers is None else writers
             if display is None and not on_terminal():
                 writers = [*writers, Lines(num_steps)]

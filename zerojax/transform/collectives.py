@@ -4,8 +4,8 @@ They run inside `shard_map`, manual over the axes of `Axes`. Leaves whose full f
 packed into one buffer and moved by one collective. Of a leaf that is divided over a `model` axis too, each device moves
 the part that it holds.
 
-With `Axes.bucket_bytes` no collective moves more: packs end there, a larger leaf is moved in pieces, in a loop. Each
-collective waits for the one before, or a compiler would merge them into a larger one, or run all at once.
+With `CollectiveOptions.bucket_bytes` no collective moves more: packs end there, a larger leaf is moved in pieces, in a
+loop. Each collective waits for the one before, or a compiler would merge them into a larger one, or run all at once.
 """
 
 from __future__ import annotations
@@ -28,6 +28,25 @@ from zerojax.transform.dependencies import after, event
 Array = Any
 
 
+class CollectiveOptions(NamedTuple):
+    """How the leaves of a unit are moved.
+
+    Attributes:
+        bucket_bytes: what one collective moves at most, in full form.
+        sequential: each collective waits for the one before. With buckets it always does.
+    """
+
+    bucket_bytes: float = math.inf
+    sequential: bool = False
+
+    def next_waits_for(self, events: list[Array]) -> list[Array]:
+        """What a collective waits for if these are the events of the one before."""
+        return events if self.sequential or self.bucket_bytes < math.inf else []
+
+
+LEAVES_WHOLE = CollectiveOptions()
+
+
 class Moved(NamedTuple):
     """What collectives return.
 
@@ -41,11 +60,11 @@ class Moved(NamedTuple):
 
 
 class Turns:
-    """The collectives of one call: each waits for `waits`, or one by one for the one before it."""
+    """The collectives of one call: each waits for `waits`, or if they are sequential for the one before it."""
 
-    def __init__(self, axes: Axes, waits: Sequence[Array]):
-        self._axes, self._waits = axes, list(waits)
-        self.events = axes.in_turn(self._waits)
+    def __init__(self, options: CollectiveOptions, waits: Sequence[Array]):
+        self.options, self._waits = options, list(waits)
+        self.events = options.next_waits_for(self._waits)
 
     def ready(self, parts: Any) -> Any:
         """What the next collective moves: `parts`, a tree of arrays, once its turn has come."""
@@ -55,8 +74,8 @@ class Turns:
     def done(self, moved: Any) -> Any:
         """`moved`, a tree of arrays, is what it has made of them."""
         arrived = [e for array in jax.tree.leaves(moved) for e in event([array])]
-        if in_turn := self._axes.in_turn(arrived):
-            self.events = self._waits = in_turn
+        if next_waits := self.options.next_waits_for(arrived):
+            self.events = self._waits = next_waits
         else:
             self.events = self.events + arrived
         return moved
@@ -86,21 +105,26 @@ def _on_held_parts(fn: Callable[..., Moved], dims: Sequence[Dims]) -> Callable[.
 def _collective(fn: Callable[..., list[Array]]) -> Callable[..., Moved]:
     """From a function of the parts that devices hold and their dims over the shard axes to one of leaves.
 
-    That takes (leaves, their dims, axes, waits, rows). No collective starts before the events `waits`. With `rows`,
-    what is moved whole is moved along a dim in front, as [N, shard]. The GPU compiler lays out what a collective moves
+    That takes (leaves, their dims, axes, options, waits, rows). No collective starts before the events `waits`. With
+    `rows`, what is moved whole is moved along a dim in front, as [N, shard]. The GPU compiler lays out what is moved
     with the dim that it runs along outermost, and so all that the shard is computed with: where shards meet the
     optimizer, every update copied and transposed its state. Along rows the full form alone is transposed.
     """
 
     @functools.wraps(fn)
     def run(
-        leaves: Sequence[Array], dims: Sequence[Dims], axes: Axes, waits: Sequence[Array] = (), rows: bool = False
+        leaves: Sequence[Array],
+        dims: Sequence[Dims],
+        axes: Axes,
+        options: CollectiveOptions = LEAVES_WHOLE,
+        waits: Sequence[Array] = (),
+        rows: bool = False,
     ) -> Moved:
-        def local(parts: list[Array], waits: list[Array]) -> Moved:
-            turns = Turns(axes, waits)
+        def on_parts(parts: list[Array], waits: list[Array]) -> Moved:
+            turns = Turns(options, waits)
             return Moved(fn(parts, [each.shard for each in dims], axes, turns, rows), turns.events)
 
-        return _on_held_parts(local, dims)(list(leaves), list(waits))
+        return _on_held_parts(on_parts, dims)(list(leaves), list(waits))
 
     return run
 
@@ -110,7 +134,7 @@ def _size_bytes(leaf: Array) -> int:
 
 
 def _packs(
-    leaves: Sequence[Array], dims: Sequence[int | None], axes: Axes, num_shards_held: int
+    leaves: Sequence[Array], dims: Sequence[int | None], num_shards_held: int, bucket_bytes: float
 ) -> tuple[list[list[int]], list[int]]:
     """(indices that travel together, of one dtype each; indices that travel alone), among sharded leaves."""
     sizes = [_size_bytes(leaf) * num_shards_held for leaf in leaves]
@@ -122,7 +146,7 @@ def _packs(
             small[leaf.dtype].append(i)
         else:
             alone.append(i)
-    packs = [pack for of_dtype in small.values() for pack in fused(of_dtype, sizes, axes.bucket_bytes)]
+    packs = [pack for of_dtype in small.values() for pack in fused(of_dtype, sizes, bucket_bytes)]
     alone += [pack[0] for pack in packs if len(pack) == 1]
     return [pack for pack in packs if len(pack) > 1], sorted(alone)
 
@@ -149,7 +173,7 @@ def all_gather(
     if axes.num_shards == 1:
         return list(shards)
     full = list(shards)
-    packs, alone = _packs(shards, dims, axes, axes.num_shards)
+    packs, alone = _packs(shards, dims, axes.num_shards, turns.options.bucket_bytes)
     dims = cast("Sequence[int]", dims)  # read below at sharded leaves alone
     for pack in packs:
         buffer = jnp.concatenate([shards[i].reshape(-1) for i in pack])
@@ -166,7 +190,7 @@ def all_gather(
 
 def _gather_leaf(shard: Array, dim: int, axes: Axes, turns: Turns, rows: bool) -> Array:
     n, shape = axes.num_shards, shard.shape
-    cut = Cut.of(shape, n * shard.dtype.itemsize, axes.bucket_bytes, dim)
+    cut = Cut.of(shape, n * shard.dtype.itemsize, turns.options.bucket_bytes, dim)
     if cut.piece == shape and rows:
         return _from_rows(turns.done(lax.all_gather(turns.ready(shard), axes.shard)), shape, dim)
     if cut.piece == shape:
@@ -214,7 +238,7 @@ def reduce_scatter(
     if axes.num_shards == 1:
         return list(grads)
     shards = list(grads)
-    packs, alone = _packs(grads, dims, axes, 1)
+    packs, alone = _packs(grads, dims, 1, turns.options.bucket_bytes)
     whole = [i for i, dim in enumerate(dims) if dim is None]
     dims = cast("Sequence[int]", dims)  # read below at sharded leaves alone
     for i in alone:
@@ -236,7 +260,7 @@ def reduce_scatter(
 def _scatter_leaf(grad: Array, dim: int, axes: Axes, turns: Turns, rows: bool) -> Array:
     n = axes.num_shards
     shape = (*grad.shape[:dim], grad.shape[dim] // n, *grad.shape[dim + 1 :])
-    cut = Cut.of(shape, n * grad.dtype.itemsize, axes.bucket_bytes, dim)
+    cut = Cut.of(shape, n * grad.dtype.itemsize, turns.options.bucket_bytes, dim)
     if cut.piece == shape and rows:
         return turns.done(lax.psum_scatter(turns.ready(_to_rows(grad, n, dim)), axes.shard))
     if cut.piece == shape:
@@ -255,6 +279,7 @@ def all_reduce(
     values: Sequence[Array],
     names: tuple[str, ...],
     axes: Axes,
+    options: CollectiveOptions = LEAVES_WHOLE,
     dims: Sequence[Dims] | None = None,
     waits: Sequence[Array] = (),
 ) -> Moved:
@@ -268,11 +293,11 @@ def all_reduce(
     Cost: sends 2(N-1)/N of the bytes. Nothing over a single device.
     """
 
-    def local(parts: list[Array], waits: list[Array]) -> Moved:
-        turns = Turns(axes, waits)
+    def on_parts(parts: list[Array], waits: list[Array]) -> Moved:
+        turns = Turns(options, waits)
         return Moved(_sum(parts, names, axes, turns), turns.events)
 
-    fn = local if dims is None else _on_held_parts(local, dims)
+    fn = on_parts if dims is None else _on_held_parts(on_parts, dims)
     return fn(list(values), list(waits))
 
 
@@ -280,7 +305,7 @@ def _sum(values: Sequence[Array], names: tuple[str, ...], axes: Axes, turns: Tur
     if axes.size(names) == 1:
         return list(values)
     totals = list(values)
-    for group in fused(range(len(values)), [_size_bytes(value) for value in values], axes.bucket_bytes):
+    for group in fused(range(len(values)), [_size_bytes(value) for value in values], turns.options.bucket_bytes):
         parts = [values[i] for i in group]
         if len(group) == 1:
             summed = [_sum_value(parts[0], names, axes, turns)]
@@ -292,7 +317,7 @@ def _sum(values: Sequence[Array], names: tuple[str, ...], axes: Axes, turns: Tur
 
 
 def _sum_value(value: Array, names: tuple[str, ...], axes: Axes, turns: Turns) -> Array:
-    cut = Cut.of(value.shape, value.dtype.itemsize, axes.bucket_bytes)
+    cut = Cut.of(value.shape, value.dtype.itemsize, turns.options.bucket_bytes)
     if cut.piece == value.shape:
         return turns.done(lax.psum(turns.ready(value), names))
 

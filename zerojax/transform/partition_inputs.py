@@ -34,7 +34,7 @@ def divisible_dim(shape: Sequence[int]) -> int | None:
         if length % size == 0:
             return dim
     raise ValueError(
-        f"keep: a unit's input cannot be partitioned over {'x'.join(names)}\n"
+        f"remat: a unit's input cannot be partitioned over {'x'.join(names)}\n"
         f"  got:      shape {tuple(shape)} on each device along the data axes, axis size {size}, which divides no dim\n"
         f"  fix:      another batch or sequence length, or partition_inputs=False for the unit"
     )

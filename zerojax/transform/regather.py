@@ -2,8 +2,8 @@
 
 For a unit `y = f(W, x)` the residuals of `jax.vjp` are split by dependency. What depends on the weights alone (the
 gathered weights, their casts, transposes and reshapes) is dropped, and rebuilt in the backward pass from weights that
-are gathered again. What depends on the data is kept, or computed again from what is kept, as `Keep` says; `EVERYTHING`
-recomputes no activation. No full weight is kept in any case.
+are gathered again. What depends on the data is kept, or computed again from what is kept, as `Remat` says;
+`NO_REMAT` recomputes no activation. No full weight is kept in any case.
 
 A `jax.checkpoint` policy cannot say this: "save anything but all_gather" saves the full weights as soon as a cast
 stands between the gather and its use.
@@ -22,7 +22,7 @@ from jax import lax
 from zerojax.transform import jaxprs
 from zerojax.transform.dependencies import event, floating_after
 from zerojax.transform.partition_inputs import divisible_dim, on_parts, partition, unpartition
-from zerojax.transform.remat import EVERYTHING, Keep, Place
+from zerojax.transform.remat import NO_REMAT, Place, Remat
 
 Arrays = Sequence[Any]
 Function = Callable[[Arrays, Arrays, Arrays], Arrays]
@@ -59,7 +59,7 @@ def _to_device(value: Any) -> Any:
     return jax.device_put(value, jax.memory.Space.Device)
 
 
-class Kept(NamedTuple):
+class SavedValue(NamedTuple):
     """A value that waits for the backward pass.
 
     Attributes:
@@ -103,7 +103,7 @@ class Regather:
         weights, fixed, data: avals of the arguments.
         wanted: for weights, fixed and data each, which of them get a gradient. Only floating dtypes can.
         differentiable: which outputs have a cotangent in the backward pass.
-        keep: which activations wait for the backward pass, and where.
+        remat: which activations wait for the backward pass, and where.
         resident: which data stay on the device anyway.
 
     `needed` says which weights the backward pass reads: a bias or an embedding table is not gathered again.
@@ -122,7 +122,7 @@ class Regather:
         data: Arrays,
         wanted: tuple[Sequence[bool], Sequence[bool], Sequence[bool]],
         differentiable: Sequence[bool],
-        keep: Keep = EVERYTHING,
+        remat: Remat = NO_REMAT,
         resident: Sequence[bool] = (),
     ):
         groups = (list(weights), list(fixed), list(data))
@@ -146,9 +146,9 @@ class Regather:
 
         self.num_outputs = len(differentiable)
         closed = jax.make_jaxpr(forward)(*groups[0], *groups[1], *groups[2])
-        self.closed = closed if keep == EVERYTHING else jaxprs.inlined(closed, lambda equation: True)
+        self.closed = closed if remat == NO_REMAT else jaxprs.inlined(closed, lambda equation: True)
         self.vjp_tree = trees["vjp"]
-        self._plan(keep, resident or [True] * len(groups[2]))
+        self._plan(remat, resident or [True] * len(groups[2]))
 
     def _group(self, flat: Arrays) -> list[list[Any]]:
         num_weights, num_fixed, _ = self.sizes
@@ -158,7 +158,7 @@ class Regather:
             list(flat[num_weights + num_fixed :]),
         ]
 
-    def _plan(self, keep: Keep, resident: Sequence[bool]) -> None:
+    def _plan(self, remat: Remat, resident: Sequence[bool]) -> None:
         """Which values are kept, and which equations and weights rebuild the residuals from them."""
         jaxpr = self.closed.jaxpr
         weights, _, data = self._group(jaxpr.invars)
@@ -170,25 +170,25 @@ class Regather:
                 from_data.update(equation.outvars)
         self.names = {e.params["name"] for e in jaxpr.eqns if jaxprs.is_name(e) and from_data & set(e.outvars)}
         # A derivative may read a value from before it was named: the name stands for both.
-        named = {e.invars[0]: keep.place(e) for e in jaxpr.eqns if jaxprs.is_name(e) and jaxprs.is_var(e.invars[0])}
+        named = {e.invars[0]: remat.place(e) for e in jaxpr.eqns if jaxprs.is_name(e) and jaxprs.is_var(e.invars[0])}
         self.residuals = jaxpr.outvars[self.num_outputs :]
         needed = {atom for atom in self.residuals if jaxprs.is_var(atom)}
-        self.kept: list[Kept] = []
+        self.kept: list[SavedValue] = []
         self.rebuild_equations: list[Any] = []
         for equation in reversed(jaxpr.eqns):
             results = [v for v in equation.outvars if v in needed]
-            place = None if jaxprs.is_name(equation) else keep.place(equation)
+            place = None if jaxprs.is_name(equation) else remat.place(equation)
             places = [(named.get(v) or place) if v in from_data else None for v in results]
-            self.kept += [Kept(v, p) for v, p in zip(results, places, strict=True) if p]
+            self.kept += [SavedValue(v, p) for v, p in zip(results, places, strict=True) if p]
             if not all(places):
                 self.rebuild_equations.insert(0, equation)
                 needed.update(jaxprs.variables(equation))
         for v, stays in zip(data, resident, strict=True):
             moves = not stays and is_differentiable(v.aval)
             if v in needed:
-                place = Place.HOST if moves and keep.offload_inputs else Place.DEVICE
-                dim = divisible_dim(v.aval.shape) if moves and keep.partition_inputs else None
-                self.kept.append(Kept(v, named.get(v) or place, dim))
+                place = Place.HOST if moves and remat.offload_inputs else Place.DEVICE
+                dim = divisible_dim(v.aval.shape) if moves and remat.partition_inputs else None
+                self.kept.append(SavedValue(v, named.get(v) or place, dim))
         self.needed = [v in needed for v in weights]
         self.recomputes = any(
             v in from_data and not jaxprs.is_name(e) for e in self.rebuild_equations for v in e.outvars
@@ -222,20 +222,20 @@ class Regather:
     def _in_host(self) -> list[bool]:
         return [kept.place is Place.HOST for kept in self.kept]
 
-    def bring_back(self, kept: Arrays, beside: Arrays) -> tuple[list[Any], list[Any]]:
-        """(the kept values that are in host memory, on their way to the device from when `beside` is there; `beside`).
+    def restore(self, kept: Arrays, overlapped: Arrays) -> tuple[list[Any], list[Any]]:
+        """(saved values on their way back from host memory once `overlapped` is there; `overlapped`).
 
         Nothing computes on host memory, so the copy is held back by a barrier. Compilers keep it while all that goes
         into it is used behind it.
         """
         there = select(kept, self._in_host)
-        if there and beside:
-            there, beside = lax.optimization_barrier((there, list(beside)))
-        return [_to_device(value) for value in there], list(beside)
+        if there and overlapped:
+            there, overlapped = lax.optimization_barrier((there, list(overlapped)))
+        return [_to_device(value) for value in there], list(overlapped)
 
-    def on_device(self, kept: Arrays, near: Arrays) -> list[Any]:
-        """The kept values, those in host memory as `bring_back` returned them."""
-        return _changed(kept, self._in_host, lambda _: near)
+    def on_device(self, kept: Arrays, fetched: Arrays) -> list[Any]:
+        """The kept values, those in host memory as `restore` returned them."""
+        return _changed(kept, self._in_host, lambda _: fetched)
 
     @property
     def _is_input(self) -> list[bool]:

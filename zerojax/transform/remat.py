@@ -23,7 +23,7 @@ class Place(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Keep:
+class Remat:
     """What of a unit is kept between forward and backward. Its inputs always are; all else is computed again.
 
     Where nothing but the inputs would be kept, the unit whose backward pass follows at once on its forward pass (in a
@@ -57,13 +57,13 @@ class Keep:
     def __post_init__(self):
         for field in "save", "offload":
             if isinstance(getattr(self, field), str):
-                raise ValueError(f"keep: `{field}` is {getattr(self, field)!r}\n  fix:      a tuple of names")
+                raise ValueError(f"remat: `{field}` is {getattr(self, field)!r}\n  fix:      a tuple of names")
         both = sorted(set(self.save) & set(self.offload))
         if both:
-            raise ValueError(f"keep: {both[0]!r} is both in `save` and in `offload`\n  fix:      name it in one")
+            raise ValueError(f"remat: {both[0]!r} is both in `save` and in `offload`\n  fix:      name it in one")
 
     @property
-    def keeps_inputs_alone(self) -> bool:
+    def saves_inputs_only(self) -> bool:
         return self.policy is None and not self.names
 
     @property
@@ -82,55 +82,61 @@ class Keep:
         decision = self.policy(equation.primitive, *(atom.aval for atom in equation.invars), **equation.params)
         if isinstance(decision, bool):
             return Place.DEVICE if decision else None
-        if hasattr(decision, "dst"):  # an offloading policy
-            return Place.HOST
-        return Place.DEVICE if "Saveable" in type(decision).__name__ else None
+        kind = type(decision).__name__  # jax exports these types under no public name
+        if kind not in _DECISIONS:
+            raise ValueError(
+                f"remat: the policy decides {decision!r} for {equation.primitive.name!r}\n"
+                f"  got:      a {kind}\n"
+                f"  fix:      a policy that returns bools, or what the policies of jax.checkpoint_policies return"
+            )
+        return _DECISIONS[kind]
 
 
-EVERYTHING = Keep(policy=jax.checkpoint_policies.everything_saveable)
+_DECISIONS = {"SaveableType": Place.DEVICE, "Offloadable": Place.HOST, "RecomputeType": None}
+NO_REMAT = Remat(policy=jax.checkpoint_policies.everything_saveable)
 PRESETS = {
-    "everything": EVERYTHING,
-    "nothing": Keep(),
-    "dots": Keep(policy=jax.checkpoint_policies.dots_saveable),
-    "dots_with_no_batch_dims": Keep(policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
+    "none": NO_REMAT,
+    "full": Remat(),
+    "dots": Remat(policy=jax.checkpoint_policies.dots_saveable),
+    "dots_with_no_batch_dims": Remat(policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
 }
 
-Setting = str | Keep | Callable[..., Any]
+Setting = str | Remat | Callable[..., Any]
 
 
-def resolve(setting: Setting) -> Keep:
-    """A preset's name, a `Keep`, or a policy of `jax.checkpoint_policies`."""
-    if isinstance(setting, Keep):
+def resolve(setting: Setting) -> Remat:
+    """A preset's name, a `Remat`, or a policy of `jax.checkpoint_policies`."""
+    if isinstance(setting, Remat):
         return setting
     if callable(setting):
-        return Keep(policy=setting)
+        return Remat(policy=setting)
     if not isinstance(setting, str) or setting not in PRESETS:
         raise ValueError(
-            f"keep: unknown setting {setting!r}\n"
-            f"  fix:      one of {', '.join(PRESETS)}, a zerojax.Keep, or a policy of jax.checkpoint_policies"
+            f"remat: unknown setting {setting!r}\n"
+            f"  fix:      one of {', '.join(PRESETS)}, a zerojax.Remat, or a policy of jax.checkpoint_policies"
         )
     return PRESETS[setting]
 
 
 @dataclasses.dataclass(frozen=True)
-class Rules:
-    """A `Keep` for every unit: that of the first glob that matches its name, else `EVERYTHING`."""
+class RematRules:
+    """A `Remat` for every unit: that of the first glob that matches its name, else `NO_REMAT`."""
 
-    rules: tuple[tuple[str, Keep], ...] = ()
+    rules: tuple[tuple[str, Remat], ...] = ()
 
     @classmethod
-    def of(cls, setting: Setting | Mapping[str, Setting]) -> Rules:
+    def of(cls, setting: Setting | Mapping[str, Setting]) -> RematRules:
         by_pattern = setting if isinstance(setting, Mapping) else {"*": setting}
         return cls(tuple((pattern, resolve(each)) for pattern, each in by_pattern.items()))
 
     @property
-    def keeps_everything(self) -> bool:
-        return all(keep == EVERYTHING for _, keep in self.rules)
+    def saves_everything(self) -> bool:
+        return all(remat == NO_REMAT for _, remat in self.rules)
 
-    def _matching(self, unit: str) -> tuple[str, Keep]:
-        return next((rule for rule in self.rules if fnmatchcase(unit, rule[0])), ("", EVERYTHING))
+    def _matching(self, unit: str) -> tuple[str, Remat]:
+        return next((rule for rule in self.rules if fnmatchcase(unit, rule[0])), ("", NO_REMAT))
 
-    def __getitem__(self, unit: str) -> Keep:
+    def __getitem__(self, unit: str) -> Remat:
         return self._matching(unit)[1]
 
     def check_units(self, units: Sequence[str]) -> None:
@@ -140,17 +146,17 @@ class Rules:
             if pattern not in used:
                 shown = ", ".join(list(dict.fromkeys(units))[:8])
                 raise ValueError(
-                    f"keep: pattern {pattern!r} decides for no unit\n"
+                    f"remat: pattern {pattern!r} decides for no unit\n"
                     f"  got:      units {shown}; the first pattern that matches a unit decides for it\n"
                     f"  fix:      a glob on the name of a unit (zero.explain lists the leaves of each)"
                 )
 
     def check_axes(self, beside: Sequence[str]) -> None:
         """Raises ValueError for inputs that are to be partitioned where the mesh has no axes beside the data axes."""
-        for pattern, keep in self.rules:
-            if keep.partition_inputs and not beside:
+        for pattern, remat in self.rules:
+            if remat.partition_inputs and not beside:
                 raise ValueError(
-                    f"keep: the inputs of {pattern!r} cannot be partitioned\n"
+                    f"remat: the inputs of {pattern!r} cannot be partitioned\n"
                     f"  got:      a mesh with data axes alone\n"
                     f"  fix:      zerojax.make_mesh(model=...), or partition_inputs=False"
                 )
@@ -161,17 +167,17 @@ class Rules:
         Args:
             names: those that are given inside each unit.
         """
-        for pattern, keep in self.rules:
+        for pattern, remat in self.rules:
             inside = frozenset[str]().union(
                 *(given for unit, given in names.items() if self._matching(unit)[0] == pattern)
             )
-            for name in sorted(keep.names - inside):
+            for name in sorted(remat.names - inside):
                 raise ValueError(
-                    f"keep: no value in the units of {pattern!r} is named {name!r}\n"
+                    f"remat: no value in the units of {pattern!r} is named {name!r}\n"
                     f"  got:      names {', '.join(sorted(inside)) or '(none)'}\n"
                     f"  fix:      name the value in the model: jax.ad_checkpoint.checkpoint_name(x, {name!r}), "
                     "outside of loops within a layer"
                 )
 
 
-KEEP_EVERYTHING = Rules()
+NO_RULES = RematRules()

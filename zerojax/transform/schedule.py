@@ -1,7 +1,7 @@
 """What waits for what: weights are gathered ahead of the computation, gradients are reduced behind it.
 
 While unit j computes, the weights of the next units are gathered and the gradients of the unit before are reduced. At
-depth 1, in the backward pass:
+`prefetch` 1, in the backward pass:
 
     link      reduce 9, gather 7 │ reduce 8, gather 6 │ reduce 7, gather 5
     compute   unit 8             │ unit 7             │ unit 6
@@ -17,44 +17,44 @@ waits for its own weight alone, and hides the others.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from zerojax.transform.dependencies import event, events
+from zerojax.typing import Array
 
-Array = Any
 
-
-class Order:
+class Schedule:
     """The events of the units so far. `last` are those of when the last one has computed.
 
     Args:
-        depth: units that may be gathered ahead of the one that computes.
+        prefetch: units that may be gathered ahead of the one that computes.
         start: events before which nothing is gathered.
         idle: whether nothing computes before the first unit.
     """
 
-    def __init__(self, depth: int, start: Sequence[Array], idle: bool = False):
-        self.depth = depth
+    def __init__(self, prefetch: int, start: Sequence[Array], idle: bool = False):
+        self.prefetch = prefetch
         self.restart(start)
         self._beginning = self._done[0] if idle else None
 
     def restart(self, start: Sequence[Array]) -> None:
         """All units so far have computed before these events."""
-        self._done: list[tuple[list[Array], list[Array]]] = [(list(start), [])] * (self.depth + 1)  # computed, reduced
+        self._done: list[tuple[list[Array], list[Array]]] = [(list(start), [])] * (
+            self.prefetch + 1
+        )  # computed, reduced
         self.last = list(start)
         self._arrived: list[Array] = []
         self._offloaded: list[list[Array]] = []
         self._reduced: list[Array] = []
         self._beginning = None
 
-    def before_gather(self, ahead: int = 0) -> list[Array]:
-        """What the gather for a unit waits for, `ahead` units before its turn."""
-        computed, reduced = self._done[ahead - self.depth - 1]
+    def before_gather(self, prefetch: int = 0) -> list[Array]:
+        """What the gather for a unit waits for, `prefetch` units before its turn."""
+        computed, reduced = self._done[prefetch - self.prefetch - 1]
         return computed + reduced + self._arrived
 
-    def begins(self, ahead: int = 0) -> bool:
+    def begins(self, prefetch: int = 0) -> bool:
         """Whether such a gather waits for no unit, and so has none to compute beside it."""
-        return self._done[ahead - self.depth - 1] is self._beginning
+        return self._done[prefetch - self.prefetch - 1] is self._beginning
 
     def arrived(self, there: list[Array]) -> None:
         """A gather has these events."""

@@ -15,31 +15,38 @@ import jax.numpy as jnp
 
 from zerojax.transform import jaxprs
 from zerojax.transform.regather import is_differentiable, select
-from zerojax.transform.remat import EVERYTHING, Rules
-from zerojax.transform.schedule import Order
+from zerojax.transform.remat import NO_REMAT, RematRules
+from zerojax.transform.schedule import Schedule
 from zerojax.transform.segmentation import Segment, TracedLoss
 from zerojax.transform.segments import Stack, Straight, accumulate
-from zerojax.transform.stage_collectives import Mover
+from zerojax.transform.stage_collectives import StageCollectives
+from zerojax.typing import Array
 
-Array = Any
 
-
-class Program:
+class SegmentedLoss:
     """A loss, cut into units: forward alone, or forward and backward.
 
     Args:
         traced: the loss `fn(*leaves, *data) -> [scalar to differentiate, *others]`.
-        mover: the stage's way of gathering and reducing.
+        collectives: the stage's way of gathering and reducing.
         trainable: which leaves get a gradient.
-        rules: which activations of a unit wait for its backward pass.
-        depth: units gathered ahead of the one that computes.
+        rules: which activations of a unit are saved for its backward pass.
+        prefetch: units gathered ahead of the one that computes.
     """
 
-    def __init__(self, traced: TracedLoss, mover: Mover, trainable: Sequence[bool], rules: Rules, depth: int):
-        self.traced, self.mover, self.trainable, self.rules, self.depth = traced, mover, trainable, rules, depth
-        keep_of = lambda s: rules[self._unit(s)] if s.leaves else EVERYTHING
+    def __init__(
+        self,
+        traced: TracedLoss,
+        collectives: StageCollectives,
+        trainable: Sequence[bool],
+        rules: RematRules,
+        prefetch: int,
+    ):
+        self.traced, self.collectives, self.trainable = traced, collectives, trainable
+        self.rules, self.prefetch = rules, prefetch
+        remat_of = lambda s: rules[self._unit(s)] if s.leaves else NO_REMAT
         self.parts = [
-            (Stack if s.views else Straight)(traced, s, mover, trainable, keep_of(s)) for s in traced.segments
+            (Stack if s.views else Straight)(traced, s, collectives, trainable, remat_of(s)) for s in traced.segments
         ]
 
     def _unit(self, segment: Segment) -> str:
@@ -56,22 +63,22 @@ class Program:
         atoms = self.traced.closed.jaxpr.outvars
         return [env[a] if jaxprs.is_var(a) else jnp.asarray(a.val, a.aval.dtype) for a in atoms]
 
-    def _forward(self, shards: Sequence[Array], data: Sequence[Array], order: Order, keep: bool) -> Any:
-        """(outputs of the loss, what each segment keeps for its backward pass)."""
+    def _forward(self, shards: Sequence[Array], data: Sequence[Array], schedule: Schedule, save: bool) -> Any:
+        """(outputs of the loss, what each segment saves for its backward pass)."""
         env, saved, by_leaf = self._start(data), [], dict(enumerate(shards))
         for part in self.parts:
             inputs, kept = [env[v] for v in part.segment.inputs], None
-            if keep and part.differentiable_outputs:
-                out, kept = part.forward(by_leaf, inputs, order)
+            if save and part.differentiable_outputs:
+                out, kept = part.forward(by_leaf, inputs, schedule)
             else:
-                out = part.evaluate(by_leaf, inputs, order)
+                out = part.evaluate(by_leaf, inputs, schedule)
             env.update(zip(part.segment.outputs, out, strict=True))
             saved.append(kept)
         return self._finish(env), saved
 
     def evaluate(self, shards: Sequence[Array], data: Sequence[Array], start: list[Array]) -> list[Array]:
         """The outputs of the loss. `start`: see `value_and_grad`."""
-        return self._forward(shards, data, Order(self.depth, start, idle=True), keep=False)[0]
+        return self._forward(shards, data, Schedule(self.prefetch, start, idle=True), save=False)[0]
 
     def value_and_grad(
         self, shards: Sequence[Array], data: Sequence[Array], seed: Any, start: list[Array]
@@ -85,20 +92,20 @@ class Program:
             start: events before which nothing is gathered (inside a loop: something of this iteration).
         """
         self._plan()
-        order = Order(self.depth, start, idle=True)
-        out, saved = self._forward(shards, data, order, keep=True)
+        schedule = Schedule(self.prefetch, start, idle=True)
+        out, saved = self._forward(shards, data, schedule, save=True)
         by_leaf = dict(enumerate(shards))
         loss_var = self.traced.closed.jaxpr.outvars[0]
         cotangents: dict[Any, Array] = {loss_var: jnp.asarray(seed(out), loss_var.aval.dtype)}
         grads: dict[int, Array] = {}
         pending = [pair for pair in zip(self.parts, saved, strict=True) if pair[0].differentiable_outputs]
-        _bring_back_next(pending, [])
+        _restore_next(pending, [])
         while pending:
             part, kept = pending.pop()
             given = [cotangents.pop(v) if v in cotangents else jnp.zeros(v.aval.shape, v.aval.dtype)
                      for v in part.differentiable_outputs]  # fmt: skip
-            given = _bring_back_next(pending, given)
-            leaf_grads, data_grads = part.backward(by_leaf, kept, given, order)
+            given = _restore_next(pending, given)
+            leaf_grads, data_grads = part.backward(by_leaf, kept, given, schedule)
             for i, grad in leaf_grads.items():
                 accumulate(grads, i, grad)
             for v, grad in zip(part.wanted_inputs, data_grads, strict=True):
@@ -111,8 +118,8 @@ class Program:
         if i in grads:
             return grads[i]
         aval = self.traced.leaf_vars[i].aval  # a leaf that the loss does not use
-        dtype = self.mover.reduce_dtype if self.mover.scatters else aval.dtype
-        return jnp.zeros(self.mover.shard_shape(aval.shape, self.mover.dims[i]), dtype)
+        dtype = self.collectives.reduce_dtype if self.collectives.stage.shards_grads else aval.dtype
+        return jnp.zeros(self.collectives.shard_shape(aval.shape, self.collectives.dims[i]), dtype)
 
     def _plan(self) -> None:
         """Which values carry a gradient back, and from them the backward pass of each segment."""
@@ -139,10 +146,10 @@ class Program:
         self.rules.check_names(names)
 
 
-def _bring_back_next(pending: list[tuple[Any, Any]], cotangents: list[Array]) -> list[Array]:
-    """What the next segment to go backward keeps in host memory is fetched while the one with these cotangents runs."""
+def _restore_next(pending: list[tuple[Any, Any]], cotangents: list[Array]) -> list[Array]:
+    """Fetches what the next segment to go backward saved in host memory, while the one with these cotangents runs."""
     if pending:
         part, kept = pending.pop()
-        kept, cotangents = part.bring_back(kept, cotangents)
+        kept, cotangents = part.restore(kept, cotangents)
         pending.append((part, kept))
     return cotangents

@@ -1,12 +1,12 @@
 """One segment of a traced loss, forward and backward, on one device's shards: gather, compute, drop or reduce.
 
 `Straight` is a stretch of equations that runs once, `Stack` a scan over stacked layers. What gather and
-reduce are at a stage is in `mover`. Everything here runs inside `shard_map`.
+reduce are at a stage is in `stage_collectives`. Everything here runs inside `shard_map`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,14 +17,16 @@ from jax import lax
 from zerojax.sharding.axes import Dims
 from zerojax.transform import jaxprs, layer_scan
 from zerojax.transform.dependencies import events, floating_after
-from zerojax.transform.layer_scan import Memory, Plan
+from zerojax.transform.layer_scan import Carry, Cut, LayerBody, Layers, SavedValues
 from zerojax.transform.regather import Regather, is_differentiable, merge, select
-from zerojax.transform.remat import EVERYTHING, Keep
-from zerojax.transform.schedule import Order
+from zerojax.transform.remat import NO_REMAT, Remat
+from zerojax.transform.schedule import Schedule
 from zerojax.transform.segmentation import Segment, TracedLoss
-from zerojax.transform.stage_collectives import Mover, fetch_needed, reduce_made, reduced_dim_first
+from zerojax.transform.stage_collectives import StageCollectives
+from zerojax.typing import Array, Shape
 
-Array = Any
+# (outputs, values to save) of a layer, from its weights, what every iteration uses, and what is carried or sliced
+Step = Callable[[Sequence[Array], Sequence[Array], Sequence[Array]], tuple[Sequence[Array], Sequence[Array]]]
 
 
 class Straight:
@@ -38,10 +40,17 @@ class Straight:
     regather: Regather
     at_once: bool
 
-    def __init__(self, traced: TracedLoss, segment: Segment, mover: Mover, trainable: Sequence[bool], keep: Keep):
-        self.traced, self.segment, self.mover, self.keep = traced, segment, mover, keep
+    def __init__(
+        self,
+        traced: TracedLoss,
+        segment: Segment,
+        collectives: StageCollectives,
+        trainable: Sequence[bool],
+        remat: Remat,
+    ):
+        self.traced, self.segment, self.collectives, self.remat = traced, segment, collectives, remat
         self.leaves = sorted(segment.leaves)  # gathered by use, reduced as the tree has them: by use took more memory
-        self.dims = [mover.dims[i] for i in self.leaves]
+        self.dims = [collectives.dims[i] for i in self.leaves]
         self.trainable = [trainable[i] for i in self.leaves]
         own = {v for e in segment.equations for v in e.outvars}
         read = dict.fromkeys(v for e in segment.equations for v in jaxprs.variables(e) if v not in own)
@@ -60,58 +69,60 @@ class Straight:
         data = [v.aval for v in self.segment.inputs]
         wanted_by_group = (self.trainable, [], wanted)
         resident = [v in self.traced.data_vars for v in self.segment.inputs]
-        keep = EVERYTHING if at_once and self.keep.keeps_inputs_alone else self.keep
-        self.regather = Regather(self.primal, weights, [], data, wanted_by_group, differentiable, keep, resident)
+        remat = NO_REMAT if at_once and self.remat.saves_inputs_only else self.remat
+        self.regather = Regather(self.primal, weights, [], data, wanted_by_group, differentiable, remat, resident)
 
-    def evaluate(self, shards: dict[int, Array], data: Sequence[Array], order: Order) -> list[Array]:
-        return self._computed(self.primal(self._fetch(shards, order), [], data), order)
+    def evaluate(self, shards: dict[int, Array], data: Sequence[Array], schedule: Schedule) -> list[Array]:
+        return self._computed(self.primal(self._fetch(shards, schedule), [], data), schedule)
 
-    def forward(self, shards: dict[int, Array], data: Sequence[Array], order: Order) -> tuple[list[Array], Any]:
-        weights = self._fetch(shards, order)
-        data = floating_after(data, order.in_host_memory(1))
+    def forward(self, shards: dict[int, Array], data: Sequence[Array], schedule: Schedule) -> tuple[list[Array], Any]:
+        weights = self._fetch(shards, schedule)
+        data = floating_after(data, schedule.in_host_memory(1))
         out, kept = self.regather.forward(weights, [], data)
         kept = self.regather.put_away(kept, [])
-        order.offloaded(self.regather.in_host_memory(kept))
-        if self.mover.gathers and not jaxprs.multiplies(self.segment.equations):
+        schedule.offloaded(self.regather.in_host_memory(kept))
+        if self.collectives.stage.shards_params and not jaxprs.multiplies(self.segment.equations):
             # What is as cheap as a lookup compilers do again in the backward pass, and hold the gathered table for it.
             out = lax.optimization_barrier(out)
-        return self._computed(out, order), (kept, weights if self.at_once else None)
+        return self._computed(out, schedule), (kept, weights if self.at_once else None)
 
-    def bring_back(self, saved: Any, cotangents: list[Array]) -> tuple[Any, list[Array]]:
+    def restore(self, saved: Any, cotangents: list[Array]) -> tuple[Any, list[Array]]:
         """(what the forward pass kept, on its way from host memory while the unit above computes; its cotangents)."""
         kept, weights = saved
-        near, cotangents = self.regather.bring_back(kept, cotangents)
-        return (self.regather.on_device(kept, near), weights), cotangents
+        fetched, cotangents = self.regather.restore(kept, cotangents)
+        return (self.regather.on_device(kept, fetched), weights), cotangents
 
     def backward(
-        self, shards: dict[int, Array], saved: Any, cotangents: Sequence[Array], order: Order
+        self, shards: dict[int, Array], saved: Any, cotangents: Sequence[Array], schedule: Schedule
     ) -> tuple[dict[int, Array], list[Array]]:
         kept, weights = saved
         if weights is None:
             held = [shards[i] for i in self.leaves]
-            weights = fetch_needed(self.mover, held, self.dims, self.regather.needed, order)
+            weights = self.collectives.fetch_needed(held, self.dims, self.regather.needed, schedule)
         if self.regather.recomputes:
-            kept = self.regather.inputs_after(kept, events(cotangents) + order.last)
+            kept = self.regather.inputs_after(kept, events(cotangents) + schedule.last)
             # Without a barrier the compiler finds that the forward pass computed the same.
             kept, cotangents = lax.optimization_barrier((kept, list(cotangents)))
-            order.follows(self.regather.floating_inputs(kept))
+            schedule.follows(self.regather.floating_inputs(kept))
         grads = self.regather.backward(weights, [], kept, cotangents)
         dims = select(self.dims, self.trainable)
-        reduced, there = reduce_made(self.mover, grads.weights, grads.orders, dims, order.before_reduction())
+        reduced, there = self.collectives.reduce_transposed(
+            grads.weights, grads.orders, dims, schedule.before_reduction()
+        )
         # What is computed again is held until the last product for a weight is done. What is kept is there anyway.
-        products = reduced_dim_first(self.mover, grads, dims).weights if self.regather.recomputes else []
-        self._computed(grads.data + products, order)
-        order.reduced(there)
+        products = self.collectives.reduced_dim_first(grads, dims).weights if self.regather.recomputes else []
+        self._computed(grads.data + products, schedule)
+        schedule.reduced(there)
         return dict(zip(select(self.leaves, self.trainable), reduced, strict=True)), grads.data
 
-    def _fetch(self, shards: dict[int, Array], order: Order) -> list[Array]:
+    def _fetch(self, shards: dict[int, Array], schedule: Schedule) -> list[Array]:
         by_use = self.segment.leaves
-        full = self.mover.fetch([shards[i] for i in by_use], [self.mover.dims[i] for i in by_use], order)
+        full = self.collectives.fetch([shards[i] for i in by_use], [self.collectives.dims[i] for i in by_use], schedule)
         return [full[by_use.index(i)] for i in self.leaves]
 
-    def _computed(self, values: list[Array], order: Order) -> list[Array]:
+    def _computed(self, values: list[Array], schedule: Schedule) -> list[Array]:
         if any(dim.shard is not None for dim in self.dims):
-            order.computed(values)
+            schedule.computed(values)
         return values
 
 
@@ -126,8 +137,16 @@ class Stack:
     wanted_inputs: list[Any]
     regather: Regather
 
-    def __init__(self, traced: TracedLoss, segment: Segment, mover: Mover, trainable: Sequence[bool], keep: Keep):
-        self.traced, self.segment, self.mover, self.trainable, self.keep = traced, segment, mover, trainable, keep
+    def __init__(
+        self,
+        traced: TracedLoss,
+        segment: Segment,
+        collectives: StageCollectives,
+        trainable: Sequence[bool],
+        remat: Remat,
+    ):
+        self.traced, self.segment, self.collectives, self.trainable = traced, segment, collectives, trainable
+        self.remat = remat
         (self.equation,) = segment.equations
         self.scan = jaxprs.scan_params(self.equation)
         first_xs = self.scan.num_consts + self.scan.num_carry
@@ -142,7 +161,7 @@ class Stack:
         self.const_leaves = sorted(frozenset().union(*(traced.weights[v] for v in self.weight_values)))
 
     def _layer_dims(self, view: Any) -> Dims:
-        dim = self.mover.dims[view.leaf].shard
+        dim = self.collectives.dims[view.leaf].shard
         if view.order[0] == dim:
             name, shape = self.traced.unit_of[view.leaf], self.traced.leaf_vars[view.leaf].aval.shape
             raise ValueError(
@@ -150,7 +169,7 @@ class Stack:
                 f"  got:      shape {shape}, dim {dim} is both sharded and scanned over by the loss\n"
                 f"  fix:      name it in `stacked` (glob on the path), so that dim {dim} is left alone"
             )
-        return self.mover.dims[view.leaf].transposed(view.order).of_layer()
+        return self.collectives.dims[view.leaf].transposed(view.order).of_layer()
 
     def _values(self, env: dict[Any, Array], consts: dict[int, Array]) -> dict[int, Array]:
         """The operands that are no view, by position."""
@@ -194,7 +213,7 @@ class Stack:
             [*map(aval, self.carry_positions), *map(layer, self.xs_positions)],
             (self.view_trainable, self.fixed_wanted, self.carry_wanted + self.xs_wanted),
             self.carry_wanted + self.ys_wanted,
-            self.keep,
+            self.remat,
             [False] * len(self.carry_positions) + [True] * len(self.xs_positions),
         )
 
@@ -208,69 +227,52 @@ class Stack:
             stacked.append(value)
         return stacked
 
-    def _consts(self, shards: dict[int, Array], order: Order) -> dict[int, Array]:
+    def _consts(self, shards: dict[int, Array], schedule: Schedule) -> dict[int, Array]:
         if not self.const_leaves:
             return {}
-        dims = [self.mover.dims[i] for i in self.const_leaves]
-        full = self.mover.fetch([shards[i] for i in self.const_leaves], dims, order)
+        dims = [self.collectives.dims[i] for i in self.const_leaves]
+        full = self.collectives.fetch([shards[i] for i in self.const_leaves], dims, schedule)
         return dict(zip(self.const_leaves, full, strict=True))
 
     def _run(
-        self, step: Any, shards: dict[int, Array], data: Sequence[Array], order: Order, memory: Memory | None = None
-    ) -> Any:
-        """Runs `step(weights, fixed, data) -> (outputs, extra)` for every layer: (outputs, stacked extra).
-
-        For `memory` see `layer_scan.scan`.
-        """
-        values = self._values(dict(zip(self.segment.inputs, data, strict=True)), self._consts(shards, order))
-        fixed = [values[k] for k in self.const_positions]
-        num_carry = self.scan.num_carry
+        self, step: Step, shards: dict[int, Array], data: Sequence[Array], schedule: Schedule, memory: Regather | None
+    ) -> tuple[list[Array], SavedValues]:
+        """Runs `step` for every layer: (outputs of the segment, what layers save, moved to its place by `memory`)."""
+        values = self._values(dict(zip(self.segment.inputs, data, strict=True)), self._consts(shards, schedule))
         floating = [is_differentiable(self.equation.invars[k].aval) for k in self.carry_positions]
-        split = lambda carry: (select(carry, floating), select(carry, [not flag for flag in floating]))
+        fixed = [values[k] for k in self.const_positions]
+        body = _ForwardLayer(self.collectives, self.dims, step, fixed, floating, memory)
+        carry = body.split([values[k] for k in self.carry_positions])
+        xs = [values[k] for k in self.xs_positions]
+        layers = Layers(self._stacked_shards(shards), xs, self._cut(schedule), self.scan.reverse)
+        scanned = layer_scan.scan(body, carry, layers, schedule)
+        out = dict(zip(self.equation.outvars, [*merge(floating, *scanned.carry), *scanned.ys], strict=True))
+        return [out[v] for v in self.segment.outputs], scanned.saved
 
-        def layer(weights: Any, carry: Any, xs: Any, kept: Any, near: Any) -> Any:
-            out, extra = step(weights, fixed, [*merge(floating, *carry), *xs])
-            return split(list(out[:num_carry])), list(out[num_carry:]), extra, []
+    def _cut(self, schedule: Schedule) -> Cut:
+        """The same for the forward and for the backward pass: one uses what the other saves."""
+        stage = self.collectives.stage
+        moves = schedule.prefetch > 0 and self.collectives.axes.num_shards > 1
+        prefetch = schedule.prefetch if moves and stage.shards_params else 0
+        return Cut.of(self.scan.length, prefetch, delay_reduction=moves and stage.shards_grads)
 
-        carry, ys, extra, _ = layer_scan.scan(
-            layer,
-            lambda shards, ahead, order: self.mover.fetch(shards, self.dims, order, ahead),
-            lambda grads, reduced: (grads, []),
-            split([values[k] for k in self.carry_positions]),
-            self._stacked_shards(shards),
-            [values[k] for k in self.xs_positions],
-            None,
-            plan=self._plan(order),
-            reverse=self.scan.reverse,
-            order=order,
-            memory=memory,
-        )
-        out = dict(zip(self.equation.outvars, [*merge(floating, *carry), *ys], strict=True))
-        return [out[v] for v in self.segment.outputs], extra
+    def evaluate(self, shards: dict[int, Array], data: Sequence[Array], schedule: Schedule) -> list[Array]:
+        return self._run(lambda w, f, d: (self.primal(w, f, d), []), shards, data, schedule, None)[0]
 
-    def _plan(self, order: Order) -> Plan:
-        """The same for the forward and for the backward pass: one uses what the other keeps."""
-        moves = order.depth > 0 and self.mover.axes.num_shards > 1
-        ahead = order.depth if moves and self.mover.gathers else 0
-        return Plan.of(self.scan.length, ahead, late=moves and self.mover.scatters)
+    def forward(self, shards: dict[int, Array], data: Sequence[Array], schedule: Schedule) -> tuple[list[Array], Any]:
+        out, saved = self._run(self.regather.forward, shards, data, schedule, self.regather)
+        return out, (saved, list(data))
 
-    def evaluate(self, shards: dict[int, Array], data: Sequence[Array], order: Order) -> list[Array]:
-        return self._run(lambda w, f, d: (self.primal(w, f, d), ()), shards, data, order)[0]
-
-    def forward(self, shards: dict[int, Array], data: Sequence[Array], order: Order) -> tuple[list[Array], Any]:
-        out, kept = self._run(self.regather.forward, shards, data, order, self.regather)
-        return out, (kept, list(data))
-
-    def bring_back(self, saved: Any, cotangents: list[Array]) -> tuple[Any, list[Array]]:
+    def restore(self, saved: Any, cotangents: list[Array]) -> tuple[Any, list[Array]]:
         """As in Straight. Its layers bring back what they kept."""
         return saved, cotangents
 
     def backward(
-        self, shards: dict[int, Array], saved: Any, cotangents: Sequence[Array], order: Order
+        self, shards: dict[int, Array], saved: Any, cotangents: Sequence[Array], schedule: Schedule
     ) -> tuple[dict[int, Array], list[Array]]:
-        kept, data = saved
+        saved, data = saved
         env = dict(zip(self.segment.inputs, data, strict=True))
-        consts = self._consts(shards, order)
+        consts = self._consts(shards, schedule)
         values = self._values(env, consts)
         fixed = [values[k] for k in self.const_positions]
         given = dict(zip(self.differentiable_outputs, cotangents, strict=True))
@@ -278,46 +280,18 @@ class Stack:
         out_grad = lambda v: given[v] if v in given else jnp.zeros(v.aval.shape, v.aval.dtype)
         carry_grads = [out_grad(v) for v in select(self.equation.outvars[:num_carry], self.carry_wanted)]
         ys_grads = [out_grad(v) for v in select(self.equation.outvars[num_carry:], self.ys_wanted)]
-        num_carry_grads = len(carry_grads)
-        orders: list[tuple[int, ...]] = []  # of the gradients; the same in every layer
         if self.regather.recomputes and not self.regather.offloads:  # what comes back from the host is late anyway
-            kept = kept.with_last(lambda last: self.regather.inputs_after(last, events(carry_grads)))
-
-        # At stage 2 nothing else keeps two layers of one iteration from being computed again at once.
-        again = self.regather.recomputes and not self.regather.offloads and not self.mover.gathers
-
-        def layer(weights: Any, carry: Any, ys_grads: Any, kept: Any, near: Any) -> Any:
-            carry_grads, fixed_grads = carry
-            kept = self.regather.on_device(kept, near or [])
-            grads = self.regather.backward(weights, fixed, kept, [*carry_grads, *ys_grads])
-            grads = reduced_dim_first(self.mover, grads, select(self.dims, self.view_trainable))
-            orders[:] = grads.orders
-            fixed_grads = [a + b for a, b in zip(fixed_grads, grads.fixed, strict=True)]
-            return (grads.data[:num_carry_grads], fixed_grads), grads.data[num_carry_grads:], [], grads.weights
-
-        (carry_grads, fixed_grads), xs_grads, _, layer_grads = layer_scan.scan(
-            layer,
-            lambda shards, ahead, order: fetch_needed(
-                self.mover, shards, self.dims, self.regather.needed, order, ahead
-            ),
-            lambda grads, reduced: reduce_made(
-                self.mover, grads, orders, select(self.dims, self.view_trainable), reduced
-            ),
-            (carry_grads, [jnp.zeros(a.shape, a.dtype) for a in select(fixed, self.fixed_wanted)]),
-            self._stacked_shards(shards),
-            ys_grads,
-            kept,
-            plan=self._plan(order),
-            reverse=not self.scan.reverse,
-            order=order,
-            memory=self.regather,
-            tight=self.regather.recomputes and self.keep.keeps_inputs_alone,
-            again=self.regather.inputs_after if again else None,
-        )
+            saved = saved.with_last(lambda last: self.regather.inputs_after(last, events(carry_grads)))
+        dims = select(self.dims, self.view_trainable)
+        body = _BackwardLayer(self.collectives, self.dims, dims, self.regather, fixed, self.remat.saves_inputs_only)
+        fixed_grads = [jnp.zeros(a.shape, a.dtype) for a in select(fixed, self.fixed_wanted)]
+        layers = Layers(self._stacked_shards(shards), ys_grads, self._cut(schedule), not self.scan.reverse, saved)
+        scanned = layer_scan.scan(body, (carry_grads, fixed_grads), layers, schedule)
+        (carry_grads, fixed_grads), xs_grads, layer_grads = scanned.carry, scanned.ys, scanned.grads
         operand_grads = dict(zip(select(self.const_positions, self.fixed_wanted), fixed_grads, strict=True))
         operand_grads.update(zip(select(self.carry_positions, self.carry_wanted), carry_grads, strict=True))
         operand_grads.update(zip(select(self.xs_positions, self.xs_wanted), xs_grads, strict=True))
-        leaf_grads = self._const_grads(consts, operand_grads, order)
+        leaf_grads = self._const_grads(consts, operand_grads, schedule)
         for view, grad in zip(select(list(self.views.values()), self.view_trainable), layer_grads, strict=True):
             accumulate(leaf_grads, view.leaf, jnp.transpose(grad, np.argsort(view.order).tolist()))
         data_grads = [self._data_grad(v, operand_grads) for v in self.wanted_inputs]
@@ -331,7 +305,9 @@ class Stack:
                 total = total + grad
         return total
 
-    def _const_grads(self, consts: dict[int, Array], operand_grads: dict[int, Array], order: Order) -> dict[int, Array]:
+    def _const_grads(
+        self, consts: dict[int, Array], operand_grads: dict[int, Array], schedule: Schedule
+    ) -> dict[int, Array]:
         """From gradients of the loop's weight constants to reduced gradients of the leaves that they are made of."""
         leaves = [i for i in self.const_leaves if self.trainable[i]]
         positions = [k for k in operand_grads if self.equation.invars[k] in self.weight_values]
@@ -345,10 +321,105 @@ class Stack:
 
         _, vjp = jax.vjp(derive, [consts[i] for i in leaves])
         (grads,) = vjp([operand_grads[k] for k in positions])
-        dims = [self.mover.dims[i] for i in leaves]
-        reduced, there = self.mover.reduce(grads, dims, order.before_reduction())
-        order.reduced(there)
+        dims = [self.collectives.dims[i] for i in leaves]
+        reduced, there = self.collectives.reduce(grads, dims, schedule.before_reduction())
+        schedule.reduced(there)
         return dict(zip(leaves, reduced, strict=True))
+
+
+class _ForwardLayer(LayerBody):
+    """A layer of a forward pass.
+
+    Args:
+        collectives: of the stage.
+        dims: of the layer's weights.
+        step: the layer.
+        fixed: what the loop uses in every iteration.
+        floating: which of the carried values are floating arrays.
+        regather: says what is saved for a backward pass. None: nothing is.
+    """
+
+    def __init__(
+        self,
+        collectives: StageCollectives,
+        dims: Sequence[Dims],
+        step: Step,
+        fixed: list[Array],
+        floating: Sequence[bool],
+        regather: Regather | None,
+    ):
+        self._collectives, self._dims, self._step, self._fixed = collectives, dims, step, fixed
+        self._floating, self._regather = floating, regather
+        self.saves, self.offloads = regather is not None, regather is not None and regather.offloads
+
+    def split(self, carry: Sequence[Array]) -> Carry:
+        return select(carry, self._floating), select(carry, [not flag for flag in self._floating])
+
+    def fetch(self, shards: Any, prefetch: int, schedule: Schedule) -> list[Array]:
+        return self._collectives.fetch(shards, self._dims, schedule, prefetch)
+
+    def compute(self, weights: Any, carry: Carry, x: Any, saved: Any, fetched: Any) -> tuple[Carry, Any, Any, Any]:
+        out, saved = self._step(weights, self._fixed, [*merge(self._floating, *carry), *x])
+        num_carry = len(self._floating)
+        return self.split(list(out[:num_carry])), list(out[num_carry:]), saved, []
+
+    def put_away(self, saved: Any, waits: list[Array]) -> list[Array]:
+        return self._regather.put_away(saved, waits) if self._regather else saved
+
+    def in_host_memory(self, saved: Any) -> list[Array]:
+        return self._regather.in_host_memory(saved) if self._regather else []
+
+
+class _BackwardLayer(LayerBody):
+    """A layer of a backward pass.
+
+    Args:
+        collectives: of the stage.
+        dims: of the layer's weights.
+        grad_dims: of those that get a gradient.
+        regather: the layer's backward pass.
+        fixed: what the loop uses in every iteration.
+        saves_inputs_only: a layer is recomputed from its inputs.
+    """
+
+    def __init__(
+        self,
+        collectives: StageCollectives,
+        dims: Sequence[Dims],
+        grad_dims: Sequence[Dims],
+        regather: Regather,
+        fixed: list[Array],
+        saves_inputs_only: bool,
+    ):
+        self._collectives, self._dims, self._grad_dims = collectives, dims, grad_dims
+        self._regather, self._fixed = regather, fixed
+        self._orders: list[Shape] = []  # of the gradients; the same in every layer
+        self.restores = regather.offloads
+        # At stage 2 nothing else prevents that two layers of one iteration are recomputed at once.
+        self.delays_recompute = regather.recomputes and not regather.offloads and not collectives.stage.shards_params
+        self.one_layer_grads = regather.recomputes and saves_inputs_only
+
+    def fetch(self, shards: Any, prefetch: int, schedule: Schedule) -> list[Array | None]:
+        return self._collectives.fetch_needed(shards, self._dims, self._regather.needed, schedule, prefetch)
+
+    def compute(self, weights: Any, carry: Carry, x: Any, saved: Any, fetched: Any) -> tuple[Carry, Any, Any, Any]:
+        carry_grads, fixed_grads = carry
+        saved = self._regather.on_device(saved, fetched or [])
+        grads = self._regather.backward(weights, self._fixed, saved, [*carry_grads, *x])
+        grads = self._collectives.reduced_dim_first(grads, self._grad_dims)
+        self._orders = grads.orders
+        fixed_grads = [a + b for a, b in zip(fixed_grads, grads.fixed, strict=True)]
+        num_carry = len(carry_grads)
+        return (grads.data[:num_carry], fixed_grads), grads.data[num_carry:], [], grads.weights
+
+    def reduce(self, grads: Any, waits: list[Array]) -> tuple[list[Array], list[Array]]:
+        return self._collectives.reduce_transposed(grads, self._orders, self._grad_dims, waits)
+
+    def restore(self, saved: Any, overlapped: list[Array]) -> tuple[list[Array], list[Array]]:
+        return self._regather.restore(saved, overlapped)
+
+    def delay_recompute(self, saved: Any, waits: list[Array]) -> list[Array]:
+        return self._regather.inputs_after(saved, waits)
 
 
 def accumulate(totals: dict[Any, Array], key: Any, value: Array) -> None:

@@ -1,0 +1,44 @@
+"""The stages of ZeRO: which model states each of them shards over the data axes."""
+
+from __future__ import annotations
+
+import enum
+
+
+class Stage(enum.IntEnum):
+    """A stage, equal to its number. Each shards what the one before shards, and one kind of model states more.
+
+    Source: ZeRO, section 5.
+    """
+
+    DATA_PARALLEL = 0
+    P_OS = 1
+    P_OS_G = 2
+    P_OS_G_P = 3
+
+    @classmethod
+    def of(cls, stage: int) -> Stage:
+        """The stage of a number.
+
+        Raises:
+            ValueError: not a number from 0 to 3.
+        """
+        if stage not in list(cls) or isinstance(stage, bool):
+            numbers = ", ".join(str(each.value) for each in cls)
+            raise ValueError(f"stage: {stage!r} is not a ZeRO stage\n  fix:      one of {numbers}")
+        return cls(stage)
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Optimizer state and the master copy of parameters are sharded."""
+        return self >= Stage.P_OS
+
+    @property
+    def shards_grads(self) -> bool:
+        """Gradients are reduce-scattered unit by unit, in every microbatch."""
+        return self >= Stage.P_OS_G
+
+    @property
+    def shards_params(self) -> bool:
+        """Parameters are sharded, and gathered unit by unit."""
+        return self >= Stage.P_OS_G_P
