@@ -19,7 +19,7 @@ from zerojax.analysis.hlo_collectives import Collective
 from zerojax.audit import expectation
 from zerojax.train_step import TrainStep
 from zerojax.transform import collectives
-from zerojax.transform.schedule import Order
+from zerojax.transform.schedule import Schedule
 
 N = 8
 
@@ -209,7 +209,7 @@ def test_layers_of_one_iteration_that_are_gathered_at_once_are_found(layers, lin
 @pytest.mark.parametrize("k", [1, 2])
 def test_a_prefetch_without_order_is_found(monkeypatch, k):
     zero, state = by_hand.zero_and_state()
-    monkeypatch.setattr(Order, "before_gather", lambda self, ahead=0: [])
+    monkeypatch.setattr(Schedule, "before_gather", lambda self, prefetch=0: [])
     audit = zero.train_step(by_hand.loss, num_microbatches=k).audit(state, by_hand.batch_aval())
     assert broken(audit) == {"prefetch order"}
     assert audit["prefetch order"].numbers["free_units"] > by_hand.LAYERS
