@@ -406,7 +406,7 @@ def test_a_device_moves_its_part_of_a_leaf(stage, k, scan):
     found = collectives(hlo.read(program.as_text()))
     data, model = ([c for c in found if c.group_size == size and c.dtype == "bf16"] for size in (4, 2))
     leaves = state.definition.leaves
-    held = lambda leaf: leaf.size // (2 if leaf.beside else 1)
+    held = lambda leaf: leaf.size // (2 if leaf.model_spec else 1)
     whole = sum(held(leaf) for leaf in leaves if leaf.dim is None)  # biases over the model axis: all-reduced
     psi = sum(map(held, leaves)) - whole
     once = sum(held(leaf) for leaf in leaves if traffic.is_gathered_once(leaf)) - whole

@@ -122,7 +122,7 @@ def test_explicit_axis():
 
 @pytest.mark.parametrize("options", [{"shard_axes": ()}, {"shard_axes": ("data", "data")}, {"replica_axes": ("data",)}])
 def test_axes_are_distinct(options):
-    assert "must be distinct" in message(ValueError, Zero, mesh(), **options)
+    assert "name an axis twice" in message(ValueError, Zero, mesh(), **options)
 
 
 # Patterns and dims
@@ -183,7 +183,7 @@ def test_a_leaf_that_is_no_array(leaf):
     tree = {"layer": {"w": jnp.ones((16, 8)), "activation": leaf}}
     for call in lambda: Zero(mesh()).shard(tree), lambda: Zero(mesh()).eval_init(lambda: tree, optax.sgd(0.1)):
         text = message(ValueError, call)
-        assert "'layer/activation' is no array" in text and type(leaf).__name__ in text
+        assert "'layer/activation' is not an array" in text and type(leaf).__name__ in text
 
 
 def test_an_optimizer_state_of_another_model():

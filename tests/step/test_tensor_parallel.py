@@ -203,7 +203,7 @@ def test_bytes_per_device_are_those_of_the_arrays(stage):
     explanation = zero.explain(state)
     assert explanation.totals["params"] == held(state.params)
     assert explanation.totals["optimizer"] == held(state.opt_state)
-    size = lambda leaf: 4 * leaf.size // (MODEL if leaf.beside else 1)
+    size = lambda leaf: 4 * leaf.size // (MODEL if leaf.model_spec else 1)
     formula = sum(map(size, state.definition.leaves)) / (DATA if stage == 3 else 1)
     assert explanation.formula["params"] == formula
     replicated = {(row.path, row.reason) for row in explanation.replicated if row.category == "params"}
@@ -232,7 +232,7 @@ def test_devices_send_their_part_of_a_leaf(stage, scan):
     zero, state = abstract(stage, scan=scan)
     step = zero.train_step(gpt.loss)
     sent = traffic.sent(traffic.of_step(step, state, batch(0)))["bfloat16"] * DATA / (DATA - 1)
-    held = lambda leaf: leaf.size // (MODEL if leaf.beside else 1)
+    held = lambda leaf: leaf.size // (MODEL if leaf.model_spec else 1)
     whole = sum(held(leaf) for leaf in state.definition.leaves if leaf.dim is None)
     psi = sum(map(held, state.definition.leaves)) - whole
     once = sum(held(f) for f in state.definition.leaves if traffic.is_gathered_once(f)) - whole
@@ -243,8 +243,8 @@ def test_devices_send_their_part_of_a_leaf(stage, scan):
 def test_dims_follow_a_transposition(order):
     """What is written wrong here is still computed right, by a compiler that then moves weights."""
     moved = Dims(2, P("model")).transposed(order)
-    assert [order[moved.shard], moved.beside[order.index(0)]] == [2, "model"]
-    assert [entry for entry in moved.beside if entry] == ["model"]
+    assert [order[moved.shard], moved.model_spec[order.index(0)]] == [2, "model"]
+    assert [entry for entry in moved.model_spec if entry] == ["model"]
     assert Dims(1, P(None, None, "model")).of_layer() == Dims(0, P(None, "model"))
 
 

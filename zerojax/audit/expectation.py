@@ -135,7 +135,7 @@ def _over(num_devices: int, num_bytes: float) -> float:
 
 def _held(config: ZeroConfig, leaf: Leaf) -> int:
     """Elements of a leaf in full form on one device: what axes beside the data axes leave of it."""
-    return leaf.size // math.prod(config.mesh.shape[a] for entry in leaf.beside for a in axis_names(entry))
+    return leaf.size // math.prod(config.mesh.shape[a] for entry in leaf.model_spec for a in axis_names(entry))
 
 
 def _gathered(config: ZeroConfig, leaf: Leaf) -> int:

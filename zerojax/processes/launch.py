@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import IO
 
-from zerojax.sharding.mesh import simulated
+from zerojax.sharding.mesh import simulation_variables
 
 POLL_S = 0.05
 TIMED_OUT = 124  # as timeout(1) has it
@@ -77,7 +77,7 @@ def environment(coordinator: str, count: int, index: int, devices: int | None) -
         "PYTHONUNBUFFERED": "1",
     }
     own.pop("ZEROJAX_CLUSTER", None)
-    return own if devices is None else own | simulated(own, devices)
+    return own if devices is None else own | simulation_variables(own, devices)
 
 
 def _free_port() -> int:

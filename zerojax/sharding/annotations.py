@@ -1,7 +1,7 @@
-"""Annotations: what a model says of its leaves, as PartitionSpecs that name mesh axes.
+"""Checks the partition specs that models and users annotate leaves with.
 
-A weight of tensor parallelism is divided over a `model` axis as its annotation says, and by ZeRO over the data axes, in
-another dim. An annotation that names data axes says in which.
+With tensor parallelism a weight is divided over a `model` axis by its annotation, and over the data axes by ZeRO, in
+another dim. An annotation that names data axes chooses this dim.
 
 Source: ZeRO section 1, which combines P_os+g with Megatron's tensor parallelism.
 """
@@ -33,12 +33,12 @@ def read(
         axes: the data axes.
 
     Returns:
-        (the annotation without data axes and axes of size 1; the dim at which it names data axes, or None).
+        (the annotation without data axes and without axes of size 1; the dim at which it names data axes, or None).
 
     Raises:
-        ValueError: more entries than dims, or for a stacked leaf fewer; an axis that the mesh does not have, that is
-            not Auto or that is named twice; data axes at several dims, or beside others at one; a dim that its axes do
-            not divide, or that counts layers.
+        ValueError: there are more entries than dims, or fewer for a stacked leaf; an axis is not in the mesh, is not of
+            type Auto or is named twice; data axes are named at several dims, or together with other axes at one; a dim
+            is not divisible by the size of its axes, or counts layers.
     """
     text = f"shape {shape}, annotation {spec_text(annotation)}"
     entries: Names = [axis_names(entry) for entry in annotation]
@@ -84,16 +84,16 @@ def _check_axes(path: str, entries: Names, mesh: Any, text: str) -> None:
             f"placement: the annotation of {path!r} names axis {name!r}: {what}\n"
             f"  got:      {text}, axes {dict(mesh.shape)}\n"
             f"  fix:      axes of the mesh, of type Auto (zerojax.make_mesh(model=...)), each once; for logical names, "
-            f"rules that are in force when the state is created"
+            f"set their rules when the state is created"
         )
 
 
 def _data_dim(path: str, entries: Sequence[tuple[str, ...]], axes: Axes, text: str) -> int | None:
-    """The dim at which an annotation names data axes."""
+    """The dim at which an annotation names data axes, or None."""
     found = [d for d, names in enumerate(entries) if set(names) & set(axes.data)]
     if len(found) > 1 or any(not set(entries[d]) <= set(axes.data) for d in found):
         raise ValueError(
-            f"placement: the annotation of {path!r} names data axes at several dims, or beside others at one\n"
+            f"placement: the annotation of {path!r} names data axes at several dims, or with other axes at one\n"
             f"  got:      {text}, data axes {axes.data}\n"
             f"  fix:      leave the data axes out: ZeRO chooses a dim for them"
         )

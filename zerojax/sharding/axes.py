@@ -1,4 +1,4 @@
-"""The data axes of a mesh, and which dims of a leaf are divided over mesh axes."""
+"""The data axes of a mesh, and the dims of a leaf that are divided over mesh axes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WHOLE: Any = PartitionSpec()
 
 
 class Axes(NamedTuple):
-    """The data axes of a mesh: leaves are sharded over `shard`, and replicated over `replica`."""
+    """The data axes of a mesh: model states are sharded over the axes `shard` and replicated over `replica`."""
 
     shard: tuple[str, ...]
     replica: tuple[str, ...]
@@ -25,38 +25,38 @@ class Axes(NamedTuple):
 
     @property
     def num_devices(self) -> int:
-        """Devices that see different data."""
+        """The number of devices that process different data."""
         return self.num_shards * self.num_replicas
 
     def size(self, names: tuple[str, ...]) -> int:
-        """Devices along the shard axes, the replica axes or both."""
+        """The number of devices along the shard axes, the replica axes or both."""
         return {self.replica: self.num_replicas, self.shard: self.num_shards, self.data: self.num_devices}[names]
 
 
 class Dims(NamedTuple):
-    """Which dims of a leaf are divided.
+    """The dims of a leaf that are divided over mesh axes.
 
     Attributes:
-        shard: the dim over the shard axes; None: every device holds all that `beside` leaves.
-        beside: what is divided over axes beside the data axes, which `shard_map` leaves to the compiler.
+        shard: the dim that is divided over the shard axes; None if no dim is.
+        model_spec: the spec over all other axes, such as 'model', which `shard_map` leaves to the compiler.
     """
 
     shard: int | None
-    beside: PartitionSpec = WHOLE
+    model_spec: PartitionSpec = WHOLE
 
     def transposed(self, order: Sequence[int]) -> Dims:
-        """Those of `lax.transpose(leaf, order)`."""
-        entries = (*self.beside, *[None] * (len(order) - len(self.beside)))
+        """The dims of `lax.transpose(leaf, order)`."""
+        entries = (*self.model_spec, *[None] * (len(order) - len(self.model_spec)))
         shard = None if self.shard is None else list(order).index(self.shard)
         return Dims(shard, PartitionSpec(*(entries[k] for k in order)))
 
     def of_layer(self) -> Dims:
-        """Those of `leaf[i]`, whose dim 0 is not sharded."""
-        return Dims(None if self.shard is None else self.shard - 1, PartitionSpec(*self.beside[1:]))
+        """The dims of `leaf[i]`, where dim 0 of the leaf is not sharded."""
+        return Dims(None if self.shard is None else self.shard - 1, PartitionSpec(*self.model_spec[1:]))
 
 
 def axis_names(entry: Any) -> tuple[str, ...]:
-    """The axes that one entry of a PartitionSpec names."""
+    """The axes named by one entry of a PartitionSpec."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)

@@ -1,10 +1,10 @@
-"""The mesh: `data` axes that split the batch, and what else there is.
+"""The device mesh and its data axes.
 
-Axes, from the outermost in:
+Axes, outermost first:
 
-    replica   outermost; model states are replicated over it (hybrid sharding: shard inside, replicate across)
+    replica   model states are replicated over it (hybrid sharding: shard within a host, replicate across hosts)
     data      model states are sharded over it
-    model     innermost; ZeRO leaves it to annotations and the compiler
+    model     tensor parallelism; ZeRO leaves it to the partition specs of the model and the compiler
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ def make_mesh(
 ) -> Mesh | AbstractMesh:
     """A mesh over all devices, with axes of type `AxisType.Auto`.
 
-    `jax.make_mesh` makes Explicit axes by default, under which ordinary model code raises `ShardingTypeError`.
+    The axes of `jax.make_mesh` are Explicit by default, and most model code raises `ShardingTypeError` under them.
 
     Args:
-        replica: size of the `replica` axis; without it (1) there is no such axis.
-        model: size of the `model` axis; without it (None) there is no such axis. With 1 a model that names the axis
-            runs without tensor parallelism.
-        devices: the devices (by default all of all processes; also described devices of a compiler target), or their
-            number, for an abstract mesh that can be planned with but not run on.
+        replica: size of the `replica` axis. With 1 the mesh has no such axis.
+        model: size of the `model` axis. With None the mesh has no such axis; with 1, a model that names the axis runs
+            without tensor parallelism.
+        devices: the devices, by default those of all processes; the described devices of a compiler target
+            (`zerojax.targets.devices`) also work. A number gives an abstract mesh, for planning without devices.
 
     Returns:
-        A mesh with axes ('replica', 'data', 'model'); 'replica' is left out if it has size 1, 'model' without a size.
+        A mesh with axes ('replica', 'data', 'model'), without those that `replica` and `model` leave out.
 
     Raises:
         ValueError: the number of devices is not a multiple of replica x model.
@@ -59,10 +59,10 @@ def make_mesh(
 
 
 def data_axes(mesh: Mesh | AbstractMesh, shard: Sequence[str], replica: Sequence[str]) -> Axes:
-    """Checks axis names against the mesh.
+    """The data axes of a mesh, by their names.
 
     Raises:
-        ValueError: an axis that the mesh does not have, or that is named twice, or is not Auto.
+        ValueError: an axis is not in the mesh, is named twice, or is not of type Auto.
     """
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     for name in (*shard, *replica):
@@ -79,14 +79,15 @@ def data_axes(mesh: Mesh | AbstractMesh, shard: Sequence[str], replica: Sequence
             )
     if not shard or len({*shard, *replica}) != len(shard) + len(replica):
         raise ValueError(
-            f"mesh: shard_axes {tuple(shard)} and replica_axes {tuple(replica)} must be distinct, one at least"
+            f"mesh: shard_axes {tuple(shard)} and replica_axes {tuple(replica)} name an axis twice, or none\n"
+            f"  fix:      at least one shard axis, and each axis once"
         )
     size = lambda names: int(np.prod([mesh.shape[name] for name in names], dtype=int))
     return Axes(tuple(shard), tuple(replica), size(shard), size(replica))
 
 
-def simulated(environ: Mapping[str, str], count: int) -> dict[str, str]:
-    """The variables that make a process see `count` CPU devices, where the others are those of `environ`."""
+def simulation_variables(environ: Mapping[str, str], count: int) -> dict[str, str]:
+    """The environment variables, added to `environ`, with which a process sees `count` CPU devices."""
     flags = [flag for flag in environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
     return {
         "JAX_PLATFORMS": "cpu",
@@ -96,17 +97,17 @@ def simulated(environ: Mapping[str, str], count: int) -> dict[str, str]:
 
 
 def simulate_devices(count: int) -> None:
-    """Makes JAX see `count` CPU devices in this process. Call it before anything asks for a device.
+    """Makes JAX see `count` CPU devices in this process. Call it before JAX initializes its backends.
 
-    In several processes, `jax.distributed.initialize(...)` comes first.
+    With several processes, call `jax.distributed.initialize(...)` first.
 
     Sets JAX_PLATFORMS, XLA_FLAGS and NPROC. NPROC makes the CPU client's thread pool larger than the number of
-    devices: with as many threads as devices, a collective can wait for ever for a thread that is to start it.
+    devices: with only as many threads as devices, a collective can deadlock for want of a thread to start on.
 
     Raises:
         RuntimeError: JAX has already started with other devices.
     """
-    os.environ |= simulated(os.environ, count)
+    os.environ |= simulation_variables(os.environ, count)
     jax.config.update("jax_platforms", "cpu")
     if jax.local_device_count() != count:
         raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Placement: where each leaf of the model states lives. The stage table of ZeRO, as code.
+"""Placement of every leaf of the model states over the mesh, by the stage table of ZeRO.
 
     stage   parameters   gradients   optimizer state (with the fp32 master)
     0       P()          P()         P()
@@ -6,14 +6,15 @@
     2       P()          P('data')   P('data')       P_os+g
     3       P('data')    P('data')   P('data')       P_os+g+p
 
-At stage 1 gradients are full while they accumulate; one reduce-scatter a step turns them into the shards that the
+At stage 1 gradients are full while they accumulate; one reduce-scatter per step turns them into the shards that the
 optimizer reads.
 
-Which dim is sharded: the first that the number of shards divides. The layer dim of a stacked leaf is never considered,
-nor a dim that an annotation divides over another axis ('model'): that axis stays in the spec at every stage. A leaf
-without such a dim is replicated over the data axes, and `explain()` lists it. The first dim is the outermost in memory:
-its shards lie there one after the other, as a collective moves them. What moves along another dim is transposed by the
-compiler, and of scanned layers the whole stack at once.
+The sharded dim of a leaf is the first one that the number of shards divides. Two kinds of dims are never sharded: the
+layer dim of a stacked leaf, and a dim that an annotation divides over another axis such as 'model', which stays in
+the spec at every stage. A leaf without a divisible dim is replicated over the data axes, and `explain()` lists it.
+
+The first dim is preferred because it is the outermost in memory: its shards are contiguous, as collectives move them.
+For any other dim the compiler transposes the leaf, and for scanned layers the whole stack at once.
 """
 
 from __future__ import annotations
@@ -34,18 +35,19 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax.sharding import annotations
 from zerojax.sharding.axes import WHOLE, Axes, Dims, axis_names
 from zerojax.sharding.units import no_match, unit_names
+from zerojax.typing import PyTree
 
 
 @dataclasses.dataclass(frozen=True)
 class Overrides:
-    """What a user says about leaves by glob patterns on their paths ('layers/*/kernel').
+    """The user's choices for leaves, by glob patterns on their paths ('layers/*/kernel').
 
     Attributes:
         shard_dims: pattern -> dim to shard, or None to replicate.
         stacked: patterns of leaves whose dim 0 counts layers.
         frozen: patterns of leaves that are not trained.
-        units: patterns on leading parts of paths; what each matches is a communication unit.
-        partition_specs: pattern -> spec over mesh axes, instead of what the model says of the leaf.
+        units: patterns on leading parts of paths; the leaves below each match are a unit.
+        partition_specs: pattern -> spec over mesh axes, instead of the annotation of the model.
     """
 
     shard_dims: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
@@ -57,16 +59,16 @@ class Overrides:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """Where one parameter leaf lives, and why.
+    """The placement of one parameter leaf.
 
     Attributes:
         path: keys joined by '/'.
-        shape, dtype: in full.
+        shape, dtype: of the whole leaf.
         dim: the sharded dim, or None.
-        unit: the leaves that are gathered together share it.
-        reason: why this dim, or why none.
+        unit: name of the unit, whose leaves are gathered together.
+        reason: why this dim is sharded, or why none is.
         trainable: whether it gets a gradient and optimizer state.
-        beside: what is divided over axes that ZeRO leaves alone.
+        model_spec: its spec over the axes that are not data axes, such as 'model'.
         stacked: whether dim 0 counts layers.
     """
 
@@ -77,7 +79,7 @@ class Leaf:
     unit: str
     reason: str
     trainable: bool
-    beside: PartitionSpec = WHOLE
+    model_spec: PartitionSpec = WHOLE
     stacked: bool = False
 
     @property
@@ -86,30 +88,31 @@ class Leaf:
 
     @property
     def dims(self) -> Dims:
-        return Dims(self.dim, self.beside)
+        return Dims(self.dim, self.model_spec)
 
     def spec(self, axes: Axes, sharded: bool) -> PartitionSpec:
-        """Over all axes, where a stage shards what stands for this leaf, or does not."""
-        ours = data_spec(self.dim if sharded else None, axes)
-        return PartitionSpec(*(a or b for a, b in itertools.zip_longest(ours, self.beside)))
+        """The spec over all axes, with or without the shard axes."""
+        over_data = data_spec(self.dim if sharded else None, axes)
+        return PartitionSpec(*(a or b for a, b in itertools.zip_longest(over_data, self.model_spec)))
 
 
 def path_text(path: Sequence[Any]) -> str:
+    """A key path of jax.tree_util as text: keys joined by '/'."""
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
 def data_spec(dim: int | None, axes: Axes) -> PartitionSpec:
-    """`dim` over the shard axes, everything else whole: what `shard_map` is told of a leaf."""
+    """The spec of a leaf for `shard_map`: `dim` over the shard axes, and no other axes."""
     if dim is None or axes.num_shards == 1:
         return PartitionSpec()
     return PartitionSpec(*[None] * dim, axes.shard[0] if len(axes.shard) == 1 else axes.shard)
 
 
 def choose_dim(
-    shape: Sequence[int], num_shards: int, stacked: bool, beside: PartitionSpec = WHOLE
+    shape: Sequence[int], num_shards: int, stacked: bool, model_spec: PartitionSpec = WHOLE
 ) -> tuple[int | None, str]:
     """(the dim to shard, or None; the reason)."""
-    taken = {d: "x".join(axis_names(entry)) for d, entry in enumerate(beside) if entry}
+    taken = {d: "x".join(axis_names(entry)) for d, entry in enumerate(model_spec) if entry}
     dims = [d for d in range(1 if stacked else 0, len(shape)) if d not in taken]
     divisible = [d for d in dims if shape[d] and shape[d] % num_shards == 0]
     if divisible:
@@ -122,14 +125,14 @@ def choose_dim(
     return None, "replicated: " + ", ".join([*remainders, *(f"dim {d} is over {names}" for d, names in taken.items())])
 
 
-def check_arrays(params: Any) -> None:
-    """Raises ValueError for a leaf that is no array."""
+def check_arrays(params: PyTree) -> None:
+    """Raises ValueError if a leaf is not an array."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise ValueError(
-                f"placement: {path_text(path)!r} is no array\n"
+                f"placement: {path_text(path)!r} is not an array\n"
                 f"  got:      {type(leaf).__name__}\n"
-                f"  fix:      keep it outside of the parameter tree, or make it a jax.Array"
+                f"  fix:      move it out of the parameter tree, or make it a jax.Array"
             )
 
 
@@ -138,7 +141,7 @@ def _first_match(path: str, patterns: Sequence[str]) -> str | None:
 
 
 def place(
-    params: Any,
+    params: PyTree,
     mesh: Any,
     axes: Axes,
     overrides: Overrides,
@@ -151,31 +154,31 @@ def place(
         params: tree of arrays or avals.
         mesh: all axes.
         axes: the data axes.
-        overrides: what the user says.
+        overrides: the user's choices.
         stacked_paths: paths of leaves known to be stacked.
-        annotated: path -> what the model says of the leaf.
+        annotated: path -> annotation of the model.
 
     Raises:
-        ValueError: an empty tree, a leaf that is no array, a pattern that matches nothing, a dim that does not exist,
-            that the number of shards does not divide or that is over another axis; an annotation that does not fit.
+        ValueError: the tree is empty, a leaf is not an array, a pattern matches nothing, an annotation does not fit its
+            leaf; or a chosen dim does not exist, is not divisible by the number of shards, or is over another axis.
     """
     with_paths, _ = jax.tree_util.tree_flatten_with_path(params)
     if not with_paths:
         raise ValueError("placement: the parameter tree is empty\n  fix:      return a model or a tree with parameters")
     paths = [path_text(path) for path, _ in with_paths]
     check_arrays(params)
-    for what in ("shard_dims", "stacked", "frozen", "partition_specs"):
-        for pattern in getattr(overrides, what):
+    for option in ("shard_dims", "stacked", "frozen", "partition_specs"):
+        for pattern in getattr(overrides, option):
             if not any(fnmatchcase(path, pattern) for path in paths):
-                raise ValueError(no_match(what, pattern, paths))
+                raise ValueError(no_match(option, pattern, paths))
     units = unit_names(paths, overrides.units)
     leaves = []
     for path, unit, (_, leaf) in zip(paths, units, with_paths, strict=True):
         shape = tuple(leaf.shape)
         stacked = path in stacked_paths or _first_match(path, overrides.stacked) is not None
-        said = _first_match(path, list(overrides.partition_specs))
-        annotation = annotated.get(path, WHOLE) if said is None else overrides.partition_specs[said]
-        beside, dim = annotations.read(path, shape, annotation, stacked, mesh, axes)
+        pattern = _first_match(path, list(overrides.partition_specs))
+        annotation = annotated.get(path, WHOLE) if pattern is None else overrides.partition_specs[pattern]
+        model_spec, dim = annotations.read(path, shape, annotation, stacked, mesh, axes)
         pattern = _first_match(path, list(overrides.shard_dims))
         if pattern is not None:
             dim, reason = overrides.shard_dims[pattern], f"override {pattern!r}"
@@ -183,20 +186,20 @@ def place(
         elif dim is not None:
             reason = "annotation"
         else:
-            dim, reason = choose_dim(shape, axes.num_shards, stacked, beside)
-        _check_dim(path, shape, dim, axes, beside)
+            dim, reason = choose_dim(shape, axes.num_shards, stacked, model_spec)
+        _check_dim(path, shape, dim, axes, model_spec)
         trainable = bool(jnp.issubdtype(leaf.dtype, jnp.floating)) and _first_match(path, overrides.frozen) is None
-        leaves.append(Leaf(path, shape, leaf.dtype, dim, unit, reason, trainable, beside, stacked))
+        leaves.append(Leaf(path, shape, leaf.dtype, dim, unit, reason, trainable, model_spec, stacked))
     return tuple(leaves)
 
 
-def _check_dim(path: str, shape: tuple[int, ...], dim: int | None, axes: Axes, beside: PartitionSpec) -> None:
-    taken = dim is not None and 0 <= dim < len(beside) and beside[dim] is not None
+def _check_dim(path: str, shape: tuple[int, ...], dim: int | None, axes: Axes, model_spec: PartitionSpec) -> None:
+    taken = dim is not None and 0 <= dim < len(model_spec) and model_spec[dim] is not None
     if dim is None or (0 <= dim < len(shape) and shape[dim] % axes.num_shards == 0 and not taken):
         return
     remainders = ", ".join(f"{s} % {axes.num_shards} = {s % axes.num_shards}" for s in shape) or "a scalar"
     if taken:
-        remainders = f"dim {dim} is over {'x'.join(axis_names(beside[dim]))}"
+        remainders = f"dim {dim} is over {'x'.join(axis_names(model_spec[dim]))}"
     raise ValueError(
         f"placement: cannot shard {path!r} over {'x'.join(axes.shard)} in dim {dim}\n"
         f"  got:      shape {shape}, axis size {axes.num_shards}; {remainders}\n"
@@ -205,12 +208,12 @@ def _check_dim(path: str, shape: tuple[int, ...], dim: int | None, axes: Axes, b
 
 
 def optimizer_specs(
-    tx: optax.GradientTransformation, opt_state: Any, specs: Any, shapes: Any, axes: Axes, sharded: bool
-) -> Any:
+    tx: optax.GradientTransformation, opt_state: PyTree, specs: PyTree, shapes: PyTree, axes: Axes, sharded: bool
+) -> PyTree:
     """A spec for every leaf of an optimizer state.
 
-    A leaf that stands for a parameter and has its shape (a moment, a trace, an average) follows the parameter. Any
-    other (a factored moment, a step count) is placed by its own shape.
+    A leaf that belongs to a parameter and has its shape (a moment, a trace, an average) is placed like the parameter.
+    All others (a factored moment, a step count) are placed by their own shapes.
 
     Args:
         tx: any optax transformation.
@@ -220,22 +223,26 @@ def optimizer_specs(
         axes: the data axes.
         sharded: whether the stage shards optimizer state.
     """
-    own = lambda leaf: data_spec(choose_dim(leaf.shape, axes.num_shards, stacked=False)[0] if sharded else None, axes)
+    by_shape = lambda leaf: data_spec(
+        choose_dim(leaf.shape, axes.num_shards, stacked=False)[0] if sharded else None, axes
+    )
 
-    def follow(leaf: Any, like: Any, like_spec: PartitionSpec) -> Any:
+    def like_param(leaf: Any, param: Any, param_spec: PartitionSpec) -> Any:
         if isinstance(leaf, optax.MaskedNode):
             return leaf
-        return like_spec if leaf.shape == like.shape else own(leaf)
+        return param_spec if leaf.shape == param.shape else by_shape(leaf)
 
     is_masked = lambda x: isinstance(x, optax.MaskedNode)
-    return optax.tree.map_params(tx, follow, opt_state, shapes, specs, transform_non_params=own, is_leaf=is_masked)
+    return optax.tree.map_params(
+        tx, like_param, opt_state, shapes, specs, transform_non_params=by_shape, is_leaf=is_masked
+    )
 
 
-def shardings(mesh: Any, specs: Any) -> Any:
-    """Tree of specs -> tree of NamedShardings."""
+def shardings(mesh: Any, specs: PyTree) -> PyTree:
+    """A tree of NamedShardings from a tree of specs."""
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def shard_bytes(aval: Any, sharding: NamedSharding) -> int:
-    """Bytes that one device holds of an array."""
+    """The bytes of an array that one device holds."""
     return math.prod(sharding.shard_shape(tuple(aval.shape))) * aval.dtype.itemsize

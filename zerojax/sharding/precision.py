@@ -1,4 +1,4 @@
-"""Mixed precision: the dtype of the master parameters, of the computation and of the gradients on the wire."""
+"""Mixed precision: dtypes of master parameters, computation and gradient reductions, and the loss scale."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-Array = Any
+from zerojax.typing import Array, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """Where which dtype is used.
+    """The dtypes of a training step, and its loss scaling.
 
     Attributes:
-        param_dtype: the master parameters, which the optimizer reads and writes, and accumulated gradients.
-        compute_dtype: parameters (and floating inputs, with `cast_inputs`) as the model sees them, and as they travel.
-        reduce_dtype: gradients as they travel and are summed.
-        cast_inputs: whether floating leaves of the batch are cast to compute_dtype. Norms and losses compute in what
-            the model asks for; Flax's norms take their statistics in fp32.
-        initial_scale: first loss scale, or None for no loss scaling.
-        growth_interval: finite steps in a row after which the loss scale doubles. It halves at each skipped step.
+        param_dtype: dtype of the master parameters, which the optimizer reads and writes, and of accumulated gradients.
+        compute_dtype: dtype of the parameters that the model computes with and that are gathered, and with
+            `cast_inputs` also of the batch.
+        reduce_dtype: dtype in which gradients are communicated and summed.
+        cast_inputs: whether floating leaves of the batch are cast to compute_dtype. Norms and losses compute in the
+            dtype that the model chooses; Flax's norms compute their statistics in fp32.
+        initial_scale: the first loss scale, or None for no loss scaling.
+        growth_interval: number of consecutive finite steps after which the loss scale doubles. It halves at each
+            skipped step.
     """
 
     param_dtype: Any = jnp.float32
@@ -35,7 +37,7 @@ class Precision:
 
     @property
     def has_master(self) -> bool:
-        """Whether the optimizer keeps a copy of the parameters in another dtype than they are computed with."""
+        """Whether the optimizer holds a master copy of the parameters, in another dtype than compute_dtype."""
         return jnp.dtype(self.param_dtype) != jnp.dtype(self.compute_dtype)
 
     def __str__(self) -> str:
@@ -62,7 +64,7 @@ PRESETS = {
 
 
 def resolve(precision: str | Precision) -> Precision:
-    """A preset's policy, or the policy itself. Raises ValueError for an unknown name."""
+    """The `Precision` of a preset's name, or the given `Precision`. Raises ValueError for an unknown name."""
     if isinstance(precision, Precision):
         return precision
     if precision not in PRESETS:
@@ -72,16 +74,16 @@ def resolve(precision: str | Precision) -> Precision:
     return PRESETS[precision]
 
 
-def cast(tree: Any, dtype: Any) -> Any:
-    """Floating leaves in `dtype`; the others as they are."""
+def cast(tree: PyTree, dtype: Any) -> PyTree:
+    """Casts the floating leaves of a tree to `dtype`; the other leaves stay as they are."""
     return jax.tree.map(lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
 
 
 def for_reduction(grad: Array, dtype: Any) -> Array:
-    """A gradient in the dtype in which it is reduced, with no more digits than it was computed in.
+    """Casts a gradient to the dtype in which it is reduced, with no more mantissa bits than it was computed with.
 
-    A compiler may fuse a widening cast into the matrix product before it and skip the rounding between them; where it
-    does, the stages would sum different numbers.
+    A compiler may fuse a widening cast into the preceding matrix product and skip the rounding in between. Stages whose
+    programs are fused differently would then sum different numbers.
     """
     if jnp.finfo(dtype).nmant > jnp.finfo(grad.dtype).nmant:
         info = jnp.finfo(grad.dtype)
@@ -95,8 +97,8 @@ class LossScale:
     """Dynamic loss scale.
 
     Attributes:
-        value: scalar fp32, what the loss is multiplied by.
-        finite_steps: scalar int32, finite steps since it last changed.
+        value: fp32 scalar by which the loss is multiplied.
+        finite_steps: int32 scalar, the number of finite steps since `value` last changed.
     """
 
     value: Array
@@ -109,7 +111,7 @@ class LossScale:
         return cls(jnp.float32(precision.initial_scale), jnp.int32(0))
 
     def update(self, finite: Array, growth_interval: int) -> LossScale:
-        """Halves after a step that was not finite (never below 1), doubles after `growth_interval` that were."""
+        """Halves the scale (down to 1) if the step was not finite; doubles it after `growth_interval` finite steps."""
         grows = finite & (self.finite_steps + 1 >= growth_interval)
         value = jnp.where(finite, jnp.where(grows, self.value * 2, self.value), jnp.maximum(self.value / 2, 1.0))
         return LossScale(value, jnp.where(finite & ~grows, self.finite_steps + 1, 0))

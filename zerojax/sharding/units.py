@@ -1,4 +1,4 @@
-"""Units: the names of the groups of leaves that are gathered together, derived from leaf paths."""
+"""Names the units, the groups of leaves that are gathered together, by the paths of their leaves."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ _NUMBERED = re.compile(r"\d")
 def unit_names(paths: Sequence[str], patterns: Sequence[str] = ()) -> list[str]:
     """The unit of each leaf path ('layers/3/mlp/kernel').
 
-    A leaf belongs to the first of `patterns` (globs on a leading part of the path) that matches. Without one, its unit
-    ends at the first numbered component ('layers/3', 'Block_0'), or, if there is none, at the first component after
-    what all paths have in common ('model/embed').
+    The unit of a leaf is the leading part of its path that the first matching pattern matches. If no pattern matches,
+    the unit ends at the first numbered component ('layers/3', 'Block_0'). If no component is numbered, it ends at the
+    first component after the prefix that all paths share ('model/embed').
+
+    Args:
+        paths: of all leaves.
+        patterns: globs on leading parts of paths.
 
     Raises:
-        ValueError: a pattern that matches no path.
+        ValueError: a pattern matches no path.
     """
     split = [path.split("/") for path in paths]
     common = 0

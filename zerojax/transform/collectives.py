@@ -96,7 +96,7 @@ def _on_held_parts(fn: Callable[..., Moved], dims: Sequence[Dims]) -> Callable[.
     names = jax.sharding.get_abstract_mesh().auto_axes
     if not names:
         return fn
-    specs = [each.beside for each in dims]
+    specs = [each.model_spec for each in dims]
     return jax.shard_map(
         fn, in_specs=(specs, WHOLE), out_specs=Moved(specs, WHOLE), axis_names={*names}, check_vma=False
     )
