@@ -1,1 +1,1 @@
-"""A traced loss, cut into segments and rewritten: gathers, reductions and rematerialisation, unit by unit."""
+"""A traced loss, cut into segments and rewritten: gathers, reductions and rematerialization, unit by unit."""

@@ -1,24 +1,23 @@
-"""Buckets of a limited size: which arrays share one, and how a larger array is cut into pieces that fit."""
+"""Groups small arrays into buckets of a limited size, and cuts larger arrays into pieces that fit."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
-# Leaves, and layers of a stack that is cut, share a collective up to this many bytes (in full). A heuristic: it copies
-# them once more in memory, which for 256 KiB costs less than the ten microseconds or so that another collective takes
-# to start.
-SMALL_BYTES = 2**18
+from zerojax.typing import Array
 
-Array = Any
+# Leaves of up to this many bytes (in full form) share a collective, and so do layers of a stack that is cut. This costs
+# another copy in memory, which for 256 KiB takes less time than the ten microseconds or so to start a collective.
+SMALL_BYTES = 2**18
 
 
 def fused(indices: Sequence[int], sizes: Sequence[int], limit: float) -> list[list[int]]:
-    """Groups of indices whose sizes add up to at most `limit`, in their order; what is larger stands alone, last."""
+    """Groups indices in their order into groups of a total size up to `limit`; larger items come last, each alone."""
     groups: list[list[int]] = []
     room = 0.0
     for i in indices:
@@ -33,21 +32,23 @@ def fused(indices: Sequence[int], sizes: Sequence[int], limit: float) -> list[li
 
 
 class Cut(NamedTuple):
-    """An array, cut into pieces of one shape: along each dim into `grid` equal parts."""
+    """An array that is cut into pieces of equal shape: `grid` is the number of parts along each dim."""
 
     shape: tuple[int, ...]
     grid: tuple[int, ...]
 
     @classmethod
     def of(cls, shape: tuple[int, ...], element_bytes: int, limit: float, dim: int = 0) -> Cut:
-        """Into pieces of at most `limit` bytes, of a leaf that is sharded in `dim`.
+        """Cuts a leaf that is sharded in `dim` into pieces of at most `limit` bytes.
 
-        Of a stack whose layers are not small a piece is one layer, or a part of it. Those of several layers have to be
-        transposed, and compilers do that for all of the leaf at once, before the first piece is moved.
+        Unless its layers are small, a stack is cut into layers or parts of them. Pieces of several layers would have to
+        be transposed, and compilers transpose the whole leaf at once, before the first piece is moved.
 
         Args:
-            shape: of what a device holds: a shard, or all of it.
-            element_bytes: that one element of it has in the full form.
+            shape: of the shard or the whole leaf that a device holds.
+            element_bytes: bytes in full form for each element of `shape`.
+            limit: bytes of a piece in full form.
+            dim: the sharded dim.
         """
         full_bytes, leading = math.prod(shape) * element_bytes, math.prod(shape[:dim])
         if full_bytes <= limit:
@@ -57,11 +58,11 @@ class Cut(NamedTuple):
 
     @property
     def piece(self) -> tuple[int, ...]:
-        """The shape of one."""
+        """The shape of a piece."""
         return tuple(length // parts for length, parts in zip(self.shape, self.grid, strict=True))
 
     def loop(self, move: Callable[[tuple[Array, ...], Array], Array], target: Array) -> Array:
-        """`target = move(start, target)` for the start of each piece, one after the other."""
+        """Runs `target = move(start, target)` for the start indices of each piece, one piece after the other."""
 
         def body(i: Array, target: Array) -> Array:
             indices = jnp.unravel_index(i, self.grid)
@@ -71,7 +72,7 @@ class Cut(NamedTuple):
 
 
 def _grid(shape: tuple[int, ...], most: float) -> tuple[int, ...]:
-    """Equal parts along each dim, of at most `most` elements: along the dim that makes the fewest, or along several."""
+    """The number of parts along each dim, for parts of at most `most` elements and as few of them as possible."""
     size = math.prod(shape)
     parts = lambda length: next(k for k in range(1, length + 1) if length % k == 0 and size <= most * k)
     counts = {dim: parts(length) for dim, length in enumerate(shape) if size <= most * length}

@@ -1,45 +1,45 @@
-"""Order by dependencies: an event is a scalar that exists when something is done; what comes `after` waits for it."""
+"""Orders computation by data dependencies on events: scalars that become available when something is done."""
 
 from __future__ import annotations
 
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-Array = Any
+from zerojax.typing import Array
 
 
-def after(shards: Sequence[Array], events: Sequence[Array]) -> list[Array]:
-    """`shards`, unchanged, but not available to any consumer before all of `events` are computed.
+def after(values: Sequence[Array], events: Sequence[Array]) -> list[Array]:
+    """The values, unchanged, but not available to their consumers before all of `events` are computed.
 
-    This bounds how many units are gathered at a time. An optimisation barrier does not: compilers drop barriers before
-    they schedule. The dependency here is a select whose predicate, sign(event) > 1, is never true and is not folded.
+    This limits how many units are gathered at a time. An optimization barrier cannot: compilers drop barriers before
+    they schedule. The dependency here is a select with the predicate sign(event) > 1, which is never true but which
+    compilers do not simplify.
 
     Args:
-        shards: any arrays.
+        values: any arrays.
         events: scalars of a real dtype.
 
-    Cost: a copy of the shards.
+    Cost: a copy of the values.
     """
     if not events:
-        return list(shards)
+        return list(values)
     never = functools.reduce(operator.or_, [lax.sign(event) > 1 for event in events])
-    return [lax.select(never, lax.full_like(s, 0), s) for s in shards]
+    return [lax.select(never, lax.full_like(value, 0), value) for value in values]
 
 
 def floating_after(values: Sequence[Array], events: Sequence[Array]) -> list[Array]:
-    """The values, of which the floating ones wait for the events."""
+    """Like `after`, but only the floating values wait."""
     floating = [jnp.issubdtype(value.dtype, jnp.inexact) for value in values]
     waiting = iter(after([value for value, flag in zip(values, floating, strict=True) if flag], events))
     return [next(waiting) if flag else value for value, flag in zip(values, floating, strict=True)]
 
 
 def event(values: Sequence[Array]) -> list[Array]:
-    """[a scalar that is available when the first floating array among `values` is], or of an integer one, or []."""
+    """[an event of the first floating array among `values`, or of the first integer one], or [] without either."""
     for kind in jnp.floating, jnp.integer:
         for value in values:
             if value.size and jnp.issubdtype(value.dtype, kind):
@@ -48,6 +48,6 @@ def event(values: Sequence[Array]) -> list[Array]:
 
 
 def events(values: Sequence[Array]) -> list[Array]:
-    """An event for each floating array among `values`; without one, as `event`."""
+    """An event for each floating array among `values`; if there is none, the result of `event`."""
     floating = [e for value in values if jnp.issubdtype(value.dtype, jnp.floating) for e in event([value])]
     return floating or event(values)

@@ -1,7 +1,7 @@
-"""Reading, cutting and running the equations of a traced function.
+"""Reads, cuts and runs the equations of a traced function.
 
-jaxprs are not a stable interface of JAX. Everything that depends on their representation stands here and is tested at
-both ends of the supported range of versions.
+JAX does not keep jaxprs stable between versions. All knowledge of primitives and their parameters that rewriting needs
+is in this module, and is tested with the oldest and the newest supported version.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ Equation = Any  # jax.extend.core.JaxprEqn
 Var = Any  # jax.extend.core.Var
 Atom = Any  # Var or Literal
 
-# Primitives whose result is worth keeping even where it depends on no data: random bits drawn from a constant key.
-RANDOM_PRIMITIVES = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
-# One operand in, the same elements out: these commute with taking a shard or a layer of a stacked leaf.
-ELEMENT_PRESERVING = frozenset({"convert_element_type", "transpose", "copy", "copy_p", "reduce_precision"})
+CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})  # nested jits, by the names of all supported versions
+_RANDOM = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
+_ELEMENT_PRESERVING = frozenset({"convert_element_type", "transpose", "copy", "copy_p", "reduce_precision"})
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 _DEBUG_INFO = core.DebugInfo("zerojax", "segment", None, None)
 
 
 class ScanParams(NamedTuple):
-    """The parts of a scan equation, the same for every supported version of JAX."""
+    """The parameters of a scan equation, in the same form for every supported version of JAX."""
 
     num_consts: int
     num_carry: int
@@ -39,7 +38,7 @@ def is_var(atom: Atom) -> bool:
 
 
 def variables(equation: Equation) -> list[Var]:
-    """The variables that an equation reads, without literals."""
+    """The variables that an equation reads, without its literals."""
     return [atom for atom in equation.invars if is_var(atom)]
 
 
@@ -53,7 +52,7 @@ def scan_params(equation: Equation) -> ScanParams:
 
 
 def by_first_use(jaxpr: Any, positions: Sequence[int]) -> list[int]:
-    """Positions of inputs, in the order in which the equations read them; what none reads comes last."""
+    """Sorts positions of inputs by the first equation that reads each; inputs that are never read come last."""
     first: dict[Var, int] = {}
     for k, equation in enumerate(jaxpr.eqns):
         for v in variables(equation):
@@ -66,8 +65,8 @@ def is_scan(equation: Equation) -> bool:
 
 
 def is_call(equation: Equation) -> bool:
-    """Whether the equation is a nested jit, which means the same as its equations in place."""
-    return equation.primitive.name in ("jit", "pjit", "closed_call", "core_call")
+    """Whether the equation is a nested jit, which can be replaced by its equations."""
+    return equation.primitive.name in CALLS
 
 
 def called(equation: Equation) -> tuple[Any, Sequence[Any]]:
@@ -77,7 +76,7 @@ def called(equation: Equation) -> tuple[Any, Sequence[Any]]:
 
 
 def sub_jaxprs(equation: Equation) -> Iterator[Any]:
-    """Every jaxpr among the parameters of an equation."""
+    """Yields every jaxpr among the parameters of an equation."""
     for value in equation.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             inner = getattr(item, "jaxpr", item)
@@ -86,14 +85,14 @@ def sub_jaxprs(equation: Equation) -> Iterator[Any]:
 
 
 def multiplies(equations: Iterable[Equation]) -> bool:
-    """Whether there is a matrix product or a convolution among them, or in what they call."""
+    """Whether the equations, or those they call, contain a matrix product or a convolution."""
     return any(
         e.primitive.name in PRODUCTS or any(multiplies(inner.eqns) for inner in sub_jaxprs(e)) for e in equations
     )
 
 
 def run(jaxpr: Any, *args: Any) -> list[Any]:
-    """Runs a closed jaxpr (a scan's body, say) on flat arguments."""
+    """Runs a closed jaxpr, such as the body of a scan, on flat arguments."""
     return core.jaxpr_as_fun(jaxpr)(*args)
 
 
@@ -108,9 +107,14 @@ def evaluate(equations: Sequence[Equation], scope: dict[Var, Any]) -> None:
 
 
 def without_closure(fn: Callable[..., Any], *avals: Any) -> tuple[Callable[..., Any], list[Any], Any]:
-    """(`pure`, `closed_over`, result): `pure(closed_over, *args)` is `fn(*args)`, but closes over no value of a trace.
+    """Makes the values of an outer trace that `fn` closes over explicit arguments.
 
-    `fn` takes arrays of the given avals and returns one array; `result` is its aval.
+    Args:
+        fn: takes arrays and returns one array.
+        *avals: of its arguments.
+
+    Returns:
+        (`pure`, `closed_over`, result): `pure(closed_over, *args)` equals `fn(*args)`; `result` is the aval of both.
     """
     closed, result = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*avals)
 
@@ -121,7 +125,7 @@ def without_closure(fn: Callable[..., Any], *avals: Any) -> tuple[Callable[..., 
 
 
 def inlined(closed: Any, should_inline: Any) -> Any:
-    """`closed` traced again with the nested jits for which `should_inline(equation)` holds written out in place."""
+    """Traces `closed` again with each nested jit replaced by its equations if `should_inline(equation)` is true."""
 
     def interpret(jaxpr: Any, consts: Iterable[Any], args: Iterable[Any]) -> list[Any]:
         scope = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
@@ -139,7 +143,7 @@ def inlined(closed: Any, should_inline: Any) -> Any:
 
 
 def with_outputs(closed: Any, outputs: Sequence[Atom]) -> Any:
-    """`closed`, returning other values of its own, without the equations that these do not need."""
+    """`closed` with other outputs, which are values of it, and without the equations that these do not need."""
     live = {atom for atom in outputs if is_var(atom)}
     kept = []
     for equation in reversed(closed.jaxpr.eqns):
@@ -149,30 +153,65 @@ def with_outputs(closed: Any, outputs: Sequence[Atom]) -> Any:
     return core.ClosedJaxpr(closed.jaxpr.replace(eqns=kept[::-1], outvars=list(outputs)), closed.consts)
 
 
-def is_name(equation: Equation) -> bool:
-    """Whether it names a value (`jax.ad_checkpoint.checkpoint_name`) and changes nothing."""
-    return equation.primitive.name == "name"
+def given_name(equation: Equation) -> str | None:
+    """The name that the equation gives a value (`jax.ad_checkpoint.checkpoint_name`), or None."""
+    return equation.params["name"] if equation.primitive.name == "name" else None
+
+
+def permutation(equation: Equation) -> tuple[int, ...] | None:
+    """The permutation of a transposition, or None for any other equation."""
+    return tuple(equation.params["permutation"]) if equation.primitive.name == "transpose" else None
+
+
+def preserves_elements(equation: Equation) -> bool:
+    """Whether the result has the elements of the one operand: this commutes with taking a shard or a layer of it."""
+    return equation.primitive.name in _ELEMENT_PRESERVING
+
+
+def draws_random_bits(equation: Equation) -> bool:
+    """Whether the result is worth saving even if it depends on no data: random bits from a constant key."""
+    return equation.primitive.name in _RANDOM
+
+
+def is_random_bits(equation: Equation) -> bool:
+    return equation.primitive.name == "random_bits"
+
+
+def num_random_keys(equation: Equation) -> int | None:
+    """The number of keys that `random_bits` draws from, dim 0 of an array of keys; None for a single key."""
+    keys = equation.invars[0].aval
+    return keys.shape[0] if keys.ndim else None
+
+
+def apply(equation: Equation, *operands: Any) -> Any:
+    """The result of an equation with one output, on other operands."""
+    return equation.primitive.bind(*operands, **equation.params)
+
+
+def ask_policy(policy: Callable[..., Any], equation: Equation) -> Any:
+    """The decision of a policy of `jax.checkpoint_policies` about an equation."""
+    return policy(equation.primitive, *(atom.aval for atom in equation.invars), **equation.params)
 
 
 def before_transposes(closed: Any, count: int) -> tuple[Any, list[tuple[int, ...]]]:
-    """`closed` with its first `count` outputs as they are before a final transposition, and the order that is left out.
+    """Removes a final transposition from each of the first `count` outputs.
 
-    `lax.transpose(new, order)` is the old output.
+    Returns:
+        (the new jaxpr, permutations): `lax.transpose(new_output, permutation)` is the old output.
     """
     producer = {v: e for e in closed.jaxpr.eqns for v in e.outvars}
     outputs, orders = list(closed.jaxpr.outvars), []
     for i, atom in enumerate(outputs[:count]):
         equation = producer.get(atom) if is_var(atom) else None
-        if equation is not None and equation.primitive.name == "transpose":
+        order = permutation(equation) if equation is not None else None
+        if equation is not None and order is not None:
             outputs[i] = equation.invars[0]
-            orders.append(tuple(equation.params["permutation"]))
-        else:
-            orders.append(tuple(range(atom.aval.ndim)))
+        orders.append(order or tuple(range(atom.aval.ndim)))
     return with_outputs(closed, outputs), orders
 
 
 class Origin:
-    """Where the values of a jaxpr come from, seen through nested jits without tracing them again."""
+    """Traces the values of a jaxpr back to their equations, through nested jits and without tracing anything again."""
 
     def __init__(self, jaxpr: Any, outer: dict[Var, tuple[Atom, Origin]] | None = None):
         self.producer = {v: e for e in jaxpr.eqns for v in e.outvars}
@@ -180,7 +219,7 @@ class Origin:
         self.calls: dict[int, Origin] = {}
 
     def of(self, v: Var) -> tuple[Equation | None, list[tuple[Atom, Origin]]]:
-        """(the equation that computes `v`, or None for an input or a nested jit; the values that it is made of)."""
+        """(the equation that computes `v`, or None for an input or a nested jit; the values it is computed from)."""
         equation = self.producer.get(v)
         if equation is None:
             return None, [self.outer[v]] if v in self.outer else []

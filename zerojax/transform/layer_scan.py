@@ -53,11 +53,11 @@ class LayerBody:
         """(the shards of a layer's gradients, the events of their reduction), which starts after the events `waits`."""
         return grads, []
 
-    def put_away(self, saved: PyTree, waits: list[Array]) -> PyTree:
+    def store(self, saved: PyTree, waits: list[Array]) -> PyTree:
         """The saved values, each in its place. Those that leave for host memory leave after the events `waits`."""
         return saved
 
-    def in_host_memory(self, saved: PyTree) -> list[Array]:
+    def offload_events(self, saved: PyTree) -> list[Array]:
         """The events of saved values that have arrived in host memory."""
         return []
 
@@ -273,7 +273,7 @@ class _Turns(NamedTuple):
                 state = state._replace(weights=[*state.weights, weights])
             if self._offloads_at_once:
                 flow, rest = state.carry
-                state = state._replace(carry=(floating_after(flow, schedule.in_host_memory(1)), rest))
+                state = state._replace(carry=(floating_after(flow, schedule.offload_events(1)), rest))
             fetched = None if state.fetched is None else self._after_last_layer(state)
             state = self.restore_next(state, given[i + 1] if i + 1 < len(given) else next_given)
             state, saved = self._compute(turn, state, saved, fetched, schedule)
@@ -296,7 +296,7 @@ class _Turns(NamedTuple):
     def wait_for_offloads(self, state: _State, schedule: Schedule) -> _State:
         """The next layer computes after what the layers so far have saved has arrived in host memory."""
         flow, rest = state.carry
-        return state._replace(carry=(floating_after(flow, schedule.in_host_memory(0)), rest))
+        return state._replace(carry=(floating_after(flow, schedule.offload_events(0)), rest))
 
     @property
     def _offloads_at_once(self) -> bool:
@@ -323,9 +323,9 @@ class _Turns(NamedTuple):
         schedule.computed(carry[0])
         if body.saves:
             waits = event(weights) if layers.cut.prefetch and not self._offloads_at_once else []
-            saved = body.put_away(saved, waits)
+            saved = body.store(saved, waits)
         if self._offloads_at_once:
-            schedule.offloaded(body.in_host_memory(saved))
+            schedule.offloaded(body.offload_events(saved))
         ys, reduced = state.ys, state.reduced
         if reduced is None:
             ys = jax.tree.map(self._room_for, y)
@@ -360,7 +360,7 @@ def _scan_without_overlap(body: LayerBody, init: Carry, layers: Layers, schedule
         shards, x, given = slices
         fetched = None if given is None else body.restore(given, [])[0]
         carry, y, saved, grads = body.compute(body.fetch(shards, 0, Schedule(0, [])), carry, x, given, fetched)
-        return carry, (y, body.put_away(saved, []), body.reduce(grads, [])[0])
+        return carry, (y, body.store(saved, []), body.reduce(grads, [])[0])
 
     slices = layers.shards, layers.xs, None if layers.saved is None else layers.saved.loop[0]
     carry, (ys, saved, reduced) = lax.scan(iteration, init, slices, length=layers.cut.length, reverse=layers.reverse)

@@ -1,12 +1,12 @@
-"""Regather: the backward pass of a unit, without the unit's weights among what the forward pass keeps.
+"""The forward and backward pass of a unit that saves no full weights in between, but gathers them again.
 
-For a unit `y = f(W, x)` the residuals of `jax.vjp` are split by dependency. What depends on the weights alone (the
-gathered weights, their casts, transposes and reshapes) is dropped, and rebuilt in the backward pass from weights that
-are gathered again. What depends on the data is kept, or computed again from what is kept, as `Remat` says;
-`NO_REMAT` recomputes no activation. No full weight is kept in any case.
+The residuals of `jax.vjp` of a unit `y = f(W, x)` are split by their dependencies. Those that depend only on the
+weights (the gathered weights, their casts, transposes and reshapes) are dropped, and rebuilt in the backward pass from
+weights that are gathered again. Those that depend on the data are saved, or recomputed from saved values, as `Remat`
+decides. Full weights are never saved.
 
-A `jax.checkpoint` policy cannot say this: "save anything but all_gather" saves the full weights as soon as a cast
-stands between the gather and its use.
+A `jax.checkpoint` policy cannot express this: "save anything but all_gather" saves the full weights as soon as there is
+a cast between the gather and the use.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def select(values: Arrays, flags: Sequence[bool]) -> list[Any]:
 
 
 def merge(flags: Sequence[bool], true: Arrays, false: Arrays) -> list[Any]:
-    """The inverse of selecting by `flags` and by its negation."""
+    """The inverse of `select` by `flags` (for `true`) and by its negation (for `false`)."""
     true_items, false_items = iter(true), iter(false)
     return [next(true_items) if flag else next(false_items) for flag in flags]
 
@@ -46,8 +46,8 @@ def _negate(flags: Sequence[bool]) -> list[bool]:
     return [not flag for flag in flags]
 
 
-def _changed(values: Arrays, flags: Sequence[bool], fn: Callable[[list[Any]], Arrays]) -> list[Any]:
-    """The values, with `fn` of those that are flagged in their places."""
+def _replaced(values: Arrays, flags: Sequence[bool], fn: Callable[[list[Any]], Arrays]) -> list[Any]:
+    """The values, with the flagged ones replaced by `fn` of them."""
     return merge(flags, fn(select(values, flags)), select(values, _negate(flags)))
 
 
@@ -60,32 +60,33 @@ def _to_device(value: Any) -> Any:
 
 
 class SavedValue(NamedTuple):
-    """A value that waits for the backward pass.
+    """A value that is saved for the backward pass.
 
     Attributes:
         variable: of the traced unit.
-        place: where.
-        dim: in which it is divided over the axes beside the data axes, or None.
+        place: the memory in which it is saved.
+        dim: the dim of which each device along the `model` axis saves a slice, or None.
     """
 
     variable: Any
     place: Place
     dim: int | None = None
 
-    def put_away(self, value: Any) -> Any:
+    def store(self, value: Any) -> Any:
+        """Moves a value to its place."""
         part = value if self.dim is None else partition(value, self.dim)
         return _to_host(part) if self.place is Place.HOST else part
 
     def event(self, value: Any) -> list[Any]:
-        """An event of the value in its place."""
+        """An event of the stored value."""
         return event([value]) if self.dim is None else on_parts(lambda part: event([part]), self.dim)(value)
 
 
 class Gradients(NamedTuple):
-    """What the backward pass of a unit computes.
+    """The results of the backward pass of a unit.
 
-    A weight's gradient is the transposition of `weights[i]` by `orders[i]`: it is reduced as the matrix product makes
-    it, and only the shard that is left is transposed.
+    The gradient of a weight is `lax.transpose(weights[i], orders[i])`. It is reduced in the layout of the matrix
+    product that computes it, and only the resulting shard is transposed.
     """
 
     weights: list[Any]
@@ -95,22 +96,23 @@ class Gradients(NamedTuple):
 
 
 class Regather:
-    """A unit's forward and backward pass, split so that no weight is kept between them.
+    """The forward and the backward pass of a unit, which save no weights in between.
 
     Args:
-        fn: `fn(weights, fixed, data) -> outputs`, all flat lists of arrays. `fixed` are values that the caller has
-            again in the backward pass (the constants of a loop); what depends on them and on weights is rebuilt.
+        fn: `fn(weights, fixed, data) -> outputs`, all flat lists of arrays. `fixed` are values that the caller also has
+            in the backward pass (the constants of a loop); values that depend on them and on weights are rebuilt.
         weights, fixed, data: avals of the arguments.
-        wanted: for weights, fixed and data each, which of them get a gradient. Only floating dtypes can.
+        wanted: for each of weights, fixed and data, which of them get a gradient. Only floating dtypes can.
         differentiable: which outputs have a cotangent in the backward pass.
-        remat: which activations wait for the backward pass, and where.
+        remat: which activations are saved for the backward pass, and where.
         resident: which data stay on the device anyway.
 
-    `needed` says which weights the backward pass reads: a bias or an embedding table is not gathered again.
-    `recomputes` says whether the backward pass computes or gathers an activation again, `names` which names activations
-    carry.
+    Attributes:
+        needed: which weights the backward pass reads. A bias or an embedding table is not gathered again.
+        recomputes: whether the backward pass recomputes or gathers an activation.
+        names: the names of the unit's activations.
 
-    Cost: traces `fn` and its linearisation once. Nothing runs.
+    Cost: traces `fn` and its linearization once. Nothing runs.
     Source: ZeRO section 5.3 (P_os+g+p): parameters are gathered for the forward and again for the backward pass.
     """
 
@@ -133,10 +135,10 @@ class Regather:
         def forward(*flat: Any) -> list[Any]:
             args = self._group(flat)
             varied = [select(a, w) for a, w in zip(args, wanted, strict=True)]
-            held = [select(a, _negate(w)) for a, w in zip(args, wanted, strict=True)]
+            constant = [select(a, _negate(w)) for a, w in zip(args, wanted, strict=True)]
 
             def split_fn(*varied: Arrays) -> tuple[Arrays, Arrays]:
-                merged = [merge(w, v, h) for w, v, h in zip(wanted, varied, held, strict=True)]
+                merged = [merge(w, v, c) for w, v, c in zip(wanted, varied, constant, strict=True)]
                 out = fn(*merged)
                 return select(out, differentiable), select(out, _negate(differentiable))
 
@@ -159,110 +161,114 @@ class Regather:
         ]
 
     def _plan(self, remat: Remat, resident: Sequence[bool]) -> None:
-        """Which values are kept, and which equations and weights rebuild the residuals from them."""
+        """Decides which values are saved, and which equations and weights rebuild the residuals from them."""
         jaxpr = self.closed.jaxpr
         weights, _, data = self._group(jaxpr.invars)
         self.data = frozenset(data)
         from_data = set(data)
         for equation in jaxpr.eqns:
-            drawn = equation.primitive.name in jaxprs.RANDOM_PRIMITIVES
-            if drawn or any(v in from_data for v in jaxprs.variables(equation)):
+            if jaxprs.draws_random_bits(equation) or any(v in from_data for v in jaxprs.variables(equation)):
                 from_data.update(equation.outvars)
-        self.names = {e.params["name"] for e in jaxpr.eqns if jaxprs.is_name(e) and from_data & set(e.outvars)}
-        # A derivative may read a value from before it was named: the name stands for both.
-        named = {e.invars[0]: remat.place(e) for e in jaxpr.eqns if jaxprs.is_name(e) and jaxprs.is_var(e.invars[0])}
+        naming = [e for e in jaxpr.eqns if jaxprs.given_name(e) is not None]
+        self.names = {name for e in naming if (name := jaxprs.given_name(e)) and from_data & set(e.outvars)}
+        # A derivative may read the value before it was named: the name applies to both.
+        named = {e.invars[0]: remat.place(e) for e in naming if jaxprs.is_var(e.invars[0])}
         self.residuals = jaxpr.outvars[self.num_outputs :]
         needed = {atom for atom in self.residuals if jaxprs.is_var(atom)}
-        self.kept: list[SavedValue] = []
+        self.saved: list[SavedValue] = []
         self.rebuild_equations: list[Any] = []
         for equation in reversed(jaxpr.eqns):
             results = [v for v in equation.outvars if v in needed]
-            place = None if jaxprs.is_name(equation) else remat.place(equation)
+            place = None if jaxprs.given_name(equation) is not None else remat.place(equation)
             places = [(named.get(v) or place) if v in from_data else None for v in results]
-            self.kept += [SavedValue(v, p) for v, p in zip(results, places, strict=True) if p]
+            self.saved += [SavedValue(v, p) for v, p in zip(results, places, strict=True) if p]
             if not all(places):
                 self.rebuild_equations.insert(0, equation)
                 needed.update(jaxprs.variables(equation))
         for v, stays in zip(data, resident, strict=True):
-            moves = not stays and is_differentiable(v.aval)
+            movable = not stays and is_differentiable(v.aval)
             if v in needed:
-                place = Place.HOST if moves and remat.offload_inputs else Place.DEVICE
-                dim = divisible_dim(v.aval.shape) if moves and remat.partition_inputs else None
-                self.kept.append(SavedValue(v, named.get(v) or place, dim))
+                place = Place.HOST if movable and remat.offload_inputs else Place.DEVICE
+                dim = divisible_dim(v.aval.shape) if movable and remat.partition_inputs else None
+                self.saved.append(SavedValue(v, named.get(v) or place, dim))
         self.needed = [v in needed for v in weights]
-        self.recomputes = any(
-            v in from_data and not jaxprs.is_name(e) for e in self.rebuild_equations for v in e.outvars
-        ) or any(kept.dim is not None for kept in self.kept)
+        rebuilt = [e for e in self.rebuild_equations if jaxprs.given_name(e) is None]
+        self.recomputes = any(v in from_data for e in rebuilt for v in e.outvars) or any(
+            value.dim is not None for value in self.saved
+        )
         self.forward_jaxpr = jaxprs.with_outputs(
-            self.closed, [*jaxpr.outvars[: self.num_outputs], *(kept.variable for kept in self.kept)]
+            self.closed, [*jaxpr.outvars[: self.num_outputs], *(value.variable for value in self.saved)]
         )
 
     def forward(self, weights: Arrays, fixed: Arrays, data: Arrays) -> tuple[list[Any], list[Any]]:
-        """Returns (outputs, values to keep, which `put_away` is to move to their places)."""
+        """(outputs, values to save, which `store` moves to their places)."""
         out = jaxprs.run(self.forward_jaxpr, *weights, *fixed, *data)
         return out[: self.num_outputs], out[self.num_outputs :]
 
-    def put_away(self, values: Arrays, leave: Arrays) -> list[Any]:
-        """The kept values, each in its place. Inputs leave for host memory after the events `leave`."""
-        leaving = [away and is_input for away, is_input in zip(self._in_host, self._is_input, strict=True)]
-        values = _changed(values, leaving, lambda inputs: floating_after(inputs, leave))
-        return [kept.put_away(v) for kept, v in zip(self.kept, values, strict=True)]
+    def store(self, values: Arrays, events: Arrays) -> list[Any]:
+        """Moves the saved values to their places. Inputs are copied to host memory after the events."""
+        copied = [in_host and is_input for in_host, is_input in zip(self._in_host, self._is_input, strict=True)]
+        values = _replaced(values, copied, lambda inputs: floating_after(inputs, events))
+        return [each.store(value) for each, value in zip(self.saved, values, strict=True)]
 
-    def in_host_memory(self, kept: Arrays) -> list[Any]:
-        """Scalars that are available when what waits in host memory is there."""
-        waiting = zip(select(self.kept, self._in_host), select(kept, self._in_host), strict=True)
-        return [_to_device(e) for place, value in waiting for e in place.event(value)]
+    def offload_events(self, saved: Arrays) -> list[Any]:
+        """The events of saved values that have arrived in host memory."""
+        offloaded = zip(select(self.saved, self._in_host), select(saved, self._in_host), strict=True)
+        return [_to_device(event) for each, value in offloaded for event in each.event(value)]
 
     @property
     def offloads(self) -> bool:
-        """Whether anything waits in host memory."""
+        """Whether any value is saved in host memory."""
         return any(self._in_host)
 
     @property
     def _in_host(self) -> list[bool]:
-        return [kept.place is Place.HOST for kept in self.kept]
+        return [value.place is Place.HOST for value in self.saved]
 
-    def restore(self, kept: Arrays, overlapped: Arrays) -> tuple[list[Any], list[Any]]:
-        """(saved values on their way back from host memory once `overlapped` is there; `overlapped`).
+    def restore(self, saved: Arrays, overlapped: Arrays) -> tuple[list[Any], list[Any]]:
+        """Starts the copy of the saved values in host memory to the device, not before `overlapped` is available.
 
-        Nothing computes on host memory, so the copy is held back by a barrier. Compilers keep it while all that goes
-        into it is used behind it.
+        Nothing can compute on host memory, so a barrier holds the copy back. Compilers keep the barrier as long as all
+        of its operands are used behind it.
+
+        Returns:
+            (the copies, which `with_fetched` takes; `overlapped` behind the barrier).
         """
-        there = select(kept, self._in_host)
-        if there and overlapped:
-            there, overlapped = lax.optimization_barrier((there, list(overlapped)))
-        return [_to_device(value) for value in there], list(overlapped)
+        in_host = select(saved, self._in_host)
+        if in_host and overlapped:
+            in_host, overlapped = lax.optimization_barrier((in_host, list(overlapped)))
+        return [_to_device(value) for value in in_host], list(overlapped)
 
-    def on_device(self, kept: Arrays, fetched: Arrays) -> list[Any]:
-        """The kept values, those in host memory as `restore` returned them."""
-        return _changed(kept, self._in_host, lambda _: fetched)
+    def with_fetched(self, saved: Arrays, fetched: Arrays) -> list[Any]:
+        """The saved values, with the copies of `restore` in place of those in host memory."""
+        return _replaced(saved, self._in_host, lambda _: fetched)
 
     @property
     def _is_input(self) -> list[bool]:
-        return [kept.variable in self.data for kept in self.kept]
+        return [value.variable in self.data for value in self.saved]
 
-    def floating_inputs(self, kept: Arrays) -> list[Any]:
-        """Those of `inputs_after` that waited."""
-        return [value for value in select(kept, self._is_input) if is_differentiable(value)]
+    def floating_inputs(self, saved: Arrays) -> list[Any]:
+        """The saved values that `delay_inputs` delays."""
+        return [value for value in select(saved, self._is_input) if is_differentiable(value)]
 
-    def inputs_after(self, kept: Arrays, there: Arrays) -> list[Any]:
-        """The kept values, the unit's floating inputs not before the events `there`: it is computed again after."""
-        return _changed(kept, self._is_input, lambda inputs: floating_after(inputs, there))
+    def delay_inputs(self, saved: Arrays, events: Arrays) -> list[Any]:
+        """The saved values, with the unit's floating inputs not available before the events: it is recomputed later."""
+        return _replaced(saved, self._is_input, lambda inputs: floating_after(inputs, events))
 
-    def backward(self, weights: Arrays, fixed: Arrays, kept: Arrays, cotangents: Arrays) -> Gradients:
+    def backward(self, weights: Arrays, fixed: Arrays, saved: Arrays, cotangents: Arrays) -> Gradients:
         """Gradients of the wanted weights, fixed and data.
 
         Args:
             weights: those not in `needed` may be None.
             fixed: as in the forward pass.
-            kept: what `on_device` returned.
+            saved: the saved values, all on the device.
             cotangents: of the differentiable outputs.
         """
         jaxpr = self.closed.jaxpr
         weight_vars, fixed_vars, _ = self._group(jaxpr.invars)
         scope = {
-            k.variable: value if k.dim is None else unpartition(value, k.dim)
-            for k, value in zip(self.kept, kept, strict=True)
+            each.variable: value if each.dim is None else unpartition(value, each.dim)
+            for each, value in zip(self.saved, saved, strict=True)
         }
         scope.update(
             zip([*jaxpr.constvars, *weight_vars, *fixed_vars], [*self.closed.consts, *weights, *fixed], strict=True)

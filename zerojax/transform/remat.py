@@ -1,4 +1,4 @@
-"""What the backward pass finds of a unit's activations: kept on the device, kept in host memory, or computed again."""
+"""Rematerialization settings: which activations of a unit are saved, where, and which are recomputed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Equation = Any
 
 
 class Place(enum.Enum):
-    """Where a value waits for the backward pass."""
+    """The memory in which a value is saved for the backward pass."""
 
     DEVICE = "device"
     HOST = "host"
@@ -24,28 +24,29 @@ class Place(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Remat:
-    """What of a unit is kept between forward and backward. Its inputs always are; all else is computed again.
+    """Which activations of a unit are saved between its forward and its backward pass.
 
-    Where nothing but the inputs would be kept, the unit whose backward pass follows at once on its forward pass (in a
-    transformer: the head and the loss) keeps everything. To compute it again would need the same memory a little later.
-
-    Source: ZeRO section 6.1: P_a is `partition_inputs`, P_a+cpu is that with `offload_inputs`.
+    The inputs of the unit are always saved. Activations that are not saved are recomputed. One unit is an exception:
+    the unit whose backward pass follows directly on its forward pass (in a transformer, the head with the loss) saves
+    everything if its settings save only the inputs. Recomputing would need the same memory a little later.
 
     Attributes:
-        save: names (`jax.ad_checkpoint.checkpoint_name`) of values that stay on the device.
-        offload: names of values that wait in pinned host memory.
-        offload_inputs: the unit's floating inputs (in a transformer: the residual stream) wait in pinned host memory,
-            but for the batch, which stays on the device anyway. While they come back, those of up to three units are on
-            the device.
-        partition_inputs: over the mesh axes beside the data axes ('model', M devices), along which the unit's floating
-            inputs are the same, each device keeps a 1/M slice of them: of the first dim that M divides. They are
-            gathered once before the unit is computed again. The batch, which stays on the device anyway, and scalars
-            stay whole.
-        policy: a policy of `jax.checkpoint_policies`, asked about what the names do not decide. It is asked about the
-            equations of the unit, and not about those inside its loops.
+        save: names (`jax.ad_checkpoint.checkpoint_name`) of values that are saved on the device.
+        offload: names of values that are saved in pinned host memory.
+        offload_inputs: saves the floating inputs of the unit (in a transformer, the residual stream) in pinned host
+            memory, except the batch, which stays on the device anyway. While they are copied back, the inputs of up to
+            three units are on the device.
+        partition_inputs: saves a 1/M slice of the floating inputs of the unit on each of the M devices along the other
+            mesh axes, such as 'model'. The inputs are the same on these devices. The first dim that M divides is
+            sliced, and the slices are gathered once before the unit is recomputed. Scalars and the batch, which stays
+            on the device anyway, stay whole.
+        policy: a policy of `jax.checkpoint_policies` for values without one of the names. It decides about the
+            equations of the unit, but not about those inside its loops.
 
     Raises:
-        ValueError: a name in both `save` and `offload`, or a string instead of a tuple of names.
+        ValueError: a name is in both `save` and `offload`, or a string is given instead of a tuple of names.
+
+    Source: ZeRO section 6.1: P_a is `partition_inputs`, P_a+cpu also sets `offload_inputs`.
     """
 
     save: tuple[str, ...] = ()
@@ -71,23 +72,27 @@ class Remat:
         return frozenset(self.save) | frozenset(self.offload)
 
     def place(self, equation: Equation) -> Place | None:
-        """Where the results of an equation are kept; None: they are computed again."""
-        name = equation.params["name"] if jaxprs.is_name(equation) else None
+        """The memory in which the results of an equation are saved; None if they are recomputed.
+
+        Raises:
+            ValueError: the policy returns a decision of an unknown type.
+        """
+        name = jaxprs.given_name(equation)
         if name in self.save:
             return Place.DEVICE
         if name in self.offload:
             return Place.HOST
         if self.policy is None:
             return None
-        decision = self.policy(equation.primitive, *(atom.aval for atom in equation.invars), **equation.params)
+        decision = jaxprs.ask_policy(self.policy, equation)
         if isinstance(decision, bool):
             return Place.DEVICE if decision else None
-        kind = type(decision).__name__  # jax exports these types under no public name
+        kind = type(decision).__name__  # JAX does not export these types
         if kind not in _DECISIONS:
             raise ValueError(
-                f"remat: the policy decides {decision!r} for {equation.primitive.name!r}\n"
+                f"remat: the policy returns {decision!r} for {equation.primitive.name!r}\n"
                 f"  got:      a {kind}\n"
-                f"  fix:      a policy that returns bools, or what the policies of jax.checkpoint_policies return"
+                f"  fix:      return a bool, or a decision of the policies of jax.checkpoint_policies"
             )
         return _DECISIONS[kind]
 
@@ -105,7 +110,7 @@ Setting = str | Remat | Callable[..., Any]
 
 
 def resolve(setting: Setting) -> Remat:
-    """A preset's name, a `Remat`, or a policy of `jax.checkpoint_policies`."""
+    """The `Remat` of a preset's name or of a policy of `jax.checkpoint_policies`. Raises ValueError for others."""
     if isinstance(setting, Remat):
         return setting
     if callable(setting):
@@ -120,7 +125,7 @@ def resolve(setting: Setting) -> Remat:
 
 @dataclasses.dataclass(frozen=True)
 class RematRules:
-    """A `Remat` for every unit: that of the first glob that matches its name, else `NO_REMAT`."""
+    """The `Remat` of every unit: that of the first glob that matches its name, or else `NO_REMAT`."""
 
     rules: tuple[tuple[str, Remat], ...] = ()
 
@@ -140,32 +145,32 @@ class RematRules:
         return self._matching(unit)[1]
 
     def check_units(self, units: Sequence[str]) -> None:
-        """Raises ValueError for a glob that is the first match of no unit."""
+        """Raises ValueError if a glob is not the first match of any unit."""
         used = {self._matching(unit)[0] for unit in units}
         for pattern, _ in self.rules:
             if pattern not in used:
                 shown = ", ".join(list(dict.fromkeys(units))[:8])
                 raise ValueError(
-                    f"remat: pattern {pattern!r} decides for no unit\n"
-                    f"  got:      units {shown}; the first pattern that matches a unit decides for it\n"
-                    f"  fix:      a glob on the name of a unit (zero.explain lists the leaves of each)"
+                    f"remat: pattern {pattern!r} applies to no unit\n"
+                    f"  got:      units {shown}; to each unit the first pattern that matches applies\n"
+                    f"  fix:      a glob on the name of a unit"
                 )
 
-    def check_axes(self, beside: Sequence[str]) -> None:
-        """Raises ValueError for inputs that are to be partitioned where the mesh has no axes beside the data axes."""
+    def check_axes(self, model_axes: Sequence[str]) -> None:
+        """Raises ValueError if inputs are to be partitioned and the mesh has no other axes than the data axes."""
         for pattern, remat in self.rules:
-            if remat.partition_inputs and not beside:
+            if remat.partition_inputs and not model_axes:
                 raise ValueError(
                     f"remat: the inputs of {pattern!r} cannot be partitioned\n"
-                    f"  got:      a mesh with data axes alone\n"
+                    f"  got:      a mesh with data axes only\n"
                     f"  fix:      zerojax.make_mesh(model=...), or partition_inputs=False"
                 )
 
     def check_names(self, names: Mapping[str, Set[str]]) -> None:
-        """Raises ValueError for a name that no value of its units carries.
+        """Raises ValueError if no value in the units of a pattern has one of its names.
 
         Args:
-            names: those that are given inside each unit.
+            names: unit -> names of the values in it.
         """
         for pattern, remat in self.rules:
             inside = frozenset[str]().union(

@@ -1,4 +1,4 @@
-"""What waits for what: weights are gathered ahead of the computation, gradients are reduced behind it.
+"""The order of communication and computation: gathers run ahead of the computation, reductions run behind it.
 
 While unit j computes, the weights of the next units are gathered and the gradients of the unit before are reduced. At
 `prefetch` 1, in the backward pass:
@@ -6,12 +6,13 @@ While unit j computes, the weights of the next units are gathered and the gradie
     link      reduce 9, gather 7 │ reduce 8, gather 6 │ reduce 7, gather 5
     compute   unit 8             │ unit 7             │ unit 6
 
-A compiler that may start a gather early may as well start all of them at once. So each gather waits for events: scalars
-that exist when the unit that leaves the window has computed, when its gradients are reduced, and when the gather before
-has arrived. (Without the last, compilers merge what comes before two gathers, and the earlier waits for the later.)
+A compiler that is free to start a gather early may start all of them at once. Each gather therefore waits for events
+(see `dependencies`): that the unit that leaves the window has computed, that its gradients are reduced, and that the
+gather before has arrived. Without the last, compilers merge the operations before two gathers, and the earlier gather
+waits for the later.
 
-Nothing computes beside the first gathers. There leaf follows leaf, in the order of their uses: the first matrix product
-waits for its own weight alone, and hides the others.
+The first gathers overlap with no computation. Their leaves are gathered one after the other, in the order of their
+uses: the first matrix product waits for its own weight only, and overlaps with the gathers of the others.
 """
 
 from __future__ import annotations
@@ -23,70 +24,72 @@ from zerojax.typing import Array
 
 
 class Schedule:
-    """The events of the units so far. `last` are those of when the last one has computed.
+    """The events of the units so far.
 
     Args:
-        prefetch: units that may be gathered ahead of the one that computes.
+        prefetch: number of units that may be gathered ahead of the unit that computes.
         start: events before which nothing is gathered.
-        idle: whether nothing computes before the first unit.
+        idle: whether nothing is computed before the first unit.
+
+    Attributes:
+        last: events of the end of the last unit's computation.
     """
 
     def __init__(self, prefetch: int, start: Sequence[Array], idle: bool = False):
         self.prefetch = prefetch
         self.restart(start)
-        self._beginning = self._done[0] if idle else None
+        self._start = self._done[0] if idle else None
 
     def restart(self, start: Sequence[Array]) -> None:
-        """All units so far have computed before these events."""
-        self._done: list[tuple[list[Array], list[Array]]] = [(list(start), [])] * (
-            self.prefetch + 1
-        )  # computed, reduced
+        """Forgets the units so far: all have computed before these events."""
+        # (computed, reduced) of each unit
+        self._done: list[tuple[list[Array], list[Array]]] = [(list(start), [])] * (self.prefetch + 1)
         self.last = list(start)
-        self._arrived: list[Array] = []
+        self._gathered: list[Array] = []
         self._offloaded: list[list[Array]] = []
         self._reduced: list[Array] = []
-        self._beginning = None
+        self._start = None
 
     def before_gather(self, prefetch: int = 0) -> list[Array]:
-        """What the gather for a unit waits for, `prefetch` units before its turn."""
+        """The events that the gather of a unit waits for, if it starts `prefetch` units before it is used."""
         computed, reduced = self._done[prefetch - self.prefetch - 1]
-        return computed + reduced + self._arrived
+        return computed + reduced + self._gathered
 
-    def begins(self, prefetch: int = 0) -> bool:
-        """Whether such a gather waits for no unit, and so has none to compute beside it."""
-        return self._done[prefetch - self.prefetch - 1] is self._beginning
+    def is_first_gather(self, prefetch: int = 0) -> bool:
+        """Whether this gather waits for no unit, and so overlaps with no computation."""
+        return self._done[prefetch - self.prefetch - 1] is self._start
 
-    def arrived(self, there: list[Array]) -> None:
-        """A gather has these events."""
-        self._arrived = there
+    def gathered(self, events: list[Array]) -> None:
+        """Records the events of a gather."""
+        self._gathered = events
 
     def computed(self, values: Sequence[Array]) -> None:
-        """The next unit has computed these. All count: one of them may be there before the unit starts."""
+        """Records the results of the next unit. All of them count: one may be available before the unit starts."""
         self.last = events(values) or self.last
         self._done.append((self.last, []))
 
-    def follows(self, values: Sequence[Array]) -> None:
-        """These have waited for the last unit: later gathers wait for them in its place.
+    def replace_last(self, values: Sequence[Array]) -> None:
+        """Makes later gathers wait for these values, which have waited for the last unit, in place of it.
 
-        Were two to wait for the same events, compilers would look at them in one kernel, and so after the later of all
-        that either waits for.
+        If two gathers waited for the same events, compilers would read these in one kernel, after the last of all
+        events that either waits for.
         """
-        if there := event(values):
-            self.last, self._done[-1] = there, (there, self._done[-1][1])
+        if replacement := event(values):
+            self.last, self._done[-1] = replacement, (replacement, self._done[-1][1])
 
-    def offloaded(self, there: list[Array]) -> None:
-        """What the next unit keeps in host memory has these events."""
-        self._offloaded.append(there)
+    def offloaded(self, events: list[Array]) -> None:
+        """Records the events of the next unit's copies to host memory."""
+        self._offloaded.append(events)
 
-    def in_host_memory(self, ago: int) -> list[Array]:
-        """What the last unit but `ago` keeps in host memory is there after these."""
-        return self._offloaded[-1 - ago] if len(self._offloaded) > ago else []
+    def offload_events(self, units_ago: int) -> list[Array]:
+        """The events of the copies to host memory of a unit: 0 for the last one, 1 for the one before."""
+        return self._offloaded[-1 - units_ago] if len(self._offloaded) > units_ago else []
 
-    def reduced(self, there: list[Array]) -> None:
-        """The reduction of the gradients of the last unit has these events."""
+    def reduced(self, events: list[Array]) -> None:
+        """Records the events of the reduction of the last unit's gradients."""
         computed, before = self._done[-1]
-        self._done[-1] = computed, before + there
-        self._reduced = there
+        self._done[-1] = computed, before + events
+        self._reduced = events
 
     def before_reduction(self) -> list[Array]:
         """The events of the last reduction."""

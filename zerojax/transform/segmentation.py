@@ -1,11 +1,11 @@
-"""A traced loss, cut into segments: where each unit's weights are needed.
+"""Cuts a traced loss into segments, each of which uses the weights of one unit.
 
-Nothing is asked of the model. The traced loss is cut between the last use of one unit's weights and the first use of
-the next, at the point where the least data crosses:
+The model needs no changes. The traced loss is cut between the last use of one unit's weights and the first use of the
+next unit's, at the point where the least data crosses:
 
-    loss ──► jaxpr ──► values of one unit's weights alone  (moved to where they are used)
-                   └─► values of data ──► segments: [equations, leaves], in program order
-                                          a scan over stacked leaves is a segment of its own
+    loss ──► jaxpr ──► values computed from one unit's weights only  (recomputed where they are used)
+                   └─► values computed from data ──► segments: [equations, leaves], in program order;
+                                                     a scan over stacked leaves is a segment of its own
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from zerojax.transform import jaxprs
 
 
 class View(NamedTuple):
-    """A value with the elements of one leaf: `equations` (casts, transpositions) lead from the leaf to it."""
+    """A value with the elements of one leaf, computed from it by `equations` (casts and transpositions)."""
 
     leaf: int
     equations: tuple[Any, ...]
-    order: tuple[int, ...]  # the dims of the leaf in the order in which the value has them
+    order: tuple[int, ...]  # the dims of the leaf in the order of the value
 
 
 class Segment(NamedTuple):
-    """A stretch of the traced loss between two changes of unit."""
+    """Consecutive equations of the traced loss that use the weights of one unit."""
 
     equations: list[Any]
-    leaves: list[int]  # the parameter leaves it reads, in the order of their first uses
-    inputs: list[Any]  # data values it reads
-    outputs: list[Any]  # data values that are read after it
-    views: dict[int, View]  # scan operand -> the stacked leaf it slices, likewise; empty unless it scans over layers
+    leaves: list[int]  # the parameter leaves that they read, in the order of their first uses
+    inputs: list[Any]  # data values that they read
+    outputs: list[Any]  # data values that later equations read
+    views: dict[int, View]  # position of a scan operand -> the stacked leaf that it slices, by first use; or empty
 
 
 class _Run(NamedTuple):
-    """The equations `first` to `last` use the weights of `units`, and of no others."""
+    """The equations from `first` to `last`, which use the weights of `units` and of no other unit."""
 
     first: int
     last: int
@@ -51,24 +51,26 @@ class TracedLoss:
 
     Args:
         closed: jaxpr of `fn(*leaves, *data) -> outputs`.
-        num_leaves: how many of its inputs are parameter leaves.
+        num_leaves: number of its inputs that are parameter leaves.
         unit_of: the unit of each leaf.
+
+    Raises:
+        ValueError: the loss returns a parameter.
     """
 
     def __init__(self, closed: Any, num_leaves: int, unit_of: Sequence[str]):
         self.unit_of = unit_of
-        needs = lambda equation: self._must_inline(equation)
         self.num_leaves = num_leaves
         self.closed = closed
         self._find_weights()
-        if any(jaxprs.is_call(e) and needs(e) for e in closed.jaxpr.eqns):
+        if any(jaxprs.is_call(e) and self._must_inline(e) for e in closed.jaxpr.eqns):
             self.closed = jaxprs.inlined(closed, lambda e: True)
             self._find_weights()
         self._check_outputs()
         self.segments = self._segments()
 
     def _find_weights(self) -> None:
-        """Values made of the weights of one unit alone: `weights` maps each to the leaves that it is made of."""
+        """Finds the values that are computed from the weights of one unit only: `weights` maps each to its leaves."""
         jaxpr = self.closed.jaxpr
         self.leaf_vars = jaxpr.invars[: self.num_leaves]
         self.data_vars = jaxpr.invars[self.num_leaves :]
@@ -88,7 +90,7 @@ class TracedLoss:
         return frozenset().union(*(self.weights[v] for v in jaxprs.variables(equation) if v in self.weights))
 
     def _must_inline(self, equation: Any) -> bool:
-        """A nested jit hides a change of unit, a scan over stacked leaves, or a transposition of one leaf."""
+        """Whether a nested jit hides a change of unit, a scan over stacked leaves, or a transposition of one leaf."""
         leaves = self.leaves_of(equation)
         if not leaves:
             return False
@@ -111,11 +113,11 @@ class TracedLoss:
                 )
 
     def view(self, atom: Any) -> View | None:
-        """How an operand derives from one leaf by casts and transpositions alone, if it does."""
+        """The view of a leaf that an operand is, or None if it is more than casts and transpositions of one leaf."""
         equations: list[Any] = []
         while jaxprs.is_var(atom) and atom in self.producer:
             equation = self.producer[atom]
-            if equation.primitive.name not in jaxprs.ELEMENT_PRESERVING:
+            if not jaxprs.preserves_elements(equation):
                 return None
             equations.append(equation)
             atom = equation.invars[0]
@@ -125,12 +127,12 @@ class TracedLoss:
         equations.reverse()
         order = list(range(self.leaf_vars[leaf].aval.ndim))
         for equation in equations:
-            if equation.primitive.name == "transpose":
-                order = [order[k] for k in equation.params["permutation"]]
+            if permutation := jaxprs.permutation(equation):
+                order = [order[k] for k in permutation]
         return View(leaf, tuple(equations), tuple(order))
 
     def _views(self, equation: Any) -> dict[int, View]:
-        """The operands that a scan slices layer by layer and that are views of a leaf."""
+        """The operands of a scan that it slices layer by layer and that are views of a leaf."""
         if not jaxprs.is_scan(equation):
             return {}
         scan = jaxprs.scan_params(equation)
@@ -155,8 +157,10 @@ class TracedLoss:
         return segments[::-1]
 
     def _cut(self) -> list[tuple[list[Any], dict[int, None], dict[int, View]]]:
-        """(equations, leaves, views) of each segment. What lies between two units goes to either, cut where the least
-        data crosses, as late as that allows: a residual stream crosses as one value, without the statistics of a norm.
+        """(equations, leaves, views) of each segment.
+
+        Equations between two units may belong to either. They are cut where the least data crosses, and at the last
+        such point: a residual stream then crosses as one value, without the statistics of a norm.
         """
         equations = [e for e in self.closed.jaxpr.eqns if not any(v in self.producer for v in e.outvars)]
         runs, crossing = self._runs(equations), self._crossing_bytes(equations)
@@ -180,7 +184,7 @@ class TracedLoss:
         return cut
 
     def _runs(self, equations: Sequence[Any]) -> list[_Run]:
-        """From the first to the last equation that uses a unit's weights, before those of another come."""
+        """The runs of equations that use the weights of one unit, before those of another unit are used."""
         runs: list[_Run] = []
         for k, equation in enumerate(equations):
             leaves, views = dict.fromkeys(sorted(self.leaves_of(equation))), self._views(equation)
@@ -194,7 +198,7 @@ class TracedLoss:
         return runs
 
     def _crossing_bytes(self, equations: Sequence[Any]) -> list[int]:
-        """For each position, the bytes of data that equations before it compute and that are read from there on."""
+        """For each position, the bytes of data that are computed before it and read from there on."""
         last_read = {v: k for k, e in enumerate(equations) for v in jaxprs.variables(e)}
         last_read.update({v: len(equations) for v in self.closed.jaxpr.outvars if jaxprs.is_var(v)})
         change = [0] * (len(equations) + 2)
@@ -206,7 +210,7 @@ class TracedLoss:
         return list(itertools.accumulate(change))
 
     def bind_weights(self, segment_inputs: Sequence[Any], scope: dict[Any, Any]) -> None:
-        """Computes in `scope` the weight values among `segment_inputs` from the full leaves that are in it."""
+        """Adds the weight values among `segment_inputs` to `scope`, computed from the full leaves in it."""
         for v in segment_inputs:
             if v in scope:
                 continue

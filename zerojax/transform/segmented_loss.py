@@ -1,4 +1,4 @@
-"""The gradient program of a traced loss: unit by unit, forward and then backward, on one device's shards.
+"""Runs a traced loss unit by unit, forward and then backward, on one device's shards.
 
     forward:   for each segment:            gather ► compute ► drop
     backward:  for each segment, reversed:  gather ► compute ► reduce-scatter
@@ -14,24 +14,25 @@ from typing import Any
 import jax.numpy as jnp
 
 from zerojax.transform import jaxprs
+from zerojax.transform.layer_stack import LayerStack
 from zerojax.transform.regather import is_differentiable, select
 from zerojax.transform.remat import NO_REMAT, RematRules
 from zerojax.transform.schedule import Schedule
 from zerojax.transform.segmentation import Segment, TracedLoss
-from zerojax.transform.segments import Stack, Straight, accumulate
-from zerojax.transform.stage_collectives import StageCollectives
+from zerojax.transform.segments import StraightSegment
+from zerojax.transform.stage_collectives import StageCollectives, accumulate
 from zerojax.typing import Array
 
 
 class SegmentedLoss:
-    """A loss, cut into units: forward alone, or forward and backward.
+    """A loss that is cut into units: the forward pass alone, or the forward and backward pass.
 
     Args:
         traced: the loss `fn(*leaves, *data) -> [scalar to differentiate, *others]`.
-        collectives: the stage's way of gathering and reducing.
+        collectives: gathers and reduces as the stage does.
         trainable: which leaves get a gradient.
         rules: which activations of a unit are saved for its backward pass.
-        prefetch: units gathered ahead of the one that computes.
+        prefetch: number of units that are gathered ahead of the unit that computes.
     """
 
     def __init__(
@@ -46,11 +47,12 @@ class SegmentedLoss:
         self.rules, self.prefetch = rules, prefetch
         remat_of = lambda s: rules[self._unit(s)] if s.leaves else NO_REMAT
         self.parts = [
-            (Stack if s.views else Straight)(traced, s, collectives, trainable, remat_of(s)) for s in traced.segments
+            (LayerStack if s.views else StraightSegment)(traced, s, collectives, trainable, remat_of(s))
+            for s in traced.segments
         ]
 
     def _unit(self, segment: Segment) -> str:
-        """The unit whose weights a segment uses (its first, where one equation uses several); '' if it uses none."""
+        """The unit whose weights a segment uses (the first, if one equation uses several), or ''."""
         return self.traced.unit_of[segment.leaves[0]] if segment.leaves else ""
 
     def _start(self, data: Sequence[Array]) -> dict[Any, Array]:
@@ -64,16 +66,16 @@ class SegmentedLoss:
         return [env[a] if jaxprs.is_var(a) else jnp.asarray(a.val, a.aval.dtype) for a in atoms]
 
     def _forward(self, shards: Sequence[Array], data: Sequence[Array], schedule: Schedule, save: bool) -> Any:
-        """(outputs of the loss, what each segment saves for its backward pass)."""
+        """(outputs of the loss, the values that each segment saves for its backward pass)."""
         env, saved, by_leaf = self._start(data), [], dict(enumerate(shards))
         for part in self.parts:
-            inputs, kept = [env[v] for v in part.segment.inputs], None
+            inputs, values = [env[v] for v in part.segment.inputs], None
             if save and part.differentiable_outputs:
-                out, kept = part.forward(by_leaf, inputs, schedule)
+                out, values = part.forward(by_leaf, inputs, schedule)
             else:
                 out = part.evaluate(by_leaf, inputs, schedule)
             env.update(zip(part.segment.outputs, out, strict=True))
-            saved.append(kept)
+            saved.append(values)
         return self._finish(env), saved
 
     def evaluate(self, shards: Sequence[Array], data: Sequence[Array], start: list[Array]) -> list[Array]:
@@ -89,7 +91,7 @@ class SegmentedLoss:
             shards: parameter leaves as the stage keeps them, in the compute dtype.
             data: all other arguments of the loss.
             seed: `seed(outputs)` is the cotangent of the first output.
-            start: events before which nothing is gathered (inside a loop: something of this iteration).
+            start: events before which nothing is gathered (in a loop over microbatches, an event of the iteration).
         """
         self._plan()
         schedule = Schedule(self.prefetch, start, idle=True)
@@ -101,11 +103,11 @@ class SegmentedLoss:
         pending = [pair for pair in zip(self.parts, saved, strict=True) if pair[0].differentiable_outputs]
         _restore_next(pending, [])
         while pending:
-            part, kept = pending.pop()
+            part, values = pending.pop()
             given = [cotangents.pop(v) if v in cotangents else jnp.zeros(v.aval.shape, v.aval.dtype)
                      for v in part.differentiable_outputs]  # fmt: skip
             given = _restore_next(pending, given)
-            leaf_grads, data_grads = part.backward(by_leaf, kept, given, schedule)
+            leaf_grads, data_grads = part.backward(by_leaf, values, given, schedule)
             for i, grad in leaf_grads.items():
                 accumulate(grads, i, grad)
             for v, grad in zip(part.wanted_inputs, data_grads, strict=True):
@@ -122,7 +124,7 @@ class SegmentedLoss:
         return jnp.zeros(self.collectives.shard_shape(aval.shape, self.collectives.dims[i]), dtype)
 
     def _plan(self) -> None:
-        """Which values carry a gradient back, and from them the backward pass of each segment."""
+        """Finds the values through which gradients flow, and plans the backward pass of each segment."""
         active: set[Any] = set()
         is_active = lambda v: v in active or any(self.trainable[i] for i in self.traced.weights.get(v, ()))
         for segment in self.traced.segments:
@@ -131,7 +133,7 @@ class SegmentedLoss:
                     active.update(v for v in equation.outvars if is_differentiable(v.aval))
         names: dict[str, set[str]] = {}
         reached = {self.traced.closed.jaxpr.outvars[0]} & active
-        at_once = True  # the backward pass of the last unit follows on its forward pass
+        backward_is_next = True  # of the last unit, and of the segments after it
         for part in reversed(self.parts):
             segment = part.segment
             differentiable = [v in reached and v in active for v in segment.outputs]
@@ -139,17 +141,17 @@ class SegmentedLoss:
             wanted = [v in active for v in segment.inputs]
             part.wanted_inputs = select(segment.inputs, wanted)
             if part.differentiable_outputs:
-                part.plan_backward(wanted, differentiable, at_once)
+                part.plan_backward(wanted, differentiable, backward_is_next)
                 reached.update(part.wanted_inputs)
                 names.setdefault(self._unit(segment), set()).update(part.regather.names)
-            at_once = at_once and not segment.leaves
+            backward_is_next = backward_is_next and not segment.leaves
         self.rules.check_names(names)
 
 
 def _restore_next(pending: list[tuple[Any, Any]], cotangents: list[Array]) -> list[Array]:
-    """Fetches what the next segment to go backward saved in host memory, while the one with these cotangents runs."""
+    """Fetches the next segment's saved values from host memory while the segment with these cotangents runs."""
     if pending:
-        part, kept = pending.pop()
-        kept, cotangents = part.restore(kept, cotangents)
-        pending.append((part, kept))
+        part, values = pending.pop()
+        values, cotangents = part.restore(values, cotangents)
+        pending.append((part, values))
     return cotangents

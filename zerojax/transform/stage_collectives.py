@@ -1,4 +1,4 @@
-"""What a stage moves of a unit: its leaves become full before use, its gradients what the stage keeps of them."""
+"""The communication of a stage for one unit: gathers its leaves before use, and reduces its gradients."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -21,13 +22,13 @@ from zerojax.typing import Array, Shape
 
 @dataclasses.dataclass(frozen=True)
 class StageCollectives:
-    """How the leaves of a unit become full before use, and their gradients what the stage keeps of them.
+    """Gathers and reduces the leaves of units as a stage does.
 
     Attributes:
         axes: the data axes.
         dims: the divided dims of each leaf.
-        stage: says what is gathered and what is reduce-scattered as it appears.
-        reduce_dtype: dtype in which gradients travel and are summed.
+        stage: stage 3 gathers leaves; stages 2 and 3 reduce-scatter gradients as they are computed.
+        reduce_dtype: dtype in which gradients are communicated and summed.
         options: how the leaves of a unit are moved.
     """
 
@@ -40,18 +41,27 @@ class StageCollectives:
     def fetch(
         self, shards: Sequence[Array], dims: Sequence[Dims], schedule: Schedule, prefetch: int = 0
     ) -> list[Array]:
-        """Gathers what is sharded, `prefetch` units before it is used."""
+        """The full leaves, gathered `prefetch` units before they are used. Below stage 3 they are full already."""
         if not self.stage.shards_params or self.axes.num_shards == 1 or all(dim.shard is None for dim in dims):
             return list(shards)
-        options = self.options._replace(sequential=schedule.begins(prefetch))
+        options = self.options._replace(sequential=schedule.is_first_gather(prefetch))
         full, events = collectives.all_gather(shards, dims, self.axes, options, schedule.before_gather(prefetch))
-        schedule.arrived(events)
+        schedule.gathered(events)
         return full
 
     def reduce(
         self, grads: Sequence[Array], dims: Sequence[Dims], reduced: Sequence[Array]
     ) -> tuple[list[Array], list[Array]]:
-        """(what the stage keeps of gradients, the events of their reduction); `reduced`: those of the one before."""
+        """Reduce-scatters gradients at stages 2 and 3; at stages 0 and 1 they stay local.
+
+        Args:
+            grads: of full leaves.
+            dims: of the leaves.
+            reduced: events of the reduction before this one.
+
+        Returns:
+            (the shards of the gradients, or the gradients; the events of the reduction).
+        """
         if not self.stage.shards_grads:
             return list(grads), []
         grads = [for_reduction(g, self.reduce_dtype) for g in grads]
@@ -59,7 +69,8 @@ class StageCollectives:
             grads, dims, self.axes, self.options, self.options.next_waits_for(list(reduced))
         )
 
-    def shard_shape(self, shape: tuple[int, ...], dims: Dims) -> tuple[int, ...]:
+    def shard_shape(self, shape: Shape, dims: Dims) -> Shape:
+        """The shape in which the stage keeps the gradient of a leaf."""
         dim = dims.shard
         if dim is None or not self.stage.shards_grads:
             return shape
@@ -73,23 +84,23 @@ class StageCollectives:
         schedule: Schedule,
         prefetch: int = 0,
     ) -> list[Array | None]:
-        """Like `fetch`, with None for the leaves that the backward pass does not read."""
+        """Like `fetch`, with None for leaves that are not needed."""
         fetched = iter(self.fetch(select(shards, needed), select(dims, needed), schedule, prefetch))
         return [next(fetched) if flag else None for flag in needed]
 
     def reduce_transposed(
         self, grads: Sequence[Array], orders: Sequence[Shape], dims: Sequence[Dims], reduced: Sequence[Array]
     ) -> tuple[list[Array], list[Array]]:
-        """Like `reduce`, of `Gradients.weights`, with the shards transposed by `Gradients.orders`."""
+        """Like `reduce`, for `Gradients.weights`; the shards are transposed by `Gradients.orders`."""
         moved = [each.transposed(np.argsort(order).tolist()) for each, order in zip(dims, orders, strict=True)]
         shards, events = self.reduce(grads, moved, reduced)
         return [lax.transpose(grad, order) for grad, order in zip(shards, orders, strict=True)], events
 
     def reduced_dim_first(self, grads: Gradients, dims: Sequence[Dims]) -> Gradients:
-        """Gradients of weights with the dim in front along which they are reduced.
+        """The gradients with the reduced dim of each weight's gradient in front.
 
-        The GPU compiler lays them out like that for the reduction. What else reads or carries them has them in JAX's
-        order of dims, and it would copy them from one to the other.
+        The GPU compiler lays them out in this way for the reduction. Anything else that reads or carries them would
+        use JAX's order of dims, and the compiler would copy them between the two layouts.
         """
         weights, orders = [], []
         for grad, order, each in zip(grads.weights, grads.orders, dims, strict=True):
@@ -99,3 +110,12 @@ class StageCollectives:
             weights.append(lax.transpose(grad, moved))
             orders.append(tuple(moved.index(k) for k in order))
         return grads._replace(weights=weights, orders=orders)
+
+
+def accumulate(totals: dict[Any, Array], key: Any, value: Array) -> None:
+    """Adds a reduced gradient to a sum in at least fp32, whatever the dtype of the reduction."""
+    if key not in totals:
+        totals[key] = value
+        return
+    wide = jnp.promote_types(value.dtype, jnp.float32)
+    totals[key] = totals[key].astype(wide) + value.astype(wide)

@@ -1,0 +1,333 @@
+"""A segment that is a scan over stacked layers: forward and backward pass, layer by layer, on one device's shards.
+
+Everything here runs inside `shard_map`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zerojax.sharding.axes import Dims
+from zerojax.transform import jaxprs, layer_scan
+from zerojax.transform.dependencies import events
+from zerojax.transform.layer_scan import Carry, Cut, LayerBody, Layers, SavedValues
+from zerojax.transform.regather import Regather, is_differentiable, merge, select
+from zerojax.transform.remat import Remat
+from zerojax.transform.schedule import Schedule
+from zerojax.transform.segmentation import Segment, TracedLoss
+from zerojax.transform.stage_collectives import StageCollectives, accumulate
+from zerojax.typing import Array, Shape
+
+# (outputs, values to save) of a layer, from its weights, the constants of the loop, and its carry and slices
+ComputeLayer = Callable[[Sequence[Array], Sequence[Array], Sequence[Array]], tuple[Sequence[Array], Sequence[Array]]]
+
+
+class LayerStack:
+    """A scan over stacked leaves: each iteration gathers its own layer, uses it and drops it.
+
+    Weights that the loop uses in every iteration (its constants) are gathered once, before the loop. The `unroll`
+    option of the model's scan has no effect.
+    """
+
+    # As in StraightSegment:
+    differentiable_outputs: list[Any]
+    wanted_inputs: list[Any]
+    regather: Regather
+
+    def __init__(
+        self,
+        traced: TracedLoss,
+        segment: Segment,
+        collectives: StageCollectives,
+        trainable: Sequence[bool],
+        remat: Remat,
+    ):
+        self.traced, self.segment, self.collectives, self.trainable = traced, segment, collectives, trainable
+        self.remat = remat
+        (self.equation,) = segment.equations
+        self.scan = jaxprs.scan_params(self.equation)
+        first_xs = self.scan.num_consts + self.scan.num_carry
+        self.views = segment.views
+        self.const_positions = list(range(self.scan.num_consts))
+        self.carry_positions = list(range(self.scan.num_consts, first_xs))
+        self.xs_positions = [k for k in range(first_xs, len(self.equation.invars)) if k not in self.views]
+        self.dims = [self._layer_dims(view) for view in self.views.values()]
+        self.view_trainable = [trainable[view.leaf] for view in self.views.values()]
+        plain = [self.equation.invars[k] for k in (*self.const_positions, *self.carry_positions, *self.xs_positions)]
+        self.weight_values = [a for a in dict.fromkeys(filter(jaxprs.is_var, plain)) if a in traced.weights]
+        self.const_leaves = sorted(frozenset().union(*(traced.weights[v] for v in self.weight_values)))
+
+    def _layer_dims(self, view: Any) -> Dims:
+        dim = self.collectives.dims[view.leaf].shard
+        if view.order[0] == dim:
+            name, shape = self.traced.unit_of[view.leaf], self.traced.leaf_vars[view.leaf].aval.shape
+            raise ValueError(
+                f"placement: a leaf of {name!r} is sharded over its layer dim\n"
+                f"  got:      shape {shape}, dim {dim} is both sharded and scanned over by the loss\n"
+                f"  fix:      name it in `stacked` (glob on the path), so that dim {dim} is left alone"
+            )
+        return self.collectives.dims[view.leaf].transposed(view.order).of_layer()
+
+    def _values(self, env: dict[Any, Array], consts: dict[int, Array]) -> dict[int, Array]:
+        """The operands that are not views of a leaf, by position."""
+        scope = dict(env) | {self.traced.leaf_vars[i]: full for i, full in consts.items()}
+        self.traced.bind_weights(self.weight_values, scope)
+        positions = (*self.const_positions, *self.carry_positions, *self.xs_positions)
+        atoms = {k: self.equation.invars[k] for k in positions}
+        return {k: scope[a] if jaxprs.is_var(a) else jnp.asarray(a.val, a.aval.dtype) for k, a in atoms.items()}
+
+    def primal(self, weights: Sequence[Array], fixed: Sequence[Array], data: Sequence[Array]) -> list[Array]:
+        """One iteration: (layers of the stacked leaves, constants, carry and other slices) -> carry and slices out."""
+        by_position = dict(zip(self.views, weights, strict=True))
+        by_position.update(zip(self.const_positions, fixed, strict=True))
+        by_position.update(zip((*self.carry_positions, *self.xs_positions), data, strict=True))
+        return jaxprs.run(self.scan.body, *(by_position[k] for k in range(len(self.equation.invars))))
+
+    def plan_backward(self, wanted: Sequence[bool], differentiable: Sequence[bool], backward_is_next: bool) -> None:
+        """Traces the backward pass of a layer.
+
+        Every floating carry gets a gradient; constants and slices do if it is wanted. `backward_is_next` changes
+        nothing in a loop: the backward pass of its first layers waits for all others.
+        """
+        wanted_values = {v for v, flag in zip(self.segment.inputs, wanted, strict=True) if flag}
+        has_cotangent = {v for v, flag in zip(self.segment.outputs, differentiable, strict=True) if flag}
+        train_values = {v for v in self.weight_values if any(self.trainable[i] for i in self.traced.weights[v])}
+
+        def gets_gradient(k: int) -> bool:
+            atom = self.equation.invars[k]
+            return (
+                jaxprs.is_var(atom) and (atom in wanted_values or atom in train_values) and is_differentiable(atom.aval)
+            )
+
+        num_carry = self.scan.num_carry
+        self.carry_wanted = [is_differentiable(self.equation.invars[k].aval) for k in self.carry_positions]
+        self.fixed_wanted = [gets_gradient(k) for k in self.const_positions]
+        self.xs_wanted = [gets_gradient(k) for k in self.xs_positions]
+        self.ys_wanted = [v in has_cotangent for v in self.equation.outvars[num_carry:]]
+        aval = lambda k: self.equation.invars[k].aval
+        layer = lambda k: jax.ShapeDtypeStruct(aval(k).shape[1:], aval(k).dtype)
+        self.regather = Regather(
+            self.primal,
+            [layer(k) for k in self.views],
+            [aval(k) for k in self.const_positions],
+            [*map(aval, self.carry_positions), *map(layer, self.xs_positions)],
+            (self.view_trainable, self.fixed_wanted, self.carry_wanted + self.xs_wanted),
+            self.carry_wanted + self.ys_wanted,
+            self.remat,
+            [False] * len(self.carry_positions) + [True] * len(self.xs_positions),
+        )
+
+    def _stacked_shards(self, shards: dict[int, Array]) -> list[Array]:
+        """The operands that are views of leaves, as shards: casting and transposing a shard need no communication."""
+        stacked = []
+        for view in self.views.values():
+            value = shards[view.leaf]
+            for equation in view.equations:
+                value = jaxprs.apply(equation, value)
+            stacked.append(value)
+        return stacked
+
+    def _consts(self, shards: dict[int, Array], schedule: Schedule) -> dict[int, Array]:
+        """The full leaves that the constants of the loop are computed from."""
+        if not self.const_leaves:
+            return {}
+        dims = [self.collectives.dims[i] for i in self.const_leaves]
+        full = self.collectives.fetch([shards[i] for i in self.const_leaves], dims, schedule)
+        return dict(zip(self.const_leaves, full, strict=True))
+
+    def _run(
+        self,
+        compute: ComputeLayer,
+        shards: dict[int, Array],
+        data: Sequence[Array],
+        schedule: Schedule,
+        regather: Regather | None,
+    ) -> tuple[list[Array], SavedValues]:
+        """(outputs of the segment, values that the layers save: none without `regather`)."""
+        values = self._values(dict(zip(self.segment.inputs, data, strict=True)), self._consts(shards, schedule))
+        floating = [is_differentiable(self.equation.invars[k].aval) for k in self.carry_positions]
+        fixed = [values[k] for k in self.const_positions]
+        body = _ForwardLayer(self.collectives, self.dims, compute, fixed, floating, regather)
+        carry = body.split([values[k] for k in self.carry_positions])
+        xs = [values[k] for k in self.xs_positions]
+        layers = Layers(self._stacked_shards(shards), xs, self._cut(schedule), self.scan.reverse)
+        scanned = layer_scan.scan(body, carry, layers, schedule)
+        out = dict(zip(self.equation.outvars, [*merge(floating, *scanned.carry), *scanned.ys], strict=True))
+        return [out[v] for v in self.segment.outputs], scanned.saved
+
+    def _cut(self, schedule: Schedule) -> Cut:
+        """The cut of the loop, which is the same in both passes: one uses the values that the other saves."""
+        stage = self.collectives.stage
+        overlaps = schedule.prefetch > 0 and self.collectives.axes.num_shards > 1
+        prefetch = schedule.prefetch if overlaps and stage.shards_params else 0
+        return Cut.of(self.scan.length, prefetch, delay_reduction=overlaps and stage.shards_grads)
+
+    def evaluate(self, shards: dict[int, Array], data: Sequence[Array], schedule: Schedule) -> list[Array]:
+        return self._run(lambda w, f, d: (self.primal(w, f, d), []), shards, data, schedule, None)[0]
+
+    def forward(self, shards: dict[int, Array], data: Sequence[Array], schedule: Schedule) -> tuple[list[Array], Any]:
+        out, saved = self._run(self.regather.forward, shards, data, schedule, self.regather)
+        return out, (saved, list(data))
+
+    def restore(self, saved: Any, cotangents: list[Array]) -> tuple[Any, list[Array]]:
+        """As in StraightSegment; here the layers fetch their saved values themselves."""
+        return saved, cotangents
+
+    def backward(
+        self, shards: dict[int, Array], saved: Any, cotangents: Sequence[Array], schedule: Schedule
+    ) -> tuple[dict[int, Array], list[Array]]:
+        saved, data = saved
+        env = dict(zip(self.segment.inputs, data, strict=True))
+        consts = self._consts(shards, schedule)
+        values = self._values(env, consts)
+        fixed = [values[k] for k in self.const_positions]
+        given = dict(zip(self.differentiable_outputs, cotangents, strict=True))
+        num_carry = self.scan.num_carry
+        out_grad = lambda v: given[v] if v in given else jnp.zeros(v.aval.shape, v.aval.dtype)
+        carry_grads = [out_grad(v) for v in select(self.equation.outvars[:num_carry], self.carry_wanted)]
+        ys_grads = [out_grad(v) for v in select(self.equation.outvars[num_carry:], self.ys_wanted)]
+        if self.regather.recomputes and not self.regather.offloads:  # values from host memory are late anyway
+            saved = saved.with_last(lambda last: self.regather.delay_inputs(last, events(carry_grads)))
+        dims = select(self.dims, self.view_trainable)
+        body = _BackwardLayer(self.collectives, self.dims, dims, self.regather, fixed, self.remat.saves_inputs_only)
+        fixed_grads = [jnp.zeros(a.shape, a.dtype) for a in select(fixed, self.fixed_wanted)]
+        layers = Layers(self._stacked_shards(shards), ys_grads, self._cut(schedule), not self.scan.reverse, saved)
+        scanned = layer_scan.scan(body, (carry_grads, fixed_grads), layers, schedule)
+        (carry_grads, fixed_grads), xs_grads, layer_grads = scanned.carry, scanned.ys, scanned.grads
+        operand_grads = dict(zip(select(self.const_positions, self.fixed_wanted), fixed_grads, strict=True))
+        operand_grads.update(zip(select(self.carry_positions, self.carry_wanted), carry_grads, strict=True))
+        operand_grads.update(zip(select(self.xs_positions, self.xs_wanted), xs_grads, strict=True))
+        leaf_grads = self._const_grads(consts, operand_grads, schedule)
+        for view, grad in zip(select(list(self.views.values()), self.view_trainable), layer_grads, strict=True):
+            accumulate(leaf_grads, view.leaf, jnp.transpose(grad, np.argsort(view.order).tolist()))
+        data_grads = [self._data_grad(v, operand_grads) for v in self.wanted_inputs]
+        return leaf_grads, data_grads
+
+    def _data_grad(self, v: Any, operand_grads: dict[int, Array]) -> Array:
+        """The gradient of a data value, which may be several operands of the scan."""
+        total = jnp.zeros(v.aval.shape, v.aval.dtype)
+        for k, grad in operand_grads.items():
+            if self.equation.invars[k] is v:
+                total = total + grad
+        return total
+
+    def _const_grads(
+        self, consts: dict[int, Array], operand_grads: dict[int, Array], schedule: Schedule
+    ) -> dict[int, Array]:
+        """The reduced gradients of leaves, from gradients of the loop's constants that are computed from them."""
+        leaves = [i for i in self.const_leaves if self.trainable[i]]
+        positions = [k for k in operand_grads if self.equation.invars[k] in self.weight_values]
+        if not leaves or not positions:
+            return {}
+
+        def derive(full: Sequence[Array]) -> list[Array]:
+            scope = {self.traced.leaf_vars[i]: w for i, w in (consts | dict(zip(leaves, full, strict=True))).items()}
+            self.traced.bind_weights(self.weight_values, scope)
+            return [scope[self.equation.invars[k]] for k in positions]
+
+        _, vjp = jax.vjp(derive, [consts[i] for i in leaves])
+        (grads,) = vjp([operand_grads[k] for k in positions])
+        dims = [self.collectives.dims[i] for i in leaves]
+        reduced, reduction_events = self.collectives.reduce(grads, dims, schedule.before_reduction())
+        schedule.reduced(reduction_events)
+        return dict(zip(leaves, reduced, strict=True))
+
+
+class _ForwardLayer(LayerBody):
+    """A layer of a forward pass.
+
+    Args:
+        collectives: of the stage.
+        dims: of the layer's weights.
+        compute: computes a layer.
+        fixed: the constants of the loop.
+        floating: which of the carried values are floating arrays.
+        regather: saves values for the backward pass; None if nothing is saved.
+    """
+
+    def __init__(
+        self,
+        collectives: StageCollectives,
+        dims: Sequence[Dims],
+        compute: ComputeLayer,
+        fixed: list[Array],
+        floating: Sequence[bool],
+        regather: Regather | None,
+    ):
+        self._collectives, self._dims, self._compute, self._fixed = collectives, dims, compute, fixed
+        self._floating, self._regather = floating, regather
+        self.saves, self.offloads = regather is not None, regather is not None and regather.offloads
+
+    def split(self, carry: Sequence[Array]) -> Carry:
+        return select(carry, self._floating), select(carry, [not flag for flag in self._floating])
+
+    def fetch(self, shards: Any, prefetch: int, schedule: Schedule) -> list[Array]:
+        return self._collectives.fetch(shards, self._dims, schedule, prefetch)
+
+    def compute(self, weights: Any, carry: Carry, x: Any, saved: Any, fetched: Any) -> tuple[Carry, Any, Any, Any]:
+        out, saved = self._compute(weights, self._fixed, [*merge(self._floating, *carry), *x])
+        num_carry = len(self._floating)
+        return self.split(list(out[:num_carry])), list(out[num_carry:]), saved, []
+
+    def store(self, saved: Any, waits: list[Array]) -> list[Array]:
+        return self._regather.store(saved, waits) if self._regather else saved
+
+    def offload_events(self, saved: Any) -> list[Array]:
+        return self._regather.offload_events(saved) if self._regather else []
+
+
+class _BackwardLayer(LayerBody):
+    """A layer of a backward pass.
+
+    Args:
+        collectives: of the stage.
+        dims: of the layer's weights.
+        grad_dims: of the weights that get a gradient.
+        regather: the backward pass of a layer.
+        fixed: the constants of the loop.
+        saves_inputs_only: whether a layer is recomputed from its inputs.
+    """
+
+    def __init__(
+        self,
+        collectives: StageCollectives,
+        dims: Sequence[Dims],
+        grad_dims: Sequence[Dims],
+        regather: Regather,
+        fixed: list[Array],
+        saves_inputs_only: bool,
+    ):
+        self._collectives, self._dims, self._grad_dims = collectives, dims, grad_dims
+        self._regather, self._fixed = regather, fixed
+        self._orders: list[Shape] = []  # of the gradients, the same in every layer
+        self.restores = regather.offloads
+        # At stage 2 nothing else keeps the compiler from recomputing two layers of one iteration at once.
+        self.delays_recompute = regather.recomputes and not regather.offloads and not collectives.stage.shards_params
+        self.one_layer_grads = regather.recomputes and saves_inputs_only
+
+    def fetch(self, shards: Any, prefetch: int, schedule: Schedule) -> list[Array | None]:
+        return self._collectives.fetch_needed(shards, self._dims, self._regather.needed, schedule, prefetch)
+
+    def compute(self, weights: Any, carry: Carry, x: Any, saved: Any, fetched: Any) -> tuple[Carry, Any, Any, Any]:
+        carry_grads, fixed_grads = carry
+        saved = self._regather.with_fetched(saved, fetched or [])
+        grads = self._regather.backward(weights, self._fixed, saved, [*carry_grads, *x])
+        grads = self._collectives.reduced_dim_first(grads, self._grad_dims)
+        self._orders = grads.orders
+        fixed_grads = [a + b for a, b in zip(fixed_grads, grads.fixed, strict=True)]
+        num_carry = len(carry_grads)
+        return (grads.data[:num_carry], fixed_grads), grads.data[num_carry:], [], grads.weights
+
+    def reduce(self, grads: Any, waits: list[Array]) -> tuple[list[Array], list[Array]]:
+        return self._collectives.reduce_transposed(grads, self._orders, self._grad_dims, waits)
+
+    def restore(self, saved: Any, overlapped: list[Array]) -> tuple[list[Array], list[Array]]:
+        return self._regather.restore(saved, overlapped)
+
+    def delay_recompute(self, saved: Any, waits: list[Array]) -> list[Array]:
+        return self._regather.delay_inputs(saved, waits)
