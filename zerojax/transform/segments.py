@@ -81,7 +81,7 @@ class StraightSegment:
         return self._computed(out, schedule), (values, weights if self.backward_is_next else None)
 
     def restore(self, saved: Any, cotangents: list[Array]) -> tuple[Any, list[Array]]:
-        """(saved, cotangents); the saved values are fetched from host memory while the unit with these cotangents runs."""
+        """Fetches the saved values from host memory while the unit with these cotangents runs: (saved, cotangents)."""
         values, weights = saved
         fetched, cotangents = self.regather.restore(values, cotangents)
         return (self.regather.with_fetched(values, fetched), weights), cotangents
