@@ -1,4 +1,4 @@
-"""Zero: a mesh, a stage and a precision, and from them the state and the steps."""
+"""`Zero`: creates sharded training states and the steps that update them."""
 
 from __future__ import annotations
 
@@ -26,33 +26,35 @@ from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition, TrainState
 from zerojax.train_step import Step, TrainStep
 from zerojax.transform.remat import RematRules, Setting
+from zerojax.typing import PRNGKey
 
 if TYPE_CHECKING:
     from zerojax.checkpoints import Checkpoints
 
 
 class Zero:
-    """ZeRO over a mesh.
+    """ZeRO over a mesh: creates sharded training states and steps.
 
     Args:
-        mesh: axes of type Auto, for example of `zerojax.make_mesh`.
+        mesh: a mesh with axes of type Auto, for example from `zerojax.make_mesh`.
         stage: 0 (data parallel), 1 (P_os), 2 (P_os+g) or 3 (P_os+g+p).
         precision: a preset ('fp32', 'bf16', 'bf16_reduce_fp32', 'fp16') or a `Precision`.
         shard_axes: mesh axes that model states are sharded over.
-        replica_axes: mesh axes that split the batch too, but over which model states are replicated. By default
-            'replica' if the mesh has it.
-        shard_dims: glob on leaf paths -> the dim to shard, or None to replicate. Without an override: the first dim
-            that the number of shards divides.
-        stacked: globs of leaves whose dim 0 counts layers. Stacks made by a scan or by a vmap over keys are found.
+        replica_axes: mesh axes that also split the batch, but over which model states are replicated. The default is
+            'replica' if the mesh has such an axis.
+        shard_dims: maps globs on leaf paths to the dim to shard, or to None to replicate the leaf. By default, the
+            first dim that the number of shards divides is sharded.
+        stacked: globs of leaves whose dim 0 counts layers. Stacks that are created by a scan or by a vmap over keys are
+            detected without it.
         frozen: globs of leaves that are not trained: no gradient, no optimizer state, no reduce-scatter.
         units: globs on leading parts of paths; the leaves below each match are gathered together. By default a unit
             ends at the first numbered component of the path.
-        partition_specs: glob on leaf paths -> PartitionSpec over other axes ('model'), which ZeRO leaves to the
-            compiler. By default a leaf's spec is what its Flax metadata says, under the logical axis rules in force at
-            `init`.
+        partition_specs: maps globs on leaf paths to PartitionSpecs over other axes ('model'), which ZeRO leaves to the
+            compiler. By default a leaf's spec comes from its Flax metadata, under the logical axis rules that are in
+            force at `init`.
 
     Raises:
-        ValueError: an unknown stage, precision or axis.
+        ValueError: if the stage, the precision or an axis is unknown.
     """
 
     def __init__(
@@ -77,27 +79,31 @@ class Zero:
             dict(shard_dims or {}), tuple(stacked), tuple(frozen), tuple(units), dict(partition_specs or {})
         )
 
-    def init(self, create_model: Callable[..., Any], tx: optax.GradientTransformation, seed: int = 0) -> TrainState:
-        """The training state, sharded from birth: no device and no host holds it whole.
+    def init(
+        self, create_model: Callable[..., Any], tx: optax.GradientTransformation, seed: int | PRNGKey = 0
+    ) -> TrainState:
+        """Creates a training state that is sharded from the start: no device and no host ever holds all of it.
 
         Args:
-            create_model: `create_model(rngs=nnx.Rngs)` returns an nnx.Module (a module class will do), or
+            create_model: `create_model(rngs=nnx.Rngs)` returns an nnx.Module (a module class works too), or
                 `create_model(key)` returns Linen variables or a tree of parameters.
-            tx: any optax transformation.
-            seed: of the parameters. Their values do not depend on mesh or stage.
+            tx: any Optax transformation.
+            seed: an int or a key of `jax.random`, from which the parameters are drawn. Their values depend neither on
+                the mesh nor on the stage.
 
         Raises:
-            ValueError: no parameters, a leaf that is no array, a pattern, a dim or an annotation that does not fit.
+            ValueError: if there are no parameters, a leaf is not an array, or a pattern, a dim or a partition spec does
+                not fit.
         """
         return self._build(create_model, tx, seed)[0]()
 
     def eval_init(
-        self, create_model: Callable[..., Any], tx: optax.GradientTransformation, seed: int = 0
+        self, create_model: Callable[..., Any], tx: optax.GradientTransformation, seed: int | PRNGKey = 0
     ) -> TrainState:
-        """The state that `init` would make, as avals with shardings. Nothing is allocated; works on abstract meshes."""
+        """The state that `init` would create, as avals with shardings. Allocates nothing; works on abstract meshes."""
         return self._build(create_model, tx, seed)[1]
 
-    def _build(self, create_model: Any, tx: Any, seed: int) -> Any:
+    def _build(self, create_model: Any, tx: Any, seed: int | PRNGKey) -> Any:
         return states.build(self.config, self.overrides, create_model, tx, seed)
 
     def train_step(
@@ -111,40 +117,42 @@ class Zero:
         bucket_bytes: int | None = None,
         audit: str = "off",
     ) -> TrainStep:
-        """A jitted `step(state, batch) -> (state, metrics)`. The state is donated and updated in place.
+        """Returns a jitted `step(state, batch) -> (state, metrics)`. The state is donated and updated in place.
 
         Args:
-            loss_fn: `loss_fn(model, batch)` or `loss_fn(model, batch, key)`, with what `create_model` returned first.
-                Returns a scalar (the mean over its rows) or a `Weighted`, alone or with a dict of metrics, each a
-                scalar or a `Weighted`. Linen collections that the loss changed are returned in the dict by name.
-            num_microbatches: equal parts that each device's rows are processed in, one after the other.
-            clip_norm: gradients are scaled to at most this global norm.
-            remat: which activations of a unit are saved for its backward pass; the others are recomputed from these and
+            loss_fn: `loss_fn(model, batch)` or `loss_fn(model, batch, key)`, where `model` is as returned by
+                `create_model`. It returns a scalar (the mean over its rows) or a `Weighted`, alone or with a dict of metrics, each
+                a scalar or a `Weighted`. Linen collections that the loss changes are returned in the dict by name.
+            num_microbatches: number of equal parts into which each device's rows are split. They are processed one
+                after the other.
+            clip_norm: gradients are scaled down to this global norm.
+            remat: which activations of a unit are saved for its backward pass. The others are recomputed from these and
                 from the unit's inputs. 'none' saves all of them and recomputes nothing, 'full' saves the inputs only,
-                'dots' and 'dots_with_no_batch_dims' also save matrix products. Else a `Remat` (values by name, on the
-                device or in host memory), a policy of `jax.checkpoint_policies`, or a dict from globs on units to
-                these, of which the first that matches is used.
+                'dots' and 'dots_with_no_batch_dims' also save matrix products. It can also be a `Remat` (values by
+                name, on the device or in host memory), a policy of `jax.checkpoint_policies`, or a dict that maps globs
+                on units to any of these; the first glob that matches a unit applies.
             prefetch: number of units whose weights are gathered ahead of the unit that computes, so that communication
                 and computation overlap. At most prefetch + 1 units are gathered at any time, in addition to weights
-                that every iteration of a scan uses. With 0 each unit waits for its weights.
-            bucket_bytes: what one collective moves at most, in full form on the wire. Small leaves are fused up to it,
-                larger ones are moved in equal pieces, in a loop. Each collective waits for the one before, but the
-                first in a scan at stage 2 does not: there two may be under way. None, the default, moves leaves whole:
-                nothing computes beside a leaf that is moved in pieces, so a bucket should hold the largest leaf of a
-                layer. What it bounds is the memory to move stacks of layers at stages 0 to 2, which grows with the
-                model otherwise: compiled for eight H100s, the gather of two weights of 16 layers of width 1024 (224 MiB
-                in bf16) takes 9 MiB beside its result instead of 128, in buckets of 32 MiB, and their reduce-scatter 9
-                instead of 224. An all-reduce, which else is in place, takes 32.
-            audit: each newly compiled program is held against what the step promises (`zerojax.audit`), before it runs
-                for the first time: with 'error' a broken promise raises ValueError, with 'warn' it warns. 'off', the
-                default: nothing is read; `step.audit(state, batch)` does it on demand. The program is compiled once
-                either way. To read it takes some percent of that time, and each later call looks whether it is a new
-                one, in 0.1 ms for 200 leaves.
+                that every iteration of a scan uses. With 0, each unit waits for its own weights.
+            bucket_bytes: maximum size of one collective, in bytes of the full form as communicated. Small leaves are
+                fused up to this size, larger leaves are communicated in equal pieces, in a loop. Each collective waits
+                for the previous one, except for the first in a scan at stage 2, where two may be in flight. With None,
+                the default, leaves are communicated whole. No computation overlaps with a leaf that is communicated in
+                pieces, so a bucket should hold the largest leaf of a layer. Buckets bound the temporary memory of
+                collectives over stacks of layers at stages 0 to 2, which otherwise grows with the model: compiled for
+                eight H100s, the gather of two weights of 16 layers of width 1024 (224 MiB in bf16) takes 9 MiB in
+                addition to its result instead of 128 with buckets of 32 MiB, and their reduce-scatter 9 instead of 224.
+                An all-reduce, which is in place otherwise, takes 32.
+            audit: 'error' and 'warn' compare each newly compiled program with the step's expectation (see
+                `zerojax.audit_step`) before it runs for the first time, and raise ValueError or warn if it deviates.
+                'off', the default, reads nothing; `step.audit(state, batch)` does so on demand. The program is compiled
+                once in any case. Reading it takes a few percent of the compile time, and each later call checks whether
+                the program is new, which takes 0.1 ms for 200 leaves.
 
         Returns:
             A `TrainStep`. Metrics are fp32 scalars, the same on every device: loss, grad_norm (before clipping),
-            param_norm, skipped, learning_rate where the optimizer state has it, loss_scale for fp16, and those of the
-            loss. The batch is a tree of arrays whose dim 0 divides into devices x microbatches; each process passes
+            param_norm, skipped, learning_rate if the optimizer state contains it, loss_scale for fp16, and those of the
+            loss. The batch is a tree of arrays whose dim 0 is divisible by devices x microbatches; each process passes
             its own rows.
 
         Cost: elements sent per device and step, for Psi parameters on N devices and k microbatches, times (N-1)/N:
@@ -152,7 +160,7 @@ class Zero:
             pass does not read, such as biases and embedding tables, are not gathered again).
 
         Raises:
-            ValueError: a number of microbatches, a prefetch, a size of buckets or a setting of the audit that is none.
+            ValueError: if `num_microbatches`, `prefetch`, `bucket_bytes`, `remat` or `audit` is invalid.
 
         Source: ZeRO, sections 5 and 7; 6.2 for `bucket_bytes` (C_B).
         """
@@ -160,7 +168,14 @@ class Zero:
         return steps.train_step(self.config, loss_fn, settings.check(self.config.axes), check_setting(audit))
 
     def eval_step(self, loss_fn: Callable[..., Any], *, bucket_bytes: int | None = None) -> Step:
-        """A jitted `step(state, batch) -> metrics` with the same gathering; nothing is changed."""
+        """Returns a jitted `step(state, batch) -> metrics`, which gathers as `train_step` does and changes nothing.
+
+        Args:
+            loss_fn, bucket_bytes: as in `train_step`.
+
+        Raises:
+            ValueError: if `bucket_bytes` is invalid.
+        """
         settings = StepSettings(bucket_bytes=bucket_bytes).check(self.config.axes)
         return steps.eval_step(self.config, loss_fn, settings)
 
@@ -173,18 +188,21 @@ class Zero:
         prefetch: int = 1,
         bucket_bytes: int | None = None,
     ) -> Callable[..., Any]:
-        """`jax.value_and_grad` for a script that has its own step.
+        """`jax.value_and_grad` for scripts that have their own step.
 
         Args:
-            loss_fn: `loss_fn(params, *args)` returns the mean loss over the rows of `args`, or a `Weighted`; with
-                `has_aux`, beside a dict of metrics.
+            loss_fn: `loss_fn(params, *args)` returns the mean loss over the rows of `args`, or a `Weighted`. With
+                `has_aux` it returns a pair of that and a dict of metrics.
             has_aux: as in JAX.
             remat, prefetch, bucket_bytes: as in `train_step`.
 
         Returns:
             `fn(params, *args) -> (loss, grads)` or `((loss, metrics), grads)`, to be called under `jit`. Parameters are
-            placed by the stage (full below 3, shards at 3: see `shard`), args are split over the data axes in dim 0.
-            Gradients are shards from stage 1 on, None at frozen leaves, in reduce_dtype.
+            placed as the stage requires (see `shard`): full below stage 3, sharded at stage 3. `args` are split over
+            the data axes in dim 0. Gradients are in reduce_dtype, sharded from stage 1 on, and None at frozen leaves.
+
+        Raises:
+            ValueError: if `remat`, `prefetch` or `bucket_bytes` is invalid.
         """
         settings = StepSettings(remat=RematRules.of(remat), prefetch=prefetch, bucket_bytes=bucket_bytes)
         settings.check(self.config.axes)
@@ -201,13 +219,17 @@ class Zero:
         return fn
 
     def shard(self, params: Any) -> Any:
-        """Parameters that exist already, placed by the stage. For use with `value_and_grad`."""
+        """Places existing parameters as the stage requires, for use with `value_and_grad`."""
         definition = self._definition(params)
         specs = definition.specs(self.config.axes, self.config.stage.shards_params)
         return jax.device_put(params, placement.shardings(self.config.mesh, specs))
 
     def shard_batch(self, batch: Any) -> Any:
-        """Host arrays (each process: its own rows) as global arrays, split over the data axes in dim 0."""
+        """Converts host arrays to global arrays that are split over the data axes in dim 0.
+
+        Args:
+            batch: a tree of arrays. Each process passes its own rows.
+        """
         return configs.shard_batch(self.config, batch)
 
     def _definition(self, params: Any) -> Definition:
@@ -215,27 +237,53 @@ class Zero:
         model = models.Model(lambda params, other: params, lambda merged, aux, before: (before, aux))
         return Definition(optax.identity(), model, leaves, jax.tree.structure(params))
 
-    def checkpoints(self, directory: str | Path, **options: Any) -> Checkpoints:
-        """The checkpoints of a run, and what guards it; see `zerojax.checkpoints.Checkpoints`.
+    def checkpoints(
+        self,
+        directory: str | Path,
+        *,
+        every: int = 1000,
+        keep: int | None = 3,
+        keep_every: int | None = None,
+        most_skipped: int = 10,
+        spike: float | None = None,
+        watchdog_s: float | None = None,
+    ) -> Checkpoints:
+        """Opens the checkpoints of a run; see `zerojax.checkpoints.Checkpoints` for their use.
 
         Args:
-            directory: on a file system that all processes see. One run at a time may use it.
-            **options: `every`, `keep`, `keep_every`, `most_skipped`, `spike` and `watchdog_s` of `Checkpoints`.
+            directory: on a file system that all processes share. Only one run at a time may use it.
+            every: number of steps between two saves.
+            keep: number of newest checkpoints to retain; None retains all.
+            keep_every: checkpoints of steps that this divides are retained too.
+            most_skipped: number of consecutive updates that may be skipped because of gradients that are not finite,
+                before the run ends.
+            spike: a loss of more than this many times the median of the last 50 is logged; None logs none.
+            watchdog_s: if there is no `update` for this many seconds, the stacks of all threads are written to stderr
+                and the process ends with exit code 1. None disables it.
 
         Raises:
-            ValueError: a number that is none, or a directory that another run uses.
+            ValueError: if an option is invalid, or another run uses the directory.
         """
         from zerojax.checkpoints import Checkpoints  # Orbax takes a second to import
 
-        return Checkpoints(self.config, directory, **options)
+        return Checkpoints(
+            self.config,
+            directory,
+            every=every,
+            keep=keep,
+            keep_every=keep_every,
+            most_skipped=most_skipped,
+            spike=spike,
+            watchdog_s=watchdog_s,
+        )
 
     def explain(self, state: TrainState) -> report.Explanation:
-        """Where every leaf of a state lives and why, what it costs a device, and what is not sharded.
+        """Explains where every leaf of a state lives and why, what it costs each device, and what is not sharded.
 
         Args:
-            state: of `init` or `eval_init`.
+            state: a state from `init` or `eval_init`.
 
         Returns:
-            An `Explanation`: data, and a table when printed.
+            An `Explanation`, which prints as a table.
         """
         return report.explain(self.config, state)

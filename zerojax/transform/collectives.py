@@ -1,11 +1,11 @@
 """The collectives of ZeRO, for the leaves of one unit: all_gather of shards, reduce_scatter or all_reduce of gradients.
 
-They run inside `shard_map`, manual over the axes of `Axes`. Leaves whose full form is small travel together: they are
-packed into one buffer and moved by one collective. Of a leaf that is divided over a `model` axis too, each device moves
-the part that it holds.
+They run inside `shard_map`, manual over the axes of `Axes`. Leaves whose full form is small are packed into one buffer
+and share a collective. If a leaf is also divided over a `model` axis, each device communicates the part that it holds.
 
-With `CollectiveOptions.bucket_bytes` no collective moves more: packs end there, a larger leaf is moved in pieces, in a
-loop. Each collective waits for the one before, or a compiler would merge them into a larger one, or run all at once.
+`CollectiveOptions.bucket_bytes` limits the size of each collective: packs are no larger, and a larger leaf is
+communicated in pieces, in a loop. Each collective then waits for the previous one. Otherwise compilers would merge them
+into a larger one, or run all of them at once.
 """
 
 from __future__ import annotations
@@ -24,23 +24,22 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from zerojax.sharding.axes import WHOLE, Axes, Dims
 from zerojax.transform.buckets import SMALL_BYTES, Cut, fused
 from zerojax.transform.dependencies import after, event
-
-Array = Any
+from zerojax.typing import Array
 
 
 class CollectiveOptions(NamedTuple):
-    """How the leaves of a unit are moved.
+    """How the leaves of a unit are communicated.
 
     Attributes:
-        bucket_bytes: what one collective moves at most, in full form.
-        sequential: each collective waits for the one before. With buckets it always does.
+        bucket_bytes: the maximum size of one collective, in full form.
+        sequential: each collective waits for the previous one. With buckets it always does.
     """
 
     bucket_bytes: float = math.inf
     sequential: bool = False
 
     def next_waits_for(self, events: list[Array]) -> list[Array]:
-        """What a collective waits for if these are the events of the one before."""
+        """The events that a collective waits for, given those of the previous one."""
         return events if self.sequential or self.bucket_bytes < math.inf else []
 
 
@@ -48,11 +47,12 @@ LEAVES_WHOLE = CollectiveOptions()
 
 
 class Moved(NamedTuple):
-    """What collectives return.
+    """The result of a group of collectives.
 
     Attributes:
-        leaves: in their new form.
-        events: scalars that exist when all collectives are done. One by one, that of the last.
+        leaves: the leaves in their new form.
+        events: scalars that are available when all collectives are done: one for each, or the last one's if they are
+            sequential.
     """
 
     leaves: list[Array]
@@ -60,38 +60,38 @@ class Moved(NamedTuple):
 
 
 class Turns:
-    """The collectives of one call: each waits for `waits`, or if they are sequential for the one before it."""
+    """Orders the collectives of one call: each waits for `waits`, or, if they are sequential, for the previous one."""
 
     def __init__(self, options: CollectiveOptions, waits: Sequence[Array]):
         self.options, self._waits = options, list(waits)
         self.events = options.next_waits_for(self._waits)
 
     def ready(self, parts: Any) -> Any:
-        """What the next collective moves: `parts`, a tree of arrays, once its turn has come."""
+        """Delays the operands of the next collective, a tree of arrays, until it may start."""
         arrays, tree = jax.tree.flatten(parts)
         return jax.tree.unflatten(tree, after(arrays, self._waits))
 
     def done(self, moved: Any) -> Any:
-        """`moved`, a tree of arrays, is what it has made of them."""
-        arrived = [e for array in jax.tree.leaves(moved) for e in event([array])]
-        if next_waits := self.options.next_waits_for(arrived):
+        """Records the results of that collective, a tree of arrays, and returns them."""
+        own = [e for array in jax.tree.leaves(moved) for e in event([array])]
+        if next_waits := self.options.next_waits_for(own):
             self.events = self._waits = next_waits
         else:
-            self.events = self.events + arrived
+            self.events = self.events + own
         return moved
 
 
 def _on_held_parts(fn: Callable[..., Moved], dims: Sequence[Dims]) -> Callable[..., Moved]:
-    """`fn(leaves, waits)`, manual over all axes of the mesh: each device brings what it holds of the leaves.
+    """Makes `fn(leaves, waits)` manual over all axes of the mesh: it sees the part of each leaf that a device holds.
 
-    What is left to the compiler is moved badly. XLA's partitioner hands no sharding on through an all-gather or a
-    reduce-scatter over manual axes, but gathers over the other axes first. And for CPUs it aborts on a reduction over
-    manual axes in a 16-bit dtype (the combiner that JAX writes has a sharding constraint in it, which becomes a copy).
-    Both were seen with jax 0.10.2 and 0.12.
+    Axes that are left to the compiler cost communication. XLA's partitioner does not propagate a sharding through an
+    all-gather or a reduce-scatter over manual axes, but gathers over the other axes first. On CPUs it also aborts on a
+    reduction over manual axes in a 16-bit dtype: the combiner that JAX emits has a sharding constraint, which becomes a
+    copy. Both were observed with jax 0.10.2 and 0.12.
 
     Args:
-        fn: of a list of leaves and one of events.
-        dims: of the leaves.
+        fn: takes a list of leaves and a list of events.
+        dims: the divided dims of the leaves.
     """
     names = jax.sharding.get_abstract_mesh().auto_axes
     if not names:
@@ -103,12 +103,12 @@ def _on_held_parts(fn: Callable[..., Moved], dims: Sequence[Dims]) -> Callable[.
 
 
 def _collective(fn: Callable[..., list[Array]]) -> Callable[..., Moved]:
-    """From a function of the parts that devices hold and their dims over the shard axes to one of leaves.
+    """Decorator: lifts a function of per-device parts to whole leaves.
 
-    That takes (leaves, their dims, axes, options, waits, rows). No collective starts before the events `waits`. With
-    `rows`, what is moved whole is moved along a dim in front, as [N, shard]. The GPU compiler lays out what is moved
-    with the dim that it runs along outermost, and so all that the shard is computed with: where shards meet the
-    optimizer, every update copied and transposed its state. Along rows the full form alone is transposed.
+    The result takes (leaves, their dims, axes, options, waits, rows). No collective starts before the events `waits`.
+    With `rows`, leaves that are not cut into pieces are communicated as [N, shard]. The GPU compiler lays out the
+    operand of a collective with the communicated dim outermost, and everything that is computed from the shard follows:
+    without rows, every optimizer update copied and transposed its state. With rows only the full form is transposed.
     """
 
     @functools.wraps(fn)
@@ -136,7 +136,10 @@ def _size_bytes(leaf: Array) -> int:
 def _packs(
     leaves: Sequence[Array], dims: Sequence[int | None], num_shards_held: int, bucket_bytes: float
 ) -> tuple[list[list[int]], list[int]]:
-    """(indices that travel together, of one dtype each; indices that travel alone), among sharded leaves."""
+    """(groups of leaves of one dtype that share a collective, leaves with their own collective), by index.
+
+    Leaves without a sharded dim are in neither.
+    """
     sizes = [_size_bytes(leaf) * num_shards_held for leaf in leaves]
     small, alone = defaultdict(list), []
     for i, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
@@ -165,16 +168,16 @@ def all_gather(
         shards: this device's shard of each leaf.
         dims: the sharded dim of each leaf; None for a leaf that every device holds in full.
 
-    One by one, small leaves come first, and then large ones in the order given.
+    If collectives are sequential, packs of small leaves come first, and then large leaves in the order given.
 
-    Cost: receives (N-1)/N of the sharded leaves' full bytes; holds them in full. Of a leaf that is divided over M
-    devices beside, a 1/M of both. What is moved in pieces is copied from them into the leaf.
+    Cost: receives (N-1)/N of the sharded leaves' full bytes, and holds the full leaves; 1/M of both for a leaf that is
+    also divided over M devices of other axes. A leaf that is gathered in pieces is copied from them.
     """
     if axes.num_shards == 1:
         return list(shards)
     full = list(shards)
     packs, alone = _packs(shards, dims, axes.num_shards, turns.options.bucket_bytes)
-    dims = cast("Sequence[int]", dims)  # read below at sharded leaves alone
+    dims = cast("Sequence[int]", dims)  # read below for sharded leaves only
     for pack in packs:
         buffer = jnp.concatenate([shards[i].reshape(-1) for i in pack])
         flat = turns.done(lax.all_gather(turns.ready(buffer), axes.shard))  # [N, elements of the packed shards]
@@ -206,24 +209,24 @@ def _gather_leaf(shard: Array, dim: int, axes: Axes, turns: Turns, rows: bool) -
 
 
 def _row_major(piece: Array) -> Array:
-    """The piece, laid out in the order of its dims: or compilers transpose all of the leaf at once, not each piece."""
+    """Lays out the piece in the order of its dims. Otherwise compilers transpose the whole leaf, not each piece."""
     return with_layout_constraint(piece, Layout(tuple(range(piece.ndim))))
 
 
 def _from_rows(rows: Array, shard_shape: tuple[int, ...], dim: int) -> Array:
-    """[N, shard] -> the full leaf. The shard may be flat."""
+    """Converts [N, shard] to the full leaf. The shard may be flat."""
     n = rows.shape[0]
     stacked = jnp.moveaxis(rows.reshape(n, *shard_shape), 0, dim)
     return stacked.reshape(*shard_shape[:dim], n * shard_shape[dim], *shard_shape[dim + 1 :])
 
 
 def _split(leaf: Array, n: int, dim: int) -> Array:
-    """The full leaf -> [.., N, s, ..], `dim` split into N shards."""
+    """Reshapes the full leaf to [.., N, s, ..]: `dim` is split into N shards."""
     return leaf.reshape(*leaf.shape[:dim], n, leaf.shape[dim] // n, *leaf.shape[dim + 1 :])
 
 
 def _to_rows(leaf: Array, n: int, dim: int) -> Array:
-    """The full leaf -> [N, shard]."""
+    """Converts the full leaf to [N, shard]."""
     return jnp.moveaxis(_split(leaf, n, dim), dim, 0)
 
 
@@ -240,7 +243,7 @@ def reduce_scatter(
     shards = list(grads)
     packs, alone = _packs(grads, dims, 1, turns.options.bucket_bytes)
     whole = [i for i, dim in enumerate(dims) if dim is None]
-    dims = cast("Sequence[int]", dims)  # read below at sharded leaves alone
+    dims = cast("Sequence[int]", dims)  # read below for sharded leaves only
     for i in alone:
         shards[i] = _scatter_leaf(grads[i], dims[i], axes, turns, rows)
     for pack in packs:
@@ -283,14 +286,17 @@ def all_reduce(
     dims: Sequence[Dims] | None = None,
     waits: Sequence[Array] = (),
 ) -> Moved:
-    """The sum of each value over some of the axes, all in one collective per dtype if their bytes allow it.
+    """Sums each value over some of the axes, in as few collectives as `bucket_bytes` allows.
 
     Args:
-        names: the axes.
-        dims: of the values, if they are leaves.
-        waits: events that come before.
+        values: of any shape, one on each device.
+        names: the names of the axes to sum over.
+        axes: the data axes.
+        options: how the values are communicated.
+        dims: the divided dims of the values, if they are leaves.
+        waits: events that no collective starts before.
 
-    Cost: sends 2(N-1)/N of the bytes. Nothing over a single device.
+    Cost: sends 2(N-1)/N of the bytes; nothing if there is a single device along the axes.
     """
 
     def on_parts(parts: list[Array], waits: list[Array]) -> Moved:
@@ -329,5 +335,5 @@ def _sum_value(value: Array, names: tuple[str, ...], axes: Axes, turns: Turns) -
 
 
 def device_index(axes: Axes) -> Array:
-    """The position of this device among those that see different data, as int32."""
+    """The position of this device along the data axes, as int32."""
     return lax.axis_index(axes.data) if axes.num_devices > 1 else jnp.int32(0)

@@ -1,7 +1,7 @@
-"""Scans over layers: weights are gathered ahead of the computation and gradients reduced behind it, by a `Schedule`.
+"""Scans over layers: weights are gathered ahead of the computation and gradients are reduced behind it.
 
-A loop is cut so that what crosses from one layer into the next is never copied. What layers save for the backward pass
-is handed from where it was made to where it is used.
+The loop is cut so that values that cross from one layer into the next are never copied. Values that layers save for the
+backward pass are passed on directly from the iteration that computes them to the one that uses them.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Carry = tuple[list[Array], PyTree]  # (floating arrays that the next layer compu
 
 
 class LayerBody:
-    """What one layer of a `scan` does. This one saves and offloads nothing, and has no gradients.
+    """The operations of one layer of a `scan`. This base class saves and offloads nothing, and has no gradients.
 
     Attributes:
-        saves: values are saved for the backward pass.
-        offloads: values that a layer saves leave for host memory.
-        restores: values that a layer has saved come back from host memory, one layer ahead of their use; in loops once
-            more than there are layers.
-        delays_recompute: what a layer is recomputed from waits for the gradients of the layer before.
-        one_layer_grads: the gradients of one layer are held at a time, not of two. They are reduced while the next
-            layer recomputes its activations; were these saved, nothing would hide the reduction.
+        saves: whether a layer saves values for the backward pass.
+        offloads: whether saved values are offloaded to host memory.
+        restores: whether saved values are fetched from host memory, one layer before they are used. A loop fetches once
+            more than it has layers.
+        delays_recompute: whether the values that a layer is recomputed from wait for the gradients of the layer before.
+        one_layer_grads: whether the gradients of only one layer, instead of two, are held at a time. They are reduced
+            while the next layer recomputes its activations. If these were saved, nothing would hide the reduction.
     """
 
     saves: bool = False
@@ -46,15 +46,15 @@ class LayerBody:
     def compute(
         self, weights: PyTree, carry: Carry, x: PyTree, saved: PyTree, fetched: PyTree
     ) -> tuple[Carry, PyTree, PyTree, PyTree]:
-        """(carry, y, values to save, gradients) of a layer; `fetched` is what `restore` returned of `saved`."""
+        """Computes a layer: (carry, y, values to save, gradients). `fetched` are the copies that `restore` made."""
         raise NotImplementedError
 
     def reduce(self, grads: PyTree, waits: list[Array]) -> tuple[list[Array], list[Array]]:
-        """(the shards of a layer's gradients, the events of their reduction), which starts after the events `waits`."""
+        """Reduces a layer's gradients after the events `waits`: (their shards, the events of the reduction)."""
         return grads, []
 
     def store(self, saved: PyTree, waits: list[Array]) -> PyTree:
-        """The saved values, each in its place. Those that leave for host memory leave after the events `waits`."""
+        """Moves the saved values to their places. Copies to host memory start after the events `waits`."""
         return saved
 
     def offload_events(self, saved: PyTree) -> list[Array]:
@@ -62,22 +62,22 @@ class LayerBody:
         return []
 
     def restore(self, saved: PyTree, overlapped: list[Array]) -> tuple[PyTree, list[Array]]:
-        """(saved values on their way back from host memory once `overlapped` is there; `overlapped`)."""
+        """Starts to fetch saved values from host memory when `overlapped` is available: (the copies, `overlapped`)."""
         return None, overlapped
 
     def delay_recompute(self, saved: PyTree, waits: list[Array]) -> PyTree:
-        """The values that a layer is recomputed from, not available before the events `waits`.
+        """Delays the values that a layer is recomputed from until the events `waits`.
 
-        Those are the events of the gradients of the layer before, whose reduction the recomputation is to hide.
+        These are the gradients of the layer before. Their reduction is to overlap with the recomputation.
         """
         return saved
 
 
 class Cut(NamedTuple):
-    """How a scan over layers is cut: `front` layers, `loops` iterations of `group` layers, `back` layers.
+    """The parts of a scan over layers: `front` layers, `loops` iterations of `group` layers each, `back` layers.
 
     Attributes:
-        prefetch: layers that are gathered ahead.
+        prefetch: number of layers that are gathered ahead.
     """
 
     front: int
@@ -88,7 +88,13 @@ class Cut(NamedTuple):
 
     @classmethod
     def of(cls, length: int, prefetch: int, delay_reduction: bool) -> Cut:
-        """`delay_reduction`: the gradients of a layer are reduced while the next layer computes."""
+        """Cuts a scan of `length` layers.
+
+        Args:
+            length: number of layers.
+            prefetch: number of layers that are gathered ahead.
+            delay_reduction: whether the gradients of a layer are reduced while the next layer computes.
+        """
         if not prefetch and not delay_reduction:
             return cls(0, length, 1, 0, 0)
         outside = max(prefetch, 1)
@@ -104,10 +110,10 @@ class Cut(NamedTuple):
 
 
 class SavedValues(NamedTuple):
-    """What layers save for the backward pass, by the places where the forward pass made it.
+    """Values that layers save for the backward pass, by the part of the `Cut` that computes them.
 
-    Each is handed on from where it was made to where it is used. In one stack, the compiler would lay it out in one way
-    for the loop and in another for the layers outside, and copy all of it in between.
+    In a single stack, the compiler would choose one layout for the loop and another for the layers outside of it, and
+    copy the whole stack in between.
     """
 
     front: list[PyTree]
@@ -115,7 +121,7 @@ class SavedValues(NamedTuple):
     back: list[PyTree]
 
     def with_last(self, fn: Callable[[PyTree], PyTree]) -> SavedValues:
-        """`fn` of what the last layer saved, unless that is in the loop."""
+        """Applies `fn` to the values of the last layer, unless it is in the loop."""
         if self.back:
             return self._replace(back=[*self.back[:-1], fn(self.back[-1])])
         return self._replace(front=[*self.front[:-1], *map(fn, self.front[-1:])])
@@ -125,15 +131,15 @@ class SavedValues(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """What a `scan` runs over.
+    """The layers of a `scan`.
 
     Attributes:
-        shards: the weights: arrays whose dim 0 counts layers.
-        xs: other arrays whose dim 0 counts layers.
-        cut: of the forward pass.
-        reverse: from the last layer to the first.
-        saved: in a backward pass, what the forward pass saved. Layers are visited in the opposite order then, and so
-            are the iterations of the loop.
+        shards: shards of the weights, arrays of shape [layers, ...].
+        xs: other arrays of shape [layers, ...].
+        cut: the cut of the forward pass.
+        reverse: whether the scan runs from the last layer to the first.
+        saved: in a backward pass, the values that the forward pass saved. Layers and iterations of the loop are then
+            visited in the opposite order.
     """
 
     shards: PyTree
@@ -144,7 +150,7 @@ class Layers(NamedTuple):
 
 
 class Scanned(NamedTuple):
-    """What a `scan` returns: carry after the last layer, stacked y, saved values, stacked reduced gradients."""
+    """The results of a `scan`: carry after the last layer, stacked y, saved values, stacked reduced gradients."""
 
     carry: Carry
     ys: PyTree
@@ -155,16 +161,16 @@ class Scanned(NamedTuple):
 def scan(body: LayerBody, init: Carry, layers: Layers, schedule: Schedule) -> Scanned:
     """`lax.scan` over layers, with their weights gathered ahead and their gradients reduced one layer later.
 
-    What is gathered or not yet reduced crosses from one iteration of the compiled loop into the next. A loop of one
-    layer would have to copy it, since the next exists before this one is used up. In a loop of `prefetch + 1` layers
-    each buffer is handed on to a layer that starts after its last reader. The first and the last layers stand outside
-    the loop, so that nothing is gathered in vain.
+    Gathered weights and unreduced gradients cross from one iteration of the compiled loop into the next. A loop of one
+    layer would have to copy them, since the next layer's exist before this layer's are used up. In a loop of
+    `prefetch + 1` layers, each buffer is reused by a layer that starts after its last reader. The first and the last
+    layers are outside the loop, so that no layer is gathered in vain.
 
     Args:
-        body: what a layer does.
+        body: the operations of a layer.
         init: carry before the first layer.
-        layers: what the scan runs over.
-        schedule: the events before the scan. Those of its layers are added.
+        layers: the layers to scan over.
+        schedule: the events before the scan, to which those of its layers are added.
 
     Cost: compiles up to 4 * max(prefetch, 1) + 1 layers instead of one.
     """
@@ -201,13 +207,13 @@ def scan(body: LayerBody, init: Carry, layers: Layers, schedule: Schedule) -> Sc
 
 
 class _State(NamedTuple):
-    """What is there between two layers.
+    """The values that are live between two layers.
 
     Attributes:
-        carry: as of `scan`.
-        weights: of the layers that come, gathered.
-        fetched: what the next layer has saved in host memory, on its way back.
-        grads: of the layer before, not reduced yet.
+        carry: the carry of the scan.
+        weights: the gathered weights of the next layers.
+        fetched: the next layer's saved values, while they are fetched from host memory.
+        grads: the gradients of the layer before, not yet reduced.
         ys, reduced: stacked results, None before the first layer.
     """
 
@@ -223,7 +229,9 @@ class _Turns(NamedTuple):
     """The layers of a `scan` in the order in which they are visited: turn 0 is the first.
 
     Attributes:
-        in_loop: they are those of one iteration of the compiled loop.
+        body: the operations of a layer.
+        layers: the layers to scan over.
+        in_loop: whether these are the layers of one iteration of the compiled loop.
     """
 
     body: LayerBody
@@ -231,7 +239,7 @@ class _Turns(NamedTuple):
     in_loop: bool = False
 
     def start(self, init: Carry, saved: PyTree, schedule: Schedule) -> _State:
-        """Before the first layer, which has `saved` this."""
+        """The state before the first layer, which has these saved values."""
         cut = self.layers.cut
         weights = [self._gather(turn, turn, schedule) for turn in range(min(cut.prefetch, cut.length))]
         return self.restore_next(_State(init, weights), saved)
@@ -245,14 +253,14 @@ class _Turns(NamedTuple):
         next_given: PyTree,
         schedule: Schedule,
     ) -> tuple[_State, list[PyTree]]:
-        """(the state after these turns, what their layers save).
+        """Runs some turns: (the state after them, the values that their layers save).
 
         Args:
-            state: before them.
+            state: the state before them.
             turns: their numbers.
-            num_gathers: the first of them gather the weights of a later layer.
-            given: what their layers have saved.
-            next_given: what the layer after them has saved.
+            num_gathers: how many of them, from the first on, gather the weights of a later layer.
+            given: in a backward pass, the saved values of their layers.
+            next_given: the saved values of the layer after them.
             schedule: the events so far.
         """
         all_saved: list[PyTree] = []
@@ -264,14 +272,14 @@ class _Turns(NamedTuple):
             if state.grads is not None:
                 flow, rest = state.carry
                 reduced, arrived = self.reduce_before(turn, state, schedule), schedule.before_reduction()
-                # No gradient is made before the last is reduced, or the last but one.
+                # No gradient is computed before the last one, or the last but one, is reduced.
                 flow = after(flow, arrived if self.body.one_layer_grads else waits)
                 state, waits = state._replace(carry=(flow, rest), reduced=reduced), arrived
             if i < num_gathers:
                 prefetch = self.layers.cut.prefetch
                 weights = self._gather(turn + prefetch, prefetch, schedule)
                 state = state._replace(weights=[*state.weights, weights])
-            if self._offloads_at_once:
+            if self._offloads_directly:
                 flow, rest = state.carry
                 state = state._replace(carry=(floating_after(flow, schedule.offload_events(1)), rest))
             fetched = None if state.fetched is None else self._after_last_layer(state)
@@ -281,7 +289,7 @@ class _Turns(NamedTuple):
         return state, all_saved
 
     def reduce_before(self, turn: int | Array, state: _State, schedule: Schedule) -> list[Array]:
-        """The stacked gradients, with those of the layer before `turn`."""
+        """Reduces the gradients of the layer before `turn`, and returns the stack with them."""
         shards, arrived = self.body.reduce(state.grads, schedule.before_reduction())
         schedule.reduced(arrived)
         return self._put(state.reduced, shards, turn - 1)
@@ -294,23 +302,23 @@ class _Turns(NamedTuple):
         return state._replace(fetched=fetched, carry=(flow, state.carry[1]))
 
     def wait_for_offloads(self, state: _State, schedule: Schedule) -> _State:
-        """The next layer computes after what the layers so far have saved has arrived in host memory."""
+        """Delays the next layer until the values that the layers so far have saved are in host memory."""
         flow, rest = state.carry
         return state._replace(carry=(floating_after(flow, schedule.offload_events(0)), rest))
 
     @property
-    def _offloads_at_once(self) -> bool:
-        """Saved values leave for host memory when they are made; the layer after the next waits until they are there.
+    def _offloads_directly(self) -> bool:
+        """Whether values are offloaded as soon as they are computed. The layer after the next waits for the copies.
 
-        In a loop they leave once the layer's weights are there: before, the compiler, which schedules from the end,
-        would have nothing of the layer before to hide their gather in.
+        In a loop they are offloaded when the layer's weights are gathered. If they were offloaded earlier, the
+        compiler, which schedules from the end, would have nothing of the layer before to overlap with the gather.
         """
         return self.body.offloads and not self.in_loop
 
     def _after_last_layer(self, state: _State) -> list[Array]:
-        """What came back early is not computed with before the layer above is done: two would take room at once.
+        """Delays values that were fetched early until the layer before is done: two layers' would take memory at once.
 
-        It does not wait for the same events as the gather, see `Schedule.follows`.
+        They do not wait for the same events as the gather, see `Schedule.replace_last`.
         """
         return floating_after(state.fetched, events(state.grads or state.carry[0]))
 
@@ -322,9 +330,9 @@ class _Turns(NamedTuple):
         carry, y, saved, grads = body.compute(weights, state.carry, self._of(layers.xs, turn), saved, fetched)
         schedule.computed(carry[0])
         if body.saves:
-            waits = event(weights) if layers.cut.prefetch and not self._offloads_at_once else []
+            waits = event(weights) if layers.cut.prefetch and not self._offloads_directly else []
             saved = body.store(saved, waits)
-        if self._offloads_at_once:
+        if self._offloads_directly:
             schedule.offloaded(body.offload_events(saved))
         ys, reduced = state.ys, state.reduced
         if reduced is None:
