@@ -17,7 +17,7 @@ from zerojax.report import placement as report
 from zerojax.sharding import placement
 from zerojax.sharding.mesh import data_axes
 from zerojax.sharding.placement import Overrides
-from zerojax.sharding.precision import Precision, resolve
+from zerojax.sharding.precision import Precision
 from zerojax.sharding.stages import Stage
 from zerojax.step import config as configs, models, state as states
 from zerojax.step.config import ZeroConfig
@@ -74,7 +74,7 @@ class Zero:
         if replica_axes is None:
             replica_axes = tuple(name for name in ("replica",) if name in mesh.axis_names)
         axes = data_axes(mesh, tuple(shard_axes), tuple(replica_axes))
-        self.config = ZeroConfig(mesh, axes, Stage.of(stage), resolve(precision))
+        self.config = ZeroConfig(mesh, axes, Stage.of(stage), Precision.of(precision))
         self.overrides = Overrides(
             dict(shard_dims or {}), tuple(stacked), tuple(frozen), tuple(units), dict(partition_specs or {})
         )
@@ -121,8 +121,8 @@ class Zero:
 
         Args:
             loss_fn: `loss_fn(model, batch)` or `loss_fn(model, batch, key)`, where `model` is as returned by
-                `create_model`. It returns a scalar (the mean over its rows) or a `Weighted`, alone or with a dict of metrics, each
-                a scalar or a `Weighted`. Linen collections that the loss changes are returned in the dict by name.
+                `create_model`. It returns a scalar (the mean over its rows) or a `Weighted`, alone or with a dict of
+                metrics, each a scalar or a `Weighted`. Linen collections that the loss changes are returned in the dict by name.
             num_microbatches: number of equal parts into which each device's rows are split. They are processed one
                 after the other.
             clip_norm: gradients are scaled down to this global norm.
@@ -222,7 +222,7 @@ class Zero:
         """Places existing parameters as the stage requires, for use with `value_and_grad`."""
         definition = self._definition(params)
         specs = definition.specs(self.config.axes, self.config.stage.shards_params)
-        return jax.device_put(params, placement.shardings(self.config.mesh, specs))
+        return jax.device_put(params, placement.named_shardings(self.config.mesh, specs))
 
     def shard_batch(self, batch: Any) -> Any:
         """Converts host arrays to global arrays that are split over the data axes in dim 0.

@@ -22,7 +22,6 @@ from zerojax.analysis import hlo
 from zerojax.analysis.hlo_collectives import collectives, in_flight_bytes, moves, moves_in_loops, peak_bytes
 from zerojax.sharding.axes import Dims
 from zerojax.transform import collectives as communication
-from zerojax.transform.remat import PRESETS
 
 pytestmark = pytest.mark.aot
 N = 8
@@ -116,7 +115,7 @@ def large_layers(target, remat=FULL_REMAT):
 
 @pytest.mark.parametrize(
     ("target", "remat"),
-    [("h100:8", FULL_REMAT), ("h100:64", FULL_REMAT), ("h100:8", PRESETS["dots"]), ("h100:8", AWAY)],
+    [("h100:8", FULL_REMAT), ("h100:64", FULL_REMAT), ("h100:8", Remat.of("dots")), ("h100:8", AWAY)],
     ids=["one_host", "eight_hosts", "dots_kept", "offloaded"],
 )
 def test_loops_hide_what_they_send_and_copy_none_of_it(target, remat):

@@ -12,7 +12,7 @@ import zerojax
 from support import plain, zoo
 from support.plain import Trajectory, numbers
 from zerojax import Weighted, Zero
-from zerojax.sharding.precision import resolve
+from zerojax.sharding.precision import Precision
 
 STEPS = 10
 SYNCHRONISED = {"resnet_linen": zoo.resnet_linen, "resnet_nnx": zoo.resnet_nnx}
@@ -88,7 +88,7 @@ def train(zero, model, data, tx=None, num_microbatches=1, **options):
 @functools.cache
 def zero_run(name, stage, precision="fp32", num_microbatches=1):
     """The trajectory of a zoo model on eight devices. In fp32 without microbatches these make its initial values."""
-    policy = resolve(precision)
+    policy = Precision.of(precision)
     if policy.initial_scale:
         policy = dataclasses.replace(policy, initial_scale=plain.FP16_SCALE)
     model, zero = distributed(name), Zero(zerojax.make_mesh(), stage, policy)

@@ -238,7 +238,7 @@ def optimizer_specs(
     )
 
 
-def shardings(mesh: Any, specs: PyTree) -> PyTree:
+def named_shardings(mesh: Any, specs: PyTree) -> PyTree:
     """A tree of NamedShardings from a tree of specs."""
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 

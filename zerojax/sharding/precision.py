@@ -35,6 +35,17 @@ class Precision:
     initial_scale: float | None = None
     growth_interval: int = 2000
 
+    @classmethod
+    def of(cls, precision: str | Precision) -> Precision:
+        """The `Precision` of a preset's name, or the given `Precision`. Raises ValueError for an unknown name."""
+        if isinstance(precision, Precision):
+            return precision
+        if precision not in _PRECISIONS:
+            raise ValueError(
+                f"precision: unknown preset {precision!r}\n  fix:      one of {', '.join(_PRECISIONS)}, or a Precision"
+            )
+        return _PRECISIONS[precision]
+
     @property
     def has_master(self) -> bool:
         """Whether the optimizer holds a master copy of the parameters, in another dtype than compute_dtype."""
@@ -55,23 +66,12 @@ class Precision:
         return "\n".join(f"{name:{width}s}  {value}" for name, value in rows.items())
 
 
-PRESETS = {
+_PRECISIONS = {
     "fp32": Precision(),
     "bf16": Precision(compute_dtype=jnp.bfloat16, reduce_dtype=jnp.bfloat16),
     "bf16_reduce_fp32": Precision(compute_dtype=jnp.bfloat16),
     "fp16": Precision(compute_dtype=jnp.float16, reduce_dtype=jnp.float16, initial_scale=2.0**15),
 }
-
-
-def resolve(precision: str | Precision) -> Precision:
-    """The `Precision` of a preset's name, or the given `Precision`. Raises ValueError for an unknown name."""
-    if isinstance(precision, Precision):
-        return precision
-    if precision not in PRESETS:
-        raise ValueError(
-            f"precision: unknown preset {precision!r}\n  fix:      one of {', '.join(PRESETS)}, or a Precision"
-        )
-    return PRESETS[precision]
 
 
 def cast(tree: PyTree, dtype: Any) -> PyTree:

@@ -119,7 +119,7 @@ def specs(config: ZeroConfig, state: TrainState) -> TrainState:
 
 def shardings(config: ZeroConfig, state: TrainState) -> TrainState:
     """Where a stage places a state, wherever its arrays are."""
-    return placement.shardings(config.mesh, specs(config, state))
+    return placement.named_shardings(config.mesh, specs(config, state))
 
 
 def build(

@@ -95,4 +95,4 @@ def apply_gradients(
 
 def optimizer_shardings(config: ZeroConfig, definition: Definition) -> PyTree:
     specs = definition.specs(config.axes, config.stage.shards_optimizer)
-    return placement.shardings(config.mesh, definition.trained(specs))
+    return placement.named_shardings(config.mesh, definition.trained(specs))

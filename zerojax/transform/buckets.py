@@ -31,14 +31,14 @@ def fused(indices: Sequence[int], sizes: Sequence[int], limit: float) -> list[li
     return [*groups, *([i] for i in indices if sizes[i] > limit)]
 
 
-class Cut(NamedTuple):
-    """An array that is cut into pieces of equal shape: `grid` is the number of parts along each dim."""
+class Pieces(NamedTuple):
+    """The pieces of equal shape that an array is cut into: `grid` is their number along each dim."""
 
     shape: tuple[int, ...]
     grid: tuple[int, ...]
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], element_bytes: int, limit: float, dim: int = 0) -> Cut:
+    def of(cls, shape: tuple[int, ...], element_bytes: int, limit: float, dim: int = 0) -> Pieces:
         """Cuts a leaf that is sharded in `dim` into pieces of at most `limit` bytes.
 
         Unless its layers are small, a stack is cut into layers or parts of them. Pieces of several layers would have to

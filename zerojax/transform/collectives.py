@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from zerojax.sharding.axes import WHOLE, Axes, Dims
-from zerojax.transform.buckets import SMALL_BYTES, Cut, fused
+from zerojax.transform.buckets import SMALL_BYTES, Pieces, fused
 from zerojax.transform.dependencies import after, event
 from zerojax.typing import Array
 
@@ -46,7 +46,7 @@ class CollectiveOptions(NamedTuple):
 LEAVES_WHOLE = CollectiveOptions()
 
 
-class Moved(NamedTuple):
+class Communicated(NamedTuple):
     """The result of a group of collectives.
 
     Attributes:
@@ -81,7 +81,7 @@ class Turns:
         return moved
 
 
-def _on_held_parts(fn: Callable[..., Moved], dims: Sequence[Dims]) -> Callable[..., Moved]:
+def _on_held_parts(fn: Callable[..., Communicated], dims: Sequence[Dims]) -> Callable[..., Communicated]:
     """Makes `fn(leaves, waits)` manual over all axes of the mesh: it sees the part of each leaf that a device holds.
 
     Axes that are left to the compiler cost communication. XLA's partitioner does not propagate a sharding through an
@@ -98,11 +98,11 @@ def _on_held_parts(fn: Callable[..., Moved], dims: Sequence[Dims]) -> Callable[.
         return fn
     specs = [each.model_spec for each in dims]
     return jax.shard_map(
-        fn, in_specs=(specs, WHOLE), out_specs=Moved(specs, WHOLE), axis_names={*names}, check_vma=False
+        fn, in_specs=(specs, WHOLE), out_specs=Communicated(specs, WHOLE), axis_names={*names}, check_vma=False
     )
 
 
-def _collective(fn: Callable[..., list[Array]]) -> Callable[..., Moved]:
+def _collective(fn: Callable[..., list[Array]]) -> Callable[..., Communicated]:
     """Decorator: lifts a function of per-device parts to whole leaves.
 
     The result takes (leaves, their dims, axes, options, waits, rows). No collective starts before the events `waits`.
@@ -119,10 +119,10 @@ def _collective(fn: Callable[..., list[Array]]) -> Callable[..., Moved]:
         options: CollectiveOptions = LEAVES_WHOLE,
         waits: Sequence[Array] = (),
         rows: bool = False,
-    ) -> Moved:
-        def on_parts(parts: list[Array], waits: list[Array]) -> Moved:
+    ) -> Communicated:
+        def on_parts(parts: list[Array], waits: list[Array]) -> Communicated:
             turns = Turns(options, waits)
-            return Moved(fn(parts, [each.shard for each in dims], axes, turns, rows), turns.events)
+            return Communicated(fn(parts, [each.shard for each in dims], axes, turns, rows), turns.events)
 
         return _on_held_parts(on_parts, dims)(list(leaves), list(waits))
 
@@ -193,18 +193,18 @@ def all_gather(
 
 def _gather_leaf(shard: Array, dim: int, axes: Axes, turns: Turns, rows: bool) -> Array:
     n, shape = axes.num_shards, shard.shape
-    cut = Cut.of(shape, n * shard.dtype.itemsize, turns.options.bucket_bytes, dim)
-    if cut.piece == shape and rows:
+    pieces = Pieces.of(shape, n * shard.dtype.itemsize, turns.options.bucket_bytes, dim)
+    if pieces.piece == shape and rows:
         return _from_rows(turns.done(lax.all_gather(turns.ready(shard), axes.shard)), shape, dim)
-    if cut.piece == shape:
+    if pieces.piece == shape:
         return turns.done(lax.all_gather(turns.ready(shard), axes.shard, axis=dim, tiled=True))
 
     def move(start: tuple[Array, ...], full: Array) -> Array:
-        part = turns.ready(lax.dynamic_slice(shard, start, cut.piece))
+        part = turns.ready(lax.dynamic_slice(shard, start, pieces.piece))
         moved = _row_major(jnp.moveaxis(lax.all_gather(part, axes.shard), 0, dim))
         return lax.dynamic_update_slice(full, moved, _insert(start, dim, 0))
 
-    full = turns.done(cut.loop(move, jnp.zeros(_insert(shape, dim, n), shard.dtype)))  # [.., N, s, ..]
+    full = turns.done(pieces.loop(move, jnp.zeros(_insert(shape, dim, n), shard.dtype)))  # [.., N, s, ..]
     return full.reshape(*shape[:dim], n * shape[dim], *shape[dim + 1 :])
 
 
@@ -263,19 +263,19 @@ def reduce_scatter(
 def _scatter_leaf(grad: Array, dim: int, axes: Axes, turns: Turns, rows: bool) -> Array:
     n = axes.num_shards
     shape = (*grad.shape[:dim], grad.shape[dim] // n, *grad.shape[dim + 1 :])
-    cut = Cut.of(shape, n * grad.dtype.itemsize, turns.options.bucket_bytes, dim)
-    if cut.piece == shape and rows:
+    pieces = Pieces.of(shape, n * grad.dtype.itemsize, turns.options.bucket_bytes, dim)
+    if pieces.piece == shape and rows:
         return turns.done(lax.psum_scatter(turns.ready(_to_rows(grad, n, dim)), axes.shard))
-    if cut.piece == shape:
+    if pieces.piece == shape:
         return turns.done(lax.psum_scatter(turns.ready(grad), axes.shard, scatter_dimension=dim, tiled=True))
     split = _split(grad, n, dim)
 
     def move(start: tuple[Array, ...], shard: Array) -> Array:
-        part = turns.ready(lax.dynamic_slice(split, _insert(start, dim, 0), _insert(cut.piece, dim, n)))
+        part = turns.ready(lax.dynamic_slice(split, _insert(start, dim, 0), _insert(pieces.piece, dim, n)))
         moved = lax.psum_scatter(jnp.moveaxis(_row_major(part), dim, 0), axes.shard)
         return lax.dynamic_update_slice(shard, moved, start)
 
-    return turns.done(cut.loop(move, jnp.zeros(shape, grad.dtype)))
+    return turns.done(pieces.loop(move, jnp.zeros(shape, grad.dtype)))
 
 
 def all_reduce(
@@ -285,7 +285,7 @@ def all_reduce(
     options: CollectiveOptions = LEAVES_WHOLE,
     dims: Sequence[Dims] | None = None,
     waits: Sequence[Array] = (),
-) -> Moved:
+) -> Communicated:
     """Sums each value over some of the axes, in as few collectives as `bucket_bytes` allows.
 
     Args:
@@ -299,9 +299,9 @@ def all_reduce(
     Cost: sends 2(N-1)/N of the bytes; nothing if there is a single device along the axes.
     """
 
-    def on_parts(parts: list[Array], waits: list[Array]) -> Moved:
+    def on_parts(parts: list[Array], waits: list[Array]) -> Communicated:
         turns = Turns(options, waits)
-        return Moved(_sum(parts, names, axes, turns), turns.events)
+        return Communicated(_sum(parts, names, axes, turns), turns.events)
 
     fn = on_parts if dims is None else _on_held_parts(on_parts, dims)
     return fn(list(values), list(waits))
@@ -323,15 +323,15 @@ def _sum(values: Sequence[Array], names: tuple[str, ...], axes: Axes, turns: Tur
 
 
 def _sum_value(value: Array, names: tuple[str, ...], axes: Axes, turns: Turns) -> Array:
-    cut = Cut.of(value.shape, value.dtype.itemsize, turns.options.bucket_bytes)
-    if cut.piece == value.shape:
+    pieces = Pieces.of(value.shape, value.dtype.itemsize, turns.options.bucket_bytes)
+    if pieces.piece == value.shape:
         return turns.done(lax.psum(turns.ready(value), names))
 
     def move(start: tuple[Array, ...], total: Array) -> Array:
-        part = turns.ready(lax.dynamic_slice(total, start, cut.piece))
+        part = turns.ready(lax.dynamic_slice(total, start, pieces.piece))
         return lax.dynamic_update_slice(total, lax.psum(part, names), start)
 
-    return turns.done(cut.loop(move, value))
+    return turns.done(pieces.loop(move, value))
 
 
 def device_index(axes: Axes) -> Array:

@@ -16,9 +16,8 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from zerojax.sharding.axes import WHOLE
 from zerojax.typing import Array
-
-WHOLE = PartitionSpec()
 
 
 def divisible_dim(shape: Sequence[int]) -> int | None:

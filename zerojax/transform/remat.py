@@ -12,8 +12,6 @@ import jax
 
 from zerojax.transform import jaxprs
 
-Equation = Any
-
 
 class Place(enum.Enum):
     """The memory in which a value is saved for the backward pass."""
@@ -63,6 +61,20 @@ class Remat:
         if both:
             raise ValueError(f"remat: {both[0]!r} is both in `save` and in `offload`\n  fix:      name it in one")
 
+    @classmethod
+    def of(cls, setting: Setting) -> Remat:
+        """The `Remat` of a preset's name or of a policy of `jax.checkpoint_policies`. Raises ValueError for others."""
+        if isinstance(setting, Remat):
+            return setting
+        if callable(setting):
+            return cls(policy=setting)
+        if not isinstance(setting, str) or setting not in _REMATS:
+            raise ValueError(
+                f"remat: unknown setting {setting!r}\n"
+                f"  fix:      one of {', '.join(_REMATS)}, a zerojax.Remat, or a policy of jax.checkpoint_policies"
+            )
+        return _REMATS[setting]
+
     @property
     def saves_inputs_only(self) -> bool:
         return self.policy is None and not self.names
@@ -71,7 +83,7 @@ class Remat:
     def names(self) -> frozenset[str]:
         return frozenset(self.save) | frozenset(self.offload)
 
-    def place(self, equation: Equation) -> Place | None:
+    def place(self, equation: jaxprs.Equation) -> Place | None:
         """The memory in which the results of an equation are saved; None if they are recomputed.
 
         Raises:
@@ -99,7 +111,7 @@ class Remat:
 
 _DECISIONS = {"SaveableType": Place.DEVICE, "Offloadable": Place.HOST, "RecomputeType": None}
 NO_REMAT = Remat(policy=jax.checkpoint_policies.everything_saveable)
-PRESETS = {
+_REMATS = {
     "none": NO_REMAT,
     "full": Remat(),
     "dots": Remat(policy=jax.checkpoint_policies.dots_saveable),
@@ -107,20 +119,6 @@ PRESETS = {
 }
 
 Setting = str | Remat | Callable[..., Any]
-
-
-def resolve(setting: Setting) -> Remat:
-    """The `Remat` of a preset's name or of a policy of `jax.checkpoint_policies`. Raises ValueError for others."""
-    if isinstance(setting, Remat):
-        return setting
-    if callable(setting):
-        return Remat(policy=setting)
-    if not isinstance(setting, str) or setting not in PRESETS:
-        raise ValueError(
-            f"remat: unknown setting {setting!r}\n"
-            f"  fix:      one of {', '.join(PRESETS)}, a zerojax.Remat, or a policy of jax.checkpoint_policies"
-        )
-    return PRESETS[setting]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +130,7 @@ class RematRules:
     @classmethod
     def of(cls, setting: Setting | Mapping[str, Setting]) -> RematRules:
         by_pattern = setting if isinstance(setting, Mapping) else {"*": setting}
-        return cls(tuple((pattern, resolve(each)) for pattern, each in by_pattern.items()))
+        return cls(tuple((pattern, Remat.of(each)) for pattern, each in by_pattern.items()))
 
     @property
     def saves_everything(self) -> bool:
