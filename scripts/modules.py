@@ -2,6 +2,7 @@
 
     python scripts/modules.py            # prints the table
     python scripts/modules.py --write    # rewrites it in docs/modules.md
+    python scripts/modules.py --graph    # prints the size of the graph of imports; of another checkout with --root DIR
 
 Modules and folders at the top level are in the order of `ORDER`; those that it does not list come last. Modules of a
 folder are in the order of their imports.
@@ -23,9 +24,9 @@ ORDER = (
 )  # fmt: skip
 
 
-def modules() -> list[str]:
+def modules(package: Path = PACKAGE) -> list[str]:
     """All modules below the package, such as 'sharding/axes', without `__init__`."""
-    paths = (path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py") if path.stem != "__init__")
+    paths = (path.relative_to(package).with_suffix("") for path in package.rglob("*.py") if path.stem != "__init__")
     return sorted(path.as_posix() for path in paths)
 
 
@@ -39,9 +40,9 @@ def rank(module: str) -> int:
     return ORDER.index(top(module)) if top(module) in ORDER else len(ORDER)
 
 
-def imports(module: str, known: Iterable[str]) -> Iterator[tuple[str, bool]]:
+def imports(module: str, known: Iterable[str], package: Path = PACKAGE) -> Iterator[tuple[str, bool]]:
     """Modules and folders of zerojax that a module imports, each with whether that is at the top of the file."""
-    tree = ast.parse((PACKAGE / f"{module}.py").read_text())
+    tree = ast.parse((package / f"{module}.py").read_text())
     at_the_top = {id(node) for node in tree.body}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "zerojax":
@@ -71,6 +72,47 @@ def in_order() -> list[str]:
     return sorted(found, key=lambda module: (rank(module), top(module)))
 
 
+def import_graph(package: Path = PACKAGE) -> dict[str, set[str]]:
+    """Each module -> the modules that it imports, also those that it imports inside of functions."""
+    known = modules(package)
+    return {module: {name for name, _ in imports(module, known, package) if name in known} for module in known}
+
+
+def by_folder(edges: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The graph of folders and top-level modules, from the graph of modules."""
+    graph: dict[str, set[str]] = {}
+    for module, below in edges.items():
+        graph.setdefault(top(module), set()).update(top(name) for name in below if top(name) != top(module))
+    return graph
+
+
+def cycle(edges: dict[str, set[str]]) -> list[str]:
+    """A cycle of a graph, or [] if it has none."""
+    try:
+        graphlib.TopologicalSorter(edges).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1][::-1]
+    return []
+
+
+def describe_graph(package: Path = PACKAGE) -> str:
+    """The size and the cycles of the graph of imports."""
+    edges = import_graph(package)
+    folders = by_folder(edges)
+
+    def depth(name: str) -> int:
+        return 1 + max(map(depth, folders[name]), default=0)
+
+    rows = {
+        "folders and top-level modules": len(folders),
+        "imports between them": sum(map(len, folders.values())),
+        "longest chain of imports": "endless" if cycle(folders) else max(map(depth, folders)),
+        "cycle of folders": " -> ".join(cycle(folders)) or "none",
+        "cycle of modules": " -> ".join(cycle(edges)) or "none",
+    }
+    return "\n".join(f"{name:29s} {value}" for name, value in rows.items())
+
+
 def summary(path: Path) -> str:
     """The first docstring line of a file."""
     return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0].replace("|", "\\|")
@@ -95,7 +137,12 @@ def page() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="rewrite docs/modules.md")
-    if parser.parse_args().write:
+    parser.add_argument("--graph", action="store_true", help="print the size of the graph of imports instead")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout whose graph is printed")
+    args = parser.parse_args()
+    if args.graph:
+        print(describe_graph(args.root / "zerojax"))
+    elif args.write:
         PAGE.write_text(page())
     else:
         print(table(), end="")

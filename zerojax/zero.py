@@ -122,7 +122,8 @@ class Zero:
         Args:
             loss_fn: `loss_fn(model, batch)` or `loss_fn(model, batch, key)`, where `model` is as returned by
                 `create_model`. It returns a scalar (the mean over its rows) or a `Weighted`, alone or with a dict of
-                metrics, each a scalar or a `Weighted`. Linen collections that the loss changes are returned in the dict by name.
+                metrics, each a scalar or a `Weighted`. Linen collections that the loss changes are returned in the dict
+                by name.
             num_microbatches: number of equal parts into which each device's rows are split. They are processed one
                 after the other.
             clip_norm: gradients are scaled down to this global norm.

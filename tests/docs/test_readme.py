@@ -71,6 +71,11 @@ def test_imports_point_downwards(module):
     assert [name for name, _ in MODULES["imports"](module, known) if rank(name) > rank(module)] == []
 
 
+def test_no_modules_import_each_other():
+    edges = MODULES["import_graph"]()
+    assert MODULES["cycle"](edges) == [] and MODULES["cycle"](MODULES["by_folder"](edges)) == []
+
+
 @pytest.mark.parametrize("name", zerojax.__all__)
 def test_every_public_name_has_a_docstring(name):
     value = getattr(zerojax, name)
