@@ -47,7 +47,7 @@ def test_the_first_divisible_dim_is_sharded(shape, stacked, dim):
 def test_a_leaf_that_cannot_be_sharded_has_a_reason():
     assert choose_dim((13, 7), 8, False)[1] == "replicated: 13 % 8 = 5, 7 % 8 = 7"
     assert choose_dim((), 8, False)[1] == "replicated: a scalar"
-    assert choose_dim((64,), 8, True)[1] == "replicated: one scalar a layer"
+    assert choose_dim((64,), 8, True)[1] == "replicated: one scalar per layer"
     assert "7 % 8 = 7" in choose_dim((64, 7), 8, True)[1] and "64" not in choose_dim((64, 7), 8, True)[1]
 
 

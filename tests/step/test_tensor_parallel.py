@@ -270,7 +270,7 @@ def spec_of(create, mesh=None, **options):
         ((None, "modle"), (16, 32), ["'w' names axis 'modle': no such axis", "shape (16, 32)", "make_mesh(model=...)"]),
         ((None, "model"), (16, 33), ["cannot divide 'w' over model in dim 1", "(16, 33)", "axis size 2; 33 % 2 = 1"]),
         (("model", "model"), (16, 32), ["'w' names axis 'model': named twice"]),
-        ((None, None, "model"), (16, 32), ["'w' has 3 entries for 2 dims", "fix:      one entry for each dim"]),
+        ((None, None, "model"), (16, 32), ["'w' has 3 entries for 2 dims", "fix:      give one entry for each dim"]),
         (("data", "data"), (16, 32), ["'w' names axis 'data': named twice"]),
         ((("data", "model"), None), (16, 32), ["names data axes", "ZeRO chooses a dim"]),
         (("data", None), (15, 32), ["cannot shard 'w' over data in dim 0", "15 % 4 = 3"]),

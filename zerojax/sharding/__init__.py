@@ -1,1 +1,1 @@
-"""Where arrays live: mesh axes, the placement of leaves and optimizer state, precision, names of units."""
+"""Mesh axes, the placement of parameters and optimizer state, precision, and the names of units."""

@@ -1,7 +1,7 @@
 """Checks the partition specs that models and users annotate leaves with.
 
-With tensor parallelism a weight is divided over a `model` axis by its annotation, and over the data axes by ZeRO, in
-another dim. An annotation that names data axes chooses this dim.
+With tensor parallelism, the annotation of a weight divides one dim over a `model` axis, and ZeRO divides another dim
+over the data axes. An annotation that names data axes chooses the latter dim.
 
 Source: ZeRO section 1, which combines P_os+g with Megatron's tensor parallelism.
 """
@@ -11,42 +11,43 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from jax.sharding import AxisType, PartitionSpec
 
 from zerojax.sharding.axes import Axes, axis_names
+from zerojax.typing import Shape
 
-Names = list[tuple[str, ...]]
+Entries: TypeAlias = list[tuple[str, ...]]  # the axis names of each entry of a spec
 
 
-def read(
-    path: str, shape: tuple[int, ...], annotation: PartitionSpec, stacked: bool, mesh: Any, axes: Axes
+def check_annotation(
+    path: str, shape: Shape, annotation: PartitionSpec, stacked: bool, mesh: Any, axes: Axes
 ) -> tuple[PartitionSpec, int | None]:
-    """Checks the annotation of a leaf.
+    """Checks the annotation of a leaf, and splits it into the data axes and all other axes.
 
     Args:
         path, shape: of the leaf.
-        annotation: an entry per dim: None, an axis or a tuple of axes.
+        annotation: one entry for each dim: None, an axis or a tuple of axes.
         stacked: whether dim 0 counts layers.
-        mesh: its axes have names, sizes and types.
+        mesh: the mesh, concrete or abstract.
         axes: the data axes.
 
     Returns:
         (the annotation without data axes and without axes of size 1; the dim at which it names data axes, or None).
 
     Raises:
-        ValueError: there are more entries than dims, or fewer for a stacked leaf; an axis is not in the mesh, is not of
-            type Auto or is named twice; data axes are named at several dims, or together with other axes at one; a dim
-            is not divisible by the size of its axes, or counts layers.
+        ValueError: if there are more entries than dims, or fewer for a stacked leaf; if an axis is not in the mesh, is
+            not of type Auto or is named twice; if data axes are named at several dims, or together with other axes at
+            one; if a dim is not divisible by the size of its axes, or counts layers.
     """
     text = f"shape {shape}, annotation {spec_text(annotation)}"
-    entries: Names = [axis_names(entry) for entry in annotation]
+    entries: Entries = [axis_names(entry) for entry in annotation]
     if len(entries) > len(shape) or (stacked and any(entries) and len(entries) < len(shape)):
         raise ValueError(
             f"placement: the annotation of {path!r} has {len(entries)} entries for {len(shape)} dims\n"
             f"  got:      {text}\n"
-            f"  fix:      one entry for each dim{_LAYER_ENTRY if stacked else ''}"
+            f"  fix:      give one entry for each dim{_LAYER_ENTRY if stacked else ''}"
         )
     _check_axes(path, entries, mesh, text)
     dim = _data_dim(path, entries, axes, text)
@@ -60,7 +61,7 @@ def read(
             raise ValueError(
                 f"placement: cannot divide {path!r} over {'x'.join(names)} in dim {d}\n"
                 f"  got:      {text}, axis size {size}; {why}\n"
-                f"  fix:      None at dim {d} of its annotation, or another shape"
+                f"  fix:      use None at dim {d} of its annotation, or change the shape"
             )
     divided = [tuple(name for name in names if mesh.shape[name] > 1) for names in entries]
     while divided and not divided[-1]:
@@ -74,7 +75,7 @@ _LAYER_ENTRY = (
 )
 
 
-def _check_axes(path: str, entries: Names, mesh: Any, text: str) -> None:
+def _check_axes(path: str, entries: Entries, mesh: Any, text: str) -> None:
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     for name, count in Counter(name for names in entries for name in names).items():
         if name in types and types[name] == AxisType.Auto and count == 1:
@@ -83,8 +84,8 @@ def _check_axes(path: str, entries: Names, mesh: Any, text: str) -> None:
         raise ValueError(
             f"placement: the annotation of {path!r} names axis {name!r}: {what}\n"
             f"  got:      {text}, axes {dict(mesh.shape)}\n"
-            f"  fix:      axes of the mesh, of type Auto (zerojax.make_mesh(model=...)), each once; for logical names, "
-            f"set their rules when the state is created"
+            f"  fix:      name axes of the mesh, of type Auto (zerojax.make_mesh(model=...)), each once; for logical "
+            f"names, set their rules when the state is created"
         )
 
 
@@ -101,4 +102,5 @@ def _data_dim(path: str, entries: Sequence[tuple[str, ...]], axes: Axes, text: s
 
 
 def spec_text(spec: PartitionSpec) -> str:
+    """A spec as text, such as "P('data', None)"."""
     return "P(" + ", ".join(map(repr, spec)) + ")"

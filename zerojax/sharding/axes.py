@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
-WHOLE: Any = PartitionSpec()
+REPLICATED: Any = PartitionSpec()
 
 
 class Axes(NamedTuple):
@@ -42,7 +42,7 @@ class Dims(NamedTuple):
     """
 
     shard: int | None
-    model_spec: PartitionSpec = WHOLE
+    model_spec: PartitionSpec = REPLICATED
 
     def transposed(self, order: Sequence[int]) -> Dims:
         """The dims of `lax.transpose(leaf, order)`."""

@@ -4,7 +4,7 @@ Axes, outermost first:
 
     replica   model states are replicated over it (hybrid sharding: shard within a host, replicate across hosts)
     data      model states are sharded over it
-    model     tensor parallelism; ZeRO leaves it to the partition specs of the model and the compiler
+    model     used for tensor parallelism; ZeRO leaves it to the partition specs of the model and to the compiler
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def make_mesh(
         A mesh with axes ('replica', 'data', 'model'), without those that `replica` and `model` leave out.
 
     Raises:
-        ValueError: the number of devices is not a multiple of replica x model.
+        ValueError: if the number of devices is not a multiple of replica x model.
     """
     count = devices if isinstance(devices, int) else len(jax.devices() if devices is None else devices)
     inner = 1 if model is None else model
@@ -62,7 +62,7 @@ def data_axes(mesh: Mesh | AbstractMesh, shard: Sequence[str], replica: Sequence
     """The data axes of a mesh, by their names.
 
     Raises:
-        ValueError: an axis is not in the mesh, is named twice, or is not of type Auto.
+        ValueError: if an axis is not in the mesh, is named twice, or is not of type Auto.
     """
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     for name in (*shard, *replica):
@@ -75,12 +75,12 @@ def data_axes(mesh: Mesh | AbstractMesh, shard: Sequence[str], replica: Sequence
         if types[name] != AxisType.Auto:
             raise ValueError(
                 f"mesh: axis {name!r} is of type {types[name]}\n"
-                f"  fix:      zerojax.make_mesh(), or jax.make_mesh(..., axis_types=(AxisType.Auto, ...))"
+                f"  fix:      use zerojax.make_mesh(), or jax.make_mesh(..., axis_types=(AxisType.Auto, ...))"
             )
     if not shard or len({*shard, *replica}) != len(shard) + len(replica):
         raise ValueError(
-            f"mesh: shard_axes {tuple(shard)} and replica_axes {tuple(replica)} name an axis twice, or none\n"
-            f"  fix:      at least one shard axis, and each axis once"
+            f"mesh: shard_axes {tuple(shard)} and replica_axes {tuple(replica)} name an axis twice, or no axis\n"
+            f"  fix:      name at least one shard axis, and each axis once"
         )
     size = lambda names: int(np.prod([mesh.shape[name] for name in names], dtype=int))
     return Axes(tuple(shard), tuple(replica), size(shard), size(replica))
@@ -102,10 +102,10 @@ def simulate_devices(count: int) -> None:
     With several processes, call `jax.distributed.initialize(...)` first.
 
     Sets JAX_PLATFORMS, XLA_FLAGS and NPROC. NPROC makes the CPU client's thread pool larger than the number of
-    devices: with only as many threads as devices, a collective can deadlock for want of a thread to start on.
+    devices: with only as many threads as devices, a collective can deadlock because no thread is left to start it on.
 
     Raises:
-        RuntimeError: JAX has already started with other devices.
+        RuntimeError: if JAX has already started with another number of devices.
     """
     os.environ |= simulation_variables(os.environ, count)
     jax.config.update("jax_platforms", "cpu")

@@ -33,9 +33,9 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.sharding import annotations
-from zerojax.sharding.axes import WHOLE, Axes, Dims, axis_names
-from zerojax.sharding.units import no_match, unit_names
-from zerojax.typing import PyTree
+from zerojax.sharding.axes import REPLICATED, Axes, Dims, axis_names
+from zerojax.sharding.units import no_match_text, unit_names
+from zerojax.typing import PyTree, Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,23 +63,23 @@ class Leaf:
 
     Attributes:
         path: keys joined by '/'.
-        shape, dtype: of the whole leaf.
+        shape, dtype: of the full leaf.
         dim: the sharded dim, or None.
         unit: name of the unit, whose leaves are gathered together.
-        reason: why this dim is sharded, or why none is.
-        trainable: whether it gets a gradient and optimizer state.
+        reason: why this dim is sharded, or why no dim is.
+        trainable: whether it has a gradient and optimizer state.
         model_spec: its spec over the axes that are not data axes, such as 'model'.
         stacked: whether dim 0 counts layers.
     """
 
     path: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: Any
     dim: int | None
     unit: str
     reason: str
     trainable: bool
-    model_spec: PartitionSpec = WHOLE
+    model_spec: PartitionSpec = REPLICATED
     stacked: bool = False
 
     @property
@@ -109,9 +109,9 @@ def data_spec(dim: int | None, axes: Axes) -> PartitionSpec:
 
 
 def choose_dim(
-    shape: Sequence[int], num_shards: int, stacked: bool, model_spec: PartitionSpec = WHOLE
+    shape: Sequence[int], num_shards: int, stacked: bool, model_spec: PartitionSpec = REPLICATED
 ) -> tuple[int | None, str]:
-    """(the dim to shard, or None; the reason)."""
+    """Returns (the dim to shard, or None; the reason)."""
     taken = {d: "x".join(axis_names(entry)) for d, entry in enumerate(model_spec) if entry}
     dims = [d for d in range(1 if stacked else 0, len(shape)) if d not in taken]
     divisible = [d for d in dims if shape[d] and shape[d] % num_shards == 0]
@@ -120,7 +120,7 @@ def choose_dim(
     if not shape:
         return None, "replicated: a scalar"
     if not dims and not taken:
-        return None, "replicated: one scalar a layer"
+        return None, "replicated: one scalar per layer"
     remainders = [f"{shape[d]} % {num_shards} = {shape[d] % num_shards}" for d in dims]
     return None, "replicated: " + ", ".join([*remainders, *(f"dim {d} is over {names}" for d, names in taken.items())])
 
@@ -152,15 +152,16 @@ def place(
 
     Args:
         params: tree of arrays or avals.
-        mesh: all axes.
+        mesh: the mesh, concrete or abstract.
         axes: the data axes.
         overrides: the user's choices.
         stacked_paths: paths of leaves known to be stacked.
-        annotated: path -> annotation of the model.
+        annotated: path -> the model's annotation.
 
     Raises:
-        ValueError: the tree is empty, a leaf is not an array, a pattern matches nothing, an annotation does not fit its
-            leaf; or a chosen dim does not exist, is not divisible by the number of shards, or is over another axis.
+        ValueError: if the tree is empty, a leaf is not an array, a pattern matches nothing or an annotation does not
+            fit its leaf; if a chosen dim does not exist, is not divisible by the number of shards, or is divided over
+            another axis.
     """
     with_paths, _ = jax.tree_util.tree_flatten_with_path(params)
     if not with_paths:
@@ -170,15 +171,15 @@ def place(
     for option in ("shard_dims", "stacked", "frozen", "partition_specs"):
         for pattern in getattr(overrides, option):
             if not any(fnmatchcase(path, pattern) for path in paths):
-                raise ValueError(no_match(option, pattern, paths))
+                raise ValueError(no_match_text(option, pattern, paths))
     units = unit_names(paths, overrides.units)
     leaves = []
     for path, unit, (_, leaf) in zip(paths, units, with_paths, strict=True):
         shape = tuple(leaf.shape)
         stacked = path in stacked_paths or _first_match(path, overrides.stacked) is not None
         pattern = _first_match(path, list(overrides.partition_specs))
-        annotation = annotated.get(path, WHOLE) if pattern is None else overrides.partition_specs[pattern]
-        model_spec, dim = annotations.read(path, shape, annotation, stacked, mesh, axes)
+        annotation = annotated.get(path, REPLICATED) if pattern is None else overrides.partition_specs[pattern]
+        model_spec, dim = annotations.check_annotation(path, shape, annotation, stacked, mesh, axes)
         pattern = _first_match(path, list(overrides.shard_dims))
         if pattern is not None:
             dim, reason = overrides.shard_dims[pattern], f"override {pattern!r}"
@@ -193,7 +194,7 @@ def place(
     return tuple(leaves)
 
 
-def _check_dim(path: str, shape: tuple[int, ...], dim: int | None, axes: Axes, model_spec: PartitionSpec) -> None:
+def _check_dim(path: str, shape: Shape, dim: int | None, axes: Axes, model_spec: PartitionSpec) -> None:
     taken = dim is not None and 0 <= dim < len(model_spec) and model_spec[dim] is not None
     if dim is None or (0 <= dim < len(shape) and shape[dim] % axes.num_shards == 0 and not taken):
         return
@@ -203,7 +204,7 @@ def _check_dim(path: str, shape: tuple[int, ...], dim: int | None, axes: Axes, m
     raise ValueError(
         f"placement: cannot shard {path!r} over {'x'.join(axes.shard)} in dim {dim}\n"
         f"  got:      shape {shape}, axis size {axes.num_shards}; {remainders}\n"
-        f"  fix:      another dim, a shape that {axes.num_shards} divides, or None to replicate"
+        f"  fix:      choose another dim, a shape that {axes.num_shards} divides, or None to replicate"
     )
 
 
@@ -239,10 +240,10 @@ def optimizer_specs(
 
 
 def named_shardings(mesh: Any, specs: PyTree) -> PyTree:
-    """A tree of NamedShardings from a tree of specs."""
+    """Converts a tree of specs to a tree of NamedShardings."""
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
 def shard_bytes(aval: Any, sharding: NamedSharding) -> int:
-    """The bytes of an array that one device holds."""
+    """The number of bytes of an array that one device holds."""
     return math.prod(sharding.shard_shape(tuple(aval.shape))) * aval.dtype.itemsize

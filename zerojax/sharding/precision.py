@@ -106,6 +106,7 @@ class LossScale:
 
     @classmethod
     def create(cls, precision: Precision) -> LossScale | None:
+        """The initial loss scale, or None if the precision has no loss scaling."""
         if precision.initial_scale is None:
             return None
         return cls(jnp.float32(precision.initial_scale), jnp.int32(0))

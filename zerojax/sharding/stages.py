@@ -6,7 +6,7 @@ import enum
 
 
 class Stage(enum.IntEnum):
-    """A stage, equal to its number. Each shards what the one before shards, and one kind of model states more.
+    """A stage, equal to its number. Each stage shards one more kind of model states than the stage before.
 
     Source: ZeRO, section 5.
     """
@@ -18,10 +18,10 @@ class Stage(enum.IntEnum):
 
     @classmethod
     def of(cls, stage: int) -> Stage:
-        """The stage of a number.
+        """The stage with a given number.
 
         Raises:
-            ValueError: not a number from 0 to 3.
+            ValueError: if `stage` is not an integer from 0 to 3.
         """
         if stage not in list(cls) or isinstance(stage, bool):
             numbers = ", ".join(str(each.value) for each in cls)
@@ -30,15 +30,15 @@ class Stage(enum.IntEnum):
 
     @property
     def shards_optimizer(self) -> bool:
-        """Optimizer state and the master copy of parameters are sharded."""
+        """Whether optimizer state and the master copy of parameters are sharded."""
         return self >= Stage.P_OS
 
     @property
     def shards_grads(self) -> bool:
-        """Gradients are reduce-scattered unit by unit, in every microbatch."""
+        """Whether gradients are reduce-scattered unit by unit, in every microbatch."""
         return self >= Stage.P_OS_G
 
     @property
     def shards_params(self) -> bool:
-        """Parameters are sharded, and gathered unit by unit."""
+        """Whether parameters are sharded, and gathered unit by unit."""
         return self >= Stage.P_OS_G_P

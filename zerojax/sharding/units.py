@@ -17,11 +17,11 @@ def unit_names(paths: Sequence[str], patterns: Sequence[str] = ()) -> list[str]:
     first component after the prefix that all paths share ('model/embed').
 
     Args:
-        paths: of all leaves.
+        paths: the paths of all leaves.
         patterns: globs on leading parts of paths.
 
     Raises:
-        ValueError: a pattern matches no path.
+        ValueError: if a pattern matches no path.
     """
     split = [path.split("/") for path in paths]
     common = 0
@@ -44,15 +44,16 @@ def unit_names(paths: Sequence[str], patterns: Sequence[str] = ()) -> list[str]:
     names = [name(parts) for parts in split]
     for pattern in patterns:
         if pattern not in matched:
-            raise ValueError(no_match("units", pattern, paths))
+            raise ValueError(no_match_text("units", pattern, paths))
     return names
 
 
-def no_match(what: str, pattern: str, paths: Sequence[str]) -> str:
+def no_match_text(option: str, pattern: str, paths: Sequence[str]) -> str:
     """The error text for a pattern that matches no leaf path."""
     shown = ", ".join(list(paths)[:5]) + (", ..." if len(paths) > 5 else "")
+    example = pattern.strip("*") and f"*{pattern.strip('*')}*"
     return (
-        f"{what}: pattern {pattern!r} matches no parameter\n"
+        f"{option}: pattern {pattern!r} matches no parameter\n"
         f"  got:      paths {shown}\n"
-        f"  fix:      a glob on the whole path, for example {pattern.strip('*') and '*' + pattern.strip('*') + '*'!r}"
+        f"  fix:      use a glob on the whole path, for example {example!r}"
     )

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from zerojax.sharding.axes import WHOLE, Axes, Dims
+from zerojax.sharding.axes import REPLICATED, Axes, Dims
 from zerojax.transform.buckets import SMALL_BYTES, Pieces, fused
 from zerojax.transform.dependencies import after, event
 from zerojax.typing import Array
@@ -98,7 +98,11 @@ def _on_held_parts(fn: Callable[..., Communicated], dims: Sequence[Dims]) -> Cal
         return fn
     specs = [each.model_spec for each in dims]
     return jax.shard_map(
-        fn, in_specs=(specs, WHOLE), out_specs=Communicated(specs, WHOLE), axis_names={*names}, check_vma=False
+        fn,
+        in_specs=(specs, REPLICATED),
+        out_specs=Communicated(specs, REPLICATED),
+        axis_names={*names},
+        check_vma=False,
     )
 
 

@@ -16,7 +16,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from zerojax.sharding.axes import WHOLE
+from zerojax.sharding.axes import REPLICATED
 from zerojax.typing import Array
 
 
@@ -47,20 +47,20 @@ def partition(value: Array, dim: int) -> Array:
     names, size = _axes()
     rows = value.shape[dim] // size
     device_slice = lambda value: lax.dynamic_slice_in_dim(value, lax.axis_index(names) * rows, rows, dim)
-    return _manual(device_slice, WHOLE, _divided(names, dim))(value)
+    return _manual(device_slice, REPLICATED, _divided(names, dim))(value)
 
 
 def unpartition(value: Array, dim: int) -> Array:
     """The inverse of `partition`: an all-gather, in which a device receives (M-1)/M of the value's bytes."""
     names, _ = _axes()
     gather = lambda part: lax.all_gather(part, names, axis=dim, tiled=True)
-    return _manual(gather, _divided(names, dim), WHOLE)(value)
+    return _manual(gather, _divided(names, dim), REPLICATED)(value)
 
 
 def on_parts(fn: Callable[[Array], Any], dim: int) -> Callable[[Array], Any]:
     """Applies `fn` to the slice on each device. Its result may be taken from any device. Sends nothing."""
     names, _ = _axes()
-    return _manual(fn, _divided(names, dim), WHOLE)
+    return _manual(fn, _divided(names, dim), REPLICATED)
 
 
 def _axes() -> tuple[tuple[str, ...], int]:
