@@ -1,4 +1,4 @@
-"""The training step: gradient program inside `shard_map`, update outside it on global arrays."""
+"""The jitted training and evaluation steps: gradients inside `shard_map`, then the update on global arrays."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.audit.audit import audit_step
-from zerojax.audit.expectation import Expectation, expectation
+from zerojax.audit.expectation import Expectation, expect
 from zerojax.audit.findings import Audit
-from zerojax.report import out_of_memory
 from zerojax.report.memory import Memory, step_memory
+from zerojax.report.out_of_memory import out_of_memory_error
 from zerojax.step import models, state as states
 from zerojax.step.config import (
     ZeroConfig,
@@ -26,21 +26,27 @@ from zerojax.step.config import (
     compiler_options,
     global_shape,
     leaf_specs,
-    manual,
     shard_batch,
+    shard_map_over_data,
 )
-from zerojax.step.gradient import GradientProgram, gradient_program, gradients, uses
+from zerojax.step.gradient import DeviceGradient, compute_gradients, count_uses, device_gradient
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition, TrainState
 from zerojax.step.update import apply_gradients, optimizer_shardings, squared_norm
-from zerojax.typing import Array, PyTree
+from zerojax.typing import Array, Aval, PyTree
 
 
 class Step:
-    """A jitted step over (state, batch), checked before it compiles and compiled once per shape.
+    """A jitted step over (state, batch). Its inputs are checked before it is traced; it compiles once per shape.
 
-    `lower(state, batch)` and `trace(state, batch)` are those of the jitted function; they take avals with shardings
-    (`zero.eval_init`) as well as arrays. `config` is that of the Zero, `settings` are those of the step.
+    `trace(state, batch)` and `lower(state, batch)` are those of the jitted function. They take avals with shardings
+    (`zero.eval_init`) as well as arrays.
+
+    Args:
+        config: mesh, axes, stage and precision.
+        settings: the settings of the step.
+        build: `build(state)` returns the function to jit.
+        donate: whether the step donates the state.
     """
 
     def __init__(
@@ -53,7 +59,8 @@ class Step:
         self.config, self.settings, self._build, self._donate = config, settings, build, donate
         self._jitted: dict[Any, Any] = {}
 
-    def _prepare(self, state: TrainState, batch: PyTree) -> tuple[Any, PyTree]:
+    def _checked(self, state: TrainState, batch: PyTree) -> Any:
+        """Checks the inputs, and returns the jitted function for this kind of state."""
         check_batch(self.config, batch, self.settings.num_microbatches)
         key = state.definition
         if key not in self._jitted:
@@ -65,45 +72,47 @@ class Step:
                 keep_unused=True,
                 compiler_options=compiler_options(self.config, key.leaves),
             )
-        return self._jitted[key], batch
+        return self._jitted[key]
 
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
-        jitted, batch = self._prepare(state, batch)
+        jitted = self._checked(state, batch)
         return jitted(state, shard_batch(self.config, batch))
 
-    def _abstract(self, batch: PyTree) -> PyTree:
+    def _batch_avals(self, batch: PyTree) -> PyTree:
+        """The avals of a global batch, with shardings."""
         aval = lambda a, s: jax.ShapeDtypeStruct(
             global_shape(a), _dtype(a), sharding=NamedSharding(self.config.mesh, s)
         )
         return jax.tree.map(aval, batch, batch_specs(self.config, batch))
 
     def trace(self, state: TrainState, batch: PyTree) -> Any:
-        jitted, batch = self._prepare(state, batch)
-        return jitted.trace(state, self._abstract(batch))
+        jitted = self._checked(state, batch)
+        return jitted.trace(state, self._batch_avals(batch))
 
     def lower(self, state: TrainState, batch: PyTree, **kwargs: Any) -> Any:
         return self.trace(state, batch).lower(**kwargs)
 
 
 def _dtype(a: Any) -> Any:
-    """That JAX makes of an array of numpy or of a number."""
+    """The dtype to which JAX converts a NumPy array or a number."""
     dtype = a.dtype if hasattr(a, "dtype") else np.result_type(a)
     return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
 
 
-def _aval(a: Array) -> Any:
+def _aval(a: Array) -> Aval:
     return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding)
 
 
 class TrainStep(Step):
-    """A `Step` that returns (state, metrics), and can be held against what it promises.
+    """A `Step` that returns (state, metrics), and can report its memory and audit its compiled program.
 
     Args:
-        config: of the Zero.
-        settings: of the step.
-        build: state -> the function to jit.
-        program: definition -> the gradient program.
-        audit_setting: 'error', 'warn' or 'off': what an audit of each newly compiled program leads to.
+        config: mesh, axes, stage and precision.
+        settings: the settings of the step.
+        build: `build(state)` returns the function to jit.
+        gradient_of: `gradient_of(definition)` returns the `DeviceGradient` of the step.
+        audit_setting: 'error' or 'warn' audits each newly compiled program, and raises or warns if an expectation is
+            broken; 'off' does not audit.
     """
 
     def __init__(
@@ -111,15 +120,15 @@ class TrainStep(Step):
         config: ZeroConfig,
         settings: StepSettings,
         build: Callable[[TrainState], Callable[..., Any]],
-        program: Callable[[Definition], GradientProgram],
+        gradient_of: Callable[[Definition], DeviceGradient],
         audit_setting: str,
     ):
-        self._program, self._audit_setting = program, audit_setting
+        self._gradient_of, self._audit_setting = gradient_of, audit_setting
         self._audited: set[Any] = set()
         super().__init__(config, settings, build, donate=True)
 
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
-        jitted, batch = self._prepare(state, batch)
+        jitted = self._checked(state, batch)
         batch = shard_batch(self.config, batch)
         if self._audit_setting != "off":
             self._audit_once(state, batch)
@@ -128,26 +137,26 @@ class TrainStep(Step):
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            raise self._exhausted(state, batch, error) from error
-
-    def _exhausted(self, state: TrainState, batch: PyTree, error: Exception) -> MemoryError:
-        """With a table of what the step holds."""
-        return out_of_memory.explained(self.config, self.settings, self.memory(state, batch), error)
+            memory = self.memory(state, batch)
+            raise out_of_memory_error(self.config, self.settings, memory, error) from error
 
     def memory(self, state: TrainState, batch: PyTree) -> Memory:
-        """What a device holds when memory is fullest in this step, by formula: terms, and a table when printed.
+        """Estimates the peak memory of this step on one device, without compiling it.
 
         Args:
-            state: arrays, also donated ones, or avals.
+            state: arrays, which may have been donated, or avals.
             batch: arrays or avals.
 
-        Cost: the step is traced, and its trace is read: seconds. Nothing is compiled.
+        Returns:
+            A `Memory`: the terms of the peak in bytes, and a table when printed.
+
+        Cost: traces the step and reads the trace, which takes seconds.
         """
         avals = jax.tree.map(_aval, state)
-        return step_memory(self.config, self.settings, avals, self.trace(avals, batch), self._abstract(batch))
+        return step_memory(self.config, self.settings, avals, self.trace(avals, batch), self._batch_avals(batch))
 
     def _audit_once(self, state: TrainState, batch: PyTree) -> None:
-        """Before a program runs for the first time. It is compiled once: `jitted` finds it in JAX's cache."""
+        """Audits a program before it runs for the first time. It compiles once: the step finds it in JAX's cache."""
         key = (
             state.definition,
             *((a.shape, a.dtype) for a in jax.tree.leaves(batch)),
@@ -158,23 +167,33 @@ class TrainStep(Step):
             self._audited.add(key)
 
     def expectation(self, state: TrainState, batch: PyTree) -> Expectation:
-        """What the step promises of itself for this state and batch: arrays, or avals (`zero.eval_init`)."""
+        """What the compiled step is expected to do, by the formulas of its stage.
+
+        Args:
+            state: arrays or avals (`zero.eval_init`).
+            batch: arrays or avals.
+        """
         return self._expectation(state, batch, self.trace(state, batch))
 
     def audit(self, state: TrainState, batch: PyTree) -> Audit:
-        """What the step promises beside what its compiled program does. Nothing is run. See `zerojax.audit`.
+        """Compares what the step is expected to do with its compiled program. Nothing runs. See `audit_step`.
 
         Args:
-            state: arrays or avals; also on described devices (`targets.devices`).
+            state: arrays or avals, also for described devices (`targets.devices`).
             batch: arrays or avals.
+
+        Returns:
+            An `Audit`: one finding for each expectation, and a table when printed.
+
+        Cost: compiles the step, if it is not in JAX's cache, and reads the text of the program.
         """
         traced = self.trace(state, batch)
         return audit_step(traced, self._expectation(state, batch, traced))
 
     def _expectation(self, state: TrainState, batch: PyTree, traced: Any) -> Expectation:
-        program = self._program(state.definition)
-        args = jax.tree.leaves(state.params), state.model_state, self._abstract(batch), state.key
-        return expectation(self.config, self.settings, state, traced.jaxpr, uses(program, args))
+        gradient = self._gradient_of(state.definition)
+        args = jax.tree.leaves(state.params), state.model_state, self._batch_avals(batch), state.key
+        return expect(self.config, self.settings, state, traced.jaxpr, count_uses(gradient, args))
 
 
 def train_step(
@@ -186,18 +205,18 @@ def train_step(
     """See `Zero.train_step`."""
     clip_norm = settings.clip_norm
 
-    def gradient(definition: Definition) -> GradientProgram:
-        return gradient_program(config, definition, loss_fn, settings)
+    def gradient_of(definition: Definition) -> DeviceGradient:
+        return device_gradient(config, definition, loss_fn, settings)
 
     def build(like: TrainState) -> Callable[..., Any]:
         definition, shardings = like.definition, states.shardings(config, like)
-        program = gradient(definition)
+        gradient = gradient_of(definition)
 
         def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Array]]:
             scale = state.loss_scale.value if state.loss_scale else jnp.float32(1)
             key = jax.random.fold_in(state.key, state.step)
             args = (jax.tree.leaves(state.params), state.model_state, batch, key, scale)
-            result = gradients(program, args)
+            result = compute_gradients(gradient, args)
             norm = jnp.sqrt(result.squared_norm) / scale
             finite = jnp.isfinite(norm)
             factor = 1 / scale
@@ -208,11 +227,10 @@ def train_step(
             if clip_norm is None and state.loss_scale is None:
                 scaled = result.grads
             grads = jax.tree.unflatten(definition.tree, scaled)
-            after = apply_gradients(program, state, shardings, grads, finite)
-            kept = jax.tree.map(
-                lambda n, o: n if models.is_key(n) else lax.select(finite, n, o), result.state, state.model_state
-            )
-            after = dataclasses.replace(after, model_state=kept)
+            after = apply_gradients(gradient, state, shardings, grads, finite)
+            keep = lambda new, old: new if models.is_key(new) else lax.select(finite, new, old)
+            model_state = jax.tree.map(keep, result.model_state, state.model_state)
+            after = dataclasses.replace(after, model_state=model_state)
             trained = after.master if after.master is not None else definition.trained(after.params)
             if after.master is None:
                 trained = lax.with_sharding_constraint(trained, optimizer_shardings(config, definition))
@@ -220,7 +238,7 @@ def train_step(
                 "loss": result.loss,
                 **result.metrics,
                 "grad_norm": norm,
-                "param_norm": jnp.sqrt(squared_norm(program, trained)),
+                "param_norm": jnp.sqrt(squared_norm(gradient, trained)),
                 "skipped": after.skipped,
                 **_learning_rate(after.opt_state),
                 **({"loss_scale": after.loss_scale.value} if after.loss_scale else {}),
@@ -229,7 +247,7 @@ def train_step(
 
         return step
 
-    return TrainStep(config, settings, build, gradient, audit_setting)
+    return TrainStep(config, settings, build, gradient_of, audit_setting)
 
 
 def eval_step(config: ZeroConfig, loss_fn: Callable[..., Any], settings: StepSettings) -> Step:
@@ -237,18 +255,18 @@ def eval_step(config: ZeroConfig, loss_fn: Callable[..., Any], settings: StepSet
 
     def build(like: TrainState) -> Callable[..., Any]:
         definition = like.definition
-        program = gradient_program(config, definition, loss_fn, settings)
+        gradient = device_gradient(config, definition, loss_fn, settings)
 
         def step(state: TrainState, batch: PyTree) -> dict[str, Array]:
-            whole = PartitionSpec()
+            replicated = PartitionSpec()
             in_specs = (
                 leaf_specs(config, definition.leaves, config.stage.shards_params),
-                whole,
+                replicated,
                 batch_specs(config, batch),
-                whole,
+                replicated,
             )
-            run = manual(config, program.evaluate, in_specs, whole)
-            loss, metrics = run(jax.tree.leaves(state.params), state.model_state, batch, state.key)
+            evaluate = shard_map_over_data(config, gradient.evaluate, in_specs, replicated)
+            loss, metrics = evaluate(jax.tree.leaves(state.params), state.model_state, batch, state.key)
             return {"loss": loss, **metrics}
 
         return step
@@ -257,7 +275,7 @@ def eval_step(config: ZeroConfig, loss_fn: Callable[..., Any], settings: StepSet
 
 
 def _learning_rate(opt_state: PyTree) -> dict[str, Array]:
-    """The learning rate, where the optimizer keeps it in its state (optax.inject_hyperparams)."""
+    """The learning rate, if the optimizer has it in its state (optax.inject_hyperparams)."""
     found = [value for _, value in optax.tree.get_all_with_path(opt_state, "learning_rate")]
     scalars = [value for value in found if isinstance(value, jax.Array) and value.ndim == 0]
     return {"learning_rate": scalars[0].astype(jnp.float32)} if scalars else {}

@@ -21,7 +21,7 @@ from zerojax.sharding.precision import Precision
 from zerojax.sharding.stages import Stage
 from zerojax.step import config as configs, models, state as states
 from zerojax.step.config import ZeroConfig
-from zerojax.step.gradient import gradient_program, gradients
+from zerojax.step.gradient import compute_gradients, device_gradient
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition, TrainState
 from zerojax.train_step import Step, TrainStep
@@ -211,9 +211,9 @@ class Zero:
         def fn(params: Any, *args: Any) -> Any:
             configs.check_batch(self.config, args, 1)
             definition = self._definition(params)
-            program = gradient_program(self.config, definition, lambda p, args: loss_fn(p, *args), settings)
+            gradient = device_gradient(self.config, definition, lambda p, args: loss_fn(p, *args), settings)
             inputs = (jax.tree.leaves(params), {}, args, jax.random.key(0), jnp.float32(1))
-            result = gradients(program, inputs)
+            result = compute_gradients(gradient, inputs)
             grads = jax.tree.unflatten(definition.tree, result.grads)
             return ((result.loss, result.metrics), grads) if has_aux else (result.loss, grads)
 

@@ -192,7 +192,7 @@ def test_an_optimizer_state_of_another_model():
     other = zero.eval_init(lambda: create() | {"head": jnp.ones((12, 16))}, optax.adam(0.1))
     mixed = dataclasses.replace(state, opt_state=other.opt_state)
     text = message(ValueError, zero.train_step(loss).trace, mixed, {"x": X})
-    assert "not of this model and optimizer" in text
+    assert "does not match the model and the optimizer" in text
     assert "0/mu/head" in text and "(12, 16)" in text and "(12, 8)" in text
 
 
@@ -211,13 +211,16 @@ def test_an_optimizer_state_of_another_optimizer():
 @pytest.mark.parametrize(
     ("change", "parts"),
     [
-        (lambda value, params: jnp.full(8, value), ["the loss is no scalar", "shape (8,)", "jnp.mean"]),
+        (lambda value, params: jnp.full(8, value), ["the loss is not a scalar", "shape (8,)", "jnp.mean"]),
         (lambda value, params: jnp.int32(value), ["dtype int32 cannot be differentiated", "floating"]),
         (lambda value, params: (value, value, value), ["returns 3 values", "(loss, dict of metrics)"]),
-        (lambda value, params: (value, value), ["beside the loss", "dict of scalar metrics"]),
-        (lambda value, params: (value, {"logits": jnp.ones((4, 8))}), ["metric 'logits' is no scalar", "shape (4, 8)"]),
-        (lambda value, params: Weighted(jnp.full(8, value), 1), ["the loss is no scalar", "shape (8,)"]),
-        (lambda value, params: Weighted(value, jnp.ones(8)), ["the loss is no scalar", "shape (8,)"]),
+        (lambda value, params: (value, value), ["the second output is not a dict", "dict of scalar metrics"]),
+        (
+            lambda value, params: (value, {"logits": jnp.ones((4, 8))}),
+            ["'logits' is not a scalar", "shape (4, 8)"],
+        ),
+        (lambda value, params: Weighted(jnp.full(8, value), 1), ["the loss is not a scalar", "shape (8,)"]),
+        (lambda value, params: Weighted(value, jnp.ones(8)), ["the loss is not a scalar", "shape (8,)"]),
     ],
     ids=["vector", "integer", "triple", "no_dict", "metric", "weighted_sum", "weight"],
 )

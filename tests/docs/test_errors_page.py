@@ -29,7 +29,7 @@ from zerojax.checkpoints.manifest import signed
 from zerojax.exchange.tensors import INDEX, Reader
 from zerojax.plan import Settings, plan
 from zerojax.processes import agree
-from zerojax.report.out_of_memory import explained
+from zerojax.report.out_of_memory import out_of_memory_error
 from zerojax.step.settings import StepSettings
 
 PAGE = (REPO / "docs" / "errors.md").read_text()
@@ -181,7 +181,7 @@ def _(tmp_path):
     """What JAX raises is planted."""
     error = RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 23.10GiB.\nand more")
     memory = plan("llama3-8b", "h100:8", Settings(stage=2, remat="none"), suggest=False).memory
-    raise explained(setting(2).config, StepSettings(), memory, error)
+    raise out_of_memory_error(setting(2).config, StepSettings(), memory, error)
 
 
 @shows("An unsupported version")

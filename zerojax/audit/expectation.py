@@ -80,7 +80,7 @@ class Expectation:
     jaxpr: Any = dataclasses.field(repr=False, compare=False)
 
 
-def expectation(
+def expect(
     config: ZeroConfig, settings: StepSettings, state: TrainState, jaxpr: Any, uses: Sequence[int]
 ) -> Expectation:
     """What a library step promises.

@@ -11,7 +11,7 @@ from zerojax.step.config import ZeroConfig
 from zerojax.step.settings import StepSettings
 
 
-def explained(config: ZeroConfig, settings: StepSettings, memory: Memory, error: Exception) -> MemoryError:
+def out_of_memory_error(config: ZeroConfig, settings: StepSettings, memory: Memory, error: Exception) -> MemoryError:
     """The error that says what a step holds by formula.
 
     Args:

@@ -1,1 +1,1 @@
-"""One training step: the model, its state, the gradient on one device's data, and the update."""
+"""The parts of a training step: model adapters, the training state, the gradient and the optimizer update."""

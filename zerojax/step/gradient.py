@@ -1,11 +1,11 @@
-"""The gradient of a loss on one device's data, at every stage: microbatches, weights, reductions.
+"""Computes the loss and its gradient on one device's data, and reduces the gradient as the stage requires.
 
-Everything here runs inside `shard_map`, manual over the data axes, on one device's shard of the batch:
+Everything here runs inside `shard_map`, manual over the data axes, on one device's rows of the batch:
 
-    stage 0   full weights; accumulate locally; one all-reduce a step
-    stage 1   full weights; accumulate locally; one reduce-scatter a step
-    stage 2   full weights; reduce-scatter per unit in every microbatch; accumulate shards
-    stage 3   gather per unit, forward and backward; reduce-scatter per unit in every microbatch; accumulate shards
+    stage 0   full weights; accumulate full gradients; one all_reduce per step
+    stage 1   full weights; accumulate full gradients; one reduce_scatter per step
+    stage 2   full weights; reduce_scatter of each unit in every microbatch; accumulate shards
+    stage 3   all_gather of each unit, forward and backward; reduce_scatter and accumulation as at stage 2
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from zerojax.sharding.precision import cast, for_reduction
 from zerojax.step import models
-from zerojax.step.config import ZeroConfig, batch_specs, leaf_specs, manual
+from zerojax.step.config import ZeroConfig, batch_specs, leaf_specs, shard_map_over_data
 from zerojax.step.models import Output, Weighted
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition
@@ -31,30 +31,39 @@ from zerojax.transform.dependencies import event
 from zerojax.transform.segmentation import TracedLoss
 from zerojax.transform.segmented_loss import SegmentedLoss
 from zerojax.transform.stage_collectives import StageCollectives
-from zerojax.typing import Array, PRNGKey, PyTree
+from zerojax.typing import Array, ArrayLike, PRNGKey, PyTree
 
-Loss = Callable[[PyTree, PyTree, PyTree, PRNGKey], Output]  # (params, other state, batch, key)
+Loss = Callable[[PyTree, PyTree, PyTree, PRNGKey], Output]  # (params, model state, batch, key) -> output
 
 
 class LossAndGrads(NamedTuple):
-    """What a device has after the gradient program. All but `grads` is the same on every device."""
+    """The results of one step's forward and backward pass. All but `grads` are the same on every device.
 
-    grads: list[Array | None]  # per leaf, as the stage keeps it, times the loss scale; None where frozen
-    loss: Array  # scalar fp32
-    metrics: dict[str, Array]  # scalars fp32
-    state: Any  # other state of the model
-    squared_norm: Array  # scalar fp32, of all gradients
+    Attributes:
+        grads: the reduced gradient of each leaf, times the loss scale: a shard from stage 1 on, full at stage 0; None
+            for frozen leaves.
+        loss: fp32 scalar.
+        metrics: fp32 scalars.
+        model_state: the model state after the step.
+        squared_norm: fp32 scalar, the squared norm of all gradients.
+    """
+
+    grads: list[Array | None]
+    loss: Array
+    metrics: dict[str, Array]
+    model_state: PyTree
+    squared_norm: Array
 
 
 @dataclasses.dataclass(frozen=True)
-class GradientProgram:
-    """Builds the local gradient function of a loss.
+class DeviceGradient:
+    """Computes the loss and its reduced gradient on one device's data.
 
     Attributes:
         config: mesh, axes, stage and precision.
         definition: the parameters and their placement.
-        loss: the loss, in terms of a parameter tree.
-        settings: of the step.
+        loss: the loss as a function of a parameter tree.
+        settings: the settings of the step.
     """
 
     config: ZeroConfig
@@ -64,65 +73,70 @@ class GradientProgram:
 
     @property
     def trainable(self) -> list[bool]:
+        """Whether each leaf is trained."""
         return [leaf.trainable for leaf in self.definition.leaves]
 
     def __call__(
-        self, shards: Sequence[Array], other: PyTree, batch: PyTree, key: PRNGKey, scale: Array
+        self, shards: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey, scale: Array
     ) -> LossAndGrads:
-        """One step's gradient.
+        """Computes the loss and gradient of one step.
 
         Args:
-            shards: parameter leaves, full below stage 3, else this device's shards.
-            other: the model's other state.
+            shards: parameter leaves: this device's shards at stage 3, full leaves below.
+            model_state: the model state before the step.
             batch: this device's rows.
-            key: PRNG key of the step.
-            scale: scalar, the loss scale.
+            key: the PRNG key of the step.
+            scale: fp32 scalar, the loss scale.
         """
         shards = cast(list(shards), self.config.precision.compute_dtype)
         if self.config.precision.cast_inputs:
             batch = cast(batch, self.config.precision.compute_dtype)
         if self.settings.num_microbatches == 1:
-            grads, output, _ = self._microbatch(shards, other, batch, self._device_key(key, 0), scale, [])
+            grads, output, _ = self._microbatch(shards, model_state, batch, self._device_key(key, 0), scale, [])
             grads = self._finish_reduction(grads)
-            sums, state = output.sums(), output.state
+            sums, after = output.sums(), output.model_state
         else:
-            grads, sums, state = self._accumulate(shards, other, batch, key, scale)
-        return self._result(grads, sums, other, state)
+            grads, sums, after = self._accumulate(shards, model_state, batch, key, scale)
+        return self._result(grads, sums, model_state, after)
 
     def evaluate(
-        self, shards: Sequence[Array], other: PyTree, batch: PyTree, key: PRNGKey
+        self, shards: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey
     ) -> tuple[Array, dict[str, Array]]:
-        """Loss and metrics alone, with the same gathering."""
+        """Computes the loss and the metrics without a gradient. Units are gathered as in a training step."""
         shards = cast(list(shards), self.config.precision.compute_dtype)
         if self.config.precision.cast_inputs:
             batch = cast(batch, self.config.precision.compute_dtype)
         key = self._device_key(key, 0)
         if self.config.stage.shards_params:
-            program, data, unflatten = self._program(shards, self._fold(other, 0), batch, key)
-            output = unflatten(program.evaluate(shards, data, []))
+            segmented, data, unflatten = self._segmented_loss(shards, self._fold(model_state, 0), batch, key)
+            output = unflatten(segmented.evaluate(shards, data, []))
         else:
-            output = self.loss(jax.tree.unflatten(self.definition.tree, shards), self._fold(other, 0), batch, key)
+            output = self.loss(jax.tree.unflatten(self.definition.tree, shards), self._fold(model_state, 0), batch, key)
         return _means(self._total(output.sums())[0])
 
-    def uses(self, shards: Sequence[Array], other: PyTree, batch: PyTree, key: PRNGKey) -> list[int]:
-        """Of each leaf: in how many places of the loss it is gathered and its gradient reduced.
+    def count_uses(self, shards: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey) -> list[int]:
+        """Counts, for each leaf, the segments of the loss that gather it and reduce its gradient.
 
-        None if the loss does not use it, one usually, more if several units share it. Arguments: those of a call.
+        The count is 0 if the loss does not use the leaf, and more than 1 if several units share it. The arguments are
+        those of a call.
         """
         shards = cast(list(shards), self.config.precision.compute_dtype)
         batch = jax.tree.map(lambda a: a[: a.shape[0] // self.settings.num_microbatches] if a.ndim else a, batch)
-        program, _, _ = self._program(shards, self._fold(other, 0), batch, key)
-        places = [leaf for segment in program.traced.segments for leaf in segment.leaves]
-        return [places.count(leaf) for leaf in range(len(self.definition.leaves))]
+        segmented, _, _ = self._segmented_loss(shards, self._fold(model_state, 0), batch, key)
+        used = [leaf for segment in segmented.traced.segments for leaf in segment.leaves]
+        return [used.count(leaf) for leaf in range(len(self.definition.leaves))]
 
-    def _device_key(self, key: PRNGKey, microbatch: PyTree) -> Array:
+    def _device_key(self, key: PRNGKey, microbatch: ArrayLike) -> PRNGKey:
+        """The PRNG key of this device and a microbatch."""
         return jax.random.fold_in(jax.random.fold_in(key, collectives.device_index(self.config.axes)), microbatch)
 
-    def _fold(self, other: PyTree, microbatch: PyTree) -> Any:
-        folded = models.fold_keys(other, collectives.device_index(self.config.axes))
+    def _fold(self, model_state: PyTree, microbatch: ArrayLike) -> PyTree:
+        """The model state with PRNG keys of this device and a microbatch."""
+        folded = models.fold_keys(model_state, collectives.device_index(self.config.axes))
         return models.fold_keys(folded, jnp.asarray(microbatch, jnp.int32))
 
     def _sum(self, values: Sequence[Array]) -> list[Array]:
+        """Sums values over all data axes."""
         return collectives.all_reduce(values, self.config.axes.data, self.config.axes).leaves
 
     # One microbatch ---------------------------------------------------------------------------------------------------
@@ -130,17 +144,17 @@ class GradientProgram:
     def _microbatch(
         self,
         shards: Sequence[Array],
-        other: PyTree,
+        model_state: PyTree,
         batch: PyTree,
         key: PRNGKey,
         scale: Array,
         start: list[Array],
-        index: Any = 0,
+        index: ArrayLike = 0,
     ) -> tuple[list[Any], Output, Array]:
-        """(gradients of the microbatch's weighted mean over all devices, output, its weight over all devices).
+        """Returns (gradients of the microbatch's weighted mean over all devices, output, its weight over all devices).
 
-        Gradients are reduced here at stages 2 and 3, and local otherwise. The mean is taken before anything is summed
-        in a narrow dtype: the cotangent of the local sum is scale / weight.
+        At stages 2 and 3 the gradients are reduced here; below, they are this device's terms of the sum. The division
+        by the weight comes before any sum in a narrow dtype: the cotangent of this device's sum is scale / weight.
         """
         weights: list[Array] = []
 
@@ -152,36 +166,40 @@ class GradientProgram:
             return jnp.where(weights[0] > 0, scale / jnp.maximum(weights[0], jnp.finfo(jnp.float32).tiny), 0.0)
 
         if self.config.stage.shards_grads or not self.settings.remat.saves_everything:
-            program, data, unflatten = self._program(shards, self._fold(other, index), batch, key)
-            flat, grads = program.value_and_grad(shards, data, lambda flat: seed(unflatten(flat)), start)
+            segmented, data, unflatten = self._segmented_loss(shards, self._fold(model_state, index), batch, key)
+            flat, grads = segmented.value_and_grad(shards, data, lambda flat: seed(unflatten(flat)), start)
             output = unflatten(flat)
         else:
-            grads, output = self._full_gradient(shards, self._fold(other, index), batch, key, seed)
-        output = dataclasses.replace(output, state=models.restore_keys(output.state, other))
+            grads, output = self._full_gradient(shards, self._fold(model_state, index), batch, key, seed)
+        output = dataclasses.replace(output, model_state=models.restore_keys(output.model_state, model_state))
         return grads, output, weights[0]
 
     def _full_gradient(
-        self, full: Sequence[Array], other: PyTree, batch: PyTree, key: PRNGKey, seed: Any
+        self, full: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey, seed: Any
     ) -> tuple[list[Any], Output]:
-        """Stages 0 and 1, where everything is kept: plain reverse mode with full weights."""
+        """Plain reverse-mode differentiation with full weights, for stages 0 and 1 without rematerialization."""
         trained = [w for w, flag in zip(full, self.trainable, strict=True) if flag]
 
-        def local(trained: list[Array]) -> tuple[Array, Output]:
+        def loss_of_trained(trained: list[Array]) -> tuple[Array, Output]:
             items = iter(trained)
             leaves = [next(items) if flag else w for w, flag in zip(full, self.trainable, strict=True)]
-            output = self.loss(jax.tree.unflatten(self.definition.tree, leaves), other, batch, key)
+            output = self.loss(jax.tree.unflatten(self.definition.tree, leaves), model_state, batch, key)
             return output.loss.sum, output
 
-        total, vjp, output = jax.vjp(local, trained, has_aux=True)
+        total, vjp, output = jax.vjp(loss_of_trained, trained, has_aux=True)
         (grads,) = vjp(seed(output).astype(total.dtype))
         items = iter(grads)
         return [next(items) if flag else None for flag in self.trainable], output
 
-    def _program(
-        self, shards: Sequence[Array], other: PyTree, batch: PyTree, key: PRNGKey
+    def _segmented_loss(
+        self, shards: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey
     ) -> tuple[SegmentedLoss, list[Array], Callable[[list[Array]], Output]]:
-        """Traces the loss with full weights and cuts it into units."""
-        data, data_tree = jax.tree.flatten((other, batch, key))
+        """Traces the loss with full weights, and cuts it into units.
+
+        Returns:
+            (the segmented loss, its data arguments, a function from its flat outputs to an `Output`).
+        """
+        data, data_tree = jax.tree.flatten((model_state, batch, key))
         leaves = self.definition.leaves
         full = [jax.ShapeDtypeStruct(leaf.shape, shard.dtype) for leaf, shard in zip(leaves, shards, strict=True)]
         out: dict[str, Any] = {}
@@ -201,52 +219,57 @@ class GradientProgram:
             self.settings.collectives,
         )
         traced = TracedLoss(closed, len(full), [leaf.unit for leaf in leaves])
-        program = SegmentedLoss(traced, stage_collectives, self.trainable, self.settings.remat, self.settings.prefetch)
-        return program, data, lambda flat: jax.tree.unflatten(out["tree"], flat)
+        segmented = SegmentedLoss(
+            traced, stage_collectives, self.trainable, self.settings.remat, self.settings.prefetch
+        )
+        return segmented, data, lambda flat: jax.tree.unflatten(out["tree"], flat)
 
     # All microbatches -------------------------------------------------------------------------------------------------
 
-    def _accumulate(self, shards: Sequence[Array], other: PyTree, batch: PyTree, key: PRNGKey, scale: Array) -> Any:
+    def _accumulate(
+        self, shards: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey, scale: Array
+    ) -> Any:
+        """Returns (reduced gradients, sums of the loss and the metrics, model state) of all microbatches."""
         k = self.settings.num_microbatches
-        parts = jax.tree.map(
+        rows = jax.tree.map(
             lambda a: a.reshape(k, a.shape[0] // k, *a.shape[1:]) if a.ndim else jnp.stack([a] * k), batch
         )
         grad_dtype = self.config.precision.param_dtype
-        one = lambda index, part, other, start: self._microbatch(
-            shards, other, part, self._device_key(key, index), scale, start, index
+        run_microbatch = lambda index, rows, model_state, start: self._microbatch(
+            shards, model_state, rows, self._device_key(key, index), scale, start, index
         )
-        first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), parts)
-        shape = jax.eval_shape(lambda part: one(jnp.int32(0), part, other, [])[:2], first)
-        grads_shape, output_shape = shape
+        first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), rows)
+        run_first = lambda rows: run_microbatch(jnp.int32(0), rows, model_state, [])[:2]
+        grads_aval, output_aval = jax.eval_shape(run_first, first)
         zeros = lambda aval, dtype=None: jnp.zeros(aval.shape, dtype or aval.dtype)
-        sums_shape = jax.eval_shape(Output.sums, output_shape)
+        sums_aval = jax.eval_shape(Output.sums, output_aval)
         init = (
-            [None if g is None else zeros(g, grad_dtype) for g in grads_shape],
+            [None if g is None else zeros(g, grad_dtype) for g in grads_aval],
             jnp.float32(0),
-            jax.tree.map(zeros, sums_shape),
-            other,
+            jax.tree.map(zeros, sums_aval),
+            model_state,
         )
 
-        def body(carry: Any, part: Any) -> tuple[Any, None]:
-            totals, total_weight, sums, other = carry
-            index, rows = part
+        def body(carry: Any, microbatch: Any) -> tuple[Any, None]:
+            totals, total_weight, sums, model_state = carry
+            index, rows = microbatch
             start = event(jax.tree.leaves(rows))
-            grads, output, weight = one(index, rows, other, start)
+            grads, output, weight = run_microbatch(index, rows, model_state, start)
             totals = [
                 None if t is None else t + g.astype(grad_dtype) * weight for t, g in zip(totals, grads, strict=True)
             ]
             sums = jax.tree.map(jnp.add, sums, output.sums())
-            return (totals, total_weight + weight, sums, output.state), None
+            return (totals, total_weight + weight, sums, output.model_state), None
 
-        (totals, total_weight, sums, state), _ = lax.scan(body, init, (jnp.arange(k), parts))
+        (totals, total_weight, sums, after), _ = lax.scan(body, init, (jnp.arange(k), rows))
         mean = lambda t: None if t is None else t / jnp.where(total_weight > 0, total_weight, 1)
         grads = self._finish_reduction([mean(t) for t in totals])
-        return grads, sums, state
+        return grads, sums, after
 
     # Reductions at the end of the step --------------------------------------------------------------------------------
 
     def _finish_reduction(self, grads: list[Any]) -> list[Any]:
-        """Reduces what is still local, unit by unit, and sums over replicas."""
+        """Reduces gradients unit by unit: over the replica axes, and over the shard axes if that has not been done."""
         stage, axes, reduce_dtype = self.config.stage, self.config.axes, self.config.precision.reduce_dtype
         options, leaves = self.settings.collectives, self.definition.leaves
         reduced = list(grads)
@@ -270,20 +293,20 @@ class GradientProgram:
                 reduced[i] = value
         return reduced
 
-    def _result(self, grads: list[Any], sums: Any, before: Any, state: Any) -> LossAndGrads:
-        """Everything that is left to reduce: scalars, in one collective, and running statistics."""
-        totals, squared_norm = self._total(sums, self.local_squared_norm(grads))
+    def _result(self, grads: list[Any], sums: Any, before: PyTree, after: PyTree) -> LossAndGrads:
+        """Reduces all scalars in one collective, and averages the running statistics."""
+        totals, squared_norm = self._total(sums, self.squared_norm_term(grads))
         loss, metrics = _means(totals)
-        return LossAndGrads(grads, loss, metrics, self._average_state(before, state), squared_norm)
+        return LossAndGrads(grads, loss, metrics, self._average_state(before, after), squared_norm)
 
     def _total(self, sums: Any, squared_norm: Any = 0.0) -> tuple[Any, Array]:
-        """Scalars, summed over all data devices in one collective."""
+        """Sums scalars over all data axes in one collective."""
         flat, tree = jax.tree.flatten((sums, jnp.float32(squared_norm)))
         (total,) = self._sum([jnp.stack(flat)])
         return jax.tree.unflatten(tree, list(total))
 
-    def local_squared_norm(self, grads: Sequence[Any]) -> Array:
-        """This device's part of the squared norm: summed over all data devices it counts every element once."""
+    def squared_norm_term(self, grads: Sequence[Any]) -> Array:
+        """This device's term of the squared norm. The sum over all data axes counts every element once."""
         axes, sharded = self.config.axes, self.config.stage.shards_optimizer
         total = jnp.float32(0)
         for leaf, grad in zip(self.definition.leaves, grads, strict=True):
@@ -292,8 +315,8 @@ class GradientProgram:
                 total += jnp.sum(jnp.square(grad.astype(jnp.float32))) / copies
         return total
 
-    def _average_state(self, before: Any, after: Any) -> Any:
-        """Running statistics (floating leaves), averaged over the data axes; counters and keys are the same anyway."""
+    def _average_state(self, before: PyTree, after: PyTree) -> PyTree:
+        """Averages floating leaves (running statistics) over the data axes. Other leaves are equal on all devices."""
         flat, tree = jax.tree.flatten(after)
         old = jax.tree.leaves(before)
         floating = [i for i, leaf in enumerate(flat) if jnp.issubdtype(leaf.dtype, jnp.floating)]
@@ -304,54 +327,60 @@ class GradientProgram:
 
 
 def _means(sums: tuple[Weighted, dict[str, Weighted]]) -> tuple[Array, dict[str, Array]]:
-    """Weighted sums -> means; 0 where nothing has weight."""
+    """Divides sums by their weights. The mean is 0 if the weight is 0."""
     mean = lambda pair: pair.sum / jnp.where(pair.weight > 0, pair.weight, 1)
     return mean(sums[0]), {name: mean(pair) for name, pair in sums[1].items()}
 
 
-def gradient_program(
+def device_gradient(
     config: ZeroConfig,
     definition: Definition,
     loss_fn: Callable[..., Any],
     settings: StepSettings,
-) -> GradientProgram:
-    """The gradient program of a loss function of a model, as users write it.
+) -> DeviceGradient:
+    """Builds the `DeviceGradient` of a user's loss function.
 
     Raises:
-        ValueError: a setting of `remat` that the mesh or the model does not have.
+        ValueError: if `remat` names a unit that the model does not have, or needs an axis that the mesh does not have.
     """
     settings.remat.check_axes([name for name in config.mesh.axis_names if name not in config.axes.data])
     settings.remat.check_units([leaf.unit for leaf in definition.leaves])
     loss = functools.partial(models.call_loss, loss_fn, definition.model)
-    return GradientProgram(config, definition, loss, settings)
+    return DeviceGradient(config, definition, loss, settings)
 
 
-def gradients(program: GradientProgram, args: Any) -> LossAndGrads:
-    """Runs the gradient program on global arrays: args are (parameter leaves, other state, batch, key, scale)."""
-    config, definition = program.config, program.definition
-    whole: Any = PartitionSpec()
+def compute_gradients(gradient: DeviceGradient, args: Any) -> LossAndGrads:
+    """Computes gradients on global arrays. `args` are (parameter leaves, model state, batch, key, loss scale)."""
+    config, definition = gradient.config, gradient.definition
+    replicated: Any = PartitionSpec()
     grads_specs: Any = leaf_specs(config, definition.leaves, config.stage.shards_optimizer)
     grads_specs = [s if leaf.trainable else None for s, leaf in zip(grads_specs, definition.leaves, strict=True)]
     in_specs = (
         leaf_specs(config, definition.leaves, config.stage.shards_params),
-        whole,
+        replicated,
         batch_specs(config, args[2]),
-        whole,
-        whole,
+        replicated,
+        replicated,
     )
-    return manual(config, program, in_specs, LossAndGrads(grads_specs, whole, whole, whole, whole))(*args)
+    out_specs = LossAndGrads(grads_specs, replicated, replicated, replicated, replicated)
+    return shard_map_over_data(config, gradient, in_specs, out_specs)(*args)
 
 
-def uses(program: GradientProgram, args: Any) -> list[int]:
-    """`GradientProgram.uses`, of avals of global arrays: (parameter leaves, other state, batch, key)."""
-    config, definition = program.config, program.definition
-    whole: Any = PartitionSpec()
-    in_specs = leaf_specs(config, definition.leaves, config.stage.shards_params), whole, batch_specs(config, args[2])
+def count_uses(gradient: DeviceGradient, args: Any) -> list[int]:
+    """`DeviceGradient.count_uses` for avals of global arrays: (parameter leaves, model state, batch, key)."""
+    config, definition = gradient.config, gradient.definition
+    replicated: Any = PartitionSpec()
+    in_specs = (
+        leaf_specs(config, definition.leaves, config.stage.shards_params),
+        replicated,
+        batch_specs(config, args[2]),
+        replicated,
+    )
     counted: list[int] = []
 
-    def count(*local: Any) -> Array:
-        counted.extend(program.uses(*local))
+    def count(*device_args: Any) -> Array:
+        counted.extend(gradient.count_uses(*device_args))
         return jnp.int32(0)
 
-    jax.eval_shape(manual(config, count, (*in_specs, whole), whole), *args)
+    jax.eval_shape(shard_map_over_data(config, count, in_specs, replicated), *args)
     return counted

@@ -1,7 +1,7 @@
-"""Models as they are: Flax NNX modules, Linen variables and plain trees, seen as (parameters, other state, loss).
+"""Adapters for models: Flax NNX modules, Linen variables and plain trees, as parameters, model state and a loss.
 
-Nothing is asked of a model. What the adapters take from Flax is its own: `nnx.split` and `nnx.merge`, the collections
-of a Linen module, and the sharding metadata of both.
+Models need no changes. The adapters use what Flax provides: `nnx.split` and `nnx.merge`, the collections of a Linen
+module, and the sharding metadata of both.
 """
 
 from __future__ import annotations
@@ -18,64 +18,71 @@ from flax.linen import spmd
 from jax.sharding import PartitionSpec
 
 from zerojax.sharding.placement import check_arrays, path_text
-
-Array = Any
+from zerojax.typing import Array, ArrayLike, PRNGKey, PyTree
 
 
 class Weighted(NamedTuple):
-    """A sum and its weight, for a loss or a metric whose mean is not the mean of the shards' means.
+    """A sum and its weight, for a loss or metric whose global mean is not the mean of the means of the shards.
 
-    The reported value is (sum of sums) / (sum of weights), over all shards and microbatches. The weight is taken as a
+    The reported value is (sum of sums) / (sum of weights), over all shards and microbatches. The weight is treated as a
     constant: no gradient flows through it.
 
     Attributes:
-        sum: scalar, floating.
-        weight: scalar, at least 0.
+        sum: floating scalar.
+        weight: scalar of at least 0.
     """
 
-    sum: Array
-    weight: Array
+    sum: ArrayLike
+    weight: ArrayLike
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """What a loss returned, in one form. `is_weighted` says whether the loss came with a weight of its own."""
+    """The outputs of a loss function, normalized.
+
+    Attributes:
+        loss: the loss; its weight is 1 if the function returned a plain scalar.
+        metrics: the metrics by name, likewise.
+        model_state: the model state after the loss.
+        is_weighted: whether the function returned a `Weighted` loss.
+    """
 
     loss: Weighted
     metrics: dict[str, Weighted]
-    state: Any
+    model_state: PyTree
     is_weighted: bool = dataclasses.field(metadata={"static": True})
 
     def sums(self) -> tuple[Weighted, dict[str, Weighted]]:
-        """(loss, metrics) in fp32, ready to be added up over shards and microbatches."""
+        """Returns (loss, metrics) in fp32, to be summed over shards and microbatches."""
         return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (self.loss, self.metrics))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Model:
-    """How to build what the loss function gets, from parameters and other state.
+    """Converts between the loss function's first argument and (parameters, model state).
 
     Attributes:
-        merge: `merge(params, other) -> ` the loss function's first argument.
-        other_after: `other_after(merged, aux) -> (other state, metrics)` once the loss has run.
+        merge: `merge(params, model_state)` returns the loss function's first argument.
+        state_after: `state_after(merged, aux, model_state)` returns (the new model state, the metrics) after the loss
+            has run. `aux` is the dict that the loss returned, `model_state` the state before it.
     """
 
-    merge: Callable[[Any, Any], Any]
-    other_after: Callable[[Any, dict[str, Any], Any], tuple[Any, dict[str, Any]]]
+    merge: Callable[[PyTree, PyTree], Any]
+    state_after: Callable[[Any, dict[str, Any], PyTree], tuple[PyTree, dict[str, Any]]]
 
 
-def _nnx_model(module: nnx.Module) -> tuple[Model, Any, Any, Any]:
-    graph, params, other = nnx.split(module, nnx.Param, ...)
+def _nnx_model(module: nnx.Module) -> tuple[Model, PyTree, PyTree, PyTree]:
+    graph, params, model_state = nnx.split(module, nnx.Param, ...)
     tree = jax.tree.structure(params)
     pure = nnx.to_pure_dict(params)
     if jax.tree.structure(jax.tree.leaves(pure)).num_leaves != tree.num_leaves:
-        raise ValueError("init: an nnx.Param of the module holds something that is no array")
+        raise ValueError("init: an nnx.Param is not an array\n  fix:      store exactly one array in each nnx.Param")
 
-    def merge(params: Any, other: Any) -> nnx.Module:
-        return nnx.merge(graph, jax.tree.unflatten(tree, jax.tree.leaves(params)), other, copy=True)
+    def merge(params: PyTree, model_state: PyTree) -> nnx.Module:
+        return nnx.merge(graph, jax.tree.unflatten(tree, jax.tree.leaves(params)), model_state, copy=True)
 
-    def other_after(merged: nnx.Module, aux: dict[str, Any], before: Any) -> tuple[Any, dict[str, Any]]:
+    def state_after(merged: nnx.Module, aux: dict[str, Any], before: PyTree) -> tuple[PyTree, dict[str, Any]]:
         nnx.pop(merged, nnx.Intermediate)
         after = nnx.split(merged, nnx.Param, ...)[2]
         if jax.tree.structure(after) != jax.tree.structure(before):
@@ -86,51 +93,52 @@ def _nnx_model(module: nnx.Module) -> tuple[Model, Any, Any, Any]:
             )
         return after, aux
 
-    return Model(merge, other_after), pure, other, nnx.to_pure_dict(nnx.get_partition_spec(params))
+    return Model(merge, state_after), pure, model_state, nnx.to_pure_dict(nnx.get_partition_spec(params))
 
 
-def _tree_model(tree: Any) -> tuple[Model, Any, Any, Any]:
+def _tree_model(tree: PyTree) -> tuple[Model, PyTree, PyTree, PyTree]:
     if isinstance(tree, Mapping) and "params" in tree:
-        other = {name: value for name, value in tree.items() if name != "params"}
-        merge = lambda params, other: {"params": params, **other}
+        model_state = {name: value for name, value in tree.items() if name != "params"}
+        merge = lambda params, model_state: {"params": params, **model_state}
         params = tree["params"]
     else:
-        other, merge, params = {}, lambda params, other: params, tree
+        model_state, merge, params = {}, lambda params, model_state: params, tree
 
-    def other_after(merged: Any, aux: dict[str, Any], before: Any) -> tuple[Any, dict[str, Any]]:
+    def state_after(merged: PyTree, aux: dict[str, Any], before: PyTree) -> tuple[PyTree, dict[str, Any]]:
         return {name: aux.get(name, before[name]) for name in before}, {k: v for k, v in aux.items() if k not in before}
 
-    is_box = lambda leaf: isinstance(leaf, nn.meta.AxisMetadata)
-    specs = jax.tree.map(_box_spec, params, is_leaf=is_box)
-    return Model(merge, other_after), nn.meta.unbox(params), other, specs
+    has_metadata = lambda leaf: isinstance(leaf, nn.meta.AxisMetadata)
+    specs = jax.tree.map(_metadata_spec, params, is_leaf=has_metadata)
+    return Model(merge, state_after), nn.meta.unbox(params), model_state, specs
 
 
-def _box_spec(leaf: Any) -> PartitionSpec:
-    """What the box around a Linen parameter says; names that no rule turns into an axis stand for None, as in Flax."""
+def _metadata_spec(leaf: Any) -> PartitionSpec:
+    """The spec in the metadata of a Linen parameter. As in Flax, logical names without a rule stand for None."""
     if isinstance(leaf, nn.LogicallyPartitioned):
         return spmd.logical_to_mesh_axes(leaf.names, leaf.rules) or PartitionSpec()
     return leaf.get_partition_spec() if isinstance(leaf, nn.Partitioned) else PartitionSpec()
 
 
-def _paths(tree: Any) -> list[Any]:
+def _paths(tree: PyTree) -> list[Any]:
     return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def split(created: Any) -> tuple[Model, Any, Any, dict[str, PartitionSpec]]:
-    """(model, parameter tree, other state, annotations by path) of what a user's `create_model` returned.
+def split(created: Any) -> tuple[Model, PyTree, PyTree, dict[str, PartitionSpec]]:
+    """Splits what `create_model` returned into (model, parameters, model state, annotations by path).
 
     Raises:
-        ValueError: a parameter that is no array.
+        ValueError: if a parameter is not an array.
     """
-    model, params, other, specs = _nnx_model(created) if isinstance(created, nnx.Module) else _tree_model(created)
+    model, params, model_state, specs = _nnx_model(created) if isinstance(created, nnx.Module) else _tree_model(created)
     check_arrays(params)
-    return model, params, other, {path_text(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(specs)}
+    annotations = {path_text(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(specs)}
+    return model, params, model_state, annotations
 
 
-def create(create_model: Callable[..., Any], key: Array) -> Any:
-    """Calls `create_model` with what it takes: `rngs=nnx.Rngs(key)` if it names `rngs`, else the key, else nothing.
+def create(create_model: Callable[..., Any], key: PRNGKey) -> Any:
+    """Calls `create_model(rngs=nnx.Rngs(key))`, `create_model(key)` or `create_model()`, depending on its signature.
 
-    Annotations are read and not acted upon: without a mesh around it, Flax would refuse to.
+    Eager sharding is off, because Flax needs a mesh for it. Annotations are read later, by `split`.
     """
     called = create_model.__init__ if isinstance(create_model, type) else create_model  # nnx hides a class's signature
     parameters = {name: p for name, p in inspect.signature(called).parameters.items() if name != "self"}
@@ -144,10 +152,10 @@ def create(create_model: Callable[..., Any], key: Array) -> Any:
 
 
 def normalize(result: Any) -> tuple[Weighted, dict[str, Any], bool]:
-    """(loss, aux, whether the loss is weighted) of what a loss function returned.
+    """Returns (loss, aux, whether the loss is weighted) from the outputs of a loss function.
 
     Raises:
-        ValueError: no scalar, no floating dtype, or aux that is no dict.
+        ValueError: if the loss is not a scalar of a floating dtype, or aux is not a dict.
     """
     loss, aux = result, {}
     if isinstance(result, tuple) and not isinstance(result, Weighted):
@@ -155,39 +163,45 @@ def normalize(result: Any) -> tuple[Weighted, dict[str, Any], bool]:
             raise ValueError(f"loss: returns {len(result)} values\n  fix:      return loss, or (loss, dict of metrics)")
         loss, aux = result
     if not isinstance(aux, Mapping):
-        raise ValueError(f"loss: returns {type(aux).__name__} beside the loss\n  fix:      a dict of scalar metrics")
+        raise ValueError(
+            f"loss: the second output is not a dict\n"
+            f"  got:      {type(aux).__name__}\n"
+            f"  fix:      return (loss, dict of scalar metrics)"
+        )
     weighted = isinstance(loss, Weighted)
     return _as_weighted("the loss", loss), dict(aux), weighted
 
 
-def _as_weighted(what: str, value: Any) -> Weighted:
+def _as_weighted(name: str, value: Any) -> Weighted:
     pair = value if isinstance(value, Weighted) else Weighted(value, 1.0)
     for part in pair:
         shape, dtype = jnp.shape(part), jnp.result_type(part)
         if shape != () or not (jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)):
             raise ValueError(
-                f"loss: {what} is no scalar\n"
+                f"loss: {name} is not a scalar\n"
                 f"  got:      shape {shape}, dtype {dtype}\n"
                 f"  fix:      reduce it, for example with jnp.mean, or return zerojax.Weighted(sum, weight)"
             )
-    if what == "the loss" and not jnp.issubdtype(jnp.result_type(pair.sum), jnp.floating):
+    if name == "the loss" and not jnp.issubdtype(jnp.result_type(pair.sum), jnp.floating):
         raise ValueError(
-            f"loss: dtype {jnp.result_type(pair.sum)} cannot be differentiated\n  fix:      a floating dtype"
+            f"loss: dtype {jnp.result_type(pair.sum)} cannot be differentiated\n  fix:      return a floating dtype"
         )
     return pair
 
 
-def call_loss(loss_fn: Callable[..., Any], model: Model, params: Any, other: Any, batch: Any, key: Array) -> Output:
-    """Runs a user's `loss_fn(model, batch)` or `loss_fn(model, batch, key)`."""
-    merged = model.merge(params, other)
+def call_loss(
+    loss_fn: Callable[..., Any], model: Model, params: PyTree, model_state: PyTree, batch: PyTree, key: PRNGKey
+) -> Output:
+    """Runs a user's `loss_fn(model, batch)` or `loss_fn(model, batch, key)`, and normalizes its outputs."""
+    merged = model.merge(params, model_state)
     args = (merged, batch, key) if takes_key(loss_fn) else (merged, batch)
     loss, aux, weighted = normalize(loss_fn(*args))
-    after, metrics = model.other_after(merged, aux, other)
+    after, metrics = model.state_after(merged, aux, model_state)
     return Output(loss, {name: _as_weighted(f"metric {name!r}", v) for name, v in metrics.items()}, after, weighted)
 
 
 def takes_key(loss_fn: Callable[..., Any]) -> bool:
-    """Whether a loss function takes a third argument without a default, or one named key or rng."""
+    """Whether a loss function has a third parameter that has no default, or is named `key` or `rng`."""
     parameters = [
         p
         for p in inspect.signature(loss_fn).parameters.values()
@@ -199,11 +213,12 @@ def takes_key(loss_fn: Callable[..., Any]) -> bool:
 
 
 def is_key(leaf: Any) -> bool:
+    """Whether an array is a typed PRNG key."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def fold_keys(tree: Any, data: Array) -> Any:
-    """Every PRNG key in a tree, folded with an integer, so that shards and microbatches draw different numbers."""
+def fold_keys(tree: PyTree, data: Array) -> PyTree:
+    """Folds an integer into every PRNG key of a tree, so that shards and microbatches draw different numbers."""
 
     def fold(leaf: Any) -> Any:
         if not is_key(leaf):
@@ -213,6 +228,6 @@ def fold_keys(tree: Any, data: Array) -> Any:
     return jax.tree.map(fold, tree)
 
 
-def restore_keys(after: Any, before: Any) -> Any:
-    """`after`, with the PRNG keys that `before` has."""
+def restore_keys(after: PyTree, before: PyTree) -> PyTree:
+    """Replaces the PRNG keys in `after` by those in `before`."""
     return jax.tree.map(lambda a, b: b if is_key(b) else a, after, before)

@@ -10,19 +10,19 @@ from zerojax.sharding.axes import Axes
 from zerojax.transform.collectives import CollectiveOptions
 from zerojax.transform.remat import NO_RULES, RematRules
 
-_WIDEST_ELEMENT_BYTES = 8
+_WIDEST_ELEMENT_BYTES = 8  # float64 and int64
 
 
 @dataclasses.dataclass(frozen=True)
 class StepSettings:
-    """What one step does in its own way; `ZeroConfig` is what all steps share.
+    """The settings of one step. Those that all steps share are in `ZeroConfig`.
 
     Attributes:
-        num_microbatches: equal parts that a device's rows are processed in.
-        clip_norm: the largest global norm of the gradients; None: they are not clipped.
+        num_microbatches: number of equal parts in which a device's rows are processed.
+        clip_norm: the largest global norm of the gradients; None for no clipping.
         remat: which activations of a unit are saved for its backward pass.
-        prefetch: units whose weights are gathered ahead of the one that computes.
-        bucket_bytes: what one collective moves at most; None: leaves are moved whole.
+        prefetch: number of units that are gathered ahead of the unit that computes.
+        bucket_bytes: the most bytes that one collective moves; None to move every leaf in one piece.
     """
 
     num_microbatches: int = 1
@@ -33,24 +33,29 @@ class StepSettings:
 
     @property
     def collectives(self) -> CollectiveOptions:
+        """The options of the step's collectives."""
         return CollectiveOptions(math.inf if self.bucket_bytes is None else self.bucket_bytes)
 
     def check(self, axes: Axes) -> StepSettings:
-        """These settings, if a step over these axes can have them.
+        """Checks the settings against the data axes, and returns them.
 
         Raises:
-            ValueError: a number that is too small, or not an integer.
+            ValueError: if `num_microbatches`, `prefetch` or `bucket_bytes` is not an integer, or too small.
         """
         if not _is_integer(self.num_microbatches) or self.num_microbatches < 1:
-            raise ValueError(f"train_step: num_microbatches is {self.num_microbatches!r}\n  fix:      at least 1")
+            raise ValueError(
+                f"train_step: num_microbatches is {self.num_microbatches!r}\n  fix:      pass an integer of at least 1"
+            )
         if not _is_integer(self.prefetch) or self.prefetch < 0:
-            raise ValueError(f"prefetch: {self.prefetch!r}\n  fix:      a number of units, 0 or more")
+            raise ValueError(
+                f"prefetch: {self.prefetch!r} is not a valid number of units\n  fix:      pass an integer of at least 0"
+            )
         least = axes.num_shards * _WIDEST_ELEMENT_BYTES
         if self.bucket_bytes is not None and (not _is_integer(self.bucket_bytes) or self.bucket_bytes < least):
             raise ValueError(
                 f"bucket_bytes: {self.bucket_bytes!r} is not a valid buffer size\n"
                 f"  got:      {axes.num_shards} shards, each with an element of up to {_WIDEST_ELEMENT_BYTES} bytes\n"
-                f"  fix:      {least} or more bytes, or None to move every leaf whole"
+                f"  fix:      pass {least} or more bytes, or None to move every leaf in one piece"
             )
         return self
 

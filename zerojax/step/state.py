@@ -1,4 +1,4 @@
-"""The training state: what a step reads and writes, sharded from birth."""
+"""The training state, which is sharded when it is created: its leaves, their shardings and its initialization."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from zerojax.typing import Array, PRNGKey, PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Definition:
-    """What of a state is no array: the same object for all states of one `init`.
+    """The static part of a training state. All states of one `init` share the same object.
 
     Attributes:
         tx: the optimizer.
-        model: how the loss function's first argument is built.
-        leaves: placement of the parameter leaves, in flattening order.
-        tree: treedef of the parameters.
+        model: builds the loss function's first argument from parameters and model state.
+        leaves: the placement of the parameter leaves, in flattening order.
+        tree: the treedef of the parameters.
     """
 
     tx: optax.GradientTransformation
@@ -45,18 +45,18 @@ class Definition:
         return id(self)
 
     def specs(self, axes: Axes, sharded: bool) -> PyTree:
-        """A PartitionSpec for every parameter, where a stage shards what stands for it, or does not."""
+        """The spec of every parameter, with or without the shard axes."""
         return jax.tree.unflatten(self.tree, [leaf.spec(axes, sharded) for leaf in self.leaves])
 
     def trained(self, params: PyTree) -> PyTree:
-        """The tree with None in place of frozen leaves: what the optimizer sees."""
+        """The parameters with None in place of frozen leaves, as the optimizer gets them."""
         leaves = jax.tree.leaves(params)
         return jax.tree.unflatten(
             self.tree, [a if leaf.trainable else None for a, leaf in zip(leaves, self.leaves, strict=True)]
         )
 
     def with_frozen(self, trained: PyTree, params: PyTree) -> PyTree:
-        """`trained`, completed with the frozen leaves of `params`."""
+        """Inserts the frozen leaves of `params` into a tree from `trained`."""
         items = iter(jax.tree.leaves(trained))
         leaves = jax.tree.leaves(params)
         return jax.tree.unflatten(
@@ -67,18 +67,20 @@ class Definition:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that a training step reads and writes. A pytree of global arrays.
+    """Everything that a training step reads and writes: a pytree of global arrays.
 
     Attributes:
-        step: int32 scalar, updates tried (skipped ones count).
-        skipped: int32 scalar, updates skipped because a gradient was not finite.
-        params: parameters in the compute dtype, placed by the stage; frozen leaves among them.
-        master: trained parameters in param_dtype, placed with the optimizer state; None where compute_dtype is
+        step: int32 scalar, the number of steps so far, including skipped ones.
+        skipped: int32 scalar, the number of steps that were skipped because a gradient was not finite.
+        params: parameters in compute_dtype, trained and frozen, sharded or full by the stage.
+        master: trained parameters in param_dtype, placed like the optimizer state; None if compute_dtype is
             param_dtype.
-        opt_state: of the optimizer.
-        model_state: what the model has beside parameters: Linen collections, or NNX variables that are no Param.
-        key: PRNG key that the steps' keys are folded from.
-        loss_scale: for fp16; else None.
+        opt_state: the state of the optimizer.
+        model_state: the model's variables that are not parameters: Linen collections, or NNX variables other than
+            `nnx.Param`.
+        key: the PRNG key from which the keys of steps are folded.
+        loss_scale: the loss scale, for fp16; otherwise None.
+        definition: the static part of the state.
     """
 
     step: Array
@@ -92,33 +94,33 @@ class TrainState:
     definition: Definition = dataclasses.field(metadata={"static": True})
 
     def model(self) -> Any:
-        """What the loss function's first argument is: an nnx.Module, Linen variables, or the tree."""
+        """The loss function's first argument: an nnx.Module, Linen variables or a tree of parameters."""
         return self.definition.model.merge(self.params, self.model_state)
 
 
 def specs(config: ZeroConfig, state: TrainState) -> TrainState:
-    """A PartitionSpec for every leaf of a state, by the stage table."""
-    each: Any = PartitionSpec()  # takes the place of an array in the tree
-    whole = lambda tree: jax.tree.map(lambda _: PartitionSpec(), tree)
+    """The spec of every leaf of a state, by the stage table."""
+    scalar: Any = PartitionSpec()
+    replicated = lambda tree: jax.tree.map(lambda _: PartitionSpec(), tree)
     definition, stage, axes = state.definition, config.stage, config.axes
     sharded = stage.shards_optimizer
     trained = definition.trained(definition.specs(axes, sharded))
-    shapes = definition.trained(state.params)
+    avals = definition.trained(state.params)
     return TrainState(
-        step=each,
-        skipped=each,
+        step=scalar,
+        skipped=scalar,
         params=definition.specs(axes, stage.shards_params),
         master=None if state.master is None else trained,
-        opt_state=placement.optimizer_specs(definition.tx, state.opt_state, trained, shapes, axes, sharded),
-        model_state=whole(state.model_state),
-        key=each,
-        loss_scale=whole(state.loss_scale),
+        opt_state=placement.optimizer_specs(definition.tx, state.opt_state, trained, avals, axes, sharded),
+        model_state=replicated(state.model_state),
+        key=scalar,
+        loss_scale=replicated(state.loss_scale),
         definition=definition,
     )
 
 
 def shardings(config: ZeroConfig, state: TrainState) -> TrainState:
-    """Where a stage places a state, wherever its arrays are."""
+    """The shardings that the stage gives a state, whatever those of its arrays are."""
     return placement.named_shardings(config.mesh, specs(config, state))
 
 
@@ -129,30 +131,30 @@ def build(
     tx: optax.GradientTransformation,
     seed: int | PRNGKey,
 ) -> tuple[Callable[[], TrainState], TrainState]:
-    """(a function that creates the state, jitted with its shardings; the state as avals with shardings).
+    """Returns (a function that creates the state with its shardings, the state as avals with shardings).
 
-    Nothing runs here: the parameters' shapes and the evidence for stacked leaves come from traces.
+    Nothing runs here: shapes and stacked leaves are found by tracing `create_model`.
     """
     mesh, precision = config.mesh, config.precision
-    held: dict[str, Any] = {}
+    static: dict[str, Any] = {}
 
-    def create(key: Array) -> tuple[PyTree, PyTree]:
+    def create(key: PRNGKey) -> tuple[PyTree, PyTree]:
         with use_abstract_mesh(mesh.abstract_mesh):  # Linen runs the model, which may constrain activations
             created = models.create(create_model, jax.random.fold_in(key, 0))
-        held["model"], params, other, held["annotated"] = models.split(created)
-        return cast(params, precision.param_dtype), other
+        static["model"], params, model_state, static["annotations"] = models.split(created)
+        return cast(params, precision.param_dtype), model_state
 
     key = _key(seed)
-    closed, avals = jax.make_jaxpr(create, return_shape=True)(key)
-    params_aval, created_tree = avals[0], jax.tree.structure(avals)
+    closed, created = jax.make_jaxpr(create, return_shape=True)(key)
+    params_aval, created_tree = created[0], jax.tree.structure(created)
     with_paths, tree = jax.tree_util.tree_flatten_with_path(params_aval)
     paths = [placement.path_text(path) for path, _ in with_paths]
     stacked = stacks.stacked_paths(closed, paths) if paths else frozenset()
-    leaves = placement.place(params_aval, mesh, config.axes, overrides, stacked, held["annotated"])
-    definition = Definition(tx, held["model"], leaves, tree)
+    leaves = placement.place(params_aval, mesh, config.axes, overrides, stacked, static["annotations"])
+    definition = Definition(tx, static["model"], leaves, tree)
 
-    def initial(key: Array) -> TrainState:
-        params, other = jax.tree.unflatten(created_tree, jaxprs.run(closed, key))
+    def initial(key: PRNGKey) -> TrainState:
+        params, model_state = jax.tree.unflatten(created_tree, jaxprs.run(closed, key))
         trained = definition.trained(params)
         return TrainState(
             step=jnp.int32(0),
@@ -160,23 +162,23 @@ def build(
             params=cast(params, precision.compute_dtype),
             master=trained if precision.has_master else None,
             opt_state=tx.init(trained),
-            model_state=other,
+            model_state=model_state,
             key=jax.random.fold_in(key, 1),
             loss_scale=LossScale.create(precision),
             definition=definition,
         )
 
-    shapes = jax.eval_shape(initial, key)
-    placed = shardings(config, shapes)
-    abstract = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, placed)
+    avals = jax.eval_shape(initial, key)
+    placed = shardings(config, avals)
+    abstract = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), avals, placed)
     return lambda: jax.jit(initial, out_shardings=placed)(key), abstract
 
 
 def _key(seed: int | PRNGKey) -> PRNGKey:
-    """The key of an int, or a key as it is.
+    """The PRNG key of an integer seed; a PRNG key is returned unchanged.
 
     Raises:
-        ValueError: neither.
+        ValueError: if `seed` is neither.
     """
     if isinstance(seed, int | np.integer) and not isinstance(seed, bool):
         return jax.random.key(seed)
@@ -185,12 +187,14 @@ def _key(seed: int | PRNGKey) -> PRNGKey:
     shape, dtype = getattr(seed, "shape", None), getattr(seed, "dtype", None)
     got = repr(seed) if dtype is None else f"an array of shape {shape} and dtype {dtype}"
     raise ValueError(
-        f"init: the seed is neither an int nor a key\n  got:      {got}\n  fix:      seed=0, or seed=jax.random.key(0)"
+        f"init: the seed is neither an int nor a key\n"
+        f"  got:      {got}\n"
+        f"  fix:      pass seed=0 or seed=jax.random.key(0)"
     )
 
 
 def check_optimizer(state: TrainState, precision: Precision) -> None:
-    """Raises ValueError if the optimizer state is not one of this model and optimizer."""
+    """Raises ValueError if the optimizer state has other leaves than the optimizer creates for the parameters."""
     definition = state.definition
     trained = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(a.shape, precision.param_dtype), definition.trained(state.params)
@@ -202,8 +206,8 @@ def check_optimizer(state: TrainState, precision: Precision) -> None:
     for path in sorted(got.keys() | wanted.keys()):
         if got.get(path) != wanted.get(path):
             raise ValueError(
-                f"state: the optimizer state is not of this model and optimizer\n"
+                f"state: the optimizer state does not match the model and the optimizer\n"
                 f"  got:      {path}: {got.get(path, 'missing')}\n"
                 f"  want:     {wanted.get(path, 'no such leaf')}\n"
-                f"  fix:      create it with zero.init, for the same model and optimizer"
+                f"  fix:      create the state with zero.init, for the same model and optimizer"
             )
