@@ -1,1 +1,1 @@
-"""What a state or a step holds: where its leaves are placed, and the memory they take."""
+"""Reports where the leaves of a training state are placed, and how much memory a state and a step take."""

@@ -1,7 +1,7 @@
-"""What a step holds on one device, by terms and without a compiler.
+"""Estimates the peak memory of a step on one device, term by term, without compiling it.
 
-What lives between steps is exact: it is that of `Zero.eval_init`, beside the formula of ZeRO. What a step makes on its
-way is read from its trace, see `liveness`.
+Memory that is held between steps is exact, from the shardings of `Zero.eval_init`. Memory that is allocated within a
+step is estimated from its trace, see `liveness`. The formulas of the ZeRO paper are here too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.analysis import jaxpr_stats, liveness
-from zerojax.report import placement as report
+from zerojax.report.placement import explain
 from zerojax.sharding.stages import Stage
 from zerojax.step.config import ZeroConfig
 from zerojax.step.settings import StepSettings
@@ -22,12 +22,12 @@ from zerojax.typing import PyTree
 
 
 class Term(NamedTuple):
-    """One part of what a device holds.
+    """One term of a device's peak memory.
 
     Attributes:
-        name: what it is.
-        num_bytes: on one device.
-        formula: how that comes about, in words and numbers.
+        name: what is held, such as 'parameters'.
+        num_bytes: its size on one device.
+        formula: where the number comes from, in words and numbers.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Term(NamedTuple):
 
 
 class ModelStates(NamedTuple):
-    """Bytes of one device by the formula of ZeRO."""
+    """Bytes of the model states on one device, by the formula of ZeRO."""
 
     parameters: float
     gradients: float
@@ -48,27 +48,33 @@ class ModelStates(NamedTuple):
 
 
 def model_states(parameters: float, stage: int, num_shards: int, optimizer_bytes: float = 12) -> ModelStates:
-    """The model states of a device at a stage, in mixed precision.
+    """The bytes of model states on one device at a stage, in mixed precision.
 
     Args:
-        parameters: of the model, Psi.
+        parameters: number of parameters of the model (Psi).
         stage: 0 to 3.
-        num_shards: devices that states are sharded over, N.
-        optimizer_bytes: of a parameter, K: 12 for Adam with an fp32 copy.
+        num_shards: number of devices over which states are sharded (N).
+        optimizer_bytes: bytes of optimizer state per parameter (K): 12 for Adam with an fp32 master copy.
 
     Source: ZeRO, sections 3.1 and 5, table 1.
     """
     stage = Stage.of(stage)
-    over = lambda sharded: num_shards if sharded else 1
+    shards = lambda sharded: num_shards if sharded else 1
     return ModelStates(
-        2 * parameters / over(stage.shards_params),
-        2 * parameters / over(stage.shards_grads),
-        optimizer_bytes * parameters / over(stage.shards_optimizer),
+        2 * parameters / shards(stage.shards_params),
+        2 * parameters / shards(stage.shards_grads),
+        optimizer_bytes * parameters / shards(stage.shards_optimizer),
     )
 
 
 def largest_model(limit_bytes: float, stage: int, num_shards: int, model: int = 1) -> float:
-    """Parameters of the largest model whose states fit into a device, divided over a `model` axis too.
+    """The number of parameters of the largest model whose states fit on each device.
+
+    Args:
+        limit_bytes: memory of a device.
+        stage: 0 to 3.
+        num_shards: number of devices over which states are sharded.
+        model: size of the `model` axis, over which states are divided in addition.
 
     Source: ZeRO, table 2.
     """
@@ -76,107 +82,116 @@ def largest_model(limit_bytes: float, stage: int, num_shards: int, model: int = 
 
 
 class Memory(NamedTuple):
-    """Terms of one device when memory is fullest; `host_bytes` in pinned host memory beside."""
+    """The peak memory of a step on one device. Prints as a table.
+
+    Attributes:
+        terms: the terms of the peak in device memory.
+        host_bytes: the peak in pinned host memory, for one device.
+    """
 
     terms: tuple[Term, ...]
     host_bytes: int
 
     @property
     def peak_bytes(self) -> int:
+        """The sum of the terms."""
         return sum(term.num_bytes for term in self.terms)
 
     @property
     def arguments_bytes(self) -> int:
-        """What lives between steps, and the batch."""
-        return sum(term.num_bytes for term in self.terms if term.name in _LIVE_ON)
+        """Bytes of the arguments of a step: the training state and the batch."""
+        return sum(term.num_bytes for term in self.terms if term.name in _ARGUMENTS)
 
     def __str__(self) -> str:
-        """A line for each term, and their sum."""
+        """One line for each term, and their sum."""
         unit, size = ("GiB", 2**30) if self.peak_bytes >= 2**30 else ("MiB", 2**20)
         line = lambda name, num_bytes, formula: f"{name:16s}{num_bytes / size:9.3f} {unit}  {formula}".rstrip()
-        host = [line("host memory", self.host_bytes, "beside it, pinned")] if self.host_bytes else []
+        host = [line("host memory", self.host_bytes, "pinned, in addition to the sum")] if self.host_bytes else []
         return "\n".join([*(line(*term) for term in self.terms), line("sum", self.peak_bytes, ""), *host])
 
 
-_LIVE_ON = ("parameters", "optimizer state", "model state", "batch")
+_ARGUMENTS = ("parameters", "optimizer state", "model state", "batch")
 
 
 def step_memory(
     config: ZeroConfig, settings: StepSettings, state: TrainState, traced: jax.stages.Traced, batch: PyTree
 ) -> Memory:
-    """The memory of a training step.
+    """Estimates the peak memory of a training step on one device.
 
     Args:
-        config: of the Zero.
-        settings: of the step.
-        state: of `Zero.eval_init`.
-        traced: `step.trace(state, batch)`.
-        batch: avals of all devices' rows.
+        config: mesh, axes, stage and precision.
+        settings: the settings of the step.
+        state: avals with shardings, as of `Zero.eval_init`.
+        traced: the result of `step.trace(state, batch)`.
+        batch: avals of the global batch.
     """
-    program, *_ = jaxpr_stats.manual_parts(traced.jaxpr)
+    jaxpr, *_ = jaxpr_stats.manual_parts(traced.jaxpr)
     num_gradients = sum(leaf.trainable for leaf in state.definition.leaves)
-    alive = liveness.peak(program, range(num_gradients)).by_kind
-    moved = _moved_stack(config, settings, state)
-    made = [
-        Term(kind, alive[kind], text) for kind, text in _made(config, state, settings.prefetch).items() if alive[kind]
-    ]
-    if moved and moved.num_bytes > sum(term.num_bytes for term in made):
-        made = [moved]
-    host = liveness.peak(program, range(num_gradients), jax.memory.Space.Host).num_bytes
-    return Memory((*_held(config, state, batch), *made), host)
+    alive = liveness.peak(jaxpr, range(num_gradients)).by_kind
+    formulas = _temporary_formulas(config, state, settings.prefetch)
+    temporaries = [Term(kind, alive[kind], text) for kind, text in formulas.items() if alive[kind]]
+    transposed = _transposed_leaf(config, settings, state)
+    if transposed and transposed.num_bytes > sum(term.num_bytes for term in temporaries):
+        temporaries = [transposed]
+    host = liveness.peak(jaxpr, range(num_gradients), jax.memory.Space.Host).num_bytes
+    return Memory((*_argument_terms(config, state, batch), *temporaries), host)
 
 
-def _held(config: ZeroConfig, state: TrainState, batch: PyTree) -> list[Term]:
-    """What lives between steps, and the batch."""
+def _argument_terms(config: ZeroConfig, state: TrainState, batch: PyTree) -> list[Term]:
+    """The terms of the training state and the batch."""
     axes, stage, precision = config.axes, config.stage, config.precision
     psi = sum(leaf.size for leaf in state.definition.leaves)
-    totals = report.explain(config, state).totals
+    totals = explain(config, state).totals
     optimizer = totals["optimizer"] / max(1, psi)
-    over = lambda sharded: f" / {axes.num_shards}" if sharded and axes.num_shards > 1 else ""
+    divisor = lambda sharded: f" / {axes.num_shards}" if sharded and axes.num_shards > 1 else ""
     width = jnp.dtype(precision.compute_dtype).itemsize
     shards = axes.num_shards if stage.shards_optimizer else 1
     rows = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(batch)) // axes.num_devices
-    params = f"{width} x {_count(psi)}{over(stage.shards_params)}"
+    params = f"{width} x {_count(psi)}{divisor(stage.shards_params)}"
     terms = [
         Term("parameters", totals["params"], params),
-        Term("optimizer state", totals["optimizer"], f"{optimizer * shards:.3g} x {_count(psi)}{over(shards > 1)}"),
-        Term("model state", totals["model_state"], "as the model holds it, whole"),
+        Term("optimizer state", totals["optimizer"], f"{optimizer * shards:.3g} x {_count(psi)}{divisor(shards > 1)}"),
+        Term("model state", totals["model_state"], "replicated, in the dtypes of the model"),
         Term("batch", rows, "the rows of one device"),
     ]
     return [term for term in terms if term.num_bytes]
 
 
-def _made(config: ZeroConfig, state: TrainState, prefetch: int) -> dict[str, str]:
-    """How what a step makes comes about, by its kind."""
+def _temporary_formulas(config: ZeroConfig, state: TrainState, prefetch: int) -> dict[str, str]:
+    """Explains each kind of memory that a step allocates."""
     width = jnp.dtype(config.precision.compute_dtype).itemsize
     units: dict[str, int] = {}
     for leaf in state.definition.leaves:
         units[leaf.unit] = units.get(leaf.unit, 0) + leaf.size // (leaf.shape[0] if leaf.stacked else 1)
     largest = max(units, key=lambda unit: units[unit])
+    size = f"{width} x {_count(units[largest])}"
     return {
-        liveness.GATHERED: f"up to {prefetch + 1} units; the largest, {largest!r}: {width} x {_count(units[largest])}",
-        liveness.GRADIENTS: "those that are there when memory is fullest: reduced, and in full on their way",
-        liveness.CHECKPOINTS: "what waits around the loop that runs when memory is fullest",
-        liveness.ACTIVATIONS: "of the unit that computes when memory is fullest, by the trace",
+        liveness.GATHERED: f"up to {prefetch + 1} units at a time; the largest, {largest!r}, is {size}",
+        liveness.GRADIENTS: "reduced and full gradients that exist at the peak",
+        liveness.CHECKPOINTS: "activations saved outside the loop that runs at the peak",
+        liveness.ACTIVATIONS: "of the unit that runs at the peak, from the trace",
     }
 
 
-def _moved_stack(config: ZeroConfig, settings: StepSettings, state: TrainState) -> Term | None:
-    """Stages 1 and 2: a stack is gathered with the devices in front, and then moved to where the parameter lives."""
+def _transposed_leaf(config: ZeroConfig, settings: StepSettings, state: TrainState) -> Term | None:
+    """The largest leaf that is transposed after the gather of the updated parameters, at stages 1 and 2.
+
+    A leaf whose sharded dim is not the first is gathered with the devices in front, and then copied to its own layout.
+    """
     if not config.stage.shards_optimizer or config.stage.shards_params:
         return None
     width = jnp.dtype(config.precision.compute_dtype).itemsize
-    moved = [leaf for leaf in state.definition.leaves if leaf.dim and leaf.trainable]
-    if not moved:
+    transposed = [leaf for leaf in state.definition.leaves if leaf.dim and leaf.trainable]
+    if not transposed:
         return None
-    largest = max(moved, key=lambda leaf: leaf.size)
+    largest = max(transposed, key=lambda leaf: leaf.size)
     num_bytes = int(min(width * largest.size, settings.collectives.bucket_bytes))
-    return Term(
-        "gathered", num_bytes, f"after the update: {largest.path!r} as it arrives: {width} x {_count(largest.size)}"
-    )
+    formula = f"after the update: {largest.path!r} before it is transposed, {width} x {_count(largest.size)}"
+    return Term("gathered", num_bytes, formula)
 
 
 def _count(elements: int) -> str:
+    """A number of elements as text, such as 8.03B."""
     for size, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
         if elements >= size:
             return f"{elements / size:.4g}{letter}"

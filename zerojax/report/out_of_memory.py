@@ -1,4 +1,4 @@
-"""A step that ran out of device memory: what it holds, term by term, and what would help."""
+"""Explains an out-of-memory error of a step: the terms of its memory, and settings that reduce it."""
 
 from __future__ import annotations
 
@@ -12,35 +12,38 @@ from zerojax.step.settings import StepSettings
 
 
 def out_of_memory_error(config: ZeroConfig, settings: StepSettings, memory: Memory, error: Exception) -> MemoryError:
-    """The error that says what a step holds by formula.
+    """The error to raise when a step has run out of device memory.
 
     Args:
-        config: of the Zero.
-        settings, memory: of the step.
-        error: JAX's.
+        config: mesh, axes, stage and precision.
+        settings: the settings of the step.
+        memory: the estimated peak memory of the step.
+        error: the error that JAX raised.
     """
     *rows, total = str(memory._replace(host_bytes=0)).splitlines()
     return MemoryError(
         "\n  ".join(
             [
-                "step: a device has no memory left",
+                "step: out of device memory",
                 f"got:      {str(error).splitlines()[0][:200]}",
-                f"by formula, at stage {config.stage} on {config.axes.num_shards} shards:",
+                f"estimate: at stage {config.stage} on {config.axes.num_shards} shards:",
                 *(f"  {row}" for row in [*rows, total + _limit(config)]),
-                f"fix:      {'; '.join(_help(config, settings))}",
-                "          (zerojax plan gives each of these its own number)",
+                f"fix:      try {'; '.join(_fixes(config, settings))}",
+                "          (zerojax plan predicts the memory with each of these)",
             ]
         )
     )
 
 
 def _limit(config: ZeroConfig) -> str:
+    """The device memory that JAX may use, if the device reports it."""
     stats = getattr(config.mesh.devices.flat[0], "memory_stats", lambda: None)()
     limit = (stats or {}).get("bytes_limit")
-    return f"  of {limit / 2**30:.3f} GiB that the program may use" if limit else ""
+    return f"  of {limit / 2**30:.3f} GiB that JAX may use" if limit else ""
 
 
-def _help(config: ZeroConfig, settings: StepSettings) -> Iterator[str]:
+def _fixes(config: ZeroConfig, settings: StepSettings) -> Iterator[str]:
+    """Changes that reduce the memory of a step, the cheapest first."""
     if config.stage < 3:
         yield "stage=3"
     yield "remat='full', or Remat(offload_inputs=True)"
