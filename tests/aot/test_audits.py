@@ -58,7 +58,7 @@ def test_what_is_gathered_and_reduced_is_what_was_traced():
     audit = audited("h100:8", 3, k=2, remat="full", prefetch=2)
     gathered, reduced = audit["gathered weights kept"].numbers, audit["reductions"].numbers
     assert gathered["found_bytes"] == pytest.approx(gathered["expected_bytes"], rel=0.01)
-    assert reduced["all_reduced"] == 0 and reduced["scattered"] > 0
+    assert reduced["all_reduced"] == 0 and reduced["reduce_scattered"] > 0
 
 
 @pytest.mark.parametrize(("stage", "rewritten"), [(1, 2), (2, 2), (3, 1)])
@@ -69,7 +69,7 @@ def test_the_rewrite_over_several_dimensions_of_a_torus_is_named_and_costed(stag
     finding = audit["reductions"]
     assert finding.verdict is Verdict.KNOWN and "over 2 of the torus's dimensions" in finding.found
     assert audit["wire bytes"].verdict is Verdict.KNOWN
-    scattered = audited("h100:8", stage)["reductions"].numbers["scattered"] * (15 / 16) / (7 / 8)
+    scattered = audited("h100:8", stage)["reductions"].numbers["reduce_scattered"] * (15 / 16) / (7 / 8)
     assert finding.numbers["extra_bytes"] == pytest.approx(rewritten * scattered, rel=0.02)
 
 

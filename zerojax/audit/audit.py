@@ -1,4 +1,4 @@
-"""Compares what a step is expected to do with its compiled program."""
+"""Audits a compiled step: runs the checks of its memory and of its communication against an expectation."""
 
 from __future__ import annotations
 
@@ -13,57 +13,73 @@ from zerojax.analysis import hlo
 from zerojax.analysis.hlo import Program
 from zerojax.audit.communication import SLACK, CommunicationChecks
 from zerojax.audit.expectation import Expectation
-from zerojax.audit.findings import Audit, Line, Outcome, Unread, Verdict, bytes_text, examine, listed, reading
+from zerojax.audit.findings import (
+    Audit,
+    Check,
+    Outcome,
+    Unreadable,
+    Verdict,
+    abbreviate,
+    bytes_text,
+    reader_errors,
+    run_checks,
+)
 from zerojax.sharding import placement
 from zerojax.sharding.annotations import spec_text
 from zerojax.sharding.axes import axis_names
+from zerojax.typing import Aval
 
 
 def audit_step(step: Any, expectation: Expectation) -> Audit:
     """Compares what a step is expected to do with its compiled program. Nothing is run.
 
-    Programs for GPUs are read best. XLA for CPUs merges gathers, widens what it sends and runs one collective after the
-    other: there what is sent is read from the traced step. What cannot be read is a line that says why.
+    Most is read from programs for GPUs. XLA for CPUs merges gathers, sends wider dtypes and runs one collective after
+    the other, so for CPUs the communication is read from the traced step. If something cannot be read, the finding says
+    why.
 
-    What is not told apart: collectives over data axes that the model itself makes count as those of the step, those of
-    at most 256 bytes as none.
+    Collectives of the model itself over the data axes count as those of the step. Collectives of at most 256 bytes are
+    not counted.
 
     Args:
-        step: `jax.jit(fn, ...).trace(state, ...)` of any function, whoever wrote it; it is compiled here. Or a compiled
-            one, of which the order of gathers is not read, and on CPU nothing of what is sent.
-        expectation: `step.expectation(state, batch)` of a step of zerojax with the same loss. Its state has to be the
-            first argument of `step`.
+        step: `jax.jit(fn, ...).trace(state, ...)` of any function, which is compiled here, or a compiled function. Of
+            the latter, the order of gathers is not read, and on CPU no communication is.
+        expectation: the result of `step.expectation(state, batch)` for a zerojax step with the same loss. Its state is
+            the first argument of `step`.
+
+    Returns:
+        An `Audit`: one finding for each expectation, and a table when printed.
 
     Raises:
-        ValueError: the first argument is another state.
+        ValueError: if the first argument of `step` is another state.
 
-    Cost: to compile, if it is not; and to read the text, about a twentieth of the time that the compiler took.
+    Cost: compiles a traced step, and reads the text of the program, in about 5% of the time of the compilation.
     """
     jaxpr = step.jaxpr if isinstance(step, jax.stages.Traced) else None
     compiled = step.lower().compile() if isinstance(step, jax.stages.Traced) else step
     program, platform = _reader(compiled), expectation.config.mesh.devices.flat[0].platform
     memory = _MemoryChecks(compiled, program, expectation, platform)
     communication = CommunicationChecks(program, jaxpr, expectation, platform)
-    return examine([*memory.lines(), *communication.lines()])
+    return run_checks([*memory.checks(), *communication.checks()])
 
 
 def _reader(compiled: Any) -> Callable[[], Program]:
-    """Reads the text of a program, once. Where it refuses what it does not know, the lines that need it are unread."""
+    """Returns a function that parses the program, once. It raises `Unreadable` if the text cannot be parsed."""
 
     @functools.cache
     def program() -> Program:
-        with reading():
+        with reader_errors():
             return hlo.read(compiled.as_text() or "")
 
     return program
 
 
-def _held_bytes(avals: Iterable[Any]) -> int:
+def _bytes_per_device(avals: Iterable[Aval]) -> int:
+    """The number of bytes of sharded avals on one device."""
     return sum(placement.shard_bytes(aval, aval.sharding) for aval in avals)
 
 
-def _same(got: Any, want: Any) -> bool:
-    """Whether an array is placed as promised: on these devices, or on others of an equal mesh (described ones)."""
+def _is_placed_like(got: Any, want: Aval) -> bool:
+    """Whether a sharding is that of an aval, on the same devices or on other devices in a mesh of the same shape."""
     mesh = want.sharding.mesh
     if isinstance(got, NamedSharding) and dict(got.mesh.shape) == dict(mesh.shape):
         got = NamedSharding(mesh, got.spec, memory_kind=got.memory_kind)
@@ -71,35 +87,37 @@ def _same(got: Any, want: Any) -> bool:
 
 
 class _MemoryChecks:
-    """Where the state lives, whether it is updated in place, and what waits in host memory."""
+    """Checks where the state is placed, that it is updated in place, and what is offloaded to host memory."""
 
     def __init__(self, compiled: Any, program: Callable[[], Program], expectation: Expectation, platform: str):
         self.compiled, self.program, self.expectation, self.platform = compiled, program, expectation, platform
         self._check_state()
-        # None where the program does not read an argument, which then has no number among its parameters.
+        # None for an argument that the program does not read; such arguments are not numbered among its parameters.
         self.shardings = jax.tree.structure(compiled.args_info).flatten_up_to(compiled.input_shardings)
 
     def _check_state(self) -> None:
+        """Raises ValueError if the first argument of the step does not have the shapes and dtypes of the state."""
         given = jax.tree.leaves(self.compiled.args_info)
         kind = lambda a: f"{a.dtype}[{','.join(map(str, a.shape))}]"
         for k, (path, want) in enumerate(self.expectation.state.items()):
             got = kind(given[k]) if k < len(given) else "no more arguments"
             if got != kind(want):
                 raise ValueError(
-                    f"audit: the first argument of the step is not the state that the promise is about\n"
-                    f"  got:      {got} for {path}, {kind(want)}\n"
-                    f"  fix:      the promise of a step over the same state"
+                    f"audit: the first argument of the step is not the state of the expectation\n"
+                    f"  got:      {got} for {path}, expected {kind(want)}\n"
+                    f"  fix:      pass the expectation of a step with the same state"
                 )
 
-    def lines(self) -> list[Line]:
+    def checks(self) -> list[Check]:
+        """The checks that apply to this step."""
         state, axes = self.expectation.state.values(), self.expectation.config.axes
         names = [{name for entry in aval.sharding.spec for name in axis_names(entry)} for aval in state]
-        divided = sum(bool(set(axes.shard) & each) for each in names)
-        offloaded = self.expectation.offloaded_bytes
+        sharded = sum(bool(set(axes.shard) & each) for each in names)
+        size, offloaded = _bytes_per_device(state), self.expectation.offloaded_bytes
         return [
-            Line("sharded", f"{divided} of {len(state)} leaves over {'x'.join(axes.shard)}", self.sharded),
-            Line("aliased state", f"{bytes_text(_held_bytes(state))} on a device, updated in place", self.aliased),
-            Line(
+            Check("sharded", f"{sharded} of {len(state)} leaves sharded over {'x'.join(axes.shard)}", self.sharded),
+            Check("aliased state", f"{bytes_text(size)} per device, updated in place", self.aliased_state),
+            Check(
                 "checkpoints",
                 f"{bytes_text(offloaded)} of activations in host memory" if offloaded else None,
                 self.checkpoints,
@@ -107,40 +125,42 @@ class _MemoryChecks:
         ]
 
     def sharded(self) -> Outcome:
+        """Whether every leaf of the state has the sharding of its stage."""
         wrong, more = [], 0
         for (path, want), got in zip(self.expectation.state.items(), self.shardings, strict=False):
-            if got is None or _same(got, want):
+            if got is None or _is_placed_like(got, want):
                 continue
-            held, promised = placement.shard_bytes(want, got), placement.shard_bytes(want, want.sharding)
+            found, expected = placement.shard_bytes(want, got), placement.shard_bytes(want, want.sharding)
             spec = spec_text(got.spec) if isinstance(got, NamedSharding) else str(got)
-            more += held - promised
-            wrong.append(
-                f"{path}: {spec}, {bytes_text(held)}, for {spec_text(want.sharding.spec)}, {bytes_text(promised)}"
-            )
+            more += found - expected
+            instead_of = f"{spec_text(want.sharding.spec)}, {bytes_text(expected)}"
+            wrong.append(f"{path}: {spec}, {bytes_text(found)} instead of {instead_of}")
         if not wrong:
-            return Outcome("the same", Verdict.OK)
+            return Outcome("as expected", Verdict.OK)
         fix = "create the state with zero.init, or jax.device_put it to the shardings of zero.eval_init"
-        return Outcome(listed(wrong), Verdict.BROKEN, {"leaves": len(wrong), "more_bytes": more}, fix)
+        return Outcome(abbreviate(wrong), Verdict.BROKEN, {"leaves": len(wrong), "more_bytes": more}, fix)
 
-    def aliased(self) -> Outcome:
+    def aliased_state(self) -> Outcome:
+        """Whether the program writes every leaf of the new state over that of the old one."""
         numbered = [k for k, sharding in enumerate(self.shardings) if sharding is not None]
         aliased = {numbered[number] for number in self.program().aliased}
         missing = [path for k, path in enumerate(self.expectation.state) if k in numbered and k not in aliased]
         if not missing:
-            return Outcome("the same", Verdict.OK)
-        num_bytes = {path: _held_bytes([self.expectation.state[path]]) for path in missing}
+            return Outcome("as expected", Verdict.OK)
+        num_bytes = {path: _bytes_per_device([self.expectation.state[path]]) for path in missing}
         missing.sort(key=lambda path: -num_bytes[path])
         more = sum(num_bytes.values())
-        fix = "jax.jit(step, donate_argnums=0), and return each leaf with the dtype and sharding that it came with"
-        found = f"{bytes_text(more)} are not: {listed(missing)}"
+        fix = "use jax.jit(step, donate_argnums=0), and return each leaf with the dtype and sharding of the argument"
+        found = f"{bytes_text(more)} not updated in place: {abbreviate(missing)}"
         return Outcome(found, Verdict.BROKEN, {"leaves": len(missing), "more_bytes": more}, fix)
 
     def checkpoints(self) -> Outcome:
+        """Whether the offloaded activations are in host memory."""
         if self.platform == "cpu":
-            raise Unread("simulated devices have no memory beside that of the host")
-        promised, found = self.expectation.offloaded_bytes, self.compiled.memory_analysis().host_temp_size_in_bytes
-        numbers = {"expected_bytes": promised, "found_bytes": found}
-        if found >= (1 - SLACK) * promised:
-            return Outcome(f"{bytes_text(found)} there", Verdict.OK, numbers)
-        fix = "another place for them (remat=): the compiler keeps them on the device, or computes them again"
-        return Outcome(f"{bytes_text(found)} there", Verdict.BROKEN, numbers, fix)
+            raise Unreadable("simulated devices have no memory other than host memory")
+        expected, found = self.expectation.offloaded_bytes, self.compiled.memory_analysis().host_temp_size_in_bytes
+        numbers = {"expected_bytes": expected, "found_bytes": found}
+        if found >= (1 - SLACK) * expected:
+            return Outcome(f"{bytes_text(found)} in host memory", Verdict.OK, numbers)
+        fix = "change remat=: the compiler keeps these activations on the device, or recomputes them"
+        return Outcome(f"{bytes_text(found)} in host memory", Verdict.BROKEN, numbers, fix)

@@ -1,4 +1,4 @@
-"""What a step sends over the data axes, and in which order it gathers: beside what it promised."""
+"""Checks what a compiled step sends over the data axes, and the order of its gathers."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ import jax.numpy as jnp
 from zerojax.analysis import hlo, hlo_collectives, jaxpr_collectives
 from zerojax.analysis.hlo import Program
 from zerojax.analysis.hlo_collectives import Collective
-from zerojax.audit.expectation import Expectation, Traffic, over_data
-from zerojax.audit.findings import Line, Outcome, Unread, Verdict, bytes_text, listed, reading
+from zerojax.audit.expectation import Expectation, SentBytes, over_data_axes
+from zerojax.audit.findings import Check, Outcome, Unreadable, Verdict, abbreviate, bytes_text, reader_errors
 
-# Of promised bytes: a collective of scalars may be joined with a larger one, which then counts as a whole.
+# As a fraction of the expected bytes. A collective of scalars may be combined with a larger one, and is counted then.
 SLACK = 0.01
-# Of a unit: the compiler joins what stands beside it, the norms of a scanned layer are rounded up to shards.
+# As a fraction of a unit. The compiler may combine the gather of a unit with that of a small leaf next to it, and small
+# leaves of a scanned layer, such as norms, are padded to whole shards.
 UNIT_SLACK = 0.05
 
 
 class CommunicationChecks:
-    """What crosses the data axes in one step.
+    """Checks the collectives of one step over the data axes.
 
     Args:
-        program: reads the compiled program.
-        jaxpr: of the traced step, or None.
-        expectation: of the step.
-        platform: that the program is for.
+        program: parses the compiled program.
+        jaxpr: the traced step, or None.
+        expectation: what the step is expected to do.
+        platform: the platform that the program is compiled for.
     """
 
     def __init__(self, program: Callable[[], Program], jaxpr: Any, expectation: Expectation, platform: str):
@@ -37,86 +38,97 @@ class CommunicationChecks:
         self.as_traced = platform == "cpu"
         self.where = ", as traced" if self.as_traced else ""
 
-    def lines(self) -> list[Line]:
-        """Those of 'gathered weights kept' and the two beside it are promises of stage 3."""
+    def checks(self) -> list[Check]:
+        """The checks that apply to this step. Those of the order and the number of gathers are for stage 3 only."""
         if self.config.axes.num_devices == 1:
             return []
         precision, k, prefetch = self.config.precision, self.expectation.num_microbatches, self.expectation.prefetch
         gather, reduce = (jnp.dtype(dtype).name for dtype in (precision.compute_dtype, precision.reduce_dtype))
-        scattered, all_reduced = bytes_text(self.most.scattered), bytes_text(self.most.all_reduced)
-        in_parts = f", in each of {k} microbatches" if k > 1 else ""
-        lines = [
-            Line("wire bytes", f"a device sends at most {bytes_text(self.most.total)}", self.num_bytes),
-            Line("wire dtype", f"{gather} gathered, {reduce} reduced", self.dtype),
-            Line("reductions", f"{scattered} reduce-scattered, {all_reduced} all-reduced", self.reductions),
+        scattered, all_reduced = bytes_text(self.most.reduce_scattered), bytes_text(self.most.all_reduced)
+        per_microbatch = f", in each of {k} microbatches" if k > 1 else ""
+        checks = [
+            Check("wire bytes", f"a device sends at most {bytes_text(self.most.total)}", self.wire_bytes),
+            Check("wire dtype", f"gathers in {gather}, reductions in {reduce}", self.wire_dtype),
+            Check("reductions", f"{scattered} reduce-scattered, {all_reduced} all-reduced", self.reductions),
         ]
         if self.config.stage.shards_params and self.config.axes.num_shards > 1:
-            units = f"{bytes_text(2 * self.expectation.unit_bytes)}, of two units"
-            again = f"{bytes_text(self.least.gathered)} gathered, again where the backward pass reads weights"
-            window = f"at most {prefetch + 1} units gathered at a time (prefetch={prefetch}), and one without a product"
-            lines += [
-                Line("hoisted gathers", f"a gather moves at most {units}{in_parts}", self.hoisted),
-                Line("gathered weights kept", again, self.kept),
-                Line("prefetch order", window, self.order),
+            two_units = f"{bytes_text(2 * self.expectation.unit_bytes)} (two units)"
+            regathered = f"{bytes_text(self.least.gathered)} gathered, including again for the backward pass"
+            window = (
+                f"at most {prefetch + 1} units gathered at a time (prefetch={prefetch}), plus one without a product"
+            )
+            checks += [
+                Check("hoisted gathers", f"a gather moves at most {two_units}{per_microbatch}", self.hoisted_gathers),
+                Check("gathered weights kept", regathered, self.gathered_weights_kept),
+                Check("prefetch order", window, self.prefetch_order),
             ]
-        return [*lines, Line("exposed", "(no expectation)", self.exposed)]
+        return [*checks, Check("exposed", "(no expectation)", self.exposed)]
 
     @functools.cached_property
     def found(self) -> list[Collective]:
-        """In the program; on CPU, in the traced step."""
+        """The collectives over data axes in the program; for CPUs, those in the traced step."""
         if not self.as_traced:
-            with reading():
-                return over_data(hlo_collectives.collectives(self.program()), self.config)
+            with reader_errors():
+                return over_data_axes(hlo_collectives.collectives(self.program()), self.config)
         if self.jaxpr is None:
-            raise Unread("XLA for CPUs merges gathers and widens what is sent: audit the traced step")
-        with reading():
-            found = over_data(jaxpr_collectives.collectives(self.jaxpr, self.config.mesh), self.config)
+            raise Unreadable("XLA for CPUs merges gathers and sends wider dtypes: audit the traced step")
+        with reader_errors():
+            found = over_data_axes(jaxpr_collectives.collectives(self.jaxpr, self.config.mesh), self.config)
         if self.least.total and not found:
-            raise Unread("the collectives are the compiler's, and XLA for CPUs makes others than those for GPUs")
+            raise Unreadable("the compiler inserts the collectives, and XLA for CPUs inserts others than XLA for GPUs")
         return found
 
     @property
-    def sent(self) -> Traffic:
-        return Traffic.of(self.found)
+    def sent(self) -> SentBytes:
+        """The bytes that one device sends, as found."""
+        return SentBytes.of(self.found)
 
     @property
     def extra_bytes(self) -> float:
-        """What a device sends more because an all-reduce stands where something half as large was promised."""
+        """The bytes that a device sends in addition because all-reduces replace collectives that send half as much."""
         return max(0.0, self.sent.all_reduced - self.most.all_reduced) / 2
 
     def known_rewrite(self) -> str | None:
-        """What the compiler is known for that took the place of what the step says, where the step says as promised.
+        """The known rewrite by the compiler that explains the extra bytes, or None if there is none.
 
-        XLA for TPUs makes all-reduces of reduce-scatters, and of gathers, over several dimensions of the torus, and of
-        small ones over one. Of a program alone it cannot be told whose they are.
+        XLA for TPUs rewrites reduce-scatters and gathers over several dimensions of the torus as all-reduces, and small
+        ones over one dimension too. The traced step shows whether it has all-reduces of its own.
         """
         if self.platform != "tpu":
             return None
         if self.jaxpr is None:
-            raise Unread(
-                "XLA for TPUs makes all-reduces of reduce-scatters: audit the traced step, to tell its own apart"
+            raise Unreadable(
+                "XLA for TPUs rewrites reduce-scatters as all-reduces: audit the traced step to tell them from its own"
             )
-        with reading():
-            written = Traffic.of(over_data(jaxpr_collectives.collectives(self.jaxpr, self.config.mesh), self.config))
-        if written.all_reduced > (1 + SLACK) * self.most.all_reduced or not written.total:
+        with reader_errors():
+            traced = SentBytes.of(
+                over_data_axes(jaxpr_collectives.collectives(self.jaxpr, self.config.mesh), self.config)
+            )
+        if traced.all_reduced > (1 + SLACK) * self.most.all_reduced or not traced.total:
             return None
         mesh, shard = self.config.mesh, self.config.axes.shard
         devices = mesh.devices[tuple(slice(None) if name in shard else 0 for name in mesh.axis_names)]
         dims = sum(len(set(places)) > 1 for places in zip(*(device.coords for device in devices.flat), strict=True))
-        return f"XLA for TPUs made these (over {dims} of the torus's dimensions)"
+        return f"XLA for TPUs made these all-reduces (over {dims} of the torus's dimensions)"
 
-    def num_bytes(self) -> Outcome:
+    def wire_bytes(self) -> Outcome:
+        """Whether a device sends no more than the formula of the stage."""
         sent, most = self.sent.total, self.most.total
         text = f"{bytes_text(sent)}{self.where}"
         numbers = {"expected_bytes": most, "found_bytes": sent, "extra_bytes": self.extra_bytes}
         if sent <= (1 + SLACK) * most:
             return Outcome(text, Verdict.OK, numbers)
         if sent - self.extra_bytes <= (1 + SLACK) * most and self.known_rewrite():
-            return Outcome(f"{text}, {bytes_text(self.extra_bytes)} of it by the rewrite below", Verdict.KNOWN, numbers)
+            return Outcome(
+                f"{text}, {bytes_text(self.extra_bytes)} of it from the rewrite below", Verdict.KNOWN, numbers
+            )
         by_kind = ", ".join(f"{bytes_text(each)} {kind}" for kind, each in self.sent._asdict().items() if each)
-        return Outcome(f"{text}: {by_kind}", Verdict.BROKEN, numbers, "see the other lines, and what the model sends")
+        return Outcome(
+            f"{text}: {by_kind}", Verdict.BROKEN, numbers, "see the other findings, and the collectives of the model"
+        )
 
-    def dtype(self) -> Outcome:
+    def wire_dtype(self) -> Outcome:
+        """Whether collectives send the dtypes of the precision."""
         precision = self.config.precision
         gather, reduce = (8 * jnp.dtype(dtype).itemsize for dtype in (precision.compute_dtype, precision.reduce_dtype))
         limits = {"all-gather": gather, "reduce-scatter": reduce, "all-reduce": reduce}
@@ -125,14 +137,16 @@ class CommunicationChecks:
             if hlo.element_bits(each.dtype) > limits.get(each.kind, max(gather, reduce)):
                 wide[f"{each.kind} in {each.dtype}"] += each.sent_bytes
         numbers = {"expected_wide_bytes": self.expectation.wide_bytes, "wide_bytes": sum(wide.values())}
-        text = listed([f"{kind}: {bytes_text(size)}" for kind, size in wide.items()]) or "nothing wider"
+        text = abbreviate([f"{kind}: {bytes_text(size)}" for kind, size in wide.items()]) or "no wider dtype"
         if numbers["wide_bytes"] <= self.expectation.wide_bytes + SLACK * self.most.total:
             return Outcome(text + self.where, Verdict.OK, numbers)
-        return Outcome(text + self.where, Verdict.BROKEN, numbers, "cast before the collective, and not after it")
+        return Outcome(text + self.where, Verdict.BROKEN, numbers, "cast before the collective instead of after it")
 
     def reductions(self) -> Outcome:
+        """Whether every gradient is reduced, by reduce-scatters where the stage shards it."""
         sent, extra = self.sent, self.extra_bytes
-        text = f"{bytes_text(sent.scattered)} reduce-scattered, {bytes_text(sent.all_reduced)} all-reduced{self.where}"
+        reduce_scattered, all_reduced = bytes_text(sent.reduce_scattered), bytes_text(sent.all_reduced)
+        text = f"{reduce_scattered} reduce-scattered, {all_reduced} all-reduced{self.where}"
         numbers = {**sent._asdict(), "extra_bytes": extra}
         if sent.reduced < (1 - SLACK) * self.least.reduced:
             return Outcome(text, Verdict.BROKEN, numbers, "sum every gradient over the data axes, in every microbatch")
@@ -140,46 +154,50 @@ class CommunicationChecks:
             return Outcome(text, Verdict.OK, numbers)
         if rewrite := self.known_rewrite():
             return Outcome(f"{text}: {rewrite}, which send {bytes_text(extra)} more", Verdict.KNOWN, numbers)
-        fix = "lax.psum_scatter in a shard_map, and no sharding constraint on a sum"
+        fix = "use lax.psum_scatter in a shard_map instead of a sharding constraint on a sum"
         return Outcome(f"{text}: {bytes_text(extra)} more", Verdict.BROKEN, numbers, fix)
 
-    def hoisted(self) -> Outcome:
+    def hoisted_gathers(self) -> Outcome:
+        """Whether gathers stay in the loops over layers and microbatches."""
         gathers = [each for each in self.found if each.kind == "all-gather"]
         largest = max((each.full_bytes for each in gathers), default=0)
         outside = sum(each.full_bytes for each in gathers if each.trips < self.expectation.num_microbatches)
         numbers = {"largest_bytes": largest, "outside_bytes": outside}
         if outside:
-            text = f"{bytes_text(outside)} gathered once, outside of the loop over microbatches{self.where}"
-            return Outcome(text, Verdict.BROKEN, numbers, "let each gather wait for a value of its microbatch")
-        text = f"up to {bytes_text(largest)} in a gather{self.where}"
+            text = f"{bytes_text(outside)} gathered once, outside the loop over microbatches{self.where}"
+            return Outcome(text, Verdict.BROKEN, numbers, "make each gather depend on a value of its microbatch")
+        text = f"at most {bytes_text(largest)} in a gather{self.where}"
         if largest <= (2 + UNIT_SLACK) * self.expectation.unit_bytes:
             return Outcome(text, Verdict.OK, numbers)
-        fix = "gather inside the loop over layers; on GPUs limit what is combined (README, Schedule)"
+        fix = "gather inside the loop over layers; on GPUs, limit how gathers are combined (docs/schedule.md)"
         return Outcome(text, Verdict.BROKEN, numbers, fix)
 
-    def kept(self) -> Outcome:
+    def gathered_weights_kept(self) -> Outcome:
+        """Whether the backward pass gathers weights again instead of keeping those of the forward pass."""
         if self.as_traced and self.jaxpr is self.expectation.jaxpr:
-            raise Unread("XLA for CPUs merges the gathers of the forward and the backward pass: audit one for GPUs")
-        # A gather that became an all-reduce is what all reductions together have too much.
+            raise Unreadable("XLA for CPUs merges the gathers of both passes: audit the step for a GPU target")
+        # Gathers that were rewritten as all-reduces appear as an excess of reductions.
         rewritten = min(self.extra_bytes, max(0.0, self.sent.reduced - self.most.reduced))
         found, least = self.sent.gathered + rewritten, self.least.gathered
         text, numbers = f"{bytes_text(found)}{self.where}", {"expected_bytes": least, "found_bytes": found}
         if found >= (1 - SLACK) * least:
             return Outcome(text, Verdict.OK, numbers)
-        fix = "no checkpoint policy that denies names: what is made of a gathered weight has none, and is kept"
-        return Outcome(f"{text}: {bytes_text(least - found)} kept instead", Verdict.BROKEN, numbers, fix)
+        fix = "use no checkpoint policy that excludes names: values computed from gathered weights have none, and are kept"
+        return Outcome(
+            f"{text}: {bytes_text(least - found)} kept instead of gathered again", Verdict.BROKEN, numbers, fix
+        )
 
-    def order(self) -> Outcome:
-        """A gather that waits for no product may be done before all else.
+    def prefetch_order(self) -> Outcome:
+        """Whether gathers wait for the units before them. A gather that waits for no matrix product may start at once.
 
-        Beside the units of the window there may be one that multiplies nothing, as an embedding. A loop over layers
-        starts with a unit that is gathered already.
+        One unit without a matrix product, such as an embedding, is allowed in addition to the window. A loop over
+        layers starts with a unit that has been gathered already.
         """
         if self.jaxpr is None:
-            raise Unread("what a gather waits for is read from the traced step")
+            raise Unreadable("the dependencies of gathers are read from the traced step")
         prefetch, microbatches = self.expectation.prefetch, self.expectation.num_microbatches > 1
         unit = self.expectation.unit_bytes / jnp.dtype(self.config.precision.compute_dtype).itemsize
-        with reading():
+        with reader_errors():
             bodies = jaxpr_collectives.free_gather_elements(self.jaxpr)
         most, excess = 0.0, 0.0
         for loops, elements in bodies:
@@ -188,16 +206,17 @@ class CommunicationChecks:
         text, numbers = f"gathers of {most:.1f} units wait for no matrix product, as traced", {"free_units": most}
         if excess <= UNIT_SLACK:
             return Outcome(text, Verdict.OK, numbers)
-        return Outcome(text, Verdict.BROKEN, numbers, "let each gather wait for the unit that leaves the window")
+        return Outcome(text, Verdict.BROKEN, numbers, "make each gather depend on the unit that leaves the window")
 
     def exposed(self) -> Outcome:
+        """Measures how much communication overlaps with no matrix product. There is no expectation."""
         if self.as_traced:
-            raise Unread("XLA for CPUs computes nothing beside a collective")
+            raise Unreadable("XLA for CPUs overlaps no collective with computation")
         total, exposed = (sum(each.sent_bytes for each in part) for part in (self.found, self._exposed(self.found)))
         looped = [each for each in self.found if each.looped]
         in_loops, exposed_in_loops = (sum(each.sent_bytes for each in part) for part in (looped, self._exposed(looped)))
         numbers = {"exposed_bytes": exposed, "looped_bytes": in_loops, "exposed_looped_bytes": exposed_in_loops}
-        text = f"{bytes_text(exposed)} ({exposed / max(total, 1):.1%}) with no matrix product beside"
+        text = f"{bytes_text(exposed)} ({exposed / max(total, 1):.1%}) overlap with no matrix product"
         inside = f", {bytes_text(exposed_in_loops)} ({exposed_in_loops / in_loops:.1%}) in loops" if in_loops else ""
         return Outcome(text + inside, Verdict.INFO, numbers)
 

@@ -18,10 +18,10 @@ class Verdict(enum.Enum):
     """Whether an expectation is met. Only `BROKEN` is a failure."""
 
     OK = "ok"
-    KNOWN = "known"  # not met, because of a known rewrite of the compiler; the finding names it and its cost
+    KNOWN = "known"  # not met, because of a known rewrite by the compiler; the finding names it and its cost
     BROKEN = "BROKEN"
-    NOT_READ = "not read"
-    INFO = "info"  # a figure without an expectation
+    NOT_READ = "not read"  # the program could not be read; the finding says why
+    INFO = "info"  # a measurement without an expectation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Finding:
             'gathered weights kept', 'prefetch order' or 'exposed'.
         expected, found: in words. If the program could not be read, `found` says why.
         verdict: whether they agree.
-        numbers: the same as numbers; `extra_bytes` is what a known rewrite costs a device in a step.
+        numbers: the measurements in `found`; `extra_bytes` are what one device sends in addition per step because of a
+            known rewrite.
         fix: what to do if the expectation is not met.
     """
 
@@ -47,10 +48,10 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """The findings of an audit; printed, a table. `audit['reductions']` is one of them.
+    """The findings of an audit. Prints as a table. `audit['reductions']` is the finding with this name.
 
     Attributes:
-        findings: one for each expectation of the stage.
+        findings: one for each expectation.
     """
 
     findings: tuple[Finding, ...]
@@ -62,14 +63,14 @@ class Audit:
 
     @property
     def ok(self) -> bool:
-        """No expectation is broken. Findings with the verdict `NOT_READ` could not be checked."""
+        """Whether no expectation is broken. Findings with the verdict `NOT_READ` were not checked."""
         return not self.broken
 
     def __getitem__(self, name: str) -> Finding:
         return {finding.name: finding for finding in self.findings}[name]
 
     def __str__(self) -> str:
-        table = Table("", "expected", "found", "", title="Audit of the compiled step")
+        table = Table("check", "expected", "found", "verdict", title="Audit of the compiled step")
         for finding in self.findings:
             table.add_row(finding.name, finding.expected, finding.found, finding.verdict.value)
         text = io.StringIO()
@@ -77,7 +78,7 @@ class Audit:
         return text.getvalue()
 
     def enforce(self, setting: str) -> None:
-        """Raises ValueError ('error') or warns ('warn') if an expectation is broken."""
+        """Raises ValueError (setting 'error') or warns (setting 'warn') if an expectation is broken."""
         if self.ok:
             return
         lines = [f"audit: the compiled step breaks {len(self.broken)} of {len(self.findings)} expectations"]
@@ -95,27 +96,27 @@ SETTINGS = ("off", "warn", "error")
 
 
 def check_setting(setting: str) -> str:
-    """The setting. Raises ValueError unless it is one of `SETTINGS`."""
+    """Returns the setting. Raises ValueError unless it is one of `SETTINGS`."""
     if setting not in SETTINGS:
         raise ValueError(f"audit: unknown setting {setting!r}\n  fix:      one of {', '.join(SETTINGS)}")
     return setting
 
 
-class Unread(Exception):
-    """A program cannot be read. The finding says why; it never counts as met."""
+class Unreadable(Exception):
+    """Raised by a check if the program cannot be read. The finding says why, and never counts as met."""
 
 
 @contextlib.contextmanager
-def reading() -> Iterator[None]:
-    """A ValueError of a reader becomes `Unread`."""
+def reader_errors() -> Iterator[None]:
+    """Context manager: converts a ValueError of a reader of programs to `Unreadable`."""
     try:
         yield
-    except ValueError as refused:
-        raise Unread(str(refused)) from refused
+    except ValueError as error:
+        raise Unreadable(str(error)) from error
 
 
 class Outcome(NamedTuple):
-    """The result of a check. The fields are those of `Finding`."""
+    """The outcome of a check. The fields are those of `Finding`."""
 
     found: str
     verdict: Verdict
@@ -123,34 +124,41 @@ class Outcome(NamedTuple):
     fix: str = ""
 
 
-class Line(NamedTuple):
-    """An expectation and its check. `expected` is None if the stage expects nothing; then nothing is checked."""
+class Check(NamedTuple):
+    """An expectation and the function that checks it.
+
+    Attributes:
+        name: the name of the finding.
+        expected: the expectation in words, or None if there is none; then the check does not run.
+        run: checks the expectation. May raise `Unreadable`.
+    """
 
     name: str
     expected: str | None
-    check: Callable[[], Outcome]
+    run: Callable[[], Outcome]
 
 
-def examine(lines: Iterable[Line]) -> Audit:
-    """Runs every check. If a program cannot be read, the finding says why."""
+def run_checks(checks: Iterable[Check]) -> Audit:
+    """Runs the checks. A check that cannot read the program becomes a finding that says why."""
     findings = []
-    for name, expected, check in lines:
+    for name, expected, run in checks:
         if expected is None:
             continue
         try:
-            findings.append(Finding(name, expected, *check()))
-        except Unread as why:
-            findings.append(Finding(name, expected, str(why), Verdict.NOT_READ))
+            findings.append(Finding(name, expected, *run()))
+        except Unreadable as reason:
+            findings.append(Finding(name, expected, str(reason), Verdict.NOT_READ))
     return Audit(tuple(findings))
 
 
 def bytes_text(num_bytes: float) -> str:
+    """A number of bytes as text, such as 1.32 GB."""
     for unit, size in ("GB", 1e9), ("MB", 1e6), ("kB", 1e3):
         if num_bytes >= size:
             return f"{num_bytes / size:.2f} {unit}"
     return f"{num_bytes:.0f} B"
 
 
-def listed(items: Sequence[str], most: int = 4) -> str:
-    """The first of the items, and how many more there are."""
-    return "; ".join(items[:most]) + (f"; and {len(items) - most} more" if len(items) > most else "")
+def abbreviate(items: Sequence[str], count: int = 4) -> str:
+    """Lists the first items, and says how many more there are."""
+    return "; ".join(items[:count]) + (f"; and {len(items) - count} more" if len(items) > count else "")
