@@ -44,19 +44,18 @@ class CommunicationChecks:
             return []
         precision, k, prefetch = self.config.precision, self.expectation.num_microbatches, self.expectation.prefetch
         gather, reduce = (jnp.dtype(dtype).name for dtype in (precision.compute_dtype, precision.reduce_dtype))
-        scattered, all_reduced = bytes_text(self.most.reduce_scattered), bytes_text(self.most.all_reduced)
+        reduce_scattered, all_reduced = bytes_text(self.most.reduce_scattered), bytes_text(self.most.all_reduced)
         per_microbatch = f", in each of {k} microbatches" if k > 1 else ""
         checks = [
             Check("wire bytes", f"a device sends at most {bytes_text(self.most.total)}", self.wire_bytes),
             Check("wire dtype", f"gathers in {gather}, reductions in {reduce}", self.wire_dtype),
-            Check("reductions", f"{scattered} reduce-scattered, {all_reduced} all-reduced", self.reductions),
+            Check("reductions", f"{reduce_scattered} reduce-scattered, {all_reduced} all-reduced", self.reductions),
         ]
         if self.config.stage.shards_params and self.config.axes.num_shards > 1:
             two_units = f"{bytes_text(2 * self.expectation.unit_bytes)} (two units)"
             regathered = f"{bytes_text(self.least.gathered)} gathered, including again for the backward pass"
-            window = (
-                f"at most {prefetch + 1} units gathered at a time (prefetch={prefetch}), plus one without a product"
-            )
+            units = f"at most {prefetch + 1} units gathered at a time (prefetch={prefetch})"
+            window = f"{units}, plus one without a matrix product"
             checks += [
                 Check("hoisted gathers", f"a gather moves at most {two_units}{per_microbatch}", self.hoisted_gathers),
                 Check("gathered weights kept", regathered, self.gathered_weights_kept),
@@ -101,9 +100,8 @@ class CommunicationChecks:
                 "XLA for TPUs rewrites reduce-scatters as all-reduces: audit the traced step to tell them from its own"
             )
         with reader_errors():
-            traced = SentBytes.of(
-                over_data_axes(jaxpr_collectives.collectives(self.jaxpr, self.config.mesh), self.config)
-            )
+            found = jaxpr_collectives.collectives(self.jaxpr, self.config.mesh)
+            traced = SentBytes.of(over_data_axes(found, self.config))
         if traced.all_reduced > (1 + SLACK) * self.most.all_reduced or not traced.total:
             return None
         mesh, shard = self.config.mesh, self.config.axes.shard
@@ -119,13 +117,12 @@ class CommunicationChecks:
         if sent <= (1 + SLACK) * most:
             return Outcome(text, Verdict.OK, numbers)
         if sent - self.extra_bytes <= (1 + SLACK) * most and self.known_rewrite():
-            return Outcome(
-                f"{text}, {bytes_text(self.extra_bytes)} of it from the rewrite below", Verdict.KNOWN, numbers
-            )
-        by_kind = ", ".join(f"{bytes_text(each)} {kind}" for kind, each in self.sent._asdict().items() if each)
-        return Outcome(
-            f"{text}: {by_kind}", Verdict.BROKEN, numbers, "see the other findings, and the collectives of the model"
-        )
+            text = f"{text}, {bytes_text(self.extra_bytes)} of it from the rewrite below"
+            return Outcome(text, Verdict.KNOWN, numbers)
+        kinds = {kind.replace("_", "-"): size for kind, size in self.sent._asdict().items() if size}
+        by_kind = ", ".join(f"{bytes_text(size)} {kind}" for kind, size in kinds.items())
+        fix = "see the other findings, and the collectives of the model"
+        return Outcome(f"{text}: {by_kind}", Verdict.BROKEN, numbers, fix)
 
     def wire_dtype(self) -> Outcome:
         """Whether collectives send the dtypes of the precision."""
@@ -182,10 +179,9 @@ class CommunicationChecks:
         text, numbers = f"{bytes_text(found)}{self.where}", {"expected_bytes": least, "found_bytes": found}
         if found >= (1 - SLACK) * least:
             return Outcome(text, Verdict.OK, numbers)
-        fix = "use no checkpoint policy that excludes names: values computed from gathered weights have none, and are kept"
-        return Outcome(
-            f"{text}: {bytes_text(least - found)} kept instead of gathered again", Verdict.BROKEN, numbers, fix
-        )
+        text = f"{text}: {bytes_text(least - found)} kept instead of gathered again"
+        fix = "use no checkpoint policy that excludes names: values computed from gathered weights have none"
+        return Outcome(text, Verdict.BROKEN, numbers, fix)
 
     def prefetch_order(self) -> Outcome:
         """Whether gathers wait for the units before them. A gather that waits for no matrix product may start at once.

@@ -127,11 +127,8 @@ def over_data_axes(found: Iterable[Collective], config: ZeroConfig) -> list[Coll
     sizes = config.mesh.shape
     strides = {name: math.prod(list(sizes.values())[k + 1 :]) for k, name in enumerate(sizes)}
     position = lambda device: tuple(device // strides[name] % sizes[name] for name in config.axes.data)
-    return [
-        each
-        for each in found
-        if each.full_bytes > SCALARS_BYTES and len({position(device) for device in each.group}) > 1
-    ]
+    crosses = lambda each: len({position(device) for device in each.group}) > 1
+    return [each for each in found if each.full_bytes > SCALARS_BYTES and crosses(each)]
 
 
 def _floating(tree: PyTree) -> list[Array]:
@@ -174,9 +171,8 @@ def _stage_bytes(config: ZeroConfig, leaves: Sequence[Leaf], uses: Sequence[int]
     stage, reduce_bytes = config.stage, jnp.dtype(config.precision.reduce_dtype).itemsize
     gathered = reduce_scattered = all_reduced = 0
     for leaf, num_uses in zip(leaves, uses, strict=True):
-        gradient = (
-            leaf.trainable * _full_elements(config, leaf) * reduce_bytes * (k * num_uses if stage.shards_grads else 1)
-        )
+        num_reductions = leaf.trainable * (k * num_uses if stage.shards_grads else 1)
+        gradient = num_reductions * _full_elements(config, leaf) * reduce_bytes
         if stage.shards_optimizer and leaf.dim is not None:
             reduce_scattered += gradient
         else:

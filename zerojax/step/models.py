@@ -32,7 +32,7 @@ class Weighted(NamedTuple):
         weight: scalar of at least 0.
     """
 
-    sum: ArrayLike
+    sum: Array
     weight: ArrayLike
 
 
