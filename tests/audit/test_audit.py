@@ -1,4 +1,4 @@
-"""An audit finds what is not as promised, by the right line, and nothing in a step that is sound."""
+"""An audit reports every planted fault as the right finding, and nothing in a correct step."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ def broken(audit):
     return {finding.name for finding in audit.broken}
 
 
-# Sound steps
+# Correct steps
 
 
 def audited(stage, mesh=None, scan=False, precision="bf16", **options):
@@ -51,7 +51,7 @@ def audited(stage, mesh=None, scan=False, precision="bf16", **options):
         (3, {"prefetch": 0, "bucket_bytes": 4096}),
     ],
 )
-def test_nothing_is_broken_in_a_sound_step(stage, options):
+def test_nothing_is_broken_in_a_correct_step(stage, options):
     audit = audited(stage, **options)
     assert audit.ok and broken(audit) == set()
     verdicts = {finding.name: finding.verdict for finding in audit.findings}
@@ -63,8 +63,8 @@ def test_nothing_is_broken_in_a_sound_step(stage, options):
     assert {name for name, verdict in verdicts.items() if verdict is Verdict.NOT_READ} == set(unread)
 
 
-def test_the_promise_is_the_formula():
-    """Psi as counted from the leaves. One that two places use is moved for both, one that none uses for none."""
+def test_the_expectation_is_the_formula():
+    """With Psi counted from the leaves. A leaf counts once for each unit of the loss that uses it."""
     zero, state = by_hand.zero_and_state()
     psi = by_hand.LAYERS * 4 * by_hand.WIDTH**2
     most = zero.train_step(by_hand.loss, num_microbatches=4).expectation(state, by_hand.batch_aval()).most
@@ -78,7 +78,7 @@ def test_the_promise_is_the_formula():
     assert over(lambda layers: {"0": layers["0"]}) == 2 * psi / 4 * 7 / 8
 
 
-def test_what_crosses_no_data_axis_and_scalars_do_not_count():
+def test_collectives_of_scalars_and_over_other_axes_do_not_count():
     config = zerojax.Zero(zerojax.make_mesh(model=2)).config
     reduction = lambda size, *group: Collective("all-reduce", "f32", size, group, 1, False, False)
     over_model, over_data, over_both = reduction(4096, 0, 1), reduction(4096, 0, 2, 4, 6), reduction(4096, *range(8))
@@ -86,7 +86,7 @@ def test_what_crosses_no_data_axis_and_scalars_do_not_count():
     assert expectation.over_data_axes(found, config) == [over_data, over_both]
 
 
-# Planted faults, in steps by hand
+# Planted faults in steps written by hand
 
 
 @functools.cache
@@ -101,16 +101,16 @@ def audit_by_hand(k=1, **faults):
 
 
 @pytest.mark.parametrize("k", [1, 2])
-def test_a_step_by_hand_can_be_sound(k):
+def test_nothing_is_broken_in_a_correct_step_by_hand(k):
     assert broken(audit_by_hand(k)) == set()
 
 
 PSI = by_hand.LAYERS * 4 * by_hand.WIDTH**2
-SENT = 2 * PSI * (N - 1) / N  # in bf16, gathered or reduce-scattered once
+SENT = 2 * PSI * (N - 1) / N  # bytes in bf16, gathered or reduce-scattered once
 
 
 def test_weights_that_a_deny_list_keeps_are_found():
-    """Of the three layers that are to be gathered again."""
+    """Three layers should be gathered again for the backward pass."""
     audit = audit_by_hand(policy=by_hand.DENY_LIST)
     assert broken(audit) == {"gathered weights kept"}
     numbers = audit["gathered weights kept"].numbers
@@ -127,20 +127,20 @@ def test_an_all_reduce_in_place_of_a_reduce_scatter_is_found():
 def test_a_gather_in_fp32_is_found():
     audit = audit_by_hand(gather=by_hand.gather_in_fp32)
     assert broken(audit) == {"wire bytes", "wire dtype"}
-    assert audit["wire dtype"].numbers["wide_bytes"] == 2 * 3 * SENT  # twice as wide, and so is their transpose
+    assert audit["wire dtype"].numbers["wide_bytes"] == 2 * 3 * SENT  # 4 bytes instead of 2, and the transpose too
     assert "all-gather in f32" in audit["wire dtype"].found
 
 
 def test_a_state_that_is_not_donated_is_found():
     audit = audit_by_hand(donated=False)
     assert broken(audit) == {"aliased state"}
-    held = 2 * PSI + 4 * PSI + 4 * PSI  # bf16 parameters, master and momentum
-    assert audit["aliased state"].numbers["more_bytes"] == pytest.approx(held / N, abs=64)
+    size = 2 * PSI + 4 * PSI + 4 * PSI  # bf16 parameters, master and momentum
+    assert audit["aliased state"].numbers["more_bytes"] == pytest.approx(size / N, abs=64)
     assert "layers/0/down" in audit["aliased state"].found
 
 
-def test_a_gather_outside_of_the_loop_over_microbatches_is_found():
-    """It takes with it the regathering, the order and the reductions: gradients are summed in full."""
+def test_a_gather_outside_the_loop_over_microbatches_is_found():
+    """It also breaks the gathers of the backward pass, their order, and the reductions: full gradients are summed."""
     audit = audit_by_hand(2, hoisted=True)
     assert broken(audit) == {"hoisted gathers", "gathered weights kept", "prefetch order", "reductions"}
     assert audit["hoisted gathers"].numbers["outside_bytes"] == 2 * PSI
@@ -157,7 +157,7 @@ def test_gradients_that_are_not_summed_are_found():
 
 
 def audit_stack(full_loss):
-    """Of a step by hand over a stack of eight layers: `full_loss(shard, x)` gathers."""
+    """Audits a step by hand over a stack of eight layers, which `full_loss(shard, x)` gathers."""
     zero = zerojax.Zero(zerojax.make_mesh(), precision="bf16", stacked=["*"])
     state = zero.eval_init(lambda key: {"w": jax.random.normal(key, (8, 32, 32))}, optax.sgd(0.1))
     rows, spec = jax.ShapeDtypeStruct((32, 32), jnp.float32), P(None, "data")
@@ -190,7 +190,7 @@ def test_a_stack_that_is_gathered_at_once_is_found():
 
 @pytest.mark.parametrize(("layers", "lines"), [(1, set()), (2, {"prefetch order"})])
 def test_layers_of_one_iteration_that_are_gathered_at_once_are_found(layers, lines):
-    """One is the window of a loop, beside that which an iteration starts with."""
+    """A window of one layer is allowed in a loop, in addition to the layer that an iteration starts with."""
 
     @jax.checkpoint
     def some(x, shards):
@@ -203,7 +203,7 @@ def test_layers_of_one_iteration_that_are_gathered_at_once_are_found(layers, lin
     assert audit["prefetch order"].numbers["free_units"] == layers
 
 
-# Planted faults, in steps of zerojax
+# Planted faults in steps of zerojax
 
 
 @pytest.mark.parametrize("k", [1, 2])
@@ -227,7 +227,7 @@ def test_a_gradient_that_is_all_reduced_is_found(monkeypatch):
     assert broken(audit) == {"reductions", "wire bytes"}
 
 
-def test_a_name_that_no_value_carries_is_found():
+def test_an_unknown_name_in_remat_is_an_error():
     zero, state = by_hand.zero_and_state()
     step = zero.train_step(by_hand.loss, remat=Remat(offload=("none",)))
     with pytest.raises(ValueError, match=r"no value in the units of '.*' is named 'none'"):
@@ -235,8 +235,8 @@ def test_a_name_that_no_value_carries_is_found():
 
 
 def with_a_replicated_leaf(zero, state):
-    whole = jax.device_put(state.master["layers"]["1"]["up"], NamedSharding(zero.config.mesh, P()))
-    layers = {**state.master["layers"], "1": {**state.master["layers"]["1"], "up": whole}}
+    replicated = jax.device_put(state.master["layers"]["1"]["up"], NamedSharding(zero.config.mesh, P()))
+    layers = {**state.master["layers"], "1": {**state.master["layers"]["1"], "up": replicated}}
     return dataclasses.replace(state, master={"layers": layers})
 
 
@@ -255,9 +255,9 @@ def test_a_replicated_leaf_is_an_error_before_the_step_runs():
     assert "breaks 2 of 9 expectations\nsharded\n  expected: 24 of 27 leaves sharded over data\n" in text
     assert "  got:      master/layers/1/up: P(), 8.19 kB instead of P('data'), 1.02 kB\n" in text
     assert "  fix:      create the state with zero.init" in text
-    assert "aliased state\n" in text  # the step returns the leaf where it should be
+    assert "aliased state\n" in text  # the step returns the leaf with the expected sharding
     assert not any(a.is_deleted() for a in jax.tree.leaves(wrong))
-    step(state, batch)  # one that is sound
+    step(state, batch)  # a correct state
 
 
 def test_a_replicated_leaf_is_a_warning_and_the_step_runs():
@@ -268,7 +268,7 @@ def test_a_replicated_leaf_is_a_warning_and_the_step_runs():
     assert after.master["layers"]["1"]["up"].sharding.spec == P("data")
 
 
-def test_without_an_audit_nothing_is_said():
+def test_without_an_audit_nothing_is_reported():
     zero, state, batch = arrays()
     zero.train_step(by_hand.loss)(with_a_replicated_leaf(zero, state), batch)
     with pytest.raises(ValueError, match="audit: unknown setting True\n  fix:      one of off, warn, error"):
@@ -276,7 +276,7 @@ def test_without_an_audit_nothing_is_said():
 
 
 def test_a_program_is_audited_once_and_is_the_one_that_runs(monkeypatch):
-    """For each shape. Compiled for the audit, it is not compiled again to run."""
+    """Once for each shape. The program that is compiled for the audit is not compiled again."""
     zero, state, batch = arrays()
     step = zero.train_step(by_hand.loss, audit="error")
     audits, compiled = [], []
@@ -290,10 +290,10 @@ def test_a_program_is_audited_once_and_is_the_one_that_runs(monkeypatch):
     assert len([name for name in compiled if "step" in name]) == 2, compiled
 
 
-# Reading
+# Programs that cannot be read
 
 
-def test_what_a_reader_refuses_is_not_taken_for_kept(monkeypatch):
+def test_a_program_that_cannot_be_parsed_is_not_reported_as_ok(monkeypatch):
     def refuse(text):
         raise ValueError("hlo: a line that is no instruction")
 
@@ -302,7 +302,7 @@ def test_what_a_reader_refuses_is_not_taken_for_kept(monkeypatch):
     assert (finding.verdict, finding.found) == (Verdict.NOT_READ, "hlo: a line that is no instruction")
 
 
-def test_a_compiled_program_for_cpus_tells_what_is_held_and_not_what_is_sent():
+def test_a_compiled_program_for_cpus_shows_memory_but_not_communication():
     zero, state = by_hand.zero_and_state()
     audit = zerojax.audit_step(by_hand.step(zero, state, by_hand.batch_aval()).lower().compile(), expected())
     assert {f.name for f in audit.findings if f.verdict is Verdict.OK} == {"sharded", "aliased state"}
@@ -310,7 +310,7 @@ def test_a_compiled_program_for_cpus_tells_what_is_held_and_not_what_is_sent():
 
 
 def test_collectives_of_the_compiler_are_not_read_on_cpu():
-    """Plain JAX with shardings alone."""
+    """In a plain JAX step with shardings and no explicit collectives."""
     zero, state = by_hand.zero_and_state()
 
     def step(state, batch):
@@ -334,7 +334,7 @@ def test_a_collective_in_a_branch_is_not_read():
     assert audit["wire bytes"].verdict is Verdict.NOT_READ and "all-gather in a cond" in audit["wire bytes"].found
 
 
-def test_a_promise_is_about_the_first_argument():
+def test_the_state_of_an_expectation_is_the_first_argument():
     zero, _ = by_hand.zero_and_state()
     other = zero.eval_init(functools.partial(by_hand.create, width=64), optax.sgd(0.1, momentum=0.9))
     step = zero.train_step(by_hand.loss).trace(other, by_hand.batch_aval(64))
@@ -343,7 +343,7 @@ def test_a_promise_is_about_the_first_argument():
     assert "not the state of the expectation\n  got:      bfloat16[128,64] for params/layers/0/down" in str(error.value)
 
 
-def test_a_table_has_a_line_for_each_promise():
+def test_the_table_has_a_row_for_each_finding():
     audit = audit_by_hand(donated=False)
     text = str(audit)
     assert all(finding.name in text for finding in audit.findings)
@@ -352,7 +352,7 @@ def test_a_table_has_a_line_for_each_promise():
 
 @pytest.mark.parametrize("mesh", [{"replica": 2}, {"model": 2}])
 def test_traced_collectives_are_those_that_the_tests_count(mesh):
-    """Two counters, written apart."""
+    """Compares two independent implementations."""
     config = gpt.Config(width=32, layers=6, scan=True, annotated="model" in mesh)
     zero = zerojax.Zero(zerojax.make_mesh(**mesh), 3, "bf16")
     state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))

@@ -1,4 +1,4 @@
-"""Meshes: one device, hybrid sharding, a model axis, and meshes that are only planned with."""
+"""Meshes: one device, hybrid sharding, a model axis, several shard axes, and abstract meshes for planning."""
 
 import jax
 import pytest
@@ -15,7 +15,7 @@ MODEL = zoo.ZOO["unused"]
 
 
 def collectives(mesh, stage, k):
-    """Names of the collective primitives in the traced step."""
+    """The names of the collective primitives in a traced step."""
     zero = Zero(mesh, stage)
     state = zero.eval_init(MODEL.create, optimizer())
     jaxpr = zero.train_step(loss_of(MODEL), num_microbatches=k).trace(state, MODEL.batch(0)).jaxpr
@@ -31,7 +31,7 @@ def test_one_device_runs_no_collective(stage, k):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_eight_devices_run_collectives(stage):
-    """What the test above looks for is there to be found."""
+    """Shows that the test above would find collectives."""
     found = collectives(zerojax.make_mesh(), stage, 1)
     assert any(name.startswith("psum") for name in found)
     assert any(name.startswith("reduce_scatter") for name in found) == (stage >= 1)

@@ -1,4 +1,4 @@
-"""Placement: the stage table, the dim that is sharded, stacked leaves, bytes per device, and what `explain` says."""
+"""Placement: the stage table, the sharded dim, stacked leaves, bytes per device, and the output of `explain`."""
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +89,7 @@ def stacked_specs(kind, depth, monkeypatch, precision="fp32"):
 @pytest.mark.parametrize("depth", [3, 8, 16, 128])
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
 def test_a_stacked_leaf_is_never_sharded_over_its_layers(kind, depth, monkeypatch):
-    """Also where the number of layers divides and is the largest dim, and for scales and biases made without a key."""
+    """Even if the number of layers is divisible and the largest dim; also scales and biases created without a key."""
     leaves = stacked_specs(kind, depth, monkeypatch)
     assert len(leaves) == 12 and all(leaf.shape[0] == depth for leaf in leaves.values())
     assert {path: leaf.dim for path, leaf in leaves.items() if leaf.dim in (None, 0) and max(leaf.shape[1:]) >= 8} == {}
@@ -111,13 +111,13 @@ def test_a_deep_stack_can_be_trained(kind, monkeypatch):
 
 
 def test_leaves_that_are_not_stacked_keep_all_their_dims():
-    """An expert dim made of one key is no layer dim; neither is any dim of an unrolled model."""
+    """An expert dim that is created from one key is not a layer dim; neither is any dim of an unrolled model."""
     for name in "moe", "gpt_nnx":
         state = Zero(zerojax.make_mesh(), 3).eval_init(zoo.ZOO[name].create, optimizer())
         assert all(leaf.dim == choose_dim(leaf.shape, 8, stacked=False)[0] for leaf in state.definition.leaves)
 
 
-def test_stacked_can_be_said():
+def test_stacked_leaves_can_be_named():
     zero = Zero(zerojax.make_mesh(), stacked=["a"])
     assert zero.eval_init(create_even, optimizer()).params["a"].sharding.spec == P(None, "data")
 
@@ -129,27 +129,27 @@ def test_stacked_can_be_said():
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_stage_table(stage, precision):
     state = Zero(zerojax.make_mesh(), stage, precision).init(create_even, optax.adamw(1e-3))
-    whole = {name: P() for name in EVEN}
+    replicated = {name: P() for name in EVEN}
     shards = {name: P("data") for name in EVEN}
     specs = lambda tree: {name: leaf.sharding.spec for name, leaf in tree.items()}
-    assert specs(state.params) == (shards if stage == 3 else whole)
+    assert specs(state.params) == (shards if stage == 3 else replicated)
     for tree in (state.opt_state[0].mu, state.opt_state[0].nu, *([state.master] if precision == "bf16" else [])):
-        assert specs(tree) == (shards if stage >= 1 else whole)
+        assert specs(tree) == (shards if stage >= 1 else replicated)
     assert state.opt_state[0].count.sharding.spec == P()
     assert (state.master is None) == (precision == "fp32")
     compute = jnp.float32 if precision == "fp32" else jnp.bfloat16
     assert {leaf.dtype for leaf in state.params.values()} == {jnp.dtype(compute)}
 
 
-def held(tree):
-    """Bytes that the first device holds."""
+def device_bytes(tree):
+    """The bytes of a tree on the first device."""
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
 
 @pytest.mark.parametrize(("precision", "widths"), [("fp32", (4, 4, 8)), ("bf16", (2, 2, 12))])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_per_device_are_the_formula(stage, precision, widths):
-    """ZeRO, table 1, with Adam: the widths are bytes per parameter of params, grads and optimizer state."""
+    """ZeRO, table 1, with Adam. `widths` are the bytes per parameter of params, grads and optimizer state."""
     zero = Zero(zerojax.make_mesh(), stage, precision)
     state = zero.init(create_even, optax.adamw(1e-3))
     divided = (stage >= 3, stage >= 2, stage >= 1)
@@ -159,8 +159,8 @@ def test_bytes_per_device_are_the_formula(stage, precision, widths):
     count = 4  # Adam's step count, an int32 scalar
     totals = zero.explain(state).totals
     assert totals == {"params": params, "grads": grads, "optimizer": optimizer_state + count, "model_state": 0}
-    assert held(state.params) == totals["params"]
-    assert held((state.master, state.opt_state)) == totals["optimizer"]
+    assert device_bytes(state.params) == totals["params"]
+    assert device_bytes((state.master, state.opt_state)) == totals["optimizer"]
     assert zero.explain(state).formula["params"] == params
 
 
@@ -169,9 +169,9 @@ def test_explained_totals_are_those_of_the_arrays(name):
     zero = Zero(zerojax.make_mesh(), 3, "bf16")
     state = zero.init(zoo.ZOO[name].create, optimizer())
     totals = zero.explain(state).totals
-    assert totals["params"] == held(state.params)
-    assert totals["optimizer"] == held((state.master, state.opt_state))
-    assert totals["model_state"] == held(state.model_state)
+    assert totals["params"] == device_bytes(state.params)
+    assert totals["optimizer"] == device_bytes((state.master, state.opt_state))
+    assert totals["model_state"] == device_bytes(state.model_state)
 
 
 def test_explain_is_the_same_before_anything_is_allocated():
@@ -179,7 +179,7 @@ def test_explain_is_the_same_before_anything_is_allocated():
     assert zero.explain(zero.eval_init(model.create, optimizer())) == zero.explain(zero.init(model.create, optimizer()))
 
 
-def test_explain_lists_what_is_not_sharded_and_why():
+def test_explain_lists_replicated_leaves_with_reasons():
     zero = Zero(zerojax.make_mesh(), 3, shard_dims={"decoder/w": None})
     explanation = zero.explain(zero.eval_init(zoo.ZOO["function"].create, optimizer()))
     reasons = {(row.category, row.path): row.reason for row in explanation.replicated}
@@ -194,7 +194,7 @@ def test_explain_lists_what_is_not_sharded_and_why():
         assert path in not_sharded and reason in not_sharded
 
 
-def test_explain_says_so_if_everything_is_sharded():
+def test_explain_states_that_everything_is_sharded():
     zero = Zero(zerojax.make_mesh(), 3)
     explanation = zero.explain(zero.eval_init(create_even, optax.sgd(0.1)))
     assert explanation.replicated == ()
@@ -202,7 +202,7 @@ def test_explain_says_so_if_everything_is_sharded():
 
 
 def test_explain_lists_what_each_stage_shards():
-    """What a stage keeps whole by design is not reported as a failure to shard."""
+    """Categories that a stage does not shard are not reported as replicated."""
     categories = []
     for stage in range(4):
         zero = Zero(zerojax.make_mesh(), stage)
@@ -212,7 +212,7 @@ def test_explain_lists_what_each_stage_shards():
 
 
 def test_gradients_inside_the_optimizer_state_follow_the_parameters():
-    """A leaf that stands for a parameter is placed like it; another by its own shape."""
+    """A leaf that belongs to a parameter is placed like the parameter; other leaves are placed by their shapes."""
     zero = Zero(zerojax.make_mesh(), 1, shard_dims={"a": 1})
     state = zero.eval_init(create_even, optax.chain(optax.trace(0.9), optax.adafactor(1e-3, min_dim_size_to_factor=8)))
     assert state.opt_state[0].trace["a"].sharding.spec == P(None, "data")

@@ -1,4 +1,4 @@
-"""Weights and microbatches: means over all rows are exact, however the rows are divided."""
+"""Weighted losses and microbatches: means over all rows are exact, however the rows are divided."""
 
 import functools
 
@@ -16,7 +16,7 @@ from zerojax import Weighted, Zero
 ROWS = 32
 PRODUCT = pytest.mark.parametrize(
     ("stage", "k"),
-    [  # one process for the tests that share a compiled step
+    [  # tests that share a compiled step run in one process
         pytest.param(stage, k, marks=pytest.mark.xdist_group(f"accumulation-{stage}-{k}"))
         for stage in range(4)
         for k in (1, 2, 4)
@@ -33,7 +33,7 @@ def losses(params, batch):
 
 
 def loss(params, batch):
-    """A loss and metrics of both kinds. Each row's weight is its own."""
+    """A weighted loss, with plain and weighted metrics. Every row has its own weight."""
     each = losses(params, batch)
     metrics = {
         "plain": jnp.mean(batch["x"]),
@@ -44,7 +44,7 @@ def loss(params, batch):
 
 
 def make_batch(weights="uneven"):
-    """Weights differ between rows by a factor of a thousand, and are zero in the rows of whole devices."""
+    """A batch whose weights differ by a factor of up to a thousand, and are zero in all rows of some devices."""
     rng = np.random.default_rng(0)
     weight = (10.0 ** rng.uniform(-2, 1, ROWS)).astype(np.float32)
     weight[4:9] = 0
@@ -55,7 +55,7 @@ def make_batch(weights="uneven"):
 
 @functools.cache
 def expected():
-    """(start, loss, gradient) of the global weighted mean, by JAX alone."""
+    """(initial parameters, loss, gradient) of the global weighted mean, computed by plain JAX."""
     params = jax.jit(create)(jax.random.fold_in(jax.random.key(0), 0))
     batch = make_batch()
     mean = lambda params: jnp.sum(losses(params, batch) * batch["weight"]) / jnp.sum(batch["weight"])
@@ -70,7 +70,7 @@ def prepared(stage, k):
 
 def run(stage, k, batch):
     state, step = prepared(stage, k)
-    return step(jax.tree.map(jnp.copy, state), batch)  # the step takes what it is given
+    return step(jax.tree.map(jnp.copy, state), batch)  # the step donates its argument
 
 
 @PRODUCT
@@ -97,7 +97,7 @@ def test_a_batch_without_weight_changes_nothing(stage, k):
 
 
 def test_no_gradient_flows_through_a_weight():
-    """A weight that is computed from the parameters counts as a number."""
+    """A weight that is computed from the parameters is treated as a constant."""
     zero = Zero(zerojax.make_mesh(), 3)
     state = zero.init(lambda: {"w": jnp.full((8,), 2.0)}, optax.sgd(1.0))
     loss = lambda params, batch: Weighted(jnp.sum(params["w"] * batch["x"]), jnp.sum(params["w"] ** 2))
@@ -107,7 +107,7 @@ def test_no_gradient_flows_through_a_weight():
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("name", ["weighted", "unused"])
-def test_eval_step_reports_the_loss_that_training_starts_from(name, stage):
+def test_eval_step_reports_the_loss_of_the_first_training_step(name, stage):
     model, zero = zoo.ZOO[name], Zero(zerojax.make_mesh(), stage)
     state = zero.init(model.create, optax.sgd(0.1))
     evaluated = zero.eval_step(loss_of(model))(state, model.batch(0))
@@ -138,8 +138,8 @@ def test_a_scalar_in_the_batch_reaches_every_microbatch(k):
 
 
 @pytest.mark.parametrize(("stage", "k"), [(0, 1), (3, 1), (3, 4)])
-def test_model_state_is_averaged_over_devices_and_runs_through_microbatches(stage, k):
-    """Each device sees other rows; after the step all have the mean of their running means, and the same count."""
+def test_model_state_is_averaged_over_devices_and_carried_through_microbatches(stage, k):
+    """Each device sees different rows. After the step, all have the mean of their running means, and the same count."""
 
     def stateful(variables, batch):
         stats = variables["stats"]

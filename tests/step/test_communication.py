@@ -1,4 +1,4 @@
-"""What a step sends, counted in the traced program: the formulas of ZeRO, in the dtype that the policy names."""
+"""Communication, counted in the traced step: the volumes of the ZeRO formulas, in the dtypes of the precision."""
 
 import gpt
 import optax
@@ -38,13 +38,13 @@ def test_only_scalars_are_all_reduced(stage):
     assert reduced and all(c.size <= 8 for c in reduced)
 
 
-def test_reduction_travels_in_the_reduce_dtype():
+def test_gradients_are_reduced_in_the_reduce_dtype():
     _, found = trace(3, 1, precision="bf16_reduce_fp32")
     gathers, scatters = ([c for c in found if c.kind == kind] for kind in ("all_gather", "reduce_scatter"))
     assert {c.dtype for c in gathers} == {"bfloat16"} and {c.dtype for c in scatters} == {"float32"}
 
 
-def test_small_leaves_of_a_unit_travel_together():
+def test_small_leaves_of_a_unit_are_reduced_together():
     _, found = trace(3, 1)
     assert len([c for c in found if c.kind == "reduce_scatter"]) == 4 + 2  # four blocks, embedding, head
 
@@ -57,11 +57,13 @@ def test_one_device_sends_nothing(stage):
     assert found == []
 
 
-def test_hybrid_sharding_reduces_shards_over_replicas_once_a_step():
+def test_hybrid_sharding_reduces_shards_over_replicas_once_per_step():
     state, found = trace(3, 4, mesh=zerojax.make_mesh(replica=2))
     psi = sum(leaf.size for leaf in state.definition.leaves)
     over_replicas = [c for c in found if c.kind.startswith("psum") and c.size > 8]
-    assert sum(c.size * c.count for c in over_replicas) == psi / 4  # shards over 4 devices, once for 4 microbatches
+    assert (
+        sum(c.size * c.count for c in over_replicas) == psi / 4
+    )  # shards over 4 devices, reduced once for 4 microbatches
     assert {c.num_devices for c in over_replicas} == {2}
 
 

@@ -1,4 +1,4 @@
-"""Initial values: the same bits on every mesh and at every stage, and sharded from birth."""
+"""Initialization: the same bits on every mesh and at every stage, and states that are created sharded."""
 
 import functools
 
@@ -30,8 +30,11 @@ def expected(name):
 @pytest.mark.parametrize(("mesh", "stage"), PLACES)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(f"init-{name}")) for name in MODELS])
 def test_values_do_not_depend_on_mesh_or_stage(name, mesh, stage, monkeypatch):
-    """They are those of the model created whole, on one device. Compiled with optimisations, as for a user: without
-    any, the last bit of a normal number differs between a loop over one element and one over several."""
+    """The values are those of the model created on one device.
+
+    The test compiles with optimizations, as users do. Without them, the last bit of a normally distributed number
+    differs between a loop over one element and a loop over several.
+    """
     monkeypatch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1}))
     state = Zero(MESHES[mesh](), stage).init(zoo.ZOO[name].create, optimizer(), seed=5)
     got, want = numbers((state.params, state.model_state)), expected(name)
@@ -47,7 +50,7 @@ def test_values_depend_on_the_seed():
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_the_state_is_sharded_from_birth(precision):
+def test_the_state_is_created_sharded(precision):
     state = Zero(zerojax.make_mesh(), 3, precision).init(zoo.ZOO["unused"].create, optimizer())
     for tree in (state.params, state.opt_state[0].mu, *([state.master] if precision == "bf16" else [])):
         kernel = tree["unused"]["kernel"]
@@ -55,7 +58,7 @@ def test_the_state_is_sharded_from_birth(precision):
         assert len({shard.device for shard in kernel.addressable_shards}) == 8
 
 
-def test_eval_init_is_the_state_without_its_values():
+def test_eval_init_has_the_shapes_dtypes_and_shardings_of_init():
     for stage in 0, 3:
         zero, model = Zero(zerojax.make_mesh(), stage, "fp16"), zoo.ZOO["unused"]
         avals, state = zero.eval_init(model.create, optimizer()), zero.init(model.create, optimizer())
@@ -63,19 +66,19 @@ def test_eval_init_is_the_state_without_its_values():
         assert seen(avals) == seen(state)
 
 
-def test_a_model_can_be_created_from_nothing():
-    """`create_model()` without arguments: parameters that exist already."""
+def test_create_model_without_arguments():
+    """For parameters that exist already."""
     state = Zero(zerojax.make_mesh()).init(lambda: {"w": np.arange(16.0, dtype=np.float32)}, optax.sgd(0.1))
     np.testing.assert_array_equal(state.params["w"], np.arange(16.0))
     assert state.params["w"].sharding.shard_shape((16,)) == (2,)
 
 
-def test_a_module_class_will_do():
+def test_create_model_can_be_a_module_class():
     state = Zero(zerojax.make_mesh()).eval_init(zoo.UnusedMLP, optax.sgd(0.1))
     assert set(state.params) == {"body", "head", "unused"}
 
 
-def test_the_model_of_a_state_is_what_the_loss_gets():
+def test_state_model_is_the_first_argument_of_the_loss():
     zero = Zero(zerojax.make_mesh(), 3)
     module = zero.init(zoo.ZOO["unused"].create, optimizer()).model()
     assert isinstance(module, zoo.UnusedMLP)

@@ -1,4 +1,4 @@
-"""The loss in chunks: the value and the gradients of the plain loss, without its logits; the head gathered once."""
+"""The chunked loss has the value and gradients of the plain loss, without all logits, and gathers the head once."""
 
 import functools
 import math
@@ -26,7 +26,7 @@ def full_cross_entropy(logits_of, hidden, labels, weights):
 
 
 def arguments(shape=(3, 7), dtype=jnp.float32):
-    """(head, hidden, labels, weights): some weights are 0."""
+    """(head, hidden, labels, weights). Some weights are 0."""
     keys = jax.random.split(jax.random.key(0), 5)
     kernel = jax.random.normal(keys[0], (WIDTH, VOCAB), dtype)
     head = {"kernel": kernel, "bias": jax.random.normal(keys[1], (VOCAB,), dtype)}
@@ -44,8 +44,8 @@ def affine(head):
     return lambda x: x @ head["kernel"] + head["bias"]
 
 
-def off(got, want):
-    """The largest distance of two trees' leaves, as a part of the norm of the second's."""
+def relative_error(got, want):
+    """The largest distance between leaves of two trees, relative to the norm of the second leaf."""
     norm = lambda a: np.linalg.norm(np.asarray(a, np.float64))
     distance = lambda a, b: norm(np.asarray(a, np.float64) - np.asarray(b, np.float64)) / norm(b)
     return max(jax.tree.leaves(jax.tree.map(distance, got, want)))
@@ -57,22 +57,22 @@ def off(got, want):
 @pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jitted"])
 @pytest.mark.parametrize("chunk_size", [1, 4, 7, 20, 21, 1000])
 def test_sum_and_gradients_are_those_of_all_logits(chunk_size, jit):
-    """In fp32 only the order of the sums differs: a few times 2^-24 = 6e-8."""
+    """In fp32, only the order of the sums differs: by a few times 2^-24 = 6e-8."""
     head, hidden, labels, weights = arguments()
     chunked = lambda head, hidden, weights: (
         chunked_cross_entropy(affine(head), hidden, labels, weights=weights, chunk_size=chunk_size).sum
     )
     full = lambda head, hidden, weights: full_cross_entropy(affine(head), hidden, labels, weights)[0]
     grad = lambda fn: jax.value_and_grad(fn, argnums=(0, 1, 2))(head, hidden, weights)
-    assert off(jit(functools.partial(grad, chunked))(), grad(full)) <= 1e-6
-    assert off(chunked(head, hidden, weights), full(head, hidden, weights)) <= 1e-6  # without a gradient
+    assert relative_error(jit(functools.partial(grad, chunked))(), grad(full)) <= 1e-6
+    assert relative_error(chunked(head, hidden, weights), full(head, hidden, weights)) <= 1e-6  # without a gradient
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4)])
 def test_tokens_of_any_shape_count_1(shape):
     head, hidden, labels, _ = arguments(shape)
     got = chunked_cross_entropy(affine(head), hidden, labels, chunk_size=4)
-    assert off(tuple(got), full_cross_entropy(affine(head), hidden, labels, jnp.ones(shape))) <= 1e-6
+    assert relative_error(tuple(got), full_cross_entropy(affine(head), hidden, labels, jnp.ones(shape))) <= 1e-6
 
 
 @pytest.mark.parametrize("dtype", [bool, np.int8, jnp.bfloat16])
@@ -82,13 +82,18 @@ def test_a_mask_of_any_dtype(dtype):
     got = chunked_cross_entropy(affine(head), hidden, labels, weights=mask, chunk_size=64)
     assert (got.sum.dtype, got.weight.dtype) == (jnp.float32, jnp.float32)
     assert got.weight == np.sum(np.asarray(weights) > 0)
-    assert off(got.sum, full_cross_entropy(affine(head), hidden, labels, (weights > 0).astype(jnp.float32))[0]) <= 1e-6
+    assert (
+        relative_error(got.sum, full_cross_entropy(affine(head), hidden, labels, (weights > 0).astype(jnp.float32))[0])
+        <= 1e-6
+    )
 
 
 def test_bf16_rounds_as_often_as_without_chunks():
-    """Chunks of one token in bf16, against all logits in fp32: each of logits, their gradient, products and results is
-    rounded to 2^-9 of its size. All tokens are the same, so that their gradients add up: a sum in bf16 would stop
-    growing at 256 of them."""
+    """Compares chunks of one token in bf16 with all logits in fp32.
+
+    Logits, their gradients, products and results are each rounded to 2^-9 of their size. All tokens are equal, so that
+    their gradients add up: a sum in bf16 would stop growing after 256 of them.
+    """
     head, hidden, labels, _ = arguments((1,), jnp.bfloat16)
     hidden, labels, weights = (jnp.repeat(a, 1024, axis=0) for a in (hidden, labels, jnp.ones(1)))
     wide = lambda tree: jax.tree.map(lambda a: a.astype(jnp.float32), tree)
@@ -96,20 +101,20 @@ def test_bf16_rounds_as_often_as_without_chunks():
     full = lambda head, hidden: full_cross_entropy(affine(head), hidden, labels, weights)[0]
     got = jax.grad(chunked, argnums=(0, 1))(head, hidden)
     assert {a.dtype for a in jax.tree.leaves(got)} == {jnp.dtype(jnp.bfloat16)}
-    assert off(got, jax.grad(full, argnums=(0, 1))(wide(head), wide(hidden))) <= 4 * 2**-9
+    assert relative_error(got, jax.grad(full, argnums=(0, 1))(wide(head), wide(hidden))) <= 4 * 2**-9
 
 
-def test_what_the_head_does_to_an_empty_row_does_not_matter():
-    """Chunks are filled up with a token, not with zeros, of which this head makes NaN."""
+def test_the_head_never_sees_a_row_of_zeros():
+    """Chunks are padded with a token instead of zeros, for which this head returns NaN."""
     head, hidden, labels, _ = arguments()
-    normalised = lambda head, x: (x / jnp.linalg.norm(x, axis=-1, keepdims=True)) @ head["kernel"]
-    loss = lambda head, x: chunked_cross_entropy(functools.partial(normalised, head), x, labels, chunk_size=20).sum
+    normalized = lambda head, x: (x / jnp.linalg.norm(x, axis=-1, keepdims=True)) @ head["kernel"]
+    loss = lambda head, x: chunked_cross_entropy(functools.partial(normalized, head), x, labels, chunk_size=20).sum
     for value in jax.tree.leaves(jax.value_and_grad(loss, argnums=(0, 1))(head, hidden)):
         assert np.isfinite(value).all()
 
 
 def test_a_label_outside_the_vocabulary():
-    """Ignored where it has no weight, and seen where it has."""
+    """It is ignored if its weight is 0, and makes the loss NaN otherwise."""
     head, hidden, labels, weights = arguments()
     run = lambda labels: chunked_cross_entropy(affine(head), hidden, labels, weights=weights, chunk_size=4)
     for wrong in -100, -1, VOCAB:
@@ -118,14 +123,14 @@ def test_a_label_outside_the_vocabulary():
         assert np.isnan(run(counted).sum)
 
 
-def test_labels_of_a_dtype_that_the_vocabulary_fills():
+def test_a_vocabulary_that_fills_the_dtype_of_the_labels():
     labels = np.array([0, 255, 7], np.uint8)
     logits = jax.random.normal(jax.random.key(0), (3, 256))
     want = full_cross_entropy(lambda x: x, logits, labels.astype(np.int32), np.ones(3))
-    assert off(tuple(chunked_cross_entropy(lambda x: x, logits, labels)), want) <= 1e-6
+    assert relative_error(tuple(chunked_cross_entropy(lambda x: x, logits, labels)), want) <= 1e-6
 
 
-def test_nothing_has_weight():
+def test_all_weights_are_zero():
     head, hidden, labels, weights = arguments()
     loss = lambda hidden: tuple(chunked_cross_entropy(affine(head), hidden, labels, weights=0 * weights))
     value, vjp = jax.vjp(loss, hidden)
@@ -139,7 +144,7 @@ MASKED, GPT = zoo.MaskedLM(), zoo.LinenGPT(scan=True, tied=True)
 
 
 def without(is_head, call):
-    """What a Linen model whose `__call__` ends in its head gives to the head: the head's call is skipped."""
+    """The input of the head in a Linen model whose `__call__` ends with it. The call of the head is skipped."""
     skip = lambda method, args, kwargs, context: args[0] if is_head(context) else method(*args, **kwargs)
     with nn.intercept_methods(skip):
         return call()
@@ -167,7 +172,7 @@ def tied_chunked(variables, batch):
 
 
 def nnx_chunked(model, batch):
-    """The head is taken off for a moment."""
+    """Replaces the head by the identity during the forward pass."""
     head, model.head = model.head, lambda x: x
     hidden = model(batch["x"])
     model.head = head
@@ -188,7 +193,7 @@ MODELS = {
     ),
     "nnx": (lambda rngs: zoo.NNXGPT(rngs, scan=True), nnx_chunked, lambda model, batch: full(model(batch["x"]), batch)),
 }
-TOLERANCES = {"fp32": {}, "bf16": {"losses": 1e-2, "update": 5e-2, "norms": 2e-2}}  # those of parity.py
+TOLERANCES = {"fp32": {}, "bf16": {"losses": 1e-2, "update": 5e-2, "norms": 2e-2}}  # as in parity.py
 
 
 def model_of(name, loss):
@@ -222,7 +227,7 @@ def test_training_follows_the_plain_step_with_all_logits(name, stage, k, precisi
 
 
 def test_a_head_that_closes_over_data():
-    """Integers have no gradient, and must not be closed over when the unit is differentiated, in a later trace."""
+    """Integers have no gradient. They must not be closed over when the unit is differentiated in a later trace."""
 
     def loss(params, batch):
         logits_of = lambda x: (x @ params["head"])[:, batch["order"][0]]
@@ -243,10 +248,10 @@ def test_a_head_that_closes_over_data():
 
     zero = Zero(zerojax.make_mesh(), 3)
     got = jax.jit(zero.value_and_grad(loss))(zero.shard(params), zero.shard_batch(batch))
-    assert off(got, jax.value_and_grad(plain_loss)(params)) <= 1e-6
+    assert relative_error(got, jax.value_and_grad(plain_loss)(params)) <= 1e-6
 
 
-# What the step holds, computes and sends
+# Memory, computation and communication of the step
 
 CONFIG = gpt.Config(width=32, layers=2, vocab=512, seq=16)
 ROWS, CHUNK = 64, 16  # 8 rows of 16 tokens on a device
@@ -263,13 +268,13 @@ def traced(loss, stage=3, k=1, scan=False, **options):
 
 
 def largest(jaxpr):
-    """The largest number of elements of a computed value, over the vocabulary but for the head and the embedding."""
+    """The size of the largest value with a vocabulary dim, except for values as wide as the head and the embedding."""
     shapes = [v.aval.shape for e in equations(jaxpr) for v in e.outvars]
     return max(math.prod(s) for s in shapes if CONFIG.vocab in s and CONFIG.width not in s)
 
 
 def products(jaxpr):
-    """Products with the head, those in a loop's body counted once."""
+    """The number of matrix products with the head. A product in the body of a loop counts once."""
     dots = [e for e in equations(jaxpr) if e.primitive.name == "dot_general"]
     return sum(any(CONFIG.vocab in v.aval.shape for v in (*e.invars, *e.outvars)) for e in dots)
 
@@ -291,12 +296,12 @@ STEPS = pytest.mark.parametrize(
 @STEPS
 def test_the_logits_of_all_tokens_never_exist(stage, options):
     assert largest(traced(gpt.chunked_loss(CHUNK), stage, **options)) == CHUNK * CONFIG.vocab
-    assert largest(traced(gpt.loss, stage, **options)) == TOKENS * CONFIG.vocab  # would be seen
+    assert largest(traced(gpt.loss, stage, **options)) == TOKENS * CONFIG.vocab  # the plain loss has them
 
 
 @STEPS
 def test_products_of_the_head(stage, options):
-    """Those of the plain loss; again the logits and their gradients, where a policy does not keep them."""
+    """As many as in the plain loss, plus the recomputed ones if a policy does not save logits and their gradients."""
     assert products(traced(gpt.chunked_loss(CHUNK), stage, **options)) == (6 if options.get("remat") == "dots" else 3)
 
 
@@ -310,12 +315,12 @@ def test_without_a_gradient_only_the_logits_are_computed():
 
 @pytest.mark.parametrize("setting", ["none", "full", "dots"])
 @pytest.mark.parametrize("k", [1, 4])
-def test_the_head_is_gathered_once_and_its_gradient_scattered_once(k, setting):
-    """In a microbatch, and not in a chunk, also where chunks are computed again."""
+def test_the_head_is_gathered_once_and_its_gradient_reduced_once(k, setting):
+    """Once per microbatch, not per chunk, even if chunks are recomputed."""
     remat = {"head": setting, "*": "none"}
     found = traffic.collectives_of(traced(gpt.chunked_loss(CHUNK), k=k, remat=remat), {"data": 8})
     of_head = lambda kind: sum(c.count for c in found if c.kind == kind and c.size == HEAD)
-    embedding = 1  # as large as the head, gathered and scattered once
+    embedding = 1  # as large as the head; gathered and reduce-scattered once
     assert of_head("all_gather") == k * (1 + embedding)
     assert of_head("reduce_scatter") == k * (1 + embedding)
 

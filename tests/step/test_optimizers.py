@@ -1,4 +1,4 @@
-"""One contract for every Optax chain: parity with the plain step, and a state whose placement does not change."""
+"""One contract test for every Optax chain: parity with the plain step, and unchanged shardings of the state."""
 
 import functools
 
@@ -53,21 +53,21 @@ def expected(name):
     return plain.run(MODEL, CHAINS[name](), batches(MODEL, 3))
 
 
-# one process for both stages: the plain run is shared
+# both stages run in one process and share the plain run
 GROUPED = [pytest.param(name, marks=pytest.mark.xdist_group(f"chain-{name}")) for name in CHAINS]
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", GROUPED)
 def test_contract(name, stage):
-    """Parity over three steps; every leaf of the new state lives where that of the old one did."""
+    """Parity over three steps; every leaf of the new state has the sharding of the old leaf."""
     zero = Zero(zerojax.make_mesh(), stage)
     placed = jax.tree.map(lambda a: a.sharding, zero.eval_init(MODEL.create, CHAINS[name]()))
     got, state = train(zero, MODEL, batches(MODEL, 3), CHAINS[name]())
     assert_close(got, expected(name))
     assert jax.tree.leaves(jax.tree.map(lambda a: a.sharding, state)) == jax.tree.leaves(placed)
-    whole = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.shape == (16, 32)]
-    assert all(leaf.sharding.shard_shape(leaf.shape) == (2, 32) for leaf in whole)
+    matrices = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.shape == (16, 32)]
+    assert all(leaf.sharding.shard_shape(leaf.shape) == (2, 32) for leaf in matrices)
 
 
 def test_an_injected_learning_rate_is_reported():
@@ -77,7 +77,7 @@ def test_an_injected_learning_rate_is_reported():
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_norms_are_global(stage):
-    """grad_norm is the plain gradient's, before clipping; param_norm that of all parameters after the step."""
+    """grad_norm is the norm of the whole gradient before clipping, param_norm that of all parameters after the step."""
     got, _ = train(Zero(zerojax.make_mesh(), stage), MODEL, batches(MODEL, 3), CHAINS["sgd_momentum"]())
     want = [seen["grad_norm"] for seen in expected("sgd_momentum").metrics]
     np.testing.assert_allclose([seen["grad_norm"] for seen in got.metrics], want, rtol=1e-5)
@@ -85,7 +85,7 @@ def test_norms_are_global(stage):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_clip_norm_is_that_of_optax(stage):
+def test_clip_norm_clips_like_optax(stage):
     zero, tx = Zero(zerojax.make_mesh(), stage), optax.adamw(1e-3, eps=1e-6)
     got, _ = train(zero, MODEL, batches(MODEL, 3), tx, clip_norm=0.1)
     assert_close(got, expected("clip_by_global_norm+adamw"))
@@ -97,8 +97,8 @@ def test_clip_norm_is_that_of_optax(stage):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_frozen_leaves_stay(stage, precision):
-    """Unchanged values, no optimizer state, no master, no gradient; the others are trained."""
+def test_frozen_leaves_do_not_change(stage, precision):
+    """Frozen leaves have no optimizer state, no master copy and no gradient; the other leaves are trained."""
     zero = Zero(zerojax.make_mesh(), stage, precision, frozen=("body/*",))
     state = zero.init(MODEL.create, optax.adamw(1e-2))
     is_frozen = [leaf.path.startswith("body/") for leaf in state.definition.leaves]
@@ -115,7 +115,7 @@ def test_frozen_leaves_stay(stage, precision):
 
 
 def test_frozen_leaves_do_not_change_the_others_gradients():
-    """With everything else trained by SGD, the trained leaves move as in the plain step."""
+    """With SGD, the trained leaves change as in the plain step without frozen leaves."""
     zero = Zero(zerojax.make_mesh(), frozen=("head/*",))
     _, state = train(zero, MODEL, batches(MODEL, 1), optax.sgd(0.1))
     want = plain.run(MODEL, optax.sgd(0.1), batches(MODEL, 1))
@@ -139,7 +139,7 @@ def test_integer_leaves_are_not_trained():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_old_state_is_deleted_and_the_new_one_is_not(stage, precision):
-    """All of it, with the narrow copy of a leaf that the loss does not use, which a step never reads."""
+    """Including the low-precision copy of a leaf that the loss does not use, which the step never reads."""
     zero = Zero(zerojax.make_mesh(), stage, precision)
     state = zero.init(MODEL.create, optax.adamw(1e-2))
     after, _ = zero.train_step(MODEL.loss)(state, MODEL.batch(0))

@@ -18,14 +18,14 @@ from zerojax import Weighted, Zero
 STAGES = (0, 1, 2, 3)
 PRECISIONS = ("fp32", "bf16", "bf16_reduce_fp32", "fp16")
 MICROBATCHES = (1, 4)
-CHEAP = "unused"  # covers the product of stage, precision and microbatches
-ACCUMULATED = ("gpt_linen_scan", "unet")  # in several units, with microbatches
-ALIKE = ("gpt_linen_remat", "gpt_nnx_scan_remat")  # each like two others that run
+CHEAP = "unused"  # runs with every combination of stage, precision and microbatches
+ACCUMULATED = ("gpt_linen_scan", "unet")  # have several units; also run with microbatches
+ALIKE = ("gpt_linen_remat", "gpt_nnx_scan_remat")  # each similar to two others that run by default
 DROPOUT = [name for name, model in zoo.ZOO.items() if model.dropout]
 PLAIN = [name for name, model in zoo.ZOO.items() if not model.dropout]
 
-# ReLU's mask and the differences in BatchNorm's gradient amplify a rounding: one gradient of the plain ResNet is 4%
-# (fp16) or 9% (bf16) away from that in fp32. Measured were 7.2% of the update and 0.8% of a norm.
+# ReLU's mask and the differences in BatchNorm's gradient amplify rounding errors: one gradient of the plain ResNet
+# differs by 4% (fp16) or 9% (bf16) from the gradient in fp32. Measured: 7.2% of the update and 0.8% of a norm.
 NARROW_BATCH_NORM = {"losses": 1e-2, "update": 1e-1, "norms": 2e-2}
 STATE_TOLERANCES = {"fp32": 1e-5, "bf16": 2e-2, "bf16_reduce_fp32": 2e-2, "fp16": 5e-3}
 
@@ -39,7 +39,7 @@ def in_default_run(name, stage, precision, k):
 def cases():
     for case in itertools.product(PLAIN, STAGES, PRECISIONS, MICROBATCHES):
         name, stage, precision, k = case
-        marks = [pytest.mark.xdist_group(f"{name}-{precision}-k{k}")]  # one process: the plain run is shared
+        marks = [pytest.mark.xdist_group(f"{name}-{precision}-k{k}")]  # one process shares the plain run
         if not in_default_run(*case):
             marks.append(pytest.mark.full)
         yield pytest.param(*case, marks=marks, id=f"{name}-stage{stage}-{precision}-k{k}")
@@ -56,11 +56,11 @@ def test_training_follows_the_plain_step(name, stage, precision, k):
         assert distance(got.state, want.state) <= STATE_TOLERANCES[precision] * size
 
 
-# What stages have in common
+# Agreement between stages
 
 
 def gap(precision, stage, k):
-    """Distances of a run's parameters from stage 0's and from the plain fp32 step's, as parts of the update."""
+    """Distances of a run's parameters from those of stage 0 and of the plain fp32 run, relative to the update."""
     got, first = zero_run(CHEAP, stage, precision, k), zero_run(CHEAP, 0, precision, k)
     exact = reference(CHEAP, "fp32", k)
     moved = distance(exact.end, exact.start)
@@ -68,8 +68,8 @@ def gap(precision, stage, k):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_reduce_fp32", "fp16"])
-def test_stages_agree_more_closely_than_with_fp32(precision):
-    """A stage decides where states live, not what is computed: without microbatches all four do the same sums."""
+def test_stages_agree_with_each_other_more_closely_than_with_fp32(precision):
+    """A stage decides where states are stored, not what is computed: without microbatches, all sums are the same."""
     for stage in 1, 2, 3:
         to_stage_0, to_fp32 = gap(precision, stage, 1)
         assert to_stage_0 <= to_fp32 / 10
@@ -93,8 +93,8 @@ def test_all_stages_draw_the_same_dropout(name, k):
 
 
 @pytest.mark.parametrize("name", DROPOUT)
-def test_dropout_drops(name):
-    """The same batch again, without training: another step draws other masks."""
+def test_every_step_draws_other_dropout_masks(name):
+    """Three steps on the same batch, with a learning rate of 0."""
     model, zero = zoo.ZOO[name], Zero(zerojax.make_mesh(), 3)
     got, _ = train(zero, model, [model.batch(0)] * 3, optax.sgd(0.0))
     assert len(set(got.losses)) == 3
@@ -116,10 +116,10 @@ class Drawing(nnx.Module):
 
 
 def draws(kind, stage, k, steps=2):
-    """One random number of every (device, microbatch, step), told apart by the rows that each sees."""
+    """The random numbers of every (device, microbatch, step), identified by the rows that each processes."""
 
     def report(draw, batch):
-        """Row i's draw, as metric i."""
+        """Metric i is the random number drawn for row i."""
         return {f"{i}": Weighted(draw * jnp.sum(batch["row"][:, i]), jnp.sum(batch["row"][:, i])) for i in range(32)}
 
     def from_module(model, batch):
@@ -147,4 +147,4 @@ def test_shards_microbatches_and_steps_draw_different_numbers(kind, stage, k):
     seen = draws(kind, stage, k)
     assert len(np.unique(seen)) == 2 * 8 * k
     per_part = seen.reshape(2, 8 * k, 32 // (8 * k))
-    assert np.all(per_part == per_part[..., :1])  # rows that are computed together share a draw
+    assert np.all(per_part == per_part[..., :1])  # rows that are processed together share a number

@@ -1,4 +1,4 @@
-"""Mixed precision: the policy as text, the loss scale, and steps that are skipped."""
+"""Mixed precision: the dtypes of a step, the loss scale, and skipped steps."""
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ def start(stage, precision, tx=None):
     return zero.init(create, tx or optax.adam(1e-2)), zero.train_step(loss)
 
 
-def test_policy_text():
+def test_precision_text():
     policy = Precision(jnp.float32, jnp.float16, jnp.bfloat16, cast_inputs=False, initial_scale=2.0**15)
     rows = dict(row.split("  ", 1) for row in str(policy).splitlines())
     assert {name.strip(): value.strip() for name, value in rows.items()} == {
@@ -59,7 +59,7 @@ def test_unknown_preset():
 @pytest.mark.parametrize("cast_inputs", [True, False])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_loss_sees_the_compute_dtype(stage, cast_inputs):
-    """Parameters always; floating batch leaves if asked for; integers and model state never."""
+    """For parameters, and for floating batch leaves with `cast_inputs`; integers and model state are never cast."""
     seen = {}
 
     def observing(variables, batch):
@@ -76,14 +76,14 @@ def test_the_loss_sees_the_compute_dtype(stage, cast_inputs):
 @pytest.mark.parametrize("precision", ["fp32", "bf16", FP16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_step_with_a_bad_gradient_is_skipped(stage, precision):
-    """One row of one shard is enough. Parameters, optimizer and model state keep every bit, on every device."""
+    """One bad row on one device is enough. Parameters, optimizer state and model state do not change in any bit."""
     state, step = start(stage, precision)
     state, _ = step(state, batch())
-    kept = lambda state: numbers((state.params, state.master, state.opt_state, state.model_state))
-    before = kept(state)
+    values = lambda state: numbers((state.params, state.master, state.opt_state, state.model_state))
+    before = values(state)
     for count, bad in enumerate([np.nan, np.inf], start=1):
         state, metrics = step(state, batch(bad, row=11))
-        for a, b in zip(kept(state), before, strict=True):
+        for a, b in zip(values(state), before, strict=True):
             np.testing.assert_array_equal(a, b)
         assert not np.isfinite(metrics["grad_norm"])
         assert int(metrics["skipped"]) == int(state.skipped) == count and int(state.step) == 1 + count
@@ -94,11 +94,11 @@ def test_a_step_with_a_bad_gradient_is_skipped(stage, precision):
         assert all(np.array_equal(part, parts[0]) for parts in copies.values() for part in parts)
     state, metrics = step(state, batch())
     assert int(metrics["skipped"]) == 2 and np.isfinite(metrics["loss"])
-    assert not all(np.array_equal(a, b) for a, b in zip(kept(state), before, strict=True))
+    assert not all(np.array_equal(a, b) for a, b in zip(values(state), before, strict=True))
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_loss_scale_halves_on_overflow_and_grows_back(stage):
+def test_the_loss_scale_halves_on_overflow_and_doubles_later(stage):
     state, step = start(stage, FP16)
     scales = [float(state.loss_scale.value)]
     for bad in [None, np.inf, None, None, None, np.nan, None, None]:
@@ -108,8 +108,8 @@ def test_the_loss_scale_halves_on_overflow_and_grows_back(stage):
     assert scales == [1024, 1024, 512, 512, 1024, 1024, 512, 512, 1024]
 
 
-def test_a_scale_too_large_for_fp16_comes_down():
-    """Nothing is bad but the scale: steps are skipped until gradients fit, and then training goes on."""
+def test_a_scale_too_large_for_fp16_decreases():
+    """Only the scale is too large: steps are skipped until the gradients are finite, then training continues."""
     zero = Zero(zerojax.make_mesh(), 3, Precision(FP16.param_dtype, jnp.float16, jnp.float16, initial_scale=2.0**20))
     state = zero.init(create, optax.sgd(1e-2))
     step, skipped = zero.train_step(loss), []
@@ -129,7 +129,7 @@ def test_the_loss_scale_stays_at_least_one():
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_gradients_are_unscaled(stage):
-    """The reported norm and the update do not depend on the scale."""
+    """The reported norm and the update do not depend on the loss scale."""
     seen = []
     for scale in 1.0, 1024.0:
         precision = Precision(jnp.float32, jnp.float16, jnp.float32, initial_scale=scale)

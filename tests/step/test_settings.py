@@ -1,6 +1,6 @@
-"""Parity with the plain single-device step under the settings of memory and schedule, on every model of the zoo.
+"""Parity with the plain single-device step for all settings of memory and schedule, on every model of the zoo.
 
-None of them changes what is computed, so all have the tolerances of fp32.
+No setting changes what is computed, so the tolerances are those of fp32.
 """
 
 from typing import Any, NamedTuple
@@ -14,14 +14,14 @@ from zerojax import Remat, Zero
 
 
 class Setting(NamedTuple):
-    """Options of a step, and the devices on the model axis."""
+    """Options of a step, the stage, and the size of the model axis."""
 
     options: dict[str, Any]
     stage: int = 3
     model: int | None = None
 
 
-SMALL_BUCKET = 4096  # bytes: the larger leaves of the zoo are moved in pieces, the others share
+SMALL_BUCKET = 4096  # bytes: larger leaves of the zoo are moved in pieces, smaller ones share a bucket
 
 SETTINGS = {
     "full_stage0": Setting({"remat": "full"}, stage=0),
@@ -35,7 +35,7 @@ SETTINGS = {
     "buckets_stage1": Setting({"bucket_bytes": SMALL_BUCKET}, stage=1),
     "buckets_stage2": Setting({"bucket_bytes": SMALL_BUCKET}, stage=2),
     "buckets": Setting({"bucket_bytes": SMALL_BUCKET}),
-    "together": Setting(
+    "combined": Setting(
         {
             "remat": Remat(partition_inputs=True, offload_inputs=True),
             "prefetch": 2,
@@ -46,7 +46,7 @@ SETTINGS = {
 }
 MODELS = [name for name, model in zoo.ZOO.items() if not model.dropout]
 DEFAULT = [
-    *((name, "together") for name in ("gpt_linen_scan", "lstm", "moe", "unet")),
+    *((name, "combined") for name in ("gpt_linen_scan", "lstm", "moe", "unet")),
     *(("gpt_linen_scan", setting) for setting in ("dots", "prefetch2", "buckets_stage2")),
     ("gpt_nnx", "full"),
     ("unused", "full_stage0"),
@@ -57,7 +57,7 @@ DEFAULT = [
 def cases():
     for name in MODELS:
         for setting in SETTINGS:
-            marks = [pytest.mark.xdist_group(f"{name}-fp32-k1")]  # as in test_parity: one process has the plain run
+            marks = [pytest.mark.xdist_group(f"{name}-fp32-k1")]  # as in test_parity: one process shares the plain run
             if (name, setting) not in DEFAULT:
                 marks.append(pytest.mark.full)
             yield pytest.param(name, setting, marks=marks, id=f"{name}-{setting}")

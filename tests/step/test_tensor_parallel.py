@@ -1,4 +1,4 @@
-"""Tensor parallelism beside ZeRO: annotated leaves are divided over a `model` axis too, and training stays the same."""
+"""Tensor parallelism with ZeRO: annotated leaves are divided over a `model` axis too, and training is the same."""
 
 import functools
 
@@ -21,7 +21,7 @@ from zerojax.sharding.axes import Dims
 
 DATA, MODEL = 4, 2
 CONFIG = Config(width=16, layers=2, heads=2, vocab=64, seq=8, annotated=True)
-SPECS = {  # at stage 3, by the end of the path; a stacked leaf has another dim in front
+SPECS = {  # at stage 3, by the end of the path; a stacked leaf has one more dim in front
     "qkv/kernel": P("data", "model"),
     "up/kernel": P("data", "model"),
     "up/bias": P("model"),
@@ -32,7 +32,7 @@ SPECS = {  # at stage 3, by the end of the path; a stacked leaf has another dim 
 }
 
 
-# A Linen model, with logical names for what the NNX model of gpt.py says in axes
+# A Linen model with logical axis names, like the NNX model of gpt.py, which names mesh axes
 
 RULES = (("hidden", "model"), ("heads", "model"), ("vocab", "model"))
 lecun = nn.initializers.lecun_normal()
@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 class LinenGPT(nn.Module):
-    """Unlike the names of a layer, those of embedding and head are axes of the mesh."""
+    """Layers have logical axis names; embedding and head name mesh axes."""
 
     scan: bool
 
@@ -101,7 +101,7 @@ MODELS = {"nnx": nnx_model, "linen": linen_model}
 
 @functools.cache
 def reference(kind, scan, precision, k):
-    """The same model on one device, on which the axis that it names has size 1."""
+    """The same model on one device, where the model axis has size 1."""
     model = MODELS[kind](scan)
     with jax.set_mesh(zerojax.make_mesh(model=1, devices=jax.devices()[:1])):
         return plain.run(model, optimizer(), batches(model), precision=precision, num_microbatches=k, num_devices=DATA)
@@ -115,13 +115,13 @@ def run(kind, scan, stage, precision="fp32", k=1, remat="none"):
 
 
 def group(kind, scan, precision, k):
-    """Tests of one group run in one process, so that they share the plain run."""
+    """The xdist group of tests that share a plain run in one process."""
     return f"tensor-{kind}-{scan}-{precision}-{k}"
 
 
 PARTITIONED = zerojax.Remat(partition_inputs=True)
-AWAY = zerojax.Remat(partition_inputs=True, offload_inputs=True)
-REMAT_NAMES = {PARTITIONED: "partitioned", AWAY: "partitioned_in_host_memory"}
+PARTITIONED_ON_HOST = zerojax.Remat(partition_inputs=True, offload_inputs=True)
+REMAT_NAMES = {PARTITIONED: "partitioned", PARTITIONED_ON_HOST: "partitioned_in_host_memory"}
 
 
 def cases():
@@ -131,7 +131,7 @@ def cases():
         ("linen", True, 3, "bf16", 1, "none"),
         ("nnx", True, 3, "fp32", 4, "full"),
         ("nnx", False, 3, "fp32", 1, PARTITIONED),
-        ("nnx", True, 3, "fp32", 4, AWAY),
+        ("nnx", True, 3, "fp32", 4, PARTITIONED_ON_HOST),
         ("linen", True, 0, "fp32", 1, PARTITIONED),
     ]
     more = [
@@ -152,7 +152,7 @@ def cases():
 
 @pytest.mark.parametrize(("kind", "scan", "stage", "precision", "k", "remat"), list(cases()))
 def test_training_follows_the_plain_step(kind, scan, stage, precision, k, remat):
-    """Gradient norms among what is compared: a leaf that is divided over the model axis counts once."""
+    """Includes gradient norms, in which a leaf that is divided over the model axis counts once."""
     zero, got, state = run(kind, scan, stage, precision, k, remat)
     assert len(got.losses) == STEPS and got.metrics[-1]["skipped"] == 0
     assert_close(got, reference(kind, scan, precision, k), **TOLERANCES[precision])
@@ -160,10 +160,10 @@ def test_training_follows_the_plain_step(kind, scan, stage, precision, k, remat)
     assert got.metrics[-1]["param_norm"] == pytest.approx(norm, rel=1e-5)
     expected = zero.eval_init(MODELS[kind](scan).create, state.definition.tx)
     shardings = lambda state: [a.sharding for a in jax.tree.leaves(state)]
-    assert shardings(state) == shardings(expected), "a step moved the state"
+    assert shardings(state) == shardings(expected), "a step changed the shardings of the state"
 
 
-# Where leaves live
+# Placement
 
 
 def abstract(stage, *, kind="nnx", scan=False, precision="bf16", **options):
@@ -174,7 +174,7 @@ def abstract(stage, *, kind="nnx", scan=False, precision="bf16", **options):
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_the_model_axis_stays_at_every_stage(kind, scan):
-    """In parameters, master, moments; the data axis comes and goes with the stage, in another dim."""
+    """For parameters, master copy and moments. The data axis is in another dim, and depends on the stage."""
     for stage in range(4):
         _, state = abstract(stage, kind=kind, scan=scan)
         trees = {"params": (state.params, 3), "master": (state.master, 1), "mu": (state.opt_state[0].mu, 1)}
@@ -199,10 +199,10 @@ def test_the_model_axis_stays_at_every_stage(kind, scan):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_bytes_per_device_are_those_of_the_arrays(stage):
     zero, _, state = run("nnx", False, stage)
-    held = lambda tree: sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(tree))
+    device_bytes = lambda tree: sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(tree))
     explanation = zero.explain(state)
-    assert explanation.totals["params"] == held(state.params)
-    assert explanation.totals["optimizer"] == held(state.opt_state)
+    assert explanation.totals["params"] == device_bytes(state.params)
+    assert explanation.totals["optimizer"] == device_bytes(state.opt_state)
     size = lambda leaf: 4 * leaf.size // (MODEL if leaf.model_spec else 1)
     formula = sum(map(size, state.definition.leaves)) / (DATA if stage == 3 else 1)
     assert explanation.formula["params"] == formula
@@ -222,33 +222,34 @@ def test_initial_values_do_not_depend_on_the_mesh(kind):
             np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-# What travels
+# Communication
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_devices_send_their_part_of_a_leaf(stage, scan):
-    """Over the data axes, in the traced step: the formulas of ZeRO, of what the model axis leaves on a device."""
+    """Over the data axes, a device sends the ZeRO formula for its part of the leaves along the model axis."""
     zero, state = abstract(stage, scan=scan)
     step = zero.train_step(gpt.loss)
     sent = traffic.sent(traffic.of_step(step, state, batch(0)))["bfloat16"] * DATA / (DATA - 1)
-    held = lambda leaf: leaf.size // (MODEL if leaf.model_spec else 1)
-    whole = sum(held(leaf) for leaf in state.definition.leaves if leaf.dim is None)
-    psi = sum(map(held, state.definition.leaves)) - whole
-    once = sum(held(f) for f in state.definition.leaves if traffic.is_gathered_once(f)) - whole
-    assert whole > 0 and sent == {0: 2 * psi, 1: 2 * psi, 2: 2 * psi, 3: 3 * psi - once}[stage] + 2 * whole
+    size = lambda leaf: leaf.size // (MODEL if leaf.model_spec else 1)
+    replicated = sum(size(leaf) for leaf in state.definition.leaves if leaf.dim is None)
+    psi = sum(map(size, state.definition.leaves)) - replicated
+    once = sum(size(f) for f in state.definition.leaves if traffic.is_gathered_once(f)) - replicated
+    assert replicated > 0
+    assert sent == {0: 2 * psi, 1: 2 * psi, 2: 2 * psi, 3: 3 * psi - once}[stage] + 2 * replicated
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0), (0, 2, 1)])
 def test_dims_follow_a_transposition(order):
-    """What is written wrong here is still computed right, by a compiler that then moves weights."""
+    """An error here would not change results: the compiler would insert communication instead."""
     moved = Dims(2, P("model")).transposed(order)
     assert [order[moved.shard], moved.model_spec[order.index(0)]] == [2, "model"]
     assert [entry for entry in moved.model_spec if entry] == ["model"]
     assert Dims(1, P(None, None, "model")).of_layer() == Dims(0, P(None, "model"))
 
 
-# What an annotation may say
+# Annotations
 
 
 class Weight(nnx.Module):
@@ -257,7 +258,7 @@ class Weight(nnx.Module):
 
 
 def spec_of(create, mesh=None, **options):
-    """The spec of the only leaf at stage 3, and why."""
+    """The spec of the only leaf at stage 3, and its reason."""
     zero = Zero(mesh or zerojax.make_mesh(model=MODEL), **options)
     state = zero.eval_init(create, optax.sgd(0.1))
     (leaf,) = jax.tree.leaves(state.params)
@@ -276,14 +277,14 @@ def spec_of(create, mesh=None, **options):
         (("data", None), (15, 32), ["cannot shard 'w' over data in dim 0", "15 % 4 = 3"]),
     ],
 )
-def test_an_annotation_that_does_not_fit_is_refused(spec, shape, texts):
+def test_an_annotation_that_does_not_fit_is_an_error(spec, shape, texts):
     with pytest.raises(ValueError, match="placement: ") as error:
         spec_of(lambda rngs: Weight(shape, out_sharding=spec))
     for text in (*texts, "got:", "fix:"):
         assert text in str(error.value)
 
 
-def test_an_axis_must_be_there_and_auto():
+def test_an_annotated_axis_must_exist_and_be_auto():
     create = lambda rngs: Weight((16, 32), out_sharding=(None, "model"))
     with pytest.raises(ValueError, match="no such axis"):
         spec_of(create, zerojax.make_mesh())
@@ -293,7 +294,7 @@ def test_an_axis_must_be_there_and_auto():
         spec_of(create, explicit)
 
 
-def test_data_takes_the_first_dim_that_is_left():
+def test_zero_shards_the_first_dim_that_is_not_annotated():
     of = lambda shape, *names, **options: spec_of(lambda rngs: Weight(shape, out_sharding=names), **options)
     assert of((16, 32), None, "model") == (P("data", "model"), "first divisible dim")
     assert of((6, 8, 32), None, None, "model") == (P(None, "data", "model"), "first divisible dim")
@@ -316,7 +317,7 @@ def stack(**transform):
 
 
 def test_a_stacked_leaf_needs_an_entry_for_its_layers():
-    """Without it the annotation of one layer would be taken for that of the stack, one dim too early."""
+    """Otherwise the annotation of one layer would apply to the dims of the stack, shifted by one."""
     assert spec_of(stack(transform_metadata={nnx.PARTITION_NAME: None}))[0] == P(None, "data", "model")
     with pytest.raises(ValueError, match="'w' has 2 entries for 3 dims") as error:
         spec_of(stack())
@@ -326,7 +327,7 @@ def test_a_stacked_leaf_needs_an_entry_for_its_layers():
 
 
 def test_logical_names_are_read_under_the_rules_in_force():
-    """As Flax reads them: NNX takes a name without a rule for an axis, Linen leaves its dim whole."""
+    """As in Flax: NNX treats a name without a rule as an axis, Linen does not divide its dim."""
     create_nnx = lambda rngs: Weight((16, 32), out_sharding=("embed", "hidden"))
     create_linen = lambda key: {"w": nn.LogicallyPartitioned(jnp.ones((16, 32)), ("embed", "hidden"))}
     with nn.logical_axis_rules((("hidden", "model"), ("embed", None))):
@@ -342,7 +343,7 @@ def test_the_old_name_of_the_metadata_is_read():
 
 
 def test_annotations_of_a_plain_tree_are_given_by_path():
-    """And serve the low level: the gradient is that of one device, placed like the parameters."""
+    """They also apply to `value_and_grad`: gradients are those of one device, placed like the parameters."""
     rng = np.random.default_rng(0)
     params = {"in": rng.standard_normal((8, 16), np.float32), "out": rng.standard_normal((16, 8), np.float32)}
     x = rng.standard_normal((32, 8), np.float32)
@@ -363,7 +364,7 @@ def test_annotations_of_a_plain_tree_are_given_by_path():
 
 
 @pytest.mark.xdist_group(group("nnx", True, "fp32", 4))
-def test_hybrid_sharding_beside_a_model_axis():
+def test_hybrid_sharding_with_a_model_axis():
     model, zero = nnx_model(scan=True), Zero(zerojax.make_mesh(replica=2, model=2), 3)
     got, state = train(zero, model, batches(model), num_microbatches=4)
     assert_close(got, reference("nnx", True, "fp32", 4))

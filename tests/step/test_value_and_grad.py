@@ -1,4 +1,4 @@
-"""`zero.value_and_grad` inside a step that the user has written and jitted."""
+"""`zero.value_and_grad` inside a step that the user writes and jits."""
 
 import functools
 
@@ -48,7 +48,7 @@ def specs(tree):
 
 
 def assert_same(got, want):
-    """Each leaf within a part of its norm."""
+    """Compares each leaf relative to its norm."""
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert np.linalg.norm(np.asarray(a) - np.asarray(b)) <= 1e-5 * np.linalg.norm(b)
 
@@ -66,7 +66,7 @@ def test_value_and_gradients_are_those_of_jax(stage):
 
 
 @STAGES
-def test_it_trains_in_a_users_own_step(stage):
+def test_training_with_a_users_own_step(stage):
     params, _ = expected()
     tx = optax.adam(1e-2, eps=1e-6)
     zero = Zero(zerojax.make_mesh(), stage)
@@ -96,7 +96,7 @@ def test_it_trains_in_a_users_own_step(stage):
 
 @STAGES
 def test_has_aux(stage):
-    """Metrics are means over all rows, by their weights."""
+    """Metrics are weighted means over all rows."""
     params, (value, grads) = expected()
     x, y = data()
 
@@ -134,7 +134,7 @@ def test_frozen_leaves_have_no_gradient(stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_gradients_come_in_the_reduce_dtype(stage):
+def test_gradients_have_the_reduce_dtype(stage):
     params, _ = expected()
     for precision, dtype in ("bf16", jnp.bfloat16), ("bf16_reduce_fp32", jnp.float32):
         zero = Zero(zerojax.make_mesh(), stage, precision)
@@ -156,7 +156,7 @@ def test_rows_that_do_not_divide():
         jax.eval_shape(Zero(zerojax.make_mesh()).value_and_grad(loss), params, *data(rows=12))
 
 
-def test_a_batch_that_is_in_place_is_not_moved():
+def test_a_sharded_batch_is_not_moved():
     zero = Zero(zerojax.make_mesh(), 3)
     placed = zero.shard_batch(data())
     again = zero.shard_batch(placed)
