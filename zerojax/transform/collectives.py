@@ -97,13 +97,8 @@ def _on_held_parts(fn: Callable[..., Communicated], dims: Sequence[Dims]) -> Cal
     if not names:
         return fn
     specs = [each.model_spec for each in dims]
-    return jax.shard_map(
-        fn,
-        in_specs=(specs, REPLICATED),
-        out_specs=Communicated(specs, REPLICATED),
-        axis_names={*names},
-        check_vma=False,
-    )
+    out_specs = Communicated(specs, REPLICATED)
+    return jax.shard_map(fn, in_specs=(specs, REPLICATED), out_specs=out_specs, axis_names={*names}, check_vma=False)
 
 
 def _collective(fn: Callable[..., list[Array]]) -> Callable[..., Communicated]:
