@@ -61,9 +61,7 @@ def test_hybrid_sharding_reduces_shards_over_replicas_once_per_step():
     state, found = trace(3, 4, mesh=zerojax.make_mesh(replica=2))
     psi = sum(leaf.size for leaf in state.definition.leaves)
     over_replicas = [c for c in found if c.kind.startswith("psum") and c.size > 8]
-    assert (
-        sum(c.size * c.count for c in over_replicas) == psi / 4
-    )  # shards over 4 devices, reduced once for 4 microbatches
+    assert sum(c.size * c.count for c in over_replicas) == psi / 4  # shards over 4 devices, once for 4 microbatches
     assert {c.num_devices for c in over_replicas} == {2}
 
 
