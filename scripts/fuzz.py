@@ -307,7 +307,7 @@ def read_tensors(path):
 
 
 def sound_manifest(rng):
-    leaf = lambda: manifest.Leaf(tuple(rng.randrange(9) for _ in range(rng.randrange(3))), "float32", "0" * 16)
+    leaf = lambda: manifest.LeafRecord(tuple(rng.randrange(9) for _ in range(rng.randrange(3))), "float32", "0" * 16)
     leaves = {f"params/{i}": leaf() for i in range(rng.randrange(1, 4))}
     dtypes = dict.fromkeys(("param_dtype", "compute_dtype", "reduce_dtype"), "float32")
     return manifest.to_json(manifest.Manifest(4, leaves, {"data": 8}, 3, dtypes, {"zerojax": "0.1.0"}))
@@ -318,7 +318,7 @@ def odd_manifest(rng):
     told = sound_manifest(rng)
     del told["digest"]
     told[rng.choice(list(told))] = anything(rng)
-    return json.dumps(manifest.signed(told)).encode()
+    return json.dumps(manifest.with_digest(told)).encode()
 
 
 def manifest_input(rng, folder):

@@ -201,7 +201,7 @@ def verify(directory: Path, step: int | None) -> None:
     from zerojax.checkpoints import pieces, show
 
     manifest = _manifest(directory, step)
-    wrong = dict(pieces.damaged(directory.absolute(), manifest.step, manifest))
+    wrong = dict(pieces.verify_arrays(directory.absolute(), manifest.step, manifest))
     _print(show.leaves_table(manifest, wrong))
     raise SystemExit(1 if any(wrong.values()) else 0)
 
@@ -268,7 +268,7 @@ def import_files(directory: Path, files: Path, what: str, precision: str, mappin
         found = names.mapping(mapping) if mapping else None
         job, zero = find_job(what, "", compiled=False), zerojax.Zero(zerojax.make_mesh(), 3, precision)
         state = parameters.load(zero.init(job.create_model, job.tx), files, mapping=found, cast=cast)
-        if bad := contents.bad_values(digests(contents.arrays(state))):
+        if bad := contents.nonfinite_paths(digests(contents.arrays(state))):
             raise click.ClickException(f"{files} is not finite: {', '.join(bad)}")
         with zero.checkpoints(directory) as checkpoints:
             checkpoints.save(state)

@@ -25,7 +25,7 @@ from support.small_run import (
 import zerojax
 from zerojax import versions
 from zerojax.checkpoints import store
-from zerojax.checkpoints.manifest import signed
+from zerojax.checkpoints.manifest import with_digest
 from zerojax.exchange.tensors import INDEX, Reader
 from zerojax.plan import Settings, plan
 from zerojax.processes import agree
@@ -98,7 +98,7 @@ def _(tmp_path):
 def resigned(text):
     told = json.loads(text)
     del told["digest"]
-    return json.dumps(signed(told))
+    return json.dumps(with_digest(told))
 
 
 @shows("A damaged manifest")

@@ -56,10 +56,10 @@ class Data:
 
 def make_unreadable(what):
     """As a file system would of which one machine has lost its connection, or sees what was there before."""
-    read, read_manifest, is_whole = (
+    read, read_manifest, is_complete = (
         orbax.checkpoint.PyTreeCheckpointHandler.restore,
         store.read_manifest,
-        store.is_whole,
+        store.is_complete,
     )
 
     def restore(handler, where, *args, **kwargs):
@@ -77,7 +77,7 @@ def make_unreadable(what):
     if what == "manifest":
         store.read_manifest = manifest
     if what == "mark":
-        store.is_whole = lambda folder: folder.name != "step_4" and is_whole(folder)
+        store.is_complete = lambda folder: folder.name != "step_4" and is_complete(folder)
 
 
 def die_deleting():

@@ -1,4 +1,4 @@
-"""What outlives a run: training states on disk, with a digest of every array, for any mesh and any stage."""
+"""Saves and restores training states: a digest for every array, on any mesh, stage and number of processes."""
 
 from zerojax.checkpoints.manifest import Allowed, CheckpointCorrupted, CheckpointMismatch, Manifest
 from zerojax.checkpoints.preemption import EXIT_CODE

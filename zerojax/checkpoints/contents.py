@@ -1,7 +1,7 @@
-"""What of a training state is written: arrays by their paths; and the state that is made of them again.
+"""Converts a training state to the named arrays that a checkpoint contains, and back.
 
-A parameter is written once, in param_dtype: the parameters in compute_dtype are a cast of it. So what is on disk does
-not depend on the stage, the mesh or the precision of compute.
+A parameter is written once, in param_dtype: the parameters in compute_dtype are a cast of it. A checkpoint therefore
+depends neither on the stage, nor on the mesh, nor on the precision of the computation.
 """
 
 from __future__ import annotations
@@ -12,52 +12,55 @@ from typing import Any
 
 import jax
 
+from zerojax.checkpoints.digest import Digest
 from zerojax.sharding import placement
 from zerojax.step import models
 from zerojax.step.state import TrainState
+from zerojax.typing import Array, PRNGKey, PyTree
 
-Array = Any
-Tree = Any
 PARAMS, OPTIMIZER = "params/", "opt_state/"
 
 
 def arrays(state: TrainState) -> dict[str, Array]:
-    """What is written of a state, or of its avals: {path: array}. PRNG keys are their words.
+    """Returns the arrays of a state, or of its avals, by path. PRNG keys are represented by their key data.
 
     Raises:
-        ValueError: two leaves whose paths are written alike.
+        ValueError: if two leaves have the same path.
     """
     found: dict[str, Array] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(_tree(state)):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(_saved_tree(state)):
         text = placement.path_text(path)
         if text in found:
-            raise ValueError(f"checkpoint: two leaves are called {text!r}\n  fix:      no '/' in the names of a tree")
-        found[text] = _words(leaf) if models.is_key(leaf) else leaf
+            raise ValueError(
+                f"checkpoint: two leaves have the path {text!r}\n  fix:      use names without '/' in the tree"
+            )
+        found[text] = _key_data(leaf) if models.is_key(leaf) else leaf
     return found
 
 
-def with_arrays(state: TrainState, read: Mapping[str, Array]) -> TrainState:
-    """A state with the arrays that were read in the place of its own; those that were not read stay."""
-    before = _tree(state)
+def with_arrays(state: TrainState, restored: Mapping[str, Array]) -> TrainState:
+    """Returns the state with its arrays replaced by the restored ones. Arrays that were not restored stay."""
+    before = _saved_tree(state)
     leaves = [
-        _again(leaf, read[text]) if (text := placement.path_text(path)) in read else leaf
+        _as_leaf(leaf, restored[text]) if (text := placement.path_text(path)) in restored else leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(before)
     ]
     tree = jax.tree.unflatten(jax.tree.structure(before), leaves)
     params, definition = tree.pop("params"), state.definition
     if state.master is None:
         return dataclasses.replace(state, params=params, **tree)
-    narrow = lambda params: jax.tree.map(lambda a, like: a.astype(like.dtype), params, state.params)
-    placed = jax.tree.map(lambda a: a.sharding, state.params)
-    computed = jax.jit(narrow, out_shardings=placed)(params) if _changed(read) else state.params
-    return dataclasses.replace(state, params=computed, master=definition.trained(params), **tree)
+    cast = lambda params: jax.tree.map(lambda a, like: a.astype(like.dtype), params, state.params)
+    shardings = jax.tree.map(lambda a: a.sharding, state.params)
+    compute_params = jax.jit(cast, out_shardings=shardings)(params) if _has_params(restored) else state.params
+    return dataclasses.replace(state, params=compute_params, master=definition.trained(params), **tree)
 
 
-def _changed(read: Mapping[str, Array]) -> bool:
-    return any(path.startswith(PARAMS) for path in read)
+def _has_params(paths: Iterable[str]) -> bool:
+    return any(path.startswith(PARAMS) for path in paths)
 
 
-def _tree(state: TrainState) -> dict[str, Tree]:
+def _saved_tree(state: TrainState) -> dict[str, PyTree]:
+    """The part of a state that is saved. The parameters are those in param_dtype."""
     names = ("step", "skipped", "opt_state", "model_state", "key", "loss_scale")
     params = state.params
     if state.master is not None:
@@ -65,54 +68,55 @@ def _tree(state: TrainState) -> dict[str, Tree]:
     return {name: getattr(state, name) for name in names} | {"params": params}
 
 
-def _words(key: Array) -> Array:
+def _key_data(key: PRNGKey) -> Array:
     if _is_aval(key):
-        words = jax.eval_shape(jax.random.key_data, key)
-        return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=key.sharding)
+        data = jax.eval_shape(jax.random.key_data, key)
+        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=key.sharding)
     return jax.random.key_data(key)
 
 
-def _again(leaf: Array, read: Array) -> Array:
-    return jax.random.wrap_key_data(read, impl=_impl(leaf)) if models.is_key(leaf) else read
+def _as_leaf(leaf: Array, restored: Array) -> Array:
+    """The restored array as a key if the leaf is one."""
+    return jax.random.wrap_key_data(restored, impl=_key_impl(leaf)) if models.is_key(leaf) else restored
 
 
-def _impl(key: Array) -> Any:
-    """Of a key, or of its aval, which JAX tells only where it traces."""
+def _key_impl(key: PRNGKey) -> Any:
+    """The implementation of a key or of its aval, which JAX only returns for values that are traced."""
     found: list[Any] = []
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), key)
     return found[0]
 
 
-def bad_values(found: Mapping[str, Any]) -> list[str]:
-    """Paths of what no run should go on from, by their digests: a NaN anywhere, an infinity in a parameter.
+def nonfinite_paths(digests: Mapping[str, Digest]) -> list[str]:
+    """Returns the paths of arrays that must not be saved: with a NaN, or parameters with an infinity.
 
-    The optimizer and the model may hold an infinity from the start: the best loss so far, for one.
+    The states of the optimizer and of the model may contain an infinity from the start, such as the best loss so far.
     """
-    return [path for path, d in found.items() if d.has_nan or (d.has_inf and path.startswith(PARAMS))]
+    return [path for path, d in digests.items() if d.has_nan or (d.has_inf and path.startswith(PARAMS))]
 
 
 def avals(state: TrainState) -> TrainState:
-    """Shapes, dtypes and shardings in the place of the arrays."""
+    """Returns the state with arrays replaced by their shapes, dtypes and shardings."""
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
 
 
 def free(state: TrainState, paths: Iterable[str]) -> None:
-    """Deletes the arrays of a state at these paths from the devices. Of avals there is nothing to delete.
+    """Deletes the arrays at these paths from the devices. Avals are ignored.
 
     Raises:
-        ValueError: a state of avals of which something is not among the paths.
+        ValueError: if a leaf at any other path is an aval.
     """
-    told = set(paths)
-    leaves = jax.tree_util.tree_leaves_with_path(_tree(state))
-    if kept := [text for path, leaf in leaves if (text := placement.path_text(path)) not in told and _is_aval(leaf)]:
+    selected = set(paths)
+    by_path = [(placement.path_text(p), leaf) for p, leaf in jax.tree_util.tree_leaves_with_path(_saved_tree(state))]
+    if missing := [path for path, leaf in by_path if path not in selected and _is_aval(leaf)]:
         raise ValueError(
-            f"checkpoint: {kept[0]!r} is not read, and the state has only its aval\n"
-            f"  fix:      restore into the state of zero.init"
+            f"checkpoint: {missing[0]!r} is not restored, and the state contains only its aval\n"
+            f"  fix:      restore into a state from zero.init"
         )
-    gone = [leaf for path, leaf in leaves if placement.path_text(path) in told]
-    if any(path.startswith(PARAMS) for path in told) and state.master is not None:
-        gone += jax.tree.leaves(state.params)
-    for leaf in gone:
+    leaves = [leaf for path, leaf in by_path if path in selected]
+    if _has_params(selected) and state.master is not None:
+        leaves += jax.tree.leaves(state.params)
+    for leaf in leaves:
         if not _is_aval(leaf) and not leaf.is_deleted():
             leaf.delete()
 

@@ -1,4 +1,4 @@
-"""Where a data iterator is, as JSON: what has `get_state` and `set_state`, as the iterators of Grain do."""
+"""Saves and restores the position of a data iterator that has `get_state` and `set_state`, as Grain's have."""
 
 from __future__ import annotations
 
@@ -17,54 +17,58 @@ _BYTES = "base64"
 
 
 def get_states(data: Any) -> list[Any] | None:
-    """Of each process its iterator's state; None without an iterator.
+    """Returns the iterator states of all processes as JSON data, or None without an iterator.
 
     Raises:
-        ValueError: a state that is neither JSON nor bytes.
+        ValueError: if the state of an iterator is neither JSON data nor bytes.
     """
     if data is None:
         return None
     state = data.get_state()
-    told = {_BYTES: base64.b64encode(state).decode()} if isinstance(state, bytes) else state
+    encoded = {_BYTES: base64.b64encode(state).decode()} if isinstance(state, bytes) else state
     try:
-        text = json.dumps(told)
-        if json.loads(text) != told:
-            raise ValueError("it is not what JSON makes of it")
+        text = json.dumps(encoded)
+        if json.loads(text) != encoded:
+            raise ValueError("a state that is not equal to itself after encoding it as JSON")
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"checkpoint: the state of the data iterator cannot be saved\n  got:      {error}\n"
-            f"  fix:      get_state() returns bytes, or what JSON can hold, with text for keys and lists for tuples"
+            f"  fix:      return bytes from get_state(), or JSON data: string keys, and lists instead of tuples"
         ) from error
-    return [json.loads(each) for each in _of_all(text)]
+    return [json.loads(each) for each in _gather_texts(text)]
 
 
-def own_state(saved: Sequence[Any] | None, where: str) -> Any:
-    """Of those that were saved, what this process's iterator is set to.
+def state_of_this_process(saved: Sequence[Any] | None, where: str) -> Any:
+    """Returns the saved iterator state that this process continues from.
+
+    Args:
+        saved: as `get_states` returned it.
+        where: names the checkpoint in errors.
 
     Raises:
-        CheckpointMismatch: no state was saved, or those of another number of processes, which differ.
+        CheckpointMismatch: if no state was saved, or if the number of processes changed and the states differ.
     """
     if saved is None:
         raise CheckpointMismatch(
-            f"checkpoint: {where} has no state of a data iterator\n"
-            f"  fix:      resume(state) without one, and pass over the batches that were used"
+            f"checkpoint: {where} contains no state of a data iterator\n"
+            f"  fix:      resume(state) without an iterator, and skip the batches that were already used"
         )
-    alike = all(each == saved[0] for each in saved)
-    if len(saved) != jax.process_count() and not alike:
+    equal = all(each == saved[0] for each in saved)
+    if len(saved) != jax.process_count() and not equal:
         raise CheckpointMismatch(
-            f"checkpoint: the data iterator of {where} cannot be divided anew\n"
-            f"  got:      the different states of {len(saved)} processes, now there are {jax.process_count()}\n"
-            f"  fix:      {len(saved)} processes, or an iterator whose state is the same on all of them"
+            f"checkpoint: the data iterator states of {where} do not fit this number of processes\n"
+            f"  got:      different states of {len(saved)} processes, now there are {jax.process_count()}\n"
+            f"  fix:      use {len(saved)} processes, or an iterator with the same state in all of them"
         )
-    told = saved[0] if alike else saved[jax.process_index()]
-    return base64.b64decode(told[_BYTES]) if isinstance(told, dict) and told.keys() == {_BYTES} else told
+    state = saved[0] if equal else saved[jax.process_index()]
+    return base64.b64decode(state[_BYTES]) if isinstance(state, dict) and state.keys() == {_BYTES} else state
 
 
-def _of_all(text: str) -> list[str]:
-    """The text of each process, on every process."""
+def _gather_texts(text: str) -> list[str]:
+    """Returns the texts of all processes in every process."""
     if jax.process_count() == 1:
         return [text]
-    words = np.frombuffer(text.encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.array(len(words)))
-    rows = multihost_utils.process_allgather(np.pad(words, (0, int(sizes.max()) - len(words))))
+    data = np.frombuffer(text.encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.array(len(data)))
+    rows = multihost_utils.process_allgather(np.pad(data, (0, int(sizes.max()) - len(data))))
     return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]

@@ -1,4 +1,4 @@
-"""What the metrics of a run say of its health: updates that were skipped, and losses that jump."""
+"""Monitors the metrics of a run for skipped updates and spikes of the loss."""
 
 from __future__ import annotations
 
@@ -9,64 +9,65 @@ from collections.abc import Mapping
 from typing import Any
 
 log = logging.getLogger("zerojax")
-_BEHIND = 2  # steps: their metrics are there when the newest are still being computed
-_WINDOW = 50  # losses whose median a jump is held against: a guess
-_LEAST = 10
+_DELAY = 2  # steps: by then metrics are available, while the newest ones are still being computed
+_WINDOW = 50  # losses whose median a new loss is compared with: a heuristic
+_MIN_LOSSES = 10  # losses before the first comparison: a heuristic
 
 
-class Health:
-    """Looks at metrics a little later, so that nobody waits for the devices.
+class LossMonitor:
+    """Checks metrics two steps late, so that no step waits for the devices.
 
     Args:
-        most_skipped: updates in a row that may be skipped because a gradient was not finite.
-        spike: a loss more than this many times the median of the last 50 is logged; None: none is.
+        most_skipped: the number of consecutive skipped updates, with a gradient that was not finite, that ends the run.
+        spike: a loss of more than this many times the median of the last 50 is logged. None: none is logged.
     """
 
     def __init__(self, most_skipped: int, spike: float | None):
         self.most_skipped, self.spike = most_skipped, spike
-        self.skipped: int | None = None  # in the whole run, as the state counts; `resume` knows it, else the first step
-        self._in_a_row = 0
-        self._waiting: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
+        # All skipped updates of the run, as counted by the state: set on resume, or else by the first step.
+        self.num_skipped: int | None = None
+        self._consecutive_skips = 0
+        self._pending: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
         self._losses: collections.deque[float] = collections.deque(maxlen=_WINDOW)
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """With the metrics of a step. Looks at those of the step before the last.
+        """Adds the metrics of a step, and checks those of two steps before.
 
         Raises:
-            FloatingPointError: too many updates in a row were skipped.
+            FloatingPointError: if too many consecutive updates were skipped.
         """
-        self._waiting.append((step, {name: metrics[name] for name in ("loss", "skipped") if name in metrics}))
-        while len(self._waiting) > _BEHIND:
-            self._look(*self._waiting.popleft())
+        self._pending.append((step, {name: metrics[name] for name in ("loss", "skipped") if name in metrics}))
+        while len(self._pending) > _DELAY:
+            self._check(*self._pending.popleft())
 
     def finish(self) -> None:
-        """Looks at the last ones too."""
-        while self._waiting:
-            self._look(*self._waiting.popleft())
+        """Checks the metrics that are still pending."""
+        while self._pending:
+            self._check(*self._pending.popleft())
 
-    def _look(self, step: int, metrics: Mapping[str, Any]) -> None:
-        before, self.skipped = self.skipped, int(metrics.get("skipped", 0))
-        if before is not None and self.skipped > before:
-            self._skip(step)
+    def _check(self, step: int, metrics: Mapping[str, Any]) -> None:
+        before, self.num_skipped = self.num_skipped, int(metrics.get("skipped", 0))
+        if before is not None and self.num_skipped > before:
+            self._report_skip(step)
             return
-        self._in_a_row = 0
+        self._consecutive_skips = 0
         if self.spike is not None and "loss" in metrics:
-            self._compare(step, float(metrics["loss"]), self.spike)
+            self._check_loss(step, float(metrics["loss"]), self.spike)
 
-    def _skip(self, step: int) -> None:
-        self._in_a_row += 1
-        log.warning("step %d: a gradient was not finite; the update was skipped, %d so far", step, self.skipped)
-        if self._in_a_row >= self.most_skipped:
+    def _report_skip(self, step: int) -> None:
+        self._consecutive_skips += 1
+        log.warning("step %d: the update was skipped: a gradient is not finite (%d so far)", step, self.num_skipped)
+        if self._consecutive_skips >= self.most_skipped:
+            last_good = step - self._consecutive_skips
             raise FloatingPointError(
-                f"training: {self._in_a_row} updates in a row were skipped, since no gradient was finite\n"
-                f"  got:      steps {step - self._in_a_row + 1} to {step}; the last good step is"
-                f" {step - self._in_a_row}\n"
-                f"  fix:      a lower learning rate or a look at the data, from the newest checkpoint"
+                f"training: {self._consecutive_skips} consecutive updates were skipped: gradients are not finite\n"
+                f"  got:      steps {last_good + 1} to {step}; the last good step is {last_good}\n"
+                f"  fix:      check the data or lower the learning rate, and resume from the newest checkpoint"
             )
 
-    def _compare(self, step: int, loss: float, spike: float) -> None:
-        if len(self._losses) >= _LEAST:
-            usual = statistics.median(self._losses)
-            if loss > spike * usual:
-                log.warning("step %d: the loss is %.4g, %.1f times the median", step, loss, loss / usual)
+    def _check_loss(self, step: int, loss: float, spike: float) -> None:
+        if len(self._losses) >= _MIN_LOSSES:
+            median = statistics.median(self._losses)
+            if loss > spike * median:
+                log.warning("step %d: the loss is %.4g, %.1f times the median", step, loss, loss / median)
         self._losses.append(loss)

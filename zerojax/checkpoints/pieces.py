@@ -1,4 +1,4 @@
-"""Arrays of a step in pieces of a bounded size, read without devices; and what can be told from them alone."""
+"""Reads and verifies saved arrays on the host in pieces of bounded size, without devices."""
 
 from __future__ import annotations
 
@@ -12,65 +12,72 @@ import tensorstore
 
 from zerojax.checkpoints import store
 from zerojax.checkpoints.digest import HostDigest
-from zerojax.checkpoints.manifest import CheckpointCorrupted, Leaf, Manifest
+from zerojax.checkpoints.manifest import CheckpointCorrupted, LeafRecord, Manifest
+from zerojax.typing import Shape
 
 PIECE_BYTES = 2**26
 
 
-def pieces(directory: Path, step: int, path: str, leaf: Leaf, max_bytes: int = PIECE_BYTES) -> Iterator[np.ndarray]:
-    """The parts of an array, one after the other in C order.
+def pieces(
+    directory: Path, step: int, path: str, leaf: LeafRecord, max_bytes: int = PIECE_BYTES
+) -> Iterator[np.ndarray]:
+    """Yields the consecutive parts of an array in C order.
 
     Args:
-        directory, step: where.
-        path, leaf: which array, as the manifest has it.
-        max_bytes: of a piece, but for one element.
+        directory, step: the checkpoint.
+        path, leaf: the array, as recorded in the manifest.
+        max_bytes: the largest size of a piece, unless one element is larger.
 
     Raises:
-        CheckpointCorrupted: what is on disk cannot be read, or is another array.
+        CheckpointCorrupted: if the array cannot be read, or has another shape or dtype on disk.
     """
     where = store.folder(directory, step)
     try:
         array = tensorstore.open(_spec(store.arrays_folder(directory, step), path), open=True, read=True).result()
         found = tuple(array.shape), array.dtype.name
         if found != (leaf.shape, leaf.dtype):
-            raise ValueError(f"{found} is on disk")
+            raise ValueError(f"shape {found[0]} and dtype {found[1]} on disk, {leaf.shape} and {leaf.dtype} were saved")
         for index in _blocks(leaf.shape, max(1, max_bytes // array.dtype.numpy_dtype.itemsize)):
             yield array[index].read().result()
     except ValueError as error:
-        told = " ".join(str(error).split())[:300]
-        raise CheckpointCorrupted(f"checkpoint: {path} of {where} cannot be read\n  got:      {told}") from error
+        message = " ".join(str(error).split())[:300]
+        raise CheckpointCorrupted(f"checkpoint: {path} of {where} cannot be read\n  got:      {message}") from error
 
 
 def _spec(folder: Path, path: str) -> dict[str, Any]:
-    """As Orbax writes them: every array is a zarr array, all of them in one key-value store."""
+    """The tensorstore spec of an array. Orbax writes zarr arrays into one OCDBT key-value store."""
     return {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": folder.as_uri() + "/", "path": f"{path}/"}}
 
 
-def _blocks(shape: tuple[int, ...], most: int) -> Iterator[tuple[slice | int, ...]]:
-    """Indices of consecutive blocks of at most so many elements."""
+def _blocks(shape: Shape, max_elements: int) -> Iterator[tuple[slice | int, ...]]:
+    """Yields the indices of consecutive blocks of at most `max_elements` elements."""
     if not shape or 0 in shape:
         yield ()
         return
     inner = math.prod(shape[1:])
-    if inner <= most:
-        rows = most // inner
+    if inner <= max_elements:
+        rows = max_elements // inner
         yield from ((slice(i, min(i + rows, shape[0])),) for i in range(0, shape[0], rows))
         return
     for i in range(shape[0]):
-        yield from ((i, *block) for block in _blocks(shape[1:], most))
+        yield from ((i, *block) for block in _blocks(shape[1:], max_elements))
 
 
-def damaged(directory: Path, step: int, manifest: Manifest) -> Iterator[tuple[str, str | None]]:
-    """Each array of a step, and what is wrong with it; None if it is what was saved.
+def verify_arrays(directory: Path, step: int, manifest: Manifest) -> Iterator[tuple[str, str | None]]:
+    """Reads every array of a step, and compares its digest with the manifest.
 
-    Cost: reads all of the step once; holds one piece.
+    Yields:
+        (path, what is wrong with the array, or None if it is intact).
+
+    Cost: reads the whole step once, and holds one piece in host memory.
     """
     for path, leaf in manifest.leaves.items():
-        found = HostDigest()
+        digest = HostDigest()
         try:
             for piece in pieces(directory, step, path, leaf):
-                found.add(piece)
+                digest.add(piece)
         except CheckpointCorrupted as error:
             yield path, str(error).splitlines()[-1].removeprefix("  got:").strip()
         else:
-            yield path, None if found.text == leaf.digest else f"digest {found.text}, {leaf.digest} was saved"
+            intact = digest.text == leaf.digest
+            yield path, None if intact else f"digest {digest.text} on disk, {leaf.digest} was saved"

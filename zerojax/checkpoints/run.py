@@ -1,4 +1,4 @@
-"""The checkpoints of a training run: when a state is saved, and from which one the run goes on."""
+"""Saves the state of a training run periodically, restores it after a restart, and monitors the run."""
 
 from __future__ import annotations
 
@@ -18,37 +18,39 @@ import jax.numpy as jnp
 
 from zerojax.checkpoints import contents, iterators, manifest as manifests, store
 from zerojax.checkpoints.digest import digests
-from zerojax.checkpoints.loss_monitor import Health
-from zerojax.checkpoints.manifest import Allowed, CheckpointCorrupted, Leaf, Manifest
+from zerojax.checkpoints.loss_monitor import LossMonitor
+from zerojax.checkpoints.manifest import Allowed, CheckpointCorrupted, LeafRecord, Manifest
 from zerojax.checkpoints.preemption import EXIT_CODE, Preemption
-from zerojax.checkpoints.raise_on_all_processes import of_process_0, together
+from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0, raise_on_all_processes
 from zerojax.step.config import ZeroConfig
 from zerojax.step.state import TrainState
+from zerojax.typing import Array
 
 log = logging.getLogger("zerojax")
 _PACKAGES = ("zerojax", "jax", "flax", "optax", "orbax-checkpoint")
-_MOST_FAILURES = 2
-_open: set[Checkpoints] = set()  # also those that the script has no name for any more
+_MAX_FAILURES = 2  # consecutive saves
+_MAX_PATHS = 4  # that an error lists
+_unclosed: set[Checkpoints] = set()  # keeps them alive when the script has no reference to them any more
 
 
 def _close_all() -> None:
-    """When the script has ended: waits for saves that nobody waited for."""
-    for checkpoints in list(_open):
+    """At the end of the script: waits for saves that are still in progress."""
+    for checkpoints in list(_unclosed):
         try:
             checkpoints.close()
         except BaseException:
-            log.exception("checkpoint: a save failed when the script had ended")
+            log.exception("checkpoint: a save failed after the end of the script")
             logging.shutdown()
             sys.stdout.flush()
             os._exit(1)  # an exception would not change the exit code here
 
 
-# Functions of `atexit` come too late: the executors that saves run on take nothing more by then.
+# Functions registered with `atexit` run too late: by then the executors that run saves accept no more work.
 threading._register_atexit(_close_all)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Checkpoints:
-    """Saves the state of a run every so many steps, in the background, and gives it back after a restart.
+    """Saves the state of a run in the background every `every` steps, and restores it after a restart.
 
         with zero.checkpoints(directory, every=1000) as checkpoints:
             state, start = checkpoints.resume(state)
@@ -56,26 +58,27 @@ class Checkpoints:
                 state, metrics = step(state, batch(i))
                 checkpoints.update(state, metrics)
 
-    Leaving the block waits for the save that is under way, also after an exception, which is what is then raised. Where
-    there is no block, the end of the process waits; from Python 3.12 on it cannot, and the exit code is 1.
+    At the end of the block, the save in progress is completed, also after an exception, which is then raised. Without a
+    `with` block, the save is completed at the end of the process. From Python 3.12 on that is not possible, and the
+    exit code is 1 instead.
 
-    SIGTERM, in any process, saves the state and ends all of them with exit code `EXIT_CODE`, 75; a handler that was set
-    before or is set later is called too.
+    After SIGTERM in any process, all processes save the state and end with exit code `EXIT_CODE`, 75. A signal handler
+    of the user is called as well, whether it was installed before or after.
 
     Args:
         config: of the Zero.
-        directory: on a file system that all processes see. One run at a time may use it.
-        every: steps between two saves.
-        keep: the newest steps that stay on disk; None: all of them.
-        keep_every: steps that this divides stay too.
-        most_skipped: so many updates in a row may be skipped, since a gradient was not finite; then the run ends.
-        spike: a loss of more than so many times the median of the last 50 is logged. None: none is.
-        watchdog_s: if no `update` comes for so many seconds, the stacks of all threads are written to stderr and the
-            process ends with exit code 1. It begins with the first `update`, and has to outlast a save, an evaluation,
-            and a compilation in between. None: nothing is watched.
+        directory: on a file system that all processes share. Only one run at a time may use it.
+        every: the number of steps between two saves.
+        keep: the number of newest steps to keep on disk. None: all of them.
+        keep_every: steps that are a multiple of this are kept too.
+        most_skipped: the number of consecutive updates skipped because a gradient was not finite that ends the run.
+        spike: a loss of more than this many times the median of the last 50 is logged. None: none is logged.
+        watchdog_s: if `update` is not called for this many seconds, the stacks of all threads are written to stderr and
+            the process ends with exit code 1. The first `update` starts the clock. The time must be longer than a save,
+            an evaluation or a compilation between two calls. None: no watchdog.
 
     Raises:
-        ValueError: a number that is none, or a directory that another run uses.
+        ValueError: if `every`, `keep`, `keep_every` or `most_skipped` is invalid, or another run uses the directory.
     """
 
     def __init__(
@@ -89,23 +92,27 @@ class Checkpoints:
         spike: float | None = None,
         watchdog_s: float | None = None,
     ):
-        steps = {"every": every, "keep": keep, "keep_every": keep_every, "most_skipped": most_skipped}
-        for name, number in steps.items():
-            if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
-                raise ValueError(f"checkpoints: {name} is {number!r}\n  fix:      a number of steps, at least 1")
+        counts = {"every": every, "keep": keep, "keep_every": keep_every, "most_skipped": most_skipped}
+        for name, count in counts.items():
+            if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+                raise ValueError(
+                    f"checkpoints: {name} is invalid\n  got:      {count!r}\n  fix:      use an integer, at least 1"
+                )
         self.config, self.directory, self.every = config, Path(directory).absolute(), every
         self._exit = contextlib.ExitStack()
         self._exit.enter_context(store.locked(self.directory))
         self._store = store.Store(self.directory, keep, keep_every)
         self._exit.callback(self._store.close)
-        self._calls, self._failures, self._under_way = 0, 0, None
-        self._saved: int | None = None
-        self._unreported: Exception | None = None  # of the last save, but in the log
-        self._health, self._watchdog_s = Health(most_skipped, spike), watchdog_s
+        self._num_updates = 0  # including those before the step that the run resumed from
+        self._num_failures = 0  # of consecutive saves
+        self._saving_step: int | None = None  # of the save in progress
+        self._saved_step: int | None = None  # the last step that was saved or restored
+        self._save_error: Exception | None = None  # of the last save, if it failed; logged, but not raised yet
+        self._loss_monitor, self._watchdog_s = LossMonitor(most_skipped, spike), watchdog_s
         self._preemption = Preemption()
         self._exit.callback(self._preemption.close)
         self._exit.callback(faulthandler.cancel_dump_traceback_later)
-        _open.add(self)
+        _unclosed.add(self)
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -116,41 +123,45 @@ class Checkpoints:
         except Exception:
             if error is None:
                 raise
-            log.exception("checkpoint: the last save failed too")  # the first error is what is shown
+            log.exception("checkpoint: the last save failed too")  # the exception of the block is the one to raise
 
     def close(self) -> None:
-        """Waits for the save that is under way, and lets another run use the directory.
+        """Waits for the save in progress, and releases the directory for other runs.
 
         Raises:
-            Exception: what went wrong with that save.
+            Exception: if that save failed.
         """
-        _open.discard(self)
+        _unclosed.discard(self)
         with self._exit:
             self.wait()
-            if self._unreported:
-                raise RuntimeError(f"checkpoint: the last save failed: {self._unreported}") from self._unreported
-            self._health.finish()
+            if self._save_error:
+                raise RuntimeError(f"checkpoint: the last save failed: {self._save_error}") from self._save_error
+            self._loss_monitor.finish()
 
     def steps(self) -> list[int]:
-        """Those on disk that were written as a whole, oldest first."""
+        """Returns the steps that are complete on disk, oldest first."""
         return store.steps(self.directory)
 
     def resume(self, state: TrainState, data: Any = None, *, fallback: bool = False) -> tuple[TrainState, int]:
-        """The newest state, and its step; the state that was given and 0 where nothing was saved yet.
+        """Restores the newest state.
 
         Args:
-            state: of `init`, which is donated, or of `eval_init` where something was saved. The checkpoint may be of
-                another stage, mesh, number of processes and precision of compute.
-            data: an iterator with `get_state` and `set_state`: it is set to where it was.
-            fallback: goes back to the newest step that is whole, if the newest is not. Newer ones are renamed.
+            state: of `init`, which is donated; or of `eval_init` if there is a checkpoint. The checkpoint may be from
+                another stage, mesh, number of processes and precision of the computation.
+            data: an iterator with `get_state` and `set_state`. Its saved state is restored.
+            fallback: whether to go back to the newest intact step if newer ones are damaged. Those are renamed.
+
+        Returns:
+            (the restored state, its step); or (the state that was passed, 0) if no step was saved yet.
 
         Raises:
-            CheckpointCorrupted: the newest step is damaged; with `fallback`, all of them are.
-            CheckpointMismatch: it is not a checkpoint of this state.
+            CheckpointCorrupted: if the newest step is damaged; with `fallback`, if all steps are.
+            CheckpointMismatch: if the checkpoint does not fit the state.
+            ValueError: if `state` contains avals and there is no checkpoint.
         """
-        steps = of_process_0(self.steps())
+        steps = broadcast_from_process_0(self.steps())
         if not steps:
-            return self._begin(state)
+            return self._start(state)
         errors: list[str] = []
         avals = contents.avals(state)
         for step in reversed(steps):
@@ -159,32 +170,36 @@ class Checkpoints:
             except CheckpointCorrupted as error:
                 if not fallback:
                     raise
-                log.error("checkpoint: going back behind step %d: %s", step, error)
+                log.error("checkpoint: step %d is skipped, an older one is tried: %s", step, error)
                 errors.append(str(error))
                 state = avals
             else:
-                self._calls, self._saved = step, step
-                self._health.skipped = int(restored.skipped)
+                self._num_updates, self._saved_step = step, step
+                self._loss_monitor.num_skipped = int(restored.skipped)
                 if errors:
                     self._store.set_aside(newer for newer in steps if newer > step)
                 return restored, step
-        told = "\n  ".join(error.splitlines()[0] for error in errors)
-        raise CheckpointCorrupted(f"checkpoint: no step of {self.directory} is whole\n  {told}")
+        reasons = "\n            ".join(error.splitlines()[0].removeprefix("checkpoint: ") for error in errors)
+        raise CheckpointCorrupted(
+            f"checkpoint: there is no intact step in {self.directory}\n  got:      {reasons}\n"
+            f"  fix:      use another directory to start at step 0"
+        )
 
-    def _begin(self, state: TrainState) -> tuple[TrainState, int]:
-        if there := of_process_0(list(store.folders(self.directory))):
+    def _start(self, state: TrainState) -> tuple[TrainState, int]:
+        """Starts a run without a checkpoint."""
+        if found := broadcast_from_process_0(list(store.folders(self.directory))):
             raise CheckpointCorrupted(
-                f"checkpoint: no step of {self.directory} is whole\n"
-                f"  got:      {len(there)} folders of steps, none of them of a save that ended\n"
-                f"  fix:      another directory, to begin at step 0"
+                f"checkpoint: there is no intact step in {self.directory}\n"
+                f"  got:      {len(found)} folders of steps, none with a completed save\n"
+                f"  fix:      use another directory to start at step 0"
             )
         if any(isinstance(a, jax.ShapeDtypeStruct) for a in jax.tree.leaves(state)):
             raise ValueError(
-                f"checkpoints: nothing to begin with\n  got:      avals, and no checkpoint in {self.directory}\n"
-                f"  fix:      the state of zero.init"
+                f"checkpoints: there is no state to start from\n"
+                f"  got:      avals, and no checkpoint in {self.directory}\n  fix:      pass the state of zero.init"
             )
-        log.info("checkpoint: none in %s, so the run begins at step 0", self.directory)
-        self._health.skipped = int(state.skipped)
+        log.info("checkpoint: there is none in %s; the run starts at step 0", self.directory)
+        self._loss_monitor.num_skipped = int(state.skipped)
         return state, 0
 
     def restore(
@@ -199,27 +214,27 @@ class Checkpoints:
         cast: bool = False,
         new_optimizer: bool = False,
     ) -> TrainState:
-        """A step, or a part of it.
+        """Restores a step, or a part of it.
 
         Args:
-            state: takes what is read, and is donated; what is not read stays as it is there.
+            state: provides shapes, dtypes and shardings, and every leaf that is not restored. It is donated.
             step: one of `steps()`.
-            only: globs of what to read ('params/*', 'params/layers/*'). By default everything.
+            only: globs of the leaves to restore ('params/*', 'params/layers/*'). By default all.
             data: see `resume`.
-            missing, extra, cast, new_optimizer: what may differ, see `Allowed`.
+            missing, extra, cast, new_optimizer: the differences that are allowed, see `Allowed`.
 
-        Cost: each device reads its own shards, and then what it has read, to check the digests. The state that was
-            given is freed first, so that there are no two of them.
+        Cost: each device reads its own shards from disk, and reads them once more to check the digests. The state that
+            was passed is freed first, so that the devices never hold two states.
 
         Raises:
-            CheckpointCorrupted: what is on disk is not what was saved.
-            CheckpointMismatch: what was saved is not a state like this one.
-            ValueError: a step that is not there, or a glob that matches nothing.
+            CheckpointCorrupted: if the data on disk differ from those that were saved.
+            CheckpointMismatch: if the checkpoint does not fit the state.
+            ValueError: if there is no such step, or a glob matches nothing.
         """
-        if step not in (there := self.steps()):
+        if step not in (steps := self.steps()):
             raise ValueError(
-                f"checkpoint: no step {step} in {self.directory}\n"
-                f"  got:      {', '.join(map(str, there)) or 'none'}\n  fix:      one of these"
+                f"checkpoint: there is no step {step} in {self.directory}\n"
+                f"  got:      steps {', '.join(map(str, steps)) or 'none'}\n  fix:      choose one of these"
             )
         allowed = Allowed(missing, ("*",) if only else extra, cast, new_optimizer)
         return self._restore(state, step, data, allowed, only)
@@ -227,83 +242,87 @@ class Checkpoints:
     def _restore(
         self, state: TrainState, step: int, data: Any, allowed: Allowed, only: Sequence[str] = ()
     ) -> TrainState:
-        """What goes wrong in one process is an error in all of them."""
+        """Restores a step. An error in one process is raised in all."""
         where = str(store.folder(self.directory, step))
         avals = contents.arrays(contents.avals(state))
 
-        def prepared() -> tuple[Manifest, list[str], list[Any]]:
+        def prepare() -> tuple[Manifest, list[str], list[Any]]:
             saved = store.read_manifest(self.directory, step)
-            begins = step == 0 and saved.data is None  # parameters of others, say
-            places = [] if data is None or begins else [iterators.own_state(saved.data, where)]
-            return saved, manifests.wanted(saved, _only(avals, only), allowed, where), places
+            is_start = step == 0 and saved.data is None  # for example imported parameters
+            states = [] if data is None or is_start else [iterators.state_of_this_process(saved.data, where)]
+            return saved, manifests.paths_to_read(saved, _selected(avals, only), allowed, where), states
 
-        saved, paths, places = together(prepared, where)
+        saved, paths, iterator_states = raise_on_all_processes(prepare, where)
         contents.free(state, paths)
         leaves, shardings = {p: saved.leaves[p] for p in paths}, {p: avals[p].sharding for p in paths}
-        read = together(lambda: store.read_arrays(self.directory, step, leaves, shardings), where)
-        _check(saved, read, where)
-        for place in places:
-            data.set_state(place)
-        return contents.with_arrays(state, {path: a.astype(avals[path].dtype) for path, a in read.items()})
+        arrays = raise_on_all_processes(lambda: store.read_arrays(self.directory, step, leaves, shardings), where)
+        _check_digests(saved, arrays, where)
+        for iterator_state in iterator_states:
+            data.set_state(iterator_state)
+        return contents.with_arrays(state, {path: a.astype(avals[path].dtype) for path, a in arrays.items()})
 
     def update(self, state: TrainState, metrics: Mapping[str, Any] | None = None, data: Any = None) -> None:
-        """After each step: saves the state if it is due, or if the run is told to end; reports a save that failed.
+        """Saves the state if it is due or the run is being preempted. To be called after each step.
 
         Args:
-            state: that the step returned. It may be donated to the next step at once.
-            metrics: that the step returned, to notice skipped updates and jumps of the loss two steps later.
-            data: an iterator with `get_state` and `set_state` (as those of Grain), whose state is saved too.
+            state: of the step. It may be donated to the next step at once.
+            metrics: of the step. Skipped updates and spikes of the loss are reported two steps later.
+            data: an iterator with `get_state` and `set_state`, such as Grain's, whose state is saved too.
 
         Raises:
-            SystemExit: with `EXIT_CODE`, after SIGTERM, when the state is saved.
-            FloatingPointError: too many updates in a row were skipped; or as for `save`.
-            RuntimeError: two saves failed, one after the other.
-            ValueError: as for `save`.
+            SystemExit: with `EXIT_CODE`, after SIGTERM, once the state is saved.
+            FloatingPointError: if too many consecutive updates were skipped, or as in `save`.
+            RuntimeError: if two consecutive saves failed.
+            ValueError: as in `save`.
         """
-        self._calls += 1
+        self._num_updates += 1
         if self._watchdog_s is not None:
             faulthandler.dump_traceback_later(self._watchdog_s, exit=True)
         if metrics is not None:
-            self._health.update(self._calls, metrics)
-        with self._reporting():
-            self._store.check()
-        if self._preemption.asked():
-            self._end(state, data)
-        if self._calls % self.every == 0:
+            self._loss_monitor.update(self._num_updates, metrics)
+        with self._handling_failures():
+            self._store.poll()
+        if self._preemption.requested():
+            self._save_and_exit(state, data)
+        if self._num_updates % self.every == 0:
             self.save(state, data)
 
-    def _end(self, state: TrainState, data: Any) -> None:
+    def _save_and_exit(self, state: TrainState, data: Any) -> None:
         self.save(state, data)
         self.wait()
-        if self._unreported:
-            raise RuntimeError(f"checkpoint: SIGTERM, and the save failed: {self._unreported}") from self._unreported
-        log.warning("checkpoint: SIGTERM; step %s is saved, the run ends with exit code %d", self._saved, EXIT_CODE)
+        if self._save_error:
+            raise RuntimeError(f"checkpoint: the save after SIGTERM failed: {self._save_error}") from self._save_error
+        log.warning("checkpoint: SIGTERM: step %s is saved, exiting with code %d", self._saved_step, EXIT_CODE)
         raise SystemExit(EXIT_CODE)
 
     def save(self, state: TrainState, data: Any = None) -> None:
-        """Begins to save a state; it goes on in the background. A step that this run has saved is not saved again.
+        """Starts to save a state in the background. A step that this run has saved is not saved again.
 
-        Cost: a copy of each device's shards to host memory, and one reading of them for the digests.
+        Args:
+            state: to be saved.
+            data: see `update`.
+
+        Cost: copies each device's shards to host memory, and reads them once on the devices for the digests.
 
         Raises:
-            ValueError: a leaf that is no array, or a data iterator whose state is not JSON.
-            FloatingPointError: a NaN in the state, or an infinity in a parameter. Nothing is written.
-            RuntimeError: two saves failed, one after the other.
+            ValueError: if a leaf is not an array, or the state of the data iterator is not JSON data.
+            FloatingPointError: if the state contains a NaN, or a parameter an infinity. Nothing is written.
+            RuntimeError: if two consecutive saves failed.
         """
         step = int(state.step)
         self.wait()
-        if step == self._saved:
+        if step == self._saved_step:
             return
         arrays = contents.arrays(state)
-        found = digests(arrays)
-        if bad := contents.bad_values(found):
-            there = "begin again" if self._saved is None else f"go on from step {self._saved}"
+        digest_of = digests(arrays)
+        if nonfinite := contents.nonfinite_paths(digest_of):
+            restart = "restart" if self._saved_step is None else f"resume from step {self._saved_step}"
             raise FloatingPointError(
                 f"checkpoint: the state of step {step} is not finite, and is not saved\n"
-                f"  got:      {', '.join(bad[:4])}{' and others' if len(bad) > 4 else ''}\n"
-                f"  fix:      {there}, with smaller steps"
+                f"  got:      {_shortened(nonfinite)}\n"
+                f"  fix:      {restart} with a lower learning rate"
             )
-        leaves = {path: Leaf(tuple(a.shape), str(a.dtype), found[path].text) for path, a in arrays.items()}
+        leaves = {path: LeafRecord(tuple(a.shape), str(a.dtype), digest_of[path].text) for path, a in arrays.items()}
         manifest = Manifest(
             step,
             leaves,
@@ -313,8 +332,8 @@ class Checkpoints:
             {name: metadata.version(name) for name in _PACKAGES},
             iterators.get_states(data),
         )
-        self._under_way = step
-        with self._reporting():
+        self._saving_step = step
+        with self._handling_failures():
             self._store.save(arrays, manifest)
 
     def _dtypes(self) -> dict[str, str]:
@@ -322,51 +341,58 @@ class Checkpoints:
         return {name: jnp.dtype(getattr(self.config.precision, name)).name for name in names}
 
     def wait(self) -> None:
-        """Until the save that is under way has ended. If it failed, that is reported as by `update`."""
-        with self._reporting():
+        """Waits for the save in progress. A failure is reported as in `update`."""
+        with self._handling_failures():
             self._store.finish()
-            if self._under_way is not None:
-                self._failures, self._saved, self._under_way, self._unreported = 0, self._under_way, None, None
+            if self._saving_step is not None:
+                self._num_failures, self._saved_step = 0, self._saving_step
+                self._saving_step, self._save_error = None, None
 
     @contextlib.contextmanager
-    def _reporting(self) -> Iterator[None]:
-        """A save that fails is logged at once; the second in a row ends the run."""
+    def _handling_failures(self) -> Iterator[None]:
+        """Logs the failure of a save. The second consecutive one is raised."""
         try:
             yield
         except Exception as error:
-            step, self._under_way = self._under_way, None
-            self._failures += 1
-            self._store.give_up()
-            told = f"checkpoint: the save of step {step} in {self.directory} failed"
-            if self._failures >= _MOST_FAILURES:
-                self._unreported = None
+            step, self._saving_step = self._saving_step, None
+            self._num_failures += 1
+            self._store.abandon_save()
+            message = f"checkpoint: the save of step {step} in {self.directory} failed"
+            if self._num_failures >= _MAX_FAILURES:
+                self._save_error = None
                 raise RuntimeError(
-                    f"{told}, and so did the one before it\n  got:      {error}\n"
-                    f"  fix:      space and rights in {self.directory}; the newest step there is {self._newest()}"
+                    f"{message}, and so did the previous save\n  got:      {error}\n  fix:      check the disk space"
+                    f" and permissions of {self.directory}; the newest step in it is {self._newest()}"
                 ) from error
-            self._unreported = error
-            log.error("%s: %s", told, error)
+            self._save_error = error
+            log.error("%s: %s", message, error)
 
     def _newest(self) -> int | None:
         return max(self.steps(), default=None)
 
 
-def _only(avals: dict[str, Any], globs: Sequence[str]) -> dict[str, Any]:
+def _selected(avals: dict[str, Any], globs: Sequence[str]) -> dict[str, Any]:
+    """The avals whose paths match one of the globs; all of them without globs."""
     for glob in globs:
         if not any(manifests.matches(path, [glob]) for path in avals):
             raise ValueError(
                 f"checkpoint: only={glob!r} matches no leaf\n"
-                f"  fix:      leaves are called {', '.join(list(avals)[:4])}, ..."
+                f"  fix:      use a glob on paths such as {', '.join(list(avals)[:_MAX_PATHS])}"
             )
     return {path: a for path, a in avals.items() if not globs or manifests.matches(path, globs)}
 
 
-def _check(saved: Manifest, read: dict[str, Any], where: str) -> None:
-    found = digests(read)
-    damaged = [path for path in read if found[path].text != saved.leaves[path].digest]
+def _check_digests(saved: Manifest, arrays: Mapping[str, Array], where: str) -> None:
+    """Raises CheckpointCorrupted if arrays that were read differ from those that were saved."""
+    digest_of = digests(arrays)
+    damaged = [path for path in arrays if digest_of[path].text != saved.leaves[path].digest]
     if damaged:
         raise CheckpointCorrupted(
             f"checkpoint: {where} is damaged\n"
-            f"  got:      {', '.join(damaged[:4])}{' and others' if len(damaged) > 4 else ''}: not what was saved\n"
-            f"  {manifests.FALLBACK}"
+            f"  got:      another digest than was saved, for {_shortened(damaged)}\n"
+            f"  {manifests.FALLBACK_FIX}"
         )
+
+
+def _shortened(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:_MAX_PATHS]) + (" and others" if len(paths) > _MAX_PATHS else "")

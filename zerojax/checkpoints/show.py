@@ -1,4 +1,4 @@
-"""Checkpoints on a terminal."""
+"""Formats checkpoints as tables for the terminal: the steps, the arrays of a step, and differences between two."""
 
 from __future__ import annotations
 
@@ -10,52 +10,63 @@ from rich.table import Table
 from zerojax.audit.findings import bytes_text
 from zerojax.checkpoints import store
 from zerojax.checkpoints.manifest import CheckpointCorrupted, CheckpointMismatch, Manifest, num_bytes
-from zerojax.checkpoints.pieces import damaged
+from zerojax.checkpoints.pieces import verify_arrays
 
 
 def steps_table(directory: Path, verify: bool) -> tuple[Table, bool]:
-    """All steps with a verdict each; and whether all are good. With `verify` every array is read."""
-    table = _table(f"Steps in {directory}", ["step", "size", "stage", "mesh", "dtypes", ""])
-    good = True
+    """Returns a table of all steps with a status each, and whether all of them are intact.
+
+    Args:
+        directory: of the steps.
+        verify: whether every array is read and compared with its digest. Otherwise only manifests are read.
+    """
+    table = _table(f"Steps in {directory}", ["step", "size", "stage", "mesh", "dtypes", "status"])
+    all_intact = True
     for step, path in store.folders(directory).items():
-        manifest, verdict = _verdict(directory, step, path, verify)
-        good &= verdict in ("manifest ok", "ok")
-        told = (
+        manifest, status = _status(directory, step, path, verify)
+        all_intact &= status in ("manifest ok", "ok")
+        columns = (
             [bytes_text(manifest.num_bytes), str(manifest.stage), _mesh(manifest.mesh), _dtypes(manifest)]
             if manifest
             else [""] * 4
         )
-        table.add_row(str(step), *told, verdict)
-    return table, good
+        table.add_row(str(step), *columns, status)
+    return table, all_intact
 
 
-def _verdict(directory: Path, step: int, path: Path, verify: bool) -> tuple[Manifest | None, str]:
-    if not store.is_whole(path):
-        return None, "its save did not end"
+def _status(directory: Path, step: int, path: Path, verify: bool) -> tuple[Manifest | None, str]:
+    """The manifest of a step if it can be read, and the status of the step."""
+    if not store.is_complete(path):
+        return None, "its save did not complete"
     try:
         manifest = store.read_manifest(directory, step)
     except (CheckpointCorrupted, CheckpointMismatch) as error:
         return None, str(error).splitlines()[0].removeprefix("checkpoint: ")
     if not verify:
         return manifest, "manifest ok"
-    bad = [path for path, wrong in damaged(directory, step, manifest) if wrong]
-    return manifest, f"{len(bad)} of {len(manifest.leaves)} arrays damaged: {bad[0]}" if bad else "ok"
+    damaged = [path for path, problem in verify_arrays(directory, step, manifest) if problem]
+    return manifest, f"{len(damaged)} of {len(manifest.leaves)} arrays damaged: {damaged[0]}" if damaged else "ok"
 
 
-def leaves_table(manifest: Manifest, wrong: Mapping[str, str | None] | None = None) -> Table:
-    """Every array of a step; with what is wrong with it, if that was looked at."""
+def leaves_table(manifest: Manifest, problems: Mapping[str, str | None] | None = None) -> Table:
+    """Returns a table of the arrays of a step.
+
+    Args:
+        manifest: of the step.
+        problems: what is wrong with each array, as `pieces.verify_arrays` yields it; adds a column with the status.
+    """
     title = f"Step {manifest.step}: {bytes_text(manifest.num_bytes)}, saved at stage {manifest.stage} on"
     title += f" {_mesh(manifest.mesh)}, {_dtypes(manifest)}\n" + ", ".join(map(" ".join, manifest.versions.items()))
-    table = _table(title, ["array", "shape", "dtype", "size", "digest", *(["verdict"] if wrong is not None else [])])
+    table = _table(title, ["array", "shape", "dtype", "size", "digest", *(["status"] if problems is not None else [])])
     for path, leaf in manifest.leaves.items():
         row = [path, str(leaf.shape), leaf.dtype, bytes_text(num_bytes(leaf)), leaf.digest]
-        table.add_row(*row, *([wrong.get(path) or "ok"] if wrong is not None else []))
+        table.add_row(*row, *([problems.get(path) or "ok"] if problems is not None else []))
     return table
 
 
 def differences(a: Manifest, b: Manifest) -> Table:
-    """What differs between two steps, by what their manifests say."""
-    table = _table(f"Step {a.step} and step {b.step}", ["array", "first", "second"])
+    """Returns a table of the differences between the manifests of two steps."""
+    table = _table(f"Differences between step {a.step} and step {b.step}", ["array", "first", "second"])
     for path in dict.fromkeys([*a.leaves, *b.leaves]):
         first, second = a.leaves.get(path), b.leaves.get(path)
         if first != second:

@@ -1,11 +1,11 @@
-"""Steps in a directory: each written as a whole or not at all, by Orbax, and read shard by shard.
+"""Writes steps into a directory with Orbax, each completely or not at all, and reads them shard by shard.
 
-    DIRECTORY/step_100/arrays/      Orbax: every process writes the shards of its own devices
-    DIRECTORY/step_100/manifest/    what the arrays are (`manifest`)
+    DIRECTORY/step_100/arrays/      written by Orbax: every process writes the shards of its own devices
+    DIRECTORY/step_100/manifest/    describes the arrays, see `manifest`
     DIRECTORY/deleted/              old steps, which are renamed before any of their files is deleted
 
-A step is written under another name, renamed when all of it is there, and marked last; one without the mark is not
-counted.
+A step is written under a temporary name and renamed when it is complete. A commit file is written last; a step without
+it is ignored.
 """
 
 from __future__ import annotations
@@ -31,31 +31,32 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
-from zerojax.checkpoints.manifest import FALLBACK, CheckpointCorrupted, Leaf, Manifest, from_json, to_json
-from zerojax.checkpoints.raise_on_all_processes import of_process_0
+from zerojax.checkpoints.manifest import FALLBACK_FIX, CheckpointCorrupted, LeafRecord, Manifest, from_json, to_json
+from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0
+from zerojax.typing import Array
 
-Array = Any
 log = logging.getLogger("zerojax")
 _PREFIX, _ARRAYS, _MANIFEST = "step", "arrays", "manifest"
-_MARK = "commit_success.txt"  # Orbax writes it last
+_COMMIT_FILE = "commit_success.txt"  # Orbax writes it last
 _DELETED = "deleted"
-_CHUNK_BYTES, _LEAST_CHUNK_BYTES = 2**24, 2**16  # guesses: some MiB are read at the rate of the disk
-_CONCURRENT_GB = 1  # of the arrays that are on their way through host memory when a state is read
+# Heuristics: a few MiB are enough to read at the bandwidth of the disk.
+_CHUNK_BYTES, _MIN_CHUNK_BYTES = 2**24, 2**16
+_CONCURRENT_GB = 1  # of arrays that a restore holds in host memory at a time
 
 
 class Store:
-    """Writes steps into a directory, in the background, and deletes old ones.
+    """Writes steps into a directory in the background, and deletes old ones.
 
     Args:
-        directory: is made if it is not there.
-        keep: the newest steps that stay; None: all of them.
-        keep_every: steps that this divides stay too.
+        directory: created if it does not exist.
+        keep: the number of newest steps to keep. None: all of them.
+        keep_every: steps that are a multiple of this are kept too.
     """
 
     def __init__(self, directory: Path, keep: int | None = None, keep_every: int | None = None):
         self.directory, self.keep, self.keep_every = directory, keep, keep_every
         directory.mkdir(parents=True, exist_ok=True)
-        self._deletion: threading.Thread | None = None  # that began since the last `finish`
+        self._deletion: threading.Thread | None = None  # started since the last `finish`
         self._delete_renamed()
         self._manager: ocp.CheckpointManager | None = self._open()
 
@@ -71,36 +72,36 @@ class Store:
         return ocp.CheckpointManager(self.directory, options=options, item_names=(_ARRAYS, _MANIFEST))
 
     def save(self, arrays: Mapping[str, Array], manifest: Manifest) -> None:
-        """Begins to write a step. When it returns, the arrays were copied to the host, and may be donated.
+        """Starts to write a step. On return the arrays have been copied to the host, and may be donated.
 
         Raises:
-            Exception: what went wrong with this save, or with the one before that was still under way.
+            Exception: the error of this save, or of the previous one if it was still in progress.
         """
-        if any(of_process_0([folder(self.directory, manifest.step).exists()])):
+        if any(broadcast_from_process_0([folder(self.directory, manifest.step).exists()])):
             self.set_aside([manifest.step])
         self._manager = self._manager or self._open()
-        how = {path: _chunks(a) for path, a in arrays.items()}
+        save_args = {path: _save_args(a) for path, a in arrays.items()}
         items = {
-            _ARRAYS: ocp.args.PyTreeSave(dict(arrays), save_args=how),
+            _ARRAYS: ocp.args.PyTreeSave(dict(arrays), save_args=save_args),
             _MANIFEST: ocp.args.JsonSave(to_json(manifest)),
         }
         self._manager.save(manifest.step, args=ocp.args.Composite(**items), force=True)
 
     def set_aside(self, steps: Iterable[int]) -> None:
-        """Renames steps that the run does not go on from, so that they can be saved again. Nothing is deleted."""
+        """Renames steps that the run does not continue from, so that they can be saved again. Deletes nothing."""
         if jax.process_index() == 0:
             for step in steps:
                 path = folder(self.directory, step)
-                aside = path.with_name(f"aside_{path.name}_{time.time_ns()}")
-                log.warning("checkpoint: %s is set aside as %s", path, aside.name)
-                path.rename(aside)
+                renamed = path.with_name(f"aside_{path.name}_{time.time_ns()}")
+                log.warning("checkpoint: %s is set aside as %s", path, renamed.name)
+                path.rename(renamed)
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("zerojax: steps are set aside")
         self.close()
         self._manager = None  # it has a list of the steps
 
-    def check(self) -> None:
-        """Raises what went wrong with a save in the background. When one has ended, old steps begin to be deleted."""
+    def poll(self) -> None:
+        """Raises the error of a save that failed in the background; after a save, starts to delete old steps."""
         if self._manager:
             self._manager.check_for_errors()
             if self._deletion is None and not self._manager.is_saving_in_progress():
@@ -108,7 +109,7 @@ class Store:
                 self._deletion.start()
 
     def finish(self) -> None:
-        """Waits for the save and the deletion that are under way. Raises what went wrong with the save."""
+        """Waits for the save and the deletion in progress. Raises the error of the save if it failed."""
         if self._manager:
             self._manager.wait_until_finished()
         self._finish_deletion()
@@ -120,7 +121,7 @@ class Store:
         self._delete_renamed()
 
     def _delete_renamed(self) -> None:
-        """The old steps. Orbax renames them in process 0, when the save of a new one has ended."""
+        """Deletes old steps, which Orbax has renamed in process 0 at the end of a save."""
         if jax.process_index() == 0:
             for path in folders(self.directory / _DELETED).values():
                 try:
@@ -128,12 +129,12 @@ class Store:
                 except OSError as error:
                     log.warning("checkpoint: %s cannot be deleted: %s", path, error)
 
-    def give_up(self) -> None:
-        """After a save that failed. The next one begins anew, and deletes what is left of it."""
+    def abandon_save(self) -> None:
+        """Drops the manager after a failed save. The next save opens a new one, which deletes the incomplete files."""
         self._manager = None
 
     def close(self) -> None:
-        """Waits for everything that is under way."""
+        """Waits for all work in progress."""
         if self._manager:
             self._manager.close()
         self._finish_deletion()
@@ -141,10 +142,10 @@ class Store:
 
 @contextlib.contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """One run at a time. The lock goes with the process, however that ends.
+    """Locks the directory against other runs. The lock ends with the process, however the process ends.
 
     Raises:
-        ValueError: another run has it.
+        ValueError: if another run holds the lock.
     """
     if jax.process_index() != 0:
         yield
@@ -156,58 +157,58 @@ def locked(directory: Path) -> Iterator[None]:
         except BlockingIOError as error:
             file.seek(0)
             raise ValueError(
-                f"checkpoints: another run uses {directory}\n  got:      {file.read().strip() or 'a lock'}\n"
-                f"  fix:      another directory, or end that run"
+                f"checkpoints: another run is using {directory}\n  got:      {file.read().strip() or 'a lock'}\n"
+                f"  fix:      use another directory, or stop that run"
             ) from error
         except OSError as error:  # a file system without locks
-            log.warning("checkpoints: %s cannot be locked (%s): nothing keeps a second run away", directory, error)
+            log.warning("checkpoints: %s cannot be locked (%s); make sure that only one run uses it", directory, error)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}")
         file.flush()
         yield
 
 
-def _chunks(a: Array) -> ocp.SaveArgs:
-    """How a shard is divided on disk, where a chunk is the least that can be read.
+def _save_args(a: Array) -> ocp.SaveArgs:
+    """How Orbax divides a shard into chunks, the smallest units that can be read.
 
-    A stack has a chunk for each layer: who reads it from the first element to the last (`pieces`) would hold all of it,
-    if its chunks went through all layers.
+    A stack of layers has at least one chunk per layer. With chunks that span all layers, a reader that goes through the
+    array in C order (`pieces`) would hold all of it.
     """
     shard = a.sharding.shard_shape(a.shape)
-    is_stack = len(shard) > 2 and math.prod(shard[1:]) * a.dtype.itemsize >= _LEAST_CHUNK_BYTES
+    is_stack = len(shard) > 2 and math.prod(shard[1:]) * a.dtype.itemsize >= _MIN_CHUNK_BYTES
     return ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=(0,) if is_stack else ())
 
 
 def folder(directory: Path, step: int) -> Path:
-    """Of a step."""
+    """The folder of a step."""
     return directory / f"{_PREFIX}_{step}"
 
 
 def arrays_folder(directory: Path, step: int) -> Path:
-    """Where Orbax has the arrays of a step."""
+    """The folder in which Orbax stores the arrays of a step."""
     return folder(directory, step) / _ARRAYS
 
 
 def folders(directory: Path) -> dict[int, Path]:
-    """Those that are called like steps, oldest first."""
-    named = {re.fullmatch(rf"{_PREFIX}_(\d+)", path.name): path for path in directory.glob(f"{_PREFIX}_*")}
-    return dict(sorted((int(match.group(1)), path) for match, path in named.items() if match and path.is_dir()))
+    """Returns the folders with the name of a step, oldest first, complete or not."""
+    matches = {path: re.fullmatch(rf"{_PREFIX}_(\d+)", path.name) for path in directory.glob(f"{_PREFIX}_*")}
+    return dict(sorted((int(match.group(1)), path) for path, match in matches.items() if match and path.is_dir()))
 
 
 def steps(directory: Path) -> list[int]:
-    """Those that were written as a whole, oldest first. What is called like one and is not marked so is logged."""
+    """Returns the steps that are complete, oldest first. Incomplete ones are logged."""
     found = []
     for step, path in folders(directory).items():
-        if is_whole(path):
+        if is_complete(path):
             found.append(step)
         else:
-            log.warning("checkpoint: %s is ignored: without %s its save did not end", path, _MARK)
+            log.warning("checkpoint: %s is ignored: its save did not complete (no %s)", path, _COMMIT_FILE)
     return found
 
 
-def is_whole(step_folder: Path) -> bool:
-    """Whether the save of that step ended."""
-    return (step_folder / _MARK).is_file()
+def is_complete(step_folder: Path) -> bool:
+    """Whether the save of the step completed."""
+    return (step_folder / _COMMIT_FILE).is_file()
 
 
 def _manifest_file(step_folder: Path) -> Path:
@@ -215,52 +216,58 @@ def _manifest_file(step_folder: Path) -> Path:
 
 
 def read_manifest(directory: Path, step: int) -> Manifest:
-    """Of a step.
+    """Reads the manifest of a step.
 
     Raises:
-        CheckpointCorrupted: it is damaged, or of another step.
-        CheckpointMismatch: it is of a newer version.
+        CheckpointCorrupted: if it is damaged, or belongs to another step.
+        CheckpointMismatch: if a newer version of zerojax wrote it.
     """
     path = folder(directory, step)
     try:
-        told = json.loads(_manifest_file(path).read_bytes())
+        content = json.loads(_manifest_file(path).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointCorrupted(
-            f"checkpoint: the manifest of {path} cannot be read\n  got:      {error}\n  {FALLBACK}"
+            f"checkpoint: the manifest of {path} cannot be read\n  got:      {error}\n  {FALLBACK_FIX}"
         ) from error
-    manifest = from_json(told, str(path))
+    manifest = from_json(content, str(path))
     if manifest.step != step:
-        raise CheckpointCorrupted(f"checkpoint: {path} holds step {manifest.step}\n  fix:      its old name")
+        raise CheckpointCorrupted(
+            f"checkpoint: {path} contains step {manifest.step}\n"
+            f"  fix:      rename it to {folder(directory, manifest.step).name}"
+        )
     return manifest
 
 
-def read_arrays(directory: Path, step: int, leaves: Mapping[str, Leaf], shardings: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays of a step, in their saved dtypes. Each device reads its own shard.
+def read_arrays(
+    directory: Path, step: int, leaves: Mapping[str, LeafRecord], shardings: Mapping[str, Any]
+) -> dict[str, Array]:
+    """Reads arrays of a step in their saved dtypes. Each device reads its own shard.
 
     Args:
-        directory, step: where.
-        leaves: what to read, by path.
-        shardings: for each of them.
+        directory, step: the checkpoint.
+        leaves: the arrays to read, by path.
+        shardings: the sharding of each of them, by path.
 
     Raises:
-        CheckpointCorrupted: a file is missing, cut off, or cannot be decoded.
+        CheckpointCorrupted: if a file is missing, truncated, or cannot be decoded.
     """
     dtypes = {path: jnp.dtype(leaf.dtype) for path, leaf in leaves.items()}
     avals = {p: jax.ShapeDtypeStruct(leaf.shape, dtypes[p], sharding=shardings[p]) for p, leaf in leaves.items()}
-    how = {
+    restore_args = {
         path: ocp.ArrayRestoreArgs(sharding=shardings[path], global_shape=leaf.shape, dtype=dtypes[path])
         for path, leaf in leaves.items()
     }
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_CONCURRENT_GB)
-    where: Any = arrays_folder(directory, step)  # Orbax's handlers are typed for etils' paths
-    try:  # not by ocp.Checkpointer, in which a process that can read would wait for one that cannot
-        return handler.restore(where, args=ocp.args.PyTreeRestore(avals, restore_args=how, partial_restore=True))
+    path: Any = arrays_folder(directory, step)  # Orbax's handlers are typed for etils' paths
+    try:  # not with ocp.Checkpointer, in which a process that can read would wait for one that cannot
+        args = ocp.args.PyTreeRestore(avals, restore_args=restore_args, partial_restore=True)
+        return handler.restore(path, args=args)
     except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             raise
-        told = textwrap.shorten(str(error), 300, placeholder=" ...")
+        message = textwrap.shorten(str(error), 300, placeholder=" ...")
         raise CheckpointCorrupted(
-            f"checkpoint: arrays of {where.parent} cannot be read\n  got:      {told}\n  {FALLBACK}"
+            f"checkpoint: the arrays of {path.parent} cannot be read\n  got:      {message}\n  {FALLBACK_FIX}"
         ) from error
     finally:
         handler.close()

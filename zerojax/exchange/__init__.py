@@ -1,1 +1,1 @@
-"""Parameters in files that other programs read and write."""
+"""Reads and writes parameters in files of other programs."""

@@ -1,4 +1,4 @@
-"""Names: what others call our arrays, by patterns."""
+"""Maps names of arrays to those of other programs, by exact names and patterns."""
 
 from __future__ import annotations
 
@@ -7,44 +7,51 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from zerojax.exchange.headers import is_text, json_file, json_object, refuse, shown
+from zerojax.exchange.headers import bounded_repr, exchange_error, is_text, json_file, json_object
 
 
 def mapping(text_or_file: str | Path) -> dict[str, str]:
-    """Our names of arrays -> their names, from a JSON object or from a file that has one.
+    """Reads a mapping of our names to their names from a JSON object, or from a file that contains one.
 
     A name is exact, or a pattern in which `*` stands for one or more characters other than '.' and '/'. The n-th `*` of
     one side is the n-th of the other: {"layers/*/kernel": "model.layers.*.weight"}.
 
     Raises:
-        ValueError: no such file; no JSON object of strings; sides that differ in the number of `*`; two `*` between
-            separators, because there would be several ways to read a name.
+        ValueError: if there is no such file, the text is not a JSON object of strings, the two sides of a line have
+            different numbers of `*`, or two `*` are in one part of a name, which would make the match ambiguous.
     """
     if isinstance(text_or_file, str) and text_or_file.lstrip().startswith("{"):
         found = json_object(text_or_file.encode(errors="replace"), "the mapping")
     else:
         found = json_file(Path(text_or_file))
     for ours, theirs in found.items():
-        pair = f"{shown(ours)}: {shown(theirs)}"
+        pair = f"{bounded_repr(ours)}: {bounded_repr(theirs)}"
         if not is_text(ours) or not is_text(theirs):
-            raise refuse("a mapping of something else than names", pair, "strings only")
+            raise exchange_error("the mapping contains an entry that is not a pair of names", pair, "use strings only")
         if ours.count("*") != theirs.count("*"):
-            raise refuse("a mapping whose sides differ in *", pair, "as many * on both sides")
+            raise exchange_error(
+                "the sides of a mapping differ in *", pair, "use as many * on both sides"
+            )
         if any(part.count("*") > 1 for part in re.split("[./]", ours)):
-            raise refuse("a mapping with two * in one part of a name", pair, "at most one * between separators")
+            raise exchange_error(
+                "the mapping has two * in one part of a name", pair, "use at most one * between two separators"
+            )
     return found
 
 
 def map_name(mapping: Mapping[str, str], name: str) -> str | None:
-    """Their name for one of ours; None if nothing matches, or patterns do that disagree. An exact name comes first."""
+    """Returns their name for one of ours; None if nothing matches or several patterns give different names.
+
+    An exact name takes precedence over patterns.
+    """
     if name in mapping:
         return mapping[name]
-    found = {_filled(ours, theirs, name) for ours, theirs in mapping.items() if "*" in ours} - {None}
+    found = {_substitute(ours, theirs, name) for ours, theirs in mapping.items() if "*" in ours} - {None}
     return found.pop() if len(found) == 1 else None
 
 
-def _filled(ours: str, theirs: str, name: str) -> str | None:
-    """Their pattern with what each `*` stands for in the name; None if our pattern does not match it."""
+def _substitute(ours: str, theirs: str, name: str) -> str | None:
+    """Their pattern, with each `*` replaced by its match in the name; None if our pattern does not match the name."""
     match = re.fullmatch("([^./]+)".join(map(re.escape, ours.split("*"))), name)
     if match is None:
         return None

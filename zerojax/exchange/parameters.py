@@ -1,4 +1,4 @@
-"""Parameters of a checkpoint as safetensors files, and those of such files in a state."""
+"""Exports the parameters of a checkpoint as safetensors files, and loads the parameters of such files into a state."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ import numpy as np
 
 from zerojax.checkpoints import contents, store
 from zerojax.checkpoints.contents import PARAMS
-from zerojax.checkpoints.manifest import Leaf, misfit
+from zerojax.checkpoints.manifest import LeafRecord, mismatch_error
 from zerojax.checkpoints.pieces import pieces
-from zerojax.exchange.headers import refuse, shown
+from zerojax.exchange.headers import bounded_repr, exchange_error
 from zerojax.exchange.names import map_name
 from zerojax.exchange.tensors import MAX_FILE_BYTES, Entry, Reader, write
 from zerojax.step.state import TrainState
+from zerojax.typing import Aval
 
 
 def export(
@@ -31,86 +32,88 @@ def export(
     max_file_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
 ) -> tuple[Path, ...]:
-    """Writes the parameters of a step as safetensors files. No device is needed.
+    """Writes the parameters of a checkpoint as safetensors files. Needs no device.
 
     Args:
-        directory: of checkpoints.
+        directory: of the checkpoints.
         step: one of them.
         folder: for the files.
-        dtype: that floating parameters are cast to, such as 'bfloat16'. By default as they were saved.
-        mapping: our names ('layers/0/kernel') -> others' names, see `names.mapping`. By default '/' becomes '.'.
-        max_file_bytes: of one file.
-        overwrite: whether to replace a model that is in the folder.
+        dtype: floating parameters are cast to it, for example 'bfloat16'. By default they keep the saved dtype.
+        mapping: our names ('layers/0/kernel') -> their names, see `names.mapping`. By default '/' becomes '.'.
+        max_file_bytes: the largest size of the arrays in one file.
+        overwrite: whether a model that is already in the folder is replaced.
 
     Returns:
-        The files, as `tensors.write` does.
+        The files, see `tensors.write`.
 
     Raises:
-        CheckpointCorrupted: what is on disk cannot be read.
-        ValueError: a parameter that the mapping has no name for, or what `tensors.write` refuses.
+        CheckpointCorrupted: if the checkpoint cannot be read.
+        ValueError: if the mapping has no name for a parameter, or as in `tensors.write`.
 
-    Cost: holds one piece of 64 MiB of one parameter.
+    Cost: holds one piece of 64 MiB of one parameter in host memory.
     """
     directory = Path(directory).absolute()
     saved = store.read_manifest(directory, step)
-    named = {path: leaf for path, leaf in saved.leaves.items() if path.startswith(PARAMS)}
+    params = {path: leaf for path, leaf in saved.leaves.items() if path.startswith(PARAMS)}
     entries = []
-    for path, leaf in named.items():
-        to = _dtype(leaf, dtype)
-        parts = functools.partial(_cast, directory, step, path, leaf, to)
-        entries.append(Entry(_name(path, mapping), leaf.shape, to, parts))
-    told = {"format": "pt", "step": str(step)}
-    return write(folder, entries, max_file_bytes=max_file_bytes, metadata=told, overwrite=overwrite)
+    for path, leaf in params.items():
+        export_dtype = _export_dtype(leaf, dtype)
+        read_pieces = functools.partial(_cast_pieces, directory, step, path, leaf, export_dtype)
+        entries.append(Entry(_their_name(path, mapping), leaf.shape, export_dtype, read_pieces))
+    metadata = {"format": "pt", "step": str(step)}
+    return write(folder, entries, max_file_bytes=max_file_bytes, metadata=metadata, overwrite=overwrite)
 
 
-def _name(path: str, mapping: Mapping[str, str] | None) -> str:
+def _their_name(path: str, mapping: Mapping[str, str] | None) -> str:
     ours = path.removeprefix(PARAMS)
     theirs = ours.replace("/", ".") if mapping is None else map_name(mapping, ours)
     if theirs is None:
-        raise refuse("the mapping has no name for a parameter", shown(ours), "a line or a pattern for it")
+        what = "the mapping has no name for a parameter"
+        raise exchange_error(what, bounded_repr(ours), "add the name or a pattern that matches it")
     return theirs
 
 
-def _dtype(leaf: Leaf, wanted: Any) -> np.dtype:
+def _export_dtype(leaf: LeafRecord, wanted: Any) -> np.dtype:
     floating = jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.floating)
     return np.dtype(jnp.dtype(wanted if wanted is not None and floating else leaf.dtype))
 
 
-def _cast(directory: Path, step: int, path: str, leaf: Leaf, dtype: np.dtype) -> Iterator[np.ndarray]:
+def _cast_pieces(directory: Path, step: int, path: str, leaf: LeafRecord, dtype: np.dtype) -> Iterator[np.ndarray]:
     return (piece.astype(dtype, copy=False) for piece in pieces(directory, step, path, leaf))
 
 
 def load(
     state: TrainState, path: str | Path, *, mapping: Mapping[str, str] | None = None, cast: bool = False
 ) -> TrainState:
-    """A state with the parameters of safetensors files; all else stays as it is.
+    """Returns the state with its parameters replaced by those of safetensors files. All other leaves stay.
 
     Args:
-        state: of `init`, which is donated.
+        state: of `init`. It is donated.
         path: a file or a folder, see `tensors.Reader`.
-        mapping: our names -> the names in the files. By default '/' is '.'.
-        cast: dtypes may differ.
+        mapping: our names -> the names in the files. By default '/' becomes '.'.
+        cast: whether dtypes may differ.
 
     Raises:
-        ValueError: files that `tensors.Reader` refuses, or a parameter that the mapping has no name for.
-        CheckpointMismatch: a parameter that is not in the files, or has another shape or dtype there; with a line each.
+        ValueError: if the mapping has no name for a parameter, or as in `tensors.Reader`.
+        CheckpointMismatch: if a parameter is missing, or has another shape or dtype in the files; with a line for each.
 
-    Cost: each process reads the shards of its own devices, and holds one of them beside.
+    Cost: each process reads the shards of its own devices, and holds one of them at a time in host memory.
     """
     reader = Reader(path)
     avals = {p: a for p, a in contents.arrays(contents.avals(state)).items() if p.startswith(PARAMS)}
-    theirs = {p: _name(p, mapping) for p in avals}
+    theirs = {p: _their_name(p, mapping) for p in avals}
     lines = [line for p, a in avals.items() if (line := _difference(reader, theirs[p], p, a, cast))]
     if lines:
-        raise misfit(str(path), lines)
+        raise mismatch_error(str(path), lines)
     contents.free(state, avals)
-    read = {p: _placed(reader, theirs[p], a) for p, a in avals.items()}
-    return contents.with_arrays(state, read)
+    loaded = {p: _sharded(reader, theirs[p], a) for p, a in avals.items()}
+    return contents.with_arrays(state, loaded)
 
 
-def _difference(reader: Reader, name: str, path: str, a: Any, cast: bool) -> str | None:
+def _difference(reader: Reader, name: str, path: str, a: Aval, cast: bool) -> str | None:
+    """The line of the error for a parameter that does not fit the files."""
     if name not in reader.names:
-        return f"missing:  {path}: there is no {name}"
+        return f"missing:  {path}: the files have no {name}"
     if reader.shape(name) != tuple(a.shape):
         return f"shape:    {path}: {name} has {reader.shape(name)}, the state has {tuple(a.shape)}"
     if jnp.dtype(reader.dtype(name)) != a.dtype and not cast:
@@ -118,8 +121,10 @@ def _difference(reader: Reader, name: str, path: str, a: Any, cast: bool) -> str
     return None
 
 
-def _placed(reader: Reader, name: str, a: Any) -> jax.Array:
-    def shard(index: Any) -> np.ndarray:
+def _sharded(reader: Reader, name: str, a: Aval) -> jax.Array:
+    """Reads an array of the files onto the devices, with the dtype and sharding of the aval."""
+
+    def read_shard(index: Any) -> np.ndarray:
         return reader.read(name, index).astype(a.dtype, copy=False)
 
-    return jax.make_array_from_callback(a.shape, a.sharding, shard)
+    return jax.make_array_from_callback(a.shape, a.sharding, read_shard)

@@ -1,11 +1,12 @@
-"""Tensors: files of named arrays in the safetensors format, written and read part by part.
+"""Writes and reads files of named arrays in the safetensors format, piece by piece.
 
-`write` takes arrays as iterators of their parts and makes the files that Hugging Face has: `model.safetensors`, or
-`model-00001-of-0000N.safetensors` and so on with an index. `Reader` reads slices of arrays. A model of any size needs
-as much host memory as the largest part that is written or slice that is read.
+`write` takes arrays as iterators of their pieces, and writes files with the names that Hugging Face uses:
+`model.safetensors`, or `model-00001-of-0000N.safetensors` and so on with an index. `Reader` reads slices of arrays. The
+host memory that a model needs is that of the largest piece that is written, or of the largest slice that is read.
 
-Files are read here and not by `safetensors.safe_open`, because that one has no float8 for numpy, takes the last of two
-arrays of one name, and maps files into memory, where all that was read counts as the process's own until it is closed.
+`safetensors.safe_open` is not used for reading: it does not support float8 with numpy, accepts two arrays of one name
+(the last one wins), and maps files into memory, so that all data read count as memory of the process until the file is
+closed.
 """
 
 from __future__ import annotations
@@ -23,25 +24,26 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from zerojax.exchange import headers
-from zerojax.exchange.headers import AGAIN, Header, Stored, refuse, shown
+from zerojax.exchange.headers import FIX_FILE, Header, StoredArray, bounded_repr, exchange_error
+from zerojax.typing import Shape
 
 INDEX = "model.safetensors.index.json"
-MAX_FILE_BYTES = 5 * 2**30  # of arrays in one file; a usual size
-_WRITTEN = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|" + re.escape(INDEX))  # the names that `write` gives
+MAX_FILE_BYTES = 5 * 2**30  # of the arrays in one file; a common choice
+_MODEL_FILE = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors|" + re.escape(INDEX))  # the names that `write` uses
 
 
 class Entry(NamedTuple):
-    """An array that is to be written.
+    """An array to write.
 
     Attributes:
         name: unique among the arrays.
-        shape, dtype: in full.
-        pieces: returns an iterator of the parts of the flattened array, in C order, of any shape, with this dtype.
-            It is called once, and each part is let go before the next is asked for.
+        shape, dtype: of the full array.
+        pieces: returns an iterator of the consecutive parts of the flattened array in C order. Each part can have any
+            shape, and has this dtype. The function is called once, and each part is released before the next.
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: Any
     pieces: Callable[[], Iterable[np.ndarray]]
 
@@ -61,36 +63,35 @@ def write(
     metadata: Mapping[str, str] | None = None,
     overwrite: bool = False,
 ) -> tuple[Path, ...]:
-    """Writes arrays into a folder: all of the files, or none.
+    """Writes arrays into a folder: either all files or none.
 
-    The files are written and synced in a hidden folder inside, and renamed when all are complete, the index last. If a
-    process is killed, the hidden folder stays. Where files are replaced by as many of the same names, a crash between
-    the renames leaves the folder without an index; otherwise it has the old model or the new one at any moment. Two
-    writers at once are not kept apart.
+    The files are written and synced in a hidden folder inside `folder`, and renamed when all are complete, the index
+    last. If the process is killed, the hidden folder remains. At any moment the folder contains the old model or the
+    new one, with one exception: if the new files have the names of the old ones, a crash between the renames leaves the
+    folder without an index. Two writers must not use a folder at the same time.
 
     Args:
-        folder: where to; it is made if it is not there, and its other files stay.
-        arrays: filled into files in this order; see `layout`.
-        max_file_bytes: of arrays in one file; a larger array has a file of its own.
-        metadata: strings for the header of each file. Some readers ask for {"format": "pt"}.
-        overwrite: whether to replace the model that is in the folder, if there is one.
+        folder: created if it does not exist. Other files in it stay.
+        arrays: distributed over files in this order; see `layout`.
+        max_file_bytes: the largest size of the arrays in one file. A larger array gets its own file.
+        metadata: strings for the header of each file. Some readers require {"format": "pt"}.
+        overwrite: whether a model that is already in the folder is replaced.
 
     Returns:
-        The files; of several, the index is the last.
+        The files. If there are several, the index is the last.
 
     Raises:
-        ValueError: a model that is there already; a name that occurs twice or is reserved; a dtype or a shape that the
-            format does not have; pieces that do not add up to the shape or have another dtype.
+        ValueError: if the folder already contains a model, a name occurs twice or is reserved, the format does not
+            support a dtype or a shape, or pieces do not add up to the shape or have another dtype.
 
-    Cost:
-        Holds one piece of one array, and the headers.
+    Cost: holds one piece of one array, and the headers.
     """
     files = layout(tuple(arrays), max_file_bytes)
     metadata = dict(metadata or {})
     headers.check_metadata(metadata, "the model")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    _model_in(folder, overwrite)
+    _model_files(folder, overwrite)
     with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder) as unfinished:
         for name, entries in files.items():
             _write_file(Path(unfinished, name), entries, metadata)
@@ -100,25 +101,26 @@ def write(
 
 
 def layout(entries: Sequence[Entry], max_file_bytes: int = MAX_FILE_BYTES) -> dict[str, tuple[Entry, ...]]:
-    """File name -> its arrays, in the order in which `write` asks for their pieces.
+    """Returns file name -> its arrays, in the order in which `write` iterates over their pieces.
 
-    A process that takes part in making pieces, and writes none, goes through them in the same order. Within a file,
-    arrays of larger elements come first: then each begins at a multiple of its element's size, as readers want it.
+    A process that helps to compute pieces but does not write files has to follow the same order. Within a file, arrays
+    with larger elements come first, so that each array starts at a multiple of its element size, as readers expect.
 
     Raises:
-        ValueError: what cannot be written (see `write`), or a `max_file_bytes` that is not positive.
+        ValueError: if an array cannot be written (see `write`), or `max_file_bytes` is not positive.
     """
     if max_file_bytes <= 0:
-        raise refuse("max_file_bytes is not positive", max_file_bytes, "more than the bytes of most arrays")
+        fix = "use a number larger than the bytes of most arrays"
+        raise exchange_error("max_file_bytes is not positive", max_file_bytes, fix)
     _check(entries)
     parts: list[list[Entry]] = [[]]
-    held = 0
+    part_bytes = 0
     for entry in entries:
-        if parts[-1] and held + entry.num_bytes > max_file_bytes:
+        if parts[-1] and part_bytes + entry.num_bytes > max_file_bytes:
             parts.append([])
-            held = 0
+            part_bytes = 0
         parts[-1].append(entry)
-        held += entry.num_bytes
+        part_bytes += entry.num_bytes
     aligned = [tuple(sorted(part, key=lambda entry: -np.dtype(entry.dtype).itemsize)) for part in parts]
     if len(parts) == 1:
         return {"model.safetensors": aligned[0]}
@@ -126,18 +128,21 @@ def layout(entries: Sequence[Entry], max_file_bytes: int = MAX_FILE_BYTES) -> di
 
 
 def _check(entries: Sequence[Entry]) -> None:
+    """Raises ValueError if the names, dtypes or shapes of the arrays are invalid."""
     seen: set[str] = set()
     for name, shape, dtype, _ in entries:
         if not headers.is_text(name) or name == headers.METADATA:
-            raise refuse("a name that no array can have", shown(name), f"a string other than {headers.METADATA!r}")
+            fix = f"use a string other than {headers.METADATA!r}"
+            raise exchange_error("the name of an array is invalid", bounded_repr(name), fix)
         if name in seen:
-            raise refuse("two arrays have one name", shown(name), "a name of its own for each")
+            raise exchange_error("two arrays have the same name", bounded_repr(name), "use unique names")
         if not _is_supported(dtype):
             fix = f"cast it to one of {', '.join(map(str, headers.TAGS))}"
-            raise refuse(f"{shown(name)} has a dtype that the format does not have", shown(dtype), fix)
+            what = f"the format does not support the dtype of {bounded_repr(name)}"
+            raise exchange_error(what, bounded_repr(dtype), fix)
         if headers.array_bytes(shape, np.dtype(dtype)) is None:
-            fix = f"at most {headers.MAX_DIMS} integers, together less than 2**63 bytes"
-            raise refuse(f"{shown(name)} has a shape that no array can have", shown(shape), fix)
+            fix = f"use at most {headers.MAX_DIMS} integers, for less than 2**63 bytes"
+            raise exchange_error(f"the shape of {bounded_repr(name)} is invalid", bounded_repr(shape), fix)
         seen.add(name)
 
 
@@ -148,11 +153,12 @@ def _is_supported(dtype: Any) -> bool:
         return False
 
 
-def _model_in(folder: Path, overwrite: bool) -> set[str]:
-    """The names of the model's files that are there. Raises ValueError if there are any that are not to be replaced."""
-    found = {name for name in os.listdir(folder) if _WRITTEN.fullmatch(name)}
+def _model_files(folder: Path, overwrite: bool) -> set[str]:
+    """The names of the files of a model in the folder. Raises ValueError if there are any, unless `overwrite`."""
+    found = {name for name in os.listdir(folder) if _MODEL_FILE.fullmatch(name)}
     if found and not overwrite:
-        raise refuse(f"there is a model in {folder} already", shown(sorted(found)), "another folder, or overwrite=True")
+        fix = "use another folder, or overwrite=True"
+        raise exchange_error(f"{folder} already contains a model", bounded_repr(sorted(found)), fix)
     return found
 
 
@@ -169,18 +175,19 @@ def _write_array(file: BinaryIO, entry: Entry) -> None:
     for piece in entry.pieces():
         piece = np.asarray(piece)
         if piece.dtype != dtype:
-            fix = "cast the piece, or say its dtype in the entry"
-            raise refuse(f"a piece of {shown(entry.name)} has another dtype", f"{piece.dtype}, not {dtype}", fix)
+            fix = "cast the piece, or change the dtype of the entry"
+            what = f"a piece of {bounded_repr(entry.name)} has the wrong dtype"
+            raise exchange_error(what, f"{piece.dtype}, not {dtype}", fix)
         done += piece.nbytes
         if done > entry.num_bytes:
             break
         file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
-        del piece  # it would be held while the next one is made
+        del piece  # releases it before the next one is computed
     if done != entry.num_bytes:
-        than = "less" if done < entry.num_bytes else "more"
+        size = "smaller" if done < entry.num_bytes else "larger"
         got = f"{done} bytes; shape {entry.shape} of {dtype} has {entry.num_bytes}"
-        fix = "pieces that together are the array, each element once"
-        raise refuse(f"the pieces of {shown(entry.name)} are {than} than its shape", got, fix)
+        fix = "yield every element of the array exactly once"
+        raise exchange_error(f"the pieces of {bounded_repr(entry.name)} are {size} than its shape", got, fix)
 
 
 def _write_index(path: Path, files: Mapping[str, Sequence[Entry]]) -> None:
@@ -206,10 +213,13 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _commit(unfinished: Path, folder: Path, names: Sequence[str], overwrite: bool) -> tuple[Path, ...]:
-    """Renames the finished files. Readers follow an index wherever there is one, so all turns on when it changes."""
-    before = _model_in(folder, overwrite)
+    """Renames the finished files into the folder.
+
+    Readers follow the index if there is one, so the moment at which the index changes decides which model they see.
+    """
+    before = _model_files(folder, overwrite)
     if INDEX in names and not before.isdisjoint(names[:-1]):
-        (folder / INDEX).unlink(missing_ok=True)  # it would name new files as old ones
+        (folder / INDEX).unlink(missing_ok=True)  # it would assign the arrays of the old model to new files
     renamed: list[Path] = []
     try:
         for name in names:
@@ -231,54 +241,53 @@ def _commit(unfinished: Path, folder: Path, names: Sequence[str], overwrite: boo
 
 
 class Reader:
-    """The arrays of a file, or of a folder with an index or with one file. Nothing is written.
+    """Reads the arrays of a safetensors file, or of a folder with an index or one file.
 
-    Of a folder without an index `model.safetensors` is read, or the only safetensors file.
+    In a folder without an index, `model.safetensors` is read, or else the only safetensors file. Nothing is written.
 
     Args:
-        path: the file, or the folder.
-        follow_links: whether files of the folder may be links to outside of it, as those in Hugging Face's cache are.
+        path: the file or the folder.
+        follow_links: whether files may be links that lead out of the folder, as in the cache of Hugging Face.
 
     Attributes:
         names: of the arrays, in the order of the files.
-        metadata: strings that the header has beside the arrays; of several headers, what all of them say.
+        metadata: the strings in the header; with several files, those that all headers have in common.
 
     Raises:
-        ValueError: no such file; a header that `headers.read` refuses; an index that names files outside of the folder
-            or other arrays than the files have.
+        ValueError: if there is no such file, `headers.read` refuses a header, or the index names a file outside the
+            folder or does not list exactly the arrays of the files.
 
-    Cost:
-        Holds where each array is. Headers and index are parsed one at a time, none larger than 100 MB.
+    Cost: holds the location of each array. Headers and the index are parsed one at a time, each at most 100 MB.
     """
 
     def __init__(self, path: str | Path, *, follow_links: bool = False):
         found = _read_folder(Path(path), follow_links) if os.path.isdir(path) else [headers.read(Path(path))]
         self._arrays = {name: stored for header in found for name, stored in header.arrays.items()}
         self.names = tuple(self._arrays)
-        said = [header.metadata.items() for header in found]
-        self.metadata = {key: value for key, value in said[0] if all((key, value) in other for other in said)}
+        items = [header.metadata.items() for header in found]
+        self.metadata = {key: value for key, value in items[0] if all((key, value) in other for other in items)}
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def shape(self, name: str) -> Shape:
+        """Returns the shape of an array."""
         return self._stored(name).shape
 
     def dtype(self, name: str) -> np.dtype:
-        """bfloat16 and float8 are dtypes of `ml_dtypes`."""
+        """Returns the dtype of an array. bfloat16 and float8 are those of `ml_dtypes`."""
         return self._stored(name).dtype
 
     def read(self, name: str, index: slice | tuple[slice, ...] = ()) -> np.ndarray:
-        """An array, or a slice of it, as a new array.
+        """Reads an array or a slice of it into a new array.
 
         Args:
             name: one of `names`.
-            index: slices of the leading dims, with steps of 1. Dims that it does not have are read in full.
+            index: slices of the leading dims with steps of 1. Other dims are read in full.
 
         Raises:
-            ValueError: an unknown name; an index of something else than slices; a file that has become shorter; bools
-                that are neither 0 nor 1.
+            ValueError: if the name is unknown, the index does not consist of slices, the file has been truncated, or a
+                bool is neither 0 nor 1.
 
-        Cost:
-            Holds the slice. Reads each run of consecutive bytes of it, which is one if only the first dim is cut, and
-            beside each at most what Python buffers of a file.
+        Cost: holds the slice. Reads each run of consecutive bytes of it, plus at most Python's file buffer per run. A
+            slice of the first dim only is a single run.
         """
         stored = self._stored(name)
         bounds = _bounds(name, stored.shape, index)
@@ -286,30 +295,32 @@ class Reader:
         data = out.reshape(-1).view(np.uint8)
         done = _read_runs(stored, bounds, data) if out.size else 0
         if done < out.nbytes:
-            raise refuse(f"{stored.path} has become shorter", f"{done} bytes of {out.nbytes} of {shown(name)}", AGAIN)
+            got = f"{done} of {out.nbytes} bytes of {bounded_repr(name)}"
+            raise exchange_error(f"{stored.path} has been truncated since it was opened", got, FIX_FILE)
         if out.dtype == np.bool_ and data.max(initial=0) > 1:
-            raise refuse(f"{stored.path}: {shown(name)} has bools that are neither 0 nor 1", data.max(), AGAIN)
+            what = f"{stored.path}: {bounded_repr(name)} contains bools that are neither 0 nor 1"
+            raise exchange_error(what, data.max(), FIX_FILE)
         return out
 
-    def _stored(self, name: str) -> Stored:
+    def _stored(self, name: str) -> StoredArray:
         if name not in self._arrays:
-            raise refuse("there is no such array", shown(name), f"one of {shown(self.names)}")
+            raise exchange_error("there is no such array", bounded_repr(name), f"use one of {bounded_repr(self.names)}")
         return self._arrays[name]
 
 
-def _bounds(name: str, shape: tuple[int, ...], index: slice | tuple[slice, ...]) -> list[tuple[int, int]]:
-    """(start, end) in each dim."""
+def _bounds(name: str, shape: Shape, index: slice | tuple[slice, ...]) -> list[tuple[int, int]]:
+    """Returns (start, end) of the slice in each dim."""
     slices = index if isinstance(index, tuple) else (index,)
     if len(slices) > len(shape) or not all(isinstance(s, slice) and s.step in (None, 1) for s in slices):
-        fix = "at most one slice for each dim, with steps of 1"
-        raise refuse(f"not a slice of {shown(name)}", f"{shown(index)} of shape {shape}", fix)
+        fix = "use at most one slice per dim, with steps of 1"
+        raise exchange_error(f"invalid slice of {bounded_repr(name)}", f"{bounded_repr(index)} of shape {shape}", fix)
     slices += (slice(None),) * (len(shape) - len(slices))
     ranges = [range(n)[s] for s, n in zip(slices, shape, strict=True)]
     return [(r.start, max(r.start, r.stop)) for r in ranges]
 
 
-def _read_runs(stored: Stored, bounds: list[tuple[int, int]], out: np.ndarray) -> int:
-    """Fills `out` with the bytes of a slice. Returns how many there were."""
+def _read_runs(stored: StoredArray, bounds: list[tuple[int, int]], out: np.ndarray) -> int:
+    """Reads the bytes of a slice into `out`. Returns the number of bytes read."""
     done = 0
     with stored.path.open("rb") as file:
         for start, num_bytes in _runs(stored.shape, stored.dtype.itemsize, bounds):
@@ -318,9 +329,9 @@ def _read_runs(stored: Stored, bounds: list[tuple[int, int]], out: np.ndarray) -
     return done
 
 
-def _runs(shape: tuple[int, ...], itemsize: int, bounds: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """(first byte, number) of each run of consecutive bytes in a slice that is not empty."""
-    shape, bounds = (1, *shape), [(0, 1), *bounds]  # so that a scalar is no case of its own
+def _runs(shape: Shape, itemsize: int, bounds: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Yields (first byte, number of bytes) for each run of consecutive bytes in a slice that is not empty."""
+    shape, bounds = (1, *shape), [(0, 1), *bounds]  # so that a scalar needs no special case
     strides = [itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     cut = max((dim for dim, (start, end) in enumerate(bounds) if end - start < shape[dim]), default=0)
     start, end = bounds[cut]
@@ -330,26 +341,30 @@ def _runs(shape: tuple[int, ...], itemsize: int, bounds: list[tuple[int, int]]) 
 
 
 def _read_folder(folder: Path, follow_links: bool) -> list[Header]:
+    """Reads the headers of the files of a model in a folder."""
     names = sorted(os.listdir(folder))
     files = [name for name in names if name.endswith(".safetensors")]
     indexes = [name for name in names if name.endswith(".safetensors.index.json")]
     if len(indexes) > 1:
-        raise refuse(f"there are several indexes in {folder}", shown(indexes), "a folder for each model")
+        fix = "use one folder per model"
+        raise exchange_error(f"{folder} contains several indexes", bounded_repr(indexes), fix)
     if indexes:
         return _read_indexed(folder, indexes[0], follow_links)
     if "model.safetensors" in files:
         files = ["model.safetensors"]
     if len(files) != 1:
-        what = f"there is neither an index nor a single safetensors file in {folder}"
-        raise refuse(what, shown(files), "the path of one file, or the folder of a model")
+        what = f"{folder} contains neither an index nor a single safetensors file"
+        raise exchange_error(what, bounded_repr(files), "pass the path of one file, or the folder of a model")
     return [headers.read(_inside(folder, files[0], follow_links))]
 
 
 def _read_indexed(folder: Path, index: str, follow_links: bool) -> list[Header]:
+    """Reads the headers of the files that an index names."""
     path = _inside(folder, index, follow_links)
     weight_map = headers.json_file(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map or not all(map(headers.is_text, weight_map.values())):
-        raise refuse(f"{path} has no weight_map", shown(weight_map), "names of files for names of arrays")
+        fix = "weight_map has to map names of arrays to names of files"
+        raise exchange_error(f"{path} has no valid weight_map", bounded_repr(weight_map), fix)
     listed: dict[str, set[str]] = {}
     for array, name in weight_map.items():
         listed.setdefault(name, set()).add(array)
@@ -357,20 +372,23 @@ def _read_indexed(folder: Path, index: str, follow_links: bool) -> list[Header]:
 
 
 def _read_listed(index: Path, path: Path, arrays: set[str]) -> Header:
-    """The header of a file that has the arrays that the index says, and no other."""
+    """Reads the header of a file, and checks that it has exactly the arrays that the index lists."""
     header = headers.read(path)
     differ = header.arrays.keys() ^ arrays
     if differ:
-        fix = "an index that lists each array of each file"
-        raise refuse(f"{index} and {path.name} differ in their arrays", f"in one only: {shown(sorted(differ))}", fix)
+        fix = "list every array of every file in the index"
+        got = f"in only one of them: {bounded_repr(sorted(differ))}"
+        raise exchange_error(f"{index} and {path.name} differ in their arrays", got, fix)
     return header
 
 
 def _inside(folder: Path, name: str, follow_links: bool) -> Path:
-    """A file of the folder, by its bare name and not through a link to elsewhere."""
+    """The path of a file in the folder, after checking that it does not lead out of the folder."""
     if os.path.basename(name) != name or name in ("", ".", "..") or "\\" in name or "\0" in name:
-        raise refuse(f"the index names a file outside of {folder}", shown(name), "bare names of files beside the index")
+        fix = "use the bare names of files in the folder of the index"
+        raise exchange_error(f"the index names a file outside {folder}", bounded_repr(name), fix)
     path = folder / name
     if not follow_links and os.path.dirname(os.path.realpath(path)) != os.path.realpath(folder):
-        raise refuse(f"a link to outside of {folder}", shown(name), "a copy, or follow_links=True if you trust it")
+        fix = "copy the file, or use follow_links=True if you trust the link"
+        raise exchange_error(f"a link leads out of {folder}", bounded_repr(name), fix)
     return path
