@@ -16,18 +16,18 @@ from zerojax.checkpoints.digest import Digest
 from zerojax.sharding import placement
 from zerojax.step import models
 from zerojax.step.state import TrainState
-from zerojax.typing import Array, PRNGKey, PyTree
+from zerojax.typing import Array, Aval, PRNGKey, PyTree
 
 PARAMS, OPTIMIZER = "params/", "opt_state/"
 
 
-def arrays(state: TrainState) -> dict[str, Array]:
-    """Returns the arrays of a state, or of its avals, by path. PRNG keys are represented by their key data.
+def arrays(state: TrainState) -> dict[str, Any]:
+    """Returns the arrays of a state by path; of a state of avals, the avals. PRNG keys are replaced by their key data.
 
     Raises:
         ValueError: if two leaves have the same path.
     """
-    found: dict[str, Array] = {}
+    found: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(_saved_tree(state)):
         text = placement.path_text(path)
         if text in found:
@@ -68,8 +68,8 @@ def _saved_tree(state: TrainState) -> dict[str, PyTree]:
     return {name: getattr(state, name) for name in names} | {"params": params}
 
 
-def _key_data(key: PRNGKey) -> Array:
-    if _is_aval(key):
+def _key_data(key: PRNGKey | Aval) -> Array | Aval:
+    if isinstance(key, jax.ShapeDtypeStruct):
         data = jax.eval_shape(jax.random.key_data, key)
         return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=key.sharding)
     return jax.random.key_data(key)
@@ -80,7 +80,7 @@ def _as_leaf(leaf: Array, restored: Array) -> Array:
     return jax.random.wrap_key_data(restored, impl=_key_impl(leaf)) if models.is_key(leaf) else restored
 
 
-def _key_impl(key: PRNGKey) -> Any:
+def _key_impl(key: PRNGKey | Aval) -> Any:
     """The implementation of a key or of its aval, which JAX only returns for values that are traced."""
     found: list[Any] = []
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), key)
@@ -121,5 +121,5 @@ def free(state: TrainState, paths: Iterable[str]) -> None:
             leaf.delete()
 
 
-def _is_aval(leaf: Array) -> bool:
+def _is_aval(leaf: Array | Aval) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)

@@ -141,7 +141,7 @@ def read(path: Path) -> Header:
         num_bytes = os.fstat(file.fileno()).st_size - 8
         length = int.from_bytes(file.read(8), "little")
         if length > min(num_bytes, MAX_BYTES):
-            got = f"a header of {length} bytes, {max(0, num_bytes)} bytes in the file; the limit is {MAX_BYTES}"
+            got = f"a header of {length} bytes, {max(0, num_bytes)} bytes left in the file; the limit is {MAX_BYTES}"
             raise exchange_error(f"{path} is truncated or not a safetensors file", got, FIX_FILE)
         header = json_object(file.read(length), f"the header of {path}")
     metadata = header.pop(METADATA, {})
