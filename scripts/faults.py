@@ -1,11 +1,11 @@
-"""The faults that a training run has to survive, and the bad input that it has to refuse: a line for each.
+"""Runs the tests of every fault that a training run has to survive, and of every bad input that it has to refuse.
 
-    python scripts/faults.py              all of them, with kills at random times
-    python scripts/faults.py --quick      without repetitions
-    python scripts/faults.py --rows 1 12  some of them
+    python scripts/faults.py              # all faults, with repeated kills at random times
+    python scripts/faults.py --quick      # without repetitions
+    python scripts/faults.py --rows 1 12  # only these faults
 
-Each row runs the tests that hold it, in a process of its own; those of faults in a run start, kill and hang processes
-themselves. The last line is `N passed, N failed`; the exit code is 1 if one failed.
+Prints one line per fault. The tests of each fault run in a separate process; some of them start processes that they
+kill or suspend. The last line is `N passed, N failed`; the exit code is 1 if a fault failed.
 """
 
 import argparse
@@ -22,88 +22,101 @@ FAULTS, CHECKPOINTS = "tests/checkpoints/test_faults.py", "tests/checkpoints/tes
 ERRORS, PRECISION = "tests/docs/test_errors.py", "tests/step/test_precision.py"
 LAUNCH = "tests/processes/test_launch.py"
 SKIPPED = f"{PRECISION}::test_a_step_with_a_bad_gradient_is_skipped"
-# What is injected, and the tests of what has to happen.
+# (the fault, the tests of the expected behavior)
 ROWS = [
-    ("killed at random times while it saves", [f"{FAULTS}::test_a_run_that_is_killed_while_it_saves"]),
+    ("killed at random times during saves", [f"{FAULTS}::test_a_run_that_is_killed_while_it_saves"]),
     ("killed at random times while old steps are deleted", [f"{FAULTS}::test_a_run_that_is_killed_while_it_deletes"]),
-    ("the script ends without closing", [f"{FAULTS}::test_a_script_that_does_not_close"]),
-    ("an exception in the loop", [f"{CHECKPOINTS}::test_an_exception_in_the_loop"]),
-    ("SIGTERM, one process", [f"{FAULTS}::test_sigterm_saves_and_the_exit_code_is_75"]),
+    ("the script ends without closing its checkpoints", [f"{FAULTS}::test_a_script_that_does_not_close"]),
+    ("an exception in the training loop", [f"{CHECKPOINTS}::test_an_exception_in_the_loop"]),
+    ("SIGTERM to a single process", [f"{FAULTS}::test_sigterm_saves_and_the_exit_code_is_75"]),
     ("SIGTERM to one of two processes", [f"{FAULTS}::test_sigterm_to_one_of_two"]),
     (
         "SIGTERM handlers of the user",
-        [f"{CHECKPOINTS}::test_sigterm_saves_and_ends", f"{CHECKPOINTS}::test_handlers_that_call"],
+        [f"{CHECKPOINTS}::test_sigterm_saves_and_exits_with", f"{CHECKPOINTS}::test_chained_handlers"],
     ),
-    ("SIGKILL of a peer", [f"{FAULTS}::test_the_peer_of_a_killed_process"]),
-    ("a process that hangs, a peer that hangs", [f"{FAULTS}::test_a_hang", f"{FAULTS}::test_a_process_that_hangs"]),
-    ("disk full", [f"{FAULTS}::test_a_full_disk"]),
-    ("two saves fail in a row", [f"{CHECKPOINTS}::test_a_failed_save_is_reported"]),
+    ("SIGKILL to one of two processes", [f"{FAULTS}::test_the_peer_of_a_killed_process"]),
     (
-        "a bit flipped, a page zeroed",
+        "a process hangs, alone or as one of two",
+        [f"{FAULTS}::test_a_run_that_hangs", f"{FAULTS}::test_a_process_that_hangs"],
+    ),
+    ("disk full", [f"{FAULTS}::test_a_full_disk"]),
+    ("two consecutive saves fail", [f"{CHECKPOINTS}::test_a_failed_save_is_reported"]),
+    (
+        "a flipped bit, a zeroed page",
         [f"{CHECKPOINTS}::{test}" for test in ("test_damaged_arrays", "test_a_flipped_bit", "test_an_array_that_was")],
     ),
     (
-        "a file cut off or deleted, or not read by one process",
+        "a file is truncated, deleted, or unreadable by one process",
         [
             f"{CHECKPOINTS}::test_damaged_arrays",
-            f"{FAULTS}::test_what_one_of_two",
-            f"{FAULTS}::test_two_processes_that",
+            f"{FAULTS}::test_a_read_error_in_one",
+            f"{FAULTS}::test_two_processes_that_list",
         ],
     ),
-    ("manifest damaged", [f"{CHECKPOINTS}::test_a_damaged_manifest"]),
-    ("commit marker deleted", [f"{CHECKPOINTS}::test_a_step_that_is_not_marked"]),
-    ("foreign folders among the steps", [f"{CHECKPOINTS}::test_other_folders"]),
-    ("every step bad", [f"{CHECKPOINTS}::test_where_every_step_is_damaged"]),
+    ("a damaged manifest", [f"{CHECKPOINTS}::test_a_damaged_manifest"]),
+    ("a missing commit file", [f"{CHECKPOINTS}::test_a_step_without_its_commit_file"]),
+    ("other folders among the steps", [f"{CHECKPOINTS}::test_other_folders"]),
+    ("every step is damaged", [f"{CHECKPOINTS}::test_a_run_does_not_start_over"]),
     ("two runs in one directory", [f"{CHECKPOINTS}::test_a_second_run"]),
-    ("a leaf missing or left over", [f"{CHECKPOINTS}::test_leaves_that_are_missing"]),
+    ("a missing leaf, an extra leaf", [f"{CHECKPOINTS}::test_missing_and_extra_leaves"]),
     ("another shape", [f"{CHECKPOINTS}::test_another_shape"]),
     ("another dtype", [f"{CHECKPOINTS}::test_another_dtype"]),
-    ("another optimizer", [f"{CHECKPOINTS}::test_dropped_layers"]),
-    ("restored over every pair of stage and mesh", [f"{CHECKPOINTS}::test_a_state_is_restored"]),
+    ("another optimizer", [f"{CHECKPOINTS}::test_another_optimizer"]),
+    ("every pair of stage and mesh: saved on one, restored on the other", [f"{CHECKPOINTS}::test_a_state_is_restored"]),
     (
-        "a dim that the axis does not divide",
+        "a dim that the axis size does not divide",
         ["tests/sharding/test_placement.py::test_explain_lists_what_is_not_sharded"],
     ),
-    ("a leaf that should be sharded and is not", ["tests/audit/test_audit.py::test_a_replicated_leaf_is_an_error"]),
-    ("NaN in the gradients of one shard", [SKIPPED]),
     (
-        "NaN in every step",
+        "a leaf that is replicated but should be sharded",
+        ["tests/audit/test_audit.py::test_a_replicated_leaf_is_an_error"],
+    ),
+    ("a NaN in the gradients of one shard", [SKIPPED]),
+    (
+        "a NaN in every step",
         [f"{CHECKPOINTS}::test_skipped_updates", f"{CHECKPOINTS}::test_a_state_that_is_not_finite"],
     ),
-    ("inf in bf16", [SKIPPED]),
-    ("a skipped step: counters, schedule, bias correction", [SKIPPED]),
-    ("a jump of the loss", [f"{CHECKPOINTS}::test_a_jump_of_the_loss"]),
-    ("resumed in mid-epoch", [f"{CHECKPOINTS}::test_a_run_that_resumes_in_the_middle"]),
+    ("an infinity in bf16", [SKIPPED]),
+    ("a skipped update: counters, schedule, bias correction", [SKIPPED]),
+    ("a spike of the loss", [f"{CHECKPOINTS}::test_a_spike_of_the_loss"]),
+    ("resumed in the middle of an epoch", [f"{CHECKPOINTS}::test_a_run_that_resumes_in_the_middle"]),
     (
-        "another number of processes",
-        [f"{CHECKPOINTS}::test_data_of_another_number", f"{FAULTS}::test_two_processes_write"],
+        "resumed on another number of processes",
+        [f"{CHECKPOINTS}::test_iterator_states_of_another_number", f"{FAULTS}::test_two_processes_write"],
     ),
-    ("N + M steps against N, resume, M", [f"{CHECKPOINTS}::test_a_run_that_resumes_is_the_run"]),
-    ("configuration differs between processes", [f"{LAUNCH}::test_a_difference_is_named"]),
-    ("bad stage, axis, batch, pattern, empty model", [ERRORS]),
+    ("N + M steps compared with N steps, resume, M steps", [f"{CHECKPOINTS}::test_a_resumed_run_equals"]),
+    ("the configuration differs between processes", [f"{LAUNCH}::test_a_difference_is_named"]),
+    ("an invalid stage, axis, batch or pattern; an empty model", [ERRORS]),
     (
-        "a leaf that is no array, metadata that is not JSON",
-        [f"{ERRORS}::test_a_leaf_that_is_no_array", f"{CHECKPOINTS}::test_where_the_data"],
+        "a leaf that is not an array, an iterator state that is not JSON",
+        [f"{ERRORS}::test_a_leaf_that_is_no_array", f"{CHECKPOINTS}::test_the_state_of_the_data_iterator"],
     ),
     ("out of device memory", [f"{ERRORS}::test_memory_that_is_exhausted"]),
     ("an unsupported jax or flax", [f"{ERRORS}::test_unsupported_versions"]),
-    ("a hostile safetensors header or path", ["tests/exchange/test_tensors.py"]),
+    ("an invalid or malicious safetensors header or path", ["tests/exchange/test_tensors.py"]),
     ("a checkpoint of a newer version", [f"{CHECKPOINTS}::test_a_checkpoint_of_a_newer_version"]),
 ]
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, nargs="+", choices=range(1, len(ROWS) + 1), metavar="N")
-    parser.add_argument("--quick", action="store_true", help="once each, and not every pair of stage and mesh")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        nargs="+",
+        choices=range(1, len(ROWS) + 1),
+        metavar="N",
+        help="the numbers of the faults to test",
+    )
+    parser.add_argument("--quick", action="store_true", help="run each test once, and not every pair of stage and mesh")
     args = parser.parse_args()
     failed, kills, begin = [], 0, time.monotonic()
     for number in args.rows or range(1, len(ROWS) + 1):
-        what, tests = ROWS[number - 1]
-        with Console(stderr=True).status(what):
-            passed, told, killed = run(tests, args.quick)
-        kills += killed
-        print(f"{number:3d}  {'passed' if passed else 'FAILED'}  {what}: {told}", flush=True)
+        fault, tests = ROWS[number - 1]
+        with Console(stderr=True).status(fault):
+            passed, summary, num_kills = run(tests, args.quick)
+        kills += num_kills
+        print(f"{number:3d}  {'passed' if passed else 'FAILED'}  {fault}: {summary}", flush=True)
         failed += [] if passed else [number]
     total = len(args.rows or ROWS)
     print(f"{kills} kills at random times, {time.monotonic() - begin:.0f} s")
@@ -112,7 +125,7 @@ def main():
 
 
 def run(tests, quick):
-    """(whether all passed, what pytest and the tests said, kills at random times)."""
+    """Runs the tests of a fault. Returns (whether all passed, a summary, the number of kills at random times)."""
     files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
     names = " or ".join(name for test in tests if (name := test.partition("::")[2]))
     command = [sys.executable, "-P", "-m", "pytest", "-s", "-p", "no:warnings", "--no-header", *files]
@@ -122,8 +135,8 @@ def run(tests, quick):
     seeds = re.findall(r"seed \d+: \d+ kills", ended.stdout)
     if ended.returncode or not counted:
         print(ended.stdout[-4000:], file=sys.stderr)
-    told = [f"{counted.group(1)} tests" if counted else "no test passed", *seeds]
-    return not ended.returncode and bool(counted), ", ".join(told), sum(int(seed.split()[2]) for seed in seeds)
+    summary = [f"{counted.group(1)} tests" if counted else "no test passed", *seeds]
+    return not ended.returncode and bool(counted), ", ".join(summary), sum(int(seed.split()[2]) for seed in seeds)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Host memory of checkpoints: no process holds the whole of a state that is divided over several."""
+"""Host memory of checkpoints: no process holds the whole state if it is sharded over several processes."""
 
 import re
 import sys
@@ -9,8 +9,8 @@ from support.paths import SUPPORT
 from zerojax.processes.launch import launch
 
 
-def held(capfd, count, what, directory, num_arrays):
-    """Bytes by which each process grew."""
+def memory_growth(capfd, count, what, directory, num_arrays):
+    """The growth of host memory in each of `count` processes, in bytes."""
     command = [sys.executable, str(SUPPORT / "holder.py"), what, str(directory), str(num_arrays)]
     assert launch(command, count, devices=1, timeout_s=240) == 0
     found = re.findall(r"^\[\d\] (\d+)$", capfd.readouterr().out, re.MULTILINE)
@@ -18,15 +18,15 @@ def held(capfd, count, what, directory, num_arrays):
     return list(map(int, found))
 
 
-def test_a_process_restores_its_part_alone(tmp_path, capfd):
-    """Of many arrays. Simulated devices are in host memory: they hold a quarter; what is on its way comes beside."""
-    held(capfd, 4, "save", tmp_path, 16)
-    assert max(held(capfd, 4, "restore", tmp_path, 16)) < 0.9 * NUM_BYTES
+def test_a_process_restores_only_its_own_shards(tmp_path, capfd):
+    """With many arrays. Simulated devices use host memory: a quarter of the state, plus the arrays being read."""
+    memory_growth(capfd, 4, "save", tmp_path, 16)
+    assert max(memory_growth(capfd, 4, "restore", tmp_path, 16)) < 0.9 * NUM_BYTES
 
 
-def test_an_export_holds_pieces(tmp_path, capfd):
-    """Of 16 MiB here, of one array of 256; the rest is what the libraries that read take once."""
-    held(capfd, 4, "save", tmp_path, 1)
-    (grown,) = held(capfd, 1, "export", tmp_path, 1)
+def test_an_export_holds_one_piece_at_a_time(tmp_path, capfd):
+    """Pieces of 16 MiB of one array of 256 MiB. The libraries that read need the rest once."""
+    memory_growth(capfd, 4, "save", tmp_path, 1)
+    (grown,) = memory_growth(capfd, 1, "export", tmp_path, 1)
     assert grown < 0.85 * NUM_BYTES
     assert sum(file.stat().st_size for file in (tmp_path / "model").iterdir()) > NUM_BYTES

@@ -1,4 +1,4 @@
-"""Checkpoints from a terminal, and parameters to and from files that other programs read and write."""
+"""Checkpoints on the command line, and parameters exported to and loaded from safetensors files."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from support.small_run import adam, create, cut, digest_of, flip, largest_file, loss, setting, train
 
 from zerojax.checkpoints import CheckpointMismatch, contents, store
-from zerojax.checkpoints.pieces import damaged, pieces
+from zerojax.checkpoints.pieces import pieces, verify_arrays
 from zerojax.cli import main
 from zerojax.exchange import parameters
 from zerojax.plan import Job
@@ -22,7 +22,7 @@ NAMES = {"layers/*/w": "model.layers.*.weight", "layers/*/b": "model.layers.*.bi
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """(directory of a run of four steps, its last state's parameters on the host)."""
+    """A run of four steps: (its directory, the parameters of its last state on the host)."""
     directory = tmp_path_factory.mktemp("run")
     _, state = train(setting(), directory, 4)
     return directory, jax.tree.map(np.asarray, state.master)
@@ -32,7 +32,7 @@ def command(*arguments):
     return CliRunner().invoke(main, ["checkpoint", *map(str, arguments)], env={"COLUMNS": "200"})
 
 
-def test_steps_are_listed_with_a_verdict(saved, tmp_path):
+def test_steps_are_listed_with_a_status(saved, tmp_path):
     directory = shutil.copytree(saved[0], tmp_path / "copy")
     shown = command("ls", directory, "--verify")
     assert shown.exit_code == 0 and shown.stdout.count(" ok ") == 2 and "data 8" in shown.stdout
@@ -43,10 +43,10 @@ def test_steps_are_listed_with_a_verdict(saved, tmp_path):
     (directory / "step_2" / "manifest" / "metadata").write_text("{}")
     (directory / "step_4" / "commit_success.txt").unlink()
     shown = command("ls", directory)
-    assert "its save did not end" in shown.stdout and "step_2 has no manifest that can be read" in shown.stdout
+    assert "its save did not complete" in shown.stdout and "step_2 has no readable manifest" in shown.stdout
 
 
-def test_arrays_are_shown_and_checked(saved, tmp_path):
+def test_arrays_are_listed_and_verified(saved, tmp_path):
     shown = command("inspect", saved[0], "--step", 2)
     assert shown.exit_code == 0 and "params/layers/0/w" in shown.stdout and "(32, 32)" in shown.stdout
     assert "saved at stage 3 on data 8, float32, computed in bfloat16" in shown.stdout
@@ -56,36 +56,36 @@ def test_arrays_are_shown_and_checked(saved, tmp_path):
     shown = command("verify", directory)
     assert shown.exit_code == 1 and "cannot be read" not in shown.output.splitlines()[-1]
     manifest = store.read_manifest(directory, 4)
-    wrong = [path for path, what in damaged(directory, 4, manifest) if what]
-    assert wrong and all(path in shown.stdout for path in wrong)
+    damaged = [path for path, problem in verify_arrays(directory, 4, manifest) if problem]
+    assert damaged and all(path in shown.stdout for path in damaged)
 
 
-def test_what_differs_between_two_steps_is_shown(saved):
+def test_differences_between_two_steps_are_shown(saved):
     assert command("diff", saved[0], 4, 4).exit_code == 0
     shown = command("diff", saved[0], 2, 4)
     assert shown.exit_code == 1 and "params/odd" in shown.stdout and "opt_state/0/mu/odd" in shown.stdout
     assert "precision" not in shown.stdout and "│ key " not in shown.stdout
 
 
-def test_a_step_that_is_not_there_is_told(saved, tmp_path):
+def test_a_missing_step_is_an_error(saved, tmp_path):
     shown = command("verify", saved[0], "--step", 3)
     assert shown.exit_code == 1 and "no step 3 in" in shown.output and "there are: 2, 4" in shown.output
     assert "there are: none" in command("inspect", tmp_path).output
 
 
-@pytest.mark.parametrize("most", [64, 1000, 4096, 2**20])
-def test_pieces_are_the_array(saved, most):
+@pytest.mark.parametrize("max_bytes", [64, 1000, 4096, 2**20])
+def test_pieces_add_up_to_the_array(saved, max_bytes):
     directory, params = saved
     manifest = store.read_manifest(directory, 4)
     for path in "params/layers/1/w", "params/odd", "step":
-        parts = list(pieces(directory, 4, path, manifest.leaves[path], most))
-        assert all(part.nbytes <= max(most, 4) for part in parts)
+        parts = list(pieces(directory, 4, path, manifest.leaves[path], max_bytes))
+        assert all(part.nbytes <= max(max_bytes, 4) for part in parts)
         whole = np.concatenate([part.reshape(-1) for part in parts])
         leaf = 4 if path == "step" else params["odd"] if path.endswith("odd") else params["layers"]["1"]["w"]
         np.testing.assert_array_equal(whole, np.asarray(leaf).reshape(-1))
 
 
-def test_parameters_are_exported_and_come_back(saved, tmp_path):
+def test_exported_parameters_are_loaded_again(saved, tmp_path):
     directory, params = saved
     (tmp_path / "names.json").write_text(json.dumps(NAMES))
     folder = tmp_path / "model"
@@ -94,7 +94,7 @@ def test_parameters_are_exported_and_come_back(saved, tmp_path):
     theirs = load_file(folder / "model.safetensors")
     assert set(theirs) == {f"model.layers.{i}.{name}" for i in range(3) for name in ("weight", "bias")} | {"odd"}
     np.testing.assert_array_equal(theirs["model.layers.2.weight"], params["layers"]["2"]["w"])
-    assert "there is a model in" in command("export", directory, folder).output
+    assert "already contains a model" in command("export", directory, folder).output
 
     zero = setting(2, num_devices=4)
     state = zero.init(create, adam())
@@ -108,53 +108,53 @@ def test_parameters_are_exported_and_come_back(saved, tmp_path):
     zero.train_step(loss)
 
 
-def test_parameters_are_cast_and_divided_into_files(saved, tmp_path):
+def test_parameters_are_cast_and_written_to_several_files(saved, tmp_path):
     directory, params = saved
     shown = command("export", directory, tmp_path, "--dtype", "bfloat16", "--max-file-gib", 4096 / 2**30)
     assert shown.exit_code == 0 and "model.safetensors.index.json" in shown.output
     zero = setting()
-    with pytest.raises(CheckpointMismatch) as told:
+    with pytest.raises(CheckpointMismatch) as raised:
         parameters.load(zero.init(create, adam()), tmp_path)
     line = "dtype:    params/odd: odd is bfloat16, the state has float32 (cast=True allows it)"
-    assert line in str(told.value)
+    assert line in str(raised.value)
     state = parameters.load(zero.init(create, adam()), tmp_path, cast=True)
     narrow = params["odd"].astype(jnp.bfloat16).astype(np.float32)
     np.testing.assert_array_equal(np.asarray(state.master["odd"]), narrow)
 
 
 def job():
-    """What `import` is told of the model."""
+    """The job that `import` creates the state of."""
     return Job(create, adam(), loss, lambda rows: {})
 
 
-def test_parameters_of_files_become_a_step_that_a_run_goes_on_from(saved, tmp_path, monkeypatch):
+def test_a_run_resumes_from_imported_parameters(saved, tmp_path, monkeypatch):
     directory, params = saved
     monkeypatch.chdir(tmp_path)
     (tmp_path / "names.json").write_text(json.dumps(NAMES))
     command("export", directory, tmp_path / "model", "--mapping", "names.json")
-    told = ["import", "run", "model", "--job", "test_exchange:job", "--mapping", "names.json"]
-    shown = command(*told)
+    arguments = ["import", "run", "model", "--job", "test_exchange:job", "--mapping", "names.json"]
+    shown = command(*arguments)
     assert shown.exit_code == 0 and "run/step_0: 7 parameters of model" in shown.output, shown.output
     zero = setting(1, num_devices=2)
     with zero.checkpoints(tmp_path / "run") as checkpoints:
         state, start = checkpoints.resume(zero.init(create, adam()))
     assert start == 0 and int(state.opt_state[0].count) == 0
     np.testing.assert_array_equal(np.asarray(state.master["layers"]["1"]["w"]), params["layers"]["1"]["w"])
-    assert command(*told).exit_code == 1 and "run has steps already: 0" in command(*told).output
+    assert command(*arguments).exit_code == 1 and "run has steps already: 0" in command(*arguments).output
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
-        (["--job", "test_exchange:job"], "missing:  params/layers/0/b: there is no layers.0.b"),
+        (["--job", "test_exchange:job"], "missing:  params/layers/0/b: the files have no layers.0.b"),
         (["--job", "test_exchange:none"], "'test_exchange:none' cannot be called"),
         (["--job", "test_exchange:job", "--precision", "bf17"], "bf17"),
     ],
 )
-def test_an_import_that_cannot_be_writes_nothing(tmp_path, options, said):
+def test_a_failed_import_writes_nothing(tmp_path, options, message):
     save_file({"other": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
     shown = command("import", tmp_path / "run", tmp_path / "model.safetensors", *options)
-    assert shown.exit_code == 1 and said in shown.output and "Traceback" not in shown.output
+    assert shown.exit_code == 1 and message in shown.output and "Traceback" not in shown.output
     assert not (tmp_path / "run").exists()
 
 
@@ -169,26 +169,26 @@ def test_an_import_of_a_nan_is_refused(tmp_path):
 
 
 def params():
-    """Avals, by path."""
+    """The avals of the parameters, by path."""
     avals = contents.arrays(setting().eval_init(create, adam()))
     return {path: a for path, a in avals.items() if path.startswith("params/")}
 
 
-def test_of_many_leaves_that_do_not_fit_the_rest_is_counted(tmp_path):
+def test_an_error_with_many_leaves_counts_the_rest(tmp_path):
     save_file({"other": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
     many = lambda key: {f"w{i}": jax.random.normal(key, (8,)) for i in range(45)}
-    with pytest.raises(CheckpointMismatch, match=r"there is no w\d+\n  \.\.\. and 5 more$"):
+    with pytest.raises(CheckpointMismatch, match=r"the files have no w\d+\n  \.\.\. and 5 more$"):
         parameters.load(setting().init(many, adam()), tmp_path)
 
 
-def test_files_that_do_not_fit_are_told_by_leaf(tmp_path):
+def test_a_mismatch_of_files_is_reported_by_leaf(tmp_path):
     arrays = {"layers.0.w": np.zeros((32, 16), np.float32), "odd": np.zeros(7, np.float32)}
     save_file(arrays, tmp_path / "model.safetensors")
     state = setting().init(create, adam())
-    with pytest.raises(CheckpointMismatch) as told:
+    with pytest.raises(CheckpointMismatch) as raised:
         parameters.load(state, tmp_path)
-    assert "missing:  params/layers/0/b: there is no layers.0.b" in str(told.value)
-    assert "shape:    params/layers/0/w: layers.0.w has (32, 16), the state has (32, 32)" in str(told.value)
+    assert "missing:  params/layers/0/b: the files have no layers.0.b" in str(raised.value)
+    assert "shape:    params/layers/0/w: layers.0.w has (32, 16), the state has (32, 32)" in str(raised.value)
     with pytest.raises(ValueError, match="the mapping has no name for a parameter"):
         parameters.load(state, tmp_path, mapping={"odd": "odd"})
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
