@@ -1,15 +1,15 @@
-"""What a launcher's variables say, and which of them are refused. Nothing is started."""
+"""Detection of processes: what the variables of each launcher say, and which are rejected. Nothing is started."""
 
 import jax
 import pytest
 import yaml
 from support.paths import EXAMPLES
 
-from zerojax.processes.detect import NAMED, OURS, Found, detect
+from zerojax.processes.detect import DETECTION_METHODS, ZEROJAX_VARIABLES, LaunchInfo, detect
 
 LAUNCH = EXAMPLES / "launch"
 
-EXPLICIT = dict(zip(OURS, ["node0:1234", "4", "3"], strict=True))
+EXPLICIT = dict(zip(ZEROJAX_VARIABLES, ["node0:1234", "4", "3"], strict=True))
 TORCHRUN = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "RANK": "1"}
 SLURM = {
     "SLURM_JOB_ID": "12345",
@@ -25,7 +25,7 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_LOCAL_RANK": "0",
 }
 KUBERNETES = {"ZEROJAX_COORDINATOR": "job-0.service:55527", "ZEROJAX_NUM_PROCESSES": "2", "JOB_COMPLETION_INDEX": "1"}
-explicit = lambda index: Found("ZEROJAX", 4, index, "node0:1234", "deactivate")
+explicit = lambda index: LaunchInfo("ZEROJAX", 4, index, "node0:1234", "deactivate")
 
 
 @pytest.mark.parametrize(
@@ -33,38 +33,38 @@ explicit = lambda index: Found("ZEROJAX", 4, index, "node0:1234", "deactivate")
     [
         ({}, None),
         ({"HOME": "/root", "JOB_COMPLETION_INDEX": "3"}, None),
-        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),  # a batch script, outside of srun
+        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),  # a batch script, not started by srun
         ({"TPU_WORKER_HOSTNAMES": "localhost", "TPU_WORKER_ID": "0"}, None),
         (EXPLICIT, explicit(3)),
-        ({**EXPLICIT, "ZEROJAX_COORDINATOR": "[::1]:1234"}, Found("ZEROJAX", 4, 3, "[::1]:1234", "deactivate")),
+        ({**EXPLICIT, "ZEROJAX_COORDINATOR": "[::1]:1234"}, LaunchInfo("ZEROJAX", 4, 3, "[::1]:1234", "deactivate")),
         ({**EXPLICIT, "JOB_COMPLETION_INDEX": "2"}, explicit(3)),
-        (KUBERNETES, Found("ZEROJAX", 2, 1, "job-0.service:55527", "deactivate")),
-        (TORCHRUN, Found("torchrun", 2, 1, "node0:29500", "deactivate")),
+        (KUBERNETES, LaunchInfo("ZEROJAX", 2, 1, "job-0.service:55527", "deactivate")),
+        (TORCHRUN, LaunchInfo("torchrun", 2, 1, "node0:29500", "deactivate")),
         (
             {**TORCHRUN, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"},
-            Found("torchrun", 2, 1, "node0:29500", "deactivate"),
+            LaunchInfo("torchrun", 2, 1, "node0:29500", "deactivate"),
         ),
         (
             {**TORCHRUN, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
-            Found("torchrun", 2, 1, "node0:29500", "deactivate", (1,)),
+            LaunchInfo("torchrun", 2, 1, "node0:29500", "deactivate", (1,)),
         ),
         (
             {**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"},
-            Found("torchrun", 2, 1, "node0:29501", "deactivate"),
+            LaunchInfo("torchrun", 2, 1, "node0:29501", "deactivate"),
         ),
-        (SLURM, Found("slurm", 16, 9, "node007:61497", "slurm")),
-        ({**SLURM, "JAX_COORDINATOR_PORT": "99"}, Found("slurm", 16, 9, "node007:99", "slurm")),
-        (OPEN_MPI, Found("ompi", 2, 1, "10.96.0.1:62624", "ompi")),
-        ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "0"}, Found("jax")),
-        ({"MEGASCALE_NUM_SLICES": "2"}, Found("jax")),
-        ({"ZEROJAX_CLUSTER": "mpi4py"}, Found("jax", method="mpi4py")),
-        ({**SLURM, "ZEROJAX_CLUSTER": "auto"}, Found("jax")),
-        ({**TORCHRUN, **EXPLICIT}, explicit(3)),  # the first in the table counts
-        ({**SLURM, **TORCHRUN}, Found("torchrun", 2, 1, "node0:29500", "deactivate")),
-        ({**EXPLICIT, "ZEROJAX_CLUSTER": "slurm"}, Found("jax", method="slurm")),
+        (SLURM, LaunchInfo("slurm", 16, 9, "node007:61497", "slurm")),
+        ({**SLURM, "JAX_COORDINATOR_PORT": "99"}, LaunchInfo("slurm", 16, 9, "node007:99", "slurm")),
+        (OPEN_MPI, LaunchInfo("ompi", 2, 1, "10.96.0.1:62624", "ompi")),
+        ({"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "0"}, LaunchInfo("jax")),
+        ({"MEGASCALE_NUM_SLICES": "2"}, LaunchInfo("jax")),
+        ({"ZEROJAX_CLUSTER": "mpi4py"}, LaunchInfo("jax", detection_method="mpi4py")),
+        ({**SLURM, "ZEROJAX_CLUSTER": "auto"}, LaunchInfo("jax")),
+        ({**TORCHRUN, **EXPLICIT}, explicit(3)),  # the first row of the table that matches is used
+        ({**SLURM, **TORCHRUN}, LaunchInfo("torchrun", 2, 1, "node0:29500", "deactivate")),
+        ({**EXPLICIT, "ZEROJAX_CLUSTER": "slurm"}, LaunchInfo("jax", detection_method="slurm")),
     ],
 )
-def test_what_each_launcher_says(environ, found):
+def test_each_launcher_is_detected(environ, found):
     assert detect(environ) == found
 
 
@@ -72,7 +72,7 @@ without = lambda environ, name: {key: value for key, value in environ.items() if
 
 
 @pytest.mark.parametrize(
-    ("environ", "says"),
+    ("environ", "message"),
     [
         *[(without(EXPLICIT, name), f"{name} is not set") for name in EXPLICIT],
         *[(without(TORCHRUN, name), f"{name} is not set") for name in TORCHRUN],
@@ -89,16 +89,16 @@ without = lambda environ, name: {key: value for key, value in environ.items() if
         ({**TORCHRUN, "LOCAL_RANK": "x", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK is not a number"),
         ({**KUBERNETES, "JOB_COMPLETION_INDEX": "2"}, "JOB_COMPLETION_INDEX is not below ZEROJAX_NUM_PROCESSES"),
         ({**SLURM, "SLURM_PROCID": "16"}, "SLURM_PROCID is not below SLURM_NTASKS"),
-        (without(OPEN_MPI, "OMPI_MCA_orte_hnp_uri"), "Open MPI does not say where process 0 is"),
+        (without(OPEN_MPI, "OMPI_MCA_orte_hnp_uri"), "Open MPI 5 does not set the address of process 0"),
         (without(OPEN_MPI, "OMPI_COMM_WORLD_RANK"), "OMPI_COMM_WORLD_RANK is not set"),
-        ({"ZEROJAX_CLUSTER": "pbs"}, "ZEROJAX_CLUSTER is none that JAX detects"),
+        ({"ZEROJAX_CLUSTER": "pbs"}, "ZEROJAX_CLUSTER is not a detection method of JAX"),
         ({"TPU_WORKER_HOSTNAMES": "a,b"}, "TPU_WORKER_ID is not set"),
     ],
 )
-def test_variables_that_are_refused_are_named(environ, says):
+def test_invalid_variables_are_named(environ, message):
     with pytest.raises(ValueError, match="processes: ") as error:
         detect(environ)
-    assert says in str(error.value)
+    assert message in str(error.value)
     assert "\n  got:" in str(error.value) and "\n  fix:" in str(error.value)
 
 
@@ -125,7 +125,7 @@ def test_open_mpi_coordinator_is_the_one_that_jax_chooses(monkeypatch, hosts):
     assert detect(environ).coordinator == OmpiCluster.get_coordinator_address(1, None)
 
 
-def test_jobset_names_each_pod():
+def test_jobset_describes_each_pod():
     jobset = yaml.safe_load((LAUNCH / "jobset.yaml").read_text())
     name, workers = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"][0]
     job = workers["template"]["spec"]
@@ -139,14 +139,14 @@ def test_jobset_names_each_pod():
     assert jobset["spec"]["network"]["enableDNSHostnames"]
 
 
-def test_jobset_does_not_count_a_saved_end_as_a_failure():
+def test_jobset_does_not_count_exit_code_75_as_a_failure():
     jobset = yaml.safe_load((LAUNCH / "jobset.yaml").read_text())
     job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
     (rule,) = job["podFailurePolicy"]["rules"]
     assert rule["action"] == "Ignore" and rule["onExitCodes"]["values"] == [75]
     assert rule["onExitCodes"]["containerName"] == job["template"]["spec"]["containers"][0]["name"]
-    assert job["template"]["spec"]["restartPolicy"] == "Never"  # Kubernetes refuses the policy otherwise
+    assert job["template"]["spec"]["restartPolicy"] == "Never"  # otherwise Kubernetes rejects the policy
 
 
-def test_jax_still_takes_the_methods_that_are_named():
-    assert {*NAMED} - {"auto"} <= {cluster.name for cluster in jax._src.clusters.ClusterEnv._cluster_types}
+def test_jax_has_the_detection_methods():
+    assert {*DETECTION_METHODS} - {"auto"} <= {cluster.name for cluster in jax._src.clusters.ClusterEnv._cluster_types}

@@ -1,4 +1,4 @@
-"""Several real processes over loopback: they come together, agree, and end when one is missing, differs or fails."""
+"""Several processes on the loopback interface: they join, agree, and exit if one is missing, differs or fails."""
 
 import json
 import os
@@ -29,23 +29,23 @@ def joined(count, *args, **settings):
 
 
 def python(text):
-    return [sys.executable, "-P", "-c", text]  # -P: not the package in the current directory
+    return [sys.executable, "-P", "-c", text]  # -P: does not import from the current directory
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_processes_come_together(count, capfd):
+def test_processes_join(count, capfd):
     assert joined(count) == 0
     lines = capfd.readouterr().out.splitlines()
-    told = {line[1]: json.loads(line[4:]) for line in lines if line[3:].startswith(" {")}
+    printed = {line[1]: json.loads(line[4:]) for line in lines if line[3:].startswith(" {")}
     rows = 8 // count
-    assert told == {
+    assert printed == {
         str(index): {
             "count": count,
             "index": index,
             "found": "ZEROJAX",
             "devices": 2 * count,
             "rows": [index * rows, (index + 1) * rows],
-            "sum": 28.0,  # of the rows of all
+            "sum": 28.0,  # over the rows of all processes
         }
         for index in range(count)
     }
@@ -55,10 +55,10 @@ def test_processes_come_together(count, capfd):
 def test_a_missing_process_is_named_by_all_others(missing, capfd):
     start = time.monotonic()
     assert joined(3, "--absent", missing, "--timeout", 4) == 1
-    assert time.monotonic() - start < 20  # of these most is starting Python three times
+    assert time.monotonic() - start < 20  # most of this time starts Python three times
     errors = capfd.readouterr().err
     for index in {0, 1, 2} - {missing}:
-        assert f"[{index}] TimeoutError: processes: process {missing} of 3 did not come within 4 s" in errors
+        assert f"[{index}] TimeoutError: processes: process {missing} of 3 did not join within 4 s" in errors
     assert "Check failure" not in errors  # no abort
 
 
@@ -66,10 +66,10 @@ def test_a_difference_is_named_by_all(capfd):
     assert joined(3, "--differ", 1) == 1
     errors = capfd.readouterr().err
     for index in range(3):
-        assert f"[{index}] ValueError: processes: they differ" in errors
+        assert f"[{index}] ValueError: processes: their configurations or versions differ" in errors
         assert f"[{index}]   got:      config['lr']: 0.1 in processes 0, 2; 0.2 in process 1" in errors
         assert f'[{index}]             jax: "{jax.__version__}" in processes 0, 2; "0.0" in process 1' in errors
-    assert "layers" not in errors and "flax:" not in errors  # which agree
+    assert "layers" not in errors and "flax:" not in errors  # these are the same
     assert "Check failure" not in errors
 
 
@@ -78,14 +78,14 @@ def test_a_killed_process_ends_the_others(capfd):
     assert joined(2, "--kill", 1, "--heartbeat", 5, grace_s=30) == 128 + signal.SIGKILL
     assert time.monotonic() - start < 25
     errors = capfd.readouterr().err
-    assert "[0] 1" in errors.splitlines()  # JAX's list of the processes that it does not hear of
+    assert "[0] 1" in errors.splitlines()  # JAX lists the processes without a heartbeat
     assert "unhealthy (stopped sending heartbeats)" in errors
 
 
-def test_a_process_that_raises_ends_at_once(capfd):
+def test_a_process_that_raises_exits_at_once(capfd):
     start = time.monotonic()
     assert joined(2, "--fail", 1, grace_s=1) == 1
-    assert time.monotonic() - start < 20  # JAX alone has it wait for 300 s
+    assert time.monotonic() - start < 20  # with JAX alone it would wait for 300 s
     assert "[1] KeyError: 'here'" in capfd.readouterr().err
 
 
@@ -96,15 +96,15 @@ def test_a_process_that_does_not_call_agree_is_named(capfd):
         assert f"[{index}] TimeoutError: processes: process 1 did not call agree() within 3 s" in errors
 
 
-def test_processes_whose_data_ends_at_different_steps_end(capfd, tmp_path):
-    """Neither waits for the other for ever, and neither says that all went well."""
+def test_processes_exit_if_their_data_ends_at_different_steps(capfd, tmp_path):
+    """Neither waits for the other forever, and both exit with an error."""
     assert joined(2, "--uneven", tmp_path, grace_s=60) == 1
     errors = capfd.readouterr().err
-    assert "fit: the data of this process ended after step 3, that of others did not" in errors
+    assert "fit: the data of this process ended after step 3, but not in all processes" in errors
     assert "3 in process 1; 4 in process 0" in errors or "4 in process 0; 3 in process 1" in errors
 
 
-def test_all_save_at_the_same_step_and_end_after_sigterm():
+def test_all_save_at_the_same_step_and_exit_after_sigterm():
     command = [sys.executable, JOINED, "--preempted"]
     text = f"import sys; from zerojax.processes.launch import launch; sys.exit(launch({command}, 2, devices=2))"
     launcher = subprocess.Popen(python(text), stdout=subprocess.PIPE, text=True)
@@ -116,7 +116,7 @@ def test_all_save_at_the_same_step_and_end_after_sigterm():
     assert launcher.returncode == 75
 
 
-def test_one_process_alone_starts_nothing(monkeypatch):
+def test_nothing_is_started_for_a_single_process(monkeypatch):
     for name in ("ZEROJAX_COORDINATOR", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert processes.initialize(config={"lr": 0.1}) == (1, 0, None, "alone")
@@ -125,31 +125,33 @@ def test_one_process_alone_starts_nothing(monkeypatch):
     assert processes.own_rows(8) == slice(0, 8)
 
 
-def test_too_late_is_refused(monkeypatch):
+def test_a_late_call_of_initialize_is_an_error(monkeypatch):
     monkeypatch.setattr(os, "environ", environment("127.0.0.1:1", 2, 0, None))
-    with pytest.raises(RuntimeError, match=r"initialize\(\) comes too late\n  got:      JAX has started its devices"):
+    with pytest.raises(
+        RuntimeError, match=r"initialize\(\) was called too late\n  got:      JAX has already initialized its devices"
+    ):
         processes.initialize()
 
 
 @pytest.mark.parametrize("value", [object(), float("nan"), {1, 2}])
-def test_what_is_not_json_is_refused(value):
+def test_a_value_that_is_not_json_is_an_error(value):
     with pytest.raises(ValueError, match=r"processes: config\['what'\] is not JSON\n  got: .*\n  fix: "):
         processes.agree({"what": value})
 
 
-def test_rows_that_do_not_divide_are_refused(monkeypatch):
+def test_rows_that_cannot_be_divided_are_an_error(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 4)
-    with pytest.raises(ValueError, match=r"does not divide .*\n  got:      10 rows, 4 processes; 10 % 4 = 2"):
+    with pytest.raises(ValueError, match=r"cannot be divided .*\n  got:      10 rows, 4 processes; 10 % 4 = 2"):
         processes.own_rows(10)
 
 
-def roll(count, *callers, timeout_s=5.0, before=lambda port: None):
-    """What the roll call told each caller, given as (index, count that it says, seconds until it calls)."""
-    address, told = f"127.0.0.1:{free_port()}", {}
+def roll_call(count, *callers, timeout_s=5.0, before=lambda port: None):
+    """The result of the roll call for each caller, given as (index, count that it reports, seconds until it calls)."""
+    address, results = f"127.0.0.1:{free_port()}", {}
 
-    def call(number, index, says, delay):
+    def call(number, index, reported_count, delay):
         time.sleep(delay)
-        told[number] = call_roll(address, says, index, timeout_s, address)
+        results[number] = call_roll(address, reported_count, index, timeout_s, address)
 
     threads = [threading.Thread(target=call, args=(number, *caller)) for number, caller in enumerate(callers)]
     for thread in threads:
@@ -157,44 +159,44 @@ def roll(count, *callers, timeout_s=5.0, before=lambda port: None):
     before(int(address.split(":")[1]))
     for thread in threads:
         thread.join()
-    return [told[number] for number in range(len(callers))]
+    return [results[number] for number in range(len(callers))]
 
 
-def test_roll_call_waits_for_the_last():
-    assert roll(3, (1, 3, 0), (0, 3, 0.5), (2, 3, 1)) == [((), "")] * 3
+def test_roll_call_waits_for_the_last_process():
+    assert roll_call(3, (1, 3, 0), (0, 3, 0.5), (2, 3, 1)) == [((), "")] * 3
 
 
-def test_roll_call_names_all_that_are_missing_when_the_first_ones_time_is_up():
+def test_roll_call_names_all_missing_processes_at_the_earliest_deadline():
     start = time.monotonic()
-    assert roll(5, (1, 5, 0), (0, 5, 1.2), (3, 5, 1.4), timeout_s=2) == [((2, 4), "")] * 3
+    assert roll_call(5, (1, 5, 0), (0, 5, 1.2), (3, 5, 1.4), timeout_s=2) == [((2, 4), "")] * 3
     assert time.monotonic() - start < 2.8
 
 
-def test_roll_call_refuses_a_second_process_of_an_index_and_another_count():
-    told = roll(3, (0, 3, 0), (1, 3, 0.3), (1, 3, 0.8), (2, 4, 0.8), (2, 3, 1.5))
-    assert told[2].refused == "another process is process 1 already"
-    assert told[3].refused == "process 0 counts 3 processes; process 2 counts 4"
-    assert told[0] == told[1] == told[4] == ((), "")
+def test_roll_call_refuses_a_duplicate_index_and_a_different_count():
+    results = roll_call(3, (0, 3, 0), (1, 3, 0.3), (1, 3, 0.8), (2, 4, 0.8), (2, 3, 1.5))
+    assert results[2].refused == "another process already has index 1"
+    assert results[3].refused == "process 0 expects 3 processes, process 2 expects 4"
+    assert results[0] == results[1] == results[4] == ((), "")
 
 
 @pytest.mark.parametrize(("count", "missing"), [(3, (2,)), (4, (2, 3))])
-def test_roll_call_ignores_what_is_not_a_process_and_one_that_left(count, missing):
+def test_roll_call_ignores_other_programs_and_processes_that_left(count, missing):
     def disturb(port):
         time.sleep(0.5)
         for text in (b"", b"GET / HTTP/1.1\r\n\r\n", b"zerojax 7 %d 1.0\n" % count, b"zerojax 2 %d 9.0\n" % count):
             with socket.create_connection(("127.0.0.1", port)) as s:
                 s.sendall(text)
 
-    assert roll(count, (0, count, 0), (1, count, 0), timeout_s=1.5, before=disturb) == [(missing, "")] * 2
+    assert roll_call(count, (0, count, 0), (1, count, 0), timeout_s=1.5, before=disturb) == [(missing, "")] * 2
 
 
 def test_a_taken_port_is_named(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        found = detect.Found("ZEROJAX", 2, 0, address, "deactivate")
+        info = detect.LaunchInfo("ZEROJAX", 2, 0, address, "deactivate")
         monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", address)
         with pytest.raises(RuntimeError, match=f"process 0 cannot listen on {address}\n  got: .*in use"):
-            join._await_all(found, 5)
+            join._wait_for_all(info, 5)
 
 
 def test_launch_returns_the_first_exit_code_that_is_not_0(capfd):
@@ -207,14 +209,14 @@ def test_launch_returns_the_first_exit_code_that_is_not_0(capfd):
     assert launch(python("import time; time.sleep(60)"), 2, timeout_s=1) == 124
 
 
-def test_launch_kills_the_rest_after_a_while(capfd):
+def test_launch_kills_the_other_processes_after_the_grace_period(capfd):
     text = "import os, time; time.sleep(60 * int(os.environ['ZEROJAX_PROCESS_ID'])); exit(7)"
     start = time.monotonic()
     assert launch(python(text), 2, grace_s=1) == 7
     assert 1 < time.monotonic() - start < 10
 
 
-def test_launch_says_who_printed_a_line(capfd):
+def test_launch_prefixes_lines_with_the_process_index(capfd):
     text = "import sys; print('a\\nb', flush=True); print('oh', file=sys.stderr)"
     assert launch(python(text), 2) == 0
     out, err = capfd.readouterr()
@@ -233,14 +235,14 @@ def test_launch_forwards_signals(number):
     assert launcher.wait(timeout=20) == number
 
 
-def test_launch_sets_what_the_processes_read(monkeypatch):
+def test_launch_sets_the_variables_that_initialize_reads(monkeypatch):
     monkeypatch.setenv("ZEROJAX_CLUSTER", "slurm")
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_force_host_platform_device_count=8")
     own = environment("127.0.0.1:5", 3, 1, 4)
     assert detect.detect(own)[:4] == ("ZEROJAX", 3, 1, "127.0.0.1:5")
     assert own["XLA_FLAGS"] == "--xla_a=1 --xla_force_host_platform_device_count=4"
     assert (own["JAX_PLATFORMS"], own["NPROC"]) == ("cpu", "24")
-    with pytest.raises(ValueError, match="launch: 0 processes"):
+    with pytest.raises(ValueError, match="launch: cannot start 0 processes"):
         launch(["true"], 0)
 
 
@@ -256,11 +258,11 @@ exit $highest
 
 
 def run_slurm(tmp_path, *command):
-    """slurm.sh with a srun that starts two tasks here, and a scontrol that writes down what it is asked."""
+    """Runs slurm.sh with an srun that starts two tasks on this machine and a scontrol that records its arguments."""
     for name, text in {"srun": SRUN, "scontrol": f'#!/bin/bash\necho "$@" >> {tmp_path}/asked\n'}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    job = free_port(2**16 - 2**12) - (2**16 - 2**12)  # JAX's port is the job's number above this
+    job = free_port(2**16 - 2**12) - (2**16 - 2**12)  # JAX adds the job number to this base
     own = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": str(job), "FAKE_TASKS": "2"}
     simulated = {name: environment("", 1, 0, 2)[name] for name in ("JAX_PLATFORMS", "NPROC", "XLA_FLAGS")}
     environ = {**os.environ, **simulated, **own}
@@ -269,15 +271,15 @@ def run_slurm(tmp_path, *command):
     return done, asked.replace(str(job), "JOB")
 
 
-def test_slurm_script_is_bash():
+def test_slurm_script_has_valid_syntax():
     assert subprocess.run(["bash", "-n", str(SLURM)]).returncode == 0
 
 
-def test_slurm_tasks_come_together(tmp_path):
+def test_slurm_tasks_join(tmp_path):
     done, asked = run_slurm(tmp_path, sys.executable, JOINED)
     assert done.returncode == 0, done.stderr
-    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert sorted((one["index"], one["count"], one["found"], one["sum"]) for one in told) == [
+    printed = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert sorted((one["index"], one["count"], one["found"], one["sum"]) for one in printed) == [
         (0, 2, "slurm", 28.0),
         (1, 2, "slurm", 28.0),
     ]
@@ -285,6 +287,6 @@ def test_slurm_tasks_come_together(tmp_path):
 
 
 @pytest.mark.parametrize(("code", "asked"), [(75, "requeue JOB\n"), (1, "")])
-def test_slurm_job_is_requeued_when_it_has_saved(tmp_path, code, asked):
+def test_slurm_job_is_requeued_after_exit_code_75(tmp_path, code, asked):
     done, has_asked = run_slurm(tmp_path, "bash", "-c", f"exit {code}")
     assert (done.returncode, has_asked) == (code, asked)

@@ -1,4 +1,4 @@
-"""One of several processes: says who it is and adds up the rows of all. Options break it: see test_launch.py."""
+"""One of several processes: prints its index and the sum over the rows of all. Options make it fail: test_launch.py."""
 
 import argparse
 import json
@@ -30,8 +30,8 @@ from zerojax.processes import join  # noqa: E402
 
 differs = args.differ == int(os.environ.get("ZEROJAX_PROCESS_ID", -2))
 if differs:
-    right = join.versions()
-    join.versions = lambda: {**right, "jax": "0.0"}
+    versions = join.versions()
+    join.versions = lambda: {**versions, "jax": "0.0"}
 config = {"lr": 0.2 if differs else 0.1, "layers": [1, 2]}
 own = processes.initialize(timeout_s=args.timeout, heartbeat_s=args.heartbeat, config=config)
 if args.fail == own.index:
@@ -59,7 +59,7 @@ if args.kill == own.index:
     os.kill(os.getpid(), signal.SIGKILL)
 if args.kill >= 0:
     time.sleep(60)
-told = {
+summary = {
     "count": own.count,
     "index": own.index,
     "found": own.found,
@@ -67,4 +67,4 @@ told = {
     "rows": [rows.start, rows.stop],
     "sum": total,
 }
-sys.stdout.write(json.dumps(told) + "\n")  # in one piece: `print` would write the line's end by itself
+sys.stdout.write(json.dumps(summary) + "\n")  # in one call: `print` writes the end of the line in a second one

@@ -1,4 +1,4 @@
-"""One of several processes that together run examples/train.py, at one stage after the other: DIRECTORY STAGES ..."""
+"""One of several processes that run examples/train.py together, at each stage in turn: DIRECTORY STAGES OPTIONS."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Several processes that train as one."""
+"""Training with several processes: joins them, checks that they agree, and divides the rows of a batch among them."""
 
 from zerojax.processes.join import Processes, agree, initialize, own_rows
 

@@ -1,4 +1,4 @@
-"""Which processes train together, read from the environment that their launcher set."""
+"""Detects which processes train together, from the environment variables that their launcher sets."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-OURS = ("ZEROJAX_COORDINATOR", "ZEROJAX_NUM_PROCESSES", "ZEROJAX_PROCESS_ID")
-TORCHRUN = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
-SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
-OPEN_MPI = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
-NAMED = ("slurm", "ompi", "mpi4py", "gcetpu", "gketpu", "auto")
-TPU_HOSTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
+ZEROJAX_VARIABLES = ("ZEROJAX_COORDINATOR", "ZEROJAX_NUM_PROCESSES", "ZEROJAX_PROCESS_ID")
+TORCHRUN_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
+SLURM_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+OPEN_MPI_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+# Values of ZEROJAX_CLUSTER.
+DETECTION_METHODS = ("slurm", "ompi", "mpi4py", "gcetpu", "gketpu", "auto")
+TPU_HOST_VARIABLES = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 
 
-class Found(NamedTuple):
-    """What a launcher said. Fields that are None are left to JAX.
+class LaunchInfo(NamedTuple):
+    """What a launcher says about this process and the others. JAX determines the fields that are None.
 
     Attributes:
-        found: how: 'ZEROJAX', 'torchrun', 'slurm', 'ompi', or 'jax', which is JAX's own detection.
-        count: processes.
-        index: of this one.
-        coordinator: HOST:PORT where process 0 listens.
-        method: `cluster_detection_method` of `jax.distributed.initialize`.
+        found: how the processes were detected: 'ZEROJAX', 'torchrun', 'slurm', 'ompi', or 'jax' (JAX's own detection).
+        count: number of processes.
+        index: index of this process.
+        coordinator: HOST:PORT on which process 0 listens.
+        detection_method: `cluster_detection_method` of `jax.distributed.initialize`.
         local_device_ids: the devices of this machine that this process uses.
     """
 
@@ -30,160 +31,162 @@ class Found(NamedTuple):
     count: int | None = None
     index: int | None = None
     coordinator: str | None = None
-    method: str | None = None
+    detection_method: str | None = None
     local_device_ids: tuple[int, ...] | None = None
 
 
-def detect(environ: Mapping[str, str]) -> Found | None:
-    """Which processes train together. A function of the environment alone: nothing is asked or started.
+def detect(environ: Mapping[str, str]) -> LaunchInfo | None:
+    """Detects which processes train together. The result depends on the environment alone; nothing is started.
 
-    The first that is there counts:
+    The first row that matches is used:
 
     | launcher            | variables                                                                                |
     |---------------------|------------------------------------------------------------------------------------------|
-    | JAX, by name        | ZEROJAX_CLUSTER: slurm, ompi, mpi4py, gcetpu, gketpu; or auto: what JAX itself detects,  |
-    |                     | such as Kubernetes with the package `kubernetes`                                         |
+    | JAX, by name        | ZEROJAX_CLUSTER: slurm, ompi, mpi4py, gcetpu or gketpu; or auto, for everything that JAX |
+    |                     | itself detects, such as Kubernetes with the package `kubernetes`                         |
     | explicit            | ZEROJAX_COORDINATOR (HOST:PORT), ZEROJAX_NUM_PROCESSES, ZEROJAX_PROCESS_ID               |
     | indexed Job or      | the first two of these; the index is JOB_COMPLETION_INDEX, which Kubernetes sets, and    |
-    | JobSet              | the host is the first pod's name under the headless service                              |
+    | JobSet              | the host is the name of the first pod under the headless service                         |
     | torchrun            | MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK; with LOCAL_WORLD_SIZE > 1 the process uses   |
     |                     | the device LOCAL_RANK; with TORCHELASTIC_USE_AGENT_STORE the port is MASTER_PORT + 1     |
-    | SLURM               | SLURM_JOB_ID, SLURM_STEP_NODELIST, SLURM_NTASKS, SLURM_PROCID, SLURM_LOCALID: set by     |
-    |                     | `srun`; the process uses the device SLURM_LOCALID, as JAX decides                        |
+    | SLURM               | SLURM_JOB_ID, SLURM_STEP_NODELIST, SLURM_NTASKS, SLURM_PROCID, SLURM_LOCALID, which      |
+    |                     | `srun` sets; the process uses the device SLURM_LOCALID, as JAX decides                   |
     | Open MPI 4          | OMPI_MCA_orte_hnp_uri, OMPI_COMM_WORLD_SIZE, _RANK and _LOCAL_RANK                       |
-    | Cloud TPU           | TPU_PROCESS_ADDRESSES or TPU_WORKER_HOSTNAMES (two hosts or more) with TPU_WORKER_ID,    |
-    |                     | or MEGASCALE_NUM_SLICES > 1: left to JAX                                                 |
+    | Cloud TPU           | TPU_PROCESS_ADDRESSES or TPU_WORKER_HOSTNAMES (two or more hosts) with TPU_WORKER_ID,    |
+    |                     | or MEGASCALE_NUM_SLICES > 1; JAX determines the rest                                     |
 
-    Of SLURM and Open MPI the coordinator is the one that JAX would choose, and JAX_COORDINATOR_PORT sets its port. A
-    TPU machine without such variables (its metadata server knows) and Open MPI 5 (mpi4py knows) are named by
-    ZEROJAX_CLUSTER. JOB_COMPLETION_INDEX alone is no group: a Job of independent runs has it too.
+    For SLURM and Open MPI the coordinator is the one that JAX would choose, and JAX_COORDINATOR_PORT sets its port. Two
+    launchers must be named with ZEROJAX_CLUSTER: a TPU machine without these variables, which only its metadata server
+    describes, and Open MPI 5, which needs mpi4py. JOB_COMPLETION_INDEX alone does not make a group of processes, since
+    a Job of independent runs sets it too.
 
     Args:
-        environ: variables, such as `os.environ`.
+        environ: environment variables, such as `os.environ`.
 
     Returns:
-        what was found, or None: one process alone.
+        What the launcher says, or None for a single process.
 
     Raises:
-        ValueError: variables that contradict each other, or of which some are missing. It names them.
+        ValueError: if variables are missing, malformed, or contradict each other. The message names them.
     """
-    for source in (_named, _ours, _torchrun, _slurm, _open_mpi, _tpu):
-        if found := source(environ):
-            return found
-    return None
+    sources = (_cluster_by_name, _explicit, _torchrun, _slurm, _open_mpi, _cloud_tpu)
+    return next((info for source in sources if (info := source(environ))), None)
 
 
-def _named(environ: Mapping[str, str]) -> Found | None:
+def _cluster_by_name(environ: Mapping[str, str]) -> LaunchInfo | None:
     name = environ.get("ZEROJAX_CLUSTER")
-    if name and name not in NAMED:
-        raise _error("ZEROJAX_CLUSTER is none that JAX detects", f"{name!r}", f"one of {', '.join(NAMED)}")
-    return Found("jax", method=None if name == "auto" else name) if name else None
+    if name and name not in DETECTION_METHODS:
+        methods = ", ".join(DETECTION_METHODS)
+        raise _error("ZEROJAX_CLUSTER is not a detection method of JAX", f"{name!r}", f"one of {methods}")
+    return LaunchInfo("jax", detection_method=None if name == "auto" else name) if name else None
 
 
-def _ours(environ: Mapping[str, str]) -> Found | None:
-    if not any(environ.get(name) for name in OURS):
+def _explicit(environ: Mapping[str, str]) -> LaunchInfo | None:
+    if not any(environ.get(name) for name in ZEROJAX_VARIABLES):
         return None
-    index = "ZEROJAX_PROCESS_ID"
-    if not environ.get(index) and environ.get("JOB_COMPLETION_INDEX"):
-        index = "JOB_COMPLETION_INDEX"
-    coordinator, num_processes, _ = OURS
-    _require(environ, (coordinator, num_processes, index))
-    count, number = _count_and_index(environ, num_processes, index)
-    return Found("ZEROJAX", count, number, _address(environ[coordinator], coordinator), "deactivate")
+    coordinator_name, count_name, index_name = ZEROJAX_VARIABLES
+    if not environ.get(index_name) and environ.get("JOB_COMPLETION_INDEX"):
+        index_name = "JOB_COMPLETION_INDEX"
+    _require(environ, (coordinator_name, count_name, index_name))
+    count, index = _count_and_index(environ, count_name, index_name)
+    return LaunchInfo("ZEROJAX", count, index, _address(environ[coordinator_name], coordinator_name), "deactivate")
 
 
-def _torchrun(environ: Mapping[str, str]) -> Found | None:
-    if not any(environ.get(name) for name in TORCHRUN):
+def _torchrun(environ: Mapping[str, str]) -> LaunchInfo | None:
+    if not any(environ.get(name) for name in TORCHRUN_VARIABLES):
         return None
-    _require(environ, TORCHRUN)
-    host, port, size, rank = TORCHRUN
-    count, index = _count_and_index(environ, size, rank)
-    many = environ.get("LOCAL_RANK") and _number(environ, "LOCAL_WORLD_SIZE", "1") > 1
-    own = (_number(environ, "LOCAL_RANK"),) if many else None
-    # The program torchrun listens on MASTER_PORT itself then, for torch's own processes.
-    beside = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    address = _address(f"{environ[host]}:{_number(environ, port) + beside}", f"{host} and {port}")
-    return Found("torchrun", count, index, address, "deactivate", own)
+    _require(environ, TORCHRUN_VARIABLES)
+    host_name, port_name, count_name, index_name = TORCHRUN_VARIABLES
+    count, index = _count_and_index(environ, count_name, index_name)
+    shares_machine = environ.get("LOCAL_RANK") and _int(environ, "LOCAL_WORLD_SIZE", "1") > 1
+    local_device_ids = (_int(environ, "LOCAL_RANK"),) if shares_machine else None
+    # In this case torchrun itself listens on MASTER_PORT, for torch's own processes.
+    port_is_taken = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    port = _int(environ, port_name) + port_is_taken
+    address = _address(f"{environ[host_name]}:{port}", f"{host_name} and {port_name}")
+    return LaunchInfo("torchrun", count, index, address, "deactivate", local_device_ids)
 
 
-def _slurm(environ: Mapping[str, str]) -> Found | None:
-    if not all(name in environ for name in SLURM):
+def _slurm(environ: Mapping[str, str]) -> LaunchInfo | None:
+    if not all(name in environ for name in SLURM_VARIABLES):
         return None
-    job, nodes, size, rank, _ = SLURM
-    count, index = _count_and_index(environ, size, rank)
-    host = re.match(r"([^,\[]+)(?:\[(\w+))?", environ[nodes])  # of 'node[007-015],other' node007
+    job_name, nodes_name, count_name, index_name, _ = SLURM_VARIABLES
+    count, index = _count_and_index(environ, count_name, index_name)
+    host = re.match(r"([^,\[]+)(?:\[(\w+))?", environ[nodes_name])  # 'node[007-015],other' -> node007
     if host is None:
-        raise _error(f"{nodes} names no node", f"{environ[nodes]!r}", "start the processes with srun")
-    address = f"{host[1]}{host[2] or ''}:{_port(environ, _number(environ, job))}"
-    return Found("slurm", count, index, address, "slurm")
+        raise _error(f"{nodes_name} does not name a node", f"{environ[nodes_name]!r}", "start the processes with srun")
+    address = f"{host[1]}{host[2] or ''}:{_port(environ, _int(environ, job_name))}"
+    return LaunchInfo("slurm", count, index, address, "slurm")
 
 
-def _open_mpi(environ: Mapping[str, str]) -> Found | None:
-    size, rank, _ = OPEN_MPI
+def _open_mpi(environ: Mapping[str, str]) -> LaunchInfo | None:
+    count_name, index_name, _ = OPEN_MPI_VARIABLES
     uri = environ.get("OMPI_MCA_orte_hnp_uri")
-    if uri is None and _number(environ, size, "1") > 1:
+    if uri is None and _int(environ, count_name, "1") > 1:
         raise _error(
-            "Open MPI does not say where process 0 is, as it did before version 5",
-            f"{size}={environ[size]}, no OMPI_MCA_orte_hnp_uri",
-            f"pip install mpi4py, and ZEROJAX_CLUSTER=mpi4py; or set {', '.join(OURS)}",
+            "Open MPI 5 does not set the address of process 0, as Open MPI 4 does",
+            f"{count_name}={environ[count_name]}, no OMPI_MCA_orte_hnp_uri",
+            f"pip install mpi4py, and set ZEROJAX_CLUSTER=mpi4py; or set {', '.join(ZEROJAX_VARIABLES)}",
         )
     if uri is None:
         return None
-    _require(environ, OPEN_MPI)
-    parts = re.match(
-        r"(\d+)\..*?(?:tcp://([^,:]+)|tcp6://\[([^,\]]+))", uri
-    )  # 1531576320.0;tcp://10.96.0.1,10.1.0.1:34911
+    _require(environ, OPEN_MPI_VARIABLES)
+    # Such as 1531576320.0;tcp://10.96.0.1,10.1.0.1:34911
+    parts = re.match(r"(\d+)\..*?(?:tcp://([^,:]+)|tcp6://\[([^,\]]+))", uri)
     if parts is None:
-        raise _error("OMPI_MCA_orte_hnp_uri names no host", f"{uri!r}", f"set {', '.join(OURS)}")
-    count, index = _count_and_index(environ, size, rank)
+        fix = f"set {', '.join(ZEROJAX_VARIABLES)}"
+        raise _error("OMPI_MCA_orte_hnp_uri does not name a host", f"{uri!r}", fix)
+    count, index = _count_and_index(environ, count_name, index_name)
     address = f"{parts[2] or parts[3]}:{_port(environ, int(parts[1]) // 2**12)}"
-    return Found("ompi", count, index, address, "ompi")
+    return LaunchInfo("ompi", count, index, address, "ompi")
 
 
-def _tpu(environ: Mapping[str, str]) -> Found | None:
-    hosts = next((environ[name] for name in TPU_HOSTS if environ.get(name)), "").split(",")
-    slices = _number(environ, "MEGASCALE_NUM_SLICES", "1")
+def _cloud_tpu(environ: Mapping[str, str]) -> LaunchInfo | None:
+    hosts = next((environ[name] for name in TPU_HOST_VARIABLES if environ.get(name)), "").split(",")
+    num_slices = _int(environ, "MEGASCALE_NUM_SLICES", "1")
     if len(hosts) > 1 and "TPU_WORKER_ID" not in environ:
-        raise _error("TPU_WORKER_ID is not set", f"{len(hosts)} TPU hosts", "set it on each host, from 0")
-    return Found("jax") if len(hosts) > 1 or slices > 1 else None
+        raise _error("TPU_WORKER_ID is not set", f"{len(hosts)} TPU hosts", "set it on each host, counting from 0")
+    return LaunchInfo("jax") if len(hosts) > 1 or num_slices > 1 else None
 
 
-def _port(environ: Mapping[str, str], job: int) -> str:
-    """JAX's: one of the 4,096 highest by the job's number, so that two jobs on a node seldom meet."""
-    return environ.get("JAX_COORDINATOR_PORT") or str(job % 2**12 + 65536 - 2**12)
+def _port(environ: Mapping[str, str], job_number: int) -> str:
+    """The port that JAX chooses: by the number of the job, so that two jobs on a node rarely have the same."""
+    return environ.get("JAX_COORDINATOR_PORT") or str(job_number % 2**12 + 65536 - 2**12)
 
 
 def _require(environ: Mapping[str, str], names: tuple[str, ...]) -> None:
+    """Raises ValueError unless all of these variables are set."""
     missing = [name for name in names if not environ.get(name)]
-    there = ", ".join(f"{name}={environ[name]}" for name in names if environ.get(name))
+    present = ", ".join(f"{name}={environ[name]}" for name in names if environ.get(name))
     if missing:
         raise _error(
             f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not set",
-            there or "none of the variables that belong together",
-            f"set all of {', '.join(names)}, or none",
+            present or "none of these variables",
+            f"set all of {', '.join(names)}, or none of them",
         )
 
 
-def _number(environ: Mapping[str, str], name: str, default: str = "") -> int:
+def _int(environ: Mapping[str, str], name: str, default: str = "") -> int:
     text = environ.get(name, default)
     if not re.fullmatch(r"[0-9]+", text):
-        raise _error(f"{name} is not a number", f"{text!r}", "a whole number from 0")
+        raise _error(f"{name} is not a number", f"{text!r}", "a whole number, at least 0")
     return int(text)
 
 
 def _count_and_index(environ: Mapping[str, str], count_name: str, index_name: str) -> tuple[int, int]:
-    count, index = _number(environ, count_name), _number(environ, index_name)
+    count, index = _int(environ, count_name), _int(environ, index_name)
     if index >= count:
         got = f"{count_name}={count}, {index_name}={index}"
         raise _error(f"{index_name} is not below {count_name}", got, f"indices 0 to {max(count, 1) - 1}")
     return count, index
 
 
-def _address(text: str, names: str) -> str:
-    host, colon, port = text.rpartition(":")
+def _address(address: str, names: str) -> str:
+    """The address, checked. `names` are the variables that it was read from."""
+    host, colon, port = address.rpartition(":")
     if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
-        raise _error(f"{names} must give a host and a port", f"{text!r}", "HOST:PORT, such as node0:12355")
-    return text
+        raise _error(f"{names} must give a host and a port", f"{address!r}", "HOST:PORT, such as node0:12355")
+    return address
 
 
 def _error(what: str, got: str, fix: str) -> ValueError:

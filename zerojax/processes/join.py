@@ -1,7 +1,7 @@
-"""Several processes that train as one: they come together, agree, and share the rows of a batch.
+"""Joins the processes of a training run, checks that they agree, and divides the rows of a batch among them.
 
-`jax.distributed` is the engine. Here is what it leaves open: who is missing, who differs, and that a process that has
-failed ends at once.
+`jax.distributed` connects the processes. This module adds what it does not do: it names processes that are missing or
+have a different configuration, and ends a process that has failed at once.
 """
 
 from __future__ import annotations
@@ -22,24 +22,26 @@ import jax
 import jax._src.distributed
 import jax._src.xla_bridge
 
-from zerojax.processes.detect import Found, detect
-from zerojax.processes.rollcall import Absence, call_roll
+from zerojax.processes.detect import LaunchInfo, detect
+from zerojax.processes.rollcall import RollCallResult, call_roll
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "zerojax")
-MIN_CONNECT_S = 30  # for JAX to connect processes that all have answered the roll call, however long that took
-LAST_WORDS_S = 2  # that process 0 stays after a failure: JAX aborts the others when it goes, before they say why
+MIN_CONNECT_S = 30  # for JAX to connect the processes after the roll call, however long the roll call took
+# After a failure process 0 waits for this time. JAX aborts the others when it exits, and they might not have written
+# their errors yet.
+EXIT_DELAY_S = 2
 
-_agreements = itertools.count()  # every process agrees on the same things in the same order
+_call_numbers = itertools.count()  # of `agree`, which all processes call equally often
 
 
 class Processes(NamedTuple):
     """The processes that train together.
 
     Attributes:
-        count: of them.
-        index: of this one.
-        coordinator: HOST:PORT of process 0; None for one process alone.
-        found: how they were found: 'ZEROJAX', 'torchrun', 'slurm', 'ompi', 'jax' (its own detection), or 'alone'.
+        count: number of processes.
+        index: index of this process.
+        coordinator: HOST:PORT of process 0; None for a single process.
+        found: how they were detected: 'ZEROJAX', 'torchrun', 'slurm', 'ompi', 'jax' (JAX's own detection), or 'alone'.
     """
 
     count: int
@@ -49,118 +51,120 @@ class Processes(NamedTuple):
 
 
 def initialize(*, timeout_s: int = 300, heartbeat_s: int = 100, config: Mapping[str, Any] | None = None) -> Processes:
-    """Joins this process with the others that the launcher started. Call it before anything asks for a device.
+    """Joins this process with the others that the launcher started. Must be called before JAX initializes its devices.
 
-    Which variables say so, of which launcher, is the table of `processes.detect.detect`. With none of them set, or with
-    a count of 1, nothing is started.
+    `processes.detect.detect` lists the environment variables of each launcher. If none of them is set, or if they
+    describe a single process, nothing is started.
 
-    After it a process that ends with an exception ends at once. JAX alone would have it wait for the others to end
-    too (300 s), which wait for it in a collective.
+    Afterwards, a process that raises an exception exits at once. With JAX alone it would wait up to 300 s for the other
+    processes to exit, which wait for it in a collective.
 
     Args:
-        timeout_s: how long to wait for the others.
-        heartbeat_s: a process that is not heard of for so long counts as dead: the others are ended by JAX, with the
-            index of the dead one on stderr and exit code 134 (SIGABRT).
-        config: what must be the same in all processes, by names; see `agree`.
+        timeout_s: how long to wait for the other processes, in seconds.
+        heartbeat_s: a process that sends no heartbeat for this time, in seconds, counts as dead. JAX then ends the
+            others with exit code 134 (SIGABRT), and writes the index of the dead process to stderr.
+        config: a configuration that must be the same in all processes; see `agree`.
 
     Returns:
-        the processes.
+        The number of processes, the index of this one, and how they were detected.
 
     Raises:
-        ValueError: variables are missing or contradict each other, or the processes differ.
-        TimeoutError: processes did not come; it names them. Where JAX itself detects (found 'jax') it waits, and ends
-            the process instead.
-        RuntimeError: JAX has started already, or this was called before, or the coordinator's port is taken.
+        ValueError: if variables are missing or contradict each other, or if the processes differ.
+        TimeoutError: if processes are missing; it names them. If JAX itself detects the processes (`found` is 'jax'),
+            JAX waits for them, and aborts the process instead.
+        RuntimeError: if JAX has already initialized its devices, if this function was called before, or if the port of
+            the coordinator is taken.
 
-    Cost: until the last process comes; then about a second. One connection to process 0 for each other process.
+    Cost: waits for the last process; then about a second. Each process opens one connection to process 0.
     """
     _check_config(config or {})
-    found = detect(os.environ)
-    if found is None or found.count == 1:
-        return Processes(1, 0, None, found.found if found else "alone")
-    _check_not_started()
-    end = time.monotonic() + timeout_s
-    if found.coordinator is not None:
-        _await_all(found, timeout_s)
+    info = detect(os.environ)
+    if info is None or info.count == 1:
+        return Processes(1, 0, None, info.found if info else "alone")
+    _check_not_initialized()
+    deadline = time.monotonic() + timeout_s
+    if info.coordinator is not None:
+        _wait_for_all(info, timeout_s)
     jax.distributed.initialize(
-        found.coordinator,
-        found.count,
-        found.index,
-        local_device_ids=found.local_device_ids,
-        cluster_detection_method=found.method,
-        initialization_timeout=max(MIN_CONNECT_S, round(end - time.monotonic())),
+        info.coordinator,
+        info.count,
+        info.index,
+        local_device_ids=info.local_device_ids,
+        cluster_detection_method=info.detection_method,
+        initialization_timeout=max(MIN_CONNECT_S, round(deadline - time.monotonic())),
         heartbeat_timeout_seconds=heartbeat_s,
     )
-    atexit.register(_end_if_failed)
+    atexit.register(_exit_if_failed)
     agree(config or {}, timeout_s=timeout_s)
-    state = _state()
-    return Processes(state.num_processes, state.process_id, state.coordinator_address, found.found)
+    state = _distributed_state()
+    return Processes(state.num_processes, state.process_id, state.coordinator_address, info.found)
 
 
 def agree(config: Mapping[str, Any], *, timeout_s: int = 300) -> None:
-    """Checks that all processes have the same configuration, and the same versions of Python and of packages.
+    """Checks that all processes have the same configuration and the same versions of Python and of packages.
 
-    All processes call it, equally often. Values are compared by their JSON text, with sorted keys: 1 and 1.0 differ,
-    tuples and lists do not.
+    All processes must call this function, and equally often. Values are compared by their JSON text with sorted keys:
+    1 and 1.0 differ, a tuple and a list with the same items do not.
 
     Args:
-        config: what must be the same, by names.
-        timeout_s: how long to wait for the others to call it.
+        config: the configuration, by field name.
+        timeout_s: how long to wait for the other processes, in seconds.
 
     Raises:
-        ValueError: they differ; it names the field, the values, and who has which. All processes raise it. Or a value
-            is not JSON.
-        TimeoutError: processes did not call it; it names them.
+        ValueError: if the processes differ; it names the field, the values, and the processes that have them, and is
+            raised in all processes. Also if a value is not JSON.
+        TimeoutError: if processes did not call this function; it names them.
 
-    Cost: one message of the configuration's size to process 0, and one with those of all processes back.
+    Cost: one message to process 0 with the configuration, and one message back with those of all processes.
     """
     own = {**_check_config(config), **{name: json.dumps(version) for name, version in versions().items()}}
     if not jax.distributed.is_initialized():
         return
-    texts = _exchange(f"zerojax/agree/{next(_agreements)}", json.dumps(own), timeout_s)
-    told = {index: json.loads(text) for index, text in texts.items()}
-    differences = [line for field in sorted(set().union(*told.values())) if (line := _difference(field, told))]
+    texts = _all_gather_text(f"zerojax/agree/{next(_call_numbers)}", json.dumps(own), timeout_s)
+    configs = {index: json.loads(text) for index, text in texts.items()}
+    fields = sorted(set().union(*configs.values()))
+    differences = [line for field in fields if (line := _difference(field, configs))]
     if differences:
         raise ValueError(
-            "processes: they differ\n"
+            "processes: their configurations or versions differ\n"
             f"  got:      {(chr(10) + ' ' * 12).join(differences)}\n"
             "  fix:      start all processes with the same configuration and the same packages"
         )
 
 
 def own_rows(num_rows: int) -> slice:
-    """The rows of a global batch that this process loads, and passes to a step or to `zero.shard_batch`.
+    """Returns the rows of a global batch that this process loads, and passes to a step or to `zero.shard_batch`.
 
-    For meshes over which processes split the batch: with a `model` axis across processes they would need the same rows,
-    which is not checked.
+    The batch must be divided over all processes. If a `model` axis spans several processes, these processes need the
+    same rows; this is not checked.
 
     Args:
-        num_rows: of the batch of all processes.
+        num_rows: number of rows of the global batch, over all processes.
 
     Returns:
-        as many consecutive rows as every other process has.
+        A slice of consecutive rows, of the same length in every process.
 
     Raises:
-        ValueError: they do not divide.
+        ValueError: if the number of processes does not divide `num_rows`.
     """
     count, index = jax.process_count(), jax.process_index()
     if num_rows % count:
         raise ValueError(
-            "processes: the batch does not divide into the processes\n"
+            "processes: the rows of the batch cannot be divided among the processes\n"
             f"  got:      {num_rows} rows, {count} processes; {num_rows} % {count} = {num_rows % count}\n"
-            f"  fix:      a multiple of {count} rows"
+            f"  fix:      use a multiple of {count} rows"
         )
     rows = num_rows // count
     return slice(index * rows, (index + 1) * rows)
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that decide what a step computes."""
+    """The versions of Python and of the packages that influence what a step computes."""
     return {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES}
 
 
 def _check_config(config: Mapping[str, Any]) -> dict[str, str]:
-    """Each field's JSON text. Raises ValueError for what has none."""
+    """The JSON text of each field. Raises ValueError if a value is not JSON."""
     texts = {}
     for field, value in config.items():
         try:
@@ -174,98 +178,98 @@ def _check_config(config: Mapping[str, Any]) -> dict[str, str]:
     return texts
 
 
-def _check_not_started() -> None:
-    # No public function says it without starting JAX; jax.distributed.initialize would, but after the roll call, in
-    # which the others would have counted on this process.
+def _check_not_initialized() -> None:
+    # No public function tells this without initializing the devices. jax.distributed.initialize would raise an error
+    # too, but after the roll call, when the other processes already count on this one.
     if jax.distributed.is_initialized() or jax._src.xla_bridge.backends_are_initialized():
-        what = "processes are joined" if jax.distributed.is_initialized() else "has started its devices"
+        what = "joined the processes" if jax.distributed.is_initialized() else "initialized its devices"
         raise RuntimeError(
-            "processes: initialize() comes too late\n"
-            f"  got:      JAX {what} already\n"
+            "processes: initialize() was called too late\n"
+            f"  got:      JAX has already {what}\n"
             "  fix:      call it once, before the first array and before jax.devices()"
         )
 
 
-def _await_all(found: Found, timeout_s: int) -> None:
-    """Raises TimeoutError unless all processes come."""
-    assert found.coordinator is not None and found.count is not None and found.index is not None
+def _wait_for_all(info: LaunchInfo, timeout_s: int) -> None:
+    """Calls the roll, and raises an error in all processes if one is missing."""
+    assert info.coordinator is not None and info.count is not None and info.index is not None
     bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
     try:
-        absence = call_roll(found.coordinator, found.count, found.index, timeout_s, bind)
+        result = call_roll(info.coordinator, info.count, info.index, timeout_s, bind)
     except OSError as error:
         raise RuntimeError(
-            f"processes: process 0 cannot listen on {bind or found.coordinator}\n"
+            f"processes: process 0 cannot listen on {bind or info.coordinator}\n"
             f"  got:      {error}\n"
-            "  fix:      another port for all processes, or end what uses this one"
+            "  fix:      set another port in all processes, or end the program that uses this one"
         ) from error
-    _raise_if_absent(absence, found, timeout_s)
+    _check_roll_call(result, info, timeout_s)
 
 
-def _raise_if_absent(absence: Absence, found: Found, timeout_s: int) -> None:
-    if absence.refused:
+def _check_roll_call(result: RollCallResult, info: LaunchInfo, timeout_s: int) -> None:
+    if result.refused:
         raise ValueError(
-            f"processes: process {found.index} was refused\n"
-            f"  got:      {absence.refused}\n"
-            "  fix:      give each process its own index, and all the same count"
+            f"processes: process {info.index} was refused\n"
+            f"  got:      {result.refused}\n"
+            "  fix:      give each process its own index, and all processes the same count"
         )
-    if absence.missing:
+    if result.missing:
         raise TimeoutError(
-            f"processes: {_name(absence.missing)} of {found.count} did not come within {timeout_s} s\n"
-            f"  got:      this is process {found.index}, found by {found.found}; process 0 is {found.coordinator}\n"
-            "  fix:      see the missing ones' output; that they reach that address; or a longer timeout_s"
+            f"processes: {_names(result.missing)} of {info.count} did not join within {timeout_s} s\n"
+            f"  got:      this is process {info.index}, detected from {info.found}; process 0 is {info.coordinator}\n"
+            "  fix:      look at the output of the missing ones; check that they can reach process 0; or raise timeout_s"
         )
 
 
-def _name(indices: tuple[int, ...] | list[int]) -> str:
+def _names(indices: tuple[int, ...] | list[int]) -> str:
     return f"process{'es' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"
 
 
-def _state() -> Any:
-    """JAX's record of the processes, and its connection to process 0, with a key-value store.
+def _distributed_state() -> Any:
+    """JAX's record of the processes, which also holds the client of the key-value store of process 0.
 
-    There is no public way to them that does not start the devices, which a script may still want to choose.
+    The public ways to it initialize the devices, which a script may still want to configure.
     """
     return jax._src.distributed.global_state
 
 
-def _exchange(key: str, text: str, timeout_s: int) -> dict[int, str]:
-    """Every process's text, by index, after all have given theirs."""
-    state = _state()
+def _all_gather_text(key: str, text: str, timeout_s: int) -> dict[int, str]:
+    """Gathers a text from every process, by process index."""
+    state = _distributed_state()
     client = state.client
     client.key_value_set(f"{key}/{state.process_id}", text)
     try:
         client.wait_at_barrier(f"{key}/all", timeout_s * 1000)
     except jax.errors.JaxRuntimeError as error:
-        there = _texts(client, key)
-        missing = [index for index in range(state.num_processes) if index not in there]
+        received = _stored_texts(client, key)
+        missing = [index for index in range(state.num_processes) if index not in received]
         raise TimeoutError(
-            f"processes: {_name(missing)} did not call agree() within {timeout_s} s\n"
+            f"processes: {_names(missing)} did not call agree() within {timeout_s} s\n"
             f"  got:      {error}\n"
-            "  fix:      all processes call it, equally often"
+            "  fix:      call it in all processes, equally often"
         ) from error
-    return _texts(client, key)
+    return _stored_texts(client, key)
 
 
-def _texts(client: Any, key: str) -> dict[int, str]:
+def _stored_texts(client: Any, key: str) -> dict[int, str]:
     return {int(name.rpartition("/")[2]): text for name, text in client.key_value_dir_get(key)}
 
 
-def _difference(field: str, told: Mapping[int, Mapping[str, str]]) -> str:
-    """Which values a field has, and where; nothing if it has one."""
+def _difference(field: str, configs: Mapping[int, Mapping[str, str]]) -> str:
+    """Describes which processes have which value of a field; empty if all have the same value."""
     owners = collections.defaultdict(list)
-    for index in sorted(told):
-        owners[told[index].get(field, "nothing")].append(index)
+    for index in sorted(configs):
+        owners[configs[index].get(field, "no value")].append(index)
     if len(owners) == 1:
         return ""
-    return f"{field}: " + "; ".join(f"{value} in {_name(indices)}" for value, indices in owners.items())
+    return f"{field}: " + "; ".join(f"{value} in {_names(indices)}" for value, indices in owners.items())
 
 
-def _end_if_failed() -> None:
-    """At exit after an exception: ends the process here, before JAX waits for the others to end."""
+def _exit_if_failed() -> None:
+    """Exit handler: after an exception, ends the process before JAX waits for the others to exit."""
     if not hasattr(sys, "last_value") or not jax.distributed.is_initialized():
         return
     sys.stdout.flush()
     sys.stderr.flush()
-    if _state().process_id == 0:
-        time.sleep(LAST_WORDS_S)
+    if _distributed_state().process_id == 0:
+        time.sleep(EXIT_DELAY_S)
     os._exit(1)

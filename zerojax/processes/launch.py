@@ -1,4 +1,4 @@
-"""Several processes of one command on this machine, for tests and laptops. Clusters have launchers of their own."""
+"""Launches several processes of a command on this machine, for development and tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import IO
 from zerojax.sharding.mesh import simulation_variables
 
 POLL_S = 0.05
-TIMED_OUT = 124  # as timeout(1) has it
+TIMEOUT_EXIT_CODE = 124  # as of timeout(1)
 
 
 def launch(
@@ -27,29 +27,30 @@ def launch(
     timeout_s: float | None = None,
     grace_s: float = 10,
 ) -> int:
-    """Runs a command as processes that `zerojax.processes.initialize` joins, over loopback.
+    """Runs a command in several processes, which `zerojax.processes.initialize` joins over the loopback interface.
 
-    Each line that a process prints is printed here, after its index. SIGINT and SIGTERM go to all processes; the second
-    one kills them, since JAX keeps SIGTERM to itself once processes are joined. When one process fails, the others have
-    `grace_s` to end by themselves, and are killed then.
+    Each line of output is prefixed with the index of its process. SIGINT and SIGTERM are forwarded to all processes; a
+    second signal kills them, since JAX handles SIGTERM itself once processes are joined. When a process fails, the
+    others have `grace_s` seconds to exit before they are killed.
 
     Args:
         command: program and arguments.
-        num_processes: how many.
-        devices: simulated CPU devices of each process; without it each sees the machine's.
-        timeout_s: when all are killed; None: never.
-        grace_s: from the first failure until the rest is killed.
+        num_processes: number of processes.
+        devices: number of simulated CPU devices of each process; by default each process uses the machine's devices.
+        timeout_s: seconds after which all processes are killed; never by default.
+        grace_s: seconds from the first failure until the other processes are killed.
 
     Returns:
-        the first exit code that is not 0, or 0; 128 + N of a process that signal N ended; 124 after `timeout_s`.
+        The first exit code that is not 0, otherwise 0; 128 + N if signal N ended that process; 124 after `timeout_s`.
 
     Raises:
-        ValueError: a number of processes or devices below 1.
-        OSError: the command cannot be started.
+        ValueError: if the number of processes or devices is below 1.
+        OSError: if the command cannot be started.
     """
     if num_processes < 1 or (devices is not None and devices < 1):
         raise ValueError(
-            f"launch: {num_processes} processes of {devices} devices\n  fix:      one or more processes and devices"
+            f"launch: cannot start {num_processes} processes with {devices} devices each\n"
+            f"  fix:      at least one process and one device"
         )
     coordinator = f"127.0.0.1:{_free_port()}"
     running: list[subprocess.Popen[str]] = []
@@ -57,38 +58,38 @@ def launch(
         with _forward_signals(running):
             for index in range(num_processes):
                 running.append(_start(command, environment(coordinator, num_processes, index, devices)))
-            copies = [copy for index, process in enumerate(running) for copy in _copy_output(index, process)]
+            threads = [thread for index, process in enumerate(running) for thread in _copy_output(index, process)]
             code = _wait(running, timeout_s, grace_s)
-            for copy in copies:
-                copy.join(timeout=1)
+            for thread in threads:
+                thread.join(timeout=1)
             return code
     finally:
-        _signal(running, signal.SIGKILL)
+        _send_signal(running, signal.SIGKILL)
 
 
 def environment(coordinator: str, count: int, index: int, devices: int | None) -> dict[str, str]:
-    """The variables of one process: this one's, who it is, and the devices that it simulates."""
-    own = {
+    """The environment variables of one process: a copy of this process's, with its index and simulated devices."""
+    variables = {
         **os.environ,
         "ZEROJAX_COORDINATOR": coordinator,
         "ZEROJAX_NUM_PROCESSES": str(count),
         "ZEROJAX_PROCESS_ID": str(index),
-        "JAX_COORDINATOR_BIND_ADDRESS": coordinator,  # by default JAX listens on all of the machine's addresses
+        "JAX_COORDINATOR_BIND_ADDRESS": coordinator,  # by default JAX listens on all addresses of the machine
         "PYTHONUNBUFFERED": "1",
     }
-    own.pop("ZEROJAX_CLUSTER", None)
-    return own if devices is None else own | simulation_variables(own, devices)
+    variables.pop("ZEROJAX_CLUSTER", None)
+    return variables if devices is None else variables | simulation_variables(variables, devices)
 
 
 def _free_port() -> int:
-    """Free now. Another program may take it before process 0 does, which says so then."""
+    """A port that is free now. If another program takes it first, process 0 raises an error."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
 
 
 def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
-    """In a session of its own: it has signals from here alone, not a second time from the terminal."""
+    """Starts a process in a new session, so that it does not also receive the signals that the terminal sends."""
     return subprocess.Popen(
         list(command),
         env=dict(environ),
@@ -101,42 +102,43 @@ def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pop
 
 
 def _copy_output(index: int, process: subprocess.Popen[str]) -> list[threading.Thread]:
+    """Starts threads that copy the output of a process to the output of this one."""
     assert process.stdout is not None and process.stderr is not None
     pairs = [(process.stdout, sys.stdout), (process.stderr, sys.stderr)]
-    copies = [threading.Thread(target=_copy, args=(f"[{index}] ", *pair), daemon=True) for pair in pairs]
-    for copy in copies:
-        copy.start()
-    return copies
+    threads = [threading.Thread(target=_copy_lines, args=(f"[{index}] ", *pair), daemon=True) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    return threads
 
 
-def _copy(prefix: str, source: IO[str], target: IO[str]) -> None:
+def _copy_lines(prefix: str, source: IO[str], target: IO[str]) -> None:
     for line in source:
-        target.write(f"{prefix}{line.rstrip()}\n")  # in one piece: lines of two processes do not mix
+        target.write(f"{prefix}{line.rstrip()}\n")  # in one call, so that lines of two processes are not mixed
         target.flush()
 
 
 def _wait(running: Sequence[subprocess.Popen[str]], timeout_s: float | None, grace_s: float) -> int:
-    """Until all have ended, or time is up. Returns the exit code of `launch`."""
-    code, end = 0, float("inf") if timeout_s is None else time.monotonic() + timeout_s
+    """Waits until all processes have exited, or until the time is up. Returns the exit code of `launch`."""
+    code, deadline = 0, float("inf") if timeout_s is None else time.monotonic() + timeout_s
     while None in (codes := [process.poll() for process in running]):
         time.sleep(POLL_S)
-        failed = [found for found in codes if found]
-        if failed and not code:
-            code = failed[0]
-            end = min(end, time.monotonic() + grace_s)
-        if time.monotonic() > end:
-            _signal(running, signal.SIGKILL)
-            return _exit_code(code) or TIMED_OUT
+        failures = [returncode for returncode in codes if returncode]
+        if failures and not code:
+            code = failures[0]
+            deadline = min(deadline, time.monotonic() + grace_s)
+        if time.monotonic() > deadline:
+            _send_signal(running, signal.SIGKILL)
+            return _exit_code(code) or TIMEOUT_EXIT_CODE
     return _exit_code(code or next(filter(None, codes), 0))
 
 
 def _exit_code(returncode: int) -> int:
-    """As a shell has it."""
+    """The exit code that a shell reports: 128 + N for a process that signal N ended."""
     return returncode if returncode >= 0 else 128 - returncode
 
 
-def _signal(running: Sequence[subprocess.Popen[str]], number: int) -> None:
-    """To the processes that have not ended, and to what they started."""
+def _send_signal(running: Sequence[subprocess.Popen[str]], number: int) -> None:
+    """Sends a signal to the processes that have not exited, and to their children."""
     for process in running:
         if process.poll() is None:
             try:
@@ -147,20 +149,20 @@ def _signal(running: Sequence[subprocess.Popen[str]], number: int) -> None:
 
 @contextmanager
 def _forward_signals(running: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
-    """SIGINT and SIGTERM to all processes, while it lasts. Only a main thread can take signals."""
+    """Forwards SIGINT and SIGTERM to all processes. Only the main thread can; in another one this does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    taken = (signal.SIGINT, signal.SIGTERM)
-    once: list[int] = []
+    forwarded = (signal.SIGINT, signal.SIGTERM)
+    received: list[int] = []
 
     def forward(number: int, _: object) -> None:
-        _signal(running, signal.SIGKILL if once else number)
-        once.append(number)
+        _send_signal(running, signal.SIGKILL if received else number)
+        received.append(number)
 
-    before = [signal.signal(number, forward) for number in taken]
+    previous_handlers = [signal.signal(number, forward) for number in forwarded]
     try:
         yield
     finally:
-        for number, handler in zip(taken, before, strict=True):
+        for number, handler in zip(forwarded, previous_handlers, strict=True):
             signal.signal(number, handler)

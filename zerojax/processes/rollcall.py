@@ -1,13 +1,13 @@
-"""The roll call: which processes are there, before JAX joins them.
+"""A roll call of all processes before JAX joins them, so that an error can name the processes that are missing.
 
-`jax.distributed.initialize` waits for all processes; if one does not come, its C++ code aborts the others (SIGABRT)
-and does not say which one is missing. Hence each process first tells its index to process 0, over the port that JAX
-uses after it:
+`jax.distributed.initialize` waits for all processes; if one does not connect, its C++ code aborts the others (SIGABRT)
+without naming the missing one. Therefore each process first reports its index to process 0, on the port that JAX uses
+afterwards:
 
     process 1..n-1   "zerojax INDEX COUNT SECONDS_LEFT\n"  ->  process 0
-    process 0        {"missing": [...], "refused": ""}     ->  all that came, when the last has come or time is up
+    process 0        {"missing": [...], "refused": ""}     ->  all that reported, when all have or the time is up
 
-It carries nothing else, decides nothing else, and closes the port again.
+The connections carry nothing else, and the port is closed again.
 """
 
 from __future__ import annotations
@@ -19,48 +19,48 @@ import time
 from typing import NamedTuple
 
 RETRY_S = 0.2  # between two attempts to reach process 0
-HELLO_S = 2.0  # for the one line that a connection begins with: longer holds up the others
-ANSWER_S = 5.0  # beyond the deadline, which process 0 keeps, for its answer to arrive
+REPORT_TIMEOUT_S = 2.0  # for the line that a process sends first: a slower one would delay the others
+RESULT_TIMEOUT_S = 5.0  # for the result of process 0 to reach the others, after the deadline
 
 
-class Absence(NamedTuple):
-    """Who is missing.
+class RollCallResult(NamedTuple):
+    """The result of a roll call.
 
     Attributes:
-        missing: indices.
-        refused: why process 0 refused this process, or nothing.
+        missing: the indices of the processes that did not report.
+        refused: why process 0 refused this process; empty if it did not.
     """
 
     missing: tuple[int, ...] = ()
     refused: str = ""
 
 
-def call_roll(coordinator: str, count: int, index: int, timeout_s: float, bind: str | None = None) -> Absence:
-    """Waits until all processes are there, or until the first one's time is up.
+def call_roll(coordinator: str, count: int, index: int, timeout_s: float, bind: str | None = None) -> RollCallResult:
+    """Waits until all processes have reported to process 0, or until the earliest deadline of one of them.
 
     Args:
         coordinator: HOST:PORT of process 0.
-        count: processes.
-        index: of this one.
+        count: number of processes.
+        index: index of this process.
         timeout_s: how long this process waits.
-        bind: HOST:PORT that process 0 listens on; without it on all addresses.
+        bind: HOST:PORT on which process 0 listens; all addresses of its machine by default.
 
     Returns:
-        the same in all processes: who is missing.
+        The missing processes, which are the same in all processes, unless process 0 refused this one.
 
     Raises:
-        OSError: in process 0: the port is taken.
+        OSError: in process 0, if the port is taken.
 
-    Cost: one connection and two short messages a process.
+    Cost: one connection and two short messages for each process.
     """
     deadline = time.monotonic() + timeout_s
     if index:
-        return _answer(_split(coordinator), f"zerojax {index} {count}", deadline)
-    with _listen(_split(bind or f"[::]:{coordinator.rpartition(':')[2]}")) as listener:
+        return _report(_host_and_port(coordinator), f"zerojax {index} {count}", deadline)
+    with _listen(_host_and_port(bind or f"[::]:{coordinator.rpartition(':')[2]}")) as listener:
         return _collect(listener, count, deadline)
 
 
-def _split(address: str) -> tuple[str, int]:
+def _host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
 
@@ -73,61 +73,66 @@ def _listen(address: tuple[str, int]) -> socket.socket:
     return socket.create_server((host, address[1]), family=family, backlog=4096)
 
 
-def _collect(listener: socket.socket, count: int, deadline: float) -> Absence:
-    """Process 0's part."""
-    here: dict[int, socket.socket] = {}
+def _collect(listener: socket.socket, count: int, deadline: float) -> RollCallResult:
+    """Process 0: collects the reports of the other processes, and sends each of them the result."""
+    connections: dict[int, socket.socket] = {}
     while time.monotonic() < deadline:
-        if len(here) == count - 1:
-            here = {index: connection for index, connection in here.items() if not _closed(connection)}
-            if len(here) == count - 1:
+        if len(connections) == count - 1:
+            connections = {index: connection for index, connection in connections.items() if not _is_closed(connection)}
+            if len(connections) == count - 1:
                 break
         listener.settimeout(min(RETRY_S, max(deadline - time.monotonic(), 0.001)))
         try:
             connection, _ = listener.accept()
         except TimeoutError:
             continue
-        deadline = min(deadline, _greet(connection, here, count))
-    gone = {index for index, connection in here.items() if _closed(connection)}
-    absence = Absence(tuple(index for index in range(1, count) if index not in here or index in gone))
-    for connection in here.values():
-        _tell(connection, absence)
-    return absence
+        deadline = min(deadline, _register(connection, connections, count))
+    gone = {index for index, connection in connections.items() if _is_closed(connection)}
+    missing = tuple(index for index in range(1, count) if index not in connections or index in gone)
+    result = RollCallResult(missing)
+    for connection in connections.values():
+        _send_result(connection, result)
+    return result
 
 
-def _greet(connection: socket.socket, here: dict[int, socket.socket], count: int) -> float:
-    """Adds a process to those that are here. Returns its deadline. What says no such line is no process of ours."""
-    connection.settimeout(HELLO_S)
-    hello = re.fullmatch(rb"zerojax (\d+) (\d+) ([\d.]+)\n", _line(connection))
-    if hello is None:
+def _register(connection: socket.socket, connections: dict[int, socket.socket], count: int) -> float:
+    """Reads the report of a process and adds its connection. Returns the deadline of the process.
+
+    A connection that does not begin with a report is not from a process of this run, and is closed.
+    """
+    connection.settimeout(REPORT_TIMEOUT_S)
+    report = re.fullmatch(rb"zerojax (\d+) (\d+) ([\d.]+)\n", _read_line(connection))
+    if report is None:
         connection.close()
         return float("inf")
-    index, told = int(hello[1]), int(hello[2])
-    if told != count or not 0 < index < count:
-        _tell(connection, Absence(refused=f"process 0 counts {count} processes; process {index} counts {told}"))
+    index, reported_count = int(report[1]), int(report[2])
+    if reported_count != count or not 0 < index < count:
+        refused = f"process 0 expects {count} processes, process {index} expects {reported_count}"
+        _send_result(connection, RollCallResult(refused=refused))
         return float("inf")
-    if index in here and not _closed(here[index]):
-        _tell(connection, Absence(refused=f"another process is process {index} already"))
+    if index in connections and not _is_closed(connections[index]):
+        _send_result(connection, RollCallResult(refused=f"another process already has index {index}"))
         return float("inf")
-    here[index] = connection
-    return time.monotonic() + float(hello[3])
+    connections[index] = connection
+    return time.monotonic() + float(report[3])
 
 
-def _answer(address: tuple[str, int], hello: str, deadline: float) -> Absence:
-    """The part of every other process. Without an answer process 0 is the one that is missing."""
-    while (left := deadline - time.monotonic()) > 0:
+def _report(address: tuple[str, int], report: str, deadline: float) -> RollCallResult:
+    """All other processes: report to process 0 and wait for the result. If there is none, process 0 is missing."""
+    while (seconds_left := deadline - time.monotonic()) > 0:
         try:
-            with socket.create_connection(address, timeout=left) as connection:
-                connection.sendall(f"{hello} {left:.3f}\n".encode())
-                connection.settimeout(left + ANSWER_S)
-                told = json.loads(_line(connection))
-                return Absence(tuple(told["missing"]), told["refused"])
-        except (OSError, ValueError):  # not there yet, not its own port yet, or it ended before the answer
+            with socket.create_connection(address, timeout=seconds_left) as connection:
+                connection.sendall(f"{report} {seconds_left:.3f}\n".encode())
+                connection.settimeout(seconds_left + RESULT_TIMEOUT_S)
+                result = json.loads(_read_line(connection))
+                return RollCallResult(tuple(result["missing"]), result["refused"])
+        except (OSError, ValueError):  # process 0 does not listen yet, another program does, or process 0 has ended
             time.sleep(RETRY_S)
-    return Absence((0,))
+    return RollCallResult((0,))
 
 
-def _line(connection: socket.socket) -> bytes:
-    """Up to a line's end; less if the other side ends it."""
+def _read_line(connection: socket.socket) -> bytes:
+    """Reads up to the end of a line, or less if the other side closes the connection."""
     text = b""
     try:
         while not text.endswith(b"\n") and len(text) < 2**20 and (part := connection.recv(4096)):
@@ -137,17 +142,17 @@ def _line(connection: socket.socket) -> bytes:
     return text
 
 
-def _tell(connection: socket.socket, absence: Absence) -> None:
-    """Says it and closes. A process that has ended meanwhile does not hear it."""
+def _send_result(connection: socket.socket, result: RollCallResult) -> None:
+    """Sends the result and closes the connection. If the process has ended meanwhile, this has no effect."""
     with connection:
         try:
-            connection.sendall(json.dumps(absence._asdict()).encode() + b"\n")
+            connection.sendall(json.dumps(result._asdict()).encode() + b"\n")
         except OSError:
             return
 
 
-def _closed(connection: socket.socket) -> bool:
-    """Whether the other side has ended."""
+def _is_closed(connection: socket.socket) -> bool:
+    """Whether the other side has closed the connection."""
     connection.setblocking(False)
     try:
         return not connection.recv(1, socket.MSG_PEEK)
@@ -156,4 +161,4 @@ def _closed(connection: socket.socket) -> bool:
     except OSError:
         return True
     finally:
-        connection.settimeout(HELLO_S)
+        connection.settimeout(REPORT_TIMEOUT_S)
