@@ -26,7 +26,7 @@ from flax import nnx
 from gpt_nnx import GPT, loss_fn
 
 import zerojax
-from zerojax.training.display import Bar, Lines, on_terminal
+from zerojax.training.display import ProgressBar, ProgressLines, on_terminal
 
 CONTEXT, CLIP_NORM, COMPARED_STEPS, SAMPLE_BYTES = 64, 1.0, 5, 320
 NAMES = ("0  data parallel", "1  P_os", "2  P_os+g", "3  P_os+g+p")
@@ -132,7 +132,7 @@ def sample(graph: Any, params: Any, window: jax.Array, key: jax.Array, length: i
 def train(zero: zerojax.Zero, state: zerojax.TrainState, batches: list[Any]) -> tuple[Any, list[float]]:
     """Trains with a progress display; plain lines where the output is no terminal."""
     step, losses, start = zero.train_step(loss_fn, clip_norm=CLIP_NORM), [], 0.0
-    with contextlib.closing(Bar(len(batches)) if on_terminal() else Lines(len(batches))) as shown:
+    with contextlib.closing(ProgressBar(len(batches)) if on_terminal() else ProgressLines(len(batches))) as shown:
         for i, batch in enumerate(batches):
             state, metrics = step(state, batch)
             losses.append(float(metrics["loss"]))

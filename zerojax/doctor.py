@@ -1,4 +1,4 @@
-"""What of a machine keeps a run from starting, or from running where it should: a check for each, with what to do."""
+"""Checks that this machine can run a training job, with a fix for each failure."""
 
 from __future__ import annotations
 
@@ -16,35 +16,45 @@ from typing import Any, NamedTuple
 
 import jax
 
+from zerojax import versions
 from zerojax.processes.detect import detect
-from zerojax.versions import TESTED, check
 
 
 class Status(enum.Enum):
-    """The status of a check: fine, for information, or wrong."""
+    """The status of a check. INFO is neither a success nor a failure."""
 
     OK = "ok"
     INFO = "info"
-    WRONG = "wrong"
+    ERROR = "error"
 
 
 class Check(NamedTuple):
-    """What was looked at, what was found, and what to do if it is wrong."""
+    """A check of this machine.
+
+    Attributes:
+        name: what was checked.
+        status: whether it succeeded.
+        details: what was found.
+        fix: how to fix a failure; empty if there is none.
+    """
 
     name: str
     status: Status
-    found: str
+    details: str
     fix: str = ""
 
 
 def diagnose(directory: Path | None = None, environ: Mapping[str, str] | None = None) -> list[Check]:
-    """All checks of this machine.
+    """Runs all checks.
 
     Args:
-        directory: for checkpoints: that it can be written, locked, and on which file system it is.
-        environ: variables of the environment; by default this process's.
+        directory: directory for checkpoints. It must be writable, on a file system that supports locks.
+        environ: environment variables; those of this process by default.
 
-    Cost: starts JAX, if nobody has; writes an empty file into the directory and deletes it.
+    Returns:
+        The checks, in the order in which they are shown.
+
+    Cost: initializes the devices of JAX; writes an empty file into the directory and deletes it.
     """
     environ = os.environ if environ is None else environ
     parts: list[Callable[[], Iterator[Check]]] = [
@@ -64,14 +74,14 @@ def _versions() -> Iterator[Check]:
     }
     text = f"Python {platform.python_version()}, " + ", ".join(map(" ".join, installed.items()))
     try:
-        check({name: installed[name] for name in TESTED})
+        versions.check({name: installed[name] for name in versions.TESTED})
     except ImportError as error:
-        yield Check("versions", Status.WRONG, text, str(error).splitlines()[-1].removeprefix("  fix:").strip())
+        yield Check("versions", Status.ERROR, text, str(error).splitlines()[-1].removeprefix("  fix:").strip())
     else:
         yield Check("versions", Status.OK, text)
 
 
-# What drivers make for their devices, and the package that JAX reaches them with.
+# The device files that drivers create, and the JAX package for these devices.
 _ACCELERATORS = {
     "gpu": (("/dev/nvidia[0-9]*",), "pip install 'jax[cuda13]'"),
     "tpu": (("/dev/accel[0-9]*", "/dev/vfio/[0-9]*"), "pip install 'jax[tpu]'"),
@@ -79,88 +89,92 @@ _ACCELERATORS = {
 
 
 def _devices(environ: Mapping[str, str], find: Callable[[str], list[str]] = glob.glob) -> Iterator[Check]:
-    """A CPU where there is an accelerator is wrong, unless somebody asked for it."""
+    """Running on the CPU of a machine that has an accelerator is an error, unless JAX_PLATFORMS asks for it."""
     devices = jax.devices()
-    text = f"{len(devices)} of {devices[0].device_kind!r} ({devices[0].platform})"
+    text = f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})"
     files = {kind: [file for p in patterns for file in find(p)] for kind, (patterns, _) in _ACCELERATORS.items()}
-    there = [(kind, found[0]) for kind, found in files.items() if found]
-    if devices[0].platform != "cpu" or not there:
+    present = [(kind, names[0]) for kind, names in files.items() if names]
+    if devices[0].platform != "cpu" or not present:
         yield Check("devices", Status.OK if devices[0].platform != "cpu" else Status.INFO, text)
     elif "cpu" in environ.get("JAX_PLATFORMS", ""):
-        yield Check("devices", Status.INFO, f"{text}, as JAX_PLATFORMS={environ['JAX_PLATFORMS']} says")
+        yield Check("devices", Status.INFO, f"{text}, because JAX_PLATFORMS={environ['JAX_PLATFORMS']}")
     else:
-        kind, file = there[0]
-        fix = f"{_ACCELERATORS[kind][1]}; python -c 'import jax; jax.devices({kind!r})' tells why"
-        yield Check("devices", Status.WRONG, f"{text}, though there is {file}", fix)
+        kind, file = present[0]
+        fix = f"{_ACCELERATORS[kind][1]}; python -c 'import jax; jax.devices({kind!r})' shows the reason"
+        yield Check("devices", Status.ERROR, f"{text}, although this machine has {file}", fix)
 
 
 def _memory() -> Iterator[Check]:
     device = jax.devices()[0]
     kinds = sorted(memory.kind for memory in device.addressable_memories())
-    offload = "pinned_host" in kinds
-    yield Check("memory kinds", Status.OK if offload else Status.INFO, ", ".join(kinds))
+    can_offload = "pinned_host" in kinds
+    yield Check("memory kinds", Status.OK if can_offload else Status.INFO, ", ".join(kinds))
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
-        yield Check("device memory", Status.OK, f"{stats['bytes_limit'] / 2**30:.1f} GiB for a program")
+        yield Check("device memory", Status.OK, f"{stats['bytes_limit'] / 2**30:.1f} GiB available to a program")
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    yield Check("host memory", Status.OK, f"{available / 2**30:.1f} GiB free of {total / 2**30:.1f}")
+    yield Check("host memory", Status.OK, f"{available / 2**30:.1f} of {total / 2**30:.1f} GiB free")
 
 
 def _directory(directory: Path | None) -> Iterator[Check]:
     if directory is None:
         return
-    where = _existing(directory.absolute())
+    parent = _existing_parent(directory.absolute())
     try:
-        with tempfile.NamedTemporaryFile(dir=where) as file:
+        with tempfile.NamedTemporaryFile(dir=parent) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        fix = "rights to write there, on a file system with locks"
-        yield Check("checkpoints", Status.WRONG, f"{directory}: {error.strerror}", fix)
+        fix = "a directory that this user can write, on a file system that supports locks"
+        yield Check("checkpoints", Status.ERROR, f"{directory}: {error.strerror}", fix)
         return
-    free = shutil.disk_usage(where).free / 2**30
-    yield Check("checkpoints", Status.OK, f"{directory}: {file_system(where)}, {free:,.1f} GiB free")
+    free = shutil.disk_usage(parent).free / 2**30
+    yield Check("checkpoints", Status.OK, f"{directory}: {file_system(parent)}, {free:,.1f} GiB free")
 
 
-def _existing(path: Path) -> Path:
+def _existing_parent(path: Path) -> Path:
+    """The path itself if it exists, otherwise its nearest parent that does."""
     while not path.exists():
         path = path.parent
     return path
 
 
 def file_system(path: Path, mounts: str = "/proc/mounts") -> str:
-    """The type of the file system that a path is on; 'unknown' where the system does not tell."""
+    """The type of the file system of a path, or 'unknown' if the system does not report it."""
     try:
         lines = [line.split() for line in Path(mounts).read_text().splitlines()]
     except OSError:
         return "unknown"
-    above = [fields for fields in lines if len(fields) > 2 and path.is_relative_to(fields[1])]
-    return max(above, key=lambda fields: len(fields[1]))[2] if above else "unknown"
+    mounted = [fields for fields in lines if len(fields) > 2 and path.is_relative_to(fields[1])]
+    return max(mounted, key=lambda fields: len(fields[1]))[2] if mounted else "unknown"
 
 
 def _processes(environ: Mapping[str, str]) -> Iterator[Check]:
     try:
-        found = detect(environ)
+        info = detect(environ)
     except ValueError as error:
         what, got, fix, *_ = [*str(error).split("\n"), "", ""]
         text = f"{what.removeprefix('processes: ')} ({got.removeprefix('  got:').strip()})"
-        yield Check("processes", Status.WRONG, text, fix.removeprefix("  fix:").strip())
+        yield Check("processes", Status.ERROR, text, fix.removeprefix("  fix:").strip())
         return
-    if found is None:
-        yield Check("processes", Status.OK, "one alone")
+    if info is None:
+        yield Check("processes", Status.OK, "a single process")
+    elif info.count is None:
+        yield Check("processes", Status.OK, "detected by JAX")
     else:
-        at = f", process 0 is {found.coordinator}" if found.coordinator else ""
-        yield Check("processes", Status.OK, f"{found.found}: process {found.index} of {found.count}{at}")
+        coordinator = f", process 0 is {info.coordinator}" if info.coordinator else ""
+        yield Check("processes", Status.OK, f"{info.found}: process {info.index} of {info.count}{coordinator}")
 
 
 def _compilers() -> Iterator[Check]:
-    for extra, package in (("plan-gpu", "jax_plugins.xla_cuda13"), ("plan-tpu", "libtpu")):
-        there = _has(package)
-        text = "installed" if there else f"not installed; zerojax plan --compile needs zerojax[{extra}]"
-        yield Check(f"compiler, {extra}", Status.OK if there else Status.INFO, text)
+    """The compilers with which `zerojax plan --compile` compiles for accelerators that this machine does not have."""
+    for kind, package in (("GPU", "jax_plugins.xla_cuda13"), ("TPU", "libtpu")):
+        installed = _is_installed(package)
+        missing = f"not installed; only zerojax plan --compile needs it: pip install 'zerojax[plan-{kind.lower()}]'"
+        yield Check(f"{kind} compiler", Status.OK if installed else Status.INFO, "installed" if installed else missing)
 
 
-def _has(package: str) -> bool:
+def _is_installed(package: str) -> bool:
     try:
         return util.find_spec(package) is not None
     except ModuleNotFoundError:
@@ -168,15 +182,15 @@ def _has(package: str) -> bool:
 
 
 def table(checks: list[Check]) -> Any:
-    """For a terminal."""
+    """The checks as a table for the terminal."""
     from rich.table import Table
     from rich.text import Text
 
-    shown = Table(show_header=False, box=None, pad_edge=False)
+    rows = Table(show_header=False, box=None, pad_edge=False)
     for _ in range(3):
-        shown.add_column(overflow="fold")
-    colours = {Status.OK: "green", Status.INFO: "dim", Status.WRONG: "bold red"}
-    for each in checks:
-        text = each.found + (f"\nfix: {each.fix}" if each.fix else "")
-        shown.add_row(Text(each.status.value, style=colours[each.status]), each.name, Text(text))
-    return shown
+        rows.add_column(overflow="fold")
+    colors = {Status.OK: "green", Status.INFO: "dim", Status.ERROR: "bold red"}
+    for check in checks:
+        text = check.details + (f"\nfix: {check.fix}" if check.fix else "")
+        rows.add_row(Text(check.status.value, style=colors[check.status]), check.name, Text(text))
+    return rows

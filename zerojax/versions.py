@@ -1,4 +1,4 @@
-"""The versions that zerojax is tested with, checked when it is imported."""
+"""The tested versions of JAX and Flax, which are checked when zerojax is imported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib import metadata
 
 __version__ = "0.1.0"
 
-# package: (first tested version, first version that is too new to be known to work)
+# package: (first tested version, first version that is newer than the tested ones)
 TESTED = {"jax": ((0, 10, 2), (0, 13)), "flax": ((0, 12, 6), (0, 13))}
 
 
@@ -16,7 +16,7 @@ def parse(version: str) -> tuple[int, ...]:
 
 
 def check(installed: dict[str, str] | None = None) -> None:
-    """Raises ImportError for a version outside the tested range."""
+    """Raises ImportError if a version is outside the tested range."""
     for package, (first, beyond) in TESTED.items():
         version = (installed or {}).get(package) or metadata.version(package)
         if not first <= parse(version) < beyond:

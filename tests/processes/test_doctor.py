@@ -1,4 +1,4 @@
-"""The doctor finds what is planted, and tells what to do."""
+"""The checks of `zerojax doctor` find simulated failures, and suggest a fix."""
 
 import os
 from pathlib import Path
@@ -11,44 +11,44 @@ from zerojax.cli import main
 from zerojax.doctor import Check, Status, diagnose
 
 
-def named(checks):
+def by_name(checks):
     return {check.name: check for check in checks}
 
 
-def test_a_sound_machine(tmp_path):
-    """Simulated devices are for information, and not wrong."""
-    checks = named(diagnose(tmp_path / "new" / "run", {"JAX_PLATFORMS": "cpu"}))
-    assert all(check.status is not Status.WRONG for check in checks.values())
-    assert checks["devices"].found == "8 of 'cpu' (cpu)" and checks["processes"].found == "one alone"
-    assert "GiB free" in checks["checkpoints"].found and not (tmp_path / "new").exists()
-    assert "jax " in checks["versions"].found and "GiB free of" in checks["host memory"].found
+def test_a_machine_without_failures(tmp_path):
+    """Simulated devices are reported, and are not a failure."""
+    checks = by_name(diagnose(tmp_path / "new" / "run", {"JAX_PLATFORMS": "cpu"}))
+    assert all(check.status is not Status.ERROR for check in checks.values())
+    assert checks["devices"].details == "8 x cpu (cpu)" and checks["processes"].details == "a single process"
+    assert "GiB free" in checks["checkpoints"].details and not (tmp_path / "new").exists()
+    assert "jax " in checks["versions"].details and "GiB free" in checks["host memory"].details
 
 
-def test_a_cpu_where_there_is_an_accelerator_is_wrong():
+def test_using_the_cpu_of_a_machine_with_an_accelerator_is_an_error():
     gpu = lambda pattern: ["/dev/nvidia0"] if "nvidia" in pattern else []
     (check,) = doctor._devices({}, gpu)
-    assert check.status is Status.WRONG and "though there is /dev/nvidia0" in check.found
+    assert check.status is Status.ERROR and "although this machine has /dev/nvidia0" in check.details
     assert "jax[cuda13]" in check.fix
     (check,) = doctor._devices({"JAX_PLATFORMS": "cpu"}, gpu)
-    assert check.status is Status.INFO and "as JAX_PLATFORMS=cpu says" in check.found
+    assert check.status is Status.INFO and "because JAX_PLATFORMS=cpu" in check.details
     (check,) = doctor._devices({}, lambda pattern: ["/dev/vfio/0"] if "vfio" in pattern else [])
     assert "jax[tpu]" in check.fix
 
 
-def test_unsupported_versions_are_wrong(monkeypatch):
-    right = doctor.metadata.version
-    monkeypatch.setattr(doctor.metadata, "version", lambda name: "0.4.30" if name == "jax" else right(name))
+def test_unsupported_versions_are_an_error(monkeypatch):
+    original = doctor.metadata.version
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: "0.4.30" if name == "jax" else original(name))
     (check,) = doctor._versions()
-    assert check.status is Status.WRONG and check.fix.startswith("pip install 'jax>=")
+    assert check.status is Status.ERROR and check.fix.startswith("pip install 'jax>=")
 
 
-def test_a_directory_that_cannot_be_written_is_wrong(tmp_path, monkeypatch):
+def test_a_directory_that_cannot_be_written_is_an_error(tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(doctor.tempfile, "NamedTemporaryFile", refuse)
     (check,) = doctor._directory(tmp_path)
-    assert check.status is Status.WRONG and "Permission denied" in check.found and "rights" in check.fix
+    assert check.status is Status.ERROR and "Permission denied" in check.details and "can write" in check.fix
 
 
 def test_the_file_system_is_that_of_the_deepest_mount(tmp_path):
@@ -60,9 +60,9 @@ def test_the_file_system_is_that_of_the_deepest_mount(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("variables", "status", "found"),
+    ("variables", "status", "details"),
     [
-        ({"RANK": "1"}, Status.WRONG, "MASTER_ADDR and MASTER_PORT and WORLD_SIZE are not set"),
+        ({"RANK": "1"}, Status.ERROR, "MASTER_ADDR and MASTER_PORT and WORLD_SIZE are not set"),
         (
             {"MASTER_ADDR": "a", "MASTER_PORT": "5", "WORLD_SIZE": "4", "RANK": "1"},
             Status.OK,
@@ -70,16 +70,16 @@ def test_the_file_system_is_that_of_the_deepest_mount(tmp_path):
         ),
     ],
 )
-def test_variables_of_launchers(variables, status, found):
-    check = named(diagnose(environ=variables))["processes"]
-    assert check.status is status and check.found.startswith(found)
-    assert bool(check.fix) == (status is Status.WRONG)
+def test_launcher_variables(variables, status, details):
+    check = by_name(diagnose(environ=variables))["processes"]
+    assert check.status is status and check.details.startswith(details)
+    assert bool(check.fix) == (status is Status.ERROR)
 
 
-def test_the_exit_code_tells_what_is_wrong(monkeypatch, tmp_path):
+def test_the_exit_code_is_1_if_a_check_fails(monkeypatch, tmp_path):
     shown = CliRunner().invoke(main, ["doctor", "--checkpoints", str(tmp_path)])
     assert shown.exit_code == 0 and "versions" in shown.stdout and "checkpoints" in shown.stdout
-    monkeypatch.setattr(doctor, "diagnose", lambda directory: [Check("x", Status.WRONG, "is [not] there", "do it")])
+    monkeypatch.setattr(doctor, "diagnose", lambda directory: [Check("x", Status.ERROR, "is [not] installed", "do it")])
     shown = CliRunner().invoke(main, ["doctor"])
-    assert shown.exit_code == 1 and "is [not] there" in shown.stdout and "fix: do it" in shown.stdout
+    assert shown.exit_code == 1 and "is [not] installed" in shown.stdout and "fix: do it" in shown.stdout
     assert os.environ["JAX_PLATFORMS"] == "cpu"

@@ -127,9 +127,8 @@ def test_nothing_is_started_for_a_single_process(monkeypatch):
 
 def test_a_late_call_of_initialize_is_an_error(monkeypatch):
     monkeypatch.setattr(os, "environ", environment("127.0.0.1:1", 2, 0, None))
-    with pytest.raises(
-        RuntimeError, match=r"initialize\(\) was called too late\n  got:      JAX has already initialized its devices"
-    ):
+    message = r"initialize\(\) was called too late\n  got:      JAX has already initialized its devices"
+    with pytest.raises(RuntimeError, match=message):
         processes.initialize()
 
 

@@ -1,4 +1,4 @@
-"""A training run: what its directory tells, where it goes on, what is shown, and that every piece can be another."""
+"""Training runs: the files of the directory, restarts, the display, and replacing the step, writers and display."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ from zerojax.training import display, loop, writers
 
 
 class Rows(list):
-    """A writer that keeps what it is given."""
+    """A writer that collects its rows."""
 
     closed = False
 
@@ -38,7 +38,7 @@ class Rows(list):
 
 @pytest.fixture(scope="module")
 def step():
-    """Of all runs here."""
+    """The step of all runs in this module, compiled once."""
     return setting().train_step(loss)
 
 
@@ -51,37 +51,37 @@ def losses(directory):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(step, tmp_path_factory):
-    """The directory of a run that nobody disturbs."""
+def uninterrupted(step, tmp_path_factory):
+    """The directory of a run that is not interrupted."""
     directory = tmp_path_factory.mktemp("run") / "first"
     evaluate = lambda state: {"steps": state.step, "two": 2}
     run(step, directory, evaluate=evaluate, evaluate_every=4, config={"lr": 0.1, "name": "a"}, profile=(2, 3))
     return directory
 
 
-def test_the_directory_tells_about_the_run(undisturbed):
-    assert store.steps(undisturbed / "checkpoints") == [3, 6, STEPS]
-    assert sorted(losses(undisturbed)) == list(range(1, STEPS + 1))
-    evaluated = [(row["step"], row["eval/steps"], row["eval/two"]) for row in rows(undisturbed) if "eval/two" in row]
+def test_the_directory_describes_the_run(uninterrupted):
+    assert store.steps(uninterrupted / "checkpoints") == [3, 6, STEPS]
+    assert sorted(losses(uninterrupted)) == list(range(1, STEPS + 1))
+    evaluated = [(row["step"], row["eval/steps"], row["eval/two"]) for row in rows(uninterrupted) if "eval/two" in row]
     assert evaluated == [(4, 4, 2), (STEPS, STEPS, 2)]
-    assert [row["step"] for row in rows(undisturbed)] == [1, 2, 3, 4, 4, 5, 6, 7, 7]
-    assert json.loads((undisturbed / "config.json").read_text()) == {"lr": 0.1, "name": "a"}
-    (start,) = [json.loads(line) for line in (undisturbed / "starts.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows(uninterrupted)] == [1, 2, 3, 4, 4, 5, 6, 7, 7]
+    assert json.loads((uninterrupted / "config.json").read_text()) == {"lr": 0.1, "name": "a"}
+    (start,) = [json.loads(line) for line in (uninterrupted / "starts.jsonl").read_text().splitlines()]
     assert (start["from_step"], start["num_steps"], start["stage"]) == (0, STEPS, 3)
     assert (start["mesh"], start["devices"], start["processes"]) == ({"data": 8}, "8 x cpu", 1)
     assert start["versions"]["jax"] == jax.__version__ and start["dtypes"]["compute_dtype"] == "bfloat16"
-    plan = (undisturbed / "plan.txt").read_text()
+    plan = (uninterrupted / "plan.txt").read_text()
     assert "optimizer state" in plan and "2 x 3.175k / 8" in plan and "layers/0/w" in plan
-    told = (undisturbed / "README.md").read_text()
-    assert "Started once" in told and start["command"] in told and not list(undisturbed.glob("*.new"))
-    for name in told.split("`")[1::2]:
+    readme = (uninterrupted / "README.md").read_text()
+    assert "Started once" in readme and start["command"] in readme and not list(uninterrupted.glob("*.new"))
+    for name in readme.split("`")[1::2]:
         if not name.startswith("zerojax"):
-            assert (undisturbed / name).exists(), name
-    assert list((undisturbed / "profile").rglob("*.xplane.pb"))
+            assert (uninterrupted / name).exists(), name
+    assert list((uninterrupted / "profile").rglob("*.xplane.pb"))
 
 
 def events(folder):
-    """(step, name, value) of all scalars that TensorBoard shows: those before a restart up to its first step."""
+    """(step, name, value) of all scalars that TensorBoard shows: a restart hides earlier scalars of its steps."""
     from tensorboardX.proto.event_pb2 import Event
 
     shown = []
@@ -97,15 +97,15 @@ def events(folder):
     return shown
 
 
-def test_scalars_are_there_for_tensorboard(undisturbed):
-    found = {(step, name): value for step, name, value in events(undisturbed / "tensorboard")}
-    for at, value in losses(undisturbed).items():
+def test_scalars_are_written_for_tensorboard(uninterrupted):
+    found = {(step, name): value for step, name, value in events(uninterrupted / "tensorboard")}
+    for at, value in losses(uninterrupted).items():
         assert found[at, "loss"] == pytest.approx(value)
     assert found[STEPS, "eval/two"] == 2
 
 
-def test_a_run_that_stopped_goes_on_bit_for_bit(step, undisturbed, tmp_path, caplog):
-    """Rows of steps after its last checkpoint are taken out, and one that was not written to its end."""
+def test_a_run_that_stopped_continues_bit_for_bit(step, uninterrupted, tmp_path, caplog):
+    """Rows after the last checkpoint are removed, and so is a row that was not completely written."""
 
     def failing(i):
         if i == 5:
@@ -118,11 +118,11 @@ def test_a_run_that_stopped_goes_on_bit_for_bit(step, undisturbed, tmp_path, cap
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('\0\0\n{"step": 2, "lo')
     run(step, tmp_path, config={"lr": 0.2})
-    assert losses(tmp_path) == losses(undisturbed)
+    assert losses(tmp_path) == losses(uninterrupted)
     assert [row["step"] for row in rows(tmp_path)] == list(range(1, STEPS + 1))
-    assert "metrics.jsonl: 2 rows after step 3 are taken out" in caplog.text
-    assert "metrics.jsonl: 2 lines that are no rows are taken out" in caplog.text
-    assert "config.json: lr was 0.1, is 0.2" in caplog.text
+    assert "metrics.jsonl: removed 2 rows after step 3" in caplog.text
+    assert "metrics.jsonl: removed 2 lines that are not rows" in caplog.text
+    assert "config.json: lr was 0.1, is now 0.2" in caplog.text
     assert "Started 2 times" in (tmp_path / "README.md").read_text()
     starts = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
     assert [(start["from_step"], start["config"]["lr"]) for start in starts] == [(0, 0.1), (3, 0.2)]
@@ -130,15 +130,15 @@ def test_a_run_that_stopped_goes_on_bit_for_bit(step, undisturbed, tmp_path, cap
     assert len(shown) == len(set(shown)) and (STEPS, "loss") in shown
 
 
-def test_a_run_that_is_through_does_nothing(step, undisturbed, caplog):
-    before = {file: file.stat().st_mtime_ns for file in undisturbed.iterdir() if file.is_file()}
-    state = run(step, undisturbed, data=lambda i: 1 / 0)
-    assert int(state.step) == STEPS and f"is at step {STEPS} already" in caplog.text
-    assert before == {file: file.stat().st_mtime_ns for file in undisturbed.iterdir() if file.is_file()}
+def test_a_complete_run_does_nothing(step, uninterrupted, caplog):
+    before = {file: file.stat().st_mtime_ns for file in uninterrupted.iterdir() if file.is_file()}
+    state = run(step, uninterrupted, data=lambda i: 1 / 0)
+    assert int(state.step) == STEPS and f"is already at step {STEPS} of {STEPS}" in caplog.text
+    assert before == {file: file.stat().st_mtime_ns for file in uninterrupted.iterdir() if file.is_file()}
 
 
 class Batches:
-    """An iterator that knows where it is."""
+    """An iterator with a state that can be saved."""
 
     def __init__(self):
         self.at = 0
@@ -158,8 +158,8 @@ class Batches:
 
 
 @pytest.mark.parametrize("kind", ["with a state", "without", "list"])
-def test_batches_one_after_the_other(step, undisturbed, tmp_path, kind):
-    """No batch is used twice or passed over, from whichever iterator."""
+def test_batches_from_an_iterable(step, uninterrupted, tmp_path, kind):
+    """No batch is used twice or skipped, whatever the kind of iterable."""
     make = {
         "with a state": Batches,
         "without": lambda: map(batch, range(99)),
@@ -167,18 +167,18 @@ def test_batches_one_after_the_other(step, undisturbed, tmp_path, kind):
     }
     run(step, tmp_path, 4, data=make[kind]())
     run(step, tmp_path, data=make[kind]())
-    assert losses(tmp_path) == losses(undisturbed)
+    assert losses(tmp_path) == losses(uninterrupted)
 
 
-def test_where_the_data_ends_the_run_ends(step, tmp_path, caplog):
+def test_the_run_ends_when_the_data_ends(step, tmp_path, caplog):
     state = run(step, tmp_path, data=map(batch, range(5)), evaluate=lambda state: {"two": 2}, log_every=100)
     assert int(state.step) == 5 and store.steps(tmp_path / "checkpoints")[-1] == 5
     assert [row["step"] for row in rows(tmp_path)] == [1, 5, 5]
     assert f"the data ended after step 5 of {STEPS}" in caplog.text
 
 
-def test_pieces_can_be_others(tmp_path, undisturbed):
-    """A step that is not zerojax's, with metrics of its own; writers and a display."""
+def test_step_writers_and_display_can_be_replaced(tmp_path, uninterrupted):
+    """A step that is not from zerojax and has other metrics, with other writers and another display."""
     zero, kept, shown = setting(), Rows(), Rows()
     inner = zero.train_step(loss)
 
@@ -187,15 +187,15 @@ def test_pieces_can_be_others(tmp_path, undisturbed):
         return state, {"twice": 2 * metrics["loss"]}
 
     run(step, tmp_path, writers=[kept], display=shown, log_every=3)
-    expected = losses(undisturbed)
+    expected = losses(uninterrupted)
     assert [at for at, _ in kept] == [1, 3, 6, 7] and [at for at, _ in shown] == list(range(1, 8))
     assert all(row["twice"] == pytest.approx(2 * expected[at]) for at, row in shown)
     assert kept.closed and shown.closed
     assert not (tmp_path / "metrics.jsonl").exists() and not (tmp_path / "plan.txt").exists()
 
 
-class Late:
-    """A metric that is not there before it is read; reading it waits."""
+class DelayedMetric:
+    """A metric that records when it is read."""
 
     def __init__(self, read, step):
         self.read, self.step = read, step
@@ -207,19 +207,19 @@ class Late:
 
 def test_no_step_waits_for_its_metrics():
     read, kept = [], Rows()
-    with loop.Record([kept], None, log_every=2) as record:
+    with loop.MetricsRecorder([kept], None, log_every=2) as recorder:
         for step in range(1, 7):
-            record.add(step, {"loss": Late(read, step)}, batch(0))
+            recorder.add(step, {"loss": DelayedMetric(read, step)}, batch(0))
             assert read == list(range(1, step - 1))
     assert read == [1, 2, 3, 4, 5, 6] and [at for at, _ in kept] == [1, 2, 4, 6]
 
 
 def test_metrics_of_a_run_that_fails_are_written():
-    """And an error in them is not what is shown."""
+    """An error in these metrics does not hide the error of the run."""
     kept = Rows()
-    with pytest.raises(KeyError, match="first"), loop.Record([kept], None, log_every=1) as record:
-        record.add(1, {"loss": np.float32(1)}, batch(0))
-        record.add(2, {"loss": "no number"}, batch(0))
+    with pytest.raises(KeyError, match="first"), loop.MetricsRecorder([kept], None, log_every=1) as recorder:
+        recorder.add(1, {"loss": np.float32(1)}, batch(0))
+        recorder.add(2, {"loss": "not a number"}, batch(0))
         raise KeyError("first")
     assert [at for at, _ in kept] == [1] and kept.closed
 
@@ -227,31 +227,31 @@ def test_metrics_of_a_run_that_fails_are_written():
 @pytest.mark.parametrize(
     ("value", "got"), [(np.ones((4, 2)), r"shape \(4, 2\)"), ("warm", "'warm'"), ({"a": 1}, "{'a': 1}")]
 )
-def test_a_metric_that_is_no_number_is_named(value, got):
-    told = f"fit: metric 'logits' is no number\n  got:      {got}\n  fix: "
-    with pytest.raises(ValueError, match=told), loop.Record([Rows()], None, log_every=1) as record:
-        record.add(1, {"logits": value}, batch(0))
+def test_a_metric_that_is_not_a_number_is_named(value, got):
+    message = f"fit: metric 'logits' is not a number\n  got:      {got}\n  fix: "
+    with pytest.raises(ValueError, match=message), loop.MetricsRecorder([Rows()], None, log_every=1) as recorder:
+        recorder.add(1, {"logits": value}, batch(0))
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
-        ({"data": lambda i: None}, r"fit: data\(0\) returned nothing\n  fix: "),
-        ({"evaluate": lambda state: 1.0, "evaluate_every": 1}, "fit: evaluate returned a float\n  fix: "),
+        ({"data": lambda i: None}, r"fit: data\(0\) returned None\n  fix: "),
+        ({"evaluate": lambda state: 1.0, "evaluate_every": 1}, "fit: evaluate returned a value of type float\n  fix: "),
     ],
 )
-def test_what_functions_may_not_return(step, tmp_path, options, told):
-    with pytest.raises(ValueError, match=told):
+def test_invalid_return_values_are_errors(step, tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
         run(step, tmp_path, **options)
 
 
-def test_a_metric_that_is_called_step_does_not_take_its_place(tmp_path):
-    with contextlib.closing(writers.Jsonl(tmp_path / "metrics.jsonl", 0)) as file:
+def test_a_metric_called_step_does_not_replace_the_step(tmp_path):
+    with contextlib.closing(writers.JsonlWriter(tmp_path / "metrics.jsonl", 0)) as file:
         file.write(1, {"step": 7.0, "loss": 1.0})
     assert [row["step"] for row in rows(tmp_path)] == [1]
 
 
-def test_numbers_in_a_batch(tmp_path):
+def test_a_batch_may_contain_numbers(tmp_path):
     zero = setting()
     scaled = lambda params, batch, key: batch["scale"] * loss(params, batch, key)
     of = lambda i: batch(i) | {"scale": 0.5}
@@ -259,21 +259,21 @@ def test_numbers_in_a_batch(tmp_path):
     assert losses(tmp_path).keys() == {1}
 
 
-def test_an_evaluation_that_fails_loses_no_step(step, tmp_path):
+def test_no_step_is_lost_if_an_evaluation_fails(step, tmp_path):
     with pytest.raises(ZeroDivisionError):
         run(step, tmp_path, 5, evaluate=lambda state: 1 / 0)
     assert store.steps(tmp_path / "checkpoints") == [3, 5]
 
 
-def test_a_directory_of_checkpoints_is_refused(step, tmp_path):
+def test_a_directory_of_checkpoints_is_an_error(step, tmp_path):
     zero = setting()
     with zero.checkpoints(tmp_path) as checkpoints:
         checkpoints.save(zero.init(create, adam()))
-    with pytest.raises(ValueError, match=r"has steps of checkpoints\n  got: .*\n  fix: .*/checkpoints"):
+    with pytest.raises(ValueError, match=r"is a directory of checkpoints\n  got: .*\n  fix: .*/checkpoints"):
         run(step, tmp_path)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "step_0").rename(tmp_path / "checkpoints" / "step_0")
-    run(step, tmp_path, 1, data=Batches())  # which was nowhere yet when step 0 was saved
+    run(step, tmp_path, 1, data=Batches())  # step 0 was saved without the state of an iterator
     assert losses(tmp_path).keys() == {1}
 
 
@@ -292,18 +292,18 @@ run(setting().train_step(loss), __import__("pathlib").Path({directory!r}), data=
 """
 
 
-def test_rows_of_a_run_that_was_killed_are_there_up_to_its_checkpoint(step, undisturbed, tmp_path):
+def test_a_killed_run_has_all_rows_up_to_its_checkpoint(step, uninterrupted, tmp_path):
     mark = tmp_path / "checkpoints" / "step_6" / "commit_success.txt"
     text = KILLED.format(mark=str(mark), directory=str(tmp_path))
     ended = subprocess.run([sys.executable, "-c", text], env=importing(TESTS), timeout=120)
     assert ended.returncode == -signal.SIGKILL
     run(step, tmp_path)
-    assert losses(tmp_path) == losses(undisturbed)
+    assert losses(tmp_path) == losses(uninterrupted)
     assert [row["step"] for row in rows(tmp_path)] == list(range(1, STEPS + 1))
 
 
-def test_the_command_is_the_one_that_was_given(tmp_path):
-    """Also with -m, where the script's path would not do."""
+def test_the_command_of_the_run_is_recorded(tmp_path):
+    """Also with -m, for which the path of the script would not be enough."""
     (tmp_path / "package").mkdir()
     text = "import sys\nfrom . import other\nfrom pathlib import Path\n"
     text += "from zerojax import simulate_devices; simulate_devices(8)\n"
@@ -318,41 +318,41 @@ def test_the_command_is_the_one_that_was_given(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{"])
-def test_a_config_that_cannot_be_read_is_told(step, tmp_path, caplog, content):
+def test_a_config_that_cannot_be_read_is_reported(step, tmp_path, caplog, content):
     (tmp_path / "config.json").write_text(content)
     (tmp_path / "starts.jsonl").write_text('{"from_step": 0}\n{"torn')
     run(step, tmp_path, 1, config={"lr": 0.1})
-    assert "config.json cannot be read, and is written again" in caplog.text
+    assert "config.json cannot be read and is written again" in caplog.text
     assert json.loads((tmp_path / "config.json").read_text()) == {"lr": 0.1}
     assert len([json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]) == 2
 
 
-def test_rates_are_those_of_steps(tmp_path):
-    """Whatever is between them, and where metrics are read in one go."""
+def test_rates_count_steps_only(tmp_path):
+    """Not the time between steps, nor the time when metrics are read all at once."""
     kept = Rows()
-    with loop.Record([kept], None, log_every=1) as record:
+    with loop.MetricsRecorder([kept], None, log_every=1) as recorder:
         for step in range(1, 9):
             time.sleep(0.05)
-            record.add(step, {"loss": 1.0}, batch(0))
+            recorder.add(step, {"loss": 1.0}, batch(0))
             if step == 5:
-                record.evaluated(5, {"loss": 1.0})
+                recorder.add_evaluation(5, {"loss": 1.0})
                 time.sleep(0.5)
     rates = [row["seconds_per_step"] for _, row in kept if "seconds_per_step" in row]
     assert rates and max(rates) < 0.4 and min(rates) >= 0.05
 
 
-def test_a_nan_is_json(tmp_path):
-    with contextlib.closing(writers.Jsonl(tmp_path / "metrics.jsonl", 0)) as file:
+def test_a_nan_is_written_as_json(tmp_path):
+    with contextlib.closing(writers.JsonlWriter(tmp_path / "metrics.jsonl", 0)) as file:
         file.write(1, {"a": float("nan"), "b": float("-inf"), "c": 1.0})
     (row,) = rows(tmp_path)
     assert (row["a"], row["b"], row["c"]) == ("NaN", "-Infinity", 1.0)
     assert np.isnan(float(row["a"])) and float(row["b"]) == -np.inf
 
 
-def test_wandb_goes_on_with_its_run(tmp_path, monkeypatch):
-    """Offline: nothing leaves the machine. It takes part only where that is wanted."""
+def test_wandb_continues_its_run(tmp_path, monkeypatch):
+    """Offline: nothing is sent. wandb is used only if it is enabled."""
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    assert not any(isinstance(each, writers.Wandb) for each in closing(writers.default_writers(tmp_path, 0, {})))
+    assert not any(isinstance(each, writers.WandbWriter) for each in closing(writers.default_writers(tmp_path, 0, {})))
     monkeypatch.setenv("WANDB_PROJECT", "test")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -371,7 +371,7 @@ def closing(made):
 
 
 def shown_by(make, terminal):
-    """What is printed of three rows."""
+    """The output for three rows."""
     file = io.StringIO()
     made = make(Console(file=file, width=100, force_terminal=terminal, color_system=None))
     made.write(1, {"loss": 3.14159, "grad_norm": 2.0, "skipped": 0.0, "param_norm": 9.0})
@@ -382,7 +382,7 @@ def shown_by(make, terminal):
 
 
 def test_lines_in_a_log():
-    assert shown_by(lambda console: display.Lines(20, console), terminal=False).splitlines() == [
+    assert shown_by(lambda console: display.ProgressLines(20, console), terminal=False).splitlines() == [
         "step  1/20  loss 3.142  grad norm 2",
         "step  2/20  loss 3  skipped 1  12,346 rows/s",
         "step  2/20  eval/loss 2.5  eval/[all] 1",
@@ -390,7 +390,7 @@ def test_lines_in_a_log():
 
 
 def test_a_bar_on_a_terminal():
-    shown = shown_by(lambda console: display.Bar(20, 0, console), terminal=True)
+    shown = shown_by(lambda console: display.ProgressBar(20, 0, console), terminal=True)
     assert "2/20 loss 3  skipped 1  12,346 rows/s" in shown and "step  2/20  eval/loss 2.5  eval/[all] 1\n" in shown
 
 
@@ -405,7 +405,7 @@ def test_a_config_is_a_mapping_or_a_dataclass(step, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"num_steps": 0}, "fit: num_steps is 0\n  fix: "),
         ({"num_steps": None}, "fit: num_steps is None\n  fix: "),
@@ -415,23 +415,23 @@ def test_a_config_is_a_mapping_or_a_dataclass(step, tmp_path):
         ({"profile": (3, 2)}, r"fit: profile is \(3, 2\)\n  fix: .*counted from 1"),
         ({"profile": (2,)}, r"fit: profile is \(2,\)\n  fix: "),
         ({"profile": (1.5, 2)}, r"fit: profile is \(1.5, 2\)\n  fix: "),
-        ({"config": 3}, "fit: config is a int\n  fix: "),
-        ({"config": {1: "a", "b": 2}}, "fit: config has a name that is no text\n  got:      1\n  fix: "),
+        ({"config": 3}, "fit: config is of type int\n  fix: "),
+        ({"config": {1: "a", "b": 2}}, "fit: config has a name that is not a string\n  got:      1\n  fix: "),
         ({"config": {"lr": object()}}, r"config\['lr'\] is not JSON\n  got: "),
-        ({"data": 3}, "fit: data is a int\n  fix: "),
+        ({"data": 3}, "fit: data is of type int\n  fix: "),
         ({"checkpoints": {"every": 0}}, "checkpoints: every is 0"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_written(step, tmp_path, options, told):
-    with pytest.raises(ValueError, match=told):
+def test_invalid_arguments_are_errors_before_anything_is_written(step, tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
         run(step, tmp_path / "run", **options)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_profile_of_steps_that_are_behind_is_told(step, tmp_path, caplog):
+def test_a_profile_of_earlier_steps_is_reported(step, tmp_path, caplog):
     run(step, tmp_path, 3)
     run(step, tmp_path, 4, profile=(2, 3))
-    assert "no profile of steps 2 to 3, the run goes on from 3" in caplog.text
+    assert "steps 2 to 3 are not profiled, since the run continues from step 3" in caplog.text
     assert not (tmp_path / "profile").exists()
 
 

@@ -216,7 +216,7 @@ def _check_roll_call(result: RollCallResult, info: LaunchInfo, timeout_s: int) -
         raise TimeoutError(
             f"processes: {_names(result.missing)} of {info.count} did not join within {timeout_s} s\n"
             f"  got:      this is process {info.index}, detected from {info.found}; process 0 is {info.coordinator}\n"
-            "  fix:      look at the output of the missing ones; check that they can reach process 0; or raise timeout_s"
+            "  fix:      check the output of the missing ones, and that they can reach process 0; or raise timeout_s"
         )
 
 

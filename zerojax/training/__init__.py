@@ -1,4 +1,4 @@
-"""Training runs: a loop that is made of the public pieces, and the directory that tells about a run."""
+"""Training runs: a complete training loop, and the directory that describes a run."""
 
 from zerojax.training.loop import fit
 

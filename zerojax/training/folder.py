@@ -1,4 +1,4 @@
-"""A directory that tells about its run: what it was given, where and when it ran, what a device held."""
+"""Writes the files that describe a run into its directory: README.md, config.json, starts.jsonl and plan.txt."""
 
 from __future__ import annotations
 
@@ -19,54 +19,56 @@ import jax.numpy as jnp
 
 from zerojax.processes import join
 from zerojax.step.config import ZeroConfig
-from zerojax.training.writers import replace
+from zerojax.training.writers import write_atomically
 
 log = logging.getLogger("zerojax")
 
 _README = """\
 # {name}
 
-A training run of zerojax. Started {starts} so far; the last time{each} in {folder}, with
+A training run with zerojax. Started {starts} so far; the last time{each} in {folder}, with
 
     {command}
 
-The same command goes on from the newest checkpoint.
+The same command continues the run from the newest checkpoint.
 
-| file | what is in it |
+| file | contents |
 |---|---|
-| `config.json` | what the run was given, at its last start |
-| `starts.jsonl` | a line for each start: when, where, with which versions, mesh and stage, and from which step |
-| `metrics.jsonl` | a line for each logged step, and for each evaluation |
-| `plan.txt` | what a device holds in a step, by formula, and where every leaf lives |
-| `checkpoints/` | `zerojax checkpoint ls {path}/checkpoints` lists them |
-| `profile/` | traces of steps, if any were asked for; TensorBoard and xprof show them |
-| `tensorboard/` | scalars, if tensorboardX was there |
+| `config.json` | the configuration of the run at its last start |
+| `starts.jsonl` | a line for each start: time, host, versions, mesh, stage, and first step |
+| `metrics.jsonl` | a line for each logged step and each evaluation |
+| `plan.txt` | the memory of a device during a step, by formula, and the placement of every leaf |
+| `checkpoints/` | checkpoints; `zerojax checkpoint ls {path}/checkpoints` lists them |
+| `profile/` | profiler traces, if enabled; TensorBoard and xprof show them |
+| `tensorboard/` | scalars, if tensorboardX is installed |
 """
 
 
 def as_config(config: Any) -> dict[str, Any]:
-    """A mapping or a dataclass by names.
+    """Converts a mapping or a dataclass to a dict by field name.
 
     Raises:
-        ValueError: something else.
+        ValueError: if it is neither, or if a name is not a string.
     """
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         config = dataclasses.asdict(config)
     if not isinstance(config, Mapping):
-        raise ValueError(f"fit: config is a {type(config).__name__}\n  fix:      a mapping, or a dataclass")
-    if odd := [name for name in config if not isinstance(name, str)]:
-        raise ValueError(f"fit: config has a name that is no text\n  got:      {odd[0]!r}\n  fix:      str(...) of it")
+        raise ValueError(f"fit: config is of type {type(config).__name__}\n  fix:      a mapping or a dataclass")
+    if invalid := [name for name in config if not isinstance(name, str)]:
+        raise ValueError(
+            f"fit: config has a name that is not a string\n  got:      {invalid[0]!r}\n  fix:      str(...) of it"
+        )
     return dict(config)
 
 
-def check(folder: Path) -> None:
-    """Raises ValueError for a directory of checkpoints, which is not that of a run."""
+def check_not_checkpoints(folder: Path) -> None:
+    """Raises ValueError if the directory of a run is itself a directory of checkpoints."""
     from zerojax.checkpoints import store  # Orbax takes a second to import
 
     if store.folders(folder):
         raise ValueError(
-            f"fit: {folder} has steps of checkpoints\n  got:      a run has its own in checkpoints/\n"
-            f"  fix:      the directory of a run, or move them to {folder / 'checkpoints'}"
+            f"fit: {folder} is a directory of checkpoints\n  got:      a run has its checkpoints in checkpoints/\n"
+            f"  fix:      the directory of a run; or move the checkpoints to {folder / 'checkpoints'}"
         )
 
 
@@ -74,24 +76,24 @@ def _lines(path: Path) -> list[str]:
     return path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
 
 
-def describe(
+def write_description(
     folder: Path, zero_config: ZeroConfig, config: Mapping[str, Any], start: int, num_steps: int, plan: str | None
 ) -> None:
-    """Writes what is known when a run starts.
+    """Writes the description of a run when it starts.
 
     Args:
-        folder: of the run; made if it is not there.
-        zero_config: of the Zero.
-        config: as `as_config` returns it.
-        start: the step that the run goes on from.
-        num_steps: where it ends.
-        plan: what a device holds; None: it is not known.
+        folder: directory of the run, which is created if needed.
+        zero_config: mesh, stage and precision.
+        config: configuration of the run, as returned by `as_config`.
+        start: the step from which the run continues.
+        num_steps: the step at which it ends.
+        plan: text of plan.txt; None if it is not known.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _tell_changes(folder / "config.json", config)
-    replace(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+    _log_changes(folder / "config.json", config)
+    write_atomically(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
     devices = zero_config.mesh.devices.flat
-    told = {
+    description = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "from_step": start,
         "num_steps": num_steps,
@@ -106,28 +108,29 @@ def describe(
         "versions": join.versions(),
         "config": dict(config),
     }
-    before = [line for line in _lines(folder / "starts.jsonl") if line.endswith("\n")]
-    replace(folder / "starts.jsonl", "".join([*before, json.dumps(told) + "\n"]))
+    previous = [line for line in _lines(folder / "starts.jsonl") if line.endswith("\n")]
+    write_atomically(folder / "starts.jsonl", "".join([*previous, json.dumps(description) + "\n"]))
     if plan is not None:
-        replace(folder / "plan.txt", plan)
-    starts = f"{len(before) + 1} times" if before else "once"
+        write_atomically(folder / "plan.txt", plan)
+    starts = f"{len(previous) + 1} times" if previous else "once"
     each = f", in each of {jax.process_count()} processes," if jax.process_count() > 1 else ""
-    told |= {"name": folder.name, "starts": starts, "each": each, "path": folder}
-    replace(folder / "README.md", _README.format(**told))
+    description |= {"name": folder.name, "starts": starts, "each": each, "path": folder}
+    write_atomically(folder / "README.md", _README.format(**description))
 
 
 _DTYPES = ("param_dtype", "compute_dtype", "reduce_dtype")
 
 
-def _tell_changes(path: Path, config: Mapping[str, Any]) -> None:
+def _log_changes(path: Path, config: Mapping[str, Any]) -> None:
+    """Logs how the configuration differs from that of the last start."""
     if not path.exists():
         return
     try:
         before = dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
-        log.warning("%s cannot be read, and is written again: %s", path, error)
+        log.warning("%s cannot be read and is written again: %s", path, error)
         return
     for name in sorted(before.keys() | config.keys()):
-        was, now = (json.dumps(each.get(name, "(nothing)"), sort_keys=True) for each in (before, config))
+        was, now = (json.dumps(values.get(name, "(nothing)"), sort_keys=True) for values in (before, config))
         if was != now:
-            log.warning("%s: %s was %s, is %s", path, name, was, now)
+            log.warning("%s: %s was %s, is now %s", path, name, was, now)

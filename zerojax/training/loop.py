@@ -1,8 +1,8 @@
-"""The loop: steps, and what a run does beside them.
+"""The training loop: steps with checkpoints, metrics, evaluation, a progress display and profiles.
 
-It is in the package, not in an example that is copied, so that what is easily got wrong is tested once: where the data
-goes on, rows of steps that run again, metrics that nobody waits for. It is made of public pieces, of which another loop
-can be made too.
+It is part of the package, and not an example to copy, so that its difficult parts are tested once: continuing the data
+after a restart, metrics of steps that run again, and reading metrics without waiting for them. It is made of public
+parts, from which a different loop can be written too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import numpy as np
@@ -23,22 +23,46 @@ from zerojax.processes.join import agree
 from zerojax.step.config import global_shape
 from zerojax.step.state import TrainState
 from zerojax.training import folder as folders
-from zerojax.training.display import Bar, Lines, on_terminal
+from zerojax.training.display import ProgressBar, ProgressLines, on_terminal
 from zerojax.training.writers import Writer, default_writers
+from zerojax.typing import PyTree
 from zerojax.zero import Zero
 
 log = logging.getLogger("zerojax")
-_RATE_STEPS = 11  # the rate is that between the first and the last of so many steps
-_DATA_TIMEOUT_S = 60  # for the others to end where the data of this process ended
-_END = object()  # of the data
-_LATE = 2  # steps after which metrics are read, so that the devices always have a step to go on with
+_RATE_STEPS = 11  # the rate is measured between the first and the last of this number of steps
+_DATA_TIMEOUT_S = 60  # for the data of the other processes to end, after that of this process has ended
+_NO_BATCH = object()  # in place of a batch, after the last one
+_READ_DELAY = 2  # steps after which metrics are read, so that the devices always have a next step to run
+
+
+class CheckpointOptions(TypedDict, total=False):
+    """The options of `zero.checkpoints`; `zerojax.checkpoints.Checkpoints` describes them in full.
+
+    Attributes:
+        every: number of steps between two saves, 1000 by default. The state after the last step is saved as well.
+        keep: number of newest checkpoints to keep, 3 by default; None keeps all of them.
+        keep_every: also keeps the checkpoints of the steps that are multiples of this number. None, the default, keeps
+            no others.
+        most_skipped: number of consecutive skipped updates (because a gradient was not finite) that ends the run, 10 by
+            default.
+        spike: logs a loss of more than this multiple of the recent median. None, the default, logs none.
+        watchdog_s: ends the process with the stacks of all threads if a step takes longer than this, in seconds. It
+            must be longer than a save, an evaluation and a compilation. None, the default, disables it.
+    """
+
+    every: int
+    keep: int | None
+    keep_every: int | None
+    most_skipped: int
+    spike: float | None
+    watchdog_s: float | None
 
 
 def fit(
     zero: Zero,
     state: TrainState,
     step: Callable[..., Any],
-    data: Callable[[int], Any] | Iterable[Any],
+    data: Callable[[int], PyTree] | Iterable[PyTree],
     num_steps: int,
     directory: str | Path,
     *,
@@ -46,102 +70,107 @@ def fit(
     evaluate_every: int | None = None,
     log_every: int = 10,
     config: Any = None,
-    checkpoints: Mapping[str, Any] | None = None,
+    checkpoints: CheckpointOptions | None = None,
     fallback: bool = False,
     profile: tuple[int, int] | None = None,
     writers: Sequence[Writer] | None = None,
     display: Writer | None = None,
 ) -> TrainState:
-    """Trains to a step, from the newest checkpoint if there is one. The directory tells about the run.
+    """Trains for a number of steps, starting from the newest checkpoint in the directory if there is one.
 
-    It holds, beside its own README.md: config.json; starts.jsonl with versions, mesh and command of each start;
-    metrics.jsonl; plan.txt, what a device holds; checkpoints/; and profile/ and tensorboard/ where they are wanted.
-    With several processes all call it; process 0 alone writes and shows, but for checkpoints and profiles.
+    The directory describes the run. Its README.md lists the files: config.json; starts.jsonl with the versions, mesh
+    and command of each start; metrics.jsonl; plan.txt with the memory of a device; checkpoints/; and, if enabled,
+    profile/ and tensorboard/. With several processes, all of them call this function. Process 0 alone writes these
+    files and shows the progress; checkpoints and profiles are written by all.
 
     Args:
-        zero: that the step is of.
-        state: of `zero.init`; it is donated.
-        step: `step(state, batch) -> (state, metrics)`, of `zero.train_step` or one's own.
-        data: `data(i)` returns the batch of step i + 1; or batches one after the other. An iterator with `get_state`
-            and `set_state` is saved and set with the state; of another so many batches as there were steps are passed
-            over when a run goes on. Where it ends, the run ends; it has to be after the same step in all processes.
-        num_steps: of the whole run, over all its starts.
-        directory: of the run. One run at a time may use it. A run that is through is not evaluated again.
-        evaluate: `evaluate(state)` returns metrics by name, which are logged as 'eval/' and the name.
-        evaluate_every: steps between two evaluations. There is one after the last step in any case.
-        log_every: steps between two rows of metrics; the first and the last step have one too.
-        config: a mapping or a dataclass, to be written into the directory, and compared between processes.
-        checkpoints: options of `zero.checkpoints`.
-        fallback: see `Checkpoints.resume`.
-        profile: the first and the last step of a trace that the profiler takes, counted from 1.
-        writers: of rows of metrics. By default those of `writers.default_writers`.
-        display: takes the metrics of every step. By default a bar on a terminal; elsewhere each row is a line.
+        zero: the Zero that made `step`.
+        state: the initial state, from `zero.init`. It is donated.
+        step: `step(state, batch) -> (state, metrics)`, from `zero.train_step` or your own.
+        data: `data(i)` returns the batch of step i + 1. Or an iterable of batches: the position of an iterator with
+            `get_state` and `set_state` is saved and restored with the state; with any other, the batches of earlier
+            steps are skipped when a run continues. The run ends when the data ends, which must be after the same step
+            in all processes.
+        num_steps: number of steps of the whole run, over all its starts.
+        directory: directory of the run. Only one run at a time may use it. A run that is complete is neither trained
+            nor evaluated again.
+        evaluate: `evaluate(state)` returns a dict of metrics, which are logged with the prefix 'eval/'.
+        evaluate_every: number of steps between two evaluations. By default there is only the one after the last step.
+        log_every: number of steps between two rows of metrics. The first and the last step are always logged.
+        config: a mapping or a dataclass, which is written to the directory and must be the same in all processes.
+        checkpoints: options of `zero.checkpoints`: `every`, `keep`, `keep_every`, `most_skipped`, `spike` and
+            `watchdog_s`. `CheckpointOptions` describes them.
+        fallback: if the newest checkpoint is damaged, continues from the newest one that is intact.
+        profile: first and last step of a profiler trace, counted from 1.
+        writers: receive the rows of metrics; `writers.default_writers` by default.
+        display: receives the metrics of every step. By default a progress bar on a terminal, and lines elsewhere.
 
     Returns:
-        the last state, which is saved too.
+        The last state, which is also saved.
 
     Raises:
-        ValueError: an argument that cannot be, or processes that differ.
-        RuntimeError: the data ended in some processes alone.
-        SystemExit: after SIGTERM, see `Checkpoints`; and what `Checkpoints.update` and `resume` raise.
+        ValueError: if an argument is invalid, or if the processes differ.
+        RuntimeError: if the data ended in some processes only.
+        SystemExit: after SIGTERM; see `Checkpoints`. Errors of `Checkpoints.update` and `resume` are raised as well.
     """
     counts = {"num_steps": num_steps, "log_every": log_every}
     counts |= {} if evaluate_every is None else {"evaluate_every": evaluate_every}
     for name, number in counts.items():
         if not _is_count(number):
-            raise ValueError(f"fit: {name} is {number!r}\n  fix:      a number of steps, at least 1")
+            raise ValueError(f"fit: {name} is {number!r}\n  fix:      a whole number of steps, at least 1")
     if profile is not None and not (len(profile) == 2 and all(map(_is_count, profile)) and profile[0] <= profile[1]):
-        raise ValueError(f"fit: profile is {profile!r}\n  fix:      (first, last), steps counted from 1")
+        raise ValueError(f"fit: profile is {profile!r}\n  fix:      (first step, last step), counted from 1")
     if not callable(data) and not isinstance(data, Iterable):
-        raise ValueError(f"fit: data is a {type(data).__name__}\n  fix:      a function of the step, or batches")
+        got = type(data).__name__
+        raise ValueError(f"fit: data is of type {got}\n  fix:      a function of the step, or an iterable of batches")
     config, folder = folders.as_config({} if config is None else config), Path(directory).absolute()
-    folders.check(folder)
+    folders.check_not_checkpoints(folder)
     agree(config)
     agree({**counts, "profile": profile})
     with contextlib.ExitStack() as stack:
-        saved = stack.enter_context(zero.checkpoints(folder / "checkpoints", **(checkpoints or {})))
-        batches = None if callable(data) else iter(data)
-        keeps_place = batches if hasattr(batches, "get_state") else None
-        state, start = saved.resume(state, keeps_place, fallback=fallback)
+        manager = stack.enter_context(zero.checkpoints(folder / "checkpoints", **(checkpoints or {})))
+        iterator = None if callable(data) else iter(data)
+        stateful_iterator = iterator if hasattr(iterator, "get_state") else None
+        state, start = manager.resume(state, stateful_iterator, fallback=fallback)
         if start >= num_steps:
-            log.warning("fit: %s is at step %d already, the end is %d", folder, start, num_steps)
+            log.warning("fit: %s is already at step %d of %d", folder, start, num_steps)
             return state
-        next_batch = _batches(data, batches, start, placed=keeps_place is not None)
-        batch = next(next_batch, _END)
+        batches = _batches(data, iterator, start, is_positioned=stateful_iterator is not None)
+        batch = next(batches, _NO_BATCH)
         if jax.process_index() == 0:
-            plan = None if batch is _END else _plan(zero, step, state, batch)
-            folders.describe(folder, zero.config, config, start, num_steps, plan)
+            plan = None if batch is _NO_BATCH else _memory_and_placement(zero, step, state, batch)
+            folders.write_description(folder, zero.config, config, start, num_steps, plan)
             writers = default_writers(folder, start, config) if writers is None else writers
             if display is None and not on_terminal():
-                writers = [*writers, Lines(num_steps)]
+                writers = [*writers, ProgressLines(num_steps)]
             elif display is None:
-                display = Bar(num_steps, start)
+                display = ProgressBar(num_steps, start)
         else:
             writers, display = (), None
-        record = stack.enter_context(Record(writers, display, log_every))
-        traces = stack.enter_context(Profile(folder / "profile", profile))
+        recorder = stack.enter_context(MetricsRecorder(writers, display, log_every))
+        tracer = stack.enter_context(StepTracer(folder / "profile", profile))
         if profile and profile[0] <= start:
-            log.warning("fit: no profile of steps %d to %d, the run goes on from %d", *profile, start)
+            log.warning("fit: steps %d to %d are not profiled, since the run continues from step %d", *profile, start)
         i = start
-        while batch is not _END:
-            traces.before(i + 1)
+        while batch is not _NO_BATCH:
+            tracer.before_step(i + 1)
             state, metrics = step(state, batch)
             i += 1
-            traces.after(i, state)
-            record.add(i, metrics, batch)
+            tracer.after_step(i, state)
+            recorder.add(i, metrics, batch)
             if evaluate and evaluate_every and i % evaluate_every == 0 and i < num_steps:
-                record.evaluated(i, evaluate(state))
-            if i % saved.every == 0:
-                record.flush()  # what is saved is not run again: its rows come now or never
-            saved.update(state, metrics, keeps_place)
-            batch = next(next_batch, _END) if i < num_steps else _END
+                recorder.add_evaluation(i, evaluate(state))
+            if i % manager.every == 0:
+                recorder.flush()  # steps before a checkpoint do not run again, so their rows must be written before it
+            manager.update(state, metrics, stateful_iterator)
+            batch = next(batches, _NO_BATCH) if i < num_steps else _NO_BATCH
         if i < num_steps:
-            _end_alike(i, num_steps)
-        traces.close()
-        record.flush(ended=True)
-        saved.save(state, keeps_place)
+            _check_data_ended_everywhere(i, num_steps)
+        tracer.close()
+        recorder.flush(is_last=True)
+        manager.save(state, stateful_iterator)
         if evaluate:
-            record.evaluated(i, evaluate(state))
+            recorder.add_evaluation(i, evaluate(state))
     return state
 
 
@@ -149,148 +178,149 @@ def _is_count(number: Any) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and number >= 1
 
 
-def _batches(data: Any, batches: Iterator[Any] | None, start: int, *, placed: bool) -> Iterator[Any]:
-    """From the step that a run goes on from."""
-    if batches is None:
+def _batches(data: Any, iterator: Iterator[PyTree] | None, start: int, *, is_positioned: bool) -> Iterator[PyTree]:
+    """The batches of the steps after `start`."""
+    if iterator is None:
         for i in itertools.count(start):
             if (batch := data(i)) is None:
-                raise ValueError(f"fit: data({i}) returned nothing\n  fix:      a batch for every step")
+                raise ValueError(f"fit: data({i}) returned None\n  fix:      return a batch for every step")
             yield batch
         return
-    if start and not placed:
-        log.warning("fit: %d batches are passed over; an iterator with get_state and set_state would go there", start)
-        batches = itertools.islice(batches, start, None)
-    yield from batches
+    if start and not is_positioned:
+        log.warning("fit: skipping %d batches; an iterator with get_state and set_state is positioned directly", start)
+        iterator = itertools.islice(iterator, start, None)
+    yield from iterator
 
 
-def _end_alike(step: int, num_steps: int) -> None:
-    """Where the data ended: in all processes after the same step, or some would wait for the others for ever."""
+def _check_data_ended_everywhere(step: int, num_steps: int) -> None:
+    """Checks that the data ended after the same step in all processes. Otherwise some would wait for others forever."""
     log.warning("fit: the data ended after step %d of %d", step, num_steps)
     try:
-        agree({"steps that there was data for": step}, timeout_s=_DATA_TIMEOUT_S)
+        agree({"last step with data": step}, timeout_s=_DATA_TIMEOUT_S)
     except (ValueError, TimeoutError) as error:
         raise RuntimeError(
-            f"fit: the data of this process ended after step {step}, that of others did not\n  got:      {error}\n"
-            f"  fix:      as many batches in every process"
+            f"fit: the data of this process ended after step {step}, but not in all processes\n  got:      {error}\n"
+            f"  fix:      the same number of batches in every process"
         ) from error
 
 
-def _plan(zero: Zero, step: Any, state: TrainState, batch: Any) -> str | None:
-    """What is known before a step runs; None if it is not a step of zerojax."""
+def _memory_and_placement(zero: Zero, step: Any, state: TrainState, batch: PyTree) -> str | None:
+    """The text of plan.txt, which is known before a step runs; None if the step is not one of zerojax."""
     if not hasattr(step, "memory"):
         return None
-    held = f"A device holds, when memory is fullest in a step, by formula:\n\n{step.memory(state, batch)}\n"
-    return f"{held}\nBetween steps, leaf by leaf:\n\n{zero.explain(state)}"
+    peak = f"The memory of a device at the peak of a step, by formula:\n\n{step.memory(state, batch)}\n"
+    return f"{peak}\nBetween steps, leaf by leaf:\n\n{zero.explain(state)}"
 
 
-class Record:
-    """The metrics of a run on their way to writers: read late, so that no step waits for the host.
+class MetricsRecorder:
+    """Passes the metrics of steps on to writers. They are read some steps later, so that no step waits for the host.
 
     Args:
-        writers: of the rows of the first step, of those that `log_every` divides, and of the last.
-        display: of every step; None: nothing is shown.
-        log_every: steps between two rows.
+        writers: receive the rows of the first step, of every `log_every`-th step, and of the last step.
+        display: receives the metrics of every step; None for no display.
+        log_every: number of steps between two rows.
     """
 
     def __init__(self, writers: Sequence[Writer], display: Writer | None, log_every: int):
-        self._writers, self._shown, self._log_every = writers, [] if display is None else [display], log_every
-        self._begun = False
-        self._waiting: collections.deque[tuple[int, Mapping[str, Any], int]] = collections.deque()
+        self._writers, self._displays, self._log_every = writers, [] if display is None else [display], log_every
+        self._has_written = False
+        self._pending: collections.deque[tuple[int, Mapping[str, Any], int]] = collections.deque()
         self._times: collections.deque[tuple[int, float]] = collections.deque(maxlen=_RATE_STEPS)
 
-    def __enter__(self) -> Record:
+    def __enter__(self) -> MetricsRecorder:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         with contextlib.ExitStack() as stack:
-            for each in (*self._writers, *self._shown):
-                stack.callback(each.close)
+            for writer in (*self._writers, *self._displays):
+                stack.callback(writer.close)
             with contextlib.suppress(Exception) if error else contextlib.nullcontext():
-                self.flush(ended=True)
+                self.flush(is_last=True)
 
-    def add(self, step: int, metrics: Mapping[str, Any], batch: Any) -> None:
-        """The metrics of a step, as arrays that may not be there yet."""
-        if self._writers or self._shown:
-            self._waiting.append((step, metrics, num_rows(batch)))
-        if len(self._waiting) > _LATE:
+    def add(self, step: int, metrics: Mapping[str, Any], batch: PyTree) -> None:
+        """Adds the metrics of a step. Their arrays may still be being computed."""
+        if self._writers or self._displays:
+            self._pending.append((step, metrics, num_global_rows(batch)))
+        if len(self._pending) > _READ_DELAY:
             self._read()
             self._times.append((step, time.perf_counter()))  # one more step has ended
 
-    def flush(self, ended: bool = False) -> None:
-        """Waits for all steps so far; if it was the last, that has a row."""
-        while self._waiting:
-            self._read(last=ended and len(self._waiting) == 1)
+    def flush(self, is_last: bool = False) -> None:
+        """Waits for all steps so far, and writes their rows. The last step of a run always has a row."""
+        while self._pending:
+            self._read(is_last=is_last and len(self._pending) == 1)
 
-    def evaluated(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """A row of an evaluation after this step. Its time is not that of a step."""
+    def add_evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Writes a row with the metrics of an evaluation after a step. Its time does not count as that of a step."""
         self.flush()
         if not isinstance(metrics, Mapping):
-            raise ValueError(f"fit: evaluate returned a {type(metrics).__name__}\n  fix:      a dict of metrics")
-        row = {f"eval/{name}": _number(name, value) for name, value in metrics.items()}
-        for each in (*self._writers, *self._shown):
-            each.write(step, row)
+            got = type(metrics).__name__
+            raise ValueError(f"fit: evaluate returned a value of type {got}\n  fix:      return a dict of metrics")
+        row = {f"eval/{name}": _as_float(name, value) for name, value in metrics.items()}
+        for writer in (*self._writers, *self._displays):
+            writer.write(step, row)
         self._times.clear()
 
-    def _read(self, last: bool = False) -> None:
-        step, metrics, rows = self._waiting.popleft()
-        row = {name: _number(name, metrics[name]) for name in sorted(metrics, key=lambda name: name != "loss")}
+    def _read(self, is_last: bool = False) -> None:
+        step, metrics, num_rows = self._pending.popleft()
+        row = {name: _as_float(name, metrics[name]) for name in sorted(metrics, key=lambda name: name != "loss")}
         if len(self._times) > 1:
-            (before, began), (after, now) = self._times[0], self._times[-1]
-            seconds = (now - began) / (after - before)
-            row |= {"seconds_per_step": seconds, "rows_per_s": rows / seconds}
-        for each in self._shown:
-            each.write(step, row)
-        if last or not self._begun or step % self._log_every == 0:
-            for each in self._writers:
-                each.write(step, row)
-        self._begun = True
+            (first_step, first_time), (last_step, last_time) = self._times[0], self._times[-1]
+            seconds = (last_time - first_time) / (last_step - first_step)
+            row |= {"seconds_per_step": seconds, "rows_per_s": num_rows / seconds}
+        for display in self._displays:
+            display.write(step, row)
+        if is_last or not self._has_written or step % self._log_every == 0:
+            for writer in self._writers:
+                writer.write(step, row)
+        self._has_written = True
 
 
-def _number(name: str, value: Any) -> float:
+def _as_float(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError) as error:
         got = f"shape {np.shape(value)}" if np.ndim(value) else repr(value)
-        raise ValueError(f"fit: metric {name!r} is no number\n  got:      {got}\n  fix:      a scalar") from error
+        raise ValueError(f"fit: metric {name!r} is not a number\n  got:      {got}\n  fix:      a scalar") from error
 
 
-class Profile:
-    """A trace of some steps, by JAX's profiler.
+class StepTracer:
+    """Traces some steps with JAX's profiler.
 
     Args:
-        folder: for the trace; with several processes each has its own in it.
-        steps: the first and the last, counted from 1; None: none is taken.
+        folder: folder for the trace. With several processes, each one has a subfolder.
+        steps: the first and the last step of the trace, counted from 1; None for no trace.
     """
 
     def __init__(self, folder: Path, steps: tuple[int, int] | None):
-        several = jax.process_count() > 1
-        self._folder = folder / f"process_{jax.process_index()}" if several else folder
-        self._steps, self._runs = steps, False
+        has_several = jax.process_count() > 1
+        self._folder = folder / f"process_{jax.process_index()}" if has_several else folder
+        self._steps, self._is_tracing = steps, False
 
-    def __enter__(self) -> Profile:
+    def __enter__(self) -> StepTracer:
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.close()
 
     def close(self) -> None:
-        """Ends the trace, if the run ended before its last step."""
-        if self._runs:
-            self._runs = False
+        """Ends the trace, if the run ended before the last step of the trace."""
+        if self._is_tracing:
+            self._is_tracing = False
             jax.profiler.stop_trace()
 
-    def before(self, step: int) -> None:
+    def before_step(self, step: int) -> None:
         if self._steps and step == self._steps[0]:
             jax.profiler.start_trace(str(self._folder))
-            self._runs = True
+            self._is_tracing = True
 
-    def after(self, step: int, state: TrainState) -> None:
-        if self._runs and self._steps and step == self._steps[1]:
+    def after_step(self, step: int, state: TrainState) -> None:
+        if self._is_tracing and self._steps and step == self._steps[1]:
             jax.block_until_ready(state)
             self.close()
-            log.info("fit: steps %d to %d are profiled in %s", *self._steps, self._folder)
+            log.info("fit: wrote a profile of steps %d to %d to %s", *self._steps, self._folder)
 
 
-def num_rows(batch: Any) -> int:
-    """Of a batch over all processes."""
+def num_global_rows(batch: PyTree) -> int:
+    """The number of rows of a batch over all processes."""
     return max((global_shape(a)[0] for a in jax.tree.leaves(batch) if np.ndim(a)), default=0)

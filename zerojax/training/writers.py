@@ -1,4 +1,4 @@
-"""Where the metrics of a run are written: a file of lines always, TensorBoard and wandb where they are wanted."""
+"""Writes the metrics of a run: always to metrics.jsonl, and to TensorBoard and wandb if they are enabled."""
 
 from __future__ import annotations
 
@@ -16,68 +16,69 @@ from typing import Any, Protocol
 
 log = logging.getLogger("zerojax")
 
-Row = Mapping[str, float]
+MetricsRow = Mapping[str, float]
 
 
 class Writer(Protocol):
-    """Takes rows of metrics as they come, on process 0."""
+    """Receives rows of metrics on process 0, in the order of the steps."""
 
-    def write(self, step: int, row: Row) -> None:
-        """Those of a step, by name. Steps do not go back; a step may have several rows, with other names."""
+    def write(self, step: int, row: MetricsRow) -> None:
+        """Writes metrics of a step, by name. Steps never decrease; a step may have several rows with different names."""
         ...
 
     def close(self) -> None:
-        """After the last row, also if the run failed."""
+        """Called after the last row, also if the run failed."""
         ...
 
 
-class Jsonl:
-    """One JSON object a line: step, time (seconds since 1970), and the metrics.
+class JsonlWriter:
+    """Writes one JSON object per line: step, time (seconds since 1970), and the metrics.
 
-    What is no number in JSON is the text 'NaN', 'Infinity' or '-Infinity', which `float` reads. Rows after the step
-    that a run goes on from are taken out, since those steps are run again.
+    Values that are not finite are written as the strings 'NaN', 'Infinity' and '-Infinity', which `float` accepts. Rows
+    after the step from which a run continues are removed, since these steps run again.
 
     Args:
-        path: of the file.
-        start: the step that the run goes on from.
+        path: path of the file.
+        start: the step from which the run continues.
     """
 
     def __init__(self, path: Path, start: int):
         if path.exists():
-            _cut(path, start)
+            _remove_rows_after(path, start)
         self._file = path.open("a")
 
-    def write(self, step: int, row: Row) -> None:
+    def write(self, step: int, row: MetricsRow) -> None:
         first = {"step": step, "time": round(time.time(), 3)}
-        told = first | {name: _number(value) for name, value in row.items()} | first  # no metric takes their place
-        self._file.write(json.dumps(told, allow_nan=False) + "\n")
+        # `first` comes again at the end, so that a metric called 'step' or 'time' does not replace it.
+        fields = first | {name: _json_number(value) for name, value in row.items()} | first
+        self._file.write(json.dumps(fields, allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
         self._file.close()
 
 
-def _number(value: float) -> float | str:
+def _json_number(value: float) -> float | str:
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def _cut(path: Path, start: int) -> None:
-    """Takes out the rows after a step, and what is no row: a line that was not written to its end."""
+def _remove_rows_after(path: Path, start: int) -> None:
+    """Removes the rows after a step, and lines that are not rows, such as one that was not completely written."""
     lines = path.read_text(errors="replace").splitlines(keepends=True)
-    steps = [_step(line) for line in lines]
+    steps = [_step_of(line) for line in lines]
     kept = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= start]
-    if behind := sum(step is not None and step > start for step in steps):
-        log.warning("%s: %d rows after step %d are taken out: they are run again", path, behind, start)
-    if none := steps.count(None):
-        log.warning("%s: %d lines that are no rows are taken out", path, none)
+    if num_later := sum(step is not None and step > start for step in steps):
+        log.warning("%s: removed %d rows after step %d, since these steps run again", path, num_later, start)
+    if num_invalid := steps.count(None):
+        log.warning("%s: removed %d lines that are not rows", path, num_invalid)
     if len(kept) < len(lines):
-        replace(path, "".join(kept))
+        write_atomically(path, "".join(kept))
 
 
-def _step(line: str) -> int | None:
-    """Of a row; None if it is none."""
+def _step_of(line: str) -> int | None:
+    """The step of a row; None if the line is not a row."""
     try:
         step = json.loads(line)["step"] if line.endswith("\n") else None
     except (ValueError, TypeError, KeyError):
@@ -85,21 +86,21 @@ def _step(line: str) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def replace(path: Path, text: str) -> None:
-    """Writes a file as a whole or not at all."""
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file completely or not at all."""
     new = path.with_name(path.name + ".new")
     new.write_text(text)
     new.replace(path)
 
 
-class TensorBoard:
-    """Scalars for TensorBoard, which needs the package tensorboardX. Steps that are run again replace those before.
+class TensorBoardWriter:
+    """Writes scalars for TensorBoard, with the package tensorboardX. Steps that run again replace the earlier ones.
 
-    It writes in the background: where a process is killed, those of its last second are missing.
+    It writes in the background: if the process is killed, the scalars of the last second are lost.
 
     Args:
-        folder: for its files.
-        start: the step that the run goes on from.
+        folder: folder for the event files.
+        start: the step from which the run continues.
     """
 
     def __init__(self, folder: Path, start: int):
@@ -107,7 +108,7 @@ class TensorBoard:
 
         self._writer = SummaryWriter(str(folder), purge_step=start + 1, flush_secs=1)
 
-    def write(self, step: int, row: Row) -> None:
+    def write(self, step: int, row: MetricsRow) -> None:
         for name, value in row.items():
             self._writer.add_scalar(name, value, step)
 
@@ -115,43 +116,50 @@ class TensorBoard:
         self._writer.close()
 
 
-class Wandb:
-    """The run that wandb is in, or one of its own, which restarts go on with; it ends with the writer.
+class WandbWriter:
+    """Writes to the current wandb run, or to a new one, which restarts continue and which ends with the writer.
 
-    wandb keeps the first row of a step: of steps that are run again after a restart it shows the first time.
+    wandb keeps the first row of a step. For steps that run again after a restart, it shows the first time.
 
     Args:
-        folder: of the run. The name of wandb's run is in it, in `wandb_id`.
-        config: of the run, to be shown with it.
+        folder: directory of the run. The id of the wandb run is stored there in the file `wandb_id`.
+        config: configuration of the run, which wandb shows.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]):
         import wandb
 
-        self._own = wandb.run is None
-        if self._own:
+        self._owns_run = wandb.run is None
+        if self._owns_run:
             file = folder / "wandb_id"
             if not file.exists():
                 file.write_text(uuid.uuid4().hex[:12])
             wandb.init(dir=folder, id=file.read_text(), name=folder.name, resume="allow", config=dict(config))
         self._run: Any = wandb.run
 
-    def write(self, step: int, row: Row) -> None:
+    def write(self, step: int, row: MetricsRow) -> None:
         self._run.log(dict(row), step=step)
 
     def close(self) -> None:
-        if self._own:
+        if self._owns_run:
             self._run.finish()
 
 
 def default_writers(folder: Path, start: int, config: Mapping[str, Any]) -> list[Writer]:
-    """`metrics.jsonl`; TensorBoard if tensorboardX is installed; wandb if the script began a run of it or WANDB_PROJECT
-    is set: that it is installed is no wish to send metrics somewhere.
+    """The writers that `fit` uses by default.
+
+    `metrics.jsonl` is always written, and TensorBoard's files are if tensorboardX is installed. wandb is used if the
+    script has started a wandb run, or if WANDB_PROJECT is set; installing wandb alone does not enable it.
+
+    Args:
+        folder: directory of the run.
+        start: the step from which the run continues.
+        config: configuration of the run.
     """
-    writers: list[Writer] = [Jsonl(folder / "metrics.jsonl", start)]
+    writers: list[Writer] = [JsonlWriter(folder / "metrics.jsonl", start)]
     if importlib.util.find_spec("tensorboardX"):
-        writers.append(TensorBoard(folder / "tensorboard", start))
-    begun = getattr(sys.modules.get("wandb"), "run", None) is not None
-    if begun or ("WANDB_PROJECT" in os.environ and importlib.util.find_spec("wandb")):
-        writers.append(Wandb(folder, config))
+        writers.append(TensorBoardWriter(folder / "tensorboard", start))
+    has_wandb_run = getattr(sys.modules.get("wandb"), "run", None) is not None
+    if has_wandb_run or ("WANDB_PROJECT" in os.environ and importlib.util.find_spec("wandb")):
+        writers.append(WandbWriter(folder, config))
     return writers
