@@ -1,6 +1,6 @@
-"""ZeRO for JAX: model states sharded over the data axes of a mesh, for unmodified Flax and Optax training scripts."""
+"""ZeRO for JAX: shards model states over the data axes of a mesh, for unmodified Flax and Optax training scripts."""
 
-from zerojax.versions import __version__  # first: refuses unsupported versions before anything else is imported
+from zerojax.versions import __version__  # must be first: rejects unsupported versions
 
 # isort: split
 import importlib
@@ -49,7 +49,7 @@ __all__ = [
     "targets",
 ]
 
-# Imported when they are first used: Orbax alone takes a second.
+# Imported on first use, because importing Orbax alone takes a second.
 _MODULES = {
     "checkpoints": "zerojax.checkpoints",
     "exchange": "zerojax.exchange",

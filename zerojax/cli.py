@@ -1,4 +1,4 @@
-"""The command `zerojax`."""
+"""The command-line interface `zerojax`: plan, launch, doctor and checkpoint."""
 
 from __future__ import annotations
 
@@ -10,38 +10,85 @@ from typing import Any
 
 import click
 
+_JOB_HELP = "A function that returns a zerojax.plan.Job: your own model, optimizer and loss."
+_MAPPING_HELP = "JSON file that maps names of zerojax to other names; patterns with * are allowed."
+
 
 @click.group()
 @click.version_option(package_name="zerojax")
 def main() -> None:
-    """ZeRO for JAX."""
+    """ZeRO for JAX: shards parameters, gradients and optimizer state over devices."""
 
 
 @main.command()
-@click.option("--preset", "what", help="A model; --list-presets shows them.")
-@click.option("--job", "what", metavar="MODULE:FUNCTION", help="Your own: a function that returns a zerojax.plan.Job.")
+@click.option("--preset", "what", metavar="NAME", help="A model; --list-presets lists them.")
+@click.option("--job", "what", metavar="MODULE:FUNCTION", help=_JOB_HELP)
 @click.option(
-    "--target", default="h100:8", show_default=True, help="h100:N (a100, h200, b200), v5e:4x4 (v4, v5p, v6e), cpu:N."
+    "--target",
+    default="h100:8",
+    show_default=True,
+    metavar="TARGET",
+    help="The devices: h100:N (or a100, h200, b200), v5e:4x4 (or v4, v5p, v6e), or cpu:N.",
 )
-@click.option("--stage", type=click.IntRange(0, 3), default=3, show_default=True)
-@click.option("--precision", default="bf16", show_default=True)
-@click.option("--rows", type=click.IntRange(1), help="Rows on a device in a microbatch.  [default: the model's]")
-@click.option("--microbatches", "num_microbatches", type=click.IntRange(1), default=1, show_default=True)
-@click.option("--remat", default="full", show_default=True, help="none, dots, full, or offload.")
-@click.option("--prefetch", type=click.IntRange(0), default=1, show_default=True)
-@click.option("--bucket-mib", type=click.IntRange(1), help="Limit of what one collective moves.")
-@click.option("--replica", type=click.IntRange(1), default=1, show_default=True, help="Size of the replica axis.")
-@click.option("--model", type=click.IntRange(1), help="Size of the model axis.")
-@click.option("--compile", "compiled", is_flag=True, help="Compile the step for the target, too.")
-@click.option("--memory-share", type=float, help="Of a device's memory that a program may use.")
-@click.option("--auto", is_flag=True, help="Search the fastest settings that fit, with --rows of a device in a step.")
-@click.option("--formulas", is_flag=True, help="Show how each term comes about.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--dump", type=click.Path(file_okay=False, path_type=Path), help="Write the compiled text there.")
-@click.option("--png", type=click.Path(file_okay=False, path_type=Path), help="Write two pictures there.")
-@click.option("--calibration", type=click.Path(exists=True, path_type=Path), help="Rates that --calibrate measured.")
-@click.option("--calibrate", is_flag=True, help="Measure two rates of this machine's device, write them, and end.")
-@click.option("--list-presets", is_flag=True, help="Show the presets and end.")
+@click.option("--stage", type=click.IntRange(0, 3), default=3, show_default=True, metavar="STAGE", help="ZeRO stage.")
+@click.option(
+    "--precision",
+    default="bf16",
+    show_default=True,
+    metavar="NAME",
+    help="fp32, bf16, bf16_reduce_fp32 or fp16.",
+)
+@click.option(
+    "--rows", type=click.IntRange(1), metavar="N", help="Rows per device and microbatch.  [default: set by the model]"
+)
+@click.option(
+    "--microbatches",
+    "num_microbatches",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Microbatches per step.",
+)
+@click.option(
+    "--remat",
+    default="full",
+    show_default=True,
+    metavar="SETTING",
+    help="Rematerialization: none, dots, full or offload.",
+)
+@click.option(
+    "--prefetch",
+    type=click.IntRange(0),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Units whose weights are gathered in advance.",
+)
+@click.option("--bucket-mib", type=click.IntRange(1), metavar="MIB", help="Maximum size of a collective.")
+@click.option(
+    "--replica", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Size of the replica axis."
+)
+@click.option("--model", type=click.IntRange(1), metavar="N", help="Size of the model axis.")
+@click.option("--compile", "compiled", is_flag=True, help="Also compile the step for the target.")
+@click.option(
+    "--memory-share", type=float, metavar="SHARE", help="Fraction of a device's memory that a program may use."
+)
+@click.option("--auto", is_flag=True, help="Search for the fastest settings that fit; --rows then counts per step.")
+@click.option("--formulas", is_flag=True, help="Show how each term of the memory is computed.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as a JSON object.")
+@click.option(
+    "--dump", type=click.Path(file_okay=False, path_type=Path), help="Write the compiled text to this directory."
+)
+@click.option("--png", type=click.Path(file_okay=False, path_type=Path), help="Draw the plan in this directory.")
+@click.option(
+    "--calibration",
+    type=click.Path(exists=True, path_type=Path),
+    metavar="FILE",
+    help="Use the rates that --calibrate wrote to this file.",
+)
+@click.option("--calibrate", is_flag=True, help="Measure the rates of this machine's device, write them, and exit.")
+@click.option("--list-presets", is_flag=True, help="List the presets and exit.")
 def plan(
     what: str | None,
     target: str,
@@ -58,10 +105,11 @@ def plan(
     bucket_mib: int | None,
     **settings: Any,
 ) -> None:
-    """Whether a training step fits on a cluster, and what would change that.
+    """Predict whether a training step fits on a cluster.
 
-    By formula it takes seconds and no accelerator package. With --compile the compiler of the target is asked, on this
-    machine, without an accelerator. The exit code is 0 if the step fits and 3 if it does not.
+    The plan is computed by formula in a few seconds and suggests changes that save memory. With --compile, the step is
+    compiled for the target, on this machine and without an accelerator. The exit code is 0 if the step fits and 3 if it
+    does not.
     """
     if calibrate:
         from zerojax.plan.calibrate import DEFAULT_PATH, calibrate as measure
@@ -84,7 +132,9 @@ def plan(
             console.print(f"{name:14s} {shapes}", highlight=False)
         return
     if what is None:
-        raise click.UsageError(f"--preset NAME or --job MODULE:FUNCTION\n  presets: {', '.join(presets.PRESETS)}")
+        raise click.UsageError(
+            f"--preset NAME or --job MODULE:FUNCTION is required\n  presets: {', '.join(presets.PRESETS)}"
+        )
     settings["bucket_bytes"] = bucket_mib and bucket_mib * 2**20
     given: dict[str, Any] = {"memory_share": memory_share, "calibration": calibration}
     try:
@@ -109,7 +159,7 @@ def plan(
 
 
 def _draw(made: Any, memory_share: float | None, folder: Path) -> None:
-    """memory.png: this step at every stage. timeline.png: one layer, if the step was compiled and its time read."""
+    """Draws memory.png, the step at every stage, and timeline.png, one layer, if the time of the step was predicted."""
     import dataclasses
 
     try:
@@ -129,14 +179,21 @@ def _draw(made: Any, memory_share: float | None, folder: Path) -> None:
 
 
 @main.command(context_settings={"ignore_unknown_options": True})
-@click.option("-n", "--processes", "count", type=click.IntRange(1), required=True, help="How many.")
-@click.option("--devices", type=click.IntRange(1), help="Simulated CPU devices of each.  [default: the machine's]")
-@click.option("--timeout", "timeout_s", type=float, help="Seconds after which all are killed.")
+@click.option(
+    "-n", "--processes", "count", type=click.IntRange(1), required=True, metavar="N", help="Number of processes."
+)
+@click.option(
+    "--devices",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Simulated CPU devices of each process.  [default: the devices of the machine]",
+)
+@click.option("--timeout", "timeout_s", type=float, metavar="SECONDS", help="Kill all processes after this time.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def launch(count: int, devices: int | None, timeout_s: float | None, command: tuple[str, ...]) -> None:
-    """Run COMMAND as several processes on this machine, which `zerojax.initialize()` joins.
+    """Run COMMAND in several processes on this machine.
 
-    The exit code is the first that is not 0.
+    `zerojax.initialize()` joins them. The exit code is the first one of a process that is not 0.
     """
     from zerojax.processes.launch import launch as run
 
@@ -148,34 +205,40 @@ def launch(count: int, devices: int | None, timeout_s: float | None, command: tu
 
 @main.command()
 @click.option(
-    "--checkpoints", type=click.Path(path_type=Path), help="A directory for checkpoints, to be looked at too."
+    "--checkpoints", type=click.Path(path_type=Path), metavar="DIRECTORY", help="Also check this checkpoint directory."
 )
 def doctor(checkpoints: Path | None) -> None:
-    """Look for what keeps a run from starting, or from running where it should.
+    """Check that this machine can run a training job.
 
-    The exit code is 1 if something is wrong.
+    Each failure is shown with a fix. The exit code is 1 if there is a failure.
     """
     from zerojax import doctor
 
     checks = doctor.diagnose(checkpoints)
     _print(doctor.table(checks))
-    raise SystemExit(1 if any(each.status is doctor.Status.WRONG for each in checks) else 0)
+    raise SystemExit(1 if any(check.status is doctor.Status.ERROR for check in checks) else 0)
 
 
 @main.group()
 def checkpoint() -> None:
-    """Look at checkpoints, move parameters in and out. No accelerator is needed."""
+    """Inspect, verify, export and import checkpoints.
+
+    These commands need no accelerator.
+    """
 
 
 _DIRECTORY = click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
-_STEP = click.option("--step", type=click.IntRange(0), help="[default: the newest]")
+_STEP = click.option("--step", type=click.IntRange(0), metavar="N", help="The step.  [default: the newest]")
 
 
 @checkpoint.command("ls")
 @_DIRECTORY
-@click.option("--verify", is_flag=True, help="Read every array, and check its digest.")
+@click.option("--verify", is_flag=True, help="Read every array and check its digest.")
 def list_steps(directory: Path, verify: bool) -> None:
-    """List the steps in DIRECTORY, with a verdict each. The exit code is 1 if one is not good."""
+    """List the steps in DIRECTORY and their status.
+
+    The exit code is 1 if a step is damaged or incomplete.
+    """
     from zerojax.checkpoints import show
 
     table, good = show.steps_table(directory.absolute(), verify)
@@ -187,7 +250,10 @@ def list_steps(directory: Path, verify: bool) -> None:
 @_DIRECTORY
 @_STEP
 def inspect(directory: Path, step: int | None) -> None:
-    """Show the arrays of a step: shape, dtype, bytes, digest; and the stage and mesh that saved it."""
+    """Show the arrays of a step.
+
+    The table has the shape, dtype, bytes and digest of each array, and the stage and mesh that the step was saved with.
+    """
     from zerojax.checkpoints import show
 
     _print(show.leaves_table(_manifest(directory, step)))
@@ -197,7 +263,10 @@ def inspect(directory: Path, step: int | None) -> None:
 @_DIRECTORY
 @_STEP
 def verify(directory: Path, step: int | None) -> None:
-    """Read every array of a step, and check its digest. The exit code is 1 if one is damaged."""
+    """Read every array of a step and check its digest.
+
+    The exit code is 1 if an array is damaged.
+    """
     from zerojax.checkpoints import pieces, show
 
     manifest = _manifest(directory, step)
@@ -210,9 +279,16 @@ def verify(directory: Path, step: int | None) -> None:
 @_DIRECTORY
 @click.argument("first", type=click.IntRange(0))
 @click.argument("second", type=click.IntRange(0))
-@click.option("--other", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Where the second is.")
+@click.option(
+    "--other",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Directory of the second step.  [default: the same]",
+)
 def diff(directory: Path, first: int, second: int, other: Path | None) -> None:
-    """Show what differs between two steps, by their digests. The exit code is 1 if something does."""
+    """Show the arrays that differ between two steps.
+
+    The arrays are compared by their digests. The exit code is 1 if the steps differ.
+    """
     from zerojax.checkpoints import show
 
     table = show.differences(_manifest(directory, first), _manifest(other or directory, second))
@@ -225,14 +301,21 @@ def diff(directory: Path, first: int, second: int, other: Path | None) -> None:
 @_DIRECTORY
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @_STEP
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="[default: as saved]")
-@click.option("--mapping", type=click.Path(exists=True, path_type=Path), help="JSON: our names to others' names.")
-@click.option("--max-file-gib", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True)
-@click.option("--overwrite", is_flag=True)
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Cast the parameters.  [default: as saved]")
+@click.option("--mapping", type=click.Path(exists=True, path_type=Path), metavar="FILE", help=_MAPPING_HELP)
+@click.option(
+    "--max-file-gib",
+    type=click.FloatRange(0, min_open=True),
+    default=5.0,
+    show_default=True,
+    metavar="GIB",
+    help="Maximum size of a file.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace files in FOLDER.")
 def export(
     directory: Path, folder: Path, step: int | None, mapping: Path | None, max_file_gib: float, **options: Any
 ) -> None:
-    """Write the parameters of a step into FOLDER as safetensors files."""
+    """Export the parameters of a step as safetensors files in FOLDER."""
     from zerojax.exchange import names, parameters
 
     with _without_traceback():
@@ -246,15 +329,22 @@ def export(
 @checkpoint.command("import")
 @click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
 @click.argument("files", type=click.Path(exists=True, path_type=Path))
-@click.option("--job", "what", required=True, metavar="MODULE:FUNCTION", help="Returns a zerojax.plan.Job.")
-@click.option("--precision", default="bf16", show_default=True, help="Of the run; it says how parameters are saved.")
-@click.option("--mapping", type=click.Path(exists=True, path_type=Path), help="JSON: our names to others' names.")
-@click.option("--cast", is_flag=True, help="Dtypes may differ.")
+@click.option("--job", "what", required=True, metavar="MODULE:FUNCTION", help=_JOB_HELP)
+@click.option(
+    "--precision",
+    default="bf16",
+    show_default=True,
+    metavar="NAME",
+    help="Precision of the run, which determines the dtype of the parameters.",
+)
+@click.option("--mapping", type=click.Path(exists=True, path_type=Path), metavar="FILE", help=_MAPPING_HELP)
+@click.option("--cast", is_flag=True, help="Allow files with different dtypes, and cast them.")
 def import_files(directory: Path, files: Path, what: str, precision: str, mapping: Path | None, cast: bool) -> None:
-    """Write a checkpoint of step 0 into DIRECTORY, with the parameters of safetensors FILES.
+    """Create a checkpoint from safetensors FILES.
 
-    All else is as the job's model and optimizer begin: a run goes on from there, on any stage and mesh. DIRECTORY is
-    that of zero.checkpoints, which for zerojax.fit is RUN/checkpoints. The whole state has to fit into this machine.
+    The checkpoint is step 0 in DIRECTORY. Its parameters come from FILES, and everything else is the initial state of
+    the job. A run continues from it, at any stage and on any mesh. DIRECTORY is the one that is passed to
+    zero.checkpoints; for zerojax.fit it is RUN/checkpoints. The whole state must fit into the memory of this machine.
     """
     import zerojax
     from zerojax.checkpoints import contents, store
@@ -288,7 +378,7 @@ def _manifest(directory: Path, step: int | None) -> Any:
 
 @contextlib.contextmanager
 def _without_traceback() -> Iterator[None]:
-    """What is wrong with the input, without a traceback."""
+    """Reports errors in the input as messages, without a traceback."""
     from zerojax.checkpoints import CheckpointCorrupted, CheckpointMismatch
 
     try:

@@ -1,4 +1,4 @@
-"""Types of arrays, trees and keys in signatures. They describe; nothing is checked at run time."""
+"""Type aliases for arrays, trees, keys and shapes in signatures. They are not checked at run time."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any, TypeAlias
 import chex
 import jax
 
-Array: TypeAlias = jax.Array  # an array or a tracer of one
-ArrayLike: TypeAlias = jax.typing.ArrayLike  # what jax.numpy takes in place of an array
-Aval: TypeAlias = jax.ShapeDtypeStruct  # shape, dtype and sharding of an array that is not there
-PRNGKey: TypeAlias = chex.PRNGKey  # of jax.random.key
-PyTree: TypeAlias = Any  # of arrays, unless said otherwise
-Scalar: TypeAlias = chex.Scalar
+Array: TypeAlias = jax.Array  # a concrete array or a tracer
+ArrayLike: TypeAlias = jax.typing.ArrayLike  # what jax.numpy accepts as an array
+Aval: TypeAlias = jax.ShapeDtypeStruct  # the shape, dtype and sharding of an array, without its values
+PRNGKey: TypeAlias = chex.PRNGKey  # as returned by jax.random.key
+PyTree: TypeAlias = Any  # of arrays, unless stated otherwise
 Shape: TypeAlias = tuple[int, ...]

@@ -23,7 +23,7 @@ class Writer(Protocol):
     """Receives rows of metrics on process 0, in the order of the steps."""
 
     def write(self, step: int, row: MetricsRow) -> None:
-        """Writes metrics of a step, by name. Steps never decrease; a step may have several rows with different names."""
+        """Writes metrics of a step, by name. Steps never decrease; a step may have several rows with other names."""
         ...
 
     def close(self) -> None:
