@@ -26,8 +26,8 @@ from zerojax.step.models import Weighted
 from zerojax.transform import jaxprs
 from zerojax.typing import Array, PyTree
 
-# Arrays of the head, by their position in `closed_over`.
-Arrays: TypeAlias = dict[int, Array]
+# Arrays that `logits_of` closes over, by index.
+HeadArrays: TypeAlias = dict[int, Array]
 
 
 def chunked_cross_entropy(
@@ -97,7 +97,9 @@ def chunked_cross_entropy(
     return Weighted(weighted_sum(head, others, *inputs), weights.sum())
 
 
-def _chunked_sum(apply: Callable[[Arrays, Arrays, Array], Array], dtypes: dict[int, Any]) -> Callable[..., Array]:
+def _chunked_sum(
+    apply: Callable[[HeadArrays, HeadArrays, Array], Array], dtypes: dict[int, Any]
+) -> Callable[..., Array]:
     """Returns `weighted_sum(head, others, hidden, labels, weights)`, the weighted sum of the losses over all chunks.
 
     Args:
@@ -108,14 +110,14 @@ def _chunked_sum(apply: Callable[[Arrays, Arrays, Array], Array], dtypes: dict[i
     """
 
     @jax.custom_vjp
-    def weighted_sum(head: Arrays, others: Arrays, hidden: Array, labels: Array, weights: Array) -> Array:
+    def weighted_sum(head: HeadArrays, others: HeadArrays, hidden: Array, labels: Array, weights: Array) -> Array:
         losses = lambda chunk: _cross_entropy(apply(head, others, chunk[0]), *chunk[1:])[0]
         return jnp.sum(weights * lax.map(losses, (hidden, labels, weights)))
 
     def forward(
-        head: Arrays, others: Arrays, hidden: Array, labels: Array, weights: Array
-    ) -> tuple[Array, tuple[Arrays, Array, Array]]:
-        def body(head_grads: Arrays, chunk: tuple[Array, Array, Array]) -> tuple[Arrays, tuple[Array, Array]]:
+        head: HeadArrays, others: HeadArrays, hidden: Array, labels: Array, weights: Array
+    ) -> tuple[Array, tuple[HeadArrays, Array, Array]]:
+        def body(head_grads: HeadArrays, chunk: tuple[Array, Array, Array]) -> tuple[HeadArrays, tuple[Array, Array]]:
             hidden, labels, weights = chunk
             logits, vjp = jax.vjp(lambda head, hidden: apply(head, others, hidden), head, hidden)
             losses, logits_grad = _cross_entropy(logits, labels, weights)
@@ -126,7 +128,9 @@ def _chunked_sum(apply: Callable[[Arrays, Arrays, Array], Array], dtypes: dict[i
         head_grads, (losses, hidden_grads) = lax.scan(body, zeros, (hidden, labels, weights))
         return jnp.sum(weights * losses), (head_grads, hidden_grads, losses)
 
-    def backward(residuals: tuple[Arrays, Array, Array], grad: Array) -> tuple[Arrays, None, Array, None, Array]:
+    def backward(
+        residuals: tuple[HeadArrays, Array, Array], grad: Array
+    ) -> tuple[HeadArrays, None, Array, None, Array]:
         head_grads, hidden_grads, losses = residuals
         scaled = lambda grads, dtype: (grad * grads).astype(dtype)
         scaled_head_grads = {i: scaled(grads, dtypes[i]) for i, grads in head_grads.items()}

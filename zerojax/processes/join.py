@@ -179,7 +179,7 @@ def _check_config(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _check_not_initialized() -> None:
-    # No public function tells this without initializing the devices. jax.distributed.initialize would raise an error
+    # No public function reports this without initializing the devices. jax.distributed.initialize would raise an error
     # too, but after the roll call, when the other processes already count on this one.
     if jax.distributed.is_initialized() or jax._src.xla_bridge.backends_are_initialized():
         what = "joined the processes" if jax.distributed.is_initialized() else "initialized its devices"
