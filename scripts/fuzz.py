@@ -1,10 +1,11 @@
-"""Generated and damaged inputs against what reads files that others made.
+"""Fuzzes the readers of files from other programs with generated and damaged inputs.
 
-    python scripts/fuzz.py                                    # 10,000 inputs
-    python scripts/fuzz.py --seed 3 --first 1234 --inputs 1   # input 1234 of seed 3 alone
+    python scripts/fuzz.py                                    # 10,000 inputs for each target
+    python scripts/fuzz.py --seed 3 --first 1234 --inputs 1   # only input 1234 of seed 3
 
-An input is read, or refused by a ValueError. A crash is any other exception, more than 2 s, anything written outside of
-the input's own folder, and anything read in the folder beside it. Each is told in a line, and the exit code is 1.
+An input has to be read, or refused with a ValueError. Anything else is a crash: another exception, more than 2 s,
+writing outside the folder of the input, or reading in the folder next to it. Each crash is printed on a line, and the
+exit code is then 1.
 """
 
 import argparse
@@ -30,37 +31,37 @@ LIMIT_S = 2.0
 
 
 class Target(NamedTuple):
-    """Something that reads inputs.
+    """A reader to fuzz.
 
     Attributes:
-        make: makes an input of random numbers in an empty folder, and returns its path. Beside the folder is
-            another, 'outside', with a file that can be read and is not to be.
-        run: reads what is at the path.
+        make: creates an input from random numbers in an empty folder, and returns its path. Next to this folder there
+            is a folder 'outside', with a file that could be read and must not be.
+        run: reads the input at the path.
     """
 
     make: Callable[[random.Random, Path], Path]
     run: Callable[[Path], None]
 
 
-# What is done outside of a folder
+# Access outside the folder of an input
 
 
-class Outside(BaseException):
-    """Something is read or written where it should not be. Not an Exception, so that nobody catches it by chance."""
+class OutsideAccess(BaseException):
+    """Something was read or written outside the folder. Not an Exception, so that readers do not catch it."""
 
 
-class TooLong(BaseException):
-    """The time is over."""
+class TooSlow(BaseException):
+    """An input took longer than LIMIT_S."""
 
 
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-# Events of the interpreter that change a file -> which of their arguments are its paths.
+# Audit events of the interpreter that change a file -> the positions of the paths in their arguments.
 CHANGES = {f"os.{name}": (0,) for name in ("remove", "mkdir", "rmdir", "truncate", "chmod", "chown", "utime")}
 CHANGES |= {"os.rename": (0, 1), "os.link": (1,), "os.symlink": (1,)}
 
 
 class Guard:
-    """Raises Outside for what is done outside of `folder`, while there is one."""
+    """Audit hook that raises OutsideAccess for access outside `folder`, as long as it is set."""
 
     folder: Path | None = None
 
@@ -76,12 +77,12 @@ class Guard:
         if self.folder is None:
             return
         if event == "open" and args[2] & WRITES and self.leads_out(args[0]):
-            raise Outside(f"wrote outside: {args[0]!r}")
+            raise OutsideAccess(f"wrote outside: {args[0]!r}")
         if event == "open" and self.is_within(args[0], self.folder.parent) and self.leads_out(args[0]):
-            raise Outside(f"read outside: {args[0]!r}")
+            raise OutsideAccess(f"read outside: {args[0]!r}")
         for path in (args[i] for i in CHANGES.get(event, ())):
             if self.leads_out(path):
-                raise Outside(f"wrote outside: {event} of {path!r}")
+                raise OutsideAccess(f"wrote outside: {event} of {path!r}")
 
     def leads_out(self, path):
         return not isinstance(path, int) and not self.is_within(path, self.folder)
@@ -93,36 +94,37 @@ class Guard:
 
 @functools.cache
 def guard():
-    """The one of this process: a hook cannot be taken out again."""
-    found = Guard()
-    sys.addaudithook(found)
-    return found
+    """The guard of this process. There is only one, because an audit hook cannot be removed."""
+    hook = Guard()
+    sys.addaudithook(hook)
+    return hook
 
 
-def too_long(signum, frame):
-    raise TooLong(f"more than {LIMIT_S} s")
+def raise_too_slow(signum, frame):
+    raise TooSlow(f"more than {LIMIT_S} s")
 
 
 def attempt(target, rng):
-    """'read', 'refused', or what went wrong."""
+    """Runs a target on a new input. Returns 'read', 'refused', or a description of the crash."""
     with tempfile.TemporaryDirectory() as outer:
         outer = Path(os.path.realpath(outer))
         (outer / "input").mkdir()
         (outer / "outside").mkdir()
         (outer / "outside" / "valid.safetensors").write_bytes(tensor_bytes({"secret": np.zeros(2, np.int8)}))
         path = target.make(rng, outer / "input")
-        before = around(outer)
-        found = run(target, path, outer / "input")
-        return found if around(outer) == before else f"wrote outside ({found})"
+        before = outside_contents(outer)
+        outcome = run(target, path, outer / "input")
+        return outcome if outside_contents(outer) == before else f"wrote outside ({outcome})"
 
 
-def around(outer):
-    """What is beside the folder of the input, with contents: for what writes without the interpreter's knowing."""
-    beside = (path for path in sorted(outer.rglob("*")) if not path.is_relative_to(outer / "input"))
-    return {path: path.is_file() and path.read_bytes() for path in beside}
+def outside_contents(outer):
+    """The files outside the folder of the input. Finds writes by native code, which raise no audit event."""
+    paths = (path for path in sorted(outer.rglob("*")) if not path.is_relative_to(outer / "input"))
+    return {path: path.is_file() and path.read_bytes() for path in paths}
 
 
 def run(target, path, folder):
+    """Reads the input. Returns 'read', 'refused', or the error."""
     signal.setitimer(signal.ITIMER_REAL, LIMIT_S)
     try:
         with guard().on(folder):
@@ -178,25 +180,25 @@ TEXTS = [
 ]
 
 
-def anything(rng, depth=3):
-    """A JSON value."""
+def random_json(rng, depth=3):
+    """A random JSON value."""
     kind = rng.randrange(5 if depth else 3)
     if kind == 4:
-        return {rng.choice(TEXTS): anything(rng, depth - 1) for _ in range(rng.randrange(4))}
+        return {rng.choice(TEXTS): random_json(rng, depth - 1) for _ in range(rng.randrange(4))}
     if kind == 3:
-        return [anything(rng, depth - 1) for _ in range(rng.randrange(4))]
+        return [random_json(rng, depth - 1) for _ in range(rng.randrange(4))]
     return rng.choice([TEXTS, NUMBERS, range(9)][kind])
 
 
 def hard_json(rng):
-    """JSON, or nearly so, that is hard on a parser."""
+    """JSON, or almost JSON, that is difficult for a parser."""
     n = rng.choice([10, 1000, 100_000])
     forms = [
-        lambda: json.dumps(anything(rng)).encode(),
+        lambda: json.dumps(random_json(rng)).encode(),
         lambda: b'{"a":' + b"[" * n + b"]" * n + b"}",
         lambda: b'{"a":' * n + b"1" + b"}" * n,
         lambda: b'{"a":' + b"9" * n + b"}",
-        lambda: b"{" + b",".join(b'"%d":{}' % (i % (n - 1)) for i in range(n)) + b"}",  # one key twice
+        lambda: b"{" + b",".join(b'"%d":{}' % (i % (n - 1)) for i in range(n)) + b"}",  # a duplicate key
         lambda: b'{"a":NaN,"b":-Infinity,"c":1e999999}',
         lambda: b"\xef\xbb\xbf{}",
         lambda: b'{"\xff":1}',
@@ -205,7 +207,7 @@ def hard_json(rng):
 
 
 def damaged(rng, data):
-    """With some bytes changed, left out, doubled or cut off."""
+    """The data with some bytes changed, removed, duplicated or cut off."""
     data = bytearray(data)
     for _ in range(rng.choice([1, 1, 1, 2, 5, 20])):
         at = rng.randrange(len(data) + 1)
@@ -221,25 +223,25 @@ def damaged(rng, data):
 # Inputs for zerojax.exchange.tensors
 
 
-def sized(text, length=None):
-    """A header with its length before it."""
+def with_length(text, length=None):
+    """A header, preceded by its length or by a given one."""
     return (len(text) if length is None else length).to_bytes(8, "little") + text
 
 
 def tensor_bytes(arrays):
-    """A valid file."""
+    """A valid safetensors file."""
     described = [(name, array.shape, array.dtype) for name, array in arrays.items()]
     return headers.encode(described, {"format": "pt"}) + b"".join(array.tobytes() for array in arrays.values())
 
 
 def random_arrays(rng):
-    """A few small ones of any dtype."""
+    """A few small arrays of any dtypes."""
     shape = lambda: [rng.randrange(4) for _ in range(rng.randrange(4))]
     return {f"a{i}": np.ones(shape(), rng.choice(list(headers.DTYPES.values()))) for i in range(rng.randrange(1, 5))}
 
 
 def odd_header(rng):
-    """A valid file, of which a few values in the header are others."""
+    """A valid file in which a few values of the header have been replaced."""
     data = tensor_bytes(random_arrays(rng))
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
@@ -250,17 +252,17 @@ def odd_header(rng):
         if isinstance(value, list) and value and rng.random() < 0.7:
             value[rng.randrange(len(value))] = rng.choice(NUMBERS)
         else:
-            array[key] = anything(rng)
+            array[key] = random_json(rng)
     text = json.dumps(header).encode()
     if rng.random() < 0.1:
-        text = text.replace(b'"a1"', b'"a0"')  # one key twice
+        text = text.replace(b'"a1"', b'"a0"')  # a duplicate key
     length = rng.randrange(2**64) >> rng.randrange(64) if rng.random() < 0.1 else None
     left_over = b"\0" if rng.random() < 0.1 else b""
-    return sized(text, length) + data[end:] + left_over
+    return with_length(text, length) + data[end:] + left_over
 
 
 def odd_index(rng, folder):
-    """A folder with two files and an index that names others too; and with links."""
+    """A folder with two files, some links, and an index that also names other files."""
     weight_map = {}
     for i in range(2):
         weight_map[f"a{i}"] = f"model-0000{i + 1}-of-00002.safetensors"
@@ -272,8 +274,8 @@ def odd_index(rng, folder):
     elsewhere += ["C:\\x", f"..\\{outside}", "/dev/zero", ".", "..", *TEXTS]
     for _ in range(rng.choice([0, 1, 1, 2])):
         name = rng.choice(["a0", "a1", "secret", *TEXTS])
-        weight_map[name] = rng.choice(elsewhere) if rng.random() < 0.8 else anything(rng)
-    text = json.dumps({"metadata": anything(rng), "weight_map": weight_map}).encode()
+        weight_map[name] = rng.choice(elsewhere) if rng.random() < 0.8 else random_json(rng)
+    text = json.dumps({"metadata": random_json(rng), "weight_map": weight_map}).encode()
     forms = [text, text, text, damaged(rng, text), hard_json(rng)]
     (folder / tensors.INDEX).write_bytes(rng.choice(forms))
     return folder
@@ -284,8 +286,8 @@ def tensor_input(rng, folder):
         return odd_index(rng, folder)
     forms = {
         "bytes": lambda: rng.randbytes(rng.randrange(200)),
-        "bytes as header": lambda: sized(rng.randbytes(rng.randrange(99))),
-        "JSON": lambda: sized(hard_json(rng)),
+        "bytes as header": lambda: with_length(rng.randbytes(rng.randrange(99))),
+        "JSON": lambda: with_length(hard_json(rng)),
         "odd header": lambda: odd_header(rng),
         "damaged": lambda: damaged(rng, tensor_bytes(random_arrays(rng))),
     }
@@ -306,7 +308,7 @@ def read_tensors(path):
 # Inputs for zerojax.checkpoints.manifest
 
 
-def sound_manifest(rng):
+def valid_manifest(rng):
     leaf = lambda: manifest.LeafRecord(tuple(rng.randrange(9) for _ in range(rng.randrange(3))), "float32", "0" * 16)
     leaves = {f"params/{i}": leaf() for i in range(rng.randrange(1, 4))}
     dtypes = dict.fromkeys(("param_dtype", "compute_dtype", "reduce_dtype"), "float32")
@@ -314,18 +316,18 @@ def sound_manifest(rng):
 
 
 def odd_manifest(rng):
-    """One whose digest is right, and of which a value is not what it should be."""
-    told = sound_manifest(rng)
-    del told["digest"]
-    told[rng.choice(list(told))] = anything(rng)
-    return json.dumps(manifest.with_digest(told)).encode()
+    """A manifest with one invalid value and a correct digest."""
+    info = valid_manifest(rng)
+    del info["digest"]
+    info[rng.choice(list(info))] = random_json(rng)
+    return json.dumps(manifest.with_digest(info)).encode()
 
 
 def manifest_input(rng, folder):
-    text = json.dumps(sound_manifest(rng)).encode()
-    form = rng.choices(["sound", "odd", "damaged", "hard", "bytes"], weights=[1, 6, 6, 2, 1])[0]
+    text = json.dumps(valid_manifest(rng)).encode()
+    form = rng.choices(["valid", "odd", "damaged", "hard", "bytes"], weights=[1, 6, 6, 2, 1])[0]
     data = {
-        "sound": lambda: text,
+        "valid": lambda: text,
         "odd": lambda: odd_manifest(rng),
         "damaged": lambda: damaged(rng, text),
         "hard": lambda: hard_json(rng),
@@ -345,7 +347,7 @@ def read_manifest(folder):
     assert found.step == 4 and found.num_bytes >= 0
 
 
-# Everything that reads what others made: a further reader is a further line.
+# All readers of files from other programs.
 TARGETS = {
     "tensors": Target(tensor_input, read_tensors),
     "manifest": Target(manifest_input, read_manifest),
@@ -354,19 +356,21 @@ TARGETS = {
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--inputs", type=int, default=10_000, help="for each target (default %(default)s)")
+    parser.add_argument(
+        "--inputs", type=int, default=10_000, help="number of inputs for each target (default %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first input")
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGALRM, too_long)
+    signal.signal(signal.SIGALRM, raise_too_slow)
     counts = collections.Counter()
     for name in args.targets:
         for number in range(args.first, args.first + args.inputs):
-            found = attempt(TARGETS[name], random.Random(f"{name} {args.seed} {number}"))
-            counts[found if found in ("read", "refused") else "crashes"] += 1
-            if found not in ("read", "refused"):
-                print(f"{name}, seed {args.seed}, input {number}: {found}", file=sys.stderr)
+            outcome = attempt(TARGETS[name], random.Random(f"{name} {args.seed} {number}"))
+            counts[outcome if outcome in ("read", "refused") else "crashes"] += 1
+            if outcome not in ("read", "refused"):
+                print(f"{name}, seed {args.seed}, input {number}: {outcome}", file=sys.stderr)
     total = counts.total()
     print(f"{total} inputs, {counts['refused']} refused, {counts['read']} read, {counts['crashes']} crashes")
     return 1 if counts["crashes"] else 0

@@ -1,11 +1,11 @@
-"""The table of modules in docs/modules.md, generated from the first docstring line of every module.
+"""Generates the table of modules in docs/modules.md from the first docstring line of every module.
 
     python scripts/modules.py            # prints the table
     python scripts/modules.py --write    # rewrites it in docs/modules.md
     python scripts/modules.py --graph    # prints the size of the graph of imports; of another checkout with --root DIR
 
-Modules and folders at the top level are in the order of `ORDER`; those that it does not list come last. Modules of a
-folder are in the order of their imports.
+Top-level modules and folders are in the order of `ORDER`; those that it does not list come last. Within a folder,
+modules are in the order of their imports.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE, PAGE = ROOT / "zerojax", ROOT / "docs" / "modules.md"
 HEADER = "| module | contents |\n|---|---|\n"
-# The architecture, bottom up: each imports only what comes before it.
+# The architecture, bottom up: each entry imports only entries before it.
 ORDER = (
     "versions", "typing", "sharding", "transform", "step", "losses", "analysis", "report", "audit", "processes",
     "checkpoints", "exchange", "train_step", "zero", "training", "plan", "doctor", "cli",
@@ -25,13 +25,13 @@ ORDER = (
 
 
 def modules(package: Path = PACKAGE) -> list[str]:
-    """All modules below the package, such as 'sharding/axes', without `__init__`."""
+    """All modules of the package except `__init__`, as paths such as 'sharding/axes'."""
     paths = (path.relative_to(package).with_suffix("") for path in package.rglob("*.py") if path.stem != "__init__")
     return sorted(path.as_posix() for path in paths)
 
 
 def top(module: str) -> str:
-    """The folder of a module, or the module itself if it is in none."""
+    """The folder of a module, or the module itself if it is at the top level."""
     return module.partition("/")[0]
 
 
@@ -41,28 +41,28 @@ def rank(module: str) -> int:
 
 
 def imports(module: str, known: Iterable[str], package: Path = PACKAGE) -> Iterator[tuple[str, bool]]:
-    """Modules and folders of zerojax that a module imports, each with whether that is at the top of the file."""
+    """Yields (module or folder of zerojax, whether the import is at the top level) for each import of a module."""
     tree = ast.parse((package / f"{module}.py").read_text())
-    at_the_top = {id(node) for node in tree.body}
+    at_top_level = {id(node) for node in tree.body}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "zerojax":
             below = "/".join(node.module.split(".")[1:])
             for name in node.names:
                 found = f"{below}/{name.name}".lstrip("/")
-                yield found if found in known or not below else below, id(node) in at_the_top
+                yield found if found in known or not below else below, id(node) in at_top_level
         elif isinstance(node, ast.Import):
             for name in node.names:
                 if name.name.startswith("zerojax."):
-                    yield "/".join(name.name.split(".")[1:]), id(node) in at_the_top
+                    yield "/".join(name.name.split(".")[1:]), id(node) in at_top_level
 
 
 def in_order() -> list[str]:
-    """All modules: folders in the order of the architecture, and in each folder those that are imported first."""
+    """All modules, in the order of the architecture and, within a folder, of their imports."""
     known = modules()
     sorter = graphlib.TopologicalSorter(dict.fromkeys(known, ()))
     for module in known:
-        wanted = {name for name, at_the_top in imports(module, known) if at_the_top}
-        sorter.add(module, *(name for name in wanted if name in known and top(name) == top(module)))
+        imported = {name for name, at_top_level in imports(module, known) if at_top_level}
+        sorter.add(module, *(name for name in imported if name in known and top(name) == top(module)))
     sorter.prepare()
     found = []
     while sorter.is_active():
@@ -119,7 +119,7 @@ def summary(path: Path) -> str:
 
 
 def table() -> str:
-    """The table, as Markdown. A folder is a row in bold, followed by its modules."""
+    """The table as Markdown. Each folder is a row in bold, followed by its modules."""
     rows, folder = [], None
     for module in in_order():
         if "/" in module and top(module) != folder:
@@ -130,7 +130,7 @@ def table() -> str:
 
 
 def page() -> str:
-    """docs/modules.md with the table of the present tree."""
+    """The text of docs/modules.md with an up-to-date table."""
     return PAGE.read_text().partition(HEADER)[0] + table()
 
 

@@ -1,17 +1,18 @@
-"""The largest model of each configuration of ZeRO's ablation, as the compiler for the described cluster says.
+"""Finds the largest model of each configuration of ZeRO's ablation study whose compiled step fits a device.
 
     python scripts/benchmarks/ablation.py                # a table; hundreds of devices, no accelerator needed
     python scripts/benchmarks/ablation.py --json --configurations C4 C5
 
-Nothing is allocated and nothing runs: the training step of a GPT is compiled for data x model devices, and fits if its
-arguments, temporaries and outputs that are not updated in place stay below the budget. The number of layers is found by
-search, until one fits that with two more layers does not. Configurations (section 10.5 of the paper):
+Nothing is allocated and nothing runs. The training step of a GPT is compiled for data x model devices. It fits if the
+sum of its arguments, its temporaries and the outputs that are not updated in place is within the budget. The search ends
+at a number of layers that fits while two more layers do not. Configurations (section 10.5 of the paper):
 
     C1  stage 1                                       C3  stage 2
     C2  stage 1, inputs of layers partitioned (P_a)   C4  stage 2, P_a
                                                       C5  stage 2, P_a in host memory (P_a+cpu)
 
-All recompute each layer from its input. Buffers are of constant size (C_B) and the state is updated in place (M_D).
+All configurations recompute each layer from its input. Buffers have a constant size (C_B), and the state is updated in
+place (M_D).
 """
 
 import argparse
@@ -36,13 +37,15 @@ PAPER = {"C1": 40, "C2": 60, "C4": 140, "C5": 150}  # billions of parameters, fi
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=int, default=25, help="devices along the data axis (default %(default)s)")
-    parser.add_argument("--model", type=int, default=16, help="and along the model axis (default %(default)s)")
-    parser.add_argument("--budget", type=float, default=32, metavar="GB", help="of a device (default %(default)s)")
+    parser.add_argument("--model", type=int, default=16, help="devices along the model axis (default %(default)s)")
+    parser.add_argument(
+        "--budget", type=float, default=32, metavar="GB", help="memory of a device (default %(default)s)"
+    )
     parser.add_argument("--configurations", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS))
     parser.add_argument("--width", type=int, default=6400)
     parser.add_argument("--heads", type=int, default=64)
     parser.add_argument("--seq", type=int, default=1024)
-    parser.add_argument("--rows", type=int, default=16, help="sequences for each data index (default %(default)s)")
+    parser.add_argument("--rows", type=int, default=16, help="sequences per data index (default %(default)s)")
     parser.add_argument("--vocab", type=int, default=51200)
     parser.add_argument("--bucket-mib", type=int, default=256, help="largest buffer of a collective")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -80,9 +83,9 @@ def main():
 
 
 def largest(peak, budget, group=2, small=8):
-    """The largest number of layers, in steps of `group`, whose peak is within the budget; 0 if the smallest is not.
+    """The largest number of layers, in steps of `group`, whose peak is within the budget; 0 if `small` layers do not fit.
 
-    By secants, between the largest number that fits and the smallest that does not.
+    Uses the secant method, between the largest known number that fits and the smallest known number that does not.
     """
     if peak(small) > budget:
         return 0
@@ -101,7 +104,7 @@ def largest(peak, budget, group=2, small=8):
 
 
 def measure(name, layers, args, devices):
-    """Parameters and bytes of the compiled step of a configuration."""
+    """The number of parameters, and the memory of the compiled step of a configuration."""
     import gpt
     import jax.numpy as jnp
     import optax
@@ -119,7 +122,7 @@ def measure(name, layers, args, devices):
     step = zero.train_step(gpt.loss, remat=zerojax.Remat(**remat), bucket_bytes=args.bucket_mib * 2**20)
     start = time.perf_counter()
     traced = step.trace(state, gpt.batch_aval(config, args.rows * args.data))
-    # Without a GPU to try them on, some tiles that the compiler takes for its own products do not divide the shapes.
+    # Without a GPU for autotuning, some tiles that the compiler chooses for its Triton kernels do not divide the shapes.
     options = {"xla_gpu_enable_triton_gemm": False}
     memory = traced.lower(lowering_platforms=("cuda",)).compile(options).memory_analysis()
     return {

@@ -1,11 +1,12 @@
-"""What checkpoints cost: a step beside a save, a restore beside reading the same bytes, and the memory of the host.
+"""Measures the cost of checkpoints: steps during a save, restores, and host memory.
 
     python scripts/benchmarks/checkpoints.py [--width 1024] [--layers 16] [--json FILE]
 
-On eight simulated devices of one process. Times are medians of pairs that alternate in one run: a step while a save is
-under way over one while none is. Memory is the largest resident size of a fresh process over what it had before, as a
-multiple of the bytes of all shards of the process (which here are the whole state) and of the largest shard. What a
-step takes is not counted to the save that is beside it, since other devices have memory of their own.
+Runs on eight simulated devices of one process. The time of a step during a save is divided by that of a step without
+one, and the time of a restore by that of reading the same files; both are medians of pairs that alternate in one run.
+Memory is the growth of the largest resident size of a fresh process. It is given as a multiple of the bytes of all
+shards of the process (here the whole state) and of the largest shard. The memory of the step that runs during a save is
+subtracted, because real devices compute in their own memory.
 """
 
 import argparse
@@ -31,13 +32,13 @@ def arguments(argv=None):
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--json", metavar="FILE")
-    parser.add_argument("--part", choices=PARTS, help="one part, in this process; prints JSON")
-    parser.add_argument("--directory", type=Path, help="(of a part)")
+    parser.add_argument("--part", choices=PARTS, help="run one part in this process and print JSON")
+    parser.add_argument("--directory", type=Path, help="the directory of the checkpoints, for --part")
     return parser.parse_args(argv)
 
 
-def setting(args):
-    """(zero, create, optimizer, loss, batch)."""
+def make_training(args):
+    """(zero, create_model, optimizer, loss, batch)."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -56,11 +57,11 @@ def setting(args):
     return zero, create, optax.adamw(1e-3), loss, batch
 
 
-class Memory:
-    """The largest resident size while it lasts, over that before, in bytes."""
+class ResidentGrowth:
+    """Context manager: measures the growth of the process's largest resident size, in bytes (`num_bytes`)."""
 
     def __enter__(self):
-        ctypes.CDLL(None).malloc_trim(0)  # what was freed before goes back to the system
+        ctypes.CDLL(None).malloc_trim(0)  # returns freed memory to the system
         self.before = self.most = resident()
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.watch)
@@ -78,10 +79,12 @@ class Memory:
 
 
 def resident():
+    """The resident size of this process, in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def sizes(state):
+    """The bytes of all saved shards, and of the largest one."""
     import jax
 
     shards = [
@@ -95,9 +98,9 @@ def sizes(state):
 def save(args):
     import jax
 
-    zero, create, tx, loss, batch = setting(args)
+    zero, create, tx, loss, batch = make_training(args)
     state, step = zero.init(create, tx), zero.train_step(loss)
-    times = {"beside a save": [], "alone": []}
+    times = {"during a save": [], "alone": []}
     for _ in range(2):
         state, _ = jax.block_until_ready(step(state, batch))
     with zero.checkpoints(args.directory, keep=1) as checkpoints:
@@ -112,17 +115,17 @@ def save(args):
 
         blocked, memory = [], []
         for _ in range(args.rounds):
-            with Memory() as alone:  # simulated devices compute in the memory of the host
+            with ResidentGrowth() as alone:  # simulated devices compute in host memory
                 timed("alone")
-            with Memory() as held:
+            with ResidentGrowth() as growth:
                 begin = time.perf_counter()
                 checkpoints.save(state)
                 blocked.append(time.perf_counter() - begin)
-                timed("beside a save")
+                timed("during a save")
                 checkpoints.wait()
-            memory.append(held.num_bytes - alone.num_bytes)
+            memory.append(growth.num_bytes - alone.num_bytes)
     medians = {kind: statistics.median(each) for kind, each in times.items()}
-    ratio = statistics.median(a / b for a, b in zip(times["beside a save"], times["alone"], strict=True))
+    ratio = statistics.median(a / b for a, b in zip(times["during a save"], times["alone"], strict=True))
     found = {"step_s": medians, "step_ratio": ratio, "blocked_s": statistics.median(blocked)}
     return found | {"save_bytes": max(memory), **sizes(state)}
 
@@ -130,10 +133,10 @@ def save(args):
 def restore(args):
     import jax
 
-    zero, create, tx, _, _ = setting(args)
+    zero, create, tx, _, _ = make_training(args)
     avals = zero.eval_init(create, tx)
     with zero.checkpoints(args.directory) as checkpoints:
-        with Memory() as held:  # the first time: later ones use again what was freed
+        with ResidentGrowth() as growth:  # only for the first restore: later ones reuse memory that was freed
             state, _ = jax.block_until_ready(checkpoints.resume(avals))  # compiles the digests
         times = []
         for _ in range(args.rounds):
@@ -147,11 +150,11 @@ def restore(args):
                     file.read_bytes()
             times[-1].append(time.perf_counter() - begin)
     ratio = statistics.median(ours / read for ours, read in times)
-    on_devices = sizes(state)["saved_bytes"]  # simulated devices have theirs in the memory of the host
+    on_devices = sizes(state)["saved_bytes"]  # simulated devices hold their arrays in host memory
     params = sum(leaf.nbytes for leaf in jax.tree.leaves(state.params))
     median = [statistics.median(each) for each in zip(*times, strict=True)]
     return {"restore_s": median[0], "read_s": median[1], "restore_ratio": ratio,
-            "restore_bytes": held.num_bytes - on_devices - params}  # fmt: skip
+            "restore_bytes": growth.num_bytes - on_devices - params}  # fmt: skip
 
 
 def export(args):
@@ -159,11 +162,11 @@ def export(args):
     from zerojax.exchange.parameters import export
 
     step = store.steps(args.directory)[-1]
-    with tempfile.TemporaryDirectory() as folder, Memory() as held:
+    with tempfile.TemporaryDirectory() as folder, ResidentGrowth() as growth:
         begin = time.perf_counter()
         export(args.directory, step, folder, dtype="bfloat16")
         seconds = time.perf_counter() - begin
-    return {"export_s": seconds, "export_bytes": held.num_bytes}
+    return {"export_s": seconds, "export_bytes": growth.num_bytes}
 
 
 PARTS = {"save": save, "restore": restore, "export": export}
@@ -192,16 +195,16 @@ def show(found):
 
     mib = lambda name: f"{found[name] / 2**20:,.0f} MiB"
     times = lambda name: (
-        f"{mib(name)}: {found[name] / found['saved_bytes']:.2f} of the state, "
-        + (f"{found[name] / found['largest_shard_bytes']:.1f} largest shards")
+        f"{mib(name)}: {found[name] / found['saved_bytes']:.2f} times the state, "
+        f"{found[name] / found['largest_shard_bytes']:.1f} times the largest shard"
     )
     table = Table(title=f"A state of {mib('saved_bytes')} on {DEVICES} simulated devices", show_header=False)
-    table.add_row("a step beside a save, over one alone", f"{found['step_ratio']:.2f}")
-    table.add_row("a save holds up the loop", f"{found['blocked_s'] * 1e3:,.0f} ms")
-    table.add_row("host memory of a save, beside that of a step", times("save_bytes"))
-    table.add_row("a restore, over reading its files", f"{found['restore_ratio']:.2f}, {found['restore_s']:.2f} s")
-    table.add_row("host memory of a restore, beside the state", times("restore_bytes"))
-    table.add_row("an export of the parameters", f"{found['export_s']:.2f} s")
+    table.add_row("step during a save, relative to one without", f"{found['step_ratio']:.2f}")
+    table.add_row("time for which a save blocks the loop", f"{found['blocked_s'] * 1e3:,.0f} ms")
+    table.add_row("host memory of a save, without that of a step", times("save_bytes"))
+    table.add_row("restore, relative to reading its files", f"{found['restore_ratio']:.2f}, {found['restore_s']:.2f} s")
+    table.add_row("host memory of a restore, without the state", times("restore_bytes"))
+    table.add_row("export of the parameters", f"{found['export_s']:.2f} s")
     table.add_row("host memory of an export", times("export_bytes"))
     Console().print(table)
 

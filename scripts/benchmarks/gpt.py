@@ -1,7 +1,7 @@
-"""A GPT of any size, for benchmarks and for tests of programs: unrolled or scanned, with or without recomputation.
+"""A GPT of any size for the benchmarks and for tests of compiled programs: unrolled or scanned, with or without remat.
 
-Annotated, it is divided over a `model` axis too: columns of the first and rows of the second of two weights, heads and
-vocabulary.
+With `annotated=True`, its weights have sharding metadata for a `model` axis: attention heads, hidden units and the
+vocabulary are divided, by columns in the first and by rows in the second of two consecutive weights.
 """
 
 import dataclasses
@@ -24,22 +24,27 @@ class Config:
     seq: int = 16
     scan: bool = False
     remat: bool = False
-    dtype: object = None  # of the residual stream; nnx.Embed fixes its own when it is created
+    dtype: object = None  # of the residual stream; nnx.Embed fixes its dtype when it is created
     annotated: bool = False
 
-    def over(self, *names):
-        """Metadata of a variable."""
+    def sharding_metadata(self, *names):
+        """The metadata of a variable whose dims are divided over these axes."""
         return {"out_sharding": names} if self.annotated else {}
 
 
 class Block(nnx.Module):
     def __init__(self, config: Config, rngs: nnx.Rngs):
-        w, columns, rows = config.width, config.over(None, "model"), config.over("model", None)
+        w, columns, rows = (
+            config.width,
+            config.sharding_metadata(None, "model"),
+            config.sharding_metadata("model", None),
+        )
         self.config = config
         self.norm1, self.norm2 = nnx.LayerNorm(w, rngs=rngs), nnx.LayerNorm(w, rngs=rngs)
         self.qkv = nnx.Linear(w, 3 * w, use_bias=False, kernel_metadata=columns, rngs=rngs)
         self.out = nnx.Linear(w, w, kernel_metadata=rows, rngs=rngs)
-        self.up = nnx.Linear(w, 4 * w, kernel_metadata=columns, bias_metadata=config.over("model"), rngs=rngs)
+        bias = config.sharding_metadata("model")
+        self.up = nnx.Linear(w, 4 * w, kernel_metadata=columns, bias_metadata=bias, rngs=rngs)
         self.down = nnx.Linear(4 * w, w, kernel_metadata=rows, rngs=rngs)
 
     def __call__(self, x_BSD):
@@ -56,10 +61,8 @@ class Block(nnx.Module):
 class GPT(nnx.Module):
     def __init__(self, config: Config, rngs: nnx.Rngs):
         self.config = config
-        columns = config.over(None, "model")
-        self.embed = nnx.Embed(
-            config.vocab, config.width, dtype=config.dtype, embedding_metadata=config.over("model", None), rngs=rngs
-        )
+        rows, columns = config.sharding_metadata("model", None), config.sharding_metadata(None, "model")
+        self.embed = nnx.Embed(config.vocab, config.width, dtype=config.dtype, embedding_metadata=rows, rngs=rngs)
         self.head = nnx.Linear(config.width, config.vocab, use_bias=False, kernel_metadata=columns, rngs=rngs)
         if config.scan:
             metadata = {nnx.PARTITION_NAME: None}
@@ -104,7 +107,7 @@ def chunked_loss(chunk_size):
 
 
 def layer_sizes(config: Config):
-    """Elements of each leaf of a layer."""
+    """The number of elements of each leaf of a layer."""
     return [a.size for a in jax.tree.leaves(nnx.eval_shape(lambda: nnx.state(Block(config, nnx.Rngs(0)))))]
 
 

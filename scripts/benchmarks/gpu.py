@@ -1,4 +1,4 @@
-"""Training steps on the GPUs of this machine: zerojax beside plain JAX, and what it costs to keep activations.
+"""Measures training steps on the GPUs of this machine: zerojax against plain JAX, and settings of `remat`.
 
     python scripts/benchmarks/gpu.py                  # a table
     python scripts/benchmarks/gpu.py --json           # one JSON object
@@ -7,27 +7,28 @@
 
 A scanned GPT in bf16 with AdamW, on all devices. Forms:
 
-    plain       the plain form of schedule.py: `jit` and `NamedSharding`, weights cast to bf16 once a step, each
-                layer in `jax.checkpoint`
-    nothing     zerojax at stage 3, which like `plain` keeps the inputs of the layers and computes the rest again
-    everything  the same, which keeps all that the backward pass needs
-    offloaded   as `nothing`, with the inputs of the layers in host memory
+    plain      the plain form of schedule.py: `jit` and `NamedSharding`, weights cast to bf16 once per step, each layer
+               in `jax.checkpoint`
+    full       zerojax at stage 3 with remat='full': like `plain`, saves the inputs of the layers and recomputes the
+               rest
+    none       zerojax at stage 3 with remat='none': saves all that the backward pass needs
+    offloaded  like `full`, with the inputs of the layers in host memory
 
-Runs are paired: in each round every form makes its state, takes one step that is not timed, and then `--steps` steps
-that are; the order rotates. The ratio is the median over the rounds of the time of `nothing` over that of `plain`.
-Losses are compared over the steps of the first round, which start at the same weights: in bf16 they may differ from
+Runs are paired: in each round every form creates its state, takes one step that is not timed, and then `--steps` timed
+steps; the order rotates. The ratio is the median over the rounds of the time of `full` relative to that of `plain`.
+Losses are compared over the steps of the first round, which start from the same weights; in bf16 they may differ from
 those of `plain` by TOLERANCE.
 
-The model's flops are 6 Psi + 12 L S d a token, for Psi parameters without the embedding table, L layers, sequences of S
-tokens and width d: products forward and backward, attention as if it were not causal, nothing for what is computed
-again. Model flop utilisation (mfu) is over the peak of the device in bf16 without sparsity; `measured_flops` is what
-products of square matrices reach on it.
+The model's flops are 6 Psi + 12 L S d per token, for Psi parameters without the embedding table, L layers, sequences of
+S tokens and width d. They count the matrix products of the forward and the backward pass, and attention as if it were
+not causal, but no recomputation. Model flop utilization (mfu) is relative to the peak of the device in bf16 without
+sparsity; `measured_flops` is the rate that products of square matrices reach on it.
 
-The peak of memory is what a fresh process for each form was given at most (`memory_stats()`, which does not count what
-JAX reserves ahead); `init` is its peak before the first step. The compiled peak is arguments, temporaries and outputs
-that have no argument's place. A form that does not fit is reported so, and the others go on. Without `--layers` there
-are as many as fill FILL of the memory that JAX may use, see `fitting_layers`; XLA_CLIENT_MEM_FRACTION is its share
-of the device.
+Peak memory is measured in a fresh process for each form (`memory_stats()`, which does not count memory that JAX
+preallocates); `init` is the peak before the first step. The compiled peak is the sum of arguments, temporaries and
+outputs that are not aliased with an argument. A form that runs out of memory is reported, and the others continue.
+Without `--layers`, the number of layers is chosen to fill FILL of the memory that JAX may use (see `fitting_layers`),
+which is XLA_CLIENT_MEM_FRACTION of the device.
 """
 
 import argparse
@@ -43,21 +44,23 @@ from pathlib import Path
 
 REMAT = {"full": "full", "none": "none", "offloaded": {"offload_inputs": True}}
 FORMS = ("plain", *REMAT)
-FILL = 0.85  # by a formula that counts more than compilers keep: for an H100 the compiled peak is near 0.7
-TOLERANCE = 0.05  # of a loss near log(vocab). A guess: a wrong gradient shows as tenths after few steps
+FILL = 0.85  # by a formula that overestimates what compilers save: on an H100 the compiled peak is near 0.7
+TOLERANCE = 0.05  # for a loss near log(vocab). A guess: a wrong gradient changes it by tenths after a few steps
 
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="print or write one JSON object")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
-    parser.add_argument("--layers", type=int, help="(default: what fills the memory; 2 where no limit is told)")
+    parser.add_argument(
+        "--layers", type=int, help="(default: enough to fill the memory; 2 if the devices report no limit)"
+    )
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--rows", type=int, default=4, help="sequences on each device (default %(default)s)")
     parser.add_argument("--vocab", type=int, default=32768)
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of a run (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps per run (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="paired runs (default %(default)s)")
     parser.add_argument("--simulate", type=int, metavar="N", help="on N simulated CPU devices")
     parser.add_argument("--measure", choices=["times", *FORMS], help=argparse.SUPPRESS)  # in a process of its own
@@ -73,9 +76,11 @@ def main():
             zerojax.simulate_devices(args.simulate)
         print(json.dumps(times(args) if args.measure == "times" else peak(args)))
         return
-    # Reserved ahead, memory is one piece: what was freed between two forms cannot be too scattered for the next one.
+    # Preallocated memory is contiguous, so memory that one form has freed cannot be too fragmented for the next.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
-    with tempfile.TemporaryDirectory() as cache:  # what is compiled once for the times is not compiled again
+    with (
+        tempfile.TemporaryDirectory() as cache
+    ):  # the processes that measure peaks reuse the programs of the one that measures times
         os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
         result = measured("times")
         if result["device"]["limit_bytes"]:
@@ -87,17 +92,17 @@ def main():
         text = json.dumps(result)
         print(text) if args.json == "-" else Path(args.json).write_text(text)
     if result["max_loss_difference"] > TOLERANCE:
-        sys.exit(f"the forms do not compute the same: losses differ by {result['max_loss_difference']:.3g}")
+        sys.exit(f"the forms compute different losses: they differ by {result['max_loss_difference']:.3g}")
 
 
-def measured(what, *more):
-    """What a process of its own measures. Only one at a time holds the devices, and this one never does."""
-    command = [sys.executable, __file__, *sys.argv[1:], *more, "--measure", what]
+def measured(what, *options):
+    """The measurements of a separate process. Only one process at a time uses the devices, and this one never does."""
+    command = [sys.executable, __file__, *sys.argv[1:], *options, "--measure", what]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
 
 
 def times(args):
-    """All but the measured peaks."""
+    """All measurements except the peaks of memory."""
     import jax
     from timing import ratio, rotated, versions
 
@@ -118,7 +123,7 @@ def times(args):
     flops = model_flops(config) * args.rows * args.seq  # of one device
     summaries = {name: form.summary(flops, peak_flops) for name, form in forms.items()}
     reference = losses.get("plain", [])
-    differences = [abs(a - b) for those in losses.values() for a, b in zip(those, reference, strict=bool(reference))]
+    differences = [abs(a - b) for series in losses.values() for a, b in zip(series, reference, strict=bool(reference))]
     return {
         "ratio": ratio(seconds["full"], seconds["plain"]) if {"full", "plain"} <= seconds.keys() else None,
         "mfu": max((each["mfu"] for each in summaries.values() if each["mfu"]), default=None),
@@ -135,7 +140,7 @@ def times(args):
 
 
 def peak(args):
-    """The most bytes that a device gave, before and after the steps of one form."""
+    """The peak memory of a device before and after the steps of one form."""
     form = Form(args.measure, gpt_config(args, memory_stat("bytes_limit")), args)
     form.attempt(form.compile)
     form.attempt(form.run, 1)
@@ -145,7 +150,7 @@ def peak(args):
 
 
 def memory_stat(name):
-    """The largest of the devices here; None where they do not tell."""
+    """The largest value of a memory statistic over the local devices; None if a device does not report it."""
     import jax
 
     stats = [device.memory_stats() for device in jax.local_devices()]
@@ -153,7 +158,7 @@ def memory_stat(name):
 
 
 class Form:
-    """A compiled step and what running it took."""
+    """A compiled step with its measured times and memory."""
 
     def __init__(self, name, config, args):
         self.name, self.config, self.rows = name, config, args.rows
@@ -161,7 +166,7 @@ class Form:
         self.compile_s = self.compiled_peak_bytes = self.host_bytes = self.init_peak_bytes = None
 
     def attempt(self, measure, *args):
-        """Calls what needs memory, unless there was too little before."""
+        """Calls `measure(*args)` and records an error if memory runs out. Does nothing after such an error."""
         import jax
 
         if self.error:
@@ -192,7 +197,7 @@ class Form:
         self.batch = jax.device_put({"tokens": tokens}, self.step.input_shardings[0][1])
 
     def run(self, steps):
-        """Seconds of one of `steps` steps, after one that is not timed. The first time also their losses."""
+        """Measures the mean seconds of `steps` steps, after one that is not timed. The first run records the losses."""
         import jax
 
         state, losses = jax.block_until_ready(self.init()), []
@@ -222,7 +227,7 @@ class Form:
 
 
 def ours(remat, config):
-    """(init() -> state, trace(batch)). The first is one jitted function: `Zero.init` compiles at each call."""
+    """(`init() -> state`, `trace(batch)`) of zerojax. `init` is jitted once, because `Zero.init` compiles each time."""
     import gpt
     import jax
     import optax
@@ -239,7 +244,7 @@ def ours(remat, config):
 
 
 def theirs(config):
-    """The same of what one writes without zerojax."""
+    """(`init() -> state`, `trace(batch)`) of the plain form."""
     import jax
     import plain
 
@@ -259,7 +264,7 @@ def gpt_config(args, limit_bytes):
 
 
 def model_flops(config):
-    """Of a token: 6 Psi + 12 L S d. The head has as many parameters as the table, which multiplies nothing."""
+    """Flops per token: 6 Psi + 12 L S d. Psi counts the head, but not the embedding table of the same size."""
     import gpt
 
     layer, table = sum(gpt.layer_sizes(config)), config.vocab * config.width
@@ -267,11 +272,11 @@ def model_flops(config):
 
 
 def fitting_layers(args, limit_bytes):
-    """How many layers fill FILL of the memory in the form that keeps everything.
+    """The number of layers that fills FILL of the memory if all activations are saved.
 
-    On one of N devices each parameter takes 16 / N bytes (weights and gradients in bf16, an fp32 copy and two moments),
-    and a layer also what its backward pass finds of it. Beside the layers are the embedding table, the head, and 12
-    bytes of each logit (bf16 and fp32, each with its gradient).
+    On one of N devices, each parameter takes 16 / N bytes (weights and gradients in bf16, an fp32 copy and two
+    moments), and each layer also takes its saved activations. In addition to the layers there are the embedding table,
+    the head, and 12 bytes per logit (bf16 and fp32, each with its gradient).
     """
     import gpt
     import jax
@@ -282,20 +287,20 @@ def fitting_layers(args, limit_bytes):
     layer, table = sum(gpt.layer_sizes(config)), config.vocab * config.width
     num_devices, tokens = jax.device_count(), args.rows * args.seq
 
-    def found_by_backward(x_BSD):
+    def residuals(x_BSD):
         graph, weights = nnx.split(gpt.Block(config, nnx.Rngs(0)))
         weights = jax.tree.map(lambda a: a.astype(jnp.bfloat16), weights)
         return jax.vjp(lambda weights, x_BSD: nnx.merge(graph, weights)(x_BSD), weights, x_BSD)[1]
 
     x_BSD = jax.ShapeDtypeStruct((args.rows, args.seq, args.width), jnp.bfloat16)
-    found = jax.tree.leaves(jax.eval_shape(found_by_backward, x_BSD))
-    activations = sum(a.size * a.dtype.itemsize for a in found) - 2 * layer
-    beside = 16 * 2 * table / num_devices + 12 * tokens * args.vocab
-    return max(2, int((FILL * limit_bytes - beside) / (16 * layer / num_devices + activations)))
+    saved = jax.tree.leaves(jax.eval_shape(residuals, x_BSD))
+    activations = sum(a.size * a.dtype.itemsize for a in saved) - 2 * layer
+    fixed_bytes = 16 * 2 * table / num_devices + 12 * tokens * args.vocab
+    return max(2, int((FILL * limit_bytes - fixed_bytes) / (16 * layer / num_devices + activations)))
 
 
 def measured_flops():
-    """Flops a second of products of square matrices in bf16 on one device: the best of five chains of ten."""
+    """Flops per second of products of square bf16 matrices on one device: the best of five chains of ten products."""
     import jax
     import jax.numpy as jnp
 
@@ -303,7 +308,7 @@ def measured_flops():
     x, w = (jax.random.normal(jax.random.key(i), (size, size), jnp.bfloat16) * size**-0.5 for i in range(2))
     chain = jax.jit(lambda x, w: jax.lax.fori_loop(0, length, lambda _, x: x @ w, x)).lower(x, w).compile()
     seconds = []
-    for _ in range(6):  # the first is thrown away
+    for _ in range(6):  # the first is discarded
         start = time.perf_counter()
         jax.block_until_ready(chain(x, w))
         seconds.append(time.perf_counter() - start)
@@ -315,7 +320,7 @@ def table(result):
     from rich.table import Table
 
     device, shapes = result["device"], result["shapes"]
-    tokens = f"{shapes['rows']} x {shapes['seq']} tokens on each"
+    tokens = f"{shapes['rows']} x {shapes['seq']} tokens per device"
     title = f"{device['count']} x {device['kind']}: {shapes['layers']} layers of width {shapes['width']}, {tokens}"
     columns = ("step\nms", "mfu\n", "peak\nGiB", "init\nGiB", "compiled\npeak GiB", "host\nGiB", "compile\ns")
     rows = Table("form", *columns, title=title)
@@ -329,15 +334,15 @@ def table(result):
         rows.add_row(name, shown(form["step_s"], 1e3, 1), mfu, *sizes, shown(form["compile_s"], 1, 1))
     console = Console()
     console.print(rows)
-    console.print(f"nothing / plain: time {shown(result['ratio'], 1, 3, 'not measured')}")
+    console.print(f"full / plain: time {shown(result['ratio'], 1, 3, 'not measured')}")
     rate = lambda key: shown(result[key], 1e-12, 1 if (result[key] or 0) > 1e12 else 3, "unknown")
     console.print(
-        f"Tflop/s: peak {rate('peak_flops')}, of a matrix product {rate('measured_flops')}. "
+        f"Tflop/s: peak {rate('peak_flops')}, measured for matrix products {rate('measured_flops')}. "
         f"Losses differ by {result['max_loss_difference']:.2g} (tolerance {TOLERANCE})",
         soft_wrap=True,
     )
     if not device["limit_bytes"]:
-        console.print("Peaks are not measured: these devices do not tell their memory.")
+        console.print("Peaks are not measured: these devices do not report their memory.")
     for name, form in result["forms"].items():
         if form["error"]:
             console.print(f"{name}: {form['error']}", soft_wrap=True, markup=False)

@@ -1,4 +1,4 @@
-"""The training step of gpt.py as one writes it without zerojax: `jit`, `NamedSharding` and Optax alone."""
+"""The training step of gpt.py written without zerojax: with `jit`, `NamedSharding` and Optax alone."""
 
 import gpt
 import jax
@@ -9,33 +9,44 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
-def initial(config, tx, holder):
-    """`init() -> (params, opt_state)` with the values of `Zero.init`. It leaves the module's graph in `holder`."""
+def make_init(config, tx, captured):
+    """Returns `init() -> (params, opt_state)`, with the values of `Zero.init`.
+
+    When `init` is traced, it stores the graph definition of the module in `captured["graph"]`.
+    """
 
     def init():
         rngs = nnx.Rngs(jax.random.fold_in(jax.random.key(0), 0))
-        holder["graph"], params = nnx.split(gpt.GPT(config, rngs), nnx.Param)
+        captured["graph"], params = nnx.split(gpt.GPT(config, rngs), nnx.Param)
         return params, tx.init(params)
 
     return init
 
 
 def divisible_dims(a, config, num_devices):
-    """The dims of a leaf that can be sharded: never that of the layers of a stack."""
+    """The dims of a leaf that can be sharded. Dim 0 of a stack, which counts layers, is never sharded."""
     stacked = config.scan and a.ndim > 1 and a.shape[0] == config.layers
     return [d for d in range(int(stacked), a.ndim) if a.shape[d] % num_devices == 0]
 
 
-def layer_by_layer(form, config, keep, devices):
-    """The strongest form that we know ("plain"), or with nothing sharded: each layer is gathered by itself.
+def layer_by_layer(form, config, remat, devices):
+    """A step that gathers each layer by itself: the strongest plain form that we know.
 
-    Returns jitted `init() -> state` and `step(state, batch) -> (state, metrics)`; and the sharding of the batch.
+    Args:
+        form: "plain" shards the state; with any other form everything is replicated.
+        config: of the GPT.
+        remat: "full" or "offload" (the inputs of the layers are saved), "dots" or "none" (everything is saved). Nothing
+            is offloaded here.
+        devices: to run on.
+
+    Returns:
+        (jitted `init() -> state`, jitted `step(state, batch) -> (state, metrics)`, the sharding of the batch).
     """
     mesh = Mesh(np.array(devices), ("data",))
     tx = optax.adamw(1e-3)
     shard = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
-    holder = {}
-    init = initial(config, tx, holder)
+    captured = {}
+    init = make_init(config, tx, captured)
 
     def place(a):
         dims = divisible_dims(a, config, mesh.size)
@@ -45,19 +56,19 @@ def layer_by_layer(form, config, keep, devices):
 
     shardings = jax.tree.map(place, jax.eval_shape(init))
     full = lambda tree: jax.lax.with_sharding_constraint(tree, jax.tree.map(lambda _: shard(), tree))
-    remat = {
-        "nothing": jax.checkpoint,
+    checkpointed = {
+        "full": jax.checkpoint,
         "offload": jax.checkpoint,
         "dots": lambda fn: jax.checkpoint(fn, policy=jax.checkpoint_policies.dots_saveable),
-        "everything": lambda fn: fn,
-    }[keep]
+        "none": lambda fn: fn,
+    }[remat]
 
     def loss(params, batch):
-        model = nnx.merge(holder["graph"], params)
+        model = nnx.merge(captured["graph"], params)
         blocks = [model.blocks] if config.scan else model.blocks
         split = [nnx.split(block) for block in blocks]
 
-        @remat
+        @checkpointed
         def layer(x_BSD, weights):
             return jax.lax.with_sharding_constraint(nnx.merge(split[0][0], full(weights))(x_BSD), shard("data")), None
 
@@ -84,16 +95,22 @@ def layer_by_layer(form, config, keep, devices):
 
 
 def whole_model(form, config):
-    """All leaves are gathered at once ("constrained"), as the compiler likes ("inferred"), or never ("replicated").
+    """A step without gathers of single layers.
 
-    Returns (state, lower(state, batch)).
+    Args:
+        form: "constrained" gathers all leaves at once, "inferred" leaves the gathering to the compiler, and
+            "replicated" shards nothing.
+        config: of the GPT.
+
+    Returns:
+        (state, lower(state, batch)).
     """
     mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     tx = optax.adamw(1e-3)
     shard = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
 
-    holder = {}
-    init = initial(config, tx, holder)
+    captured = {}
+    init = make_init(config, tx, captured)
 
     def place(a):
         dims = divisible_dims(a, config, mesh.size)
@@ -111,7 +128,7 @@ def whole_model(form, config):
         def loss(params):
             if form == "constrained":
                 params = jax.lax.with_sharding_constraint(params, jax.tree.map(lambda _: shard(), params))
-            return gpt.loss(nnx.merge(holder["graph"], params), batch)
+            return gpt.loss(nnx.merge(captured["graph"], params), batch)
 
         value, grads = jax.value_and_grad(loss)(params)
         grads = jax.lax.with_sharding_constraint(grads, shardings[0])

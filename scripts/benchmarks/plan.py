@@ -1,11 +1,11 @@
-"""The formula level of `zerojax plan` against its compile level: the peak of a device, for presets at every stage.
+"""Compares the memory that `zerojax plan` predicts by formula with the compiled peak, for presets at every stage.
 
     python scripts/benchmarks/plan.py                                     # all presets on clusters of H100s
     python scripts/benchmarks/plan.py --presets llama3-8b --target h200:8
     python scripts/benchmarks/plan.py --json
 
-Nothing is allocated and nothing runs. What does not fit is compiled too: the compiler tells its peak nevertheless. The
-last line names the worst ratio of those that fit, and the worst of all.
+Nothing is allocated and nothing runs. Steps that do not fit are compiled too, because the compiler reports their peak
+nevertheless. The last lines give the worst ratio of the steps that fit, and the worst of all.
 """
 
 import argparse
@@ -29,15 +29,15 @@ TARGETS = {
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--presets", nargs="+", choices=TARGETS, default=list(TARGETS))
-    parser.add_argument("--target", help="one for all (default: one for each preset)")
+    parser.add_argument("--target", help="one target for all presets (default: one for each preset)")
     parser.add_argument("--stages", nargs="+", type=int, default=[3, 2, 1, 0])
     parser.add_argument("--remat", nargs="+", default=["full", "none"])
-    parser.add_argument("--json", action="store_true", help="one JSON object for each line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     args = parser.parse_args()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     from zerojax.plan import Settings, plan
 
-    worst = {"of those that fit": (1.0, "none"), "of all": (1.0, "none")}
+    worst = {"of the steps that fit": (1.0, "none"), "of all": (1.0, "none")}
     for preset in args.presets:
         for stage in args.stages:
             for remat in args.remat:
@@ -46,7 +46,7 @@ def main():
                 formula, compiled = made.memory.peak_bytes, made.program.peak_bytes
                 ratio = formula / compiled
                 name = f"{preset} {made.cluster.target} stage {stage} remat {remat}"
-                for which in ["of all"] + ["of those that fit"] * made.fits:
+                for which in ["of all"] + ["of the steps that fit"] * made.fits:
                     worst[which] = max(worst[which], (ratio, name), key=lambda entry: abs(entry[0] - 1))
                 if args.json:
                     print(json.dumps(made.data()), flush=True)

@@ -1,35 +1,37 @@
-"""The schedule of one training step as the compiler for a described cluster makes it: zerojax against plain JAX.
+"""Compares the compiled schedule of a training step for a described cluster: zerojax against plain JAX.
 
     python scripts/benchmarks/schedule.py --target h100:8           # tables
     python scripts/benchmarks/schedule.py --target h100:64 --json   # one JSON object
     python scripts/benchmarks/schedule.py --target v5e:4x4 --forms ours plain --dump programs
 
-Nothing is allocated and nothing runs: a GPT of 3.5 billion parameters is compiled from avals, and the programs are read
-(zerojax.compiled, zerojax.plan.timeline). Forms:
+Nothing is allocated and nothing runs. A GPT of 3.5 billion parameters is compiled from avals, and the compiled programs
+are read by `zerojax.analysis.hlo_collectives` and `zerojax.plan.timeline`. Forms:
 
-    ours        stage 3
+    ours        zerojax at stage 3
     plain       the strongest plain form that we know: `jit` and `NamedSharding`, parameters sharded in fp32 and cast to
-                bf16 once a step, each layer gathered by a sharding constraint inside the checkpointed loop, gradients
+                bf16 once per step, each layer gathered by a sharding constraint inside the checkpointed loop, gradients
                 constrained to shards
     replicated  the same with nothing sharded: data parallelism
-    single      the rows of one device on one device
+    single      one device, with the rows of one device
 
-Exposed are bytes of collectives beside which no matrix product is scheduled. Copies are those of at least 1/16 of a
-layer's largest leaf in loop bodies; transpositions of that size are listed apart. The formula of the bytes sent is that
-of bf16: 3 Psi (N-1)/N x 2 for the sharded forms, 2 Psi (N-1)/N x 2 for the replicated one. The time is that of two
-lanes, over the limit max(compute, formula bytes / link), in which compute is the least that any of the forms takes
-without waiting; the JSON has also `over_products`, with the matrix products at their peak rate in its place. The GPU
-compiler starts a gather as late as it thinks is in time, so the time on the slow link is that of a second program of
-each form, for which it was told how slow that is; `slow_untold` is that of the first. The bound of the peak is the sum
-of its terms and 5%:
+Bytes. A collective is exposed if no matrix product overlaps with it. By formula, the bytes sent in bf16 are
+3 Psi (N-1)/N x 2 for the sharded forms and 2 Psi (N-1)/N x 2 for the replicated one. Copies are counted in loop bodies
+if they have at least 1/16 of the size of a layer's largest leaf; transpositions of that size are counted separately.
 
-    state        14 bytes of each parameter that a device holds: bf16, fp32, two moments
-    gradients    2 bytes of each
-    checkpoints  what the backward pass finds: the input of each layer and of the head; offloaded, of three of them,
-                 which are on their way
-    gathered     the largest unit in bf16, once for the unit that computes and once for each that is gathered ahead
+Time. The predicted time with two lanes is divided by the limit max(compute, formula bytes / link), where compute is the
+least that any of the forms takes without waiting. In the JSON, `over_products` uses the matrix products at their peak
+rate instead. The GPU compiler starts a gather as late as its estimate allows. The time on the slow link is therefore
+that of a second program of each form, compiled with the speed of this link; `slow_untold` is the time of the first.
+
+Memory. The bound of the peak is 1.05 times the sum of these terms:
+
+    state        14 bytes for each parameter that a device holds: bf16, fp32 and two moments
+    gradients    2 bytes for each parameter that a device holds
+    checkpoints  the saved inputs of all layers and of the head; if they are offloaded, those of the three that are
+                 being copied
+    gathered     the largest unit in bf16, once for the unit that computes and once for each unit gathered ahead
     in flight    the full gradient of the largest unit
-    activations  temporaries of the layer, or of the head and the loss, forward and backward, in a program of their own
+    activations  temporaries of a layer, or of the head and the loss, forward and backward, in a program of their own
 """
 
 import argparse
@@ -43,15 +45,15 @@ from pathlib import Path
 
 FORMS = ("ours", "plain", "replicated", "single")
 FLOPS, MEMORY = 700e12, 3e12  # of one device, a second
-INPUTS_ON_THEIR_WAY = 3  # to or from host memory: of the layer that computes, of the next, of the head
+INPUTS_IN_TRANSIT = 3  # to or from host memory: those of the layer that computes, of the next layer and of the head
 LINKS = {"fast": 360e9, "slow": 50e9}  # bytes that one device sends in a second
 
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default="h100:8", help="as zerojax.targets names it (default %(default)s)")
+    parser.add_argument("--target", default="h100:8", help="a target of zerojax.targets (default %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.add_argument("--dump", type=Path, metavar="DIR", help="write the text of each compiled program there")
+    parser.add_argument("--dump", type=Path, metavar="DIR", help="write the text of each compiled program to DIR")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=4096)
@@ -63,14 +65,16 @@ def arguments():
         "--remat",
         choices=["full", "offload", "dots", "none"],
         default="full",
-        help="'offload' is 'full' with the inputs of layers in host memory, in ours (default %(default)s)",
+        help="'offload' is 'full' with the inputs of layers in host memory, for `ours` (default %(default)s)",
     )
-    parser.add_argument("--prefetch", type=int, default=1, help="units gathered ahead, in ours (default %(default)s)")
+    parser.add_argument(
+        "--prefetch", type=int, default=1, help="units gathered ahead, for `ours` (default %(default)s)"
+    )
     parser.add_argument(
         "--link",
         type=float,
         metavar="GB/S",
-        help="tell the GPU compiler that every device sends at this rate, in all programs",
+        help="compile all programs for devices that send at this rate (GPUs only)",
     )
     parser.add_argument("--unrolled", action="store_true", help="a list of layers instead of a scanned stack")
     return parser.parse_args()
@@ -92,7 +96,7 @@ def main():
     platform = targets.platform(args.target)
     layer, table = gpt.layer_sizes(config), config.vocab * config.width
     psi, unit, leaf = config.layers * sum(layer) + 2 * table, max(sum(layer), table), max(layer)
-    told = compile_told(args) if platform == "cuda" and not args.link else None
+    slow_process = start_slow_link_process(args) if platform == "cuda" and not args.link else None
     result = {
         "target": args.target,
         "num_devices": len(devices),
@@ -119,33 +123,35 @@ def main():
             forms[form] |= terms | {
                 "bound_bytes": 1.05 * sum(terms.values()) if args.remat in ("full", "offload") else None
             }
-    if told:
-        for name, form in told_forms(told).items():
+    if slow_process:
+        for name, form in slow_link_forms(slow_process).items():
             forms[name]["slow_untold_s"], forms[name]["slow_s"] = forms[name].get("slow_s"), form.get("slow_s")
     limits(result)
     print(json.dumps(result)) if args.json else tables(result)
 
 
 def link_flag(rate):
-    """Without it, the compiler takes a host's devices to be as fast as NVLink is, and starts gathers that late.
+    """The XLA flag that sets the speed of the link between devices, in bytes per second.
 
-    Beside the rate in GiB/s: microseconds to start a collective, to prepare a chunk and for a round trip, which matter
-    little to large ones. On hosts of one device everything is sent over the network.
+    Without it, the compiler assumes that the devices of a host are connected by NVLink, and starts gathers accordingly
+    late. The other options are the microseconds that it takes to start a collective, to prepare a chunk and for a round
+    trip, which matter little for large collectives. With one GPU per host, everything is sent over the network.
     """
     options = {"nccl_op_launch_us": 20, "nic_speed_gbps": int(rate * 1e9 / 2**30), "chunk_prep_us": 1, "rtt_us": 20}
     options |= {"gpus_per_node": 1, "chunk_size_bytes": 4 * 2**20}
     return "--xla_gpu_analytical_latency_estimator_options=" + ",".join(f"{k}={v}" for k, v in options.items())
 
 
-def compile_told(args):
-    """Another process, in which the compiler is told the rate of the slow link; it reads that once, when it starts."""
+def start_slow_link_process(args):
+    """Starts a process that compiles all forms for the slow link. XLA reads its flags only once, when it starts."""
     command = [sys.executable, __file__, *sys.argv[1:], "--json", "--link", str(LINKS["slow"] / 1e9)]
     if args.dump:
         command += ["--dump", str(args.dump / "slow")]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def told_forms(process):
+def slow_link_forms(process):
+    """The forms that the process of `start_slow_link_process` reports."""
     printed, _ = process.communicate()
     if process.returncode:
         raise SystemExit(f"the process with --link ended with {process.returncode}")
@@ -176,7 +182,7 @@ def ours(config, args, devices):
 
 
 def trace_plain(form, config, args, devices):
-    """`plain.layer_by_layer` on avals."""
+    """The traced step of `plain.layer_by_layer`, on avals."""
     import gpt
     import jax
     import plain
@@ -188,7 +194,7 @@ def trace_plain(form, config, args, devices):
 
 
 def activation_bytes(config, args, devices, platform):
-    """Temporaries of the unit that takes most, forward and backward, in a program of its own on one device."""
+    """Bytes of the temporaries of a layer or of the head, whichever needs more, forward and backward on one device."""
     import gpt
     import jax
     import jax.numpy as jnp
@@ -199,14 +205,14 @@ def activation_bytes(config, args, devices, platform):
     sharding = NamedSharding(Mesh(np.array(devices), ("data",)), PartitionSpec())
     aval = lambda shape, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
     x_BSD = aval((args.rows, args.seq, args.width))
-    holder = {}
+    captured = {}
 
     def block():
-        holder["graph"], state = nnx.split(gpt.Block(config, nnx.Rngs(0)))
+        captured["graph"], state = nnx.split(gpt.Block(config, nnx.Rngs(0)))
         return state
 
     def layer(weights, x_BSD, grad_BSD):
-        _, vjp = jax.vjp(lambda weights, x_BSD: nnx.merge(holder["graph"], weights)(x_BSD), weights, x_BSD)
+        _, vjp = jax.vjp(lambda weights, x_BSD: nnx.merge(captured["graph"], weights)(x_BSD), weights, x_BSD)
         return vjp(grad_BSD)
 
     def head(weights, x_BSD, targets):
@@ -222,12 +228,12 @@ def activation_bytes(config, args, devices, platform):
 
 
 def memory_terms(form, config, args, num_devices, psi, unit, activations):
-    """The terms of the bound, in bytes. Their formulas hold for checkpoints of the inputs of layers alone."""
+    """The terms of the memory bound, in bytes. The formulas hold if only the inputs of layers are saved."""
     sharded = form in ("ours", "plain")
     num_shards = num_devices if sharded else 1
     ahead = args.prefetch if form == "ours" else 0
     offloaded = form == "ours" and args.remat == "offload"
-    inputs = INPUTS_ON_THEIR_WAY if offloaded else config.layers + 1
+    inputs = INPUTS_IN_TRANSIT if offloaded else config.layers + 1
     return {
         "state_bytes": 14 * psi / num_shards,
         "gradients_bytes": 2 * psi / num_shards,
@@ -239,7 +245,7 @@ def memory_terms(form, config, args, num_devices, psi, unit, activations):
 
 
 def report(traced, form, platform, dump, copy_bytes):
-    """What the compiled program of a form sends, exposes, copies, holds and takes; or why there is none."""
+    """The communication, copies, memory and time of a form's compiled program, or the error of its compilation."""
     import jax
 
     from zerojax.analysis import hlo, hlo_collectives
@@ -254,7 +260,7 @@ def report(traced, form, platform, dump, copy_bytes):
         (dump / f"{form}.txt").write_text(text)
     read = hlo.read(text)
     found = hlo_collectives.collectives(read)
-    sent = lambda those: sum(c.sent_bytes for c in those)
+    sent = lambda collectives: sum(c.sent_bytes for c in collectives)
     by_kind = {}
     for c in found:
         key = f"{c.kind} {c.dtype}"
@@ -285,7 +291,7 @@ def report(traced, form, platform, dump, copy_bytes):
 
 
 def times(program):
-    """Seconds by link; None with the reason where the reader cannot tell."""
+    """The predicted seconds for each link, or None and the reason if the program cannot be read."""
     from zerojax.analysis.hardware import INSIDE_HOST
     from zerojax.plan import timeline
 
@@ -305,7 +311,7 @@ def times(program):
 
 
 def two_lanes(num_devices, link):
-    """Devices that reach FLOPS and MEMORY, and send at one rate to whichever other; nothing takes time to start."""
+    """A cluster whose devices reach FLOPS and MEMORY and send to each other at one rate, without start-up times."""
     from zerojax.analysis.hardware import CHIPS, Cluster, Rate
 
     rates = {"flops": FLOPS, "memory_rate": MEMORY, "link_rate": link, "network_rate": link}
@@ -317,19 +323,19 @@ def two_lanes(num_devices, link):
 
 
 def limits(result):
-    """Adds the limit of each form on each link and how far it is over that; also over that of the products alone."""
+    """Adds to each form its limit on each link, and its time relative to this limit and to that of the products."""
     timed = [form for form in result["forms"].values() if form.get("fast_s")]
     least = lambda part: min((form["fast_s"][part] for form in timed), default=0)
     for form in result["forms"].values():
         for link, rate in LINKS.items():
             sending = form["formula_bytes"] / rate
             form[f"limit_{link}_s"] = max(least("compute"), sending)
-            for told in "", "_untold":
-                if told and f"{link}{told}_s" not in form:
+            for suffix in "", "_untold":
+                if suffix and f"{link}{suffix}_s" not in form:
                     continue
-                taken = form.get(f"{link}{told}_s")
-                form[f"over_limit_{link}{told}"] = taken and taken["step"] / form[f"limit_{link}_s"]
-                form[f"over_products_{link}{told}"] = taken and taken["step"] / max(least("products"), sending)
+                taken = form.get(f"{link}{suffix}_s")
+                form[f"over_limit_{link}{suffix}"] = taken and taken["step"] / form[f"limit_{link}_s"]
+                form[f"over_products_{link}{suffix}"] = taken and taken["step"] / max(least("products"), sending)
 
 
 def tables(result):
@@ -383,15 +389,15 @@ def tables(result):
     for link, rate in LINKS.items():
         columns[f"{rate / 1e9:.0f} GB/s"] = ms(link, "step")
         columns[f"limit\n{link}"] = limit(link)
-        columns[f"over it\n{link}"] = over(link)
+        columns[f"relative\n{link}"] = over(link)
     if any(form.get("slow_untold_s") for form in forms.values()):
-        columns["compiler\nnot told"] = over("slow_untold")
+        columns["without\nlink speed"] = over("slow_untold")
     columns |= {"GiB copied\nin loops": size("copies_in_loops"), "transposed": size("transpositions_in_loops")}
-    table("Milliseconds of a step on two lanes, and what loops copy", columns)
+    table("Milliseconds of a step with two lanes, and copies in loops", columns)
     for name, form in result["forms"].items():
         if "error" in form or "no_time" in form:
-            told = " ".join((form.get("error") or "no time: " + form["no_time"]).split())
-            console.print(f"{name}: {told[:200]}", soft_wrap=True, markup=False)
+            reason = " ".join((form.get("error") or "no time: " + form["no_time"]).split())
+            console.print(f"{name}: {reason[:200]}", soft_wrap=True, markup=False)
         for copy in form.get("copied", ()):
             shape = f"{copy['dtype']}[{','.join(map(str, copy['dims']))}]"
             console.print(

@@ -1,16 +1,21 @@
-"""One training step: zerojax against the same GPT and optimizer written with plain `jit` and `NamedSharding`.
+"""Times one training step of zerojax against the same GPT and optimizer with plain `jit` and `NamedSharding`.
 
     python scripts/benchmarks/step.py                 # a table
     python scripts/benchmarks/step.py --json          # one JSON object
     python scripts/benchmarks/step.py --unrolled --layers 48 --rounds 0 --compiles 3      # tracing and compiling alone
 
-Eight simulated CPU devices share this machine's cores, so what is compared is the work of the whole step, not a
-network. Plain forms: `constrained` (parameters sharded; gathered by a sharding constraint where they are used, and
-gradients constrained to shards), `inferred` (parameters sharded, all else left to the compiler), `replicated` (data
-parallelism). Ours is stage 3 against the faster of the first two, and stage 0 against the last. Runs are paired: in
-each round every form runs once, in an order that rotates, and a ratio is that of the two times of one round. Without
-rounds only the sharded forms are compiled. XLA counts the flops of a loop's body once, and ours and plain loops differ:
-flops are given for unrolled layers alone.
+Eight simulated CPU devices share the cores of this machine, so the benchmark compares the work of the whole step and
+not a network. Plain forms:
+
+    constrained  parameters are sharded, gathered by a sharding constraint at the start of the loss, and gradients are
+                 constrained to shards
+    inferred     parameters are sharded, and everything else is left to the compiler
+    replicated   data parallelism
+
+Stage 3 of zerojax is compared with the faster of the first two, and stage 0 with the last. Runs are paired: in each
+round every form runs once, in rotating order, and each ratio is that of the two times of one round. With `--rounds 0`
+only the sharded forms are compiled. Flops are given for unrolled layers only, because XLA counts the body of a loop
+once, and the loops of the forms differ.
 """
 
 import argparse
@@ -31,15 +36,18 @@ def arguments():
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--seq", type=int, default=128)
-    parser.add_argument("--rows", type=int, default=64, help="sequences a step, over all devices")
-    parser.add_argument("--prefetch", type=int, default=1, help="units gathered ahead, in ours (default %(default)s)")
+    parser.add_argument("--rows", type=int, default=64, help="sequences per step, over all devices")
+    parser.add_argument(
+        "--prefetch", type=int, default=1, help="units that zerojax gathers ahead (default %(default)s)"
+    )
     parser.add_argument("--unrolled", action="store_true", help="a list of layers instead of a scanned stack")
     return parser.parse_args()
 
 
 def main():
     args = arguments()
-    # Without this, transposed weight-gradient products of equal programs may take paths that differ by up to 2.7 times.
+    # Otherwise, the transposed products of weight gradients may take code paths whose speeds differ by up to 2.7 times,
+    # even in equal programs.
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_experimental_ynn_fusion_type="
     import zerojax
 
@@ -61,13 +69,13 @@ def main():
     if args.rounds:
         forms |= {"zero0": ours(0, config, args.prefetch), "replicated": plain.whole_model("replicated", config)}
     runs = {name: Run(*form, batch, args.unrolled) for name, form in forms.items()}
-    told = Console(stderr=True, highlight=False)  # lines, since a spinner would take the time that is measured
+    progress = Console(stderr=True, highlight=False)  # lines, because a spinner would disturb the measured times
     for i in range(args.compiles):
-        told.print(f"compiling {i + 1} of {args.compiles}")
+        progress.print(f"compiling {i + 1} of {args.compiles}")
         for name in rotated(list(runs), i):
             runs[name].compile()
-    for i in range(args.rounds + 1 if args.rounds else 0):  # the first round is thrown away
-        told.print(f"round {i} of {args.rounds}")
+    for i in range(args.rounds + 1 if args.rounds else 0):  # the first round is discarded
+        progress.print(f"round {i} of {args.rounds}")
         for name in rotated(list(runs), i):
             runs[name].once(keep=i > 0)
     fastest = lambda times: min(("constrained", "inferred"), key=lambda name: statistics.median(times(runs[name])))
@@ -85,7 +93,7 @@ def main():
         "device": f"{args.devices} simulated devices, {os.cpu_count()} cores",
     }
     if args.rounds:
-        assert abs(runs["zero3"].first_loss / runs[sharded].first_loss - 1) < 1e-5, "the forms do not compute the same"
+        assert abs(runs["zero3"].first_loss / runs[sharded].first_loss - 1) < 1e-5, "the forms compute different losses"
     print(json.dumps(result)) if args.json else table(result)
 
 
@@ -99,7 +107,7 @@ def compare(prefix, mine, theirs):
 
 
 class Run:
-    """A compiled step, its state and its times."""
+    """A compiled step, with its state and its measured times."""
 
     def __init__(self, state, lower, batch, counts_flops):
         self.state, self.lower, self.host_batch, self.counts_flops = state, lower, batch, counts_flops
