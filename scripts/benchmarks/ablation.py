@@ -4,8 +4,8 @@
     python scripts/benchmarks/ablation.py --json --configurations C4 C5
 
 Nothing is allocated and nothing runs. The training step of a GPT is compiled for data x model devices. It fits if the
-sum of its arguments, its temporaries and the outputs that are not updated in place is within the budget. The search ends
-at a number of layers that fits while two more layers do not. Configurations (section 10.5 of the paper):
+sum of its arguments, its temporaries and the outputs that are not updated in place is within the budget. The search
+ends at a number of layers that fits while two more layers do not. Configurations (section 10.5 of the paper):
 
     C1  stage 1                                       C3  stage 2
     C2  stage 1, inputs of layers partitioned (P_a)   C4  stage 2, P_a
@@ -83,7 +83,7 @@ def main():
 
 
 def largest(peak, budget, group=2, small=8):
-    """The largest number of layers, in steps of `group`, whose peak is within the budget; 0 if `small` layers do not fit.
+    """The largest number of layers, in steps of `group`, whose peak is within the budget; 0 if `small` is too large.
 
     Uses the secant method, between the largest known number that fits and the smallest known number that does not.
     """
@@ -122,7 +122,7 @@ def measure(name, layers, args, devices):
     step = zero.train_step(gpt.loss, remat=zerojax.Remat(**remat), bucket_bytes=args.bucket_mib * 2**20)
     start = time.perf_counter()
     traced = step.trace(state, gpt.batch_aval(config, args.rows * args.data))
-    # Without a GPU for autotuning, some tiles that the compiler chooses for its Triton kernels do not divide the shapes.
+    # Without a GPU for autotuning, the compiler chooses tiles for some Triton kernels that do not divide the shapes.
     options = {"xla_gpu_enable_triton_gemm": False}
     memory = traced.lower(lowering_platforms=("cuda",)).compile(options).memory_analysis()
     return {

@@ -829,7 +829,7 @@ OUTSIDE = "../outside/valid.safetensors"
     ("fault", "expected"),
     [
         (lambda folder: {}["key"], "KeyError: 'key'"),
-        (lambda folder: time.sleep(9), "TooLong: more than 0.2 s"),
+        (lambda folder: time.sleep(9), "TooSlow: more than 0.2 s"),
         (lambda folder: (folder / "../made").write_text(""), "wrote outside"),
         (lambda folder: (folder / OUTSIDE).unlink(), "wrote outside: os.remove"),
         (lambda folder: os.rename(folder / OUTSIDE, folder / "moved"), "wrote outside: os.rename"),
@@ -840,7 +840,7 @@ OUTSIDE = "../outside/valid.safetensors"
     ],
 )
 def test_the_fuzzer_detects_faults(monkeypatch, capsys, fault, expected):
-    monkeypatch.setattr(fuzz, "LIMIT_S", 0.2 if "TooLong" in expected else 9)
+    monkeypatch.setattr(fuzz, "LIMIT_S", 0.2 if "TooSlow" in expected else 9)
     monkeypatch.setitem(fuzz.TARGETS, "tensors", fuzz.Target(lambda rng, folder: folder, fault))
     assert fuzz.main(["--inputs", "1", "--targets", "tensors"]) == 1
     captured = capsys.readouterr()
