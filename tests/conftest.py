@@ -1,4 +1,4 @@
-"""Eight simulated devices for every test, and the options `--full` and `--aot`."""
+"""Simulates eight devices for every test, and adds the options `--full` and `--aot`."""
 
 import os
 from importlib import metadata
@@ -7,15 +7,16 @@ import pytest
 
 import zerojax
 
-# Compiling is what the suite spends its time on: without LLVM's optimisations it takes less than half of it.
+# The suite spends most of its time compiling. Without LLVM's optimizations it takes less than half the time.
 flags = ["--xla_backend_optimization_level=0"]
 if metadata.version("jaxlib").startswith("0.10."):
-    flags.append("--xla_cpu_use_fusion_emitters=false")  # later ones compile fusions faster, and do not know the flag
-    flags.append("--xla_cpu_parallel_codegen_split_count=1")  # a program in one part: a sixth less; later no less
+    flags.append("--xla_cpu_use_fusion_emitters=false")  # later versions do not have this flag
+    # One part per program: saves a sixth of the time, but nothing with later versions.
+    flags.append("--xla_cpu_parallel_codegen_split_count=1")
 os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *flags])
 zerojax.simulate_devices(8)  # before anything asks JAX for a device
 
-pytest.register_assert_rewrite("support")  # a failing `assert` there tells its values, as in a test
+pytest.register_assert_rewrite("support")  # so that a failing `assert` in a helper also shows its values
 
 OPTIONS = {
     "full": "also run the whole product of models, stages, precisions and microbatches",
@@ -29,9 +30,9 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests with the marker of an option that is not given are deselected."""
+    """Deselects tests whose marker is that of an option that was not given."""
     absent = [name for name in OPTIONS if not config.getoption(name)]
-    left_out = [item for item in items if any(item.get_closest_marker(name) for name in absent)]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+    deselected = [item for item in items if any(item.get_closest_marker(name) for name in absent)]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if item not in set(deselected)]

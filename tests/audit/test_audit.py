@@ -357,7 +357,7 @@ def test_traced_collectives_are_those_that_the_tests_count(mesh):
     zero = zerojax.Zero(zerojax.make_mesh(**mesh), 3, "bf16")
     state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
     step, batch = zero.train_step(gpt.loss, num_microbatches=2), gpt.batch_aval(config, 32)
-    counted = traffic.of_step(step, state, batch)
+    counted = traffic.collectives_of_step(step, state, batch)
     found = jaxpr_collectives.collectives(step.trace(state, batch).jaxpr, zero.config.mesh)
     elements = lambda dtype, bits: sum(8 * c.sent_bytes / bits for c in found if c.dtype == dtype)
     sent = traffic.sent(counted)

@@ -14,7 +14,8 @@ def trace(stage, k, scan=False, precision="bf16", mesh=None):
     config = gpt.Config(width=64, layers=4, scan=scan)
     zero = zerojax.Zero(mesh or zerojax.make_mesh(), stage=stage, precision=precision)
     state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
-    return state, traffic.of_step(zero.train_step(gpt.loss, num_microbatches=k), state, gpt.batch_aval(config, 32))
+    step = zero.train_step(gpt.loss, num_microbatches=k)
+    return state, traffic.collectives_of_step(step, state, gpt.batch_aval(config, 32))
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from support import zoo
-from support.parity import assert_close, batches, distributed, ready_made, reference, train
+from support.parity import assert_close, batches, reference, train, with_constant_init, with_global_batch_norm
 
 import zerojax
 from zerojax import Remat, Zero
@@ -65,6 +65,6 @@ def cases():
 
 @pytest.mark.parametrize(("name", "setting"), list(cases()))
 def test_training_follows_the_plain_step(name, setting):
-    setting, model = SETTINGS[setting], ready_made(distributed(name))
+    setting, model = SETTINGS[setting], with_constant_init(with_global_batch_norm(name))
     zero = Zero(zerojax.make_mesh(model=setting.model), setting.stage)
     assert_close(train(zero, model, batches(model), **setting.options)[0], reference(name))

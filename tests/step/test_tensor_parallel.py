@@ -231,7 +231,7 @@ def test_devices_send_their_part_of_a_leaf(stage, scan):
     """Over the data axes, a device sends the ZeRO formula for its part of the leaves along the model axis."""
     zero, state = abstract(stage, scan=scan)
     step = zero.train_step(gpt.loss)
-    sent = traffic.sent(traffic.of_step(step, state, batch(0)))["bfloat16"] * DATA / (DATA - 1)
+    sent = traffic.sent(traffic.collectives_of_step(step, state, batch(0)))["bfloat16"] * DATA / (DATA - 1)
     size = lambda leaf: leaf.size // (MODEL if leaf.model_spec else 1)
     replicated = sum(size(leaf) for leaf in state.definition.leaves if leaf.dim is None)
     psi = sum(map(size, state.definition.leaves)) - replicated

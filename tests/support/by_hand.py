@@ -1,6 +1,6 @@
-"""Steps at stage 3 written by hand with `shard_map`, as a script would, sound or with a fault planted: for the audit.
+"""Hand-written stage 3 steps with `shard_map`, correct or with a planted fault, for tests of the audit.
 
-The sound one gathers each layer when the one before has computed, again in the backward pass, in bf16.
+The correct step gathers each layer in bf16 after the previous layer has computed, and again in the backward pass.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ def zero_and_state(devices=None, stage=3, width=WIDTH):
 
 
 def gather(shard):
-    """Its transpose is a reduce-scatter."""
+    """The full form of a shard. The transpose is a reduce_scatter."""
     return lax.all_gather(shard, "data", axis=0, tiled=True)
 
 
@@ -58,7 +58,7 @@ def gather_in_fp32(shard):
 
 
 def own_part(total, dim=0):
-    """This device's part of a sum."""
+    """This device's shard of a sum."""
     size = total.shape[dim] // lax.axis_size("data")
     return lax.dynamic_slice_in_dim(total, lax.axis_index("data") * size, size, dim)
 
@@ -72,24 +72,35 @@ gather_then_all_reduce.defvjp(
     lambda shard: (gather(shard), None), lambda _, gradient: (own_part(lax.psum(gradient, "data")),)
 )
 
-AGAIN = jax.checkpoint_policies.nothing_saveable
+RECOMPUTE_ALL = jax.checkpoint_policies.nothing_saveable
 DENY_LIST = jax.checkpoint_policies.save_anything_except_these_names("gathered")
 
 
 def step(
-    zero, state, batch, *, gather=gather, policy=AGAIN, ordered=True, k=1, hoisted=False, donated=True, reduces=True
+    zero,
+    state,
+    batch,
+    *,
+    gather=gather,
+    policy=RECOMPUTE_ALL,
+    ordered=True,
+    k=1,
+    hoisted=False,
+    donated=True,
+    reduces=True,
 ):
     """A traced step over (state, batch).
 
     Args:
-        zero, state, batch: avals.
-        gather: of a shard.
-        policy: of each layer's `jax.checkpoint`.
-        ordered: each gather waits for the layer before.
-        k: microbatches, in a loop.
-        hoisted: all is gathered before that loop.
-        donated: the state is.
-        reduces: gradients are summed.
+        zero: the mesh and the specs.
+        state, batch: avals.
+        gather: gathers a shard.
+        policy: the policy of each layer's `jax.checkpoint`.
+        ordered: whether each gather waits for the previous layer.
+        k: number of microbatches, in a loop.
+        hoisted: whether all weights are gathered before that loop.
+        donated: whether the state is donated.
+        reduces: whether gradients are summed over the devices.
     """
     data = P("data")
     if not reduces:
@@ -105,7 +116,7 @@ def step(
     def layer_on_shards(x, layer):
         return block(x, layer if hoisted else gathered(layer, x))
 
-    def local_loss(params, batch):
+    def device_loss(params, batch):
         x = batch["x"]
         for layer in params["layers"].values():
             x = layer_on_shards(x, layer)
@@ -116,9 +127,9 @@ def step(
         if hoisted:
             params, reduced = jax.vjp(lambda params: jax.tree.map(gather, params), params)
         if k == 1:
-            return jax.grad(local_loss)(params, batch)
+            return jax.grad(device_loss)(params, batch)
         parts = jax.tree.map(lambda a: a.reshape(k, -1, *a.shape[1:]), batch)
-        body = lambda total, part: (jax.tree.map(jnp.add, total, jax.grad(local_loss)(params, part)), None)
+        body = lambda total, part: (jax.tree.map(jnp.add, total, jax.grad(device_loss)(params, part)), None)
         total, _ = lax.scan(body, jax.tree.map(jnp.zeros_like, params), parts)
         return reduced(total)[0] if hoisted else total
 

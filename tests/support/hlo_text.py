@@ -1,6 +1,6 @@
-"""Short programs as XLA writes them, for what reads their text."""
+"""Short compiled programs in XLA's text format, for tests of the modules that read it."""
 
-from zerojax import hlo
+from zerojax.analysis import hlo
 
 MIB = 2**20
 ADD = """
@@ -24,7 +24,10 @@ CARRY = "(s32[], f32[1024,1024])"
 
 
 def loop(body, trips, computations=""):
-    """A program whose loop has these lines after `%carry`, `%i` and `%w`; without trips the text does not tell them."""
+    """A program with one loop, whose body has these lines after `%carry`, `%i` and `%w`.
+
+    If `trips` is 0, the trip count is missing from the text.
+    """
     lines = "\n".join(f"  {line.strip()}" for line in body.strip().splitlines())
     computations += f"""
 %condition (...) -> pred[] {{

@@ -1,6 +1,8 @@
-"""One of several processes with a state of 256 MiB: python holder.py save|restore|export DIRECTORY NUM_ARRAYS.
+"""Measures the host memory of checkpoints in one process of several: saves, restores or exports a state of 256 MiB.
 
-What it prints is how much further its memory grew while it did that, in bytes.
+    python holder.py save|restore|export DIRECTORY NUM_ARRAYS
+
+Prints by how many bytes the peak memory of the process grew.
 """
 
 import resource
@@ -23,28 +25,28 @@ def create(key, num_arrays):
     return {f"w{i}": jax.random.normal(k, (NUM_BYTES // 4 // 1024 // num_arrays, 1024)) for i, k in enumerate(keys)}
 
 
-def most_held():
-    """Bytes, since this process began."""
+def peak_resident_bytes():
+    """The largest resident size of this process so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def main(what, directory, num_arrays):
+def main(action, directory, num_arrays):
     processes.initialize()
     zero = zerojax.Zero(zerojax.make_mesh(), 3)
-    make = zero.init if what == "save" else zero.eval_init
+    make = zero.init if action == "save" else zero.eval_init
     state = make(lambda key: create(key, int(num_arrays)), optax.sgd(0.1))
     jax.block_until_ready(jnp.ones(1024) + 1)
-    before = most_held()
-    if what == "export":
+    before = peak_resident_bytes()
+    if action == "export":
         pieces.pieces.__defaults__ = (PIECE_BYTES,)
         parameters.export(directory, 0, f"{directory}/model")
     else:
         with zero.checkpoints(directory) as checkpoints:
-            if what == "save":
+            if action == "save":
                 checkpoints.save(state)
             else:
                 state, _ = checkpoints.resume(state)
-    sys.stdout.write(f"{most_held() - before}\n")
+    sys.stdout.write(f"{peak_resident_bytes() - before}\n")
 
 
 if __name__ == "__main__":

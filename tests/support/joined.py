@@ -1,4 +1,7 @@
-"""One of several processes: prints its index and the sum over the rows of all. Options make it fail: test_launch.py."""
+"""One process of several: sums the rows of all processes and prints what it knows of itself as JSON.
+
+The options make one process fail in some way; see tests/processes/test_launch.py.
+"""
 
 import argparse
 import json
@@ -67,4 +70,4 @@ summary = {
     "rows": [rows.start, rows.stop],
     "sum": total,
 }
-sys.stdout.write(json.dumps(summary) + "\n")  # in one call: `print` writes the end of the line in a second one
+sys.stdout.write(json.dumps(summary) + "\n")  # one write: `print` would write the newline separately

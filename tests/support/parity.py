@@ -1,4 +1,4 @@
-"""Runs of zoo models under zerojax and by the plain step, made once per session and compared."""
+"""Runs zoo models with zerojax and with the plain step, once per session, and compares them."""
 
 import dataclasses
 import functools
@@ -15,26 +15,27 @@ from zerojax import Weighted, Zero
 from zerojax.sharding.precision import Precision
 
 STEPS = 10
-SYNCHRONISED = {"resnet_linen": zoo.resnet_linen, "resnet_nnx": zoo.resnet_nnx}
+WITH_BATCH_NORM = {"resnet_linen": zoo.resnet_linen, "resnet_nnx": zoo.resnet_nnx}
 
 
 @functools.cache
-def distributed(name):
-    """A zoo model whose batch normalisation takes its statistics over all devices."""
-    return SYNCHRONISED[name](axis_name="data") if name in SYNCHRONISED else zoo.ZOO[name]
+def with_global_batch_norm(name):
+    """A zoo model whose batch normalization, if it has any, takes its statistics over all devices."""
+    return WITH_BATCH_NORM[name](axis_name="data") if name in WITH_BATCH_NORM else zoo.ZOO[name]
 
 
-def ready_made(model):
-    """The model, with the initial values of the plain run as constants: to compile them takes as long as a step."""
+def with_constant_init(model):
+    """The model, created from the initial values of the plain run. Compiling its init takes as long as a step."""
     graph, made = plain.created(model.create, 0)
     create = (lambda rngs: nnx.merge(*graph, *made, copy=True)) if graph else (lambda key: made)
     return dataclasses.replace(model, create=create)
 
 
-# fp32: rounding alone. The narrow dtypes are compared with the plain step in the same dtype, which rounds in other
-# places: it sums 32 rows where zerojax sums 4 on each of 8 devices. One rounding of a loss is 2^-9 = 2e-3 in bf16 and
-# 2^-12 = 2.4e-4 in fp16; measured over the zoo were 4e-3 and 5e-4. An element of the gradient that nearly cancels has
-# no digits in common, and Adam moves it as far as any other: measured were 2% (bf16) and 0.6% (fp16) of the update.
+# In fp32, only rounding errors differ. The narrow dtypes are compared with the plain step in the same dtype, which
+# rounds in other places: it sums 32 rows where zerojax sums 4 on each of 8 devices. One rounding of a loss is
+# 2^-9 = 2e-3 in bf16 and 2^-12 = 2.4e-4 in fp16; the largest differences measured over the zoo were 4e-3 and 5e-4.
+# Gradient elements that nearly cancel may have no digits in common, and Adam moves them as far as all others: the
+# largest differences measured were 2% (bf16) and 0.6% (fp16) of the update.
 TOLERANCES = {
     "fp32": {"losses": 1e-5, "update": 1e-4, "norms": 1e-4},
     "bf16": {"losses": 1e-2, "update": 5e-2, "norms": 2e-2},
@@ -44,8 +45,11 @@ TOLERANCES = {
 
 
 def optimizer():
-    """AdamW whose eps is not small beside the rounding errors: with 1e-8, an element whose exact gradient is zero moves
-    by the sign of its error, as far as any other."""
+    """AdamW with an eps that is not small compared with rounding errors.
+
+    With the default of 1e-8, an element whose exact gradient is zero would move by the sign of its rounding error, as
+    far as any other element.
+    """
     return optax.adamw(1e-3, eps=1e-5)
 
 
@@ -54,13 +58,13 @@ def batches(model, count=STEPS):
 
 
 def distance(a, b):
-    """Euclidean distance of two lists of arrays."""
+    """The Euclidean distance between two lists of arrays."""
     squares = [np.sum(np.square(x.astype(np.float64) - y.astype(np.float64))) for x, y in zip(a, b, strict=True)]
     return math.sqrt(sum(squares))
 
 
 def loss_of(model):
-    """The loss as a user of zerojax writes it: a pair of sums becomes a Weighted."""
+    """The loss of a zoo model as a user of zerojax writes it: a pair of sums becomes a `Weighted`."""
     return (lambda tree, batch: Weighted(*model.loss(tree, batch))) if model.weighted else model.loss
 
 
@@ -72,40 +76,41 @@ def reference(name, precision="fp32", num_microbatches=1):
 
 
 def train(zero, model, data, tx=None, num_microbatches=1, **options):
-    """Trains a zoo model and returns (trajectory, last state)."""
+    """Trains a zoo model with zerojax. Returns (trajectory, last state)."""
     tx = optimizer() if tx is None else tx
     state = zero.init(model.create, tx)
-    trained = lambda state: numbers(state.params if state.master is None else state.master)
-    start, metrics = trained(state), []
+    weights = lambda state: numbers(state.params if state.master is None else state.master)
+    start, metrics = weights(state), []
     step = zero.train_step(loss_of(model), num_microbatches=num_microbatches, **options)
     for batch in data:
-        state, seen = step(state, batch)
-        metrics.append({name: float(value) for name, value in seen.items()})
-    losses = np.array([seen["loss"] for seen in metrics])
-    return Trajectory(losses, metrics, start, trained(state), numbers(state.model_state)), state
+        state, row = step(state, batch)
+        metrics.append({name: float(value) for name, value in row.items()})
+    losses = np.array([row["loss"] for row in metrics])
+    return Trajectory(losses, metrics, start, weights(state), numbers(state.model_state)), state
 
 
 @functools.cache
 def zero_run(name, stage, precision="fp32", num_microbatches=1):
-    """The trajectory of a zoo model on eight devices. In fp32 without microbatches these make its initial values."""
+    """The trajectory of a zoo model on eight devices. Only in fp32 without microbatches, its own init is used too."""
     policy = Precision.of(precision)
     if policy.initial_scale:
         policy = dataclasses.replace(policy, initial_scale=plain.FP16_SCALE)
-    model, zero = distributed(name), Zero(zerojax.make_mesh(), stage, policy)
+    model, zero = with_global_batch_norm(name), Zero(zerojax.make_mesh(), stage, policy)
     if (precision, num_microbatches) != ("fp32", 1):
-        model = ready_made(model)
+        model = with_constant_init(model)
     return train(zero, model, batches(model), num_microbatches=num_microbatches)[0]
 
 
 def assert_close(got, want, *, losses=1e-5, update=1e-4, norms=1e-4):
-    """Losses and gradient norms within relative tolerances, parameters within a part of the norm of the whole update.
+    """Compares two trajectories.
 
-    The gradient norm is compared because Adam's update hardly shows a gradient of the wrong scale.
+    Losses and gradient norms have to agree within relative tolerances, and parameters within a fraction of the norm of
+    the total update. Gradient norms are compared because Adam's update hardly depends on the scale of the gradient.
     """
     np.testing.assert_allclose(got.losses, want.losses, rtol=losses)
-    norm = lambda run: [seen["grad_norm"] for seen in run.metrics]
+    norm = lambda run: [row["grad_norm"] for row in run.metrics]
     np.testing.assert_allclose(norm(got), norm(want), rtol=norms)
-    moved = distance(want.end, want.start)
-    assert moved > 0
-    off = distance(got.end, want.end)
-    assert off <= update * moved, f"parameters are off by {off / moved:.2e} of the update"
+    total_update = distance(want.end, want.start)
+    assert total_update > 0
+    error = distance(got.end, want.end)
+    assert error <= update * total_update, f"parameters are off by {error / total_update:.2e} of the update"

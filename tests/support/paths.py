@@ -1,4 +1,4 @@
-"""Folders of the repository, and the environment of processes that import from them."""
+"""The folders of the repository, and the environment of subprocesses that import from them."""
 
 import os
 from pathlib import Path
@@ -10,6 +10,6 @@ DATA = SUPPORT / "data"
 
 
 def importing(*folders, environ=os.environ):
-    """The variables of a process that imports from these folders first. Nothing else puts them on its path."""
+    """The environment variables of a subprocess that imports from these folders first."""
     path = os.pathsep.join([*map(str, folders), *filter(None, [environ.get("PYTHONPATH")])])
     return {**environ, "PYTHONPATH": path}

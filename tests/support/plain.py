@@ -1,7 +1,7 @@
-"""The reference: an ordinary training step on one device, written with JAX, Flax and Optax alone.
+"""The reference for parity tests: an ordinary training step on one device, with JAX, Flax and Optax alone.
 
-What it shares with `zerojax` is only what both promise: the data that a microbatch consists of, the key that the
-parameters are created from, and where each dtype is used.
+It shares no code with `zerojax`, only the conventions: the rows of each microbatch, the key from which the parameters
+are created, and the dtype of each computation.
 """
 
 import dataclasses
@@ -16,12 +16,12 @@ import optax
 from flax import nnx
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16, "bf16_reduce_fp32": jnp.bfloat16, "fp16": jnp.float16}
-FP16_SCALE = 2.0**13  # times a gradient of 2, which the zoo has, the preset's 2^15 is infinite
+FP16_SCALE = 2.0**13  # the preset's 2^15 overflows with a gradient of 2, which occurs in the zoo
 
 
 @dataclasses.dataclass
 class Trajectory:
-    """What a run leaves behind: lists over steps, and lists of numpy leaves in flattening order."""
+    """The results of a training run: lists over steps, and lists of numpy leaves in flattening order."""
 
     losses: np.ndarray
     metrics: list[dict[str, float]]
@@ -42,9 +42,10 @@ def cast(tree: Any, dtype: Any) -> Any:
 
 @functools.cache
 def created(create: Callable[..., Any], seed: int, abstract: bool = False) -> tuple[list[Any], Any]:
-    """([graph of the nnx module] or [], what a zoo model's function makes; of a module (parameters, other state)).
+    """Creates a zoo model, once per process, because compiling the creation takes as long as compiling a step.
 
-    Once a process: compiling it takes as long as compiling a step.
+    Returns:
+        ([graph definition], (parameters, other state)) of an nnx module; ([], tree) of any other model.
     """
     graph: list[Any] = []
 
@@ -62,9 +63,10 @@ def created(create: Callable[..., Any], seed: int, abstract: bool = False) -> tu
 
 
 def functional(model: Any, seed: int = 0, abstract: bool = False) -> tuple[Any, Any, Callable[..., Any]]:
-    """(parameters, other state, loss) of a zoo model; `loss(params, other, batch) -> (sum, weight), (metrics, other)`.
+    """(parameters, other state, loss) of a zoo model.
 
-    With `abstract`, parameters and other state are avals.
+    The loss is `loss(params, other, batch) -> (sum, weight), (metrics, other)`. With `abstract`, the parameters and the
+    other state are avals.
     """
     graph, made = created(model.create, seed, abstract)
     if graph:
@@ -95,7 +97,7 @@ def functional(model: Any, seed: int = 0, abstract: bool = False) -> tuple[Any, 
 
 
 def microbatches(batch: Any, num_microbatches: int, num_devices: int) -> list[Any]:
-    """Microbatch j: the j-th part of each device's contiguous rows, over all devices."""
+    """The microbatches of a batch. Microbatch j is the j-th part of each device's contiguous rows, over all devices."""
 
     def part(a, j):
         rows = np.asarray(a).reshape(num_devices, num_microbatches, -1, *a.shape[1:])
@@ -105,11 +107,11 @@ def microbatches(batch: Any, num_microbatches: int, num_devices: int) -> list[An
 
 
 def step_of(loss: Callable[..., Any], tx: Any, dtype: Any, scale: float) -> Callable[..., Any]:
-    """A step over a list of microbatches: a jitted gradient of each, and one jitted update."""
+    """A step over a list of microbatches: a jitted gradient for each, and one jitted update."""
 
     @jax.jit
     def gradient(params, other, part):
-        """(loss, weight, gradient in fp32, each metric), all but the metrics times the weight; other state."""
+        """((loss, weight, gradient in fp32, metrics), other state). Loss and gradient are multiplied by the weight."""
 
         def scaled(low):
             (value, n), (aux, after) = loss(low, other, cast(part, dtype))

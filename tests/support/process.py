@@ -1,4 +1,4 @@
-"""One of several processes that run examples/train.py together, at each stage in turn: DIRECTORY STAGES OPTIONS."""
+"""One process of several that run examples/train.py at one stage after another: process.py DIRECTORY STAGES ..."""
 
 import sys
 

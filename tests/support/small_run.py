@@ -1,4 +1,4 @@
-"""A small model, its data, and short runs of it with checkpoints; damage to what they save."""
+"""A small model with its data, short runs with checkpoints, and functions that damage their files."""
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ def setting(stage=3, precision="bf16", num_devices=8, **mesh):
 
 
 def train(zero, directory, until, tx=None, begin=None, **options):
-    """(losses from where it resumed, the last state)."""
+    """Trains with checkpoints, from the newest one. Returns (the losses of this run, the last state)."""
     state = zero.init(create, tx or adam()) if begin is None else begin
     step, losses = zero.train_step(loss), []
     with zero.checkpoints(directory, every=EVERY, **options) as checkpoints:
@@ -56,17 +56,19 @@ def digest_of(state):
 
 
 def renamed(key):
+    """Like `create`, with one leaf renamed."""
     params = create(key)
     params["layers"]["2"]["bias"] = params["layers"]["2"].pop("b")
     return params
 
 
 def largest_file(directory, step=4):
-    """Of those that are read: small arrays are written twice, by each process and by the last one for all."""
+    """The largest file of a step that is read. (Small arrays are also written a second time, for all processes.)"""
     return max((directory / f"step_{step}" / "arrays" / "d").iterdir(), key=lambda file: file.stat().st_size)
 
 
 def flip(file):
+    """Flips one bit."""
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 16
     file.write_bytes(bytes(content))
@@ -80,6 +82,7 @@ def zero_a_page(file):
 
 
 def cut(file):
+    """Truncates the file to half its size."""
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
@@ -89,6 +92,8 @@ def change_manifest(directory, change, step=4):
 
 
 class Iterator:
+    """A data iterator with a state."""
+
     def __init__(self, state):
         self.state = state
 

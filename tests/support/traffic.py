@@ -1,4 +1,4 @@
-"""What a traced program sends: collectives of a jaxpr, weighted by the trip counts of its loops."""
+"""Counts the collectives of a traced program, weighted by the trip counts of its loops."""
 
 import collections
 import math
@@ -24,7 +24,7 @@ COLLECTIVES = frozenset(
 
 class Collective(NamedTuple):
     kind: str
-    shape: tuple[int, ...]  # the larger of operand and result, one entry a collective operand
+    shape: tuple[int, ...]  # of the operand or the result, whichever is larger; one Collective per operand
     dtype: str
     num_devices: int
     count: int
@@ -35,13 +35,13 @@ class Collective(NamedTuple):
 
     @property
     def sent_elements(self):
-        """Per device, in a ring: an all-reduce is a reduce-scatter and an all-gather."""
+        """Elements that a device sends in a ring, in which an all_reduce is a reduce_scatter and an all_gather."""
         factor = 2 if self.kind.startswith("psum") else 1
         return factor * self.size * (self.num_devices - 1) / self.num_devices * self.count
 
 
 def collectives_of(jaxpr, axis_sizes, times=1):
-    """Every collective of a jaxpr. Raises on a loop whose trip count is unknown and that communicates."""
+    """Every collective of a jaxpr. Fails if a loop with an unknown trip count communicates."""
     found = []
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -61,24 +61,24 @@ def collectives_of(jaxpr, axis_sizes, times=1):
 
 
 def buffer_bytes(equation):
-    """Of a collective, in full form: all its operands together."""
+    """The bytes of a collective in full form, over all of its operands."""
     size = lambda values: sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in values)
     return max(size(equation.invars), size(equation.outvars))
 
 
 def buffers(jaxpr):
-    """Bytes of every collective."""
+    """The bytes of every collective of a jaxpr."""
     return [buffer_bytes(equation) for equation in walk.equations(jaxpr) if equation.primitive.name in COLLECTIVES]
 
 
-def of_step(step, state, batch):
-    """The collectives of a zerojax step."""
+def collectives_of_step(step, state, batch):
+    """Every collective of a zerojax step."""
     mesh = state.step.sharding.mesh
     return collectives_of(step.trace(state, batch).jaxpr.jaxpr, dict(mesh.shape))
 
 
 def sent(found, kinds=None):
-    """Elements sent per device, by dtype."""
+    """The elements that a device sends, by dtype."""
     total = collections.Counter()
     for c in found:
         if kinds is None or c.kind in kinds:
@@ -87,5 +87,9 @@ def sent(found, kinds=None):
 
 
 def is_gathered_once(leaf):
-    """Of a GPT: the backward pass does not read the leaf's value, or follows at once, when the head is still there."""
+    """Whether stage 3 gathers this leaf of a GPT only once.
+
+    The backward pass does not read the values of biases and embedding tables, and that of the head follows while the
+    head is still gathered.
+    """
     return leaf.path.endswith(("bias", "embedding")) or leaf.unit == "head"

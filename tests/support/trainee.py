@@ -1,8 +1,8 @@
-"""A training run to be disturbed: python trainee.py DIRECTORY NUM_STEPS [options]. Prints a line for each step.
+"""A training run for tests of faults, such as kills: python trainee.py DIRECTORY NUM_STEPS [options].
 
-It is one process, or one of those that the ZEROJAX variables tell of; each passes its own rows of the same batches.
-
-`loss STEP VALUE` is printed when the step is done and its save has begun, with all digits of the value.
+Runs as a single process, or as one of the processes that the ZEROJAX variables describe. Each process passes its own
+rows of the same batches. When a step is done and its save has begun, it prints `loss STEP VALUE`, with all digits of
+the value.
 """
 
 import argparse
@@ -25,23 +25,23 @@ parser.add_argument("num_steps", type=int)
 parser.add_argument("--every", type=int, default=1)
 parser.add_argument("--keep", type=int, default=3)
 parser.add_argument("--stage", type=int, default=3)
-parser.add_argument("--devices", type=int, default=4, help="of this process")
-parser.add_argument("--slow", type=float, default=0, help="seconds that a step takes at least")
+parser.add_argument("--devices", type=int, default=4, help="number of devices of this process")
+parser.add_argument("--slow", type=float, default=0, help="least seconds per step")
 parser.add_argument("--no-close", action="store_true", help="end without closing the checkpoints")
-parser.add_argument("--full-at", type=int, help="at this step nothing can be written")
-parser.add_argument("--die-deleting", action="store_true", help="when a file of a step has been deleted")
-parser.add_argument("--hang-at", type=int, help="wait for ever after this step")
-parser.add_argument("--hang-in", type=int, default=0, help="in this process")
-parser.add_argument("--data", action="store_true", help="with an iterator, which differs between processes")
-parser.add_argument("--fallback", action="store_true", help="go back behind a step that is damaged")
-parser.add_argument("--unreadable", choices=["arrays", "manifest", "mark"], help="of step 4, by process 1")
+parser.add_argument("--full-at", type=int, help="the step at which writing fails, as on a full disk")
+parser.add_argument("--die-deleting", action="store_true", help="die when a file of an old step has been deleted")
+parser.add_argument("--hang-at", type=int, help="the step after which to hang")
+parser.add_argument("--hang-in", type=int, default=0, help="the process that hangs")
+parser.add_argument("--data", action="store_true", help="use a data iterator, which differs between processes")
+parser.add_argument("--fallback", action="store_true", help="fall back to an earlier step if one is damaged")
+parser.add_argument("--unreadable", choices=["arrays", "manifest", "mark"], help="what process 1 cannot read of step 4")
 parser.add_argument("--watchdog", type=float)
 parser.add_argument("--heartbeat", type=int, default=10)
 args = parser.parse_args()
 
 
 class Data:
-    """Where this process is in its part of the data."""
+    """The position of this process in its part of the data."""
 
     def __init__(self, index):
         self.index, self.at = index, 0
@@ -55,7 +55,7 @@ class Data:
 
 
 def make_unreadable(what):
-    """As a file system would of which one machine has lost its connection, or sees what was there before."""
+    """Simulates a file system to which one machine has lost the connection, or of which it sees an old version."""
     read, read_manifest, is_complete = (
         orbax.checkpoint.PyTreeCheckpointHandler.restore,
         store.read_manifest,
@@ -81,7 +81,7 @@ def make_unreadable(what):
 
 
 def die_deleting():
-    """SIGKILL when the manifest of a step is deleted, whoever deletes it."""
+    """Sends SIGKILL to this process when the manifest of a step has been deleted."""
     unlink = os.unlink
 
     def deleted(path, **kwargs):
@@ -112,18 +112,18 @@ def main():
     state, start = checkpoints.resume(state, data, fallback=args.fallback)
     assert data is None or data.at == start
     print("start", start, flush=True)
-    whole = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for i in range(start, args.num_steps):
         state, metrics = step(state, {name: a[rows] for name, a in batch(i).items()})
         if i + 1 == args.full_at:
-            time.sleep(1)  # the last save ends
-            resource.setrlimit(resource.RLIMIT_FSIZE, (64, whole[1]))
+            time.sleep(1)  # so that the previous save ends
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
         if data:
             data.at += 1
         checkpoints.update(state, metrics, data)
         if i + 1 == args.full_at:
-            time.sleep(1)  # it is written in the background
-            resource.setrlimit(resource.RLIMIT_FSIZE, whole)
+            time.sleep(1)  # the save runs in the background
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         print("loss", i + 1, float(metrics["loss"]).hex(), flush=True)
         time.sleep(args.slow)
         if i + 1 == args.hang_at and own.index == args.hang_in:

@@ -1,10 +1,10 @@
-"""Reading traced programs."""
+"""Walks over the equations of traced programs."""
 
 from zerojax.transform.jaxprs import is_call, is_var, sub_jaxprs
 
 
 def equations(jaxpr):
-    """Every equation of a jaxpr, those of nested jaxprs included."""
+    """Yields every equation of a jaxpr and of its nested jaxprs."""
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield equation
         for inner in sub_jaxprs(equation):
@@ -12,7 +12,7 @@ def equations(jaxpr):
 
 
 def count(jaxpr, primitive):
-    """How often a primitive runs; what a scan holds, as often as it has iterations."""
+    """How often a primitive runs, with the trip counts of scans."""
     total = 0
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         trips = equation.params["length"] if equation.primitive.name == "scan" else 1
@@ -21,7 +21,7 @@ def count(jaxpr, primitive):
 
 
 def flat(jaxpr):
-    """(equation, the values it reads) of a jaxpr, with nested jits and the shard_map in place; loops stay whole."""
+    """(equation, the variables that it reads) of a jaxpr. Nested jits and `shard_map` are inlined, loops are not."""
     found, names = [], {}
     resolve = lambda atoms: [names.get(atom, atom) if is_var(atom) else atom for atom in atoms]
 

@@ -7,9 +7,9 @@ global batch of ``ROWS`` rows. There are two kinds:
 - Linen and plain JAX: ``create(key)`` returns a tree, either bare parameters or a dict of Linen variables, and
   ``loss(tree, batch)``, or ``loss(tree, batch, key)`` with dropout, returns new collections by name in its dict.
 
-A loss is a scalar or a pair of a scalar and a dict, and it is the mean over rows that each stand for one independent
-sample. The two exceptions are batch normalisation, which mixes rows, and a ``weighted`` model, whose loss returns the
-pair ``(loss_sum, weight_sum)``.
+A loss is a scalar, or a pair of a scalar and a dict. It is the mean over rows, each of which is an independent sample.
+There are two exceptions: batch normalization mixes rows, and the loss of a ``weighted`` model returns the pair
+``(loss_sum, weight_sum)``.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ class Model:
 
 
 def cross_entropy(logits, labels):
-    """Cross entropy of each prediction, with the shape of labels."""
+    """The cross entropy of each prediction, in the shape of the labels."""
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)[..., 0]
 
 
@@ -62,7 +62,7 @@ def token_batch(seed):
 
 
 def masked_batch(seed):
-    """Tokens of which each row counts between 1 and SEQ, most rows few."""
+    """Tokens with a mask: between 1 and SEQ tokens of each row count, in most rows few."""
     rng = np.random.default_rng(seed)
     lengths = 1 + np.floor(SEQ * rng.random(ROWS) ** 3)
     return token_batch(seed) | {"mask": (np.arange(SEQ) < lengths[:, None]).astype(np.float32)}
@@ -230,7 +230,7 @@ class Residual(nnx.Module):
 
 
 class SharedMLP(nnx.Module):
-    """The same layer at three places."""
+    """The same layer in three places."""
 
     def __init__(self, rngs):
         self.layers = nnx.List([Residual(rngs)] * 3)
@@ -243,7 +243,7 @@ class SharedMLP(nnx.Module):
 
 
 class UnusedMLP(nnx.Module):
-    """A second head that nothing calls."""
+    """Has a second head that is never called."""
 
     def __init__(self, rngs):
         self.body = Residual(rngs)
@@ -266,7 +266,7 @@ class DropoutMLP(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """The two best of eight experts for each token, computed densely."""
+    """A mixture of the two best of eight experts for each token. All experts are computed densely."""
 
     def __init__(self, rngs, experts=8, top=2):
         init = nnx.initializers.lecun_normal(batch_axis=0)
@@ -437,7 +437,7 @@ def lstm():
 
 
 class GraphNet(nn.Module):
-    """Message passing on one graph, then a mean over its nodes."""
+    """Message passing on one graph, followed by a mean over its nodes."""
 
     steps: int = 2
 
@@ -504,7 +504,7 @@ def unet():
     return Model("unet", lambda rngs: UNet(rngs), loss, denoise_batch)
 
 
-# A pure function, with leaves that no mesh divides
+# A pure function, with leaves that no mesh size divides
 
 
 def function():
