@@ -1,4 +1,4 @@
-"""Errors: each names what was given, where, and what to do."""
+"""Errors of the configuration, the batch, the model and the loss: each says what failed, where, and how to fix it."""
 
 import dataclasses
 
@@ -29,43 +29,43 @@ def mesh():
 
 
 def step(loss_fn=loss, batch=None, stage=3, create_model=create, **options):
-    """Traces a step: every error comes before anything is compiled."""
+    """Traces a step. Every error here is raised before anything is compiled."""
     zero = Zero(mesh(), stage)
     state = zero.eval_init(create_model, optax.sgd(0.1))
     return zero.train_step(loss_fn, **options).trace(state, {"x": X} if batch is None else batch)
 
 
 def message(kind, call, *args, **kwargs):
-    """The text of the error that a call raises; all of them say how to go on."""
+    """The text of the error that a call raises."""
     with pytest.raises(kind) as error:
         call(*args, **kwargs)
     return str(error.value)
 
 
-def test_the_step_that_the_others_break_is_fine():
+def test_the_unmodified_step_raises_no_error():
     step()
 
 
-def test_what_else_a_batch_may_hold():
-    """A number, 64 bits of numpy, a key: as JAX takes them."""
+def test_a_batch_may_hold_numbers_64_bit_arrays_and_keys():
+    """JAX accepts all of them."""
     step(batch={"x": X, "scale": 0.5, "rows": np.arange(8), "key": jax.random.key(0)})
 
 
 # The batch
 
 
-def test_rows_do_not_divide_into_devices():
+def test_rows_that_the_devices_do_not_divide():
     text = message(ValueError, step, batch={"x": X[:12]})
     assert "batch: 'x'" in text and "(12, 16)" in text and "12 % (8 x 1) = 4" in text and "multiple of 8" in text
 
 
-def test_rows_do_not_divide_into_microbatches():
+def test_rows_that_the_microbatches_do_not_divide():
     text = message(ValueError, step, batch={"x": X[:8], "y": X}, num_microbatches=4)
     assert "batch: 'x'" in text and "8 % (8 x 4) = 8" in text
     assert "multiple of 32 rows" in text and "num_microbatches" in text
 
 
-def test_rows_divide_into_replicas_too():
+def test_rows_that_the_replicas_do_not_divide():
     zero = Zero(zerojax.make_mesh(replica=2))
     state = zero.eval_init(create, optax.sgd(0.1))
     text = message(ValueError, zero.train_step(loss).trace, state, {"x": X[:12]})
@@ -85,13 +85,13 @@ def test_a_running_step_checks_its_batch_too():
 
 
 @pytest.mark.parametrize("count", [0, -1])
-def test_num_microbatches(count):
+def test_an_invalid_number_of_microbatches(count):
     text = message(ValueError, Zero(mesh()).train_step, loss, num_microbatches=count)
     assert f"num_microbatches is {count}" in text and "at least 1" in text
 
 
 @pytest.mark.parametrize("size", [0, -1, 63, 1e6, True, "32M"])
-def test_a_bucket_holds_an_element_of_every_shard(size):
+def test_a_bucket_that_does_not_hold_an_element_of_every_shard(size):
     zero = Zero(mesh())
     for make in zero.train_step, zero.eval_step, zero.value_and_grad:
         text = message(ValueError, make, loss, bucket_bytes=size)
@@ -121,7 +121,7 @@ def test_explicit_axis():
 
 
 @pytest.mark.parametrize("options", [{"shard_axes": ()}, {"shard_axes": ("data", "data")}, {"replica_axes": ("data",)}])
-def test_axes_are_distinct(options):
+def test_axes_that_are_not_distinct(options):
     assert "name an axis twice" in message(ValueError, Zero, mesh(), **options)
 
 
@@ -178,8 +178,8 @@ def test_a_module_without_parameters():
 
 
 @pytest.mark.parametrize("leaf", ["relu", object()])
-def test_a_leaf_that_is_no_array(leaf):
-    """Given to `shard`, and returned by `create_model`."""
+def test_a_leaf_that_is_not_an_array(leaf):
+    """Passed to `shard`, or returned by `create_model`."""
     tree = {"layer": {"w": jnp.ones((16, 8)), "activation": leaf}}
     for call in lambda: Zero(mesh()).shard(tree), lambda: Zero(mesh()).eval_init(lambda: tree, optax.sgd(0.1)):
         text = message(ValueError, call)
@@ -224,7 +224,7 @@ def test_an_optimizer_state_of_another_optimizer():
     ],
     ids=["vector", "integer", "triple", "no_dict", "metric", "weighted_sum", "weight"],
 )
-def test_what_a_loss_may_not_return(change, parts, stage):
+def test_a_loss_that_returns_something_invalid(change, parts, stage):
     text = message(ValueError, step, lambda params, batch: change(loss(params, batch), params), stage=stage)
     assert text.startswith("loss: ") and "fix:" in text
     assert all(part in text for part in parts), text
@@ -266,31 +266,31 @@ def test_supported_versions():
     versions.check({"jax": "0.12.0", "flax": "0.12.8"})
 
 
-def test_memory_that_is_exhausted_is_told_term_by_term():
-    """What JAX raises is planted: simulated devices share the memory of the host."""
+def test_running_out_of_memory_raises_a_table_of_terms():
+    """JAX's error is planted, because simulated devices share the memory of the host."""
     zero = zerojax.Zero(zerojax.make_mesh(), 2, "bf16")
     state = zero.init(lambda key: {"w": jax.random.normal(key, (64, 64))}, optax.adam(1e-3))
     step = zero.train_step(lambda params, batch: jnp.mean((batch["x"] @ params["w"]) ** 2), num_microbatches=2)
     batch = {"x": np.ones((32, 64), np.float32)}
     state, _ = step(state, batch)
     (jitted,) = step._jitted.values()
-    said = ["RESOURCE_EXHAUSTED: Out of memory while trying to allocate 6442450944 bytes.", "INTERNAL: something else"]
+    planted = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 6442450944 bytes."
 
-    class Full:
+    class Failing:
         trace = jitted.trace
 
         def __call__(self, *args):
-            raise jax.errors.JaxRuntimeError(said[0])
+            raise jax.errors.JaxRuntimeError(planted)
 
-    step._jitted = dict.fromkeys(step._jitted, Full())
-    with pytest.raises(MemoryError) as told:
+    step._jitted = dict.fromkeys(step._jitted, Failing())
+    with pytest.raises(MemoryError) as error:
         step(state, batch)
-    text = str(told.value)
+    text = str(error.value)
     assert text.startswith("step: out of device memory\n  got:      RESOURCE_EXHAUSTED: Out of memory while")
     assert "estimate: at stage 2 on 8 shards" in text
     for name in ("parameters", "optimizer state", "gradients", "sum"):
         assert f"    {name} " in text
     assert "2 x 4.096k" in text and "fix:      try stage=3; remat='full'" in text and "num_microbatches=4" in text
-    said[0] = said[1]
+    planted = "INTERNAL: something else"
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
         step(state, batch)

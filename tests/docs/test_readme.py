@@ -1,5 +1,7 @@
-"""The documents: their code runs, their links lead somewhere, and their table of modules is that of the source, whose
-imports point downwards. Every public name has a docstring."""
+"""The documentation: its code runs, its links work, and its table of modules is that of the source.
+
+Also checks that imports follow the order of the architecture, and that every public name has a docstring.
+"""
 
 import inspect
 import re
@@ -16,7 +18,7 @@ MODULES = runpy.run_path(str(REPO / "scripts" / "modules.py"))
 
 
 def blocks():
-    """Each block of Python code, with its page and first line; those for described devices need a compiler."""
+    """Yields (page, first line, code) for each block of Python code. Blocks for described devices need a compiler."""
     for page in PAGES:
         text = page.read_text()
         for match in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
@@ -27,19 +29,20 @@ def blocks():
 
 
 @pytest.mark.parametrize(("page", "line", "code"), list(blocks()))
-def test_code_runs_on_its_own(page, line, code, tmp_path, monkeypatch, capsys):
+def test_code_runs_by_itself(page, line, code, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     exec(compile("\n" * line + code, page, "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out
 
 
 def anchors(page):
+    """The anchors that GitHub makes of the headings of a page."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(REPO)))
-def test_links_lead_somewhere(page):
+def test_links_have_a_target(page):
     for link in re.findall(r"\]\((?!https?:)([^)]*)\)", page.read_text()):
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
@@ -52,7 +55,7 @@ def test_the_readme_is_short_and_links_to_every_page():
     assert {page.name for page in PAGES[1:]} <= set(re.findall(r"\(docs/(\w+\.md)\)", text))
 
 
-def test_tests_that_are_named_exist():
+def test_the_tests_that_the_documentation_names_exist():
     named = set(re.findall(r"test_\w+\.py", (REPO / "docs" / "what_is_checked.md").read_text()))
     assert named <= {path.name for path in (REPO / "tests").rglob("test_*.py")}
 
@@ -66,7 +69,7 @@ def test_every_module_has_a_place_in_the_architecture():
 
 
 @pytest.mark.parametrize("module", MODULES["modules"]())
-def test_imports_point_downwards(module):
+def test_imports_follow_the_order_of_the_architecture(module):
     rank, known = MODULES["rank"], MODULES["modules"]()
     assert [name for name, _ in MODULES["imports"](module, known) if rank(name) > rank(module)] == []
 

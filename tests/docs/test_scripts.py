@@ -1,4 +1,4 @@
-"""Scripts that need an accelerator run to their end on simulated devices, and report what they promise; searches."""
+"""The benchmarks: the search of the ablation, and a run of the GPU benchmark on simulated devices."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from support.paths import BENCHMARKS, importing
 
 @pytest.mark.parametrize(("budget", "want"), [(9, 0), (30, 10), (100, 36), (2000, 290)])
 def test_the_ablation_finds_the_largest_model_that_fits(budget, want):
-    """Where a layer takes more the more there are, from few models."""
+    """With a peak that grows faster than linearly, and after measuring only a few models."""
     measured = {}
     peak = lambda layers: measured.setdefault(layers, 5 + 2 * layers + layers**2 / 60)
     assert ablation.largest(peak, budget) == want
