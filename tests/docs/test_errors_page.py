@@ -1,4 +1,4 @@
-"""Checks that docs/errors.md shows each error as it is raised, except for paths and for numbers that vary by version."""
+"""Checks that docs/errors.md shows each error as it is raised, except for paths and numbers that vary by version."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Buckets: no collective moves more than `bucket_bytes`, one goes after the other, and the result is the same."""
+"""Buckets: no collective moves more than `bucket_bytes`, one runs after another, and the results are the same."""
 
 import functools
 import math
@@ -21,7 +21,7 @@ from zerojax.transform import buckets, collectives
 BUCKET = 1000  # bytes; the matrices of a layer have 2048
 MESHES = {"": {}, "replica": {"replica": 2}, "model": {"model": 2}}
 WIDTH, ROWS = 16, 16
-ANNOTATIONS = {"layers/up": P(None, None, "model"), "layers/down": P(None, "model", None)}
+PARTITION_SPECS = {"layers/up": P(None, None, "model"), "layers/down": P(None, "model", None)}
 
 
 def create(key, layers):
@@ -37,7 +37,7 @@ def unstack(params):
 
 
 def loss(params, batch):
-    """Over layers that are stacked, or not."""
+    """The loss of a model whose layers may be stacked or not."""
     block = lambda x, w: x + w["scale"] * jnp.tanh(jnp.tanh(x @ w["up"] + w["bias"]) @ w["down"])
     x = batch["x"] @ params["embed"]
     if "up" in params["layers"]:
@@ -47,18 +47,18 @@ def loss(params, batch):
     return jnp.mean((x @ params["head"]) ** 2) * params["gain"].sum()
 
 
-def setting(stage, scan, beside="", layers=None):
+def setting(stage, scan, extra_axis="", layers=None):
     """(Zero, create_model, optimizer). A scan of six layers has a loop at every stage."""
     stack = lambda key: create(key, layers or (6 if scan else 2))
     options = {"stacked": ("layers/*",)} if scan else {}
-    if beside == "model":
-        options["annotations"] = ANNOTATIONS
-    zero = Zero(zerojax.make_mesh(**MESHES[beside]), stage, **options)
+    if extra_axis == "model":
+        options["partition_specs"] = PARTITION_SPECS
+    zero = Zero(zerojax.make_mesh(**MESHES[extra_axis]), stage, **options)
     return zero, stack if scan else lambda key: unstack(stack(key)), optax.sgd(0.1, momentum=0.9)
 
 
-def traced(stage, scan, bucket_bytes, *, k=1, beside="", layers=None):
-    zero, create_model, tx = setting(stage, scan, beside, layers)
+def traced(stage, scan, bucket_bytes, *, k=1, extra_axis="", layers=None):
+    zero, create_model, tx = setting(stage, scan, extra_axis, layers)
     step = zero.train_step(loss, num_microbatches=k, bucket_bytes=bucket_bytes)
     return step.trace(zero.eval_init(create_model, tx), {"x": jnp.ones((ROWS, WIDTH))}).jaxpr
 
@@ -67,7 +67,7 @@ def traced(stage, scan, bucket_bytes, *, k=1, beside="", layers=None):
 
 
 def levels(jaxpr):
-    """The equations of a jaxpr and of the body of every loop in it, each with nested calls in place."""
+    """Yields the equations of a jaxpr, and of the body of each of its loops, with nested calls inlined."""
     found = flat(getattr(jaxpr, "jaxpr", jaxpr))
     yield found
     for equation, _ in found:
@@ -76,7 +76,7 @@ def levels(jaxpr):
 
 
 def largest_by_kind(equation):
-    """Bytes of the largest collective of each kind that an equation is or, as a loop, holds."""
+    """The bytes of the largest collective of each kind in an equation, which may be a loop."""
     inside = equations(equation.params["jaxpr"]) if equation.primitive.name == "scan" else [equation]
     sizes = {}
     for e in inside:
@@ -85,20 +85,22 @@ def largest_by_kind(equation):
     return sizes
 
 
-def at_once(jaxpr):
-    """For each collective: its bytes, and those of all earlier ones of its kind that it does not wait for. A compiler
-    may merge them, or run them together."""
+def concurrent_bytes(jaxpr):
+    """For each collective, its bytes and those of all earlier ones of its kind that it does not wait for.
+
+    A compiler may merge these collectives, or run them at the same time.
+    """
     found = []
     for level in levels(jaxpr):
         before, earlier = {}, {}
         for equation, reads in level:
-            above = frozenset().union(*(before.get(v, frozenset()) for v in reads))
+            ancestors = frozenset().union(*(before.get(v, frozenset()) for v in reads))
             for kind, size in largest_by_kind(equation).items():
                 sizes = earlier.setdefault(kind, {})
-                found.append(size + sum(other for e, other in sizes.items() if e not in above))
+                found.append(size + sum(other for e, other in sizes.items() if e not in ancestors))
                 sizes[id(equation)] = size
-                above |= {id(equation)}
-            before.update(dict.fromkeys(equation.outvars, above))
+                ancestors |= {id(equation)}
+            before.update(dict.fromkeys(equation.outvars, ancestors))
     return found
 
 
@@ -107,19 +109,19 @@ def at_once(jaxpr):
     [
         *((stage, scan, {}) for stage in range(4) for scan in (False, True)),
         (2, True, {"k": 2}),
-        (0, True, {"beside": "replica"}),
-        (3, False, {"beside": "replica"}),
-        (1, True, {"beside": "model"}),
-        (3, True, {"beside": "model"}),
+        (0, True, {"extra_axis": "replica"}),
+        (3, False, {"extra_axis": "replica"}),
+        (1, True, {"extra_axis": "model"}),
+        (3, True, {"extra_axis": "model"}),
     ],
 )
-def test_no_more_than_a_bucket_is_moved_at_a_time(stage, scan, options):
-    """At stage 2 the loop over layers does not wait for the reduction before it: two at a time."""
+def test_at_most_one_bucket_is_moved_at_a_time(stage, scan, options):
+    """At stage 2 the loop over layers does not wait for the reduction before it, so two may be moved there."""
     whole, bucketed = (traced(stage, scan, bucket, **options) for bucket in (None, BUCKET))
-    assert max(at_once(whole)) > 2 * BUCKET
+    assert max(concurrent_bytes(whole)) > 2 * BUCKET
     assert BUCKET / 2 < max(traffic.buffers(bucketed)) <= BUCKET
-    assert max(at_once(bucketed)) <= (2 * BUCKET if stage == 2 and scan else BUCKET)
-    sizes = dict(setting(stage, scan, options.get("beside", ""))[0].config.mesh.shape)
+    assert max(concurrent_bytes(bucketed)) <= (2 * BUCKET if stage == 2 and scan else BUCKET)
+    sizes = dict(setting(stage, scan, options.get("extra_axis", ""))[0].config.mesh.shape)
     sent = lambda jaxpr: traffic.sent(traffic.collectives_of(jaxpr.jaxpr, sizes))
     assert sent(bucketed) == pytest.approx(sent(whole))
 
@@ -128,17 +130,17 @@ def test_no_more_than_a_bucket_is_moved_at_a_time(stage, scan, options):
 def test_the_largest_buffer_does_not_grow_with_the_model(stage):
     largest = lambda bucket, layers: max(traffic.buffers(traced(stage, True, bucket, layers=layers)))
     assert largest(BUCKET, 12) == largest(BUCKET, 6)
-    assert (largest(None, 12) > largest(None, 6)) == (stage < 3)  # there a scan moves layer by layer
+    assert (largest(None, 12) > largest(None, 6)) == (stage < 3)  # at stage 3 a scan moves layer by layer
 
 
 def test_small_leaves_share_a_bucket():
-    """Biases and scales of a layer, 192 bytes: one pack with all else that is small, or alone."""
+    """The bias and the scale of a layer have 192 bytes. They share a bucket with other small leaves, or are alone."""
     gathers = lambda bucket: sum(e.primitive.name == "all_gather" for e in equations(traced(3, False, bucket)))
     assert gathers(2**30) == gathers(None) < gathers(BUCKET) < gathers(150)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_evaluation_has_buckets_too(stage):
+def test_evaluation_uses_buckets_too(stage):
     zero, create_model, tx = setting(stage, True)
     step = zero.eval_step(loss, bucket_bytes=BUCKET)
     jaxpr = step.trace(zero.eval_init(create_model, tx), {"x": jnp.ones((ROWS, WIDTH))}).jaxpr
@@ -146,22 +148,22 @@ def test_evaluation_has_buckets_too(stage):
     assert largest <= BUCKET and (largest > BUCKET / 2) == (stage == 3)
 
 
-# What it returns
+# Results
 
 
 @pytest.mark.parametrize(
     ("stage", "scan", "options"),
     [
-        (0, True, {"beside": "replica"}),
+        (0, True, {"extra_axis": "replica"}),
         (1, True, {}),
         (2, True, {"k": 2}),
         (3, False, {}),
-        (3, True, {"beside": "model"}),
+        (3, True, {"extra_axis": "model"}),
     ],
 )
-def test_a_step_is_the_same(stage, scan, options):
-    """But for the order in which the compiler adds up a product. What is moved is the same to the bit, see below."""
-    zero, create_model, tx = setting(stage, scan, options.get("beside", ""))
+def test_a_step_returns_the_same(stage, scan, options):
+    """Except for the order in which the compiler sums products. The moved values are equal bit for bit, see below."""
+    zero, create_model, tx = setting(stage, scan, options.get("extra_axis", ""))
     batch = {"x": np.random.default_rng(0).standard_normal((ROWS, WIDTH), np.float32)}
 
     def run(bucket_bytes):
@@ -186,8 +188,11 @@ LEAVES = {  # shape, sharded dim
 
 
 def moved(bucket_bytes):
-    """(the traced program, its results): leaves that are gathered, and their products with a device's own numbers, of
-    which the sums are scattered, or not."""
+    """Gathers leaves, and reduces functions of them that differ between devices.
+
+    Returns:
+        (the traced program, the full leaves, (gathered, reduce_scattered, all_reduced)).
+    """
     mesh = zerojax.make_mesh()
     axes, options = Zero(mesh).config.axes, collectives.CollectiveOptions(bucket_bytes)
     rng = np.random.default_rng(0)
@@ -195,13 +200,13 @@ def moved(bucket_bytes):
     dims = [Dims(dim) for _, dim in LEAVES.values()]
     specs = [P() if d.shard is None else P(*[None] * d.shard, "data") for d in dims]
 
-    def local(shards):
+    def on_shards(shards):
         gathered = collectives.all_gather(shards, dims, axes, options).leaves
         of_device = [jnp.sin(leaf * (1 + jax.lax.axis_index("data"))) for leaf in gathered]
         reduced = collectives.reduce_scatter(of_device, dims, axes, options).leaves
         return gathered, reduced, collectives.all_reduce(of_device, ("data",), axes, options).leaves
 
-    fn = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=(P(), specs, P()), check_vma=False)
+    fn = jax.shard_map(on_shards, mesh=mesh, in_specs=(specs,), out_specs=(P(), specs, P()), check_vma=False)
     return jax.make_jaxpr(fn)(full), full, jax.jit(fn)(full)
 
 
@@ -211,7 +216,7 @@ def moved_whole():
 
 
 @pytest.mark.parametrize(("bucket_bytes", "small"), [(64, 2**18), (333, 2**18), (333, 100), (1000, 100)])
-def test_leaves_of_every_form_arrive_to_the_bit(bucket_bytes, small, monkeypatch):
+def test_leaves_of_any_shape_are_moved_bit_for_bit(bucket_bytes, small, monkeypatch):
     monkeypatch.setattr(buckets, "SMALL_BYTES", small)
     jaxpr, full, got = moved(bucket_bytes)
     assert max(traffic.buffers(jaxpr)) <= bucket_bytes < max(traffic.buffers(moved_whole()[0]))

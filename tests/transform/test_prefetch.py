@@ -1,4 +1,4 @@
-"""Prefetch: the same gradients at every depth, no gather in vain, and never more units gathered than asked for."""
+"""Prefetch: the same gradients at every depth, no unnecessary gather, and at most `prefetch + 1` units gathered."""
 
 import functools
 import itertools
@@ -41,7 +41,7 @@ def loss(params, batch):
 
 
 def scanned_loss(params, batch, reverse=False):
-    """A counter is carried, noise is sliced and norms are stacked beside what is differentiated."""
+    """In addition to the differentiated values, the scan carries a counter, slices noise and stacks norms."""
 
     def body(carry, slices):
         (count, x), (layer, noise) = carry, slices
@@ -91,7 +91,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("form", "num_layers", "stage", "depth", "remat"), CASES)
-def test_the_gradient_is_the_plain_one(form, num_layers, stage, depth, remat):
+def test_the_gradient_is_that_of_jax(form, num_layers, stage, depth, remat):
     params, batch, loss = problem(form, num_layers)
     zero = zero_for(stage, form)
     got = jax.jit(zero.value_and_grad(loss, prefetch=depth, remat=remat))(zero.shard(params), zero.shard_batch(batch))
@@ -108,9 +108,12 @@ def traced(form, num_layers, depth, stage=3, remat="none"):
 
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 4, 5, 8, 9, 12])
-def test_nothing_is_gathered_or_reduced_in_vain(num_layers, depth):
-    """Elements per step, loops weighted by their trips: the blocks twice; once the embedding, whose values the backward
-    pass does not read, and the head, whose backward pass follows at once."""
+def test_no_gather_or_reduction_is_unnecessary(num_layers, depth):
+    """Counts elements per step, weighted by the trips of loops.
+
+    The blocks are gathered twice. The embedding is gathered once, because the backward pass does not read its values,
+    and so is the head, because its backward pass follows immediately.
+    """
     found = traffic.collectives_of(traced("scanned", num_layers, depth).jaxpr, {"data": N})
     of_blocks, of_embed, of_head = num_layers * 2 * WIDTH * 32, WIDTH * WIDTH, WIDTH * 8
     count = lambda kind: sum(c.size * c.count for c in found if c.kind == kind)
@@ -118,8 +121,8 @@ def test_nothing_is_gathered_or_reduced_in_vain(num_layers, depth):
     assert count("reduce_scatter") == of_blocks + of_head + of_embed
 
 
-def test_a_unit_with_another_behind_it_is_dropped():
-    """Only the last unit is held until its backward pass. Behind this one a metric gathers another."""
+def test_only_the_last_unit_is_held_until_its_backward_pass():
+    """The second unit is not the last one here, because a metric uses the third."""
 
     def loss(params, x):
         value = jnp.mean((jnp.tanh(x @ params["first"]) @ params["second"]) ** 2)
@@ -132,25 +135,26 @@ def test_a_unit_with_another_behind_it_is_dropped():
     assert (count(24 * 40), count(8 * 3)) == (2, 1)
 
 
-def before_each(jaxpr, name, what):
-    """For each primitive `name`, in order: which of the primitives `what` (by their places) have to be done before."""
+def before_each(jaxpr, name, awaited):
+    """For each primitive `name`, in order: the indices of the primitives `awaited` that it depends on."""
     ancestors, found, places = {}, [], itertools.count()
     for equation, reads in flat(jaxpr):
         before = frozenset().union(*(ancestors.get(v, frozenset()) for v in reads))
         if equation.primitive.name == name:
             found.append(before)
-        if equation.primitive.name == what:
+        if equation.primitive.name == awaited:
             before |= {next(places)}
         ancestors.update(dict.fromkeys(equation.outvars, before))
     return found
 
 
-def numbers_before_gathers(jaxpr):
+def products_before_gathers(jaxpr):
+    """For each all_gather, the number of matrix products that it depends on."""
     return [len(products) for products in before_each(jaxpr, "all_gather", "dot_general")]
 
 
-def test_units_that_none_computes_before_are_gathered_leaf_by_leaf():
-    """In the order of use, so that the first product waits for its own weight alone. Later ones arrive whole."""
+def test_units_without_computation_before_them_are_gathered_leaf_by_leaf():
+    """In the order of use, so that the first product waits only for its own weight. Later units are gathered whole."""
     params = {str(i): {"a": jnp.ones((512, 512)), "z": jnp.ones((512, 512))} for i in range(3)}
 
     def loss(params, x):
@@ -167,31 +171,36 @@ def test_units_that_none_computes_before_are_gathered_leaf_by_leaf():
 
 @functools.cache
 def waits(form, depth, remat="none"):
-    return numbers_before_gathers(traced(form, 4, depth, remat=remat).jaxpr)
+    return products_before_gathers(traced(form, 4, depth, remat=remat).jaxpr)
 
 
-def test_without_prefetch_a_gather_waits_for_the_unit_before():
-    """Products: one of the embedding, two of a block, one of the head; twice as many backward. The embedding and the
-    head are not gathered again."""
+def test_without_prefetch_a_gather_waits_for_the_previous_unit():
+    """The forward pass has one product for the embedding, two for each block, and one for the head.
+
+    The backward pass has twice as many. The embedding and the head are not gathered again.
+    """
     forward, backward = [0, 1, 3, 5, 7, 9], [12, 16, 20, 24]
     assert waits("unrolled", 0) == forward + backward
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
 @pytest.mark.parametrize(("form", "depth"), [("unrolled", 1), ("unrolled", 2), ("scanned", 2)])
-def test_with_one_more_unit_ahead_each_gather_waits_for_one_less(form, depth, remat):
-    """Forward and backward: for the products of all units up to the one that leaves the window, and no later one.
+def test_each_unit_of_prefetch_makes_a_gather_wait_for_one_unit_less(form, depth, remat):
+    """A gather waits for the products of all units up to the one that leaves the window, and for no later ones.
 
-    Between the six gathers of the forward pass and those of the backward pass, the head computes a second time.
+    Between the six gathers of the forward pass and those of the backward pass, the backward pass of the head computes.
     """
-    less, more = waits(form, depth, remat), waits(form, depth - 1, remat)
-    assert less[:6] == [0, *more[:5]] and less[7:] == more[6:-1]
-    assert more[5] < less[6] < more[6]
+    deeper, shallower = waits(form, depth, remat), waits(form, depth - 1, remat)
+    assert deeper[:6] == [0, *shallower[:5]] and deeper[7:] == shallower[6:-1]
+    assert shallower[5] < deeper[6] < shallower[6]
 
 
 @pytest.mark.parametrize("form", ["unrolled", "scanned"])
-def test_nothing_is_computed_again_before_the_head_has_gone_backward(form):
-    """Ten products forward, of which the last is the head's, and then one of its two: of all that come after."""
+def test_nothing_is_recomputed_before_the_backward_pass_of_the_head(form):
+    """The forward pass has ten products, the last of them in the head. The backward pass of the head has two.
+
+    All products after these depend on one of them.
+    """
     before = before_each(traced(form, 4, 1, remat="full").jaxpr, "dot_general", "dot_general")
     of_head = [k for k, products in enumerate(before) if len(products) == 10]
     assert len(of_head) == 2
@@ -199,56 +208,61 @@ def test_nothing_is_computed_again_before_the_head_has_gone_backward(form):
 
 
 def test_a_stack_is_gathered_like_unrolled_layers():
-    """The scanned loss has one more product, of the norms of its layers."""
+    """The scanned loss has one more product, with the norms of its layers."""
     unrolled, scanned = waits("unrolled", 1), waits("scanned", 1)
     assert scanned[:6] == unrolled[:6]
     assert all(0 <= b - a <= 2 for a, b in zip(unrolled[6:], scanned[6:], strict=True))
 
 
-def test_the_gathers_in_a_loop_overlap_with_one_layer_each():
-    """The body has two layers: its first gather waits for no product in it, its second for those of one layer."""
+def test_each_gather_in_a_loop_overlaps_with_one_layer():
+    """A body has two layers. Its first gather waits for no product of the body, and its second for those of a layer."""
     (forward, backward) = [e for e, _ in flat(traced("scanned", 9, 1).jaxpr) if e.primitive.name == "scan"]
-    assert numbers_before_gathers(forward.params["jaxpr"].jaxpr) == [0, 2]
-    first, second = numbers_before_gathers(backward.params["jaxpr"].jaxpr)
+    assert products_before_gathers(forward.params["jaxpr"].jaxpr) == [0, 2]
+    first, second = products_before_gathers(backward.params["jaxpr"].jaxpr)
     assert first == 0 and 0 < second <= 4
 
 
-@pytest.mark.parametrize(("remat", "again"), [("full", 2), ("dots", 0)])
-def test_gradients_of_a_layer_wait_for_those_before_where_something_hides_their_reduction(remat, again):
-    """Where a layer is computed `again`, no gradient is made before those of the layer before are reduced, so that one
-    layer's are held. Elsewhere the reduction has only the gradients beside it, and two layers' are held.
+@pytest.mark.parametrize(("remat", "recomputed"), [("full", 2), ("dots", 0)])
+def test_gradients_wait_for_the_previous_reduction_only_if_recomputation_hides_it(remat, recomputed):
+    """If a layer is recomputed, none of its gradients is computed before those of the previous layer are reduced.
 
-    A body of two layers: which of its two reductions each product of the backward pass has to have behind it.
+    The recomputation overlaps with this reduction, and the gradients of only one layer are held. Otherwise, only the
+    computation of the gradients can overlap with the reduction, and the gradients of two layers are held.
+
+    A body has two layers. The test looks at which of its two reductions each product of the backward pass waits for;
+    `recomputed` is the number of products that are recomputed in each layer.
     """
     (_, backward) = [e for e, _ in flat(traced("scanned", 9, 1, remat=remat).jaxpr) if e.primitive.name == "scan"]
     reductions = before_each(backward.params["jaxpr"].jaxpr, "dot_general", "reduce_scatter")
-    first, second = ({0}, {0, 1}) if again else (set(), {0})
-    layers = [reductions[: 4 + again], reductions[4 + again :]]
-    assert [before for layer in layers for before in layer[again:]] == [first] * 4 + [second] * 4
-    assert all(
-        before < behind for layer, behind in zip(layers, (first, second), strict=True) for before in layer[:again]
-    )
+    first, second = ({0}, {0, 1}) if recomputed else (set(), {0})
+    layers = [reductions[: 4 + recomputed], reductions[4 + recomputed :]]
+    assert [before for layer in layers for before in layer[recomputed:]] == [first] * 4 + [second] * 4
+    for layer, awaited in zip(layers, (first, second), strict=True):
+        assert all(before < awaited for before in layer[:recomputed])
 
 
-def test_at_stage_2_a_layer_is_computed_again_beside_the_reduction_of_the_one_above():
-    """After its gradients, since all weights are there and a body has two layers, whose activations would both be held;
-    not after their reduction, which it hides. The seventh of its products is the first of the second layer."""
+def test_at_stage_2_a_layer_is_recomputed_while_the_gradients_of_the_previous_one_are_reduced():
+    """At stage 2 all weights are in full form, and the activations of both layers of a body could be held at once.
+
+    So the recomputation of a layer waits for the gradients of the previous one, but not for their reduction, which it
+    overlaps with. The seventh product of the body is the first one of its second layer.
+    """
     jaxpr = traced("scanned", 9, 1, stage=2, remat="full").jaxpr
     (_, backward) = [e for e, _ in flat(jaxpr) if e.primitive.name == "scan"]
-    before = lambda what: before_each(backward.params["jaxpr"].jaxpr, "dot_general", what)
+    before = lambda awaited: before_each(backward.params["jaxpr"].jaxpr, "dot_general", awaited)
     products, reductions = before("dot_general"), before("reduce_scatter")
     assert len(products) == 2 * 6 and products[6] >= {2, 3, 4}
     assert 1 not in reductions[6] and 1 in reductions[-1]
 
 
-def copies_back(jaxpr):
-    """(how many products have to be done before each copy from host memory, copies that each product waits for)."""
+def copies_to_device(jaxpr):
+    """(products that each copy from host memory waits for, copies that each product waits for), as numbers."""
     ancestors, products, copies = {}, [], []
-    back = lambda e: e.primitive.name == "device_put" and e.params["devices"] == (jax.memory.Space.Device,)
+    to_device = lambda e: e.primitive.name == "device_put" and e.params["devices"] == (jax.memory.Space.Device,)
     for equation, reads in flat(jaxpr):
         before = frozenset().union(*(ancestors.get(v, frozenset()) for v in reads))
         count = lambda name, found=before: sum(kind == name for kind, _ in found)
-        if back(equation) and equation.invars[0].aval.ndim:  # scalars come back too, to tell when a copy is there
+        if to_device(equation) and equation.invars[0].aval.ndim:  # scalars are events, which signal a finished copy
             products.append(count("dot_general"))
             before |= {("copy", id(equation))}
         if equation.primitive.name == "dot_general":
@@ -258,25 +272,28 @@ def copies_back(jaxpr):
     return products, copies
 
 
-def test_what_unrolled_units_offloaded_comes_back_one_unit_after_the_other():
-    """Each waits for more of the backward pass than the one before."""
-    products, copies = copies_back(traced("unrolled", 4, 1, remat=OFFLOAD).jaxpr)
-    assert products == sorted(products) and len(set(products)) == 1 + 4  # head and blocks; the embedding has the batch
+def test_inputs_of_unrolled_units_are_copied_back_one_unit_after_another():
+    """Each copy waits for more of the backward pass than the previous one."""
+    products, copies = copies_to_device(traced("unrolled", 4, 1, remat=OFFLOAD).jaxpr)
+    assert (
+        products == sorted(products) and len(set(products)) == 1 + 4
+    )  # head and blocks; the input of the embedding is the batch
     assert copies[:10] == [0] * 10  # the forward pass
 
 
-def test_in_a_loop_what_was_offloaded_comes_back_one_layer_ahead():
-    """Of two layers the first finds it there, from the iteration before; that of the second comes beside the first.
+def test_inputs_of_layers_in_a_loop_are_copied_back_one_layer_ahead():
+    """A body has two layers. The input of the first was copied in the previous iteration.
 
-    What comes beside the second may wait for the reduction of the first one's gradients, of all six of its products.
+    The input of the second is copied while the first computes. The copy that overlaps with the second may wait for the
+    reduction of the gradients of the first, and so for all six of its products.
     """
     (_, backward) = [e for e, _ in flat(traced("scanned", 9, 1, remat=OFFLOAD).jaxpr) if e.primitive.name == "scan"]
-    products, copies = copies_back(backward.params["jaxpr"].jaxpr)
+    products, copies = copies_to_device(backward.params["jaxpr"].jaxpr)
     assert copies == [0] * 6 + [1] * 6
     assert products[0] == 0 and 0 < products[1] <= 6
 
 
 @pytest.mark.parametrize("depth", [-1, 1.0, None, True])
-def test_a_depth_is_a_number_of_units(depth):
+def test_an_invalid_depth(depth):
     with pytest.raises(ValueError, match="prefetch"):
         Zero(zerojax.make_mesh()).train_step(loss, prefetch=depth)

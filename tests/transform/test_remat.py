@@ -1,4 +1,4 @@
-"""What the backward pass keeps: the same training whatever is kept, and only what was asked for is computed again."""
+"""Rematerialization: training is the same for every setting, and only what the setting does not save is recomputed."""
 
 import functools
 
@@ -66,12 +66,13 @@ def traced(remat, model="unrolled", stage=3, mesh=None):
     create, loss = MODELS[model]
     zero = Zero(mesh or zerojax.make_mesh(), stage, stacked=("layers/*",) if model == "scanned" else ())
     state = zero.eval_init(create, optax.sgd(0.1))
-    prefetch = 0 if model == "scanned" else 1  # so that a loop's body is one layer
+    prefetch = 0 if model == "scanned" else 1  # so that the body of a loop is one layer
     return zero.train_step(loss, remat=remat, prefetch=prefetch).trace(state, make_batch()).jaxpr
 
 
-# Products of a layer: two forward, four backward. The batch needs no gradient. The last layer, with the loss in its
-# unit, goes backward at once: it is not computed again for its inputs alone, but up to its end for what a policy keeps.
+# A layer has two products in the forward pass and four in the backward pass. The batch needs no gradient. The last
+# layer shares its unit with the loss, so its backward pass follows immediately: it is not recomputed with `Remat()`,
+# but it is with names or a policy.
 DOTS = 6 * LAYERS - 1
 PER_LAYER = {"dot_general": 2, "tanh": 1, "sin": 1}
 UNROLLED = {
@@ -93,13 +94,13 @@ SETTINGS = {
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("setting", UNROLLED)
-def test_only_what_is_not_kept_is_computed_again(setting, stage):
+def test_only_what_is_not_saved_is_recomputed(setting, stage):
     jaxpr = traced(SETTINGS[setting], "unrolled", stage)
     assert tuple(count(jaxpr, name) for name in PER_LAYER) == UNROLLED[setting]
 
 
 @pytest.mark.parametrize("setting", SCANNED)
-def test_only_what_is_not_kept_is_computed_again_in_a_loop(setting):
+def test_only_what_is_not_saved_is_recomputed_in_a_loop(setting):
     jaxpr = traced(SETTINGS[setting], "scanned")
     assert tuple(count(jaxpr, name) for name in PER_LAYER) == SCANNED[setting]
 
@@ -108,13 +109,17 @@ def test_only_what_is_not_kept_is_computed_again_in_a_loop(setting):
     ("model", "remat", "times"),
     [
         ("unrolled", NAMED, LAYERS),
-        ("unrolled", Remat(offload_inputs=True), LAYERS - 2),  # the first layer's is the batch, the last's is not kept
+        (
+            "unrolled",
+            Remat(offload_inputs=True),
+            LAYERS - 2,
+        ),  # that of the first layer is the batch, that of the last is not saved
         ("scanned", NAMED, 1),
         ("scanned", Remat(offload_inputs=True), 1),
     ],
 )
-def test_an_offloaded_value_goes_to_the_host_and_back(model, remat, times):
-    """Once each way in every layer, and nothing else moves but scalars that tell when it is there."""
+def test_an_offloaded_value_is_copied_to_the_host_and_back(model, remat, times):
+    """Once in each direction for each layer. Apart from scalars, which are events, nothing else is copied."""
     moved = [e for e in equations(traced(remat, model)) if e.primitive.name == "device_put" and e.invars[0].aval.ndim]
     spaces = [str(space) for e in moved for space in e.params["devices"]]
     assert {v.aval.shape for e in moved for v in e.invars} == {(32 // 8, WIDTH)}
@@ -124,10 +129,10 @@ def test_an_offloaded_value_goes_to_the_host_and_back(model, remat, times):
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize(("model", "times"), [("unrolled", LAYERS - 2), ("scanned", LAYERS)])
 def test_partitioned_inputs_are_gathered_once(model, times, offload):
-    """In the backward pass, over the model axis, and nothing else crosses it. The first unrolled layer's is the batch,
-    the last goes backward at once.
+    """They are gathered in the backward pass, over the model axis, over which nothing else is communicated.
 
-    A slice and not the whole goes to the host.
+    The input of the first unrolled layer is the batch, and the backward pass of the last follows immediately. If inputs
+    are offloaded too, only slices are copied to the host.
     """
     remat = Remat(partition_inputs=True, offload_inputs=offload)
     jaxpr = traced(remat, model, mesh=zerojax.make_mesh(model=2))
@@ -138,7 +143,7 @@ def test_partitioned_inputs_are_gathered_once(model, times, offload):
     assert (32 // 4 // 2, WIDTH) in {e.outvars[0].aval.shape for e in slices}
 
 
-def test_over_an_axis_of_one_device_nothing_is_partitioned():
+def test_nothing_is_partitioned_over_an_axis_of_size_1():
     mesh = zerojax.make_mesh(model=1)
     want, got = (traced(Remat(partition_inputs=flag), mesh=mesh) for flag in (False, True))
     names = lambda jaxpr: [e.primitive.name for e in equations(jaxpr)]
@@ -149,25 +154,25 @@ def test_over_an_axis_of_one_device_nothing_is_partitioned():
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_named_and_offloaded_values_change_nothing(model):
+def test_named_and_offloaded_values_do_not_change_the_training(model):
     create, loss = MODELS[model]
     zero = Zero(zerojax.make_mesh(), 3, stacked=("layers/*",) if model == "scanned" else ())
-    seen = []
+    results = []
     for remat in "none", NAMED:
         step = zero.train_step(loss, remat=remat)
         state, _ = step(zero.init(create, optax.sgd(0.1)), make_batch())
-        seen.append([np.asarray(leaf) for leaf in jax.tree.leaves(state.params)])
-    for a, b in zip(*seen, strict=True):
+        results.append([np.asarray(leaf) for leaf in jax.tree.leaves(state.params)])
+    for a, b in zip(*results, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
 
 
-def test_what_is_dropped_out_is_so_again():
-    model = zoo.ZOO["dropout_nnx"]
-    runs = [train(Zero(zerojax.make_mesh(), 3), model, batches(model, 3), remat=k)[0] for k in ("none", "full")]
+def test_recomputation_drops_the_same_activations():
+    model, zero = zoo.ZOO["dropout_nnx"], Zero(zerojax.make_mesh(), 3)
+    runs = [train(zero, model, batches(model, 3), remat=remat)[0] for remat in ("none", "full")]
     np.testing.assert_allclose(runs[1].losses, runs[0].losses, rtol=1e-6)
 
 
-def test_value_and_grad_keeps_the_same():
+def test_value_and_grad_is_the_same_with_recomputation():
     zero = Zero(zerojax.make_mesh(), 3)
     params, batch = zero.shard(jax.jit(create)(jax.random.key(0))), zero.shard_batch(make_batch())
     want, got = (jax.jit(zero.value_and_grad(loss, remat=remat))(params, batch) for remat in ("none", "full"))
@@ -187,13 +192,13 @@ def message(remat, model="unrolled"):
 def test_an_unknown_setting():
     assert "unknown setting None" in message(None)
     text = message("some")
-    assert "unknown setting 'some'" in text and "everything, nothing, dots" in text
+    assert "unknown setting 'some'" in text and "none, full, dots" in text
 
 
 def test_a_pattern_that_decides_for_no_unit():
     text = message({"layer/*": "full"})
     assert "pattern 'layer/*' decides for no unit" in text and "units layers/0, layers/1, layers/2" in text
-    assert "'layers/0' decides" in message({"layers/*": "full", "layers/0": "dots"})  # another comes first
+    assert "'layers/0' decides" in message({"layers/*": "full", "layers/0": "dots"})  # the first pattern matches it too
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -215,7 +220,7 @@ def test_a_name_that_only_other_units_carry():
 
 
 def test_a_name_that_only_a_weight_carries():
-    """Full weights are never kept."""
+    """Full weights are never saved."""
     named = lambda params, batch: jnp.mean(batch["x"] @ checkpoint_name(jnp.sin(params["w"]), "weight"))
     zero = Zero(zerojax.make_mesh(), 3)
     state = zero.eval_init(lambda: {"w": jnp.ones((WIDTH, 8))}, optax.sgd(0.1))
@@ -233,13 +238,13 @@ def test_a_name_in_both_places():
         Remat(save=("up",), offload=("up",))
 
 
-def test_there_must_be_an_axis_to_partition_inputs_over():
+def test_inputs_cannot_be_partitioned_without_a_model_axis():
     with pytest.raises(ValueError, match="inputs of 'layers/1' cannot be partitioned") as error:
         traced({"layers/1": Remat(partition_inputs=True), "*": "full"})
     assert "a mesh with data axes alone" in str(error.value) and "make_mesh(model=...)" in str(error.value)
 
 
-def test_an_input_that_the_axis_does_not_divide_is_refused():
+def test_an_input_that_the_axis_does_not_divide():
     zero = Zero(zerojax.make_mesh(model=2))
     params = {"layers": {str(i): jnp.ones((15, 15)) for i in range(3)}}
     layers = lambda params: params["layers"].values()

@@ -1,4 +1,4 @@
-"""Units: how leaves are grouped, where a traced loss is cut, and what is kept between forward and backward."""
+"""Units: how leaves are grouped, where a traced loss is cut, and what is saved between forward and backward pass."""
 
 import jax
 import jax.numpy as jnp
@@ -24,19 +24,19 @@ def test_a_unit_ends_at_the_first_numbered_component():
     assert unit_names(paths) == ["model/layers/0", "model/layers/0", "model/layers/1", "model/Block_0"]
 
 
-def test_without_a_number_it_is_the_first_component_that_differs():
+def test_without_a_number_a_unit_ends_at_the_first_component_that_differs():
     assert unit_names(["model/embed/w", "model/head/w", "model/head/b"]) == ["model/embed", "model/head", "model/head"]
     assert unit_names(["w", "b"]) == ["w", "b"]
     assert unit_names(["layer/w"]) == ["layer"]
 
 
-def test_patterns_come_first():
+def test_patterns_take_precedence():
     paths = ["layers/0/mlp/w", "layers/0/mlp/b", "layers/0/norm/w", "layers/1/mlp/w", "head/w"]
     names = unit_names(paths, ["layers/*/mlp", "head/w"])
     assert names == ["layers/0/mlp", "layers/0/mlp", "layers/0", "layers/1/mlp", "head/w"]
 
 
-def test_the_pattern_is_a_whole_leading_part():
+def test_a_pattern_matches_whole_components():
     assert unit_names(["ab/w", "a/w"], ["a"]) == ["ab", "a"]
 
 
@@ -44,7 +44,7 @@ def test_the_pattern_is_a_whole_leading_part():
 
 
 def segments(name):
-    """The units of each segment of a zoo model's loss that reads weights, in order of execution."""
+    """(the traced loss of a zoo model, the units of each segment that reads weights in the order of execution)."""
     model = zoo.ZOO[name]
     definition = Zero(zerojax.make_mesh()).eval_init(model.create, optax.sgd(0.1)).definition
     params, other, loss = functional(model, abstract=True)
@@ -69,14 +69,14 @@ def segments(name):
     ],
 )
 def test_each_layer_is_a_segment(name, blocks):
-    """In program order, each alone: at no time are two layers gathered by one segment."""
+    """In program order. No segment gathers two layers at the same time."""
     _, found = segments(name)
     assert [group for group in found if set(group) & set(blocks)] == [[block] for block in blocks]
 
 
 @pytest.mark.parametrize("name", ["gpt_nnx_scan", "gpt_linen_scan", "gpt_nnx_scan_remat", "gpt_linen_scan_remat"])
 def test_a_scan_over_layers_is_a_segment(name):
-    """All twelve leaves of a block are sliced by the loop, and gathered inside it."""
+    """The loop slices all twelve leaves of a block, and gathers them inside."""
     traced, _ = segments(name)
     (stack,) = [segment for segment in traced.segments if segment.views]
     assert len(stack.equations) == 1 and len(stack.views) == len(stack.leaves) == 12
@@ -84,13 +84,13 @@ def test_a_scan_over_layers_is_a_segment(name):
 
 
 @pytest.mark.parametrize("name", [name for name in zoo.ZOO if name != "dropout_linen"])  # its loss takes a key
-def test_every_equation_is_run_once(name):
-    """Segments hold every equation but those of weights alone, once, and read what was written before."""
+def test_every_equation_runs_once(name):
+    """Segments contain every equation once, except those of weights alone, and read values that were written before."""
     traced, _ = segments(name)
     jaxpr = traced.closed.jaxpr
-    held = [id(equation) for segment in traced.segments for equation in segment.equations]
+    got = [id(equation) for segment in traced.segments for equation in segment.equations]
     want = [id(equation) for equation in jaxpr.eqns if not any(v in traced.producer for v in equation.outvars)]
-    assert held == want
+    assert got == want
     known = {*jaxpr.constvars, *traced.data_vars}
     for segment in traced.segments:
         assert set(segment.inputs) <= known
@@ -101,7 +101,7 @@ def test_every_equation_is_run_once(name):
 
 
 def unit(weights, fixed, data):
-    """Two matrices and a bias; casts and a transposition stand between a weight and its use."""
+    """A unit with two matrices and a bias, whose weights are cast and transposed before they are used."""
     (one, bias, two), (x,) = weights, data
     h = jnp.tanh(x.astype(jnp.bfloat16) @ one.astype(jnp.bfloat16).T + bias.astype(jnp.bfloat16))
     return [(h @ two.astype(jnp.bfloat16)).astype(jnp.float32)]
@@ -115,13 +115,13 @@ def regather():
     return Regather(unit, list(map(aval, WEIGHTS)), [], [aval((4, 16))], ([True] * 3, [], [True]), [True])
 
 
-def test_no_weight_is_kept():
-    """What is kept has the shapes of activations; what is rebuilt has those of weights, as they are used."""
+def test_no_weight_is_saved():
+    """Saved values have the shapes of activations. Rebuilt values have the shapes of weights, as they are used."""
     r = regather()
-    kept = {tuple(v.aval.shape) for v, *_ in r.kept}
+    saved = {tuple(value.variable.aval.shape) for value in r.saved}
     rebuilt = {tuple(v.aval.shape) for equation in r.rebuild_equations for v in equation.outvars}
     of_weights = {tuple(sorted(shape)) for shape in WEIGHTS}
-    assert kept and not {shape for shape in kept if tuple(sorted(shape)) in of_weights}
+    assert saved and not {shape for shape in saved if tuple(sorted(shape)) in of_weights}
     assert {tuple(sorted(shape)) for shape in rebuilt if len(shape) == 2} == {(16, 24), (24, 40)}
 
 
@@ -135,21 +135,21 @@ def test_the_gradient_is_that_of_jax():
     x = jnp.asarray(rng.standard_normal((4, 16)), jnp.float32)
     cotangent = [jnp.asarray(rng.standard_normal((4, 40)), jnp.float32)]
     r = regather()
-    out, kept = r.forward(weights, [], [x])
-    grads = r.backward([weights[0], None, weights[2]], [], kept, cotangent)
+    out, saved = r.forward(weights, [], [x])
+    grads = r.backward([weights[0], None, weights[2]], [], saved, cotangent)
     weight_grads = [jax.lax.transpose(g, order) for g, order in zip(grads.weights, grads.orders, strict=True)]
     want_out, vjp = jax.vjp(lambda weights, data: unit(weights, [], data), weights, [x])
     for got, want in zip(numbers((out, weight_grads, grads.data)), numbers((want_out, *vjp(cotangent))), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
-def test_a_gradient_is_left_as_the_product_makes_it():
-    """The gradient of a matrix comes out of its product transposed; it is reduced like that."""
+def test_a_gradient_keeps_the_layout_of_its_product():
+    """The product computes the transposed gradient of a matrix, which is reduced in this layout."""
     rng = np.random.default_rng(0)
     w, x, cotangent = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((16, 24), (4, 16), (4, 24)))
     r = Regather(lambda weights, fixed, data: [data[0] @ weights[0]], [w], [], [x], ([True], [], [False]), [True])
-    _, kept = r.forward([w], [], [x])
-    grads = r.backward([w], [], kept, [cotangent])
+    _, saved = r.forward([w], [], [x])
+    grads = r.backward([w], [], saved, [cotangent])
     assert grads.weights[0].shape == (24, 16) and grads.orders == [(1, 0)]
     np.testing.assert_allclose(grads.weights[0].T, x.T @ cotangent, rtol=1e-5)
 
@@ -158,7 +158,7 @@ def test_a_gradient_is_left_as_the_product_makes_it():
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("name", ["gpt_nnx", "gpt_linen", "gpt_nnx_scan", "gpt_linen_scan", "moe", "unused"])
 def test_no_activation_is_recomputed(name, stage, k):
-    """The step multiplies as many matrices as the plain gradient does, in each microbatch."""
+    """In each microbatch, the step computes as many matrix products as the plain gradient."""
     model, zero = zoo.ZOO[name], Zero(zerojax.make_mesh(), stage)
     state = zero.eval_init(model.create, optax.sgd(0.1))
     step = zero.train_step(loss_of(model), num_microbatches=k).trace(state, model.batch(0)).jaxpr
