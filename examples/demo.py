@@ -1,4 +1,4 @@
-"""What `scripts/demo` runs: trains the GPT of gpt_nnx.py with ZeRO, then compares the stages and samples text."""
+"""The program behind `scripts/demo`: trains the GPT of gpt_nnx.py with ZeRO, compares the stages and samples text."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from zerojax.training.display import ProgressBar, ProgressLines, on_terminal
 CONTEXT, CLIP_NORM, COMPARED_STEPS, SAMPLE_BYTES = 64, 1.0, 5, 320
 NAMES = ("0  data parallel", "1  P_os", "2  P_os+g", "3  P_os+g+p")
 PROMPT = 'import os\nimport sys\n\n\nclass Reader:\n    """Reads a file."""\n\n    def __init__(self, path):\n'
-# precision: dtype that the model computes in, bytes per parameter of (parameters, gradients, Adam's state and master)
+# precision -> (dtype of the computation, bytes per parameter of (parameters, gradients, Adam's state and fp32 copy))
 PRECISIONS = {
     "fp32": (jnp.float32, (4, 4, 8)),
     "bf16": (jnp.bfloat16, (2, 2, 12)),
@@ -54,7 +54,7 @@ def create_optimizer(steps: int) -> optax.GradientTransformation:
 
 
 def place(state: zerojax.TrainState, like: zerojax.TrainState) -> zerojax.TrainState:
-    """A copy of a state, placed as another stage places it: the same weights without another initialization."""
+    """A copy of a state with the shardings of another stage, so that all stages start from the same weights."""
     pairs = zip(jax.tree.leaves(state), jax.tree.leaves(like), strict=True)
     copies = [jax.device_put(a, aval.sharding, may_alias=False) for a, aval in pairs]
     return jax.tree.unflatten(jax.tree.structure(like), copies)
@@ -63,7 +63,7 @@ def place(state: zerojax.TrainState, like: zerojax.TrainState) -> zerojax.TrainS
 def single_device(
     state: zerojax.TrainState, tx: optax.GradientTransformation, precision: str, batches: list[Any]
 ) -> list[float]:
-    """Losses of a plain jitted step on one device, from a state's initial weights: Flax and Optax, no zerojax."""
+    """The losses of a plain jitted step on one device, with Flax and Optax alone, from the weights of a state."""
     dtype = PRECISIONS[precision][0]
     scale = 2.0**15 if precision == "fp16" else 1.0
     tx = optax.chain(optax.clip_by_global_norm(CLIP_NORM), tx)
@@ -89,7 +89,7 @@ def single_device(
 
 
 def bytes_per_device(tree: Any) -> int:
-    """Bytes of a tree's shards on the device that holds most."""
+    """The bytes of the shards of a tree, on the device that holds most."""
     held: collections.Counter[Any] = collections.Counter()
     for leaf in jax.tree.leaves(tree):
         for shard in leaf.addressable_shards:
@@ -98,7 +98,7 @@ def bytes_per_device(tree: Any) -> int:
 
 
 def gradient_bytes(zero: zerojax.Zero, state: zerojax.TrainState, stage: int, devices: int) -> int:
-    """Bytes of the gradients that `zero.value_and_grad` returns; at stage 1 those that a step holds to the end."""
+    """The bytes per device of the gradients that `zero.value_and_grad` returns; at stage 1, of those in a step."""
     if stage == 1:
         return zero.explain(state).totals["grads"]
     graph, params = nnx.split(state.model())
@@ -108,7 +108,7 @@ def gradient_bytes(zero: zerojax.Zero, state: zerojax.TrainState, stage: int, de
 
 
 def formula_bytes(stage: int, parameters: int, devices: int, precision: str) -> float:
-    """Bytes per device by table 1 of ZeRO: all of it divided by the number of devices from its stage on."""
+    """Bytes per device by table 1 of ZeRO. Each term is divided by the number of devices from its stage on."""
     of_params, of_grads, of_optimizer = PRECISIONS[precision][1]
     part = lambda size, first_stage: size * parameters / (devices if stage >= first_stage else 1)
     return part(of_params, 3) + part(of_grads, 2) + part(of_optimizer, 1)
@@ -116,7 +116,7 @@ def formula_bytes(stage: int, parameters: int, devices: int, precision: str) -> 
 
 @functools.partial(jax.jit, static_argnames=("graph", "length"))
 def sample(graph: Any, params: Any, window: jax.Array, key: jax.Array, length: int) -> jax.Array:
-    """`length` bytes that continue a window of bytes, drawn at temperature 0.7."""
+    """Samples `length` bytes that continue a window of bytes, at temperature 0.7."""
 
     def extend(window: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         logits = nnx.merge(graph, params, copy=True)(window[None])[0, -1].astype(jnp.float32)
@@ -130,7 +130,7 @@ def sample(graph: Any, params: Any, window: jax.Array, key: jax.Array, length: i
 
 
 def train(zero: zerojax.Zero, state: zerojax.TrainState, batches: list[Any]) -> tuple[Any, list[float]]:
-    """Trains with a progress display; plain lines where the output is no terminal."""
+    """Trains with a progress bar, or with plain lines if the output is not a terminal."""
     step, losses, start = zero.train_step(loss_fn, clip_norm=CLIP_NORM), [], 0.0
     with contextlib.closing(ProgressBar(len(batches)) if on_terminal() else ProgressLines(len(batches))) as shown:
         for i, batch in enumerate(batches):
@@ -156,14 +156,14 @@ def print_table(rows: list[dict[str, Any]], choice: argparse.Namespace, compared
         table.add_row(NAMES[row["stage"]], *numbers, f"{row['max_loss_difference']:.1e}", style=style)
     p, g, o = PRECISIONS[choice.precision][1]
     held = rows[3]["params_bytes"] + rows[3]["grads_bytes"] + rows[3]["optimizer_bytes"]
-    whole = f"Leaves without a dimension that {choice.devices} divides are whole: more than the formula.\n"
+    note = f"The sum exceeds the formula because leaves without a dim that {choice.devices} divides are replicated.\n"
     console.print("\nMB per device, from the shards of the arrays", highlight=False)
     console.print(table)
     console.print(
         f"formula     ({p} + {g} + {o}) bytes x parameters, each term / {choice.devices} from its stage on\n"
-        f"loss diff.  the largest from a single device in {compared} steps, same weights and data\n"
-        f"*           whole until the reduce-scatter that ends the step, shards after it\n"
-        + (whole if held > 1.01 * rows[3]["formula_bytes"] else ""),
+        f"loss diff.  largest difference from a single device in {compared} steps, with the same weights and data\n"
+        f"*           in full form until the reduce-scatter at the end of the step\n"
+        + (note if held > 1.01 * rows[3]["formula_bytes"] else ""),
         highlight=False,
         style="dim",
     )
@@ -193,12 +193,12 @@ def run(choice: argparse.Namespace) -> dict[str, Any]:
     devices = f"{choice.devices} simulated device{'' if choice.devices == 1 else 's'}"
     console.print(
         f"GPT of {parameters / 1e6:.2f} M parameters on {len(source) / 1e6:.1f} MB of Python's own source, as bytes\n"
-        f"ZeRO stage {choice.stage} on {devices}, {choice.precision}, {choice.batch} x {CONTEXT} bytes a step\n",
+        f"ZeRO stage {choice.stage} on {devices}, {choice.precision}, {choice.batch} x {CONTEXT} bytes per step\n",
         highlight=False,
     )
 
     initial = zeros[choice.stage].init(create_model, tx)
-    spare = place(initial, avals)  # the step takes over the arrays of the state that it is given
+    spare = place(initial, avals)  # the step donates the arrays of its state
     state, losses = train(zeros[choice.stage], initial, batches)
     del initial
 

@@ -1,6 +1,6 @@
 """A byte-level GPT in Flax NNX, trained on the standard library's source with ZeRO.
 
-The model and the loss are those of a script for one device. Lines that end in "changed" are what ZeRO takes.
+The model and the loss are those of a script for one device. The lines marked "changed" are those that ZeRO requires.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def loss_fn(model: GPT, batch: dict[str, jax.Array]) -> jax.Array:
 
 
 def main() -> None:
-    zerojax.simulate_devices(8)  # 8 devices on a CPU; delete this line where there are accelerators
+    zerojax.simulate_devices(8)  # eight devices on a CPU; delete this line on a machine with accelerators
     zero = zerojax.Zero(zerojax.make_mesh(), stage=3, precision="bf16")  # changed
     state = zero.init(GPT, optax.adamw(1e-3, b2=0.95), seed=0)  # changed
     step = zero.train_step(loss_fn, num_microbatches=2, clip_norm=1.0)  # changed

@@ -1,4 +1,7 @@
-"""The demo's options. Needs nothing but Python, so that `scripts/demo` checks them before it installs anything."""
+"""The command line options of the demo.
+
+This module needs only Python, so that `scripts/demo` can check the options before it installs anything.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="scripts/demo",
         allow_abbrev=False,
-        description="Trains a byte-level GPT on Python's own source with ZeRO on simulated devices. Shows what each "
-        "stage holds on a device, and how far its losses are from those of a single device.",
+        description="Trains a byte-level GPT on Python's own source with ZeRO on simulated devices. Shows the memory "
+        "that each stage takes on a device, and how much its losses differ from those of a single device.",
     )
     add = parser.add_argument
     add("--stage", type=int, default=3, choices=range(4), help="ZeRO stage to train at (default: 3)")

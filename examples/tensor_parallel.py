@@ -1,9 +1,10 @@
-"""The GPT of gpt_nnx.py on a mesh of data 4 x model 2: tensor parallelism beside ZeRO, and the same losses.
+"""Trains the GPT of gpt_nnx.py with tensor parallelism and ZeRO on data 4 x model 2, and compares the losses.
 
-The model is not changed. What Megatron divides is said in PartitionSpecs by path: heads and hidden units by columns of
-the first weight and by rows of the second, the vocabulary of embedding and head. A model may say the same itself, in
-Flax metadata. ZeRO divides another dim of the same weights over `data`; the compiler adds what the `model` axis
-communicates: two all-reduces of activations for each block, forward and backward.
+The model is not changed. PartitionSpecs by path divide its weights over `model` as Megatron does: attention heads and
+hidden units by columns of the first weight and by rows of the second, and the vocabulary of the embedding and the head.
+A model can contain the same specs as Flax metadata. ZeRO shards another dim of the same weights over `data`. The
+compiler adds the communication over `model`: two all-reduces of activations per block in the forward pass, and two in
+the backward pass.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def train(mesh: jax.sharding.Mesh, steps: int) -> list[float]:
     step = zero.train_step(loss_fn, clip_norm=1.0)
     kernel = state.params["blocks"]["up"]["kernel"]
     shard = kernel.sharding.shard_shape(kernel.shape)
-    print(f"{dict(mesh.shape)}: a device holds {shard} of {kernel.shape} of blocks/up/kernel, {kernel.sharding.spec}")
+    print(
+        f"{dict(mesh.shape)}: a device holds a {shard} shard of blocks/up/kernel {kernel.shape}, {kernel.sharding.spec}"
+    )
     source, losses = text.load(), []
     for i in range(steps):
         state, metrics = step(state, text.batch(source, 16, 64, seed=i))
@@ -42,7 +45,7 @@ def train(mesh: jax.sharding.Mesh, steps: int) -> list[float]:
 
 
 def main() -> None:
-    zerojax.simulate_devices(8)  # 8 devices on a CPU; delete this line where there are accelerators
+    zerojax.simulate_devices(8)  # eight devices on a CPU; delete this line on a machine with accelerators
     one = train(zerojax.make_mesh(model=1, devices=jax.devices()[:1]), steps=5)
     eight = train(zerojax.make_mesh(model=2), steps=5)
     for i, (a, b) in enumerate(zip(one, eight, strict=True)):

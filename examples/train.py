@@ -1,6 +1,6 @@
-"""Trains the GPT of gpt_nnx.py as a run that one comes back to: checkpoints, evaluation, metrics, several processes.
+"""Trains the GPT of gpt_nnx.py with checkpoints, evaluation and metrics, in one process or in several.
 
-python examples/train.py /tmp/run --simulate 8                                  # again: it goes on
+python examples/train.py /tmp/run --simulate 8                                  # started again, the run continues
 zerojax launch -n 2 --devices 4 python examples/train.py /tmp/run --stage 3     # two processes on this machine
 """
 
@@ -22,29 +22,29 @@ from zerojax import processes
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Trains a byte-level GPT on Python's own source.")
     add = parser.add_argument
-    add("directory", help="of the run")
-    add("--stage", type=int, default=3, choices=range(4), help="(default: 3)")
-    add("--precision", default="bf16", help="(default: bf16)")
-    add("--steps", type=int, default=200, help="of the whole run (default: 200)")
-    add("--batch", type=int, default=64, help="rows of a step, over all devices (default: 64)")
-    add("--microbatches", type=int, default=1, help="that each device takes its rows in (default: 1)")
-    add("--width", type=int, default=256, help="(default: 256)")
-    add("--layers", type=int, default=4, help="(default: 4)")
-    add("--context", type=int, default=64, help="bytes of a row (default: 64)")
-    add("--every", type=int, default=50, help="steps between two checkpoints, and two evaluations (default: 50)")
-    add("--profile", type=int, nargs=2, metavar=("FIRST", "LAST"), help="steps to trace")
-    add("--simulate", type=int, metavar="N", help="CPU devices to simulate in this process")
+    add("directory", help="the directory of the run")
+    add("--stage", type=int, default=3, choices=range(4), help="ZeRO stage (default: 3)")
+    add("--precision", default="bf16", help="a precision preset (default: bf16)")
+    add("--steps", type=int, default=200, help="steps of the whole run (default: 200)")
+    add("--batch", type=int, default=64, help="rows per step, over all devices (default: 64)")
+    add("--microbatches", type=int, default=1, help="microbatches per step (default: 1)")
+    add("--width", type=int, default=256, help="width of the model (default: 256)")
+    add("--layers", type=int, default=4, help="number of layers (default: 4)")
+    add("--context", type=int, default=64, help="bytes per row (default: 64)")
+    add("--every", type=int, default=50, help="steps between checkpoints, and between evaluations (default: 50)")
+    add("--profile", type=int, nargs=2, metavar=("FIRST", "LAST"), help="the first and the last step to profile")
+    add("--simulate", type=int, metavar="N", help="simulate N CPU devices in this process")
     return parser.parse_args(arguments)
 
 
 def train(args: argparse.Namespace) -> Any:
     config = {name: value for name, value in vars(args).items() if name not in ("directory", "profile", "simulate")}
     source = text.load()
-    kept_out = len(source) // 10
+    held_out = len(source) // 10
     rows = processes.own_rows(args.batch)
 
     def batch(source: Any, seed: int) -> Any:
-        """This process's rows of it."""
+        """The rows of this process in the batch of a seed."""
         return jax.tree.map(lambda a: a[rows], text.batch(source, args.batch, args.context, seed))
 
     zero = zerojax.Zero(zerojax.make_mesh(), args.stage, args.precision)
@@ -54,14 +54,14 @@ def train(args: argparse.Namespace) -> Any:
     eval_step = zero.eval_step(loss_fn)
 
     def evaluate(state: Any) -> dict[str, float]:
-        losses = [float(eval_step(state, batch(source[-kept_out:], i))["loss"]) for i in range(4)]
+        losses = [float(eval_step(state, batch(source[-held_out:], i))["loss"]) for i in range(4)]
         return {"loss": sum(losses) / len(losses)}
 
     return zerojax.fit(
         zero,
         state,
         zero.train_step(loss_fn, num_microbatches=args.microbatches, clip_norm=1.0),
-        lambda i: batch(source[:-kept_out], i),
+        lambda i: batch(source[:-held_out], i),
         args.steps,
         args.directory,
         evaluate=evaluate,

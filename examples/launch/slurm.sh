@@ -1,10 +1,10 @@
 #!/bin/bash
-# Trains on several nodes, one process for each GPU:   sbatch slurm.sh python train.py
+# Trains on several nodes, with one process per GPU:   sbatch slurm.sh python train.py
 #
-# One for each GPU, because JAX gives a process under SLURM the one device with its SLURM_LOCALID. Hence all GPUs of the
-# node are visible to each process (--gpus-per-node, not --gpus-per-task, which hides the others and renumbers).
+# Under SLURM, JAX gives each process the one device whose index is its SLURM_LOCALID. All GPUs of a node must therefore
+# be visible to each of its processes: use --gpus-per-node, not --gpus-per-task, which hides and renumbers them.
 #
-# train.py calls zerojax.processes.initialize() first, and exits with 75 after it has saved because of SIGTERM.
+# train.py calls zerojax.processes.initialize() first, and exits with 75 if it has saved after SIGTERM.
 
 #SBATCH --job-name=zerojax
 #SBATCH --nodes=2
@@ -18,13 +18,13 @@
 
 set -uo pipefail
 
-SAVED_AND_ENDED=75 # EX_TEMPFAIL of sysexits.h: start me again
-AFTER_THE_FIRST_S=120 # what the others have after one process has ended; --kill-on-bad-exit would cut off their save
+RESTART=75 # EX_TEMPFAIL of sysexits.h: the processes have saved, and can be started again
+GRACE_S=120 # for the other processes, after the first has ended; --kill-on-bad-exit would interrupt their saves
 
-srun --wait="$AFTER_THE_FIRST_S" "$@"
+srun --wait="$GRACE_S" "$@"
 code=$?
 
-if ((code == SAVED_AND_ENDED)); then
-    scontrol requeue "$SLURM_JOB_ID" # the job keeps its number and its place in the accounting, and starts again
+if ((code == RESTART)); then
+    scontrol requeue "$SLURM_JOB_ID" # the job keeps its number
 fi
 exit "$code"
