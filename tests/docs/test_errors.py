@@ -178,7 +178,7 @@ def test_a_module_without_parameters():
 
 
 @pytest.mark.parametrize("leaf", ["relu", object()])
-def test_a_leaf_that_is_not_an_array(leaf):
+def test_a_leaf_that_is_no_array(leaf):
     """Passed to `shard`, or returned by `create_model`."""
     tree = {"layer": {"w": jnp.ones((16, 8)), "activation": leaf}}
     for call in lambda: Zero(mesh()).shard(tree), lambda: Zero(mesh()).eval_init(lambda: tree, optax.sgd(0.1)):
@@ -266,7 +266,7 @@ def test_supported_versions():
     versions.check({"jax": "0.12.0", "flax": "0.12.8"})
 
 
-def test_running_out_of_memory_raises_a_table_of_terms():
+def test_memory_that_is_exhausted_raises_a_table_of_terms():
     """JAX's error is planted, because simulated devices share the memory of the host."""
     zero = zerojax.Zero(zerojax.make_mesh(), 2, "bf16")
     state = zero.init(lambda key: {"w": jax.random.normal(key, (64, 64))}, optax.adam(1e-3))
