@@ -195,10 +195,10 @@ def test_an_unknown_setting():
     assert "unknown setting 'some'" in text and "none, full, dots" in text
 
 
-def test_a_pattern_that_decides_for_no_unit():
+def test_a_pattern_that_applies_to_no_unit():
     text = message({"layer/*": "full"})
-    assert "pattern 'layer/*' decides for no unit" in text and "units layers/0, layers/1, layers/2" in text
-    assert "'layers/0' decides" in message({"layers/*": "full", "layers/0": "dots"})  # the first pattern matches it too
+    assert "pattern 'layer/*' applies to no unit" in text and "units layers/0, layers/1, layers/2" in text
+    assert "'layers/0' applies to no unit" in message({"layers/*": "full", "layers/0": "dots"})  # the first pattern matches it too
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -241,7 +241,7 @@ def test_a_name_in_both_places():
 def test_inputs_cannot_be_partitioned_without_a_model_axis():
     with pytest.raises(ValueError, match="inputs of 'layers/1' cannot be partitioned") as error:
         traced({"layers/1": Remat(partition_inputs=True), "*": "full"})
-    assert "a mesh with data axes alone" in str(error.value) and "make_mesh(model=...)" in str(error.value)
+    assert "a mesh with data axes only" in str(error.value) and "make_mesh(model=...)" in str(error.value)
 
 
 def test_an_input_that_the_axis_does_not_divide():
