@@ -96,7 +96,7 @@ def _on_held_parts(fn: Callable[..., Communicated], dims: Sequence[Dims]) -> Cal
     names = jax.sharding.get_abstract_mesh().auto_axes
     if not names:
         return fn
-    specs = [each.model_spec for each in dims]
+    specs: Any = [each.model_spec for each in dims]
     out_specs = Communicated(specs, REPLICATED)
     return jax.shard_map(fn, in_specs=(specs, REPLICATED), out_specs=out_specs, axis_names={*names}, check_vma=False)
 
