@@ -216,10 +216,10 @@ def test_a_prefetch_without_order_is_found(monkeypatch, k):
 
 
 def test_a_gradient_that_is_all_reduced_is_found(monkeypatch):
-    def reduce_scatter(grads, dims, axes, waits=(), rows=False):
-        moved = collectives.all_reduce(grads, axes.shard, axes, dims, waits)
-        parts = [by_hand.own_part(total, dim.shard) for total, dim in zip(moved.leaves, dims, strict=True)]
-        return moved._replace(leaves=parts)
+    def reduce_scatter(grads, dims, axes, options, waits=(), rows=False):
+        reduced = collectives.all_reduce(grads, axes.shard, axes, options, dims, waits)
+        parts = [by_hand.own_part(total, dim.shard) for total, dim in zip(reduced.leaves, dims, strict=True)]
+        return reduced._replace(leaves=parts)
 
     monkeypatch.setattr(collectives, "reduce_scatter", reduce_scatter)
     zero, state = by_hand.zero_and_state()
