@@ -18,6 +18,7 @@ from zerojax.exchange import parameters
 from zerojax.plan import Job
 
 NAMES = {"layers/*/w": "model.layers.*.weight", "layers/*/b": "model.layers.*.bias", "odd": "odd"}
+JOB = f"{__name__}:job"
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +133,7 @@ def test_a_run_resumes_from_imported_parameters(saved, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "names.json").write_text(json.dumps(NAMES))
     command("export", directory, tmp_path / "model", "--mapping", "names.json")
-    arguments = ["import", "run", "model", "--job", "test_exchange:job", "--mapping", "names.json"]
+    arguments = ["import", "run", "model", "--job", JOB, "--mapping", "names.json"]
     shown = command(*arguments)
     assert shown.exit_code == 0 and "run/step_0: 7 parameters of model" in shown.output, shown.output
     zero = setting(1, num_devices=2)
@@ -146,9 +147,9 @@ def test_a_run_resumes_from_imported_parameters(saved, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--job", "test_exchange:job"], "missing:  params/layers/0/b: the files have no layers.0.b"),
-        (["--job", "test_exchange:none"], "'test_exchange:none' cannot be called"),
-        (["--job", "test_exchange:job", "--precision", "bf17"], "bf17"),
+        (["--job", JOB], "missing:  params/layers/0/b: the files have no layers.0.b"),
+        (["--job", f"{__name__}:none"], f"'{__name__}:none' cannot be called"),
+        (["--job", JOB, "--precision", "bf17"], "bf17"),
     ],
 )
 def test_a_failed_import_writes_nothing(tmp_path, options, message):
@@ -163,7 +164,7 @@ def test_an_import_of_a_nan_is_refused(tmp_path):
         name.removeprefix("params/").replace("/", "."): np.zeros(a.shape, a.dtype) for name, a in params().items()
     }
     save_file(arrays | {"odd": np.full(7, np.nan, np.float32)}, tmp_path / "model.safetensors")
-    shown = command("import", tmp_path / "run", tmp_path / "model.safetensors", "--job", "test_exchange:job")
+    shown = command("import", tmp_path / "run", tmp_path / "model.safetensors", "--job", JOB)
     assert shown.exit_code == 1 and "model.safetensors is not finite: params/odd" in shown.output
     assert not (tmp_path / "run").exists()
 

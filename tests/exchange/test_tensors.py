@@ -911,7 +911,7 @@ def test_patterns_that_give_different_names_map_to_nothing():
         ('{"a": "b", "a": "c"}', "the key 'a' occurs twice"),
         ('{"a": 1}', "an entry that is not a pair of names"),
         ('{"a": "\\ud800"}', "an entry that is not a pair of names"),
-        ('{"a/*": "b"}', "differ in *\n  got:      'a/*': 'b'\n  fix:      use equally many *"),
+        ('{"a/*": "b"}', "differ in *\n  got:      'a/*': 'b'\n  fix:      use the same number of *"),
         ('{"a/*/*": "b.*"}', "differ in *"),
         ('{"a/*x*": "b.*.*"}', "two * in one part of a name"),
         ("names.json", "no such file"),

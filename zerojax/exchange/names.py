@@ -29,7 +29,7 @@ def mapping(text_or_file: str | Path) -> dict[str, str]:
         if not is_text(ours) or not is_text(theirs):
             raise exchange_error("the mapping contains an entry that is not a pair of names", pair, "use strings only")
         if ours.count("*") != theirs.count("*"):
-            raise exchange_error("the sides of a mapping differ in *", pair, "use as many * on both sides")
+            raise exchange_error("the sides of a mapping differ in *", pair, "use the same number of * on both sides")
         if any(part.count("*") > 1 for part in re.split("[./]", ours)):
             raise exchange_error(
                 "the mapping has two * in one part of a name", pair, "use at most one * between two separators"
