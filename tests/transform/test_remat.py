@@ -198,8 +198,8 @@ def test_an_unknown_setting():
 def test_a_pattern_that_applies_to_no_unit():
     text = message({"layer/*": "full"})
     assert "pattern 'layer/*' applies to no unit" in text and "units layers/0, layers/1, layers/2" in text
-    shadowed = {"layers/*": "full", "layers/0": "dots"}  # the first pattern matches layers/0 too
-    assert "'layers/0' applies to no unit" in message(shadowed)
+    text = message({"layers/*": "full", "layers/0": "dots"})  # the first pattern matches this unit too
+    assert "pattern 'layers/0' applies to no unit" in text
 
 
 @pytest.mark.parametrize("model", MODELS)
