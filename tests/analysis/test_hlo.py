@@ -20,13 +20,13 @@ from zerojax.analysis import costs, hlo, hlo_collectives
     ids=["nothing", "an addition", "a product"],
 )
 def test_a_gather_is_exposed_unless_a_matrix_product_is_beside_it(beside, exposed):
-    (gather,) = hlo_collectives.collectives(program(GATHER.replace("BESIDE", beside)))
+    (gather,) = hlo_collectives.collectives(program(GATHER.replace("OVERLAPPED", beside)))
     assert gather == hlo_collectives.Collective("all-gather", "bf16", 2 * MIB, EIGHT, 1, False, exposed)
     assert gather.sent_bytes == 2 * MIB * 7 / 8
 
 
 def test_a_product_after_the_end_is_not_beside():
-    (gather,) = hlo_collectives.collectives(program(GATHER.replace("BESIDE", "").replace("ROOT", f"{DOT}\nROOT")))
+    (gather,) = hlo_collectives.collectives(program(GATHER.replace("OVERLAPPED", "").replace("ROOT", f"{DOT}\nROOT")))
     assert gather.exposed
 
 
@@ -200,7 +200,7 @@ def test_trips_of_a_loop_that_counts_by_itself():
         ),
         (
             lambda: hlo_collectives.collectives(
-                program(GATHER.replace("BESIDE", "").replace("all-gather-done", "negate"))
+                program(GATHER.replace("OVERLAPPED", "").replace("all-gather-done", "negate"))
             ),
             "an end",
         ),

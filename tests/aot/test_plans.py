@@ -35,7 +35,7 @@ def test_the_compilers_own_buffer_plan_is_added_up_by_category(stage, remat):
     """Less than a twentieth is between buffers. Where layers are computed again each category is the formula's, to a
     tenth of the peak; elsewhere several moments are nearly as full, and the formula may find another one."""
     made = compiled(stage=stage, remat=remat)
-    assert sum(made.held.values()) == made.peak_bytes and made.program.reading.unread is None
+    assert sum(made.held.values()) == made.peak_bytes and made.program.analysis.unread is None
     assert made.held.get(UNUSED, 0) + made.held["others"] < 0.05 * made.peak_bytes
     assert min(made.held[name] for name in ("gradients", "activations")) > 2**20
     terms = {term.name: term.num_bytes for term in made.memory.terms}
@@ -55,24 +55,24 @@ def test_arguments_of_7_5_billion_parameters_are_table_1(stage, num_devices):
 def test_a_trillion_parameters_fit_on_1024_gpus():
     made = compiled("gpt-1t", "h100:1024")
     assert made.fits
-    sent = {row.kind: row for row in made.program.reading.traffic}
+    sent = {row.kind: row for row in made.program.analysis.collectives}
     psi = 2 * made.parameters * 1023 / 1024
     assert sent["all-gather"].sent_bytes == pytest.approx(2 * psi, rel=0.01)
     assert sent["reduce-scatter"].sent_bytes == pytest.approx(psi, rel=0.01)
     assert sent["all-gather"].axis == "data" and sent["all-gather"].dtype == "bf16"
-    assert made.throughput.model_flop_utilisation > 0
+    assert made.throughput.model_flop_utilization > 0
     data = json.loads(json.dumps(made.data()))
-    assert data["step_s"] == made.program.reading.prediction.step_s and data["bound_by"] and 0 < data["mfu"] < 1
+    assert data["step_s"] == made.program.analysis.prediction.step_s and data["bound_by"] and 0 < data["mfu"] < 1
 
 
 def test_faster_chips_are_predicted_to_be_faster():
-    steps = {kind: compiled(target=f"{kind}:8").program.reading.prediction.step_s for kind in ("a100", "h100", "b200")}
+    steps = {kind: compiled(target=f"{kind}:8").program.analysis.prediction.step_s for kind in ("a100", "h100", "b200")}
     assert steps["a100"] > steps["h100"] > steps["b200"]
 
 
 def test_collectives_run_beside_compute_before_hopper_too():
-    reading = compiled(target="a100:8").program.reading
-    large = [row for row in reading.traffic if row.sent_bytes > 2**20]
+    analysis = compiled(target="a100:8").program.analysis
+    large = [row for row in analysis.collectives if row.sent_bytes > 2**20]
     assert large and all(row.exposed_bytes < 0.8 * row.sent_bytes for row in large)
 
 
@@ -81,23 +81,23 @@ def test_offloading_moves_checkpoints_to_the_host():
     kept, away = compiled(), compiled(remat="offload")
     assert away.program.host_bytes == (12 + 1) * 16 * 1024 * 768 * 2 and not kept.program.host_bytes
     assert away.memory.host_bytes == pytest.approx(away.program.host_bytes, rel=0.01)
-    assert away.program.reading.prediction.busy_s["copies to the host"] > 0
+    assert away.program.analysis.prediction.busy_s["copies to the host"] > 0
 
 
 def test_a_tpu_program_is_read():
     made = compiled(target="v5e:2x4")
-    reading = made.program.reading
+    analysis = made.program.analysis
     assert sum(made.held.values()) == made.peak_bytes and made.held["gradients"] > 2**20
     assert (
         made.fits
-        and reading.traffic
+        and analysis.collectives
         and made.program.aliased_bytes > 0.99 * model_states(made.parameters, 3, 8).optimizer
     )
 
 
 def test_a_compiler_that_gives_up_tells_what_it_would_need():
     made = compiled("gpt2-1.5b", "v5e:2x2", remat="none")
-    assert not made.fits and "gave up" in made.program.reading.unread
+    assert not made.fits and "gave up" in made.program.analysis.unread
     assert made.program.peak_bytes == made.program.arguments_bytes + made.program.temporaries_bytes
     assert made.program.temporaries_bytes == pytest.approx(
         made.memory.peak_bytes - made.memory.arguments_bytes, rel=0.25
@@ -128,6 +128,6 @@ def test_the_command_compiles_searches_and_dumps(tmp_path):
 def test_pictures_are_drawn(tmp_path):
     targets.devices("h100:8")
     picture.memory_by_stage([compiled(stage=stage, remat="full") for stage in (0, 3)], tmp_path / "memory.png")
-    picture.timeline({"prefetch 1": compiled().program.reading.prediction}, tmp_path / "deep" / "timeline.png")
+    picture.timeline({"prefetch 1": compiled().program.analysis.prediction}, tmp_path / "deep" / "timeline.png")
     for name in "memory.png", "deep/timeline.png":
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG") and (tmp_path / name).stat().st_size > 10_000

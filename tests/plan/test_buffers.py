@@ -1,4 +1,4 @@
-"""What a compiler's buffer plan holds when memory is fullest, and what each of it is: by hand, and of a real step."""
+"""Buffer assignments are read as a person reads them, and their bytes are sorted by kind; also those of a real step."""
 
 import jax
 import jax.numpy as jnp
@@ -7,11 +7,11 @@ import pytest
 from support.hlo_text import GROUPS, program
 
 from zerojax.plan import Job, Settings, buffers, plan
-from zerojax.plan.buffers import UNUSED, Buffers, Placed
+from zerojax.plan.buffers import UNUSED, BufferAssignment, LiveBuffer
 
 
 def texts(values, allocated=1 << 20, before=""):
-    """A plan of values (name, size, offset, first, last), as XLA writes it."""
+    """The texts of a buffer assignment with values (name, size, offset, first, last), as XLA writes them."""
     assignment = f"BufferAssignment:\n{before}allocation 1: size {allocated}, preallocated-temp:\n"
     ranges = "HloLiveRange (max 9):\n  InstructionSequence:\n"
     ranges += "".join(f"    {time}:at.{time}\n" for time in range(10)) + "  BufferLiveRange:\n"
@@ -22,16 +22,16 @@ def texts(values, allocated=1 << 20, before=""):
     return assignment, ranges
 
 
-def test_the_fullest_moment_is_found():
-    """`b` and `c` have the same place one after the other; the small `d` waits for both."""
+def test_the_moment_of_peak_memory_is_found():
+    """`b` and `c` use the same memory one after the other; the small `d` outlives both."""
     shared = [("b", 8192, 4096, 2, 3), ("c", 2048, 4096, 4, 5)]
     read = buffers.read(*texts([("a", 4096, 0, 0, 5), *shared, ("d{1,0}", 8, 12288, 3, 9)]))
-    placed = Placed("a", (), 4096), Placed("b", (), 8192), Placed("d", (1, 0), 8)
-    assert read == Buffers(1 << 20, "at.3", placed, tuple(f"at.{time}" for time in range(10)))
+    live = LiveBuffer("a", (), 4096), LiveBuffer("b", (), 8192), LiveBuffer("d", (1, 0), 8)
+    assert read == BufferAssignment(1 << 20, "at.3", live, tuple(f"at.{time}" for time in range(10)))
     assert read.unused_bytes == (1 << 20) - 12296
 
 
-def test_a_plan_of_a_newer_compiler_numbers_its_pages():
+def test_assignments_of_newer_compilers_have_page_numbers():
     assignment, ranges = texts([("a", 4096, 0, 0, 5)])
     assert buffers.read(assignment.replace(", prealloc", ", page 0, prealloc"), ranges) == buffers.read(
         assignment, ranges
@@ -40,49 +40,50 @@ def test_a_plan_of_a_newer_compiler_numbers_its_pages():
 
 def test_an_update_in_place_counts_once():
     read = buffers.read(*texts([("a", 4096, 0, 0, 5), ("b{0}", 4096, 0, 5, 7), ("c", 4096, 2048, 5, 6)]))
-    assert [placed.num_bytes for placed in read.placed] == [4096, 2048] and read.moment == "at.5"
+    assert [value.num_bytes for value in read.live] == [4096, 2048] and read.peak_instruction == "at.5"
 
 
-def test_arguments_and_other_memories_are_left_out():
+def test_arguments_and_other_memory_spaces_are_left_out():
     others = (
         "allocation 0: size 64, parameter 0, shape |f32[16]| at ShapeIndex {}, maybe-live-out:\n"
         " value: <9 p @0> (size=64,offset=0): f32[16]{0}\n"
         "allocation 2: size 4096, color 1, preallocated-temp:\n"
         " value: <8 v @1> (size=4096,offset=0): f32[1024]{0:S(1)}\n"
     )
-    assert buffers.read(*texts([("a", 2048, 0, 0, 1)], 2048, others)).placed == (Placed("a", (), 2048),)
-    assert buffers.read("BufferAssignment:\n" + others, "") == Buffers(0, "", ())
+    assert buffers.read(*texts([("a", 2048, 0, 0, 1)], 2048, others)).live == (LiveBuffer("a", (), 2048),)
+    assert buffers.read("BufferAssignment:\n" + others, "") == BufferAssignment(0, "", ())
 
 
 @pytest.mark.parametrize(
     ("assignment", "ranges", "message"),
     [
-        (*texts([("a", 4096, 0, None, None)]), "from when to when is a alive"),
-        ("nothing of the kind", "", "0 allocations of temporaries"),
+        (*texts([("a", 4096, 0, None, None)]), "a has no live range"),
+        ("another text", "", "0 allocations of temporaries"),
         (texts([])[0] + "allocation 2: size 8, preallocated-temp:\n", "", "2 allocations of temporaries"),
     ],
 )
-def test_what_is_not_understood_is_refused(assignment, ranges, message):
+def test_assignments_that_are_not_understood_are_rejected(assignment, ranges, message):
     with pytest.raises(ValueError, match=message):
         buffers.read(assignment, ranges)
 
 
-def test_a_folder_without_a_plan_is_told(tmp_path):
+def test_a_folder_without_an_assignment_is_an_error(tmp_path):
     (tmp_path / "other.txt").write_text("")
-    with pytest.raises(ValueError, match=r"left no plan.*\n.*other\.txt"):
-        buffers.dumped(tmp_path)
+    with pytest.raises(ValueError, match=r"no buffer assignment.*\n.*other\.txt"):
+        buffers.read_dump(tmp_path)
 
 
-def kinds(read, *placed, moment):
+def kinds(read, *live, peak):
     schedule = ("reduce-scatter.13", "sum", "all-gather.7", "start.2", "again")
-    planned = Buffers(sum(size for *_, size in placed) + 7, moment, tuple(Placed(*each) for each in placed), schedule)
-    found = dict(buffers.by_kind(planned, read))
+    num_bytes = sum(size for *_, size in live)
+    assignment = BufferAssignment(num_bytes + 7, peak, tuple(LiveBuffer(*each) for each in live), schedule)
+    found = dict(buffers.by_kind(assignment, read))
     assert found.pop(UNUSED) == 7
     return found
 
 
-# Layers of 1024 x 1024 in bf16: the first loop stacks their inputs, the second reads them, gathers again, and stacks
-# the sums of the gradients. Each carries (counter, activation, stack).
+# Layers of 1024 x 1024 in bf16. The first loop stacks their inputs. The second reads these, gathers the weights again,
+# and stacks the reduced gradients. Each carries (counter, activation, stack).
 CARRY = "(s32[], bf16[1024,1024], bf16[4,1024,1024])"
 SHARDED = "(s32[], bf16[1024,1024], bf16[4,128,1024], bf16[4,1024,1024])"
 PRODUCT = "dot(%x, %turned), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
@@ -156,16 +157,16 @@ STEP = program(
 
 
 @pytest.mark.parametrize(
-    ("moment", "value", "kind"),
+    ("peak", "value", "kind"),
     [
         ("y", ("start", (1,)), "gathered"),
         ("y", ("turned", ()), "gathered"),
         ("y", ("y", ()), "activations"),
         ("y", ("carried", (1,)), "activations"),
-        ("y", ("carried", (2,)), "checkpoints"),  # being stacked
-        ("again", ("inputs.1", (2,)), "checkpoints"),  # of the loop before
+        ("y", ("carried", (2,)), "checkpoints"),  # the stack that the loop fills
+        ("again", ("inputs.1", (2,)), "checkpoints"),  # the result of the first loop
         ("again", ("carried.2", (3,)), "checkpoints"),
-        ("again", ("middle", ()), "checkpoints"),  # outside
+        ("again", ("middle", ()), "checkpoints"),  # computed outside the loop
         ("middle", ("middle", ()), "activations"),
         ("again", ("again", ()), "activations"),
         ("again", ("gradient", ()), "gradients"),
@@ -174,15 +175,19 @@ STEP = program(
         ("again", ("doubled", ()), "gradients"),
         ("again", ("carried.2", (2,)), "gradients"),
         ("y", ("end", (2,)), "gradients"),
-        ("again", ("reduce-scatter.13", (0,)), "gradients"),  # not in the text: inside what starts next
+        (
+            "again",
+            ("reduce-scatter.13", (0,)),
+            "gradients",
+        ),  # not in the text: it is inside the next instruction of the schedule
         ("again", ("all-gather.7", ()), "gathered"),
     ],
 )
-def test_what_a_value_is(moment, value, kind):
-    assert kinds(STEP, (*value, 64), moment=moment) == {kind: 64}
+def test_values_are_sorted_by_kind(peak, value, kind):
+    assert kinds(STEP, (*value, 64), peak=peak) == {kind: 64}
 
 
-def test_a_gather_that_became_an_all_reduce_is_known_by_its_name():
+def test_an_all_gather_that_became_an_all_reduce_is_recognized_by_its_name():
     text = """
         %x = bf16[1024] parameter(0)
         %a = bf16[1024] all-reduce(%x), GROUPS, to_apply=%add, metadata={op_name="jit(step)/shard_map/all_gather"}
@@ -190,12 +195,12 @@ def test_a_gather_that_became_an_all_reduce_is_known_by_its_name():
         ROOT %both = (bf16[1024], bf16[1024]) tuple(%a, %b)
     """
     read = program(text.replace("GROUPS", GROUPS))
-    assert kinds(read, ("a", (), 8), ("b", (), 16), moment="b") == {"gathered": 8, "gradients": 16}
+    assert kinds(read, ("a", (), 8), ("b", (), 16), peak="b") == {"gathered": 8, "gradients": 16}
 
 
-def test_a_value_that_is_not_in_the_program_is_refused():
-    with pytest.raises(ValueError, match="'nowhere' is planned, and not in the program"):
-        kinds(STEP, ("nowhere", (), 8), moment="y")
+def test_a_value_that_is_not_in_the_program_is_an_error():
+    with pytest.raises(ValueError, match="the program has no instruction 'nowhere'"):
+        kinds(STEP, ("nowhere", (), 8), peak="y")
 
 
 def job():
@@ -209,12 +214,12 @@ def job():
     return Job(create, optax.adam(1e-3), loss, batch, rows=512)
 
 
-def test_a_real_step_is_added_up():
-    """Arguments are as the formula has them. Two layers are gathered, and the inputs of four wait around the loop that
-    runs: those of the first and the last are outside it."""
+def test_the_kinds_of_a_real_step_add_up_to_its_peak():
+    """Arguments match the formula. Two layers are gathered, and the inputs of four layers are checkpoints of the loop
+    that runs: those of the first and the last are outside it."""
     made = plan(f"{__name__}:job", "cpu:8", Settings(precision="fp32"), compile=True, suggest=False)
     held, square, rows = made.held, 4 * 256 * 256, 4 * 512 * 256
-    assert made.program.reading.held is held and sum(held.values()) == made.peak_bytes
+    assert made.program.analysis.held is held and sum(held.values()) == made.peak_bytes
     terms = {term.name: term.num_bytes for term in made.memory.terms}
     for name in "parameters", "batch", "optimizer state":
         assert held[name] == pytest.approx(terms[name], rel=1e-4)

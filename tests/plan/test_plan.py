@@ -1,4 +1,4 @@
-"""Plans: the tables of the paper, programs whose memory is known by hand, presets that train, verdicts and errors."""
+"""Plans match the tables of the paper and memory computed by hand. Presets train. Verdicts, output and errors."""
 
 import dataclasses
 import json
@@ -15,12 +15,12 @@ import zerojax
 from zerojax.analysis.liveness import peak
 from zerojax.cli import main
 from zerojax.plan import PRESETS, Job, Settings, plan, presets
-from zerojax.plan.program import memory_refused
+from zerojax.plan.program import required_bytes
 from zerojax.plan.search import search
 from zerojax.plan.show import text
 from zerojax.report.memory import largest_model, model_states
 
-# ZeRO, table 1: GB of a device for P_os, P_os+g, P_os+g+p
+# ZeRO, table 1: GB per device for P_os, P_os+g, P_os+g+p
 TABLE_1 = {
     7.5e9: {
         1: (120, 120, 120), 4: (52.5, 41.3, 30), 16: (35.6, 21.6, 7.5), 64: (31.4, 16.6, 1.88),
@@ -39,7 +39,7 @@ TABLE_1 = {
 
 @pytest.mark.parametrize("parameters", TABLE_1)
 def test_table_1_of_the_paper(parameters):
-    """The column of 7.5 B is rounded, the others are cut off (and once rounded: 4046.9 and 2054.7 are printed so)."""
+    """The paper rounds the figures of 7.5 B and truncates most of the others (4046.9 is printed as 4046)."""
     for num_shards, row in TABLE_1[parameters].items():
         for stage, printed in zip((1, 2, 3), row, strict=True):
             figure = model_states(parameters, stage, num_shards).num_bytes / 1e9
@@ -50,7 +50,7 @@ def test_table_1_of_the_paper(parameters):
 
 
 def test_table_2_of_the_paper():
-    """Theory, in billions, for devices of 32 GB: baseline, P_os, P_os+g, P_os+g+p."""
+    """The theoretical maximum in billions of parameters for devices of 32 GB: baseline, P_os, P_os+g, P_os+g+p."""
     printed = {1: (2, 7.6, 14.4, 128), 2: (4, 15.2, 28.8, 256), 4: (8, 30.4, 57.6, 512), 8: (16, 60.8, 115.2, 1024),
                16: (32, 121.6, 230.4, 2048)}  # fmt: skip
     for model, row in printed.items():
@@ -66,13 +66,13 @@ def kib(fn, *avals):
     return {kind: size / KIB for kind, size in peak(jax.make_jaxpr(fn)(*avals).jaxpr).by_kind.items()}
 
 
-def test_what_is_between_two_products_is_stored_once():
-    """The first product, and what the second reads, which takes its place; then that and the result."""
+def test_the_value_between_two_products_is_stored_once():
+    """The operand of the second product overwrites the result of the first. The peak is this operand and the result."""
     assert kib(lambda x, w: jnp.tanh(2 * (x @ w)) @ w, SQUARE, SQUARE) == {"activations": 2 * 256}
 
 
-def test_a_value_that_is_smaller_than_what_it_is_made_of_is_stored_where_several_read_it():
-    """The sum of two products, read at once by a reduction and at the end, in its place; not both until the end."""
+def test_a_value_that_is_smaller_than_its_sources_is_stored_if_it_is_read_several_times():
+    """The sum of two products is stored in place of one, for the reduction and for the end; the products are not."""
 
     def fn(x, w):
         total = x @ w + w @ x
@@ -82,11 +82,11 @@ def test_a_value_that_is_smaller_than_what_it_is_made_of_is_stored_where_several
     assert kib(fn, SQUARE, SQUARE) == {"activations": 2 * 256 + 1}
 
 
-def test_a_loop_holds_what_it_carries_once_and_stacks_what_it_returns():
+def test_a_loop_stores_its_carry_once_and_stacks_its_outputs():
     def fn(x, w):
         return jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), jnp.sum(x, axis=0)), x @ w, None, length=1024)
 
-    # 1 KiB of each iteration, 1 MiB in all; the carry, the product, and what is carried on, which takes its place
+    # 1 KiB of each iteration, 1 MiB in all; the carry, and the product, which the next carry overwrites
     assert kib(fn, SQUARE, SQUARE) == {"checkpoints": 1024, "activations": 2 * 256 + 1}
 
 
@@ -100,12 +100,12 @@ def test_an_update_is_made_in_place():
     assert kib(fn, SQUARE, SQUARE) == {"activations": 5 * 256}
 
 
-def test_what_is_in_host_memory_is_not_on_the_device():
+def test_arrays_in_host_memory_do_not_count_on_the_device():
     to = lambda x, space: jax.device_put(x, space)
 
     def fn(x, w):
-        away = to(x @ w, jax.memory.Space.Host)
-        return to(away, jax.memory.Space.Device) @ w
+        offloaded = to(x @ w, jax.memory.Space.Host)
+        return to(offloaded, jax.memory.Space.Device) @ w
 
     jaxpr = jax.make_jaxpr(fn)(SQUARE, SQUARE).jaxpr
     assert peak(jaxpr, space=jax.memory.Space.Host).num_bytes == 256 * KIB
@@ -131,7 +131,7 @@ def real_batch(job, vocab):
 
 @pytest.mark.parametrize("kind", TINY)
 def test_presets_train_as_on_one_device(kind, monkeypatch):
-    """In fp32, to what another order of sums makes; both experts are visited by every token, so none is dropped."""
+    """In fp32, up to another order of summation. Every token is sent to both experts, so none is dropped."""
     monkeypatch.setattr(presets, "_QUERY_BLOCK", 4)
     job = presets.job(TINY[kind])
     losses = []
@@ -159,7 +159,7 @@ def test_attention_in_blocks_is_attention(monkeypatch):
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), a, b)
 
 
-def test_presets_have_the_parameters_that_their_names_say():
+def test_presets_have_the_number_of_parameters_in_their_names():
     named = {"gpt2-124m": 0.124, "gpt2-1.5b": 1.56, "gpt-7.5b": 7.5, "gpt-128b": 128, "gpt-1t": 1000, "llama3-8b": 8.03,
              "llama3-70b": 70.6, "llama3-405b": 405.9, "mixtral-8x7b": 46.7, "vit-h14": 0.632}  # fmt: skip
     assert named.keys() == PRESETS.keys()
@@ -170,7 +170,7 @@ def test_presets_have_the_parameters_that_their_names_say():
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_lives_between_steps_is_the_formula(stage):
+def test_state_between_steps_matches_the_formula(stage):
     made = plan("gpt-7.5b", "h100:64", Settings(stage=stage), suggest=False)
     terms = {term.name: term.num_bytes for term in made.memory.terms}
     states = model_states(made.parameters, stage, 64)
@@ -179,7 +179,7 @@ def test_what_lives_between_steps_is_the_formula(stage):
     assert made.memory.peak_bytes == sum(terms.values()) and made.program is None
 
 
-def test_what_does_not_fit_is_told_what_would():
+def test_a_step_that_does_not_fit_gets_suggestions():
     made = plan("llama3-8b", "h100:8", Settings(remat="none"))
     assert not made.fits and made.room_bytes < 0
     changes = {each.change: each for each in made.suggestions}
@@ -192,11 +192,11 @@ def test_what_does_not_fit_is_told_what_would():
 
 
 def test_offloaded_checkpoints_are_counted_in_host_memory():
-    kept, away = (plan("llama3-8b", "h100:8", Settings(remat=remat), suggest=False) for remat in ("full", "offload"))
+    full, offload = (plan("llama3-8b", "h100:8", Settings(remat=remat), suggest=False) for remat in ("full", "offload"))
     checkpoint = 8192 * 4096 * 2
-    assert kept.host_bytes == 0
-    assert 32 * checkpoint <= away.host_bytes <= 33 * checkpoint + KIB  # and events
-    assert away.peak_bytes < kept.peak_bytes - 28 * checkpoint
+    assert full.host_bytes == 0
+    assert 32 * checkpoint <= offload.host_bytes <= 33 * checkpoint + KIB  # and events
+    assert offload.peak_bytes < full.peak_bytes - 28 * checkpoint
 
 
 def own_job():
@@ -205,7 +205,7 @@ def own_job():
     return Job(params, optax.adam(1e-3), lambda params, batch: jnp.mean((batch["x"] @ params["w"]) ** 2), batch, rows=4)
 
 
-def test_a_job_of_ones_own():
+def test_a_user_defined_job():
     made = plan(f"{__name__}:own_job", "a100:16", Settings(precision="fp32"), suggest=False)
     assert made.parameters == 64 * 64 and made.settings.rows == 4 and made.fits
     assert {term.name: term.num_bytes for term in made.memory.terms}["parameters"] == 4 * 64 * 64 // 16
@@ -215,12 +215,12 @@ def command(*arguments):
     return CliRunner().invoke(main, ["plan", *arguments])
 
 
-def test_the_command_ends_with_3_where_it_does_not_fit():
+def test_the_command_exits_with_3_if_the_step_does_not_fit():
     fits = command("--preset", "gpt2-124m", "--json")
     assert fits.exit_code == 0 and json.loads(fits.stdout)["fits"] is True
     assert json.loads(fits.stdout)["terms"][0]["name"] == "parameters"
     large = command("--preset", "gpt-1t", "--target", "v5e:4x4", "--memory-share", "0.5", "--formulas")
-    assert large.exit_code == 3 and "does not fit" in large.stdout and "(50% of 16.00)" in large.stdout
+    assert large.exit_code == 3 and "does not fit" in large.stdout and "50% of the 16.00 GiB" in large.stdout
 
 
 def test_the_command_draws_the_memory_by_stage(tmp_path):
@@ -242,10 +242,10 @@ def test_a_compiler_that_is_not_installed_is_named(monkeypatch):
 
 def test_the_command_compiles_for_simulated_devices(tmp_path):
     shown = command("--job", f"{__name__}:own_job", "--target", "cpu:8", "--compile", "--json", "--dump", str(tmp_path))
-    told = json.loads(shown.stdout)
-    assert shown.exit_code == 0 and told["level"] == "compiled" and told["fits"]
-    assert sum(told["held_bytes"].values()) == told["peak_bytes"]
-    assert {row["kind"] for row in told["collectives"]} >= {"all-gather", "reduce-scatter"}
+    data = json.loads(shown.stdout)
+    assert shown.exit_code == 0 and data["level"] == "compiled" and data["fits"]
+    assert sum(data["held_bytes"].values()) == data["peak_bytes"]
+    assert {row["kind"] for row in data["collectives"]} >= {"all-gather", "reduce-scatter"}
     assert {file.name for file in tmp_path.iterdir()} == {"step.txt", "buffers.txt", "ranges.txt"}
 
 
@@ -268,27 +268,27 @@ def test_the_command_lists_its_presets():
         (("--preset", "gpt3"), "no preset 'gpt3'"),
         ((), "--preset NAME or --job MODULE:FUNCTION"),
         (("--job", "nowhere:job"), "cannot be called"),
-        (("--job", "math:gcd"), "returns no job"),
+        (("--job", "math:gcd"), "does not return a Job"),
         (("--preset", "gpt2-124m", "--target", "h100:12"), "unknown target 'h100:12'"),
         (("--preset", "gpt2-124m", "--memory-share", "2"), "memory_share is 2.0"),
         (("--preset", "gpt2-124m", "--remat", "some"), "unknown setting 'some'"),
         (("--preset", "gpt2-124m", "--replica", "3"), "do not divide"),
-        (("--preset", "gpt2-124m", "--model", "2"), "is not divided over a model axis of 2"),
+        (("--preset", "gpt2-124m", "--model", "2"), "cannot be divided over a model axis of 2"),
     ],
 )
-def test_bad_input_is_told(arguments, message):
+def test_invalid_input_is_an_error_without_a_traceback(arguments, message):
     shown = command(*arguments)
     assert shown.exit_code in (1, 2) and message in shown.output and "Traceback" not in shown.output
 
 
-def test_a_compiler_that_gives_up_for_memory_is_read():
-    told = (
+def test_the_required_memory_is_read_from_the_message_of_the_compiler():
+    message = (
         "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (81.64G) exceeds "
         "available HBM (15.75G)."
     )
-    assert memory_refused(told) == int(81.64 * 2**30)
-    assert memory_refused("RESOURCE_EXHAUSTED: Ran out of memory. Used 30.5G of 15.75G hbm.") == int(30.5 * 2**30)
-    assert memory_refused("INTERNAL: Couldn't find output tile sizes") is None
+    assert required_bytes(message) == int(81.64 * 2**30)
+    assert required_bytes("RESOURCE_EXHAUSTED: Ran out of memory. Used 30.5G of 15.75G hbm.") == int(30.5 * 2**30)
+    assert required_bytes("INTERNAL: Couldn't find output tile sizes") is None
 
 
 def test_every_term_is_finite():

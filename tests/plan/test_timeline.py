@@ -46,7 +46,7 @@ def times(read):
 
 
 def test_a_gather_beside_a_product():
-    time = lambda beside: times(program(GATHER.replace("BESIDE", beside)))
+    time = lambda beside: times(program(GATHER.replace("OVERLAPPED", beside)))
     addition = 2 * 2 / 6  # reads and writes 2 MiB
     assert time("") == pytest.approx((7 + addition, addition, 0, 7))
     assert time(DOT) == pytest.approx((7 + addition, 2 + addition, 2, 7))
@@ -80,7 +80,7 @@ def test_a_real_backward_pass():
 
 
 def test_spans_are_drawn_where_they_run():
-    found = predict(program(GATHER.replace("BESIDE", DOT)), HOST)
+    found = predict(program(GATHER.replace("OVERLAPPED", DOT)), HOST)
     assert found.spans == (
         Span(INSIDE_HOST, "all-gather", INSIDE_HOST, 0, 7),
         Span(COMPUTE, "dot", COMPUTE, 0, 2),
@@ -157,7 +157,7 @@ def test_what_it_takes_to_start():
     waiting = slower(kernel_s=0.25, collective_s=1, hop_s=0.5)
     text = f"%w = f32[1024,1024] parameter(0)\nROOT %r = f32[1024,1024] all-reduce(%w), {GROUPS}, to_apply=%add"
     assert predict(program(text), waiting).step_s == pytest.approx(2 * (1 + 7 * 0.5) + 2 * 4 * 7 / 8 * 4)
-    found = predict(program(GATHER.replace("BESIDE", DOT)), waiting)
+    found = predict(program(GATHER.replace("OVERLAPPED", DOT)), waiting)
     assert found.busy_s[INSIDE_HOST] == pytest.approx(1 + 7 * 0.5 + 7)
     assert found.busy_s[STARTS] == 0.5
     assert found.step_s == pytest.approx(11.5 + 4 / 6 + 0.25)
@@ -193,7 +193,7 @@ HOST_COPIES = """
 %out = (f32[65536]{0:S(5)}, f32[65536], u32[]) copy-start(%x)
 %kept = f32[65536]{0:S(5)} parameter(2)
 %in = (f32[65536], f32[65536]{0:S(5)}, u32[]) copy-start(%kept)
-BESIDE
+OVERLAPPED
 %gone = f32[65536]{0:S(5)} copy-done(%out)
 %back = f32[65536] copy-done(%in)
 ROOT %r = (f32[65536], f32[65536]{0:S(5)}) tuple(%back, %gone)
@@ -201,10 +201,10 @@ ROOT %r = (f32[65536], f32[65536]{0:S(5)}) tuple(%back, %gone)
 
 
 def test_copies_to_and_from_the_host_run_beside_each_other_and_beside_compute():
-    found = predict(program(HOST_COPIES.replace("BESIDE", "")), HOST)
+    found = predict(program(HOST_COPIES.replace("OVERLAPPED", "")), HOST)
     assert found.busy_s == {TO_HOST: 2, FROM_HOST: 2}  # 1/4 MiB each at 1/8 MiB/s
     assert found.step_s == found.waiting_s == 2
-    found = predict(program(HOST_COPIES.replace("BESIDE", DOT)), HOST)
+    found = predict(program(HOST_COPIES.replace("OVERLAPPED", DOT)), HOST)
     assert found.step_s == 2
     assert found.waiting_s == 0
 
@@ -368,11 +368,11 @@ def test_gathers_along_two_dims_of_a_torus_do_not_wait_for_each_other():
 
 def test_what_binds():
     heavy = "\n".join(f"{DOT.replace('%dot', f'%dot.{k}')}" for k in range(5))
-    assert predict(program(GATHER.replace("BESIDE", heavy)), HOST).bound_by == COMPUTE
+    assert predict(program(GATHER.replace("OVERLAPPED", heavy)), HOST).bound_by == COMPUTE
     wide = "\n".join(f"%add.{k} = bf16[1024,1024] add(%a, %a)" for k in range(15))
-    assert predict(program(GATHER.replace("BESIDE", wide)), HOST).bound_by == MEMORY
-    assert predict(program(GATHER.replace("BESIDE", "")), slower(kernel_s=9)).bound_by == STARTS
-    assert predict(program(HOST_COPIES.replace("BESIDE", "")), HOST).bound_by == TO_HOST
+    assert predict(program(GATHER.replace("OVERLAPPED", wide)), HOST).bound_by == MEMORY
+    assert predict(program(GATHER.replace("OVERLAPPED", "")), slower(kernel_s=9)).bound_by == STARTS
+    assert predict(program(HOST_COPIES.replace("OVERLAPPED", "")), HOST).bound_by == TO_HOST
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ GATHER = f"""
 %shard = bf16[128,1024]{{1,0:T(8,128)(2,1)}} parameter(0)
 %a = bf16[1024,1024]{{1,0}} parameter(1)
 %start = (bf16[128,1024]{{1,0}}, bf16[1024,1024]{{1,0}}) all-gather-start(%shard), {GROUPS}, dimensions={{0}}
-BESIDE
+OVERLAPPED
 %done = bf16[1024,1024]{{1,0}} all-gather-done(%start)
 ROOT %out = bf16[1024,1024]{{1,0}} add(%done, %done)
 """

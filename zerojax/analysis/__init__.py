@@ -1,1 +1,1 @@
-"""Reads programs, traced and compiled, and describes the hardware they run on. Knows nothing of ZeRO."""
+"""Reads traced and compiled programs, and describes the hardware they run on. Independent of ZeRO."""

@@ -1,4 +1,4 @@
-"""What an instruction of a compiled program costs: flops of matrix products, bytes of memory."""
+"""Counts the flops of matrix products and the bytes of memory traffic of an instruction of a compiled program."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ import math
 import re
 from typing import Any, NamedTuple
 
-from zerojax.analysis.hlo import Block, Buffer, Instruction, refuse
-from zerojax.analysis.hlo_collectives import multiplies, results, spans
+from zerojax.analysis.hlo import Block, Buffer, Instruction, unsupported
+from zerojax.analysis.hlo_collectives import collective_spans, fusion_results, multiplies
 
 _FREE = frozenset(["add-dependency", "after-all", "bitcast", "constant", "copy-done", "get-tuple-element"]) | frozenset(
     ["opt-barrier", "parameter", "partition-id", "replica-id", "tuple"]
 )
-_SLICES = frozenset(["dynamic-slice", "gather", "slice"])  # they read of operand 0 what they return
+_SLICES = frozenset(["dynamic-slice", "gather", "slice"])  # of operand 0 they read only as much as they return
 _MOVES = frozenset(["bitcast", "copy", "reshape", "transpose"])  # they return the elements of operand 0
-_UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # they may write into operand 0; where their update is
+_UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # may write into operand 0: the position of their update operand
 
 
 def dot_flops(instruction: Instruction) -> int:
-    """Of the matrix products of an instruction that runs once: 2 x elements of the result x elements contracted.
+    """Returns the flops of the matrix products of one execution: 2 x elements of the result x elements contracted.
 
-    Attention by cuDNN has two products forward and five backward; under a causal mask half of each is computed.
+    Attention by cuDNN has two products in the forward pass and five in the backward pass; under a causal mask, half of
+    each is computed.
 
     Raises:
-        ValueError: a loop, or a custom call or convolution whose dimensions are not in the text.
+        ValueError: if the instruction is a loop, or if it is a custom call or convolution whose dimensions are not in
+            the text.
     """
     i = instruction
     if i.op == "dot":
@@ -45,15 +47,15 @@ def dot_flops(instruction: Instruction) -> int:
             flops = products * 2 * scores * i.operands[0].buffers[0].dims[-1]
             return flops // 2 if "CAUSAL" in attention.get("mask_type", "") else flops
     if i.op != "fusion":
-        raise refuse(i, "a matrix product whose flops are not read")
+        raise unsupported(i, "cannot count the flops of this matrix product")
     return sum(dot_flops(j) for j in i.inner)
 
 
 def _convolution_flops(convolution: Instruction) -> int:
-    """Of what touches elements, not padding nor holes: on TPUs a dim of a batch is written as a dilated window."""
+    """Counts only pairs that touch elements of the input: TPU programs write batch dims as dilated windows."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
     if labels is None or re.search(r"batch_group_count=(?!1\b)", convolution.attributes):
-        raise refuse(convolution, "a convolution whose dimensions are not read")
+        raise unsupported(convolution, "cannot read the dimensions of this convolution")
     lhs, rhs = (operand.buffers[0].dims for operand in convolution.operands)
     size = dict(zip(labels.group(3), convolution.buffers[0].dims, strict=True))
     kernel = dict(zip(labels.group(2), rhs, strict=True))
@@ -61,7 +63,7 @@ def _convolution_flops(convolution: Instruction) -> int:
     inputs = dict(zip(labels.group(1), lhs, strict=True))
     window = _window(convolution, len(size) - 2)
     for d, dim in enumerate(window):
-        flops *= dim.touching(inputs[str(d)], size[str(d)])
+        flops *= dim.num_pairs(inputs[str(d)], size[str(d)])
     return flops
 
 
@@ -74,20 +76,24 @@ class _WindowDim(NamedTuple):
     lhs_dilate: int = 1
     rhs_dilate: int = 1
 
-    def touching(self, length: int, results: int) -> int:
-        """Pairs of a result and an element of the window that meet one of the `length` elements of the input."""
-        places = (
-            result * self.stride - self.pad + k * self.rhs_dilate for result in range(results) for k in range(self.size)
+    def num_pairs(self, length: int, num_results: int) -> int:
+        """Counts the pairs (result, element of the window) that read one of the `length` elements of the input."""
+        positions = (
+            result * self.stride - self.pad + k * self.rhs_dilate
+            for result in range(num_results)
+            for k in range(self.size)
         )
-        return sum(place % self.lhs_dilate == 0 and 0 <= place // self.lhs_dilate < length for place in places)
+        return sum(p % self.lhs_dilate == 0 and 0 <= p // self.lhs_dilate < length for p in positions)
 
 
 def _window(convolution: Instruction, num_dims: int) -> list[_WindowDim]:
     found = re.search(r"window=\{([^}]*)\}", convolution.attributes)
     fields = dict(field.split("=") for field in found.group(1).split()) if found else {}
-    split = {name: value.split("x") for name, value in fields.items() if name != "rhs_reversal"}  # the same pairs
+    split = {
+        name: value.split("x") for name, value in fields.items() if name != "rhs_reversal"
+    }  # does not change the number
     if any(len(values) != num_dims for values in split.values()) or not split.keys() <= set(_WindowDim._fields):
-        raise refuse(convolution, "a window that is not read")
+        raise unsupported(convolution, "cannot read the window of this convolution")
     first = {name: [int(value.split("_")[0]) for value in values] for name, values in split.items()}
     return [_WindowDim(**{name: values[d] for name, values in first.items()}) for d in range(num_dims)]
 
@@ -100,15 +106,15 @@ def _product_flops(product: Instruction, contracted: list[int]) -> int:
 def _backend_config(instruction: Instruction) -> Any:
     at = instruction.attributes.find("backend_config={")
     if at < 0:
-        raise refuse(instruction, "no backend_config in a custom call")
+        raise unsupported(instruction, "this custom call has no backend_config")
     return json.JSONDecoder().raw_decode(instruction.attributes, at + len("backend_config="))[0]
 
 
 def memory_bytes(instruction: Instruction) -> int:
-    """Bytes that an instruction that runs once reads and writes in the memory of the device.
+    """Returns the bytes that one execution of an instruction reads and writes in device memory.
 
-    Of what is only sliced, the slice is read; of what is updated in place, the update is written. Inside a fusion
-    nothing is written but its results, and each operand is read once.
+    An array that is only sliced counts as its slice, and an array that is updated in place counts as the update. A
+    fusion writes only its results, and reads each operand once.
     """
     if instruction.op in _FREE:
         return 0
@@ -118,25 +124,28 @@ def memory_bytes(instruction: Instruction) -> int:
         return _moved_bytes([instruction], [instruction], frozenset(instruction.operands))
     (body,) = instruction.called["calls"]
     parameters = frozenset(i for i in body.instructions if i.op == "parameter")
-    return _moved_bytes(list(body.instructions), results(body.root), parameters)
+    return _moved_bytes(list(body.instructions), fusion_results(body.root), parameters)
 
 
 def computed_bytes(fusion: Instruction) -> int:
-    """As `memory_bytes`, of what a fusion computes beside a collective that it holds."""
+    """Like `memory_bytes`, for the results that a fusion computes while the collective that it contains runs."""
     (body,) = fusion.called["calls"]
     parameters = frozenset(i for i in body.instructions if i.op == "parameter")
-    outputs = [result for result in results(body.root) if _is_computed(result)]
+    outputs = [result for result in fusion_results(body.root) if _is_computed(result)]
     return _moved_bytes(list(body.instructions), outputs, parameters)
 
 
 def _is_computed(result: Instruction) -> bool:
     while result.op in ("bitcast", "get-tuple-element"):
         result = result.operands[0]
-    return result.op not in _FREE and not spans(Block((result,), 1, False))
+    return result.op not in _FREE and not collective_spans(Block((result,), 1, False))
 
 
 def _moved_bytes(instructions: list[Instruction], outputs: list[Instruction], sources: frozenset[Instruction]) -> int:
-    """Of a computation from `sources` to `outputs`. Followed back is how many elements of each value are needed."""
+    """Returns the bytes that computing `outputs` from `sources` reads and writes.
+
+    The number of elements that are needed of each value is traced back from the outputs.
+    """
     needed: dict[Instruction, float] = {}
     in_place, written = set(), 0
 
@@ -144,8 +153,8 @@ def _moved_bytes(instructions: list[Instruction], outputs: list[Instruction], so
         needed[i] = min(_elements(i), needed.get(i, 0) + elements)
 
     for result in outputs:
-        target = _behind_moves(result, sources)
-        if target.op in _UPDATES and target not in sources and _behind_moves(target.operands[0], sources) in sources:
+        target = _skip_moves(result, sources)
+        if target.op in _UPDATES and target not in sources and _skip_moves(target.operands[0], sources) in sources:
             update = target.operands[_UPDATES[target.op]]
             in_place.add(target)
             written += update.num_bytes if _device_bytes(target.buffers) else 0
@@ -157,21 +166,21 @@ def _moved_bytes(instructions: list[Instruction], outputs: list[Instruction], so
         if i in sources or i not in needed:
             continue
         for k, operand in enumerate(i.operands):
-            kept = i in in_place and i.op == "dynamic-update-slice" and k == 0  # a scatter adds to what is there
-            need(operand, 0 if kept else _read_elements(i, k, needed[i]))
+            overwritten = i in in_place and i.op == "dynamic-update-slice" and k == 0  # a scatter reads its operand
+            need(operand, 0 if overwritten else _read_elements(i, k, needed[i]))
     return written + sum(
         math.ceil(_device_bytes(i.buffers) * needed[i] / _elements(i)) for i in sources if needed.get(i)
     )
 
 
-def _behind_moves(i: Instruction, sources: frozenset[Instruction]) -> Instruction:
+def _skip_moves(i: Instruction, sources: frozenset[Instruction]) -> Instruction:
     while i.op in _MOVES and i not in sources:
         i = i.operands[0]
     return i
 
 
 def _read_elements(i: Instruction, position: int, needed: float) -> float:
-    """Elements of the operand at `position` that `needed` elements of the result of `i` take."""
+    """Returns how many elements of the operand at `position` are read to compute `needed` elements of the result."""
     operand, result = _elements(i.operands[position]), _elements(i)
     if i.op in _SLICES and position == 0:
         return needed
@@ -185,11 +194,11 @@ def _elements(i: Instruction) -> int:
 
 
 def _device_bytes(buffers: tuple[Buffer, ...]) -> int:
-    """Of those that are in the memory of the device: not on the host, nor in the vector memory of a TPU."""
+    """Returns the bytes of the buffers in device memory, not in host memory or in the vector memory of a TPU."""
     return sum(buffer.num_bytes for buffer in buffers if buffer.space == 0)
 
 
 def _result_bytes(i: Instruction) -> int:
-    """Beside its result a cuBLAS call returns its workspace, which is not counted."""
+    """Returns the bytes of the results, without the workspace that a cuBLAS call returns next to its result."""
     workspace = i.op == "custom-call" and i.target.startswith("__cublas$")
     return _device_bytes(i.buffers[:1] if workspace else i.buffers)

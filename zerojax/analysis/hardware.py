@@ -1,7 +1,8 @@
-"""The chips and clusters that a plan knows: every constant, with its source and its date.
+"""Describes chips and clusters: rates, memory sizes and latencies, each with its source and date.
 
-A `Rate` holds the peak of the data sheet, of which utilisation is a share, and what of it large operations reach. What
-nobody published a measurement of is called a guess; `zerojax.plan.calibrate` replaces the first two by measurements.
+A `Rate` has the peak of the data sheet, which utilization refers to, and the share of it that large operations reach.
+Values for which no measurement is published are marked as guesses. `zerojax.plan.calibrate` replaces the rates of
+matrix products and of memory by measurements.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ BETWEEN_SLICES = "link between slices"
 
 
 class Rate(NamedTuple):
-    """A second: the peak of the data sheet, and the share of it that large operations reach."""
+    """A rate per second: the peak of the data sheet, and the share of it that large operations reach."""
 
     peak: float
     efficiency: float
@@ -31,23 +32,23 @@ class Rate(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One device as JAX sees it.
+    """A device as JAX sees it. Rates are per second.
 
     Attributes:
-        name: as targets name it.
-        platform: as `lowering_platforms` names it: 'cuda', 'tpu' or 'cpu'.
-        device_kinds: what `jax.Device.device_kind` may be.
-        memory_bytes: capacity of its memory.
-        flops: of dense bf16 matrix products.
-        f32_share: of that rate for products of f32 arrays at JAX's default precision.
-        memory_rate: bytes that it reads and writes in its memory.
-        host_rate: bytes between its memory and that of its host, one way.
-        link_rate: bytes that it sends: on a GPU to the others of its host, on a TPU over one link, one way.
-        network_rate: bytes that it sends over its own NIC to another host, on a TPU to another slice.
-        kernel_s: from the end of one kernel to the start of the next.
-        collective_s: to start a collective.
-        hop_s: for a step of a ring to a neighbour inside the host, on a TPU over one link.
-        network_hop_s: for a step of a ring to another host, on a TPU to another slice.
+        name: the name in targets.
+        platform: the name in `lowering_platforms`: 'cuda', 'tpu' or 'cpu'.
+        device_kinds: the possible values of `jax.Device.device_kind`.
+        memory_bytes: capacity of the device memory.
+        flops: flops of dense bf16 matrix products.
+        f32_share: the share of `flops` that products of f32 arrays reach at JAX's default precision.
+        memory_rate: bytes read and written in device memory.
+        host_rate: bytes copied between device memory and host memory, in one direction.
+        link_rate: bytes sent, on a GPU to the others of its host, on a TPU over one link in one direction.
+        network_rate: bytes sent over the device's own NIC to another host, on a TPU to another slice.
+        kernel_s: seconds from the end of one kernel to the start of the next.
+        collective_s: seconds to start a collective.
+        hop_s: seconds for a step of a ring to a neighbor within the host, on a TPU over one link.
+        network_hop_s: seconds for a step of a ring to another host, on a TPU to another slice.
     """
 
     name: str
@@ -66,24 +67,24 @@ class Chip:
     network_hop_s: float
 
 
-# NVIDIA. Dense bf16 peak and NVLink (half of what is given for both directions) are those of the data sheets: "NVIDIA
-#   A100 Tensor Core GPU" (SXM, 80 GB, 2021), "NVIDIA H100 Tensor Core GPU" (SXM, 2022), "NVIDIA H200 Tensor Core GPU"
-#   (SXM, 2023), "NVIDIA HGX" (B200, 2025). The bytes of memory and their peak rate are what a driver gives, as XLA
-#   notes them (xla/backends/gpu/target_config/specs, 2026-11).
-# Products of f32 arrays are TF32's by default, with half the peak (the data sheets).
-# Products of bf16 at the power limit: H200 755 TFLOP/s and B200 1429 (Bekman, "Machine Learning Engineering",
-#   accelerators, MSMF, 2026). A100 268 at its best shape, that is 0.86 (ibid., MAMF, 2024); that it holds 0.8 is a
-#   guess. H100 792 at its best shape (ibid.); that it holds 0.71 is a guess.
-# Memory: on an H100 the sum of two vectors of 4 GiB takes 4.1 ms, that is 0.94 (Austin et al., "How to Scale Your
-#   Model", GPUs, 2025). That the others reach 0.9 is a guess.
-# NVLink: 370 GB/s of the H100's 450 (Austin et al., ibid.); 235 of the A100's 300 is what NCCL itself counts with
-#   (src/graph/tuning.cc, 2020). For the H200 and the B200 the share is a guess, that of the H100.
-# Host: PCIe with 16 lanes, of generation 4 (A100) and 5. That 0.8 of it is reached is a guess.
-# NICs, one a GPU: DGX A100 8 x 200 Gb/s; DGX H100, H200 and B200 8 x 400 Gb/s (their user guides, 2020 to 2025). That
-#   0.9 of them is reached is a guess.
-# Seconds: NCCL's own model of a ring with its Simple protocol (src/tuning/cost_model.cc, 2026): 8.4 us to start, 3.4
-#   for a step over NVLink, 14 for one over the network. From kernel to kernel 1.5 us, what a tiny one takes in JAX on
-#   an H100 (Austin et al., ibid.); that it holds for the others is a guess.
+# NVIDIA. The peaks of dense bf16 products and of NVLink (half of the figure for both directions) are from the data
+#   sheets: "NVIDIA A100 Tensor Core GPU" (SXM, 80 GB, 2021), "NVIDIA H100 Tensor Core GPU" (SXM, 2022), "NVIDIA H200
+#   Tensor Core GPU" (SXM, 2023), "NVIDIA HGX" (B200, 2025). The memory sizes and their peak rates are those that a
+#   driver reports, as listed by XLA (xla/backends/gpu/target_config/specs, 2026-11).
+# Products of f32 arrays use TF32 by default, with half the peak (data sheets).
+# Products of bf16 arrays at the power limit: H200 755 TFLOP/s and B200 1429 (Bekman, "Machine Learning Engineering",
+#   accelerators, MSMF, 2026). A100 268 at its best shape, which is 0.86 (ibid., MAMF, 2024); the sustained 0.8 is a
+#   guess. H100 792 at its best shape (ibid.); the sustained 0.71 is a guess.
+# Memory: on an H100 the sum of two vectors of 4 GiB takes 4.1 ms, which is 0.94 (Austin et al., "How to Scale Your
+#   Model", GPUs, 2025). The 0.9 of the others is a guess.
+# NVLink: 370 GB/s of the H100's 450 (Austin et al., ibid.); NCCL assumes 235 of the A100's 300 (src/graph/tuning.cc,
+#   2020). The share of the H200 and the B200 is a guess: that of the H100.
+# Host: 16 lanes of PCIe 4 (A100) or PCIe 5 (all others). The share of 0.8 is a guess.
+# NICs, one for each GPU: DGX A100 8 x 200 Gb/s; DGX H100, H200 and B200 8 x 400 Gb/s (user guides, 2020 to 2025). The
+#   share of 0.9 is a guess.
+# Latencies: NCCL's model of a ring with its Simple protocol (src/tuning/cost_model.cc, 2026): 8.4 us to start, 3.4 us
+#   for a step over NVLink, 14 us for a step over the network. From kernel to kernel 1.5 us, the time of a tiny kernel
+#   in JAX on an H100 (Austin et al., ibid.); for the others this is a guess.
 _NCCL = {"kernel_s": 1.5e-6, "collective_s": 8.4e-6, "hop_s": 3.4e-6, "network_hop_s": 14e-6}
 _A100 = Chip(
     name="a100",
@@ -129,14 +130,14 @@ _B200 = dataclasses.replace(
     link_rate=Rate(900e9, 0.82),
 )
 
-# Google. Peak, capacity and memory: "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" in the documentation of Cloud TPU, 2025;
-#   the links there (bidirectional, of a chip: v5e 400 GB/s, v5p 1200, v6e 800) over the number of links (4, 6, 4) and
-#   both directions; v4: 50 GB/s (Jouppi et al., "TPU v4", arXiv 2304.01433, 2023). That 0.9 of a link is reached is
-#   what "How to Scale Your Model" (TPUs, 2025) counts with: 45 and 90 GB/s; from there too: PCIe 16 GB/s (v6e 32) and
-#   the network 6.25 GB/s (v5e 3.125, v6e 12.5) of each chip.
+# Google. Peak, capacity and memory rate: "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" in the documentation of Cloud TPU,
+#   2025. Links: the bidirectional rate of a chip given there (v5e 400 GB/s, v5p 1200, v6e 800), divided by the number
+#   of links (4, 6, 4) and by the two directions; v4: 50 GB/s (Jouppi et al., "TPU v4", arXiv 2304.01433, 2023). From
+#   "How to Scale Your Model" (TPUs, 2025) are the share of 0.9 for links, which gives 45 and 90 GB/s, PCIe with 16 GB/s
+#   (v6e 32), and the network with 6.25 GB/s (v5e 3.125, v6e 12.5) for each chip.
 # Products of f32 arrays are rounded to bf16 by default (jax.lax.Precision.DEFAULT).
-# Guesses: 0.9 of the products' and of the memory's peak; no time from kernel to kernel, since one program runs them
-#   all; 1 us for a step over a link, and 1 us to start; 50 us for a step to another slice.
+# Guesses: 0.9 of the peaks of products and of memory; no time between kernels, since one program runs them all; 1 us
+#   for a step over a link, and 1 us to start; 50 us for a step to another slice.
 _ICI = {"kernel_s": 0.0, "collective_s": 1e-6, "hop_s": 1e-6, "network_hop_s": 50e-6}
 
 
@@ -166,8 +167,7 @@ def _tpu(
     )
 
 
-# A CPU device of a process that simulates several. Guesses, all of them: nothing is promised of these, and calibration
-# is quick.
+# A simulated CPU device. All values are guesses; calibration replaces the two most important ones within seconds.
 _CPU = Chip(
     name="cpu",
     platform="cpu",
@@ -199,16 +199,16 @@ CHIPS = {
     )
 }
 _GPUS_PER_HOST = 8
-_TPU_HOST = (2, 2, 1)  # the chips of a host in a described topology
+_TPU_HOST = (2, 2, 1)  # the chips of one host in a described topology
 
 
 def torus_links(dim: int) -> str:
-    """The lane of the links along one dim of a TPU slice."""
+    """Returns the name of the links along one dim of a TPU slice."""
     return f"torus links along dim {dim}"
 
 
 class Route(NamedTuple):
-    """What a ring of devices sends over: its links, bytes/s that each device sends, seconds before the last byte's."""
+    """The links that a ring of devices uses, the bytes per second that each device sends, and the latency."""
 
     lanes: tuple[str, ...]
     rate: float
@@ -217,14 +217,14 @@ class Route(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Devices in the order of `targets.devices(target)`.
+    """A cluster. Its devices are in the order of `targets.devices(target)`.
 
     Attributes:
-        target: its name.
-        chip: each of the devices.
-        num_devices: in all.
-        devices_per_host: of consecutive devices.
-        torus: the chips along each dim of a TPU slice; None for GPUs and CPUs.
+        target: the name of the cluster.
+        chip: the kind of all devices.
+        num_devices: the number of devices.
+        devices_per_host: the number of consecutive devices that share a host.
+        torus: the number of chips along each dim of a TPU slice; None for GPUs and CPUs.
     """
 
     target: str
@@ -234,27 +234,30 @@ class Cluster:
     torus: tuple[int, ...] | None = None
 
     def route(self, group: Sequence[int]) -> Route:
-        """How a ring of the devices with these indices communicates: inside a host or a slice, or between several.
+        """Returns how a ring of devices communicates: within a host or slice, or between several.
 
-        In a ring all links carry the same bytes. Of the m devices that a host has in the ring one sends to the next
-        host, so the ring would be as slow as one NIC; with rails there are m such rings, each with 1/m of the bytes,
-        and each leaves through another NIC. So a host sends with m NICs, and a device inside it with its own link.
+        All links of a ring carry the same bytes. If a host has m devices in the ring, only one of them sends to the
+        next host, so one ring would be as slow as one NIC. With rails there are m rings, each with 1/m of the bytes and
+        with a different NIC, so that a host sends over m NICs, and each device within it over its own link.
+
+        Args:
+            group: the indices of the devices.
 
         Raises:
-            ValueError: an index that is not in the cluster.
+            ValueError: if the group is empty or has an index that is not in the cluster.
         """
         if not group or not 0 <= min(group) <= max(group) < self.num_devices:
-            raise ValueError(f"hardware: a group outside {self.target}\n  got:      devices {list(group)[:16]}")
+            raise ValueError(f"hardware: a group is outside {self.target}\n  got:      devices {list(group)[:16]}")
         chip, island = self.chip, math.prod(self.torus) if self.torus else self.devices_per_host
         members: dict[int, list[int]] = {}
         for device in group:
             members.setdefault(device // island, []).append(device % island)
-        inside = max((self._inside(local) for local in members.values()), key=lambda route: route.latency_s)
+        inside = max((self._inside(devices) for devices in members.values()), key=lambda route: route.latency_s)
         if len(members) == 1:
             return inside
-        num_local = min(map(len, members.values()))
-        network = num_local * chip.network_rate.effective
-        # A step of the ring crosses to the next host, or stays inside one.
+        num_nics = min(map(len, members.values()))
+        network = num_nics * chip.network_rate.effective
+        # Each step of the ring either crosses to the next host or stays within one.
         steps = (len(group) - len(members)) * chip.hop_s + (len(members) - 1) * chip.network_hop_s
         return Route(
             (BETWEEN_SLICES if self.torus else BETWEEN_HOSTS,),
@@ -270,9 +273,10 @@ class Cluster:
         return self._inside_torus([self.coordinates(device) for device in group], self.torus)
 
     def _inside_torus(self, places: Sequence[tuple[int, ...]], torus: tuple[int, ...]) -> Route:
-        """A share of the bytes goes along each dim that the group spans, both ways at once.
+        """The route within a slice: a share of the bytes goes along each dim that the group spans, in both directions.
 
-        Where a dim does not wrap around, the link at its end has to carry, one way, all that the other chips send.
+        In a dim that does not wrap around, the link at the end carries everything that the other chips send, in one
+        direction.
         """
         spanned = [d for d in range(len(torus)) if len({place[d] for place in places}) > 1]
         ways = sum(2 if self._wraps(d) else 1 for d in spanned)
@@ -282,7 +286,7 @@ class Cluster:
         return Route(lanes, max(ways, 1) * chip.link_rate.effective, chip.collective_s + hops * chip.hop_s)
 
     def coordinates(self, device: int) -> tuple[int, ...]:
-        """Of a chip in its slice. Hosts, and the chips of a host, are counted along the first dim first."""
+        """Returns the coordinates of a chip in its slice. Hosts, and chips of a host, are numbered first dim first."""
         torus = self.torus or ()
         tile = [min(size, width) for size, width in zip(torus, _TPU_HOST, strict=False)]
         host, chip = divmod(device, math.prod(tile))
@@ -294,7 +298,10 @@ class Cluster:
         return tuple(place)
 
     def _wraps(self, dim: int) -> bool:
-        """In two dims (v5e, v6e) the 16 chips of a full pod do; in three, cubes of 4x4x4 do, joined by switches.
+        """Whether the links along a dim of the torus wrap around.
+
+        With two dims (v5e, v6e), a dim with the 16 chips of a full pod wraps around. With three, cubes of 4x4x4 chips,
+        which are connected by switches, do.
 
         Source: Austin et al., "How to Scale Your Model", TPUs, 2025.
         """
@@ -303,15 +310,16 @@ class Cluster:
 
 
 def cluster(target: str, calibration: str | Path | None = None) -> Cluster:
-    """A cluster by the name of its target.
+    """Returns the cluster that a target names.
 
     Args:
-        target: 'cpu:8'; 'a100:N', 'h100:N', 'h200:N' or 'b200:N', in hosts of 8; or a TPU topology: 'v4:2x2x2',
-            'v5e:4x4', 'v5p:4x4x4', 'v6e:8x8', or several slices of it: 'v5e:4x4*2'.
-        calibration: a file that `zerojax.plan.calibrate` wrote. What it measured takes the place of the constants.
+        target: 'cpu:8'; 'a100:N', 'h100:N', 'h200:N' or 'b200:N', in hosts of 8; a TPU topology such as 'v4:2x2x2',
+            'v5e:4x4', 'v5p:4x4x4' or 'v6e:8x8'; or several slices of one, such as 'v5e:4x4*2'.
+        calibration: a file that `zerojax.plan.calibrate` wrote; its measured rates replace those of the data sheets.
 
     Raises:
-        ValueError: an unknown target, a number that hosts of 8 do not make up, or a calibration of another chip.
+        ValueError: if the target is unknown, if more than 8 GPUs are not a multiple of 8, or if the calibration is that
+            of another chip.
     """
     name, _, size = target.partition(":")
     chip = CHIPS.get(name)
@@ -342,7 +350,7 @@ def _calibrated(chip: Chip, path: Path) -> Chip:
         raise ValueError(
             f"hardware: {path} was not measured on {chip.name}\n"
             f"  got:      {measured['device_kind']!r}, not one of {list(chip.device_kinds)}\n"
-            f"  fix:      calibrate on one of these, or plan without it"
+            f"  fix:      calibrate on one of these, or plan without a calibration"
         )
     return dataclasses.replace(
         chip,

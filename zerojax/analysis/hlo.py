@@ -1,6 +1,6 @@
-"""The text of a compiled program: its computations and instructions in the order of the schedule, how often each runs.
+"""Reads the HLO text of a compiled program: its computations, its scheduled instructions, and their trip counts.
 
-`read(compiled.as_text())` reads the program that one device runs. What is not understood raises ValueError.
+`read(compiled.as_text())` returns the program that each device runs. Text that is not understood raises ValueError.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ HOST = 5  # the memory space of pinned host memory
 
 
 def element_bits(dtype: str) -> int:
-    """Of a dtype as it is written in programs: 'bf16', 'f8e4m3fn', 's4', 'pred', 'token'."""
+    """Returns the bits of an element, from the dtype's name in HLO: 'bf16', 'f8e4m3fn', 's4', 'pred', 'token'."""
     return {"token": 0, "pred": 8}[dtype] if dtype in ("token", "pred") else int(re.findall(r"\d+", dtype)[0])
 
 
 class Buffer(NamedTuple):
-    """An array that an instruction returns; `space` is 0 for the memory of the device, `HOST` for that of the host."""
+    """An array that an instruction returns. `space` is 0 for device memory and `HOST` for host memory."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -33,7 +33,7 @@ class Buffer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Computation:
-    """Instructions in the order in which they run (inside a fusion: are defined), and the one that is the result."""
+    """Instructions in scheduled order (inside a fusion: in the order of definition), and the one that is the result."""
 
     name: str
     instructions: tuple[Instruction, ...]
@@ -42,7 +42,7 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-    """`called` holds computations by role: 'body', 'calls', 'to_apply'. A tuple's buffers are listed flat."""
+    """An instruction. `called` maps roles ('body', 'calls', 'to_apply') to computations; tuples have flat `buffers`."""
 
     name: str
     op: str
@@ -57,22 +57,22 @@ class Instruction:
 
     @property
     def inner(self) -> list[Instruction]:
-        """The instructions of all computations that it calls."""
+        """The instructions of all computations that this one calls."""
         return [i for computations in self.called.values() for c in computations for i in c.instructions]
 
     @property
     def target(self) -> str:
-        """Of a custom call."""
+        """The target of a custom call."""
         return attribute(r'custom_call_target="([^"]*)"', self)
 
     def integers(self, name: str) -> list[int]:
-        """Of an attribute such as `lhs_contracting_dims={1,2}`; none if it is not there."""
+        """Returns the integers of an attribute such as `lhs_contracting_dims={1,2}`, or [] if it is missing."""
         match = re.search(rf"\b{name}=\{{([\d,]*)\}}", self.attributes)
         return [int(n) for n in match.group(1).split(",") if n] if match else []
 
 
 class Program(NamedTuple):
-    """A scheduled program of one of `num_devices` devices. `aliased` are the parameters whose place a result takes."""
+    """The scheduled program of one of `num_devices` devices. `aliased` are the parameters that a result overwrites."""
 
     entry: Computation
     num_devices: int
@@ -80,24 +80,24 @@ class Program(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Instructions that run one after the other, `trips` times in all; None if the text does not say how often."""
+    """A sequence of instructions that runs `trips` times in a step, or None if the text does not say how often."""
 
     instructions: tuple[Instruction, ...]
     trips: int | None
     looped: bool
 
 
-def refuse(instruction: Instruction, why: str) -> ValueError:
-    """The error that says which instruction is not understood."""
-    shown = f"{instruction.op} %{instruction.name} {instruction.attributes.lstrip('), ')}"
-    return ValueError(f"hlo: {why}\n  got:      {shown[:200]}")
+def unsupported(instruction: Instruction, why: str) -> ValueError:
+    """Returns the error for an instruction that is not understood, to be raised by the caller."""
+    got = f"{instruction.op} %{instruction.name} {instruction.attributes.lstrip('), ')}"
+    return ValueError(f"hlo: {why}\n  got:      {got[:200]}")
 
 
 def attribute(pattern: str, instruction: Instruction) -> str:
-    """What the group of a regular expression matches in the attributes."""
+    """Returns what the first group of a regular expression matches in the attributes of an instruction."""
     match = re.search(pattern, instruction.attributes)
     if match is None:
-        raise refuse(instruction, f"nothing in the attributes matches {pattern}")
+        raise unsupported(instruction, f"no attribute matches {pattern}")
     return match.group(1)
 
 
@@ -111,10 +111,10 @@ _CALLED = re.compile(
 
 
 def read(text: str) -> Program:
-    """The program in the text that `compiled.as_text()` returns.
+    """Parses the text that `compiled.as_text()` returns.
 
     Raises:
-        ValueError: the program is not scheduled, or a line is not understood.
+        ValueError: if the program is not scheduled, or if a line is not understood.
     """
     header, _, rest = text.partition("\n")
     if not header.startswith("HloModule") or "is_scheduled=true" not in header:
@@ -129,7 +129,7 @@ def read(text: str) -> Program:
             current, scope, root = opened.group(2), {}, None
         elif line.startswith("}") and current is not None:
             if root is None:
-                raise ValueError(f"hlo: no root in computation %{current}")
+                raise ValueError(f"hlo: computation %{current} has no root")
             computations[current] = Computation(current, tuple(scope.values()), root)
             current = None
         elif current is not None and line.strip():
@@ -137,7 +137,7 @@ def read(text: str) -> Program:
             scope[instruction.name] = instruction
             root = instruction if is_root else root
     if entry is None:
-        raise ValueError("hlo: no ENTRY computation in the program")
+        raise ValueError("hlo: the program has no ENTRY computation")
     counts = [re.search(rf"\b{name}=(\d+)", header) for name in ("replica_count", "num_partitions")]
     aliased = frozenset(int(number) for number in re.findall(r"\((\d+), \{[\d, ]*\}, \w+-alias\)", header))
     return Program(computations[entry], math.prod(int(count.group(1)) for count in counts if count), aliased)
@@ -148,9 +148,9 @@ def _instruction(
 ) -> tuple[bool, Instruction]:
     match = _INSTRUCTION.match(line)
     if not match:
-        raise ValueError(f"hlo: a line that is no instruction\n  got:      {line.strip()[:160]}")
+        raise ValueError(f"hlo: a line is not an instruction\n  got:      {line.strip()[:160]}")
     is_root, name, result, op, rest = match.groups()
-    end = 0 if op == "constant" else _closing(rest)
+    end = 0 if op == "constant" else _closing_parenthesis(rest)
     try:
         operands = tuple(scope[operand] for operand in re.findall(r"%([\w.\-]+)", rest[:end]))
         called = {
@@ -162,8 +162,8 @@ def _instruction(
     return bool(is_root), Instruction(name, op, _buffers(result, line), operands, called, rest[end:])
 
 
-def _closing(text: str) -> int:
-    """Where the parenthesis closes that is open at the start."""
+def _closing_parenthesis(text: str) -> int:
+    """Returns the index at which the parenthesis closes that is open at the start of the text."""
     depth = 1
     for match in re.finditer(r"[()]", text):
         depth += 1 if match.group() == "(" else -1
@@ -187,7 +187,7 @@ def _buffers(result: str, line: str) -> tuple[Buffer, ...]:
 
 
 def blocks(program: Program) -> list[Block]:
-    """The entry computation, and every loop body, called computation and branch, with how often each runs."""
+    """Returns the entry computation and every loop body, called computation and branch, each with its trip count."""
 
     def visit(computation: Computation, trips: int | None, looped: bool) -> Iterator[Block]:
         yield Block(computation.instructions, trips, looped)
@@ -207,25 +207,25 @@ def blocks(program: Program) -> list[Block]:
 
 
 def trip_count(loop: Instruction) -> int | None:
-    """How often the body of a `while` runs: what the compiler noted, or what its counter tells. None: unknown."""
+    """Returns the trip count of a `while`, from the compiler's note or from its counter, or None if it is unknown."""
     known = re.search(r"known_trip_count\W+n\W+(\d+)", loop.attributes)
-    return int(known.group(1)) if known else _counted(loop)
+    return int(known.group(1)) if known else _trips_from_counter(loop)
 
 
-def _counted(loop: Instruction) -> int | None:
-    """Trips of `while counter < limit: counter += step` with three constants, as in programs for TPUs."""
+def _trips_from_counter(loop: Instruction) -> int | None:
+    """The trips of `while counter < limit: counter += step` if all three are constants, as in programs for TPUs."""
     (condition,), (body,) = loop.called["condition"], loop.called["body"]
     test, (start,) = condition.root, loop.operands
     if test.op != "compare" or "direction=LT" not in test.attributes or body.root.op != "tuple" or start.op != "tuple":
         return None
-    counter = _behind_copies(test.operands[0])
+    counter = _skip_copies(test.operands[0])
     if counter.op != "get-tuple-element":
         return None
     index = int(attribute(r"index=(\d+)", counter))
-    update = _behind_copies(body.root.operands[index])
+    update = _skip_copies(body.root.operands[index])
     if update.op != "add":
         return None
-    old, step = map(_behind_copies, update.operands)
+    old, step = map(_skip_copies, update.operands)
     first, last, step = map(_constant, (start.operands[index], test.operands[1], step))
     if old.op != "get-tuple-element" or int(attribute(r"index=(\d+)", old)) != index:
         return None
@@ -234,22 +234,20 @@ def _counted(loop: Instruction) -> int | None:
     return max(0, -(-(last - first) // step))
 
 
-def _behind_copies(i: Instruction) -> Instruction:
+def _skip_copies(i: Instruction) -> Instruction:
     while i.op in ("bitcast", "copy"):
         i = i.operands[0]
     return i
 
 
 def _constant(i: Instruction) -> int | None:
-    """The value of an integer constant."""
-    value = re.match(r"(-?\d+)\)", _behind_copies(i).attributes)
-    return int(value.group(1)) if value and _behind_copies(i).op == "constant" else None
+    """Returns the value of an integer constant, or None for any other instruction."""
+    value = re.match(r"(-?\d+)\)", _skip_copies(i).attributes)
+    return int(value.group(1)) if value and _skip_copies(i).op == "constant" else None
 
 
 def trips_of(block: Block, instruction: Instruction) -> int:
-    """How often an instruction of the block runs. Raises ValueError where the text does not say."""
+    """Returns how often an instruction of the block runs. Raises ValueError if the text does not say."""
     if block.trips is None:
-        raise refuse(
-            instruction, "how often this runs is not in the text: a loop without trip count or a branch holds it"
-        )
+        raise unsupported(instruction, "this is in a branch, or in a loop whose trip count is not in the text")
     return block.trips

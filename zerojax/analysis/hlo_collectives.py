@@ -1,7 +1,7 @@
-"""What a compiled program sends, with what beside it, and what it copies.
+"""Finds the collectives of a compiled program, which of them overlap with matrix products, and the copies it makes.
 
-Programs for GPUs and for TPUs. On TPUs a collective may be a chain of fusions, which hold clones of it beside compute.
-What is not understood raises ValueError and is never taken for nothing.
+It reads programs for GPUs and for TPUs. On TPUs a collective may be a chain of fusions, each of which contains a clone
+of the collective and some computation. Instructions that are not understood raise ValueError; they are never ignored.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zerojax.analysis.hlo import Block, Buffer, Instruction, Program, attribute, blocks, refuse, trips_of
+from zerojax.analysis.hlo import Block, Buffer, Instruction, Program, attribute, blocks, trips_of, unsupported
 
 _COLLECTIVES = frozenset(
     ["all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "reduce-scatter"]
 )
-_UNREAD = frozenset(["ragged-all-to-all", "recv", "send"])  # they communicate, and how much is not known here
+_UNSUPPORTED = frozenset(["ragged-all-to-all", "recv", "send"])  # the number of bytes is unknown
 
 
 class Collective(NamedTuple):
-    """What one collective moves of one dtype. A combined collective with two dtypes is two of these.
+    """The arrays of one dtype that a collective communicates. A combined collective with two dtypes becomes two.
 
     Attributes:
         kind: 'all-gather', 'reduce-scatter', 'all-reduce', ...
-        dtype: on the wire.
-        full_bytes: of the full form, each time it runs: the result of a gather, the operand of the others.
-        group: the devices that take part, as numbers of the program: one group, of as many as there are.
-        trips: how often it runs in a step.
-        looped: it is inside a loop.
-        exposed: no matrix product is between its start and its end.
+        dtype: the dtype that is sent.
+        full_bytes: bytes of the full arrays in one run: the result of an all-gather, the operand of all others.
+        group: the indices of the devices of one of its groups.
+        trips: the number of times it runs in a step.
+        looped: whether it is inside a loop.
+        exposed: whether no matrix product is scheduled between its start and its end.
     """
 
     kind: str
@@ -48,15 +48,15 @@ class Collective(NamedTuple):
 
     @property
     def sent_bytes(self) -> float:
-        """By one device in a step, by the ring algorithms: (n-1)/n of the full form, twice that for an all-reduce."""
+        """Bytes that one device sends in a step with ring algorithms: (n-1)/n of full, twice that for an all-reduce."""
         if self.kind == "collective-permute":
             return self.trips * self.full_bytes
         rounds = 2 if self.kind == "all-reduce" else 1
         return self.trips * rounds * self.full_bytes * (self.group_size - 1) / self.group_size
 
 
-class Span(NamedTuple):
-    """A collective `core` that is under way from instruction `start` to instruction `end` of a block (indices)."""
+class CollectiveSpan(NamedTuple):
+    """A collective `core` that runs from the instruction with index `start` of a block to the one with index `end`."""
 
     core: Instruction
     start: int
@@ -64,59 +64,61 @@ class Span(NamedTuple):
 
 
 def peak_bytes(memory: Any) -> int:
-    """What a program needs on one device: its arguments, temporaries, and results that have no argument's place.
+    """Returns the bytes that a program needs on one device: arguments, temporaries, and results that are not aliased.
 
     Args:
-        memory: of `compiled.memory_analysis()`.
+        memory: the result of `compiled.memory_analysis()`.
     """
     unaliased = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return memory.argument_size_in_bytes + memory.temp_size_in_bytes + unaliased
 
 
-def spans(block: Block) -> list[Span]:
-    """The collectives of a block in the order of their starts. A synchronous one starts and ends at one instruction.
+def collective_spans(block: Block) -> list[CollectiveSpan]:
+    """Returns the collectives of a block, in the order in which they start.
 
-    For GPUs a start is `KIND-start`, or `async-start` of a computation with one collective. For TPUs it may be a chain
-    of fusions that hold clones of one collective, with one `chain_id`, from the first of which it runs to the last. A
-    fusion of an all-reduce and the slice that a device keeps of it is how they write a reduce-scatter.
+    A synchronous collective starts and ends at the same instruction. Programs for GPUs start an asynchronous one by
+    `KIND-start`, or by `async-start` of a computation with one collective. Programs for TPUs may contain a chain of
+    fusions with the same `chain_id`, each with a clone of the collective, which runs from the first to the last of
+    them; they also write a reduce-scatter as a fusion of an all-reduce and a slice of its result.
 
     Raises:
-        ValueError: a start without an end in the same block, or a collective in a fusion that is not understood.
+        ValueError: if a start has no end in the same block, or if a fusion with a collective is not understood.
     """
-    found: list[Span] = []
-    chains: dict[str, Span] = {}
+    found: list[CollectiveSpan] = []
+    chains: dict[str, CollectiveSpan] = {}
     for k, i in enumerate(block.instructions):
         core = _collective_of(i)
         if core is None:
             continue
-        if i.op == "fusion" and _slices(i, core):
-            found.append(Span(dataclasses.replace(core, op="reduce-scatter"), k, k))
+        if i.op == "fusion" and _is_reduce_scatter(i, core):
+            found.append(CollectiveSpan(dataclasses.replace(core, op="reduce-scatter"), k, k))
         elif i.op == "fusion":
             chain = attribute(r'chain_id="(\w+)"', core)
-            chains[chain] = chains.get(chain, Span(core, k, k))._replace(end=k)
+            chains[chain] = chains.get(chain, CollectiveSpan(core, k, k))._replace(end=k)
         else:
-            found.append(Span(core, k, _done(block, k) if i.op.endswith("-start") else k))
+            found.append(CollectiveSpan(core, k, _done_index(block, k) if i.op.endswith("-start") else k))
     return sorted([*found, *chains.values()], key=lambda span: span.start)
 
 
 def _collective_of(i: Instruction) -> Instruction | None:
-    """The collective that an instruction is, starts, or holds."""
-    if i.op in ("while", "call", "conditional") or i.op.endswith(("-update", "-done")):  # blocks of their own; ends
+    """Returns the collective that an instruction is, starts, or contains, or None."""
+    # Loops, calls and branches are separate blocks. An update or an end belongs to a start.
+    if i.op in ("while", "call", "conditional") or i.op.endswith(("-update", "-done")):
         return None
-    if i.op in _UNREAD or i.op.removesuffix("-start") in _UNREAD:
-        raise refuse(i, "a kind of communication that is not read")
+    if i.op in _UNSUPPORTED or i.op.removesuffix("-start") in _UNSUPPORTED:
+        raise unsupported(i, "this kind of communication is not supported")
     if i.op.removesuffix("-start") in _COLLECTIVES:
         return i
     inside = [j for j in i.inner if _communicates(j)]
     if not inside:
         return None
     if len(inside) > 1 or i.op not in ("async-start", "fusion") or inside[0].op not in _COLLECTIVES:
-        raise refuse(i, "a collective where none is expected")
+        raise unsupported(i, "unexpected collective inside this instruction")
     return inside[0]
 
 
-def _slices(fusion: Instruction, core: Instruction) -> bool:
-    """Whether a fusion of an all-reduce returns a slice of it, and is no link of a chain."""
+def _is_reduce_scatter(fusion: Instruction, core: Instruction) -> bool:
+    """Whether a fusion is a reduce-scatter: an all-reduce of which it returns a slice, and not part of a chain."""
     root = fusion.called["calls"][0].root
     sliced = core.op == "all-reduce" and root.op == "dynamic-slice" and root.operands[0] is core
     return sliced and "chain_id=" not in core.attributes
@@ -124,42 +126,43 @@ def _slices(fusion: Instruction, core: Instruction) -> bool:
 
 def _communicates(instruction: Instruction) -> bool:
     kind = instruction.op.removesuffix("-start")
-    return kind in _COLLECTIVES or kind in _UNREAD or any(_communicates(i) for i in instruction.inner)
+    return kind in _COLLECTIVES or kind in _UNSUPPORTED or any(_communicates(i) for i in instruction.inner)
 
 
-def _done(block: Block, start: int) -> int:
-    """The index of the instruction that ends what starts at index `start`."""
-    under_way = {block.instructions[start]}
+def _done_index(block: Block, start: int) -> int:
+    """Returns the index of the instruction that ends the collective that starts at index `start`."""
+    started = {block.instructions[start]}
     for k in range(start + 1, len(block.instructions)):
         i = block.instructions[k]
-        if under_way & set(i.operands) and i.op.endswith("-update"):
-            under_way.add(i)
-        elif under_way & set(i.operands) and i.op.endswith("-done"):
+        if started & set(i.operands) and i.op.endswith("-update"):
+            started.add(i)
+        elif started & set(i.operands) and i.op.endswith("-done"):
             return k
-    raise refuse(block.instructions[start], "a start without an end in the same computation")
+    raise unsupported(block.instructions[start], "a start has no end in the same computation")
 
 
 def collectives(program: Program) -> list[Collective]:
-    """Every collective that a step runs.
+    """Returns every collective that a step runs.
 
-    Exposed are those with no matrix product between start and end in the order of the schedule: a `dot`, a
-    convolution, a cuBLAS or cuDNN call, or something that calls one. Synchronous ones are exposed.
+    A collective is exposed if no matrix product (a `dot`, a convolution, a cuBLAS or cuDNN call, or an instruction that
+    contains one) is scheduled between its start and its end. Synchronous collectives are always exposed.
 
     Raises:
-        ValueError: one runs in a loop without a known trip count or in a branch, or its groups are not understood.
+        ValueError: if a collective is in a branch or in a loop whose trip count is unknown, or if its groups are not
+            understood.
     """
     found = []
     for block in blocks(program):
-        for core, start, end in spans(block):
+        for core, start, end in collective_spans(block):
             exposed = not any(multiplies(i) for i in block.instructions[start + 1 : end])
-            found += parts(core, program.num_devices, trips_of(block, core), block.looped, exposed)
+            found += split_by_dtype(core, program.num_devices, trips_of(block, core), block.looped, exposed)
     return found
 
 
-def parts(
+def split_by_dtype(
     core: Instruction, num_devices: int, trips: int = 1, looped: bool = False, exposed: bool = False
 ) -> list[Collective]:
-    """A collective by dtype. Its operands are the same whether it is plain, combined, or has a start and an end."""
+    """Returns one `Collective` for each dtype of a synchronous, asynchronous or combined collective."""
     kind, group = core.op.removesuffix("-start"), _group_of(core, num_devices)
     sizes: dict[str, int] = {}
     for buffer in (b for operand in core.operands for b in operand.buffers):
@@ -169,20 +172,20 @@ def parts(
 
 
 def _group_of(collective: Instruction, num_devices: int) -> tuple[int, ...]:
-    """The devices of one of its groups."""
+    """Returns the devices of one of the groups of a collective."""
     permutes = collective.op.startswith("collective-permute")
-    return _exchanging(collective) if permutes else groups(collective, num_devices)[0]
+    return _permuted_devices(collective) if permutes else groups(collective, num_devices)[0]
 
 
 def groups(collective: Instruction, num_devices: int) -> list[tuple[int, ...]]:
-    """The devices that take part in each group of a collective, by their index in the mesh; pairs of a permutation.
+    """Returns the devices of each group of a collective, as indices into the mesh; for a permutation, its pairs.
 
-    They are written as `{}` (one group of all), `{{0,1},{2,3}}`, `[2,4]<=[8]` (two of four, of the numbers from 0 in an
-    array of this shape, which `T(1,0)` may transpose), or by the axes of a mesh that a group spans:
+    The text has groups as `{}` (one group of all devices), as `{{0,1},{2,3}}`, as `[2,4]<=[8]` (two groups of four: an
+    iota of shape [8], possibly transposed by `T(1,0)`, reshaped to [2, 4]), or as the mesh axes that a group spans:
     `mesh['a'=2,'b'=4] {'b'}`.
 
     Raises:
-        ValueError: groups that are not understood.
+        ValueError: if the groups are not understood.
     """
     if collective.op.startswith("collective-permute"):
         pairs = re.findall(r"\{(\d+),(\d+)\}", attribute(r"source_target_pairs=\{(.*?\})\}", collective))
@@ -198,7 +201,7 @@ def groups(collective: Instruction, num_devices: int) -> list[tuple[int, ...]]:
         return _rows(np.arange(math.prod(sizes or [])).reshape(sizes).transpose(order).reshape(shape))
     mesh = re.fullmatch(r"mesh\[((?:'\w+'=\d+,?)+)\] ?\{((?:'\w+',?)*)\}", text)
     if not mesh:
-        raise refuse(collective, "groups that are not understood")
+        raise unsupported(collective, "cannot read the groups of this collective")
     sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh.group(1))}
     spanned = re.findall(r"'(\w+)'", mesh.group(2))
     order = [*(name for name in sizes if name not in spanned), *spanned]
@@ -211,8 +214,8 @@ def _rows(devices: np.ndarray) -> list[tuple[int, ...]]:
     return [tuple(row) for row in devices.tolist()]
 
 
-def _exchanging(permute: Instruction) -> tuple[int, ...]:
-    """The devices among which a permutation moves what the first of its sources sends."""
+def _permuted_devices(permute: Instruction) -> tuple[int, ...]:
+    """Returns the devices that exchange data, directly or indirectly, with the first source of a permutation."""
     pairs = re.findall(r"\{(\d+),(\d+)\}", attribute(r"source_target_pairs=\{(.*?\})\}", permute))
     group, size = {int(pairs[0][0])}, 0
     while len(group) > size:
@@ -222,19 +225,19 @@ def _exchanging(permute: Instruction) -> tuple[int, ...]:
 
 
 def in_flight_bytes(program: Program) -> int:
-    """The most bytes, in full form, of collectives of one computation that are under way at the same time."""
-    most = 0
+    """Returns the largest sum of the full bytes of collectives of one computation that run at the same time."""
+    largest = 0
     for block in blocks(program):
-        under_way = spans(block)
-        sizes = [sum(part.full_bytes for part in parts(span.core, program.num_devices)) for span in under_way]
-        for span in under_way:
-            beside = zip(under_way, sizes, strict=True)
-            most = max(most, sum(size for other, size in beside if other.start <= span.start <= other.end))
-    return most
+        spans = collective_spans(block)
+        sizes = [sum(part.full_bytes for part in split_by_dtype(span.core, program.num_devices)) for span in spans]
+        for span in spans:
+            others = zip(spans, sizes, strict=True)
+            largest = max(largest, sum(size for other, size in others if other.start <= span.start <= other.end))
+    return largest
 
 
 def multiplies(instruction: Instruction) -> bool:
-    """Whether it is, or calls, a matrix product."""
+    """Whether an instruction is a matrix product or contains one."""
     if instruction.op in ("convolution", "dot", "ragged-dot"):
         return True
     if instruction.op == "custom-call" and re.match(r"__cublas\$|__cudnn\$", instruction.target):
@@ -242,19 +245,19 @@ def multiplies(instruction: Instruction) -> bool:
     return any(multiplies(i) for i in instruction.inner)
 
 
-def results(root: Instruction) -> list[Instruction]:
-    """Of a fusion with this root."""
+def fusion_results(root: Instruction) -> list[Instruction]:
+    """Returns the results of a fusion with this root."""
     return list(root.operands) if root.op == "tuple" else [root]
 
 
 class Move(NamedTuple):
-    """A result that holds elements of an operand, and nothing computed.
+    """A result that consists of elements of an operand, with nothing computed.
 
     Attributes:
-        name: of the instruction.
-        op: what of 'copy', 'transpose', 'slice', 'update' it does to them: the last of these that is on the way.
-        buffer: what is written: of an update in place, the update.
-        trips: how often in a step.
+        name: the name of the instruction.
+        op: 'copy', 'transpose', 'slice' or 'update': the last of these in this list that is part of the move.
+        buffer: the buffer that is written; for an update in place, the update.
+        trips: the number of times it runs in a step.
     """
 
     name: str
@@ -272,38 +275,40 @@ _MOVE_NAMES = {1: "copy", 2: "transpose", 3: "slice", 4: "update"}
 
 
 def moves(program: Program, min_bytes: int = 1) -> list[Move]:
-    """What a program moves within the memory of the device, in the order in which it runs.
+    """Returns the moves of a program within device memory, in the order in which they run.
 
-    Counted are instructions, results of fusions, and asynchronous copies. A copy to or from another memory space (that
-    of the host, the vector memory of a TPU) is no move in this sense.
+    Instructions, results of fusions, and asynchronous copies count. Copies to or from another memory space (host
+    memory, or the vector memory of a TPU) do not.
 
     Args:
         program: a scheduled program.
-        min_bytes: smaller results are left out. A loop copies counters and small tuples; a threshold between those and
-            the smallest buffer that matters separates them.
+        min_bytes: smaller results are left out, such as the counters and small tuples that loops copy.
     """
-    return _moves(blocks(program), min_bytes)
+    return _moves_in(blocks(program), min_bytes)
 
 
 def moves_in_loops(program: Program, min_bytes: int = 1) -> list[Move]:
-    """Those of `moves` that are in loop bodies."""
-    return _moves([block for block in blocks(program) if block.looped], min_bytes)
+    """Returns those of `moves` that are in loop bodies."""
+    return _moves_in([block for block in blocks(program) if block.looped], min_bytes)
 
 
-def _moves(within: list[Block], min_bytes: int) -> list[Move]:
+def _moves_in(within: list[Block], min_bytes: int) -> list[Move]:
     found = []
     for block in within:
         for i in block.instructions:
             root = i.called["calls"][0].root if i.op == "fusion" else i
-            for result in results(root) if root is not i else [i]:
-                move = _move(result, inside=root is not i)
+            for result in fusion_results(root) if root is not i else [i]:
+                move = _classify_move(result, inside=root is not i)
                 if move and move[1].num_bytes >= min_bytes:
                     found.append(Move(i.name, *move, trips_of(block, i)))
     return found
 
 
-def _move(result: Instruction, inside: bool) -> tuple[str, Buffer] | None:
-    """(op, what is written) of a result that only moves elements; `inside` a fusion, back to its parameters."""
+def _classify_move(result: Instruction, inside: bool) -> tuple[str, Buffer] | None:
+    """Returns (op, the buffer that is written) if a result only moves elements, or None.
+
+    `inside` a fusion, the result is traced back to the parameters of the fusion.
+    """
     if result.op == "copy-start":
         return ("copy", result.buffers[0]) if result.buffers[0].space == result.operands[0].buffers[0].space else None
     level, written, i = 0, result, result
@@ -317,5 +322,5 @@ def _move(result: Instruction, inside: bool) -> tuple[str, Buffer] | None:
     if not level or (inside and i.op != "parameter"):
         return None
     if len(written.buffers) != 1 or len(i.buffers) != 1:
-        raise refuse(result, "a move of a tuple")
+        raise unsupported(result, "cannot read a move of a tuple")
     return (_MOVE_NAMES[level], written.buffers[0]) if written.buffers[0].space == i.buffers[0].space else None

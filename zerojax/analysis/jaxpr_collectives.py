@@ -1,4 +1,4 @@
-"""What a traced step sends, moves to host memory, and gathers before it computes: as written, before any compiler."""
+"""Counts the communication and the offloading of a traced step, before any compiler has changed it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ def num_bytes(avals: Iterable[Any]) -> int:
 
 
 def collectives(jaxpr: Any, mesh: Any) -> list[Collective]:
-    """Every collective of a traced step, as `compiled.collectives` returns those of a program.
+    """Returns every collective of a traced step, in the form of `hlo_collectives.collectives`.
 
-    What beside a collective computes is up to the compiler: none counts as exposed.
+    Which computation overlaps with a collective is up to the compiler, so none counts as exposed.
 
     Args:
-        jaxpr: of the step, closed.
-        mesh: whose axes it names.
+        jaxpr: the closed jaxpr of the step.
+        mesh: the mesh whose axes the jaxpr names.
 
     Raises:
-        ValueError: how often one runs is not known.
+        ValueError: if the number of times that a collective runs is unknown.
     """
     devices = np.arange(math.prod(mesh.shape.values())).reshape(tuple(mesh.shape.values()))
     found = []
-    for each in jaxpr_stats.moved(jaxpr.eqns):
+    for each in jaxpr_stats.transfers(jaxpr.eqns):
         if each.kind == "offload":
             continue
         group = devices[tuple(slice(None) if name in each.axes else 0 for name in mesh.shape)].ravel().tolist()
@@ -44,7 +44,7 @@ def collectives(jaxpr: Any, mesh: Any) -> list[Collective]:
 
 
 def dtype_name(dtype: Any) -> str:
-    """As compiled programs have it: 'bf16', 'f32', 's32'."""
+    """Returns the name of a dtype in compiled programs: 'bf16', 'f32', 's32'."""
     if dtype == jnp.bool_:
         return "pred"
     letters = {"bfloat": "bf", "float": "f", "int": "s", "uint": "u"}
@@ -54,12 +54,12 @@ def dtype_name(dtype: Any) -> str:
 
 
 def offloaded_bytes(jaxpr: Any) -> int:
-    """Of all arrays that a step copies to host memory."""
-    moved = jaxpr_stats.moved(jaxpr.eqns)
-    return sum(each.trips * num_bytes(each.values) for each in moved if each.kind == "offload")
+    """Returns the bytes of all arrays that a step copies to host memory."""
+    transfers = jaxpr_stats.transfers(jaxpr.eqns)
+    return sum(each.trips * num_bytes(each.values) for each in transfers if each.kind == "offload")
 
 
-def free_gather_elements(jaxpr: Any) -> list[tuple[int, int]]:
-    """(loops that it is in, elements of gathers that wait for no matrix product in it) of each body that gathers."""
+def independent_gather_elements(jaxpr: Any) -> list[tuple[int, int]]:
+    """Returns (loop depth, elements of all_gathers that depend on no matrix product) of each body that gathers."""
     total = lambda gathers: sum(each.trips * math.prod(aval.shape) for each in gathers for aval in each.values)
-    return [(loops, total(gathers)) for loops, gathers in jaxpr_stats.free_gathers(jaxpr) if gathers]
+    return [(loops, total(gathers)) for loops, gathers in jaxpr_stats.independent_gathers(jaxpr) if gathers]

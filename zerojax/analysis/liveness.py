@@ -1,13 +1,13 @@
-"""The memory of a traced program without a compiler: the largest sum of what is alive at the same time.
+"""Estimates the peak memory of a traced program, without a compiler, from the lifetimes of its values.
 
-A trace lists every intermediate value, and a compiled program stores few of them. Which ones, this module assumes:
+A trace lists every intermediate value, and a compiled program stores only few of them. This module assumes:
 
-    stored      results of matrix products, collectives, reductions, loops, scatters and fused attention; of the rest
-                what a product, a collective or a loop reads, and what is read at several places and is smaller than
-                what it is made of
-    computed    elementwise results, broadcasts, conversions, slices: where they are read, from what is stored; so are
-                constants
-    in place    an update of a buffer that nothing reads after it; what is carried from one iteration to the next
+    stored      results of matrix products, collectives, reductions, loops, scatters and fused attention; other values
+                that a product, a collective or a loop reads; and values that are read in several places and are smaller
+                than the stored values they are computed from
+    recomputed  elementwise results, broadcasts, conversions and slices, from stored values wherever they are read;
+                constants too
+    in place    updates of a buffer that is not read afterwards; values carried from one iteration to the next
 
 Operations run in the order of the trace.
 """
@@ -32,13 +32,13 @@ _VIEWS = frozenset(
 _UPDATES = frozenset(["dynamic_update_slice", "scatter", "scatter-add"])
 _LOOPS = frozenset(["cond", "scan", "while"])
 _READS_STORED = jaxprs.PRODUCTS | jaxpr_stats.COLLECTIVES.keys() | _LOOPS | {"device_put", "sort", "top_k"}
-_SMALL = 64  # a result this many times smaller than what it is made of is stored
-_KERNELS = ("dot_product_attention", "pure_callback")  # by the start of their names: they read and write buffers
+_SMALL = 64  # a result that is this many times smaller than its sources is stored
+_KERNELS = ("dot_product_attention", "pure_callback")  # prefixes of names; these kernels read and write buffers
 _STORES = _READS_STORED | _UPDATES | {"argmax", "argmin", "cumsum", "gather"}
 
 
 class Peak(NamedTuple):
-    """Bytes that are alive at the fullest moment, by what they hold."""
+    """The bytes that are alive at the moment of peak memory, by kind of content."""
 
     by_kind: Counter[str]
 
@@ -48,16 +48,16 @@ class Peak(NamedTuple):
 
 
 def peak(jaxpr: Any, gradients: Sequence[int] = (), space: Any = jax.memory.Space.Device) -> Peak:
-    """The peak of what a traced function makes, beside its inputs.
+    """Returns the peak memory of a traced function, without its inputs.
 
     Args:
-        jaxpr: of the function.
-        gradients: positions of the outputs that are gradients.
-        space: the memory that is looked at.
+        jaxpr: the jaxpr of the function.
+        gradients: the positions of the outputs that are gradients.
+        space: the memory space that is counted.
     """
     flat = jaxpr_stats.flattened(jaxpr, space)
     kinds = {flat.outputs[i]: GRADIENTS for i in gradients}
-    return _Body(flat, space, [], kinds).peak()
+    return _Computation(flat, space, [], kinds).peak()
 
 
 def _stores(operation: Operation) -> bool:
@@ -65,17 +65,17 @@ def _stores(operation: Operation) -> bool:
     return name in _STORES or name.startswith(("reduce_", *_KERNELS))
 
 
-class _Body:
-    """One computation: what it stores, from which operation to which.
+class _Computation:
+    """A function or a body of a loop: the values that it stores, and their lifetimes.
 
     Args:
-        flat: the computation.
-        space: the memory that is looked at.
-        owned: inputs whose memory is its own after they were read last; that of the others is the caller's.
-        kinds: what some of its inputs and outputs hold.
+        flat: the flattened jaxpr.
+        space: the memory space that is counted.
+        owned: inputs whose memory can be reused after they are last read; all others belong to the caller.
+        kinds: the kinds of some inputs and outputs.
     """
 
-    def __init__(self, flat: jaxpr_stats.Flat, space: Any, owned: Iterable[Value], kinds: dict[Any, str]):
+    def __init__(self, flat: jaxpr_stats.FlatJaxpr, space: Any, owned: Iterable[Value], kinds: dict[Any, str]):
         self.flat, self.space, self.kinds = flat, space, kinds
         self.bases: dict[Value, frozenset[Value]] = {v: frozenset([v]) for v in flat.inputs}
         self.born: dict[Value, int] = dict.fromkeys(owned, -1)
@@ -87,7 +87,7 @@ class _Body:
         self._spread_kinds()
 
     def _readers(self) -> tuple[set[Value], dict[Value, set[int]]]:
-        """(what is read where it has to be stored, the stored results that each value ends in)."""
+        """Returns (values that must be stored for their readers, the operations that store what each value becomes)."""
         end = len(self.flat.operations)
         needed = {v for v in self.flat.outputs if v is not None}
         places: dict[Value, set[int]] = {v: {end} for v in needed}
@@ -119,7 +119,7 @@ class _Body:
         for result in operation.results:
             several = len(self.places.get(result, ())) > 1 and result.num_bytes < held
             several |= _SMALL * result.num_bytes < held
-            constant = not sources and not _stores(operation)  # a loop makes it again
+            constant = not sources and not _stores(operation)  # recomputed in each iteration of a loop
             if (_stores(operation) or result in self.needed or several) and not constant:
                 self.bases[result] = frozenset([result])
                 self.born[result] = self.last[result] = k
@@ -135,7 +135,7 @@ class _Body:
                 self.last[base] = max(self.last[base], k)
 
     def _spread_kinds(self) -> None:
-        """What a gather returns is gathered; what becomes a gradient, or is reduced to one, is a gradient."""
+        """Marks results of all_gathers as gathered, and values that become gradients or are reduced as gradients."""
         for operation in self.flat.operations:
             if operation.name == "all_gather":
                 self._mark(GATHERED, operation.results)
@@ -149,15 +149,15 @@ class _Body:
             if name in ("reduce_scatter", "psum"):
                 self._mark(GRADIENTS, [*reads, *results])
             elif name == "scan":
-                self._become(results, reads[_carry(operation)])
+                self._mark_sources(results, reads[_carry(operation)])
             elif name not in _STORES or name in _UPDATES:
                 for result in results:
                     same = lambda v, result=result: v.num_bytes == result.num_bytes
                     alike = [v for v in reads if v is not None and (name == "convert_element_type" or same(v))]
-                    self._become([result] * len(alike), alike)
+                    self._mark_sources([result] * len(alike), alike)
 
-    def _become(self, results: Sequence[Value], sources: Sequence[Value | None]) -> None:
-        """What gradients are made of, element by element, is gradients."""
+    def _mark_sources(self, results: Sequence[Value], sources: Sequence[Value | None]) -> None:
+        """Marks the sources of gradients, from which they are computed element by element, as gradients."""
         for result, source in zip(results, sources, strict=False):
             if source is not None and self._kind_of(result) == GRADIENTS:
                 self._mark(GRADIENTS, [source])
@@ -167,7 +167,7 @@ class _Body:
             self.kinds.setdefault(base, kind)
 
     def _kind_of(self, value: Value) -> str | None:
-        """Of what is stored of it, where that is one kind."""
+        """Returns the kind of the stored values behind a value, or None if they have several kinds."""
         kinds = {self.kinds.get(base) for base in self.bases[value]}
         return kinds.pop() if len(kinds) == 1 else None
 
@@ -189,9 +189,9 @@ class _Body:
             for value in born:
                 alive[self._kind(value)] += value.num_bytes
             during = Counter(alive)
-            for value in [*_handed_on(operation, born, dying), *self._carried(operation, dying)]:
+            for value in [*_reused_memory(operation, born, dying), *self._carried(operation, dying)]:
                 during[self._kind(value)] -= value.num_bytes
-            if operation.name in _LOOPS:  # what is around it waits
+            if operation.name in _LOOPS:  # all activations outside of the loop wait for it
                 during[CHECKPOINTS] += during.pop(ACTIVATIONS, 0)
                 during.update(self._inside(operation))
             if during.total() > fullest.total():
@@ -201,8 +201,10 @@ class _Body:
         return Peak(+fullest)
 
     def _carried(self, operation: Operation, dying: list[Value]) -> list[Value]:
-        """What is carried through a loop and counted inside it: where it starts, if nothing else reads that, and where
-        it ends."""
+        """Returns the initial and final values of the carry of a loop, which count as part of the loop's body.
+
+        An initial value that is read later is not included.
+        """
         if operation.name != "scan":
             return []
         num_carry = jaxprs.scan_params(operation.equation).num_carry
@@ -210,16 +212,16 @@ class _Body:
         return [*(v for v in dying if v in starts), *operation.results[:num_carry]]
 
     def _inside(self, loop: Operation) -> Counter[str]:
-        """What a loop or a branch holds beside what is alive around it."""
+        """Returns the peak of the body of a loop or a branch, by kind."""
         bodies = [jaxpr_stats.flattened(inner, self.space) for inner in jaxprs.sub_jaxprs(loop.equation)]
         if loop.name != "scan":
-            peaks = [_Body(flat, self.space, [], {}).peak().by_kind for flat in bodies]
+            peaks = [_Computation(flat, self.space, [], {}).peak().by_kind for flat in bodies]
             return max(peaks, key=lambda by_kind: by_kind.total())
         (flat,) = bodies
         kinds = {i: self._kind_of(o) for i, o in zip(flat.inputs, loop.reads, strict=True) if o is not None}
         kinds |= {i: self._kind_of(o) for i, o in zip(flat.outputs, loop.results, strict=True) if i is not None}
         known = {value: kind for value, kind in kinds.items() if kind}
-        return _Body(flat, self.space, flat.inputs[_carry(loop)], known).peak().by_kind
+        return _Computation(flat, self.space, flat.inputs[_carry(loop)], known).peak().by_kind
 
 
 def _carry(operation: Operation) -> slice:
@@ -227,8 +229,8 @@ def _carry(operation: Operation) -> slice:
     return slice(num_consts, num_consts + num_carry)
 
 
-def _handed_on(operation: Operation, born: list[Value], dying: list[Value]) -> list[Value]:
-    """Results that are written where an operand was that nothing reads any more."""
+def _reused_memory(operation: Operation, born: list[Value], dying: list[Value]) -> list[Value]:
+    """Returns the results that overwrite an operand of the same size that is not read again."""
     if operation.name in (jaxprs.PRODUCTS | _LOOPS | {"all_gather", "reduce_scatter"}):
         return []
     free = Counter(v.num_bytes for v in dying)

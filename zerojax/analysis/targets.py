@@ -1,7 +1,7 @@
-"""Described devices: compile for a cluster that is not there.
+"""Devices of described clusters, for which programs can be compiled without the hardware.
 
-The GPU compiler comes with `zerojax[plan-gpu]`, the TPU compiler with `zerojax[plan-tpu]`. They need neither an
-accelerator nor a driver.
+`zerojax[plan-gpu]` installs the GPU compiler and `zerojax[plan-tpu]` the TPU compiler. They need neither an accelerator
+nor a driver.
 """
 
 from __future__ import annotations
@@ -41,71 +41,78 @@ _SPECS = {
     "h200": _HOPPER,
     "b200": {**_HOPPER, "major": 10, "cores": 148, "clock_ghz": 1.965, "l2": 132644864},
 }  # fmt: skip
-# libtpu asks the cloud's metadata server where it runs, unless it is told; and one process at a time may load it, which
-# is for those that run on the chips of the host.
+# Without these variables, libtpu asks the cloud's metadata server where it runs. It also allows only one process at a
+# time, which matters to programs that run on the chips of the host, but not here.
 _NO_TPU_HOST = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5p-128",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-# Without a driver CUPTI cannot tell its version.
+# Without a driver, CUPTI cannot report its version.
 _NO_GPU_DRIVER = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 
 
 def describe_only() -> None:
-    """Keeps JAX to the CPU, and the packages of accelerators from looking for what they would run on.
+    """Makes JAX use only the CPU, and keeps the accelerator packages from looking for hardware.
 
-    For programs that plan alone; call it before JAX looks for devices.
+    For programs that only plan. Call it before JAX looks for devices.
     """
     for name, value in ({"JAX_PLATFORMS": "cpu"} | _NO_TPU_HOST | _NO_GPU_DRIVER).items():
         os.environ.setdefault(name, value)
 
 
 def devices(target: str) -> list[Any]:
-    """The devices of a described cluster, for `make_mesh(devices=...)`. Nothing can run on them.
+    """Returns the devices of a described cluster, for `make_mesh(devices=...)`. Programs can be compiled for them only.
 
     Call it before JAX looks for devices, or in a process that runs on CPU.
 
     Args:
-        target: 'a100:N', 'h100:N', 'h200:N' or 'b200:N', in hosts of 8; or a TPU topology: 'v4:2x2x2', 'v5e:4x4',
-            'v5p:4x4x4', 'v6e:8x8', or several slices of it: 'v5e:4x4*2'; or 'cpu:N', which are the simulated devices of
-            this process, and can run.
+        target: 'a100:N', 'h100:N', 'h200:N' or 'b200:N', in hosts of 8; a TPU topology such as 'v4:2x2x2', 'v5e:4x4',
+            'v5p:4x4x4' or 'v6e:8x8'; several slices of one, such as 'v5e:4x4*2'; or 'cpu:N', the simulated devices of
+            this process, on which programs can also run.
+
+    Returns:
+        A list of devices, one for each chip.
 
     Raises:
-        ValueError: an unknown target, or a number that hosts of 8 do not make up.
-        RuntimeError: the compiler is not installed, or refuses the topology; or there are not that many simulated
+        ValueError: if the target is unknown, or if more than 8 GPUs are not a multiple of 8.
+        RuntimeError: if the compiler is not installed or rejects the topology, or if this process has too few simulated
             devices.
     """
     found = cluster(target)
     if found.chip.platform == "cpu":
-        return _simulated(found)
+        return _simulated_devices(found)
     if found.chip.platform == "cuda":
-        return _gpus(found)
+        return _gpu_devices(found)
     name, _, num_slices = target.partition("*")
     options: dict[str, Any] = {"num_slices": int(num_slices)} if num_slices else {}
     if found.chip.name == "v4":
-        options["chip_config_name"] = "megacore"  # both cores of a chip are one device, as in the cloud
-    return _describe("TPU", _NO_TPU_HOST, target, platform="tpu", topology_name=name, **options)
+        options["chip_config_name"] = "megacore"  # both cores of a chip form one device, as in the cloud
+    return _describe_devices("TPU", _NO_TPU_HOST, target, platform="tpu", topology_name=name, **options)
 
 
 def platform(target: str) -> str:
-    """What `lower(lowering_platforms=(platform(target),))` wants: 'cuda', 'tpu' or 'cpu'."""
+    """Returns the platform of a target: 'cuda', 'tpu' or 'cpu', as in `lower(lowering_platforms=(platform(target),))`.
+
+    Raises:
+        ValueError: if the target is unknown.
+    """
     return cluster(target).chip.platform
 
 
-def _simulated(wanted: Cluster) -> list[Any]:
-    there = jax.devices("cpu")
-    if len(there) < wanted.num_devices:
+def _simulated_devices(wanted: Cluster) -> list[Any]:
+    available = jax.devices("cpu")
+    if len(available) < wanted.num_devices:
         raise RuntimeError(
             f"targets: not enough simulated devices for {wanted.target!r}\n"
-            f"  got:      {len(there)}\n"
+            f"  got:      {len(available)}\n"
             f"  fix:      zerojax.simulate_devices({wanted.num_devices}) before anything else touches JAX"
         )
-    return there[: wanted.num_devices]
+    return available[: wanted.num_devices]
 
 
-def _gpus(wanted: Cluster) -> list[Any]:
+def _gpu_devices(wanted: Cluster) -> list[Any]:
     chip = wanted.chip
     specification = _GPU.format(
         kind=chip.device_kinds[0],
@@ -113,7 +120,7 @@ def _gpus(wanted: Cluster) -> list[Any]:
         memory_rate=chip.memory_rate.peak,
         **_SPECS[chip.name],
     )
-    return _describe(
+    return _describe_devices(
         "GPU",
         _NO_GPU_DRIVER,
         wanted.target,
@@ -124,7 +131,7 @@ def _gpus(wanted: Cluster) -> list[Any]:
     )
 
 
-def _describe(compiler: str, environment: dict[str, str], target: str, **description: Any) -> list[Any]:
+def _describe_devices(compiler: str, environment: dict[str, str], target: str, **description: Any) -> list[Any]:
     for name, value in environment.items():
         os.environ.setdefault(name, value)
     try:
@@ -132,5 +139,5 @@ def _describe(compiler: str, environment: dict[str, str], target: str, **descrip
     except (RuntimeError, jax.errors.JaxRuntimeError) as error:
         raise RuntimeError(
             f"targets: no {compiler} compiler for {target!r} ({error})\n"
-            f"  fix:      pip install 'zerojax[plan-{compiler.lower()}]', and a topology that exists"
+            f"  fix:      pip install 'zerojax[plan-{compiler.lower()}]', and name a topology that exists"
         ) from error

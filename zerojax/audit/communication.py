@@ -194,7 +194,7 @@ class CommunicationChecks:
         prefetch, microbatches = self.expectation.prefetch, self.expectation.num_microbatches > 1
         unit = self.expectation.unit_bytes / jnp.dtype(self.config.precision.compute_dtype).itemsize
         with reader_errors():
-            bodies = jaxpr_collectives.free_gather_elements(self.jaxpr)
+            bodies = jaxpr_collectives.independent_gather_elements(self.jaxpr)
         most, excess = 0.0, 0.0
         for loops, elements in bodies:
             window = prefetch + 2 if loops <= microbatches else max(prefetch, 1)

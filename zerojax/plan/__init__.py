@@ -1,4 +1,4 @@
-"""Know before you rent: whether a step fits on a cluster, what travels, and what would change that."""
+"""Predicts whether a training step fits on a cluster, what it sends, how long it takes, and which changes help."""
 
 from zerojax.analysis.hardware import Cluster, cluster
 from zerojax.plan.planner import Plan, Settings, Suggestion, plan

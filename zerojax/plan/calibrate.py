@@ -1,4 +1,4 @@
-"""The two ceilings of a device, measured: matrix products and memory."""
+"""Measures the rates of matrix products and of memory on a device of this machine."""
 
 from __future__ import annotations
 
@@ -15,32 +15,31 @@ import jax
 import jax.numpy as jnp
 
 DEFAULT_PATH = Path("~/.cache/zerojax/calibration.json")
-# (width of the square matrices, elements of the vector). An accelerator reaches its rates with large ones only.
+# (width of the square matrices, elements of the vector). An accelerator reaches its rates only with large ones.
 _LARGE, _SMALL = (8192, 2**28), (512, 2**22)
-# The clock of a GPU falls within a second or two of full load, so the first runs are not counted.
+# The clock of a GPU drops within a second or two of full load, so the first runs do not count.
 _WARM_S, _NUM_RUNS, _RUN_S = 2.0, 9, 0.2
 
 
 def calibrate(path: str | Path = DEFAULT_PATH, *, warm_s: float = _WARM_S) -> dict[str, Any]:
-    """Measures the default device and writes what `hardware.cluster(..., calibration=path)` reads.
+    """Measures the default device, and writes the file that `hardware.cluster(..., calibration=path)` reads.
 
-    Products are of random bf16 matrices, because a GPU computes faster on constant ones. Both are medians of runs of
-    many operations each, after a load that lasts until clocks have settled. Of simulated devices one is measured, which
-    has the processor to itself.
+    The products are of random bf16 matrices, since a GPU multiplies constant ones faster. Each rate is the median of
+    several runs of many operations, after a load that lasts until the clocks have settled. Of several simulated
+    devices, only one is measured, which has the processor to itself.
 
     Args:
-        path: the file; its folder is made.
+        path: the file. Missing folders are created.
         warm_s: seconds of load before the first run that counts.
 
     Returns:
-        What is in the file: the device's kind, versions, the date; and a second `flops`, and `memory_rate`, the bytes
-        read and written.
+        The content of the file: the kind of the device, versions, the date, `flops` per second, and `memory_rate`, the
+        bytes read and written per second.
     """
     device = jax.devices()[0]
     width, elements = _SMALL if device.platform == "cpu" else _LARGE
-    matrix = (
-        jax.random.normal(jax.random.key(0), (width, width), jnp.bfloat16) * width**-0.5
-    )  # its powers stay as large
+    # The scale keeps the powers of the matrix bounded.
+    matrix = jax.random.normal(jax.random.key(0), (width, width), jnp.bfloat16) * width**-0.5
     vector = jnp.zeros(elements, jnp.float32)
     measured = {
         "device_kind": device.device_kind,
@@ -56,7 +55,7 @@ def calibrate(path: str | Path = DEFAULT_PATH, *, warm_s: float = _WARM_S) -> di
 
 
 def _seconds(operation: Callable[[jax.Array, jax.Array], jax.Array], x: jax.Array, warm_s: float) -> float:
-    """Of `operation(its last result, x)`, among as many after each other in a loop as take `_RUN_S`."""
+    """Returns the seconds of `operation(previous_result, x)`, run in a loop of about `_RUN_S` seconds."""
 
     @jax.jit
     def repeat(x: jax.Array, count: int) -> jax.Array:

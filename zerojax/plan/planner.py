@@ -1,4 +1,4 @@
-"""Whether a step fits on a cluster, by formula or by its compiler, and what would change that."""
+"""Predicts whether a step fits on a cluster, by formula or by compiling it, and suggests changes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zerojax.analysis import jaxpr_stats, targets
-from zerojax.analysis.hardware import Cluster, cluster
+from zerojax.analysis import hardware, jaxpr_stats, targets
+from zerojax.analysis.hardware import Cluster
 from zerojax.plan import presets
 from zerojax.plan.presets import Job
 from zerojax.plan.program import CompiledStep, compile_step
@@ -20,24 +20,24 @@ from zerojax.sharding.mesh import make_mesh
 from zerojax.transform.remat import Remat
 from zerojax.zero import Zero
 
-# The share of a device's memory that a program may use. GPUs: what JAX takes without XLA_CLIENT_MEM_FRACTION (JAX's
-# documentation, "GPU memory allocation", 2026-11). TPUs: 15.75 GiB of a v5e's 16 are left by what is reserved (the
-# compiler's own message, libtpu 0.0.41, 2026-11); that it is as much elsewhere is a guess.
+# The share of a device's memory that a program may use. GPUs: the share that JAX takes without XLA_CLIENT_MEM_FRACTION
+# (JAX's documentation, "GPU memory allocation", 2026-11). TPUs: 15.75 GiB of a v5e's 16 GiB are not reserved (from an
+# error message of the compiler, libtpu 0.0.41, 2026-11); that the share is the same on other TPUs is a guess.
 MEMORY_SHARE = {"cuda": 0.75, "tpu": 0.984, "cpu": 1.0}
-_MOST_OF_A_GPU = 0.95  # a guess: the driver and NCCL take some of the rest
-REMATS = ("none", "dots", "full", "offload")  # from what holds most to what holds least
+_MAX_GPU_SHARE = 0.95  # a guess: the driver and NCCL need some of the rest
+REMATS = ("none", "dots", "full", "offload")  # from the most memory to the least
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How a step is built; the defaults of `rows` are those of the model.
+    """The options of a step.
 
     Attributes:
-        stage, precision: of `Zero`.
-        rows: on a device in a microbatch.
-        num_microbatches, prefetch, bucket_bytes: of `Zero.train_step`.
-        remat: 'none', 'dots', 'full', or 'offload': as 'full', with the inputs of layers in host memory.
-        replica, model: of `make_mesh`.
+        stage, precision: as in `Zero`.
+        rows: rows of a device in a microbatch; None for the default of the model.
+        num_microbatches, prefetch, bucket_bytes: as in `Zero.train_step`.
+        remat: 'none', 'dots', 'full', or 'offload', which is 'full' with the inputs of layers in host memory.
+        replica, model: sizes of the mesh axes, as in `make_mesh`.
     """
 
     stage: int = 3
@@ -51,7 +51,7 @@ class Settings:
     model: int | None = None
 
     def python(self) -> str:
-        """The calls that build the step."""
+        """Returns the Python calls that build the step."""
         given = (("replica", self.replica), ("model", self.model))
         mesh = ", ".join(f"{name}={size}" for name, size in given if size not in (None, 1))
         remat = "zerojax.Remat(offload_inputs=True)" if self.remat == "offload" else repr(self.remat)
@@ -65,7 +65,7 @@ class Settings:
 
 
 class Suggestion(NamedTuple):
-    """A change, what a device would hold with it by formula, and whether that fits."""
+    """A change of the settings or the cluster, the peak memory of a device with it, and whether that fits."""
 
     change: str
     peak_bytes: int
@@ -74,18 +74,18 @@ class Suggestion(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A step on a cluster.
+    """The predicted memory and time of a step on a cluster.
 
     Attributes:
         what: the preset or the function.
-        cluster: where.
-        settings: how, with `rows` filled in.
-        parameters: of the model.
-        memory: by formula.
-        limit_bytes: what a program may use on a device.
-        program: by the compiler; None if it was not asked.
-        throughput: by the schedule of the compiled program; None if that could not be read.
-        suggestions: what else could be done.
+        cluster: the cluster that the step is planned for.
+        settings: the options of the step, with `rows` filled in.
+        parameters: the number of parameters of the model.
+        memory: the memory of a device, by formula.
+        limit_bytes: the device memory that a program may use.
+        program: the compiled step; None if it was not compiled.
+        throughput: predicted from the schedule of the compiled step; None if it could not be predicted.
+        suggestions: changes that save memory, or that use the free memory.
     """
 
     what: str
@@ -100,37 +100,39 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """By the compiler where it was asked, else by formula."""
+        """The peak memory of a device, of the compiled step if there is one, else by formula."""
         return self.program.peak_bytes if self.program else self.memory.peak_bytes
 
     @property
     def host_bytes(self) -> int:
+        """The bytes in pinned host memory for each device."""
         return self.program.host_bytes if self.program else self.memory.host_bytes
 
     @property
     def held(self) -> dict[str, int]:
-        """Bytes of a device when memory is fullest, by category: of the compiled program if it was read."""
-        planned = self.program.reading.held if self.program else None
-        return planned or {term.name: term.num_bytes for term in self.memory.terms}
+        """The bytes of a device at the moment of peak memory, by category."""
+        compiled = self.program.analysis.held if self.program else None
+        return compiled or {term.name: term.num_bytes for term in self.memory.terms}
 
     @property
     def fits(self) -> bool:
+        """Whether the peak memory is within the limit."""
         return self.peak_bytes <= self.limit_bytes
 
     @property
     def room_bytes(self) -> int:
-        """What is left; negative if it does not fit."""
+        """The free memory below the limit; negative if the step does not fit."""
         return self.limit_bytes - self.peak_bytes
 
     def data(self) -> dict[str, Any]:
-        """All of it for a program, bytes on one device."""
-        program, timed, traffic = None, None, None
+        """Returns the plan as JSON data. Bytes are per device."""
+        program, prediction, collectives = None, None, None
         if self.program:
-            reading, timed = self.program.reading, self.program.reading.prediction
-            traffic = reading.traffic and [row._asdict() for row in reading.traffic]
-            program = self.program._asdict() | reading._asdict()
-            for told_elsewhere in "reading", "text", "prediction", "traffic":
-                del program[told_elsewhere]
+            analysis, prediction = self.program.analysis, self.program.analysis.prediction
+            collectives = analysis.collectives and [row._asdict() for row in analysis.collectives]
+            program = self.program._asdict() | analysis._asdict()
+            for omitted in "analysis", "text", "prediction", "collectives":
+                del program[omitted]
         return {
             "what": self.what,
             "target": self.cluster.target,
@@ -144,15 +146,15 @@ class Plan:
             "capacity_bytes": self.cluster.chip.memory_bytes,
             "host_bytes": self.host_bytes,
             "held_bytes": self.held,
-            "collectives": traffic,
+            "collectives": collectives,
             "terms": [term._asdict() for term in self.memory.terms],
             "formula_peak_bytes": self.memory.peak_bytes,
             "program": program,
-            "step_s": timed and timed.step_s,
-            "bound_by": timed and timed.bound_by,
-            "busy_s": timed and dict(timed.busy_s),
+            "step_s": prediction and prediction.step_s,
+            "bound_by": prediction and prediction.bound_by,
+            "busy_s": prediction and dict(prediction.busy_s),
             "tokens_per_device_s": self.throughput and self.throughput.tokens_per_device_s,
-            "mfu": self.throughput and self.throughput.model_flop_utilisation,
+            "mfu": self.throughput and self.throughput.model_flop_utilization,
             "suggestions": [suggestion._asdict() for suggestion in self.suggestions],
         }
 
@@ -168,83 +170,91 @@ def plan(
     dump: Path | None = None,
     suggest: bool = True,
 ) -> Plan:
-    """Whether a step fits.
+    """Predicts whether a step fits on a cluster, and its time if it is compiled.
 
     Args:
-        what: a preset (`presets.PRESETS`), or 'module:function', which returns a `Job`.
-        target: as `targets.devices` names it.
-        settings: of the step.
-        compile: also compile the step for the target. Without, no compiler and no accelerator package is needed.
-        memory_share: of a device's memory that a program may use. Default: `MEMORY_SHARE`.
+        what: a preset (`presets.PRESETS`), or 'module:function' with a function that returns a `Job`.
+        target: the name of the cluster, as in `targets.devices`.
+        settings: the options of the step.
+        compile: whether to compile the step for the target. If not, neither a compiler nor an accelerator package is
+            needed.
+        memory_share: the share of a device's memory that a program may use. The default is `MEMORY_SHARE`.
         calibration: a file that `calibrate` wrote on such a chip; its rates are used.
-        dump: a folder for the compiled program's text.
-        suggest: also say what would change the verdict.
+        dump: a folder to which the text of the compiled program is written.
+        suggest: whether to look for changes that save memory, or that use the free memory.
+
+    Returns:
+        A `Plan`. Its bytes are per device.
 
     Raises:
-        ValueError: an unknown preset, function, target or setting, or rows that do not divide.
-        RuntimeError: the target's compiler is not installed; the text says how.
+        ValueError: if a preset, function, target or setting is unknown, or if the rows cannot be divided.
+        RuntimeError: if the compiler of the target is not installed. The message says how to install it.
 
-    Cost: a trace of the step, about a second, and one for each suggestion; compiling takes 10 to 60 s.
+    Cost: a trace of the step, about a second, and one more for each suggestion; compiling takes 10 to 60 s.
     """
-    where = cluster(target, calibration)
-    share = MEMORY_SHARE[where.chip.platform] if memory_share is None else memory_share
+    cluster = hardware.cluster(target, calibration)
+    share = MEMORY_SHARE[cluster.chip.platform] if memory_share is None else memory_share
     if not 0 < share <= 1:
-        raise ValueError(f"plan: memory_share is {share}\n  fix:      a share of the device's memory: 0 < share <= 1")
+        raise ValueError(f"plan: memory_share is {share}\n  fix:      pass a share of the memory: 0 < share <= 1")
     if what in presets.PRESETS and (settings.model or 1) > 1:
         raise ValueError(
-            f"plan: {what!r} is not divided over a model axis of {settings.model}\n"
-            f"  fix:      --replica, or a job of your own whose model is annotated"
+            f"plan: {what!r} cannot be divided over a model axis of {settings.model}\n"
+            f"  fix:      use --replica, or --job with a model that is annotated"
         )
-    limit = int(share * where.chip.memory_bytes)
+    limit = int(share * cluster.chip.memory_bytes)
     devices = targets.devices(target) if compile else None  # before JAX looks for devices
-    job = find_job(what, where.chip.platform, compiled=False)
+    job = find_job(what, cluster.chip.platform, compiled=False)
     settings = dataclasses.replace(settings, rows=settings.rows or job.rows)
-    traced = trace(job, where.num_devices, settings)
+    traced = trace(job, cluster.num_devices, settings)
     program = speed = None
     if devices is not None:
-        exact = trace(find_job(what, where.chip.platform, compiled=True), devices, settings)
-        axes = dict(exact.zero.config.mesh.shape)
-        program = compile_step(exact.step, where, axes, traced.memory.arguments_bytes, dump)
-        if program.reading.prediction:
-            speed = _throughput(what, where, settings, program.reading.prediction.step_s)
-    found = Plan(what, where, settings, traced.parameters, traced.memory, limit, program, speed)
+        compilable = trace(find_job(what, cluster.chip.platform, compiled=True), devices, settings)
+        axes = dict(compilable.zero.config.mesh.shape)
+        program = compile_step(compilable.step, cluster, axes, traced.memory.arguments_bytes, dump)
+        if program.analysis.prediction:
+            speed = _throughput(what, cluster, settings, program.analysis.prediction.step_s)
+    found = Plan(what, cluster, settings, traced.parameters, traced.memory, limit, program, speed)
     suggestions = tuple(_suggestions(found, job)) if suggest else ()
     return dataclasses.replace(found, suggestions=suggestions)
 
 
 def find_job(what: str, platform: str, compiled: bool) -> Job:
-    """The job of a preset, or of the user's function.
+    """Returns the job of a preset or of the user's function.
 
     Args:
-        what: see `plan`.
-        platform: that it is for; programs for GPUs have fused attention.
-        compiled: it is to be compiled; else it is only traced, and needs no package of the platform.
+        what: as in `plan`.
+        platform: the platform of the target. Programs for GPUs use fused attention.
+        compiled: whether the job will be compiled. If not, it can only be traced, which needs no package of the
+            platform.
+
+    Raises:
+        ValueError: if there is no such preset or function, or if the function does not return a `Job`.
     """
     if what in presets.PRESETS:
-        fused = presets.cudnn_attention if compiled else presets.described_attention
+        fused = presets.cudnn_attention if compiled else presets.cudnn_attention_for_tracing
         return presets.job(presets.PRESETS[what], fused if platform == "cuda" else None)
     module, colon, name = what.partition(":")
     if not colon:
         raise ValueError(
-            f"plan: no preset {what!r}\n  fix:      one of {', '.join(presets.PRESETS)}, or 'module:function'"
+            f"plan: no preset {what!r}\n  fix:      use one of {', '.join(presets.PRESETS)}, or 'module:function'"
         )
     try:
-        made = getattr(importlib.import_module(module), name)()
+        found = getattr(importlib.import_module(module), name)()
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"plan: {what!r} cannot be called\n  got:      {error}\n"
-            f"  fix:      'module:function' with a module that Python finds (PYTHONPATH=.)"
+            f"  fix:      pass 'module:function', with a module that Python can import (PYTHONPATH=.)"
         ) from error
-    if not isinstance(made, Job):
+    if not isinstance(found, Job):
         raise ValueError(
-            f"plan: {what!r} returns no job\n  got:      {type(made).__name__}\n"
+            f"plan: {what!r} does not return a Job\n  got:      {type(found).__name__}\n"
             f"  fix:      return zerojax.plan.Job(create_model, tx, loss_fn, batch, rows=..., tokens=...)"
         )
-    return made
+    return found
 
 
-class Traced(NamedTuple):
-    """A step that was traced for a cluster, and what it holds by formula."""
+class TracedStep(NamedTuple):
+    """A traced step, and its memory by formula."""
 
     zero: Zero
     step: Any
@@ -252,8 +262,8 @@ class Traced(NamedTuple):
     memory: Memory
 
 
-def trace(job: Job, devices: Any, settings: Settings) -> Traced:
-    """A step on devices, or on as many as a number says."""
+def trace(job: Job, devices: Any, settings: Settings) -> TracedStep:
+    """Traces the step of a job on `devices`, which are devices or their number."""
     mesh = make_mesh(devices=devices, replica=settings.replica, model=settings.model)
     zero = Zero(mesh, settings.stage, settings.precision)
     state = zero.eval_init(job.create_model, job.tx)
@@ -268,41 +278,41 @@ def trace(job: Job, devices: Any, settings: Settings) -> Traced:
     batch = job.batch(num_rows(job, settings, zero.config.axes.num_devices))
     traced = step.trace(state, batch)
     memory = step_memory(zero.config, step.settings, state, traced, batch)
-    return Traced(zero, traced, sum(leaf.size for leaf in state.definition.leaves), memory)
+    return TracedStep(zero, traced, sum(leaf.size for leaf in state.definition.leaves), memory)
 
 
 def num_rows(job: Job, settings: Settings, num_devices: int) -> int:
-    """Of a step over that many devices, those that divide one row among them counting once."""
+    """Returns the rows of a step. Devices that share a row, along a model axis, count once in `num_devices`."""
     return (settings.rows or job.rows) * settings.num_microbatches * num_devices
 
 
-def model_flops_of(what: str, where: Cluster, settings: Settings) -> int:
-    """Of a step of all devices, without what is computed again: three times the products of the loss.
+def model_flops_of(what: str, cluster: Cluster, settings: Settings) -> int:
+    """Returns the flops of a step on all devices without recomputation, see `utilisation.model_flops`.
 
-    They are counted where attention is written out. See `utilisation`.
+    They are counted with unfused attention, whose products are in the trace.
     """
     job = find_job(what, "", compiled=False)
-    num_devices = where.num_devices // (settings.model or 1)
+    num_devices = cluster.num_devices // (settings.model or 1)
     zero = Zero(make_mesh(devices=num_devices), stage=0)
     rows = num_rows(job, settings, num_devices)
     evaluated = zero.eval_step(job.loss_fn).trace(zero.eval_init(job.create_model, job.tx), job.batch(rows))
-    (program,) = jaxpr_stats.manual_parts(evaluated.jaxpr)
-    return model_flops(program) * num_devices
+    (loss,) = jaxpr_stats.manual_parts(evaluated.jaxpr)
+    return model_flops(loss) * num_devices
 
 
-def _throughput(what: str, where: Cluster, settings: Settings, step_s: float) -> Throughput:
+def _throughput(what: str, cluster: Cluster, settings: Settings, step_s: float) -> Throughput:
     job = find_job(what, "", compiled=False)
-    num_tokens = num_rows(job, settings, where.num_devices // (settings.model or 1)) * job.tokens
-    return throughput(step_s, where, num_tokens, model_flops_of(what, where, settings))
+    num_tokens = num_rows(job, settings, cluster.num_devices // (settings.model or 1)) * job.tokens
+    return throughput(step_s, cluster, num_tokens, model_flops_of(what, cluster, settings))
 
 
 def _suggestions(found: Plan, job: Job) -> Iterator[Suggestion]:
-    """If the step does not fit: what makes it smaller. If it does: what the room could be used for."""
+    """Yields changes that save memory if the step does not fit, or changes that use the free memory if it does."""
     chip = found.cluster.chip
-    if chip.platform == "cuda" and found.limit_bytes < found.peak_bytes <= _MOST_OF_A_GPU * chip.memory_bytes:
-        yield Suggestion(f"XLA_CLIENT_MEM_FRACTION={_MOST_OF_A_GPU} in the environment", found.peak_bytes, True)
-    changes = _smaller if not found.fits else _faster
-    correction = max(0, found.peak_bytes - found.memory.peak_bytes)  # of the formula, where the compiler was asked
+    if chip.platform == "cuda" and found.limit_bytes < found.peak_bytes <= _MAX_GPU_SHARE * chip.memory_bytes:
+        yield Suggestion(f"XLA_CLIENT_MEM_FRACTION={_MAX_GPU_SHARE} in the environment", found.peak_bytes, True)
+    changes = _memory_reductions if not found.fits else _uses_of_free_memory
+    correction = max(0, found.peak_bytes - found.memory.peak_bytes)  # of the formula, if compiled
     for text, settings, num_devices in changes(found):
         memory = trace(job, num_devices, settings).memory
         peak_bytes = memory.peak_bytes + correction
@@ -313,7 +323,7 @@ def _suggestions(found: Plan, job: Job) -> Iterator[Suggestion]:
 Change = tuple[str, Settings, int]
 
 
-def _smaller(found: Plan) -> Iterator[Change]:
+def _memory_reductions(found: Plan) -> Iterator[Change]:
     settings, num_devices = found.settings, found.cluster.num_devices
     change = functools.partial(dataclasses.replace, settings)
     if settings.stage < 3:
@@ -323,26 +333,26 @@ def _smaller(found: Plan) -> Iterator[Change]:
     if settings.rows and settings.rows % 2 == 0:
         twice = 2 * settings.num_microbatches
         halved = change(rows=settings.rows // 2, num_microbatches=twice)
-        yield f"the same rows in {twice} microbatches of {settings.rows // 2}", halved, num_devices
+        yield f"{twice} microbatches of {settings.rows // 2} rows", halved, num_devices
     if settings.stage in (1, 2) and settings.bucket_bytes is None:
-        yield "bucket_bytes=2**28 (stacks move in pieces)", change(bucket_bytes=2**28), num_devices
+        yield "bucket_bytes=2**28 (moves stacks in pieces)", change(bucket_bytes=2**28), num_devices
     if settings.prefetch:
         yield "prefetch=0 (each unit waits for its weights)", change(prefetch=0), num_devices
     if settings.stage:
         yield f"{4 * num_devices} devices", settings, 4 * num_devices
 
 
-def _faster(found: Plan) -> Iterator[Change]:
+def _uses_of_free_memory(found: Plan) -> Iterator[Change]:
     settings, num_devices = found.settings, found.cluster.num_devices
     change = functools.partial(dataclasses.replace, settings)
     for remat in REMATS[: REMATS.index(settings.remat)] if settings.remat in REMATS else ():
-        yield f"remat={remat!r}: less is computed again", change(remat=remat), num_devices
+        yield f"remat={remat!r} (less recomputation)", change(remat=remat), num_devices
     if settings.rows:
         yield (
-            f"{2 * settings.rows} rows: twice the work for the same bytes",
+            f"{2 * settings.rows} rows (twice the work for the same communication)",
             change(rows=2 * settings.rows),
             num_devices,
         )
     if settings.stage:
         lower = settings.stage - 1
-        yield f"stage {lower}{': fewer bytes sent' if settings.stage == 3 else ''}", change(stage=lower), num_devices
+        yield f"stage {lower}{' (less communication)' * (settings.stage == 3)}", change(stage=lower), num_devices

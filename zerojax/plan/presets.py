@@ -1,7 +1,8 @@
-"""Models to plan with: language models, one mixture of experts, one vision transformer, by the shapes that they have.
+"""Defines the preset models of plans: language models, a mixture of experts, and a vision transformer.
 
-They are ordinary NNX modules with a scanned stack of layers, and train like any other. Shapes are named by letters: B
-rows, S tokens of a row, D width, H heads, K heads of keys and values, E experts, C tokens of an expert, V vocabulary.
+They are ordinary NNX modules with a scanned stack of layers, and can be trained. Suffixes of names are dims: B rows,
+S tokens per row, T all tokens, D width, H heads, K heads of keys and values, d width of a head, E experts, C tokens per
+expert.
 """
 
 from __future__ import annotations
@@ -16,27 +17,30 @@ import optax
 from flax import nnx
 
 from zerojax.losses import chunked_cross_entropy
+from zerojax.typing import Array, PyTree
 
-Array = Any
-_QUERY_BLOCK = 512  # tokens of which `blockwise_attention` has the scores at a time
-_LOSS_CHUNK = 2048  # tokens whose logits exist at a time
-_CAPACITY = 1.25  # room of an expert over its even share of the tokens, as in GShard and Switch
+_QUERY_BLOCK = 512  # queries whose scores `blockwise_attention` computes at a time
+_LOSS_CHUNK = 2048  # tokens whose logits are computed at a time
+_CAPACITY = 1.25  # capacity of an expert relative to an even share of the tokens, as in GShard and Switch
 
 
 @dataclasses.dataclass(frozen=True)
 class Transformer:
-    """Shapes of a transformer.
+    """The shapes of a transformer.
 
     Attributes:
-        seq: tokens of a row; of images: patches.
-        rows: sequences (images) on a device in a microbatch, where the plan is not told.
+        layers, width, heads: the number of layers, the width of activations, and the heads of queries.
         kv_heads: heads of keys and values, each shared by heads / kv_heads heads of queries.
         hidden: width inside the MLP.
-        llama: RMSNorm, rotary positions, gated SiLU and no biases, in place of LayerNorm, learned positions, GELU and
-            biases.
-        tied: the head is the embedding.
-        experts, chosen: MLPs of a layer, and how many each token visits; 0 experts: one MLP that all visit.
-        patch: side of an image's patches in pixels; 0 for text. `vocab` is then the number of classes.
+        vocab: size of the vocabulary, or the number of classes for images.
+        seq: tokens in a row, or patches of an image.
+        rows: the default number of sequences or images on a device in a microbatch.
+        llama: whether to use RMSNorm, rotary positions, gated SiLU and no biases, instead of LayerNorm, learned
+            positions, GELU and biases.
+        tied: whether the head shares the weights of the embedding.
+        experts: the number of expert MLPs of a layer; 0 for one MLP that all tokens use.
+        experts_per_token: the number of experts that each token is sent to.
+        patch: the side of an image's patches in pixels; 0 for text.
     """
 
     layers: int
@@ -50,12 +54,12 @@ class Transformer:
     llama: bool = False
     tied: bool = False
     experts: int = 0
-    chosen: int = 0
+    experts_per_token: int = 0
     patch: int = 0
 
 
 def _gpt(layers: int, width: int, heads: int, rows: int, seq: int = 1024) -> Transformer:
-    """As GPT-2: heads of `width / heads`, an MLP four times as wide, a head tied to the embedding."""
+    """The shapes of a GPT-2: an MLP four times as wide as the activations, and a head tied to the embedding."""
     return Transformer(layers, width, heads, heads, 4 * width, 50304, seq, rows, tied=True)
 
 
@@ -63,11 +67,11 @@ def _llama3(layers: int, width: int, heads: int, hidden: int) -> Transformer:
     return Transformer(layers, width, heads, 8, hidden, 128256, 8192, llama=True)
 
 
-# Shapes. GPT-2: the configurations published with its weights, the vocabulary of 50257 filled up to a multiple of 128,
-# since products of other sizes are padded. gpt-7.5b, -128b, -1t: the ZeRO paper gives sizes, and
-# 12 x layers x width^2 makes them, with heads of 128; 1T has the layers and width that ZeRO-Infinity (arXiv 2104.07857,
-# table 1) trains. Llama 3: table 3 of arXiv 2407.21783. Mixtral 8x7B: table 1 of arXiv 2401.04088. ViT-H/14: table 1 of
-# arXiv 2010.11929, at 224 x 224 pixels.
+# Sources. GPT-2: the configurations published with its weights; the vocabulary of 50257 is padded to a multiple of 128,
+# since products of other sizes are padded anyway. gpt-7.5b, -128b, -1t: the ZeRO paper gives the number of parameters,
+# which 12 x layers x width^2 matches, with heads of 128; the layers and width of 1T are those of ZeRO-Infinity (arXiv
+# 2104.07857, table 1). Llama 3: table 3 of arXiv 2407.21783. Mixtral 8x7B: table 1 of arXiv 2401.04088. ViT-H/14: table
+# 1 of arXiv 2010.11929, at 224 x 224 pixels.
 PRESETS = {
     "gpt2-124m": _gpt(12, 768, 12, rows=16),
     "gpt2-1.5b": _gpt(48, 1600, 25, rows=8),
@@ -77,21 +81,21 @@ PRESETS = {
     "llama3-8b": _llama3(32, 4096, 32, 14336),
     "llama3-70b": _llama3(80, 8192, 64, 28672),
     "llama3-405b": _llama3(126, 16384, 128, 53248),
-    "mixtral-8x7b": Transformer(32, 4096, 32, 8, 14336, 32000, 4096, llama=True, experts=8, chosen=2),
+    "mixtral-8x7b": Transformer(32, 4096, 32, 8, 14336, 32000, 4096, llama=True, experts=8, experts_per_token=2),
     "vit-h14": Transformer(32, 1280, 16, 16, 5120, 1000, 256, rows=64, patch=14),
 }
 
 
 class Job(NamedTuple):
-    """What a plan is made for: a model, its optimizer, its loss, and a batch.
+    """The training job that is planned: a model, its optimizer, its loss and the shapes of its batch.
 
     Attributes:
-        create_model: as `Zero.init` takes it.
-        tx: an optax transformation.
-        loss_fn: as `Zero.train_step` takes it.
-        batch: `batch(rows) -> tree of avals` with that many rows on all devices together.
-        rows: on a device in a microbatch, where the plan is not told.
-        tokens: of a row; what tokens/s counts.
+        create_model: creates the model, as in `Zero.init`.
+        tx: the optax transformation.
+        loss_fn: the loss, as in `Zero.train_step`.
+        batch: `batch(rows) -> tree of avals`, where `rows` is the number of rows on all devices together.
+        rows: the default number of rows on a device in a microbatch.
+        tokens: tokens in a row, for tokens/s.
     """
 
     create_model: Callable[..., Any]
@@ -103,12 +107,12 @@ class Job(NamedTuple):
 
 
 def job(config: Transformer, attention: Callable[..., Array] | None = None) -> Job:
-    """A preset's model with AdamW.
+    """Returns the job of a preset, with AdamW.
 
     Args:
-        config: its shapes.
-        attention: `blockwise_attention`, the default, runs everywhere. `cudnn_attention` is in programs for GPUs alone,
-            and `described_attention` in what is only traced, where it stands for the former.
+        config: the shapes of the model.
+        attention: `blockwise_attention`, the default, runs everywhere. `cudnn_attention` is for programs for GPUs, and
+            `cudnn_attention_for_tracing` takes its place in steps that are only traced.
     """
     attend = attention or blockwise_attention
     create = lambda rngs: (ViT if config.patch else LanguageModel)(config, attend, rngs)
@@ -128,10 +132,13 @@ def _batch(config: Transformer) -> Callable[[int], dict[str, jax.ShapeDtypeStruc
 
 
 def blockwise_attention(q_BSHd: Array, k_BSKd: Array, v_BSKd: Array, is_causal: bool) -> Array:
-    """`jax.nn.dot_product_attention`, with the scores of one block of queries at a time, forward and backward."""
+    """Like `jax.nn.dot_product_attention`, but computes the scores of one block of queries at a time.
+
+    The backward pass recomputes the scores of each block. Arguments have dims [rows, tokens, heads, head width].
+    """
     seq = q_BSHd.shape[1]
     size = min(seq, _QUERY_BLOCK)
-    if seq % size:  # few tokens (of images): at once
+    if seq % size:  # a number of tokens that cannot be divided into blocks
         return jax.nn.dot_product_attention(q_BSHd, k_BSKd, v_BSKd, is_causal=is_causal)
 
     @jax.checkpoint
@@ -141,16 +148,16 @@ def blockwise_attention(q_BSHd: Array, k_BSKd: Array, v_BSKd: Array, is_causal: 
         return None, jax.nn.dot_product_attention(q_BsHd, k_BSKd, v_BSKd, mask=mask)
 
     blocks = jnp.moveaxis(q_BSHd.reshape(q_BSHd.shape[0], seq // size, size, *q_BSHd.shape[2:]), 1, 0)
-    _, mixed = jax.lax.scan(block, None, (blocks, jnp.arange(0, seq, size)))
-    return jnp.moveaxis(mixed, 0, 1).reshape(q_BSHd.shape)
+    _, out = jax.lax.scan(block, None, (blocks, jnp.arange(0, seq, size)))
+    return jnp.moveaxis(out, 0, 1).reshape(q_BSHd.shape)
 
 
 def cudnn_attention(q_BSHd: Array, k_BSKd: Array, v_BSKd: Array, is_causal: bool) -> Array:
     return jax.nn.dot_product_attention(q_BSHd, k_BSKd, v_BSKd, is_causal=is_causal, implementation="cudnn")
 
 
-def described_attention(q_BSHd: Array, k_BSKd: Array, v_BSKd: Array, is_causal: bool) -> Array:
-    """What `cudnn_attention` reads, returns and keeps, without the packages that tracing that one needs.
+def cudnn_attention_for_tracing(q_BSHd: Array, k_BSKd: Array, v_BSKd: Array, is_causal: bool) -> Array:
+    """Has the inputs, outputs and residuals of `cudnn_attention`, but can be traced without the packages of CUDA.
 
     It cannot run.
     """
@@ -163,22 +170,22 @@ def described_attention(q_BSHd: Array, k_BSKd: Array, v_BSKd: Array, is_causal: 
         return forward(q, k, v)[0]
 
     def forward(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        mixed, normaliser = jax.pure_callback(_never_called, (*like(q), statistics), q, k, v)
-        return mixed, (q, k, v, mixed, normaliser)
+        out, normalizer = jax.pure_callback(_never_called, (*like(q), statistics), q, k, v)
+        return out, (q, k, v, out, normalizer)
 
-    def backward(kept: Any, grad: Array) -> Any:
-        return tuple(jax.pure_callback(_never_called, like(q, k, v), *kept, grad))
+    def backward(residuals: Any, grad: Array) -> Any:
+        return tuple(jax.pure_callback(_never_called, like(q, k, v), *residuals, grad))
 
     attend.defvjp(forward, backward)
     return attend(q, k, v)
 
 
 def _never_called(*arrays: Any) -> Any:
-    raise NotImplementedError("presets: `described_attention` is traced, and does not run")
+    raise NotImplementedError("presets: `cudnn_attention_for_tracing` can be traced, but cannot run")
 
 
-def _rotated(x_BSHd: Array) -> Array:
-    """Rotary positions (arXiv 2104.09864), the halves of a head paired."""
+def _rotary(x_BSHd: Array) -> Array:
+    """Applies rotary position embeddings (arXiv 2104.09864) that pair the two halves of a head."""
     seq, half = x_BSHd.shape[1], x_BSHd.shape[-1] // 2
     angles = jnp.arange(seq)[:, None] / 500000 ** (jnp.arange(half) / half)
     cos, sin = (fn(angles)[:, None].astype(x_BSHd.dtype) for fn in (jnp.cos, jnp.sin))
@@ -187,12 +194,12 @@ def _rotated(x_BSHd: Array) -> Array:
 
 
 def _stack(create: Callable[[nnx.Rngs], Any], count: int, rngs: nnx.Rngs) -> Any:
-    """As many modules as `count` says, in one, with a leading dim."""
+    """Creates `count` modules as one module whose parameters have a leading dim."""
     return nnx.split_rngs(splits=count)(nnx.vmap(create, in_axes=0, out_axes=0))(rngs)
 
 
-class Table(nnx.Module):
-    """An embedding in the dtype of its weights. `nnx.Embed` returns the one that it was created with."""
+class Embedding(nnx.Module):
+    """An embedding that returns the dtype of its weights. `nnx.Embed` returns the dtype it was created with."""
 
     def __init__(self, size: int, width: int, rngs: nnx.Rngs):
         self.embedding = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (size, width)))
@@ -218,9 +225,9 @@ class Attention(nnx.Module):
         q_BSHd = self.q(x_BSD).reshape(b, s, self.config.heads, self.head_dim)
         k_BSKd, v_BSKd = jnp.split(self.kv(x_BSD).reshape(b, s, 2 * self.config.kv_heads, self.head_dim), 2, axis=2)
         if self.config.llama:
-            q_BSHd, k_BSKd = _rotated(q_BSHd), _rotated(k_BSKd)
-        mixed = self.attention(q_BSHd, k_BSKd, v_BSKd, is_causal=not self.config.patch)
-        return self.out(mixed.reshape(b, s, -1))
+            q_BSHd, k_BSKd = _rotary(q_BSHd), _rotary(k_BSKd)
+        out_BSHd = self.attention(q_BSHd, k_BSKd, v_BSKd, is_causal=not self.config.patch)
+        return self.out(out_BSHd.reshape(b, s, -1))
 
 
 class MLP(nnx.Module):
@@ -238,7 +245,7 @@ class MLP(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """Each token visits the MLPs that a router chooses. An expert takes as many as it has room for."""
+    """A mixture of experts. A router sends each token to some MLPs; tokens beyond their capacity are dropped."""
 
     def __init__(self, config: Transformer, rngs: nnx.Rngs):
         self.config = config
@@ -247,18 +254,19 @@ class Experts(nnx.Module):
 
     def __call__(self, x_BSD: Array) -> Array:
         x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
-        experts, chosen = self.config.experts, self.config.chosen
-        room = int(_CAPACITY * chosen * len(x_TD) / experts)
-        weights, expert = jax.lax.top_k(jax.nn.softmax(self.router(x_TD)), chosen)  # T x chosen
-        visits = jax.nn.one_hot(expert.reshape(-1), experts, dtype=jnp.int32)
-        place = jnp.sum((jnp.cumsum(visits, axis=0) - 1) * visits, axis=-1)  # among the tokens of its expert
-        slot = jnp.where(place < room, expert.reshape(-1) * room + place, experts * room)  # the last slot is dropped
-        token = jnp.arange(len(x_TD)).repeat(chosen)
-        token_of_slot = jnp.zeros(experts * room + 1, jnp.int32).at[slot].set(token)[:-1]
-        x_ECD = x_TD[token_of_slot].reshape(experts, room, -1)
+        experts, per_token = self.config.experts, self.config.experts_per_token
+        capacity = int(_CAPACITY * per_token * len(x_TD) / experts)
+        weights, expert = jax.lax.top_k(jax.nn.softmax(self.router(x_TD)), per_token)  # [T, per_token]
+        choices = jax.nn.one_hot(expert.reshape(-1), experts, dtype=jnp.int32)
+        place = jnp.sum((jnp.cumsum(choices, axis=0) - 1) * choices, axis=-1)  # among the tokens of its expert
+        dropped = experts * capacity  # the last slot
+        slot = jnp.where(place < capacity, expert.reshape(-1) * capacity + place, dropped)
+        token = jnp.arange(len(x_TD)).repeat(per_token)
+        token_of_slot = jnp.zeros(experts * capacity + 1, jnp.int32).at[slot].set(token)[:-1]
+        x_ECD = x_TD[token_of_slot].reshape(experts, capacity, -1)
         y_ECD = nnx.vmap(lambda mlp, x: mlp(x))(self.mlps, x_ECD)
-        y = jnp.concatenate([y_ECD.reshape(experts * room, -1), jnp.zeros_like(x_TD[:1])])[slot]
-        y_TD = jnp.sum(y.reshape(len(x_TD), chosen, -1) * weights[..., None].astype(y.dtype), axis=1)
+        y = jnp.concatenate([y_ECD.reshape(experts * capacity, -1), jnp.zeros_like(x_TD[:1])])[slot]
+        y_TD = jnp.sum(y.reshape(len(x_TD), per_token, -1) * weights[..., None].astype(y.dtype), axis=1)
         return y_TD.reshape(x_BSD.shape)
 
 
@@ -274,46 +282,47 @@ class Layer(nnx.Module):
         return x_BSD + self.mlp(self.norm2(x_BSD))
 
 
-def _layers(config: Transformer, attention: Callable[..., Array], rngs: nnx.Rngs) -> tuple[Layer, Any]:
-    """(the stack of layers, the norm after them)."""
+def _create_layers(config: Transformer, attention: Callable[..., Array], rngs: nnx.Rngs) -> tuple[Layer, Any]:
+    """Returns (the stack of layers, the final norm)."""
     norm = (nnx.RMSNorm if config.llama else nnx.LayerNorm)(config.width, rngs=rngs)
     return _stack(lambda rngs: Layer(config, attention, rngs), config.layers, rngs), norm
 
 
-def _through(layers: Layer, x_BSD: Array) -> Array:
+def _apply_layers(layers: Layer, x_BSD: Array) -> Array:
     return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x_BSD, layers)
 
 
 class LanguageModel(nnx.Module):
     def __init__(self, config: Transformer, attention: Callable[..., Array], rngs: nnx.Rngs):
-        self.embed = Table(config.vocab, config.width, rngs)
+        self.embed = Embedding(config.vocab, config.width, rngs)
         if not config.llama:
-            self.positions = Table(config.seq, config.width, rngs)
-        self.layers, self.norm = _layers(config, attention, rngs)
+            self.positions = Embedding(config.seq, config.width, rngs)
+        self.layers, self.norm = _create_layers(config, attention, rngs)
         if not config.tied:
             self.head = nnx.Linear(config.width, config.vocab, use_bias=False, rngs=rngs)
         self.llama, self.tied = config.llama, config.tied
 
-    def loss(self, batch: Any) -> Any:
+    def loss(self, batch: PyTree) -> Any:
         tokens_BS, labels_BS = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
         x_BSD = self.embed(tokens_BS)
         if not self.llama:
             x_BSD = x_BSD + self.positions(jnp.arange(tokens_BS.shape[1]))
         head = self.embed.attend if self.tied else self.head
-        return chunked_cross_entropy(head, self.norm(_through(self.layers, x_BSD)), labels_BS, chunk_size=_LOSS_CHUNK)
+        x_BSD = self.norm(_apply_layers(self.layers, x_BSD))
+        return chunked_cross_entropy(head, x_BSD, labels_BS, chunk_size=_LOSS_CHUNK)
 
 
 class ViT(nnx.Module):
-    """Of images that are cut into patches already; classes by the mean over patches."""
+    """A vision transformer. Its input is already cut into patches, and it classifies by their mean."""
 
     def __init__(self, config: Transformer, attention: Callable[..., Array], rngs: nnx.Rngs):
         self.patches = nnx.Linear(config.patch**2 * 3, config.width, rngs=rngs)
         self.positions = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (1, config.seq, config.width)))
-        self.layers, self.norm = _layers(config, attention, rngs)
+        self.layers, self.norm = _create_layers(config, attention, rngs)
         self.head = nnx.Linear(config.width, config.vocab, rngs=rngs)
 
-    def loss(self, batch: Any) -> Array:
+    def loss(self, batch: PyTree) -> Array:
         x_BSD = self.patches(batch["patches"])
-        x_BSD = _through(self.layers, x_BSD + self.positions[...].astype(x_BSD.dtype))
+        x_BSD = _apply_layers(self.layers, x_BSD + self.positions[...].astype(x_BSD.dtype))
         logits = self.head(self.norm(x_BSD).mean(axis=1)).astype(jnp.float32)
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()

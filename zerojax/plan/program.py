@@ -1,4 +1,4 @@
-"""What the compiler for a target makes of a step, or what it says where memory does not do."""
+"""Compiles a step for a target, and analyzes the memory, communication and time of the compiled program."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import jax
 from zerojax.analysis import hlo, hlo_collectives
 from zerojax.analysis.hardware import Cluster
 from zerojax.plan import buffers, timeline
-from zerojax.plan.buffers import Buffers
+from zerojax.plan.buffers import BufferAssignment
 
 
-class Traffic(NamedTuple):
-    """Collectives of a step that are alike.
+class CollectiveSummary(NamedTuple):
+    """The collectives of a step with the same kind, axis and dtype.
 
     Attributes:
         kind: 'all-gather', 'reduce-scatter', ...
-        axis: of the mesh, by the number of devices that take part; that number where it is no axis.
-        dtype: on the wire.
-        count: how many run in a step.
-        sent_bytes: by one device.
-        exposed_bytes: those of them with no matrix product beside.
+        axis: the mesh axis with as many devices as a group, or else the number of devices of a group.
+        dtype: the dtype that is sent.
+        count: the number of runs in a step.
+        sent_bytes: the bytes that one device sends.
+        exposed_bytes: the part of `sent_bytes` that overlaps with no matrix product.
     """
 
     kind: str
@@ -38,36 +38,37 @@ class Traffic(NamedTuple):
     exposed_bytes: float
 
 
-class Reading(NamedTuple):
-    """What was read in the text of a program and in its buffer plan; what could not be read is None.
+class ProgramAnalysis(NamedTuple):
+    """The analysis of a compiled program. Fields are None if the text or the buffer assignment could not be read.
 
     Attributes:
-        held: bytes of a device when memory is fullest, by what they are; see `held_by_kind`.
-        buffers_bytes: the most of collectives that are under way at the same time, in full form.
-        copied_bytes: what loops copy of arrays of a MiB or more.
-        traffic: what is sent.
-        prediction: of the time.
-        unread: why something is None.
+        held: the bytes of a device at the moment of peak memory, by kind; see `held_by_kind`.
+        buffers_bytes: the largest sum of the full arrays of collectives that run at the same time.
+        copied_bytes: the bytes that loops copy in a step, of arrays of at least 1 MiB.
+        collectives: the collectives of a step.
+        prediction: the predicted time.
+        unread: why a field is None.
     """
 
     held: dict[str, int] | None = None
     buffers_bytes: int | None = None
     copied_bytes: int | None = None
-    traffic: tuple[Traffic, ...] | None = None
+    collectives: tuple[CollectiveSummary, ...] | None = None
     prediction: timeline.Prediction | None = None
     unread: str | None = None
 
 
 class CompiledStep(NamedTuple):
-    """Bytes are those of one device.
+    """A compiled step. Bytes are per device.
 
     Attributes:
-        peak_bytes: arguments, temporaries, and results that have no argument's place.
-        arguments_bytes, temporaries_bytes, aliased_bytes: of the program's buffers.
+        peak_bytes: arguments, temporaries, and results that are not aliased with an argument.
+        arguments_bytes, temporaries_bytes: the sizes of the arguments and temporaries.
+        aliased_bytes: the size of the arguments that a result overwrites.
         host_bytes: temporaries in pinned host memory.
-        compile_s: what compiling took on this machine.
-        reading: of the text.
-        text: of the program; '' where the compiler gave up.
+        compile_s: seconds to compile on this machine.
+        analysis: the analysis of the program.
+        text: the text of the program; '' if the compiler ran out of memory.
     """
 
     peak_bytes: int
@@ -76,11 +77,11 @@ class CompiledStep(NamedTuple):
     aliased_bytes: int
     host_bytes: int
     compile_s: float
-    reading: Reading
+    analysis: ProgramAnalysis
     text: str
 
 
-_MOVED_BYTES = 2**20  # smaller copies are of counters and events
+_MIN_COPY_BYTES = 2**20  # smaller copies are of counters and events
 
 
 def compile_step(
@@ -90,14 +91,14 @@ def compile_step(
 
     Args:
         traced: `step.trace(state, batch)`.
-        cluster: which these devices are.
+        cluster: the cluster of these devices.
         axes: names and sizes of the mesh axes.
-        arguments_bytes: of the step, for the case that the compiler gives up for want of memory.
-        dump: a folder for the program's text (step.txt), and for the compiler's plan of its buffers (buffers.txt) and
-            of their lives (ranges.txt).
+        arguments_bytes: the size of the step's arguments, in case the compiler runs out of device memory.
+        dump: a folder for the text of the program (step.txt), the compiler's buffer assignment (buffers.txt) and the
+            live ranges (ranges.txt).
 
     Raises:
-        jax.errors.JaxRuntimeError: what the compiler refuses for another reason than memory.
+        jax.errors.JaxRuntimeError: if the compiler fails for another reason than device memory.
     """
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
@@ -105,21 +106,21 @@ def compile_step(
         try:
             program = traced.lower(lowering_platforms=(cluster.chip.platform,)).compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
-            needed = memory_refused(str(error))
+            needed = required_bytes(str(error))
             if needed is None:
                 raise
             temporaries = needed - arguments_bytes if "temporaries" not in str(error) else needed
             peak, seconds = arguments_bytes + temporaries, time.perf_counter() - start
-            given_up = Reading(unread="the compiler gave up: " + str(error).splitlines()[0])
-            return CompiledStep(peak, arguments_bytes, temporaries, 0, 0, seconds, given_up, "")
+            failed = ProgramAnalysis(unread="the compiler gave up: " + str(error).splitlines()[0])
+            return CompiledStep(peak, arguments_bytes, temporaries, 0, 0, seconds, failed, "")
         seconds = time.perf_counter() - start
         text, memory = program.as_text(), program.memory_analysis()
         if dump:
             dump.mkdir(parents=True, exist_ok=True)
             (dump / "step.txt").write_text(text)
-            for name, file in buffers.files(Path(folder)).items():
+            for name, file in buffers.dump_files(Path(folder)).items():
                 (dump / name).write_text(file.read_text())
-        reading = read(text, cluster, axes, memory, lambda: buffers.dumped(Path(folder)))
+        analysis = analyze(text, cluster, axes, memory, lambda: buffers.read_dump(Path(folder)))
     return CompiledStep(
         hlo_collectives.peak_bytes(memory),
         memory.argument_size_in_bytes,
@@ -127,30 +128,32 @@ def compile_step(
         memory.alias_size_in_bytes,
         memory.host_temp_size_in_bytes,
         seconds,
-        reading,
+        analysis,
         text,
     )
 
 
-def read(text: str, cluster: Cluster, axes: dict[str, int], memory: Any, planned: Callable[[], Buffers]) -> Reading:
-    """What the text of a program for the cluster tells.
+def analyze(
+    text: str, cluster: Cluster, axes: dict[str, int], memory: Any, read_assignment: Callable[[], BufferAssignment]
+) -> ProgramAnalysis:
+    """Analyzes a compiled program for a cluster.
 
     Args:
-        text: of the program.
-        cluster, axes: see `compile_step`.
-        memory: of its `memory_analysis()`.
-        planned: returns the plan of its buffers.
+        text: the text of the program.
+        cluster, axes: as in `compile_step`.
+        memory: the result of its `memory_analysis()`.
+        read_assignment: returns its buffer assignment.
     """
     try:
         program = hlo.read(text)
     except ValueError as error:
-        return Reading(unread=str(error))
-    large = lambda: (m for m in hlo_collectives.moves_in_loops(program, _MOVED_BYTES) if m.op == "copy")
+        return ProgramAnalysis(unread=str(error))
+    large = lambda: (m for m in hlo_collectives.moves_in_loops(program, _MIN_COPY_BYTES) if m.op == "copy")
     parts: dict[str, Callable[[], Any]] = {
-        "held": lambda: held_by_kind(program, planned(), memory),
+        "held": lambda: held_by_kind(program, read_assignment(), memory),
         "buffers_bytes": lambda: hlo_collectives.in_flight_bytes(program),
         "copied_bytes": lambda: sum(move.num_bytes for move in large()),
-        "traffic": lambda: traffic_of(hlo_collectives.collectives(program), axes),
+        "collectives": lambda: summarize_collectives(hlo_collectives.collectives(program), axes),
         "prediction": lambda: timeline.predict(program, cluster),
     }
     found, unread = {}, []
@@ -159,47 +162,53 @@ def read(text: str, cluster: Cluster, axes: dict[str, int], memory: Any, planned
             found[name] = part()
         except ValueError as error:
             unread.append(str(error))
-    return Reading(**found, unread="; ".join(dict.fromkeys(unread)) or None)
+    return ProgramAnalysis(**found, unread="; ".join(dict.fromkeys(unread)) or None)
 
 
-# The fields of a TrainState and the arguments of a step, as the parameters of a program name them.
+# The fields of a TrainState and the other arguments of a step, by their names in a program.
 _ARGUMENTS = {"params": "parameters", "master": "optimizer state", "opt_state": "optimizer state"}
 _ARGUMENTS |= {"model_state": "model state", "batch": "batch"}
 OTHERS = "others"
 
 
-def held_by_kind(program: hlo.Program, planned: Buffers, memory: Any) -> dict[str, int]:
-    """Bytes of a device when memory is fullest: those of the arguments, and of `buffers.by_kind`.
+def held_by_kind(program: hlo.Program, assignment: BufferAssignment, memory: Any) -> dict[str, int]:
+    """Returns the bytes of a device at the moment of peak memory: those of the arguments and of `buffers.by_kind`.
 
-    They add up to `hlo_collectives.peak_bytes(memory)`. 'others' are counters and keys, results without an argument's
-    place, padding, and on TPUs what their compiler reserves in addition to its plan.
+    They add up to `hlo_collectives.peak_bytes(memory)`. 'others' are counters, keys, results that are not aliased,
+    padding, and on TPUs the memory that the compiler reserves in addition to its buffer assignment.
+
+    Raises:
+        ValueError: if the buffer assignment has no temporaries, but the program does.
     """
-    if memory.temp_size_in_bytes and not planned.allocated_bytes:
-        raise ValueError(f"buffers: {memory.temp_size_in_bytes} bytes of temporaries, and none in the compiler's plan")
+    if memory.temp_size_in_bytes and not assignment.allocated_bytes:
+        size = memory.temp_size_in_bytes
+        raise ValueError(f"buffers: the buffer assignment has no temporaries\n  got:      {size} bytes in the program")
     held: Counter[str] = Counter()
     for i in program.entry.instructions:
         named = re.search(r'op_name="(?:state\.)?(\w+)', i.attributes) if i.op == "parameter" else None
         if named and not any(buffer.space for buffer in i.buffers):
             held[_ARGUMENTS.get(named.group(1), OTHERS)] += i.num_bytes
-    held.update(buffers.by_kind(planned, program))
+    held.update(buffers.by_kind(assignment, program))
     held[OTHERS] += hlo_collectives.peak_bytes(memory) - held.total()
     return dict(+held)
 
 
-def traffic_of(found: list[hlo_collectives.Collective], axes: dict[str, int]) -> tuple[Traffic, ...]:
-    """Collectives, added up by kind, axis and dtype. What one device does alone is left out: it sends nothing."""
-    alike: dict[tuple[str, str, str], list[hlo_collectives.Collective]] = {}
+def summarize_collectives(
+    found: list[hlo_collectives.Collective], axes: dict[str, int]
+) -> tuple[CollectiveSummary, ...]:
+    """Adds up collectives by kind, axis and dtype, without those of a single device, which send nothing."""
+    groups: dict[tuple[str, str, str], list[hlo_collectives.Collective]] = {}
     for c in found:
         if c.group_size > 1:
-            alike.setdefault((c.kind, _axis(c.group_size, axes), c.dtype), []).append(c)
+            groups.setdefault((c.kind, _axis(c.group_size, axes), c.dtype), []).append(c)
     return tuple(
-        Traffic(
+        CollectiveSummary(
             *key,
-            sum(c.trips for c in those),
-            sum(c.sent_bytes for c in those),
-            sum(c.sent_bytes for c in those if c.exposed),
+            sum(c.trips for c in group),
+            sum(c.sent_bytes for c in group),
+            sum(c.sent_bytes for c in group if c.exposed),
         )
-        for key, those in sorted(alike.items(), key=lambda item: -sum(c.sent_bytes for c in item[1]))
+        for key, group in sorted(groups.items(), key=lambda item: -sum(c.sent_bytes for c in item[1]))
     )
 
 
@@ -211,10 +220,10 @@ def _axis(group_size: int, axes: dict[str, int]) -> str:
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-def memory_refused(message: str) -> int | None:
-    """Bytes that a step would need, by the message of a compiler that gives up because of them; None: it says else.
+def required_bytes(message: str) -> int | None:
+    """Returns the bytes that a step needs, from the compiler's message that it is out of memory, or None for others.
 
-    The TPU compiler counts the temporaries alone ("total memory required for HLO temporaries (81.64G)"), or all of it
+    The TPU compiler reports either the temporaries ("total memory required for HLO temporaries (81.64G)") or all memory
     ("Used 30.5G of 15.75G hbm").
     """
     found = re.search(r"(?:temporaries \(|[Uu]sed |requires? )([\d.]+)([KMGT]?)i?B?\b", message)

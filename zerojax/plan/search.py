@@ -1,4 +1,4 @@
-"""The fastest settings that fit: by formula all of them, and the best few as the compiler makes them."""
+"""Searches for the fastest settings that fit: estimates all of them by formula, and compiles the best few."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from zerojax.analysis.hardware import Cluster
 from zerojax.plan import planner
 from zerojax.plan.planner import REMATS, Plan, Settings
 
-_COMPUTED_AGAIN = {"none": 0.0, "dots": 0.0, "full": 1 / 3, "offload": 1 / 3}  # of the model's flops
+_RECOMPUTED = {"none": 0.0, "dots": 0.0, "full": 1 / 3, "offload": 1 / 3}  # as a share of the model's flops
 NAIVE = Settings(stage=3, remat="full", prefetch=0)
 
 
 class Candidate(NamedTuple):
-    """Settings that were looked at.
+    """Settings that the search considers.
 
     Attributes:
-        settings: with rows and microbatches.
-        peak_bytes: of a device, by formula.
-        fits: into the limit.
-        compute_s, link_s: of a step, by formula: products at the rate that large ones reach; ZeRO's bytes over links.
-        plan: as compiled; None if it was not.
+        settings: the settings, with rows and microbatches.
+        peak_bytes: the peak memory of a device, by formula.
+        fits: whether the peak by formula is within the limit.
+        compute_s: seconds of a step's matrix products, by formula, at the rate that large ones reach.
+        link_s: seconds to send ZeRO's bytes over the links, by formula.
+        plan: the compiled plan, or None if the settings were not compiled.
     """
 
     settings: Settings
@@ -38,25 +39,32 @@ class Candidate(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """As predicted from the compiled program, else the longer of the two by formula."""
-        predicted = self.plan.program.reading.prediction if self.plan and self.plan.program else None
+        """Seconds of a step as predicted from the compiled program, or else the longer of `compute_s` and `link_s`."""
+        predicted = self.plan.program.analysis.prediction if self.plan and self.plan.program else None
         return predicted.step_s if predicted else max(self.compute_s, self.link_s)
 
     def data(self) -> dict[str, Any]:
-        """By formula, and under 'plan' what the compiler makes of it."""
-        told = self._replace(settings=dataclasses.asdict(self.settings), plan=self.plan and self.plan.data())
-        return told._asdict() | {"step_s": self.step_s, "bound": self.bound, "python": self.settings.python()}
+        """Returns the candidate as JSON data, with the compiled plan as 'plan'."""
+        fields = self._replace(settings=dataclasses.asdict(self.settings), plan=self.plan and self.plan.data())
+        return fields._asdict() | {"step_s": self.step_s, "bound": self.bound, "python": self.settings.python()}
 
     @property
     def bound(self) -> str:
-        """What takes longest, by formula."""
+        """What limits the step by formula: 'products' or 'links', or 'does not fit'."""
         if not self.fits or (self.plan is not None and not self.plan.fits):
             return "does not fit"
         return "products" if self.compute_s >= self.link_s else "links"
 
 
 class Ranking(NamedTuple):
-    """Candidates, those that were compiled first, each part from the fastest on; and the naive choice, compiled."""
+    """The result of a search.
+
+    Attributes:
+        what: the preset or function.
+        cluster: the cluster.
+        candidates: first those that were compiled, then all others, each from the fastest to the slowest.
+        naive: the naive choice, `NAIVE`, also compiled.
+    """
 
     what: str
     cluster: Cluster
@@ -64,7 +72,7 @@ class Ranking(NamedTuple):
     naive: Candidate
 
     def data(self) -> dict[str, Any]:
-        """All of it for a program, the naive choice and the winner among it."""
+        """Returns the ranking as JSON data, with the naive choice and the winner."""
         winner = self.winner
         return {
             "what": self.what,
@@ -76,7 +84,7 @@ class Ranking(NamedTuple):
 
     @property
     def winner(self) -> Candidate | None:
-        """The fastest that was compiled and fits."""
+        """The fastest candidate that was compiled and fits, or None."""
         return next((c for c in self.candidates if c.plan is not None and c.plan.fits), None)
 
 
@@ -88,17 +96,25 @@ def search(
     memory_share: float | None = None,
     calibration: Path | None = None,
     num_compiled: int = 3,
-    on_step: Callable[[str], None] = lambda told: None,
+    on_step: Callable[[str], None] = lambda message: None,
 ) -> Ranking:
-    """Stages, what is kept, microbatches, and sharding inside a host against sharding over all devices.
+    """Searches over stages, rematerialization, microbatches, and sharding within a host or over all devices.
 
     Args:
-        what, target, memory_share, calibration: as for `planner.plan`.
-        rows: of a device in a step, in one or more microbatches. Default: those of the model.
-        num_compiled: of the fastest that fit by formula; 0: nothing is, the naive choice neither.
-        on_step: told what is being done.
+        what, target, memory_share, calibration: as in `planner.plan`.
+        rows: rows of a device in a step, in one or more microbatches. The default is that of the model.
+        num_compiled: how many of the fastest candidates that fit by formula are compiled. If 0, nothing is compiled,
+            not even the naive choice.
+        on_step: called with a message before each step of the search.
 
-    Cost: half a second for each of some dozens of settings, and the compilation of `num_compiled` and the naive choice.
+    Returns:
+        A `Ranking` of all candidates.
+
+    Raises:
+        ValueError: as `planner.plan`.
+        RuntimeError: if the compiler of the target is not installed.
+
+    Cost: half a second for each of some dozens of settings, and `num_compiled` + 1 compilations.
     """
     if num_compiled:
         targets.devices(target)  # before JAX looks for devices
@@ -106,18 +122,19 @@ def search(
         planner.plan, what, target, memory_share=memory_share, calibration=calibration, suggest=False
     )
     base = make(Settings(rows=rows))
-    where, rows = base.cluster, base.settings.rows or 1
-    job = planner.find_job(what, where.chip.platform, compiled=False)
-    flops = planner.model_flops_of(what, where, base.settings)
+    cluster, rows = base.cluster, base.settings.rows or 1
+    job = planner.find_job(what, cluster.chip.platform, compiled=False)
+    flops = planner.model_flops_of(what, cluster, base.settings)
 
     def candidate(settings: Settings) -> Candidate:
         on_step(f"stage {settings.stage}, remat {settings.remat!r}")
-        peak_bytes = planner.trace(job, where.num_devices, settings).memory.peak_bytes
-        times = _compute_s(where, settings, flops), _link_s(where, settings, base.parameters)
+        peak_bytes = planner.trace(job, cluster.num_devices, settings).memory.peak_bytes
+        times = _compute_s(cluster, settings, flops), _link_s(cluster, settings, base.parameters)
         return Candidate(settings, peak_bytes, peak_bytes <= base.limit_bytes, *times)
 
-    found = [candidate(settings) for settings in _settings(where, rows)]
-    found.sort(key=lambda c: (not c.fits, c.step_s, c.settings.num_microbatches, c.peak_bytes))  # few large kernels
+    found = [candidate(settings) for settings in _settings(cluster, rows)]
+    # Of two equally fast ones, the one with fewer microbatches comes first: its kernels are larger.
+    found.sort(key=lambda c: (not c.fits, c.step_s, c.settings.num_microbatches, c.peak_bytes))
 
     def compiled(candidate: Candidate) -> Candidate:
         on_step(f"compiling stage {candidate.settings.stage}, remat {candidate.settings.remat!r}")
@@ -127,38 +144,38 @@ def search(
     best.sort(key=lambda c: (c.plan is None or not c.plan.fits, c.step_s))
     naive = candidate(dataclasses.replace(NAIVE, rows=rows))
     naive = compiled(naive) if num_compiled else naive
-    return Ranking(what, where, (*best, *found[len(best) :]), naive)
+    return Ranking(what, cluster, (*best, *found[len(best) :]), naive)
 
 
-def _settings(where: Cluster, rows: int) -> Iterator[Settings]:
-    replicas = [1, *_replicas(where)]
+def _settings(cluster: Cluster, rows: int) -> Iterator[Settings]:
+    replicas = [1, *_replicas(cluster)]
     microbatches = [k for k in range(1, rows + 1) if rows % k == 0]
     for stage, remat, k, replica in itertools.product((0, 1, 2, 3), REMATS, microbatches, replicas):
         if stage or replica == 1:
             yield Settings(stage=stage, remat=remat, rows=rows // k, num_microbatches=k, replica=replica)
 
 
-def _replicas(where: Cluster) -> Iterator[int]:
-    """Sharding inside a host, inside eight, inside 64, ..."""
-    shards = where.devices_per_host
-    while where.torus is None and shards < where.num_devices:
-        if where.num_devices % shards == 0:
-            yield where.num_devices // shards
+def _replicas(cluster: Cluster) -> Iterator[int]:
+    """Yields the sizes of the replica axis for sharding within one host, within 8 hosts, within 64, ..."""
+    shards = cluster.devices_per_host
+    while cluster.torus is None and shards < cluster.num_devices:
+        if cluster.num_devices % shards == 0:
+            yield cluster.num_devices // shards
         shards *= 8
 
 
-def _compute_s(where: Cluster, settings: Settings, flops: float) -> float:
-    again = 1 + _COMPUTED_AGAIN[settings.remat]
-    return again * flops / where.num_devices / where.chip.flops.effective
+def _compute_s(cluster: Cluster, settings: Settings, flops: float) -> float:
+    repeats = 1 + _RECOMPUTED[settings.remat]
+    return repeats * flops / cluster.num_devices / cluster.chip.flops.effective
 
 
-def _link_s(where: Cluster, settings: Settings, parameters: int) -> float:
-    """What a device sends, by the formula of the stage: over the shards of one replica, and between replicas."""
-    num_shards, k = where.num_devices // settings.replica, settings.num_microbatches
+def _link_s(cluster: Cluster, settings: Settings, parameters: int) -> float:
+    """Returns the seconds to send a stage's bytes, by formula: within a replica, and between replicas."""
+    num_shards, k = cluster.num_devices // settings.replica, settings.num_microbatches
     elements = {0: 2, 1: 2, 2: 1 + k, 3: 3 * k}[settings.stage] * parameters * (num_shards - 1) / num_shards
-    inside = where.route(range(num_shards)) if num_shards > 1 else None
+    inside = cluster.route(range(num_shards)) if num_shards > 1 else None
     seconds = 2 * elements / inside.rate if inside else 0.0
     if settings.replica > 1:
-        across = where.route(range(0, where.num_devices, num_shards))
+        across = cluster.route(range(0, cluster.num_devices, num_shards))
         seconds += 2 * 2 * parameters / num_shards * (settings.replica - 1) / settings.replica / across.rate
     return seconds

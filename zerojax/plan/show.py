@@ -1,4 +1,4 @@
-"""A plan on a terminal: the verdict, what takes the memory, what travels, and what would change it."""
+"""Renders a plan for a terminal: the verdict, memory, communication, predicted time and suggestions."""
 
 from __future__ import annotations
 
@@ -9,44 +9,56 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from zerojax.plan import buffers, timeline
 from zerojax.plan.planner import Plan
-from zerojax.plan.program import CompiledStep, Traffic
+from zerojax.plan.program import CollectiveSummary, CompiledStep
 from zerojax.plan.search import Candidate, Ranking
 from zerojax.plan.timeline import Prediction
 from zerojax.plan.utilisation import Throughput
 from zerojax.report.memory import model_states
 
+_LABELS = {
+    timeline.STARTS: "kernel launches",
+    timeline.COPIES: "copies on the device",
+    buffers.UNUSED: "unused",
+}
+
+
+def label(name: str) -> str:
+    """Returns the text that is shown for a lane or a category of memory."""
+    return _LABELS.get(name, name)
+
 
 def render(plan: Plan, formulas: bool = False) -> Group:
-    """The tables of a plan.
+    """Returns the tables of a plan.
 
     Args:
-        plan: what to show.
-        formulas: also how each term comes about.
+        plan: the plan.
+        formulas: whether to explain how each term is computed.
     """
     parts = [_verdict(plan), _memory(plan, formulas)]
     if plan.program:
-        reading = plan.program.reading
+        analysis = plan.program.analysis
         parts.append(_program(plan.program, plan))
-        parts += [_traffic(reading.traffic)] if reading.traffic else []
-        if reading.prediction and plan.throughput:
-            parts.append(Group(_speed(reading.prediction, plan.throughput), _time(reading.prediction)))
-        parts += [Text(f"not read: {' '.join(reading.unread.split())[:300]}")] if reading.unread else []
+        parts += [_communication(analysis.collectives)] if analysis.collectives else []
+        if analysis.prediction and plan.throughput:
+            parts.append(Group(_speed(analysis.prediction, plan.throughput), _time(analysis.prediction)))
+        parts += [Text(f"not analyzed: {' '.join(analysis.unread.split())[:300]}")] if analysis.unread else []
     parts += [_suggestions(plan)] if plan.suggestions else []
     parts += [Text(plan.settings.python(), style="dim")]
     return Group(*(part for each in parts for part in (each, Text())))
 
 
 def render_ranking(ranking: Ranking, shown: int = 12) -> Group:
-    """What `search` found: the first of them, and the calls that build the winner."""
+    """Returns the table of a search's first `shown` candidates, and the calls that build the winner."""
     everyone = [*ranking.candidates[:shown], ranking.naive]
     replicated = any(c.settings.replica > 1 for c in everyone)
     table = Table(
         title=f"{ranking.what} on {ranking.cluster.target}: the fastest of {len(ranking.candidates)} settings",
-        caption="ms of a step; those with tokens/s (of a device) as compiled, the others by formula",
+        caption="ms per step; tokens/s per device; rows without tokens/s are estimated by formula, not compiled",
         title_justify="left", caption_justify="left", title_style="bold", box=box.SIMPLE, pad_edge=False,
     )  # fmt: skip
-    columns = ["", "stage", "remat", "rows", *(["replica"] if replicated else []), "GiB", "ms", "tokens/s", ""]
+    columns = ["", "stage", "remat", "rows", *(["replica"] if replicated else []), "GiB", "ms", "tokens/s", "bound by"]
     for k, column in enumerate(columns):
         table.add_column(column, justify="left" if k in (0, len(columns) - 1) else "right", no_wrap=True)
 
@@ -64,16 +76,15 @@ def render_ranking(ranking: Ranking, shown: int = 12) -> Group:
     parts: list = [table]
     winner = ranking.winner
     if winner is None:
-        return Group(*parts, Text("none of the fastest fits as compiled", style="bold red"))
+        return Group(*parts, Text("none of the compiled candidates fits", style="bold red"))
     gain = ranking.naive.step_s / winner.step_s
-    told = (
-        f"winner: {winner.step_s * 1e3:,.0f} ms a step, {gain:.2f} times as fast as full recomputation without prefetch"
-    )
-    return Group(*parts, Text(told, style="bold green"), Text(winner.settings.python(), style="dim"))
+    naive = "the naive choice (stage 3, full recomputation, no prefetch)"
+    summary = f"winner: {winner.step_s * 1e3:,.0f} ms per step, {gain:.2f} times as fast as {naive}"
+    return Group(*parts, Text(summary, style="bold green"), Text(winner.settings.python(), style="dim"))
 
 
 def text(plan: Plan, formulas: bool = False, width: int = 120) -> str:
-    """The tables without colours."""
+    """Returns the tables of a plan as text without colors."""
     console = Console(width=width, no_color=True)
     with console.capture() as capture:
         console.print(render(plan, formulas))
@@ -88,26 +99,26 @@ def _verdict(plan: Plan) -> Text:
     chip, settings = plan.cluster.chip, plan.settings
     level = "as compiled" if plan.program else "by formula"
     share = plan.limit_bytes / chip.memory_bytes
+    difference = f"{_gib(abs(plan.room_bytes))} GiB {'below' if plan.fits else 'above'} the limit"
+    verdict = f"{'fits' if plan.fits else 'does not fit'}: {_gib(plan.peak_bytes)} GiB {level}, {difference}"
     limit = (
-        f"{_gib(plan.limit_bytes)} GiB that a program may use of a device ({share:.0%} of {_gib(chip.memory_bytes)})"
+        f"limit: {_gib(plan.limit_bytes)} GiB, which is {share:.0%} of the {_gib(chip.memory_bytes)} GiB of a device"
     )
-    if plan.fits:
-        told = f"fits: {_gib(plan.peak_bytes)} GiB {level}, {_gib(plan.room_bytes)} GiB less than the {limit}"
-    else:
-        told = f"does not fit: {_gib(plan.peak_bytes)} GiB {level}, {_gib(-plan.room_bytes)} GiB more than the {limit}"
-    rows = f"{settings.rows} row{'s' * (settings.rows != 1)}" + (
-        f" x {settings.num_microbatches}" if settings.num_microbatches > 1 else ""
-    )
-    what = f"{plan.what}, {plan.parameters / 1e9:.2f} B parameters, on {plan.cluster.target}: stage {settings.stage}, "
-    what += f"{settings.precision}, {rows} on a device, remat {settings.remat!r}, prefetch {settings.prefetch}"
-    return Text.assemble((told, "bold green" if plan.fits else "bold red"), "\n", what)
+    model = f"model: {plan.what}, {plan.parameters / 1e9:.2f} B parameters, on {plan.cluster.target}"
+    rows = f"{settings.rows} row{'s' * (settings.rows != 1)} per device"
+    if settings.num_microbatches > 1:
+        rows += f" x {settings.num_microbatches} microbatches"
+    step = f"step: stage {settings.stage}, {settings.precision}, {rows}, "
+    step += f"remat {settings.remat!r}, prefetch {settings.prefetch}"
+    style = "bold green" if plan.fits else "bold red"
+    return Text.assemble((verdict, style), "\n", limit, "\n", model, "\n", step)
 
 
 def _table(title: str, first: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column(first)
     for column in columns:
-        is_text = column == "how"  # what gives way where the terminal is narrow
+        is_text = column == "explanation"  # wraps on a narrow terminal
         table.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text)
     for row in rows:
         table.add_row(*row)
@@ -115,50 +126,50 @@ def _table(title: str, first: str, columns: Iterable[str], rows: Iterable[Iterab
 
 
 def _memory(plan: Plan, formulas: bool) -> Table:
-    """By category: as the compiler planned its buffers, where that was read, beside the formula."""
+    """The table of peak memory by category: by formula, and of the compiled program if it was analyzed."""
     formula = {term.name: term.num_bytes for term in plan.memory.terms}
-    compiled = (plan.program and plan.program.reading.held) or {}
-    how = {term.name: term.formula for term in plan.memory.terms}
+    compiled = (plan.program and plan.program.analysis.held) or {}
+    explanations = {term.name: term.formula for term in plan.memory.terms}
     gib = lambda held, name: _gib(held[name]) if name in held else ""
 
     def row(name: str, *figures: str, of: float | None = None) -> list[str]:
-        shown = [name, *(figures if compiled else figures[-1:]), f"{of / plan.limit_bytes:.1%}" if of else ""]
-        return [*shown, how.get(name, "")] if formulas else shown
+        shown = [label(name), *(figures if compiled else figures[-1:]), f"{of / plan.limit_bytes:.1%}" if of else ""]
+        return [*shown, explanations.get(name, "")] if formulas else shown
 
     small = lambda name: name not in formula and round(compiled[name] / 2**30, 2) == 0
     names = [name for name in dict.fromkeys([*formula, *compiled]) if not small(name)]
     level = compiled or formula
     rows = [row(name, gib(compiled, name), gib(formula, name), of=level.get(name)) for name in names]
     total = plan.program.peak_bytes if plan.program and compiled else plan.memory.peak_bytes
-    rows.append(row("sum", _gib(total), _gib(plan.memory.peak_bytes), of=total))
+    rows.append(row("total", _gib(total), _gib(plan.memory.peak_bytes), of=total))
     if plan.host_bytes or plan.memory.host_bytes:
         rows.append(row("in host memory", _gib(plan.host_bytes), _gib(plan.memory.host_bytes)))
     if formulas:
         states = model_states(
             plan.parameters, plan.settings.stage, plan.cluster.num_devices // (plan.settings.model or 1)
         )
-        how["ZeRO's model states"] = "(2 + 2 + 12) bytes a parameter, sharded as the stage says"
-        rows.append(row("ZeRO's model states", "", _gib(states.num_bytes), of=states.num_bytes))
-    columns = [*(["compiled"] if compiled else []), "formula", "of the limit", *(["how"] if formulas else [])]
-    return _table("Memory of a device when it is fullest, in GiB", "", columns, rows)
+        explanations["ZeRO model states"] = "2 + 2 + 12 bytes per parameter, sharded according to the stage"
+        rows.append(row("ZeRO model states", "", _gib(states.num_bytes), of=states.num_bytes))
+    columns = [*(["compiled"] if compiled else []), "formula", "of the limit", *(["explanation"] if formulas else [])]
+    return _table("Peak memory of a device, in GiB", "", columns, rows)
 
 
 def _program(program: CompiledStep, plan: Plan) -> Table:
-    reading = program.reading
+    analysis = program.analysis
     rows = [
         ["arguments", _gib(program.arguments_bytes)],
-        ["of them updated in place", _gib(program.aliased_bytes)],
+        ["arguments updated in place", _gib(program.aliased_bytes)],
         ["temporaries", _gib(program.temporaries_bytes)],
     ]
-    if reading.buffers_bytes is not None:
-        rows.append(["largest sum of collectives under way", _gib(reading.buffers_bytes)])
-    if reading.copied_bytes is not None:
-        rows.append(["copied in loops, a step", _gib(reading.copied_bytes)])
-    title = f"The program for {plan.cluster.target}, compiled in {program.compile_s:.0f} s"
+    if analysis.buffers_bytes is not None:
+        rows.append(["collectives in flight, at most", _gib(analysis.buffers_bytes)])
+    if analysis.copied_bytes is not None:
+        rows.append(["copied in loops per step", _gib(analysis.copied_bytes)])
+    title = f"Program for {plan.cluster.target}, compiled in {program.compile_s:.0f} s"
     return _table(title, "", ["GiB"], rows)
 
 
-def _traffic(traffic: tuple[Traffic, ...]) -> Table:
+def _communication(collectives: tuple[CollectiveSummary, ...]) -> Table:
     rows = [
         [
             row.kind,
@@ -168,29 +179,30 @@ def _traffic(traffic: tuple[Traffic, ...]) -> Table:
             _gib(row.sent_bytes),
             f"{row.exposed_bytes / row.sent_bytes:.1%}" if row.sent_bytes else "",
         ]
-        for row in traffic
+        for row in collectives
     ]
-    total, exposed = (sum(getattr(row, field) for row in traffic) for field in ("sent_bytes", "exposed_bytes"))
-    rows.append(["all", "", "", "", _gib(total), f"{exposed / total:.1%}" if total else ""])
-    columns = ["axis", "dtype", "a step", "GiB sent", "with no product beside"]
-    return _table("What a device sends in a step", "", columns, rows)
+    total, exposed = (sum(getattr(row, field) for row in collectives) for field in ("sent_bytes", "exposed_bytes"))
+    rows.append(["total", "", "", "", _gib(total), f"{exposed / total:.1%}" if total else ""])
+    columns = ["axis", "dtype", "count", "GiB sent", "not overlapped"]
+    return _table("Communication of a device per step", "", columns, rows)
 
 
 def _speed(predicted: Prediction, speed: Throughput) -> Text:
-    told = f"{speed.tokens_per_device_s:,.0f} tokens/s a device, {speed.model_flop_utilisation:.1%} of the peak flops"
-    return Text(f"Predicted: {told}, bound by {predicted.bound_by}", style="bold")
+    rate = f"{speed.tokens_per_device_s:,.0f} tokens/s per device"
+    utilization = f"{speed.model_flop_utilization:.1%} model FLOPs utilization"
+    return Text(f"Predicted: {rate}, {utilization}, bound by {label(predicted.bound_by)}", style="bold")
 
 
 def _time(predicted: Prediction) -> Table:
     busy = sorted(predicted.busy_s.items(), key=lambda lane: -lane[1])
-    rows = [[part, f"{seconds * 1e3:,.1f}", f"{seconds / predicted.step_s:.1%}"] for part, seconds in busy]
+    rows = [[label(lane), f"{seconds * 1e3:,.1f}", f"{seconds / predicted.step_s:.1%}"] for lane, seconds in busy]
     waiting = f"{predicted.waiting_s * 1e3:,.1f}", f"{predicted.waiting_s / predicted.step_s:.1%}"
-    rows += [["waiting for a link or a copy", *waiting], ["step", f"{predicted.step_s * 1e3:,.1f}", ""]]
-    return _table("Time of what is busy in a step", "", ["ms", "of the step"], rows)
+    rows += [["waiting for links or copies", *waiting], ["whole step", f"{predicted.step_s * 1e3:,.1f}", ""]]
+    return _table("Busy time per step", "", ["ms", "of the step"], rows)
 
 
 def _suggestions(plan: Plan) -> Table:
-    title = "What the room could be used for" if plan.fits else "What would make it smaller"
+    title = "Ways to use the free memory" if plan.fits else "Ways to save memory"
     gib = lambda each: (_gib(each.peak_bytes), f"{(each.peak_bytes - plan.peak_bytes) / 2**30:+,.2f}")
     rows = [[each.change, *gib(each), "fits" if each.fits else "does not fit"] for each in plan.suggestions]
     return _table(title, "", ["GiB by formula", "change", ""], rows)

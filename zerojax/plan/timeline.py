@@ -1,9 +1,9 @@
-"""The predicted time of a compiled step: its schedule walked with a lane for what computes and one for each link.
+"""Predicts the time of a compiled step by simulating its schedule, with a lane for computation and one for each link.
 
-A device computes, sends over its links (on a TPU over those along each dim of the torus), and copies to and from its
-host; each of these is a lane, which does one thing at a time, in the order of the schedule. No lane slows another down:
-collectives take no part of a GPU's cores here, and copies none of the memory's rate, so that a prediction is rather too
-fast than too slow.
+A device computes, sends over its links (a TPU: over those along each dim of the torus), and copies to and from its
+host. Each of these is a lane, which does one thing at a time, in the order of the schedule. Lanes do not slow each
+other down: collectives take no cores of a GPU, and copies no memory bandwidth. The predicted time is therefore a lower
+bound rather than an average.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import NamedTuple
 
 from zerojax.analysis.costs import computed_bytes, dot_flops, memory_bytes
 from zerojax.analysis.hardware import Chip, Cluster
-from zerojax.analysis.hlo import HOST, Block, Buffer, Instruction, Program, refuse, trip_count
-from zerojax.analysis.hlo_collectives import groups, multiplies, parts, results, spans
+from zerojax.analysis.hlo import HOST, Block, Buffer, Instruction, Program, trip_count, unsupported
+from zerojax.analysis.hlo_collectives import collective_spans, fusion_results, groups, multiplies, split_by_dtype
 
 COMPUTE, MEMORY, STARTS = "compute", "memory", "starts of kernels"
 TO_HOST, FROM_HOST, COPIES = "copies to the host", "copies from the host", "copies beside compute"
-_COMPUTING = (COMPUTE, MEMORY, STARTS)  # what the computing lane is busy with
+_COMPUTING = (COMPUTE, MEMORY, STARTS)  # all of these occupy the computing lane
 
-# Custom calls that reserve, mark or regroup buffers, and compute nothing.
+# Custom calls that allocate, mark or regroup buffers, and compute nothing.
 _MARKS = frozenset(["AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart"])
 _MARKS |= frozenset(["ConcatBitcast", "GatherScatterIndicesBitpacked"])
 _BF16 = frozenset(["bf16", "f16"])
 
 
 class Span(NamedTuple):
-    """What a lane does from one second to another; `bound` is what limits it: 'compute', 'memory' or its lane."""
+    """An operation on a lane, with its start and end. `bound` is what limits it: 'compute', 'memory' or its lane."""
 
     lane: str
     name: str
@@ -39,13 +39,14 @@ class Span(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A loop of the step. `spans` are those of one iteration in its steady state, from the iteration's start on.
+    """A loop of the step, described by one iteration in its steady state.
 
     Attributes:
-        name: of the instruction.
-        trips: how often it runs each time that it is reached.
-        iteration_s: seconds of that iteration.
-        spans: in the order of their starts; a loop inside it is one span.
+        name: the name of the instruction.
+        trips: the number of iterations.
+        iteration_s: seconds of the iteration.
+        spans: the spans of the iteration in the order of their starts, relative to its start; a loop inside it is one
+            span.
     """
 
     name: str
@@ -56,15 +57,15 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """The time of a step.
+    """The predicted time of a step.
 
     Attributes:
         step_s: seconds of the whole step.
-        busy_s: seconds by what is busy: 'compute' (instructions that matrix products limit), 'memory' (those that
-            memory limits) and 'starts of kernels', which share one lane; and each other lane.
-        products_s: of the matrix products alone.
-        spans: of the step outside loops, each loop being one span.
-        loops: by name, in the order in which they end.
+        busy_s: seconds in which each lane is busy. The computing lane is split into 'compute' (instructions limited by
+            matrix products), 'memory' (instructions limited by memory) and 'starts of kernels'.
+        products_s: seconds of the matrix products alone.
+        spans: the spans of the step outside of loops; each loop is one span.
+        loops: the loops in the order in which they end.
     """
 
     step_s: float
@@ -80,12 +81,12 @@ class Prediction:
 
     @property
     def waiting_s(self) -> float:
-        """Seconds in which nothing computes: a link or a copy is waited for."""
+        """Seconds in which the computing lane waits for a link or a copy."""
         return self.step_s - self.computing_s
 
     @property
     def bound_by(self) -> str:
-        """The lane that is busy longest; if that is the computing one, what limits most of its time."""
+        """The lane that is busy longest; for the computing lane, the part of it that takes longest."""
         others = {lane: seconds for lane, seconds in self.busy_s.items() if lane not in _COMPUTING}
         longest = max(others, key=others.__getitem__, default=None)
         if longest is not None and others[longest] > self.computing_s:
@@ -95,20 +96,29 @@ class Prediction:
 
 @dataclasses.dataclass
 class _Clock:
-    """Where a walk is. `free` is when each lane is free; `arrival` when what an instruction started has ended."""
+    """The state of a simulation.
+
+    Attributes:
+        now: the time of the computing lane.
+        products: seconds of matrix products so far.
+        free: the time at which each other lane becomes free.
+        busy: seconds in which each lane has been busy.
+        spans: all spans so far.
+        done: the time at which the asynchronous operation that an instruction started ends.
+    """
 
     now: float = 0.0
     products: float = 0.0
     free: dict[str, float] = dataclasses.field(default_factory=dict)
     busy: dict[str, float] = dataclasses.field(default_factory=dict)
     spans: list[Span] = dataclasses.field(default_factory=list)
-    arrival: dict[Instruction, float] = dataclasses.field(default_factory=dict)
+    done: dict[Instruction, float] = dataclasses.field(default_factory=dict)
 
     def spend(self, lane: str, seconds: float) -> None:
         self.busy[lane] = self.busy.get(lane, 0) + seconds
 
     def occupy(self, lanes: tuple[str, ...], name: str, seconds: float) -> float:
-        """Puts something on lanes other than the computing one, all at once. Returns when it ends."""
+        """Adds an operation that occupies several lanes, other than the computing one. Returns the time it ends."""
         start = max(self.now, *(self.free.get(lane, 0) for lane in lanes))
         for lane in lanes:
             self.free[lane] = start + seconds
@@ -121,60 +131,60 @@ class _Clock:
 
 
 def predict(program: Program, cluster: Cluster) -> Prediction:
-    """The time of one step of a compiled program on a cluster.
+    """Predicts the time of one step of a compiled program on a cluster.
 
-    An instruction takes the longer of its products' flops and its bytes of memory over the chip's rates, and the time
-    from one kernel to the next. A collective takes the time of a ring: the bytes that a device sends over the rate of
-    the links that its group crosses, and what each step of the ring waits. Of a loop two iterations are walked; the
-    second counts for all that follow.
+    An instruction takes the time of its matrix products or of its memory traffic, whichever is longer, and the time
+    between two kernels. A collective takes the time of a ring: the bytes that a device sends, divided by the rate of
+    the links that its group crosses, and the latency of each step of the ring. Two iterations of each loop are
+    simulated; the second stands for all that follow.
 
     Args:
-        program: as `hlo.read` returns it, compiled for the devices of the cluster in their order.
-        cluster: of `hardware.cluster`.
+        program: a program of `hlo.read`, compiled for the devices of the cluster in their order.
+        cluster: a cluster of `hardware.cluster`.
 
     Raises:
-        ValueError: a program for another number of devices, or one that is not understood: a loop without a trip count,
-            a branch, a custom call that is no matrix product.
+        ValueError: if the program is for another number of devices, or if it has an instruction that is not understood:
+            a loop without a trip count, a branch, or a custom call that is not a matrix product.
     """
     if program.num_devices != cluster.num_devices:
         raise ValueError(
-            f"timeline: the program is not one for {cluster.target}\n"
+            f"timeline: the program is not for {cluster.target}\n"
             f"  got:      {program.num_devices} devices, not {cluster.num_devices}\n"
-            f"  fix:      compile it for this target; for several slices the compiler writes the program of one, and"
-            f" what that sends to the others is not read"
+            f"  fix:      compile it for this target; programs for several slices cannot be predicted, because their"
+            f" text is that of one slice"
         )
-    walk = _Walk(cluster)
+    simulator = _Simulator(cluster)
     clock = _Clock()
-    walk.run(program.entry.instructions, clock)
-    return Prediction(clock.now, clock.busy, clock.products, tuple(clock.spans), tuple(walk.loops.values()))
+    simulator.run(program.entry.instructions, clock)
+    return Prediction(clock.now, clock.busy, clock.products, tuple(clock.spans), tuple(simulator.loops.values()))
 
 
-class _Walk:
+class _Simulator:
     def __init__(self, cluster: Cluster):
         self.cluster, self.chip = cluster, cluster.chip
         self.loops: dict[str, Loop] = {}
 
     def run(self, instructions: tuple[Instruction, ...], clock: _Clock) -> None:
-        under_way = spans(Block(instructions, 1, False))
-        starts, ends = {span.start: span for span in under_way}, {span.end: span for span in under_way}
+        collectives = collective_spans(Block(instructions, 1, False))
+        starts, ends = {span.start: span for span in collectives}, {span.end: span for span in collectives}
         for k, i in enumerate(instructions):
             if k in starts:
                 core = starts[k].core
                 lanes, seconds = self.collective(core)
-                clock.arrival[core] = clock.occupy(lanes, core.op.removesuffix("-start"), seconds)
+                clock.done[core] = clock.occupy(lanes, core.op.removesuffix("-start"), seconds)
             if i.op == "while":
                 self.loop(i, clock)
             elif i.op == "call":
                 self.run(i.called["to_apply"][0].instructions, clock)
-            elif i.op == "fusion" or (k not in starts and k not in ends):  # on TPUs fusions compute beside collectives
+            elif i.op == "fusion" or (k not in starts and k not in ends):  # on TPUs a fusion may do both
                 self.step(i, clock)
             if k in ends:
-                clock.now = max(clock.now, clock.arrival[ends[k].core])
+                clock.now = max(clock.now, clock.done[ends[k].core])
 
     def collective(self, core: Instruction) -> tuple[tuple[str, ...], float]:
-        """(its lanes, its seconds): those of the group that takes longest."""
+        """Returns the (lanes, seconds) of the slowest group of a collective."""
         num_devices = self.cluster.num_devices
-        sent = sum(part.sent_bytes for part in parts(core, num_devices))
+        sent = sum(part.sent_bytes for part in split_by_dtype(core, num_devices))
         rounds = 2 if core.op.startswith("all-reduce") else 1
         routes = [self.cluster.route(group) for group in groups(core, num_devices)]
         seconds, lanes = max((rounds * route.latency_s + sent / route.rate, route.lanes) for route in routes)
@@ -183,46 +193,47 @@ class _Walk:
     def loop(self, loop: Instruction, clock: _Clock) -> None:
         trips, (body,) = trip_count(loop), loop.called["body"]
         if trips is None:
-            raise refuse(loop, "a loop whose trip count is not in the text")
+            raise unsupported(loop, "the trip count of this loop is not in the text")
         begin = clock.now
         before = iteration = clock.copy()
         for _ in range(min(trips, 2)):
             before, iteration = iteration, iteration.copy()
             self.run(body.instructions, iteration)
         if trips:
-            at = before.now
-            inside = tuple(s._replace(start_s=s.start_s - at, end_s=s.end_s - at) for s in iteration.spans)
-            self.loops[loop.name] = Loop(loop.name, trips, iteration.now - at, inside)
+            start = before.now
+            inside = tuple(s._replace(start_s=s.start_s - start, end_s=s.end_s - start) for s in iteration.spans)
+            self.loops[loop.name] = Loop(loop.name, trips, iteration.now - start, inside)
         rest = max(trips - 2, 0)
-        grown = lambda last, previous: {k: v + rest * (v - previous.get(k, 0)) for k, v in last.items()}
+        extrapolated = lambda last, previous: {k: v + rest * (v - previous.get(k, 0)) for k, v in last.items()}
         clock.now = iteration.now + rest * (iteration.now - before.now)
         clock.products = iteration.products + rest * (iteration.products - before.products)
-        clock.free, clock.busy = grown(iteration.free, before.free), grown(iteration.busy, before.busy)
+        clock.free = extrapolated(iteration.free, before.free)
+        clock.busy = extrapolated(iteration.busy, before.busy)
         clock.spans.append(Span(COMPUTE, loop.name, "", begin, clock.now))
 
     def step(self, i: Instruction, clock: _Clock) -> None:
-        """Any instruction but a loop, a call, and the start and the end of a collective."""
+        """Simulates an instruction that is not a loop, a call, or the start or end of a collective."""
         if i.op.endswith("-done"):
             start = _start_of(i)
-            if start not in clock.arrival:
-                raise refuse(i, "an end without a start in the same computation")
-            clock.now = max(clock.now, clock.arrival[start])
+            if start not in clock.done:
+                raise unsupported(i, "an end has no start in the same computation")
+            clock.now = max(clock.now, clock.done[start])
         elif i.op in ("copy-start", "slice-start", "fusion-start"):
             lane, num_bytes = _copied(i)
             rate = self.chip.memory_rate if lane == COPIES else self.chip.host_rate
-            clock.arrival[i] = clock.occupy((lane,), i.name, num_bytes / rate.effective)
+            clock.done[i] = clock.occupy((lane,), i.name, num_bytes / rate.effective)
         elif i.op.endswith(("-start", "-update")) or i.op == "conditional":
-            raise refuse(i, "an instruction whose time is not read")
+            raise unsupported(i, "cannot predict the time of this instruction")
         elif i.op == "custom-call" and not multiplies(i):
             if i.target not in _MARKS:
-                raise refuse(i, "a custom call whose time is not read")
+                raise unsupported(i, "cannot predict the time of this custom call")
         elif _moves_between_memories(i):
-            raise refuse(i, "a transfer to or from the host that is not a copy")
+            raise unsupported(i, "this transfer to or from the host is not a copy")
         else:
             self.compute(i, clock)
 
     def compute(self, i: Instruction, clock: _Clock) -> None:
-        holds_collective = i.op == "fusion" and spans(Block((i,), 1, False))
+        holds_collective = i.op == "fusion" and collective_spans(Block((i,), 1, False))
         num_bytes = computed_bytes(i) if holds_collective else memory_bytes(i)
         products_s, memory_s = product_seconds(i, self.chip), num_bytes / self.chip.memory_rate.effective
         if not products_s and not memory_s:
@@ -236,10 +247,10 @@ class _Walk:
 
 
 def product_seconds(instruction: Instruction, chip: Chip) -> float:
-    """Of its matrix products, at the rate for their dtypes.
+    """Returns the seconds of an instruction's matrix products, at the rate for their dtypes.
 
     Raises:
-        ValueError: a dtype whose rate is not known.
+        ValueError: if the rate for a dtype is unknown.
     """
     if instruction.op == "fusion":
         return sum(product_seconds(i, chip) for i in instruction.inner)
@@ -248,7 +259,7 @@ def product_seconds(instruction: Instruction, chip: Chip) -> float:
         return 0.0
     dtype = instruction.operands[0].buffers[0].dtype
     if dtype not in _BF16 and dtype != "f32":
-        raise refuse(instruction, f"products of {dtype}, whose rate is not known")
+        raise unsupported(instruction, f"the rate of products of {dtype} is unknown")
     return flops / (chip.flops.effective * (chip.f32_share if dtype == "f32" else 1))
 
 
@@ -260,7 +271,7 @@ def _start_of(done: Instruction) -> Instruction:
 
 
 def _copied(start: Instruction) -> tuple[str, int]:
-    """(lane, bytes) of an asynchronous copy, slice, or fusion that only slices or updates in host memory."""
+    """Returns the (lane, bytes) of an asynchronous copy or slice, or of a fusion that slices or updates host memory."""
     if start.op == "copy-start":
         source, target = start.operands[0].buffers[0], start.buffers[0]
         return _lane(source, target), target.num_bytes
@@ -268,14 +279,14 @@ def _copied(start: Instruction) -> tuple[str, int]:
     source, result = start.operands[0].buffers[0], start.buffers[num_operands]
     if start.op == "slice-start":
         return _lane(source, result), result.num_bytes
-    (root,) = results(start.called["calls"][0].root)
+    (root,) = fusion_results(start.called["calls"][0].root)
     while root.op in ("bitcast", "copy"):
         root = root.operands[0]
     if root.op == "dynamic-update-slice" and result.space == HOST:
         return TO_HOST, root.operands[1].num_bytes
     if root.op == "dynamic-slice" and source.space == HOST:
         return FROM_HOST, result.num_bytes
-    raise refuse(start, "an asynchronous fusion whose time is not read")
+    raise unsupported(start, "cannot predict the time of this asynchronous fusion")
 
 
 def _lane(source: Buffer, target: Buffer) -> str:

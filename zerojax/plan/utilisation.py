@@ -1,4 +1,4 @@
-"""What a model computes in a step, and its share of the chips' peak: recomputation is no work of the model."""
+"""Counts the flops of a model in a step, without recomputation, and computes the model FLOPs utilization."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from zerojax.analysis.hardware import Cluster
 
 
 class Throughput(NamedTuple):
-    """Tokens a second, of all devices and of each; and the model's flops over the peak of all devices."""
+    """Tokens per second of all devices and of each, and the share of all devices' peak that the model's flops reach."""
 
     tokens_per_s: float
     tokens_per_device_s: float
-    model_flop_utilisation: float
+    model_flop_utilization: float
 
 
 def model_flops(loss: Any) -> int:
-    """Flops of the matrix products of a step that computes nothing twice: three times those of the loss.
+    """Returns the flops of the matrix products of a step without recomputation: three times those of the loss.
 
-    Each product of the forward pass has two in the backward pass, for its two operands. Attention counts in full,
-    whatever its mask, as is the custom (12 x layers x width x length for each token); elementwise operations do not.
+    Each product of the forward pass has two in the backward pass, one for each operand. As usual, attention counts in
+    full whatever its mask (12 x layers x width x length for each token), and elementwise operations do not count.
 
     Args:
-        loss: jaxpr of the loss.
+        loss: the jaxpr of the loss.
 
     Raises:
-        ValueError: a product in a loop whose number of iterations is not known, or a kernel whose products are not.
+        ValueError: if a product runs an unknown number of times, or if the flops of a kernel are unknown.
 
     Source:
         Chowdhery et al., "PaLM", appendix B, arXiv 2204.02311.
@@ -35,7 +35,14 @@ def model_flops(loss: Any) -> int:
 
 
 def throughput(step_s: float, cluster: Cluster, num_tokens: int, flops: int) -> Throughput:
-    """Of a step over `num_tokens` tokens on all devices, for which the model takes `flops` (of `model_flops`)."""
+    """Returns the throughput of a step over `num_tokens` tokens of all devices.
+
+    Args:
+        step_s: seconds of the step.
+        cluster: the devices that it runs on.
+        num_tokens: tokens of all devices in a step.
+        flops: flops of all devices in a step, see `model_flops`.
+    """
     peak = cluster.num_devices * cluster.chip.flops.peak
     rate = num_tokens / step_s
     return Throughput(rate, rate / cluster.num_devices, flops / step_s / peak)
