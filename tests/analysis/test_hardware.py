@@ -1,4 +1,4 @@
-"""What a cluster is told by its name, which links a group of devices crosses, and what a calibration changes."""
+"""Clusters by name, the links that groups of devices cross, and calibrations."""
 
 import json
 
@@ -33,12 +33,12 @@ def test_a_cluster_by_its_name(target, num_devices, devices_per_host, torus):
 @pytest.mark.parametrize(
     "target", ["h100", "h100:0", "h100:12", "h100:4x4", "v5e:16", "v5e:4x4*0", "v9:2x2", "tpu:8", ""]
 )
-def test_an_unknown_target_is_refused(target):
+def test_an_unknown_target_is_rejected(target):
     with pytest.raises(ValueError, match=r"targets: unknown target .*\n  fix: "):
         cluster(target)
 
 
-def test_too_few_simulated_devices_are_refused():
+def test_too_few_simulated_devices_are_an_error():
     assert targets.devices("cpu:4") == jax.devices("cpu")[:4]
     with pytest.raises(RuntimeError, match=r"not enough simulated devices for 'cpu:16'\n  got: .*8\n  fix: .*simulate"):
         targets.devices("cpu:16")
@@ -51,7 +51,7 @@ def test_no_chip_is_faster_than_its_data_sheet():
         assert chip.network_rate.effective <= chip.link_rate.effective < chip.memory_rate.effective
 
 
-def test_a_ring_over_hosts_sends_with_as_many_nics_as_it_has_devices_in_each():
+def test_a_ring_over_hosts_uses_as_many_nics_as_it_has_devices_in_each_host():
     h100 = cluster("h100:64")
     chip = h100.chip
     link, nic = chip.link_rate.effective, chip.network_rate.effective
@@ -61,9 +61,9 @@ def test_a_ring_over_hosts_sends_with_as_many_nics_as_it_has_devices_in_each():
     across = h100.route(range(64))
     assert (across.lanes, across.rate) == ((BETWEEN_HOSTS,), min(link, 8 * nic))
     assert across.latency_s == pytest.approx(chip.collective_s + 56 * chip.hop_s + 7 * chip.network_hop_s)
-    assert h100.route([0, 8, 16]).rate == nic  # one of each host
+    assert h100.route([0, 8, 16]).rate == nic  # one device of each host
     assert h100.route([0, 1, 8, 9]).rate == 2 * nic
-    assert h100.route([0, 1, 2, 8]).rate == nic  # the host with the fewest holds the ring up
+    assert h100.route([0, 1, 2, 8]).rate == nic  # the host with the fewest devices limits the ring
     assert h100.route([6, 7]).lanes == (INSIDE_HOST,)
     assert h100.route([7, 8]).lanes == (BETWEEN_HOSTS,)
 
@@ -72,7 +72,7 @@ def test_a_ring_in_a_torus_uses_all_links_of_the_dims_that_it_spans():
     link = CHIPS["v5e"].link_rate.effective
     pod, part = cluster("v5e:16x16"), cluster("v5e:4x8")
     both = torus_links(0), torus_links(1)
-    assert pod.route(range(256)) == (both, 4 * link, pytest.approx(17e-6))  # wraps: both ways; 8 + 8 steps
+    assert pod.route(range(256)) == (both, 4 * link, pytest.approx(17e-6))  # wraps around: both directions; 8 + 8 steps
     assert part.route(range(32)) == (both, 2 * link, pytest.approx(11e-6))  # a line in each dim; 3 + 7 steps
     row = [device for device in range(32) if part.coordinates(device)[0] == 0]
     assert len(row) == 8
@@ -80,35 +80,37 @@ def test_a_ring_in_a_torus_uses_all_links_of_the_dims_that_it_spans():
     cube, box = cluster("v5p:4x4x4"), cluster("v5p:2x2x4")
     link = CHIPS["v5p"].link_rate.effective
     assert cube.route(range(64)).rate == 6 * link
-    assert box.route(range(16)).rate == 3 * link  # no whole cube: nothing wraps
+    assert box.route(range(16)).rate == 3 * link  # not a full cube: nothing wraps around
 
 
-def test_places_in_a_torus_are_those_of_its_hosts():
-    """Four chips a host, two by two, as the compiler's described topologies number them."""
-    places = [cluster("v5e:4x4").coordinates(device) for device in (0, 1, 2, 3, 4, 8)]
-    assert places == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (0, 2)]
+def test_chips_of_a_torus_are_numbered_host_by_host():
+    """Four chips per host, 2 x 2, in the order of the compiler's described topologies."""
+    coordinates = [cluster("v5e:4x4").coordinates(device) for device in (0, 1, 2, 3, 4, 8)]
+    assert coordinates == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (0, 2)]
     for target in ("v5e:4x8", "v5p:4x4x8", "v4:2x2x2"):
         found = cluster(target)
         assert len({found.coordinates(device) for device in range(found.num_devices)}) == found.num_devices
 
 
-def test_between_slices_each_chip_has_its_share_of_the_network():
+def test_between_slices_every_chip_sends_over_the_network():
     two = cluster("v5e:4x4*2")
     network = two.chip.network_rate.effective
     assert two.route(range(32))[:2] == ((BETWEEN_SLICES,), 16 * network)
     pods = cluster("v5e:16x16*2")
-    assert pods.route(range(512)).rate == pods.route(range(256)).rate < 256 * network  # the links inside are slower
+    assert (
+        pods.route(range(512)).rate == pods.route(range(256)).rate < 256 * network
+    )  # limited by the links within a slice
     assert two.route([0, 16])[:2] == ((BETWEEN_SLICES,), network)
     assert two.route(range(16, 32)).lanes == (torus_links(0), torus_links(1))
 
 
 @pytest.mark.parametrize("group", [[], [8], [-1, 0]])
-def test_a_group_outside_the_cluster_is_refused(group):
+def test_a_group_outside_the_cluster_is_rejected(group):
     with pytest.raises(ValueError, match="outside h100:8"):
         cluster("h100:8").route(group)
 
 
-def test_a_calibration_takes_the_place_of_what_it_measured(tmp_path):
+def test_a_calibration_replaces_the_rates_that_it_measured(tmp_path):
     path = tmp_path / "h100.json"
     path.write_text(json.dumps({"device_kind": "NVIDIA H100 80GB HBM3", "flops": 600e12, "memory_rate": 2.9e12}))
     chip, known = cluster("h100:8", path).chip, CHIPS["h100"]
@@ -120,7 +122,7 @@ def test_a_calibration_takes_the_place_of_what_it_measured(tmp_path):
         cluster("h200:8", path)
 
 
-def test_calibrating_this_machine_is_for_this_machine(tmp_path):
+def test_a_calibration_of_this_machine_is_only_for_this_machine(tmp_path):
     path = tmp_path / "folder" / "calibration.json"
     measured = calibrate.calibrate(path, warm_s=0)
     assert json.loads(path.read_text()) == measured

@@ -1,8 +1,8 @@
-"""What is read from the text of a compiled program equals what a person reads from it.
+"""Programs are read as a person reads their text: collectives, overlap, moves, flops and memory traffic.
 
-The texts are written by hand, but for `support/data/backward_loop.txt`: the loop of the backward pass of a scanned
+The texts are written by hand, except for `support/data/backward_loop.txt`: the loop of the backward pass of a scanned
 GPT (four layers of width 4096 with 32 heads, two rows of 2048 tokens, bf16, stage 3, remat='full') compiled by jax
-0.10.2 for eight H100s, without its metadata.
+0.10.2 for eight H100s, without metadata.
 """
 
 import jax
@@ -15,17 +15,17 @@ from zerojax.analysis import costs, hlo, hlo_collectives
 
 
 @pytest.mark.parametrize(
-    ("beside", "exposed"),
+    ("overlapped", "exposed"),
     [("", True), ("%more = bf16[1024,1024]{1,0} add(%a, %a)", True), (DOT, False)],
     ids=["nothing", "an addition", "a product"],
 )
-def test_a_gather_is_exposed_unless_a_matrix_product_is_beside_it(beside, exposed):
-    (gather,) = hlo_collectives.collectives(program(GATHER.replace("OVERLAPPED", beside)))
+def test_an_all_gather_is_exposed_unless_it_overlaps_with_a_matrix_product(overlapped, exposed):
+    (gather,) = hlo_collectives.collectives(program(GATHER.replace("OVERLAPPED", overlapped)))
     assert gather == hlo_collectives.Collective("all-gather", "bf16", 2 * MIB, EIGHT, 1, False, exposed)
     assert gather.sent_bytes == 2 * MIB * 7 / 8
 
 
-def test_a_product_after_the_end_is_not_beside():
+def test_a_product_after_the_end_does_not_overlap():
     (gather,) = hlo_collectives.collectives(program(GATHER.replace("OVERLAPPED", "").replace("ROOT", f"{DOT}\nROOT")))
     assert gather.exposed
 
@@ -51,7 +51,7 @@ def test_groups_of_a_synchronous_all_reduce(groups, members):
     assert found.sent_bytes == 2 * 4000 * (len(members) - 1) / len(members)
 
 
-def test_a_permutation_is_among_the_devices_that_exchange():
+def test_the_group_of_a_permutation_is_the_devices_that_exchange_data():
     text = """
         %a = f32[1000] parameter(0)
         ROOT %moved = f32[1000] collective-permute(%a), source_target_pairs={{0,2},{2,4},{4,0},{1,3},{3,5},{5,1}}
@@ -60,7 +60,7 @@ def test_a_permutation_is_among_the_devices_that_exchange():
     assert (found.group, found.sent_bytes) == ((0, 2, 4), 4000)
 
 
-def test_which_parameters_a_result_takes_the_place_of():
+def test_aliased_parameters_are_read_from_the_header():
     aliases = "input_output_alias={ {0}: (1, {}, may-alias), {1}: (3, {}, must-alias) }"
     header = f"HloModule step, is_scheduled=true, {aliases}"
     assert hlo.read(f"{header}\nENTRY %main (...) -> ... {{\n  ROOT %a = f32[2] parameter(0)\n}}\n").aliased == {1, 3}
@@ -84,7 +84,7 @@ ROOT %next = {CARRY} tuple(%i, %w)
 """
 
 
-def test_a_collective_in_a_loop_counts_as_often_as_the_loop_runs():
+def test_a_collective_in_a_loop_counts_once_per_iteration():
     (found,) = hlo_collectives.collectives(loop(SCATTER_IN_LOOP, 12))
     assert found == hlo_collectives.Collective("reduce-scatter", "f32", 4 * MIB, EIGHT, 12, True, True)
     assert found.sent_bytes == 12 * 4 * MIB * 7 / 8
@@ -109,7 +109,7 @@ def test_an_asynchronous_computation_that_wraps_a_collective():
 
 
 def test_a_fusion_of_an_all_reduce_and_a_slice_of_it_is_a_reduce_scatter():
-    """As TPUs write it, synchronous: of 4 KiB a device sends 7/8, not twice that."""
+    """The synchronous form of TPU programs. A device sends 7/8 of 4 KiB, not twice that."""
     computations = """
 %scatter (...) -> ... {
   %p = f32[1024] parameter(0)
@@ -125,13 +125,13 @@ def test_a_fusion_of_an_all_reduce_and_a_slice_of_it_is_a_reduce_scatter():
     (found,) = hlo_collectives.collectives(program(text, computations))
     assert found == hlo_collectives.Collective("reduce-scatter", "f32", 4096, EIGHT, 1, False, True)
     assert found.sent_bytes == 4096 * 7 / 8
-    with pytest.raises(ValueError, match="chain_id"):  # what returns all of it is no reduce-scatter
+    with pytest.raises(ValueError, match="chain_id"):  # if all of it is returned, it is not a reduce-scatter
         returns_all = computations.replace("dynamic-slice(%sum, %i)", "dynamic-slice(%p, %i)")
         hlo_collectives.collectives(program(text, returns_all))
 
 
 def test_clones_in_a_chain_of_fusions_are_one_collective():
-    """As in programs for TPUs: the second link of the chain multiplies."""
+    """As in programs for TPUs. The second fusion of the chain multiplies."""
     clone = """
 %NAME (...) -> ... {
   %p = bf16[128,1024]{1,0:T(8,128)S(1)} parameter(0)
@@ -158,8 +158,8 @@ def test_clones_in_a_chain_of_fusions_are_one_collective():
         hlo_collectives.collectives(program(text, computations.replace("chain_id", "other")))
 
 
-def test_trips_of_a_loop_that_counts_by_itself():
-    """The compiler for TPUs does not note them."""
+def test_the_trip_count_is_read_from_the_counter_of_a_loop():
+    """The TPU compiler does not note it."""
     computations = """
 %condition (...) -> pred[] {
   %carry = (s32[], f32[64]) parameter(0)
@@ -196,33 +196,33 @@ def test_trips_of_a_loop_that_counts_by_itself():
     [
         (
             lambda: hlo_collectives.collectives(loop(SCATTER_IN_LOOP, None)),
-            "not in the text: a loop without trip count",
+            "a loop whose trip count is not in the text",
         ),
         (
             lambda: hlo_collectives.collectives(
                 program(GATHER.replace("OVERLAPPED", "").replace("all-gather-done", "negate"))
             ),
-            "an end",
+            "has no end",
         ),
         (lambda: program("ROOT %a = q32 parameter(0)"), "without a type"),
         (lambda: program("ROOT %a = what[2] parameter(0)"), r"unknown type what\[2\]"),
         (lambda: program("ROOT %a = f32[2] negate(%b)"), "before it is defined"),
-        (lambda: program("a line"), "no instruction"),
+        (lambda: program("a line"), "not an instruction"),
         (lambda: hlo.read("HloModule step, num_partitions=8\n"), "scheduled"),
         (lambda: hlo.read("HloModule step, is_scheduled=true\n"), "ENTRY"),
         (
             lambda: hlo_collectives.collectives(program("%t = token[] parameter(0)\nROOT %r = f32[] send(%t)")),
-            "not read",
+            "not supported",
         ),
     ],
 )
-def test_what_is_not_understood_is_refused(broken, message):
+def test_programs_that_are_not_understood_are_rejected(broken, message):
     with pytest.raises(ValueError, match=message):
         broken()
 
 
 def test_copies_in_a_loop():
-    """Also as one result of a fusion, and asynchronous; not to the host, not of what was computed, not outside."""
+    """Results of fusions and asynchronous copies count; copies to the host, of computed values, or outside do not."""
     computations = """
 %transposing (...) -> ... {
   %p = f32[1024,1024] parameter(0)
@@ -303,7 +303,7 @@ rhs_contracting_dims={1}
     assert flops(ATTENTION.replace("NAME", "")) == 2 * 2 * scores * 64
     assert flops(ATTENTION.replace("NAME", "Backward")) == 5 * 2 * scores * 64
     assert flops("%a = f32[2] parameter(0)\nROOT %b = f32[2] negate(%a)") == 0
-    with pytest.raises(ValueError, match="flops are not read"):
+    with pytest.raises(ValueError, match="cannot count the flops"):
         flops(CUBLAS.replace("gemm_backend_config", "other"))
 
 
@@ -311,7 +311,7 @@ def test_bytes_of_memory():
     moved = lambda text, computations="": costs.memory_bytes(program(text, computations).entry.root)
     assert moved("%a = f32[6] parameter(0)\nROOT %b = f32[6] negate(%a)") == 24 + 24
     assert moved("%a = f32[6] parameter(0)\nROOT %b = f32[2,3] bitcast(%a)") == 0
-    assert moved(CUBLAS) == 2 * (8 * 64 * 32 + 8 * 16 * 32 + 8 * 64 * 16)  # and not the workspace
+    assert moved(CUBLAS) == 2 * (8 * 64 * 32 + 8 * 16 * 32 + 8 * 64 * 16)  # without the workspace
 
 
 def test_bytes_of_a_slice_and_of_an_update_in_place():
@@ -351,22 +351,22 @@ def test_bytes_of_a_slice_and_of_an_update_in_place():
         ROOT %f = f32[100,8] fusion(%stack, %rows, %i), kind=kLoop, calls=%fused
     """
     assert moved(text, updating) == row + index + row
-    computed = updating.replace("bitcast(%stack)", "negate(%stack)")  # not in place: all is read and written
+    computed = updating.replace("bitcast(%stack)", "negate(%stack)")  # not in place: everything is read and written
     assert moved(text, computed) == 3200 + row + index + 3200
 
 
-def test_the_second_of_two_gathers_has_a_product_beside():
+def test_the_second_of_two_all_gathers_overlaps_with_a_product():
     read = program(TWO_GATHERS)
     assert [c.exposed for c in hlo_collectives.collectives(read)] == [True, False]
     assert hlo_collectives.in_flight_bytes(read) == 4 * MIB
 
 
 def test_the_loop_of_a_real_backward_pass():
-    """Read by a person, line by line, in the body of the loop. It runs three times: the first of four is peeled off."""
+    """The expected values were read by hand in the body of the loop. It runs three times: one of four is peeled off."""
     read = hlo.read((DATA / "backward_loop.txt").read_text())
     layer = 4096 * 4096 * 2  # bytes of a square matrix of weights
     found = hlo_collectives.collectives(read)
-    # In the order of the starts: kind, bytes in full, exposed. What stands between start and end:
+    # In the order of the starts: kind, full bytes, exposed. The comments name the instructions in between.
     assert [(c.kind, c.full_bytes, c.exposed) for c in found] == [
         ("all-gather", 8 * 4608 * 2, True),  # biases and norms: loop_dynamic_slice_fusion.5
         ("all-gather", 3 * layer, True),  # qkv: the norm, in three fusions, and loop_dynamic_slice_fusion.7
@@ -380,7 +380,7 @@ def test_the_loop_of_a_real_backward_pass():
     assert {(c.dtype, c.group_size, c.trips, c.looped) for c in found} == {("bf16", 8, 3, True)}
     exposed = sum(c.sent_bytes for c in found if c.exposed)
     assert exposed == 3 * (8 * 4608 * 2 + 3 * layer) * 7 / 8 == 264_434_688
-    assert hlo_collectives.in_flight_bytes(read) == 7 * layer  # each ends before the next starts
+    assert hlo_collectives.in_flight_bytes(read) == 7 * layer  # they do not overlap with each other
 
     moves = hlo_collectives.moves_in_loops(read, min_bytes=4 * layer // 16)
     moved = lambda op: [(m.name, m.buffer.num_bytes) for m in moves if m.op == op]
@@ -397,8 +397,8 @@ def test_the_loop_of_a_real_backward_pass():
     ]
     assert {m.trips for m in moves} == {3}
 
-    # In units of 2^36 flops, half of a product of 4096 tokens with a square matrix: recomputed are qkv, out, up and two
-    # products of the attention with one each; backward are twice qkv, out, up, down and four products of the attention.
+    # In units of 2^36 flops, half of a product of 4096 tokens with a square matrix. Recomputed: qkv, out, up, and two
+    # products of attention with 1 each. Backward: twice qkv, out, up and down, and four products of attention.
     (body,) = read.entry.root.called["body"]
     assert sum(map(costs.dot_flops, body.instructions)) == (6 + 2 + 8 + 2 + 2 * (6 + 2 + 8 + 8) + 4) * 2**36
     by_name = {i.name: i for i in body.instructions}
@@ -408,7 +408,7 @@ def test_the_loop_of_a_real_backward_pass():
     assert costs.memory_bytes(by_name["loop_dynamic_update_slice_fusion.4"]) == 2 * 4 * layer // 8 + index
 
 
-def test_a_result_in_its_argument_s_place_counts_once():
+def test_an_aliased_result_counts_once():
     x = jnp.ones((256, 256))
     compiled = lambda **options: jax.jit(jnp.sin, **options).lower(x).compile()
     peak = lambda **options: hlo_collectives.peak_bytes(compiled(**options).memory_analysis())

@@ -1,4 +1,4 @@
-"""The predicted time of a program is what a person computes from its text and from the rates of the cluster."""
+"""Predicted times equal those computed by hand from the text of a program and the rates of the cluster."""
 
 import dataclasses
 
@@ -11,8 +11,8 @@ from zerojax.analysis.hardware import BETWEEN_HOSTS, INSIDE_HOST, Chip, Cluster,
 from zerojax.plan.timeline import COMPUTE, COPIES, FROM_HOST, MEMORY, STARTS, TO_HOST, Span, predict
 
 FLOPS, MEMORY_RATE, LINK = 2**30, 6 * MIB, MIB / 4
-# A product of 1024 x 1024 matrices takes 2 s, a gather of one in bf16 between eight devices 7 s. A device
-# sends half as fast to its host, and a NIC half as fast as that. Nothing waits.
+# A product of 1024 x 1024 matrices takes 2 s, an all-gather of one in bf16 between eight devices 7 s. The link to the
+# host has half the rate, and the NIC half of that. There are no latencies.
 CHIP = Chip(
     name="test",
     platform="cuda",
@@ -34,19 +34,19 @@ TWO_HOSTS = Cluster("two hosts", CHIP, 8, 4)
 
 
 def slower(**constants):
-    """One host, with other constants."""
+    """One host whose chip has other constants."""
     return dataclasses.replace(HOST, chip=dataclasses.replace(CHIP, **constants))
 
 
 def times(read):
-    """(of the step, computing, of products, on the link) on one host."""
+    """Seconds on one host: (of the step, of the computing lane, of products, of the link)."""
     found = predict(read, HOST)
     assert found.waiting_s == pytest.approx(found.step_s - found.computing_s)
     return found.step_s, found.computing_s, found.products_s, found.busy_s.get(INSIDE_HOST, 0)
 
 
-def test_a_gather_beside_a_product():
-    time = lambda beside: times(program(GATHER.replace("OVERLAPPED", beside)))
+def test_an_all_gather_overlaps_with_a_product():
+    time = lambda overlapped: times(program(GATHER.replace("OVERLAPPED", overlapped)))
     addition = 2 * 2 / 6  # reads and writes 2 MiB
     assert time("") == pytest.approx((7 + addition, addition, 0, 7))
     assert time(DOT) == pytest.approx((7 + addition, 2 + addition, 2, 7))
@@ -56,15 +56,15 @@ BODY = f"""
 %full = bf16[1024,1024] bitcast(%w)
 %shard = bf16[128,1024] slice(%full), slice={{[0:128], [0:1024]}}
 %start = (bf16[128,1024], bf16[1024,1024]) all-gather-start(%shard), {GROUPS}, dimensions={{0}}
-%beside = bf16[1024,1024] dot(%full, %full), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+%overlapped = bf16[1024,1024] dot(%full, %full), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
 %done = bf16[1024,1024] all-gather-done(%start)
 %after = bf16[1024,1024] dot(%done, %done), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
 ROOT %next = {CARRY} tuple(%i, %w)
 """
 
 
-def test_a_gather_beside_a_product_in_a_loop():
-    """In each iteration a gather, beside a product, and a product that waits for it."""
+def test_an_all_gather_overlaps_with_a_product_in_a_loop():
+    """Each iteration has an all-gather that overlaps with one product, and another product that waits for it."""
     slicing = 2 * 2 / 8 / 6
     for trips in (1, 2, 5):
         expected = (slicing + 7 + 2, slicing + 2 + 2, 2 + 2, 7)
@@ -72,14 +72,14 @@ def test_a_gather_beside_a_product_in_a_loop():
 
 
 def test_a_real_backward_pass():
-    """Flops as counted by hand in test_hlo.py; the link is busy for 24 square matrices in bf16, and small ones."""
+    """The flops are those counted by hand in test_hlo.py. The link sends 24 square matrices in bf16 and small arrays."""
     read = hlo.read((DATA / "backward_loop.txt").read_text())
     found, square = predict(read, slower(f32_share=1.0)), 4096 * 4096 * 2
     assert found.products_s == pytest.approx(3 * 70 * 2**36 / FLOPS) and found.products_s < found.computing_s
     assert found.busy_s[INSIDE_HOST] == pytest.approx(3 * 24 * square * 7 / 8 / LINK, rel=0.001)
 
 
-def test_spans_are_drawn_where_they_run():
+def test_spans_have_the_times_of_their_operations():
     found = predict(program(GATHER.replace("OVERLAPPED", DOT)), HOST)
     assert found.spans == (
         Span(INSIDE_HOST, "all-gather", INSIDE_HOST, 0, 7),
@@ -115,7 +115,7 @@ def test_the_devices_of_each_group(groups, expected):
     assert hlo_collectives.groups(read.entry.root, 8) == expected
 
 
-def test_groups_that_are_not_understood_are_refused():
+def test_groups_that_are_not_understood_are_rejected():
     for groups in ("mesh['a'=8] {'a':(1)2}", "mesh['a'=2,'b'=4], device_ids=(7,6) {'b'}"):
         read = program(f"%a = f32[8] parameter(0)\nROOT %s = f32[8] all-reduce(%a), replica_groups={groups}")
         with pytest.raises(ValueError, match="groups"):
@@ -125,10 +125,10 @@ def test_groups_that_are_not_understood_are_refused():
 @pytest.mark.parametrize(
     ("groups", "lane", "seconds"),
     [
-        ("{{0,1,2,3},{4,5,6,7}}", INSIDE_HOST, 2 * 3 / 4 * 4),  # 2 MiB gathered of four, at 1/4 MiB/s
-        ("{{0,1,2,3,4,5,6,7}}", BETWEEN_HOSTS, 2 * 7 / 8 * 4),  # four NICs of a host: as fast as its links
-        ("{{0,1,4,5},{2,3,6,7}}", BETWEEN_HOSTS, 2 * 3 / 4 * 8),  # two of them
-        ("{{0,4},{1,5},{2,6},{3,7}}", BETWEEN_HOSTS, 2 * 1 / 2 * 16),  # one
+        ("{{0,1,2,3},{4,5,6,7}}", INSIDE_HOST, 2 * 3 / 4 * 4),  # 2 MiB gathered over four devices, at 1/4 MiB/s
+        ("{{0,1,2,3,4,5,6,7}}", BETWEEN_HOSTS, 2 * 7 / 8 * 4),  # the four NICs of a host are as fast as its links
+        ("{{0,1,4,5},{2,3,6,7}}", BETWEEN_HOSTS, 2 * 3 / 4 * 8),  # two NICs
+        ("{{0,4},{1,5},{2,6},{3,7}}", BETWEEN_HOSTS, 2 * 1 / 2 * 16),  # one NIC
         ("{{0,1},{2,3},{4,6},{5,7}}", INSIDE_HOST, 2 * 1 / 2 * 4),
     ],
 )
@@ -152,8 +152,8 @@ def test_a_permutation_is_as_slow_as_its_slowest_pair():
     assert found.busy_s == {INSIDE_HOST: pytest.approx(1 / 4 * 4)}
 
 
-def test_what_it_takes_to_start():
-    """A gather waits once around the ring, an all-reduce twice; a kernel waits for the next."""
+def test_latencies_of_kernels_and_collectives():
+    """An all-gather waits once around the ring, an all-reduce twice. There is a delay between two kernels."""
     waiting = slower(kernel_s=0.25, collective_s=1, hop_s=0.5)
     text = f"%w = f32[1024,1024] parameter(0)\nROOT %r = f32[1024,1024] all-reduce(%w), {GROUPS}, to_apply=%add"
     assert predict(program(text), waiting).step_s == pytest.approx(2 * (1 + 7 * 0.5) + 2 * 4 * 7 / 8 * 4)
@@ -176,7 +176,7 @@ def test_a_loop_and_one_of_its_iterations(trips):
     assert starts == {
         "shard": (COMPUTE, pytest.approx(0)),
         "all-gather": (INSIDE_HOST, pytest.approx(slicing)),
-        "beside": (COMPUTE, pytest.approx(slicing)),
+        "overlapped": (COMPUTE, pytest.approx(slicing)),
         "after": (COMPUTE, pytest.approx(slicing + 7)),
     }
     assert found.spans == (Span(COMPUTE, "loop", "", 0, found.step_s),)
@@ -200,7 +200,7 @@ ROOT %r = (f32[65536], f32[65536]{0:S(5)}) tuple(%back, %gone)
 """
 
 
-def test_copies_to_and_from_the_host_run_beside_each_other_and_beside_compute():
+def test_copies_to_and_from_the_host_overlap_with_each_other_and_with_computation():
     found = predict(program(HOST_COPIES.replace("OVERLAPPED", "")), HOST)
     assert found.busy_s == {TO_HOST: 2, FROM_HOST: 2}  # 1/4 MiB each at 1/8 MiB/s
     assert found.step_s == found.waiting_s == 2
@@ -209,7 +209,7 @@ def test_copies_to_and_from_the_host_run_beside_each_other_and_beside_compute():
     assert found.waiting_s == 0
 
 
-def test_fusions_that_slice_or_update_in_host_memory_move_only_that():
+def test_fusions_that_slice_or_update_host_memory_copy_only_the_slice():
     computations = """
 %updating (...) -> ... {
   %stack = f32[8,65536]{1,0:S(5)} parameter(0)
@@ -253,7 +253,7 @@ fusion-start(%stack, %row, %i), kind=kCustom, calls=%updating
         predict(program(other, computations), HOST)
 
 
-def test_an_asynchronous_copy_on_the_device_is_beside_compute():
+def test_an_asynchronous_copy_on_the_device_overlaps_with_computation():
     text = f"""
         %x = f32[1048576] parameter(0)
         %a = bf16[1024,1024] parameter(1)
@@ -268,7 +268,7 @@ def test_products_of_f32_have_their_own_rate():
     text = "%a = T[1024,1024] parameter(0)\nROOT %c = T[1024,1024] dot(%a, %a), lhs_contracting_dims={1}"
     assert predict(program(text.replace("T[", "bf16[")), HOST).busy_s[COMPUTE] == 2
     assert predict(program(text.replace("T[", "f32[")), HOST).busy_s[COMPUTE] == 4
-    with pytest.raises(ValueError, match="products of f64"):
+    with pytest.raises(ValueError, match="the rate of products of f64 is unknown"):
         predict(program(text.replace("T[", "f64[")), HOST)
 
 
@@ -278,11 +278,11 @@ def test_products_of_f32_have_their_own_rate():
         ("64,32", "32,16", "64,16", "", "bf_io->bf", 2 * 64 * 32 * 16),
         ("2,64,32", "32,16,1", "2,64,16", "window={size=1}, ", "0bf_io0->0bf", 2 * 2 * 64 * 32 * 16),
         ("2,64,32", "2,64,16", "32,16", "window={size=2}, ", "0fb_0io->bf0", 2 * 2 * 64 * 32 * 16),
-        # Heads as a window that steps by seven over an input with seven holes between elements: a result meets one.
+        # Heads as a window with stride 7 over an input with 7 holes between elements: each result reads one element.
         ("8,4,32", "8,16,32", "8,4,16", "window={size=8 stride=7 lhs_dilate=8}, ", "0bf_0oi->0bf", 2 * 8 * 4 * 32 * 16),
-        # Of three places of the window, two at either end: 3 x 10 - 2 pairs.
+        # At either end only two of the three elements of the window are inside: 3 x 10 - 2 pairs.
         ("1,10,4", "3,4,5", "1,10,5", "window={size=3 pad=1_1}, ", "b0f_0io->b0f", 2 * 5 * 4 * 28),
-        # The last of five steps of two looks at one place behind the end.
+        # With stride 2, the last of the five windows has one element behind the end.
         ("1,10,4", "3,4,5", "1,5,5", "window={size=3 stride=2 pad=0_1}, ", "b0f_0io->b0f", 2 * 5 * 4 * 14),
     ],
 )  # fmt: skip
@@ -296,7 +296,7 @@ def test_flops_of_the_convolutions_that_are_products_on_tpus(lhs, rhs, result, w
     assert costs.dot_flops(program(text).entry.root) == flops
 
 
-def test_of_causal_attention_half_is_computed():
+def test_causal_attention_counts_half():
     text = """
         %q = bf16[2,128,4,64] parameter(0)
         ROOT %o = (bf16[2,128,4,64], u8[0]) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax", \
@@ -307,8 +307,8 @@ backend_config={"cudnn_fmha_backend_config":{"mask_type": "MASK", "intermediate_
     assert full == 2 * causal == 2 * 2 * 2 * 4 * 128 * 128 * 64
 
 
-def test_fusions_on_tpus_compute_beside_the_collective_that_they_hold():
-    """Four clones of a gather of 2 MiB, which takes 7 s along a line of eight; one multiplies, two add."""
+def test_fusions_on_tpus_compute_while_the_collective_that_they_contain_runs():
+    """Four clones of an all-gather of 2 MiB, which takes 7 s along a line of eight; one multiplies, two add."""
     clone = """
 %NAME (...) -> ... {
   %p = bf16[128,1024]{1,0} parameter(0)
@@ -338,14 +338,14 @@ def test_fusions_on_tpus_compute_beside_the_collective_that_they_hold():
     """
     slice_of_tpus = Cluster("a line", CHIP, 8, 4, torus=(8, 1))
     found = predict(program(text, computations), slice_of_tpus)
-    vectors = pytest.approx(2 * 2 / 6)  # what is in vector memory is read for nothing
+    vectors = pytest.approx(2 * 2 / 6)  # reading vector memory takes no time
     assert found.busy_s == {torus_links(0): 7, COMPUTE: 2, MEMORY: vectors, STARTS: 0}
     assert found.step_s == 7
     assert [span.name for span in found.spans] == ["all-gather", "b", "c", "d"]
 
 
-def test_gathers_along_two_dims_of_a_torus_do_not_wait_for_each_other():
-    """Four hosts of two by two chips: numbers along the first dim of a slice of 4 x 2 are 0, 1, 4, 5."""
+def test_all_gathers_along_two_dims_of_a_torus_do_not_wait_for_each_other():
+    """Two hosts of 2 x 2 chips: the indices along the first dim of a slice of 4 x 2 are 0, 1, 4, 5."""
     square = Cluster("4 x 2", CHIP, 8, 4, torus=(4, 2))
     gather = """
         %s.NAME = bf16[SIZE,1024] parameter(NUMBER)
@@ -366,7 +366,7 @@ def test_gathers_along_two_dims_of_a_torus_do_not_wait_for_each_other():
         assert found.step_s == pytest.approx(max(seconds) if at_once else sum(seconds))
 
 
-def test_what_binds():
+def test_a_step_is_bound_by_its_busiest_lane():
     heavy = "\n".join(f"{DOT.replace('%dot', f'%dot.{k}')}" for k in range(5))
     assert predict(program(GATHER.replace("OVERLAPPED", heavy)), HOST).bound_by == COMPUTE
     wide = "\n".join(f"%add.{k} = bf16[1024,1024] add(%a, %a)" for k in range(15))
@@ -380,12 +380,12 @@ def test_what_binds():
     [
         (lambda: loop(BODY, None), "trip count"),
         (lambda: program("%p = f32[2] parameter(0)\nROOT %a = f32[2] negate(%p)", num_devices=4), "4 devices, not 8"),
-        (lambda: program('ROOT %c = f32[2] custom-call(), custom_call_target="x"'), "a custom call whose time"),
-        (lambda: program("%p = f32[2] parameter(0)\nROOT %s = ((f32[2]), f32[2]) async-start(%p)"), "whose time"),
+        (lambda: program('ROOT %c = f32[2] custom-call(), custom_call_target="x"'), "the time of this custom call"),
+        (lambda: program("%p = f32[2] parameter(0)\nROOT %s = ((f32[2]), f32[2]) async-start(%p)"), "the time of"),
         (lambda: program("%p = f32[2] parameter(0)\nROOT %c = f32[2]{0:S(5)} copy(%p)"), "not a copy"),
-        (lambda: program("%p = f32[2] parameter(0)\nROOT %d = f32[2] copy-done(%p)"), "an end without a start"),
+        (lambda: program("%p = f32[2] parameter(0)\nROOT %d = f32[2] copy-done(%p)"), "an end has no start"),
     ],
 )  # fmt: skip
-def test_what_is_not_understood_is_refused(read, message):
+def test_programs_that_are_not_understood_are_rejected(read, message):
     with pytest.raises(ValueError, match=message):
         predict(read(), HOST)
