@@ -1,11 +1,11 @@
-"""Compares the compiled schedule of a training step for a described cluster: zerojax against plain JAX.
+"""Compares the compiled schedule of a training step of zerojax with that of plain JAX, for a described cluster.
 
     python scripts/benchmarks/schedule.py --target h100:8           # tables
     python scripts/benchmarks/schedule.py --target h100:64 --json   # one JSON object
     python scripts/benchmarks/schedule.py --target v5e:4x4 --forms ours plain --dump programs
 
-Nothing is allocated and nothing runs. A GPT of 3.5 billion parameters is compiled from avals, and the compiled programs
-are read by `zerojax.analysis.hlo_collectives` and `zerojax.plan.timeline`. Forms:
+Nothing is allocated and nothing runs: a GPT of 3.5 billion parameters is compiled from avals, and the compiled programs
+are analyzed (zerojax.analysis, zerojax.plan.timeline). Forms:
 
     ours        zerojax at stage 3
     plain       the strongest plain form that we know: `jit` and `NamedSharding`, parameters sharded in fp32 and cast to
@@ -14,24 +14,21 @@ are read by `zerojax.analysis.hlo_collectives` and `zerojax.plan.timeline`. Form
     replicated  the same with nothing sharded: data parallelism
     single      one device, with the rows of one device
 
-Bytes. A collective is exposed if no matrix product overlaps with it. By formula, the bytes sent in bf16 are
-3 Psi (N-1)/N x 2 for the sharded forms and 2 Psi (N-1)/N x 2 for the replicated one. Copies are counted in loop bodies
-if they have at least 1/16 of the size of a layer's largest leaf; transpositions of that size are counted separately.
+Exposed bytes are those of collectives that overlap with no matrix product. Copies in loop bodies count if they have at
+least 1/16 of the bytes of a layer's largest leaf; transpositions of that size are listed separately. The formula of the
+bytes sent is that of bf16: 3 Psi (N-1)/N x 2 for the sharded forms, 2 Psi (N-1)/N x 2 for the replicated one. Times are
+predicted with two lanes and compared with the limit max(compute, formula bytes / link), where compute is the smallest
+computing time of all forms; in the JSON, `over_products` has the matrix products at their peak rate instead. The GPU
+compiler starts an all-gather as late as its model of the links allows, so the time on the slow link is that of a second
+program of each form, compiled with the rate of that link; `slow_untold` is the time of the first program. The bound of
+the peak memory is the sum of these terms, plus 5%:
 
-Time. The predicted time with two lanes is divided by the limit max(compute, formula bytes / link), where compute is the
-least that any of the forms takes without waiting. In the JSON, `over_products` uses the matrix products at their peak
-rate instead. The GPU compiler starts a gather as late as its estimate allows. The time on the slow link is therefore
-that of a second program of each form, compiled with the speed of this link; `slow_untold` is the time of the first.
-
-Memory. The bound of the peak is 1.05 times the sum of these terms:
-
-    state        14 bytes for each parameter that a device holds: bf16, fp32 and two moments
-    gradients    2 bytes for each parameter that a device holds
-    checkpoints  the saved inputs of all layers and of the head; if they are offloaded, those of the three that are
-                 being copied
-    gathered     the largest unit in bf16, once for the unit that computes and once for each unit gathered ahead
+    state        14 bytes for each parameter that a device holds: bf16, fp32, two moments
+    gradients    2 bytes for each
+    checkpoints  the input of each layer and of the head; if they are offloaded, only the three that are in transit
+    gathered     the largest unit in bf16, once for the unit that computes and once for each that is prefetched
     in flight    the full gradient of the largest unit
-    activations  temporaries of a layer, or of the head and the loss, forward and backward, in a program of their own
+    activations  the temporaries of a layer, or of the head and the loss, forward and backward, in a separate program
 """
 
 import argparse
@@ -44,16 +41,16 @@ import time
 from pathlib import Path
 
 FORMS = ("ours", "plain", "replicated", "single")
-FLOPS, MEMORY = 700e12, 3e12  # of one device, a second
-INPUTS_IN_TRANSIT = 3  # to or from host memory: those of the layer that computes, of the next layer and of the head
-LINKS = {"fast": 360e9, "slow": 50e9}  # bytes that one device sends in a second
+FLOPS, MEMORY = 700e12, 3e12  # flops and bytes of memory per second of one device
+INPUTS_IN_TRANSIT = 3  # to or from host memory: those of the layer that computes, of the next one, and of the head
+LINKS = {"fast": 360e9, "slow": 50e9}  # bytes per second that one device sends
 
 
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="h100:8", help="a target of zerojax.targets (default %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    parser.add_argument("--dump", type=Path, metavar="DIR", help="write the text of each compiled program to DIR")
+    parser.add_argument("--dump", type=Path, metavar="DIR", help="write the texts of the compiled programs to DIR")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=4096)
@@ -65,16 +62,16 @@ def arguments():
         "--remat",
         choices=["full", "offload", "dots", "none"],
         default="full",
-        help="'offload' is 'full' with the inputs of layers in host memory, for `ours` (default %(default)s)",
+        help="'offload' is 'full' with the inputs of layers in host memory, in form ours (default %(default)s)",
     )
     parser.add_argument(
-        "--prefetch", type=int, default=1, help="units gathered ahead, for `ours` (default %(default)s)"
+        "--prefetch", type=int, default=1, help="units gathered ahead, in form ours (default %(default)s)"
     )
     parser.add_argument(
         "--link",
         type=float,
         metavar="GB/S",
-        help="compile all programs for devices that send at this rate (GPUs only)",
+        help="compile all programs for GPUs under the assumption that every device sends at this rate",
     )
     parser.add_argument("--unrolled", action="store_true", help="a list of layers instead of a scanned stack")
     return parser.parse_args()
@@ -96,7 +93,7 @@ def main():
     platform = targets.platform(args.target)
     layer, table = gpt.layer_sizes(config), config.vocab * config.width
     psi, unit, leaf = config.layers * sum(layer) + 2 * table, max(sum(layer), table), max(layer)
-    slow_process = start_slow_link_process(args) if platform == "cuda" and not args.link else None
+    slow_process = compile_for_slow_link(args) if platform == "cuda" and not args.link else None
     result = {
         "target": args.target,
         "num_devices": len(devices),
@@ -124,37 +121,36 @@ def main():
                 "bound_bytes": 1.05 * sum(terms.values()) if args.remat in ("full", "offload") else None
             }
     if slow_process:
-        for name, form in slow_link_forms(slow_process).items():
+        for name, form in forms_of(slow_process).items():
             forms[name]["slow_untold_s"], forms[name]["slow_s"] = forms[name].get("slow_s"), form.get("slow_s")
     limits(result)
     print(json.dumps(result)) if args.json else tables(result)
 
 
 def link_flag(rate):
-    """The XLA flag that sets the speed of the link between devices, in bytes per second.
+    """Returns the flag for the rate of the links. Without it, the compiler assumes the rate of NVLink within a host.
 
-    Without it, the compiler assumes that the devices of a host are connected by NVLink, and starts gathers accordingly
-    late. The other options are the microseconds that it takes to start a collective, to prepare a chunk and for a round
-    trip, which matter little for large collectives. With one GPU per host, everything is sent over the network.
+    Next to the rate in GiB/s, it has the microseconds to start a collective, to prepare a chunk and for a round trip,
+    which matter little for large collectives. With one device per host, everything is sent over the network.
     """
     options = {"nccl_op_launch_us": 20, "nic_speed_gbps": int(rate * 1e9 / 2**30), "chunk_prep_us": 1, "rtt_us": 20}
     options |= {"gpus_per_node": 1, "chunk_size_bytes": 4 * 2**20}
     return "--xla_gpu_analytical_latency_estimator_options=" + ",".join(f"{k}={v}" for k, v in options.items())
 
 
-def start_slow_link_process(args):
-    """Starts a process that compiles all forms for the slow link. XLA reads its flags only once, when it starts."""
+def compile_for_slow_link(args):
+    """Starts a process whose compiler has the rate of the slow link; the compiler reads the flag only at its start."""
     command = [sys.executable, __file__, *sys.argv[1:], "--json", "--link", str(LINKS["slow"] / 1e9)]
     if args.dump:
         command += ["--dump", str(args.dump / "slow")]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def slow_link_forms(process):
-    """The forms that the process of `start_slow_link_process` reports."""
+def forms_of(process):
+    """Waits for a process of this script, and returns the forms in its JSON."""
     printed, _ = process.communicate()
     if process.returncode:
-        raise SystemExit(f"the process with --link ended with {process.returncode}")
+        raise SystemExit(f"the process with --link exited with code {process.returncode}")
     return json.loads(printed)["forms"]
 
 
@@ -182,7 +178,7 @@ def ours(config, args, devices):
 
 
 def trace_plain(form, config, args, devices):
-    """The traced step of `plain.layer_by_layer`, on avals."""
+    """Traces `plain.layer_by_layer` on avals."""
     import gpt
     import jax
     import plain
@@ -194,7 +190,7 @@ def trace_plain(form, config, args, devices):
 
 
 def activation_bytes(config, args, devices, platform):
-    """Bytes of the temporaries of a layer or of the head, whichever needs more, forward and backward on one device."""
+    """Returns the temporaries of the largest unit, forward and backward, in a separate program on one device."""
     import gpt
     import jax
     import jax.numpy as jnp
@@ -228,7 +224,7 @@ def activation_bytes(config, args, devices, platform):
 
 
 def memory_terms(form, config, args, num_devices, psi, unit, activations):
-    """The terms of the memory bound, in bytes. The formulas hold if only the inputs of layers are saved."""
+    """Returns the terms of the bound in bytes. The formulas assume that only the inputs of layers are saved."""
     sharded = form in ("ours", "plain")
     num_shards = num_devices if sharded else 1
     ahead = args.prefetch if form == "ours" else 0
@@ -245,7 +241,7 @@ def memory_terms(form, config, args, num_devices, psi, unit, activations):
 
 
 def report(traced, form, platform, dump, copy_bytes):
-    """The communication, copies, memory and time of a form's compiled program, or the error of its compilation."""
+    """Compiles a form and returns its communication, copies, memory and times, or the error of the compiler."""
     import jax
 
     from zerojax.analysis import hlo, hlo_collectives
@@ -258,14 +254,14 @@ def report(traced, form, platform, dump, copy_bytes):
     if dump:
         dump.mkdir(parents=True, exist_ok=True)
         (dump / f"{form}.txt").write_text(text)
-    read = hlo.read(text)
-    found = hlo_collectives.collectives(read)
+    parsed = hlo.read(text)
+    found = hlo_collectives.collectives(parsed)
     sent = lambda collectives: sum(c.sent_bytes for c in collectives)
     by_kind = {}
     for c in found:
         key = f"{c.kind} {c.dtype}"
         by_kind[key] = by_kind.get(key, 0) + c.sent_bytes
-    moves = hlo_collectives.moves_in_loops(read, copy_bytes)
+    moves = hlo_collectives.moves_in_loops(parsed, copy_bytes)
     moved = lambda op: sum(move.num_bytes for move in moves if move.op == op)
     memory = program.memory_analysis()
     return {
@@ -281,17 +277,17 @@ def report(traced, form, platform, dump, copy_bytes):
             for m in moves
             if m.op in ("copy", "transpose")
         ],
-        "communication_buffer_bytes": hlo_collectives.in_flight_bytes(read),
+        "communication_buffer_bytes": hlo_collectives.in_flight_bytes(parsed),
         "peak_bytes": hlo_collectives.peak_bytes(memory),
         "arguments_bytes": memory.argument_size_in_bytes,
         "temporaries_bytes": memory.temp_size_in_bytes,
         "host_temporaries_bytes": memory.host_temp_size_in_bytes,
-        **times(read),
+        **times(parsed),
     }
 
 
 def times(program):
-    """The predicted seconds for each link, or None and the reason if the program cannot be read."""
+    """Returns the seconds for each link; None, and the reason as `no_time`, if they cannot be predicted."""
     from zerojax.analysis.hardware import INSIDE_HOST
     from zerojax.plan import timeline
 
@@ -311,19 +307,19 @@ def times(program):
 
 
 def two_lanes(num_devices, link):
-    """A cluster whose devices reach FLOPS and MEMORY and send to each other at one rate, without start-up times."""
+    """Returns a cluster of devices that reach FLOPS and MEMORY, send to all others at one rate, and have no latency."""
     from zerojax.analysis.hardware import CHIPS, Cluster, Rate
 
     rates = {"flops": FLOPS, "memory_rate": MEMORY, "link_rate": link, "network_rate": link}
-    nothing = dict.fromkeys(["kernel_s", "collective_s", "hop_s", "network_hop_s"], 0.0)
+    latencies = dict.fromkeys(["kernel_s", "collective_s", "hop_s", "network_hop_s"], 0.0)
     chip = dataclasses.replace(
-        CHIPS["h100"], **{name: Rate(rate, 1.0) for name, rate in rates.items()}, **nothing, f32_share=1.0
+        CHIPS["h100"], **{name: Rate(rate, 1.0) for name, rate in rates.items()}, **latencies, f32_share=1.0
     )
     return Cluster("two lanes", chip, num_devices, num_devices)
 
 
 def limits(result):
-    """Adds to each form its limit on each link, and its time relative to this limit and to that of the products."""
+    """Adds the limit of each form on each link, and the ratios of its time to this limit and to the products' limit."""
     timed = [form for form in result["forms"].values() if form.get("fast_s")]
     least = lambda part: min((form["fast_s"][part] for form in timed), default=0)
     for form in result["forms"].values():
@@ -333,9 +329,9 @@ def limits(result):
             for suffix in "", "_untold":
                 if suffix and f"{link}{suffix}_s" not in form:
                     continue
-                taken = form.get(f"{link}{suffix}_s")
-                form[f"over_limit_{link}{suffix}"] = taken and taken["step"] / form[f"limit_{link}_s"]
-                form[f"over_products_{link}{suffix}"] = taken and taken["step"] / max(least("products"), sending)
+                seconds = form.get(f"{link}{suffix}_s")
+                form[f"over_limit_{link}{suffix}"] = seconds and seconds["step"] / form[f"limit_{link}_s"]
+                form[f"over_products_{link}{suffix}"] = seconds and seconds["step"] / max(least("products"), sending)
 
 
 def tables(result):
@@ -359,7 +355,7 @@ def tables(result):
     kinds = sorted({kind for form in forms.values() for kind in form["sent_bytes_by_kind"]})
     title = f"{result['parameters'] / 1e9:.2f} B parameters on {result['target']}"
     table(
-        f"{title}: GiB that a device sends in a step",
+        f"{title}: GiB sent by a device per step",
         {
             "formula": size("formula_bytes"),
             "sent": size("sent_bytes"),
@@ -370,7 +366,7 @@ def tables(result):
         },
     )
     table(
-        "GiB of memory on a device",
+        "Memory of a device in GiB",
         {
             "peak": size("peak_bytes"),
             "bound": size("bound_bytes"),
@@ -389,11 +385,11 @@ def tables(result):
     for link, rate in LINKS.items():
         columns[f"{rate / 1e9:.0f} GB/s"] = ms(link, "step")
         columns[f"limit\n{link}"] = limit(link)
-        columns[f"relative\n{link}"] = over(link)
+        columns[f"time / limit\n{link}"] = over(link)
     if any(form.get("slow_untold_s") for form in forms.values()):
-        columns["without\nlink speed"] = over("slow_untold")
+        columns["time / limit\nslow, no flag"] = over("slow_untold")
     columns |= {"GiB copied\nin loops": size("copies_in_loops"), "transposed": size("transpositions_in_loops")}
-    table("Milliseconds of a step with two lanes, and copies in loops", columns)
+    table("Predicted ms per step with two lanes, and copies in loops", columns)
     for name, form in result["forms"].items():
         if "error" in form or "no_time" in form:
             reason = " ".join((form.get("error") or "no time: " + form["no_time"]).split())

@@ -1,5 +1,5 @@
-"""Audits of programs compiled for eight H100s and for TPUs: a sound step keeps what it promises, a fault is found, and
-what the compiler for TPUs is known for is named and costed."""
+"""Audits of programs compiled for eight H100s and for TPUs: a correct step passes, faults are found, and known rewrites
+of the TPU compiler are named with their cost."""
 
 import functools
 
@@ -44,7 +44,7 @@ def audited(target, stage, k=1, scan=False, model=None, remat="none", prefetch=1
         (3, {"scan": True, "model": 2, "prefetch": 0}),
     ],
 )
-def test_nothing_is_broken_in_a_sound_step_and_everything_is_read(stage, options):
+def test_a_correct_step_passes_every_check(stage, options):
     audit = audited("h100:8", stage, **options)
     assert broken(audit) == set()
     verdicts = {finding.name: finding.verdict for finding in audit.findings}
@@ -53,8 +53,8 @@ def test_nothing_is_broken_in_a_sound_step_and_everything_is_read(stage, options
     assert ("checkpoints" in verdicts) == isinstance(options.get("remat"), Remat)
 
 
-def test_what_is_gathered_and_reduced_is_what_was_traced():
-    """To the percent: the compiler keeps what the step says."""
+def test_the_compiled_program_gathers_and_reduces_as_much_as_the_trace():
+    """Up to 1%: the compiler does not change the communication of the step."""
     audit = audited("h100:8", 3, k=2, remat="full", prefetch=2)
     gathered, reduced = audit["gathered weights kept"].numbers, audit["reductions"].numbers
     assert gathered["found_bytes"] == pytest.approx(gathered["expected_bytes"], rel=0.01)
@@ -63,7 +63,7 @@ def test_what_is_gathered_and_reduced_is_what_was_traced():
 
 @pytest.mark.parametrize(("stage", "rewritten"), [(1, 2), (2, 2), (3, 1)])
 def test_the_rewrite_over_several_dimensions_of_a_torus_is_named_and_costed(stage, rewritten):
-    """Of each reduce-scatter an all-reduce, which sends as much again; below stage 3 of the gather of updates too."""
+    """Each reduce-scatter becomes an all-reduce, with twice the bytes; below stage 3 the gather of updates does too."""
     audit = audited("v5e:4x4", stage)
     assert audit.ok
     finding = audit["reductions"]
@@ -73,8 +73,8 @@ def test_the_rewrite_over_several_dimensions_of_a_torus_is_named_and_costed(stag
     assert finding.numbers["extra_bytes"] == pytest.approx(rewritten * scattered, rel=0.02)
 
 
-def test_an_all_reduce_that_a_step_says_itself_is_no_rewrite():
-    """What a program alone does not tell."""
+def test_an_all_reduce_in_the_step_itself_is_not_a_rewrite():
+    """The compiled program alone does not show the difference."""
     zero, state = by_hand.zero_and_state(targets.devices("v5e:4x4"), width=WIDTH)
     batch = by_hand.batch_aval(WIDTH)
     expectation = zero.train_step(by_hand.loss).expectation(state, batch)
@@ -95,7 +95,7 @@ def expected(k=1):
 
 
 def program(k=1, **faults):
-    """The compiled step alone: what is found is found in the program."""
+    """The compiled step alone, so that faults are found in the program and not in the trace."""
     zero, state = by_hand.zero_and_state(targets.devices("h100:8"), width=WIDTH)
     return by_hand.step(zero, state, by_hand.batch_aval(WIDTH), k=k, **faults).lower().compile()
 
@@ -123,7 +123,7 @@ def test_a_planted_fault_is_found_in_the_program(faults, lines):
 
 
 def test_activations_that_stay_on_the_device_are_found():
-    """A program that offloads nothing, against the promise of one that does."""
+    """A program without offloading, audited against the expectation of one with offloading."""
     zero, state = by_hand.zero_and_state(targets.devices("h100:8"), width=WIDTH)
     step = zero.train_step(by_hand.loss, remat=Remat(offload_inputs=True))
     expectation = step.expectation(state, by_hand.batch_aval(WIDTH))
@@ -131,5 +131,6 @@ def test_activations_that_stay_on_the_device_are_found():
     assert audit["checkpoints"].verdict is Verdict.OK
     finding = zerojax.audit_step(program(), expectation)["checkpoints"]
     assert finding.verdict is Verdict.BROKEN and finding.numbers["found_bytes"] == 0
-    kept = (by_hand.LAYERS - 2) * by_hand.ROWS // N * WIDTH * 2  # not the first layer's, the batch, nor the last's
-    assert finding.numbers["expected_bytes"] == kept
+    # Of all layers but the first, whose input is the batch, and the last.
+    offloaded = (by_hand.LAYERS - 2) * by_hand.ROWS // N * WIDTH * 2
+    assert finding.numbers["expected_bytes"] == offloaded

@@ -1,4 +1,4 @@
-"""Plans as the GPU and TPU compilers see them: the formula beside them, what is read of their programs, searches."""
+"""Plans compiled for GPUs and TPUs: the formula against the compiled memory, analyses of programs, searches."""
 
 import functools
 import json
@@ -24,16 +24,16 @@ def compiled(what="gpt2-124m", target="h100:8", **settings):
 @pytest.mark.parametrize("remat", ["full", "none"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_formula_is_within_a_tenth_of_the_compiled_peak(stage, remat):
-    """Of the smallest preset, whose activations weigh most; scripts/benchmarks/plan.py does it for all."""
+    """For the smallest preset, whose share of activations is largest; scripts/benchmarks/plan.py compares all."""
     made = compiled(stage=stage, remat=remat)
     assert made.memory.peak_bytes == pytest.approx(made.program.peak_bytes, rel=0.1)
     assert made.memory.arguments_bytes == pytest.approx(made.program.arguments_bytes, rel=0.001)
 
 
 @pytest.mark.parametrize(("stage", "remat"), [(1, "full"), (3, "full"), (3, "none"), (3, "offload")])
-def test_the_compilers_own_buffer_plan_is_added_up_by_category(stage, remat):
-    """Less than a twentieth is between buffers. Where layers are computed again each category is the formula's, to a
-    tenth of the peak; elsewhere several moments are nearly as full, and the formula may find another one."""
+def test_the_compilers_buffer_assignment_is_added_up_by_category(stage, remat):
+    """Less than a twentieth is unused or unknown. If layers are recomputed, each category matches the formula to a
+    tenth of the peak. Otherwise several moments have nearly the same memory, and the formula may choose another one."""
     made = compiled(stage=stage, remat=remat)
     assert sum(made.held.values()) == made.peak_bytes and made.program.analysis.unread is None
     assert made.held.get(UNUSED, 0) + made.held["others"] < 0.05 * made.peak_bytes
@@ -46,7 +46,7 @@ def test_the_compilers_own_buffer_plan_is_added_up_by_category(stage, remat):
 @pytest.mark.parametrize("num_devices", [8, 64, 1024])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_arguments_of_7_5_billion_parameters_are_table_1(stage, num_devices):
-    """Parameters and optimizer state; gradients do not outlive a step."""
+    """Arguments are parameters and optimizer state; gradients do not outlive a step."""
     made = compiled("gpt-7.5b", f"h100:{num_devices}", stage=stage)
     states = model_states(made.parameters, stage, num_devices)
     assert made.program.arguments_bytes == pytest.approx(states.parameters + states.optimizer, rel=0.01)
@@ -70,7 +70,7 @@ def test_faster_chips_are_predicted_to_be_faster():
     assert steps["a100"] > steps["h100"] > steps["b200"]
 
 
-def test_collectives_run_beside_compute_before_hopper_too():
+def test_collectives_overlap_with_computation_before_hopper_too():
     analysis = compiled(target="a100:8").program.analysis
     large = [row for row in analysis.collectives if row.sent_bytes > 2**20]
     assert large and all(row.exposed_bytes < 0.8 * row.sent_bytes for row in large)
@@ -78,13 +78,13 @@ def test_collectives_run_beside_compute_before_hopper_too():
 
 def test_offloading_moves_checkpoints_to_the_host():
     """The inputs of the layers and of the head."""
-    kept, away = compiled(), compiled(remat="offload")
-    assert away.program.host_bytes == (12 + 1) * 16 * 1024 * 768 * 2 and not kept.program.host_bytes
-    assert away.memory.host_bytes == pytest.approx(away.program.host_bytes, rel=0.01)
-    assert away.program.analysis.prediction.busy_s["copies to the host"] > 0
+    full, offload = compiled(), compiled(remat="offload")
+    assert offload.program.host_bytes == (12 + 1) * 16 * 1024 * 768 * 2 and not full.program.host_bytes
+    assert offload.memory.host_bytes == pytest.approx(offload.program.host_bytes, rel=0.01)
+    assert offload.program.analysis.prediction.busy_s["copies to the host"] > 0
 
 
-def test_a_tpu_program_is_read():
+def test_a_tpu_program_is_analyzed():
     made = compiled(target="v5e:2x4")
     analysis = made.program.analysis
     assert sum(made.held.values()) == made.peak_bytes and made.held["gradients"] > 2**20
@@ -95,7 +95,7 @@ def test_a_tpu_program_is_read():
     )
 
 
-def test_a_compiler_that_gives_up_tells_what_it_would_need():
+def test_the_required_memory_is_known_if_the_compiler_gives_up():
     made = compiled("gpt2-1.5b", "v5e:2x2", remat="none")
     assert not made.fits and "gave up" in made.program.analysis.unread
     assert made.program.peak_bytes == made.program.arguments_bytes + made.program.temporaries_bytes
@@ -121,8 +121,8 @@ def test_the_command_compiles_searches_and_dumps(tmp_path):
     written = {file.name for file in tmp_path.iterdir()}
     assert written == {"step.txt", "buffers.txt", "ranges.txt", "memory.png", "timeline.png"}
     assert "all-gather-start" in (tmp_path / "step.txt").read_text()
-    told = json.loads(command("--auto", "--rows", "2", "--json").stdout)
-    assert told["winner"]["plan"]["fits"] and told["winner"]["step_s"] < told["naive"]["step_s"]
+    data = json.loads(command("--auto", "--rows", "2", "--json").stdout)
+    assert data["winner"]["plan"]["fits"] and data["winner"]["step_s"] < data["naive"]["step_s"]
 
 
 def test_pictures_are_drawn(tmp_path):

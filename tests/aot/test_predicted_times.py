@@ -1,4 +1,4 @@
-"""The predicted times of programs compiled for described clusters relate as they must: limits, links, host, flops."""
+"""Predicted times of programs compiled for described clusters respect limits, links, host copies and flops."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from zerojax.plan.timeline import COMPUTE, FROM_HOST, MEMORY, STARTS, TO_HOST
 
 pytestmark = pytest.mark.aot
 LAYERS, WIDTH, SEQ, ROWS = 6, 512, 256, 2
-AWAY = Remat(offload_inputs=True)
+OFFLOAD = Remat(offload_inputs=True)
 
 
 @functools.cache
@@ -36,7 +36,7 @@ def program(target, remat="full", replica=1):
 
 
 def predict(target, remat="full", replica=1, **constants):
-    """The prediction for a target whose chip has other constants."""
+    """Predicts the time for a target whose chip has other constants."""
     found = cluster(target)
     found = dataclasses.replace(found, chip=dataclasses.replace(found.chip, **constants))
     return timeline.predict(program(target, remat, replica), found)
@@ -47,7 +47,7 @@ def faster(rate, times):
 
 
 @pytest.mark.parametrize("target", ["a100:8", "h100:8", "h200:8", "b200:8", "v5e:2x4"])
-def test_a_step_takes_as_long_as_its_busiest_lane_and_no_longer_than_all_together(target):
+def test_a_step_takes_between_the_time_of_its_busiest_lane_and_the_sum_of_all_lanes(target):
     found = predict(target)
     others = [seconds for lane, seconds in found.busy_s.items() if lane not in (COMPUTE, MEMORY, STARTS)]
     assert max(found.computing_s, *others) <= found.step_s * (1 + 1e-9)
@@ -64,7 +64,7 @@ def test_nothing_is_slower_with_faster_links_or_chips(target):
         assert predict(target, **{name: faster(getattr(chip, name), 2)}).step_s <= before.step_s
 
 
-def test_with_links_that_take_no_time_only_compute_is_left():
+def test_with_instant_links_only_computation_takes_time():
     chip = cluster("h100:8").chip
     found = predict("h100:8", link_rate=faster(chip.link_rate, 1e9), collective_s=0.0, hop_s=0.0)
     assert found.step_s == pytest.approx(found.computing_s, rel=1e-6)
@@ -75,7 +75,7 @@ def test_each_collective_is_on_the_link_that_its_group_crosses():
     assert BETWEEN_HOSTS not in predict("h100:8").busy_s
     assert INSIDE_HOST not in predict("h100:16").busy_s
     assert {torus_links(0), torus_links(1)} <= predict("v5e:2x4").busy_s.keys()
-    hybrid = predict("h100:16", replica=2).busy_s  # parameters inside a host, gradients also between the two
+    hybrid = predict("h100:16", replica=2).busy_s  # parameters within a host, gradients also between the two hosts
     chip = cluster("h100:16").chip
     assert hybrid[INSIDE_HOST] > 0
     slow = predict("h100:16", replica=2, network_rate=faster(chip.network_rate, 0.5)).busy_s
@@ -83,10 +83,10 @@ def test_each_collective_is_on_the_link_that_its_group_crosses():
     assert slow[BETWEEN_HOSTS] > hybrid[BETWEEN_HOSTS]
 
 
-def test_offloaded_inputs_take_their_bytes_over_the_rate_to_the_host():
-    found = predict("h100:8", AWAY)
+def test_offloaded_inputs_take_their_bytes_divided_by_the_rate_to_the_host():
+    found = predict("h100:8", OFFLOAD)
     inputs = LAYERS * ROWS * SEQ * WIDTH * 2
-    assert compiled("h100:8", AWAY).memory_analysis().host_temp_size_in_bytes == inputs
+    assert compiled("h100:8", OFFLOAD).memory_analysis().host_temp_size_in_bytes == inputs
     rate = cluster("h100:8").chip.host_rate.effective
     assert found.busy_s[TO_HOST] == pytest.approx(inputs / rate)
     assert inputs / rate <= found.busy_s[FROM_HOST] * (1 + 1e-9) <= (inputs * (LAYERS + 1) / LAYERS) / rate * (1 + 1e-6)
@@ -102,13 +102,13 @@ def products(target):
     )
 
 
-def test_programs_for_tpus_multiply_as_often_as_those_for_gpus():
-    """Though they do it by convolutions, some with dilated windows."""
+def test_programs_for_tpus_have_the_same_flops_as_those_for_gpus():
+    """TPU programs multiply with convolutions, some of which have dilated windows."""
     assert products("v5e:2x4") == products("h100:8")
 
 
 @pytest.mark.parametrize("target", ["v5e:4x8", "v4:2x2x4", "v5p:4x4x4", "v6e:8x8", "v5e:4x4*2"])
-def test_chips_are_where_the_compiler_has_them(target):
+def test_chips_have_the_coordinates_of_the_compiler(target):
     found, devices = cluster(target), targets.devices(target)
     assert len(devices) == found.num_devices
     assert {device.device_kind for device in devices} <= set(found.chip.device_kinds)

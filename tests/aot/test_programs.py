@@ -1,5 +1,5 @@
-"""The same promises in programs compiled for eight H100s, without a GPU: bytes, aliasing, peak memory. For TPUs, where
-one collective is written as many instructions, only what the program holds and updates in place."""
+"""Steps compiled for eight H100s, without a GPU: bytes sent, aliasing and peak memory. For TPUs, where one collective
+may be many instructions, only memory and aliasing are checked."""
 
 import functools
 import json
@@ -81,7 +81,7 @@ def test_bytes_on_the_wire_are_the_formula(stage, k):
 
 
 def test_scanned_layers_are_gathered_and_scattered_in_their_loops():
-    """Nothing is hoisted out of the loops. They take two layers at a time, without the first and the last ones."""
+    """Nothing is hoisted out of the loops. They run two layers per iteration, without the first and the last ones."""
     layers = 12
     trips = (layers - 2) // 2
     state, program = compiled(3, scan=True, layers=layers)
@@ -98,12 +98,12 @@ def test_scanned_layers_are_gathered_and_scattered_in_their_loops():
 
 WIDTH, VOCAB_OF_LARGE = 4096, 512
 INPUT_OF_LARGE = 2 * 2048 * WIDTH * 2  # bytes of a layer's input on a device
-AWAY = Remat(offload_inputs=True)
+OFFLOAD = Remat(offload_inputs=True)
 FULL_REMAT = Remat()
 
 
 def compiled_large(target, remat, prefetch=1):
-    """Scanned layers of a size that is trained: 4096 wide, 4096 tokens on a device."""
+    """Scanned layers of a realistic size: 4096 wide, 4096 tokens on a device."""
     shapes = {"width": WIDTH, "vocab": VOCAB_OF_LARGE, "layers": 8, "seq": 2048, "rows": 2}
     return compiled(3, scan=True, target=target, remat=remat, prefetch=prefetch, **shapes)[1]
 
@@ -115,11 +115,11 @@ def large_layers(target, remat=FULL_REMAT):
 
 @pytest.mark.parametrize(
     ("target", "remat"),
-    [("h100:8", FULL_REMAT), ("h100:64", FULL_REMAT), ("h100:8", Remat.of("dots")), ("h100:8", AWAY)],
+    [("h100:8", FULL_REMAT), ("h100:64", FULL_REMAT), ("h100:8", Remat.of("dots")), ("h100:8", OFFLOAD)],
     ids=["one_host", "eight_hosts", "dots_kept", "offloaded"],
 )
-def test_loops_hide_what_they_send_and_copy_none_of_it(target, remat):
-    """What comes back from host memory, an activation, is copied once on its way into the next iteration."""
+def test_collectives_in_loops_are_overlapped_and_not_copied(target, remat):
+    """An activation from host memory is copied once, into the carry of the next iteration."""
     program = large_layers(target, remat)
     looped = [c for c in collectives(program) if c.looped]
     sent = sum(c.sent_bytes for c in looped)
@@ -130,28 +130,28 @@ def test_loops_hide_what_they_send_and_copy_none_of_it(target, remat):
 
 
 @pytest.mark.parametrize("prefetch", [0, 1])
-def test_the_host_holds_the_inputs_of_all_layers(prefetch):
-    away = compiled_large("h100:8", AWAY, prefetch).memory_analysis()
-    assert away.host_temp_size_in_bytes == 8 * INPUT_OF_LARGE
+def test_host_memory_has_the_inputs_of_all_layers(prefetch):
+    memory = compiled_large("h100:8", OFFLOAD, prefetch).memory_analysis()
+    assert memory.host_temp_size_in_bytes == 8 * INPUT_OF_LARGE
 
 
-def test_offloading_saves_on_the_device_what_the_host_holds():
-    """All but the input of the layer that computes. Without prefetch: with it, the two programs differ in how many
-    weights they have gathered when memory is fullest, as the scheduler happens to start a gather late or early."""
-    kept, away = (compiled_large("h100:8", remat, 0).memory_analysis() for remat in (FULL_REMAT, AWAY))
-    saved = kept.temp_size_in_bytes - away.temp_size_in_bytes
-    assert saved >= 0.95 * (away.host_temp_size_in_bytes - INPUT_OF_LARGE)
+def test_offloading_saves_as_much_device_memory_as_it_takes_host_memory():
+    """Except for the input of the layer that computes. Without prefetch, since with it the two programs differ in how
+    many weights are gathered at the moment of peak memory, depending on when the scheduler starts an all-gather."""
+    full, offload = (compiled_large("h100:8", remat, 0).memory_analysis() for remat in (FULL_REMAT, OFFLOAD))
+    saved = full.temp_size_in_bytes - offload.temp_size_in_bytes
+    assert saved >= 0.95 * (offload.host_temp_size_in_bytes - INPUT_OF_LARGE)
 
 
 def test_the_first_product_does_not_wait_for_its_whole_unit():
-    """What no product hides: the embedding, and of the first layer the weight of its first product and a few more."""
+    """Exposed are only the embedding, and the weight of the first layer's first product with a few more."""
     found = [c.full_bytes for c in collectives(large_layers("h100:8")) if c.kind == "all-gather" and c.exposed]
     embedding, layer = 2 * VOCAB_OF_LARGE * WIDTH, 2 * 12 * WIDTH * WIDTH
     assert sum(found) <= embedding + layer / 2
 
 
 def test_a_gathered_table_is_dropped_after_the_lookup():
-    """The compiler does not look up again in the backward pass, for which it would hold the table through the step."""
+    """The compiler does not repeat the lookup in the backward pass, which would need the table until then."""
     steps = large_layers("h100:8").entry.instructions
     (table,) = [i for i in steps if i.op == "all-gather-done" and i.buffers[0].dims == (VOCAB_OF_LARGE, WIDTH)]
     last_read = max(k for k, i in enumerate(steps) if table in i.operands)
@@ -172,23 +172,23 @@ SMALLEST = 2 * 512 * 512 // N  # bytes of a shard of the smallest matrix in bf16
 
 
 def accumulating(stage, scan):
-    """Four microbatches. With these sizes no activation, and no gradient of a layer, is as large as a leaf held."""
+    """Four microbatches. With these sizes no activation and no gradient of a layer is as large as an array of state."""
     return compiled(stage, 4, scan, layers=10, seq=80, vocab=768) if scan else compiled(stage, 4)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_nothing_unrolled_copies_what_is_held(stage):
-    """Transpositions are not looked at here: an activation is as large as the smallest shard."""
+def test_unrolled_steps_do_not_copy_state(stage):
+    """Transpositions are not checked here, since an activation is as large as the smallest shard."""
     program = hlo.read(accumulating(stage, scan=False)[1].as_text())
     assert not [move for move in moves(program, SMALLEST // 2) if move.op == "copy"]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_nothing_scanned_copies_what_is_held(stage):
-    """Parameters, master, moments and the sum of gradients, neither as they are nor transposed, in loops or outside.
+def test_scanned_steps_do_not_copy_state(stage):
+    """Parameters, master, moments and the sum of gradients are neither copied nor transposed, in loops or outside.
 
-    But for this: at stages 1 and 2 the stack of a weight is gathered with the devices in front, and moved once to where
-    the parameter lives.
+    There is one exception: at stages 1 and 2 the stack of a weight is gathered with the devices as the first dim, and
+    transposed once into the parameter.
     """
     state, program = accumulating(stage, scan=True)
     leaves, size = state.definition.leaves, lambda a: math.prod(a.sharding.shard_shape(a.shape))
@@ -205,8 +205,8 @@ def test_nothing_scanned_copies_what_is_held(stage):
 
 
 def test_accumulation_holds_the_sum_of_gradients_once():
-    """Beside what one microbatch takes, and the gradient of a unit that is added to the sum. At stage 2 also all of its
-    gradients in full, since the compiler joins reduce-scatters of up to 30 MB, which here are all."""
+    """In addition to the memory of one microbatch, and to the gradient of a unit that is added to the sum. At stage 2
+    also to all full gradients, since the compiler combines reduce-scatters of up to 30 MB, which are all of them."""
     for stage in (1, 2, 3):
         temporaries = {k: compiled(stage, k)[1].memory_analysis().temp_size_in_bytes for k in (1, 4)}
         leaves = compiled(stage, 4)[0].definition.leaves
@@ -215,13 +215,13 @@ def test_accumulation_holds_the_sum_of_gradients_once():
         sum_of_gradients, added = (4 * size if stage == 1 else 4 * size / N for size in (psi, unit))
         joined = 2 * psi if stage == 2 else 0
         assert temporaries[4] <= temporaries[1] + joined + sum_of_gradients + added
-        assert added < sum_of_gradients / 3  # a second sum would be seen
+        assert added < sum_of_gradients / 3  # the bound would catch a second sum
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_temporaries_are_packed_without_gaps(stage, scan):
-    """The peak is at most 5% more than the largest sum of what is alive at the same time, by the compiler's account."""
+    """The peak is at most 5% more than the compiler's largest sum of live buffers."""
     memory = accumulating(stage, scan)[1].memory_analysis()
     alive = memory.peak_memory_in_bytes
     assert alive <= memory.argument_size_in_bytes + memory.temp_size_in_bytes
@@ -230,7 +230,7 @@ def test_temporaries_are_packed_without_gaps(stage, scan):
 
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
 def test_peak_holds_two_gathered_units(scan):
-    """With few tokens the activations are small, so gathered weights that were kept would stand out."""
+    """With few tokens the activations are small compared with gathered weights, if these were saved."""
     few, many = (8, 16) if scan else (4, 12)  # a stack of four layers has no loop
     temporaries = {}
     for layers in (few, many):
@@ -239,14 +239,14 @@ def test_peak_holds_two_gathered_units(scan):
     blocks = [leaf for leaf in state.definition.leaves if leaf.path.startswith("blocks")]
     unit = 2 * sum(leaf.size for leaf in blocks) / many  # bytes of one gathered block in bf16
     gradient_shard = unit / N
-    activations = 64 * 1024 * 2 * 48  # tokens x width x bytes x values a block keeps: 36 and fp32 statistics
+    activations = 64 * 1024 * 2 * 48  # tokens x width x bytes x values saved by a block: 36 and fp32 statistics
     slope = (temporaries[many] - temporaries[few]) / (many - few)
     assert slope <= gradient_shard + activations
     gathered, full_gradients = 2 * unit, 2 * unit
     embedding_and_head = 4 * 2 * 512 * 1024
     bound = gathered + full_gradients + embedding_and_head + many * (gradient_shard + activations)
     assert temporaries[many] <= bound
-    assert bound < many * unit  # the bound would catch a program that keeps every gathered unit
+    assert bound < many * unit  # the bound would catch a program that saves every gathered unit
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_peak_holds_two_gathered_units(scan):
     [("all_gather", 1), ("all_gather", 2), ("reduce_scatter", 1), ("reduce_scatter", 2), ("all_reduce", None)],
 )
 def test_moving_a_stack_takes_a_bucket_of_memory(move, dim):
-    """Whatever the number of layers. Moved whole, shards are transposed in buffers that grow with it."""
+    """For any number of layers. If a stack is moved as a whole, shards are transposed in buffers that grow with it."""
     bucket, mesh = 2**25, zerojax.make_mesh(devices=targets.devices("h100:8"))
     sharded, whole = P(*[None] * (dim or 0), "data"), P()
     before, after = {"all_gather": (sharded, whole), "reduce_scatter": (whole, sharded)}.get(move, (whole, whole))
@@ -273,7 +273,7 @@ def test_moving_a_stack_takes_a_bucket_of_memory(move, dim):
         bucketed = program(layers, bucket)
         assert max(c.full_bytes for c in collectives(hlo.read(bucketed.as_text()))) <= bucket
         assert in_flight_bytes(hlo.read(bucketed.as_text())) <= bucket
-        assert bucketed.memory_analysis().temp_size_in_bytes <= 1.2 * bucket  # and what a piece is transposed in
+        assert bucketed.memory_analysis().temp_size_in_bytes <= 1.2 * bucket  # and the transposition of a piece
     if move != "all_reduce":  # which is done in place
         assert program(16, math.inf).memory_analysis().temp_size_in_bytes > 3 * bucket
 
@@ -282,8 +282,8 @@ CHECKPOINT = 512 * 1024 * 2  # tokens x width x bytes of a layer's input
 
 
 def slopes(remat, few=16, many=32, **shapes):
-    """Bytes that one more layer takes: (on the device, in host memory). With fewer scanned layers than 16 the peak is
-    elsewhere."""
+    """Bytes of one more layer: (on the device, in host memory). With fewer than 16 scanned layers the moment of peak
+    memory is a different one."""
     shapes = {"scan": True, "width": 1024, "seq": 512, **shapes}
     programs = [compiled(3, layers=n, remat=remat, **shapes) for n in (few, many)]
     memory = [program.memory_analysis() for _, program in programs]
@@ -291,7 +291,7 @@ def slopes(remat, few=16, many=32, **shapes):
     return per_layer("temp_size_in_bytes"), per_layer("host_temp_size_in_bytes")
 
 
-def test_a_layer_that_keeps_nothing_takes_its_input_and_its_gradient():
+def test_a_layer_that_saves_nothing_takes_its_input_and_its_gradient():
     leaves = compiled(3, scan=True, width=1024, seq=512, layers=16, remat=Remat())[0].definition.leaves
     gradient_shard = 2 * sum(leaf.size for leaf in leaves if leaf.path.startswith("blocks")) / 16 / N
     on_device, on_host = slopes(Remat())
@@ -299,39 +299,39 @@ def test_a_layer_that_keeps_nothing_takes_its_input_and_its_gradient():
     assert slopes("none")[0] > 10 * CHECKPOINT
 
 
-def test_an_unrolled_layer_that_keeps_nothing_takes_no_more():
-    """The compiler does not find that the forward pass computed the same, and keep that."""
+def test_an_unrolled_layer_that_saves_nothing_takes_no_more():
+    """The compiler does not replace the recomputation by the values of the forward pass."""
     leaves = compiled(3, width=1024, seq=512, layers=4, remat=Remat())[0].definition.leaves
     gradient_shard = 2 * sum(leaf.size for leaf in leaves if leaf.path.startswith("blocks")) / 4 / N
     assert slopes(Remat(), 4, 8, scan=False)[0] <= 1.05 * (CHECKPOINT + gradient_shard)
 
 
-def test_offloaded_inputs_wait_in_host_memory():
-    """All of them, and the device holds as much less: of what is alive there, since the gaps between, below 5% of the
-    peak, are as large as some layers' inputs. Of what is on its way, one more or less is in one of the two programs."""
+def test_offloaded_inputs_are_in_host_memory():
+    """All of them, and the live buffers on the device shrink by as much. Gaps between buffers, below 5% of the peak, do
+    not count, since they are as large as some layers' inputs. One input more or less may be in transit."""
     few, many = 16, 32
-    away, kept = (
+    offload, full = (
         [compiled(3, layers=n, remat=remat, scan=True, width=1024, seq=512)[1].memory_analysis() for n in (few, many)]
-        for remat in (AWAY, Remat())
+        for remat in (OFFLOAD, Remat())
     )
     alive = lambda memory: memory[1].peak_memory_in_bytes - memory[0].peak_memory_in_bytes
-    assert away[1].host_temp_size_in_bytes - away[0].host_temp_size_in_bytes == (many - few) * CHECKPOINT
-    assert alive(kept) - alive(away) >= (many - few - 1) * CHECKPOINT
+    assert offload[1].host_temp_size_in_bytes - offload[0].host_temp_size_in_bytes == (many - few) * CHECKPOINT
+    assert alive(full) - alive(offload) >= (many - few - 1) * CHECKPOINT
 
 
-def test_offloaded_inputs_of_unrolled_layers_leave_at_once():
-    """Each before the unit after the next starts, and so all of them: the device holds what gradients take at most."""
-    few, many = 8, 12  # with four layers the peak is elsewhere
-    device, host = slopes(AWAY, few, many, scan=False, rows=4)
-    leaves = compiled(3, width=1024, seq=512, rows=4, layers=few, remat=AWAY)[0].definition.leaves
+def test_offloaded_inputs_of_unrolled_layers_leave_the_device_at_once():
+    """Each is copied before the unit after the next starts. A layer takes no more device memory than its gradient."""
+    few, many = 8, 12  # with four layers the moment of peak memory is a different one
+    device, host = slopes(OFFLOAD, few, many, scan=False, rows=4)
+    leaves = compiled(3, width=1024, seq=512, rows=4, layers=few, remat=OFFLOAD)[0].definition.leaves
     gradient_shard = 2 * sum(leaf.size for leaf in leaves if leaf.path.startswith("blocks")) / few / N
     assert host == 4 * CHECKPOINT and device <= gradient_shard
 
 
 def test_partitioned_inputs_take_a_slice_on_each_device():
-    """Half of a checkpoint with two devices along the model axis; and in host memory that half, on the device none.
+    """Half of a checkpoint with two devices along the model axis. If offloaded, that half is in host memory only.
 
-    The peaks of eight and of sixteen layers may differ by one slice in where they are: an eighth of one for a layer.
+    The moments of peak memory of 8 and 16 layers may differ by one slice: an eighth of one for each layer.
     """
     of = lambda **remat: slopes(Remat(**remat), 8, 16, rows=4, model=2)
     (whole, _), (sliced, none) = of(), of(partition_inputs=True)
@@ -340,8 +340,8 @@ def test_partitioned_inputs_take_a_slice_on_each_device():
     assert host == 4 * CHECKPOINT / 2 and whole - less >= 7 / 8 * 4 * CHECKPOINT
 
 
-def test_slices_of_unrolled_layers_wait_in_host_memory():
-    """That a slice is there, later layers learn from an element of it, each device from its own."""
+def test_slices_of_unrolled_layers_are_in_host_memory():
+    """The event of a slice, which orders later layers after its copy, is an element of it on each device."""
     remat = Remat(partition_inputs=True, offload_inputs=True)
     program = compiled(3, scan=False, width=1024, seq=512, layers=4, rows=4, model=2, remat=remat)[1]
     assert program.memory_analysis().host_temp_size_in_bytes == 4 * 4 * CHECKPOINT / 2
@@ -354,7 +354,7 @@ def test_slices_of_unrolled_layers_wait_in_host_memory():
 )
 def test_the_peak_is_within_the_sum_of_its_terms(prefetch, options):
     """State, gradients, checkpoints, gathered units, the gradient in flight, the activations of a unit, and 5%. Without
-    prefetch it is no larger than that of plain JAX."""
+    prefetch the peak is no larger than that of plain JAX."""
     shapes = {"layers": 12, "width": 1024, "heads": 8, "seq": 512, "vocab": 8192, "prefetch": prefetch, "link": 50}
     given = [word for name, value in shapes.items() for word in (f"--{name}", str(value))]
     compared = ["--forms", "ours"] if prefetch else ["--forms", "ours", "plain"]
@@ -369,7 +369,7 @@ def test_the_peak_is_within_the_sum_of_its_terms(prefetch, options):
 
 
 def bytes_per_token(chunk_size, vocab, stage=3, remat="none", few=8, many=32, seq=64):
-    """Temporary bytes that one more token of a device takes, in a model that is small but for its vocabulary."""
+    """Temporary bytes of one more token on a device, in a model that is small except for its vocabulary."""
     programs = [
         compiled(stage, width=128, layers=1, seq=seq, rows=rows, remat=remat, vocab=vocab, chunk_size=chunk_size)[1]
         for rows in (few, many)
@@ -378,29 +378,29 @@ def bytes_per_token(chunk_size, vocab, stage=3, remat="none", few=8, many=32, se
     return (many_bytes - few_bytes) / ((many - few) * seq)
 
 
-VOCAB, CHUNK = 2**16, 128  # the smaller batch has four chunks: in one, no sum of the head's gradient is held
+VOCAB, CHUNK = 2**16, 128  # the smaller batch has four chunks; with one chunk there is no sum of the head's gradient
 LOGITS = 2 * VOCAB  # bytes of a token's logits in bf16
 
 
-def test_all_logits_at_once_are_held_with_their_gradient():
+def test_without_chunks_all_logits_and_their_gradient_are_in_memory():
     assert bytes_per_token(None, VOCAB) >= 2 * LOGITS
 
 
 @pytest.mark.parametrize(("stage", "remat"), [(3, "none"), (3, "full"), (0, "none")])
-def test_in_chunks_a_token_takes_its_activations_and_no_logits(stage, remat):
+def test_with_chunks_a_token_takes_its_activations_and_no_logits(stage, remat):
     assert bytes_per_token(CHUNK, VOCAB, stage, remat) <= LOGITS / 5
 
 
-# A model axis beside: data 4 x model 2
+# A mesh with a model axis: data 4 x model 2
 
 ACTIVATION = 64 * 512 * 2  # tokens x width x bytes
-EVENTS = 32  # bytes of scalars that may be reduced with one, to tell when it is there
+EVENTS = 32  # bytes of scalar events that may be reduced together with an activation
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
 @pytest.mark.parametrize(("stage", "k"), [(0, 1), (1, 1), (2, 4), (3, 1), (3, 4)])
-def test_a_device_moves_its_part_of_a_leaf(stage, k, scan):
-    """Nothing of a weight crosses the model axis, and over the data axis goes what it leaves on a device: half."""
+def test_a_device_communicates_its_part_of_a_leaf(stage, k, scan):
+    """Weights are not sent over the model axis. Over the data axis, each device sends its part along the model axis."""
     state, program = compiled(stage, k, scan, model=2)
     found = collectives(hlo.read(program.as_text()))
     data, model = ([c for c in found if c.group_size == size and c.dtype == "bf16"] for size in (4, 2))
@@ -425,7 +425,7 @@ def test_a_block_reduces_activations_four_times_over_the_model_axis():
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_state_beside_a_model_axis_is_updated_in_place(stage):
+def test_state_on_a_mesh_with_a_model_axis_is_updated_in_place(stage):
     state, program = compiled(stage, scan=True, model=2)
     memory = program.memory_analysis()
     held = sum(
@@ -437,7 +437,7 @@ def test_state_beside_a_model_axis_is_updated_in_place(stage):
 
 
 def test_two_processes_describe_tpus_at_once():
-    """What libtpu allows one process alone is to run on the chips of a host."""
+    """By default libtpu allows only one process, for programs that run on the chips of a host."""
     targets.devices("v5e:2x4")
     environ = {name: value for name, value in os.environ.items() if name != "ALLOW_MULTIPLE_LIBTPU_LOAD"}
     code = "from zerojax import targets; print(len(targets.devices('v5e:2x4')))"
