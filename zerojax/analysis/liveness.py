@@ -183,7 +183,7 @@ class _Computation:
         alive = Counter[str]()
         for value in births.get(-1, ()):
             alive[self._kind(value)] += value.num_bytes
-        fullest = Counter(alive)
+        largest = Counter(alive)
         for k, operation in enumerate(self.flat.operations):
             born, dying = births.get(k, []), [v for v in deaths.get(k, []) if self.born[v] < k]
             for value in born:
@@ -194,11 +194,11 @@ class _Computation:
             if operation.name in _LOOPS:  # all activations outside of the loop wait for it
                 during[CHECKPOINTS] += during.pop(ACTIVATIONS, 0)
                 during.update(self._inside(operation))
-            if during.total() > fullest.total():
-                fullest = during
+            if during.total() > largest.total():
+                largest = during
             for value in deaths.get(k, []):
                 alive[self._kind(value)] -= value.num_bytes
-        return Peak(+fullest)
+        return Peak(+largest)
 
     def _carried(self, operation: Operation, dying: list[Value]) -> list[Value]:
         """Returns the initial and final values of the carry of a loop, which count as part of the loop's body.

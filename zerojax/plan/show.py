@@ -17,7 +17,7 @@ from zerojax.plan.timeline import Prediction
 from zerojax.plan.utilisation import Throughput
 from zerojax.report.memory import model_states
 
-_LABELS = {
+_LABELS = {  # the names themselves are keys of the JSON output
     timeline.STARTS: "kernel launches",
     timeline.COPIES: "copies on the device",
     buffers.UNUSED: "unused",
