@@ -66,7 +66,8 @@ def main():
     print(f"zerojax / jax                     {report['ratio_to_jax']:.2f}")
     print(f"zerojax / (jax, flax, optax)      {report['ratio_to_its_imports']:.2f}")
     versions = ", ".join(f"{package} {version}" for package, version in report["versions"].items())
-    print(f"medians of {args.rounds} rounds; Python {report['python']}, {versions}")
+    print(f"medians of {args.rounds} rounds, load average {load:.1f} before the first")
+    print(f"Python {report['python']}, {versions}")
 
 
 if __name__ == "__main__":
