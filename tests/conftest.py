@@ -1,6 +1,9 @@
-"""Simulates eight devices for every test, and adds the options `--full` and `--aot`."""
+"""Simulates eight devices for every test, and adds the options `--full`, `--aot` and `--cases`."""
 
 import os
+import shutil
+import tempfile
+from collections import defaultdict
 from importlib import metadata
 
 import pytest
@@ -24,15 +27,52 @@ OPTIONS = {
 }
 
 
+KERNELS = pytest.StashKey[str]()
+
+
 def pytest_addoption(parser):
     for name, text in OPTIONS.items():
         parser.addoption(f"--{name}", action="store_true", help=text)
+    parser.addoption("--cases", type=int, help="run at most so many cases of each parametrized test, spread evenly")
+
+
+def pytest_configure(config):
+    """Lets programs for GPUs share compiled kernels. The text of a program and its memory, which the tests read, are fixed
+    before kernels are compiled. Each worker has its own file, because XLA does not lock it."""
+    if config.getoption("cases") is not None and config.getoption("cases") < 1:
+        raise pytest.UsageError("--cases: at least 1")
+    if config.getoption("aot"):
+        config.stash[KERNELS] = tempfile.mkdtemp(prefix="zerojax-kernels-")
+        cache = f"--xla_gpu_kernel_cache_file={config.stash[KERNELS]}/kernels"
+        needed = "--xla_gpu_enable_llvm_module_compilation_parallelism=true"  # otherwise the file is not used
+        inherited = [flag for flag in os.environ["XLA_FLAGS"].split() if "kernel_cache_file" not in flag]
+        os.environ["XLA_FLAGS"] = " ".join([*inherited, cache, needed])
+
+
+def pytest_unconfigure(config):
+    if KERNELS in config.stash:
+        shutil.rmtree(config.stash[KERNELS], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(config, items):
-    """Deselects tests whose marker is that of an option that was not given."""
+    """Deselects tests whose marker is that of an option that was not given, and cases beyond `--cases`."""
     absent = [name for name in OPTIONS if not config.getoption(name)]
-    deselected = [item for item in items if any(item.get_closest_marker(name) for name in absent)]
-    if deselected:
+    selected = [item for item in items if not any(item.get_closest_marker(name) for name in absent)]
+    if config.getoption("cases"):
+        selected = spread(selected, config.getoption("cases"))
+    kept = set(selected)
+    if deselected := [item for item in items if item not in kept]:
         config.hook.pytest_deselected(items=deselected)
-        items[:] = [item for item in items if item not in set(deselected)]
+        items[:] = selected
+
+
+def spread(items, num_cases):
+    """At most `num_cases` items of each test function: the first and the last, and those at equal distances between."""
+    functions = defaultdict(list)
+    for item in items:
+        functions[item.nodeid.partition("[")[0]].append(item)
+    kept = set()
+    for cases in functions.values():
+        num = min(num_cases, len(cases))
+        kept |= {cases[k * (len(cases) - 1) // max(num - 1, 1)] for k in range(num)}
+    return [item for item in items if item in kept]
