@@ -37,16 +37,21 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """Lets programs for GPUs share compiled kernels. The text of a program and its memory, which the tests read, are fixed
-    before kernels are compiled. Each worker has its own file, because XLA does not lock it."""
+    """Lets programs for GPUs share compiled kernels. The text of a program and its memory, which the tests read, do not
+    depend on them. Each worker has its own file, because XLA does not lock it."""
     if config.getoption("cases") is not None and config.getoption("cases") < 1:
         raise pytest.UsageError("--cases: at least 1")
     if config.getoption("aot"):
-        config.stash[KERNELS] = tempfile.mkdtemp(prefix="zerojax-kernels-")
-        cache = f"--xla_gpu_kernel_cache_file={config.stash[KERNELS]}/kernels"
-        needed = "--xla_gpu_enable_llvm_module_compilation_parallelism=true"  # otherwise the file is not used
-        inherited = [flag for flag in os.environ["XLA_FLAGS"].split() if "kernel_cache_file" not in flag]
-        os.environ["XLA_FLAGS"] = " ".join([*inherited, cache, needed])
+        if not hasattr(config, "workerinput"):  # workers inherit the variable
+            config.stash[KERNELS] = os.environ["ZEROJAX_TEST_KERNELS"] = tempfile.mkdtemp(prefix="zerojax-kernels-")
+        file = os.path.join(os.environ["ZEROJAX_TEST_KERNELS"], os.environ.get("PYTEST_XDIST_WORKER", "main"))
+        gpu_flags = [
+            f"--xla_gpu_kernel_cache_file={file}",
+            "--xla_gpu_enable_llvm_module_compilation_parallelism=true",  # otherwise the file is not used
+            "--xla_gpu_disable_gpuasm_optimizations=true",  # of kernels, which nobody runs
+        ]
+        inherited = [flag for flag in os.environ["XLA_FLAGS"].split() if not flag.startswith("--xla_gpu_")]
+        os.environ["XLA_FLAGS"] = " ".join([*inherited, *gpu_flags])
 
 
 def pytest_unconfigure(config):

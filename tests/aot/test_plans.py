@@ -43,8 +43,7 @@ def test_the_compilers_buffer_assignment_is_added_up_by_category(stage, remat):
         assert made.held.get(name, 0) == pytest.approx(terms.get(name, 0), abs=0.1 * made.peak_bytes)
 
 
-@pytest.mark.parametrize("num_devices", [8, 64, 1024])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "num_devices"), [(1, 64), (2, 64), (3, 8), (3, 64), (3, 1024)])
 def test_arguments_of_7_5_billion_parameters_are_table_1(stage, num_devices):
     """Arguments are parameters and optimizer state; gradients do not outlive a step."""
     made = compiled("gpt-7.5b", f"h100:{num_devices}", stage=stage)
