@@ -20,7 +20,7 @@ def main() -> None:
     """ZeRO for JAX: shards parameters, gradients and optimizer state over devices."""
 
 
-@main.command()
+@main.command("plan")
 @click.option("--preset", "what", metavar="NAME", help="A model; --list-presets lists them.")
 @click.option("--job", "what", metavar="MODULE:FUNCTION", help=_JOB_HELP)
 @click.option(
@@ -89,7 +89,7 @@ def main() -> None:
 )
 @click.option("--calibrate", is_flag=True, help="Measure the rates of this machine's device, write them, and exit.")
 @click.option("--list-presets", is_flag=True, help="List the presets and exit.")
-def plan(
+def plan_command(
     what: str | None,
     target: str,
     compiled: bool,
@@ -178,7 +178,7 @@ def _draw(made: Any, memory_share: float | None, folder: Path) -> None:
         click.echo(f"{folder / 'timeline.png'}: one layer on the lanes of a device", err=True)
 
 
-@main.command(context_settings={"ignore_unknown_options": True})
+@main.command("launch", context_settings={"ignore_unknown_options": True})
 @click.option(
     "-n", "--processes", "count", type=click.IntRange(1), required=True, metavar="N", help="Number of processes."
 )
@@ -190,7 +190,7 @@ def _draw(made: Any, memory_share: float | None, folder: Path) -> None:
 )
 @click.option("--timeout", "timeout_s", type=float, metavar="SECONDS", help="Kill all processes after this time.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def launch(count: int, devices: int | None, timeout_s: float | None, command: tuple[str, ...]) -> None:
+def launch_command(count: int, devices: int | None, timeout_s: float | None, command: tuple[str, ...]) -> None:
     """Run COMMAND in several processes on this machine.
 
     `zerojax.initialize()` joins them. The exit code is the first one of a process that is not 0.
@@ -297,7 +297,7 @@ def diff(directory: Path, first: int, second: int, other: Path | None) -> None:
     raise SystemExit(1 if table.row_count else 0)
 
 
-@checkpoint.command()
+@checkpoint.command("export")
 @_DIRECTORY
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @_STEP
@@ -312,7 +312,7 @@ def diff(directory: Path, first: int, second: int, other: Path | None) -> None:
     help="Maximum size of a file.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace files in FOLDER.")
-def export(
+def export_command(
     directory: Path, folder: Path, step: int | None, mapping: Path | None, max_file_gib: float, **options: Any
 ) -> None:
     """Export the parameters of a step as safetensors files in FOLDER."""

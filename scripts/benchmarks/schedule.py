@@ -254,8 +254,8 @@ def report(traced, form, platform, dump, copy_bytes):
     if dump:
         dump.mkdir(parents=True, exist_ok=True)
         (dump / f"{form}.txt").write_text(text)
-    parsed = hlo.read(text)
-    found = hlo_collectives.collectives(parsed)
+    parsed = hlo.parse_program(text)
+    found = hlo_collectives.compiled_collectives(parsed)
     sent = lambda collectives: sum(c.sent_bytes for c in collectives)
     by_kind = {}
     for c in found:

@@ -20,13 +20,15 @@ from zerojax.analysis import costs, hlo, hlo_collectives
     ids=["nothing", "an addition", "a product"],
 )
 def test_an_all_gather_is_exposed_unless_it_overlaps_with_a_matrix_product(overlapped, exposed):
-    (gather,) = hlo_collectives.collectives(program(GATHER.replace("OVERLAPPED", overlapped)))
+    (gather,) = hlo_collectives.compiled_collectives(program(GATHER.replace("OVERLAPPED", overlapped)))
     assert gather == hlo_collectives.Collective("all-gather", "bf16", 2 * MIB, EIGHT, 1, False, exposed)
     assert gather.sent_bytes == 2 * MIB * 7 / 8
 
 
 def test_a_product_after_the_end_does_not_overlap():
-    (gather,) = hlo_collectives.collectives(program(GATHER.replace("OVERLAPPED", "").replace("ROOT", f"{DOT}\nROOT")))
+    (gather,) = hlo_collectives.compiled_collectives(
+        program(GATHER.replace("OVERLAPPED", "").replace("ROOT", f"{DOT}\nROOT"))
+    )
     assert gather.exposed
 
 
@@ -46,7 +48,7 @@ def test_groups_of_a_synchronous_all_reduce(groups, members):
         %a = f32[1000] parameter(0)
         ROOT %sum = f32[1000] all-reduce(%a), replica_groups={groups}, to_apply=%add
     """
-    (found,) = hlo_collectives.collectives(program(text))
+    (found,) = hlo_collectives.compiled_collectives(program(text))
     assert found == hlo_collectives.Collective("all-reduce", "f32", 4000, members, 1, False, True)
     assert found.sent_bytes == 2 * 4000 * (len(members) - 1) / len(members)
 
@@ -56,14 +58,16 @@ def test_the_group_of_a_permutation_is_the_devices_that_exchange_data():
         %a = f32[1000] parameter(0)
         ROOT %moved = f32[1000] collective-permute(%a), source_target_pairs={{0,2},{2,4},{4,0},{1,3},{3,5},{5,1}}
     """
-    (found,) = hlo_collectives.collectives(program(text))
+    (found,) = hlo_collectives.compiled_collectives(program(text))
     assert (found.group, found.sent_bytes) == ((0, 2, 4), 4000)
 
 
 def test_aliased_parameters_are_read_from_the_header():
     aliases = "input_output_alias={ {0}: (1, {}, may-alias), {1}: (3, {}, must-alias) }"
     header = f"HloModule step, is_scheduled=true, {aliases}"
-    assert hlo.read(f"{header}\nENTRY %main (...) -> ... {{\n  ROOT %a = f32[2] parameter(0)\n}}\n").aliased == {1, 3}
+    assert hlo.parse_program(
+        f"{header}\nENTRY %main (...) -> ... {{\n  ROOT %a = f32[2] parameter(0)\n}}\n"
+    ).aliased == {1, 3}
 
 
 def test_a_combined_collective_is_counted_by_dtype():
@@ -73,7 +77,7 @@ def test_a_combined_collective_is_counted_by_dtype():
         %start = ((bf16[16,8], f32[10]), (bf16[128,8], f32[80])) all-gather-start(%a, %b), {GROUPS}, dimensions={{0}}
         ROOT %done = (bf16[128,8], f32[80]) all-gather-done(%start)
     """
-    found = hlo_collectives.collectives(program(text))
+    found = hlo_collectives.compiled_collectives(program(text))
     assert [(c.dtype, c.full_bytes) for c in found] == [("bf16", 2048), ("f32", 320)]
     assert hlo_collectives.in_flight_bytes(program(text)) == 2368
 
@@ -85,7 +89,7 @@ ROOT %next = {CARRY} tuple(%i, %w)
 
 
 def test_a_collective_in_a_loop_counts_once_per_iteration():
-    (found,) = hlo_collectives.collectives(loop(SCATTER_IN_LOOP, 12))
+    (found,) = hlo_collectives.compiled_collectives(loop(SCATTER_IN_LOOP, 12))
     assert found == hlo_collectives.Collective("reduce-scatter", "f32", 4 * MIB, EIGHT, 12, True, True)
     assert found.sent_bytes == 12 * 4 * MIB * 7 / 8
 
@@ -104,7 +108,7 @@ def test_an_asynchronous_computation_that_wraps_a_collective():
         {DOT}
         ROOT %done = f32[128] async-done(%start), calls=%wrapped
     """
-    (found,) = hlo_collectives.collectives(program(text, wrapped))
+    (found,) = hlo_collectives.compiled_collectives(program(text, wrapped))
     assert found == hlo_collectives.Collective("reduce-scatter", "f32", 4096, EIGHT, 1, False, False)
 
 
@@ -122,12 +126,12 @@ def test_a_fusion_of_an_all_reduce_and_a_slice_of_it_is_a_reduce_scatter():
         %p = f32[1024] parameter(0)
         ROOT %a = f32[128] fusion(%p), kind=kCustom, calls=%scatter
     """
-    (found,) = hlo_collectives.collectives(program(text, computations))
+    (found,) = hlo_collectives.compiled_collectives(program(text, computations))
     assert found == hlo_collectives.Collective("reduce-scatter", "f32", 4096, EIGHT, 1, False, True)
     assert found.sent_bytes == 4096 * 7 / 8
     with pytest.raises(ValueError, match="chain_id"):  # if all of it is returned, it is not a reduce-scatter
         returns_all = computations.replace("dynamic-slice(%sum, %i)", "dynamic-slice(%p, %i)")
-        hlo_collectives.collectives(program(text, returns_all))
+        hlo_collectives.compiled_collectives(program(text, returns_all))
 
 
 def test_clones_in_a_chain_of_fusions_are_one_collective():
@@ -152,10 +156,10 @@ def test_clones_in_a_chain_of_fusions_are_one_collective():
         %b = bf16[1024,1024] fusion(%p, %a), kind=kCustom, calls=%second
         ROOT %c = bf16[1024,1024] fusion(%p, %b), kind=kCustom, calls=%third
     """
-    (found,) = hlo_collectives.collectives(program(text, computations))
+    (found,) = hlo_collectives.compiled_collectives(program(text, computations))
     assert found == hlo_collectives.Collective("all-gather", "bf16", 2 * MIB, EIGHT, 1, False, False)
     with pytest.raises(ValueError, match="chain_id"):
-        hlo_collectives.collectives(program(text, computations.replace("chain_id", "other")))
+        hlo_collectives.compiled_collectives(program(text, computations.replace("chain_id", "other")))
 
 
 def test_the_trip_count_is_read_from_the_counter_of_a_loop():
@@ -185,21 +189,21 @@ def test_the_trip_count_is_read_from_the_counter_of_a_loop():
         %init = (s32[], f32[64]) tuple(%zero, %x)
         ROOT %loop = (s32[], f32[64]) while(%init), condition=%condition, body=%body
     """
-    (found,) = hlo_collectives.collectives(program(text, computations))
+    (found,) = hlo_collectives.compiled_collectives(program(text, computations))
     assert found.trips == 4  # 0, 2, 4, 6
     with pytest.raises(ValueError, match="not in the text"):
-        hlo_collectives.collectives(program(text, computations.replace("direction=LT", "direction=NE")))
+        hlo_collectives.compiled_collectives(program(text, computations.replace("direction=LT", "direction=NE")))
 
 
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
         (
-            lambda: hlo_collectives.collectives(loop(SCATTER_IN_LOOP, None)),
+            lambda: hlo_collectives.compiled_collectives(loop(SCATTER_IN_LOOP, None)),
             "a loop whose trip count is not in the text",
         ),
         (
-            lambda: hlo_collectives.collectives(
+            lambda: hlo_collectives.compiled_collectives(
                 program(GATHER.replace("OVERLAPPED", "").replace("all-gather-done", "negate"))
             ),
             "has no end",
@@ -208,10 +212,12 @@ def test_the_trip_count_is_read_from_the_counter_of_a_loop():
         (lambda: program("ROOT %a = what[2] parameter(0)"), r"unknown type what\[2\]"),
         (lambda: program("ROOT %a = f32[2] negate(%b)"), "before it is defined"),
         (lambda: program("a line"), "not an instruction"),
-        (lambda: hlo.read("HloModule step, num_partitions=8\n"), "scheduled"),
-        (lambda: hlo.read("HloModule step, is_scheduled=true\n"), "ENTRY"),
+        (lambda: hlo.parse_program("HloModule step, num_partitions=8\n"), "scheduled"),
+        (lambda: hlo.parse_program("HloModule step, is_scheduled=true\n"), "ENTRY"),
         (
-            lambda: hlo_collectives.collectives(program("%t = token[] parameter(0)\nROOT %r = f32[] send(%t)")),
+            lambda: hlo_collectives.compiled_collectives(
+                program("%t = token[] parameter(0)\nROOT %r = f32[] send(%t)")
+            ),
             "not supported",
         ),
     ],
@@ -357,15 +363,15 @@ def test_bytes_of_a_slice_and_of_an_update_in_place():
 
 def test_the_second_of_two_all_gathers_overlaps_with_a_product():
     read = program(TWO_GATHERS)
-    assert [c.exposed for c in hlo_collectives.collectives(read)] == [True, False]
+    assert [c.exposed for c in hlo_collectives.compiled_collectives(read)] == [True, False]
     assert hlo_collectives.in_flight_bytes(read) == 4 * MIB
 
 
 def test_the_loop_of_a_real_backward_pass():
     """The expected values were read by hand in the body of the loop. It runs three times: one of four is peeled off."""
-    read = hlo.read((DATA / "backward_loop.txt").read_text())
+    read = hlo.parse_program((DATA / "backward_loop.txt").read_text())
     layer = 4096 * 4096 * 2  # bytes of a square matrix of weights
-    found = hlo_collectives.collectives(read)
+    found = hlo_collectives.compiled_collectives(read)
     # In the order of the starts: kind, full bytes, exposed. The comments name the instructions in between.
     assert [(c.kind, c.full_bytes, c.exposed) for c in found] == [
         ("all-gather", 8 * 4608 * 2, True),  # biases and norms: loop_dynamic_slice_fusion.5

@@ -32,7 +32,7 @@ def compiled(target, remat="full", replica=1):
 
 @functools.cache
 def program(target, remat="full", replica=1):
-    return hlo.read(compiled(target, remat, replica).as_text())
+    return hlo.parse_program(compiled(target, remat, replica).as_text())
 
 
 def predict(target, remat="full", replica=1, **constants):

@@ -19,7 +19,7 @@ from support.paths import BENCHMARKS, importing
 import zerojax
 from zerojax import Remat, targets
 from zerojax.analysis import hlo
-from zerojax.analysis.hlo_collectives import collectives, in_flight_bytes, moves, moves_in_loops, peak_bytes
+from zerojax.analysis.hlo_collectives import compiled_collectives, in_flight_bytes, moves, moves_in_loops, peak_bytes
 from zerojax.sharding.axes import Dims
 from zerojax.transform import collectives as communication
 
@@ -73,7 +73,7 @@ def test_bytes_on_the_wire_are_the_formula(stage, k):
     psi = sum(leaf.size for leaf in leaves)
     once = sum(leaf.size for leaf in leaves if traffic.is_gathered_once(leaf))
     volume = {0: 2 * psi, 1: 2 * psi, 2: (1 + k) * psi, 3: k * (3 * psi - once)}[stage] * (N - 1) / N
-    found = collectives(hlo.read(program.as_text()))
+    found = compiled_collectives(hlo.parse_program(program.as_text()))
     assert sum(c.sent_bytes for c in found if c.dtype == "bf16") == pytest.approx(2 * volume, rel=0.01)
     assert all(c.full_bytes <= 32 for c in found if c.dtype != "bf16")
     if stage > 0:
@@ -85,7 +85,7 @@ def test_scanned_layers_are_gathered_and_scattered_in_their_loops():
     layers = 12
     trips = (layers - 2) // 2
     state, program = compiled(3, scan=True, layers=layers)
-    found = collectives(hlo.read(program.as_text()))
+    found = compiled_collectives(hlo.parse_program(program.as_text()))
     leaves = state.definition.leaves
     volume = sum((2 if traffic.is_gathered_once(leaf) else 3) * leaf.size for leaf in leaves)
     assert sum(c.sent_bytes for c in found if c.dtype == "bf16") == pytest.approx(2 * volume * (N - 1) / N, rel=0.01)
@@ -110,7 +110,7 @@ def compiled_large(target, remat, prefetch=1):
 
 @functools.cache
 def large_layers(target, remat=FULL_REMAT):
-    return hlo.read(compiled_large(target, remat).as_text())
+    return hlo.parse_program(compiled_large(target, remat).as_text())
 
 
 @pytest.mark.parametrize(
@@ -121,9 +121,9 @@ def large_layers(target, remat=FULL_REMAT):
 def test_collectives_in_loops_are_overlapped_and_not_copied(target, remat):
     """An activation from host memory is copied once, into the carry of the next iteration."""
     program = large_layers(target, remat)
-    looped = [c for c in collectives(program) if c.looped]
+    looped = [c for c in compiled_collectives(program) if c.looped]
     sent = sum(c.sent_bytes for c in looped)
-    assert sent > 0.5 * sum(c.sent_bytes for c in collectives(program))
+    assert sent > 0.5 * sum(c.sent_bytes for c in compiled_collectives(program))
     assert not [c for c in looped if c.exposed]
     copies = [move for move in moves_in_loops(program, 2 * WIDTH * WIDTH // N) if move.op == "copy"]
     assert [copy.buffer.dims for copy in copies] == [(2, 2048, WIDTH)] * remat.offload_inputs
@@ -145,7 +145,7 @@ def test_offloading_saves_as_much_device_memory_as_it_takes_host_memory():
 
 def test_the_first_product_does_not_wait_for_its_whole_unit():
     """Exposed are only the embedding, and the weight of the first layer's first product with a few more."""
-    found = [c.full_bytes for c in collectives(large_layers("h100:8")) if c.kind == "all-gather" and c.exposed]
+    found = [c.full_bytes for c in compiled_collectives(large_layers("h100:8")) if c.kind == "all-gather" and c.exposed]
     embedding, layer = 2 * VOCAB_OF_LARGE * WIDTH, 2 * 12 * WIDTH * WIDTH
     assert sum(found) <= embedding + layer / 2
 
@@ -179,7 +179,7 @@ def accumulating(stage, scan):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_unrolled_steps_do_not_copy_state(stage):
     """Transpositions are not checked here, since an activation is as large as the smallest shard."""
-    program = hlo.read(accumulating(stage, scan=False)[1].as_text())
+    program = hlo.parse_program(accumulating(stage, scan=False)[1].as_text())
     assert not [move for move in moves(program, SMALLEST // 2) if move.op == "copy"]
 
 
@@ -197,7 +197,7 @@ def test_scanned_steps_do_not_copy_state(stage):
     held += [("f32", leaf.size) for leaf in leaves if stage == 1]
     copied = [
         (move.op, move.buffer.dtype, math.prod(move.buffer.dims), move.trips)
-        for move in moves(hlo.read(program.as_text()), SMALLEST)
+        for move in moves(hlo.parse_program(program.as_text()), SMALLEST)
         if move.op in ("copy", "transpose") and (move.buffer.dtype, math.prod(move.buffer.dims)) in held
     ]
     stacks = [leaf.size for leaf in leaves if leaf.dim == 1 and leaf.size > 512 * 512]
@@ -271,8 +271,8 @@ def test_moving_a_stack_takes_a_bucket_of_memory(move, dim):
 
     for layers in (8, 16):
         bucketed = program(layers, bucket)
-        assert max(c.full_bytes for c in collectives(hlo.read(bucketed.as_text()))) <= bucket
-        assert in_flight_bytes(hlo.read(bucketed.as_text())) <= bucket
+        assert max(c.full_bytes for c in compiled_collectives(hlo.parse_program(bucketed.as_text()))) <= bucket
+        assert in_flight_bytes(hlo.parse_program(bucketed.as_text())) <= bucket
         assert bucketed.memory_analysis().temp_size_in_bytes <= 1.2 * bucket  # and the transposition of a piece
     if move != "all_reduce":  # which is done in place
         assert program(16, math.inf).memory_analysis().temp_size_in_bytes > 3 * bucket
@@ -402,7 +402,7 @@ EVENTS = 32  # bytes of scalar events that may be reduced together with an activ
 def test_a_device_communicates_its_part_of_a_leaf(stage, k, scan):
     """Weights are not sent over the model axis. Over the data axis, each device sends its part along the model axis."""
     state, program = compiled(stage, k, scan, model=2)
-    found = collectives(hlo.read(program.as_text()))
+    found = compiled_collectives(hlo.parse_program(program.as_text()))
     data, model = ([c for c in found if c.group_size == size and c.dtype == "bf16"] for size in (4, 2))
     leaves = state.definition.leaves
     held = lambda leaf: leaf.size // (2 if leaf.model_spec else 1)
@@ -418,7 +418,7 @@ def test_a_device_communicates_its_part_of_a_leaf(stage, k, scan):
 
 def test_a_block_reduces_activations_four_times_over_the_model_axis():
     """Megatron's g after attention and after the MLP, and f before each, in a forward and a backward pass."""
-    found = {n: collectives(hlo.read(compiled(3, layers=n, model=2)[1].as_text())) for n in (4, 6)}
+    found = {n: compiled_collectives(hlo.parse_program(compiled(3, layers=n, model=2)[1].as_text())) for n in (4, 6)}
     large = lambda c: c.group_size == 2 and ACTIVATION <= c.full_bytes <= ACTIVATION + EVENTS
     count = lambda n: sum(c.trips for c in found[n] if large(c))
     assert (count(6) - count(4)) / 2 == 4

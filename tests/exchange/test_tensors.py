@@ -135,7 +135,7 @@ def test_every_dtype_is_read_back_bit_for_bit(tmp_path, tag):
 
 def test_every_array_starts_at_a_multiple_of_its_element_size(tmp_path):
     (path,) = write(tmp_path, entries(ARRAYS))
-    for stored in headers.read(path).arrays.values():
+    for stored in headers.read_header(path).arrays.values():
         assert stored.start % stored.dtype.itemsize == 0
 
 

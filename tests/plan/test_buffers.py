@@ -25,7 +25,7 @@ def texts(values, allocated=1 << 20, before=""):
 def test_the_moment_of_peak_memory_is_found():
     """`b` and `c` use the same memory one after the other; the small `d` outlives both."""
     shared = [("b", 8192, 4096, 2, 3), ("c", 2048, 4096, 4, 5)]
-    read = buffers.read(*texts([("a", 4096, 0, 0, 5), *shared, ("d{1,0}", 8, 12288, 3, 9)]))
+    read = buffers.parse_assignment(*texts([("a", 4096, 0, 0, 5), *shared, ("d{1,0}", 8, 12288, 3, 9)]))
     live = LiveBuffer("a", (), 4096), LiveBuffer("b", (), 8192), LiveBuffer("d", (1, 0), 8)
     assert read == BufferAssignment(1 << 20, "at.3", live, tuple(f"at.{time}" for time in range(10)))
     assert read.unused_bytes == (1 << 20) - 12296
@@ -33,13 +33,13 @@ def test_the_moment_of_peak_memory_is_found():
 
 def test_assignments_of_newer_compilers_have_page_numbers():
     assignment, ranges = texts([("a", 4096, 0, 0, 5)])
-    assert buffers.read(assignment.replace(", prealloc", ", page 0, prealloc"), ranges) == buffers.read(
-        assignment, ranges
-    )
+    assert buffers.parse_assignment(
+        assignment.replace(", prealloc", ", page 0, prealloc"), ranges
+    ) == buffers.parse_assignment(assignment, ranges)
 
 
 def test_an_update_in_place_counts_once():
-    read = buffers.read(*texts([("a", 4096, 0, 0, 5), ("b{0}", 4096, 0, 5, 7), ("c", 4096, 2048, 5, 6)]))
+    read = buffers.parse_assignment(*texts([("a", 4096, 0, 0, 5), ("b{0}", 4096, 0, 5, 7), ("c", 4096, 2048, 5, 6)]))
     assert [value.num_bytes for value in read.live] == [4096, 2048] and read.peak_instruction == "at.5"
 
 
@@ -50,8 +50,8 @@ def test_arguments_and_other_memory_spaces_are_left_out():
         "allocation 2: size 4096, color 1, preallocated-temp:\n"
         " value: <8 v @1> (size=4096,offset=0): f32[1024]{0:S(1)}\n"
     )
-    assert buffers.read(*texts([("a", 2048, 0, 0, 1)], 2048, others)).live == (LiveBuffer("a", (), 2048),)
-    assert buffers.read("BufferAssignment:\n" + others, "") == BufferAssignment(0, "", ())
+    assert buffers.parse_assignment(*texts([("a", 2048, 0, 0, 1)], 2048, others)).live == (LiveBuffer("a", (), 2048),)
+    assert buffers.parse_assignment("BufferAssignment:\n" + others, "") == BufferAssignment(0, "", ())
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_arguments_and_other_memory_spaces_are_left_out():
 )
 def test_assignments_that_are_not_understood_are_rejected(assignment, ranges, message):
     with pytest.raises(ValueError, match=message):
-        buffers.read(assignment, ranges)
+        buffers.parse_assignment(assignment, ranges)
 
 
 def test_a_folder_without_an_assignment_is_an_error(tmp_path):

@@ -73,7 +73,7 @@ def test_an_all_gather_overlaps_with_a_product_in_a_loop():
 
 def test_a_real_backward_pass():
     """The flops are those counted by hand in test_hlo.py. The link sends 24 square bf16 matrices and small arrays."""
-    read = hlo.read((DATA / "backward_loop.txt").read_text())
+    read = hlo.parse_program((DATA / "backward_loop.txt").read_text())
     found, square = predict(read, slower(f32_share=1.0)), 4096 * 4096 * 2
     assert found.products_s == pytest.approx(3 * 70 * 2**36 / FLOPS) and found.products_s < found.computing_s
     assert found.busy_s[INSIDE_HOST] == pytest.approx(3 * 24 * square * 7 / 8 / LINK, rel=0.001)

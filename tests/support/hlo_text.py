@@ -17,7 +17,7 @@ GROUPS = "channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}"
 def program(entry, computations="", num_devices=8):
     lines = "\n".join(f"  {line.strip()}" for line in entry.strip().splitlines())
     header = f"HloModule step, is_scheduled=true, num_partitions={num_devices}"
-    return hlo.read(f"{header}\n{ADD}{computations}\nENTRY %main (...) -> ... {{\n{lines}\n}}\n")
+    return hlo.parse_program(f"{header}\n{ADD}{computations}\nENTRY %main (...) -> ... {{\n{lines}\n}}\n")
 
 
 CARRY = "(s32[], f32[1024,1024])"

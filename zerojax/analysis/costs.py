@@ -8,13 +8,13 @@ import re
 from typing import Any, NamedTuple
 
 from zerojax.analysis.hlo import Block, Buffer, Instruction, unsupported
-from zerojax.analysis.hlo_collectives import collective_spans, fusion_results, multiplies
+from zerojax.analysis.hlo_collectives import collective_spans, fusion_results, has_product
 
 _FREE = frozenset(["add-dependency", "after-all", "bitcast", "constant", "copy-done", "get-tuple-element"]) | frozenset(
     ["opt-barrier", "parameter", "partition-id", "replica-id", "tuple"]
 )
 _SLICES = frozenset(["dynamic-slice", "gather", "slice"])  # of operand 0 they read only as much as they return
-_MOVES = frozenset(["bitcast", "copy", "reshape", "transpose"])  # they return the elements of operand 0
+_SAME_ELEMENTS = frozenset(["bitcast", "copy", "reshape", "transpose"])  # they return the elements of operand 0
 _UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # may write into operand 0: the position of their update operand
 
 
@@ -33,7 +33,7 @@ def dot_flops(instruction: Instruction) -> int:
         return _product_flops(i, i.integers("lhs_contracting_dims"))
     if i.op == "convolution":
         return _convolution_flops(i)
-    if not multiplies(i):
+    if not has_product(i):
         return 0
     if i.op == "custom-call":
         config = _backend_config(i)
@@ -174,7 +174,7 @@ def _moved_bytes(instructions: list[Instruction], outputs: list[Instruction], so
 
 
 def _skip_moves(i: Instruction, sources: frozenset[Instruction]) -> Instruction:
-    while i.op in _MOVES and i not in sources:
+    while i.op in _SAME_ELEMENTS and i not in sources:
         i = i.operands[0]
     return i
 

@@ -1,6 +1,7 @@
 """Reads the HLO text of a compiled program: its computations, its scheduled instructions, and their trip counts.
 
-`read(compiled.as_text())` returns the program that each device runs. Text that is not understood raises ValueError.
+`parse_program(compiled.as_text())` returns the program that each device runs. It raises ValueError for
+text that it does not understand.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ _CALLED = re.compile(
 )
 
 
-def read(text: str) -> Program:
+def parse_program(text: str) -> Program:
     """Parses the text that `compiled.as_text()` returns.
 
     Raises:

@@ -18,7 +18,7 @@ from zerojax.analysis.hlo import Block, Buffer, Instruction, Program, attribute,
 _COLLECTIVES = frozenset(
     ["all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "reduce-scatter"]
 )
-_UNSUPPORTED = frozenset(["ragged-all-to-all", "recv", "send"])  # the number of bytes is unknown
+_UNSUPPORTED_OPS = frozenset(["ragged-all-to-all", "recv", "send"])  # the number of bytes is unknown
 
 
 class Collective(NamedTuple):
@@ -105,7 +105,7 @@ def _collective_of(i: Instruction) -> Instruction | None:
     # Loops, calls and branches are separate blocks. An update or an end belongs to a start.
     if i.op in ("while", "call", "conditional") or i.op.endswith(("-update", "-done")):
         return None
-    if i.op in _UNSUPPORTED or i.op.removesuffix("-start") in _UNSUPPORTED:
+    if i.op in _UNSUPPORTED_OPS or i.op.removesuffix("-start") in _UNSUPPORTED_OPS:
         raise unsupported(i, "this kind of communication is not supported")
     if i.op.removesuffix("-start") in _COLLECTIVES:
         return i
@@ -126,7 +126,7 @@ def _is_reduce_scatter(fusion: Instruction, core: Instruction) -> bool:
 
 def _communicates(instruction: Instruction) -> bool:
     kind = instruction.op.removesuffix("-start")
-    return kind in _COLLECTIVES or kind in _UNSUPPORTED or any(_communicates(i) for i in instruction.inner)
+    return kind in _COLLECTIVES or kind in _UNSUPPORTED_OPS or any(_communicates(i) for i in instruction.inner)
 
 
 def _done_index(block: Block, start: int) -> int:
@@ -141,7 +141,7 @@ def _done_index(block: Block, start: int) -> int:
     raise unsupported(block.instructions[start], "a start has no end in the same computation")
 
 
-def collectives(program: Program) -> list[Collective]:
+def compiled_collectives(program: Program) -> list[Collective]:
     """Returns every collective that a step runs.
 
     A collective is exposed if no matrix product (a `dot`, a convolution, a cuBLAS or cuDNN call, or an instruction that
@@ -154,7 +154,7 @@ def collectives(program: Program) -> list[Collective]:
     found = []
     for block in blocks(program):
         for core, start, end in collective_spans(block):
-            exposed = not any(multiplies(i) for i in block.instructions[start + 1 : end])
+            exposed = not any(has_product(i) for i in block.instructions[start + 1 : end])
             found += split_by_dtype(core, program.num_devices, trips_of(block, core), block.looped, exposed)
     return found
 
@@ -236,13 +236,13 @@ def in_flight_bytes(program: Program) -> int:
     return largest
 
 
-def multiplies(instruction: Instruction) -> bool:
+def has_product(instruction: Instruction) -> bool:
     """Whether an instruction is a matrix product or contains one."""
     if instruction.op in ("convolution", "dot", "ragged-dot"):
         return True
     if instruction.op == "custom-call" and re.match(r"__cublas\$|__cudnn\$", instruction.target):
         return True
-    return any(multiplies(i) for i in instruction.inner)
+    return any(has_product(i) for i in instruction.inner)
 
 
 def fusion_results(root: Instruction) -> list[Instruction]:

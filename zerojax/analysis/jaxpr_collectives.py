@@ -13,12 +13,12 @@ from zerojax.analysis import jaxpr_stats
 from zerojax.analysis.hlo_collectives import Collective
 
 
-def num_bytes(avals: Iterable[Any]) -> int:
+def avals_bytes(avals: Iterable[Any]) -> int:
     return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
 
 
-def collectives(jaxpr: Any, mesh: Any) -> list[Collective]:
-    """Returns every collective of a traced step, in the form of `hlo_collectives.collectives`.
+def traced_collectives(jaxpr: Any, mesh: Any) -> list[Collective]:
+    """Returns every collective of a traced step, in the form of `hlo_collectives.compiled_collectives`.
 
     Which computation overlaps with a collective is up to the compiler, so none counts as exposed.
 
@@ -36,7 +36,7 @@ def collectives(jaxpr: Any, mesh: Any) -> list[Collective]:
             continue
         group = devices[tuple(slice(None) if name in each.axes else 0 for name in mesh.shape)].ravel().tolist()
         for dtype in dict.fromkeys(aval.dtype for aval in each.values):
-            full_bytes = num_bytes(aval for aval in each.values if aval.dtype == dtype)
+            full_bytes = avals_bytes(aval for aval in each.values if aval.dtype == dtype)
             found.append(
                 Collective(each.kind, dtype_name(dtype), full_bytes, tuple(group), each.trips, each.loops > 0, False)
             )
@@ -56,7 +56,7 @@ def dtype_name(dtype: Any) -> str:
 def offloaded_bytes(jaxpr: Any) -> int:
     """Returns the bytes of all arrays that a step copies to host memory."""
     transfers = jaxpr_stats.transfers(jaxpr.eqns)
-    return sum(each.trips * num_bytes(each.values) for each in transfers if each.kind == "offload")
+    return sum(each.trips * avals_bytes(each.values) for each in transfers if each.kind == "offload")
 
 
 def independent_gather_elements(jaxpr: Any) -> list[tuple[int, int]]:

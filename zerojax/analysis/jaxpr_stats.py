@@ -30,7 +30,7 @@ COLLECTIVES = {
     "unreduced_psum": "all-reduce",
     "unreduced_reduce_scatter": "reduce-scatter",
 }
-_UNSUPPORTED = frozenset({"precv", "psend", "ragged_all_to_all"})  # and primitives with a start and an end
+_UNSUPPORTED_PRIMITIVES = frozenset({"precv", "psend", "ragged_all_to_all"})  # and primitives with a start and an end
 _ATTENTION = frozenset({"dot_product_attention_fwd", "dot_product_attention_fwd_wrapper"})
 # Primitives with an unknown number of flops: kernels, ragged products, and computations on a part of the devices.
 _UNKNOWN_PRODUCTS = frozenset(
@@ -163,7 +163,7 @@ def transfers(equations: Iterable[Equation], trips: int = 1, loops: int = 0) -> 
     """
     for equation in equations:
         name = equation.primitive.name
-        if name in _UNSUPPORTED or name.removesuffix("_start") in COLLECTIVES.keys() - {name}:
+        if name in _UNSUPPORTED_PRIMITIVES or name.removesuffix("_start") in COLLECTIVES.keys() - {name}:
             raise ValueError(f"jaxprs: this kind of communication is not supported\n  got:      {name}")
         kind = COLLECTIVES.get(name, "offload" if _is_offload(equation) else None)
         if kind:

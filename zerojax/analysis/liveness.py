@@ -26,15 +26,15 @@ from zerojax.transform import jaxprs
 
 ACTIVATIONS, CHECKPOINTS, GATHERED, GRADIENTS = "activations", "checkpoints", "gathered", "gradients"
 
-_VIEWS = frozenset(
+_SHARE_MEMORY = frozenset(
     ["copy", "copy_p", "expand_dims", "name", "optimization_barrier", "reshape", "sharding_constraint", "squeeze"]
 ) | {"stop_gradient"}
-_UPDATES = frozenset(["dynamic_update_slice", "scatter", "scatter-add"])
+_UPDATE_IN_PLACE = frozenset(["dynamic_update_slice", "scatter", "scatter-add"])
 _LOOPS = frozenset(["cond", "scan", "while"])
 _READS_STORED = jaxprs.PRODUCTS | jaxpr_stats.COLLECTIVES.keys() | _LOOPS | {"device_put", "sort", "top_k"}
 _SMALL = 64  # a result that is this many times smaller than its sources is stored
 _KERNELS = ("dot_product_attention", "pure_callback")  # prefixes of names; these kernels read and write buffers
-_STORES = _READS_STORED | _UPDATES | {"argmax", "argmin", "cumsum", "gather"}
+_STORES = _READS_STORED | _UPDATE_IN_PLACE | {"argmax", "argmin", "cumsum", "gather"}
 
 
 class Peak(NamedTuple):
@@ -93,7 +93,7 @@ class _Computation:
         places: dict[Value, set[int]] = {v: {end} for v in needed}
         for k in range(end - 1, -1, -1):
             name, _, reads, results = operation = self.flat.operations[k]
-            if name in _VIEWS:
+            if name in _SHARE_MEMORY:
                 for source, result in zip(reads, results, strict=True):
                     if source is not None:
                         needed |= {source} if result in needed else set()
@@ -109,7 +109,7 @@ class _Computation:
         return needed, places
 
     def _store(self, k: int, operation: Operation) -> None:
-        if operation.name in _VIEWS:
+        if operation.name in _SHARE_MEMORY:
             for source, result in zip(operation.reads, operation.results, strict=True):
                 self.bases[result] = frozenset() if source is None else self.bases[source]
             return
@@ -150,7 +150,7 @@ class _Computation:
                 self._mark(GRADIENTS, [*reads, *results])
             elif name == "scan":
                 self._mark_sources(results, reads[_carry(operation)])
-            elif name not in _STORES or name in _UPDATES:
+            elif name not in _STORES or name in _UPDATE_IN_PLACE:
                 for result in results:
                     same = lambda v, result=result: v.num_bytes == result.num_bytes
                     alike = [v for v in reads if v is not None and (name == "convert_element_type" or same(v))]

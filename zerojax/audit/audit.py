@@ -15,7 +15,7 @@ from zerojax.audit.communication import SLACK, CommunicationChecks
 from zerojax.audit.expectation import Expectation
 from zerojax.audit.findings import (
     Audit,
-    Check,
+    AuditCheck,
     Outcome,
     Unreadable,
     Verdict,
@@ -68,7 +68,7 @@ def _reader(compiled: Any) -> Callable[[], Program]:
     @functools.cache
     def program() -> Program:
         with reader_errors():
-            return hlo.read(compiled.as_text() or "")
+            return hlo.parse_program(compiled.as_text() or "")
 
     return program
 
@@ -108,16 +108,18 @@ class _MemoryChecks:
                     f"  fix:      pass the expectation of a step with the same state"
                 )
 
-    def checks(self) -> list[Check]:
+    def checks(self) -> list[AuditCheck]:
         """The checks that apply to this step."""
         state, axes = self.expectation.state.values(), self.expectation.config.axes
         names = [{name for entry in aval.sharding.spec for name in axis_names(entry)} for aval in state]
         sharded = sum(bool(set(axes.shard) & each) for each in names)
         size, offloaded = _bytes_per_device(state), self.expectation.offloaded_bytes
         return [
-            Check("sharded", f"{sharded} of {len(state)} leaves sharded over {'x'.join(axes.shard)}", self.sharded),
-            Check("aliased state", f"{bytes_text(size)} per device, updated in place", self.aliased_state),
-            Check(
+            AuditCheck(
+                "sharded", f"{sharded} of {len(state)} leaves sharded over {'x'.join(axes.shard)}", self.sharded
+            ),
+            AuditCheck("aliased state", f"{bytes_text(size)} per device, updated in place", self.aliased_state),
+            AuditCheck(
                 "checkpoints",
                 f"{bytes_text(offloaded)} of activations in host memory" if offloaded else None,
                 self.checkpoints,

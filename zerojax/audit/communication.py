@@ -13,7 +13,7 @@ from zerojax.analysis import hlo, hlo_collectives, jaxpr_collectives
 from zerojax.analysis.hlo import Program
 from zerojax.analysis.hlo_collectives import Collective
 from zerojax.audit.expectation import Expectation, SentBytes, over_data_axes
-from zerojax.audit.findings import Check, Outcome, Unreadable, Verdict, abbreviate, bytes_text, reader_errors
+from zerojax.audit.findings import AuditCheck, Outcome, Unreadable, Verdict, abbreviate, bytes_text, reader_errors
 
 # As a fraction of the expected bytes. A collective of scalars may be combined with a larger one, and is counted then.
 SLACK = 0.01
@@ -38,7 +38,7 @@ class CommunicationChecks:
         self.as_traced = platform == "cpu"
         self.where = ", as traced" if self.as_traced else ""
 
-    def checks(self) -> list[Check]:
+    def checks(self) -> list[AuditCheck]:
         """The checks that apply to this step. Those of the order and the number of gathers are for stage 3 only."""
         if self.config.axes.num_devices == 1:
             return []
@@ -47,9 +47,11 @@ class CommunicationChecks:
         reduce_scattered, all_reduced = bytes_text(self.most.reduce_scattered), bytes_text(self.most.all_reduced)
         per_microbatch = f", in each of {k} microbatches" if k > 1 else ""
         checks = [
-            Check("wire bytes", f"a device sends at most {bytes_text(self.most.total)}", self.wire_bytes),
-            Check("wire dtype", f"gathers in {gather}, reductions in {reduce}", self.wire_dtype),
-            Check("reductions", f"{reduce_scattered} reduce-scattered, {all_reduced} all-reduced", self.reductions),
+            AuditCheck("wire bytes", f"a device sends at most {bytes_text(self.most.total)}", self.wire_bytes),
+            AuditCheck("wire dtype", f"gathers in {gather}, reductions in {reduce}", self.wire_dtype),
+            AuditCheck(
+                "reductions", f"{reduce_scattered} reduce-scattered, {all_reduced} all-reduced", self.reductions
+            ),
         ]
         if self.config.stage.shards_params and self.config.axes.num_shards > 1:
             two_units = f"{bytes_text(2 * self.expectation.unit_bytes)} (two units)"
@@ -57,22 +59,24 @@ class CommunicationChecks:
             units = f"at most {prefetch + 1} units gathered at a time (prefetch={prefetch})"
             window = f"{units}, plus one without a matrix product"
             checks += [
-                Check("hoisted gathers", f"a gather moves at most {two_units}{per_microbatch}", self.hoisted_gathers),
-                Check("gathered weights kept", regathered, self.gathered_weights_kept),
-                Check("prefetch order", window, self.prefetch_order),
+                AuditCheck(
+                    "hoisted gathers", f"a gather moves at most {two_units}{per_microbatch}", self.hoisted_gathers
+                ),
+                AuditCheck("gathered weights kept", regathered, self.gathered_weights_kept),
+                AuditCheck("prefetch order", window, self.prefetch_order),
             ]
-        return [*checks, Check("exposed", "(no expectation)", self.exposed)]
+        return [*checks, AuditCheck("exposed", "(no expectation)", self.exposed)]
 
     @functools.cached_property
     def found(self) -> list[Collective]:
         """The collectives over data axes in the program; for CPUs, those in the traced step."""
         if not self.as_traced:
             with reader_errors():
-                return over_data_axes(hlo_collectives.collectives(self.program()), self.config)
+                return over_data_axes(hlo_collectives.compiled_collectives(self.program()), self.config)
         if self.jaxpr is None:
             raise Unreadable("XLA for CPUs merges gathers and sends wider dtypes: audit the traced step")
         with reader_errors():
-            found = over_data_axes(jaxpr_collectives.collectives(self.jaxpr, self.config.mesh), self.config)
+            found = over_data_axes(jaxpr_collectives.traced_collectives(self.jaxpr, self.config.mesh), self.config)
         if self.least.total and not found:
             raise Unreadable("the compiler inserts the collectives, and XLA for CPUs inserts others than XLA for GPUs")
         return found
@@ -100,7 +104,7 @@ class CommunicationChecks:
                 "XLA for TPUs rewrites reduce-scatters as all-reduces: audit the traced step to tell them from its own"
             )
         with reader_errors():
-            found = jaxpr_collectives.collectives(self.jaxpr, self.config.mesh)
+            found = jaxpr_collectives.traced_collectives(self.jaxpr, self.config.mesh)
             traced = SentBytes.of(over_data_axes(found, self.config))
         if traced.all_reduced > (1 + SLACK) * self.most.all_reduced or not traced.total:
             return None

@@ -106,7 +106,7 @@ def expect(
     replicas = _replica_bytes(config, leaves, num_microbatches)
     most = _stage_bytes(config, leaves, uses, num_microbatches)
     most = most._replace(all_reduced=most.all_reduced + averaged + replicas)
-    traced = SentBytes.of(over_data_axes(jaxpr_collectives.collectives(jaxpr, config.mesh), config))
+    traced = SentBytes.of(over_data_axes(jaxpr_collectives.traced_collectives(jaxpr, config.mesh), config))
     wide = _sum_dtype(config, num_microbatches) != config.precision.reduce_dtype
     return Expectation(
         config,

@@ -124,7 +124,7 @@ class Outcome(NamedTuple):
     fix: str = ""
 
 
-class Check(NamedTuple):
+class AuditCheck(NamedTuple):
     """An expectation and the function that checks it.
 
     Attributes:
@@ -138,7 +138,7 @@ class Check(NamedTuple):
     run: Callable[[], Outcome]
 
 
-def run_checks(checks: Iterable[Check]) -> Audit:
+def run_checks(checks: Iterable[AuditCheck]) -> Audit:
     """Runs the checks. A check that cannot read the program becomes a finding that says why."""
     findings = []
     for name, expected, run in checks:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from zerojax.checkpoints.contents import OPTIMIZER
+from zerojax.sharding.precision import DTYPES
 from zerojax.typing import Shape
 from zerojax.versions import __version__
 
@@ -137,15 +138,12 @@ def _parsed(content: dict[str, Any]) -> Manifest:
     _require(type(manifest.step) is int and type(manifest.stage) is int, "step and stage must be integers")
     _require(_is_mapping(manifest.mesh, int), "mesh must map axis names to sizes")
     _require(_is_mapping(manifest.versions, str), "versions must map packages to versions")
-    _require(_is_mapping(manifest.precision, str) and manifest.precision.keys() >= _DTYPES, "precision lacks a dtype")
+    _require(_is_mapping(manifest.precision, str) and manifest.precision.keys() >= {*DTYPES}, "precision lacks a dtype")
     _require(
         manifest.data is None or (isinstance(manifest.data, list) and bool(manifest.data)),
         "data must be a list of iterator states",
     )
     return manifest
-
-
-_DTYPES = {"param_dtype", "compute_dtype", "reduce_dtype"}
 
 
 def _leaf_record(shape: Any, dtype: Any, digest: Any) -> LeafRecord:

@@ -126,7 +126,7 @@ def encode(arrays: Iterable[tuple[str, Sequence[int], np.dtype]], metadata: Mapp
     return len(text).to_bytes(8, "little") + text
 
 
-def read(path: Path) -> Header:
+def read_header(path: Path) -> Header:
     """Reads the header of a file.
 
     Raises:

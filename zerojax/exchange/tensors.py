@@ -261,7 +261,7 @@ class Reader:
     """
 
     def __init__(self, path: str | Path, *, follow_links: bool = False):
-        found = _read_folder(Path(path), follow_links) if os.path.isdir(path) else [headers.read(Path(path))]
+        found = _read_folder(Path(path), follow_links) if os.path.isdir(path) else [headers.read_header(Path(path))]
         self._arrays = {name: stored for header in found for name, stored in header.arrays.items()}
         self.names = tuple(self._arrays)
         items = [header.metadata.items() for header in found]
@@ -355,7 +355,7 @@ def _read_folder(folder: Path, follow_links: bool) -> list[Header]:
     if len(files) != 1:
         what = f"{folder} contains neither an index nor a single safetensors file"
         raise exchange_error(what, bounded_repr(files), "pass the path of one file, or the folder of a model")
-    return [headers.read(_inside(folder, files[0], follow_links))]
+    return [headers.read_header(_inside(folder, files[0], follow_links))]
 
 
 def _read_indexed(folder: Path, index: str, follow_links: bool) -> list[Header]:
@@ -373,7 +373,7 @@ def _read_indexed(folder: Path, index: str, follow_links: bool) -> list[Header]:
 
 def _read_listed(index: Path, path: Path, arrays: set[str]) -> Header:
     """Reads the header of a file, and checks that it has exactly the arrays that the index lists."""
-    header = headers.read(path)
+    header = headers.read_header(path)
     differ = header.arrays.keys() ^ arrays
     if differ:
         fix = "list every array of every file in the index"

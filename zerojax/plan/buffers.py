@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from zerojax.analysis.hlo import Computation, Instruction, Program, attribute
-from zerojax.analysis.hlo_collectives import fusion_results, multiplies
+from zerojax.analysis.hlo_collectives import fusion_results, has_product
 from zerojax.analysis.liveness import ACTIVATIONS, CHECKPOINTS, GATHERED, GRADIENTS
 
 UNUSED = "not in use then"
@@ -74,10 +74,10 @@ def read_dump(folder: Path) -> BufferAssignment:
     if not texts:
         found = sorted(file.name for file in folder.iterdir())
         raise ValueError(f"buffers: the compiler wrote no buffer assignment\n  got:      {found[:8]}")
-    return read(*texts)
+    return parse_assignment(*texts)
 
 
-def read(assignment: str, live_ranges: str) -> BufferAssignment:
+def parse_assignment(assignment: str, live_ranges: str) -> BufferAssignment:
     """Parses the buffer assignment of a compiler.
 
     Args:
@@ -290,7 +290,7 @@ def _collective(i: Instruction) -> Instruction | None:
     """Returns the collective that an instruction is, starts, or contains in a fusion without products, or None."""
     if re.match(r"(all-gather|all-reduce|reduce-scatter)(-start)?$", i.op):
         return i
-    if i.op in ("async-start", "fusion") and not multiplies(i):
+    if i.op in ("async-start", "fusion") and not has_product(i):
         return next((core for core in map(_collective, i.inner) if core), None)
     return None
 

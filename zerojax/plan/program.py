@@ -145,7 +145,7 @@ def analyze(
         read_assignment: returns its buffer assignment.
     """
     try:
-        program = hlo.read(text)
+        program = hlo.parse_program(text)
     except ValueError as error:
         return ProgramAnalysis(unread=str(error))
     large = lambda: (m for m in hlo_collectives.moves_in_loops(program, _MIN_COPY_BYTES) if m.op == "copy")
@@ -153,7 +153,7 @@ def analyze(
         "held": lambda: held_by_kind(program, read_assignment(), memory),
         "buffers_bytes": lambda: hlo_collectives.in_flight_bytes(program),
         "copied_bytes": lambda: sum(move.num_bytes for move in large()),
-        "collectives": lambda: summarize_collectives(hlo_collectives.collectives(program), axes),
+        "collectives": lambda: summarize_collectives(hlo_collectives.compiled_collectives(program), axes),
         "prediction": lambda: timeline.predict(program, cluster),
     }
     found, unread = {}, []
@@ -166,8 +166,8 @@ def analyze(
 
 
 # The fields of a TrainState and the other arguments of a step, by their names in a program.
-_ARGUMENTS = {"params": "parameters", "master": "optimizer state", "opt_state": "optimizer state"}
-_ARGUMENTS |= {"model_state": "model state", "batch": "batch"}
+_TERM_OF_ARGUMENT = {"params": "parameters", "master": "optimizer state", "opt_state": "optimizer state"}
+_TERM_OF_ARGUMENT |= {"model_state": "model state", "batch": "batch"}
 OTHERS = "others"
 
 
@@ -187,7 +187,7 @@ def held_by_kind(program: hlo.Program, assignment: BufferAssignment, memory: Any
     for i in program.entry.instructions:
         named = re.search(r'op_name="(?:state\.)?(\w+)', i.attributes) if i.op == "parameter" else None
         if named and not any(buffer.space for buffer in i.buffers):
-            held[_ARGUMENTS.get(named.group(1), OTHERS)] += i.num_bytes
+            held[_TERM_OF_ARGUMENT.get(named.group(1), OTHERS)] += i.num_bytes
     held.update(buffers.by_kind(assignment, program))
     held[OTHERS] += hlo_collectives.peak_bytes(memory) - held.total()
     return dict(+held)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from zerojax.analysis.costs import computed_bytes, dot_flops, memory_bytes
 from zerojax.analysis.hardware import Chip, Cluster
 from zerojax.analysis.hlo import HOST, Block, Buffer, Instruction, Program, trip_count, unsupported
-from zerojax.analysis.hlo_collectives import collective_spans, fusion_results, groups, multiplies, split_by_dtype
+from zerojax.analysis.hlo_collectives import collective_spans, fusion_results, groups, has_product, split_by_dtype
 
 COMPUTE, MEMORY, STARTS = "compute", "memory", "starts of kernels"
 TO_HOST, FROM_HOST, COPIES = "copies to the host", "copies from the host", "copies beside compute"
@@ -224,7 +224,7 @@ class _Simulator:
             clock.done[i] = clock.occupy((lane,), i.name, num_bytes / rate.effective)
         elif i.op.endswith(("-start", "-update")) or i.op == "conditional":
             raise unsupported(i, "cannot predict the time of this instruction")
-        elif i.op == "custom-call" and not multiplies(i):
+        elif i.op == "custom-call" and not has_product(i):
             if i.target not in _MARKS:
                 raise unsupported(i, "cannot predict the time of this custom call")
         elif _moves_between_memories(i):

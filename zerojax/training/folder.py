@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.processes import join
+from zerojax.sharding.precision import DTYPES
 from zerojax.step.config import ZeroConfig
 from zerojax.training.writers import write_atomically
 
@@ -104,7 +105,7 @@ def write_description(
         "devices": f"{zero_config.mesh.size} x {devices[0].device_kind}",
         "mesh": dict(zero_config.mesh.shape),
         "stage": zero_config.stage,
-        "dtypes": {f: jnp.dtype(getattr(zero_config.precision, f)).name for f in _DTYPES},
+        "dtypes": {f: jnp.dtype(getattr(zero_config.precision, f)).name for f in DTYPES},
         "versions": join.versions(),
         "config": dict(config),
     }
@@ -116,9 +117,6 @@ def write_description(
     each = f", in each of {jax.process_count()} processes," if jax.process_count() > 1 else ""
     description |= {"name": folder.name, "starts": starts, "each": each, "path": folder}
     write_atomically(folder / "README.md", _README.format(**description))
-
-
-_DTYPES = ("param_dtype", "compute_dtype", "reduce_dtype")
 
 
 def _log_changes(path: Path, config: Mapping[str, Any]) -> None:
