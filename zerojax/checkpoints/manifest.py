@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from zerojax.checkpoints.contents import OPTIMIZER
-from zerojax.sharding.precision import DTYPES
+from zerojax.sharding.precision import DTYPE_FIELDS
 from zerojax.typing import Shape
 from zerojax.versions import __version__
 
@@ -138,7 +138,9 @@ def _parsed(content: dict[str, Any]) -> Manifest:
     _require(type(manifest.step) is int and type(manifest.stage) is int, "step and stage must be integers")
     _require(_is_mapping(manifest.mesh, int), "mesh must map axis names to sizes")
     _require(_is_mapping(manifest.versions, str), "versions must map packages to versions")
-    _require(_is_mapping(manifest.precision, str) and manifest.precision.keys() >= {*DTYPES}, "precision lacks a dtype")
+    _require(
+        _is_mapping(manifest.precision, str) and manifest.precision.keys() >= {*DTYPE_FIELDS}, "precision lacks a dtype"
+    )
     _require(
         manifest.data is None or (isinstance(manifest.data, list) and bool(manifest.data)),
         "data must be a list of iterator states",

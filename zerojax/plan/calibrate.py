@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 DEFAULT_PATH = Path("~/.cache/zerojax/calibration.json")
 # (width of the square matrices, elements of the vector). An accelerator reaches its rates only with large ones.
-_LARGE, _SMALL = (8192, 2**28), (512, 2**22)
+_ACCELERATOR_SIZES, _CPU_SIZES = (8192, 2**28), (512, 2**22)
 # The clock of a GPU drops within a second or two of full load, so the first runs do not count.
 _WARM_S, _NUM_RUNS, _RUN_S = 2.0, 9, 0.2
 
@@ -37,7 +37,7 @@ def calibrate(path: str | Path = DEFAULT_PATH, *, warm_s: float = _WARM_S) -> di
         bytes read and written per second.
     """
     device = jax.devices()[0]
-    width, elements = _SMALL if device.platform == "cpu" else _LARGE
+    width, elements = _CPU_SIZES if device.platform == "cpu" else _ACCELERATOR_SIZES
     # The scale keeps the powers of the matrix bounded.
     matrix = jax.random.normal(jax.random.key(0), (width, width), jnp.bfloat16) * width**-0.5
     vector = jnp.zeros(elements, jnp.float32)

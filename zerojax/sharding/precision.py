@@ -11,7 +11,7 @@ from jax import lax
 
 from zerojax.typing import Array, PyTree
 
-DTYPES = ("param_dtype", "compute_dtype", "reduce_dtype")  # fields of Precision
+DTYPE_FIELDS = ("param_dtype", "compute_dtype", "reduce_dtype")  # fields of Precision
 
 
 @dataclasses.dataclass(frozen=True)

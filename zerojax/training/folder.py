@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.processes import join
-from zerojax.sharding.precision import DTYPES
+from zerojax.sharding.precision import DTYPE_FIELDS
 from zerojax.step.config import ZeroConfig
 from zerojax.training.writers import write_atomically
 
@@ -105,7 +105,7 @@ def write_description(
         "devices": f"{zero_config.mesh.size} x {devices[0].device_kind}",
         "mesh": dict(zero_config.mesh.shape),
         "stage": zero_config.stage,
-        "dtypes": {f: jnp.dtype(getattr(zero_config.precision, f)).name for f in DTYPES},
+        "dtypes": {f: jnp.dtype(getattr(zero_config.precision, f)).name for f in DTYPE_FIELDS},
         "versions": join.versions(),
         "config": dict(config),
     }
