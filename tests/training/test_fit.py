@@ -419,7 +419,7 @@ def test_a_config_is_a_mapping_or_a_dataclass(step, tmp_path):
         ({"config": {1: "a", "b": 2}}, "fit: config has a name that is not a string\n  got:      1\n  fix: "),
         ({"config": {"lr": object()}}, r"config\['lr'\] is not JSON\n  got: "),
         ({"data": 3}, "fit: data is of type int\n  fix: "),
-        ({"checkpoints": {"every": 0}}, "checkpoints: every is 0"),
+        ({"checkpoints": {"every": 0}}, "checkpoints: every is invalid"),
     ],
 )
 def test_invalid_arguments_are_errors_before_anything_is_written(step, tmp_path, options, message):
