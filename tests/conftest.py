@@ -50,7 +50,8 @@ def pytest_configure(config):
             "--xla_gpu_enable_llvm_module_compilation_parallelism=true",  # otherwise the file is not used
             "--xla_gpu_disable_gpuasm_optimizations=true",  # of kernels, which nobody runs
         ]
-        inherited = [flag for flag in os.environ["XLA_FLAGS"].split() if not flag.startswith("--xla_gpu_")]
+        names = {flag.partition("=")[0] for flag in gpu_flags}
+        inherited = [flag for flag in os.environ["XLA_FLAGS"].split() if flag.partition("=")[0] not in names]
         os.environ["XLA_FLAGS"] = " ".join([*inherited, *gpu_flags])
 
 
