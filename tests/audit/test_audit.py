@@ -297,7 +297,7 @@ def test_a_program_that_cannot_be_parsed_is_not_reported_as_ok(monkeypatch):
     def refuse(text):
         raise ValueError("hlo: a line that is no instruction")
 
-    monkeypatch.setattr(hlo, "read", refuse)
+    monkeypatch.setattr(hlo, "parse_program", refuse)
     finding = audit_by_hand()["aliased state"]
     assert (finding.verdict, finding.found) == (Verdict.NOT_READ, "hlo: a line that is no instruction")
 
