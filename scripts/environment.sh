@@ -102,7 +102,8 @@ environment() {
 
 update_environment() {
   local dir="$repo/$1" extras="$2" python="$3" constraints="${4:-}"
-  local stamp="$dir/installed-$extras" sources="$dir/installed-sources" options=("setuptools>=77")
+  local stamp="$dir/installed-$extras" sources="$dir/installed-sources"
+  local options=("setuptools>=77" --no-compile) # modules are compiled when they are imported
   if ! "$dir/bin/python" -c '' 2>/dev/null; then
     echo "making $1 with $("$python" --version)" >&2
     rm -rf "$dir"

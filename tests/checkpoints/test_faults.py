@@ -17,6 +17,8 @@ from zerojax.checkpoints import EXIT_CODE, store
 from zerojax.checkpoints.pieces import verify_arrays
 from zerojax.processes.launch import environment
 
+pytestmark = pytest.mark.newest
+
 STEPS = 8
 
 

@@ -250,7 +250,7 @@ def test_the_command_compiles_for_simulated_devices(tmp_path):
 
 
 def test_the_search_ranks_by_formula_without_a_compiler():
-    found = search("gpt2-124m", "a100:128", rows=2, num_compiled=0)
+    found = search(f"{__name__}:own_job", "a100:128", rows=2, num_compiled=0)
     assert {c.settings.replica for c in found.candidates} == {1, 2, 16} and found.winner is None
     times = [c.step_s for c in found.candidates if c.fits]
     assert times == sorted(times)

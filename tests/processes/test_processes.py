@@ -9,6 +9,8 @@ from support.paths import EXAMPLES, SUPPORT, importing
 
 from zerojax.processes.launch import launch
 
+pytestmark = pytest.mark.newest
+
 DEVICES, STEPS = 8, 6
 SMALL = {"width": 32, "layers": 2, "context": 16, "batch": 32, "microbatches": 2, "every": 4, "precision": "fp32"}
 
