@@ -26,7 +26,7 @@ from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition, TrainState
 from zerojax.train_step import Step, TrainStep
 from zerojax.transform.remat import RematRules, Setting
-from zerojax.typing import PRNGKey
+from zerojax.typing import AnyMesh, PRNGKey
 
 if TYPE_CHECKING:
     from zerojax.checkpoints import Checkpoints
@@ -59,7 +59,7 @@ class Zero:
 
     def __init__(
         self,
-        mesh: Any,
+        mesh: AnyMesh,
         stage: int = 3,
         precision: str | Precision = "fp32",
         *,

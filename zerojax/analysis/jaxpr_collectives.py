@@ -11,13 +11,14 @@ import numpy as np
 
 from zerojax.analysis import jaxpr_stats
 from zerojax.analysis.hlo_collectives import Collective
+from zerojax.typing import AnyMesh
 
 
 def avals_bytes(avals: Iterable[Any]) -> int:
     return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
 
 
-def traced_collectives(jaxpr: Any, mesh: Any) -> list[Collective]:
+def traced_collectives(jaxpr: Any, mesh: AnyMesh) -> list[Collective]:
     """Returns every collective of a traced step, in the form of `hlo_collectives.compiled_collectives`.
 
     Which computation overlaps with a collective is up to the compiler, so none counts as exposed.

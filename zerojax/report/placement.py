@@ -18,7 +18,7 @@ from zerojax.sharding.axes import Axes, axis_names
 from zerojax.sharding.placement import Leaf
 from zerojax.step.config import ZeroConfig
 from zerojax.step.state import TrainState
-from zerojax.typing import PyTree, Shape
+from zerojax.typing import AnyMesh, PyTree, Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +124,7 @@ def _row(axes: Axes, category: str, path: str, aval: Any, reason: str) -> Row:
     return Row(category, path, tuple(aval.shape), str(aval.dtype), spec_text(spec), *num_bytes, reason)
 
 
-def _gradient(config: ZeroConfig, mesh: Any, leaf: Leaf) -> jax.ShapeDtypeStruct:
+def _gradient(config: ZeroConfig, mesh: AnyMesh, leaf: Leaf) -> jax.ShapeDtypeStruct:
     """The gradient of a leaf within a step. At stage 1 it is full, until the reduce_scatter at the end of the step."""
     sharding = NamedSharding(mesh, leaf.spec(config.axes, config.stage.shards_grads))
     return jax.ShapeDtypeStruct(leaf.shape, config.precision.reduce_dtype, sharding=sharding)

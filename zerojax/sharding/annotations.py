@@ -11,18 +11,18 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from jax.sharding import AxisType, PartitionSpec
 
 from zerojax.sharding.axes import Axes, axis_names
-from zerojax.typing import Shape
+from zerojax.typing import AnyMesh, Shape
 
 Entries: TypeAlias = list[tuple[str, ...]]  # the axis names of each entry of a spec
 
 
 def check_annotation(
-    path: str, shape: Shape, annotation: PartitionSpec, stacked: bool, mesh: Any, axes: Axes
+    path: str, shape: Shape, annotation: PartitionSpec, stacked: bool, mesh: AnyMesh, axes: Axes
 ) -> tuple[PartitionSpec, int | None]:
     """Checks the annotation of a leaf, and splits it into the data axes and all other axes.
 
@@ -75,7 +75,7 @@ _LAYER_ENTRY = (
 )
 
 
-def _check_axes(path: str, entries: Entries, mesh: Any, text: str) -> None:
+def _check_axes(path: str, entries: Entries, mesh: AnyMesh, text: str) -> None:
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     for name, count in Counter(name for names in entries for name in names).items():
         if name in types and types[name] == AxisType.Auto and count == 1:

@@ -35,7 +35,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax.sharding import annotations
 from zerojax.sharding.axes import REPLICATED, Axes, Dims, axis_names
 from zerojax.sharding.units import no_match_text, unit_names
-from zerojax.typing import PyTree, Shape
+from zerojax.typing import AnyMesh, PyTree, Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _first_match(path: str, patterns: Sequence[str]) -> str | None:
 
 def place(
     params: PyTree,
-    mesh: Any,
+    mesh: AnyMesh,
     axes: Axes,
     overrides: Overrides,
     stacked_paths: frozenset[str] = frozenset(),
@@ -239,7 +239,7 @@ def optimizer_specs(
     )
 
 
-def named_shardings(mesh: Any, specs: PyTree) -> PyTree:
+def named_shardings(mesh: AnyMesh, specs: PyTree) -> PyTree:
     """Converts a tree of specs to a tree of NamedShardings."""
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
