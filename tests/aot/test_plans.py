@@ -10,7 +10,6 @@ from zerojax import targets
 from zerojax.cli import main
 from zerojax.plan import Settings, picture, plan
 from zerojax.plan.buffers import UNUSED
-from zerojax.plan.search import search
 from zerojax.report.memory import model_states
 
 pytestmark = pytest.mark.aot
@@ -103,25 +102,26 @@ def test_the_required_memory_is_known_if_the_compiler_gives_up():
     )
 
 
-def test_the_search_beats_the_naive_choice():
-    found = search("gpt2-124m", "h100:8", rows=4, num_compiled=2)
-    assert found.winner and found.winner.plan.fits
-    assert found.winner.step_s < found.naive.step_s
-    by_formula = [c.step_s for c in found.candidates[2:] if c.fits]
-    assert by_formula == sorted(by_formula)
-    assert {c.settings.stage for c in found.candidates} == {0, 1, 2, 3}
-    assert {c.settings.num_microbatches for c in found.candidates} == {1, 2, 4}
+def command(*arguments):
+    return CliRunner().invoke(main, ["plan", "--preset", "gpt2-124m", *arguments])
 
 
-def test_the_command_compiles_searches_and_dumps(tmp_path):
-    command = lambda *arguments: CliRunner().invoke(main, ["plan", "--preset", "gpt2-124m", *arguments])
+def test_the_command_compiles_and_dumps(tmp_path):
     shown = command("--compile", "--dump", str(tmp_path), "--png", str(tmp_path))
     assert shown.exit_code == 0 and "as compiled" in shown.stdout and "reduce-scatter" in shown.stdout
     written = {file.name for file in tmp_path.iterdir()}
     assert written == {"step.txt", "buffers.txt", "ranges.txt", "memory.png", "timeline.png"}
     assert "all-gather-start" in (tmp_path / "step.txt").read_text()
+
+
+def test_the_search_beats_the_naive_choice():
     data = json.loads(command("--auto", "--rows", "2", "--json").stdout)
     assert data["winner"]["plan"]["fits"] and data["winner"]["step_s"] < data["naive"]["step_s"]
+    by_formula = [each["step_s"] for each in data["candidates"] if each["plan"] is None and each["fits"]]
+    assert len(by_formula) > 10 and by_formula == sorted(by_formula)
+    settings = [each["settings"] for each in data["candidates"]]
+    assert {each["stage"] for each in settings} == {0, 1, 2, 3}
+    assert {each["num_microbatches"] for each in settings} == {1, 2}
 
 
 def test_pictures_are_drawn(tmp_path):
