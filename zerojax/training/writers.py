@@ -134,7 +134,7 @@ class WandbWriter:
             file = folder / "wandb_id"
             if not file.exists():
                 file.write_text(uuid.uuid4().hex[:12])
-            wandb.init(dir=folder, id=file.read_text(), name=folder.name, resume="allow", config=dict(config))
+            wandb.init(dir=str(folder), id=file.read_text(), name=folder.name, resume="allow", config=dict(config))
         self._run: Any = wandb.run
 
     def write(self, step: int, row: MetricsRow) -> None:
