@@ -48,7 +48,6 @@ def pytest_configure(config):
         gpu_flags = [
             f"--xla_gpu_kernel_cache_file={file}",
             "--xla_gpu_enable_llvm_module_compilation_parallelism=true",  # otherwise the file is not used
-            "--xla_gpu_disable_gpuasm_optimizations=true",  # of kernels, which nobody runs
         ]
         names = {flag.partition("=")[0] for flag in gpu_flags}
         inherited = [flag for flag in os.environ["XLA_FLAGS"].split() if flag.partition("=")[0] not in names]

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import textwrap
 
 import gpt
 import jax
@@ -443,3 +444,22 @@ def test_two_processes_describe_tpus_at_once():
     code = "from zerojax import targets; print(len(targets.devices('v5e:2x4')))"
     ended = subprocess.run([sys.executable, "-P", "-c", code], env=environ, capture_output=True, text=True)
     assert ended.stdout.strip() == "8", ended.stderr[-3000:]
+
+
+def test_kernels_are_assembled():
+    """With the compiler's own settings. The other tests share kernels, and `scripts/test` gives them no ptxas."""
+    code = """
+        import gpt, optax, zerojax
+        from zerojax import targets
+
+        config = gpt.Config(width=64, layers=2, heads=4, vocab=64, seq=16)
+        zero = zerojax.Zero(zerojax.make_mesh(devices=targets.devices("h100:8")), stage=3)
+        state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
+        step = zero.train_step(gpt.loss).trace(state, gpt.batch_aval(config, 8))
+        program = step.lower(lowering_platforms=("cuda",)).compile()
+        print(program.runtime_executable().serialize().count(b"\\x7fELF"))
+    """
+    environ = {name: value for name, value in importing(BENCHMARKS).items() if name not in ("CUDA_ROOT", "XLA_FLAGS")}
+    command = [sys.executable, "-P", "-c", textwrap.dedent(code)]
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert ended.returncode == 0 and int(ended.stdout) > 1, ended.stderr[-3000:]

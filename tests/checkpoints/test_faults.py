@@ -17,7 +17,7 @@ from zerojax.checkpoints import EXIT_CODE, store
 from zerojax.checkpoints.pieces import verify_arrays
 from zerojax.processes.launch import environment
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.once
 
 STEPS = 8
 

@@ -3,10 +3,13 @@
 import re
 import sys
 
+import pytest
 from support.holder import NUM_BYTES
 from support.paths import SUPPORT
 
 from zerojax.processes.launch import launch
+
+pytestmark = pytest.mark.once
 
 
 def memory_growth(capfd, count, what, directory, num_arrays):

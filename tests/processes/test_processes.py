@@ -9,7 +9,7 @@ from support.paths import EXAMPLES, SUPPORT, importing
 
 from zerojax.processes.launch import launch
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.once
 
 DEVICES, STEPS = 8, 6
 SMALL = {"width": 32, "layers": 2, "context": 16, "batch": 32, "microbatches": 2, "every": 4, "precision": "fp32"}
