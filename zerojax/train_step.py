@@ -29,7 +29,7 @@ from zerojax.step.config import (
     shard_batch,
     shard_map_over_data,
 )
-from zerojax.step.gradient import DeviceGradient, compute_gradients, count_uses, device_gradient
+from zerojax.step.gradient import DeviceGradient, compute_gradients, device_gradient, uses
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition, TrainState
 from zerojax.step.update import apply_gradients, optimizer_shardings, squared_norm
@@ -191,9 +191,22 @@ class TrainStep(Step):
         return audit_step(traced, self._expectation(state, batch, traced))
 
     def _expectation(self, state: TrainState, batch: PyTree, traced: Any) -> Expectation:
+        counts = [len(segments) for segments in self.uses(state, batch)]
+        return expect(self.config, self.settings, state, traced.jaxpr, counts)
+
+    def uses(self, state: TrainState, batch: PyTree) -> list[tuple[int, ...]]:
+        """The positions in the forward pass at which each leaf of the parameters is used. Nothing is compiled.
+
+        Args:
+            state: arrays or avals.
+            batch: arrays or avals.
+
+        Returns:
+            For each leaf, in flattening order, the segments of the loss that read it, counted from 0. A segment is a
+            part of the loss that reads the weights of one unit. A loop over stacked layers is one segment.
+        """
         gradient = self._gradient_of(state.definition)
-        args = jax.tree.leaves(state.params), state.model_state, self._batch_avals(batch), state.key
-        return expect(self.config, self.settings, state, traced.jaxpr, count_uses(gradient, args))
+        return uses(gradient, (jax.tree.leaves(state.params), state.model_state, self._batch_avals(batch), state.key))
 
 
 def train_step(

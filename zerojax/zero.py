@@ -47,8 +47,9 @@ class Zero:
         stacked: globs of leaves whose dim 0 counts layers. Stacks that are created by a scan or by a vmap over keys are
             detected without it.
         frozen: globs of leaves that are not trained: no gradient, no optimizer state, no reduce-scatter.
-        units: globs on leading parts of paths; the leaves below each match are gathered together. By default a unit
-            ends at the first numbered component of the path.
+        units: globs on leading parts of paths; the leaves below each match are gathered together. By default each
+            layer is a unit: the leaves below a numbered component that has siblings ('layers/0', 'Block_3'; see
+            `explain`). Leaves beside the layers are units by their parents ('embed').
         partition_specs: maps globs on leaf paths to PartitionSpecs over other axes ('model'), which ZeRO leaves to the
             compiler. By default a leaf's spec comes from its Flax metadata, under the logical axis rules that are in
             force at `init`.
@@ -278,13 +279,16 @@ class Zero:
             watchdog_s=watchdog_s,
         )
 
-    def explain(self, state: TrainState) -> report.Explanation:
+    def explain(self, state: TrainState, step: TrainStep | None = None, batch: Any = None) -> report.Explanation:
         """Explains where every leaf of a state lives and why, what it costs each device, and what is not sharded.
 
         Args:
             state: a state from `init` or `eval_init`.
+            step, batch: a step and a batch for it, arrays or avals. With both, units are listed in the order in which
+                the forward pass uses them. This traces the loss.
 
         Returns:
-            An `Explanation`, which prints as a table.
+            An `Explanation`, which prints as tables.
         """
-        return report.explain(self.config, state)
+        uses = None if step is None else step.uses(state, batch)
+        return report.explain(self.config, state, uses)

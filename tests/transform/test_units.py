@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from support import zoo
 from support.parity import loss_of
 from support.plain import functional, numbers
@@ -19,25 +20,147 @@ from zerojax.transform.segmentation import TracedLoss
 # Names
 
 
-def test_a_unit_ends_at_the_first_numbered_component():
-    paths = ["model/layers/0/mlp/w", "model/layers/0/norm", "model/layers/1/mlp/w", "model/Block_0/Dense_1/w"]
-    assert unit_names(paths) == ["model/layers/0", "model/layers/0", "model/layers/1", "model/Block_0"]
+MATRIX, VECTOR = (8, 8), (8,)
+ATTENTION = {f"{name}/kernel": MATRIX for name in ("query", "key", "value", "out")}
+MLP = {"up/kernel": MATRIX, "down/kernel": MATRIX}
+NORMS = {"layer_norm1/scale": VECTOR, "layer_norm2/scale": VECTOR}
 
 
-def test_without_a_number_a_unit_ends_at_the_first_component_that_differs():
-    assert unit_names(["model/embed/w", "model/head/w", "model/head/b"]) == ["model/embed", "model/head", "model/head"]
-    assert unit_names(["w", "b"]) == ["w", "b"]
-    assert unit_names(["layer/w"]) == ["layer"]
+def below(*parts):
+    """Shapes by path, from pairs of prefixes and shapes below them."""
+    return {
+        f"{prefix}/{path}": shape for prefixes, shapes in parts for prefix in prefixes for path, shape in shapes.items()
+    }
+
+
+def numbered(name, num):
+    return [f"{name}{i}" for i in range(num)]
+
+
+def bottleneck(block):
+    return {
+        f"{block}layer/{i}/{path}": shape for i in range(3) for path, shape in [("conv", (3, 3, 8, 8)), ("norm", (8,))]
+    }
+
+
+STAGES = [f"resnet/stages/{stage}/layers/{i}" for stage, num in enumerate((3, 4, 6, 3)) for i in range(num)]
+FLAT = dict.fromkeys(["embed/table", "head/kernel"], MATRIX)
+LAYERS = {  # name -> (shapes by path, the units that are layers)
+    "list": (below((numbered("model/layers/", 3), ATTENTION | MLP | NORMS)), numbered("model/layers/", 3)),
+    "one_matrix": (below((numbered("Dense_", 3), {"kernel": MATRIX})), numbered("Dense_", 3)),
+    "name_with_a_digit": (
+        below(
+            (numbered("wav2vec2/encoder/layers/", 3), ATTENTION | MLP),
+            (numbered("wav2vec2/features/conv_layers/", 2), {"conv/kernel": (3, 8, 8)}),
+        ),
+        [*numbered("wav2vec2/encoder/layers/", 3), *numbered("wav2vec2/features/conv_layers/", 2)],
+    ),
+    "automatic_names": (
+        below(
+            (numbered("Encoder_0/Block_", 3), {"Dense_0/kernel": MATRIX, "Dense_1/kernel": MATRIX} | NORMS),
+            (["Encoder_0/LayerNorm_0"], {"scale": VECTOR}),
+        ),
+        [*numbered("Encoder_0/Block_", 3), "Encoder_0/LayerNorm_0"],
+    ),
+    "two_attentions": (
+        below(
+            (
+                numbered("Block_", 2),
+                {f"Attention_{i}/{p}": s for i in (0, 1) for p, s in ATTENTION.items()} | {"wide/kernel": (8, 64)},
+            )
+        ),
+        numbered("Block_", 2),
+    ),
+    "stages": (
+        below((STAGES, bottleneck("")), ([s for s in STAGES if s.endswith("/0")], {"shortcut/kernel": MATRIX})),
+        STAGES,
+    ),
+    "stages_by_name": (
+        below((["layer1/blocks/0", "layer1/blocks/1", "layer2/blocks/0", "layer2/blocks/1"], MLP)),
+        ["layer1/blocks/0", "layer1/blocks/1", "layer2/blocks/0", "layer2/blocks/1"],
+    ),
+    "unlike_parts": (
+        below(
+            (
+                numbered("encoder/block/", 2),
+                {f"layer/0/{p}": s for p, s in ATTENTION.items()} | {f"layer/1/{p}": s for p, s in MLP.items()},
+            )
+        ),
+        numbered("encoder/block/", 2),
+    ),
+    "experts": (
+        below((numbered("layers/", 2), ATTENTION | {f"experts/{e}/{p}": (8, 64) for e in range(4) for p in MLP})),
+        numbered("layers/", 2),
+    ),
+    "heads": (
+        below((numbered("blocks/", 2), {f"heads/{h}/{p}": (8, 2) for h in range(4) for p in ATTENTION} | MLP)),
+        numbered("blocks/", 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_each_layer_is_a_unit(name):
+    shapes, layers = LAYERS[name]
+    found = unit_names(shapes | FLAT)
+    assert set(found) == {*layers, "embed", "head"}
+    assert all(path.startswith(unit + "/") for path, unit in zip(shapes, found, strict=False))
+
+
+def test_without_layers_a_unit_ends_at_the_first_component_that_differs():
+    names = lambda *paths: unit_names(dict.fromkeys(paths, VECTOR))
+    assert names("model/embed/w", "model/head/w", "model/head/b") == ["model/embed", "model/head", "model/head"]
+    assert names("w", "b") == ["w", "b"]
+    assert names("layer/w") == ["layer"]
+    assert names("model/Block_0/Dense_1/w", "model/head/w") == ["model/Block_0", "model/head"]
 
 
 def test_patterns_take_precedence():
     paths = ["layers/0/mlp/w", "layers/0/mlp/b", "layers/0/norm/w", "layers/1/mlp/w", "head/w"]
-    names = unit_names(paths, ["layers/*/mlp", "head/w"])
+    names = unit_names(dict.fromkeys(paths, VECTOR), ["layers/*/mlp", "head/w"])
     assert names == ["layers/0/mlp", "layers/0/mlp", "layers/0", "layers/1/mlp", "head/w"]
 
 
 def test_a_pattern_matches_whole_components():
-    assert unit_names(["ab/w", "a/w"], ["a"]) == ["ab", "a"]
+    assert unit_names({"ab/w": VECTOR, "a/w": VECTOR}, ["a"]) == ["ab", "a"]
+
+
+class Deep(nnx.Module):
+    """All but a head below one name, of which no sibling has the rest."""
+
+    def __init__(self, rngs):
+        for name in ("first", "second", "third"):
+            setattr(self, name, nnx.Linear(640, 640, rngs=rngs))
+
+
+class Backbone(nnx.Module):
+    def __init__(self, rngs):
+        self.body, self.head = Deep(rngs), nnx.Linear(640, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.body.third(self.body.second(self.body.first(x))))
+
+
+def test_a_unit_with_most_of_the_weights_is_told_with_the_units_that_cut_it():
+    zero = Zero(zerojax.make_mesh())
+    with pytest.warns(UserWarning, match=r"unit 'body' holds 100% of the weights") as caught:
+        state = zero.eval_init(Backbone, optax.sgd(0.1))
+    assert "units=('body/*',)" in str(caught[0].message) and "units=('body/*',)" in str(zero.explain(state))
+    cut = Zero(zerojax.make_mesh(), units=("body/*",))
+    explained = cut.explain(cut.eval_init(Backbone, optax.sgd(0.1)))
+    assert [unit.name for unit in explained.units] == ["body/first", "body/second", "body/third", "head"]
+    assert explained.large_unit is None
+
+
+def test_units_are_listed_in_the_order_of_their_use():
+    model, zero = zoo.ZOO["gpt_nnx"], Zero(zerojax.make_mesh())
+    state = zero.eval_init(model.create, optax.sgd(0.1))
+    units = zero.explain(state, zero.train_step(loss_of(model)), model.batch(0)).units
+    blocks = [unit for unit in units if unit.name.startswith("blocks/")]
+    assert [unit.name for unit in blocks] == [f"blocks/{i}" for i in range(3)]
+    assert blocks[0].places[0] < blocks[1].places[0] < blocks[2].places[0] and units[0].places == (0,)
+    assert sum(unit.num_bytes for unit in units) == 4 * sum(leaf.size for leaf in state.definition.leaves)
+    assert sum(unit.num_leaves for unit in units) == len(state.definition.leaves)
 
 
 # Segments

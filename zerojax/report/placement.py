@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Column, Table
@@ -46,17 +48,38 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
+class UnitRow:
+    """A unit: leaves that are gathered together.
+
+    Attributes:
+        name: the leading part of the paths of its leaves.
+        num_leaves: the number of its leaves.
+        num_bytes: bytes of its full leaves in compute_dtype; of stacked leaves, of one layer.
+        places: the positions in the forward pass at which it is used, counted from 0; empty if unknown, or unused.
+    """
+
+    name: str
+    num_leaves: int
+    num_bytes: int
+    places: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Explanation:
     """The placement of a training state, leaf by leaf, with the bytes per device. Prints as tables.
 
     Attributes:
         rows: one for each leaf of parameters, gradients, optimizer state and model state.
+        units: one row for each unit, in the order of their first use if that is known, or else of the leaves.
+        large_unit: what to do about a unit that holds most of the weights, or None.
         totals: category -> bytes per device.
         formula: category -> bytes per device if every leaf were divided evenly over the shard axes (ZeRO, table 1).
         replicated: the rows of leaves that are replicated although the stage shards their category.
     """
 
     rows: tuple[Row, ...]
+    units: tuple[UnitRow, ...]
+    large_unit: str | None
     totals: dict[str, int]
     formula: dict[str, float]
     replicated: tuple[Row, ...]
@@ -69,6 +92,10 @@ class Explanation:
         for row in self.rows:
             size = f"{row.bytes_per_device:,}"
             leaves.add_row(row.category, row.path, shape(row), row.dtype, row.spec, size, row.reason)
+        units = Table("unit", right("leaves"), right("bytes"), right("place"), title="Units: gathered together")
+        for unit in self.units:
+            places = ", ".join(map(str, unit.places))
+            units.add_row(unit.name, f"{unit.num_leaves:,}", f"{unit.num_bytes:,}", places)
         totals = Table("category", right("bytes/device"), right("ZeRO formula"), title="Totals")
         for name, total in self.totals.items():
             totals.add_row(name, f"{total:,}", f"{self.formula[name]:,.0f}" if name in self.formula else "")
@@ -78,15 +105,15 @@ class Explanation:
             for row in self.replicated:
                 rest.add_row(row.category, row.path, shape(row), f"{row.bytes_per_device:,}", row.reason)
         text = io.StringIO()
-        Console(file=text, width=150).print(leaves, totals, rest)
+        Console(file=text, width=150).print(leaves, units, totals, rest, *filter(None, [self.large_unit]))
         return text.getvalue()
 
 
 _CATEGORIES = ("params", "grads", "optimizer", "model_state")
 
 
-def explain(config: ZeroConfig, state: TrainState) -> Explanation:
-    """See `Zero.explain`."""
+def explain(config: ZeroConfig, state: TrainState, uses: Sequence[tuple[int, ...]] | None = None) -> Explanation:
+    """See `Zero.explain`. `uses` are the positions in the forward pass at which each leaf is used."""
     leaves = {leaf.path: leaf for leaf in state.definition.leaves}
     mesh = jax.tree.leaves(state.params)[0].sharding.mesh
     stage, axes = config.stage, config.axes
@@ -108,7 +135,21 @@ def explain(config: ZeroConfig, state: TrainState) -> Explanation:
     totals = {name: sum(row.bytes_per_device for row in of(name)) for name in _CATEGORIES}
     formula = {name: sum(row.undivided_bytes for row in of(name)) / n for name, n in shards.items()}
     replicated = [r for r in rows if shards.get(r.category, 1) > 1 and r.bytes_per_device == r.undivided_bytes]
-    return Explanation(tuple(rows), totals, formula, tuple(replicated))
+    units = _units(state.definition.leaves, config.precision.compute_dtype, uses)
+    large_unit = placement.large_unit_text(state.definition.leaves)
+    return Explanation(tuple(rows), units, large_unit, totals, formula, tuple(replicated))
+
+
+def _units(leaves: Sequence[Leaf], dtype: Any, uses: Sequence[tuple[int, ...]] | None) -> tuple[UnitRow, ...]:
+    members: dict[str, list[int]] = {}
+    for k, leaf in enumerate(leaves):
+        members.setdefault(leaf.unit, []).append(k)
+    rows = []
+    for name, unit in members.items():
+        num_bytes = jnp.dtype(dtype).itemsize * sum(leaves[k].size_at_once for k in unit)
+        places = sorted({place for k in unit for place in uses[k]}) if uses else []
+        rows.append(UnitRow(name, len(unit), num_bytes, tuple(places)))
+    return tuple(sorted(rows, key=lambda row: row.places[:1] or (len(leaves),)) if uses else rows)
 
 
 def _leaves(tree: PyTree) -> list[tuple[str, Any]]:

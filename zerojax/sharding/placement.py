@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -34,7 +35,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.sharding import annotations
 from zerojax.sharding.axes import REPLICATED, Axes, Dims, axis_names
-from zerojax.sharding.units import no_match_text, unit_names
+from zerojax.sharding.units import cut_patterns, no_match_text, unit_names
 from zerojax.typing import AnyMesh, PyTree, Shape
 
 
@@ -85,6 +86,11 @@ class Leaf:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def size_at_once(self) -> int:
+        """Elements that are gathered at a time: those of one layer, if the leaf is stacked."""
+        return math.prod(self.shape[1:]) if self.stacked else self.size
 
     @property
     def dims(self) -> Dims:
@@ -172,7 +178,8 @@ def place(
         for pattern in getattr(overrides, option):
             if not any(fnmatchcase(path, pattern) for path in paths):
                 raise ValueError(no_match_text(option, pattern, paths))
-    units = unit_names(paths, overrides.units)
+    shapes = {path: tuple(leaf.shape) for path, (_, leaf) in zip(paths, with_paths, strict=True)}
+    units = unit_names(shapes, overrides.units)
     leaves = []
     for path, unit, (_, leaf) in zip(paths, units, with_paths, strict=True):
         shape = tuple(leaf.shape)
@@ -192,6 +199,23 @@ def place(
         trainable = bool(jnp.issubdtype(leaf.dtype, jnp.floating)) and _first_match(path, overrides.frozen) is None
         leaves.append(Leaf(path, shape, leaf.dtype, dim, unit, reason, trainable, model_spec, stacked))
     return tuple(leaves)
+
+
+def large_unit_text(leaves: Sequence[Leaf]) -> str | None:
+    """What to do about a unit that holds most of the weights and can be cut, or None if there is no such unit."""
+    sizes: Counter[str] = Counter()
+    for leaf in leaves:
+        sizes[leaf.unit] += leaf.size_at_once
+    (unit, size), total = sizes.most_common(1)[0], sizes.total()
+    inside = {leaf.path: leaf.size_at_once for leaf in leaves if leaf.unit == unit}
+    patterns = cut_patterns(unit, inside)
+    if 2 * size <= total or not patterns:
+        return None
+    return (
+        f"placement: unit {unit!r} holds {size / total:.0%} of the weights, which are gathered together\n"
+        f"  got:      {len(inside)} leaves, {size:,} of {total:,} elements\n"
+        f"  fix:      Zero(..., units={patterns!r}) cuts it"
+    )
 
 
 def _check_dim(path: str, shape: Shape, dim: int | None, axes: Axes, model_spec: PartitionSpec) -> None:

@@ -114,17 +114,20 @@ class DeviceGradient:
             output = self.loss(jax.tree.unflatten(self.definition.tree, shards), self._fold(model_state, 0), batch, key)
         return _means(self._total(output.sums())[0])
 
-    def count_uses(self, shards: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey) -> list[int]:
-        """Counts, for each leaf, the segments of the loss that gather it and reduce its gradient.
+    def uses(self, shards: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey) -> list[tuple[int, ...]]:
+        """For each leaf, the segments of the loss that gather it and reduce its gradient, counted from 0.
 
-        The count is 0 if the loss does not use the leaf, and more than 1 if several units share it. The arguments are
+        There is none if the loss does not use the leaf, and more than one if several units share it. The arguments are
         those of a call.
         """
         shards = cast(list(shards), self.config.precision.compute_dtype)
         batch = jax.tree.map(lambda a: a[: a.shape[0] // self.settings.num_microbatches] if a.ndim else a, batch)
         segmented, _, _ = self._segmented_loss(shards, self._fold(model_state, 0), batch, key)
-        used = [leaf for segment in segmented.traced.segments for leaf in segment.leaves]
-        return [used.count(leaf) for leaf in range(len(self.definition.leaves))]
+        segments = [set(segment.leaves) for segment in segmented.traced.segments if segment.leaves]
+        return [
+            tuple(k for k, leaves in enumerate(segments) if leaf in leaves)
+            for leaf in range(len(self.definition.leaves))
+        ]
 
     def _device_key(self, key: PRNGKey, microbatch: ArrayLike) -> PRNGKey:
         """The PRNG key of this device and a microbatch."""
@@ -366,8 +369,8 @@ def compute_gradients(gradient: DeviceGradient, args: Any) -> LossAndGrads:
     return shard_map_over_data(config, gradient, in_specs, out_specs)(*args)
 
 
-def count_uses(gradient: DeviceGradient, args: Any) -> list[int]:
-    """`DeviceGradient.count_uses` for avals of global arrays: (parameter leaves, model state, batch, key)."""
+def uses(gradient: DeviceGradient, args: Any) -> list[tuple[int, ...]]:
+    """`DeviceGradient.uses` for avals of global arrays: (parameter leaves, model state, batch, key)."""
     config, definition = gradient.config, gradient.definition
     replicated: Any = PartitionSpec()
     in_specs = (
@@ -376,11 +379,11 @@ def count_uses(gradient: DeviceGradient, args: Any) -> list[int]:
         batch_specs(config, args[2]),
         replicated,
     )
-    counted: list[int] = []
+    found: list[tuple[int, ...]] = []
 
-    def count(*device_args: Any) -> Array:
-        counted.extend(gradient.count_uses(*device_args))
+    def find(*device_args: Any) -> Array:
+        found.extend(gradient.uses(*device_args))
         return jnp.int32(0)
 
-    jax.eval_shape(shard_map_over_data(config, count, in_specs, replicated), *args)
-    return counted
+    jax.eval_shape(shard_map_over_data(config, find, in_specs, replicated), *args)
+    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -124,6 +125,9 @@ def shardings(config: ZeroConfig, state: TrainState) -> TrainState:
     return placement.named_shardings(config.mesh, specs(config, state))
 
 
+_LARGE = 2**20  # parameters; below, a large unit is no problem
+
+
 def build(
     config: ZeroConfig,
     overrides: Overrides,
@@ -152,6 +156,9 @@ def build(
     stacked = stacks.stacked_paths(closed, paths) if paths else frozenset()
     leaves = placement.place(params_aval, mesh, config.axes, overrides, stacked, static["annotations"])
     definition = Definition(tx, static["model"], leaves, tree)
+    large_unit = placement.large_unit_text(leaves)
+    if large_unit and config.stage.shards_params and sum(leaf.size for leaf in leaves) >= _LARGE:
+        warnings.warn(large_unit, stacklevel=4)
 
     def initial(key: PRNGKey) -> TrainState:
         params, model_state = jax.tree.unflatten(created_tree, jaxprs.run(closed, key))
