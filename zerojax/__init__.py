@@ -14,6 +14,7 @@ from zerojax.processes import initialize
 from zerojax.report.placement import Explanation
 from zerojax.sharding.mesh import make_mesh, simulate_devices
 from zerojax.sharding.precision import Precision
+from zerojax.step.batch import Whole
 from zerojax.step.models import Weighted
 from zerojax.step.state import TrainState
 from zerojax.training import fit
@@ -34,6 +35,7 @@ __all__ = [
     "TrainState",
     "Verdict",
     "Weighted",
+    "Whole",
     "Zero",
     "__version__",
     "audit_step",

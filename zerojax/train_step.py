@@ -8,10 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from zerojax.audit.audit import audit_step
 from zerojax.audit.expectation import Expectation, expect
@@ -19,16 +18,8 @@ from zerojax.audit.findings import Audit
 from zerojax.report.memory import Memory, step_memory
 from zerojax.report.out_of_memory import out_of_memory_error
 from zerojax.step import models, state as states
-from zerojax.step.config import (
-    ZeroConfig,
-    batch_specs,
-    check_batch,
-    compiler_options,
-    global_shape,
-    leaf_specs,
-    shard_batch,
-    shard_map_over_data,
-)
+from zerojax.step.batch import batch_avals, batch_specs, check_batch, shard_batch
+from zerojax.step.config import ZeroConfig, compiler_options, leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient, compute_gradients, device_gradient, uses
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition, TrainState
@@ -78,25 +69,12 @@ class Step:
         jitted = self._checked(state, batch)
         return jitted(state, shard_batch(self.config, batch))
 
-    def _batch_avals(self, batch: PyTree) -> PyTree:
-        """The avals of a global batch, with shardings."""
-        aval = lambda a, s: jax.ShapeDtypeStruct(
-            global_shape(a), _dtype(a), sharding=NamedSharding(self.config.mesh, s)
-        )
-        return jax.tree.map(aval, batch, batch_specs(self.config, batch))
-
     def trace(self, state: TrainState, batch: PyTree) -> Any:
         jitted = self._checked(state, batch)
-        return jitted.trace(state, self._batch_avals(batch))
+        return jitted.trace(state, batch_avals(self.config, batch))
 
     def lower(self, state: TrainState, batch: PyTree, **kwargs: Any) -> Any:
         return self.trace(state, batch).lower(**kwargs)
-
-
-def _dtype(a: Any) -> Any:
-    """The dtype to which JAX converts a NumPy array or a number."""
-    dtype = a.dtype if hasattr(a, "dtype") else np.result_type(a)
-    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
 
 
 def _aval(a: Array) -> Aval:
@@ -153,7 +131,7 @@ class TrainStep(Step):
         Cost: traces the step and reads the trace, which takes seconds.
         """
         avals = jax.tree.map(_aval, state)
-        return step_memory(self.config, self.settings, avals, self.trace(avals, batch), self._batch_avals(batch))
+        return step_memory(self.config, self.settings, avals, self.trace(avals, batch), batch_avals(self.config, batch))
 
     def _audit_once(self, state: TrainState, batch: PyTree) -> None:
         """Audits a program before it runs for the first time. It compiles once: the step finds it in JAX's cache."""
@@ -206,7 +184,9 @@ class TrainStep(Step):
             part of the loss that reads the weights of one unit. A loop over stacked layers is one segment.
         """
         gradient = self._gradient_of(state.definition)
-        return uses(gradient, (jax.tree.leaves(state.params), state.model_state, self._batch_avals(batch), state.key))
+        return uses(
+            gradient, (jax.tree.leaves(state.params), state.model_state, batch_avals(self.config, batch), state.key)
+        )
 
 
 def train_step(
@@ -275,7 +255,7 @@ def eval_step(config: ZeroConfig, loss_fn: Callable[..., Any], settings: StepSet
             in_specs = (
                 leaf_specs(config, definition.leaves, config.stage.shards_params),
                 replicated,
-                batch_specs(config, batch),
+                batch_specs(config.axes, batch),
                 replicated,
             )
             evaluate = shard_map_over_data(config, gradient.evaluate, in_specs, replicated)

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from flax import nnx
 from jax.sharding import PartitionSpec
 
 from zerojax import train_step as steps
@@ -19,7 +21,7 @@ from zerojax.sharding.mesh import data_axes
 from zerojax.sharding.placement import Overrides
 from zerojax.sharding.precision import Precision
 from zerojax.sharding.stages import Stage
-from zerojax.step import config as configs, models, state as states
+from zerojax.step import batch as batches, models, state as states
 from zerojax.step.config import ZeroConfig
 from zerojax.step.gradient import compute_gradients, device_gradient
 from zerojax.step.settings import StepSettings
@@ -154,8 +156,8 @@ class Zero:
         Returns:
             A `TrainStep`. Metrics are fp32 scalars, the same on every device: loss, grad_norm (before clipping),
             param_norm, skipped, learning_rate if the optimizer state contains it, loss_scale for fp16, and those of the
-            loss. The batch is a tree of arrays whose dim 0 is divisible by devices x microbatches; each process passes
-            its own rows.
+            loss. The batch is a tree of arrays with the same number of rows (dim 0), which devices x microbatches
+            divide; each process passes its own rows. Scalars and what is marked `Whole` are the same for all devices.
 
         Cost: elements sent per device and step, for Psi parameters on N devices and k microbatches, times (N-1)/N:
             2 Psi at stages 0 and 1, (1 + k) Psi at stage 2, up to 3 k Psi at stage 3 (leaves whose values the backward
@@ -200,8 +202,9 @@ class Zero:
 
         Returns:
             `fn(params, *args) -> (loss, grads)` or `((loss, metrics), grads)`, to be called under `jit`. Parameters are
-            placed as the stage requires (see `shard`): full below stage 3, sharded at stage 3. `args` are split over
-            the data axes in dim 0. Gradients are in reduce_dtype, sharded from stage 1 on, and None at frozen leaves.
+            placed as the stage requires (see `shard`): full below stage 3, sharded at stage 3. `args` are a batch: all
+            arrays with the same rows, which are split over the data axes in dim 0, and `Whole` for what every device
+            gets whole. Gradients are in reduce_dtype, sharded from stage 1 on, and None at frozen leaves.
 
         Raises:
             ValueError: if `remat`, `prefetch` or `bucket_bytes` is invalid.
@@ -210,7 +213,7 @@ class Zero:
         settings.check(self.config.axes)
 
         def fn(params: Any, *args: Any) -> Any:
-            configs.check_batch(self.config, args, 1)
+            batches.check_batch(self.config, args, 1)
             definition = self._definition(params)
             gradient = device_gradient(self.config, definition, lambda p, args: loss_fn(p, *args), settings)
             inputs = (jax.tree.leaves(params), {}, args, jax.random.key(0), jnp.float32(1))
@@ -230,11 +233,35 @@ class Zero:
         """Converts host arrays to global arrays that are split over the data axes in dim 0.
 
         Args:
-            batch: a tree of arrays. Each process passes its own rows.
+            batch: a tree of arrays. Each process passes its own rows, and all of what is marked `Whole`.
         """
-        return configs.shard_batch(self.config, batch)
+        return batches.shard_batch(self.config, batch)
+
+    def pad_batch(self, batch: Any, num_rows: int | None = None) -> tuple[Any, np.ndarray]:
+        """Pads a batch whose rows do not divide over the devices, such as the last one of an evaluation.
+
+        Args:
+            batch: a tree of NumPy or JAX arrays with the same rows, and `Whole` for what has none.
+            num_rows: the rows to pad to, in this process. The default is the next number that divides over the devices.
+                With several processes, pass the same number in all of them.
+
+        Returns:
+            (the batch, whose last row is repeated; fp32 weights of shape (rows,), 0 for rows that were added). A loss
+            that returns `Weighted(jnp.sum(weights * losses), jnp.sum(weights))` is the mean over the given rows.
+
+        Raises:
+            ValueError: if the numbers of rows differ, or exceed `num_rows`.
+        """
+        return batches.pad_batch(self.config, batch, num_rows)
 
     def _definition(self, params: Any) -> Definition:
+        if isinstance(params, nnx.Module):
+            raise ValueError(
+                f"value_and_grad: takes parameters, not a module with all of its variables\n"
+                f"  got:      {type(params).__name__}\n"
+                f"  fix:      graph, params, rest = nnx.split(module, nnx.Param, ...); pass params and "
+                f"zerojax.Whole(rest), and call nnx.merge(graph, params, rest) in the loss"
+            )
         leaves = placement.place(params, self.config.mesh, self.config.axes, self.overrides)
         model = models.Model(lambda params, other: params, lambda merged, aux, before: (before, aux))
         return Definition(optax.identity(), model, leaves, jax.tree.structure(params))

@@ -23,8 +23,10 @@ class Precision:
         compute_dtype: dtype of the parameters that the model computes with and that are gathered, and with
             `cast_inputs` also of the batch.
         reduce_dtype: dtype in which gradients are communicated and summed.
-        cast_inputs: whether floating leaves of the batch are cast to compute_dtype. Norms and losses compute in the
-            dtype that the model chooses; Flax's norms compute their statistics in fp32.
+        cast_inputs: whether floating leaves of the batch are cast to compute_dtype, or globs on the paths of those that
+            are. With True, leaves whose name contains 'mask' or 'weight' are not, since their sums would be rounded,
+            nor is what is marked `Whole`. Norms and losses compute in the dtype that the model chooses; Flax's norms
+            compute their statistics in fp32.
         initial_scale: the first loss scale, or None for no loss scaling.
         growth_interval: number of consecutive finite steps after which the loss scale doubles. It halves at each
             skipped step.
@@ -33,7 +35,7 @@ class Precision:
     param_dtype: Any = jnp.float32
     compute_dtype: Any = jnp.float32
     reduce_dtype: Any = jnp.float32
-    cast_inputs: bool = True
+    cast_inputs: bool | tuple[str, ...] = True
     initial_scale: float | None = None
     growth_interval: int = 2000
 
@@ -57,11 +59,14 @@ class Precision:
         scaling = "none"
         if self.initial_scale:
             scaling = f"dynamic, from {self.initial_scale:g}, doubles after {self.growth_interval} finite steps"
+        inputs = jnp.dtype(self.compute_dtype).name if self.cast_inputs else "as given"
+        if not isinstance(self.cast_inputs, bool):
+            inputs += f" for {', '.join(self.cast_inputs)}"
         rows = {
             "master parameters, accumulation": jnp.dtype(self.param_dtype).name,
             "computation, all-gather": jnp.dtype(self.compute_dtype).name,
             "reduce-scatter, all-reduce": jnp.dtype(self.reduce_dtype).name,
-            "floating batch leaves": jnp.dtype(self.compute_dtype).name if self.cast_inputs else "as given",
+            "floating batch leaves": inputs,
             "loss scaling": scaling,
         }
         width = max(map(len, rows))

@@ -1,4 +1,4 @@
-"""The configuration shared by all steps of one `Zero`, and the batch shardings and compiler options derived from it."""
+"""The configuration shared by all steps of one `Zero`, and the compiler options derived from it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.sharding import placement
 from zerojax.sharding.axes import Axes
 from zerojax.sharding.placement import Leaf
 from zerojax.sharding.precision import Precision
 from zerojax.sharding.stages import Stage
-from zerojax.typing import Array, PyTree, Shape
 
 
 class ZeroConfig(NamedTuple):
@@ -34,67 +31,6 @@ class ZeroConfig(NamedTuple):
     axes: Axes
     stage: Stage
     precision: Precision
-
-
-def batch_specs(config: ZeroConfig, batch: PyTree) -> PyTree:
-    """The specs of a batch: dim 0 of every leaf is split over the data axes; scalars are replicated."""
-    return jax.tree.map(lambda a: PartitionSpec(config.axes.data) if np.ndim(a) else PartitionSpec(), batch)
-
-
-def _is_process_local(a: Any) -> bool:
-    """Whether a batch leaf has the rows of this process only. Avals, tracers and global arrays have those of all."""
-    if isinstance(a, jax.Array) and not isinstance(a, Tracer):
-        return a.is_fully_addressable
-    return isinstance(a, np.ndarray)
-
-
-def global_shape(a: Any) -> Shape:
-    """The shape of a batch leaf over all processes."""
-    shape = np.shape(a)
-    return (shape[0] * jax.process_count(), *shape[1:]) if shape and _is_process_local(a) else shape
-
-
-def shard_batch(config: ZeroConfig, batch: PyTree) -> PyTree:
-    """Converts a batch to global arrays, split over the data axes. Each process passes its own rows.
-
-    Arrays that are global already are returned unchanged.
-    """
-
-    def put(a: Any, spec: PartitionSpec) -> Array:
-        sharding = NamedSharding(config.mesh, spec)
-        if isinstance(a, jax.Array) and (not _is_process_local(a) or a.sharding.is_equivalent_to(sharding, a.ndim)):
-            return a
-        if isinstance(a, jax.Array) and jax.process_count() == 1:
-            return jax.device_put(a, sharding)
-        return jax.make_array_from_process_local_data(sharding, np.asarray(a))
-
-    return jax.tree.map(put, batch, batch_specs(config, batch))
-
-
-def check_batch(config: ZeroConfig, batch: PyTree, num_microbatches: int) -> None:
-    """Checks that dim 0 of every batch leaf is divisible by devices x microbatches.
-
-    Args:
-        config: the mesh and its data axes.
-        batch: arrays with the rows of this process, or global arrays or avals.
-        num_microbatches: the number of microbatches of a step.
-
-    Raises:
-        ValueError: if a leaf is not divisible, or if no leaf has rows.
-    """
-    parts = config.axes.num_devices * num_microbatches
-    with_paths = jax.tree_util.tree_leaves_with_path(batch)
-    rows = [(placement.path_text(path) or "the batch", global_shape(a)) for path, a in with_paths]
-    if not any(shape for _, shape in rows):
-        raise ValueError("batch: no array with rows\n  fix:      pass arrays whose dim 0 is the batch")
-    for path, shape in rows:
-        if shape and shape[0] % parts:
-            split = f"{shape[0]} % ({config.axes.num_devices} x {num_microbatches}) = {shape[0] % parts}"
-            raise ValueError(
-                f"batch: {path!r} does not divide into devices x microbatches\n"
-                f"  got:      shape {shape}; {split}\n"
-                f"  fix:      pass a multiple of {parts} rows, or change num_microbatches"
-            )
 
 
 def compiler_options(config: ZeroConfig, leaves: Iterable[Leaf]) -> dict[str, int | bool] | None:

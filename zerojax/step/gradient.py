@@ -22,7 +22,8 @@ from jax.sharding import PartitionSpec
 
 from zerojax.sharding.precision import cast, for_reduction
 from zerojax.step import models
-from zerojax.step.config import ZeroConfig, batch_specs, leaf_specs, shard_map_over_data
+from zerojax.step.batch import batch_specs, cast_batch, map_rows, microbatches
+from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
 from zerojax.step.models import Output, Weighted
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition
@@ -89,8 +90,7 @@ class DeviceGradient:
             scale: fp32 scalar, the loss scale.
         """
         shards = cast(list(shards), self.config.precision.compute_dtype)
-        if self.config.precision.cast_inputs:
-            batch = cast(batch, self.config.precision.compute_dtype)
+        batch = cast_batch(self.config.precision, batch)
         if self.settings.num_microbatches == 1:
             grads, output, _ = self._microbatch(shards, model_state, batch, self._device_key(key, 0), scale, [])
             grads = self._finish_reduction(grads)
@@ -104,8 +104,7 @@ class DeviceGradient:
     ) -> tuple[Array, dict[str, Array]]:
         """Computes the loss and the metrics without a gradient. Units are gathered as in a training step."""
         shards = cast(list(shards), self.config.precision.compute_dtype)
-        if self.config.precision.cast_inputs:
-            batch = cast(batch, self.config.precision.compute_dtype)
+        batch = cast_batch(self.config.precision, batch)
         key = self._device_key(key, 0)
         if self.config.stage.shards_params:
             segmented, data, unflatten = self._segmented_loss(shards, self._fold(model_state, 0), batch, key)
@@ -121,7 +120,7 @@ class DeviceGradient:
         those of a call.
         """
         shards = cast(list(shards), self.config.precision.compute_dtype)
-        batch = jax.tree.map(lambda a: a[: a.shape[0] // self.settings.num_microbatches] if a.ndim else a, batch)
+        batch = map_rows(lambda a: a[: a.shape[0] // self.settings.num_microbatches], batch)
         segmented, _, _ = self._segmented_loss(shards, self._fold(model_state, 0), batch, key)
         segments = [set(segment.leaves) for segment in segmented.traced.segments if segment.leaves]
         return [
@@ -234,12 +233,10 @@ class DeviceGradient:
     ) -> Any:
         """Returns (reduced gradients, sums of the loss and the metrics, model state) of all microbatches."""
         k = self.settings.num_microbatches
-        rows = jax.tree.map(
-            lambda a: a.reshape(k, a.shape[0] // k, *a.shape[1:]) if a.ndim else jnp.stack([a] * k), batch
-        )
+        rows, microbatch_of = microbatches(batch, k)
         grad_dtype = self.config.precision.param_dtype
         run_microbatch = lambda index, rows, model_state, start: self._microbatch(
-            shards, model_state, rows, self._device_key(key, index), scale, start, index
+            shards, model_state, microbatch_of(rows), self._device_key(key, index), scale, start, index
         )
         first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), rows)
         run_first = lambda rows: run_microbatch(jnp.int32(0), rows, model_state, [])[:2]
@@ -361,7 +358,7 @@ def compute_gradients(gradient: DeviceGradient, args: Any) -> LossAndGrads:
     in_specs = (
         leaf_specs(config, definition.leaves, config.stage.shards_params),
         replicated,
-        batch_specs(config, args[2]),
+        batch_specs(config.axes, args[2]),
         replicated,
         replicated,
     )
@@ -376,7 +373,7 @@ def uses(gradient: DeviceGradient, args: Any) -> list[tuple[int, ...]]:
     in_specs = (
         leaf_specs(config, definition.leaves, config.stage.shards_params),
         replicated,
-        batch_specs(config, args[2]),
+        batch_specs(config.axes, args[2]),
         replicated,
     )
     found: list[tuple[int, ...]] = []

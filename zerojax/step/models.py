@@ -18,6 +18,7 @@ from flax.linen import spmd
 from jax.sharding import PartitionSpec
 
 from zerojax.sharding.placement import check_arrays, path_text
+from zerojax.step.batch import unwrapped
 from zerojax.typing import Array, ArrayLike, PRNGKey, PyTree
 
 
@@ -194,6 +195,7 @@ def call_loss(
 ) -> Output:
     """Runs a user's `loss_fn(model, batch)` or `loss_fn(model, batch, key)`, and normalizes its outputs."""
     merged = model.merge(params, model_state)
+    batch = unwrapped(batch)
     args = (merged, batch, key) if takes_key(loss_fn) else (merged, batch)
     loss, aux, weighted = normalize(loss_fn(*args))
     after, metrics = model.state_after(merged, aux, model_state)

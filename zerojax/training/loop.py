@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from zerojax.processes.join import agree
-from zerojax.step.config import global_shape
+from zerojax.step.batch import num_global_rows
 from zerojax.step.state import TrainState
 from zerojax.training import folder as folders
 from zerojax.training.display import ProgressBar, ProgressLines, on_terminal
@@ -319,8 +319,3 @@ class StepTracer:
             jax.block_until_ready(state)
             self.close()
             log.info("fit: wrote a profile of steps %d to %d to %s", *self._steps, self._folder)
-
-
-def num_global_rows(batch: PyTree) -> int:
-    """The number of rows of a batch over all processes."""
-    return max((global_shape(a)[0] for a in jax.tree.leaves(batch) if np.ndim(a)), default=0)

@@ -1,0 +1,173 @@
+"""Batches: what is split, what every device gets whole, which dtypes are kept, and padding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import zerojax
+from zerojax import Weighted, Whole, Zero
+
+ROWS, CLASSES = 32, 8
+
+
+def create(key):
+    return {"w": jax.random.normal(key, (16, CLASSES))}
+
+
+def batch_of(rows=ROWS):
+    rng = np.random.default_rng(0)
+    return {"x": rng.standard_normal((rows, 16), np.float32), "y": rng.integers(0, CLASSES, rows)}
+
+
+CLASS_WEIGHTS = np.linspace(0.5, 4, CLASSES, dtype=np.float32)
+
+
+def losses(params, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(batch["x"] @ params["w"], batch["y"])
+
+
+def weighted_by_class(params, batch):
+    return jnp.mean(losses(params, batch) * batch["classes"][batch["y"]])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_what_is_whole_is_the_same_on_every_device_and_in_every_microbatch(stage, num_microbatches):
+    zero = Zero(zerojax.make_mesh(), stage)
+    state = zero.init(create, optax.sgd(0.1))
+    params = jax.device_get(state.params)
+    want, grads = jax.value_and_grad(weighted_by_class)(params, batch_of() | {"classes": CLASS_WEIGHTS})
+    step = zero.train_step(weighted_by_class, num_microbatches=num_microbatches)
+    after, metrics = step(state, batch_of() | {"classes": Whole(CLASS_WEIGHTS)})
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-6)
+    np.testing.assert_allclose(after.params["w"], params["w"] - 0.1 * grads["w"], rtol=1e-5, atol=1e-6)
+
+
+def test_a_tree_is_whole_in_value_and_grad():
+    zero = Zero(zerojax.make_mesh(), 3)
+    params, batch = create(jax.random.key(0)), batch_of()
+    loss = lambda params, x, y, table: weighted_by_class(params, {"x": x, "y": y, "classes": table["classes"]})
+    want = jax.value_and_grad(loss)(params, batch["x"], batch["y"], {"classes": CLASS_WEIGHTS})
+    table = Whole({"classes": CLASS_WEIGHTS})
+    got = jax.jit(zero.value_and_grad(loss))(zero.shard(params), batch["x"], batch["y"], table)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+
+
+@pytest.mark.parametrize("rows", [ROWS // 4, 2 * ROWS])
+def test_arrays_with_other_rows_are_refused_before_anything_compiles(rows):
+    """Both numbers divide over the devices: such an array would be cut, and the loss silently wrong."""
+    zero, table = Zero(zerojax.make_mesh()), np.ones(rows, np.float32)
+    step = zero.train_step(weighted_by_class)
+    with pytest.raises(ValueError, match="different numbers of rows") as raised:
+        step(zero.init(create, optax.sgd(0.1)), batch_of() | {"classes": table})
+    assert all(text in str(raised.value) for text in ("'classes'", "'x'", f"({rows},)", "(32, 16)", "zerojax.Whole"))
+    with pytest.raises(ValueError, match="different numbers of rows"):
+        zero.value_and_grad(lambda params, x, table: jnp.sum(table))(create(jax.random.key(0)), batch_of()["x"], table)
+
+
+def test_strings_are_refused_by_name():
+    zero = Zero(zerojax.make_mesh())
+    step, state = zero.train_step(weighted_by_class), zero.eval_init(create, optax.sgd(0.1))
+    for text in (np.array(["text"] * ROWS), "text"):
+        with pytest.raises(ValueError, match=r"'caption' is not an array of numbers"):
+            step(state, batch_of() | {"caption": text})
+
+
+@pytest.mark.parametrize("name", ["mask", "loss_weights"])
+def test_masks_are_not_rounded(name):
+    """In bf16 a sum of 1797 ones would be 1800."""
+    rows = 2048
+    zero = Zero(zerojax.make_mesh(devices=jax.devices()[:1]), precision="bf16")
+    mask = (np.arange(rows) < 1797).astype(np.float32)
+
+    def loss(params, batch):
+        seen.append((batch["x"].dtype, batch[name].dtype, batch["table"].dtype))
+        kept = losses(params, batch) * batch[name]
+        return Weighted(jnp.sum(kept), jnp.sum(batch[name])), {"count": jnp.sum(batch[name])}
+
+    seen = []
+    table = Whole(np.ones(3, np.float32))
+    metrics = zero.eval_step(loss)(zero.init(create, optax.sgd(0.1)), batch_of(rows) | {name: mask, "table": table})
+    assert metrics["count"] == 1797
+    assert set(seen) == {(jnp.dtype("bfloat16"), jnp.dtype("float32"), jnp.dtype("float32"))}
+
+
+def test_globs_choose_the_inputs_that_are_cast():
+    precision = zerojax.Precision(compute_dtype=jnp.bfloat16, cast_inputs=("x", "*/mask"))
+    zero = Zero(zerojax.make_mesh(), precision=precision)
+    seen = []
+
+    def loss(params, batch):
+        seen.append((batch["x"].dtype, batch["z"].dtype, batch["of"]["mask"].dtype))
+        return jnp.mean(losses(params, batch))
+
+    ones = np.ones(ROWS, np.float32)
+    batch = batch_of() | {"z": ones, "of": {"mask": ones}}
+    zero.train_step(loss).trace(zero.eval_init(create, optax.sgd(0.1)), batch)
+    assert set(seen) == {(jnp.dtype("bfloat16"), jnp.dtype("float32"), jnp.dtype("bfloat16"))}
+    assert "bfloat16 for x, */mask" in str(precision)
+
+
+@pytest.mark.parametrize("num_rows", [None, 24])
+def test_the_last_batch_of_an_evaluation_is_padded_with_weight_0(num_rows):
+    zero, batch = Zero(zerojax.make_mesh()), batch_of(13)
+    state = zero.init(create, optax.sgd(0.1))
+    want = jnp.mean(losses(jax.device_get(state.params), batch))
+    padded, weights = zero.pad_batch(batch, num_rows)
+    assert weights.sum() == 13 and len(weights) == len(padded["x"]) == (num_rows or 16)
+
+    def loss(params, batch):
+        return Weighted(jnp.sum(batch["weights"] * losses(params, batch)), jnp.sum(batch["weights"]))
+
+    metrics = zero.eval_step(loss)(state, padded | {"weights": weights})
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-6)
+
+
+def test_a_batch_is_not_padded_to_fewer_or_to_different_rows():
+    zero = Zero(zerojax.make_mesh())
+    with pytest.raises(ValueError, match="more rows than it is padded to"):
+        zero.pad_batch(batch_of(13), 8)
+    with pytest.raises(ValueError, match="different numbers of rows"):
+        zero.pad_batch(batch_of(13) | {"table": CLASS_WEIGHTS})
+
+
+def test_graphs_are_stacked_one_per_device():
+    """Arrays of nodes and of edges have different lengths; of a stack of padded graphs, all have the same rows."""
+    rng, num, nodes, edges = np.random.default_rng(0), 8, 6, 10
+    graphs = {
+        "nodes": rng.standard_normal((num, nodes, 16), np.float32),
+        "senders": rng.integers(0, nodes, (num, edges)),
+        "receivers": rng.integers(0, nodes, (num, edges)),
+        "y": rng.integers(0, CLASSES, (num, nodes)),
+        "node_mask": (rng.random((num, nodes)) < 0.7).astype(np.float32),
+    }
+
+    def loss(params, graphs):
+        def one(nodes, senders, receivers, y, node_mask):
+            received = jax.ops.segment_sum(nodes[senders], receivers, nodes.shape[0])
+            return jnp.sum(node_mask * losses(params, {"x": nodes + received, "y": y}))
+
+        names = ("nodes", "senders", "receivers", "y", "node_mask")
+        return Weighted(jnp.sum(jax.vmap(one)(*map(graphs.get, names))), jnp.sum(graphs["node_mask"]))
+
+    zero = Zero(zerojax.make_mesh())
+    state = zero.init(create, optax.sgd(0.1))
+    params = jax.device_get(state.params)
+    mean = lambda params: (lambda pair: pair.sum / pair.weight)(loss(params, graphs))
+    want, grads = jax.value_and_grad(mean)(params)
+    after, metrics = zero.train_step(loss)(state, graphs)
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+    np.testing.assert_allclose(after.params["w"], params["w"] - 0.1 * grads["w"], rtol=1e-5, atol=1e-6)
+
+
+def test_value_and_grad_refuses_a_module_with_its_statistics():
+    zero = Zero(zerojax.make_mesh())
+    module = nnx.BatchNorm(16, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="takes parameters, not a module") as raised:
+        zero.value_and_grad(lambda module, x: jnp.mean(module(x)))(module, batch_of()["x"])
+    assert "got:      BatchNorm" in str(raised.value) and "nnx.split" in str(raised.value)
+    with pytest.raises(ValueError, match="takes parameters, not a module"):
+        zero.shard(module)

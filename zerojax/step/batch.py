@@ -1,0 +1,226 @@
+"""Batches: which arrays are split over the devices, how they are placed, checked, cast and cut into microbatches."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zerojax.sharding.axes import Axes
+from zerojax.sharding.placement import path_text
+from zerojax.sharding.precision import Precision
+from zerojax.step.config import ZeroConfig
+from zerojax.typing import Array, PyTree, Shape
+
+_KEEPS_DTYPE = re.compile("mask|weight", re.IGNORECASE)  # in a name: arrays that are summed, not computed with
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """Marks what every device gets whole in a batch, such as class weights, a table or a PRNG key that is no scalar.
+
+    The loss function gets `value` itself. Its floating arrays keep their dtype.
+
+    Attributes:
+        value: an array or a tree of arrays, the same in every process. All other arrays of a batch have rows, and are
+            split over the devices in dim 0.
+    """
+
+    value: PyTree
+
+    def tree_flatten(self) -> tuple[tuple[PyTree], None]:
+        return (self.value,), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: tuple[PyTree]) -> Whole:
+        return cls(*children)
+
+
+def _is_whole(node: Any) -> bool:
+    return isinstance(node, Whole)
+
+
+def unwrapped(batch: PyTree) -> PyTree:
+    """The batch as a loss function gets it: what is marked `Whole` without its mark."""
+    return jax.tree.map(lambda node: node.value if _is_whole(node) else node, batch, is_leaf=_is_whole)
+
+
+def map_rows(fn: Callable[[Any], Any], batch: PyTree, otherwise: Callable[[Any], Any] = lambda a: a) -> PyTree:
+    """Applies `fn` to the arrays with rows, and `otherwise` to scalars and to what is marked `Whole`."""
+
+    def apply(node: Any) -> Any:
+        if _is_whole(node):
+            return Whole(jax.tree.map(otherwise, node.value))
+        return fn(node) if np.ndim(node) else otherwise(node)
+
+    return jax.tree.map(apply, batch, is_leaf=_is_whole)
+
+
+def batch_specs(axes: Axes, batch: PyTree) -> PyTree:
+    """The specs of a batch: rows are split over the data axes in dim 0; all else is replicated."""
+    return map_rows(lambda _: PartitionSpec(axes.data), batch, lambda _: PartitionSpec())
+
+
+def _is_process_local(a: Any) -> bool:
+    """Whether an array has the rows of this process only. Avals, tracers and global arrays have those of all."""
+    if isinstance(a, jax.Array) and not isinstance(a, Tracer):
+        return a.is_fully_addressable
+    return isinstance(a, np.ndarray)
+
+
+def _global_shape(a: Any) -> Shape:
+    """The shape of an array with rows over all processes."""
+    shape = np.shape(a)
+    return (shape[0] * jax.process_count(), *shape[1:]) if _is_process_local(a) else shape
+
+
+def num_global_rows(batch: PyTree) -> int:
+    """The number of rows of a batch over all processes."""
+    return max(jax.tree.leaves(map_rows(lambda a: _global_shape(a)[0], batch, lambda a: 0)), default=0)
+
+
+def batch_avals(config: ZeroConfig, batch: PyTree) -> PyTree:
+    """The avals of a global batch, with shardings."""
+
+    def aval(a: Any, shape: Shape, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, _dtype(a), sharding=NamedSharding(config.mesh, spec))
+
+    whole, rows = PartitionSpec(), PartitionSpec(config.axes.data)
+    return map_rows(lambda a: aval(a, _global_shape(a), rows), batch, lambda a: aval(a, np.shape(a), whole))
+
+
+def _dtype(a: Any) -> Any:
+    """The dtype to which JAX converts a NumPy array or a number."""
+    dtype = a.dtype if hasattr(a, "dtype") else np.result_type(a)
+    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+
+
+def shard_batch(config: ZeroConfig, batch: PyTree) -> PyTree:
+    """Converts a batch to global arrays, split over the data axes. Each process passes its own rows.
+
+    Arrays that are global already are returned unchanged.
+    """
+
+    def put(a: Any, spec: PartitionSpec) -> Array:
+        sharding = NamedSharding(config.mesh, spec)
+        if isinstance(a, jax.Array) and (not _is_process_local(a) or a.sharding.is_equivalent_to(sharding, a.ndim)):
+            return a
+        if isinstance(a, jax.Array) and jax.process_count() == 1:
+            return jax.device_put(a, sharding)
+        return jax.make_array_from_process_local_data(sharding, np.asarray(a))
+
+    return jax.tree.map(put, batch, batch_specs(config.axes, batch))
+
+
+def check_batch(config: ZeroConfig, batch: PyTree, num_microbatches: int) -> None:
+    """Checks that all arrays of a batch have the same number of rows, which devices x microbatches divide.
+
+    Args:
+        config: the mesh and its data axes.
+        batch: arrays with the rows of this process, or global arrays or avals; and `Whole` for what has no rows.
+        num_microbatches: the number of microbatches of a step.
+
+    Raises:
+        ValueError: if a leaf is not an array of numbers, the numbers of rows differ or are not divisible, or no array
+            has rows.
+    """
+    parts = config.axes.num_devices * num_microbatches
+    for path, a in jax.tree_util.tree_leaves_with_path(unwrapped(batch)):
+        _check_dtype(path_text(path) or "the batch", a)
+    rows = [
+        (path_text(path) or "the batch", _global_shape(a))
+        for path, a in jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_whole)
+        if not _is_whole(a) and np.ndim(a)
+    ]
+    if not rows:
+        raise ValueError("batch: no array with rows\n  fix:      pass arrays whose dim 0 is the batch")
+    path, shape = rows[0]
+    for other, other_shape in rows:
+        if other_shape[0] != shape[0]:
+            raise ValueError(
+                f"batch: {path!r} and {other!r} have different numbers of rows\n"
+                f"  got:      shapes {shape} and {other_shape}\n"
+                f"  fix:      pass the same rows in all arrays, zerojax.Whole(array) for what every device gets whole"
+            )
+    if shape[0] % parts:
+        split = f"{shape[0]} % ({config.axes.num_devices} x {num_microbatches}) = {shape[0] % parts}"
+        raise ValueError(
+            f"batch: {path!r} does not divide into devices x microbatches\n"
+            f"  got:      shape {shape}; {split}\n"
+            f"  fix:      pass a multiple of {parts} rows (zero.pad_batch adds some of weight 0), or change "
+            f"num_microbatches"
+        )
+
+
+def _check_dtype(path: str, a: Any) -> None:
+    dtype = a.dtype if hasattr(a, "dtype") else np.asarray(a).dtype
+    if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_, jax.dtypes.prng_key)):
+        got = f"dtype {dtype}" if hasattr(a, "dtype") else repr(a)
+        raise ValueError(
+            f"batch: {path!r} is not an array of numbers\n"
+            f"  got:      {got}\n"
+            f"  fix:      leave it out, or convert it, for example strings to the integers of a tokenizer"
+        )
+
+
+def cast_batch(precision: Precision, batch: PyTree) -> PyTree:
+    """Casts floating arrays with rows to compute_dtype, as `Precision.cast_inputs` says."""
+
+    def cast(path: Any, a: Any) -> Any:
+        name, option = path_text(path), precision.cast_inputs
+        chosen = option if isinstance(option, bool) else any(fnmatchcase(name, pattern) for pattern in option)
+        kept = option is True and _KEEPS_DTYPE.search(name)
+        if _is_whole(a) or not chosen or kept or not jnp.issubdtype(a.dtype, jnp.floating):
+            return a
+        return a.astype(precision.compute_dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, batch, is_leaf=_is_whole)
+
+
+def microbatches(batch: PyTree, num: int) -> tuple[PyTree, Callable[[PyTree], PyTree]]:
+    """Cuts a batch into equal parts along dim 0.
+
+    Returns:
+        (the arrays with rows, reshaped to (num, rows of a microbatch, ...), in a flat list; a function that returns the
+        microbatch of one entry of each, with what is the same in all microbatches).
+    """
+    leaves, tree = jax.tree.flatten(batch)
+    has_rows = jax.tree.leaves(map_rows(lambda _: True, batch, lambda _: False))
+    rows = [a.reshape(num, a.shape[0] // num, *a.shape[1:]) for a, flag in zip(leaves, has_rows, strict=True) if flag]
+
+    def microbatch(rows: PyTree) -> PyTree:
+        items = iter(rows)
+        return tree.unflatten([next(items) if flag else a for a, flag in zip(leaves, has_rows, strict=True)])
+
+    return rows, microbatch
+
+
+def pad_batch(config: ZeroConfig, batch: PyTree, num_rows: int | None) -> tuple[PyTree, np.ndarray]:
+    """See `Zero.pad_batch`."""
+    counts = set(jax.tree.leaves(map_rows(lambda a: np.shape(a)[0], batch, lambda a: 0))) - {0}
+    if len(counts) != 1:
+        raise ValueError(
+            f"pad_batch: {'no array with rows' if not counts else 'different numbers of rows'}\n"
+            f"  got:      {sorted(counts)}\n"
+            f"  fix:      pass the same rows in all arrays, and zerojax.Whole(array) for what every device gets whole"
+        )
+    (count,) = counts
+    parts = max(config.axes.num_devices // jax.process_count(), 1)
+    target = -(-count // parts) * parts if num_rows is None else num_rows
+    if target < count:
+        raise ValueError(
+            f"pad_batch: the batch has more rows than it is padded to\n"
+            f"  got:      {count} rows, num_rows={num_rows}\n"
+            f"  fix:      pass num_rows of at least {count}"
+        )
+    repeated = np.minimum(np.arange(target), count - 1)  # rows that are valid input, unlike zeros
+    return map_rows(lambda a: a[repeated], batch), (np.arange(target) < count).astype(np.float32)
