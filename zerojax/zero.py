@@ -18,7 +18,7 @@ from zerojax.audit.findings import check_setting
 from zerojax.report import placement as report
 from zerojax.sharding import placement
 from zerojax.sharding.mesh import data_axes
-from zerojax.sharding.placement import Overrides
+from zerojax.sharding.placement import FromModel, Overrides
 from zerojax.sharding.precision import Precision
 from zerojax.sharding.stages import Stage
 from zerojax.step import batch as batches, models, state as states
@@ -48,7 +48,12 @@ class Zero:
             first dim that the number of shards divides is sharded.
         stacked: globs of leaves whose dim 0 counts layers. Stacks that are created by a scan or by a vmap over keys are
             detected without it.
-        frozen: globs of leaves that are not trained: no gradient, no optimizer state, no reduce-scatter.
+        frozen: globs of leaves that are not trained: no gradient, no optimizer state, no reduce-scatter. They keep the
+            dtype and the bits that the model gives them, and the running statistics of their modules do not move.
+        trainable: what is trained; all else is frozen. Globs, an nnx filter such as `nnx.LoRAParam`, or a function of
+            (path, array) that returns a bool.
+        dtypes: maps globs on leaf paths to the dtype in which leaves are gathered and computed with, for example
+            {'*norm*/scale': 'float32'}. Gradients of leaves with a wider dtype than the precision's are reduced in it.
         units: globs on leading parts of paths; the leaves below each match are gathered together. By default each
             layer is a unit: the leaves below a numbered component that has siblings ('layers/0', 'Block_3'; see
             `explain`). Leaves beside the layers are units by their parents ('embed').
@@ -71,6 +76,8 @@ class Zero:
         shard_dims: Mapping[str, int | None] | None = None,
         stacked: Sequence[str] = (),
         frozen: Sequence[str] = (),
+        trainable: Any = None,
+        dtypes: Mapping[str, Any] | None = None,
         units: Sequence[str] = (),
         partition_specs: Mapping[str, PartitionSpec] | None = None,
     ):
@@ -79,7 +86,13 @@ class Zero:
         axes = data_axes(mesh, tuple(shard_axes), tuple(replica_axes))
         self.config = ZeroConfig(mesh, axes, Stage.of(stage), Precision.of(precision))
         self.overrides = Overrides(
-            dict(shard_dims or {}), tuple(stacked), tuple(frozen), tuple(units), dict(partition_specs or {})
+            dict(shard_dims or {}),
+            tuple(stacked),
+            tuple(frozen),
+            trainable,
+            dict(dtypes or {}),
+            tuple(units),
+            dict(partition_specs or {}),
         )
 
     def init(
@@ -262,7 +275,9 @@ class Zero:
                 f"  fix:      graph, params, rest = nnx.split(module, nnx.Param, ...); pass params and "
                 f"zerojax.Whole(rest), and call nnx.merge(graph, params, rest) in the loss"
             )
-        leaves = placement.place(params, self.config.mesh, self.config.axes, self.overrides)
+        config, overrides = self.config, self.overrides
+        from_model = FromModel(trained=models.trained_paths(overrides.trainable, params))
+        leaves = placement.place(params, config.mesh, config.axes, config.precision, overrides, from_model)
         model = models.Model(lambda params, other: params, lambda merged, aux, before: (before, aux))
         return Definition(optax.identity(), model, leaves, jax.tree.structure(params))
 

@@ -68,7 +68,7 @@ class Expectation:
         most: the most bytes that a device may send, by the formula of the stage.
         least: the bytes that a device sends at least, if no gather or reduction of the traced step is left out.
         unit_bytes: size of the largest unit in full form on one device. A stacked leaf counts with one layer.
-        wide_bytes: bytes that a device sends in reductions in a wider dtype than `reduce_dtype`.
+        wide_bytes: bytes that a device sends in a wider dtype than those of the precision.
         offloaded_bytes: bytes in host memory that are saved for the backward pass of one microbatch.
         jaxpr: the traced step, from which `least` and `offloaded_bytes` were read.
     """
@@ -108,6 +108,9 @@ def expect(
     most = most._replace(all_reduced=most.all_reduced + averaged + replicas)
     traced = SentBytes.of(over_data_axes(jaxpr_collectives.traced_collectives(jaxpr, config.mesh), config))
     wide = _sum_dtype(config, num_microbatches) != config.precision.reduce_dtype
+    width = jnp.dtype(config.precision.compute_dtype).itemsize
+    wide_leaves = [(leaf, num) for leaf, num in zip(leaves, uses, strict=True) if leaf.compute_dtype.itemsize > width]
+    by_choice = sum(_stage_bytes(config, *zip(*wide_leaves, strict=True), num_microbatches)) if wide_leaves else 0
     return Expectation(
         config,
         num_microbatches,
@@ -116,7 +119,7 @@ def expect(
         most=most,
         least=SentBytes(*map(min, traced, most)),
         unit_bytes=_unit_bytes(config, leaves),
-        wide_bytes=averaged + wide * replicas,
+        wide_bytes=averaged + wide * replicas + by_choice,
         offloaded_bytes=jaxpr_collectives.offloaded_bytes(jaxpr) // num_microbatches,
         jaxpr=jaxpr,
     )
@@ -148,8 +151,7 @@ def _full_elements(config: ZeroConfig, leaf: Leaf) -> int:
 
 def _gathered_bytes(config: ZeroConfig, leaf: Leaf) -> int:
     """The bytes of a gathered leaf, in the dtype in which it is sent; 0 if the leaf is not sharded."""
-    dtype = config.precision.compute_dtype if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype
-    return 0 if leaf.dim is None else _full_elements(config, leaf) * jnp.dtype(dtype).itemsize
+    return 0 if leaf.dim is None else _full_elements(config, leaf) * leaf.compute_dtype.itemsize
 
 
 def _unit_bytes(config: ZeroConfig, leaves: Iterable[Leaf]) -> int:
@@ -168,11 +170,12 @@ def _stage_bytes(config: ZeroConfig, leaves: Sequence[Leaf], uses: Sequence[int]
 
     Source: ZeRO section 7: 2 Psi at stages 0 and 1, (1 + k) Psi at 2, up to 3 k Psi at 3, times (N-1)/N.
     """
-    stage, reduce_bytes = config.stage, jnp.dtype(config.precision.reduce_dtype).itemsize
+    stage = config.stage
     gathered = reduce_scattered = all_reduced = 0
     for leaf, num_uses in zip(leaves, uses, strict=True):
         num_reductions = leaf.trainable * (k * num_uses if stage.shards_grads else 1)
-        gradient = num_reductions * _full_elements(config, leaf) * reduce_bytes
+        wire_dtype = config.precision.wire_dtype(leaf.compute_dtype)
+        gradient = num_reductions * _full_elements(config, leaf) * wire_dtype.itemsize
         if stage.shards_optimizer and leaf.dim is not None:
             reduce_scattered += gradient
         else:

@@ -10,10 +10,10 @@ import math
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from zerojax.analysis import jaxpr_stats, liveness
 from zerojax.report.placement import explain
+from zerojax.sharding.placement import Leaf
 from zerojax.sharding.stages import Stage
 from zerojax.step.config import ZeroConfig
 from zerojax.step.settings import StepSettings
@@ -139,15 +139,15 @@ def step_memory(
 
 def _argument_terms(config: ZeroConfig, state: TrainState, batch: PyTree) -> list[Term]:
     """The terms of the training state and the batch."""
-    axes, stage, precision = config.axes, config.stage, config.precision
+    axes, stage = config.axes, config.stage
     psi = sum(leaf.size for leaf in state.definition.leaves)
     totals = explain(config, state).totals
     optimizer = totals["optimizer"] / max(1, psi)
     divisor = lambda sharded: f" / {axes.num_shards}" if sharded and axes.num_shards > 1 else ""
-    width = jnp.dtype(precision.compute_dtype).itemsize
+    held = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state.params))
     shards = axes.num_shards if stage.shards_optimizer else 1
     rows = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(batch)) // axes.num_devices
-    params = f"{width} x {_count(psi)}{divisor(stage.shards_params)}"
+    params = f"{held / max(1, psi):.3g} x {_count(psi)}{divisor(stage.shards_params)}"
     terms = [
         Term("parameters", totals["params"], params),
         Term("optimizer state", totals["optimizer"], f"{optimizer * shards:.3g} x {_count(psi)}{divisor(shards > 1)}"),
@@ -159,12 +159,13 @@ def _argument_terms(config: ZeroConfig, state: TrainState, batch: PyTree) -> lis
 
 def _temporary_formulas(config: ZeroConfig, state: TrainState, prefetch: int) -> dict[str, str]:
     """Explains each kind of memory that a step allocates."""
-    width = jnp.dtype(config.precision.compute_dtype).itemsize
-    units: dict[str, int] = {}
+    units: dict[str, list[Leaf]] = {}
     for leaf in state.definition.leaves:
-        units[leaf.unit] = units.get(leaf.unit, 0) + leaf.size // (leaf.shape[0] if leaf.stacked else 1)
-    largest = max(units, key=lambda unit: units[unit])
-    size = f"{width} x {_count(units[largest])}"
+        units.setdefault(leaf.unit, []).append(leaf)
+    elements = lambda unit: sum(leaf.size_at_once for leaf in units[unit])
+    largest = max(units, key=elements)
+    num_bytes = sum(leaf.size_at_once * leaf.compute_dtype.itemsize for leaf in units[largest])
+    size = f"{num_bytes / max(1, elements(largest)):.3g} x {_count(elements(largest))}"
     return {
         liveness.GATHERED: f"up to {prefetch + 1} units at a time; the largest, {largest!r}, is {size}",
         liveness.GRADIENTS: "reduced and full gradients that exist at the peak",
@@ -180,11 +181,11 @@ def _transposed_leaf(config: ZeroConfig, settings: StepSettings, state: TrainSta
     """
     if not config.stage.shards_optimizer or config.stage.shards_params:
         return None
-    width = jnp.dtype(config.precision.compute_dtype).itemsize
     transposed = [leaf for leaf in state.definition.leaves if leaf.dim and leaf.trainable]
     if not transposed:
         return None
     largest = max(transposed, key=lambda leaf: leaf.size)
+    width = largest.compute_dtype.itemsize
     num_bytes = int(min(width * largest.size, settings.collectives.bucket_bytes))
     formula = f"after the update: {largest.path!r} before it is transposed, {width} x {_count(largest.size)}"
     return Term("gathered", num_bytes, formula)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Column, Table
@@ -54,7 +53,7 @@ class UnitRow:
     Attributes:
         name: the leading part of the paths of its leaves.
         num_leaves: the number of its leaves.
-        num_bytes: bytes of its full leaves in compute_dtype; of stacked leaves, of one layer.
+        num_bytes: bytes of its full leaves as they are gathered; of stacked leaves, of one layer.
         places: the positions in the forward pass at which it is used, counted from 0; empty if unknown, or unused.
     """
 
@@ -135,18 +134,18 @@ def explain(config: ZeroConfig, state: TrainState, uses: Sequence[tuple[int, ...
     totals = {name: sum(row.bytes_per_device for row in of(name)) for name in _CATEGORIES}
     formula = {name: sum(row.undivided_bytes for row in of(name)) / n for name, n in shards.items()}
     replicated = [r for r in rows if shards.get(r.category, 1) > 1 and r.bytes_per_device == r.undivided_bytes]
-    units = _units(state.definition.leaves, config.precision.compute_dtype, uses)
+    units = _units(state.definition.leaves, uses)
     large_unit = placement.large_unit_text(state.definition.leaves)
     return Explanation(tuple(rows), units, large_unit, totals, formula, tuple(replicated))
 
 
-def _units(leaves: Sequence[Leaf], dtype: Any, uses: Sequence[tuple[int, ...]] | None) -> tuple[UnitRow, ...]:
+def _units(leaves: Sequence[Leaf], uses: Sequence[tuple[int, ...]] | None) -> tuple[UnitRow, ...]:
     members: dict[str, list[int]] = {}
     for k, leaf in enumerate(leaves):
         members.setdefault(leaf.unit, []).append(k)
     rows = []
     for name, unit in members.items():
-        num_bytes = jnp.dtype(dtype).itemsize * sum(leaves[k].size_at_once for k in unit)
+        num_bytes = sum(leaves[k].size_at_once * leaves[k].compute_dtype.itemsize for k in unit)
         places = sorted({place for k in unit for place in uses[k]}) if uses else []
         rows.append(UnitRow(name, len(unit), num_bytes, tuple(places)))
     return tuple(sorted(rows, key=lambda row: row.places[:1] or (len(leaves),)) if uses else rows)
@@ -168,7 +167,7 @@ def _row(axes: Axes, category: str, path: str, aval: Any, reason: str) -> Row:
 def _gradient(config: ZeroConfig, mesh: AnyMesh, leaf: Leaf) -> jax.ShapeDtypeStruct:
     """The gradient of a leaf within a step. At stage 1 it is full, until the reduce_scatter at the end of the step."""
     sharding = NamedSharding(mesh, leaf.spec(config.axes, config.stage.shards_grads))
-    return jax.ShapeDtypeStruct(leaf.shape, config.precision.reduce_dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(leaf.shape, config.precision.wire_dtype(leaf.compute_dtype), sharding=sharding)
 
 
 def _optimizer_reason(path: str, aval: Any, leaves: dict[str, Leaf], axes: Axes) -> str:

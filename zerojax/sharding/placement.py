@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.sharding import annotations
 from zerojax.sharding.axes import REPLICATED, Axes, Dims, axis_names
+from zerojax.sharding.precision import Precision
 from zerojax.sharding.units import cut_patterns, no_match_text, unit_names
 from zerojax.typing import AnyMesh, PyTree, Shape
 
@@ -47,6 +48,8 @@ class Overrides:
         shard_dims: pattern -> dim to shard, or None to replicate.
         stacked: patterns of leaves whose dim 0 counts layers.
         frozen: patterns of leaves that are not trained.
+        trainable: what is trained, all else is not: patterns, an nnx filter, a predicate of (path, aval), or None.
+        dtypes: pattern -> the dtype in which leaves are gathered and computed with, instead of the precision's.
         units: patterns on leading parts of paths; the leaves below each match are a unit.
         partition_specs: pattern -> spec over mesh axes, instead of the annotation of the model.
     """
@@ -54,6 +57,8 @@ class Overrides:
     shard_dims: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
     stacked: Sequence[str] = ()
     frozen: Sequence[str] = ()
+    trainable: Any = None
+    dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     units: Sequence[str] = ()
     partition_specs: Mapping[str, PartitionSpec] = dataclasses.field(default_factory=dict)
 
@@ -64,7 +69,9 @@ class Leaf:
 
     Attributes:
         path: keys joined by '/'.
-        shape, dtype: of the full leaf.
+        shape: of the full leaf.
+        dtype: in which it is initialized, updated and saved: param_dtype, or that of the model if it is frozen.
+        compute_dtype: in which it is gathered and computed with.
         dim: the sharded dim, or None.
         unit: name of the unit, whose leaves are gathered together.
         reason: why this dim is sharded, or why no dim is.
@@ -76,6 +83,7 @@ class Leaf:
     path: str
     shape: Shape
     dtype: Any
+    compute_dtype: Any
     dim: int | None
     unit: str
     reason: str
@@ -146,13 +154,30 @@ def _first_match(path: str, patterns: Sequence[str]) -> str | None:
     return next((p for p in patterns if fnmatchcase(path, p)), None)
 
 
+class FromModel(NamedTuple):
+    """What the model says about its leaves.
+
+    Attributes:
+        stacked: paths of leaves whose dim 0 counts layers.
+        annotations: path -> spec.
+        trained: paths of leaves that are trained unless the user freezes them; None for all.
+    """
+
+    stacked: frozenset[str] = frozenset()
+    annotations: Mapping[str, PartitionSpec] = MappingProxyType({})
+    trained: frozenset[str] | None = None
+
+
+_UNKNOWN = FromModel()
+
+
 def place(
     params: PyTree,
     mesh: AnyMesh,
     axes: Axes,
+    precision: Precision,
     overrides: Overrides,
-    stacked_paths: frozenset[str] = frozenset(),
-    annotated: Mapping[str, PartitionSpec] = MappingProxyType({}),
+    from_model: FromModel = _UNKNOWN,
 ) -> tuple[Leaf, ...]:
     """Places every leaf of a parameter tree, in flattening order.
 
@@ -160,21 +185,21 @@ def place(
         params: tree of arrays or avals.
         mesh: the mesh, concrete or abstract.
         axes: the data axes.
+        precision: the dtypes of trained leaves.
         overrides: the user's choices.
-        stacked_paths: paths of leaves known to be stacked.
-        annotated: path -> the model's annotation.
+        from_model: what is known from the model.
 
     Raises:
-        ValueError: if the tree is empty, a leaf is not an array, a pattern matches nothing or an annotation does not
-            fit its leaf; if a chosen dim does not exist, is not divisible by the number of shards, or is divided over
-            another axis.
+        ValueError: if the tree is empty, a leaf is not an array or is complex and not frozen, a pattern matches nothing
+            or an annotation does not fit its leaf; if a chosen dim does not exist, is not divisible by the number of
+            shards, or is divided over another axis.
     """
     with_paths, _ = jax.tree_util.tree_flatten_with_path(params)
     if not with_paths:
         raise ValueError("placement: the parameter tree is empty\n  fix:      return a model or a tree with parameters")
     paths = [path_text(path) for path, _ in with_paths]
     check_arrays(params)
-    for option in ("shard_dims", "stacked", "frozen", "partition_specs"):
+    for option in ("shard_dims", "stacked", "frozen", "dtypes", "partition_specs"):
         for pattern in getattr(overrides, option):
             if not any(fnmatchcase(path, pattern) for path in paths):
                 raise ValueError(no_match_text(option, pattern, paths))
@@ -183,9 +208,11 @@ def place(
     leaves = []
     for path, unit, (_, leaf) in zip(paths, units, with_paths, strict=True):
         shape = tuple(leaf.shape)
-        stacked = path in stacked_paths or _first_match(path, overrides.stacked) is not None
+        stacked = path in from_model.stacked or _first_match(path, overrides.stacked) is not None
         pattern = _first_match(path, list(overrides.partition_specs))
-        annotation = annotated.get(path, REPLICATED) if pattern is None else overrides.partition_specs[pattern]
+        annotation = (
+            from_model.annotations.get(path, REPLICATED) if pattern is None else overrides.partition_specs[pattern]
+        )
         model_spec, dim = annotations.check_annotation(path, shape, annotation, stacked, mesh, axes)
         pattern = _first_match(path, list(overrides.shard_dims))
         if pattern is not None:
@@ -196,9 +223,25 @@ def place(
         else:
             dim, reason = choose_dim(shape, axes.num_shards, stacked, model_spec)
         _check_dim(path, shape, dim, axes, model_spec)
-        trainable = bool(jnp.issubdtype(leaf.dtype, jnp.floating)) and _first_match(path, overrides.frozen) is None
-        leaves.append(Leaf(path, shape, leaf.dtype, dim, unit, reason, trainable, model_spec, stacked))
+        trainable = _is_trainable(path, leaf.dtype, overrides.frozen, from_model.trained)
+        dtype = precision.param_dtype if trainable else leaf.dtype
+        pattern = _first_match(path, list(overrides.dtypes))
+        compute_dtype = overrides.dtypes[pattern] if pattern else precision.leaf_dtype(leaf.dtype, trainable)
+        dtypes = jnp.dtype(dtype), jnp.dtype(compute_dtype)
+        leaves.append(Leaf(path, shape, *dtypes, dim, unit, reason, trainable, model_spec, stacked))
     return tuple(leaves)
+
+
+def _is_trainable(path: str, dtype: Any, frozen: Sequence[str], trained: frozenset[str] | None) -> bool:
+    if _first_match(path, frozen) is not None or (trained is not None and path not in trained):
+        return False
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        raise ValueError(
+            f"placement: {path!r} is complex, and only real parameters are trained\n"
+            f"  got:      dtype {dtype}\n"
+            f"  fix:      store its real and imaginary part as two parameters, or name it in frozen="
+        )
+    return bool(jnp.issubdtype(dtype, jnp.floating))
 
 
 def large_unit_text(leaves: Sequence[Leaf]) -> str | None:

@@ -50,10 +50,21 @@ class Precision:
             )
         return _PRECISIONS[precision]
 
-    @property
-    def has_master(self) -> bool:
-        """Whether the optimizer holds a master copy of the parameters, in another dtype than compute_dtype."""
-        return jnp.dtype(self.param_dtype) != jnp.dtype(self.compute_dtype)
+    def leaf_dtype(self, dtype: Any, trainable: bool) -> Any:
+        """The dtype in which a parameter of `dtype` is gathered and computed with, unless the user chooses another.
+
+        A frozen leaf is never widened: a base in bf16, fp8 or int8 stays as it is.
+        """
+        frozen_is_narrow = jnp.dtype(dtype).itemsize <= jnp.dtype(self.compute_dtype).itemsize
+        if not jnp.issubdtype(dtype, jnp.floating) or (not trainable and frozen_is_narrow):
+            return jnp.dtype(dtype)
+        return jnp.dtype(self.compute_dtype)
+
+    def wire_dtype(self, dtype: Any) -> Any:
+        """The dtype in which a gradient of `dtype` is communicated: `reduce_dtype`, or its own, if that is wider than
+        compute_dtype, as of a leaf that is computed in fp32 in spite of the precision."""
+        is_wide = jnp.dtype(dtype).itemsize > jnp.dtype(self.compute_dtype).itemsize
+        return jnp.promote_types(dtype, self.reduce_dtype) if is_wide else jnp.dtype(self.reduce_dtype)
 
     def __str__(self) -> str:
         scaling = "none"

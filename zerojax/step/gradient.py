@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from zerojax.sharding.precision import cast, for_reduction
+from zerojax.sharding.precision import for_reduction
 from zerojax.step import models
 from zerojax.step.batch import batch_specs, cast_batch, map_rows, microbatches
 from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
@@ -89,7 +89,7 @@ class DeviceGradient:
             key: the PRNG key of the step.
             scale: fp32 scalar, the loss scale.
         """
-        shards = cast(list(shards), self.config.precision.compute_dtype)
+        shards = self.definition.for_compute(shards)
         batch = cast_batch(self.config.precision, batch)
         if self.settings.num_microbatches == 1:
             grads, output, _ = self._microbatch(shards, model_state, batch, self._device_key(key, 0), scale, [])
@@ -103,7 +103,7 @@ class DeviceGradient:
         self, shards: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey
     ) -> tuple[Array, dict[str, Array]]:
         """Computes the loss and the metrics without a gradient. Units are gathered as in a training step."""
-        shards = cast(list(shards), self.config.precision.compute_dtype)
+        shards = self.definition.for_compute(shards)
         batch = cast_batch(self.config.precision, batch)
         key = self._device_key(key, 0)
         if self.config.stage.shards_params:
@@ -119,7 +119,7 @@ class DeviceGradient:
         There is none if the loss does not use the leaf, and more than one if several units share it. The arguments are
         those of a call.
         """
-        shards = cast(list(shards), self.config.precision.compute_dtype)
+        shards = self.definition.for_compute(shards)
         batch = map_rows(lambda a: a[: a.shape[0] // self.settings.num_microbatches], batch)
         segmented, _, _ = self._segmented_loss(shards, self._fold(model_state, 0), batch, key)
         segments = [set(segment.leaves) for segment in segmented.traced.segments if segment.leaves]
@@ -136,6 +136,10 @@ class DeviceGradient:
         """The model state with PRNG keys of this device and a microbatch."""
         folded = models.fold_keys(model_state, collectives.device_index(self.config.axes))
         return models.fold_keys(folded, jnp.asarray(microbatch, jnp.int32))
+
+    def _fixed_state(self, model_state: PyTree) -> Sequence[bool]:
+        """Whether each leaf of the model state stays as it is."""
+        return self.definition.fixed_state or [False] * len(jax.tree.leaves(model_state))
 
     def _sum(self, values: Sequence[Array]) -> list[Array]:
         """Sums values over all data axes."""
@@ -173,7 +177,9 @@ class DeviceGradient:
             output = unflatten(flat)
         else:
             grads, output = self._full_gradient(shards, self._fold(model_state, index), batch, key, seed)
-        output = dataclasses.replace(output, model_state=models.restore_keys(output.model_state, model_state))
+        output = dataclasses.replace(
+            output, model_state=models.restore_keys(output.model_state, model_state, self._fixed_state(model_state))
+        )
         return grads, output, weights[0]
 
     def _full_gradient(
@@ -217,7 +223,7 @@ class DeviceGradient:
             self.config.axes,
             tuple(leaf.dims for leaf in leaves),
             self.config.stage,
-            self.config.precision.reduce_dtype,
+            self.config.precision,
             self.settings.collectives,
         )
         traced = TracedLoss(closed, len(full), [leaf.unit for leaf in leaves])
@@ -270,7 +276,7 @@ class DeviceGradient:
 
     def _finish_reduction(self, grads: list[Any]) -> list[Any]:
         """Reduces gradients unit by unit: over the replica axes, and over the shard axes if that has not been done."""
-        stage, axes, reduce_dtype = self.config.stage, self.config.axes, self.config.precision.reduce_dtype
+        stage, axes, precision = self.config.stage, self.config.axes, self.config.precision
         options, leaves = self.settings.collectives, self.definition.leaves
         reduced = list(grads)
         by_unit: dict[str, list[int]] = {}
@@ -281,7 +287,7 @@ class DeviceGradient:
         for members in by_unit.values():
             values, dims = [grads[i] for i in members], [leaves[i].dims for i in members]
             if not stage.shards_grads:
-                values = [for_reduction(v, reduce_dtype) for v in values]
+                values = [for_reduction(v, precision.wire_dtype(v.dtype)) for v in values]
                 if stage.shards_optimizer:
                     values, events = collectives.reduce_scatter(values, dims, axes, options, waits, rows=True)
                 else:
@@ -319,7 +325,8 @@ class DeviceGradient:
         """Averages floating leaves (running statistics) over the data axes. Other leaves are equal on all devices."""
         flat, tree = jax.tree.flatten(after)
         old = jax.tree.leaves(before)
-        floating = [i for i, leaf in enumerate(flat) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+        fixed = self._fixed_state(before)
+        floating = [i for i, a in enumerate(flat) if jnp.issubdtype(a.dtype, jnp.floating) and not fixed[i]]
         means = self._sum([flat[i].astype(jnp.float32) / self.config.axes.num_devices for i in floating])
         for i, mean in zip(floating, means, strict=True):
             flat[i] = mean.astype(old[i].dtype)

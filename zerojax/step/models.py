@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,8 @@ from flax import linen as nn, nnx
 from flax.linen import spmd
 from jax.sharding import PartitionSpec
 
-from zerojax.sharding.placement import check_arrays, path_text
+from zerojax.sharding.placement import FromModel, check_arrays, path_text
+from zerojax.sharding.units import no_match_text
 from zerojax.step.batch import unwrapped
 from zerojax.typing import Array, ArrayLike, PRNGKey, PyTree
 
@@ -73,7 +75,7 @@ class Model:
     state_after: Callable[[Any, dict[str, Any], PyTree], tuple[PyTree, dict[str, Any]]]
 
 
-def _nnx_model(module: nnx.Module) -> tuple[Model, PyTree, PyTree, PyTree]:
+def _nnx_model(module: nnx.Module) -> tuple[Model, PyTree, PyTree, PyTree, list[Any]]:
     graph, params, model_state = nnx.split(module, nnx.Param, ...)
     tree = jax.tree.structure(params)
     pure = nnx.to_pure_dict(params)
@@ -94,7 +96,9 @@ def _nnx_model(module: nnx.Module) -> tuple[Model, PyTree, PyTree, PyTree]:
             )
         return after, aux
 
-    return Model(merge, state_after), pure, model_state, nnx.to_pure_dict(nnx.get_partition_spec(params))
+    specs = nnx.to_pure_dict(nnx.get_partition_spec(params))
+    variables = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return Model(merge, state_after), pure, model_state, specs, variables
 
 
 def _tree_model(tree: PyTree) -> tuple[Model, PyTree, PyTree, PyTree]:
@@ -124,16 +128,62 @@ def _paths(tree: PyTree) -> list[Any]:
     return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def split(created: Any) -> tuple[Model, PyTree, PyTree, dict[str, PartitionSpec]]:
-    """Splits what `create_model` returned into (model, parameters, model state, annotations by path).
+def split(created: Any, trainable: Any = None) -> tuple[Model, PyTree, PyTree, FromModel]:
+    """Splits what `create_model` returned into (model, parameters, model state, what it says about its parameters).
 
     Raises:
-        ValueError: if a parameter is not an array.
+        ValueError: if a parameter is not an array, or `trainable` matches no parameter.
     """
-    model, params, model_state, specs = _nnx_model(created) if isinstance(created, nnx.Module) else _tree_model(created)
+    if isinstance(created, nnx.Module):
+        model, params, model_state, specs, variables = _nnx_model(created)
+    else:
+        (model, params, model_state, specs), variables = _tree_model(created), None
     check_arrays(params)
     annotations = {path_text(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(specs)}
-    return model, params, model_state, annotations
+    trained = trained_paths(trainable, params, variables)
+    return model, params, model_state, FromModel(annotations=annotations, trained=trained)
+
+
+def trained_paths(trainable: Any, params: PyTree, variables: list[Any] | None = None) -> frozenset[str] | None:
+    """The paths of the parameters that the option `trainable` of `Zero` selects; None if it is None.
+
+    Args:
+        trainable: globs on paths, a predicate of (path, array), or an nnx filter.
+        params: the tree of parameters.
+        variables: the variables of an nnx.Module, in the order of the leaves of `params`.
+
+    Raises:
+        ValueError: if it matches no parameter, or is a filter and there are no variables.
+    """
+    if trainable is None:
+        return None
+    with_paths = [(path, path_text(path), a) for path, a in jax.tree_util.tree_leaves_with_path(params)]
+    texts = [text for _, text, _ in with_paths]
+    if isinstance(trainable, str) or (isinstance(trainable, Sequence) and all(isinstance(g, str) for g in trainable)):
+        globs = [trainable] if isinstance(trainable, str) else trainable
+        for glob in globs:
+            if not any(fnmatchcase(text, glob) for text in texts):
+                raise ValueError(no_match_text("trainable", glob, texts))
+        found = [text for text in texts if any(fnmatchcase(text, glob) for glob in globs)]
+    elif inspect.isfunction(trainable) or inspect.ismethod(trainable):
+        found = [text for _, text, a in with_paths if trainable(text, a)]
+    elif variables is None:
+        raise ValueError(
+            f"trainable: an nnx filter selects variables of an nnx.Module, and the model is a tree of arrays\n"
+            f"  got:      {trainable!r}\n"
+            f"  fix:      pass globs, or a function of (path, array)"
+        )
+    else:
+        matches = nnx.filterlib.to_predicate(trainable)
+        keys = [tuple(getattr(key, "key", key) for key in path) for path, _, _ in with_paths]
+        found = [text for path, text, variable in zip(keys, texts, variables, strict=True) if matches(path, variable)]
+    if not found:
+        raise ValueError(
+            f"trainable: selects no parameter\n"
+            f"  got:      {trainable!r}, paths {', '.join(texts[:5])}\n"
+            f"  fix:      select at least one, or leave it out to train all"
+        )
+    return frozenset(found)
 
 
 def create(create_model: Callable[..., Any], key: PRNGKey) -> Any:
@@ -230,6 +280,7 @@ def fold_keys(tree: PyTree, data: Array) -> PyTree:
     return jax.tree.map(fold, tree)
 
 
-def restore_keys(after: PyTree, before: PyTree) -> PyTree:
-    """Replaces the PRNG keys in `after` by those in `before`."""
-    return jax.tree.map(lambda a, b: b if is_key(b) else a, after, before)
+def restore_keys(after: PyTree, before: PyTree, fixed: Sequence[bool]) -> PyTree:
+    """Replaces the PRNG keys in `after`, and leaves that are fixed, by those in `before`."""
+    leaves = zip(jax.tree.leaves(after), jax.tree.leaves(before), fixed, strict=True)
+    return jax.tree.unflatten(jax.tree.structure(after), [b if flag or is_key(b) else a for a, b, flag in leaves])

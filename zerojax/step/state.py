@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax.sharding import PartitionSpec, use_abstract_mesh
 
 from zerojax.sharding import placement
 from zerojax.sharding.axes import Axes
 from zerojax.sharding.placement import Leaf, Overrides
-from zerojax.sharding.precision import LossScale, Precision, cast
+from zerojax.sharding.precision import LossScale, Precision
 from zerojax.step import models
 from zerojax.step.config import ZeroConfig
 from zerojax.transform import jaxprs, stacks
@@ -32,12 +35,14 @@ class Definition:
         model: builds the loss function's first argument from parameters and model state.
         leaves: the placement of the parameter leaves, in flattening order.
         tree: the treedef of the parameters.
+        fixed_state: whether each leaf of the model state stays as it is, because its module is frozen.
     """
 
     tx: optax.GradientTransformation
     model: models.Model
     leaves: tuple[Leaf, ...]
     tree: Any
+    fixed_state: tuple[bool, ...] = ()
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -48,6 +53,15 @@ class Definition:
     def specs(self, axes: Axes, sharded: bool) -> PyTree:
         """The spec of every parameter, with or without the shard axes."""
         return jax.tree.unflatten(self.tree, [leaf.spec(axes, sharded) for leaf in self.leaves])
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer holds a copy of the trained parameters in another dtype than they are computed in."""
+        return any(leaf.trainable and leaf.dtype != leaf.compute_dtype for leaf in self.leaves)
+
+    def for_compute(self, leaves: Sequence[Array]) -> list[Array]:
+        """Casts parameter leaves to the dtypes in which they are gathered and computed with."""
+        return [a.astype(leaf.compute_dtype) for a, leaf in zip(leaves, self.leaves, strict=True)]
 
     def trained(self, params: PyTree) -> PyTree:
         """The parameters with None in place of frozen leaves, as the optimizer gets them."""
@@ -73,8 +87,9 @@ class TrainState:
     Attributes:
         step: int32 scalar, the number of steps so far, including skipped ones.
         skipped: int32 scalar, the number of steps that were skipped because a gradient was not finite.
-        params: parameters in compute_dtype, trained and frozen, sharded or full by the stage.
-        master: trained parameters in param_dtype, placed like the optimizer state; None if compute_dtype is
+        params: all parameters, sharded or full by the stage: trained ones in compute_dtype, frozen ones in the dtype
+            of the model.
+        master: trained parameters in param_dtype, placed like the optimizer state; None if they are computed in
             param_dtype.
         opt_state: the state of the optimizer.
         model_state: the model's variables that are not parameters: Linen collections, or NNX variables other than
@@ -145,8 +160,9 @@ def build(
     def create(key: PRNGKey) -> tuple[PyTree, PyTree]:
         with use_abstract_mesh(mesh.abstract_mesh):  # Linen runs the model, which may constrain activations
             created = models.create(create_model, jax.random.fold_in(key, 0))
-        static["model"], params, model_state, static["annotations"] = models.split(created)
-        return cast(params, precision.param_dtype), model_state
+        static["model"], params, model_state, from_model = models.split(created, overrides.trainable)
+        static["from_model"] = from_model
+        return params, model_state
 
     key = _key(seed)
     closed, created = jax.make_jaxpr(create, return_shape=True)(key)
@@ -154,20 +170,25 @@ def build(
     with_paths, tree = jax.tree_util.tree_flatten_with_path(params_aval)
     paths = [placement.path_text(path) for path, _ in with_paths]
     stacked = stacks.stacked_paths(closed, paths) if paths else frozenset()
-    leaves = placement.place(params_aval, mesh, config.axes, overrides, stacked, static["annotations"])
-    definition = Definition(tx, static["model"], leaves, tree)
+    from_model = static["from_model"]._replace(stacked=stacked)
+    leaves = placement.place(params_aval, mesh, config.axes, precision, overrides, from_model)
+    definition = Definition(tx, static["model"], leaves, tree, _fixed_state(created[1], leaves, overrides.frozen))
     large_unit = placement.large_unit_text(leaves)
     if large_unit and config.stage.shards_params and sum(leaf.size for leaf in leaves) >= _LARGE:
         warnings.warn(large_unit, stacklevel=4)
 
     def initial(key: PRNGKey) -> TrainState:
         params, model_state = jax.tree.unflatten(created_tree, jaxprs.run(closed, key))
-        trained = definition.trained(params)
+        initial = jax.tree.unflatten(
+            tree, [a.astype(x.dtype) for a, x in zip(jax.tree.leaves(params), leaves, strict=True)]
+        )
+        trained = definition.trained(initial)
+        computed = jax.tree.unflatten(tree, definition.for_compute(jax.tree.leaves(initial)))
         return TrainState(
             step=jnp.int32(0),
             skipped=jnp.int32(0),
-            params=cast(params, precision.compute_dtype),
-            master=trained if precision.has_master else None,
+            params=definition.with_frozen(definition.trained(computed), initial),
+            master=trained if definition.has_master else None,
             opt_state=tx.init(trained),
             model_state=model_state,
             key=jax.random.fold_in(key, 1),
@@ -179,6 +200,28 @@ def build(
     placed = shardings(config, avals)
     abstract = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), avals, placed)
     return lambda: jax.jit(initial, out_shardings=placed)(key), abstract
+
+
+def _fixed_state(model_state: PyTree, leaves: Sequence[Leaf], frozen: Sequence[str]) -> tuple[bool, ...]:
+    """Whether each leaf of the model state belongs to a frozen module: running statistics that must not move.
+
+    A pattern of `frozen` matches its path, with or without the name of a Linen collection in front; or the parameters
+    beside it are all frozen, and it has some.
+    """
+    beside: dict[str, list[bool]] = {}
+    for leaf in leaves:
+        beside.setdefault(leaf.path.rpartition("/")[0], []).append(leaf.trainable)
+
+    def is_fixed(path: str) -> bool:
+        paths = (path,) if isinstance(model_state, nnx.State) else (path, path.partition("/")[2])
+        matches = any(fnmatchcase(each, pattern) for each in paths for pattern in frozen)
+        parameters = [flag for each in paths for flag in beside.get(each.rpartition("/")[0], [])]
+        return matches or (bool(parameters) and not any(parameters))
+
+    is_variable = lambda node: isinstance(node, nnx.Variable)
+    with_paths = jax.tree_util.tree_leaves_with_path(model_state, is_leaf=is_variable)
+    flags = [[is_fixed(placement.path_text(path))] * len(jax.tree.leaves(node)) for path, node in with_paths]
+    return tuple(itertools.chain.from_iterable(flags))
 
 
 def _key(seed: int | PRNGKey) -> PRNGKey:

@@ -9,7 +9,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from zerojax.sharding import placement
-from zerojax.sharding.precision import cast
 from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient
 from zerojax.step.state import Definition, TrainState
@@ -80,7 +79,9 @@ def apply_gradients(
     updates, opt_state = tx.update(jax.tree.map(lambda g: g.astype(dtype), grads), state.opt_state, old)
     keep = lambda new, old: jax.tree.map(lambda n, o: lax.select(finite, n, o), new, old)
     new = lax.with_sharding_constraint(keep(optax.apply_updates(old, updates), old), placed)
-    params = cast(new, config.precision.compute_dtype)
+    dtypes = [leaf.compute_dtype for leaf in definition.leaves if leaf.trainable]
+    values, tree = jax.tree.flatten(new)
+    params = jax.tree.unflatten(tree, [a.astype(dtype) for a, dtype in zip(values, dtypes, strict=True)])
     if config.stage.shards_optimizer and not config.stage.shards_params:
         params = gather_params(gradient, params)
     after = TrainState(

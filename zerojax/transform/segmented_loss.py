@@ -120,7 +120,8 @@ class SegmentedLoss:
         if i in grads:
             return grads[i]
         aval = self.traced.leaf_vars[i].aval  # a leaf that the loss does not use
-        dtype = self.collectives.reduce_dtype if self.collectives.stage.shards_grads else aval.dtype
+        precision = self.collectives.precision
+        dtype = precision.wire_dtype(aval.dtype) if self.collectives.stage.shards_grads else aval.dtype
         return jnp.zeros(self.collectives.shard_shape(aval.shape, self.collectives.dims[i]), dtype)
 
     def _plan(self) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from zerojax.sharding.axes import Axes, Dims
-from zerojax.sharding.precision import for_reduction
+from zerojax.sharding.precision import Precision, for_reduction
 from zerojax.sharding.stages import Stage
 from zerojax.transform import collectives
 from zerojax.transform.collectives import CollectiveOptions
@@ -28,14 +28,14 @@ class StageCollectives:
         axes: the data axes.
         dims: the divided dims of each leaf.
         stage: stage 3 gathers leaves; stages 2 and 3 reduce-scatter gradients as they are computed.
-        reduce_dtype: dtype in which gradients are communicated and summed.
+        precision: chooses the dtypes in which gradients are communicated and summed.
         options: how the leaves of a unit are moved.
     """
 
     axes: Axes
     dims: tuple[Dims, ...]
     stage: Stage
-    reduce_dtype: Any
+    precision: Precision
     options: CollectiveOptions
 
     def fetch(
@@ -64,7 +64,7 @@ class StageCollectives:
         """
         if not self.stage.shards_grads:
             return list(grads), []
-        grads = [for_reduction(g, self.reduce_dtype) for g in grads]
+        grads = [for_reduction(g, self.precision.wire_dtype(g.dtype)) for g in grads]
         return collectives.reduce_scatter(
             grads, dims, self.axes, self.options, self.options.next_waits_for(list(reduced))
         )

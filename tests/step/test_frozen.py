@@ -1,0 +1,193 @@
+"""What is not trained stays as it is, bit for bit; and the dtypes of single leaves."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn, nnx
+
+import zerojax
+from zerojax import Zero
+
+WIDTH, ROWS = 16, 64
+PRECISIONS = ["fp32", "bf16", "fp16"]
+X = np.random.default_rng(0).standard_normal((ROWS, WIDTH), np.float32)
+
+
+class Quantized(nnx.Module):
+    """A base that is stored as the model stores it, and dequantized by the model."""
+
+    def __init__(self, dtype, rngs):
+        values = jax.random.normal(rngs.params(), (WIDTH, WIDTH)) * (20 if dtype == "int8" else 1)
+        self.kernel, self.scale = nnx.Param(values.astype(dtype)), nnx.Param(jnp.full((WIDTH,), 0.1))
+
+    def __call__(self, x):
+        return x @ self.kernel[...].astype(x.dtype) * self.scale[...].astype(x.dtype)
+
+
+class Tuned(nnx.Module):
+    def __init__(self, dtype, rngs):
+        self.base, self.norm = Quantized(dtype, rngs), nnx.BatchNorm(WIDTH, rngs=rngs)
+        self.head = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.norm(self.base(x)))
+
+
+def loss(model, x):
+    return jnp.mean(model(x).astype(jnp.float32) ** 2)
+
+
+def bits(tree):
+    return [np.asarray(a).tobytes() for a in jax.tree.leaves(jax.device_get(tree))]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_frozen_leaf_keeps_its_dtype_and_its_bits(tmp_path, precision, dtype):
+    """In memory, in a checkpoint and after it. The running statistics beside frozen parameters do not move."""
+    create = lambda rngs: Tuned(dtype, rngs)
+    want = create(nnx.Rngs(jax.random.fold_in(jax.random.key(0), 0)))  # as `init` draws it
+    zero = Zero(zerojax.make_mesh(), precision=precision, frozen=["base/*", "norm/*"])
+    state = zero.init(create, optax.adam(1e-2))
+    assert state.params["base"]["kernel"].dtype == dtype
+    assert bits(state.params["base"]["kernel"]) == bits(want.base.kernel[...])
+    step = zero.train_step(loss, num_microbatches=2)
+    before = bits((state.params["base"], state.params["norm"], state.model_state)), bits(state.params["head"])
+    for _ in range(2):
+        state, metrics = step(state, X)
+    assert metrics["skipped"] == 0
+    assert bits((state.params["base"], state.params["norm"], state.model_state)) == before[0]
+    assert bits(state.params["head"]) != before[1]
+    if precision != "fp16" and dtype in ("bfloat16", "int8"):
+        with zero.checkpoints(tmp_path) as checkpoints:
+            checkpoints.save(state)
+            checkpoints.wait()
+            restored = checkpoints.restore(zero.init(create, optax.adam(1e-2), seed=1), 2)
+        assert restored.params["base"]["kernel"].dtype == dtype
+        assert bits(restored.params) == bits(state.params)
+
+
+def test_the_audit_finds_nothing_in_a_step_with_a_narrow_base():
+    zero = Zero(zerojax.make_mesh(), precision="bf16", frozen=["base/*"])
+    state = zero.init(lambda rngs: Tuned("int8", rngs), optax.adam(1e-2))
+    assert zero.train_step(loss).audit(state, X).ok
+
+
+@pytest.mark.parametrize(("frozen", "moves"), [([], True), (["norm/scale", "norm/bias"], False), (["norm/*"], False)])
+@pytest.mark.parametrize("linen", [False, True], ids=["nnx", "linen"])
+def test_the_statistics_of_a_frozen_module_stay(linen, frozen, moves):
+    class Linen(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(WIDTH)(nn.BatchNorm(use_running_average=False, name="norm")(x))
+
+    def linen_loss(variables, x):
+        y, updated = Linen().apply(variables, x, mutable=["batch_stats"])
+        return jnp.mean(y**2), updated
+
+    zero = Zero(zerojax.make_mesh(), frozen=frozen)
+    create = (lambda key: Linen().init(key, X)) if linen else (lambda rngs: Tuned("float32", rngs))
+    state = zero.init(create, optax.sgd(0.1))
+    before = bits(state.model_state)
+    after, _ = zero.train_step(linen_loss if linen else loss)(state, X)
+    assert (bits(after.model_state) != before) == moves
+
+
+class LoRA(nnx.Module):
+    def __init__(self, rngs):
+        base = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.layer = nnx.LoRA(WIDTH, 4, WIDTH, base_module=base, rngs=rngs)
+
+    def __call__(self, x):
+        return self.layer(x)
+
+
+TRAINABLE = {
+    "filter": nnx.LoRAParam,
+    "filters": nnx.Any(nnx.LoRAParam, nnx.PathContains("lora_a")),
+    "globs": ["*/lora_*"],
+    "predicate": lambda path, a: "lora" in path,
+}
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
+def test_only_what_is_trainable_is_trained(name):
+    zero = Zero(zerojax.make_mesh(), precision="bf16", trainable=TRAINABLE[name])
+    state = zero.init(LoRA, optax.adam(1e-2))
+    leaves = state.definition.leaves
+    assert {leaf.path for leaf in leaves if leaf.trainable} == {"layer/lora_a", "layer/lora_b"}
+    assert {a.size for a in jax.tree.leaves(state.opt_state) if a.ndim} == {WIDTH * 4}
+    base = bits(state.params["layer"]["base_module"])
+    assert state.params["layer"]["base_module"]["kernel"].dtype == jnp.float32
+    after, _ = zero.train_step(loss)(state, X)
+    assert bits(after.params["layer"]["base_module"]) == base
+
+
+def test_a_selection_of_nothing_is_an_error():
+    for trainable, message in [
+        (["head/*"], "trainable: pattern 'head/\\*' matches no parameter"),
+        (lambda path, a: False, "trainable: selects no parameter"),
+        (nnx.BatchStat, "trainable: selects no parameter"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Zero(zerojax.make_mesh(), trainable=trainable).eval_init(LoRA, optax.sgd(0.1))
+    with pytest.raises(ValueError, match="an nnx filter selects variables"):
+        Zero(zerojax.make_mesh(), trainable=nnx.LoRAParam).eval_init(lambda key: {"w": jnp.ones(8)}, optax.sgd(0.1))
+
+
+def test_a_complex_parameter_is_refused_unless_it_is_frozen():
+    create = lambda key: {"w": jnp.ones((8, 8), jnp.complex64), "b": jnp.ones(8)}
+    with pytest.raises(ValueError, match="'w' is complex, and only real parameters are trained"):
+        Zero(zerojax.make_mesh()).eval_init(create, optax.sgd(0.1))
+    assert Zero(zerojax.make_mesh(), frozen=["w"]).eval_init(create, optax.sgd(0.1)).params["w"].dtype == jnp.complex64
+
+
+# Dtypes of single leaves
+
+
+class Normed(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.norm = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.LayerNorm(WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        SEEN.append((self.up.kernel[...].dtype, self.norm.scale[...].dtype))
+        return self.norm(self.up(x))
+
+
+SEEN = []
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_leaf_is_computed_gathered_and_reduced_in_its_own_dtype(stage):
+    """Compared with fp32 by hand: the gradient of the norm's scale is not rounded to bf16 on the wire."""
+    zero = Zero(zerojax.make_mesh(), stage, "bf16", dtypes={"norm/*": jnp.float32})
+    state = zero.init(Normed, optax.sgd(0.1))
+    assert state.params["norm"]["scale"].dtype == jnp.float32 and state.params["up"]["kernel"].dtype == jnp.bfloat16
+    SEEN.clear()
+    step = zero.train_step(loss)
+    audit = step.audit(state, X)
+    assert audit.ok, str(audit)
+    assert set(SEEN) == {(jnp.dtype("bfloat16"), jnp.dtype("float32"))}
+    params = jax.device_get(state.params)
+    module = state.model()
+    graph, _, rest = nnx.split(module, nnx.Param, ...)
+    want = jax.grad(
+        lambda scale: loss(
+            nnx.merge(
+                graph,
+                jax.tree.unflatten(  # rows of one device at a time
+                    jax.tree.structure(nnx.split(module, nnx.Param, ...)[1]),
+                    jax.tree.leaves(params | {"norm": params["norm"] | {"scale": scale}}),
+                ),
+                rest,
+            ),
+            X.astype(jnp.bfloat16),
+        )
+    )(params["norm"]["scale"])
+    after, _ = step(state, X)
+    got = (params["norm"]["scale"] - jax.device_get(after.params["norm"]["scale"])) / 0.1
+    np.testing.assert_allclose(got, want, rtol=1e-2, atol=1e-4)
+    rounded = np.asarray(jnp.asarray(got).astype(jnp.bfloat16), np.float32)
+    assert np.max(np.abs(rounded - got)) > 1e-4 * np.max(np.abs(got))  # it has bits that bf16 has not
