@@ -17,6 +17,7 @@ from zerojax.audit.expectation import Expectation, expect
 from zerojax.audit.findings import Audit
 from zerojax.report.memory import Memory, step_memory
 from zerojax.report.out_of_memory import out_of_memory_error
+from zerojax.sharding.mesh import check_enclosing_mesh
 from zerojax.step import models, state as states
 from zerojax.step.batch import batch_avals, batch_specs, check_batch, shard_batch
 from zerojax.step.config import ZeroConfig, compiler_options, leaf_specs, shard_map_over_data
@@ -52,6 +53,7 @@ class Step:
 
     def _checked(self, state: TrainState, batch: PyTree) -> Any:
         """Checks the inputs, and returns the jitted function for this kind of state."""
+        check_enclosing_mesh(self.config.mesh)
         check_batch(self.config, batch, self.settings.num_microbatches)
         key = state.definition
         if key not in self._jitted:

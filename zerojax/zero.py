@@ -17,14 +17,15 @@ from zerojax import train_step as steps
 from zerojax.audit.findings import check_setting
 from zerojax.report import placement as report
 from zerojax.sharding import placement
-from zerojax.sharding.mesh import data_axes
+from zerojax.sharding.mesh import check_enclosing_mesh, data_axes
 from zerojax.sharding.placement import FromModel, Overrides
 from zerojax.sharding.precision import Precision
 from zerojax.sharding.stages import Stage
-from zerojax.step import batch as batches, models, state as states
+from zerojax.step import batch as batches, creation, models
 from zerojax.step.config import ZeroConfig
 from zerojax.step.gradient import compute_gradients, device_gradient
 from zerojax.step.settings import StepSettings
+from zerojax.step.source import source_of
 from zerojax.step.state import Definition, TrainState
 from zerojax.train_step import Step, TrainStep
 from zerojax.transform.remat import RematRules, Setting
@@ -96,31 +97,49 @@ class Zero:
         )
 
     def init(
-        self, create_model: Callable[..., Any], tx: optax.GradientTransformation, seed: int | PRNGKey = 0
+        self,
+        model: Any,
+        tx: optax.GradientTransformation,
+        seed: int | PRNGKey = 0,
+        *,
+        inputs: Sequence[Any] | Mapping[str, Any] | None = None,
     ) -> TrainState:
         """Creates a training state that is sharded from the start: no device and no host ever holds all of it.
 
         Args:
-            create_model: `create_model(rngs=nnx.Rngs)` returns an nnx.Module (a module class works too), or
-                `create_model(key)` returns Linen variables or a tree of parameters.
+            model: one of
+                an nnx.Module class, a `functools.partial` of one, or any function of `rngs` that returns a module;
+                a function of a key, or of nothing, that returns Linen variables or a tree of parameters;
+                a Linen module, with `inputs`; a Hugging Face Flax model, best created with `_do_init=False`;
+                an nnx.Module, Linen variables or a tree of parameters with values, which are copied to their shards.
+                Stacked layers of such a model are not detected: name them in `Zero(stacked=...)`.
             tx: any Optax transformation.
             seed: an int or a key of `jax.random`, from which the parameters are drawn. Their values depend neither on
-                the mesh nor on the stage.
+                the mesh nor on the stage. The key of each step's randomness comes from it as well.
+            inputs: example inputs of a Linen module, positional or by name.
 
         Raises:
-            ValueError: if there are no parameters, a leaf is not an array, or a pattern, a dim or a partition spec does
-                not fit.
+            ValueError: if `model` is none of these or has no parameters, a leaf is not an array, a pattern, a dim or a
+                partition spec does not fit, or `jax.set_mesh` has set another mesh.
+
+        Cost: if the model has values, they remain; in addition to them and to the state, a process holds one leaf.
         """
-        return self._build(create_model, tx, seed)[0]()
+        return self._build(model, tx, seed, inputs)[0]()
 
     def eval_init(
-        self, create_model: Callable[..., Any], tx: optax.GradientTransformation, seed: int | PRNGKey = 0
+        self,
+        model: Any,
+        tx: optax.GradientTransformation,
+        seed: int | PRNGKey = 0,
+        *,
+        inputs: Sequence[Any] | Mapping[str, Any] | None = None,
     ) -> TrainState:
         """The state that `init` would create, as avals with shardings. Allocates nothing; works on abstract meshes."""
-        return self._build(create_model, tx, seed)[1]
+        return self._build(model, tx, seed, inputs)[1]
 
-    def _build(self, create_model: Any, tx: Any, seed: int | PRNGKey) -> Any:
-        return states.build(self.config, self.overrides, create_model, tx, seed)
+    def _build(self, model: Any, tx: Any, seed: int | PRNGKey, inputs: Any) -> Any:
+        check_enclosing_mesh(self.config.mesh)
+        return creation.build(self.config, self.overrides, source_of(model, inputs), tx, seed)
 
     def train_step(
         self,
@@ -136,10 +155,10 @@ class Zero:
         """Returns a jitted `step(state, batch) -> (state, metrics)`. The state is donated and updated in place.
 
         Args:
-            loss_fn: `loss_fn(model, batch)` or `loss_fn(model, batch, key)`, where `model` is as returned by
-                `create_model`. It returns a scalar (the mean over its rows) or a `Weighted`, alone or with a dict of
-                metrics, each a scalar or a `Weighted`. Linen collections that the loss changes are returned in the dict
-                by name.
+            loss_fn: `loss_fn(model, batch)` or `loss_fn(model, batch, key)`, where `model` is an nnx.Module, Linen
+                variables or a tree, as in `init`. It returns a scalar (the mean over its rows) or a `Weighted`, alone
+                or with a dict of metrics, each a scalar or a `Weighted`. Linen collections that the loss changes are
+                returned in the dict by name.
             num_microbatches: number of equal parts into which each device's rows are split. They are processed one
                 after the other.
             clip_norm: gradients are scaled down to this global norm.

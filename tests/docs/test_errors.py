@@ -48,7 +48,7 @@ def test_the_unmodified_step_raises_no_error():
 
 def test_a_batch_may_hold_numbers_64_bit_arrays_and_keys():
     """JAX accepts all of them."""
-    step(batch={"x": X, "scale": 0.5, "rows": np.arange(8), "key": jax.random.key(0)})
+    step(batch={"x": X, "scale": 0.5, "rows": np.arange(len(X)), "key": jax.random.key(0)})
 
 
 # The batch
@@ -60,7 +60,7 @@ def test_rows_that_the_devices_do_not_divide():
 
 
 def test_rows_that_the_microbatches_do_not_divide():
-    text = message(ValueError, step, batch={"x": X[:8], "y": X}, num_microbatches=4)
+    text = message(ValueError, step, batch={"x": X[:8], "y": X[:8]}, num_microbatches=4)
     assert "batch: 'x'" in text and "8 % (8 x 4) = 8" in text
     assert "multiple of 32 rows" in text and "num_microbatches" in text
 

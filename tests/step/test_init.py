@@ -1,11 +1,16 @@
 """Initialization: the same bits on every mesh and at every stage, and states that are created sharded."""
 
 import functools
+import subprocess
+import sys
+import textwrap
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn, nnx
 from support import plain, zoo
 from support.parity import optimizer
 from support.plain import numbers
@@ -85,3 +90,165 @@ def test_state_model_is_the_first_argument_of_the_loss():
     variables = zero.init(zoo.ZOO["resnet_linen"].create, optimizer()).model()
     assert set(variables) == {"params", "batch_stats"}
     assert set(zero.init(zoo.ZOO["function"].create, optimizer()).model()) == {"encoder", "decoder", "scale"}
+
+
+# What `init` takes
+
+
+class Tiny(nnx.Module):
+    def __init__(self, width=8, *, rngs):
+        self.layer, self.norm = nnx.Linear(width, 8, rngs=rngs), nnx.BatchNorm(8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.layer(x))
+
+
+class HuggingFace:
+    """What `init` needs of a Flax model of transformers: created with or without weights."""
+
+    module, input_shape = nn.Dense(8), (1, 8)
+
+    def __init__(self, _do_init):
+        self._is_initialized = _do_init
+        if _do_init:
+            self.params = self.init_weights(jax.random.key(0), self.input_shape)
+
+    def init_weights(self, key, input_shape):
+        return self.module.init(key, jnp.zeros(input_shape))["params"]
+
+
+DENSE = nn.Dense(8)
+TAKEN = {  # name -> (what is passed, example inputs, the shape of the kernel)
+    "class": (Tiny, None, (8, 8)),
+    "partial": (functools.partial(Tiny, 16), None, (16, 8)),
+    "partial_by_name": (functools.partial(Tiny, width=16), None, (16, 8)),
+    "function_of_rngs": (lambda rngs: Tiny(rngs=rngs), None, (8, 8)),
+    "function_of_rngs_by_another_name": (lambda r: Tiny(rngs=r), None, (8, 8)),
+    "function_of_a_key": (lambda key: Tiny(rngs=nnx.Rngs(key)), None, (8, 8)),
+    "function_of_nothing": (lambda: Tiny(rngs=nnx.Rngs(0)), None, (8, 8)),
+    "linen": (DENSE, (np.ones((1, 16)),), (16, 8)),
+    "linen_by_name": (DENSE, {"inputs": np.ones((1, 16))}, (16, 8)),
+    "hugging_face": (HuggingFace(_do_init=False), None, (8, 8)),
+    "hugging_face_with_weights": (HuggingFace(_do_init=True), None, (8, 8)),
+    "module": (Tiny(rngs=nnx.Rngs(0)), None, (8, 8)),
+    "variables": (DENSE.init(jax.random.key(0), np.ones((1, 16))), None, (16, 8)),
+    "tree": ({"kernel": np.ones((16, 8), np.float32)}, None, (16, 8)),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_a_model_or_what_creates_one_is_taken(name):
+    model, inputs, shape = TAKEN[name]
+    state = Zero(zerojax.make_mesh()).init(model, optax.adam(1e-3), inputs=inputs)
+    (kernel,) = [a for a in jax.tree.leaves(state.params) if a.ndim == 2]
+    assert kernel.shape == shape and kernel.sharding.shard_shape(shape) == (shape[0] // 8, 8)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_model_with_values_is_copied_and_remains(stage, devices):
+    """Values, statistics and the model itself, which the state must not share buffers with."""
+    zero = Zero(zerojax.make_mesh(devices=jax.devices()[:devices]), stage, "bf16")
+    module = Tiny(rngs=nnx.Rngs(3))
+    module.norm.mean[...] = jnp.arange(8.0)
+    want = numbers(nnx.split(module, nnx.Param, ...)[1:])
+    state = zero.init(module, optax.adam(1e-2))
+    for a, b in zip(numbers((state.master, state.model_state)), want, strict=True):
+        np.testing.assert_array_equal(a, b)
+    state, _ = zero.train_step(lambda model, x: jnp.mean(model(x) ** 2))(state, np.ones((32, 8), np.float32))
+    for a, b in zip(numbers(nnx.split(module, nnx.Param, ...)[1:]), want, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_what_cannot_be_taken_is_refused_before_anything_compiles():
+    zero, tx = Zero(zerojax.make_mesh()), optax.sgd(0.1)
+    for model, inputs, text in [
+        (
+            DENSE,
+            None,
+            r"a Linen module needs example inputs\n  got:      Dense\n  fix:      zero.init\(module, tx, inp",
+        ),
+        (Tiny, (np.ones(8),), "inputs= is for a Linen module"),
+        (None, None, "neither a model nor a function"),
+        (jnp.ones((8, 8)), None, "neither a model nor a function"),
+        (functools.partial(Tiny, rngs=nnx.Rngs(0)), None, "created outside of it, such as nnx.Rngs"),
+        (nnx.eval_shape(lambda: Tiny(rngs=nnx.Rngs(0))), None, "the model has shapes instead of values"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            zero.init(model, tx, inputs=inputs)
+
+
+def test_an_error_of_the_function_itself_is_raised():
+    def create(key):
+        raise TypeError("mine")
+
+    with pytest.raises(TypeError, match="mine"):
+        Zero(zerojax.make_mesh()).init(create, optax.sgd(0.1))
+
+
+def test_plain_arrays_in_a_module_are_named():
+    class WithTable(Tiny):
+        def __init__(self, rngs):
+            super().__init__(rngs=rngs)
+            self.table, self.mask = jnp.ones((4, 4)), jnp.ones(4, bool)
+            self.constant = nnx.Variable(jnp.ones(3))
+
+    for model in WithTable, WithTable(nnx.Rngs(0)):
+        zero = Zero(zerojax.make_mesh())
+        with pytest.warns(UserWarning, match=r"constants, and not trained\n  got:      table\n") as caught:
+            state = zero.init(model, optax.sgd(0.1))
+        assert caught[0].filename == __file__
+        loss = lambda model, x: jnp.mean(model(x @ jnp.tile(model.table, (2, 2))) ** 2) + model.mask.sum()
+        state, metrics = zero.train_step(loss)(state, np.ones((32, 8), np.float32))
+        assert metrics["loss"] == 4 and np.array_equal(state.model().table, np.ones((4, 4)))
+
+
+def test_a_model_in_bf16_is_not_widened_in_silence():
+    create = lambda rngs: nnx.Linear(8, 8, param_dtype=jnp.bfloat16, rngs=rngs)
+    with pytest.warns(
+        UserWarning, match=r"2 parameters .* narrower dtype are trained in float32\n  got:      bias, ker"
+    ):
+        state = Zero(zerojax.make_mesh()).eval_init(create, optax.sgd(0.1))
+    assert state.params["kernel"].dtype == jnp.float32
+    state = Zero(zerojax.make_mesh(), precision="bf16").eval_init(create, optax.sgd(0.1))  # says nothing
+    assert (state.params["kernel"].dtype, state.master["kernel"].dtype) == (jnp.bfloat16, jnp.float32)
+
+
+@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+def test_an_enclosing_mesh_is_respected_or_refused(axis_type):
+    x = np.ones((32, 8), np.float32)
+    loss = lambda model, x: jnp.mean(model(x) ** 2)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(getattr(jax.sharding.AxisType, axis_type),))
+    zero = Zero(zerojax.make_mesh())
+    want = zero.train_step(loss)(zero.init(Tiny, optax.sgd(0.1)), x)[1]["loss"]
+    state, step = zero.init(Tiny, optax.sgd(0.1)), zero.train_step(loss)
+    with jax.set_mesh(mesh):
+        if axis_type == "Auto":
+            assert step(zero.init(Tiny, optax.sgd(0.1)), x)[1]["loss"] == want
+            return
+        for call in (lambda: zero.init(Tiny, optax.sgd(0.1)), lambda: step(state, x)):
+            with pytest.raises(ValueError, match=r"jax.set_mesh has set another mesh .*\n.*Explicit.*\n  fix: "):
+                call()
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("kind", ["np", "jnp"])
+def test_a_model_with_values_takes_no_host_memory_but_that_of_its_state(kind):
+    """Simulated devices hold the state in host memory: it grows by at most 1.2 times the state."""
+    code = f"""
+        import resource
+        import zerojax
+        zerojax.simulate_devices(8)
+        import jax, jax.numpy as jnp, numpy as np, optax
+
+        peak = lambda: 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        zero, tx = zerojax.Zero(zerojax.make_mesh()), optax.adam(1e-3)
+        small, large = ({{str(i): {kind}.ones((rows, 4096), "float32") for i in range(8)}} for rows in (8, 1024))
+        jax.block_until_ready(zero.init(small, tx))
+        before = peak()
+        state = jax.block_until_ready(zero.init(large, tx))
+        print((peak() - before) / sum(a.nbytes for a in jax.tree.leaves(state)))
+    """
+    ended = subprocess.run([sys.executable, "-P", "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert 0.9 < float(ended.stdout) < 1.2

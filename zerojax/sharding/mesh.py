@@ -86,6 +86,23 @@ def data_axes(mesh: Mesh | AbstractMesh, shard: Sequence[str], replica: Sequence
     return Axes(tuple(shard), tuple(replica), size(shard), size(replica))
 
 
+def check_enclosing_mesh(mesh: Mesh | AbstractMesh) -> None:
+    """Checks that `jax.set_mesh` has set no mesh, or one with the same axes.
+
+    Raises:
+        ValueError: if it has set another mesh, or one with axes of type Explicit.
+    """
+    enclosing = jax.sharding.get_abstract_mesh()
+    if enclosing.empty or enclosing == mesh.abstract_mesh:
+        return
+    types = {name: str(kind) for name, kind in zip(enclosing.axis_names, enclosing.axis_types, strict=True)}
+    raise ValueError(
+        f"mesh: jax.set_mesh has set another mesh than that of this Zero\n"
+        f"  got:      axes {dict(enclosing.shape)} of types {types}; Zero has axes {dict(mesh.shape)}, of type Auto\n"
+        f"  fix:      leave jax.set_mesh out; or set the mesh of Zero, with axes of type Auto (zerojax.make_mesh)"
+    )
+
+
 def simulation_variables(environ: Mapping[str, str], count: int) -> dict[str, str]:
     """The environment variables, added to `environ`, with which a process sees `count` CPU devices."""
     flags = [flag for flag in environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]

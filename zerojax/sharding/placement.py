@@ -249,7 +249,7 @@ def large_unit_text(leaves: Sequence[Leaf]) -> str | None:
     sizes: Counter[str] = Counter()
     for leaf in leaves:
         sizes[leaf.unit] += leaf.size_at_once
-    (unit, size), total = sizes.most_common(1)[0], sizes.total()
+    (unit, size), total = sizes.most_common(1)[0], sum(leaf.size for leaf in leaves)
     inside = {leaf.path: leaf.size_at_once for leaf in leaves if leaf.unit == unit}
     patterns = cut_patterns(unit, inside)
     if 2 * size <= total or not patterns:

@@ -23,7 +23,7 @@ from zerojax.typing import Array, PyTree, Shape
 _KEEPS_DTYPE = re.compile("mask|weight", re.IGNORECASE)  # in a name: arrays that are summed, not computed with
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Whole:
     """Marks what every device gets whole in a batch, such as class weights, a table or a PRNG key that is no scalar.
@@ -36,13 +36,6 @@ class Whole:
     """
 
     value: PyTree
-
-    def tree_flatten(self) -> tuple[tuple[PyTree], None]:
-        return (self.value,), None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, children: tuple[PyTree]) -> Whole:
-        return cls(*children)
 
 
 def _is_whole(node: Any) -> bool:

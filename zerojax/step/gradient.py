@@ -287,7 +287,8 @@ class DeviceGradient:
         for members in by_unit.values():
             values, dims = [grads[i] for i in members], [leaves[i].dims for i in members]
             if not stage.shards_grads:
-                values = [for_reduction(v, precision.wire_dtype(v.dtype)) for v in values]
+                dtypes = [precision.wire_dtype(leaves[i].compute_dtype) for i in members]
+                values = [for_reduction(v, dtype) for v, dtype in zip(values, dtypes, strict=True)]
                 if stage.shards_optimizer:
                     values, events = collectives.reduce_scatter(values, dims, axes, options, waits, rows=True)
                 else:

@@ -129,7 +129,7 @@ def _paths(tree: PyTree) -> list[Any]:
 
 
 def split(created: Any, trainable: Any = None) -> tuple[Model, PyTree, PyTree, FromModel]:
-    """Splits what `create_model` returned into (model, parameters, model state, what it says about its parameters).
+    """Splits a model into (model, parameters, model state, what it says about its parameters).
 
     Raises:
         ValueError: if a parameter is not an array, or `trainable` matches no parameter.
@@ -184,22 +184,6 @@ def trained_paths(trainable: Any, params: PyTree, variables: list[Any] | None = 
             f"  fix:      select at least one, or leave it out to train all"
         )
     return frozenset(found)
-
-
-def create(create_model: Callable[..., Any], key: PRNGKey) -> Any:
-    """Calls `create_model(rngs=nnx.Rngs(key))`, `create_model(key)` or `create_model()`, depending on its signature.
-
-    Eager sharding is off, because Flax needs a mesh for it. Annotations are read later, by `split`.
-    """
-    called = create_model.__init__ if isinstance(create_model, type) else create_model  # nnx hides a class's signature
-    parameters = {name: p for name, p in inspect.signature(called).parameters.items() if name != "self"}
-    required = [
-        p for p in parameters.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
-    with nnx.use_eager_sharding(False):
-        if "rngs" in parameters:
-            return create_model(rngs=nnx.Rngs(key))
-        return create_model(key) if required else create_model()
 
 
 def normalize(result: Any) -> tuple[Weighted, dict[str, Any], bool]:

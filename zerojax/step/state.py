@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import warnings
-from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from flax import nnx
-from jax.sharding import PartitionSpec, use_abstract_mesh
+from jax.sharding import PartitionSpec
 
 from zerojax.sharding import placement
 from zerojax.sharding.axes import Axes
-from zerojax.sharding.placement import Leaf, Overrides
+from zerojax.sharding.placement import Leaf
 from zerojax.sharding.precision import LossScale, Precision
 from zerojax.step import models
 from zerojax.step.config import ZeroConfig
-from zerojax.transform import jaxprs, stacks
 from zerojax.typing import Array, PRNGKey, PyTree
 
 
@@ -138,109 +132,6 @@ def specs(config: ZeroConfig, state: TrainState) -> TrainState:
 def shardings(config: ZeroConfig, state: TrainState) -> TrainState:
     """The shardings that the stage gives a state, whatever those of its arrays are."""
     return placement.named_shardings(config.mesh, specs(config, state))
-
-
-_LARGE = 2**20  # parameters; below, a large unit is no problem
-
-
-def build(
-    config: ZeroConfig,
-    overrides: Overrides,
-    create_model: Callable[..., Any],
-    tx: optax.GradientTransformation,
-    seed: int | PRNGKey,
-) -> tuple[Callable[[], TrainState], TrainState]:
-    """Returns (a function that creates the state with its shardings, the state as avals with shardings).
-
-    Nothing runs here: shapes and stacked leaves are found by tracing `create_model`.
-    """
-    mesh, precision = config.mesh, config.precision
-    static: dict[str, Any] = {}
-
-    def create(key: PRNGKey) -> tuple[PyTree, PyTree]:
-        with use_abstract_mesh(mesh.abstract_mesh):  # Linen runs the model, which may constrain activations
-            created = models.create(create_model, jax.random.fold_in(key, 0))
-        static["model"], params, model_state, from_model = models.split(created, overrides.trainable)
-        static["from_model"] = from_model
-        return params, model_state
-
-    key = _key(seed)
-    closed, created = jax.make_jaxpr(create, return_shape=True)(key)
-    params_aval, created_tree = created[0], jax.tree.structure(created)
-    with_paths, tree = jax.tree_util.tree_flatten_with_path(params_aval)
-    paths = [placement.path_text(path) for path, _ in with_paths]
-    stacked = stacks.stacked_paths(closed, paths) if paths else frozenset()
-    from_model = static["from_model"]._replace(stacked=stacked)
-    leaves = placement.place(params_aval, mesh, config.axes, precision, overrides, from_model)
-    definition = Definition(tx, static["model"], leaves, tree, _fixed_state(created[1], leaves, overrides.frozen))
-    large_unit = placement.large_unit_text(leaves)
-    if large_unit and config.stage.shards_params and sum(leaf.size for leaf in leaves) >= _LARGE:
-        warnings.warn(large_unit, stacklevel=4)
-
-    def initial(key: PRNGKey) -> TrainState:
-        params, model_state = jax.tree.unflatten(created_tree, jaxprs.run(closed, key))
-        initial = jax.tree.unflatten(
-            tree, [a.astype(x.dtype) for a, x in zip(jax.tree.leaves(params), leaves, strict=True)]
-        )
-        trained = definition.trained(initial)
-        computed = jax.tree.unflatten(tree, definition.for_compute(jax.tree.leaves(initial)))
-        return TrainState(
-            step=jnp.int32(0),
-            skipped=jnp.int32(0),
-            params=definition.with_frozen(definition.trained(computed), initial),
-            master=trained if definition.has_master else None,
-            opt_state=tx.init(trained),
-            model_state=model_state,
-            key=jax.random.fold_in(key, 1),
-            loss_scale=LossScale.create(precision),
-            definition=definition,
-        )
-
-    avals = jax.eval_shape(initial, key)
-    placed = shardings(config, avals)
-    abstract = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), avals, placed)
-    return lambda: jax.jit(initial, out_shardings=placed)(key), abstract
-
-
-def _fixed_state(model_state: PyTree, leaves: Sequence[Leaf], frozen: Sequence[str]) -> tuple[bool, ...]:
-    """Whether each leaf of the model state belongs to a frozen module: running statistics that must not move.
-
-    A pattern of `frozen` matches its path, with or without the name of a Linen collection in front; or the parameters
-    beside it are all frozen, and it has some.
-    """
-    beside: dict[str, list[bool]] = {}
-    for leaf in leaves:
-        beside.setdefault(leaf.path.rpartition("/")[0], []).append(leaf.trainable)
-
-    def is_fixed(path: str) -> bool:
-        paths = (path,) if isinstance(model_state, nnx.State) else (path, path.partition("/")[2])
-        matches = any(fnmatchcase(each, pattern) for each in paths for pattern in frozen)
-        parameters = [flag for each in paths for flag in beside.get(each.rpartition("/")[0], [])]
-        return matches or (bool(parameters) and not any(parameters))
-
-    is_variable = lambda node: isinstance(node, nnx.Variable)
-    with_paths = jax.tree_util.tree_leaves_with_path(model_state, is_leaf=is_variable)
-    flags = [[is_fixed(placement.path_text(path))] * len(jax.tree.leaves(node)) for path, node in with_paths]
-    return tuple(itertools.chain.from_iterable(flags))
-
-
-def _key(seed: int | PRNGKey) -> PRNGKey:
-    """The PRNG key of an integer seed; a PRNG key is returned unchanged.
-
-    Raises:
-        ValueError: if `seed` is neither.
-    """
-    if isinstance(seed, int | np.integer) and not isinstance(seed, bool):
-        return jax.random.key(seed)
-    if isinstance(seed, jax.Array) and models.is_key(seed) and seed.ndim == 0:
-        return seed
-    shape, dtype = getattr(seed, "shape", None), getattr(seed, "dtype", None)
-    got = repr(seed) if dtype is None else f"an array of shape {shape} and dtype {dtype}"
-    raise ValueError(
-        f"init: the seed is neither an int nor a key\n"
-        f"  got:      {got}\n"
-        f"  fix:      pass seed=0 or seed=jax.random.key(0)"
-    )
 
 
 def check_optimizer(state: TrainState, precision: Precision) -> None:

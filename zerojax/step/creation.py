@@ -1,0 +1,220 @@
+"""Creates training states, which are sharded from the start: no device holds all of the optimizer's state."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding, use_abstract_mesh
+
+from zerojax.sharding import placement
+from zerojax.sharding.placement import FromModel, Leaf, Overrides
+from zerojax.sharding.precision import LossScale
+from zerojax.step import models
+from zerojax.step.config import ZeroConfig
+from zerojax.step.source import Source, plain_arrays
+from zerojax.step.state import Definition, TrainState, shardings
+from zerojax.transform import jaxprs, stacks
+from zerojax.typing import Array, PRNGKey, PyTree
+
+_LARGE = 2**20  # parameters; below, a large unit is no problem
+
+
+def build(
+    config: ZeroConfig, overrides: Overrides, source: Source, tx: optax.GradientTransformation, seed: int | PRNGKey
+) -> tuple[Callable[[], TrainState], TrainState]:
+    """Returns (a function that creates the state with its shardings, the state as avals with shardings).
+
+    Nothing runs here: if the source is a function, shapes and stacked leaves are found by tracing it.
+    """
+    key = _key(seed)
+    if source.create is None:
+        return _from_existing(config, overrides, source.existing, tx, key)
+    return _from_function(config, overrides, source.create, tx, key)
+
+
+def _from_function(
+    config: ZeroConfig, overrides: Overrides, create: Callable[[PRNGKey], Any], tx: Any, key: PRNGKey
+) -> tuple[Callable[[], TrainState], TrainState]:
+    static: dict[str, Any] = {}
+
+    def split(key: PRNGKey) -> tuple[PyTree, PyTree]:
+        with use_abstract_mesh(config.mesh.abstract_mesh):  # Linen runs the model, which may constrain activations
+            created = create(jax.random.fold_in(key, 0))
+        static["plain"] = plain_arrays(created) if isinstance(created, nnx.Module) else []
+        static["model"], params, model_state, static["from_model"] = models.split(created, overrides.trainable)
+        return params, model_state
+
+    closed, created = jax.make_jaxpr(split, return_shape=True)(key)
+    paths = [placement.path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(created[0])]
+    stacked = stacks.stacked_paths(closed, paths) if paths else frozenset()
+    from_model = static["from_model"]._replace(stacked=stacked)
+    definition = _define(config, overrides, static["model"], *created, from_model, tx)
+    _warn_of_plain_arrays(static["plain"], created[1])
+    tree = jax.tree.structure(created)
+
+    def initial(key: PRNGKey) -> TrainState:
+        return _initial(config, definition, *jax.tree.unflatten(tree, jaxprs.run(closed, key)), key)
+
+    abstract, placed = _abstract(config, jax.eval_shape(initial, key))
+    return lambda: jax.jit(initial, out_shardings=placed)(key), abstract
+
+
+def _from_existing(
+    config: ZeroConfig, overrides: Overrides, existing: Any, tx: Any, key: PRNGKey
+) -> tuple[Callable[[], TrainState], TrainState]:
+    """As `build`, from arrays. They are arguments of the program that creates the state: as constants of it, they would
+    be copied several times."""
+    plain = plain_arrays(existing) if isinstance(existing, nnx.Module) else []
+    model, params, model_state, from_model = models.split(existing, overrides.trainable)
+    definition = _define(config, overrides, model, params, model_state, from_model, tx)
+    _warn_of_plain_arrays(plain, model_state)
+    initial = lambda params, model_state, key: _initial(config, definition, params, model_state, key)
+    abstract, placed = _abstract(config, jax.eval_shape(initial, params, model_state, key))
+
+    def create() -> TrainState:
+        for path, a in jax.tree_util.tree_leaves_with_path(params):
+            if isinstance(a, jax.ShapeDtypeStruct):
+                raise ValueError(
+                    f"init: the model has shapes instead of values\n"
+                    f"  got:      {placement.path_text(path)!r}: {a}\n"
+                    f"  fix:      create the model with values, or pass a function that creates it"
+                )
+        specs = definition.specs(config.axes, config.stage.shards_optimizer)
+        sharded = jax.tree.map(_put, params, placement.named_shardings(config.mesh, specs))
+        return jax.jit(initial, out_shardings=placed, donate_argnums=0)(sharded, model_state, key)
+
+    return create, abstract
+
+
+def _put(a: Any, sharding: NamedSharding) -> Array:
+    """A copy of an array with a sharding. Each process passes the whole array."""
+    if isinstance(a, jax.Array) and (jax.process_count() == 1 or not a.is_fully_addressable):
+        return jax.device_put(a, sharding, may_alias=False)
+    a = np.asarray(a)
+    return jax.make_array_from_callback(a.shape, sharding, lambda index: a[index])
+
+
+def _define(
+    config: ZeroConfig,
+    overrides: Overrides,
+    model: models.Model,
+    params: PyTree,
+    model_state: PyTree,
+    from_model: FromModel,
+    tx: optax.GradientTransformation,
+) -> Definition:
+    """The static part of a state, with warnings about what the user may not expect."""
+    leaves = placement.place(params, config.mesh, config.axes, config.precision, overrides, from_model)
+    large_unit = placement.large_unit_text(leaves)
+    if large_unit and config.stage.shards_params and sum(leaf.size for leaf in leaves) >= _LARGE:
+        _warn(large_unit)
+    narrow = [
+        placement.path_text(path)
+        for (path, a), leaf in zip(jax.tree_util.tree_leaves_with_path(params), leaves, strict=True)
+        if leaf.trainable and jnp.dtype(a.dtype).itemsize < leaf.compute_dtype.itemsize
+    ]
+    if narrow:
+        wide = jnp.dtype(config.precision.compute_dtype).name
+        _warn(
+            f"init: {len(narrow)} parameters that the model creates in a narrower dtype are trained in {wide}\n"
+            f"  got:      {', '.join(narrow[:5])}{', ...' if len(narrow) > 5 else ''}\n"
+            f"  fix:      Zero(..., precision='bf16') computes in bf16; dtypes={{glob: dtype}} sets single leaves"
+        )
+    fixed = _fixed_state(model_state, leaves, overrides.frozen)
+    return Definition(tx, model, leaves, jax.tree.structure(params), fixed)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=7)  # at the user's call of `init` or `eval_init`
+
+
+def _warn_of_plain_arrays(paths: Sequence[str], model_state: PyTree) -> None:
+    dtypes = {placement.path_text(path): a.dtype for path, a in jax.tree_util.tree_leaves_with_path(model_state)}
+    floating = [path for path in paths if jnp.issubdtype(dtypes[path], jnp.floating)]
+    if floating:
+        _warn(
+            f"init: attributes of the module that are plain arrays are constants, and not trained\n"
+            f"  got:      {', '.join(floating[:5])}{', ...' if len(floating) > 5 else ''}\n"
+            f"  fix:      nnx.Param(array) trains it; nnx.Variable(array) says that it is a constant"
+        )
+
+
+def _initial(
+    config: ZeroConfig, definition: Definition, params: PyTree, model_state: PyTree, key: PRNGKey
+) -> TrainState:
+    """The state at step 0, from the parameters in the dtypes of the model."""
+    leaves = zip(jax.tree.leaves(params), definition.leaves, strict=True)
+    params = jax.tree.unflatten(definition.tree, [a.astype(leaf.dtype) for a, leaf in leaves])
+    computed = jax.tree.unflatten(definition.tree, definition.for_compute(jax.tree.leaves(params)))
+    trained = definition.trained(params)
+    return TrainState(
+        step=jnp.int32(0),
+        skipped=jnp.int32(0),
+        params=definition.with_frozen(definition.trained(computed), params),
+        master=trained if definition.has_master else None,
+        opt_state=definition.tx.init(trained),
+        model_state=model_state,
+        key=jax.random.fold_in(key, 1),
+        loss_scale=LossScale.create(config.precision),
+        definition=definition,
+    )
+
+
+def _abstract(config: ZeroConfig, avals: TrainState) -> tuple[TrainState, TrainState]:
+    """(the state as avals with shardings, the shardings)."""
+    placed = shardings(config, avals)
+    return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), avals, placed), placed
+
+
+def _fixed_state(model_state: PyTree, leaves: Sequence[Leaf], frozen: Sequence[str]) -> tuple[bool, ...]:
+    """Whether each leaf of the model state belongs to a frozen module: running statistics that must not move.
+
+    A pattern of `frozen` matches its path, with or without the name of a Linen collection in front; or the parameters
+    beside it are all frozen, and it has some.
+    """
+    beside: dict[str, list[bool]] = {}
+    for leaf in leaves:
+        beside.setdefault(leaf.path.rpartition("/")[0], []).append(leaf.trainable)
+
+    def is_fixed(path: str) -> bool:
+        paths = (path,) if isinstance(model_state, nnx.State) else (path, path.partition("/")[2])
+        matches = any(fnmatchcase(each, pattern) for each in paths for pattern in frozen)
+        parameters = [flag for each in paths for flag in beside.get(each.rpartition("/")[0], [])]
+        return matches or (bool(parameters) and not any(parameters))
+
+    is_variable = lambda node: isinstance(node, nnx.Variable)
+    with_paths = jax.tree_util.tree_leaves_with_path(model_state, is_leaf=is_variable)
+    is_plain = lambda node: isinstance(model_state, nnx.State) and not is_variable(node)  # a constant
+    flags = [
+        [is_plain(node) or is_fixed(placement.path_text(path))] * len(jax.tree.leaves(node))
+        for path, node in with_paths
+    ]
+    return tuple(itertools.chain.from_iterable(flags))
+
+
+def _key(seed: int | PRNGKey) -> PRNGKey:
+    """The PRNG key of an integer seed; a PRNG key is returned unchanged.
+
+    Raises:
+        ValueError: if `seed` is neither.
+    """
+    if isinstance(seed, int | np.integer) and not isinstance(seed, bool):
+        return jax.random.key(seed)
+    if isinstance(seed, jax.Array) and models.is_key(seed) and seed.ndim == 0:
+        return seed
+    shape, dtype = getattr(seed, "shape", None), getattr(seed, "dtype", None)
+    got = repr(seed) if dtype is None else f"an array of shape {shape} and dtype {dtype}"
+    raise ValueError(
+        f"init: the seed is neither an int nor a key\n"
+        f"  got:      {got}\n"
+        f"  fix:      pass seed=0 or seed=jax.random.key(0)"
+    )
