@@ -222,7 +222,7 @@ def train_step(
             if clip_norm is None and state.loss_scale is None:
                 scaled = result.grads
             grads = jax.tree.unflatten(definition.tree, scaled)
-            after = apply_gradients(gradient, state, shardings, grads, finite)
+            after = apply_gradients(gradient, state, shardings, grads, finite, result.loss)
             keep = lambda new, old: new if models.is_key(new) else lax.select(finite, new, old)
             model_state = jax.tree.map(keep, result.model_state, state.model_state)
             after = dataclasses.replace(after, model_state=model_state)

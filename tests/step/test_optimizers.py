@@ -44,6 +44,12 @@ CHAINS = {
     "ema": lambda: optax.chain(optax.sgd(0.1), optax.ema(0.9)),
     "apply_if_finite": lambda: optax.apply_if_finite(optax.sgd(0.1, momentum=0.9), 3),
     "inject_hyperparams": lambda: optax.inject_hyperparams(optax.adamw)(optax.linear_schedule(1e-2, 0, 10), eps=1e-6),
+    "reduce_on_plateau": lambda: optax.chain(
+        optax.sgd(0.1), contrib.reduce_on_plateau(factor=0.5, patience=1, rtol=0.9, accumulation_size=1)
+    ),
+    "polyak_sgd": lambda: optax.polyak_sgd(max_learning_rate=0.1),
+    "momo": lambda: contrib.momo(0.1),
+    "sam": lambda: contrib.sam(optax.sgd(0.1), optax.chain(contrib.normalize(), optax.sgd(0.05))),
     "radam+noise_free_chain": lambda: optax.chain(optax.centralize(), optax.radam(1e-2, eps=1e-6)),
 }
 
@@ -68,6 +74,30 @@ def test_contract(name, stage):
     assert jax.tree.leaves(jax.tree.map(lambda a: a.sharding, state)) == jax.tree.leaves(placed)
     matrices = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.shape == (16, 32)]
     assert all(leaf.sharding.shard_shape(leaf.shape) == (2, 32) for leaf in matrices)
+
+
+CANNOT_WORK = {
+    "lbfgs": (lambda: optax.lbfgs(0.1), "evaluates the loss itself"),
+    "scale_by_zoom_linesearch": (
+        lambda: optax.chain(optax.sgd(0.1), optax.scale_by_zoom_linesearch(4)),
+        "evaluates the loss itself",
+    ),
+    "scale_by_sm3": (lambda: optax.masked(optax.sm3(0.1), True), "lists of arrays"),
+    "sm3": (lambda: optax.inject_hyperparams(optax.sm3)(0.1), "lists of arrays"),
+    "differentially_private_aggregate": (lambda: optax.dpsgd(0.1, 1.0, 0.1, 0), "the gradient of each row"),
+    "sam": (lambda: contrib.sam(optax.sgd(0.1), optax.sgd(0.1), opaque_mode=True), "grad_fn must be provided"),
+    "lookahead": (lambda: optax.lookahead(optax.sgd(0.1), 5, 0.5), "LookaheadParams|'fast'"),
+}
+
+
+@pytest.mark.parametrize("name", CANNOT_WORK)
+def test_an_optimizer_that_cannot_work_is_refused_by_name(name):
+    make, reason = CANNOT_WORK[name]
+    zero = Zero(zerojax.make_mesh())
+    with pytest.raises(ValueError, match=f"optimizer: {name} does not work in a training step\n  got: .*({reason})"):
+        zero.eval_init(MODEL.create, make())
+    with pytest.raises(ValueError, match="optimizer: not an Optax transformation\n  got:      float"):
+        zero.eval_init(MODEL.create, 0.1)
 
 
 def test_an_injected_learning_rate_is_reported():

@@ -6,6 +6,7 @@ are created, and the dtype of each computation.
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -126,7 +127,10 @@ def step_of(loss: Callable[..., Any], tx: Any, dtype: Any, scale: float) -> Call
     def update(params, opt_state, parts):
         total, weight, grads, metrics = jax.tree.map(lambda *values: sum(values), *parts)
         grads = jax.tree.map(lambda g: g / weight, grads)
-        updates, opt_state = tx.update(grads, opt_state, params)
+        extra = {"value": total / weight, "grad": grads}
+        if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(tx.update).parameters.values()):
+            extra = {name: a for name, a in extra.items() if name in inspect.signature(tx.update).parameters}
+        updates, opt_state = tx.update(grads, opt_state, params, **extra)
         means = {name: value / len(parts) for name, value in metrics.items()}
         after = optax.apply_updates(params, updates)
         return after, opt_state, {"loss": total / weight, "grad_norm": optax.tree.norm(grads), **means}

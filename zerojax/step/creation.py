@@ -20,6 +20,7 @@ from zerojax.sharding.placement import FromModel, Leaf, Overrides
 from zerojax.sharding.precision import LossScale
 from zerojax.step import models
 from zerojax.step.config import ZeroConfig
+from zerojax.step.optimizers import check_update
 from zerojax.step.source import Source, plain_arrays
 from zerojax.step.state import Definition, TrainState, shardings
 from zerojax.transform import jaxprs, stacks
@@ -130,7 +131,10 @@ def _define(
             f"  fix:      Zero(..., precision='bf16') computes in bf16; dtypes={{glob: dtype}} sets single leaves"
         )
     fixed = _fixed_state(model_state, leaves, overrides.frozen)
-    return Definition(tx, model, leaves, jax.tree.structure(params), fixed)
+    definition = Definition(tx, model, leaves, jax.tree.structure(params), fixed)
+    avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    check_update(tx, definition.trained(jax.tree.unflatten(definition.tree, avals)))
+    return definition
 
 
 def _warn(text: str) -> None:

@@ -9,6 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from zerojax.sharding import placement
+from zerojax.step import optimizers
 from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient
 from zerojax.step.state import Definition, TrainState
@@ -58,7 +59,7 @@ def squared_norm(gradient: DeviceGradient, params: PyTree) -> Array:
 
 
 def apply_gradients(
-    gradient: DeviceGradient, state: TrainState, shardings: TrainState, grads: PyTree, finite: Array
+    gradient: DeviceGradient, state: TrainState, shardings: TrainState, grads: PyTree, finite: Array, loss: Array
 ) -> TrainState:
     """Applies one optimizer update to global arrays. If `finite` is false, only the step counts and the loss
     scale change.
@@ -69,14 +70,16 @@ def apply_gradients(
         shardings: the shardings of the state.
         grads: tree of gradients without the loss scale, None at frozen leaves.
         finite: bool scalar, whether all gradients are finite.
+        loss: fp32 scalar, the loss of the step.
     """
-    config, definition, tx = gradient.config, gradient.definition, gradient.definition.tx
+    config, definition = gradient.config, gradient.definition
     dtype = config.precision.param_dtype
     placed = optimizer_shardings(config, definition)
     old = state.master
     if old is None:  # slices the shards from full parameters, without communication
         old = lax.with_sharding_constraint(definition.trained(state.params), placed)
-    updates, opt_state = tx.update(jax.tree.map(lambda g: g.astype(dtype), grads), state.opt_state, old)
+    grads = jax.tree.map(lambda g: g.astype(dtype), grads)
+    updates, opt_state = optimizers.update(definition.tx, grads, state.opt_state, old, loss)
     keep = lambda new, old: jax.tree.map(lambda n, o: lax.select(finite, n, o), new, old)
     new = lax.with_sharding_constraint(keep(optax.apply_updates(old, updates), old), placed)
     dtypes = [leaf.compute_dtype for leaf in definition.leaves if leaf.trainable]

@@ -1,0 +1,114 @@
+"""Optimizers: the arguments that a step has for them, and those that cannot work on a step's gradients."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from zerojax.typing import Array, PyTree
+
+_FUNCTION = "it evaluates the loss itself, and a step has its value and gradient at one point only"
+_REASONS = {  # the function of optax that makes the transformation -> why it cannot work
+    "scale_by_zoom_linesearch": _FUNCTION,
+    "scale_by_backtracking_linesearch": _FUNCTION,
+    "lbfgs": _FUNCTION,
+    "hutchinson_estimator_diag_hessian": _FUNCTION,
+    "sophia": _FUNCTION,
+    "differentially_private_aggregate": "it needs the gradient of each row, and a step has that of the whole batch",
+    "dpsgd": "it needs the gradient of each row, and a step has that of the whole batch",
+    "scale_by_sm3": "its state has lists of arrays in place of a parameter's array, which cannot be placed",
+    "sm3": "its state has lists of arrays in place of a parameter's array, which cannot be placed",
+}
+
+
+def update(
+    tx: optax.GradientTransformation, grads: PyTree, opt_state: PyTree, params: PyTree, loss: Array
+) -> tuple[PyTree, PyTree]:
+    """`tx.update` with those of the extra arguments `value` and `grad` that it takes.
+
+    Args:
+        tx: any Optax transformation.
+        grads: of the trained parameters, clipped, without the loss scale.
+        opt_state: the state of the optimizer.
+        params: the trained parameters in param_dtype.
+        loss: the loss of the step, which is `value`.
+    """
+    extra = {"value": loss, "grad": grads}
+    parameters = inspect.signature(tx.update).parameters.values()
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        names = {p.name for p in parameters}
+        extra = {name: value for name, value in extra.items() if name in names}
+    return tx.update(grads, opt_state, params, **extra)
+
+
+def check_update(tx: Any, params: PyTree) -> None:
+    """Checks that an optimizer can be created and updated, without running it.
+
+    Args:
+        tx: the optimizer.
+        params: avals of the trained parameters in param_dtype.
+
+    Raises:
+        ValueError: if it is not an Optax transformation, or needs what a step does not have.
+    """
+    if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
+        raise ValueError(
+            f"optimizer: not an Optax transformation\n"
+            f"  got:      {type(tx).__name__}\n"
+            f"  fix:      pass one, such as optax.adamw(1e-3)"
+        )
+    names = _function_names(tx)
+    for name, reason in _REASONS.items():
+        if name in names:
+            raise _cannot_work("lbfgs" if "scale_by_lbfgs" in names else name, reason)
+    try:
+        opt_state = jax.eval_shape(tx.init, params)
+        loss = jax.ShapeDtypeStruct((), jnp.float32)
+        jax.eval_shape(lambda *args: update(tx, *args), params, opt_state, params, loss)
+    except Exception as error:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        modules = [(frame.f_globals.get("__name__", ""), frame.f_code.co_qualname) for frame in frames]
+        names = [name.partition(".")[0] for module, name in modules if module.startswith("optax")]
+        raise _cannot_work(names[-1] if names else "update", f"{type(error).__name__}: {error}") from error
+
+
+def _cannot_work(name: str, reason: str) -> ValueError:
+    return ValueError(
+        f"optimizer: {name} does not work in a training step\n"
+        f"  got:      {reason}\n"
+        f"  fix:      choose another one; a step passes gradients, parameters, value= and grad="
+    )
+
+
+def _function_names(tx: Any) -> set[str]:
+    """The names of the functions that made a transformation and those in it, from their closures."""
+    names, seen, todo = set(), set(), [tx.init, tx.update]
+    while todo:
+        item = todo.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, optax.GradientTransformation):
+            todo += [item.init, item.update]
+        elif isinstance(item, list | tuple):
+            todo += item
+        elif isinstance(item, dict):
+            todo += item.values()
+        elif inspect.ismethod(item):
+            todo += vars(item.__self__).values() if hasattr(item.__self__, "__dict__") else []
+        elif inspect.isfunction(item):
+            names.add(item.__qualname__.partition(".")[0])
+            todo += [cell.cell_contents for cell in item.__closure__ or () if _is_filled(cell)]
+    return names
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # a name that is assigned later
+        return False
