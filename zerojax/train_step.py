@@ -54,6 +54,7 @@ class Step:
     def _checked(self, state: TrainState, batch: PyTree) -> Any:
         """Checks the inputs, and returns the jitted function for this kind of state."""
         check_enclosing_mesh(self.config.mesh)
+        states.check_not_donated(state)
         check_batch(self.config, batch, self.settings.num_microbatches)
         key = state.definition
         if key not in self._jitted:

@@ -159,10 +159,10 @@ def test_another_optimizer_is_an_error_unless_allowed(saved):
         with pytest.raises(CheckpointMismatch) as raised:
             checkpoints.resume(fresh)
         assert "saved:    an optimizer state with 0/count, 0/mu, 0/nu, 2/count" in str(raised.value)
-        assert "state:    an optimizer state with 0/trace" in str(raised.value) and "new_optimizer=True" in str(
+        assert "state:    an optimizer state with 0/trace" in str(raised.value) and "optimizer='new'" in str(
             raised.value
         )
-        state = checkpoints.restore(fresh, 4, new_optimizer=True)
+        state = checkpoints.restore(fresh, 4, optimizer="new")
         found = digest_of(state)
         assert {p: found[p] for p in opt_state} == opt_state
         assert found["params/odd"] == saved[2]["params/odd"] and int(state.step) == 4
@@ -173,7 +173,7 @@ def test_missing_and_extra_leaves_are_reported_with_the_nearest_name(saved):
     fresh = zero.init(renamed, optax.sgd(0.1))
     with zero.checkpoints(saved[0]) as checkpoints:
         with pytest.raises(CheckpointMismatch) as raised:
-            checkpoints.restore(fresh, 4, new_optimizer=True)
+            checkpoints.restore(fresh, 4, optimizer="new")
         assert raised.value.args[0].splitlines()[1:] == [
             "  missing:  params/layers/2/bias: the checkpoint has no such leaf, the nearest is params/layers/2/b "
             "(missing=('params/layers/2/bias',) allows it)",
@@ -182,7 +182,7 @@ def test_missing_and_extra_leaves_are_reported_with_the_nearest_name(saved):
         ]
         assert "step_4 does not fit the state" in str(raised.value)
         allowed = {"missing": ["params/layers/2/bias"], "extra": ["params/layers/2/b"]}
-        state = checkpoints.restore(fresh, 4, new_optimizer=True, **allowed)
+        state = checkpoints.restore(fresh, 4, optimizer="new", **allowed)
     assert digest_of(state)["params/layers/1/b"] == saved[2]["params/layers/1/b"]
 
 

@@ -55,7 +55,7 @@ def four_steps(directory):
 
 @raises("A missing leaf and an unexpected leaf")
 def _(tmp_path):
-    resume(four_steps(tmp_path), renamed, optax.sgd(0.1), new_optimizer=True)
+    resume(four_steps(tmp_path), renamed, optax.sgd(0.1), optimizer="new")
 
 
 @raises("A different shape")

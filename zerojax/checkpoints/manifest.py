@@ -178,13 +178,15 @@ class Allowed(NamedTuple):
         missing: globs of leaves that the checkpoint may lack. The state keeps its own.
         extra: globs of leaves that the state may lack. They are not read.
         cast: whether dtypes may differ. Arrays are cast after they are read.
-        new_optimizer: whether the optimizer state is ignored. The state keeps its own.
+        optimizer: 'same'; 'changed': leaves of the optimizer may be missing and extra, and what both have is restored,
+            such as moments, while counts that the checkpoint lacks continue at the number of updates so far; or 'new':
+            the optimizer state is not restored.
     """
 
     missing: Sequence[str] = ()
     extra: Sequence[str] = ()
     cast: bool = False
-    new_optimizer: bool = False
+    optimizer: str = "same"
 
 
 def paths_to_read(saved: Manifest, avals: Mapping[str, Any], allowed: Allowed, where: str) -> list[str]:
@@ -199,9 +201,14 @@ def paths_to_read(saved: Manifest, avals: Mapping[str, Any], allowed: Allowed, w
     Raises:
         CheckpointMismatch: if leaves differ, with a line for each, which names the option that allows the difference.
     """
-    if allowed.new_optimizer:
+    if allowed.optimizer not in (choices := ("same", "changed", "new")):
+        raise ValueError(f"checkpoint: optimizer={allowed.optimizer!r}\n  fix:      one of {', '.join(choices)}")
+    if allowed.optimizer == "new":
         avals = {path: a for path, a in avals.items() if not path.startswith(OPTIMIZER)}
         allowed = allowed._replace(extra=(*allowed.extra, f"{OPTIMIZER}*"))
+    if allowed.optimizer == "changed":
+        both = (*allowed.missing, f"{OPTIMIZER}*"), (*allowed.extra, f"{OPTIMIZER}*")
+        allowed = allowed._replace(missing=both[0], extra=both[1])
     missing = [p for p in avals if p not in saved.leaves and not matches(p, allowed.missing)]
     extra = [p for p in saved.leaves if p not in avals and not matches(p, allowed.extra)]
     common = [path for path in avals if path in saved.leaves]
@@ -253,7 +260,7 @@ def _optimizer_lines(missing: list[str], extra: list[str]) -> list[str]:
     return [
         f"saved:    an optimizer state with {summary(extra)}",
         f"state:    an optimizer state with {summary(missing)}",
-        "fix:      use the same optimizer, or new_optimizer=True to start with a new optimizer state",
+        "fix:      optimizer='changed' restores what both have, such as moments; optimizer='new' starts with a new one",
     ]
 
 

@@ -23,7 +23,7 @@ from zerojax.checkpoints.manifest import Allowed, CheckpointCorrupted, LeafRecor
 from zerojax.checkpoints.preemption import EXIT_CODE, Preemption
 from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0, raise_on_all_processes
 from zerojax.step.config import ZeroConfig
-from zerojax.step.state import TrainState
+from zerojax.step.state import TrainState, check_not_donated
 from zerojax.typing import Array
 
 log = logging.getLogger("zerojax")
@@ -142,7 +142,9 @@ class Checkpoints:
         """Returns the steps that are complete on disk, oldest first."""
         return store.steps(self.directory)
 
-    def resume(self, state: TrainState, data: Any = None, *, fallback: bool = False) -> tuple[TrainState, int]:
+    def resume(
+        self, state: TrainState, data: Any = None, *, fallback: bool = False, optimizer: str = "same"
+    ) -> tuple[TrainState, int]:
         """Restores the newest state.
 
         Args:
@@ -150,6 +152,7 @@ class Checkpoints:
                 another stage, mesh, number of processes and precision of the computation.
             data: an iterator with `get_state` and `set_state`. Its saved state is restored.
             fallback: whether to go back to the newest intact step if newer ones are damaged. Those are renamed.
+            optimizer: 'changed' if it differs, by another learning rate schedule or other frozen leaves; see `Allowed`.
 
         Returns:
             (the restored state, its step); or (the state that was passed, 0) if no step was saved yet.
@@ -166,7 +169,7 @@ class Checkpoints:
         avals = contents.avals(state)
         for step in reversed(steps):
             try:
-                restored = self._restore(state, step, data, Allowed())
+                restored = self._restore(state, step, data, Allowed(optimizer=optimizer))
             except CheckpointCorrupted as error:
                 if not fallback:
                     raise
@@ -212,7 +215,7 @@ class Checkpoints:
         missing: Sequence[str] = (),
         extra: Sequence[str] = (),
         cast: bool = False,
-        new_optimizer: bool = False,
+        optimizer: str = "same",
     ) -> TrainState:
         """Restores a step, or a part of it.
 
@@ -221,7 +224,7 @@ class Checkpoints:
             step: one of `steps()`.
             only: globs of the leaves to restore ('params/*', 'params/layers/*'). By default all.
             data: see `resume`.
-            missing, extra, cast, new_optimizer: the differences that are allowed, see `Allowed`.
+            missing, extra, cast, optimizer: the differences that are allowed, see `Allowed`.
 
         Cost: each device reads its own shards from disk, and reads them once more to check the digests. The state that
             was passed is freed first, so that the devices never hold two states.
@@ -236,7 +239,7 @@ class Checkpoints:
                 f"checkpoint: there is no step {step} in {self.directory}\n"
                 f"  got:      steps {', '.join(map(str, steps)) or 'none'}\n  fix:      choose one of these"
             )
-        allowed = Allowed(missing, ("*",) if only else extra, cast, new_optimizer)
+        allowed = Allowed(missing, ("*",) if only else extra, cast, optimizer)
         return self._restore(state, step, data, allowed, only)
 
     def _restore(
@@ -259,6 +262,8 @@ class Checkpoints:
         _check_digests(saved, arrays, where)
         for iterator_state in iterator_states:
             data.set_state(iterator_state)
+        if allowed.optimizer == "changed":
+            arrays |= _continued_counts(avals, arrays)
         return contents.with_arrays(state, {path: a.astype(avals[path].dtype) for path, a in arrays.items()})
 
     def update(self, state: TrainState, metrics: Mapping[str, Any] | None = None, data: Any = None) -> None:
@@ -309,6 +314,7 @@ class Checkpoints:
             FloatingPointError: if the state contains a NaN, or a parameter an infinity. Nothing is written.
             RuntimeError: if two consecutive saves failed.
         """
+        check_not_donated(state)
         step = int(state.step)
         self.wait()
         if step == self._saved_step:
@@ -369,6 +375,15 @@ class Checkpoints:
 
     def _newest(self) -> int | None:
         return max(self.steps(), default=None)
+
+
+def _continued_counts(avals: Mapping[str, Any], arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """The counts of the optimizer that were not restored, set to the number of updates so far."""
+    is_count = lambda path: path.startswith(contents.OPTIMIZER) and path.endswith("/count")
+    saved = [int(a) for path, a in arrays.items() if is_count(path)]
+    count = max(saved) if saved else int(arrays["step"]) - int(arrays["skipped"])
+    fresh = {path: a for path, a in avals.items() if is_count(path) and path not in arrays}
+    return {path: jax.device_put(jnp.asarray(count, a.dtype), a.sharding) for path, a in fresh.items()}
 
 
 def _selected(avals: dict[str, Any], globs: Sequence[str]) -> dict[str, Any]:

@@ -23,12 +23,14 @@ from zerojax.sharding.units import no_match_text
 from zerojax.step.batch import unwrapped
 from zerojax.typing import Array, ArrayLike, PRNGKey, PyTree
 
+RESERVED = frozenset({"loss", "grad_norm", "param_norm", "skipped", "learning_rate", "loss_scale"})
+
 
 class Weighted(NamedTuple):
     """A sum and its weight, for a loss or metric whose global mean is not the mean of the means of the shards.
 
     The reported value is (sum of sums) / (sum of weights), over all shards and microbatches. The weight is treated as a
-    constant: no gradient flows through it.
+    constant: no gradient flows through it. A metric whose weights are all 0 is reported as the sum of its sums.
 
     Attributes:
         sum: floating scalar.
@@ -210,6 +212,12 @@ def normalize(result: Any) -> tuple[Weighted, dict[str, Any], bool]:
 def _as_weighted(name: str, value: Any) -> Weighted:
     pair = value if isinstance(value, Weighted) else Weighted(value, 1.0)
     for part in pair:
+        if isinstance(part, str | bytes | Mapping | Sequence) or part is None:
+            raise ValueError(
+                f"loss: {name} is not a number\n"
+                f"  got:      {(part if isinstance(part, str | bytes) else type(part).__name__)!r}\n"
+                f"  fix:      return scalars; name those of a nested dict by paths, as in {{'accuracy/top1': ...}}"
+            )
         shape, dtype = jnp.shape(part), jnp.result_type(part)
         if shape != () or not (jnp.issubdtype(dtype, jnp.number) or jnp.issubdtype(dtype, jnp.bool_)):
             raise ValueError(
@@ -233,6 +241,12 @@ def call_loss(
     args = (merged, batch, key) if takes_key(loss_fn) else (merged, batch)
     loss, aux, weighted = normalize(loss_fn(*args))
     after, metrics = model.state_after(merged, aux, model_state)
+    if taken := sorted(metrics.keys() & RESERVED):
+        raise ValueError(
+            f"loss: a metric has the name of one of the step's own\n"
+            f"  got:      {', '.join(map(repr, taken))}\n"
+            f"  fix:      use another name; a step reports {', '.join(sorted(RESERVED))} itself"
+        )
     return Output(loss, {name: _as_weighted(f"metric {name!r}", v) for name, v in metrics.items()}, after, weighted)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import numbers
 from typing import Any
 
 from zerojax.sharding.axes import Axes
@@ -40,7 +41,8 @@ class StepSettings:
         """Checks the settings against the data axes, and returns them.
 
         Raises:
-            ValueError: if `num_microbatches`, `prefetch` or `bucket_bytes` is not an integer, or too small.
+            ValueError: if `num_microbatches`, `prefetch` or `bucket_bytes` is not an integer, or too small, or if
+                `clip_norm` is not a number above 0.
         """
         if not _is_integer(self.num_microbatches) or self.num_microbatches < 1:
             raise ValueError(
@@ -49,6 +51,12 @@ class StepSettings:
         if not _is_integer(self.prefetch) or self.prefetch < 0:
             raise ValueError(
                 f"prefetch: {self.prefetch!r} is not a valid number of units\n  fix:      pass an integer of at least 0"
+            )
+        is_number = isinstance(self.clip_norm, numbers.Real) and not isinstance(self.clip_norm, bool)
+        if self.clip_norm is not None and not (is_number and self.clip_norm > 0):  # NaN is not
+            raise ValueError(
+                f"clip_norm: {self.clip_norm!r} is not a norm\n"
+                f"  fix:      pass a number above 0, or None to leave gradients as they are"
             )
         least = axes.num_shards * _WIDEST_ELEMENT_BYTES
         if self.bucket_bytes is not None and (not _is_integer(self.bucket_bytes) or self.bucket_bytes < least):

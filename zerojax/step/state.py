@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from zerojax.sharding import placement
@@ -105,6 +106,7 @@ class TrainState:
 
     def model(self) -> Any:
         """The loss function's first argument: an nnx.Module, Linen variables or a tree of parameters."""
+        check_not_donated(self)
         return self.definition.model.merge(self.params, self.model_state)
 
 
@@ -132,6 +134,20 @@ def specs(config: ZeroConfig, state: TrainState) -> TrainState:
 def shardings(config: ZeroConfig, state: TrainState) -> TrainState:
     """The shardings that the stage gives a state, whatever those of its arrays are."""
     return placement.named_shardings(config.mesh, specs(config, state))
+
+
+def check_not_donated(state: TrainState) -> None:
+    """Raises ValueError if an array of the state is deleted, as the arrays of a state are that a step was called with.
+
+    The runtime would end the process. Avals are ignored.
+    """
+    for path, a in jax.tree_util.tree_leaves_with_path(state):
+        if isinstance(a, jax.Array) and not isinstance(a, Tracer) and a.is_deleted():
+            raise ValueError(
+                f"state: it was donated to a step, which updated it in place\n"
+                f"  got:      {placement.path_text(path)!r} is deleted\n"
+                f"  fix:      continue with the state that the step returned: state, metrics = step(state, batch)"
+            )
 
 
 def check_optimizer(state: TrainState, precision: Precision) -> None:

@@ -72,6 +72,7 @@ def fit(
     config: Any = None,
     checkpoints: CheckpointOptions | None = None,
     fallback: bool = False,
+    optimizer: str = "same",
     profile: tuple[int, int] | None = None,
     writers: Sequence[Writer] | None = None,
     display: Writer | None = None,
@@ -101,6 +102,8 @@ def fit(
         checkpoints: options of `zero.checkpoints`: `every`, `keep`, `keep_every`, `most_skipped`, `spike` and
             `watchdog_s`. `CheckpointOptions` describes them.
         fallback: if the newest checkpoint is damaged, continues from the newest one that is intact.
+        optimizer: 'changed' continues with another learning rate schedule or other frozen leaves: what both optimizers
+            have, such as moments, is restored. 'new' restores nothing of it.
         profile: first and last step of a profiler trace, counted from 1.
         writers: receive the rows of metrics; `writers.default_writers` by default.
         display: receives the metrics of every step. By default a progress bar on a terminal, and lines elsewhere.
@@ -131,7 +134,7 @@ def fit(
         manager = stack.enter_context(zero.checkpoints(folder / "checkpoints", **(checkpoints or {})))
         iterator = None if callable(data) else iter(data)
         stateful_iterator = iterator if hasattr(iterator, "get_state") else None
-        state, start = manager.resume(state, stateful_iterator, fallback=fallback)
+        state, start = manager.resume(state, stateful_iterator, fallback=fallback, optimizer=optimizer)
         if start >= num_steps:
             log.warning("fit: %s is already at step %d of %d", folder, start, num_steps)
             return state

@@ -166,7 +166,7 @@ class TracedLoss:
         runs, crossing = self._runs(equations), self._crossing_bytes(equations)
         cut: list[tuple[list[Any], dict[int, None], dict[int, View]]] = []
         start = 0
-        for run, following in zip(runs, [*runs[1:], None], strict=True):
+        for run, following in itertools.zip_longest(runs, runs[1:]):
             if run.views:
                 if start < run.first:
                     cut.append((equations[start : run.first], {}, {}))

@@ -1,0 +1,132 @@
+"""What a step refuses in words, and odd losses that it takes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zerojax
+from zerojax import Weighted, Zero
+
+X = np.ones((16, 16), np.float32)
+
+
+def create(key):
+    return {"w": jax.random.normal(key, (16, 16)), "b": jnp.zeros(16)}
+
+
+def loss(params, x):
+    return jnp.mean((x @ params["w"] + params["b"]) ** 2)
+
+
+def started(stage=3, tx=None, **options):
+    zero = Zero(zerojax.make_mesh(), stage, **options)
+    return zero, zero.init(create, tx or optax.adam(1e-3))
+
+
+def test_a_donated_state_is_refused_and_the_process_lives(tmp_path):
+    """The runtime would abort the process."""
+    zero, state = started()
+    step = zero.train_step(loss)
+    after, _ = step(state, X)
+    with zero.checkpoints(tmp_path) as checkpoints:
+        for use in (
+            lambda: step(state, X),
+            lambda: zero.eval_step(loss)(state, X),
+            lambda: checkpoints.save(state),
+            state.model,
+        ):
+            with pytest.raises(
+                ValueError, match=r"state: it was donated to a step.*\n.*is deleted\n.*state, metrics = s"
+            ):
+                use()
+    step(after, X)
+
+
+@pytest.mark.parametrize("norm", [-1, 0, float("nan"), "1", True])
+def test_a_norm_to_clip_to_is_a_positive_number(norm):
+    with pytest.raises(ValueError, match=r"clip_norm: .* is not a norm\n  fix:      pass a number above 0"):
+        Zero(zerojax.make_mesh()).train_step(loss, clip_norm=norm)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_loss_that_uses_no_parameter_changes_nothing(stage):
+    zero, state = started(stage)
+    before = jax.device_get(state.params)
+    assert zero.eval_step(lambda params, x: jnp.mean(x))(state, X)["loss"] == 1
+    after, metrics = zero.train_step(lambda params, x: jnp.mean(x), num_microbatches=2)(state, X)
+    assert metrics["loss"] == 1 and metrics["grad_norm"] == 0
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(after.params), before)
+
+
+@pytest.mark.parametrize(
+    ("metric", "got"),
+    [({"b": 1.0}, "'dict'"), ([1.0, 2.0], "'list'"), ("text", "'text'"), (None, "'NoneType'")],
+    ids=["dict", "list", "string", "none"],
+)
+def test_a_metric_that_is_no_number_is_refused_by_name(metric, got):
+    zero, state = started()
+    with pytest.raises(
+        ValueError, match=f"loss: metric 'a' is not a number\n  got:      {got}\n  fix:      return scal"
+    ):
+        zero.train_step(lambda params, x: (loss(params, x), {"a": metric})).trace(state, X)
+
+
+@pytest.mark.parametrize("name", ["loss", "grad_norm", "learning_rate"])
+def test_a_metric_does_not_replace_one_of_the_step(name):
+    zero, state = started()
+    with_metric = lambda params, x: (loss(params, x), {name: jnp.float32(7)})
+    for make in zero.train_step, zero.eval_step:
+        with pytest.raises(ValueError, match=f"a metric has the name of one of the step's own\n  got:      '{name}'"):
+            make(with_metric).trace(state, X)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_a_metric_of_weight_0_is_a_sum(num_microbatches):
+    zero, state = started()
+    counted = lambda params, x: (loss(params, x), {"rows": Weighted(jnp.float32(len(x)), 0), "mean": jnp.mean(x)})
+    _, metrics = zero.train_step(counted, num_microbatches=num_microbatches)(state, X)
+    assert metrics["rows"] == len(X) and metrics["mean"] == 1
+
+
+# Resuming with another optimizer
+
+
+def saved(directory, tx, num=3):
+    zero, state = started(tx=tx)
+    step = zero.train_step(loss)
+    for _ in range(num):
+        state, _ = step(state, X)
+    with zero.checkpoints(directory) as checkpoints:
+        checkpoints.save(state)
+    return state
+
+
+def test_a_run_continues_with_another_schedule_and_its_moments(tmp_path):
+    """The schedule continues at the number of updates so far."""
+    before = saved(tmp_path, optax.adam(1e-3))
+    zero, fresh = started(tx=optax.adam(optax.linear_schedule(1e-3, 0, 10)))
+    with zero.checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(ValueError, match="optimizer='changed' restores what both have"):
+            checkpoints.resume(fresh)
+        state, step = checkpoints.resume(zero.init(create, fresh.definition.tx), optimizer="changed")
+    assert step == 3 and int(state.opt_state[0].count) == int(state.opt_state[1].count) == 3
+    np.testing.assert_array_equal(state.opt_state[0].mu["w"], before.opt_state[0].mu["w"])
+    zero.train_step(loss)(state, X)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["freezes", "thaws"])
+def test_a_run_continues_with_other_frozen_leaves_and_its_moments(tmp_path, first):
+    tx = optax.adam(1e-3)
+    options = {"frozen": ["b"]}
+    zero, state = started(tx=tx, **({} if first else options))
+    before, _ = zero.train_step(loss)(state, X)
+    with zero.checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(before)
+    zero, fresh = started(tx=tx, **(options if first else {}))
+    with zero.checkpoints(tmp_path) as checkpoints:
+        state, _ = checkpoints.resume(fresh, optimizer="changed")
+    np.testing.assert_array_equal(state.opt_state[0].nu["w"], before.opt_state[0].nu["w"])
+    assert (state.opt_state[0].nu["b"] is None) == first
+    zero.train_step(loss)(state, X)
