@@ -21,7 +21,7 @@ from zerojax.sharding.mesh import check_enclosing_mesh
 from zerojax.step import models, state as states
 from zerojax.step.batch import batch_avals, batch_specs, check_batch, shard_batch
 from zerojax.step.config import ZeroConfig, compiler_options, leaf_specs, shard_map_over_data
-from zerojax.step.gradient import DeviceGradient, compute_gradients, device_gradient, uses
+from zerojax.step.gradient import DeviceGradient, compute_gradients, device_gradient, uses, warn_of_local_statistics
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition, TrainState
 from zerojax.step.update import apply_gradients, optimizer_shardings, squared_norm
@@ -199,7 +199,7 @@ def train_step(
     audit_setting: str,
 ) -> TrainStep:
     """See `Zero.train_step`."""
-    clip_norm = settings.clip_norm
+    clip_norm, warned = settings.clip_norm, set[Definition]()
 
     def gradient_of(definition: Definition) -> DeviceGradient:
         return device_gradient(config, definition, loss_fn, settings)
@@ -212,6 +212,9 @@ def train_step(
             scale = state.loss_scale.value if state.loss_scale else jnp.float32(1)
             key = jax.random.fold_in(state.key, state.step)
             args = (jax.tree.leaves(state.params), state.model_state, batch, key, scale)
+            if definition not in warned:  # a step may be traced more than once
+                warned.add(definition)
+                warn_of_local_statistics(gradient, args[:-1])
             result = compute_gradients(gradient, args)
             norm = jnp.sqrt(result.squared_norm) / scale
             finite = jnp.isfinite(norm)

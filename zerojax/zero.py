@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -285,6 +286,34 @@ class Zero:
             ValueError: if the numbers of rows differ, or exceed `num_rows`.
         """
         return batches.pad_batch(self.config, batch, num_rows)
+
+    def with_params(self, state: TrainState, params: Any) -> TrainState:
+        """A state with other values of the parameters, to evaluate an average of the weights.
+
+        Args:
+            state: its other arrays are shared with the state that is returned, so only one of the two may be donated:
+                pass the result to `eval_step` or call `model()`, and continue to train with `state`.
+            params: the trained parameters as the optimizer's state holds them, for example an average: a tree like
+                `state.params`, with None (or any value) at frozen leaves.
+
+        Cost: at stages 1 and 2 the parameters are gathered.
+        """
+        definition, config = state.definition, self.config
+        shardings = placement.named_shardings(config.mesh, definition.specs(config.axes, config.stage.shards_params))
+
+        def insert(given: Any, current: Any) -> Any:
+            leaves = definition.tree.flatten_up_to(given)
+            values = [
+                new if leaf.trainable else old
+                for new, old, leaf in zip(leaves, jax.tree.leaves(current), definition.leaves, strict=True)
+            ]
+            cast = [
+                a.astype(leaf.compute_dtype) if leaf.trainable else a
+                for a, leaf in zip(values, definition.leaves, strict=True)
+            ]
+            return definition.tree.unflatten(cast)
+
+        return dataclasses.replace(state, params=jax.jit(insert, out_shardings=shardings)(params, state.params))
 
     def _definition(self, params: Any) -> Definition:
         if isinstance(params, nnx.Module):

@@ -26,6 +26,11 @@ def group(params):
     return jax.tree.map(lambda leaf: "matrix" if leaf.ndim > 1 else "vector", params)
 
 
+def body_or_other(params):
+    """By the paths, of which the placeholder that Optax maps over has none."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: "body" if path[0].key == "body" else "other", params)
+
+
 CHAINS = {
     "clip_by_global_norm+adamw": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3, eps=1e-6)),
     "adaptive_grad_clip+sgd": lambda: optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1)),
@@ -39,6 +44,9 @@ CHAINS = {
     "masked_weight_decay": lambda: optax.adamw(1e-3, eps=1e-6, weight_decay=0.1, mask=is_matrix),
     "multi_transform": lambda: optax.multi_transform(
         {"matrix": optax.adam(1e-2, eps=1e-6), "vector": optax.sgd(0.1)}, group
+    ),
+    "multi_transform_by_path": lambda: optax.multi_transform(
+        {"body": optax.adam(1e-2, eps=1e-6), "other": optax.sgd(0.1, momentum=0.9)}, body_or_other
     ),
     "multi_steps": lambda: optax.MultiSteps(optax.adam(1e-2, eps=1e-6), 2).gradient_transformation(),
     "ema": lambda: optax.chain(optax.sgd(0.1), optax.ema(0.9)),

@@ -23,7 +23,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -301,9 +301,32 @@ def optimizer_specs(
         return param_spec if leaf.shape == param.shape else by_shape(leaf)
 
     is_masked = lambda x: isinstance(x, optax.MaskedNode)
-    return optax.tree.map_params(
-        tx, like_param, opt_state, shapes, specs, transform_non_params=by_shape, is_leaf=is_masked
-    )
+    try:
+        return optax.tree.map_params(
+            tx, like_param, opt_state, shapes, specs, transform_non_params=by_shape, is_leaf=is_masked
+        )
+    except Exception:  # it calls functions of the user, such as labels by path, with a placeholder of the parameters
+        return _specs_by_path(opt_state, specs, shapes, by_shape)
+
+
+def _specs_by_path(
+    opt_state: PyTree, specs: PyTree, shapes: PyTree, by_shape: Callable[[Any], PartitionSpec]
+) -> PyTree:
+    """As `optimizer_specs`, where a leaf belongs to the parameter whose path its own ends with, if the shapes agree."""
+    is_spec = lambda x: isinstance(x, PartitionSpec)
+    paths = [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
+    params = dict(zip(paths, pairs, strict=True))
+
+    def spec(path: Any, leaf: Any) -> PartitionSpec:
+        parts = path_text(path).split("/")
+        for start in range(len(parts)):
+            param, param_spec = params.get("/".join(parts[start:]), (None, None))
+            if param is not None and param.shape == leaf.shape:
+                return param_spec
+        return by_shape(leaf)
+
+    return jax.tree_util.tree_map_with_path(spec, opt_state)
 
 
 def named_shardings(mesh: AnyMesh, specs: PyTree) -> PyTree:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -25,6 +24,7 @@ from zerojax.step.source import Source, plain_arrays
 from zerojax.step.state import Definition, TrainState, shardings
 from zerojax.transform import jaxprs, stacks
 from zerojax.typing import Array, PRNGKey, PyTree
+from zerojax.warn import warn
 
 _LARGE = 2**20  # parameters; below, a large unit is no problem
 
@@ -117,7 +117,7 @@ def _define(
     leaves = placement.place(params, config.mesh, config.axes, config.precision, overrides, from_model)
     large_unit = placement.large_unit_text(leaves)
     if large_unit and config.stage.shards_params and sum(leaf.size for leaf in leaves) >= _LARGE:
-        _warn(large_unit)
+        warn(large_unit)
     narrow = [
         placement.path_text(path)
         for (path, a), leaf in zip(jax.tree_util.tree_leaves_with_path(params), leaves, strict=True)
@@ -125,7 +125,7 @@ def _define(
     ]
     if narrow:
         wide = jnp.dtype(config.precision.compute_dtype).name
-        _warn(
+        warn(
             f"init: {len(narrow)} parameters that the model creates in a narrower dtype are trained in {wide}\n"
             f"  got:      {', '.join(narrow[:5])}{', ...' if len(narrow) > 5 else ''}\n"
             f"  fix:      Zero(..., precision='bf16') computes in bf16; dtypes={{glob: dtype}} sets single leaves"
@@ -137,15 +137,11 @@ def _define(
     return definition
 
 
-def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=7)  # at the user's call of `init` or `eval_init`
-
-
 def _warn_of_plain_arrays(paths: Sequence[str], model_state: PyTree) -> None:
     dtypes = {placement.path_text(path): a.dtype for path, a in jax.tree_util.tree_leaves_with_path(model_state)}
     floating = [path for path in paths if jnp.issubdtype(dtypes[path], jnp.floating)]
     if floating:
-        _warn(
+        warn(
             f"init: attributes of the module that are plain arrays are constants, and not trained\n"
             f"  got:      {', '.join(floating[:5])}{', ...' if len(floating) > 5 else ''}\n"
             f"  fix:      nnx.Param(array) trains it; nnx.Variable(array) says that it is a constant"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from zerojax.sharding.placement import path_text
 from zerojax.sharding.precision import for_reduction
 from zerojax.step import models
 from zerojax.step.batch import batch_specs, cast_batch, map_rows, microbatches
@@ -27,12 +29,13 @@ from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
 from zerojax.step.models import Output, Weighted
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition
-from zerojax.transform import collectives
+from zerojax.transform import collectives, jaxprs
 from zerojax.transform.dependencies import event
 from zerojax.transform.segmentation import TracedLoss
 from zerojax.transform.segmented_loss import SegmentedLoss
 from zerojax.transform.stage_collectives import StageCollectives
 from zerojax.typing import Array, ArrayLike, PRNGKey, PyTree
+from zerojax.warn import warn
 
 Loss = Callable[[PyTree, PyTree, PyTree, PRNGKey], Output]  # (params, model state, batch, key) -> output
 
@@ -126,6 +129,23 @@ class DeviceGradient:
         return [
             tuple(k for k, leaves in enumerate(segments) if leaf in leaves)
             for leaf in range(len(self.definition.leaves))
+        ]
+
+    def local_statistics(self, shards: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey) -> list[str]:
+        """The paths of floating variables that the loss changes by this device's rows only, without a collective.
+
+        The arguments are those of a call. This traces the loss.
+        """
+        shards, batch = self.definition.for_compute(shards), cast_batch(self.config.precision, batch)
+        segmented, _, unflatten = self._segmented_loss(shards, model_state, batch, key)
+        after = unflatten(jaxprs.is_local(segmented.traced.closed.jaxpr, self.config.axes.data)).model_state
+        flags = jax.tree.leaves(after)
+        with_paths = jax.tree_util.tree_leaves_with_path(model_state)
+        fixed = self._fixed_state(model_state)
+        return [
+            path_text(path)
+            for (path, a), is_local, is_fixed in zip(with_paths, flags, fixed, strict=True)
+            if is_local and not is_fixed and jnp.issubdtype(a.dtype, jnp.floating)
         ]
 
     def _device_key(self, key: PRNGKey, microbatch: ArrayLike) -> PRNGKey:
@@ -376,6 +396,28 @@ def compute_gradients(gradient: DeviceGradient, args: Any) -> LossAndGrads:
 
 def uses(gradient: DeviceGradient, args: Any) -> list[tuple[int, ...]]:
     """`DeviceGradient.uses` for avals of global arrays: (parameter leaves, model state, batch, key)."""
+    return _on_device(gradient, gradient.uses, args)
+
+
+def warn_of_local_statistics(gradient: DeviceGradient, args: Any) -> None:
+    """Warns if running statistics are those of each device's rows. `args` are as in `uses`."""
+    fixed = gradient.definition.fixed_state or itertools.repeat(False)
+    flags = zip(jax.tree.leaves(args[1]), fixed, strict=False)
+    if gradient.config.axes.num_devices == 1 or not any(
+        jnp.issubdtype(a.dtype, jnp.floating) and not flag for a, flag in flags
+    ):
+        return
+    if local := _on_device(gradient, gradient.local_statistics, args):
+        axis = gradient.config.axes.data if len(gradient.config.axes.data) > 1 else gradient.config.axes.data[0]
+        warn(
+            f"loss: {len(local)} running statistics are computed from each device's rows, and then averaged\n"
+            f"  got:      {', '.join(local[:5])}{', ...' if len(local) > 5 else ''}\n"
+            f"  fix:      BatchNorm(..., axis_name={axis!r}) normalizes over all rows, as one device would"
+        )
+
+
+def _on_device(gradient: DeviceGradient, fn: Callable[..., list[Any]], args: Any) -> list[Any]:
+    """What `fn` finds in a trace on one device's part of (parameter leaves, model state, batch, key)."""
     config, definition = gradient.config, gradient.definition
     replicated: Any = PartitionSpec()
     in_specs = (
@@ -384,10 +426,10 @@ def uses(gradient: DeviceGradient, args: Any) -> list[tuple[int, ...]]:
         batch_specs(config.axes, args[2]),
         replicated,
     )
-    found: list[tuple[int, ...]] = []
+    found: list[Any] = []
 
     def find(*device_args: Any) -> Array:
-        found.extend(gradient.uses(*device_args))
+        found.extend(fn(*device_args))
         return jnp.int32(0)
 
     jax.eval_shape(shard_map_over_data(config, find, in_specs, replicated), *args)

@@ -6,7 +6,7 @@ is in this module, and is tested with the oldest and the newest supported versio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -89,6 +89,25 @@ def multiplies(equations: Iterable[Equation]) -> bool:
     return any(
         e.primitive.name in PRODUCTS or any(multiplies(inner.eqns) for inner in sub_jaxprs(e)) for e in equations
     )
+
+
+def _communicates(equation: Equation, axes: Collection[str]) -> bool:
+    """Whether an equation, or one that it calls, is a collective over one of the mesh axes."""
+    named = equation.params.get("axes", equation.params.get("axis_name", ()))
+    named = named if isinstance(named, tuple | list | frozenset) else (named,)
+    return any(isinstance(name, str) and name in axes for name in named) or any(
+        _communicates(e, axes) for inner in sub_jaxprs(equation) for e in inner.eqns
+    )
+
+
+def is_local(jaxpr: Any, axes: Collection[str]) -> list[bool]:
+    """For each output, whether it is computed (not an input) and depends on no collective over the mesh axes."""
+    computed, global_vars = set(), set()
+    for equation in jaxpr.eqns:
+        computed.update(equation.outvars)
+        if any(v in global_vars for v in variables(equation)) or _communicates(equation, axes):
+            global_vars.update(equation.outvars)
+    return [is_var(v) and v in computed and v not in global_vars for v in jaxpr.outvars]
 
 
 def run(jaxpr: Any, *args: Any) -> list[Any]:

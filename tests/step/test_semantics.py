@@ -1,0 +1,162 @@
+"""Losses that look at the whole batch, by the recipes of docs/semantics.md, against the plain loss on one device."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn, nnx
+
+import zerojax
+from zerojax import Zero
+
+ROWS = 32
+RNG = np.random.default_rng(0)
+BATCH = {name: RNG.standard_normal((ROWS, 16), np.float32) for name in ("x", "y")}
+BATCH["advantages"] = RNG.standard_normal(ROWS).astype(np.float32)
+
+
+def create(key):
+    return {"w": jax.random.normal(key, (16, 16)) / 4}
+
+
+def gathered(x, axis_name):
+    return x if axis_name is None else jax.lax.all_gather(x, axis_name, tiled=True)
+
+
+def contrastive(axis_name):
+    def loss(params, batch):
+        x, y = jnp.tanh(batch["x"] @ params["w"]), jnp.tanh(batch["y"] @ params["w"])
+        first = 0 if axis_name is None else jax.lax.axis_index(axis_name) * len(x)
+        return jnp.mean(
+            optax.softmax_cross_entropy_with_integer_labels(x @ gathered(y, axis_name).T, first + jnp.arange(len(x)))
+        )
+
+    return loss
+
+
+def normalized_advantages(axis_name):
+    mean = lambda x: jnp.mean(x) if axis_name is None else jax.lax.pmean(jnp.mean(x), axis_name)
+
+    def loss(params, batch):
+        values = batch["advantages"] * jnp.sum(batch["x"] @ params["w"], axis=1)
+        centered = values - mean(values)
+        return jnp.mean(jnp.tanh(centered * jax.lax.rsqrt(mean(centered**2) + 1e-6)) * batch["advantages"])
+
+    return loss
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("make", [contrastive, normalized_advantages])
+def test_collectives_in_the_loss_give_the_loss_and_gradient_of_the_whole_batch(make, stage):
+    zero = Zero(zerojax.make_mesh(), stage)
+    state = zero.init(create, optax.sgd(1.0))
+    params = jax.device_get(state.params)
+    want, grads = jax.value_and_grad(make(None))(params, BATCH)
+    local = zero.eval_step(make(None))(state, BATCH)["loss"]
+    after, metrics = zero.train_step(make("data"))(state, BATCH)
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(after.params["w"], params["w"] - grads["w"], rtol=1e-4, atol=1e-5)
+    assert abs(local - want) > 1e-3  # what the recipe is for
+
+
+class Normed(nnx.Module):
+    def __init__(self, axis_name, *, rngs):
+        self.layer = nnx.Linear(16, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, axis_name=axis_name, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.layer(x))
+
+
+def norm_loss(model, batch):
+    return jnp.mean(jnp.abs(model(batch["x"])))
+
+
+def linen_norm(axis_name):
+    class Normed(nn.Module):
+        @nn.compact
+        def __call__(self, x, axis_name=axis_name):
+            return nn.BatchNorm(use_running_average=False, axis_name=axis_name)(nn.Dense(8)(x))
+
+    def loss(variables, batch):
+        y, updated = Normed().apply(variables, batch["x"], mutable=["batch_stats"])
+        return jnp.mean(jnp.abs(y)), updated
+
+    return (lambda key: Normed().init(key, BATCH["x"], axis_name=None)), loss
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("linen", [False, True], ids=["nnx", "linen"])
+def test_statistics_of_each_device_are_warned_about_once(linen, stage):
+    make = linen_norm if linen else lambda name: ((lambda rngs: Normed(name, rngs=rngs)), norm_loss)
+    zero = Zero(zerojax.make_mesh(), stage)
+    create_model, loss = make(None)
+    state, step = zero.init(create_model, optax.sgd(0.1)), zero.train_step(loss)
+    with pytest.warns(UserWarning, match="2 running statistics are computed from each device's rows") as caught:
+        state, _ = step(state, BATCH)
+    assert "axis_name='data'" in str(caught[0].message) and caught[0].filename == __file__
+    create_model, synced = make("data")
+    for build, fn, options in [
+        (create_model, synced, {}),  # computed over all rows
+        (create_model, lambda model, batch: synced(model, batch), {"frozen": ["*orm*"]}),  # do not change
+    ]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            zero = Zero(zerojax.make_mesh(), stage, **options)
+            zero.train_step(fn)(zero.init(build, optax.sgd(0.1)), BATCH)
+            step(state, BATCH | {"y": BATCH["x"]}) if fn is synced else None  # the first step says it once
+
+
+def test_a_synchronized_batch_norm_is_that_of_one_device():
+    zero = Zero(zerojax.make_mesh())
+    state = zero.init(lambda rngs: Normed("data", rngs=rngs), optax.sgd(0.1))
+    plain = Normed(None, rngs=nnx.Rngs(0))
+    nnx.update(plain, nnx.split(state.model(), nnx.Param, ...)[1])
+    want = norm_loss(plain, BATCH)
+    after, metrics = zero.train_step(norm_loss)(state, BATCH)
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+    np.testing.assert_allclose(after.model().norm.var[...], plain.norm.var[...], rtol=1e-5)
+
+
+# Several models
+
+
+class Distilled(nnx.Module):
+    def __init__(self, *, rngs):
+        self.student, self.teacher = nnx.Linear(16, 8, rngs=rngs), nnx.Linear(16, 8, rngs=rngs)
+
+
+def average_of_weights(decay):
+    def update(updates, average, params):
+        new = optax.apply_updates(params, updates)
+        return updates, jax.tree.map(lambda a, p: decay * a + (1 - decay) * p, average, new)
+
+    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.copy, params), update)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_teacher_is_sharded_and_an_average_is_evaluated(stage, precision):
+    zero = Zero(zerojax.make_mesh(), stage, precision, frozen=["teacher/*"])
+    state = zero.init(Distilled, optax.chain(optax.sgd(0.5), average_of_weights(0.5)))
+    kernel = state.params["teacher"]["kernel"]
+    assert kernel.sharding.shard_shape(kernel.shape)[0] == (2 if stage == 3 else 16)
+    teacher, start = np.asarray(kernel), np.asarray(state.params["student"]["kernel"], np.float32)
+    loss = lambda model, batch: jnp.mean((model.student(batch["x"]) - model.teacher(batch["x"])) ** 2)
+    after, _ = zero.train_step(loss)(state, BATCH)
+    np.testing.assert_array_equal(after.params["teacher"]["kernel"], teacher)
+    averaged = zero.with_params(after, after.opt_state[1])
+    assert jax.tree.map(lambda a: (a.dtype, a.sharding), averaged.params) == jax.tree.map(
+        lambda a: (a.dtype, a.sharding), after.params
+    )
+    np.testing.assert_array_equal(averaged.params["teacher"]["kernel"], teacher)
+    held = after.master or after.params
+    want = (start + np.asarray(held["student"]["kernel"])) / 2
+    rtol = 1e-6 if precision == "fp32" else 2**-8  # of the start, which is read in bf16
+    np.testing.assert_allclose(np.asarray(averaged.params["student"]["kernel"], np.float32), want, rtol=rtol, atol=2e-3)
+    losses = [zero.eval_step(loss)(each, BATCH)["loss"] for each in (after, averaged)]
+    assert losses[0] < losses[1]  # it has moved half as far
+    zero.train_step(loss)(after, BATCH)
