@@ -1,10 +1,14 @@
 """What a step refuses in words, and odd losses that it takes."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import zerojax
 from zerojax import Weighted, Zero
@@ -130,3 +134,54 @@ def test_a_run_continues_with_other_frozen_leaves_and_its_moments(tmp_path, firs
     np.testing.assert_array_equal(state.opt_state[0].nu["w"], before.opt_state[0].nu["w"])
     assert (state.opt_state[0].nu["b"] is None) == first
     zero.train_step(loss)(state, X)
+
+
+# Errors from inside a model
+
+
+class Cached(nnx.Module):
+    """Writes into an array whose dtype is fixed."""
+
+    def __init__(self, *, rngs):
+        self.layer = nnx.Linear(16, 16, rngs=rngs)
+
+    def __call__(self, x):
+        cache = jnp.zeros((2, 16), jnp.float32)
+        return jax.lax.dynamic_update_slice(cache, self.layer(x), (0, 0))  # this line
+
+
+class Carried(Cached):
+    def __call__(self, x):
+        return jax.lax.scan(lambda carry, _: (self.layer(x), None), jnp.zeros((2, 16)), None, 2)[0]  # this line
+
+
+class Placed(nnx.Module):
+    def __init__(self, *, rngs):
+        self.embed = nnx.Embed(16, 16, rngs=rngs)
+
+    def __call__(self, x):
+        return self.embed(x.astype(int), out_sharding=P("data"))  # this line
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (Cached, "precision: the model mixes float32"),
+        (Carried, "precision: the model"),
+        (Placed, "sharding: the model"),
+    ],
+)
+def test_an_error_of_the_model_names_its_line_and_the_setting(model, text, stage):
+    zero = Zero(zerojax.make_mesh(), stage, "bf16")
+    state = zero.eval_init(model, optax.sgd(0.1))
+    step = zero.train_step(lambda model, x: jnp.mean(model(x).astype(jnp.float32)))
+    with pytest.raises(ValueError, match=text) as raised:
+        step.trace(state, X)
+    (line,) = [
+        k
+        for k, text in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if text.endswith("# this line")
+        and model.__call__.__code__.co_firstlineno < k < model.__call__.__code__.co_firstlineno + 4
+    ]
+    assert f"{__file__}:{line}\n  fix:" in str(raised.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -109,8 +110,8 @@ def expect(
     traced = SentBytes.of(over_data_axes(jaxpr_collectives.traced_collectives(jaxpr, config.mesh), config))
     wide = _sum_dtype(config, num_microbatches) != config.precision.reduce_dtype
     width = jnp.dtype(config.precision.compute_dtype).itemsize
-    wide_leaves = [(leaf, num) for leaf, num in zip(leaves, uses, strict=True) if leaf.compute_dtype.itemsize > width]
-    by_choice = sum(_stage_bytes(config, *zip(*wide_leaves, strict=True), num_microbatches)) if wide_leaves else 0
+    is_wide = [leaf.compute_dtype.itemsize > width for leaf in leaves]
+    by_choice = _stage_bytes(config, _where(is_wide, leaves), _where(is_wide, uses), num_microbatches).total
     return Expectation(
         config,
         num_microbatches,
@@ -132,6 +133,10 @@ def over_data_axes(found: Iterable[Collective], config: ZeroConfig) -> list[Coll
     position = lambda device: tuple(device // strides[name] % sizes[name] for name in config.axes.data)
     crosses = lambda each: len({position(device) for device in each.group}) > 1
     return [each for each in found if each.full_bytes > SCALARS_BYTES and crosses(each)]
+
+
+def _where(flags: Sequence[bool], items: Sequence[Any]) -> list[Any]:
+    return list(itertools.compress(items, flags))
 
 
 def _floating(tree: PyTree) -> list[Array]:

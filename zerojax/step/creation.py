@@ -58,12 +58,14 @@ def _from_function(
     paths = [placement.path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(created[0])]
     stacked = stacks.stacked_paths(closed, paths) if paths else frozenset()
     from_model = static["from_model"]._replace(stacked=stacked)
-    definition = _define(config, overrides, static["model"], *created, from_model, tx)
-    _warn_of_plain_arrays(static["plain"], created[1])
+    params, model_state = created
+    definition = _define(config, overrides, static["model"], params, model_state, from_model, tx)
+    _warn_of_plain_arrays(static["plain"], model_state)
     tree = jax.tree.structure(created)
 
     def initial(key: PRNGKey) -> TrainState:
-        return _initial(config, definition, *jax.tree.unflatten(tree, jaxprs.run(closed, key)), key)
+        params, model_state = jax.tree.unflatten(tree, jaxprs.run(closed, key))
+        return _initial(config, definition, params, model_state, key)
 
     abstract, placed = _abstract(config, jax.eval_shape(initial, key))
     return lambda: jax.jit(initial, out_shardings=placed)(key), abstract

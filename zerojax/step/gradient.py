@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from zerojax.sharding.placement import path_text
-from zerojax.sharding.precision import for_reduction
+from zerojax.sharding.precision import Precision, for_reduction
 from zerojax.step import models
 from zerojax.step.batch import batch_specs, cast_batch, map_rows, microbatches
 from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
@@ -35,7 +35,7 @@ from zerojax.transform.segmentation import TracedLoss
 from zerojax.transform.segmented_loss import SegmentedLoss
 from zerojax.transform.stage_collectives import StageCollectives
 from zerojax.typing import Array, ArrayLike, PRNGKey, PyTree
-from zerojax.warn import warn
+from zerojax.warn import line_of, warn
 
 Loss = Callable[[PyTree, PyTree, PyTree, PRNGKey], Output]  # (params, model state, batch, key) -> output
 
@@ -221,7 +221,7 @@ class DeviceGradient:
 
     def _segmented_loss(
         self, shards: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey
-    ) -> tuple[SegmentedLoss, list[Array], Callable[[list[Array]], Output]]:
+    ) -> tuple[SegmentedLoss, list[Array], Callable[[list[Any]], Output]]:
         """Traces the loss with full weights, and cuts it into units.
 
         Returns:
@@ -374,7 +374,34 @@ def device_gradient(
     settings.remat.check_axes([name for name in config.mesh.axis_names if name not in config.axes.data])
     settings.remat.check_units([leaf.unit for leaf in definition.leaves])
     loss = functools.partial(models.call_loss, loss_fn, definition.model)
-    return DeviceGradient(config, definition, loss, settings)
+    return DeviceGradient(config, definition, _with_fix(loss, config.precision), settings)
+
+
+def _with_fix(loss: Loss, precision: Precision) -> Loss:
+    """The loss, whose errors about dtypes and placement name the line of the model and the setting."""
+    narrow = jnp.dtype(precision.compute_dtype).name
+
+    def traced(*args: Any) -> Output:
+        try:
+            return loss(*args)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            message = str(error).strip().partition("\n")[0]
+            if narrow != "float32" and narrow in str(error) and "float32" in str(error):
+                raise ValueError(
+                    f"precision: the model mixes float32 and {narrow} where all must have one dtype\n"
+                    f"  got:      {message}, at {line_of(error)}\n"
+                    f"  fix:      create the array there in the dtype of its input (x.dtype); or compute the weights "
+                    f"before it in fp32, Zero(..., dtypes={{glob: 'float32'}})"
+                ) from error
+            if isinstance(error, NotImplementedError) and "Manual" in str(error):
+                raise ValueError(
+                    f"sharding: the model places an array over axes of the mesh itself\n"
+                    f"  got:      {message}, at {line_of(error)}\n"
+                    f"  fix:      leave out_sharding= out: a step runs on the rows of one device"
+                ) from error
+            raise
+
+    return traced
 
 
 def compute_gradients(gradient: DeviceGradient, args: Any) -> LossAndGrads:
@@ -408,7 +435,8 @@ def warn_of_local_statistics(gradient: DeviceGradient, args: Any) -> None:
     ):
         return
     if local := _on_device(gradient, gradient.local_statistics, args):
-        axis = gradient.config.axes.data if len(gradient.config.axes.data) > 1 else gradient.config.axes.data[0]
+        names = list(gradient.config.axes.data)
+        axis = names[0] if len(names) == 1 else tuple(names)
         warn(
             f"loss: {len(local)} running statistics are computed from each device's rows, and then averaged\n"
             f"  got:      {', '.join(local[:5])}{', ...' if len(local) > 5 else ''}\n"

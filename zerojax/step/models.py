@@ -161,8 +161,8 @@ def trained_paths(trainable: Any, params: PyTree, variables: list[Any] | None = 
         return None
     with_paths = [(path, path_text(path), a) for path, a in jax.tree_util.tree_leaves_with_path(params)]
     texts = [text for _, text, _ in with_paths]
-    if isinstance(trainable, str) or (isinstance(trainable, Sequence) and all(isinstance(g, str) for g in trainable)):
-        globs = [trainable] if isinstance(trainable, str) else trainable
+    globs = [trainable] if isinstance(trainable, str) else trainable
+    if isinstance(globs, list | tuple) and all(isinstance(glob, str) for glob in globs):
         for glob in globs:
             if not any(fnmatchcase(text, glob) for text in texts):
                 raise ValueError(no_match_text("trainable", glob, texts))

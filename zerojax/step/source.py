@@ -11,9 +11,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import flax
 import jax
-from flax import linen as nn, nnx
+from flax import errors, linen as nn, nnx
 from jax.core import Tracer
 
 from zerojax.sharding.placement import path_text
@@ -79,7 +78,7 @@ def source_of(model: Any, inputs: Sequence[Any] | Mapping[str, Any] | None) -> S
 def _create(create_model: Callable[..., Any], key: PRNGKey) -> Any:
     try:
         return _call(create_model, key)
-    except flax.errors.TraceContextError as error:
+    except errors.TraceContextError as error:
         raise ValueError(
             f"init: the function uses a variable of nnx that was created outside of it, such as nnx.Rngs\n"
             f"  got:      {str(error).partition(' (https')[0]}\n"
