@@ -18,7 +18,7 @@ from zerojax.step import models
 from zerojax.step.state import TrainState
 from zerojax.typing import Array, Aval, PRNGKey, PyTree
 
-PARAMS, OPTIMIZER = "params/", "opt_state/"
+PARAMS, OPTIMIZER, MODEL_STATE = "params/", "opt_state/", "model_state/"
 
 
 def arrays(state: TrainState) -> dict[str, Any]:
@@ -115,7 +115,8 @@ def free(state: TrainState, paths: Iterable[str]) -> None:
         )
     leaves = [leaf for path, leaf in by_path if path in selected]
     if _has_params(selected) and state.master is not None:
-        leaves += jax.tree.leaves(state.params)
+        kept = {id(leaf) for path, leaf in by_path if path not in selected}  # frozen leaves are in both trees
+        leaves += [leaf for leaf in jax.tree.leaves(state.params) if id(leaf) not in kept]
     for leaf in leaves:
         if not _is_aval(leaf) and not leaf.is_deleted():
             leaf.delete()

@@ -19,14 +19,21 @@ PIECE_BYTES = 2**26
 
 
 def pieces(
-    directory: Path, step: int, path: str, leaf: LeafRecord, max_bytes: int = PIECE_BYTES
+    directory: Path,
+    step: int,
+    path: str,
+    leaf: LeafRecord,
+    max_bytes: int = PIECE_BYTES,
+    *,
+    element: int | None = None,
 ) -> Iterator[np.ndarray]:
-    """Yields the consecutive parts of an array in C order.
+    """Yields the consecutive parts of an array, or of one element along its dim 0, in C order.
 
     Args:
         directory, step: the checkpoint.
         path, leaf: the array, as recorded in the manifest.
         max_bytes: the largest size of a piece, unless one element is larger.
+        element: the index in dim 0 of what is read; by default, everything.
 
     Raises:
         CheckpointCorrupted: if the array cannot be read, or has another shape or dtype on disk.
@@ -37,7 +44,10 @@ def pieces(
         found = tuple(array.shape), array.dtype.name
         if found != (leaf.shape, leaf.dtype):
             raise ValueError(f"shape {found[0]} and dtype {found[1]} on disk, {leaf.shape} and {leaf.dtype} were saved")
-        for index in _blocks(leaf.shape, max(1, max_bytes // array.dtype.numpy_dtype.itemsize)):
+        shape = leaf.shape
+        if element is not None:
+            array, shape = array[element], shape[1:]
+        for index in _blocks(shape, max(1, max_bytes // array.dtype.numpy_dtype.itemsize)):
             yield array[index].read().result()
     except ValueError as error:
         message = " ".join(str(error).split())[:300]

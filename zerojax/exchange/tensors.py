@@ -267,6 +267,9 @@ class Reader:
         items = [header.metadata.items() for header in found]
         self.metadata = {key: value for key, value in items[0] if all((key, value) in other for other in items)}
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._arrays
+
     def shape(self, name: str) -> Shape:
         """Returns the shape of an array."""
         return self._stored(name).shape
@@ -275,21 +278,27 @@ class Reader:
         """Returns the dtype of an array. bfloat16 and float8 are those of `ml_dtypes`."""
         return self._stored(name).dtype
 
-    def read(self, name: str, index: slice | tuple[slice, ...] = ()) -> np.ndarray:
+    def read(self, name: str, index: slice | tuple[slice, ...] = (), *, view: Shape | None = None) -> np.ndarray:
         """Reads an array or a slice of it into a new array.
 
         Args:
             name: one of `names`.
             index: slices of the leading dims with steps of 1. Other dims are read in full.
+            view: a shape with as many elements, in which the array is sliced and returned. By default, its own.
 
         Raises:
-            ValueError: if the name is unknown, the index does not consist of slices, the file has been truncated, or a
-                bool is neither 0 nor 1.
+            ValueError: if the name is unknown, the index does not consist of slices, the view has another number of
+                elements, the file has been truncated, or a bool is neither 0 nor 1.
 
         Cost: holds the slice. Reads each run of consecutive bytes of it, plus at most Python's file buffer per run. A
             slice of the first dim only is a single run.
         """
         stored = self._stored(name)
+        if view is not None:
+            if math.prod(view) != math.prod(stored.shape):
+                got = f"{tuple(view)}; {bounded_repr(name)} has shape {stored.shape}"
+                raise exchange_error("a view has another number of elements", got, "use the factors of the shape")
+            stored = stored._replace(shape=tuple(view))
         bounds = _bounds(name, stored.shape, index)
         out = np.empty([end - start for start, end in bounds], stored.dtype)
         data = out.reshape(-1).view(np.uint8)
