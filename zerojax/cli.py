@@ -11,7 +11,28 @@ from typing import Any
 import click
 
 _JOB_HELP = "A function that returns a zerojax.plan.Job: your own model, optimizer and loss."
-_MAPPING_HELP = "JSON file that maps names of zerojax to other names; patterns with * are allowed."
+_MAPPING_HELP = "JSON file that maps names of zerojax to other names, or to names and dims; patterns are allowed."
+_FAMILY_HELP = (
+    "Names and layout of a kind of model in files of Hugging Face, for example llama; --list-families lists them."
+)
+
+
+def _list_families(context: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value:
+        from zerojax.exchange.families import FAMILIES
+
+        click.echo("\n".join(FAMILIES))
+        context.exit()
+
+
+_LIST_FAMILIES = click.option(
+    "--list-families",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_list_families,
+    help="List the families and exit.",
+)
 
 
 @click.group()
@@ -303,6 +324,8 @@ def diff(directory: Path, first: int, second: int, other: Path | None) -> None:
 @_STEP
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Cast the parameters.  [default: as saved]")
 @click.option("--mapping", type=click.Path(exists=True, path_type=Path), metavar="FILE", help=_MAPPING_HELP)
+@click.option("--family", metavar="NAME", help=_FAMILY_HELP)
+@_LIST_FAMILIES
 @click.option(
     "--max-file-gib",
     type=click.FloatRange(0, min_open=True),
@@ -315,7 +338,11 @@ def diff(directory: Path, first: int, second: int, other: Path | None) -> None:
 def export_command(
     directory: Path, folder: Path, step: int | None, mapping: Path | None, max_file_gib: float, **options: Any
 ) -> None:
-    """Export the parameters of a step as safetensors files in FOLDER."""
+    """Export the weights of a step as safetensors files in FOLDER.
+
+    Weights are the parameters and the floating model state, such as running statistics. What else is in the model state
+    is left out, with a warning that names it.
+    """
     from zerojax.exchange import names, parameters
 
     with _without_traceback():
@@ -338,12 +365,19 @@ def export_command(
     help="Precision of the run, which determines the dtype of the parameters.",
 )
 @click.option("--mapping", type=click.Path(exists=True, path_type=Path), metavar="FILE", help=_MAPPING_HELP)
+@click.option("--family", metavar="NAME", help=_FAMILY_HELP)
+@_LIST_FAMILIES
+@click.option(
+    "--layout", type=click.Choice(["flax"]), help="Files that do not state it are stored as Flax stores them."
+)
+@click.option("--missing", multiple=True, metavar="GLOB", help="Leaves that FILES may lack; they are initialized.")
+@click.option("--extra", multiple=True, metavar="GLOB", help="Arrays of FILES that are not used.")
 @click.option("--cast", is_flag=True, help="Allow files with different dtypes, and cast them.")
-def import_files(directory: Path, files: Path, what: str, precision: str, mapping: Path | None, cast: bool) -> None:
+def import_files(directory: Path, files: Path, what: str, precision: str, mapping: Path | None, **options: Any) -> None:
     """Create a checkpoint from safetensors FILES.
 
-    The checkpoint is step 0 in DIRECTORY. Its parameters come from FILES, and everything else is the initial state of
-    the job. A run continues from it, at any stage and on any mesh. DIRECTORY is the one that is passed to
+    The checkpoint is step 0 in DIRECTORY. Its weights come from FILES, and everything else is the initial state of the
+    job. A run continues from it, at any stage and on any mesh. DIRECTORY is the one that is passed to
     zero.checkpoints; for zerojax.fit it is RUN/checkpoints. The whole state must fit into the memory of this machine.
     """
     import zerojax
@@ -357,7 +391,7 @@ def import_files(directory: Path, files: Path, what: str, precision: str, mappin
             raise click.ClickException(f"{directory} has steps already: {', '.join(map(str, there))}")
         found = names.mapping(mapping) if mapping else None
         job, zero = find_job(what, "", compiled=False), zerojax.Zero(zerojax.make_mesh(), 3, precision)
-        state = parameters.load(zero.init(job.create_model, job.tx), files, mapping=found, cast=cast)
+        state = parameters.load(zero.init(job.create_model, job.tx), files, mapping=found, **options)
         if bad := contents.nonfinite_paths(digests(contents.arrays(state))):
             raise click.ClickException(f"{files} is not finite: {', '.join(bad)}")
         with zero.checkpoints(directory) as checkpoints:

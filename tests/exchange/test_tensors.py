@@ -865,6 +865,12 @@ NAMED = {
 }
 
 
+def their_name(mapping, name):
+    """The only name in the source that a mapping gives one of our names; None if it gives none."""
+    source = names.map_name(names.sources(names.mapping(mapping)), name)
+    return source and source.names[0]
+
+
 @pytest.mark.parametrize(
     ("name", "want"),
     [
@@ -887,21 +893,21 @@ NAMED = {
 def test_names_are_mapped(name, want, tmp_path):
     text = json.dumps(NAMED)
     (tmp_path / "names.json").write_text(text)
-    assert names.map_name(names.mapping(text), name) == want
-    assert names.map_name(names.mapping(tmp_path / "names.json"), name) == want
-    assert names.map_name(names.mapping(str(tmp_path / "names.json")), name) == want
+    assert their_name(text, name) == want
+    assert their_name(tmp_path / "names.json", name) == want
+    assert their_name(str(tmp_path / "names.json"), name) == want
 
 
 def test_characters_of_regular_expressions_are_literal():
-    found = names.mapping('{"a.b(*)+": "\\\\1[*]"}')
-    assert names.map_name(found, "a.b(3)+") == "\\1[3]" and names.map_name(found, "aXb(3)+") is None
+    text = '{"a.b(*)+": "\\\\1[*]"}'
+    assert their_name(text, "a.b(3)+") == "\\1[3]" and their_name(text, "aXb(3)+") is None
 
 
 def test_patterns_that_give_different_names_map_to_nothing():
-    found = names.mapping('{"*/kernel": "a.*", "head/*": "b.*", "x/*": "x.*", "*/y": "*.y"}')
-    assert names.map_name(found, "head/kernel") is None
-    assert names.map_name(found, "head/bias") == "b.bias"
-    assert names.map_name(found, "x/y") == "x.y"  # both give the same name
+    text = '{"*/kernel": "a.*", "head/*": "b.*", "x/*": "x.*", "*/y": "*.y"}'
+    assert their_name(text, "head/kernel") is None
+    assert their_name(text, "head/bias") == "b.bias"
+    assert their_name(text, "x/y") == "x.y"  # both give the same name
 
 
 @pytest.mark.parametrize(
@@ -916,6 +922,17 @@ def test_patterns_that_give_different_names_map_to_nothing():
         ('{"a/*x*": "b.*.*"}', "two * in one part of a name"),
         ("names.json", "no such file"),
         ("[]", "no such file"),
+        ('{"a": {"name": "b"}}', "does not consist of name and dims"),
+        ('{"a": {"name": "b", "dims": "i o -> o i", "reshape": [2]}}', "does not consist of name and dims"),
+        ('{"a": {"name": [], "dims": "i o -> o i"}}', "does not consist of name and dims"),
+        ('{"a": {"name": ["b", 1], "dims": "i o -> o i"}}', "not a pair of names"),
+        ('{"a/*": {"name": ["b.*", "c"], "dims": "i o -> o i"}}', "differ in *"),
+        ('{"a": {"name": "b", "dims": [1, 0]}}', "not of the form 'theirs -> ours'"),
+        ('{"a": {"name": "b", "dims": "i o"}}', "not of the form 'theirs -> ours'"),
+        ('{"a": {"name": "b", "dims": "i o -> o"}}', "two sides of the dims of a mapping do not match"),
+        ('{"a": {"name": "b", "dims": "i i -> i i"}}', "two sides of the dims of a mapping do not match"),
+        ('{"a": {"name": "b", "dims": "(i o -> o i"}}', "something else than names"),
+        ('{"a": {"name": "b", "dims": "i 2 -> 2 i"}}', "something else than names"),
     ],
 )
 def test_an_invalid_mapping_is_refused(text, expected):
