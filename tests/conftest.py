@@ -1,4 +1,4 @@
-"""Simulates eight devices for every test, and adds the options `--full`, `--aot` and `--cases`."""
+"""Simulates eight devices for every test, and adds the options `--full`, `--aot`, `--zoo` and `--cases`."""
 
 import os
 import shutil
@@ -24,6 +24,7 @@ pytest.register_assert_rewrite("support")  # so that a failing `assert` in a hel
 OPTIONS = {
     "full": "also run the whole product of models, stages, precisions and microbatches",
     "aot": "also run the tests that compile for GPU and TPU targets",
+    "zoo": "also run the tests with models of other packages",
 }
 
 

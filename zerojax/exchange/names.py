@@ -37,13 +37,13 @@ class Source(NamedTuple):
     @property
     def is_stack(self) -> bool:
         """Whether our array is a stack of several in the file."""
-        return len(self.names) > 1 or (self.dims is not None and NUMBER in self.names[0])
+        return len(self.names) > 1 or (self.dims is not None and NUMBER in "".join(self.names))
 
     def parts(self, shape: Shape) -> tuple[str, ...]:
         """The names in the file for our array of this shape: one for each element of a stack."""
         if not self.is_stack or len(self.names) > 1:
             return self.names
-        return tuple(self.names[0].replace(NUMBER, str(i)) for i in range(shape[0] if shape else 0))
+        return tuple(name.replace(NUMBER, str(i)) for i in range(shape[0] if shape else 0) for name in self.names)
 
 
 def mapping(text_or_file: str | Path) -> dict[str, Any]:
@@ -91,8 +91,8 @@ def sources(mapping: Mapping[str, Any]) -> dict[str, Source]:
 def _source(entry: Any, pair: str) -> Source:
     if not isinstance(entry, Mapping):
         return Source((entry,))
-    names = entry.get("name")
-    names = tuple(names) if isinstance(names, list | tuple) else (names,)
+    name: Any = entry.get("name")
+    names = tuple(name) if isinstance(name, list | tuple) else (name,)
     if entry.keys() != {"name", "dims"} or not names:
         fix = 'write {"name": ..., "dims": "out in -> in out"}'
         raise exchange_error("an entry of the mapping does not consist of name and dims", pair, fix)
