@@ -26,7 +26,8 @@ import zerojax
 from zerojax import versions
 from zerojax.checkpoints import store
 from zerojax.checkpoints.manifest import with_digest
-from zerojax.exchange.tensors import INDEX, Reader
+from zerojax.exchange import parameters
+from zerojax.exchange.tensors import INDEX, Entry, Reader, write
 from zerojax.plan import Settings, plan
 from zerojax.processes import agree
 from zerojax.report.out_of_memory import out_of_memory_error
@@ -206,6 +207,33 @@ def _(tmp_path):
 def _(tmp_path):
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"w": "../../etc/passwd"}}))
     Reader(tmp_path)
+
+
+def load_matrix(directory, arrays, shape=(32, 32), file_format="pt", **options):
+    """Loads arrays, given by their shapes, into a state with one matrix."""
+    arrays = [Entry(name, n, np.float32, lambda n=n: [np.zeros(n, np.float32)]) for name, n in arrays.items()]
+    write(directory, arrays, metadata={"format": file_format})
+    parameters.load(setting().init(lambda: {"w": jnp.ones(shape)}, optax.sgd(0.1)), directory, **options)
+
+
+@raises("A file that does not state its layout")
+def _(tmp_path):
+    load_matrix(tmp_path, {"w": (32, 32)})
+
+
+@raises("A file in another layout")
+def _(tmp_path):
+    load_matrix(tmp_path, {"w": (64, 32), "mask": (2,)}, (32, 64))
+
+
+@raises("A file with other names")
+def _(tmp_path):
+    load_matrix(tmp_path, {"fc.weight": (32, 32)})
+
+
+@raises("A file of Flax as one of PyTorch")
+def _(tmp_path):
+    load_matrix(tmp_path, {"w": (32, 32)}, file_format="flax", family="llama")
 
 
 def mask_numbers(text):

@@ -17,7 +17,7 @@ from support.small_run import setting
 from zerojax.checkpoints import CheckpointMismatch
 from zerojax.cli import main
 from zerojax.exchange import parameters
-from zerojax.exchange.families import FAMILIES
+from zerojax.exchange.families import FAMILIES, family_sources, find_family
 from zerojax.exchange.rearrange import fits, parse_dims, window
 from zerojax.exchange.tensors import Reader
 from zerojax.plan import Job
@@ -238,6 +238,51 @@ def test_an_override_of_a_family_needs_dims(tmp_path):
     assert "does not state its layout" in refused(ValueError, state_of(weights), path, family="llama", mapping=tied)
     tied = {"lm_head/kernel": {"name": "model.embed_tokens.weight", "dims": "out in -> in out"}}
     assert_loaded(parameters.load(state_of(weights), path, family="llama", mapping=tied), weights)
+
+
+# Families
+
+FAMILY_CASES = [  # family, our name, the names that the files have, the name that is found
+    ("gpt2", "transformer/h/0/attn/c_attn/kernel", (), "transformer.h.0.attn.c_attn.weight"),
+    ("gpt2", "transformer/h/0/attn/c_attn/kernel", ("h.0.attn.c_attn.weight",), "h.0.attn.c_attn.weight"),
+    ("gpt2", "h/0/ln_1/scale", ("transformer.h.0.ln_1.weight",), "transformer.h.0.ln_1.weight"),
+    (
+        "bert",
+        "bert/embeddings/LayerNorm/scale",
+        ("bert.embeddings.LayerNorm.gamma",),
+        "bert.embeddings.LayerNorm.gamma",
+    ),
+    ("bert", "embeddings/LayerNorm/bias", ("bert.embeddings.LayerNorm.beta",), "bert.embeddings.LayerNorm.beta"),
+    ("llama", "lm_head/kernel", ("lm_head.weight",), "lm_head.weight"),
+    ("llama", "model/layers/11/mlp/up_proj/kernel", (), "model.layers.11.mlp.up_proj.weight"),
+]
+TUNIX_CASES = [
+    ("llama", "layers/11/attn/q_proj/w", (), "model.layers.11.self_attn.q_proj.weight"),
+    ("qwen3", "layers/0/mlp/gate_proj", (), "model.layers.0.mlp.experts.#.gate_proj.weight"),
+    ("gemma", "layers/0/pre_ffw_norm/scale", (), "model.layers.0.post_attention_layernorm.weight"),
+    ("gemma2", "layers/0/pre_ffw_norm/scale", (), "model.layers.0.pre_feedforward_layernorm.weight"),
+    ("gemma3", "final_norm/scale", ("language_model.model.norm.weight",), "language_model.model.norm.weight"),
+]
+
+
+@pytest.mark.parametrize(("family", "ours", "theirs", "want"), FAMILY_CASES)
+def test_names_of_families(family, ours, theirs, want):
+    """Files have or lack the prefix of the model, and old ones have other names for norms."""
+    assert family_sources(find_family(family), [ours], theirs)[ours].names == (want,)
+
+
+@pytest.mark.parametrize(("family", "ours", "theirs", "want"), TUNIX_CASES)
+def test_names_of_families_for_tunix(family, ours, theirs, want):
+    found = family_sources(find_family(family), [ours, "embedder/input_embedding", "vision/w"], theirs)
+    assert found[ours].names == (want,) and "vision/w" not in found
+
+
+def test_a_family_knows_what_is_no_weight(tmp_path):
+    """The masks in the files of GPT-2, whose matrices are stored as in Flax, but for the transpose."""
+    kernel, mask = filled(16, 48), np.ones((1, 1, 4, 4), np.float32)
+    path = stored(tmp_path, {"h.0.attn.c_attn.weight": kernel, "h.0.attn.bias": mask}, format="pt")
+    weights = {"transformer": {"h": {"0": {"attn": {"c_attn": {"kernel": kernel.T}}}}}}
+    assert_loaded(parameters.load(state_of(weights), path, family="gpt2"), weights)
 
 
 # Model state
