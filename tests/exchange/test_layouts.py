@@ -3,6 +3,8 @@
 import itertools
 import json
 import logging
+import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -140,9 +142,11 @@ def test_stacks_are_loaded_from_their_elements(tmp_path):
 
 def test_each_device_reads_its_slice_of_a_transposed_array(tmp_path, monkeypatch):
     """Of 8 shards each element is read once; of a stack too."""
-    path = stored(tmp_path, THEIRS | {f"h.{i}": filled(8, 24) for i in range(2)}, format="pt")
-    weights = WEIGHTS | {"stack": filled(2, 24, 8)}
-    mapping = MAPPING | {"stack": {"name": "h.#", "dims": "out in -> in out"}}
+    arrays = {f"h.{i}": filled(8, 24) for i in range(2)} | {f"expert.{i}": filled(3, 2) for i in range(16)}
+    path = stored(tmp_path, THEIRS | arrays, format="pt")
+    weights = WEIGHTS | {"stack": filled(2, 24, 8), "experts": filled(16, 2, 3)}
+    stack = {"name": "h.#", "dims": "out in -> in out"}
+    mapping = MAPPING | {"stack": stack, "experts": stack | {"name": "expert.#"}}
     reads = []
     read = Reader.read
 
@@ -157,6 +161,20 @@ def test_each_device_reads_its_slice_of_a_transposed_array(tmp_path, monkeypatch
     assert [size for name, size in reads if name == "fc.weight"] == [2 * 16] * 8
     assert [size for name, size in reads if name == "q.weight"] == [2 * 32] * 8
     assert [size for name, size in reads if name == "h.1"] == [3 * 8] * 8
+    assert [size for name, size in reads if name.startswith("expert.")] == [3 * 2] * 16
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="the kernel does not count the bytes that are read")
+def test_no_other_bytes_are_read_for_a_slice_of_a_transposed_array(tmp_path):
+    """1/64 of a matrix is columns of the file: a run of 64 bytes in each row."""
+    array = filled(1024, 1024)
+    reader = Reader(stored(tmp_path, {"w": array}))
+    part = window(parse_dims("out in -> in out"), array.shape, array.shape, (slice(16, 32), slice(None)))
+    num_bytes_read = lambda: int(Path("/proc/self/io").read_text().split()[1])
+    before = num_bytes_read()
+    got = part.finish(reader.read("w", part.index, view=part.view))
+    assert num_bytes_read() - before < got.nbytes + 1024  # this file of the kernel itself is read, too
+    np.testing.assert_array_equal(got, array[:, 16:32].T)
 
 
 # What is refused

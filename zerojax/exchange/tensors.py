@@ -290,8 +290,8 @@ class Reader:
             ValueError: if the name is unknown, the index does not consist of slices, the view has another number of
                 elements, the file has been truncated, or a bool is neither 0 nor 1.
 
-        Cost: holds the slice. Reads each run of consecutive bytes of it, plus at most Python's file buffer per run. A
-            slice of the first dim only is a single run.
+        Cost: holds the slice. Reads its bytes and no others, each run of consecutive bytes with one call. A slice of
+            the first dim only is a single run.
         """
         stored = self._stored(name)
         if view is not None:
@@ -331,10 +331,14 @@ def _bounds(name: str, shape: Shape, index: slice | tuple[slice, ...]) -> list[t
 def _read_runs(stored: StoredArray, bounds: list[tuple[int, int]], out: np.ndarray) -> int:
     """Reads the bytes of a slice into `out`. Returns the number of bytes read."""
     done = 0
-    with stored.path.open("rb") as file:
+    with stored.path.open("rb", buffering=0) as file:  # a buffer would be filled anew for each run
         for start, num_bytes in _runs(stored.shape, stored.dtype.itemsize, bounds):
             file.seek(stored.start + start)
-            done += file.readinto(out[done : done + num_bytes].data)
+            end = done + num_bytes
+            while done < end and (num_read := file.readinto(out[done:end].data)):
+                done += num_read
+            if done < end:
+                break
     return done
 
 
