@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,10 @@ def _entries(source: Source, leaf: LeafRecord, dtype: np.dtype, read: Any) -> It
         if source.dims is None:
             yield from parts
         else:
-            whole = np.concatenate([np.zeros(0, dtype), *(part.reshape(-1) for part in parts)])
+            whole, done = np.empty(math.prod(shape), dtype), 0
+            for part in parts:
+                whole[done : done + part.size] = part.reshape(-1)
+                done += part.size
             yield source.dims.to_theirs(whole.reshape(shape))
 
     for i, name in enumerate(parts):
