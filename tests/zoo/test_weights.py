@@ -82,6 +82,7 @@ def test_files_of_pytorch_models_give_the_logits_of_pytorch(case, tmp_path):
 
     family, config, cls, inputs = case
     theirs = getattr(transformers, cls)(config).eval()
+    torch.manual_seed(0)
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -199,6 +200,7 @@ def test_files_of_pytorch_models_give_the_logits_of_pytorch_in_tunix(name, tmp_p
     config = config(**PYTORCH | their_options)
     config._attn_implementation = "eager"  # others ignore the soft cap of Gemma 2
     theirs = getattr(transformers, f"{their_cls}ForCausalLM")(config).eval()
+    torch.manual_seed(0)
     with torch.no_grad():
         for parameter in theirs.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
