@@ -62,6 +62,8 @@ class Zero:
         partition_specs: maps globs on leaf paths to PartitionSpecs over other axes ('model'), which ZeRO leaves to the
             compiler. By default a leaf's spec comes from its Flax metadata, under the logical axis rules that are in
             force at `init`.
+        axis_names: maps names of mesh axes in the model's metadata to axes of this mesh, or to None to ignore them:
+            {'fsdp': 'data', 'tp': None}.
 
     Raises:
         ValueError: if the stage, the precision or an axis is unknown.
@@ -82,6 +84,7 @@ class Zero:
         dtypes: Mapping[str, Any] | None = None,
         units: Sequence[str] = (),
         partition_specs: Mapping[str, PartitionSpec] | None = None,
+        axis_names: Mapping[str, str | None] | None = None,
     ):
         if replica_axes is None:
             replica_axes = tuple(name for name in ("replica",) if name in mesh.axis_names)
@@ -95,6 +98,7 @@ class Zero:
             dict(dtypes or {}),
             tuple(units),
             dict(partition_specs or {}),
+            dict(axis_names or {}),
         )
 
     def init(

@@ -274,7 +274,6 @@ def spec_of(create, mesh=None, **options):
         ((None, None, "model"), (16, 32), ["'w' has 3 entries for 2 dims", "fix:      give one entry for each dim"]),
         (("data", "data"), (16, 32), ["'w' names axis 'data': named twice"]),
         ((("data", "model"), None), (16, 32), ["names data axes", "ZeRO chooses a dim"]),
-        (("data", None), (15, 32), ["cannot shard 'w' over data in dim 0", "15 % 4 = 3"]),
     ],
 )
 def test_an_annotation_that_does_not_fit_is_an_error(spec, shape, texts):
@@ -370,3 +369,55 @@ def test_hybrid_sharding_with_a_model_axis():
     assert_close(got, reference("nnx", True, "fp32", 4))
     kernel = state.params["blocks"]["up"]["kernel"]
     assert kernel.sharding.shard_shape(kernel.shape) == (CONFIG.layers, 8, 32)
+
+
+# Names of axes in annotations
+
+
+FSDP = {"fsdp": "data", "tp": "model"}
+
+
+def test_names_of_axes_in_annotations_are_mapped_to_the_mesh():
+    of = lambda shape, *names, **axis_names: spec_of(
+        lambda rngs: Weight(shape, out_sharding=names), axis_names={**FSDP, **axis_names}
+    )
+    assert of((16, 32), "tp", "fsdp") == (P("model", "data"), "annotation")
+    assert of((16, 32), "tp", "fsdp", tp=None) == (P(None, "data"), "annotation")
+    assert of((16, 32), "tp", "fsdp", fsdp=None, tp=None) == (P("data"), "first divisible dim")
+    assert of((16, 32), None, ("fsdp", "tp"), tp=None) == (P(None, "data"), "annotation")
+    given = spec_of(
+        lambda rngs: Weight((16, 32), out_sharding=("tp", "fsdp")), axis_names=FSDP, partition_specs={"w": P()}
+    )
+    assert given == (P("data"), "first divisible dim")  # partition_specs name axes of the mesh
+
+
+def test_names_that_no_annotation_or_mesh_has_are_errors():
+    create = lambda rngs: Weight((16, 32), out_sharding=("fsdp", None))
+    with pytest.raises(ValueError, match="axis_names: no annotation of the model names 'tp'") as error:
+        spec_of(create, axis_names=FSDP)
+    assert "annotations name 'fsdp'" in str(error.value) and "fix:" in str(error.value)
+    with pytest.raises(ValueError, match="axis_names: 'fsdp' stands for axis 'dat': no such axis") as error:
+        spec_of(create, axis_names={"fsdp": "dat"})
+    assert "axes {'data': 4, 'model': 2}" in str(error.value) and "fix:" in str(error.value)
+
+
+def test_the_error_about_other_names_gives_calls_that_work():
+    create = lambda rngs: Weight((16, 32), out_sharding=("tp", "fsdp"))
+    with pytest.raises(ValueError, match="names axis 'tp': no such axis") as error:
+        spec_of(create)
+    assert "Zero(mesh, axis_names={'tp': None, 'fsdp': 'data'})" in str(error.value)
+    assert "a mesh with axes 'tp', 'fsdp', and Zero(mesh, shard_axes=('fsdp',))" in str(error.value)
+    assert spec_of(create, axis_names={"tp": None, "fsdp": "data"})[0] == P(None, "data")
+    mesh = jax.make_mesh((2, 4), ("tp", "fsdp"), (AxisType.Auto, AxisType.Auto))
+    assert spec_of(create, mesh, shard_axes=("fsdp",))[0] == P("tp", "fsdp")
+
+
+def test_an_annotated_data_dim_that_does_not_divide_moves():
+    """Four experts were annotated for at most four devices; on more, another dim is sharded, and the reason says so."""
+    experts = lambda shape: spec_of(lambda rngs: Weight(shape, out_sharding=("data", None, "model")))
+    assert experts((4, 8, 32)) == (P("data", None, "model"), "annotation")
+    assert experts((6, 8, 32)) == (
+        P(None, "data", "model"),
+        "first divisible dim; annotated dim 0 cannot be: 6 % 4 = 2",
+    )
+    assert experts((6, 7, 32)) == (P(None, None, "model"), "replicated: 6 % 4 = 2, 7 % 4 = 3, dim 2 is over model")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from jax.sharding import AxisType, PartitionSpec
@@ -19,6 +19,32 @@ from zerojax.sharding.axes import Axes, axis_names
 from zerojax.typing import AnyMesh, Shape
 
 Entries: TypeAlias = list[tuple[str, ...]]  # the axis names of each entry of a spec
+
+
+def renamed(annotation: PartitionSpec, names: Mapping[str, str | None]) -> PartitionSpec:
+    """An annotation of a model with its axes renamed, and without those that are renamed to None."""
+    if not names:
+        return annotation
+    entries = [[names.get(name, name) for name in axis_names(entry)] for entry in annotation]
+    return PartitionSpec(*(tuple(name for name in entry if name is not None) or None for entry in entries))
+
+
+def check_axis_names(names: Mapping[str, str | None], annotations: Mapping[str, PartitionSpec], mesh: AnyMesh) -> None:
+    """Raises ValueError if a name is in no annotation, or stands for an axis that the mesh does not have."""
+    used = {name for spec in annotations.values() for entry in spec for name in axis_names(entry)}
+    for name, axis in names.items():
+        if axis is not None and axis not in mesh.axis_names:
+            raise ValueError(
+                f"axis_names: {name!r} stands for axis {axis!r}: no such axis\n"
+                f"  got:      axes {dict(mesh.shape)}\n"
+                f"  fix:      name an axis of the mesh, or None to ignore {name!r} in annotations"
+            )
+        if name not in used:
+            raise ValueError(
+                f"axis_names: no annotation of the model names {name!r}\n"
+                f"  got:      annotations name {', '.join(map(repr, sorted(used))) or 'no axis'}\n"
+                f"  fix:      map names of annotations to axes of the mesh: {{'fsdp': 'data', 'tp': None}}"
+            )
 
 
 def check_annotation(
@@ -49,7 +75,7 @@ def check_annotation(
             f"  got:      {text}\n"
             f"  fix:      give one entry for each dim{_LAYER_ENTRY if stacked else ''}"
         )
-    _check_axes(path, entries, mesh, text)
+    _check_axes(path, entries, mesh, axes, text)
     dim = _data_dim(path, entries, axes, text)
     if dim is not None:
         entries[dim] = ()
@@ -75,18 +101,39 @@ _LAYER_ENTRY = (
 )
 
 
-def _check_axes(path: str, entries: Entries, mesh: AnyMesh, text: str) -> None:
+def _check_axes(path: str, entries: Entries, mesh: AnyMesh, axes: Axes, text: str) -> None:
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     for name, count in Counter(name for names in entries for name in names).items():
         if name in types and types[name] == AxisType.Auto and count == 1:
             continue
         what = "no such axis" if name not in types else "named twice" if count > 1 else f"of type {types[name]}"
+        unknown = [n for n in dict.fromkeys(n for names in entries for n in names) if n not in types]
+        fix = "name axes of the mesh, of type Auto (zerojax.make_mesh(model=...)), each once"
+        if name not in types:
+            fix = _unknown_axis_fix(unknown, axes)
         raise ValueError(
             f"placement: the annotation of {path!r} names axis {name!r}: {what}\n"
             f"  got:      {text}, axes {dict(mesh.shape)}\n"
-            f"  fix:      name axes of the mesh, of type Auto (zerojax.make_mesh(model=...)), each once; for logical "
-            f"names, set their rules when the state is created"
+            f"  fix:      {fix}"
         )
+
+
+_USUAL_DATA_AXES = ("fsdp", "data", "dp", "batch")  # a guess: what models call the axis that splits the batch
+
+
+def _unknown_axis_fix(names: Sequence[str], axes: Axes) -> str:
+    """How to train a model whose annotations name axes that the mesh does not have."""
+    data = [name for name in names if name in _USUAL_DATA_AXES]
+    known = {name: repr(axes.shard[0]) if name in data[:1] else "None" for name in names}
+    mapping = ", ".join(f"{name!r}: {axis}" for name, axis in known.items())
+    lines = [f"Zero(mesh, axis_names={{{mapping}}}) maps names to axes of the mesh, and None ignores them"]
+    if data:
+        lines.append(
+            f"or make a mesh with axes {', '.join(map(repr, names))}, and Zero(mesh, shard_axes=({data[0]!r},))"
+        )
+    lines.append("or name axes of the mesh, of type Auto (zerojax.make_mesh(model=...))")
+    lines.append("or, for logical names, set their rules when the state is created")
+    return f"\n{' ' * 12}".join(lines)
 
 
 def _data_dim(path: str, entries: Sequence[tuple[str, ...]], axes: Axes, text: str) -> int | None:

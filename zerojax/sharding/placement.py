@@ -52,6 +52,7 @@ class Overrides:
         dtypes: pattern -> the dtype in which leaves are gathered and computed with, instead of the precision's.
         units: patterns on leading parts of paths; the leaves below each match are a unit.
         partition_specs: pattern -> spec over mesh axes, instead of the annotation of the model.
+        axis_names: name in annotations of the model -> axis of the mesh, or None for no axis.
     """
 
     shard_dims: Mapping[str, int | None] = dataclasses.field(default_factory=dict)
@@ -61,6 +62,7 @@ class Overrides:
     dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     units: Sequence[str] = ()
     partition_specs: Mapping[str, PartitionSpec] = dataclasses.field(default_factory=dict)
+    axis_names: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +141,26 @@ def choose_dim(
     return None, "replicated: " + ", ".join([*remainders, *(f"dim {d} is over {names}" for d, names in taken.items())])
 
 
+def annotated_dim(
+    shape: Shape, dim: int, num_shards: int, stacked: bool, model_spec: PartitionSpec
+) -> tuple[int | None, str]:
+    """Returns (the dim to shard if the annotation names the data axes at `dim`; the reason).
+
+    The annotation of a dim of 4 experts was written for at most 4 devices. On 8, another dim is sharded.
+    """
+    if shape[dim] % num_shards == 0 and not (stacked and dim == 0):
+        return dim, "annotation"
+    why = (
+        "counts layers"
+        if stacked and dim == 0
+        else f"cannot be: {shape[dim]} % {num_shards} = {shape[dim] % num_shards}"
+    )
+    chosen, reason = choose_dim(shape, num_shards, stacked, model_spec)
+    if chosen is None:
+        return None, reason
+    return chosen, f"first divisible dim; annotated dim {dim} {why}"
+
+
 def check_arrays(params: PyTree) -> None:
     """Raises ValueError if a leaf is not an array."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -203,6 +225,7 @@ def place(
         for pattern in getattr(overrides, option):
             if not any(fnmatchcase(path, pattern) for path in paths):
                 raise ValueError(no_match_text(option, pattern, paths))
+    annotations.check_axis_names(overrides.axis_names, from_model.annotations, mesh)
     shapes = {path: tuple(leaf.shape) for path, (_, leaf) in zip(paths, with_paths, strict=True)}
     units = unit_names(shapes, overrides.units)
     leaves = []
@@ -210,16 +233,17 @@ def place(
         shape = tuple(leaf.shape)
         stacked = path in from_model.stacked or _first_match(path, overrides.stacked) is not None
         pattern = _first_match(path, list(overrides.partition_specs))
-        annotation = (
-            from_model.annotations.get(path, REPLICATED) if pattern is None else overrides.partition_specs[pattern]
-        )
+        if pattern is None:
+            annotation = annotations.renamed(from_model.annotations.get(path, REPLICATED), overrides.axis_names)
+        else:
+            annotation = overrides.partition_specs[pattern]
         model_spec, dim = annotations.check_annotation(path, shape, annotation, stacked, mesh, axes)
         pattern = _first_match(path, list(overrides.shard_dims))
         if pattern is not None:
             dim, reason = overrides.shard_dims[pattern], f"override {pattern!r}"
             dim = dim + len(shape) if dim is not None and dim < 0 else dim
         elif dim is not None:
-            reason = "annotation"
+            dim, reason = annotated_dim(shape, dim, axes.num_shards, stacked, model_spec)
         else:
             dim, reason = choose_dim(shape, axes.num_shards, stacked, model_spec)
         _check_dim(path, shape, dim, axes, model_spec)
