@@ -70,14 +70,16 @@ class Step:
 
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
         jitted = self._checked(state, batch)
-        return jitted(state, shard_batch(self.config, batch))
+        with models.constraint_errors():
+            return jitted(state, shard_batch(self.config, batch))
 
     def trace(self, state: TrainState, batch: PyTree) -> Any:
         jitted = self._checked(state, batch)
         return jitted.trace(state, batch_avals(self.config, batch))
 
     def lower(self, state: TrainState, batch: PyTree, **kwargs: Any) -> Any:
-        return self.trace(state, batch).lower(**kwargs)
+        with models.constraint_errors():
+            return self.trace(state, batch).lower(**kwargs)
 
 
 def _aval(a: Array) -> Aval:
@@ -114,7 +116,8 @@ class TrainStep(Step):
         if self._audit_setting != "off":
             self._audit_once(state, batch)
         try:
-            return jitted(state, batch)
+            with models.constraint_errors():
+                return jitted(state, batch)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise

@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from gpt import Config
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from support import plain, traffic, zoo
 from support.parity import STEPS, TOLERANCES, assert_close, batches, optimizer, train
 
@@ -421,3 +421,33 @@ def test_an_annotated_data_dim_that_does_not_divide_moves():
         "first divisible dim; annotated dim 0 cannot be: 6 % 4 = 2",
     )
     assert experts((6, 7, 32)) == (P(None, None, "model"), "replicated: 6 % 4 = 2, 7 % 4 = 3, dim 2 is over model")
+
+
+# Constraints on activations that name data axes
+
+
+def constrained(spec, by_mesh):
+    mesh = zerojax.make_mesh(model=MODEL)
+    sharding = NamedSharding(mesh, spec) if by_mesh else spec
+    zero = Zero(mesh)
+    state = zero.init(lambda rngs: nnx.Linear(16, 16, rngs=rngs), optax.sgd(0.1))
+    step = zero.train_step(lambda model, x: jnp.mean(jax.lax.with_sharding_constraint(model(x), sharding) ** 2))
+    return mesh, lambda: step(state, np.ones((8, 16), np.float32))
+
+
+@pytest.mark.parametrize("by_mesh", [False, True])
+def test_a_constraint_that_names_data_axes_is_refused(by_mesh):
+    mesh, run = constrained(P("data", "model"), by_mesh)
+    with mesh, pytest.raises(ValueError, match="loss: a with_sharding_constraint names axes that split") as error:
+        run()
+    assert "'data'" in str(error.value) and "fix:      name other axes only" in str(error.value)
+
+
+@pytest.mark.parametrize("by_mesh", [False, True])
+def test_a_constraint_on_other_axes_works_within_a_mesh(by_mesh):
+    mesh, run = constrained(P(None, "model"), by_mesh)
+    with mesh:
+        first = run()[1]["loss"]
+    mesh, run = constrained(P(None, "model"), by_mesh)
+    with jax.set_mesh(mesh):
+        assert run()[1]["loss"] == first
