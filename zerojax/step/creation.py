@@ -20,7 +20,7 @@ from zerojax.sharding.precision import LossScale
 from zerojax.step import models
 from zerojax.step.config import ZeroConfig
 from zerojax.step.optimizers import check_update
-from zerojax.step.source import Source, plain_arrays
+from zerojax.step.source import ModelSource, plain_arrays
 from zerojax.step.state import Definition, TrainState, shardings
 from zerojax.transform import jaxprs, stacks
 from zerojax.typing import Array, PRNGKey, PyTree
@@ -30,7 +30,7 @@ _LARGE = 2**20  # parameters; below, a large unit is no problem
 
 
 def build(
-    config: ZeroConfig, overrides: Overrides, source: Source, tx: optax.GradientTransformation, seed: int | PRNGKey
+    config: ZeroConfig, overrides: Overrides, source: ModelSource, tx: optax.GradientTransformation, seed: int | PRNGKey
 ) -> tuple[Callable[[], TrainState], TrainState]:
     """Returns (a function that creates the state with its shardings, the state as avals with shardings).
 

@@ -19,7 +19,7 @@ from zerojax.sharding.placement import path_text
 from zerojax.typing import PRNGKey, PyTree
 
 
-class Source(NamedTuple):
+class ModelSource(NamedTuple):
     """Where the initial parameters come from: one of the two is None.
 
     Attributes:
@@ -31,7 +31,7 @@ class Source(NamedTuple):
     existing: Any
 
 
-def source_of(model: Any, inputs: Sequence[Any] | Mapping[str, Any] | None) -> Source:
+def source_of(model: Any, inputs: Sequence[Any] | Mapping[str, Any] | None) -> ModelSource:
     """The source of what was passed to `init`.
 
     Args:
@@ -49,7 +49,7 @@ def source_of(model: Any, inputs: Sequence[Any] | Mapping[str, Any] | None) -> S
                 f"  fix:      zero.init(module, tx, inputs=(x,)), or zero.init(lambda key: module.init(key, x), tx)"
             )
         args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (tuple(inputs), {})
-        return Source(lambda key: model.init(key, *args, **kwargs), None)
+        return ModelSource(lambda key: model.init(key, *args, **kwargs), None)
     if inputs is not None:
         raise ValueError(
             f"init: inputs= is for a Linen module\n"
@@ -57,13 +57,13 @@ def source_of(model: Any, inputs: Sequence[Any] | Mapping[str, Any] | None) -> S
             f"  fix:      leave it out: other models are created without inputs"
         )
     if isinstance(model, nnx.Module):
-        return Source(None, model)
+        return ModelSource(None, model)
     if all(hasattr(model, name) for name in ("init_weights", "input_shape", "module")):  # Hugging Face transformers
         if getattr(model, "_is_initialized", False):
-            return Source(None, model.params)
-        return Source(lambda key: model.init_weights(key, model.input_shape), None)
+            return ModelSource(None, model.params)
+        return ModelSource(lambda key: model.init_weights(key, model.input_shape), None)
     if callable(model):
-        return Source(functools.partial(_create, model), None)
+        return ModelSource(functools.partial(_create, model), None)
     leaves = jax.tree.leaves(model)
     if not leaves or isinstance(model, jax.Array):
         raise ValueError(
@@ -72,7 +72,7 @@ def source_of(model: Any, inputs: Sequence[Any] | Mapping[str, Any] | None) -> S
             f"  fix:      pass an nnx.Module or its class, a Linen module with inputs=(x,), a tree of arrays, or a "
             f"function that returns one of them"
         )
-    return Source(None, model)
+    return ModelSource(None, model)
 
 
 def _create(create_model: Callable[..., Any], key: PRNGKey) -> Any:
