@@ -60,6 +60,12 @@ def pytest_unconfigure(config):
         shutil.rmtree(config.stash[KERNELS], ignore_errors=True)
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Without `--zoo`, the packages of the zoo are not even looked for."""
+    zoo = os.path.join(os.path.dirname(__file__), "zoo")
+    return True if str(collection_path) == zoo and not config.getoption("zoo") else None
+
+
 def pytest_collection_modifyitems(config, items):
     """Deselects tests whose marker is that of an option that was not given, and cases beyond `--cases`."""
     absent = [name for name in OPTIONS if not config.getoption(name)]
