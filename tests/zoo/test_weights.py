@@ -75,6 +75,7 @@ def exported(params, directory, **options):
     return directory / "model"
 
 
+@pytest.mark.full
 def test_files_of_pytorch_models_give_the_logits_of_pytorch(case, tmp_path):
     """The files are those that the PyTorch model writes, and so are the logits."""
     torch = pytest.importorskip("torch")
@@ -191,6 +192,7 @@ PYTORCH_CASES = {  # family, tunix' module, class and options, and the class and
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", PYTORCH_CASES)
 def test_files_of_pytorch_models_give_the_logits_of_pytorch_in_tunix(name, tmp_path):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
