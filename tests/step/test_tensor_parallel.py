@@ -420,6 +420,10 @@ def test_an_annotated_data_dim_that_does_not_divide_moves():
         P(None, "data", "model"),
         "first divisible dim; annotated dim 0 cannot be: 6 % 4 = 2",
     )
+    assert spec_of(lambda rngs: Weight((8, 16), out_sharding=("data", None)), stacked=("w",)) == (
+        P(None, "data"),
+        "first divisible dim; annotated dim 0 counts layers",
+    )
     assert experts((6, 7, 32)) == (P(None, None, "model"), "replicated: 6 % 4 = 2, 7 % 4 = 3, dim 2 is over model")
 
 
