@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen as nn, nnx
 from jax.sharding import PartitionSpec as P
 
 import zerojax
@@ -185,3 +185,22 @@ def test_an_error_of_the_model_names_its_line_and_the_setting(model, text, stage
         and model.__call__.__code__.co_firstlineno < k < model.__call__.__code__.co_firstlineno + 4
     ]
     assert f"{__file__}:{line}\n  fix:" in str(raised.value)
+
+
+class Ruled(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(16)(nn.with_logical_constraint(x, ("batch", "embed")))
+
+
+def test_a_logical_rule_that_divides_the_batch_is_refused_with_what_to_map_it_to():
+    zero = Zero(zerojax.make_mesh())
+    step = zero.train_step(lambda variables, x: jnp.mean(Ruled().apply(variables, x) ** 2))
+    with nn.logical_axis_rules([("batch", "data"), ("embed", None)]):
+        state = zero.init(Ruled(), optax.sgd(0.1), inputs=(X,))
+        with pytest.raises(
+            ValueError, match=r"names axes that split the batch.*\n  got:      The spec.*\n.*logical name"
+        ):
+            step(state, X)
+    with nn.logical_axis_rules([("batch", None), ("embed", None)]):
+        step(state, X)

@@ -244,14 +244,15 @@ def constraint_errors() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if not any(text in str(error) for text in _CONSTRAINS_DATA_AXES):
+        is_said = isinstance(error.__cause__, ValueError)  # by the same function, further in
+        if is_said or not any(text in str(error) for text in _CONSTRAINS_DATA_AXES):
             raise
         raise ValueError(
             f"loss: a with_sharding_constraint names axes that split the batch. The loss runs on the rows of one "
             f"device, where there is nothing to divide over them\n"
             f"  got:      {str(error).partition('. ')[0]}\n"
-            f"  fix:      name other axes only: P(None, 'model') instead of P('data', 'model'). If the model\n"
-            f"            constrains activations only within `with mesh:`, call the step outside of it"
+            f"  fix:      name other axes only: P(None, 'model') instead of P('data', 'model'); map the logical name\n"
+            f"            of the batch to None; if the model constrains only within `with mesh:`, call the step outside"
         ) from error
 
 
