@@ -107,6 +107,16 @@ def test_each_layer_is_a_unit(name):
     assert all(path.startswith(unit + "/") for path, unit in zip(shapes, found, strict=False))
 
 
+def test_numbered_norms_and_the_parts_of_a_stack_are_no_layers():
+    """Otherwise the rest of the layer would be cut into its parts as well."""
+    assert set(unit_names(below((["encoder"], ATTENTION | NORMS)) | FLAT)) == {"encoder", "embed", "head"}
+    parts = {"mlp_1/kernel": (4, 8, 8), "mlp_2/kernel": (4, 8, 8), "norm1/scale": (4, 8), "norm2/scale": (4, 8)}
+    stack = below((["blocks"], parts))
+    assert set(unit_names(stack | FLAT, stacked=stack)) == {"blocks", "embed", "head"}
+    stages = below((numbered("stages/", 2), parts))
+    assert set(unit_names(stages | FLAT, stacked=stages)) == {"stages/0", "stages/1", "embed", "head"}
+
+
 def test_without_layers_a_unit_ends_at_the_first_component_that_differs():
     names = lambda *paths: unit_names(dict.fromkeys(paths, VECTOR))
     assert names("model/embed/w", "model/head/w", "model/head/b") == ["model/embed", "model/head", "model/head"]
@@ -117,7 +127,7 @@ def test_without_layers_a_unit_ends_at_the_first_component_that_differs():
 
 def test_patterns_take_precedence():
     paths = ["layers/0/mlp/w", "layers/0/mlp/b", "layers/0/norm/w", "layers/1/mlp/w", "head/w"]
-    names = unit_names(dict.fromkeys(paths, VECTOR), ["layers/*/mlp", "head/w"])
+    names = unit_names(dict.fromkeys(paths, MATRIX), ["layers/*/mlp", "head/w"])
     assert names == ["layers/0/mlp", "layers/0/mlp", "layers/0", "layers/1/mlp", "head/w"]
 
 

@@ -227,11 +227,12 @@ def place(
                 raise ValueError(no_match_text(option, pattern, paths))
     annotations.check_axis_names(overrides.axis_names, from_model.annotations, mesh)
     shapes = {path: tuple(leaf.shape) for path, (_, leaf) in zip(paths, with_paths, strict=True)}
-    units = unit_names(shapes, overrides.units)
+    stacked_paths = from_model.stacked | {path for path in paths if _first_match(path, overrides.stacked) is not None}
+    units = unit_names(shapes, overrides.units, stacked_paths)
     leaves = []
     for path, unit, (_, leaf) in zip(paths, units, with_paths, strict=True):
         shape = tuple(leaf.shape)
-        stacked = path in from_model.stacked or _first_match(path, overrides.stacked) is not None
+        stacked = path in stacked_paths
         pattern = _first_match(path, list(overrides.partition_specs))
         if pattern is None:
             annotation = annotations.renamed(from_model.annotations.get(path, REPLICATED), overrides.axis_names)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeAlias
 
@@ -18,19 +18,21 @@ Prefix: TypeAlias = tuple[str, ...]  # leading components of paths
 class _Leaf(NamedTuple):
     path: Prefix
     size: int
-    is_matrix: bool
+    is_matrix: bool  # of each layer, if it is stacked
+    is_stacked: bool
 
 
 _Group: TypeAlias = dict[Prefix, list[_Leaf]]  # components with the same name but for a number: prefix -> leaves below
 
 
-def unit_names(shapes: Mapping[str, Shape], patterns: Sequence[str] = ()) -> list[str]:
+def unit_names(shapes: Mapping[str, Shape], patterns: Sequence[str] = (), stacked: Collection[str] = ()) -> list[str]:
     """The unit of each leaf path ('layers/3/mlp/kernel').
 
     The unit of a leaf is the leading part of its path that the first matching pattern matches. If no pattern matches,
     units are the layers and what is beside them: a unit ends at a component with a number whose siblings share the rest
     of the name ('layers/0' and 'layers/1', 'Block_0' and 'Block_1', but not 'wav2vec2'), and otherwise as early as
-    possible, at a component that has no layers below it and is not a prefix of all paths ('model/embed').
+    possible, at a component that has no layers below it and is not a prefix of all paths ('model/embed'). Components
+    without a matrix, such as numbered norms, and the numbered parts of a stack of layers are no layers.
 
     Layers may be in stages that are numbered themselves ('stages/3/layers/2'). A numbered component is cut again if at
     least 7/10 of it repeats: numbered components with at least two matrices in the same places, as the blocks of a
@@ -39,12 +41,17 @@ def unit_names(shapes: Mapping[str, Shape], patterns: Sequence[str] = ()) -> lis
     Args:
         shapes: the paths of all leaves, and their shapes.
         patterns: globs on leading parts of paths.
+        stacked: the paths of leaves whose dim 0 counts layers.
 
     Raises:
         ValueError: if a pattern matches no path.
     """
-    leaves = [_Leaf(tuple(path.split("/")), math.prod(shape), len(shape) > 1) for path, shape in shapes.items()]
-    above = {end[:i] for end in _ends(_repeated(leaves, 0)) for i in range(len(end))}
+    leaves = [
+        _Leaf(tuple(path.split("/")), math.prod(shape), len(shape) > 1 + (path in stacked), path in stacked)
+        for path, shape in shapes.items()
+    ]
+    groups = [group for group in _repeated(leaves, 0) if _are_units(group)]
+    above = {end[:i] for end in _ends(groups) for i in range(len(end))}
     above |= {leaves[0].path[:i] for i in range(_common_depth([leaf.path for leaf in leaves]) + 1)}
     matched = set()
 
@@ -99,6 +106,14 @@ def _repeated(leaves: Sequence[_Leaf], depth: int) -> list[_Group]:
         else:
             groups += [g for below in group.values() for g in _repeated(below, depth + 1)]
     return groups
+
+
+def _are_units(group: _Group) -> bool:
+    """Whether the outermost numbered components are units: not those without a matrix, nor the parts of a stack."""
+    leaves = [leaf for below in group.values() for leaf in below]
+    if any(leaf.is_stacked for leaf in leaves):
+        return _are_layers(group, 0)
+    return any(leaf.is_matrix for leaf in leaves)
 
 
 def _are_layers(group: _Group, depth: int) -> bool:
