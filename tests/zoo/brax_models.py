@@ -2,11 +2,9 @@
 
 import jax
 import numpy as np
-import pytest
+from brax.training import networks
 
 from zoo.entries import ROWS, Entry
-
-networks = pytest.importorskip("brax.training.networks")
 
 OBSERVATIONS, ACTIONS, HIDDEN = 16, 8, (32, 32, 32)
 

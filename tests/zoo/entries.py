@@ -1,19 +1,20 @@
-"""What a test of a model of other people needs to know about it, and the entries of all packages that are installed."""
+"""What a test of a model of other people needs to know about it, and the entries of the packages that are installed."""
 
 import dataclasses
 import functools
-import importlib
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import pytest
 from support import zoo
 from support.parity import TOLERANCES
 from support.zoo import cross_entropy
 
 ROWS, SEQ, VOCAB = 32, 8, 128
-PACKAGES = ("tunix_models", "transformers_models", "brax_models")  # modules, each with `entries()`
+# Tunix installs a version of Transformers without Flax models. Without Tunix, the environment is that of Transformers.
+ENVIRONMENT = "tunix" if importlib.util.find_spec("tunix") else "transformers"
+MODULES = {"tunix": ["tunix_models"], "transformers": ["transformers_models", "brax_models"]}  # each with `entries()`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,17 +38,11 @@ class Entry(zoo.Model):
 
 @functools.cache
 def installed():
-    """The entries of all packages that this environment has, by name."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            module = importlib.import_module(f"zoo.{package}")
-        except pytest.skip.Exception:  # of its importorskip
-            continue
-        for entry in module.entries():
-            assert entry.name not in found
-            found[entry.name] = entry
-    return found
+    """The entries of the packages of this environment, by name."""
+    modules = [importlib.import_module(f"zoo.{name}") for name in MODULES[ENVIRONMENT]]
+    found = [entry for module in modules for entry in module.entries()]
+    assert len({entry.name for entry in found}) == len(found)
+    return {entry.name: entry for entry in found}
 
 
 def numbered(prefix, count, *others):

@@ -3,18 +3,14 @@
 import functools
 
 import jax.numpy as jnp
-import pytest
-
-from zoo.entries import SEQ, VOCAB, Entry, next_token_batch, numbered, token_loss
-
-pytest.importorskip("tunix")
-
 from tunix.models.gemma import model as gemma
 from tunix.models.gemma3 import model as gemma3
 from tunix.models.gemma4 import model as gemma4
 from tunix.models.llama3 import model as llama3
 from tunix.models.qwen2 import model as qwen2
 from tunix.models.qwen3 import model as qwen3
+
+from zoo.entries import SEQ, VOCAB, Entry, next_token_batch, numbered, token_loss
 
 LAYERS = 2
 AXES = {"fsdp": "data", "tp": None}

@@ -11,7 +11,6 @@ from zerojax import Zero
 from zoo import entries
 
 pytestmark = pytest.mark.zoo
-pytest.importorskip("tunix")
 NAME = "tunix-qwen3-experts"  # 4 experts, whose dim is annotated with the data axis
 
 
