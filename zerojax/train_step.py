@@ -21,7 +21,9 @@ from zerojax.sharding.mesh import check_enclosing_mesh
 from zerojax.step import models, state as states
 from zerojax.step.batch import batch_avals, batch_specs, check_batch, shard_batch
 from zerojax.step.config import ZeroConfig, compiler_options, leaf_specs, shard_map_over_data
-from zerojax.step.gradient import DeviceGradient, compute_gradients, device_gradient, uses, warn_of_local_statistics
+from zerojax.step.gradient import DeviceGradient, compute_gradients, device_gradient
+from zerojax.step.loss_errors import in_words_of_the_user
+from zerojax.step.loss_traces import uses, warn_of_local_statistics
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition, TrainState
 from zerojax.step.update import apply_gradients, optimizer_shardings, squared_norm
@@ -70,7 +72,7 @@ class Step:
 
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
         jitted = self._checked(state, batch)
-        with models.constraint_errors():
+        with in_words_of_the_user(self.config.precision):
             return jitted(state, shard_batch(self.config, batch))
 
     def trace(self, state: TrainState, batch: PyTree) -> Any:
@@ -78,7 +80,7 @@ class Step:
         return jitted.trace(state, batch_avals(self.config, batch))
 
     def lower(self, state: TrainState, batch: PyTree, **kwargs: Any) -> Any:
-        with models.constraint_errors():
+        with in_words_of_the_user(self.config.precision):
             return self.trace(state, batch).lower(**kwargs)
 
 
@@ -116,7 +118,7 @@ class TrainStep(Step):
         if self._audit_setting != "off":
             self._audit_once(state, batch)
         try:
-            with models.constraint_errors():
+            with in_words_of_the_user(self.config.precision):
                 return jitted(state, batch)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):

@@ -298,25 +298,14 @@ class Zero:
             state: its other arrays are shared with the state that is returned, so only one of the two may be donated:
                 pass the result to `eval_step` or call `model()`, and continue to train with `state`.
             params: the trained parameters as the optimizer's state holds them, for example an average: a tree like
-                `state.params`, with None (or any value) at frozen leaves.
+                `state.params`, with None at frozen leaves.
 
         Cost: at stages 1 and 2 the parameters are gathered.
         """
-        definition, config = state.definition, self.config
-        shardings = placement.named_shardings(config.mesh, definition.specs(config.axes, config.stage.shards_params))
-
-        def insert(given: Any, current: Any) -> Any:
-            leaves = definition.tree.flatten_up_to(given)
-            values = [
-                new if leaf.trainable else old
-                for new, old, leaf in zip(leaves, jax.tree.leaves(current), definition.leaves, strict=True)
-            ]
-            cast = [
-                a.astype(leaf.compute_dtype) if leaf.trainable else a
-                for a, leaf in zip(values, definition.leaves, strict=True)
-            ]
-            return definition.tree.unflatten(cast)
-
+        definition = state.definition
+        specs = definition.specs(self.config.axes, self.config.stage.shards_params)
+        shardings = placement.named_shardings(self.config.mesh, specs)
+        insert = lambda given, current: definition.with_frozen(definition.cast_trained(given), current)
         return dataclasses.replace(state, params=jax.jit(insert, out_shardings=shardings)(params, state.params))
 
     def _definition(self, params: Any) -> Definition:

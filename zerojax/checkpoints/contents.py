@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from zerojax.checkpoints.digest import Digest
 from zerojax.sharding import placement
@@ -53,6 +54,15 @@ def with_arrays(state: TrainState, restored: Mapping[str, Array]) -> TrainState:
     shardings = jax.tree.map(lambda a: a.sharding, state.params)
     compute_params = jax.jit(cast, out_shardings=shardings)(params) if _has_params(restored) else state.params
     return dataclasses.replace(state, params=compute_params, master=definition.trained(params), **tree)
+
+
+def continued_counts(avals: Mapping[str, Any], arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """The counts of the optimizer that were not restored, set to the number of updates so far."""
+    is_count = lambda path: path.startswith(OPTIMIZER) and path.endswith("/count")
+    saved = [int(a) for path, a in arrays.items() if is_count(path)]
+    count = max(saved) if saved else int(arrays["step"]) - int(arrays["skipped"])
+    fresh = {path: a for path, a in avals.items() if is_count(path) and path not in arrays}
+    return {path: jax.device_put(jnp.asarray(count, a.dtype), a.sharding) for path, a in fresh.items()}
 
 
 def _has_params(paths: Iterable[str]) -> bool:

@@ -263,7 +263,7 @@ class Checkpoints:
         for iterator_state in iterator_states:
             data.set_state(iterator_state)
         if allowed.optimizer == "changed":
-            arrays |= _continued_counts(avals, arrays)
+            arrays |= contents.continued_counts(avals, arrays)
         return contents.with_arrays(state, {path: a.astype(avals[path].dtype) for path, a in arrays.items()})
 
     def update(self, state: TrainState, metrics: Mapping[str, Any] | None = None, data: Any = None) -> None:
@@ -375,15 +375,6 @@ class Checkpoints:
 
     def _newest(self) -> int | None:
         return max(self.steps(), default=None)
-
-
-def _continued_counts(avals: Mapping[str, Any], arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """The counts of the optimizer that were not restored, set to the number of updates so far."""
-    is_count = lambda path: path.startswith(contents.OPTIMIZER) and path.endswith("/count")
-    saved = [int(a) for path, a in arrays.items() if is_count(path)]
-    count = max(saved) if saved else int(arrays["step"]) - int(arrays["skipped"])
-    fresh = {path: a for path, a in avals.items() if is_count(path) and path not in arrays}
-    return {path: jax.device_put(jnp.asarray(count, a.dtype), a.sharding) for path, a in fresh.items()}
 
 
 def _selected(avals: dict[str, Any], globs: Sequence[str]) -> dict[str, Any]:

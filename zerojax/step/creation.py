@@ -156,12 +156,11 @@ def _initial(
     """The state at step 0, from the parameters in the dtypes of the model."""
     leaves = zip(jax.tree.leaves(params), definition.leaves, strict=True)
     params = jax.tree.unflatten(definition.tree, [a.astype(leaf.dtype) for a, leaf in leaves])
-    computed = jax.tree.unflatten(definition.tree, definition.for_compute(jax.tree.leaves(params)))
     trained = definition.trained(params)
     return TrainState(
         step=jnp.int32(0),
         skipped=jnp.int32(0),
-        params=definition.with_frozen(definition.trained(computed), params),
+        params=definition.with_frozen(definition.cast_trained(trained), params),
         master=trained if definition.has_master else None,
         opt_state=definition.tx.init(trained),
         model_state=model_state,

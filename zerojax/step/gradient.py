@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,21 +20,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from zerojax.sharding.placement import path_text
-from zerojax.sharding.precision import Precision, for_reduction
+from zerojax.sharding.precision import for_reduction
 from zerojax.step import models
-from zerojax.step.batch import batch_specs, cast_batch, map_rows, microbatches
+from zerojax.step.batch import batch_specs, cast_batch, microbatches
 from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
+from zerojax.step.loss_errors import in_words_of_the_user
 from zerojax.step.models import Output, Weighted
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition
-from zerojax.transform import collectives, jaxprs
+from zerojax.transform import collectives
 from zerojax.transform.dependencies import event
 from zerojax.transform.segmentation import TracedLoss
 from zerojax.transform.segmented_loss import SegmentedLoss
 from zerojax.transform.stage_collectives import StageCollectives
 from zerojax.typing import Array, ArrayLike, PRNGKey, PyTree
-from zerojax.warn import line_of, warn
 
 Loss = Callable[[PyTree, PyTree, PyTree, PRNGKey], Output]  # (params, model state, batch, key) -> output
 
@@ -110,56 +108,20 @@ class DeviceGradient:
         batch = cast_batch(self.config.precision, batch)
         key = self._device_key(key, 0)
         if self.config.stage.shards_params:
-            segmented, data, unflatten = self._segmented_loss(shards, self._fold(model_state, 0), batch, key)
+            segmented, data, unflatten = self.segmented_loss(shards, self.fold(model_state, 0), batch, key)
             output = unflatten(segmented.evaluate(shards, data, []))
         else:
-            output = self.loss(jax.tree.unflatten(self.definition.tree, shards), self._fold(model_state, 0), batch, key)
+            output = self.loss(jax.tree.unflatten(self.definition.tree, shards), self.fold(model_state, 0), batch, key)
         return _means(self._total(output.sums())[0])
-
-    def uses(self, shards: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey) -> list[tuple[int, ...]]:
-        """For each leaf, the segments of the loss that gather it and reduce its gradient, counted from 0.
-
-        There is none if the loss does not use the leaf, and more than one if several units share it. The arguments are
-        those of a call.
-        """
-        shards = self.definition.for_compute(shards)
-        batch = map_rows(lambda a: a[: a.shape[0] // self.settings.num_microbatches], batch)
-        segmented, _, _ = self._segmented_loss(shards, self._fold(model_state, 0), batch, key)
-        segments = [set(segment.leaves) for segment in segmented.traced.segments if segment.leaves]
-        return [
-            tuple(k for k, leaves in enumerate(segments) if leaf in leaves)
-            for leaf in range(len(self.definition.leaves))
-        ]
-
-    def local_statistics(self, shards: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey) -> list[str]:
-        """The paths of floating variables that the loss changes by this device's rows only, without a collective.
-
-        The arguments are those of a call. This traces the loss.
-        """
-        shards, batch = self.definition.for_compute(shards), cast_batch(self.config.precision, batch)
-        segmented, _, unflatten = self._segmented_loss(shards, model_state, batch, key)
-        after = unflatten(jaxprs.is_local(segmented.traced.closed.jaxpr, self.config.axes.data)).model_state
-        flags = jax.tree.leaves(after)
-        with_paths = jax.tree_util.tree_leaves_with_path(model_state)
-        fixed = self._fixed_state(model_state)
-        return [
-            path_text(path)
-            for (path, a), is_local, is_fixed in zip(with_paths, flags, fixed, strict=True)
-            if is_local and not is_fixed and jnp.issubdtype(a.dtype, jnp.floating)
-        ]
 
     def _device_key(self, key: PRNGKey, microbatch: ArrayLike) -> PRNGKey:
         """The PRNG key of this device and a microbatch."""
         return jax.random.fold_in(jax.random.fold_in(key, collectives.device_index(self.config.axes)), microbatch)
 
-    def _fold(self, model_state: PyTree, microbatch: ArrayLike) -> PyTree:
+    def fold(self, model_state: PyTree, microbatch: ArrayLike) -> PyTree:
         """The model state with PRNG keys of this device and a microbatch."""
         folded = models.fold_keys(model_state, collectives.device_index(self.config.axes))
         return models.fold_keys(folded, jnp.asarray(microbatch, jnp.int32))
-
-    def _fixed_state(self, model_state: PyTree) -> Sequence[bool]:
-        """Whether each leaf of the model state stays as it is."""
-        return self.definition.fixed_state or [False] * len(jax.tree.leaves(model_state))
 
     def _sum(self, values: Sequence[Array]) -> list[Array]:
         """Sums values over all data axes."""
@@ -192,13 +154,13 @@ class DeviceGradient:
             return jnp.where(weights[0] > 0, scale / jnp.maximum(weights[0], jnp.finfo(jnp.float32).tiny), 0.0)
 
         if self.config.stage.shards_grads or not self.settings.remat.saves_everything:
-            segmented, data, unflatten = self._segmented_loss(shards, self._fold(model_state, index), batch, key)
+            segmented, data, unflatten = self.segmented_loss(shards, self.fold(model_state, index), batch, key)
             flat, grads = segmented.value_and_grad(shards, data, lambda flat: seed(unflatten(flat)), start)
             output = unflatten(flat)
         else:
-            grads, output = self._full_gradient(shards, self._fold(model_state, index), batch, key, seed)
+            grads, output = self._full_gradient(shards, self.fold(model_state, index), batch, key, seed)
         output = dataclasses.replace(
-            output, model_state=models.restore_keys(output.model_state, model_state, self._fixed_state(model_state))
+            output, model_state=models.restore_keys(output.model_state, model_state, self.definition.fixed_state)
         )
         return grads, output, weights[0]
 
@@ -219,7 +181,7 @@ class DeviceGradient:
         items = iter(grads)
         return [next(items) if flag else None for flag in self.trainable], output
 
-    def _segmented_loss(
+    def segmented_loss(
         self, shards: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey
     ) -> tuple[SegmentedLoss, list[Array], Callable[[list[Any]], Output]]:
         """Traces the loss with full weights, and cuts it into units.
@@ -346,7 +308,7 @@ class DeviceGradient:
         """Averages floating leaves (running statistics) over the data axes. Other leaves are equal on all devices."""
         flat, tree = jax.tree.flatten(after)
         old = jax.tree.leaves(before)
-        fixed = self._fixed_state(before)
+        fixed = self.definition.fixed_state
         floating = [i for i, a in enumerate(flat) if jnp.issubdtype(a.dtype, jnp.floating) and not fixed[i]]
         means = self._sum([flat[i].astype(jnp.float32) / self.config.axes.num_devices for i in floating])
         for i, mean in zip(floating, means, strict=True):
@@ -374,34 +336,7 @@ def device_gradient(
     settings.remat.check_axes([name for name in config.mesh.axis_names if name not in config.axes.data])
     settings.remat.check_units([leaf.unit for leaf in definition.leaves])
     loss = functools.partial(models.call_loss, loss_fn, definition.model)
-    return DeviceGradient(config, definition, _with_fix(loss, config.precision), settings)
-
-
-def _with_fix(loss: Loss, precision: Precision) -> Loss:
-    """The loss, whose errors about dtypes and placement name the line of the model and the setting."""
-    narrow = jnp.dtype(precision.compute_dtype).name
-
-    def traced(*args: Any) -> Output:
-        try:
-            return loss(*args)
-        except (TypeError, ValueError, NotImplementedError) as error:
-            message = str(error).strip().partition("\n")[0]
-            if narrow != "float32" and narrow in str(error) and "float32" in str(error):
-                raise ValueError(
-                    f"precision: the model mixes float32 and {narrow} where all must have one dtype\n"
-                    f"  got:      {message}, at {line_of(error)}\n"
-                    f"  fix:      create the array there in the dtype of its input (x.dtype); or compute the weights "
-                    f"before it in fp32, Zero(..., dtypes={{glob: 'float32'}})"
-                ) from error
-            if isinstance(error, NotImplementedError) and "Manual" in str(error):
-                raise ValueError(
-                    f"sharding: the model places an array over axes of the mesh itself\n"
-                    f"  got:      {message}, at {line_of(error)}\n"
-                    f"  fix:      leave out_sharding= out: a step runs on the rows of one device"
-                ) from error
-            raise
-
-    return traced
+    return DeviceGradient(config, definition, in_words_of_the_user(config.precision)(loss), settings)
 
 
 def compute_gradients(gradient: DeviceGradient, args: Any) -> LossAndGrads:
@@ -419,46 +354,3 @@ def compute_gradients(gradient: DeviceGradient, args: Any) -> LossAndGrads:
     )
     out_specs = LossAndGrads(grads_specs, replicated, replicated, replicated, replicated)
     return shard_map_over_data(config, gradient, in_specs, out_specs)(*args)
-
-
-def uses(gradient: DeviceGradient, args: Any) -> list[tuple[int, ...]]:
-    """`DeviceGradient.uses` for avals of global arrays: (parameter leaves, model state, batch, key)."""
-    return _on_device(gradient, gradient.uses, args)
-
-
-def warn_of_local_statistics(gradient: DeviceGradient, args: Any) -> None:
-    """Warns if running statistics are those of each device's rows. `args` are as in `uses`."""
-    fixed = gradient.definition.fixed_state or itertools.repeat(False)
-    flags = zip(jax.tree.leaves(args[1]), fixed, strict=False)
-    if gradient.config.axes.num_devices == 1 or not any(
-        jnp.issubdtype(a.dtype, jnp.floating) and not flag for a, flag in flags
-    ):
-        return
-    if local := _on_device(gradient, gradient.local_statistics, args):
-        names = list(gradient.config.axes.data)
-        axis = names[0] if len(names) == 1 else tuple(names)
-        warn(
-            f"loss: {len(local)} running statistics are computed from each device's rows, and then averaged\n"
-            f"  got:      {', '.join(local[:5])}{', ...' if len(local) > 5 else ''}\n"
-            f"  fix:      BatchNorm(..., axis_name={axis!r}) normalizes over all rows, as one device would"
-        )
-
-
-def _on_device(gradient: DeviceGradient, fn: Callable[..., list[Any]], args: Any) -> list[Any]:
-    """What `fn` finds in a trace on one device's part of (parameter leaves, model state, batch, key)."""
-    config, definition = gradient.config, gradient.definition
-    replicated: Any = PartitionSpec()
-    in_specs = (
-        leaf_specs(config, definition.leaves, config.stage.shards_params),
-        replicated,
-        batch_specs(config.axes, args[2]),
-        replicated,
-    )
-    found: list[Any] = []
-
-    def find(*device_args: Any) -> Array:
-        found.extend(fn(*device_args))
-        return jnp.int32(0)
-
-    jax.eval_shape(shard_map_over_data(config, find, in_specs, replicated), *args)
-    return found

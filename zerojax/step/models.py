@@ -6,10 +6,9 @@ module, and the sharding metadata of both.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -233,29 +232,6 @@ def _as_weighted(name: str, value: Any) -> Weighted:
     return pair
 
 
-# What jax says of a constraint that names a manual axis of shard_map: by a NamedSharding, when the step is lowered; and
-# by a PartitionSpec, when the loss is traced.
-_CONSTRAINS_DATA_AXES = ("contains a manual axes", "can only refer to Auto axes of the mesh")
-
-
-@contextlib.contextmanager
-def constraint_errors() -> Iterator[None]:
-    """Says what to do about a constraint in the model that names data axes, where JAX speaks of manual axes."""
-    try:
-        yield
-    except ValueError as error:
-        is_said = isinstance(error.__cause__, ValueError)  # by the same function, further in
-        if is_said or not any(text in str(error) for text in _CONSTRAINS_DATA_AXES):
-            raise
-        raise ValueError(
-            f"loss: a with_sharding_constraint names axes that split the batch. The loss runs on the rows of one "
-            f"device, where there is nothing to divide over them\n"
-            f"  got:      {str(error).partition('. ')[0]}\n"
-            f"  fix:      name other axes only: P(None, 'model') instead of P('data', 'model'); map the logical name\n"
-            f"            of the batch to None; if the model constrains only within `with mesh:`, call the step outside"
-        ) from error
-
-
 def call_loss(
     loss_fn: Callable[..., Any], model: Model, params: PyTree, model_state: PyTree, batch: PyTree, key: PRNGKey
 ) -> Output:
@@ -263,9 +239,7 @@ def call_loss(
     merged = model.merge(params, model_state)
     batch = unwrapped(batch)
     args = (merged, batch, key) if takes_key(loss_fn) else (merged, batch)
-    with constraint_errors():
-        result = loss_fn(*args)
-    loss, aux, weighted = normalize(result)
+    loss, aux, weighted = normalize(loss_fn(*args))
     after, metrics = model.state_after(merged, aux, model_state)
     if taken := sorted(metrics.keys() & RESERVED):
         raise ValueError(

@@ -58,6 +58,12 @@ class Definition:
         """Casts parameter leaves to the dtypes in which they are gathered and computed with."""
         return [a.astype(leaf.compute_dtype) for a, leaf in zip(leaves, self.leaves, strict=True)]
 
+    def cast_trained(self, trained: PyTree) -> PyTree:
+        """Casts a tree from `trained` to the dtypes in which the leaves are gathered and computed with."""
+        dtypes = [leaf.compute_dtype for leaf in self.leaves if leaf.trainable]
+        values, tree = jax.tree.flatten(trained)
+        return tree.unflatten([a.astype(dtype) for a, dtype in zip(values, dtypes, strict=True)])
+
     def trained(self, params: PyTree) -> PyTree:
         """The parameters with None in place of frozen leaves, as the optimizer gets them."""
         leaves = jax.tree.leaves(params)

@@ -82,9 +82,7 @@ def apply_gradients(
     updates, opt_state = optimizers.update(definition.tx, grads, state.opt_state, old, loss)
     keep = lambda new, old: jax.tree.map(lambda n, o: lax.select(finite, n, o), new, old)
     new = lax.with_sharding_constraint(keep(optax.apply_updates(old, updates), old), placed)
-    dtypes = [leaf.compute_dtype for leaf in definition.leaves if leaf.trainable]
-    values, tree = jax.tree.flatten(new)
-    params = jax.tree.unflatten(tree, [a.astype(dtype) for a, dtype in zip(values, dtypes, strict=True)])
+    params = definition.cast_trained(new)
     if config.stage.shards_optimizer and not config.stage.shards_params:
         params = gather_params(gradient, params)
     after = TrainState(

@@ -1,0 +1,63 @@
+"""Errors that JAX raises in a loss, in words that name the line of the model and the setting that helps."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+
+from zerojax.sharding.precision import Precision
+from zerojax.warn import line_of
+
+# What JAX says of a constraint that names a manual axis of shard_map: by a NamedSharding, when the step is lowered; and
+# by a PartitionSpec, when the loss is traced.
+_CONSTRAINS_DATA_AXES = ("contains a manual axes", "can only refer to Auto axes of the mesh")
+
+
+class LossError(ValueError):
+    """An error of JAX that has been explained."""
+
+
+@contextlib.contextmanager
+def in_words_of_the_user(precision: Precision) -> Iterator[None]:
+    """Explains errors about constraints on data axes, about placement and about dtypes. Others stay as they are.
+
+    Raises:
+        LossError: in place of an error that it explains.
+    """
+    try:
+        yield
+    except LossError:
+        raise
+    except (TypeError, ValueError, NotImplementedError) as error:
+        if (text := _explanation(error, jnp.dtype(precision.compute_dtype).name)) is None:
+            raise
+        raise LossError(text) from error
+
+
+def _explanation(error: Exception, compute_dtype: str) -> str | None:
+    text = str(error).strip()
+    got = f"  got:      {text.splitlines()[0] if text else type(error).__name__}, at {line_of(error)}\n"
+    if any(said in text for said in _CONSTRAINS_DATA_AXES):
+        return (
+            f"loss: a with_sharding_constraint names axes that split the batch. The loss runs on the rows of one "
+            f"device, where there is nothing to divide over them\n"
+            f"{got}"
+            f"  fix:      name other axes only: P(None, 'model') instead of P('data', 'model'); map the logical name\n"
+            f"            of the batch to None; if the model constrains only within `with mesh:`, call the step outside"
+        )
+    if compute_dtype != "float32" and compute_dtype in text and "float32" in text:
+        return (
+            f"precision: the model mixes float32 and {compute_dtype} where all must have one dtype\n"
+            f"{got}"
+            f"  fix:      create the array there in the dtype of its input (x.dtype); or compute the weights "
+            f"before it in fp32, Zero(..., dtypes={{glob: 'float32'}})"
+        )
+    if isinstance(error, NotImplementedError) and "Manual" in text:
+        return (
+            f"sharding: the model places an array over axes of the mesh itself\n"
+            f"{got}"
+            f"  fix:      leave out_sharding= out: a step runs on the rows of one device"
+        )
+    return None

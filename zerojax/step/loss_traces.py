@@ -1,0 +1,85 @@
+"""What a trace of the loss on one device's rows shows: where leaves are used, and which statistics are local."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from zerojax.sharding.placement import path_text
+from zerojax.step.batch import batch_specs, cast_batch, map_rows
+from zerojax.step.config import leaf_specs, shard_map_over_data
+from zerojax.step.gradient import DeviceGradient
+from zerojax.transform import jaxprs
+from zerojax.typing import Array
+from zerojax.warn import warn
+
+
+def uses(gradient: DeviceGradient, args: Any) -> list[tuple[int, ...]]:
+    """For each leaf, the segments of the loss that gather it and reduce its gradient, counted from 0.
+
+    There is none if the loss does not use the leaf, and more than one if several units share it.
+
+    Args:
+        gradient: of the step.
+        args: avals of global arrays: (parameter leaves, model state, batch, key).
+    """
+
+    def find(shards: Any, model_state: Any, batch: Any, key: Any) -> list[tuple[int, ...]]:
+        batch = map_rows(lambda a: a[: a.shape[0] // gradient.settings.num_microbatches], batch)
+        args = gradient.definition.for_compute(shards), gradient.fold(model_state, 0), batch, key
+        found = gradient.segmented_loss(*args)[0].traced.segments
+        segments = [set(segment.leaves) for segment in found if segment.leaves]
+        leaves = range(len(gradient.definition.leaves))
+        return [tuple(k for k, used in enumerate(segments) if leaf in used) for leaf in leaves]
+
+    return _on_device(gradient, find, args)
+
+
+def warn_of_local_statistics(gradient: DeviceGradient, args: Any) -> None:
+    """Warns if running statistics are those of each device's rows. `args` are as in `uses`."""
+    definition, axes = gradient.definition, gradient.config.axes
+    with_paths = jax.tree_util.tree_leaves_with_path(args[1])
+    moves = [
+        jnp.issubdtype(a.dtype, jnp.floating) and not fixed
+        for (_, a), fixed in zip(with_paths, definition.fixed_state, strict=True)
+    ]
+    if axes.num_devices == 1 or not any(moves):
+        return
+
+    def find(shards: Any, model_state: Any, batch: Any, key: Any) -> list[bool]:
+        args = definition.for_compute(shards), model_state, cast_batch(gradient.config.precision, batch), key
+        segmented, _, unflatten = gradient.segmented_loss(*args)
+        return jax.tree.leaves(unflatten(jaxprs.is_local(segmented.traced.closed.jaxpr, axes.data)).model_state)
+
+    flags = zip(with_paths, moves, _on_device(gradient, find, args), strict=True)
+    if local := [path_text(path) for (path, _), moves, is_local in flags if moves and is_local]:
+        axis = axes.data[0] if len(axes.data) == 1 else axes.data
+        warn(
+            f"loss: {len(local)} running statistics are computed from each device's rows, and then averaged\n"
+            f"  got:      {', '.join(local[:5])}{', ...' if len(local) > 5 else ''}\n"
+            f"  fix:      BatchNorm(..., axis_name={axis!r}) normalizes over all rows, as one device would"
+        )
+
+
+def _on_device(gradient: DeviceGradient, fn: Callable[..., list[Any]], args: Any) -> list[Any]:
+    """What `fn` finds in a trace on one device's part of (parameter leaves, model state, batch, key)."""
+    config, definition = gradient.config, gradient.definition
+    replicated: Any = PartitionSpec()
+    in_specs = (
+        leaf_specs(config, definition.leaves, config.stage.shards_params),
+        replicated,
+        batch_specs(config.axes, args[2]),
+        replicated,
+    )
+    found: list[Any] = []
+
+    def find(*device_args: Any) -> Array:
+        found.extend(fn(*device_args))
+        return jnp.int32(0)
+
+    jax.eval_shape(shard_map_over_data(config, find, in_specs, replicated), *args)
+    return found
