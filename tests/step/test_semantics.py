@@ -160,3 +160,47 @@ def test_a_teacher_is_sharded_and_an_average_is_evaluated(stage, precision):
     losses = [zero.eval_step(loss)(each, BATCH)["loss"] for each in (after, averaged)]
     assert losses[0] < losses[1]  # it has moved half as far
     zero.train_step(loss)(after, BATCH)
+
+
+def score(w, x):
+    return jnp.sum(jnp.tanh(x @ w), axis=1)
+
+
+def generator_loss(generator, critic, batch):
+    return jnp.mean(jax.nn.softplus(-score(critic["w"], jnp.tanh(batch["x"] @ generator["w"]))))
+
+
+def critic_loss(critic, generator, batch):
+    fake = jax.nn.softplus(score(critic["w"], jnp.tanh(batch["x"] @ generator["w"])))
+    return jnp.mean(fake + jax.nn.softplus(-score(critic["w"], batch["y"])))
+
+
+def adversarial(params, batch):
+    """The loss of docs/semantics.md: each network's part reaches only its own parameters."""
+    generator, critic = params["generator"], params["critic"]
+    fixed = jax.lax.stop_gradient
+    return generator_loss(generator, fixed(critic), batch) + critic_loss(critic, fixed(generator), batch)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_two_networks_with_two_optimizers_follow_the_steps_of_each_on_one_device(stage):
+    """The plain steps have a loss and an optimizer for each network, and know nothing of the other's."""
+    plain = {"generator": optax.sgd(0.05, momentum=0.9), "critic": optax.sgd(0.2, momentum=0.9)}
+    by_network = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: path[0].key, params)
+    zero = Zero(zerojax.make_mesh(), stage)
+    create_both = lambda key: {name: create(jax.random.fold_in(key, len(name))) for name in plain}
+    state = zero.init(create_both, optax.multi_transform(plain, by_network))
+    want = jax.device_get(state.params)
+    kept = {name: plain[name].init(want[name]) for name in plain}
+    step = zero.train_step(adversarial)
+    for _ in range(3):
+        state, _ = step(state, BATCH)
+        grads = {
+            "generator": jax.grad(generator_loss)(want["generator"], want["critic"], BATCH),
+            "critic": jax.grad(critic_loss)(want["critic"], want["generator"], BATCH),
+        }
+        for name in plain:
+            updates, kept[name] = plain[name].update(grads[name], kept[name])
+            want[name] = optax.apply_updates(want[name], updates)
+    for name in plain:
+        np.testing.assert_allclose(state.params[name]["w"], want[name]["w"], rtol=1e-4, atol=1e-5)
