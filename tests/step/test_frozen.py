@@ -95,6 +95,26 @@ def test_the_statistics_of_a_frozen_module_stay(linen, frozen, moves):
     assert (bits(after.model_state) != before) == moves
 
 
+class Noisy(nnx.Module):
+    def __init__(self, rngs):
+        self.base, self.head = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.drop = nnx.Sequential(nnx.Dropout(0.5, rngs=rngs), nnx.Linear(WIDTH, WIDTH, rngs=rngs))
+
+    def __call__(self, x):
+        return self.head(self.drop(self.base(x)))
+
+
+def test_a_frozen_module_draws_another_dropout_in_each_step():
+    """Its statistics stay, and not the counts from which its random numbers are drawn."""
+    zero = Zero(zerojax.make_mesh(), frozen=["base/*", "drop/*"])
+    state, step = zero.init(Noisy, optax.sgd(0.0)), zero.train_step(loss)
+    losses = []
+    for _ in range(3):
+        state, metrics = step(state, X)
+        losses.append(float(metrics["loss"]))
+    assert len(set(losses)) == 3
+
+
 class LoRA(nnx.Module):
     def __init__(self, rngs):
         base = nnx.Linear(WIDTH, WIDTH, rngs=rngs)

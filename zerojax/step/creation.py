@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -177,7 +176,8 @@ def _abstract(config: ZeroConfig, avals: TrainState) -> tuple[TrainState, TrainS
 
 
 def _fixed_state(model_state: PyTree, leaves: Sequence[Leaf], frozen: Sequence[str]) -> tuple[bool, ...]:
-    """Whether each leaf of the model state belongs to a frozen module: running statistics that must not move.
+    """Whether each leaf of the model state stays: floating leaves of frozen modules, which are running statistics, and
+    plain arrays. Counts and keys of random numbers change.
 
     A pattern of `frozen` matches its path, with or without the name of a Linen collection in front; or the parameters
     beside it are all frozen, and it has some.
@@ -195,11 +195,11 @@ def _fixed_state(model_state: PyTree, leaves: Sequence[Leaf], frozen: Sequence[s
     is_variable = lambda node: isinstance(node, nnx.Variable)
     with_paths = jax.tree_util.tree_leaves_with_path(model_state, is_leaf=is_variable)
     is_plain = lambda node: isinstance(model_state, nnx.State) and not is_variable(node)  # a constant
-    flags = [
-        [is_plain(node) or is_fixed(placement.path_text(path))] * len(jax.tree.leaves(node))
+    return tuple(
+        is_plain(node) or (bool(jnp.issubdtype(a.dtype, jnp.floating)) and is_fixed(placement.path_text(path)))
         for path, node in with_paths
-    ]
-    return tuple(itertools.chain.from_iterable(flags))
+        for a in jax.tree.leaves(node)
+    )
 
 
 def _key(seed: int | PRNGKey) -> PRNGKey:
