@@ -147,13 +147,15 @@ def check_not_donated(state: TrainState) -> None:
 
     The runtime would end the process. Avals are ignored.
     """
-    for path, a in jax.tree_util.tree_leaves_with_path(state):
-        if isinstance(a, jax.Array) and not isinstance(a, Tracer) and a.is_deleted():
-            raise ValueError(
-                f"state: it was donated to a step, which updated it in place\n"
-                f"  got:      {placement.path_text(path)!r} is deleted\n"
-                f"  fix:      continue with the state that the step returned: state, metrics = step(state, batch)"
-            )
+    is_deleted = lambda a: isinstance(a, jax.Array) and not isinstance(a, Tracer) and a.is_deleted()
+    if not any(map(is_deleted, jax.tree.leaves(state))):
+        return
+    deleted = next(path for path, a in jax.tree_util.tree_leaves_with_path(state) if is_deleted(a))
+    raise ValueError(
+        f"state: it was donated to a step, which updated it in place\n"
+        f"  got:      {placement.path_text(deleted)!r} is deleted\n"
+        f"  fix:      continue with the state that the step returned: state, metrics = step(state, batch)"
+    )
 
 
 def check_optimizer(state: TrainState, precision: Precision) -> None:
