@@ -167,6 +167,13 @@ def test_a_complex_parameter_is_refused_unless_it_is_frozen():
 # Dtypes of single leaves
 
 
+def test_a_glob_for_all_leaves_leaves_integers_alone():
+    zero = Zero(zerojax.make_mesh(), precision="bf16", frozen=["base/*"], dtypes={"*": "float32"})
+    leaves = zero.eval_init(lambda rngs: Tuned("int8", rngs), optax.sgd(0.1)).definition.leaves
+    dtypes = {leaf.path: leaf.compute_dtype for leaf in leaves}
+    assert dtypes.pop("base/kernel") == "int8" and set(dtypes.values()) == {jnp.dtype("float32")}
+
+
 class Normed(nnx.Module):
     def __init__(self, rngs):
         self.up, self.norm = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.LayerNorm(WIDTH, rngs=rngs)

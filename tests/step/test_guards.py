@@ -107,7 +107,7 @@ def saved(directory, tx, num=3):
     return state
 
 
-def test_a_run_continues_with_another_schedule_and_its_moments(tmp_path):
+def test_a_run_continues_with_another_schedule_and_its_moments(tmp_path, caplog):
     """The schedule continues at the number of updates so far."""
     before = saved(tmp_path, optax.adam(1e-3))
     zero, fresh = started(tx=optax.adam(optax.linear_schedule(1e-3, 0, 10)))
@@ -115,6 +115,7 @@ def test_a_run_continues_with_another_schedule_and_its_moments(tmp_path):
         with pytest.raises(ValueError, match="optimizer='changed' restores what both have"):
             checkpoints.resume(fresh)
         state, step = checkpoints.resume(zero.init(create, fresh.definition.tx), optimizer="changed")
+    assert "5 leaves continue; 1 are new, and 0 that were saved are not used" in caplog.text
     assert step == 3 and int(state.opt_state[0].count) == int(state.opt_state[1].count) == 3
     np.testing.assert_array_equal(state.opt_state[0].mu["w"], before.opt_state[0].mu["w"])
     zero.train_step(loss)(state, X)

@@ -264,6 +264,11 @@ class Checkpoints:
             data.set_state(iterator_state)
         if allowed.optimizer == "changed":
             arrays |= contents.continued_counts(avals, arrays)
+            ours, theirs = ({p for p in tree if p.startswith(contents.OPTIMIZER)} for tree in (avals, saved.leaves))
+            log.warning(
+                "checkpoint: of the optimizer, %d leaves continue; %d are new, and %d that were saved are not used",
+                *map(len, (ours & theirs, ours - theirs, theirs - ours)),
+            )
         return contents.with_arrays(state, {path: a.astype(avals[path].dtype) for path, a in arrays.items()})
 
     def update(self, state: TrainState, metrics: Mapping[str, Any] | None = None, data: Any = None) -> None:

@@ -251,7 +251,9 @@ def place(
         trainable = _is_trainable(path, leaf.dtype, overrides.frozen, from_model.trained)
         dtype = precision.param_dtype if trainable else leaf.dtype
         pattern = _first_match(path, list(overrides.dtypes))
-        compute_dtype = overrides.dtypes[pattern] if pattern else precision.leaf_dtype(leaf.dtype, trainable)
+        compute_dtype = precision.leaf_dtype(leaf.dtype, trainable)
+        if pattern is not None and jnp.issubdtype(leaf.dtype, jnp.floating):
+            compute_dtype = overrides.dtypes[pattern]
         dtypes = jnp.dtype(dtype), jnp.dtype(compute_dtype)
         leaves.append(Leaf(path, shape, *dtypes, dim, unit, reason, trainable, model_spec, stacked))
     return tuple(leaves)
