@@ -14,7 +14,8 @@ layer dim of a stacked leaf, and a dim that an annotation divides over another a
 the spec at every stage. A leaf without a divisible dim is replicated over the data axes, and `explain()` lists it.
 
 The first dim is preferred because it is the outermost in memory: its shards are contiguous, as collectives move them.
-For any other dim the compiler transposes the leaf, and for scanned layers the whole stack at once.
+For any other dim the compiler transposes the leaf, and for scanned layers the whole stack at once. Tables outside of the
+layers, such as embeddings, are sharded over their width: a loss that looks up rows of them then need not gather them.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -125,12 +127,18 @@ def data_spec(dim: int | None, axes: Axes) -> PartitionSpec:
 
 
 def choose_dim(
-    shape: Sequence[int], num_shards: int, stacked: bool, model_spec: PartitionSpec = REPLICATED
+    shape: Sequence[int],
+    num_shards: int,
+    stacked: bool,
+    model_spec: PartitionSpec = REPLICATED,
+    is_table: bool = False,
 ) -> tuple[int | None, str]:
-    """Returns (the dim to shard, or None; the reason)."""
+    """Returns (the dim to shard, or None; the reason). Of a table, dim 1 is preferred."""
     taken = {d: "x".join(axis_names(entry)) for d, entry in enumerate(model_spec) if entry}
     dims = [d for d in range(1 if stacked else 0, len(shape)) if d not in taken]
     divisible = [d for d in dims if shape[d] and shape[d] % num_shards == 0]
+    if is_table and 1 in divisible:
+        return 1, "width of a table"
     if divisible:
         return divisible[0], "first divisible dim"
     if not shape:
@@ -159,6 +167,26 @@ def annotated_dim(
     if chosen is None:
         return None, reason
     return chosen, f"first divisible dim; annotated dim {dim} {why}"
+
+
+def _tables(shapes: Mapping[str, Shape], units: Sequence[str], stacked: Collection[str]) -> set[str]:
+    """The paths of leaves that may be tables of rows: matrices with more rows than columns that are not in a layer.
+
+    A unit is a layer if others differ from it in a number only ('layers/0', 'Block_3') and it has several matrices.
+    What is wrongly taken for a table is sharded all the same, in its other dim.
+    """
+    matrices: dict[str, list[str]] = {}
+    for path, unit in zip(shapes, units, strict=True):
+        if len(shapes[path]) > 1:
+            matrices.setdefault(unit, []).append(path)
+    stem = lambda unit: re.sub(r"\d+", "#", unit)
+    siblings = Counter(stem(unit) for unit in matrices)
+    found = set()
+    for unit, paths in matrices.items():
+        is_layer = siblings[stem(unit)] > 1 and len(paths) > 1
+        tall = {p for p in paths if len(shapes[p]) == 2 and shapes[p][0] > shapes[p][1] and p not in stacked}
+        found |= set() if is_layer else tall
+    return found
 
 
 def check_arrays(params: PyTree) -> None:
@@ -229,6 +257,7 @@ def place(
     shapes = {path: tuple(leaf.shape) for path, (_, leaf) in zip(paths, with_paths, strict=True)}
     stacked_paths = from_model.stacked | {path for path in paths if _first_match(path, overrides.stacked) is not None}
     units = unit_names(shapes, overrides.units, stacked_paths)
+    tables = _tables(shapes, units, stacked_paths)
     leaves = []
     for path, unit, (_, leaf) in zip(paths, units, with_paths, strict=True):
         shape = tuple(leaf.shape)
@@ -246,7 +275,7 @@ def place(
         elif dim is not None:
             dim, reason = annotated_dim(shape, dim, axes.num_shards, stacked, model_spec)
         else:
-            dim, reason = choose_dim(shape, axes.num_shards, stacked, model_spec)
+            dim, reason = choose_dim(shape, axes.num_shards, stacked, model_spec, path in tables)
         _check_dim(path, shape, dim, axes, model_spec)
         trainable = _is_trainable(path, leaf.dtype, overrides.frozen, from_model.trained)
         dtype = precision.param_dtype if trainable else leaf.dtype

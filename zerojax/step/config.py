@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import statistics
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from zerojax.sharding.axes import Axes
 from zerojax.sharding.placement import Leaf
 from zerojax.sharding.precision import Precision
 from zerojax.sharding.stages import Stage
+from zerojax.transform.segmented_loss import SMALL_UNIT
 
 
 class ZeroConfig(NamedTuple):
@@ -52,15 +54,26 @@ def compiler_options(config: ZeroConfig, leaves: Iterable[Leaf]) -> dict[str, in
     options: dict[str, int | bool] = {"xla_gpu_enable_latency_hiding_scheduler": True}
     if not config.stage.shards_params:
         return options
-    elements: collections.Counter[str] = collections.Counter()
-    for leaf in leaves:
-        elements[leaf.unit] += leaf.size // leaf.shape[0] if leaf.stacked else leaf.size
-    num_bytes = lambda dtype: max(elements.values()) * jnp.dtype(dtype).itemsize
+    num_elements = _typical_unit(leaves)
+    num_bytes = lambda dtype: num_elements * jnp.dtype(dtype).itemsize
     shard_bytes = num_bytes(config.precision.reduce_dtype) // config.axes.num_shards
     return options | {
         "xla_gpu_all_gather_combine_threshold_bytes": 2 * num_bytes(config.precision.compute_dtype),
+        "xla_gpu_enable_reduce_scatter_combine_by_dim": True,  # see Schedule.group
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 3 * shard_bytes // 4,  # leaves rarely sum to exact halves
     }
+
+
+def _typical_unit(leaves: Iterable[Leaf]) -> int:
+    """The elements of the median unit, of one layer if it is stacked. Units that are small next to the largest do not
+    count, and each layer of a stack does."""
+    elements: collections.Counter[str] = collections.Counter()
+    layers: dict[str, int] = {}
+    for leaf in leaves:
+        elements[leaf.unit] += leaf.size_at_once
+        layers[leaf.unit] = leaf.shape[0] if leaf.stacked else 1
+    least = SMALL_UNIT * max(elements.values())
+    return statistics.median_low(n for unit, n in elements.items() if n >= least for _ in range(layers[unit]))
 
 
 def shard_map_over_data(

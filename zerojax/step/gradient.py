@@ -33,6 +33,7 @@ from zerojax.transform.dependencies import event
 from zerojax.transform.segmentation import TracedLoss
 from zerojax.transform.segmented_loss import SegmentedLoss
 from zerojax.transform.stage_collectives import StageCollectives
+from zerojax.transform.table_lookup import looks_up_shards
 from zerojax.typing import Array, ArrayLike, PRNGKey, PyTree
 
 Loss = Callable[[PyTree, PyTree, PyTree, PRNGKey], Output]  # (params, model state, batch, key) -> output
@@ -208,7 +209,8 @@ class DeviceGradient:
             self.config.precision,
             self.settings.collectives,
         )
-        traced = TracedLoss(closed, len(full), [leaf.unit for leaf in leaves])
+        is_lookup = functools.partial(looks_up_shards, stage_collectives, full)
+        traced = TracedLoss(closed, len(full), [leaf.unit for leaf in leaves], is_lookup)
         segmented = SegmentedLoss(
             traced, stage_collectives, self.trainable, self.settings.remat, self.settings.prefetch
         )

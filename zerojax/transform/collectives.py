@@ -33,10 +33,12 @@ class CollectiveOptions(NamedTuple):
     Attributes:
         bucket_bytes: the maximum size of one collective, in full form.
         sequential: each collective waits for the previous one. With buckets it always does.
+        group: compilers combine no reductions of different groups; see `_psum_scatter`.
     """
 
     bucket_bytes: float = math.inf
     sequential: bool = False
+    group: int = 0
 
     def next_waits_for(self, events: list[Array]) -> list[Array]:
         """The events that a collective waits for, given those of the previous one."""
@@ -247,7 +249,8 @@ def reduce_scatter(
         shards[i] = _scatter_leaf(grads[i], dims[i], axes, turns, rows)
     for pack in packs:
         flat = [_to_rows(grads[i], axes.num_shards, dims[i]).reshape(axes.num_shards, -1) for i in pack]
-        summed = turns.done(lax.psum_scatter(turns.ready(jnp.concatenate(flat, axis=1)), axes.shard))
+        buffer = turns.ready(jnp.concatenate(flat, axis=1))
+        summed = turns.done(_psum_scatter(buffer, 0, axes, turns.options.group))[0]
         offset = 0
         for i, row in zip(pack, flat, strict=True):
             shape = list(grads[i].shape)
@@ -259,6 +262,18 @@ def reduce_scatter(
     return shards
 
 
+def _psum_scatter(value: Array, dim: int, axes: Axes, group: int) -> Array:
+    """`lax.psum_scatter` of the parts that `dim` is cut into.
+
+    The option `xla_gpu_enable_reduce_scatter_combine_by_dim` lets the GPU compiler combine reduce-scatters of the same
+    dim alone. The dim is moved to a place that is the same for all reductions of a group. This moves nothing in memory,
+    since the compiler lays out the operand with this dim in front, wherever it stands.
+    """
+    padded = lax.expand_dims(value, range(value.ndim, group + 1))
+    moved = lax.psum_scatter(jnp.moveaxis(padded, dim, group), axes.shard, scatter_dimension=group, tiled=True)
+    return lax.squeeze(jnp.moveaxis(moved, group, dim), range(value.ndim, padded.ndim))
+
+
 def _scatter_leaf(grad: Array, dim: int, axes: Axes, turns: Turns, rows: bool) -> Array:
     n = axes.num_shards
     shape = (*grad.shape[:dim], grad.shape[dim] // n, *grad.shape[dim + 1 :])
@@ -266,7 +281,7 @@ def _scatter_leaf(grad: Array, dim: int, axes: Axes, turns: Turns, rows: bool) -
     if pieces.piece == shape and rows:
         return turns.done(lax.psum_scatter(turns.ready(_to_rows(grad, n, dim)), axes.shard))
     if pieces.piece == shape:
-        return turns.done(lax.psum_scatter(turns.ready(grad), axes.shard, scatter_dimension=dim, tiled=True))
+        return turns.done(_psum_scatter(turns.ready(grad), dim, axes, turns.options.group))
     split = _split(grad, n, dim)
 
     def move(start: tuple[Array, ...], shard: Array) -> Array:
@@ -331,6 +346,30 @@ def _sum_value(value: Array, names: tuple[str, ...], axes: Axes, turns: Turns) -
         return lax.dynamic_update_slice(total, lax.psum(part, names), start)
 
     return turns.done(pieces.loop(move, value))
+
+
+def _on_replicated(fn: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """Like `_on_held_parts`, for a function of an array that is the same along all other axes."""
+    names = jax.sharding.get_abstract_mesh().auto_axes
+    if not names:
+        return fn
+    return jax.shard_map(fn, in_specs=REPLICATED, out_specs=REPLICATED, axis_names={*names}, check_vma=False)
+
+
+def gather_data(values: Array, axes: Axes) -> Array:
+    """The values of all devices along the shard axes, concatenated in dim 0.
+
+    Cost: receives (N-1)/N of the bytes of the result.
+    """
+    return _on_replicated(lambda values: lax.all_gather(values, axes.shard, tiled=True))(values)
+
+
+def exchange(values: Array, axes: Axes, split_dim: int, concat_dim: int) -> Array:
+    """Sends part k of `values`, cut in `split_dim`, to device k, and concatenates what arrives in `concat_dim`.
+
+    Cost: sends (N-1)/N of the bytes of the values.
+    """
+    return _on_replicated(lambda v: lax.all_to_all(v, axes.shard, split_dim, concat_dim, tiled=True))(values)
 
 
 def device_index(axes: Axes) -> Array:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax import lax
 from jax.extend import core
 
 Equation = Any  # jax.extend.core.JaxprEqn
@@ -31,6 +32,21 @@ class ScanParams(NamedTuple):
     body: Any
     length: int
     reverse: bool
+
+
+class RowLookup(NamedTuple):
+    """The parameters of an equation that takes rows of a table: slices that are whole in all dims but one.
+
+    Attributes:
+        dim: the dim of the table that the indices select from.
+        offset_dims: the dims of the result that are dims of the table; the others are those of the indices.
+        mode, fill_value: what indices outside of the table select, as in `lax.gather`.
+    """
+
+    dim: int
+    offset_dims: tuple[int, ...]
+    mode: Any
+    fill_value: Any
 
 
 def is_var(atom: Atom) -> bool:
@@ -62,6 +78,38 @@ def by_first_use(jaxpr: Any, positions: Sequence[int]) -> list[int]:
 
 def is_scan(equation: Equation) -> bool:
     return equation.primitive.name == "scan"
+
+
+def row_lookup(equation: Equation) -> RowLookup | None:
+    """The parameters of a lookup of rows in the first operand by the indices in the second, or None for others."""
+    if equation.primitive.name != "gather" or not is_var(equation.invars[1]):
+        return None
+    numbers, params, shape = equation.params["dimension_numbers"], equation.params, equation.invars[0].aval.shape
+    if len(numbers.start_index_map) != 1 or numbers.operand_batching_dims:
+        return None
+    (dim,) = numbers.start_index_map
+    whole = (*shape[:dim], 1, *shape[dim + 1 :])
+    if tuple(numbers.collapsed_slice_dims) != (dim,) or tuple(params["slice_sizes"]) != whole:
+        return None
+    return RowLookup(dim, tuple(numbers.offset_dims), params["mode"], params["fill_value"])
+
+
+def take_rows(lookup: RowLookup, table: Any, indices: Any) -> Any:
+    """The rows of a table for indices of shape [count, 1], of shape [count, other dims of the table]."""
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(1, table.ndim)),
+        collapsed_slice_dims=(lookup.dim,),
+        start_index_map=(lookup.dim,),
+    )
+    sizes = (*table.shape[: lookup.dim], 1, *table.shape[lookup.dim + 1 :])
+    return lax.gather(table, indices, numbers, sizes, mode=lookup.mode, fill_value=lookup.fill_value)
+
+
+def takes_rows(equations: Iterable[Equation]) -> bool:
+    """Whether the equations, or those they call, contain a lookup of rows."""
+    return any(
+        row_lookup(e) is not None or (is_call(e) and takes_rows(called(e)[0].eqns)) for e in equations
+    )
 
 
 def is_call(equation: Equation) -> bool:

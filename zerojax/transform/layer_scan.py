@@ -49,8 +49,11 @@ class LayerBody:
         """Computes a layer: (carry, y, values to save, gradients). `fetched` are the copies that `restore` made."""
         raise NotImplementedError
 
-    def reduce(self, grads: PyTree, waits: list[Array]) -> tuple[list[Array], list[Array]]:
-        """Reduces a layer's gradients after the events `waits`: (their shards, the events of the reduction)."""
+    def reduce(self, grads: PyTree, waits: list[Array], group: int) -> tuple[list[Array], list[Array]]:
+        """Reduces a layer's gradients after the events `waits`: (their shards, the events of the reduction).
+
+        Reductions of different groups are never combined.
+        """
         return grads, []
 
     def store(self, saved: PyTree, waits: list[Array]) -> PyTree:
@@ -290,7 +293,7 @@ class _Turns(NamedTuple):
 
     def reduce_before(self, turn: int | Array, state: _State, schedule: Schedule) -> list[Array]:
         """Reduces the gradients of the layer before `turn`, and returns the stack with them."""
-        shards, arrived = self.body.reduce(state.grads, schedule.before_reduction())
+        shards, arrived = self.body.reduce(state.grads, schedule.before_reduction(), schedule.group)
         schedule.reduced(arrived)
         return self._put(state.reduced, shards, turn - 1)
 
@@ -337,7 +340,7 @@ class _Turns(NamedTuple):
         ys, reduced = state.ys, state.reduced
         if reduced is None:
             ys = jax.tree.map(self._room_for, y)
-            reduced = [self._room_for(a) for a in jax.eval_shape(lambda grads: body.reduce(grads, [])[0], grads)]
+            reduced = [self._room_for(a) for a in jax.eval_shape(lambda grads: body.reduce(grads, [], 0)[0], grads)]
         return _State(carry, others, state.fetched, grads, self._put(ys, y, turn), reduced), saved
 
     def _index(self, turn: int | Array) -> int | Array:
@@ -368,7 +371,7 @@ def _scan_without_overlap(body: LayerBody, init: Carry, layers: Layers, schedule
         shards, x, given = slices
         fetched = None if given is None else body.restore(given, [])[0]
         carry, y, saved, grads = body.compute(body.fetch(shards, 0, Schedule(0, [])), carry, x, given, fetched)
-        return carry, (y, body.store(saved, []), body.reduce(grads, [])[0])
+        return carry, (y, body.store(saved, []), body.reduce(grads, [], 0)[0])
 
     slices = layers.shards, layers.xs, None if layers.saved is None else layers.saved.loop[0]
     carry, (ys, saved, reduced) = lax.scan(iteration, init, slices, length=layers.cut.length, reverse=layers.reverse)

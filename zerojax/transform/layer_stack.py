@@ -57,6 +57,8 @@ class LayerStack:
         self.carry_positions = list(range(self.scan.num_consts, first_xs))
         self.xs_positions = [k for k in range(first_xs, len(self.equation.invars)) if k not in self.views]
         self.dims = [self._layer_dims(view) for view in self.views.values()]
+        layers = [traced.leaf_vars[view.leaf].aval for view in self.views.values()]
+        self.num_bytes = sum(aval.size // aval.shape[0] * aval.dtype.itemsize for aval in layers)  # of a layer
         self.view_trainable = [trainable[view.leaf] for view in self.views.values()]
         plain = [self.equation.invars[k] for k in (*self.const_positions, *self.carry_positions, *self.xs_positions)]
         self.weight_values = [a for a in dict.fromkeys(filter(jaxprs.is_var, plain)) if a in traced.weights]
@@ -167,6 +169,11 @@ class LayerStack:
         prefetch = schedule.prefetch if overlaps and stage.shards_params else 0
         return Cut.of(self.scan.length, prefetch, delay_reduction=overlaps and stage.shards_grads)
 
+    @property
+    def names(self) -> set[str]:
+        """The names of the segment's activations."""
+        return self.regather.names
+
     def evaluate(self, shards: dict[int, Array], data: Sequence[Array], schedule: Schedule) -> list[Array]:
         return self._run(lambda w, f, d: (self.primal(w, f, d), []), shards, data, schedule, None)[0]
 
@@ -233,7 +240,7 @@ class LayerStack:
         _, vjp = jax.vjp(derive, [consts[i] for i in leaves])
         (grads,) = vjp([operand_grads[k] for k in positions])
         dims = [self.collectives.dims[i] for i in leaves]
-        reduced, reduction_events = self.collectives.reduce(grads, dims, schedule.before_reduction())
+        reduced, reduction_events = self.collectives.reduce(grads, dims, schedule.before_reduction(), schedule.group)
         schedule.reduced(reduction_events)
         return dict(zip(leaves, reduced, strict=True))
 
@@ -323,8 +330,8 @@ class _BackwardLayer(LayerBody):
         num_carry = len(carry_grads)
         return (grads.data[:num_carry], fixed_grads), grads.data[num_carry:], [], grads.weights
 
-    def reduce(self, grads: Any, waits: list[Array]) -> tuple[list[Array], list[Array]]:
-        return self._collectives.reduce_transposed(grads, self._orders, self._grad_dims, waits)
+    def reduce(self, grads: Any, waits: list[Array], group: int) -> tuple[list[Array], list[Array]]:
+        return self._collectives.reduce_transposed(grads, self._orders, self._grad_dims, waits, group)
 
     def restore(self, saved: Any, overlapped: list[Array]) -> tuple[list[Array], list[Array]]:
         return self._regather.restore(saved, overlapped)

@@ -5,15 +5,16 @@ next unit's, at the point where the least data crosses:
 
     loss ──► jaxpr ──► values computed from one unit's weights only  (recomputed where they are used)
                    └─► values computed from data ──► segments: [equations, leaves], in program order;
-                                                     a scan over stacked leaves is a segment of its own
+                                                     a scan over stacked leaves is a segment of its own,
+                                                     and so is a lookup of rows in a table
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 from zerojax.transform import jaxprs
 
@@ -26,6 +27,14 @@ class View(NamedTuple):
     order: tuple[int, ...]  # the dims of the leaf in the order of the value
 
 
+class RowsLookedUp(NamedTuple):
+    """The number of rows that are looked up in a table, the elements of a row, and the bytes of an index."""
+
+    count: int
+    row_size: int
+    index_bytes: int
+
+
 class Segment(NamedTuple):
     """Consecutive equations of the traced loss that use the weights of one unit."""
 
@@ -33,7 +42,18 @@ class Segment(NamedTuple):
     leaves: list[int]  # the parameter leaves that they read, in the order of their first uses
     inputs: list[Any]  # data values that they read
     outputs: list[Any]  # data values that later equations read
-    views: dict[int, View]  # position of a scan operand -> the stacked leaf that it slices, by first use; or empty
+    # Position of an operand -> the leaf that it is: the stacked leaves that a scan slices, by first use, or the table of
+    # a lookup; empty in all other segments.
+    views: dict[int, View]
+
+    @property
+    def lookup(self) -> RowsLookedUp | None:
+        """The rows that this segment looks up in its leaf without gathering it; None in all other segments."""
+        if not self.views or jaxprs.is_scan(self.equations[0]):
+            return None
+        table, indices = (atom.aval for atom in self.equations[0].invars[:2])
+        row_size = table.size // table.shape[cast("jaxprs.RowLookup", jaxprs.row_lookup(self.equations[0])).dim]
+        return RowsLookedUp(indices.size, row_size, indices.dtype.itemsize)
 
 
 class _Run(NamedTuple):
@@ -53,13 +73,21 @@ class TracedLoss:
         closed: jaxpr of `fn(*leaves, *data) -> outputs`.
         num_leaves: number of its inputs that are parameter leaves.
         unit_of: the unit of each leaf.
+        is_lookup: whether an equation that takes rows of a leaf, of which its table is this view, is a segment of its
+            own, for which the leaf is not gathered.
 
     Raises:
         ValueError: the loss returns a parameter.
     """
 
-    def __init__(self, closed: Any, num_leaves: int, unit_of: Sequence[str]):
-        self.unit_of = unit_of
+    def __init__(
+        self,
+        closed: Any,
+        num_leaves: int,
+        unit_of: Sequence[str],
+        is_lookup: Callable[[Any, View], bool] = lambda equation, view: False,
+    ):
+        self.unit_of, self._is_lookup = unit_of, is_lookup
         self.num_leaves = num_leaves
         self.closed = closed
         self._find_weights()
@@ -90,7 +118,7 @@ class TracedLoss:
         return frozenset().union(*(self.weights[v] for v in jaxprs.variables(equation) if v in self.weights))
 
     def _must_inline(self, equation: Any) -> bool:
-        """Whether a nested jit hides a change of unit, a scan over stacked leaves, or a transposition of one leaf."""
+        """Whether a nested jit hides a change of unit, a scan, a lookup of rows, or a transposition of one leaf."""
         leaves = self.leaves_of(equation)
         if not leaves:
             return False
@@ -101,6 +129,7 @@ class TracedLoss:
             len({self.unit_of[i] for i in leaves}) > 1
             or len(equation.invars) == 1
             or hides_scan(jaxprs.called(equation)[0])
+            or jaxprs.takes_rows(jaxprs.called(equation)[0].eqns)
         )
 
     def _check_outputs(self) -> None:
@@ -132,7 +161,10 @@ class TracedLoss:
         return View(leaf, tuple(equations), tuple(order))
 
     def _views(self, equation: Any) -> dict[int, View]:
-        """The operands of a scan that it slices layer by layer and that are views of a leaf."""
+        """The operands of a scan that it slices layer by layer and that are views of a leaf; the table of a lookup."""
+        if jaxprs.row_lookup(equation) is not None:
+            view = self.view(equation.invars[0])
+            return {0: view} if view is not None and self._is_lookup(equation, view) else {}
         if not jaxprs.is_scan(equation):
             return {}
         scan = jaxprs.scan_params(equation)

@@ -45,6 +45,10 @@ class StraightSegment:
         self.leaves = sorted(segment.leaves)
         self.dims = [collectives.dims[i] for i in self.leaves]
         self.trainable = [trainable[i] for i in self.leaves]
+        avals = [traced.leaf_vars[i].aval for i in self.leaves]
+        sharded = [aval for aval, dim in zip(avals, self.dims, strict=True) if dim.shard is not None]
+        self.num_bytes = sum(aval.size * aval.dtype.itemsize for aval in sharded)  # when they are gathered
+        self.multiplies = jaxprs.multiplies(segment.equations)
         own = {v for e in segment.equations for v in e.outvars}
         read = dict.fromkeys(v for e in segment.equations for v in jaxprs.variables(e) if v not in own)
         self.weight_values = [v for v in read if v in traced.weights]
@@ -66,6 +70,11 @@ class StraightSegment:
         remat = NO_REMAT if backward_is_next and self.remat.saves_inputs_only else self.remat
         self.regather = Regather(self.primal, weights, [], data, wanted_by_group, differentiable, remat, resident)
 
+    @property
+    def names(self) -> set[str]:
+        """The names of the segment's activations."""
+        return self.regather.names
+
     def evaluate(self, shards: dict[int, Array], data: Sequence[Array], schedule: Schedule) -> list[Array]:
         return self._computed(self.primal(self._fetch(shards, schedule), [], data), schedule)
 
@@ -75,7 +84,7 @@ class StraightSegment:
         out, values = self.regather.forward(weights, [], data)
         values = self.regather.store(values, [])
         schedule.offloaded(self.regather.offload_events(values))
-        if self.collectives.stage.shards_params and not jaxprs.multiplies(self.segment.equations):
+        if self.collectives.stage.shards_params and not self.multiplies:
             # Compilers recompute what is as cheap as a lookup, and hold the gathered table until the backward pass.
             out = lax.optimization_barrier(out)
         return self._computed(out, schedule), (values, weights if self.backward_is_next else None)
@@ -101,12 +110,15 @@ class StraightSegment:
         grads = self.regather.backward(weights, [], values, cotangents)
         dims = select(self.dims, self.trainable)
         reduced, reduction_events = self.collectives.reduce_transposed(
-            grads.weights, grads.orders, dims, schedule.before_reduction()
+            grads.weights, grads.orders, dims, schedule.before_reduction(), schedule.group
         )
         # Recomputed values are in memory until the last product for a weight is done; saved values are there anyway.
         products = self.collectives.reduced_dim_first(grads, dims).weights if self.regather.recomputes else []
         self._computed(grads.data + products, schedule)
         schedule.reduced(reduction_events)
+        if self.collectives.stage.shards_grads:
+            # Otherwise the compiler moves a transposition of the shard on, to the whole optimizer state of the leaf.
+            reduced = [lax.optimization_barrier(shard) for shard in reduced]
         return dict(zip(select(self.leaves, self.trainable), reduced, strict=True)), grads.data
 
     def _fetch(self, shards: dict[int, Array], schedule: Schedule) -> list[Array]:
@@ -115,6 +127,6 @@ class StraightSegment:
         return [full[by_use.index(i)] for i in self.leaves]
 
     def _computed(self, values: list[Array], schedule: Schedule) -> list[Array]:
-        if any(dim.shard is not None for dim in self.dims):
-            schedule.computed(values)
+        if self.num_bytes:
+            schedule.computed(values, self.num_bytes, self.multiplies)
         return values

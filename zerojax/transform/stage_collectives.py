@@ -50,7 +50,7 @@ class StageCollectives:
         return full
 
     def reduce(
-        self, grads: Sequence[Array], dims: Sequence[Dims], reduced: Sequence[Array]
+        self, grads: Sequence[Array], dims: Sequence[Dims], reduced: Sequence[Array], group: int = 0
     ) -> tuple[list[Array], list[Array]]:
         """Reduce-scatters gradients at stages 2 and 3; at stages 0 and 1 they stay local.
 
@@ -58,6 +58,7 @@ class StageCollectives:
             grads: of full leaves.
             dims: of the leaves.
             reduced: events of the reduction before this one.
+            group: reductions of different groups are never combined.
 
         Returns:
             (the shards of the gradients, or the gradients; the events of the reduction).
@@ -65,9 +66,8 @@ class StageCollectives:
         if not self.stage.shards_grads:
             return list(grads), []
         grads = [for_reduction(g, self.precision.wire_dtype(g.dtype)) for g in grads]
-        return collectives.reduce_scatter(
-            grads, dims, self.axes, self.options, self.options.next_waits_for(list(reduced))
-        )
+        options = self.options._replace(group=group)
+        return collectives.reduce_scatter(grads, dims, self.axes, options, options.next_waits_for(list(reduced)))
 
     def shard_shape(self, shape: Shape, dims: Dims) -> Shape:
         """The shape in which the stage keeps the gradient of a leaf."""
@@ -89,11 +89,16 @@ class StageCollectives:
         return [next(fetched) if flag else None for flag in needed]
 
     def reduce_transposed(
-        self, grads: Sequence[Array], orders: Sequence[Shape], dims: Sequence[Dims], reduced: Sequence[Array]
+        self,
+        grads: Sequence[Array],
+        orders: Sequence[Shape],
+        dims: Sequence[Dims],
+        reduced: Sequence[Array],
+        group: int = 0,
     ) -> tuple[list[Array], list[Array]]:
         """Like `reduce`, for `Gradients.weights`; the shards are transposed by `Gradients.orders`."""
         moved = [each.transposed(np.argsort(order).tolist()) for each, order in zip(dims, orders, strict=True)]
-        shards, events = self.reduce(grads, moved, reduced)
+        shards, events = self.reduce(grads, moved, reduced, group)
         return [lax.transpose(grad, order) for grad, order in zip(shards, orders, strict=True)], events
 
     def reduced_dim_first(self, grads: Gradients, dims: Sequence[Dims]) -> Gradients:
