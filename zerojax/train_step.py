@@ -23,7 +23,7 @@ from zerojax.step.batch import batch_avals, batch_specs, check_batch, shard_batc
 from zerojax.step.config import ZeroConfig, compiler_options, leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient, compute_gradients, device_gradient
 from zerojax.step.loss_errors import in_words_of_the_user
-from zerojax.step.loss_traces import uses, warn_of_local_statistics
+from zerojax.step.loss_traces import Use, uses, warn_of_local_statistics
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition, TrainState
 from zerojax.step.update import apply_gradients, optimizer_shardings, squared_norm
@@ -177,19 +177,19 @@ class TrainStep(Step):
         return audit_step(traced, self._expectation(state, batch, traced))
 
     def _expectation(self, state: TrainState, batch: PyTree, traced: Any) -> Expectation:
-        counts = [len(segments) for segments in self.uses(state, batch)]
-        return expect(self.config, self.settings, state, traced.jaxpr, counts)
+        return expect(self.config, self.settings, state, traced.jaxpr, self.uses(state, batch))
 
-    def uses(self, state: TrainState, batch: PyTree) -> list[tuple[int, ...]]:
-        """The positions in the forward pass at which each leaf of the parameters is used. Nothing is compiled.
+    def uses(self, state: TrainState, batch: PyTree) -> list[tuple[Use, ...]]:
+        """Where each leaf of the parameters is used in the forward pass. Nothing is compiled.
 
         Args:
             state: arrays or avals.
             batch: arrays or avals.
 
         Returns:
-            For each leaf, in flattening order, the segments of the loss that read it, counted from 0. A segment is a
-            part of the loss that reads the weights of one unit. A loop over stacked layers is one segment.
+            For each leaf, in flattening order, the segments of the loss that read it. A segment is a part of the loss
+            that reads the weights of one unit. A loop over stacked layers is one segment, and so is a lookup of rows in
+            a table that is not gathered.
         """
         gradient = self._gradient_of(state.definition)
         return uses(

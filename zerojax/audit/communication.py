@@ -20,6 +20,7 @@ SLACK = 0.01
 # As a fraction of a unit. The compiler may combine the gather of a unit with that of a small leaf next to it, and small
 # leaves of a scanned layer, such as norms, are padded to whole shards.
 UNIT_SLACK = 0.05
+EXPOSED_SHARE = 0.03  # of the expected bytes, in addition to those at the ends of a step
 
 
 class CommunicationChecks:
@@ -65,7 +66,19 @@ class CommunicationChecks:
                 AuditCheck("gathered weights kept", regathered, self.gathered_weights_kept),
                 AuditCheck("prefetch order", window, self.prefetch_order),
             ]
-        return [*checks, AuditCheck("exposed", "(no expectation)", self.exposed)]
+        most_exposed = self.most_exposed()
+        exposed = "(no expectation)" if most_exposed is None else f"at most {bytes_text(most_exposed)} with no product"
+        return [*checks, AuditCheck("exposed", exposed, self.exposed)]
+
+    def most_exposed(self) -> float | None:
+        """The most bytes that should overlap with no matrix product, or None if there is no expectation.
+
+        At stage 3 with prefetch, on GPUs, all is to overlap but what is sent at the two ends of a microbatch.
+        """
+        overlaps = self.config.stage.shards_params and self.expectation.overlaps
+        if self.platform != "gpu" or not overlaps:
+            return None
+        return EXPOSED_SHARE * self.most.total + self.expectation.num_microbatches * self.expectation.ends_bytes
 
     @functools.cached_property
     def found(self) -> list[Collective]:
@@ -135,7 +148,8 @@ class CommunicationChecks:
         limits = {"all-gather": gather, "reduce-scatter": reduce, "all-reduce": reduce}
         wide: dict[str, float] = collections.defaultdict(float)
         for each in self.found:
-            if hlo.element_bits(each.dtype) > limits.get(each.kind, max(gather, reduce)):
+            is_index = each.dtype.startswith(("s", "u"))  # of rows that are looked up
+            if not is_index and hlo.element_bits(each.dtype) > limits.get(each.kind, max(gather, reduce)):
                 wide[f"{each.kind} in {each.dtype}"] += each.sent_bytes
         numbers = {"expected_wide_bytes": self.expectation.wide_bytes, "wide_bytes": sum(wide.values())}
         text = abbreviate([f"{kind}: {bytes_text(size)}" for kind, size in wide.items()]) or "no wider dtype"
@@ -209,16 +223,33 @@ class CommunicationChecks:
         return Outcome(text, Verdict.BROKEN, numbers, "make each gather depend on the unit that leaves the window")
 
     def exposed(self) -> Outcome:
-        """Measures how much communication overlaps with no matrix product. There is no expectation."""
+        """Whether communication overlaps with matrix products."""
         if self.as_traced:
             raise Unreadable("XLA for CPUs overlaps no collective with computation")
-        total, exposed = (sum(each.sent_bytes for each in part) for part in (self.found, self._exposed(self.found)))
+        bare = self._exposed(self.found)
+        total, exposed = (sum(each.sent_bytes for each in part) for part in (self.found, bare))
         looped = [each for each in self.found if each.looped]
         in_loops, exposed_in_loops = (sum(each.sent_bytes for each in part) for part in (looped, self._exposed(looped)))
         numbers = {"exposed_bytes": exposed, "looped_bytes": in_loops, "exposed_looped_bytes": exposed_in_loops}
         text = f"{bytes_text(exposed)} ({exposed / max(total, 1):.1%}) overlap with no matrix product"
-        inside = f", {bytes_text(exposed_in_loops)} ({exposed_in_loops / in_loops:.1%}) in loops" if in_loops else ""
-        return Outcome(text + inside, Verdict.INFO, numbers)
+        text += f", {bytes_text(exposed_in_loops)} ({exposed_in_loops / in_loops:.1%}) in loops" if in_loops else ""
+        most = self.most_exposed()
+        if most is None:
+            return Outcome(text, Verdict.INFO, numbers)
+        if exposed <= most:
+            return Outcome(text, Verdict.OK, numbers)
+        several = (1 + UNIT_SLACK) * self.expectation.unit_bytes
+        combined = [each for each in bare if each.full_bytes > several]
+        largest = sorted(combined or bare, key=lambda each: -each.sent_bytes)
+        listed = abbreviate([f"{each.kind} of {bytes_text(each.full_bytes)}" for each in largest], 3)
+        if combined:
+            fix = "limit how collectives are combined (docs/schedule.md#compiler-options)"
+            return Outcome(f"{text}; several units in one: {listed}", Verdict.SLOW, numbers, fix)
+        fix = (
+            "pass more rows to each device or fewer microbatches, or tell the compiler the rate of the links "
+            "(docs/schedule.md#compiler-options)"
+        )
+        return Outcome(f"{text}; among them: {listed}", Verdict.SLOW, numbers, fix)
 
     @staticmethod
     def _exposed(found: list[Collective]) -> list[Collective]:

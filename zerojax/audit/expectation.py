@@ -19,6 +19,7 @@ from zerojax.sharding.axes import axis_names
 from zerojax.sharding.placement import Leaf
 from zerojax.step import state as states
 from zerojax.step.config import ZeroConfig
+from zerojax.step.loss_traces import Use
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import TrainState
 from zerojax.typing import Array, PyTree
@@ -64,12 +65,15 @@ class Expectation:
         config: mesh, axes, stage and precision.
         num_microbatches: number of microbatches of the step.
         prefetch: number of units that are gathered ahead.
+        overlaps: whether collectives are to overlap with computation: with prefetch, and without buckets.
         state: path -> aval with the sharding that the stage gives it, in flattening order. The state is the first
             argument of the step.
         most: the most bytes that a device may send, by the formula of the stage.
         least: the bytes that a device sends at least, if no gather or reduction of the traced step is left out.
         unit_bytes: size of the largest unit in full form on one device. A stacked leaf counts with one layer.
         wide_bytes: bytes that a device sends in a wider dtype than those of the precision.
+        ends_bytes: bytes that a device sends in each microbatch before the first matrix products and after the last
+            ones: the first two units, and the rows that are looked up. They overlap with little.
         offloaded_bytes: bytes in host memory that are saved for the backward pass of one microbatch.
         jaxpr: the traced step, from which `least` and `offloaded_bytes` were read.
     """
@@ -77,17 +81,19 @@ class Expectation:
     config: ZeroConfig
     num_microbatches: int
     prefetch: int
+    overlaps: bool
     state: Mapping[str, jax.ShapeDtypeStruct]
     most: SentBytes
     least: SentBytes
     unit_bytes: float
     wide_bytes: float
+    ends_bytes: float
     offloaded_bytes: int
     jaxpr: Any = dataclasses.field(repr=False, compare=False)
 
 
 def expect(
-    config: ZeroConfig, settings: StepSettings, state: TrainState, jaxpr: Any, uses: Sequence[int]
+    config: ZeroConfig, settings: StepSettings, state: TrainState, jaxpr: Any, uses: Sequence[Sequence[Use]]
 ) -> Expectation:
     """Derives the expectation of a step that `Zero.train_step` has built.
 
@@ -96,7 +102,7 @@ def expect(
         settings: the settings of the step.
         state: arrays or avals. Their shardings are ignored: the expected shardings are those of the stage.
         jaxpr: the traced step, which shows the leaves that the backward pass gathers again.
-        uses: for each leaf, the number of segments of the loss that gather it and reduce its gradient.
+        uses: for each leaf, the segments of the loss that read it.
     """
     num_microbatches = settings.num_microbatches
     shardings = states.shardings(config, state)
@@ -116,11 +122,13 @@ def expect(
         config,
         num_microbatches,
         settings.prefetch,
+        overlaps=settings.prefetch > 0 and settings.bucket_bytes is None,
         state={placement.path_text(path): a for path, a in with_paths},
         most=most,
         least=SentBytes(*map(min, traced, most)),
         unit_bytes=_unit_bytes(config, leaves),
         wide_bytes=averaged + wide * replicas + by_choice,
+        ends_bytes=_ends_bytes(config, leaves, uses),
         offloaded_bytes=jaxpr_collectives.offloaded_bytes(jaxpr) // num_microbatches,
         jaxpr=jaxpr,
     )
@@ -168,16 +176,18 @@ def _unit_bytes(config: ZeroConfig, leaves: Iterable[Leaf]) -> int:
     return max(units.values(), default=0)
 
 
-def _stage_bytes(config: ZeroConfig, leaves: Sequence[Leaf], uses: Sequence[int], k: int) -> SentBytes:
+def _stage_bytes(config: ZeroConfig, leaves: Sequence[Leaf], uses: Sequence[Sequence[Use]], k: int) -> SentBytes:
     """The bytes that a device sends over the shard axes in a step of `k` microbatches, by the formula of its stage.
 
-    A leaf that several units share is gathered and reduced for each of them.
+    A leaf that several units share is gathered and reduced for each of them. Where rows of a table are looked up, the
+    rows and their gradients are sent, and the indices of all devices.
 
     Source: ZeRO section 7: 2 Psi at stages 0 and 1, (1 + k) Psi at 2, up to 3 k Psi at 3, times (N-1)/N.
     """
     stage = config.stage
-    gathered = reduce_scattered = all_reduced = 0
-    for leaf, num_uses in zip(leaves, uses, strict=True):
+    gathered = reduce_scattered = all_reduced = other = 0
+    for leaf, of_leaf in zip(leaves, uses, strict=True):
+        num_uses = sum(use.lookup is None for use in of_leaf)
         num_reductions = leaf.trainable * (k * num_uses if stage.shards_grads else 1)
         wire_dtype = config.precision.wire_dtype(leaf.compute_dtype)
         gradient = num_reductions * _full_elements(config, leaf) * wire_dtype.itemsize
@@ -189,8 +199,25 @@ def _stage_bytes(config: ZeroConfig, leaves: Sequence[Leaf], uses: Sequence[int]
             gathered += 2 * k * num_uses * _gathered_bytes(config, leaf)
         elif stage.shards_optimizer:
             gathered += leaf.trainable * _gathered_bytes(config, leaf)
-    sizes = gathered, reduce_scattered, all_reduced
+        for lookup in (use.lookup for use in of_leaf if use.lookup):
+            times = k * (stage.shards_params + leaf.trainable)  # forward and backward
+            other += times * lookup.count * lookup.row_size * leaf.compute_dtype.itemsize
+            gathered += times * lookup.count * lookup.index_bytes * config.axes.num_shards
+    sizes = gathered, reduce_scattered, all_reduced, other
     return SentBytes(*(_ring_bytes(config.axes.num_shards, each) for each in sizes))
+
+
+def _ends_bytes(config: ZeroConfig, leaves: Sequence[Leaf], uses: Sequence[Sequence[Use]]) -> float:
+    """The bytes that a device sends for the first two units that are gathered, and for rows; see `Expectation`."""
+    places = sorted({use.place for of_leaf in uses for use in of_leaf if use.lookup is None})[:2]
+    at_ends = [[use for use in of_leaf if use.lookup or use.place in places] for of_leaf in uses]
+    of_layer = [
+        dataclasses.replace(leaf, shape=leaf.shape[1:], dim=None if leaf.dim is None else leaf.dim - 1)
+        if leaf.stacked
+        else leaf
+        for leaf in leaves
+    ]
+    return _stage_bytes(config, of_layer, at_ends, 1).total
 
 
 def _sum_dtype(config: ZeroConfig, k: int) -> Any:

@@ -20,6 +20,7 @@ class Verdict(enum.Enum):
     OK = "ok"
     KNOWN = "known"  # not met, because of a known rewrite by the compiler; the finding names it and its cost
     BROKEN = "BROKEN"
+    SLOW = "slow"  # the step is right, but slower than it has to be; the finding says why, and what may help
     NOT_READ = "not read"  # the program could not be read; the finding says why
     INFO = "info"  # a measurement without an expectation
 
@@ -78,18 +79,30 @@ class Audit:
         return text.getvalue()
 
     def enforce(self, setting: str) -> None:
-        """Raises ValueError (setting 'error') or warns (setting 'warn') if an expectation is broken."""
-        if self.ok:
-            return
-        lines = [f"audit: the compiled step breaks {len(self.broken)} of {len(self.findings)} expectations"]
-        for finding in self.broken:
-            lines.append(f"{finding.name}")
-            lines.append(f"  expected: {finding.expected}")
-            lines.append(f"  got:      {finding.found}")
-            lines.append(f"  fix:      {finding.fix}")
-        if setting == "error":
-            raise ValueError("\n".join(lines))
-        warnings.warn("\n".join(lines), stacklevel=4)
+        """Raises ValueError (setting 'error') or warns (setting 'warn') if an expectation is broken.
+
+        A step that is slower than it has to be is warned about with either setting.
+        """
+        slow = [finding for finding in self.findings if finding.verdict is Verdict.SLOW]
+        if self.broken:
+            title = f"audit: the compiled step breaks {len(self.broken)} of {len(self.findings)} expectations"
+            text = _with_fixes(title, [*self.broken, *slow])
+            if setting == "error":
+                raise ValueError(text)
+            warnings.warn(text, stacklevel=4)
+        elif slow:
+            warnings.warn(_with_fixes("audit: the compiled step is slower than it has to be", slow), stacklevel=4)
+
+
+def _with_fixes(title: str, findings: Iterable[Finding]) -> str:
+    """The text of an error about some findings."""
+    lines = [title]
+    for finding in findings:
+        lines.append(f"{finding.name}")
+        lines.append(f"  expected: {finding.expected}")
+        lines.append(f"  got:      {finding.found}")
+        lines.append(f"  fix:      {finding.fix}")
+    return "\n".join(lines)
 
 
 SETTINGS = ("off", "warn", "error")

@@ -18,6 +18,7 @@ from zerojax.sharding.annotations import spec_text
 from zerojax.sharding.axes import Axes, axis_names
 from zerojax.sharding.placement import Leaf
 from zerojax.step.config import ZeroConfig
+from zerojax.step.loss_traces import Use
 from zerojax.step.state import TrainState
 from zerojax.typing import AnyMesh, PyTree, Shape
 
@@ -55,12 +56,14 @@ class UnitRow:
         num_leaves: the number of its leaves.
         num_bytes: bytes of its full leaves as they are gathered; of stacked leaves, of one layer.
         places: the positions in the forward pass at which it is used, counted from 0; empty if unknown, or unused.
+        looked_up: those of `places` at which only rows of it are looked up, and it is not gathered.
     """
 
     name: str
     num_leaves: int
     num_bytes: int
     places: tuple[int, ...]
+    looked_up: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +96,7 @@ class Explanation:
             leaves.add_row(row.category, row.path, shape(row), row.dtype, row.spec, size, row.reason)
         units = Table("unit", right("leaves"), right("bytes"), right("place"), title="Units: gathered together")
         for unit in self.units:
-            places = ", ".join(map(str, unit.places))
+            places = ", ".join(f"{place}{' (rows)' if place in unit.looked_up else ''}" for place in unit.places)
             units.add_row(unit.name, f"{unit.num_leaves:,}", f"{unit.num_bytes:,}", places)
         totals = Table("category", right("bytes/device"), right("ZeRO formula"), title="Totals")
         for name, total in self.totals.items():
@@ -111,8 +114,8 @@ class Explanation:
 _CATEGORIES = ("params", "grads", "optimizer", "model_state")
 
 
-def explain(config: ZeroConfig, state: TrainState, uses: Sequence[tuple[int, ...]] | None = None) -> Explanation:
-    """See `Zero.explain`. `uses` are the positions in the forward pass at which each leaf is used."""
+def explain(config: ZeroConfig, state: TrainState, uses: Sequence[tuple[Use, ...]] | None = None) -> Explanation:
+    """See `Zero.explain`. `uses` tells where each leaf is used in the forward pass."""
     leaves = {leaf.path: leaf for leaf in state.definition.leaves}
     mesh = jax.tree.leaves(state.params)[0].sharding.mesh
     stage, axes = config.stage, config.axes
@@ -139,15 +142,16 @@ def explain(config: ZeroConfig, state: TrainState, uses: Sequence[tuple[int, ...
     return Explanation(tuple(rows), units, large_unit, totals, formula, tuple(replicated))
 
 
-def _units(leaves: Sequence[Leaf], uses: Sequence[tuple[int, ...]] | None) -> tuple[UnitRow, ...]:
+def _units(leaves: Sequence[Leaf], uses: Sequence[tuple[Use, ...]] | None) -> tuple[UnitRow, ...]:
     members: dict[str, list[int]] = {}
     for k, leaf in enumerate(leaves):
         members.setdefault(leaf.unit, []).append(k)
     rows = []
     for name, unit in members.items():
         num_bytes = sum(leaves[k].size_at_once * leaves[k].compute_dtype.itemsize for k in unit)
-        places = sorted({place for k in unit for place in uses[k]}) if uses else []
-        rows.append(UnitRow(name, len(unit), num_bytes, tuple(places)))
+        of_unit = {use for k in unit for use in uses[k]} if uses else set()
+        places = tuple(sorted(use.place for use in of_unit))
+        rows.append(UnitRow(name, len(unit), num_bytes, places, tuple(use.place for use in of_unit if use.lookup)))
     return tuple(sorted(rows, key=lambda row: row.places[:1] or (len(leaves),)) if uses else rows)
 
 

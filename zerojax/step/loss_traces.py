@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,26 @@ from zerojax.step.batch import batch_specs, cast_batch, map_rows
 from zerojax.step.config import leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient
 from zerojax.transform import jaxprs
+from zerojax.transform.segmentation import RowsLookedUp
 from zerojax.typing import Array
 from zerojax.warn import warn
 
 
-def uses(gradient: DeviceGradient, args: Any) -> list[tuple[int, ...]]:
-    """For each leaf, the segments of the loss that gather it and reduce its gradient, counted from 0.
+class Use(NamedTuple):
+    """A segment of the loss that reads a leaf.
+
+    Attributes:
+        place: its position in the forward pass, counted from 0.
+        lookup: the rows that a device looks up in the leaf in one microbatch, without gathering it; None if the leaf is
+            gathered.
+    """
+
+    place: int
+    lookup: RowsLookedUp | None = None
+
+
+def uses(gradient: DeviceGradient, args: Any) -> list[tuple[Use, ...]]:
+    """For each leaf, the segments of the loss that read it.
 
     There is none if the loss does not use the leaf, and more than one if several units share it.
 
@@ -28,13 +42,15 @@ def uses(gradient: DeviceGradient, args: Any) -> list[tuple[int, ...]]:
         args: avals of global arrays: (parameter leaves, model state, batch, key).
     """
 
-    def find(shards: Any, model_state: Any, batch: Any, key: Any) -> list[tuple[int, ...]]:
+    def find(shards: Any, model_state: Any, batch: Any, key: Any) -> list[tuple[Use, ...]]:
         batch = map_rows(lambda a: a[: a.shape[0] // gradient.settings.num_microbatches], batch)
         args = gradient.definition.for_compute(shards), gradient.fold(model_state, 0), batch, key
-        found = gradient.segmented_loss(*args)[0].traced.segments
-        segments = [set(segment.leaves) for segment in found if segment.leaves]
-        leaves = range(len(gradient.definition.leaves))
-        return [tuple(k for k, used in enumerate(segments) if leaf in used) for leaf in leaves]
+        found = [segment for segment in gradient.segmented_loss(*args)[0].traced.segments if segment.leaves]
+        places = list(enumerate(found))
+        return [
+            tuple(Use(k, segment.lookup) for k, segment in places if leaf in segment.leaves)
+            for leaf in range(len(gradient.definition.leaves))
+        ]
 
     return _on_device(gradient, find, args)
 
