@@ -69,9 +69,9 @@ def entries():
             gemma3.ModelConfig(**GEMMA, sliding_window_size=4, param_dtype=jnp.float32),
             tied,
         ),
-        # Rounding alone: at stage 3 the parameters are off by 1.4e-4 of the update in fp32, and by 9e-14 if everything is
-        # computed in fp64. In fp32, the plain step on one device itself moves by 0.4e-4 to 2.4e-4 of the update if each
-        # initial weight is changed by 6e-8 of its value, up or down at random (six draws); the plain step of tunix-qwen3
-        # moves by 0.2e-4 to 0.4e-4, and that of tunix-gemma3 by 0.06e-4.
+        # Rounding alone: at stage 3 the parameters are off by 1.4e-4 of the update in fp32, and by 9e-14 if everything
+        # is computed in fp64. In fp32, the plain step on one device itself moves by 0.4e-4 to 2.4e-4 of the update if
+        # each initial weight is changed by 6e-8 of its value, up or down at random (six draws); the plain step of
+        # tunix-qwen3 moves by 0.2e-4 to 0.4e-4, and that of tunix-gemma3 by 0.06e-4.
         entry("tunix-gemma4", gemma4.Gemma4, gemma4.ModelConfig(**GEMMA, **four), tied, update=5e-4),
     ]
