@@ -1,10 +1,12 @@
 """Initialization: the same bits on every mesh and at every stage, and states that are created sharded."""
 
 import functools
+import inspect
 import subprocess
 import sys
 import textwrap
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -178,12 +180,40 @@ def test_what_cannot_be_taken_is_refused_before_anything_compiles():
             zero.init(model, tx, inputs=inputs)
 
 
-def test_an_error_of_the_function_itself_is_raised():
-    def create(key):
-        raise TypeError("mine")
+class Outdated(nnx.Module):
+    def __init__(self, *, rngs):
+        self.table = nnx.Param(jnp.clip(jnp.ones((8, 8)), maximum=1))
 
-    with pytest.raises(TypeError, match="mine"):
-        Zero(zerojax.make_mesh()).init(create, optax.sgd(0.1))
+
+class OutdatedLinen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8)(jnp.clip(x, maximum=1))
+
+
+def outdated(key):
+    return {"w": jnp.clip(jnp.ones((8, 8)), maximum=1)}
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "fails_in"),
+    [
+        (Outdated, None, Outdated.__init__),
+        (OutdatedLinen(), (np.ones((1, 8)),), OutdatedLinen.__call__),
+        (outdated, None, outdated),
+    ],
+    ids=["nnx", "linen", "function"],
+)
+def test_an_error_of_the_model_itself_is_raised_with_a_note(model, inputs, fails_in):
+    """As of a model that was written for another version of JAX."""
+    with pytest.raises(TypeError) as raised:
+        Zero(zerojax.make_mesh()).init(model, optax.sgd(0.1), inputs=inputs)
+    assert str(raised.value) == "clip() got an unexpected keyword argument 'maximum'"
+    (note,) = [note for note in raised.value.__notes__ if note.startswith("init: ")]  # JAX adds one too
+    lines, first = inspect.getsourcelines(inspect.unwrap(fails_in))
+    line = first + next(k for k, text in enumerate(lines) if "maximum" in text)
+    assert note.startswith(f"init: the model cannot be created\n  got:      TypeError at {__file__}:{line}, with jax ")
+    assert f"with jax {jax.__version__} and flax {flax.__version__}\n  fix: " in note
 
 
 def test_plain_arrays_in_a_module_are_named():

@@ -1,5 +1,7 @@
 """The objects of Transformers itself as models, and a model that this version of JAX does not run."""
 
+import re
+
 import numpy as np
 import optax
 import pytest
@@ -24,7 +26,10 @@ def test_a_model_object_is_passed_to_init_as_it_is():
     assert np.isfinite(metrics["loss"])
 
 
-def test_t5_raises_the_error_of_its_own_call_to_jax():
-    """Its position biases call `jnp.clip(a_max=...)`, which JAX removed. Nothing of zerojax hides that."""
-    with pytest.raises(TypeError, match=r"clip\(\) got an unexpected keyword argument 'a_max'"):
-        Zero(zerojax.make_mesh()).init(transformers_models.t5(), optax.sgd(0.1))
+def test_t5_raises_the_error_of_its_own_call_to_jax_with_a_note():
+    module, inputs = transformers_models.t5()
+    with pytest.raises(TypeError, match=r"clip\(\) got an unexpected keyword argument 'a_max'") as raised:
+        Zero(zerojax.make_mesh()).init(module, optax.sgd(0.1), inputs=inputs)
+    (note,) = [note for note in raised.value.__notes__ if note.startswith("init: ")]  # JAX adds one too
+    assert note.startswith("init: the model cannot be created\n  got:      TypeError at ")
+    assert re.search(r"modeling_flax_t5\.py:\d+, with jax .* and flax .*\n  fix: .*install versions of jax", note)

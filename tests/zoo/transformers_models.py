@@ -196,6 +196,12 @@ def entries():
 
 
 def t5():
-    """A model that cannot be created: its position biases call `jnp.clip(a_max=...)`, which JAX removed."""
+    """A Linen module that does not run, and inputs. Its position biases call `jnp.clip(a_max=...)`, which JAX removed.
+
+    The object of Transformers around it cannot even be constructed.
+    """
     config = {"vocab_size": VOCAB, "d_model": WIDTH, "d_kv": WIDTH // HEADS, "d_ff": 2 * WIDTH, "num_heads": HEADS}
-    return T.FlaxT5ForConditionalGeneration(T.T5Config(**config, num_layers=LAYERS), _do_init=False)
+    ids = np.ones((1, 8), np.int32)
+    names = ("input_ids", "attention_mask", "decoder_input_ids", "decoder_attention_mask")
+    config = T.T5Config(**config, num_layers=LAYERS)
+    return T.FlaxT5ForConditionalGeneration.module_class(config), dict.fromkeys(names, ids)

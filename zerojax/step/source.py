@@ -6,17 +6,20 @@ are copied several times.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import flax
 import jax
 from flax import errors, linen as nn, nnx
 from jax.core import Tracer
 
 from zerojax.sharding.placement import path_text
 from zerojax.typing import PRNGKey, PyTree
+from zerojax.warn import line_of
 
 
 class ModelSource(NamedTuple):
@@ -49,7 +52,7 @@ def source_of(model: Any, inputs: Sequence[Any] | Mapping[str, Any] | None) -> M
                 f"  fix:      zero.init(module, tx, inputs=(x,)), or zero.init(lambda key: module.init(key, x), tx)"
             )
         args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (tuple(inputs), {})
-        return ModelSource(lambda key: model.init(key, *args, **kwargs), None)
+        return _creates(lambda key: model.init(key, *args, **kwargs))
     if inputs is not None:
         raise ValueError(
             f"init: inputs= is for a Linen module\n"
@@ -61,9 +64,9 @@ def source_of(model: Any, inputs: Sequence[Any] | Mapping[str, Any] | None) -> M
     if all(hasattr(model, name) for name in ("init_weights", "input_shape", "module")):  # Hugging Face transformers
         if getattr(model, "_is_initialized", False):
             return ModelSource(None, model.params)
-        return ModelSource(lambda key: model.init_weights(key, model.input_shape), None)
+        return _creates(lambda key: model.init_weights(key, model.input_shape))
     if callable(model):
-        return ModelSource(functools.partial(_create, model), None)
+        return _creates(functools.partial(_call, model))
     leaves = jax.tree.leaves(model)
     if not leaves or isinstance(model, jax.Array):
         raise ValueError(
@@ -75,15 +78,34 @@ def source_of(model: Any, inputs: Sequence[Any] | Mapping[str, Any] | None) -> M
     return ModelSource(None, model)
 
 
-def _create(create_model: Callable[..., Any], key: PRNGKey) -> Any:
+def _creates(create: Callable[[PRNGKey], Any]) -> ModelSource:
+    return ModelSource(_explains_errors()(create), None)
+
+
+@contextlib.contextmanager
+def _explains_errors() -> Iterator[None]:
+    """Adds a note to errors of a model that is created: its line, and what may help. Their type and text stay.
+
+    Raises:
+        ValueError: in place of Flax's error about a variable of another trace.
+    """
     try:
-        return _call(create_model, key)
+        yield
     except errors.TraceContextError as error:
         raise ValueError(
             f"init: the function uses a variable of nnx that was created outside of it, such as nnx.Rngs\n"
             f"  got:      {str(error).partition(' (https')[0]}\n"
             f"  fix:      take it as a parameter, lambda rngs: Model(rngs=rngs); init(..., seed=) sets the seed"
         ) from error
+    except Exception as error:
+        error.add_note(
+            f"init: the model cannot be created\n"
+            f"  got:      {type(error).__name__} at {line_of(error)}, with jax {jax.__version__} and flax "
+            f"{flax.__version__}\n"
+            f"  fix:      change the model there, or install versions of jax and flax with which it works. If it only\n"
+            f"            fails because `init` traces it, create it yourself: init(model, tx) takes one with values"
+        )
+        raise
 
 
 def _call(create_model: Callable[..., Any], key: PRNGKey) -> Any:
