@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 import traceback
 import warnings
-from types import FrameType
+from types import FrameType, TracebackType
 
 _FRAMES_OF = ("zerojax", "jax", "flax", "optax", "contextlib", "functools")
 
 
 def _is_of_user(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__", "").partition(".")[0] not in _FRAMES_OF
+    if name := frame.f_globals.get("__name__"):
+        return name.partition(".")[0] not in _FRAMES_OF
+    return not frame.f_code.co_filename.startswith(_files())  # JAX keeps the files of a trace, without their modules
 
 
-def line_of(error: BaseException) -> str:
-    """The file and line at which the user's code, or that of a model, called what raised an error."""
-    found = [f"{f.f_code.co_filename}:{line}" for f, line in traceback.walk_tb(error.__traceback__) if _is_of_user(f)]
+@functools.cache
+def _files() -> tuple[str, ...]:
+    """The folder of each package and the file of each module in `_FRAMES_OF`."""
+    files = [sys.modules[name].__file__ or "" for name in _FRAMES_OF if name in sys.modules]
+    return tuple(file.removesuffix("__init__.py") if file.endswith(f"{os.sep}__init__.py") else file for file in files)
+
+
+def line_of(raised: BaseException | TracebackType | None) -> str:
+    """The file and line at which the user's code, or that of a model, called what raised an error.
+
+    Args:
+        raised: the error, or a traceback. If JAX raised the error after the trace, the traceback is in its cause.
+    """
+    trace = raised.__traceback__ if isinstance(raised, BaseException) else raised
+    found = [f"{f.f_code.co_filename}:{line}" for f, line in traceback.walk_tb(trace) if _is_of_user(f)]
+    if not found and isinstance(raised, BaseException) and raised.__cause__:
+        return line_of(raised.__cause__)
     return found[-1] if found else "an unknown line"
 
 

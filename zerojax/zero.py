@@ -25,6 +25,7 @@ from zerojax.sharding.stages import Stage
 from zerojax.step import batch as batches, creation, models
 from zerojax.step.config import ZeroConfig
 from zerojax.step.gradient import compute_gradients, device_gradient
+from zerojax.step.loss_traces import check_constraints
 from zerojax.step.settings import StepSettings
 from zerojax.step.source import source_of
 from zerojax.step.state import Definition, TrainState
@@ -254,6 +255,7 @@ class Zero:
             definition = self._definition(params)
             gradient = device_gradient(self.config, definition, lambda p, args: loss_fn(p, *args), settings)
             inputs = (jax.tree.leaves(params), {}, args, jax.random.key(0), jnp.float32(1))
+            check_constraints(gradient, inputs[:-1])
             result = compute_gradients(gradient, inputs)
             grads = jax.tree.unflatten(definition.tree, result.grads)
             return ((result.loss, result.metrics), grads) if has_aux else (result.loss, grads)

@@ -1,6 +1,7 @@
 """What a step refuses in words, and odd losses that it takes."""
 
-from pathlib import Path
+import contextlib
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn, nnx
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 import zerojax
 from zerojax import Weighted, Zero
@@ -140,6 +141,12 @@ def test_a_run_continues_with_other_frozen_leaves_and_its_moments(tmp_path, firs
 # Errors from inside a model
 
 
+def line_of(fn):
+    """The number of the line of a function that is marked as `this line`."""
+    lines, first = inspect.getsourcelines(fn)
+    return first + next(k for k, text in enumerate(lines) if text.endswith("# this line\n"))
+
+
 class Cached(nnx.Module):
     """Writes into an array whose dtype is fixed."""
 
@@ -179,12 +186,7 @@ def test_an_error_of_the_model_names_its_line_and_the_setting(model, text, stage
     step = zero.train_step(lambda model, x: jnp.mean(model(x).astype(jnp.float32)))
     with pytest.raises(ValueError, match=text) as raised:
         step.trace(state, X)
-    (line,) = [
-        k
-        for k, text in enumerate(Path(__file__).read_text().splitlines(), 1)
-        if text.endswith("# this line")
-        and model.__call__.__code__.co_firstlineno < k < model.__call__.__code__.co_firstlineno + 4
-    ]
+    line = line_of(model.__call__)
     assert f"{__file__}:{line}\n  fix:" in str(raised.value)
 
 
@@ -205,3 +207,41 @@ def test_a_logical_rule_that_divides_the_batch_is_refused_with_what_to_map_it_to
             step(state, X)
     with nn.logical_axis_rules([("batch", None), ("embed", None)]):
         step(state, X)
+
+
+def constrained(sharding):
+    def loss_fn(params, x):
+        h = x @ params["w"]
+        h = jax.lax.with_sharding_constraint(h, sharding)  # this line
+        return jnp.mean(h**2)
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("enclosed", [False, True], ids=["", "with_mesh"])
+@pytest.mark.parametrize("by_name", [False, True], ids=["sharding", "spec"])
+def test_a_constraint_that_divides_the_batch_is_refused_with_its_line(by_name, enclosed, stage):
+    """Also inside of `with mesh:`, and by a user's own jit, which finds a NamedSharding when it compiles."""
+    zero, state = started(stage)
+    mesh = zero.config.mesh
+    loss_fn = constrained(P("data") if by_name else NamedSharding(mesh, P("data")))
+    own_step = jax.jit(zero.value_and_grad(loss_fn))
+    with mesh if enclosed else contextlib.nullcontext():
+        for call in (
+            lambda: zero.train_step(loss_fn)(state, X),
+            lambda: zero.eval_step(loss_fn)(state, X),
+            lambda: own_step(zero.shard(create(jax.random.key(0))), X),
+        ):
+            with pytest.raises(
+                ValueError, match=r"names axes that split the batch.*\n  got:      .*\n  fix: "
+            ) as raised:
+                call()
+            assert f"at {__file__}:{line_of(loss_fn)}\n  fix:" in str(raised.value)
+
+
+def test_a_constraint_that_divides_nothing_is_allowed():
+    zero, state = started()
+    loss_fn = constrained(NamedSharding(zero.config.mesh, P()))
+    zero.train_step(loss_fn).trace(state, X)
+    jax.jit(zero.value_and_grad(loss_fn)).trace(zero.shard(create(jax.random.key(0))), X)

@@ -1,4 +1,4 @@
-"""What a trace of the loss on one device's rows shows: where leaves are used, and which statistics are local."""
+"""What a trace of the loss on one device's rows shows: uses of leaves, local statistics, and invalid constraints."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from zerojax.sharding.placement import path_text
 from zerojax.step.batch import batch_specs, cast_batch, map_rows
 from zerojax.step.config import leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient
+from zerojax.step.loss_errors import LossError, constraint_text
 from zerojax.transform import jaxprs
 from zerojax.transform.segmentation import RowsLookedUp
 from zerojax.typing import Array
-from zerojax.warn import warn
+from zerojax.warn import line_of, warn
 
 
 class Use(NamedTuple):
@@ -79,6 +80,26 @@ def warn_of_local_statistics(gradient: DeviceGradient, args: Any) -> None:
             f"  got:      {', '.join(local[:5])}{', ...' if len(local) > 5 else ''}\n"
             f"  fix:      BatchNorm(..., axis_name={axis!r}) normalizes over all rows, as one device would"
         )
+
+
+def check_constraints(gradient: DeviceGradient, args: Any) -> None:
+    """Checks that the loss constrains no sharding over the data axes. `args` are as in `uses`.
+
+    JAX finds a constraint by a NamedSharding when it compiles, which for `value_and_grad` is in the user's own jit.
+
+    Raises:
+        LossError: if there is one.
+    """
+    definition, axes = gradient.definition, gradient.config.axes
+
+    def find(shards: Any, model_state: Any, batch: Any, key: Any) -> list[Any]:
+        leaves = zip(definition.leaves, definition.for_compute(shards), strict=True)
+        full = [jax.ShapeDtypeStruct(leaf.shape, shard.dtype) for leaf, shard in leaves]
+        args = jax.tree.unflatten(definition.tree, full), model_state, cast_batch(gradient.config.precision, batch), key
+        return list(jaxprs.constraints(jax.make_jaxpr(gradient.loss)(*args).jaxpr, axes.data))
+
+    for spec, trace in _on_device(gradient, find, args):
+        raise LossError(constraint_text(str(spec), line_of(trace)))
 
 
 def _on_device(gradient: DeviceGradient, fn: Callable[..., list[Any]], args: Any) -> list[Any]:

@@ -132,6 +132,18 @@ def sub_jaxprs(equation: Equation) -> Iterator[Any]:
                 yield inner
 
 
+def constraints(jaxpr: Any, axes: Collection[str]) -> Iterator[tuple[Any, Any]]:
+    """Yields (spec, traceback) of each sharding constraint that names one of the mesh axes."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "sharding_constraint":
+            spec = getattr(equation.params["sharding"], "spec", ())
+            if any(name in axes for part in spec for name in (part if isinstance(part, tuple) else (part,))):
+                trace = equation.source_info.traceback
+                yield spec, trace and trace.as_python_traceback()
+        for inner in sub_jaxprs(equation):
+            yield from constraints(inner, axes)
+
+
 def multiplies(equations: Iterable[Equation]) -> bool:
     """Whether the equations, or those they call, contain a matrix product or a convolution."""
     return any(
