@@ -76,8 +76,8 @@ def test_strings_are_refused_by_name():
             step(state, batch_of() | {"caption": text})
 
 
-@pytest.mark.parametrize("name", ["mask", "loss_weights"])
-def test_masks_are_not_rounded(name):
+@pytest.mark.parametrize("name", ["mask", "loss_weights", "valid"])
+def test_masks_and_numbers_per_row_are_not_rounded(name):
     """In bf16 a sum of 1797 ones would be 1800."""
     rows = 2048
     zero = Zero(zerojax.make_mesh(devices=jax.devices()[:1]), precision="bf16")
@@ -92,6 +92,25 @@ def test_masks_are_not_rounded(name):
     table = Whole(np.ones(3, np.float32))
     metrics = zero.eval_step(loss)(zero.init(create, optax.sgd(0.1)), batch_of(rows) | {name: mask, "table": table})
     assert metrics["count"] == 1797
+    assert set(seen) == {(jnp.dtype("bfloat16"), jnp.dtype("float32"), jnp.dtype("float32"))}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_what_has_no_dims_but_rows_keeps_its_dtype(num_microbatches, stage):
+    """Targets and numbers of the whole batch; what has further dims is cast."""
+    zero = Zero(zerojax.make_mesh(), stage, "bf16")
+    target, count = np.full(ROWS, 257, np.float32), np.float32(1797)  # both would be rounded, to 256 and to 1800
+    seen = []
+
+    def loss(params, batch):
+        seen.append((batch["x"].dtype, batch["target"].dtype, batch["count"].dtype))
+        off = jnp.mean(batch["x"] @ params["w"], 1) - batch["target"]
+        return jnp.mean(off**2), {"target": jnp.mean(batch["target"]), "count": batch["count"]}
+
+    batch = {"x": batch_of()["x"], "target": target, "count": count}
+    _, metrics = zero.train_step(loss, num_microbatches=num_microbatches)(zero.init(create, optax.sgd(0.1)), batch)
+    assert metrics["target"] == 257 and metrics["count"] == 1797
     assert set(seen) == {(jnp.dtype("bfloat16"), jnp.dtype("float32"), jnp.dtype("float32"))}
 
 

@@ -24,9 +24,10 @@ class Precision:
             `cast_inputs` also of the batch.
         reduce_dtype: dtype in which gradients are communicated and summed.
         cast_inputs: whether floating leaves of the batch are cast to compute_dtype, or globs on the paths of those that
-            are. With True, leaves whose name contains 'mask' or 'weight' are not, since their sums would be rounded,
-            nor is what is marked `Whole`. Norms and losses compute in the dtype that the model chooses; Flax's norms
-            compute their statistics in fp32.
+            are. With True, these keep their dtype: leaves with at most one number per row (weights, targets,
+            advantages), which the loss would otherwise get rounded; leaves whose name contains 'mask' or 'weight',
+            since their sums would be rounded; and what is marked `Whole`. Norms and losses compute in the dtype that
+            the model chooses; Flax's norms compute their statistics in fp32.
         initial_scale: the first loss scale, or None for no loss scaling.
         growth_interval: number of consecutive finite steps after which the loss scale doubles. It halves at each
             skipped step.

@@ -166,15 +166,18 @@ def _check_dtype(path: str, a: Any) -> None:
 
 
 def cast_batch(precision: Precision, batch: PyTree) -> PyTree:
-    """Casts floating arrays with rows to compute_dtype, as `Precision.cast_inputs` says."""
+    """Casts floating arrays of a batch to compute_dtype, as `Precision.cast_inputs` says."""
 
     def cast(path: Any, a: Any) -> Any:
-        name, option = path_text(path), precision.cast_inputs
-        chosen = option if isinstance(option, bool) else any(fnmatchcase(name, pattern) for pattern in option)
-        kept = option is True and _KEEPS_DTYPE.search(name)
-        if _is_whole(a) or not chosen or kept or not jnp.issubdtype(a.dtype, jnp.floating):
+        if _is_whole(a) or not jnp.issubdtype(a.dtype, jnp.floating) or not chosen(path_text(path), a):
             return a
         return a.astype(precision.compute_dtype)
+
+    def chosen(name: str, a: Any) -> bool:
+        option = precision.cast_inputs
+        if isinstance(option, bool):
+            return option and a.ndim > 1 and not _KEEPS_DTYPE.search(name)
+        return any(fnmatchcase(name, pattern) for pattern in option)
 
     return jax.tree_util.tree_map_with_path(cast, batch, is_leaf=_is_whole)
 
