@@ -1,0 +1,30 @@
+"""The command-line interface as a whole. Each command is tested with what it does."""
+
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+
+import pytest
+from click.testing import CliRunner
+from support.paths import REPO
+
+COMMANDS = ("plan", "launch", "doctor", "checkpoint")
+
+
+def test_the_script_is_the_group_of_all_commands():
+    module, _, name = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["scripts"]["zerojax"].partition(
+        ":"
+    )
+    main = getattr(import_module(module), name)
+    assert set(main.commands) == set(COMMANDS)
+    assert set(main.commands["checkpoint"].commands) == {"ls", "inspect", "verify", "diff", "export", "import"}
+    for command in COMMANDS:
+        assert CliRunner().invoke(main, [command, "--help"]).exit_code == 0
+
+
+@pytest.mark.once
+def test_the_interface_runs_as_a_module():
+    ended = subprocess.run([sys.executable, "-P", "-m", "zerojax.cli", "--help"], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "python -m zerojax.cli" in ended.stdout and all(name in ended.stdout for name in COMMANDS)

@@ -1,0 +1,3 @@
+"""The command-line interface: `zerojax`, or `python -m zerojax.cli`."""
+
+from zerojax.cli.commands import main as main

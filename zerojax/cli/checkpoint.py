@@ -1,0 +1,181 @@
+"""`zerojax checkpoint`: inspects, verifies, exports and imports checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from zerojax.cli.options import FAMILY, JOB_HELP, LIST_FAMILIES, MAPPING
+from zerojax.cli.output import print_table, without_traceback
+
+
+@click.group()
+def checkpoint() -> None:
+    """Inspect, verify, export and import checkpoints.
+
+    These commands need no accelerator.
+    """
+
+
+_DIRECTORY = click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
+_STEP = click.option("--step", type=click.IntRange(0), metavar="N", help="The step.  [default: the newest]")
+
+
+@checkpoint.command("ls")
+@_DIRECTORY
+@click.option("--verify", is_flag=True, help="Read every array and check its digest.")
+def list_steps(directory: Path, verify: bool) -> None:
+    """List the steps in DIRECTORY and their status.
+
+    The exit code is 1 if a step is damaged or incomplete.
+    """
+    from zerojax.checkpoints import show
+
+    table, good = show.steps_table(directory.absolute(), verify)
+    print_table(table)
+    raise SystemExit(0 if good else 1)
+
+
+@checkpoint.command()
+@_DIRECTORY
+@_STEP
+def inspect(directory: Path, step: int | None) -> None:
+    """Show the arrays of a step.
+
+    The table has the shape, dtype, bytes and digest of each array, and the stage and mesh that the step was saved with.
+    """
+    from zerojax.checkpoints import show
+
+    print_table(show.leaves_table(_manifest(directory, step)))
+
+
+@checkpoint.command()
+@_DIRECTORY
+@_STEP
+def verify(directory: Path, step: int | None) -> None:
+    """Read every array of a step and check its digest.
+
+    The exit code is 1 if an array is damaged.
+    """
+    from zerojax.checkpoints import pieces, show
+
+    manifest = _manifest(directory, step)
+    wrong = dict(pieces.verify_arrays(directory.absolute(), manifest.step, manifest))
+    print_table(show.leaves_table(manifest, wrong))
+    raise SystemExit(1 if any(wrong.values()) else 0)
+
+
+@checkpoint.command()
+@_DIRECTORY
+@click.argument("first", type=click.IntRange(0))
+@click.argument("second", type=click.IntRange(0))
+@click.option(
+    "--other",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Directory of the second step.  [default: the same]",
+)
+def diff(directory: Path, first: int, second: int, other: Path | None) -> None:
+    """Show the arrays that differ between two steps.
+
+    The arrays are compared by their digests. The exit code is 1 if the steps differ.
+    """
+    from zerojax.checkpoints import show
+
+    table = show.differences(_manifest(directory, first), _manifest(other or directory, second))
+    if table.row_count:
+        print_table(table)
+    raise SystemExit(1 if table.row_count else 0)
+
+
+@checkpoint.command("export")
+@_DIRECTORY
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@_STEP
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Cast the parameters.  [default: as saved]")
+@MAPPING
+@FAMILY
+@LIST_FAMILIES
+@click.option(
+    "--max-file-gib",
+    type=click.FloatRange(0, min_open=True),
+    default=5.0,
+    show_default=True,
+    metavar="GIB",
+    help="Maximum size of a file.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace files in FOLDER.")
+def export_command(
+    directory: Path, folder: Path, step: int | None, mapping: Path | None, max_file_gib: float, **options: Any
+) -> None:
+    """Export the weights of a step as safetensors files in FOLDER.
+
+    Weights are the parameters and the floating model state, such as running statistics. What else is in the model state
+    is left out, with a warning that names it.
+    """
+    from zerojax.exchange import names, parameters
+
+    with without_traceback():
+        found = names.mapping(mapping) if mapping else None
+        newest = _manifest(directory, step).step
+        given = {"mapping": found, "max_file_bytes": int(max_file_gib * 2**30), **options}
+        for file in parameters.export(directory, newest, folder, **given):
+            click.echo(f"{file}  {file.stat().st_size / 2**20:,.1f} MiB")
+
+
+@checkpoint.command("import")
+@click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("files", type=click.Path(exists=True, path_type=Path))
+@click.option("--job", "what", required=True, metavar="MODULE:FUNCTION", help=JOB_HELP)
+@click.option(
+    "--precision",
+    default="bf16",
+    show_default=True,
+    metavar="NAME",
+    help="Precision of the run, which determines the dtype of the parameters.",
+)
+@MAPPING
+@FAMILY
+@LIST_FAMILIES
+@click.option(
+    "--layout", type=click.Choice(["flax"]), help="Files that do not state it are stored as Flax stores them."
+)
+@click.option("--missing", multiple=True, metavar="GLOB", help="Leaves that FILES may lack; they are initialized.")
+@click.option("--extra", multiple=True, metavar="GLOB", help="Arrays of FILES that are not used.")
+@click.option("--cast", is_flag=True, help="Allow files with different dtypes, and cast them.")
+def import_files(directory: Path, files: Path, what: str, precision: str, mapping: Path | None, **options: Any) -> None:
+    """Create a checkpoint from safetensors FILES.
+
+    The checkpoint is step 0 in DIRECTORY. Its weights come from FILES, and everything else is the initial state of the
+    job. A run continues from it, at any stage and on any mesh. DIRECTORY is the one that is passed to
+    zero.checkpoints; for zerojax.fit it is RUN/checkpoints. The whole state must fit into the memory of this machine.
+    """
+    import zerojax
+    from zerojax.checkpoints import contents, store
+    from zerojax.checkpoints.digest import digests
+    from zerojax.exchange import names, parameters
+    from zerojax.plan.planner import find_job
+
+    with without_traceback():
+        if there := store.folders(directory.absolute()):
+            raise click.ClickException(f"{directory} has steps already: {', '.join(map(str, there))}")
+        found = names.mapping(mapping) if mapping else None
+        job, zero = find_job(what, "", compiled=False), zerojax.Zero(zerojax.make_mesh(), 3, precision)
+        state = parameters.load(zero.init(job.create_model, job.tx), files, mapping=found, **options)
+        if bad := contents.nonfinite_paths(digests(contents.arrays(state))):
+            raise click.ClickException(f"{files} is not finite: {', '.join(bad)}")
+        with zero.checkpoints(directory) as checkpoints:
+            checkpoints.save(state)
+    click.echo(f"{store.folder(directory, 0)}: {len(state.definition.leaves)} parameters of {files}")
+
+
+def _manifest(directory: Path, step: int | None) -> Any:
+    from zerojax.checkpoints import store
+
+    with without_traceback():
+        found = store.steps(directory.absolute())
+        if not found or (step is not None and step not in store.folders(directory.absolute())):
+            wanted = "no step" if step is None else f"no step {step}"
+            raise click.ClickException(f"{wanted} in {directory}\n  there are: {', '.join(map(str, found)) or 'none'}")
+        return store.read_manifest(directory.absolute(), found[-1] if step is None else step)

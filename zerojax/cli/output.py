@@ -1,0 +1,26 @@
+"""How commands print tables, and report errors in their input."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+
+def print_table(table: Any) -> None:
+    from rich.console import Console
+
+    Console().print(table)
+
+
+@contextlib.contextmanager
+def without_traceback() -> Iterator[None]:
+    """Reports errors in the input as messages, without a traceback."""
+    from zerojax.checkpoints import CheckpointCorrupted, CheckpointMismatch
+
+    try:
+        yield
+    except (ValueError, CheckpointCorrupted, CheckpointMismatch) as error:
+        raise click.ClickException(str(error)) from error

@@ -1,0 +1,169 @@
+"""`zerojax plan`: predicts whether a training step fits on a cluster."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from zerojax.cli.options import JOB_HELP
+
+
+@click.command("plan")
+@click.option("--preset", "what", metavar="NAME", help="A model; --list-presets lists them.")
+@click.option("--job", "what", metavar="MODULE:FUNCTION", help=JOB_HELP)
+@click.option(
+    "--target",
+    default="h100:8",
+    show_default=True,
+    metavar="TARGET",
+    help="The devices: h100:N (or a100, h200, b200), v5e:4x4 (or v4, v5p, v6e), or cpu:N.",
+)
+@click.option("--stage", type=click.IntRange(0, 3), default=3, show_default=True, metavar="STAGE", help="ZeRO stage.")
+@click.option(
+    "--precision",
+    default="bf16",
+    show_default=True,
+    metavar="NAME",
+    help="fp32, bf16, bf16_reduce_fp32 or fp16.",
+)
+@click.option(
+    "--rows", type=click.IntRange(1), metavar="N", help="Rows per device and microbatch.  [default: set by the model]"
+)
+@click.option(
+    "--microbatches",
+    "num_microbatches",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Microbatches per step.",
+)
+@click.option(
+    "--remat",
+    default="full",
+    show_default=True,
+    metavar="SETTING",
+    help="Rematerialization: none, dots, full or offload.",
+)
+@click.option(
+    "--prefetch",
+    type=click.IntRange(0),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Units whose weights are gathered in advance.",
+)
+@click.option("--bucket-mib", type=click.IntRange(1), metavar="MIB", help="Maximum size of a collective.")
+@click.option(
+    "--replica", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Size of the replica axis."
+)
+@click.option("--model", type=click.IntRange(1), metavar="N", help="Size of the model axis.")
+@click.option("--compile", "compiled", is_flag=True, help="Also compile the step for the target.")
+@click.option(
+    "--memory-share", type=float, metavar="SHARE", help="Fraction of a device's memory that a program may use."
+)
+@click.option("--auto", is_flag=True, help="Search for the fastest settings that fit; --rows then counts per step.")
+@click.option("--formulas", is_flag=True, help="Show how each term of the memory is computed.")
+@click.option("--json", "as_json", is_flag=True, help="Print the plan as a JSON object.")
+@click.option(
+    "--dump", type=click.Path(file_okay=False, path_type=Path), help="Write the compiled text to this directory."
+)
+@click.option("--png", type=click.Path(file_okay=False, path_type=Path), help="Draw the plan in this directory.")
+@click.option(
+    "--calibration",
+    type=click.Path(exists=True, path_type=Path),
+    metavar="FILE",
+    help="Use the rates that --calibrate wrote to this file.",
+)
+@click.option("--calibrate", is_flag=True, help="Measure the rates of this machine's device, write them, and exit.")
+@click.option("--list-presets", is_flag=True, help="List the presets and exit.")
+def plan_command(
+    what: str | None,
+    target: str,
+    compiled: bool,
+    memory_share: float | None,
+    formulas: bool,
+    as_json: bool,
+    dump: Path | None,
+    png: Path | None,
+    calibration: Path | None,
+    calibrate: bool,
+    list_presets: bool,
+    auto: bool,
+    bucket_mib: int | None,
+    **settings: Any,
+) -> None:
+    """Predict whether a training step fits on a cluster.
+
+    The plan is computed by formula in a few seconds and suggests changes that save memory. With --compile, the step is
+    compiled for the target, on this machine and without an accelerator. The exit code is 0 if the step fits and 3 if it
+    does not.
+    """
+    if calibrate:
+        from zerojax.plan.calibrate import DEFAULT_PATH, calibrate as measure
+
+        click.echo(json.dumps(measure() | {"file": str(DEFAULT_PATH)}))
+        return
+    from rich.console import Console
+
+    import zerojax
+    from zerojax.analysis import targets
+    from zerojax.plan import cluster, presets
+    from zerojax.plan.planner import Settings, plan as make_plan
+    from zerojax.plan.search import Ranking, search
+    from zerojax.plan.show import render, render_ranking
+
+    targets.describe_only()
+    console = Console()
+    if list_presets:
+        for name, shapes in presets.PRESETS.items():
+            console.print(f"{name:14s} {shapes}", highlight=False)
+        return
+    if what is None:
+        raise click.UsageError(
+            f"--preset NAME or --job MODULE:FUNCTION is required\n  presets: {', '.join(presets.PRESETS)}"
+        )
+    settings["bucket_bytes"] = bucket_mib and bucket_mib * 2**20
+    given: dict[str, Any] = {"memory_share": memory_share, "calibration": calibration}
+    try:
+        if (compiled or auto) and targets.platform(target) == "cpu":
+            zerojax.simulate_devices(cluster(target).num_devices)
+        with Console(stderr=True).status("searching" if auto else "compiling" if compiled else "tracing") as status:
+            if auto:
+                made = search(what, target, settings["rows"], on_step=status.update, **given)
+            else:
+                made = make_plan(what, target, Settings(**settings), compile=compiled, dump=dump, **given)
+    except (ValueError, RuntimeError) as error:
+        raise click.ClickException(str(error)) from error
+    if as_json:
+        print(json.dumps(made.data()))
+    else:
+        console.print(render_ranking(made) if isinstance(made, Ranking) else render(made, formulas))
+    if isinstance(made, Ranking):
+        raise SystemExit(0 if made.winner else 3)
+    if png:
+        _draw(made, memory_share, png)
+    raise SystemExit(0 if made.fits else 3)
+
+
+def _draw(made: Any, memory_share: float | None, folder: Path) -> None:
+    """Draws memory.png, the step at every stage, and timeline.png, one layer, if the time of the step was predicted."""
+    import dataclasses
+
+    try:
+        from zerojax.plan import picture
+        from zerojax.plan.planner import plan as make_plan
+    except ImportError as error:
+        raise click.ClickException(f"{error}\n  fix:      pip install 'zerojax[plot]'") from error
+    at_stage = lambda stage: dataclasses.replace(made.settings, stage=stage)
+    target = made.cluster.target
+    stages = [make_plan(made.what, target, at_stage(k), memory_share=memory_share, suggest=False) for k in range(4)]
+    picture.memory_by_stage(stages, folder / "memory.png")
+    click.echo(f"{folder / 'memory.png'}: memory by stage", err=True)
+    predicted = made.program and made.program.analysis.prediction
+    if predicted:
+        picture.timeline({f"prefetch {made.settings.prefetch}": predicted}, folder / "timeline.png")
+        click.echo(f"{folder / 'timeline.png'}: one layer on the lanes of a device", err=True)
