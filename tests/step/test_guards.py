@@ -65,6 +65,17 @@ def test_a_loss_that_uses_no_parameter_changes_nothing(stage):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(after.params), before)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("value", [1.0, Weighted(2.0, 2)], ids=["number", "weighted"])
+def test_a_loss_that_is_a_constant_changes_nothing(value, stage):
+    zero, state = started(stage, optax.sgd(0.1))
+    before = jax.device_get(state.params)
+    assert zero.eval_step(lambda params, x: value)(state, X)["loss"] == 1
+    after, metrics = zero.train_step(lambda params, x: value)(state, X)
+    assert metrics["loss"] == 1 and metrics["grad_norm"] == 0
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(after.params), before)
+
+
 @pytest.mark.parametrize(
     ("metric", "got"),
     [({"b": 1.0}, "'dict'"), ([1.0, 2.0], "'list'"), ("text", "'text'"), (None, "'NoneType'")],

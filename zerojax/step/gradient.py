@@ -175,7 +175,7 @@ class DeviceGradient:
             items = iter(trained)
             leaves = [next(items) if flag else w for w, flag in zip(full, self.trainable, strict=True)]
             output = self.loss(jax.tree.unflatten(self.definition.tree, leaves), model_state, batch, key)
-            return output.loss.sum, output
+            return jnp.asarray(output.loss.sum), output
 
         total, vjp, output = jax.vjp(loss_of_trained, trained, has_aux=True)
         (grads,) = vjp(seed(output).astype(total.dtype))

@@ -105,7 +105,8 @@ class SegmentedLoss:
         out, saved = self._forward(shards, data, schedule, save=True)
         by_leaf = dict(enumerate(shards))
         loss_var = self.traced.closed.jaxpr.outvars[0]
-        cotangents: dict[Any, Array] = {loss_var: jnp.asarray(seed(out), loss_var.aval.dtype)}
+        cotangent = jnp.asarray(seed(out), loss_var.aval.dtype)
+        cotangents: dict[Any, Array] = {loss_var: cotangent} if jaxprs.is_var(loss_var) else {}
         grads: dict[int, Array] = {}
         pending = [pair for pair in zip(self.parts, saved, strict=True) if pair[0].differentiable_outputs]
         _restore_next(pending, [])
@@ -140,7 +141,7 @@ class SegmentedLoss:
                 if any(is_active(v) for v in jaxprs.variables(equation)):
                     active.update(v for v in equation.outvars if is_differentiable(v.aval))
         names: dict[str, set[str]] = {}
-        reached = {self.traced.closed.jaxpr.outvars[0]} & active
+        reached = {v for v in self.traced.closed.jaxpr.outvars[:1] if jaxprs.is_var(v)} & active
         backward_is_next = True  # of the last unit, and of the segments after it
         for part in reversed(self.parts):
             segment = part.segment
