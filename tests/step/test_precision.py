@@ -138,3 +138,10 @@ def test_gradients_are_unscaled(stage):
         seen.append((float(metrics["grad_norm"]), np.asarray(state.master["w"])))
     np.testing.assert_allclose(seen[0][0], seen[1][0], rtol=1e-3)
     np.testing.assert_allclose(seen[0][1], seen[1][1], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float99", "int8", None, bool])
+def test_dtypes_of_leaves_are_floating(dtype):
+    zero = Zero(zerojax.make_mesh(), 3, "bf16", dtypes={"w": dtype})
+    with pytest.raises(ValueError, match=r"dtypes: 'w' has no floating dtype\n  got:      .*\n  fix:      name one"):
+        zero.eval_init(create, optax.adam(1e-2))

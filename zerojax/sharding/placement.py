@@ -200,6 +200,19 @@ def check_arrays(params: PyTree) -> None:
             )
 
 
+def _check_floating(pattern: str, dtype: Any) -> None:
+    try:
+        is_floating = dtype is not None and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)  # None would be float64
+    except TypeError:  # NumPy knows no such dtype
+        is_floating = False
+    if not is_floating:
+        raise ValueError(
+            f"dtypes: {pattern!r} has no floating dtype\n"
+            f"  got:      {dtype!r}\n"
+            f"  fix:      name one, for example 'float32' or 'bfloat16'"
+        )
+
+
 def _first_match(path: str, patterns: Sequence[str]) -> str | None:
     return next((p for p in patterns if fnmatchcase(path, p)), None)
 
@@ -240,9 +253,9 @@ def place(
         from_model: what is known from the model.
 
     Raises:
-        ValueError: if the tree is empty, a leaf is not an array or is complex and not frozen, a pattern matches nothing
-            or an annotation does not fit its leaf; if a chosen dim does not exist, is not divisible by the number of
-            shards, or is divided over another axis.
+        ValueError: if the tree is empty, a leaf is not an array or is complex and not frozen, a pattern matches
+            nothing, a dtype is not floating, or an annotation does not fit its leaf; if a chosen dim does not exist, is
+            not divisible by the number of shards, or is divided over another axis.
     """
     with_paths, _ = jax.tree_util.tree_flatten_with_path(params)
     if not with_paths:
@@ -253,6 +266,8 @@ def place(
         for pattern in getattr(overrides, option):
             if not any(fnmatchcase(path, pattern) for path in paths):
                 raise ValueError(no_match_text(option, pattern, paths))
+    for pattern, dtype in overrides.dtypes.items():
+        _check_floating(pattern, dtype)
     annotations.check_axis_names(overrides.axis_names, from_model.annotations, mesh)
     shapes = {path: tuple(leaf.shape) for path, (_, leaf) in zip(paths, with_paths, strict=True)}
     stacked_paths = from_model.stacked | {path for path in paths if _first_match(path, overrides.stacked) is not None}
