@@ -68,6 +68,14 @@ def test_arrays_with_other_rows_are_refused_before_anything_compiles(rows):
         zero.value_and_grad(lambda params, x, table: jnp.sum(table))(create(jax.random.key(0)), batch_of()["x"], table)
 
 
+def test_a_batch_with_no_rows_is_refused():
+    zero = Zero(zerojax.make_mesh())
+    with pytest.raises(
+        ValueError, match=r"batch: 'x' has no rows\n  got:      shape \(0, 16\)\n  fix: .* multiple of 8"
+    ):
+        zero.train_step(weighted_by_class)(zero.eval_init(create, optax.sgd(0.1)), batch_of(0))
+
+
 def test_strings_are_refused_by_name():
     zero = Zero(zerojax.make_mesh())
     step, state = zero.train_step(weighted_by_class), zero.eval_init(create, optax.sgd(0.1))

@@ -123,8 +123,8 @@ def check_batch(config: ZeroConfig, batch: PyTree, num_microbatches: int) -> Non
         num_microbatches: the number of microbatches of a step.
 
     Raises:
-        ValueError: if a leaf is not an array of numbers, the numbers of rows differ or are not divisible, or no array
-            has rows.
+        ValueError: if a leaf is not an array of numbers, the numbers of rows differ, are 0 or are not divisible, or
+            no array has rows.
     """
     parts = config.axes.num_devices * num_microbatches
     for path, a in jax.tree_util.tree_leaves_with_path(unwrapped(batch)):
@@ -144,6 +144,10 @@ def check_batch(config: ZeroConfig, batch: PyTree, num_microbatches: int) -> Non
                 f"  got:      shapes {shape} and {other_shape}\n"
                 f"  fix:      pass the same rows in all arrays, zerojax.Whole(array) for what every device gets whole"
             )
+    if not shape[0]:
+        raise ValueError(
+            f"batch: {path!r} has no rows\n  got:      shape {shape}\n  fix:      pass a multiple of {parts}"
+        )
     if shape[0] % parts:
         split = f"{shape[0]} % ({config.axes.num_devices} x {num_microbatches}) = {shape[0] % parts}"
         raise ValueError(
