@@ -28,7 +28,7 @@ from zerojax.step.gradient import compute_gradients, device_gradient
 from zerojax.step.loss_traces import check_constraints
 from zerojax.step.settings import StepSettings
 from zerojax.step.source import source_of
-from zerojax.step.state import Definition, TrainState
+from zerojax.step.state import Definition, TrainState, check_trained
 from zerojax.train_step import Step, TrainStep
 from zerojax.transform.remat import RematRules, Setting
 from zerojax.typing import AnyMesh, PRNGKey
@@ -302,8 +302,12 @@ class Zero:
             params: the trained parameters as the optimizer's state holds them, for example an average: a tree like
                 `state.params`, with None at frozen leaves.
 
+        Raises:
+            ValueError: if `params` has other leaves or shapes than the trained parameters.
+
         Cost: at stages 1 and 2 the parameters are gathered.
         """
+        check_trained(state, params)
         definition = state.definition
         specs = definition.specs(self.config.axes, self.config.stage.shards_params)
         shardings = placement.named_shardings(self.config.mesh, specs)

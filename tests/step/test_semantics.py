@@ -162,6 +162,26 @@ def test_a_teacher_is_sharded_and_an_average_is_evaluated(stage, precision):
     zero.train_step(loss)(after, BATCH)
 
 
+def test_only_the_trained_parameters_replace_those_of_a_state():
+    zero = Zero(zerojax.make_mesh(), frozen=["teacher/*"])
+    state = zero.init(Distilled, optax.sgd(0.5))
+    student = jax.device_get(state.params["student"])
+    nothing = dict.fromkeys(student)
+    for given, text in [
+        ({"student": student}, None),
+        ({"student": student, "teacher": nothing}, None),
+        (state.params, r"got:      teacher/bias: \(8,\)\n  want:     teacher/bias: no such leaf, or a frozen one"),
+        ({"student": student | {"bias": None}}, r"got:      student/bias: missing\n  want:     student/bias: \(8,\)"),
+        ({"student": student | {"bias": np.ones(4)}}, r"got:      student/bias: \(4,\)"),
+    ]:
+        if text is None:
+            averaged = zero.with_params(state, given)
+            np.testing.assert_array_equal(averaged.params["student"]["kernel"], student["kernel"])
+            continue
+        with pytest.raises(ValueError, match=f"with_params: these are not the trained.*\n  {text}"):
+            zero.with_params(state, given)
+
+
 def score(w, x):
     return jnp.sum(jnp.tanh(x @ w), axis=1)
 

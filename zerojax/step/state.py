@@ -158,6 +158,20 @@ def check_not_donated(state: TrainState) -> None:
     )
 
 
+def check_trained(state: TrainState, params: PyTree) -> None:
+    """Raises ValueError if `params` are not like the trained parameters of the state, with None at frozen leaves."""
+    shapes = lambda tree: {placement.path_text(p): jnp.shape(a) for p, a in jax.tree_util.tree_leaves_with_path(tree)}
+    got, wanted = shapes(params), shapes(state.definition.trained(state.params))
+    for path in sorted(got.keys() | wanted.keys()):
+        if got.get(path) != wanted.get(path):
+            raise ValueError(
+                f"with_params: these are not the trained parameters of the state\n"
+                f"  got:      {path}: {got.get(path, 'missing')}\n"
+                f"  want:     {path}: {wanted.get(path, 'no such leaf, or a frozen one')}\n"
+                f"  fix:      pass a tree like state.params, with None at frozen leaves"
+            )
+
+
 def check_optimizer(state: TrainState, precision: Precision) -> None:
     """Raises ValueError if the optimizer state has other leaves than the optimizer creates for the parameters."""
     definition = state.definition
