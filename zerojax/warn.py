@@ -25,8 +25,9 @@ def _files() -> tuple[str, ...]:
     return tuple(file.removesuffix("__init__.py") if file.endswith(f"{os.sep}__init__.py") else file for file in files)
 
 
-def line_of(raised: BaseException | TracebackType | None) -> str:
-    """The file and line at which the user's code, or that of a model, called what raised an error.
+def line_of(raised: BaseException | TracebackType | None) -> str | None:
+    """The file and line at which the user's code, or that of a model, called what raised an error; None if it is not
+    known.
 
     Args:
         raised: the error, or a traceback. If JAX raised the error after the trace, the traceback is in its cause.
@@ -35,7 +36,7 @@ def line_of(raised: BaseException | TracebackType | None) -> str:
     found = [f"{f.f_code.co_filename}:{line}" for f, line in traceback.walk_tb(trace) if _is_of_user(f)]
     if not found and isinstance(raised, BaseException) and raised.__cause__:
         return line_of(raised.__cause__)
-    return found[-1] if found else "an unknown line"
+    return found[-1] if found else None
 
 
 def warn(text: str) -> None:

@@ -173,6 +173,8 @@ def test_what_cannot_be_taken_is_refused_before_anything_compiles():
         (Tiny, (np.ones(8),), "inputs= is for a Linen module"),
         (None, None, "neither a model nor a function"),
         (jnp.ones((8, 8)), None, "neither a model nor a function"),
+        ("gpt2", None, r"neither a model nor a function that creates one\n  got:      str\n"),
+        (lambda key: DENSE, None, r"returns a Linen module, which has no parameters\n  got:      Dense\n  fix: "),
         (functools.partial(Tiny, rngs=nnx.Rngs(0)), None, "created outside of it, such as nnx.Rngs"),
         (nnx.eval_shape(lambda: Tiny(rngs=nnx.Rngs(0))), None, "the model has shapes instead of values"),
     ]:
@@ -183,6 +185,11 @@ def test_what_cannot_be_taken_is_refused_before_anything_compiles():
 class Outdated(nnx.Module):
     def __init__(self, *, rngs):
         self.table = nnx.Param(jnp.clip(jnp.ones((8, 8)), maximum=1))
+
+
+class Required(Tiny):
+    def __init__(self, width, *, rngs):
+        super().__init__(width, rngs=rngs)
 
 
 class OutdatedLinen(nn.Module):
@@ -214,6 +221,13 @@ def test_an_error_of_the_model_itself_is_raised_with_a_note(model, inputs, fails
     line = first + next(k for k, text in enumerate(lines) if "maximum" in text)
     assert note.startswith(f"init: the model cannot be created\n  got:      TypeError at {__file__}:{line}, with jax ")
     assert f"with jax {jax.__version__} and flax {flax.__version__}\n  fix: " in note
+
+
+def test_an_error_of_the_call_itself_says_what_init_calls():
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'width'") as raised:
+        Zero(zerojax.make_mesh()).init(Required, optax.sgd(0.1))
+    (note,) = [note for note in raised.value.__notes__ if note.startswith("init: ")]
+    assert "TypeError at its call" in note and "fix:      pass a function" in note and "functools.partial(" in note
 
 
 def test_plain_arrays_in_a_module_are_named():

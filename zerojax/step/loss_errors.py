@@ -36,12 +36,12 @@ def in_words_of_the_user(precision: Precision) -> Iterator[None]:
         raise LossError(text) from error
 
 
-def constraint_text(got: str, line: str) -> str:
+def constraint_text(got: str, line: str | None) -> str:
     """The text of an error about a constraint that names data axes."""
     return (
         f"loss: a with_sharding_constraint names axes that split the batch. The loss runs on the rows of one "
         f"device, where there is nothing to divide over them\n"
-        f"  got:      {got}, at {line}\n"
+        f"  got:      {got}, at {line or 'an unknown line'}\n"
         f"  fix:      name other axes only: P(None, 'model') instead of P('data', 'model'); map the logical name\n"
         f"            of the batch to None; if the model constrains only within `with mesh:`, call the step outside"
     )
@@ -50,7 +50,7 @@ def constraint_text(got: str, line: str) -> str:
 def _explanation(error: Exception, compute_dtype: str) -> str | None:
     text = str(error).strip()
     seen, line = text.splitlines()[0] if text else type(error).__name__, line_of(error)
-    got = f"  got:      {seen}, at {line}\n"
+    got = f"  got:      {seen}, at {line or 'an unknown line'}\n"
     if any(said in text for said in _CONSTRAINS_DATA_AXES):
         return constraint_text(seen, line)
     if compute_dtype != "float32" and compute_dtype in text and "float32" in text:

@@ -134,8 +134,14 @@ def split(created: Any, trainable: Any = None) -> tuple[Model, PyTree, PyTree, F
     """Splits a model into (model, parameters, model state, what it says about its parameters).
 
     Raises:
-        ValueError: if a parameter is not an array, or `trainable` matches no parameter.
+        ValueError: if it is a Linen module, a parameter is not an array, or `trainable` matches no parameter.
     """
+    if isinstance(created, nn.Module):
+        raise ValueError(
+            f"init: the function returns a Linen module, which has no parameters\n"
+            f"  got:      {type(created).__name__}\n"
+            f"  fix:      zero.init(module, tx, inputs=(x,)), or return module.init(key, x)"
+        )
     if isinstance(created, nnx.Module):
         model, params, model_state, specs, variables = _nnx_model(created)
     else:

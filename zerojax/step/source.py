@@ -67,8 +67,7 @@ def source_of(model: Any, inputs: Sequence[Any] | Mapping[str, Any] | None) -> M
         return _creates(lambda key: model.init_weights(key, model.input_shape))
     if callable(model):
         return _creates(functools.partial(_call, model))
-    leaves = jax.tree.leaves(model)
-    if not leaves or isinstance(model, jax.Array):
+    if not jax.tree.leaves(model) or jax.tree_util.all_leaves([model]):
         raise ValueError(
             f"init: neither a model nor a function that creates one\n"
             f"  got:      {type(model).__name__}\n"
@@ -98,14 +97,23 @@ def _explains_errors() -> Iterator[None]:
             f"  fix:      take it as a parameter, lambda rngs: Model(rngs=rngs); init(..., seed=) sets the seed"
         ) from error
     except Exception as error:
-        error.add_note(
-            f"init: the model cannot be created\n"
-            f"  got:      {type(error).__name__} at {line_of(error)}, with jax {jax.__version__} and flax "
-            f"{flax.__version__}\n"
-            f"  fix:      change the model there, or install versions of jax and flax with which it works. If it only\n"
-            f"            fails because `init` traces it, create it yourself: init(model, tx) takes one with values"
-        )
+        error.add_note(_note(type(error).__name__, line_of(error)))
         raise
+
+
+def _note(name: str, line: str | None) -> str:
+    if line is None:
+        return (
+            f"init: the model cannot be created\n"
+            f"  got:      {name} at its call: init calls model(rngs=rngs), model(key) or model()\n"
+            f"  fix:      pass a function that needs no other arguments, such as functools.partial(Model, config)"
+        )
+    return (
+        f"init: the model cannot be created\n"
+        f"  got:      {name} at {line}, with jax {jax.__version__} and flax {flax.__version__}\n"
+        f"  fix:      change the model there, or install versions of jax and flax with which it works. If it only\n"
+        f"            fails because `init` traces it, create it yourself: init(model, tx) takes one with values"
+    )
 
 
 def _call(create_model: Callable[..., Any], key: PRNGKey) -> Any:
