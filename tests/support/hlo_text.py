@@ -23,10 +23,11 @@ def program(entry, computations="", num_devices=8):
 CARRY = "(s32[], f32[1024,1024])"
 
 
-def loop(body, trips, computations=""):
+def loop(body, trips, computations="", init=""):
     """A program with one loop, whose body has these lines after `%carry`, `%i` and `%w`.
 
-    If `trips` is 0, the trip count is missing from the text.
+    If `trips` is 0, the trip count is missing from the text. With `init`, a line that defines `%start`, this is the
+    first value of `%i`.
     """
     lines = "\n".join(f"  {line.strip()}" for line in body.strip().splitlines())
     computations += f"""
@@ -43,8 +44,11 @@ def loop(body, trips, computations=""):
 }}
 """
     known = f', backend_config={{"known_trip_count":{{"n":"{trips}"}}}}' if trips else ""
+    carried = f"%init = {CARRY} parameter(0)"
+    if init:
+        carried = f"{init}\n%weights = f32[1024,1024] parameter(0)\n%init = {CARRY} tuple(%start, %weights)"
     text = f"""
-        %init = {CARRY} parameter(0)
+        {carried}
         ROOT %loop = {CARRY} while(%init), condition=%condition, body=%body{known}
     """
     return program(text, computations)

@@ -21,11 +21,19 @@ def element_bits(dtype: str) -> int:
 
 
 class Buffer(NamedTuple):
-    """An array that an instruction returns. `space` is 0 for device memory and `HOST` for host memory."""
+    """An array that an instruction returns.
+
+    Attributes:
+        dtype: in HLO, such as 'bf16'.
+        dims: the shape.
+        space: 0 for device memory, `HOST` for host memory.
+        order: the dims, by number, from the one whose elements are adjacent in memory; () if the text has no layout.
+    """
 
     dtype: str
     dims: tuple[int, ...]
     space: int
+    order: tuple[int, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -151,7 +159,7 @@ def _instruction(
     if not match:
         raise ValueError(f"hlo: a line is not an instruction\n  got:      {line.strip()[:160]}")
     is_root, name, result, op, rest = match.groups()
-    end = 0 if op == "constant" else _closing_parenthesis(rest)
+    end = 0 if op in ("constant", "parameter") else _closing_parenthesis(rest)  # their attributes: a value, a number
     try:
         operands = tuple(scope[operand] for operand in re.findall(r"%([\w.\-]+)", rest[:end]))
         called = {
@@ -180,8 +188,8 @@ def _buffers(result: str, line: str) -> tuple[Buffer, ...]:
         if not known:
             raise ValueError(f"hlo: an unknown type {dtype}[{dims}]\n  got:      {line.strip()[:160]}")
         space = re.search(r"S\((\d+)\)", layout)
-        shape = tuple(int(n) for n in dims.split(",") if n)
-        buffers.append(Buffer(dtype, shape, int(space.group(1)) if space else 0))
+        shape, order = (tuple(int(n) for n in part.split(",") if n) for part in (dims, layout.partition(":")[0]))
+        buffers.append(Buffer(dtype, shape, int(space.group(1)) if space else 0, order))
     if not buffers and result != "()":
         raise ValueError(f"hlo: an instruction without a type\n  got:      {line.strip()[:160]}")
     return tuple(buffers)
