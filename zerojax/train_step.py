@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from zerojax.analysis import jaxpr_collectives
 from zerojax.audit.audit import audit_step
 from zerojax.audit.expectation import Expectation, expect
 from zerojax.audit.findings import Audit
@@ -24,6 +26,7 @@ from zerojax.step.config import ZeroConfig, compiler_options, leaf_specs, shard_
 from zerojax.step.gradient import DeviceGradient, compute_gradients, device_gradient
 from zerojax.step.loss_errors import in_words_of_the_user
 from zerojax.step.loss_traces import Use, uses, warn_of_local_statistics
+from zerojax.step.offload_options import offload_options
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition, TrainState
 from zerojax.step.update import apply_gradients, optimizer_shardings, squared_norm
@@ -61,14 +64,25 @@ class Step:
         key = state.definition
         if key not in self._jitted:
             states.check_optimizer(state, self.config.precision)
-            donated = (0,) if self._donate else ()
-            self._jitted[key] = jax.jit(
-                self._build(state),
-                donate_argnums=donated,
-                keep_unused=True,
-                compiler_options=compiler_options(self.config, key.leaves),
-            )
+            self._jitted[key] = self._jit(state, batch)
         return self._jitted[key]
+
+    def _jit(self, state: TrainState, batch: PyTree) -> Any:
+        """The jitted function, with the compiler options of this step.
+
+        Whether a step offloads activations is seen in its trace: policies and the model itself may do so too. JAX keeps
+        the trace for the first call.
+        """
+        donated = (0,) if self._donate else ()
+        jit = functools.partial(jax.jit, self._build(state), donate_argnums=donated, keep_unused=True)
+        options = compiler_options(self.config, state.definition.leaves)
+        jitted, to_offload = jit(compiler_options=options), offload_options(self.config)
+        if to_offload:
+            with in_words_of_the_user(self.config.precision):
+                traced = jitted.trace(state, batch_avals(self.config, batch))
+            if jaxpr_collectives.offloaded_bytes(traced.jaxpr):
+                return jit(compiler_options={**(options or {}), **to_offload})
+        return jitted
 
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
         jitted = self._checked(state, batch)
