@@ -24,6 +24,7 @@ from zerojax.audit.findings import (
     reader_errors,
     run_checks,
 )
+from zerojax.audit.offloaded_slices import check_offloaded_slices
 from zerojax.sharding import placement
 from zerojax.sharding.annotations import spec_text
 from zerojax.sharding.axes import axis_names
@@ -124,6 +125,13 @@ class _MemoryChecks:
                 f"{bytes_text(offloaded)} of activations in host memory" if offloaded else None,
                 self.checkpoints,
             ),
+            AuditCheck(
+                "offloaded slices",
+                "each slice of a host buffer is copied from or to its index"
+                if offloaded and self.platform == "gpu"
+                else None,
+                self.offloaded_slices,
+            ),
         ]
 
     def sharded(self) -> Outcome:
@@ -166,3 +174,7 @@ class _MemoryChecks:
             return Outcome(f"{bytes_text(found)} in host memory", Verdict.OK, numbers)
         fix = "change remat=: the compiler keeps these activations on the device, or recomputes them"
         return Outcome(f"{bytes_text(found)} in host memory", Verdict.BROKEN, numbers, fix)
+
+    def offloaded_slices(self) -> Outcome:
+        """Whether loops read and write slices of host buffers at their indices."""
+        return check_offloaded_slices(self.program())
