@@ -55,16 +55,17 @@ def test_without_annotations_the_indices_are_read():
     assert walks(plain) == [(True, UP, None), (False, [8], None), (False, DOWN, None)]
 
 
-def annotated(config, index="%i"):
-    """A program with a loop of four iterations that reads slice `index` of `bf16[4,8]` in host memory."""
+def annotated(config, index="%i", layout="1,0"):
+    """A program with a loop of four iterations that reads row `index` of `bf16[4,8]` in host memory."""
     body = f"""
         %zero = s32[] constant(0)
         %one = s32[] constant(1)
         %next = s32[] add(%i, %one)
         %last = s32[] constant(3)
+        %beyond = s32[] add(%next, %i)
         %down = s32[] subtract(%last, %i)
         %unknown = s32[] custom-call(), custom_call_target="Random"
-        %host = bf16[4,8]{{1,0:S(5)}} custom-call(), custom_call_target="AllocateBuffer"
+        %host = bf16[4,8]{{{layout}:S(5)}} custom-call(), custom_call_target="AllocateBuffer"
         %read = bf16[1,8]{{1,0}} dynamic-slice(%host, {index}, %zero), dynamic_slice_sizes={{1,8}}{config}
         ROOT %result = (s32[], f32[1024,1024]) tuple(%next, %w)
     """
@@ -92,6 +93,17 @@ def config(text):
 def test_all_forms_of_an_annotation_are_read(text, offsets):
     (found,) = hlo_slices.host_slices(annotated(config(text), "%down"))
     assert (found.indexed, found.annotated) == ((48, 32, 16, 0), offsets)
+
+
+def test_an_index_beyond_the_end_reads_the_last_slice():
+    (found,) = hlo_slices.host_slices(annotated("", "%beyond"))  # 1, 3, 5, 7
+    assert (found.indexed, found.annotated) == ((16, 48, 48, 48), None)
+
+
+def test_offsets_depend_on_the_layout():
+    """Rows of a buffer whose columns are contiguous start one element apart."""
+    (found,) = hlo_slices.host_slices(annotated("", "%down", layout="0,1"))
+    assert found.indexed == (6, 4, 2, 0)
 
 
 def test_an_index_that_is_not_made_of_counters_has_a_reason():

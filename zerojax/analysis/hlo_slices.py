@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from zerojax.analysis.hlo import HOST, Buffer, Computation, Instruction, Program, element_bits, unsupported
-from zerojax.analysis.hlo_values import Loop, Scope, slice_dims, slice_starts
+from zerojax.analysis.hlo_values import Iterations, Scope, slice_dims, slice_starts
 
 _ANNOTATION = '"dynamic_slice_config":'
 _ALLOCATION = "AllocateBuffer"
@@ -44,7 +44,7 @@ class HostSlice:
     unread: str = ""
 
 
-class _Run(NamedTuple):
+class _SliceRun(NamedTuple):
     """One run of a slice, in the iterations of the loops around it, the outermost first."""
 
     instruction: Instruction
@@ -59,7 +59,7 @@ def host_slices(program: Program) -> list[HostSlice]:
         ValueError: if a slice is in a branch or in a loop whose trip count is unknown, if an annotation is not
             understood, or if something else than a slice may read a part of a host buffer.
     """
-    runs: dict[Instruction, list[_Run]] = {}
+    runs: dict[Instruction, list[_SliceRun]] = {}
     for run in _runs(program.entry, Scope.of_entry(), (), {}):
         runs.setdefault(run.instruction, []).append(run)
     return [_host_slice(i, each) for i, each in runs.items()]
@@ -67,11 +67,11 @@ def host_slices(program: Program) -> list[HostSlice]:
 
 def _runs(
     computation: Computation, scope: Scope, iterations: tuple[int, ...], known: dict[Computation, bool]
-) -> Iterator[_Run]:
+) -> Iterator[_SliceRun]:
     """The runs of all slices of host buffers in a computation and in those that it calls. See `_is_relevant`."""
     for i in computation.instructions:
         if _slices_host(i):
-            yield _Run(i, scope, iterations)
+            yield _SliceRun(i, scope, iterations)
         elif _ANNOTATION in i.attributes and _touches_host(i):
             raise unsupported(i, "an annotation of something else than a slice")
         elif i.op == "custom-call" and _touches_host(i) and i.target != _ALLOCATION:
@@ -79,7 +79,7 @@ def _runs(
         elif not any(_is_relevant(c, known) for called in i.called.values() for c in called):
             continue
         elif i.op == "while":
-            loop = Loop(i, scope)
+            loop = Iterations(i, scope)
             for n in range(loop.trips):
                 yield from _runs(loop.body, loop.scope(n), (*iterations, n), known)
         elif i.op == "conditional":
@@ -110,7 +110,7 @@ def _is_relevant(computation: Computation, known: dict[Computation, bool]) -> bo
     return known[computation]
 
 
-def _host_slice(i: Instruction, runs: list[_Run]) -> HostSlice:
+def _host_slice(i: Instruction, runs: list[_SliceRun]) -> HostSlice:
     buffer = i.operands[0].buffers[0]
     slice_bytes = Buffer(buffer.dtype, slice_dims(i), HOST).num_bytes
     config = _annotation(i)
@@ -123,7 +123,7 @@ def _host_slice(i: Instruction, runs: list[_Run]) -> HostSlice:
     return HostSlice(i.name, i.op == "dynamic-update-slice", buffer, slice_bytes, indexed, annotated, unread)
 
 
-def _indexed_offset(run: _Run) -> int:
+def _indexed_offset(run: _SliceRun) -> int:
     """The offset of a slice in bytes, by its indices."""
     i, scope, _ = run
     buffer = i.operands[0].buffers[0]

@@ -15,7 +15,7 @@ import numpy as np
 from zerojax.analysis.hlo import Instruction, attribute, trip_count, unsupported
 
 # A tuple is a function from the index of an element to its value: most of what a loop carries is never asked for.
-Value = np.ndarray | Callable[[int], Any]
+Evaluated = np.ndarray | Callable[[int], Any]
 
 
 class Scope:
@@ -25,15 +25,15 @@ class Scope:
         argument: returns the value of the parameter with a number.
     """
 
-    def __init__(self, argument: Callable[[int], Value]):
+    def __init__(self, argument: Callable[[int], Evaluated]):
         self._argument = argument
-        self._known: dict[Instruction, Value] = {}
+        self._known: dict[Instruction, Evaluated] = {}
 
     @classmethod
     def of_entry(cls) -> Scope:
         """The scope of the entry computation, whose arguments are not known."""
 
-        def argument(number: int) -> Value:
+        def argument(number: int) -> Evaluated:
             raise ValueError(f"hlo: the value of argument {number} of the program is not in the text")
 
         return cls(argument)
@@ -42,7 +42,7 @@ class Scope:
         """The scope of the computation that an instruction calls with its operands."""
         return Scope(lambda number: self.value(caller.operands[number]))
 
-    def value(self, i: Instruction) -> Value:
+    def value(self, i: Instruction) -> Evaluated:
         """Returns the value of an instruction of the computation.
 
         Raises:
@@ -59,7 +59,7 @@ class Scope:
             raise unsupported(i, "a tuple where an array is expected")
         return value
 
-    def _compute(self, i: Instruction) -> Value:
+    def _compute(self, i: Instruction) -> Evaluated:
         if i.op == "parameter":
             return self._argument(int(attribute(r"^(\d+)\)", i)))
         if i.op == "tuple":
@@ -75,12 +75,12 @@ class Scope:
             (called,) = i.called["calls" if i.op == "fusion" else "to_apply"]
             return self.call(i).value(called.root)
         if i.op == "while":
-            return Loop(i, self).result
+            return Iterations(i, self).result
         _dtype(i)  # before operands that are not integers either
         return _apply(i, [self.array(operand) for operand in i.operands])
 
 
-class Loop:
+class Iterations:
     """The iterations of a `while`.
 
     Args:
@@ -97,7 +97,7 @@ class Loop:
         if self.body.root.op != "tuple":
             raise unsupported(loop, "the result of the body of this loop is not a tuple")
         self._scopes: list[Scope] = []
-        self._carried: dict[int, list[Value]] = {}
+        self._carried: dict[int, list[Evaluated]] = {}
 
     @property
     def trips(self) -> int:
@@ -113,11 +113,11 @@ class Loop:
             self._scopes.append(Scope(lambda _, n=n: lambda index: self._element(index, n)))
         return self._scopes[iteration]
 
-    def result(self, index: int) -> Value:
+    def result(self, index: int) -> Evaluated:
         """An element of the result of the loop."""
         return self._element(index, self.trips)
 
-    def _element(self, index: int, iteration: int) -> Value:
+    def _element(self, index: int, iteration: int) -> Evaluated:
         """An element of what the loop carries, at the start of an iteration."""
         values = self._carried.setdefault(index, [])
         while len(values) <= iteration:  # one after the other: as recursion it would be as deep as the loop is long
