@@ -1,5 +1,7 @@
 """The training step of gpt.py written without zerojax: with `jit`, `NamedSharding` and Optax alone."""
 
+import inspect
+
 import gpt
 import jax
 import jax.numpy as jnp
@@ -82,6 +84,56 @@ def layer_by_layer(form, config, remat, devices):
         params, opt_state = state
         cast = jax.lax.with_sharding_constraint(jax.tree.map(lambda a: a.astype(jnp.bfloat16), params), shardings[0])
         value, grads = jax.value_and_grad(loss)(cast, batch)
+        grads = jax.lax.with_sharding_constraint(grads, shardings[0])
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        metrics = {"loss": value, "grad_norm": optax.tree.norm(grads), "param_norm": optax.tree.norm(params)}
+        return (params, opt_state), metrics
+
+    out_shardings = (shardings, {name: shard() for name in ("loss", "grad_norm", "param_norm")})
+    step = jax.jit(step, donate_argnums=0, out_shardings=out_shardings)
+    return jax.jit(init, out_shardings=shardings), step, shard("data")
+
+
+def unedited(model, tx, devices):
+    """A step of a model that is not edited: the compiler decides where its sharded parameters are gathered.
+
+    Args:
+        model: of models.py.
+        tx: an Optax transformation.
+        devices: to run on.
+
+    Returns:
+        (jitted `init() -> state`, jitted `step(state, batch) -> (state, metrics)`, the sharding of the batch).
+    """
+    mesh = Mesh(np.array(devices), ("data",))
+    shard = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
+    is_nnx = "rngs" in inspect.signature(model.create).parameters
+    captured = {}
+
+    def init():
+        if not is_nnx:
+            params = model.create(jax.random.key(0))
+            return params, tx.init(params)
+        captured["graph"], params = nnx.split(model.create(rngs=nnx.Rngs(0)), nnx.Param)
+        params = jax.tree.map(jnp.asarray, nnx.pure(params))
+        return params, tx.init(params)
+
+    def place(a):
+        """Shards the largest dim that the devices divide."""
+        dims = [d for d in range(a.ndim) if a.shape[d] % mesh.size == 0]
+        return shard(*[None] * max(dims, key=lambda d: a.shape[d]), "data") if dims else shard()
+
+    shardings = jax.tree.map(place, jax.eval_shape(init))
+
+    def step(state, batch):
+        params, opt_state = state
+        is_float = lambda a: jnp.issubdtype(a.dtype, jnp.floating)
+        cast = jax.tree.map(lambda a: a.astype(jnp.bfloat16) if is_float(a) else a, params)
+        cast = jax.lax.with_sharding_constraint(cast, shardings[0])
+        loss = lambda p: model.loss(nnx.merge(captured["graph"], p) if is_nnx else p, batch)
+        value, grads = jax.value_and_grad(loss)(cast)
         grads = jax.lax.with_sharding_constraint(grads, shardings[0])
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
         updates, opt_state = tx.update(grads, opt_state, params)

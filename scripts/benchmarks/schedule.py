@@ -3,6 +3,7 @@
     python scripts/benchmarks/schedule.py --target h100:8           # tables
     python scripts/benchmarks/schedule.py --target h100:64 --json   # one JSON object
     python scripts/benchmarks/schedule.py --target v5e:4x4 --forms ours plain --dump programs
+    python scripts/benchmarks/schedule.py --model qwen3-8b --json   # a model of another package, as it is
 
 Nothing is allocated and nothing runs: a GPT of 3.5 billion parameters is compiled from avals, and the compiled programs
 are analyzed (zerojax.analysis, zerojax.plan.timeline). Forms:
@@ -13,6 +14,11 @@ are analyzed (zerojax.analysis, zerojax.plan.timeline). Forms:
                 constrained to shards
     replicated  the same with nothing sharded: data parallelism
     single      one device, with the rows of one device
+
+With `--model`, a model of `models.py` at its real size takes the place of the GPT. `plain` is then what one would write
+for a model that is not edited: the same jit and shardings without a constraint in the layers, and without
+rematerialization, which would be written into the model. Its computing time is its own, so the limit of each form is
+that of its own computing time, and there is no bound of the memory.
 
 Exposed bytes are those of collectives that overlap with no matrix product. Copies in loop bodies count if they have at
 least 1/16 of the bytes of a layer's largest leaf; transpositions of that size are listed separately. The formula of the
@@ -51,12 +57,13 @@ def arguments():
     parser.add_argument("--target", default="h100:8", help="a target of zerojax.targets (default %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--dump", type=Path, metavar="DIR", help="write the texts of the compiled programs to DIR")
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
+    parser.add_argument("--forms", nargs="+", choices=FORMS, help="default: all; with --model, ours and plain")
+    parser.add_argument("--model", help="a model of models.py, such as qwen3-8b or linen-1b, instead of the GPT")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--seq", type=int, default=2048)
-    parser.add_argument("--rows", type=int, default=2, help="sequences on each device (default %(default)s)")
+    parser.add_argument("--seq", type=int, help="default 2048, or that of the model")
+    parser.add_argument("--rows", type=int, help="sequences on each device (default 2, or that of the model)")
     parser.add_argument("--vocab", type=int, default=32768)
     parser.add_argument(
         "--remat",
@@ -74,7 +81,11 @@ def arguments():
         help="compile all programs for GPUs under the assumption that every device sends at this rate",
     )
     parser.add_argument("--unrolled", action="store_true", help="a list of layers instead of a scanned stack")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.forms = args.forms or (["ours", "plain"] if args.model else list(FORMS))
+    if args.model and not set(args.forms) <= {"ours", "plain"}:
+        parser.error("--model has the forms ours and plain")
+    return args
 
 
 def main():
@@ -82,22 +93,19 @@ def main():
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the programs are for other devices
     if args.link:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {link_flag(args.link)}"
-    import gpt
     from rich.console import Console
     from timing import versions
 
     from zerojax import targets
 
     devices = targets.devices(args.target)
-    config = gpt_config(args)
     platform = targets.platform(args.target)
-    layer, table = gpt.layer_sizes(config), config.vocab * config.width
-    psi, unit, leaf = config.layers * sum(layer) + 2 * table, max(sum(layer), table), max(layer)
+    subject = (Unedited if args.model else GPT)(args, devices)
     slow_process = compile_for_slow_link(args) if platform == "cuda" and not args.link else None
     result = {
         "target": args.target,
         "num_devices": len(devices),
-        "parameters": psi,
+        "parameters": subject.psi,
         "rates": {"flops": FLOPS, "memory": MEMORY, **LINKS},
         "shapes": {k: v for k, v in vars(args).items() if k not in ("json", "dump", "target", "forms")},
         "versions": versions(),
@@ -105,26 +113,105 @@ def main():
     }
     forms = result["forms"]
     with Console(stderr=True).status("") as status:
-        status.update("compiling one unit")
-        activations = activation_bytes(config, args, devices[:1], platform)
         for form in args.forms:
             status.update(f"compiling {form}")
-            start = time.perf_counter()
-            used = devices[:1] if form == "single" else devices
-            traced = ours(config, args, used) if form == "ours" else trace_plain(form, config, args, used)
-            forms[form] = report(traced, form, platform, args.dump, copy_bytes=2 * leaf // 16)
-            forms[form]["compile_s"] = time.perf_counter() - start
-            volume = {"replicated": 2, "single": 0}.get(form, 3)  # elements for each parameter
-            forms[form]["formula_bytes"] = volume * psi * (len(devices) - 1) / len(devices) * 2
-            terms = memory_terms(form, config, args, len(used), psi, unit, activations)
-            forms[form] |= terms | {
-                "bound_bytes": 1.05 * sum(terms.values()) if args.remat in ("full", "offload") else None
+            start, processor = time.perf_counter(), time.process_time()
+            traced = subject.trace(form)
+            trace_s, trace_processor_s = time.perf_counter() - start, time.process_time() - processor
+            forms[form] = report(traced, form, platform, args.dump, copy_bytes=2 * subject.leaf // 16)
+            forms[form] |= {
+                "trace_s": trace_s,
+                "compile_s": time.perf_counter() - start,
+                "trace_processor_s": trace_processor_s,
+                "processor_s": time.process_time() - processor,
             }
+            volume = {"replicated": 2, "single": 0}.get(form, 3)  # elements for each parameter
+            forms[form]["formula_bytes"] = volume * subject.psi * (len(devices) - 1) / len(devices) * 2
+            status.update("compiling one unit")
+            forms[form] |= subject.memory(form, platform)
     if slow_process:
         for name, form in forms_of(slow_process).items():
             forms[name]["slow_untold_s"], forms[name]["slow_s"] = forms[name].get("slow_s"), form.get("slow_s")
-    limits(result)
+            forms[name]["slow_exposed_bytes"] = form.get("exposed_bytes")
+    limits(result, own_compute=bool(args.model))
     print(json.dumps(result)) if args.json else tables(result)
+
+
+class GPT:
+    """The GPT of gpt.py in all forms.
+
+    Attributes:
+        psi: its number of parameters.
+        leaf: the number of elements of the largest leaf of a layer.
+    """
+
+    def __init__(self, args, devices):
+        import gpt
+
+        args.seq, args.rows = args.seq or 2048, args.rows or 2
+        self.args, self.devices, self.config = args, devices, gpt_config(args)
+        layer, table = gpt.layer_sizes(self.config), self.config.vocab * self.config.width
+        self.psi = self.config.layers * sum(layer) + 2 * table
+        self.unit, self.leaf = max(sum(layer), table), max(layer)
+        self.activations = None
+
+    def used(self, form):
+        return self.devices[:1] if form == "single" else self.devices
+
+    def trace(self, form):
+        used = self.used(form)
+        return ours(self.config, self.args, used) if form == "ours" else trace_plain(form, self.config, self.args, used)
+
+    def memory(self, form, platform):
+        """The terms of the bound of the memory, and the bound."""
+        if self.activations is None:
+            self.activations = activation_bytes(self.config, self.args, self.devices[:1], platform)
+        used = len(self.used(form))
+        terms = memory_terms(form, self.config, self.args, used, self.psi, self.unit, self.activations)
+        return terms | {"bound_bytes": 1.05 * sum(terms.values()) if self.args.remat in ("full", "offload") else None}
+
+
+class Unedited:
+    """A model of models.py. Attributes as of `GPT`."""
+
+    def __init__(self, args, devices):
+        import models
+        import optax
+
+        import zerojax
+
+        self.model = models.model(args.model)
+        args.seq, args.rows = args.seq or self.model.seq, args.rows or self.model.rows
+        self.args, self.devices = args, devices
+        self.batch = self.model.batch_aval(args.rows * len(devices), args.seq)
+        self.zero = zerojax.Zero(zerojax.make_mesh(devices=devices), 3, "bf16", **self.model.options)
+        self.tx = optax.adamw(1e-3)
+        leaves = self.zero.eval_init(self.model.create, self.tx).definition.leaves
+        self.psi, self.leaf = sum(leaf.size for leaf in leaves), max(leaf.size_at_once for leaf in leaves)
+
+    def trace(self, form):
+        if form == "ours":
+            state = self.zero.eval_init(self.model.create, self.tx)
+            remat = remat_of(self.args)
+            return self.zero.train_step(self.model.loss, remat=remat, prefetch=self.args.prefetch).trace(
+                state, self.batch
+            )
+        import jax
+        import plain
+
+        init, step, rows = plain.unedited(self.model, self.tx, self.devices)
+        aval = lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows)
+        return step.trace(jax.eval_shape(init), jax.tree.map(aval, self.batch))
+
+    def memory(self, form, platform):
+        return {"bound_bytes": None}
+
+
+def remat_of(args):
+    """The setting of `train_step` for an argument of this script."""
+    import zerojax
+
+    return zerojax.Remat(offload_inputs=True) if args.remat == "offload" else args.remat
 
 
 def link_flag(rate):
@@ -172,8 +259,7 @@ def ours(config, args, devices):
 
     zero = zerojax.Zero(zerojax.make_mesh(devices=devices), stage=3, precision="bf16")
     state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
-    remat = zerojax.Remat(offload_inputs=True) if args.remat == "offload" else args.remat
-    step = zero.train_step(gpt.loss, remat=remat, prefetch=args.prefetch)
+    step = zero.train_step(gpt.loss, remat=remat_of(args), prefetch=args.prefetch)
     return step.trace(state, gpt.batch_aval(config, args.rows * len(devices)))
 
 
@@ -318,13 +404,17 @@ def two_lanes(num_devices, link):
     return Cluster("two lanes", chip, num_devices, num_devices)
 
 
-def limits(result):
-    """Adds the limit of each form on each link, and the ratios of its time to this limit and to the products' limit."""
+def limits(result, own_compute):
+    """Adds the limit of each form on each link, and the ratios of its time to this limit and to the products' limit.
+
+    A form that sends less than the formula has the limit of what it sends.
+    """
     timed = [form for form in result["forms"].values() if form.get("fast_s")]
-    least = lambda part: min((form["fast_s"][part] for form in timed), default=0)
     for form in result["forms"].values():
+        of_limit = [form] if own_compute and form.get("fast_s") else timed
+        least = lambda part, forms=of_limit: min((form["fast_s"][part] for form in forms), default=0)
         for link, rate in LINKS.items():
-            sending = form["formula_bytes"] / rate
+            sending = min(form["formula_bytes"], form.get("sent_bytes", form["formula_bytes"])) / rate
             form[f"limit_{link}_s"] = max(least("compute"), sending)
             for suffix in "", "_untold":
                 if suffix and f"{link}{suffix}_s" not in form:
@@ -338,7 +428,7 @@ def tables(result):
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = Console(width=None if Console().is_terminal else 160)
     gib = lambda size: "" if size is None else f"{size / 2**30:.2f}"
     forms = {name: form for name, form in result["forms"].items() if "error" not in form}
 
@@ -373,6 +463,7 @@ def tables(result):
             **{
                 term.replace(" ", "\n"): size(f"{term.replace(' ', '_')}_bytes")
                 for term in ("state", "gradients", "checkpoints", "gathered", "in flight gradients", "activations")
+                if all(f"{term.replace(' ', '_')}_bytes" in form for form in forms.values())
             },
             "collectives'\nbuffers": size("communication_buffer_bytes"),
             "host": size("host_temporaries_bytes"),
@@ -388,6 +479,7 @@ def tables(result):
         columns[f"time / limit\n{link}"] = over(link)
     if any(form.get("slow_untold_s") for form in forms.values()):
         columns["time / limit\nslow, no flag"] = over("slow_untold")
+    columns |= {"trace and\ncompile, s": lambda form: f"{form['compile_s']:.0f}"}
     columns |= {"GiB copied\nin loops": size("copies_in_loops"), "transposed": size("transpositions_in_loops")}
     table("Predicted ms per step with two lanes, and copies in loops", columns)
     for name, form in result["forms"].items():
