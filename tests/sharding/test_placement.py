@@ -14,8 +14,8 @@ import zerojax
 from zerojax import Zero
 from zerojax.sharding.placement import choose_dim
 
-EVEN = {"a": (64, 32), "b": (32, 8), "c": (8,)}  # every leaf divides into eight
-EVEN_SIZE = 64 * 32 + 32 * 8 + 8
+EVEN = {"a": (64, 32), "b": (32, 16), "c": (16,)}  # every leaf divides into eight
+EVEN_SIZE = 64 * 32 + 32 * 16 + 16
 
 
 def create_even(key):
