@@ -15,7 +15,7 @@ Operations run in the order of the trace.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -57,7 +57,7 @@ def peak(jaxpr: Any, gradients: Sequence[int] = (), space: Any = jax.memory.Spac
     """
     flat = jaxpr_stats.flattened(jaxpr, space)
     kinds = {flat.outputs[i]: GRADIENTS for i in gradients}
-    return _Computation(flat, space, [], kinds).peak()
+    return Lifetimes(flat, space, [], kinds).peak()
 
 
 def _stores(operation: Operation) -> bool:
@@ -65,7 +65,7 @@ def _stores(operation: Operation) -> bool:
     return name in _STORES or name.startswith(("reduce_", *_KERNELS))
 
 
-class _Computation:
+class Lifetimes:
     """A function or a body of a loop: the values that it stores, and their lifetimes.
 
     Args:
@@ -175,6 +175,14 @@ class _Computation:
         return self.kinds.get(value, ACTIVATIONS)
 
     def peak(self) -> Peak:
+        largest = Counter[str]()
+        for _, during in self.moments():
+            if during.total() > largest.total():
+                largest = during
+        return Peak(+largest)
+
+    def moments(self) -> Iterator[tuple[int, Counter[str]]]:
+        """Yields (the position of an operation, the bytes by kind that are alive while it runs). The first is -1."""
         births: dict[int, list[Value]] = {}
         deaths: dict[int, list[Value]] = {}
         for value, k in self.born.items():
@@ -183,7 +191,7 @@ class _Computation:
         alive = Counter[str]()
         for value in births.get(-1, ()):
             alive[self._kind(value)] += value.num_bytes
-        largest = Counter(alive)
+        yield -1, Counter(alive)
         for k, operation in enumerate(self.flat.operations):
             born, dying = births.get(k, []), [v for v in deaths.get(k, []) if self.born[v] < k]
             for value in born:
@@ -194,11 +202,9 @@ class _Computation:
             if operation.name in _LOOPS:  # all activations outside of the loop wait for it
                 during[CHECKPOINTS] += during.pop(ACTIVATIONS, 0)
                 during.update(self._inside(operation))
-            if during.total() > largest.total():
-                largest = during
+            yield k, during
             for value in deaths.get(k, []):
                 alive[self._kind(value)] -= value.num_bytes
-        return Peak(+largest)
 
     def _carried(self, operation: Operation, dying: list[Value]) -> list[Value]:
         """Returns the initial and final values of the carry of a loop, which count as part of the loop's body.
@@ -215,13 +221,17 @@ class _Computation:
         """Returns the peak of the body of a loop or a branch, by kind."""
         bodies = [jaxpr_stats.flattened(inner, self.space) for inner in jaxprs.sub_jaxprs(loop.equation)]
         if loop.name != "scan":
-            peaks = [_Computation(flat, self.space, [], {}).peak().by_kind for flat in bodies]
+            peaks = [Lifetimes(flat, self.space, [], {}).peak().by_kind for flat in bodies]
             return max(peaks, key=lambda by_kind: by_kind.total())
         (flat,) = bodies
+        return self._body(loop, flat).peak().by_kind
+
+    def _body(self, loop: Operation, flat: jaxpr_stats.FlatJaxpr) -> Lifetimes:
+        """Returns the lifetimes in the body of a scan, with the kinds that its operands and results have outside."""
         kinds = {i: self._kind_of(o) for i, o in zip(flat.inputs, loop.reads, strict=True) if o is not None}
         kinds |= {i: self._kind_of(o) for i, o in zip(flat.outputs, loop.results, strict=True) if i is not None}
         known = {value: kind for value, kind in kinds.items() if kind}
-        return _Computation(flat, self.space, flat.inputs[_carry(loop)], known).peak().by_kind
+        return Lifetimes(flat, self.space, flat.inputs[_carry(loop)], known)
 
 
 def _carry(operation: Operation) -> slice:

@@ -112,7 +112,8 @@ def plan_command(
     import zerojax
     from zerojax.analysis import targets
     from zerojax.plan import cluster, presets
-    from zerojax.plan.planner import Settings, plan as make_plan
+    from zerojax.plan.job import Settings
+    from zerojax.plan.planner import plan as make_plan
     from zerojax.plan.search import Ranking, search
     from zerojax.plan.show import render, render_ranking
 
@@ -133,7 +134,9 @@ def plan_command(
             zerojax.simulate_devices(cluster(target).num_devices)
         with Console(stderr=True).status("searching" if auto else "compiling" if compiled else "tracing") as status:
             if auto:
-                made = search(what, target, settings["rows"], on_step=status.update, **given)
+                made = search(
+                    what, target, settings["rows"], precision=settings["precision"], on_step=status.update, **given
+                )
             else:
                 made = make_plan(what, target, Settings(**settings), compile=compiled, dump=dump, **given)
     except (ValueError, RuntimeError) as error:

@@ -1,7 +1,8 @@
 """Predicts whether a training step fits on a cluster, what it sends, how long it takes, and which changes help."""
 
 from zerojax.analysis.hardware import Cluster, cluster
-from zerojax.plan.planner import Plan, Settings, Suggestion, plan
-from zerojax.plan.presets import PRESETS, Job
+from zerojax.plan.job import Job, Settings
+from zerojax.plan.planner import Plan, Suggestion, plan
+from zerojax.plan.presets import PRESETS
 
 __all__ = ["PRESETS", "Cluster", "Job", "Plan", "Settings", "Suggestion", "cluster", "plan"]

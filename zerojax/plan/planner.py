@@ -9,16 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zerojax.analysis import hardware, jaxpr_stats, targets
+from zerojax.analysis import hardware, targets
 from zerojax.analysis.hardware import Cluster
 from zerojax.plan import presets
-from zerojax.plan.presets import Job
+from zerojax.plan.job import DEFAULT_SETTINGS, Job, Settings
 from zerojax.plan.program import CompiledStep, compile_step
+from zerojax.plan.tracing import Tracer, num_rows
 from zerojax.plan.utilisation import Throughput, model_flops, throughput
-from zerojax.report.memory import Memory, step_memory
-from zerojax.sharding.mesh import make_mesh
-from zerojax.transform.remat import Remat
-from zerojax.zero import Zero
+from zerojax.report.memory import Memory
 
 # The share of a device's memory that a program may use. GPUs: the share that JAX takes without XLA_CLIENT_MEM_FRACTION
 # (JAX's documentation, "GPU memory allocation", 2026-11). TPUs: 15.75 GiB of a v5e's 16 GiB are not reserved (from an
@@ -26,42 +24,6 @@ from zerojax.zero import Zero
 MEMORY_SHARE = {"cuda": 0.75, "tpu": 0.984, "cpu": 1.0}
 _MAX_GPU_SHARE = 0.95  # a guess: the driver and NCCL need some of the rest
 REMATS = ("none", "dots", "full", "offload")  # from the most memory to the least
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """The options of a step.
-
-    Attributes:
-        stage, precision: as in `Zero`.
-        rows: rows of a device in a microbatch; None for the default of the model.
-        num_microbatches, prefetch, bucket_bytes: as in `Zero.train_step`.
-        remat: 'none', 'dots', 'full', or 'offload', which is 'full' with the inputs of layers in host memory.
-        replica, model: sizes of the mesh axes, as in `make_mesh`.
-    """
-
-    stage: int = 3
-    precision: str = "bf16"
-    rows: int | None = None
-    num_microbatches: int = 1
-    remat: str = "full"
-    prefetch: int = 1
-    bucket_bytes: int | None = None
-    replica: int = 1
-    model: int | None = None
-
-    def python(self) -> str:
-        """Returns the Python calls that build the step."""
-        given = (("replica", self.replica), ("model", self.model))
-        mesh = ", ".join(f"{name}={size}" for name, size in given if size not in (None, 1))
-        remat = "zerojax.Remat(offload_inputs=True)" if self.remat == "offload" else repr(self.remat)
-        step = [f"remat={remat}", f"prefetch={self.prefetch}"]
-        step += [f"num_microbatches={self.num_microbatches}"] if self.num_microbatches > 1 else []
-        step += [f"bucket_bytes={self.bucket_bytes}"] if self.bucket_bytes else []
-        return (
-            f"zero = zerojax.Zero(zerojax.make_mesh({mesh}), stage={self.stage}, precision={self.precision!r})\n"
-            f"step = zero.train_step(loss_fn, {', '.join(step)})"
-        )
 
 
 class Suggestion(NamedTuple):
@@ -162,7 +124,7 @@ class Plan:
 def plan(
     what: str,
     target: str,
-    settings: Settings = Settings(),
+    settings: Settings = DEFAULT_SETTINGS,
     *,
     compile: bool = False,
     memory_share: float | None = None,
@@ -190,32 +152,104 @@ def plan(
         ValueError: if a preset, function, target or setting is unknown, or if the rows cannot be divided.
         RuntimeError: if the compiler of the target is not installed. The message says how to install it.
 
-    Cost: a trace of the step, about a second, and one more for each suggestion; compiling takes 10 to 60 s.
+    Cost: creates the model and traces its loss once, and traces the step without layers that equal others, once more
+        for each suggestion: some seconds in all. Compiling takes 10 to 60 s, and more for layers that are not scanned.
     """
-    cluster = hardware.cluster(target, calibration)
-    share = MEMORY_SHARE[cluster.chip.platform] if memory_share is None else memory_share
-    if not 0 < share <= 1:
-        raise ValueError(f"plan: memory_share is {share}\n  fix:      pass a share of the memory: 0 < share <= 1")
-    if what in presets.PRESETS and (settings.model or 1) > 1:
-        raise ValueError(
-            f"plan: {what!r} cannot be divided over a model axis of {settings.model}\n"
-            f"  fix:      use --replica, or --job with a model that is annotated"
-        )
-    limit = int(share * cluster.chip.memory_bytes)
     devices = targets.devices(target) if compile else None  # before JAX looks for devices
-    job = find_job(what, cluster.chip.platform, compiled=False)
-    settings = dataclasses.replace(settings, rows=settings.rows or job.rows)
-    traced = trace(job, cluster.num_devices, settings)
-    program = speed = None
-    if devices is not None:
-        compilable = trace(find_job(what, cluster.chip.platform, compiled=True), devices, settings)
+    return Planner(what, target, memory_share=memory_share, calibration=calibration).plan(
+        settings, devices, dump=dump, suggest=suggest
+    )
+
+
+class Planner:
+    """Plans the steps of one job on one cluster. All plans share their traces.
+
+    Args:
+        what, target, memory_share, calibration: as in `plan`.
+    """
+
+    def __init__(self, what: str, target: str, *, memory_share: float | None = None, calibration: Path | None = None):
+        self.what, self.cluster = what, hardware.cluster(target, calibration)
+        chip = self.cluster.chip
+        share = MEMORY_SHARE[chip.platform] if memory_share is None else memory_share
+        if not 0 < share <= 1:
+            raise ValueError(f"plan: memory_share is {share}\n  fix:      pass a share of the memory: 0 < share <= 1")
+        self.limit_bytes = int(share * chip.memory_bytes)
+        self.tracer = Tracer(find_job(what, chip.platform, compiled=False))
+
+    @functools.cached_property
+    def _plain(self) -> Tracer:
+        """Traces the job with attention whose products are in the trace."""
+        return Tracer(find_job(self.what, "", compiled=False)) if self.what in presets.PRESETS else self.tracer
+
+    def with_rows(self, settings: Settings) -> Settings:
+        """The settings with the rows of the job, if they have none."""
+        return dataclasses.replace(settings, rows=settings.rows or self.tracer.job.rows)
+
+    def plan(self, settings: Settings, devices: Any = None, *, dump: Path | None = None, suggest: bool = True) -> Plan:
+        """Returns the plan of one step.
+
+        Args:
+            settings: the options of the step.
+            devices: the described devices of the target that the step is compiled for; None to compile nothing.
+            dump, suggest: as in `plan`.
+        """
+        if self.what in presets.PRESETS and (settings.model or 1) > 1:
+            raise ValueError(
+                f"plan: {self.what!r} cannot be divided over a model axis of {settings.model}\n"
+                f"  fix:      use --replica, or --job with a model that is annotated"
+            )
+        settings = self.with_rows(settings)
+        memory = self.memory(settings)
+        program = speed = None
+        if devices is not None:
+            program = self._compiled(settings, devices, memory, dump)
+            if program.analysis.prediction:
+                speed = self._throughput(settings, program.analysis.prediction.step_s)
+        parameters = self.parameters(settings)
+        found = Plan(self.what, self.cluster, settings, parameters, memory, self.limit_bytes, program, speed)
+        suggestions = tuple(self._suggestions(found)) if suggest else ()
+        return dataclasses.replace(found, suggestions=suggestions)
+
+    def memory(self, settings: Settings, num_devices: int | None = None) -> Memory:
+        """The memory of a device by formula, on the cluster or on another number of its devices."""
+        return self.tracer.memory(settings, num_devices or self.cluster.num_devices)
+
+    def parameters(self, settings: Settings) -> int:
+        """The number of parameters of the model."""
+        zero = self.tracer.zero(settings, self.cluster.num_devices)
+        return sum(leaf.size for leaf in self.tracer.state(zero).definition.leaves)
+
+    def model_flops(self, settings: Settings) -> int:
+        """The flops of a step on all devices without recomputation, see `utilisation.model_flops`."""
+        loss = self._plain.loss(settings, self.cluster.num_devices).traced.closed.jaxpr
+        num_parts = self.cluster.num_devices // (settings.model or 1) * settings.num_microbatches
+        return model_flops(loss) * num_parts
+
+    def _compiled(self, settings: Settings, devices: Any, memory: Memory, dump: Path | None) -> CompiledStep:
+        tracer = self.tracer
+        if self.what in presets.PRESETS:
+            tracer = Tracer(find_job(self.what, self.cluster.chip.platform, compiled=True))
+        compilable = tracer.step(settings, devices)
         axes = dict(compilable.zero.config.mesh.shape)
-        program = compile_step(compilable.step, cluster, axes, traced.memory.arguments_bytes, dump)
-        if program.analysis.prediction:
-            speed = _throughput(what, cluster, settings, program.analysis.prediction.step_s)
-    found = Plan(what, cluster, settings, traced.parameters, traced.memory, limit, program, speed)
-    suggestions = tuple(_suggestions(found, job)) if suggest else ()
-    return dataclasses.replace(found, suggestions=suggestions)
+        return compile_step(compilable.step, self.cluster, axes, memory.arguments_bytes, dump)
+
+    def _throughput(self, settings: Settings, step_s: float) -> Throughput:
+        job, num_devices = self.tracer.job, self.cluster.num_devices // (settings.model or 1)
+        num_tokens = num_rows(job, settings, num_devices) * job.tokens
+        return throughput(step_s, self.cluster, num_tokens, self.model_flops(settings))
+
+    def _suggestions(self, found: Plan) -> Iterator[Suggestion]:
+        """Yields changes that save memory if the step does not fit, or changes that use the free memory if it does."""
+        chip = self.cluster.chip
+        if chip.platform == "cuda" and found.limit_bytes < found.peak_bytes <= _MAX_GPU_SHARE * chip.memory_bytes:
+            yield Suggestion(f"XLA_CLIENT_MEM_FRACTION={_MAX_GPU_SHARE} in the environment", found.peak_bytes, True)
+        changes = _memory_reductions if not found.fits else _uses_of_free_memory
+        correction = max(0, found.peak_bytes - found.memory.peak_bytes)  # of the formula, if compiled
+        for text, settings, num_devices in changes(found):
+            peak_bytes = self.memory(settings, num_devices).peak_bytes + correction
+            if found.fits or peak_bytes < found.peak_bytes:
+                yield Suggestion(text, peak_bytes, peak_bytes <= found.limit_bytes)
 
 
 def find_job(what: str, platform: str, compiled: bool) -> Job:
@@ -251,73 +285,6 @@ def find_job(what: str, platform: str, compiled: bool) -> Job:
             f"  fix:      return zerojax.plan.Job(create_model, tx, loss_fn, batch, rows=..., tokens=...)"
         )
     return found
-
-
-class TracedStep(NamedTuple):
-    """A traced step, and its memory by formula."""
-
-    zero: Zero
-    step: Any
-    parameters: int
-    memory: Memory
-
-
-def trace(job: Job, devices: Any, settings: Settings) -> TracedStep:
-    """Traces the step of a job on `devices`, which are devices or their number."""
-    mesh = make_mesh(devices=devices, replica=settings.replica, model=settings.model)
-    zero = Zero(mesh, settings.stage, settings.precision)
-    state = zero.eval_init(job.create_model, job.tx)
-    remat = Remat(offload_inputs=True) if settings.remat == "offload" else settings.remat
-    step = zero.train_step(
-        job.loss_fn,
-        num_microbatches=settings.num_microbatches,
-        remat=remat,
-        prefetch=settings.prefetch,
-        bucket_bytes=settings.bucket_bytes,
-    )
-    batch = job.batch(num_rows(job, settings, zero.config.axes.num_devices))
-    traced = step.trace(state, batch)
-    memory = step_memory(zero.config, step.settings, state, traced, batch)
-    return TracedStep(zero, traced, sum(leaf.size for leaf in state.definition.leaves), memory)
-
-
-def num_rows(job: Job, settings: Settings, num_devices: int) -> int:
-    """Returns the rows of a step. Devices that share a row, along a model axis, count once in `num_devices`."""
-    return (settings.rows or job.rows) * settings.num_microbatches * num_devices
-
-
-def model_flops_of(what: str, cluster: Cluster, settings: Settings) -> int:
-    """Returns the flops of a step on all devices without recomputation, see `utilisation.model_flops`.
-
-    They are counted with unfused attention, whose products are in the trace.
-    """
-    job = find_job(what, "", compiled=False)
-    num_devices = cluster.num_devices // (settings.model or 1)
-    zero = Zero(make_mesh(devices=num_devices), stage=0)
-    rows = num_rows(job, settings, num_devices)
-    evaluated = zero.eval_step(job.loss_fn).trace(zero.eval_init(job.create_model, job.tx), job.batch(rows))
-    (loss,) = jaxpr_stats.manual_parts(evaluated.jaxpr)
-    return model_flops(loss) * num_devices
-
-
-def _throughput(what: str, cluster: Cluster, settings: Settings, step_s: float) -> Throughput:
-    job = find_job(what, "", compiled=False)
-    num_tokens = num_rows(job, settings, cluster.num_devices // (settings.model or 1)) * job.tokens
-    return throughput(step_s, cluster, num_tokens, model_flops_of(what, cluster, settings))
-
-
-def _suggestions(found: Plan, job: Job) -> Iterator[Suggestion]:
-    """Yields changes that save memory if the step does not fit, or changes that use the free memory if it does."""
-    chip = found.cluster.chip
-    if chip.platform == "cuda" and found.limit_bytes < found.peak_bytes <= _MAX_GPU_SHARE * chip.memory_bytes:
-        yield Suggestion(f"XLA_CLIENT_MEM_FRACTION={_MAX_GPU_SHARE} in the environment", found.peak_bytes, True)
-    changes = _memory_reductions if not found.fits else _uses_of_free_memory
-    correction = max(0, found.peak_bytes - found.memory.peak_bytes)  # of the formula, if compiled
-    for text, settings, num_devices in changes(found):
-        memory = trace(job, num_devices, settings).memory
-        peak_bytes = memory.peak_bytes + correction
-        if found.fits or peak_bytes < found.peak_bytes:
-            yield Suggestion(text, peak_bytes, peak_bytes <= found.limit_bytes)
 
 
 Change = tuple[str, Settings, int]

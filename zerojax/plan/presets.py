@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import optax
 from flax import nnx
 
 from zerojax.losses import chunked_cross_entropy
+from zerojax.plan.job import Job
 from zerojax.typing import Array, PyTree
 
 _QUERY_BLOCK = 512  # queries whose scores `blockwise_attention` computes at a time
@@ -84,26 +85,6 @@ PRESETS = {
     "mixtral-8x7b": Transformer(32, 4096, 32, 8, 14336, 32000, 4096, llama=True, experts=8, experts_per_token=2),
     "vit-h14": Transformer(32, 1280, 16, 16, 5120, 1000, 256, rows=64, patch=14),
 }
-
-
-class Job(NamedTuple):
-    """The training job that is planned: a model, its optimizer, its loss and the shapes of its batch.
-
-    Attributes:
-        create_model: creates the model, as in `Zero.init`.
-        tx: the optax transformation.
-        loss_fn: the loss, as in `Zero.train_step`.
-        batch: `batch(rows) -> tree of avals`, where `rows` is the number of rows on all devices together.
-        rows: the default number of rows on a device in a microbatch.
-        tokens: tokens in a row, for tokens/s.
-    """
-
-    create_model: Callable[..., Any]
-    tx: optax.GradientTransformation
-    loss_fn: Callable[..., Any]
-    batch: Callable[[int], Any]
-    rows: int = 1
-    tokens: int = 1
 
 
 def job(config: Transformer, attention: Callable[..., Array] | None = None) -> Job:

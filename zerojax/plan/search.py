@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import Any, NamedTuple
 
 from zerojax.analysis import targets
 from zerojax.analysis.hardware import Cluster
-from zerojax.plan import planner
-from zerojax.plan.planner import REMATS, Plan, Settings
+from zerojax.plan.job import Settings
+from zerojax.plan.planner import REMATS, Plan, Planner
 
 _RECOMPUTED = {"none": 0.0, "dots": 0.0, "full": 1 / 3, "offload": 1 / 3}  # as a share of the model's flops
 NAIVE = Settings(stage=3, remat="full", prefetch=0)
@@ -93,6 +92,7 @@ def search(
     target: str,
     rows: int | None = None,
     *,
+    precision: str = "bf16",
     memory_share: float | None = None,
     calibration: Path | None = None,
     num_compiled: int = 3,
@@ -102,6 +102,7 @@ def search(
 
     Args:
         what, target, memory_share, calibration: as in `planner.plan`.
+        precision: as in `Zero`.
         rows: rows of a device in a step, in one or more microbatches. The default is that of the model.
         num_compiled: how many of the fastest candidates that fit by formula are compiled. If 0, nothing is compiled,
             not even the naive choice.
@@ -116,33 +117,29 @@ def search(
 
     Cost: half a second for each of some dozens of settings, and `num_compiled` + 1 compilations.
     """
-    if num_compiled:
-        targets.devices(target)  # before JAX looks for devices
-    make = functools.partial(
-        planner.plan, what, target, memory_share=memory_share, calibration=calibration, suggest=False
-    )
-    base = make(Settings(rows=rows))
-    cluster, rows = base.cluster, base.settings.rows or 1
-    job = planner.find_job(what, cluster.chip.platform, compiled=False)
-    flops = planner.model_flops_of(what, cluster, base.settings)
+    devices = targets.devices(target) if num_compiled else None  # before JAX looks for devices
+    planner = Planner(what, target, memory_share=memory_share, calibration=calibration)
+    base = planner.with_rows(Settings(rows=rows, precision=precision))
+    cluster, rows = planner.cluster, base.rows or 1
+    flops, parameters = planner.model_flops(base), planner.parameters(base)
 
     def candidate(settings: Settings) -> Candidate:
         on_step(f"stage {settings.stage}, remat {settings.remat!r}")
-        peak_bytes = planner.trace(job, cluster.num_devices, settings).memory.peak_bytes
-        times = _compute_s(cluster, settings, flops), _link_s(cluster, settings, base.parameters)
-        return Candidate(settings, peak_bytes, peak_bytes <= base.limit_bytes, *times)
+        peak_bytes = planner.memory(settings).peak_bytes
+        times = _compute_s(cluster, settings, flops), _link_s(cluster, settings, parameters)
+        return Candidate(settings, peak_bytes, peak_bytes <= planner.limit_bytes, *times)
 
-    found = [candidate(settings) for settings in _settings(cluster, rows)]
+    found = [candidate(dataclasses.replace(s, precision=precision)) for s in _settings(cluster, rows)]
     # Of two equally fast ones, the one with fewer microbatches comes first: its kernels are larger.
     found.sort(key=lambda c: (not c.fits, c.step_s, c.settings.num_microbatches, c.peak_bytes))
 
     def compiled(candidate: Candidate) -> Candidate:
         on_step(f"compiling stage {candidate.settings.stage}, remat {candidate.settings.remat!r}")
-        return candidate._replace(plan=make(candidate.settings, compile=True))
+        return candidate._replace(plan=planner.plan(candidate.settings, devices, suggest=False))
 
     best = [compiled(c) for c in found[:num_compiled] if c.fits]
     best.sort(key=lambda c: (c.plan is None or not c.plan.fits, c.step_s))
-    naive = candidate(dataclasses.replace(NAIVE, rows=rows))
+    naive = candidate(dataclasses.replace(NAIVE, rows=rows, precision=precision))
     naive = compiled(naive) if num_compiled else naive
     return Ranking(what, cluster, (*best, *found[len(best) :]), naive)
 

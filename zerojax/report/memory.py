@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 
 from zerojax.analysis import jaxpr_stats, liveness
+from zerojax.analysis.liveness import Peak
 from zerojax.report.placement import explain
 from zerojax.sharding.placement import Leaf
 from zerojax.sharding.stages import Stage
@@ -127,14 +128,28 @@ def step_memory(
     """
     jaxpr, *_ = jaxpr_stats.manual_parts(traced.jaxpr)
     num_gradients = sum(leaf.trainable for leaf in state.definition.leaves)
-    alive = liveness.peak(jaxpr, range(num_gradients)).by_kind
+    spaces = jax.memory.Space.Device, jax.memory.Space.Host
+    peaks = [liveness.peak(jaxpr, range(num_gradients), space) for space in spaces]
+    return memory_terms(config, settings, state, batch, *peaks)
+
+
+def memory_terms(
+    config: ZeroConfig, settings: StepSettings, state: TrainState, batch: PyTree, device: Peak, host: Peak
+) -> Memory:
+    """Adds what a step holds between steps to what it holds while it computes gradients.
+
+    Args:
+        config, settings, state, batch: as in `step_memory`.
+        device: the peak of the computation of the gradients in device memory.
+        host: the same in host memory.
+    """
+    alive = device.by_kind
     formulas = _temporary_formulas(config, state, settings.prefetch)
     temporaries = [Term(kind, alive[kind], text) for kind, text in formulas.items() if alive[kind]]
     transposed = _transposed_leaf(config, settings, state)
     if transposed and transposed.num_bytes > sum(term.num_bytes for term in temporaries):
         temporaries = [transposed]
-    host = liveness.peak(jaxpr, range(num_gradients), jax.memory.Space.Host).num_bytes
-    return Memory((*_argument_terms(config, state, batch), *temporaries), host)
+    return Memory((*_argument_terms(config, state, batch), *temporaries), host.num_bytes)
 
 
 def _argument_terms(config: ZeroConfig, state: TrainState, batch: PyTree) -> list[Term]:

@@ -66,7 +66,8 @@ def _from_function(
         params, model_state = jax.tree.unflatten(tree, jaxprs.run(closed, key))
         return _initial(config, definition, params, model_state, key)
 
-    abstract, placed = _abstract(config, jax.eval_shape(initial, key))
+    from_avals = lambda params, model_state, key: _initial(config, definition, params, model_state, key)
+    abstract, placed = with_shardings(config, jax.eval_shape(from_avals, params, model_state, key))
     return lambda: jax.jit(initial, out_shardings=placed)(key), abstract
 
 
@@ -80,7 +81,7 @@ def _from_existing(
     definition = _define(config, overrides, model, params, model_state, from_model, tx)
     _warn_of_plain_arrays(plain, model_state)
     initial = lambda params, model_state, key: _initial(config, definition, params, model_state, key)
-    abstract, placed = _abstract(config, jax.eval_shape(initial, params, model_state, key))
+    abstract, placed = with_shardings(config, jax.eval_shape(initial, params, model_state, key))
 
     def create() -> TrainState:
         for path, a in jax.tree_util.tree_leaves_with_path(params):
@@ -169,8 +170,8 @@ def _initial(
     )
 
 
-def _abstract(config: ZeroConfig, avals: TrainState) -> tuple[TrainState, TrainState]:
-    """(the state as avals with shardings, the shardings)."""
+def with_shardings(config: ZeroConfig, avals: TrainState) -> tuple[TrainState, TrainState]:
+    """Returns (the state as avals with the shardings of its stage, these shardings)."""
     placed = shardings(config, avals)
     return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), avals, placed), placed
 

@@ -1,0 +1,198 @@
+"""Traces the steps that a plan compares: the model is created once, and its loss is traced once for each batch size."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import glob
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from zerojax.analysis import jaxpr_stats, repeated_layers
+from zerojax.analysis.liveness import Peak
+from zerojax.plan.few_layers import FewLayers, LossTrace, few_layers, trace_loss
+from zerojax.plan.job import Job, Settings
+from zerojax.report.memory import Memory, memory_terms
+from zerojax.sharding.mesh import make_mesh
+from zerojax.step import creation, models
+from zerojax.step.gradient import DeviceGradient, compute_gradients, device_gradient
+from zerojax.step.settings import StepSettings
+from zerojax.step.source import ModelSource, plain_arrays, source_of
+from zerojax.step.state import TrainState
+from zerojax.transform.remat import Remat, RematRules
+from zerojax.zero import Zero
+
+
+class TracedStep(NamedTuple):
+    """A traced step.
+
+    Attributes:
+        zero: its `Zero`.
+        step: the result of `step.trace`, to be compiled.
+    """
+
+    zero: Zero
+    step: Any
+
+
+class DeviceTrace(NamedTuple):
+    """The trace of what one device computes before the update, perhaps with only some of the layers.
+
+    Attributes:
+        jaxpr: the jaxpr. Its first outputs are the gradients.
+        num_gradients: how many.
+        layers: the layers that stand for others.
+    """
+
+    jaxpr: Any
+    num_gradients: int
+    layers: tuple[repeated_layers.RepeatedLayer, ...]
+
+    def peaks(self) -> tuple[Peak, Peak]:
+        """The peaks in device memory and in host memory; see `repeated_layers.peak`."""
+        device, host = jax.memory.Space.Device, jax.memory.Space.Host
+        peak = functools.partial(repeated_layers.peak, self.jaxpr, range(self.num_gradients), self.layers)
+        return peak(device), peak(host)
+
+
+class Tracer:
+    """Traces a job with different settings, on different numbers of devices.
+
+    Args:
+        job: the job.
+        on_few_layers: whether equal layers may be left out of the traces.
+    """
+
+    def __init__(self, job: Job, on_few_layers: bool = True):
+        self.job, self.on_few_layers = job, on_few_layers
+        self._create = _CreatesOnce(source_of(job.create_model, None))
+        self._states: dict[Any, TrainState] = {}
+        self._losses: dict[Any, LossTrace] = {}
+        self._traces: dict[Any, DeviceTrace] = {}
+
+    def zero(self, settings: Settings, devices: Any) -> Zero:
+        """The `Zero` of the settings. `devices` are devices or their number."""
+        mesh = make_mesh(devices=devices, replica=settings.replica, model=settings.model)
+        return Zero(mesh, settings.stage, settings.precision, **self.job.options)
+
+    def state(self, zero: Zero) -> TrainState:
+        """The training state as avals with shardings."""
+        key = zero.config.mesh, zero.config.precision
+        if key not in self._states:
+            overrides = dataclasses.replace(zero.overrides, stacked=(*zero.overrides.stacked, *self._create.stacked))
+            self._states[key] = creation.build(zero.config, overrides, self._create.source, self.job.tx, 0)[1]
+            leaves = self._states[key].definition.leaves
+            self._create.stacked = tuple(glob.escape(leaf.path) for leaf in leaves if leaf.stacked)
+        return creation.with_shardings(zero.config, self._states[key])[0]
+
+    def batch(self, settings: Settings, num_devices: int) -> Any:
+        """The avals of the batch of a step. Devices that share a row, along a model axis, count once."""
+        return self.job.batch(num_rows(self.job, settings, num_devices))
+
+    def step(self, settings: Settings, devices: Any) -> TracedStep:
+        """Traces a whole step with all layers, to be compiled."""
+        zero = self.zero(settings, devices)
+        step = zero.train_step(
+            self.job.loss_fn,
+            num_microbatches=settings.num_microbatches,
+            remat=_remat(settings),
+            prefetch=settings.prefetch,
+            bucket_bytes=settings.bucket_bytes,
+        )
+        return TracedStep(zero, step.trace(self.state(zero), self.batch(settings, zero.config.axes.num_devices)))
+
+    def loss(self, settings: Settings, num_devices: int) -> LossTrace:
+        """The loss of a microbatch on one device, with the precision of the settings."""
+        zero = self.zero(settings, num_devices)
+        key = zero.config.mesh, zero.config.precision, settings.rows
+        if key not in self._losses:
+            one = dataclasses.replace(settings, num_microbatches=1)
+            gradient, args = self._gradient(zero, one)
+            self._losses[key] = trace_loss(gradient, args[:-1])
+        return self._losses[key]
+
+    def device_trace(self, settings: Settings, num_devices: int) -> DeviceTrace:
+        """Traces what one device computes before the update."""
+        key = settings, num_devices, self.on_few_layers
+        if key not in self._traces:
+            gradient, args = self._gradient(self.zero(settings, num_devices), settings)
+            few = None
+            if self.on_few_layers:
+                offloads = settings.remat == "offload"
+                num_ends = 1 + offloads, max(1, settings.prefetch) + offloads
+                few = few_layers(gradient, self.loss(settings, num_devices), num_ends)
+            self._traces[key] = _device_trace(few or FewLayers(gradient, tuple(range(len(args[0]))), ()), args)
+        return self._traces[key]
+
+    def memory(self, settings: Settings, num_devices: int) -> Memory:
+        """The memory of a device by formula."""
+        zero = self.zero(settings, num_devices)
+        try:
+            peaks = self.device_trace(settings, num_devices).peaks()
+        except ValueError:  # the layers do not run one after the other
+            self.on_few_layers = False
+            peaks = self.device_trace(settings, num_devices).peaks()
+        batch = self.batch(settings, zero.config.axes.num_devices)
+        return memory_terms(zero.config, _step_settings(settings), self.state(zero), batch, *peaks)
+
+    def _gradient(self, zero: Zero, settings: Settings) -> tuple[DeviceGradient, Any]:
+        """Returns (the gradient on one device, avals of its arguments)."""
+        state, step = self.state(zero), _step_settings(settings).check(zero.config.axes)
+        batch = self.batch(settings, zero.config.axes.num_devices)
+        scale = jax.ShapeDtypeStruct((), jnp.float32)
+        gradient = device_gradient(zero.config, state.definition, self.job.loss_fn, step)
+        return gradient, (jax.tree.leaves(state.params), state.model_state, batch, state.key, scale)
+
+
+def num_rows(job: Job, settings: Settings, num_devices: int) -> int:
+    """Returns the rows of a step. Devices that share a row, along a model axis, count once in `num_devices`."""
+    return (settings.rows or job.rows) * settings.num_microbatches * num_devices
+
+
+def _remat(settings: Settings) -> Any:
+    return Remat(offload_inputs=True) if settings.remat == "offload" else settings.remat
+
+
+def _step_settings(settings: Settings) -> StepSettings:
+    return StepSettings(
+        settings.num_microbatches, None, RematRules.of(_remat(settings)), settings.prefetch, settings.bucket_bytes
+    )
+
+
+def _device_trace(few: FewLayers, args: Any) -> DeviceTrace:
+    args = ([args[0][i] for i in few.leaves], *args[1:])
+    closed = jax.make_jaxpr(lambda *args: compute_gradients(few.gradient, args))(*args)
+    (jaxpr,) = jaxpr_stats.manual_parts(closed)
+    return DeviceTrace(jaxpr, sum(few.gradient.trainable), few.layers)
+
+
+class _CreatesOnce:
+    """Creates a model once. After that, zeros take the place of its values.
+
+    Attributes:
+        source: the source of the model, for `creation.build`.
+        stacked: patterns of the leaves that were found to be stacked when the model was created.
+    """
+
+    def __init__(self, source: ModelSource):
+        self._function, self._made = source.create, None
+        self.source = source if source.create is None else ModelSource(self._created, None)
+        self.stacked: tuple[str, ...] = ()
+
+    def _created(self, key: Any) -> Any:
+        assert self._function is not None
+        if self._made is None:
+            created = self._function(key)
+            rebuild, values = lambda values: values, created
+            if isinstance(created, nnx.Module):
+                plain_arrays(created)  # makes leaves of them
+                graph, values = nnx.split(created)
+                rebuild = lambda values: nnx.merge(graph, values)
+            self._made = rebuild, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), values)
+            return created
+        rebuild, avals = self._made
+        zeros = lambda a: jnp.broadcast_to(key, a.shape) if models.is_key(a) else jnp.zeros(a.shape, a.dtype)
+        return rebuild(jax.tree.map(zeros, avals))
