@@ -4,12 +4,14 @@ import dataclasses
 
 import gpt
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
 
 from zerojax.plan.job import Job, Settings
 from zerojax.plan.planner import Planner
+from zerojax.plan.search import search
 from zerojax.plan.tracing import Tracer
 
 CONFIG = gpt.Config(width=32, layers=6, heads=2, vocab=256, seq=32)
@@ -101,3 +103,26 @@ def test_a_plan_and_its_suggestions_create_the_model_once_and_trace_its_loss_onc
     plan = Planner("test:job", "h100:8").plan(Settings())
     assert any("4 rows" in each.change for each in plan.suggestions) and len(plan.suggestions) >= 4
     assert calls == {"create": 1, "loss": 2}
+
+
+class Carried(nnx.Module):
+    """Runs in bf16 alone: the carry of its scan is bf16, whatever the dtype of the weights."""
+
+    def __init__(self, rngs):
+        self.inner, self.head = nnx.Linear(256, 256, rngs=rngs), nnx.Linear(256, 256, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = jax.nn.one_hot(tokens, 256, dtype=jnp.bfloat16)
+        x, _ = jax.lax.scan(lambda x, _: (self.inner(x), None), x, None, length=3)
+        return self.head(x)
+
+
+def test_a_model_that_fits_one_precision_alone_is_traced_with_it(monkeypatch):
+    """Three and one products of 256 x 256, for each of 32 tokens of 2 rows on 8 devices, three times in a step."""
+    job = gpt_job()._replace(create_model=lambda rngs: Carried(rngs))
+    monkeypatch.setattr("zerojax.plan.planner.find_job", lambda *args, **kwargs: job)
+    assert Planner("test:job", "h100:8").model_flops(Settings(rows=2)) == 3 * 2 * 4 * 256**2 * 32 * 2 * 8
+    ranking = search("test:job", "h100:8", num_compiled=0)
+    assert ranking.candidates and all(c.settings.precision == "bf16" for c in ranking.candidates)
+    with pytest.raises(TypeError, match="carry"):
+        search("test:job", "h100:8", precision="fp32", num_compiled=0)
