@@ -100,6 +100,16 @@ def test_an_update_is_made_in_place():
     assert kib(fn, SQUARE, SQUARE) == {"activations": 5 * 256}
 
 
+def test_the_gradient_of_a_max_pooling_needs_scratch():
+    """The operand is an input. 16 bytes for each of 128 x 128 windows, the array of zeros, and its copy, the result."""
+
+    def fn(x):
+        pooled = lambda x: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (2, 2), (2, 2), "VALID")
+        return jax.vjp(pooled, x)[1](jnp.ones((128, 128)))[0]
+
+    assert kib(fn, SQUARE) == {"activations": 16 * 16 + 2 * 256}
+
+
 def test_arrays_in_host_memory_do_not_count_on_the_device():
     to = lambda x, space: jax.device_put(x, space)
 

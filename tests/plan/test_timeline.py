@@ -296,6 +296,35 @@ def test_flops_of_the_convolutions_that_are_products_on_tpus(lhs, rhs, result, w
     assert costs.dot_flops(program(text).entry.root) == flops
 
 
+IMAGE, FILTER, RESULT = "2,8,8,GROUPED", "6,3,3,4", "2,8,4,6"
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "first", "second", "result"),
+    [
+        ("convForward", IMAGE, FILTER, RESULT),
+        ("convBiasActivationForward", IMAGE, FILTER, RESULT),
+        ("convForwardGraph", IMAGE, FILTER, RESULT),
+        ("convBackwardInput", RESULT, FILTER, IMAGE),
+        ("convBackwardFilter", IMAGE, RESULT, FILTER),
+    ],
+)
+def test_flops_of_convolutions_by_cudnn(name, first, second, result, groups):
+    """In rows, 3 x 8 - 2 pairs of result and image; in columns, with stride 2 and one pad, 3 x 4 - 1."""
+    text = f"""
+        %a = bf16[{first}] parameter(0)
+        %b = bf16[{second}] parameter(1)
+        ROOT %c = (bf16[{result}], u8[0]) custom-call(%a, %b), \
+window={{size=3x3 stride=1x2 pad=1_1x1_0}}, dim_labels=b01f_o01i->b01f, feature_group_count={groups}, \
+custom_call_target="__cudnn${name}"
+    """.replace("GROUPED", str(4 * groups))
+    root = program(text).entry.root
+    assert costs.dot_flops(root) == 2 * 2 * 6 * 4 * 22 * 11
+    sizes = {IMAGE: 2 * 8 * 8 * 4 * groups, FILTER: 6 * 3 * 3 * 4, RESULT: 2 * 8 * 4 * 6}
+    assert costs.memory_bytes(root) == 2 * sum(sizes.values())
+
+
 def test_causal_attention_counts_half():
     text = """
         %q = bf16[2,128,4,64] parameter(0)

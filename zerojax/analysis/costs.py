@@ -22,7 +22,7 @@ def dot_flops(instruction: Instruction) -> int:
     """Returns the flops of the matrix products of one execution: 2 x elements of the result x elements contracted.
 
     Attention by cuDNN has two products in the forward pass and five in the backward pass; under a causal mask, half of
-    each is computed.
+    each is computed. Convolutions by cuDNN have the dimensions of the forward pass, whatever they compute.
 
     Raises:
         ValueError: if the instruction is a loop, or if it is a custom call or convolution whose dimensions are not in
@@ -32,9 +32,17 @@ def dot_flops(instruction: Instruction) -> int:
     if i.op == "dot":
         return _product_flops(i, i.integers("lhs_contracting_dims"))
     if i.op == "convolution":
-        return _convolution_flops(i)
+        lhs, rhs = i.operands
+        return _convolution_flops(i, lhs, rhs, i)
     if not has_product(i):
         return 0
+    if i.op == "custom-call" and i.target.startswith("__cudnn$conv"):
+        first, second, *_ = i.operands
+        if i.target.endswith("BackwardInput"):
+            return _convolution_flops(i, i, second, first)
+        if i.target.endswith("BackwardFilter"):
+            return _convolution_flops(i, first, i, second)
+        return _convolution_flops(i, first, second, i)
     if i.op == "custom-call":
         config = _backend_config(i)
         if "gemm_backend_config" in config:
@@ -51,16 +59,16 @@ def dot_flops(instruction: Instruction) -> int:
     return sum(dot_flops(j) for j in i.inner)
 
 
-def _convolution_flops(convolution: Instruction) -> int:
-    """Counts only pairs that touch elements of the input: TPU programs write batch dims as dilated windows."""
+def _convolution_flops(convolution: Instruction, image: Instruction, filter: Instruction, result: Instruction) -> int:
+    """Counts only pairs that touch elements of the image: TPU programs write batch dims as dilated windows."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
     if labels is None or re.search(r"batch_group_count=(?!1\b)", convolution.attributes):
         raise unsupported(convolution, "cannot read the dimensions of this convolution")
-    lhs, rhs = (operand.buffers[0].dims for operand in convolution.operands)
-    size = dict(zip(labels.group(3), convolution.buffers[0].dims, strict=True))
-    kernel = dict(zip(labels.group(2), rhs, strict=True))
+    inputs, kernel, size = (
+        dict(zip(names, instruction.buffers[0].dims, strict=True))
+        for names, instruction in zip(labels.groups(), (image, filter, result), strict=True)
+    )
     flops = 2 * size["b"] * size["f"] * kernel["i"]
-    inputs = dict(zip(labels.group(1), lhs, strict=True))
     window = _window(convolution, len(size) - 2)
     for d, dim in enumerate(window):
         flops *= dim.num_pairs(inputs[str(d)], size[str(d)])
@@ -199,6 +207,6 @@ def _device_bytes(buffers: tuple[Buffer, ...]) -> int:
 
 
 def _result_bytes(i: Instruction) -> int:
-    """Returns the bytes of the results, without the workspace that a cuBLAS call returns next to its result."""
-    workspace = i.op == "custom-call" and i.target.startswith("__cublas$")
+    """Returns the bytes of the results, without the workspace that cuBLAS or cuDNN returns next to a result."""
+    workspace = i.op == "custom-call" and i.target.startswith(("__cublas$", "__cudnn$conv"))
     return _device_bytes(i.buffers[:1] if workspace else i.buffers)

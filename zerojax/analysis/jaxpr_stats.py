@@ -124,7 +124,8 @@ def _equation_flops(equation: Equation) -> int:
         return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(shapes[0][d] for d in contracted)
     if name == "conv_general_dilated":
         features = equation.params["dimension_numbers"].rhs_spec[0]
-        return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(shapes[1]) // shapes[1][features]
+        zeros = math.prod(equation.params["lhs_dilation"])  # of so many elements of the dilated image, one is not 0
+        return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(shapes[1]) // shapes[1][features] // zeros
     if name in _ATTENTION:  # cuDNN: q [B, T, N, H] and k [B, S, K, H], or with the heads before the positions
         keys = shapes[1][1 if equation.params["layout"] == 0 else 2]
         return 2 * 2 * math.prod(shapes[0]) * keys

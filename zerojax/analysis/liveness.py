@@ -8,6 +8,7 @@ A trace lists every intermediate value, and a compiled program stores only few o
     recomputed  elementwise results, broadcasts, conversions and slices, from stored values wherever they are read;
                 constants too
     in place    updates of a buffer that is not read afterwards; values carried from one iteration to the next
+    scratch     what the gradient of a max-pooling needs while it is computed
 
 Operations run in the order of the trace.
 """
@@ -34,7 +35,7 @@ _LOOPS = frozenset(["cond", "scan", "while"])
 _READS_STORED = jaxprs.PRODUCTS | jaxpr_stats.COLLECTIVES.keys() | _LOOPS | {"device_put", "sort", "top_k"}
 _SMALL = 64  # a result that is this many times smaller than its sources is stored
 _KERNELS = ("dot_product_attention", "pure_callback")  # prefixes of names; these kernels read and write buffers
-_STORES = _READS_STORED | _UPDATE_IN_PLACE | {"argmax", "argmin", "cumsum", "gather"}
+_STORES = _READS_STORED | _UPDATE_IN_PLACE | {"argmax", "argmin", "cumsum", "gather", "select_and_scatter_add"}
 
 
 class Peak(NamedTuple):
@@ -199,6 +200,7 @@ class Lifetimes:
             during = Counter(alive)
             for value in [*_reused_memory(operation, born, dying), *self._carried(operation, dying)]:
                 during[self._kind(value)] -= value.num_bytes
+            during[ACTIVATIONS] += _scratch_bytes(operation)
             if operation.name in _LOOPS:  # all activations outside of the loop wait for it
                 during[CHECKPOINTS] += during.pop(ACTIVATIONS, 0)
                 during.update(self._inside(operation))
@@ -237,6 +239,18 @@ class Lifetimes:
 def _carry(operation: Operation) -> slice:
     num_consts, num_carry, *_ = jaxprs.scan_params(operation.equation)
     return slice(num_consts, num_consts + num_carry)
+
+
+def _scratch_bytes(operation: Operation) -> int:
+    """Returns the bytes that an operation needs in addition to its operands and results.
+
+    XLA for GPUs computes the gradient of a max-pooling in two steps: for each window, the largest element in fp32 and
+    its three indices in int32, and then a scatter into a copy of an array of zeros.
+    """
+    if operation.name != "select_and_scatter_add":
+        return 0
+    windows, result = operation.equation.invars[0].aval, operation.results[0]
+    return 4 * 4 * windows.size + result.num_bytes
 
 
 def _reused_memory(operation: Operation, born: list[Value], dying: list[Value]) -> list[Value]:
