@@ -114,10 +114,11 @@ def product_flops(jaxpr: Any) -> int:
     Raises:
         ValueError: if a product runs an unknown number of times, or if its flops are unknown.
     """
-    return sum(_equation_flops(equation) for equation in jaxpr.eqns)
+    return sum(equation_flops(equation) for equation in jaxpr.eqns)
 
 
-def _equation_flops(equation: Equation) -> int:
+def equation_flops(equation: Equation) -> int:
+    """Returns the flops of one equation, see `product_flops`."""
     name, shapes = equation.primitive.name, [atom.aval.shape for atom in equation.invars if hasattr(atom.aval, "shape")]
     if name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]

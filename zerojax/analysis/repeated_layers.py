@@ -95,7 +95,7 @@ class _RepeatedLifetimes(Lifetimes):
     ):
         super().__init__(flat, space, owned, kinds)
         self.layers, self.accumulators = layers, list[Value]()
-        tagged = [_segment_of(operation.equation, -1) for operation in flat.operations]
+        tagged = [segment_of(operation.equation, -1) for operation in flat.operations]
         self.end = max((k for k, segment in enumerate(tagged) if segment >= 0), default=0)
         # An operation without a name belongs to the segment of the operation before it.
         self.segments = list(itertools.accumulate(tagged, lambda last, own: own if own >= 0 else last))
@@ -156,14 +156,15 @@ class _RepeatedLifetimes(Lifetimes):
         raise ValueError(f"liveness: segment {segment} of the loss does not run where it is expected")
 
 
-def _segment_of(equation: Any, default: int) -> int:
+def segment_of(equation: Any, default: int) -> int:
+    """The number of the segment in whose name scope an equation was traced, or `default` for all others."""
     found = _SEGMENT.search(str(equation.source_info.name_stack))
     return int(found.group(1)) if found else default
 
 
 def _loops_over_segments(operation: Operation) -> bool:
     """Whether an operation is a loop whose body has several segments."""
-    if operation.name != "scan" or _segment_of(operation.equation, -1) >= 0:
+    if operation.name != "scan" or segment_of(operation.equation, -1) >= 0:
         return False
     body = jaxprs.scan_params(operation.equation).body
-    return len({_segment_of(e, -1) for e in body.jaxpr.eqns} - {-1}) > 1
+    return len({segment_of(e, -1) for e in body.jaxpr.eqns} - {-1}) > 1

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 
 from zerojax.analysis import hardware, targets
 from zerojax.analysis.hardware import Cluster
+from zerojax.analysis.jaxpr_costs import ComputeTime
 from zerojax.plan import presets
 from zerojax.plan.job import DEFAULT_SETTINGS, Job, Settings
+from zerojax.plan.notes import notes
 from zerojax.plan.program import CompiledStep, compile_step
 from zerojax.plan.tracing import Tracer, num_rows
 from zerojax.plan.utilisation import Throughput, model_flops, throughput
@@ -48,6 +50,7 @@ class Plan:
         program: the compiled step; None if it was not compiled.
         throughput: predicted from the schedule of the compiled step; None if it could not be predicted.
         suggestions: changes that save memory, or that use the free memory.
+        notes: matrix products in fp32 that cost most of the time, and reasons why the formula is not sure.
     """
 
     what: str
@@ -59,6 +62,7 @@ class Plan:
     program: CompiledStep | None = None
     throughput: Throughput | None = None
     suggestions: tuple[Suggestion, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -117,6 +121,7 @@ class Plan:
             "busy_s": prediction and dict(prediction.busy_s),
             "tokens_per_device_s": self.throughput and self.throughput.tokens_per_device_s,
             "mfu": self.throughput and self.throughput.model_flop_utilization,
+            "notes": list(self.notes),
             "suggestions": [suggestion._asdict() for suggestion in self.suggestions],
         }
 
@@ -207,13 +212,22 @@ class Planner:
             if program.analysis.prediction:
                 speed = self._throughput(settings, program.analysis.prediction.step_s)
         parameters = self.parameters(settings)
-        found = Plan(self.what, self.cluster, settings, parameters, memory, self.limit_bytes, program, speed)
+        loss = self.tracer.loss(settings, self.cluster.num_devices).traced
+        told = notes(loss, self.cluster.chip, settings)
+        found = Plan(
+            self.what, self.cluster, settings, parameters, memory, self.limit_bytes, program, speed, notes=told
+        )
         suggestions = tuple(self._suggestions(found)) if suggest else ()
         return dataclasses.replace(found, suggestions=suggestions)
 
     def memory(self, settings: Settings, num_devices: int | None = None) -> Memory:
         """The memory of a device by formula, on the cluster or on another number of its devices."""
         return self.tracer.memory(settings, num_devices or self.cluster.num_devices)
+
+    def compute_time(self, settings: Settings) -> ComputeTime:
+        """The time of the forward and the backward pass of a step, by formula; a `model` axis divides it."""
+        time = self.tracer.device_trace(settings, self.cluster.num_devices).compute_time(self.cluster.chip)
+        return ComputeTime().plus(time, 1 / (settings.model or 1))
 
     def parameters(self, settings: Settings) -> int:
         """The number of parameters of the model."""

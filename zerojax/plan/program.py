@@ -98,7 +98,8 @@ def compile_step(
             live ranges (ranges.txt).
 
     Raises:
-        jax.errors.JaxRuntimeError: if the compiler fails for another reason than device memory.
+        RuntimeError: if the compiler fails with an internal error; the message has a flag that helps, if one is known.
+        jax.errors.JaxRuntimeError: if it fails for another reason than device memory.
     """
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
@@ -107,6 +108,8 @@ def compile_step(
             program = traced.lower(lowering_platforms=(cluster.chip.platform,)).compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
             needed = required_bytes(str(error))
+            if needed is None and "INTERNAL" in str(error):
+                raise RuntimeError(internal_error_text(str(error))) from error
             if needed is None:
                 raise
             temporaries = needed - arguments_bytes if "temporaries" not in str(error) else needed
@@ -215,6 +218,24 @@ def summarize_collectives(
 def _axis(group_size: int, axes: dict[str, int]) -> str:
     names = [name for name, size in axes.items() if size == group_size]
     return names[0] if len(names) == 1 else f"{group_size} devices"
+
+
+# What helps against internal errors of the compilers that come with the supported versions of JAX.
+_HELP = {
+    # jax 0.10.2: a product with a bias and an activation, of many rows, such as 64 images of ViT-L/16
+    r"[Cc]ouldn't find output tile sizes|[Tt]riton": "XLA_FLAGS=--xla_gpu_enable_triton_gemm=false in the environment: "
+    "cuBLAS then computes the matrix products",
+}
+
+
+def internal_error_text(message: str) -> str:
+    """Returns what to tell of an internal error of a compiler: its first line, and what helps."""
+    helps = [text for pattern, text in _HELP.items() if re.search(pattern, message)]
+    first = message.strip().splitlines()[0][:300]
+    unknown = "no flag is known to help; other rows or another remat give another program, and the formula needs none"
+    return (
+        f"plan: the compiler failed with an internal error\n  got:      {first}\n  fix:      {(helps or [unknown])[0]}"
+    )
 
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from zerojax.analysis import targets
 from zerojax.analysis.hardware import Cluster
+from zerojax.analysis.jaxpr_costs import ComputeTime
 from zerojax.plan.job import Settings
 from zerojax.plan.planner import REMATS, Plan, Planner
 
-_RECOMPUTED = {"none": 0.0, "dots": 0.0, "full": 1 / 3, "offload": 1 / 3}  # as a share of the model's flops
 NAIVE = Settings(stage=3, remat="full", prefetch=0)
 
 
@@ -24,7 +24,8 @@ class Candidate(NamedTuple):
         settings: the settings, with rows and microbatches.
         peak_bytes: the peak memory of a device, by formula.
         fits: whether the peak by formula is within the limit.
-        compute_s: seconds of a step's matrix products, by formula, at the rate that large ones reach.
+        compute: the time of a step's matrix products, and of its other operations by their memory traffic, by formula,
+            at the rates that large ones reach.
         link_s: seconds to send ZeRO's bytes over the links, by formula.
         plan: the compiled plan, or None if the settings were not compiled.
     """
@@ -32,27 +33,34 @@ class Candidate(NamedTuple):
     settings: Settings
     peak_bytes: int
     fits: bool
-    compute_s: float
+    compute: ComputeTime
     link_s: float
     plan: Plan | None = None
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step as predicted from the compiled program, or else the longer of `compute_s` and `link_s`."""
+        """Seconds of a step as predicted from the compiled program, or else the longer of `compute` and `link_s`."""
         predicted = self.plan.program.analysis.prediction if self.plan and self.plan.program else None
-        return predicted.step_s if predicted else max(self.compute_s, self.link_s)
+        return predicted.step_s if predicted else max(self.compute.total_s, self.link_s)
 
     def data(self) -> dict[str, Any]:
         """Returns the candidate as JSON data, with the compiled plan as 'plan'."""
-        fields = self._replace(settings=dataclasses.asdict(self.settings), plan=self.plan and self.plan.data())
-        return fields._asdict() | {"step_s": self.step_s, "bound": self.bound, "python": self.settings.python()}
+        fields = self._asdict() | {"settings": dataclasses.asdict(self.settings), "compute": self.compute._asdict()}
+        return fields | {
+            "plan": self.plan and self.plan.data(),
+            "step_s": self.step_s,
+            "bound": self.bound,
+            "python": self.settings.python(),
+        }
 
     @property
     def bound(self) -> str:
-        """What limits the step by formula: 'products' or 'links', or 'does not fit'."""
+        """What limits the step by formula: 'products', 'memory' or 'links', or 'does not fit'."""
         if not self.fits or (self.plan is not None and not self.plan.fits):
             return "does not fit"
-        return "products" if self.compute_s >= self.link_s else "links"
+        if self.link_s > self.compute.total_s:
+            return "links"
+        return "products" if self.compute.products_s >= self.compute.memory_s else "memory"
 
 
 class Ranking(NamedTuple):
@@ -121,12 +129,12 @@ def search(
     planner = Planner(what, target, memory_share=memory_share, calibration=calibration)
     base = planner.with_rows(Settings(rows=rows, precision=precision))
     cluster, rows = planner.cluster, base.rows or 1
-    flops, parameters = planner.model_flops(base), planner.parameters(base)
+    parameters = planner.parameters(base)
 
     def candidate(settings: Settings) -> Candidate:
         on_step(f"stage {settings.stage}, remat {settings.remat!r}")
         peak_bytes = planner.memory(settings).peak_bytes
-        times = _compute_s(cluster, settings, flops), _link_s(cluster, settings, parameters)
+        times = planner.compute_time(settings), _link_s(cluster, settings, parameters)
         return Candidate(settings, peak_bytes, peak_bytes <= planner.limit_bytes, *times)
 
     found = [candidate(dataclasses.replace(s, precision=precision)) for s in _settings(cluster, rows)]
@@ -159,11 +167,6 @@ def _replicas(cluster: Cluster) -> Iterator[int]:
         if cluster.num_devices % shards == 0:
             yield cluster.num_devices // shards
         shards *= 8
-
-
-def _compute_s(cluster: Cluster, settings: Settings, flops: float) -> float:
-    repeats = 1 + _RECOMPUTED[settings.remat]
-    return repeats * flops / cluster.num_devices / cluster.chip.flops.effective
 
 
 def _link_s(cluster: Cluster, settings: Settings, parameters: int) -> float:

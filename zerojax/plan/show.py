@@ -36,7 +36,7 @@ def render(plan: Plan, formulas: bool = False) -> Group:
         plan: the plan.
         formulas: whether to explain how each term is computed.
     """
-    parts = [_verdict(plan), _memory(plan, formulas)]
+    parts = [_verdict(plan), *(Text(f"note: {note}", style="yellow") for note in plan.notes), _memory(plan, formulas)]
     if plan.program:
         analysis = plan.program.analysis
         parts.append(_program(plan.program, plan))

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zerojax.analysis import jaxpr_stats, repeated_layers
+from zerojax.analysis.hardware import Chip
+from zerojax.analysis.jaxpr_costs import ComputeTime, compute_time
 from zerojax.analysis.liveness import Peak
 from zerojax.plan.few_layers import FewLayers, LossTrace, few_layers, trace_loss
 from zerojax.plan.job import Job, Settings
@@ -50,6 +52,11 @@ class DeviceTrace(NamedTuple):
     jaxpr: Any
     num_gradients: int
     layers: tuple[repeated_layers.RepeatedLayer, ...]
+
+    def compute_time(self, chip: Chip) -> ComputeTime:
+        """The time of the forward and the backward pass on a chip, without communication."""
+        times = {layer.segment: 1 + layer.others for layer in self.layers}
+        return compute_time(self.jaxpr, chip, times, repeated_layers.segment_of)
 
     def peaks(self) -> tuple[Peak, Peak]:
         """The peaks in device memory and in host memory; see `repeated_layers.peak`."""

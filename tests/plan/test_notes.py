@@ -1,0 +1,98 @@
+"""Plans tell of products in fp32 that cost most of the time, of unsure formulas, and of compilers that fail."""
+
+import gpt
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+from zerojax.analysis import hardware
+from zerojax.plan.job import Job, Settings
+from zerojax.plan.planner import Planner
+from zerojax.plan.program import compile_step
+from zerojax.plan.search import search
+from zerojax.plan.show import text
+
+CONFIG = gpt.Config(width=32, layers=3, heads=2, vocab=256, seq=32, dtype=jnp.bfloat16)
+
+
+class WideHead(nnx.Module):
+    """A GPT whose head computes in fp32."""
+
+    def __init__(self, rngs):
+        self.gpt = gpt.GPT(CONFIG, rngs)
+        self.wide = nnx.Linear(256, 2048, dtype=jnp.float32, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.wide(self.gpt(tokens))
+
+
+class Convolution(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(256, 32, dtype=jnp.bfloat16, rngs=rngs)
+        self.conv, self.head = nnx.Conv(32, 32, (3,), rngs=rngs), nnx.Linear(32, 256, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.head(self.conv(self.embed(tokens)))
+
+
+def planner(monkeypatch, create, target="h100:8"):
+    job = Job(create, optax.adamw(1e-3), gpt.loss, lambda rows: gpt.batch_aval(CONFIG, rows), rows=2)
+    monkeypatch.setattr("zerojax.plan.planner.find_job", lambda *args, **kwargs: job)
+    return Planner("test:job", target)
+
+
+def test_products_in_fp32_that_cost_most_of_the_time_are_named(monkeypatch):
+    plan = planner(monkeypatch, WideHead).plan(Settings(), suggest=False)
+    (note,) = plan.notes
+    assert note.startswith("matrix products in fp32 take") and "float32[2,32,256] x float32[256,2048] in 'wide'" in note
+    assert "matrix products in fp32 take" in text(plan) and plan.data()["notes"] == [note]
+    assert not planner(monkeypatch, gpt.create(CONFIG)).plan(Settings(), suggest=False).notes
+    assert not planner(monkeypatch, WideHead).plan(Settings(precision="fp32"), suggest=False).notes
+
+
+def test_a_formula_that_is_not_sure_says_so(monkeypatch):
+    reasons = lambda create, target: planner(monkeypatch, create, target).plan(Settings(), suggest=False).notes
+    (note,) = reasons(Convolution, "h100:8")
+    assert "not sure" in note and "cuDNN" in note
+    (note,) = reasons(gpt.create(CONFIG), "v5e:2x4")
+    assert "not sure" in note and "TPU" in note
+
+
+class Failing:
+    """A traced step whose compiler fails."""
+
+    def __init__(self, message):
+        self.message = message
+
+    def lower(self, **kwargs):
+        return self
+
+    def compile(self, **kwargs):
+        raise jax.errors.JaxRuntimeError(self.message)
+
+
+@pytest.mark.parametrize(
+    ("message", "fix"),
+    [
+        ("INTERNAL: Couldn't find output tile sizes that satisfy hlo: %dot.1", "xla_gpu_enable_triton_gemm=false"),
+        ("INTERNAL: something else", "no flag is known"),
+    ],
+)
+def test_an_internal_error_of_the_compiler_is_told_with_what_helps(message, fix):
+    with pytest.raises(RuntimeError, match=f"internal error\n  got:      INTERNAL: .*\n  fix:      .*{fix}"):
+        compile_step(Failing(message), hardware.cluster("h100:8"), {}, 0)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="UNAVAILABLE"):
+        compile_step(Failing("UNAVAILABLE: no"), hardware.cluster("h100:8"), {}, 0)
+
+
+def test_candidates_differ_in_time_where_memory_traffic_limits_the_step(monkeypatch):
+    """Attention is written out: its scores are computed again with `remat='full'`."""
+    planner(monkeypatch, gpt.create(CONFIG))
+    candidates = search("test:job", "h100:8", num_compiled=0).candidates
+    seconds = {c.settings.remat: c.compute for c in candidates if c.settings.stage == 3 and c.settings.rows == 2}
+    assert all(time.memory_s > time.products_s for time in seconds.values())
+    assert seconds["none"].memory_s < seconds["full"].memory_s
+    fastest = min(candidates, key=lambda c: (not c.fits, c.step_s))
+    assert candidates[0] == fastest

@@ -1,0 +1,74 @@
+"""Notes about a traced loss: products in fp32 that cost most of the time, and why a formula is not reliable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+
+from zerojax.analysis.hardware import Chip
+from zerojax.analysis.jaxpr_costs import Product, products
+from zerojax.plan.job import Settings
+from zerojax.sharding.precision import Precision
+from zerojax.transform import jaxprs
+from zerojax.transform.segmentation import TracedLoss
+
+_LARGE_SHARE = 0.5  # of the time of all products, from which on those in fp32 are worth a note
+_KERNELS = frozenset({"ffi_call", "pallas_call", "pure_callback"})  # what they need is not in the trace
+_NOT_SURE = "the memory by formula is not sure: "
+
+
+def notes(traced: TracedLoss, chip: Chip, settings: Settings) -> tuple[str, ...]:
+    """Returns the notes about a loss, traced on one device's rows, on a chip."""
+    found = [(unit, product) for unit, equations in _by_unit(traced) for product in products(equations)]
+    wide = _wide_products(found, chip, settings)
+    reasons = _reasons(traced.closed.jaxpr, chip, settings)
+    return (*wide, *(_NOT_SURE + reason for reason in reasons))
+
+
+def _by_unit(traced: TracedLoss) -> Iterator[tuple[str, Any]]:
+    for segment in traced.segments:
+        yield traced.unit_of[segment.leaves[0]] if segment.leaves else "", segment.equations
+
+
+def _wide_products(found: list[tuple[str, Product]], chip: Chip, settings: Settings) -> Iterator[str]:
+    if jnp.dtype(Precision.of(settings.precision).compute_dtype).itemsize >= 4:
+        return
+    total, seconds, units = 0.0, dict[str, float](), dict[str, list[str]]()
+    for unit, product in found:
+        total += product.seconds(chip)
+        if product.dtype == "float32":
+            seconds[product.text] = seconds.get(product.text, 0.0) + product.seconds(chip)
+            units.setdefault(product.text, []).append(unit)
+    wide = sum(seconds.values())
+    if not seconds or wide < _LARGE_SHARE * total:
+        return
+    text = max(seconds, key=seconds.__getitem__)
+    places = list(dict.fromkeys(units[text]))
+    where = f" in {places[0]!r}" if places[0] else ""
+    where += f" and {len(places) - 1} other units" if len(places) > 1 else ""
+    yield (
+        f"matrix products in fp32 take {wide / total:.0%} of the time of all products, although the"
+        f" precision is {settings.precision!r}. {seconds[text] / total:.0%}: {text}{where}. If the model has a dtype of"
+        f" computation, set it to bfloat16"
+    )
+
+
+def _reasons(jaxpr: Any, chip: Chip, settings: Settings) -> Iterator[str]:
+    names = set(_names(jaxpr))
+    if "conv_general_dilated" in names and chip.platform == "cuda":
+        yield "cuDNN chooses how much memory a convolution uses when the step runs, which a compiled program lacks too"
+    if kernels := sorted(names & _KERNELS):
+        yield f"what the kernels of {', '.join(kernels)} allocate is unknown"
+    if chip.platform == "tpu":
+        yield "the TPU compiler's temporaries for collectives do not count"
+    if (settings.model or 1) > 1:
+        yield f"activations count as if the model axis of {settings.model} did not divide them"
+
+
+def _names(jaxpr: Any) -> Iterator[str]:
+    for equation in jaxpr.eqns:
+        yield equation.primitive.name
+        for inner in jaxprs.sub_jaxprs(equation):
+            yield from _names(inner)
