@@ -48,7 +48,8 @@ def test_a_correct_step_passes_every_check(stage, options):
     audit = audited("h100:8", stage, **options)
     assert broken(audit) == set()
     verdicts = {finding.name: finding.verdict for finding in audit.findings}
-    assert verdicts.pop("exposed") is Verdict.INFO
+    overlaps = stage == 3 and options.get("prefetch", 1)
+    assert verdicts.pop("exposed") in ((Verdict.OK, Verdict.SLOW) if overlaps else (Verdict.INFO,))  # layers are tiny
     assert set(verdicts.values()) == {Verdict.OK}
     assert ("checkpoints" in verdicts) == isinstance(options.get("remat"), Remat)
 

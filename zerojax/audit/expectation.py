@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -73,7 +73,7 @@ class Expectation:
         unit_bytes: size of the largest unit in full form on one device. A stacked leaf counts with one layer.
         wide_bytes: bytes that a device sends in a wider dtype than those of the precision.
         ends_bytes: bytes that a device sends in each microbatch before the first matrix products and after the last
-            ones: the first two units, and the rows that are looked up. They overlap with little.
+            ones: for the first unit, and for the rows that are looked up. They may overlap with nothing.
         offloaded_bytes: bytes in host memory that are saved for the backward pass of one microbatch.
         jaxpr: the traced step, from which `least` and `offloaded_bytes` were read.
     """
@@ -208,16 +208,25 @@ def _stage_bytes(config: ZeroConfig, leaves: Sequence[Leaf], uses: Sequence[Sequ
 
 
 def _ends_bytes(config: ZeroConfig, leaves: Sequence[Leaf], uses: Sequence[Sequence[Use]]) -> float:
-    """The bytes that a device sends for the first two units that are gathered, and for rows; see `Expectation`."""
-    places = sorted({use.place for of_leaf in uses for use in of_leaf if use.lookup is None})[:2]
-    at_ends = [[use for use in of_leaf if use.lookup or use.place in places] for of_leaf in uses]
+    """The bytes that a device sends for rows, and to gather and to reduce the first unit once; see `Expectation`.
+
+    The first unit may be small, such as a table of positions: of the first two, the larger counts.
+    """
     of_layer = [
         dataclasses.replace(leaf, shape=leaf.shape[1:], dim=None if leaf.dim is None else leaf.dim - 1)
         if leaf.stacked
         else leaf
         for leaf in leaves
     ]
-    return _stage_bytes(config, of_layer, at_ends, 1).total
+
+    def sent(wanted: Callable[[Use], bool]) -> float:
+        of_place = [[use for use in of_leaf if wanted(use)] for of_leaf in uses]
+        found = _stage_bytes(config, of_layer, of_place, 1)
+        return found.total - found.gathered / 2
+
+    places = sorted({use.place for of_leaf in uses for use in of_leaf if use.lookup is None})[:2]
+    first = max((sent(lambda use, k=k: use.lookup is None and use.place == k) for k in places), default=0.0)
+    return first + sent(lambda use: use.lookup is not None)
 
 
 def _sum_dtype(config: ZeroConfig, k: int) -> Any:

@@ -114,12 +114,15 @@ class StraightSegment:
         )
         # Recomputed values are in memory until the last product for a weight is done; saved values are there anyway.
         products = self.collectives.reduced_dim_first(grads, dims).weights if self.regather.recomputes else []
-        self._computed(grads.data + products, schedule)
+        # A kernel that reads an element of a result would otherwise compute it from what the result is computed from. It
+        # would share operands with kernels that read other events, and be one with them, as late as the last.
+        data, products = lax.optimization_barrier((grads.data, products))
+        self._computed(data + products, schedule)
         schedule.reduced(reduction_events)
         if self.collectives.stage.shards_grads:
             # Otherwise the compiler moves a transposition of the shard on, to the whole optimizer state of the leaf.
             reduced = [lax.optimization_barrier(shard) for shard in reduced]
-        return dict(zip(select(self.leaves, self.trainable), reduced, strict=True)), grads.data
+        return dict(zip(select(self.leaves, self.trainable), reduced, strict=True)), data
 
     def _fetch(self, shards: dict[int, Array], schedule: Schedule) -> list[Array]:
         by_use = self.segment.leaves
