@@ -1,5 +1,7 @@
 """Communication, counted in the traced step: the volumes of the ZeRO formulas, in the dtypes of the precision."""
 
+import collections
+
 import gpt
 import optax
 import pytest
@@ -78,3 +80,24 @@ def test_counting_finds_a_collective_in_a_loop():
     )
     found = traffic.collectives_of(jax.make_jaxpr(fn)(jax.numpy.zeros(16)).jaxpr, dict(mesh.shape))
     assert sum(c.sent_elements for c in found) == 2 * 5 * 16 * (N - 1) / N
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_reduce_fp32"])
+def test_on_one_device_a_step_is_that_of_plain_jax(precision):
+    """No barrier, no dependency on events, and as many equations at stage 3 as at stage 0."""
+    import jax
+    from support import walk
+
+    mesh = zerojax.make_mesh(devices=jax.devices()[:1])
+    config = gpt.Config(width=64, layers=2)
+
+    def primitives(stage):
+        zero = zerojax.Zero(mesh, stage, precision)
+        state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
+        jaxpr = zero.train_step(gpt.loss).trace(state, gpt.batch_aval(config, 4)).jaxpr.jaxpr
+        return collections.Counter(equation.primitive.name for equation in walk.equations(jaxpr))
+
+    plain, sharded = primitives(0), primitives(3)
+    assert sharded["optimization_barrier"] == 0
+    same = lambda counts: {name: n for name, n in counts.items() if name != "sharding_constraint"}
+    assert same(sharded) == same(plain)

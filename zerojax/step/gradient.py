@@ -108,7 +108,7 @@ class DeviceGradient:
         shards = self.definition.for_compute(shards)
         batch = cast_batch(self.config.precision, batch)
         key = self._device_key(key, 0)
-        if self.config.stage.shards_params:
+        if self.config.stage.shards_params and self.config.axes.num_shards > 1:
             segmented, data, unflatten = self.segmented_loss(shards, self.fold(model_state, 0), batch, key)
             output = unflatten(segmented.evaluate(shards, data, []))
         else:
@@ -154,7 +154,7 @@ class DeviceGradient:
                 weights.append(jnp.float32(self.config.axes.num_devices))
             return jnp.where(weights[0] > 0, scale / jnp.maximum(weights[0], jnp.finfo(jnp.float32).tiny), 0.0)
 
-        if self.config.stage.shards_grads or not self.settings.remat.saves_everything:
+        if self._runs_by_units:
             segmented, data, unflatten = self.segmented_loss(shards, self.fold(model_state, index), batch, key)
             flat, grads = segmented.value_and_grad(shards, data, lambda flat: seed(unflatten(flat)), start)
             output = unflatten(flat)
@@ -165,10 +165,19 @@ class DeviceGradient:
         )
         return grads, output, weights[0]
 
+    @property
+    def _runs_by_units(self) -> bool:
+        """Whether the loss is cut into units: to gather or reduce one at a time, or to rematerialize its activations.
+
+        A single device gathers and reduces nothing.
+        """
+        communicates = self.config.stage.shards_grads and self.config.axes.num_shards > 1
+        return communicates or not self.settings.remat.saves_everything
+
     def _full_gradient(
         self, full: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey, seed: Any
     ) -> tuple[list[Any], Output]:
-        """Plain reverse-mode differentiation with full weights, for stages 0 and 1 without rematerialization."""
+        """Plain reverse-mode differentiation with full weights, where the loss is not cut into units."""
         trained = [w for w, flag in zip(full, self.trainable, strict=True) if flag]
 
         def loss_of_trained(trained: list[Array]) -> tuple[Array, Output]:
@@ -179,6 +188,8 @@ class DeviceGradient:
 
         total, vjp, output = jax.vjp(loss_of_trained, trained, has_aux=True)
         (grads,) = vjp(seed(output).astype(total.dtype))
+        if self.config.stage.shards_grads:
+            grads = [for_reduction(grad, self.config.precision.wire_dtype(grad.dtype)) for grad in grads]
         items = iter(grads)
         return [next(items) if flag else None for flag in self.trainable], output
 
