@@ -199,7 +199,8 @@ class Zero:
 
         Cost: elements sent per device and step, for Psi parameters on N devices and k microbatches, times (N-1)/N:
             2 Psi at stages 0 and 1, (1 + k) Psi at stage 2, up to 3 k Psi at stage 3 (leaves whose values the backward
-            pass does not read, such as biases and embedding tables, are not gathered again).
+            pass does not read, such as biases, are not gathered again). Of tables in which rows are looked up, the rows
+            are sent instead at stages 2 and 3, if these are fewer bytes.
 
         Raises:
             ValueError: if `num_microbatches`, `prefetch`, `bucket_bytes`, `remat` or `audit` is invalid.

@@ -14,8 +14,8 @@ layer dim of a stacked leaf, and a dim that an annotation divides over another a
 the spec at every stage. A leaf without a divisible dim is replicated over the data axes, and `explain()` lists it.
 
 The first dim is preferred because it is the outermost in memory: its shards are contiguous, as collectives move them.
-For any other dim the compiler transposes the leaf, and for scanned layers the whole stack at once. Tables outside of the
-layers, such as embeddings, are sharded over their width: a loss that looks up rows of them then need not gather them.
+For any other dim the compiler transposes the leaf, and for scanned layers the whole stack at once. Tables outside of
+the layers, such as embeddings, are sharded over their width: a loss that looks up rows then need not gather them.
 """
 
 from __future__ import annotations
@@ -172,8 +172,9 @@ def annotated_dim(
 def _tables(shapes: Mapping[str, Shape], units: Sequence[str], stacked: Collection[str]) -> set[str]:
     """The paths of leaves that may be tables of rows: matrices with many more rows than columns outside of layers.
 
-    Vocabularies of published models have at least 3.9 times as many entries as the model is wide (Llama 2 70B). A unit is a layer if others differ from it in a number only ('layers/0', 'Block_3') and it has several matrices.
-    What is wrongly taken for a table is sharded all the same, in its other dim.
+    Vocabularies of published models have at least 3.9 times as many entries as the model is wide (Llama 2 70B). A unit
+    is a layer if others differ from it in a number only ('layers/0', 'Block_3') and it has several matrices. What is
+    wrongly taken for a table is sharded all the same, in its other dim.
     """
     matrices: dict[str, list[str]] = {}
     for path, unit in zip(shapes, units, strict=True):

@@ -107,9 +107,7 @@ def take_rows(lookup: RowLookup, table: Any, indices: Any) -> Any:
 
 def takes_rows(equations: Iterable[Equation]) -> bool:
     """Whether the equations, or those they call, contain a lookup of rows."""
-    return any(
-        row_lookup(e) is not None or (is_call(e) and takes_rows(called(e)[0].eqns)) for e in equations
-    )
+    return any(row_lookup(e) is not None or (is_call(e) and takes_rows(called(e)[0].eqns)) for e in equations)
 
 
 def is_call(equation: Equation) -> bool:

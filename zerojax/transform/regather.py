@@ -108,7 +108,7 @@ class Regather:
         resident: which data stay on the device anyway.
 
     Attributes:
-        needed: which weights the backward pass reads. A bias or an embedding table is not gathered again.
+        needed: which weights the backward pass reads. A bias is not gathered again.
         recomputes: whether the backward pass recomputes or gathers an activation.
         names: the names of the unit's activations.
 

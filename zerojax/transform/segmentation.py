@@ -42,8 +42,8 @@ class Segment(NamedTuple):
     leaves: list[int]  # the parameter leaves that they read, in the order of their first uses
     inputs: list[Any]  # data values that they read
     outputs: list[Any]  # data values that later equations read
-    # Position of an operand -> the leaf that it is: the stacked leaves that a scan slices, by first use, or the table of
-    # a lookup; empty in all other segments.
+    # Position of an operand -> the leaf that it is: the stacked leaves that a scan slices, by first use, or the table
+    # of a lookup; empty in all other segments.
     views: dict[int, View]
 
     @property

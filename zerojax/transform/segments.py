@@ -114,8 +114,8 @@ class StraightSegment:
         )
         # Recomputed values are in memory until the last product for a weight is done; saved values are there anyway.
         products = self.collectives.reduced_dim_first(grads, dims).weights if self.regather.recomputes else []
-        # A kernel that reads an element of a result would otherwise compute it from what the result is computed from. It
-        # would share operands with kernels that read other events, and be one with them, as late as the last.
+        # A kernel that reads an element of a result would otherwise compute it from what the result is computed from.
+        # It would share operands with kernels that read other events, and be one with them, as late as the last.
         data, products = lax.optimization_barrier((grads.data, products))
         self._computed(data + products, schedule)
         schedule.reduced(reduction_events)

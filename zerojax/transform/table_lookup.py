@@ -3,7 +3,7 @@
 A table of shape [rows, width] is sharded over its width. Each device takes its part of the rows that all devices look
 up, and an all-to-all brings each device the whole rows of its own indices:
 
-    forward    indices ► all_gather ► [N, count] ► take from the shard ► [N, count, width / N] ► all_to_all ► [count, width]
+    forward    indices ► all_gather ► [N, count] ► take ► [N, count, width / N] ► all_to_all ► rows [count, width]
     backward   cotangents [count, width] ► all_to_all ► [N, count, width / N] ► add to the rows of the shard
 
 The gradient of the shard is then the sum over all devices: nothing is reduced. Neither the first gather of a step nor
@@ -78,6 +78,7 @@ class TableLookup:
         lookup = jaxprs.row_lookup(self.equation)
         dim = collectives.dims[self.view.leaf].shard
         assert lookup is not None and dim is not None
+        self.offset_dims = lookup.offset_dims
         self.lookup = lookup._replace(dim=self.view.order[lookup.dim])
         self.table = traced.leaf_vars[self.view.leaf].aval
         self.trainable = trainable[self.view.leaf]
@@ -141,7 +142,7 @@ class TableLookup:
         return communication.gather_data(indices, self.collectives.axes)
 
     def _to_rows(self, parts: Array) -> Array:
-        """Exchanges the parts of all devices' rows, [N, count, .., width / N, ..], for own rows, [count, .., width, ..]."""
+        """Exchanges parts of all devices' rows, [N, count, .., width / N, ..], for own rows, [count, .., width, ..]."""
         return communication.exchange(parts, self.collectives.axes, 0, self.dim + 1)[0]
 
     def _to_parts(self, rows: Array) -> Array:
@@ -158,7 +159,7 @@ class TableLookup:
         indices_shape = self.segment.inputs[0].aval.shape[:-1]
         rows = lax.transpose(rows, (0, *order)).reshape(*indices_shape, *(rows.shape[d] for d in order))
         last = range(len(indices_shape), rows.ndim)
-        return jnp.moveaxis(rows, list(last), jaxprs.row_lookup(self.equation).offset_dims)
+        return jnp.moveaxis(rows, list(last), self.offset_dims)
 
     def _piece(self, count: int) -> int:
         """The most indices that are looked up at once, so that no collective exceeds the size of a bucket."""
