@@ -166,7 +166,7 @@ class TableLookup:
         row_bytes = math.prod(self._rows_shape(1)) * self.table.dtype.itemsize
         each = max(row_bytes, self.collectives.axes.num_shards * self.segment.inputs[0].aval.dtype.itemsize)
         fits = lambda piece: piece * each <= self.collectives.options.bucket_bytes
-        return max((n for n in range(1, count + 1) if count % n == 0 and fits(n)), default=1)
+        return next((n for n in range(count, 1, -1) if count % n == 0 and fits(n)), 1)
 
     def _in_pieces(self, fn: Callable[[Array], Array], indices: Array) -> Array:
         piece = self._piece(len(indices))
