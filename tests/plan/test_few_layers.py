@@ -5,6 +5,7 @@ import dataclasses
 import gpt
 import jax
 import jax.numpy as jnp
+import models
 import optax
 import pytest
 from flax import nnx
@@ -47,6 +48,26 @@ def alternating_job():
     return gpt_job()._replace(create_model=lambda rngs: Alternating(rngs))
 
 
+class Masked(Alternating):
+    """Each layer reads its own row of an array, and a constant of its own."""
+
+    def __call__(self, tokens):
+        masks = jnp.ones((9, 32)) * (tokens[0, 0] >= 0)
+        x = self.embed(tokens)
+        for k, layer in enumerate(self.layers):
+            x = layer(x * masks[k].astype(x.dtype)) + (k + 1)
+        return self.head(x)
+
+
+def masked_job():
+    return gpt_job()._replace(create_model=lambda rngs: Masked(rngs))
+
+
+def linen_job():
+    model = models.linen_1b("linen", layers=6, width=32, heads=2, vocab=256, seq=32)
+    return Job(model.create, optax.adamw(1e-3), model.loss, model.batch_aval, rows=2)
+
+
 SETTINGS = {
     "full": {},
     "dots": {"remat": "dots"},
@@ -60,7 +81,7 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("job", [gpt_job, alternating_job])
+@pytest.mark.parametrize("job", [gpt_job, alternating_job, masked_job, linen_job])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_the_memory_is_that_of_a_trace_with_all_layers(job, settings):
     settings = Settings(rows=2, **SETTINGS[settings])

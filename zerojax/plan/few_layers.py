@@ -24,6 +24,9 @@ from zerojax.transform import jaxprs
 from zerojax.transform.segmentation import Segment, TracedLoss
 from zerojax.typing import PyTree
 
+# Parameters of slices: a layer may take its own row of an array that all layers read, such as a mask of heads.
+_POSITIONS = frozenset({"start_indices", "limit_indices"})
+
 
 class LossTrace(NamedTuple):
     """A loss traced on one device's rows.
@@ -186,7 +189,7 @@ def _replacements(segment: Segment, free: Sequence[Any]) -> dict[Any, Any] | Non
 
 
 def _signature(gradient: DeviceGradient, traced: TracedLoss, segment: Segment, texts: _Texts) -> Any:
-    """What two segments have in common if they compute the same, and their leaves have the same placement."""
+    """What two segments have in common if they compute the same but for constants, and place leaves alike."""
     leaves = gradient.definition.leaves
     number: dict[Any, Any] = {v: ("input", k, str(v.aval)) for k, v in enumerate(segment.inputs)}
     number.update({traced.leaf_vars[i]: ("leaf", k) for k, i in enumerate(segment.leaves)})
@@ -208,7 +211,7 @@ def _signature(gradient: DeviceGradient, traced: TracedLoss, segment: Segment, t
 
 
 class _Texts:
-    """Texts of equations without the names of their variables. Those of jaxprs are made once."""
+    """Texts of equations without the names of their variables and without constants. Those of jaxprs are made once."""
 
     def __init__(self):
         self.known: dict[int, tuple[Any, Any]] = {}
@@ -216,14 +219,14 @@ class _Texts:
     def lines(self, equations: Sequence[Any], number: dict[Any, Any]) -> Any:
         lines = []
         for k, equation in enumerate(equations):
-            reads = tuple(number.get(a, "const") if jaxprs.is_var(a) else str(a.val) for a in equation.invars)
+            reads = tuple(number.get(a, "const") if jaxprs.is_var(a) else str(a.aval) for a in equation.invars)
             lines.append((self.of(equation), reads))
             number.update({v: (k, j) for j, v in enumerate(equation.outvars)})
         return tuple(lines)
 
     def of(self, equation: Any) -> Any:
         avals = tuple(str(v.aval) for v in equation.outvars)
-        params = tuple((name, self._param(value)) for name, value in sorted(equation.params.items()))
+        params = tuple((name, self._param(v)) for name, v in sorted(equation.params.items()) if name not in _POSITIONS)
         return equation.primitive.name, avals, params
 
     def _param(self, value: Any) -> Any:

@@ -213,7 +213,7 @@ class Planner:
                 speed = self._throughput(settings, program.analysis.prediction.step_s)
         parameters = self.parameters(settings)
         loss = self.tracer.loss(settings, self.cluster.num_devices).traced
-        told = notes(loss, self.cluster.chip, settings)
+        told = notes(loss, memory, self.cluster.chip, settings)
         found = Plan(
             self.what, self.cluster, settings, parameters, memory, self.limit_bytes, program, speed, notes=told
         )
