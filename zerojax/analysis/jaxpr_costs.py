@@ -20,8 +20,8 @@ from zerojax.analysis.liveness import Lifetimes
 from zerojax.transform import jaxprs
 from zerojax.transform.jaxprs import Equation
 
-_SLICING = frozenset(["dynamic_slice", "gather", "slice"])  # they read only as much as they return
-_UPDATING = frozenset(
+_READS_PARTS = frozenset(["dynamic_slice", "gather", "slice"])  # they read only as much as they return
+_WRITES = frozenset(
     ["dynamic_update_slice", "scatter", "scatter-add"]
 )  # they write only as much as the operand with the updates has
 
@@ -95,9 +95,9 @@ def compute_time(jaxpr: Any, chip: Chip, times: Mapping[int, int], segment_of: A
 
 
 def _time(operation: Operation, written: int, lifetimes: Lifetimes, chip: Chip) -> ComputeTime:
-    if operation.name in _SLICING:
+    if operation.name in _READS_PARTS:
         num_bytes = 2 * written
-    elif operation.name in _UPDATING:
+    elif operation.name in _WRITES:
         updates = operation.reads[1 if operation.name == "dynamic_update_slice" else 2]
         num_bytes = 2 * (updates.num_bytes if updates is not None else 0)
     else:

@@ -49,7 +49,7 @@ def segment_name(number: int) -> str:
     return f"zerojax_segment_{number}_"
 
 
-def repeated_peak(
+def peak_of_all_layers(
     jaxpr: Any, gradients: Sequence[int], layers: Sequence[RepeatedLayer], space: Any = jax.memory.Space.Device
 ) -> Peak:
     """Returns the peak memory of a step with all layers, without its inputs.

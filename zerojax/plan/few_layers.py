@@ -25,7 +25,7 @@ from zerojax.transform.segmentation import Segment, TracedLoss
 from zerojax.typing import PyTree
 
 # Parameters of slices: a layer may take its own row of an array that all layers read, such as a mask of heads.
-_POSITIONS = frozenset({"start_indices", "limit_indices"})
+_SLICE_BOUNDS = frozenset({"start_indices", "limit_indices"})
 
 
 class LossTrace(NamedTuple):
@@ -226,7 +226,9 @@ class _Texts:
 
     def of(self, equation: Any) -> Any:
         avals = tuple(str(v.aval) for v in equation.outvars)
-        params = tuple((name, self._param(v)) for name, v in sorted(equation.params.items()) if name not in _POSITIONS)
+        params = tuple(
+            (name, self._param(v)) for name, v in sorted(equation.params.items()) if name not in _SLICE_BOUNDS
+        )
         return equation.primitive.name, avals, params
 
     def _param(self, value: Any) -> Any:

@@ -21,7 +21,7 @@ _WIDE_SHARE = 0.5  # of the time of all products, from which on those in fp32 ar
 # --models, jax 0.10.2): 0.46 of a Linen transformer's of 1 B parameters, 0.3 for BERT, 0.0 for GPT-2, Gemma and a VGG.
 _MISSED_ACTIVATIONS = 0.5
 _TOLERANCE = 0.1  # of the peak
-_OPAQUE = frozenset({"ffi_call", "pallas_call", "pure_callback"})  # what they need is not in the trace
+_OPAQUE_KERNELS = frozenset({"ffi_call", "pallas_call", "pure_callback"})  # what they need is not in the trace
 _NOT_SURE = "the memory by formula is not sure: "
 
 
@@ -65,7 +65,7 @@ def _reasons(jaxpr: Any, chip: Chip, settings: Settings) -> Iterator[str]:
     names = set(_names(jaxpr))
     if "conv_general_dilated" in names and chip.platform == "cuda":
         yield "cuDNN chooses how much memory a convolution uses when the step runs, which a compiled program lacks too"
-    if kernels := sorted(names & _OPAQUE):
+    if kernels := sorted(names & _OPAQUE_KERNELS):
         yield f"what the kernels of {', '.join(kernels)} allocate is unknown"
     if chip.platform == "tpu":
         yield "the TPU compiler's temporaries for collectives do not count"

@@ -59,9 +59,9 @@ class DeviceTrace(NamedTuple):
         return compute_time(self.jaxpr, chip, times, repeated_layers.segment_of)
 
     def peaks(self) -> tuple[Peak, Peak]:
-        """The peaks in device memory and in host memory; see `repeated_layers.repeated_peak`."""
+        """The peaks in device memory and in host memory; see `repeated_layers.peak_of_all_layers`."""
         device, host = jax.memory.Space.Device, jax.memory.Space.Host
-        peak = functools.partial(repeated_layers.repeated_peak, self.jaxpr, range(self.num_gradients), self.layers)
+        peak = functools.partial(repeated_layers.peak_of_all_layers, self.jaxpr, range(self.num_gradients), self.layers)
         return peak(device), peak(host)
 
 
