@@ -31,14 +31,16 @@ def test_the_formula_is_within_a_tenth_of_the_compiled_peak(stage, remat):
 
 @pytest.mark.parametrize(("stage", "remat"), [(1, "full"), (3, "full"), (3, "none"), (3, "offload")])
 def test_the_compilers_buffer_assignment_is_added_up_by_category(stage, remat):
-    """Less than a twentieth is unused or unknown. If layers are recomputed, each category matches the formula to a
-    tenth of the peak. Otherwise several moments have nearly the same memory, and the formula may choose another one."""
+    """Less than a twentieth is unused or unknown. At stage 1, with layers recomputed, each category matches the formula
+    to a tenth of the peak. Otherwise several moments have nearly the same memory, and the formula may choose another one:
+    what is held at all times matches, and so do the gradients if layers are recomputed."""
     made = compiled(stage=stage, remat=remat)
     assert sum(made.held.values()) == made.peak_bytes and made.program.analysis.unread is None
     assert made.held.get(UNUSED, 0) + made.held["others"] < 0.05 * made.peak_bytes
     assert min(made.held[name] for name in ("gradients", "activations")) > 2**20
     terms = {term.name: term.num_bytes for term in made.memory.terms}
-    for name in terms.keys() | made.held.keys() if remat == "full" else ():
+    depends_on_the_moment = {"gathered", "checkpoints", "activations"} if stage == 3 else set()
+    for name in (terms.keys() | made.held.keys()) - depends_on_the_moment if remat == "full" else ():
         assert made.held.get(name, 0) == pytest.approx(terms.get(name, 0), abs=0.1 * made.peak_bytes)
 
 
@@ -53,11 +55,12 @@ def test_arguments_of_7_5_billion_parameters_are_table_1(stage, num_devices):
 def test_a_trillion_parameters_fit_on_1024_gpus():
     made = compiled("gpt-1t", "h100:1024")
     assert made.fits
-    sent = {row.kind: row for row in made.program.analysis.collectives}
+    sent = {row.kind: row for row in made.program.analysis.collectives if row.dtype == "bf16"}  # not indices
     psi = 2 * made.parameters * 1023 / 1024
     assert sent["all-gather"].sent_bytes == pytest.approx(2 * psi, rel=0.01)
     assert sent["reduce-scatter"].sent_bytes == pytest.approx(psi, rel=0.01)
-    assert sent["all-gather"].axis == "data" and sent["all-gather"].dtype == "bf16"
+    assert sent["all-gather"].axis == "data"
+    assert sent["all-to-all"].sent_bytes < 0.001 * psi  # rows of the embedding
     assert made.throughput.model_flop_utilization > 0
     data = json.loads(json.dumps(made.data()))
     assert data["step_s"] == made.program.analysis.prediction.step_s and data["bound_by"] and 0 < data["mfu"] < 1

@@ -120,12 +120,16 @@ def large_layers(target, remat=FULL_REMAT):
     ids=["one_host", "eight_hosts", "dots_kept", "offloaded"],
 )
 def test_collectives_in_loops_are_overlapped_and_not_copied(target, remat):
-    """An activation from host memory is copied once, into the carry of the next iteration."""
+    """An activation from host memory is copied once, into the carry of the next iteration.
+
+    If the results of products are kept, little is recomputed: one leaf of two layers is reduced beside softmax alone.
+    """
     program = large_layers(target, remat)
     looped = [c for c in compiled_collectives(program) if c.looped]
     sent = sum(c.sent_bytes for c in looped)
     assert sent > 0.5 * sum(c.sent_bytes for c in compiled_collectives(program))
-    assert not [c for c in looped if c.exposed]
+    one_leaf = 2 * 4 * WIDTH * WIDTH if remat == Remat.of("dots") else 0
+    assert sum(c.full_bytes for c in looped if c.exposed) <= one_leaf
     copies = [move for move in moves_in_loops(program, 2 * WIDTH * WIDTH // N) if move.op == "copy"]
     assert [copy.buffer.dims for copy in copies] == [(2, 2048, WIDTH)] * remat.offload_inputs
 
