@@ -416,6 +416,9 @@ def test_a_device_communicates_its_part_of_a_leaf(stage, k, scan):
     once = sum(held(leaf) for leaf in leaves if traffic.is_gathered_once(leaf)) - whole
     volume = {0: 2 * psi, 1: 2 * psi, 2: (1 + k) * psi, 3: k * (3 * psi - once)}[stage]
     volume += 2 * whole * (k if stage >= 2 else 1)
+    (table,) = [held(leaf) for leaf in leaves if leaf.path.startswith("embed")]
+    rows = ACTIVATION // 2  # elements that are looked up: their gradients at stage 2, and they themselves at stage 3
+    volume += {2: k, 3: 2 * k}.get(stage, 0) * (rows - table)
     assert sum(c.sent_bytes for c in data) == pytest.approx(2 * volume * 3 / 4, rel=0.01)
     assert {c.kind for c in model} == {"all-reduce"}
     assert ACTIVATION <= max(c.full_bytes for c in model) <= ACTIVATION + EVENTS
