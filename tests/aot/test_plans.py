@@ -32,7 +32,7 @@ def test_the_formula_is_within_a_tenth_of_the_compiled_peak(stage, remat):
 @pytest.mark.parametrize(("stage", "remat"), [(1, "full"), (3, "full"), (3, "none"), (3, "offload")])
 def test_the_compilers_buffer_assignment_is_added_up_by_category(stage, remat):
     """Less than a twentieth is unused or unknown. At stage 1, with layers recomputed, each category matches the formula
-    to a tenth of the peak. Otherwise several moments have nearly the same memory, and the formula may choose another one:
+    to a tenth of the peak. Otherwise several moments have nearly the same memory, and the formula may choose another:
     what is held at all times matches, and so do the gradients if layers are recomputed."""
     made = compiled(stage=stage, remat=remat)
     assert sum(made.held.values()) == made.peak_bytes and made.program.analysis.unread is None
