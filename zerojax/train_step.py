@@ -25,7 +25,7 @@ from zerojax.step.batch import batch_avals, batch_specs, check_batch, shard_batc
 from zerojax.step.config import ZeroConfig, compiler_options, leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient, compute_gradients, device_gradient
 from zerojax.step.loss_errors import in_words_of_the_user
-from zerojax.step.loss_traces import Use, uses, warn_of_local_statistics
+from zerojax.step.loss_traces import Use, check_loss, uses, warn_of_local_statistics
 from zerojax.step.offload_options import offload_options
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition, TrainState
@@ -218,7 +218,7 @@ def train_step(
     audit_setting: str,
 ) -> TrainStep:
     """See `Zero.train_step`."""
-    clip_norm, warned = settings.clip_norm, set[Definition]()
+    clip_norm, checked = settings.clip_norm, set[Definition]()
 
     def gradient_of(definition: Definition) -> DeviceGradient:
         return device_gradient(config, definition, loss_fn, settings)
@@ -231,9 +231,11 @@ def train_step(
             scale = state.loss_scale.value if state.loss_scale else jnp.float32(1)
             key = jax.random.fold_in(state.key, state.step)
             args = (jax.tree.leaves(state.params), state.model_state, batch, key, scale)
-            if definition not in warned:  # a step may be traced more than once
-                warned.add(definition)
+            if definition not in checked:  # a step may be traced more than once
+                if config.other_axes:
+                    check_loss(gradient, args[:-1])
                 warn_of_local_statistics(gradient, args[:-1])
+                checked.add(definition)
             result = compute_gradients(gradient, args)
             norm = jnp.sqrt(result.squared_norm) / scale
             finite = jnp.isfinite(norm)

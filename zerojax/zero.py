@@ -25,7 +25,7 @@ from zerojax.sharding.stages import Stage
 from zerojax.step import batch as batches, creation, models
 from zerojax.step.config import ZeroConfig
 from zerojax.step.gradient import compute_gradients, device_gradient
-from zerojax.step.loss_traces import check_constraints
+from zerojax.step.loss_traces import check_loss
 from zerojax.step.settings import StepSettings
 from zerojax.step.source import source_of
 from zerojax.step.state import Definition, TrainState, check_trained
@@ -170,9 +170,10 @@ class Zero:
             clip_norm: gradients are scaled down to this global norm.
             remat: which activations of a unit are saved for its backward pass. The others are recomputed from these and
                 from the unit's inputs. 'none' saves all of them and recomputes nothing, 'full' saves the inputs only,
-                'dots' and 'dots_with_no_batch_dims' also save matrix products. It can also be a `Remat` (values by
-                name, on the device or in host memory), a policy of `jax.checkpoint_policies`, or a dict that maps globs
-                on units to any of these; the first glob that matches a unit applies.
+                'dots' and 'dots_with_no_batch_dims' also save matrix products, the former also fused attention. It can
+                also be a `Remat` (values by name, on the device or in host memory), a policy of
+                `jax.checkpoint_policies`, or a dict that maps globs on units to any of these; the first glob that
+                matches a unit applies.
             prefetch: number of units whose weights are gathered ahead of the unit that computes, so that communication
                 and computation overlap. At most prefetch + 1 units are gathered at any time, in addition to weights
                 that every iteration of a scan uses. With 0, each unit waits for its own weights.
@@ -256,7 +257,7 @@ class Zero:
             definition = self._definition(params)
             gradient = device_gradient(self.config, definition, lambda p, args: loss_fn(p, *args), settings)
             inputs = (jax.tree.leaves(params), {}, args, jax.random.key(0), jnp.float32(1))
-            check_constraints(gradient, inputs[:-1])
+            check_loss(gradient, inputs[:-1])
             result = compute_gradients(gradient, inputs)
             grads = jax.tree.unflatten(definition.tree, result.grads)
             return ((result.loss, result.metrics), grads) if has_aux else (result.loss, grads)

@@ -5,6 +5,7 @@ vocabulary are divided, by columns in the first and by rows in the second of two
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ class Config:
     remat: bool = False
     dtype: object = None  # of the residual stream; nnx.Embed fixes its dtype when it is created
     annotated: bool = False
+    attention: str | None = None  # the implementation of `jax.nn.dot_product_attention`, such as "cudnn"
 
     def sharding_metadata(self, *names):
         """The metadata of a variable whose dims are divided over these axes."""
@@ -51,11 +53,17 @@ class Block(nnx.Module):
         b, s, d = x_BSD.shape
         heads = self.config.heads
         qkv = self.qkv(self.norm1(x_BSD)).reshape(b, s, heads, 3, d // heads)
-        mixed = jax.nn.dot_product_attention(*jnp.moveaxis(qkv, -2, 0), is_causal=True)
-        if self.config.annotated:
-            mixed = jax.lax.with_sharding_constraint(mixed, P(None, None, "model"))
+        mixed = self.attend(*jnp.moveaxis(qkv, -2, 0))
         x_BSD = x_BSD + self.out(mixed.reshape(b, s, d))
         return x_BSD + self.down(nnx.gelu(self.up(self.norm2(x_BSD))))
+
+    def attend(self, q, k, v):
+        attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=self.config.attention)
+        heads = P(None, None, "model")
+        if self.config.annotated and self.config.attention:  # JAX divides no kernels
+            return jax.shard_map(attend, in_specs=heads, out_specs=heads, axis_names={"model"})(q, k, v)
+        mixed = attend(q, k, v)
+        return jax.lax.with_sharding_constraint(mixed, heads) if self.config.annotated else mixed
 
 
 class GPT(nnx.Module):

@@ -5,7 +5,7 @@
     python scripts/benchmarks/gpu.py --json gpu.json  # a table, and the object in a file
     python scripts/benchmarks/gpu.py --simulate 2 --width 64 --heads 4 --seq 16 --vocab 64  # on CPU, to try the script
 
-A scanned GPT in bf16 with AdamW, on all devices. Forms:
+A scanned GPT in bf16 with AdamW and attention by cuDNN, on all devices. Forms:
 
     plain      the plain form of schedule.py: `jit` and `NamedSharding`, weights cast to bf16 once per step, each layer
                in `jax.checkpoint`
@@ -60,11 +60,14 @@ def arguments():
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--rows", type=int, default=4, help="sequences on each device (default %(default)s)")
     parser.add_argument("--vocab", type=int, default=32768)
+    parser.add_argument("--attention", choices=["cudnn", "xla"], help="(default: cudnn, and xla on simulated devices)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps per run (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="paired runs (default %(default)s)")
     parser.add_argument("--simulate", type=int, metavar="N", help="on N simulated CPU devices")
     parser.add_argument("--measure", choices=["times", *FORMS], help=argparse.SUPPRESS)  # in a process of its own
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.attention = args.attention or ("xla" if args.simulate else "cudnn")
+    return args
 
 
 def main():
@@ -258,9 +261,8 @@ def gpt_config(args, limit_bytes):
     import jax.numpy as jnp
 
     layers = args.layers or (fitting_layers(args, limit_bytes) if limit_bytes else 2)
-    return gpt.Config(
-        width=args.width, layers=layers, heads=args.heads, vocab=args.vocab, seq=args.seq, scan=True, dtype=jnp.bfloat16
-    )
+    shapes = {"width": args.width, "layers": layers, "heads": args.heads, "vocab": args.vocab, "seq": args.seq}
+    return gpt.Config(**shapes, scan=True, dtype=jnp.bfloat16, attention=args.attention)
 
 
 def model_flops(config):
@@ -283,7 +285,9 @@ def fitting_layers(args, limit_bytes):
     import jax.numpy as jnp
     from flax import nnx
 
-    config = gpt.Config(width=args.width, heads=args.heads, vocab=args.vocab, seq=args.seq, dtype=jnp.bfloat16)
+    config = gpt.Config(
+        width=args.width, heads=args.heads, vocab=args.vocab, seq=args.seq, dtype=jnp.bfloat16, attention=args.attention
+    )
     layer, table = sum(gpt.layer_sizes(config)), config.vocab * config.width
     num_devices, tokens = jax.device_count(), args.rows * args.seq
 

@@ -17,6 +17,7 @@ from support.parity import STEPS, TOLERANCES, assert_close, batches, optimizer, 
 
 import zerojax
 from zerojax import Zero
+from zerojax.plan.attention import cudnn_attention_for_tracing
 from zerojax.sharding.axes import Dims
 
 DATA, MODEL = 4, 2
@@ -82,8 +83,8 @@ def batch(seed):
     return {"tokens": np.random.default_rng(seed).integers(0, CONFIG.vocab, (32, CONFIG.seq + 1), dtype=np.int32)}
 
 
-def nnx_model(scan):
-    config = Config(**{**vars(CONFIG), "scan": scan})
+def nnx_model(scan, attention=None):
+    config = Config(**{**vars(CONFIG), "scan": scan, "attention": attention})
     return zoo.Model("nnx", lambda rngs: gpt.GPT(config, rngs), gpt.loss, batch)
 
 
@@ -93,7 +94,8 @@ def linen_model(scan):
     return zoo.Model("linen", lambda key: module.init(key, jnp.zeros((1, CONFIG.seq), jnp.int32)), loss, batch)
 
 
-MODELS = {"nnx": nnx_model, "linen": linen_model}
+# In the last one, each device computes attention over its own heads, as a kernel that JAX cannot divide needs it.
+MODELS = {"nnx": nnx_model, "linen": linen_model, "nnx_shard_map": functools.partial(nnx_model, attention="xla")}
 
 
 # Parity
@@ -133,6 +135,7 @@ def cases():
         ("nnx", False, 3, "fp32", 1, PARTITIONED),
         ("nnx", True, 3, "fp32", 4, PARTITIONED_ON_HOST),
         ("linen", True, 0, "fp32", 1, PARTITIONED),
+        ("nnx_shard_map", True, 3, "fp32", 1, "dots"),
     ]
     more = [
         *(("nnx", False, stage, "fp32", 1, "none") for stage in (1, 2)),
@@ -455,3 +458,30 @@ def test_a_constraint_on_other_axes_works_within_a_mesh(by_mesh):
     mesh, run = constrained(P(None, "model"), by_mesh)
     with jax.set_mesh(mesh):
         assert run()[1]["loss"] == first
+
+
+# Kernels that JAX cannot divide
+
+
+@pytest.mark.parametrize("on_own_heads", [False, True])
+def test_a_kernel_that_cannot_be_divided_is_refused(on_own_heads):
+    """JAX would raise an internal error when it compiles. A mesh without other axes has nothing to divide."""
+    heads = P(None, None, "model")
+    attend = lambda q: cudnn_attention_for_tracing(q, q, q, is_causal=True)
+    divided = jax.shard_map(attend, in_specs=heads, out_specs=heads, axis_names={"model"}) if on_own_heads else attend
+    loss = lambda model, x: jnp.mean(divided(model(x).reshape(len(x), 4, 2, 2)))
+
+    def trace(**axes):
+        zero = Zero(zerojax.make_mesh(**axes))
+        state = zero.eval_init(lambda rngs: nnx.Linear(16, 16, rngs=rngs), optax.sgd(0.1))
+        zero.train_step(loss).trace(state, jax.ShapeDtypeStruct((8, 16), jnp.float32))
+        of_params = lambda params, x: loss(lambda x: x @ params["kernel"], x)
+        jax.eval_shape(zero.value_and_grad(of_params), state.params, jax.ShapeDtypeStruct((8, 16), jnp.float32))
+
+    if on_own_heads:
+        trace(model=MODEL)
+        return
+    trace()
+    with pytest.raises(ValueError, match="loss: JAX cannot divide this kernel over the axes 'model'") as error:
+        trace(model=MODEL)
+    assert "test_tensor_parallel.py:" in str(error.value) and "in_specs=heads" in str(error.value)

@@ -12,7 +12,18 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zerojax.transform.jaxprs import CALLS, Atom, Equation, Var, is_scan, is_var, multiplies, scan_params, sub_jaxprs
+from zerojax.transform.jaxprs import (
+    CALLS,
+    FUSED_ATTENTION,
+    Atom,
+    Equation,
+    Var,
+    is_scan,
+    is_var,
+    multiplies,
+    scan_params,
+    sub_jaxprs,
+)
 
 # The primitives that move data between devices, each with its name in compiled programs.
 COLLECTIVES = {
@@ -31,7 +42,6 @@ COLLECTIVES = {
     "unreduced_reduce_scatter": "reduce-scatter",
 }
 _UNSUPPORTED_PRIMITIVES = frozenset({"precv", "psend", "ragged_all_to_all"})  # and primitives with a start and an end
-_ATTENTION = frozenset({"dot_product_attention_fwd", "dot_product_attention_fwd_wrapper"})
 # Primitives with an unknown number of flops: kernels, ragged products, and computations on a part of the devices.
 _UNKNOWN_PRODUCTS = frozenset(
     {"dot_product_attention_bwd", "dot_product_attention_bwd_wrapper", "pallas_call", "ragged_dot_general", "shard_map"}
@@ -127,7 +137,7 @@ def equation_flops(equation: Equation) -> int:
         features = equation.params["dimension_numbers"].rhs_spec[0]
         zeros = math.prod(equation.params["lhs_dilation"])  # of so many elements of the dilated image, one is not 0
         return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(shapes[1]) // shapes[1][features] // zeros
-    if name in _ATTENTION:  # cuDNN: q [B, T, N, H] and k [B, S, K, H], or with the heads before the positions
+    if name in FUSED_ATTENTION:  # cuDNN: q [B, T, N, H] and k [B, S, K, H], or with the heads before the positions
         keys = shapes[1][1 if equation.params["layout"] == 0 else 2]
         return 2 * 2 * math.prod(shapes[0]) * keys
     inner = [product_flops(sub) for sub in sub_jaxprs(equation)]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from zerojax.analysis import hardware, targets
 from zerojax.analysis.hardware import Cluster
 from zerojax.analysis.jaxpr_costs import ComputeTime
-from zerojax.plan import presets
+from zerojax.plan import attention, presets
 from zerojax.plan.job import DEFAULT_SETTINGS, Job, Settings
 from zerojax.plan.notes import notes
 from zerojax.plan.program import CompiledStep, compile_step
@@ -279,7 +279,7 @@ def find_job(what: str, platform: str, compiled: bool) -> Job:
         ValueError: if there is no such preset or function, or if the function does not return a `Job`.
     """
     if what in presets.PRESETS:
-        fused = presets.cudnn_attention if compiled else presets.cudnn_attention_for_tracing
+        fused = attention.cudnn_attention if compiled else attention.cudnn_attention_for_tracing
         return presets.job(presets.PRESETS[what], fused if platform == "cuda" else None)
     module, colon, name = what.partition(":")
     if not colon:

@@ -17,10 +17,10 @@ import optax
 from flax import nnx
 
 from zerojax.losses import chunked_cross_entropy
+from zerojax.plan.attention import blockwise_attention
 from zerojax.plan.job import Job
 from zerojax.typing import Array, PyTree
 
-_QUERY_BLOCK = 512  # queries whose scores `blockwise_attention` computes at a time
 _LOSS_CHUNK = 2048  # tokens whose logits are computed at a time
 _CAPACITY = 1.25  # capacity of an expert relative to an even share of the tokens, as in GShard and Switch
 
@@ -92,8 +92,7 @@ def job(config: Transformer, attention: Callable[..., Array] | None = None) -> J
 
     Args:
         config: the shapes of the model.
-        attention: `blockwise_attention`, the default, runs everywhere. `cudnn_attention` is for programs for GPUs, and
-            `cudnn_attention_for_tracing` takes its place in steps that are only traced.
+        attention: one of `zerojax.plan.attention`; by default `blockwise_attention`, which runs everywhere.
     """
     attend = attention or blockwise_attention
     create = lambda rngs: (ViT if config.patch else LanguageModel)(config, attend, rngs)
@@ -110,59 +109,6 @@ def _batch(config: Transformer) -> Callable[[int], dict[str, jax.ShapeDtypeStruc
         "patches": jax.ShapeDtypeStruct((rows, *patches), jnp.float32),
         "labels": jax.ShapeDtypeStruct((rows,), jnp.int32),
     }
-
-
-def blockwise_attention(q_BSHd: Array, k_BSKd: Array, v_BSKd: Array, is_causal: bool) -> Array:
-    """Like `jax.nn.dot_product_attention`, but computes the scores of one block of queries at a time.
-
-    The backward pass recomputes the scores of each block. Arguments have dims [rows, tokens, heads, head width].
-    """
-    seq = q_BSHd.shape[1]
-    size = min(seq, _QUERY_BLOCK)
-    if seq % size:  # a number of tokens that cannot be divided into blocks
-        return jax.nn.dot_product_attention(q_BSHd, k_BSKd, v_BSKd, is_causal=is_causal)
-
-    @jax.checkpoint
-    def block(_: None, sliced: Any) -> tuple[None, Array]:
-        q_BsHd, start = sliced
-        mask = (start + jnp.arange(size)[:, None] >= jnp.arange(seq)) if is_causal else None
-        return None, jax.nn.dot_product_attention(q_BsHd, k_BSKd, v_BSKd, mask=mask)
-
-    blocks = jnp.moveaxis(q_BSHd.reshape(q_BSHd.shape[0], seq // size, size, *q_BSHd.shape[2:]), 1, 0)
-    _, out = jax.lax.scan(block, None, (blocks, jnp.arange(0, seq, size)))
-    return jnp.moveaxis(out, 0, 1).reshape(q_BSHd.shape)
-
-
-def cudnn_attention(q_BSHd: Array, k_BSKd: Array, v_BSKd: Array, is_causal: bool) -> Array:
-    return jax.nn.dot_product_attention(q_BSHd, k_BSKd, v_BSKd, is_causal=is_causal, implementation="cudnn")
-
-
-def cudnn_attention_for_tracing(q_BSHd: Array, k_BSKd: Array, v_BSKd: Array, is_causal: bool) -> Array:
-    """Has the inputs, outputs and residuals of `cudnn_attention`, but can be traced without the packages of CUDA.
-
-    It cannot run.
-    """
-    q, k, v = q_BSHd, k_BSKd, v_BSKd
-    like = lambda *arrays: [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays]
-    statistics = jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)
-
-    @jax.custom_vjp
-    def attend(q: Array, k: Array, v: Array) -> Array:
-        return forward(q, k, v)[0]
-
-    def forward(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
-        out, normalizer = jax.pure_callback(_never_called, (*like(q), statistics), q, k, v)
-        return out, (q, k, v, out, normalizer)
-
-    def backward(residuals: Any, grad: Array) -> Any:
-        return tuple(jax.pure_callback(_never_called, like(q, k, v), *residuals, grad))
-
-    attend.defvjp(forward, backward)
-    return attend(q, k, v)
-
-
-def _never_called(*arrays: Any) -> Any:
-    raise NotImplementedError("presets: `cudnn_attention_for_tracing` can be traced, but cannot run")
 
 
 def _rotary(x_BSHd: Array) -> Array:

@@ -34,6 +34,11 @@ class ZeroConfig(NamedTuple):
     stage: Stage
     precision: Precision
 
+    @property
+    def other_axes(self) -> list[str]:
+        """The axes of the mesh that do not split the batch, such as 'model'."""
+        return [name for name in self.mesh.axis_names if name not in self.axes.data]
+
 
 def compiler_options(config: ZeroConfig, leaves: Iterable[Leaf]) -> dict[str, int | bool] | None:
     """The XLA options of a step on GPUs, or None on other platforms.

@@ -346,7 +346,7 @@ def device_gradient(
     Raises:
         ValueError: if `remat` names a unit that the model does not have, or needs an axis that the mesh does not have.
     """
-    settings.remat.check_axes([name for name in config.mesh.axis_names if name not in config.axes.data])
+    settings.remat.check_axes(config.other_axes)
     settings.remat.check_units([leaf.unit for leaf in definition.leaves])
     loss = functools.partial(models.call_loss, loss_fn, definition.model)
     return DeviceGradient(config, definition, in_words_of_the_user(config.precision)(loss), settings)

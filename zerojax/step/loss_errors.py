@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 
@@ -44,6 +44,17 @@ def constraint_text(got: str, line: str | None) -> str:
         f"  got:      {got}, at {line or 'an unknown line'}\n"
         f"  fix:      name other axes only: P(None, 'model') instead of P('data', 'model'); map the logical name\n"
         f"            of the batch to None; if the model constrains only within `with mesh:`, call the step outside"
+    )
+
+
+def kernel_text(got: str, line: str | None, axes: Sequence[str]) -> str:
+    """The text of an error about a kernel that JAX cannot divide over mesh axes."""
+    names = ", ".join(map(repr, axes))
+    return (
+        f"loss: JAX cannot divide this kernel over the axes {names} inside of a step\n"
+        f"  got:      {got}, at {line or 'an unknown line'}\n"
+        f"  fix:      call it on the heads of one device, inside jax.shard_map(fn, in_specs=heads, out_specs=heads,\n"
+        f"            axis_names={{{names}}}) with heads = P(None, None, {axes[0]!r}); or implementation='xla'"
     )
 
 

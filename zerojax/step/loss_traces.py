@@ -13,7 +13,7 @@ from zerojax.sharding.placement import path_text
 from zerojax.step.batch import batch_specs, cast_batch, map_rows
 from zerojax.step.config import leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient
-from zerojax.step.loss_errors import LossError, constraint_text
+from zerojax.step.loss_errors import LossError, constraint_text, kernel_text
 from zerojax.transform import jaxprs
 from zerojax.transform.segmentation import RowsLookedUp
 from zerojax.typing import Array
@@ -82,24 +82,32 @@ def warn_of_local_statistics(gradient: DeviceGradient, args: Any) -> None:
         )
 
 
-def check_constraints(gradient: DeviceGradient, args: Any) -> None:
-    """Checks that the loss constrains no sharding over the data axes. `args` are as in `uses`.
+def check_loss(gradient: DeviceGradient, args: Any) -> None:
+    """Checks that the loss constrains no sharding over the data axes, and divides its kernels over the others.
 
-    JAX finds a constraint by a NamedSharding when it compiles, which for `value_and_grad` is in the user's own jit.
+    JAX finds either only when it compiles, which for `value_and_grad` is in the user's own jit. `args` are as in
+    `uses`.
 
     Raises:
-        LossError: if there is one.
+        LossError: if it constrains one, or if JAX would have to divide a kernel.
     """
-    definition, axes = gradient.definition, gradient.config.axes
+    definition, config = gradient.definition, gradient.config
+    divided = [name for name in config.other_axes if config.mesh.shape[name] > 1]
 
-    def find(shards: Any, model_state: Any, batch: Any, key: Any) -> list[Any]:
+    def find(shards: Any, model_state: Any, batch: Any, key: Any) -> list[str]:
         leaves = zip(definition.leaves, definition.for_compute(shards), strict=True)
         full = [jax.ShapeDtypeStruct(leaf.shape, shard.dtype) for leaf, shard in leaves]
-        args = jax.tree.unflatten(definition.tree, full), model_state, cast_batch(gradient.config.precision, batch), key
-        return list(jaxprs.constraints(jax.make_jaxpr(gradient.loss)(*args).jaxpr, axes.data))
+        args = jax.tree.unflatten(definition.tree, full), model_state, cast_batch(config.precision, batch), key
+        jaxpr = jax.make_jaxpr(gradient.loss)(*args).jaxpr
+        constraints = jaxprs.constraints(jaxpr, config.axes.data)
+        kernels = jaxprs.partitioned_kernels(jaxpr) if divided else ()
+        return [
+            *(constraint_text(str(spec), line_of(trace)) for spec, trace in constraints),
+            *(kernel_text(name, line_of(trace), divided) for name, trace in kernels),
+        ]
 
-    for spec, trace in _on_device(gradient, find, args):
-        raise LossError(constraint_text(str(spec), line_of(trace)))
+    for text in _on_device(gradient, find, args):
+        raise LossError(text)
 
 
 def _on_device(gradient: DeviceGradient, fn: Callable[..., list[Any]], args: Any) -> list[Any]:

@@ -21,6 +21,8 @@ CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})  # nested jits, b
 _RANDOM = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
 _ELEMENT_PRESERVING = frozenset({"convert_element_type", "transpose", "copy", "copy_p", "reduce_precision"})
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+# The forward pass of fused attention by cuDNN, as in `jax.nn.dot_product_attention(implementation="cudnn")`.
+FUSED_ATTENTION = frozenset({"dot_product_attention_fwd", "dot_product_attention_fwd_wrapper"})
 _DEBUG_INFO = core.DebugInfo("zerojax", "segment", None, None)
 
 
@@ -140,6 +142,19 @@ def constraints(jaxpr: Any, axes: Collection[str]) -> Iterator[tuple[Any, Any]]:
                 yield spec, trace and trace.as_python_traceback()
         for inner in sub_jaxprs(equation):
             yield from constraints(inner, axes)
+
+
+def partitioned_kernels(jaxpr: Any, called_at: Any = None) -> Iterator[tuple[str, Any]]:
+    """Yields (name, traceback) of each kernel outside of `shard_map` whose partitioning JAX asks a Python function
+    for. The traceback is that of the enclosing `custom_vjp`, if any: inside of it, JAX starts a new one."""
+    for equation in jaxpr.eqns:
+        name, trace = equation.primitive.name, equation.source_info.traceback
+        trace = called_at or (trace and trace.as_python_traceback())
+        if name in FUSED_ATTENTION or name == "custom_partitioning":
+            yield name, trace
+        elif name != "shard_map":
+            for inner in sub_jaxprs(equation):
+                yield from partitioned_kernels(inner, trace if name.startswith("custom_vjp") else called_at)
 
 
 def multiplies(equations: Iterable[Equation]) -> bool:

@@ -109,12 +109,23 @@ class Remat:
         return _DECISIONS[kind]
 
 
+def _products_saveable(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """`dots_saveable`, and the results of fused attention, which is two products in one kernel.
+
+    A kernel that each device runs on its own heads is inside a `shard_map`.
+    """
+    inside = params["jaxpr"].eqns if primitive.name == "shard_map" else ()
+    if any(name in jaxprs.FUSED_ATTENTION for name in (primitive.name, *(e.primitive.name for e in inside))):
+        return True
+    return jax.checkpoint_policies.dots_saveable(primitive, *avals, **params)
+
+
 _DECISIONS = {"SaveableType": Place.DEVICE, "Offloadable": Place.HOST, "RecomputeType": None}
 NO_REMAT = Remat(policy=jax.checkpoint_policies.everything_saveable)
 _REMATS = {
     "none": NO_REMAT,
     "full": Remat(),
-    "dots": Remat(policy=jax.checkpoint_policies.dots_saveable),
+    "dots": Remat(policy=_products_saveable),
     "dots_with_no_batch_dims": Remat(policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
 }
 
