@@ -11,7 +11,10 @@ import textwrap
 
 import gpt
 import jax
+import jax.numpy as jnp
+import models
 import optax
+import plain
 import pytest
 from jax.sharding import PartitionSpec as P
 from support import traffic
@@ -20,7 +23,15 @@ from support.paths import BENCHMARKS, importing
 import zerojax
 from zerojax import Remat, targets
 from zerojax.analysis import hlo
-from zerojax.analysis.hlo_collectives import compiled_collectives, in_flight_bytes, moves, moves_in_loops, peak_bytes
+from zerojax.analysis.costs import dot_flops
+from zerojax.analysis.hlo_collectives import (
+    compiled_collectives,
+    has_product,
+    in_flight_bytes,
+    moves,
+    moves_in_loops,
+    peak_bytes,
+)
 from zerojax.sharding.axes import Dims
 from zerojax.transform import collectives as communication
 
@@ -44,8 +55,6 @@ def compiled(
     model=None,
     prefetch=1,
 ):
-    import jax.numpy as jnp
-
     config = gpt.Config(
         width=width,
         layers=layers,
@@ -470,3 +479,25 @@ def test_kernels_are_assembled():
     command = [sys.executable, "-P", "-c", textwrap.dedent(code)]
     ended = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert ended.returncode == 0 and int(ended.stdout) > 1, ended.stderr[-3000:]
+
+
+def test_on_one_gpu_the_program_is_that_of_plain_jax():
+    """At stage 3, with the norms that a step reports: the products are the same, and so is the memory."""
+    config = gpt.Config(width=512, layers=4, heads=8, vocab=512, seq=128, dtype=jnp.bfloat16)
+    devices, tx = targets.devices("h100:1"), optax.adamw(1e-3)
+    model = models.RealModel("gpt", gpt.create(config), gpt.loss, lambda rows, _: gpt.batch_aval(config, rows))
+    batch = model.batch_aval(16)
+    zero = zerojax.Zero(zerojax.make_mesh(devices=devices), 3, "bf16")
+    ours = zero.train_step(model.loss).trace(zero.eval_init(model.create, tx), batch)
+    init, step, rows = plain.unedited(model, tx, devices)
+    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows), batch)
+    programs = [
+        traced.lower(lowering_platforms=("cuda",)).compile()
+        for traced in (ours, step.trace(jax.eval_shape(init), batch))
+    ]
+    texts = [hlo.parse_program(program.as_text()) for program in programs]
+    assert not compiled_collectives(texts[0])
+    flops, plain_flops = (sum(dot_flops(i) for i in text.entry.instructions if has_product(i)) for text in texts)
+    assert flops == plain_flops > 0
+    peaks = [peak_bytes(program.memory_analysis()) for program in programs]
+    assert peaks[0] <= 1.01 * peaks[1]

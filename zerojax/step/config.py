@@ -41,7 +41,7 @@ class ZeroConfig(NamedTuple):
 
 
 def compiler_options(config: ZeroConfig, leaves: Iterable[Leaf]) -> dict[str, int | bool] | None:
-    """The XLA options of a step on GPUs, or None on other platforms.
+    """The XLA options of a step on several GPUs, or None for one GPU and on other platforms.
 
     The latency-hiding scheduler overlaps collectives with computation. It is off by default before Hopper.
 
@@ -54,10 +54,11 @@ def compiler_options(config: ZeroConfig, leaves: Iterable[Leaf]) -> dict[str, in
       threshold counts the bytes of shards: on many devices, 30 MiB would hold the gradients of several units, and
       their common reduction would overlap with nothing.
     """
-    if not isinstance(config.mesh, Mesh) or config.mesh.devices.flat[0].platform != "gpu":
+    mesh = config.mesh
+    if not isinstance(mesh, Mesh) or mesh.size == 1 or mesh.devices.flat[0].platform != "gpu":
         return None
     options: dict[str, int | bool] = {"xla_gpu_enable_latency_hiding_scheduler": True}
-    if not config.stage.shards_params:
+    if not config.stage.shards_params or config.axes.num_shards == 1:
         return options
     num_elements = _typical_unit(leaves)
     num_bytes = lambda dtype: num_elements * jnp.dtype(dtype).itemsize
