@@ -5,10 +5,14 @@
     python scripts/benchmarks/plan.py --json
     python scripts/benchmarks/plan.py --models qwen2-0.5b linen-1b        # models of `models.py`, at their real sizes
     python scripts/benchmarks/plan.py --models qwen3-8b --formula         # without compiling
+    python scripts/benchmarks/plan.py --sent --target h100:8              # what a step sends, without compiling
 
 With --models, the columns are: the peak by formula and as compiled, their ratio, the processor seconds of the plan by
 formula with its suggestions, the seconds of compiling, and the predicted model FLOPs utilization. The models of a
 package need an environment with that package and the extra `plan-gpu`. Notes of the plan follow, and errors.
+
+With --sent, each line has what a device sends in a step at stage 3 in bf16, as counted in the traced step: GB, and
+elements relative to (N-1)/N Psi, of which the formula of ZeRO has 3.
 
 Nothing is allocated and nothing runs. Steps that do not fit are compiled too, because the compiler reports their peak
 nevertheless. The last lines give the worst ratio of the steps that fit, and the worst of all.
@@ -38,6 +42,7 @@ def main():
     parser.add_argument("--target", help="one target for all presets (default: one for each preset)")
     parser.add_argument("--models", nargs="+", metavar="NAME", help="models of models.py instead of presets")
     parser.add_argument("--formula", action="store_true", help="with --models: compile nothing")
+    parser.add_argument("--sent", action="store_true", help="what presets send at stage 3; compile nothing")
     parser.add_argument("--stages", nargs="+", type=int, default=[3, 2, 1, 0])
     parser.add_argument("--remat", nargs="+", default=["full", "none"])
     parser.add_argument("--json", action="store_true", help="print one JSON object per line")
@@ -45,6 +50,8 @@ def main():
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     if args.models:
         return compare_models(args)
+    if args.sent:
+        return compare_sent(args)
     from zerojax.plan import Settings, plan
 
     worst = {"of the steps that fit": (1.0, "none"), "of all": (1.0, "none")}
@@ -66,6 +73,26 @@ def main():
                 print(f"{name:46s} {gib}  {ratio:.3f}  {made.program.compile_s:3.0f} s  {verdict}", flush=True)
     for which, (ratio, name) in worst.items():
         print(f"worst {which}: {ratio:.3f}, {name}")
+
+
+def compare_sent(args):
+    import zerojax
+    from zerojax.analysis.jaxpr_collectives import traced_collectives
+    from zerojax.plan import attention, presets
+
+    for name in args.presets:
+        job = presets.job(presets.PRESETS[name], attention.cudnn_attention_for_tracing)
+        num_devices = int((args.target or TARGETS[name]).partition(":")[2])
+        zero = zerojax.Zero(zerojax.make_mesh(devices=num_devices), 3, "bf16")
+        state = zero.eval_init(job.create_model, job.tx)
+        traced = zero.train_step(job.loss_fn, remat="full").trace(state, job.batch(job.rows * num_devices))
+        sent_bytes = sum(c.sent_bytes for c in traced_collectives(traced.jaxpr, zero.config.mesh))
+        psi = sum(leaf.size for leaf in state.definition.leaves)
+        ratio = sent_bytes / (2 * psi * (num_devices - 1) / num_devices)
+        if args.json:
+            print(json.dumps({"preset": name, "devices": num_devices, "sent_bytes": sent_bytes, "relative": ratio}))
+        else:
+            print(f"{name:12} {num_devices:5d} devices  {sent_bytes / 1e9:9.2f} GB  {ratio:.3f} Psi")
 
 
 def compare_models(args):
