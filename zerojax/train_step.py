@@ -278,6 +278,9 @@ def eval_step(config: ZeroConfig, loss_fn: Callable[..., Any], settings: StepSet
         gradient = device_gradient(config, definition, loss_fn, settings)
 
         def step(state: TrainState, batch: PyTree) -> dict[str, Array]:
+            args = (jax.tree.leaves(state.params), state.model_state, batch, state.key)
+            if config.other_axes:
+                check_loss(gradient, args)
             replicated = PartitionSpec()
             in_specs = (
                 leaf_specs(config, definition.leaves, config.stage.shards_params),
@@ -286,7 +289,7 @@ def eval_step(config: ZeroConfig, loss_fn: Callable[..., Any], settings: StepSet
                 replicated,
             )
             evaluate = shard_map_over_data(config, gradient.evaluate, in_specs, replicated)
-            loss, metrics = evaluate(jax.tree.leaves(state.params), state.model_state, batch, state.key)
+            loss, metrics = evaluate(*args)
             return {"loss": loss, **metrics}
 
         return step

@@ -1,6 +1,7 @@
 """Overlap in programs compiled for GPUs, of a list of layers between a large embedding and a large head."""
 
 import functools
+import math
 
 import gpt
 import jax.numpy as jnp
@@ -46,6 +47,18 @@ def test_rows_of_the_embedding_travel_instead_of_the_table():
     assert sum(c.full_bytes for c in found if c.kind == "all-to-all") == 2 * (2 * 2048) * WIDTH * 2
     of_tables = [c.kind for c in found if c.full_bytes >= TABLE]
     assert sorted(of_tables) == ["all-gather", "reduce-scatter"]  # of the head
+
+
+def test_the_gradient_of_the_logits_is_dropped_before_the_layers():
+    """All that reads it, which the product for the head's gradient does last, comes before attention of a layer."""
+    kernels = hlo.parse_program(program().as_text()).entry.instructions
+    rows, heads, seq = 2, 16, 2048
+    is_logits = lambda buffer: math.prod(buffer.dims) == rows * seq * VOCAB
+    is_scores = lambda buffer: math.prod(buffer.dims) == rows * heads * seq * seq and VOCAB not in buffer.dims
+    reads = [k for k, i in enumerate(kernels) if any(is_logits(b) for o in i.operands for b in o.buffers)]
+    scores = [k for k, i in enumerate(kernels) if any(is_scores(b) for b in i.buffers)]
+    assert reads and min(scores) < min(reads) < max(scores)  # there are layers before and after the logits
+    assert not [k for k in scores if min(reads) < k < max(reads)]
 
 
 def test_an_audit_says_whether_communication_overlaps_and_why_not(monkeypatch):

@@ -463,8 +463,9 @@ def test_a_constraint_on_other_axes_works_within_a_mesh(by_mesh):
 # Kernels that JAX cannot divide
 
 
+@pytest.mark.parametrize("way", ["train_step", "eval_step", "value_and_grad"])
 @pytest.mark.parametrize("on_own_heads", [False, True])
-def test_a_kernel_that_cannot_be_divided_is_refused(on_own_heads):
+def test_a_kernel_that_cannot_be_divided_is_refused(way, on_own_heads):
     """JAX would raise an internal error when it compiles. A mesh without other axes has nothing to divide."""
     heads = P(None, None, "model")
     attend = lambda q: cudnn_attention_for_tracing(q, q, q, is_causal=True)
@@ -472,11 +473,13 @@ def test_a_kernel_that_cannot_be_divided_is_refused(on_own_heads):
     loss = lambda model, x: jnp.mean(divided(model(x).reshape(len(x), 4, 2, 2)))
 
     def trace(**axes):
-        zero = Zero(zerojax.make_mesh(**axes))
+        zero, batch = Zero(zerojax.make_mesh(**axes)), jax.ShapeDtypeStruct((8, 16), jnp.float32)
         state = zero.eval_init(lambda rngs: nnx.Linear(16, 16, rngs=rngs), optax.sgd(0.1))
-        zero.train_step(loss).trace(state, jax.ShapeDtypeStruct((8, 16), jnp.float32))
-        of_params = lambda params, x: loss(lambda x: x @ params["kernel"], x)
-        jax.eval_shape(zero.value_and_grad(of_params), state.params, jax.ShapeDtypeStruct((8, 16), jnp.float32))
+        if way == "value_and_grad":
+            of_params = lambda params, x: loss(lambda x: x @ params["kernel"], x)
+            jax.eval_shape(zero.value_and_grad(of_params), state.params, batch)
+        else:
+            getattr(zero, way)(loss).trace(state, batch)
 
     if on_own_heads:
         trace(model=MODEL)

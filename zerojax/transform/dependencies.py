@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.typing import Array
+from zerojax.typing import Array, Shape
 
 
 def after(values: Sequence[Array], events: Sequence[Array]) -> list[Array]:
@@ -36,6 +37,12 @@ def floating_after(values: Sequence[Array], events: Sequence[Array]) -> list[Arr
     floating = [jnp.issubdtype(value.dtype, jnp.inexact) for value in values]
     waiting = iter(after([value for value, flag in zip(values, floating, strict=True) if flag], events))
     return [next(waiting) if flag else value for value, flag in zip(values, floating, strict=True)]
+
+
+def zeros_after(shape: Shape, dtype: Any, events: Sequence[Array]) -> Array:
+    """An array of zeros that is not allocated before all of `events` are computed."""
+    (one,) = after([jnp.ones((), dtype)], events)  # compilers simplify a selection between zeros
+    return lax.broadcast(1 - one, shape)
 
 
 def event(values: Sequence[Array]) -> list[Array]:

@@ -107,6 +107,16 @@ def take_rows(lookup: RowLookup, table: Any, indices: Any) -> Any:
     return lax.gather(table, indices, numbers, sizes, mode=lookup.mode, fill_value=lookup.fill_value)
 
 
+def add_rows(lookup: RowLookup, table: Any, indices: Any, rows: Any) -> Any:
+    """Adds what `take_rows` returned for the same indices, or its cotangents, to these rows of a table."""
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(range(1, table.ndim)),
+        inserted_window_dims=(lookup.dim,),
+        scatter_dims_to_operand_dims=(lookup.dim,),
+    )
+    return lax.scatter_add(table, indices, rows, numbers, mode=lookup.mode)
+
+
 def takes_rows(equations: Iterable[Equation]) -> bool:
     """Whether the equations, or those they call, contain a lookup of rows."""
     return any(row_lookup(e) is not None or (is_call(e) and takes_rows(called(e)[0].eqns)) for e in equations)

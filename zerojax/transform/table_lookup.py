@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.transform import collectives as communication, jaxprs
-from zerojax.transform.dependencies import event
+from zerojax.transform.dependencies import event, zeros_after
 from zerojax.transform.regather import is_differentiable
 from zerojax.transform.remat import Remat
 from zerojax.transform.schedule import Schedule
@@ -115,11 +115,10 @@ class TableLookup:
 
         def add(total: Array, part: tuple[Array, Array]) -> tuple[Array, None]:
             indices, grads = self._all_indices(part[0]), self._to_parts(part[1]).astype(wide)
-            take = lambda shard: jaxprs.take_rows(self.lookup, shard, indices)
-            (grad,) = jax.linear_transpose(take, total)(grads.reshape(len(indices), *grads.shape[2:]))
-            return total + grad, None
+            return jaxprs.add_rows(self.lookup, total, indices, grads.reshape(len(indices), *grads.shape[2:])), None
 
-        total = jnp.zeros(shape, wide)
+        # Compilers otherwise fill the table with zeros long before, as that depends on nothing.
+        total = zeros_after(shape, wide, event([grads]))
         count = self._piece(len(saved))
         if count == len(saved):
             total, _ = add(total, (saved, grads))
