@@ -29,7 +29,7 @@ from zerojax.step.loss_traces import Use, check_loss, uses, warn_of_local_statis
 from zerojax.step.offload_options import offload_options
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition, TrainState
-from zerojax.step.update import apply_gradients, optimizer_shardings, squared_norm
+from zerojax.step.update import apply_gradients, optimizer_params, squared_norm
 from zerojax.typing import Array, Aval, PyTree
 
 
@@ -63,7 +63,7 @@ class Step:
         check_batch(self.config, batch, self.settings.num_microbatches)
         key = state.definition
         if key not in self._jitted:
-            states.check_optimizer(state, self.config.precision)
+            states.check_optimizer(self.config, state)
             self._jitted[key] = self._jit(state, batch)
         return self._jitted[key]
 
@@ -251,14 +251,11 @@ def train_step(
             keep = lambda new, old: new if models.is_key(new) else lax.select(finite, new, old)
             model_state = jax.tree.map(keep, result.model_state, state.model_state)
             after = dataclasses.replace(after, model_state=model_state)
-            trained = after.master if after.master is not None else definition.trained(after.params)
-            if after.master is None:
-                trained = lax.with_sharding_constraint(trained, optimizer_shardings(config, definition))
             metrics = {
                 "loss": result.loss,
                 **result.metrics,
                 "grad_norm": norm,
-                "param_norm": jnp.sqrt(squared_norm(gradient, trained)),
+                "param_norm": jnp.sqrt(squared_norm(gradient, optimizer_params(config, after))),
                 "skipped": after.skipped,
                 **_learning_rate(after.opt_state),
                 **({"loss_scale": after.loss_scale.value} if after.loss_scale else {}),

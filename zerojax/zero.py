@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from zerojax import train_step as steps
 from zerojax.audit.findings import check_setting
 from zerojax.report import placement as report
-from zerojax.sharding import placement
+from zerojax.sharding import padding, placement
 from zerojax.sharding.mesh import check_enclosing_mesh, data_axes
 from zerojax.sharding.placement import FromModel, Overrides
 from zerojax.sharding.precision import Precision
@@ -310,10 +310,16 @@ class Zero:
         Cost: at stages 1 and 2 the parameters are gathered.
         """
         check_trained(state, params)
-        definition = state.definition
-        specs = definition.specs(self.config.axes, self.config.stage.shards_params)
-        shardings = placement.named_shardings(self.config.mesh, specs)
-        insert = lambda given, current: definition.with_frozen(definition.cast_trained(given), current)
+        definition, is_sharded = state.definition, self.config.stage.shards_params
+        shardings = placement.named_shardings(self.config.mesh, definition.specs(self.config.axes, is_sharded))
+        trained = [leaf for leaf in definition.leaves if leaf.trainable]
+
+        def insert(given: Any, current: Any) -> Any:
+            values, tree = jax.tree.flatten(definition.cast_trained(given))
+            logical = [leaf.without_zeros(a) for a, leaf in zip(values, trained, strict=True)]
+            stored = padding.padded(logical, [leaf.padding(is_sharded) for leaf in trained])
+            return definition.with_frozen(tree.unflatten(stored), current)
+
         return dataclasses.replace(state, params=jax.jit(insert, out_shardings=shardings)(params, state.params))
 
     def _definition(self, params: Any) -> Definition:
@@ -326,7 +332,8 @@ class Zero:
             )
         config, overrides = self.config, self.overrides
         from_model = FromModel(trained=models.trained_paths(overrides.trainable, params))
-        leaves = placement.place(params, config.mesh, config.axes, config.precision, overrides, from_model)
+        where = config.mesh, config.axes, config.precision, overrides, from_model
+        leaves = placement.place(params, *where, pads=False)  # the user's arrays have logical shapes
         model = models.Model(lambda params, other: params, lambda merged, aux, before: (before, aux))
         return Definition(optax.identity(), model, leaves, jax.tree.structure(params))
 

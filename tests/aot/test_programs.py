@@ -125,8 +125,14 @@ def large_layers(target, remat=FULL_REMAT):
 
 @pytest.mark.parametrize(
     ("target", "remat"),
-    [("h100:8", FULL_REMAT), ("h100:64", FULL_REMAT), ("h100:8", Remat.of("dots")), ("h100:8", OFFLOAD)],
-    ids=["one_host", "eight_hosts", "dots_kept", "offloaded"],
+    [
+        ("h100:8", FULL_REMAT),
+        ("h100:64", FULL_REMAT),
+        ("h100:24", FULL_REMAT),
+        ("h100:8", Remat.of("dots")),
+        ("h100:8", OFFLOAD),
+    ],
+    ids=["one_host", "eight_hosts", "padded", "dots_kept", "offloaded"],
 )
 def test_collectives_in_loops_are_overlapped_and_not_copied(target, remat):
     """An activation from host memory is copied once, into the carry of the next iteration.

@@ -159,7 +159,7 @@ def _(tmp_path):
 
 @raises("A dim that cannot be sharded")
 def _(tmp_path):
-    step(shard_dims={"odd": 0})
+    step(shard_dims={"odd": 1})
 
 
 @raises("A model without parameters")

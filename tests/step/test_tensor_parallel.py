@@ -300,7 +300,12 @@ def test_zero_shards_the_first_dim_that_is_not_annotated():
     of = lambda shape, *names, **options: spec_of(lambda rngs: Weight(shape, out_sharding=names), **options)
     assert of((16, 32), None, "model") == (P("data", "model"), "first divisible dim")
     assert of((6, 8, 32), None, None, "model") == (P(None, "data", "model"), "first divisible dim")
-    assert of((6, 32), None, "model") == (P(None, "model"), "replicated: 6 % 4 = 2, dim 1 is over model")
+    assert of((6, 32), None, "model") == (P("data", "model"), "padded to 8")
+    assert of((1, 3, 32), None, None, "model", stacked=("w",)) == (
+        P(None, "data", "model"),
+        "padded to 4",
+    )
+    assert of((32,), "model") == (P("model"), "replicated: dim 0 is over model")
     assert of((4, 32), "data", None) == (P("data"), "annotation")
     assert of((8, 8, 32), "data", "model") == (P("data", "model"), "annotation")
     assert of((8, 8, 32), "data", "model", shard_dims={"w": 2}) == (P(None, "model", "data"), "override 'w'")
@@ -427,7 +432,7 @@ def test_an_annotated_data_dim_that_does_not_divide_moves():
         P(None, "data"),
         "first divisible dim; annotated dim 0 counts layers",
     )
-    assert experts((6, 7, 32)) == (P(None, None, "model"), "replicated: 6 % 4 = 2, 7 % 4 = 3, dim 2 is over model")
+    assert experts((6, 7, 32)) == (P(None, "data", "model"), "padded to 8; annotated dim 0 cannot be: 6 % 4 = 2")
 
 
 # Constraints on activations that name data axes

@@ -75,18 +75,24 @@ def reference(name, precision="fp32", num_microbatches=1):
     return plain.run(model, optimizer(), batches(model), precision=precision, num_microbatches=num_microbatches)
 
 
+def logical_weights(state):
+    """The weights of a state in param_dtype, on the host, without the zeros with which they are stored."""
+    weights = state.params if state.master is None else state.master
+    leaves = [leaf for leaf in state.definition.leaves if state.master is None or leaf.trainable]
+    return [np.asarray(leaf.without_zeros(a)) for leaf, a in zip(leaves, numbers(weights), strict=True)]
+
+
 def train(zero, model, data, tx=None, num_microbatches=1, **options):
     """Trains a zoo model with zerojax. Returns (trajectory, last state)."""
     tx = optimizer() if tx is None else tx
     state = zero.init(model.create, tx)
-    weights = lambda state: numbers(state.params if state.master is None else state.master)
-    start, metrics = weights(state), []
+    start, metrics = logical_weights(state), []
     step = zero.train_step(loss_of(model), num_microbatches=num_microbatches, **options)
     for batch in data:
         state, row = step(state, batch)
         metrics.append({name: float(value) for name, value in row.items()})
     losses = np.array([row["loss"] for row in metrics])
-    return Trajectory(losses, metrics, start, weights(state), numbers(state.model_state)), state
+    return Trajectory(losses, metrics, start, logical_weights(state), numbers(state.model_state)), state
 
 
 @functools.cache

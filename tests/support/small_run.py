@@ -52,7 +52,7 @@ def train(zero, directory, until, tx=None, begin=None, **options):
 
 
 def digest_of(state):
-    return {path: d.text for path, d in digests(contents.arrays(state)).items()}
+    return {path: d.text for path, d in digests(contents.arrays(state), contents.logical_shapes(state)).items()}
 
 
 def renamed(key):

@@ -158,8 +158,10 @@ def _ring_bytes(num_devices: int, num_bytes: float) -> float:
 
 
 def _full_elements(config: ZeroConfig, leaf: Leaf) -> int:
-    """The number of elements of a leaf in full form on one device: divided over the model axes only."""
-    return leaf.size // math.prod(config.mesh.shape[a] for entry in leaf.model_spec for a in axis_names(entry))
+    """The number of elements of a leaf in full form on one device, as it is sent: divided over the model axes only, and
+    with the zeros of its shards."""
+    size = math.prod(leaf.padding(config.stage.shards_optimizer).stored_shape(leaf.shape))
+    return size // math.prod(config.mesh.shape[a] for entry in leaf.model_spec for a in axis_names(entry))
 
 
 def _gathered_bytes(config: ZeroConfig, leaf: Leaf) -> int:
@@ -201,7 +203,8 @@ def _stage_bytes(config: ZeroConfig, leaves: Sequence[Leaf], uses: Sequence[Sequ
             gathered += leaf.trainable * _gathered_bytes(config, leaf)
         for lookup in (use.lookup for use in of_leaf if use.lookup):
             times = k * (stage.shards_params + leaf.trainable)  # forward and backward
-            other += times * lookup.count * lookup.row_size * leaf.compute_dtype.itemsize
+            row_size = lookup.row_size * math.prod(leaf.dims.padding.stored_shape(leaf.shape)) // leaf.size
+            other += times * lookup.count * row_size * leaf.compute_dtype.itemsize
             gathered += times * lookup.count * lookup.index_bytes * config.axes.num_shards
     sizes = gathered, reduce_scattered, all_reduced, other
     return SentBytes(*(_ring_bytes(config.axes.num_shards, each) for each in sizes))

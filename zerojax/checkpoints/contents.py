@@ -1,7 +1,8 @@
 """Converts a training state to the named arrays that a checkpoint contains, and back.
 
-A parameter is written once, in param_dtype: the parameters in compute_dtype are a cast of it. A checkpoint therefore
-depends neither on the stage, nor on the mesh, nor on the precision of the computation.
+A parameter is written once, in param_dtype: the parameters in compute_dtype are a cast of it. Arrays are written in
+their logical shapes, without the zeros that `sharding.padding` adds. A checkpoint therefore depends neither on the
+stage, nor on the mesh, nor on the precision of the computation.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ import jax.numpy as jnp
 
 from zerojax.checkpoints.digest import Digest
 from zerojax.sharding import placement
+from zerojax.sharding.padding import between
 from zerojax.step import models
-from zerojax.step.state import TrainState
-from zerojax.typing import Array, Aval, PRNGKey, PyTree
+from zerojax.step.state import TrainState, logical_avals
+from zerojax.typing import Array, Aval, PRNGKey, PyTree, Shape
 
 PARAMS, OPTIMIZER, MODEL_STATE = "params/", "opt_state/", "model_state/"
 
@@ -39,6 +41,11 @@ def arrays(state: TrainState) -> dict[str, Any]:
     return found
 
 
+def logical_shapes(state: TrainState) -> dict[str, Shape]:
+    """Returns the shapes of `arrays(state)` without the zeros with which they are stored."""
+    return {path: tuple(a.shape) for path, a in arrays(logical_avals(state)).items()}
+
+
 def with_arrays(state: TrainState, restored: Mapping[str, Array]) -> TrainState:
     """Returns the state with its arrays replaced by the restored ones. Arrays that were not restored stay."""
     before = _saved_tree(state)
@@ -50,9 +57,17 @@ def with_arrays(state: TrainState, restored: Mapping[str, Array]) -> TrainState:
     params, definition = tree.pop("params"), state.definition
     if state.master is None:
         return dataclasses.replace(state, params=params, **tree)
-    cast = lambda params: jax.tree.map(lambda a, like: a.astype(like.dtype), params, state.params)
+
+    def computed(master: PyTree) -> PyTree:
+        """The parameters as they are computed with: with or without zeros, like those before."""
+        leaves = zip(jax.tree.leaves(master), jax.tree.leaves(state.params), definition.leaves, strict=True)
+        logical = [(leaf.without_zeros(a).astype(like.dtype), like, leaf) for a, like, leaf in leaves]
+        return jax.tree.unflatten(
+            definition.tree, [between(leaf.shape, like.shape).pad(a) for a, like, leaf in logical]
+        )
+
     shardings = jax.tree.map(lambda a: a.sharding, state.params)
-    compute_params = jax.jit(cast, out_shardings=shardings)(params) if _has_params(restored) else state.params
+    compute_params = jax.jit(computed, out_shardings=shardings)(params) if _has_params(restored) else state.params
     return dataclasses.replace(state, params=compute_params, master=definition.trained(params), **tree)
 
 

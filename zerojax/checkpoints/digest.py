@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from zerojax.sharding.padding import NO_PADDING, Padding, between
 from zerojax.typing import Array, Shape
 
 
@@ -32,19 +33,24 @@ class Digest(NamedTuple):
     has_inf: bool
 
 
-def digests(arrays: Mapping[str, Array]) -> dict[str, Digest]:
+def digests(arrays: Mapping[str, Array], shapes: Mapping[str, Shape] | None = None) -> dict[str, Digest]:
     """Returns the digest of each array, in every process. Arrays may be sharded over several processes.
+
+    Args:
+        arrays: by path.
+        shapes: those without the zeros with which the arrays are stored; by default the arrays have none.
 
     Cost: reads every array once on the devices, and copies 16 bytes per array to the host.
 
     Raises:
         ValueError: if a dtype is not numeric or has more than 64 bits.
     """
-    computed = {path: _on_devices(path, a) for path, a in arrays.items()}
+    zeros = {path: between(shapes[path], a.shape) if shapes else NO_PADDING for path, a in arrays.items()}
+    computed = {path: _on_devices(path, a, zeros[path]) for path, a in arrays.items()}
     return {path: _to_digest(words) for path, words in jax.device_get(computed).items()}
 
 
-def _on_devices(path: str, a: Array) -> Array:
+def _on_devices(path: str, a: Array, zeros: Padding) -> Array:
     """The four words of `_words`, replicated."""
     if jnp.dtype(a.dtype).itemsize > 8 or a.dtype.kind not in "biufcV":
         raise ValueError(
@@ -52,7 +58,7 @@ def _on_devices(path: str, a: Array) -> Array:
             f"  got:      {a.dtype}\n  fix:      use a numeric dtype of at most 64 bits"
         )
     replicated = NamedSharding(a.sharding.mesh, PartitionSpec()) if isinstance(a.sharding, NamedSharding) else None
-    return jax.jit(_words, out_shardings=replicated)(a)
+    return jax.jit(_words, static_argnums=1, out_shardings=replicated)(a, zeros)
 
 
 def _to_digest(words: np.ndarray) -> Digest:
@@ -98,8 +104,9 @@ def _host_mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint32(16))
 
 
-def _words(a: Array) -> Array:
+def _words(a: Array, zeros: Padding) -> Array:
     """(two sums, whether there is a NaN, whether there is an infinity), shape (4,), uint32."""
+    a = zeros.crop(a)
     bits = _bits(a)
     index = _mix(_flat_index(bits.shape))
     words = [_mix((bits + jnp.uint32(salt)) ^ (index * jnp.uint32(odd))) for salt, odd in _SALTS]

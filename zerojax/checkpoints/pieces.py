@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import tensorstore
@@ -40,7 +39,9 @@ def pieces(
     """
     where = store.folder(directory, step)
     try:
-        array = tensorstore.open(_spec(store.arrays_folder(directory, step), path), open=True, read=True).result()
+        array = tensorstore.open(
+            store.array_spec(store.arrays_folder(directory, step), path), open=True, read=True
+        ).result()
         found = tuple(array.shape), array.dtype.name
         if found != (leaf.shape, leaf.dtype):
             raise ValueError(f"shape {found[0]} and dtype {found[1]} on disk, {leaf.shape} and {leaf.dtype} were saved")
@@ -52,11 +53,6 @@ def pieces(
     except ValueError as error:
         message = " ".join(str(error).split())[:300]
         raise CheckpointCorrupted(f"checkpoint: {path} of {where} cannot be read\n  got:      {message}") from error
-
-
-def _spec(folder: Path, path: str) -> dict[str, Any]:
-    """The tensorstore spec of an array. Orbax writes zarr arrays into one OCDBT key-value store."""
-    return {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": folder.as_uri() + "/", "path": f"{path}/"}}
 
 
 def _blocks(shape: Shape, max_elements: int) -> Iterator[tuple[slice | int, ...]]:

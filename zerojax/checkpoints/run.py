@@ -247,18 +247,19 @@ class Checkpoints:
     ) -> TrainState:
         """Restores a step. An error in one process is raised in all."""
         where = str(store.folder(self.directory, step))
-        avals = contents.arrays(contents.avals(state))
+        avals, shapes = contents.arrays(contents.avals(state)), contents.logical_shapes(state)
+        logical = {path: jax.ShapeDtypeStruct(shapes[path], a.dtype) for path, a in avals.items()}
 
         def prepare() -> tuple[Manifest, list[str], list[Any]]:
             saved = store.read_manifest(self.directory, step)
             is_start = step == 0 and saved.data is None  # for example imported parameters
             states = [] if data is None or is_start else [iterators.state_of_this_process(saved.data, where)]
-            return saved, manifests.paths_to_read(saved, _selected(avals, only), allowed, where), states
+            return saved, manifests.paths_to_read(saved, _selected(logical, only), allowed, where), states
 
         saved, paths, iterator_states = raise_on_all_processes(prepare, where)
         contents.free(state, paths)
-        leaves, shardings = {p: saved.leaves[p] for p in paths}, {p: avals[p].sharding for p in paths}
-        arrays = raise_on_all_processes(lambda: store.read_arrays(self.directory, step, leaves, shardings), where)
+        leaves, stored = {p: saved.leaves[p] for p in paths}, {p: avals[p] for p in paths}
+        arrays = raise_on_all_processes(lambda: store.read_arrays(self.directory, step, leaves, stored), where)
         _check_digests(saved, arrays, where)
         for iterator_state in iterator_states:
             data.set_state(iterator_state)
@@ -324,8 +325,8 @@ class Checkpoints:
         self.wait()
         if step == self._saved_step:
             return
-        arrays = contents.arrays(state)
-        digest_of = digests(arrays)
+        arrays, shapes = contents.arrays(state), contents.logical_shapes(state)
+        digest_of = digests(arrays, shapes)
         if nonfinite := contents.nonfinite_paths(digest_of):
             restart = "restart" if self._saved_step is None else f"resume from step {self._saved_step}"
             raise FloatingPointError(
@@ -333,7 +334,7 @@ class Checkpoints:
                 f"  got:      {_shortened(nonfinite)}\n"
                 f"  fix:      {restart} with a lower learning rate"
             )
-        leaves = {path: LeafRecord(tuple(a.shape), str(a.dtype), digest_of[path].text) for path, a in arrays.items()}
+        leaves = {p: LeafRecord(shapes[p], str(a.dtype), digest_of[p].text) for p, a in arrays.items()}
         manifest = Manifest(
             step,
             leaves,
@@ -395,7 +396,7 @@ def _selected(avals: dict[str, Any], globs: Sequence[str]) -> dict[str, Any]:
 
 def _check_digests(saved: Manifest, arrays: Mapping[str, Array], where: str) -> None:
     """Raises CheckpointCorrupted if arrays that were read differ from those that were saved."""
-    digest_of = digests(arrays)
+    digest_of = digests(arrays, {path: saved.leaves[path].shape for path in arrays})
     damaged = [path for path in arrays if digest_of[path].text != saved.leaves[path].digest]
     if damaged:
         raise CheckpointCorrupted(

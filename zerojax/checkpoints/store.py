@@ -29,11 +29,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+import tensorstore
 from jax.experimental import multihost_utils
 
 from zerojax.checkpoints.manifest import FALLBACK_FIX, CheckpointCorrupted, LeafRecord, Manifest, from_json, to_json
 from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0
-from zerojax.typing import Array
+from zerojax.typing import Array, Aval, Shape
 
 log = logging.getLogger("zerojax")
 _PREFIX, _ARRAYS, _MANIFEST = "step", "arrays", "manifest"
@@ -42,6 +43,23 @@ _DELETED = "deleted"
 # Heuristics: a few MiB are enough to read at the bandwidth of the disk.
 _CHUNK_BYTES, _MIN_CHUNK_BYTES = 2**24, 2**16
 _CONCURRENT_GB = 1  # of arrays that a restore holds in host memory at a time
+
+
+class _LogicalArrays(ocp.PyTreeCheckpointHandler):
+    """Orbax's handler of trees, which writes arrays as they are stored, and then cuts off their zeros.
+
+    Attributes:
+        cropped: the logical shapes of the arrays that are stored with zeros, by path.
+    """
+
+    cropped: Mapping[str, Shape] = {}
+
+    def finalize(self, directory: Any) -> None:
+        """Called by process 0 when all processes have written, before the step is complete."""
+        super().finalize(directory)
+        for path, shape in self.cropped.items():
+            array = tensorstore.open(array_spec(Path(directory), path), open=True, read=True, write=True).result()
+            array.resize(exclusive_max=shape).result()
 
 
 class Store:
@@ -58,6 +76,7 @@ class Store:
         directory.mkdir(parents=True, exist_ok=True)
         self._deletion: threading.Thread | None = None  # started since the last `finish`
         self._delete_renamed()
+        self._handler = _LogicalArrays()
         self._manager: ocp.CheckpointManager | None = self._open()
 
     def _open(self) -> ocp.CheckpointManager:
@@ -69,7 +88,10 @@ class Store:
             cleanup_tmp_directories=True,
             save_root_metadata=False,
         )
-        return ocp.CheckpointManager(self.directory, options=options, item_names=(_ARRAYS, _MANIFEST))
+        handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
+        handlers.add(_ARRAYS, ocp.args.PyTreeSave, self._handler)
+        handlers.add(_MANIFEST, ocp.args.JsonSave, ocp.JsonCheckpointHandler())
+        return ocp.CheckpointManager(self.directory, options=options, handler_registry=handlers)
 
     def save(self, arrays: Mapping[str, Array], manifest: Manifest) -> None:
         """Starts to write a step. On return the arrays have been copied to the host, and may be donated.
@@ -81,6 +103,8 @@ class Store:
             self.set_aside([manifest.step])
         self._manager = self._manager or self._open()
         save_args = {path: _save_args(a) for path, a in arrays.items()}
+        shapes = {path: manifest.leaves[path].shape for path in arrays}
+        self._handler.cropped = {path: shapes[path] for path, a in arrays.items() if shapes[path] != tuple(a.shape)}
         items = {
             _ARRAYS: ocp.args.PyTreeSave(dict(arrays), save_args=save_args),
             _MANIFEST: ocp.args.JsonSave(to_json(manifest)),
@@ -179,6 +203,11 @@ def _save_args(a: Array) -> ocp.SaveArgs:
     return ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=(0,) if is_stack else ())
 
 
+def array_spec(folder: Path, path: str) -> dict[str, Any]:
+    """The tensorstore spec of an array. Orbax writes zarr arrays into one OCDBT key-value store."""
+    return {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": folder.as_uri() + "/", "path": f"{path}/"}}
+
+
 def folder(directory: Path, step: int) -> Path:
     """The folder of a step."""
     return directory / f"{_PREFIX}_{step}"
@@ -239,23 +268,25 @@ def read_manifest(directory: Path, step: int) -> Manifest:
 
 
 def read_arrays(
-    directory: Path, step: int, leaves: Mapping[str, LeafRecord], shardings: Mapping[str, Any]
+    directory: Path, step: int, leaves: Mapping[str, LeafRecord], stored: Mapping[str, Aval]
 ) -> dict[str, Array]:
     """Reads arrays of a step in their saved dtypes. Each device reads its own shard.
 
     Args:
         directory, step: the checkpoint.
         leaves: the arrays to read, by path.
-        shardings: the sharding of each of them, by path.
+        stored: the sharding of each of them, and its shape with the zeros that are appended, by path.
 
     Raises:
         CheckpointCorrupted: if a file is missing, truncated, or cannot be decoded.
     """
     dtypes = {path: jnp.dtype(leaf.dtype) for path, leaf in leaves.items()}
-    avals = {p: jax.ShapeDtypeStruct(leaf.shape, dtypes[p], sharding=shardings[p]) for p, leaf in leaves.items()}
+    avals = {p: jax.ShapeDtypeStruct(a.shape, dtypes[p], sharding=a.sharding) for p, a in stored.items()}
     restore_args = {
-        path: ocp.ArrayRestoreArgs(sharding=shardings[path], global_shape=leaf.shape, dtype=dtypes[path])
-        for path, leaf in leaves.items()
+        path: ocp.ArrayRestoreArgs(
+            sharding=a.sharding, global_shape=a.shape, dtype=dtypes[path], strict=leaves[path].shape == tuple(a.shape)
+        )
+        for path, a in stored.items()
     }
     handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_CONCURRENT_GB)
     path: Any = arrays_folder(directory, step)  # Orbax's handlers are typed for etils' paths

@@ -163,7 +163,7 @@ def import_files(directory: Path, files: Path, what: str, precision: str, mappin
         found = names.mapping(mapping) if mapping else None
         job, zero = find_job(what, "", compiled=False), zerojax.Zero(zerojax.make_mesh(), 3, precision)
         state = parameters.load(zero.init(job.create_model, job.tx), files, mapping=found, **options)
-        if bad := contents.nonfinite_paths(digests(contents.arrays(state))):
+        if bad := contents.nonfinite_paths(digests(contents.arrays(state), contents.logical_shapes(state))):
             raise click.ClickException(f"{files} is not finite: {', '.join(bad)}")
         with zero.checkpoints(directory) as checkpoints:
             checkpoints.save(state)

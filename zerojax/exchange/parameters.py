@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -199,15 +200,16 @@ def load(
     if family is not None:
         extra = (*extra, *find_family(family).unused)
     reader = Reader(path)
-    every = contents.arrays(contents.avals(state))
-    avals = {p: a for p, a in every.items() if _is_weight(p, a.dtype)}
+    stored, shapes = contents.arrays(contents.avals(state)), contents.logical_shapes(state)
+    avals = {p: jax.ShapeDtypeStruct(shapes[p], a.dtype) for p, a in stored.items() if _is_weight(p, a.dtype)}
     found = _sources(avals, mapping, family, reader.names)
     wanted = {p: _known(found, p) for p in avals if p in found or not matches(p, missing)}
     _check_fit(reader, path, avals, wanted, missing, extra, cast)
     present = {p: source for p, source in wanted.items() if _absent(reader, source, avals[p]) is None}
     _check_layout(reader, path, avals, present, layout, family)
     contents.free(state, present)
-    return contents.with_arrays(state, {p: read_sharded(reader, source, avals[p]) for p, source in present.items()})
+    read = {p: read_sharded(reader, source, shapes[p], stored[p]) for p, source in present.items()}
+    return contents.with_arrays(state, read)
 
 
 def _absent(reader: Reader, source: Source, a: Aval) -> str | None:

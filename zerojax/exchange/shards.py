@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import numpy as np
 
 from zerojax.exchange.names import Source
 from zerojax.exchange.rearrange import fits, window
 from zerojax.exchange.tensors import Reader
+from zerojax.sharding import padding
 from zerojax.typing import Aval, Shape
 
 
@@ -39,27 +38,26 @@ def transposes(reader: Reader, source: Source, shape: Shape) -> bool:
     return want is not None and len(theirs) > 1 and theirs != want and theirs == want[::-1]
 
 
-def read_sharded(reader: Reader, source: Source, a: Aval) -> jax.Array:
-    """Reads an array onto the devices, with the dtype and sharding of the aval.
+def read_sharded(reader: Reader, source: Source, shape: Shape, stored: Aval) -> jax.Array:
+    """Reads an array of a logical shape onto the devices, as it is stored there.
 
     Cost: each process reads the shards of its own devices, one at a time, and holds one or two copies of it. Of an
     array that is transposed or reshaped it reads no other elements, except where one of our dims is a product: there it
     reads whole rows of the outermost part of the product.
     """
-    shape = tuple(a.shape)
     parts = source.parts(shape)
 
-    def read_shard(index: Any) -> np.ndarray:
-        slices = tuple(index) + (slice(None),) * (len(shape) - len(index))
+    def read_slices(slices: tuple[slice, ...]) -> np.ndarray:
         if not source.is_stack:
             read = _read(reader, source, parts[0], shape, slices)
         else:
             read = _stacked(
-                [_read(reader, source, name, shape[1:], slices[1:]) for name in parts[slices[0]]], a, slices
+                [_read(reader, source, name, shape[1:], slices[1:]) for name in parts[slices[0]]], shape, slices
             )
-        return read.astype(a.dtype, copy=False)
+        return read.astype(stored.dtype, copy=False)
 
-    return jax.make_array_from_callback(shape, a.sharding, read_shard)
+    read_shard = lambda index: padding.read_shard(read_slices, index, shape, stored.shape)
+    return jax.make_array_from_callback(stored.shape, stored.sharding, read_shard)
 
 
 def _read(reader: Reader, source: Source, name: str, shape: Shape, index: tuple[slice, ...]) -> np.ndarray:
@@ -70,7 +68,7 @@ def _read(reader: Reader, source: Source, name: str, shape: Shape, index: tuple[
     return part.finish(reader.read(name, part.index, view=part.view))
 
 
-def _stacked(elements: list[np.ndarray], a: Aval, slices: tuple[slice, ...]) -> np.ndarray:
+def _stacked(elements: list[np.ndarray], shape: Shape, slices: tuple[slice, ...]) -> np.ndarray:
     """The elements along a new dim 0; there may be none."""
-    shape = [len(range(n)[s]) for n, s in zip(a.shape, slices, strict=True)]
-    return np.stack(elements) if elements else np.empty(shape, a.dtype)
+    part = [len(range(n)[s]) for n, s in zip(shape, slices, strict=True)]
+    return np.stack(elements) if elements else np.empty(part, np.float32)

@@ -19,6 +19,7 @@ from zerojax.plan.program import CompiledStep, compile_step
 from zerojax.plan.tracing import Tracer, num_rows
 from zerojax.plan.utilisation import Throughput, model_flops, throughput
 from zerojax.report.memory import Memory
+from zerojax.sharding.uneven import uneven_text
 
 # The share of a device's memory that a program may use. GPUs: the share that JAX takes without XLA_CLIENT_MEM_FRACTION
 # (JAX's documentation, "GPU memory allocation", 2026-11). TPUs: 15.75 GiB of a v5e's 16 GiB are not reserved (from an
@@ -213,12 +214,19 @@ class Planner:
                 speed = self._throughput(settings, program.analysis.prediction.step_s)
         parameters = self.parameters(settings)
         loss = self.tracer.loss(settings, self.cluster.num_devices).traced
-        told = notes(loss, memory, self.cluster.chip, settings)
+        told = (*self._uneven(settings), *notes(loss, memory, self.cluster.chip, settings))
         found = Plan(
             self.what, self.cluster, settings, parameters, memory, self.limit_bytes, program, speed, notes=told
         )
         suggestions = tuple(self._suggestions(found)) if suggest else ()
         return dataclasses.replace(found, suggestions=suggestions)
+
+    def _uneven(self, settings: Settings) -> Iterator[str]:
+        """What the number of devices costs, if it divides few dims of the model."""
+        zero = self.tracer.zero(settings, self.cluster.num_devices)
+        text = uneven_text(self.tracer.state(zero).definition.leaves, zero.config.axes)
+        if text and zero.config.stage.shards_optimizer:
+            yield " ".join(text.split())
 
     def memory(self, settings: Settings, num_devices: int | None = None) -> Memory:
         """The memory of a device by formula, on the cluster or on another number of its devices."""

@@ -23,7 +23,7 @@ from zerojax.step import creation, models
 from zerojax.step.gradient import DeviceGradient, compute_gradients, device_gradient
 from zerojax.step.settings import StepSettings
 from zerojax.step.source import ModelSource, plain_arrays, source_of
-from zerojax.step.state import TrainState
+from zerojax.step.state import TrainState, stored_avals
 from zerojax.transform.remat import Remat, RematRules
 from zerojax.zero import Zero
 
@@ -76,7 +76,8 @@ class Tracer:
     def __init__(self, job: Job, on_few_layers: bool = True):
         self.job, self.on_few_layers = job, on_few_layers
         self._create = _CreatesOnce(source_of(job.create_model, None))
-        self._states: dict[Any, TrainState] = {}
+        self._states: dict[Any, TrainState] = {}  # by mesh and precision
+        self._stored: dict[Any, TrainState] = {}  # by configuration
         self._losses: dict[Any, LossTrace] = {}
         self._traces: dict[Any, DeviceTrace] = {}
 
@@ -87,13 +88,16 @@ class Tracer:
 
     def state(self, zero: Zero) -> TrainState:
         """The training state as avals with shardings."""
+        if zero.config in self._stored:
+            return self._stored[zero.config]
         key = zero.config.mesh, zero.config.precision
         if key not in self._states:
             overrides = dataclasses.replace(zero.overrides, stacked=(*zero.overrides.stacked, *self._create.stacked))
             self._states[key] = creation.build(zero.config, overrides, self._create.source, self.job.tx, 0)[1]
             leaves = self._states[key].definition.leaves
             self._create.stacked = tuple(glob.escape(leaf.path) for leaf in leaves if leaf.stacked)
-        return creation.with_shardings(zero.config, self._states[key])[0]
+        self._stored[zero.config] = stored_avals(zero.config, self._states[key])
+        return self._stored[zero.config]
 
     def batch(self, settings: Settings, num_devices: int) -> Any:
         """The avals of the batch of a step. Devices that share a row, along a model axis, count once."""

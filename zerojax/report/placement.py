@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +17,12 @@ from rich.table import Column, Table
 from zerojax.sharding import placement
 from zerojax.sharding.annotations import spec_text
 from zerojax.sharding.axes import Axes, axis_names
+from zerojax.sharding.dim_choice import choose_dim
 from zerojax.sharding.placement import Leaf
+from zerojax.sharding.uneven import uneven_text
 from zerojax.step.config import ZeroConfig
 from zerojax.step.loss_traces import Use
-from zerojax.step.state import TrainState
+from zerojax.step.state import TrainState, logical_avals
 from zerojax.typing import AnyMesh, PyTree, Shape
 
 
@@ -34,6 +37,7 @@ class Row:
         spec: the PartitionSpec as text.
         bytes_per_device: bytes of the leaf on one device.
         undivided_bytes: bytes on one device if the leaf were not sharded over the data axes.
+        zeros_bytes: of `bytes_per_device`, the bytes of zeros that pad the leaf, as a mean over devices.
         reason: why the leaf is sharded in this dim, or why it is replicated.
     """
 
@@ -44,6 +48,7 @@ class Row:
     spec: str
     bytes_per_device: int
     undivided_bytes: int
+    zeros_bytes: float
     reason: str
 
 
@@ -74,16 +79,20 @@ class Explanation:
         rows: one for each leaf of parameters, gradients, optimizer state and model state.
         units: one row for each unit, in the order of their first use if that is known, or else of the leaves.
         large_unit: what to do about a unit that holds most of the weights, or None.
+        uneven: what to do about replicated leaves or zeros that pad shards, or None if they are few.
         totals: category -> bytes per device.
         formula: category -> bytes per device if every leaf were divided evenly over the shard axes (ZeRO, table 1).
+        zeros: category -> of `totals`, the bytes of the zeros that make shards equal, as a mean over devices.
         replicated: the rows of leaves that are replicated although the stage shards their category.
     """
 
     rows: tuple[Row, ...]
     units: tuple[UnitRow, ...]
     large_unit: str | None
+    uneven: str | None
     totals: dict[str, int]
     formula: dict[str, float]
+    zeros: dict[str, float]
     replicated: tuple[Row, ...]
 
     def __str__(self) -> str:
@@ -98,16 +107,19 @@ class Explanation:
         for unit in self.units:
             places = ", ".join(f"{place}{' (rows)' if place in unit.looked_up else ''}" for place in unit.places)
             units.add_row(unit.name, f"{unit.num_leaves:,}", f"{unit.num_bytes:,}", places)
-        totals = Table("category", right("bytes/device"), right("ZeRO formula"), title="Totals")
+        totals = Table(
+            "category", right("bytes/device"), right("ZeRO formula"), right("zeros that pad shards"), title="Totals"
+        )
         for name, total in self.totals.items():
-            totals.add_row(name, f"{total:,}", f"{self.formula[name]:,.0f}" if name in self.formula else "")
+            formula = f"{self.formula[name]:,.0f}" if name in self.formula else ""
+            totals.add_row(name, f"{total:,}", formula, f"{self.zeros[name]:,.0f}" if self.zeros[name] else "")
         rest: Table | str = "Every leaf that the stage shards is sharded."
         if self.replicated:
             rest = Table("category", "leaf", "shape", right("bytes/device"), "reason", title="Not sharded")
             for row in self.replicated:
                 rest.add_row(row.category, row.path, shape(row), f"{row.bytes_per_device:,}", row.reason)
         text = io.StringIO()
-        Console(file=text, width=150).print(leaves, units, totals, rest, *filter(None, [self.large_unit]))
+        Console(file=text, width=150).print(leaves, units, totals, rest, *filter(None, [self.large_unit, self.uneven]))
         return text.getvalue()
 
 
@@ -121,12 +133,17 @@ def explain(config: ZeroConfig, state: TrainState, uses: Sequence[tuple[Use, ...
     stage, axes = config.stage, config.axes
     row = functools.partial(_row, axes)
     gradient = functools.partial(_gradient, config, mesh)
+    opt_shapes = [tuple(a.shape) for a in jax.tree.leaves(logical_avals(state).opt_state)]
+    optimizer = zip(_leaves(state.opt_state), opt_shapes, strict=True)
     rows = [
-        *(row("params", path, a, leaves[path].reason) for path, a in _leaves(state.params)),
-        *(row("grads", leaf.path, gradient(leaf), leaf.reason) for leaf in leaves.values() if leaf.trainable),
-        *(row("optimizer", f"master/{path}", a, leaves[path].reason) for path, a in _leaves(state.master)),
-        *(row("optimizer", path, a, _optimizer_reason(path, a, leaves, axes)) for path, a in _leaves(state.opt_state)),
-        *(row("model_state", path, a, "replicated: model state") for path, a in _leaves(state.model_state)),
+        *(row("params", path, a, leaves[path].shape, leaves[path].reason) for path, a in _leaves(state.params)),
+        *(row("grads", f.path, gradient(f), f.shape, f.reason) for f in leaves.values() if f.trainable),
+        *(
+            row("optimizer", f"master/{path}", a, leaves[path].shape, leaves[path].reason)
+            for path, a in _leaves(state.master)
+        ),
+        *(row("optimizer", path, a, s, _optimizer_reason(path, s, leaves, axes)) for (path, a), s in optimizer),
+        *(row("model_state", path, a, a.shape, "replicated: model state") for path, a in _leaves(state.model_state)),
     ]
     shards = {
         "params": axes.num_shards if stage.shards_params else 1,
@@ -136,10 +153,12 @@ def explain(config: ZeroConfig, state: TrainState, uses: Sequence[tuple[Use, ...
     of = lambda name: [row for row in rows if row.category == name]
     totals = {name: sum(row.bytes_per_device for row in of(name)) for name in _CATEGORIES}
     formula = {name: sum(row.undivided_bytes for row in of(name)) / n for name, n in shards.items()}
+    zeros = {name: sum(row.zeros_bytes for row in of(name)) for name in _CATEGORIES}
     replicated = [r for r in rows if shards.get(r.category, 1) > 1 and r.bytes_per_device == r.undivided_bytes]
     units = _units(state.definition.leaves, uses)
     large_unit = placement.large_unit_text(state.definition.leaves)
-    return Explanation(tuple(rows), units, large_unit, totals, formula, tuple(replicated))
+    uneven = uneven_text(state.definition.leaves, axes) if stage.shards_optimizer else None
+    return Explanation(tuple(rows), units, large_unit, uneven, totals, formula, zeros, tuple(replicated))
 
 
 def _units(leaves: Sequence[Leaf], uses: Sequence[tuple[Use, ...]] | None) -> tuple[UnitRow, ...]:
@@ -160,24 +179,28 @@ def _leaves(tree: PyTree) -> list[tuple[str, Any]]:
     return [(placement.path_text(path), a) for path, a in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def _row(axes: Axes, category: str, path: str, aval: Any, reason: str) -> Row:
-    spec, mesh = aval.sharding.spec, aval.sharding.mesh
+def _row(axes: Axes, category: str, path: str, stored: Any, shape: Sequence[int], reason: str) -> Row:
+    spec, mesh = stored.sharding.spec, stored.sharding.mesh
     others = [[name for name in axis_names(entry) if name not in axes.data] for entry in spec]
     undivided = NamedSharding(mesh, PartitionSpec(*(tuple(names) or None for names in others)))
-    num_bytes = placement.shard_bytes(aval, aval.sharding), placement.shard_bytes(aval, undivided)
-    return Row(category, path, tuple(aval.shape), str(aval.dtype), spec_text(spec), *num_bytes, reason)
+    logical = jax.ShapeDtypeStruct(tuple(shape), stored.dtype)
+    on_device, full = placement.shard_bytes(stored, stored.sharding), placement.shard_bytes(logical, undivided)
+    zeros = on_device * (1 - math.prod(shape) / max(1, math.prod(stored.shape)))
+    return Row(category, path, logical.shape, str(stored.dtype), spec_text(spec), on_device, full, zeros, reason)
 
 
 def _gradient(config: ZeroConfig, mesh: AnyMesh, leaf: Leaf) -> jax.ShapeDtypeStruct:
     """The gradient of a leaf within a step. At stage 1 it is full, until the reduce_scatter at the end of the step."""
-    sharding = NamedSharding(mesh, leaf.spec(config.axes, config.stage.shards_grads))
-    return jax.ShapeDtypeStruct(leaf.shape, config.precision.wire_dtype(leaf.compute_dtype), sharding=sharding)
+    is_sharded = config.stage.shards_grads
+    sharding = NamedSharding(mesh, leaf.spec(config.axes, is_sharded))
+    shape, dtype = leaf.padding(is_sharded).stored_shape(leaf.shape), config.precision.wire_dtype(leaf.compute_dtype)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def _optimizer_reason(path: str, aval: Any, leaves: dict[str, Leaf], axes: Axes) -> str:
+def _optimizer_reason(path: str, shape: Shape, leaves: dict[str, Leaf], axes: Axes) -> str:
     """The reason of the parameter that a leaf of the optimizer state belongs to, or else one by the leaf's shape."""
     for end in range(len(path.split("/"))):
         leaf = leaves.get("/".join(path.split("/")[end:]))
-        if leaf is not None and leaf.shape == tuple(aval.shape):
+        if leaf is not None and leaf.shape == shape:
             return leaf.reason
-    return placement.choose_dim(aval.shape, axes.num_shards, stacked=False)[1]
+    return choose_dim(shape, axes.num_shards, stacked=False).reason

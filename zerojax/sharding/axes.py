@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
+from zerojax.sharding.padding import NO_PADDING, Padding
+
 REPLICATED: Any = PartitionSpec()
 
 
@@ -39,20 +41,28 @@ class Dims(NamedTuple):
     Attributes:
         shard: the dim that is divided over the shard axes; None if no dim is.
         model_spec: the spec over all other axes, such as 'model', which `shard_map` leaves to the compiler.
+        num_zeros: the number of zeros at the end of `shard` in a leaf that is stored in shards; see `padding`.
     """
 
     shard: int | None
     model_spec: PartitionSpec = REPLICATED
+    num_zeros: int = 0
+
+    @property
+    def padding(self) -> Padding:
+        """The zeros of the stored leaf."""
+        return NO_PADDING if self.shard is None else Padding(self.shard, self.num_zeros)
 
     def transposed(self, order: Sequence[int]) -> Dims:
         """The dims of `lax.transpose(leaf, order)`."""
         entries = (*self.model_spec, *[None] * (len(order) - len(self.model_spec)))
         shard = None if self.shard is None else list(order).index(self.shard)
-        return Dims(shard, PartitionSpec(*(entries[k] for k in order)))
+        return Dims(shard, PartitionSpec(*(entries[k] for k in order)), self.num_zeros)
 
     def of_layer(self) -> Dims:
         """The dims of `leaf[i]`, where dim 0 of the leaf is not sharded."""
-        return Dims(None if self.shard is None else self.shard - 1, PartitionSpec(*self.model_spec[1:]))
+        shard = None if self.shard is None else self.shard - 1
+        return Dims(shard, PartitionSpec(*self.model_spec[1:]), self.num_zeros)
 
 
 def axis_names(entry: Any) -> tuple[str, ...]:

@@ -9,13 +9,8 @@
 At stage 1 gradients are full while they accumulate; one reduce-scatter per step turns them into the shards that the
 optimizer reads.
 
-The sharded dim of a leaf is the first one that the number of shards divides. Two kinds of dims are never sharded: the
-layer dim of a stacked leaf, and a dim that an annotation divides over another axis such as 'model', which stays in
-the spec at every stage. A leaf without a divisible dim is replicated over the data axes, and `explain()` lists it.
-
-The first dim is preferred because it is the outermost in memory: its shards are contiguous, as collectives move them.
-For any other dim the compiler transposes the leaf, and for scanned layers the whole stack at once. Tables outside of
-the layers, such as embeddings, are sharded over their width: a loss that looks up rows then need not gather them.
+`dim_choice` chooses the sharded dim of a leaf; if N does not divide it, the stored shards have zeros at the end, see
+`padding`.
 """
 
 from __future__ import annotations
@@ -23,9 +18,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -36,10 +30,12 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.sharding import annotations
-from zerojax.sharding.axes import REPLICATED, Axes, Dims, axis_names
+from zerojax.sharding.axes import REPLICATED, Axes, Dims
+from zerojax.sharding.dim_choice import annotated_dim, choose_dim, given_dim, tables
+from zerojax.sharding.padding import NO_PADDING, Padding
 from zerojax.sharding.precision import Precision
 from zerojax.sharding.units import cut_patterns, no_match_text, unit_names
-from zerojax.typing import AnyMesh, PyTree, Shape
+from zerojax.typing import AnyMesh, Array, PyTree, Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +78,7 @@ class Leaf:
         trainable: whether it has a gradient and optimizer state.
         model_spec: its spec over the axes that are not data axes, such as 'model'.
         stacked: whether dim 0 counts layers.
+        num_zeros: the number of zeros at the end of `dim` where the leaf is stored in shards.
     """
 
     path: str
@@ -94,6 +91,7 @@ class Leaf:
     trainable: bool
     model_spec: PartitionSpec = REPLICATED
     stacked: bool = False
+    num_zeros: int = 0
 
     @property
     def size(self) -> int:
@@ -106,7 +104,15 @@ class Leaf:
 
     @property
     def dims(self) -> Dims:
-        return Dims(self.dim, self.model_spec)
+        return Dims(self.dim, self.model_spec, self.num_zeros)
+
+    def padding(self, sharded: bool) -> Padding:
+        """The zeros with which the leaf is stored, in shards or in full."""
+        return self.dims.padding if sharded else NO_PADDING
+
+    def without_zeros(self, array: Array) -> Array:
+        """The leaf in its logical shape, if it is stored with zeros."""
+        return array if tuple(array.shape) == self.shape else self.dims.padding.crop(array)
 
     def spec(self, axes: Axes, sharded: bool) -> PartitionSpec:
         """The spec over all axes, with or without the shard axes."""
@@ -124,70 +130,6 @@ def data_spec(dim: int | None, axes: Axes) -> PartitionSpec:
     if dim is None or axes.num_shards == 1:
         return PartitionSpec()
     return PartitionSpec(*[None] * dim, axes.shard[0] if len(axes.shard) == 1 else axes.shard)
-
-
-def choose_dim(
-    shape: Sequence[int],
-    num_shards: int,
-    stacked: bool,
-    model_spec: PartitionSpec = REPLICATED,
-    is_table: bool = False,
-) -> tuple[int | None, str]:
-    """Returns (the dim to shard, or None; the reason). Of a table, dim 1 is preferred."""
-    taken = {d: "x".join(axis_names(entry)) for d, entry in enumerate(model_spec) if entry}
-    dims = [d for d in range(1 if stacked else 0, len(shape)) if d not in taken]
-    divisible = [d for d in dims if shape[d] and shape[d] % num_shards == 0]
-    if is_table and 1 in divisible:
-        return 1, "width of a table"
-    if divisible:
-        return divisible[0], "first divisible dim"
-    if not shape:
-        return None, "replicated: a scalar"
-    if not dims and not taken:
-        return None, "replicated: one scalar per layer"
-    remainders = [f"{shape[d]} % {num_shards} = {shape[d] % num_shards}" for d in dims]
-    return None, "replicated: " + ", ".join([*remainders, *(f"dim {d} is over {names}" for d, names in taken.items())])
-
-
-def annotated_dim(
-    shape: Shape, dim: int, num_shards: int, stacked: bool, model_spec: PartitionSpec
-) -> tuple[int | None, str]:
-    """Returns (the dim to shard if the annotation names the data axes at `dim`; the reason).
-
-    The annotation of a dim of 4 experts was written for at most 4 devices. On 8, another dim is sharded.
-    """
-    if shape[dim] % num_shards == 0 and not (stacked and dim == 0):
-        return dim, "annotation"
-    why = (
-        "counts layers"
-        if stacked and dim == 0
-        else f"cannot be: {shape[dim]} % {num_shards} = {shape[dim] % num_shards}"
-    )
-    chosen, reason = choose_dim(shape, num_shards, stacked, model_spec)
-    if chosen is None:
-        return None, reason
-    return chosen, f"first divisible dim; annotated dim {dim} {why}"
-
-
-def _tables(shapes: Mapping[str, Shape], units: Sequence[str], stacked: Collection[str]) -> set[str]:
-    """The paths of leaves that may be tables of rows: matrices with many more rows than columns outside of layers.
-
-    Vocabularies of published models have at least 3.9 times as many entries as the model is wide (Llama 2 70B). A unit
-    is a layer if others differ from it in a number only ('layers/0', 'Block_3') and it has several matrices. What is
-    wrongly taken for a table is sharded all the same, in its other dim.
-    """
-    matrices: dict[str, list[str]] = {}
-    for path, unit in zip(shapes, units, strict=True):
-        if len(shapes[path]) > 1:
-            matrices.setdefault(unit, []).append(path)
-    stem = lambda unit: re.sub(r"\d+", "#", unit)
-    siblings = Counter(stem(unit) for unit in matrices)
-    found = set()
-    for unit, paths in matrices.items():
-        is_layer = siblings[stem(unit)] > 1 and len(paths) > 1
-        tall = {p for p in paths if len(shapes[p]) == 2 and shapes[p][0] > 2 * shapes[p][1] and p not in stacked}
-        found |= set() if is_layer else tall
-    return found
 
 
 def check_arrays(params: PyTree) -> None:
@@ -242,6 +184,7 @@ def place(
     precision: Precision,
     overrides: Overrides,
     from_model: FromModel = _UNKNOWN,
+    pads: bool = True,
 ) -> tuple[Leaf, ...]:
     """Places every leaf of a parameter tree, in flattening order.
 
@@ -252,11 +195,12 @@ def place(
         precision: the dtypes of trained leaves.
         overrides: the user's choices.
         from_model: what is known from the model.
+        pads: whether a leaf may be stored with zeros; without them it is replicated if no dim is divisible.
 
     Raises:
         ValueError: if the tree is empty, a leaf is not an array or is complex and not frozen, a pattern matches
             nothing, a dtype is not floating, or an annotation does not fit its leaf; if a chosen dim does not exist, is
-            not divisible by the number of shards, or is divided over another axis.
+            divided over another axis, or is not divisible without `pads`.
     """
     with_paths, _ = jax.tree_util.tree_flatten_with_path(params)
     if not with_paths:
@@ -273,7 +217,7 @@ def place(
     shapes = {path: tuple(leaf.shape) for path, (_, leaf) in zip(paths, with_paths, strict=True)}
     stacked_paths = from_model.stacked | {path for path in paths if _first_match(path, overrides.stacked) is not None}
     units = unit_names(shapes, overrides.units, stacked_paths)
-    tables = _tables(shapes, units, stacked_paths)
+    found_tables = tables(shapes, units, stacked_paths)
     leaves = []
     for path, unit, (_, leaf) in zip(paths, units, with_paths, strict=True):
         shape = tuple(leaf.shape)
@@ -286,13 +230,12 @@ def place(
         model_spec, dim = annotations.check_annotation(path, shape, annotation, stacked, mesh, axes)
         pattern = _first_match(path, list(overrides.shard_dims))
         if pattern is not None:
-            dim, reason = overrides.shard_dims[pattern], f"override {pattern!r}"
-            dim = dim + len(shape) if dim is not None and dim < 0 else dim
+            choice = given_dim(path, shape, overrides.shard_dims[pattern], axes, model_spec, pads)
+            choice = choice._replace(reason=f"override {pattern!r}")
         elif dim is not None:
-            dim, reason = annotated_dim(shape, dim, axes.num_shards, stacked, model_spec)
+            choice = annotated_dim(shape, dim, axes.num_shards, stacked, model_spec, pads)
         else:
-            dim, reason = choose_dim(shape, axes.num_shards, stacked, model_spec, path in tables)
-        _check_dim(path, shape, dim, axes, model_spec)
+            choice = choose_dim(shape, axes.num_shards, stacked, model_spec, path in found_tables, pads)
         trainable = _is_trainable(path, leaf.dtype, overrides.frozen, from_model.trained)
         dtype = precision.param_dtype if trainable else leaf.dtype
         pattern = _first_match(path, list(overrides.dtypes))
@@ -300,7 +243,8 @@ def place(
         if pattern is not None and jnp.issubdtype(leaf.dtype, jnp.floating):
             compute_dtype = overrides.dtypes[pattern]
         dtypes = jnp.dtype(dtype), jnp.dtype(compute_dtype)
-        leaves.append(Leaf(path, shape, *dtypes, dim, unit, reason, trainable, model_spec, stacked))
+        dim, reason, num_zeros = choice
+        leaves.append(Leaf(path, shape, *dtypes, dim, unit, reason, trainable, model_spec, stacked, num_zeros))
     return tuple(leaves)
 
 
@@ -333,72 +277,66 @@ def large_unit_text(leaves: Sequence[Leaf]) -> str | None:
     )
 
 
-def _check_dim(path: str, shape: Shape, dim: int | None, axes: Axes, model_spec: PartitionSpec) -> None:
-    taken = dim is not None and 0 <= dim < len(model_spec) and model_spec[dim] is not None
-    if dim is None or (0 <= dim < len(shape) and shape[dim] % axes.num_shards == 0 and not taken):
-        return
-    remainders = ", ".join(f"{s} % {axes.num_shards} = {s % axes.num_shards}" for s in shape) or "a scalar"
-    if taken:
-        remainders = f"dim {dim} is over {'x'.join(axis_names(model_spec[dim]))}"
-    raise ValueError(
-        f"placement: cannot shard {path!r} over {'x'.join(axes.shard)} in dim {dim}\n"
-        f"  got:      shape {shape}, axis size {axes.num_shards}; {remainders}\n"
-        f"  fix:      choose another dim, a shape that {axes.num_shards} divides, or None to replicate"
-    )
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """How an array is stored: its spec, and the zeros at its end."""
+
+    spec: PartitionSpec
+    padding: Padding
 
 
-def optimizer_specs(
-    tx: optax.GradientTransformation, opt_state: PyTree, specs: PyTree, shapes: PyTree, axes: Axes, sharded: bool
+def optimizer_placement(
+    tx: optax.GradientTransformation, opt_state: PyTree, params: PyTree, axes: Axes, sharded: bool
 ) -> PyTree:
-    """A spec for every leaf of an optimizer state.
+    """A `Stored` for every leaf of an optimizer state.
 
-    A leaf that belongs to a parameter and has its shape (a moment, a trace, an average) is placed like the parameter.
-    All others (a factored moment, a step count) are placed by their own shapes.
+    A leaf that belongs to a parameter and has its shape (a moment, a trace, an average) is stored like the parameter.
+    All others (a factored moment, a step count) are stored by their own shapes.
 
     Args:
         tx: any optax transformation.
-        opt_state: its state, as avals.
-        specs: tree of the trainable parameters' specs.
-        shapes: tree of their avals.
+        opt_state: its state for logical parameters, as avals.
+        params: tree of the `Leaf` of each trained parameter.
         axes: the data axes.
         sharded: whether the stage shards optimizer state.
     """
-    by_shape = lambda leaf: data_spec(
-        choose_dim(leaf.shape, axes.num_shards, stacked=False)[0] if sharded else None, axes
-    )
 
-    def like_param(leaf: Any, param: Any, param_spec: PartitionSpec) -> Any:
+    def by_shape(leaf: Any) -> Stored:
+        choice = choose_dim(leaf.shape, axes.num_shards, stacked=False)
+        dims = Dims(choice.dim if sharded else None, num_zeros=choice.num_zeros)
+        return Stored(data_spec(dims.shard, axes), dims.padding)
+
+    def like_param(leaf: Any, param: Leaf) -> Any:
         if isinstance(leaf, optax.MaskedNode):
             return leaf
-        return param_spec if leaf.shape == param.shape else by_shape(leaf)
+        if tuple(leaf.shape) != param.shape:
+            return by_shape(leaf)
+        return Stored(param.spec(axes, sharded), param.padding(sharded))
 
     is_masked = lambda x: isinstance(x, optax.MaskedNode)
     try:
         return optax.tree.map_params(
-            tx, like_param, opt_state, shapes, specs, transform_non_params=by_shape, is_leaf=is_masked
+            tx, like_param, opt_state, params, transform_non_params=by_shape, is_leaf=is_masked
         )
     except Exception:  # it calls functions of the user, such as labels by path, with a placeholder of the parameters
-        return _specs_by_path(opt_state, specs, shapes, by_shape)
+        return _by_path(opt_state, params, like_param, by_shape)
 
 
-def _specs_by_path(
-    opt_state: PyTree, specs: PyTree, shapes: PyTree, by_shape: Callable[[Any], PartitionSpec]
+def _by_path(
+    opt_state: PyTree, params: PyTree, like_param: Callable[[Any, Leaf], Any], by_shape: Callable[[Any], Any]
 ) -> PyTree:
-    """As `optimizer_specs`, where a leaf belongs to the parameter whose path its own ends with, if the shapes agree."""
-    is_spec = lambda x: isinstance(x, PartitionSpec)
-    paths = [path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
-    pairs = zip(jax.tree.leaves(shapes), jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
-    params = dict(zip(paths, pairs, strict=True))
+    """As `optimizer_placement`, where a leaf belongs to the parameter whose path its own ends with, if shapes agree."""
+    by_path = {path_text(path): param for path, param in jax.tree_util.tree_leaves_with_path(params)}
 
-    def spec(path: Any, leaf: Any) -> PartitionSpec:
+    def stored(path: Any, leaf: Any) -> Any:
         parts = path_text(path).split("/")
         for start in range(len(parts)):
-            param, param_spec = params.get("/".join(parts[start:]), (None, None))
-            if param is not None and param.shape == leaf.shape:
-                return param_spec
+            param = by_path.get("/".join(parts[start:]))
+            if param is not None and param.shape == tuple(leaf.shape):
+                return like_param(leaf, param)
         return by_shape(leaf)
 
-    return jax.tree_util.tree_map_with_path(spec, opt_state)
+    return jax.tree_util.tree_map_with_path(stored, opt_state)
 
 
 def named_shardings(mesh: AnyMesh, specs: PyTree) -> PyTree:

@@ -13,19 +13,21 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding, use_abstract_mesh
 
-from zerojax.sharding import placement
+from zerojax.sharding import padding, placement
+from zerojax.sharding.padding import Padding
 from zerojax.sharding.placement import FromModel, Leaf, Overrides
 from zerojax.sharding.precision import LossScale
+from zerojax.sharding.uneven import uneven_text
 from zerojax.step import models
 from zerojax.step.config import ZeroConfig
 from zerojax.step.optimizers import check_update
 from zerojax.step.source import ModelSource, plain_arrays
-from zerojax.step.state import Definition, TrainState, shardings
+from zerojax.step.state import Definition, TrainState, shardings, stored_avals
 from zerojax.transform import jaxprs, stacks
 from zerojax.typing import Array, PRNGKey, PyTree
 from zerojax.warn import warn
 
-_LARGE = 2**20  # parameters; below, a large unit is no problem
+_LARGE = 2**20  # parameters; below, neither a large unit nor a replicated leaf is a problem
 
 
 def build(
@@ -67,8 +69,8 @@ def _from_function(
         return _initial(config, definition, params, model_state, key)
 
     from_avals = lambda params, model_state, key: _initial(config, definition, params, model_state, key)
-    abstract, placed = with_shardings(config, jax.eval_shape(from_avals, params, model_state, key))
-    return lambda: jax.jit(initial, out_shardings=placed)(key), abstract
+    abstract = stored_avals(config, jax.eval_shape(from_avals, params, model_state, key))
+    return lambda: jax.jit(initial, out_shardings=shardings(config, abstract))(key), abstract
 
 
 def _from_existing(
@@ -80,8 +82,12 @@ def _from_existing(
     model, params, model_state, from_model = models.split(existing, overrides.trainable)
     definition = _define(config, overrides, model, params, model_state, from_model, tx)
     _warn_of_plain_arrays(plain, model_state)
-    initial = lambda params, model_state, key: _initial(config, definition, params, model_state, key)
-    abstract, placed = with_shardings(config, jax.eval_shape(initial, params, model_state, key))
+    from_logical = lambda params, model_state, key: _initial(config, definition, params, model_state, key)
+    abstract = stored_avals(config, jax.eval_shape(from_logical, params, model_state, key))
+
+    def initial(stored: PyTree, model_state: PyTree, key: PRNGKey) -> TrainState:
+        params = padding.cropped(stored, definition.paddings(config.stage.shards_optimizer))
+        return from_logical(params, model_state, key)
 
     def create() -> TrainState:
         for path, a in jax.tree_util.tree_leaves_with_path(params):
@@ -91,19 +97,25 @@ def _from_existing(
                     f"  got:      {placement.path_text(path)!r}: {a}\n"
                     f"  fix:      create the model with values, or pass a function that creates it"
                 )
-        specs = definition.specs(config.axes, config.stage.shards_optimizer)
-        sharded = jax.tree.map(_put, params, placement.named_shardings(config.mesh, specs))
+        is_sharded = config.stage.shards_optimizer
+        specs = definition.specs(config.axes, is_sharded)
+        zeros = jax.tree.unflatten(definition.tree, definition.paddings(is_sharded))
+        sharded = jax.tree.map(_put, params, placement.named_shardings(config.mesh, specs), zeros)
+        placed = shardings(config, abstract)
         return jax.jit(initial, out_shardings=placed, donate_argnums=0)(sharded, model_state, key)
 
     return create, abstract
 
 
-def _put(a: Any, sharding: NamedSharding) -> Array:
-    """A copy of an array with a sharding. Each process passes the whole array."""
+def _put(a: Any, sharding: NamedSharding, zeros: Padding) -> Array:
+    """A copy of an array with a sharding and zeros at its end. Each process passes the whole array."""
     if isinstance(a, jax.Array) and (jax.process_count() == 1 or not a.is_fully_addressable):
+        if zeros.count:
+            return jax.jit(zeros.pad, out_shardings=sharding)(a)
         return jax.device_put(a, sharding, may_alias=False)
-    a = np.asarray(a)
-    return jax.make_array_from_callback(a.shape, sharding, lambda index: a[index])
+    a, stored = np.asarray(a), zeros.stored_shape(np.shape(a))
+    read = lambda index: padding.read_shard(a.__getitem__, index, a.shape, stored)
+    return jax.make_array_from_callback(stored, sharding, read)
 
 
 def _define(
@@ -120,6 +132,9 @@ def _define(
     large_unit = placement.large_unit_text(leaves)
     if large_unit and config.stage.shards_params and sum(leaf.size for leaf in leaves) >= _LARGE:
         warn(large_unit)
+    uneven = uneven_text(leaves, config.axes) if config.stage.shards_optimizer else None
+    if uneven and sum(leaf.size for leaf in leaves) >= _LARGE:
+        warn(uneven)
     narrow = [
         placement.path_text(path)
         for (path, a), leaf in zip(jax.tree_util.tree_leaves_with_path(params), leaves, strict=True)
@@ -134,8 +149,7 @@ def _define(
         )
     fixed = _fixed_state(model_state, leaves, overrides.frozen)
     definition = Definition(tx, model, leaves, jax.tree.structure(params), fixed)
-    avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    check_update(tx, definition.trained(jax.tree.unflatten(definition.tree, avals)))
+    check_update(tx, definition.trained_avals())
     return definition
 
 
@@ -156,24 +170,20 @@ def _initial(
     """The state at step 0, from the parameters in the dtypes of the model."""
     leaves = zip(jax.tree.leaves(params), definition.leaves, strict=True)
     params = jax.tree.unflatten(definition.tree, [a.astype(leaf.dtype) for a, leaf in leaves])
-    trained = definition.trained(params)
+    trained, stage = definition.trained(params), config.stage
+    computed = definition.with_frozen(definition.cast_trained(trained), params)
+    opt_state, zeros = definition.tx.init(trained), definition.trained_paddings(stage.shards_optimizer)
     return TrainState(
         step=jnp.int32(0),
         skipped=jnp.int32(0),
-        params=definition.with_frozen(definition.cast_trained(trained), params),
-        master=trained if definition.has_master else None,
-        opt_state=definition.tx.init(trained),
+        params=padding.padded(computed, definition.paddings(stage.shards_params)),
+        master=padding.padded(trained, zeros) if definition.has_master else None,
+        opt_state=padding.padded(opt_state, definition.optimizer_paddings(config.axes, stage.shards_optimizer)),
         model_state=model_state,
         key=jax.random.fold_in(key, 1),
         loss_scale=LossScale.create(config.precision),
         definition=definition,
     )
-
-
-def with_shardings(config: ZeroConfig, avals: TrainState) -> tuple[TrainState, TrainState]:
-    """Returns (the state as avals with the shardings of its stage, these shardings)."""
-    placed = shardings(config, avals)
-    return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), avals, placed), placed
 
 
 def _fixed_state(model_state: PyTree, leaves: Sequence[Leaf], frozen: Sequence[str]) -> tuple[bool, ...]:

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.core import Tracer
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.sharding import placement
 from zerojax.sharding.axes import Axes
+from zerojax.sharding.padding import NO_PADDING, Padding
 from zerojax.sharding.placement import Leaf
-from zerojax.sharding.precision import LossScale, Precision
+from zerojax.sharding.precision import LossScale
 from zerojax.step import models
 from zerojax.step.config import ZeroConfig
 from zerojax.typing import Array, PRNGKey, PyTree
@@ -48,6 +49,43 @@ class Definition:
     def specs(self, axes: Axes, sharded: bool) -> PyTree:
         """The spec of every parameter, with or without the shard axes."""
         return jax.tree.unflatten(self.tree, [leaf.spec(axes, sharded) for leaf in self.leaves])
+
+    def paddings(self, sharded: bool) -> list[Padding]:
+        """The zeros with which each parameter is stored, in shards or in full."""
+        return [leaf.padding(sharded) for leaf in self.leaves]
+
+    def trained_paddings(self, sharded: bool) -> list[Padding]:
+        """As `paddings`, of trained parameters."""
+        return [leaf.padding(sharded) for leaf in self.leaves if leaf.trainable]
+
+    def logical(self, params: PyTree) -> PyTree:
+        """The parameters without the zeros with which they are stored. Those that have some are gathered."""
+
+        def crop(a: Array, leaf: Leaf) -> Array:
+            if tuple(a.shape) == leaf.shape:
+                return a
+            if isinstance(a, Tracer):
+                return leaf.without_zeros(a)
+            stored: Any = a.sharding
+            return jax.jit(leaf.without_zeros, out_shardings=NamedSharding(stored.mesh, leaf.model_spec))(a)
+
+        leaves = zip(jax.tree.leaves(params), self.leaves, strict=True)
+        return jax.tree.unflatten(jax.tree.structure(params), [crop(a, leaf) for a, leaf in leaves])
+
+    def trained_avals(self) -> PyTree:
+        """The avals of the parameters that the optimizer gets, in logical shapes; None at frozen leaves."""
+        avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in self.leaves]
+        return self.trained(jax.tree.unflatten(self.tree, avals))
+
+    def optimizer_placement(self, axes: Axes, sharded: bool) -> PyTree:
+        """How every leaf of the optimizer's state is stored, see `placement.Stored`."""
+        params = self.trained(jax.tree.unflatten(self.tree, self.leaves))
+        opt_state = jax.eval_shape(self.tx.init, self.trained_avals())
+        return placement.optimizer_placement(self.tx, opt_state, params, axes, sharded)
+
+    def optimizer_paddings(self, axes: Axes, sharded: bool) -> list[Padding]:
+        """The zeros with which each leaf of the optimizer's state is stored."""
+        return [stored.padding for stored in jax.tree.leaves(self.optimizer_placement(axes, sharded))]
 
     @property
     def has_master(self) -> bool:
@@ -88,9 +126,9 @@ class TrainState:
     Attributes:
         step: int32 scalar, the number of steps so far, including skipped ones.
         skipped: int32 scalar, the number of steps that were skipped because a gradient was not finite.
-        params: all parameters, sharded or full by the stage: trained ones in compute_dtype, frozen ones in the dtype
-            of the model.
-        master: trained parameters in param_dtype, placed like the optimizer state; None if they are computed in
+        params: all parameters as they are stored, sharded or full by the stage: trained ones in compute_dtype, frozen
+            ones in the dtype of the model. Shards of a leaf may have zeros at its end; `model()` cuts them off.
+        master: trained parameters in param_dtype, stored like the optimizer state; None if they are computed in
             param_dtype.
         opt_state: the state of the optimizer.
         model_state: the model's variables that are not parameters: Linen collections, or NNX variables other than
@@ -111,9 +149,12 @@ class TrainState:
     definition: Definition = dataclasses.field(metadata={"static": True})
 
     def model(self) -> Any:
-        """The loss function's first argument: an nnx.Module, Linen variables or a tree of parameters."""
+        """The loss function's first argument: an nnx.Module, Linen variables or a tree of parameters.
+
+        Cost: parameters that are stored with zeros are gathered, to cut these off.
+        """
         check_not_donated(self)
-        return self.definition.model.merge(self.params, self.model_state)
+        return self.definition.model.merge(self.definition.logical(self.params), self.model_state)
 
 
 def specs(config: ZeroConfig, state: TrainState) -> TrainState:
@@ -123,18 +164,33 @@ def specs(config: ZeroConfig, state: TrainState) -> TrainState:
     definition, stage, axes = state.definition, config.stage, config.axes
     sharded = stage.shards_optimizer
     trained = definition.trained(definition.specs(axes, sharded))
-    avals = definition.trained(state.params)
+    stored = definition.optimizer_placement(axes, sharded)
     return TrainState(
         step=scalar,
         skipped=scalar,
         params=definition.specs(axes, stage.shards_params),
         master=None if state.master is None else trained,
-        opt_state=placement.optimizer_specs(definition.tx, state.opt_state, trained, avals, axes, sharded),
+        opt_state=jax.tree.map(lambda each: each.spec, stored),
         model_state=replicated(state.model_state),
         key=scalar,
         loss_scale=replicated(state.loss_scale),
         definition=definition,
     )
+
+
+def stored_avals(config: ZeroConfig, state: TrainState) -> TrainState:
+    """The avals of a state as its stage stores it, with shardings, whatever the shapes and shardings of its arrays."""
+    definition, stage = state.definition, config.stage
+    in_shards = definition.trained(jax.tree.unflatten(definition.tree, definition.paddings(stage.shards_optimizer)))
+    optimizer = definition.optimizer_placement(config.axes, stage.shards_optimizer)
+    zeros = dataclasses.replace(
+        jax.tree.map(lambda _: NO_PADDING, state),
+        params=jax.tree.unflatten(definition.tree, definition.paddings(stage.shards_params)),
+        master=None if state.master is None else in_shards,
+        opt_state=jax.tree.map(lambda stored: stored.padding, optimizer),
+    )
+    aval = lambda a, zeros, sharding: jax.ShapeDtypeStruct(zeros.stored_shape(a.shape), a.dtype, sharding=sharding)
+    return jax.tree.map(aval, logical_avals(state), zeros, shardings(config, state))
 
 
 def shardings(config: ZeroConfig, state: TrainState) -> TrainState:
@@ -158,12 +214,29 @@ def check_not_donated(state: TrainState) -> None:
     )
 
 
+def logical_avals(state: TrainState) -> TrainState:
+    """The avals of a state without the zeros with which its arrays are stored, and without shardings."""
+    definition = state.definition
+    trained = definition.trained_avals()
+    like = lambda tree, shapes: jax.tree.map(lambda a, f: jax.ShapeDtypeStruct(f.shape, a.dtype), tree, shapes)
+    return dataclasses.replace(
+        jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), state),
+        params=like(state.params, jax.tree.unflatten(definition.tree, definition.leaves)),
+        master=None if state.master is None else like(state.master, trained),
+        opt_state=like(state.opt_state, jax.eval_shape(definition.tx.init, trained)),
+    )
+
+
 def check_trained(state: TrainState, params: PyTree) -> None:
-    """Raises ValueError if `params` are not like the trained parameters of the state, with None at frozen leaves."""
+    """Raises ValueError if `params` are not like the trained parameters of the state, with None at frozen leaves.
+
+    A leaf may have the zeros with which it is stored in shards.
+    """
     shapes = lambda tree: {placement.path_text(p): jnp.shape(a) for p, a in jax.tree_util.tree_leaves_with_path(tree)}
-    got, wanted = shapes(params), shapes(state.definition.trained(state.params))
+    got, wanted = shapes(params), shapes(state.definition.trained_avals())
+    stored = {leaf.path: leaf.dims.padding.stored_shape(leaf.shape) for leaf in state.definition.leaves}
     for path in sorted(got.keys() | wanted.keys()):
-        if got.get(path) != wanted.get(path):
+        if path not in got or path not in wanted or got[path] not in (wanted[path], stored[path]):
             raise ValueError(
                 f"with_params: these are not the trained parameters of the state\n"
                 f"  got:      {path}: {got.get(path, 'missing')}\n"
@@ -172,13 +245,13 @@ def check_trained(state: TrainState, params: PyTree) -> None:
             )
 
 
-def check_optimizer(state: TrainState, precision: Precision) -> None:
+def check_optimizer(config: ZeroConfig, state: TrainState) -> None:
     """Raises ValueError if the optimizer state has other leaves than the optimizer creates for the parameters."""
     definition = state.definition
-    trained = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, precision.param_dtype), definition.trained(state.params)
-    )
-    want = jax.eval_shape(definition.tx.init, trained)
+    want, structure = jax.tree.flatten(jax.eval_shape(definition.tx.init, definition.trained_avals()))
+    zeros = definition.optimizer_paddings(config.axes, config.stage.shards_optimizer)
+    stored = [jax.ShapeDtypeStruct(p.stored_shape(a.shape), a.dtype) for p, a in zip(zeros, want, strict=True)]
+    want = structure.unflatten(stored)
     shape = lambda a: (tuple(a.shape), jnp.dtype(a.dtype) if not models.is_key(a) else a.dtype)
     rows = lambda tree: {placement.path_text(p): shape(a) for p, a in jax.tree_util.tree_leaves_with_path(tree)}
     got, wanted = rows(state.opt_state), rows(want)

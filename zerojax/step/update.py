@@ -8,7 +8,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from zerojax.sharding import placement
+from zerojax.sharding import padding, placement
 from zerojax.step import optimizers
 from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient
@@ -72,18 +72,24 @@ def apply_gradients(
         finite: bool scalar, whether all gradients are finite.
         loss: fp32 scalar, the loss of the step.
     """
-    config, definition = gradient.config, gradient.definition
+    config, definition, stage = gradient.config, gradient.definition, gradient.config.stage
     dtype = config.precision.param_dtype
-    placed = optimizer_shardings(config, definition)
-    old = state.master
-    if old is None:  # slices the shards from full parameters, without communication
-        old = lax.with_sharding_constraint(definition.trained(state.params), placed)
+    zeros = definition.trained_paddings(stage.shards_optimizer)
+    opt_zeros = definition.optimizer_paddings(config.axes, stage.shards_optimizer)
+    old = optimizer_params(config, state)
     grads = jax.tree.map(lambda g: g.astype(dtype), grads)
-    updates, opt_state = optimizers.update(definition.tx, grads, state.opt_state, old, loss)
+    before = padding.cropped(old, zeros)  # transformations see logical shapes
+    updates, opt_state = optimizers.update(
+        definition.tx, padding.cropped(grads, zeros), padding.cropped(state.opt_state, opt_zeros), before, loss
+    )
+    opt_state, updated = (
+        padding.padded(opt_state, opt_zeros),
+        padding.padded(optax.apply_updates(before, updates), zeros),
+    )
     keep = lambda new, old: jax.tree.map(lambda n, o: lax.select(finite, n, o), new, old)
-    new = lax.with_sharding_constraint(keep(optax.apply_updates(old, updates), old), placed)
+    new = lax.with_sharding_constraint(keep(updated, old), optimizer_shardings(config, definition))
     params = definition.cast_trained(new)
-    if config.stage.shards_optimizer and not config.stage.shards_params:
+    if stage.shards_optimizer and not stage.shards_params:
         params = gather_params(gradient, params)
     after = TrainState(
         step=state.step + 1,
@@ -97,6 +103,17 @@ def apply_gradients(
         definition=definition,
     )
     return lax.with_sharding_constraint(after, shardings)
+
+
+def optimizer_params(config: ZeroConfig, state: TrainState) -> PyTree:
+    """The trained parameters in param_dtype, stored like the optimizer's state. This needs no communication."""
+    definition, stage = state.definition, config.stage
+    if state.master is not None:
+        return state.master
+    trained = definition.trained(state.params)
+    if not stage.shards_params:
+        trained = padding.padded(trained, definition.trained_paddings(stage.shards_optimizer))
+    return lax.with_sharding_constraint(trained, optimizer_shardings(config, definition))
 
 
 def optimizer_shardings(config: ZeroConfig, definition: Definition) -> PyTree:

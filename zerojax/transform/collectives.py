@@ -14,7 +14,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +123,7 @@ def _collective(fn: Callable[..., list[Array]]) -> Callable[..., Communicated]:
     ) -> Communicated:
         def on_parts(parts: list[Array], waits: list[Array]) -> Communicated:
             turns = Turns(options, waits)
-            return Communicated(fn(parts, [each.shard for each in dims], axes, turns, rows), turns.events)
+            return Communicated(fn(parts, dims, axes, turns, rows), turns.events)
 
         return _on_held_parts(on_parts, dims)(list(leaves), list(waits))
 
@@ -135,7 +135,7 @@ def _size_bytes(leaf: Array) -> int:
 
 
 def _packs(
-    leaves: Sequence[Array], dims: Sequence[int | None], num_shards_held: int, bucket_bytes: float
+    leaves: Sequence[Array], dims: Sequence[Dims], num_shards_held: int, bucket_bytes: float
 ) -> tuple[list[list[int]], list[int]]:
     """(groups of leaves of one dtype that share a collective, leaves with their own collective), by index.
 
@@ -144,7 +144,7 @@ def _packs(
     sizes = [_size_bytes(leaf) * num_shards_held for leaf in leaves]
     small, alone = defaultdict(list), []
     for i, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
-        if dim is None:
+        if dim.shard is None:
             continue
         if sizes[i] <= SMALL_BYTES:
             small[leaf.dtype].append(i)
@@ -155,19 +155,22 @@ def _packs(
     return [pack for pack in packs if len(pack) > 1], sorted(alone)
 
 
+def _sharded_dim(dims: Dims) -> int:
+    assert dims.shard is not None  # leaves that are not sharded are in no pack
+    return dims.shard
+
+
 def _insert(index: Sequence[Any], dim: int, value: Any) -> tuple[Any, ...]:
     return (*index[:dim], value, *index[dim:])
 
 
 @_collective
-def all_gather(
-    shards: Sequence[Array], dims: Sequence[int | None], axes: Axes, turns: Turns, rows: bool
-) -> list[Array]:
+def all_gather(shards: Sequence[Array], dims: Sequence[Dims], axes: Axes, turns: Turns, rows: bool) -> list[Array]:
     """The full leaves of a unit.
 
     Args:
         shards: this device's shard of each leaf.
-        dims: the sharded dim of each leaf; None for a leaf that every device holds in full.
+        dims: of each leaf. Leaves that every device holds in full are returned as they are.
 
     If collectives are sequential, packs of small leaves come first, and then large leaves in the order given.
 
@@ -178,18 +181,17 @@ def all_gather(
         return list(shards)
     full = list(shards)
     packs, alone = _packs(shards, dims, axes.num_shards, turns.options.bucket_bytes)
-    dims = cast("Sequence[int]", dims)  # read below for sharded leaves only
     for pack in packs:
         buffer = jnp.concatenate([shards[i].reshape(-1) for i in pack])
         flat = turns.done(lax.all_gather(turns.ready(buffer), axes.shard))  # [N, elements of the packed shards]
         offset = 0
         for i in pack:
             size = math.prod(shards[i].shape)
-            full[i] = _from_rows(flat[:, offset : offset + size], shards[i].shape, dims[i])
+            full[i] = _from_rows(flat[:, offset : offset + size], shards[i].shape, _sharded_dim(dims[i]))
             offset += size
     for i in alone:
-        full[i] = _gather_leaf(shards[i], dims[i], axes, turns, rows)
-    return full
+        full[i] = _gather_leaf(shards[i], _sharded_dim(dims[i]), axes, turns, rows)
+    return [each.padding.crop(leaf) for leaf, each in zip(full, dims, strict=True)]
 
 
 def _gather_leaf(shard: Array, dim: int, axes: Axes, turns: Turns, rows: bool) -> Array:
@@ -232,29 +234,27 @@ def _to_rows(leaf: Array, n: int, dim: int) -> Array:
 
 
 @_collective
-def reduce_scatter(
-    grads: Sequence[Array], dims: Sequence[int | None], axes: Axes, turns: Turns, rows: bool
-) -> list[Array]:
+def reduce_scatter(grads: Sequence[Array], dims: Sequence[Dims], axes: Axes, turns: Turns, rows: bool) -> list[Array]:
     """This device's shard of each gradient, summed over the shard axes. Leaves without a sharded dim are all-reduced.
 
     Cost: sends (N-1)/N of the sharded leaves' full bytes, and 2(N-1)/N of the others'.
     """
     if axes.num_shards == 1:
         return list(grads)
+    grads = [each.padding.pad(grad) for grad, each in zip(grads, dims, strict=True)]
     shards = list(grads)
     packs, alone = _packs(grads, dims, 1, turns.options.bucket_bytes)
-    whole = [i for i, dim in enumerate(dims) if dim is None]
-    dims = cast("Sequence[int]", dims)  # read below for sharded leaves only
+    whole = [i for i, each in enumerate(dims) if each.shard is None]
     for i in alone:
-        shards[i] = _scatter_leaf(grads[i], dims[i], axes, turns, rows)
+        shards[i] = _scatter_leaf(grads[i], _sharded_dim(dims[i]), axes, turns, rows)
     for pack in packs:
-        flat = [_to_rows(grads[i], axes.num_shards, dims[i]).reshape(axes.num_shards, -1) for i in pack]
+        flat = [_to_rows(grads[i], axes.num_shards, _sharded_dim(dims[i])).reshape(axes.num_shards, -1) for i in pack]
         buffer = turns.ready(jnp.concatenate(flat, axis=1))
         summed = turns.done(_psum_scatter(buffer, 0, axes, turns.options.group))[0]
         offset = 0
         for i, row in zip(pack, flat, strict=True):
             shape = list(grads[i].shape)
-            shape[dims[i]] //= axes.num_shards
+            shape[_sharded_dim(dims[i])] //= axes.num_shards
             shards[i] = summed[offset : offset + row.shape[1]].reshape(shape)
             offset += row.shape[1]
     for i, total in zip(whole, _sum([grads[i] for i in whole], axes.shard, axes, turns), strict=True):

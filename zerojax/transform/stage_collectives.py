@@ -74,7 +74,8 @@ class StageCollectives:
         dim = dims.shard
         if dim is None or not self.stage.shards_grads:
             return shape
-        return (*shape[:dim], shape[dim] // self.axes.num_shards, *shape[dim + 1 :])
+        stored = dims.padding.stored_shape(shape)
+        return (*stored[:dim], stored[dim] // self.axes.num_shards, *stored[dim + 1 :])
 
     def fetch_needed(
         self,

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zerojax.sharding.padding import Padding
 from zerojax.transform import collectives as communication, jaxprs
 from zerojax.transform.dependencies import event, zeros_after
 from zerojax.transform.regather import is_differentiable
@@ -75,14 +76,15 @@ class TableLookup:
         self.segment, self.collectives = segment, collectives
         (self.equation,) = segment.equations
         self.view = segment.views[0]
-        lookup = jaxprs.row_lookup(self.equation)
-        dim = collectives.dims[self.view.leaf].shard
+        lookup, dims = jaxprs.row_lookup(self.equation), collectives.dims[self.view.leaf]
+        dim = dims.shard
         assert lookup is not None and dim is not None
         self.offset_dims = lookup.offset_dims
         self.lookup = lookup._replace(dim=self.view.order[lookup.dim])
         self.table = traced.leaf_vars[self.view.leaf].aval
         self.trainable = trainable[self.view.leaf]
         self.dim = dim + (dim < self.lookup.dim)  # of the rows [count, ...]: those of the table without its row dim
+        self.padding = Padding(self.dim, dims.num_zeros)  # of the rows
         self.names: set[str] = set()
         self.num_bytes = 0  # nothing of the table is gathered
 
@@ -142,11 +144,11 @@ class TableLookup:
 
     def _to_rows(self, parts: Array) -> Array:
         """Exchanges parts of all devices' rows, [N, count, .., width / N, ..], for own rows, [count, .., width, ..]."""
-        return communication.exchange(parts, self.collectives.axes, 0, self.dim + 1)[0]
+        return self.padding.crop(communication.exchange(parts, self.collectives.axes, 0, self.dim + 1)[0])
 
     def _to_parts(self, rows: Array) -> Array:
         """The inverse of `_to_rows`."""
-        return communication.exchange(rows[None], self.collectives.axes, self.dim + 1, 0)
+        return communication.exchange(self.padding.pad(rows)[None], self.collectives.axes, self.dim + 1, 0)
 
     def _arrange(self, rows: Array) -> Array:
         """The result of the equation, from rows of the leaf: cast, transposed and reshaped like the view."""

@@ -1,0 +1,182 @@
+"""Parity with one device where the number of devices divides no dim, and leaves are stored with zeros."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from optax import contrib
+from support import plain, zoo
+from support.parity import TOLERANCES, assert_close, batches, logical_weights, optimizer, train, with_constant_init
+
+import zerojax
+from zerojax import Zero
+
+ROWS = {3: 30, 5: 30, 6: 30, 7: 28}
+FEW = 4  # steps
+
+
+def mesh(num_devices, **axes):
+    return zerojax.make_mesh(devices=jax.devices()[:num_devices], **axes)
+
+
+def cut(name, num_devices, steps=FEW):
+    """Batches whose rows the devices divide."""
+    rows = ROWS[num_devices]
+    return [{key: value[:rows] for key, value in batch.items()} for batch in batches(zoo.ZOO[name], steps)]
+
+
+@functools.cache
+def expected(name, n, precision="fp32", k=1):
+    options = {"precision": precision, "num_microbatches": k, "num_devices": n}
+    return plain.run(zoo.ZOO[name], optimizer(), cut(name, n), **options)
+
+
+# (model, devices, stage, precision, microbatches, options of the step)
+CASES = [
+    ("gpt_nnx", 3, 3, "fp32", 1, {}),
+    ("gpt_linen_scan", 5, 2, "fp32", 1, {}),
+    ("gpt_nnx_scan", 6, 3, "bf16", 1, {"remat": "full"}),
+    ("gpt_linen_scan", 7, 3, "fp32", 2, {"remat": "dots"}),
+    ("gpt_nnx_scan", 7, 1, "fp32", 1, {"clip_norm": 0.5}),
+    ("tied", 5, 3, "fp32", 1, {"bucket_bytes": 2**10}),
+    ("tied", 5, 1, "fp32", 1, {"bucket_bytes": 2**10}),
+    ("unet", 3, 3, "fp32", 1, {"prefetch": 0}),
+    ("moe", 7, 3, "fp32", 1, {}),
+    ("lstm", 5, 3, "fp32", 1, {}),
+    ("weighted", 3, 2, "bf16_reduce_fp32", 1, {}),
+    ("unused", 3, 3, "fp16", 1, {}),
+]
+
+
+@pytest.mark.parametrize(("name", "n", "stage", "precision", "k", "options"), CASES)
+def test_training_follows_the_plain_step(name, n, stage, precision, k, options):
+    zero, model = Zero(mesh(n), stage, precision), zoo.ZOO[name]
+    zero_model = model if precision == "fp32" and k == 1 else with_constant_init(model)
+    got, state = train(zero, zero_model, cut(name, n), num_microbatches=k, **options)
+    assert any(leaf.num_zeros for leaf in state.definition.leaves)
+    want = expected(name, n, precision, k)
+    if options.get("clip_norm"):
+        tx = optax.chain(optax.clip_by_global_norm(options["clip_norm"]), optimizer())
+        want = plain.run(model, tx, cut(name, n), num_devices=n)
+    assert_close(got, want, **TOLERANCES[precision])
+
+
+@pytest.mark.parametrize("n", ROWS)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_stage_on_every_number_of_devices(stage, n):
+    got, state = train(Zero(mesh(n), stage), zoo.ZOO["unused"], cut("unused", n))
+    assert_close(got, expected("unused", n))
+    zeros = [
+        np.asarray(a)[leaf.shape[leaf.dim] :] if leaf.dim == 0 else np.asarray(a)[:, leaf.shape[leaf.dim] :]
+        for leaf, a in zip(state.definition.leaves, jax.tree.leaves(state.opt_state[0].mu), strict=True)
+        if leaf.num_zeros and stage
+    ]
+    assert not any(np.any(part) for part in zeros)
+
+
+def test_a_hybrid_mesh_pads_to_its_shard_axis():
+    got, state = train(Zero(mesh(6, replica=2), 3), zoo.ZOO["gpt_nnx"], cut("gpt_nnx", 6))
+    assert {leaf.shape[leaf.dim] % 3 for leaf in state.definition.leaves if leaf.num_zeros} <= {1, 2}
+    assert_close(got, expected("gpt_nnx", 6))
+
+
+# The state
+
+
+def odd(rngs):
+    return nnx.Linear(10, 11, rngs=rngs)
+
+
+def test_a_user_sees_logical_shapes():
+    """`model()`, evaluation, and the averages of weights that `with_params` takes; each device holds a third."""
+    zero = Zero(mesh(3), 3, "bf16")
+    state = zero.init(odd, optax.chain(optax.adamw(1e-2), optax.ema(0.9)))
+    (bias, kernel), zeros = jax.tree.leaves(state.params), [leaf.num_zeros for leaf in state.definition.leaves]
+    assert zeros == [1, 1] and bias.shape == (12,) and kernel.shape == (10, 12)
+    loss = lambda model, x: jnp.mean(model(x) ** 2)
+    x = np.ones((6, 10), np.float32)
+    state, _ = zero.train_step(loss)(state, x)
+    model = state.model()
+    assert model.kernel.shape == (10, 11) and model.bias.shape == (11,)
+    before = zero.eval_step(loss)(state, x)["loss"]
+    same = zero.with_params(state, state.master)  # as it is stored
+    assert zero.eval_step(loss)(same, x)["loss"] == before
+    logical = dict(zip(["bias", "kernel"], logical_weights(state), strict=True))
+    assert zero.eval_step(loss)(zero.with_params(state, logical), x)["loss"] == before
+    with pytest.raises(ValueError, match=r"with_params: these are not the trained parameters.*\n.*kernel: \(9, 9\)"):
+        zero.with_params(state, logical | {"kernel": np.ones((9, 9), np.float32)})
+
+
+@pytest.mark.parametrize("given", ["numpy", "jax"])
+def test_existing_arrays_are_padded(given):
+    arrays = {"w": np.arange(70.0, dtype=np.float32).reshape(7, 10), "b": np.ones(11, np.float32)}
+    values = arrays if given == "numpy" else jax.tree.map(jnp.asarray, arrays)
+    state = Zero(mesh(3), 3).init(values, optax.adam(1e-3))
+    assert {name: a.shape for name, a in state.params.items()} == {"w": (7, 12), "b": (12,)}
+    for name, value in state.model().items():
+        np.testing.assert_array_equal(value, arrays[name])
+
+
+def test_value_and_grad_has_logical_shapes():
+    zero = Zero(mesh(3), 3)
+    params = zero.shard({"w": jnp.ones((7, 10)), "v": jnp.ones((9, 2))})
+    loss, grads = jax.jit(zero.value_and_grad(lambda p, x: jnp.mean((x @ p["w"]) ** 2) + jnp.sum(p["v"])))(
+        params, zero.shard_batch(np.ones((6, 7), np.float32))
+    )
+    assert loss == 67 and grads["w"].shape == (7, 10) and grads["v"].sharding.shard_shape((9, 2)) == (3, 2)
+
+
+# Optimizers
+
+
+class Seen:
+    """Wraps an optimizer, and records the shapes that it gets."""
+
+    def __init__(self, tx):
+        self.tx, self.shapes = tx, set()
+
+    def wrapped(self):
+        def update(grads, opt_state, params=None):
+            self.shapes |= {a.shape for a in jax.tree.leaves((grads, params))}
+            return self.tx.update(grads, opt_state, params)
+
+        return optax.GradientTransformation(self.tx.init, update)
+
+
+CHAINS = {
+    "adamw": lambda: optax.adamw(1e-2, eps=1e-5, weight_decay=0.1),
+    "lamb": lambda: optax.lamb(1e-2, eps=1e-6),
+    "lars": lambda: optax.lars(0.1),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=8),
+    "muon": lambda: contrib.muon(1e-2),
+    "ema": lambda: optax.chain(optax.adaptive_grad_clip(0.01), optax.sgd(0.1), optax.ema(0.9)),
+    "centralize": lambda: optax.chain(optax.centralize(), optax.radam(1e-2, eps=1e-6)),
+    "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, 0), optax.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("name", CHAINS)
+def test_optimizers_see_logical_shapes(name, stage):
+    n = (3, 5, 7)[(sorted(CHAINS).index(name) + stage) % 3]
+    seen, data = Seen(CHAINS[name]()), cut("unused", n, 3)
+    got, state = train(Zero(mesh(n), stage), zoo.ZOO["unused"], data, seen.wrapped())
+    assert seen.shapes == {leaf.shape for leaf in state.definition.leaves}
+    shapes = lambda state: [a.shape for a in jax.tree.leaves(state)]
+    assert shapes(state) == shapes(Zero(mesh(n), stage).eval_init(zoo.ZOO["unused"].create, CHAINS[name]()))
+    if name != "noise":  # drawn from the same key, in another program
+        assert_close(got, plain.run(zoo.ZOO["unused"], CHAINS[name](), data, num_devices=n))
+
+
+@pytest.mark.parametrize("n", [3, 5, 7, 12, 1000])
+@pytest.mark.parametrize("name", CHAINS)
+def test_states_of_optimizers_are_stored_in_equal_shards(name, n):
+    zero = Zero(zerojax.make_mesh(devices=n), 1)
+    state = zero.eval_init(zoo.ZOO["gpt_nnx"].create, CHAINS[name]())
+    for a in jax.tree.leaves((state.master, state.opt_state)):
+        a.sharding.shard_shape(a.shape)  # raises if it is not even
+        assert a.size < max(n, 64) or not a.sharding.is_fully_replicated
