@@ -181,6 +181,25 @@ def _rows_that_fit(num_rows: int, parts: int) -> str:
     return f"{listed(nearest)} rows over all processes, {own} in each, or another multiple of {parts}"
 
 
+def num_microbatches(config: ZeroConfig, num_rows: int, most_rows: int) -> int:
+    """See `Zero.num_microbatches`."""
+    for name, number in {"num_rows": num_rows, "most_rows": most_rows}.items():
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ValueError(f"num_microbatches: {name} is {number!r}\n  fix:      pass an integer of at least 1")
+    devices = config.axes.num_devices
+    rows, rest = divmod(num_rows, devices)
+    if rest:
+        fewer = max(n for n in range(1, devices) if num_rows % n == 0)
+        more = min((n for n in range(devices + 1, num_rows + 1) if num_rows % n == 0), default=None)
+        counts = f"{fewer}" if more is None else f"{fewer} or {more}"
+        raise ValueError(
+            f"num_microbatches: the rows of the batch do not divide over the devices\n"
+            f"  got:      {num_rows} rows, {devices} devices; {num_rows} % {devices} = {rest}\n"
+            f"  fix:      train on {counts} devices; or with {_rows_that_fit(num_rows, devices)}"
+        )
+    return next(k for k in range(1, rows + 1) if rows % k == 0 and rows // k <= most_rows)
+
+
 def _check_dtype(path: str, a: Any) -> None:
     dtype = a.dtype if hasattr(a, "dtype") else np.asarray(a).dtype
     if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_, jax.dtypes.prng_key)):
