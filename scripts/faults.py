@@ -84,6 +84,10 @@ ROWS = [
         "resumed on another number of processes",
         [f"{CHECKPOINTS}::test_iterator_states_of_another_number", f"{FAULTS}::test_two_processes_write"],
     ),
+    (
+        "killed, and resumed on fewer devices with the same batch",
+        ["tests/training/test_fewer_devices.py::test_a_killed_run_continues_on_fewer_devices"],
+    ),
     ("N + M steps compared with N steps, resume, M steps", [f"{CHECKPOINTS}::test_a_resumed_run_equals"]),
     ("the configuration differs between processes", [f"{LAUNCH}::test_a_difference_is_named"]),
     ("an invalid stage, axis, batch or pattern; an empty model", [ERRORS]),

@@ -295,6 +295,22 @@ class Zero:
         """
         return batches.pad_batch(self.config, batch, num_rows)
 
+    def num_microbatches(self, num_rows: int, most_rows: int) -> int:
+        """The least number of microbatches with which no device processes more than `most_rows` rows at once.
+
+        A run that passes it to `train_step` continues on fewer devices with the same batch: each device then has more
+        rows, but not more of them at a time.
+
+        Args:
+            num_rows: number of rows of the global batch, over all processes.
+            most_rows: number of rows whose activations the memory of a device holds.
+
+        Raises:
+            ValueError: if the devices do not divide the rows; it names the nearest numbers of devices and of rows that
+                fit.
+        """
+        return batches.num_microbatches(self.config, num_rows, most_rows)
+
     def with_params(self, state: TrainState, params: Any) -> TrainState:
         """A state with other values of the parameters, to evaluate an average of the weights.
 

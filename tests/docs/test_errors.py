@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 
 import zerojax
 from zerojax import Weighted, Zero, versions
+from zerojax.step import batch as batches
 
 X = np.ones((32, 16), np.float32)
 
@@ -56,13 +57,35 @@ def test_a_batch_may_hold_numbers_64_bit_arrays_and_keys():
 
 def test_rows_that_the_devices_do_not_divide():
     text = message(ValueError, step, batch={"x": X[:12]})
-    assert "batch: 'x'" in text and "(12, 16)" in text and "12 % (8 x 1) = 4" in text and "multiple of 8" in text
+    assert "batch: 'x'" in text and "(12, 16); 12 % (8 x 1) = 4" in text
+    assert "fix:      pass 8 or 16 rows, or another multiple of 8; or" in text and "pad_batch(batch, 16)" in text
 
 
 def test_rows_that_the_microbatches_do_not_divide():
     text = message(ValueError, step, batch={"x": X[:8], "y": X[:8]}, num_microbatches=4)
     assert "batch: 'x'" in text and "8 % (8 x 4) = 8" in text
-    assert "multiple of 32 rows" in text and "num_microbatches" in text
+    assert "fix:      pass 32 rows, or another multiple of 32; or change num_microbatches" in text
+
+
+def test_rows_of_several_processes_that_the_devices_do_not_divide(monkeypatch):
+    """Each process passes its own rows of a batch; the numbers of the error are those of all, and then of each."""
+    zero = Zero(mesh())
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    text = message(ValueError, batches.check_batch, zero.config, {"x": X[:22]}, 2)
+    assert "got:      shape (44, 16) over 2 processes; 44 % (8 x 2) = 12" in text
+    assert "fix:      pass 32 or 48 rows over all processes, 16 or 24 in each, or another multiple of 16;" in text
+    assert len(zero.pad_batch({"x": X[:22]}, 24)[1]) == 24 and "zero.pad_batch(batch, 24)" in text
+    batches.check_batch(zero.config, {"x": X[:24]}, 2)
+    text = message(ValueError, batches.check_batch, zero.config, {"x": X[:0]}, 2)
+    assert "pass 16 rows over all processes, 8 in each, or another multiple of 16" in text
+
+
+def test_rows_that_the_processes_do_not_divide(monkeypatch):
+    """Three processes with devices that differ in number: rows that both divide fit."""
+    zero = Zero(zerojax.make_mesh(devices=jax.devices()[:4]))
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    text = message(ValueError, batches.check_batch, zero.config, {"x": X[:5]}, 1)
+    assert "fix:      pass 12 or 24 rows over all processes, 4 or 8 in each, or another multiple of 12;" in text
 
 
 def test_rows_that_the_replicas_do_not_divide():

@@ -152,6 +152,11 @@ def _(tmp_path):
     step({"x": np.ones((12, WIDTH), np.float32)})
 
 
+@raises("Devices that do not divide the batch")
+def _(tmp_path):
+    setting(num_devices=7).num_microbatches(120, 15)
+
+
 @raises("A pattern that matches nothing")
 def _(tmp_path):
     step(frozen=["layer/*"])

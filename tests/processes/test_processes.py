@@ -12,7 +12,7 @@ from zerojax.processes.launch import launch
 pytestmark = pytest.mark.once
 
 DEVICES, STEPS = 8, 6
-SMALL = {"width": 32, "layers": 2, "context": 16, "batch": 32, "microbatches": 2, "every": 4, "precision": "fp32"}
+SMALL = {"width": 32, "layers": 2, "context": 16, "batch": 32, "most-rows": 2, "every": 4, "precision": "fp32"}
 
 
 @pytest.fixture(scope="module")

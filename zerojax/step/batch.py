@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable
 from fnmatch import fnmatchcase
@@ -144,18 +145,59 @@ def check_batch(config: ZeroConfig, batch: PyTree, num_microbatches: int) -> Non
                 f"  got:      shapes {shape} and {other_shape}\n"
                 f"  fix:      pass the same rows in all arrays, zerojax.Whole(array) for what every device gets whole"
             )
+    count = jax.process_count()
+    over = f" over {count} processes" if count > 1 else ""
     if not shape[0]:
         raise ValueError(
-            f"batch: {path!r} has no rows\n  got:      shape {shape}\n  fix:      pass a multiple of {parts}"
+            f"batch: {path!r} has no rows\n  got:      shape {shape}{over}\n"
+            f"  fix:      pass {_rows_that_fit(shape[0], parts)}"
         )
     if shape[0] % parts:
         split = f"{shape[0]} % ({config.axes.num_devices} x {num_microbatches}) = {shape[0] % parts}"
+        padded = _nearest_multiples(shape[0], math.lcm(parts, count))[-1] // count
         raise ValueError(
             f"batch: {path!r} does not divide into devices x microbatches\n"
-            f"  got:      shape {shape}; {split}\n"
-            f"  fix:      pass a multiple of {parts} rows (zero.pad_batch adds some of weight 0), or change "
-            f"num_microbatches"
+            f"  got:      shape {shape}{over}; {split}\n"
+            f"  fix:      pass {_rows_that_fit(shape[0], parts)}; or change num_microbatches; "
+            f"zero.pad_batch(batch, {padded}) adds rows of weight 0"
         )
+
+
+def _nearest_multiples(num: int, of: int) -> list[int]:
+    """The next smaller multiple, if it is not 0, and the next larger one."""
+    below = num // of * of
+    return [each for each in (below, below + of) if each]
+
+
+def _rows_that_fit(num_rows: int, parts: int) -> str:
+    """The numbers of rows nearest to `num_rows` that `parts` divides and all processes can share, in words."""
+    count = jax.process_count()
+    parts = math.lcm(parts, count)
+    nearest = _nearest_multiples(num_rows, parts)
+    listed = lambda numbers: " or ".join(map(str, numbers))
+    if count == 1:
+        return f"{listed(nearest)} rows, or another multiple of {parts}"
+    own = listed(rows // count for rows in nearest)
+    return f"{listed(nearest)} rows over all processes, {own} in each, or another multiple of {parts}"
+
+
+def num_microbatches(config: ZeroConfig, num_rows: int, most_rows: int) -> int:
+    """See `Zero.num_microbatches`."""
+    for name, number in {"num_rows": num_rows, "most_rows": most_rows}.items():
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ValueError(f"num_microbatches: {name} is {number!r}\n  fix:      pass an integer of at least 1")
+    devices = config.axes.num_devices
+    rows, rest = divmod(num_rows, devices)
+    if rest:
+        fewer = max(n for n in range(1, devices) if num_rows % n == 0)
+        more = min((n for n in range(devices + 1, num_rows + 1) if num_rows % n == 0), default=None)
+        counts = f"{fewer}" if more is None else f"{fewer} or {more}"
+        raise ValueError(
+            f"num_microbatches: the rows of the batch do not divide over the devices\n"
+            f"  got:      {num_rows} rows, {devices} devices; {num_rows} % {devices} = {rest}\n"
+            f"  fix:      train on {counts} devices; or with {_rows_that_fit(num_rows, devices)}"
+        )
+    return next(k for k in range(1, rows + 1) if rows % k == 0 and rows // k <= most_rows)
 
 
 def _check_dtype(path: str, a: Any) -> None:
