@@ -267,6 +267,14 @@ def test_the_search_ranks_by_formula_without_a_compiler():
     assert json.loads(json.dumps(found.data())) == found.data()
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_a_note_says_what_an_uneven_number_of_devices_costs():
+    made = plan("gpt2-1.5b", "h100:1024", suggest=False)
+    (note,) = [note for note in made.notes if "zeros" in note]
+    assert note.startswith("the shards of 1024 devices hold 17% more than an even division, in zeros. 'layers/")
+    assert note.endswith("is padded to 2048 in dim 1. 820 devices hold 2.4% more than an even division")
+
+
 def test_the_command_lists_its_presets():
     shown = command("--list-presets")
     assert shown.exit_code == 0 and all(name in shown.stdout for name in PRESETS)

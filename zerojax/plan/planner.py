@@ -226,7 +226,8 @@ class Planner:
         zero = self.tracer.zero(settings, self.cluster.num_devices)
         text = uneven_text(self.tracer.state(zero).definition.leaves, zero.config.axes)
         if text and zero.config.stage.shards_optimizer:
-            yield " ".join(text.split())
+            lines = text.removeprefix("placement: ").splitlines()
+            yield ". ".join(line.strip().removeprefix("got:").removeprefix("fix:").strip() for line in lines)
 
     def memory(self, settings: Settings, num_devices: int | None = None) -> Memory:
         """The memory of a device by formula, on the cluster or on another number of its devices."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import glob
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -93,7 +94,9 @@ class Tracer:
         key = zero.config.mesh, zero.config.precision
         if key not in self._states:
             overrides = dataclasses.replace(zero.overrides, stacked=(*zero.overrides.stacked, *self._create.stacked))
-            self._states[key] = creation.build(zero.config, overrides, self._create.source, self.job.tx, 0)[1]
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "placement: (the shards|.* replicated)")  # a note of the plan says so
+                self._states[key] = creation.build(zero.config, overrides, self._create.source, self.job.tx, 0)[1]
             leaves = self._states[key].definition.leaves
             self._create.stacked = tuple(glob.escape(leaf.path) for leaf in leaves if leaf.stacked)
         self._stored[zero.config] = stored_avals(zero.config, self._states[key])
