@@ -14,6 +14,7 @@ from support.parity import TOLERANCES, assert_close, batches, logical_weights, o
 
 import zerojax
 from zerojax import Zero
+from zerojax.analysis.jaxpr_collectives import traced_collectives
 
 ROWS = {3: 30, 5: 30, 6: 30, 7: 28}
 FEW = 4  # steps
@@ -82,6 +83,47 @@ def test_a_hybrid_mesh_pads_to_its_shard_axis():
     got, state = train(Zero(mesh(6, replica=2), 3), zoo.ZOO["gpt_nnx"], cut("gpt_nnx", 6))
     assert {leaf.shape[leaf.dim] % 3 for leaf in state.definition.leaves if leaf.num_zeros} <= {1, 2}
     assert_close(got, expected("gpt_nnx", 6))
+
+
+class Table(nnx.Module):
+    """A table of 300 rows, whose width of 47 is padded to 48, and a layer."""
+
+    def __init__(self, rngs):
+        self.embed, self.head = nnx.Embed(300, 47, rngs=rngs), nnx.Linear(47, 31, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(jnp.tanh(self.embed(x)))
+
+
+def table_loss(model, batch):
+    return zoo.cross_entropy(model(batch["x"]), batch["y"]).mean()
+
+
+@functools.cache
+def table_run(n, stage):
+    """(losses, weights, audit, kinds of collectives) of a model with a table."""
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.integers(0, 300, (30, 4)), "y": rng.integers(0, 31, (30, 4))}
+    zero = Zero(mesh(n), stage)
+    state, step = zero.init(Table, optimizer()), zero.train_step(table_loss)
+    audit = step.audit(state, batch)
+    kinds = {c.kind for c in traced_collectives(step.trace(state, batch).jaxpr, zero.config.mesh)}
+    losses = []
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses, logical_weights(state), audit, kinds
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_rows_of_a_padded_table_are_looked_up_and_zeros_are_counted(stage):
+    losses, weights, audit, kinds = table_run(3, stage)
+    want_losses, want_weights, *_ = table_run(1, 0)
+    np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
+    for got, want in zip(weights, want_weights, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    assert audit.ok, str(audit)
+    assert ("all-to-all" in kinds) == (stage > 1)
 
 
 # The state
