@@ -8,12 +8,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from optax import contrib
 from support import plain, zoo
 from support.parity import TOLERANCES, assert_close, batches, logical_weights, optimizer, train, with_constant_init
 
 import zerojax
-from zerojax import Zero
+from zerojax import Remat, Zero
 from zerojax.analysis.jaxpr_collectives import traced_collectives
 
 ROWS = {3: 30, 5: 30, 6: 30, 7: 28}
@@ -126,6 +127,43 @@ def test_rows_of_a_padded_table_are_looked_up_and_zeros_are_counted(stage):
     assert ("all-to-all" in kinds) == (stage > 1)
 
 
+# Leaves that are divided over a `model` axis too
+
+SPECS = {"blocks/up": P(None, None, "model"), "blocks/b": P(None, "model"), "blocks/down": P(None, "model", None)}
+
+
+def create_stack(key):
+    keys = jax.random.split(key, 3)
+    up, down = jax.random.normal(keys[0], (4, 20, 32)) / 5, jax.random.normal(keys[1], (4, 32, 20)) / 6
+    return {"blocks": {"up": up, "b": jnp.zeros((4, 32)), "down": down}, "head": jax.random.normal(keys[2], (20, 11))}
+
+
+def stack_loss(params, x):
+    body = lambda x, layer: (x + nnx.gelu(x @ layer["up"] + layer["b"]) @ layer["down"], None)
+    return jnp.mean((jax.lax.scan(body, x, params["blocks"])[0] @ params["head"] - 1) ** 2)
+
+
+@functools.cache
+def stack_run(n, stage, remat="none", **axes):
+    """(losses, audit, number of zeros of each leaf)."""
+    zero = Zero(mesh(n, **axes), stage, stacked=("blocks/*",), partition_specs=SPECS if axes else {})
+    x = np.random.default_rng(0).normal(size=(18, 20)).astype(np.float32)
+    state, step, losses = zero.init(create_stack, optimizer()), zero.train_step(stack_loss, remat=remat), []
+    audit = step.audit(state, x)
+    for _ in range(3):
+        state, metrics = step(state, x)
+        losses.append(float(metrics["loss"]))
+    return losses, audit, [leaf.num_zeros for leaf in state.definition.leaves]
+
+
+@pytest.mark.parametrize(("stage", "remat"), [(1, "none"), (3, "full"), (3, Remat(partition_inputs=True))])
+def test_a_leaf_is_padded_beside_a_model_axis(stage, remat):
+    losses, audit, zeros = stack_run(6, stage, remat, model=2)
+    np.testing.assert_allclose(losses, stack_run(1, 0)[0], rtol=1e-5)
+    assert audit.ok, str(audit)
+    assert zeros == [0, 1, 1, 1]  # the bias has no dim but that of the model axis
+
+
 # The state
 
 
@@ -144,6 +182,7 @@ def test_a_user_sees_logical_shapes():
     state, _ = zero.train_step(loss)(state, x)
     model = state.model()
     assert model.kernel.shape == (10, 11) and model.bias.shape == (11,)
+    assert zero.eval_init(odd, optax.sgd(0.1)).model().kernel.shape == (10, 11)
     before = zero.eval_step(loss)(state, x)["loss"]
     same = zero.with_params(state, state.master)  # as it is stored
     assert zero.eval_step(loss)(same, x)["loss"] == before

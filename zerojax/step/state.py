@@ -19,7 +19,7 @@ from zerojax.sharding.placement import Leaf
 from zerojax.sharding.precision import LossScale
 from zerojax.step import models
 from zerojax.step.config import ZeroConfig
-from zerojax.typing import Array, PRNGKey, PyTree
+from zerojax.typing import Array, Aval, PRNGKey, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +61,11 @@ class Definition:
     def logical(self, params: PyTree) -> PyTree:
         """The parameters without the zeros with which they are stored. Those that have some are gathered."""
 
-        def crop(a: Array, leaf: Leaf) -> Array:
+        def crop(a: Array | Aval, leaf: Leaf) -> Array | Aval:
             if tuple(a.shape) == leaf.shape:
                 return a
+            if isinstance(a, jax.ShapeDtypeStruct):
+                return jax.ShapeDtypeStruct(leaf.shape, a.dtype)
             if isinstance(a, Tracer):
                 return leaf.without_zeros(a)
             stored: Any = a.sharding
