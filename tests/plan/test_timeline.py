@@ -244,6 +244,8 @@ fusion-start(%stack, %row, %i), kind=kCustom, calls=%updating
     """
     found = predict(program(text, computations), HOST)
     assert found.busy_s == {TO_HOST: 2, FROM_HOST: 2}
+    on_device = predict(program(text.replace("S(5)", "S(0)"), computations), HOST)  # as jax 0.12 writes them
+    assert set(on_device.busy_s) == {COPIES} and on_device.step_s < found.step_s
     other = """
         %row = f32[1,65536] parameter(0)
         %start = ((f32[1,65536]), f32[1,65536], u32[]) fusion-start(%row), kind=kLoop, calls=%computing

@@ -271,7 +271,7 @@ def _start_of(done: Instruction) -> Instruction:
 
 
 def _copied(start: Instruction) -> tuple[str, int]:
-    """Returns the (lane, bytes) of an asynchronous copy or slice, or of a fusion that slices or updates host memory."""
+    """Returns the (lane, bytes) of an asynchronous copy or slice, or of a fusion that slices or updates an array."""
     if start.op == "copy-start":
         source, target = start.operands[0].buffers[0], start.buffers[0]
         return _lane(source, target), target.num_bytes
@@ -282,10 +282,10 @@ def _copied(start: Instruction) -> tuple[str, int]:
     (root,) = fusion_results(start.called["calls"][0].root)
     while root.op in ("bitcast", "copy"):
         root = root.operands[0]
-    if root.op == "dynamic-update-slice" and result.space == HOST:
-        return TO_HOST, root.operands[1].num_bytes
-    if root.op == "dynamic-slice" and source.space == HOST:
-        return FROM_HOST, result.num_bytes
+    if root.op == "dynamic-update-slice":
+        return TO_HOST if result.space == HOST else COPIES, root.operands[1].num_bytes
+    if root.op == "dynamic-slice":
+        return FROM_HOST if source.space == HOST else COPIES, result.num_bytes
     raise unsupported(start, "cannot predict the time of this asynchronous fusion")
 
 
