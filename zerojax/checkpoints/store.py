@@ -76,7 +76,6 @@ class Store:
         directory.mkdir(parents=True, exist_ok=True)
         self._deletion: threading.Thread | None = None  # started since the last `finish`
         self._delete_renamed()
-        self._handler = _LogicalArrays()
         self._manager: ocp.CheckpointManager | None = self._open()
 
     def _open(self) -> ocp.CheckpointManager:
@@ -88,6 +87,7 @@ class Store:
             cleanup_tmp_directories=True,
             save_root_metadata=False,
         )
+        self._handler = _LogicalArrays()
         handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
         handlers.add(_ARRAYS, ocp.args.PyTreeSave, self._handler)
         handlers.add(_MANIFEST, ocp.args.JsonSave, ocp.JsonCheckpointHandler())

@@ -82,10 +82,8 @@ def apply_gradients(
     updates, opt_state = optimizers.update(
         definition.tx, padding.cropped(grads, zeros), padding.cropped(state.opt_state, opt_zeros), before, loss
     )
-    opt_state, updated = (
-        padding.padded(opt_state, opt_zeros),
-        padding.padded(optax.apply_updates(before, updates), zeros),
-    )
+    opt_state = padding.padded(opt_state, opt_zeros)
+    updated = padding.padded(optax.apply_updates(before, updates), zeros)
     keep = lambda new, old: jax.tree.map(lambda n, o: lax.select(finite, n, o), new, old)
     new = lax.with_sharding_constraint(keep(updated, old), optimizer_shardings(config, definition))
     params = definition.cast_trained(new)

@@ -143,8 +143,8 @@ def _packs(
     """
     sizes = [_size_bytes(leaf) * num_shards_held for leaf in leaves]
     small, alone = defaultdict(list), []
-    for i, (leaf, dim) in enumerate(zip(leaves, dims, strict=True)):
-        if dim.shard is None:
+    for i, (leaf, each) in enumerate(zip(leaves, dims, strict=True)):
+        if each.shard is None:
             continue
         if sizes[i] <= SMALL_BYTES:
             small[leaf.dtype].append(i)
