@@ -22,6 +22,7 @@ from zerojax.sharding.mesh import check_enclosing_mesh, data_axes
 from zerojax.sharding.placement import FromModel, Overrides
 from zerojax.sharding.precision import Precision
 from zerojax.sharding.stages import Stage
+from zerojax.sharding.uneven import uneven_text
 from zerojax.step import batch as batches, creation, models
 from zerojax.step.config import ZeroConfig
 from zerojax.step.gradient import compute_gradients, device_gradient
@@ -32,6 +33,7 @@ from zerojax.step.state import Definition, TrainState, check_trained
 from zerojax.train_step import Step, TrainStep
 from zerojax.transform.remat import RematRules, Setting
 from zerojax.typing import AnyMesh, PRNGKey
+from zerojax.warn import warn
 
 if TYPE_CHECKING:
     from zerojax.checkpoints import Checkpoints
@@ -265,8 +267,15 @@ class Zero:
         return fn
 
     def shard(self, params: Any) -> Any:
-        """Places existing parameters as the stage requires, for use with `value_and_grad`."""
+        """Places existing parameters as the stage requires, for use with `value_and_grad`.
+
+        The arrays keep their shapes: those none of whose dims the number of shards divides are replicated, with a
+        warning if they are more than 1% of the parameters.
+        """
         definition = self._definition(params)
+        text = uneven_text(definition.leaves, self.config.axes, pads=False)
+        if text and self.config.stage.shards_optimizer:
+            warn(text)
         specs = definition.specs(self.config.axes, self.config.stage.shards_params)
         return jax.device_put(params, placement.named_shardings(self.config.mesh, specs))
 

@@ -1,5 +1,6 @@
 """Zeros that make shards equal: shapes, shards on the host, the choice of the dim, shares of real models, warnings."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -94,6 +95,13 @@ def test_a_replicated_leaf_is_warned_about():
     zero = Zero(zerojax.make_mesh(devices=8), 1, shard_dims={"w": None})
     with pytest.warns(UserWarning, match=r"100.0% of the parameters are replicated on each of 8 devices\n.*'w' of"):
         zero.eval_init(lambda key: large((1600, 1600)), optax.sgd(0.1))
+
+
+def test_arrays_that_value_and_grad_cannot_pad_are_warned_about():
+    zero = Zero(zerojax.make_mesh(devices=jax.devices()[:3]), 3)
+    with pytest.warns(UserWarning, match="replicated on each of 3 devices\n.*'w' of shape.*\n.*init and train_step"):
+        params = zero.shard({"w": jnp.ones((7, 10)), "v": jnp.ones((9, 2))})
+    assert params["w"].sharding.is_fully_replicated and not params["v"].sharding.is_fully_replicated
 
 
 @pytest.mark.filterwarnings("error")

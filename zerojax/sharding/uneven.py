@@ -12,8 +12,13 @@ from zerojax.sharding.placement import Leaf
 _MOST_REPLICATED, _MOST_ZEROS = 0.01, 0.1  # of all parameters
 
 
-def uneven_text(leaves: Sequence[Leaf], axes: Axes) -> str | None:
+def uneven_text(leaves: Sequence[Leaf], axes: Axes, pads: bool = True) -> str | None:
     """What to do about leaves that are replicated although the stage shards them, or about zeros that pad shards.
+
+    Args:
+        leaves: the placement of all parameters.
+        axes: the data axes.
+        pads: whether leaves may be stored with zeros.
 
     Returns:
         None if at most 1% of the parameters are replicated, and zeros are at most 10%.
@@ -25,11 +30,14 @@ def uneven_text(leaves: Sequence[Leaf], axes: Axes) -> str | None:
     replicated = sum(leaf.size for leaf in whole) / total
     if replicated > _MOST_REPLICATED:
         largest = max(whole, key=lambda leaf: leaf.size)
+        fix = f"shard_dims={{{largest.path!r}: dim}} shards it in a dim of your choice"
+        if not pads:
+            fix = "train with init and train_step, which pad shards, or use a number of devices that divides a dim"
         return (
             f"placement: {replicated:.1%} of the parameters are replicated on each of {axes.num_shards} devices\n"
             f"  got:      {len(whole)} leaves, the largest is {largest.path!r} of shape {largest.shape}, "
             f"{largest.reason}\n"
-            f"  fix:      shard_dims={{{largest.path!r}: dim}} shards it in a dim of your choice"
+            f"  fix:      {fix}"
         )
     zeros = {leaf.path: _zeros(leaf, axes.num_shards) for leaf in leaves}
     share = sum(zeros.values()) / total
