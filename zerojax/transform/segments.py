@@ -112,9 +112,11 @@ class StraightSegment:
         reduced, reduction_events = self.collectives.reduce_transposed(
             grads.weights, grads.orders, dims, schedule.before_reduction(), schedule.group
         )
-        # Recomputed values are in memory until the last product for a weight is done, and so is what the last unit
-        # computes from saved values, such as the gradient of the logits. Other saved values are there anyway.
-        drops = self.regather.recomputes or self.backward_is_next
+        # Recomputed values are in memory until the last product for a weight is done. So is what the last unit computes
+        # from saved values, such as the gradient of the logits, if that product is delayed until its reduction can
+        # overlap. Other saved values are there anyway.
+        delays = self.backward_is_next and self.collectives.stage.shards_grads
+        drops = self.regather.recomputes or delays
         products = self.collectives.reduced_dim_first(grads, dims).weights if drops else []
         # A kernel that reads an element of a result would otherwise compute it from what the result is computed from.
         # It would share operands with kernels that read other events, and be one with them, as late as the last.
