@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.transform.dependencies import after, event, events, floating_after
+from zerojax.transform.dependencies import after, event, events, floating_after, zeros_after
 from zerojax.transform.schedule import Schedule
 from zerojax.typing import Array, PyTree
 
@@ -340,7 +340,10 @@ class _Turns(NamedTuple):
         ys, reduced = state.ys, state.reduced
         if reduced is None:
             ys = jax.tree.map(self._room_for, y)
-            reduced = [self._room_for(a) for a in jax.eval_shape(lambda grads: body.reduce(grads, [], 0)[0], grads)]
+            shards = jax.eval_shape(lambda grads: body.reduce(grads, [], 0)[0], grads)
+            # Compilers would otherwise make room for all layers while the activations of the first are in memory.
+            first = event(carry[0])
+            reduced = [zeros_after((layers.cut.length, *a.shape), a.dtype, first) for a in shards]
         return _State(carry, others, state.fetched, grads, self._put(ys, y, turn), reduced), saved
 
     def _index(self, turn: int | Array) -> int | Array:
