@@ -63,7 +63,7 @@ class Step:
         check_batch(self.config, batch, self.settings.num_microbatches)
         key = state.definition
         if key not in self._jitted:
-            states.check_optimizer(self.config, state)
+            states.check_stored(self.config, state)
             self._jitted[key] = self._jit(state, batch)
         return self._jitted[key]
 

@@ -1,6 +1,9 @@
 """Parity with one device where the number of devices divides no dim, and leaves are stored with zeros."""
 
 import functools
+import subprocess
+import sys
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +15,13 @@ from jax.sharding import PartitionSpec as P
 from optax import contrib
 from support import plain, zoo
 from support.parity import TOLERANCES, assert_close, batches, logical_weights, optimizer, train, with_constant_init
+from support.paths import TESTS, importing
 
 import zerojax
 from zerojax import Remat, Zero
 from zerojax.analysis.jaxpr_collectives import traced_collectives
 
-ROWS = {3: 30, 5: 30, 6: 30, 7: 28}
+ROWS = {3: 30, 5: 30, 6: 30, 7: 28, 12: 24}
 FEW = 4  # steps
 
 
@@ -54,8 +58,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "n", "stage", "precision", "k", "options"), CASES)
-def test_training_follows_the_plain_step(name, n, stage, precision, k, options):
+def follows_the_plain_step(name, n, stage, precision="fp32", k=1, options=MappingProxyType({})):
     zero, model = Zero(mesh(n), stage, precision), zoo.ZOO[name]
     zero_model = model if precision == "fp32" and k == 1 else with_constant_init(model)
     got, state = train(zero, zero_model, cut(name, n), num_microbatches=k, **options)
@@ -67,7 +70,29 @@ def test_training_follows_the_plain_step(name, n, stage, precision, k, options):
     assert_close(got, want, **TOLERANCES[precision])
 
 
-@pytest.mark.parametrize("n", ROWS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case[:5])))
+def test_training_follows_the_plain_step(case):
+    follows_the_plain_step(*case)
+
+
+ON_TWELVE = """
+import zerojax
+zerojax.simulate_devices(12)
+from test_any_number_of_devices import follows_the_plain_step
+for name, stage in ("gpt_nnx", 3), ("gpt_nnx_scan", 2), ("moe", 1):
+    follows_the_plain_step(name, 12, stage)
+follows_the_plain_step("unused", 12, 3, "bf16")
+"""
+
+
+def test_twelve_devices():
+    """In a process of their own, as the tests share eight."""
+    environ = importing(TESTS, TESTS / "step")
+    ended = subprocess.run([sys.executable, "-c", ON_TWELVE], env=environ, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+
+
+@pytest.mark.parametrize("n", [3, 5, 6, 7])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_stage_on_every_number_of_devices(stage, n):
     got, state = train(Zero(mesh(n), stage), zoo.ZOO["unused"], cut("unused", n))
@@ -188,8 +213,21 @@ def test_a_user_sees_logical_shapes():
     assert zero.eval_step(loss)(same, x)["loss"] == before
     logical = dict(zip(["bias", "kernel"], logical_weights(state), strict=True))
     assert zero.eval_step(loss)(zero.with_params(state, logical), x)["loss"] == before
+    averages = state.logical().opt_state[1].ema
+    assert {name: a.shape for name, a in averages.items()} == {"bias": (11,), "kernel": (10, 11)}
+    np.testing.assert_array_equal(averages["kernel"], np.asarray(state.opt_state[1].ema["kernel"])[:, :11])
     with pytest.raises(ValueError, match=r"with_params: these are not the trained parameters.*\n.*kernel: \(9, 9\)"):
         zero.with_params(state, logical | {"kernel": np.ones((9, 9), np.float32)})
+
+
+def test_a_step_does_not_take_logical_shapes():
+    zero, loss = Zero(mesh(3), 3), lambda model, x: jnp.mean(model(x) ** 2)
+    state, step, x = zero.eval_init(odd, optax.sgd(1e-2)), zero.train_step(loss), np.ones((6, 10), np.float32)
+    step.trace(state, x)
+    logical = state.logical()
+    assert logical.logical() is logical
+    with pytest.raises(ValueError, match=r"(?s)parameters do not match.*bias: \(\(11,\).*\(\(12,\).*not state.logical"):
+        step.trace(logical, x)
 
 
 @pytest.mark.parametrize("given", ["numpy", "jax"])
@@ -228,7 +266,23 @@ class Seen:
         return optax.GradientTransformation(self.tx.init, update)
 
 
+def preconditioned():
+    """Two statistics for each matrix [m, n], of shapes [m, m] and [n, n], as Shampoo has them."""
+
+    def init(params):
+        return jax.tree.map(lambda a: [jnp.eye(size, dtype=a.dtype) for size in a.shape] if a.ndim == 2 else [], params)
+
+    def update(grads, state, params=None):
+        both = lambda g, old: [old[0] + g @ g.T, old[1] + g.T @ g] if g.ndim == 2 else []
+        state = jax.tree.map(both, grads, state)
+        step = lambda g, s: -0.1 * jnp.linalg.solve(s[0], g) @ jnp.linalg.inv(s[1]) if s else -0.1 * g
+        return jax.tree.map(step, grads, state), state
+
+    return optax.GradientTransformation(init, update)
+
+
 CHAINS = {
+    "preconditioned": preconditioned,
     "adamw": lambda: optax.adamw(1e-2, eps=1e-5, weight_decay=0.1),
     "lamb": lambda: optax.lamb(1e-2, eps=1e-6),
     "lars": lambda: optax.lars(0.1),

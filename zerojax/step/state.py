@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax.sharding import placement
+from zerojax.sharding import padding, placement
 from zerojax.sharding.axes import Axes
 from zerojax.sharding.padding import NO_PADDING, Padding
 from zerojax.sharding.placement import Leaf
@@ -60,19 +61,7 @@ class Definition:
 
     def logical(self, params: PyTree) -> PyTree:
         """The parameters without the zeros with which they are stored. Those that have some are gathered."""
-
-        def crop(a: Array | Aval, leaf: Leaf) -> Array | Aval:
-            if tuple(a.shape) == leaf.shape:
-                return a
-            if isinstance(a, jax.ShapeDtypeStruct):
-                return jax.ShapeDtypeStruct(leaf.shape, a.dtype)
-            if isinstance(a, Tracer):
-                return leaf.without_zeros(a)
-            stored: Any = a.sharding
-            return jax.jit(leaf.without_zeros, out_shardings=NamedSharding(stored.mesh, leaf.model_spec))(a)
-
-        leaves = zip(jax.tree.leaves(params), self.leaves, strict=True)
-        return jax.tree.unflatten(jax.tree.structure(params), [crop(a, leaf) for a, leaf in leaves])
+        return jax.tree.map(_without_zeros, params, jax.tree.unflatten(self.tree, self.leaves))
 
     def trained_avals(self) -> PyTree:
         """The avals of the parameters that the optimizer gets, in logical shapes; None at frozen leaves."""
@@ -157,6 +146,34 @@ class TrainState:
         """
         check_not_donated(self)
         return self.definition.model.merge(self.definition.logical(self.params), self.model_state)
+
+    def logical(self) -> TrainState:
+        """The state with all arrays in the shapes that the model and the optimizer see, without zeros at their ends.
+
+        It is for reading, such as an average of the weights in `opt_state`. Steps take states as they are stored.
+
+        Cost: arrays that are stored with zeros are gathered, to cut these off. The others are those of the state.
+        """
+        check_not_donated(self)
+        cropped = jax.tree.map(_without_zeros, self, logical_avals(self))
+        if all(map(operator.is_, jax.tree.leaves(cropped), jax.tree.leaves(self))):
+            return self
+        own = dataclasses.replace(self.definition)  # steps check the shapes once for each definition
+        return dataclasses.replace(cropped, definition=own)
+
+
+def _without_zeros(stored: Array | Aval, like: Any) -> Array | Aval:
+    """Cuts off the zeros of an array, which has the shape of `like` without them. If there are some, it is gathered."""
+    if tuple(stored.shape) == like.shape:
+        return stored
+    if isinstance(stored, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(like.shape, stored.dtype)
+    zeros = padding.between(like.shape, stored.shape)
+    if isinstance(stored, Tracer):
+        return zeros.crop(stored)
+    sharding: Any = stored.sharding
+    spec = [None if dim == zeros.dim else axes for dim, axes in enumerate(sharding.spec)]
+    return jax.jit(zeros.crop, out_shardings=NamedSharding(sharding.mesh, PartitionSpec(*spec)))(stored)
 
 
 def specs(config: ZeroConfig, state: TrainState) -> TrainState:
@@ -247,21 +264,28 @@ def check_trained(state: TrainState, params: PyTree) -> None:
             )
 
 
-def check_optimizer(config: ZeroConfig, state: TrainState) -> None:
-    """Raises ValueError if the optimizer state has other leaves than the optimizer creates for the parameters."""
-    definition = state.definition
-    want, structure = jax.tree.flatten(jax.eval_shape(definition.tx.init, definition.trained_avals()))
-    zeros = definition.optimizer_paddings(config.axes, config.stage.shards_optimizer)
-    stored = [jax.ShapeDtypeStruct(p.stored_shape(a.shape), a.dtype) for p, a in zip(zeros, want, strict=True)]
-    want = structure.unflatten(stored)
+def check_stored(config: ZeroConfig, state: TrainState) -> None:
+    """Raises ValueError if the state has other arrays than the stage stores for the parameters and the optimizer."""
+    definition, stage = state.definition, config.stage
+    shapes = [leaf.padding(stage.shards_params).stored_shape(leaf.shape) for leaf in definition.leaves]
+    created, structure = jax.tree.flatten(jax.eval_shape(definition.tx.init, definition.trained_avals()))
+    zeros = definition.optimizer_paddings(config.axes, stage.shards_optimizer)
+    stored = [jax.ShapeDtypeStruct(p.stored_shape(a.shape), a.dtype) for p, a in zip(zeros, created, strict=True)]
+    as_stored = lambda a, shape: jax.ShapeDtypeStruct(shape, a.dtype)
+    params, tree = jax.tree.flatten(state.params)
+    _check_same("parameters do", state.params, tree.unflatten(map(as_stored, params, shapes)))
+    _check_same("optimizer state does", state.opt_state, structure.unflatten(stored))
+
+
+def _check_same(what: str, state: PyTree, want: PyTree) -> None:
     shape = lambda a: (tuple(a.shape), jnp.dtype(a.dtype) if not models.is_key(a) else a.dtype)
     rows = lambda tree: {placement.path_text(p): shape(a) for p, a in jax.tree_util.tree_leaves_with_path(tree)}
-    got, wanted = rows(state.opt_state), rows(want)
+    got, wanted = rows(state), rows(want)
     for path in sorted(got.keys() | wanted.keys()):
         if got.get(path) != wanted.get(path):
             raise ValueError(
-                f"state: the optimizer state does not match the model and the optimizer\n"
+                f"state: the {what} not match the model and the optimizer\n"
                 f"  got:      {path}: {got.get(path, 'missing')}\n"
                 f"  want:     {wanted.get(path, 'no such leaf')}\n"
-                f"  fix:      create the state with zero.init, for the same model and optimizer"
+                f"  fix:      pass a state of zero.init for the same model and optimizer, and not state.logical()"
             )
