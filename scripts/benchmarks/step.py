@@ -3,6 +3,7 @@
     python scripts/benchmarks/step.py                 # a table
     python scripts/benchmarks/step.py --json          # one JSON object
     python scripts/benchmarks/step.py --unrolled --layers 48 --rounds 0 --compiles 3      # tracing and compiling alone
+    python scripts/benchmarks/step.py --devices 6 --rows 60 --heads 2 --width 250 --plain-width 252      # padded shards
 
 Eight simulated CPU devices share the cores of this machine, so the benchmark compares the work of the whole step and
 not a network. Plain forms:
@@ -19,6 +20,7 @@ once, and the loops of the forms differ.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
@@ -34,6 +36,8 @@ def arguments():
     parser.add_argument("--rounds", type=int, default=9, help="paired runs (default %(default)s; 0: only compile)")
     parser.add_argument("--compiles", type=int, default=1, help="paired compilations (default %(default)s)")
     parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--plain-width", type=int, help="of the plain forms, if their devices divide another one")
+    parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--seq", type=int, default=128)
     parser.add_argument("--rows", type=int, default=64, help="sequences per step, over all devices")
@@ -58,16 +62,18 @@ def main():
     from rich.console import Console
 
     config = gpt.Config(
-        width=args.width, layers=args.layers, heads=8, vocab=256, seq=args.seq, scan=not args.unrolled
+        width=args.width, layers=args.layers, heads=args.heads, vocab=256, seq=args.seq, scan=not args.unrolled
     )  # fmt: skip
+    same = args.plain_width in (None, args.width)
+    plain_config = config if same else dataclasses.replace(config, width=args.plain_width)
     batch = {"tokens": np.random.default_rng(0).integers(0, 256, (args.rows, args.seq + 1), np.int32)}
     forms = {
         "zero3": ours(3, config, args.prefetch),
-        "constrained": plain.whole_model("constrained", config),
-        "inferred": plain.whole_model("inferred", config),
+        "constrained": plain.whole_model("constrained", plain_config),
+        "inferred": plain.whole_model("inferred", plain_config),
     }
     if args.rounds:
-        forms |= {"zero0": ours(0, config, args.prefetch), "replicated": plain.whole_model("replicated", config)}
+        forms |= {"zero0": ours(0, config, args.prefetch), "replicated": plain.whole_model("replicated", plain_config)}
     runs = {name: Run(*form, batch, args.unrolled) for name, form in forms.items()}
     progress = Console(stderr=True, highlight=False)  # lines, because a spinner would disturb the measured times
     for i in range(args.compiles):
@@ -92,7 +98,7 @@ def main():
         "versions": versions(),
         "device": f"{args.devices} simulated devices, {os.cpu_count()} cores",
     }
-    if args.rounds:
+    if args.rounds and same:
         assert abs(runs["zero3"].first_loss / runs[sharded].first_loss - 1) < 1e-5, "the forms compute different losses"
     print(json.dumps(result)) if args.json else table(result)
 
