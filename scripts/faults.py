@@ -99,6 +99,10 @@ ROWS = [
     ("an unsupported jax or flax", [f"{ERRORS}::test_unsupported_versions"]),
     ("an invalid or malicious safetensors header or path", ["tests/exchange/test_tensors.py"]),
     ("a checkpoint of a newer version", [f"{CHECKPOINTS}::test_a_checkpoint_of_a_newer_version"]),
+    (
+        "a bit that flips in the memory of one device",
+        ["tests/step/test_replicas.py", f"{FAULTS}::test_a_bit_that_flips_on_one_device"],
+    ),
 ]
 
 

@@ -27,6 +27,7 @@ from zerojax.step import batch as batches, creation, models
 from zerojax.step.config import ZeroConfig
 from zerojax.step.gradient import compute_gradients, device_gradient
 from zerojax.step.loss_traces import check_loss
+from zerojax.step.replicas import verify_replicas
 from zerojax.step.settings import StepSettings
 from zerojax.step.source import source_of
 from zerojax.step.state import Definition, TrainState, check_trained
@@ -130,9 +131,15 @@ class Zero:
             ValueError: if `model` is none of these or has no parameters, a leaf is not an array, a pattern, a dim or a
                 partition spec does not fit, or `jax.set_mesh` has set another mesh.
 
-        Cost: if the model has values, they remain; in addition to them and to the state, a process holds one leaf.
+            ReplicasDiffer: if the values of a replicated leaf differ between processes.
+
+        Cost: if the model has values, they remain; in addition to them and to the state, a process holds one leaf. With
+            several processes, every array is read once more, to compare its copies.
         """
-        return self._build(model, tx, seed, inputs)[0]()
+        state = self._build(model, tx, seed, inputs)[0]()
+        if jax.process_count() > 1:
+            verify_replicas(state, "pass the same model, optimizer and seed in all processes")
+        return state
 
     def eval_init(
         self,
@@ -372,6 +379,7 @@ class Zero:
         most_skipped: int = 10,
         spike: float | None = None,
         watchdog_s: float | None = None,
+        verify_replicas_every: int | None = None,
     ) -> Checkpoints:
         """Opens the checkpoints of a run; see `zerojax.checkpoints.Checkpoints` for their use.
 
@@ -385,6 +393,8 @@ class Zero:
             spike: a loss of more than this many times the median of the last 50 is logged; None logs none.
             watchdog_s: if there is no `update` for this many seconds, the stacks of all threads are written to stderr
                 and the process ends with exit code 1. None disables it.
+            verify_replicas_every: number of steps between two comparisons of what several devices hold, in addition to
+                those before each save; None makes no others.
 
         Raises:
             ValueError: if an option is invalid, or another run uses the directory.
@@ -400,6 +410,7 @@ class Zero:
             most_skipped=most_skipped,
             spike=spike,
             watchdog_s=watchdog_s,
+            verify_replicas_every=verify_replicas_every,
         )
 
     def explain(self, state: TrainState, step: TrainStep | None = None, batch: Any = None) -> report.Explanation:

@@ -38,7 +38,7 @@ from support.small_run import (
 
 import zerojax
 from zerojax.checkpoints import EXIT_CODE, CheckpointCorrupted, CheckpointMismatch, contents, iterators, store
-from zerojax.checkpoints.digest import HostDigest, digests
+from zerojax.step.digest import HostDigest, digests
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from support.small_run import setting, train
 from zerojax.checkpoints import EXIT_CODE, store
 from zerojax.checkpoints.pieces import verify_arrays
 from zerojax.processes.launch import environment
+from zerojax.step import replicas
 
 pytestmark = pytest.mark.once
 
@@ -271,3 +272,14 @@ def test_a_process_that_hangs_ends_all_processes(tmp_path):
     found = results(start_two(tmp_path, "--hang-at", 3, "--hang-in", 1, "--watchdog", 4))
     assert all(code not in (0, EXIT_CODE) for code, *_ in found)
     assert any("Timeout (0:00:04)!" in errors and "trainee.py" in errors for *_, errors in found)
+
+
+@pytest.mark.parametrize("options", [(), ("--every", 1000, "--verify-every", 1)], ids=["save", "verify"])
+def test_a_bit_that_flips_on_one_device_ends_both_processes(tmp_path, options):
+    """Before the next save, or when replicas are compared. The steps on disk stay intact, and a restart continues."""
+    found = results(start_two(tmp_path, "--stage", 1, "--flip-at", 4, *options))
+    assert [code for code, *_ in found] == [replicas.DIFFER_EXIT_CODE] * 2, found[0][2][-3000:]
+    for _, losses, errors in found:
+        assert "params/odd on device" in errors and "(process 1)" in errors and max(losses) == 3
+    assert (intact_steps(tmp_path)[-1:] or [0]) == ([3] if not options else [0])
+    assert [code for code, *_ in results(start_two(tmp_path, "--stage", 1))] == [0, 0]

@@ -1,5 +1,8 @@
 """A small model with its data, short runs with checkpoints, and functions that damage their files."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +10,8 @@ import optax
 
 import zerojax
 from zerojax.checkpoints import contents
-from zerojax.checkpoints.digest import digests
+from zerojax.sharding import placement
+from zerojax.step.digest import digests
 
 WIDTH, ROWS, EVERY = 32, 16, 2
 
@@ -111,3 +115,18 @@ def run(step, directory, num_steps=STEPS, data=batch, **options):
     zero = setting()
     options = {"log_every": 1, "checkpoints": {"every": 3}, **options}
     return zerojax.fit(zero, zero.init(create, adam()), step, data, num_steps, directory, **options)
+
+
+def with_flipped_bit(state, path, device_id):
+    """The state with one bit of a parameter changed in the memory of one device."""
+    *outer, name = path.split("/")
+    array = functools.reduce(lambda tree, key: tree[key], outer, state.params)[name]
+    shards = []
+    for shard in array.addressable_shards:
+        data = np.array(shard.data)
+        if shard.device.id == device_id:
+            data.reshape(-1).view(np.uint8)[0] ^= 1
+        shards.append(jax.device_put(data, shard.device))
+    flipped = jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+    put = lambda where, leaf: flipped if placement.path_text(where) == path else leaf
+    return dataclasses.replace(state, params=jax.tree_util.tree_map_with_path(put, state.params))

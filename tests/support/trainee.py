@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 
+import jax
 import orbax.checkpoint
 
 import zerojax
@@ -32,6 +33,8 @@ parser.add_argument("--full-at", type=int, help="the step at which writing fails
 parser.add_argument("--die-deleting", action="store_true", help="die when a file of an old step has been deleted")
 parser.add_argument("--hang-at", type=int, help="the step after which to hang")
 parser.add_argument("--hang-in", type=int, default=0, help="the process that hangs")
+parser.add_argument("--flip-at", type=int, help="the step after which a bit flips on the first device of process 1")
+parser.add_argument("--verify-every", type=int, help="steps between two comparisons of replicas")
 parser.add_argument("--data", action="store_true", help="use a data iterator, which differs between processes")
 parser.add_argument("--fallback", action="store_true", help="fall back to an earlier step if one is damaged")
 parser.add_argument("--unreadable", choices=["arrays", "manifest", "mark"], help="what process 1 cannot read of step 4")
@@ -97,7 +100,7 @@ def main():
     logging.getLogger("absl").setLevel(logging.ERROR)
     own = zerojax.initialize(timeout_s=60, heartbeat_s=args.heartbeat)
     zerojax.simulate_devices(args.devices)
-    from support.small_run import ROWS, adam, batch, create, loss
+    from support.small_run import ROWS, adam, batch, create, loss, with_flipped_bit
 
     rows = processes.own_rows(ROWS)
     zero = zerojax.Zero(zerojax.make_mesh(), args.stage, "bf16")
@@ -107,6 +110,7 @@ def main():
     if args.die_deleting:
         die_deleting()
     options = {"every": args.every, "keep": args.keep, "watchdog_s": args.watchdog}
+    options["verify_replicas_every"] = args.verify_every
     checkpoints = zero.checkpoints(args.directory, **options)
     data = Data(own.index) if args.data else None
     state, start = checkpoints.resume(state, data, fallback=args.fallback)
@@ -118,6 +122,8 @@ def main():
         if i + 1 == args.full_at:
             time.sleep(1)  # so that the previous save ends
             resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+        if i + 1 == args.flip_at:
+            state = with_flipped_bit(state, "odd", jax.local_devices()[0].id if own.index == 1 else None)
         if data:
             data.at += 1
         checkpoints.update(state, metrics, data)

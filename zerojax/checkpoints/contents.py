@@ -8,19 +8,20 @@ stage, nor on the mesh, nor on the precision of the computation.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from zerojax.checkpoints.digest import Digest
 from zerojax.sharding import placement
 from zerojax.sharding.padding import between
 from zerojax.step import models
+from zerojax.step.digest import Digest
 from zerojax.step.state import TrainState, logical_avals
 from zerojax.typing import Array, Aval, PRNGKey, PyTree, Shape
 
+MAX_PATHS = 4  # that an error lists
 PARAMS, OPTIMIZER, MODEL_STATE = "params/", "opt_state/", "model_state/"
 
 
@@ -39,6 +40,12 @@ def arrays(state: TrainState) -> dict[str, Any]:
             )
         found[text] = _key_data(leaf) if models.is_key(leaf) else leaf
     return found
+
+
+def compute_params(state: TrainState) -> dict[str, Array]:
+    """Returns the trained parameters in the dtypes in which they are computed with, which are not saved, by path."""
+    trained = jax.tree_util.tree_leaves_with_path(state.definition.trained(state.params))
+    return {f"compute_params/{placement.path_text(path)}": a for path, a in trained}
 
 
 def logical_shapes(state: TrainState) -> dict[str, Shape]:
@@ -149,3 +156,8 @@ def free(state: TrainState, paths: Iterable[str]) -> None:
 
 def _is_aval(leaf: Array | Aval) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
+
+
+def shortened(paths: Sequence[str]) -> str:
+    """The first paths of a list, as errors show it."""
+    return ", ".join(paths[:MAX_PATHS]) + (" and others" if len(paths) > MAX_PATHS else "")

@@ -10,8 +10,8 @@ import numpy as np
 import tensorstore
 
 from zerojax.checkpoints import store
-from zerojax.checkpoints.digest import HostDigest
 from zerojax.checkpoints.manifest import CheckpointCorrupted, LeafRecord, Manifest
+from zerojax.step.digest import HostDigest
 from zerojax.typing import Shape
 
 PIECE_BYTES = 2**26

@@ -16,20 +16,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.checkpoints import contents, iterators, manifest as manifests, store
-from zerojax.checkpoints.digest import digests
+from zerojax.checkpoints import contents, iterators, restore as restoring, store
 from zerojax.checkpoints.loss_monitor import LossMonitor
 from zerojax.checkpoints.manifest import Allowed, CheckpointCorrupted, LeafRecord, Manifest
 from zerojax.checkpoints.preemption import EXIT_CODE, Preemption
-from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0, raise_on_all_processes
+from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0
 from zerojax.step.config import ZeroConfig
+from zerojax.step.digest import digests
+from zerojax.step.replicas import check_replicas, verify_replicas
 from zerojax.step.state import TrainState, check_not_donated
-from zerojax.typing import Array
 
 log = logging.getLogger("zerojax")
 _PACKAGES = ("zerojax", "jax", "flax", "optax", "orbax-checkpoint")
 _MAX_FAILURES = 2  # consecutive saves
-_MAX_PATHS = 4  # that an error lists
 _unclosed: set[Checkpoints] = set()  # keeps them alive when the script has no reference to them any more
 
 
@@ -73,6 +72,8 @@ class Checkpoints:
         keep_every: steps that are a multiple of this are kept too.
         most_skipped: the number of consecutive updates skipped because a gradient was not finite that ends the run.
         spike: a loss of more than this many times the median of the last 50 is logged. None: none is logged.
+        verify_replicas_every: the number of steps between two comparisons of what several devices hold, in addition to
+            those in `resume` and in each save. None: no others.
         watchdog_s: if `update` is not called for this many seconds, the stacks of all threads are written to stderr and
             the process ends with exit code 1. The first `update` starts the clock. The time must be longer than a save,
             an evaluation or a compilation between two calls. None: no watchdog.
@@ -91,8 +92,10 @@ class Checkpoints:
         most_skipped: int = 10,
         spike: float | None = None,
         watchdog_s: float | None = None,
+        verify_replicas_every: int | None = None,
     ):
         counts = {"every": every, "keep": keep, "keep_every": keep_every, "most_skipped": most_skipped}
+        counts["verify_replicas_every"] = verify_replicas_every
         for name, count in counts.items():
             if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
                 raise ValueError(
@@ -109,6 +112,7 @@ class Checkpoints:
         self._saved_step: int | None = None  # the last step that was saved or restored
         self._save_error: Exception | None = None  # of the last save, if it failed; logged, but not raised yet
         self._loss_monitor, self._watchdog_s = LossMonitor(most_skipped, spike), watchdog_s
+        self._verify_replicas_every = verify_replicas_every
         self._preemption = Preemption()
         self._exit.callback(self._preemption.close)
         self._exit.callback(faulthandler.cancel_dump_traceback_later)
@@ -169,7 +173,7 @@ class Checkpoints:
         avals = contents.avals(state)
         for step in reversed(steps):
             try:
-                restored = self._restore(state, step, data, Allowed(optimizer=optimizer))
+                restored = restoring.restore(self.directory, state, step, data, Allowed(optimizer=optimizer))
             except CheckpointCorrupted as error:
                 if not fallback:
                     raise
@@ -201,6 +205,7 @@ class Checkpoints:
                 f"checkpoints: there is no state to start from\n"
                 f"  got:      avals, and no checkpoint in {self.directory}\n  fix:      pass the state of zero.init"
             )
+        verify_replicas(state, "pass the same values in all processes, or test the memory of these devices")
         log.info("checkpoint: there is none in %s; the run starts at step 0", self.directory)
         self._loss_monitor.num_skipped = int(state.skipped)
         return state, 0
@@ -240,37 +245,7 @@ class Checkpoints:
                 f"  got:      steps {', '.join(map(str, steps)) or 'none'}\n  fix:      choose one of these"
             )
         allowed = Allowed(missing, ("*",) if only else extra, cast, optimizer)
-        return self._restore(state, step, data, allowed, only)
-
-    def _restore(
-        self, state: TrainState, step: int, data: Any, allowed: Allowed, only: Sequence[str] = ()
-    ) -> TrainState:
-        """Restores a step. An error in one process is raised in all."""
-        where = str(store.folder(self.directory, step))
-        avals, shapes = contents.arrays(contents.avals(state)), contents.logical_shapes(state)
-        logical = {path: jax.ShapeDtypeStruct(shapes[path], a.dtype) for path, a in avals.items()}
-
-        def prepare() -> tuple[Manifest, list[str], list[Any]]:
-            saved = store.read_manifest(self.directory, step)
-            is_start = step == 0 and saved.data is None  # for example imported parameters
-            states = [] if data is None or is_start else [iterators.state_of_this_process(saved.data, where)]
-            return saved, manifests.paths_to_read(saved, _selected(logical, only), allowed, where), states
-
-        saved, paths, iterator_states = raise_on_all_processes(prepare, where)
-        contents.free(state, paths)
-        leaves, stored = {p: saved.leaves[p] for p in paths}, {p: avals[p] for p in paths}
-        arrays = raise_on_all_processes(lambda: store.read_arrays(self.directory, step, leaves, stored), where)
-        _check_digests(saved, arrays, where)
-        for iterator_state in iterator_states:
-            data.set_state(iterator_state)
-        if allowed.optimizer == "changed":
-            arrays |= contents.continued_counts(avals, arrays)
-            ours, theirs = ({p for p in tree if p.startswith(contents.OPTIMIZER)} for tree in (avals, saved.leaves))
-            log.warning(
-                "checkpoint: of the optimizer, %d leaves continue; %d are new, and %d that were saved are not used",
-                *map(len, (ours & theirs, ours - theirs, theirs - ours)),
-            )
-        return contents.with_arrays(state, {path: a.astype(avals[path].dtype) for path, a in arrays.items()})
+        return restoring.restore(self.directory, state, step, data, allowed, only)
 
     def update(self, state: TrainState, metrics: Mapping[str, Any] | None = None, data: Any = None) -> None:
         """Saves the state if it is due or the run is being preempted. To be called after each step.
@@ -282,6 +257,7 @@ class Checkpoints:
 
         Raises:
             SystemExit: with `EXIT_CODE`, after SIGTERM, once the state is saved.
+            ReplicasDiffer: as in `save`, and every `verify_replicas_every` steps.
             FloatingPointError: if too many consecutive updates were skipped, or as in `save`.
             RuntimeError: if two consecutive saves failed.
             ValueError: as in `save`.
@@ -297,6 +273,8 @@ class Checkpoints:
             self._save_and_exit(state, data)
         if self._num_updates % self.every == 0:
             self.save(state, data)
+        elif self._verify_replicas_every and self._num_updates % self._verify_replicas_every == 0:
+            verify_replicas(state, self._advice())
 
     def _save_and_exit(self, state: TrainState, data: Any) -> None:
         self.save(state, data)
@@ -317,6 +295,7 @@ class Checkpoints:
 
         Raises:
             ValueError: if a leaf is not an array, or the state of the data iterator is not JSON data.
+            ReplicasDiffer: if devices hold different copies of the same values. Nothing is written.
             FloatingPointError: if the state contains a NaN, or a parameter an infinity. Nothing is written.
             RuntimeError: if two consecutive saves failed.
         """
@@ -326,13 +305,14 @@ class Checkpoints:
         if step == self._saved_step:
             return
         arrays, shapes = contents.arrays(state), contents.logical_shapes(state)
-        digest_of = digests(arrays, shapes)
-        if nonfinite := contents.nonfinite_paths(digest_of):
-            restart = "restart" if self._saved_step is None else f"resume from step {self._saved_step}"
+        computed = {} if state.master is None else contents.compute_params(state)
+        digest_of = digests(arrays | computed, shapes | {path: a.shape for path, a in computed.items()})
+        check_replicas(digest_of, f"the state of step {step}, which is not saved,", self._advice())
+        if nonfinite := contents.nonfinite_paths({path: digest_of[path] for path in arrays}):
             raise FloatingPointError(
                 f"checkpoint: the state of step {step} is not finite, and is not saved\n"
-                f"  got:      {_shortened(nonfinite)}\n"
-                f"  fix:      {restart} with a lower learning rate"
+                f"  got:      {contents.shortened(nonfinite)}\n"
+                f"  fix:      {self._restart()} with a lower learning rate"
             )
         leaves = {p: LeafRecord(shapes[p], str(a.dtype), digest_of[p].text) for p, a in arrays.items()}
         manifest = Manifest(
@@ -347,6 +327,13 @@ class Checkpoints:
         self._saving_step = step
         with self._handling_failures():
             self._store.save(arrays, manifest)
+
+    def _restart(self) -> str:
+        return "restart" if self._saved_step is None else f"resume from step {self._saved_step}"
+
+    def _advice(self) -> str:
+        """What to do if replicas differ."""
+        return f"{self._restart()}, without these devices if it happens again"
 
     def _dtypes(self) -> dict[str, str]:
         names = ("param_dtype", "compute_dtype", "reduce_dtype")
@@ -381,30 +368,3 @@ class Checkpoints:
 
     def _newest(self) -> int | None:
         return max(self.steps(), default=None)
-
-
-def _selected(avals: dict[str, Any], globs: Sequence[str]) -> dict[str, Any]:
-    """The avals whose paths match one of the globs; all of them without globs."""
-    for glob in globs:
-        if not any(manifests.matches(path, [glob]) for path in avals):
-            raise ValueError(
-                f"checkpoint: only={glob!r} matches no leaf\n"
-                f"  fix:      use a glob on paths such as {', '.join(list(avals)[:_MAX_PATHS])}"
-            )
-    return {path: a for path, a in avals.items() if not globs or manifests.matches(path, globs)}
-
-
-def _check_digests(saved: Manifest, arrays: Mapping[str, Array], where: str) -> None:
-    """Raises CheckpointCorrupted if arrays that were read differ from those that were saved."""
-    digest_of = digests(arrays, {path: saved.leaves[path].shape for path in arrays})
-    damaged = [path for path in arrays if digest_of[path].text != saved.leaves[path].digest]
-    if damaged:
-        raise CheckpointCorrupted(
-            f"checkpoint: {where} is damaged\n"
-            f"  got:      another digest than was saved, for {_shortened(damaged)}\n"
-            f"  {manifests.FALLBACK_FIX}"
-        )
-
-
-def _shortened(paths: Sequence[str]) -> str:
-    return ", ".join(paths[:_MAX_PATHS]) + (" and others" if len(paths) > _MAX_PATHS else "")

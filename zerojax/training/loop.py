@@ -48,6 +48,8 @@ class CheckpointOptions(TypedDict, total=False):
         spike: logs a loss of more than this multiple of the recent median. None, the default, logs none.
         watchdog_s: ends the process with the stacks of all threads if a step takes longer than this, in seconds. It
             must be longer than a save, an evaluation and a compilation. None, the default, disables it.
+        verify_replicas_every: number of steps between two comparisons of what several devices hold, in addition to
+            those before each save. None, the default, makes no others.
     """
 
     every: int
@@ -56,6 +58,7 @@ class CheckpointOptions(TypedDict, total=False):
     most_skipped: int
     spike: float | None
     watchdog_s: float | None
+    verify_replicas_every: int | None
 
 
 def fit(
@@ -99,8 +102,8 @@ def fit(
         evaluate_every: number of steps between two evaluations. By default there is only the one after the last step.
         log_every: number of steps between two rows of metrics. The first and the last step are always logged.
         config: a mapping or a dataclass, which is written to the directory and must be the same in all processes.
-        checkpoints: options of `zero.checkpoints`: `every`, `keep`, `keep_every`, `most_skipped`, `spike` and
-            `watchdog_s`. `CheckpointOptions` describes them.
+        checkpoints: options of `zero.checkpoints`: `every`, `keep`, `keep_every`, `most_skipped`, `spike`, `watchdog_s`
+            and `verify_replicas_every`. `CheckpointOptions` describes them.
         fallback: if the newest checkpoint is damaged, continues from the newest one that is intact.
         optimizer: 'changed' continues with another learning rate schedule or other frozen leaves: what both optimizers
             have, such as moments, is restored. 'new' restores nothing of it.
