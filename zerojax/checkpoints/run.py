@@ -23,7 +23,7 @@ from zerojax.checkpoints.preemption import EXIT_CODE, Preemption
 from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0
 from zerojax.step.config import ZeroConfig
 from zerojax.step.digest import digests
-from zerojax.step.replicas import check_replicas, verify_replicas
+from zerojax.step.replicas import check_replicas, has_copies, verify_replicas
 from zerojax.step.state import TrainState, check_not_donated
 
 log = logging.getLogger("zerojax")
@@ -306,7 +306,8 @@ class Checkpoints:
             return
         arrays, shapes = contents.arrays(state), contents.logical_shapes(state)
         computed = {} if state.master is None else contents.compute_params(state)
-        digest_of = digests(arrays | computed, shapes | {path: a.shape for path, a in computed.items()})
+        copies = {path: a for path, a in computed.items() if has_copies(a)}  # not saved, but trained with
+        digest_of = digests(arrays | copies, shapes | {path: a.shape for path, a in copies.items()})
         check_replicas(digest_of, f"the state of step {step}, which is not saved,", self._advice())
         if nonfinite := contents.nonfinite_paths({path: digest_of[path] for path in arrays}):
             raise FloatingPointError(

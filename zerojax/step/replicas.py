@@ -7,6 +7,7 @@ because of a flipped bit or another seed in one process, would be trained and sa
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -47,7 +48,7 @@ def verify_replicas(state: TrainState, fix: str) -> None:
         state: with arrays.
         fix: what the error advises.
 
-    Cost: as `digests` of the whole state.
+    Cost: as `digests` of the arrays that have copies.
     """
     check_replicas(digests(dict(_arrays(state))), f"the state of step {int(state.step)}", fix)
 
@@ -65,9 +66,16 @@ def check_replicas(digest_of: Mapping[str, Digest], what: str, fix: str) -> None
     raise error
 
 
+def has_copies(a: Array) -> bool:
+    """Whether several devices hold the same part of an array."""
+    return a.sharding.num_devices * math.prod(a.sharding.shard_shape(a.shape)) > a.size
+
+
 def _arrays(state: TrainState) -> Iterator[tuple[str, Array]]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
-        yield placement.path_text(path), jax.random.key_data(leaf) if models.is_key(leaf) else leaf
+        array = jax.random.key_data(leaf) if models.is_key(leaf) else leaf
+        if has_copies(array):
+            yield placement.path_text(path), array
 
 
 def _devices(devices: tuple[Any, ...]) -> str:
