@@ -20,6 +20,7 @@ from rich.console import Console
 ROOT = Path(__file__).resolve().parent.parent
 FAULTS, CHECKPOINTS = "tests/checkpoints/test_faults.py", "tests/checkpoints/test_checkpoints.py"
 ERRORS, PRECISION = "tests/docs/test_errors.py", "tests/step/test_precision.py"
+AGREEMENT, DIRECTORIES = "tests/processes/test_agreement.py", "tests/checkpoints/test_directories.py"
 LAUNCH = "tests/processes/test_launch.py"
 SKIPPED = f"{PRECISION}::test_a_step_with_a_bad_gradient_is_skipped"
 # (the fault, the tests of the expected behavior)
@@ -103,6 +104,18 @@ ROWS = [
         "a bit that flips in the memory of one device",
         ["tests/step/test_replicas.py", f"{FAULTS}::test_a_bit_that_flips_on_one_device"],
     ),
+    ("processes that see different directories", [f"{AGREEMENT}::test_a_difference_is_named"]),
+    (
+        "a directory with a glob character in its name",
+        [f"{DIRECTORIES}::test_a_directory_that_cannot_work", f"{DIRECTORIES}::test_a_directory_may_have"],
+    ),
+    ("a URL as a directory", [f"{DIRECTORIES}::test_a_directory_that_cannot_work"]),
+    ("processes that differ in their rows, settings, programs or options", [AGREEMENT]),
+    (
+        "the directory is deleted or replaced under a run",
+        [f"{DIRECTORIES}::test_a_directory_that_is_lost", f"{DIRECTORIES}::test_a_deleted_lock_file"],
+    ),
+    ("a killed run whose forked workers are alive", [f"{DIRECTORIES}::test_a_forked_worker"]),
 ]
 
 

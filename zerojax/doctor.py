@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from zerojax import versions
+from zerojax.directories import local_directory
 from zerojax.processes.detect import detect
 
 
@@ -120,7 +121,12 @@ def _memory() -> Iterator[Check]:
 def _directory(directory: Path | None) -> Iterator[Check]:
     if directory is None:
         return
-    parent = _existing_parent(directory.absolute())
+    try:
+        path = local_directory(directory, "checkpoints")
+    except ValueError as error:
+        yield _failure("checkpoints", error)
+        return
+    parent = _existing_parent(path)
     try:
         with tempfile.NamedTemporaryFile(dir=parent) as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -149,13 +155,18 @@ def file_system(path: Path, mounts: str = "/proc/mounts") -> str:
     return max(mounted, key=lambda fields: len(fields[1]))[2] if mounted else "unknown"
 
 
+def _failure(name: str, error: ValueError) -> Check:
+    """The check that an error of three lines reports: what is wrong, what was found, and the fix."""
+    what, got, fix, *_ = [*str(error).split("\n"), "", ""]
+    text = f"{what.partition(': ')[2]} ({got.removeprefix('  got:').strip()})"
+    return Check(name, Status.ERROR, text, fix.removeprefix("  fix:").strip())
+
+
 def _processes(environ: Mapping[str, str]) -> Iterator[Check]:
     try:
         info = detect(environ)
     except ValueError as error:
-        what, got, fix, *_ = [*str(error).split("\n"), "", ""]
-        text = f"{what.removeprefix('processes: ')} ({got.removeprefix('  got:').strip()})"
-        yield Check("processes", Status.ERROR, text, fix.removeprefix("  fix:").strip())
+        yield _failure("processes", error)
         return
     if info is None:
         yield Check("processes", Status.OK, "a single process")

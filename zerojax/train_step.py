@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -17,11 +18,13 @@ from zerojax.analysis import jaxpr_collectives
 from zerojax.audit.audit import audit_step
 from zerojax.audit.expectation import Expectation, expect
 from zerojax.audit.findings import Audit
+from zerojax.processes.agreement import agree_on, agree_on_lines
 from zerojax.report.memory import Memory, step_memory
 from zerojax.report.out_of_memory import out_of_memory_error
 from zerojax.sharding.mesh import check_enclosing_mesh
+from zerojax.sharding.placement import path_text
 from zerojax.step import models, state as states
-from zerojax.step.batch import batch_avals, batch_specs, check_batch, shard_batch
+from zerojax.step.batch import batch_avals, batch_specs, check_batch, dtype_of, shard_batch
 from zerojax.step.config import ZeroConfig, compiler_options, leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient, compute_gradients, device_gradient
 from zerojax.step.loss_errors import in_words_of_the_user
@@ -55,6 +58,23 @@ class Step:
     ):
         self.config, self.settings, self._build, self._donate = config, settings, build, donate
         self._jitted: dict[Any, Any] = {}
+        self._agreed: set[Any] = set()
+
+    def _agree(self, state: TrainState, batch: PyTree) -> None:
+        """Compares the inputs and the program with those of the other processes, before they first run together.
+
+        Otherwise they would wait for each other in collectives, or average gradients that do not belong together.
+        """
+        leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
+        arrays = {path_text(path) or "the batch": f"{dtype_of(a)}{list(np.shape(a))}" for path, a in leaves}
+        if (key := (state.definition, tree, *arrays.values())) in self._agreed:
+            return
+        batch_texts = {f"batch: {name}": text for name, text in arrays.items()}
+        fix = "start all processes with the same configuration, and pass equally many rows in each"
+        agree_on(self.config.texts() | self.settings.texts() | batch_texts, "steps", fix, "the step")
+        program = self.lower(state, batch).as_text().splitlines()
+        agree_on_lines(program, "programs", "the same model, loss and optimizer in all processes", "the step")
+        self._agreed.add(key)
 
     def _checked(self, state: TrainState, batch: PyTree) -> Any:
         """Checks the inputs, and returns the jitted function for this kind of state."""
@@ -85,6 +105,8 @@ class Step:
         return jitted
 
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
+        if self.config.spans_processes:
+            self._agree(state, batch)
         jitted = self._checked(state, batch)
         with in_words_of_the_user(self.config.precision):
             return jitted(state, shard_batch(self.config, batch))
@@ -127,6 +149,8 @@ class TrainStep(Step):
         super().__init__(config, settings, build, donate=True)
 
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
+        if self.config.spans_processes:
+            self._agree(state, batch)
         jitted = self._checked(state, batch)
         batch = shard_batch(self.config, batch)
         if self._audit_setting != "off":

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from zerojax import train_step as steps
 from zerojax.audit.findings import check_setting
+from zerojax.processes.agreement import agree_on, agree_on_lines
 from zerojax.report import placement as report
 from zerojax.sharding import padding, placement
 from zerojax.sharding.mesh import check_enclosing_mesh, data_axes
@@ -136,7 +137,15 @@ class Zero:
         Cost: if the model has values, they remain; in addition to them and to the state, a process holds one leaf. With
             several processes, every array is read once more, to compare its copies.
         """
-        state = self._build(model, tx, seed, inputs)[0]()
+        create, avals = self._build(model, tx, seed, inputs)
+        if self.config.spans_processes:
+            given = {"seed": str(seed)} if isinstance(seed, int) else {}  # a key is compared with the state
+            fix = "pass the same model, optimizer and seed in all processes"
+            agree_on(self.config.texts() | given, "configurations", fix, "zero.init")
+            leaves = jax.tree_util.tree_leaves_with_path(avals)
+            lines = [f"{placement.path_text(path)}: {a.dtype}{list(a.shape)} {a.sharding.spec}" for path, a in leaves]
+            agree_on_lines(lines, "states", fix, "zero.init")
+        state = create()
         if jax.process_count() > 1:
             verify_replicas(state, "pass the same model, optimizer and seed in all processes")
         return state

@@ -37,7 +37,7 @@ from support.small_run import (
 )
 
 import zerojax
-from zerojax.checkpoints import EXIT_CODE, CheckpointCorrupted, CheckpointMismatch, contents, iterators, store
+from zerojax.checkpoints import EXIT_CODE, CheckpointCorrupted, CheckpointMismatch, contents, iterators, lock, store
 from zerojax.step.digest import HostDigest, digests
 
 
@@ -674,6 +674,6 @@ def test_a_run_continues_on_a_file_system_without_locks(tmp_path, monkeypatch, c
     def cannot(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(store.fcntl, "flock", cannot)
+    monkeypatch.setattr(lock.fcntl, "flock", cannot)
     setting().checkpoints(tmp_path).close()
     assert "make sure that only one run uses it" in caplog.text

@@ -29,12 +29,12 @@ from jax.experimental import multihost_utils  # noqa: E402
 
 import zerojax  # noqa: E402
 from zerojax import Zero, make_mesh, processes  # noqa: E402
-from zerojax.processes import join  # noqa: E402
+from zerojax.processes import agreement  # noqa: E402
 
 differs = args.differ == int(os.environ.get("ZEROJAX_PROCESS_ID", -2))
 if differs:
-    versions = join.versions()
-    join.versions = lambda: {**versions, "jax": "0.0"}
+    versions = agreement.versions()
+    agreement.versions = lambda: {**versions, "jax": "0.0"}
 config = {"lr": 0.2 if differs else 0.1, "layers": [1, 2]}
 own = processes.initialize(timeout_s=args.timeout, heartbeat_s=args.heartbeat, config=config)
 if args.fail == own.index:

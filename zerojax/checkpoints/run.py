@@ -17,10 +17,13 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.checkpoints import contents, iterators, restore as restoring, store
+from zerojax.checkpoints.lock import DirectoryLock
 from zerojax.checkpoints.loss_monitor import LossMonitor
 from zerojax.checkpoints.manifest import Allowed, CheckpointCorrupted, LeafRecord, Manifest
 from zerojax.checkpoints.preemption import EXIT_CODE, Preemption
 from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0
+from zerojax.directories import local_directory
+from zerojax.processes.agreement import agree, agree_on_directory, run_in_process_0
 from zerojax.step.config import ZeroConfig
 from zerojax.step.digest import digests
 from zerojax.step.replicas import check_replicas, has_copies, verify_replicas
@@ -101,11 +104,15 @@ class Checkpoints:
                 raise ValueError(
                     f"checkpoints: {name} is invalid\n  got:      {count!r}\n  fix:      use an integer, at least 1"
                 )
-        self.config, self.directory, self.every = config, Path(directory).absolute(), every
-        self._exit = contextlib.ExitStack()
-        self._exit.enter_context(store.locked(self.directory))
-        self._store = store.Store(self.directory, keep, keep_every)
-        self._exit.callback(self._store.close)
+        self.config, self.directory, self.every = config, local_directory(directory, "checkpoints"), every
+        self._lock: DirectoryLock | None = None  # in process 0
+        agree({**counts, "spike": spike, "watchdog_s": watchdog_s})
+        with contextlib.ExitStack() as stack:
+            run_in_process_0(lambda: stack.callback(self._lock_directory().release), "checkpoints")
+            agree_on_directory(self.directory)
+            self._store = store.Store(self.directory, keep, keep_every)
+            stack.callback(self._store.close)
+            self._exit = stack.pop_all()
         self._num_updates = 0  # including those before the step that the run resumed from
         self._num_failures = 0  # of consecutive saves
         self._saving_step: int | None = None  # of the save in progress
@@ -117,6 +124,10 @@ class Checkpoints:
         self._exit.callback(self._preemption.close)
         self._exit.callback(faulthandler.cancel_dump_traceback_later)
         _unclosed.add(self)
+
+    def _lock_directory(self) -> DirectoryLock:
+        self._lock = DirectoryLock(self.directory)
+        return self._lock
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -297,7 +308,7 @@ class Checkpoints:
             ValueError: if a leaf is not an array, or the state of the data iterator is not JSON data.
             ReplicasDiffer: if devices hold different copies of the same values. Nothing is written.
             FloatingPointError: if the state contains a NaN, or a parameter an infinity. Nothing is written.
-            RuntimeError: if two consecutive saves failed.
+            RuntimeError: if two consecutive saves failed, or the directory was deleted or replaced.
         """
         check_not_donated(state)
         step = int(state.step)
@@ -326,8 +337,20 @@ class Checkpoints:
             iterators.get_states(data),
         )
         self._saving_step = step
+        self._check_lock()
         with self._handling_failures():
             self._store.save(arrays, manifest)
+
+    def _check_lock(self) -> None:
+        """Raises an error in all processes if the directory was deleted or replaced since it was locked."""
+        is_lost = self._lock is not None and not self._lock.is_held()
+        if any(broadcast_from_process_0([is_lost])):
+            self._saving_step = None
+            raise RuntimeError(
+                f"checkpoint: {self.directory} was deleted or replaced while the run was using it\n"
+                f"  got:      another directory with this name, or none; step {self._saved_step} was saved last\n"
+                f"  fix:      restart the run; it continues from the newest step that is there"
+            )
 
     def _restart(self) -> str:
         return "restart" if self._saved_step is None else f"resume from step {self._saved_step}"

@@ -10,19 +10,15 @@ it is ignored.
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import json
 import logging
 import math
-import os
 import re
 import shutil
-import socket
 import textwrap
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -162,34 +158,6 @@ class Store:
         if self._manager:
             self._manager.close()
         self._finish_deletion()
-
-
-@contextlib.contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Locks the directory against other runs. The lock ends with the process, however the process ends.
-
-    Raises:
-        ValueError: if another run holds the lock.
-    """
-    if jax.process_index() != 0:
-        yield
-        return
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / ".lock").open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            raise ValueError(
-                f"checkpoints: another run is using {directory}\n  got:      {file.read().strip() or 'a lock'}\n"
-                f"  fix:      use another directory, or stop that run"
-            ) from error
-        except OSError as error:  # a file system without locks
-            log.warning("checkpoints: %s cannot be locked (%s); make sure that only one run uses it", directory, error)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
-        yield
 
 
 def _save_args(a: Array) -> ocp.SaveArgs:

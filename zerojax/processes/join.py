@@ -7,31 +7,24 @@ have a different configuration, and ends a process that has failed at once.
 from __future__ import annotations
 
 import atexit
-import collections
-import itertools
-import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Mapping
-from importlib import metadata
 from typing import Any, NamedTuple
 
 import jax
-import jax._src.distributed
 import jax._src.xla_bridge
 
+from zerojax.processes import agreement
+from zerojax.processes.agreement import distributed_state, names
 from zerojax.processes.detect import LaunchInfo, detect
 from zerojax.processes.rollcall import RollCallResult, call_roll
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "zerojax")
 MIN_CONNECT_S = 30  # for JAX to connect the processes after the roll call, however long the roll call took
 # After a failure process 0 waits for this time. JAX aborts the others when it exits, and they might not have written
 # their errors yet.
 EXIT_DELAY_S = 2
-
-_call_numbers = itertools.count()  # of `agree`, which all processes call equally often
 
 
 class Processes(NamedTuple):
@@ -63,7 +56,7 @@ def initialize(*, timeout_s: int = 300, heartbeat_s: int = 100, config: Mapping[
         timeout_s: how long to wait for the other processes, in seconds.
         heartbeat_s: a process that sends no heartbeat for this time, in seconds, counts as dead. JAX then ends the
             others with exit code 134 (SIGABRT), and writes the index of the dead process to stderr.
-        config: a configuration that must be the same in all processes; see `agree`.
+        config: a configuration that must be the same in all processes; see `agreement.agree`.
 
     Returns:
         The number of processes, the index of this one, and how they were detected.
@@ -77,7 +70,7 @@ def initialize(*, timeout_s: int = 300, heartbeat_s: int = 100, config: Mapping[
 
     Cost: waits for the last process; then about a second. Each process opens one connection to process 0.
     """
-    _check_config(config or {})
+    agreement.check_config(config or {})
     info = detect(os.environ)
     if info is None or info.count == 1:
         return Processes(1, 0, None, info.found if info else "alone")
@@ -95,41 +88,9 @@ def initialize(*, timeout_s: int = 300, heartbeat_s: int = 100, config: Mapping[
         heartbeat_timeout_seconds=heartbeat_s,
     )
     atexit.register(_exit_if_failed)
-    agree(config or {}, timeout_s=timeout_s)
-    state = _distributed_state()
+    agreement.agree(config or {}, timeout_s=timeout_s)
+    state = distributed_state()
     return Processes(state.num_processes, state.process_id, state.coordinator_address, info.found)
-
-
-def agree(config: Mapping[str, Any], *, timeout_s: int = 300) -> None:
-    """Checks that all processes have the same configuration and the same versions of Python and of packages.
-
-    All processes must call this function, and equally often. Values are compared by their JSON text with sorted keys:
-    1 and 1.0 differ, a tuple and a list with the same items do not.
-
-    Args:
-        config: the configuration, by field name.
-        timeout_s: how long to wait for the other processes, in seconds.
-
-    Raises:
-        ValueError: if the processes differ; it names the field, the values, and the processes that have them, and is
-            raised in all processes. Also if a value is not JSON.
-        TimeoutError: if processes did not call this function; it names them.
-
-    Cost: one message to process 0 with the configuration, and one message back with those of all processes.
-    """
-    own = {**_check_config(config), **{name: json.dumps(version) for name, version in versions().items()}}
-    if not jax.distributed.is_initialized():
-        return
-    texts = _all_gather_text(f"zerojax/agree/{next(_call_numbers)}", json.dumps(own), timeout_s)
-    configs = {index: json.loads(text) for index, text in texts.items()}
-    fields = sorted(set().union(*configs.values()))
-    differences = [line for field in fields if (line := _difference(field, configs))]
-    if differences:
-        raise ValueError(
-            "processes: their configurations or versions differ\n"
-            f"  got:      {(chr(10) + ' ' * 12).join(differences)}\n"
-            "  fix:      start all processes with the same configuration and the same packages"
-        )
 
 
 def own_rows(num_rows: int) -> slice:
@@ -156,26 +117,6 @@ def own_rows(num_rows: int) -> slice:
         )
     rows = num_rows // count
     return slice(index * rows, (index + 1) * rows)
-
-
-def versions() -> dict[str, str]:
-    """The versions of Python and of the packages that influence what a step computes."""
-    return {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES}
-
-
-def _check_config(config: Mapping[str, Any]) -> dict[str, str]:
-    """The JSON text of each field. Raises ValueError if a value is not JSON."""
-    texts = {}
-    for field, value in config.items():
-        try:
-            texts[f"config[{field!r}]"] = json.dumps(value, sort_keys=True, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"processes: config[{field!r}] is not JSON\n"
-                f"  got:      {value!r}: {error}\n"
-                f"  fix:      numbers, text, lists and dicts; str(...) of anything else"
-            ) from error
-    return texts
 
 
 def _check_not_initialized() -> None:
@@ -214,54 +155,10 @@ def _check_roll_call(result: RollCallResult, info: LaunchInfo, timeout_s: int) -
         )
     if result.missing:
         raise TimeoutError(
-            f"processes: {_names(result.missing)} of {info.count} did not join within {timeout_s} s\n"
+            f"processes: {names(result.missing)} of {info.count} did not join within {timeout_s} s\n"
             f"  got:      this is process {info.index}, detected from {info.found}; process 0 is {info.coordinator}\n"
             "  fix:      check the output of the missing ones, and that they can reach process 0; or raise timeout_s"
         )
-
-
-def _names(indices: tuple[int, ...] | list[int]) -> str:
-    return f"process{'es' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"
-
-
-def _distributed_state() -> Any:
-    """JAX's record of the processes, which also holds the client of the key-value store of process 0.
-
-    The public ways to it initialize the devices, which a script may still want to configure.
-    """
-    return jax._src.distributed.global_state
-
-
-def _all_gather_text(key: str, text: str, timeout_s: int) -> dict[int, str]:
-    """Gathers a text from every process, by process index."""
-    state = _distributed_state()
-    client = state.client
-    client.key_value_set(f"{key}/{state.process_id}", text)
-    try:
-        client.wait_at_barrier(f"{key}/all", timeout_s * 1000)
-    except jax.errors.JaxRuntimeError as error:
-        received = _stored_texts(client, key)
-        missing = [index for index in range(state.num_processes) if index not in received]
-        raise TimeoutError(
-            f"processes: {_names(missing)} did not call agree() within {timeout_s} s\n"
-            f"  got:      {error}\n"
-            "  fix:      call it in all processes, equally often"
-        ) from error
-    return _stored_texts(client, key)
-
-
-def _stored_texts(client: Any, key: str) -> dict[int, str]:
-    return {int(name.rpartition("/")[2]): text for name, text in client.key_value_dir_get(key)}
-
-
-def _difference(field: str, configs: Mapping[int, Mapping[str, str]]) -> str:
-    """Describes which processes have which value of a field; empty if all have the same value."""
-    owners = collections.defaultdict(list)
-    for index in sorted(configs):
-        owners[configs[index].get(field, "no value")].append(index)
-    if len(owners) == 1:
-        return ""
-    return f"{field}: " + "; ".join(f"{value} in {_names(indices)}" for value, indices in owners.items())
 
 
 def _exit_if_failed() -> None:
@@ -270,6 +167,6 @@ def _exit_if_failed() -> None:
         return
     sys.stdout.flush()
     sys.stderr.flush()
-    if _distributed_state().process_id == 0:
+    if distributed_state().process_id == 0:
         time.sleep(EXIT_DELAY_S)
     os._exit(1)

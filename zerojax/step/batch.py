@@ -86,13 +86,18 @@ def batch_avals(config: ZeroConfig, batch: PyTree) -> PyTree:
     """The avals of a global batch, with shardings."""
 
     def aval(a: Any, shape: Shape, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, _dtype(a), sharding=NamedSharding(config.mesh, spec))
+        return jax.ShapeDtypeStruct(shape, _canonical_dtype(a), sharding=NamedSharding(config.mesh, spec))
 
     whole, rows = PartitionSpec(), PartitionSpec(config.axes.data)
     return map_rows(lambda a: aval(a, _global_shape(a), rows), batch, lambda a: aval(a, np.shape(a), whole))
 
 
-def _dtype(a: Any) -> Any:
+def dtype_of(a: Any) -> Any:
+    """The dtype of an array; of a number or a list, that of its NumPy array."""
+    return a.dtype if hasattr(a, "dtype") else np.asarray(a).dtype
+
+
+def _canonical_dtype(a: Any) -> Any:
     """The dtype to which JAX converts a NumPy array or a number."""
     dtype = a.dtype if hasattr(a, "dtype") else np.result_type(a)
     return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
@@ -201,7 +206,7 @@ def num_microbatches(config: ZeroConfig, num_rows: int, most_rows: int) -> int:
 
 
 def _check_dtype(path: str, a: Any) -> None:
-    dtype = a.dtype if hasattr(a, "dtype") else np.asarray(a).dtype
+    dtype = dtype_of(a)
     if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_, jax.dtypes.prng_key)):
         got = f"dtype {dtype}" if hasattr(a, "dtype") else repr(a)
         raise ValueError(

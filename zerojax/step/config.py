@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import hashlib
 import statistics
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 from zerojax.sharding import placement
 from zerojax.sharding.axes import Axes
 from zerojax.sharding.placement import Leaf
-from zerojax.sharding.precision import Precision
+from zerojax.sharding.precision import DTYPE_FIELDS, Precision
 from zerojax.sharding.stages import Stage
 from zerojax.transform.segmented_loss import SMALL_UNIT
 
@@ -38,6 +39,19 @@ class ZeroConfig(NamedTuple):
     def other_axes(self) -> list[str]:
         """The axes of the mesh that do not split the batch, such as 'model'."""
         return [name for name in self.mesh.axis_names if name not in self.axes.data]
+
+    @property
+    def spans_processes(self) -> bool:
+        """Whether the mesh has devices of all of several processes, so that all of them run each step together."""
+        count = jax.process_count()
+        return count > 1 and len({device.process_index for device in self.mesh.devices.flat}) == count
+
+    def texts(self) -> dict[str, str]:
+        """The configuration as texts by name, for comparison between processes."""
+        dtypes = {name: jnp.dtype(getattr(self.precision, name)).name for name in DTYPE_FIELDS}
+        ids = hashlib.sha256(str([device.id for device in self.mesh.devices.flat]).encode()).hexdigest()[:8]
+        mesh = ", ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
+        return {"stage": str(int(self.stage)), "mesh": f"{mesh} (order of the devices: {ids})", **dtypes}
 
 
 def compiler_options(config: ZeroConfig, leaves: Iterable[Leaf]) -> dict[str, int | bool] | None:

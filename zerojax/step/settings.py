@@ -32,6 +32,11 @@ class StepSettings:
     prefetch: int = 1
     bucket_bytes: int | None = None
 
+    def texts(self) -> dict[str, str]:
+        """The settings that are numbers as texts by name, for comparison between processes."""
+        names = ("num_microbatches", "clip_norm", "prefetch", "bucket_bytes")
+        return {name: str(getattr(self, name)) for name in names}
+
     @property
     def collectives(self) -> CollectiveOptions:
         """The options of the step's collectives."""

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.processes import join
+from zerojax.processes.agreement import versions
 from zerojax.sharding.precision import DTYPE_FIELDS
 from zerojax.step.config import ZeroConfig
 from zerojax.training.writers import write_atomically
@@ -106,7 +106,7 @@ def write_description(
         "mesh": dict(zero_config.mesh.shape),
         "stage": zero_config.stage,
         "dtypes": {f: jnp.dtype(getattr(zero_config.precision, f)).name for f in DTYPE_FIELDS},
-        "versions": join.versions(),
+        "versions": versions(),
         "config": dict(config),
     }
     previous = [line for line in _lines(folder / "starts.jsonl") if line.endswith("\n")]

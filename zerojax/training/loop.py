@@ -19,7 +19,8 @@ from typing import Any, TypedDict
 import jax
 import numpy as np
 
-from zerojax.processes.join import agree
+from zerojax.directories import local_directory
+from zerojax.processes.agreement import agree
 from zerojax.step.batch import num_global_rows
 from zerojax.step.state import TrainState
 from zerojax.training import folder as folders
@@ -129,10 +130,11 @@ def fit(
     if not callable(data) and not isinstance(data, Iterable):
         got = type(data).__name__
         raise ValueError(f"fit: data is of type {got}\n  fix:      a function of the step, or an iterable of batches")
-    config, folder = folders.as_config({} if config is None else config), Path(directory).absolute()
+    config, folder = folders.as_config({} if config is None else config), local_directory(directory, "fit")
     folders.check_not_checkpoints(folder)
     agree(config)
-    agree({**counts, "profile": profile})
+    kind = "function" if callable(data) else "iterable"
+    agree({**counts, "profile": profile, "evaluate": evaluate is not None, "fallback": fallback, "data": kind})
     with contextlib.ExitStack() as stack:
         manager = stack.enter_context(zero.checkpoints(folder / "checkpoints", **(checkpoints or {})))
         iterator = None if callable(data) else iter(data)

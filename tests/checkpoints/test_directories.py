@@ -1,0 +1,134 @@
+"""Directories that cannot work are refused at the start, and one run at a time writes into a directory."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.paths import REPO, importing
+from support.small_run import adam, create, setting
+
+import zerojax
+from zerojax import doctor
+from zerojax.checkpoints import lock, store
+from zerojax.checkpoints.pieces import verify_arrays
+from zerojax.directories import local_directory
+
+pytestmark = pytest.mark.once
+
+
+@pytest.fixture(scope="module")
+def zero():
+    return setting(num_devices=2)
+
+
+@pytest.fixture(scope="module")
+def state(zero):
+    return zero.init(create, adam())
+
+
+def test_a_directory_may_have_an_unusual_name(tmp_path, zero, state):
+    directory = tmp_path / "a b%20#;:'\"äé{x}$~+@|&=\n\t-"
+    with zero.checkpoints(directory) as checkpoints:
+        checkpoints.save(state)
+    manifest = store.read_manifest(directory, 0)
+    assert not any(problem for _, problem in verify_arrays(directory, 0, manifest))
+    with zero.checkpoints(directory) as checkpoints:
+        assert checkpoints.resume(zero.eval_init(create, adam()))[1] == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["a[1]", "a]", "a*", "a?", "a\\b", "gs://bucket/run", "s3://b/r", "hdfs://h/r", "az://c"]
+)
+@pytest.mark.parametrize("who", ["checkpoints", "fit", "doctor"])
+def test_a_directory_that_cannot_work_is_refused(tmp_path, monkeypatch, zero, who, name):
+    """Before anything is written: no folder `gs:` is left either."""
+    monkeypatch.chdir(tmp_path)
+    if who == "doctor":
+        (check,) = doctor._directory(Path(name))
+        assert check.status == doctor.Status.ERROR and check.fix
+    elif who == "checkpoints":
+        with pytest.raises(ValueError, match=r"checkpoints: .*\n  got:      '.*\n  fix: "):
+            zero.checkpoints(name)
+    else:
+        with pytest.raises(ValueError, match=r"fit: .*\n  got:      '.*\n  fix: "):
+            zerojax.fit(zero, None, None, lambda i: None, 1, name)
+    assert not os.listdir(tmp_path)
+
+
+def test_a_colon_alone_is_no_url():
+    assert local_directory("runs/12:30/a", "fit") == Path("runs/12:30/a").absolute()
+    assert local_directory("a:b", "fit") == Path("a:b").absolute()
+
+
+@pytest.mark.parametrize("how", ["deleted", "replaced", "moved"])
+def test_a_directory_that_is_lost_under_a_run_is_not_written(tmp_path, zero, state, how):
+    directory = tmp_path / "run"
+    with zero.checkpoints(directory) as checkpoints:
+        if how == "moved":
+            directory.rename(tmp_path / "elsewhere")
+        else:
+            shutil.rmtree(directory)
+        if how == "replaced":
+            directory.mkdir()
+        with pytest.raises(RuntimeError, match="was deleted or replaced while the run was using it"):
+            checkpoints.save(state)
+    assert directory.exists() == (how == "replaced") and not store.folders(directory)
+
+
+def test_a_deleted_lock_file_lets_no_second_run_in(tmp_path, zero, state):
+    with zero.checkpoints(tmp_path) as checkpoints:
+        (tmp_path / ".lock").unlink()
+        with pytest.raises(ValueError, match="another run is using"):
+            zero.checkpoints(tmp_path)
+        checkpoints.save(state)
+    assert store.steps(tmp_path) == [0]
+
+
+HOLDER = """
+import multiprocessing, sys, time
+from pathlib import Path
+from zerojax.checkpoints.lock import DirectoryLock
+lock = DirectoryLock(Path(sys.argv[1]))
+worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(float(sys.argv[2]),))
+worker.start()
+print(worker.pid, flush=True)
+if float(sys.argv[2]) == 0:
+    worker.join()
+    print("joined", flush=True)
+time.sleep(60)
+"""
+
+
+def hold(directory, worker_s):
+    """Starts a process that holds the lock and has a forked worker. Returns (the process, the worker's id)."""
+    command = [sys.executable, "-c", HOLDER, str(directory), str(worker_s)]
+    process = subprocess.Popen(command, env=importing(REPO), stdout=subprocess.PIPE, text=True)
+    return process, int(process.stdout.readline())
+
+
+def test_a_forked_worker_does_not_keep_the_lock_of_a_killed_run(tmp_path):
+    process, worker = hold(tmp_path, 60)
+    try:
+        with pytest.raises(ValueError, match=f"got:      process {process.pid} on"):
+            lock.DirectoryLock(tmp_path)
+        process.kill()
+        process.wait()
+        os.kill(worker, 0)  # it lives
+        lock.DirectoryLock(tmp_path).release()
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+def test_a_forked_worker_that_ends_does_not_release_the_lock(tmp_path):
+    process, _ = hold(tmp_path, 0)
+    try:
+        assert process.stdout.readline() == "joined\n"
+        with pytest.raises(ValueError, match="another run is using"):
+            lock.DirectoryLock(tmp_path)
+    finally:
+        process.kill()
+        process.wait()
