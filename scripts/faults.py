@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FAULTS, CHECKPOINTS = "tests/checkpoints/test_faults.py", "tests/checkpoints/test_checkpoints.py"
 ERRORS, PRECISION = "tests/docs/test_errors.py", "tests/step/test_precision.py"
 AGREEMENT, DIRECTORIES = "tests/processes/test_agreement.py", "tests/checkpoints/test_directories.py"
+FIT, BATCHES, GUARDS = "tests/training/test_fit.py", "tests/step/test_batches.py", "tests/step/test_guards.py"
 LAUNCH = "tests/processes/test_launch.py"
 SKIPPED = f"{PRECISION}::test_a_step_with_a_bad_gradient_is_skipped"
 # (the fault, the tests of the expected behavior)
@@ -116,6 +117,38 @@ ROWS = [
         [f"{DIRECTORIES}::test_a_directory_that_is_lost", f"{DIRECTORIES}::test_a_deleted_lock_file"],
     ),
     ("a killed run whose forked workers are alive", [f"{DIRECTORIES}::test_a_forked_worker"]),
+    (
+        "fp16: more overflows in a row than updates may be skipped",
+        [f"{CHECKPOINTS}::test_skips_while_the_loss_scale_falls"],
+    ),
+    (
+        "SIGTERM during the last evaluation, SIGSTOP, a full disk for metrics",
+        [
+            f"{FIT}::test_sigterm_during_the_last_evaluation",
+            f"{FIT}::test_a_full_disk_for_metrics",
+            f"{FAULTS}::test_a_run_that_is_suspended",
+        ],
+    ),
+    ("leaves of a batch without rows, or whose rows disagree", [BATCHES]),
+    ("a donated state is used again", [f"{GUARDS}::test_a_donated_state"]),
+    (
+        "invalid clip_norm; models of all kinds; strings in a batch",
+        [
+            f"{GUARDS}::test_a_norm_to_clip_to",
+            f"{BATCHES}::test_strings_are_refused",
+            "tests/step/test_init.py::test_a_model_or_what",
+            "tests/step/test_init.py::test_what_cannot_be_taken",
+        ],
+    ),
+    ("a complex parameter", ["tests/step/test_frozen.py::test_a_complex_parameter"]),
+    (
+        "a frozen leaf under bf16 and fp16, in fp8 and int8",
+        ["tests/step/test_frozen.py::test_a_frozen_leaf_keeps", "tests/step/test_frozen.py::test_the_audit_finds"],
+    ),
+    (
+        "an exception in a running step, Ctrl-C twice during a save",
+        [f"{FIT}::test_an_exception_in_a_running_step", f"{FAULTS}::test_ctrl_c_twice"],
+    ),
 ]
 
 

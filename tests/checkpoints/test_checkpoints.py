@@ -597,6 +597,21 @@ def test_a_skipped_first_update_is_logged(tmp_path, caplog):
     assert "step 1: the update was skipped: a gradient is not finite (1 so far)" in caplog.text
 
 
+def test_skips_while_the_loss_scale_falls_do_not_end_the_run(tmp_path):
+    """A scale of 2^40 needs more of them than may be skipped. At the lowest scale, each one counts."""
+    precision = dataclasses.replace(zerojax.Precision.of("fp16"), initial_scale=2.0**40)
+    zero = setting(precision=precision)
+    state, step = zero.init(create, adam()), zero.train_step(lambda p, b, key: loss(p, b, key) * b["scale"].mean())
+    with pytest.raises(FloatingPointError) as raised, zero.checkpoints(tmp_path, every=100, most_skipped=3) as guarded:
+        for i in range(80):
+            state, metrics = step(state, scaled(i, 1 if i < 40 else np.nan))
+            guarded.update(state, metrics)
+            if i == 39:
+                assert int(state.skipped) > 10 and float(metrics["loss_scale"]) > 1
+    assert float(metrics["loss_scale"]) == 1
+    assert "steps 41 to " in str(raised.value) and "the last good step is 40" in str(raised.value)
+
+
 def test_skipped_updates_are_logged_and_too_many_consecutive_ones_end_the_run(tmp_path, caplog):
     zero, state, step = guarded_step()
     bad = [False, True, True, False, True, True, True, True]

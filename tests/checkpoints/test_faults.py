@@ -143,10 +143,35 @@ def test_sigterm_saves_and_the_exit_code_is_75(tmp_path, undisturbed):
     assert losses == undisturbed
 
 
+@pytest.mark.parametrize("pause", [0, 0.05, pytest.param(0.3, marks=pytest.mark.full)])
+def test_ctrl_c_twice_during_a_save_leaves_whole_steps(tmp_path, undisturbed, pause):
+    process = start(tmp_path, "--slow", 0.05)
+    seen = until(process, "loss 3")
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(pause)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode != 0 and "KeyboardInterrupt" in errors
+    assert intact_steps(tmp_path)[-1:] >= [2]
+    losses = losses_of(seen + output) | run(tmp_path)[0]
+    assert {step: losses[step] for step in losses} == {step: undisturbed[step] for step in losses}
+
+
 def test_a_run_that_hangs_prints_its_stacks_and_ends(tmp_path):
     _, errors = run(tmp_path, "--hang-at", 3, "--watchdog", 2, code=1)
-    assert "Timeout (0:00:02)!" in errors and "trainee.py" in errors
+    assert "watchdog: no step for 2 s; the process ends" in errors and "trainee.py" in errors
     assert 3 in intact_steps(tmp_path)
+
+
+def test_a_run_that_is_suspended_for_longer_than_its_watchdog_continues(tmp_path, undisturbed):
+    process = start(tmp_path, "--slow", 0.3, "--watchdog", 2)
+    seen = until(process, "loss 3")
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(4)
+    process.send_signal(signal.SIGCONT)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors[-3000:]
+    assert losses_of(seen + output) == undisturbed
 
 
 def test_a_full_disk_is_reported_and_the_next_save_succeeds(tmp_path, undisturbed):
@@ -271,7 +296,13 @@ def test_the_peer_of_a_killed_process_ends_and_a_restart_continues(tmp_path, und
 def test_a_process_that_hangs_ends_all_processes(tmp_path):
     found = results(start_two(tmp_path, "--hang-at", 3, "--hang-in", 1, "--watchdog", 4))
     assert all(code not in (0, EXIT_CODE) for code, *_ in found)
-    assert any("Timeout (0:00:04)!" in errors and "trainee.py" in errors for *_, errors in found)
+    errors = found[0][2]
+    _, groups = errors.split("watchdog: the main threads of all processes:\n")
+    first, second = groups.split("process 0:")  # as many of each: in the order of their processes, or reversed
+    assert "process 1:" in first + second
+    (written,) = tmp_path.glob("hang_*.txt")
+    text = written.read_text()
+    assert "no answer" not in text and "signal.pause()" in text.split("process 1:")[1].split("process 0:")[0]
 
 
 @pytest.mark.parametrize("options", [(), ("--every", 1000, "--verify-every", 1)], ids=["save", "verify"])

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import logging
+import os
 import shlex
 import signal
 import struct
@@ -20,7 +21,7 @@ from support.paths import TESTS, importing
 from support.small_run import STEPS, adam, batch, create, loss, run, setting
 
 import zerojax
-from zerojax.checkpoints import store
+from zerojax.checkpoints import EXIT_CODE, store
 from zerojax.training import display, loop, writers
 
 
@@ -260,9 +261,65 @@ def test_a_batch_may_contain_numbers(tmp_path):
 
 
 def test_no_step_is_lost_if_an_evaluation_fails(step, tmp_path):
+    """The next start makes the evaluation that is missing, without a step, and the one after that nothing."""
     with pytest.raises(ZeroDivisionError):
         run(step, tmp_path, 5, evaluate=lambda state: 1 / 0)
     assert store.steps(tmp_path / "checkpoints") == [3, 5]
+    for _ in range(2):
+        run(step, tmp_path, 5, data=lambda i: 1 / 0, evaluate=lambda state: {"at": state.step})
+    assert [row["eval/at"] for row in rows(tmp_path) if "eval/at" in row] == [5]
+    assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5]
+
+
+def test_sigterm_during_the_last_evaluation_ends_the_run_as_at_any_time(step, tmp_path):
+    def evaluate(state):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {"at": state.step}
+
+    with pytest.raises(SystemExit) as ended:
+        run(step, tmp_path, 4, evaluate=evaluate)
+    assert ended.value.code == EXIT_CODE and store.steps(tmp_path / "checkpoints") == [3, 4]
+    assert [row["eval/at"] for row in rows(tmp_path) if "eval/at" in row] == [4]
+    assert int(run(step, tmp_path, 4, evaluate=lambda state: 1 / 0).step) == 4
+
+
+def test_a_full_disk_for_metrics_is_an_error_with_the_file(tmp_path, caplog):
+    writer = writers.JsonlWriter(tmp_path / "metrics.jsonl", 0)
+    with open("/dev/full", "a") as writer._file:
+        with pytest.raises(OSError, match=r"metrics cannot be written\n.*No space left.*metrics\.jsonl\n  fix: "):
+            writer.write(1, {"loss": 1.0})
+        writer.close()
+    assert "metrics.jsonl: [Errno 28] No space left" in caplog.text
+
+
+def test_an_exception_in_a_running_step_leaves_the_last_checkpoint(tmp_path):
+    """The arrays of that step are lost, since the state was donated to it; the run continues from the disk.
+
+    On one device: on several, those that wait for the one that failed abort the process.
+    """
+    fails = {}
+
+    def check(at):
+        if fails.pop(int(at), False):
+            raise ValueError("the device is gone")
+        return at
+
+    def checked(params, batch, key):
+        at = jax.pure_callback(check, jax.ShapeDtypeStruct((), np.float32), batch["at"][0])
+        return loss(params, {name: batch[name] for name in "xy"}, key) + 0 * at
+
+    zero = setting(num_devices=1)
+    step = zero.train_step(checked)
+    data = lambda i: batch(i) | {"at": np.full((len(batch(i)["x"]),), i, np.float32)}
+    options = {"log_every": 1, "checkpoints": {"every": 3}}
+    train = lambda directory: zerojax.fit(zero, zero.init(create, adam()), step, data, STEPS, directory, **options)
+    train(tmp_path / "whole")
+    fails[4] = True
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="the device is gone"):  # by version of JAX
+        train(tmp_path / "run")
+    assert not fails and store.steps(tmp_path / "run" / "checkpoints") == [3]
+    train(tmp_path / "run")
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
 
 
 def test_a_directory_of_checkpoints_is_an_error(step, tmp_path):

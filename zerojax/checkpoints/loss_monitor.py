@@ -8,6 +8,8 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+from zerojax.sharding.precision import MIN_LOSS_SCALE
+
 log = logging.getLogger("zerojax")
 _DELAY = 2  # steps: by then metrics are available, while the newest ones are still being computed
 _WINDOW = 50  # losses whose median a new loss is compared with: a heuristic
@@ -19,6 +21,8 @@ class LossMonitor:
 
     Args:
         most_skipped: the number of consecutive skipped updates, with a gradient that was not finite, that ends the run.
+            Updates that are skipped while a loss scale can still fall do not count: a scale that is too large at the
+            start may need many of them.
         spike: a loss of more than this many times the median of the last 50 is logged. None: none is logged.
     """
 
@@ -26,7 +30,7 @@ class LossMonitor:
         self.most_skipped, self.spike = most_skipped, spike
         # All skipped updates of the run, as counted by the state: set on resume, or else by the first step.
         self.num_skipped: int | None = None
-        self._consecutive_skips = 0
+        self._consecutive_skips = self._counted_skips = 0  # of which those count that no loss scale explains
         self._pending: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
         self._losses: collections.deque[float] = collections.deque(maxlen=_WINDOW)
 
@@ -36,7 +40,9 @@ class LossMonitor:
         Raises:
             FloatingPointError: if too many consecutive updates were skipped.
         """
-        self._pending.append((step, {name: metrics[name] for name in ("loss", "skipped") if name in metrics}))
+        self._pending.append(
+            (step, {name: metrics[name] for name in ("loss", "skipped", "loss_scale") if name in metrics})
+        )
         while len(self._pending) > _DELAY:
             self._check(*self._pending.popleft())
 
@@ -48,16 +54,17 @@ class LossMonitor:
     def _check(self, step: int, metrics: Mapping[str, Any]) -> None:
         before, self.num_skipped = self.num_skipped, int(metrics.get("skipped", 0))
         if before is not None and self.num_skipped > before:
-            self._report_skip(step)
+            self._report_skip(step, can_scale_fall=float(metrics.get("loss_scale", 0)) > MIN_LOSS_SCALE)
             return
-        self._consecutive_skips = 0
+        self._consecutive_skips = self._counted_skips = 0
         if self.spike is not None and "loss" in metrics:
             self._check_loss(step, float(metrics["loss"]), self.spike)
 
-    def _report_skip(self, step: int) -> None:
-        self._consecutive_skips += 1
+    def _report_skip(self, step: int, can_scale_fall: bool) -> None:
         log.warning("step %d: the update was skipped: a gradient is not finite (%d so far)", step, self.num_skipped)
-        if self._consecutive_skips >= self.most_skipped:
+        self._consecutive_skips += 1
+        self._counted_skips += not can_scale_fall
+        if self._counted_skips >= self.most_skipped:
             last_good = step - self._consecutive_skips
             raise FloatingPointError(
                 f"training: {self._consecutive_skips} consecutive updates were skipped: gradients are not finite\n"

@@ -66,11 +66,11 @@ class Preemption:
             self._depth = 1  # only the restored handler can still call this one
         self._installed = False
 
-    def requested(self) -> bool:
+    def requested(self, wait: bool = False) -> bool:
         """Returns whether any process received SIGTERM; the result is the same in all of them.
 
         Every process calls this once per step. With several processes, the result is that of the previous call, so
-        that no process waits for a step later than the previous one.
+        that no process waits for a step later than the previous one; with `wait`, it is that of this call.
 
         Cost: with several processes, a maximum over one int32 of each device.
         """
@@ -80,7 +80,7 @@ class Preemption:
         if jax.process_count() == 1:
             return self._requested
         previous, self._pending = self._pending, _in_any_process(self._requested)
-        return previous is not None and bool(previous)
+        return (previous is not None and bool(previous)) or (wait and bool(self._pending))
 
 
 def _in_any_process(flag: bool) -> Array:

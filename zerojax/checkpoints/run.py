@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import logging
 import os
 import sys
@@ -22,6 +21,7 @@ from zerojax.checkpoints.loss_monitor import LossMonitor
 from zerojax.checkpoints.manifest import Allowed, CheckpointCorrupted, LeafRecord, Manifest
 from zerojax.checkpoints.preemption import EXIT_CODE, Preemption
 from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0
+from zerojax.checkpoints.watchdog import Watchdog
 from zerojax.directories import local_directory
 from zerojax.processes.agreement import agree, agree_on_directory, run_in_process_0
 from zerojax.step.config import ZeroConfig
@@ -77,9 +77,10 @@ class Checkpoints:
         spike: a loss of more than this many times the median of the last 50 is logged. None: none is logged.
         verify_replicas_every: the number of steps between two comparisons of what several devices hold, in addition to
             those in `resume` and in each save. None: no others.
-        watchdog_s: if `update` is not called for this many seconds, the stacks of all threads are written to stderr and
-            the process ends with exit code 1. The first `update` starts the clock. The time must be longer than a save,
-            an evaluation or a compilation between two calls. None: no watchdog.
+        watchdog_s: if `update` is not called for this many seconds of running time, the stacks of all threads are
+            written to stderr, and those of all processes to a file in the directory; the exit code is 1. The first
+            `update` starts the clock. The time must be longer than a save, an evaluation or a compilation between two
+            calls. None: no watchdog.
 
     Raises:
         ValueError: if `every`, `keep`, `keep_every` or `most_skipped` is invalid, or another run uses the directory.
@@ -118,11 +119,13 @@ class Checkpoints:
         self._saving_step: int | None = None  # of the save in progress
         self._saved_step: int | None = None  # the last step that was saved or restored
         self._save_error: Exception | None = None  # of the last save, if it failed; logged, but not raised yet
-        self._loss_monitor, self._watchdog_s = LossMonitor(most_skipped, spike), watchdog_s
+        self._loss_monitor = LossMonitor(most_skipped, spike)
+        self._watchdog = None if watchdog_s is None else Watchdog(watchdog_s, self.directory)
         self._verify_replicas_every = verify_replicas_every
         self._preemption = Preemption()
         self._exit.callback(self._preemption.close)
-        self._exit.callback(faulthandler.cancel_dump_traceback_later)
+        if self._watchdog:
+            self._exit.callback(self._watchdog.close)
         _unclosed.add(self)
 
     def _lock_directory(self) -> DirectoryLock:
@@ -274,8 +277,8 @@ class Checkpoints:
             ValueError: as in `save`.
         """
         self._num_updates += 1
-        if self._watchdog_s is not None:
-            faulthandler.dump_traceback_later(self._watchdog_s, exit=True)
+        if self._watchdog:
+            self._watchdog.reset()
         if metrics is not None:
             self._loss_monitor.update(self._num_updates, metrics)
         with self._handling_failures():
@@ -286,6 +289,20 @@ class Checkpoints:
             self.save(state, data)
         elif self._verify_replicas_every and self._num_updates % self._verify_replicas_every == 0:
             verify_replicas(state, self._advice())
+
+    def exit_if_preempted(self, state: TrainState, data: Any = None) -> None:
+        """Saves the state and exits if any process has received SIGTERM since the last `update`.
+
+        To be called by all processes where the run has ended but for work without steps, such as a long evaluation.
+
+        Args:
+            state, data: as in `update`.
+
+        Raises:
+            SystemExit: with `EXIT_CODE`.
+        """
+        if self._preemption.requested(wait=True):
+            self._save_and_exit(state, data)
 
     def _save_and_exit(self, state: TrainState, data: Any) -> None:
         self.save(state, data)

@@ -11,6 +11,7 @@ from jax import lax
 
 from zerojax.typing import Array, PyTree
 
+MIN_LOSS_SCALE = 1.0
 DTYPE_FIELDS = ("param_dtype", "compute_dtype", "reduce_dtype")  # fields of Precision
 
 
@@ -133,5 +134,6 @@ class LossScale:
     def update(self, finite: Array, growth_interval: int) -> LossScale:
         """Halves the scale (down to 1) if the step was not finite; doubles it after `growth_interval` finite steps."""
         grows = finite & (self.finite_steps + 1 >= growth_interval)
-        value = jnp.where(finite, jnp.where(grows, self.value * 2, self.value), jnp.maximum(self.value / 2, 1.0))
+        halved = jnp.maximum(self.value / 2, MIN_LOSS_SCALE)
+        value = jnp.where(finite, jnp.where(grows, self.value * 2, self.value), halved)
         return LossScale(value, jnp.where(finite & ~grows, self.finite_steps + 1, 0))

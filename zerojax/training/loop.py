@@ -25,7 +25,7 @@ from zerojax.step.batch import num_global_rows
 from zerojax.step.state import TrainState
 from zerojax.training import folder as folders
 from zerojax.training.display import ProgressBar, ProgressLines, on_terminal
-from zerojax.training.writers import Writer, default_writers
+from zerojax.training.writers import EVALUATION, Writer, default_writers, is_evaluated
 from zerojax.typing import PyTree
 from zerojax.zero import Zero
 
@@ -98,7 +98,7 @@ def fit(
             in all processes.
         num_steps: number of steps of the whole run, over all its starts.
         directory: directory of the run. Only one run at a time may use it. A run that is complete is neither trained
-            nor evaluated again.
+            nor evaluated again, unless its last evaluation is missing in metrics.jsonl.
         evaluate: `evaluate(state)` returns a dict of metrics, which are logged with the prefix 'eval/'.
         evaluate_every: number of steps between two evaluations. By default there is only the one after the last step.
         log_every: number of steps between two rows of metrics. The first and the last step are always logged.
@@ -140,11 +140,14 @@ def fit(
         iterator = None if callable(data) else iter(data)
         stateful_iterator = iterator if hasattr(iterator, "get_state") else None
         state, start = manager.resume(state, stateful_iterator, fallback=fallback, optimizer=optimizer)
-        if start >= num_steps:
+        is_complete = start >= num_steps
+        if is_complete:
             log.warning("fit: %s is already at step %d of %d", folder, start, num_steps)
-            return state
+            if evaluate is None or not _misses_evaluation(folder, start):
+                return state
+            log.warning("fit: its last evaluation is missing, and is made now")
         batches = _batches(data, iterator, start, is_positioned=stateful_iterator is not None)
-        batch = next(batches, _NO_BATCH)
+        batch = _NO_BATCH if is_complete else next(batches, _NO_BATCH)
         if jax.process_index() == 0:
             plan = None if batch is _NO_BATCH else _memory_and_placement(zero, step, state, batch)
             folders.write_description(folder, zero.config, config, start, num_steps, plan)
@@ -179,7 +182,15 @@ def fit(
         manager.save(state, stateful_iterator)
         if evaluate:
             recorder.add_evaluation(i, evaluate(state))
+        manager.exit_if_preempted(state, stateful_iterator)
     return state
+
+
+def _misses_evaluation(folder: Path, step: int) -> bool:
+    """Whether the run was ended during its last evaluation; the same in all processes."""
+    from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0  # Orbax takes a second to import
+
+    return any(broadcast_from_process_0([not is_evaluated(folder / "metrics.jsonl", step)]))
 
 
 def _is_count(number: Any) -> bool:
@@ -264,7 +275,7 @@ class MetricsRecorder:
         if not isinstance(metrics, Mapping):
             got = type(metrics).__name__
             raise ValueError(f"fit: evaluate returned a value of type {got}\n  fix:      return a dict of metrics")
-        row = {f"eval/{name}": _as_float(name, value) for name, value in metrics.items()}
+        row = {f"{EVALUATION}{name}": _as_float(name, value) for name, value in metrics.items()}
         for writer in (*self._writers, *self._displays):
             writer.write(step, row)
         self._times.clear()

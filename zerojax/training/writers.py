@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 log = logging.getLogger("zerojax")
 
+EVALUATION = "eval/"  # begins the names of the metrics of evaluations
 MetricsRow = Mapping[str, float]
 
 
@@ -45,17 +46,26 @@ class JsonlWriter:
     def __init__(self, path: Path, start: int):
         if path.exists():
             _remove_rows_after(path, start)
-        self._file = path.open("a")
+        self._path, self._file = path, path.open("a")
 
     def write(self, step: int, row: MetricsRow) -> None:
         first = {"step": step, "time": round(time.time(), 3)}
         # `first` comes again at the end, so that a metric called 'step' or 'time' does not replace it.
         fields = first | {name: _json_number(value) for name, value in row.items()} | first
-        self._file.write(json.dumps(fields, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(fields, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(
+                f"fit: metrics cannot be written\n  got:      {error}: {self._path}\n"
+                f"  fix:      check the disk space and permissions; the run then continues from its newest checkpoint"
+            ) from error
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:  # of a row whose `write` has raised
+            log.error("%s: %s", self._path, error)
 
 
 def _json_number(value: float) -> float | str:
@@ -75,6 +85,14 @@ def _remove_rows_after(path: Path, start: int) -> None:
         log.warning("%s: removed %d lines that are not rows", path, num_invalid)
     if len(kept) < len(lines):
         write_atomically(path, "".join(kept))
+
+
+def is_evaluated(path: Path, step: int) -> bool:
+    """Whether a file of rows has one of an evaluation after a step. Without a file, nothing is known, and it counts."""
+    if not path.exists():
+        return True
+    rows = [line for line in path.read_text(errors="replace").splitlines(keepends=True) if _step_of(line) == step]
+    return any(name.startswith(EVALUATION) for row in rows for name in json.loads(row))
 
 
 def _step_of(line: str) -> int | None:
