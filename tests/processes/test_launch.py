@@ -104,6 +104,12 @@ def test_processes_exit_if_their_data_ends_at_different_steps(capfd, tmp_path):
     assert "3 in process 1; 4 in process 0" in errors or "4 in process 0; 3 in process 1" in errors
 
 
+def test_a_process_with_slow_data_is_named_once(capfd, tmp_path):
+    assert joined(2, "--slow", tmp_path) == 0
+    lines = [line for line in capfd.readouterr().err.splitlines() if "s to load a batch" in line]
+    assert len(lines) == 1 and "process 1 takes 0.05" in lines[0] and lines[0].startswith("[0] ")
+
+
 def test_all_save_at_the_same_step_and_exit_after_sigterm():
     command = [sys.executable, JOINED, "--preempted"]
     text = f"import sys; from zerojax.processes.launch import launch; sys.exit(launch({command}, 2, devices=2))"

@@ -15,6 +15,7 @@ for option in ("absent", "differ", "kill", "fail", "silent"):
     parser.add_argument(f"--{option}", type=int, default=-1)
 parser.add_argument("--preempted", action="store_true")
 parser.add_argument("--uneven", help="a directory to train in, with less data in process 1")
+parser.add_argument("--slow", help="a directory to train in, with slower data in process 1")
 parser.add_argument("--timeout", type=int, default=30)
 parser.add_argument("--heartbeat", type=int, default=100)
 args = parser.parse_args()
@@ -55,6 +56,15 @@ if args.uneven:
     step = zero.train_step(lambda params, batch: (params["w"] * batch).mean())
     data = iter([np.ones((4, 8), np.float32)] * (4 - own.index))
     zerojax.fit(zero, zero.init(lambda: {"w": np.ones(8, np.float32)}, optax.sgd(0.1)), step, data, 9, args.uneven)
+if args.slow:
+    zero = Zero(make_mesh(), 1)
+    step = zero.train_step(lambda params, batch: (params["w"] * batch).mean())
+
+    def slow(i):
+        time.sleep(0.05 if own.index == 1 else 0)
+        return np.ones((4, 8), np.float32)
+
+    zerojax.fit(zero, zero.init(lambda: {"w": np.ones(8, np.float32)}, optax.sgd(0.1)), step, slow, 45, args.slow)
 rows = processes.own_rows(8)
 batch = Zero(make_mesh(), 1).shard_batch(np.arange(8.0, dtype=np.float32)[rows])
 total = float(jax.jit(lambda a: a.sum())(batch))

@@ -18,7 +18,7 @@ import jax
 from zerojax.processes.agreement import distributed_state, names
 
 _ASKED, _STACKS, _DONE = "zerojax/hang/asked", "zerojax/hang/stacks", "zerojax/hang/done"
-_POLL_S = 0.1
+_ANSWER_POLL_S = 0.1
 
 
 def is_asked() -> bool:
@@ -46,13 +46,13 @@ def gather(wait_s: float) -> dict[int, str]:
     state.client.key_value_set(f"{_STACKS}/{state.process_id}", own, allow_overwrite=True)
     if state.process_id:
         while not _is_set(_DONE) and time.monotonic() < deadline + wait_s:
-            time.sleep(_POLL_S)
+            time.sleep(_ANSWER_POLL_S)
         return {state.process_id: own}
     while True:
         found = {int(key.rpartition("/")[2]): text for key, text in state.client.key_value_dir_get(_STACKS)}
         if len(found) == state.num_processes or time.monotonic() > deadline:
             return found
-        time.sleep(_POLL_S)
+        time.sleep(_ANSWER_POLL_S)
 
 
 def finish() -> None:

@@ -25,6 +25,7 @@ from zerojax.step.batch import num_global_rows
 from zerojax.step.state import TrainState
 from zerojax.training import folder as folders
 from zerojax.training.display import ProgressBar, ProgressLines, on_terminal
+from zerojax.training.stragglers import StragglerMonitor
 from zerojax.training.writers import EVALUATION, Writer, default_writers, is_evaluated
 from zerojax.typing import PyTree
 from zerojax.zero import Zero
@@ -162,7 +163,7 @@ def fit(
         tracer = stack.enter_context(StepTracer(folder / "profile", profile))
         if profile and profile[0] <= start:
             log.warning("fit: steps %d to %d are not profiled, since the run continues from step %d", *profile, start)
-        i = start
+        i, stragglers = start, StragglerMonitor()
         while batch is not _NO_BATCH:
             tracer.before_step(i + 1)
             state, metrics = step(state, batch)
@@ -174,7 +175,10 @@ def fit(
             if i % manager.every == 0:
                 recorder.flush()  # steps before a checkpoint do not run again, so their rows must be written before it
             manager.update(state, metrics, stateful_iterator)
+            begin = time.perf_counter()
             batch = next(batches, _NO_BATCH) if i < num_steps else _NO_BATCH
+            if batch is not _NO_BATCH:
+                stragglers.add(i + 1, time.perf_counter() - begin)
         if i < num_steps:
             _check_data_ended_everywhere(i, num_steps)
         tracer.close()
