@@ -389,6 +389,7 @@ class Zero:
         spike: float | None = None,
         watchdog_s: float | None = None,
         verify_replicas_every: int | None = None,
+        copy_to: str | None = None,
     ) -> Checkpoints:
         """Opens the checkpoints of a run; see `zerojax.checkpoints.Checkpoints` for their use.
 
@@ -404,6 +405,8 @@ class Zero:
                 and the process ends with exit code 1. None disables it.
             verify_replicas_every: number of steps between two comparisons of what several devices hold, in addition to
                 those before each save; None makes no others.
+            copy_to: URL of remote storage, such as 's3://bucket/run', to which steps are copied in the background, and
+                from which a newer step than those in the directory is brought back.
 
         Raises:
             ValueError: if an option is invalid, or another run uses the directory.
@@ -420,6 +423,7 @@ class Zero:
             spike=spike,
             watchdog_s=watchdog_s,
             verify_replicas_every=verify_replicas_every,
+            copy_to=copy_to,
         )
 
     def explain(self, state: TrainState, step: TrainStep | None = None, batch: Any = None) -> report.Explanation:

@@ -21,6 +21,7 @@ from zerojax.checkpoints.loss_monitor import LossMonitor
 from zerojax.checkpoints.manifest import Allowed, CheckpointCorrupted, LeafRecord, Manifest
 from zerojax.checkpoints.preemption import EXIT_CODE, Preemption
 from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0
+from zerojax.checkpoints.remote_copy import RemoteCopy
 from zerojax.checkpoints.watchdog import Watchdog
 from zerojax.directories import local_directory
 from zerojax.processes.agreement import agree, agree_on_directory, run_in_process_0
@@ -31,6 +32,7 @@ from zerojax.step.state import TrainState, check_not_donated
 
 log = logging.getLogger("zerojax")
 _PACKAGES = ("zerojax", "jax", "flax", "optax", "orbax-checkpoint")
+_FETCH_TIMEOUT_S = 6 * 3600  # for a step to be fetched from remote storage
 _MAX_FAILURES = 2  # consecutive saves
 _unclosed: set[Checkpoints] = set()  # keeps them alive when the script has no reference to them any more
 
@@ -77,6 +79,9 @@ class Checkpoints:
         spike: a loss of more than this many times the median of the last 50 is logged. None: none is logged.
         verify_replicas_every: the number of steps between two comparisons of what several devices hold, in addition to
             those in `resume` and in each save. None: no others.
+        copy_to: a URL of remote storage, such as 's3://bucket/run', to which process 0 copies complete steps in the
+            background. While one is copied, others may complete that are not. Old ones are deleted as on disk. A run
+            begins with the newest step of either: if it is there, it is copied into the directory first.
         watchdog_s: if `update` is not called for this many seconds of running time, the stacks of all threads are
             written to stderr, and those of all processes to a file in the directory; the exit code is 1. The first
             `update` starts the clock. The time must be longer than a save, an evaluation or a compilation between two
@@ -97,6 +102,7 @@ class Checkpoints:
         spike: float | None = None,
         watchdog_s: float | None = None,
         verify_replicas_every: int | None = None,
+        copy_to: str | RemoteCopy | None = None,
     ):
         counts = {"every": every, "keep": keep, "keep_every": keep_every, "most_skipped": most_skipped}
         counts["verify_replicas_every"] = verify_replicas_every
@@ -107,10 +113,13 @@ class Checkpoints:
                 )
         self.config, self.directory, self.every = config, local_directory(directory, "checkpoints"), every
         self._lock: DirectoryLock | None = None  # in process 0
-        agree({**counts, "spike": spike, "watchdog_s": watchdog_s})
+        self._remote = RemoteCopy(copy_to) if isinstance(copy_to, str) else copy_to
+        url = None if self._remote is None else self._remote.url
+        agree({**counts, "spike": spike, "watchdog_s": watchdog_s, "copy_to": url})
         with contextlib.ExitStack() as stack:
-            run_in_process_0(lambda: stack.callback(self._lock_directory().release), "checkpoints")
+            run_in_process_0(lambda: self._lock_directory(stack), "checkpoints")
             agree_on_directory(self.directory)
+            run_in_process_0(self._fetch_newer, "checkpoints", _FETCH_TIMEOUT_S)
             self._store = store.Store(self.directory, keep, keep_every)
             stack.callback(self._store.close)
             self._exit = stack.pop_all()
@@ -128,9 +137,24 @@ class Checkpoints:
             self._exit.callback(self._watchdog.close)
         _unclosed.add(self)
 
-    def _lock_directory(self) -> DirectoryLock:
+    def _lock_directory(self, stack: contextlib.ExitStack) -> None:
         self._lock = DirectoryLock(self.directory)
-        return self._lock
+        stack.callback(self._lock.release)
+        if self._remote:
+            self._remote.start()
+            stack.callback(self._remote.close)
+
+    def _fetch_newer(self) -> None:
+        """Brings the newest step back from remote storage if this machine has only older ones."""
+        if self._remote and (there := self._remote.steps()) and there[-1] > max(self.steps(), default=-1):
+            self._remote.fetch(there[-1], self.directory, with_files=True)
+
+    def _copy(self, step: int | None) -> None:
+        """Starts to copy a step to remote storage if it is complete."""
+        if self._remote and jax.process_index() == 0 and step is not None:
+            folder = store.folder(self.directory, step)
+            if store.is_complete(folder):
+                self._remote.copy(step, folder, self._store.kept)
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -152,6 +176,9 @@ class Checkpoints:
         _unclosed.discard(self)
         with self._exit:
             self.wait()
+            if self._remote and jax.process_index() == 0:
+                self._remote.finish()
+                self._copy(self._saved_step)  # if another was being copied when it was saved, or its copy failed
             if self._save_error:
                 raise RuntimeError(f"checkpoint: the last save failed: {self._save_error}") from self._save_error
             self._loss_monitor.finish()
@@ -283,6 +310,8 @@ class Checkpoints:
             self._loss_monitor.update(self._num_updates, metrics)
         with self._handling_failures():
             self._store.poll()
+            if not self._store.is_saving():
+                self._copy(self._saving_step if self._saving_step is not None else self._saved_step)
         if self._preemption.requested():
             self._save_and_exit(state, data)
         if self._num_updates % self.every == 0:
@@ -361,13 +390,23 @@ class Checkpoints:
     def _check_lock(self) -> None:
         """Raises an error in all processes if the directory was deleted or replaced since it was locked."""
         is_lost = self._lock is not None and not self._lock.is_held()
-        if any(broadcast_from_process_0([is_lost])):
-            self._saving_step = None
+        is_taken = self._remote is not None and self._remote.lost_to is not None
+        is_lost, is_taken = broadcast_from_process_0([is_lost, is_taken])
+        if not is_lost and not is_taken:
+            return
+        self._saving_step = None
+        if is_lost:
             raise RuntimeError(
                 f"checkpoint: {self.directory} was deleted or replaced while the run was using it\n"
                 f"  got:      another directory with this name, or none; step {self._saved_step} was saved last\n"
                 f"  fix:      restart the run; it continues from the newest step that is there"
             )
+        assert self._remote is not None
+        raise RuntimeError(
+            f"checkpoint: another run copies to {self._remote.url}\n"
+            f"  got:      the lease expired, and {self._remote.lost_to or 'another run'} took it\n"
+            f"  fix:      stop one of the two runs"
+        )
 
     def _restart(self) -> str:
         return "restart" if self._saved_step is None else f"resume from step {self._saved_step}"

@@ -18,7 +18,7 @@ import shutil
 import textwrap
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from zerojax.typing import Array, Aval, Shape
 
 log = logging.getLogger("zerojax")
 _PREFIX, _ARRAYS, _MANIFEST = "step", "arrays", "manifest"
-_COMMIT_FILE = "commit_success.txt"  # Orbax writes it last
+COMMIT_FILE = "commit_success.txt"  # Orbax writes it last
 _DELETED = "deleted"
 # Heuristics: a few MiB are enough to read at the bandwidth of the disk.
 _CHUNK_BYTES, _MIN_CHUNK_BYTES = 2**24, 2**16
@@ -120,6 +120,15 @@ class Store:
         self.close()
         self._manager = None  # it has a list of the steps
 
+    def kept(self, steps: Sequence[int]) -> list[int]:
+        """Those of the steps that are not deleted."""
+        newest = list(steps) if self.keep is None else sorted(steps)[-self.keep :]
+        return [step for step in steps if step in newest or (self.keep_every and step % self.keep_every == 0)]
+
+    def is_saving(self) -> bool:
+        """Whether a save is in progress."""
+        return self._manager is not None and self._manager.is_saving_in_progress()
+
     def poll(self) -> None:
         """Raises the error of a save that failed in the background; after a save, starts to delete old steps."""
         if self._manager:
@@ -188,8 +197,14 @@ def arrays_folder(directory: Path, step: int) -> Path:
 
 def folders(directory: Path) -> dict[int, Path]:
     """Returns the folders with the name of a step, oldest first, complete or not."""
-    matches = {path: re.fullmatch(rf"{_PREFIX}_(\d+)", path.name) for path in directory.glob(f"{_PREFIX}_*")}
-    return dict(sorted((int(match.group(1)), path) for path, match in matches.items() if match and path.is_dir()))
+    found = {path: step_of(path.name) for path in directory.glob(f"{_PREFIX}_*") if path.is_dir()}
+    return dict(sorted((step, path) for path, step in found.items() if step is not None))
+
+
+def step_of(name: str) -> int | None:
+    """The step whose folder has this name; None if it is not such a name."""
+    match = re.fullmatch(rf"{_PREFIX}_(\d+)", name)
+    return int(match.group(1)) if match else None
 
 
 def steps(directory: Path) -> list[int]:
@@ -199,16 +214,17 @@ def steps(directory: Path) -> list[int]:
         if is_complete(path):
             found.append(step)
         else:
-            log.warning("checkpoint: %s is ignored: its save did not complete (no %s)", path, _COMMIT_FILE)
+            log.warning("checkpoint: %s is ignored: its save did not complete (no %s)", path, COMMIT_FILE)
     return found
 
 
 def is_complete(step_folder: Path) -> bool:
     """Whether the save of the step completed."""
-    return (step_folder / _COMMIT_FILE).is_file()
+    return (step_folder / COMMIT_FILE).is_file()
 
 
-def _manifest_file(step_folder: Path) -> Path:
+def manifest_file(step_folder: Path) -> Path:
+    """The file of a step that describes its arrays."""
     return step_folder / _MANIFEST / "metadata"
 
 
@@ -221,7 +237,7 @@ def read_manifest(directory: Path, step: int) -> Manifest:
     """
     path = folder(directory, step)
     try:
-        content = json.loads(_manifest_file(path).read_bytes())
+        content = json.loads(manifest_file(path).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointCorrupted(
             f"checkpoint: the manifest of {path} cannot be read\n  got:      {error}\n  {FALLBACK_FIX}"

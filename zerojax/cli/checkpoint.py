@@ -89,6 +89,31 @@ def diff(directory: Path, first: int, second: int, other: Path | None) -> None:
     raise SystemExit(1 if table.row_count else 0)
 
 
+@checkpoint.command()
+@click.argument("url")
+@click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
+@_STEP
+def fetch(url: str, directory: Path, step: int | None) -> None:
+    """Copy a step from remote storage into DIRECTORY.
+
+    URL is what a run has as copy_to, such as s3://bucket/run. The other commands then work on DIRECTORY, and a run
+    continues from it.
+    """
+    from zerojax.checkpoints import store
+    from zerojax.checkpoints.remote_copy import RemoteCopy
+
+    with without_traceback():
+        remote = RemoteCopy(url)
+        steps = remote.steps()
+        if not steps or (step is not None and step not in steps):
+            raise click.ClickException(f"no such step in {url}\n  there are: {', '.join(map(str, steps)) or 'none'}")
+        chosen = steps[-1] if step is None else step
+        if store.folder(directory.absolute(), chosen).exists():
+            raise click.ClickException(f"{store.folder(directory, chosen)} exists already")
+        remote.fetch(chosen, directory.absolute())
+    click.echo(f"{store.folder(directory, chosen)}: of steps {', '.join(map(str, steps))} in {url}")
+
+
 @checkpoint.command("export")
 @_DIRECTORY
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))

@@ -24,6 +24,7 @@ from zerojax.training.writers import write_atomically
 
 log = logging.getLogger("zerojax")
 
+FILES = ("README.md", "config.json", "starts.jsonl", "metrics.jsonl", "plan.txt")
 _README = """\
 # {name}
 

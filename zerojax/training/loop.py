@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import jax
 import numpy as np
@@ -29,6 +29,9 @@ from zerojax.training.stragglers import StragglerMonitor
 from zerojax.training.writers import EVALUATION, Writer, default_writers, is_evaluated
 from zerojax.typing import PyTree
 from zerojax.zero import Zero
+
+if TYPE_CHECKING:
+    from zerojax.checkpoints import Checkpoints
 
 log = logging.getLogger("zerojax")
 _RATE_STEPS = 11  # the rate is measured between the first and the last of this number of steps
@@ -52,6 +55,8 @@ class CheckpointOptions(TypedDict, total=False):
             must be longer than a save, an evaluation and a compilation. None, the default, disables it.
         verify_replicas_every: number of steps between two comparisons of what several devices hold, in addition to
             those before each save. None, the default, makes no others.
+        copy_to: URL of remote storage, such as 's3://bucket/run', to which steps are copied, and with each step the
+            files that describe the run and its metrics. None, the default, copies nothing.
     """
 
     every: int
@@ -61,6 +66,7 @@ class CheckpointOptions(TypedDict, total=False):
     spike: float | None
     watchdog_s: float | None
     verify_replicas_every: int | None
+    copy_to: str | None
 
 
 def fit(
@@ -104,8 +110,8 @@ def fit(
         evaluate_every: number of steps between two evaluations. By default there is only the one after the last step.
         log_every: number of steps between two rows of metrics. The first and the last step are always logged.
         config: a mapping or a dataclass, which is written to the directory and must be the same in all processes.
-        checkpoints: options of `zero.checkpoints`: `every`, `keep`, `keep_every`, `most_skipped`, `spike`, `watchdog_s`
-            and `verify_replicas_every`. `CheckpointOptions` describes them.
+        checkpoints: options of `zero.checkpoints`: `every`, `keep`, `keep_every`, `most_skipped`, `spike`,
+            `watchdog_s`, `verify_replicas_every` and `copy_to`. `CheckpointOptions` describes them.
         fallback: if the newest checkpoint is damaged, continues from the newest one that is intact.
         optimizer: 'changed' continues with another learning rate schedule or other frozen leaves: what both optimizers
             have, such as moments, is restored. 'new' restores nothing of it.
@@ -137,7 +143,7 @@ def fit(
     kind = "function" if callable(data) else "iterable"
     agree({**counts, "profile": profile, "evaluate": evaluate is not None, "fallback": fallback, "data": kind})
     with contextlib.ExitStack() as stack:
-        manager = stack.enter_context(zero.checkpoints(folder / "checkpoints", **(checkpoints or {})))
+        manager = stack.enter_context(_checkpoints(zero, folder, **(checkpoints or {})))
         iterator = None if callable(data) else iter(data)
         stateful_iterator = iterator if hasattr(iterator, "get_state") else None
         state, start = manager.resume(state, stateful_iterator, fallback=fallback, optimizer=optimizer)
@@ -188,6 +194,13 @@ def fit(
             recorder.add_evaluation(i, evaluate(state))
         manager.exit_if_preempted(state, stateful_iterator)
     return state
+
+
+def _checkpoints(zero: Zero, folder: Path, copy_to: str | None = None, **options: Any) -> Checkpoints:
+    from zerojax.checkpoints import Checkpoints, remote_copy  # Orbax takes a second to import
+
+    copied = copy_to and remote_copy.RemoteCopy(copy_to, {name: folder / name for name in folders.FILES})
+    return Checkpoints(zero.config, folder / "checkpoints", copy_to=copied, **options)
 
 
 def _misses_evaluation(folder: Path, step: int) -> bool:

@@ -1,0 +1,285 @@
+"""Copies of steps in remote storage, on a server for S3 that runs on this machine and fails in several ways."""
+
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import s3fs
+from click.testing import CliRunner
+from support import s3
+from support.paths import SUPPORT, TESTS, importing
+from support.small_run import adam, batch, create, digest_of, loss, setting
+
+import zerojax
+from zerojax.checkpoints import remote_copy, store
+from zerojax.checkpoints.pieces import verify_arrays
+from zerojax.cli.commands import main as command
+
+pytestmark = pytest.mark.once
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def port():
+    with s3.server() as port:
+        yield port
+
+
+@pytest.fixture
+def url(port, request):
+    """A folder of its own in the bucket."""
+    with s3.clients(port):
+        yield f"s3://{s3.BUCKET}/{abs(hash(request.node.name))}"
+
+
+@pytest.fixture(scope="module")
+def zero():
+    return setting(num_devices=2)
+
+
+@pytest.fixture(scope="module")
+def step(zero):
+    return zero.train_step(loss)
+
+
+@pytest.fixture(autouse=True)
+def short_leases(monkeypatch):
+    monkeypatch.setattr(remote_copy, "EXPIRY_S", 1.0)
+
+
+def train(zero, step, directory, url, num_steps=STEPS, **options):
+    state = zero.init(create, adam())
+    with zero.checkpoints(directory, every=1, copy_to=url, **options) as checkpoints:
+        state, start = checkpoints.resume(state)
+        for i in range(start, num_steps):
+            state, metrics = step(state, batch(i))
+            checkpoints.update(state, metrics)
+    return state, start
+
+
+def fit(zero, step, directory, url, num_steps=STEPS):
+    options = {"every": 2, "keep": 2, "copy_to": url}
+    return zerojax.fit(
+        zero, zero.init(create, adam()), step, batch, num_steps, directory, log_every=1, checkpoints=options
+    )
+
+
+def rows(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(directory):
+    """The losses by step, after checking that no step has two rows."""
+    found = [(row["step"], row["loss"]) for row in rows(directory)]
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(zero, step, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("run")
+    fit(zero, step, directory, None)
+    return losses(directory)
+
+
+def test_a_run_continues_on_another_machine(tmp_path, url, zero, step):
+    """From the newest step, bit for bit. Old ones are deleted there too, and nothing else is left."""
+    state, _ = train(zero, step, tmp_path / "first", url, keep=2)
+    remote = remote_copy.RemoteCopy(url)
+    assert remote.steps()[-1] == STEPS and len(remote.steps()) <= 2
+    names = {path.split("/")[3] for path in remote._fs.find(f"{remote._root}/checkpoints")}
+    assert names == {f"step_{step}" for step in remote.steps()} and not remote._fs.exists(f"{remote._root}/lease.json")
+    restored, start = train(zero, step, tmp_path / "second", url, keep=2)
+    assert start == STEPS and digest_of(restored) == digest_of(state)
+    assert not list((tmp_path / "first").glob("copied_*")) and not list((tmp_path / "second").glob("fetched_*"))
+
+
+def test_a_step_that_is_there_is_not_copied_again(tmp_path, url, zero, step, monkeypatch):
+    train(zero, step, tmp_path, url)
+    monkeypatch.setattr(remote_copy.RemoteCopy, "_put", lambda *_: 1 / 0)
+    train(zero, step, tmp_path, url)
+
+
+def test_the_metrics_come_back_with_the_step(tmp_path, url, zero, step, undisturbed):
+    fit(zero, step, tmp_path / "first", url, 4)
+    fit(zero, step, tmp_path / "second", url)
+    assert losses(tmp_path / "second") == undisturbed
+    starts = (tmp_path / "second" / "starts.jsonl").read_text().splitlines()
+    assert [json.loads(line)["from_step"] for line in starts] == [0, 4]
+
+
+def test_a_step_without_its_mark_is_none(tmp_path, url, zero, step):
+    train(zero, step, tmp_path / "first", url, 3)
+    remote = remote_copy.RemoteCopy(url)
+    before = remote.steps()
+    remote._fs.rm_file(remote._mark(3))
+    assert remote.steps() == [step for step in before if step != 3]
+
+
+def test_the_mark_is_written_last_and_deleted_first(tmp_path, monkeypatch):
+    """Whenever the process is killed in between, what has a mark is whole."""
+    remote = remote_copy.RemoteCopy(f"file://{tmp_path}/there")
+    for number in range(1, 4):
+        for name in ("a", "commit_success.txt", "z/b"):
+            path = tmp_path / f"step_{number}" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(name)
+    done = []
+    for method in ("put_file", "rm_file", "rm"):
+        call = getattr(remote._fs, method)
+        record = lambda *args, call=call, method=method, **kwargs: (
+            done.append((method, args[-1])),
+            call(*args, **kwargs),
+        )
+        monkeypatch.setattr(remote._fs, method, record)
+    keep_newest = lambda steps: steps[-1:]
+    for number in range(1, 4):
+        (tmp_path / "there" / "checkpoints" / f"step_{number}").mkdir(parents=True, exist_ok=True)
+        remote._fs.auto_mkdir = True
+        remote.copy(number, tmp_path / f"step_{number}", keep_newest)
+        assert remote.finish()
+    step = lambda number: f"{remote._root}/checkpoints/step_{number}"
+    events = [(method, path) for method, path in done if path.startswith(step(2))]
+    mark = f"{step(2)}/commit_success.txt"
+    written = [path for method, path in events if method == "put_file"]
+    assert sorted(written) == [f"{step(2)}/a", mark, f"{step(2)}/z/b"] and written[-1] == mark
+    after = events[events.index(("put_file", mark)) + 1 :]
+    assert after == [("rm_file", mark), ("rm", step(2))]
+    assert remote.steps() == [3]
+
+
+def test_a_run_that_goes_back_replaces_later_steps(tmp_path, url, zero, step):
+    train(zero, step, tmp_path / "first", url, 6)
+    shutil.rmtree(tmp_path / "first" / "step_6")
+    other = remote_copy.RemoteCopy(url)
+    other._delete(6)
+    train(zero, step, tmp_path / "first", url, 5)
+    assert max(other.steps()) == 5
+    train(zero, step, tmp_path / "first", url, 6)
+    assert max(other.steps()) == 6
+
+
+def test_a_second_run_is_refused_and_a_killed_one_is_waited_for(tmp_path, url, zero):
+    first = remote_copy.RemoteCopy(url)
+    first.start()
+    with pytest.raises(ValueError, match=f"another run is copying to {url}\n  got:      process .* on "):
+        zero.checkpoints(tmp_path, copy_to=url)
+    first._released.set()  # as if it had been killed: the lease remains
+    first._renewal.join()
+    zero.checkpoints(tmp_path, copy_to=url).close()
+
+
+def test_a_run_whose_lease_was_taken_saves_no_more(tmp_path, url, zero):
+    with zero.checkpoints(tmp_path, copy_to=url) as checkpoints:
+        remote = checkpoints._remote
+        remote._fs.pipe_file(f"{remote._root}/lease.json", json.dumps({"owner": "b", "expires": 1e12}).encode())
+        while not remote.lost_to:
+            time.sleep(0.05)
+        with pytest.raises(RuntimeError, match=r"another run copies to .*\n  got: .*lease expired, and b took it"):
+            checkpoints.save(zero.init(create, adam()))
+    assert remote._fs.exists(f"{remote._root}/lease.json") and not store.folders(tmp_path)
+
+
+def test_one_of_two_runs_that_start_together_gets_the_lease(url, monkeypatch):
+    """Also if both see the same expired lease."""
+    monkeypatch.setattr(remote_copy, "EXPIRY_S", 4.0)
+    runs = [remote_copy.RemoteCopy(url) for _ in range(2)]
+    runs[0]._fs.pipe_file(f"{runs[0]._root}/lease.json", json.dumps({"owner": "dead", "expires": 0}).encode())
+    taken = {}
+    threads = [threading.Thread(target=lambda run=run: taken.update({run: run._take_lease()})) for run in runs]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert sorted(taken.values()) == [False, True]
+
+
+def test_a_server_that_fails_now_and_then_loses_nothing(tmp_path, port, zero, step):
+    """503, lost connections and slow answers: requests are repeated, and what is complete is whole."""
+    faults = s3.Faults(seed=1, busy=0.1, lost=0.05, slow=0.05)
+    with s3.proxy(port, faults) as between, s3.clients(between):
+        url = f"s3://{s3.BUCKET}/faulty"
+        state, _ = train(zero, step, tmp_path / "first", url)
+        assert min(faults.seen.values()) > 0, faults.seen
+        restored, start = train(zero, step, tmp_path / "second", url)
+    assert start == STEPS and digest_of(restored) == digest_of(state)
+    for number in store.steps(tmp_path / "second"):
+        manifest = store.read_manifest(tmp_path / "second", number)
+        assert not any(problem for _, problem in verify_arrays(tmp_path / "second", number, manifest))
+
+
+def test_a_server_that_is_down_stops_no_training_and_is_told(tmp_path, port, zero, step, caplog, monkeypatch):
+    """The steps are on disk. The next start copies the newest."""
+    faults = s3.Faults()
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)  # of its own, between those of its client
+    with s3.proxy(port, faults) as between, s3.clients(between):
+        url = f"s3://{s3.BUCKET}/down"
+        train(zero, step, tmp_path, url, 2)
+        with pytest.raises(RuntimeError, match=f"the last copy to {url} failed\n  got: .*\n  fix: "):
+            state = zero.init(create, adam())
+            with zero.checkpoints(tmp_path, every=1, copy_to=url) as checkpoints:
+                state, start = checkpoints.resume(state)
+                faults.weights = {"busy": 1.0}
+                for i in range(start, 4):
+                    state, metrics = step(state, batch(i))
+                    checkpoints.update(state, metrics)
+        assert store.steps(tmp_path)[-1] == 4 and "cannot be copied to" in caplog.text
+        faults.weights = {}
+        assert remote_copy.RemoteCopy(url).steps()[-1] == 2
+        train(zero, step, tmp_path, url, 4)
+        assert remote_copy.RemoteCopy(url).steps()[-1] == 4
+
+
+def run_with_kills(tmp_path, url, rng, kills):
+    """Kills a run at random times, and deletes its directory each time, as if it continued on another machine."""
+    environ = importing(TESTS)
+    for number in range(kills + 1):
+        directory = tmp_path / str(number)
+        args = [sys.executable, str(SUPPORT / "copying.py"), str(directory), url, str(STEPS * (kills + 1))]
+        process = subprocess.Popen(args, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        if number < kills:
+            assert process.stdout.readline().startswith("step "), process.stderr.read()[-3000:]
+            time.sleep(rng.uniform(0, 1.5))
+            process.send_signal(signal.SIGKILL)
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == (-signal.SIGKILL if number < kills else 0), errors[-3000:]
+        if number < kills:
+            shutil.rmtree(directory)
+    return losses(directory)
+
+
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.full)])
+def test_a_run_that_is_killed_and_loses_its_disk_continues_bit_for_bit(tmp_path, url, zero, step, kills):
+    found = run_with_kills(tmp_path, url, random.Random(kills), kills)
+    print(f"seed {kills}: {kills} kills")
+    fit(zero, step, tmp_path / "undisturbed", None, STEPS * (kills + 1))
+    assert found == losses(tmp_path / "undisturbed")
+
+
+def test_the_command_fetches_a_step(tmp_path, url, zero, step):
+    train(zero, step, tmp_path / "run", url, 3, keep=None)
+    run = lambda *args: CliRunner().invoke(command, ["checkpoint", *map(str, args)])
+    steps = remote_copy.RemoteCopy(url).steps()
+    fetched = run("fetch", url, tmp_path / "here", "--step", steps[0])
+    assert fetched.exit_code == 0 and f"of steps {', '.join(map(str, steps))} in {url}" in fetched.output
+    assert run("verify", tmp_path / "here").exit_code == 0
+    assert "exists already" in run("fetch", url, tmp_path / "here", "--step", steps[0]).output
+    assert "no such step" in run("fetch", url, tmp_path / "here", "--step", 99).output
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("runs/a", "copy_to is not a URL"),
+        ("nowhere://a/b", "nowhere://a/b cannot be opened"),
+        ("gs://bucket/run", r"gs://bucket/run cannot be opened\n  got:      .*gcsfs.*\n  fix:      .*zerojax\[gcs\]"),
+    ],
+)
+def test_a_url_that_cannot_work_is_refused_at_the_start(tmp_path, zero, url, message):
+    with pytest.raises(ValueError, match=message):
+        zero.checkpoints(tmp_path / "run", copy_to=url)
+    assert not (tmp_path / "run").exists()
