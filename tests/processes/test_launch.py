@@ -6,7 +6,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 
 import jax
@@ -17,7 +16,6 @@ from support.ports import free_port
 from zerojax import processes
 from zerojax.processes import detect, join
 from zerojax.processes.launch import environment, launch
-from zerojax.processes.rollcall import call_roll
 
 SLURM = EXAMPLES / "launch" / "slurm.sh"
 JOINED = str(SUPPORT / "joined.py")
@@ -142,52 +140,6 @@ def test_rows_that_cannot_be_divided_are_an_error(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     with pytest.raises(ValueError, match=r"cannot be divided .*\n  got:      10 rows, 4 processes; 10 % 4 = 2"):
         processes.own_rows(10)
-
-
-def roll_call(count, *callers, timeout_s=5.0, before=lambda port: None):
-    """The result of the roll call for each caller, given as (index, count that it reports, seconds until it calls)."""
-    address, results = f"127.0.0.1:{free_port()}", {}
-
-    def call(number, index, reported_count, delay):
-        time.sleep(delay)
-        results[number] = call_roll(address, reported_count, index, timeout_s, address)
-
-    threads = [threading.Thread(target=call, args=(number, *caller)) for number, caller in enumerate(callers)]
-    for thread in threads:
-        thread.start()
-    before(int(address.split(":")[1]))
-    for thread in threads:
-        thread.join()
-    return [results[number] for number in range(len(callers))]
-
-
-def test_roll_call_waits_for_the_last_process():
-    assert roll_call(3, (1, 3, 0), (0, 3, 0.5), (2, 3, 1)) == [((), "")] * 3
-
-
-def test_roll_call_names_all_missing_processes_at_the_earliest_deadline():
-    start = time.monotonic()
-    assert roll_call(5, (1, 5, 0), (0, 5, 1.2), (3, 5, 1.4), timeout_s=2) == [((2, 4), "")] * 3
-    assert time.monotonic() - start < 1.2 + 2  # the next deadline, that of process 0
-
-
-def test_roll_call_refuses_a_duplicate_index_and_a_different_count():
-    results = roll_call(3, (0, 3, 0), (1, 3, 0.3), (1, 3, 0.8), (2, 4, 0.8), (2, 3, 1.5))
-    assert results[2].refused == "another process already has index 1"
-    assert results[3].refused == "process 0 expects 3 processes, process 2 expects 4"
-    assert results[0] == results[1] == results[4] == ((), "")
-
-
-@pytest.mark.parametrize(("count", "missing"), [(3, (2,)), (4, (2, 3))])
-def test_roll_call_ignores_other_programs_and_processes_that_left(count, missing):
-    def disturb(port):
-        time.sleep(0.5)
-        for text in (b"", b"GET / HTTP/1.1\r\n\r\n", b"zerojax 7 %d 1.0\n" % count, b"zerojax 2 %d 9.0\n" % count):
-            with socket.create_connection(("127.0.0.1", port)) as s:
-                s.sendall(text)
-
-    # Process 1 calls last: had all reported before one of them left, the roll call would rightly be complete.
-    assert roll_call(count, (0, count, 0), (1, count, 1.5), timeout_s=2.5, before=disturb) == [(missing, "")] * 2
 
 
 def test_a_taken_port_is_named(monkeypatch):
