@@ -103,6 +103,22 @@ ROWS = [
         "a bit that flips in the memory of one device",
         ["tests/step/test_replicas.py", f"{FAULTS}::test_a_bit_that_flips_on_one_device"],
     ),
+    ("other programs at the port of the roll call: slow, silent or malformed", ["tests/processes/test_rollcall.py"]),
+    (
+        "the launcher is killed or hung up, or nobody reads its output; one process calls sys.exit",
+        [
+            f"{LAUNCH}::{test}"
+            for test in (
+                "test_launch_forwards_signals",
+                "outlives_a_launcher",
+                "test_processes_of_a_killed_launcher",
+                "test_what_a_process_leaves_behind",
+                "nobody_reads",
+                "test_a_full_disk_ends",
+                "sys_exit",
+            )
+        ],
+    ),
 ]
 
 

@@ -90,6 +90,25 @@ def test_a_process_that_raises_exits_at_once(capfd):
     assert "[1] KeyError: 'here'" in capfd.readouterr().err
 
 
+def test_a_process_that_calls_sys_exit_exits_in_seconds(capfd):
+    assert joined(2, "--exit", 1, grace_s=1, timeout_s=40) == 3  # with JAX alone it would not have exited after 40 s
+
+
+def test_a_process_whose_output_nobody_reads_exits_at_once(capfd):
+    assert joined(2, "--unread", 1, grace_s=1, timeout_s=40) == 1
+    assert "[1] BrokenPipeError" in capfd.readouterr().err
+
+
+def test_a_process_that_calls_sys_exit_waits_for_others_that_end_too(capfd):
+    """Process 0 would end first, with 3. If it did not wait, JAX would abort process 1."""
+    assert joined(2, "--exit", 0, "--late", grace_s=20) == 3
+    assert "terminat" not in capfd.readouterr().err.lower()
+
+
+def test_an_exit_that_is_caught_changes_nothing(capfd):
+    assert joined(2, "--caught") == 0
+
+
 def test_a_process_that_does_not_call_agree_is_named(capfd):
     assert joined(3, "--silent", 1, "--timeout", 3, grace_s=5) == 1
     errors = capfd.readouterr().err

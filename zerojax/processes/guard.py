@@ -1,4 +1,6 @@
-"""Ends the processes of a launcher that was killed: guard.py GRACE_S, with the groups of processes in its input.
+"""Ends the processes of a launcher that was killed.
+
+    guard.py GRACE_S
 
 Each line of the input lists the process groups that run now. When the input ends, because the launcher closed it or was
 killed, those of the last line receive SIGTERM, and after GRACE_S seconds SIGKILL. A launcher that ends by itself writes
