@@ -176,6 +176,19 @@ def test_a_connection_that_does_not_report_in_time_is_closed(monkeypatch):
     assert closed == [True] * 20
 
 
+def test_a_connection_that_sends_anything_else_is_closed_at_once(monkeypatch):
+    """A line that is too long as well, although it might go on: it would take up memory."""
+    monkeypatch.setattr(rollcall, "REPORT_TIMEOUT_S", 60)
+    closed = {}
+
+    def disturb(port):
+        connections = {attack: connect(port, 1, text)[0] for attack, (_, text) in ATTACKS.items()}
+        closed.update({attack: is_closed(connection) for attack, connection in connections.items()})
+
+    assert roll_call(3, (0, 3, 0), (1, 3, 5), (2, 3, 5), timeout_s=20, before=disturb) == [((), "")] * 3
+    assert closed == {attack: attack not in ("idle", "half a report") for attack in ATTACKS}
+
+
 def test_the_oldest_connection_is_closed_if_too_many_do_not_report(monkeypatch):
     monkeypatch.setattr(rollcall, "REPORT_TIMEOUT_S", 60)
     monkeypatch.setattr(rollcall, "MAX_UNREPORTED", 8)
