@@ -105,8 +105,33 @@ def test_a_process_that_calls_sys_exit_waits_for_others_that_end_too(capfd):
     assert "terminat" not in capfd.readouterr().err.lower()
 
 
-def test_an_exit_that_is_caught_changes_nothing(capfd):
-    assert joined(2, "--caught") == 0
+ENDS = {
+    "sys.exit()": 0,
+    "sys.exit(3)": 3,
+    "sys.exit(-1)": 255,
+    "sys.exit(256)": 0,
+    "sys.exit(True)": 1,
+    "try: sys.exit(3)\nexcept SystemExit as error: assert error.code == 3": 0,  # caught: the process ends without it
+    "try: sys.exit(3)\nexcept SystemExit as error: error.code = 4; raise": 4,
+}
+
+
+def test_the_exit_code_is_known_when_python_ends():
+    """Each end in a process of its own, which are forked from one that has imported zerojax."""
+    text = f"""
+import atexit, os, sys
+from zerojax.processes import exit
+for end in {[*ENDS, "sys.exit('why')"]!r}:
+    if not (pid := os.fork()):
+        exit.exit_at_once_on_failure()
+        atexit.register(lambda: print(exit._exit_code))
+        exec(end)
+        break
+    os.waitpid(pid, 0)
+"""
+    done = subprocess.run(python(text), capture_output=True, text=True, timeout=60)
+    assert [*map(int, done.stdout.split())] == [*ENDS.values(), 1], done.stderr
+    assert "why" in done.stderr
 
 
 def test_a_process_that_does_not_call_agree_is_named(capfd):
@@ -203,7 +228,9 @@ CHILD = "import signal, time; [signal.signal(n, lambda n, _: exit(n)) for n in (
 
 def start_launcher(child, count=2, before="pass", **settings):
     """Starts a launcher, in a process of its own, of processes that run a Python text. See also `pids_of`."""
-    text = f"import signal, sys; {before}; from zerojax.processes.launch import launch; "
+    # Shells start commands in the background with SIGINT and SIGQUIT ignored.
+    text = f"import signal, sys; [signal.signal(n, signal.SIG_DFL) for n in (1, 2, 3, 15)]; {before}; "
+    text += "from zerojax.processes.launch import launch; "
     text += f"sys.exit(launch([sys.executable, '-P', '-c', {child!r}], {count}, **{settings}))"
     return subprocess.Popen(python(text), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -334,7 +361,7 @@ def test_a_full_disk_ends_the_processes(monkeypatch, capfd):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         begin = time.monotonic()
-        assert launch(python("import time; print(1); time.sleep(60)"), 2) == 141
+        assert launch(python("import time; print(1); time.sleep(60)"), 2, grace_s=50) == 141  # by SIGTERM, at once
         assert time.monotonic() - begin < 20
         monkeypatch.undo()
         with suppress(OSError):

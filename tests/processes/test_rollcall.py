@@ -291,6 +291,15 @@ def test_another_program_in_place_of_process_0(answer, closes, monkeypatch):
         assert time.monotonic() - start < 6
 
 
+def test_an_answer_that_is_too_long_is_not_read_to_its_end(monkeypatch):
+    """It would take up memory until the deadline. The process tries again instead."""
+    monkeypatch.setattr(rollcall, "MAX_RESULT_BYTES", 1000)
+    connections = []
+    with other_program(b"[" * 5000, False, connections) as port:
+        assert call_roll(f"127.0.0.1:{port}", 3, 1, 2.0) == ((0,), "")
+    assert len(connections) > 1
+
+
 def test_another_program_that_answers_a_character_at_a_time(monkeypatch):
     monkeypatch.setattr(rollcall, "RESULT_TIMEOUT_S", 0.5)
     connections = []
