@@ -112,6 +112,22 @@ ROWS = [
     ),
     ("a URL as a directory", [f"{DIRECTORIES}::test_a_directory_that_cannot_work"]),
     ("processes that differ in their rows, settings, programs or options", [AGREEMENT]),
+    ("other programs at the port of the roll call: slow, silent or malformed", ["tests/processes/test_rollcall.py"]),
+    (
+        "the launcher is killed or hung up, or nobody reads its output; one process calls sys.exit",
+        [
+            f"{LAUNCH}::{test}"
+            for test in (
+                "test_launch_forwards_signals",
+                "outlives_a_launcher",
+                "test_processes_of_a_killed_launcher",
+                "test_what_a_process_leaves_behind",
+                "nobody_reads",
+                "test_a_full_disk_ends",
+                "sys_exit",
+            )
+        ],
+    ),
     (
         "the directory is deleted or replaced under a run",
         [f"{DIRECTORIES}::test_a_directory_that_is_lost", f"{DIRECTORIES}::test_a_deleted_lock_file"],

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import jax
 import pytest
@@ -15,9 +17,8 @@ from support.paths import EXAMPLES, SUPPORT
 from support.ports import free_port
 
 from zerojax import processes
-from zerojax.processes import detect, join
+from zerojax.processes import detect, guard, join, launch as launch_module
 from zerojax.processes.launch import environment, launch
-from zerojax.processes.rollcall import call_roll
 
 SLURM = EXAMPLES / "launch" / "slurm.sh"
 JOINED = str(SUPPORT / "joined.py")
@@ -89,6 +90,50 @@ def test_a_process_that_raises_exits_at_once(capfd):
     assert "[1] KeyError: 'here'" in capfd.readouterr().err
 
 
+def test_a_process_that_calls_sys_exit_exits_in_seconds(capfd):
+    assert joined(2, "--exit", 1, grace_s=1, timeout_s=40) == 3  # with JAX alone it would not have exited after 40 s
+
+
+def test_a_process_whose_output_nobody_reads_exits_at_once(capfd):
+    assert joined(2, "--unread", 1, grace_s=1, timeout_s=40) == 1
+    assert "[1] BrokenPipeError" in capfd.readouterr().err
+
+
+def test_a_process_that_calls_sys_exit_waits_for_others_that_end_too(capfd):
+    """Process 0 would end first, with 3. If it did not wait, JAX would abort process 1."""
+    assert joined(2, "--exit", 0, "--late", grace_s=20) == 3
+    assert "terminat" not in capfd.readouterr().err.lower()
+
+
+ENDS = {
+    "sys.exit()": 0,
+    "sys.exit(3)": 3,
+    "sys.exit(-1)": 255,
+    "sys.exit(256)": 0,
+    "sys.exit(True)": 1,
+    "try: sys.exit(3)\nexcept SystemExit as error: assert error.code == 3": 0,  # caught: the process ends without it
+    "try: sys.exit(3)\nexcept SystemExit as error: error.code = 4; raise": 4,
+}
+
+
+def test_the_exit_code_is_known_when_python_ends():
+    """Each end in a process of its own, which are forked from one that has imported zerojax."""
+    text = f"""
+import atexit, os, sys
+from zerojax.processes import exit
+for end in {[*ENDS, "sys.exit('why')"]!r}:
+    if not (pid := os.fork()):
+        exit.exit_at_once_on_failure()
+        atexit.register(lambda: print(exit._exit_code))
+        exec(end)
+        break
+    os.waitpid(pid, 0)
+"""
+    done = subprocess.run(python(text), capture_output=True, text=True, timeout=60)
+    assert [*map(int, done.stdout.split())] == [*ENDS.values(), 1], done.stderr
+    assert "why" in done.stderr
+
+
 def test_a_process_that_does_not_call_agree_is_named(capfd):
     assert joined(3, "--silent", 1, "--timeout", 3, grace_s=5) == 1
     errors = capfd.readouterr().err
@@ -150,52 +195,6 @@ def test_rows_that_cannot_be_divided_are_an_error(monkeypatch):
         processes.own_rows(10)
 
 
-def roll_call(count, *callers, timeout_s=5.0, before=lambda port: None):
-    """The result of the roll call for each caller, given as (index, count that it reports, seconds until it calls)."""
-    address, results = f"127.0.0.1:{free_port()}", {}
-
-    def call(number, index, reported_count, delay):
-        time.sleep(delay)
-        results[number] = call_roll(address, reported_count, index, timeout_s, address)
-
-    threads = [threading.Thread(target=call, args=(number, *caller)) for number, caller in enumerate(callers)]
-    for thread in threads:
-        thread.start()
-    before(int(address.split(":")[1]))
-    for thread in threads:
-        thread.join()
-    return [results[number] for number in range(len(callers))]
-
-
-def test_roll_call_waits_for_the_last_process():
-    assert roll_call(3, (1, 3, 0), (0, 3, 0.5), (2, 3, 1)) == [((), "")] * 3
-
-
-def test_roll_call_names_all_missing_processes_at_the_earliest_deadline():
-    start = time.monotonic()
-    assert roll_call(5, (1, 5, 0), (0, 5, 1.2), (3, 5, 1.4), timeout_s=2) == [((2, 4), "")] * 3
-    assert time.monotonic() - start < 1.2 + 2  # the next deadline, that of process 0
-
-
-def test_roll_call_refuses_a_duplicate_index_and_a_different_count():
-    results = roll_call(3, (0, 3, 0), (1, 3, 0.3), (1, 3, 0.8), (2, 4, 0.8), (2, 3, 1.5))
-    assert results[2].refused == "another process already has index 1"
-    assert results[3].refused == "process 0 expects 3 processes, process 2 expects 4"
-    assert results[0] == results[1] == results[4] == ((), "")
-
-
-@pytest.mark.parametrize(("count", "missing"), [(3, (2,)), (4, (2, 3))])
-def test_roll_call_ignores_other_programs_and_processes_that_left(count, missing):
-    def disturb(port):
-        time.sleep(0.5)
-        for text in (b"", b"GET / HTTP/1.1\r\n\r\n", b"zerojax 7 %d 1.0\n" % count, b"zerojax 2 %d 9.0\n" % count):
-            with socket.create_connection(("127.0.0.1", port)) as s:
-                s.sendall(text)
-
-    # Process 1 calls last: had all reported before one of them left, the roll call would rightly be complete.
-    assert roll_call(count, (0, count, 0), (1, count, 1.5), timeout_s=2.5, before=disturb) == [(missing, "")] * 2
-
-
 def test_a_taken_port_is_named(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -230,15 +229,162 @@ def test_launch_prefixes_lines_with_the_process_index(capfd):
     assert sorted(err.splitlines()) == ["[0] oh", "[1] oh"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+CHILD = "import signal, time; [signal.signal(n, lambda n, _: exit(n)) for n in (1, 2, 15)]; print(1); time.sleep(60)"
+
+
+def start_launcher(child, count=2, before="pass", **settings):
+    """Starts a launcher, in a process of its own, of processes that run a Python text. See also `pids_of`."""
+    # Shells start commands in the background with SIGINT and SIGQUIT ignored.
+    text = f"import signal, sys; [signal.signal(n, signal.SIG_DFL) for n in (1, 2, 3, 15)]; {before}; "
+    text += "from zerojax.processes.launch import launch; "
+    text += f"sys.exit(launch([sys.executable, '-P', '-c', {child!r}], {count}, **{settings}))"
+    return subprocess.Popen(python(text), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_launch_forwards_signals(number):
-    child = "import signal, time; [signal.signal(n, lambda n, _: exit(n)) for n in (2, 15)]; print(1); time.sleep(60)"
-    text = "import sys; from zerojax.processes.launch import launch; "
-    text += f"sys.exit(launch([sys.executable, '-P', '-c', {child!r}], 2))"
-    launcher = subprocess.Popen(python(text), stdout=subprocess.PIPE, text=True)
-    assert sorted(launcher.stdout.readline() for _ in range(2)) == ["[0] 1\n", "[1] 1\n"]
-    launcher.send_signal(number)
-    assert launcher.wait(timeout=20) == number
+    with start_launcher(CHILD) as launcher:
+        assert sorted(launcher.stdout.readline() for _ in range(2)) == ["[0] 1\n", "[1] 1\n"]
+        launcher.send_signal(number)
+        assert launcher.wait(timeout=20) == number
+
+
+def test_launch_under_nohup_ignores_hangups():
+    with start_launcher(CHILD, before="signal.signal(1, signal.SIG_IGN)") as launcher:
+        assert sorted(launcher.stdout.readline() for _ in range(2)) == ["[0] 1\n", "[1] 1\n"]
+        launcher.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        launcher.send_signal(signal.SIGINT)
+        assert launcher.wait(timeout=20) == signal.SIGINT
+
+
+def test_a_signal_that_arrives_before_the_processes_is_forwarded(monkeypatch, capfd):
+    """Otherwise it would be lost, and they would run on."""
+    start, sent = launch_module._start, []
+
+    def signal_and_start(*args):
+        if not sent:
+            sent.append(os.kill(os.getpid(), signal.SIGTERM))
+        return start(*args)
+
+    monkeypatch.setattr(launch_module, "_start", signal_and_start)
+    begin = time.monotonic()
+    assert launch(python("import time; time.sleep(60)"), 2, timeout_s=40) == 128 + signal.SIGTERM
+    assert time.monotonic() - begin < 20
+
+
+# Each process prints its pid and that of a child. If its index is odd, it ignores SIGTERM, as joined processes may.
+FAMILY = """
+import os, signal, subprocess, sys, time
+if int(os.environ['ZEROJAX_PROCESS_ID']) % 2:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])
+print(os.getpid(), child.pid)
+"""
+
+
+def pids_of(launcher, count=2):
+    return [int(pid) for _ in range(count) for pid in launcher.stdout.readline().split()[1:]]
+
+
+def running(pids):
+    """Those of the processes that run: not even zombies, which nobody might reap in a container."""
+    stats = [Path(f"/proc/{pid}/stat") for pid in pids]
+    return [pid for pid, stat in zip(pids, stats, strict=True) if stat.exists() and ") Z " not in stat.read_text()]
+
+
+def wait_until_ended(pids, timeout_s=20):
+    deadline = time.monotonic() + timeout_s
+    while (left := running(pids)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGQUIT])
+def test_no_process_outlives_a_launcher_that_is_killed(number):
+    with start_launcher(FAMILY + "time.sleep(60)", grace_s=1) as launcher:
+        pids = pids_of(launcher)
+        assert len(pids) == 4 and sorted(running(pids)) == sorted(pids)
+        launcher.send_signal(number)
+        assert launcher.wait(timeout=20) == -number
+        assert wait_until_ended(pids) == []
+
+
+def test_processes_of_a_killed_launcher_may_save_before_they_end(tmp_path):
+    """They receive SIGTERM first, and are not killed as long as the grace period lasts."""
+    child = f"import signal, time, sys; signal.signal(15, lambda n, _: (time.sleep(1), open({str(tmp_path / 'saved')!r}"
+    child += ", 'w').close(), exit(75))); print(1); time.sleep(60)"
+    with start_launcher(child, 1, grace_s=20) as launcher:
+        assert launcher.stdout.readline() == "[0] 1\n"
+        launcher.kill()
+        for _ in range(100):
+            if (tmp_path / "saved").exists():
+                return
+            time.sleep(0.1)
+    raise AssertionError("not saved")
+
+
+def test_what_a_process_leaves_behind_is_killed(capfd):
+    assert launch(python(FAMILY + "sys.exit(5 * int(os.environ['ZEROJAX_PROCESS_ID']))"), 2) == 5
+    pids = [int(pid) for line in capfd.readouterr().out.splitlines() for pid in line.split()[1:]]
+    assert len(pids) == 4 and wait_until_ended(pids, 5) == []
+
+
+def test_launch_does_not_need_its_guard(monkeypatch, capfd):
+    monkeypatch.setattr(guard, "__file__", "/none")  # it exits at once
+    assert launch(python("import time; time.sleep(0.5); exit(3)"), 2) == 3
+
+
+def test_processes_end_if_nobody_reads_their_output():
+    """Some ignore SIGTERM, and all go on writing, more than a pipe takes."""
+    child = FAMILY + "while True: print('x' * 100_000); print('y' * 100_000, file=sys.stderr)"
+    with start_launcher(child, grace_s=2) as launcher:
+        errors = []
+        reader = threading.Thread(target=lambda: errors.extend(launcher.stderr))
+        reader.start()
+        pids = pids_of(launcher, 1)
+        launcher.stdout.close()
+        assert launcher.wait(timeout=20) in (141, 120)  # 120: Python itself failed to write the rest
+        assert wait_until_ended(pids) == []
+        reader.join()
+    assert any("launch: the output cannot be written, and all processes are ended: " in line for line in errors)
+
+
+def test_the_command_exits_like_others_if_nobody_reads_its_output():
+    """As in `zerojax launch ... | head -1`."""
+    text = "import os, time; print(os.getpid(), flush=True); time.sleep(1)\nwhile True: print('more'); time.sleep(0.1)"
+    command = [sys.executable, "-P", "-m", "zerojax.cli", "launch", "-n", "2", "--", *python(text)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
+        pids = pids_of(launcher, 1)
+        launcher.stdout.close()
+        errors = launcher.stderr.read()
+        assert launcher.wait(timeout=20) == 141, errors
+    assert wait_until_ended(pids, 5) == []
+    assert "Exception" not in errors
+
+
+def test_a_full_disk_ends_the_processes(monkeypatch, capfd):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        begin = time.monotonic()
+        assert launch(python("import time; print(1); time.sleep(60)"), 2, grace_s=50) == 141  # by SIGTERM, at once
+        assert time.monotonic() - begin < 20
+        monkeypatch.undo()
+        with suppress(OSError):
+            full.close()
+
+
+def test_characters_that_the_terminal_lacks_are_escaped(monkeypatch, tmp_path):
+    with open(tmp_path / "out", "w", encoding="ascii") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        command = [sys.executable, "-X", "utf8", "-P", "-c", "print('loss \u03b5'); print('end')"]
+        assert launch(command, 1) == 0
+    assert (tmp_path / "out").read_text() == "[0] loss \\u03b5\n[0] end\n"
+
+
+def test_a_launcher_without_output_discards_it(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert launch(python("[print('x' * 10_000) for _ in range(100)]"), 1, timeout_s=30) == 0
 
 
 def test_launch_sets_the_variables_that_initialize_reads(monkeypatch):

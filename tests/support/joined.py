@@ -11,8 +11,9 @@ import sys
 import time
 
 parser = argparse.ArgumentParser()
-for option in ("absent", "differ", "kill", "fail", "silent"):
+for option in ("absent", "differ", "kill", "fail", "exit", "unread", "silent"):
     parser.add_argument(f"--{option}", type=int, default=-1)
+parser.add_argument("--late", action="store_true", help="end two seconds after the process that exits")
 parser.add_argument("--preempted", action="store_true")
 parser.add_argument("--uneven", help="a directory to train in, with less data in process 1")
 parser.add_argument("--slow", help="a directory to train in, with slower data in process 1")
@@ -40,6 +41,18 @@ config = {"lr": 0.2 if differs else 0.1, "layers": [1, 2]}
 own = processes.initialize(timeout_s=args.timeout, heartbeat_s=args.heartbeat, config=config)
 if args.fail == own.index:
     raise KeyError("here")
+if args.exit == own.index:
+    sys.exit(3)
+if args.late:
+    time.sleep(2)
+    sys.exit()
+if args.unread == own.index:
+    read, write = os.pipe()
+    os.close(read)
+    os.dup2(write, 1)
+    sys.stdout = os.fdopen(1, "w")  # buffered: what could not be written is written again at the end
+    print("nobody reads this")
+    sys.stdout.flush()
 if args.silent == own.index:
     time.sleep(60)
 if args.silent >= 0:

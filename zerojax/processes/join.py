@@ -1,14 +1,12 @@
 """Joins the processes of a training run, checks that they agree, and divides the rows of a batch among them.
 
 `jax.distributed` connects the processes. This module adds what it does not do: it names processes that are missing or
-have a different configuration, and ends a process that has failed at once.
+have a different configuration. Afterwards, a process that fails ends at once; see `exit`.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -19,12 +17,10 @@ import jax._src.xla_bridge
 from zerojax.processes import agreement
 from zerojax.processes.agreement import distributed_state, names
 from zerojax.processes.detect import LaunchInfo, detect
+from zerojax.processes.exit import exit_at_once_on_failure
 from zerojax.processes.rollcall import RollCallResult, call_roll
 
 MIN_CONNECT_S = 30  # for JAX to connect the processes after the roll call, however long the roll call took
-# After a failure process 0 waits for this time. JAX aborts the others when it exits, and they might not have written
-# their errors yet.
-EXIT_DELAY_S = 2
 
 
 class Processes(NamedTuple):
@@ -49,8 +45,9 @@ def initialize(*, timeout_s: int = 300, heartbeat_s: int = 100, config: Mapping[
     `processes.detect.detect` lists the environment variables of each launcher. If none of them is set, or if they
     describe a single process, nothing is started.
 
-    Afterwards, a process that raises an exception exits at once. With JAX alone it would wait up to 300 s for the other
-    processes to exit, which wait for it in a collective.
+    Afterwards, a process that raises an exception exits at once, and one that calls `sys.exit` with a code that is not
+    0 after a few seconds, unless all exit. With JAX alone it would wait up to 300 s for the other processes to exit,
+    which wait for it in a collective. It still does after `raise SystemExit(code)` without `sys.exit`.
 
     Args:
         timeout_s: how long to wait for the other processes, in seconds.
@@ -87,7 +84,7 @@ def initialize(*, timeout_s: int = 300, heartbeat_s: int = 100, config: Mapping[
         initialization_timeout=max(MIN_CONNECT_S, round(deadline - time.monotonic())),
         heartbeat_timeout_seconds=heartbeat_s,
     )
-    atexit.register(_exit_if_failed)
+    exit_at_once_on_failure()
     agreement.agree(config or {}, timeout_s=timeout_s)
     state = distributed_state()
     return Processes(state.num_processes, state.process_id, state.coordinator_address, info.found)
@@ -159,14 +156,3 @@ def _check_roll_call(result: RollCallResult, info: LaunchInfo, timeout_s: int) -
             f"  got:      this is process {info.index}, detected from {info.found}; process 0 is {info.coordinator}\n"
             "  fix:      check the output of the missing ones, and that they can reach process 0; or raise timeout_s"
         )
-
-
-def _exit_if_failed() -> None:
-    """Exit handler: after an exception, ends the process before JAX waits for the others to exit."""
-    if not hasattr(sys, "last_value") or not jax.distributed.is_initialized():
-        return
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if distributed_state().process_id == 0:
-        time.sleep(EXIT_DELAY_S)
-    os._exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -10,13 +11,16 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO
 
+from zerojax.processes import guard
 from zerojax.sharding.mesh import simulation_variables
 
+log = logging.getLogger("zerojax")
 POLL_S = 0.05
 TIMEOUT_EXIT_CODE = 124  # as of timeout(1)
+BROKEN_PIPE_EXIT_CODE = 128 + signal.SIGPIPE  # 141, as of a program whose output nobody reads any more
 
 
 def launch(
@@ -29,9 +33,14 @@ def launch(
 ) -> int:
     """Runs a command in several processes, which `zerojax.processes.initialize` joins over the loopback interface.
 
-    Each line of output is prefixed with the index of its process. SIGINT and SIGTERM are forwarded to all processes; a
-    second signal kills them, since JAX handles SIGTERM itself once processes are joined. When a process fails, the
-    others have `grace_s` seconds to exit before they are killed.
+    Each line of output is prefixed with the index of its process. SIGINT, SIGTERM and SIGHUP are forwarded to all
+    processes, unless they were ignored before, as SIGHUP is by nohup. A second signal kills the processes, since JAX
+    handles SIGTERM itself once processes are joined.
+
+    The processes end together. When one fails, the others have `grace_s` seconds to exit before they are killed. When
+    the output can no longer be written, for example because its reader has ended, or when this process is killed, even
+    with SIGKILL, they receive SIGTERM and have the same time. What a process leaves behind when it exits, such as data
+    workers, is killed, unless it is in another session.
 
     Args:
         command: program and arguments.
@@ -41,11 +50,14 @@ def launch(
         grace_s: seconds from the first failure until the other processes are killed.
 
     Returns:
-        The first exit code that is not 0, otherwise 0; 128 + N if signal N ended that process; 124 after `timeout_s`.
+        The first exit code that is not 0, otherwise 0; 128 + N if signal N ended that process; 124 after `timeout_s`;
+        141, 128 + SIGPIPE, if the output could not be written.
 
     Raises:
         ValueError: if the number of processes or devices is below 1.
         OSError: if the command cannot be started.
+
+    Cost: one further process, which waits for the end of this one.
     """
     if num_processes < 1 or (devices is not None and devices < 1):
         raise ValueError(
@@ -54,17 +66,22 @@ def launch(
         )
     coordinator = f"127.0.0.1:{_free_port()}"
     running: list[subprocess.Popen[str]] = []
-    try:
-        with _forward_signals(running):
+    lost = threading.Event()  # the output of the processes cannot be written
+    with _guarded(grace_s) as groups, _forward_signals(running) as received:
+        try:
             for index in range(num_processes):
                 running.append(_start(command, environment(coordinator, num_processes, index, devices)))
-            threads = [thread for index, process in enumerate(running) for thread in _copy_output(index, process)]
-            code = _wait(running, timeout_s, grace_s)
+                _tell(groups, running)
+                if received:  # maybe before this process was in the list
+                    _send_signal(running[-1:], received[-1])
+            threads = [thread for index, process in enumerate(running) for thread in _copy_output(index, process, lost)]
+            code = _wait(running, groups, lost, timeout_s, grace_s)
             for thread in threads:
                 thread.join(timeout=1)
-            return code
-    finally:
-        _send_signal(running, signal.SIGKILL)
+            return code or (BROKEN_PIPE_EXIT_CODE if lost.is_set() else 0)
+        finally:
+            _send_signal(running, signal.SIGKILL)
+            _tell(groups, [])
 
 
 def environment(coordinator: str, count: int, index: int, devices: int | None) -> dict[str, str]:
@@ -101,35 +118,96 @@ def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pop
     )
 
 
-def _copy_output(index: int, process: subprocess.Popen[str]) -> list[threading.Thread]:
+@contextmanager
+def _guarded(grace_s: float) -> Iterator[IO[bytes]]:
+    """Starts the program that ends the processes if this one is killed. Yields its input; see `guard`."""
+    command = [sys.executable, "-I", "-S", guard.__file__, str(grace_s)]
+    null = subprocess.DEVNULL
+    with subprocess.Popen(
+        command, bufsize=0, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True
+    ) as process:
+        assert process.stdin is not None
+        yield process.stdin
+
+
+def _tell(groups: IO[bytes], running: Sequence[subprocess.Popen[str]]) -> None:
+    """Tells the guard which processes run now."""
+    pids = [str(process.pid) for process in running if process.returncode is None]
+    with suppress(BrokenPipeError):  # the guard was killed
+        groups.write(f"{' '.join(pids)}\n".encode())
+
+
+def _copy_output(index: int, process: subprocess.Popen[str], lost: threading.Event) -> list[threading.Thread]:
     """Starts threads that copy the output of a process to the output of this one."""
     assert process.stdout is not None and process.stderr is not None
     pairs = [(process.stdout, sys.stdout), (process.stderr, sys.stderr)]
-    threads = [threading.Thread(target=_copy_lines, args=(f"[{index}] ", *pair), daemon=True) for pair in pairs]
+    threads = [threading.Thread(target=_copy_lines, args=(f"[{index}] ", *pair, lost), daemon=True) for pair in pairs]
     for thread in threads:
         thread.start()
     return threads
 
 
-def _copy_lines(prefix: str, source: IO[str], target: IO[str]) -> None:
+def _copy_lines(prefix: str, source: IO[str], target: IO[str] | None, lost: threading.Event) -> None:
+    """Copies lines until the source ends. If they cannot be written, it goes on reading: the process may still write.
+
+    Args:
+        target: None if this process was started without this output.
+        lost: set if a line cannot be written.
+    """
     for line in source:
-        target.write(f"{prefix}{line.rstrip()}\n")  # in one call, so that lines of two processes are not mixed
-        target.flush()
+        if target is None:
+            continue
+        try:
+            _write(f"{prefix}{line.rstrip()}\n", target)
+        except (OSError, ValueError) as error:  # ValueError: the file was closed
+            target = None
+            if not lost.is_set():
+                lost.set()
+                log.error("launch: the output cannot be written, and all processes are ended: %s", error)
 
 
-def _wait(running: Sequence[subprocess.Popen[str]], timeout_s: float | None, grace_s: float) -> int:
+def _write(line: str, target: IO[str]) -> None:
+    try:
+        target.write(line)  # in one call, so that lines of two processes are not mixed
+    except UnicodeEncodeError:  # the encoding of the terminal lacks a character
+        target.write(line.encode("ascii", "backslashreplace").decode())
+    target.flush()
+
+
+def _wait(
+    running: Sequence[subprocess.Popen[str]],
+    groups: IO[bytes],
+    lost: threading.Event,
+    timeout_s: float | None,
+    grace_s: float,
+) -> int:
     """Waits until all processes have exited, or until the time is up. Returns the exit code of `launch`."""
     code, deadline = 0, float("inf") if timeout_s is None else time.monotonic() + timeout_s
-    while None in (codes := [process.poll() for process in running]):
+    num_running = len(running)
+    while None in (codes := [_poll(process) for process in running]):
+        if codes.count(None) < num_running:
+            num_running = codes.count(None)
+            _tell(groups, running)
         time.sleep(POLL_S)
         failures = [returncode for returncode in codes if returncode]
+        if lost.is_set() and not failures:
+            failures = [BROKEN_PIPE_EXIT_CODE]
         if failures and not code:
             code = failures[0]
             deadline = min(deadline, time.monotonic() + grace_s)
+            if lost.is_set():
+                _send_signal(running, signal.SIGTERM)
         if time.monotonic() > deadline:
             _send_signal(running, signal.SIGKILL)
             return _exit_code(code) or TIMEOUT_EXIT_CODE
     return _exit_code(code or next(filter(None, codes), 0))
+
+
+def _poll(process: subprocess.Popen[str]) -> int | None:
+    """The return code of a process, or None if it runs. Kills what it has left behind in its process group."""
+    if process.returncode is None and process.poll() is not None:
+        _send_to_group(process, signal.SIGKILL)
+    return process.returncode
 
 
 def _exit_code(returncode: int) -> int:
@@ -140,29 +218,36 @@ def _exit_code(returncode: int) -> int:
 def _send_signal(running: Sequence[subprocess.Popen[str]], number: int) -> None:
     """Sends a signal to the processes that have not exited, and to their children."""
     for process in running:
-        if process.poll() is None:
-            try:
-                os.killpg(process.pid, number)
-            except ProcessLookupError:
-                continue
+        if _poll(process) is None:
+            _send_to_group(process, number)
+
+
+def _send_to_group(process: subprocess.Popen[str], number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # it is gone; macOS: there are only zombies in it
+        os.killpg(process.pid, number)
 
 
 @contextmanager
-def _forward_signals(running: Sequence[subprocess.Popen[str]]) -> Iterator[None]:
-    """Forwards SIGINT and SIGTERM to all processes. Only the main thread can; in another one this does nothing."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    forwarded = (signal.SIGINT, signal.SIGTERM)
+def _forward_signals(running: Sequence[subprocess.Popen[str]]) -> Iterator[Sequence[int]]:
+    """Forwards SIGINT, SIGTERM and SIGHUP to all processes. Only the main thread can; in another one nothing is done.
+
+    Yields the signals that have been received so far.
+    """
     received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
 
     def forward(number: int, _: object) -> None:
         _send_signal(running, signal.SIGKILL if received else number)
         received.append(number)
 
-    previous_handlers = [signal.signal(number, forward) for number in forwarded]
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    forwarded = [number for number, handler in previous.items() if handler != signal.SIG_IGN]
+    for number in forwarded:
+        signal.signal(number, forward)
     try:
-        yield
+        yield received
     finally:
-        for number, handler in zip(forwarded, previous_handlers, strict=True):
-            signal.signal(number, handler)
+        for number in forwarded:
+            signal.signal(number, previous[number])
