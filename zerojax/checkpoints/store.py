@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import logging
 import math
 import os
@@ -32,7 +31,15 @@ import orbax.checkpoint as ocp
 import tensorstore
 from jax.experimental import multihost_utils
 
-from zerojax.checkpoints.manifest import FALLBACK_FIX, CheckpointCorrupted, LeafRecord, Manifest, from_json, to_json
+from zerojax.checkpoints.manifest import (
+    FALLBACK_FIX,
+    CheckpointCorrupted,
+    LeafRecord,
+    Manifest,
+    from_json,
+    read_json,
+    to_json,
+)
 from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0
 from zerojax.typing import Array, Aval, Shape
 
@@ -253,7 +260,7 @@ def read_manifest(directory: Path, step: int) -> Manifest:
     """
     path = folder(directory, step)
     try:
-        content = json.loads(_manifest_file(path).read_bytes())
+        content = read_json(_manifest_file(path))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointCorrupted(
             f"checkpoint: the manifest of {path} cannot be read\n  got:      {error}\n  {FALLBACK_FIX}"
