@@ -103,6 +103,8 @@ ROWS = [
         "a bit that flips in the memory of one device",
         ["tests/step/test_replicas.py", f"{FAULTS}::test_a_bit_that_flips_on_one_device"],
     ),
+    ("a checkpoint of a stranger", ["tests/checkpoints/test_strangers.py"]),
+    ("secrets in the configuration or the command line", ["tests/training/test_secrets.py"]),
 ]
 
 
