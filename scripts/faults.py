@@ -110,7 +110,10 @@ ROWS = [
         "a directory with a glob character in its name",
         [f"{DIRECTORIES}::test_a_directory_that_cannot_work", f"{DIRECTORIES}::test_a_directory_may_have"],
     ),
-    ("a URL as a directory", [f"{DIRECTORIES}::test_a_directory_that_cannot_work"]),
+    (
+        "a URL as a directory; remote storage that fails, runs that are killed while they copy to it",
+        [f"{DIRECTORIES}::test_a_directory_that_cannot_work", "tests/checkpoints/test_remote_copy.py"],
+    ),
     ("processes that differ in their rows, settings, programs or options", [AGREEMENT]),
     ("other programs at the port of the roll call: slow, silent or malformed", ["tests/processes/test_rollcall.py"]),
     (
@@ -133,6 +136,8 @@ ROWS = [
         [f"{DIRECTORIES}::test_a_directory_that_is_lost", f"{DIRECTORIES}::test_a_deleted_lock_file"],
     ),
     ("a killed run whose forked workers are alive", [f"{DIRECTORIES}::test_a_forked_worker"]),
+    ("a checkpoint of a stranger", ["tests/checkpoints/test_strangers.py"]),
+    ("secrets in the configuration or the command line", ["tests/training/test_secrets.py"]),
     (
         "fp16: more overflows in a row than updates may be skipped",
         [f"{CHECKPOINTS}::test_skips_while_the_loss_scale_falls"],

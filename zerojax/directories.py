@@ -25,7 +25,7 @@ def local_directory(directory: str | Path, who: str) -> Path:
         raise ValueError(
             f"{who}: {match[1]}:// is not supported as a directory\n"
             f"  got:      {str(directory)!r}\n"
-            f"  fix:      a directory on a file system, such as a mounted bucket"
+            f"  fix:      a directory on a file system; checkpoints(copy_to={str(directory)!r}) copies its steps there"
         )
     path = Path(directory).absolute()
     if match := _PATTERN.search(str(path)):

@@ -4,12 +4,13 @@
 
 Runs on eight simulated devices of one process. The time of a step during a save is divided by that of a step without
 one, and the time of a restore by that of reading the same files; both are medians of pairs that alternate in one run.
-Memory is the growth of the largest resident size of a fresh process. It is given as a multiple of the bytes of all
-shards of the process (here the whole state) and of the largest shard. The memory of the step that runs during a save is
-subtracted, because real devices compute in their own memory.
+Memory is the growth of the largest resident size of a fresh process and those that it starts. It is given as a multiple
+of the bytes of all shards of the process (here the whole state) and of the largest shard. The memory of the step that
+runs during a save is subtracted, because real devices compute in their own memory.
 """
 
 import argparse
+import contextlib
 import ctypes
 import json
 import resource
@@ -79,8 +80,18 @@ class ResidentGrowth:
 
 
 def resident():
-    """The resident size of this process, in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    """The resident size of this process and of those that it started, in bytes."""
+    found = 0
+    for process in (Path("/proc/self"), *_children()):
+        with contextlib.suppress(OSError):  # it has ended
+            found += int((process / "statm").read_text().split()[1]) * resource.getpagesize()
+    return found
+
+
+def _children():
+    return [
+        Path("/proc", pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()
+    ]
 
 
 def sizes(state):

@@ -28,8 +28,8 @@ def test_a_process_restores_only_its_own_shards(tmp_path, capfd):
 
 
 def test_an_export_holds_one_piece_at_a_time(tmp_path, capfd):
-    """Pieces of 16 MiB of one array of 256 MiB. The libraries that read need the rest once."""
+    """Pieces of 16 MiB of one array of 256 MiB, each from all chunks. The process that reads needs the rest."""
     memory_growth(capfd, 4, "save", tmp_path, 1)
     (grown,) = memory_growth(capfd, 1, "export", tmp_path, 1)
-    assert grown < 0.85 * NUM_BYTES
+    assert grown < 0.95 * NUM_BYTES
     assert sum(file.stat().st_size for file in (tmp_path / "model").iterdir()) > NUM_BYTES

@@ -10,7 +10,7 @@ from support.small_run import digest_of
 import zerojax
 from zerojax import Zero
 from zerojax.checkpoints import contents, store
-from zerojax.checkpoints.pieces import pieces
+from zerojax.checkpoints.pieces import LimitedReader
 from zerojax.exchange import parameters
 
 ROWS = 840  # of which 3, 5, 7 and 8 devices get the same number each
@@ -62,9 +62,10 @@ def test_there_are_no_zeros_on_disk(saved):
     manifest = store.read_manifest(directory, 2)
     assert manifest.leaves["params/stack"].shape == (3, 10, 11)
     assert manifest.leaves["opt_state/1/ema/w"].shape == (11, 10)
-    for path, leaf in manifest.leaves.items():
-        read = np.concatenate([piece.reshape(-1) for piece in pieces(directory, 2, path, leaf)])  # checks the shape
-        assert read.size == np.prod(leaf.shape, dtype=int)
+    with LimitedReader(directory, 2) as reader:
+        for path, leaf in manifest.leaves.items():
+            read = np.concatenate([piece.reshape(-1) for piece in reader.pieces(path, leaf)])  # checks the shape
+            assert read.size == np.prod(leaf.shape, dtype=int)
 
 
 @pytest.mark.parametrize(("n", "stage"), [(1, 0), (8, 3), (5, 2), (3, 1), (7, 0)])

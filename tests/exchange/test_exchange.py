@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from support.small_run import adam, create, cut, digest_of, flip, largest_file, loss, setting, train
 
 from zerojax.checkpoints import CheckpointMismatch, contents, store
-from zerojax.checkpoints.pieces import pieces, verify_arrays
+from zerojax.checkpoints.pieces import LimitedReader, verify_arrays
 from zerojax.cli import main
 from zerojax.exchange import parameters
 from zerojax.plan import Job
@@ -79,7 +79,8 @@ def test_pieces_add_up_to_the_array(saved, max_bytes):
     directory, params = saved
     manifest = store.read_manifest(directory, 4)
     for path in "params/layers/1/w", "params/odd", "step":
-        parts = list(pieces(directory, 4, path, manifest.leaves[path], max_bytes))
+        with LimitedReader(directory, 4) as reader:
+            parts = list(reader.pieces(path, manifest.leaves[path], max_bytes))
         assert all(part.nbytes <= max(max_bytes, 4) for part in parts)
         whole = np.concatenate([part.reshape(-1) for part in parts])
         leaf = 4 if path == "step" else params["odd"] if path.endswith("odd") else params["layers"]["1"]["w"]

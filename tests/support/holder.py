@@ -2,11 +2,13 @@
 
     python holder.py save|restore|export DIRECTORY NUM_ARRAYS
 
-Prints by how many bytes the peak memory of the process grew.
+Prints by how many bytes the peak memory of the process grew. An export reads in a process of its own, whose memory is
+added.
 """
 
 import resource
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -30,15 +32,21 @@ def peak_resident_bytes():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def peak_of_reader(reader):
+    """The largest resident size of the process of a `LimitedReader` so far."""
+    return int(Path(f"/proc/{reader._process.pid}/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+
+
 def main(action, directory, num_arrays):
     processes.initialize()
     zero = zerojax.Zero(zerojax.make_mesh(), 3)
     make = zero.init if action == "save" else zero.eval_init
     state = make(lambda key: create(key, int(num_arrays)), optax.sgd(0.1))
     jax.block_until_ready(jnp.ones(1024) + 1)
-    before = peak_resident_bytes()
+    before, of_readers, close = peak_resident_bytes(), [0], pieces.LimitedReader._close
     if action == "export":
-        pieces.pieces.__defaults__ = (PIECE_BYTES,)
+        pieces.LimitedReader.pieces.__defaults__ = (PIECE_BYTES,)
+        pieces.LimitedReader._close = lambda reader: (of_readers.append(peak_of_reader(reader)), close(reader))
         parameters.export(directory, 0, f"{directory}/model")
     else:
         with zero.checkpoints(directory) as checkpoints:
@@ -46,7 +54,7 @@ def main(action, directory, num_arrays):
                 checkpoints.save(state)
             else:
                 state, _ = checkpoints.resume(state)
-    sys.stdout.write(f"{peak_resident_bytes() - before}\n")
+    sys.stdout.write(f"{peak_resident_bytes() - before + sum(of_readers)}\n")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -22,6 +23,8 @@ from zerojax.typing import Shape
 from zerojax.versions import __version__
 
 FORMAT = 1
+_MAX_DIMS = 64  # of a numpy array
+MAX_MANIFEST_BYTES = 2**28  # of its JSON; an array takes 150, so only states of data iterators could be as large
 FALLBACK_FIX = "fix:      resume(..., fallback=True) goes back to the newest intact step"
 
 
@@ -75,16 +78,49 @@ class Manifest:
         return sum(num_bytes(leaf) for leaf in self.leaves.values())
 
 
+def plain_text(text: str) -> str:
+    """Returns a text from a file with everything escaped that does not print: control characters, also of a terminal.
+
+    A plain text is returned as it is.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def read_json(file: Path) -> Any:
+    """Reads a JSON file of bounded size.
+
+    Raises:
+        OSError, ValueError, RecursionError: if it cannot be read, is not JSON, or is larger than a manifest may be.
+    """
+    with file.open("rb") as opened:
+        content = opened.read(MAX_MANIFEST_BYTES + 1)
+    if len(content) > MAX_MANIFEST_BYTES:
+        raise ValueError(f"it has more than {MAX_MANIFEST_BYTES} bytes")
+    return json.loads(content)
+
+
 def num_bytes(leaf: LeafRecord) -> int:
     """Returns the size of a saved array."""
     return math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
 
 
 def to_json(manifest: Manifest) -> dict[str, Any]:
-    """Returns the manifest as JSON data, with the version of the format and a digest of the rest."""
+    """Returns the manifest as JSON data, with the version of the format and a digest of the rest.
+
+    Raises:
+        ValueError: if it is larger than what `read_json` reads.
+    """
     content = {"format": FORMAT} | dataclasses.asdict(manifest)
     content["leaves"] = {path: leaf._asdict() for path, leaf in manifest.leaves.items()}
-    return with_digest(json.loads(json.dumps(content)))
+    text = json.dumps(content)
+    if len(text) > MAX_MANIFEST_BYTES - 2**10:  # less the digest
+        raise ValueError(
+            f"checkpoint: the manifest of step {manifest.step} is too large\n"
+            f"  got:      {len(text)} bytes, {len(json.dumps(manifest.data))} of them states of data iterators\n"
+            f"  want:     less than {MAX_MANIFEST_BYTES} bytes\n"
+            f"  fix:      a data iterator with a smaller state, such as a position"
+        )
+    return with_digest(json.loads(text))
 
 
 def with_digest(content: dict[str, Any]) -> dict[str, Any]:
@@ -114,7 +150,7 @@ def from_json(content: Any, where: str) -> Manifest:
         version = saved.get("zerojax") if isinstance(saved, dict) else None
         raise CheckpointMismatch(
             f"checkpoint: {where} was saved by a newer version of zerojax\n"
-            f"  got:      format {content['format']} of zerojax {version}\n"
+            f"  got:      format {content['format']} of zerojax {plain_text(str(version))}\n"
             f"  want:     format {FORMAT} or older, of zerojax {__version__}\n"
             f"  fix:      pip install --upgrade zerojax"
         )
@@ -154,7 +190,10 @@ def _leaf_record(shape: Any, dtype: Any, digest: Any) -> LeafRecord:
         "a shape must be a list of sizes",
     )
     _require(isinstance(dtype, str) and isinstance(digest, str), "dtype and digest must be strings")
-    jnp.dtype(dtype)
+    _require(jnp.dtype(dtype).name == dtype, "a dtype must be a name")
+    _require(len(shape) <= _MAX_DIMS, f"an array has more than {_MAX_DIMS} dims")
+    size = math.prod(n for n in shape if n) * jnp.dtype(dtype).itemsize
+    _require(size < 2**63, f"an array of shape {shape} has {size} bytes")
     return LeafRecord(tuple(shape), dtype, digest)
 
 
@@ -234,7 +273,7 @@ def mismatch_error(where: str, lines: Sequence[str]) -> CheckpointMismatch:
     """The error with a line for each leaf that differs: the first 40, and the number of the rest."""
     rest = [f"... and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
     shown = [f"checkpoint: {where} does not fit the state", *lines[:_MAX_LINES], *rest]
-    return CheckpointMismatch("\n  ".join(shown))
+    return CheckpointMismatch("\n  ".join(map(plain_text, shown)))
 
 
 def matches(path: str, globs: Sequence[str]) -> bool:

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rich.table import Table
+from rich.text import Text
 
 from zerojax.audit.findings import bytes_text
 from zerojax.checkpoints import store
-from zerojax.checkpoints.manifest import CheckpointCorrupted, CheckpointMismatch, Manifest, num_bytes
+from zerojax.checkpoints.manifest import CheckpointCorrupted, CheckpointMismatch, Manifest, num_bytes, plain_text
 from zerojax.checkpoints.pieces import verify_arrays
 
 
@@ -20,7 +21,7 @@ def steps_table(directory: Path, verify: bool) -> tuple[Table, bool]:
         directory: of the steps.
         verify: whether every array is read and compared with its digest. Otherwise only manifests are read.
     """
-    table = _table(f"Steps in {directory}", ["step", "size", "stage", "mesh", "dtypes", "status"])
+    table = _table([f"Steps in {directory}"], ["step", "size", "stage", "mesh", "dtypes", "status"])
     all_intact = True
     for step, path in store.folders(directory).items():
         manifest, status = _status(directory, step, path, verify)
@@ -30,7 +31,7 @@ def steps_table(directory: Path, verify: bool) -> tuple[Table, bool]:
             if manifest
             else [""] * 4
         )
-        table.add_row(str(step), *columns, status)
+        _add_row(table, str(step), *columns, status)
     return table, all_intact
 
 
@@ -56,26 +57,29 @@ def leaves_table(manifest: Manifest, problems: Mapping[str, str | None] | None =
         problems: what is wrong with each array, as `pieces.verify_arrays` yields it; adds a column with the status.
     """
     title = f"Step {manifest.step}: {bytes_text(manifest.num_bytes)}, saved at stage {manifest.stage} on"
-    title += f" {_mesh(manifest.mesh)}, {_dtypes(manifest)}\n" + ", ".join(map(" ".join, manifest.versions.items()))
-    table = _table(title, ["array", "shape", "dtype", "size", "digest", *(["status"] if problems is not None else [])])
+    title += f" {_mesh(manifest.mesh)}, {_dtypes(manifest)}"
+    versions = ", ".join(map(" ".join, manifest.versions.items()))
+    table = _table(
+        [title, versions], ["array", "shape", "dtype", "size", "digest", *(["status"] if problems is not None else [])]
+    )
     for path, leaf in manifest.leaves.items():
         row = [path, str(leaf.shape), leaf.dtype, bytes_text(num_bytes(leaf)), leaf.digest]
-        table.add_row(*row, *([problems.get(path) or "ok"] if problems is not None else []))
+        _add_row(table, *row, *([problems.get(path) or "ok"] if problems is not None else []))
     return table
 
 
 def differences(a: Manifest, b: Manifest) -> Table:
     """Returns a table of the differences between the manifests of two steps."""
-    table = _table(f"Differences between step {a.step} and step {b.step}", ["array", "first", "second"])
+    table = _table([f"Differences between step {a.step} and step {b.step}"], ["array", "first", "second"])
     for path in dict.fromkeys([*a.leaves, *b.leaves]):
         first, second = a.leaves.get(path), b.leaves.get(path)
         if first != second:
-            table.add_row(
-                path, *(f"{leaf.shape} {leaf.dtype} {leaf.digest}" if leaf else "" for leaf in (first, second))
+            _add_row(
+                table, path, *(f"{leaf.shape} {leaf.dtype} {leaf.digest}" if leaf else "" for leaf in (first, second))
             )
     for name in ("mesh", "stage", "precision", "versions", "data"):
         if getattr(a, name) != getattr(b, name):
-            table.add_row(f"({name})", str(getattr(a, name)), str(getattr(b, name)))
+            _add_row(table, f"({name})", str(getattr(a, name)), str(getattr(b, name)))
     return table
 
 
@@ -87,8 +91,14 @@ def _mesh(axes: Mapping[str, int]) -> str:
     return " x ".join(f"{name} {size}" for name, size in axes.items())
 
 
-def _table(title: str, columns: Iterable[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
+def _table(title: Iterable[str], columns: Iterable[str]) -> Table:
+    """A table with the lines of a title."""
+    table = Table(title=Text("\n".join(map(plain_text, title)), "bold"), title_justify="left")
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
+
+
+def _add_row(table: Table, *cells: str) -> None:
+    """Adds a row as it is: what a manifest contains is neither markup nor an escape sequence."""
+    table.add_row(*(Text(plain_text(cell)) for cell in cells))

@@ -10,7 +10,6 @@ it is ignored.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
@@ -28,7 +27,15 @@ import orbax.checkpoint as ocp
 import tensorstore
 from jax.experimental import multihost_utils
 
-from zerojax.checkpoints.manifest import FALLBACK_FIX, CheckpointCorrupted, LeafRecord, Manifest, from_json, to_json
+from zerojax.checkpoints.manifest import (
+    FALLBACK_FIX,
+    CheckpointCorrupted,
+    LeafRecord,
+    Manifest,
+    from_json,
+    read_json,
+    to_json,
+)
 from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0
 from zerojax.typing import Array, Aval, Shape
 
@@ -237,7 +244,7 @@ def read_manifest(directory: Path, step: int) -> Manifest:
     """
     path = folder(directory, step)
     try:
-        content = json.loads(manifest_file(path).read_bytes())
+        content = read_json(manifest_file(path))
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointCorrupted(
             f"checkpoint: the manifest of {path} cannot be read\n  got:      {error}\n  {FALLBACK_FIX}"

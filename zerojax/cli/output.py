@@ -19,8 +19,9 @@ def print_table(table: Any) -> None:
 def without_traceback() -> Iterator[None]:
     """Reports errors in the input as messages, without a traceback."""
     from zerojax.checkpoints import CheckpointCorrupted, CheckpointMismatch
+    from zerojax.checkpoints.manifest import plain_text
 
     try:
         yield
     except (ValueError, CheckpointCorrupted, CheckpointMismatch) as error:
-        raise click.ClickException(str(error)) from error
+        raise click.ClickException("\n".join(map(plain_text, str(error).split("\n")))) from error

@@ -19,8 +19,8 @@ import numpy as np
 
 from zerojax.checkpoints import contents, store
 from zerojax.checkpoints.contents import MODEL_STATE, PARAMS
-from zerojax.checkpoints.manifest import CheckpointMismatch, LeafRecord, matches, mismatch_error
-from zerojax.checkpoints.pieces import pieces
+from zerojax.checkpoints.manifest import CheckpointMismatch, LeafRecord, matches, mismatch_error, plain_text
+from zerojax.checkpoints.pieces import LimitedReader
 from zerojax.exchange.families import family_sources, find_family
 from zerojax.exchange.headers import bounded_repr, exchange_error
 from zerojax.exchange.names import Source, map_name, sources
@@ -74,22 +74,23 @@ def export(
             in `tensors.write`.
 
     Cost: holds one piece of 64 MiB of one array in host memory; of an array that is transposed or reshaped, two copies
-    of the whole array, or of one element of a stack.
+    of the whole array, or of one element of a stack. The process that reads holds a piece and its chunks, see
+    `pieces.LimitedReader`.
     """
     directory = Path(directory).absolute()
     saved = store.read_manifest(directory, step)
     leaves = {path: leaf for path, leaf in saved.leaves.items() if _is_weight(path, jnp.dtype(leaf.dtype))}
     if left_out := [path for path in saved.leaves if path.startswith(MODEL_STATE) and path not in leaves]:
-        log.warning("export: left out, since they are not floating: %s", ", ".join(left_out))
+        log.warning("export: left out, since they are not floating: %s", plain_text(", ".join(left_out)))
     found = _sources(leaves, mapping, family)
-    entries: list[Entry] = []
-    for path, leaf in leaves.items():
-        read = functools.partial(pieces, directory, step, path, leaf)
-        export_dtype = _export_dtype(path, leaf, dtype)
-        entries += _entries(_known(found, path), leaf, export_dtype, read)
     turned = any(source.dims for source in found.values())
     metadata = {LAYOUT_KEY: PYTORCH if turned or family else FLAX, "step": str(step)}
-    return write(folder, entries, max_file_bytes=max_file_bytes, metadata=metadata, overwrite=overwrite)
+    entries: list[Entry] = []
+    with LimitedReader(directory, step) as reader:
+        for path, leaf in leaves.items():
+            read = functools.partial(reader.pieces, path, leaf)
+            entries += _entries(_known(found, path), leaf, _export_dtype(path, leaf, dtype), read)
+        return write(folder, entries, max_file_bytes=max_file_bytes, metadata=metadata, overwrite=overwrite)
 
 
 def _is_weight(path: str, dtype: Any) -> bool:
@@ -146,8 +147,10 @@ def _entries(source: Source, leaf: LeafRecord, dtype: np.dtype, read: Any) -> It
         if source.dims is None:
             yield from parts
         else:
-            whole, done = np.empty(math.prod(shape), dtype), 0
+            whole, done = np.empty(0, dtype), 0
             for part in parts:
+                if not done:  # the first piece was read, so the array is on disk
+                    whole = np.empty(math.prod(shape), dtype)
                 whole[done : done + part.size] = part.reshape(-1)
                 done += part.size
             yield source.dims.to_theirs(whole.reshape(shape))

@@ -21,6 +21,8 @@ from typing import Any
 import jax
 import jax._src.distributed
 
+from zerojax.masking import masked, masked_json
+
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "zerojax")
 TIMEOUT_S = 300
 _SEEN_TIMEOUT_S = 10  # for a file of process 0 to appear in the others, on a file system that they share
@@ -216,7 +218,7 @@ def check_config(config: Mapping[str, Any]) -> dict[str, str]:
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"processes: config[{field!r}] is not JSON\n"
-                f"  got:      {value!r}: {error}\n"
+                f"  got:      {masked(value, field)!r}: {error}\n"
                 f"  fix:      numbers, text, lists and dicts; str(...) of anything else"
             ) from error
     return texts
@@ -260,7 +262,8 @@ def _difference(field: str, configs: Mapping[int, Mapping[str, str]]) -> str:
         owners[configs[index].get(field, "no value")].append(index)
     if len(owners) == 1:
         return ""
-    return f"{field}: " + "; ".join(f"{value} in {names(indices)}" for value, indices in owners.items())
+    parts = [f"{masked_json(value, field)} in {names(indices)}" for value, indices in owners.items()]
+    return f"{field}: {'; '.join(parts)}"
 
 
 def names(indices: Sequence[int]) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from zerojax.masking import masked, masked_command
 from zerojax.processes.agreement import versions
 from zerojax.sharding.precision import DTYPE_FIELDS
 from zerojax.step.config import ZeroConfig
@@ -32,7 +33,8 @@ A training run with zerojax. Started {starts} so far; the last time{each} in {fo
 
     {command}
 
-The same command continues the run from the newest checkpoint.
+The same command continues the run from the newest checkpoint. What looks like a password, a key or a token is
+replaced by asterisks, here and in the files with the configuration.
 
 | file | contents |
 |---|---|
@@ -78,6 +80,14 @@ def _lines(path: Path) -> list[str]:
     return path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
 
 
+def make_private(folder: Path) -> None:
+    """Lets nobody but the owner enter the directory of a run."""
+    try:
+        folder.chmod(0o700)
+    except OSError as error:  # a file system without permissions
+        log.warning("fit: others may be able to read %s: %s", folder, error)
+
+
 def write_description(
     folder: Path, zero_config: ZeroConfig, config: Mapping[str, Any], start: int, num_steps: int, plan: str | None
 ) -> None:
@@ -86,12 +96,13 @@ def write_description(
     Args:
         folder: directory of the run, which is created if needed.
         zero_config: mesh, stage and precision.
-        config: configuration of the run, as returned by `as_config`.
+        config: configuration of the run, as returned by `as_config`. It is masked, and so is the command.
         start: the step from which the run continues.
         num_steps: the step at which it ends.
         plan: text of plan.txt; None if it is not known.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    config = masked(config)
     _log_changes(folder / "config.json", config)
     write_atomically(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
     devices = zero_config.mesh.devices.flat
@@ -99,7 +110,7 @@ def write_description(
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "from_step": start,
         "num_steps": num_steps,
-        "command": shlex.join([sys.executable, *sys.orig_argv[1:]]),
+        "command": shlex.join(masked_command([sys.executable, *sys.orig_argv[1:]])),
         "folder": os.getcwd(),
         "host": platform.node(),
         "processes": jax.process_count(),

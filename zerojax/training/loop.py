@@ -104,12 +104,14 @@ def fit(
             steps are skipped when a run continues. The run ends when the data ends, which must be after the same step
             in all processes.
         num_steps: number of steps of the whole run, over all its starts.
-        directory: directory of the run. Only one run at a time may use it. A run that is complete is neither trained
-            nor evaluated again, unless its last evaluation is missing in metrics.jsonl.
+        directory: directory of the run. Only one run at a time may use it. If it is new, nobody but its owner may
+            enter it; one that exists keeps its permissions. A run that is complete is neither trained nor evaluated
+            again, unless its last evaluation is missing in metrics.jsonl.
         evaluate: `evaluate(state)` returns a dict of metrics, which are logged with the prefix 'eval/'.
         evaluate_every: number of steps between two evaluations. By default there is only the one after the last step.
         log_every: number of steps between two rows of metrics. The first and the last step are always logged.
-        config: a mapping or a dataclass, which is written to the directory and must be the same in all processes.
+        config: a mapping or a dataclass, which is written to the directory and must be the same in all processes. In
+            the directory and in wandb, passwords, keys and tokens are masked, see `zerojax.masking`.
         checkpoints: options of `zero.checkpoints`: `every`, `keep`, `keep_every`, `most_skipped`, `spike`,
             `watchdog_s`, `verify_replicas_every` and `copy_to`. `CheckpointOptions` describes them.
         fallback: if the newest checkpoint is damaged, continues from the newest one that is intact.
@@ -142,8 +144,11 @@ def fit(
     agree(config)
     kind = "function" if callable(data) else "iterable"
     agree({**counts, "profile": profile, "evaluate": evaluate is not None, "fallback": fallback, "data": kind})
+    is_new = not folder.exists()
     with contextlib.ExitStack() as stack:
         manager = stack.enter_context(_checkpoints(zero, folder, **(checkpoints or {})))
+        if is_new:
+            folders.make_private(folder)
         iterator = None if callable(data) else iter(data)
         stateful_iterator = iterator if hasattr(iterator, "get_state") else None
         state, start = manager.resume(state, stateful_iterator, fallback=fallback, optimizer=optimizer)

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from zerojax.masking import masked, masked_command
+
 log = logging.getLogger("zerojax")
 
 EVALUATION = "eval/"  # begins the names of the metrics of evaluations
@@ -137,11 +139,12 @@ class TensorBoardWriter:
 class WandbWriter:
     """Writes to the current wandb run, or to a new one, which restarts continue and which ends with the writer.
 
+    The command line, and what else wandb records of the machine, is left out if there may be a secret in it.
     wandb keeps the first row of a step. For steps that run again after a restart, it shows the first time.
 
     Args:
         folder: directory of the run. The id of the wandb run is stored there in the file `wandb_id`.
-        config: configuration of the run, which wandb shows.
+        config: configuration of the run, which wandb shows, masked.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]):
@@ -152,7 +155,15 @@ class WandbWriter:
             file = folder / "wandb_id"
             if not file.exists():
                 file.write_text(uuid.uuid4().hex[:12])
-            wandb.init(dir=str(folder), id=file.read_text(), name=folder.name, resume="allow", config=dict(config))
+            settings = wandb.Settings(x_disable_meta=masked_command(sys.argv) != sys.argv)  # it has the command line
+            wandb.init(
+                dir=str(folder),
+                id=file.read_text(),
+                name=folder.name,
+                resume="allow",
+                config=masked(config),
+                settings=settings,
+            )
         self._run: Any = wandb.run
 
     def write(self, step: int, row: MetricsRow) -> None:
