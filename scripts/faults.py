@@ -13,6 +13,8 @@ import re
 import subprocess
 import sys
 import time
+import tomllib
+from importlib import metadata
 from pathlib import Path
 
 from rich.console import Console
@@ -83,12 +85,12 @@ ROWS = [
     ("a spike of the loss", [f"{CHECKPOINTS}::test_a_spike_of_the_loss"]),
     ("resumed in the middle of an epoch", [f"{CHECKPOINTS}::test_a_run_that_resumes_in_the_middle"]),
     (
-        "resumed on another number of processes",
-        [f"{CHECKPOINTS}::test_iterator_states_of_another_number", f"{FAULTS}::test_two_processes_write"],
-    ),
-    (
-        "killed, and resumed on fewer devices with the same batch",
-        ["tests/training/test_fewer_devices.py::test_a_killed_run_continues_on_fewer_devices"],
+        "resumed on another number of processes, or on fewer devices with the same batch",
+        [
+            f"{CHECKPOINTS}::test_iterator_states_of_another_number",
+            f"{FAULTS}::test_two_processes_write",
+            "tests/training/test_fewer_devices.py::test_a_killed_run_continues_on_fewer_devices",
+        ],
     ),
     ("N + M steps compared with N steps, resume, M steps", [f"{CHECKPOINTS}::test_a_resumed_run_equals"]),
     ("the configuration differs between processes", [f"{LAUNCH}::test_a_difference_is_named"]),
@@ -101,6 +103,7 @@ ROWS = [
     ("an unsupported jax or flax", [f"{ERRORS}::test_unsupported_versions"]),
     ("an invalid or malicious safetensors header or path", ["tests/exchange/test_tensors.py"]),
     ("a checkpoint of a newer version", [f"{CHECKPOINTS}::test_a_checkpoint_of_a_newer_version"]),
+    ("an installed package, not an editable one, used outside of the checkout", ["tests/test_installed.py"]),
     (
         "a bit that flips in the memory of one device",
         ["tests/step/test_replicas.py", f"{FAULTS}::test_a_bit_that_flips_on_one_device"],
@@ -185,6 +188,8 @@ def main():
     )
     parser.add_argument("--quick", action="store_true", help="run each test once, and not every pair of stage and mesh")
     args = parser.parse_args()
+    if missing := missing_packages():
+        sys.exit(f"packages for tests are missing: {', '.join(missing)}; pip install '.[test]' installs them")
     failed, kills, begin = [], 0, time.monotonic()
     for number in args.rows or range(1, len(ROWS) + 1):
         fault, tests = ROWS[number - 1]
@@ -197,6 +202,15 @@ def main():
     print(f"{kills} kills at random times, {time.monotonic() - begin:.0f} s")
     print(f"{total - len(failed)} passed, {len(failed)} failed")
     return 1 if failed else 0
+
+
+def missing_packages():
+    """The packages of the extra `test` that are not installed."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        needed = tomllib.load(file)["project"]["optional-dependencies"]["test"]
+    installed = {re.sub(r"[-_.]+", "-", found.name).lower() for found in metadata.distributions() if found.name}
+    names = [re.match(r"[\w.-]+", requirement)[0] for requirement in needed]
+    return [name for name in names if re.sub(r"[-_.]+", "-", name).lower() not in installed]
 
 
 def run(tests, quick):

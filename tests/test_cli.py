@@ -18,7 +18,8 @@ def test_the_script_is_the_group_of_all_commands():
     )
     main = getattr(import_module(module), name)
     assert set(main.commands) == set(COMMANDS)
-    assert set(main.commands["checkpoint"].commands) == {"ls", "inspect", "verify", "diff", "export", "import"}
+    commands = {"ls", "inspect", "verify", "diff", "fetch", "export", "import"}
+    assert set(main.commands["checkpoint"].commands) == commands
     for command in COMMANDS:
         assert CliRunner().invoke(main, [command, "--help"]).exit_code == 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,36 @@ from zerojax.warn import warn
 
 if TYPE_CHECKING:
     from zerojax.checkpoints import Checkpoints
+
+
+class CheckpointOptions(TypedDict, total=False):
+    """The options of `zero.checkpoints`; `zerojax.checkpoints.Checkpoints` describes them in full.
+
+    Attributes:
+        every: number of steps between two saves, 1000 by default. `fit` saves the state after the last step as well.
+        keep: number of newest checkpoints to keep, 3 by default; None keeps all of them.
+        keep_every: also keeps the checkpoints of the steps that are multiples of this number. None, the default, keeps
+            no others.
+        most_skipped: number of consecutive skipped updates (because a gradient was not finite) that ends the run, 10 by
+            default.
+        spike: logs a loss of more than this multiple of the recent median. None, the default, logs none.
+        watchdog_s: ends the process with the stacks of all threads if a step takes longer than this, in seconds. It
+            must be longer than a save, an evaluation and a compilation. None, the default, disables it.
+        verify_replicas_every: number of steps between two comparisons of what several devices hold, in addition to
+            those before each save. None, the default, makes no others.
+        copy_to: URL of remote storage, such as 's3://bucket/run', to which steps are copied in the background, with
+            `fit` together with the files of the run. A newer step there is brought back. None, the default, copies
+            nothing.
+    """
+
+    every: int
+    keep: int | None
+    keep_every: int | None
+    most_skipped: int
+    spike: float | None
+    watchdog_s: float | None
+    verify_replicas_every: int | None
+    copy_to: str | None
 
 
 class Zero:
@@ -378,53 +408,19 @@ class Zero:
         model = models.Model(lambda params, other: params, lambda merged, aux, before: (before, aux))
         return Definition(optax.identity(), model, leaves, jax.tree.structure(params))
 
-    def checkpoints(
-        self,
-        directory: str | Path,
-        *,
-        every: int = 1000,
-        keep: int | None = 3,
-        keep_every: int | None = None,
-        most_skipped: int = 10,
-        spike: float | None = None,
-        watchdog_s: float | None = None,
-        verify_replicas_every: int | None = None,
-        copy_to: str | None = None,
-    ) -> Checkpoints:
+    def checkpoints(self, directory: str | Path, **options: Unpack[CheckpointOptions]) -> Checkpoints:
         """Opens the checkpoints of a run; see `zerojax.checkpoints.Checkpoints` for their use.
 
         Args:
             directory: on a file system that all processes share. Only one run at a time may use it.
-            every: number of steps between two saves.
-            keep: number of newest checkpoints to retain; None retains all.
-            keep_every: checkpoints of steps that this divides are retained too.
-            most_skipped: number of consecutive updates that may be skipped because of gradients that are not finite,
-                before the run ends.
-            spike: a loss of more than this many times the median of the last 50 is logged; None logs none.
-            watchdog_s: if there is no `update` for this many seconds, the stacks of all threads are written to stderr
-                and the process ends with exit code 1. None disables it.
-            verify_replicas_every: number of steps between two comparisons of what several devices hold, in addition to
-                those before each save; None makes no others.
-            copy_to: URL of remote storage, such as 's3://bucket/run', to which steps are copied in the background, and
-                from which a newer step than those in the directory is brought back.
+            options: see `CheckpointOptions`.
 
         Raises:
-            ValueError: if an option is invalid, or another run uses the directory.
+            ValueError: if an option is invalid, the processes differ in one, or another run uses the directory.
         """
         from zerojax.checkpoints import Checkpoints  # Orbax takes a second to import
 
-        return Checkpoints(
-            self.config,
-            directory,
-            every=every,
-            keep=keep,
-            keep_every=keep_every,
-            most_skipped=most_skipped,
-            spike=spike,
-            watchdog_s=watchdog_s,
-            verify_replicas_every=verify_replicas_every,
-            copy_to=copy_to,
-        )
+        return Checkpoints(self.config, directory, **options)
 
     def explain(self, state: TrainState, step: TrainStep | None = None, batch: Any = None) -> report.Explanation:
         """Explains where every leaf of a state lives and why, what it costs each device, and what is not sharded.

@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Iterable
 
-_POLL_S = 0.05
+_CHECK_S = 0.05
 
 
 def guard(lines: Iterable[str], grace_s: float) -> None:
@@ -31,7 +31,7 @@ def guard(lines: Iterable[str], grace_s: float) -> None:
     groups = _signalled(groups, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
     while groups and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
+        time.sleep(_CHECK_S)
         groups = _signalled(groups, 0)
     _signalled(groups, signal.SIGKILL)
 

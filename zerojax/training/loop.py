@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -28,7 +28,7 @@ from zerojax.training.display import ProgressBar, ProgressLines, on_terminal
 from zerojax.training.stragglers import StragglerMonitor
 from zerojax.training.writers import EVALUATION, Writer, default_writers, is_evaluated
 from zerojax.typing import PyTree
-from zerojax.zero import Zero
+from zerojax.zero import CheckpointOptions, Zero
 
 if TYPE_CHECKING:
     from zerojax.checkpoints import Checkpoints
@@ -38,35 +38,6 @@ _RATE_STEPS = 11  # the rate is measured between the first and the last of this 
 _DATA_TIMEOUT_S = 60  # for the data of the other processes to end, after that of this process has ended
 _NO_BATCH = object()  # in place of a batch, after the last one
 _READ_DELAY = 2  # steps after which metrics are read, so that the devices always have a next step to run
-
-
-class CheckpointOptions(TypedDict, total=False):
-    """The options of `zero.checkpoints`; `zerojax.checkpoints.Checkpoints` describes them in full.
-
-    Attributes:
-        every: number of steps between two saves, 1000 by default. The state after the last step is saved as well.
-        keep: number of newest checkpoints to keep, 3 by default; None keeps all of them.
-        keep_every: also keeps the checkpoints of the steps that are multiples of this number. None, the default, keeps
-            no others.
-        most_skipped: number of consecutive skipped updates (because a gradient was not finite) that ends the run, 10 by
-            default.
-        spike: logs a loss of more than this multiple of the recent median. None, the default, logs none.
-        watchdog_s: ends the process with the stacks of all threads if a step takes longer than this, in seconds. It
-            must be longer than a save, an evaluation and a compilation. None, the default, disables it.
-        verify_replicas_every: number of steps between two comparisons of what several devices hold, in addition to
-            those before each save. None, the default, makes no others.
-        copy_to: URL of remote storage, such as 's3://bucket/run', to which steps are copied, and with each step the
-            files that describe the run and its metrics. None, the default, copies nothing.
-    """
-
-    every: int
-    keep: int | None
-    keep_every: int | None
-    most_skipped: int
-    spike: float | None
-    watchdog_s: float | None
-    verify_replicas_every: int | None
-    copy_to: str | None
 
 
 def fit(
