@@ -156,3 +156,15 @@ def test_model_state_is_averaged_over_devices_and_carried_through_microbatches(s
     np.testing.assert_allclose(state.model_state["stats"]["mean"], want.mean(), rtol=1e-5)
     assert int(state.model_state["stats"]["count"]) == k
     assert "stats" not in metrics
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_microbatches_are_summed_in_fp32(stage):
+    """64 gradients of 1 + 2^-7, whose partial sums have more digits than bf16. All rows but those of a device are 0."""
+    zero = Zero(zerojax.make_mesh(), stage, "bf16")
+    state = zero.init(lambda: {"w": jnp.zeros(16)}, optax.sgd(1.0))
+    x = np.zeros((8 * 64, 16), np.float32)
+    x[:64] = 1 + 2.0**-7
+    step = zero.train_step(lambda params, batch: 8 * jnp.mean(batch["x"] @ params["w"]), num_microbatches=64)
+    state, _ = step(state, {"x": x})
+    np.testing.assert_array_equal(state.master["w"], np.full(16, -(1 + 2.0**-7), np.float32))

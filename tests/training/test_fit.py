@@ -130,6 +130,23 @@ def test_a_run_that_stopped_continues_bit_for_bit(step, uninterrupted, tmp_path,
     assert len(shown) == len(set(shown)) and (STEPS, "loss") in shown
 
 
+def test_a_run_that_stopped_between_saves_keeps_its_rhythm(step, tmp_path):
+    """Stopped after step 4 and continued: saves, evaluations and rows are at multiples of 3, and at both ends."""
+    options = {"evaluate": lambda state: {"two": 2}, "evaluate_every": 3, "log_every": 3}
+    for num_steps in (4, STEPS):
+        run(step, tmp_path, num_steps, checkpoints={"every": 3, "keep": None}, **options)
+    assert store.steps(tmp_path / "checkpoints") == [3, 4, 6, STEPS]
+    assert [row["step"] for row in rows(tmp_path) if "eval/two" in row] == [3, 4, 6, STEPS]
+    assert [row["step"] for row in rows(tmp_path) if "loss" in row] == [1, 3, 4, 5, 6, STEPS]
+
+
+def test_the_last_step_is_evaluated_once(step, tmp_path):
+    """Also if an evaluation is due after it anyway."""
+    evaluated = []
+    run(step, tmp_path, 4, evaluate=lambda state: evaluated.append(int(state.step)) or {"two": 2}, evaluate_every=2)
+    assert evaluated == [row["step"] for row in rows(tmp_path) if "eval/two" in row] == [2, 4]
+
+
 def test_a_complete_run_does_nothing(step, uninterrupted, caplog):
     before = {file: file.stat().st_mtime_ns for file in uninterrupted.iterdir() if file.is_file()}
     state = run(step, uninterrupted, data=lambda i: 1 / 0)
