@@ -137,8 +137,8 @@ def test_a_scalar_in_the_batch_reaches_every_microbatch(k):
     np.testing.assert_allclose(three["loss"], 3 * one["loss"], rtol=1e-6)
 
 
-@pytest.mark.parametrize(("stage", "k"), [(0, 1), (3, 1), (3, 4)])
-def test_model_state_is_averaged_over_devices_and_carried_through_microbatches(stage, k):
+@pytest.mark.parametrize(("stage", "k", "replica"), [(0, 1, 1), (3, 1, 1), (3, 2, 1), (3, 4, 1), (3, 1, 2)])
+def test_model_state_is_averaged_over_devices_and_carried_through_microbatches(stage, k, replica):
     """Each device sees different rows. After the step, all have the mean of their running means, and the same count."""
 
     def stateful(variables, batch):
@@ -146,7 +146,7 @@ def test_model_state_is_averaged_over_devices_and_carried_through_microbatches(s
         mean = 0.5 * stats["mean"] + 0.5 * jnp.mean(batch["x"])
         return jnp.mean(losses(variables["params"], batch)), {"stats": {"mean": mean, "count": stats["count"] + 1}}
 
-    zero, batch = Zero(zerojax.make_mesh(), stage), make_batch()
+    zero, batch = Zero(zerojax.make_mesh(replica=replica), stage), make_batch()
     stats = lambda: {"mean": jnp.zeros(()), "count": jnp.int32(0)}
     state = zero.init(lambda key: {"params": create(key), "stats": stats()}, optax.sgd(0.1))
     state, metrics = zero.train_step(stateful, num_microbatches=k)(state, batch)
