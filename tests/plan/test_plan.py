@@ -202,13 +202,18 @@ def test_state_between_steps_matches_the_formula(stage):
 
 
 def test_a_step_that_does_not_fit_gets_suggestions():
-    made = plan("llama3-8b", "h100:8", Settings(remat="none"))
+    settings = Settings(remat="none", rows=2)
+    made = plan("llama3-8b", "h100:8", settings)
     assert not made.fits and made.room_bytes < 0
     changes = {each.change: each for each in made.suggestions}
     assert changes["remat='full'"].fits and changes["remat='full'"].peak_bytes < 0.5 * made.peak_bytes
     assert all(each.peak_bytes < made.peak_bytes for each in made.suggestions)
-    again = plan("llama3-8b", "h100:8", Settings(remat="full"), suggest=False)
-    assert again.fits and again.peak_bytes == changes["remat='full'"].peak_bytes
+    for change, options in {
+        "remat='full'": {"remat": "full"},
+        "2 microbatches of 1 rows": {"rows": 1, "num_microbatches": 2},
+    }.items():
+        again = plan("llama3-8b", "h100:8", dataclasses.replace(settings, **options), suggest=False)
+        assert (again.peak_bytes, again.fits) == (changes[change].peak_bytes, changes[change].fits)
     shown = text(made, formulas=True)
     assert shown.startswith("does not fit: ") and "2 x 8.03B / 8" in shown and "zerojax.Zero(" in shown
 

@@ -25,11 +25,12 @@ PRODUCT = pytest.mark.parametrize(
 
 
 def create(key):
-    return {"w": jax.random.normal(key, (16, 8)), "b": jnp.zeros(8)}
+    """`scale` is not sharded."""
+    return {"w": jax.random.normal(key, (16, 8)), "b": jnp.zeros(8), "scale": jnp.ones(())}
 
 
 def losses(params, batch):
-    return jnp.sum((batch["x"] @ params["w"] + params["b"] - 1) ** 2, axis=-1)
+    return jnp.sum(((batch["x"] @ params["w"] + params["b"]) * params["scale"] - 1) ** 2, axis=-1)
 
 
 def loss(params, batch):
