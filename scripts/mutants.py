@@ -98,8 +98,9 @@ def copied(folder):
 def run(tests, folder):
     """Runs tests with the copy of zerojax in a folder. Returns (exit code of pytest, its output)."""
     options = ["-x", "--disable-warnings", "-p", "no:cacheprovider", "-p", "copied"]
-    command = [sys.executable, "-P", "-m", "pytest", *options, *tests]
-    environ = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", *options, *tests]
+    # Like -P, but also for processes that tests start: nothing is imported from the current folder, the checkout.
+    environ = {**os.environ, "PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     try:
         ended = subprocess.run(command, cwd=ROOT, env=environ, timeout=TIMEOUT_S, **output)
