@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from support.small_run import (
     ROWS,
     WIDTH,
@@ -122,6 +123,72 @@ def test_restored_compute_parameters_are_a_cast_of_the_master_parameters(saved):
         state, _ = checkpoints.resume(zero.init(create, adam()))
     for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(state.master), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b.astype(jnp.bfloat16)))
+
+
+class Normed(nnx.Module):
+    """Has running statistics, and keys for dropout with a count of those that were drawn."""
+
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.norm = nnx.BatchNorm(WIDTH, axis_name="data", rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.norm(self.layer(x)))
+
+
+def on_host(state):
+    """Every leaf of a state, by path, as numpy arrays. Unlike `contents.arrays`, it knows of no part of a state."""
+    data = lambda leaf: jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): np.asarray(data(leaf)) for path, leaf in leaves}
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_the_loss_scale_and_the_state_of_the_model_are_restored(tmp_path, abstract):
+    """With every other leaf, bit for bit. A run from another seed, or before the first step, has others."""
+    fp16 = zerojax.Precision(compute_dtype=jnp.float16, reduce_dtype=jnp.float16, initial_scale=4.0, growth_interval=2)
+    zero = setting(precision=fp16)
+    step = zero.train_step(lambda model, batch: jnp.mean((model(batch["x"]) - batch["y"]) ** 2))
+    state = zero.init(Normed, adam())
+    for i in range(3):
+        state, _ = step(state, batch(i))
+    assert (float(state.loss_scale.value), int(state.loss_scale.finite_steps)) == (8, 1)
+    with zero.checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state)
+        checkpoints.wait()
+        other = zero.init(Normed, adam(), 1)
+        fresh = on_host(other)
+        restored, _ = checkpoints.resume(contents.avals(other) if abstract else other)
+    want, found = on_host(state), on_host(restored)
+    differing = {path for path, value in want.items() if not np.array_equal(value, fresh[path])}
+    names = ("loss_scale.value", "loss_scale.finite_steps", "'mean'", "'var'", "'key'", "'count'")
+    assert all(any(name in path for path in differing) for name in names)
+    assert found.keys() == want.keys()
+    for path, value in want.items():
+        assert found[path].dtype == value.dtype
+        np.testing.assert_array_equal(found[path], value, err_msg=path)
+
+
+def test_a_run_that_resumes_between_two_saves_keeps_its_steps_and_counts(tmp_path, caplog):
+    """It resumes from step 3. Steps 4 and 6 are due every 2 steps, and the update of step 4 is the second skipped."""
+    zero, state, step = guarded_step()
+
+    def train_until(state, until):
+        with zero.checkpoints(tmp_path, every=2, keep=None) as checkpoints:
+            state, start = checkpoints.resume(state)
+            for i in range(start, until):
+                state, metrics = step(state, scaled(i, np.nan if i in (1, 3) else 1))
+                checkpoints.update(state, metrics)
+            checkpoints.save(state)
+
+    train_until(state, 3)
+    assert "step 2: the update was skipped: a gradient is not finite (1 so far)" in caplog.text
+    caplog.clear()
+    train_until(zero.init(create, adam()), 7)
+    assert store.steps(tmp_path) == [2, 3, 4, 6, 7]
+    assert caplog.text.count("the update was skipped") == 1
+    assert "step 4: the update was skipped: a gradient is not finite (2 so far)" in caplog.text
 
 
 def test_the_passed_state_is_freed(saved):

@@ -1,12 +1,13 @@
-"""The benchmarks: the search of the ablation, and a run of the GPU benchmark on simulated devices."""
+"""The benchmarks: the search of the ablation, and a run of the GPU benchmark. The list of bugs to plant."""
 
 import json
 import subprocess
 import sys
 
 import ablation
+import mutants
 import pytest
-from support.paths import BENCHMARKS, importing
+from support.paths import BENCHMARKS, REPO, importing
 
 
 @pytest.mark.parametrize(("budget", "want"), [(9, 0), (30, 10), (100, 36), (2000, 290)])
@@ -35,3 +36,55 @@ def test_the_gpu_benchmark_reports_on_simulated_devices(tmp_path):
     for form in result["forms"].values():
         assert form["error"] is None and form["peak_bytes"] is None and form["compiled_peak_bytes"] > 0
         assert form["step_s"] > 0 and form["compile_s"] > 0
+
+
+BUGS = mutants.bugs()
+
+
+@pytest.mark.parametrize("number", BUGS)
+def test_a_bug_can_be_planted(number):
+    """Its text is where the list says, once, and the file with the bug is still Python."""
+    bug = BUGS[number]
+    source = (REPO / "zerojax" / bug.file).read_text()
+    compile(bug.planted(source), bug.file, "exec")
+    assert bug.text != bug.replacement and bug.tests
+    for test in bug.tests:
+        file, _, name = test.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (REPO / file).read_text()
+
+
+def test_bugs_are_selected_by_number_and_by_file():
+    assert mutants.selected([], BUGS) == BUGS
+    assert list(mutants.selected(["2", "4-6"], BUGS)) == [2, 4, 5, 6]
+    assert {bug.file for bug in mutants.selected(["training/*"], BUGS).values()} == {
+        "training/loop.py",
+        "training/writers.py",
+    }
+    with pytest.raises(SystemExit, match=r"'nowhere\.py' selects no bug"):
+        mutants.selected(["nowhere.py"], BUGS)
+
+
+@pytest.mark.once
+def test_only_a_test_that_fails_kills_a_bug(tmp_path):
+    folder = mutants.copied(tmp_path)
+    test = "tests/sharding/test_padding.py::test_zeros_are_appended_and_cut_off"
+    found = mutants.Bug("Zeros are cut off.", "sharding/padding.py", "] - self.count, axis", "], axis", [test])
+    harmless = found._replace(text="Appends the zeros.", replacement="Appends zeros.")
+    moved = found._replace(text="a line that is gone")
+    invalid = found._replace(text="import jax\n", replacement="import nothing\n")
+    bugs = {"killed": [found], "SURVIVED": [harmless], "NOT RUN": [moved, invalid]}
+    for result, each in bugs.items():
+        assert [mutants.outcome(bug, folder)[0] for bug in each] == [result] * len(each)
+    assert (folder / "zerojax/sharding/padding.py").read_text() == (REPO / "zerojax/sharding/padding.py").read_text()
+
+
+@pytest.mark.once
+def test_bugs_are_planted_where_zerojax_is_imported_from(tmp_path):
+    """Another zerojax than the copy would let every bug survive."""
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "copy"
+    mutants.copied(elsewhere)
+    mutants.copied(folder)
+    (folder / "zerojax").rename(folder / "renamed")
+    (folder / "zerojax").symlink_to(elsewhere / "zerojax")
+    code, output = mutants.run(["tests/sharding/test_padding.py::test_zeros_are_appended_and_cut_off"], folder)
+    assert code not in (mutants.PASSED, mutants.FAILED) and f"zerojax is imported from {elsewhere}" in output

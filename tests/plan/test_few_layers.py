@@ -1,4 +1,4 @@
-"""Steps are traced without layers that equal others, and their memory is that of a trace with all layers."""
+"""Steps are traced without layers that equal others, and their memory and time are those of a trace with all layers."""
 
 import dataclasses
 
@@ -10,11 +10,13 @@ import optax
 import pytest
 from flax import nnx
 
+from zerojax.analysis.hardware import cluster
 from zerojax.plan.job import Job, Settings
 from zerojax.plan.planner import Planner
 from zerojax.plan.search import search
 from zerojax.plan.tracing import Tracer
 
+CHIP = cluster("h100:8").chip
 CONFIG = gpt.Config(width=32, layers=6, heads=2, vocab=256, seq=32)
 
 
@@ -83,13 +85,15 @@ SETTINGS = {
 
 @pytest.mark.parametrize("job", [gpt_job, alternating_job, masked_job, linen_job])
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_the_memory_is_that_of_a_trace_with_all_layers(job, settings):
+def test_memory_and_time_are_those_of_a_trace_with_all_layers(job, settings):
     settings = Settings(rows=2, **SETTINGS[settings])
     few, everything = Tracer(job()), Tracer(job(), on_few_layers=False)
     got, want = few.memory(settings, 8), everything.memory(settings, 8)
     assert few.device_trace(settings, 8).layers
     assert got.peak_bytes == pytest.approx(want.peak_bytes, rel=0.005)
     assert got.host_bytes == pytest.approx(want.host_bytes, rel=0.005)
+    times = [tracer.device_trace(settings, 8).compute_time(CHIP).total_s for tracer in (few, everything)]
+    assert times[0] == pytest.approx(times[1], rel=0.1)  # layers of these small models differ in what surrounds them
 
 
 def test_the_trace_does_not_grow_with_the_number_of_layers():

@@ -41,6 +41,7 @@ def test_a_shard_is_read_up_to_the_last_element():
     ("shape", "num_shards", "options", "choice"),
     [
         ((4096, 1000), 24, {}, (0, "padded to 4104", 8)),  # the fewest zeros: 0.2%, not 0.8%
+        ((1000, 4096), 24, {}, (1, "padded to 4104", 8)),
         ((13, 7), 8, {}, (1, "padded to 8", 1)),
         ((5, 3), 15, {}, (0, "padded to 15", 10)),
         ((64, 13, 7), 8, {"stacked": True}, (2, "padded to 8", 1)),  # never the layer dim

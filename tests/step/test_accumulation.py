@@ -25,11 +25,12 @@ PRODUCT = pytest.mark.parametrize(
 
 
 def create(key):
-    return {"w": jax.random.normal(key, (16, 8)), "b": jnp.zeros(8)}
+    """`scale` is not sharded."""
+    return {"w": jax.random.normal(key, (16, 8)), "b": jnp.zeros(8), "scale": jnp.ones(())}
 
 
 def losses(params, batch):
-    return jnp.sum((batch["x"] @ params["w"] + params["b"] - 1) ** 2, axis=-1)
+    return jnp.sum(((batch["x"] @ params["w"] + params["b"]) * params["scale"] - 1) ** 2, axis=-1)
 
 
 def loss(params, batch):
@@ -137,8 +138,8 @@ def test_a_scalar_in_the_batch_reaches_every_microbatch(k):
     np.testing.assert_allclose(three["loss"], 3 * one["loss"], rtol=1e-6)
 
 
-@pytest.mark.parametrize(("stage", "k"), [(0, 1), (3, 1), (3, 4)])
-def test_model_state_is_averaged_over_devices_and_carried_through_microbatches(stage, k):
+@pytest.mark.parametrize(("stage", "k", "replica"), [(0, 1, 1), (3, 1, 1), (3, 2, 1), (3, 4, 1), (3, 1, 2)])
+def test_model_state_is_averaged_over_devices_and_carried_through_microbatches(stage, k, replica):
     """Each device sees different rows. After the step, all have the mean of their running means, and the same count."""
 
     def stateful(variables, batch):
@@ -146,7 +147,7 @@ def test_model_state_is_averaged_over_devices_and_carried_through_microbatches(s
         mean = 0.5 * stats["mean"] + 0.5 * jnp.mean(batch["x"])
         return jnp.mean(losses(variables["params"], batch)), {"stats": {"mean": mean, "count": stats["count"] + 1}}
 
-    zero, batch = Zero(zerojax.make_mesh(), stage), make_batch()
+    zero, batch = Zero(zerojax.make_mesh(replica=replica), stage), make_batch()
     stats = lambda: {"mean": jnp.zeros(()), "count": jnp.int32(0)}
     state = zero.init(lambda key: {"params": create(key), "stats": stats()}, optax.sgd(0.1))
     state, metrics = zero.train_step(stateful, num_microbatches=k)(state, batch)
@@ -156,3 +157,15 @@ def test_model_state_is_averaged_over_devices_and_carried_through_microbatches(s
     np.testing.assert_allclose(state.model_state["stats"]["mean"], want.mean(), rtol=1e-5)
     assert int(state.model_state["stats"]["count"]) == k
     assert "stats" not in metrics
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_microbatches_are_summed_in_fp32(stage):
+    """64 gradients of 1 + 2^-7, whose partial sums have more digits than bf16. All rows but those of a device are 0."""
+    zero = Zero(zerojax.make_mesh(), stage, "bf16")
+    state = zero.init(lambda: {"w": jnp.zeros(16)}, optax.sgd(1.0))
+    x = np.zeros((8 * 64, 16), np.float32)
+    x[:64] = 1 + 2.0**-7
+    step = zero.train_step(lambda params, batch: 8 * jnp.mean(batch["x"] @ params["w"]), num_microbatches=64)
+    state, _ = step(state, {"x": x})
+    np.testing.assert_array_equal(state.master["w"], np.full(16, -(1 + 2.0**-7), np.float32))

@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn, nnx
+from support import traffic
 
 import zerojax
 from zerojax import Zero
@@ -67,6 +68,25 @@ def test_a_frozen_leaf_keeps_its_dtype_and_its_bits(tmp_path, precision, dtype):
             restored = checkpoints.restore(zero.init(create, optax.adam(1e-2), seed=1), 2)
         assert restored.params["base"]["kernel"].dtype == dtype
         assert bits(restored.params) == bits(state.params)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "computed"),
+    [("float32", "bfloat16"), ("bfloat16", "bfloat16"), ("float8_e4m3fn", "float8_e4m3fn"), ("int8", "int8")],
+)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_frozen_leaf_is_gathered_and_computed_in_its_dtype_or_a_narrower_one(stage, dtype, computed):
+    seen = []
+
+    def observing(model, x):
+        seen.append(str(model.base.kernel[...].dtype))
+        return loss(model, x)
+
+    zero = Zero(zerojax.make_mesh(), stage, "bf16", frozen=["base/*", "norm/*"])
+    state = zero.eval_init(lambda rngs: Tuned(dtype, rngs), optax.sgd(0.1))
+    found = traffic.collectives_of_step(zero.train_step(observing), state, X)
+    assert set(seen) == {computed}
+    assert {c.dtype for c in found if c.kind == "all_gather"} == ({computed, "bfloat16"} if stage == 3 else set())
 
 
 def test_the_audit_finds_nothing_in_a_step_with_a_narrow_base():

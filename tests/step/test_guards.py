@@ -133,6 +133,20 @@ def test_a_run_continues_with_another_schedule_and_its_moments(tmp_path, caplog)
     zero.train_step(loss)(state, X)
 
 
+def test_a_schedule_that_is_new_starts_at_the_number_of_updates(tmp_path):
+    """Plain SGD counts nothing. Of three steps, one was skipped."""
+    zero, state = started(tx=optax.sgd(1e-3))
+    step = zero.train_step(loss)
+    for x in (X, X * np.nan, X):
+        state, _ = step(state, x)
+    with zero.checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state)
+    zero, fresh = started(tx=optax.sgd(optax.linear_schedule(1e-3, 0, 10)))
+    with zero.checkpoints(tmp_path) as checkpoints:
+        state, start = checkpoints.resume(fresh, optimizer="changed")
+    assert start == 3 and [int(count) for count in jax.tree.leaves(state.opt_state)] == [2]
+
+
 @pytest.mark.parametrize("first", [True, False], ids=["freezes", "thaws"])
 def test_a_run_continues_with_other_frozen_leaves_and_its_moments(tmp_path, first):
     tx = optax.adam(1e-3)

@@ -108,6 +108,20 @@ def test_an_optimizer_that_cannot_work_is_refused_by_name(name):
         zero.eval_init(MODEL.create, 0.1)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_optimizer_gets_the_loss_and_the_gradient_of_the_step(stage):
+    """Those that scale their steps by the loss depend on its value."""
+
+    def update(updates, state, params=None, *, value, grad):
+        return updates, {"loss": value, "norm": optax.tree.norm(grad)}
+
+    recording = optax.GradientTransformationExtraArgs(lambda _: {"loss": jnp.zeros(()), "norm": jnp.zeros(())}, update)
+    tx = optax.chain(recording, optax.sgd(0.1))
+    got, state = train(Zero(zerojax.make_mesh(), stage), MODEL, batches(MODEL, 2), tx)
+    for name, metric in ("loss", "loss"), ("norm", "grad_norm"):
+        np.testing.assert_allclose(state.opt_state[0][name], got.metrics[-1][metric], rtol=1e-5)
+
+
 def test_an_injected_learning_rate_is_reported():
     seen = train(Zero(zerojax.make_mesh()), MODEL, batches(MODEL, 3), CHAINS["inject_hyperparams"]())[0].metrics
     np.testing.assert_allclose([m["learning_rate"] for m in seen], [1e-2, 9e-3, 8e-3], rtol=1e-5)

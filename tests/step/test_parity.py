@@ -115,7 +115,7 @@ class Drawing(nnx.Module):
         self.rngs = rngs.fork()
 
 
-def draws(kind, stage, k, steps=2):
+def draws(kind, stage, k, replica, steps=2):
     """The random numbers of every (device, microbatch, step), identified by the rows that each processes."""
 
     def report(draw, batch):
@@ -130,7 +130,7 @@ def draws(kind, stage, k, steps=2):
         draw = jax.random.uniform(key)
         return jnp.mean(params["w"]) * draw, report(draw, batch)
 
-    zero = Zero(zerojax.make_mesh(), stage)
+    zero = Zero(zerojax.make_mesh(replica=replica), stage)
     create, loss = (
         (lambda rngs: Drawing(rngs), from_module) if kind == "nnx" else (lambda: {"w": jnp.ones(8)}, from_key)
     )
@@ -141,10 +141,10 @@ def draws(kind, stage, k, steps=2):
     return np.array(seen)
 
 
-@pytest.mark.parametrize(("stage", "k"), [(0, 4), (3, 1), (3, 4)])
+@pytest.mark.parametrize(("stage", "k", "replica"), [(0, 4, 1), (3, 1, 1), (3, 4, 1), (3, 1, 2)])
 @pytest.mark.parametrize("kind", ["nnx", "key"])
-def test_shards_microbatches_and_steps_draw_different_numbers(kind, stage, k):
-    seen = draws(kind, stage, k)
+def test_shards_microbatches_and_steps_draw_different_numbers(kind, stage, k, replica):
+    seen = draws(kind, stage, k, replica)
     assert len(np.unique(seen)) == 2 * 8 * k
     per_part = seen.reshape(2, 8 * k, 32 // (8 * k))
     assert np.all(per_part == per_part[..., :1])  # rows that are processed together share a number

@@ -69,8 +69,28 @@ def test_the_loss_sees_the_compute_dtype(stage, cast_inputs):
 
     zero = Zero(zerojax.make_mesh(), stage, Precision(compute_dtype=jnp.bfloat16, cast_inputs=cast_inputs))
     state = zero.eval_init(create, optax.adam(1e-2))
-    zero.train_step(observing).trace(state, batch() | {"n": np.arange(16, dtype=np.int32)})
-    assert seen["dtypes"] == ["bfloat16", "float32", "bfloat16" if cast_inputs else "float32", "int32"]
+    for step in zero.train_step(observing), zero.eval_step(observing):
+        seen.clear()
+        step.trace(state, batch() | {"n": np.arange(16, dtype=np.int32)})
+        assert seen["dtypes"] == ["bfloat16", "float32", "bfloat16" if cast_inputs else "float32", "int32"]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_wide_frozen_leaves_are_computed_in_the_compute_dtype(stage):
+    """Also in an evaluation. The state stores them in fp32."""
+    seen = []
+
+    def observing(params, batch):
+        seen.append({name: str(leaf.dtype) for name, leaf in params.items()})
+        return jnp.mean(batch["x"] @ params["base"] @ params["w"])
+
+    zero = Zero(zerojax.make_mesh(), stage, "bf16", frozen=["base"])
+    state = zero.eval_init(lambda: {"base": jnp.ones((16, 8)), "w": jnp.ones((8, 8))}, optax.sgd(0.1))
+    assert state.params["base"].dtype == jnp.float32
+    for step in zero.train_step(observing), zero.eval_step(observing):
+        seen.clear()
+        step.trace(state, batch())
+        assert seen and all(dtypes == {"base": "bfloat16", "w": "bfloat16"} for dtypes in seen)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", FP16], ids=["fp32", "bf16", "fp16"])
@@ -138,6 +158,59 @@ def test_gradients_are_unscaled(stage):
         seen.append((float(metrics["grad_norm"]), np.asarray(state.master["w"])))
     np.testing.assert_allclose(seen[0][0], seen[1][0], rtol=1e-3)
     np.testing.assert_allclose(seen[0][1], seen[1][1], rtol=1e-3, atol=1e-4)
+
+
+def linear(params, batch):
+    """A loss whose gradient is the mean of the rows."""
+    return jnp.mean(batch["x"] @ params["w"])
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_gradients_are_widened_before_they_are_unscaled(stage):
+    """A gradient of 2^-25 is too small for fp16, in which it is computed and reduced 2^15 times as large."""
+    zero = Zero(zerojax.make_mesh(), stage, "fp16")
+    state = zero.init(lambda: {"w": jnp.zeros(16)}, optax.sgd(1.0))
+    small = lambda params, batch: 2.0**-15 * linear(params, batch)
+    state, metrics = zero.train_step(small)(state, {"x": np.full((8, 16), 2.0**-10, np.float32)})
+    np.testing.assert_array_equal(state.master["w"], np.full(16, -(2.0**-25), np.float32))
+    assert metrics["grad_norm"] == 4 * 2.0**-25
+
+
+@pytest.mark.parametrize("clip_norm", [1.0, 4.0])
+def test_clip_norm_clips_the_gradient_without_the_loss_scale(clip_norm):
+    """The gradient has 16 elements of 0.5, and a norm of 2: a norm of 1 halves it, and one of 4 leaves it as it is."""
+    zero = Zero(zerojax.make_mesh(), 3, FP16)
+    state = zero.init(lambda: {"w": jnp.zeros(16)}, optax.sgd(1.0))
+    step = zero.train_step(linear, clip_norm=clip_norm)
+    state, metrics = step(state, {"x": np.full((8, 16), 0.5, np.float32)})
+    np.testing.assert_array_equal(state.master["w"], np.full(16, -0.5 * min(1, clip_norm / 2), np.float32))
+    assert metrics["grad_norm"] == 2
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_param_norm_is_that_of_the_master_parameters_over_all_replicas(stage):
+    """In bf16, every element would be rounded to 1. `b` is too small to be sharded."""
+    zero = Zero(zerojax.make_mesh(replica=2), stage, "bf16")
+    value = np.float32(1 + 2.0**-9)
+    state = zero.init(lambda: {"w": jnp.full(16, value), "b": jnp.full(3, value)}, optax.sgd(0.0))
+    _, metrics = zero.train_step(linear)(state, {"x": np.ones((8, 16), np.float32)})
+    np.testing.assert_allclose(metrics["param_norm"], np.sqrt(19) * value, rtol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_of_a_leaf_that_two_units_share_are_added_in_fp32(stage):
+    """The gradients are 1 and 2^-9 in bf16, of which 1 would be left."""
+
+    def loss(params, batch):
+        first = jnp.mean(batch["x"] @ params["shared"])
+        second = first * params["between"][0]
+        return second + jnp.mean(batch["y"] @ params["shared"])
+
+    zero = Zero(zerojax.make_mesh(), stage, "bf16")
+    state = zero.init(lambda: {"shared": jnp.zeros(16), "between": jnp.ones(16)}, optax.sgd(1.0))
+    x = np.ones((8, 16), np.float32)
+    state, _ = zero.train_step(loss)(state, {"x": x, "y": x * 2.0**-9})
+    np.testing.assert_array_equal(state.master["shared"], np.full(16, -(1 + 2.0**-9), np.float32))
 
 
 @pytest.mark.parametrize("dtype", ["float99", "int8", None, bool])

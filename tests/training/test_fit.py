@@ -11,7 +11,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 
 import jax
 import numpy as np
@@ -128,7 +127,25 @@ def test_a_run_that_stopped_continues_bit_for_bit(step, uninterrupted, tmp_path,
     starts = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
     assert [(start["from_step"], start["config"]["lr"]) for start in starts] == [(0, 0.1), (3, 0.2)]
     shown = [(at, name) for at, name, _ in events(tmp_path / "tensorboard")]
-    assert len(shown) == len(set(shown)) and (STEPS, "loss") in shown
+    assert len(shown) == len(set(shown))
+    assert [at for at, name in shown if name == "loss"] == list(range(1, STEPS + 1))
+
+
+def test_a_run_that_stopped_between_saves_keeps_its_rhythm(step, tmp_path):
+    """Stopped after step 4 and continued: saves, evaluations and rows are at multiples of 3, and at both ends."""
+    options = {"evaluate": lambda state: {"two": 2}, "evaluate_every": 3, "log_every": 3}
+    for num_steps in (4, STEPS):
+        run(step, tmp_path, num_steps, checkpoints={"every": 3, "keep": None}, **options)
+    assert store.steps(tmp_path / "checkpoints") == [3, 4, 6, STEPS]
+    assert [row["step"] for row in rows(tmp_path) if "eval/two" in row] == [3, 4, 6, STEPS]
+    assert [row["step"] for row in rows(tmp_path) if "loss" in row] == [1, 3, 4, 5, 6, STEPS]
+
+
+def test_the_last_step_is_evaluated_once(step, tmp_path):
+    """Also if an evaluation is due after it anyway."""
+    evaluated = []
+    run(step, tmp_path, 4, evaluate=lambda state: evaluated.append(int(state.step)) or {"two": 2}, evaluate_every=2)
+    assert evaluated == [row["step"] for row in rows(tmp_path) if "eval/two" in row] == [2, 4]
 
 
 def test_a_complete_run_does_nothing(step, uninterrupted, caplog):
@@ -384,18 +401,21 @@ def test_a_config_that_cannot_be_read_is_reported(step, tmp_path, caplog, conten
     assert len([json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]) == 2
 
 
-def test_rates_count_steps_only(tmp_path):
-    """Not the time between steps, nor the time when metrics are read all at once."""
-    kept = Rows()
+def test_rates_count_steps_only(monkeypatch):
+    """Not the time of an evaluation, nor the time when metrics are read all at once. Each step takes a second."""
+    kept, now = Rows(), [0.0]
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
     with loop.MetricsRecorder([kept], None, log_every=1) as recorder:
-        for step in range(1, 9):
-            time.sleep(0.05)
+        for step in range(1, 13):
+            now[0] += 1
             recorder.add(step, {"loss": 1.0}, batch(0))
             if step == 5:
+                now[0] += 100
                 recorder.add_evaluation(5, {"loss": 1.0})
-                time.sleep(0.5)
-    rates = [row["seconds_per_step"] for _, row in kept if "seconds_per_step" in row]
-    assert rates and max(rates) < 0.4 and min(rates) >= 0.05
+                now[0] += 100
+        now[0] += 100
+    rates = {at: row["seconds_per_step"] for at, row in kept if "seconds_per_step" in row}
+    assert set(rates.values()) == {1.0} and min(rates) < 5 and max(rates) == 12
 
 
 def test_a_nan_is_written_as_json(tmp_path):

@@ -17,6 +17,12 @@ from zerojax import Remat, Zero
 
 WIDTH, LAYERS = 16, 3
 NAMED = Remat(save=("up",), offload=("down",))
+OFFLOAD_DOWN = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=["up"],
+    names_which_can_be_offloaded=["down"],
+    offload_src="device",
+    offload_dst="pinned_host",
+)
 
 
 def create(key):
@@ -109,6 +115,7 @@ def test_only_what_is_not_saved_is_recomputed_in_a_loop(setting):
     ("model", "remat", "times"),
     [
         ("unrolled", NAMED, LAYERS),
+        ("unrolled", Remat(policy=OFFLOAD_DOWN), LAYERS),
         (
             "unrolled",
             Remat(offload_inputs=True),

@@ -66,6 +66,18 @@ def test_every_way_to_look_up_rows_has_the_values_and_gradients_of_one_device(st
         np.testing.assert_allclose(got[way], grads[way], rtol=tolerance, atol=tolerance * 1e-1, err_msg=way)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gradients_of_tokens_that_share_a_row_are_added_in_fp32(stage):
+    """One token has a gradient of 1 and the others of a device one of 2^-9, which would be lost next to it in bf16."""
+    zero = Zero(zerojax.make_mesh(), stage, "bf16_reduce_fp32")
+    state = zero.init(lambda: {"table": jnp.zeros((ROWS, N))}, optax.sgd(1.0))
+    loss = lambda params, batch: N * jnp.mean(jnp.sum(params["table"][batch["ids"]] * batch["x"], axis=(1, 2)))
+    x = np.zeros((N, TOKENS, N), np.float32)
+    x[0, 0], x[0, 1:] = 1, 2.0**-9
+    state, _ = zero.train_step(loss)(state, {"ids": np.full((N, TOKENS), 7, np.int32), "x": x})
+    np.testing.assert_array_equal(state.master["table"][7], np.full(N, -(1 + 3 * 2.0**-9), np.float32))
+
+
 def collectives(zero, loss, params, batch):
     traced = jax.jit(zero.value_and_grad(loss)).trace(zero.shard(params), zero.shard_batch(batch))
     return traffic.collectives_of(traced.jaxpr.jaxpr, dict(zero.config.mesh.shape))
