@@ -140,8 +140,6 @@ def test_the_mark_is_written_last_and_deleted_first(tmp_path, monkeypatch):
         monkeypatch.setattr(remote._fs, method, record)
     keep_newest = lambda steps: steps[-1:]
     for number in range(1, 4):
-        (tmp_path / "there" / "checkpoints" / f"step_{number}").mkdir(parents=True, exist_ok=True)
-        remote._fs.auto_mkdir = True
         remote.copy(number, tmp_path / f"step_{number}", keep_newest)
         assert remote.finish()
     step = lambda number: f"{remote._root}/checkpoints/step_{number}"

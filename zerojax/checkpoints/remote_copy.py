@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
 from zerojax.checkpoints import store
 
@@ -278,4 +279,6 @@ def _open(url: str) -> tuple[Any, str]:
         extras = {"s3": "pip install 'zerojax[s3]'", "gs": "pip install 'zerojax[gcs]'"}
         fix = extras.get(url.partition("://")[0], "a scheme that fsspec knows, with the package that it needs")
         raise ValueError(f"checkpoints: {url} cannot be opened\n  got:      {error}\n  fix:      {fix}") from error
+    if isinstance(fs, LocalFileSystem):
+        fs.auto_mkdir = True  # object storage has no folders to make
     return fs, root.rstrip("/")
