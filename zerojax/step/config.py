@@ -44,7 +44,9 @@ class ZeroConfig(NamedTuple):
     def spans_processes(self) -> bool:
         """Whether the mesh has devices of all of several processes, so that all of them run each step together."""
         count = jax.process_count()
-        return count > 1 and len({device.process_index for device in self.mesh.devices.flat}) == count
+        if count == 1 or not isinstance(self.mesh, Mesh):
+            return False
+        return len({device.process_index for device in self.mesh.devices.flat}) == count
 
     def texts(self) -> dict[str, str]:
         """The configuration as texts by name, for comparison between processes."""
