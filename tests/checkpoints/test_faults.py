@@ -220,6 +220,17 @@ def test_two_processes_write_one_checkpoint_that_one_process_reads(tmp_path, und
     assert run(tmp_path, num_steps=STEPS + 1)[0].keys() == {STEPS + 1}
 
 
+def test_two_processes_continue_from_the_copy_in_remote_storage(tmp_path, undisturbed):
+    url = f"file://{tmp_path}/copy"
+    (code, first, errors), (other, *_) = results(start_two(tmp_path / "first", "--copy-to", url))
+    assert code == other == 0, errors[-3000:]
+    losses, errors = run(tmp_path / "second", "--copy-to", url, num_steps=STEPS + 1)
+    assert losses.keys() == {STEPS + 1} and f"step {STEPS} is fetched from {url}" in errors
+    (code, losses, errors), (other, *_) = results(start_two(tmp_path / "third", "--copy-to", url))
+    assert code == other == 0 and not losses, errors[-3000:]  # process 1 sees the step that process 0 has fetched
+    assert_close(first, undisturbed)
+
+
 def test_each_of_two_processes_restores_its_own_data_iterator(tmp_path):
     """A single process cannot restore both, and raises an error."""
     stopped = start_two(tmp_path, "--data", "--slow", 0.1)

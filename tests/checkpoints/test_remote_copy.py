@@ -14,6 +14,7 @@ import s3fs
 from click.testing import CliRunner
 from support import s3
 from support.paths import SUPPORT, TESTS, importing
+from support.ports import free_port
 from support.small_run import adam, batch, create, digest_of, loss, setting
 
 import zerojax
@@ -281,3 +282,16 @@ def test_a_url_that_cannot_work_is_refused_at_the_start(tmp_path, zero, url, mes
     with pytest.raises(ValueError, match=message):
         zero.checkpoints(tmp_path / "run", copy_to=url)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("what", ["bucket", "server"])
+def test_storage_that_cannot_be_reached_is_told_at_the_start(tmp_path, port, zero, monkeypatch, what):
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
+    url = f"s3://{'nowhere' if what == 'bucket' else s3.BUCKET}/run"
+    with (
+        s3.clients(port if what == "bucket" else free_port()),
+        pytest.raises(ValueError, match=f"checkpoints: {url} cannot be reached\n  got:      .*\n  fix: "),
+    ):
+        zero.checkpoints(tmp_path / "run", copy_to=url)
+    assert not store.folders(tmp_path / "run")
+    zero.checkpoints(tmp_path / "run").close()  # the lock of the directory was released

@@ -39,6 +39,7 @@ parser.add_argument("--data", action="store_true", help="use a data iterator, wh
 parser.add_argument("--fallback", action="store_true", help="fall back to an earlier step if one is damaged")
 parser.add_argument("--unreadable", choices=["arrays", "manifest", "mark"], help="what process 1 cannot read of step 4")
 parser.add_argument("--watchdog", type=float)
+parser.add_argument("--copy-to", help="a URL to which steps are copied")
 parser.add_argument("--heartbeat", type=int, default=10)
 args = parser.parse_args()
 
@@ -110,7 +111,7 @@ def main():
     if args.die_deleting:
         die_deleting()
     options = {"every": args.every, "keep": args.keep, "watchdog_s": args.watchdog}
-    options["verify_replicas_every"] = args.verify_every
+    options |= {"verify_replicas_every": args.verify_every, "copy_to": args.copy_to}
     checkpoints = zero.checkpoints(args.directory, **options)
     data = Data(own.index) if args.data else None
     state, start = checkpoints.resume(state, data, fallback=args.fallback)

@@ -20,7 +20,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,31 +61,44 @@ class RemoteCopy:
         """Takes the lease, and keeps it until `close`. Waits for the end of one whose run was killed.
 
         Raises:
-            ValueError: if another run holds the lease, and goes on to renew it.
+            ValueError: if another run holds the lease, and goes on to renew it; or if the storage cannot be reached.
         """
         deadline = time.time() + 2 * EXPIRY_S
         while not self._take_lease():
-            lease = self._lease()
+            owner = self._lease().get("owner", "a lease that cannot be read")
             if time.time() > deadline:
                 raise ValueError(
-                    f"checkpoints: another run is copying to {self.url}\n  got:      {lease['owner']}\n"
-                    f"  fix:      use another URL, or stop that run"
+                    f"checkpoints: another run is copying to {self.url}\n  got:      {owner}\n"
+                    f"  fix:      use another URL, or stop that run; if there is none, delete {self.url}/{_LEASE}"
                 )
-            log.warning("checkpoints: waiting for the lease of %s: %s", self.url, lease.get("owner"))
+            log.warning("checkpoints: waiting for the lease of %s: %s", self.url, owner)
             time.sleep(EXPIRY_S / _RENEWALS)
         self._renewal = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._renewal.start()
 
     def _take_lease(self) -> bool:
-        if self._lease().get("expires", float("inf")) < time.time():
-            with contextlib.suppress(FileNotFoundError):
-                self._fs.rm_file(self._path(_LEASE))
-        try:
-            self._fs.pipe_file(self._path(_LEASE), self._lease_content(), mode="create")
-        except FileExistsError:
-            return False
+        with self._reaching():
+            if self._lease().get("expires", float("inf")) < time.time():
+                with contextlib.suppress(FileNotFoundError):
+                    self._fs.rm_file(self._path(_LEASE))
+            try:
+                self._fs.pipe_file(self._path(_LEASE), self._lease_content(), mode="create")
+            except FileExistsError:
+                return False
         time.sleep(min(1.0, EXPIRY_S / _RENEWALS))  # for another run that saw the same expired lease, and deletes ours
         return self._lease().get("owner") == self._owner
+
+    @contextlib.contextmanager
+    def _reaching(self) -> Iterator[None]:
+        """Raises the errors of the storage in words that name the URL."""
+        try:
+            yield
+        except Exception as error:  # of many packages
+            message = " ".join(str(error).split()) or type(error).__name__
+            raise ValueError(
+                f"checkpoints: {self.url} cannot be reached\n  got:      {message}\n"
+                f"  fix:      check the URL, whether its bucket exists, the credentials and the network"
+            ) from error
 
     def _lease(self) -> dict[str, Any]:
         try:
@@ -112,8 +125,9 @@ class RemoteCopy:
         return self._lost
 
     def steps(self) -> list[int]:
-        """The steps whose copies are complete, oldest first."""
-        return [step for step, is_complete in self._folders().items() if is_complete]
+        """The steps whose copies are complete, oldest first. Raises ValueError if the storage cannot be reached."""
+        with self._reaching():
+            return [step for step, is_complete in self._folders().items() if is_complete]
 
     def _folders(self) -> dict[int, bool]:
         """Whether each step that has a folder is complete."""
