@@ -145,7 +145,7 @@ def test_sigterm_saves_and_the_exit_code_is_75(tmp_path, undisturbed):
 
 @pytest.mark.parametrize("pause", [0, 0.05, pytest.param(0.3, marks=pytest.mark.full)])
 def test_ctrl_c_twice_during_a_save_leaves_whole_steps(tmp_path, undisturbed, pause):
-    process = start(tmp_path, "--slow", 0.05)
+    process = start(tmp_path, "--slow", 1)  # so that the run does not end before
     seen = until(process, "loss 3")
     for _ in range(2):
         process.send_signal(signal.SIGINT)

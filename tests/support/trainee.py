@@ -97,6 +97,7 @@ def die_deleting():
 
 
 def main():
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes its background processes ignore it
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(name)s: %(message)s")
     logging.getLogger("absl").setLevel(logging.ERROR)
     own = zerojax.initialize(timeout_s=60, heartbeat_s=args.heartbeat)
