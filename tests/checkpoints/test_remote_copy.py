@@ -259,15 +259,34 @@ def test_a_run_that_is_killed_and_loses_its_disk_continues_bit_for_bit(tmp_path,
     assert found == losses(tmp_path / "undisturbed")
 
 
-def test_the_command_fetches_a_step(tmp_path, url, zero, step):
+def test_the_commands_take_a_url(tmp_path, url, zero, step):
     train(zero, step, tmp_path / "run", url, 3, keep=None)
     run = lambda *args: CliRunner().invoke(command, ["checkpoint", *map(str, args)])
     steps = remote_copy.RemoteCopy(url).steps()
     fetched = run("fetch", url, tmp_path / "here", "--step", steps[0])
     assert fetched.exit_code == 0 and f"of steps {', '.join(map(str, steps))} in {url}" in fetched.output
-    assert run("verify", tmp_path / "here").exit_code == 0
     assert "exists already" in run("fetch", url, tmp_path / "here", "--step", steps[0]).output
     assert "no such step" in run("fetch", url, tmp_path / "here", "--step", 99).output
+
+    def same(name, *args):
+        there, here = (run(name, place, *args).output.splitlines() for place in (url, tmp_path / "run"))
+        return there[-4:] == here[-4:] and len(here) > 4
+
+    assert same("inspect") and same("verify") and same("inspect", "--step", steps[0])
+    listed = run("ls", url, "--verify")
+    assert listed.exit_code == 0 and f"Steps in {url}" in listed.output and listed.output.count(" ok ") == len(steps)
+    assert run("diff", url, steps[0], steps[-1]).exit_code == int(len(steps) > 1)
+    assert run("diff", url, 3, 3, "--other", tmp_path / "run").exit_code == 0
+    assert run("export", url, tmp_path / "weights").exit_code == 0
+    assert list((tmp_path / "weights").glob("*.safetensors"))
+
+
+def test_an_object_outside_of_its_step_is_not_fetched(tmp_path, monkeypatch):
+    remote = remote_copy.RemoteCopy(f"file://{tmp_path}/there")
+    monkeypatch.setattr(remote._fs, "find", lambda path: [f"{path}/a", f"{path}/../../../b"])
+    with pytest.raises(ValueError, match=r"step 3 of .* is no step\n  got: .*'\.\./\.\./\.\./b'"):
+        remote.fetch(3, tmp_path / "here")
+    assert not (tmp_path / "here").exists()
 
 
 @pytest.mark.parametrize(

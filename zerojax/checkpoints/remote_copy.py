@@ -205,20 +205,27 @@ class RemoteCopy:
         with contextlib.suppress(FileNotFoundError):
             self._fs.rm(self._step(step), recursive=True)
 
-    def fetch(self, step: int, directory: Path, with_files: bool = False) -> None:
+    def fetch(self, step: int, directory: Path, *, arrays: bool = True, with_files: bool = False) -> None:
         """Copies a step into a directory, where it appears when it is complete.
 
         Args:
             step: one of `steps()`.
             directory: of steps.
+            arrays: whether the arrays are copied, and not only what describes them.
             with_files: whether the further files of the run are brought back too.
         """
         partial = directory / f"fetched_{uuid.uuid4().hex[:8]}"
+        names = [path[len(self._step(step)) + 1 :] for path in self._fs.find(self._step(step))]
+        if bad := [name for name in names if not Path(partial, name).resolve().is_relative_to(partial.resolve())]:
+            raise ValueError(
+                f"checkpoints: step {step} of {self.url} is no step\n  got:      an object with the name {bad[0]!r}\n"
+                f"  fix:      another step; who wrote this one?"
+            )
         try:
-            for path in self._fs.find(self._step(step)):
-                target = partial / path[len(self._step(step)) + 1 :]
-                target.parent.mkdir(parents=True, exist_ok=True)
-                self._fs.get_file(path, str(target))
+            for name in names:
+                if arrays or not name.startswith(store.ARRAYS):
+                    (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                    self._fs.get_file(f"{self._step(step)}/{name}", str(partial / name))
             if with_files:
                 self._get_files()
             folder = store.folder(directory, step)

@@ -14,14 +14,15 @@ from zerojax.checkpoints.manifest import CheckpointCorrupted, CheckpointMismatch
 from zerojax.checkpoints.pieces import verify_arrays
 
 
-def steps_table(directory: Path, verify: bool) -> tuple[Table, bool]:
+def steps_table(directory: Path, verify: bool, name: str) -> tuple[Table, bool]:
     """Returns a table of all steps with a status each, and whether all of them are intact.
 
     Args:
         directory: of the steps.
         verify: whether every array is read and compared with its digest. Otherwise only manifests are read.
+        name: of the directory, for the title.
     """
-    table = _table([f"Steps in {directory}"], ["step", "size", "stage", "mesh", "dtypes", "status"])
+    table = _table([f"Steps in {name}"], ["step", "size", "stage", "mesh", "dtypes", "status"])
     all_intact = True
     for step, path in store.folders(directory).items():
         manifest, status = _status(directory, step, path, verify)

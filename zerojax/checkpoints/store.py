@@ -40,7 +40,7 @@ from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0
 from zerojax.typing import Array, Aval, Shape
 
 log = logging.getLogger("zerojax")
-_PREFIX, _ARRAYS, _MANIFEST = "step", "arrays", "manifest"
+_PREFIX, ARRAYS, _MANIFEST = "step", "arrays", "manifest"
 COMMIT_FILE = "commit_success.txt"  # Orbax writes it last
 _DELETED = "deleted"
 # Heuristics: a few MiB are enough to read at the bandwidth of the disk.
@@ -92,7 +92,7 @@ class Store:
         )
         self._handler = _LogicalArrays()
         handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
-        handlers.add(_ARRAYS, ocp.args.PyTreeSave, self._handler)
+        handlers.add(ARRAYS, ocp.args.PyTreeSave, self._handler)
         handlers.add(_MANIFEST, ocp.args.JsonSave, ocp.JsonCheckpointHandler())
         return ocp.CheckpointManager(self.directory, options=options, handler_registry=handlers)
 
@@ -109,7 +109,7 @@ class Store:
         shapes = {path: manifest.leaves[path].shape for path in arrays}
         self._handler.cropped = {path: shapes[path] for path, a in arrays.items() if shapes[path] != tuple(a.shape)}
         items = {
-            _ARRAYS: ocp.args.PyTreeSave(dict(arrays), save_args=save_args),
+            ARRAYS: ocp.args.PyTreeSave(dict(arrays), save_args=save_args),
             _MANIFEST: ocp.args.JsonSave(to_json(manifest)),
         }
         self._manager.save(manifest.step, args=ocp.args.Composite(**items), force=True)
@@ -199,7 +199,7 @@ def folder(directory: Path, step: int) -> Path:
 
 def arrays_folder(directory: Path, step: int) -> Path:
     """The folder in which Orbax stores the arrays of a step."""
-    return folder(directory, step) / _ARRAYS
+    return folder(directory, step) / ARRAYS
 
 
 def folders(directory: Path) -> dict[int, Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +16,35 @@ from zerojax.cli.output import print_table, without_traceback
 def checkpoint() -> None:
     """Inspect, verify, export and import checkpoints.
 
-    These commands need no accelerator.
+    These commands need no accelerator. In place of a DIRECTORY of steps, they take the URL to which a run copies its
+    steps, such as s3://bucket/run, and fetch what they need of it.
     """
 
 
-_DIRECTORY = click.argument("directory", type=click.Path(exists=True, file_okay=False, path_type=Path))
+class _DirectoryOrUrl(click.Path):
+    """A directory that exists, as a Path; or a URL, as a str."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if "://" in str(value) else super().convert(value, param, ctx)
+
+
+_EXISTING = _DirectoryOrUrl(exists=True, file_okay=False, path_type=Path)
+_DIRECTORY = click.argument("directory", type=_EXISTING)
 _STEP = click.option("--step", type=click.IntRange(0), metavar="N", help="The step.  [default: the newest]")
 
 
 @checkpoint.command("ls")
 @_DIRECTORY
 @click.option("--verify", is_flag=True, help="Read every array and check its digest.")
-def list_steps(directory: Path, verify: bool) -> None:
+def list_steps(directory: Path | str, verify: bool) -> None:
     """List the steps in DIRECTORY and their status.
 
     The exit code is 1 if a step is damaged or incomplete.
     """
     from zerojax.checkpoints import show
 
-    table, good = show.steps_table(directory.absolute(), verify)
+    local = _on_disk(directory, every=True, arrays=verify)
+    table, good = show.steps_table(local, verify, str(directory if isinstance(directory, str) else local))
     print_table(table)
     raise SystemExit(0 if good else 1)
 
@@ -41,28 +52,29 @@ def list_steps(directory: Path, verify: bool) -> None:
 @checkpoint.command()
 @_DIRECTORY
 @_STEP
-def inspect(directory: Path, step: int | None) -> None:
+def inspect(directory: Path | str, step: int | None) -> None:
     """Show the arrays of a step.
 
     The table has the shape, dtype, bytes and digest of each array, and the stage and mesh that the step was saved with.
     """
     from zerojax.checkpoints import show
 
-    print_table(show.leaves_table(_manifest(directory, step)))
+    print_table(show.leaves_table(_manifest(_on_disk(directory, step, arrays=False), step)))
 
 
 @checkpoint.command()
 @_DIRECTORY
 @_STEP
-def verify(directory: Path, step: int | None) -> None:
+def verify(directory: Path | str, step: int | None) -> None:
     """Read every array of a step and check its digest.
 
     The exit code is 1 if an array is damaged.
     """
     from zerojax.checkpoints import pieces, show
 
-    manifest = _manifest(directory, step)
-    wrong = dict(pieces.verify_arrays(directory.absolute(), manifest.step, manifest))
+    local = _on_disk(directory, step)
+    manifest = _manifest(local, step)
+    wrong = dict(pieces.verify_arrays(local, manifest.step, manifest))
     print_table(show.leaves_table(manifest, wrong))
     raise SystemExit(1 if any(wrong.values()) else 0)
 
@@ -73,17 +85,19 @@ def verify(directory: Path, step: int | None) -> None:
 @click.argument("second", type=click.IntRange(0))
 @click.option(
     "--other",
-    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    type=_EXISTING,
     help="Directory of the second step.  [default: the same]",
 )
-def diff(directory: Path, first: int, second: int, other: Path | None) -> None:
+def diff(directory: Path | str, first: int, second: int, other: Path | str | None) -> None:
     """Show the arrays that differ between two steps.
 
     The arrays are compared by their digests. The exit code is 1 if the steps differ.
     """
     from zerojax.checkpoints import show
 
-    table = show.differences(_manifest(directory, first), _manifest(other or directory, second))
+    places = [(directory, first), (other or directory, second)]
+    manifests = [_manifest(_on_disk(place, step, arrays=False), step) for place, step in places]
+    table = show.differences(*manifests)
     if table.row_count:
         print_table(table)
     raise SystemExit(1 if table.row_count else 0)
@@ -96,22 +110,18 @@ def diff(directory: Path, first: int, second: int, other: Path | None) -> None:
 def fetch(url: str, directory: Path, step: int | None) -> None:
     """Copy a step from remote storage into DIRECTORY.
 
-    URL is what a run has as copy_to, such as s3://bucket/run. The other commands then work on DIRECTORY, and a run
-    continues from it.
+    URL is what a run has as copy_to, such as s3://bucket/run. A run continues from DIRECTORY.
     """
     from zerojax.checkpoints import store
     from zerojax.checkpoints.remote_copy import RemoteCopy
 
     with without_traceback():
         remote = RemoteCopy(url)
-        steps = remote.steps()
-        if not steps or (step is not None and step not in steps):
-            raise click.ClickException(f"no such step in {url}\n  there are: {', '.join(map(str, steps)) or 'none'}")
-        chosen = steps[-1] if step is None else step
-        if store.folder(directory.absolute(), chosen).exists():
-            raise click.ClickException(f"{store.folder(directory, chosen)} exists already")
+        (chosen,) = _chosen(remote, step, every=False)
+        if (folder := store.folder(directory, chosen)).exists():
+            raise click.ClickException(f"{folder} exists already")
         remote.fetch(chosen, directory.absolute())
-    click.echo(f"{store.folder(directory, chosen)}: of steps {', '.join(map(str, steps))} in {url}")
+    click.echo(f"{folder}: of steps {', '.join(map(str, remote.steps()))} in {url}")
 
 
 @checkpoint.command("export")
@@ -132,7 +142,7 @@ def fetch(url: str, directory: Path, step: int | None) -> None:
 )
 @click.option("--overwrite", is_flag=True, help="Replace files in FOLDER.")
 def export_command(
-    directory: Path, folder: Path, step: int | None, mapping: Path | None, max_file_gib: float, **options: Any
+    directory: Path | str, folder: Path, step: int | None, mapping: Path | None, max_file_gib: float, **options: Any
 ) -> None:
     """Export the weights of a step as safetensors files in FOLDER.
 
@@ -143,6 +153,7 @@ def export_command(
 
     with without_traceback():
         found = names.mapping(mapping) if mapping else None
+        directory = _on_disk(directory, step)
         newest = _manifest(directory, step).step
         given = {"mapping": found, "max_file_bytes": int(max_file_gib * 2**30), **options}
         for file in parameters.export(directory, newest, folder, **given):
@@ -193,6 +204,32 @@ def import_files(directory: Path, files: Path, what: str, precision: str, mappin
         with zero.checkpoints(directory) as checkpoints:
             checkpoints.save(state)
     click.echo(f"{store.folder(directory, 0)}: {len(state.definition.leaves)} parameters of {files}")
+
+
+def _on_disk(directory: Path | str, step: int | None = None, *, every: bool = False, arrays: bool = True) -> Path:
+    """The directory; or for a URL, a temporary one with a step of it, the newest or every one, until the command ends.
+
+    Args:
+        arrays: whether the arrays are needed too, and not the manifest alone.
+    """
+    from zerojax.checkpoints.remote_copy import RemoteCopy
+
+    if isinstance(directory, Path):
+        return directory.absolute()
+    folder = Path(click.get_current_context().with_resource(tempfile.TemporaryDirectory(prefix="zerojax_")))
+    with without_traceback():
+        remote = RemoteCopy(directory)
+        for chosen in _chosen(remote, step, every):
+            remote.fetch(chosen, folder, arrays=arrays)
+    return folder
+
+
+def _chosen(remote: Any, step: int | None, every: bool) -> list[int]:
+    """A step in remote storage, or every one."""
+    steps = remote.steps()
+    if not steps or (step is not None and step not in steps):
+        raise click.ClickException(f"no such step in {remote.url}\n  there are: {', '.join(map(str, steps)) or 'none'}")
+    return steps if every else [steps[-1] if step is None else step]
 
 
 def _manifest(directory: Path, step: int | None) -> Any:
