@@ -182,6 +182,23 @@ def _(tmp_path):
     agree({"layers": {1, 2}})
 
 
+@raises("A directory with a glob character")
+def _(tmp_path):
+    setting().checkpoints(tmp_path / "lr[0.1]")
+
+
+@raises("A URL as a directory")
+def _(tmp_path):
+    setting().checkpoints("s3://bucket/run")
+
+
+@raises("A directory that another run uses")
+def _(tmp_path):
+    with setting().checkpoints(tmp_path):
+        (tmp_path / ".lock").write_text("process 4711 on node0")
+        setting().checkpoints(tmp_path)
+
+
 @raises("Out of device memory")
 def _(tmp_path):
     """JAX's error is planted."""
