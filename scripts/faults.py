@@ -69,7 +69,12 @@ ROWS = [
     ("every pair of stage and mesh: saved on one, restored on the other", [f"{CHECKPOINTS}::test_a_state_is_restored"]),
     (
         "a dim that the axis size does not divide",
-        ["tests/sharding/test_placement.py::test_explain_lists_what_is_not_sharded"],
+        [
+            "tests/sharding/test_padding.py::test_the_dim_with_the_fewest_zeros",
+            "tests/sharding/test_padding.py::test_many_zeros_are_warned_about",
+            "tests/sharding/test_placement.py::test_explain_lists_replicated_leaves",
+            "tests/sharding/test_placement.py::test_explain_shows_zeros",
+        ],
     ),
     (
         "a leaf that is replicated but should be sharded",

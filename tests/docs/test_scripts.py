@@ -1,10 +1,12 @@
-"""The benchmarks: the search of the ablation, and a run of the GPU benchmark. The list of bugs to plant."""
+"""The benchmarks: the search of the ablation, and a run on GPUs. The lists of faults and of planted bugs."""
 
 import json
+import re
 import subprocess
 import sys
 
 import ablation
+import faults
 import mutants
 import pytest
 from support.paths import BENCHMARKS, REPO, importing
@@ -36,6 +38,13 @@ def test_the_gpu_benchmark_reports_on_simulated_devices(tmp_path):
     for form in result["forms"].values():
         assert form["error"] is None and form["peak_bytes"] is None and form["compiled_peak_bytes"] > 0
         assert form["step_s"] > 0 and form["compile_s"] > 0
+
+
+@pytest.mark.parametrize(("fault", "tests"), faults.ROWS, ids=[fault for fault, _ in faults.ROWS])
+def test_the_tests_of_a_fault_exist(fault, tests):
+    for test in tests:
+        file, _, name = test.partition("::")
+        assert not name or re.search(rf"^def \w*{name}", (REPO / file).read_text(), re.MULTILINE), test
 
 
 BUGS = mutants.bugs()
