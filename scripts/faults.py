@@ -222,7 +222,7 @@ def run(tests, quick):
     """Runs the tests of a fault. Returns (whether all passed, a summary, the number of kills at random times)."""
     files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
     names = " or ".join(name for test in tests if (name := test.partition("::")[2]))
-    command = [sys.executable, "-P", "-m", "pytest", "-s", "-p", "no:warnings", "--no-header", *files]
+    command = [sys.executable, "-P", "-m", "pytest", "-s", "--disable-warnings", "--no-header", *files]
     command += ["-k", names] * bool(names) + ["--full"] * (not quick)
     ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     counted = re.search(r"(\d+) passed", ended.stdout)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.paths import REPO, importing
+from support.paths import importing
 from support.small_run import adam, create, setting
 
 import zerojax
@@ -106,7 +106,7 @@ time.sleep(60)
 def hold(directory, worker_s):
     """Starts a process that holds the lock and has a forked worker. Returns (the process, the worker's id)."""
     command = [sys.executable, "-c", HOLDER, str(directory), str(worker_s)]
-    process = subprocess.Popen(command, env=importing(REPO), stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, env=importing(), stdout=subprocess.PIPE, text=True)
     return process, int(process.stdout.readline())
 
 

@@ -186,15 +186,21 @@ def test_a_run_whose_lease_was_taken_saves_no_more(tmp_path, url, zero):
 
 
 def test_one_of_two_runs_that_start_together_gets_the_lease(url, monkeypatch):
-    """Also if both see the same expired lease."""
-    monkeypatch.setattr(remote_copy, "EXPIRY_S", 4.0)
-    runs = [remote_copy.RemoteCopy(url) for _ in range(2)]
-    runs[0]._fs.pipe_file(f"{runs[0]._root}/lease.json", json.dumps({"owner": "dead", "expires": 0}).encode())
-    taken = {}
-    threads = [threading.Thread(target=lambda run=run: taken.update({run: run._take_lease()})) for run in runs]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert sorted(taken.values()) == [False, True]
+    """Both have seen the same expired lease: the second deletes the new one of the first, which notices."""
+    monkeypatch.setattr(remote_copy, "EXPIRY_S", 8.0)
+    first, second = (remote_copy.RemoteCopy(url) for _ in range(2))
+    expired = {"owner": "dead", "expires": 0}
+    first._fs.pipe_file(f"{first._root}/lease.json", json.dumps(expired).encode())
+    seen, lease = [expired], second._lease
+    monkeypatch.setattr(second, "_lease", lambda: seen.pop() if seen else lease())
+    taken = []
+    thread = threading.Thread(target=lambda: taken.append(first._take_lease()))
+    thread.start()
+    while first._lease().get("owner") != first._owner:
+        time.sleep(0.01)
+    taken.append(second._take_lease())
+    thread.join()
+    assert sorted(taken) == [False, True] and second._lease()["owner"] == second._owner
 
 
 def test_a_server_that_fails_now_and_then_loses_nothing(tmp_path, port, zero, step):
