@@ -101,7 +101,7 @@ ATTACKS = {
     "half a report": (200, b"zerojax 2 3 "),
     "5000 digits": (20, b"zerojax " + b"2" * 5000 + b" 3 9.0\n"),
     "5000 digits of seconds": (20, b"zerojax 2 3 " + b"9" * 5000 + b"\n"),
-    "a number that is none": (20, b"zerojax 2 3 1.2.3\n"),
+    "seconds that are not a number": (20, b"zerojax 2 3 1.2.3\n"),
     "infinite": (20, b"zerojax 2 3 inf\n"),
     "not a number": (20, b"zerojax 2 3 nan\n"),
     "negative": (20, b"zerojax 2 3 -1\n"),
