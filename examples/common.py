@@ -59,3 +59,10 @@ def start(args: argparse.Namespace) -> None:
     processes.initialize()
     if not args.resume and (args.out / "checkpoints").exists():
         raise SystemExit(f"{args.out} has a run: pass --resume to continue it, or another directory with --out")
+
+
+def test(zero: zerojax.Zero, state: zerojax.TrainState, job: Job) -> dict[str, float]:
+    """The metrics of a state on the whole test set of a job, whose rows need not divide over the devices."""
+    batch, weights = zero.pad_batch(job.test)
+    metrics = zero.eval_step(job.test_loss_fn)(state, batch | {"weights": weights})
+    return {name: float(value) for name, value in metrics.items()}
