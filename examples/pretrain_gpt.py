@@ -228,12 +228,12 @@ def evaluate(eval_step: Any, state: Any, rows: Rows, size: int, tokenizer: Token
     for first in range(0, len(rows), size):
         parts = [rows[i] if i < len(rows) else empty for i in range(first, first + size)]
         batch = jax.tree.map(lambda *a: np.stack(a), *parts)
-        nats += float(eval_step(state, jax.tree.map(lambda a: a[own], batch))["loss"]) * np.sum(batch["y"] >= 0)
+        nats += float(eval_step(state, jax.tree.map(lambda a: a[own], batch))["loss"]) * float(np.sum(batch["y"] >= 0))
     specials = tokenizer.get_added_tokens_decoder()  # of others, each character stands for a byte
     sizes = [0 if i in specials else len(tokenizer.id_to_token(i)) for i in range(tokenizer.get_vocab_size())]
     num_bytes = np.array(sizes)[rows.tokens[1:]].sum()
     loss = nats / num_tokens
-    return {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": float(nats / math.log(2) / num_bytes)}
+    return {"loss": loss, "perplexity": math.exp(loss), "bits_per_byte": nats / math.log(2) / float(num_bytes)}
 
 
 # The result
@@ -255,7 +255,7 @@ def continued(model: Qwen3, tokens: jax.Array, given: jax.Array, length: int, te
 
 def generate(model: Qwen3, tokenizer: Tokenizer, prompts: Sequence[str], length: int, temperature: float) -> list[str]:
     """Texts of `length` tokens, or up to <|endoftext|>. The model may be sharded, also over processes."""
-    given = [each.ids for each in tokenizer.encode_batch(list(prompts))]
+    given = [each.ids[: length - 1] for each in tokenizer.encode_batch(list(prompts))]
     tokens = np.array([ids + [0] * (length - len(ids)) for ids in given], np.int32)
     result = continued(model, tokens, np.array([len(ids) for ids in given]), length, temperature)
     return [tokenizer.decode(row[: [*row, 0].index(0)]) for row in np.asarray(result).tolist()]
@@ -303,11 +303,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def config_of(args: argparse.Namespace) -> Config:
-    heads = args.width // 32
-    return Config(args.vocab, args.width, args.layers, 3 * args.width, heads, heads // 2, 32, args.context)
-
-
 def load_tokenizer(args: argparse.Namespace) -> Tokenizer:
     """The tokenizer of the run, which process 0 trains at its start."""
     file = args.out / "hf" / "tokenizer.json"
@@ -322,11 +317,18 @@ def train(args: argparse.Namespace) -> dict[str, float]:
     common.start(args)
     zero = zerojax.Zero(zerojax.make_mesh(), args.stage, args.precision)
     microbatches = zero.num_microbatches(args.batch, args.most_rows)  # more of them on fewer devices
-    config, tokenizer = config_of(args), load_tokenizer(args)
+    tokenizer, heads = load_tokenizer(args), args.width // 32
+    shape = (args.width, args.layers, 3 * args.width, heads, heads // 2, 32, args.context)
+    config = Config(tokenizer.get_vocab_size(), *shape)
     training, held_out = (Rows(tokenize(tokenizer, sources(each)), args.context) for each in (False, True))
     state = zero.init(lambda rngs: Qwen3(config, rngs=rngs), optimizer(args.steps, args.rate))
     step = zero.train_step(loss_fn, num_microbatches=microbatches, clip_norm=1.0, remat=args.remat)
-    measure = functools.partial(evaluate, zero.eval_step(loss_fn), rows=held_out, size=args.batch, tokenizer=tokenizer)
+    eval_step, rows, result = zero.eval_step(loss_fn), args.batch // microbatches, dict[str, float]()
+
+    def measure(state: Any) -> dict[str, float]:
+        result.update(evaluate(eval_step, state, held_out, rows, tokenizer))
+        return result
+
     state = zerojax.fit(
         zero,
         state,
@@ -346,7 +348,7 @@ def train(args: argparse.Namespace) -> dict[str, float]:
     if jax.process_index() == 0:
         write_config(config, args.out / "hf")
         parameters.export(args.out / "checkpoints", args.steps, args.out / "hf", family="qwen3", overwrite=True)
-    return measure(state)
+    return result or measure(state)
 
 
 def main() -> None:
