@@ -19,6 +19,7 @@ import logging
 import math
 import pathlib
 import sysconfig
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ import zerojax
 from zerojax import processes
 from zerojax.exchange import parameters
 
+END = "<|endoftext|>"  # between files; token 0
 PROMPTS = ("def __init__(self", "import os\n", "class Test", "    for i in range(")
 
 
@@ -180,7 +182,7 @@ def train_tokenizer(texts: Sequence[str], size: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=size,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        special_tokens=[END, "<|im_start|>", "<|im_end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -189,10 +191,8 @@ def train_tokenizer(texts: Sequence[str], size: int) -> Tokenizer:
 
 
 def tokenize(tokenizer: Tokenizer, texts: Sequence[str]) -> np.ndarray:
-    """The tokens of all texts, each between two <|endoftext|>."""
-    end = tokenizer.token_to_id("<|endoftext|>")
-    parts = [np.array([*each.ids, end], np.int32) for each in tokenizer.encode_batch(texts)]
-    return np.concatenate([np.array([end], np.int32), *parts])
+    """The tokens of all texts, each between two END."""
+    return np.concatenate([[0], *([*each.ids, 0] for each in tokenizer.encode_batch_fast(texts))]).astype(np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,36 +254,40 @@ def continued(model: Qwen3, tokens: jax.Array, given: jax.Array, length: int, te
 
 
 def generate(model: Qwen3, tokenizer: Tokenizer, prompts: Sequence[str], length: int, temperature: float) -> list[str]:
-    """Texts of `length` tokens, or up to <|endoftext|>. The model may be sharded, also over processes."""
+    """Texts of `length` tokens, or up to END. The model may be sharded, also over processes."""
     given = [each.ids[: length - 1] for each in tokenizer.encode_batch(list(prompts))]
     tokens = np.array([ids + [0] * (length - len(ids)) for ids in given], np.int32)
     result = continued(model, tokens, np.array([len(ids) for ids in given]), length, temperature)
-    return [tokenizer.decode(row[: [*row, 0].index(0)]) for row in np.asarray(result).tolist()]
+    rows = multihost_utils.process_allgather(result, tiled=True)
+    return [tokenizer.decode(row[: [*row, 0].index(0)]) for row in rows.tolist()]
 
 
-def write_config(config: Config, folder: pathlib.Path) -> None:
-    """config.json and tokenizer_config.json, as transformers writes them."""
-    end = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
-    rest = {
+def write_hf(config: Config, tokenizer: Tokenizer, folder: pathlib.Path) -> None:
+    """The files besides the weights, as transformers writes them. Version 4 reads `rope_theta` and `torch_dtype`."""
+    fields = dataclasses.asdict(config) | {
         "architectures": ["Qwen3ForCausalLM"],
         "attention_bias": False,
         "attention_dropout": 0.0,
+        "bos_token_id": None,
         "dtype": "float32",
+        "eos_token_id": 0,
         "hidden_act": "silu",
         "layer_types": ["full_attention"] * config.num_hidden_layers,
         "max_window_layers": config.num_hidden_layers,
         "model_type": "qwen3",
-        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},  # of transformers 5
+        "pad_token_id": 0,
+        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
         "sliding_window": None,
         "tie_word_embeddings": True,
         "torch_dtype": "float32",
         "use_cache": True,
         "use_sliding_window": False,
     }
-    tokens = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "bos_token": None}
-    tokens |= {"model_max_length": config.max_position_embeddings, "tokenizer_class": "PreTrainedTokenizerFast"}
-    tokens |= {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "clean_up_tokenization_spaces": False}
-    for name, contents in {"config": dataclasses.asdict(config) | end | rest, "tokenizer_config": tokens}.items():
+    tokens = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.max_position_embeddings}
+    tokens |= {"eos_token": END, "pad_token": END, "bos_token": None, "clean_up_tokenization_spaces": False}
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    for name, contents in {"config": fields, "tokenizer_config": tokens}.items():
         (folder / f"{name}.json").write_text(json.dumps(contents, indent=2, sort_keys=True) + "\n")
 
 
@@ -294,7 +298,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--most-rows", type=int, default=8, help="rows that a device processes at once, at most (default: 8)")
     add("--context", type=int, default=128, help="tokens per row (default: 128)")
     add("--vocab", type=int, default=4096, help="tokens of the tokenizer (default: 4096)")
-    add("--width", type=int, default=256, help="width of the model (default: 256)")
+    add("--width", type=int, default=256, help="width of the model, a multiple of 32 (default: 256)")
     add("--layers", type=int, default=4, help="number of layers (default: 4)")
     add("--rate", type=float, default=3e-3, help="the highest learning rate (default: 3e-3)")
     add("--every", type=int, default=100, help="steps between checkpoints, and between evaluations (default: 100)")
@@ -303,24 +307,16 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def load_tokenizer(args: argparse.Namespace) -> Tokenizer:
-    """The tokenizer of the run, which process 0 trains at its start."""
-    file = args.out / "hf" / "tokenizer.json"
-    if jax.process_index() == 0 and not (args.resume and file.exists()):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        train_tokenizer(sources(held_out=False), args.vocab).save(str(file))
-    multihost_utils.sync_global_devices("tokenizer")
-    return Tokenizer.from_file(str(file))
-
-
 def train(args: argparse.Namespace) -> dict[str, float]:
     common.start(args)
     zero = zerojax.Zero(zerojax.make_mesh(), args.stage, args.precision)
     microbatches = zero.num_microbatches(args.batch, args.most_rows)  # more of them on fewer devices
-    tokenizer, heads = load_tokenizer(args), args.width // 32
-    shape = (args.width, args.layers, 3 * args.width, heads, heads // 2, 32, args.context)
-    config = Config(tokenizer.get_vocab_size(), *shape)
+    tokenizer = train_tokenizer(sources(held_out=False), args.vocab)
     training, held_out = (Rows(tokenize(tokenizer, sources(each)), args.context) for each in (False, True))
+    shape = (args.width, args.layers, 3 * args.width, args.width // 32, max(1, args.width // 64), 32, args.context)
+    config = Config(tokenizer.get_vocab_size(), *shape)
+    same = {"batch": args.batch, "rate": args.rate, "microbatches": microbatches, "num_tokens": len(training.tokens)}
+    same |= {"tokenizer": zlib.crc32(tokenizer.to_str().encode())}  # compared between the processes
     state = zero.init(lambda rngs: Qwen3(config, rngs=rngs), optimizer(args.steps, args.rate))
     step = zero.train_step(loss_fn, num_microbatches=microbatches, clip_norm=1.0, remat=args.remat)
     eval_step, rows, result = zero.eval_step(loss_fn), args.batch // microbatches, dict[str, float]()
@@ -338,7 +334,7 @@ def train(args: argparse.Namespace) -> dict[str, float]:
         args.out,
         evaluate=measure,
         evaluate_every=args.every,
-        config=dataclasses.asdict(config) | {"batch": args.batch, "microbatches": microbatches, "rate": args.rate},
+        config=dataclasses.asdict(config) | same,
         checkpoints={"every": args.every, "spike": 3.0},
         profile=args.profile and tuple(args.profile),
     )
@@ -346,8 +342,9 @@ def train(args: argparse.Namespace) -> dict[str, float]:
         if jax.process_index() == 0:
             print("-" * 80, text, sep="\n")
     if jax.process_index() == 0:
-        write_config(config, args.out / "hf")
-        parameters.export(args.out / "checkpoints", args.steps, args.out / "hf", family="qwen3", overwrite=True)
+        hf = args.out / "hf"
+        write_hf(config, tokenizer, hf)
+        parameters.export(args.out / "checkpoints", args.steps, hf, dtype="float32", family="qwen3", overwrite=True)
     return result or measure(state)
 
 

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.examples, pytest.mark.xdist_group("pretrain_gpt")]
 
 STEPS, EVERY, STOP = 8, 3, 5  # a run is stopped after step 5, and continues from step 3
 CONTEXT, ROWS, VOCAB = 16, 16, 270
-SMALL = f"--width 64 --layers 2 --context {CONTEXT} --vocab {VOCAB} --batch {ROWS} --most-rows 2"
+SMALL = f"--steps {STEPS} --every {EVERY} --width 64 --layers 2 --context {CONTEXT} --vocab {VOCAB} --batch {ROWS}"
 TEXTS = {
     False: [f"def f{i}(x):\n    return x + {i * i}  # é {i}\n" for i in range(60)],
     True: ["def g(x):\n    return x\n" * 9],
@@ -38,9 +38,7 @@ def few_files(monkeypatch):
 
 
 def parse(out, *options):
-    return pretrain_gpt.parse(
-        ["--out", str(out), "--steps", str(STEPS), "--every", str(EVERY), *SMALL.split(), *options]
-    )
+    return pretrain_gpt.parse(["--out", str(out), "--most-rows", "2", *SMALL.split(), *options])
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +154,7 @@ def plain_losses(model, tx, batches):
 
 
 def test_losses_are_those_of_a_plain_script(whole):
-    """At stages 1 and 3 on eight devices; with a last row that is not full. 3e-7 of the loss, and a tolerance of 30x."""
+    """At stages 1 and 3 on eight devices, also of the row that is not full. They differ by 3e-7, and may by 1e-5."""
     config, tx = config_of(whole[0]), pretrain_gpt.optimizer(STEPS, 3e-3)
     create = lambda rngs: pretrain_gpt.Qwen3(config, rngs=rngs)
     iterator = pretrain_gpt.batches(rows_of(whole[0]), ROWS)
