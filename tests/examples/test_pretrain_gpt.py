@@ -126,6 +126,23 @@ def test_a_run_continues_on_half_of_the_devices_at_another_stage(whole, tmp_path
     assert (start["from_step"], start["mesh"], start["stage"]) == (EVERY, {"data": 4}, 1)
 
 
+def test_processes_share_the_rows_that_one_would_read(monkeypatch):
+    """Over two epochs. The position is the same number in all of them, so that another number of them can continue."""
+    rows = pretrain_gpt.Rows(np.arange(161), CONTEXT)
+    one = pretrain_gpt.batches(rows, 4)
+    batches = [next(one) for _ in range(5)]
+    assert sorted(np.concatenate([batch["x"][:, 0] for batch in batches])) == sorted([*range(0, 160, CONTEXT)] * 2)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    parts = []
+    for index in range(2):
+        monkeypatch.setattr(jax, "process_index", lambda index=index: index)
+        own = pretrain_gpt.batches(rows, 4)
+        parts.append([next(own)["x"] for _ in range(5)])
+        assert own.get_state() == one.get_state()
+    for batch, *own in zip(batches, *parts, strict=True):
+        assert sorted(np.concatenate(own).tolist()) == sorted(batch["x"].tolist())
+
+
 def test_a_directory_with_a_run_is_refused_without_resume(whole):
     with pytest.raises(SystemExit, match="pass --resume to continue it"):
         pretrain_gpt.train(parse(whole[0]))
