@@ -4,9 +4,8 @@ python examples/pretrain_gpt.py --out /tmp/run --devices 8
 python examples/pretrain_gpt.py --out /tmp/run --devices 4 --stage 1 --resume         # continues it on other devices
 zerojax launch -n 2 --devices 4 python examples/pretrain_gpt.py --out /tmp/run        # in two processes
 
-The model is Qwen3: RMSNorm, rotary positions, grouped-query attention with norms of queries and keys, SwiGLU, tied
-embeddings. A tokenizer is trained first, on the same files. DIR/hf has the result: config.json, tokenizer.json and the
-weights, which transformers, tunix and other programs load as a Qwen3ForCausalLM.
+A tokenizer is trained first, on the same files, and then the Qwen3 of qwen3.py. DIR/hf has the result: config.json,
+tokenizer.json and the weights, which transformers, tunix and other programs load as a Qwen3ForCausalLM.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.experimental import multihost_utils
+from qwen3 import Config, Qwen3, config_json
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import zerojax
@@ -39,116 +39,6 @@ from zerojax.exchange import parameters
 
 END = "<|endoftext|>"  # between files; token 0
 PROMPTS = ("def __init__(self", "import os\n", "class Test", "    for i in range(")
-
-
-# The model, with the names of transformers: zerojax knows how files of Hugging Face spell them
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """The fields of config.json that define a Qwen3 model with tied embeddings."""
-
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    intermediate_size: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    max_position_embeddings: int
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 1e6
-    initializer_range: float = 0.02
-
-    def linear(self, width: int, out: int, rngs: nnx.Rngs) -> nnx.Linear:
-        init = nnx.initializers.normal(self.initializer_range)
-        return nnx.Linear(width, out, use_bias=False, kernel_init=init, rngs=rngs)
-
-    def norm(self, width: int, rngs: nnx.Rngs) -> nnx.RMSNorm:
-        return nnx.RMSNorm(width, epsilon=self.rms_norm_eps, rngs=rngs)
-
-
-def rotate(x: jax.Array, theta: float) -> jax.Array:
-    """Rotates pairs of features of [rows, length, heads, size] by angles that grow with the position."""
-    frequencies = theta ** -(jnp.arange(0, x.shape[-1], 2) / x.shape[-1])
-    angles = jnp.arange(x.shape[1])[:, None, None] * frequencies
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
-
-
-class Attention(nnx.Module):
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        self.config = c = config
-        self.q_proj = c.linear(c.hidden_size, c.num_attention_heads * c.head_dim, rngs)
-        self.k_proj = c.linear(c.hidden_size, c.num_key_value_heads * c.head_dim, rngs)
-        self.v_proj = c.linear(c.hidden_size, c.num_key_value_heads * c.head_dim, rngs)
-        self.o_proj = c.linear(c.num_attention_heads * c.head_dim, c.hidden_size, rngs)
-        self.q_norm, self.k_norm = c.norm(c.head_dim, rngs), c.norm(c.head_dim, rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        heads = lambda y: y.reshape(*y.shape[:2], -1, self.config.head_dim)
-        q = rotate(self.q_norm(heads(self.q_proj(x))), self.config.rope_theta)
-        k = rotate(self.k_norm(heads(self.k_proj(x))), self.config.rope_theta)
-        fused = jax.default_backend() == "gpu" and x.dtype == jnp.bfloat16
-        attend = functools.partial(jax.nn.dot_product_attention, implementation="cudnn" if fused else "xla")
-        y = attend(q, k, heads(self.v_proj(x)), is_causal=True)
-        return self.o_proj(y.reshape(*y.shape[:2], -1))
-
-
-class MLP(nnx.Module):
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        self.gate_proj = config.linear(config.hidden_size, config.intermediate_size, rngs)
-        self.up_proj = config.linear(config.hidden_size, config.intermediate_size, rngs)
-        self.down_proj = config.linear(config.intermediate_size, config.hidden_size, rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.down_proj(nnx.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Layer(nnx.Module):
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        self.input_layernorm = config.norm(config.hidden_size, rngs)
-        self.self_attn = Attention(config, rngs=rngs)
-        self.post_attention_layernorm = config.norm(config.hidden_size, rngs)
-        self.mlp = MLP(config, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = x + self.self_attn(self.input_layernorm(x))
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class Decoder(nnx.Module):
-    """Layers are created by `nnx.vmap` and run by `nnx.scan`, so that compile time does not grow with their number."""
-
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        @nnx.split_rngs(splits=config.num_hidden_layers)
-        @nnx.vmap(in_axes=0, out_axes=0)
-        def create_layers(rngs: nnx.Rngs) -> Layer:
-            return Layer(config, rngs=rngs)
-
-        init = nnx.initializers.normal(config.initializer_range)
-        self.embed_tokens = nnx.Embed(config.vocab_size, config.hidden_size, embedding_init=init, rngs=rngs)
-        self.layers = create_layers(rngs)
-        self.norm = config.norm(config.hidden_size, rngs)
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        def run(layer: Layer, x: jax.Array) -> jax.Array:
-            return layer(x)
-
-        x = self.embed_tokens(tokens).astype(self.norm.scale.dtype)  # nnx.Embed keeps the dtype of its creation
-        return self.norm(nnx.scan(run, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.layers, x))
-
-
-class Qwen3(nnx.Module):
-    def __init__(self, config: Config, *, rngs: nnx.Rngs):
-        self.model = Decoder(config, rngs=rngs)
-
-    def head(self, hidden: jax.Array) -> jax.Array:
-        return hidden @ self.model.embed_tokens.embedding[...].astype(hidden.dtype).T
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        return self.head(self.model(tokens))
 
 
 def loss_fn(model: Qwen3, batch: dict[str, jax.Array]) -> zerojax.Weighted:
@@ -166,11 +56,11 @@ def optimizer(steps: int, rate: float) -> optax.GradientTransformation:
 
 
 def sources(held_out: bool) -> list[str]:
-    """The files of the standard library without its tests: every 25th, or all others."""
+    """The files of the standard library without its tests: every 50th, or all others."""
     root = pathlib.Path(sysconfig.get_path("stdlib"))
     others = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
     files = sorted(file for file in root.rglob("*.py") if not others & set(file.relative_to(root).parts))
-    return [file.read_text("utf-8", errors="replace") for i, file in enumerate(files) if (i % 25 == 24) == held_out]
+    return [file.read_text("utf-8", errors="replace") for i, file in enumerate(files) if (i % 50 == 49) == held_out]
 
 
 def train_tokenizer(texts: Sequence[str], size: int) -> Tokenizer:
@@ -263,46 +153,27 @@ def generate(model: Qwen3, tokenizer: Tokenizer, prompts: Sequence[str], length:
 
 
 def write_hf(config: Config, tokenizer: Tokenizer, folder: pathlib.Path) -> None:
-    """The files besides the weights, as transformers writes them. Version 4 reads `rope_theta` and `torch_dtype`."""
-    fields = dataclasses.asdict(config) | {
-        "architectures": ["Qwen3ForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": None,
-        "dtype": "float32",
-        "eos_token_id": 0,
-        "hidden_act": "silu",
-        "layer_types": ["full_attention"] * config.num_hidden_layers,
-        "max_window_layers": config.num_hidden_layers,
-        "model_type": "qwen3",
-        "pad_token_id": 0,
-        "rope_parameters": {"rope_theta": config.rope_theta, "rope_type": "default"},
-        "sliding_window": None,
-        "tie_word_embeddings": True,
-        "torch_dtype": "float32",
-        "use_cache": True,
-        "use_sliding_window": False,
-    }
+    """The files of a model of Hugging Face besides its weights."""
     tokens = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.max_position_embeddings}
     tokens |= {"eos_token": END, "pad_token": END, "bos_token": None, "clean_up_tokenization_spaces": False}
     folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    for name, contents in {"config": fields, "tokenizer_config": tokens}.items():
+    for name, contents in {"config": config_json(config), "tokenizer_config": tokens}.items():
         (folder / f"{name}.json").write_text(json.dumps(contents, indent=2, sort_keys=True) + "\n")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = common.parser(__doc__, steps=400)
+    parser = common.parser(__doc__, steps=700)
     add = parser.add_argument
-    add("--batch", type=int, default=32, help="rows per step, over all devices (default: 32)")
+    add("--batch", type=int, default=16, help="rows per step, over all devices (default: 16)")
     add("--most-rows", type=int, default=8, help="rows that a device processes at once, at most (default: 8)")
     add("--context", type=int, default=128, help="tokens per row (default: 128)")
-    add("--vocab", type=int, default=4096, help="tokens of the tokenizer (default: 4096)")
-    add("--width", type=int, default=256, help="width of the model, a multiple of 32 (default: 256)")
-    add("--layers", type=int, default=4, help="number of layers (default: 4)")
-    add("--rate", type=float, default=3e-3, help="the highest learning rate (default: 3e-3)")
-    add("--every", type=int, default=100, help="steps between checkpoints, and between evaluations (default: 100)")
-    add("--temperature", type=float, default=0.0, help="of the text at the end; 0 takes the likeliest tokens (default)")
+    add("--vocab", type=int, default=2048, help="tokens of the tokenizer (default: 2048)")
+    add("--width", type=int, default=192, help="width of the model, a multiple of 32 (default: 192)")
+    add("--layers", type=int, default=3, help="number of layers (default: 3)")
+    add("--rate", type=float, default=4e-3, help="the highest learning rate (default: 4e-3)")
+    add("--every", type=int, default=350, help="steps between checkpoints, and between evaluations (default: 350)")
+    add("--temperature", type=float, default=0.7, help="of the text at the end; 0: the likeliest tokens (default: 0.7)")
     add("--profile", type=int, nargs=2, metavar=("FIRST", "LAST"), help="the first and the last step to profile")
     return parser.parse_args(arguments)
 
@@ -313,8 +184,9 @@ def train(args: argparse.Namespace) -> dict[str, float]:
     microbatches = zero.num_microbatches(args.batch, args.most_rows)  # more of them on fewer devices
     tokenizer = train_tokenizer(sources(held_out=False), args.vocab)
     training, held_out = (Rows(tokenize(tokenizer, sources(each)), args.context) for each in (False, True))
-    shape = (args.width, args.layers, 3 * args.width, args.width // 32, max(1, args.width // 64), 32, args.context)
-    config = Config(tokenizer.get_vocab_size(), *shape)
+    heads, scale = args.width // 32, args.width**-0.5
+    shape = (args.width, args.layers, 3 * args.width, heads, max(1, heads // 2), 32, args.context)
+    config = Config(tokenizer.get_vocab_size(), *shape, initializer_range=scale)
     same = {"batch": args.batch, "rate": args.rate, "microbatches": microbatches, "num_tokens": len(training.tokens)}
     same |= {"tokenizer": zlib.crc32(tokenizer.to_str().encode())}  # compared between the processes
     state = zero.init(lambda rngs: Qwen3(config, rngs=rngs), optimizer(args.steps, args.rate))
