@@ -6,6 +6,15 @@ zerojax launch -n 2 --devices 4 python examples/pretrain_gpt.py --out /tmp/run  
 
 A tokenizer is trained first, on the same files, and then the Qwen3 of qwen3.py. DIR/hf has the result: config.json,
 tokenizer.json and the weights, which transformers, tunix and other programs load as a Qwen3ForCausalLM.
+
+The first command takes 5.3 minutes of CPU time, which are 3 minutes on two cores (Python 3.11, jax 0.10.2). It sees 1.4
+million tokens, a third of an epoch. On files that it has not seen, the perplexity of a token falls from 2048 to 20.4,
+and the bits of a byte to 1.57. The text at the end looks like Python, and means nothing:
+
+    def close(self, *args):
+        return self._get_new(self.__init__(self, name, dir):
+            self._flags = _delete_next_encoding(self._chans) try:
+                raise
 """
 
 from __future__ import annotations
