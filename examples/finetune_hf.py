@@ -36,6 +36,7 @@ from tokenizers import Tokenizer
 
 import zerojax
 from zerojax import processes
+from zerojax.checkpoints import store
 from zerojax.exchange import adapters, parameters, quantized
 
 # model_type of config.json -> module and class of Tunix, and its option for tied embeddings
@@ -139,13 +140,13 @@ def with_adapters(model: Model, args: argparse.Namespace, rngs: nnx.Rngs) -> nnx
 
 
 def create_state(zero: zerojax.Zero, model: Model, args: argparse.Namespace) -> zerojax.TrainState:
-    """The sharded state, with the weights of the files. A run that is resumed restores them itself."""
+    """The sharded state, with the weights of the files. A run that has a checkpoint restores them from it."""
     is_full = args.tune == "full"
     create = (lambda rngs: model.create(rngs=rngs)) if is_full else (lambda rngs: with_adapters(model, args, rngs))
     state = zero.init(create, optimizer(args))
     options = {"family": model.family, "extra": ["lm_head.weight"] if model.is_tied else []}
     options |= {} if is_full else {"missing": ["params/*_lora_a", "params/*_lora_b"]}
-    if args.resume:
+    if store.steps(args.out / "checkpoints"):
         return state
     if args.tune not in QUANTIZED:
         return parameters.load(state, args.model, cast=True, **options)

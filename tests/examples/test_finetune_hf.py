@@ -99,7 +99,7 @@ WANT = {}
 @pytest.mark.parametrize("stage", (1, 3))
 @pytest.mark.parametrize(("family", "tune"), CASES)
 def test_losses_are_those_of_one_device(folders, family, tune, stage):
-    """Llama 3 of Tunix computes in the dtypes of its weights, so that with a base in bf16 it is rounded to 2^-8."""
+    """Up to rounding in fp32. Of a base in bf16, the activations of Llama 3 are bf16 as well, and equally rounded."""
     args, zero, model = setting(folders[family], tune, stage)
     state = example.create_state(zero, model, args)
     if (family, tune) not in WANT:
@@ -111,7 +111,7 @@ def test_losses_are_those_of_one_device(folders, family, tune, stage):
         state, metrics = step(state, batch(i))
         got.append(float(metrics["loss"]))
     print(family, tune, stage, "largest difference", np.abs(np.subtract(got, want)).max(), "losses", want)
-    np.testing.assert_allclose(got, want, rtol=1e-5 if family == "qwen3" or tune == "full" else 3e-3)
+    np.testing.assert_allclose(got, want, rtol=1e-5)
     assert len(set(want)) == 4
 
 
@@ -186,25 +186,26 @@ def test_the_merged_export_gives_tunix_the_same_logits(folders, family, tune, tm
 
 def test_a_run_that_is_interrupted_continues_as_if_it_were_not(folders, tmp_path, monkeypatch):
     """With the quantized base, which comes back from the checkpoint and not from the files."""
-    flags = ["--batch", "8", "--context", "8", "--every", "2", "--package", "json"]
+    flags = ["--batch", "8", "--context", "8", "--steps", "6", "--every", "2", "--package", "json"]
     run = lambda out, *more: example.train(setting(folders["qwen3"], "int8", 3, *flags, "--out", str(out), *more)[0])
     want = run(tmp_path / "whole")
     rows = example.text.batch
 
     def fails(text, batch, context, seed):
-        if seed == 3:
+        if seed == 5:
             raise ConnectionError
         return rows(text, batch, context, seed)
 
     monkeypatch.setattr(example.text, "batch", fails)
     with pytest.raises(ConnectionError):
-        run(tmp_path / "part", "--every", "2")
+        run(tmp_path / "part")
     monkeypatch.setattr(example.text, "batch", rows)
     monkeypatch.setattr(example.quantized, "load_quantized", None)
     got = run(tmp_path / "part", "--resume")
     assert got == want and math.isfinite(got["loss"])
-    a, b = (json.loads(path.read_text().splitlines()[-2]) for path in sorted(tmp_path.glob("*/metrics.jsonl")))
-    assert a["loss"] == b["loss"]
+    rows = [json.loads(line) for path in tmp_path.glob("*/metrics.jsonl") for line in path.read_text().splitlines()]
+    last = [row for row in rows if row["step"] == 6 and "loss" in row]
+    assert len(last) == 2 and all(last[0][name] == last[1][name] for name in ("loss", "grad_norm", "param_norm"))
 
 
 def test_a_directory_of_another_model_is_refused(tmp_path):
