@@ -186,7 +186,7 @@ def test_the_merged_export_gives_tunix_the_same_logits(folders, family, tune, tm
 
 def test_a_run_that_is_interrupted_continues_as_if_it_were_not(folders, tmp_path, monkeypatch):
     """With the quantized base, which comes back from the checkpoint and not from the files."""
-    flags = ["--batch", "8", "--context", "8", "--steps", "6", "--every", "2", "--package", "json"]
+    flags = ["--batch", "8", "--context", "8", "--steps", "7", "--every", "2", "--package", "json"]
     run = lambda out, *more: example.train(setting(folders["qwen3"], "int8", 3, *flags, "--out", str(out), *more)[0])
     want = run(tmp_path / "whole")
     rows = example.text.batch
@@ -204,7 +204,7 @@ def test_a_run_that_is_interrupted_continues_as_if_it_were_not(folders, tmp_path
     got = run(tmp_path / "part", "--resume")
     assert got == want and math.isfinite(got["loss"])
     rows = [json.loads(line) for path in tmp_path.glob("*/metrics.jsonl") for line in path.read_text().splitlines()]
-    last = [row for row in rows if row["step"] == 6 and "loss" in row]
+    last = [row for row in rows if row["step"] == 7 and "loss" in row]
     assert len(last) == 2 and all(last[0][name] == last[1][name] for name in ("loss", "grad_norm", "param_norm"))
 
 
