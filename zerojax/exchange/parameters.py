@@ -138,7 +138,8 @@ def export_params(
 
 def _on_host(a: Any, element: int | None) -> Iterator[np.ndarray]:
     part = a if element is None else a[element]
-    yield np.asarray(part if part.is_fully_addressable else multihost_utils.process_allgather(part, tiled=True))
+    is_here = not isinstance(part, jax.Array) or part.is_fully_addressable
+    yield np.asarray(part if is_here else multihost_utils.process_allgather(part, tiled=True))
 
 
 def _metadata(found: Mapping[str, Source], family: str | None) -> dict[str, str]:
