@@ -1,11 +1,15 @@
 """What fine-tuning needs of files: quantized weights, merged adapters, and the export of a state."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from safetensors.numpy import load_file, save_file
+from support.finetuned import WEIGHTS, merge_and_export, quantize, quantized_state
+from support.paths import SUPPORT
 from support.small_run import adam, create, setting
 
 import zerojax
@@ -13,6 +17,7 @@ from zerojax import Zero
 from zerojax.checkpoints import contents
 from zerojax.exchange import adapters, parameters, quantized
 from zerojax.exchange.tensors import Reader
+from zerojax.processes.launch import launch
 
 RNG = np.random.default_rng(0)
 
@@ -28,27 +33,6 @@ def state_of(params, precision="fp32", stage=3, trainable=("*_lora_*",)):
 
 
 # Quantized weights
-
-WEIGHTS = {"layers": {"0": {"up": normal(16, 24), "odd": normal(5, 7)}}, "norm": normal(8)}
-
-
-def quantize(tree):
-    """Matrices in int8 with a scale for each column, as qwix names them; vectors as they are."""
-
-    def replaced(a):
-        if not hasattr(a, "ndim") or a.ndim < 2:
-            return a
-        scale = jnp.max(jnp.abs(a), axis=0, keepdims=True) / 127
-        return {"array": {"qvalue": jnp.round(a / scale).astype(jnp.int8), "scale": scale}}
-
-    return jax.tree.map(replaced, tree)
-
-
-def quantized_state(stage=3):
-    params = jax.eval_shape(quantize, WEIGHTS)
-    params["layers"]["0"] |= {"up_lora_a": jnp.zeros((16, 2)), "up_lora_b": jnp.zeros((2, 24))}
-    zeros = lambda: jax.tree.map(lambda a: jnp.full(a.shape, 3, a.dtype), params)
-    return Zero(zerojax.make_mesh(), stage, trainable=["*_lora_*"]).init(zeros, optax.adam(0.1))
 
 
 def written(folder, params=None, **options):
@@ -181,3 +165,16 @@ def test_a_load_of_frozen_weights_copies_none_of_them(tmp_path):
     assert loaded.params["w_lora_a"].dtype == narrow
     again = contents.with_arrays(loaded, {"params/w": loaded.params["w"]})
     assert again.params["w"] is loaded.params["w"]
+
+
+@pytest.mark.once
+def test_two_processes_write_the_files_of_one(tmp_path):
+    """Each reads the shards of its own devices; process 0 alone writes."""
+    written(tmp_path / "base")
+    merge_and_export(tmp_path / "base", tmp_path / "one")
+    command = [sys.executable, str(SUPPORT / "finetuned.py"), str(tmp_path / "base"), str(tmp_path / "two")]
+    assert launch(command, 2, devices=4, timeout_s=120) == 0
+    want, got = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert got.keys() == want.keys() == {"layers.0.up", "layers.0.odd", "norm"}
+    for name in want:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-6)
