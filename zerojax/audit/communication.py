@@ -210,13 +210,13 @@ class CommunicationChecks:
         if self.jaxpr is None:
             raise Unreadable("the dependencies of gathers are read from the traced step")
         prefetch, microbatches = self.expectation.prefetch, self.expectation.num_microbatches > 1
-        unit = self.expectation.unit_bytes / jnp.dtype(self.config.precision.compute_dtype).itemsize
+        unit, itemsize = self.expectation.unit_bytes, jnp.dtype(self.config.precision.compute_dtype).itemsize
         with reader_errors():
-            bodies = jaxpr_collectives.independent_gather_elements(self.jaxpr)
+            bodies = jaxpr_collectives.independent_gather_bytes(self.jaxpr, itemsize)
         most, excess = 0.0, 0.0
-        for loops, elements in bodies:
+        for loops, gathered in bodies:
             window = prefetch + 2 if loops <= microbatches else max(prefetch, 1)
-            most, excess = max(most, elements / unit), max(excess, elements / unit - window)
+            most, excess = max(most, gathered / unit), max(excess, gathered / unit - window)
         text, numbers = f"gathers of {most:.1f} units wait for no matrix product, as traced", {"free_units": most}
         if excess <= UNIT_SLACK:
             return Outcome(text, Verdict.OK, numbers)
