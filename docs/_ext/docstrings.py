@@ -1,21 +1,24 @@
-"""Turns the docstrings of zerojax, in which text may follow `Cost:` on the same line, into sections that napoleon reads."""
+"""Lets Sphinx read the docstrings of zerojax, which are written to be read in the source."""
 
+import importlib
 import re
 from typing import Any
+
+from docutils import nodes
+from sphinx.util.nodes import make_refnode
 
 _SECTION = re.compile(r"^(Cost|Source|Returns|Raises): +(\S.*)$")
 
 
-def split_sections(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Moves text that follows the name of a section to a line of its own: napoleon looks for the name alone.
-
-    The lines of a section's text that are indented already stay where they are.
-    """
-    split = []
-    for line in lines:
+def prepare(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Moves the text after `Cost:` to a line of its own, as napoleon expects it, and marks code that is indented."""
+    prepared: list[str] = []
+    for number, line in enumerate(lines):
         match = _SECTION.match(line)
-        split += [f"{match[1]}:", f"    {match[2]}"] if match else [line]
-    lines[:] = split
+        if line.startswith("    ") and number >= 2 and not lines[number - 1] and lines[number - 2][:1].strip():
+            prepared += ["::", ""]
+        prepared += [f"{match[1]}:", f"    {match[2]}"] if match else [line]
+    lines[:] = prepared
 
 
 def skip_fields(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
@@ -23,7 +26,39 @@ def skip_fields(app: Any, what: str, name: str, obj: Any, skip: bool, options: A
     return True if re.match(r"Alias for field number \d+$", getattr(obj, "__doc__", None) or "") else None
 
 
+def resolve(target: str) -> Any:
+    """The object that a dotted name stands for. Raises ImportError or AttributeError if there is none."""
+    module, *rest = target.split(".")
+    found = importlib.import_module(module)
+    for part in rest:
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            found = importlib.import_module(f"{getattr(found, '__name__', found)}.{part}")
+    return found
+
+
+def missing_reference(app: Any, env: Any, node: Any, content: nodes.Element) -> nodes.Element | None:
+    """Resolves a name of zerojax that is documented under another, and accepts one that exists but is not public.
+
+    A name that does not exist stays unresolved, which is a warning.
+    """
+    target = node.get("reftarget", "")
+    if node.get("refdomain") != "py" or not target.startswith("zerojax."):
+        return None
+    try:
+        found = resolve(target)
+    except (ImportError, AttributeError):
+        return None
+    canonical = f"{getattr(found, '__module__', None)}.{getattr(found, '__qualname__', None)}"
+    entry = env.get_domain("py").objects.get(canonical)
+    if entry is None:
+        return content
+    return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, content, canonical)
+
+
 def setup(app: Any) -> dict[str, bool]:
-    app.connect("autodoc-process-docstring", split_sections, priority=100)  # before napoleon
+    app.connect("autodoc-process-docstring", prepare, priority=100)  # before napoleon
     app.connect("autodoc-skip-member", skip_fields)
+    app.connect("missing-reference", missing_reference)
     return {"parallel_read_safe": True}

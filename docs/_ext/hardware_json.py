@@ -1,7 +1,5 @@
 """Writes the constants of zerojax that the calculator uses into the site, so that the two cannot differ."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 

@@ -1,22 +1,24 @@
-"""The directive `public-names`: the reference of the public names of a module that no other place of the reference has.
+"""The directive `public-names`: the reference of public names, from their docstrings.
 
     ```{public-names} zerojax
     Zero TrainState
     ```
 
-documents the names that it lists, in this order. Without a list it documents every name of `__all__` that the pages
-do not list, so that a new name is in the reference without an edit. At the end, the build warns of public names that it
-does not document.
+documents the names that it lists, in this order. Without a list it documents every public name of the module that no
+page lists, so that a new name is in the reference without an edit. At the end, the build warns of public names of
+zerojax and of its public modules that it does not document.
 """
 
+import enum
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from docstrings import resolve
 from docutils import nodes
 from docutils.statemachine import StringList
 from sphinx.util import logging
@@ -41,30 +43,32 @@ def documented(folder: Path) -> Iterator[tuple[str, list[str]]]:
 def remaining(folder: Path, module: str) -> list[str]:
     """The public names of a module that no block lists."""
     listed = {name for where, names in documented(folder) if where == module for name in names}
-    others = {where for where, _ in documented(folder)}  # modules that have blocks of their own
     found = importlib.import_module(module)
-    return [n for n in public(found) if n not in listed and not _is_own_page(getattr(found, n), others)]
+    return [name for name in public(found) if name not in listed and callable(getattr(found, name))]
 
 
-def _is_own_page(value: Any, modules: set[str]) -> bool:
-    return inspect.ismodule(value) and value.__name__ in modules
+def missing(folder: Path, found: Collection[str]) -> Iterator[str]:
+    """Yields each public name of zerojax and of its public modules that is not among the documented names."""
+    zerojax = importlib.import_module("zerojax")
+    pages = {module for module, _ in documented(folder)}
+    values = {id(resolve(name)) for name in found}  # a name may be documented under another
+    for module in (zerojax, *filter(inspect.ismodule, (getattr(zerojax, name) for name in public(zerojax)))):
+        if not any(page.startswith(module.__name__) for page in pages):
+            yield f"the module {module.__name__}"
+        for name in public(module):
+            known = f"{module.__name__}.{name}" in found or id(getattr(module, name)) in values
+            if not known and name != "__version__" and not inspect.ismodule(getattr(module, name)):
+                yield f"{module.__name__}.{name}"
 
 
 def lines(module: str, name: str) -> list[str]:
     """The directive of autodoc for a name."""
     value = getattr(importlib.import_module(module), name)
-    if inspect.ismodule(value):
-        raise ValueError(f"public-names: {module}.{name} is a module: give it a page of the reference in docs/api/")
     if not inspect.isclass(value):
-        return [f".. {'autofunction' if inspect.isroutine(value) else 'autodata'}:: {module}.{name}", ""]
+        return [f".. autofunction:: {module}.{name}", ""]
     kind = "autoexception" if issubclass(value, BaseException) else "autoclass"
-    return [f".. {kind}:: {module}.{name}", "   :members:", *_inherited(value), ""]
-
-
-def _inherited(value: type) -> list[str]:
-    """Methods of zerojax's own base classes belong to the reference of a class, those of tuples and errors do not."""
-    foreign = {base.__name__ for base in value.__mro__ if not base.__module__.startswith("zerojax")}
-    return [f"   :inherited-members: {', '.join(sorted(foreign))}"]
+    values = ["   :undoc-members:"] if issubclass(value, enum.Enum) else []
+    return [f".. {kind}:: {module}.{name}", "   :members:", *values, ""]
 
 
 class PublicNames(SphinxDirective):
@@ -87,11 +91,8 @@ def check(app: Any, error: Exception | None) -> None:
     """Warns of public names that are not in the reference."""
     if error is not None:
         return
-    found = app.env.get_domain("py").objects
-    for module in dict(documented(Path(app.srcdir) / "api")):
-        for name in public(importlib.import_module(module)):
-            if f"{module}.{name}" not in found:
-                _LOG.warning("%s.%s is public and not in the reference, docs/api/", module, name)
+    for name in missing(Path(app.srcdir) / "api", app.env.get_domain("py").objects):
+        _LOG.warning("%s is public and not in the reference: name it in a block public-names in docs/api/", name)
 
 
 def setup(app: Any) -> dict[str, bool]:
