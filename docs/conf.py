@@ -24,6 +24,7 @@ extensions = [
     "public_names",
     "repository_links",
     "hardware_json",
+    "summary",
 ]
 exclude_patterns = ["_build", "_ext"]
 # A section of index.md may have no pages. Sphinx gives this warning no type that `suppress_warnings` could name.
@@ -34,7 +35,7 @@ logging.getLogger("sphinx.sphinx.directives.other").addFilter(
 # Pages are Markdown that a forge shows too. Headings get the anchors that GitHub gives them.
 myst_enable_extensions = ["dollarmath", "colon_fence", "deflist", "attrs_inline"]
 myst_heading_anchors = 4
-nb_execution_mode = "cache"
+nb_execution_mode = "force"
 nb_execution_timeout = 120
 nb_execution_raise_on_error = True
 nb_merge_streams = True
@@ -44,6 +45,7 @@ nb_merge_streams = True
 nitpicky = True
 nitpick_ignore_regex = [(r"py:.*", r"(?!zerojax\.).*")]
 default_role = "py:obj"  # `name` in a docstring is code, and a link if the name is public
+smartquotes_action = "D"  # dashes only: quotes are those of Python
 add_module_names = False
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 80

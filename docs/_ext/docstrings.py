@@ -7,18 +7,22 @@ from typing import Any
 from docutils import nodes
 from sphinx.util.nodes import make_refnode
 
+_CODE_OR_STAR = re.compile(r"`[^`]*`|\*")
 _SECTION = re.compile(r"^(Cost|Source|Returns|Raises): +(\S.*)$")
 
 
 def prepare(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Moves the text after `Cost:` to a line of its own, as napoleon expects it, and marks code that is indented."""
+    """Moves the text after `Cost:` to a line of its own, as napoleon expects it, and marks code that is indented.
+
+    A star outside of backticks is that of a glob, and does not begin emphasis.
+    """
     prepared: list[str] = []
     for number, line in enumerate(lines):
         match = _SECTION.match(line)
         if line.startswith("    ") and number >= 2 and not lines[number - 1] and lines[number - 2][:1].strip():
             prepared += ["::", ""]
         prepared += [f"{match[1]}:", f"    {match[2]}"] if match else [line]
-    lines[:] = prepared
+    lines[:] = [_CODE_OR_STAR.sub(lambda found: r"\*" if found[0] == "*" else found[0], line) for line in prepared]
 
 
 def skip_fields(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
