@@ -23,7 +23,7 @@ extensions = [
     "docstrings",  # the rest are in _ext/
     "public_names",
     "repository_links",
-    "hardware_json",
+    "calculator_data",
     "summary",
 ]
 exclude_patterns = ["_build", "_ext"]

@@ -1,6 +1,6 @@
 """Draws the pictures of docs/how_zero_works.md. Needs matplotlib (the extra `plot`).
 
-    python scripts/draw_zero.py    # writes docs/images/zero_*.svg
+python scripts/draw_zero.py    # writes docs/images/zero_*.svg
 """
 
 from collections.abc import Iterator
@@ -10,9 +10,8 @@ from typing import NamedTuple
 import matplotlib
 
 matplotlib.use("svg")
-from matplotlib import pyplot as plt  # noqa: E402
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 PARAMETERS, GRADIENTS, OPTIMIZER, LINK = "#0b6e6e", "#e07a1f", "#7a8fb5", "#c9a227"
