@@ -1,10 +1,10 @@
 """Lets Sphinx read the docstrings of zerojax, which are written to be read in the source."""
 
-import importlib
 import re
 from typing import Any
 
 from docutils import nodes
+from names import resolve
 from sphinx.util.nodes import make_refnode
 
 _CODE_OR_STAR = re.compile(r"`[^`]*`|\*")
@@ -28,18 +28,6 @@ def prepare(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[
 def skip_fields(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
     """Leaves out the fields of named tuples: the section `Attributes` of their class describes them."""
     return True if re.match(r"Alias for field number \d+$", getattr(obj, "__doc__", None) or "") else None
-
-
-def resolve(target: str) -> Any:
-    """The object that a dotted name stands for. Raises ImportError or AttributeError if there is none."""
-    module, *rest = target.split(".")
-    found = importlib.import_module(module)
-    for part in rest:
-        try:
-            found = getattr(found, part)
-        except AttributeError:
-            found = importlib.import_module(f"{getattr(found, '__name__', found)}.{part}")
-    return found
 
 
 def missing_reference(app: Any, env: Any, node: Any, content: nodes.Element) -> nodes.Element | None:
