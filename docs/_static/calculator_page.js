@@ -4,7 +4,7 @@
 
   const data = globalThis.zerojaxData;
   const { estimate, parameters } = globalThis.zerojaxCalculator;
-  const place = document.getElementById("calculator");
+  const place = document.getElementById("calculator-app");
   const GIB = 2 ** 30;
   const SVG = "http://www.w3.org/2000/svg";
   const TERMS = [
@@ -112,7 +112,7 @@
 
   /* A bar for each stage, with the terms of its peak. The selected stage is framed, and lines mark the device's memory. */
   function chart(results, stage, chip) {
-    const [width, left, row] = [640, 56, 44];
+    const [width, left, row] = [Math.max(300, Math.min(640, output.clientWidth || 640)), 56, 44];
     const capacity = chip.memory_bytes;
     const most = Math.max(capacity, ...results.map((result) => Math.min(result.peak_bytes, 4 * capacity))) * 1.02;
     const scale = (bytes) => (Math.min(bytes, most) / most) * (width - left);
@@ -178,7 +178,7 @@
       return element("li", { class: `fit-${name}` }, element("strong", {}, `${gigabytes} GB`), ` ${text}`);
     });
     output.replaceChildren(
-      element("p", { class: "calculator-sum" }, element("strong", {}, gib(result.peak_bytes)), ` at the peak, ${result.moment}`),
+      element("p", { class: "calculator-sum" }, element("strong", {}, gib(result.peak_bytes)), ` at the peak, which is at ${result.moment}`),
       element("ul", { class: "calculator-fits" }, ...fits),
       chart(results, config.stage, chip),
       legend(result),
