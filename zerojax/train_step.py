@@ -112,10 +112,21 @@ class Step:
             return jitted(state, shard_batch(self.config, batch))
 
     def trace(self, state: TrainState, batch: PyTree) -> Any:
+        """Traces the step, as `jax.jit(...).trace` does. Nothing is compiled.
+
+        Args:
+            state, batch: arrays or avals.
+        """
         jitted = self._checked(state, batch)
         return jitted.trace(state, batch_avals(self.config, batch))
 
     def lower(self, state: TrainState, batch: PyTree, **kwargs: Any) -> Any:
+        """Lowers the step, as `jax.jit(...).lower` does.
+
+        Args:
+            state, batch: arrays or avals.
+            kwargs: options of JAX, such as `lowering_platforms`.
+        """
         with in_words_of_the_user(self.config.precision):
             return self.trace(state, batch).lower(**kwargs)
 

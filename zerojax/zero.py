@@ -188,7 +188,11 @@ class Zero:
         *,
         inputs: Sequence[Any] | Mapping[str, Any] | None = None,
     ) -> TrainState:
-        """The state that `init` would create, as avals with shardings. Allocates nothing; works on abstract meshes."""
+        """The state that `init` would create, as avals with shardings. Allocates nothing; works on abstract meshes.
+
+        Args:
+            model, tx, seed, inputs: as in `init`.
+        """
         return self._build(model, tx, seed, inputs)[1]
 
     def _build(self, model: Any, tx: Any, seed: int | PRNGKey, inputs: Any) -> Any:
@@ -317,6 +321,9 @@ class Zero:
 
         The arrays keep their shapes: those none of whose dims the number of shards divides are replicated, with a
         warning if they are more than 1% of the parameters.
+
+        Args:
+            params: a tree of arrays.
         """
         definition = self._definition(params)
         text = uneven_text(definition.leaves, self.config.axes, pads=False)

@@ -18,11 +18,11 @@ class Verdict(enum.Enum):
     """Whether an expectation is met. Only `BROKEN` is a failure."""
 
     OK = "ok"
-    KNOWN = "known"  # not met, because of a known rewrite by the compiler; the finding names it and its cost
+    KNOWN = "known"  #: not met, because of a known rewrite by the compiler; the finding names it and its cost
     BROKEN = "BROKEN"
-    SLOW = "slow"  # the step is right, but slower than it has to be; the finding says why, and what may help
-    NOT_READ = "not read"  # the program could not be read; the finding says why
-    INFO = "info"  # a measurement without an expectation
+    SLOW = "slow"  #: the step is right, but slower than it has to be; the finding says why, and what may help
+    NOT_READ = "not read"  #: the program could not be read; the finding says why
+    INFO = "info"  #: a measurement without an expectation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +82,9 @@ class Audit:
         """Raises ValueError (setting 'error') or warns (setting 'warn') if an expectation is broken.
 
         A step that is slower than it has to be is warned about with either setting.
+
+        Args:
+            setting: 'error' or 'warn'.
         """
         slow = [finding for finding in self.findings if finding.verdict is Verdict.SLOW]
         if self.broken:

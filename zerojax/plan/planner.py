@@ -30,7 +30,13 @@ REMATS = ("none", "dots", "full", "offload")  # from the most memory to the leas
 
 
 class Suggestion(NamedTuple):
-    """A change of the settings or the cluster, the peak memory of a device with it, and whether that fits."""
+    """A change of the settings or the cluster.
+
+    Attributes:
+        change: the change, in words.
+        peak_bytes: the peak memory of a device with it.
+        fits: whether that fits.
+    """
 
     change: str
     peak_bytes: int

@@ -37,7 +37,11 @@ class Term(NamedTuple):
 
 
 class ModelStates(NamedTuple):
-    """Bytes of the model states on one device, by the formula of ZeRO."""
+    """Bytes of the model states on one device, by the formula of ZeRO.
+
+    Attributes:
+        parameters, gradients, optimizer: the bytes of each.
+    """
 
     parameters: float
     gradients: float
