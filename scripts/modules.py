@@ -20,8 +20,8 @@ HEADER = "| module | contents |\n|---|---|\n"
 # The architecture, bottom up: each entry imports only entries before it.
 ORDER = (
     "versions", "typing", "warn", "directories", "masking", "sharding", "transform", "step", "losses", "analysis",
-    "report", "audit", "processes", "checkpoints", "exchange", "train_step", "zero", "training", "plan", "doctor",
-    "cli",
+    "report", "audit", "processes", "checkpoints", "exchange", "train_step", "zero", "deepspeed", "training", "plan",
+    "doctor", "cli",
 )  # fmt: skip
 
 
