@@ -18,6 +18,7 @@ from zerojax import train_step as steps
 from zerojax.audit.findings import check_setting
 from zerojax.processes.agreement import agree_on, agree_on_lines
 from zerojax.report import placement as report
+from zerojax.report.explanation import Explanation
 from zerojax.sharding import padding, placement
 from zerojax.sharding.mesh import check_enclosing_mesh, data_axes
 from zerojax.sharding.placement import FromModel, Overrides
@@ -422,7 +423,7 @@ class Zero:
 
         return Checkpoints(self.config, directory, **options)
 
-    def explain(self, state: TrainState, step: TrainStep | None = None, batch: Any = None) -> report.Explanation:
+    def explain(self, state: TrainState, step: TrainStep | None = None, batch: Any = None) -> Explanation:
         """Explains where every leaf of a state lives and why, what it costs each device, and what is not sharded.
 
         Args:
