@@ -303,6 +303,7 @@ class Checkpoints:
             RuntimeError: if two consecutive saves failed.
             ValueError: as in `save`.
         """
+        check_not_donated(state)
         self._num_updates += 1
         if self._watchdog:
             self._watchdog.reset()

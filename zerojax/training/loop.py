@@ -23,6 +23,7 @@ from zerojax.directories import local_directory
 from zerojax.processes.agreement import agree
 from zerojax.step.batch import num_global_rows
 from zerojax.step.state import TrainState
+from zerojax.tables import TO_FILE
 from zerojax.training import folder as folders
 from zerojax.training.display import ProgressBar, ProgressLines, on_terminal
 from zerojax.training.stragglers import StragglerMonitor
@@ -221,7 +222,7 @@ def _memory_and_placement(zero: Zero, step: Any, state: TrainState, batch: PyTre
     if not hasattr(step, "memory"):
         return None
     peak = f"The memory of a device at the peak of a step, by formula:\n\n{step.memory(state, batch)}\n"
-    return f"{peak}\nBetween steps, leaf by leaf:\n\n{zero.explain(state)}"
+    return f"{peak}\nBetween steps, leaf by leaf:\n\n{zero.explain(state).text(TO_FILE)}"
 
 
 class MetricsRecorder:
