@@ -403,6 +403,24 @@ class Zero:
 
         return dataclasses.replace(state, params=jax.jit(insert, out_shardings=shardings)(params, state.params))
 
+    def with_optimizer(
+        self, state: TrainState, tx: optax.GradientTransformation, seed: int | PRNGKey = 0
+    ) -> TrainState:
+        """A state at step 0 with the weights of another one and a new optimizer, to fine-tune what was trained.
+
+        A restored state keeps its step, and `fit` continues to count from it. What this returns is like a state of
+        `init` with other values: the counters are 0, and the schedule of the learning rate begins anew.
+
+        Args:
+            state: from `init`, a step or a checkpoint of this Zero. Its parameters and model state are donated.
+            tx: any Optax transformation.
+            seed: as in `init`, for the randomness of the steps.
+
+        Raises:
+            ValueError: if the optimizer cannot work on a step's gradients, or the state was donated.
+        """
+        return creation.with_optimizer(self.config, state, tx, seed)
+
     def _definition(self, params: Any) -> Definition:
         if isinstance(params, nnx.Module):
             raise ValueError(

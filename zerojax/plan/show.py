@@ -9,12 +9,12 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from zerojax.analysis.utilisation import Throughput
 from zerojax.plan import buffers, timeline
 from zerojax.plan.planner import Plan
 from zerojax.plan.program import CollectiveSummary, CompiledStep
 from zerojax.plan.search import Candidate, Ranking
 from zerojax.plan.timeline import Prediction
-from zerojax.plan.utilisation import Throughput
 from zerojax.report.memory import model_states
 from zerojax.text import bytes_text
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -22,7 +23,7 @@ from zerojax.step import models
 from zerojax.step.config import ZeroConfig
 from zerojax.step.optimizers import check_update
 from zerojax.step.source import ModelSource, plain_arrays
-from zerojax.step.state import Definition, TrainState, shardings, stored_avals
+from zerojax.step.state import Definition, TrainState, check_not_donated, shardings, stored_avals
 from zerojax.transform import jaxprs, stacks
 from zerojax.typing import Array, PRNGKey, PyTree
 from zerojax.warn import warn
@@ -105,6 +106,26 @@ def _from_existing(
         return jax.jit(initial, out_shardings=placed, donate_argnums=0)(sharded, model_state, key)
 
     return create, abstract
+
+
+def with_optimizer(
+    config: ZeroConfig, state: TrainState, tx: optax.GradientTransformation, seed: int | PRNGKey
+) -> TrainState:
+    """See `Zero.with_optimizer`."""
+    check_not_donated(state)
+    definition, stage = dataclasses.replace(state.definition, tx=tx), config.stage
+    check_update(tx, definition.trained_avals())
+
+    def initial(params: PyTree, master: PyTree, model_state: PyTree, key: PRNGKey) -> TrainState:
+        params = padding.cropped(params, definition.paddings(stage.shards_params))
+        if master is not None:
+            trained = padding.cropped(master, definition.trained_paddings(stage.shards_optimizer))
+            params = definition.with_frozen(trained, params)
+        return _initial(config, definition, params, model_state, key)
+
+    args = state.params, state.master, state.model_state, _key(seed)
+    abstract = stored_avals(config, jax.eval_shape(initial, *args))
+    return jax.jit(initial, out_shardings=shardings(config, abstract), donate_argnums=(0, 1, 2))(*args)
 
 
 def _put(a: Any, sharding: NamedSharding, zeros: Padding) -> Array:
