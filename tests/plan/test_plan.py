@@ -374,7 +374,7 @@ def test_the_command_lists_its_presets():
     ("arguments", "message"),
     [
         (("--preset", "gpt3"), "no preset 'gpt3'"),
-        ((), "--preset NAME or --job MODULE:FUNCTION"),
+        ((), "--preset NAME, --hf PATH or --job MODULE:FUNCTION"),
         (("--job", "nowhere:job"), "cannot be called"),
         (("--job", "math:gcd"), "does not return a Job"),
         (("--preset", "gpt2-124m", "--target", "h100:12"), "unknown target 'h100:12'"),

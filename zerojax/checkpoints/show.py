@@ -86,7 +86,8 @@ def leaves_table(manifest: Manifest, to: Screen, problems: Mapping[str, str | No
 def differences(a: Manifest, b: Manifest, to: Screen) -> TextTable:
     """Returns a table of the differences between the manifests of two steps. It has no rows if there are none."""
     found = [path for path in dict.fromkeys([*a.leaves, *b.leaves]) if a.leaves.get(path) != b.leaves.get(path)]
-    types = [tuple(_type(m.leaves[path]) if path in m.leaves else "" for m in (a, b)) for path in found]
+    type_in = lambda manifest, path: _type(manifest.leaves[path]) if path in manifest.leaves else ""
+    types = [(type_in(a, path), type_in(b, path)) for path in found]
     rows = []
     for each in fold(found, [(pair, to.folds or path) for path, pair in zip(found, types, strict=True)]):
         leaves = [m.leaves.get(found[each.members[0]]) for m in (a, b)]

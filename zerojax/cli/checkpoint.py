@@ -100,8 +100,8 @@ def diff(directory: Path | str, first: int, second: int, other: Path | str | Non
     from zerojax.tables import screen
 
     places = [(directory, first), (other or directory, second)]
-    manifests = [_manifest(_on_disk(place, step, arrays=False), step) for place, step in places]
-    table = show.differences(*manifests, screen())
+    one, two = (_manifest(_on_disk(place, step, arrays=False), step) for place, step in places)
+    table = show.differences(one, two, screen())
     if table.rows:
         print_table(table)
     raise SystemExit(1 if table.rows else 0)
@@ -202,7 +202,7 @@ def import_files(directory: Path, files: Path, what: str, precision: str, mappin
         if there := store.folders(directory.absolute()):
             raise click.ClickException(f"{directory} has steps already: {', '.join(map(str, there))}")
         found = names.mapping(mapping) if mapping else None
-        job, zero = find_job(what, "", compiled=False), zerojax.Zero(zerojax.make_mesh(), 3, precision)
+        job, zero = find_job(what), zerojax.Zero(zerojax.make_mesh(), 3, precision)
         state = parameters.load(zero.init(job.create_model, job.tx), files, mapping=found, **options)
         if bad := contents.nonfinite_paths(digests(contents.arrays(state), contents.logical_shapes(state))):
             raise click.ClickException(f"{files} is not finite: {', '.join(bad)}")
