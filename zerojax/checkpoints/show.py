@@ -90,11 +90,12 @@ def differences(a: Manifest, b: Manifest, to: Screen) -> TextTable:
     types = [(type_in(a, path), type_in(b, path)) for path in found]
     rows = []
     for each in fold(found, [(pair, to.folds or path) for path, pair in zip(found, types, strict=True)]):
-        leaves = [m.leaves.get(found[each.members[0]]) for m in (a, b)]
+        any_one = each.members[0]
+        leaves = [m.leaves.get(found[any_one]) for m in (a, b)]
         digests = [leaf.digest if leaf else "" for leaf in leaves]
         if len(each.members) > 1:
             digests = ["one digest each" if leaf else "" for leaf in leaves]
-        first, second = types[each.members[0]]
+        first, second = types[any_one]
         rows.append([each.text, first if first == second else f"{first or 'none'} -> {second or 'none'}", *digests])
     for name in ("mesh", "stage", "precision", "versions", "data"):
         if getattr(a, name) != getattr(b, name):
