@@ -216,6 +216,7 @@ def train(args: argparse.Namespace) -> dict[str, float]:
         evaluate=measure,
         evaluate_every=args.every,
         config=dataclasses.asdict(config) | same,
+        tokens_per_row=args.context,
         checkpoints={"every": args.every, "spike": 3.0},
         profile=args.profile and tuple(args.profile),
     )
