@@ -139,6 +139,11 @@ def with_adapters(model: Model, args: argparse.Namespace, rngs: nnx.Rngs) -> nnx
     return qwix.apply_lora_to_model(frozen_base(model, rngs), provider, *example, rngs=rngs)
 
 
+def is_new(args: argparse.Namespace) -> bool:
+    """Whether the run has no checkpoint, which would contain the weights."""
+    return not store.steps(args.out / "checkpoints")
+
+
 def create_state(zero: zerojax.Zero, model: Model, args: argparse.Namespace) -> zerojax.TrainState:
     """The sharded state, with the weights of the files. A run that has a checkpoint restores them from it."""
     is_full = args.tune == "full"
@@ -146,7 +151,7 @@ def create_state(zero: zerojax.Zero, model: Model, args: argparse.Namespace) -> 
     state = zero.init(create, optimizer(args))
     options = {"family": model.family, "extra": ["lm_head.weight"] if model.is_tied else []}
     options |= {} if is_full else {"missing": ["params/*_lora_a", "params/*_lora_b"]}
-    if store.steps(args.out / "checkpoints"):
+    if not is_new(args):
         return state
     if args.tune not in QUANTIZED:
         return parameters.load(state, args.model, cast=True, **options)
@@ -177,14 +182,13 @@ def load_text(args: argparse.Namespace) -> np.ndarray:
     return np.array(tokenizer.encode("\n".join(file.read_text() for file in files)).ids, np.int32)
 
 
-def report(zero: zerojax.Zero, step: Any, state: zerojax.TrainState, batch: Any) -> None:
-    """Prints what a device holds and sends in a step, next to the formula of the stage."""
+def report(zero: zerojax.Zero, step: Any, state: zerojax.TrainState, batch: Any) -> str:
+    """What a device holds, and sends in a step, next to the formula of the stage. What is sent is at most that."""
     explained, expected = zero.explain(state), step.expectation(state, batch)
-    for name, formula in explained.formula.items():
-        print(f"{name + ', bytes per device':40s} {explained.totals[name]:>14,} formula {formula:>14,.0f}")
-    for name, most in expected.most._asdict().items():
-        sent = getattr(expected.least, name)
-        print(f"{name + ', bytes sent per step':40s} {sent:>14,.0f} formula {most:>14,.0f}")
+    most, least = expected.most._asdict(), expected.least._asdict()
+    rows = [(f"{name}, bytes", explained.totals[name], formula) for name, formula in explained.formula.items()]
+    rows += [(f"{name}, bytes per step", least[name], formula) for name, formula in most.items()]
+    return "\n".join(f"{name:32s} {found:>14,.0f}   formula {formula:>14,.0f}" for name, found, formula in rows)
 
 
 def train(args: argparse.Namespace) -> dict[str, float]:
@@ -203,9 +207,10 @@ def train(args: argparse.Namespace) -> dict[str, float]:
     def evaluate(state: zerojax.TrainState) -> dict[str, float]:
         return {"loss": float(np.mean([eval_step(state, batch(tokens[-held_out:], i))["loss"] for i in range(4)]))}
 
-    if not args.resume:
-        print(f"loss of the model as it comes: {evaluate(state)['loss']:.4f}")
-        report(zero, step, state, batch(tokens, 0))
+    show = print if jax.process_index() == 0 else lambda text: None
+    if is_new(args):
+        show(f"loss of the model as it comes: {evaluate(state)['loss']:.4f}")
+        show(report(zero, step, state, batch(tokens, 0)))
     config = {name: str(value) for name, value in vars(args).items() if name not in ("out", "resume", "devices")}
     state = zerojax.fit(
         zero,
@@ -219,7 +224,7 @@ def train(args: argparse.Namespace) -> dict[str, float]:
         checkpoints={"every": args.every, "keep": 1},
     )
     final = evaluate(state)
-    print(f"loss of the tuned model: {final['loss']:.4f}, exported to {export(state, model, args)}")
+    show(f"loss of the tuned model: {final['loss']:.4f}, exported to {export(state, model, args)}")
     return final
 
 
