@@ -38,11 +38,13 @@ import zerojax
 from zerojax import processes
 from zerojax.checkpoints import store
 from zerojax.exchange import adapters, parameters, quantized
+from zerojax.exchange.tensors import Reader
 
 # model_type of config.json -> module and class of Tunix, and its option for tied embeddings
 MODELS = {"qwen3": ("qwen3", "Qwen3", "use_tied_embedding"), "llama": ("llama3", "Llama3", "weight_tying")}
 QUANTIZED = {"int8": "int8", "fp8": "float8_e4m3fn"}
 LINEAR = ".*(q|k|v|o|gate|up|down)_proj"  # the layers that get adapters
+WEIGHT_FILES = (".safetensors", ".index.json", ".bin", ".pth", ".gguf")  # all others are copied
 MAX_FILE_BYTES = 2**30  # of the arrays in one exported file
 AXES = {"fsdp": "data", "tp": None}  # names of mesh axes in Tunix's models
 
@@ -153,12 +155,13 @@ def create_state(zero: zerojax.Zero, model: Model, args: argparse.Namespace) -> 
     options |= {} if is_full else {"missing": ["params/*_lora_a", "params/*_lora_b"]}
     if not is_new(args):
         return state
+    files = Reader(args.model, follow_links=True)  # as they are in the cache of Hugging Face
     if args.tune not in QUANTIZED:
-        return parameters.load(state, args.model, cast=True, **options)
+        return parameters.load(state, files, cast=True, **options)
     base = nnx.eval_shape(lambda: frozen_base(model, nnx.Rngs(0)))
     tuned = nnx.eval_shape(lambda: with_adapters(model, args, nnx.Rngs(0)))
     quantize = functools.partial(qwix.quantize_params, abstract_quantized_params=tuned)
-    return quantized.load_quantized(state, args.model, nnx.to_pure_dict(nnx.state(base)), quantize, **options)
+    return quantized.load_quantized(state, files, nnx.to_pure_dict(nnx.state(base)), quantize, **options)
 
 
 def export(state: zerojax.TrainState, model: Model, args: argparse.Namespace, dtype: str = "bfloat16") -> pathlib.Path:
@@ -167,8 +170,8 @@ def export(state: zerojax.TrainState, model: Model, args: argparse.Namespace, dt
     params = state if args.tune == "full" else adapters.merged(state, args.alpha / args.rank, dtype)
     options = {"dtype": dtype, "max_file_bytes": MAX_FILE_BYTES, "overwrite": True}
     if parameters.export_params(params, folder, family=model.family, **options):  # in one of the processes
-        for file in args.model.glob("*.json"):
-            if not file.name.endswith(".index.json"):
+        for file in args.model.iterdir():
+            if file.is_file() and not file.name.endswith(WEIGHT_FILES):
                 shutil.copy(file, folder)
         config = json.loads((folder / "config.json").read_text()) | {"torch_dtype": dtype, "dtype": dtype}
         (folder / "config.json").write_text(json.dumps(config, indent=2))

@@ -250,6 +250,7 @@ class Reader:
         follow_links: whether files may be links that lead out of the folder, as in the cache of Hugging Face.
 
     Attributes:
+        path: the file or the folder.
         names: of the arrays, in the order of the files.
         metadata: the strings in the header; with several files, those that all headers have in common.
 
@@ -261,6 +262,7 @@ class Reader:
     """
 
     def __init__(self, path: str | Path, *, follow_links: bool = False):
+        self.path = Path(path)
         found = _read_folder(Path(path), follow_links) if os.path.isdir(path) else [headers.read_header(Path(path))]
         self._arrays = {name: stored for header in found for name, stored in header.arrays.items()}
         self.names = tuple(self._arrays)
@@ -402,6 +404,6 @@ def _inside(folder: Path, name: str, follow_links: bool) -> Path:
         raise exchange_error(f"the index names a file outside {folder}", bounded_repr(name), fix)
     path = folder / name
     if not follow_links and os.path.dirname(os.path.realpath(path)) != os.path.realpath(folder):
-        fix = "copy the file, or use follow_links=True if you trust the link"
+        fix = "copy the file, or pass Reader(folder, follow_links=True) if you trust the link"
         raise exchange_error(f"a link leads out of {folder}", bounded_repr(name), fix)
     return path
