@@ -13,7 +13,8 @@ from zerojax.analysis import hlo, hlo_collectives, jaxpr_collectives
 from zerojax.analysis.hlo import Program
 from zerojax.analysis.hlo_collectives import Collective
 from zerojax.audit.expectation import Expectation, SentBytes, over_data_axes
-from zerojax.audit.findings import AuditCheck, Outcome, Unreadable, Verdict, abbreviate, bytes_text, reader_errors
+from zerojax.audit.findings import AuditCheck, Outcome, Unreadable, Verdict, reader_errors
+from zerojax.text import abbreviate, bytes_text
 
 # As a fraction of the expected bytes. A collective of scalars may be combined with a larger one, and is counted then.
 SLACK = 0.01

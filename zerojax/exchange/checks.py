@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 
-from zerojax.checkpoints.manifest import CheckpointMismatch, matches, mismatch_error
+from zerojax.checkpoints.manifest import CheckpointMismatch, Mismatch, matches, mismatch_error
 from zerojax.exchange.headers import bounded_repr, exchange_error
 from zerojax.exchange.names import Source
 from zerojax.exchange.shards import shape_problem, transposes
@@ -31,29 +31,35 @@ def check_fit(
     cast: bool,
 ) -> None:
     """Raises CheckpointMismatch unless the files have the arrays that are wanted, with their shapes and dtypes."""
-    lines: list[str] = []
+    found: list[Mismatch | str] = []
     turned = False
     for p, source in wanted.items():
         a = avals[p]
         name = absent(reader, source, a)
         if name is not None:
             if not matches(p, missing):
-                lines.append(f"missing:  {p}: the files have no {name} (missing=({p!r},) allows it)")
+                text = f"the files have no {name} (missing=({p!r},) allows it)"
+                found.append(Mismatch("missing", p, text, "not in the files (missing= allows them, by globs)"))
         elif problem := shape_problem(reader, source, tuple(a.shape)):
-            lines.append(f"shape:    {p}: {problem}")
+            common = problem if source.is_stack else f"the file {problem.partition(' ')[2]}"
+            found.append(Mismatch("shape", p, problem, common))
             turned = turned or transposes(reader, source, tuple(a.shape))
         elif not cast:
             differs = [part for part in source.parts(tuple(a.shape)) if jnp.dtype(reader.dtype(part)) != a.dtype]
             for part in differs[:1]:
-                got = f"{part} is {reader.dtype(part)}, the state has {a.dtype}"
-                lines.append(f"dtype:    {p}: {got} (cast=True allows it)")
+                got = f"is {reader.dtype(part)}, the state has {a.dtype} (cast=True allows it)"
+                found.append(Mismatch("dtype", p, f"{part} {got}", f"the file {got}"))
     taken = {name for p, source in wanted.items() for name in source.parts(tuple(avals[p].shape))}
     unused = [name for name in reader.names if name not in taken and not matches(name, extra)]
-    lines += [f"extra:    {name}: nothing in the state takes it (extra=({name!r},) allows it)" for name in unused]
-    if lines:
-        is_absent = any(line.startswith("missing:") for line in lines)
+    nothing = "nothing in the state takes"
+    found += [
+        Mismatch("extra", name, f"{nothing} it (extra=({name!r},) allows it)", f"{nothing} them (extra= allows them)")
+        for name in unused
+    ]
+    if found:
+        is_absent = any(isinstance(each, Mismatch) and each.kind == "missing" for each in found)
         fixes = [_TRANSPOSE_FIX] if turned else [_NAMES_FIX] if is_absent else []
-        raise CheckpointMismatch("\n  ".join([str(mismatch_error(str(reader.path), lines)), *fixes]))
+        raise CheckpointMismatch("\n  ".join([str(mismatch_error(str(reader.path), found)), *fixes]))
 
 
 _TRANSPOSE_FIX = (
