@@ -49,8 +49,9 @@ def load_quantized(
             quantized. They are read in these dtypes, whatever those of the files are.
         quantize: maps a tree with one of them to the tree of what the state has in its place: an array and its scale,
             or the array itself. It may be traced, and runs operation by operation on sharded arrays.
-        mapping, family, extra: as in `parameters.load`.
+        mapping, family: as in `parameters.load`.
         missing: globs of leaves ('params/*_lora_a') that are not computed from the files. The state keeps its own.
+        extra: as in `parameters.load`.
 
     Raises:
         ValueError: if an option is invalid, `quantize` returns something that the state does not have in this shape,

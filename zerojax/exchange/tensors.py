@@ -273,11 +273,19 @@ class Reader:
         return name in self._arrays
 
     def shape(self, name: str) -> Shape:
-        """Returns the shape of an array."""
+        """Returns the shape of an array.
+
+        Args:
+            name: one of `names`.
+        """
         return self._stored(name).shape
 
     def dtype(self, name: str) -> np.dtype:
-        """Returns the dtype of an array. bfloat16 and float8 are those of `ml_dtypes`."""
+        """Returns the dtype of an array. bfloat16 and float8 are those of `ml_dtypes`.
+
+        Args:
+            name: one of `names`.
+        """
         return self._stored(name).dtype
 
     def read(self, name: str, index: slice | tuple[slice, ...] = (), *, view: Shape | None = None) -> np.ndarray:
