@@ -39,8 +39,8 @@ def load_quantized(
 ) -> TrainState:
     """Returns the state with its parameters computed from those of safetensors files, one after the other.
 
-    For a model that qwix has quantized: `quantize=functools.partial(qwix.quantize_params,
-    abstract_quantized_params=model)`, where `model` may be abstract.
+    For a model that qwix has quantized, pass its function `quantize_params` with that model, which may be abstract, as
+    `abstract_quantized_params`.
 
     Args:
         state: of `init`. It is donated.
