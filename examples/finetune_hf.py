@@ -31,7 +31,6 @@ import optax
 import qwix
 import text
 from flax import nnx
-from qwix._src.providers.ptq import WithAux
 from tokenizers import Tokenizer
 
 import zerojax
@@ -94,13 +93,9 @@ def read_model(folder: pathlib.Path, dtype: Any) -> Model:
 def inputs(tokens: jax.Array) -> tuple[Any, ...]:
     """The arguments of Tunix's models: tokens, positions, no cache, and a causal mask."""
     rows, length = tokens.shape
-    mask = jnp.tril(jnp.ones((length, length), bool))
-    return (
-        tokens,
-        jnp.broadcast_to(jnp.arange(length), (rows, length)),
-        None,
-        jnp.broadcast_to(mask, (rows, *mask.shape)),
-    )
+    positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (rows, length, length))
+    return tokens, positions, None, mask
 
 
 def loss_fn(model: Any, batch: Any) -> jax.Array:
@@ -119,7 +114,8 @@ class Adapters(qwix.LoraProvider):
         cast = jnp.astype
 
         def astype(x: Any, dtype: Any, **options: Any) -> Any:
-            return x.replace(array=x.array.astype(dtype)) if isinstance(x, WithAux) else cast(x, dtype, **options)
+            is_quantized = hasattr(x, "how")
+            return x.replace(array=x.array.astype(dtype)) if is_quantized else cast(x, dtype, **options)
 
         return super().get_intercept_map() | {"jax.numpy.astype": astype}
 
@@ -182,7 +178,7 @@ def load_text(args: argparse.Namespace) -> np.ndarray:
     """The tokens of the modules of a package of the standard library."""
     files = sorted(pathlib.Path(sysconfig.get_path("stdlib"), args.package).glob("*.py"))
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
-    return np.array(tokenizer.encode("\n".join(file.read_text() for file in files)).ids, np.int32)
+    return np.array(tokenizer.encode("\n".join(file.read_text(encoding="utf-8") for file in files)).ids, np.int32)
 
 
 def report(zero: zerojax.Zero, step: Any, state: zerojax.TrainState, batch: Any) -> str:
