@@ -89,10 +89,27 @@ def test_a_frozen_leaf_is_gathered_and_computed_in_its_dtype_or_a_narrower_one(s
     assert {c.dtype for c in found if c.kind == "all_gather"} == ({computed, "bfloat16"} if stage == 3 else set())
 
 
-def test_the_audit_finds_nothing_in_a_step_with_a_narrow_base():
-    zero = Zero(zerojax.make_mesh(), precision="bf16", frozen=["base/*"])
-    state = zero.init(lambda rngs: Tuned("int8", rngs), optax.adam(1e-2))
-    assert zero.train_step(loss).audit(state, X).ok
+class Deep(nnx.Module):
+    """Layers of bytes behind a trained scale, so that each is gathered for the backward pass as well."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Param(jnp.ones(WIDTH))
+        self.layers = nnx.List([Quantized("int8", rngs) for _ in range(6)])
+
+    def __call__(self, x):
+        x = x * self.first[...]
+        for layer in self.layers:
+            x = nnx.gelu(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("create", [lambda rngs: Tuned("int8", rngs), Deep], ids=["one", "several"])
+def test_the_audit_finds_nothing_in_a_step_with_a_narrow_base(create):
+    """An element of a gather counts with its own bytes, as the unit that it belongs to does."""
+    zero = Zero(zerojax.make_mesh(), precision="bf16", frozen=["base/*"] if create is not Deep else ["layers/*"])
+    state = zero.init(create, optax.adam(1e-2))
+    audit = zero.train_step(loss).audit(state, X)
+    assert audit.ok, str(audit)
 
 
 @pytest.mark.parametrize(("frozen", "moves"), [([], True), (["norm/scale", "norm/bias"], False), (["norm/*"], False)])
