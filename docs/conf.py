@@ -19,7 +19,6 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
-    "sphinx_design",
     "docstrings",  # the rest are in _ext/
     "public_names",
     "repository_links",

@@ -203,6 +203,7 @@
     show();
   });
   form.addEventListener("submit", (event) => event.preventDefault());
+  globalThis.addEventListener("resize", show); // the chart is drawn for the width of the page
   fill("llama3-8b");
   show();
 })();
