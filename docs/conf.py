@@ -23,6 +23,7 @@ extensions = [
     "public_names",
     "repository_links",
     "calculator_data",
+    "command_line",
     "summary",
 ]
 exclude_patterns = ["_build", "_ext"]
@@ -32,7 +33,7 @@ logging.getLogger("sphinx.sphinx.directives.other").addFilter(
 )
 
 # Pages are Markdown that a forge shows too. Headings get the anchors that GitHub gives them.
-myst_enable_extensions = ["dollarmath", "colon_fence", "deflist", "attrs_inline"]
+myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
 myst_heading_anchors = 4
 nb_execution_mode = "force"
 nb_execution_timeout = 120

@@ -178,7 +178,7 @@
       return element("li", { class: `fit-${name}` }, element("strong", {}, `${gigabytes} GB`), ` ${text}`);
     });
     output.replaceChildren(
-      element("p", { class: "calculator-sum" }, element("strong", {}, gib(result.peak_bytes)), ` at the peak, which is at ${result.moment}`),
+      element("p", { class: "calculator-sum" }, element("strong", {}, gib(result.peak_bytes)), ` at the peak, which is ${result.moment}`),
       element("ul", { class: "calculator-fits" }, ...fits),
       chart(results, config.stage, chip),
       legend(result),
