@@ -3,14 +3,11 @@
 import enum
 import inspect
 import re
-import sys
 import typing
 
+import names
 import pytest
 from support.paths import REPO
-
-sys.path.insert(0, str(REPO / "docs" / "_ext"))
-import names
 
 API = REPO / "docs" / "api"
 
