@@ -207,6 +207,11 @@ _GPUS_PER_HOST = 8
 _TPU_HOST = (2, 2, 1)  # the chips of one host in a described topology
 
 
+def chip_of_kind(device_kind: str) -> Chip | None:
+    """Returns the chip with a `jax.Device.device_kind`, or None if it is not known."""
+    return next((chip for chip in CHIPS.values() if device_kind in chip.device_kinds), None)
+
+
 def torus_links(dim: int) -> str:
     """Returns the name of the links along one dim of a TPU slice."""
     return f"torus links along dim {dim}"
