@@ -1,6 +1,5 @@
 """Configuration of the site that Sphinx builds from this folder. `scripts/docs` builds it."""
 
-import logging
 import sys
 from pathlib import Path
 
@@ -27,10 +26,6 @@ extensions = [
     "summary",
 ]
 exclude_patterns = ["_build", "_ext"]
-# A section of index.md may have no pages. Sphinx gives this warning no type that `suppress_warnings` could name.
-logging.getLogger("sphinx.sphinx.directives.other").addFilter(
-    lambda record: getattr(record, "subtype", None) != "empty_glob"
-)
 
 # Pages are Markdown that a forge shows too. Headings get the anchors that GitHub gives them.
 myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
