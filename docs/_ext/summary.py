@@ -11,7 +11,7 @@ def counts(app: Any, error: Exception | None) -> None:
         )
         print(
             f"{len(app.env.all_docs)} pages, {app._warncount} warnings, {names} names in the reference, "
-            f"{notebooks} notebooks run: {app.outdir}/index.html"
+            f"notebooks run: {notebooks}; the first page is {app.outdir}/index.html"
         )
 
 
