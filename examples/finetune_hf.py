@@ -38,11 +38,13 @@ import zerojax
 from zerojax import processes
 from zerojax.checkpoints import store
 from zerojax.exchange import adapters, parameters, quantized
+from zerojax.exchange.tensors import Reader
 
 # model_type of config.json -> module and class of Tunix, and its option for tied embeddings
 MODELS = {"qwen3": ("qwen3", "Qwen3", "use_tied_embedding"), "llama": ("llama3", "Llama3", "weight_tying")}
 QUANTIZED = {"int8": "int8", "fp8": "float8_e4m3fn"}
 LINEAR = ".*(q|k|v|o|gate|up|down)_proj"  # the layers that get adapters
+WEIGHT_FILES = (".safetensors", ".index.json", ".bin", ".pth", ".gguf")  # all others are copied
 MAX_FILE_BYTES = 2**30  # of the arrays in one exported file
 AXES = {"fsdp": "data", "tp": None}  # names of mesh axes in Tunix's models
 
@@ -139,6 +141,11 @@ def with_adapters(model: Model, args: argparse.Namespace, rngs: nnx.Rngs) -> nnx
     return qwix.apply_lora_to_model(frozen_base(model, rngs), provider, *example, rngs=rngs)
 
 
+def is_new(args: argparse.Namespace) -> bool:
+    """Whether the run has no checkpoint, which would contain the weights."""
+    return not store.steps(args.out / "checkpoints")
+
+
 def create_state(zero: zerojax.Zero, model: Model, args: argparse.Namespace) -> zerojax.TrainState:
     """The sharded state, with the weights of the files. A run that has a checkpoint restores them from it."""
     is_full = args.tune == "full"
@@ -146,14 +153,15 @@ def create_state(zero: zerojax.Zero, model: Model, args: argparse.Namespace) -> 
     state = zero.init(create, optimizer(args))
     options = {"family": model.family, "extra": ["lm_head.weight"] if model.is_tied else []}
     options |= {} if is_full else {"missing": ["params/*_lora_a", "params/*_lora_b"]}
-    if store.steps(args.out / "checkpoints"):
+    if not is_new(args):
         return state
+    files = Reader(args.model, follow_links=True)  # as they are in the cache of Hugging Face
     if args.tune not in QUANTIZED:
-        return parameters.load(state, args.model, cast=True, **options)
+        return parameters.load(state, files, cast=True, **options)
     base = nnx.eval_shape(lambda: frozen_base(model, nnx.Rngs(0)))
     tuned = nnx.eval_shape(lambda: with_adapters(model, args, nnx.Rngs(0)))
     quantize = functools.partial(qwix.quantize_params, abstract_quantized_params=tuned)
-    return quantized.load_quantized(state, args.model, nnx.to_pure_dict(nnx.state(base)), quantize, **options)
+    return quantized.load_quantized(state, files, nnx.to_pure_dict(nnx.state(base)), quantize, **options)
 
 
 def export(state: zerojax.TrainState, model: Model, args: argparse.Namespace, dtype: str = "bfloat16") -> pathlib.Path:
@@ -162,8 +170,8 @@ def export(state: zerojax.TrainState, model: Model, args: argparse.Namespace, dt
     params = state if args.tune == "full" else adapters.merged(state, args.alpha / args.rank, dtype)
     options = {"dtype": dtype, "max_file_bytes": MAX_FILE_BYTES, "overwrite": True}
     if parameters.export_params(params, folder, family=model.family, **options):  # in one of the processes
-        for file in args.model.glob("*.json"):
-            if not file.name.endswith(".index.json"):
+        for file in args.model.iterdir():
+            if file.is_file() and not file.name.endswith(WEIGHT_FILES):
                 shutil.copy(file, folder)
         config = json.loads((folder / "config.json").read_text()) | {"torch_dtype": dtype, "dtype": dtype}
         (folder / "config.json").write_text(json.dumps(config, indent=2))
@@ -177,14 +185,13 @@ def load_text(args: argparse.Namespace) -> np.ndarray:
     return np.array(tokenizer.encode("\n".join(file.read_text() for file in files)).ids, np.int32)
 
 
-def report(zero: zerojax.Zero, step: Any, state: zerojax.TrainState, batch: Any) -> None:
-    """Prints what a device holds and sends in a step, next to the formula of the stage."""
+def report(zero: zerojax.Zero, step: Any, state: zerojax.TrainState, batch: Any) -> str:
+    """What a device holds, and sends in a step, next to the formula of the stage. What is sent is at most that."""
     explained, expected = zero.explain(state), step.expectation(state, batch)
-    for name, formula in explained.formula.items():
-        print(f"{name + ', bytes per device':40s} {explained.totals[name]:>14,} formula {formula:>14,.0f}")
-    for name, most in expected.most._asdict().items():
-        sent = getattr(expected.least, name)
-        print(f"{name + ', bytes sent per step':40s} {sent:>14,.0f} formula {most:>14,.0f}")
+    most, least = expected.most._asdict(), expected.least._asdict()
+    rows = [(f"{name}, bytes", explained.totals[name], formula) for name, formula in explained.formula.items()]
+    rows += [(f"{name}, bytes per step", least[name], formula) for name, formula in most.items()]
+    return "\n".join(f"{name:32s} {found:>14,.0f}   formula {formula:>14,.0f}" for name, found, formula in rows)
 
 
 def train(args: argparse.Namespace) -> dict[str, float]:
@@ -203,9 +210,10 @@ def train(args: argparse.Namespace) -> dict[str, float]:
     def evaluate(state: zerojax.TrainState) -> dict[str, float]:
         return {"loss": float(np.mean([eval_step(state, batch(tokens[-held_out:], i))["loss"] for i in range(4)]))}
 
-    if not args.resume:
-        print(f"loss of the model as it comes: {evaluate(state)['loss']:.4f}")
-        report(zero, step, state, batch(tokens, 0))
+    show = print if jax.process_index() == 0 else lambda text: None
+    if is_new(args):
+        show(f"loss of the model as it comes: {evaluate(state)['loss']:.4f}")
+        show(report(zero, step, state, batch(tokens, 0)))
     config = {name: str(value) for name, value in vars(args).items() if name not in ("out", "resume", "devices")}
     state = zerojax.fit(
         zero,
@@ -219,7 +227,7 @@ def train(args: argparse.Namespace) -> dict[str, float]:
         checkpoints={"every": args.every, "keep": 1},
     )
     final = evaluate(state)
-    print(f"loss of the tuned model: {final['loss']:.4f}, exported to {export(state, model, args)}")
+    show(f"loss of the tuned model: {final['loss']:.4f}, exported to {export(state, model, args)}")
     return final
 
 

@@ -26,7 +26,7 @@ import zerojax
 from zerojax import versions
 from zerojax.checkpoints import store
 from zerojax.checkpoints.manifest import with_digest
-from zerojax.exchange import parameters
+from zerojax.exchange import adapters, parameters, quantized
 from zerojax.exchange.tensors import INDEX, Entry, Reader, write
 from zerojax.plan import Settings, plan
 from zerojax.processes import agree
@@ -256,6 +256,21 @@ def _(tmp_path):
 @raises("A file of Flax as one of PyTorch")
 def _(tmp_path):
     load_matrix(tmp_path, {"w": (32, 32)}, file_format="flax", family="llama")
+
+
+@raises("A weight that becomes what the state does not have")
+def _(tmp_path):
+    matrix = jnp.zeros((32, 32))
+    params = {"w": {"array": {"qvalue": matrix.astype(jnp.int8), "scale": matrix[:1]}}, "b": matrix}
+    parameters.export_params({"w": matrix}, tmp_path)
+    state = setting().init(lambda: params, adam())
+    quantized.load_quantized(state, tmp_path, {"w": matrix}, lambda tree: tree, missing=["params/b"])
+
+
+@raises("An adapter that does not fit its weight")
+def _(tmp_path):
+    params = {"w": jnp.zeros((32, 32)), "w_lora_a": jnp.zeros((64, 4)), "w_lora_b": jnp.zeros((4, 32))}
+    adapters.merged(setting().init(lambda: params, adam()), 1.0)
 
 
 def mask_numbers(text):

@@ -49,6 +49,10 @@ def write_model(folder, config):
     weights = jax.tree.map(lambda a: jnp.asarray(0.2 * rng.standard_normal(a.shape, np.float32)), shapes)
     files = parameters.export_params(weights, folder, family=model.family, dtype="bfloat16", max_file_bytes=30_000)
     assert len(files) > 2 and files[-1].name.endswith("index.json")
+    (folder.parent / "blobs").mkdir(exist_ok=True)
+    for i, file in enumerate(files):  # the cache of Hugging Face has links
+        blob = file.rename(folder.parent / "blobs" / f"{config['model_type']}-{i}")
+        file.symlink_to(blob)
     return folder
 
 
@@ -92,12 +96,17 @@ def plain_losses(module, args, steps):
     return losses
 
 
-CASES = [(family, tune) for family in CONFIGS for tune in ("full", "lora", "int8", "fp8")]
+ALWAYS = [("qwen3", "full", 1), ("qwen3", "int8", 1), ("qwen3", "int8", 3), ("llama", "lora", 3)]
+CASES = [
+    pytest.param(family, tune, stage, marks=[] if (family, tune, stage) in ALWAYS else pytest.mark.full)
+    for family in CONFIGS
+    for tune in ("full", "lora", "int8", "fp8")
+    for stage in (1, 3)
+]
 WANT = {}
 
 
-@pytest.mark.parametrize("stage", (1, 3))
-@pytest.mark.parametrize(("family", "tune"), CASES)
+@pytest.mark.parametrize(("family", "tune", "stage"), CASES)
 def test_losses_are_those_of_one_device(folders, family, tune, stage):
     """Up to rounding in fp32. Of a base in bf16, the activations of Llama 3 are bf16 as well, and equally rounded."""
     args, zero, model = setting(folders[family], tune, stage)

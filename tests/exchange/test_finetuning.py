@@ -178,3 +178,15 @@ def test_two_processes_write_the_files_of_one(tmp_path):
     assert got.keys() == want.keys() == {"layers.0.up", "layers.0.odd", "norm"}
     for name in want:
         np.testing.assert_allclose(got[name], want[name], rtol=1e-6)
+
+
+def test_links_out_of_a_folder_are_followed_by_a_reader_that_is_told_to(tmp_path):
+    """As in the cache of Hugging Face."""
+    (file,) = parameters.export_params({"w": np.eye(8, dtype=np.float32)}, tmp_path / "blobs")
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / file.name).symlink_to(file)
+    state = state_of({"w": np.zeros((8, 8), np.float32)}, trainable=())
+    with pytest.raises(ValueError, match=r"a link leads out of .*(?s:.*)pass Reader\(folder, follow_links=True\)"):
+        parameters.load(state, tmp_path / "snapshot")
+    loaded = parameters.load(state, Reader(tmp_path / "snapshot", follow_links=True))
+    np.testing.assert_array_equal(loaded.params["w"], np.eye(8))

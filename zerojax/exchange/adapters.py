@@ -106,9 +106,8 @@ def _contracted_dims(path: Path, weight: Shape, a: Shape, b: Shape) -> tuple[int
             if a[:-1] in (tuple(inner), (math.prod(inner),)) and b[1:] in (tuple(rest), (math.prod(rest),)):
                 return dims
     got = f"{_text(path)} of shape {weight}, adapters of shapes {a} and {b}"
-    raise exchange_error(
-        "an adapter does not fit its weight", got, "a has the contracted dims and the rank, b the rest"
-    )
+    fix = "the first adapter has the contracted dims and the rank, the second the rank and the other dims"
+    raise exchange_error("an adapter does not fit its weight", got, fix)
 
 
 @functools.partial(jax.jit, static_argnums=4)

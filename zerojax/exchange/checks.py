@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import jax.numpy as jnp
 
@@ -25,7 +24,6 @@ def absent(reader: Reader, source: Source, a: Aval) -> str | None:
 
 def check_fit(
     reader: Reader,
-    path: str | Path,
     avals: Mapping[str, Aval],
     wanted: Mapping[str, Source],
     missing: Sequence[str],
@@ -61,7 +59,7 @@ def check_fit(
     if found:
         is_absent = any(isinstance(each, Mismatch) and each.kind == "missing" for each in found)
         fixes = [_TRANSPOSE_FIX] if turned else [_NAMES_FIX] if is_absent else []
-        raise CheckpointMismatch("\n  ".join([str(mismatch_error(str(path), found)), *fixes]))
+        raise CheckpointMismatch("\n  ".join([str(mismatch_error(str(reader.path), found)), *fixes]))
 
 
 _TRANSPOSE_FIX = (
@@ -73,7 +71,6 @@ _NAMES_FIX = "fix:      if the files have other names, pass a mapping, or a fami
 
 def check_layout(
     reader: Reader,
-    path: str | Path,
     avals: Mapping[str, Aval],
     present: Mapping[str, Source],
     layout: str | None,
@@ -84,7 +81,7 @@ def check_layout(
     if family is not None and FLAX in (stated, layout):
         got = f"family={family!r} and {'layout' if layout else 'the metadata of the files'} {FLAX!r}"
         fix = "leave out the family, or the layout if the files are in the PyTorch layout of Hugging Face"
-        raise exchange_error(f"{path} is in the layout of Flax, and a family turns it around", got, fix)
+        raise exchange_error(f"{reader.path} is in the layout of Flax, and a family turns it around", got, fix)
     if FLAX in (stated, layout):
         return
     unknown = [p for p, source in present.items() if not source.has_layout and avals[p].ndim > 1]
@@ -95,4 +92,4 @@ def check_layout(
             "layout='flax' if the arrays are stored as Flax stores them; for files of Hugging Face a family, or a "
             'mapping with "dims"'
         )
-        raise exchange_error(f"{path} does not state its layout: matrices may be transposed", got, fix)
+        raise exchange_error(f"{reader.path} does not state its layout: matrices may be transposed", got, fix)

@@ -180,7 +180,7 @@ def _entries(source: Source, leaf: Any, dtype: np.dtype, read: Any) -> Iterator[
 
 def load(
     state: TrainState,
-    path: str | Path,
+    path: str | Path | Reader,
     *,
     mapping: Mapping[str, Any] | None = None,
     family: str | None = None,
@@ -197,7 +197,8 @@ def load(
 
     Args:
         state: of `init`. It is donated.
-        path: a file or a folder, see `tensors.Reader`.
+        path: a file or a folder; or a `tensors.Reader` of one, such as `Reader(folder, follow_links=True)` for a folder
+            in the cache of Hugging Face.
         mapping: our names -> the names in the files, or names and dims, see `names.mapping`. By default '/' becomes
             '.'. Entries without dims say nothing about the layout.
         family: a key of `families.FAMILIES`, for files in the PyTorch layout of Hugging Face: names and dims of all
@@ -221,14 +222,14 @@ def load(
         raise exchange_error("there is no such layout", bounded_repr(layout), "layout='flax', or a family or a mapping")
     if family is not None:
         extra = (*extra, *find_family(family).unused)
-    reader = Reader(path)
+    reader = path if isinstance(path, Reader) else Reader(path)
     stored, shapes = contents.arrays(contents.avals(state)), contents.logical_shapes(state)
     avals = {p: jax.ShapeDtypeStruct(shapes[p], a.dtype) for p, a in stored.items() if is_weight(p, a.dtype)}
     found = weight_sources(avals, mapping, family, reader.names)
     wanted = {p: known_source(found, p) for p in avals if p in found or not matches(p, missing)}
-    check_fit(reader, path, avals, wanted, missing, extra, cast)
+    check_fit(reader, avals, wanted, missing, extra, cast)
     present = {p: source for p, source in wanted.items() if absent(reader, source, avals[p]) is None}
-    check_layout(reader, path, avals, present, layout, family)
+    check_layout(reader, avals, present, layout, family)
     contents.free(state, present)
     read = {p: read_sharded(reader, source, shapes[p], stored[p]) for p, source in present.items()}
     return contents.with_arrays(state, read)

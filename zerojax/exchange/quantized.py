@@ -28,7 +28,7 @@ Outputs = dict[str, Any]  # the path of a leaf of the state -> its array, or its
 
 def load_quantized(
     state: TrainState,
-    path: str | Path,
+    path: str | Path | Reader,
     like: PyTree,
     quantize: Callable[[PyTree], PyTree],
     *,
@@ -39,18 +39,19 @@ def load_quantized(
 ) -> TrainState:
     """Returns the state with its parameters computed from those of safetensors files, one after the other.
 
-    For a model that qwix has quantized: `quantize=functools.partial(qwix.quantize_params,
-    abstract_quantized_params=model)`, where `model` may be abstract.
+    For a model that qwix has quantized, pass its function `quantize_params` with that model, which may be abstract, as
+    `abstract_quantized_params`.
 
     Args:
         state: of `init`. It is donated.
-        path: a file or a folder, see `tensors.Reader`.
+        path: a file or a folder, or a `tensors.Reader`, as in `parameters.load`.
         like: the parameters that the files hold, as nested dicts of arrays or avals: those of the model before it was
             quantized. They are read in these dtypes, whatever those of the files are.
         quantize: maps a tree with one of them to the tree of what the state has in its place: an array and its scale,
             or the array itself. It may be traced, and runs operation by operation on sharded arrays.
-        mapping, family, extra: as in `parameters.load`.
+        mapping, family: as in `parameters.load`.
         missing: globs of leaves ('params/*_lora_a') that are not computed from the files. The state keeps its own.
+        extra: as in `parameters.load`.
 
     Raises:
         ValueError: if an option is invalid, `quantize` returns something that the state does not have in this shape,
@@ -63,13 +64,13 @@ def load_quantized(
     """
     if family is not None:
         extra = (*extra, *find_family(family).unused)
-    reader = Reader(path)
+    reader = path if isinstance(path, Reader) else Reader(path)
     trees = {PARAMS + path_text(keys): (keys, a) for keys, a in jax.tree_util.tree_leaves_with_path(like)}
     avals = {p: jax.ShapeDtypeStruct(a.shape, a.dtype) for p, (_, a) in trees.items()}
     found = weight_sources(avals, mapping, family, reader.names)
     wanted = {p: known_source(found, p) for p in avals}
-    check_fit(reader, path, avals, wanted, (), extra, cast=True)
-    check_layout(reader, path, avals, wanted, None, family)
+    check_fit(reader, avals, wanted, (), extra, cast=True)
+    check_layout(reader, avals, wanted, None, family)
 
     stored, shapes = contents.arrays(contents.avals(state)), contents.logical_shapes(state)
     outputs = {p: _flat(jax.eval_shape(quantize, _nested(keys, avals[p]))) for p, (keys, _) in trees.items()}
