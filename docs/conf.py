@@ -1,6 +1,5 @@
 """Configuration of the site that Sphinx builds from this folder. `scripts/docs` builds it."""
 
-import logging
 import sys
 from pathlib import Path
 
@@ -19,21 +18,17 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
-    "sphinx_design",
     "docstrings",  # the rest are in _ext/
     "public_names",
     "repository_links",
     "calculator_data",
+    "command_line",
     "summary",
 ]
 exclude_patterns = ["_build", "_ext"]
-# A section of index.md may have no pages. Sphinx gives this warning no type that `suppress_warnings` could name.
-logging.getLogger("sphinx.sphinx.directives.other").addFilter(
-    lambda record: getattr(record, "subtype", None) != "empty_glob"
-)
 
 # Pages are Markdown that a forge shows too. Headings get the anchors that GitHub gives them.
-myst_enable_extensions = ["dollarmath", "colon_fence", "deflist", "attrs_inline"]
+myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
 myst_heading_anchors = 4
 nb_execution_mode = "force"
 nb_execution_timeout = 120

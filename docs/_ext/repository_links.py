@@ -15,6 +15,7 @@ INCLUDED = {
     "CONTRIBUTING.md": "contributing",
     "examples/launch/README.md": "launch_scripts",
 }
+FOLDERS = {"docs/how_to", "docs/migration"}  # their pages are in the table of contents, which every page shows
 _LINK = re.compile(r"\]\(([\w./-]+?)(#[\w-]+)?\)")
 
 
@@ -31,6 +32,8 @@ def rewritten(text: str, folder: str, to_page: str = ".") -> str:
         path = posixpath.normpath(posixpath.join(folder, match[1]))
         if path in INCLUDED:
             path = f"docs/{INCLUDED[path]}.md"
+        elif path in FOLDERS:
+            path = "docs/index.md"
         return f"]({posixpath.relpath(path, posixpath.join('docs', to_page))}{match[2] or ''})"
 
     return _LINK.sub(link, text)

@@ -6,12 +6,10 @@ from typing import Any
 def counts(app: Any, error: Exception | None) -> None:
     if error is None:
         names = len(app.env.get_domain("py").objects)
-        notebooks = sum(
-            "-" not in page and bool(app.env.nb_metadata[page].get("exec_data")) for page in app.env.nb_metadata
-        )
+        notebooks = sum("exec_data" in metadata for metadata in app.env.nb_metadata.values())
         print(
             f"{len(app.env.all_docs)} pages, {app._warncount} warnings, {names} names in the reference, "
-            f"{notebooks} notebooks run: {app.outdir}/index.html"
+            f"notebooks run: {notebooks}; the first page is {app.outdir}/index.html"
         )
 
 

@@ -64,7 +64,8 @@
   /* What a step holds in addition to parameters and optimizer state, at the moments at which its memory may peak. */
   function moments(model, count, total, config, data) {
     const { compute_bytes, reduce_bytes } = data.precisions[config.precision];
-    const { stage, shards, remat } = config;
+    const { shards, remat } = config;
+    const stage = shards > 1 ? config.stage : 0; // one device gathers and reduces nothing
     const tokens = config.rows * model.seq;
     const x_bytes = tokens * model.width * compute_bytes;
     const saved = model.layers * tokens * savedBytes(model, remat, compute_bytes);
@@ -76,13 +77,13 @@
     const logits = chunk * (model.vocab + model.width) * compute_bytes + (model.tied ? head : 0);
     const accumulated = config.microbatches > 1 ? (stage >= 2 ? summed / shards : summed) : 0;
     const result = {
-      "the output layer": {
+      "at the output layer": {
         gathered: stage >= 3 ? head : 0,
         gradients: accumulated + count.head * (4 + compute_bytes),
         saved: saved + 3 * x_bytes,
         activations: logits,
       },
-      "the backward pass of a layer": {
+      "in the backward pass of a layer": {
         gathered: stage >= 3 ? 2 * count.layer * compute_bytes : 0,
         gradients: stage >= 2 ? summed / shards + count.layer * reduce_bytes : summed,
         saved,
@@ -92,7 +93,7 @@
     if (stage === 1 || stage === 2) {
       // The stack of the largest weights, gathered with the devices in front, before it has its own layout.
       const stack = model.layers * model.width * model.hidden * compute_bytes;
-      result["the gather of the updated parameters"] = { gathered: stack, gradients: 0, saved: 0, activations: 0 };
+      result["at the gather of the updated parameters"] = { gathered: stack, gradients: 0, saved: 0, activations: 0 };
     }
     return result;
   }

