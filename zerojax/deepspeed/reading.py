@@ -122,7 +122,9 @@ def _parsed(path: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(), object_pairs_hook=_without_duplicates)
     except OSError as error:
         raise ValueError(
-            f"from_deepspeed: cannot read {path}\n  got:      {error.strerror}\n  fix:      the path of a JSON file, or a dict"
+            f"from_deepspeed: cannot read {path}\n"
+            f"  got:      {error.strerror}\n"
+            f"  fix:      the path of a JSON file, or a dict"
         ) from None
     except json.JSONDecodeError as error:
         raise ValueError(
