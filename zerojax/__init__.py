@@ -12,7 +12,7 @@ from zerojax.audit.findings import Audit, Finding, Verdict
 from zerojax.deepspeed import from_deepspeed
 from zerojax.losses import chunked_cross_entropy
 from zerojax.processes import initialize
-from zerojax.report.placement import Explanation
+from zerojax.report.explanation import Explanation
 from zerojax.sharding.mesh import make_mesh, simulate_devices
 from zerojax.sharding.precision import Precision
 from zerojax.step.batch import Whole

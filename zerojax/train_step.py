@@ -14,7 +14,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from zerojax.analysis import jaxpr_collectives
+from zerojax.analysis import jaxpr_collectives, utilisation
 from zerojax.audit.audit import audit_step
 from zerojax.audit.expectation import Expectation, expect
 from zerojax.audit.findings import Audit
@@ -28,7 +28,7 @@ from zerojax.step.batch import batch_avals, batch_specs, check_batch, dtype_of, 
 from zerojax.step.config import ZeroConfig, compiler_options, leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient, compute_gradients, device_gradient
 from zerojax.step.loss_errors import in_words_of_the_user
-from zerojax.step.loss_traces import Use, check_loss, uses, warn_of_local_statistics
+from zerojax.step.loss_traces import Use, check_loss, traced_loss, uses, warn_of_local_statistics
 from zerojax.step.offload_options import offload_options
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition, TrainState
@@ -112,10 +112,21 @@ class Step:
             return jitted(state, shard_batch(self.config, batch))
 
     def trace(self, state: TrainState, batch: PyTree) -> Any:
+        """Traces the step, as `jax.jit(...).trace` does. Nothing is compiled.
+
+        Args:
+            state, batch: arrays or avals.
+        """
         jitted = self._checked(state, batch)
         return jitted.trace(state, batch_avals(self.config, batch))
 
     def lower(self, state: TrainState, batch: PyTree, **kwargs: Any) -> Any:
+        """Lowers the step, as `jax.jit(...).lower` does.
+
+        Args:
+            state, batch: arrays or avals.
+            kwargs: options of JAX, such as `lowering_platforms`.
+        """
         with in_words_of_the_user(self.config.precision):
             return self.trace(state, batch).lower(**kwargs)
 
@@ -229,10 +240,25 @@ class TrainStep(Step):
             that reads the weights of one unit. A loop over stacked layers is one segment, and so is a lookup of rows in
             a table that is not gathered.
         """
-        gradient = self._gradient_of(state.definition)
-        return uses(
-            gradient, (jax.tree.leaves(state.params), state.model_state, batch_avals(self.config, batch), state.key)
-        )
+        return uses(self._gradient_of(state.definition), self._loss_args(state, batch))
+
+    def model_flops(self, state: TrainState, batch: PyTree) -> int:
+        """The flops of the model in a step on all devices: three times those of the loss, without recomputation.
+
+        Args:
+            state: arrays or avals.
+            batch: arrays or avals.
+
+        Raises:
+            ValueError: if the flops of a kernel are unknown, or if a product runs an unknown number of times.
+
+        Source: Chowdhery et al., "PaLM", appendix B, arXiv 2204.02311.
+        """
+        jaxpr, _ = traced_loss(self._gradient_of(state.definition), self._loss_args(state, batch))
+        return utilisation.model_flops(jaxpr) * self.config.axes.num_devices
+
+    def _loss_args(self, state: TrainState, batch: PyTree) -> Any:
+        return jax.tree.leaves(state.params), state.model_state, batch_avals(self.config, batch), state.key
 
 
 def train_step(

@@ -267,7 +267,7 @@ def test_another_dtype_is_an_error_unless_cast_is_allowed(saved):
     with zero.checkpoints(saved[0]) as checkpoints:
         with pytest.raises(CheckpointMismatch) as raised:
             checkpoints.resume(zero.eval_init(create, adam()))
-        line = "dtype:    params/odd: float32 was saved, the state has bfloat16 (cast=True allows it)"
+        line = "dtype:    21 leaves: float32 was saved, the state has bfloat16 (cast=True allows it): params/layers/*/b"
         assert line in str(raised.value)
         state = checkpoints.restore(zero.init(create, adam()), 4, cast=True)
     assert state.params["odd"].dtype == jnp.bfloat16

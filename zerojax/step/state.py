@@ -20,6 +20,7 @@ from zerojax.sharding.placement import Leaf
 from zerojax.sharding.precision import LossScale
 from zerojax.step import models
 from zerojax.step.config import ZeroConfig
+from zerojax.text import SPACE, abbreviate, fold
 from zerojax.typing import Array, Aval, PRNGKey, PyTree
 
 
@@ -281,11 +282,14 @@ def _check_same(what: str, state: PyTree, want: PyTree) -> None:
     shape = lambda a: (tuple(a.shape), jnp.dtype(a.dtype) if not models.is_key(a) else a.dtype)
     rows = lambda tree: {placement.path_text(p): shape(a) for p, a in jax.tree_util.tree_leaves_with_path(tree)}
     got, wanted = rows(state), rows(want)
-    for path in sorted(got.keys() | wanted.keys()):
-        if got.get(path) != wanted.get(path):
-            raise ValueError(
-                f"state: the {what} not match the model and the optimizer\n"
-                f"  got:      {path}: {got.get(path, 'missing')}\n"
-                f"  want:     {wanted.get(path, 'no such leaf')}\n"
-                f"  fix:      pass a state of zero.init for the same model and optimizer, and not state.logical()"
-            )
+    differ = [path for path in sorted(got.keys() | wanted.keys()) if got.get(path) != wanted.get(path)]
+    if differ:
+        path = differ[0]
+        rest = [each.text.replace(SPACE, " ") for each in fold(differ[1:], [0] * (len(differ) - 1))]
+        more = f"\n  more:     {len(differ) - 1:,} other leaves: {abbreviate(rest, separator=', ')}" if rest else ""
+        raise ValueError(
+            f"state: the {what} not match the model and the optimizer\n"
+            f"  got:      {path}: {got.get(path, 'missing')}\n"
+            f"  want:     {wanted.get(path, 'no such leaf')}{more}\n"
+            f"  fix:      pass a state of zero.init for the same model and optimizer, and not state.logical()"
+        )

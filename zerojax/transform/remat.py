@@ -63,7 +63,14 @@ class Remat:
 
     @classmethod
     def of(cls, setting: Setting) -> Remat:
-        """The `Remat` of a preset's name or of a policy of `jax.checkpoint_policies`. Raises ValueError for others."""
+        """The `Remat` of a preset's name or of a policy of `jax.checkpoint_policies`.
+
+        Args:
+            setting: 'none', 'dots', 'dots_with_no_batch_dims', 'full', a policy or a `Remat`.
+
+        Raises:
+            ValueError: if the setting is none of these.
+        """
         if isinstance(setting, Remat):
             return setting
         if callable(setting):
@@ -85,6 +92,9 @@ class Remat:
 
     def place(self, equation: jaxprs.Equation) -> Place | None:
         """The memory in which the results of an equation are saved; None if they are recomputed.
+
+        Args:
+            equation: an equation of the unit's jaxpr.
 
         Raises:
             ValueError: the policy returns a decision of an unknown type.
