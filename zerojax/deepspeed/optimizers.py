@@ -156,11 +156,11 @@ def _warmup_cosine_lr(params: Params, learning_rate: float) -> RateSchedule:
 
 
 _WARMUP_PARAMS = ("warmup_num_steps", "warmup_type")
-_RATES = ("warmup_min_lr", "warmup_max_lr")
+_RATE_PARAMS = ("warmup_min_lr", "warmup_max_lr")
 SCHEDULERS = {
-    "WarmupLR": TypeRule(_warmup_lr, (*_RATES, *_WARMUP_PARAMS), mapped("a schedule of `optimizer`")),
+    "WarmupLR": TypeRule(_warmup_lr, (*_RATE_PARAMS, *_WARMUP_PARAMS), mapped("a schedule of `optimizer`")),
     "WarmupDecayLR": TypeRule(
-        _warmup_decay_lr, ("total_num_steps", *_RATES, *_WARMUP_PARAMS), mapped("a schedule of `optimizer`")
+        _warmup_decay_lr, ("total_num_steps", *_RATE_PARAMS, *_WARMUP_PARAMS), mapped("a schedule of `optimizer`")
     ),
     "WarmupCosineLR": TypeRule(
         _warmup_cosine_lr,
