@@ -344,6 +344,7 @@ def test_gradient_clipping_is_that_of_the_release_unless_given():
     assert zerojax.from_deepspeed(config()).train_step["clip_norm"] == 1.0
     assert zerojax.from_deepspeed(config()).options[-1].path == "gradient_clipping"
     assert "clip_norm" not in zerojax.from_deepspeed(config(gradient_clipping=0)).train_step
+    assert "clip_norm" not in zerojax.from_deepspeed(config(gradient_clipping=-1)).train_step
     assert zerojax.from_deepspeed(config(gradient_clipping=0.3)).train_step["clip_norm"] == 0.3
 
 
@@ -383,6 +384,28 @@ def test_files_that_are_no_configuration(tmp_path, text, error):
         zerojax.from_deepspeed(tmp_path / "config.json")
     with pytest.raises(ValueError, match="cannot read"):
         zerojax.from_deepspeed(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"fp16": True}, "'fp16' is a block of options"),
+        ({"optimizer": "Adam"}, "'optimizer' is a block of options"),
+        ({"train_batch_size": "64"}, "train_batch_size is '64'"),
+        ({"zero_optimization": {"stage": 4}}, "stage: 4 is not a ZeRO stage"),
+        ({"communication_data_type": "int4"}, "communication_data_type is 'int4'"),
+        ({"optimizer": {"type": "Adam", "params": {"betas": 0.9}}}, "Adam cannot be made of its parameters"),
+        ({"optimizer": {"type": "Adam", "params": {"lr": "fast"}}}, "Adam cannot be made of its parameters"),
+    ],
+)
+def test_invalid_values_are_refused(options, error):
+    with pytest.raises(ValueError, match=re.escape(error)):
+        zerojax.from_deepspeed(config(**options))
+
+
+def test_empty_blocks_and_numbers_with_a_point_are_accepted():
+    ds = zerojax.from_deepspeed({"train_batch_size": 64.0, "zero_optimization": None, "fp16": {}}, 8)
+    assert ds.batch_size == 64 and isinstance(ds.batch_size, int) and ds.zero["stage"] == 0
 
 
 def test_both_precisions_are_refused():

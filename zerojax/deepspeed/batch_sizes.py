@@ -26,7 +26,7 @@ def batch_sizes(given: Given, num_devices: int) -> BatchSizes:
     Raises:
         ValueError: if the three do not agree, or neither the rows of the batch nor of a microbatch are given.
     """
-    rows, micro, steps = (given.get(name) for name in _NAMES)
+    rows, micro, steps = (_count(given, name) for name in _NAMES)
     if rows is None and micro is None:
         raise ValueError(
             f"from_deepspeed: the batch size is missing\n"
@@ -34,6 +34,7 @@ def batch_sizes(given: Given, num_devices: int) -> BatchSizes:
             f'  fix:      give {_NAMES[0]} or {_NAMES[1]}; with "auto", in the argument `auto`'
         )
     if rows is None:
+        assert micro is not None
         steps = 1 if steps is None else steps
         rows = micro * steps * num_devices
     elif steps is None:
@@ -46,6 +47,14 @@ def batch_sizes(given: Given, num_devices: int) -> BatchSizes:
             f"  fix:      {_NAMES[0]} = {_NAMES[1]} x {_NAMES[2]} x devices; leave one of the three out"
         )
     return BatchSizes(rows, steps)
+
+
+def _count(given: Given, name: str) -> int | None:
+    """A number of rows or steps, or None. JSON may have it as 64.0, as in 6.4e1."""
+    value = given.get(name)
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool) and value == int(value)):
+        return None if value is None else int(value)
+    raise ValueError(f"from_deepspeed: {name} is {value!r}\n  fix:      a whole number")
 
 
 def _shown(given: Given, num_devices: int) -> str:

@@ -17,6 +17,7 @@ from zerojax.deepspeed.counterparts import RELEASE, Counterpart, OptionOutcome, 
 from zerojax.deepspeed.optimizers import RateSchedule, optimizer_of
 from zerojax.deepspeed.reading import Given, read
 from zerojax.sharding.precision import DTYPE_FIELDS, Precision
+from zerojax.sharding.stages import Stage
 from zerojax.transform.remat import Remat
 from zerojax.warn import warn
 
@@ -163,18 +164,18 @@ def from_deepspeed(
         A `DeepSpeedMapping`, which prints as code and as a list of all options.
 
     Raises:
-        ValueError: if the file is not JSON, the batch sizes do not agree with each other and with the number of
-            devices, an option is "auto" on which the result depends, or both fp16 and bf16 are enabled.
+        ValueError: if the file is not JSON, a value is invalid, the batch sizes do not agree with each other and with
+            the number of devices, an option is "auto" on which the result depends, or both fp16 and bf16 are enabled.
     """
     given = read(config, auto or {})
     num_devices = num_devices or jax.device_count()
     make_mesh, mesh_notes = _mesh(given, num_devices)
-    stage, precision = given.stage, _precision(given)
+    stage, precision = int(Stage.of(given.stage)), _precision(given)
     sizes = batch_sizes(given, num_devices // make_mesh.get("model", 1))
-    remat = _remat(given, make_mesh)
+    remat, clipping = _remat(given, make_mesh), float(given.get("gradient_clipping", _CLIPPING))
     train_step = {
         "num_microbatches": sizes.num_microbatches,
-        "clip_norm": float(given.get("gradient_clipping", _CLIPPING)) or None,
+        "clip_norm": clipping if clipping > 0 else None,  # as in DeepSpeed, 0 and less turn it off
         **_communication(given, precision),
         **remat.arguments,
     }

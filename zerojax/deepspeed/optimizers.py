@@ -156,11 +156,11 @@ def _warmup_cosine_lr(params: Params, learning_rate: float) -> RateSchedule:
 
 
 _WARMUP_PARAMS = ("warmup_num_steps", "warmup_type")
-_RATES = ("warmup_min_lr", "warmup_max_lr")
+_RATE_PARAMS = ("warmup_min_lr", "warmup_max_lr")
 SCHEDULERS = {
-    "WarmupLR": TypeRule(_warmup_lr, (*_RATES, *_WARMUP_PARAMS), mapped("a schedule of `optimizer`")),
+    "WarmupLR": TypeRule(_warmup_lr, (*_RATE_PARAMS, *_WARMUP_PARAMS), mapped("a schedule of `optimizer`")),
     "WarmupDecayLR": TypeRule(
-        _warmup_decay_lr, ("total_num_steps", *_RATES, *_WARMUP_PARAMS), mapped("a schedule of `optimizer`")
+        _warmup_decay_lr, ("total_num_steps", *_RATE_PARAMS, *_WARMUP_PARAMS), mapped("a schedule of `optimizer`")
     ),
     "WarmupCosineLR": TypeRule(
         _warmup_cosine_lr,
@@ -188,7 +188,7 @@ def optimizer_of(optimizer: Params, scheduler: Params) -> MappedOptimizer:
     """Makes the optimizer of the two blocks, `{"type": ..., "params": {...}}` each, or {} if there is none.
 
     Raises:
-        ValueError: if a schedule has no `total_num_steps`, but ends.
+        ValueError: if a schedule has no `total_num_steps`, but ends, or a parameter is not of the right type.
     """
     kind, params = str(optimizer.get("type", "")), optimizer.get("params") or {}
     rate_kind, rate_params = str(scheduler.get("type", "")), scheduler.get("params") or {}
@@ -197,7 +197,7 @@ def optimizer_of(optimizer: Params, scheduler: Params) -> MappedOptimizer:
         **_notes("optimizer", optimizer, kind, rule, lost(f"pass your own optimizer: optax has no {kind!r} as it is")),
         **_notes("scheduler", scheduler, rate_kind, rate_rule, lost(f"pass your own schedule for {rate_kind!r}")),
     }
-    learning_rate: Any = _number(params, "lr", _LEARNING_RATE)
+    learning_rate = params.get("lr", _LEARNING_RATE)
     schedule = None
     if rate_rule:
         if "total_num_steps" in rate_rule.reads and not rate_params.get("total_num_steps"):
@@ -206,10 +206,22 @@ def optimizer_of(optimizer: Params, scheduler: Params) -> MappedOptimizer:
                 f"  got:      scheduler.params {dict(rate_params)}\n"
                 f"  fix:      give total_num_steps"
             )
-        schedule = rate_rule.make(rate_params, learning_rate)
+        schedule = _made(rate_kind, rate_rule, rate_params, learning_rate)
     is_complete = rule is not None and (rate_rule is not None or not rate_kind)
-    tx = rule.make(params, schedule or learning_rate) if rule is not None and is_complete else None
+    tx = _made(kind, rule, params, schedule or learning_rate) if rule is not None and is_complete else None
     return MappedOptimizer(tx, schedule, notes)
+
+
+def _made(kind: str, rule: TypeRule, params: Params, learning_rate: Any) -> Any:
+    """The optimizer or the schedule. Raises ValueError if a parameter is not of the right type."""
+    try:
+        return rule.make(params, learning_rate if callable(learning_rate) else float(learning_rate))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"from_deepspeed: {kind} cannot be made of its parameters\n"
+            f"  got:      {dict(params)}: {error}\n"
+            f"  fix:      numbers, and two of them for betas"
+        ) from error
 
 
 def _notes(block: str, given: Params, kind: str, rule: TypeRule | None, missing: Counterpart) -> dict[str, Counterpart]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zerojax.deepspeed.counterparts import ALIASES
+from zerojax.deepspeed.counterparts import ALIASES, COUNTERPARTS
 
 _ZERO_BLOCK = "zero_optimization"
 # Options on which the losses or the parallelism depend: "auto" needs a value. Of the batch sizes, two of three will do.
@@ -75,8 +75,8 @@ def read(config: str | Path | Mapping[str, Any], auto: Mapping[str, Any]) -> Giv
     """Reads a configuration, and replaces "auto" by the values in `auto`.
 
     Raises:
-        ValueError: if the file is missing or not JSON, a value is missing for an option that is "auto" and decisive, or
-            `auto` names an option that is not "auto".
+        ValueError: if the file is missing or not JSON, a block is not one, a value is missing for an option that is
+            "auto" and decisive, or `auto` names an option that is not "auto".
     """
     values, names = {}, {}
     for spelled, value in _flat(config if isinstance(config, Mapping) else _parsed(Path(config))):
@@ -86,6 +86,7 @@ def read(config: str | Path | Mapping[str, Any], auto: Mapping[str, Any]) -> Giv
             names[path] = spelled
     if isinstance(old := values.pop(_ZERO_BLOCK, None), bool):  # the form before there was a block
         values[f"{_ZERO_BLOCK}.stage"], names[f"{_ZERO_BLOCK}.stage"] = int(old), _ZERO_BLOCK
+    _check_blocks(values)
     is_auto = {path for path, value in values.items() if value == "auto" and _may_be_auto(path)}
     unused = sorted(set(map(_canonical, auto)) - is_auto)
     if unused:
@@ -105,11 +106,26 @@ def read(config: str | Path | Mapping[str, Any], auto: Mapping[str, Any]) -> Giv
     return Given(values, names, frozenset(left))
 
 
+def _check_blocks(values: Mapping[str, Any]) -> None:
+    blocks = {name.partition(".")[0] for name in COUNTERPARTS if "." in name} - COUNTERPARTS.keys()
+    for path in blocks & values.keys():
+        if values[path] not in (None, {}):
+            raise ValueError(
+                f"from_deepspeed: {path!r} is a block of options\n"
+                f"  got:      {values[path]!r}\n"
+                f"  fix:      an object, such as {{{path!r}: {{...}}}}"
+            )
+
+
 def _parsed(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(), object_pairs_hook=_without_duplicates)
     except OSError as error:
-        raise ValueError(f"from_deepspeed: cannot read {path}\n  got:      {error.strerror}") from None
+        raise ValueError(
+            f"from_deepspeed: cannot read {path}\n"
+            f"  got:      {error.strerror}\n"
+            f"  fix:      the path of a JSON file, or a dict"
+        ) from None
     except json.JSONDecodeError as error:
         raise ValueError(
             f"from_deepspeed: {path} is not JSON\n"
