@@ -33,8 +33,9 @@ TO_FILE = Screen(FILE_WIDTH, folds=False)
 
 def screen() -> Screen:
     """The terminal that the program writes to, a notebook, or `TO_FILE`. The variable COLUMNS sets the width."""
-    in_notebook = "ipykernel" in sys.modules
-    return Screen(shutil.get_terminal_size((FILE_WIDTH, 0)).columns, in_notebook or sys.stdout.isatty())
+    is_terminal = getattr(sys.stdout, "isatty", lambda: False)()  # programs replace it
+    is_notebook = "ipykernel" in sys.modules
+    return Screen(shutil.get_terminal_size((FILE_WIDTH, 0)).columns, is_notebook or is_terminal)
 
 
 class Column(NamedTuple):

@@ -19,7 +19,7 @@ from zerojax import Zero
 from zerojax.analysis import jaxpr_stats
 from zerojax.report import pictures
 from zerojax.report.holdings import holdings, shard_numbers
-from zerojax.report.turns import Activity, turns
+from zerojax.report.order import Activity, step_order
 
 WIDTHS = [24, 40, 56, 72, 88]  # of the layers, so that the sizes of gathers tell which unit is gathered
 TOKENS = np.zeros((8, 4), np.int32)
@@ -121,7 +121,7 @@ def order_of(stage=3, most=99, **settings):
     step = zero.train_step(loss, **settings)
     uses = step.uses(state, TOKENS)
     sizes = step.settings.prefetch, step.settings.num_microbatches, most
-    return turns(state.definition.leaves, uses, zero.config.stage, *sizes), step, state
+    return step_order(state.definition.leaves, uses, zero.config.stage, *sizes), step, state
 
 
 def turns_of(order, unit, *activities):

@@ -9,12 +9,12 @@ import matplotlib.pyplot as plt
 from matplotlib.patches import Patch, Rectangle
 
 from zerojax.report.holdings import Holdings
+from zerojax.report.order import StepOrder
 from zerojax.report.pictures import COLORS, MEANING, shard_color
-from zerojax.report.turns import Turns
 from zerojax.text import SPACE, bytes_text
 
 _NUMBERED = 32  # devices, up to which cells have numbers
-_ROW, _CELL, _GAP = 0.26, 0.32, 0.9  # inches; the gap above a category is in rows
+_ROW, _CELL, _SPACING = 0.26, 0.32, 0.9  # inches; the gap above a category is in rows
 
 
 def draw_holdings(held: Holdings, path: Path) -> None:
@@ -22,11 +22,11 @@ def draw_holdings(held: Holdings, path: Path) -> None:
     columns, rows = held.num_devices, len(held.rows)
     cell = _CELL if columns <= _NUMBERED else _CELL / 2
     categories = list(dict.fromkeys(row.category for row in held.rows))
-    height = rows + (_GAP + 0.4) * len(categories)
+    height = rows + (_SPACING + 0.4) * len(categories)
     figure, axes = plt.subplots(figsize=(cell * columns, _ROW * (height + 1)))
     y = 0.0
     for category in categories:
-        y += _GAP
+        y += _SPACING
         axes.text(-0.2, y - 0.1, category, ha="right", va="bottom", weight="bold", fontsize=9)
         for row in (row for row in held.rows if row.category == category):
             label = f"{row.name.replace(SPACE, ' ')}   {bytes_text(row.num_bytes):>10}"
@@ -63,7 +63,7 @@ def _label_devices(axes: Any, held: Holdings) -> None:
                 axes.plot([start, start], [height - 0.5, 0.4], color="black", linewidth=0.6, clip_on=False)
 
 
-def draw_turns(order: Turns, path: Path) -> None:
+def draw_turns(order: StepOrder, path: Path) -> None:
     """Draws a row for each unit and a column for each turn."""
     rows, columns = len(order.units), order.num_turns
     figure, axes = plt.subplots(figsize=(max(4.0, _CELL * columns), _ROW * (rows + 2)))

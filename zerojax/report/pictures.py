@@ -12,7 +12,7 @@ from rich.style import Style
 from rich.text import Text
 
 from zerojax.report.holdings import Holding, Holdings
-from zerojax.report.turns import Activity, Turns
+from zerojax.report.order import Activity, StepOrder
 from zerojax.tables import paragraph
 from zerojax.text import SPACE, bytes_text, wrapped
 
@@ -106,7 +106,7 @@ def most_segments(width: int) -> int:
     return max(4, (width - _MOST_NAME // 2 - 12) // 4)
 
 
-def turns_picture(order: Turns, width: int) -> Text:
+def turns_picture(order: StepOrder, width: int) -> Text:
     """The order of a step: a row for each unit, and a column for each turn."""
     names = [f"{name} (rows)" if n in order.looked_up else name for n, name in enumerate(order.units)]
     name_width = min(max(map(len, names)), max(_LEAST_NAME, width - 2 * order.num_turns - 2))

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
 from zerojax.report.holdings import Holdings, holdings
+from zerojax.report.order import StepOrder, step_order
 from zerojax.report.pictures import holdings_picture, most_segments, turns_picture
-from zerojax.report.turns import Turns, turns
 from zerojax.step.state import TrainState, check_not_donated
 from zerojax.tables import FILE_WIDTH, screen
 
-if TYPE_CHECKING:
-    from zerojax.train_step import TrainStep
 
-
-def visualize(
-    state: TrainState, step: TrainStep | None = None, batch: Any = None, *, path: str | Path | None = None
-) -> None:
+def visualize(state: TrainState, step: Any = None, batch: Any = None, *, path: str | Path | None = None) -> None:
     """Shows who holds which shard of a state; or with a step, the order in which its units are gathered and compute.
 
     The first picture has a row for each unit, where equal layers are one, and a column for each device. The second has
@@ -27,7 +22,8 @@ def visualize(
 
     Args:
         state: of `init` or `eval_init`, also on an abstract mesh.
-        step, batch: a step and a batch for it, arrays or avals, for the second picture. This traces the loss.
+        step, batch: a step of `train_step` and a batch for it, arrays or avals, for the second picture. This traces the
+            loss.
         path: the file to write, for example 'placement.png' or '.svg', instead of the terminal. It needs matplotlib,
             the extra `plot`.
 
@@ -57,13 +53,13 @@ def _holdings_of(state: TrainState) -> Holdings:
     return holdings(config, state)
 
 
-def _turns_of(state: TrainState, step: TrainStep, batch: Any, width: int) -> Turns:
+def _turns_of(state: TrainState, step: Any, batch: Any, width: int) -> StepOrder:
     settings, uses = step.settings, step.uses(state, batch)
     sizes = settings.prefetch, settings.num_microbatches, most_segments(width)
-    return turns(state.definition.leaves, uses, step.config.stage, *sizes)
+    return step_order(state.definition.leaves, uses, step.config.stage, *sizes)
 
 
-def _write(picture: Holdings | Turns, path: Path) -> None:
+def _write(picture: Holdings | StepOrder, path: Path) -> None:
     try:
         from zerojax.report import drawings
     except ImportError as error:

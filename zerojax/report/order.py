@@ -27,7 +27,7 @@ Cells: TypeAlias = dict[tuple[int, int], Activity]  # (segment, turn) -> what ha
 
 
 @dataclasses.dataclass(frozen=True)
-class Turns:
+class StepOrder:
     """What happens to each unit, turn by turn. In a turn one unit computes, or all wait for a collective.
 
     Attributes:
@@ -49,14 +49,14 @@ class Turns:
     left_out: str = ""
 
 
-def turns(
+def step_order(
     leaves: Sequence[Leaf],
     uses: Sequence[tuple[Use, ...]],
     stage: Stage,
     prefetch: int,
     num_microbatches: int,
     most_segments: int,
-) -> Turns:
+) -> StepOrder:
     """The order of a step, by the rules of `transform.schedule`, from the segments of its traced loss.
 
     Each gather starts when the unit that leaves the window of `prefetch` units has computed; each reduction runs while
@@ -94,7 +94,7 @@ def turns(
     row = {k: n for n, k in enumerate(places)}
     cells = {(row[k], turn): activity for (k, turn), activity in cells.items()}
     looked_up = frozenset(row[k] for k in looked_up if k in row)
-    return Turns(title, tuple(units[k] for k in places), looked_up, cells, last, end, left_out)
+    return StepOrder(title, tuple(units[k] for k in places), looked_up, cells, last, end, left_out)
 
 
 def _microbatch(
