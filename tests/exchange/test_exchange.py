@@ -117,7 +117,7 @@ def test_parameters_are_cast_and_written_to_several_files(saved, tmp_path):
     zero = setting()
     with pytest.raises(CheckpointMismatch) as raised:
         parameters.load(zero.init(create, adam()), tmp_path)
-    line = "dtype:    params/odd: odd is bfloat16, the state has float32 (cast=True allows it)"
+    line = "dtype:    7 leaves: the file is bfloat16, the state has float32 (cast=True allows it): params/layers/*/b × 3"
     assert line in str(raised.value)
     state = parameters.load(zero.init(create, adam()), tmp_path, cast=True)
     narrow = params["odd"].astype(jnp.bfloat16).astype(np.float32)
