@@ -13,6 +13,7 @@ from zerojax.deepspeed import from_deepspeed
 from zerojax.losses import chunked_cross_entropy
 from zerojax.processes import initialize
 from zerojax.report.explanation import Explanation
+from zerojax.report.visualize import visualize
 from zerojax.sharding.mesh import make_mesh, simulate_devices
 from zerojax.sharding.precision import Precision
 from zerojax.step.batch import Whole
@@ -51,6 +52,7 @@ __all__ = [
     "processes",
     "simulate_devices",
     "targets",
+    "visualize",
 ]
 
 # Imported on first use, because importing Orbax alone takes a second.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import itertools
 import shutil
 import sys
@@ -32,8 +33,9 @@ TO_FILE = Screen(FILE_WIDTH, folds=False)
 
 def screen() -> Screen:
     """The terminal that the program writes to, a notebook, or `TO_FILE`. The variable COLUMNS sets the width."""
-    in_notebook = "ipykernel" in sys.modules
-    return Screen(shutil.get_terminal_size((FILE_WIDTH, 0)).columns, in_notebook or sys.stdout.isatty())
+    is_terminal = getattr(sys.stdout, "isatty", lambda: False)()  # programs replace it
+    is_notebook = "ipykernel" in sys.modules
+    return Screen(shutil.get_terminal_size((FILE_WIDTH, 0)).columns, is_notebook or is_terminal)
 
 
 class Column(NamedTuple):
@@ -112,3 +114,19 @@ def printed(parts: Iterable[TextTable | str], width: int) -> str:
     """Tables and texts, separated by empty lines."""
     texts = [part.text(width) if isinstance(part, TextTable) else "\n".join(paragraph(part, width)) for part in parts]
     return "\n\n".join(texts) + "\n"
+
+
+_OPEN_ROWS = 12  # of a table that is shown before it is opened
+
+
+def sections_html(parts: Iterable[TextTable | str]) -> str:
+    """Tables and texts for a notebook. A long table is a section that opens."""
+    sections = []
+    for part in parts:
+        if isinstance(part, str):
+            sections.append(f"<pre>{html.escape(part)}</pre>")
+            continue
+        text = html.escape(dataclasses.replace(part, title="").text(FILE_WIDTH))
+        is_open = " open" if len(part.rows) <= _OPEN_ROWS else ""
+        sections.append(f"<details{is_open}><summary>{html.escape(part.title)}</summary><pre>{text}</pre></details>")
+    return "\n".join(sections)

@@ -33,6 +33,7 @@ from zerojax.step.offload_options import offload_options
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition, TrainState
 from zerojax.step.update import apply_gradients, optimizer_params, squared_norm
+from zerojax.text import mesh_text
 from zerojax.typing import Array, Aval, PyTree
 
 
@@ -46,19 +47,30 @@ class Step:
         config: mesh, axes, stage and precision.
         settings: the settings of the step.
         build: `build(state)` returns the function to jit.
-        donate: whether the step donates the state.
+        loss_name: name of the loss function.
     """
+
+    donates = False  # whether the step donates the state
 
     def __init__(
         self,
         config: ZeroConfig,
         settings: StepSettings,
         build: Callable[[TrainState], Callable[..., Any]],
-        donate: bool,
+        loss_name: str,
     ):
-        self.config, self.settings, self._build, self._donate = config, settings, build, donate
+        self.config, self.settings, self._build, self.loss_name = config, settings, build, loss_name
         self._jitted: dict[Any, Any] = {}
         self._agreed: set[Any] = set()
+
+    def __repr__(self) -> str:
+        """The name of the loss function, the stage, and the settings that are not the default."""
+        settings = [f"{name}={value}" for name, value in self._changed_texts().items()]
+        where = f"{self.config.stage.title} on a mesh of {mesh_text(dict(self.config.mesh.shape))}"
+        return f"{type(self).__name__}({', '.join([self.loss_name, where, *settings])})"
+
+    def _changed_texts(self) -> dict[str, str]:
+        return self.settings.changed_texts()
 
     def _agree(self, state: TrainState, batch: PyTree) -> None:
         """Compares the inputs and the program with those of the other processes, before they first run together.
@@ -93,7 +105,7 @@ class Step:
         Whether a step offloads activations is seen in its trace: policies and the model itself may do so too. JAX keeps
         the trace for the first call.
         """
-        donated = (0,) if self._donate else ()
+        donated = (0,) if self.donates else ()
         jit = functools.partial(jax.jit, self._build(state), donate_argnums=donated, keep_unused=True)
         options = compiler_options(self.config, state.definition.leaves)
         jitted, to_offload = jit(compiler_options=options), offload_options(self.config)
@@ -145,7 +157,10 @@ class TrainStep(Step):
         gradient_of: `gradient_of(definition)` returns the `DeviceGradient` of the step.
         audit_setting: 'error' or 'warn' audits each newly compiled program, and raises or warns if an expectation is
             broken; 'off' does not audit.
+        loss_name: name of the loss function.
     """
+
+    donates = True
 
     def __init__(
         self,
@@ -154,10 +169,15 @@ class TrainStep(Step):
         build: Callable[[TrainState], Callable[..., Any]],
         gradient_of: Callable[[Definition], DeviceGradient],
         audit_setting: str,
+        loss_name: str,
     ):
         self._gradient_of, self._audit_setting = gradient_of, audit_setting
         self._audited: set[Any] = set()
-        super().__init__(config, settings, build, donate=True)
+        super().__init__(config, settings, build, loss_name)
+
+    def _changed_texts(self) -> dict[str, str]:
+        audit = {} if self._audit_setting == "off" else {"audit": repr(self._audit_setting)}
+        return super()._changed_texts() | audit
 
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
         if self.config.spans_processes:
@@ -314,7 +334,7 @@ def train_step(
 
         return step
 
-    return TrainStep(config, settings, build, gradient_of, audit_setting)
+    return TrainStep(config, settings, build, gradient_of, audit_setting, _name(loss_fn))
 
 
 def eval_step(config: ZeroConfig, loss_fn: Callable[..., Any], settings: StepSettings) -> Step:
@@ -341,7 +361,14 @@ def eval_step(config: ZeroConfig, loss_fn: Callable[..., Any], settings: StepSet
 
         return step
 
-    return Step(config, settings, build, donate=False)
+    return Step(config, settings, build, _name(loss_fn))
+
+
+def _name(loss_fn: Callable[..., Any]) -> str:
+    """The name of a function, also of a `functools.partial` of it, or that of a callable's type."""
+    while isinstance(loss_fn, functools.partial):
+        loss_fn = loss_fn.func
+    return getattr(loss_fn, "__qualname__", type(loss_fn).__name__).replace("<locals>.", "")
 
 
 def _learning_rate(opt_state: PyTree) -> dict[str, Array]:

@@ -33,6 +33,7 @@ from zerojax.step.replicas import verify_replicas
 from zerojax.step.settings import StepSettings
 from zerojax.step.source import source_of
 from zerojax.step.state import Definition, TrainState, check_not_donated, check_trained
+from zerojax.text import mesh_text
 from zerojax.train_step import Step, TrainStep
 from zerojax.transform.remat import RematRules, Setting
 from zerojax.typing import AnyMesh, PRNGKey
@@ -72,6 +73,11 @@ class CheckpointOptions(TypedDict, total=False):
     copy_to: str | None
 
 
+def _globs(patterns: str | Sequence[str]) -> tuple[str, ...]:
+    """Patterns as a tuple. A string is one pattern, not one for each of its letters."""
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
 class Zero:
     """ZeRO over a mesh: creates sharded training states and steps.
 
@@ -89,7 +95,7 @@ class Zero:
         frozen: globs of leaves that are not trained: no gradient, no optimizer state, no reduce-scatter. They keep the
             dtype and the bits that the model gives them, and the running statistics of their modules do not move.
         trainable: what is trained; all else is frozen. Globs, an nnx filter such as `nnx.LoRAParam`, or a function of
-            (path, array) that returns a bool.
+            (path, array) that returns a bool. What `frozen` matches as well is not trained.
         dtypes: maps globs on leaf paths to the dtype in which leaves are gathered and computed with, for example
             {'*norm*/scale': 'float32'}. Gradients of leaves with a wider dtype than the precision's are reduced in it.
         units: globs on leading parts of paths; the leaves below each match are gathered together. By default each
@@ -114,11 +120,11 @@ class Zero:
         shard_axes: Sequence[str] = ("data",),
         replica_axes: Sequence[str] | None = None,
         shard_dims: Mapping[str, int | None] | None = None,
-        stacked: Sequence[str] = (),
-        frozen: Sequence[str] = (),
+        stacked: str | Sequence[str] = (),
+        frozen: str | Sequence[str] = (),
         trainable: Any = None,
         dtypes: Mapping[str, Any] | None = None,
-        units: Sequence[str] = (),
+        units: str | Sequence[str] = (),
         partition_specs: Mapping[str, PartitionSpec] | None = None,
         axis_names: Mapping[str, str | None] | None = None,
     ):
@@ -128,14 +134,23 @@ class Zero:
         self.config = ZeroConfig(mesh, axes, Stage.of(stage), Precision.of(precision))
         self.overrides = Overrides(
             dict(shard_dims or {}),
-            tuple(stacked),
-            tuple(frozen),
+            _globs(stacked),
+            _globs(frozen),
             trainable,
             dict(dtypes or {}),
-            tuple(units),
+            _globs(units),
             dict(partition_specs or {}),
             dict(axis_names or {}),
         )
+
+    def __repr__(self) -> str:
+        """The mesh, the stage and the precision, and the options that are not the default."""
+        config, default = self.config, Overrides()
+        given = {field.name: getattr(self.overrides, field.name) for field in dataclasses.fields(Overrides)}
+        options = [f"{name}={value!r}" for name, value in given.items() if value != getattr(default, name)]
+        over = " x ".join(config.axes.shard)
+        where = f"{config.stage.title} over {over} on a mesh of {mesh_text(dict(config.mesh.shape))}"
+        return f"Zero({', '.join([where, config.precision.title, *options])})"
 
     def init(
         self,

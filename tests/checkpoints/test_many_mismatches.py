@@ -41,8 +41,16 @@ def test_other_differences_have_lines_of_their_own():
     avals = {path: jax.ShapeDtypeStruct((8,) if path.endswith("0/w") else (4,), jnp.float32) for path in PATHS[:-6]}
     lines = error(leaves, avals)
     extra = "6 leaves: the state has no such leaves (extra= allows them, by globs)"
-    assert lines[1] == f"  extra:    {extra}: params/layers/*/w × 3, params/layers/*/b × 3"
+    names = "params/layers/*/w × 3, params/layers/*/b × 3"
+    first = "params/layers/29/w: the state has no such leaf, the nearest is params/layers/9/w"
+    assert lines[1].startswith(f"  extra:    {extra}: {names}; the first, {first}")
     assert lines[2:] == [f"  shape:    params/layers/{k}/w: (4,) was saved, the state has (8,)" for k in (0, 10, 20)]
+
+
+def test_lines_beyond_forty_are_counted():
+    leaves = {f"params/{k}": LeafRecord((k,), "float32", "0" * 16) for k in range(1, 46)}
+    lines = error(leaves, {path: jax.ShapeDtypeStruct((99,), jnp.float32) for path in leaves})
+    assert len(lines) == 42 and lines[-1] == "  ... and 5 more"
 
 
 def test_a_list_of_names_ends_with_the_number_of_the_rest():

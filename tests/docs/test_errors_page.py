@@ -78,6 +78,13 @@ def _(tmp_path):
         checkpoints.restore(zero.init(only_odd, optax.sgd(0.1)), 0)
 
 
+@raises("Many leaves with a different dtype")
+def _(tmp_path):
+    four_steps(tmp_path)
+    narrow = zerojax.Precision(param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16, reduce_dtype=jnp.bfloat16)
+    resume(tmp_path, precision=narrow)
+
+
 @raises("A different optimizer")
 def _(tmp_path):
     resume(four_steps(tmp_path), tx=optax.sgd(0.1, momentum=0.9))
@@ -166,6 +173,20 @@ def _(tmp_path):
 @raises("A dim that cannot be sharded")
 def _(tmp_path):
     step(shard_dims={"odd": 1})
+
+
+@raises("Nothing left to train")
+def _(tmp_path):
+    step(trainable=["odd"], frozen=["odd"])
+
+
+@raises("A state that was donated")
+def _(tmp_path):
+    zero = setting()
+    state, x = zero.init(create, adam()), np.ones((8, WIDTH), np.float32)
+    batch = {"x": x, "y": x}
+    zero.train_step(loss)(state, batch)
+    zero.train_step(loss)(state, batch)
 
 
 @raises("A model without parameters")

@@ -194,6 +194,22 @@ def test_a_selection_of_nothing_is_an_error():
         Zero(zerojax.make_mesh(), trainable=nnx.LoRAParam).eval_init(lambda key: {"w": jnp.ones(8)}, optax.sgd(0.1))
 
 
+def test_what_is_both_trainable_and_frozen_is_frozen():
+    """As a string, a glob is one glob, and not one for each of its letters."""
+    for frozen in (["*/lora_b"], "*/lora_b"):
+        zero = Zero(zerojax.make_mesh(), trainable=nnx.LoRAParam, frozen=frozen)
+        trained = [leaf.path for leaf in zero.eval_init(LoRA, optax.sgd(0.1)).definition.leaves if leaf.trainable]
+        assert trained == ["layer/lora_a"]
+
+
+def test_options_that_leave_nothing_to_train_or_match_nothing():
+    with pytest.raises(ValueError, match="trainable= and frozen= leave no parameter to train") as error:
+        Zero(zerojax.make_mesh(), trainable=["*/lora_*"], frozen=["layer/*"]).eval_init(LoRA, optax.sgd(0.1))
+    assert "got:      trainable= selects layer/lora_a, layer/lora_b; frozen=['layer/*']" in str(error.value)
+    with pytest.raises(ValueError, match="frozen: pattern 'head/\\*' matches no parameter"):
+        Zero(zerojax.make_mesh(), trainable=["*/lora_*"], frozen=["head/*"]).eval_init(LoRA, optax.sgd(0.1))
+
+
 def test_a_complex_parameter_is_refused_unless_it_is_frozen():
     create = lambda key: {"w": jnp.ones((8, 8), jnp.complex64), "b": jnp.ones(8)}
     with pytest.raises(ValueError, match="'w' is complex, and only real parameters are trained"):

@@ -77,6 +77,8 @@ class Audit:
         rows = [(each.name, each.expected, each.found, each.verdict.value) for each in self.findings]
         return printed([TextTable(f"Audit of the compiled step: {counts}", columns, rows)], screen().width)
 
+    __repr__ = __str__
+
     def enforce(self, setting: str) -> None:
         """Raises ValueError (setting 'error') or warns (setting 'warn') if an expectation is broken.
 

@@ -303,7 +303,9 @@ def mismatch_error(where: str, found: Sequence[Mismatch | str]) -> CheckpointMis
         else:
             paths = sorted((each.path for each in group), key=lambda path: not path.startswith("params/"))
             names = [each.text.replace(SPACE, " ") for each in fold(paths, [0] * len(paths))]
-            lines.append(f"{kind + ':':9s} {len(group):,} leaves: {common}: {abbreviate(names, _MAX_NAMES, ', ')}")
+            line = f"{kind + ':':9s} {len(group):,} leaves: {common}: {abbreviate(names, _MAX_NAMES, ', ')}"
+            has_more = kind in ("missing", "extra")  # the nearest name, or that in the files
+            lines.append(line + (f"; the first, {group[0].path}: {group[0].text}" if has_more else ""))
     rest = [f"... and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
     shown = [f"checkpoint: {where} does not fit the state", *lines[:_MAX_LINES], *rest]
     return CheckpointMismatch("\n  ".join(map(plain_text, shown)))

@@ -31,15 +31,14 @@ def steps_table(directory: Path, verify: bool, name: str) -> tuple[TextTable, bo
     for step, path in store.folders(directory).items():
         manifest, status = _status(directory, step, path, verify)
         all_intact &= status in ("manifest ok", "ok")
-        columns = (
+        cells = (
             [bytes_text(manifest.num_bytes), str(manifest.stage), mesh_text(manifest.mesh), _dtypes(manifest)]
             if manifest
             else [""] * 4
         )
-        rows.append([str(step), *columns, status])
-    right, wraps = {"step", "size"}, {"mesh", "dtypes", "status"}
-    names = ["step", "size", "stage", "mesh", "dtypes", "status"]
-    columns = [Column(name, wraps=name in wraps, right=name in right) for name in names]
+        rows.append([str(step), *cells, status])
+    columns = [Column("step", right=True), Column("size", right=True), Column("stage")]
+    columns += [Column(name, wraps=True) for name in ("mesh", "dtypes", "status")]
     return _table([f"Steps in {name}"], columns, rows), all_intact
 
 
@@ -90,12 +89,10 @@ def differences(a: Manifest, b: Manifest, to: Screen) -> TextTable:
     types = [(type_in(a, path), type_in(b, path)) for path in found]
     rows = []
     for each in fold(found, [(pair, to.folds or path) for path, pair in zip(found, types, strict=True)]):
-        any_one = each.members[0]
-        leaves = [m.leaves.get(found[any_one]) for m in (a, b)]
-        digests = [leaf.digest if leaf else "" for leaf in leaves]
-        if len(each.members) > 1:
-            digests = ["one digest each" if leaf else "" for leaf in leaves]
-        first, second = types[any_one]
+        first, second = types[each.members[0]]
+        leaves = [manifest.leaves.get(found[each.members[0]]) for manifest in (a, b)]
+        is_single = len(each.members) == 1
+        digests = [(leaf.digest if is_single else "one digest each") if leaf else "" for leaf in leaves]
         rows.append([each.text, first if first == second else f"{first or 'none'} -> {second or 'none'}", *digests])
     for name in ("mesh", "stage", "precision", "versions", "data"):
         if getattr(a, name) != getattr(b, name):

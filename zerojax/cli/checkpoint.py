@@ -100,8 +100,8 @@ def diff(directory: Path | str, first: int, second: int, other: Path | str | Non
     from zerojax.tables import screen
 
     places = [(directory, first), (other or directory, second)]
-    one, two = (_manifest(_on_disk(place, step, arrays=False), step) for place, step in places)
-    table = show.differences(one, two, screen())
+    before, after = (_manifest(_on_disk(place, step, arrays=False), step) for place, step in places)
+    table = show.differences(before, after, screen())
     if table.rows:
         print_table(table)
     raise SystemExit(1 if table.rows else 0)

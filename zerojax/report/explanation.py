@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from zerojax.tables import Column, Screen, TextTable, printed, screen
+from zerojax.tables import Column, Screen, TextTable, printed, screen, sections_html
 from zerojax.text import SPACE, bytes_text, fold
 from zerojax.typing import Shape
 
@@ -89,6 +89,12 @@ class Explanation:
     def __str__(self) -> str:
         return self.text()
 
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        """In notebooks, totals are shown, and the leaves of a category when it is opened."""
+        return sections_html(self._parts(screen()))
+
     def text(self, to: Screen | None = None) -> str:
         """The tables as text.
 
@@ -97,10 +103,13 @@ class Explanation:
                 as in a file, lines have 120 columns and each leaf has a row.
         """
         to = to or screen()
+        return printed(self._parts(to), to.width)
+
+    def _parts(self, to: Screen) -> list[TextTable | str]:
         hints = [hint for hint in (self.large_unit, self.uneven) if hint]
         leaves = [_leaves_table(name, self, to) for name in self.totals if self.totals[name]]
         rest = _not_sharded(self.replicated, to) if self.replicated else "Every leaf that the stage shards is sharded."
-        return printed([self.title, _totals(self), rest, *hints, _units_table(self.units, to), *leaves], to.width)
+        return [self.title, _totals(self), rest, *hints, _units_table(self.units, to), *leaves]
 
 
 def _totals(explanation: Explanation) -> TextTable:

@@ -114,6 +114,8 @@ class Memory(NamedTuple):
         host = [line("host memory", self.host_bytes, "pinned, in addition to the sum")] if self.host_bytes else []
         return "\n".join([*(line(*term) for term in self.terms), line("sum", self.peak_bytes, ""), *host])
 
+    __repr__ = __str__
+
 
 _ARGUMENTS = ("parameters", "optimizer state", "model state", "batch")
 

@@ -23,7 +23,7 @@ from zerojax.step.state import TrainState, logical_avals
 from zerojax.text import bytes_text, mesh_text
 from zerojax.typing import AnyMesh, PyTree, Shape
 
-_CATEGORIES = ("params", "grads", "optimizer", "model_state")
+CATEGORIES = ("params", "grads", "optimizer", "model_state")
 
 
 def explain(config: ZeroConfig, state: TrainState, uses: Sequence[tuple[Use, ...]] | None = None) -> Explanation:
@@ -32,7 +32,7 @@ def explain(config: ZeroConfig, state: TrainState, uses: Sequence[tuple[Use, ...
     mesh = jax.tree.leaves(state.params)[0].sharding.mesh
     stage, axes = config.stage, config.axes
     row = functools.partial(_row, axes)
-    gradient = functools.partial(_gradient, config, mesh)
+    gradient = functools.partial(gradient_aval, config, mesh)
     opt_shapes = [tuple(a.shape) for a in jax.tree.leaves(logical_avals(state).opt_state)]
     optimizer = zip(_leaves(state.opt_state), opt_shapes, strict=True)
     shards = {
@@ -56,9 +56,9 @@ def explain(config: ZeroConfig, state: TrainState, uses: Sequence[tuple[Use, ...
         *(row("model_state", path, a, a.shape, "replicated: model state") for path, a in _leaves(state.model_state)),
     ]
     of = lambda name: [row for row in rows if row.category == name]
-    totals = {name: sum(row.bytes_per_device for row in of(name)) for name in _CATEGORIES}
+    totals = {name: sum(row.bytes_per_device for row in of(name)) for name in CATEGORIES}
     formula = {name: sum(row.undivided_bytes for row in of(name)) / n for name, n in shards.items()}
-    zeros = {name: sum(row.zeros_bytes for row in of(name)) for name in _CATEGORIES}
+    zeros = {name: sum(row.zeros_bytes for row in of(name)) for name in CATEGORIES}
     replicated = [r for r in rows if shards.get(r.category, 1) > 1 and r.bytes_per_device == r.undivided_bytes]
     units = _units(state.definition.leaves, uses)
     large_unit = placement.large_unit_text(state.definition.leaves)
@@ -98,7 +98,7 @@ def _row(axes: Axes, category: str, path: str, stored: Any, shape: Sequence[int]
     return Row(category, path, logical.shape, str(stored.dtype), spec_text(spec), on_device, full, zeros, reason)
 
 
-def _gradient(config: ZeroConfig, mesh: AnyMesh, leaf: Leaf) -> jax.ShapeDtypeStruct:
+def gradient_aval(config: ZeroConfig, mesh: AnyMesh, leaf: Leaf) -> jax.ShapeDtypeStruct:
     """The gradient of a leaf within a step. At stage 1 it is full, until the reduce_scatter at the end of the step."""
     is_sharded = config.stage.shards_grads
     sharding = NamedSharding(mesh, leaf.spec(config.axes, is_sharded))

@@ -83,6 +83,13 @@ class Precision:
         is_wide = jnp.dtype(dtype).itemsize > jnp.dtype(self.compute_dtype).itemsize
         return jnp.promote_types(dtype, self.reduce_dtype) if is_wide else jnp.dtype(self.reduce_dtype)
 
+    @property
+    def title(self) -> str:
+        """The preset's name, or the dtypes of the parameters, the computation and the reductions."""
+        dtypes = [jnp.dtype(getattr(self, name)).name for name in DTYPE_FIELDS]
+        own = f"parameters {dtypes[0]}, computed in {dtypes[1]}, reduced in {dtypes[2]}"
+        return next((f"precision {name!r}" for name, preset in _PRECISIONS.items() if preset == self), own)
+
     def __str__(self) -> str:
         scaling = "none"
         if self.initial_scale:

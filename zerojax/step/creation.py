@@ -182,7 +182,7 @@ def _define(
             f"  fix:      Zero(..., precision='bf16') computes in bf16; dtypes={{glob: dtype}} sets single leaves"
         )
     fixed = _fixed_state(model_state, leaves, overrides.frozen)
-    definition = Definition(tx, model, leaves, jax.tree.structure(params), fixed)
+    definition = Definition(tx, model, leaves, jax.tree.structure(params), fixed, config)
     check_update(tx, definition.trained_avals())
     return definition
 

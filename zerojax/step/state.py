@@ -20,6 +20,7 @@ from zerojax.sharding.placement import Leaf
 from zerojax.sharding.precision import LossScale
 from zerojax.step import models
 from zerojax.step.config import ZeroConfig
+from zerojax.step.descriptions import state_text
 from zerojax.text import SPACE, abbreviate, fold
 from zerojax.typing import Array, Aval, PRNGKey, PyTree
 
@@ -34,6 +35,7 @@ class Definition:
         leaves: the placement of the parameter leaves, in flattening order.
         tree: the treedef of the parameters.
         fixed_state: whether each leaf of the model state stays as it is, because its module is frozen.
+        config: the mesh, stage and precision for which states are created.
     """
 
     tx: optax.GradientTransformation
@@ -41,6 +43,7 @@ class Definition:
     leaves: tuple[Leaf, ...]
     tree: Any
     fixed_state: tuple[bool, ...] = ()
+    config: ZeroConfig | None = None
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -139,6 +142,10 @@ class TrainState:
     key: PRNGKey
     loss_scale: LossScale | None
     definition: Definition = dataclasses.field(metadata={"static": True})
+
+    def __repr__(self) -> str:
+        """The step, the stage, the number of parameters and the bytes on a device. Waits for no step."""
+        return state_text(self)
 
     def model(self) -> Any:
         """The loss function's first argument: an nnx.Module, Linen variables or a tree of parameters.

@@ -83,6 +83,16 @@ class Remat:
         return _REMATS[setting]
 
     @property
+    def title(self) -> str:
+        """The setting as it is written in a call: a preset's name, or the fields that are not the default."""
+        if self in _REMATS.values():
+            return repr(next(name for name, remat in _REMATS.items() if remat == self))
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "policy"}
+        given = [f"{name}={value!r}" for name, value in fields.items() if value]
+        policy = [] if self.policy is None else [f"policy={getattr(self.policy, '__name__', repr(self.policy))}"]
+        return f"Remat({', '.join([*given, *policy])})"
+
+    @property
     def saves_inputs_only(self) -> bool:
         return self.policy is None and not self.names
 
@@ -152,6 +162,13 @@ class RematRules:
     def of(cls, setting: Setting | Mapping[str, Setting]) -> RematRules:
         by_pattern = setting if isinstance(setting, Mapping) else {"*": setting}
         return cls(tuple((pattern, Remat.of(each)) for pattern, each in by_pattern.items()))
+
+    @property
+    def title(self) -> str:
+        """The setting as it is written in a call."""
+        if [pattern for pattern, _ in self.rules] == ["*"]:
+            return self.rules[0][1].title
+        return "{" + ", ".join(f"{pattern!r}: {remat.title}" for pattern, remat in self.rules) + "}"
 
     @property
     def saves_everything(self) -> bool:
