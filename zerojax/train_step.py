@@ -14,7 +14,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from zerojax.analysis import jaxpr_collectives
+from zerojax.analysis import jaxpr_collectives, utilisation
 from zerojax.audit.audit import audit_step
 from zerojax.audit.expectation import Expectation, expect
 from zerojax.audit.findings import Audit
@@ -28,11 +28,12 @@ from zerojax.step.batch import batch_avals, batch_specs, check_batch, dtype_of, 
 from zerojax.step.config import ZeroConfig, compiler_options, leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient, compute_gradients, device_gradient
 from zerojax.step.loss_errors import in_words_of_the_user
-from zerojax.step.loss_traces import Use, check_loss, uses, warn_of_local_statistics
+from zerojax.step.loss_traces import Use, check_loss, traced_loss, uses, warn_of_local_statistics
 from zerojax.step.offload_options import offload_options
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition, TrainState
 from zerojax.step.update import apply_gradients, optimizer_params, squared_norm
+from zerojax.text import mesh_text
 from zerojax.typing import Array, Aval, PyTree
 
 
@@ -46,19 +47,30 @@ class Step:
         config: mesh, axes, stage and precision.
         settings: the settings of the step.
         build: `build(state)` returns the function to jit.
-        donate: whether the step donates the state.
+        loss_name: name of the loss function.
     """
+
+    donates = False  # whether the step donates the state
 
     def __init__(
         self,
         config: ZeroConfig,
         settings: StepSettings,
         build: Callable[[TrainState], Callable[..., Any]],
-        donate: bool,
+        loss_name: str,
     ):
-        self.config, self.settings, self._build, self._donate = config, settings, build, donate
+        self.config, self.settings, self._build, self.loss_name = config, settings, build, loss_name
         self._jitted: dict[Any, Any] = {}
         self._agreed: set[Any] = set()
+
+    def __repr__(self) -> str:
+        """The name of the loss function, the stage, and the settings that are not the default."""
+        settings = [f"{name}={value}" for name, value in self._changed_texts().items()]
+        where = f"{self.config.stage.title} on a mesh of {mesh_text(dict(self.config.mesh.shape))}"
+        return f"{type(self).__name__}({', '.join([self.loss_name, where, *settings])})"
+
+    def _changed_texts(self) -> dict[str, str]:
+        return self.settings.changed_texts()
 
     def _agree(self, state: TrainState, batch: PyTree) -> None:
         """Compares the inputs and the program with those of the other processes, before they first run together.
@@ -93,7 +105,7 @@ class Step:
         Whether a step offloads activations is seen in its trace: policies and the model itself may do so too. JAX keeps
         the trace for the first call.
         """
-        donated = (0,) if self._donate else ()
+        donated = (0,) if self.donates else ()
         jit = functools.partial(jax.jit, self._build(state), donate_argnums=donated, keep_unused=True)
         options = compiler_options(self.config, state.definition.leaves)
         jitted, to_offload = jit(compiler_options=options), offload_options(self.config)
@@ -112,10 +124,21 @@ class Step:
             return jitted(state, shard_batch(self.config, batch))
 
     def trace(self, state: TrainState, batch: PyTree) -> Any:
+        """Traces the step, as `jax.jit(...).trace` does. Nothing is compiled.
+
+        Args:
+            state, batch: arrays or avals.
+        """
         jitted = self._checked(state, batch)
         return jitted.trace(state, batch_avals(self.config, batch))
 
     def lower(self, state: TrainState, batch: PyTree, **kwargs: Any) -> Any:
+        """Lowers the step, as `jax.jit(...).lower` does.
+
+        Args:
+            state, batch: arrays or avals.
+            kwargs: options of JAX, such as `lowering_platforms`.
+        """
         with in_words_of_the_user(self.config.precision):
             return self.trace(state, batch).lower(**kwargs)
 
@@ -134,7 +157,10 @@ class TrainStep(Step):
         gradient_of: `gradient_of(definition)` returns the `DeviceGradient` of the step.
         audit_setting: 'error' or 'warn' audits each newly compiled program, and raises or warns if an expectation is
             broken; 'off' does not audit.
+        loss_name: name of the loss function.
     """
+
+    donates = True
 
     def __init__(
         self,
@@ -143,10 +169,15 @@ class TrainStep(Step):
         build: Callable[[TrainState], Callable[..., Any]],
         gradient_of: Callable[[Definition], DeviceGradient],
         audit_setting: str,
+        loss_name: str,
     ):
         self._gradient_of, self._audit_setting = gradient_of, audit_setting
         self._audited: set[Any] = set()
-        super().__init__(config, settings, build, donate=True)
+        super().__init__(config, settings, build, loss_name)
+
+    def _changed_texts(self) -> dict[str, str]:
+        audit = {} if self._audit_setting == "off" else {"audit": repr(self._audit_setting)}
+        return super()._changed_texts() | audit
 
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
         if self.config.spans_processes:
@@ -229,10 +260,25 @@ class TrainStep(Step):
             that reads the weights of one unit. A loop over stacked layers is one segment, and so is a lookup of rows in
             a table that is not gathered.
         """
-        gradient = self._gradient_of(state.definition)
-        return uses(
-            gradient, (jax.tree.leaves(state.params), state.model_state, batch_avals(self.config, batch), state.key)
-        )
+        return uses(self._gradient_of(state.definition), self._loss_args(state, batch))
+
+    def model_flops(self, state: TrainState, batch: PyTree) -> int:
+        """The flops of the model in a step on all devices: three times those of the loss, without recomputation.
+
+        Args:
+            state: arrays or avals.
+            batch: arrays or avals.
+
+        Raises:
+            ValueError: if the flops of a kernel are unknown, or if a product runs an unknown number of times.
+
+        Source: Chowdhery et al., "PaLM", appendix B, arXiv 2204.02311.
+        """
+        jaxpr, _ = traced_loss(self._gradient_of(state.definition), self._loss_args(state, batch))
+        return utilisation.model_flops(jaxpr) * self.config.axes.num_devices
+
+    def _loss_args(self, state: TrainState, batch: PyTree) -> Any:
+        return jax.tree.leaves(state.params), state.model_state, batch_avals(self.config, batch), state.key
 
 
 def train_step(
@@ -288,7 +334,7 @@ def train_step(
 
         return step
 
-    return TrainStep(config, settings, build, gradient_of, audit_setting)
+    return TrainStep(config, settings, build, gradient_of, audit_setting, _name(loss_fn))
 
 
 def eval_step(config: ZeroConfig, loss_fn: Callable[..., Any], settings: StepSettings) -> Step:
@@ -315,7 +361,14 @@ def eval_step(config: ZeroConfig, loss_fn: Callable[..., Any], settings: StepSet
 
         return step
 
-    return Step(config, settings, build, donate=False)
+    return Step(config, settings, build, _name(loss_fn))
+
+
+def _name(loss_fn: Callable[..., Any]) -> str:
+    """The name of a function, also of a `functools.partial` of it, or that of a callable's type."""
+    while isinstance(loss_fn, functools.partial):
+        loss_fn = loss_fn.func
+    return getattr(loss_fn, "__qualname__", type(loss_fn).__name__).replace("<locals>.", "")
 
 
 def _learning_rate(opt_state: PyTree) -> dict[str, Array]:

@@ -13,7 +13,7 @@ from support.paths import SUPPORT, TESTS, importing
 from support.ports import free_port
 from support.small_run import setting, train
 
-from zerojax.checkpoints import EXIT_CODE, store
+from zerojax.checkpoints import EXIT_CODE, INTERRUPT_EXIT_CODE, store
 from zerojax.checkpoints.pieces import verify_arrays
 from zerojax.processes.launch import environment
 from zerojax.step import replicas
@@ -143,18 +143,58 @@ def test_sigterm_saves_and_the_exit_code_is_75(tmp_path, undisturbed):
     assert losses == undisturbed
 
 
-@pytest.mark.parametrize("pause", [0, 0.05, pytest.param(0.3, marks=pytest.mark.full)])
-def test_ctrl_c_twice_during_a_save_leaves_whole_steps(tmp_path, undisturbed, pause):
-    process = start(tmp_path, "--slow", 1)  # so that the run does not end before
+def test_ctrl_c_saves_and_the_exit_code_is_130(tmp_path, undisturbed):
+    process = start(tmp_path, "--every", 1000, "--slow", 0.2)
     seen = until(process, "loss 3")
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == INTERRUPT_EXIT_CODE == 130
+    (step,) = intact_steps(tmp_path)
+    assert "Ctrl-C: the run ends after this step" in errors and "press it again to end at once" in errors
+    assert f"Ctrl-C: step {step} is saved, exiting with code 130" in errors and "Traceback" not in errors
+    losses = losses_of(seen + output) | run(tmp_path)[0]
+    losses.setdefault(step, undisturbed[step])  # the run ended before it printed this loss
+    assert losses == undisturbed
+
+
+@pytest.mark.parametrize("pause", [0, 0.05])
+def test_a_ctrl_c_that_arrives_twice_counts_once(tmp_path, pause):
+    """As from a terminal and from a launcher that forwards it."""
+    process = start(tmp_path, "--every", 1000, "--slow", 1)
+    until(process, "loss 3")
     for _ in range(2):
         process.send_signal(signal.SIGINT)
         time.sleep(pause)
-    output, errors = process.communicate(timeout=60)
-    assert process.returncode != 0 and "KeyboardInterrupt" in errors
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == INTERRUPT_EXIT_CODE and "Ctrl-C: step 4 is saved" in errors
+    assert intact_steps(tmp_path) == [4]
+
+
+def test_a_second_ctrl_c_ends_at_once_and_leaves_whole_steps(tmp_path, undisturbed):
+    """During a step that takes a minute, and maybe a save. Nothing of it is saved."""
+    process = start(tmp_path, "--slow", 60, "--slow-from", 3)
+    seen = until(process, "loss 3")
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+    output, errors = process.communicate(timeout=10)
+    assert process.returncode == INTERRUPT_EXIT_CODE and "exiting with code" not in errors
     assert intact_steps(tmp_path)[-1:] >= [2]
     losses = losses_of(seen + output) | run(tmp_path)[0]
     assert {step: losses[step] for step in losses} == {step: undisturbed[step] for step in losses}
+
+
+def test_a_second_ctrl_c_ends_a_run_whose_main_thread_runs_no_python(tmp_path):
+    """As during a compilation, or in a collective that waits for a process that is gone."""
+    process = start(tmp_path, "--block-at", 2)
+    until(process, "loss 2")
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=10)
+    assert process.returncode == INTERRUPT_EXIT_CODE
 
 
 def test_a_run_that_hangs_prints_its_stacks_and_ends(tmp_path):
@@ -277,15 +317,26 @@ def test_two_processes_that_list_different_steps_resume_from_the_same(tmp_path, 
     assert_close(losses, undisturbed)
 
 
-@pytest.mark.parametrize("index", [0, 1])
-def test_sigterm_to_one_of_two_processes_saves_the_same_step_in_both(tmp_path, index, undisturbed):
+@pytest.mark.parametrize(
+    ("signals", "name", "expected"),
+    [
+        ({0: signal.SIGTERM}, "SIGTERM", EXIT_CODE),
+        ({1: signal.SIGTERM}, "SIGTERM", EXIT_CODE),
+        ({0: signal.SIGINT, 1: signal.SIGINT}, "Ctrl-C", INTERRUPT_EXIT_CODE),
+        ({1: signal.SIGINT}, "Ctrl-C", INTERRUPT_EXIT_CODE),
+        ({0: signal.SIGTERM, 1: signal.SIGINT}, "Ctrl-C", INTERRUPT_EXIT_CODE),
+    ],
+)
+def test_a_signal_to_one_of_two_processes_saves_the_same_step_in_both(tmp_path, signals, name, expected, undisturbed):
+    """Or to both. If they receive different ones, a person has pressed Ctrl-C."""
     running = start_two(tmp_path, "--every", 1000, "--slow", 0.2)
     seen = [until(process, "loss 3") for process in running]
-    running[index].send_signal(signal.SIGTERM)
+    for index, number in signals.items():
+        running[index].send_signal(number)
     found = results(running)
-    assert [code for code, *_ in found] == [EXIT_CODE, EXIT_CODE], found[0][2][-3000:]
+    assert [code for code, *_ in found] == [expected, expected], found[0][2][-3000:]
     (step,) = intact_steps(tmp_path)
-    assert all(f"SIGTERM: step {step} is saved" in errors for *_, errors in found)
+    assert all(f"{name}: step {step} is saved" in errors for *_, errors in found)
     for before, (_, losses, _) in zip(seen, found, strict=True):
         assert_close(losses_of(before) | losses, undisturbed)
     assert [code for code, *_ in results(start_two(tmp_path))] == [0, 0]

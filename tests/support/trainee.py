@@ -6,6 +6,7 @@ the value.
 """
 
 import argparse
+import ctypes
 import logging
 import os
 import resource
@@ -28,6 +29,8 @@ parser.add_argument("--keep", type=int, default=3)
 parser.add_argument("--stage", type=int, default=3)
 parser.add_argument("--devices", type=int, default=4, help="number of devices of this process")
 parser.add_argument("--slow", type=float, default=0, help="least seconds per step")
+parser.add_argument("--slow-from", type=int, default=0, help="the step after which steps are slow")
+parser.add_argument("--block-at", type=int, help="the step after which the main thread runs no Python any more")
 parser.add_argument("--no-close", action="store_true", help="end without closing the checkpoints")
 parser.add_argument("--full-at", type=int, help="the step at which writing fails, as on a full disk")
 parser.add_argument("--die-deleting", action="store_true", help="die when a file of an old step has been deleted")
@@ -133,7 +136,11 @@ def main():
             time.sleep(1)  # the save runs in the background
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         print("loss", i + 1, float(metrics["loss"]).hex(), flush=True)
-        time.sleep(args.slow)
+        time.sleep(args.slow if i + 1 >= args.slow_from else 0)
+        if i + 1 == args.block_at:
+            mutex = ctypes.create_string_buffer(64)
+            for _ in range(2):
+                ctypes.CDLL(None).pthread_mutex_lock(mutex)  # the second waits forever, and no signal interrupts it
         if i + 1 == args.hang_at and own.index == args.hang_in:
             signal.pause()
     if not args.no_close:

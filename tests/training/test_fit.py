@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import os
+import re
 import shlex
 import signal
 import struct
@@ -21,7 +22,7 @@ from support.small_run import STEPS, adam, batch, create, loss, run, setting
 
 import zerojax
 from zerojax.checkpoints import EXIT_CODE, store
-from zerojax.training import display, loop, writers
+from zerojax.training import display, recorder, writers
 
 
 class Rows(list):
@@ -141,6 +142,11 @@ def test_a_run_that_stopped_between_saves_keeps_its_rhythm(step, tmp_path):
     assert [row["step"] for row in rows(tmp_path) if "loss" in row] == [1, 3, 4, 5, 6, STEPS]
 
 
+def test_the_last_step_has_a_row_even_if_it_is_saved_anyway(step, tmp_path):
+    run(step, tmp_path, 4, checkpoints={"every": 2}, log_every=3)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 3, 4]
+
+
 def test_the_last_step_is_evaluated_once(step, tmp_path):
     """Also if an evaluation is due after it anyway."""
     evaluated = []
@@ -225,9 +231,9 @@ class DelayedMetric:
 
 def test_no_step_waits_for_its_metrics():
     read, kept = [], Rows()
-    with loop.MetricsRecorder([kept], None, log_every=2) as recorder:
+    with recorder.MetricsRecorder([kept], None, log_every=2) as recording:
         for step in range(1, 7):
-            recorder.add(step, {"loss": DelayedMetric(read, step)}, batch(0))
+            recording.add(step, {"loss": DelayedMetric(read, step)}, batch(0))
             assert read == list(range(1, step - 1))
     assert read == [1, 2, 3, 4, 5, 6] and [at for at, _ in kept] == [1, 2, 4, 6]
 
@@ -235,9 +241,9 @@ def test_no_step_waits_for_its_metrics():
 def test_metrics_of_a_run_that_fails_are_written():
     """An error in these metrics does not hide the error of the run."""
     kept = Rows()
-    with pytest.raises(KeyError, match="first"), loop.MetricsRecorder([kept], None, log_every=1) as recorder:
-        recorder.add(1, {"loss": np.float32(1)}, batch(0))
-        recorder.add(2, {"loss": "not a number"}, batch(0))
+    with pytest.raises(KeyError, match="first"), recorder.MetricsRecorder([kept], None, log_every=1) as recording:
+        recording.add(1, {"loss": np.float32(1)}, batch(0))
+        recording.add(2, {"loss": "not a number"}, batch(0))
         raise KeyError("first")
     assert [at for at, _ in kept] == [1] and kept.closed
 
@@ -247,8 +253,8 @@ def test_metrics_of_a_run_that_fails_are_written():
 )
 def test_a_metric_that_is_not_a_number_is_named(value, got):
     message = f"fit: metric 'logits' is not a number\n  got:      {got}\n  fix: "
-    with pytest.raises(ValueError, match=message), loop.MetricsRecorder([Rows()], None, log_every=1) as recorder:
-        recorder.add(1, {"logits": value}, batch(0))
+    with pytest.raises(ValueError, match=message), recorder.MetricsRecorder([Rows()], None, log_every=1) as recording:
+        recording.add(1, {"logits": value}, batch(0))
 
 
 @pytest.mark.parametrize(
@@ -402,17 +408,20 @@ def test_a_config_that_cannot_be_read_is_reported(step, tmp_path, caplog, conten
 
 
 def test_rates_count_steps_only(monkeypatch):
-    """Not the time of an evaluation, nor the time when metrics are read all at once. Each step takes a second."""
+    """Not the time of an evaluation or a save, nor that when metrics are read all at once. Each step takes a second."""
     kept, now = Rows(), [0.0]
-    monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
-    with loop.MetricsRecorder([kept], None, log_every=1) as recorder:
+    monkeypatch.setattr(recorder.time, "perf_counter", lambda: now[0])
+    with recorder.MetricsRecorder([kept], None, log_every=1) as recording:
         for step in range(1, 13):
             now[0] += 1
-            recorder.add(step, {"loss": 1.0}, batch(0))
+            recording.add(step, {"loss": 1.0}, batch(0))
             if step == 5:
-                now[0] += 100
-                recorder.add_evaluation(5, {"loss": 1.0})
-                now[0] += 100
+                with recording.paused():
+                    now[0] += 100
+                    recording.add_evaluation(5, {"loss": 1.0})
+            if step % 4 == 0:
+                with recording.paused():
+                    now[0] += 50
         now[0] += 100
     rates = {at: row["seconds_per_step"] for at, row in kept if "seconds_per_step" in row}
     assert set(rates.values()) == {1.0} and min(rates) < 5 and max(rates) == 12
@@ -447,13 +456,15 @@ def closing(made):
     return made
 
 
-def shown_by(make, terminal):
-    """The output for three rows."""
+def shown_by(make, terminal, width=100):
+    """The output for some rows."""
     file = io.StringIO()
-    made = make(Console(file=file, width=100, force_terminal=terminal, color_system=None))
+    made = make(Console(file=file, width=width, force_terminal=terminal, color_system=None, height=25))
     made.write(1, {"loss": 3.14159, "grad_norm": 2.0, "skipped": 0.0, "param_norm": 9.0})
-    made.write(2, {"loss": 3.0, "skipped": 1.0, "rows_per_s": 12345.6, "seconds_per_step": 1})
+    made.write(2, {"loss": 3.0, "skipped": 1.0, "rows_per_s": 12345.6, "seconds_per_step": 100.0})
     made.write(2, {"eval/loss": 2.5, "eval/[all]": 1})
+    row = {"loss": 2.0, "grad_norm": 0.25, "top1": 0.5, "learning_rate": 1e-3, "perplexity": 7.389, "[tag]": 1.0}
+    made.write(3, row | {"rows_per_s": 1e3, "tokens_per_s": 1e6, "mfu": 0.4321, "seconds_per_step": 100.0})
     made.close()
     return file.getvalue()
 
@@ -461,14 +472,24 @@ def shown_by(make, terminal):
 def test_lines_in_a_log():
     assert shown_by(lambda console: display.ProgressLines(20, console), terminal=False).splitlines() == [
         "step  1/20  loss 3.142  grad norm 2",
-        "step  2/20  loss 3  skipped 1  12,346 rows/s",
+        "step  2/20  loss 3  skipped 1  12,346 rows/s  0:30:00 left",
         "step  2/20  eval/loss 2.5  eval/[all] 1",
+        "step  3/20  loss 2  grad norm 0.25  top1 0.5  learning rate 0.001  perplexity 7.389  [tag] 1  1,000 rows/s  "
+        "1,000,000 tokens/s  MFU 43.2%  0:28:20 left",
     ]
 
 
-def test_a_bar_on_a_terminal():
-    shown = shown_by(lambda console: display.ProgressBar(20, 0, console), terminal=True)
-    assert "2/20 loss 3  skipped 1  12,346 rows/s" in shown and "step  2/20  eval/loss 2.5  eval/[all] 1\n" in shown
+@pytest.mark.parametrize("width", [30, 80, 100, 120])
+def test_a_bar_on_a_terminal(width):
+    """Metrics of the loss are shown too, and nothing is cut or broken, however narrow the terminal."""
+    shown = shown_by(lambda console: display.ProgressBar(20, 0, console), terminal=True, width=width)
+    assert "step  2/20  eval/loss 2.5  eval/[all] 1\n" in shown
+    last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown).rpartition(" 3/20")[2]
+    lines = [line.strip() for line in last.replace("\r", "\n").split("\n")]
+    rates, metrics = "1,000 rows/s|1,000,000 tokens/s|MFU 43.2%|0:28:20 left", "loss 2|grad norm 0.25|top1 0.5"
+    for text in f"{rates}|{metrics}|learning rate 0.001|perplexity 7.389|[tag] 1".split("|"):
+        assert any(text in line for line in lines), text
+    assert max(map(len, lines)) < width and "…" not in shown
 
 
 @dataclasses.dataclass

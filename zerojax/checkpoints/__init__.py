@@ -1,7 +1,15 @@
 """Saves and restores training states: a digest for every array, on any mesh, stage and number of processes."""
 
 from zerojax.checkpoints.manifest import Allowed, CheckpointCorrupted, CheckpointMismatch, Manifest
-from zerojax.checkpoints.preemption import EXIT_CODE
+from zerojax.checkpoints.preemption import EXIT_CODE, INTERRUPT_EXIT_CODE
 from zerojax.checkpoints.run import Checkpoints
 
-__all__ = ["EXIT_CODE", "Allowed", "CheckpointCorrupted", "CheckpointMismatch", "Checkpoints", "Manifest"]
+__all__ = [
+    "EXIT_CODE",
+    "INTERRUPT_EXIT_CODE",
+    "Allowed",
+    "CheckpointCorrupted",
+    "CheckpointMismatch",
+    "Checkpoints",
+    "Manifest",
+]

@@ -22,8 +22,12 @@ log = logging.getLogger("zerojax")
 
 def restore(
     directory: Path, state: TrainState, step: int, data: Any, allowed: Allowed, only: Sequence[str] = ()
-) -> TrainState:
-    """Restores a step, or a part of it; see `Checkpoints.restore`. An error in one process is raised in all."""
+) -> tuple[TrainState, Manifest]:
+    """Restores a step, or a part of it; see `Checkpoints.restore`. An error in one process is raised in all.
+
+    Returns:
+        (the restored state, the manifest of the step).
+    """
     where = str(store.folder(directory, step))
     avals, shapes = contents.arrays(contents.avals(state)), contents.logical_shapes(state)
     logical = {path: jax.ShapeDtypeStruct(shapes[path], a.dtype) for path, a in avals.items()}
@@ -48,7 +52,7 @@ def restore(
             "checkpoint: of the optimizer, %d leaves continue; %d are new, and %d that were saved are not used",
             *map(len, (ours & theirs, ours - theirs, theirs - ours)),
         )
-    return contents.with_arrays(state, {path: a.astype(avals[path].dtype) for path, a in arrays.items()})
+    return contents.with_arrays(state, {path: a.astype(avals[path].dtype) for path, a in arrays.items()}), saved
 
 
 def _selected(avals: dict[str, Any], globs: Sequence[str]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +20,8 @@ from zerojax.checkpoints import contents, iterators, restore as restoring, store
 from zerojax.checkpoints.lock import DirectoryLock
 from zerojax.checkpoints.loss_monitor import LossMonitor
 from zerojax.checkpoints.manifest import Allowed, CheckpointCorrupted, LeafRecord, Manifest
-from zerojax.checkpoints.preemption import EXIT_CODE, Preemption
+from zerojax.checkpoints.origin import origin_text
+from zerojax.checkpoints.preemption import Preemption
 from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0
 from zerojax.checkpoints.remote_copy import RemoteCopy
 from zerojax.checkpoints.watchdog import Watchdog
@@ -66,8 +68,10 @@ class Checkpoints:
     `with` block, the save is completed at the end of the process. From Python 3.12 on that is not possible, and the
     exit code is 1 instead.
 
-    After SIGTERM in any process, all processes save the state and end with exit code `EXIT_CODE`, 75. A signal handler
-    of the user is called as well, whether it was installed before or after.
+    After SIGTERM in any process, all processes save the state and end with exit code `EXIT_CODE`, 75, which asks for a
+    restart. After Ctrl-C they do the same, but end with `INTERRUPT_EXIT_CODE`, 130; a second Ctrl-C ends a process at
+    once. In an interactive session KeyboardInterrupt is raised instead, after the save and at the second Ctrl-C. Signal
+    handlers of the user are called as well, whether they were installed before or after.
 
     Args:
         config: of the Zero.
@@ -77,15 +81,15 @@ class Checkpoints:
         keep_every: steps that are a multiple of this are kept too.
         most_skipped: the number of consecutive updates skipped because a gradient was not finite that ends the run.
         spike: a loss of more than this many times the median of the last 50 is logged. None: none is logged.
+        watchdog_s: if `update` is not called for this many seconds of running time, the stacks of all threads are
+            written to stderr, and those of all processes to a file in the directory; the exit code is 1. The first
+            `update` starts the clock. The time must be longer than a save, an evaluation or a compilation between two
+            calls. None: no watchdog.
         verify_replicas_every: the number of steps between two comparisons of what several devices hold, in addition to
             those in `resume` and in each save. None: no others.
         copy_to: a URL of remote storage, such as 's3://bucket/run', to which process 0 copies complete steps in the
             background. While one is copied, others may complete that are not. Old ones are deleted as on disk. A run
             begins with the newest step of either: if it is there, it is copied into the directory first.
-        watchdog_s: if `update` is not called for this many seconds of running time, the stacks of all threads are
-            written to stderr, and those of all processes to a file in the directory; the exit code is 1. The first
-            `update` starts the clock. The time must be longer than a save, an evaluation or a compilation between two
-            calls. None: no watchdog.
 
     Raises:
         ValueError: if `every`, `keep`, `keep_every` or `most_skipped` is invalid, or another run uses the directory.
@@ -123,6 +127,8 @@ class Checkpoints:
             self._store = store.Store(self.directory, keep, keep_every)
             stack.callback(self._store.close)
             self._exit = stack.pop_all()
+        self.origin: Manifest | None = None  # of the step that `resume` restored
+        self.origin_text = ""  # a line about the start of the run, after `resume`
         self._num_updates = 0  # including those before the step that the run resumed from
         self._num_failures = 0  # of consecutive saves
         self._saving_step: int | None = None  # of the save in progress
@@ -200,7 +206,8 @@ class Checkpoints:
             optimizer: 'changed' if it differs, by another learning rate schedule or other frozen leaves; see `Allowed`.
 
         Returns:
-            (the restored state, its step); or (the state that was passed, 0) if no step was saved yet.
+            (the restored state, its step). If no step was saved yet, that is the state that was passed, whose step is
+            0 if it comes from `zero.init`. `origin_text` says in one line where the run starts.
 
         Raises:
             CheckpointCorrupted: if the newest step is damaged; with `fallback`, if all steps are.
@@ -214,7 +221,7 @@ class Checkpoints:
         avals = contents.avals(state)
         for step in reversed(steps):
             try:
-                restored = restoring.restore(self.directory, state, step, data, Allowed(optimizer=optimizer))
+                restored, saved = restoring.restore(self.directory, state, step, data, Allowed(optimizer=optimizer))
             except CheckpointCorrupted as error:
                 if not fallback:
                     raise
@@ -222,11 +229,10 @@ class Checkpoints:
                 errors.append(str(error))
                 state = avals
             else:
-                self._num_updates, self._saved_step = step, step
-                self._loss_monitor.num_skipped = int(restored.skipped)
+                self._saved_step, self.origin = step, saved
                 if errors:
                     self._store.set_aside(newer for newer in steps if newer > step)
-                return restored, step
+                return self._begin(restored, step)
         reasons = "\n            ".join(error.splitlines()[0].removeprefix("checkpoint: ") for error in errors)
         raise CheckpointCorrupted(
             f"checkpoint: there is no intact step in {self.directory}\n  got:      {reasons}\n"
@@ -247,9 +253,14 @@ class Checkpoints:
                 f"  got:      avals, and no checkpoint in {self.directory}\n  fix:      pass the state of zero.init"
             )
         verify_replicas(state, "pass the same values in all processes, or test the memory of these devices")
-        log.info("checkpoint: there is none in %s; the run starts at step 0", self.directory)
-        self._loss_monitor.num_skipped = int(state.skipped)
-        return state, 0
+        self.origin = None
+        return self._begin(state, int(state.step))
+
+    def _begin(self, state: TrainState, step: int) -> tuple[TrainState, int]:
+        self._num_updates, self._loss_monitor.num_skipped = step, int(state.skipped)
+        self.origin_text = origin_text(self.config, self.directory, step, self.origin)
+        log.info("checkpoint: %s", self.origin_text)
+        return state, step
 
     def restore(
         self,
@@ -286,7 +297,7 @@ class Checkpoints:
                 f"  got:      steps {', '.join(map(str, steps)) or 'none'}\n  fix:      choose one of these"
             )
         allowed = Allowed(missing, ("*",) if only else extra, cast, optimizer)
-        return restoring.restore(self.directory, state, step, data, allowed, only)
+        return restoring.restore(self.directory, state, step, data, allowed, only)[0]
 
     def update(self, state: TrainState, metrics: Mapping[str, Any] | None = None, data: Any = None) -> None:
         """Saves the state if it is due or the run is being preempted. To be called after each step.
@@ -297,12 +308,14 @@ class Checkpoints:
             data: an iterator with `get_state` and `set_state`, such as Grain's, whose state is saved too.
 
         Raises:
-            SystemExit: with `EXIT_CODE`, after SIGTERM, once the state is saved.
+            SystemExit: once the state is saved, with `EXIT_CODE` after SIGTERM, and `INTERRUPT_EXIT_CODE` after Ctrl-C.
+            KeyboardInterrupt: after Ctrl-C in an interactive session, once the state is saved.
             ReplicasDiffer: as in `save`, and every `verify_replicas_every` steps.
             FloatingPointError: if too many consecutive updates were skipped, or as in `save`.
             RuntimeError: if two consecutive saves failed.
             ValueError: as in `save`.
         """
+        check_not_donated(state)
         self._num_updates += 1
         if self._watchdog:
             self._watchdog.reset()
@@ -312,15 +325,15 @@ class Checkpoints:
             self._store.poll()
             if not self._store.is_saving():
                 self._copy(self._saving_step if self._saving_step is not None else self._saved_step)
-        if self._preemption.requested():
-            self._save_and_exit(state, data)
+        if number := self._preemption.requested():
+            self._save_and_exit(number, state, data)
         if self._num_updates % self.every == 0:
             self.save(state, data)
         elif self._verify_replicas_every and self._num_updates % self._verify_replicas_every == 0:
             verify_replicas(state, self._advice())
 
     def exit_if_preempted(self, state: TrainState, data: Any = None) -> None:
-        """Saves the state and exits if any process has received SIGTERM since the last `update`.
+        """Saves the state and exits if any process has received SIGTERM or Ctrl-C since the last `update`.
 
         To be called by all processes where the run has ended but for work without steps, such as a long evaluation.
 
@@ -328,18 +341,18 @@ class Checkpoints:
             state, data: as in `update`.
 
         Raises:
-            SystemExit: with `EXIT_CODE`.
+            SystemExit: with `EXIT_CODE` or `INTERRUPT_EXIT_CODE`, see `update`.
         """
-        if self._preemption.requested(wait=True):
-            self._save_and_exit(state, data)
+        if number := self._preemption.requested(wait=True):
+            self._save_and_exit(number, state, data)
 
-    def _save_and_exit(self, state: TrainState, data: Any) -> None:
+    def _save_and_exit(self, number: signal.Signals, state: TrainState, data: Any) -> None:
         self.save(state, data)
         self.wait()
         if self._save_error:
-            raise RuntimeError(f"checkpoint: the save after SIGTERM failed: {self._save_error}") from self._save_error
-        log.warning("checkpoint: SIGTERM: step %s is saved, exiting with code %d", self._saved_step, EXIT_CODE)
-        raise SystemExit(EXIT_CODE)
+            error = self._save_error
+            raise RuntimeError(f"checkpoint: the save after {number.name} failed: {error}") from error
+        self._preemption.end(number, self._saved_step)
 
     def save(self, state: TrainState, data: Any = None) -> None:
         """Starts to save a state in the background. A step that this run has saved is not saved again.

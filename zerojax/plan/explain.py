@@ -15,7 +15,7 @@ from zerojax.plan.show import label, verdict_text
 from zerojax.plan.timeline import Prediction
 from zerojax.text import bytes_text
 
-_SMALL = 0.01  # shares below this are not worth a sentence
+_LEAST_SHARE = 0.01  # shares below this are not worth a sentence
 # How far peaks by formula were from compiled ones, see docs/plan.md: 0.927 to 1.086 of them.
 _FORMULA_ERROR = 0.08
 _WHY = {  # of the formula's kinds, and what changes them
@@ -83,7 +83,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         f"The largest part, {_percent(largest, plan.peak_bytes)}, is {label(name)} with {bytes_text(largest)}{why}."
         + f" By formula: {formula}." * bool(formula)
     )
-    second = [f"{label(other)} {bytes_text(size)}" for other, size in others if size > _SMALL * plan.peak_bytes]
+    second = [f"{label(other)} {bytes_text(size)}" for other, size in others if size > _LEAST_SHARE * plan.peak_bytes]
     if second:
         yield f"The rest is {', '.join(second)}."
     if plan.host_bytes:
@@ -121,9 +121,11 @@ def _predicted_time(plan: Plan, predicted: Prediction) -> Iterator[str]:
     busy = {names[part]: predicted.busy_s.get(part, 0.0) for part in parts}
     rate = f" and {plan.throughput.tokens_per_device_s:,.0f} tokens/s per device" if plan.throughput else ""
     yield f"The compiled step is predicted to take {_seconds(step_s)}{rate}. {_bound(predicted, busy)}"
-    shares = [f"{name} {_percent(seconds, step_s)}" for name, seconds in busy.items() if seconds > _SMALL * step_s]
+    shares = [
+        f"{name} {_percent(seconds, step_s)}" for name, seconds in busy.items() if seconds > _LEAST_SHARE * step_s
+    ]
     yield f"The device computes for {_percent(computing, step_s)} of the step: {', '.join(shares)}."
-    links = {lane: s for lane, s in predicted.busy_s.items() if lane not in parts and s > _SMALL * step_s}
+    links = {lane: s for lane, s in predicted.busy_s.items() if lane not in parts and s > _LEAST_SHARE * step_s}
     if links:
         each = [f"the {label(lane)} for {_percent(seconds, step_s)}" for lane, seconds in links.items()]
         waits = f"computation waits for {_percent(predicted.waiting_s, step_s)} of the step"
@@ -166,7 +168,7 @@ def _help(plan: Plan) -> Iterator[str]:
         if others:
             yield f"So it does with {', or '.join(others)}."
         return
-    faster = [each for each in fitting if (each.speed or 0) > 1 + _SMALL]
+    faster = [each for each in fitting if (each.speed or 0) > 1 + _LEAST_SHARE]
     if faster:
         best = max(faster, key=lambda each: each.speed or 0)
         yield f"What helps most is {best.change}: {bytes_text(best.peak_bytes)}{_speed_text(best)}."
@@ -177,7 +179,7 @@ def _help(plan: Plan) -> Iterator[str]:
 def _speed_text(suggestion: Suggestion) -> str:
     if suggestion.speed is None:
         return ""
-    if abs(suggestion.speed - 1) <= _SMALL:
+    if abs(suggestion.speed - 1) <= _LEAST_SHARE:
         return ", at the same speed by formula"
     return f", at {suggestion.speed:.2f} times the rows per second by formula"
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from zerojax.analysis import hardware, targets
 from zerojax.analysis.hardware import Chip, Cluster
 from zerojax.analysis.jaxpr_costs import ComputeTime
+from zerojax.analysis.utilisation import Throughput, model_flops, throughput
 from zerojax.plan import attention, presets
 from zerojax.plan.formula_time import FormulaTime, link_seconds
 from zerojax.plan.job import DEFAULT_SETTINGS, Job, Settings
@@ -19,7 +20,6 @@ from zerojax.plan.notes import notes
 from zerojax.plan.program import CompiledStep, compile_step
 from zerojax.plan.tracing import Tracer, num_rows
 from zerojax.plan.transformer import Transformer
-from zerojax.plan.utilisation import Throughput, model_flops, throughput
 from zerojax.report.memory import Memory
 from zerojax.sharding.uneven import uneven_text
 

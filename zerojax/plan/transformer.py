@@ -79,7 +79,11 @@ class Transformer:
         return self.head_dim or self.width // self.heads
 
     def has_bias(self, product: str) -> bool:
-        """Whether the product 'qkv', 'out' or 'mlp' has a bias."""
+        """Whether a product has a bias.
+
+        Args:
+            product: 'qkv', 'out' or 'mlp'.
+        """
         return not self.llama or product in self.biases
 
 

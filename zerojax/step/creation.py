@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -22,7 +23,7 @@ from zerojax.step import models
 from zerojax.step.config import ZeroConfig
 from zerojax.step.optimizers import check_update
 from zerojax.step.source import ModelSource, plain_arrays
-from zerojax.step.state import Definition, TrainState, shardings, stored_avals
+from zerojax.step.state import Definition, TrainState, check_not_donated, shardings, stored_avals
 from zerojax.transform import jaxprs, stacks
 from zerojax.typing import Array, PRNGKey, PyTree
 from zerojax.warn import warn
@@ -107,15 +108,48 @@ def _from_existing(
     return create, abstract
 
 
+def with_optimizer(
+    config: ZeroConfig, state: TrainState, tx: optax.GradientTransformation, seed: int | PRNGKey
+) -> TrainState:
+    """See `Zero.with_optimizer`."""
+    check_not_donated(state)
+    definition, stage = dataclasses.replace(state.definition, tx=tx), config.stage
+    check_update(tx, definition.trained_avals())
+
+    def initial(params: PyTree, master: PyTree, model_state: PyTree, key: PRNGKey) -> TrainState:
+        params = padding.cropped(params, definition.paddings(stage.shards_params))
+        if master is not None:
+            trained = padding.cropped(master, definition.trained_paddings(stage.shards_optimizer))
+            params = definition.with_frozen(trained, params)
+        return _initial(config, definition, params, model_state, key)
+
+    args = state.params, state.master, state.model_state, _key(seed)
+    abstract = stored_avals(config, jax.eval_shape(initial, *args))
+    return jax.jit(initial, out_shardings=shardings(config, abstract), donate_argnums=(0, 1, 2))(*args)
+
+
 def _put(a: Any, sharding: NamedSharding, zeros: Padding) -> Array:
     """A copy of an array with a sharding and zeros at its end. Each process passes the whole array."""
     if isinstance(a, jax.Array) and (jax.process_count() == 1 or not a.is_fully_addressable):
         if zeros.count:
             return jax.jit(zeros.pad, out_shardings=sharding)(a)
-        return jax.device_put(a, sharding, may_alias=False)
+        return placed_copy(a, sharding)
     a, stored = np.asarray(a), zeros.stored_shape(np.shape(a))
     read = lambda index: padding.read_shard(a.__getitem__, index, a.shape, stored)
     return jax.make_array_from_callback(stored, sharding, read)
+
+
+def placed_copy(a: Any, sharding: NamedSharding) -> Array:
+    """A copy of a NumPy or JAX array with a sharding, which shares no memory with it, so that it can be donated.
+
+    `jax.device_put(..., may_alias=False)` shares some all the same: on a CPU that of a NumPy array, and of an array on
+    one device that is replicated to others, its own shard (jax 0.10.2).
+    """
+    if not isinstance(a, jax.Array):
+        return jax.device_put(np.array(a), sharding)
+    placed = jax.device_put(a, sharding, may_alias=False)
+    is_whole = sharding.shard_shape(tuple(a.shape)) == tuple(a.shape)
+    return jax.jit(jnp.copy, out_shardings=sharding)(placed) if is_whole else placed
 
 
 def _define(
@@ -148,7 +182,7 @@ def _define(
             f"  fix:      Zero(..., precision='bf16') computes in bf16; dtypes={{glob: dtype}} sets single leaves"
         )
     fixed = _fixed_state(model_state, leaves, overrides.frozen)
-    definition = Definition(tx, model, leaves, jax.tree.structure(params), fixed)
+    definition = Definition(tx, model, leaves, jax.tree.structure(params), fixed, config)
     check_update(tx, definition.trained_avals())
     return definition
 

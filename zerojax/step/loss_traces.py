@@ -14,6 +14,7 @@ from zerojax.step.batch import batch_specs, cast_batch, map_rows
 from zerojax.step.config import leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient
 from zerojax.step.loss_errors import LossError, constraint_text, kernel_text
+from zerojax.step.models import Output
 from zerojax.transform import jaxprs
 from zerojax.transform.segmentation import RowsLookedUp
 from zerojax.typing import Array
@@ -91,14 +92,11 @@ def check_loss(gradient: DeviceGradient, args: Any) -> None:
     Raises:
         LossError: if it constrains one, or if JAX would have to divide a kernel.
     """
-    definition, config = gradient.definition, gradient.config
+    config = gradient.config
     divided = [name for name in config.other_axes if config.mesh.shape[name] > 1]
 
-    def find(shards: Any, model_state: Any, batch: Any, key: Any) -> list[str]:
-        leaves = zip(definition.leaves, definition.for_compute(shards), strict=True)
-        full = [jax.ShapeDtypeStruct(leaf.shape, shard.dtype) for leaf, shard in leaves]
-        args = jax.tree.unflatten(definition.tree, full), model_state, cast_batch(config.precision, batch), key
-        jaxpr = jax.make_jaxpr(gradient.loss)(*args).jaxpr
+    def find(*args: Any) -> list[str]:
+        jaxpr = _loss_jaxpr(gradient, *args)[0]
         constraints = jaxprs.constraints(jaxpr, config.axes.data)
         kernels = jaxprs.partitioned_kernels(jaxpr) if divided else ()
         return [
@@ -108,6 +106,21 @@ def check_loss(gradient: DeviceGradient, args: Any) -> None:
 
     for text in _on_device(gradient, find, args):
         raise LossError(text)
+
+
+def traced_loss(gradient: DeviceGradient, args: Any) -> tuple[Any, Output]:
+    """(The jaxpr of the loss on one device's rows, the shapes of its outputs). `args` are as in `uses`."""
+    return _on_device(gradient, lambda *args: [_loss_jaxpr(gradient, *args)], args)[0]
+
+
+def _loss_jaxpr(gradient: DeviceGradient, shards: Any, model_state: Any, batch: Any, key: Any) -> tuple[Any, Output]:
+    """(The jaxpr of the loss with full weights, the shapes of its outputs), on one device's rows."""
+    definition, precision = gradient.definition, gradient.config.precision
+    leaves = zip(definition.leaves, definition.for_compute(shards), strict=True)
+    full = [jax.ShapeDtypeStruct(leaf.shape, shard.dtype) for leaf, shard in leaves]
+    args = jax.tree.unflatten(definition.tree, full), model_state, cast_batch(precision, batch), key
+    closed, output = jax.make_jaxpr(gradient.loss, return_shape=True)(*args)
+    return closed.jaxpr, output
 
 
 def _on_device(gradient: DeviceGradient, fn: Callable[..., list[Any]], args: Any) -> list[Any]:

@@ -2,22 +2,60 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Sequence
 
 import rich
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar as Bar
+from rich.table import Table
+from rich.text import Text
 
 from zerojax.training.writers import MetricsRow
 
-_HIDDEN = ("param_norm", "seconds_per_step", "rows_per_s")
+_RATES = ("rows_per_s", "tokens_per_s", "mfu")
+_HIDDEN = ("param_norm", "seconds_per_step", *_RATES)
+_BETWEEN = "  "
+_LEAST_BAR, _MOST_BAR = 8, 40  # characters
 
 
-def summary(row: MetricsRow, hidden: Sequence[str] = _HIDDEN) -> str:
-    """The metrics of a row and the rate in one line. `skipped` is shown if it is not 0."""
-    shown = [(name, value) for name, value in row.items() if name not in hidden and (name != "skipped" or value)]
-    parts = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in shown]
-    return "  ".join(parts + ([f"{row['rows_per_s']:,.0f} rows/s"] if "rows_per_s" in row else []))
+def metric_texts(row: MetricsRow) -> list[str]:
+    """The metrics of a row, without its rates. `skipped` is shown if it is not 0."""
+    shown = [(name, value) for name, value in row.items() if name not in _HIDDEN and (name != "skipped" or value)]
+    return [f"{name.replace('_', ' ')} {value:.4g}" for name, value in shown]
+
+
+def rate_texts(row: MetricsRow) -> list[str]:
+    """The rates of a row: rows and tokens per second, and the model FLOPs utilization (MFU)."""
+    texts = [
+        f"{row[name]:,.0f} {unit}/s"
+        for name, unit in (("rows_per_s", "rows"), ("tokens_per_s", "tokens"))
+        if name in row
+    ]
+    return [*texts, *([f"MFU {row['mfu']:.1%}"] if "mfu" in row else [])]
+
+
+def eta_text(row: MetricsRow, num_steps: int) -> str:
+    """The time that the remaining steps take, without their evaluations and saves."""
+    if "seconds_per_step" not in row:
+        return "-:--:-- left"
+    return f"{datetime.timedelta(seconds=round(num_steps * row['seconds_per_step']))} left"
+
+
+def broken_into_lines(texts: Sequence[str], width: int) -> list[str]:
+    """Lines of at most `width` characters, broken between texts; a text that is longer has a line of its own."""
+    lines = [""]
+    for text in texts:
+        if lines[-1] and len(lines[-1]) + len(_BETWEEN) + len(text) > width:
+            lines.append("")
+        lines[-1] += (_BETWEEN if lines[-1] else "") + text
+    return lines
+
+
+def show_line(line: str, console: Console | None = None) -> None:
+    """Prints a line as it is. The terminal wraps it if it is longer than the terminal is wide."""
+    (console or rich.get_console()).print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 class ProgressLines:
@@ -29,18 +67,23 @@ class ProgressLines:
     """
 
     def __init__(self, num_steps: int, console: Console | None = None):
-        self._num_steps, self._console = num_steps, console or rich.get_console()
+        self._num_steps, self._console = num_steps, console
 
     def write(self, step: int, row: MetricsRow) -> None:
-        line = f"step {step:{len(str(self._num_steps))}d}/{self._num_steps}  {summary(row)}"
-        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        texts = metric_texts(row) + rate_texts(row)
+        if "seconds_per_step" in row and step < self._num_steps:
+            texts.append(eta_text(row, self._num_steps - step))
+        counter = f"step {step:{len(str(self._num_steps))}d}/{self._num_steps}"
+        show_line(_BETWEEN.join([counter, *texts]), self._console)
 
     def close(self) -> None:
         pass
 
 
 class ProgressBar:
-    """A progress bar with the loss, the norm of the gradients and the rate. Evaluations are printed above it, as lines.
+    """A progress bar with the rates and the remaining time, and below it all metrics of the last step that was read.
+
+    Evaluations are printed above it, as lines. Lines are broken between metrics, so that a narrow terminal cuts none.
 
     Args:
         num_steps: number of steps of the run.
@@ -49,27 +92,37 @@ class ProgressBar:
     """
 
     def __init__(self, num_steps: int, start: int = 0, console: Console | None = None):
-        console = console or rich.get_console()
-        columns = (
-            BarColumn(max(8, min(40, console.width - 70))),
-            "{task.completed}/{task.total}",
-            TextColumn("{task.fields[numbers]}", markup=False),
-            TimeRemainingColumn(elapsed_when_finished=True),
-        )
-        self._lines = ProgressLines(num_steps, console)
-        self._progress = Progress(*columns, console=console)
-        self._task = self._progress.add_task("", total=num_steps, completed=start, numbers="compiling")
-        self._progress.start()
+        self._num_steps, self._step, self._row = num_steps, start, {}
+        self._console = console or rich.get_console()
+        self._lines = ProgressLines(num_steps, self._console)
+        self._begin = datetime.datetime.now()
+        self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4)
+        self._live.start()
 
     def write(self, step: int, row: MetricsRow) -> None:
         if is_evaluation(row):
             self._lines.write(step, row)
         else:
-            hidden = row.keys() - {"loss", "grad_norm", "skipped"}
-            self._progress.update(self._task, completed=step, numbers=summary(row, tuple(hidden)))
+            self._step, self._row = step, row
 
     def close(self) -> None:
-        self._progress.stop()
+        self._live.stop()
+
+    def _render(self) -> Group:
+        width = self._console.width - 1
+        remaining = self._num_steps - self._step
+        texts = [f"{self._step}/{self._num_steps}"]
+        if remaining:
+            texts += rate_texts(self._row) + ([eta_text(self._row, remaining)] if self._row else ["compiling"])
+        else:
+            passed = datetime.datetime.now() - self._begin
+            texts += [*rate_texts(self._row), f"{datetime.timedelta(seconds=round(passed.total_seconds()))}"]
+        first, *more = broken_into_lines(texts, width - _LEAST_BAR - 1)
+        grid = Table.grid(padding=(0, 1, 0, 0))
+        bar_width = max(_LEAST_BAR, min(_MOST_BAR, width - len(first) - 1))
+        grid.add_row(Bar(self._num_steps, self._step, bar_width), Text(first, no_wrap=True))
+        rest = broken_into_lines([*more, *metric_texts(self._row)], width)
+        return Group(grid, *map(Text, filter(None, rest)))
 
 
 def is_evaluation(row: MetricsRow) -> bool:
