@@ -1,12 +1,41 @@
-"""What the examples share: their flags, and the devices that they run on."""
+"""What the examples share: their flags, the devices that they run on, and the pieces of a job."""
 
 from __future__ import annotations
 
 import argparse
 import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import optax
 
 import zerojax
 from zerojax import processes
+
+
+class Job(NamedTuple):
+    """The pieces of a training job, none of which knows of zerojax's steps: a plain script can train it as well.
+
+    Attributes:
+        model: what `zero.init` creates the state from.
+        loss_fn: `loss_fn(model, batch)` or `loss_fn(model, batch, key)`, as `zero.train_step` takes it.
+        optimizer: any Optax transformation.
+        batch: `batch(i)` returns the batch of step i + 1, with the rows of all processes.
+        zero_options: options of `zerojax.Zero`, such as `frozen`.
+        step_options: options of `zero.train_step`, such as `clip_norm`.
+        test_loss_fn: `test_loss_fn(model, batch)` returns the loss and the metrics of a test, as `Weighted`. The batch
+            has an array 'weights' of shape (rows,), which is 0 for rows that do not count.
+        test: the test set, as one batch without these weights.
+    """
+
+    model: Any
+    loss_fn: Callable[..., Any]
+    optimizer: optax.GradientTransformation
+    batch: Callable[[int], Any]
+    zero_options: Mapping[str, Any] = {}
+    step_options: Mapping[str, Any] = {}
+    test_loss_fn: Callable[..., Any] | None = None
+    test: Any = None
 
 
 def parser(description: str | None, steps: int, precision: str = "fp32") -> argparse.ArgumentParser:
@@ -30,3 +59,10 @@ def start(args: argparse.Namespace) -> None:
     processes.initialize()
     if not args.resume and (args.out / "checkpoints").exists():
         raise SystemExit(f"{args.out} has a run: pass --resume to continue it, or another directory with --out")
+
+
+def test(zero: zerojax.Zero, state: zerojax.TrainState, job: Job) -> dict[str, float]:
+    """The metrics of a state on the whole test set of a job, whose rows need not divide over the devices."""
+    batch, weights = zero.pad_batch(job.test)
+    metrics = zero.eval_step(job.test_loss_fn)(state, batch | {"weights": weights})
+    return {name: float(value) for name, value in metrics.items()}

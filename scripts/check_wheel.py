@@ -1,19 +1,23 @@
 """What scripts/wheel checks of a wheel. Without third-party packages: it runs in the environment that is checked.
 
     python check_wheel.py files WHEEL WHEEL_FROM_SDIST CHECKOUT LIST    compares the files
+    python check_wheel.py bytes WHEEL WHEEL SDIST SDIST                 compares two builds of the same files
     python check_wheel.py use                                           imports, runs and trains with the installed one
 
-Both print a line for each check that holds, and end with exit code 1 and the names of all that do not.
+All print a line for each check that holds, and end with exit code 1 and the names of all that do not.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
@@ -173,6 +177,42 @@ def check_files(wheel: Path, from_sdist: Path, checkout: Path, listed: Path) -> 
     checks.end(5)
 
 
+def archived(path: Path) -> dict[str, str]:
+    """What an archive says about each of its files: time, permissions, owner, size and contents."""
+    if path.suffix == ".whl":
+        with zipfile.ZipFile(path) as archive:
+            mode = lambda each: f"{each.external_attr >> 16:o}"
+            return {
+                each.filename: f"time {each.date_time}, mode {mode(each)}, {zlib.crc32(archive.read(each))}"
+                for each in archive.infolist()
+            }
+    with tarfile.open(path) as archive:
+        found = {}
+        for each in archive.getmembers():
+            data = archive.extractfile(each)
+            crc = zlib.crc32(data.read()) if data else 0
+            found[each.name] = f"time {each.mtime}, mode {each.mode:o}, owner {each.uname}:{each.gname}, {crc}"
+        return found
+
+
+def same_bytes(one: Path, other: Path) -> str:
+    """That two archives are equal, or else what the first file in which they differ has."""
+    require(one.name == other.name, f"{one.name} and {other.name}")
+    if one.read_bytes() != other.read_bytes():
+        first, second = archived(one), archived(other)
+        names = [name for name in first.keys() | second.keys() if first.get(name) != second.get(name)]
+        shown = [f"{name}: {first.get(name)} | {second.get(name)}" for name in sorted(names)[:SHOWN]]
+        raise AssertionError("\n".join(shown) or "the same files, in another order or compressed in another way")
+    return hashlib.sha256(one.read_bytes()).hexdigest()[:16]
+
+
+def check_bytes(wheel: Path, wheel_again: Path, sdist: Path, sdist_again: Path) -> None:
+    checks = Checks()
+    checks("a second build makes the same wheel", lambda: same_bytes(wheel, wheel_again))
+    checks("a second build makes the same sdist", lambda: same_bytes(sdist, sdist_again))
+    checks.end(2)
+
+
 def run(*command: str | Path, code: int = 0) -> subprocess.CompletedProcess[str]:
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS", "NPROC")}
     environ |= {"JAX_PLATFORMS": "cpu", "COLUMNS": "200"}
@@ -305,6 +345,8 @@ def check_use() -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["files"] and len(sys.argv) == 6:
         check_files(*map(Path, sys.argv[2:]))
+    elif sys.argv[1:2] == ["bytes"] and len(sys.argv) == 6:
+        check_bytes(*map(Path, sys.argv[2:]))
     elif sys.argv[1:] == ["use"]:
         check_use()
     else:

@@ -33,7 +33,7 @@ ROWS = [
     ("the script ends without closing its checkpoints", [f"{FAULTS}::test_a_script_that_does_not_close"]),
     ("an exception in the training loop", [f"{CHECKPOINTS}::test_an_exception_in_the_loop"]),
     ("SIGTERM to a single process", [f"{FAULTS}::test_sigterm_saves_and_the_exit_code_is_75"]),
-    ("SIGTERM to one of two processes", [f"{FAULTS}::test_sigterm_to_one_of_two"]),
+    ("SIGTERM to one of two processes", [f"{FAULTS}::test_a_signal_to_one_of_two"]),
     (
         "SIGTERM handlers of the user",
         [f"{CHECKPOINTS}::test_sigterm_saves_and_exits_with", f"{CHECKPOINTS}::test_chained_handlers"],
@@ -176,7 +176,7 @@ ROWS = [
     ),
     (
         "an exception in a running step, Ctrl-C twice during a save",
-        [f"{FIT}::test_an_exception_in_a_running_step", f"{FAULTS}::test_ctrl_c_twice"],
+        [f"{FIT}::test_an_exception_in_a_running_step", f"{FAULTS}::test_a_second_ctrl_c"],
     ),
 ]
 

@@ -19,9 +19,9 @@ PACKAGE, PAGE = ROOT / "zerojax", ROOT / "docs" / "modules.md"
 HEADER = "| module | contents |\n|---|---|\n"
 # The architecture, bottom up: each entry imports only entries before it.
 ORDER = (
-    "versions", "typing", "warn", "directories", "masking", "sharding", "transform", "step", "losses", "analysis",
-    "report", "audit", "processes", "checkpoints", "exchange", "train_step", "zero", "training", "plan", "doctor",
-    "cli",
+    "versions", "typing", "text", "tables", "warn", "directories", "masking", "sharding", "transform", "step", "losses",
+    "analysis", "report", "audit", "processes", "checkpoints", "exchange", "train_step", "zero", "deepspeed",
+    "training", "plan", "doctor", "cli",
 )  # fmt: skip
 
 

@@ -1,4 +1,5 @@
-"""Simulates eight devices for every test, and adds the options `--full`, `--aot`, `--zoo` and `--cases`."""
+"""Simulates eight devices for every test, and adds the options `--full`, `--aot`, `--zoo`, `--examples` and
+`--cases`."""
 
 import os
 import shutil
@@ -25,7 +26,10 @@ OPTIONS = {
     "full": "also run the whole product of models, stages, precisions and microbatches",
     "aot": "also run the tests that compile for GPU and TPU targets",
     "zoo": "also run the tests with models of other packages",
+    "examples": "also run the scripts in examples/",
 }
+# Folders whose modules import packages that only the option's environment has.
+FOLDERS = {os.path.join(os.path.dirname(__file__), name): name for name in ("zoo", "examples")}
 
 
 KERNELS = pytest.StashKey[str]()
@@ -62,9 +66,9 @@ def pytest_unconfigure(config):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Without `--zoo`, the packages of the zoo are not even looked for."""
-    zoo = os.path.join(os.path.dirname(__file__), "zoo")
-    return True if str(collection_path) == zoo and not config.getoption("zoo") else None
+    """Without its option, a folder whose packages may be missing is not collected."""
+    option = FOLDERS.get(str(collection_path))
+    return True if option and not config.getoption(option) else None
 
 
 def pytest_collection_modifyitems(config, items):

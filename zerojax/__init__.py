@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 from zerojax.audit.audit import audit_step
 from zerojax.audit.expectation import Expectation
 from zerojax.audit.findings import Audit, Finding, Verdict
+from zerojax.deepspeed import from_deepspeed
 from zerojax.losses import chunked_cross_entropy
 from zerojax.processes import initialize
-from zerojax.report.placement import Explanation
+from zerojax.report.explanation import Explanation
+from zerojax.report.visualize import visualize
 from zerojax.sharding.mesh import make_mesh, simulate_devices
 from zerojax.sharding.precision import Precision
 from zerojax.step.batch import Whole
@@ -44,12 +46,14 @@ __all__ = [
     "evaluate",
     "exchange",
     "fit",
+    "from_deepspeed",
     "initialize",
     "make_mesh",
     "plan",
     "processes",
     "simulate_devices",
     "targets",
+    "visualize",
 ]
 
 # Imported on first use, because importing Orbax alone takes a second.

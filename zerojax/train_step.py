@@ -33,6 +33,7 @@ from zerojax.step.offload_options import offload_options
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition, TrainState
 from zerojax.step.update import apply_gradients, optimizer_params, squared_norm
+from zerojax.text import mesh_text
 from zerojax.typing import Array, Aval, PyTree
 
 
@@ -46,19 +47,30 @@ class Step:
         config: mesh, axes, stage and precision.
         settings: the settings of the step.
         build: `build(state)` returns the function to jit.
-        donate: whether the step donates the state.
+        loss_name: name of the loss function.
     """
+
+    donates = False  # whether the step donates the state
 
     def __init__(
         self,
         config: ZeroConfig,
         settings: StepSettings,
         build: Callable[[TrainState], Callable[..., Any]],
-        donate: bool,
+        loss_name: str,
     ):
-        self.config, self.settings, self._build, self._donate = config, settings, build, donate
+        self.config, self.settings, self._build, self.loss_name = config, settings, build, loss_name
         self._jitted: dict[Any, Any] = {}
         self._agreed: set[Any] = set()
+
+    def __repr__(self) -> str:
+        """The name of the loss function, the stage, and the settings that are not the default."""
+        settings = [f"{name}={value}" for name, value in self._changed_texts().items()]
+        where = f"{self.config.stage.title} on a mesh of {mesh_text(dict(self.config.mesh.shape))}"
+        return f"{type(self).__name__}({', '.join([self.loss_name, where, *settings])})"
+
+    def _changed_texts(self) -> dict[str, str]:
+        return self.settings.changed_texts()
 
     def _agree(self, state: TrainState, batch: PyTree) -> None:
         """Compares the inputs and the program with those of the other processes, before they first run together.
@@ -93,7 +105,7 @@ class Step:
         Whether a step offloads activations is seen in its trace: policies and the model itself may do so too. JAX keeps
         the trace for the first call.
         """
-        donated = (0,) if self._donate else ()
+        donated = (0,) if self.donates else ()
         jit = functools.partial(jax.jit, self._build(state), donate_argnums=donated, keep_unused=True)
         options = compiler_options(self.config, state.definition.leaves)
         jitted, to_offload = jit(compiler_options=options), offload_options(self.config)
@@ -112,10 +124,21 @@ class Step:
             return jitted(state, shard_batch(self.config, batch))
 
     def trace(self, state: TrainState, batch: PyTree) -> Any:
+        """Traces the step, as `jax.jit(...).trace` does. Nothing is compiled.
+
+        Args:
+            state, batch: arrays or avals.
+        """
         jitted = self._checked(state, batch)
         return jitted.trace(state, batch_avals(self.config, batch))
 
     def lower(self, state: TrainState, batch: PyTree, **kwargs: Any) -> Any:
+        """Lowers the step, as `jax.jit(...).lower` does.
+
+        Args:
+            state, batch: arrays or avals.
+            kwargs: options of JAX, such as `lowering_platforms`.
+        """
         with in_words_of_the_user(self.config.precision):
             return self.trace(state, batch).lower(**kwargs)
 
@@ -134,7 +157,10 @@ class TrainStep(Step):
         gradient_of: `gradient_of(definition)` returns the `DeviceGradient` of the step.
         audit_setting: 'error' or 'warn' audits each newly compiled program, and raises or warns if an expectation is
             broken; 'off' does not audit.
+        loss_name: name of the loss function.
     """
+
+    donates = True
 
     def __init__(
         self,
@@ -143,10 +169,15 @@ class TrainStep(Step):
         build: Callable[[TrainState], Callable[..., Any]],
         gradient_of: Callable[[Definition], DeviceGradient],
         audit_setting: str,
+        loss_name: str,
     ):
         self._gradient_of, self._audit_setting = gradient_of, audit_setting
         self._audited: set[Any] = set()
-        super().__init__(config, settings, build, donate=True)
+        super().__init__(config, settings, build, loss_name)
+
+    def _changed_texts(self) -> dict[str, str]:
+        audit = {} if self._audit_setting == "off" else {"audit": repr(self._audit_setting)}
+        return super()._changed_texts() | audit
 
     def __call__(self, state: TrainState, batch: PyTree) -> Any:
         if self.config.spans_processes:
@@ -303,7 +334,7 @@ def train_step(
 
         return step
 
-    return TrainStep(config, settings, build, gradient_of, audit_setting)
+    return TrainStep(config, settings, build, gradient_of, audit_setting, _name(loss_fn))
 
 
 class EvalStep(Step):
@@ -313,10 +344,16 @@ class EvalStep(Step):
         rows: a step over (state, `RowsOfSet`) that returns the sums and the weights of the loss and the metrics.
     """
 
-    def __init__(self, config: ZeroConfig, settings: StepSettings, gradient_of: Callable[[Definition], DeviceGradient]):
-        super().__init__(config, settings, self._build_means, donate=False)
+    def __init__(
+        self,
+        config: ZeroConfig,
+        settings: StepSettings,
+        gradient_of: Callable[[Definition], DeviceGradient],
+        loss_name: str,
+    ):
+        super().__init__(config, settings, self._build_means, loss_name)
         self._gradient_of = gradient_of
-        self.rows = Step(config, settings, self._build_sums, donate=False)
+        self.rows = Step(config, settings, self._build_sums, loss_name)
 
     def _build_means(self, like: TrainState) -> Callable[..., Any]:
         gradient = self._gradient_of(like.definition)
@@ -360,8 +397,19 @@ class EvalStep(Step):
 
 def eval_step(config: ZeroConfig, loss_fn: Callable[..., Any], settings: StepSettings) -> EvalStep:
     """See `Zero.eval_step`."""
-    loss_fn = models.in_evaluation_mode(loss_fn)
-    return EvalStep(config, settings, lambda definition: device_gradient(config, definition, loss_fn, settings))
+    evaluated = models.in_evaluation_mode(loss_fn)
+
+    def gradient_of(definition: Definition) -> DeviceGradient:
+        return device_gradient(config, definition, evaluated, settings)
+
+    return EvalStep(config, settings, gradient_of, _name(loss_fn))
+
+
+def _name(loss_fn: Callable[..., Any]) -> str:
+    """The name of a function, also of a `functools.partial` of it, or that of a callable's type."""
+    while isinstance(loss_fn, functools.partial):
+        loss_fn = loss_fn.func
+    return getattr(loss_fn, "__qualname__", type(loss_fn).__name__).replace("<locals>.", "")
 
 
 def _learning_rate(opt_state: PyTree) -> dict[str, Array]:

@@ -18,6 +18,7 @@ from zerojax import train_step as steps
 from zerojax.audit.findings import check_setting
 from zerojax.processes.agreement import agree_on, agree_on_lines
 from zerojax.report import placement as report
+from zerojax.report.explanation import Explanation
 from zerojax.sharding import padding, placement
 from zerojax.sharding.mesh import check_enclosing_mesh, data_axes
 from zerojax.sharding.placement import FromModel, Overrides
@@ -31,7 +32,8 @@ from zerojax.step.loss_traces import check_loss
 from zerojax.step.replicas import verify_replicas
 from zerojax.step.settings import StepSettings
 from zerojax.step.source import source_of
-from zerojax.step.state import Definition, TrainState, check_trained
+from zerojax.step.state import Definition, TrainState, check_not_donated, check_trained
+from zerojax.text import mesh_text
 from zerojax.train_step import EvalStep, TrainStep
 from zerojax.transform.remat import RematRules, Setting
 from zerojax.typing import AnyMesh, PRNGKey
@@ -71,6 +73,11 @@ class CheckpointOptions(TypedDict, total=False):
     copy_to: str | None
 
 
+def _globs(patterns: str | Sequence[str]) -> tuple[str, ...]:
+    """Patterns as a tuple. A string is one pattern, not one for each of its letters."""
+    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+
+
 class Zero:
     """ZeRO over a mesh: creates sharded training states and steps.
 
@@ -88,7 +95,7 @@ class Zero:
         frozen: globs of leaves that are not trained: no gradient, no optimizer state, no reduce-scatter. They keep the
             dtype and the bits that the model gives them, and the running statistics of their modules do not move.
         trainable: what is trained; all else is frozen. Globs, an nnx filter such as `nnx.LoRAParam`, or a function of
-            (path, array) that returns a bool.
+            (path, array) that returns a bool. What `frozen` matches as well is not trained.
         dtypes: maps globs on leaf paths to the dtype in which leaves are gathered and computed with, for example
             {'*norm*/scale': 'float32'}. Gradients of leaves with a wider dtype than the precision's are reduced in it.
         units: globs on leading parts of paths; the leaves below each match are gathered together. By default each
@@ -113,11 +120,11 @@ class Zero:
         shard_axes: Sequence[str] = ("data",),
         replica_axes: Sequence[str] | None = None,
         shard_dims: Mapping[str, int | None] | None = None,
-        stacked: Sequence[str] = (),
-        frozen: Sequence[str] = (),
+        stacked: str | Sequence[str] = (),
+        frozen: str | Sequence[str] = (),
         trainable: Any = None,
         dtypes: Mapping[str, Any] | None = None,
-        units: Sequence[str] = (),
+        units: str | Sequence[str] = (),
         partition_specs: Mapping[str, PartitionSpec] | None = None,
         axis_names: Mapping[str, str | None] | None = None,
     ):
@@ -127,14 +134,23 @@ class Zero:
         self.config = ZeroConfig(mesh, axes, Stage.of(stage), Precision.of(precision))
         self.overrides = Overrides(
             dict(shard_dims or {}),
-            tuple(stacked),
-            tuple(frozen),
+            _globs(stacked),
+            _globs(frozen),
             trainable,
             dict(dtypes or {}),
-            tuple(units),
+            _globs(units),
             dict(partition_specs or {}),
             dict(axis_names or {}),
         )
+
+    def __repr__(self) -> str:
+        """The mesh, the stage and the precision, and the options that are not the default."""
+        config, default = self.config, Overrides()
+        given = {field.name: getattr(self.overrides, field.name) for field in dataclasses.fields(Overrides)}
+        options = [f"{name}={value!r}" for name, value in given.items() if value != getattr(default, name)]
+        over = " x ".join(config.axes.shard)
+        where = f"{config.stage.title} over {over} on a mesh of {mesh_text(dict(config.mesh.shape))}"
+        return f"Zero({', '.join([where, config.precision.title, *options])})"
 
     def init(
         self,
@@ -188,7 +204,11 @@ class Zero:
         *,
         inputs: Sequence[Any] | Mapping[str, Any] | None = None,
     ) -> TrainState:
-        """The state that `init` would create, as avals with shardings. Allocates nothing; works on abstract meshes."""
+        """The state that `init` would create, as avals with shardings. Allocates nothing; works on abstract meshes.
+
+        Args:
+            model, tx, seed, inputs: as in `init`.
+        """
         return self._build(model, tx, seed, inputs)[1]
 
     def _build(self, model: Any, tx: Any, seed: int | PRNGKey, inputs: Any) -> Any:
@@ -316,17 +336,21 @@ class Zero:
         return fn
 
     def shard(self, params: Any) -> Any:
-        """Places existing parameters as the stage requires, for use with `value_and_grad`.
+        """Places copies of existing parameters as the stage requires, for use with `value_and_grad`.
 
+        They share no memory with `params`, NumPy or JAX arrays, and may be donated.
         The arrays keep their shapes: those none of whose dims the number of shards divides are replicated, with a
         warning if they are more than 1% of the parameters.
+
+        Args:
+            params: a tree of arrays.
         """
         definition = self._definition(params)
         text = uneven_text(definition.leaves, self.config.axes, pads=False)
         if text and self.config.stage.shards_optimizer:
             warn(text)
         specs = definition.specs(self.config.axes, self.config.stage.shards_params)
-        return jax.device_put(params, placement.named_shardings(self.config.mesh, specs))
+        return jax.tree.map(creation.placed_copy, params, placement.named_shardings(self.config.mesh, specs))
 
     def shard_batch(self, batch: Any) -> Any:
         """Converts host arrays to global arrays that are split over the data axes in dim 0.
@@ -379,10 +403,11 @@ class Zero:
                 `state.params`, with None at frozen leaves.
 
         Raises:
-            ValueError: if `params` has other leaves or shapes than the trained parameters.
+            ValueError: if `params` has other leaves or shapes than the trained parameters, or the state was donated.
 
         Cost: at stages 1 and 2 the parameters are gathered.
         """
+        check_not_donated(state)
         check_trained(state, params)
         definition, is_sharded = state.definition, self.config.stage.shards_params
         shardings = placement.named_shardings(self.config.mesh, definition.specs(self.config.axes, is_sharded))
@@ -443,7 +468,7 @@ class Zero:
 
         return Checkpoints(self.config, directory, **options)
 
-    def explain(self, state: TrainState, step: TrainStep | None = None, batch: Any = None) -> report.Explanation:
+    def explain(self, state: TrainState, step: TrainStep | None = None, batch: Any = None) -> Explanation:
         """Explains where every leaf of a state lives and why, what it costs each device, and what is not sharded.
 
         Args:
@@ -453,6 +478,10 @@ class Zero:
 
         Returns:
             An `Explanation`, which prints as tables.
+
+        Raises:
+            ValueError: if the state was donated to a step.
         """
+        check_not_donated(state)
         uses = None if step is None else step.uses(state, batch)
         return report.explain(self.config, state, uses)

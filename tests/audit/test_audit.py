@@ -253,7 +253,7 @@ def test_a_replicated_leaf_is_an_error_before_the_step_runs():
         step(wrong, batch)
     text = str(error.value)
     assert "breaks 2 of 9 expectations\nsharded\n  expected: 24 of 27 leaves sharded over data\n" in text
-    assert "  got:      master/layers/1/up: P(), 8.19 kB instead of P('data'), 1.02 kB\n" in text
+    assert "  got:      master/layers/1/up: P(), 8 KiB instead of P('data'), 1 KiB\n" in text
     assert "  fix:      create the state with zero.init" in text
     assert "aliased state\n" in text  # the step returns the leaf with the expected sharding
     assert not any(a.is_deleted() for a in jax.tree.leaves(wrong))

@@ -280,7 +280,7 @@ def test_the_commands_take_a_url(tmp_path, url, zero, step):
 
     assert same("inspect") and same("verify") and same("inspect", "--step", steps[0])
     listed = run("ls", url, "--verify")
-    assert listed.exit_code == 0 and f"Steps in {url}" in listed.output and listed.output.count(" ok ") == len(steps)
+    assert listed.exit_code == 0 and f"Steps in {url}" in listed.output and listed.output.count(" ok\n") == len(steps)
     assert run("diff", url, steps[0], steps[-1]).exit_code == int(len(steps) > 1)
     assert run("diff", url, 3, 3, "--other", tmp_path / "run").exit_code == 0
     assert run("export", url, tmp_path / "weights").exit_code == 0

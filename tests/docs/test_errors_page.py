@@ -3,6 +3,7 @@
 import json
 import re
 import struct
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ import zerojax
 from zerojax import versions
 from zerojax.checkpoints import store
 from zerojax.checkpoints.manifest import with_digest
-from zerojax.exchange import parameters
+from zerojax.exchange import adapters, parameters, quantized
 from zerojax.exchange.tensors import INDEX, Entry, Reader, write
 from zerojax.plan import Settings, plan
 from zerojax.processes import agree
@@ -75,6 +76,13 @@ def _(tmp_path):
     zero = setting(precision=narrow)
     with zero.checkpoints(tmp_path) as checkpoints:
         checkpoints.restore(zero.init(only_odd, optax.sgd(0.1)), 0)
+
+
+@raises("Many leaves with a different dtype")
+def _(tmp_path):
+    four_steps(tmp_path)
+    narrow = zerojax.Precision(param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16, reduce_dtype=jnp.bfloat16)
+    resume(tmp_path, precision=narrow)
 
 
 @raises("A different optimizer")
@@ -167,6 +175,20 @@ def _(tmp_path):
     step(shard_dims={"odd": 1})
 
 
+@raises("Nothing left to train")
+def _(tmp_path):
+    step(trainable=["odd"], frozen=["odd"])
+
+
+@raises("A state that was donated")
+def _(tmp_path):
+    zero = setting()
+    state, x = zero.init(create, adam()), np.ones((8, WIDTH), np.float32)
+    batch = {"x": x, "y": x}
+    zero.train_step(loss)(state, batch)
+    zero.train_step(loss)(state, batch)
+
+
 @raises("A model without parameters")
 def _(tmp_path):
     step(create_model=dict)
@@ -197,6 +219,26 @@ def _(tmp_path):
     with setting().checkpoints(tmp_path):
         (tmp_path / ".lock").write_text("process 4711 on node0")
         setting().checkpoints(tmp_path)
+
+
+@raises("Batch sizes that do not agree")
+def _(tmp_path):
+    sizes = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}
+    zerojax.from_deepspeed(sizes, 8)
+
+
+@raises('Options that are "auto"')
+def _(tmp_path):
+    optimizer = {"type": "AdamW", "params": {"lr": "auto"}}
+    zerojax.from_deepspeed({"train_batch_size": 64, "bf16": {"enabled": "auto"}, "optimizer": optimizer}, 8)
+
+
+@raises("An optimizer without a counterpart")
+def _(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that names the same option
+        mapping = zerojax.from_deepspeed({"train_batch_size": 64, "optimizer": {"type": "OneBitAdam"}}, 8)
+    return mapping.optimizer
 
 
 @raises("Out of device memory")
@@ -256,6 +298,21 @@ def _(tmp_path):
 @raises("A file of Flax as one of PyTorch")
 def _(tmp_path):
     load_matrix(tmp_path, {"w": (32, 32)}, file_format="flax", family="llama")
+
+
+@raises("A weight that becomes what the state does not have")
+def _(tmp_path):
+    matrix = jnp.zeros((32, 32))
+    params = {"w": {"array": {"qvalue": matrix.astype(jnp.int8), "scale": matrix[:1]}}, "b": matrix}
+    parameters.export_params({"w": matrix}, tmp_path)
+    state = setting().init(lambda: params, adam())
+    quantized.load_quantized(state, tmp_path, {"w": matrix}, lambda tree: tree, missing=["params/b"])
+
+
+@raises("An adapter that does not fit its weight")
+def _(tmp_path):
+    params = {"w": jnp.zeros((32, 32)), "w_lora_a": jnp.zeros((64, 4)), "w_lora_b": jnp.zeros((4, 32))}
+    adapters.merged(setting().init(lambda: params, adam()), 1.0)
 
 
 def mask_numbers(text):

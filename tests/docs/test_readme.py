@@ -3,6 +3,7 @@
 Also checks that imports follow the order of the architecture, and that every public name has a docstring.
 """
 
+import fnmatch
 import inspect
 import re
 import runpy
@@ -12,7 +13,8 @@ from support.paths import REPO
 
 import zerojax
 
-PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+DOCS = sorted((REPO / "docs").rglob("*.md"))
+PAGES = [REPO / "README.md", *DOCS]
 LINKED = [*PAGES, REPO / "CONTRIBUTING.md", REPO / "CHANGELOG.md", REPO / "examples" / "launch" / "README.md"]
 MODULES = runpy.run_path(str(REPO / "scripts" / "modules.py"))
 
@@ -25,7 +27,7 @@ def blocks():
             line, code = text[: match.start(1)].count("\n"), match[1]
             title = re.findall(r"^#+ (.*)$", text[: match.start()], re.MULTILINE)[-1]
             marks = [pytest.mark.aot] if "targets.devices(" in code else []
-            yield pytest.param(page, line, code, id=f"{page.name}: {title}, line {line}", marks=marks)
+            yield pytest.param(page, line, code, id=f"{page.relative_to(REPO)}: {title}, line {line}", marks=marks)
 
 
 @pytest.mark.parametrize(("page", "line", "code"), list(blocks()))
@@ -49,10 +51,23 @@ def test_links_have_a_target(page):
         assert target.exists() and (not anchor or anchor in anchors(target)), link
 
 
-def test_the_readme_is_short_and_links_to_every_page():
+def test_the_readme_is_short_and_links_to_the_site():
     text = (REPO / "README.md").read_text()
     assert text.count("\n") <= 300
-    assert {page.name for page in PAGES[1:]} <= set(re.findall(r"\(docs/(\w+\.md)\)", text))
+    assert "(docs/index.md)" in text and "scripts/docs" in text
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: str(page.relative_to(REPO)))
+def test_every_page_is_in_a_table_of_contents(page):
+    """Those of docs/index.md and docs/api/index.md, whose entries may be globs. The build of the site checks it too."""
+    listed = ["index"]
+    for contents in REPO / "docs" / "index.md", REPO / "docs" / "api" / "index.md":
+        folder = contents.parent.relative_to(REPO / "docs")
+        for block in re.findall(r"^```\{toctree\}\n(.*?)^```$", contents.read_text(), re.MULTILINE | re.DOTALL):
+            entries = [re.sub(r".*<(.*)>", r"\1", line) for line in block.splitlines() if line and line[0] != ":"]
+            listed += [(folder / entry).as_posix() for entry in entries]
+    name = page.relative_to(REPO / "docs").with_suffix("").as_posix()
+    assert any(fnmatch.fnmatchcase(name, entry) for entry in listed), f"add {name} to a toctree of docs/index.md"
 
 
 def test_the_tests_that_the_documentation_names_exist():

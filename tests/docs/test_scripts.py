@@ -67,6 +67,7 @@ def test_bugs_are_selected_by_number_and_by_file():
     assert list(mutants.selected(["2", "4-6"], BUGS)) == [2, 4, 5, 6]
     assert {bug.file for bug in mutants.selected(["training/*"], BUGS).values()} == {
         "training/loop.py",
+        "training/recorder.py",
         "training/writers.py",
     }
     with pytest.raises(SystemExit, match=r"'nowhere\.py' selects no bug"):

@@ -36,11 +36,11 @@ def command(*arguments):
 def test_steps_are_listed_with_a_status(saved, tmp_path):
     directory = shutil.copytree(saved[0], tmp_path / "copy")
     shown = command("ls", directory, "--verify")
-    assert shown.exit_code == 0 and shown.stdout.count(" ok ") == 2 and "data 8" in shown.stdout
+    assert shown.exit_code == 0 and shown.stdout.count(" ok\n") == 2 and "data 8" in shown.stdout
     flip(largest_file(directory))
     assert command("ls", directory).exit_code == 0
     shown = command("ls", directory, "--verify")
-    assert shown.exit_code == 1 and "arrays damaged" in shown.stdout and shown.stdout.count(" ok ") == 1
+    assert shown.exit_code == 1 and "arrays damaged" in shown.stdout and shown.stdout.count(" ok\n") == 1
     (directory / "step_2" / "manifest" / "metadata").write_text("{}")
     (directory / "step_4" / "commit_success.txt").unlink()
     shown = command("ls", directory)
@@ -49,7 +49,7 @@ def test_steps_are_listed_with_a_status(saved, tmp_path):
 
 def test_arrays_are_listed_and_verified(saved, tmp_path):
     shown = command("inspect", saved[0], "--step", 2)
-    assert shown.exit_code == 0 and "params/layers/0/w" in shown.stdout and "(32, 32)" in shown.stdout
+    assert shown.exit_code == 0 and "params/layers/0/w" in shown.stdout and "float32[32,32]" in shown.stdout
     assert "saved at stage 3 on data 8, float32, computed in bfloat16" in shown.stdout
     directory = shutil.copytree(saved[0], tmp_path / "copy")
     assert command("verify", directory).exit_code == 0
@@ -65,7 +65,7 @@ def test_differences_between_two_steps_are_shown(saved):
     assert command("diff", saved[0], 4, 4).exit_code == 0
     shown = command("diff", saved[0], 2, 4)
     assert shown.exit_code == 1 and "params/odd" in shown.stdout and "opt_state/0/mu/odd" in shown.stdout
-    assert "precision" not in shown.stdout and "│ key " not in shown.stdout
+    assert "precision" not in shown.stdout and "\nkey " not in shown.stdout
 
 
 def test_a_missing_step_is_an_error(saved, tmp_path):
@@ -117,7 +117,7 @@ def test_parameters_are_cast_and_written_to_several_files(saved, tmp_path):
     zero = setting()
     with pytest.raises(CheckpointMismatch) as raised:
         parameters.load(zero.init(create, adam()), tmp_path)
-    line = "dtype:    params/odd: odd is bfloat16, the state has float32 (cast=True allows it)"
+    line = "dtype:    7 leaves: the file is bfloat16, the state has float32 (cast=True allows it): params/layers/*/b"
     assert line in str(raised.value)
     state = parameters.load(zero.init(create, adam()), tmp_path, cast=True)
     narrow = params["odd"].astype(jnp.bfloat16).astype(np.float32)
@@ -148,7 +148,7 @@ def test_a_run_resumes_from_imported_parameters(saved, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--job", JOB], "missing:  params/layers/0/b: the files have no layers.0.b"),
+        (["--job", JOB], "params/layers/0/b: the files have no layers.0.b"),
         (["--job", f"{__name__}:none"], f"'{__name__}:none' cannot be called"),
         (["--job", JOB, "--precision", "bf17"], "bf17"),
     ],
@@ -179,7 +179,7 @@ def params():
 def test_an_error_with_many_leaves_counts_the_rest(tmp_path):
     save_file({"other": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
     many = lambda key: {f"w{i}": jax.random.normal(key, (8,)) for i in range(45)}
-    with pytest.raises(CheckpointMismatch, match=r"no w\d+ .* allows it\)\n  \.\.\. and 6 more\n  fix:"):
+    with pytest.raises(CheckpointMismatch, match=r"missing:  45 leaves: .*, and 41 more; .* allows it\)\n  .*\n  fix:"):
         parameters.load(setting().init(many, adam()), tmp_path)
 
 
@@ -189,7 +189,7 @@ def test_a_mismatch_of_files_is_reported_by_leaf(tmp_path):
     state = setting().init(create, adam())
     with pytest.raises(CheckpointMismatch) as raised:
         parameters.load(state, tmp_path)
-    assert "missing:  params/layers/0/b: the files have no layers.0.b" in str(raised.value)
+    assert "params/layers/0/b: the files have no layers.0.b" in str(raised.value)
     assert "shape:    params/layers/0/w: layers.0.w has (32, 16), the state has (32, 32)" in str(raised.value)
     with pytest.raises(ValueError, match="the mapping has no name for a parameter"):
         parameters.load(state, tmp_path, mapping={"odd": "odd"})

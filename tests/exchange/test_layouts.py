@@ -273,6 +273,9 @@ FAMILY_CASES = [  # family, our name, the names that the files have, the name th
     ("bert", "embeddings/LayerNorm/bias", ("bert.embeddings.LayerNorm.beta",), "bert.embeddings.LayerNorm.beta"),
     ("llama", "lm_head/kernel", ("lm_head.weight",), "lm_head.weight"),
     ("llama", "model/layers/11/mlp/up_proj/kernel", (), "model.layers.11.mlp.up_proj.weight"),
+    ("qwen3", "model/layers/mlp/up_proj/kernel", (), "model.layers.#.mlp.up_proj.weight"),
+    ("qwen3", "layers/norm/scale", ("model.layers.0.norm.weight",), "model.layers.#.norm.weight"),
+    ("qwen2", "model/layers/self_attn/q_proj/bias", (), "model.layers.#.self_attn.q_proj.bias"),
 ]
 TUNIX_CASES = [
     ("llama", "layers/11/attn/q_proj/w", (), "model.layers.11.self_attn.q_proj.weight"),
@@ -293,6 +296,23 @@ def test_names_of_families(family, ours, theirs, want):
 def test_names_of_families_for_tunix(family, ours, theirs, want):
     found = family_sources(find_family(family), [ours, "embedder/input_embedding", "vision/w"], theirs)
     assert found[ours].names == (want,) and "vision/w" not in found
+
+
+def test_layers_of_a_scan_are_exported_one_by_one(tmp_path):
+    """And loaded again, into the stack. Nothing has to be mapped."""
+    layers = {"up": {"kernel": filled(3, 16, 8), "bias": filled(3, 8)}, "norm": {"scale": filled(3, 16)}}
+    weights = {"model": {"layers": layers, "norm": {"scale": filled(16)}}}
+    with setting(3, "fp32").checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(setting(3, "fp32").init(lambda: weights, optax.sgd(0.1)))
+    files = parameters.export(tmp_path / "run", 0, tmp_path / "model", family="qwen3", max_file_bytes=1024)
+    assert len(files) > 2 and files[-1].name == "model.safetensors.index.json"
+    arrays = {name: array for file in files[:-1] for name, array in load_file(file).items()}
+    names = {f"model.layers.{i}.{name}" for i in range(3) for name in ("up.weight", "up.bias", "norm.weight")}
+    assert arrays.keys() == {*names, "model.norm.weight"}
+    for i in range(3):
+        np.testing.assert_array_equal(arrays[f"model.layers.{i}.up.weight"], layers["up"]["kernel"][i].T)
+        np.testing.assert_array_equal(arrays[f"model.layers.{i}.norm.weight"], layers["norm"]["scale"][i])
+    assert_loaded(parameters.load(state_of(weights), tmp_path / "model", family="qwen3"), weights)
 
 
 def test_a_family_knows_what_is_no_weight(tmp_path):

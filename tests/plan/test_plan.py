@@ -280,7 +280,7 @@ def test_the_command_exits_with_3_if_the_step_does_not_fit():
     assert fits.exit_code == 0 and json.loads(fits.stdout)["fits"] is True
     assert json.loads(fits.stdout)["terms"][0]["name"] == "parameters"
     large = command("--preset", "gpt-1t", "--target", "v5e:4x4", "--memory-share", "0.5", "--formulas")
-    assert large.exit_code == 3 and "does not fit" in large.stdout and "50% of the 16.00 GiB" in large.stdout
+    assert large.exit_code == 3 and "does not fit" in large.stdout and "50% of the 16 GiB" in large.stdout
 
 
 def test_the_command_draws_the_memory_by_stage(tmp_path):
@@ -374,7 +374,7 @@ def test_the_command_lists_its_presets():
     ("arguments", "message"),
     [
         (("--preset", "gpt3"), "no preset 'gpt3'"),
-        ((), "--preset NAME or --job MODULE:FUNCTION"),
+        ((), "--preset NAME, --hf PATH or --job MODULE:FUNCTION"),
         (("--job", "nowhere:job"), "cannot be called"),
         (("--job", "math:gcd"), "does not return a Job"),
         (("--preset", "gpt2-124m", "--target", "h100:12"), "unknown target 'h100:12'"),

@@ -12,12 +12,12 @@ from zerojax.processes.launch import launch
 pytestmark = pytest.mark.once
 
 DEVICES, STEPS = 8, 6
-SMALL = {"width": 32, "layers": 2, "context": 16, "batch": 32, "most-rows": 2, "every": 4, "precision": "fp32"}
+SMALL = {"width": 32, "layers": 2, "context": 16, "batch": 32, "most-rows": 2, "every": 4}
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """(count, stages) -> a directory with a run of examples/train.py at each stage, in `count` processes."""
+    """(count, stages) -> a directory with a run of train_gpt.py at each stage, in `count` processes."""
     directories, options = {}, [f"--{name}={value}" for name, value in (SMALL | {"steps": STEPS}).items()]
 
     def run(count, stages):
@@ -25,7 +25,7 @@ def trained(tmp_path_factory):
             directories[count, stages] = tmp_path_factory.mktemp(f"{count}-processes")
             command = [sys.executable, str(SUPPORT / "process.py"), str(directories[count, stages]), stages, *options]
             with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("PYTHONPATH", importing(EXAMPLES)["PYTHONPATH"])
+                patch.setenv("PYTHONPATH", importing(EXAMPLES, SUPPORT)["PYTHONPATH"])
                 assert launch(command, count, devices=DEVICES // count, timeout_s=300) == 0
         return directories[count, stages]
 

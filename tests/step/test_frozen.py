@@ -89,10 +89,27 @@ def test_a_frozen_leaf_is_gathered_and_computed_in_its_dtype_or_a_narrower_one(s
     assert {c.dtype for c in found if c.kind == "all_gather"} == ({computed, "bfloat16"} if stage == 3 else set())
 
 
-def test_the_audit_finds_nothing_in_a_step_with_a_narrow_base():
-    zero = Zero(zerojax.make_mesh(), precision="bf16", frozen=["base/*"])
-    state = zero.init(lambda rngs: Tuned("int8", rngs), optax.adam(1e-2))
-    assert zero.train_step(loss).audit(state, X).ok
+class Deep(nnx.Module):
+    """Layers of bytes behind a trained scale, so that each is gathered for the backward pass as well."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Param(jnp.ones(WIDTH))
+        self.layers = nnx.List([Quantized("int8", rngs) for _ in range(6)])
+
+    def __call__(self, x):
+        x = x * self.first[...]
+        for layer in self.layers:
+            x = nnx.gelu(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("create", [lambda rngs: Tuned("int8", rngs), Deep], ids=["one", "several"])
+def test_the_audit_finds_nothing_in_a_step_with_a_narrow_base(create):
+    """An element of a gather counts with its own bytes, as the unit that it belongs to does."""
+    zero = Zero(zerojax.make_mesh(), precision="bf16", frozen=["base/*"] if create is not Deep else ["layers/*"])
+    state = zero.init(create, optax.adam(1e-2))
+    audit = zero.train_step(loss).audit(state, X)
+    assert audit.ok, str(audit)
 
 
 @pytest.mark.parametrize(("frozen", "moves"), [([], True), (["norm/scale", "norm/bias"], False), (["norm/*"], False)])
@@ -175,6 +192,22 @@ def test_a_selection_of_nothing_is_an_error():
             Zero(zerojax.make_mesh(), trainable=trainable).eval_init(LoRA, optax.sgd(0.1))
     with pytest.raises(ValueError, match="an nnx filter selects variables"):
         Zero(zerojax.make_mesh(), trainable=nnx.LoRAParam).eval_init(lambda key: {"w": jnp.ones(8)}, optax.sgd(0.1))
+
+
+def test_what_is_both_trainable_and_frozen_is_frozen():
+    """As a string, a glob is one glob, and not one for each of its letters."""
+    for frozen in (["*/lora_b"], "*/lora_b"):
+        zero = Zero(zerojax.make_mesh(), trainable=nnx.LoRAParam, frozen=frozen)
+        trained = [leaf.path for leaf in zero.eval_init(LoRA, optax.sgd(0.1)).definition.leaves if leaf.trainable]
+        assert trained == ["layer/lora_a"]
+
+
+def test_options_that_leave_nothing_to_train_or_match_nothing():
+    with pytest.raises(ValueError, match="trainable= and frozen= leave no parameter to train") as error:
+        Zero(zerojax.make_mesh(), trainable=["*/lora_*"], frozen=["layer/*"]).eval_init(LoRA, optax.sgd(0.1))
+    assert "got:      trainable= selects layer/lora_a, layer/lora_b; frozen=['layer/*']" in str(error.value)
+    with pytest.raises(ValueError, match="frozen: pattern 'head/\\*' matches no parameter"):
+        Zero(zerojax.make_mesh(), trainable=["*/lora_*"], frozen=["head/*"]).eval_init(LoRA, optax.sgd(0.1))
 
 
 def test_a_complex_parameter_is_refused_unless_it_is_frozen():

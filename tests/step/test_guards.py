@@ -40,7 +40,12 @@ def test_a_donated_state_is_refused_and_the_process_lives(tmp_path):
             lambda: step(state, X),
             lambda: zero.eval_step(loss)(state, X),
             lambda: checkpoints.save(state),
+            lambda: checkpoints.update(state),
+            lambda: zero.explain(state),
+            lambda: zero.with_params(state, state.params),
+            lambda: step.audit(state, X),
             state.model,
+            state.logical,
         ):
             with pytest.raises(
                 ValueError, match=r"state: it was donated to a step.*\n.*is deleted\n.*state, metrics = s"

@@ -218,3 +218,15 @@ def test_dtypes_of_leaves_are_floating(dtype):
     zero = Zero(zerojax.make_mesh(), 3, "bf16", dtypes={"w": dtype})
     with pytest.raises(ValueError, match=r"dtypes: 'w' has no floating dtype\n  got:      .*\n  fix:      name one"):
         zero.eval_init(create, optax.adam(1e-2))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
+def test_the_model_of_a_state_has_the_dtype_of_the_computation(precision, dtype, stage):
+    """With `dtypes=` for a leaf, its own. The parameters that are updated keep theirs."""
+    zero = Zero(zerojax.make_mesh(), stage, precision, dtypes={"b": "float32"})
+    state = zero.init(create, optax.adam(1e-2))
+    params = state.model()["params"]
+    assert (params["w"].dtype, params["b"].dtype) == (dtype, "float32")
+    updated = state.params if precision == "fp32" else state.master
+    assert {a.dtype for a in jax.tree.leaves(updated)} == {jnp.dtype("float32")}

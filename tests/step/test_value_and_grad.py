@@ -163,3 +163,41 @@ def test_a_sharded_batch_is_not_moved():
     assert all(a is b for a, b in zip(again, placed, strict=True))
     moved = zero.shard_batch(jax.device_put(data(), jax.devices()[0]))
     assert specs(moved) == [P(("data",)), P(("data",))]
+
+
+def pointers(tree):
+    """The addresses of all shards. The CPU client shares the memory of host arrays."""
+    return {shard.data.unsafe_buffer_pointer() for a in jax.tree.leaves(tree) for shard in a.addressable_shards}
+
+
+def given(kind, zero):
+    if kind == "on the mesh":  # with the sharding that `shard` gives
+        return zero.shard(given("on one device", zero))
+    return {"w": jnp.ones((1024, 64)), "b": jnp.ones(3)}
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("kind", ["on one device", "on the mesh"])
+def test_arrays_that_are_sharded_live_on_after_the_result_is_donated(kind, stage, num_devices):
+    zero = Zero(zerojax.make_mesh(devices=jax.devices()[:num_devices]), stage)
+    params = given(kind, zero)
+    sharded = zero.shard(params)
+    assert not pointers(params) & pointers(sharded)
+    state = zero.init(params, optax.adam(1e-3))
+    assert not pointers(params) & pointers((state.params, state.opt_state, state.model_state))
+    jax.jit(lambda tree: jax.tree.map(lambda a: a + 1, tree), donate_argnums=0)(sharded)
+    assert all(np.all(np.asarray(a) == 1) for a in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_numpy_array_can_be_changed_after_it_is_sharded(stage, num_devices):
+    """Large arrays are aligned, so that the CPU client can share their memory."""
+    zero = Zero(zerojax.make_mesh(devices=jax.devices()[:num_devices]), stage)
+    params = {"w": np.ones((1024, 64), np.float32), "b": np.ones(3, np.float32)}
+    sharded, state = zero.shard(params), zero.init(params, optax.adam(1e-3))
+    for a in params.values():
+        a[:] = 7
+    for a in jax.tree.leaves((sharded, state.params)):
+        assert np.all(np.asarray(a) == 1)

@@ -1,4 +1,4 @@
-"""Runs examples/train.py to its end, and again until it is killed: killed.py STEP DIRECTORY KILLED OPTIONS ...
+"""Runs train_gpt.py to its end, and again until it is killed: killed.py STEP DIRECTORY KILLED OPTIONS ...
 
 The second run, in the directory KILLED, is killed before step STEP + 1, after the checkpoint of step STEP is complete.
 """
@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 
 import text
-import train
+import train_gpt
 
 import zerojax
 
 step, directory, killed, *options = sys.argv[1:]
 zerojax.simulate_devices(8)
-train.train(train.parse([directory, *options]))
+train_gpt.train(train_gpt.parse([directory, *options]))
 
 load = text.batch
 mark = Path(killed, "checkpoints", f"step_{step}", "commit_success.txt")
@@ -31,4 +31,4 @@ def killing(source, rows, length, seed):
 
 
 text.batch = killing
-train.train(train.parse([killed, *options]))
+train_gpt.train(train_gpt.parse([killed, *options]))

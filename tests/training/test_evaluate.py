@@ -202,7 +202,7 @@ def test_what_cannot_be_exact_or_is_invalid_is_refused(loss_fn, data, options, m
 def test_a_training_step_is_refused_and_an_uneven_batch_names_evaluate():
     zero = zerojax.Zero(zerojax.make_mesh())
     state = zero.init(create, optax.sgd(0.1))
-    with pytest.raises(ValueError, match="of type TrainStep\n  fix: .*eval_step"):
+    with pytest.raises(ValueError, match=r"of type TrainStep\n  fix: .*eval_step"):
         zerojax.evaluate(zero.train_step(loss), state, rows(3), batch_size=8)
-    with pytest.raises(ValueError, match="fix: .*zerojax.evaluate takes any number of rows"):
+    with pytest.raises(ValueError, match=r"fix: .*zerojax\.evaluate takes any number of rows"):
         zero.eval_step(loss)(state, rows(3))

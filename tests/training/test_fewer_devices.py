@@ -14,13 +14,13 @@ from support.paths import EXAMPLES, SUPPORT, importing
 import zerojax
 
 SAVED, STEPS, ROWS, MOST_ROWS = 5, 12, 840, 105  # the batch divides over 8, 7, 6 and 5 devices
-SMALL = {"width": 32, "layers": 1, "context": 8, "precision": "fp32", "every": SAVED, "steps": STEPS}
+SMALL = {"width": 32, "layers": 1, "context": 8, "every": SAVED, "steps": STEPS}
 OPTIONS = [f"--{name}={value}" for name, value in (SMALL | {"batch": ROWS, "most-rows": MOST_ROWS}).items()]
 
 
 def python(script, *arguments):
     command = [sys.executable, str(script), *map(str, arguments), *OPTIONS]
-    return subprocess.run(command, env=importing(EXAMPLES), capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, env=importing(EXAMPLES, SUPPORT), capture_output=True, text=True, timeout=300)
 
 
 def lines(file):
@@ -50,7 +50,7 @@ def test_a_killed_run_continues_on_fewer_devices(runs, tmp_path, num_devices):
     whole, killed = runs
     directory = shutil.copytree(killed, tmp_path / "run")
     assert max(step for step, _ in losses(directory)) == SAVED
-    ended = python(EXAMPLES / "train.py", directory, "--simulate", num_devices)
+    ended = python(SUPPORT / "train_gpt.py", directory, "--simulate", num_devices)
     assert ended.returncode == 0, ended.stderr[-3000:]
     first, second = lines(directory / "starts.jsonl")
     assert (first["mesh"], first["from_step"], first["config"]["microbatches"]) == ({"data": 8}, 0, 1)

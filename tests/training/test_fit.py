@@ -142,6 +142,11 @@ def test_a_run_that_stopped_between_saves_keeps_its_rhythm(step, tmp_path):
     assert [row["step"] for row in rows(tmp_path) if "loss" in row] == [1, 3, 4, 5, 6, STEPS]
 
 
+def test_the_last_step_has_a_row_even_if_it_is_saved_anyway(step, tmp_path):
+    run(step, tmp_path, 4, checkpoints={"every": 2}, log_every=3)
+    assert [row["step"] for row in rows(tmp_path)] == [1, 3, 4]
+
+
 def test_the_last_step_is_evaluated_once(step, tmp_path):
     """Also if an evaluation is due after it anyway."""
     evaluated = []

@@ -20,7 +20,12 @@ BETWEEN_SLICES = "link between slices"
 
 
 class Rate(NamedTuple):
-    """A rate per second: the peak of the data sheet, and the share of it that large operations reach."""
+    """A rate per second.
+
+    Attributes:
+        peak: that of the data sheet.
+        efficiency: the share of it that large operations reach.
+    """
 
     peak: float
     efficiency: float
@@ -213,7 +218,13 @@ def torus_links(dim: int) -> str:
 
 
 class Route(NamedTuple):
-    """The links that a ring of devices uses, the bytes per second that each device sends, and the latency."""
+    """How a ring of devices communicates.
+
+    Attributes:
+        lanes: the links that it uses.
+        rate: the bytes per second that each device sends.
+        latency_s: the seconds until the first bytes have gone around.
+    """
 
     lanes: tuple[str, ...]
     rate: float
@@ -291,7 +302,11 @@ class Cluster:
         return Route(lanes, max(ways, 1) * chip.link_rate.effective, chip.collective_s + hops * chip.hop_s)
 
     def coordinates(self, device: int) -> tuple[int, ...]:
-        """Returns the coordinates of a chip in its slice. Hosts, and chips of a host, are numbered first dim first."""
+        """Returns the coordinates of a chip in its slice. Hosts, and chips of a host, are numbered first dim first.
+
+        Args:
+            device: the index of the chip.
+        """
         torus = self.torus or ()
         tile = [min(size, width) for size, width in zip(torus, _TPU_HOST, strict=False)]
         host, chip = divmod(device, math.prod(tile))

@@ -60,7 +60,11 @@ def offloaded_bytes(jaxpr: Any) -> int:
     return sum(each.trips * avals_bytes(each.values) for each in transfers if each.kind == "offload")
 
 
-def independent_gather_elements(jaxpr: Any) -> list[tuple[int, int]]:
-    """Returns (loop depth, elements of all_gathers that depend on no matrix product) of each body that gathers."""
-    total = lambda gathers: sum(each.trips * math.prod(aval.shape) for each in gathers for aval in each.values)
+def independent_gather_bytes(jaxpr: Any, most_itemsize: int) -> list[tuple[int, int]]:
+    """Returns (loop depth, bytes of all_gathers that depend on no matrix product) of each body that gathers.
+
+    An element counts with at most `most_itemsize` bytes: a gather in a wider dtype gathers no more weights.
+    """
+    size = lambda aval: math.prod(aval.shape) * min(aval.dtype.itemsize, most_itemsize)
+    total = lambda gathers: sum(each.trips * size(aval) for each in gathers for aval in each.values)
     return [(loops, total(gathers)) for loops, gathers in jaxpr_stats.independent_gathers(jaxpr) if gathers]

@@ -19,8 +19,6 @@ from zerojax.audit.findings import (
     Outcome,
     Unreadable,
     Verdict,
-    abbreviate,
-    bytes_text,
     reader_errors,
     run_checks,
 )
@@ -28,6 +26,7 @@ from zerojax.audit.offloaded_slices import check_offloaded_slices
 from zerojax.sharding import placement
 from zerojax.sharding.annotations import spec_text
 from zerojax.sharding.axes import axis_names
+from zerojax.text import abbreviate, bytes_text
 from zerojax.typing import Aval
 
 

@@ -13,7 +13,8 @@ from zerojax.analysis import hlo, hlo_collectives, jaxpr_collectives
 from zerojax.analysis.hlo import Program
 from zerojax.analysis.hlo_collectives import Collective
 from zerojax.audit.expectation import Expectation, SentBytes, over_data_axes
-from zerojax.audit.findings import AuditCheck, Outcome, Unreadable, Verdict, abbreviate, bytes_text, reader_errors
+from zerojax.audit.findings import AuditCheck, Outcome, Unreadable, Verdict, reader_errors
+from zerojax.text import abbreviate, bytes_text
 
 # As a fraction of the expected bytes. A collective of scalars may be combined with a larger one, and is counted then.
 SLACK = 0.01
@@ -210,13 +211,13 @@ class CommunicationChecks:
         if self.jaxpr is None:
             raise Unreadable("the dependencies of gathers are read from the traced step")
         prefetch, microbatches = self.expectation.prefetch, self.expectation.num_microbatches > 1
-        unit = self.expectation.unit_bytes / jnp.dtype(self.config.precision.compute_dtype).itemsize
+        unit, itemsize = self.expectation.unit_bytes, jnp.dtype(self.config.precision.compute_dtype).itemsize
         with reader_errors():
-            bodies = jaxpr_collectives.independent_gather_elements(self.jaxpr)
+            bodies = jaxpr_collectives.independent_gather_bytes(self.jaxpr, itemsize)
         most, excess = 0.0, 0.0
-        for loops, elements in bodies:
+        for loops, gathered in bodies:
             window = prefetch + 2 if loops <= microbatches else max(prefetch, 1)
-            most, excess = max(most, elements / unit), max(excess, elements / unit - window)
+            most, excess = max(most, gathered / unit), max(excess, gathered / unit - window)
         text, numbers = f"gathers of {most:.1f} units wait for no matrix product, as traced", {"free_units": most}
         if excess <= UNIT_SLACK:
             return Outcome(text, Verdict.OK, numbers)

@@ -5,24 +5,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import io
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from rich.console import Console
-from rich.table import Table
+from zerojax.tables import Column, TextTable, printed, screen
 
 
 class Verdict(enum.Enum):
     """Whether an expectation is met. Only `BROKEN` is a failure."""
 
     OK = "ok"
-    KNOWN = "known"  # not met, because of a known rewrite by the compiler; the finding names it and its cost
+    KNOWN = "known"  #: not met, because of a known rewrite by the compiler; the finding names it and its cost
     BROKEN = "BROKEN"
-    SLOW = "slow"  # the step is right, but slower than it has to be; the finding says why, and what may help
-    NOT_READ = "not read"  # the program could not be read; the finding says why
-    INFO = "info"  # a measurement without an expectation
+    SLOW = "slow"  #: the step is right, but slower than it has to be; the finding says why, and what may help
+    NOT_READ = "not read"  #: the program could not be read; the finding says why
+    INFO = "info"  #: a measurement without an expectation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,17 +70,22 @@ class Audit:
         return {finding.name: finding for finding in self.findings}[name]
 
     def __str__(self) -> str:
-        table = Table("check", "expected", "found", "verdict", title="Audit of the compiled step")
-        for finding in self.findings:
-            table.add_row(finding.name, finding.expected, finding.found, finding.verdict.value)
-        text = io.StringIO()
-        Console(file=text, width=150).print(table)
-        return text.getvalue()
+        """A table that follows the width of the terminal, below the number of findings of each verdict."""
+        verdicts = Counter(finding.verdict for finding in self.findings)
+        counts = ", ".join(f"{verdicts[each]} {each.value}" for each in Verdict if verdicts[each])
+        columns = [Column("check"), Column("expected", wraps=True), Column("found", wraps=True), Column("verdict")]
+        rows = [(each.name, each.expected, each.found, each.verdict.value) for each in self.findings]
+        return printed([TextTable(f"Audit of the compiled step: {counts}", columns, rows)], screen().width)
+
+    __repr__ = __str__
 
     def enforce(self, setting: str) -> None:
         """Raises ValueError (setting 'error') or warns (setting 'warn') if an expectation is broken.
 
         A step that is slower than it has to be is warned about with either setting.
+
+        Args:
+            setting: 'error' or 'warn'.
         """
         slow = [finding for finding in self.findings if finding.verdict is Verdict.SLOW]
         if self.broken:
@@ -162,16 +166,3 @@ def run_checks(checks: Iterable[AuditCheck]) -> Audit:
         except Unreadable as reason:
             findings.append(Finding(name, expected, str(reason), Verdict.NOT_READ))
     return Audit(tuple(findings))
-
-
-def bytes_text(num_bytes: float) -> str:
-    """A number of bytes as text, such as 1.32 GB."""
-    for unit, size in ("GB", 1e9), ("MB", 1e6), ("kB", 1e3):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.2f} {unit}"
-    return f"{num_bytes:.0f} B"
-
-
-def abbreviate(items: Sequence[str], count: int = 4) -> str:
-    """Lists the first items, and says how many more there are."""
-    return "; ".join(items[:count]) + (f"; and {len(items) - count} more" if len(items) > count else "")

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from zerojax.analysis import hlo_slices
 from zerojax.analysis.hlo import Program
 from zerojax.analysis.hlo_slices import HostSlice
-from zerojax.audit.findings import Outcome, Unreadable, Verdict, abbreviate, reader_errors
+from zerojax.audit.findings import Outcome, Unreadable, Verdict, reader_errors
 from zerojax.step.offload_options import ANNOTATOR, DISABLED_PASSES, FIRST_CORRECT
+from zerojax.text import abbreviate
 
 _FIX = (
     f"pip install 'jax>={'.'.join(map(str, FIRST_CORRECT))}', or "

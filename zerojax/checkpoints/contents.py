@@ -53,6 +53,15 @@ def logical_shapes(state: TrainState) -> dict[str, Shape]:
     return {path: tuple(a.shape) for path, a in arrays(logical_avals(state)).items()}
 
 
+def saved_params(state: TrainState) -> PyTree:
+    """Returns the parameters as a checkpoint has them: trained ones in param_dtype, and no zeros at the ends of arrays.
+
+    Cost: arrays that are stored with zeros are gathered, to cut these off.
+    """
+    logical = state.logical()
+    return _saved_tree(logical)["params"]
+
+
 def with_arrays(state: TrainState, restored: Mapping[str, Array]) -> TrainState:
     """Returns the state with its arrays replaced by the restored ones. Arrays that were not restored stay."""
     before = _saved_tree(state)
@@ -65,17 +74,24 @@ def with_arrays(state: TrainState, restored: Mapping[str, Array]) -> TrainState:
     if state.master is None:
         return dataclasses.replace(state, params=params, **tree)
 
-    def computed(master: PyTree) -> PyTree:
-        """The parameters as they are computed with: with or without zeros, like those before."""
-        leaves = zip(jax.tree.leaves(master), jax.tree.leaves(state.params), definition.leaves, strict=True)
-        logical = [(leaf.without_zeros(a).astype(like.dtype), like, leaf) for a, like, leaf in leaves]
-        return jax.tree.unflatten(
-            definition.tree, [between(leaf.shape, like.shape).pad(a) for a, like, leaf in logical]
-        )
+    likes = [
+        (leaf, like)
+        for leaf, like in zip(definition.leaves, jax.tree.leaves(state.params), strict=True)
+        if leaf.trainable
+    ]
 
-    shardings = jax.tree.map(lambda a: a.sharding, state.params)
-    compute_params = jax.jit(computed, out_shardings=shardings)(params) if _has_params(restored) else state.params
-    return dataclasses.replace(state, params=compute_params, master=definition.trained(params), **tree)
+    def computed(trained: PyTree) -> PyTree:
+        """The trained parameters as they are computed with: with or without zeros, like those before."""
+        values, structure = jax.tree.flatten(trained)
+        logical = [leaf.without_zeros(a).astype(like.dtype) for a, (leaf, like) in zip(values, likes, strict=True)]
+        padded = [between(leaf.shape, like.shape).pad(a) for a, (leaf, like) in zip(logical, likes, strict=True)]
+        return structure.unflatten(padded)
+
+    trained, compute_params = definition.trained(params), state.params
+    if _has_params(restored):  # frozen ones are not copied
+        shardings = jax.tree.map(lambda a: a.sharding, definition.trained(state.params))
+        compute_params = definition.with_frozen(jax.jit(computed, out_shardings=shardings)(trained), params)
+    return dataclasses.replace(state, params=compute_params, master=trained, **tree)
 
 
 def continued_counts(avals: Mapping[str, Any], arrays: Mapping[str, Array]) -> dict[str, Array]:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from zerojax.checkpoints.contents import OPTIMIZER
 from zerojax.sharding.precision import DTYPE_FIELDS
+from zerojax.text import SPACE, abbreviate, fold
 from zerojax.typing import Shape
 from zerojax.versions import __version__
 
@@ -251,26 +252,60 @@ def paths_to_read(saved: Manifest, avals: Mapping[str, Any], allowed: Allowed, w
     missing = [p for p in avals if p not in saved.leaves and not matches(p, allowed.missing)]
     extra = [p for p in saved.leaves if p not in avals and not matches(p, allowed.extra)]
     common = [path for path in avals if path in saved.leaves]
-    lines = _optimizer_lines(missing, extra) or [
-        *(_line("missing", path, _nearest(path, saved.leaves), f"missing={(path,)!r}") for path in missing),
-        *(_line("extra", path, _nearest(path, avals), f"extra={(path,)!r}") for path in extra),
+    found = _optimizer_lines(missing, extra) or [
+        *(_absent_from("checkpoint", path, _nearest(path, saved.leaves)) for path in missing),
+        *(_absent_from("state", path, _nearest(path, avals)) for path in extra),
     ]
     for path in common:
         leaf, a = saved.leaves[path], avals[path]
         if leaf.shape != tuple(a.shape):
-            lines.append(f"shape:    {path}: {leaf.shape} was saved, the state has {tuple(a.shape)}")
+            text = f"{leaf.shape} was saved, the state has {tuple(a.shape)}"
+            found.append(Mismatch("shape", path, text, text))
         elif leaf.dtype != str(a.dtype) and not allowed.cast:
-            lines.append(f"dtype:    {path}: {leaf.dtype} was saved, the state has {a.dtype} (cast=True allows it)")
-    if lines:
-        raise mismatch_error(where, lines)
+            text = f"{leaf.dtype} was saved, the state has {a.dtype} (cast=True allows it)"
+            found.append(Mismatch("dtype", path, text, text))
+    if found:
+        raise mismatch_error(where, found)
     return common
 
 
 _MAX_LINES = 40
+_MAX_EQUAL, _MAX_NAMES = 3, 4
 
 
-def mismatch_error(where: str, lines: Sequence[str]) -> CheckpointMismatch:
-    """The error with a line for each leaf that differs: the first 40, and the number of the rest."""
+class Mismatch(NamedTuple):
+    """One leaf that does not fit.
+
+    Attributes:
+        kind: 'missing', 'extra', 'shape' or 'dtype'.
+        path: of the leaf.
+        text: what differs.
+        common: the same without what is said of this leaf alone. More than three leaves for which it is equal have one
+            line, which counts them.
+    """
+
+    kind: str
+    path: str
+    text: str
+    common: str
+
+
+def mismatch_error(where: str, found: Sequence[Mismatch | str]) -> CheckpointMismatch:
+    """The error with a line for each leaf or group of leaves that differ: the first 40, and the number of the rest."""
+    groups: dict[Any, list[Mismatch]] = {}
+    for each in found:
+        if isinstance(each, Mismatch):
+            groups.setdefault((each.kind, each.common), []).append(each)
+    lines = [each for each in found if isinstance(each, str)]
+    for (kind, common), group in groups.items():
+        if len(group) <= _MAX_EQUAL:
+            lines += [f"{kind + ':':9s} {each.path}: {each.text}" for each in group]
+        else:
+            paths = sorted((each.path for each in group), key=lambda path: not path.startswith("params/"))
+            names = [each.text.replace(SPACE, " ") for each in fold(paths, [0] * len(paths))]
+            line = f"{kind + ':':9s} {len(group):,} leaves: {common}: {abbreviate(names, _MAX_NAMES, ', ')}"
+            has_more = kind in ("missing", "extra")  # the nearest name, or that in the files
+            lines.append(line + (f"; the first, {group[0].path}: {group[0].text}" if has_more else ""))
     rest = [f"... and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
     shown = [f"checkpoint: {where} does not fit the state", *lines[:_MAX_LINES], *rest]
     return CheckpointMismatch("\n  ".join(map(plain_text, shown)))
@@ -286,12 +321,14 @@ def _nearest(path: str, candidates: Mapping[str, Any]) -> str:
     return f", the nearest is {nearest[0]}" if nearest else ""
 
 
-def _line(kind: str, path: str, nearest: str, option: str) -> str:
-    owner = "checkpoint" if kind == "missing" else "state"
-    return f"{kind + ':':9s} {path}: the {owner} has no such leaf{nearest} ({option} allows it)"
+def _absent_from(owner: str, path: str, nearest: str) -> Mismatch:
+    """A leaf that the checkpoint or the state lacks, with the option that allows it."""
+    kind = "missing" if owner == "checkpoint" else "extra"
+    text = f"the {owner} has no such leaf{nearest} ({kind}={(path,)!r} allows it)"
+    return Mismatch(kind, path, text, f"the {owner} has no such leaves ({kind}= allows them, by globs)")
 
 
-def _optimizer_lines(missing: list[str], extra: list[str]) -> list[str]:
+def _optimizer_lines(missing: list[str], extra: list[str]) -> list[Mismatch | str]:
     """The lines of an error in which only leaves of the optimizer differ: a summary of its two states."""
     if not (missing or extra) or not all(path.startswith(OPTIMIZER) for path in (*missing, *extra)):
         return []

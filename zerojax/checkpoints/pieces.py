@@ -17,10 +17,10 @@ from typing import Any, BinaryIO, cast
 import jax.numpy as jnp
 import numpy as np
 
-from zerojax.audit.findings import bytes_text
 from zerojax.checkpoints import store
 from zerojax.checkpoints.manifest import CheckpointCorrupted, LeafRecord, Manifest, plain_text
 from zerojax.step.digest import HostDigest
+from zerojax.text import bytes_text
 from zerojax.typing import Shape
 
 PIECE_BYTES = 2**26

@@ -81,15 +81,15 @@ class Checkpoints:
         keep_every: steps that are a multiple of this are kept too.
         most_skipped: the number of consecutive updates skipped because a gradient was not finite that ends the run.
         spike: a loss of more than this many times the median of the last 50 is logged. None: none is logged.
+        watchdog_s: if `update` is not called for this many seconds of running time, the stacks of all threads are
+            written to stderr, and those of all processes to a file in the directory; the exit code is 1. The first
+            `update` starts the clock. The time must be longer than a save, an evaluation or a compilation between two
+            calls. None: no watchdog.
         verify_replicas_every: the number of steps between two comparisons of what several devices hold, in addition to
             those in `resume` and in each save. None: no others.
         copy_to: a URL of remote storage, such as 's3://bucket/run', to which process 0 copies complete steps in the
             background. While one is copied, others may complete that are not. Old ones are deleted as on disk. A run
             begins with the newest step of either: if it is there, it is copied into the directory first.
-        watchdog_s: if `update` is not called for this many seconds of running time, the stacks of all threads are
-            written to stderr, and those of all processes to a file in the directory; the exit code is 1. The first
-            `update` starts the clock. The time must be longer than a save, an evaluation or a compilation between two
-            calls. None: no watchdog.
 
     Raises:
         ValueError: if `every`, `keep`, `keep_every` or `most_skipped` is invalid, or another run uses the directory.
@@ -315,6 +315,7 @@ class Checkpoints:
             RuntimeError: if two consecutive saves failed.
             ValueError: as in `save`.
         """
+        check_not_donated(state)
         self._num_updates += 1
         if self._watchdog:
             self._watchdog.reset()

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from rich.table import Table
-from rich.text import Text
-
-from zerojax.audit.findings import bytes_text
 from zerojax.checkpoints import store
-from zerojax.checkpoints.manifest import CheckpointCorrupted, CheckpointMismatch, Manifest, num_bytes, plain_text
+from zerojax.checkpoints.manifest import (
+    CheckpointCorrupted,
+    CheckpointMismatch,
+    LeafRecord,
+    Manifest,
+    num_bytes,
+    plain_text,
+)
 from zerojax.checkpoints.pieces import verify_arrays
+from zerojax.tables import Column, Screen, TextTable
+from zerojax.text import SPACE, bytes_text, fold, mesh_text
 
 
-def steps_table(directory: Path, verify: bool, name: str) -> tuple[Table, bool]:
+def steps_table(directory: Path, verify: bool, name: str) -> tuple[TextTable, bool]:
     """Returns a table of all steps with a status each, and whether all of them are intact.
 
     Args:
@@ -22,18 +27,19 @@ def steps_table(directory: Path, verify: bool, name: str) -> tuple[Table, bool]:
         verify: whether every array is read and compared with its digest. Otherwise only manifests are read.
         name: of the directory, for the title.
     """
-    table = _table([f"Steps in {name}"], ["step", "size", "stage", "mesh", "dtypes", "status"])
-    all_intact = True
+    rows, all_intact = [], True
     for step, path in store.folders(directory).items():
         manifest, status = _status(directory, step, path, verify)
         all_intact &= status in ("manifest ok", "ok")
-        columns = (
-            [bytes_text(manifest.num_bytes), str(manifest.stage), _mesh(manifest.mesh), _dtypes(manifest)]
+        cells = (
+            [bytes_text(manifest.num_bytes), str(manifest.stage), mesh_text(manifest.mesh), _dtypes(manifest)]
             if manifest
             else [""] * 4
         )
-        _add_row(table, str(step), *columns, status)
-    return table, all_intact
+        rows.append([str(step), *cells, status])
+    columns = [Column("step", right=True), Column("size", right=True), Column("stage")]
+    columns += [Column(name, wraps=True) for name in ("mesh", "dtypes", "status")]
+    return _table([f"Steps in {name}"], columns, rows), all_intact
 
 
 def _status(directory: Path, step: int, path: Path, verify: bool) -> tuple[Manifest | None, str]:
@@ -50,56 +56,63 @@ def _status(directory: Path, step: int, path: Path, verify: bool) -> tuple[Manif
     return manifest, f"{len(damaged)} of {len(manifest.leaves)} arrays damaged: {damaged[0]}" if damaged else "ok"
 
 
-def leaves_table(manifest: Manifest, problems: Mapping[str, str | None] | None = None) -> Table:
+def leaves_table(manifest: Manifest, to: Screen, problems: Mapping[str, str | None] | None = None) -> TextTable:
     """Returns a table of the arrays of a step.
 
     Args:
         manifest: of the step.
+        to: whether equal layers are shown as one row, without their digests.
         problems: what is wrong with each array, as `pieces.verify_arrays` yields it; adds a column with the status.
     """
-    title = f"Step {manifest.step}: {bytes_text(manifest.num_bytes)}, saved at stage {manifest.stage} on"
-    title += f" {_mesh(manifest.mesh)}, {_dtypes(manifest)}"
+    held = f"{len(manifest.leaves):,} arrays, {bytes_text(manifest.num_bytes)}"
+    title = f"Step {manifest.step}: {held}, saved at stage {manifest.stage} on {mesh_text(manifest.mesh)},"
     versions = ", ".join(map(" ".join, manifest.versions.items()))
-    table = _table(
-        [title, versions], ["array", "shape", "dtype", "size", "digest", *(["status"] if problems is not None else [])]
-    )
-    for path, leaf in manifest.leaves.items():
-        row = [path, str(leaf.shape), leaf.dtype, bytes_text(num_bytes(leaf)), leaf.digest]
-        _add_row(table, *row, *([problems.get(path) or "ok"] if problems is not None else []))
-    return table
+    columns = [Column("array", wraps=True), Column("type"), Column("size", right=True), Column("digest")]
+    columns += [Column("status", wraps=True)] if problems is not None else []
+    status = lambda path: problems.get(path) or "ok" if problems is not None else ""
+    paths = list(manifest.leaves)
+    kinds = [(_type(leaf), status(path), to.folds or path) for path, leaf in manifest.leaves.items()]
+    rows = []
+    for each in fold(paths, kinds):
+        leaves = [manifest.leaves[paths[k]] for k in each.members]
+        digest = leaves[0].digest if len(leaves) == 1 else "one each"
+        size = bytes_text(sum(map(num_bytes, leaves)))
+        row = [each.text, _type(leaves[0]), size, digest, status(paths[each.members[0]])]
+        rows.append(row[: len(columns)])
+    return _table([f"{title} {_dtypes(manifest)}", versions], columns, rows)
 
 
-def differences(a: Manifest, b: Manifest) -> Table:
-    """Returns a table of the differences between the manifests of two steps."""
-    table = _table([f"Differences between step {a.step} and step {b.step}"], ["array", "first", "second"])
-    for path in dict.fromkeys([*a.leaves, *b.leaves]):
-        first, second = a.leaves.get(path), b.leaves.get(path)
-        if first != second:
-            _add_row(
-                table, path, *(f"{leaf.shape} {leaf.dtype} {leaf.digest}" if leaf else "" for leaf in (first, second))
-            )
+def differences(a: Manifest, b: Manifest, to: Screen) -> TextTable:
+    """Returns a table of the differences between the manifests of two steps. It has no rows if there are none."""
+    found = [path for path in dict.fromkeys([*a.leaves, *b.leaves]) if a.leaves.get(path) != b.leaves.get(path)]
+    type_in = lambda manifest, path: _type(manifest.leaves[path]) if path in manifest.leaves else ""
+    types = [(type_in(a, path), type_in(b, path)) for path in found]
+    rows = []
+    for each in fold(found, [(pair, to.folds or path) for path, pair in zip(found, types, strict=True)]):
+        first, second = types[each.members[0]]
+        leaves = [manifest.leaves.get(found[each.members[0]]) for manifest in (a, b)]
+        is_single = len(each.members) == 1
+        digests = [(leaf.digest if is_single else "one digest each") if leaf else "" for leaf in leaves]
+        rows.append([each.text, first if first == second else f"{first or 'none'} -> {second or 'none'}", *digests])
     for name in ("mesh", "stage", "precision", "versions", "data"):
         if getattr(a, name) != getattr(b, name):
-            _add_row(table, f"({name})", str(getattr(a, name)), str(getattr(b, name)))
-    return table
+            rows.append([f"({name})", "", str(getattr(a, name)), str(getattr(b, name))])
+    title = f"Differences between step {a.step} and step {b.step}: {len(found):,} arrays"
+    return _table([title], [Column(name, wraps=True) for name in ("array", "type", "first", "second")], rows)
+
+
+def _type(leaf: LeafRecord) -> str:
+    return f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
 
 
 def _dtypes(manifest: Manifest) -> str:
     return f"{manifest.precision['param_dtype']}, computed in {manifest.precision['compute_dtype']}"
 
 
-def _mesh(axes: Mapping[str, int]) -> str:
-    return " x ".join(f"{name} {size}" for name, size in axes.items())
+def _table(title: Iterable[str], columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> TextTable:
+    """A table of texts as they are: what a manifest contains is no escape sequence."""
+    return TextTable("\n".join(map(plain_text, title)), columns, [[_plain(cell) for cell in row] for row in rows])
 
 
-def _table(title: Iterable[str], columns: Iterable[str]) -> Table:
-    """A table with the lines of a title."""
-    table = Table(title=Text("\n".join(map(plain_text, title)), "bold"), title_justify="left")
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
-def _add_row(table: Table, *cells: str) -> None:
-    """Adds a row as it is: what a manifest contains is neither markup nor an escape sequence."""
-    table.add_row(*(Text(plain_text(cell)) for cell in cells))
+def _plain(cell: str) -> str:
+    return SPACE.join(map(plain_text, cell.split(SPACE)))

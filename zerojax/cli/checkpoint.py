@@ -56,10 +56,12 @@ def inspect(directory: Path | str, step: int | None) -> None:
     """Show the arrays of a step.
 
     The table has the shape, dtype, bytes and digest of each array, and the stage and mesh that the step was saved with.
+    On a terminal, the arrays of equal layers are one row; written to a file, each array has its own.
     """
     from zerojax.checkpoints import show
+    from zerojax.tables import screen
 
-    print_table(show.leaves_table(_manifest(_on_disk(directory, step, arrays=False), step)))
+    print_table(show.leaves_table(_manifest(_on_disk(directory, step, arrays=False), step), screen()))
 
 
 @checkpoint.command()
@@ -71,11 +73,12 @@ def verify(directory: Path | str, step: int | None) -> None:
     The exit code is 1 if an array is damaged.
     """
     from zerojax.checkpoints import pieces, show
+    from zerojax.tables import screen
 
     local = _on_disk(directory, step)
     manifest = _manifest(local, step)
     wrong = dict(pieces.verify_arrays(local, manifest.step, manifest))
-    print_table(show.leaves_table(manifest, wrong))
+    print_table(show.leaves_table(manifest, screen(), wrong))
     raise SystemExit(1 if any(wrong.values()) else 0)
 
 
@@ -94,13 +97,14 @@ def diff(directory: Path | str, first: int, second: int, other: Path | str | Non
     The arrays are compared by their digests. The exit code is 1 if the steps differ.
     """
     from zerojax.checkpoints import show
+    from zerojax.tables import screen
 
     places = [(directory, first), (other or directory, second)]
-    manifests = [_manifest(_on_disk(place, step, arrays=False), step) for place, step in places]
-    table = show.differences(*manifests)
-    if table.row_count:
+    before, after = (_manifest(_on_disk(place, step, arrays=False), step) for place, step in places)
+    table = show.differences(before, after, screen())
+    if table.rows:
         print_table(table)
-    raise SystemExit(1 if table.row_count else 0)
+    raise SystemExit(1 if table.rows else 0)
 
 
 @checkpoint.command()
@@ -150,6 +154,7 @@ def export_command(
     is left out, with a warning that names it.
     """
     from zerojax.exchange import names, parameters
+    from zerojax.text import bytes_text
 
     with without_traceback():
         found = names.mapping(mapping) if mapping else None
@@ -157,7 +162,7 @@ def export_command(
         newest = _manifest(directory, step).step
         given = {"mapping": found, "max_file_bytes": int(max_file_gib * 2**30), **options}
         for file in parameters.export(directory, newest, folder, **given):
-            click.echo(f"{file}  {file.stat().st_size / 2**20:,.1f} MiB")
+            click.echo(f"{file}  {bytes_text(file.stat().st_size)}")
 
 
 @checkpoint.command("import")
@@ -197,7 +202,7 @@ def import_files(directory: Path, files: Path, what: str, precision: str, mappin
         if there := store.folders(directory.absolute()):
             raise click.ClickException(f"{directory} has steps already: {', '.join(map(str, there))}")
         found = names.mapping(mapping) if mapping else None
-        job, zero = find_job(what, "", compiled=False), zerojax.Zero(zerojax.make_mesh(), 3, precision)
+        job, zero = find_job(what), zerojax.Zero(zerojax.make_mesh(), 3, precision)
         state = parameters.load(zero.init(job.create_model, job.tx), files, mapping=found, **options)
         if bad := contents.nonfinite_paths(digests(contents.arrays(state), contents.logical_shapes(state))):
             raise click.ClickException(f"{files} is not finite: {', '.join(bad)}")

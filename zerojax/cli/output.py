@@ -10,9 +10,10 @@ import click
 
 
 def print_table(table: Any) -> None:
-    from rich.console import Console
+    """Prints a `zerojax.tables.TextTable` as wide as the terminal is."""
+    from zerojax.tables import screen
 
-    Console().print(table)
+    click.echo(table.text(screen().width))
 
 
 @contextlib.contextmanager

@@ -15,6 +15,12 @@ from zerojax.cli.options import JOB_HELP
 @click.option("--preset", "what", metavar="NAME", help="A model; --list-presets lists them.")
 @click.option("--job", "what", metavar="MODULE:FUNCTION", help=JOB_HELP)
 @click.option(
+    "--hf",
+    type=click.Path(exists=True, path_type=Path),
+    metavar="PATH",
+    help="A language model of Hugging Face: a config.json, or the directory that has it.",
+)
+@click.option(
     "--target",
     default="h100:8",
     show_default=True,
@@ -31,6 +37,12 @@ from zerojax.cli.options import JOB_HELP
 )
 @click.option(
     "--rows", type=click.IntRange(1), metavar="N", help="Rows per device and microbatch.  [default: set by the model]"
+)
+@click.option(
+    "--seq",
+    type=click.IntRange(1, 2**31 - 1),
+    metavar="N",
+    help="Tokens in a row, for --preset and --hf.  [default: set by the model]",
 )
 @click.option(
     "--microbatches",
@@ -82,6 +94,8 @@ from zerojax.cli.options import JOB_HELP
 @click.option("--list-presets", is_flag=True, help="List the presets and exit.")
 def plan_command(
     what: str | None,
+    hf: Path | None,
+    seq: int | None,
     target: str,
     compiled: bool,
     memory_share: float | None,
@@ -123,22 +137,19 @@ def plan_command(
         for name, shapes in presets.PRESETS.items():
             console.print(f"{name:14s} {shapes}", highlight=False)
         return
-    if what is None:
-        raise click.UsageError(
-            f"--preset NAME or --job MODULE:FUNCTION is required\n  presets: {', '.join(presets.PRESETS)}"
-        )
     settings["bucket_bytes"] = bucket_mib and bucket_mib * 2**20
     given: dict[str, Any] = {"memory_share": memory_share, "calibration": calibration}
     try:
+        model = _model(what, hf, seq)
         if (compiled or auto) and targets.platform(target) == "cpu":
             zerojax.simulate_devices(cluster(target).num_devices)
         with Console(stderr=True).status("searching" if auto else "compiling" if compiled else "tracing") as status:
             if auto:
                 made = search(
-                    what, target, settings["rows"], precision=settings["precision"], on_step=status.update, **given
+                    model, target, settings["rows"], precision=settings["precision"], on_step=status.update, **given
                 )
             else:
-                made = make_plan(what, target, Settings(**settings), compile=compiled, dump=dump, **given)
+                made = make_plan(model, target, Settings(**settings), compile=compiled, dump=dump, **given)
     except (ValueError, RuntimeError) as error:
         raise click.ClickException(str(error)) from error
     if as_json:
@@ -148,11 +159,27 @@ def plan_command(
     if isinstance(made, Ranking):
         raise SystemExit(0 if made.winner else 3)
     if png:
-        _draw(made, memory_share, png)
+        _draw(model, made, memory_share, png)
     raise SystemExit(0 if made.fits else 3)
 
 
-def _draw(made: Any, memory_share: float | None, folder: Path) -> None:
+def _model(what: str | None, hf: Path | None, seq: int | None) -> Any:
+    """What is planned: the shapes of a preset or of a config, or the name of a function."""
+    from zerojax.plan import from_hugging_face, presets
+    from zerojax.plan.transformer import with_seq
+
+    if (what is None) == (hf is None):
+        names = "--preset NAME, --hf PATH or --job MODULE:FUNCTION is required"
+        given = "--hf cannot be used with --preset or --job"
+        raise click.UsageError(f"{names if hf is None else given}\n  presets: {', '.join(presets.PRESETS)}")
+    if what is None:
+        return from_hugging_face(str(hf), seq)
+    if seq and what not in presets.PRESETS:
+        raise click.UsageError("--seq is for --preset and --hf; the function of --job has its own shapes of batches")
+    return with_seq(presets.PRESETS[what], seq) if seq else what
+
+
+def _draw(model: Any, made: Any, memory_share: float | None, folder: Path) -> None:
     """Draws memory.png, the step at every stage, and timeline.png, one layer, if the time of the step was predicted."""
     import dataclasses
 
@@ -163,7 +190,7 @@ def _draw(made: Any, memory_share: float | None, folder: Path) -> None:
         raise click.ClickException(f"{error}\n  fix:      pip install 'zerojax[plot]'") from error
     at_stage = lambda stage: dataclasses.replace(made.settings, stage=stage)
     target = made.cluster.target
-    stages = [make_plan(made.what, target, at_stage(k), memory_share=memory_share, suggest=False) for k in range(4)]
+    stages = [make_plan(model, target, at_stage(k), memory_share=memory_share, suggest=False) for k in range(4)]
     picture.memory_by_stage(stages, folder / "memory.png")
     click.echo(f"{folder / 'memory.png'}: memory by stage", err=True)
     predicted = made.program and made.program.analysis.prediction

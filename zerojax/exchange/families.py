@@ -47,8 +47,14 @@ _TO_HEADS_FIRST = "(heads size) width -> heads width size"
 _FROM_HEADS = "width (heads size) -> heads size width"
 
 # A linear layer of PyTorch stores [out, in], one of Flax [in, out]. For its Flax models, transformers uses the names of
-# its PyTorch models, but for the last part.
+# its PyTorch models, but for the last part. So can any other Flax model. If a scan runs its layers, an array of theirs
+# is a stack, and no number follows `layers`; the files have an array for each layer.
+_SCANNED = r"(.*layers)/(?!\d+/)(.*)"
+_IN_LAYER = rf"\1.{NUMBER}.\2"
 _TRANSFORMERS = (
+    Rule(rf"{_SCANNED}/kernel", (rf"{_IN_LAYER}.weight",), _TRANSPOSED),
+    Rule(rf"{_SCANNED}/scale", (rf"{_IN_LAYER}.weight",), "size -> size"),
+    Rule(rf"{_SCANNED}/bias", (rf"{_IN_LAYER}.bias",), "size -> size"),
     Rule(
         r"(.*patch_embeddings/projection)/kernel", (r"\1.weight",), "out in height width -> height width in out"
     ),  # a convolution

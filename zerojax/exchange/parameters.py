@@ -1,4 +1,4 @@
-"""Exports the weights of a checkpoint as safetensors files, and loads the weights of such files into a state.
+"""Exports the weights of a checkpoint or of a state as safetensors files, and loads such files into a state.
 
 Weights are the parameters, and the floating arrays of the model state, such as the running statistics of BatchNorm,
 which inference needs as well.
@@ -6,32 +6,35 @@ which inference needs as well.
 
 from __future__ import annotations
 
+import collections
 import functools
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from zerojax.checkpoints import contents, store
 from zerojax.checkpoints.contents import MODEL_STATE, PARAMS
-from zerojax.checkpoints.manifest import CheckpointMismatch, LeafRecord, matches, mismatch_error, plain_text
+from zerojax.checkpoints.manifest import matches, plain_text
 from zerojax.checkpoints.pieces import LimitedReader
-from zerojax.exchange.families import family_sources, find_family
+from zerojax.exchange.checks import FLAX, LAYOUT_KEY, PYTORCH, absent, check_fit, check_layout
+from zerojax.exchange.families import find_family
 from zerojax.exchange.headers import bounded_repr, exchange_error
-from zerojax.exchange.names import Source, map_name, sources
-from zerojax.exchange.shards import read_sharded, shape_problem, transposes
-from zerojax.exchange.tensors import MAX_FILE_BYTES, Entry, Reader, write
+from zerojax.exchange.names import Source
+from zerojax.exchange.shards import read_sharded
+from zerojax.exchange.tensors import MAX_FILE_BYTES, Entry, Reader, layout as file_layout, write
+from zerojax.exchange.weights import is_weight, known_source, weight_sources
+from zerojax.sharding.placement import path_text
 from zerojax.step.state import TrainState
-from zerojax.typing import Aval
+from zerojax.typing import PyTree
 
 log = logging.getLogger("zerojax")
-
-LAYOUT_KEY, FLAX, PYTORCH = "format", "flax", "pt"  # the key and the values by which transformers states the layout too
 
 
 def export(
@@ -79,62 +82,78 @@ def export(
     """
     directory = Path(directory).absolute()
     saved = store.read_manifest(directory, step)
-    leaves = {path: leaf for path, leaf in saved.leaves.items() if _is_weight(path, jnp.dtype(leaf.dtype))}
+    leaves = {path: leaf for path, leaf in saved.leaves.items() if is_weight(path, jnp.dtype(leaf.dtype))}
     if left_out := [path for path in saved.leaves if path.startswith(MODEL_STATE) and path not in leaves]:
         log.warning("export: left out, since they are not floating: %s", plain_text(", ".join(left_out)))
-    found = _sources(leaves, mapping, family)
-    turned = any(source.dims for source in found.values())
-    metadata = {LAYOUT_KEY: PYTORCH if turned or family else FLAX, "step": str(step)}
+    found = weight_sources(leaves, mapping, family)
+    metadata = _metadata(found, family) | {"step": str(step)}
     entries: list[Entry] = []
     with LimitedReader(directory, step) as reader:
         for path, leaf in leaves.items():
             read = functools.partial(reader.pieces, path, leaf)
-            entries += _entries(_known(found, path), leaf, _export_dtype(path, leaf, dtype), read)
+            entries += _entries(known_source(found, path), leaf, _export_dtype(path, leaf, dtype), read)
         return write(folder, entries, max_file_bytes=max_file_bytes, metadata=metadata, overwrite=overwrite)
 
 
-def _is_weight(path: str, dtype: Any) -> bool:
-    return path.startswith(PARAMS) or (path.startswith(MODEL_STATE) and jnp.issubdtype(dtype, jnp.floating))
+def export_params(
+    params: PyTree,
+    folder: str | Path,
+    *,
+    dtype: Any = None,
+    mapping: Mapping[str, Any] | None = None,
+    family: str | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    overwrite: bool = False,
+) -> tuple[Path, ...]:
+    """Writes parameters that are on the devices as safetensors files, without a checkpoint. All processes call it.
+
+    Args:
+        params: a `TrainState`, whose parameters are written as a checkpoint has them, in param_dtype; or a tree of
+            arrays, sharded in any way, such as `adapters.merged` returns.
+        folder, dtype, mapping, family, max_file_bytes, overwrite: as in `export`.
+
+    Returns:
+        The files, see `tensors.write`; in processes other than 0, which write none, an empty tuple.
+
+    Raises:
+        ValueError: as in `export`.
+
+    Cost: holds one array, or one element of a stack, in host memory, and a second copy if it is transposed or reshaped.
+        With several processes, each device holds one full array.
+    """
+    tree = contents.saved_params(params) if isinstance(params, TrainState) else params
+    leaves = {PARAMS + path_text(path): a for path, a in jax.tree_util.tree_leaves_with_path(tree)}
+    found = weight_sources(leaves, mapping, family)
+    entries: list[Entry] = []
+    for path, a in leaves.items():
+        read = functools.partial(_on_host, a)
+        entries += _entries(known_source(found, path), a, _export_dtype(path, a, dtype), read)
+    if jax.process_index() == 0:
+        options = {"max_file_bytes": max_file_bytes, "metadata": _metadata(found, family)}
+        return write(folder, entries, overwrite=overwrite, **options)
+    for entry in [entry for part in file_layout(entries, max_file_bytes).values() for entry in part]:
+        collections.deque(entry.pieces(), maxlen=0)  # takes part in the gather of the array
+    return ()
 
 
-def _our_name(path: str) -> str:
-    """The name of an array in a mapping: its path in the model. That of an NNX variable ends with the variable."""
-    if path.startswith(PARAMS):
-        return path.removeprefix(PARAMS)
-    return path.removeprefix(MODEL_STATE).removesuffix("/value")
+def _on_host(a: Any, element: int | None) -> Iterator[np.ndarray]:
+    part = a if element is None else a[element]
+    is_here = not isinstance(part, jax.Array) or part.is_fully_addressable
+    yield np.asarray(part if is_here else multihost_utils.process_allgather(part, tiled=True))
 
 
-def _sources(
-    paths: Collection[str], mapping: Mapping[str, Any] | None, family: str | None, theirs: Collection[str] = ()
-) -> dict[str, Source]:
-    """Path -> source, for the paths that have one: of the mapping, or else of the family; without both, of its name."""
-    found: dict[str, Source] = {}
-    if mapping is None and family is None:
-        return {path: Source((_our_name(path).replace("/", "."),)) for path in paths}
-    if family is not None:
-        by_name = family_sources(find_family(family), [_our_name(path) for path in paths], theirs)
-        found = {path: by_name[_our_name(path)] for path in paths if _our_name(path) in by_name}
-    if mapping is not None:
-        entries = sources(mapping)
-        given = {path: map_name(entries, _our_name(path)) for path in paths}
-        found |= {path: source for path, source in given.items() if source is not None}
-    return found
+def _metadata(found: Mapping[str, Source], family: str | None) -> dict[str, str]:
+    turned = any(source.dims for source in found.values())
+    return {LAYOUT_KEY: PYTORCH if turned or family else FLAX}
 
 
-def _known(found: Mapping[str, Source], path: str) -> Source:
-    if path not in found:
-        what = "the mapping has no name for a parameter or an array of the model state"
-        raise exchange_error(what, bounded_repr(_our_name(path)), "add the name or a pattern that matches it")
-    return found[path]
-
-
-def _export_dtype(path: str, leaf: LeafRecord, wanted: Any) -> np.dtype:
+def _export_dtype(path: str, leaf: Any, wanted: Any) -> np.dtype:
     cast = wanted is not None and path.startswith(PARAMS) and jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.floating)
     return np.dtype(jnp.dtype(wanted if cast else leaf.dtype))
 
 
-def _entries(source: Source, leaf: LeafRecord, dtype: np.dtype, read: Any) -> Iterator[Entry]:
-    """The arrays that an array of the checkpoint becomes in the files."""
+def _entries(source: Source, leaf: Any, dtype: np.dtype, read: Any) -> Iterator[Entry]:
+    """The arrays that one of ours becomes in the files. `read` yields its pieces, or those of an element of a stack."""
     shape = leaf.shape[1:] if source.is_stack else leaf.shape
     theirs = shape if source.dims is None else source.dims.their_shape(shape)
     parts = source.parts(leaf.shape)
@@ -161,7 +180,7 @@ def _entries(source: Source, leaf: LeafRecord, dtype: np.dtype, read: Any) -> It
 
 def load(
     state: TrainState,
-    path: str | Path,
+    path: str | Path | Reader,
     *,
     mapping: Mapping[str, Any] | None = None,
     family: str | None = None,
@@ -178,7 +197,8 @@ def load(
 
     Args:
         state: of `init`. It is donated.
-        path: a file or a folder, see `tensors.Reader`.
+        path: a file or a folder; or a `tensors.Reader` of one, such as `Reader(folder, follow_links=True)` for a folder
+            in the cache of Hugging Face.
         mapping: our names -> the names in the files, or names and dims, see `names.mapping`. By default '/' becomes
             '.'. Entries without dims say nothing about the layout.
         family: a key of `families.FAMILIES`, for files in the PyTorch layout of Hugging Face: names and dims of all
@@ -202,88 +222,14 @@ def load(
         raise exchange_error("there is no such layout", bounded_repr(layout), "layout='flax', or a family or a mapping")
     if family is not None:
         extra = (*extra, *find_family(family).unused)
-    reader = Reader(path)
+    reader = path if isinstance(path, Reader) else Reader(path)
     stored, shapes = contents.arrays(contents.avals(state)), contents.logical_shapes(state)
-    avals = {p: jax.ShapeDtypeStruct(shapes[p], a.dtype) for p, a in stored.items() if _is_weight(p, a.dtype)}
-    found = _sources(avals, mapping, family, reader.names)
-    wanted = {p: _known(found, p) for p in avals if p in found or not matches(p, missing)}
-    _check_fit(reader, path, avals, wanted, missing, extra, cast)
-    present = {p: source for p, source in wanted.items() if _absent(reader, source, avals[p]) is None}
-    _check_layout(reader, path, avals, present, layout, family)
+    avals = {p: jax.ShapeDtypeStruct(shapes[p], a.dtype) for p, a in stored.items() if is_weight(p, a.dtype)}
+    found = weight_sources(avals, mapping, family, reader.names)
+    wanted = {p: known_source(found, p) for p in avals if p in found or not matches(p, missing)}
+    check_fit(reader, avals, wanted, missing, extra, cast)
+    present = {p: source for p, source in wanted.items() if absent(reader, source, avals[p]) is None}
+    check_layout(reader, avals, present, layout, family)
     contents.free(state, present)
     read = {p: read_sharded(reader, source, shapes[p], stored[p]) for p, source in present.items()}
     return contents.with_arrays(state, read)
-
-
-def _absent(reader: Reader, source: Source, a: Aval) -> str | None:
-    """The first name of the source that the files do not have."""
-    return next((name for name in source.parts(tuple(a.shape)) if name not in reader), None)
-
-
-def _check_fit(
-    reader: Reader,
-    path: str | Path,
-    avals: Mapping[str, Aval],
-    wanted: Mapping[str, Source],
-    missing: Sequence[str],
-    extra: Sequence[str],
-    cast: bool,
-) -> None:
-    """Raises CheckpointMismatch unless the files have the arrays that are wanted, with their shapes and dtypes."""
-    lines: list[str] = []
-    turned = False
-    for p, source in wanted.items():
-        a = avals[p]
-        name = _absent(reader, source, a)
-        if name is not None:
-            if not matches(p, missing):
-                lines.append(f"missing:  {p}: the files have no {name} (missing=({p!r},) allows it)")
-        elif problem := shape_problem(reader, source, tuple(a.shape)):
-            lines.append(f"shape:    {p}: {problem}")
-            turned = turned or transposes(reader, source, tuple(a.shape))
-        elif not cast:
-            differs = [part for part in source.parts(tuple(a.shape)) if jnp.dtype(reader.dtype(part)) != a.dtype]
-            for part in differs[:1]:
-                got = f"{part} is {reader.dtype(part)}, the state has {a.dtype}"
-                lines.append(f"dtype:    {p}: {got} (cast=True allows it)")
-    taken = {name for p, source in wanted.items() for name in source.parts(tuple(avals[p].shape))}
-    unused = [name for name in reader.names if name not in taken and not matches(name, extra)]
-    lines += [f"extra:    {name}: nothing in the state takes it (extra=({name!r},) allows it)" for name in unused]
-    if lines:
-        absent = any(line.startswith("missing:") for line in lines)
-        fixes = [_TRANSPOSE_FIX] if turned else [_NAMES_FIX] if absent else []
-        raise CheckpointMismatch("\n  ".join([str(mismatch_error(str(path), lines)), *fixes]))
-
-
-_TRANSPOSE_FIX = (
-    "fix:      shapes are the transpose of what they should be: for files of Hugging Face pass a family, or a mapping "
-    'with "dims": "out in -> in out"; for files in the layout of Flax leave them out'
-)
-_NAMES_FIX = "fix:      if the files have other names, pass a mapping, or a family for those of Hugging Face"
-
-
-def _check_layout(
-    reader: Reader,
-    path: str | Path,
-    avals: Mapping[str, Aval],
-    present: Mapping[str, Source],
-    layout: str | None,
-    family: str | None,
-) -> None:
-    """Raises ValueError if it is not known how an array with several dims is stored."""
-    stated = reader.metadata.get(LAYOUT_KEY)
-    if family is not None and FLAX in (stated, layout):
-        got = f"family={family!r} and {'layout' if layout else 'the metadata of the files'} {FLAX!r}"
-        fix = "leave out the family, or the layout if the files are in the PyTorch layout of Hugging Face"
-        raise exchange_error(f"{path} is in the layout of Flax, and a family turns it around", got, fix)
-    if FLAX in (stated, layout):
-        return
-    unknown = [p for p, source in present.items() if not source.has_layout and avals[p].ndim > 1]
-    if unknown:
-        first = f"{bounded_repr(present[unknown[0]].names[0])} of shape {tuple(avals[unknown[0]].shape)}"
-        got = f"{first} and {len(unknown) - 1} others; the metadata state {LAYOUT_KEY!r} {stated!r}"
-        fix = (
-            "layout='flax' if the arrays are stored as Flax stores them; for files of Hugging Face a family, or a "
-            'mapping with "dims"'
-        )
-        raise exchange_error(f"{path} does not state its layout: matrices may be transposed", got, fix)

@@ -250,6 +250,7 @@ class Reader:
         follow_links: whether files may be links that lead out of the folder, as in the cache of Hugging Face.
 
     Attributes:
+        path: the file or the folder.
         names: of the arrays, in the order of the files.
         metadata: the strings in the header; with several files, those that all headers have in common.
 
@@ -261,6 +262,7 @@ class Reader:
     """
 
     def __init__(self, path: str | Path, *, follow_links: bool = False):
+        self.path = Path(path)
         found = _read_folder(Path(path), follow_links) if os.path.isdir(path) else [headers.read_header(Path(path))]
         self._arrays = {name: stored for header in found for name, stored in header.arrays.items()}
         self.names = tuple(self._arrays)
@@ -271,11 +273,19 @@ class Reader:
         return name in self._arrays
 
     def shape(self, name: str) -> Shape:
-        """Returns the shape of an array."""
+        """Returns the shape of an array.
+
+        Args:
+            name: one of `names`.
+        """
         return self._stored(name).shape
 
     def dtype(self, name: str) -> np.dtype:
-        """Returns the dtype of an array. bfloat16 and float8 are those of `ml_dtypes`."""
+        """Returns the dtype of an array. bfloat16 and float8 are those of `ml_dtypes`.
+
+        Args:
+            name: one of `names`.
+        """
         return self._stored(name).dtype
 
     def read(self, name: str, index: slice | tuple[slice, ...] = (), *, view: Shape | None = None) -> np.ndarray:
@@ -402,6 +412,6 @@ def _inside(folder: Path, name: str, follow_links: bool) -> Path:
         raise exchange_error(f"the index names a file outside {folder}", bounded_repr(name), fix)
     path = folder / name
     if not follow_links and os.path.dirname(os.path.realpath(path)) != os.path.realpath(folder):
-        fix = "copy the file, or use follow_links=True if you trust the link"
+        fix = "copy the file, or pass Reader(folder, follow_links=True) if you trust the link"
         raise exchange_error(f"a link leads out of {folder}", bounded_repr(name), fix)
     return path

@@ -13,6 +13,9 @@ from jax import Array
 from jax.extend.core import Primitive
 
 _QUERY_BLOCK = 512  # queries whose scores `blockwise_attention` computes at a time
+# What JAX's fused attention takes (jax/_src/cudnn/fused_attention_stablehlo.py, jax 0.10.2).
+FUSED_HEAD_MULTIPLE = 8
+_WIDE_HEADS_FROM = (9, 0)  # the compute capability of an H100
 _ROWS_BEFORE_HEADS = 0  # the `layout` of the dims above in JAX's own primitives
 
 
@@ -40,6 +43,11 @@ def blockwise_attention(q_BSHd: Array, k_BSKd: Array, v_BSKd: Array, is_causal: 
 def cudnn_attention(q_BSHd: Array, k_BSKd: Array, v_BSKd: Array, is_causal: bool) -> Array:
     """Fused attention by cuDNN, for programs for GPUs in bfloat16 or float16."""
     return jax.nn.dot_product_attention(q_BSHd, k_BSKd, v_BSKd, is_causal=is_causal, implementation="cudnn")
+
+
+def widest_fused_head(compute_capability: tuple[int, int]) -> int:
+    """The widest heads that JAX's fused attention takes on a GPU."""
+    return 256 if compute_capability >= _WIDE_HEADS_FROM else 128
 
 
 def cudnn_attention_for_tracing(q_BSHd: Array, k_BSKd: Array, v_BSKd: Array, is_causal: bool) -> Array:

@@ -39,8 +39,9 @@ class Settings:
     Attributes:
         stage, precision: as in `Zero`.
         rows: rows of a device in a microbatch; None for the default of the model.
-        num_microbatches, prefetch, bucket_bytes: as in `Zero.train_step`.
+        num_microbatches: as in `Zero.train_step`.
         remat: 'none', 'dots', 'full', or 'offload', which is 'full' with the inputs of layers in host memory.
+        prefetch, bucket_bytes: as in `Zero.train_step`.
         replica, model: sizes of the mesh axes, as in `make_mesh`.
     """
 

@@ -13,6 +13,7 @@ from zerojax.analysis.liveness import ACTIVATIONS
 from zerojax.plan.job import Settings
 from zerojax.report.memory import Memory
 from zerojax.sharding.precision import Precision
+from zerojax.text import bytes_text
 from zerojax.transform import jaxprs
 from zerojax.transform.segmentation import TracedLoss
 
@@ -81,7 +82,7 @@ def _order(memory: Memory) -> Iterator[str]:
         yield (
             f"{activations / memory.peak_bytes:.0%} of it are activations of one moment, whose operations compilers"
             f" reorder and fuse. With {_MISSED_ACTIVATIONS:.0%} more of them, the most that was measured, the peak is"
-            f" {(memory.peak_bytes + missed) / 2**30:.2f} GiB"
+            f" {bytes_text(memory.peak_bytes + missed)}"
         )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerojax.analysis import hardware, targets
-from zerojax.analysis.hardware import Cluster
+from zerojax.analysis.hardware import Chip, Cluster
 from zerojax.analysis.jaxpr_costs import ComputeTime
 from zerojax.analysis.utilisation import Throughput, model_flops, throughput
 from zerojax.plan import attention, presets
@@ -18,6 +18,7 @@ from zerojax.plan.job import DEFAULT_SETTINGS, Job, Settings
 from zerojax.plan.notes import notes
 from zerojax.plan.program import CompiledStep, compile_step
 from zerojax.plan.tracing import Tracer, num_rows
+from zerojax.plan.transformer import Transformer
 from zerojax.report.memory import Memory
 from zerojax.sharding.uneven import uneven_text
 
@@ -30,7 +31,13 @@ REMATS = ("none", "dots", "full", "offload")  # from the most memory to the leas
 
 
 class Suggestion(NamedTuple):
-    """A change of the settings or the cluster, the peak memory of a device with it, and whether that fits."""
+    """A change of the settings or the cluster.
+
+    Attributes:
+        change: the change, in words.
+        peak_bytes: the peak memory of a device with it.
+        fits: whether that fits.
+    """
 
     change: str
     peak_bytes: int
@@ -42,7 +49,7 @@ class Plan:
     """The predicted memory and time of a step on a cluster.
 
     Attributes:
-        what: the preset or the function.
+        what: the name of the preset, the model or the function.
         cluster: the cluster that the step is planned for.
         settings: the options of the step, with `rows` filled in.
         parameters: the number of parameters of the model.
@@ -128,7 +135,7 @@ class Plan:
 
 
 def plan(
-    what: str,
+    what: str | Transformer,
     target: str,
     settings: Settings = DEFAULT_SETTINGS,
     *,
@@ -141,7 +148,8 @@ def plan(
     """Predicts whether a step fits on a cluster, and its time if it is compiled.
 
     Args:
-        what: a preset (`presets.PRESETS`), or 'module:function' with a function that returns a `Job`.
+        what: a preset (`presets.PRESETS`), 'module:function' with a function that returns a `Job`, or the shapes of a
+            model, such as those of `from_hugging_face`.
         target: the name of the cluster, as in `targets.devices`.
         settings: the options of the step.
         compile: whether to compile the step for the target. If not, neither a compiler nor an accelerator package is
@@ -174,19 +182,28 @@ class Planner:
         what, target, memory_share, calibration: as in `plan`.
     """
 
-    def __init__(self, what: str, target: str, *, memory_share: float | None = None, calibration: Path | None = None):
+    def __init__(
+        self,
+        what: str | Transformer,
+        target: str,
+        *,
+        memory_share: float | None = None,
+        calibration: Path | None = None,
+    ):
         self.what, self.cluster = what, hardware.cluster(target, calibration)
+        self.shapes = _shapes(what)
+        self.name = self.shapes.name if self.shapes else str(what)
         chip = self.cluster.chip
         share = MEMORY_SHARE[chip.platform] if memory_share is None else memory_share
         if not 0 < share <= 1:
             raise ValueError(f"plan: memory_share is {share}\n  fix:      pass a share of the memory: 0 < share <= 1")
         self.limit_bytes = int(share * chip.memory_bytes)
-        self.tracer = Tracer(find_job(what, chip.platform, compiled=False))
+        self.tracer = Tracer(find_job(what, chip))
 
     @functools.cached_property
     def _plain(self) -> Tracer:
         """Traces the job with attention whose products are in the trace."""
-        return Tracer(find_job(self.what, "", compiled=False)) if self.what in presets.PRESETS else self.tracer
+        return Tracer(find_job(self.what)) if self.shapes else self.tracer
 
     def with_rows(self, settings: Settings) -> Settings:
         """The settings with the rows of the job, if they have none."""
@@ -200,9 +217,9 @@ class Planner:
             devices: the described devices of the target that the step is compiled for; None to compile nothing.
             dump, suggest: as in `plan`.
         """
-        if self.what in presets.PRESETS and (settings.model or 1) > 1:
+        if self.shapes and (settings.model or 1) > 1:
             raise ValueError(
-                f"plan: {self.what!r} cannot be divided over a model axis of {settings.model}\n"
+                f"plan: {self.name!r} cannot be divided over a model axis of {settings.model}\n"
                 f"  fix:      use --replica, or --job with a model that is annotated"
             )
         settings = self.with_rows(settings)
@@ -214,12 +231,25 @@ class Planner:
                 speed = self._throughput(settings, program.analysis.prediction.step_s)
         parameters = self.parameters(settings)
         loss = self.tracer.loss(settings, self.cluster.num_devices).traced
-        told = (*self._uneven(settings), *notes(loss, memory, self.cluster.chip, settings))
+        told = (*self._of_shapes(), *self._uneven(settings), *notes(loss, memory, self.cluster.chip, settings))
         found = Plan(
-            self.what, self.cluster, settings, parameters, memory, self.limit_bytes, program, speed, notes=told
+            self.name, self.cluster, settings, parameters, memory, self.limit_bytes, program, speed, notes=told
         )
         suggestions = tuple(self._suggestions(found)) if suggest else ()
         return dataclasses.replace(found, suggestions=suggestions)
+
+    def _of_shapes(self) -> Iterator[str]:
+        """What the plan does not follow of a described model, and whether its attention is fused."""
+        if self.shapes is None:
+            return
+        yield from self.shapes.notes
+        if self.cluster.chip.platform == "cuda" and not self.shapes.caps_scores:
+            head_dim, widest = self.shapes.width_of_head, _widest_head(self.cluster.chip)
+            if not _can_fuse(self.shapes, self.cluster.chip):
+                yield (
+                    f"attention is planned in blocks of queries: its heads of width {head_dim} are not fused, since"
+                    f" cuDNN takes multiples of 8 up to {widest} on this GPU"
+                )
 
     def _uneven(self, settings: Settings) -> Iterator[str]:
         """What the number of devices costs, if it divides few dims of the model."""
@@ -251,8 +281,8 @@ class Planner:
 
     def _compiled(self, settings: Settings, devices: Any, memory: Memory, dump: Path | None) -> CompiledStep:
         tracer = self.tracer
-        if self.what in presets.PRESETS:
-            tracer = Tracer(find_job(self.what, self.cluster.chip.platform, compiled=True))
+        if self.shapes:
+            tracer = Tracer(find_job(self.what, self.cluster.chip, compiled=True))
         compilable = tracer.step(settings, devices)
         axes = dict(compilable.zero.config.mesh.shape)
         return compile_step(compilable.step, self.cluster, axes, memory.arguments_bytes, dump)
@@ -275,21 +305,27 @@ class Planner:
                 yield Suggestion(text, peak_bytes, peak_bytes <= found.limit_bytes)
 
 
-def find_job(what: str, platform: str, compiled: bool) -> Job:
-    """Returns the job of a preset or of the user's function.
+def _shapes(what: str | Transformer) -> Transformer | None:
+    """The shapes of a preset or of a described model; None for the user's function."""
+    return presets.PRESETS.get(what) if isinstance(what, str) else what
+
+
+def find_job(what: str | Transformer, chip: Chip | None = None, compiled: bool = False) -> Job:
+    """Returns the job of a preset, of a described model, or of the user's function.
 
     Args:
         what: as in `plan`.
-        platform: the platform of the target. Programs for GPUs use fused attention.
+        chip: the chip of the target. Programs for GPUs use fused attention, if it takes the heads of the model.
         compiled: whether the job will be compiled. If not, it can only be traced, which needs no package of the
             platform.
 
     Raises:
         ValueError: if there is no such preset or function, or if the function does not return a `Job`.
     """
-    if what in presets.PRESETS:
+    if (shapes := _shapes(what)) is not None:
         fused = attention.cudnn_attention if compiled else attention.cudnn_attention_for_tracing
-        return presets.job(presets.PRESETS[what], fused if platform == "cuda" else None)
+        return presets.job(shapes, fused if chip and _can_fuse(shapes, chip) else None)
+    assert isinstance(what, str)
     module, colon, name = what.partition(":")
     if not colon:
         raise ValueError(
@@ -308,6 +344,20 @@ def find_job(what: str, platform: str, compiled: bool) -> Job:
             f"  fix:      return zerojax.plan.Job(create_model, tx, loss_fn, batch, rows=..., tokens=...)"
         )
     return found
+
+
+def _can_fuse(shapes: Transformer, chip: Chip) -> bool:
+    head_dim = shapes.width_of_head
+    return (
+        chip.platform == "cuda"
+        and not shapes.caps_scores
+        and head_dim <= _widest_head(chip)
+        and head_dim % attention.FUSED_HEAD_MULTIPLE == 0
+    )
+
+
+def _widest_head(chip: Chip) -> int:
+    return attention.widest_fused_head((8, 0) if chip.name == "a100" else (9, 0))
 
 
 Change = tuple[str, Settings, int]

@@ -13,6 +13,7 @@ from zerojax.analysis.hardware import Cluster
 from zerojax.analysis.jaxpr_costs import ComputeTime
 from zerojax.plan.job import Settings
 from zerojax.plan.planner import REMATS, Plan, Planner
+from zerojax.plan.transformer import Transformer
 
 NAIVE = Settings(stage=3, remat="full", prefetch=0)
 
@@ -96,7 +97,7 @@ class Ranking(NamedTuple):
 
 
 def search(
-    what: str,
+    what: str | Transformer,
     target: str,
     rows: int | None = None,
     *,
@@ -149,7 +150,7 @@ def search(
     best.sort(key=lambda c: (c.plan is None or not c.plan.fits, c.step_s))
     naive = candidate(dataclasses.replace(NAIVE, rows=rows, precision=precision))
     naive = compiled(naive) if num_compiled else naive
-    return Ranking(what, cluster, (*best, *found[len(best) :]), naive)
+    return Ranking(planner.name, cluster, (*best, *found[len(best) :]), naive)
 
 
 def _settings(cluster: Cluster, rows: int) -> Iterator[Settings]:

@@ -16,7 +16,9 @@ from zerojax.plan.program import CollectiveSummary, CompiledStep
 from zerojax.plan.search import Candidate, Ranking
 from zerojax.plan.timeline import Prediction
 from zerojax.report.memory import model_states
+from zerojax.text import bytes_text
 
+_SMALL_SHARE = 1e-3  # of the largest category of memory; smaller ones are not shown if no formula has them
 _LABELS = {  # the names themselves are keys of the JSON output
     timeline.STARTS: "kernel launches",
     timeline.COPIES: "copies on the device",
@@ -58,14 +60,14 @@ def render_ranking(ranking: Ranking, shown: int = 12) -> Group:
         caption="ms per step; tokens/s per device; rows without tokens/s are estimated by formula, not compiled",
         title_justify="left", caption_justify="left", title_style="bold", box=box.SIMPLE, pad_edge=False,
     )  # fmt: skip
-    columns = ["", "stage", "remat", "rows", *(["replica"] if replicated else []), "GiB", "ms", "tokens/s", "bound by"]
+    columns = ["", "stage", "remat", "rows", *(["replica"] if replicated else []), "peak", "ms", "tokens/s", "bound by"]
     for k, column in enumerate(columns):
         table.add_column(column, justify="left" if k in (0, len(columns) - 1) else "right", no_wrap=True)
 
     def row(c: Candidate, name: str) -> list[str]:
         s, compiled = c.settings, c.plan
         speed = f"{compiled.throughput.tokens_per_device_s:,.0f}" if compiled and compiled.throughput else ""
-        peak = _gib(compiled.peak_bytes if compiled else c.peak_bytes)
+        peak = bytes_text(compiled.peak_bytes if compiled else c.peak_bytes)
         replica = [str(s.replica)] if replicated else []
         rows = f"{s.rows} x {s.num_microbatches}"
         return [name, str(s.stage), s.remat, rows, *replica, peak, f"{c.step_s * 1e3:,.0f}", speed, c.bound]
@@ -91,19 +93,14 @@ def text(plan: Plan, formulas: bool = False, width: int = 120) -> str:
     return capture.get()
 
 
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:,.2f}"
-
-
 def _verdict(plan: Plan) -> Text:
     chip, settings = plan.cluster.chip, plan.settings
     level = "as compiled" if plan.program else "by formula"
     share = plan.limit_bytes / chip.memory_bytes
-    difference = f"{_gib(abs(plan.room_bytes))} GiB {'below' if plan.fits else 'above'} the limit"
-    verdict = f"{'fits' if plan.fits else 'does not fit'}: {_gib(plan.peak_bytes)} GiB {level}, {difference}"
-    limit = (
-        f"limit: {_gib(plan.limit_bytes)} GiB, which is {share:.0%} of the {_gib(chip.memory_bytes)} GiB of a device"
-    )
+    difference = f"{bytes_text(abs(plan.room_bytes))} {'below' if plan.fits else 'above'} the limit"
+    verdict = f"{'fits' if plan.fits else 'does not fit'}: {bytes_text(plan.peak_bytes)} {level}, {difference}"
+    of_chip = bytes_text(chip.memory_bytes)
+    limit = f"limit: {bytes_text(plan.limit_bytes)}, which is {share:.0%} of the {of_chip} of a device"
     model = f"model: {plan.what}, {plan.parameters / 1e9:.2f} B parameters, on {plan.cluster.target}"
     rows = f"{settings.rows} row{'s' * (settings.rows != 1)} per device"
     if settings.num_microbatches > 1:
@@ -130,43 +127,43 @@ def _memory(plan: Plan, formulas: bool) -> Table:
     formula = {term.name: term.num_bytes for term in plan.memory.terms}
     compiled = (plan.program and plan.program.analysis.held) or {}
     explanations = {term.name: term.formula for term in plan.memory.terms}
-    gib = lambda held, name: _gib(held[name]) if name in held else ""
+    gib = lambda held, name: bytes_text(held[name]) if name in held else ""
 
     def row(name: str, *figures: str, of: float | None = None) -> list[str]:
         shown = [label(name), *(figures if compiled else figures[-1:]), f"{of / plan.limit_bytes:.1%}" if of else ""]
         return [*shown, explanations.get(name, "")] if formulas else shown
 
-    small = lambda name: name not in formula and round(compiled[name] / 2**30, 2) == 0
+    small = lambda name: name not in formula and compiled[name] < _SMALL_SHARE * max(compiled.values())
     names = [name for name in dict.fromkeys([*formula, *compiled]) if not small(name)]
     level = compiled or formula
     rows = [row(name, gib(compiled, name), gib(formula, name), of=level.get(name)) for name in names]
     total = plan.program.peak_bytes if plan.program and compiled else plan.memory.peak_bytes
-    rows.append(row("total", _gib(total), _gib(plan.memory.peak_bytes), of=total))
+    rows.append(row("total", bytes_text(total), bytes_text(plan.memory.peak_bytes), of=total))
     if plan.host_bytes or plan.memory.host_bytes:
-        rows.append(row("in host memory", _gib(plan.host_bytes), _gib(plan.memory.host_bytes)))
+        rows.append(row("in host memory", bytes_text(plan.host_bytes), bytes_text(plan.memory.host_bytes)))
     if formulas:
         states = model_states(
             plan.parameters, plan.settings.stage, plan.cluster.num_devices // (plan.settings.model or 1)
         )
         explanations["ZeRO model states"] = "2 + 2 + 12 bytes per parameter, sharded according to the stage"
-        rows.append(row("ZeRO model states", "", _gib(states.num_bytes), of=states.num_bytes))
+        rows.append(row("ZeRO model states", "", bytes_text(states.num_bytes), of=states.num_bytes))
     columns = [*(["compiled"] if compiled else []), "formula", "of the limit", *(["explanation"] if formulas else [])]
-    return _table("Peak memory of a device, in GiB", "", columns, rows)
+    return _table("Peak memory of a device", "", columns, rows)
 
 
 def _program(program: CompiledStep, plan: Plan) -> Table:
     analysis = program.analysis
     rows = [
-        ["arguments", _gib(program.arguments_bytes)],
-        ["arguments updated in place", _gib(program.aliased_bytes)],
-        ["temporaries", _gib(program.temporaries_bytes)],
+        ["arguments", bytes_text(program.arguments_bytes)],
+        ["arguments updated in place", bytes_text(program.aliased_bytes)],
+        ["temporaries", bytes_text(program.temporaries_bytes)],
     ]
     if analysis.buffers_bytes is not None:
-        rows.append(["collectives in flight, at most", _gib(analysis.buffers_bytes)])
+        rows.append(["collectives in flight, at most", bytes_text(analysis.buffers_bytes)])
     if analysis.copied_bytes is not None:
-        rows.append(["copied in loops per step", _gib(analysis.copied_bytes)])
+        rows.append(["copied in loops per step", bytes_text(analysis.copied_bytes)])
     title = f"Program for {plan.cluster.target}, compiled in {program.compile_s:.0f} s"
-    return _table(title, "", ["GiB"], rows)
+    return _table(title, "", ["bytes"], rows)
 
 
 def _communication(collectives: tuple[CollectiveSummary, ...]) -> Table:
@@ -176,14 +173,14 @@ def _communication(collectives: tuple[CollectiveSummary, ...]) -> Table:
             row.axis,
             row.dtype,
             f"{row.count:,}",
-            _gib(row.sent_bytes),
+            bytes_text(row.sent_bytes),
             f"{row.exposed_bytes / row.sent_bytes:.1%}" if row.sent_bytes else "",
         ]
         for row in collectives
     ]
     total, exposed = (sum(getattr(row, field) for row in collectives) for field in ("sent_bytes", "exposed_bytes"))
-    rows.append(["total", "", "", "", _gib(total), f"{exposed / total:.1%}" if total else ""])
-    columns = ["axis", "dtype", "count", "GiB sent", "not overlapped"]
+    rows.append(["total", "", "", "", bytes_text(total), f"{exposed / total:.1%}" if total else ""])
+    columns = ["axis", "dtype", "count", "sent", "not overlapped"]
     return _table("Communication of a device per step", "", columns, rows)
 
 
@@ -201,8 +198,12 @@ def _time(predicted: Prediction) -> Table:
     return _table("Busy time per step", "", ["ms", "of the step"], rows)
 
 
+def _change(num_bytes: float) -> str:
+    return f"{'+' if num_bytes > 0 else ''}{bytes_text(num_bytes)}"
+
+
 def _suggestions(plan: Plan) -> Table:
     title = "Ways to use the free memory" if plan.fits else "Ways to save memory"
-    gib = lambda each: (_gib(each.peak_bytes), f"{(each.peak_bytes - plan.peak_bytes) / 2**30:+,.2f}")
+    gib = lambda each: (bytes_text(each.peak_bytes), _change(each.peak_bytes - plan.peak_bytes))
     rows = [[each.change, *gib(each), "fits" if each.fits else "does not fit"] for each in plan.suggestions]
-    return _table(title, "", ["GiB by formula", "change", ""], rows)
+    return _table(title, "", ["by formula", "change", ""], rows)

@@ -19,6 +19,7 @@ from zerojax.sharding.stages import Stage
 from zerojax.step.config import ZeroConfig
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import TrainState
+from zerojax.text import bytes_text, count_text
 from zerojax.typing import PyTree
 
 
@@ -37,7 +38,11 @@ class Term(NamedTuple):
 
 
 class ModelStates(NamedTuple):
-    """Bytes of the model states on one device, by the formula of ZeRO."""
+    """Bytes of the model states on one device, by the formula of ZeRO.
+
+    Attributes:
+        parameters, gradients, optimizer: the bytes of each.
+    """
 
     parameters: float
     gradients: float
@@ -105,10 +110,11 @@ class Memory(NamedTuple):
 
     def __str__(self) -> str:
         """One line for each term, and their sum."""
-        unit, size = ("GiB", 2**30) if self.peak_bytes >= 2**30 else ("MiB", 2**20)
-        line = lambda name, num_bytes, formula: f"{name:16s}{num_bytes / size:9.3f} {unit}  {formula}".rstrip()
+        line = lambda name, num_bytes, formula: f"{name:16s}{bytes_text(num_bytes):>12s}  {formula}".rstrip()
         host = [line("host memory", self.host_bytes, "pinned, in addition to the sum")] if self.host_bytes else []
         return "\n".join([*(line(*term) for term in self.terms), line("sum", self.peak_bytes, ""), *host])
+
+    __repr__ = __str__
 
 
 _ARGUMENTS = ("parameters", "optimizer state", "model state", "batch")
@@ -162,10 +168,11 @@ def _argument_terms(config: ZeroConfig, state: TrainState, batch: PyTree) -> lis
     held = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state.params))
     shards = axes.num_shards if stage.shards_optimizer else 1
     rows = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(batch)) // axes.num_devices
-    params = f"{held / max(1, psi):.3g} x {_count(psi)}{divisor(stage.shards_params)}"
+    params = f"{held / max(1, psi):.3g} x {count_text(psi)}{divisor(stage.shards_params)}"
+    of_optimizer = f"{optimizer * shards:.3g} x {count_text(psi)}{divisor(shards > 1)}"
     terms = [
         Term("parameters", totals["params"], params),
-        Term("optimizer state", totals["optimizer"], f"{optimizer * shards:.3g} x {_count(psi)}{divisor(shards > 1)}"),
+        Term("optimizer state", totals["optimizer"], of_optimizer),
         Term("model state", totals["model_state"], "replicated, in the dtypes of the model"),
         Term("batch", rows, "the rows of one device"),
     ]
@@ -180,7 +187,7 @@ def _temporary_formulas(config: ZeroConfig, state: TrainState, prefetch: int) ->
     elements = lambda unit: sum(leaf.size_at_once for leaf in units[unit])
     largest = max(units, key=elements)
     num_bytes = sum(leaf.size_at_once * leaf.compute_dtype.itemsize for leaf in units[largest])
-    size = f"{num_bytes / max(1, elements(largest)):.3g} x {_count(elements(largest))}"
+    size = f"{num_bytes / max(1, elements(largest)):.3g} x {count_text(elements(largest))}"
     return {
         liveness.GATHERED: f"up to {prefetch + 1} units at a time; the largest, {largest!r}, is {size}",
         liveness.GRADIENTS: "reduced and full gradients that exist at the peak",
@@ -202,13 +209,5 @@ def _transposed_leaf(config: ZeroConfig, settings: StepSettings, state: TrainSta
     largest = max(transposed, key=lambda leaf: leaf.size)
     width = largest.compute_dtype.itemsize
     num_bytes = int(min(width * largest.size, settings.collectives.bucket_bytes))
-    formula = f"after the update: {largest.path!r} before it is transposed, {width} x {_count(largest.size)}"
+    formula = f"after the update: {largest.path!r} before it is transposed, {width} x {count_text(largest.size)}"
     return Term("gathered", num_bytes, formula)
-
-
-def _count(elements: int) -> str:
-    """A number of elements as text, such as 8.03B."""
-    for size, letter in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
-        if elements >= size:
-            return f"{elements / size:.4g}{letter}"
-    return str(elements)

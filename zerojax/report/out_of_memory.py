@@ -9,6 +9,7 @@ import jax
 from zerojax.report.memory import Memory
 from zerojax.step.config import ZeroConfig
 from zerojax.step.settings import StepSettings
+from zerojax.text import bytes_text
 
 
 def out_of_memory_error(config: ZeroConfig, settings: StepSettings, memory: Memory, error: Exception) -> MemoryError:
@@ -39,7 +40,7 @@ def _limit(config: ZeroConfig) -> str:
     """The device memory that JAX may use, if the device reports it."""
     stats = getattr(config.mesh.devices.flat[0], "memory_stats", lambda: None)()
     limit = (stats or {}).get("bytes_limit")
-    return f"  of {limit / 2**30:.3f} GiB that JAX may use" if limit else ""
+    return f"  of {bytes_text(limit)} that JAX may use" if limit else ""
 
 
 def _fixes(config: ZeroConfig, settings: StepSettings) -> Iterator[str]:

@@ -121,6 +121,9 @@ def simulate_devices(count: int) -> None:
     Sets JAX_PLATFORMS, XLA_FLAGS and NPROC. NPROC makes the CPU client's thread pool larger than the number of
     devices: with only as many threads as devices, a collective can deadlock because no thread is left to start it on.
 
+    Args:
+        count: the number of devices.
+
     Raises:
         RuntimeError: if JAX has already started with another number of devices.
     """

@@ -35,6 +35,7 @@ from zerojax.sharding.dim_choice import annotated_dim, choose_dim, given_dim, ta
 from zerojax.sharding.padding import NO_PADDING, Padding
 from zerojax.sharding.precision import Precision
 from zerojax.sharding.units import cut_patterns, no_match_text, unit_names
+from zerojax.text import abbreviate
 from zerojax.typing import AnyMesh, Array, PyTree, Shape
 
 
@@ -199,8 +200,8 @@ def place(
 
     Raises:
         ValueError: if the tree is empty, a leaf is not an array or is complex and not frozen, a pattern matches
-            nothing, a dtype is not floating, or an annotation does not fit its leaf; if a chosen dim does not exist, is
-            divided over another axis, or is not divisible without `pads`.
+            nothing, nothing is left to train, a dtype is not floating, or an annotation does not fit its leaf; if a
+            chosen dim does not exist, is divided over another axis, or is not divisible without `pads`.
     """
     with_paths, _ = jax.tree_util.tree_flatten_with_path(params)
     if not with_paths:
@@ -245,6 +246,13 @@ def place(
         dtypes = jnp.dtype(dtype), jnp.dtype(compute_dtype)
         dim, reason, num_zeros = choice
         leaves.append(Leaf(path, shape, *dtypes, dim, unit, reason, trainable, model_spec, stacked, num_zeros))
+    if from_model.trained is not None and overrides.frozen and not any(leaf.trainable for leaf in leaves):
+        raise ValueError(
+            f"placement: trainable= and frozen= leave no parameter to train\n"
+            f"  got:      trainable= selects {abbreviate(sorted(from_model.trained), separator=', ')}; "
+            f"frozen={list(overrides.frozen)}\n"
+            f"  fix:      what frozen= matches is not trained; leave one of the two out"
+        )
     return tuple(leaves)
 
 

@@ -29,6 +29,18 @@ class Stage(enum.IntEnum):
         return cls(stage)
 
     @property
+    def title(self) -> str:
+        """The stage with its name in the paper, such as 'stage 2 (P_os+g)'."""
+        names = ("data parallelism", "P_os", "P_os+g", "P_os+g+p")
+        return f"stage {self.value} ({names[self]})"
+
+    @property
+    def limit_text(self) -> str:
+        """What the stage shards, as the reason why it does not shard something else."""
+        shards = ("nothing", "the optimizer state only", "the gradients and the optimizer state only", "everything")
+        return f"stage {self.value} shards {shards[self]}"
+
+    @property
     def shards_optimizer(self) -> bool:
         """Whether optimizer state and the master copy of parameters are sharded."""
         return self >= Stage.P_OS

@@ -19,7 +19,7 @@ from zerojax.sharding.axes import Axes
 from zerojax.sharding.placement import path_text
 from zerojax.sharding.precision import Precision
 from zerojax.step.config import ZeroConfig
-from zerojax.typing import Array, ArrayLike, PyTree, Shape
+from zerojax.typing import Array, PyTree, Shape
 
 _KEEPS_DTYPE = re.compile("mask|weight", re.IGNORECASE)  # in a name: arrays that are summed, not computed with
 
@@ -48,7 +48,7 @@ class RowsOfSet(NamedTuple):
     """
 
     batch: PyTree
-    included: ArrayLike
+    included: Array | np.ndarray
 
 
 def _is_whole(node: Any) -> bool:

@@ -133,10 +133,23 @@ def _put(a: Any, sharding: NamedSharding, zeros: Padding) -> Array:
     if isinstance(a, jax.Array) and (jax.process_count() == 1 or not a.is_fully_addressable):
         if zeros.count:
             return jax.jit(zeros.pad, out_shardings=sharding)(a)
-        return jax.device_put(a, sharding, may_alias=False)
+        return placed_copy(a, sharding)
     a, stored = np.asarray(a), zeros.stored_shape(np.shape(a))
     read = lambda index: padding.read_shard(a.__getitem__, index, a.shape, stored)
     return jax.make_array_from_callback(stored, sharding, read)
+
+
+def placed_copy(a: Any, sharding: NamedSharding) -> Array:
+    """A copy of a NumPy or JAX array with a sharding, which shares no memory with it, so that it can be donated.
+
+    `jax.device_put(..., may_alias=False)` shares some all the same: on a CPU that of a NumPy array, and of an array on
+    one device that is replicated to others, its own shard (jax 0.10.2).
+    """
+    if not isinstance(a, jax.Array):
+        return jax.device_put(np.array(a), sharding)
+    placed = jax.device_put(a, sharding, may_alias=False)
+    is_whole = sharding.shard_shape(tuple(a.shape)) == tuple(a.shape)
+    return jax.jit(jnp.copy, out_shardings=sharding)(placed) if is_whole else placed
 
 
 def _define(
@@ -169,7 +182,7 @@ def _define(
             f"  fix:      Zero(..., precision='bf16') computes in bf16; dtypes={{glob: dtype}} sets single leaves"
         )
     fixed = _fixed_state(model_state, leaves, overrides.frozen)
-    definition = Definition(tx, model, leaves, jax.tree.structure(params), fixed)
+    definition = Definition(tx, model, leaves, jax.tree.structure(params), fixed, config)
     check_update(tx, definition.trained_avals())
     return definition
 

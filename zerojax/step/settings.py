@@ -37,6 +37,13 @@ class StepSettings:
         names = ("num_microbatches", "clip_norm", "prefetch", "bucket_bytes")
         return {name: str(getattr(self, name)) for name in names}
 
+    def changed_texts(self) -> dict[str, str]:
+        """The settings that are not the default, as they are written in a call."""
+        default = StepSettings()
+        named = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "remat"}
+        changed = {name: repr(value) for name, value in named.items() if value != getattr(default, name)}
+        return changed | ({} if self.remat.saves_everything else {"remat": self.remat.title})
+
     @property
     def collectives(self) -> CollectiveOptions:
         """The options of the step's collectives."""

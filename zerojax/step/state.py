@@ -20,6 +20,8 @@ from zerojax.sharding.placement import Leaf
 from zerojax.sharding.precision import LossScale
 from zerojax.step import models
 from zerojax.step.config import ZeroConfig
+from zerojax.step.descriptions import state_text
+from zerojax.text import SPACE, abbreviate, fold
 from zerojax.typing import Array, Aval, PRNGKey, PyTree
 
 
@@ -33,6 +35,7 @@ class Definition:
         leaves: the placement of the parameter leaves, in flattening order.
         tree: the treedef of the parameters.
         fixed_state: whether each leaf of the model state stays as it is, because its module is frozen.
+        config: the mesh, stage and precision for which states are created.
     """
 
     tx: optax.GradientTransformation
@@ -40,6 +43,7 @@ class Definition:
     leaves: tuple[Leaf, ...]
     tree: Any
     fixed_state: tuple[bool, ...] = ()
+    config: ZeroConfig | None = None
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -138,6 +142,10 @@ class TrainState:
     key: PRNGKey
     loss_scale: LossScale | None
     definition: Definition = dataclasses.field(metadata={"static": True})
+
+    def __repr__(self) -> str:
+        """The step, the stage, the number of parameters and the bytes on a device. Waits for no step."""
+        return state_text(self)
 
     def model(self) -> Any:
         """The loss function's first argument: an nnx.Module, Linen variables or a tree of parameters.
@@ -281,11 +289,14 @@ def _check_same(what: str, state: PyTree, want: PyTree) -> None:
     shape = lambda a: (tuple(a.shape), jnp.dtype(a.dtype) if not models.is_key(a) else a.dtype)
     rows = lambda tree: {placement.path_text(p): shape(a) for p, a in jax.tree_util.tree_leaves_with_path(tree)}
     got, wanted = rows(state), rows(want)
-    for path in sorted(got.keys() | wanted.keys()):
-        if got.get(path) != wanted.get(path):
-            raise ValueError(
-                f"state: the {what} not match the model and the optimizer\n"
-                f"  got:      {path}: {got.get(path, 'missing')}\n"
-                f"  want:     {wanted.get(path, 'no such leaf')}\n"
-                f"  fix:      pass a state of zero.init for the same model and optimizer, and not state.logical()"
-            )
+    differ = [path for path in sorted(got.keys() | wanted.keys()) if got.get(path) != wanted.get(path)]
+    if differ:
+        path = differ[0]
+        rest = [each.text.replace(SPACE, " ") for each in fold(differ[1:], [0] * (len(differ) - 1))]
+        more = f"\n  more:     {len(differ) - 1:,} other leaves: {abbreviate(rest, separator=', ')}" if rest else ""
+        raise ValueError(
+            f"state: the {what} not match the model and the optimizer\n"
+            f"  got:      {path}: {got.get(path, 'missing')}\n"
+            f"  want:     {wanted.get(path, 'no such leaf')}{more}\n"
+            f"  fix:      pass a state of zero.init for the same model and optimizer, and not state.logical()"
+        )

@@ -16,7 +16,7 @@ from zerojax.training.writers import MetricsRow
 
 _RATES = ("rows_per_s", "tokens_per_s", "mfu")
 _HIDDEN = ("param_norm", "seconds_per_step", *_RATES)
-_GAP = "  "
+_BETWEEN = "  "
 _LEAST_BAR, _MOST_BAR = 8, 40  # characters
 
 
@@ -43,13 +43,13 @@ def eta_text(row: MetricsRow, num_steps: int) -> str:
     return f"{datetime.timedelta(seconds=round(num_steps * row['seconds_per_step']))} left"
 
 
-def wrapped(texts: Sequence[str], width: int) -> list[str]:
+def broken_into_lines(texts: Sequence[str], width: int) -> list[str]:
     """Lines of at most `width` characters, broken between texts; a text that is longer has a line of its own."""
     lines = [""]
     for text in texts:
-        if lines[-1] and len(lines[-1]) + len(_GAP) + len(text) > width:
+        if lines[-1] and len(lines[-1]) + len(_BETWEEN) + len(text) > width:
             lines.append("")
-        lines[-1] += (_GAP if lines[-1] else "") + text
+        lines[-1] += (_BETWEEN if lines[-1] else "") + text
     return lines
 
 
@@ -74,7 +74,7 @@ class ProgressLines:
         if "seconds_per_step" in row and step < self._num_steps:
             texts.append(eta_text(row, self._num_steps - step))
         counter = f"step {step:{len(str(self._num_steps))}d}/{self._num_steps}"
-        show_line(_GAP.join([counter, *texts]), self._console)
+        show_line(_BETWEEN.join([counter, *texts]), self._console)
 
     def close(self) -> None:
         pass
@@ -117,11 +117,11 @@ class ProgressBar:
         else:
             passed = datetime.datetime.now() - self._begin
             texts += [*rate_texts(self._row), f"{datetime.timedelta(seconds=round(passed.total_seconds()))}"]
-        first, *more = wrapped(texts, width - _LEAST_BAR - 1)
+        first, *more = broken_into_lines(texts, width - _LEAST_BAR - 1)
         grid = Table.grid(padding=(0, 1, 0, 0))
         bar_width = max(_LEAST_BAR, min(_MOST_BAR, width - len(first) - 1))
         grid.add_row(Bar(self._num_steps, self._step, bar_width), Text(first, no_wrap=True))
-        rest = wrapped([*more, *metric_texts(self._row)], width)
+        rest = broken_into_lines([*more, *metric_texts(self._row)], width)
         return Group(grid, *map(Text, filter(None, rest)))
 
 

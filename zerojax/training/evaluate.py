@@ -74,7 +74,7 @@ class Totals:
 
     def _read(self) -> None:
         for name, pair in self._pending.popleft().items():
-            self._totals[name] = self._totals.get(name, np.zeros(2)) + np.array([float(pair.sum), float(pair.weight)])
+            self._totals[name] = self._totals.get(name, np.zeros(2)) + np.array([pair.sum, pair.weight], np.float64)
 
     def means(self) -> dict[str, float]:
         while self._pending:

@@ -20,6 +20,7 @@ import jax
 from zerojax.directories import local_directory
 from zerojax.processes.agreement import agree
 from zerojax.step.state import TrainState
+from zerojax.tables import TO_FILE
 from zerojax.training import folder as folders
 from zerojax.training.display import ProgressBar, ProgressLines, on_terminal, show_line
 from zerojax.training.recorder import MetricsRecorder, RowCosts
@@ -295,4 +296,4 @@ def _memory_and_placement(zero: Zero, step: Any, state: TrainState, batch: PyTre
     if not hasattr(step, "memory"):
         return None
     peak = f"The memory of a device at the peak of a step, by formula:\n\n{step.memory(state, batch)}\n"
-    return f"{peak}\nBetween steps, leaf by leaf:\n\n{zero.explain(state)}"
+    return f"{peak}\nBetween steps, leaf by leaf:\n\n{zero.explain(state).text(TO_FILE)}"

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zerojax.step.batch import num_global_rows
-from zerojax.training.writers import EVALUATION, Writer
+from zerojax.training.writers import EVALUATION, MetricsRow, Writer
 from zerojax.typing import PyTree
 
 _RATE_STEPS = 11  # the rate is measured between the first and the last of this number of steps
@@ -65,6 +65,7 @@ class MetricsRecorder:
     ):
         self._writers, self._displays, self._log_every = writers, [] if display is None else [display], log_every
         self._costs, self._has_written = costs or RowCosts(), False
+        self._unwritten: tuple[int, MetricsRow] | None = None  # the newest row, if it was read and not written
         self._pending: collections.deque[Pending] = collections.deque()
         self._times: collections.deque[tuple[int, float]] = collections.deque(maxlen=_RATE_STEPS)
         self._paused_s = 0.0  # since the start
@@ -90,7 +91,9 @@ class MetricsRecorder:
     def flush(self, is_last: bool = False) -> None:
         """Waits for all steps so far, and writes their rows. The last step of a run always has a row."""
         while self._pending:
-            self._read(is_last=is_last and len(self._pending) == 1)
+            self._read()
+        if is_last and self._unwritten:
+            self._write(*self._unwritten)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -111,7 +114,7 @@ class MetricsRecorder:
         for writer in (*self._writers, *self._displays):
             writer.write(step, row)
 
-    def _read(self, is_last: bool = False) -> None:
+    def _read(self) -> None:
         step, metrics, num_rows = self._pending.popleft()
         row = {name: _as_float(name, metrics[name]) for name in sorted(metrics, key=lambda name: name != "loss")}
         if len(self._times) > 1:
@@ -119,10 +122,14 @@ class MetricsRecorder:
             row |= self._costs.rates(num_rows, (last_time - first_time) / (last_step - first_step))
         for display in self._displays:
             display.write(step, row)
-        if is_last or not self._has_written or step % self._log_every == 0:
-            for writer in self._writers:
-                writer.write(step, row)
-        self._has_written = True
+        self._unwritten = step, row
+        if not self._has_written or step % self._log_every == 0:
+            self._write(step, row)
+
+    def _write(self, step: int, row: MetricsRow) -> None:
+        for writer in self._writers:
+            writer.write(step, row)
+        self._has_written, self._unwritten = True, None
 
 
 def _as_float(name: str, value: Any) -> float:

@@ -63,7 +63,14 @@ class Remat:
 
     @classmethod
     def of(cls, setting: Setting) -> Remat:
-        """The `Remat` of a preset's name or of a policy of `jax.checkpoint_policies`. Raises ValueError for others."""
+        """The `Remat` of a preset's name or of a policy of `jax.checkpoint_policies`.
+
+        Args:
+            setting: 'none', 'dots', 'dots_with_no_batch_dims', 'full', a policy or a `Remat`.
+
+        Raises:
+            ValueError: if the setting is none of these.
+        """
         if isinstance(setting, Remat):
             return setting
         if callable(setting):
@@ -76,6 +83,16 @@ class Remat:
         return _REMATS[setting]
 
     @property
+    def title(self) -> str:
+        """The setting as it is written in a call: a preset's name, or the fields that are not the default."""
+        if self in _REMATS.values():
+            return repr(next(name for name, remat in _REMATS.items() if remat == self))
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "policy"}
+        given = [f"{name}={value!r}" for name, value in fields.items() if value]
+        policy = [] if self.policy is None else [f"policy={getattr(self.policy, '__name__', repr(self.policy))}"]
+        return f"Remat({', '.join([*given, *policy])})"
+
+    @property
     def saves_inputs_only(self) -> bool:
         return self.policy is None and not self.names
 
@@ -85,6 +102,9 @@ class Remat:
 
     def place(self, equation: jaxprs.Equation) -> Place | None:
         """The memory in which the results of an equation are saved; None if they are recomputed.
+
+        Args:
+            equation: an equation of the unit's jaxpr.
 
         Raises:
             ValueError: the policy returns a decision of an unknown type.
@@ -142,6 +162,13 @@ class RematRules:
     def of(cls, setting: Setting | Mapping[str, Setting]) -> RematRules:
         by_pattern = setting if isinstance(setting, Mapping) else {"*": setting}
         return cls(tuple((pattern, Remat.of(each)) for pattern, each in by_pattern.items()))
+
+    @property
+    def title(self) -> str:
+        """The setting as it is written in a call."""
+        if [pattern for pattern, _ in self.rules] == ["*"]:
+            return self.rules[0][1].title
+        return "{" + ", ".join(f"{pattern!r}: {remat.title}" for pattern, remat in self.rules) + "}"
 
     @property
     def saves_everything(self) -> bool:

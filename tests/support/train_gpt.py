@@ -1,14 +1,11 @@
-"""Trains the GPT of gpt_nnx.py with checkpoints, evaluation and metrics, in one process or in several.
+"""Trains the GPT of examples/gpt_nnx.py with checkpoints and evaluation: train_gpt.py DIRECTORY OPTIONS ...
 
-python examples/train.py /tmp/run --simulate 8                                  # started again, the run continues
-python examples/train.py /tmp/run --simulate 4                                  # also with another number of devices
-zerojax launch -n 2 --devices 4 python examples/train.py /tmp/run --stage 3     # two processes on this machine
+It needs no packages but those of zerojax. Started again, the run continues, also on another number of devices.
 """
 
 from __future__ import annotations
 
 import argparse
-import logging
 from typing import Any
 
 import jax
@@ -21,19 +18,17 @@ from zerojax import processes
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Trains a byte-level GPT on Python's own source.")
+    parser = argparse.ArgumentParser()
     add = parser.add_argument
-    add("directory", help="the directory of the run")
-    add("--stage", type=int, default=3, choices=range(4), help="ZeRO stage (default: 3)")
-    add("--precision", default="bf16", help="a precision preset (default: bf16)")
-    add("--steps", type=int, default=200, help="steps of the whole run (default: 200)")
-    add("--batch", type=int, default=64, help="rows per step, over all devices (default: 64)")
-    add("--most-rows", type=int, default=8, help="rows that a device processes at once, at most (default: 8)")
-    add("--width", type=int, default=256, help="width of the model (default: 256)")
-    add("--layers", type=int, default=4, help="number of layers (default: 4)")
-    add("--context", type=int, default=64, help="bytes per row (default: 64)")
-    add("--every", type=int, default=50, help="steps between checkpoints, and between evaluations (default: 50)")
-    add("--profile", type=int, nargs=2, metavar=("FIRST", "LAST"), help="the first and the last step to profile")
+    add("directory")
+    add("--stage", type=int, default=3)
+    add("--steps", type=int, required=True, help="steps of the whole run")
+    add("--batch", type=int, required=True, help="rows per step, over all devices")
+    add("--most-rows", type=int, required=True, help="rows that a device processes at once, at most")
+    add("--every", type=int, required=True, help="steps between checkpoints, and between evaluations")
+    add("--width", type=int, default=32)
+    add("--layers", type=int, default=1)
+    add("--context", type=int, default=8)
     add("--simulate", type=int, metavar="N", help="simulate N CPU devices in this process")
     return parser.parse_args(arguments)
 
@@ -44,10 +39,8 @@ def parts_of(batch: Any, count: int) -> list[Any]:
 
 
 def train(args: argparse.Namespace) -> Any:
-    zero = zerojax.Zero(zerojax.make_mesh(), args.stage, args.precision)
+    zero = zerojax.Zero(zerojax.make_mesh(), args.stage)
     microbatches = zero.num_microbatches(args.batch, args.most_rows)  # more of them on fewer devices
-    config = {name: value for name, value in vars(args).items() if name not in ("directory", "profile", "simulate")}
-    config["microbatches"] = microbatches
     source = text.load()
     held_out = len(source) // 10
     rows = processes.own_rows(args.batch)
@@ -75,15 +68,13 @@ def train(args: argparse.Namespace) -> Any:
         args.directory,
         evaluate=evaluate,
         evaluate_every=args.every,
-        config=config,
-        checkpoints={"every": args.every, "spike": 3.0},
-        profile=args.profile and tuple(args.profile),
+        config={"batch": args.batch, "microbatches": microbatches},
+        checkpoints={"every": args.every},
     )
 
 
 def main() -> None:
     args = parse()
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
     if args.simulate:
         zerojax.simulate_devices(args.simulate)
     processes.initialize()

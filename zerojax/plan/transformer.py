@@ -1,0 +1,257 @@
+"""A transformer as it is planned: its shapes, and the NNX module that has them.
+
+They are ordinary NNX modules with a scanned stack of layers, and can be trained. Suffixes of names are dims: B rows,
+S tokens per row, T all tokens, D width, H heads, K heads of keys and values, d width of a head, E experts, C tokens per
+expert.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from zerojax.losses import chunked_cross_entropy
+from zerojax.typing import Array, PyTree
+
+_LOSS_CHUNK = 2048  # tokens whose logits are computed at a time
+EXPERT_CAPACITY = 1.25  # capacity of an expert relative to an even share of the tokens, as in GShard and Switch
+
+
+@dataclasses.dataclass(frozen=True)
+class Transformer:
+    """The shapes of a transformer.
+
+    Attributes:
+        layers, width, heads: the number of layers, the width of activations, and the heads of queries.
+        kv_heads: heads of keys and values, each shared by heads / kv_heads heads of queries.
+        hidden: width inside the MLP.
+        vocab: size of the vocabulary, or the number of classes for images.
+        seq: tokens in a row, or patches of an image.
+        rows: the default number of sequences or images on a device in a microbatch.
+        llama: whether to use RMSNorm, rotary positions, a gated MLP and no biases but `biases`, instead of LayerNorm,
+            learned positions, an MLP that is not gated, and biases.
+        tied: whether the head shares the weights of the embedding.
+        experts: the number of expert MLPs of a layer; 0 for one MLP that all tokens use.
+        experts_per_token: the number of experts that each token is sent to.
+        patch: the side of an image's patches in pixels; 0 for text.
+        head_dim: the width of a head; 0 for width / heads.
+        biases: which of the products 'qkv', 'out' and 'mlp' have biases although `llama` is set.
+        gelu: whether the gated MLP uses GELU instead of SiLU.
+        norms_heads: whether queries and keys are normalized, each head by itself.
+        norms_outputs: whether the outputs of attention and of the MLP are normalized too.
+        positions: the number of learned positions; 0 for `seq`.
+        caps_scores: whether the scores of attention are softly capped. The cap is not computed, but it rules out fused
+            attention.
+        name, notes: of the model, for plans.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    vocab: int
+    seq: int
+    rows: int = 1
+    llama: bool = False
+    tied: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    patch: int = 0
+    head_dim: int = 0
+    biases: tuple[str, ...] = ()
+    gelu: bool = False
+    norms_heads: bool = False
+    norms_outputs: bool = False
+    positions: int = 0
+    caps_scores: bool = False
+    name: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def width_of_head(self) -> int:
+        return self.head_dim or self.width // self.heads
+
+    def has_bias(self, product: str) -> bool:
+        """Whether a product has a bias.
+
+        Args:
+            product: 'qkv', 'out' or 'mlp'.
+        """
+        return not self.llama or product in self.biases
+
+
+def with_seq(config: Transformer, seq: int | None) -> Transformer:
+    """Returns the transformer with another number of tokens in a row; the same if `seq` is None.
+
+    Raises:
+        ValueError: if it has fewer learned positions, or if it classifies images.
+    """
+    if seq is None:
+        return config
+    if config.patch or seq < 1:
+        fix = "leave it out: the patches of an image" if config.patch else "at least 1"
+        raise ValueError(f"plan: seq of {config.name or 'the model'} is {seq}\n  fix:      {fix}")
+    if config.positions and seq > config.positions:
+        raise ValueError(
+            f"plan: {config.name or 'the model'} has {config.positions} learned positions\n"
+            f"  got:      rows of {seq} tokens\n  fix:      at most {config.positions} tokens"
+        )
+    return dataclasses.replace(config, seq=seq)
+
+
+def _rotary(x_BSHd: Array) -> Array:
+    """Applies rotary position embeddings (arXiv 2104.09864) that pair the two halves of a head."""
+    seq, half = x_BSHd.shape[1], x_BSHd.shape[-1] // 2
+    angles = jnp.arange(seq)[:, None] / 500000 ** (jnp.arange(half) / half)
+    cos, sin = (fn(angles)[:, None].astype(x_BSHd.dtype) for fn in (jnp.cos, jnp.sin))
+    a, b = x_BSHd[..., :half], x_BSHd[..., half:]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def _stack(create: Callable[[nnx.Rngs], Any], count: int, rngs: nnx.Rngs) -> Any:
+    """Creates `count` modules as one module whose parameters have a leading dim."""
+    return nnx.split_rngs(splits=count)(nnx.vmap(create, in_axes=0, out_axes=0))(rngs)
+
+
+class Embedding(nnx.Module):
+    """An embedding that returns the dtype of its weights. `nnx.Embed` returns the dtype it was created with."""
+
+    def __init__(self, size: int, width: int, rngs: nnx.Rngs):
+        self.embedding = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (size, width)))
+
+    def __call__(self, tokens: Array) -> Array:
+        return self.embedding[...][tokens]
+
+    def attend(self, x: Array) -> Array:
+        return x @ self.embedding[...].T
+
+
+class Attention(nnx.Module):
+    def __init__(self, config: Transformer, attention: Callable[..., Array], rngs: nnx.Rngs):
+        self.config, self.attention = config, attention
+        self.head_dim = config.width_of_head
+        bias, inner = config.has_bias("qkv"), config.heads * self.head_dim
+        self.q = nnx.Linear(config.width, inner, use_bias=bias, rngs=rngs)
+        self.kv = nnx.Linear(config.width, 2 * config.kv_heads * self.head_dim, use_bias=bias, rngs=rngs)
+        self.out = nnx.Linear(inner, config.width, use_bias=config.has_bias("out"), rngs=rngs)
+        if config.norms_heads:
+            self.norm_q, self.norm_k = (nnx.RMSNorm(self.head_dim, rngs=rngs) for _ in range(2))
+
+    def __call__(self, x_BSD: Array) -> Array:
+        b, s, _ = x_BSD.shape
+        q_BSHd = self.q(x_BSD).reshape(b, s, self.config.heads, self.head_dim)
+        k_BSKd, v_BSKd = jnp.split(self.kv(x_BSD).reshape(b, s, 2 * self.config.kv_heads, self.head_dim), 2, axis=2)
+        if self.config.norms_heads:
+            q_BSHd, k_BSKd = self.norm_q(q_BSHd), self.norm_k(k_BSKd)
+        if self.config.llama:
+            q_BSHd, k_BSKd = _rotary(q_BSHd), _rotary(k_BSKd)
+        out_BSHd = self.attention(q_BSHd, k_BSKd, v_BSKd, is_causal=not self.config.patch)
+        return self.out(out_BSHd.reshape(b, s, -1))
+
+
+class MLP(nnx.Module):
+    def __init__(self, config: Transformer, rngs: nnx.Rngs):
+        self.llama, self.activation = config.llama, nnx.gelu if config.gelu or not config.llama else nnx.silu
+        bias = config.has_bias("mlp")
+        self.up = nnx.Linear(config.width, config.hidden, use_bias=bias, rngs=rngs)
+        if config.llama:
+            self.gate = nnx.Linear(config.width, config.hidden, use_bias=bias, rngs=rngs)
+        self.down = nnx.Linear(config.hidden, config.width, use_bias=bias, rngs=rngs)
+
+    def __call__(self, x: Array) -> Array:
+        return self.down(self.activation(self.gate(x)) * self.up(x) if self.llama else self.activation(self.up(x)))
+
+
+class Experts(nnx.Module):
+    """A mixture of experts. A router sends each token to some MLPs; tokens beyond their capacity are dropped."""
+
+    def __init__(self, config: Transformer, rngs: nnx.Rngs):
+        self.config = config
+        self.router = nnx.Linear(config.width, config.experts, use_bias=False, rngs=rngs)
+        self.mlps = _stack(lambda rngs: MLP(config, rngs), config.experts, rngs)
+
+    def __call__(self, x_BSD: Array) -> Array:
+        x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
+        experts, per_token = self.config.experts, self.config.experts_per_token
+        capacity = int(EXPERT_CAPACITY * per_token * len(x_TD) / experts)
+        weights, expert = jax.lax.top_k(jax.nn.softmax(self.router(x_TD)), per_token)  # [T, per_token]
+        choices = jax.nn.one_hot(expert.reshape(-1), experts, dtype=jnp.int32)
+        place = jnp.sum((jnp.cumsum(choices, axis=0) - 1) * choices, axis=-1)  # among the tokens of its expert
+        dropped = experts * capacity  # the last slot
+        slot = jnp.where(place < capacity, expert.reshape(-1) * capacity + place, dropped)
+        token = jnp.arange(len(x_TD)).repeat(per_token)
+        token_of_slot = jnp.zeros(experts * capacity + 1, jnp.int32).at[slot].set(token)[:-1]
+        x_ECD = x_TD[token_of_slot].reshape(experts, capacity, -1)
+        y_ECD = nnx.vmap(lambda mlp, x: mlp(x))(self.mlps, x_ECD)
+        y = jnp.concatenate([y_ECD.reshape(experts * capacity, -1), jnp.zeros_like(x_TD[:1])])[slot]
+        y_TD = jnp.sum(y.reshape(len(x_TD), per_token, -1) * weights[..., None].astype(y.dtype), axis=1)
+        return y_TD.reshape(x_BSD.shape)
+
+
+class Layer(nnx.Module):
+    def __init__(self, config: Transformer, attention: Callable[..., Array], rngs: nnx.Rngs):
+        norm = nnx.RMSNorm if config.llama else nnx.LayerNorm
+        self.norm1, self.norm2 = norm(config.width, rngs=rngs), norm(config.width, rngs=rngs)
+        after = lambda: norm(config.width, rngs=rngs) if config.norms_outputs else None
+        self.norm1_after, self.norm2_after = after(), after()
+        self.attention = Attention(config, attention, rngs)
+        self.mlp = Experts(config, rngs) if config.experts else MLP(config, rngs)
+
+    def __call__(self, x_BSD: Array) -> Array:
+        attended_BSD = self.attention(self.norm1(x_BSD))
+        x_BSD = x_BSD + (self.norm1_after(attended_BSD) if self.norm1_after else attended_BSD)
+        y_BSD = self.mlp(self.norm2(x_BSD))
+        return x_BSD + (self.norm2_after(y_BSD) if self.norm2_after else y_BSD)
+
+
+def _create_layers(config: Transformer, attention: Callable[..., Array], rngs: nnx.Rngs) -> tuple[Layer, Any]:
+    """Returns (the stack of layers, the final norm)."""
+    norm = (nnx.RMSNorm if config.llama else nnx.LayerNorm)(config.width, rngs=rngs)
+    return _stack(lambda rngs: Layer(config, attention, rngs), config.layers, rngs), norm
+
+
+def _apply_layers(layers: Layer, x_BSD: Array) -> Array:
+    return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x_BSD, layers)
+
+
+class LanguageModel(nnx.Module):
+    def __init__(self, config: Transformer, attention: Callable[..., Array], rngs: nnx.Rngs):
+        self.embed = Embedding(config.vocab, config.width, rngs)
+        if not config.llama:
+            self.positions = Embedding(config.positions or config.seq, config.width, rngs)
+        self.layers, self.norm = _create_layers(config, attention, rngs)
+        if not config.tied:
+            self.head = nnx.Linear(config.width, config.vocab, use_bias=False, rngs=rngs)
+        self.llama, self.tied = config.llama, config.tied
+
+    def loss(self, batch: PyTree) -> Any:
+        tokens_BS, labels_BS = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        x_BSD = self.embed(tokens_BS)
+        if not self.llama:
+            x_BSD = x_BSD + self.positions(jnp.arange(tokens_BS.shape[1]))
+        head = self.embed.attend if self.tied else self.head
+        x_BSD = self.norm(_apply_layers(self.layers, x_BSD))
+        return chunked_cross_entropy(head, x_BSD, labels_BS, chunk_size=_LOSS_CHUNK)
+
+
+class ViT(nnx.Module):
+    """A vision transformer. Its input is already cut into patches, and it classifies by their mean."""
+
+    def __init__(self, config: Transformer, attention: Callable[..., Array], rngs: nnx.Rngs):
+        self.patches = nnx.Linear(config.patch**2 * 3, config.width, rngs=rngs)
+        self.positions = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (1, config.seq, config.width)))
+        self.layers, self.norm = _create_layers(config, attention, rngs)
+        self.head = nnx.Linear(config.width, config.vocab, rngs=rngs)
+
+    def loss(self, batch: PyTree) -> Array:
+        x_BSD = self.patches(batch["patches"])
+        x_BSD = _apply_layers(self.layers, x_BSD + self.positions[...].astype(x_BSD.dtype))
+        logits = self.head(self.norm(x_BSD).mean(axis=1)).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()

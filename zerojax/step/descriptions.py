@@ -1,0 +1,70 @@
+"""Describes training states in a few lines, from their shapes and shardings alone: no value is waited for."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from zerojax.sharding import placement
+from zerojax.step.config import ZeroConfig
+from zerojax.step.models import is_key
+from zerojax.text import SPACE, abbreviate, bytes_text, count_text, fold, mesh_text
+from zerojax.typing import PyTree
+
+
+def state_text(state: Any) -> str:
+    """The `repr` of a `TrainState`: its step, stage, size and bytes on a device, and what is not sharded."""
+    definition = state.definition
+    leaves, config = definition.leaves, definition.config
+    trained = sum(leaf.size for leaf in leaves if leaf.trainable)
+    total = sum(leaf.size for leaf in leaves)
+    of_these = "" if trained == total else f", {count_text(trained)} of them trained"
+    lines = [
+        f"TrainState({_step_text(state)}{_where(config)}",
+        f"  {count_text(total)} parameters in {len(leaves):,} leaves{of_these}",
+        f"  on a device: {_held_text(state)}",
+    ]
+    whole = [leaf.path for leaf in leaves if leaf.dim is None]
+    if whole and config is not None and config.stage.shards_optimizer and config.axes.num_shards > 1:
+        names = [each.text.replace(SPACE, " ") for each in fold(whole, [0] * len(whole))]
+        lines.append(f"  not sharded: {abbreviate(names, separator=', ')}")
+    return "\n".join(lines) + ")"
+
+
+def _where(config: ZeroConfig | None) -> str:
+    return "" if config is None else f", {config.stage.title} on {mesh_text(dict(config.mesh.shape))}"
+
+
+def _step_text(state: Any) -> str:
+    """The step if it is known without waiting for a running one, or else why it is not."""
+    step: Any = state.step
+    if isinstance(step, Tracer):
+        return "traced"
+    if isinstance(step, jax.ShapeDtypeStruct):
+        return "avals"
+    if any(a.is_deleted() for a in jax.tree.leaves(state) if isinstance(a, jax.Array)):
+        return "donated to a step"
+    return f"step {int(np.asarray(step.addressable_data(0)))}" if step.is_ready() else "step not ready"
+
+
+def _held_text(state: Any) -> str:
+    optimizer = (state.master, state.opt_state)
+    parts = {"parameters": state.params, "optimizer state": optimizer, "model state": state.model_state}
+    held = {name: _held_bytes(tree) for name, tree in parts.items()}
+    listed = ", ".join(f"{name} {bytes_text(size)}" for name, size in held.items() if size)
+    return f"{bytes_text(sum(held.values()))} ({listed})"
+
+
+def _held_bytes(tree: PyTree) -> int:
+    """Bytes of the shards of one device; of values that are traced, those of the whole arrays."""
+    arrays = [a for a in jax.tree.leaves(tree) if not is_key(a)]
+    return sum(
+        math.prod(a.shape) * a.dtype.itemsize
+        if isinstance(a, Tracer) or getattr(a, "sharding", None) is None
+        else placement.shard_bytes(a, a.sharding)
+        for a in arrays
+    )
