@@ -12,10 +12,10 @@ from support.paths import importing
 from support.small_run import adam, create, setting
 
 import zerojax
-from zerojax import doctor
 from zerojax.checkpoints import lock, store
 from zerojax.checkpoints.pieces import verify_arrays
 from zerojax.directories import local_directory
+from zerojax.doctor import machine
 
 pytestmark = pytest.mark.once
 
@@ -48,8 +48,8 @@ def test_a_directory_that_cannot_work_is_refused(tmp_path, monkeypatch, zero, wh
     """Before anything is written: no folder `gs:` is left either."""
     monkeypatch.chdir(tmp_path)
     if who == "doctor":
-        (check,) = doctor._directory(Path(name))
-        assert check.status == doctor.Status.ERROR and check.fix
+        (check,) = machine.check_directory(Path(name))
+        assert check.status == machine.Status.ERROR and check.fix
     elif who == "checkpoints":
         with pytest.raises(ValueError, match=r"checkpoints: .*\n  got:      '.*\n  fix: "):
             zero.checkpoints(name)

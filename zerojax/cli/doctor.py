@@ -11,15 +11,22 @@ import click
 @click.option(
     "--checkpoints", type=click.Path(path_type=Path), metavar="DIRECTORY", help="Also check this checkpoint directory."
 )
-def doctor_command(checkpoints: Path | None) -> None:
-    """Check that this machine can run a training job.
+@click.option(
+    "--precision", metavar="NAME", help="On GPUs, also check that attention of this precision is fused: fp32, bf16, ..."
+)
+@click.option("--head-dim", type=click.IntRange(1), metavar="N", help="The same for heads of this width.")
+def doctor_command(checkpoints: Path | None, precision: str | None, head_dim: int | None) -> None:
+    """Check that this machine can run a training job, and that no setting is in the way.
 
-    Each failure is shown with a fix. The exit code is 1 if there is a failure.
+    Each failure and each warning is shown with a fix. The exit code is 1 if there is a failure.
     """
     from rich.console import Console
 
     from zerojax import doctor
 
-    checks = doctor.diagnose(checkpoints)
+    try:
+        checks = doctor.diagnose(checkpoints, precision=precision, head_dim=head_dim)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
     Console().print(doctor.table(checks))
     raise SystemExit(1 if any(check.status is doctor.Status.ERROR for check in checks) else 0)

@@ -1,8 +1,7 @@
-"""Checks that this machine can run a training job, with a fix for each failure."""
+"""Checks what a run needs of a machine: versions, devices, memory, a directory, a launcher and compilers."""
 
 from __future__ import annotations
 
-import enum
 import fcntl
 import glob
 import os
@@ -12,64 +11,17 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata, util
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import jax
 
 from zerojax import versions
 from zerojax.directories import local_directory
+from zerojax.doctor.checks import Check, Status, failed
 from zerojax.processes.detect import detect
 
 
-class Status(enum.Enum):
-    """The status of a check. INFO is neither a success nor a failure."""
-
-    OK = "ok"
-    INFO = "info"
-    ERROR = "error"
-
-
-class Check(NamedTuple):
-    """A check of this machine.
-
-    Attributes:
-        name: what was checked.
-        status: whether it succeeded.
-        details: what was found.
-        fix: how to fix a failure; empty if there is none.
-    """
-
-    name: str
-    status: Status
-    details: str
-    fix: str = ""
-
-
-def diagnose(directory: Path | None = None, environ: Mapping[str, str] | None = None) -> list[Check]:
-    """Runs all checks.
-
-    Args:
-        directory: directory for checkpoints. It must be writable, on a file system that supports locks.
-        environ: environment variables; those of this process by default.
-
-    Returns:
-        The checks, in the order in which they are shown.
-
-    Cost: initializes the devices of JAX; writes an empty file into the directory and deletes it.
-    """
-    environ = os.environ if environ is None else environ
-    parts: list[Callable[[], Iterator[Check]]] = [
-        _versions,
-        lambda: _devices(environ),
-        _memory,
-        lambda: _directory(directory),
-        lambda: _processes(environ),
-        _compilers,
-    ]
-    return [check for part in parts for check in part()]
-
-
-def _versions() -> Iterator[Check]:
+def check_versions() -> Iterator[Check]:
+    """The versions of Python and of the packages, which have to be tested ones."""
     installed = {
         name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
     }
@@ -89,7 +41,7 @@ _ACCELERATORS = {
 }
 
 
-def _devices(environ: Mapping[str, str], find: Callable[[str], list[str]] = glob.glob) -> Iterator[Check]:
+def check_devices(environ: Mapping[str, str], find: Callable[[str], list[str]] = glob.glob) -> Iterator[Check]:
     """Running on the CPU of a machine that has an accelerator is an error, unless JAX_PLATFORMS asks for it."""
     devices = jax.devices()
     text = f"{len(devices)} x {devices[0].device_kind} ({devices[0].platform})"
@@ -101,11 +53,20 @@ def _devices(environ: Mapping[str, str], find: Callable[[str], list[str]] = glob
         yield Check("devices", Status.INFO, f"{text}, because JAX_PLATFORMS={environ['JAX_PLATFORMS']}")
     else:
         kind, file = present[0]
+        hidden = environ.get("CUDA_VISIBLE_DEVICES")
+        if kind == "gpu" and hidden in ("", "-1"):
+            text = f"{text}, because CUDA_VISIBLE_DEVICES={hidden} hides all GPUs"
+            yield Check("devices", Status.ERROR, text, "unset CUDA_VISIBLE_DEVICES")
+            return
         fix = f"{_ACCELERATORS[kind][1]}; python -c 'import jax; jax.devices({kind!r})' shows the reason"
         yield Check("devices", Status.ERROR, f"{text}, although this machine has {file}", fix)
 
 
-def _memory() -> Iterator[Check]:
+_NO_LIMIT = 2**60  # control groups of version 1 have a number of this size where there is no limit
+
+
+def check_memory() -> Iterator[Check]:
+    """The memory of a device and of the host, and whether arrays can be offloaded."""
     device = jax.devices()[0]
     kinds = sorted(memory.kind for memory in device.addressable_memories())
     can_offload = "pinned_host" in kinds
@@ -114,17 +75,59 @@ def _memory() -> Iterator[Check]:
     if "bytes_limit" in stats:
         yield Check("device memory", Status.OK, f"{stats['bytes_limit'] / 2**30:.1f} GiB available to a program")
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    yield Check("host memory", Status.OK, f"{available / 2**30:.1f} of {total / 2**30:.1f} GiB free")
+    total, limit = host_bytes(), cgroup_limit()
+    text = f"{available / 2**30:.1f} of {total / 2**30:.1f} GiB free"
+    text += f", of which this container or job may use {limit / 2**30:.1f} GiB" if limit and limit < total else ""
+    yield Check("host memory", Status.OK, text)
 
 
-def _directory(directory: Path | None) -> Iterator[Check]:
+def host_bytes() -> int:
+    """The memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def cgroup_limit(own: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> int | None:
+    """The bytes that a container or a job on a cluster leaves to this process; None if nothing limits it.
+
+    Args:
+        own: the file with the control groups of this process. A group is limited by those that it is in, too.
+        root: where the limits of groups are: of version 2 in memory.max, of version 1 in memory/.
+    """
+    try:
+        lines = Path(own).read_text().splitlines()
+    except OSError:
+        return None
+    found = []
+    for line in lines:
+        number, _, rest = line.partition(":")
+        controllers, _, group = rest.partition(":")
+        if number == "0":
+            folder, file = Path(root), "memory.max"
+        elif "memory" in controllers.split(","):
+            folder, file = Path(root) / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        inner = folder / group.lstrip("/")
+        found += [limit for each in (inner, *inner.parents) if (limit := _limit(each / file)) is not None]
+    return min(found, default=None)
+
+
+def _limit(file: Path) -> int | None:
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() and int(text) < _NO_LIMIT else None  # version 2 has 'max' where there is none
+
+
+def check_directory(directory: Path | None) -> Iterator[Check]:
+    """Whether checkpoints can be written into a directory."""
     if directory is None:
         return
     try:
         path = local_directory(directory, "checkpoints")
     except ValueError as error:
-        yield _failure("checkpoints", error)
+        yield failed("checkpoints", error)
         return
     parent = _existing_parent(path)
     try:
@@ -155,18 +158,12 @@ def file_system(path: Path, mounts: str = "/proc/mounts") -> str:
     return max(mounted, key=lambda fields: len(fields[1]))[2] if mounted else "unknown"
 
 
-def _failure(name: str, error: ValueError) -> Check:
-    """The check that an error of three lines reports: what is wrong, what was found, and the fix."""
-    what, got, fix, *_ = [*str(error).split("\n"), "", ""]
-    text = f"{what.partition(': ')[2]} ({got.removeprefix('  got:').strip()})"
-    return Check(name, Status.ERROR, text, fix.removeprefix("  fix:").strip())
-
-
-def _processes(environ: Mapping[str, str]) -> Iterator[Check]:
+def check_processes(environ: Mapping[str, str]) -> Iterator[Check]:
+    """What the variables of a launcher say about this process and the others."""
     try:
         info = detect(environ)
     except ValueError as error:
-        yield _failure("processes", error)
+        yield failed("processes", error)
         return
     if info is None:
         yield Check("processes", Status.OK, "a single process")
@@ -177,7 +174,7 @@ def _processes(environ: Mapping[str, str]) -> Iterator[Check]:
         yield Check("processes", Status.OK, f"{info.found}: process {info.index} of {info.count}{coordinator}")
 
 
-def _compilers() -> Iterator[Check]:
+def check_compilers() -> Iterator[Check]:
     """The compilers with which `zerojax plan --compile` compiles for accelerators that this machine does not have."""
     for kind, package in (("GPU", "jax_plugins.xla_cuda13"), ("TPU", "libtpu")):
         installed = _is_installed(package)
@@ -190,18 +187,3 @@ def _is_installed(package: str) -> bool:
         return util.find_spec(package) is not None
     except ModuleNotFoundError:
         return False
-
-
-def table(checks: list[Check]) -> Any:
-    """The checks as a table for the terminal."""
-    from rich.table import Table
-    from rich.text import Text
-
-    rows = Table(show_header=False, box=None, pad_edge=False)
-    for _ in range(3):
-        rows.add_column(overflow="fold")
-    colors = {Status.OK: "green", Status.INFO: "dim", Status.ERROR: "bold red"}
-    for check in checks:
-        text = check.details + (f"\nfix: {check.fix}" if check.fix else "")
-        rows.add_row(Text(check.status.value, style=colors[check.status]), check.name, Text(text))
-    return rows
