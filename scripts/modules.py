@@ -21,7 +21,7 @@ HEADER = "| module | contents |\n|---|---|\n"
 ORDER = (
     "versions", "typing", "text", "tables", "warn", "directories", "masking", "sharding", "transform", "step", "losses",
     "analysis", "report", "audit", "processes", "checkpoints", "exchange", "train_step", "zero", "deepspeed",
-    "training", "plan", "doctor", "cli",
+    "training", "run_report", "plan", "doctor", "cli",
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from zerojax.cli.checkpoint import checkpoint
 from zerojax.cli.doctor import doctor_command
 from zerojax.cli.launch import launch_command
 from zerojax.cli.plan import plan_command
+from zerojax.cli.report import report_command
 
 
 @click.group()
@@ -16,5 +17,5 @@ def main() -> None:
     """ZeRO for JAX: shards parameters, gradients and optimizer state over devices."""
 
 
-for command in (plan_command, launch_command, doctor_command, checkpoint):
+for command in (plan_command, launch_command, doctor_command, checkpoint, report_command):
     main.add_command(command)
