@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from support.paths import REPO
 
-COMMANDS = ("plan", "launch", "doctor", "checkpoint", "report")
+COMMANDS = ("plan", "launch", "doctor", "checkpoint", "report", "init")
 
 
 def test_the_script_is_the_group_of_all_commands():

@@ -6,6 +6,7 @@ import click
 
 from zerojax.cli.checkpoint import checkpoint
 from zerojax.cli.doctor import doctor_command
+from zerojax.cli.init import init_command
 from zerojax.cli.launch import launch_command
 from zerojax.cli.plan import plan_command
 from zerojax.cli.report import report_command
@@ -17,5 +18,5 @@ def main() -> None:
     """ZeRO for JAX: shards parameters, gradients and optimizer state over devices."""
 
 
-for command in (plan_command, launch_command, doctor_command, checkpoint, report_command):
+for command in (plan_command, launch_command, doctor_command, checkpoint, report_command, init_command):
     main.add_command(command)
