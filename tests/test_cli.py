@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from support.paths import REPO
 
-COMMANDS = ("plan", "launch", "doctor", "checkpoint", "report", "init")
+COMMANDS = ("plan", "launch", "doctor", "checkpoint", "report", "init", "completion")
 
 
 def test_the_script_is_the_group_of_all_commands():

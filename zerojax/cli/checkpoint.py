@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from zerojax.cli.completion import complete, precision_names
 from zerojax.cli.options import FAMILY, JOB_HELP, LIST_FAMILIES, MAPPING
 from zerojax.cli.output import print_table, without_traceback
 
@@ -174,6 +175,7 @@ def export_command(
     default="bf16",
     show_default=True,
     metavar="NAME",
+    shell_complete=complete(precision_names),
     help="Precision of the run, which determines the dtype of the parameters.",
 )
 @MAPPING

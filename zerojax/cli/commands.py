@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from zerojax.cli.checkpoint import checkpoint
+from zerojax.cli.completion import completion_command
 from zerojax.cli.doctor import doctor_command
 from zerojax.cli.init import init_command
 from zerojax.cli.launch import launch_command
@@ -18,5 +19,13 @@ def main() -> None:
     """ZeRO for JAX: shards parameters, gradients and optimizer state over devices."""
 
 
-for command in (plan_command, launch_command, doctor_command, checkpoint, report_command, init_command):
+for command in (
+    plan_command,
+    launch_command,
+    doctor_command,
+    checkpoint,
+    report_command,
+    init_command,
+    completion_command,
+):
     main.add_command(command)

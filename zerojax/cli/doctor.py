@@ -6,13 +6,18 @@ from pathlib import Path
 
 import click
 
+from zerojax.cli.completion import complete, precision_names
+
 
 @click.command("doctor")
 @click.option(
     "--checkpoints", type=click.Path(path_type=Path), metavar="DIRECTORY", help="Also check this checkpoint directory."
 )
 @click.option(
-    "--precision", metavar="NAME", help="On GPUs, also check that attention of this precision is fused: fp32, bf16, ..."
+    "--precision",
+    metavar="NAME",
+    shell_complete=complete(precision_names),
+    help="On GPUs, also check that attention of this precision is fused: fp32, bf16, ...",
 )
 @click.option("--head-dim", type=click.IntRange(1), metavar="N", help="The same for heads of this width.")
 def doctor_command(checkpoints: Path | None, precision: str | None, head_dim: int | None) -> None:

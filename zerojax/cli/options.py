@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from zerojax.cli.completion import complete, family_names
+
 JOB_HELP = "A function that returns a zerojax.plan.Job: your own model, optimizer and loss."
 
 
@@ -26,6 +28,7 @@ MAPPING = click.option(
 FAMILY = click.option(
     "--family",
     metavar="NAME",
+    shell_complete=complete(family_names),
     help="Names and layout of a kind of model in files of Hugging Face, for example llama; --list-families lists them.",
 )
 LIST_FAMILIES = click.option(

@@ -8,11 +8,18 @@ from typing import Any
 
 import click
 
+from zerojax.cli.completion import complete, precision_names, preset_names, remat_names, target_names
 from zerojax.cli.options import JOB_HELP
 
 
 @click.command("plan")
-@click.option("--preset", "what", metavar="NAME", help="A model; --list-presets lists them.")
+@click.option(
+    "--preset",
+    "what",
+    metavar="NAME",
+    shell_complete=complete(preset_names),
+    help="A model; --list-presets lists them.",
+)
 @click.option("--job", "what", metavar="MODULE:FUNCTION", help=JOB_HELP)
 @click.option(
     "--hf",
@@ -25,6 +32,7 @@ from zerojax.cli.options import JOB_HELP
     default="h100:8",
     show_default=True,
     metavar="TARGET",
+    shell_complete=complete(target_names),
     help="The devices: h100:N (or a100, h200, b200), v5e:4x4 (or v4, v5p, v6e), or cpu:N.",
 )
 @click.option("--stage", type=click.IntRange(0, 3), default=3, show_default=True, metavar="STAGE", help="ZeRO stage.")
@@ -33,6 +41,7 @@ from zerojax.cli.options import JOB_HELP
     default="bf16",
     show_default=True,
     metavar="NAME",
+    shell_complete=complete(precision_names),
     help="fp32, bf16, bf16_reduce_fp32 or fp16.",
 )
 @click.option(
@@ -58,6 +67,7 @@ from zerojax.cli.options import JOB_HELP
     default="full",
     show_default=True,
     metavar="SETTING",
+    shell_complete=complete(remat_names),
     help="Rematerialization: none, dots, full or offload.",
 )
 @click.option(

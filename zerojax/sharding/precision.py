@@ -53,11 +53,11 @@ class Precision:
         """
         if isinstance(precision, Precision):
             return precision
-        if precision not in _PRECISIONS:
+        if precision not in PRECISIONS:
             raise ValueError(
-                f"precision: unknown preset {precision!r}\n  fix:      one of {', '.join(_PRECISIONS)}, or a Precision"
+                f"precision: unknown preset {precision!r}\n  fix:      one of {', '.join(PRECISIONS)}, or a Precision"
             )
-        return _PRECISIONS[precision]
+        return PRECISIONS[precision]
 
     def leaf_dtype(self, dtype: Any, trainable: bool) -> Any:
         """The dtype in which a parameter of `dtype` is gathered and computed with, unless the user chooses another.
@@ -88,7 +88,7 @@ class Precision:
         """The preset's name, or the dtypes of the parameters, the computation and the reductions."""
         dtypes = [jnp.dtype(getattr(self, name)).name for name in DTYPE_FIELDS]
         own = f"parameters {dtypes[0]}, computed in {dtypes[1]}, reduced in {dtypes[2]}"
-        return next((f"precision {name!r}" for name, preset in _PRECISIONS.items() if preset == self), own)
+        return next((f"precision {name!r}" for name, preset in PRECISIONS.items() if preset == self), own)
 
     def __str__(self) -> str:
         scaling = "none"
@@ -108,7 +108,7 @@ class Precision:
         return "\n".join(f"{name:{width}s}  {value}" for name, value in rows.items())
 
 
-_PRECISIONS = {
+PRECISIONS = {
     "fp32": Precision(),
     "bf16": Precision(compute_dtype=jnp.bfloat16, reduce_dtype=jnp.bfloat16),
     "bf16_reduce_fp32": Precision(compute_dtype=jnp.bfloat16),
