@@ -79,11 +79,8 @@ def test_bash_completes_a_preset(tmp_path):
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -P -c "{call}" "$@"\n')
     program.chmod(0o755)
     script = CliRunner().invoke(main, ["completion", "bash"]).stdout
-    words = (
-        "COMP_WORDS=(zerojax plan --preset llama3-8); COMP_CWORD=3; _zerojax_completion zerojax; echo ${COMPREPLY[@]}"
-    )
+    words = "COMP_WORDS=(zerojax plan --preset llama3-8); COMP_CWORD=3; _zerojax_completion zerojax"
+    command = ["bash", "-c", f"{script}\n{words}; echo ${{COMPREPLY[@]}}"]
     environ = os.environ | importing(REPO) | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    ended = subprocess.run(
-        ["bash", "-c", f"{script}\n{words}; echo ${{COMPREPLY[@]}}"], env=environ, capture_output=True, text=True
-    )
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert ended.stdout.strip() == "llama3-8b", ended.stderr
