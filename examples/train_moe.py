@@ -67,7 +67,12 @@ class MixtureOfExperts(nnx.Module):
         one_hot = jax.nn.one_hot(chosen, self.num_experts)  # [rows, tokens, choices, experts]
         # The place of a choice in the queue of its expert: all first choices of a row are before the second ones.
         queue = one_hot.swapaxes(1, 2).reshape(rows, self.choices * length, self.num_experts)
-        place = jnp.sum((jnp.cumsum(queue, 1) - 1) * queue, -1).reshape(rows, self.choices, length).swapaxes(1, 2)
+        place = (
+            jnp.sum((jnp.cumsum(queue, 1) - 1) * queue, -1)
+            .astype(jnp.int32)
+            .reshape(rows, self.choices, length)
+            .swapaxes(1, 2)
+        )
         capacity = math.ceil(self.capacity_factor * self.choices * length / self.num_experts)
         slot = jax.nn.one_hot(place, capacity)  # [rows, tokens, choices, capacity]; zeros beyond the last slot
         sent = jnp.einsum("rtke,rtkc->rtec", one_hot, slot).astype(x.dtype)
