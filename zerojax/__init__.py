@@ -19,7 +19,7 @@ from zerojax.sharding.precision import Precision
 from zerojax.step.batch import Whole
 from zerojax.step.models import Weighted
 from zerojax.step.state import TrainState
-from zerojax.training import fit
+from zerojax.training import evaluate, fit
 from zerojax.transform.remat import Remat
 from zerojax.zero import Zero
 
@@ -43,6 +43,7 @@ __all__ = [
     "audit_step",
     "checkpoints",
     "chunked_cross_entropy",
+    "evaluate",
     "exchange",
     "fit",
     "from_deepspeed",

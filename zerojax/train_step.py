@@ -24,11 +24,11 @@ from zerojax.report.out_of_memory import out_of_memory_error
 from zerojax.sharding.mesh import check_enclosing_mesh
 from zerojax.sharding.placement import path_text
 from zerojax.step import models, state as states
-from zerojax.step.batch import batch_avals, batch_specs, check_batch, dtype_of, shard_batch
+from zerojax.step.batch import RowsOfSet, batch_avals, batch_specs, check_batch, dtype_of, shard_batch
 from zerojax.step.config import ZeroConfig, compiler_options, leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient, compute_gradients, device_gradient
 from zerojax.step.loss_errors import in_words_of_the_user
-from zerojax.step.loss_traces import Use, check_loss, traced_loss, uses, warn_of_local_statistics
+from zerojax.step.loss_traces import Use, check_loss, check_means_over_rows, traced_loss, uses, warn_of_local_statistics
 from zerojax.step.offload_options import offload_options
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition, TrainState
@@ -337,31 +337,72 @@ def train_step(
     return TrainStep(config, settings, build, gradient_of, audit_setting, _name(loss_fn))
 
 
-def eval_step(config: ZeroConfig, loss_fn: Callable[..., Any], settings: StepSettings) -> Step:
-    """See `Zero.eval_step`."""
+class EvalStep(Step):
+    """A `Step` that returns the loss and the metrics of a batch; `zerojax.evaluate` calls `rows` instead.
 
-    def build(like: TrainState) -> Callable[..., Any]:
-        definition = like.definition
-        gradient = device_gradient(config, definition, loss_fn, settings)
+    Attributes:
+        rows: a step over (state, `RowsOfSet`) that returns the sums and the weights of the loss and the metrics.
+    """
+
+    def __init__(
+        self,
+        config: ZeroConfig,
+        settings: StepSettings,
+        gradient_of: Callable[[Definition], DeviceGradient],
+        loss_name: str,
+    ):
+        super().__init__(config, settings, self._build_means, loss_name)
+        self._gradient_of = gradient_of
+        self.rows = Step(config, settings, self._build_sums, loss_name)
+
+    def _build_means(self, like: TrainState) -> Callable[..., Any]:
+        gradient = self._gradient_of(like.definition)
 
         def step(state: TrainState, batch: PyTree) -> dict[str, Array]:
             args = (jax.tree.leaves(state.params), state.model_state, batch, state.key)
-            if config.other_axes:
+            if self.config.other_axes:
                 check_loss(gradient, args)
-            replicated = PartitionSpec()
-            in_specs = (
-                leaf_specs(config, definition.leaves, config.stage.shards_params),
-                replicated,
-                batch_specs(config.axes, batch),
-                replicated,
-            )
-            evaluate = shard_map_over_data(config, gradient.evaluate, in_specs, replicated)
-            loss, metrics = evaluate(*args)
+            loss, metrics = self._on_devices(gradient, gradient.evaluate, args)
             return {"loss": loss, **metrics}
 
         return step
 
-    return Step(config, settings, build, _name(loss_fn))
+    def _build_sums(self, like: TrainState) -> Callable[..., Any]:
+        gradient, checked = self._gradient_of(like.definition), set[bool]()
+
+        def step(state: TrainState, rows: RowsOfSet) -> dict[str, models.Weighted]:
+            args = (jax.tree.leaves(state.params), state.model_state, rows, state.key)
+            if not checked:
+                of_batch = (*args[:2], rows.batch, args[3])
+                check_means_over_rows(gradient, of_batch)
+                if self.config.other_axes:
+                    check_loss(gradient, of_batch)
+                checked.add(True)
+            loss, metrics = self._on_devices(gradient, gradient.evaluate_rows, args)
+            return {"loss": loss, **metrics}
+
+        return step
+
+    def _on_devices(self, gradient: DeviceGradient, fn: Callable[..., Any], args: Any) -> Any:
+        """Runs a function of (parameter leaves, model state, batch, key) on each device's part of them."""
+        replicated: Any = PartitionSpec()
+        in_specs = (
+            leaf_specs(self.config, gradient.definition.leaves, self.config.stage.shards_params),
+            replicated,
+            batch_specs(self.config.axes, args[2]),
+            replicated,
+        )
+        return shard_map_over_data(self.config, fn, in_specs, replicated)(*args)
+
+
+def eval_step(config: ZeroConfig, loss_fn: Callable[..., Any], settings: StepSettings) -> EvalStep:
+    """See `Zero.eval_step`."""
+    evaluated = models.in_evaluation_mode(loss_fn)
+
+    def gradient_of(definition: Definition) -> DeviceGradient:
+        return device_gradient(config, definition, evaluated, settings)
+
+    return EvalStep(config, settings, gradient_of, _name(loss_fn))
 
 
 def _name(loss_fn: Callable[..., Any]) -> str:

@@ -34,7 +34,7 @@ from zerojax.step.settings import StepSettings
 from zerojax.step.source import source_of
 from zerojax.step.state import Definition, TrainState, check_not_donated, check_trained
 from zerojax.text import mesh_text
-from zerojax.train_step import Step, TrainStep
+from zerojax.train_step import EvalStep, TrainStep
 from zerojax.transform.remat import RematRules, Setting
 from zerojax.typing import AnyMesh, PRNGKey
 from zerojax.warn import warn
@@ -279,8 +279,11 @@ class Zero:
         settings = StepSettings(num_microbatches, clip_norm, RematRules.of(remat), prefetch, bucket_bytes)
         return steps.train_step(self.config, loss_fn, settings.check(self.config.axes), check_setting(audit))
 
-    def eval_step(self, loss_fn: Callable[..., Any], *, bucket_bytes: int | None = None) -> Step:
+    def eval_step(self, loss_fn: Callable[..., Any], *, bucket_bytes: int | None = None) -> EvalStep:
         """Returns a jitted `step(state, batch) -> metrics`, which gathers as `train_step` does and changes nothing.
+
+        An nnx.Module is in evaluation mode (`model.eval()`): no dropout, and BatchNorm uses its running averages.
+        `zerojax.evaluate` evaluates whole data sets of any size with the step.
 
         Args:
             loss_fn, bucket_bytes: as in `train_step`.

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import click
 
-from zerojax.cli.output import print_table
-
 
 @click.command("doctor")
 @click.option(
@@ -18,8 +16,10 @@ def doctor_command(checkpoints: Path | None) -> None:
 
     Each failure is shown with a fix. The exit code is 1 if there is a failure.
     """
+    from rich.console import Console
+
     from zerojax import doctor
 
     checks = doctor.diagnose(checkpoints)
-    print_table(doctor.table(checks))
+    Console().print(doctor.table(checks))
     raise SystemExit(1 if any(check.status is doctor.Status.ERROR for check in checks) else 0)

@@ -10,7 +10,7 @@ import click
 
 
 def print_table(table: Any) -> None:
-    """Prints a `TextTable` as wide as the terminal is."""
+    """Prints a `zerojax.tables.TextTable` as wide as the terminal is."""
     from zerojax.tables import screen
 
     click.echo(table.text(screen().width))

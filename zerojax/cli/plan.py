@@ -79,6 +79,7 @@ from zerojax.cli.options import JOB_HELP
 )
 @click.option("--auto", is_flag=True, help="Search for the fastest settings that fit; --rows then counts per step.")
 @click.option("--formulas", is_flag=True, help="Show how each term of the memory is computed.")
+@click.option("--explain", is_flag=True, help="Say in sentences what bounds the step, and what would help.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as a JSON object.")
 @click.option(
     "--dump", type=click.Path(file_okay=False, path_type=Path), help="Write the compiled text to this directory."
@@ -100,6 +101,7 @@ def plan_command(
     compiled: bool,
     memory_share: float | None,
     formulas: bool,
+    explain: bool,
     as_json: bool,
     dump: Path | None,
     png: Path | None,
@@ -126,6 +128,7 @@ def plan_command(
     import zerojax
     from zerojax.analysis import targets
     from zerojax.plan import cluster, presets
+    from zerojax.plan.explain import explain_plan, render_explanation
     from zerojax.plan.job import Settings
     from zerojax.plan.planner import plan as make_plan
     from zerojax.plan.search import Ranking, search
@@ -152,10 +155,14 @@ def plan_command(
                 made = make_plan(model, target, Settings(**settings), compile=compiled, dump=dump, **given)
     except (ValueError, RuntimeError) as error:
         raise click.ClickException(str(error)) from error
+    best = made if not isinstance(made, Ranking) else made.winner and made.winner.plan
     if as_json:
-        print(json.dumps(made.data()))
-    else:
-        console.print(render_ranking(made) if isinstance(made, Ranking) else render(made, formulas))
+        said = [remark._asdict() for remark in explain_plan(best)] if explain and best else None
+        print(json.dumps(made.data() | ({"explanation": said} if explain else {})))
+    elif isinstance(made, Ranking):
+        console.print(render_ranking(made))
+    if best and not as_json and (explain or best is made):
+        console.print(render_explanation(best) if explain else render(best, formulas))
     if isinstance(made, Ranking):
         raise SystemExit(0 if made.winner else 3)
     if png:

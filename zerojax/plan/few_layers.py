@@ -143,7 +143,7 @@ def _evaluate(equations: Sequence[Any], scope: dict[Any, Any]) -> None:
     """Runs equations in order, and those of nested jits in their place, so that each has the name of its segment."""
     for equation in equations:
         if not jaxprs.is_call(equation):
-            jaxprs.evaluate([equation], scope)
+            jaxprs.run_equations([equation], scope)
             continue
         inner, consts = jaxprs.called(equation)
         values = [scope[a] if jaxprs.is_var(a) else a.val for a in equation.invars]

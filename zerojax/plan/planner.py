@@ -14,6 +14,7 @@ from zerojax.analysis.hardware import Chip, Cluster
 from zerojax.analysis.jaxpr_costs import ComputeTime
 from zerojax.analysis.utilisation import Throughput, model_flops, throughput
 from zerojax.plan import attention, presets
+from zerojax.plan.formula_time import FormulaTime, link_seconds
 from zerojax.plan.job import DEFAULT_SETTINGS, Job, Settings
 from zerojax.plan.notes import notes
 from zerojax.plan.program import CompiledStep, compile_step
@@ -34,14 +35,16 @@ class Suggestion(NamedTuple):
     """A change of the settings or the cluster.
 
     Attributes:
-        change: the change, in words.
+        change: what is changed.
         peak_bytes: the peak memory of a device with it.
-        fits: whether that fits.
+        fits: whether that is within the limit.
+        speed: the rows per second of a device, relative to those without the change, by formula; None if not known.
     """
 
     change: str
     peak_bytes: int
     fits: bool
+    speed: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +58,8 @@ class Plan:
         parameters: the number of parameters of the model.
         memory: the memory of a device, by formula.
         limit_bytes: the device memory that a program may use.
+        time: the time of a step, by formula.
+        tokens: of all devices in a step; the number of rows, if rows have no tokens.
         program: the compiled step; None if it was not compiled.
         throughput: predicted from the schedule of the compiled step; None if it could not be predicted.
         suggestions: changes that save memory, or that use the free memory.
@@ -67,6 +72,8 @@ class Plan:
     parameters: int
     memory: Memory
     limit_bytes: int
+    time: FormulaTime
+    tokens: int = 0
     program: CompiledStep | None = None
     throughput: Throughput | None = None
     suggestions: tuple[Suggestion, ...] = ()
@@ -124,6 +131,8 @@ class Plan:
             "terms": [term._asdict() for term in self.memory.terms],
             "formula_peak_bytes": self.memory.peak_bytes,
             "program": program,
+            "formula_s": self.time.compute._asdict() | {"link_s": self.time.link_s},
+            "tokens": self.tokens,
             "step_s": prediction and prediction.step_s,
             "bound_by": prediction and prediction.bound_by,
             "busy_s": prediction and dict(prediction.busy_s),
@@ -233,7 +242,17 @@ class Planner:
         loss = self.tracer.loss(settings, self.cluster.num_devices).traced
         told = (*self._of_shapes(), *self._uneven(settings), *notes(loss, memory, self.cluster.chip, settings))
         found = Plan(
-            self.name, self.cluster, settings, parameters, memory, self.limit_bytes, program, speed, notes=told
+            self.name,
+            self.cluster,
+            settings,
+            parameters,
+            memory,
+            self.limit_bytes,
+            self.formula_time(settings),
+            self._num_tokens(settings),
+            program,
+            speed,
+            notes=told,
         )
         suggestions = tuple(self._suggestions(found)) if suggest else ()
         return dataclasses.replace(found, suggestions=suggestions)
@@ -268,6 +287,17 @@ class Planner:
         time = self.tracer.device_trace(settings, self.cluster.num_devices).compute_time(self.cluster.chip)
         return ComputeTime().plus(time, 1 / (settings.model or 1))
 
+    def formula_time(self, settings: Settings) -> FormulaTime:
+        """The time of a step by formula."""
+        return FormulaTime(self.compute_time(settings), link_seconds(self.cluster, settings, self.parameters(settings)))
+
+    def _speed(self, found: Plan, settings: Settings, num_devices: int) -> float | None:
+        """The rows per second of a device with other settings, relative to those of a plan."""
+        if num_devices != self.cluster.num_devices:
+            return None  # of TPUs, the shape of the slice would have to be known
+        rows = lambda settings: settings.rows * settings.num_microbatches
+        return rows(settings) / self.formula_time(settings).step_s * found.time.step_s / rows(found.settings)
+
     def parameters(self, settings: Settings) -> int:
         """The number of parameters of the model."""
         zero = self.tracer.zero(settings, self.cluster.num_devices)
@@ -287,22 +317,27 @@ class Planner:
         axes = dict(compilable.zero.config.mesh.shape)
         return compile_step(compilable.step, self.cluster, axes, memory.arguments_bytes, dump)
 
-    def _throughput(self, settings: Settings, step_s: float) -> Throughput:
+    def _num_tokens(self, settings: Settings) -> int:
         job, num_devices = self.tracer.job, self.cluster.num_devices // (settings.model or 1)
-        num_tokens = num_rows(job, settings, num_devices) * job.tokens
-        return throughput(step_s, self.cluster, num_tokens, self.model_flops(settings))
+        return num_rows(job, settings, num_devices) * job.tokens
+
+    def _throughput(self, settings: Settings, step_s: float) -> Throughput:
+        return throughput(step_s, self.cluster, self._num_tokens(settings), self.model_flops(settings))
 
     def _suggestions(self, found: Plan) -> Iterator[Suggestion]:
         """Yields changes that save memory if the step does not fit, or changes that use the free memory if it does."""
         chip = self.cluster.chip
         if chip.platform == "cuda" and found.limit_bytes < found.peak_bytes <= _MAX_GPU_SHARE * chip.memory_bytes:
-            yield Suggestion(f"XLA_CLIENT_MEM_FRACTION={_MAX_GPU_SHARE} in the environment", found.peak_bytes, True)
+            yield Suggestion(
+                f"XLA_CLIENT_MEM_FRACTION={_MAX_GPU_SHARE} in the environment", found.peak_bytes, True, 1.0
+            )
         changes = _memory_reductions if not found.fits else _uses_of_free_memory
         correction = max(0, found.peak_bytes - found.memory.peak_bytes)  # of the formula, if compiled
         for text, settings, num_devices in changes(found):
             peak_bytes = self.memory(settings, num_devices).peak_bytes + correction
             if found.fits or peak_bytes < found.peak_bytes:
-                yield Suggestion(text, peak_bytes, peak_bytes <= found.limit_bytes)
+                speed = self._speed(found, settings, num_devices)
+                yield Suggestion(text, peak_bytes, peak_bytes <= found.limit_bytes, speed)
 
 
 def _shapes(what: str | Transformer) -> Transformer | None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from zerojax.analysis import targets
 from zerojax.analysis.hardware import Cluster
 from zerojax.analysis.jaxpr_costs import ComputeTime
+from zerojax.plan.formula_time import FormulaTime
 from zerojax.plan.job import Settings
 from zerojax.plan.planner import REMATS, Plan, Planner
 from zerojax.plan.transformer import Transformer
@@ -42,7 +43,7 @@ class Candidate(NamedTuple):
     def step_s(self) -> float:
         """Seconds of a step as predicted from the compiled program, or else the longer of `compute` and `link_s`."""
         predicted = self.plan.program.analysis.prediction if self.plan and self.plan.program else None
-        return predicted.step_s if predicted else max(self.compute.total_s, self.link_s)
+        return predicted.step_s if predicted else FormulaTime(self.compute, self.link_s).step_s
 
     def data(self) -> dict[str, Any]:
         """Returns the candidate as JSON data, with the compiled plan as 'plan'."""
@@ -59,9 +60,7 @@ class Candidate(NamedTuple):
         """What limits the step by formula: 'products', 'memory' or 'links', or 'does not fit'."""
         if not self.fits or (self.plan is not None and not self.plan.fits):
             return "does not fit"
-        if self.link_s > self.compute.total_s:
-            return "links"
-        return "products" if self.compute.products_s >= self.compute.memory_s else "memory"
+        return FormulaTime(self.compute, self.link_s).bound
 
 
 class Ranking(NamedTuple):
@@ -130,12 +129,11 @@ def search(
     planner = Planner(what, target, memory_share=memory_share, calibration=calibration)
     base = planner.with_rows(Settings(rows=rows, precision=precision))
     cluster, rows = planner.cluster, base.rows or 1
-    parameters = planner.parameters(base)
 
     def candidate(settings: Settings) -> Candidate:
         on_step(f"stage {settings.stage}, remat {settings.remat!r}")
         peak_bytes = planner.memory(settings).peak_bytes
-        times = planner.compute_time(settings), _link_s(cluster, settings, parameters)
+        times = planner.formula_time(settings)
         return Candidate(settings, peak_bytes, peak_bytes <= planner.limit_bytes, *times)
 
     found = [candidate(dataclasses.replace(s, precision=precision)) for s in _settings(cluster, rows)]
@@ -168,15 +166,3 @@ def _replicas(cluster: Cluster) -> Iterator[int]:
         if cluster.num_devices % shards == 0:
             yield cluster.num_devices // shards
         shards *= 8
-
-
-def _link_s(cluster: Cluster, settings: Settings, parameters: int) -> float:
-    """Returns the seconds to send a stage's bytes, by formula: within a replica, and between replicas."""
-    num_shards, k = cluster.num_devices // settings.replica, settings.num_microbatches
-    elements = {0: 2, 1: 2, 2: 1 + k, 3: 3 * k}[settings.stage] * parameters * (num_shards - 1) / num_shards
-    inside = cluster.route(range(num_shards)) if num_shards > 1 else None
-    seconds = 2 * elements / inside.rate if inside else 0.0
-    if settings.replica > 1:
-        across = cluster.route(range(0, cluster.num_devices, num_shards))
-        seconds += 2 * 2 * parameters / num_shards * (settings.replica - 1) / settings.replica / across.rate
-    return seconds

@@ -38,7 +38,11 @@ def render(plan: Plan, formulas: bool = False) -> Group:
         plan: the plan.
         formulas: whether to explain how each term is computed.
     """
-    parts = [_verdict(plan), *(Text(f"note: {note}", style="yellow") for note in plan.notes), _memory(plan, formulas)]
+    parts = [
+        verdict_text(plan),
+        *(Text(f"note: {note}", style="yellow") for note in plan.notes),
+        _memory(plan, formulas),
+    ]
     if plan.program:
         analysis = plan.program.analysis
         parts.append(_program(plan.program, plan))
@@ -93,7 +97,8 @@ def text(plan: Plan, formulas: bool = False, width: int = 120) -> str:
     return capture.get()
 
 
-def _verdict(plan: Plan) -> Text:
+def verdict_text(plan: Plan) -> Text:
+    """Whether a plan fits, the limit, the model and the step, in four lines."""
     chip, settings = plan.cluster.chip, plan.settings
     level = "as compiled" if plan.program else "by formula"
     share = plan.limit_bytes / chip.memory_bytes

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Callable
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,18 @@ class Whole:
     """
 
     value: PyTree
+
+
+class RowsOfSet(NamedTuple):
+    """A batch of an evaluation, in which each device has only rows of the data set, or none.
+
+    Attributes:
+        batch: the batch.
+        included: bool array of shape (rows,), whether a row is in the data set; the same for all rows of a device.
+    """
+
+    batch: PyTree
+    included: Array | np.ndarray
 
 
 def _is_whole(node: Any) -> bool:
@@ -164,7 +176,7 @@ def check_batch(config: ZeroConfig, batch: PyTree, num_microbatches: int) -> Non
             f"batch: {path!r} does not divide into devices x microbatches\n"
             f"  got:      shape {shape}{over}; {split}\n"
             f"  fix:      pass {_rows_that_fit(shape[0], parts)}; or change num_microbatches; "
-            f"zero.pad_batch(batch, {padded}) adds rows of weight 0"
+            f"zero.pad_batch(batch, {padded}) adds rows of weight 0; zerojax.evaluate takes any number of rows"
         )
 
 

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from zerojax.sharding.precision import for_reduction
 from zerojax.step import models
-from zerojax.step.batch import batch_specs, cast_batch, microbatches
+from zerojax.step.batch import RowsOfSet, batch_specs, cast_batch, microbatches
 from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
 from zerojax.step.loss_errors import in_words_of_the_user
 from zerojax.step.models import Output, Weighted
@@ -105,15 +105,26 @@ class DeviceGradient:
         self, shards: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey
     ) -> tuple[Array, dict[str, Array]]:
         """Computes the loss and the metrics without a gradient. Units are gathered as in a training step."""
+        return _means(self._total(self._evaluated(shards, model_state, batch, key).sums())[0])
+
+    def evaluate_rows(
+        self, shards: Sequence[Array], model_state: PyTree, rows: RowsOfSet, key: PRNGKey
+    ) -> tuple[Weighted, dict[str, Weighted]]:
+        """Computes the sums of the loss and of the metrics over all devices whose rows are in a data set, and their
+        weights. Those of plain scalars are numbers of rows."""
+        sums = self._evaluated(shards, model_state, rows.batch, key).sums_over_rows(rows.included.shape[0])
+        # Not a product: what the loss makes of rows that are not in the set may be a NaN.
+        return self._total(jax.tree.map(lambda a: jnp.where(rows.included[0], a, 0), sums))[0]
+
+    def _evaluated(self, shards: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey) -> Output:
+        """The output of the loss on this device's rows."""
         shards = self.definition.for_compute(shards)
         batch = cast_batch(self.config.precision, batch)
         key = self._device_key(key, 0)
         if self.config.stage.shards_params and self.config.axes.num_shards > 1:
             segmented, data, unflatten = self.segmented_loss(shards, self.fold(model_state, 0), batch, key)
-            output = unflatten(segmented.evaluate(shards, data, []))
-        else:
-            output = self.loss(jax.tree.unflatten(self.definition.tree, shards), self.fold(model_state, 0), batch, key)
-        return _means(self._total(output.sums())[0])
+            return unflatten(segmented.evaluate(shards, data, []))
+        return self.loss(jax.tree.unflatten(self.definition.tree, shards), self.fold(model_state, 0), batch, key)
 
     def _device_key(self, key: PRNGKey, microbatch: ArrayLike) -> PRNGKey:
         """The PRNG key of this device and a microbatch."""

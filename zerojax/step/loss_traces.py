@@ -123,6 +123,48 @@ def _loss_jaxpr(gradient: DeviceGradient, shards: Any, model_state: Any, batch: 
     return closed.jaxpr, output
 
 
+def check_means_over_rows(gradient: DeviceGradient, args: Any) -> None:
+    """Checks that the loss and its metrics can be means over rows, however these are divided into batches.
+
+    Args:
+        gradient: of the evaluation.
+        args: as in `uses`.
+
+    Raises:
+        LossError: if the loss communicates over the data axes, or changes running statistics, or if a metric is a plain
+            scalar that is not floating, such as a count. That another scalar is a mean cannot be seen.
+    """
+    axes, definition = gradient.config.axes, gradient.definition
+    jaxpr, output = traced_loss(gradient, args)
+    if any(jaxprs.communicates_over(equation, axes.data) for equation in jaxpr.eqns):
+        raise LossError(
+            f"evaluate: the loss communicates over {', '.join(map(repr, axes.data))}\n"
+            f"  got:      a value that depends on which rows are in a batch, and is no mean over rows\n"
+            f"  fix:      a loss without it; or zero.eval_step on batches of one size, and average these"
+        )
+    paths = jax.tree_util.tree_leaves_with_path(args[1])
+    kept = jaxprs.forwards(jaxpr)[-len(paths) :] if paths else []
+    flags = zip(paths, kept, definition.fixed_state, strict=True)
+    changed = [
+        path_text(path)
+        for (path, a), is_kept, is_fixed in flags
+        if jnp.issubdtype(a.dtype, jnp.floating) and not is_kept and not is_fixed
+    ]
+    if changed:
+        raise LossError(
+            f"evaluate: the loss changes running statistics, as in training\n"
+            f"  got:      {', '.join(changed[:5])}{', ...' if len(changed) > 5 else ''}\n"
+            f"  fix:      a loss that evaluates the model: use_running_average=True, or train=False"
+        )
+    for name in sorted(output.plain):
+        dtype = output.metrics[name].sum.dtype
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise LossError(
+                f"evaluate: metric {name!r} is no mean over rows\n  got:      dtype {dtype}\n"
+                f"  fix:      return its mean, or zerojax.Weighted(sum, weight)"
+            )
+
+
 def _on_device(gradient: DeviceGradient, fn: Callable[..., list[Any]], args: Any) -> list[Any]:
     """What `fn` finds in a trace on one device's part of (parameter leaves, model state, batch, key)."""
     config, definition = gradient.config, gradient.definition

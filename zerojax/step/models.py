@@ -7,6 +7,7 @@ module, and the sharding metadata of both.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -51,16 +52,25 @@ class Output:
         metrics: the metrics by name, likewise.
         model_state: the model state after the loss.
         is_weighted: whether the function returned a `Weighted` loss.
+        plain: the names of the metrics that it returned as plain scalars.
     """
 
     loss: Weighted
     metrics: dict[str, Weighted]
     model_state: PyTree
     is_weighted: bool = dataclasses.field(metadata={"static": True})
+    plain: frozenset[str] = dataclasses.field(metadata={"static": True})
 
     def sums(self) -> tuple[Weighted, dict[str, Weighted]]:
         """Returns (loss, metrics) in fp32, to be summed over shards and microbatches."""
         return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (self.loss, self.metrics))
+
+    def sums_over_rows(self, num_rows: int) -> tuple[Weighted, dict[str, Weighted]]:
+        """As `sums`, where what was returned as a plain scalar is the mean over `num_rows` rows."""
+        loss, metrics = self.sums()
+        over_rows = lambda mean: Weighted(mean.sum * num_rows, jnp.float32(num_rows))
+        metrics = {name: over_rows(each) if name in self.plain else each for name, each in metrics.items()}
+        return loss if self.is_weighted else over_rows(loss), metrics
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -253,7 +263,21 @@ def call_loss(
             f"  got:      {', '.join(map(repr, taken))}\n"
             f"  fix:      use another name; a step reports {', '.join(sorted(RESERVED))} itself"
         )
-    return Output(loss, {name: _as_weighted(f"metric {name!r}", v) for name, v in metrics.items()}, after, weighted)
+    plain = frozenset(name for name, value in metrics.items() if not isinstance(value, Weighted))
+    metrics = {name: _as_weighted(f"metric {name!r}", v) for name, v in metrics.items()}
+    return Output(loss, metrics, after, weighted, plain)
+
+
+def in_evaluation_mode(loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A loss function that puts an nnx.Module into evaluation mode first: no dropout, running averages in BatchNorm."""
+
+    @functools.wraps(loss_fn)
+    def evaluated(model: Any, *args: Any) -> Any:
+        if isinstance(model, nnx.Module):
+            model.eval()
+        return loss_fn(model, *args)
+
+    return evaluated
 
 
 def takes_key(loss_fn: Callable[..., Any]) -> bool:

@@ -174,12 +174,12 @@ def multiplies(equations: Iterable[Equation]) -> bool:
     )
 
 
-def _communicates(equation: Equation, axes: Collection[str]) -> bool:
+def communicates_over(equation: Equation, axes: Collection[str]) -> bool:
     """Whether an equation, or one that it calls, is a collective over one of the mesh axes."""
     named = equation.params.get("axes", equation.params.get("axis_name", ()))
     named = named if isinstance(named, tuple | list | frozenset) else (named,)
     return any(isinstance(name, str) and name in axes for name in named) or any(
-        _communicates(e, axes) for inner in sub_jaxprs(equation) for e in inner.eqns
+        communicates_over(e, axes) for inner in sub_jaxprs(equation) for e in inner.eqns
     )
 
 
@@ -188,9 +188,22 @@ def is_local(jaxpr: Any, axes: Collection[str]) -> list[bool]:
     computed, global_vars = set(), set()
     for equation in jaxpr.eqns:
         computed.update(equation.outvars)
-        if any(v in global_vars for v in variables(equation)) or _communicates(equation, axes):
+        if any(v in global_vars for v in variables(equation)) or communicates_over(equation, axes):
             global_vars.update(equation.outvars)
     return [is_var(v) and v in computed and v not in global_vars for v in jaxpr.outvars]
+
+
+def forwards(jaxpr: Any) -> list[bool]:
+    """For each output, whether it is an input, maybe through nested jits."""
+    inputs = set(jaxpr.invars)
+    for equation in jaxpr.eqns:
+        if is_call(equation):
+            inner = called(equation)[0]
+            operands = dict(zip(inner.invars, equation.invars, strict=False))
+            for own, out in zip(equation.outvars, inner.outvars, strict=True):
+                if is_var(out) and out in operands and is_var(operands[out]) and operands[out] in inputs:
+                    inputs.add(own)
+    return [is_var(v) and v in inputs for v in jaxpr.outvars]
 
 
 def run(jaxpr: Any, *args: Any) -> list[Any]:
@@ -198,7 +211,7 @@ def run(jaxpr: Any, *args: Any) -> list[Any]:
     return core.jaxpr_as_fun(jaxpr)(*args)
 
 
-def evaluate(equations: Sequence[Equation], scope: dict[Var, Any]) -> None:
+def run_equations(equations: Sequence[Equation], scope: dict[Var, Any]) -> None:
     """Runs equations in order, reading from and writing to `scope`."""
     defined = [v for e in equations for v in e.outvars if not isinstance(v, core.DropVar)]
     own = set(defined)
@@ -238,7 +251,7 @@ def inlined(closed: Any, should_inline: Any) -> Any:
                 out = interpret(inner, inner_consts, map(read, equation.invars))
                 scope.update(zip(equation.outvars, out, strict=True))
             else:
-                evaluate([equation], scope)
+                run_equations([equation], scope)
         return [read(atom) for atom in jaxpr.outvars]
 
     return jax.make_jaxpr(lambda *args: interpret(closed.jaxpr, closed.consts, args))(*closed.in_avals)

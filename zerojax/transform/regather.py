@@ -274,7 +274,7 @@ class Regather:
             zip([*jaxpr.constvars, *weight_vars, *fixed_vars], [*self.closed.consts, *weights, *fixed], strict=True)
         )
         if self.rebuild_equations:
-            jaxprs.evaluate(self.rebuild_equations, scope)
+            jaxprs.run_equations(self.rebuild_equations, scope)
         residuals = [scope[atom] if jaxprs.is_var(atom) else np.asarray(atom.val) for atom in self.residuals]
         trees: dict[str, Any] = {}
 

@@ -248,4 +248,4 @@ class TracedLoss:
                 continue
             equation = self.producer[v]
             self.bind_weights(jaxprs.variables(equation), scope)
-            jaxprs.evaluate([equation], scope)
+            jaxprs.run_equations([equation], scope)

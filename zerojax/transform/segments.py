@@ -57,7 +57,7 @@ class StraightSegment:
         scope = dict(zip(self.segment.inputs, data, strict=True))
         scope.update(zip([self.traced.leaf_vars[i] for i in self.leaves], weights, strict=True))
         self.traced.bind_weights(self.weight_values, scope)
-        jaxprs.evaluate(self.segment.equations, scope)
+        jaxprs.run_equations(self.segment.equations, scope)
         return [scope[v] for v in self.segment.outputs]
 
     def plan_backward(self, wanted: Sequence[bool], differentiable: Sequence[bool], backward_is_next: bool) -> None:

@@ -1,0 +1,200 @@
+"""Explains a plan in sentences: what bounds memory and time, what would help most, and what is not sure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from rich.console import Group
+from rich.text import Text
+
+from zerojax.plan import timeline
+from zerojax.plan.formula_time import shard_route
+from zerojax.plan.planner import Plan, Suggestion
+from zerojax.plan.show import label, verdict_text
+from zerojax.plan.timeline import Prediction
+from zerojax.text import bytes_text
+
+_LEAST_SHARE = 0.01  # shares below this are not worth a sentence
+# How far peaks by formula were from compiled ones, see docs/plan.md: 0.927 to 1.086 of them.
+_FORMULA_ERROR = 0.08
+_WHY = {  # of the formula's kinds, and what changes them
+    "parameters": "which stage 3 and more devices divide",
+    "optimizer state": "which stages 1 to 3 and more devices divide",
+    "gradients": "which stages 2 and 3 and more devices divide",
+    "gathered": "which grows with the largest unit and with prefetch, not with the number of devices",
+    "checkpoints": "which grow with rows, tokens and layers, and which remat='offload' keeps in host memory",
+    "activations": "which grow with rows and tokens, and which remat recomputes",
+}
+
+
+class Remark(NamedTuple):
+    """A sentence or two about a plan. `topic` is 'memory', 'time', 'help' or 'not sure'."""
+
+    topic: str
+    text: str
+
+
+def explain_plan(plan: Plan) -> tuple[Remark, ...]:
+    """Explains a plan: what bounds its memory and its time, what would help most, and what is not sure.
+
+    Args:
+        plan: the plan, by formula or compiled. All that is said is derived from its numbers.
+
+    Returns:
+        The remarks, in the order of their topics.
+    """
+    prediction = plan.program and plan.program.analysis.prediction
+    time = _predicted_time(plan, prediction) if prediction else _formula_time(plan)
+    parts = {"memory": _memory(plan), "time": time, "help": _help(plan), "not sure": _doubts(plan)}
+    return tuple(Remark(topic, text) for topic, texts in parts.items() for text in texts)
+
+
+def render_explanation(plan: Plan) -> Group:
+    """The explanation of a plan for a terminal: its verdict, and a paragraph for each topic."""
+    paragraphs: dict[str, list[str]] = {}
+    for remark in explain_plan(plan):
+        paragraphs.setdefault(remark.topic, []).append(remark.text)
+    texts = [Text.assemble((f"{topic.capitalize()}. ", "bold"), " ".join(said)) for topic, said in paragraphs.items()]
+    return Group(verdict_text(plan), *(part for each in texts for part in (Text(), each)))
+
+
+def _percent(part: float, whole: float) -> str:
+    share = part / whole if whole else 0.0
+    return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.1f} ms"
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    level = "as compiled" if plan.program else "by formula"
+    over = f"; {bytes_text(-plan.room_bytes)} too much" if not plan.fits else ""
+    yield (
+        f"A device holds {bytes_text(plan.peak_bytes)} {level}, {_percent(plan.peak_bytes, plan.limit_bytes)} of the"
+        f" {bytes_text(plan.limit_bytes)} that a program may use{over}."
+    )
+    held = sorted(plan.held.items(), key=lambda item: -item[1])
+    (name, largest), *others = held
+    formula = next((term.formula for term in plan.memory.terms if term.name == name), "")
+    why = f", {_WHY[name]}" if name in _WHY else ""
+    yield (
+        f"The largest part, {_percent(largest, plan.peak_bytes)}, is {label(name)} with {bytes_text(largest)}{why}."
+        + f" By formula: {formula}." * bool(formula)
+    )
+    second = [f"{label(other)} {bytes_text(size)}" for other, size in others if size > _LEAST_SHARE * plan.peak_bytes]
+    if second:
+        yield f"The rest is {', '.join(second)}."
+    if plan.host_bytes:
+        yield f"In addition, {bytes_text(plan.host_bytes)} are in pinned host memory for each device."
+
+
+def _formula_time(plan: Plan) -> Iterator[str]:
+    compute, link_s, step_s = plan.time.compute, plan.time.link_s, plan.time.step_s
+    route = shard_route(plan.cluster, plan.settings)
+    lanes = " and the ".join(route.lanes) if route else "links"
+    rate = f" at {route.rate / 1e9:,.0f} GB/s" if route else ""
+    reason = {
+        "products": f"matrix products: {_seconds(compute.products_s)} of {_seconds(compute.total_s)} of computation",
+        "memory": f"memory traffic: {_seconds(compute.memory_s)} of {_seconds(compute.total_s)} of computation",
+        "links": f"the {lanes}: {_seconds(link_s)}{rate}, {link_s / max(compute.total_s, 1e-12):.1f} times the"
+        f" {_seconds(compute.total_s)} of computation",
+    }[plan.time.bound]
+    yield f"By formula, a step takes at least {_seconds(step_s)} and is bound by {reason}."
+    if plan.time.bound == "links":
+        yield f"At least {_seconds(link_s - compute.total_s)} of the communication cannot overlap with computation."
+    elif link_s:
+        share = _percent(link_s, compute.total_s)
+        yield (
+            f"The {lanes} would be busy for {_seconds(link_s)}{rate}, {share} of the computation: with prefetch, all of"
+            f" it can overlap. How much does, only --compile tells."
+        )
+    tokens = plan.tokens / plan.cluster.num_devices / step_s
+    yield f"That is at most {tokens:,.0f} tokens/s per device."
+
+
+def _predicted_time(plan: Plan, predicted: Prediction) -> Iterator[str]:
+    step_s, computing = predicted.step_s, predicted.computing_s
+    parts = (timeline.COMPUTE, timeline.MEMORY, timeline.STARTS)
+    names = dict(zip(parts, ("matrix products", "memory traffic", "the launches of kernels"), strict=True))
+    busy = {names[part]: predicted.busy_s.get(part, 0.0) for part in parts}
+    rate = f" and {plan.throughput.tokens_per_device_s:,.0f} tokens/s per device" if plan.throughput else ""
+    yield f"The compiled step is predicted to take {_seconds(step_s)}{rate}. {_bound(predicted, busy)}"
+    shares = [
+        f"{name} {_percent(seconds, step_s)}" for name, seconds in busy.items() if seconds > _LEAST_SHARE * step_s
+    ]
+    yield f"The device computes for {_percent(computing, step_s)} of the step: {', '.join(shares)}."
+    links = {lane: s for lane, s in predicted.busy_s.items() if lane not in parts and s > _LEAST_SHARE * step_s}
+    if links:
+        each = [f"the {label(lane)} for {_percent(seconds, step_s)}" for lane, seconds in links.items()]
+        waits = f"computation waits for {_percent(predicted.waiting_s, step_s)} of the step"
+        yield f"Busy at the same time: {', '.join(each)}; {waits}, {_seconds(predicted.waiting_s)}."
+    if collectives := plan.program and plan.program.analysis.collectives:
+        sent = sum(row.sent_bytes for row in collectives)
+        worst = max(collectives, key=lambda row: row.exposed_bytes)
+        exposed = sum(row.exposed_bytes for row in collectives)
+        most = f", most of it in {worst.kind} over {worst.axis} ({bytes_text(worst.exposed_bytes)})" if exposed else ""
+        yield f"Of {bytes_text(sent)} sent, {_percent(exposed, sent)} overlap with no matrix product{most}."
+    yield (
+        f"By formula, it is at least {_seconds(plan.time.step_s)}: the compiled step takes"
+        f" {step_s / plan.time.step_s:.2f} times as long."
+    )
+
+
+def _bound(predicted: Prediction, busy: dict[str, float]) -> str:
+    if predicted.bound_by in predicted.busy_s and predicted.bound_by not in (
+        timeline.COMPUTE, timeline.MEMORY, timeline.STARTS,
+    ):  # fmt: skip
+        return f"It is bound by the {label(predicted.bound_by)}, which is busy longer than the device computes."
+    return f"It is bound by {max(busy, key=busy.__getitem__)}."
+
+
+def _help(plan: Plan) -> Iterator[str]:
+    fitting = [each for each in plan.suggestions if each.fits]
+    if not plan.suggestions:
+        return
+    if not plan.fits:
+        if not fitting:
+            best = min(plan.suggestions, key=lambda each: each.peak_bytes)
+            yield (
+                f"No single change makes it fit. The one that saves most is {best.change}:"
+                f" {bytes_text(best.peak_bytes)}, {bytes_text(best.peak_bytes - plan.limit_bytes)} too much."
+            )
+            return
+        best = max(fitting, key=lambda each: each.speed or 0)
+        yield f"It fits with {best.change}, at {bytes_text(best.peak_bytes)}{_speed_text(best)}."
+        others = [each.change for each in fitting if each is not best]
+        if others:
+            yield f"So it does with {', or '.join(others)}."
+        return
+    faster = [each for each in fitting if (each.speed or 0) > 1 + _LEAST_SHARE]
+    if faster:
+        best = max(faster, key=lambda each: each.speed or 0)
+        yield f"What helps most is {best.change}: {bytes_text(best.peak_bytes)}{_speed_text(best)}."
+    else:
+        yield "No change that fits makes a step faster by more than 1%, by formula."
+
+
+def _speed_text(suggestion: Suggestion) -> str:
+    if suggestion.speed is None:
+        return ""
+    if abs(suggestion.speed - 1) <= _LEAST_SHARE:
+        return ", at the same speed by formula"
+    return f", at {suggestion.speed:.2f} times the rows per second by formula"
+
+
+def _doubts(plan: Plan) -> Iterator[str]:
+    yield from (f"{note[0].upper()}{note[1:].rstrip('.')}." for note in plan.notes)
+    if plan.program is None and abs(plan.room_bytes) < _FORMULA_ERROR * plan.peak_bytes:
+        yield (
+            f"The peak is {_percent(abs(plan.room_bytes), plan.peak_bytes)} from the limit, and formulas were up to"
+            f" {_FORMULA_ERROR:.0%} from compiled peaks: --compile decides whether it fits."
+        )
+    if plan.program:
+        ratio = plan.memory.peak_bytes / plan.peak_bytes
+        yield f"The memory by formula is {ratio:.2f} of the compiled one."
+        if plan.program.analysis.unread:
+            yield f"Not all of the program could be read: {' '.join(plan.program.analysis.unread.split())[:200]}."
+        if plan.program.analysis.prediction:
+            yield "The predicted time is a lower bound: kernels at their best rates, and no lane slows another down."

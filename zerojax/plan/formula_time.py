@@ -1,0 +1,56 @@
+"""Estimates the time of a step by formula: that of its computation, and that of ZeRO's bytes on the links."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from zerojax.analysis.hardware import Cluster, Route
+from zerojax.analysis.jaxpr_costs import ComputeTime
+from zerojax.plan.job import Settings
+
+
+class FormulaTime(NamedTuple):
+    """The time of a step by formula, at the rates that large operations reach. What can overlap does.
+
+    Attributes:
+        compute: of the forward and the backward pass.
+        link_s: seconds to send ZeRO's bytes over the links.
+    """
+
+    compute: ComputeTime
+    link_s: float
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step: of its computation or of the links, whichever takes longer."""
+        return max(self.compute.total_s, self.link_s)
+
+    @property
+    def bound(self) -> str:
+        """What limits the step: 'products', 'memory' or 'links'."""
+        if self.link_s > self.compute.total_s:
+            return "links"
+        return "products" if self.compute.products_s >= self.compute.memory_s else "memory"
+
+
+def shard_route(cluster: Cluster, settings: Settings) -> Route | None:
+    """The links over which the shards of one replica are gathered; None for a single device."""
+    num_shards = cluster.num_devices // settings.replica
+    return cluster.route(range(num_shards)) if num_shards > 1 else None
+
+
+def sent_elements(settings: Settings, parameters: int, num_shards: int) -> float:
+    """The elements that a device sends within a replica in a step, see the table of stages in the README."""
+    k = settings.num_microbatches
+    return {0: 2, 1: 2, 2: 1 + k, 3: 3 * k}[settings.stage] * parameters * (num_shards - 1) / num_shards
+
+
+def link_seconds(cluster: Cluster, settings: Settings, parameters: int) -> float:
+    """Returns the seconds to send a stage's bytes, by formula: within a replica, and between replicas."""
+    num_shards = cluster.num_devices // settings.replica
+    inside = shard_route(cluster, settings)
+    seconds = 2 * sent_elements(settings, parameters, num_shards) / inside.rate if inside else 0.0
+    if settings.replica > 1:
+        across = cluster.route(range(0, cluster.num_devices, num_shards))
+        seconds += 2 * 2 * parameters / num_shards * (settings.replica - 1) / settings.replica / across.rate
+    return seconds

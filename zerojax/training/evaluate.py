@@ -1,0 +1,207 @@
+"""Evaluates a data set of any size: the exact means over its rows, on any number of devices and processes."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from zerojax.step.batch import RowsOfSet, map_rows
+from zerojax.step.models import Weighted, is_key
+from zerojax.step.state import TrainState
+from zerojax.train_step import EvalStep
+from zerojax.typing import PyTree
+
+_MOST_PENDING = 2  # results that the devices may still be computing
+
+
+def evaluate(
+    step: EvalStep, state: TrainState, data: Iterable[PyTree] | PyTree, *, batch_size: int | None = None
+) -> dict[str, float]:
+    """Computes the loss and the metrics over all rows of a data set, of which there may be any number.
+
+    The values are those of one pass of a single device over the whole set, up to the order of sums: a loss or metric
+    that is a plain scalar is the mean over its rows, a `Weighted` is the sum of its sums divided by that of its
+    weights. Each device gets rows of the set only, or its result does not count.
+
+    For `fit`: `evaluate=lambda state: zerojax.evaluate(step, state, data, batch_size=256)`.
+
+    Args:
+        step: from `zero.eval_step`. An nnx.Module is in evaluation mode; other losses have to turn off dropout, and use
+            running averages, themselves.
+        state: the state to evaluate, which is not donated.
+        data: a tree of arrays, with `batch_size`; or an iterable of batches, each with any number of rows. An iterator
+            is used up after one evaluation. Each process passes its own rows, as many as it has, none included.
+        batch_size: the most rows of a tree of arrays that this process evaluates at once.
+
+    Returns:
+        The loss and the metrics by name, the same in all processes.
+
+    Raises:
+        ValueError: if there are no rows, or if an argument is invalid; also if the loss communicates over the data axes
+            or changes running statistics, or a metric that is no `Weighted` is not floating, since these are no means
+            over rows. Whether a floating scalar is a mean is not checked: the sum, or the maximum, of a batch is not.
+
+    Cost: one call of a compiled program for a batch whose rows divide over the devices, and at most three with two
+        further programs for another one. With several processes, in addition an exchange of three integers per batch.
+    """
+    if not isinstance(step, EvalStep):
+        raise ValueError(
+            f"evaluate: the step is of type {type(step).__name__}\n  fix:      pass the step of zero.eval_step(loss_fn)"
+        )
+    own = max(step.config.axes.num_devices // jax.process_count(), 1)
+    totals = Totals()
+    for rows in _divided(_batches_of(data, batch_size, own), own):
+        totals.add(step.rows(state, rows))
+    return totals.means()
+
+
+class Totals:
+    """Adds up sums and weights in float64, some calls late, so that the devices always have a next batch."""
+
+    def __init__(self) -> None:
+        self._pending: collections.deque[Mapping[str, Weighted]] = collections.deque()
+        self._totals: dict[str, np.ndarray] = {}
+
+    def add(self, sums: Mapping[str, Weighted]) -> None:
+        self._pending.append(sums)
+        if len(self._pending) > _MOST_PENDING:
+            self._read()
+
+    def _read(self) -> None:
+        for name, pair in self._pending.popleft().items():
+            self._totals[name] = self._totals.get(name, np.zeros(2)) + np.array([pair.sum, pair.weight], np.float64)
+
+    def means(self) -> dict[str, float]:
+        while self._pending:
+            self._read()
+        return {name: float(total / (weight if weight > 0 else 1)) for name, (total, weight) in self._totals.items()}
+
+
+class Part(NamedTuple):
+    """Rows of a batch that are evaluated in one call: `chunks` devices of a process get `size` rows each."""
+
+    start: int
+    size: int
+    chunks: int
+
+
+def divide(counts: list[int], own: int, index: int) -> Iterator[Part]:
+    """Divides the batches of all processes into parts, such that a device has rows of the set only, or none.
+
+    The rows that are left after a part are fewer than the devices of the process, if it is the only one or if all have
+    as many rows. They are then evaluated in one more part, one on each device. If a device computed the mean over some
+    of these rows and some others, that mean could not be divided any more.
+
+    Args:
+        counts: the rows of the batch of each process.
+        own: the number of devices of a process.
+        index: of this process.
+    """
+    starts = [0] * len(counts)
+    while any(left := [count - start for count, start in zip(counts, starts, strict=True)]):
+        size = max(1, max(left) // own)
+        chunks = [min(own, rows // size) for rows in left]
+        yield Part(starts[index], size, chunks[index])
+        starts = [start + size * num for start, num in zip(starts, chunks, strict=True)]
+
+
+def _divided(batches: Iterator[PyTree], own: int) -> Iterator[RowsOfSet]:
+    """The parts of all batches. Processes whose batches have ended go on with parts that do not count."""
+    last: PyTree = None  # has the shapes of a part of a process that has no rows any more
+    num_rows = 0
+    while True:
+        batch = next(batches, None)
+        last = last if batch is None else batch
+        count = 0 if batch is None else _num_rows(batch)
+        counts, has_ended, has_none = _of_all_processes(count, batch is None, last is None)
+        if all(has_ended):
+            break
+        if any(has_none):
+            raise ValueError(
+                f"evaluate: a process has no batch\n  got:      process {has_none.index(True)}\n"
+                f"  fix:      pass at least one batch in each process; its arrays may have 0 rows"
+            )
+        num_rows += sum(counts)
+        for part in divide(counts, own, jax.process_index()):
+            yield _rows_of(last, part, count, own)
+    if not num_rows:
+        raise ValueError(
+            "evaluate: the data has no rows\n"
+            "  fix:      pass a list or arrays: an iterator is used up after one evaluation"
+        )
+
+
+def _rows_of(batch: PyTree, part: Part, count: int, own: int) -> RowsOfSet:
+    """A part of a batch. Devices without rows get the last row, or zeros if there is none, and do not count."""
+    included = np.repeat(np.arange(own) < part.chunks, part.size)
+    if part == Part(0, count // own, own) and count % own == 0:
+        return RowsOfSet(batch, included)
+    rows = part.start + np.minimum(np.arange(own * part.size), max(part.chunks * part.size - 1, 0))
+
+    def take(a: Any) -> Any:
+        if not a.shape[0]:
+            return np.zeros((len(rows), *a.shape[1:]), a.dtype)
+        return a[np.minimum(rows, a.shape[0] - 1)]
+
+    return RowsOfSet(map_rows(take, batch), included)
+
+
+def _of_all_processes(count: int, has_ended: bool, has_none: bool) -> tuple[list[int], list[bool], list[bool]]:
+    """Three numbers of each process."""
+    if jax.process_count() == 1:
+        return [count], [has_ended], [has_none]
+    gathered = multihost_utils.process_allgather(np.array([count, has_ended, has_none], np.int32))
+    counts, ended, none = np.asarray(gathered).reshape(-1, 3).T
+    return counts.tolist(), ended.astype(bool).tolist(), none.astype(bool).tolist()
+
+
+def _batches_of(data: Any, batch_size: int | None, own: int) -> Iterator[PyTree]:
+    """The batches of a data set as arrays on the host."""
+    if batch_size is not None:
+        if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+            raise ValueError(f"evaluate: batch_size is {batch_size!r}\n  fix:      a number of rows, at least 1")
+        return _slices(_on_host(data), max(batch_size // own, 1) * own)
+    if isinstance(data, Mapping | np.ndarray | jax.Array) or not isinstance(data, Iterable):
+        raise ValueError(
+            f"evaluate: data is of type {type(data).__name__}, and there is no batch_size\n"
+            f"  fix:      pass batch_size= for a tree of arrays, or an iterable of batches"
+        )
+    return map(_on_host, data)
+
+
+def _slices(arrays: PyTree, batch_size: int) -> Iterator[PyTree]:
+    for start in range(0, max(_num_rows(arrays), 1), batch_size):
+        yield map_rows(lambda a, start=start: a[start : start + batch_size], arrays)
+
+
+def _on_host(batch: PyTree) -> PyTree:
+    """The arrays with rows as NumPy arrays, from which rows are taken without a program for each number of them."""
+
+    def convert(a: Any) -> Any:
+        if not isinstance(a, jax.Array):
+            return np.asarray(a)
+        if not a.is_fully_addressable:
+            raise ValueError(
+                f"evaluate: an array of the batch is spread over several processes\n  got:      shape {a.shape}\n"
+                f"  fix:      pass the rows of this process, as NumPy arrays"
+            )
+        return a if is_key(a) else np.asarray(a)
+
+    return map_rows(convert, batch)
+
+
+def _num_rows(batch: PyTree) -> int:
+    counts: set[int] = set()
+    map_rows(lambda a: counts.add(a.shape[0]), batch)
+    if len(counts) != 1:
+        raise ValueError(
+            f"evaluate: {'the arrays have different numbers of rows' if counts else 'a batch has no array with rows'}\n"
+            f"  got:      {sorted(counts) or 'none'}\n"
+            f"  fix:      pass the same rows in all arrays, and zerojax.Whole(array) for what every device gets whole"
+        )
+    return counts.pop()
