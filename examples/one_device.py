@@ -41,13 +41,21 @@ def named(tree: Any) -> tuple[dict[str, jax.Array], Any]:
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}, structure
 
 
+def created(model: Any, key: jax.Array) -> Any:
+    """A model of one of the kinds that examples have: a tree, a function of a key, or a function or class of rngs."""
+    if not callable(model):
+        return model
+    is_class = isinstance(getattr(model, "func", model), type)
+    takes_rngs = is_class or "rngs" in inspect.signature(model).parameters
+    return model(rngs=nnx.Rngs(key)) if takes_rngs else model(key)
+
+
 def split(job: Job, key: jax.Array) -> Split:
     """Creates a model as `zero.init` does with the key. Nothing of it is on more than one device."""
     graph: list[Any] = []
 
     def values(key: jax.Array) -> tuple[Any, Any]:
-        takes_rngs = isinstance(job.model, type) or "rngs" in inspect.signature(job.model).parameters
-        made = job.model(rngs=nnx.Rngs(key)) if takes_rngs else job.model(key)
+        made = created(job.model, key)
         if isinstance(made, nnx.Module):
             definition, params, other = nnx.split(made, nnx.Param, ...)
             graph.append((definition, jax.tree.structure(params)))

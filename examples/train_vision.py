@@ -1,7 +1,7 @@
 """Trains an image classifier in Flax Linen on handwritten digits: a ResNet with BatchNorm, or a vision transformer.
 
-python examples/train_vision.py --out /tmp/run --devices 8                     # ResNet: 98.9% of 359 test images
-python examples/train_vision.py --out /tmp/run --devices 8 --model vit         # transformer: XX% of them
+python examples/train_vision.py --out /tmp/run --devices 8                     # ResNet: 99.4% of the test images
+python examples/train_vision.py --out /tmp/run --devices 8 --model vit         # transformer: 97.5%
 
 The images are the 1797 digits of scikit-learn, of 8 x 8 pixels. 359 of them are the test set, always the same; neither
 8 nor any other number divides them. BatchNorm takes its statistics over the whole batch (`axis_name="data"`), so that
@@ -67,9 +67,10 @@ class ViT(nn.Module):
 
     @nn.compact
     def __call__(self, images: jax.Array, train: bool) -> jax.Array:
-        x = nn.Conv(self.width, (2, 2), strides=2)(images)  # patches of 2 x 2 pixels
+        x = nn.gelu(nn.Conv(self.width // 2, (3, 3))(images))
+        x = nn.Conv(self.width, (2, 2), strides=2)(x)  # patches of 2 x 2 pixels
         x = x.reshape(len(x), -1, self.width)
-        x = x + self.param("position", nn.initializers.normal(0.02), x.shape[1:])
+        x = x + self.param("position", nn.initializers.normal(0.5), x.shape[1:])
         for _ in range(self.layers):
             x = TransformerBlock(self.heads)(x)
         return nn.Dense(10)(nn.LayerNorm()(x).mean(1))
@@ -129,13 +130,14 @@ def job(args: argparse.Namespace) -> common.Job:
         loss_fn=functools.partial(loss_fn, model),
         optimizer=optax.adamw(schedule, weight_decay=1e-2),
         batch=functools.partial(batch, data, args.batch),
+        step_options={"clip_norm": 1.0},
         test_loss_fn=functools.partial(test_loss_fn, model),
         test=test,
     )
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = common.parser(__doc__, steps=200)
+    parser = common.parser(__doc__, steps=300)
     parser.add_argument("--model", default="resnet", choices=MODELS, help="(default: resnet)")
     parser.add_argument("--batch", type=int, default=128, metavar="N", help="images per step (default: 128)")
     return parser.parse_args(arguments)
@@ -143,13 +145,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def train(args: argparse.Namespace) -> dict[str, float]:
     """Trains, or continues to, and returns the loss and the accuracy on the test set."""
+    common.start(args)
     pieces, rows = job(args), processes.own_rows(args.batch)
     zero = zerojax.Zero(zerojax.make_mesh(), args.stage, args.precision)
     state = zero.init(pieces.model, pieces.optimizer)
     state = zerojax.fit(
         zero,
         state,
-        zero.train_step(pieces.loss_fn, remat=args.remat),
+        zero.train_step(pieces.loss_fn, remat=args.remat, **pieces.step_options),
         lambda i: jax.tree.map(lambda a: a[rows], pieces.batch(i)),
         args.steps,
         args.out,
@@ -162,9 +165,7 @@ def train(args: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> None:
-    args = parse()
-    common.start(args)
-    result = train(args)
+    result = train(parse())
     print(f"test set of 359 images: loss {result['loss']:.3f}, accuracy {result['accuracy']:.1%}")
 
 

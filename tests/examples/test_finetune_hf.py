@@ -56,6 +56,17 @@ def write_model(folder, config):
     return folder
 
 
+@pytest.fixture(scope="module", autouse=True)
+def rotations_of_tunix():
+    """Puts back the thetas of Tunix's functions, which the example sets for the whole process."""
+    names = ("qwen3", "llama3")
+    functions = [importlib.import_module(f"tunix.models.{name}.model").apply_rope for name in names]
+    defaults = [function.__defaults__ for function in functions]
+    yield
+    for function, values in zip(functions, defaults, strict=True):
+        function.__defaults__ = values
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
