@@ -9,6 +9,7 @@ import optax
 import pytest
 from click.testing import CliRunner
 
+from zerojax.analysis.hardware import cluster
 from zerojax.analysis.jaxpr_costs import ComputeTime
 from zerojax.cli import main
 from zerojax.plan import Job, Settings, plan
@@ -61,6 +62,20 @@ def test_what_bounds_the_time_is_named_with_its_share(made):
     links = said(timed(made, 0.1, 0.1, 0.5), "time")
     assert "bound by the link inside a host: 500.0 ms at 369 GB/s, 2.5 times the 200.0 ms" in links
     assert "At least 300.0 ms of the communication cannot overlap" in links
+
+
+@pytest.mark.parametrize(
+    ("precision", "gathered", "reduced"), [("bf16", 2, 2), ("bf16_reduce_fp32", 2, 4), ("fp32", 4, 4)]
+)
+def test_the_links_send_weights_and_gradients_in_their_dtypes(precision, gathered, reduced):
+    """At stage 3 two gathers and one reduction; between replicas an all-reduce of the shards."""
+    parameters, rate = 3 * 64 * 64, cluster("h100:16").route(range(8)).rate
+    one = plan(HERE, "h100:8", Settings(precision=precision), suggest=False)
+    inside = (2 * gathered + reduced) * parameters * 7 / 8 / rate
+    assert one.time.link_s == pytest.approx(inside)
+    two = plan(HERE, "h100:16", Settings(precision=precision, replica=2), suggest=False)
+    across = 2 * reduced * parameters / 8 / 2 / cluster("h100:16").route([0, 8]).rate
+    assert two.time.link_s == pytest.approx(inside + across)
 
 
 def test_one_device_has_no_links(made):

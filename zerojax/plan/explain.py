@@ -29,7 +29,12 @@ _WHY = {  # of the formula's kinds, and what changes them
 
 
 class Remark(NamedTuple):
-    """A sentence or two about a plan. `topic` is 'memory', 'time', 'help' or 'not sure'."""
+    """A remark about a plan.
+
+    Attributes:
+        topic: 'memory', 'time', 'help' or 'not sure'.
+        text: a sentence or two.
+    """
 
     topic: str
     text: str

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax.numpy as jnp
+
 from zerojax.analysis.hardware import Cluster, Route
 from zerojax.analysis.jaxpr_costs import ComputeTime
 from zerojax.plan.job import Settings
+from zerojax.sharding.precision import Precision
 
 
 class FormulaTime(NamedTuple):
@@ -39,18 +42,29 @@ def shard_route(cluster: Cluster, settings: Settings) -> Route | None:
     return cluster.route(range(num_shards)) if num_shards > 1 else None
 
 
-def sent_elements(settings: Settings, parameters: int, num_shards: int) -> float:
-    """The elements that a device sends within a replica in a step, see the table of stages in the README."""
-    k = settings.num_microbatches
-    return {0: 2, 1: 2, 2: 1 + k, 3: 3 * k}[settings.stage] * parameters * (num_shards - 1) / num_shards
+def sent_bytes(settings: Settings, parameters: int, num_shards: int) -> float:
+    """The bytes that a device sends within a replica in a step, see the table of stages in the README.
+
+    Weights are gathered in the dtype of computation, and gradients are reduced in their own.
+    """
+    k, (gathered, reduced) = settings.num_microbatches, _widths(settings)
+    gathers, reductions = {0: (0, 2), 1: (1, 1), 2: (1, k), 3: (2 * k, k)}[settings.stage]
+    return (gathers * gathered + reductions * reduced) * parameters * (num_shards - 1) / num_shards
+
+
+def _widths(settings: Settings) -> tuple[int, int]:
+    """The bytes of an element of a gathered weight, and of a gradient when it is reduced."""
+    precision = Precision.of(settings.precision)
+    return jnp.dtype(precision.compute_dtype).itemsize, jnp.dtype(precision.reduce_dtype).itemsize
 
 
 def link_seconds(cluster: Cluster, settings: Settings, parameters: int) -> float:
     """Returns the seconds to send a stage's bytes, by formula: within a replica, and between replicas."""
     num_shards = cluster.num_devices // settings.replica
     inside = shard_route(cluster, settings)
-    seconds = 2 * sent_elements(settings, parameters, num_shards) / inside.rate if inside else 0.0
+    seconds = sent_bytes(settings, parameters, num_shards) / inside.rate if inside else 0.0
     if settings.replica > 1:
-        across = cluster.route(range(0, cluster.num_devices, num_shards))
-        seconds += 2 * 2 * parameters / num_shards * (settings.replica - 1) / settings.replica / across.rate
+        across, (_, reduced) = cluster.route(range(0, cluster.num_devices, num_shards)), _widths(settings)
+        share = (settings.replica - 1) / settings.replica
+        seconds += 2 * reduced * parameters / num_shards * share / across.rate
     return seconds
