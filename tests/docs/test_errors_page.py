@@ -29,9 +29,10 @@ from zerojax.checkpoints import store
 from zerojax.checkpoints.manifest import with_digest
 from zerojax.exchange import adapters, parameters, quantized
 from zerojax.exchange.tensors import INDEX, Entry, Reader, write
-from zerojax.plan import Settings, plan
+from zerojax.plan import Settings, from_hugging_face, plan
 from zerojax.processes import agree
 from zerojax.report.out_of_memory import out_of_memory_error
+from zerojax.run_report.read import read_run
 from zerojax.step.settings import StepSettings
 
 PAGE = (REPO / "docs" / "errors.md").read_text()
@@ -252,6 +253,23 @@ def _(tmp_path):
 @raises("An unsupported version")
 def _(tmp_path):
     versions.check({"jax": "0.10.1"})
+
+
+@raises("A config of an unknown kind")
+def _(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    from_hugging_face(tmp_path)
+
+
+@raises("A config with a missing value")
+def _(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    from_hugging_face(tmp_path)
+
+
+@raises("A directory that is not that of a run")
+def _(tmp_path):
+    read_run(tmp_path)
 
 
 @raises("A file that is shorter than its header says")
