@@ -25,7 +25,7 @@ def report_command(run: Path, out: Path | None) -> None:
     scripts, which loads nothing from elsewhere.
     """
     try:
-        from zerojax.run_report import write_report
+        from zerojax.run_report.page import write_report
     except ImportError as error:
         raise click.ClickException(f"{error}\n  fix:      pip install 'zerojax[plot]'") from error
     with without_traceback():
