@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import optax
 
 import zerojax
@@ -23,9 +24,8 @@ class Job(NamedTuple):
         batch: `batch(i)` returns the batch of step i + 1, with the rows of all processes.
         zero_options: options of `zerojax.Zero`, such as `frozen`.
         step_options: options of `zero.train_step`, such as `clip_norm`.
-        test_loss_fn: `test_loss_fn(model, batch)` returns the loss and the metrics of a test, as `Weighted`. The batch
-            has an array 'weights' of shape (rows,), which is 0 for rows that do not count.
-        test: the test set, as one batch without these weights.
+        test_loss_fn: `test_loss_fn(model, batch)` returns the loss and the metrics of a test, without collectives.
+        test: the test set, with any number of rows.
     """
 
     model: Any
@@ -61,8 +61,8 @@ def start(args: argparse.Namespace) -> None:
         raise SystemExit(f"{args.out} has a run: pass --resume to continue it, or another directory with --out")
 
 
-def test(zero: zerojax.Zero, state: zerojax.TrainState, job: Job) -> dict[str, float]:
-    """The metrics of a state on the whole test set of a job, whose rows need not divide over the devices."""
-    batch, weights = zero.pad_batch(job.test)
-    metrics = zero.eval_step(job.test_loss_fn)(state, batch | {"weights": weights})
-    return {name: float(value) for name, value in metrics.items()}
+def tester(zero: zerojax.Zero, job: Job) -> Callable[[zerojax.TrainState], dict[str, float]]:
+    """Returns a function of a state that evaluates it on the whole test set. Processes share the rows."""
+    step, own = zero.eval_step(job.test_loss_fn), slice(jax.process_index(), None, jax.process_count())
+    rows = jax.tree.map(lambda a: a[own], job.test)
+    return lambda state: zerojax.evaluate(step, state, rows, batch_size=256)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from common import Job
 from flax import nnx
@@ -137,10 +136,8 @@ def run(job: Job, num_steps: int, parts: int = 8) -> Run:
 
     @jax.jit
     def test(batch: Any) -> dict[str, jax.Array]:
-        value, metrics = job.test_loss_fn(model.merge(trained, model.frozen, other), batch)
-        return {"loss": weighted(value), **{name: weighted(metric) for name, metric in metrics.items()}}
+        result = job.test_loss_fn(model.merge(trained, model.frozen, other), batch)
+        value, metrics = result if type(result) is tuple else (result, {})
+        return {name: mean(weighted(metric)) for name, metric in {"loss": value, **metrics}.items()}
 
-    weights = np.ones(len(jax.tree.leaves(job.test)[0]), np.float32)
-    parts_of_test, axes = in_parts(job.test | {"weights": weights}, 1)
-    metrics = jax.vmap(test, in_axes=(axes,), axis_name="data")(parts_of_test)
-    return Run(losses, {name: float(mean(value)) for name, value in metrics.items()})
+    return Run(losses, {name: float(value) for name, value in test(job.test).items()})

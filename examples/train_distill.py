@@ -86,11 +86,10 @@ def loss_fn(soft: float, variables: Any, batch: dict[str, jax.Array], key: jax.A
 
 
 def test_loss_fn(variables: Any, batch: dict[str, jax.Array]) -> Any:
-    logits, weights = logits_of_student(variables, batch["images"]), batch["weights"]
-    mean = lambda values: zerojax.Weighted(jnp.sum(weights * values), jnp.sum(weights))
-    right = lambda logits: mean(logits.argmax(-1) == batch["labels"])
+    logits, labels = logits_of_student(variables, batch["images"]), batch["labels"]
+    right = lambda logits: jnp.mean(logits.argmax(-1) == labels)
     metrics = {"accuracy": right(logits), "teacher_accuracy": right(logits_of_teacher(variables, batch["images"]))}
-    return mean(optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])), metrics
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), metrics
 
 
 def job(args: argparse.Namespace) -> common.Job:
@@ -122,7 +121,7 @@ def train(args: argparse.Namespace) -> dict[str, float]:
     common.start(args)
     pieces, rows = job(args), processes.own_rows(args.batch)
     zero = zerojax.Zero(zerojax.make_mesh(), args.stage, args.precision, **pieces.zero_options)
-    state = zero.init(pieces.model, pieces.optimizer)
+    state, evaluate = zero.init(pieces.model, pieces.optimizer), common.tester(zero, pieces)
     state = zerojax.fit(
         zero,
         state,
@@ -130,12 +129,12 @@ def train(args: argparse.Namespace) -> dict[str, float]:
         lambda i: jax.tree.map(lambda a: a[rows], pieces.batch(i)),
         args.steps,
         args.out,
-        evaluate=lambda state: common.test(zero, state, pieces),
+        evaluate=evaluate,
         evaluate_every=100,
         config={"batch": args.batch, "soft": args.soft, "steps": args.steps},
         checkpoints={"every": 50},
     )
-    return common.test(zero, state, pieces)
+    return evaluate(state)
 
 
 def main() -> None:

@@ -164,7 +164,7 @@ def loss_fn(model: Model, batch: dict[str, jax.Array]) -> tuple[zerojax.Weighted
 
 
 def test_loss_fn(model: Model, batch: dict[str, jax.Array]) -> tuple[zerojax.Weighted, dict[str, Any]]:
-    weights, error = batch["molecule_weights"] * batch["weights"][:, None], errors(model, batch)
+    weights, error = batch["molecule_weights"], errors(model, batch)
     mean = lambda values: zerojax.Weighted(jnp.sum(weights * values), jnp.sum(weights))
     return mean(error**2), {"absolute_error": mean(jnp.abs(error))}
 
@@ -202,10 +202,10 @@ def train(args: argparse.Namespace) -> dict[str, float]:
     common.start(args)
     pieces, rows = job(args), processes.own_rows(args.packs)
     zero = zerojax.Zero(zerojax.make_mesh(), args.stage, args.precision)
-    state = zero.init(pieces.model, pieces.optimizer)
+    state, test = zero.init(pieces.model, pieces.optimizer), common.tester(zero, pieces)
 
     def evaluate(state: zerojax.TrainState) -> dict[str, float]:
-        metrics = common.test(zero, state, pieces)
+        metrics = test(state)
         return metrics | {"error": math.sqrt(metrics["loss"])}
 
     state = zerojax.fit(

@@ -134,10 +134,8 @@ def loss_fn(model: Model, batch: dict[str, jax.Array]) -> tuple[jax.Array, dict[
     return cross_entropy + BALANCE * balances, metrics
 
 
-def test_loss_fn(model: Model, batch: dict[str, jax.Array]) -> tuple[zerojax.Weighted, dict[str, Any]]:
-    logits, weights = model(batch["x"])[0], batch["weights"]
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"]).mean(1)
-    return zerojax.Weighted(jnp.sum(weights * losses), jnp.sum(weights)), {}
+def test_loss_fn(model: Model, batch: dict[str, jax.Array]) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(model(batch["x"])[0], batch["y"]).mean()
 
 
 def job(args: argparse.Namespace) -> common.Job:
@@ -181,7 +179,7 @@ def train(args: argparse.Namespace) -> dict[str, float]:
     common.start(args)
     pieces, rows = job(args), processes.own_rows(args.batch)
     zero = zerojax.Zero(zerojax.make_mesh(), args.stage, args.precision)
-    state = zero.init(pieces.model, pieces.optimizer)
+    state, evaluate = zero.init(pieces.model, pieces.optimizer), common.tester(zero, pieces)
     state = zerojax.fit(
         zero,
         state,
@@ -189,13 +187,13 @@ def train(args: argparse.Namespace) -> dict[str, float]:
         lambda i: jax.tree.map(lambda a: a[rows], pieces.batch(i)),
         args.steps,
         args.out,
-        evaluate=lambda state: common.test(zero, state, pieces),
+        evaluate=evaluate,
         evaluate_every=100,
         config={name: getattr(args, name) for name in ("batch", "context", "width", "layers", "experts", "choices")},
         tokens_per_row=args.context,
         checkpoints={"every": 50},
     )
-    return common.test(zero, state, pieces)
+    return evaluate(state)
 
 
 def main() -> None:

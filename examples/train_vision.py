@@ -116,10 +116,9 @@ def loss_fn(model: nn.Module, variables: Any, batch: dict[str, jax.Array], key: 
 
 
 def test_loss_fn(model: nn.Module, variables: Any, batch: dict[str, jax.Array]) -> Any:
-    logits, weights = model.apply(variables, batch["images"], train=False), batch["weights"]
-    mean = lambda values: zerojax.Weighted(jnp.sum(weights * values), jnp.sum(weights))
+    logits = model.apply(variables, batch["images"], train=False)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
-    return mean(losses), {"accuracy": mean(logits.argmax(-1) == batch["labels"])}
+    return losses.mean(), {"accuracy": jnp.mean(logits.argmax(-1) == batch["labels"])}
 
 
 def job(args: argparse.Namespace) -> common.Job:
@@ -148,7 +147,7 @@ def train(args: argparse.Namespace) -> dict[str, float]:
     common.start(args)
     pieces, rows = job(args), processes.own_rows(args.batch)
     zero = zerojax.Zero(zerojax.make_mesh(), args.stage, args.precision)
-    state = zero.init(pieces.model, pieces.optimizer)
+    state, evaluate = zero.init(pieces.model, pieces.optimizer), common.tester(zero, pieces)
     state = zerojax.fit(
         zero,
         state,
@@ -156,12 +155,12 @@ def train(args: argparse.Namespace) -> dict[str, float]:
         lambda i: jax.tree.map(lambda a: a[rows], pieces.batch(i)),
         args.steps,
         args.out,
-        evaluate=lambda state: common.test(zero, state, pieces),
+        evaluate=evaluate,
         evaluate_every=50,
         config={"model": args.model, "batch": args.batch, "steps": args.steps},
         checkpoints={"every": 50},
     )
-    return common.test(zero, state, pieces)
+    return evaluate(state)
 
 
 def main() -> None:

@@ -56,7 +56,7 @@ def test_losses_and_test_results_are_those_of_one_device(name, stage, teacher):
         state, metrics = step(state, job.batch(i))
         losses.append(float(metrics["loss"]))
     np.testing.assert_allclose(losses, want.losses, rtol=1e-4)
-    got = common.test(zero, state, job)
+    got = common.tester(zero, job)(state)
     assert got.keys() == want.test.keys()
     np.testing.assert_allclose([got[key] for key in want.test], list(want.test.values()), rtol=1e-3)
     assert len(set(want.losses)) == STEPS
