@@ -122,7 +122,7 @@ def test_a_step_has_its_loss_and_the_settings_that_are_not_the_default(options, 
 
 def test_losses_without_a_name():
     zero = Zero(zerojax.make_mesh(), 2)
-    assert repr(zero.eval_step(functools.partial(mean_loss))).startswith("Step(mean_loss, stage 2")
+    assert repr(zero.eval_step(functools.partial(mean_loss))).startswith("EvalStep(mean_loss, stage 2")
 
     class Loss:
         def __call__(self, params, x):
