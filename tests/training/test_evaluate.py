@@ -1,6 +1,8 @@
 """`zerojax.evaluate`: the means over all rows of a data set, on any number of devices, as on one."""
 
 import itertools
+import json
+import sys
 
 import flax.linen as nn
 import jax
@@ -9,8 +11,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from support.paths import SUPPORT
 
 import zerojax
+from zerojax.processes.launch import launch
 from zerojax.training.evaluate import divide
 
 SIZES = [1, 5, 7, 23, 24, 25, 97]
@@ -206,3 +210,23 @@ def test_a_training_step_is_refused_and_an_uneven_batch_names_evaluate():
         zerojax.evaluate(zero.train_step(loss), state, rows(3), batch_size=8)
     with pytest.raises(ValueError, match=r"fix: .*zerojax\.evaluate takes any number of rows"):
         zero.eval_step(loss)(state, rows(3))
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("counts", [(13, 3), (29, 0)], ids=str)
+def test_processes_with_other_numbers_of_rows_get_the_same_means(counts, tmp_path):
+    command = [sys.executable, str(SUPPORT / "evaluating.py"), ",".join(map(str, counts)), str(tmp_path / "found")]
+    assert launch(command, 2, devices=3, timeout_s=120) == 0
+    assert launch([*command[:2], str(sum(counts)), str(tmp_path / "one")], 1, devices=1, timeout_s=120) == 0
+    first, second, one = (json.loads((tmp_path / name).read_text()) for name in ("found.0", "found.1", "one.0"))
+    assert first == second
+    assert_same(first, one)
+
+
+@pytest.mark.once
+def test_an_error_in_one_process_is_raised_in_all(tmp_path):
+    command = [sys.executable, str(SUPPORT / "evaluating.py"), "5,7", str(tmp_path / "found"), "1"]
+    assert launch(command, 2, devices=2, timeout_s=120) == 0
+    other, own = (json.loads((tmp_path / f"found.{i}").read_text()) for i in range(2))
+    assert "arrays have different numbers of rows" in own
+    assert "an error in process 1" in other

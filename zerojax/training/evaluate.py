@@ -36,7 +36,8 @@ def evaluate(
         state: the state to evaluate, which is not donated.
         data: a tree of arrays, with `batch_size`; or an iterable of batches, each with any number of rows. An iterator
             is used up after one evaluation. Each process passes its own rows, as many as it has, none included.
-        batch_size: the most rows of a tree of arrays that this process evaluates at once.
+        batch_size: the rows of a tree of arrays that this process evaluates at once, rounded down to a multiple of its
+            devices, and at least one for each.
 
     Returns:
         The loss and the metrics by name, the same in all processes.
@@ -45,9 +46,10 @@ def evaluate(
         ValueError: if there are no rows, or if an argument is invalid; also if the loss communicates over the data axes
             or changes running statistics, or a metric that is no `Weighted` is not floating, since these are no means
             over rows. Whether a floating scalar is a mean is not checked: the sum, or the maximum, of a batch is not.
+        RuntimeError: if the data of another process raised an error.
 
     Cost: one call of a compiled program for a batch whose rows divide over the devices, and at most three with two
-        further programs for another one. With several processes, in addition an exchange of three integers per batch.
+        further programs for another one. With several processes, in addition an exchange of four integers per batch.
     """
     if not isinstance(step, EvalStep):
         raise ValueError(
@@ -115,15 +117,22 @@ def _divided(batches: Iterator[PyTree], own: int) -> Iterator[RowsOfSet]:
     last: PyTree = None  # has the shapes of a part of a process that has no rows any more
     num_rows = 0
     while True:
-        batch = next(batches, None)
+        batch, count, error = _next(batches)
         last = last if batch is None else batch
-        count = 0 if batch is None else _num_rows(batch)
-        counts, has_ended, has_none = _of_all_processes(count, batch is None, last is None)
+        counts, has_ended, has_none, has_failed = _of_all_processes(count, batch is None, last is None, bool(error))
+        if error:
+            raise error
+        if any(has_failed):
+            raise RuntimeError(
+                f"evaluate: the data of another process cannot be read\n"
+                f"  got:      an error in process {', '.join(str(i) for i in np.flatnonzero(has_failed))}\n"
+                f"  fix:      see the error of that process"
+            )
         if all(has_ended):
             break
         if any(has_none):
             raise ValueError(
-                f"evaluate: a process has no batch\n  got:      process {has_none.index(True)}\n"
+                f"evaluate: a process has no batch\n  got:      process {has_none.index(1)}\n"
                 f"  fix:      pass at least one batch in each process; its arrays may have 0 rows"
             )
         num_rows += sum(counts)
@@ -134,6 +143,15 @@ def _divided(batches: Iterator[PyTree], own: int) -> Iterator[RowsOfSet]:
             "evaluate: the data has no rows\n"
             "  fix:      pass a list or arrays: an iterator is used up after one evaluation"
         )
+
+
+def _next(batches: Iterator[PyTree]) -> tuple[PyTree, int, Exception | None]:
+    """The next batch and its number of rows, None and 0 at the end; or the error, which all processes must learn of."""
+    try:
+        batch = next(batches, None)
+        return batch, 0 if batch is None else _num_rows(batch), None
+    except Exception as error:
+        return None, 0, error
 
 
 def _rows_of(batch: PyTree, part: Part, count: int, own: int) -> RowsOfSet:
@@ -151,13 +169,11 @@ def _rows_of(batch: PyTree, part: Part, count: int, own: int) -> RowsOfSet:
     return RowsOfSet(map_rows(take, batch), included)
 
 
-def _of_all_processes(count: int, has_ended: bool, has_none: bool) -> tuple[list[int], list[bool], list[bool]]:
-    """Three numbers of each process."""
-    if jax.process_count() == 1:
-        return [count], [has_ended], [has_none]
-    gathered = multihost_utils.process_allgather(np.array([count, has_ended, has_none], np.int32))
-    counts, ended, none = np.asarray(gathered).reshape(-1, 3).T
-    return counts.tolist(), ended.astype(bool).tolist(), none.astype(bool).tolist()
+def _of_all_processes(count: int, *flags: bool) -> tuple[list[int], ...]:
+    """The count and the flags of each process."""
+    own = np.array([count, *flags], np.int32)
+    gathered = own if jax.process_count() == 1 else multihost_utils.process_allgather(own)
+    return tuple(np.asarray(gathered).reshape(-1, own.size).T.tolist())
 
 
 def _batches_of(data: Any, batch_size: int | None, own: int) -> Iterator[PyTree]:
