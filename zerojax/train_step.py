@@ -28,7 +28,15 @@ from zerojax.step.batch import RowsOfSet, batch_avals, batch_specs, check_batch,
 from zerojax.step.config import ZeroConfig, compiler_options, leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient, compute_gradients, device_gradient
 from zerojax.step.loss_errors import in_words_of_the_user
-from zerojax.step.loss_traces import Use, check_loss, check_means_over_rows, traced_loss, uses, warn_of_local_statistics
+from zerojax.step.loss_traces import (
+    Use,
+    check_loss,
+    check_means_over_rows,
+    traced_loss,
+    uses,
+    warn_of_local_statistics,
+    warn_of_sums,
+)
 from zerojax.step.offload_options import offload_options
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition, TrainState
@@ -305,6 +313,7 @@ def train_step(
                 if config.other_axes:
                     check_loss(gradient, args[:-1])
                 warn_of_local_statistics(gradient, args[:-1])
+                warn_of_sums(gradient, args[:-1])
                 checked.add(definition)
             result = compute_gradients(gradient, args)
             norm = jnp.sqrt(result.squared_norm) / scale

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from zerojax.sharding.placement import path_text
@@ -16,6 +17,7 @@ from zerojax.step.gradient import DeviceGradient
 from zerojax.step.loss_errors import LossError, constraint_text, kernel_text
 from zerojax.step.models import Output
 from zerojax.transform import jaxprs
+from zerojax.transform.row_sums import sums_over_rows
 from zerojax.transform.segmentation import RowsLookedUp
 from zerojax.typing import Array
 from zerojax.warn import line_of, warn
@@ -108,19 +110,54 @@ def check_loss(gradient: DeviceGradient, args: Any) -> None:
         raise LossError(text)
 
 
+def warn_of_sums(gradient: DeviceGradient, args: Any) -> None:
+    """Warns if the loss or a metric is a sum over rows: the mean of those of all devices and microbatches is not.
+
+    `args` are as in `uses`.
+    """
+    parts = gradient.config.axes.num_devices * gradient.settings.num_microbatches
+    if parts > 1 and (found := _sums(gradient, args)):
+        warn(
+            f"loss: {', '.join(found)} {'is a sum' if len(found) == 1 else 'are sums'} over rows\n"
+            f"  got:      the mean of the sums of {parts} parts of the batch: 1/{parts} of the sum over all rows\n"
+            f"  fix:      return the mean over rows; for a metric also zerojax.Weighted(sum, 0), which is the whole sum"
+        )
+
+
+def _sums(gradient: DeviceGradient, args: Any) -> list[str]:
+    """What the loss returns as a plain scalar that is a sum over rows: 'the loss', and metrics by name."""
+
+    def find(shards: Any, model_state: Any, batch: Any, key: Any) -> list[str]:
+        closed, output = _closed_loss(gradient, shards, model_state, batch, key)
+        closed = jaxprs.inlined(closed, jaxprs.is_call)
+        counts = jax.tree.leaves(map_rows(lambda a: np.full((), a.shape[0]), batch, lambda a: np.zeros((), int)))
+        start = len(gradient.definition.leaves) + len(jax.tree.leaves(model_state))
+        row_vars = [v for v, count in zip(closed.jaxpr.invars[start:], counts, strict=False) if count]
+        flags = sums_over_rows(closed, row_vars, int(max(counts, default=0)))
+        is_sum = jax.tree.unflatten(jax.tree.structure(output), flags)
+        loss = ["the loss"] if is_sum.loss.sum and not output.is_weighted else []
+        return [*loss, *(f"metric {name!r}" for name in sorted(output.plain) if is_sum.metrics[name].sum)]
+
+    return _on_device(gradient, find, args)
+
+
 def traced_loss(gradient: DeviceGradient, args: Any) -> tuple[Any, Output]:
     """(The jaxpr of the loss on one device's rows, the shapes of its outputs). `args` are as in `uses`."""
     return _on_device(gradient, lambda *args: [_loss_jaxpr(gradient, *args)], args)[0]
 
 
 def _loss_jaxpr(gradient: DeviceGradient, shards: Any, model_state: Any, batch: Any, key: Any) -> tuple[Any, Output]:
-    """(The jaxpr of the loss with full weights, the shapes of its outputs), on one device's rows."""
+    closed, output = _closed_loss(gradient, shards, model_state, batch, key)
+    return closed.jaxpr, output
+
+
+def _closed_loss(gradient: DeviceGradient, shards: Any, model_state: Any, batch: Any, key: Any) -> tuple[Any, Output]:
+    """(The closed jaxpr of the loss with full weights, the shapes of its outputs), on one device's rows."""
     definition, precision = gradient.definition, gradient.config.precision
     leaves = zip(definition.leaves, definition.for_compute(shards), strict=True)
     full = [jax.ShapeDtypeStruct(leaf.shape, shard.dtype) for leaf, shard in leaves]
     args = jax.tree.unflatten(definition.tree, full), model_state, cast_batch(precision, batch), key
-    closed, output = jax.make_jaxpr(gradient.loss, return_shape=True)(*args)
-    return closed.jaxpr, output
+    return jax.make_jaxpr(gradient.loss, return_shape=True)(*args)
 
 
 def check_means_over_rows(gradient: DeviceGradient, args: Any) -> None:
@@ -131,8 +168,8 @@ def check_means_over_rows(gradient: DeviceGradient, args: Any) -> None:
         args: as in `uses`.
 
     Raises:
-        LossError: if the loss communicates over the data axes, or changes running statistics, or if a metric is a plain
-            scalar that is not floating, such as a count. That another scalar is a mean cannot be seen.
+        LossError: if the loss communicates over the data axes, or changes running statistics, if a metric is a plain
+            scalar that is not floating, such as a count, or if the loss or a metric is seen to be a sum over rows.
     """
     axes, definition = gradient.config.axes, gradient.definition
     jaxpr, output = traced_loss(gradient, args)
@@ -161,8 +198,14 @@ def check_means_over_rows(gradient: DeviceGradient, args: Any) -> None:
         if not jnp.issubdtype(dtype, jnp.floating):
             raise LossError(
                 f"evaluate: metric {name!r} is no mean over rows\n  got:      dtype {dtype}\n"
-                f"  fix:      return its mean, or zerojax.Weighted(sum, weight)"
+                f"  fix:      return its mean, or zerojax.Weighted(sum, weight); for a count zerojax.Weighted(sum, 0)"
             )
+    if found := _sums(gradient, args):
+        raise LossError(
+            f"evaluate: {', '.join(found)} {'is a sum' if len(found) == 1 else 'are sums'} over rows\n"
+            f"  got:      a value that grows with the number of rows, and is no mean over them\n"
+            f"  fix:      return the mean over rows; for a metric also zerojax.Weighted(sum, 0), which is the whole sum"
+        )
 
 
 def _on_device(gradient: DeviceGradient, fn: Callable[..., list[Any]], args: Any) -> list[Any]:

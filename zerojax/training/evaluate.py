@@ -45,7 +45,7 @@ def evaluate(
     Raises:
         ValueError: if there are no rows, or if an argument is invalid; also if the loss communicates over the data axes
             or changes running statistics, or a metric that is no `Weighted` is not floating, since these are no means
-            over rows. Whether a floating scalar is a mean is not checked: the sum, or the maximum, of a batch is not.
+            over rows. Whether another scalar is a mean cannot be seen: the maximum of a batch is not.
         RuntimeError: if the data of another process raised an error.
 
     Cost: one call of a compiled program for a batch whose rows divide over the devices, and at most three with two
