@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from zerojax import train_step as steps
 from zerojax.audit.findings import check_setting
 from zerojax.processes.agreement import agree_on, agree_on_lines
+from zerojax.processes.join import check_joined
 from zerojax.report import placement as report
 from zerojax.report.explanation import Explanation
 from zerojax.sharding import padding, placement
@@ -109,6 +110,7 @@ class Zero:
 
     Raises:
         ValueError: if the stage, the precision or an axis is unknown.
+        RuntimeError: if `zerojax launch` started several processes, and this one has not called `zerojax.initialize`.
     """
 
     def __init__(
@@ -128,6 +130,8 @@ class Zero:
         partition_specs: Mapping[str, PartitionSpec] | None = None,
         axis_names: Mapping[str, str | None] | None = None,
     ):
+        if not isinstance(mesh, AbstractMesh):
+            check_joined()
         if replica_axes is None:
             replica_axes = tuple(name for name in ("replica",) if name in mesh.axis_names)
         axes = data_axes(mesh, tuple(shard_axes), tuple(replica_axes))

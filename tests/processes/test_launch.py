@@ -16,6 +16,7 @@ import pytest
 from support.paths import EXAMPLES, SUPPORT
 from support.ports import free_port
 
+import zerojax
 from zerojax import processes
 from zerojax.processes import detect, guard, join, launch as launch_module
 from zerojax.processes.launch import environment, launch
@@ -181,6 +182,28 @@ def test_a_late_call_of_initialize_is_an_error(monkeypatch):
     message = r"initialize\(\) was called too late\n  got:      JAX has already initialized its devices"
     with pytest.raises(RuntimeError, match=message):
         processes.initialize()
+
+
+def test_a_process_that_has_not_joined_the_others_does_not_train(monkeypatch):
+    """Each would train alone, with the same losses, and write into the same directory."""
+    monkeypatch.setattr(os, "environ", environment("127.0.0.1:1", 2, 1, None))
+    with pytest.raises(
+        RuntimeError, match=r"2 processes were started, and this one .*\n  got:      process 1, .* ZEROJAX"
+    ):
+        zerojax.Zero(zerojax.make_mesh())
+    zerojax.Zero(zerojax.make_mesh(devices=64))  # a plan needs no others
+    monkeypatch.setattr(os, "environ", environment("127.0.0.1:1", 1, 0, None))
+    zerojax.Zero(zerojax.make_mesh())
+    monkeypatch.setattr(os, "environ", {"MASTER_ADDR": "a", "MASTER_PORT": "1", "WORLD_SIZE": "2", "RANK": "0"})
+    with pytest.warns(UserWarning, match="2 processes were started"):
+        zerojax.Zero(zerojax.make_mesh())
+
+
+def test_devices_can_be_simulated_before_the_processes_join():
+    script = "import zerojax; zerojax.simulate_devices(3); zerojax.initialize(); import jax; print(jax.device_count())"
+    text = f"import sys; from zerojax.processes.launch import launch; sys.exit(launch({python(script)}, 2, devices=2))"
+    done = subprocess.run(python(text), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, sorted(done.stdout.split())) == (0, ["6", "6", "[0]", "[1]"]), done.stderr
 
 
 @pytest.mark.parametrize("value", [object(), float("nan"), {1, 2}])

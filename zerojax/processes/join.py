@@ -19,6 +19,7 @@ from zerojax.processes.agreement import distributed_state, names
 from zerojax.processes.detect import LaunchInfo, detect
 from zerojax.processes.exit import exit_at_once_on_failure
 from zerojax.processes.rollcall import RollCallResult, call_roll
+from zerojax.warn import warn
 
 MIN_CONNECT_S = 30  # for JAX to connect the processes after the roll call, however long the roll call took
 
@@ -90,6 +91,29 @@ def initialize(*, timeout_s: int = 300, heartbeat_s: int = 100, config: Mapping[
     return Processes(state.num_processes, state.process_id, state.coordinator_address, info.found)
 
 
+def check_joined() -> None:
+    """Checks that this process has joined the others that its launcher started; alone, each would train on its own.
+
+    Raises:
+        RuntimeError: if `zerojax launch` or variables of zerojax describe several processes. What other launchers start
+            may be meant to be independent: a warning says so.
+    """
+    try:
+        info = detect(os.environ)
+    except ValueError:  # not all variables of a launcher: `initialize` says which
+        return
+    if info is None or info.count is None or info.count == 1 or jax.distributed.is_initialized():
+        return
+    text = (
+        f"processes: {info.count} processes were started, and this one has not joined them\n"
+        f"  got:      process {info.index}, detected from {info.found}, which would train alone\n"
+        f"  fix:      call zerojax.initialize() before anything else in JAX"
+    )
+    if info.found == "ZEROJAX":
+        raise RuntimeError(text)
+    warn(text)
+
+
 def own_rows(num_rows: int) -> slice:
     """Returns the rows of a global batch that this process loads, and passes to a step or to `zero.shard_batch`.
 
@@ -124,7 +148,7 @@ def _check_not_initialized() -> None:
         raise RuntimeError(
             "processes: initialize() was called too late\n"
             f"  got:      JAX has already {what}\n"
-            "  fix:      call it once, before the first array and before jax.devices()"
+            "  fix:      call it once, before the first array and before jax.devices() and zerojax.make_mesh()"
         )
 
 

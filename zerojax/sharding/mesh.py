@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax._src.xla_bridge
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
@@ -114,9 +115,10 @@ def simulation_variables(environ: Mapping[str, str], count: int) -> dict[str, st
 
 
 def simulate_devices(count: int) -> None:
-    """Makes JAX see `count` CPU devices in this process. Call it before JAX initializes its backends.
+    """Makes JAX see `count` CPU devices in this process. Call it before JAX initializes its devices.
 
-    With several processes, call `jax.distributed.initialize(...)` first.
+    It does not initialize them itself, so `zerojax.initialize` can follow. In a process of `zerojax launch`, it takes
+    precedence over `--devices`.
 
     Sets JAX_PLATFORMS, XLA_FLAGS and NPROC. NPROC makes the CPU client's thread pool larger than the number of
     devices: with only as many threads as devices, a collective can deadlock because no thread is left to start it on.
@@ -129,7 +131,7 @@ def simulate_devices(count: int) -> None:
     """
     os.environ |= simulation_variables(os.environ, count)
     jax.config.update("jax_platforms", "cpu")
-    if jax.local_device_count() != count:
+    if jax._src.xla_bridge.backends_are_initialized() and jax.local_device_count() != count:
         raise RuntimeError(
             f"simulate_devices: JAX has already started, with {jax.local_device_count()} devices\n"
             f"  fix:      call it before the first use of JAX, or set XLA_FLAGS before Python starts"
