@@ -124,7 +124,8 @@ class Step:
                 return jit(compiler_options={**(options or {}), **to_offload})
         return jitted
 
-    def __call__(self, state: TrainState, batch: PyTree) -> Any:
+    def __call__(self, state: TrainState, batch: PyTree, *others: Any) -> Any:
+        _check_one_batch(others)
         if self.config.spans_processes:
             self._agree(state, batch)
         jitted = self._checked(state, batch)
@@ -149,6 +150,15 @@ class Step:
         """
         with in_words_of_the_user(self.config.precision):
             return self.trace(state, batch).lower(**kwargs)
+
+
+def _check_one_batch(others: tuple[Any, ...]) -> None:
+    """Raises ValueError if a step was called with more than a state and a batch."""
+    if others:
+        raise ValueError(
+            f"step: it takes the state and one batch\n  got:      {len(others)} further arguments\n"
+            f"  fix:      step(state, {{'x': x, 'y': y}}), and in the loss batch['x'] and batch['y']"
+        )
 
 
 def _aval(a: Array) -> Aval:
@@ -187,7 +197,8 @@ class TrainStep(Step):
         audit = {} if self._audit_setting == "off" else {"audit": repr(self._audit_setting)}
         return super()._changed_texts() | audit
 
-    def __call__(self, state: TrainState, batch: PyTree) -> Any:
+    def __call__(self, state: TrainState, batch: PyTree, *others: Any) -> Any:
+        _check_one_batch(others)
         if self.config.spans_processes:
             self._agree(state, batch)
         jitted = self._checked(state, batch)

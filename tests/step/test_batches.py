@@ -198,3 +198,23 @@ def test_value_and_grad_refuses_a_module_with_its_statistics():
     assert "got:      BatchNorm" in str(raised.value) and "nnx.split" in str(raised.value)
     with pytest.raises(ValueError, match="takes parameters, not a module"):
         zero.shard(module)
+
+
+def test_a_step_takes_one_batch_and_names_it():
+    zero = Zero(zerojax.make_mesh())
+    state, x = zero.eval_init(create, optax.sgd(0.1)), np.ones((30, 16), np.float32)
+    step = zero.train_step(weighted_by_class)
+    with pytest.raises(ValueError, match=r"the state and one batch\n.*\n  fix:  .*{'x': x"):
+        step(state, x, x)
+    for batch, name in ((x, "the array"), ((x, x), "element 0"), ({"x": x}, "'x'")):
+        with pytest.raises(ValueError, match=rf"batch: {name} does not divide"):
+            step(state, batch)
+
+
+def test_an_error_in_a_loss_with_a_key_says_what_the_third_argument_is():
+    """A loss of (model, x, y) gets a key as its y."""
+    zero = Zero(zerojax.make_mesh())
+    step = zero.train_step(lambda params, x, y: jnp.mean(x @ params["w"] - y.shape[3]))
+    with pytest.raises(IndexError) as raised:
+        step(zero.eval_init(create, optax.sgd(0.1)), np.ones((32, 16), np.float32))
+    assert any("a key of jax.random" in note for note in raised.value.__notes__)

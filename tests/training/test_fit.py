@@ -492,6 +492,24 @@ def test_a_bar_on_a_terminal(width):
     assert max(map(len, lines)) < width and "…" not in shown
 
 
+def test_log_messages_are_printed_above_the_bar(monkeypatch):
+    """Otherwise the bar erases them: the last is that the state was saved after Ctrl-C."""
+    stderr, file = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
+    handler = logging.StreamHandler()
+    logging.getLogger().addHandler(handler)
+    try:
+        bar = display.ProgressBar(
+            20, 0, Console(file=file, width=80, force_terminal=True, color_system=None, height=25)
+        )
+        logging.getLogger("zerojax").warning("step 3 is saved")
+        bar.close()
+        logging.getLogger("zerojax").warning("afterwards")
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert "step 3 is saved\n" in file.getvalue() and stderr.getvalue() == "afterwards\n"
+
+
 @dataclasses.dataclass
 class Config:
     lr: float = 0.1
@@ -517,6 +535,10 @@ def test_a_config_is_a_mapping_or_a_dataclass(step, tmp_path):
         ({"config": {1: "a", "b": 2}}, "fit: config has a name that is not a string\n  got:      1\n  fix: "),
         ({"config": {"lr": object()}}, r"config\['lr'\] is not JSON\n  got: "),
         ({"data": 3}, "fit: data is of type int\n  fix: "),
+        ({"evaluate": setting().eval_step(loss)}, "evaluate is of type EvalStep\n  fix: .*evaluate="),
+        ({"evaluate": {"loss": 1.0}}, "fit: evaluate is of type dict\n  fix: "),
+        ({"checkpoints": "runs/1"}, "got:      a value of type str\n  fix:      a dict of options"),
+        ({"checkpoints": {"every_steps": 3}}, "got:      'every_steps'\n  fix:      choose from every, keep, "),
         ({"checkpoints": {"every": 0}}, "checkpoints: every is invalid"),
     ],
 )

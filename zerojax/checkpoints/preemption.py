@@ -107,7 +107,8 @@ class Preemption:
             log.warning("checkpoint: %s: step %s is saved", name, step)
             raise KeyboardInterrupt
         code = INTERRUPT_EXIT_CODE if number == signal.SIGINT else EXIT_CODE
-        log.warning("checkpoint: %s: step %s is saved, exiting with code %d", name, step, code)
+        saved = f"step {step} is saved, exiting with code {code}; start the run again to continue"
+        log.warning("checkpoint: %s: %s", name, saved)
         raise SystemExit(code)
 
 

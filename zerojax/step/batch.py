@@ -132,6 +132,12 @@ def shard_batch(config: ZeroConfig, batch: PyTree) -> PyTree:
     return jax.tree.map(put, batch, batch_specs(config.axes, batch))
 
 
+def _label(path: Any) -> str:
+    """An array of a batch: its path in quotes, or what it is if the path has no names."""
+    text = path_text(path)
+    return repr(text) if text and not text.isdigit() else f"element {text}" if text else "the array"
+
+
 def check_batch(config: ZeroConfig, batch: PyTree, num_microbatches: int) -> None:
     """Checks that all arrays of a batch have the same number of rows, which devices x microbatches divide.
 
@@ -148,7 +154,7 @@ def check_batch(config: ZeroConfig, batch: PyTree, num_microbatches: int) -> Non
     for path, a in jax.tree_util.tree_leaves_with_path(unwrapped(batch)):
         _check_dtype(path_text(path) or "the batch", a)
     rows = [
-        (path_text(path) or "the batch", _global_shape(a))
+        (_label(path), _global_shape(a))
         for path, a in jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_whole)
         if not _is_whole(a) and np.ndim(a)
     ]
@@ -158,7 +164,7 @@ def check_batch(config: ZeroConfig, batch: PyTree, num_microbatches: int) -> Non
     for other, other_shape in rows:
         if other_shape[0] != shape[0]:
             raise ValueError(
-                f"batch: {path!r} and {other!r} have different numbers of rows\n"
+                f"batch: {path} and {other} have different numbers of rows\n"
                 f"  got:      shapes {shape} and {other_shape}\n"
                 f"  fix:      pass the same rows in all arrays, zerojax.Whole(array) for what every device gets whole"
             )
@@ -166,14 +172,14 @@ def check_batch(config: ZeroConfig, batch: PyTree, num_microbatches: int) -> Non
     over = f" over {count} processes" if count > 1 else ""
     if not shape[0]:
         raise ValueError(
-            f"batch: {path!r} has no rows\n  got:      shape {shape}{over}\n"
+            f"batch: {path} has no rows\n  got:      shape {shape}{over}\n"
             f"  fix:      pass {_rows_that_fit(shape[0], parts)}"
         )
     if shape[0] % parts:
         split = f"{shape[0]} % ({config.axes.num_devices} x {num_microbatches}) = {shape[0] % parts}"
         padded = _nearest_multiples(shape[0], math.lcm(parts, count))[-1] // count
         raise ValueError(
-            f"batch: {path!r} does not divide into devices x microbatches\n"
+            f"batch: {path} does not divide into devices x microbatches\n"
             f"  got:      shape {shape}{over}; {split}\n"
             f"  fix:      pass {_rows_that_fit(shape[0], parts)}; or change num_microbatches; "
             f"zero.pad_batch(batch, {padded}) adds rows of weight 0; zerojax.evaluate takes any number of rows"

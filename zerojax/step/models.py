@@ -218,11 +218,16 @@ def normalize(result: Any) -> tuple[Weighted, dict[str, Any], bool]:
     if not isinstance(aux, Mapping):
         raise ValueError(
             f"loss: the second output is not a dict\n"
-            f"  got:      {type(aux).__name__}\n"
+            f"  got:      {_described(aux)}\n"
             f"  fix:      return (loss, dict of scalar metrics)"
         )
     weighted = isinstance(loss, Weighted)
     return _as_weighted("the loss", loss), dict(aux), weighted
+
+
+def _described(value: Any) -> str:
+    """An array by its dtype and shape, anything else by its type."""
+    return f"{value.dtype}{list(value.shape)}" if isinstance(value, jax.Array) else type(value).__name__
 
 
 def _as_weighted(name: str, value: Any) -> Weighted:
@@ -255,7 +260,13 @@ def call_loss(
     merged = model.merge(params, model_state)
     batch = unwrapped(batch)
     args = (merged, batch, key) if takes_key(loss_fn) else (merged, batch)
-    loss, aux, weighted = normalize(loss_fn(*args))
+    try:
+        result = loss_fn(*args)
+    except Exception as error:
+        if len(args) > 2:
+            error.add_note("The loss has three arguments: the model, the batch, and a key of jax.random for this step.")
+        raise
+    loss, aux, weighted = normalize(result)
     after, metrics = model.state_after(merged, aux, model_state)
     if taken := sorted(metrics.keys() & RESERVED):
         raise ValueError(

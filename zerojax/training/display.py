@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import logging
+import sys
 from collections.abc import Sequence
+from typing import Any
 
 import rich
 from rich.console import Console, Group
@@ -97,7 +100,9 @@ class ProgressBar:
         self._lines = ProgressLines(num_steps, self._console)
         self._begin = datetime.datetime.now()
         self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4)
+        self._handlers = _handlers_to_stderr()
         self._live.start()
+        self._redirect()
 
     def write(self, step: int, row: MetricsRow) -> None:
         if is_evaluation(row):
@@ -107,6 +112,12 @@ class ProgressBar:
 
     def close(self) -> None:
         self._live.stop()
+        self._redirect()
+
+    def _redirect(self) -> None:
+        """Sends log messages to the current standard error. While the bar is shown, rich prints that above the bar."""
+        for handler in self._handlers:
+            handler.setStream(sys.stderr)
 
     def _render(self) -> Group:
         width = self._console.width - 1
@@ -123,6 +134,12 @@ class ProgressBar:
         grid.add_row(Bar(self._num_steps, self._step, bar_width), Text(first, no_wrap=True))
         rest = broken_into_lines([*more, *metric_texts(self._row)], width)
         return Group(grid, *map(Text, filter(None, rest)))
+
+
+def _handlers_to_stderr() -> list[logging.StreamHandler[Any]]:
+    """The handlers that write log messages to the standard error themselves, where the bar would erase them."""
+    handlers = [*logging.getLogger().handlers, *logging.getLogger("zerojax").handlers]
+    return [each for each in handlers if type(each) is logging.StreamHandler and each.stream is sys.stderr]
 
 
 def is_evaluation(row: MetricsRow) -> bool:

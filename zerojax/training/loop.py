@@ -21,6 +21,7 @@ from zerojax.directories import local_directory
 from zerojax.processes.agreement import agree
 from zerojax.step.state import TrainState
 from zerojax.tables import TO_FILE
+from zerojax.train_step import Step
 from zerojax.training import folder as folders
 from zerojax.training.display import ProgressBar, ProgressLines, on_terminal, show_line
 from zerojax.training.recorder import MetricsRecorder, RowCosts
@@ -107,6 +108,8 @@ def fit(
             `Checkpoints.update` and `resume` are raised as well.
     """
     _check_arguments(num_steps, log_every, evaluate_every, profile, tokens_per_row, data)
+    _check_evaluation(evaluate)
+    _check_options(checkpoints)
     config = folders.as_config({} if config is None else config)
     folder = None if directory is None else local_directory(directory, "fit")
     _check_folder(folder, profile, checkpoints)
@@ -199,6 +202,27 @@ def _check_arguments(
     if isinstance(data, Mapping) or (not callable(data) and not isinstance(data, Iterable)):
         got = type(data).__name__
         raise ValueError(f"fit: data is of type {got}\n  fix:      a function of the step, or an iterable of batches")
+
+
+def _check_evaluation(evaluate: Any) -> None:
+    """Raises ValueError if `evaluate` is no function of the state: an evaluation step also takes a batch."""
+    if evaluate is not None and (isinstance(evaluate, Step) or not callable(evaluate)):
+        raise ValueError(
+            f"fit: evaluate is of type {type(evaluate).__name__}\n"
+            f"  fix:      evaluate=lambda state: zerojax.evaluate(eval_step, state, data, batch_size=...)"
+        )
+
+
+def _check_options(checkpoints: Any) -> None:
+    """Raises ValueError if `checkpoints` has an option that there is not."""
+    names = CheckpointOptions.__annotations__
+    if checkpoints is not None and not isinstance(checkpoints, Mapping):
+        got, fix = f"a value of type {type(checkpoints).__name__}", "a dict of options, such as {'every': 100}"
+    elif unknown := [name for name in checkpoints or () if name not in names]:
+        got, fix = ", ".join(map(repr, unknown)), f"choose from {', '.join(names)}"
+    else:
+        return
+    raise ValueError(f"fit: checkpoints are no options of zero.checkpoints\n  got:      {got}\n  fix:      {fix}")
 
 
 def _check_folder(folder: Path | None, profile: Any, checkpoints: Any) -> None:
