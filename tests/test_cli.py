@@ -9,6 +9,8 @@ import pytest
 from click.testing import CliRunner
 from support.paths import REPO
 
+import zerojax.cli
+
 COMMANDS = ("plan", "launch", "doctor", "checkpoint", "report", "init", "completion")
 
 
@@ -22,6 +24,11 @@ def test_the_script_is_the_group_of_all_commands():
     assert set(main.commands["checkpoint"].commands) == commands
     for command in COMMANDS:
         assert CliRunner().invoke(main, [command, "--help"]).exit_code == 0
+
+
+def test_the_help_says_of_each_command_what_it_does_in_whole_sentences():
+    shown = CliRunner().invoke(zerojax.cli.main, ["--help"], terminal_width=80).output
+    assert "Write a starting project into DIRECTORY." in shown and "..." not in shown.split("Commands:")[1]
 
 
 @pytest.mark.once

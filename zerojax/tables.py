@@ -50,8 +50,8 @@ class Column(NamedTuple):
 class TextTable:
     """A table of texts.
 
-    Columns that do not wrap have the width of their texts. The others share what is left, and have at least the width
-    of the longest name in them.
+    Columns that do not wrap have the width of their texts. The others have at least the width of the longest name in
+    them; what is left, the first of them takes first.
 
     Attributes:
         title: a text above the table, or ''.
@@ -95,10 +95,12 @@ def _least(texts: Iterable[str]) -> int:
 
 
 def _shared(least: Sequence[int], most: Sequence[int], available: int) -> list[int]:
-    """Widths between the least and the most of each column, of which the sum is `available` if that is possible."""
-    wanted = [b - a for a, b in zip(least, most, strict=True)]
-    share = min(1.0, max(0, available - sum(least)) / max(1, sum(wanted)))
-    return [a + int(share * more) for a, more in zip(least, wanted, strict=True)]
+    """Widths between the least and the most of each column; from left to right, columns take of what is available."""
+    left, widths = max(0, available - sum(least)), []
+    for a, b in zip(least, most, strict=True):
+        widths.append(a + min(left, b - a))
+        left -= widths[-1] - a
+    return widths
 
 
 def paragraph(text: str, width: int) -> list[str]:

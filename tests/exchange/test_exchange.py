@@ -47,6 +47,18 @@ def test_steps_are_listed_with_a_status(saved, tmp_path):
     assert "its save did not complete" in shown.stdout and "step_2 has no readable manifest" in shown.stdout
 
 
+def test_the_directory_of_a_run_stands_for_its_checkpoints(saved, tmp_path):
+    """Not for nothing: a run was listed as an empty table, which `--verify` called good."""
+    shutil.copytree(saved[0], tmp_path / "run" / "checkpoints")
+    shown = command("ls", tmp_path / "run", "--verify")
+    assert shown.exit_code == 0 and shown.stdout.count(" ok\n") == 2
+    assert command("verify", tmp_path / "run").exit_code == 0
+    (tmp_path / "empty").mkdir()
+    for options in ((), ("--verify",)):
+        shown = command("ls", tmp_path / "empty", *options)
+        assert shown.exit_code == 1 and "there is no step in" in shown.output and "fix: " in shown.output
+
+
 def test_arrays_are_listed_and_verified(saved, tmp_path):
     shown = command("inspect", saved[0], "--step", 2)
     assert shown.exit_code == 0 and "params/layers/0/w" in shown.stdout and "float32[32,32]" in shown.stdout

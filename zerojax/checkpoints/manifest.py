@@ -265,10 +265,12 @@ def paths_to_read(saved: Manifest, avals: Mapping[str, Any], allowed: Allowed, w
             text = f"{leaf.dtype} was saved, the state has {a.dtype} (cast=True allows it)"
             found.append(Mismatch("dtype", path, text, text))
     if found:
-        raise mismatch_error(where, found)
+        has_shape = any(isinstance(each, Mismatch) and each.kind == "shape" for each in found)
+        raise mismatch_error(where, found, _FIX_OF_SHAPES if has_shape else "")
     return common
 
 
+_FIX_OF_SHAPES = "fix:      build the model with the shapes that were saved; a new model needs a new directory"
 _MAX_LINES = 40
 _MAX_EQUAL, _MAX_NAMES = 3, 4
 
@@ -290,8 +292,14 @@ class Mismatch(NamedTuple):
     common: str
 
 
-def mismatch_error(where: str, found: Sequence[Mismatch | str]) -> CheckpointMismatch:
-    """The error with a line for each leaf or group of leaves that differ: the first 40, and the number of the rest."""
+def mismatch_error(where: str, found: Sequence[Mismatch | str], fix: str = "") -> CheckpointMismatch:
+    """The error with a line for each leaf or group of leaves that differ: the first 40, and the number of the rest.
+
+    Args:
+        where: names the checkpoint or the files.
+        found: the leaves that differ, and lines that are shown first.
+        fix: the last line, if it is not empty.
+    """
     groups: dict[Any, list[Mismatch]] = {}
     for each in found:
         if isinstance(each, Mismatch):
@@ -307,7 +315,7 @@ def mismatch_error(where: str, found: Sequence[Mismatch | str]) -> CheckpointMis
             has_more = kind in ("missing", "extra")  # the nearest name, or that in the files
             lines.append(line + (f"; the first, {group[0].path}: {group[0].text}" if has_more else ""))
     rest = [f"... and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
-    shown = [f"checkpoint: {where} does not fit the state", *lines[:_MAX_LINES], *rest]
+    shown = [f"checkpoint: {where} does not fit the state", *lines[:_MAX_LINES], *rest, *([fix] if fix else [])]
     return CheckpointMismatch("\n  ".join(map(plain_text, shown)))
 
 
@@ -332,7 +340,7 @@ def _optimizer_lines(missing: list[str], extra: list[str]) -> list[Mismatch | st
     """The lines of an error in which only leaves of the optimizer differ: a summary of its two states."""
     if not (missing or extra) or not all(path.startswith(OPTIMIZER) for path in (*missing, *extra)):
         return []
-    summary = lambda paths: ", ".join(dict.fromkeys(_optimizer_part(path) for path in paths)) or "nothing else"
+    summary = lambda paths: ", ".join(dict.fromkeys(_optimizer_part(path) for path in paths)) or "no arrays of its own"
     return [
         f"saved:    an optimizer state with {summary(extra)}",
         f"state:    an optimizer state with {summary(missing)}",

@@ -23,10 +23,16 @@ def checkpoint() -> None:
 
 
 class _DirectoryOrUrl(click.Path):
-    """A directory that exists, as a Path; or a URL, as a str."""
+    """A directory that exists, as a Path: of steps, or of a run that has them in checkpoints/. Or a URL, as a str."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return value if "://" in str(value) else super().convert(value, param, ctx)
+        if "://" in str(value):
+            return value
+        from zerojax.checkpoints import store
+
+        directory: Any = super().convert(value, param, ctx)
+        of_run = directory / "checkpoints"
+        return of_run if of_run.is_dir() and not store.folders(directory) else directory
 
 
 _EXISTING = _DirectoryOrUrl(exists=True, file_okay=False, path_type=Path)
@@ -40,12 +46,17 @@ _STEP = click.option("--step", type=click.IntRange(0), metavar="N", help="The st
 def list_steps(directory: Path | str, verify: bool) -> None:
     """List the steps in DIRECTORY and their status.
 
-    The exit code is 1 if a step is damaged or incomplete.
+    The exit code is 1 if a step is damaged or incomplete, or if there is none.
     """
     from zerojax.checkpoints import show
 
     local = _on_disk(directory, every=True, arrays=verify)
     table, good = show.steps_table(local, verify, str(directory if isinstance(directory, str) else local))
+    if not table.rows:
+        raise click.ClickException(
+            f"checkpoint: there is no step in {directory}\n"
+            f"  fix:      pass the directory of a run of zerojax.fit, or that of zero.checkpoints"
+        )
     print_table(table)
     raise SystemExit(0 if good else 1)
 

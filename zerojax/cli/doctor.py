@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from zerojax.cli.completion import complete, precision_names
+from zerojax.cli.output import print_rich
 
 
 @click.command("doctor")
@@ -21,17 +22,16 @@ from zerojax.cli.completion import complete, precision_names
 )
 @click.option("--head-dim", type=click.IntRange(1), metavar="N", help="The same for heads of this width.")
 def doctor_command(checkpoints: Path | None, precision: str | None, head_dim: int | None) -> None:
-    """Check that this machine can run a training job, and that no setting is in the way.
+    """Check that this machine can run a training job.
 
-    Each failure and each warning is shown with a fix. The exit code is 1 if there is a failure.
+    It also finds settings that are in the way. Each failure and each warning is shown with a fix. The exit code is 1 if
+    there is a failure.
     """
-    from rich.console import Console
-
     from zerojax import doctor
 
     try:
         checks = doctor.diagnose(checkpoints, precision=precision, head_dim=head_dim)
     except ValueError as error:
         raise click.ClickException(str(error)) from error
-    Console().print(doctor.table(checks))
+    print_rich(doctor.table(checks))
     raise SystemExit(1 if any(check.status is doctor.Status.ERROR for check in checks) else 0)

@@ -22,10 +22,11 @@ _LONGEST_NAME = 40  # of a JobSet; Kubernetes makes the names of pods of it, whi
 @click.command("init")
 @click.argument("directory", type=click.Path(path_type=Path))
 def init_command(directory: Path) -> None:
-    """Write a starting project into DIRECTORY, which has to be new or empty.
+    """Write a starting project into DIRECTORY.
 
-    Its train.py trains a small decoder on the source of Python's standard library at once; put your own model and data
-    in their place. There are also a configuration, and files to launch it under SLURM and on Kubernetes.
+    It has to be new or empty. Its train.py trains a small decoder on the source of Python's standard library at once;
+    put your own model and data in their place. There are also a configuration, and files to launch it under SLURM and
+    on Kubernetes.
     """
     try:
         if directory.is_dir() and any(directory.iterdir()):

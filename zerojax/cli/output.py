@@ -16,6 +16,16 @@ def print_table(table: Any) -> None:
     click.echo(table.text(screen().width))
 
 
+def print_rich(renderable: Any) -> None:
+    """Prints a renderable of Rich, without the spaces by which it fills its lines."""
+    from rich.console import Console
+
+    console = Console()
+    with console.capture() as capture:
+        console.print(renderable)
+    click.echo("\n".join(line.rstrip() for line in capture.get().split("\n")), nl=False)
+
+
 @contextlib.contextmanager
 def without_traceback() -> Iterator[None]:
     """Reports errors in the input as messages, without a traceback."""

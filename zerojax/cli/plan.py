@@ -10,6 +10,7 @@ import click
 
 from zerojax.cli.completion import complete, precision_names, preset_names, remat_names, target_names
 from zerojax.cli.options import JOB_HELP
+from zerojax.cli.output import print_rich
 
 
 @click.command("plan")
@@ -145,10 +146,9 @@ def plan_command(
     from zerojax.plan.show import render, render_ranking
 
     targets.describe_only()
-    console = Console()
     if list_presets:
         for name, shapes in presets.PRESETS.items():
-            console.print(f"{name:14s} {shapes}", highlight=False)
+            print(f"{name:14s} {shapes}")
         return
     settings["bucket_bytes"] = bucket_mib and bucket_mib * 2**20
     given: dict[str, Any] = {"memory_share": memory_share, "calibration": calibration}
@@ -170,9 +170,9 @@ def plan_command(
         said = [remark._asdict() for remark in explain_plan(best)] if explain and best else None
         print(json.dumps(made.data() | ({"explanation": said} if explain else {})))
     elif isinstance(made, Ranking):
-        console.print(render_ranking(made))
+        print_rich(render_ranking(made))
     if best and not as_json and (explain or best is made):
-        console.print(render_explanation(best) if explain else render(best, formulas))
+        print_rich(render_explanation(best) if explain else render(best, formulas))
     if isinstance(made, Ranking):
         raise SystemExit(0 if made.winner else 3)
     if png:

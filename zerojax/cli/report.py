@@ -19,15 +19,17 @@ from zerojax.text import bytes_text
     help="The page.  [default: report.html in RUN]",
 )
 def report_command(run: Path, out: Path | None) -> None:
-    """Write a page about a run: curves, restarts, configuration and memory.
+    """Write a page about a run.
 
-    RUN is the directory that was passed to zerojax.fit; the run may still be running. The page is one HTML file without
-    scripts, which loads nothing from elsewhere.
+    It shows curves, restarts, the configuration and memory. RUN is the directory that was passed to zerojax.fit; the
+    run may still be running. The page is one HTML file without scripts, which loads nothing from elsewhere.
     """
     try:
         from zerojax.run_report.page import write_report
     except ImportError as error:
-        raise click.ClickException(f"{error}\n  fix:      pip install 'zerojax[plot]'") from error
+        raise click.ClickException(
+            f"report: a package is not installed\n  got:      {error}\n  fix:      pip install 'zerojax[plot]'"
+        ) from error
     with without_traceback():
         try:
             path = write_report(run, out)

@@ -19,9 +19,9 @@ _LEAST_SHARE = 0.01  # shares below this are not worth a sentence
 # How far peaks by formula were from compiled ones, see docs/plan.md: 0.927 to 1.086 of them.
 _FORMULA_ERROR = 0.08
 _WHY = {  # of the formula's kinds, and what changes them
-    "parameters": "which stage 3 and more devices divide",
-    "optimizer state": "which stages 1 to 3 and more devices divide",
-    "gradients": "which stages 2 and 3 and more devices divide",
+    "parameters": "which stage 3 divides over the devices",
+    "optimizer state": "which every stage from 1 on divides over the devices",
+    "gradients": "which stages 2 and 3 divide over the devices",
     "gathered": "which grows with the largest unit and with prefetch, not with the number of devices",
     "checkpoints": "which grow with rows, tokens and layers, and which remat='offload' keeps in host memory",
     "activations": "which grow with rows and tokens, and which remat recomputes",
@@ -56,12 +56,13 @@ def explain_plan(plan: Plan) -> tuple[Remark, ...]:
 
 
 def render_explanation(plan: Plan) -> Group:
-    """The explanation of a plan for a terminal: its verdict, and a paragraph for each topic."""
+    """The explanation of a plan for a terminal: its verdict, a paragraph for each topic, and its settings as code."""
     paragraphs: dict[str, list[str]] = {}
     for remark in explain_plan(plan):
         paragraphs.setdefault(remark.topic, []).append(remark.text)
     texts = [Text.assemble((f"{topic.capitalize()}. ", "bold"), " ".join(said)) for topic, said in paragraphs.items()]
-    return Group(verdict_text(plan), *(part for each in texts for part in (Text(), each)))
+    code = Text(plan.settings.python(), style="dim")
+    return Group(verdict_text(plan), *(part for each in (*texts, code) for part in (Text(), each)))
 
 
 def _percent(part: float, whole: float) -> str:
@@ -113,7 +114,7 @@ def _formula_time(plan: Plan) -> Iterator[str]:
         share = _percent(link_s, compute.total_s)
         yield (
             f"The {lanes} would be busy for {_seconds(link_s)}{rate}, {share} of the computation: with prefetch, all of"
-            f" it can overlap. How much does, only --compile tells."
+            f" it can overlap; --compile shows how much of it does."
         )
     tokens = plan.tokens / plan.cluster.num_devices / step_s
     yield f"That is {tokens:,.0f} tokens/s per device."

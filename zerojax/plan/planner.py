@@ -64,6 +64,7 @@ class Plan:
         throughput: predicted from the schedule of the compiled step; None if it could not be predicted.
         suggestions: changes that save memory, or that use the free memory.
         notes: matrix products in fp32 that cost most of the time, and reasons why the formula is not sure.
+        row_tokens: tokens in a row; 1 if rows have no tokens.
     """
 
     what: str
@@ -78,6 +79,7 @@ class Plan:
     throughput: Throughput | None = None
     suggestions: tuple[Suggestion, ...] = ()
     notes: tuple[str, ...] = ()
+    row_tokens: int = 1
 
     @property
     def peak_bytes(self) -> int:
@@ -253,6 +255,7 @@ class Planner:
             program,
             speed,
             notes=told,
+            row_tokens=self.tracer.job.tokens,
         )
         suggestions = tuple(self._suggestions(found)) if suggest else ()
         return dataclasses.replace(found, suggestions=suggestions)

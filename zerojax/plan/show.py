@@ -107,7 +107,10 @@ def verdict_text(plan: Plan) -> Text:
     of_chip = bytes_text(chip.memory_bytes)
     limit = f"limit: {bytes_text(plan.limit_bytes)}, which is {share:.0%} of the {of_chip} of a device"
     model = f"model: {plan.what}, {plan.parameters / 1e9:.2f} B parameters, on {plan.cluster.target}"
-    rows = f"{settings.rows} row{'s' * (settings.rows != 1)} per device"
+    rows = f"{settings.rows} row{'s' * (settings.rows != 1)}"
+    if plan.row_tokens > 1:
+        rows += f" of {plan.row_tokens:,} tokens"
+    rows += " per device"
     if settings.num_microbatches > 1:
         rows += f" x {settings.num_microbatches} microbatches"
     step = f"step: stage {settings.stage}, {settings.precision}, {rows}, "
@@ -211,4 +214,4 @@ def _suggestions(plan: Plan) -> Table:
     title = "Ways to use the free memory" if plan.fits else "Ways to save memory"
     gib = lambda each: (bytes_text(each.peak_bytes), _change(each.peak_bytes - plan.peak_bytes))
     rows = [[each.change, *gib(each), "fits" if each.fits else "does not fit"] for each in plan.suggestions]
-    return _table(title, "", ["by formula", "change", ""], rows)
+    return _table(title, "", ["by formula", "change", "verdict"], rows)

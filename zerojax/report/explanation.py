@@ -166,8 +166,9 @@ def _units_table(units: Sequence[UnitRow], to: Screen) -> TextTable:
         places = [f"{place}{' (rows)' if place in u.looked_up else ''}" for u in members for place in u.places]
         shown = ", ".join(places) if len(members) == 1 else _span(sorted(p for u in members for p in u.places))
         rows.append([each.text, f"{members[0].num_leaves:,}", bytes_text(members[0].num_bytes), shown])
-    columns = [Column("unit", wraps=True), Column("leaves", right=True), Column("bytes of each", right=True)]
-    return TextTable("Units: gathered together", [*columns, Column("place", wraps=True)], rows)
+    columns = [Column("unit", wraps=True), Column("leaves", right=True), Column("bytes of a unit", right=True)]
+    columns += [Column("place", wraps=True)] * any(place for *_, place in rows)
+    return TextTable("Units: gathered together", columns, [row[: len(columns)] for row in rows])
 
 
 def _span(places: Sequence[int]) -> str:

@@ -59,12 +59,13 @@ def is_logarithmic(curves: Sequence[Curve]) -> bool:
     return bool(values) and min(values) > 0 and max(values) > _LOG_FROM * statistics.median(values)
 
 
-def chart(curves: Mapping[str, Curve], restarts: Sequence[int] = ()) -> str:
+def chart(curves: Mapping[str, Curve], restarts: Sequence[int] = (), *, from_zero: bool = False) -> str:
     """Returns an SVG element with some curves over the steps.
 
     Args:
         curves: by the name that the legend has, which is not escaped.
         restarts: steps from which the run was continued; dotted lines.
+        from_zero: whether the scale begins at 0, as for amounts, unless it is logarithmic.
     """
     style: Any = _STYLE | {"svg.hashsalt": "/".join(curves)}
     with matplotlib.rc_context(style):
@@ -81,6 +82,9 @@ def chart(curves: Mapping[str, Curve], restarts: Sequence[int] = ()) -> str:
         if is_logarithmic(list(curves.values())):
             axes.set_yscale("log")
             axes.yaxis.set_minor_formatter(NullFormatter())
+        elif from_zero:
+            top = max((v for c in curves.values() for _, v in c if math.isfinite(v)), default=0)
+            axes.set_ylim(0, None if top > 0 else 1)
         for step in restarts:
             axes.axvline(step, color=_INK, alpha=0.5, linestyle=":", linewidth=1)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))

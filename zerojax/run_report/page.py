@@ -29,6 +29,7 @@ _TITLES = {  # in the order of the page
     "loss_scale": "Loss scale",
     "param_norm": "Norm of the parameters",
 }
+_FROM_ZERO = {_TITLES[name] for name in ("tokens_per_s", "rows_per_s", "mfu", "seconds_per_step", "skipped")}
 _MOST_CHARTS = 40
 _PAGE_STYLE = """
 :root { color-scheme: light dark; --line: color-mix(in srgb, currentColor 20%, transparent); }
@@ -141,7 +142,7 @@ def _found_facts(run: RunFiles) -> Iterator[tuple[str, str]]:
         finite = [(value, step) for step, value in loss if math.isfinite(value)]
         if finite:
             value, step = min(finite)
-            yield "least loss", f"{_number_text(value)} at step {step:,}"
+            yield "lowest loss", f"{_number_text(value)} at step {step:,}"
     evaluations = [(name, curve) for name, curve in run.curves.items() if name.startswith(EVALUATION)]
     for name, curve in evaluations[:4]:
         yield f"last {name}", _number_text(curve[-1][1])
@@ -200,7 +201,7 @@ def _figure(title: str, curves: dict[str, Curve], restarts: list[int]) -> str:
     scale = " <small>(logarithmic)</small>" if is_logarithmic(list(curves.values())) else ""
     bad = sum(not math.isfinite(value) for value in values)
     said = f" <small>({bad:,} values not finite)</small>" if bad else ""
-    drawn = chart(curves, restarts)
+    drawn = chart(curves, restarts, from_zero=title in _FROM_ZERO)
     return f"<figure><figcaption>{html.escape(title)}{scale}{said}</figcaption>{drawn}</figure>"
 
 
