@@ -162,6 +162,34 @@ def test_clones_in_a_chain_of_fusions_are_one_collective():
         hlo_collectives.compiled_collectives(program(text, computations.replace("chain_id", "other")))
 
 
+SPARSE_CORE = """
+%on_sparse_core (...) -> bf16[1024,1024] {
+  %part = bf16[128,1024] parameter(0)
+  ROOT %g = bf16[1024,1024] all-gather(%part), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}
+}, execution_thread="sparsecore"
+"""
+ON_SPARSE_CORE = """
+    %p = bf16[128,1024] parameter(0)
+    %q = bf16[1024,1024] parameter(1)
+    %start = ((), (), (s32[1]{0:S(2)})) call-start(), async_execution_thread="sparsecore", to_apply=%on_sparse_core
+    BEFORE
+    %update = ((bf16[128,1024]), bf16[1024,1024]) call-update(%start, %p)
+    AFTER
+    ROOT %done = bf16[1024,1024] call-done(%update)
+"""
+
+
+@pytest.mark.parametrize(("place", "exposed"), [("BEFORE", True), ("AFTER", False)])
+def test_a_collective_of_a_sparse_core_runs_from_the_update_that_gives_it_its_operands(place, exposed):
+    """The call starts without operands, long before they exist. A product between the two hides nothing."""
+    product = "%r = bf16[1024,1024] dot(%q, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    text = ON_SPARSE_CORE.replace(place, product).replace("BEFORE", "").replace("AFTER", "")
+    (found,) = hlo_collectives.compiled_collectives(program(text, SPARSE_CORE))
+    assert found == hlo_collectives.Collective("all-gather", "bf16", 2 * MIB, EIGHT, 1, False, exposed)
+    with pytest.raises(ValueError, match="gets none in the same computation"):
+        hlo_collectives.compiled_collectives(program(text.replace("call-update(%start, %p)", "copy(%p)"), SPARSE_CORE))
+
+
 def test_the_trip_count_is_read_from_the_counter_of_a_loop():
     """The TPU compiler does not note it."""
     computations = """

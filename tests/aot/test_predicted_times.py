@@ -115,4 +115,3 @@ def test_chips_have_the_coordinates_of_the_compiler(target):
     per_slice = found.num_devices // len({getattr(device, "slice_index", None) for device in devices})
     for index, device in enumerate(devices):
         assert tuple(device.coords)[: len(found.torus)] == found.coordinates(index % per_slice)
-        assert device.process_index == index // found.devices_per_host

@@ -376,7 +376,7 @@ def test_fusions_on_tpus_compute_while_the_collective_that_they_contain_runs():
 
 
 def test_all_gathers_along_two_dims_of_a_torus_do_not_wait_for_each_other():
-    """Two hosts of 2 x 2 chips: the indices along the first dim of a slice of 4 x 2 are 0, 1, 4, 5."""
+    """The indices along the first dim of a slice of 4 x 2 are 0, 2, 4, 6."""
     square = Cluster("4 x 2", CHIP, 8, 4, torus=(4, 2))
     gather = """
         %s.NAME = bf16[SIZE,1024] parameter(NUMBER)
@@ -386,8 +386,8 @@ def test_all_gathers_along_two_dims_of_a_torus_do_not_wait_for_each_other():
     write = lambda text, name, number, size, groups: (
         text.replace("NAME", name).replace("NUMBER", number).replace("SIZE", size).replace("GROUPS", groups)
     )
-    rows = ("rows", "0", "256", "{{0,1,4,5},{2,3,6,7}}")
-    columns = ("columns", "1", "512", "{{0,2},{1,3},{4,6},{5,7}}")
+    rows = ("rows", "0", "256", "{{0,2,4,6},{1,3,5,7}}")
+    columns = ("columns", "1", "512", "{{0,1},{2,3},{4,5},{6,7}}")
     for second, at_once in ((columns, True), (("more", *rows[1:]), False)):
         text = "\n".join(write(part, *which) for part in (gather, done) for which in (rows, second))
         text = text.replace("parameter(0)", "parameter(1)", 1).replace("%done." + second[0], "ROOT %done." + second[0])
@@ -395,6 +395,43 @@ def test_all_gathers_along_two_dims_of_a_torus_do_not_wait_for_each_other():
         each = {"rows": 2 * 3 / 4 * 4, "columns": 2 * 1 / 2 * 4, "more": 2 * 3 / 4 * 4}
         seconds = each["rows"], each[second[0]]
         assert found.step_s == pytest.approx(max(seconds) if at_once else sum(seconds))
+
+
+@pytest.mark.parametrize(
+    ("work", "lane", "seconds"),
+    [
+        (
+            "all-gather(%part), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}",
+            INSIDE_HOST,
+            2 / 1 * 7 / 8 * 4,
+        ),
+        (
+            "concatenate(%part, %part, %part, %part, %part, %part, %part, %part), dimensions={0}",
+            COPIES,
+            (2 + 1 / 4) / 6,
+        ),
+    ],
+    ids=["collective", "other"],
+)
+def test_what_a_sparse_core_does_runs_beside_the_computation(work, lane, seconds):
+    computations = f"""
+%on_sparse_core (...) -> bf16[1024,1024] {{
+  %part = bf16[128,1024] parameter(0)
+  ROOT %w = bf16[1024,1024] {work}
+}}, execution_thread="sparsecore"
+"""
+    text = f"""
+        %p = bf16[128,1024] parameter(0)
+        %a = bf16[1024,1024] parameter(1)
+        %ready = s32[] custom-call(), custom_call_target="PrepareAsyncCallStart"
+        %start = ((), (), (s32[1])) call-start(), async_execution_thread="sparsecore", to_apply=%on_sparse_core
+        %update = ((bf16[128,1024]), bf16[1024,1024]) call-update(%start, %p)
+        {DOT}
+        ROOT %done = bf16[1024,1024] call-done(%update)
+    """
+    found = predict(program(text, computations), HOST)
+    assert found.busy_s[lane] == pytest.approx(seconds)
+    assert found.step_s == pytest.approx(max(seconds, found.computing_s))
 
 
 def test_a_step_is_bound_by_its_busiest_lane():

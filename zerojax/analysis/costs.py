@@ -122,15 +122,15 @@ def memory_bytes(instruction: Instruction) -> int:
     """Returns the bytes that one execution of an instruction reads and writes in device memory.
 
     An array that is only sliced counts as its slice, and an array that is updated in place counts as the update. A
-    fusion writes only its results, and reads each operand once.
+    fusion writes only its results, and reads each operand once; so does a call on a SparseCore.
     """
     if instruction.op in _FREE:
         return 0
     if instruction.op == "copy-start":
         return _device_bytes(instruction.buffers[:2])
-    if instruction.op != "fusion":
+    if instruction.op not in ("fusion", "call-start"):
         return _moved_bytes([instruction], [instruction], frozenset(instruction.operands))
-    (body,) = instruction.called["calls"]
+    (body,) = instruction.called["calls" if instruction.op == "fusion" else "to_apply"]
     parameters = frozenset(i for i in body.instructions if i.op == "parameter")
     return _moved_bytes(list(body.instructions), fusion_results(body.root), parameters)
 

@@ -239,7 +239,7 @@ class Cluster:
         target: the name of the cluster.
         chip: the kind of all devices.
         num_devices: the number of devices.
-        devices_per_host: the number of consecutive devices that share a host.
+        devices_per_host: the number of devices of a host. Those of a host of GPUs are consecutive.
         torus: the number of chips along each dim of a TPU slice; None for GPUs and CPUs.
     """
 
@@ -302,20 +302,16 @@ class Cluster:
         return Route(lanes, max(ways, 1) * chip.link_rate.effective, chip.collective_s + hops * chip.hop_s)
 
     def coordinates(self, device: int) -> tuple[int, ...]:
-        """Returns the coordinates of a chip in its slice. Hosts, and chips of a host, are numbered first dim first.
+        """Returns the coordinates of a chip in its slice. Chips are numbered in the order of their coordinates.
 
         Args:
             device: the index of the chip.
         """
-        torus = self.torus or ()
-        tile = [min(size, width) for size, width in zip(torus, _TPU_HOST, strict=False)]
-        host, chip = divmod(device, math.prod(tile))
         place = []
-        for size, width in zip(torus, tile, strict=True):
-            host, across = divmod(host, size // width)
-            chip, within = divmod(chip, width)
-            place.append(across * width + within)
-        return tuple(place)
+        for size in reversed(self.torus or ()):
+            device, within = divmod(device, size)
+            place.append(within)
+        return tuple(reversed(place))
 
     def _wraps(self, dim: int) -> bool:
         """Whether the links along a dim of the torus wrap around.

@@ -79,7 +79,8 @@ def collective_spans(block: Block) -> list[CollectiveSpan]:
     A synchronous collective starts and ends at the same instruction. Programs for GPUs start an asynchronous one by
     `KIND-start`, or by `async-start` of a computation with one collective. Programs for TPUs may contain a chain of
     fusions with the same `chain_id`, each with a clone of the collective, which runs from the first to the last of
-    them; they also write a reduce-scatter as a fusion of an all-reduce and a slice of its result.
+    them; they also write a reduce-scatter as a fusion of an all-reduce and a slice of its result. A collective that
+    SparseCores run is a `call-start` without operands, which gets them by a `call-update`: it runs from there.
 
     Raises:
         ValueError: if a start has no end in the same block, or if a fusion with a collective is not understood.
@@ -95,8 +96,10 @@ def collective_spans(block: Block) -> list[CollectiveSpan]:
         elif i.op == "fusion":
             chain = attribute(r'chain_id="(\w+)"', core)
             chains[chain] = chains.get(chain, CollectiveSpan(core, k, k))._replace(end=k)
+        elif i.op.endswith("-start"):
+            found.append(CollectiveSpan(core, _begin_index(block, k), _done_index(block, k)))
         else:
-            found.append(CollectiveSpan(core, k, _done_index(block, k) if i.op.endswith("-start") else k))
+            found.append(CollectiveSpan(core, k, k))
     return sorted([*found, *chains.values()], key=lambda span: span.start)
 
 
@@ -109,10 +112,10 @@ def _collective_of(i: Instruction) -> Instruction | None:
         raise unsupported(i, "this kind of communication is not supported")
     if i.op.removesuffix("-start") in _COLLECTIVES:
         return i
-    inside = [j for j in i.inner if _communicates(j)]
+    inside = [j for j in i.inner if communicates(j)]
     if not inside:
         return None
-    if len(inside) > 1 or i.op not in ("async-start", "fusion") or inside[0].op not in _COLLECTIVES:
+    if len(inside) > 1 or i.op not in ("async-start", "call-start", "fusion") or inside[0].op not in _COLLECTIVES:
         raise unsupported(i, "unexpected collective inside this instruction")
     return inside[0]
 
@@ -124,9 +127,21 @@ def _is_reduce_scatter(fusion: Instruction, core: Instruction) -> bool:
     return sliced and "chain_id=" not in core.attributes
 
 
-def _communicates(instruction: Instruction) -> bool:
+def communicates(instruction: Instruction) -> bool:
+    """Whether an instruction is a collective, or its start, or contains one."""
     kind = instruction.op.removesuffix("-start")
-    return kind in _COLLECTIVES or kind in _UNSUPPORTED_OPS or any(_communicates(i) for i in instruction.inner)
+    return kind in _COLLECTIVES or kind in _UNSUPPORTED_OPS or any(communicates(i) for i in instruction.inner)
+
+
+def _begin_index(block: Block, start: int) -> int:
+    """Returns the index of the instruction that gives the operands to the collective that starts at index `start`."""
+    i = block.instructions[start]
+    if i.op != "call-start" or i.operands:
+        return start
+    for k in range(start + 1, len(block.instructions)):
+        if block.instructions[k].op == "call-update" and i in block.instructions[k].operands:
+            return k
+    raise unsupported(i, "a call without operands gets none in the same computation")
 
 
 def _done_index(block: Block, start: int) -> int:

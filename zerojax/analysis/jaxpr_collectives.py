@@ -35,7 +35,8 @@ def traced_collectives(jaxpr: Any, mesh: AnyMesh) -> list[Collective]:
     for each in jaxpr_stats.transfers(jaxpr.eqns):
         if each.kind == "offload":
             continue
-        group = devices[tuple(slice(None) if name in each.axes else 0 for name in mesh.shape)].ravel().tolist()
+        along = devices[tuple(slice(None) if name in each.axes else 0 for name in mesh.shape)].ravel()
+        group = (along if each.group is None else along[list(each.group)]).tolist()
         for dtype in dict.fromkeys(aval.dtype for aval in each.values):
             full_bytes = avals_bytes(aval for aval in each.values if aval.dtype == dtype)
             found.append(
@@ -63,8 +64,12 @@ def offloaded_bytes(jaxpr: Any) -> int:
 def independent_gather_bytes(jaxpr: Any, most_itemsize: int) -> list[tuple[int, int]]:
     """Returns (loop depth, bytes of all_gathers that depend on no matrix product) of each body that gathers.
 
-    An element counts with at most `most_itemsize` bytes: a gather in a wider dtype gathers no more weights.
+    An element counts with at most `most_itemsize` bytes: a gather in a wider dtype gathers no more weights. Of a gather
+    over groups, which follows another one or is followed by it, only what it adds counts.
     """
     size = lambda aval: math.prod(aval.shape) * min(aval.dtype.itemsize, most_itemsize)
-    total = lambda gathers: sum(each.trips * size(aval) for each in gathers for aval in each.values)
+    added = lambda each: 1 - 1 / len(each.group) if each.group else 1
+    total = lambda gathers: round(
+        sum(each.trips * added(each) * size(aval) for each in gathers for aval in each.values)
+    )
     return [(loops, total(gathers)) for loops, gathers in jaxpr_stats.independent_gathers(jaxpr) if gathers]

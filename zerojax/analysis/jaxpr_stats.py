@@ -155,6 +155,7 @@ class Transfer(NamedTuple):
     Attributes:
         kind: a value of `COLLECTIVES`, or 'offload' for a copy to host memory.
         axes: the names of the mesh axes that it spans; empty for a copy.
+        group: the positions along these axes of the devices of one group, if it is over groups of them; else None.
         values: for each operand, its aval or that of its result, whichever is larger.
         trips: the number of times it runs.
         loops: the number of loops around it.
@@ -162,6 +163,7 @@ class Transfer(NamedTuple):
 
     kind: str
     axes: tuple[str, ...]
+    group: tuple[int, ...] | None
     values: tuple[Any, ...]
     trips: int
     loops: int
@@ -181,7 +183,9 @@ def transfers(equations: Iterable[Equation], trips: int = 1, loops: int = 0) -> 
         if kind:
             names = equation.params.get("axes", equation.params.get("axis_name", ()))
             axes = tuple(names) if isinstance(names, tuple | list | frozenset | set) else (names,)
-            yield Transfer(kind, axes, tuple(map(_larger, equation.invars, equation.outvars)), trips, loops)
+            groups = equation.params.get("axis_index_groups")
+            group = tuple(groups[0]) if groups else None
+            yield Transfer(kind, axes, group, tuple(map(_larger, equation.invars, equation.outvars)), trips, loops)
         times = trips * (scan_params(equation).length if is_scan(equation) else 1)
         deeper = loops + is_scan(equation)
         inside = [each for inner in sub_jaxprs(equation) for each in transfers(inner.eqns, times, deeper)]

@@ -13,6 +13,7 @@ import jax
 from jax.experimental import topologies
 
 from zerojax.analysis.hardware import Cluster, cluster
+from zerojax.sharding.torus import in_order_of_coordinates
 
 _GPU = """
 gpu_device_info {{
@@ -73,7 +74,7 @@ def devices(target: str) -> list[Any]:
             this process, on which programs can also run.
 
     Returns:
-        A list of devices, one for each chip.
+        A list of devices, one for each chip. Those of TPUs are in the order of their slices and coordinates.
 
     Raises:
         ValueError: if the target is unknown, or if more than 8 GPUs are not a multiple of 8.
@@ -138,7 +139,7 @@ def _describe_devices(compiler: str, environment: dict[str, str], target: str, *
     for name, value in environment.items():
         os.environ.setdefault(name, value)
     try:
-        return list(topologies.get_topology_desc(**description).devices)
+        return in_order_of_coordinates(topologies.get_topology_desc(**description).devices)
     except (RuntimeError, jax.errors.JaxRuntimeError) as error:
         raise RuntimeError(
             f"targets: no {compiler} compiler for {target!r} ({error})\n"

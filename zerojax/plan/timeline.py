@@ -15,7 +15,14 @@ from typing import NamedTuple
 from zerojax.analysis.costs import computed_bytes, dot_flops, memory_bytes
 from zerojax.analysis.hardware import Chip, Cluster
 from zerojax.analysis.hlo import HOST, Block, Buffer, Instruction, Program, trip_count, unsupported
-from zerojax.analysis.hlo_collectives import collective_spans, fusion_results, groups, has_product, split_by_dtype
+from zerojax.analysis.hlo_collectives import (
+    collective_spans,
+    communicates,
+    fusion_results,
+    groups,
+    has_product,
+    split_by_dtype,
+)
 
 COMPUTE, MEMORY, STARTS = "compute", "memory", "starts of kernels"
 TO_HOST, FROM_HOST, COPIES = "copies to the host", "copies from the host", "copies beside compute"
@@ -23,7 +30,7 @@ _COMPUTING = (COMPUTE, MEMORY, STARTS)  # all of these occupy the computing lane
 
 # Custom calls that allocate, mark or regroup buffers, and compute nothing.
 _MARKS = frozenset(["AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart"])
-_MARKS |= frozenset(["ConcatBitcast", "GatherScatterIndicesBitpacked"])
+_MARKS |= frozenset(["ConcatBitcast", "GatherScatterIndicesBitpacked", "PrepareAsyncCallDone", "PrepareAsyncCallStart"])
 _BF16 = frozenset(["bf16", "f16"])
 
 
@@ -222,6 +229,8 @@ class _Simulator:
             lane, num_bytes = _copied(i)
             rate = self.chip.memory_rate if lane == COPIES else self.chip.host_rate
             clock.done[i] = clock.occupy((lane,), i.name, num_bytes / rate.effective)
+        elif i.op in ("call-start", "call-update"):
+            self.on_sparse_core(i, clock)
         elif i.op.endswith(("-start", "-update")) or i.op == "conditional":
             raise unsupported(i, "cannot predict the time of this instruction")
         elif i.op == "custom-call" and not has_product(i):
@@ -231,6 +240,13 @@ class _Simulator:
             raise unsupported(i, "this transfer to or from the host is not a copy")
         else:
             self.compute(i, clock)
+
+    def on_sparse_core(self, i: Instruction, clock: _Clock) -> None:
+        """Simulates a call on a SparseCore that is no collective, from the instruction that has its operands."""
+        start = i if i.op == "call-start" else i.operands[0]
+        if not communicates(start) and bool(start.operands) == (i is start):
+            seconds = memory_bytes(start) / self.chip.memory_rate.effective
+            clock.done[start] = clock.occupy((COPIES,), start.name, seconds)
 
     def compute(self, i: Instruction, clock: _Clock) -> None:
         holds_collective = i.op == "fusion" and collective_spans(Block((i,), 1, False))

@@ -13,12 +13,20 @@ REPLICATED: Any = PartitionSpec()
 
 
 class Axes(NamedTuple):
-    """The data axes of a mesh: model states are sharded over the axes `shard` and replicated over `replica`."""
+    """The data axes of a mesh: model states are sharded over the axes `shard` and replicated over `replica`.
+
+    Attributes:
+        shard, replica: the names of the axes, outermost first.
+        num_shards, num_replicas: the numbers of devices along them.
+        torus: the sizes of the dims of a torus that the devices along the one axis of `shard` form; () if there are
+            several axes, or no torus. See `torus`.
+    """
 
     shard: tuple[str, ...]
     replica: tuple[str, ...]
     num_shards: int
     num_replicas: int
+    torus: tuple[int, ...] = ()
 
     @property
     def data(self) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from zerojax.sharding.axes import Axes
+from zerojax.sharding.torus import along, box_sizes, coordinates, in_order_of_coordinates
 
 
 def make_mesh(
@@ -28,12 +29,16 @@ def make_mesh(
 
     The axes of `jax.make_mesh` are Explicit by default, and most model code raises `ShardingTypeError` under them.
 
+    The chips of TPU slices are in the order of their coordinates, slice after slice, so that those along an axis are a
+    box of chips. `jax.make_mesh` would arrange small slices as a ring, over which reductions send twice the bytes.
+
     Args:
         replica: size of the `replica` axis. With 1 the mesh has no such axis.
         model: size of the `model` axis. With None the mesh has no such axis; with 1, a model that names the axis runs
             without tensor parallelism.
-        devices: the devices, by default those of all processes; the described devices of a compiler target
-            (`zerojax.targets.devices`) also work. A number gives an abstract mesh, for planning without devices.
+        devices: the devices in the order that the mesh has, by default those of all processes; the described devices of
+            a compiler target (`zerojax.targets.devices`) also work. A number gives an abstract mesh, for planning
+            without devices.
 
     Returns:
         A mesh with axes ('replica', 'data', 'model'), without those that `replica` and `model` leave out.
@@ -54,9 +59,10 @@ def make_mesh(
     types = (AxisType.Auto,) * len(sizes)
     if isinstance(devices, int):
         return AbstractMesh(tuple(sizes.values()), tuple(sizes), types)
-    if devices is None:
+    if devices is None and coordinates(jax.devices()[0]) is None:
         return jax.make_mesh(tuple(sizes.values()), tuple(sizes), types)
-    return Mesh(np.asarray(devices).reshape(tuple(sizes.values())), tuple(sizes), axis_types=types)
+    found = in_order_of_coordinates(jax.devices()) if devices is None else devices
+    return Mesh(np.asarray(found).reshape(tuple(sizes.values())), tuple(sizes), axis_types=types)
 
 
 def data_axes(mesh: Mesh | AbstractMesh, shard: Sequence[str], replica: Sequence[str]) -> Axes:
@@ -84,7 +90,8 @@ def data_axes(mesh: Mesh | AbstractMesh, shard: Sequence[str], replica: Sequence
             f"  fix:      name at least one shard axis, and each axis once"
         )
     size = lambda names: int(np.prod([mesh.shape[name] for name in names], dtype=int))
-    return Axes(tuple(shard), tuple(replica), size(shard), size(replica))
+    box = (box_sizes(along(mesh, shard)) or ()) if isinstance(mesh, Mesh) and len(shard) == 1 else ()
+    return Axes(tuple(shard), tuple(replica), size(shard), size(replica), box if len(box) > 1 else ())
 
 
 def check_enclosing_mesh(mesh: Mesh | AbstractMesh) -> None:

@@ -19,6 +19,8 @@ from zerojax.sharding.precision import DTYPE_FIELDS, Precision
 from zerojax.sharding.stages import Stage
 from zerojax.transform.segmented_loss import SMALL_UNIT
 
+_SPARSE_CORES = {"TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"}  # kinds of devices whose SparseCores can communicate
+
 
 class ZeroConfig(NamedTuple):
     """The configuration shared by all steps of one `Zero`.
@@ -57,9 +59,11 @@ class ZeroConfig(NamedTuple):
 
 
 def compiler_options(config: ZeroConfig, leaves: Iterable[Leaf]) -> dict[str, int | bool] | None:
-    """The XLA options of a step on several GPUs, or None for one GPU and on other platforms.
+    """The XLA options of a step on several GPUs or TPUs, or None for one device and on CPUs.
 
-    The latency-hiding scheduler overlaps collectives with computation. It is off by default before Hopper.
+    On TPUs with SparseCores, these run the collectives, beside the computation. By default the chip waits for each.
+
+    On GPUs, the latency-hiding scheduler overlaps collectives with computation. It is off by default before Hopper.
 
     At stage 3, two thresholds replace the default of 30 MiB up to which the compiler combines collectives:
 
@@ -71,7 +75,13 @@ def compiler_options(config: ZeroConfig, leaves: Iterable[Leaf]) -> dict[str, in
       their common reduction would overlap with nothing.
     """
     mesh = config.mesh
-    if not isinstance(mesh, Mesh) or mesh.size == 1 or mesh.devices.flat[0].platform != "gpu":
+    if not isinstance(mesh, Mesh) or mesh.size == 1:
+        return None
+    device = mesh.devices.flat[0]
+    if device.platform == "tpu" and device.device_kind in _SPARSE_CORES:
+        kinds = "all_gather", "reduce_scatter", "all_reduce"
+        return {f"xla_tpu_enable_sparse_core_collective_offload_{kind}": True for kind in kinds}
+    if device.platform != "gpu":
         return None
     options: dict[str, int | bool] = {"xla_gpu_enable_latency_hiding_scheduler": True}
     if not config.stage.shards_params or config.axes.num_shards == 1:

@@ -1,0 +1,65 @@
+"""The torus that the devices along an axis of a mesh form, if they are chips of a TPU slice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+
+def coordinates(device: Any) -> tuple[int, ...] | None:
+    """The place of a device: its slice, the coordinates of its chip, and the core of the chip. None without a torus."""
+    coords = getattr(device, "coords", None)
+    if device.platform != "tpu" or coords is None:
+        return None
+    return (getattr(device, "slice_index", 0), *coords, getattr(device, "core_on_chip", 0))
+
+
+def in_order_of_coordinates(devices: Sequence[Any]) -> list[Any]:
+    """The chips of TPU slices in the order of their slices and coordinates; other devices as they are."""
+    places = {device: coordinates(device) for device in devices}
+    return list(devices) if None in places.values() else sorted(devices, key=lambda device: places[device] or ())
+
+
+def box_sizes(devices: np.ndarray) -> tuple[int, ...] | None:
+    """The sizes of the dims of a box of chips in which the rows of `devices` are, the last dim running fastest.
+
+    Args:
+        devices: shape (N, groups): the devices along some axes of a mesh, for each index of the other axes.
+
+    Returns:
+        Sizes greater than 1, with the product N. None if the devices have no coordinates, are not in the order of
+        them, form no box, or are in several slices.
+    """
+    places = [[coordinates(device) for device in row] for row in devices.tolist()]
+    if any(place is None for row in places for place in row):
+        return None
+    offsets = np.asarray(places)  # (N, groups, dims)
+    offsets = offsets - offsets[:1]
+    if (offsets != offsets[:, :1]).any() or offsets[..., 0].any():
+        return None
+    # The rank of a coordinate counts the chips of these devices alone: another axis may have every second one.
+    ranks = [np.unique(column, return_inverse=True)[1] for column in offsets[:, 0].T]
+    spanned = [rank for rank in ranks if rank.any()]
+    slowest_first = sorted(spanned, key=lambda rank: int(np.argmax(rank != 0)), reverse=True)
+    sizes = tuple(int(rank.max()) + 1 for rank in slowest_first)
+    if math.prod(sizes) != len(devices):
+        return None
+    in_order = np.unravel_index(np.arange(len(devices)), sizes) if sizes else ()
+    return sizes if all(map(np.array_equal, slowest_first, in_order)) else None
+
+
+def along(mesh: Mesh, names: Sequence[str]) -> np.ndarray:
+    """The devices of a mesh as (along the axes `names`, along all others)."""
+    dims = [mesh.axis_names.index(name) for name in names]
+    moved = np.moveaxis(mesh.devices, dims, range(len(dims)))
+    return moved.reshape(int(np.prod(moved.shape[: len(dims)])), -1)
+
+
+def groups_along(sizes: Sequence[int], dim: int) -> list[list[int]]:
+    """The positions, in the order of a torus of these sizes, of each line of devices along one of its dims."""
+    positions = np.arange(int(np.prod(sizes))).reshape(sizes)
+    return np.moveaxis(positions, dim, -1).reshape(-1, sizes[dim]).tolist()
