@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from zerojax.sharding.axes import REPLICATED, Axes, Dims
-from zerojax.sharding.torus import groups_along
 from zerojax.transform.buckets import SMALL_BYTES, Pieces, fused
 from zerojax.transform.dependencies import after, event
+from zerojax.transform.rows import gather_rows, row_major, sum_rows
 from zerojax.typing import Array
 
 
@@ -47,7 +46,6 @@ class CollectiveOptions(NamedTuple):
 
 
 LEAVES_WHOLE = CollectiveOptions()
-_TILE = 8, 128  # elements of a tile of a TPU's memory, in the last two dims
 
 
 class Communicated(NamedTuple):
@@ -185,7 +183,7 @@ def all_gather(shards: Sequence[Array], dims: Sequence[Dims], axes: Axes, turns:
     packs, alone = _packs(shards, dims, axes.num_shards, turns.options.bucket_bytes)
     for pack in packs:
         buffer = jnp.concatenate([shards[i].reshape(-1) for i in pack])
-        flat = turns.done(_gather_rows(turns.ready(buffer), axes))  # [N, elements of the packed shards]
+        flat = turns.done(gather_rows(turns.ready(buffer), axes))  # [N, elements of the packed shards]
         offset = 0
         for i in pack:
             size = math.prod(shards[i].shape)
@@ -196,37 +194,21 @@ def all_gather(shards: Sequence[Array], dims: Sequence[Dims], axes: Axes, turns:
     return [each.padding.crop(leaf) for leaf, each in zip(full, dims, strict=True)]
 
 
-def _gather_rows(shard: Array, axes: Axes) -> Array:
-    """The shards of all devices, [N, ..]. On a torus, over one dim after the other; see `_sum_rows`."""
-    if not axes.torus:
-        return lax.all_gather(shard, axes.shard)
-    (name,) = axes.shard
-    rows = shard
-    for dim in reversed(range(len(axes.torus))):
-        rows = lax.all_gather(rows, name, axis_index_groups=groups_along(axes.torus, dim))
-    return rows.reshape(axes.num_shards, *shard.shape)
-
-
 def _gather_leaf(shard: Array, dim: int, axes: Axes, turns: Turns, rows: bool) -> Array:
     n, shape = axes.num_shards, shard.shape
     pieces = Pieces.of(shape, n * shard.dtype.itemsize, turns.options.bucket_bytes, dim)
     if pieces.piece == shape and (rows or axes.torus):
-        return _from_rows(turns.done(_gather_rows(turns.ready(shard), axes)), shape, dim)
+        return _from_rows(turns.done(gather_rows(turns.ready(shard), axes)), shape, dim)
     if pieces.piece == shape:
         return turns.done(lax.all_gather(turns.ready(shard), axes.shard, axis=dim, tiled=True))
 
     def move(start: tuple[Array, ...], full: Array) -> Array:
         part = turns.ready(lax.dynamic_slice(shard, start, pieces.piece))
-        moved = _row_major(jnp.moveaxis(_gather_rows(part, axes), 0, dim))
+        moved = row_major(jnp.moveaxis(gather_rows(part, axes), 0, dim))
         return lax.dynamic_update_slice(full, moved, _insert(start, dim, 0))
 
     full = turns.done(pieces.loop(move, jnp.zeros(_insert(shape, dim, n), shard.dtype)))  # [.., N, s, ..]
     return full.reshape(*shape[:dim], n * shape[dim], *shape[dim + 1 :])
-
-
-def _row_major(piece: Array) -> Array:
-    """Lays out the piece in the order of its dims. Otherwise compilers transpose the whole leaf, not each piece."""
-    return with_layout_constraint(piece, Layout(tuple(range(piece.ndim))))
 
 
 def _from_rows(rows: Array, shard_shape: tuple[int, ...], dim: int) -> Array:
@@ -282,47 +264,13 @@ def _psum_scatter(value: Array, dim: int, axes: Axes, group: int) -> Array:
     dim alone. The dim is moved to a place that is the same for all reductions of a group. This moves nothing in memory,
     since the compiler lays out the operand with this dim in front, wherever it stands.
 
-    On a torus of TPUs, no reductions are combined; see `_sum_rows`.
+    On a torus of TPUs, no reductions are combined; see `sum_rows`.
     """
     if axes.torus:
-        return _sum_rows(_to_rows(value, axes.num_shards, dim), axes)
+        return sum_rows(_to_rows(value, axes.num_shards, dim), axes)
     padded = lax.expand_dims(value, range(value.ndim, group + 1))
     moved = lax.psum_scatter(jnp.moveaxis(padded, dim, group), axes.shard, scatter_dimension=group, tiled=True)
     return lax.squeeze(jnp.moveaxis(moved, group, dim), range(value.ndim, padded.ndim))
-
-
-def _sum_rows(rows: Array, axes: Axes) -> Array:
-    """This device's row of [N, ..], summed over the shard axes.
-
-    The TPU compiler makes an all-reduce, which sends twice the bytes, of a reduce-scatter over several dims of a torus,
-    of one whose scattered dim is not the outermost, and of one whose rows are no tiles. Summing over one dim of the
-    torus after the other sends the same bytes as a reduce-scatter over all of them: (a-1)/a of the rows and then
-    (b-1)/b of their a-th part are (ab-1)/ab. SparseCores run such collectives, and not those over several dims.
-    """
-    if not axes.torus:
-        return lax.psum_scatter(rows, axes.shard)
-    (name,), shape = axes.shard, rows.shape[1:]
-    tiles = _as_tiles(rows)
-    tiles = tiles.reshape(*axes.torus, *tiles.shape[1:])
-    for dim in range(len(axes.torus)):
-        tiles = lax.psum_scatter(_row_major(tiles), name, axis_index_groups=groups_along(axes.torus, dim))
-    size = math.prod(shape)
-    return (tiles if tiles.size == size else tiles.reshape(-1)[:size]).reshape(shape)
-
-
-def _as_tiles(rows: Array) -> Array:
-    """[N, ..] as [N, height, width] in whole tiles, with zeros at the end if the elements fill no tiles.
-
-    Rows of less than a tile stay as they are: zeros would send more than an all-reduce does.
-    """
-    n, *shape = rows.shape
-    size, height = math.prod(shape), math.prod(shape[:-1])
-    if size < math.prod(_TILE):
-        return rows
-    if height >= _TILE[0]:
-        return rows.reshape(n, height, shape[-1])
-    flat = jnp.pad(rows.reshape(n, size), ((0, 0), (0, -size % math.prod(_TILE))))
-    return flat.reshape(n, -1, _TILE[1])
 
 
 def _scatter_leaf(grad: Array, dim: int, axes: Axes, turns: Turns, rows: bool) -> Array:
@@ -330,14 +278,14 @@ def _scatter_leaf(grad: Array, dim: int, axes: Axes, turns: Turns, rows: bool) -
     shape = (*grad.shape[:dim], grad.shape[dim] // n, *grad.shape[dim + 1 :])
     pieces = Pieces.of(shape, n * grad.dtype.itemsize, turns.options.bucket_bytes, dim)
     if pieces.piece == shape and rows:
-        return turns.done(_sum_rows(turns.ready(_to_rows(grad, n, dim)), axes))
+        return turns.done(sum_rows(turns.ready(_to_rows(grad, n, dim)), axes))
     if pieces.piece == shape:
         return turns.done(_psum_scatter(turns.ready(grad), dim, axes, turns.options.group))
     split = _split(grad, n, dim)
 
     def move(start: tuple[Array, ...], shard: Array) -> Array:
         part = turns.ready(lax.dynamic_slice(split, _insert(start, dim, 0), _insert(pieces.piece, dim, n)))
-        moved = _sum_rows(jnp.moveaxis(_row_major(part), dim, 0), axes)
+        moved = sum_rows(jnp.moveaxis(row_major(part), dim, 0), axes)
         return lax.dynamic_update_slice(shard, moved, start)
 
     return turns.done(pieces.loop(move, jnp.zeros(shape, grad.dtype)))
@@ -414,7 +362,7 @@ def gather_data(values: Array, axes: Axes) -> Array:
     """
 
     def gather(values: Array) -> Array:
-        return _gather_rows(values, axes).reshape(-1, *values.shape[1:])
+        return gather_rows(values, axes).reshape(-1, *values.shape[1:])
 
     return _on_replicated(gather)(values)
 
