@@ -43,6 +43,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -305,8 +306,16 @@ def activation_bytes(config, args, devices, platform):
         jax.jit(layer).trace(weights, x_BSD, x_BSD),
         jax.jit(head).trace(aval((args.width, args.vocab)), x_BSD, aval((args.rows, args.seq), jnp.int32)),
     ]
-    lowered = [unit.lower(lowering_platforms=(platform,)) for unit in units]
-    return max(unit.compile().memory_analysis().temp_size_in_bytes for unit in lowered)
+    return max(compiled(unit, platform)[1] for unit in units)
+
+
+def compiled(traced, platform):
+    """Returns the compiled program and the bytes of its temporaries."""
+    from zerojax.plan.program import compile_with_dump, temporaries_bytes
+
+    with tempfile.TemporaryDirectory() as folder:
+        program = compile_with_dump(traced, platform, Path(folder))
+        return program, temporaries_bytes(program.memory_analysis(), Path(folder))
 
 
 def memory_terms(form, config, args, num_devices, psi, unit, activations):
@@ -333,7 +342,7 @@ def report(traced, form, platform, dump, copy_bytes):
     from zerojax.analysis import hlo, hlo_collectives
 
     try:
-        program = traced.lower(lowering_platforms=(platform,)).compile()
+        program, temporaries = compiled(traced, platform)
     except jax.errors.JaxRuntimeError as error:
         return {"error": str(error).splitlines()[0]}
     text = program.as_text()
@@ -364,9 +373,9 @@ def report(traced, form, platform, dump, copy_bytes):
             if m.op in ("copy", "transpose")
         ],
         "communication_buffer_bytes": hlo_collectives.in_flight_bytes(parsed),
-        "peak_bytes": hlo_collectives.peak_bytes(memory),
+        "peak_bytes": hlo_collectives.peak_bytes(memory, temporaries),
         "arguments_bytes": memory.argument_size_in_bytes,
-        "temporaries_bytes": memory.temp_size_in_bytes,
+        "temporaries_bytes": temporaries,
         "host_temporaries_bytes": memory.host_temp_size_in_bytes,
         **times(parsed),
     }

@@ -63,7 +63,8 @@ class CompiledStep(NamedTuple):
 
     Attributes:
         peak_bytes: arguments, temporaries, and results that are not aliased with an argument.
-        arguments_bytes, temporaries_bytes: the sizes of the arguments and temporaries.
+        arguments_bytes: the size of the arguments.
+        temporaries_bytes: the size of the temporaries, as allocated by the compiler's buffer assignment.
         aliased_bytes: the size of the arguments that a result overwrites.
         host_bytes: temporaries in pinned host memory.
         compile_s: seconds to compile on this machine.
@@ -102,10 +103,9 @@ def compile_step(
         jax.errors.JaxRuntimeError: if it fails for another reason than device memory.
     """
     with tempfile.TemporaryDirectory() as folder:
-        options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         start = time.perf_counter()
         try:
-            program = traced.lower(lowering_platforms=(cluster.chip.platform,)).compile(compiler_options=options)
+            program = compile_with_dump(traced, cluster.chip.platform, Path(folder))
         except jax.errors.JaxRuntimeError as error:
             needed = required_bytes(str(error))
             if needed is None and "INTERNAL" in str(error):
@@ -123,17 +123,38 @@ def compile_step(
             (dump / "step.txt").write_text(text)
             for name, file in buffers.dump_files(Path(folder)).items():
                 (dump / name).write_text(file.read_text())
+        temporaries = temporaries_bytes(memory, Path(folder))
         analysis = analyze(text, cluster, axes, memory, lambda: buffers.read_dump(Path(folder)))
     return CompiledStep(
-        hlo_collectives.peak_bytes(memory),
+        hlo_collectives.peak_bytes(memory, temporaries),
         memory.argument_size_in_bytes,
-        memory.temp_size_in_bytes,
+        temporaries,
         memory.alias_size_in_bytes,
         memory.host_temp_size_in_bytes,
         seconds,
         analysis,
         text,
     )
+
+
+def compile_with_dump(traced: Any, platform: str, folder: Path) -> Any:
+    """Compiles a traced function, and lets the compiler write its buffer assignment to a folder."""
+    options = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+    return traced.lower(lowering_platforms=(platform,)).compile(compiler_options=options)
+
+
+def temporaries_bytes(memory: Any, folder: Path) -> int:
+    """Returns the bytes of a program's temporaries: as allocated, or those of its memory analysis if no buffer
+    assignment can be read.
+
+    Args:
+        memory: the result of `memory_analysis()`.
+        folder: what `compile_with_dump` wrote.
+    """
+    try:
+        return buffers.read_dump(folder).allocated_bytes or memory.temp_size_in_bytes
+    except ValueError:
+        return memory.temp_size_in_bytes
 
 
 def analyze(
@@ -177,8 +198,8 @@ OTHERS = "others"
 def held_by_kind(program: hlo.Program, assignment: BufferAssignment, memory: Any) -> dict[str, int]:
     """Returns the bytes of a device at the moment of peak memory: those of the arguments and of `buffers.by_kind`.
 
-    They add up to `hlo_collectives.peak_bytes(memory)`. 'others' are counters, keys, results that are not aliased,
-    padding, and on TPUs the memory that the compiler reserves in addition to its buffer assignment.
+    They add up to `hlo_collectives.peak_bytes(memory, assignment.allocated_bytes)`. 'others' are counters, keys,
+    results that are not aliased, and padding.
 
     Raises:
         ValueError: if the buffer assignment has no temporaries, but the program does.
@@ -192,7 +213,7 @@ def held_by_kind(program: hlo.Program, assignment: BufferAssignment, memory: Any
         if named and not any(buffer.space for buffer in i.buffers):
             held[_TERM_OF_ARGUMENT.get(named.group(1), OTHERS)] += i.num_bytes
     held.update(buffers.by_kind(assignment, program))
-    held[OTHERS] += hlo_collectives.peak_bytes(memory) - held.total()
+    held[OTHERS] += hlo_collectives.peak_bytes(memory, assignment.allocated_bytes) - held.total()
     return dict(+held)
 
 
