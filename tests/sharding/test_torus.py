@@ -1,5 +1,6 @@
 """The chips of a mesh as a box of a torus, and the order of described chips."""
 
+import functools
 import types
 
 import jax
@@ -8,25 +9,25 @@ import pytest
 
 import zerojax
 from zerojax.sharding import torus
-from zerojax.sharding.torus import box_sizes, groups_along, in_order_of_coordinates
+from zerojax.sharding.torus import box_sizes, collective_sizes, groups_along, in_order_of_coordinates
 
 
-def chips(*sizes, slices=1, cores=1):
+def chips(*sizes, slices=1, cores=1, kind="TPU v5 lite"):
     """The chips of some slices, in the order of their coordinates."""
     return [
-        types.SimpleNamespace(platform="tpu", coords=place, core_on_chip=core, slice_index=k, __hash__=None)
+        types.SimpleNamespace(platform="tpu", coords=place, core_on_chip=core, slice_index=k, device_kind=kind)
         for k in range(slices)
         for place in map(tuple, np.argwhere(np.ones(sizes)).tolist())
         for core in range(cores)
     ]
 
 
-def sizes_of(devices, shape=None, dim=0):
-    """`box_sizes` of a mesh of this shape, along one of its dims."""
+def sizes_of(devices, shape=None, dim=0, sizes=box_sizes):
+    """`sizes` of a mesh of this shape, along one of its dims."""
     array = np.empty(len(devices), object)
     array[:] = devices
     array = array.reshape(shape or (len(devices),))
-    return box_sizes(np.moveaxis(array, dim, 0).reshape(array.shape[dim], -1))
+    return sizes(np.moveaxis(array, dim, 0).reshape(array.shape[dim], -1))
 
 
 def test_the_dims_of_a_box_are_found():
@@ -62,6 +63,19 @@ def test_the_last_dim_of_the_mesh_need_not_be_the_last_of_the_chips():
 )
 def test_other_orders_are_no_box(devices):
     assert sizes_of(devices) is None
+
+
+def test_sparse_cores_run_collectives_over_all_dims_at_once():
+    """In any order of the chips of one slice; other chips run over one dim after the other, if they are in order."""
+    of = functools.partial(sizes_of, sizes=collective_sizes)
+    for kind in "TPU v5", "TPU v6 lite":
+        assert of(chips(4, 4, 2, kind=kind)) == of(chips(4, 4, 2, kind=kind)[::-1]) == (32,)
+        assert of(chips(4, 4, 1, kind=kind), (2, 8), dim=1) == (8,)
+        assert of(chips(4, 4, 1, slices=2, kind=kind)) == of(chips(1, 1, 1, kind=kind)) == ()
+        assert of(chips(4, 4, 1, slices=2, kind=kind), (2, 16), dim=1) == (16,)
+    assert of(chips(4, 4, 1)) == (4, 4)
+    assert of(chips(4, 4, 1)[::-1]) == of(chips(4, 1, 1)) == ()
+    assert of([types.SimpleNamespace(platform="gpu", device_kind="H100")] * 4) == ()
 
 
 def test_the_groups_along_the_dims_meet_each_device_once():

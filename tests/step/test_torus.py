@@ -17,13 +17,16 @@ from zerojax.sharding import torus
 FEW = 4  # steps
 
 
-def lay_out(monkeypatch, *sizes):
+def lay_out(monkeypatch, *sizes, sparse_cores=False):
     """Lays the simulated devices out as a torus, in the order of their numbers."""
     place = lambda device: (0, *map(int, np.unravel_index(device.id, sizes)), 0)
     monkeypatch.setattr(torus, "coordinates", place)
+    if sparse_cores:
+        monkeypatch.setattr(torus, "SPARSE_CORES", {jax.devices()[0].device_kind})
 
 
-# (model, sizes of the torus, mesh, stage, precision, microbatches, options of the step)
+# (model, sizes of the torus, mesh, stage, precision, microbatches, options of the step); a single size is that of a
+# torus whose SparseCores run over all dims at once
 CASES = [
     ("gpt_nnx_scan", (2, 4), {}, 3, "fp32", 1, {"bucket_bytes": 2**10}),
     ("gpt_nnx_scan", (2, 2, 2), {}, 3, "bf16", 1, {"remat": "full"}),
@@ -32,15 +35,18 @@ CASES = [
     ("tied", (2, 2, 2), {}, 1, "fp32", 1, {"bucket_bytes": 2**10}),
     ("moe", (2, 2, 2), {"replica": 2}, 3, "fp32", 1, {}),
     ("unused", (4, 2), {}, 3, "fp16", 1, {}),
+    ("gpt_nnx_scan", (8,), {}, 3, "bf16", 1, {"remat": "full"}),
+    ("tied", (8,), {}, 2, "fp32", 2, {"bucket_bytes": 2**10}),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, (case[0], *case[1], *case[3:6]))))
 def test_training_follows_the_plain_step(case, monkeypatch):
     name, sizes, axes, stage, precision, k, options = case
-    lay_out(monkeypatch, *sizes)
+    lay_out(monkeypatch, *sizes, sparse_cores=len(sizes) == 1)
     zero = Zero(zerojax.make_mesh(devices=jax.devices(), **axes), stage, precision)
-    assert math.prod(zero.config.axes.torus) == 8 // axes.get("replica", 1) and len(zero.config.axes.torus) > 1
+    assert math.prod(zero.config.axes.torus) == 8 // axes.get("replica", 1)
+    assert (len(zero.config.axes.torus) == 1) == (len(sizes) == 1)
     model, data = zoo.ZOO[name], batches(zoo.ZOO[name], FEW)
     zero_model = model if precision == "fp32" and k == 1 else with_constant_init(model)
     got, _ = train(zero, zero_model, data, num_microbatches=k, **options)

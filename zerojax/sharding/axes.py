@@ -18,8 +18,8 @@ class Axes(NamedTuple):
     Attributes:
         shard, replica: the names of the axes, outermost first.
         num_shards, num_replicas: the numbers of devices along them.
-        torus: the sizes of the dims of a torus that the devices along the one axis of `shard` form; () if there are
-            several axes, or no torus. See `torus`.
+        torus: on TPUs, the numbers of devices over which collectives along the shard axes run, one after the other:
+            those of the dims of a torus, or all at once. () if nothing is known of the chips. See `torus`.
     """
 
     shard: tuple[str, ...]

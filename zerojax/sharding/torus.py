@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
+SPARSE_CORES = frozenset(["TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"])  # kinds of devices; they run collectives
+
 
 def coordinates(device: Any) -> tuple[int, ...] | None:
     """The place of a device: its slice, the coordinates of its chip, and the core of the chip. None without a torus."""
@@ -50,6 +52,27 @@ def box_sizes(devices: np.ndarray) -> tuple[int, ...] | None:
         return None
     in_order = np.unravel_index(np.arange(len(devices)), sizes) if sizes else ()
     return sizes if all(map(np.array_equal, slowest_first, in_order)) else None
+
+
+def collective_sizes(devices: np.ndarray) -> tuple[int, ...]:
+    """The numbers of chips over which a collective over the rows of `devices` runs, one after the other.
+
+    SparseCores run it over all dims of a torus at once, in any order of the chips. On other TPUs, it runs over one dim
+    of the box of chips after the other.
+
+    Args:
+        devices: as of `box_sizes`.
+
+    Returns:
+        Sizes with the product N; () for one device, and for devices that are not in one slice or are no TPUs.
+    """
+    slices = np.array([(coordinates(device) or (-1,))[0] for device in devices.flat]).reshape(devices.shape)
+    if len(devices) == 1 or (slices < 0).any() or (slices != slices[:1]).any():
+        return ()
+    if all(device.device_kind in SPARSE_CORES for device in devices.flat):
+        return (len(devices),)
+    box = box_sizes(devices) or ()
+    return box if len(box) > 1 else ()
 
 
 def along(mesh: Mesh, names: Sequence[str]) -> np.ndarray:

@@ -17,9 +17,11 @@ from zerojax.sharding.axes import Axes
 from zerojax.sharding.placement import Leaf
 from zerojax.sharding.precision import DTYPE_FIELDS, Precision
 from zerojax.sharding.stages import Stage
+from zerojax.sharding.torus import SPARSE_CORES
 from zerojax.transform.segmented_loss import SMALL_UNIT
 
-_SPARSE_CORES = {"TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"}  # kinds of devices whose SparseCores can communicate
+# The kinds of collectives that SparseCores run, if they can: over one, two or three, or any number of dims of a torus.
+_OFFLOADED = "all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter", "all_reduce"
 
 
 class ZeroConfig(NamedTuple):
@@ -61,7 +63,9 @@ class ZeroConfig(NamedTuple):
 def compiler_options(config: ZeroConfig, leaves: Iterable[Leaf]) -> dict[str, int | bool] | None:
     """The XLA options of a step on several GPUs or TPUs, or None for one device and on CPUs.
 
-    On TPUs with SparseCores, these run the collectives, beside the computation. By default the chip waits for each.
+    On TPUs with SparseCores, these run the collectives, beside the computation and over all dims of the torus at once.
+    By default the chip waits for each, a reduce-scatter over several dims is an all-reduce, and so are gathers over
+    many chips.
 
     On GPUs, the latency-hiding scheduler overlaps collectives with computation. It is off by default before Hopper.
 
@@ -78,9 +82,9 @@ def compiler_options(config: ZeroConfig, leaves: Iterable[Leaf]) -> dict[str, in
     if not isinstance(mesh, Mesh) or mesh.size == 1:
         return None
     device = mesh.devices.flat[0]
-    if device.platform == "tpu" and device.device_kind in _SPARSE_CORES:
-        kinds = "all_gather", "reduce_scatter", "all_reduce"
-        return {f"xla_tpu_enable_sparse_core_collective_offload_{kind}": True for kind in kinds}
+    if device.platform == "tpu" and device.device_kind in SPARSE_CORES:
+        names = [f"xla_tpu_enable_sparse_core_collective_offload_{kind}" for kind in _OFFLOADED]
+        return dict.fromkeys([*names, "xla_tpu_prefer_async_allgather_to_allreduce"], True)
     if device.platform != "gpu":
         return None
     options: dict[str, int | bool] = {"xla_gpu_enable_latency_hiding_scheduler": True}

@@ -1,5 +1,4 @@
-"""Gathers and sums rows, one for each device along the shard axes: over all of them, or over one dim of a torus after
-the other."""
+"""Gathers and sums rows, one for each device along the shard axes. On TPUs, in the forms that their compiler keeps."""
 
 from __future__ import annotations
 
@@ -14,6 +13,7 @@ from zerojax.sharding.torus import groups_along
 from zerojax.typing import Array
 
 _TILE = 8, 128  # elements of a tile of a TPU's memory, in the last two dims
+_LEAST_TILES = 2  # smaller rows of 16-bit elements are all-reduced
 
 
 def row_major(piece: Array) -> Array:
@@ -23,42 +23,47 @@ def row_major(piece: Array) -> Array:
 
 def gather_rows(shard: Array, axes: Axes) -> Array:
     """The shards of all devices, [N, ..]. On a torus, over one dim after the other; see `sum_rows`."""
-    if not axes.torus:
-        return lax.all_gather(shard, axes.shard)
-    (name,) = axes.shard
     rows = shard
-    for dim in reversed(range(len(axes.torus))):
-        rows = lax.all_gather(rows, name, axis_index_groups=groups_along(axes.torus, dim))
+    for names, groups in reversed(_runs(axes)):
+        rows = lax.all_gather(rows, names, axis_index_groups=groups)
     return rows.reshape(axes.num_shards, *shard.shape)
 
 
 def sum_rows(rows: Array, axes: Axes) -> Array:
     """This device's row of [N, ..], summed over the shard axes.
 
-    The TPU compiler makes an all-reduce, which sends twice the bytes, of a reduce-scatter over several dims of a torus,
-    of one whose scattered dim is not the outermost, and of one whose rows are no tiles. Summing over one dim of the
-    torus after the other sends the same bytes as a reduce-scatter over all of them: (a-1)/a of the rows and then
-    (b-1)/b of their a-th part are (ab-1)/ab. SparseCores run such collectives, and not those over several dims.
+    The TPU compiler makes an all-reduce, which sends twice the bytes, of a reduce-scatter whose scattered dim is not
+    the outermost, of one whose rows are no tiles, and, unless SparseCores run it, of one over several dims of a torus.
+    Summing over one dim of the torus after the other sends the same bytes as a reduce-scatter over all of them:
+    (a-1)/a of the rows and then (b-1)/b of their a-th part are (ab-1)/ab.
     """
     if not axes.torus:
         return lax.psum_scatter(rows, axes.shard)
-    (name,), shape = axes.shard, rows.shape[1:]
+    shape = rows.shape[1:]
     tiles = _as_tiles(rows)
     tiles = tiles.reshape(*axes.torus, *tiles.shape[1:])
-    for dim in range(len(axes.torus)):
-        tiles = lax.psum_scatter(row_major(tiles), name, axis_index_groups=groups_along(axes.torus, dim))
+    for names, groups in _runs(axes):
+        tiles = lax.psum_scatter(row_major(tiles), names, axis_index_groups=groups)
     size = math.prod(shape)
     return (tiles if tiles.size == size else tiles.reshape(-1)[:size]).reshape(shape)
+
+
+def _runs(axes: Axes) -> list[tuple[tuple[str, ...] | str, list[list[int]] | None]]:
+    """The names of axes and the groups of positions of the collectives that run one after the other; None is all."""
+    if len(axes.torus) < 2:
+        return [(axes.shard, None)]
+    (name,) = axes.shard
+    return [(name, groups_along(axes.torus, dim)) for dim in range(len(axes.torus))]
 
 
 def _as_tiles(rows: Array) -> Array:
     """[N, ..] as [N, height, width] in whole tiles, with zeros at the end if the elements fill no tiles.
 
-    Rows of less than a tile stay as they are: zeros would send more than an all-reduce does.
+    Small rows stay as they are: zeros would send more than an all-reduce does.
     """
     n, *shape = rows.shape
     size, height = math.prod(shape), math.prod(shape[:-1])
-    if size < math.prod(_TILE):
+    if size < _LEAST_TILES * math.prod(_TILE):
         return rows
     if height >= _TILE[0]:
         return rows.reshape(n, height, shape[-1])
