@@ -14,6 +14,7 @@ are analyzed (zerojax.analysis, zerojax.plan.timeline). Forms:
                 constrained to shards
     replicated  the same with nothing sharded: data parallelism
     single      one device, with the rows of one device
+    flags       for TPUs: `plain` with the compiler options that MaxText sets for its fully sharded models
 
 With `--model`, a model of `models.py` at its real size takes the place of the GPT. `plain` is then what one would write
 for a model that is not edited: the same jit and shardings without a constraint in the layers, and without
@@ -24,7 +25,8 @@ Exposed bytes are those of collectives that overlap with no matrix product. Copi
 least 1/16 of the bytes of a layer's largest leaf; transpositions of that size are listed separately. The formula of the
 bytes sent is that of bf16: 3 Psi (N-1)/N x 2 for the sharded forms, 2 Psi (N-1)/N x 2 for the replicated one. Times are
 predicted with two lanes and compared with the limit max(compute, formula bytes / link), where compute is the smallest
-computing time of all forms; in the JSON, `over_products` has the matrix products at their peak rate instead. The GPU
+computing time of all forms; for TPUs, `torus` is the time with the rates of the chip and of the links along each dim
+of its torus; in the JSON, `over_products` has the matrix products at their peak rate instead. The GPU
 compiler starts an all-gather as late as its model of the links allows, so the time on the slow link is that of a second
 program of each form, compiled with the rate of that link; `slow_untold` is the time of the first program. The bound of
 the peak memory is the sum of these terms, plus 5%:
@@ -47,7 +49,19 @@ import tempfile
 import time
 from pathlib import Path
 
-FORMS = ("ours", "plain", "replicated", "single")
+FORMS = ("ours", "plain", "replicated", "single", "flags")
+
+# The names of MaxText's flags (benchmarks/xla_flags_library.py, 2026-11), for chips with SparseCores and without.
+_OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
+_SPARSE_CORES = [f"{_OFFLOAD}_all_gather", f"{_OFFLOAD}_reduce_scatter", f"{_OFFLOAD}_all_reduce"]
+_FUSION = "xla_tpu_enable_async_collective_fusion"
+_FUSIONS = [_FUSION, f"{_FUSION}_fuse_all_gather", f"{_FUSION}_multiple_steps", "xla_tpu_overlap_compute_collective_tc"]
+_FUSIONS += ["xla_enable_async_all_gather"]
+_LAYOUT = {
+    "xla_tpu_use_minor_sharding_for_major_trivial_input": True,
+    "xla_tpu_relayout_group_size_threshold_for_reduce_scatter": 1,
+    "xla_tpu_assign_all_reduce_scatter_layout": True,
+}
 FLOPS, MEMORY = 700e12, 3e12  # flops and bytes of memory per second of one device
 INPUTS_IN_TRANSIT = 3  # to or from host memory: those of the layer that computes, of the next one, and of the head
 LINKS = {"fast": 360e9, "slow": 50e9}  # bytes per second that one device sends
@@ -58,7 +72,9 @@ def arguments():
     parser.add_argument("--target", default="h100:8", help="a target of zerojax.targets (default %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--dump", type=Path, metavar="DIR", help="write the texts of the compiled programs to DIR")
-    parser.add_argument("--forms", nargs="+", choices=FORMS, help="default: all; with --model, ours and plain")
+    parser.add_argument(
+        "--forms", nargs="+", choices=FORMS, help="default: all but flags; with --model, ours and plain"
+    )
     parser.add_argument("--model", help="a model of models.py, such as qwen3-8b or linen-1b, instead of the GPT")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=4096)
@@ -83,7 +99,7 @@ def arguments():
     )
     parser.add_argument("--unrolled", action="store_true", help="a list of layers instead of a scanned stack")
     args = parser.parse_args()
-    args.forms = args.forms or (["ours", "plain"] if args.model else list(FORMS))
+    args.forms = args.forms or (["ours", "plain"] if args.model else list(FORMS[:-1]))
     if args.model and not set(args.forms) <= {"ours", "plain"}:
         parser.error("--model has the forms ours and plain")
     return args
@@ -119,7 +135,8 @@ def main():
             start, processor = time.perf_counter(), time.process_time()
             traced = subject.trace(form)
             trace_s, trace_processor_s = time.perf_counter() - start, time.process_time() - processor
-            forms[form] = report(traced, form, platform, args.dump, copy_bytes=2 * subject.leaf // 16)
+            options = maxtext_options(devices[0]) if form == "flags" else {}
+            forms[form] = report(traced, form, args, options, copy_bytes=2 * subject.leaf // 16)
             forms[form] |= {
                 "trace_s": trace_s,
                 "compile_s": time.perf_counter() - start,
@@ -161,6 +178,7 @@ class GPT:
 
     def trace(self, form):
         used = self.used(form)
+        form = "plain" if form == "flags" else form
         return ours(self.config, self.args, used) if form == "ours" else trace_plain(form, self.config, self.args, used)
 
     def memory(self, form, platform):
@@ -309,18 +327,18 @@ def activation_bytes(config, args, devices, platform):
     return max(compiled(unit, platform)[1] for unit in units)
 
 
-def compiled(traced, platform):
+def compiled(traced, platform, options=None):
     """Returns the compiled program and the bytes of its temporaries."""
     from zerojax.plan.program import compile_with_dump, temporaries_bytes
 
     with tempfile.TemporaryDirectory() as folder:
-        program = compile_with_dump(traced, platform, Path(folder))
+        program = compile_with_dump(traced, platform, Path(folder), options or {})
         return program, temporaries_bytes(program.memory_analysis(), Path(folder))
 
 
 def memory_terms(form, config, args, num_devices, psi, unit, activations):
     """Returns the terms of the bound in bytes. The formulas assume that only the inputs of layers are saved."""
-    sharded = form in ("ours", "plain")
+    sharded = form in ("ours", "plain", "flags")
     num_shards = num_devices if sharded else 1
     ahead = args.prefetch if form == "ours" else 0
     offloaded = form == "ours" and args.remat == "offload"
@@ -335,14 +353,22 @@ def memory_terms(form, config, args, num_devices, psi, unit, activations):
     }
 
 
-def report(traced, form, platform, dump, copy_bytes):
+def maxtext_options(device):
+    from zerojax.sharding.torus import SPARSE_CORES
+
+    return dict.fromkeys(_SPARSE_CORES if device.device_kind in SPARSE_CORES else _FUSIONS, True) | _LAYOUT
+
+
+def report(traced, form, args, options, copy_bytes):
     """Compiles a form and returns its communication, copies, memory and times, or the error of the compiler."""
     import jax
 
+    from zerojax import targets
     from zerojax.analysis import hlo, hlo_collectives
 
+    platform, dump = targets.platform(args.target), args.dump
     try:
-        program, temporaries = compiled(traced, platform)
+        program, temporaries = compiled(traced, platform, options)
     except jax.errors.JaxRuntimeError as error:
         return {"error": str(error).splitlines()[0]}
     text = program.as_text()
@@ -378,6 +404,7 @@ def report(traced, form, platform, dump, copy_bytes):
         "temporaries_bytes": temporaries,
         "host_temporaries_bytes": memory.host_temp_size_in_bytes,
         **times(parsed),
+        **(times_on_torus(parsed, args.target) if platform == "tpu" else {}),
     }
 
 
@@ -399,6 +426,15 @@ def times(program):
         }
         for link, time in found.items()
     }
+
+
+def times_on_torus(program, target):
+    """Returns the predicted seconds with the rates of the chip and of the links along each dim of the torus."""
+    from zerojax.analysis.hardware import cluster
+    from zerojax.plan import timeline
+
+    predicted = timeline.predict(program, cluster(target))
+    return {"torus_s": {"step": predicted.step_s, "compute": predicted.computing_s, **predicted.busy_s}}
 
 
 def two_lanes(num_devices, link):
@@ -488,6 +524,9 @@ def tables(result):
         columns[f"time / limit\n{link}"] = over(link)
     if any(form.get("slow_untold_s") for form in forms.values()):
         columns["time / limit\nslow, no flag"] = over("slow_untold")
+    if any("torus_s" in form for form in forms.values()):
+        columns["torus"] = ms("torus", "step")
+        columns["computing\n(torus)"] = ms("torus", "compute")
     columns |= {"trace and\ncompile, s": lambda form: f"{form['compile_s']:.0f}"}
     columns |= {"GiB copied\nin loops": size("copies_in_loops"), "transposed": size("transpositions_in_loops")}
     table("Predicted ms per step with two lanes, and copies in loops", columns)

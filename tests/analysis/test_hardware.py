@@ -73,6 +73,7 @@ def test_a_ring_in_a_torus_uses_all_links_of_the_dims_that_it_spans():
     pod, part = cluster("v5e:16x16"), cluster("v5e:4x8")
     both = torus_links(0), torus_links(1)
     assert pod.route(range(256)) == (both, 4 * link, pytest.approx(17e-6))  # wraps around: both directions; 8 + 8 steps
+    assert pod.route([15, 0], one_way=True).rate == link  # a permutation sends in one direction
     assert part.route(range(32)) == (both, 2 * link, pytest.approx(11e-6))  # a line in each dim; 3 + 7 steps
     row = [device for device in range(32) if part.coordinates(device)[0] == 0]
     assert len(row) == 8

@@ -83,16 +83,22 @@ def test_a_step_on_a_torus_sends_the_bytes_of_the_formula(target, stage, options
     assert audit["wire bytes"].numbers["found_bytes"] > 0.9 * audit["wire bytes"].numbers["expected_bytes"]
 
 
-@pytest.mark.parametrize(("stage", "rewritten"), [(1, 2), (3, 1)])
-def test_the_rewrite_over_several_dimensions_of_a_torus_is_named_and_costed(stage, rewritten):
-    """On a ring through a slice, each reduce-scatter becomes an all-reduce; below stage 3 the gather of updates too."""
-    audit = audited("v5e:4x4", stage, ring=True)
+def test_gradients_are_summed_around_a_ring_through_a_slice():
+    """`jax.make_mesh` puts the chips of a small slice in the order of a ring, which is no box."""
+    audit = audited("v5e:4x4", 3, ring=True)
+    assert audit["wire bytes"].verdict is Verdict.OK and audit["reductions"].verdict is Verdict.OK
+    assert audit["reductions"].numbers["reduce_scattered"] > 2**20
+
+
+def test_the_rewrite_over_several_dimensions_of_a_torus_is_named_and_costed():
+    """Below stage 3, the gather of updates over a ring through a slice becomes an all-reduce."""
+    audit = audited("v5e:4x4", 1, ring=True)
     assert audit.ok
     finding = audit["reductions"]
     assert finding.verdict is Verdict.KNOWN and "over 2 of the torus's dimensions" in finding.found
     assert audit["wire bytes"].verdict is Verdict.KNOWN
-    scattered = audited("h100:8", stage)["reductions"].numbers["reduce_scattered"] * (15 / 16) / (7 / 8)
-    assert finding.numbers["extra_bytes"] == pytest.approx(rewritten * scattered, rel=0.02)
+    scattered = audited("h100:8", 1)["reductions"].numbers["reduce_scattered"] * (15 / 16) / (7 / 8)
+    assert finding.numbers["extra_bytes"] == pytest.approx(scattered, rel=0.05)
 
 
 def test_an_all_reduce_in_the_step_itself_is_not_a_rewrite():

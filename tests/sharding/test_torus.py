@@ -9,7 +9,13 @@ import pytest
 
 import zerojax
 from zerojax.sharding import torus
-from zerojax.sharding.torus import box_sizes, collective_sizes, groups_along, in_order_of_coordinates
+from zerojax.sharding.torus import (
+    box_sizes,
+    groups_along,
+    have_sparse_cores,
+    in_order_of_coordinates,
+    ring_lengths,
+)
 
 
 def chips(*sizes, slices=1, cores=1, kind="TPU v5 lite"):
@@ -66,15 +72,23 @@ def test_other_orders_are_no_box(devices):
 
 
 def test_sparse_cores_run_collectives_over_all_dims_at_once():
-    """In any order of the chips of one slice; other chips run over one dim after the other, if they are in order."""
-    of = functools.partial(sizes_of, sizes=collective_sizes)
+    """In any order of the chips of one slice."""
+    of = functools.partial(sizes_of, sizes=have_sparse_cores)
     for kind in "TPU v5", "TPU v6 lite":
-        assert of(chips(4, 4, 2, kind=kind)) == of(chips(4, 4, 2, kind=kind)[::-1]) == (32,)
-        assert of(chips(4, 4, 1, kind=kind), (2, 8), dim=1) == (8,)
-        assert of(chips(4, 4, 1, slices=2, kind=kind)) == of(chips(1, 1, 1, kind=kind)) == ()
-        assert of(chips(4, 4, 1, slices=2, kind=kind), (2, 16), dim=1) == (16,)
-    assert of(chips(4, 4, 1)) == (4, 4)
-    assert of(chips(4, 4, 1)[::-1]) == of(chips(4, 1, 1)) == ()
+        assert of(chips(4, 4, 2, kind=kind)) and of(chips(4, 4, 2, kind=kind)[::-1])
+        assert of(chips(4, 4, 1, kind=kind), (2, 8), dim=1)
+        assert not of(chips(4, 4, 1, slices=2, kind=kind)) and not of(chips(1, 1, 1, kind=kind))
+        assert of(chips(4, 4, 1, slices=2, kind=kind), (2, 16), dim=1)
+        assert sizes_of(chips(4, 4, 2, kind=kind), sizes=ring_lengths) == ()
+    assert not of(chips(4, 4, 1)) and not of([types.SimpleNamespace(platform="gpu", device_kind="H100")] * 4)
+
+
+def test_other_chips_reduce_around_rings():
+    """Along the dims of a box, or around one ring if there are few in another order."""
+    of = functools.partial(sizes_of, sizes=ring_lengths)
+    assert of(chips(4, 4, 1)) == of(chips(4, 4, 1, slices=2), (2, 16), dim=1) == (4, 4)
+    assert of(chips(4, 1, 1)) == (4,) and of(chips(4, 4, 1)[::-1]) == (16,)
+    assert of(chips(8, 8, 1)[::-1]) == of(chips(1, 1, 1)) == of(chips(4, 4, 1, slices=2)) == ()
     assert of([types.SimpleNamespace(platform="gpu", device_kind="H100")] * 4) == ()
 
 

@@ -15,8 +15,9 @@ SHAPES = [(3, 5), (16, 128), (2, 1024), (2100,), (3, 700), (2, 8, 144)]
 
 
 def on_devices(fn, value, torus):
-    """`fn` of each device's part of dim 0, concatenated."""
-    axes = Axes(("data",), (), N, 1, torus)
+    """`fn` of each device's part of dim 0, concatenated. `torus` has the lengths of rings, or is 'SparseCores'."""
+    sparse_cores = torus == "SparseCores"
+    axes = Axes(("data",), (), N, 1, () if sparse_cores else torus, sparse_cores)
     mapped = jax.shard_map(
         lambda part: fn(part[0], axes)[None], mesh=zerojax.make_mesh(), in_specs=P("data"), out_specs=P("data"),
         check_vma=False,
@@ -24,7 +25,7 @@ def on_devices(fn, value, torus):
     return np.asarray(jax.jit(mapped)(value))
 
 
-@pytest.mark.parametrize("torus", [(), (8,), (2, 4), (4, 2), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("torus", [(), "SparseCores", (8,), (2, 4), (4, 2), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rows_are_summed_and_gathered(shape, torus):
     rows = np.random.default_rng(0).integers(-9, 9, (N, N, *shape)).astype(np.float32)  # sums are exact

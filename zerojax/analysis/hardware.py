@@ -249,7 +249,7 @@ class Cluster:
     devices_per_host: int
     torus: tuple[int, ...] | None = None
 
-    def route(self, group: Sequence[int]) -> Route:
+    def route(self, group: Sequence[int], one_way: bool = False) -> Route:
         """Returns how a ring of devices communicates: within a host or slice, or between several.
 
         All links of a ring carry the same bytes. If a host has m devices in the ring, only one of them sends to the
@@ -258,6 +258,7 @@ class Cluster:
 
         Args:
             group: the indices of the devices.
+            one_way: whether they send in one direction around a torus only, as in a permutation.
 
         Raises:
             ValueError: if the group is empty or has an index that is not in the cluster.
@@ -268,7 +269,8 @@ class Cluster:
         members: dict[int, list[int]] = {}
         for device in group:
             members.setdefault(device // island, []).append(device % island)
-        inside = max((self._inside(devices) for devices in members.values()), key=lambda route: route.latency_s)
+        routes = [self._inside(devices, one_way) for devices in members.values()]
+        inside = max(routes, key=lambda route: route.latency_s)
         if len(members) == 1:
             return inside
         num_nics = min(map(len, members.values()))
@@ -281,21 +283,21 @@ class Cluster:
             chip.collective_s + steps,
         )
 
-    def _inside(self, group: Sequence[int]) -> Route:
+    def _inside(self, group: Sequence[int], one_way: bool) -> Route:
         chip = self.chip
         if self.torus is None:
             latency = chip.collective_s + (len(group) - 1) * chip.hop_s
             return Route((INSIDE_HOST,), chip.link_rate.effective, latency)
-        return self._inside_torus([self.coordinates(device) for device in group], self.torus)
+        return self._inside_torus([self.coordinates(device) for device in group], self.torus, one_way)
 
-    def _inside_torus(self, places: Sequence[tuple[int, ...]], torus: tuple[int, ...]) -> Route:
+    def _inside_torus(self, places: Sequence[tuple[int, ...]], torus: tuple[int, ...], one_way: bool) -> Route:
         """The route within a slice: a share of the bytes goes along each dim that the group spans, in both directions.
 
         In a dim that does not wrap around, the link at the end carries everything that the other chips send, in one
         direction.
         """
         spanned = [d for d in range(len(torus)) if len({place[d] for place in places}) > 1]
-        ways = sum(2 if self._wraps(d) else 1 for d in spanned)
+        ways = sum(2 if self._wraps(d) and not one_way else 1 for d in spanned)
         hops = sum(torus[d] // 2 if self._wraps(d) else torus[d] - 1 for d in spanned)
         chip = self.chip
         lanes = tuple(map(torus_links, spanned or [0]))

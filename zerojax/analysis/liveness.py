@@ -147,7 +147,7 @@ class Lifetimes:
                         self._mark(kind, [result])
         for operation in reversed(self.flat.operations):
             name, _, reads, results = operation
-            if name in ("reduce_scatter", "psum"):
+            if name in ("reduce_scatter", "psum", "ppermute"):
                 self._mark(GRADIENTS, [*reads, *results])
             elif name == "scan":
                 self._mark_sources(results, reads[_carry(operation)])
@@ -255,7 +255,7 @@ def _scratch_bytes(operation: Operation) -> int:
 
 def _reused_memory(operation: Operation, born: list[Value], dying: list[Value]) -> list[Value]:
     """Returns the results that overwrite an operand of the same size that is not read again."""
-    if operation.name in (jaxprs.PRODUCTS | _LOOPS | {"all_gather", "reduce_scatter"}):
+    if operation.name in (jaxprs.PRODUCTS | _LOOPS | {"all_gather", "ppermute", "reduce_scatter"}):
         return []
     free = Counter(v.num_bytes for v in dying)
     taken = []

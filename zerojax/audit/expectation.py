@@ -29,7 +29,10 @@ SCALARS_BYTES = 256
 
 
 class SentBytes(NamedTuple):
-    """Bytes that one device sends over the data axes in a step, by kind of collective."""
+    """Bytes that one device sends over the data axes in a step, by kind of collective.
+
+    Permutations count as reduce-scatters: they sum rows around a ring of chips.
+    """
 
     gathered: float = 0
     reduce_scattered: float = 0
@@ -48,11 +51,12 @@ class SentBytes(NamedTuple):
     @classmethod
     def of(cls, found: Iterable[Collective]) -> SentBytes:
         """The bytes that some collectives send."""
-        kinds = ("all-gather", "reduce-scatter", "all-reduce")
+        fields = {"all-gather": "gathered", "all-reduce": "all_reduced"}
+        fields |= dict.fromkeys(["reduce-scatter", "collective-permute"], "reduce_scattered")
         sent: dict[str, float] = collections.defaultdict(float)
         for each in found:
-            sent[each.kind if each.kind in kinds else "other"] += each.sent_bytes
-        return cls(*(sent[kind] for kind in (*kinds, "other")))
+            sent[fields.get(each.kind, "other")] += each.sent_bytes
+        return cls(**sent)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -137,9 +137,9 @@ def compile_step(
     )
 
 
-def compile_with_dump(traced: Any, platform: str, folder: Path) -> Any:
-    """Compiles a traced function, and lets the compiler write its buffer assignment to a folder."""
-    options = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+def compile_with_dump(traced: Any, platform: str, folder: Path, options: Mapping[str, Any] | None = None) -> Any:
+    """Compiles a traced function with options, and lets the compiler write its buffer assignment to a folder."""
+    options = {**(options or {}), "xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
     return traced.lower(lowering_platforms=(platform,)).compile(compiler_options=options)
 
 

@@ -193,7 +193,8 @@ class _Simulator:
         num_devices = self.cluster.num_devices
         sent = sum(part.sent_bytes for part in split_by_dtype(core, num_devices))
         rounds = 2 if core.op.startswith("all-reduce") else 1
-        routes = [self.cluster.route(group) for group in groups(core, num_devices)]
+        permutes = core.op.startswith("collective-permute")
+        routes = [self.cluster.route(group, one_way=permutes) for group in groups(core, num_devices)]
         seconds, lanes = max((rounds * route.latency_s + sent / route.rate, route.lanes) for route in routes)
         return lanes, seconds if sent else 0.0
 

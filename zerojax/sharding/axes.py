@@ -18,8 +18,9 @@ class Axes(NamedTuple):
     Attributes:
         shard, replica: the names of the axes, outermost first.
         num_shards, num_replicas: the numbers of devices along them.
-        torus: on TPUs, the numbers of devices over which collectives along the shard axes run, one after the other:
-            those of the dims of a torus, or all at once. () if nothing is known of the chips. See `torus`.
+        torus: on TPUs without SparseCores, the lengths of the rings of devices, along one dim of their torus after the
+            other, around which rows are summed; () if there are none. See `torus`.
+        sparse_cores: whether SparseCores run collectives over the shard axes.
     """
 
     shard: tuple[str, ...]
@@ -27,6 +28,7 @@ class Axes(NamedTuple):
     num_shards: int
     num_replicas: int
     torus: tuple[int, ...] = ()
+    sparse_cores: bool = False
 
     @property
     def data(self) -> tuple[str, ...]:
@@ -37,6 +39,11 @@ class Axes(NamedTuple):
     def num_devices(self) -> int:
         """The number of devices that process different data."""
         return self.num_shards * self.num_replicas
+
+    @property
+    def prefer_rows(self) -> bool:
+        """Whether collectives move rows, [N, shard], whichever dim of a leaf is sharded."""
+        return bool(self.torus) or self.sparse_cores
 
     def size(self, names: tuple[str, ...]) -> int:
         """The number of devices along the shard axes, the replica axes or both."""

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from zerojax.sharding.axes import Axes
-from zerojax.sharding.torus import along, collective_sizes, coordinates, in_order_of_coordinates
+from zerojax.sharding.torus import along, coordinates, have_sparse_cores, in_order_of_coordinates, ring_lengths
 
 
 def make_mesh(
@@ -90,9 +90,11 @@ def data_axes(mesh: Mesh | AbstractMesh, shard: Sequence[str], replica: Sequence
             f"  fix:      name at least one shard axis, and each axis once"
         )
     size = lambda names: int(np.prod([mesh.shape[name] for name in names], dtype=int))
-    sizes = collective_sizes(along(mesh, shard)) if isinstance(mesh, Mesh) else ()
-    torus = sizes if len(shard) == 1 or len(sizes) == 1 else ()  # groups of positions need a single axis
-    return Axes(tuple(shard), tuple(replica), size(shard), size(replica), torus)
+    if not isinstance(mesh, Mesh):
+        return Axes(tuple(shard), tuple(replica), size(shard), size(replica))
+    devices = along(mesh, shard)
+    rings = ring_lengths(devices) if len(shard) == 1 else ()  # permutations need a single axis
+    return Axes(tuple(shard), tuple(replica), size(shard), size(replica), rings, have_sparse_cores(devices))
 
 
 def check_enclosing_mesh(mesh: Mesh | AbstractMesh) -> None:

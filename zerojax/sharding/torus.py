@@ -11,6 +11,8 @@ from jax.sharding import Mesh
 
 SPARSE_CORES = frozenset(["TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"])  # kinds of devices; they run collectives
 
+_LONGEST_RING = 16  # of chips in any order; the compiler compiles one permutation less
+
 
 def coordinates(device: Any) -> tuple[int, ...] | None:
     """The place of a device: its slice, the coordinates of its chip, and the core of the chip. None without a torus."""
@@ -54,25 +56,30 @@ def box_sizes(devices: np.ndarray) -> tuple[int, ...] | None:
     return sizes if all(map(np.array_equal, slowest_first, in_order)) else None
 
 
-def collective_sizes(devices: np.ndarray) -> tuple[int, ...]:
-    """The numbers of chips over which a collective over the rows of `devices` runs, one after the other.
+def in_one_slice(devices: np.ndarray) -> bool:
+    """Whether all rows of `devices`, shape (N, groups), are chips of the same slice in each group."""
+    slices = np.array([(coordinates(device) or (-1,))[0] for device in devices.flat]).reshape(devices.shape)
+    return bool((slices >= 0).all() and (slices == slices[:1]).all())
 
-    SparseCores run it over all dims of a torus at once, in any order of the chips. On other TPUs, it runs over one dim
-    of the box of chips after the other.
+
+def have_sparse_cores(devices: np.ndarray) -> bool:
+    """Whether SparseCores run collectives over the rows of `devices`, over all dims of the torus at once."""
+    return len(devices) > 1 and in_one_slice(devices) and {d.device_kind for d in devices.flat} <= SPARSE_CORES
+
+
+def ring_lengths(devices: np.ndarray) -> tuple[int, ...]:
+    """The lengths of the rings of chips around which the rows of `devices` are summed, one after the other.
 
     Args:
-        devices: as of `box_sizes`.
+        devices: shape (N, groups), as of `box_sizes`.
 
     Returns:
-        Sizes with the product N; () for one device, and for devices that are not in one slice or are no TPUs.
+        The sizes of a box of chips, or (N,) if a few chips of a slice are in another order, such as that of the ring
+        which `jax.make_mesh` lays through small slices. () if there is no ring, or if SparseCores reduce.
     """
-    slices = np.array([(coordinates(device) or (-1,))[0] for device in devices.flat]).reshape(devices.shape)
-    if len(devices) == 1 or (slices < 0).any() or (slices != slices[:1]).any():
+    if len(devices) == 1 or not in_one_slice(devices) or have_sparse_cores(devices):
         return ()
-    if all(device.device_kind in SPARSE_CORES for device in devices.flat):
-        return (len(devices),)
-    box = box_sizes(devices) or ()
-    return box if len(box) > 1 else ()
+    return box_sizes(devices) or ((len(devices),) if len(devices) <= _LONGEST_RING else ())
 
 
 def along(mesh: Mesh, names: Sequence[str]) -> np.ndarray:

@@ -63,9 +63,9 @@ class ZeroConfig(NamedTuple):
 def compiler_options(config: ZeroConfig, leaves: Iterable[Leaf]) -> dict[str, int | bool] | None:
     """The XLA options of a step on several GPUs or TPUs, or None for one device and on CPUs.
 
-    On TPUs with SparseCores, these run the collectives, beside the computation and over all dims of the torus at once.
-    By default the chip waits for each, a reduce-scatter over several dims is an all-reduce, and so are gathers over
-    many chips.
+    On TPUs, gathers stay gathers: by default, small ones over many chips are all-reduces. SparseCores, where there are
+    any, run the collectives beside the computation and over all dims of the torus at once. By default the chip waits
+    for each, and a reduce-scatter over several dims is an all-reduce.
 
     On GPUs, the latency-hiding scheduler overlaps collectives with computation. It is off by default before Hopper.
 
@@ -82,9 +82,10 @@ def compiler_options(config: ZeroConfig, leaves: Iterable[Leaf]) -> dict[str, in
     if not isinstance(mesh, Mesh) or mesh.size == 1:
         return None
     device = mesh.devices.flat[0]
-    if device.platform == "tpu" and device.device_kind in SPARSE_CORES:
+    if device.platform == "tpu":
         names = [f"xla_tpu_enable_sparse_core_collective_offload_{kind}" for kind in _OFFLOADED]
-        return dict.fromkeys([*names, "xla_tpu_prefer_async_allgather_to_allreduce"], True)
+        offload = names if device.device_kind in SPARSE_CORES else []
+        return dict.fromkeys(["xla_tpu_prefer_async_allgather_to_allreduce", *offload], True)
     if device.platform != "gpu":
         return None
     options: dict[str, int | bool] = {"xla_gpu_enable_latency_hiding_scheduler": True}

@@ -197,7 +197,7 @@ def all_gather(shards: Sequence[Array], dims: Sequence[Dims], axes: Axes, turns:
 def _gather_leaf(shard: Array, dim: int, axes: Axes, turns: Turns, rows: bool) -> Array:
     n, shape = axes.num_shards, shard.shape
     pieces = Pieces.of(shape, n * shard.dtype.itemsize, turns.options.bucket_bytes, dim)
-    if pieces.piece == shape and (rows or axes.torus):
+    if pieces.piece == shape and (rows or axes.prefer_rows):
         return _from_rows(turns.done(gather_rows(turns.ready(shard), axes)), shape, dim)
     if pieces.piece == shape:
         return turns.done(lax.all_gather(turns.ready(shard), axes.shard, axis=dim, tiled=True))
@@ -264,9 +264,9 @@ def _psum_scatter(value: Array, dim: int, axes: Axes, group: int) -> Array:
     dim alone. The dim is moved to a place that is the same for all reductions of a group. This moves nothing in memory,
     since the compiler lays out the operand with this dim in front, wherever it stands.
 
-    On a torus of TPUs, no reductions are combined; see `sum_rows`.
+    The compiler for TPUs combines no reductions; see `sum_rows`.
     """
-    if axes.torus:
+    if axes.prefer_rows:
         return sum_rows(_to_rows(value, axes.num_shards, dim), axes)
     padded = lax.expand_dims(value, range(value.ndim, group + 1))
     moved = lax.psum_scatter(jnp.moveaxis(padded, dim, group), axes.shard, scatter_dimension=group, tiled=True)

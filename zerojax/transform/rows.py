@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
@@ -13,7 +14,7 @@ from zerojax.sharding.torus import groups_along
 from zerojax.typing import Array
 
 _TILE = 8, 128  # elements of a tile of a TPU's memory, in the last two dims
-_LEAST_TILES = 2  # smaller rows of 16-bit elements are all-reduced
+_LEAST_TILES = 2  # of a row; smaller ones of 16-bit elements are all-reduced
 
 
 def row_major(piece: Array) -> Array:
@@ -22,38 +23,64 @@ def row_major(piece: Array) -> Array:
 
 
 def gather_rows(shard: Array, axes: Axes) -> Array:
-    """The shards of all devices, [N, ..]. On a torus, over one dim after the other; see `sum_rows`."""
-    rows = shard
-    for names, groups in reversed(_runs(axes)):
-        rows = lax.all_gather(rows, names, axis_index_groups=groups)
+    """The shards of all devices, [N, ..].
+
+    On a torus of three dims, over one dim after the other: the TPU compiler makes an all-reduce of a gather over three.
+    """
+    if len(axes.torus) < 3:
+        return lax.all_gather(shard, axes.shard)
+    (name,), rows = axes.shard, shard
+    for dim in reversed(range(len(axes.torus))):
+        rows = lax.all_gather(rows, name, axis_index_groups=groups_along(axes.torus, dim))
     return rows.reshape(axes.num_shards, *shard.shape)
 
 
 def sum_rows(rows: Array, axes: Axes) -> Array:
     """This device's row of [N, ..], summed over the shard axes.
 
-    The TPU compiler makes an all-reduce, which sends twice the bytes, of a reduce-scatter whose scattered dim is not
-    the outermost, of one whose rows are no tiles, and, unless SparseCores run it, of one over several dims of a torus.
-    Summing over one dim of the torus after the other sends the same bytes as a reduce-scatter over all of them:
-    (a-1)/a of the rows and then (b-1)/b of their a-th part are (ab-1)/ab.
+    The TPU compiler makes an all-reduce, which sends twice the bytes, of a reduce-scatter over several dims of a torus,
+    unless SparseCores run it, and the chip waits for it. Rows are therefore summed around a ring of chips, along one
+    dim after the other, which sends the same bytes as a reduce-scatter over all of them: (a-1)/a of the rows and then
+    (b-1)/b of their a-th part are (ab-1)/ab.
+
+    SparseCores run a reduce-scatter if the scattered dim is the outermost, also in memory, and rows are whole tiles.
     """
+    if axes.sparse_cores:
+        shape = rows.shape[1:]
+        row = lax.psum_scatter(row_major(_as_tiles(rows)), axes.shard)
+        return row.reshape(-1)[: math.prod(shape)].reshape(shape)
     if not axes.torus:
         return lax.psum_scatter(rows, axes.shard)
-    shape = rows.shape[1:]
-    tiles = _as_tiles(rows)
-    tiles = tiles.reshape(*axes.torus, *tiles.shape[1:])
-    for names, groups in _runs(axes):
-        tiles = lax.psum_scatter(row_major(tiles), names, axis_index_groups=groups)
-    size = math.prod(shape)
-    return (tiles if tiles.size == size else tiles.reshape(-1)[:size]).reshape(shape)
-
-
-def _runs(axes: Axes) -> list[tuple[tuple[str, ...] | str, list[list[int]] | None]]:
-    """The names of axes and the groups of positions of the collectives that run one after the other; None is all."""
-    if len(axes.torus) < 2:
-        return [(axes.shard, None)]
     (name,) = axes.shard
-    return [(name, groups_along(axes.torus, dim)) for dim in range(len(axes.torus))]
+    rows = rows.reshape(*axes.torus, *rows.shape[1:])
+    for dim in range(len(axes.torus)):
+        rows = _sum_around_rings(rows, name, groups_along(axes.torus, dim))
+    return rows
+
+
+def _sum_around_rings(rows: Array, name: str, rings: list[list[int]]) -> Array:
+    """This device's row of [n, ..], summed over the n devices of its ring. The TPU compiler runs the n-1 permutations
+    beside the computation.
+
+    Device i starts with its part of row i-1, and passes on what it receives, plus its own part of that row. After n-1
+    turns, row i has been around the ring and arrives at device i.
+
+    Args:
+        rows: this device's part of each row.
+        name: the axis of the mesh.
+        rings: the positions along the axis of the devices of each ring, in order.
+    """
+    n = len(rings[0])
+    places = np.zeros(sum(map(len, rings)), np.int32)
+    for ring in rings:
+        places[ring] = range(n)
+    place = jnp.asarray(places)[lax.axis_index(name)]
+    own = lambda turn: lax.dynamic_index_in_dim(rows, (place - 1 - turn) % n, keepdims=False)
+    next_in_ring = [(ring[k], ring[(k + 1) % n]) for ring in rings for k in range(n)]
+    total = own(0)
+    for turn in range(1, n):
+        total = lax.ppermute(total, name, next_in_ring) + own(turn)
+    return total
 
 
 def _as_tiles(rows: Array) -> Array:
