@@ -434,7 +434,7 @@ def times_on_torus(program, target):
     from zerojax.plan import timeline
 
     predicted = timeline.predict(program, cluster(target))
-    return {"torus_s": {"step": predicted.step_s, "compute": predicted.computing_s, **predicted.busy_s}}
+    return {"torus_s": {"step": predicted.step_s, "computing": predicted.computing_s, "busy": dict(predicted.busy_s)}}
 
 
 def two_lanes(num_devices, link):
@@ -526,7 +526,7 @@ def tables(result):
         columns["time / limit\nslow, no flag"] = over("slow_untold")
     if any("torus_s" in form for form in forms.values()):
         columns["torus"] = ms("torus", "step")
-        columns["computing\n(torus)"] = ms("torus", "compute")
+        columns["computing\n(torus)"] = ms("torus", "computing")
     columns |= {"trace and\ncompile, s": lambda form: f"{form['compile_s']:.0f}"}
     columns |= {"GiB copied\nin loops": size("copies_in_loops"), "transposed": size("transpositions_in_loops")}
     table("Predicted ms per step with two lanes, and copies in loops", columns)

@@ -14,6 +14,7 @@ from zerojax.sharding.torus import groups_along
 from zerojax.typing import Array
 
 _TILE = 8, 128  # elements of a tile of a TPU's memory, in the last two dims
+_LONGEST_RING = 16  # in longer ones, many more permutations follow each other than there are products to hide them
 _LEAST_TILES = 2  # of a row; smaller ones of 16-bit elements are all-reduced
 
 
@@ -39,48 +40,60 @@ def sum_rows(rows: Array, axes: Axes) -> Array:
     """This device's row of [N, ..], summed over the shard axes.
 
     The TPU compiler makes an all-reduce, which sends twice the bytes, of a reduce-scatter over several dims of a torus,
-    unless SparseCores run it, and the chip waits for it. Rows are therefore summed around a ring of chips, along one
-    dim after the other, which sends the same bytes as a reduce-scatter over all of them: (a-1)/a of the rows and then
-    (b-1)/b of their a-th part are (ab-1)/ab.
+    unless SparseCores run it. Other rows are therefore summed over one dim after the other, which sends the same bytes
+    as a reduce-scatter over all of them: (a-1)/a of the rows and then (b-1)/b of their a-th part are (ab-1)/ab. The
+    chip waits for a reduce-scatter over one dim, so short ones are permutations around a ring of chips.
 
-    SparseCores run a reduce-scatter if the scattered dim is the outermost, also in memory, and rows are whole tiles.
+    A reduce-scatter remains one if the scattered dim is the outermost, also in memory, and rows are whole tiles.
     """
-    if axes.sparse_cores:
-        shape = rows.shape[1:]
-        row = lax.psum_scatter(row_major(_as_tiles(rows)), axes.shard)
-        return row.reshape(-1)[: math.prod(shape)].reshape(shape)
-    if not axes.torus:
+    if not axes.prefer_rows:
         return lax.psum_scatter(rows, axes.shard)
-    (name,) = axes.shard
-    rows = rows.reshape(*axes.torus, *rows.shape[1:])
-    for dim in range(len(axes.torus)):
-        rows = _sum_around_rings(rows, name, groups_along(axes.torus, dim))
-    return rows
+    shape, tiles = rows.shape[1:], _as_tiles(rows)
+    if axes.sparse_cores:
+        tiles = lax.psum_scatter(row_major(tiles), axes.shard)
+    else:
+        (name,) = axes.shard
+        tiles = tiles.reshape(*axes.torus, *tiles.shape[1:])
+        for dim, size in enumerate(axes.torus):
+            lines = groups_along(axes.torus, dim)
+            if size <= _LONGEST_RING or len(axes.torus) == 1:
+                tiles = _sum_around_rings(tiles, name, lines)
+            else:
+                tiles = lax.psum_scatter(row_major(tiles), name, axis_index_groups=lines)
+    return tiles.reshape(-1)[: math.prod(shape)].reshape(shape)
 
 
-def _sum_around_rings(rows: Array, name: str, rings: list[list[int]]) -> Array:
-    """This device's row of [n, ..], summed over the n devices of its ring. The TPU compiler runs the n-1 permutations
+def _sum_around_rings(rows: Array, name: str, lines: list[list[int]]) -> Array:
+    """This device's row of [n, ..], summed over the n devices of its line. The TPU compiler runs the n-1 permutations
     beside the computation.
 
-    Device i starts with its part of row i-1, and passes on what it receives, plus its own part of that row. After n-1
-    turns, row i has been around the ring and arrives at device i.
+    A device starts with its part of the row of the device before it in the ring, and passes on what it receives, plus
+    its own part of that row. After n-1 turns, each row has been around the ring and arrives at its device.
 
     Args:
         rows: this device's part of each row.
         name: the axis of the mesh.
-        rings: the positions along the axis of the devices of each ring, in order.
+        lines: the positions along the axis of the devices of each line, in order.
     """
-    n = len(rings[0])
-    places = np.zeros(sum(map(len, rings)), np.int32)
-    for ring in rings:
-        places[ring] = range(n)
+    order = _ring_order(len(lines[0]))
+    n, places = len(order), np.zeros(sum(map(len, lines)), np.int32)
+    for line in lines:
+        places[np.array(line)[order]] = range(n)
     place = jnp.asarray(places)[lax.axis_index(name)]
-    own = lambda turn: lax.dynamic_index_in_dim(rows, (place - 1 - turn) % n, keepdims=False)
-    next_in_ring = [(ring[k], ring[(k + 1) % n]) for ring in rings for k in range(n)]
+    own = lambda turn: lax.dynamic_index_in_dim(rows, jnp.asarray(order)[(place - 1 - turn) % n], keepdims=False)
+    next_in_ring = [(line[order[k]], line[order[(k + 1) % n]]) for line in lines for k in range(n)]
     total = own(0)
     for turn in range(1, n):
         total = lax.ppermute(total, name, next_in_ring) + own(turn)
     return total
+
+
+def _ring_order(n: int) -> np.ndarray:
+    """The order in which a ring visits a line of n chips: every second one, and the others on the way back.
+
+    The chip waits for a permutation from one end of a line to the other, unless the line is of four chips.
+    """
+    return np.arange(n) if n <= 4 else np.array([*range(0, n, 2), *range(1, n, 2)[::-1]])
 
 
 def _as_tiles(rows: Array) -> Array:
