@@ -14,7 +14,6 @@ from zerojax.sharding.torus import groups_along
 from zerojax.typing import Array
 
 _TILE = 8, 128  # elements of a tile of a TPU's memory, in the last two dims
-_LONGEST_RING = 16  # in longer ones, many more permutations follow each other than there are products to hide them
 _LEAST_TILES = 2  # of a row; smaller ones of 16-bit elements are all-reduced
 
 
@@ -40,27 +39,23 @@ def sum_rows(rows: Array, axes: Axes) -> Array:
     """This device's row of [N, ..], summed over the shard axes.
 
     The TPU compiler makes an all-reduce, which sends twice the bytes, of a reduce-scatter over several dims of a torus,
-    unless SparseCores run it. Other rows are therefore summed over one dim after the other, which sends the same bytes
-    as a reduce-scatter over all of them: (a-1)/a of the rows and then (b-1)/b of their a-th part are (ab-1)/ab. The
-    chip waits for a reduce-scatter over one dim, so short ones are permutations around a ring of chips.
+    unless SparseCores run it, and the chip waits for it. Other rows are therefore summed by permutations around rings
+    of chips, along one dim after the other, which sends the same bytes as a reduce-scatter over all of them: (a-1)/a of
+    the rows and then (b-1)/b of their a-th part are (ab-1)/ab.
 
-    A reduce-scatter remains one if the scattered dim is the outermost, also in memory, and rows are whole tiles.
+    SparseCores run a reduce-scatter if the scattered dim is the outermost, also in memory, and rows are whole tiles.
     """
-    if not axes.prefer_rows:
-        return lax.psum_scatter(rows, axes.shard)
-    shape, tiles = rows.shape[1:], _as_tiles(rows)
+    shape = rows.shape[1:]
     if axes.sparse_cores:
-        tiles = lax.psum_scatter(row_major(tiles), axes.shard)
-    else:
-        (name,) = axes.shard
-        tiles = tiles.reshape(*axes.torus, *tiles.shape[1:])
-        for dim, size in enumerate(axes.torus):
-            lines = groups_along(axes.torus, dim)
-            if size <= _LONGEST_RING or len(axes.torus) == 1:
-                tiles = _sum_around_rings(tiles, name, lines)
-            else:
-                tiles = lax.psum_scatter(row_major(tiles), name, axis_index_groups=lines)
-    return tiles.reshape(-1)[: math.prod(shape)].reshape(shape)
+        row = lax.psum_scatter(row_major(_as_tiles(rows)), axes.shard)
+        return row.reshape(-1)[: math.prod(shape)].reshape(shape)
+    if not axes.torus:
+        return lax.psum_scatter(rows, axes.shard)
+    (name,) = axes.shard
+    rows = rows.reshape(*axes.torus, *shape)
+    for dim in range(len(axes.torus)):
+        rows = _sum_around_rings(rows, name, groups_along(axes.torus, dim))
+    return rows
 
 
 def _sum_around_rings(rows: Array, name: str, lines: list[list[int]]) -> Array:
