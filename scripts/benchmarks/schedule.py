@@ -15,6 +15,7 @@ are analyzed (zerojax.analysis, zerojax.plan.timeline). Forms:
     replicated  the same with nothing sharded: data parallelism
     single      one device, with the rows of one device
     flags       for TPUs: `plain` with the compiler options that MaxText sets for its fully sharded models
+    options     for TPUs: `plain` with the compiler options that zerojax sets
 
 With `--model`, a model of `models.py` at its real size takes the place of the GPT. `plain` is then what one would write
 for a model that is not edited: the same jit and shardings without a constraint in the layers, and without
@@ -49,7 +50,8 @@ import tempfile
 import time
 from pathlib import Path
 
-FORMS = ("ours", "plain", "replicated", "single", "flags")
+FORMS = ("ours", "plain", "replicated", "single", "flags", "options")
+PLAIN = ("plain", "flags", "options")  # the same step with different compiler options
 
 # The names of MaxText's flags (benchmarks/xla_flags_library.py, 2026-11), for chips with SparseCores and without.
 _OFFLOAD = "xla_tpu_enable_sparse_core_collective_offload"
@@ -73,7 +75,7 @@ def arguments():
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--dump", type=Path, metavar="DIR", help="write the texts of the compiled programs to DIR")
     parser.add_argument(
-        "--forms", nargs="+", choices=FORMS, help="default: all but flags; with --model, ours and plain"
+        "--forms", nargs="+", choices=FORMS, help="default: the first four; with --model, ours and plain"
     )
     parser.add_argument("--model", help="a model of models.py, such as qwen3-8b or linen-1b, instead of the GPT")
     parser.add_argument("--layers", type=int, default=16)
@@ -99,7 +101,9 @@ def arguments():
     )
     parser.add_argument("--unrolled", action="store_true", help="a list of layers instead of a scanned stack")
     args = parser.parse_args()
-    args.forms = args.forms or (["ours", "plain"] if args.model else list(FORMS[:-1]))
+    args.forms = args.forms or (["ours", "plain"] if args.model else list(FORMS[:4]))
+    if {"flags", "options"} & set(args.forms) and args.target.split(":")[0] not in ("v4", "v5e", "v5p", "v6e"):
+        parser.error("the forms flags and options are for TPUs")
     if args.model and not set(args.forms) <= {"ours", "plain"}:
         parser.error("--model has the forms ours and plain")
     return args
@@ -135,8 +139,7 @@ def main():
             start, processor = time.perf_counter(), time.process_time()
             traced = subject.trace(form)
             trace_s, trace_processor_s = time.perf_counter() - start, time.process_time() - processor
-            options = maxtext_options(devices[0]) if form == "flags" else {}
-            forms[form] = report(traced, form, args, options, copy_bytes=2 * subject.leaf // 16)
+            forms[form] = report(traced, form, args, options_of(form, devices), copy_bytes=2 * subject.leaf // 16)
             forms[form] |= {
                 "trace_s": trace_s,
                 "compile_s": time.perf_counter() - start,
@@ -178,7 +181,7 @@ class GPT:
 
     def trace(self, form):
         used = self.used(form)
-        form = "plain" if form == "flags" else form
+        form = "plain" if form in PLAIN else form
         return ours(self.config, self.args, used) if form == "ours" else trace_plain(form, self.config, self.args, used)
 
     def memory(self, form, platform):
@@ -338,7 +341,7 @@ def compiled(traced, platform, options=None):
 
 def memory_terms(form, config, args, num_devices, psi, unit, activations):
     """Returns the terms of the bound in bytes. The formulas assume that only the inputs of layers are saved."""
-    sharded = form in ("ours", "plain", "flags")
+    sharded = form in ("ours", *PLAIN)
     num_shards = num_devices if sharded else 1
     ahead = args.prefetch if form == "ours" else 0
     offloaded = form == "ours" and args.remat == "offload"
@@ -353,10 +356,17 @@ def memory_terms(form, config, args, num_devices, psi, unit, activations):
     }
 
 
-def maxtext_options(device):
+def options_of(form, devices):
+    """Returns the compiler options of a form that adds some to those of its step."""
+    import zerojax
     from zerojax.sharding.torus import SPARSE_CORES
+    from zerojax.step.config import compiler_options
 
-    return dict.fromkeys(_SPARSE_CORES if device.device_kind in SPARSE_CORES else _FUSIONS, True) | _LAYOUT
+    if form == "options":
+        return compiler_options(zerojax.Zero(zerojax.make_mesh(devices=devices)).config, [])
+    if form != "flags":
+        return {}
+    return dict.fromkeys(_SPARSE_CORES if devices[0].device_kind in SPARSE_CORES else _FUSIONS, True) | _LAYOUT
 
 
 def report(traced, form, args, options, copy_bytes):

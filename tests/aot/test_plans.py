@@ -2,14 +2,18 @@
 
 import functools
 import json
+import re
 
 import pytest
 from click.testing import CliRunner
+from support import by_hand
 
 from zerojax import targets
+from zerojax.analysis.hlo_collectives import peak_bytes
 from zerojax.cli import main
 from zerojax.plan import Settings, picture, plan
 from zerojax.plan.buffers import UNUSED
+from zerojax.plan.program import compile_with_dump, temporaries_bytes
 from zerojax.report.memory import model_states
 
 pytestmark = pytest.mark.aot
@@ -94,6 +98,23 @@ def test_a_tpu_program_is_analyzed():
         and analysis.collectives
         and made.program.aliased_bytes > 0.99 * model_states(made.parameters, 3, 8).optimizer
     )
+
+
+def test_temporaries_on_a_tpu_are_those_that_its_program_allocates(tmp_path):
+    """The memory analysis of the program counts more. From jax 0.12 on, it also has the bytes of the allocations."""
+    zero, state = by_hand.zero_and_state(targets.devices("v5p:2x2x1"), width=512)
+    traced = zero.train_step(by_hand.loss).trace(state, by_hand.batch_aval(512))
+    memory = compile_with_dump(traced, "tpu", tmp_path).memory_analysis()
+    (assignment,) = tmp_path.glob("*jit_step*buffer-assignment.txt")
+    (size,) = re.findall(
+        r"^allocation \d+: size (\d+), (?:page \d+, )?preallocated-temp", assignment.read_text(), re.MULTILINE
+    )
+    allocated = temporaries_bytes(memory, tmp_path)
+    assert allocated == int(size) and 2**20 < allocated < 0.9 * memory.temp_size_in_bytes
+    if total := getattr(memory, "total_allocation_bytes", 0):
+        assert peak_bytes(memory, allocated) == pytest.approx(total, rel=0.01)
+    (tmp_path / "empty").mkdir()
+    assert temporaries_bytes(memory, tmp_path / "empty") == memory.temp_size_in_bytes
 
 
 def test_the_required_memory_is_known_if_the_compiler_gives_up():

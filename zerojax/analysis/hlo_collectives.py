@@ -72,10 +72,9 @@ def peak_bytes(memory: Any, temporaries: int | None = None) -> int:
             compiler allocates: a program with 98.2 GiB in all compiles for 95.7 GiB of memory, where its buffer
             assignment needs 80.4.
     """
-    unaliased = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    return (
-        memory.argument_size_in_bytes + (memory.temp_size_in_bytes if temporaries is None else temporaries) + unaliased
-    )
+    if temporaries is None:
+        temporaries = memory.temp_size_in_bytes
+    return memory.argument_size_in_bytes + temporaries + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
 def collective_spans(block: Block) -> list[CollectiveSpan]:
