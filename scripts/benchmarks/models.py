@@ -216,6 +216,7 @@ _IMAGES = (_images_classified, image_avals, 64)
 
 NAMES: dict[str, Callable[[str], RealModel]] = {
     "qwen3-8b": lambda name: tunix(name, "qwen3", "Qwen3", "qwen3_8b", 1, 8192, **_BF16),
+    "qwen3-8b-8-layers": lambda name: tunix(name, "qwen3", "Qwen3", "qwen3_8b", 1, 8192, num_layers=8, **_BF16),
     "qwen2-7b": lambda name: tunix(name, "qwen2", "Qwen2", "qwen2p5_7b", 1, 4096, **_BF16),
     "qwen2-0.5b": lambda name: tunix(name, "qwen2", "Qwen2", "qwen2p5_0p5b", 4, 2048, **_BF16),
     "llama3-8b": lambda name: tunix(name, "llama3", "Llama3", "llama3p1_8b", 1, 8192),

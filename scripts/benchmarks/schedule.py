@@ -104,8 +104,8 @@ def arguments():
     args.forms = args.forms or (["ours", "plain"] if args.model else list(FORMS[:4]))
     if {"flags", "options"} & set(args.forms) and args.target.split(":")[0] not in ("v4", "v5e", "v5p", "v6e"):
         parser.error("the forms flags and options are for TPUs")
-    if args.model and not set(args.forms) <= {"ours", "plain"}:
-        parser.error("--model has the forms ours and plain")
+    if args.model and not set(args.forms) <= {"ours", *PLAIN}:
+        parser.error("--model has no forms replicated and single")
     return args
 
 
