@@ -171,8 +171,9 @@ class _ValueGraph:
         for i, _ in list(self.locations.values()):
             core = _collective(i)
             if core and not _is_gather(core) and i.op != "while":
+                in_rows = core.op.startswith("collective-permute")
                 for operand in i.operands:
-                    self._mark_reduced((operand, ()))
+                    self._mark_reduced((operand, ()), in_rows)
         self.known: dict[Node, str | None] = {}
 
     def _add(self, computation: Computation) -> None:
@@ -266,8 +267,11 @@ class _ValueGraph:
             return GRADIENTS if any(self._kind_of((o, ())) == GRADIENTS for o in alike) else None
         return None
 
-    def _mark_reduced(self, node: Node) -> None:
-        """Marks an operand of a reduction, and the values that it is computed from element by element."""
+    def _mark_reduced(self, node: Node, in_rows: bool = False) -> None:
+        """Marks an operand of a reduction, and the values that it is computed from element by element.
+
+        With `in_rows`, it is a row of them: permutations around a ring sum one row after the other.
+        """
         node = self._resolved(node)
         if node in self.reduced:
             return
@@ -280,15 +284,16 @@ class _ValueGraph:
         elif i.op == "tuple":
             for operand in i.operands:
                 self._mark_reduced((operand, ()))
-        elif _consists_of(_MOVES | _SUMS, node):
+        elif _consists_of(_MOVES | _SUMS | ({"dynamic-slice"} if in_rows else set()), node):
             for operand in i.operands:
-                if _num_elements(operand) == _num_elements(i, path):
-                    self._mark_reduced((operand, ()))
+                size, own = _num_elements(operand), _num_elements(i, path)
+                if size == own or (in_rows and size > own):
+                    self._mark_reduced((operand, ()), in_rows)
 
 
 def _collective(i: Instruction) -> Instruction | None:
     """Returns the collective that an instruction is, starts, or contains in a fusion without products, or None."""
-    if re.match(r"(all-gather|all-reduce|reduce-scatter)(-start)?$", i.op):
+    if re.match(r"(all-gather|all-reduce|collective-permute|reduce-scatter)(-start)?$", i.op):
         return i
     if i.op in ("async-start", "fusion") and not has_product(i):
         return next((core for core in map(_collective, i.inner) if core), None)
