@@ -332,11 +332,12 @@ def activation_bytes(config, args, devices, platform):
 
 def compiled(traced, platform, options=None):
     """Returns the compiled program and the bytes of its temporaries."""
-    from zerojax.plan.program import compile_with_dump, temporaries_bytes
+    from zerojax.plan.buffers import read_dump
+    from zerojax.plan.program import compile_with_dump
 
     with tempfile.TemporaryDirectory() as folder:
-        program = compile_with_dump(traced, platform, Path(folder), options or {})
-        return program, temporaries_bytes(program.memory_analysis(), Path(folder))
+        program = compile_with_dump(traced, platform, Path(folder), options)
+        return program, read_dump(Path(folder)).allocated_bytes
 
 
 def memory_terms(form, config, args, num_devices, psi, unit, activations):

@@ -73,6 +73,7 @@ def test_the_compiled_program_gathers_and_reduces_as_much_as_the_trace():
         ("v5p:4x4x2", 3, {"scan": True}),
         ("v5p:2x2x4", 2, {"bucket_bytes": 2**20}),
         ("v6e:4x4", 3, {"scan": True, "remat": "full"}),
+        ("v4:4x4x4", 3, {"scan": True}),
     ],
 )
 def test_a_step_on_a_torus_sends_the_bytes_of_the_formula(target, stage, options):

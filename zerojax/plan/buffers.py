@@ -270,7 +270,7 @@ class _ValueGraph:
     def _mark_reduced(self, node: Node, in_rows: bool = False) -> None:
         """Marks an operand of a reduction, and the values that it is computed from element by element.
 
-        With `in_rows`, it is a row of them: permutations around a ring sum one row after the other.
+        With `in_rows`, it is a row of them, and they are marked too: permutations around a ring sum row after row.
         """
         node = self._resolved(node)
         if node in self.reduced:
@@ -288,7 +288,7 @@ class _ValueGraph:
             for operand in i.operands:
                 size, own = _num_elements(operand), _num_elements(i, path)
                 if size == own or (in_rows and size > own):
-                    self._mark_reduced((operand, ()), in_rows)
+                    self._mark_reduced((operand, ()), in_rows and size == own)
 
 
 def _collective(i: Instruction) -> Instruction | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import tempfile
 import time
@@ -123,8 +124,9 @@ def compile_step(
             (dump / "step.txt").write_text(text)
             for name, file in buffers.dump_files(Path(folder)).items():
                 (dump / name).write_text(file.read_text())
-        temporaries = temporaries_bytes(memory, Path(folder))
-        analysis = analyze(text, cluster, axes, memory, lambda: buffers.read_dump(Path(folder)))
+        read_assignment = functools.cache(lambda: buffers.read_dump(Path(folder)))
+        temporaries = temporaries_bytes(memory, read_assignment)
+        analysis = analyze(text, cluster, axes, memory, read_assignment)
     return CompiledStep(
         hlo_collectives.peak_bytes(memory, temporaries),
         memory.argument_size_in_bytes,
@@ -143,16 +145,16 @@ def compile_with_dump(traced: Any, platform: str, folder: Path, options: Mapping
     return traced.lower(lowering_platforms=(platform,)).compile(compiler_options=options)
 
 
-def temporaries_bytes(memory: Any, folder: Path) -> int:
+def temporaries_bytes(memory: Any, read_assignment: Callable[[], BufferAssignment]) -> int:
     """Returns the bytes of a program's temporaries: as allocated, or those of its memory analysis if no buffer
-    assignment can be read.
+    assignment can be read. `analyze` has the reason then.
 
     Args:
         memory: the result of `memory_analysis()`.
-        folder: what `compile_with_dump` wrote.
+        read_assignment: returns the buffer assignment.
     """
     try:
-        return buffers.read_dump(folder).allocated_bytes or memory.temp_size_in_bytes
+        return read_assignment().allocated_bytes or memory.temp_size_in_bytes
     except ValueError:
         return memory.temp_size_in_bytes
 

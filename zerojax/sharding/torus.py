@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 SPARSE_CORES = frozenset(["TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"])  # kinds of devices; they run collectives
 
-_LONGEST_RING = 16  # of chips in any order; the compiler compiles one permutation less
+_LONGEST_RING = 16  # of chips that form no box; a ring of n chips is n-1 permutations to compile
 
 
 def coordinates(device: Any) -> tuple[int, ...] | None:
