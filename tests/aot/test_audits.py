@@ -91,6 +91,15 @@ def test_gradients_are_summed_around_a_ring_through_a_slice():
     assert audit["reductions"].numbers["reduce_scattered"] > 2**20
 
 
+def test_permutations_along_a_line_of_eight_chips_are_asynchronous():
+    """The chip would wait for each if one of them went from one end of the line to the other."""
+    zero, state = by_hand.zero_and_state(targets.devices("v5e:2x8"), width=1024)
+    assert zero.config.axes.torus == (2, 8)
+    step = zero.train_step(by_hand.loss).trace(state, by_hand.batch_aval(1024))
+    text = step.lower(lowering_platforms=("tpu",)).compile().as_text()
+    assert text.count(" collective-permute-start(") >= 8 and " collective-permute(" not in text
+
+
 def test_the_rewrite_over_several_dimensions_of_a_torus_is_named_and_costed():
     """Below stage 3, the gather of updates over a ring through a slice becomes an all-reduce."""
     audit = audited("v5e:4x4", 1, ring=True)
