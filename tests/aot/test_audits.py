@@ -93,9 +93,9 @@ def test_gradients_are_summed_around_a_ring_through_a_slice():
 
 def test_permutations_along_a_line_of_eight_chips_are_asynchronous():
     """The chip would wait for each if one of them went from one end of the line to the other."""
-    zero, state = by_hand.zero_and_state(targets.devices("v5e:2x8"), width=1024)
-    assert zero.config.axes.torus == (2, 8)
-    step = zero.train_step(by_hand.loss).trace(state, by_hand.batch_aval(1024))
+    zero, state = by_hand.zero_and_state(targets.devices("v5e:8x8"), width=1024)
+    assert zero.config.axes.torus == (8, 8)
+    step = zero.train_step(by_hand.loss).trace(state, by_hand.batch_aval(1024, 64))
     text = step.lower(lowering_platforms=("tpu",)).compile().as_text()
     assert text.count(" collective-permute-start(") >= 8 and " collective-permute(" not in text
 
