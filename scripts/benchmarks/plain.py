@@ -11,6 +11,13 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
+def mesh_over(devices):
+    """A mesh of one axis, 'data'; over several TPU slices, each of which holds a copy of the state, of two: 'replica'
+    and 'data'."""
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    return Mesh(np.array(devices).reshape(slices, -1), ("replica", "data")) if slices > 1 else Mesh(devices, ("data",))
+
+
 def make_init(config, tx, captured):
     """Returns `init() -> (params, opt_state)`, with the values of `Zero.init`.
 
@@ -44,14 +51,15 @@ def layer_by_layer(form, config, remat, devices):
     Returns:
         (jitted `init() -> state`, jitted `step(state, batch) -> (state, metrics)`, the sharding of the batch).
     """
-    mesh = Mesh(np.array(devices), ("data",))
+    mesh = mesh_over(devices)
     tx = optax.adamw(1e-3)
     shard = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
+    rows = shard(mesh.axis_names)
     captured = {}
     init = make_init(config, tx, captured)
 
     def place(a):
-        dims = divisible_dims(a, config, mesh.size)
+        dims = divisible_dims(a, config, mesh.shape["data"])
         if form != "plain" or not dims:
             return shard()
         return shard(*[None] * dims[0], "data")
@@ -72,10 +80,10 @@ def layer_by_layer(form, config, remat, devices):
 
         @checkpointed
         def layer(x_BSD, weights):
-            return jax.lax.with_sharding_constraint(nnx.merge(split[0][0], full(weights))(x_BSD), shard("data")), None
+            return jax.lax.with_sharding_constraint(nnx.merge(split[0][0], full(weights))(x_BSD), rows), None
 
         embed, head = (nnx.merge(graph, full(state)) for graph, state in map(nnx.split, (model.embed, model.head)))
-        x_BSD = jax.lax.with_sharding_constraint(embed(batch["tokens"][:, :-1]), shard("data"))
+        x_BSD = jax.lax.with_sharding_constraint(embed(batch["tokens"][:, :-1]), rows)
         for _, weights in split:
             x_BSD, _ = jax.lax.scan(layer, x_BSD, weights) if config.scan else layer(x_BSD, weights)
         return gpt.cross_entropy(head(x_BSD), batch["tokens"][:, 1:])
@@ -93,7 +101,7 @@ def layer_by_layer(form, config, remat, devices):
 
     out_shardings = (shardings, {name: shard() for name in ("loss", "grad_norm", "param_norm")})
     step = jax.jit(step, donate_argnums=0, out_shardings=out_shardings)
-    return jax.jit(init, out_shardings=shardings), step, shard("data")
+    return jax.jit(init, out_shardings=shardings), step, rows
 
 
 def unedited(model, tx, devices):
@@ -107,7 +115,7 @@ def unedited(model, tx, devices):
     Returns:
         (jitted `init() -> state`, jitted `step(state, batch) -> (state, metrics)`, the sharding of the batch).
     """
-    mesh = Mesh(np.array(devices), ("data",))
+    mesh = mesh_over(devices)
     shard = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
     is_nnx = "rngs" in inspect.signature(model.create).parameters
     captured = {}
@@ -122,7 +130,7 @@ def unedited(model, tx, devices):
 
     def place(a):
         """Shards the largest dim that the devices divide."""
-        dims = [d for d in range(a.ndim) if a.shape[d] % mesh.size == 0]
+        dims = [d for d in range(a.ndim) if a.shape[d] % mesh.shape["data"] == 0]
         return shard(*[None] * max(dims, key=lambda d: a.shape[d]), "data") if dims else shard()
 
     shardings = jax.tree.map(place, jax.eval_shape(init))
@@ -143,7 +151,7 @@ def unedited(model, tx, devices):
 
     out_shardings = (shardings, {name: shard() for name in ("loss", "grad_norm", "param_norm")})
     step = jax.jit(step, donate_argnums=0, out_shardings=out_shardings)
-    return jax.jit(init, out_shardings=shardings), step, shard("data")
+    return jax.jit(init, out_shardings=shardings), step, shard(mesh.axis_names)
 
 
 def whole_model(form, config):

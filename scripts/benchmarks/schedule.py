@@ -3,6 +3,7 @@
     python scripts/benchmarks/schedule.py --target h100:8           # tables
     python scripts/benchmarks/schedule.py --target h100:64 --json   # one JSON object
     python scripts/benchmarks/schedule.py --target v5e:4x4 --forms ours plain --dump programs
+    python scripts/benchmarks/schedule.py --target 'v5p:4x4x2*2' --forms ours flags    # two slices
     python scripts/benchmarks/schedule.py --model qwen3-8b --json   # a model of another package, as it is
 
 Nothing is allocated and nothing runs: a GPT of 3.5 billion parameters is compiled from avals, and the compiled programs
@@ -24,13 +25,16 @@ that of its own computing time, and there is no bound of the memory.
 
 Exposed bytes are those of collectives that overlap with no matrix product. Copies in loop bodies count if they have at
 least 1/16 of the bytes of a layer's largest leaf; transpositions of that size are listed separately. The formula of the
-bytes sent is that of bf16: 3 Psi (N-1)/N x 2 for the sharded forms, 2 Psi (N-1)/N x 2 for the replicated one. Times are
-predicted with two lanes and compared with the limit max(compute, formula bytes / link), where compute is the smallest
-computing time of all forms; for TPUs, `torus` is the time with the rates of the chip and of the links along each dim
-of its torus; in the JSON, `over_products` has the matrix products at their peak rate instead. The GPU
-compiler starts an all-gather as late as its model of the links allows, so the time on the slow link is that of a second
-program of each form, compiled with the rate of that link; `slow_untold` is the time of the first program. The bound of
-the peak memory is the sum of these terms, plus 5%:
+bytes sent is that of bf16: 3 Psi (N-1)/N x 2 for the sharded forms, 2 Psi (N-1)/N x 2 for the replicated one. Each of S
+TPU slices, such as those of 'v5p:4x4x2*2', holds a copy of the state; its N chips then also send 2 Psi/N (S-1)/S x 2 to
+other slices, or 2 Psi (S-1)/S x 2 in the replicated form.
+
+Times are predicted with two lanes and compared with the limit max(compute, formula bytes / link), where compute is the
+smallest computing time of all forms; for TPUs, `torus` is the time with the rates of the chip, of the links along each
+dim of its torus, and of the network between slices; in the JSON, `over_products` has the matrix products at their peak
+rate instead. The GPU compiler starts an all-gather as late as its model of the links allows, so the time on the slow
+link is that of a second program of each form, compiled with the rate of that link; `slow_untold` is the time of the
+first program. The bound of the peak memory is the sum of these terms, plus 5%:
 
     state        14 bytes for each parameter that a device holds: bf16, fp32, two moments
     gradients    2 bytes for each
@@ -146,8 +150,7 @@ def main():
                 "trace_processor_s": trace_processor_s,
                 "processor_s": time.process_time() - processor,
             }
-            volume = {"replicated": 2, "single": 0}.get(form, 3)  # elements for each parameter
-            forms[form]["formula_bytes"] = volume * subject.psi * (len(devices) - 1) / len(devices) * 2
+            forms[form]["formula_bytes"] = formula_bytes(form, subject.psi, devices)
             status.update("compiling one unit")
             forms[form] |= subject.memory(form, platform)
     if slow_process:
@@ -156,6 +159,28 @@ def main():
             forms[name]["slow_exposed_bytes"] = form.get("exposed_bytes")
     limits(result, own_compute=bool(args.model))
     print(json.dumps(result)) if args.json else tables(result)
+
+
+def num_slices(devices):
+    """The number of TPU slices."""
+    return len({getattr(device, "slice_index", 0) for device in devices})
+
+
+def mesh_over(devices):
+    """The mesh of form ours: each of several TPU slices holds a copy of the state."""
+    import zerojax
+
+    return zerojax.make_mesh(devices=devices, replica=num_slices(devices))
+
+
+def formula_bytes(form, psi, devices):
+    """The bytes that a device sends, in bf16: within a slice by the formula of the stage; between slices it all-reduces
+    the gradients that it holds."""
+    slices = num_slices(devices)
+    shards = 1 if form == "single" else len(devices) // slices
+    volume = {"replicated": 2, "single": 0}.get(form, 3)  # elements for each parameter
+    held = psi if form == "replicated" else psi / shards
+    return 2 * (volume * psi * (shards - 1) / shards + 2 * held * (slices - 1) / slices)
 
 
 class GPT:
@@ -188,7 +213,7 @@ class GPT:
         """The terms of the bound of the memory, and the bound."""
         if self.activations is None:
             self.activations = activation_bytes(self.config, self.args, self.devices[:1], platform)
-        used = len(self.used(form))
+        used = len(self.used(form)) // num_slices(self.used(form))
         terms = memory_terms(form, self.config, self.args, used, self.psi, self.unit, self.activations)
         return terms | {"bound_bytes": 1.05 * sum(terms.values()) if self.args.remat in ("full", "offload") else None}
 
@@ -206,7 +231,7 @@ class Unedited:
         args.seq, args.rows = args.seq or self.model.seq, args.rows or self.model.rows
         self.args, self.devices = args, devices
         self.batch = self.model.batch_aval(args.rows * len(devices), args.seq)
-        self.zero = zerojax.Zero(zerojax.make_mesh(devices=devices), 3, "bf16", **self.model.options)
+        self.zero = zerojax.Zero(mesh_over(devices), 3, "bf16", **self.model.options)
         self.tx = optax.adamw(1e-3)
         leaves = self.zero.eval_init(self.model.create, self.tx).definition.leaves
         self.psi, self.leaf = sum(leaf.size for leaf in leaves), max(leaf.size_at_once for leaf in leaves)
@@ -279,7 +304,7 @@ def ours(config, args, devices):
 
     import zerojax
 
-    zero = zerojax.Zero(zerojax.make_mesh(devices=devices), stage=3, precision="bf16")
+    zero = zerojax.Zero(mesh_over(devices), stage=3, precision="bf16")
     state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
     step = zero.train_step(gpt.loss, remat=remat_of(args), prefetch=args.prefetch)
     return step.trace(state, gpt.batch_aval(config, args.rows * len(devices)))
@@ -364,7 +389,7 @@ def options_of(form, devices):
     from zerojax.step.config import compiler_options
 
     if form == "options":
-        return compiler_options(zerojax.Zero(zerojax.make_mesh(devices=devices)).config, [])
+        return compiler_options(zerojax.Zero(mesh_over(devices)).config, [])
     if form != "flags":
         return {}
     return dict.fromkeys(_SPARSE_CORES if devices[0].device_kind in SPARSE_CORES else _FUSIONS, True) | _LAYOUT
@@ -389,6 +414,7 @@ def report(traced, form, args, options, copy_bytes):
     parsed = hlo.parse_program(text)
     found = hlo_collectives.compiled_collectives(parsed)
     sent = lambda collectives: sum(c.sent_bytes for c in collectives)
+    crosses = lambda c: max(c.group) >= parsed.num_devices  # the program is that of one slice
     by_kind = {}
     for c in found:
         key = f"{c.kind} {c.dtype}"
@@ -402,6 +428,8 @@ def report(traced, form, args, options, copy_bytes):
         "loop_bytes": sent(c for c in found if c.looped),
         "exposed_bytes": sent(c for c in found if c.exposed),
         "exposed_loop_bytes": sent(c for c in found if c.exposed and c.looped),
+        "between_slices_bytes": sent(c for c in found if crosses(c)),
+        "exposed_between_slices_bytes": sent(c for c in found if crosses(c) and c.exposed),
         "copies_in_loops": moved("copy"),
         "transpositions_in_loops": moved("transpose"),
         "copied": [
@@ -499,6 +527,10 @@ def tables(result):
     share = lambda part, whole: lambda form: f"{form[part] / form[whole]:.1%}" if form[whole] else ""
     size = lambda key: lambda form: gib(form[key])
     kinds = sorted({kind for form in forms.values() for kind in form["sent_bytes_by_kind"]})
+    between_slices = {
+        "between\nslices": size("between_slices_bytes"),
+        "exposed\nof these": share("exposed_between_slices_bytes", "between_slices_bytes"),
+    }
     title = f"{result['parameters'] / 1e9:.2f} B parameters on {result['target']}"
     table(
         f"{title}: GiB sent by a device per step",
@@ -509,6 +541,7 @@ def tables(result):
             "in loops": size("loop_bytes"),
             "exposed": share("exposed_bytes", "sent_bytes"),
             "exposed\nin loops": share("exposed_loop_bytes", "loop_bytes"),
+            **(between_slices if any(form["between_slices_bytes"] for form in forms.values()) else {}),
         },
     )
     table(

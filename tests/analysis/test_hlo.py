@@ -190,6 +190,68 @@ def test_a_collective_of_a_sparse_core_runs_from_the_update_that_gives_it_its_op
         hlo_collectives.compiled_collectives(program(text.replace("call-update(%start, %p)", "copy(%p)"), SPARSE_CORE))
 
 
+BETWEEN_SLICES = """
+    %p = bf16[128,1024] parameter(0)
+    %q = bf16[1024,1024] parameter(1)
+    %t = token[] after-all()
+    %s = (bf16[128,1024], u32[], token[]) send(%p, %t), channel_id=2, is_host_transfer=true, ATTRIBUTES
+    AFTER
+    %r = (RESULT, u32[], token[]) recv(%t), channel_id=1, is_host_transfer=true, ATTRIBUTES
+    BEFORE
+    %sent = token[] send-done(%s), channel_id=2, is_host_transfer=true, HANDLER}
+    %done = (RESULT, token[]) recv-done(%r), channel_id=1, is_host_transfer=true, HANDLER}
+    ROOT %x = RESULT get-tuple-element(%done), index=0
+"""
+HANDLER = 'frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"'
+
+
+def between_slices(kind, target, result="bf16[128,1024]", **places):
+    own = f'{HANDLER},_xla_host_transfer_rendezvous="psum.1_0",_xla_megascale_target={target},'
+    text = BETWEEN_SLICES.replace("ATTRIBUTES", f'{own}_xla_megascale_transfer_type="{kind}"}}')
+    for place in ("BEFORE", "AFTER"):
+        text = text.replace(place, places.get(place, ""))
+    return program(text.replace("HANDLER", HANDLER).replace("RESULT", result), num_devices=4)
+
+
+@pytest.mark.parametrize("place", ["BEFORE", "AFTER"])
+def test_a_collective_between_slices_runs_from_its_send_to_the_end_of_its_recv(place):
+    product = "%m = bf16[1024,1024] dot(%q, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+    text = between_slices("ALL_REDUCE", '"{1,2}x{0:3}"', **{place: product})
+    (found,) = hlo_collectives.compiled_collectives(text)
+    assert found == hlo_collectives.Collective("all-reduce", "bf16", MIB // 4, (0, 4), 1, False, False)
+    assert found.sent_bytes == MIB // 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "group", "full_bytes"),
+    [
+        ("ALL_REDUCE", '"{1,3}x{0:3}"', (0, 8), MIB // 4),
+        ("ALL_GATHER", '"{1,2,3,4}x{0:3}"', (0, 4, 8, 12), MIB),
+        ("REDUCE_SCATTER", "{{200002,300002},{200001,300001}}", (6, 10), MIB // 4),
+        ("ALL_TO_ALL", "{{100000,100002,100001,100003,200000,200002,200001,200003}}", tuple(range(8)), MIB // 4),
+        ("ONE_TO_ONE", "{{100003->200000},{200003->100000}}", (3, 4), MIB // 4),
+    ],
+)
+def test_groups_of_collectives_between_slices(kind, target, group, full_bytes):
+    (found,) = hlo_collectives.compiled_collectives(between_slices(kind, target))
+    kinds = {"ALL_TO_ALL": "all-to-all", "ONE_TO_ONE": "collective-permute"}
+    assert (found.kind, found.group) == (kinds.get(kind, kind.lower().replace("_", "-")), group)
+    assert found.full_bytes == full_bytes and found.exposed
+
+
+@pytest.mark.parametrize(
+    ("kind", "target", "message"),
+    [
+        ("ALL_REDUCE", "{{100000,100001,200000,200001}}", "several devices of a slice, but not all"),
+        ("ALL_REDUCE", '"everywhere"', "cannot read the target"),
+        ("BROADCAST", '"{1,2}x{0:3}"', "of type BROADCAST"),
+    ],
+)
+def test_transfers_between_slices_that_are_not_understood_are_rejected(kind, target, message):
+    with pytest.raises(ValueError, match=message):
+        hlo_collectives.compiled_collectives(between_slices(kind, target))
+
+
 def test_the_trip_count_is_read_from_the_counter_of_a_loop():
     """The TPU compiler does not note it."""
     computations = """

@@ -60,12 +60,22 @@ def test_one_device_sends_nothing(stage):
     assert found == []
 
 
-def test_hybrid_sharding_reduces_shards_over_replicas_once_per_step():
-    state, found = trace(3, 4, mesh=zerojax.make_mesh(replica=2))
+@pytest.mark.parametrize(("scan", "k"), [(False, 1), (True, 1), (False, 4), (True, 4)])
+def test_hybrid_sharding_reduces_shards_over_replicas_once_per_step(scan, k):
+    state, found = trace(3, k, scan, mesh=zerojax.make_mesh(replica=2))
     psi = sum(leaf.size for leaf in state.definition.leaves)
     over_replicas = [c for c in found if c.kind.startswith("psum") and c.size > 8]
-    assert sum(c.size * c.count for c in over_replicas) == psi / 4  # shards over 4 devices, once for 4 microbatches
+    assert sum(c.size * c.count for c in over_replicas) == psi / 4  # shards over 4 devices
     assert {c.num_devices for c in over_replicas} == {2}
+
+
+@pytest.mark.parametrize(("stage", "k", "by_layer"), [(3, 1, True), (2, 1, True), (3, 4, False), (1, 1, False)])
+def test_a_scanned_layer_is_summed_over_replicas_beside_the_layers_below(stage, k, by_layer):
+    """After several microbatches, or below stage 2, the gradients of all layers are complete at the same time."""
+    state, found = trace(stage, k, scan=True, mesh=zerojax.make_mesh(replica=2))
+    stack = max(leaf.size for leaf in state.definition.leaves if leaf.stacked) / 4
+    over_replicas = [c.size for c in found if c.kind.startswith("psum") and c.num_devices == 2]
+    assert (stack in over_replicas) == (not by_layer)
 
 
 def test_counting_finds_a_collective_in_a_loop():

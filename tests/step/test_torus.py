@@ -18,15 +18,16 @@ FEW = 4  # steps
 
 
 def lay_out(monkeypatch, *sizes, sparse_cores=False):
-    """Lays the simulated devices out as a torus, in the order of their numbers."""
-    place = lambda device: (0, *map(int, np.unravel_index(device.id, sizes)), 0)
+    """Lays the simulated devices out as slices, each a torus of these sizes, in the order of their numbers."""
+    chips = math.prod(sizes)
+    place = lambda device: (device.id // chips, *map(int, np.unravel_index(device.id % chips, sizes)), 0)
     monkeypatch.setattr(torus, "coordinates", place)
     if sparse_cores:
         monkeypatch.setattr(torus, "SPARSE_CORES", {jax.devices()[0].device_kind})
 
 
-# (model, sizes of the torus, mesh, stage, precision, microbatches, options of the step); a single size is that of a
-# torus whose SparseCores run over all dims at once
+# (model, sizes of the torus of a slice, mesh, stage, precision, microbatches, options of the step); a single size is
+# that of a torus whose SparseCores run over all dims at once
 CASES = [
     ("gpt_nnx_scan", (2, 4), {}, 3, "fp32", 1, {"bucket_bytes": 2**10}),
     ("gpt_nnx_scan", (2, 2, 2), {}, 3, "bf16", 1, {"remat": "full"}),
@@ -37,6 +38,9 @@ CASES = [
     ("unused", (4, 2), {}, 3, "fp16", 1, {}),
     ("gpt_nnx_scan", (8,), {}, 3, "bf16", 1, {"remat": "full"}),
     ("tied", (8,), {}, 2, "fp32", 2, {"bucket_bytes": 2**10}),
+    ("gpt_nnx_scan", (2, 2), {"replica": 2}, 3, "bf16", 1, {"remat": "full"}),
+    ("gpt_linen_scan", (4,), {"replica": 2}, 2, "fp32", 1, {"bucket_bytes": 2**10}),
+    ("gpt_nnx_scan", (2,), {"replica": 4}, 3, "fp32", 2, {}),
 ]
 
 

@@ -249,6 +249,11 @@ class Cluster:
     devices_per_host: int
     torus: tuple[int, ...] | None = None
 
+    @property
+    def devices_per_slice(self) -> int | None:
+        """The number of chips of a TPU slice; None for GPUs and CPUs."""
+        return math.prod(self.torus) if self.torus else None
+
     def route(self, group: Sequence[int], one_way: bool = False) -> Route:
         """Returns how a ring of devices communicates: within a host or slice, or between several.
 
@@ -265,7 +270,7 @@ class Cluster:
         """
         if not group or not 0 <= min(group) <= max(group) < self.num_devices:
             raise ValueError(f"hardware: a group is outside {self.target}\n  got:      devices {list(group)[:16]}")
-        chip, island = self.chip, math.prod(self.torus) if self.torus else self.devices_per_host
+        chip, island = self.chip, self.devices_per_slice or self.devices_per_host
         members: dict[int, list[int]] = {}
         for device in group:
             members.setdefault(device // island, []).append(device % island)
@@ -274,7 +279,8 @@ class Cluster:
         if len(members) == 1:
             return inside
         num_nics = min(map(len, members.values()))
-        network = num_nics * chip.network_rate.effective
+        over_host = chip.host_rate.effective if self.torus else math.inf  # chips of a TPU send by way of their hosts
+        network = num_nics * min(chip.network_rate.effective, over_host)
         # Each step of the ring either crosses to the next host or stays within one.
         steps = (len(group) - len(members)) * chip.hop_s + (len(members) - 1) * chip.network_hop_s
         return Route(

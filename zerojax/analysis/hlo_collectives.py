@@ -1,7 +1,8 @@
 """Finds the collectives of a compiled program, which of them overlap with matrix products, and the copies it makes.
 
 It reads programs for GPUs and for TPUs. On TPUs a collective may be a chain of fusions, each of which contains a clone
-of the collective and some computation. Instructions that are not understood raise ValueError; they are never ignored.
+of the collective and some computation; between slices it is a transfer over the hosts (see `hlo_transfers`).
+Instructions that are not understood raise ValueError; they are never ignored.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from zerojax.analysis import hlo_transfers
 from zerojax.analysis.hlo import Block, Buffer, Instruction, Program, attribute, blocks, trips_of, unsupported
 
 _COLLECTIVES = frozenset(
@@ -84,7 +86,8 @@ def collective_spans(block: Block) -> list[CollectiveSpan]:
     `KIND-start`, or by `async-start` of a computation with one collective. Programs for TPUs may contain a chain of
     fusions with the same `chain_id`, each with a clone of the collective, which runs from the first to the last of
     them; they also write a reduce-scatter as a fusion of an all-reduce and a slice of its result. A collective that
-    SparseCores run is a `call-start` without operands, which gets them by a `call-update`: it runs from there.
+    SparseCores run is a `call-start` without operands, which gets them by a `call-update`: it runs from there. One
+    between slices runs from the `send` of its operand to the `recv-done` of its result.
 
     Raises:
         ValueError: if a start has no end in the same block, or if a fusion with a collective is not understood.
@@ -92,6 +95,10 @@ def collective_spans(block: Block) -> list[CollectiveSpan]:
     found: list[CollectiveSpan] = []
     chains: dict[str, CollectiveSpan] = {}
     for k, i in enumerate(block.instructions):
+        if hlo_transfers.is_transfer(i):
+            if i.op == "send":
+                found.append(CollectiveSpan(hlo_transfers.as_collective(i), k, hlo_transfers.done_index(block, k)))
+            continue
         core = _collective_of(i)
         if core is None:
             continue
@@ -191,9 +198,16 @@ def split_by_dtype(
 
 
 def _group_of(collective: Instruction, num_devices: int) -> tuple[int, ...]:
-    """Returns the devices of one of the groups of a collective."""
-    permutes = collective.op.startswith("collective-permute")
-    return _permuted_devices(collective) if permutes else groups(collective, num_devices)[0]
+    """Returns the devices of one of the groups of a collective: of a permutation, those that exchange data, directly or
+    indirectly, with its first source."""
+    found = groups(collective, num_devices)
+    if not collective.op.startswith("collective-permute"):
+        return found[0]
+    group, size = {found[0][0]}, 0
+    while len(group) > size:
+        size = len(group)
+        group |= {device for pair in found if set(pair) & group for device in pair}
+    return tuple(sorted(group))
 
 
 def groups(collective: Instruction, num_devices: int) -> list[tuple[int, ...]]:
@@ -206,6 +220,8 @@ def groups(collective: Instruction, num_devices: int) -> list[tuple[int, ...]]:
     Raises:
         ValueError: if the groups are not understood.
     """
+    if hlo_transfers.is_between_slices(collective):
+        return hlo_transfers.groups(collective, num_devices)
     if collective.op.startswith("collective-permute"):
         pairs = re.findall(r"\{(\d+),(\d+)\}", attribute(r"source_target_pairs=\{(.*?\})\}", collective))
         return [(int(source), int(target)) for source, target in pairs]
@@ -231,16 +247,6 @@ def groups(collective: Instruction, num_devices: int) -> list[tuple[int, ...]]:
 
 def _rows(devices: np.ndarray) -> list[tuple[int, ...]]:
     return [tuple(row) for row in devices.tolist()]
-
-
-def _permuted_devices(permute: Instruction) -> tuple[int, ...]:
-    """Returns the devices that exchange data, directly or indirectly, with the first source of a permutation."""
-    pairs = re.findall(r"\{(\d+),(\d+)\}", attribute(r"source_target_pairs=\{(.*?\})\}", permute))
-    group, size = {int(pairs[0][0])}, 0
-    while len(group) > size:
-        size = len(group)
-        group |= {int(n) for pair in pairs if {int(pair[0]), int(pair[1])} & group for n in pair}
-    return tuple(sorted(group))
 
 
 def in_flight_bytes(program: Program) -> int:

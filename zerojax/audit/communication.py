@@ -14,6 +14,7 @@ from zerojax.analysis.hlo import Program
 from zerojax.analysis.hlo_collectives import Collective
 from zerojax.audit.expectation import Expectation, SentBytes, over_data_axes
 from zerojax.audit.findings import AuditCheck, Outcome, Unreadable, Verdict, reader_errors
+from zerojax.sharding.torus import slice_after_slice
 from zerojax.text import abbreviate, bytes_text
 
 # As a fraction of the expected bytes. A collective of scalars may be combined with a larger one, and is counted then.
@@ -85,6 +86,8 @@ class CommunicationChecks:
     def found(self) -> list[Collective]:
         """The collectives over data axes in the program; for CPUs, those in the traced step."""
         if not self.as_traced:
+            if not slice_after_slice(self.config.mesh):
+                raise Unreadable("the devices of the mesh are not in the order of their slices; zerojax.make_mesh() is")
             with reader_errors():
                 return over_data_axes(hlo_collectives.compiled_collectives(self.program()), self.config)
         if self.jaxpr is None:

@@ -1,9 +1,9 @@
 """Predicts the time of a compiled step by simulating its schedule, with a lane for computation and one for each link.
 
-A device computes, sends over its links (a TPU: over those along each dim of the torus), and copies to and from its
-host. Each of these is a lane, which does one thing at a time, in the order of the schedule. Lanes do not slow each
-other down: collectives take no cores of a GPU, and copies no memory bandwidth. The predicted time is therefore a lower
-bound rather than an average.
+A device computes, sends over its links (a TPU: over those along each dim of the torus, and over the network to other
+slices), and copies to and from its host. Each of these is a lane, which does one thing at a time, in the order of the
+schedule. Lanes do not slow each other down: collectives take no cores of a GPU, and copies no memory bandwidth. The
+predicted time is therefore a lower bound rather than an average.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from zerojax.analysis.hlo_collectives import (
     has_product,
     split_by_dtype,
 )
+from zerojax.analysis.hlo_transfers import is_transfer
 
 COMPUTE, MEMORY, STARTS = "compute", "memory", "starts of kernels"
 TO_HOST, FROM_HOST, COPIES = "copies to the host", "copies from the host", "copies beside compute"
@@ -31,6 +32,7 @@ _COMPUTING = (COMPUTE, MEMORY, STARTS)  # all of these occupy the computing lane
 # Custom calls that allocate, mark or regroup buffers, and compute nothing.
 _MARKS = frozenset(["AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart"])
 _MARKS |= frozenset(["ConcatBitcast", "GatherScatterIndicesBitpacked", "PrepareAsyncCallDone", "PrepareAsyncCallStart"])
+_MARKS |= frozenset(["SliceId", "ZeroCrop"])  # the second writes the padding of a buffer for the hosts
 _BF16 = frozenset(["bf16", "f16"])
 
 
@@ -153,12 +155,12 @@ def predict(program: Program, cluster: Cluster) -> Prediction:
         ValueError: if the program is for another number of devices, or if it has an instruction that is not understood:
             a loop without a trip count, a branch, or a custom call that is not a matrix product.
     """
-    if program.num_devices != cluster.num_devices:
+    expected = cluster.devices_per_slice or cluster.num_devices  # the text is that of one slice
+    if program.num_devices != expected:
         raise ValueError(
             f"timeline: the program is not for {cluster.target}\n"
-            f"  got:      {program.num_devices} devices, not {cluster.num_devices}\n"
-            f"  fix:      compile it for this target; programs for several slices cannot be predicted, because their"
-            f" text is that of one slice"
+            f"  got:      {program.num_devices} devices, not {expected}\n"
+            f"  fix:      compile it for this target"
         )
     simulator = _Simulator(cluster)
     clock = _Clock()
@@ -190,7 +192,7 @@ class _Simulator:
 
     def collective(self, core: Instruction) -> tuple[tuple[str, ...], float]:
         """Returns the (lanes, seconds) of the slowest group of a collective."""
-        num_devices = self.cluster.num_devices
+        num_devices = self.cluster.devices_per_slice or self.cluster.num_devices
         sent = sum(part.sent_bytes for part in split_by_dtype(core, num_devices))
         rounds = 2 if core.op.startswith("all-reduce") else 1
         permutes = core.op.startswith("collective-permute")
@@ -221,6 +223,8 @@ class _Simulator:
 
     def step(self, i: Instruction, clock: _Clock) -> None:
         """Simulates an instruction that is not a loop, a call, or the start or end of a collective."""
+        if is_transfer(i):
+            return  # the send and the recv-done are the start and the end of a collective between slices
         if i.op.endswith("-done"):
             start = _start_of(i)
             if start not in clock.done:

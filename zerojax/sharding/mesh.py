@@ -19,7 +19,15 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from zerojax.sharding.axes import Axes
-from zerojax.sharding.torus import along, coordinates, have_sparse_cores, in_order_of_coordinates, ring_lengths
+from zerojax.sharding.torus import (
+    along,
+    coordinates,
+    have_sparse_cores,
+    in_order_of_coordinates,
+    ring_lengths,
+    slices_of,
+)
+from zerojax.warn import warn
 
 
 def make_mesh(
@@ -66,7 +74,7 @@ def make_mesh(
 
 
 def data_axes(mesh: Mesh | AbstractMesh, shard: Sequence[str], replica: Sequence[str]) -> Axes:
-    """The data axes of a mesh, by their names.
+    """The data axes of a mesh, by their names. Warns if the state is sharded over several TPU slices.
 
     Raises:
         ValueError: if an axis is not in the mesh, is named twice, or is not of type Auto.
@@ -93,8 +101,21 @@ def data_axes(mesh: Mesh | AbstractMesh, shard: Sequence[str], replica: Sequence
     if not isinstance(mesh, Mesh):
         return Axes(tuple(shard), tuple(replica), size(shard), size(replica))
     devices = along(mesh, shard)
+    _warn_of_slices(mesh, devices)
     rings = ring_lengths(devices) if len(shard) == 1 else ()  # permutations need a single axis
     return Axes(tuple(shard), tuple(replica), size(shard), size(replica), rings, have_sparse_cores(devices))
+
+
+def _warn_of_slices(mesh: Mesh, sharded_over: np.ndarray) -> None:
+    """Warns if rows of devices, as of `along`, are in several TPU slices."""
+    most = max(len(set(slices)) for slices in slices_of(sharded_over).T)
+    if most > 1:
+        num_slices = len(np.unique(slices_of(mesh.devices)))
+        warn(
+            f"mesh: the state is sharded over {most} TPU slices, and each gather waits for the network between them\n"
+            f"  got:      axes {dict(mesh.shape)}\n"
+            f"  fix:      zerojax.make_mesh(replica={num_slices}): each slice then holds a copy, if it fits in one"
+        )
 
 
 def check_enclosing_mesh(mesh: Mesh | AbstractMesh) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 SPARSE_CORES = frozenset(["TPU v5", "TPU v5p", "TPU v6 lite", "TPU v6e"])  # kinds of devices; they run collectives
 
@@ -56,9 +56,19 @@ def box_sizes(devices: np.ndarray) -> tuple[int, ...] | None:
     return sizes if all(map(np.array_equal, slowest_first, in_order)) else None
 
 
+def slices_of(devices: np.ndarray) -> np.ndarray:
+    """The TPU slice of each device, in an array of the same shape; -1 for other devices."""
+    return np.array([(coordinates(device) or (-1,))[0] for device in devices.flat]).reshape(devices.shape)
+
+
+def slice_after_slice(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether the devices of a mesh are in the order of their slices."""
+    return not isinstance(mesh, Mesh) or bool((np.diff(slices_of(mesh.devices).ravel()) >= 0).all())
+
+
 def in_one_slice(devices: np.ndarray) -> bool:
     """Whether all rows of `devices`, shape (N, groups), are chips of the same slice in each group."""
-    slices = np.array([(coordinates(device) or (-1,))[0] for device in devices.flat]).reshape(devices.shape)
+    slices = slices_of(devices)
     return bool((slices >= 0).all() and (slices == slices[:1]).all())
 
 

@@ -95,7 +95,6 @@ class DeviceGradient:
         batch = cast_batch(self.config.precision, batch)
         if self.settings.num_microbatches == 1:
             grads, output, _ = self._microbatch(shards, model_state, batch, self._device_key(key, 0), scale, [])
-            grads = self._finish_reduction(grads)
             sums, after = output.sums(), output.model_state
         else:
             grads, sums, after = self._accumulate(shards, model_state, batch, key, scale)
@@ -153,10 +152,12 @@ class DeviceGradient:
     ) -> tuple[list[Any], Output, Array]:
         """Returns (gradients of the microbatch's weighted mean over all devices, output, its weight over all devices).
 
-        At stages 2 and 3 the gradients are reduced here; below, they are this device's terms of the sum. The division
-        by the weight comes before any sum in a narrow dtype: the cotangent of this device's sum is scale / weight.
+        The gradients of a single microbatch are reduced here; of several, they are at stages 2 and 3, over the shard
+        axes, and below they are this device's terms of the sum. The division by the weight comes before any sum in a
+        narrow dtype: the cotangent of this device's sum is scale / weight.
         """
         weights: list[Array] = []
+        summed: frozenset[int] = frozenset()
 
         def seed(output: Output) -> Array:
             if output.is_weighted:
@@ -168,12 +169,14 @@ class DeviceGradient:
         if self._runs_by_units:
             segmented, data, unflatten = self.segmented_loss(shards, self.fold(model_state, index), batch, key)
             flat, grads = segmented.value_and_grad(shards, data, lambda flat: seed(unflatten(flat)), start)
-            output = unflatten(flat)
+            output, summed = unflatten(flat), segmented.summed
         else:
             grads, output = self._full_gradient(shards, self.fold(model_state, index), batch, key, seed)
         output = dataclasses.replace(
             output, model_state=models.restore_keys(output.model_state, model_state, self.definition.fixed_state)
         )
+        if self.settings.num_microbatches == 1:
+            grads = self._finish_reduction(grads, summed)
         return grads, output, weights[0]
 
     @property
@@ -184,6 +187,13 @@ class DeviceGradient:
         """
         communicates = self.config.stage.shards_grads and self.config.axes.num_shards > 1
         return communicates or not self.settings.remat.saves_everything
+
+    @property
+    def _sums_replicas_by_units(self) -> bool:
+        """Whether gradients are summed over the replica axes beside the backward pass; otherwise, after the last one of
+        several microbatches."""
+        config = self.config
+        return config.stage.shards_grads and config.axes.num_replicas > 1 and self.settings.num_microbatches == 1
 
     def _full_gradient(
         self, full: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey, seed: Any
@@ -230,6 +240,7 @@ class DeviceGradient:
             self.config.stage,
             self.config.precision,
             self.settings.collectives,
+            self._sums_replicas_by_units,
         )
         is_lookup = functools.partial(looks_up_shards, stage_collectives, full)
         traced = TracedLoss(closed, len(full), [leaf.unit for leaf in leaves], is_lookup)
@@ -280,15 +291,20 @@ class DeviceGradient:
 
     # Reductions at the end of the step --------------------------------------------------------------------------------
 
-    def _finish_reduction(self, grads: list[Any]) -> list[Any]:
-        """Reduces gradients unit by unit: over the replica axes, and over the shard axes if that has not been done."""
+    def _finish_reduction(self, grads: list[Any], summed: frozenset[int] = frozenset()) -> list[Any]:
+        """Reduces gradients unit by unit: over the replica axes, and over the shard axes if that has not been done.
+
+        Args:
+            grads: of the leaves.
+            summed: the leaves that are summed over the replica axes already.
+        """
         stage, axes, precision = self.config.stage, self.config.axes, self.config.precision
         options, leaves = self.settings.collectives, self.definition.leaves
         reduced = list(grads)
         by_unit: dict[str, list[int]] = {}
         waits: list[Array] = []
         for i, leaf in enumerate(leaves):
-            if leaf.trainable:
+            if leaf.trainable and i not in summed:
                 by_unit.setdefault(leaf.unit, []).append(i)
         for members in by_unit.values():
             values, dims = [grads[i] for i in members], [leaves[i].dims for i in members]

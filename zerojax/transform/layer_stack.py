@@ -63,6 +63,17 @@ class LayerStack:
         plain = [self.equation.invars[k] for k in (*self.const_positions, *self.carry_positions, *self.xs_positions)]
         self.weight_values = [a for a in dict.fromkeys(filter(jaxprs.is_var, plain)) if a in traced.weights]
         self.const_leaves = sorted(frozenset().union(*(traced.weights[v] for v in self.weight_values)))
+        self.complete = [self._is_complete(view.leaf) for view in self.views.values()]
+
+    @property
+    def summed(self) -> frozenset[int]:
+        """The leaves whose gradients are summed over the replica axes layer by layer, if the collectives do so."""
+        return frozenset(view.leaf for view, flag in zip(self.views.values(), self.complete, strict=True) if flag)
+
+    def _is_complete(self, leaf: int) -> bool:
+        """Whether the gradient of a layer of this leaf comes from one iteration of this scan alone."""
+        uses = [view.leaf for view in self.views.values()] + self.const_leaves
+        return uses.count(leaf) == 1 and sum(leaf in segment.leaves for segment in self.traced.segments) == 1
 
     def _layer_dims(self, view: Any) -> Dims:
         dim = self.collectives.dims[view.leaf].shard
@@ -200,8 +211,10 @@ class LayerStack:
         ys_grads = [out_grad(v) for v in select(self.equation.outvars[num_carry:], self.ys_wanted)]
         if self.regather.recomputes and not self.regather.offloads:  # values from host memory are late anyway
             saved = saved.with_last(lambda last: self.regather.delay_inputs(last, events(carry_grads)))
-        dims = select(self.dims, self.view_trainable)
-        body = _BackwardLayer(self.collectives, self.dims, dims, self.regather, fixed, self.remat.saves_inputs_only)
+        dims, complete = select(self.dims, self.view_trainable), select(self.complete, self.view_trainable)
+        body = _BackwardLayer(
+            self.collectives, self.dims, dims, complete, self.regather, fixed, self.remat.saves_inputs_only
+        )
         fixed_grads = [jnp.zeros(a.shape, a.dtype) for a in select(fixed, self.fixed_wanted)]
         layers = Layers(self._stacked_shards(shards), ys_grads, self._cut(schedule), not self.scan.reverse, saved)
         scanned = layer_scan.scan(body, (carry_grads, fixed_grads), layers, schedule)
@@ -295,6 +308,7 @@ class _BackwardLayer(LayerBody):
         collectives: of the stage.
         dims: of the layer's weights.
         grad_dims: of the weights that get a gradient.
+        complete: whether these gradients are complete; see `StageCollectives.sum_replicas`.
         regather: the backward pass of a layer.
         fixed: the constants of the loop.
         saves_inputs_only: whether a layer is recomputed from its inputs.
@@ -305,11 +319,12 @@ class _BackwardLayer(LayerBody):
         collectives: StageCollectives,
         dims: Sequence[Dims],
         grad_dims: Sequence[Dims],
+        complete: Sequence[bool],
         regather: Regather,
         fixed: list[Array],
         saves_inputs_only: bool,
     ):
-        self._collectives, self._dims, self._grad_dims = collectives, dims, grad_dims
+        self._collectives, self._dims, self._grad_dims, self._complete = collectives, dims, grad_dims, complete
         self._regather, self._fixed = regather, fixed
         self._orders: list[Shape] = []  # of the gradients, the same in every layer
         self.restores = regather.offloads
@@ -331,7 +346,8 @@ class _BackwardLayer(LayerBody):
         return (grads.data[:num_carry], fixed_grads), grads.data[num_carry:], [], grads.weights
 
     def reduce(self, grads: Any, waits: list[Array], group: int) -> tuple[list[Array], list[Array]]:
-        return self._collectives.reduce_transposed(grads, self._orders, self._grad_dims, waits, group)
+        shards, reduced = self._collectives.reduce_transposed(grads, self._orders, self._grad_dims, waits, group)
+        return self._collectives.sum_replicas(shards, self._grad_dims, self._complete), reduced
 
     def restore(self, saved: Any, overlapped: list[Array]) -> tuple[list[Array], list[Array]]:
         return self._regather.restore(saved, overlapped)

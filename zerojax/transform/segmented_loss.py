@@ -55,6 +55,12 @@ class SegmentedLoss:
         self.parts = [_kind(s)(traced, s, collectives, trainable, remat_of(s)) for s in traced.segments]
         self.least_bytes = SMALL_UNIT * max((part.num_bytes for part in self.parts), default=0)
 
+    @property
+    def summed(self) -> frozenset[int]:
+        """The leaves whose gradients are summed over the replica axes already, if the collectives do so."""
+        stacks = [part.summed for part in self.parts if isinstance(part, LayerStack)]
+        return frozenset().union(*stacks) if self.collectives.sums_replicas else frozenset()
+
     def _schedule(self, start: list[Array]) -> Schedule:
         return Schedule(self.prefetch, start, idle=True, least_bytes=self.least_bytes)
 

@@ -30,6 +30,7 @@ class StageCollectives:
         stage: stage 3 gathers leaves; stages 2 and 3 reduce-scatter gradients as they are computed.
         precision: chooses the dtypes in which gradients are communicated and summed.
         options: how the leaves of a unit are moved.
+        sums_replicas: whether reduced gradients are summed over the replica axes as soon as they are complete.
     """
 
     axes: Axes
@@ -37,6 +38,7 @@ class StageCollectives:
     stage: Stage
     precision: Precision
     options: CollectiveOptions
+    sums_replicas: bool = False
 
     def fetch(
         self, shards: Sequence[Array], dims: Sequence[Dims], schedule: Schedule, prefetch: int = 0
@@ -68,6 +70,20 @@ class StageCollectives:
         grads = [for_reduction(g, self.precision.wire_dtype(g.dtype)) for g in grads]
         options = self.options._replace(group=group)
         return collectives.reduce_scatter(grads, dims, self.axes, options, options.next_waits_for(list(reduced)))
+
+    def sum_replicas(self, grads: Sequence[Array], dims: Sequence[Dims], complete: Sequence[bool]) -> list[Array]:
+        """Sums the complete gradients over the replica axes, if `sums_replicas`.
+
+        Args:
+            grads: of `reduce`.
+            dims: of the leaves.
+            complete: whether nothing is added to a gradient after this.
+        """
+        if not self.sums_replicas:
+            return list(grads)
+        chosen = select(grads, complete), select(dims, complete)
+        sums = iter(collectives.all_reduce(chosen[0], self.axes.replica, self.axes, self.options, chosen[1]).leaves)
+        return [next(sums) if flag else grad for grad, flag in zip(grads, complete, strict=True)]
 
     def shard_shape(self, shape: Shape, dims: Dims) -> Shape:
         """The shape in which the stage keeps the gradient of a leaf."""
