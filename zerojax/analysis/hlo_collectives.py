@@ -221,7 +221,7 @@ def groups(collective: Instruction, num_devices: int) -> list[tuple[int, ...]]:
         ValueError: if the groups are not understood.
     """
     if hlo_transfers.is_between_slices(collective):
-        return hlo_transfers.groups(collective, num_devices)
+        return hlo_transfers.slice_groups(collective, num_devices)
     if collective.op.startswith("collective-permute"):
         pairs = re.findall(r"\{(\d+),(\d+)\}", attribute(r"source_target_pairs=\{(.*?\})\}", collective))
         return [(int(source), int(target)) for source, target in pairs]

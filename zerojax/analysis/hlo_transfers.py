@@ -59,7 +59,7 @@ def done_index(block: Block, start: int) -> int:
     raise unsupported(block.instructions[start], "a transfer between slices has no end in the same computation")
 
 
-def groups(collective: Instruction, num_devices: int) -> list[tuple[int, ...]]:
+def slice_groups(collective: Instruction, num_devices: int) -> list[tuple[int, ...]]:
     """The devices of each group, or the pairs of a permutation, as in `hlo_collectives.groups`.
 
     Args:
