@@ -11,10 +11,14 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 
+def num_slices(devices):
+    """The number of TPU slices, each of which holds a copy of the state; 1 for other devices."""
+    return len({getattr(device, "slice_index", 0) for device in devices})
+
+
 def mesh_over(devices):
-    """A mesh of one axis, 'data'; over several TPU slices, each of which holds a copy of the state, of two: 'replica'
-    and 'data'."""
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    """A mesh with the axis 'data', and with 'replica' over several slices."""
+    slices = num_slices(devices)
     return Mesh(np.array(devices).reshape(slices, -1), ("replica", "data")) if slices > 1 else Mesh(devices, ("data",))
 
 

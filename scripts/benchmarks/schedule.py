@@ -161,21 +161,20 @@ def main():
     print(json.dumps(result)) if args.json else tables(result)
 
 
-def num_slices(devices):
-    """The number of TPU slices."""
-    return len({getattr(device, "slice_index", 0) for device in devices})
+def zero_over(devices, **options):
+    """The `Zero` of form ours."""
+    from plain import num_slices
 
-
-def mesh_over(devices):
-    """The mesh of form ours: each of several TPU slices holds a copy of the state."""
     import zerojax
 
-    return zerojax.make_mesh(devices=devices, replica=num_slices(devices))
+    return zerojax.Zero(zerojax.make_mesh(devices=devices, replica=num_slices(devices)), 3, "bf16", **options)
 
 
 def formula_bytes(form, psi, devices):
     """The bytes that a device sends, in bf16: within a slice by the formula of the stage; between slices it all-reduces
     the gradients that it holds."""
+    from plain import num_slices
+
     slices = num_slices(devices)
     shards = 1 if form == "single" else len(devices) // slices
     volume = {"replicated": 2, "single": 0}.get(form, 3)  # elements for each parameter
@@ -213,6 +212,8 @@ class GPT:
         """The terms of the bound of the memory, and the bound."""
         if self.activations is None:
             self.activations = activation_bytes(self.config, self.args, self.devices[:1], platform)
+        from plain import num_slices
+
         used = len(self.used(form)) // num_slices(self.used(form))
         terms = memory_terms(form, self.config, self.args, used, self.psi, self.unit, self.activations)
         return terms | {"bound_bytes": 1.05 * sum(terms.values()) if self.args.remat in ("full", "offload") else None}
@@ -225,13 +226,11 @@ class Unedited:
         import models
         import optax
 
-        import zerojax
-
         self.model = models.model(args.model)
         args.seq, args.rows = args.seq or self.model.seq, args.rows or self.model.rows
         self.args, self.devices = args, devices
         self.batch = self.model.batch_aval(args.rows * len(devices), args.seq)
-        self.zero = zerojax.Zero(mesh_over(devices), 3, "bf16", **self.model.options)
+        self.zero = zero_over(devices, **self.model.options)
         self.tx = optax.adamw(1e-3)
         leaves = self.zero.eval_init(self.model.create, self.tx).definition.leaves
         self.psi, self.leaf = sum(leaf.size for leaf in leaves), max(leaf.size_at_once for leaf in leaves)
@@ -302,9 +301,7 @@ def ours(config, args, devices):
     import gpt
     import optax
 
-    import zerojax
-
-    zero = zerojax.Zero(mesh_over(devices), stage=3, precision="bf16")
+    zero = zero_over(devices)
     state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
     step = zero.train_step(gpt.loss, remat=remat_of(args), prefetch=args.prefetch)
     return step.trace(state, gpt.batch_aval(config, args.rows * len(devices)))
@@ -384,12 +381,11 @@ def memory_terms(form, config, args, num_devices, psi, unit, activations):
 
 def options_of(form, devices):
     """Returns the compiler options of a form that adds some to those of its step."""
-    import zerojax
     from zerojax.sharding.torus import SPARSE_CORES
     from zerojax.step.config import compiler_options
 
     if form == "options":
-        return compiler_options(zerojax.Zero(mesh_over(devices)).config, [])
+        return compiler_options(zero_over(devices).config, [])
     if form != "flags":
         return {}
     return dict.fromkeys(_SPARSE_CORES if devices[0].device_kind in SPARSE_CORES else _FUSIONS, True) | _LAYOUT

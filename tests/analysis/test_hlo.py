@@ -8,7 +8,7 @@ GPT (four layers of width 4096 with 32 heads, two rows of 2048 tokens, bf16, sta
 import jax
 import jax.numpy as jnp
 import pytest
-from support.hlo_text import CARRY, DOT, EIGHT, GATHER, GROUPS, MIB, TWO_GATHERS, loop, program
+from support.hlo_text import CARRY, DOT, EIGHT, GATHER, GROUPS, MIB, TWO_GATHERS, between_slices, loop, program
 from support.paths import DATA
 
 from zerojax.analysis import costs, hlo, hlo_collectives
@@ -188,29 +188,6 @@ def test_a_collective_of_a_sparse_core_runs_from_the_update_that_gives_it_its_op
     assert found == hlo_collectives.Collective("all-gather", "bf16", 2 * MIB, EIGHT, 1, False, exposed)
     with pytest.raises(ValueError, match="gets none in the same computation"):
         hlo_collectives.compiled_collectives(program(text.replace("call-update(%start, %p)", "copy(%p)"), SPARSE_CORE))
-
-
-BETWEEN_SLICES = """
-    %p = bf16[128,1024] parameter(0)
-    %q = bf16[1024,1024] parameter(1)
-    %t = token[] after-all()
-    %s = (bf16[128,1024], u32[], token[]) send(%p, %t), channel_id=2, is_host_transfer=true, ATTRIBUTES
-    AFTER
-    %r = (RESULT, u32[], token[]) recv(%t), channel_id=1, is_host_transfer=true, ATTRIBUTES
-    BEFORE
-    %sent = token[] send-done(%s), channel_id=2, is_host_transfer=true, HANDLER}
-    %done = (RESULT, token[]) recv-done(%r), channel_id=1, is_host_transfer=true, HANDLER}
-    ROOT %x = RESULT get-tuple-element(%done), index=0
-"""
-HANDLER = 'frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"'
-
-
-def between_slices(kind, target, result="bf16[128,1024]", **places):
-    own = f'{HANDLER},_xla_host_transfer_rendezvous="psum.1_0",_xla_megascale_target={target},'
-    text = BETWEEN_SLICES.replace("ATTRIBUTES", f'{own}_xla_megascale_transfer_type="{kind}"}}')
-    for place in ("BEFORE", "AFTER"):
-        text = text.replace(place, places.get(place, ""))
-    return program(text.replace("HANDLER", HANDLER).replace("RESULT", result), num_devices=4)
 
 
 @pytest.mark.parametrize("place", ["BEFORE", "AFTER"])

@@ -3,11 +3,11 @@
 import dataclasses
 
 import pytest
-from support.hlo_text import CARRY, DOT, GATHER, GROUPS, MIB, TWO_GATHERS, loop, program
+from support.hlo_text import CARRY, DOT, GATHER, GROUPS, MIB, TWO_GATHERS, between_slices, loop, program
 from support.paths import DATA
 
 from zerojax.analysis import costs, hlo, hlo_collectives
-from zerojax.analysis.hardware import BETWEEN_HOSTS, INSIDE_HOST, Chip, Cluster, Rate, torus_links
+from zerojax.analysis.hardware import BETWEEN_HOSTS, BETWEEN_SLICES, INSIDE_HOST, Chip, Cluster, Rate, torus_links
 from zerojax.plan.timeline import COMPUTE, COPIES, FROM_HOST, MEMORY, STARTS, TO_HOST, Span, predict
 
 FLOPS, MEMORY_RATE, LINK = 2**30, 6 * MIB, MIB / 4
@@ -432,6 +432,18 @@ def test_what_a_sparse_core_does_runs_beside_the_computation(work, lane, seconds
     found = predict(program(text, computations), HOST)
     assert found.busy_s[lane] == pytest.approx(seconds)
     assert found.step_s == pytest.approx(max(seconds, found.computing_s))
+
+
+@pytest.mark.parametrize("place", ["AFTER", "BEFORE"])
+def test_a_sum_over_slices_runs_beside_a_product(place):
+    """It begins with the transfer to the host, long before its `recv`, and the text is that of one of two slices."""
+    two_slices = Cluster("two slices", CHIP, 8, 4, (2, 2))
+    text = between_slices("ALL_REDUCE", '"{1,2}x{0:3}"', **{place: DOT.replace("%a", "%q")})
+    found = predict(text, two_slices)
+    assert (found.step_s, found.products_s) == pytest.approx((4, 2))  # 1/4 MiB at 1/16 MiB/s
+    assert dict(found.busy_s)[BETWEEN_SLICES] == pytest.approx(4)
+    with pytest.raises(ValueError, match="4 devices, not 8"):
+        predict(text, HOST)
 
 
 def test_a_step_is_bound_by_its_busiest_lane():

@@ -71,3 +71,27 @@ TWO_GATHERS = f"""
         %product = bf16[1024,1024] dot(%first, %first), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
         ROOT %second = bf16[1024,1024] all-gather-done(%two)
 """
+
+
+BETWEEN_SLICES = """
+    %p = bf16[128,1024] parameter(0)
+    %q = bf16[1024,1024] parameter(1)
+    %t = token[] after-all()
+    %s = (bf16[128,1024], u32[], token[]) send(%p, %t), channel_id=2, is_host_transfer=true, ATTRIBUTES
+    AFTER
+    %r = (RESULT, u32[], token[]) recv(%t), channel_id=1, is_host_transfer=true, ATTRIBUTES
+    BEFORE
+    %sent = token[] send-done(%s), channel_id=2, is_host_transfer=true, HANDLER}
+    %done = (RESULT, token[]) recv-done(%r), channel_id=1, is_host_transfer=true, HANDLER}
+    ROOT %x = RESULT get-tuple-element(%done), index=0
+"""
+HANDLER = 'frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime"'
+
+
+def between_slices(kind, target, result="bf16[128,1024]", **places):
+    """A program of slices of four devices with one collective between them, and lines before and after its `recv`."""
+    own = f'{HANDLER},_xla_host_transfer_rendezvous="psum.1_0",_xla_megascale_target={target},'
+    text = BETWEEN_SLICES.replace("ATTRIBUTES", f'{own}_xla_megascale_transfer_type="{kind}"}}')
+    for place in ("BEFORE", "AFTER"):
+        text = text.replace(place, places.get(place, ""))
+    return program(text.replace("HANDLER", HANDLER).replace("RESULT", result), num_devices=4)

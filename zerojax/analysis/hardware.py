@@ -279,8 +279,7 @@ class Cluster:
         if len(members) == 1:
             return inside
         num_nics = min(map(len, members.values()))
-        over_host = chip.host_rate.effective if self.torus else math.inf  # chips of a TPU send by way of their hosts
-        network = num_nics * min(chip.network_rate.effective, over_host)
+        network = num_nics * chip.network_rate.effective  # to the host, chips of a TPU copy faster than this
         # Each step of the ring either crosses to the next host or stays within one.
         steps = (len(group) - len(members)) * chip.hop_s + (len(members) - 1) * chip.network_hop_s
         return Route(
