@@ -15,11 +15,12 @@ from click.testing import CliRunner
 
 import zerojax
 from zerojax.analysis.hardware import cluster
+from zerojax.analysis.hlo_collectives import Collective
 from zerojax.analysis.liveness import peak
 from zerojax.cli import main
 from zerojax.plan import PRESETS, Job, Settings, attention, plan, presets
 from zerojax.plan.planner import REMATS, Planner
-from zerojax.plan.program import required_bytes
+from zerojax.plan.program import required_bytes, summarize_collectives
 from zerojax.plan.search import search
 from zerojax.plan.show import text
 from zerojax.report.memory import largest_model, model_states
@@ -397,3 +398,11 @@ def test_the_required_memory_is_read_from_the_message_of_the_compiler():
     assert required_bytes(message) == int(81.64 * 2**30)
     assert required_bytes("RESOURCE_EXHAUSTED: Ran out of memory. Used 30.5G of 15.75G hbm.") == int(30.5 * 2**30)
     assert required_bytes("INTERNAL: Couldn't find output tile sizes") is None
+
+
+@pytest.mark.parametrize(("group", "axis"), [((0, 1), "data"), ((0, 4), "replica"), (range(8), "replica, data")])
+def test_collectives_are_listed_by_the_axes_that_their_groups_span(group, axis):
+    """A ring along one dim of a torus has fewer devices than the axis."""
+    found = Collective("collective-permute", "bf16", 2**20, tuple(group), 3, False, True)
+    (row,) = summarize_collectives([found], {"replica": 2, "data": 4})
+    assert (row.axis, row.count, row.sent_bytes, row.exposed_bytes) == (axis, 3, 3 * 2**20, 3 * 2**20)

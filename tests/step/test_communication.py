@@ -5,7 +5,7 @@ import collections
 import gpt
 import optax
 import pytest
-from support import traffic
+from support import traffic, zoo
 
 import zerojax
 
@@ -76,6 +76,13 @@ def test_a_scanned_layer_is_summed_over_replicas_beside_the_layers_below(stage, 
     stack = max(leaf.size for leaf in state.definition.leaves if leaf.stacked) / 4
     over_replicas = [c.size for c in found if c.kind.startswith("psum") and c.num_devices == 2]
     assert (stack in over_replicas) == (not by_layer)
+
+
+def test_a_leaf_with_several_uses_is_summed_over_replicas_in_the_reduce_dtype():
+    """Its gradients are added in fp32."""
+    model, zero = zoo.ZOO["tied"], zerojax.Zero(zerojax.make_mesh(replica=2), 3, "bf16")
+    audit = zero.train_step(model.loss).audit(zero.eval_init(model.create, optax.sgd(0.1)), model.batch(0))
+    assert audit.ok and audit["wire dtype"].verdict is zerojax.Verdict.OK
 
 
 def test_counting_finds_a_collective_in_a_loop():

@@ -39,6 +39,7 @@ CASES = [
     ("gpt_nnx_scan", (8,), {}, 3, "bf16", 1, {"remat": "full"}),
     ("tied", (8,), {}, 2, "fp32", 2, {"bucket_bytes": 2**10}),
     ("gpt_nnx_scan", (2, 2), {"replica": 2}, 3, "bf16", 1, {"remat": "full"}),
+    ("tied", (2, 2), {"replica": 2}, 3, "bf16", 1, {}),
     ("gpt_linen_scan", (4,), {"replica": 2}, 2, "fp32", 1, {"bucket_bytes": 2**10}),
     ("gpt_nnx_scan", (2,), {"replica": 4}, 3, "fp32", 2, {}),
 ]

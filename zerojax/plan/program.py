@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from zerojax.analysis import hlo, hlo_collectives
 from zerojax.analysis.hardware import Cluster
@@ -24,7 +25,7 @@ class CollectiveSummary(NamedTuple):
 
     Attributes:
         kind: 'all-gather', 'reduce-scatter', ...
-        axis: the mesh axis with as many devices as a group, or else the number of devices of a group.
+        axis: the names of the mesh axes that a group spans.
         dtype: the dtype that is sent.
         count: the number of runs in a step.
         sent_bytes: the bytes that one device sends.
@@ -226,7 +227,7 @@ def summarize_collectives(
     groups: dict[tuple[str, str, str], list[hlo_collectives.Collective]] = {}
     for c in found:
         if c.group_size > 1:
-            groups.setdefault((c.kind, _axis(c.group_size, axes), c.dtype), []).append(c)
+            groups.setdefault((c.kind, _axes_text(c.group, axes), c.dtype), []).append(c)
     return tuple(
         CollectiveSummary(
             *key,
@@ -238,9 +239,10 @@ def summarize_collectives(
     )
 
 
-def _axis(group_size: int, axes: dict[str, int]) -> str:
-    names = [name for name, size in axes.items() if size == group_size]
-    return names[0] if len(names) == 1 else f"{group_size} devices"
+def _axes_text(group: tuple[int, ...], axes: dict[str, int]) -> str:
+    """The names of the mesh axes that a group spans. Its devices are numbered in the order of the mesh."""
+    places = np.unravel_index(np.array(group), tuple(axes.values()))
+    return ", ".join(name for name, place in zip(axes, places, strict=True) if len(set(place.tolist())) > 1)
 
 
 # What helps against internal errors of the compilers that come with the supported versions of JAX.

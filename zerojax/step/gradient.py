@@ -308,9 +308,10 @@ class DeviceGradient:
                 by_unit.setdefault(leaf.unit, []).append(i)
         for members in by_unit.values():
             values, dims = [grads[i] for i in members], [leaves[i].dims for i in members]
-            if not stage.shards_grads:
+            if not stage.shards_grads or self._sums_replicas_by_units:  # the sum of several uses of a leaf is wider
                 dtypes = [precision.wire_dtype(leaves[i].compute_dtype) for i in members]
                 values = [for_reduction(v, dtype) for v, dtype in zip(values, dtypes, strict=True)]
+            if not stage.shards_grads:
                 if stage.shards_optimizer:
                     values, events = collectives.reduce_scatter(values, dims, axes, options, waits, rows=True)
                 else:
