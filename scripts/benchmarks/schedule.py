@@ -438,16 +438,21 @@ def report(traced, form, args, options, copy_bytes):
         "arguments_bytes": memory.argument_size_in_bytes,
         "temporaries_bytes": temporaries,
         "host_temporaries_bytes": memory.host_temp_size_in_bytes,
-        **times(parsed),
+        **times(parsed, between_slices=any(map(crosses, found))),
         **(times_on_torus(parsed, args.target) if platform == "tpu" else {}),
     }
 
 
-def times(program):
-    """Returns the seconds for each link; None, and the reason as `no_time`, if they cannot be predicted."""
+def times(program, between_slices):
+    """Returns the seconds for each link; None, and the reason as `no_time`, if they cannot be predicted.
+
+    `between_slices`: whether it communicates between slices.
+    """
     from zerojax.analysis.hardware import INSIDE_HOST
     from zerojax.plan import timeline
 
+    if between_slices:
+        return {f"{link}_s": None for link in LINKS} | {"no_time": "two lanes have no network between slices"}
     try:
         found = {link: timeline.predict(program, two_lanes(program.num_devices, rate)) for link, rate in LINKS.items()}
     except ValueError as error:
