@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from zerojax.analysis import jaxpr_collectives, utilisation
+from zerojax.analysis.host_arguments import TracedWithHostArguments, forgets_memories, in_host_memory
 from zerojax.audit.audit import audit_step
 from zerojax.audit.expectation import Expectation, expect
 from zerojax.audit.findings import Audit
@@ -40,7 +41,7 @@ from zerojax.step.loss_traces import (
 from zerojax.step.offload_options import offload_options
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition, TrainState
-from zerojax.step.update import apply_gradients, optimizer_params, squared_norm
+from zerojax.step.update import apply_gradients
 from zerojax.text import mesh_text
 from zerojax.typing import Array, Aval, PyTree
 
@@ -115,11 +116,13 @@ class Step:
         """
         donated = (0,) if self.donates else ()
         jit = functools.partial(jax.jit, self._build(state), donate_argnums=donated, keep_unused=True)
+        if self._is_described_host(state):
+            jit = functools.partial(jit, in_shardings=(states.shardings(self.config, state), None))
         options = compiler_options(self.config, state.definition.leaves)
         jitted, to_offload = jit(compiler_options=options), offload_options(self.config)
         if to_offload:
             with in_words_of_the_user(self.config.precision):
-                traced = jitted.trace(state, batch_avals(self.config, batch))
+                traced = self._trace(jitted, state, batch)
             if jaxpr_collectives.offloaded_bytes(traced.jaxpr):
                 return jit(compiler_options={**(options or {}), **to_offload})
         return jitted
@@ -138,8 +141,18 @@ class Step:
         Args:
             state, batch: arrays or avals.
         """
-        jitted = self._checked(state, batch)
-        return jitted.trace(state, batch_avals(self.config, batch))
+        return self._trace(self._checked(state, batch), state, batch)
+
+    def _trace(self, jitted: Any, state: TrainState, batch: PyTree) -> Any:
+        if not self._is_described_host(state):
+            return jitted.trace(state, batch_avals(self.config, batch))
+        in_host = states.in_host(self.config, state)
+        traced = jitted.trace(in_host_memory(state, in_host), batch_avals(self.config, batch))
+        return TracedWithHostArguments(traced, jax.tree.leaves(in_host))
+
+    def _is_described_host(self, state: TrainState) -> bool:
+        """Whether a part of the state is in the host memory of devices that are only described, and have none."""
+        return self.config.offloads_optimizer and forgets_memories(state.step.sharding)
 
     def lower(self, state: TrainState, batch: PyTree, **kwargs: Any) -> Any:
         """Lowers the step, as `jax.jit(...).lower` does.
@@ -332,12 +345,11 @@ def train_step(
             factor = 1 / scale
             if clip_norm is not None:
                 factor = factor * jnp.minimum(1, clip_norm / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
-            dtype = config.precision.param_dtype
-            scaled = [None if g is None else g.astype(dtype) * factor.astype(dtype) for g in result.grads]
-            if clip_norm is None and state.loss_scale is None:
-                scaled = result.grads
-            grads = jax.tree.unflatten(definition.tree, scaled)
-            after = apply_gradients(gradient, state, shardings, grads, finite, result.loss)
+            grads = [g for g in result.grads if g is not None]
+            is_one = clip_norm is None and state.loss_scale is None
+            after, params_norm = apply_gradients(
+                gradient, state, shardings, grads, None if is_one else factor, finite, result.loss
+            )
             keep = lambda new, old: new if models.is_key(new) else lax.select(finite, new, old)
             model_state = jax.tree.map(keep, result.model_state, state.model_state)
             after = dataclasses.replace(after, model_state=model_state)
@@ -345,7 +357,7 @@ def train_step(
                 "loss": result.loss,
                 **result.metrics,
                 "grad_norm": norm,
-                "param_norm": jnp.sqrt(squared_norm(gradient, optimizer_params(config, after))),
+                "param_norm": jnp.sqrt(params_norm),
                 "skipped": after.skipped,
                 **_learning_rate(after.opt_state),
                 **({"loss_scale": after.loss_scale.value} if after.loss_scale else {}),

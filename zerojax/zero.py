@@ -27,7 +27,7 @@ from zerojax.sharding.precision import Precision
 from zerojax.sharding.stages import Stage
 from zerojax.sharding.uneven import uneven_text
 from zerojax.step import batch as batches, creation, models
-from zerojax.step.config import ZeroConfig
+from zerojax.step.config import ZeroConfig, check_offload
 from zerojax.step.gradient import compute_gradients, device_gradient
 from zerojax.step.loss_traces import check_loss
 from zerojax.step.replicas import verify_replicas
@@ -107,9 +107,13 @@ class Zero:
             force at `init`.
         axis_names: maps names of mesh axes in the model's metadata to axes of this mesh, or to None to ignore them:
             {'fsdp': 'data', 'tp': None}.
+        offload: 'optimizer' keeps the optimizer's state and the master copy of the parameters in pinned host memory:
+            each array that is shaped like a parameter. A step moves them through the device piece by piece, so the
+            optimizer has to work element by element. 'none' is the default.
 
     Raises:
-        ValueError: if the stage, the precision or an axis is unknown.
+        ValueError: if the stage, the precision, an axis or the offload is unknown, or if the mesh has other axes and
+            the optimizer's state is offloaded.
         RuntimeError: if `zerojax launch` started several processes, and this one has not called `zerojax.initialize`.
     """
 
@@ -129,13 +133,15 @@ class Zero:
         units: str | Sequence[str] = (),
         partition_specs: Mapping[str, PartitionSpec] | None = None,
         axis_names: Mapping[str, str | None] | None = None,
+        offload: str = "none",
     ):
         if not isinstance(mesh, AbstractMesh):
             check_joined()
         if replica_axes is None:
             replica_axes = tuple(name for name in ("replica",) if name in mesh.axis_names)
         axes = data_axes(mesh, tuple(shard_axes), tuple(replica_axes))
-        self.config = ZeroConfig(mesh, axes, Stage.of(stage), Precision.of(precision))
+        offloads_optimizer = check_offload(offload, mesh, axes)
+        self.config = ZeroConfig(mesh, axes, Stage.of(stage), Precision.of(precision), offloads_optimizer)
         self.overrides = Overrides(
             dict(shard_dims or {}),
             _globs(stacked),
@@ -152,6 +158,7 @@ class Zero:
         config, default = self.config, Overrides()
         given = {field.name: getattr(self.overrides, field.name) for field in dataclasses.fields(Overrides)}
         options = [f"{name}={value!r}" for name, value in given.items() if value != getattr(default, name)]
+        options += ["offload='optimizer'"] if config.offloads_optimizer else []
         over = " x ".join(config.axes.shard)
         where = f"{config.stage.title} over {over} on a mesh of {mesh_text(dict(config.mesh.shape))}"
         return f"Zero({', '.join([where, config.precision.title, *options])})"

@@ -55,7 +55,7 @@ def audit_step(step: Any, expectation: Expectation) -> Audit:
     Cost: compiles a traced step, and reads the text of the program, in about 5% of the time of the compilation.
     """
     jaxpr = step.jaxpr if isinstance(step, jax.stages.Traced) else None
-    compiled = step.lower().compile() if isinstance(step, jax.stages.Traced) else step
+    compiled = step.lower().compile() if hasattr(step, "lower") else step
     program, platform = _reader(compiled), expectation.config.mesh.devices.flat[0].platform
     memory = _MemoryChecks(compiled, program, expectation, platform)
     communication = CommunicationChecks(program, jaxpr, expectation, platform)

@@ -16,7 +16,7 @@ from zerojax.analysis import jaxpr_collectives
 from zerojax.analysis.hlo_collectives import Collective
 from zerojax.sharding import placement
 from zerojax.sharding.axes import axis_names
-from zerojax.sharding.placement import Leaf
+from zerojax.sharding.placement import Leaf, shard_bytes
 from zerojax.step import state as states
 from zerojax.step.config import ZeroConfig
 from zerojax.step.loss_traces import Use
@@ -122,6 +122,8 @@ def expect(
     width = jnp.dtype(config.precision.compute_dtype).itemsize
     is_wide = [leaf.compute_dtype.itemsize > width for leaf in leaves]
     by_choice = _stage_bytes(config, _where(is_wide, leaves), _where(is_wide, uses), num_microbatches).total
+    flags = jax.tree.leaves(states.in_host(config, state))
+    in_host = sum(shard_bytes(a, a.sharding) for (_, a), flag in zip(with_paths, flags, strict=True) if flag)
     return Expectation(
         config,
         num_microbatches,
@@ -133,7 +135,7 @@ def expect(
         unit_bytes=_unit_bytes(config, leaves),
         wide_bytes=averaged + wide * replicas + by_choice,
         ends_bytes=_ends_bytes(config, leaves, uses),
-        offloaded_bytes=jaxpr_collectives.offloaded_bytes(jaxpr) // num_microbatches,
+        offloaded_bytes=(jaxpr_collectives.offloaded_bytes(jaxpr) - in_host) // num_microbatches,
         jaxpr=jaxpr,
     )
 

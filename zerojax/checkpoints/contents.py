@@ -13,9 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from zerojax.sharding import placement
 from zerojax.sharding.padding import between
+from zerojax.sharding.placement import HOST, Leaf
 from zerojax.step import models
 from zerojax.step.digest import Digest
 from zerojax.step.state import TrainState, logical_avals
@@ -74,24 +76,36 @@ def with_arrays(state: TrainState, restored: Mapping[str, Array]) -> TrainState:
     if state.master is None:
         return dataclasses.replace(state, params=params, **tree)
 
-    likes = [
-        (leaf, like)
-        for leaf, like in zip(definition.leaves, jax.tree.leaves(state.params), strict=True)
-        if leaf.trainable
-    ]
-
-    def computed(trained: PyTree) -> PyTree:
-        """The trained parameters as they are computed with: with or without zeros, like those before."""
-        values, structure = jax.tree.flatten(trained)
-        logical = [leaf.without_zeros(a).astype(like.dtype) for a, (leaf, like) in zip(values, likes, strict=True)]
-        padded = [between(leaf.shape, like.shape).pad(a) for a, (leaf, like) in zip(logical, likes, strict=True)]
-        return structure.unflatten(padded)
-
     trained, compute_params = definition.trained(params), state.params
     if _has_params(restored):  # frozen ones are not copied
-        shardings = jax.tree.map(lambda a: a.sharding, definition.trained(state.params))
-        compute_params = definition.with_frozen(jax.jit(computed, out_shardings=shardings)(trained), params)
+        leaves = [leaf for leaf in definition.leaves if leaf.trainable]
+        likes = jax.tree.leaves(definition.trained(state.params))
+        values, structure = jax.tree.flatten(trained)
+        computed = _computed(values, leaves, likes)
+        compute_params = definition.with_frozen(structure.unflatten(computed), params)
     return dataclasses.replace(state, params=compute_params, master=trained, **tree)
+
+
+def _computed(values: Sequence[Array], leaves: Sequence[Leaf], likes: Sequence[Array]) -> list[Array]:
+    """Trained parameters as they are computed with: with or without zeros, like those before.
+
+    Those in host memory come to the devices one after the other.
+    """
+
+    def cast(values: list[Array]) -> list[Array]:
+        logical = [
+            leaf.without_zeros(a).astype(like.dtype) for a, leaf, like in zip(values, leaves, likes, strict=True)
+        ]
+        return [between(leaf.shape, like.shape).pad(a) for a, leaf, like in zip(logical, leaves, likes, strict=True)]
+
+    if not any(a.sharding.memory_kind == HOST for a in values):
+        return jax.jit(cast, out_shardings=[like.sharding for like in likes])(list(values))
+    shardings: list[Any] = [a.sharding for a in values]
+    on_device = (jax.device_put(a, NamedSharding(s.mesh, s.spec)) for a, s in zip(values, shardings, strict=True))
+    return [
+        _computed([a], [leaf], [like])[0].block_until_ready()
+        for a, leaf, like in zip(on_device, leaves, likes, strict=True)
+    ]
 
 
 def continued_counts(avals: Mapping[str, Any], arrays: Mapping[str, Array]) -> dict[str, Array]:

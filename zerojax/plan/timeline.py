@@ -34,6 +34,7 @@ _MARKS = frozenset(["AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollec
 _MARKS |= frozenset(["ConcatBitcast", "GatherScatterIndicesBitpacked", "PrepareAsyncCallDone", "PrepareAsyncCallStart"])
 _MARKS |= frozenset(["SliceId", "ZeroCrop"])  # the second writes the padding of a buffer for the hosts
 _BF16 = frozenset(["bf16", "f16"])
+_COPY_STARTS = ("copy-start", "slice-start", "fusion-start", "dynamic-slice-start", "dynamic-update-slice-start")
 
 
 class Span(NamedTuple):
@@ -230,7 +231,7 @@ class _Simulator:
             if start not in clock.done:
                 raise unsupported(i, "an end has no start in the same computation")
             clock.now = max(clock.now, clock.done[start])
-        elif i.op in ("copy-start", "slice-start", "fusion-start"):
+        elif i.op in _COPY_STARTS:
             lane, num_bytes = _copied(i)
             rate = self.chip.memory_rate if lane == COPIES else self.chip.host_rate
             clock.done[i] = clock.occupy((lane,), i.name, num_bytes / rate.effective)
@@ -298,8 +299,11 @@ def _copied(start: Instruction) -> tuple[str, int]:
         return _lane(source, target), target.num_bytes
     num_operands = sum(len(operand.buffers) for operand in start.operands)
     source, result = start.operands[0].buffers[0], start.buffers[num_operands]
-    if start.op == "slice-start":
+    if start.op in ("slice-start", "dynamic-slice-start"):
         return _lane(source, result), result.num_bytes
+    if start.op == "dynamic-update-slice-start":
+        update = start.operands[1].buffers[0]
+        return _lane(update, result), update.num_bytes
     (root,) = fusion_results(start.called["calls"][0].root)
     while root.op in ("bitcast", "copy"):
         root = root.operands[0]

@@ -10,13 +10,15 @@ from zerojax.tables import Column, Screen, TextTable, printed, screen, sections_
 from zerojax.text import SPACE, bytes_text, fold
 from zerojax.typing import Shape
 
+HOST_MEMORY = "host memory"  # the category of the optimizer's state that is offloaded
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
     """The placement of one leaf.
 
     Attributes:
-        category: 'params', 'grads', 'optimizer' or 'model_state'.
+        category: 'params', 'grads', 'optimizer' or 'model_state', or 'host memory' for what the optimizer has there.
         path: keys joined by '/'.
         shape, dtype: of the full leaf.
         spec: the PartitionSpec as text.
@@ -68,7 +70,7 @@ class Explanation:
         units: one row for each unit, in the order of their first use if that is known, or else of the leaves.
         large_unit: what to do about a unit that holds most of the weights, or None.
         uneven: what to do about replicated leaves or zeros that pad shards, or None if they are few.
-        totals: category -> bytes per device.
+        totals: category -> bytes per device; those of 'host memory' are in the memory of its host.
         formula: category -> bytes per device if every leaf were divided evenly over the shard axes (ZeRO, table 1).
         num_shards: category -> the number of shards by which the formula divides.
         zeros: category -> of `totals`, the bytes of the zeros that make shards equal, as a mean over devices.
@@ -127,8 +129,12 @@ def _totals(explanation: Explanation) -> TextTable:
         undivided = f"{bytes_text(formula[name] * n)} / {n} = " if n > 1 else ""
         return f"{undivided}{bytes_text(formula[name])}"
 
-    rows = [row(name, total, formula_text(name), zeros[name]) for name, total in totals.items()]
-    rows.append(row("sum", sum(totals.values()), bytes_text(sum(formula.values())), sum(zeros.values())))
+    row_of = lambda name: row(name, totals[name], formula_text(name), zeros[name])
+    on_device = [name for name in totals if name != HOST_MEMORY]
+    total_of = lambda sizes: sum(sizes[name] for name in on_device if name in sizes)
+    rows = [row_of(name) for name in on_device]
+    rows.append(row("sum", total_of(totals), bytes_text(total_of(formula)), total_of(zeros)))
+    rows += [row_of(name) for name in totals if name == HOST_MEMORY]
     columns = [Column("category"), Column("bytes/device", right=True), Column("ZeRO formula", right=True)]
     columns += [Column("zeros that pad shards", right=True)] if has_zeros else []
     return TextTable("Totals", columns, rows)
@@ -183,5 +189,6 @@ def _leaves_table(category: str, explanation: Explanation, to: Screen) -> TextTa
     spec = lambda row: row.spec.replace(" ", SPACE) + ("" if row.reason == usual else f": {row.reason}")
     cells = [[name, _array_text(row), bytes_text(size), spec(row)] for name, row, size in _folded(rows, to)]
     exception = ", unless the spec has another reason" if others else ""
-    title = f"{category}: {bytes_text(explanation.totals[category])} on a device ({usual}{exception})"
+    where = "for a device" if category == HOST_MEMORY else "on a device"
+    title = f"{category}: {bytes_text(explanation.totals[category])} {where} ({usual}{exception})"
     return TextTable(title, [*_LEAF_COLUMNS, Column("spec", wraps=True)], cells)

@@ -13,6 +13,7 @@ import jax
 
 from zerojax.analysis import jaxpr_stats, liveness
 from zerojax.analysis.liveness import Peak
+from zerojax.report.explanation import HOST_MEMORY
 from zerojax.report.placement import explain
 from zerojax.sharding.placement import Leaf
 from zerojax.sharding.stages import Stage
@@ -155,7 +156,8 @@ def memory_terms(
     transposed = _transposed_leaf(config, settings, state)
     if transposed and transposed.num_bytes > sum(term.num_bytes for term in temporaries):
         temporaries = [transposed]
-    return Memory((*_argument_terms(config, state, batch), *temporaries), host.num_bytes)
+    state_in_host = explain(config, state).totals.get(HOST_MEMORY, 0)
+    return Memory((*_argument_terms(config, state, batch), *temporaries), host.num_bytes + state_in_host)
 
 
 def _argument_terms(config: ZeroConfig, state: TrainState, batch: PyTree) -> list[Term]:
@@ -170,6 +172,8 @@ def _argument_terms(config: ZeroConfig, state: TrainState, batch: PyTree) -> lis
     rows = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(batch)) // axes.num_devices
     params = f"{held / max(1, psi):.3g} x {count_text(psi)}{divisor(stage.shards_params)}"
     of_optimizer = f"{optimizer * shards:.3g} x {count_text(psi)}{divisor(shards > 1)}"
+    if config.offloads_optimizer:
+        of_optimizer = "what is not shaped like a parameter, such as counts"
     terms = [
         Term("parameters", totals["params"], params),
         Term("optimizer state", totals["optimizer"], of_optimizer),

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax.report.explanation import Explanation, Row, UnitRow
+from zerojax.report.explanation import HOST_MEMORY, Explanation, Row, UnitRow
 from zerojax.sharding import placement
 from zerojax.sharding.annotations import spec_text
 from zerojax.sharding.axes import Axes, axis_names
@@ -19,11 +19,11 @@ from zerojax.sharding.placement import Leaf
 from zerojax.sharding.uneven import uneven_text
 from zerojax.step.config import ZeroConfig
 from zerojax.step.loss_traces import Use
-from zerojax.step.state import TrainState, logical_avals
+from zerojax.step.state import TrainState, in_host, logical_avals
 from zerojax.text import bytes_text, mesh_text
 from zerojax.typing import AnyMesh, PyTree, Shape
 
-CATEGORIES = ("params", "grads", "optimizer", "model_state")
+CATEGORIES = ("params", "grads", "optimizer", "model_state")  # on a device
 
 
 def explain(config: ZeroConfig, state: TrainState, uses: Sequence[tuple[Use, ...]] | None = None) -> Explanation:
@@ -34,12 +34,17 @@ def explain(config: ZeroConfig, state: TrainState, uses: Sequence[tuple[Use, ...
     row = functools.partial(_row, axes)
     gradient = functools.partial(gradient_aval, config, mesh)
     opt_shapes = [tuple(a.shape) for a in jax.tree.leaves(logical_avals(state).opt_state)]
-    optimizer = zip(_leaves(state.opt_state), opt_shapes, strict=True)
+    is_host = in_host(config, state)
+    of_optimizer = lambda tree: [HOST_MEMORY if flag else "optimizer" for flag in jax.tree.leaves(tree)]
+    optimizer = zip(of_optimizer(is_host.opt_state), _leaves(state.opt_state), opt_shapes, strict=True)
+    master = zip(of_optimizer(is_host.master), _leaves(state.master), strict=True)
     shards = {
         "params": axes.num_shards if stage.shards_params else 1,
         "grads": axes.num_shards if stage.shards_grads else 1,
         "optimizer": axes.num_shards if stage.shards_optimizer else 1,
     }
+    shards |= {HOST_MEMORY: shards["optimizer"]} if config.offloads_optimizer else {}
+    categories = [*CATEGORIES, HOST_MEMORY] if config.offloads_optimizer else CATEGORIES
     whole = "there is one shard only" if axes.num_shards == 1 else stage.limit_text
     why = lambda path, category: leaves[path].reason if shards[category] > 1 else whole
     why_of_optimizer = lambda path, shape: (
@@ -49,24 +54,24 @@ def explain(config: ZeroConfig, state: TrainState, uses: Sequence[tuple[Use, ...
         *(row("params", path, a, leaves[path].shape, why(path, "params")) for path, a in _leaves(state.params)),
         *(row("grads", f.path, gradient(f), f.shape, why(f.path, "grads")) for f in leaves.values() if f.trainable),
         *(
-            row("optimizer", f"master/{path}", a, leaves[path].shape, why(path, "optimizer"))
-            for path, a in _leaves(state.master)
+            row(category, f"master/{path}", a, leaves[path].shape, why(path, "optimizer"))
+            for category, (path, a) in master
         ),
-        *(row("optimizer", path, a, s, why_of_optimizer(path, s)) for (path, a), s in optimizer),
+        *(row(category, path, a, s, why_of_optimizer(path, s)) for category, (path, a), s in optimizer),
         *(row("model_state", path, a, a.shape, "replicated: model state") for path, a in _leaves(state.model_state)),
     ]
     of = lambda name: [row for row in rows if row.category == name]
-    totals = {name: sum(row.bytes_per_device for row in of(name)) for name in CATEGORIES}
+    totals = {name: sum(row.bytes_per_device for row in of(name)) for name in categories}
     formula = {name: sum(row.undivided_bytes for row in of(name)) / n for name, n in shards.items()}
-    zeros = {name: sum(row.zeros_bytes for row in of(name)) for name in CATEGORIES}
+    zeros = {name: sum(row.zeros_bytes for row in of(name)) for name in categories}
     replicated = [r for r in rows if shards.get(r.category, 1) > 1 and r.bytes_per_device == r.undivided_bytes]
     units = _units(state.definition.leaves, uses)
     large_unit = placement.large_unit_text(state.definition.leaves)
     uneven = uneven_text(state.definition.leaves, axes) if stage.shards_optimizer else None
-    held = bytes_text(sum(totals.values()))
-    title = (
-        f"{stage.title} on a mesh of {mesh_text(dict(mesh.shape))}: a device holds {held}, with the gradients of a step"
-    )
+    held = bytes_text(sum(totals[name] for name in CATEGORIES))
+    more = f", and {bytes_text(totals[HOST_MEMORY])} of host memory" if config.offloads_optimizer else ""
+    where = f"{stage.title} on a mesh of {mesh_text(dict(mesh.shape))}"
+    title = f"{where}: a device holds {held}, with the gradients of a step{more}"
     return Explanation(title, tuple(rows), units, large_unit, uneven, totals, formula, shards, zeros, tuple(replicated))
 
 

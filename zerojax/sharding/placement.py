@@ -38,6 +38,8 @@ from zerojax.sharding.units import cut_patterns, no_match_text, unit_names
 from zerojax.text import abbreviate
 from zerojax.typing import AnyMesh, Array, PyTree, Shape
 
+HOST = "pinned_host"  # the kind of the memory of a host that its devices read and write
+
 
 @dataclasses.dataclass(frozen=True)
 class Overrides:
@@ -287,10 +289,22 @@ def large_unit_text(leaves: Sequence[Leaf]) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """How an array is stored: its spec, and the zeros at its end."""
+    """How an array of an optimizer's state is stored.
+
+    Attributes:
+        spec: over all axes of the mesh.
+        padding: the zeros at its end.
+        leaf: the parameter that it is stored like, or None.
+    """
 
     spec: PartitionSpec
     padding: Padding
+    leaf: Leaf | None = None
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether pieces of it can be updated together with pieces of a parameter."""
+        return self.leaf is not None and bool(self.leaf.shape)
 
 
 def optimizer_placement(
@@ -319,7 +333,7 @@ def optimizer_placement(
             return leaf
         if tuple(leaf.shape) != param.shape:
             return by_shape(leaf)
-        return Stored(param.spec(axes, sharded), param.padding(sharded))
+        return Stored(param.spec(axes, sharded), param.padding(sharded), param)
 
     is_masked = lambda x: isinstance(x, optax.MaskedNode)
     try:

@@ -19,6 +19,7 @@ from zerojax.sharding.precision import DTYPE_FIELDS, Precision
 from zerojax.sharding.stages import Stage
 from zerojax.sharding.torus import SPARSE_CORES
 from zerojax.transform.segmented_loss import SMALL_UNIT
+from zerojax.typing import AnyMesh
 
 # The kinds of collectives that SparseCores run, if they can: over one, two or three, or any number of dims of a torus.
 _OFFLOADED = "all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter", "all_reduce"
@@ -32,12 +33,14 @@ class ZeroConfig(NamedTuple):
         axes: the data axes of the mesh.
         stage: the stage of ZeRO.
         precision: dtypes and loss scaling.
+        offloads_optimizer: whether the optimizer's state, with the master copy, is in host memory.
     """
 
     mesh: Any
     axes: Axes
     stage: Stage
     precision: Precision
+    offloads_optimizer: bool = False
 
     @property
     def other_axes(self) -> list[str]:
@@ -58,6 +61,24 @@ class ZeroConfig(NamedTuple):
         ids = hashlib.sha256(str([device.id for device in self.mesh.devices.flat]).encode()).hexdigest()[:8]
         mesh = ", ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
         return {"stage": str(int(self.stage)), "mesh": f"{mesh} (order of the devices: {ids})", **dtypes}
+
+
+def check_offload(offload: str, mesh: AnyMesh, axes: Axes) -> bool:
+    """Whether `Zero(offload=...)` keeps the optimizer's state in host memory.
+
+    Raises:
+        ValueError: if the text is unknown, or if the mesh has axes over which parameters may be divided.
+    """
+    if offload not in ("none", "optimizer"):
+        raise ValueError(f"offload: unknown value {offload!r}\n  fix:      'none' or 'optimizer'")
+    others = [name for name, size in mesh.shape.items() if name not in axes.data and size > 1]
+    if offload != "none" and others:
+        raise ValueError(
+            f"offload: the optimizer's state cannot be in host memory on this mesh\n"
+            f"  got:      axes {dict(mesh.shape)}, of which {', '.join(map(repr, others))} split no batch\n"
+            f"  fix:      offload='none', or a mesh of data axes"
+        )
+    return offload == "optimizer"
 
 
 def compiler_options(config: ZeroConfig, leaves: Iterable[Leaf]) -> dict[str, int | bool] | None:

@@ -24,6 +24,7 @@ from zerojax.step.config import ZeroConfig
 from zerojax.step.optimizers import check_update
 from zerojax.step.source import ModelSource, plain_arrays
 from zerojax.step.state import Definition, TrainState, check_not_donated, shardings, stored_avals
+from zerojax.step.streamed_update import StreamedUpdate
 from zerojax.transform import jaxprs, stacks
 from zerojax.typing import Array, PRNGKey, PyTree
 from zerojax.warn import warn
@@ -115,6 +116,7 @@ def with_optimizer(
     check_not_donated(state)
     definition, stage = dataclasses.replace(state.definition, tx=tx), config.stage
     check_update(tx, definition.trained_avals())
+    _check_offload(config, definition)
 
     def initial(params: PyTree, master: PyTree, model_state: PyTree, key: PRNGKey) -> TrainState:
         params = padding.cropped(params, definition.paddings(stage.shards_params))
@@ -184,7 +186,14 @@ def _define(
     fixed = _fixed_state(model_state, leaves, overrides.frozen)
     definition = Definition(tx, model, leaves, jax.tree.structure(params), fixed, config)
     check_update(tx, definition.trained_avals())
+    _check_offload(config, definition)
     return definition
+
+
+def _check_offload(config: ZeroConfig, definition: Definition) -> None:
+    """Raises ValueError if the optimizer's state is to be in host memory, but its update cannot be cut into pieces."""
+    if config.offloads_optimizer:
+        StreamedUpdate(config, definition, [leaf.dtype for leaf in definition.leaves if leaf.trainable], scales=False)
 
 
 def _warn_of_plain_arrays(paths: Sequence[str], model_state: PyTree) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from zerojax.sharding import placement
+from zerojax.sharding.placement import HOST
 from zerojax.step.config import ZeroConfig
 from zerojax.step.models import is_key
 from zerojax.text import SPACE, abbreviate, bytes_text, count_text, fold, mesh_text
@@ -54,14 +55,23 @@ def _step_text(state: Any) -> str:
 def _held_text(state: Any) -> str:
     optimizer = (state.master, state.opt_state)
     parts = {"parameters": state.params, "optimizer state": optimizer, "model state": state.model_state}
+    offloads = state.definition.config is not None and state.definition.config.offloads_optimizer
+    host = _held_bytes(optimizer, of_host=True) if offloads else 0
     held = {name: _held_bytes(tree) for name, tree in parts.items()}
+    held["optimizer state"] -= host
     listed = ", ".join(f"{name} {bytes_text(size)}" for name, size in held.items() if size)
-    return f"{bytes_text(sum(held.values()))} ({listed})"
+    more = f"\n  in host memory: {bytes_text(host)} of the optimizer state" if host else ""
+    return f"{bytes_text(sum(held.values()))} ({listed}){more}"
 
 
-def _held_bytes(tree: PyTree) -> int:
-    """Bytes of the shards of one device; of values that are traced, those of the whole arrays."""
+def _held_bytes(tree: PyTree, of_host: bool = False) -> int:
+    """Bytes of the shards of one device; of values that are traced, those of the whole arrays.
+
+    `of_host`: only of arrays in host memory.
+    """
     arrays = [a for a in jax.tree.leaves(tree) if not is_key(a)]
+    if of_host:
+        arrays = [a for a in arrays if getattr(getattr(a, "sharding", None), "memory_kind", None) == HOST]
     return sum(
         math.prod(a.shape) * a.dtype.itemsize
         if isinstance(a, Tracer) or getattr(a, "sharding", None) is None

@@ -21,6 +21,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.sharding.axes import axis_names
+from zerojax.sharding.placement import HOST
+from zerojax.step import host_pieces
 from zerojax.typing import Array, Shape
 
 
@@ -64,18 +66,28 @@ def _on_devices(path: str, a: Array, shape: Shape) -> Array:
             f"  got:      {a.dtype}\n  fix:      use a numeric dtype of at most 64 bits"
         )
     if isinstance(a.sharding, NamedSharding):
-        return _sharded_words(a.sharding.mesh, a.sharding.spec, tuple(shape))(a)
+        in_host = a.sharding.memory_kind == HOST
+        return _sharded_words(a.sharding.mesh, a.sharding.spec, tuple(shape), in_host)(a)
     return jax.jit(_words, static_argnums=(1, 2))(a, (0,) * a.ndim, tuple(shape))[None]
 
 
 @functools.cache
-def _sharded_words(mesh: Mesh, spec: PartitionSpec, shape: Shape) -> Any:
-    """A jitted function of an array with this sharding."""
+def _sharded_words(mesh: Mesh, spec: PartitionSpec, shape: Shape, in_host: bool) -> Any:
+    """A jitted function of an array with this sharding. Arrays in host memory come to the devices piece by piece."""
 
     def of_device(shard: Array) -> Array:
         axes = [axis_names(entry) for entry in (*spec, *[None] * (shard.ndim - len(spec)))]
         index = [jax.lax.axis_index(names) if names else 0 for names in axes]
-        return _words(shard, [k * size for k, size in zip(index, shard.shape, strict=True)], shape)[None]
+        first = [k * size for k, size in zip(index, shard.shape, strict=True)]
+        if not in_host:
+            return _words(shard, first, shape)[None]
+        pieces = host_pieces.of_one_array(shard.shape, shard.dtype.itemsize, mesh)
+
+        def add(start: tuple[Array, ...], total: Array) -> Array:
+            piece = jax.device_put(jax.lax.dynamic_slice(shard, start, pieces.piece), jax.memory.Space.Device)
+            return total + _words(piece, [a + b for a, b in zip(first, start, strict=True)], shape)
+
+        return pieces.loop(add, jnp.zeros(4, jnp.uint32))[None]
 
     every = PartitionSpec(mesh.axis_names)
     words = jax.shard_map(of_device, mesh=mesh, in_specs=spec, out_specs=every, check_vma=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,6 +25,8 @@ _REASONS = {  # the function of optax that makes the transformation -> why it ca
     "scale_by_sm3": "its state has lists of arrays in place of a parameter's array, which cannot be placed",
     "sm3": "its state has lists of arrays in place of a parameter's array, which cannot be placed",
 }
+
+_COMBINING = "chain", "named_chain", "with_extra_args_support"  # they call the updates of others
 
 
 def update(
@@ -75,6 +78,16 @@ def check_update(tx: Any, params: PyTree) -> None:
         modules = [(frame.f_globals.get("__name__", ""), frame.f_code.co_qualname) for frame in frames]
         names = [name.partition(".")[0] for module, name in modules if module.startswith("optax")]
         raise _cannot_work(names[-1] if names else "update", f"{type(error).__name__}: {error}") from error
+
+
+def optimizer_function(equation: Any) -> str | None:
+    """The function of Optax that makes the transformation which an equation of a traced update belongs to, if any."""
+    trace = equation.source_info.traceback
+    for frame in trace.frames if trace else ():  # innermost first
+        name, _, inside = frame.function_name.partition(".")
+        if "optax" in Path(frame.file_name).parts and "update" in inside and name not in _COMBINING:
+            return name
+    return None
 
 
 def _cannot_work(name: str, reason: str) -> ValueError:

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax.sharding import padding, placement
 from zerojax.sharding.axes import Axes
 from zerojax.sharding.padding import NO_PADDING, Padding
-from zerojax.sharding.placement import Leaf
+from zerojax.sharding.placement import HOST, Leaf
 from zerojax.sharding.precision import LossScale
 from zerojax.step import models
 from zerojax.step.config import ZeroConfig
@@ -220,9 +220,30 @@ def stored_avals(config: ZeroConfig, state: TrainState) -> TrainState:
     return jax.tree.map(aval, logical_avals(state), zeros, shardings(config, state))
 
 
+def in_host(config: ZeroConfig, state: TrainState) -> TrainState:
+    """Whether each leaf of a state is in host memory: of an offloaded optimizer, what is shaped like a parameter."""
+    nowhere = jax.tree.map(lambda _: False, state)
+    if not config.offloads_optimizer:
+        return nowhere
+    definition = state.definition
+    stored = definition.optimizer_placement(config.axes, config.stage.shards_optimizer)
+    master = None if state.master is None else jax.tree.map(lambda a: bool(a.ndim), state.master)
+    return dataclasses.replace(nowhere, master=master, opt_state=jax.tree.map(lambda each: each.in_pieces, stored))
+
+
 def shardings(config: ZeroConfig, state: TrainState) -> TrainState:
     """The shardings that the stage gives a state, whatever those of its arrays are."""
-    return placement.named_shardings(config.mesh, specs(config, state))
+    found = placement.named_shardings(config.mesh, specs(config, state))
+    if not config.offloads_optimizer:
+        return found
+    to_host = lambda sharding, flag: sharding.with_memory_kind(HOST) if flag else sharding
+    return jax.tree.map(to_host, found, in_host(config, state))
+
+
+def optimizer_shardings(config: ZeroConfig, definition: Definition) -> PyTree:
+    """The shardings of the optimizer state's copy of the trained parameters."""
+    specs = definition.specs(config.axes, config.stage.shards_optimizer)
+    return placement.named_shardings(config.mesh, definition.trained(specs))
 
 
 def check_not_donated(state: TrainState) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -9,10 +11,12 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from zerojax.sharding import padding, placement
+from zerojax.sharding.placement import HOST
 from zerojax.step import optimizers
 from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient
-from zerojax.step.state import Definition, TrainState
+from zerojax.step.state import TrainState, optimizer_shardings
+from zerojax.step.streamed_update import StreamedUpdate, Updated
 from zerojax.transform import collectives
 from zerojax.typing import Array, PyTree
 
@@ -59,8 +63,14 @@ def squared_norm(gradient: DeviceGradient, params: PyTree) -> Array:
 
 
 def apply_gradients(
-    gradient: DeviceGradient, state: TrainState, shardings: TrainState, grads: PyTree, finite: Array, loss: Array
-) -> TrainState:
+    gradient: DeviceGradient,
+    state: TrainState,
+    shardings: TrainState,
+    grads: Sequence[Array],
+    factor: Array | None,
+    finite: Array,
+    loss: Array,
+) -> tuple[TrainState, Array]:
     """Applies one optimizer update to global arrays. If `finite` is false, only the step counts and the loss
     scale change.
 
@@ -68,39 +78,70 @@ def apply_gradients(
         gradient: the function that computed the gradients.
         state: the state before the update.
         shardings: the shardings of the state.
-        grads: tree of gradients without the loss scale, None at frozen leaves.
+        grads: gradients of the trained parameters, in flattening order.
+        factor: scalar that they are multiplied by, or None.
         finite: bool scalar, whether all gradients are finite.
         loss: fp32 scalar, the loss of the step.
+
+    Returns:
+        (the state after the update, the squared norm of the trained parameters).
     """
     config, definition, stage = gradient.config, gradient.definition, gradient.config.stage
-    dtype = config.precision.param_dtype
-    zeros = definition.trained_paddings(stage.shards_optimizer)
-    opt_zeros = definition.optimizer_paddings(config.axes, stage.shards_optimizer)
-    old = optimizer_params(config, state)
-    grads = jax.tree.map(lambda g: g.astype(dtype), grads)
-    before = padding.cropped(old, zeros)  # transformations see logical shapes
-    updates, opt_state = optimizers.update(
-        definition.tx, padding.cropped(grads, zeros), padding.cropped(state.opt_state, opt_zeros), before, loss
-    )
-    opt_state = padding.padded(opt_state, opt_zeros)
-    updated = padding.padded(optax.apply_updates(before, updates), zeros)
-    keep = lambda new, old: jax.tree.map(lambda n, o: lax.select(finite, n, o), new, old)
-    new = lax.with_sharding_constraint(keep(updated, old), optimizer_shardings(config, definition))
-    params = definition.cast_trained(new)
+    if config.offloads_optimizer:
+        update = StreamedUpdate(config, definition, [g.dtype for g in grads], factor is not None)
+        updated = update(state, grads, jnp.float32(1) if factor is None else factor, finite, loss)
+    else:
+        updated = _update_whole(gradient, state, grads, factor, finite, loss)
+    params = updated.computed
     if stage.shards_optimizer and not stage.shards_params:
         params = gather_params(gradient, params)
     after = TrainState(
         step=state.step + 1,
         skipped=state.skipped + jnp.where(finite, 0, 1),
         params=definition.with_frozen(params, state.params),
-        master=None if state.master is None else new,
-        opt_state=keep(opt_state, state.opt_state),
+        master=updated.master,
+        opt_state=updated.opt_state,
         model_state=state.model_state,
         key=state.key,
         loss_scale=state.loss_scale and state.loss_scale.update(finite, config.precision.growth_interval),
         definition=definition,
     )
-    return lax.with_sharding_constraint(after, shardings)
+    constrain = lambda a, sharding: a if sharding.memory_kind == HOST else lax.with_sharding_constraint(a, sharding)
+    after = jax.tree.map(constrain, after, shardings)
+    norm = updated.squared_norm
+    return after, squared_norm(gradient, optimizer_params(config, after)) if norm is None else norm
+
+
+def _update_whole(
+    gradient: DeviceGradient,
+    state: TrainState,
+    grads: Sequence[Array],
+    factor: Array | None,
+    finite: Array,
+    loss: Array,
+) -> Updated:
+    """The update of a state that is on the devices; see `apply_gradients`."""
+    config, definition, stage = gradient.config, gradient.definition, gradient.config.stage
+    dtype = config.precision.param_dtype
+    zeros = definition.trained_paddings(stage.shards_optimizer)
+    opt_zeros = definition.optimizer_paddings(config.axes, stage.shards_optimizer)
+    old = optimizer_params(config, state)
+    scaled = [g.astype(dtype) if factor is None else g.astype(dtype) * factor.astype(dtype) for g in grads]
+    before = padding.cropped(old, zeros)  # transformations see logical shapes
+    tree = jax.tree.structure(old)
+    updates, opt_state = optimizers.update(
+        definition.tx,
+        padding.cropped(tree.unflatten(scaled), zeros),
+        padding.cropped(state.opt_state, opt_zeros),
+        before,
+        loss,
+    )
+    opt_state = padding.padded(opt_state, opt_zeros)
+    updated = padding.padded(optax.apply_updates(before, updates), zeros)
+    keep = lambda new, old: jax.tree.map(lambda n, o: lax.select(finite, n, o), new, old)
+    new = lax.with_sharding_constraint(keep(updated, old), optimizer_shardings(config, definition))
+    master = None if state.master is None else new
+    return Updated(definition.cast_trained(new), master, keep(opt_state, state.opt_state), None)
 
 
 def optimizer_params(config: ZeroConfig, state: TrainState) -> PyTree:
@@ -112,9 +153,3 @@ def optimizer_params(config: ZeroConfig, state: TrainState) -> PyTree:
     if not stage.shards_params:
         trained = padding.padded(trained, definition.trained_paddings(stage.shards_optimizer))
     return lax.with_sharding_constraint(trained, optimizer_shardings(config, definition))
-
-
-def optimizer_shardings(config: ZeroConfig, definition: Definition) -> PyTree:
-    """The shardings of the optimizer state's copy of the trained parameters."""
-    specs = definition.specs(config.axes, config.stage.shards_optimizer)
-    return placement.named_shardings(config.mesh, definition.trained(specs))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -61,14 +61,26 @@ class Pieces(NamedTuple):
         """The shape of a piece."""
         return tuple(length // parts for length, parts in zip(self.shape, self.grid, strict=True))
 
+    @property
+    def count(self) -> int:
+        """The number of pieces."""
+        return math.prod(self.grid)
+
+    def start(self, index: Any) -> tuple[Any, ...]:
+        """The position of the first element of a piece."""
+        indices = jnp.unravel_index(index, self.grid)
+        return tuple(k * length for k, length in zip(indices, self.piece, strict=True))
+
+    def read(self, array: Array, index: Any) -> Array:
+        return lax.dynamic_slice(array, self.start(index), self.piece)
+
+    def write(self, array: Array, piece: Array, index: Any) -> Array:
+        return lax.dynamic_update_slice(array, piece, self.start(index))
+
     def loop(self, move: Callable[[tuple[Array, ...], Array], Array], target: Array) -> Array:
         """Runs `target = move(start, target)` for the start indices of each piece, one piece after the other."""
 
-        def body(i: Array, target: Array) -> Array:
-            indices = jnp.unravel_index(i, self.grid)
-            return move(tuple(k * length for k, length in zip(indices, self.piece, strict=True)), target)
-
-        return lax.fori_loop(0, math.prod(self.grid), body, target)
+        return lax.fori_loop(0, self.count, lambda i, target: move(self.start(i), target), target)
 
 
 def _grid(shape: tuple[int, ...], most: float) -> tuple[int, ...]:

@@ -23,6 +23,15 @@ _ELEMENT_PRESERVING = frozenset({"convert_element_type", "transpose", "copy", "c
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 # The forward pass of fused attention by cuDNN, as in `jax.nn.dot_product_attention(implementation="cudnn")`.
 FUSED_ATTENTION = frozenset({"dot_product_attention_fwd", "dot_product_attention_fwd_wrapper"})
+_ELEMENTWISE = frozenset([
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil",
+    "clamp", "clz", "convert_element_type", "copy", "copy_p", "cos", "cosh", "div", "eq", "eq_to", "erf", "erf_inv",
+    "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "le_to", "lgamma", "log",
+    "log1p", "logistic", "lt", "lt_to", "max", "min", "mul", "mulhi", "ne", "neg", "nextafter", "not", "or",
+    "population_count", "pow", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh",
+    "xor",
+])  # fmt: skip
 _DEBUG_INFO = core.DebugInfo("zerojax", "segment", None, None)
 
 
@@ -281,6 +290,17 @@ def permutation(equation: Equation) -> tuple[int, ...] | None:
 def preserves_elements(equation: Equation) -> bool:
     """Whether the result has the elements of the one operand: this commutes with taking a shard or a layer of it."""
     return equation.primitive.name in _ELEMENT_PRESERVING
+
+
+def is_elementwise(equation: Equation) -> bool:
+    """Whether each element of the one result is computed from the same element of the operands, and from scalars."""
+    shape = equation.outvars[0].aval.shape
+    return equation.primitive.name in _ELEMENTWISE and all(a.aval.shape in (shape, ()) for a in equation.invars)
+
+
+def broadcasts_scalar(equation: Equation) -> bool:
+    """Whether all elements of the result are one scalar."""
+    return equation.primitive.name == "broadcast_in_dim" and equation.invars[0].aval.shape == ()
 
 
 def draws_random_bits(equation: Equation) -> bool:

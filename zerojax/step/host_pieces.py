@@ -1,0 +1,45 @@
+"""Cuts arrays in host memory into the pieces that come to a device at a time."""
+
+from __future__ import annotations
+
+import math
+
+from jax.sharding import Mesh
+
+from zerojax.transform.buckets import Pieces
+from zerojax.typing import Shape
+
+PIECES_BYTES = 2**27  # of all pieces that come to a device at a time
+_TILE = 8, 1024  # elements of a whole tile of a TPU in the second to last dim, and in an array of one dim
+
+
+def cut(shape: Shape, wanted: int, mesh: Mesh) -> Pieces:
+    """Cuts an array into about `wanted` pieces.
+
+    The last dim of several is not cut, and pieces are whole tiles where possible. There are fewer pieces if the sizes
+    have no suitable divisors. Pieces are contiguous, except on TPUs, whose compiler slices arrays in host memory along
+    one dim only.
+
+    Args:
+        shape: of the part of the array that a device holds.
+        wanted: the number of pieces.
+        mesh: the devices.
+    """
+    found: list[int] = []
+    missing = wanted
+    in_one_dim = mesh.devices.flat[0].platform == "tpu"
+    for d, size in enumerate(shape[: max(1, len(shape) - 1)]):
+        tile = _TILE[1] if len(shape) == 1 else _TILE[0] if d == len(shape) - 2 else 1
+        most = size // tile if size % tile == 0 else size
+        divisors = [n for n in range(1, most + 1) if most % n == 0] or [1]
+        found.append(next((n for n in divisors if n >= missing), divisors[-1]))
+        missing = missing if in_one_dim else -(-missing // found[-1])
+    if in_one_dim:
+        best = min(range(len(found)), key=lambda d: (found[d] < wanted, abs(found[d] - wanted)))
+        found = [n if d == best else 1 for d, n in enumerate(found)]
+    return Pieces(shape, (*found, *[1] * (len(shape) - len(found))))
+
+
+def of_one_array(shape: Shape, itemsize: int, mesh: Mesh) -> Pieces:
+    """Cuts an array that is read alone, so that no piece is much larger than `PIECES_BYTES`."""
+    return cut(shape, -(-math.prod(shape) * itemsize // PIECES_BYTES), mesh)

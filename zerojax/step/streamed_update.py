@@ -1,0 +1,237 @@
+"""The optimizer's update of a state that is in host memory: pieces of it come to the device, are updated, and go back.
+
+All parameters are cut into pieces. A loop updates one piece of each at a time, so that what is on the device does not
+grow with the model. While it computes piece c, the next one comes and the one before goes back:
+
+    from the host   piece c + 1
+    compute                     piece c
+    to the host                           piece c
+
+Each array is read before it is written, at the next piece: a compiler that does not know this would copy it.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from zerojax.sharding import padding
+from zerojax.sharding.padding import NO_PADDING
+from zerojax.step import host_pieces, optimizers
+from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
+from zerojax.step.split_update import Operand, SplitUpdate
+from zerojax.step.state import Definition, TrainState, optimizer_shardings
+from zerojax.transform import collectives
+from zerojax.transform.buckets import Pieces
+from zerojax.transform.dependencies import after, event
+from zerojax.typing import Array, PyTree
+
+_AHEAD = 2  # arrays that are fetched before an update goes back
+
+
+class Updated(NamedTuple):
+    """The results of an update.
+
+    Attributes:
+        computed: the trained parameters in the dtypes that they are computed with, stored like the optimizer state.
+        master: the master copy, or None.
+        opt_state: the state of the optimizer.
+        squared_norm: of the trained parameters; None if it has not been computed.
+    """
+
+    computed: PyTree
+    master: PyTree
+    opt_state: PyTree
+    squared_norm: Array | None
+
+
+class StreamedUpdate:
+    """The update of a state whose optimizer state is in host memory.
+
+    Args:
+        config: mesh, axes, stage and precision.
+        definition: of the state.
+        grad_dtypes: the dtypes of the gradients of trained parameters, in flattening order.
+        scales: whether gradients are multiplied by a factor before the update.
+
+    Raises:
+        ValueError: if the update cannot be computed piece by piece.
+    """
+
+    def __init__(self, config: ZeroConfig, definition: Definition, grad_dtypes: Sequence[Any], scales: bool):
+        self.definition, self.config, self.scales = definition, config, scales
+        self.leaves = [leaf for leaf in definition.leaves if leaf.trainable]
+        params, self._params_tree = jax.tree.flatten(definition.trained_avals())
+        created = jax.eval_shape(definition.tx.init, definition.trained_avals())
+        opt_state, self._state_tree = jax.tree.flatten(created)
+        stored = jax.tree.leaves(definition.optimizer_placement(config.axes, config.stage.shards_optimizer))
+        number = {leaf.path: k for k, leaf in enumerate(self.leaves)}
+        of_grads = [Operand(k) if leaf.shape else Operand() for k, leaf in enumerate(self.leaves)]
+        of_params = [each._replace(in_host=definition.has_master and each.leaf is not None) for each in of_grads]
+        of_state = [Operand(number[s.leaf.path], True) if s.in_pieces else Operand() for s in stored]
+        scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.bool_, jnp.float32)]
+        grads = [jax.ShapeDtypeStruct(p.shape, dtype) for p, dtype in zip(params, grad_dtypes, strict=True)]
+        self._num_params, self._num_results = len(params), len(params) + len(opt_state)
+        self.split = SplitUpdate(
+            self._update,
+            [*params, *opt_state, *grads, *scalars],
+            [*of_params, *of_state, *of_grads, *[Operand()] * len(scalars)],
+            [*of_params, *of_state],
+        )
+        sharded = config.stage.shards_optimizer
+        self._zeros = definition.trained_paddings(sharded)
+        self._state_zeros = definition.optimizer_paddings(config.axes, sharded)
+        self._specs = leaf_specs(config, self.leaves, sharded)
+
+    def _update(self, *flat: Array) -> list[Array]:
+        """The update of whole logical arrays: from (parameters, optimizer state, gradients, factor, finite, loss) to
+        the new (parameters, optimizer state), all in flattening order."""
+        old, grads, (factor, finite, loss) = flat[: self._num_results], flat[self._num_results : -3], flat[-3:]
+        dtype = self.config.precision.param_dtype
+        grads = [g.astype(dtype) * factor.astype(dtype) if self.scales else g.astype(dtype) for g in grads]
+        params = self._params_tree.unflatten(old[: self._num_params])
+        opt_state = self._state_tree.unflatten(old[self._num_params :])
+        updates, after_update = optimizers.update(
+            self.definition.tx, self._params_tree.unflatten(grads), opt_state, params, loss
+        )
+        new = [*jax.tree.leaves(optax.apply_updates(params, updates)), *jax.tree.leaves(after_update)]
+        return [lax.select(finite, n, o) for n, o in zip(new, old, strict=True)]
+
+    def __call__(self, state: TrainState, grads: Sequence[Array], factor: Array, finite: Array, loss: Array) -> Updated:
+        """Updates a state.
+
+        Args:
+            state: before the update.
+            grads: of the trained parameters, in flattening order, stored like the optimizer state.
+            factor: what they are multiplied by.
+            finite: bool scalar; if it is false, nothing changes.
+            loss: fp32 scalar, the loss of the step.
+        """
+        computed = self._computed(state)
+        params = computed if state.master is None else jax.tree.leaves(state.master)
+        arrays = [*params, *jax.tree.leaves(state.opt_state), *grads, factor, finite, loss]
+        zeros = [*self._zeros, *self._state_zeros, *self._zeros, *[NO_PADDING] * 3]
+        operands = self.split.arguments
+        given = zip(arrays, zeros, operands, strict=True)
+        once = self.split.compute_whole({k: z.crop(a) for k, (a, z, o) in enumerate(given) if not o.in_host})
+        hosts = {k: a for k, (a, o) in enumerate(zip(arrays, operands, strict=True)) if o.in_host}
+        cut_grads = {k: arrays[k] for k in range(self._num_results, len(arrays) - 3) if operands[k].leaf is not None}
+        specs = lambda arrays: {k: self._specs[operands[k].leaf] for k in arrays}
+        sliced = [self._zeros[k].pad(once[v]) for v, k in self.split.sliced]
+        scalars = [once[v] for v in self.split.scalars]
+        replicated: Any = PartitionSpec()
+        stream = shard_map_over_data(
+            self.config,
+            self._stream,
+            (
+                specs(hosts), specs(cut_grads), self._specs, [self._specs[k] for _, k in self.split.sliced],
+                [replicated] * len(scalars),
+            ),
+            (specs(hosts), self._specs, replicated),
+        )  # fmt: skip
+        hosts, computed, squared_norm = stream(hosts, cut_grads, computed, sliced, scalars)
+        whole = self.split.whole_results(once)
+        results = {k: zeros[k].pad(a) for k, a in whole.items()} | hosts
+        for k, leaf in enumerate(self.leaves):
+            if k in whole:  # a scalar parameter
+                computed[k] = whole[k].astype(leaf.compute_dtype)
+                squared_norm += jnp.square(whole[k].astype(jnp.float32))
+        master = (
+            self._params_tree.unflatten([results[k] for k in range(self._num_params)])
+            if state.master is not None
+            else None
+        )
+        opt_state = self._state_tree.unflatten([results[k] for k in range(self._num_params, self._num_results)])
+        return Updated(self._params_tree.unflatten(computed), master, opt_state, squared_norm)
+
+    def _computed(self, state: TrainState) -> list[Array]:
+        """The trained parameters in the dtypes in which they are computed with, stored like the optimizer state."""
+        trained = self.definition.trained(state.params)
+        if not self.config.stage.shards_params:
+            trained = padding.padded(trained, self._zeros)
+        return jax.tree.leaves(lax.with_sharding_constraint(trained, optimizer_shardings(self.config, self.definition)))
+
+    # On one device ----------------------------------------------------------------------------------------------------
+
+    def _stream(
+        self, hosts: dict[int, Array], grads: dict[int, Array], computed: list[Array], sliced: list[Array],
+        scalars: list[Array],
+    ) -> tuple[dict[int, Array], list[Array], Array]:  # fmt: skip
+        """Updates the shards of this device: (arrays in host memory, parameters on the device, squared norm)."""
+        wanted = -(-sum(a.size * a.dtype.itemsize for a in hosts.values()) // host_pieces.PIECES_BYTES)
+        cuts = {k: host_pieces.cut(computed[k].shape, wanted, self.config.mesh) for k in self.split.leaves}
+        by_count: dict[int, list[int]] = collections.defaultdict(list)
+        for k, each in cuts.items():
+            by_count[each.count].append(k)
+        of_leaf = {k: [p for p in hosts if self.split.arguments[p].leaf == k] for k in cuts}
+        computed, total = list(computed), jnp.float32(0)
+
+        def fetch(host: Array, k: int, c: Any) -> Array:
+            return jax.device_put(cuts[k].read(host, c), jax.memory.Space.Device)
+
+        for count, leaves in by_count.items():
+
+            def step(c: Any, carry: Any, leaves: Any = leaves, count: int = count) -> Any:
+                """Updates piece `c` of each parameter, and fetches the next one."""
+                hosts, computed, total, fetched = dict(carry[0]), dict(carry[1]), carry[2], carry[3]
+                following: dict[int, Array] = {}
+                for k in leaves:
+                    results = self._update_piece(k, cuts[k], c, fetched, grads, computed[k], sliced, scalars)
+                    total += self._squared_norm(k, results[k])
+                    computed[k] = cuts[k].write(computed[k], results[k].astype(computed[k].dtype), c)
+                    for p in of_leaf[k]:
+                        waits = event([list(following.values())[-_AHEAD]]) if len(following) >= _AHEAD else []
+                        (piece,) = after([results[p]], waits)
+                        hosts[p] = cuts[k].write(hosts[p], jax.device_put(piece, jax.memory.Space.Host), c)
+                        (index,) = after([jnp.minimum(c + 1, count - 1)], event(list(following.values())[-1:]))
+                        following[p] = fetch(hosts[p], k, index)
+                return hosts, computed, total, following
+
+            own = {p: hosts[p] for k in leaves for p in of_leaf[k]}
+            first = {p: fetch(hosts[p], k, 0) for k in leaves for p in of_leaf[k]}
+            updated, params, total, _ = lax.fori_loop(
+                0, count, step, (own, {k: computed[k] for k in leaves}, total, first)
+            )
+            hosts = hosts | updated
+            for k in leaves:
+                computed[k] = params[k]
+        (total,) = collectives.all_reduce([total], self.config.axes.data, self.config.axes).leaves
+        return hosts, computed, total
+
+    def _update_piece(
+        self, k: int, cut: Pieces, c: Any, fetched: dict[int, Array], grads: dict[int, Array], computed: Array,
+        sliced: Sequence[Array], scalars: Sequence[Array],
+    ) -> dict[int, Array]:  # fmt: skip
+        """The results that belong to parameter `k`, for piece `c` of it, by position."""
+        operands = self.split.arguments
+        pieces = {p: a for p, a in fetched.items() if operands[p].leaf == k}
+        pieces |= {p: cut.read(a, c) for p, a in grads.items() if operands[p].leaf == k}
+        if k not in pieces:  # there is no master copy
+            pieces[k] = cut.read(computed, c)
+        values = dict(zip(self.split.scalars, scalars, strict=True))
+        values |= {v: cut.read(a, c) for (v, leaf), a in zip(self.split.sliced, sliced, strict=True) if leaf == k}
+        inside = self._is_inside(k, cut, c)
+        results = self.split.compute_piece(k, pieces, values)
+        return {p: a if inside is None else jnp.where(inside, a, 0) for p, a in results.items()}
+
+    def _is_inside(self, k: int, cut: Pieces, c: Any) -> Array | None:
+        """Which elements of a piece are not zeros at the end of the stored parameter; None if there are none."""
+        zeros, axes = self._zeros[k], self.config.axes
+        if not zeros.count:
+            return None
+        size = cut.shape[zeros.dim]
+        first = lax.axis_index(axes.shard) * size + cut.start(c)[zeros.dim]
+        return first + lax.broadcasted_iota(jnp.int32, cut.piece, zeros.dim) < self.leaves[k].shape[zeros.dim]
+
+    def _squared_norm(self, k: int, piece: Array) -> Array:
+        """This device's term of the squared norm, see `DeviceGradient.squared_norm_term`."""
+        axes, is_sharded = self.config.axes, self.config.stage.shards_optimizer and self.leaves[k].dim is not None
+        copies = axes.num_replicas * (1 if is_sharded else axes.num_shards)
+        return jnp.sum(jnp.square(piece.astype(jnp.float32))) / copies
