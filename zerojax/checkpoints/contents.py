@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 from zerojax.sharding import placement
 from zerojax.sharding.padding import between
-from zerojax.sharding.placement import HOST, Leaf
+from zerojax.sharding.placement import PINNED_HOST, Leaf
 from zerojax.step import models
 from zerojax.step.digest import Digest
 from zerojax.step.state import TrainState, logical_avals
@@ -98,7 +98,7 @@ def _computed(values: Sequence[Array], leaves: Sequence[Leaf], likes: Sequence[A
         ]
         return [between(leaf.shape, like.shape).pad(a) for a, leaf, like in zip(logical, leaves, likes, strict=True)]
 
-    if not any(a.sharding.memory_kind == HOST for a in values):
+    if not any(a.sharding.memory_kind == PINNED_HOST for a in values):
         return jax.jit(cast, out_shardings=[like.sharding for like in likes])(list(values))
     shardings: list[Any] = [a.sharding for a in values]
     on_device = (jax.device_put(a, NamedSharding(s.mesh, s.spec)) for a, s in zip(values, shardings, strict=True))

@@ -38,7 +38,7 @@ from zerojax.sharding.units import cut_patterns, no_match_text, unit_names
 from zerojax.text import abbreviate
 from zerojax.typing import AnyMesh, Array, PyTree, Shape
 
-HOST = "pinned_host"  # the kind of the memory of a host that its devices read and write
+PINNED_HOST = "pinned_host"  # the kind of the memory of a host that its devices read and write
 
 
 @dataclasses.dataclass(frozen=True)

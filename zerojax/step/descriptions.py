@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from zerojax.sharding import placement
-from zerojax.sharding.placement import HOST
+from zerojax.sharding.placement import PINNED_HOST
 from zerojax.step.config import ZeroConfig
 from zerojax.step.models import is_key
 from zerojax.text import SPACE, abbreviate, bytes_text, count_text, fold, mesh_text
@@ -71,7 +71,7 @@ def _held_bytes(tree: PyTree, of_host: bool = False) -> int:
     """
     arrays = [a for a in jax.tree.leaves(tree) if not is_key(a)]
     if of_host:
-        arrays = [a for a in arrays if getattr(getattr(a, "sharding", None), "memory_kind", None) == HOST]
+        arrays = [a for a in arrays if getattr(getattr(a, "sharding", None), "memory_kind", None) == PINNED_HOST]
     return sum(
         math.prod(a.shape) * a.dtype.itemsize
         if isinstance(a, Tracer) or getattr(a, "sharding", None) is None

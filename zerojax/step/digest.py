@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.sharding.axes import axis_names
-from zerojax.sharding.placement import HOST
+from zerojax.sharding.placement import PINNED_HOST
 from zerojax.step import host_pieces
 from zerojax.typing import Array, Shape
 
@@ -66,7 +66,7 @@ def _on_devices(path: str, a: Array, shape: Shape) -> Array:
             f"  got:      {a.dtype}\n  fix:      use a numeric dtype of at most 64 bits"
         )
     if isinstance(a.sharding, NamedSharding):
-        in_host = a.sharding.memory_kind == HOST
+        in_host = a.sharding.memory_kind == PINNED_HOST
         return _sharded_words(a.sharding.mesh, a.sharding.spec, tuple(shape), in_host)(a)
     return jax.jit(_words, static_argnums=(1, 2))(a, (0,) * a.ndim, tuple(shape))[None]
 

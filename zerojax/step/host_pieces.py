@@ -10,7 +10,7 @@ from zerojax.transform.buckets import Pieces
 from zerojax.typing import Shape
 
 PIECES_BYTES = 2**27  # of all pieces that come to a device at a time
-_TILE = 8, 1024  # elements of a whole tile of a TPU in the second to last dim, and in an array of one dim
+_WHOLE_TILE = 8, 1024  # elements of a whole tile of a TPU in the second to last dim, and in an array of one dim
 
 
 def cut(shape: Shape, wanted: int, mesh: Mesh) -> Pieces:
@@ -26,10 +26,12 @@ def cut(shape: Shape, wanted: int, mesh: Mesh) -> Pieces:
         mesh: the devices.
     """
     found: list[int] = []
-    missing = wanted
     in_one_dim = mesh.devices.flat[0].platform == "tpu"
+    if in_one_dim and len(shape) == 1:  # parts of whole tiles only, which small arrays do not have
+        return Pieces(shape, (1,))
+    missing = wanted
     for d, size in enumerate(shape[: max(1, len(shape) - 1)]):
-        tile = _TILE[1] if len(shape) == 1 else _TILE[0] if d == len(shape) - 2 else 1
+        tile = _WHOLE_TILE[1] if len(shape) == 1 else _WHOLE_TILE[0] if d == len(shape) - 2 else 1
         most = size // tile if size % tile == 0 else size
         divisors = [n for n in range(1, most + 1) if most % n == 0] or [1]
         found.append(next((n for n in divisors if n >= missing), divisors[-1]))

@@ -168,8 +168,14 @@ class SplitUpdate:
 
 
 def _cannot_split(equation: Any, equations: Sequence[Any]) -> ValueError:
-    later = equations[list(map(id, equations)).index(id(equation)) :]  # a nested jit has lost where it was called
-    name = next(filter(None, map(optimizer_function, later)), "the optimizer")
+    index = next(k for k, e in enumerate(equations) if e is equation)
+    read = set(jaxprs.variables(equation))
+    before = []  # the equations that it is computed from, the last one first
+    for e in reversed(equations[:index]):
+        if any(v in read for v in e.outvars):
+            before.append(e)
+            read.update(jaxprs.variables(e))
+    name = next(filter(None, map(optimizer_function, [equation, *before])), "the optimizer")
     return ValueError(
         f"offload: {name} cannot be computed for one piece of a parameter at a time\n"
         f"  got:      an element depends on others of an array in host memory ({equation.primitive.name})\n"

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax.sharding import padding, placement
 from zerojax.sharding.axes import Axes
 from zerojax.sharding.padding import NO_PADDING, Padding
-from zerojax.sharding.placement import HOST, Leaf
+from zerojax.sharding.placement import PINNED_HOST, Leaf
 from zerojax.sharding.precision import LossScale
 from zerojax.step import models
 from zerojax.step.config import ZeroConfig
@@ -236,7 +236,7 @@ def shardings(config: ZeroConfig, state: TrainState) -> TrainState:
     found = placement.named_shardings(config.mesh, specs(config, state))
     if not config.offloads_optimizer:
         return found
-    to_host = lambda sharding, flag: sharding.with_memory_kind(HOST) if flag else sharding
+    to_host = lambda sharding, flag: sharding.with_memory_kind(PINNED_HOST) if flag else sharding
     return jax.tree.map(to_host, found, in_host(config, state))
 
 

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from zerojax.sharding import padding, placement
-from zerojax.sharding.placement import HOST
+from zerojax.sharding.placement import PINNED_HOST
 from zerojax.step import optimizers
 from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient
@@ -106,7 +106,9 @@ def apply_gradients(
         loss_scale=state.loss_scale and state.loss_scale.update(finite, config.precision.growth_interval),
         definition=definition,
     )
-    constrain = lambda a, sharding: a if sharding.memory_kind == HOST else lax.with_sharding_constraint(a, sharding)
+    constrain = lambda a, sharding: (
+        a if sharding.memory_kind == PINNED_HOST else lax.with_sharding_constraint(a, sharding)
+    )
     after = jax.tree.map(constrain, after, shardings)
     norm = updated.squared_norm
     return after, squared_norm(gradient, optimizer_params(config, after)) if norm is None else norm

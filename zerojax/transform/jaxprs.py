@@ -23,7 +23,7 @@ _ELEMENT_PRESERVING = frozenset({"convert_element_type", "transpose", "copy", "c
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 # The forward pass of fused attention by cuDNN, as in `jax.nn.dot_product_attention(implementation="cudnn")`.
 FUSED_ATTENTION = frozenset({"dot_product_attention_fwd", "dot_product_attention_fwd_wrapper"})
-_ELEMENTWISE = frozenset([
+_BY_ELEMENT = frozenset([
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil",
     "clamp", "clz", "convert_element_type", "copy", "copy_p", "cos", "cosh", "div", "eq", "eq_to", "erf", "erf_inv",
     "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "le_to", "lgamma", "log",
@@ -295,7 +295,7 @@ def preserves_elements(equation: Equation) -> bool:
 def is_elementwise(equation: Equation) -> bool:
     """Whether each element of the one result is computed from the same element of the operands, and from scalars."""
     shape = equation.outvars[0].aval.shape
-    return equation.primitive.name in _ELEMENTWISE and all(a.aval.shape in (shape, ()) for a in equation.invars)
+    return equation.primitive.name in _BY_ELEMENT and all(a.aval.shape in (shape, ()) for a in equation.invars)
 
 
 def broadcasts_scalar(equation: Equation) -> bool:

@@ -1,0 +1,80 @@
+"""Steps with an offloaded optimizer, compiled for GPUs and TPUs: what is in host memory, and what is on the device."""
+
+import functools
+import tempfile
+from pathlib import Path
+
+import gpt
+import jax.numpy as jnp
+import optax
+import pytest
+
+import zerojax
+from zerojax import Verdict, targets
+from zerojax.analysis import hlo
+from zerojax.analysis.hardware import cluster
+from zerojax.plan import timeline
+from zerojax.plan.buffers import read_dump
+from zerojax.plan.program import compile_with_dump
+from zerojax.plan.timeline import FROM_HOST, TO_HOST
+from zerojax.step import host_pieces
+
+pytestmark = pytest.mark.aot
+TARGETS = ["h100:1", "h100:8", "v5e:2x2"]
+PIECES_BYTES = 2**20
+
+
+@functools.cache
+def compiled(target, layers, scan=True, offload="optimizer"):
+    """(The compiled step, bytes of its temporaries, the state, the audit)."""
+    config = gpt.Config(width=256, layers=layers, heads=4, vocab=512, seq=128, scan=scan, dtype=jnp.bfloat16)
+    devices = targets.devices(target)
+    zero = zerojax.Zero(zerojax.make_mesh(devices=devices), 3, "bf16", offload=offload)
+    state, batch = zero.eval_init(gpt.create(config), optax.adamw(1e-3)), gpt.batch_aval(config, len(devices))
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setattr(host_pieces, "PIECES_BYTES", PIECES_BYTES)
+        step = zero.train_step(gpt.loss, remat="full")
+        program = compile_with_dump(step.trace(state, batch), targets.platform(target), Path(folder), {})
+        return (
+            program,
+            read_dump(Path(folder)).allocated_bytes,
+            state,
+            zerojax.audit_step(program, step.expectation(state, batch)),
+        )
+
+
+def local_bytes(state, num_devices, bytes_per_parameter):
+    return bytes_per_parameter * sum(leaf.size for leaf in state.definition.leaves) / num_devices
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_moments_and_master_are_in_host_memory_and_updated_in_place(target):
+    program, _, state, audit = compiled(target, 8)
+    memory, num_devices = program.memory_analysis(), len(targets.devices(target))
+    in_host = local_bytes(state, num_devices, 12)
+    assert memory.host_argument_size_in_bytes == pytest.approx(in_host, rel=1e-2)
+    assert memory.host_alias_size_in_bytes == memory.host_output_size_in_bytes == memory.host_argument_size_in_bytes
+    assert memory.host_temp_size_in_bytes == 0
+    assert memory.argument_size_in_bytes < 1.1 * local_bytes(state, num_devices, 2) + 2**16
+    assert audit["sharded"].verdict is audit["aliased state"].verdict is Verdict.OK
+
+
+@pytest.mark.parametrize(("target", "scan"), [("h100:1", True), ("h100:8", False), ("v5e:2x2", True)])
+def test_temporaries_grow_with_depth_as_without_offloading(target, scan):
+    grows = {}
+    for offload in "optimizer", "none":
+        (_, few, small, _), (_, many, large, _) = (compiled(target, n, scan, offload) for n in (8, 16))
+        grows[offload] = many - few
+    num_devices = len(targets.devices(target))
+    state_of_layers = local_bytes(large, num_devices, 12) - local_bytes(small, num_devices, 12)
+    assert grows["optimizer"] < grows["none"] + 0.1 * state_of_layers
+
+
+@pytest.mark.parametrize("target", ["h100:1", "v5e:2x2"])
+def test_the_state_is_copied_once_in_each_direction(target):
+    program, _, state, _ = compiled(target, 8)
+    found = cluster(target)
+    predicted = timeline.predict(hlo.parse_program(program.as_text()), found)
+    seconds = local_bytes(state, found.num_devices, 12) / found.chip.host_rate.effective
+    assert predicted.busy_s[TO_HOST] == pytest.approx(seconds, rel=1e-2)
+    assert seconds < 1.001 * predicted.busy_s[FROM_HOST] < 1.3 * seconds  # the last piece comes twice
