@@ -67,7 +67,7 @@ def test_temporaries_grow_with_depth_as_without_offloading(target, scan):
         grows[offload] = many - few
     num_devices = len(targets.devices(target))
     state_of_layers = local_bytes(large, num_devices, 12) - local_bytes(small, num_devices, 12)
-    assert grows["optimizer"] < grows["none"] + 0.1 * state_of_layers
+    assert grows["optimizer"] < grows["none"] + 0.2 * state_of_layers  # small arrays have few pieces
 
 
 @pytest.mark.parametrize("target", ["h100:1", "v5e:2x2"])
