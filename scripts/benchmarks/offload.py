@@ -1,0 +1,171 @@
+"""Finds the largest GPT whose compiled step fits a device and its host, with and without an offloaded optimizer.
+
+    python scripts/benchmarks/offload.py --target h100:1                    # tables
+    python scripts/benchmarks/offload.py --target h200:1 --host-gib 128 --json
+    python scripts/benchmarks/offload.py --target v5p:2x2x1                 # a compilation takes about a minute
+
+Nothing is allocated and nothing runs. A GPT of scanned layers (bf16, AdamW, `remat='full'`, stage 3) is compiled for a
+described cluster. It fits if arguments, temporaries and outputs that are not updated in place are within the share
+`--memory` of a device, and what is in pinned host memory is within the share of the host that each device has. The
+search ends at a number of layers that fits while two more layers do not.
+
+The second table compares both at the largest size without offloading, for several numbers of microbatches. Times are
+predicted by `zerojax.plan.timeline`. A device waits for copies while it computes nothing; the share is that of the time
+in which the host's link is busy in the busier direction. The formula is that of `step.memory`.
+"""
+
+import argparse
+import functools
+import json
+import os
+import time
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the programs are for other devices
+
+FORMS = ("none", "optimizer")
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default="h100:1", help="a target of zerojax.targets (default %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--memory", type=float, default=0.9, help="share of a device's memory (default %(default)s)")
+    parser.add_argument(
+        "--host-gib", type=float, default=128, help="pinned host memory for each device (default %(default)s)"
+    )
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--seq", type=int, default=2048)
+    parser.add_argument("--rows", type=int, default=4, help="sequences on each device (default %(default)s)")
+    parser.add_argument("--vocab", type=int, default=32768)
+    parser.add_argument("--microbatches", type=int, nargs="*", default=[1, 4, 16])
+    return parser.parse_args()
+
+
+def main():
+    args = arguments()
+    from ablation import largest
+    from rich.console import Console
+    from timing import versions
+
+    from zerojax import targets
+    from zerojax.analysis.hardware import cluster
+
+    devices, budget = targets.devices(args.target), args.memory * cluster(args.target).chip.memory_bytes
+    start, found, compared = time.perf_counter(), {}, []
+    with Console(stderr=True).status("") as status:
+
+        @functools.cache
+        def step(offload, layers, microbatches=1):
+            status.update(f"offload={offload!r}: {layers} layers, {microbatches} microbatches")
+            return measure(offload, layers, microbatches, args, devices)
+
+        def share(offload, layers):
+            """The share of the memory that is used: of the device or of the host, whichever is larger."""
+            measured = step(offload, layers)
+            return max(measured["peak_bytes"] / budget, measured["host_bytes"] / (args.host_gib * 2**30))
+
+        for offload in FORMS:
+            layers = largest(lambda layers, offload=offload: share(offload, layers), 1.0)
+            found[offload] = {"layers": layers, **(step(offload, layers) if layers else {})}
+        for microbatches in args.microbatches if found["none"]["layers"] else ():
+            row = {offload: step(offload, found["none"]["layers"], microbatches) for offload in FORMS}
+            compared.append({"microbatches": microbatches, **row})
+    result = {
+        "target": args.target,
+        "budget_bytes": budget,
+        "shapes": {key: value for key, value in vars(args).items() if key not in ("json", "target")},
+        "versions": versions(),
+        "largest": found,
+        "compared": compared,
+        "seconds": time.perf_counter() - start,
+    }
+    print(json.dumps(result)) if args.json else tables(result)
+
+
+def measure(offload, layers, microbatches, args, devices):
+    """The number of parameters, the memory and the predicted time of a compiled step."""
+    import gpt
+    import jax.numpy as jnp
+    import optax
+    from schedule import compiled
+
+    import zerojax
+    from zerojax import targets
+    from zerojax.analysis import hlo
+    from zerojax.analysis.hardware import cluster
+    from zerojax.analysis.hlo_collectives import peak_bytes
+    from zerojax.plan import timeline
+
+    config = gpt.Config(
+        width=args.width, layers=layers, heads=args.heads, vocab=args.vocab, seq=args.seq, scan=True, dtype=jnp.bfloat16
+    )
+    zero = zerojax.Zero(zerojax.make_mesh(devices=devices), stage=3, precision="bf16", offload=offload)
+    state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
+    batch = gpt.batch_aval(config, args.rows * microbatches * len(devices))
+    step = zero.train_step(gpt.loss, remat="full", num_microbatches=microbatches)
+    start = time.perf_counter()
+    program, temporaries = compiled(step.trace(state, batch), targets.platform(args.target))
+    memory = program.memory_analysis()
+    predicted = timeline.predict(hlo.parse_program(program.as_text()), cluster(args.target))
+    copying_s = max(predicted.busy_s.get(lane, 0.0) for lane in (timeline.FROM_HOST, timeline.TO_HOST))
+    return {
+        "parameters": sum(leaf.size for leaf in state.definition.leaves),
+        "peak_bytes": peak_bytes(memory, temporaries),
+        "formula_bytes": step.memory(state, batch).peak_bytes,
+        "host_bytes": memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
+        "host_temporaries_bytes": memory.host_temp_size_in_bytes,
+        "copied_bytes": 2 * memory.host_argument_size_in_bytes,
+        "step_s": predicted.step_s,
+        "computing_s": predicted.computing_s,
+        "copying_s": copying_s,
+        "waiting_share": predicted.waiting_s / copying_s if copying_s else 0.0,
+        "tokens_per_s": args.rows * microbatches * args.seq * len(devices) / predicted.step_s,
+        "compile_s": time.perf_counter() - start,
+    }
+
+
+def tables(result):
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if Console().is_terminal else 140)
+    gib = lambda size: f"{size / 2**30:.1f}"
+    shapes = result["shapes"]
+    title = f"Largest model on {result['target']}: {gib(result['budget_bytes'])} GiB of a device"
+    rows = Table(
+        "offload", "layers", "B parameters", "GiB on a device", "of formula", "GiB on the host", "GiB copied", "s",
+        "computes s", title=f"{title}, {shapes['host_gib']:g} GiB of its host", title_justify="left",
+    )  # fmt: skip
+    for name, found in result["largest"].items():
+        if not found["layers"]:
+            rows.add_row(name, "none fits")
+            continue
+        peak = found["peak_bytes"]
+        sizes = gib(peak), f"{peak / found['formula_bytes']:.2f}", gib(found["host_bytes"]), gib(found["copied_bytes"])
+        seconds = f"{found['step_s']:.2f}", f"{found['computing_s']:.2f}"
+        rows.add_row(name, str(found["layers"]), f"{found['parameters'] / 1e9:.2f}", *sizes, *seconds)
+    right(rows)
+    console.print(rows)
+    rows = Table(
+        "microbatches", "offload", "GiB on a device", "s", "waits, of copies", "tokens/s",
+        title="The largest model without offloading", title_justify="left",
+    )  # fmt: skip
+    for compared in result["compared"]:
+        for name in FORMS:
+            found = compared[name]
+            rows.add_row(
+                str(compared["microbatches"]), name, gib(found["peak_bytes"]), f"{found['step_s']:.2f}",
+                f"{found['waiting_share']:.0%}" if found["copying_s"] else "", f"{found['tokens_per_s']:,.0f}",
+            )  # fmt: skip
+    right(rows)
+    console.print(rows)
+
+
+def right(table):
+    for column in table.columns[1:]:
+        column.justify = "right"
+
+
+if __name__ == "__main__":
+    main()
