@@ -10,12 +10,13 @@ import pytest
 from optax import contrib
 
 import zerojax
-from zerojax import Verdict, Zero
+from zerojax import Verdict, Zero, versions
 from zerojax.step import host_pieces
 from zerojax.step.split_update import Operand, SplitUpdate
 
 LAYERS, WIDTH, HIDDEN, VOCAB = 6, 16, 32, 67  # 67 rows: shards of the head have zeros at their end
 STEPS = 3
+IS_EXACT = versions.parse(jax.__version__) < (0, 11)  # whether XLA contracts the update alike in both programs
 
 
 def create():
@@ -76,14 +77,14 @@ def arrays(state):
 
 def assert_same(got, want, precision):
     """Bit for bit in fp32. A scale of the gradients, or zeros at the end of shards, are part of the kernel of the
-    update, which then may contract other products and sums: the last bit of a number may differ, and after it a value
-    that is rounded to 16 bits."""
+    update, which then may contract other products and sums, as it may with later versions of XLA: the last bit of a
+    number may differ, and after it a value that is rounded to 16 bits (by 2**-8), and its square."""
     for a, b in zip(arrays(got), arrays(want), strict=True):
-        if precision == "fp32":
+        if precision == "fp32" and IS_EXACT:
             np.testing.assert_array_equal(a, b)
         else:
             a, b = a.astype(np.float32), b.astype(np.float32)
-            assert np.abs(a - b).max() <= (1e-6 if precision == "with zeros" else 1e-3) * np.abs(b).max()
+            assert np.abs(a - b).max() <= (2**-7 if precision in ("bf16", "fp16") else 1e-6) * np.abs(b).max()
 
 
 def kinds(tree):
@@ -109,7 +110,7 @@ def test_training_is_that_of_an_optimizer_on_the_devices(precision, stage, setti
     for ours, theirs in zip(metrics, wanted, strict=True):
         norms = ours.pop("param_norm"), theirs.pop("param_norm")  # summed in another order
         assert norms[0] == pytest.approx(norms[1], rel=1e-6)
-        assert ours == (theirs if precision == "fp32" else pytest.approx(theirs, rel=1e-3))
+        assert ours == pytest.approx(theirs, rel=1e-6 if precision == "fp32" else 1e-3)
     optimizer_state = got.master, got.opt_state
     assert kinds(optimizer_state) == {(True, "pinned_host"), (False, "device")} and len(kinds(got.params)) == 2
     assert {kind for _, kind in kinds((want.params, want.master, want.opt_state, got.params))} == {"device"}
@@ -121,7 +122,7 @@ def test_any_number_of_devices_trains_alike():
     for num_devices in (1, 3):
         got, metrics = trained("optimizer", 3, "fp32", num_devices, batch)
         want, wanted = trained("none", 3, "fp32", num_devices, batch)
-        assert metrics[-1]["loss"] == wanted[-1]["loss"]
+        assert metrics[-1]["loss"] == pytest.approx(wanted[-1]["loss"], rel=1e-6)
         assert_same(got.logical(), want.logical(), "fp32" if num_devices == 1 else "with zeros")
     assert on_four.opt_state[1][0].mu["head"].shape == (WIDTH, VOCAB)
 
