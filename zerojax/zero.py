@@ -109,7 +109,8 @@ class Zero:
             {'fsdp': 'data', 'tp': None}.
         offload: 'optimizer' keeps the optimizer's state and the master copy of the parameters in pinned host memory:
             each array that is shaped like a parameter. A step moves them through the device piece by piece, so the
-            optimizer has to work element by element. 'none' is the default.
+            optimizer has to work element by element. 'none' is the default. It does not concern `value_and_grad`, which
+            has no optimizer.
 
     Raises:
         ValueError: if the stage, the precision, an axis or the offload is unknown, or if the mesh has other axes and

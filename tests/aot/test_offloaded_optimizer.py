@@ -78,3 +78,11 @@ def test_the_state_is_copied_once_in_each_direction(target):
     seconds = local_bytes(state, found.num_devices, 12) / found.chip.host_rate.effective
     assert predicted.busy_s[TO_HOST] == pytest.approx(seconds, rel=1e-2)
     assert seconds < 1.001 * predicted.busy_s[FROM_HOST] < 1.3 * seconds  # the last piece comes twice
+
+
+def test_the_order_of_gathers_is_read_from_a_trace_with_arguments_in_host_memory():
+    config = gpt.Config(width=128, layers=8, scan=True, dtype=jnp.bfloat16)
+    zero = zerojax.Zero(zerojax.make_mesh(devices=targets.devices("h100:8")), 3, "bf16", offload="optimizer")
+    state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
+    audit = zero.train_step(gpt.loss, remat="full").audit(state, gpt.batch_aval(config, 8))
+    assert audit["prefetch order"].verdict is Verdict.OK

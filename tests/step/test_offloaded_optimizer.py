@@ -192,6 +192,25 @@ def test_reports_count_host_memory_apart():
     assert "offload='optimizer'" in repr(zero)
 
 
+def test_memory_is_estimated_without_devices():
+    totals = []
+    for mesh in zerojax.make_mesh(devices=4), zerojax.make_mesh(devices=jax.devices()[:4]):
+        zero = Zero(mesh, precision="bf16", stacked="layers/*", offload="optimizer")
+        memory = zero.train_step(loss).memory(
+            zero.eval_init(create, optimizer()), jax.ShapeDtypeStruct(TOKENS.shape, TOKENS.dtype)
+        )
+        totals.append((memory.peak_bytes, memory.host_bytes))
+    assert totals[0] == totals[1]
+
+
+def test_evaluation_is_that_of_an_optimizer_on_the_devices():
+    losses = []
+    for offload in "optimizer", "none":
+        zero = zero_of(offload)
+        losses.append(float(zero.eval_step(loss)(zero.init(create, optimizer()), TOKENS)["loss"]))
+    assert losses[0] == losses[1]
+
+
 def test_another_optimizer_starts_in_host_memory_too():
     state, _ = trained("optimizer", 3, "bf16")
     zero = zero_of("optimizer", precision="bf16")
@@ -220,6 +239,17 @@ def test_an_optimizer_that_couples_elements_is_refused_by_name(name, tx):
     with pytest.raises(ValueError, match=name):
         zero_of("optimizer").with_optimizer(state, tx)
     zero_of("none").eval_init(create, tx)
+
+
+def test_an_optimizer_that_mixes_the_moments_of_two_parameters_is_refused():
+    params = {"a": jnp.ones((8, 4)), "b": jnp.ones((8, 4))}
+
+    def update(grads, state, params=None):
+        return jax.tree.map(jnp.add, grads, {"a": state.trace["b"], "b": state.trace["a"]}), state
+
+    tx = optax.GradientTransformation(optax.trace(0.9).init, update)
+    with pytest.raises(ValueError, match=r"^offload: the optimizer cannot be computed for one piece"):
+        Zero(zerojax.make_mesh(), offload="optimizer").eval_init(lambda: params, tx)
 
 
 def test_an_unknown_offload_is_refused():

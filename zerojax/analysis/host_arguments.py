@@ -1,7 +1,8 @@
 """Programs for described devices with arguments in host memory.
 
-Described GPUs have no memories in JAX, and a sharding for them forgets the memory it names. An array would count as one
-on the device, in the trace as well as in the compiled program. Here both are told where it is.
+JAX knows no memories of described GPUs, and a sharding for them forgets the memory that it names. An array in host
+memory would then be traced, compiled and counted as an array on the device. The functions of this module mark such
+arrays in the avals that are traced and in the program that is compiled.
 """
 
 from __future__ import annotations

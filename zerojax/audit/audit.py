@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from zerojax.analysis import hlo
 from zerojax.analysis.hlo import Program
+from zerojax.analysis.host_arguments import TracedWithHostArguments
 from zerojax.audit.communication import SLACK, CommunicationChecks
 from zerojax.audit.expectation import Expectation
 from zerojax.audit.findings import (
@@ -54,8 +55,9 @@ def audit_step(step: Any, expectation: Expectation) -> Audit:
 
     Cost: compiles a traced step, and reads the text of the program, in about 5% of the time of the compilation.
     """
-    jaxpr = step.jaxpr if isinstance(step, jax.stages.Traced) else None
-    compiled = step.lower().compile() if hasattr(step, "lower") else step
+    is_traced = isinstance(step, jax.stages.Traced | TracedWithHostArguments)
+    jaxpr = step.jaxpr if is_traced else None
+    compiled = step.lower().compile() if is_traced else step
     program, platform = _reader(compiled), expectation.config.mesh.devices.flat[0].platform
     memory = _MemoryChecks(compiled, program, expectation, platform)
     communication = CommunicationChecks(program, jaxpr, expectation, platform)

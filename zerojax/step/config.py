@@ -60,7 +60,8 @@ class ZeroConfig(NamedTuple):
         dtypes = {name: jnp.dtype(getattr(self.precision, name)).name for name in DTYPE_FIELDS}
         ids = hashlib.sha256(str([device.id for device in self.mesh.devices.flat]).encode()).hexdigest()[:8]
         mesh = ", ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
-        return {"stage": str(int(self.stage)), "mesh": f"{mesh} (order of the devices: {ids})", **dtypes}
+        offload = {"offload": "optimizer" if self.offloads_optimizer else "none"}
+        return {"stage": str(int(self.stage)), "mesh": f"{mesh} (order of the devices: {ids})", **offload, **dtypes}
 
 
 def check_offload(offload: str, mesh: AnyMesh, axes: Axes) -> bool:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh
 
 from zerojax.transform.buckets import Pieces
-from zerojax.typing import Shape
+from zerojax.typing import AnyMesh, Shape
 
 PIECES_BYTES = 2**27  # of all pieces that come to a device at a time
 _WHOLE_TILE = 8, 1024  # elements of a whole tile of a TPU in the second to last dim, and in an array of one dim
 
 
-def cut(shape: Shape, wanted: int, mesh: Mesh) -> Pieces:
+def cut(shape: Shape, wanted: int, mesh: AnyMesh) -> Pieces:
     """Cuts an array into about `wanted` pieces.
 
     The last dim of several is not cut, and pieces are whole tiles where possible. There are fewer pieces if the sizes
@@ -23,10 +23,10 @@ def cut(shape: Shape, wanted: int, mesh: Mesh) -> Pieces:
     Args:
         shape: of the part of the array that a device holds.
         wanted: the number of pieces.
-        mesh: the devices.
+        mesh: with the devices, or an AbstractMesh, for which pieces are those of a GPU.
     """
     found: list[int] = []
-    in_one_dim = mesh.devices.flat[0].platform == "tpu"
+    in_one_dim = not isinstance(mesh, AbstractMesh) and mesh.devices.flat[0].platform == "tpu"
     if in_one_dim and len(shape) == 1:  # parts of whole tiles only, which small arrays do not have
         return Pieces(shape, (1,))
     missing = wanted
@@ -42,6 +42,6 @@ def cut(shape: Shape, wanted: int, mesh: Mesh) -> Pieces:
     return Pieces(shape, (*found, *[1] * (len(shape) - len(found))))
 
 
-def of_one_array(shape: Shape, itemsize: int, mesh: Mesh) -> Pieces:
+def of_one_array(shape: Shape, itemsize: int, mesh: AnyMesh) -> Pieces:
     """Cuts an array that is read alone, so that no piece is much larger than `PIECES_BYTES`."""
     return cut(shape, -(-math.prod(shape) * itemsize // PIECES_BYTES), mesh)

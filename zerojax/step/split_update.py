@@ -83,22 +83,22 @@ class SplitUpdate:
         sliced: dict[tuple[Any, int], None] = {}
         arguments = dict(zip(jaxpr.invars, self.arguments, strict=True))
 
-        def read_in_pieces(v: Any, leaf: int) -> None:
-            belongs = v not in arguments or arguments[v].leaf == leaf
-            if v.aval.shape == shapes[leaf] and belongs:
+        def read_in_pieces(v: Any, leaf: int, equation: Any) -> None:
+            if v.aval.shape == shapes[leaf] and (v not in arguments or arguments[v].leaf == leaf):
                 pieces[v].add(leaf)
-            elif v.aval.shape == shapes[leaf]:
+                return
+            if v in arguments and arguments[v].in_host:  # of another parameter
+                raise _cannot_split(equation, jaxpr.eqns)
+            whole.add(v)
+            if v.aval.shape == shapes[leaf]:
                 sliced[v, leaf] = None
-                whole.add(v)
-            else:
-                whole.add(v)
 
         for equation in reversed(jaxpr.eqns):
             for leaf in set().union(*(pieces.get(v, ()) for v in equation.outvars)):
                 if jaxprs.is_elementwise(equation) or jaxprs.broadcasts_scalar(equation):
                     self._by_leaf[leaf].append(equation)
                     for v in jaxprs.variables(equation):
-                        read_in_pieces(v, leaf)
+                        read_in_pieces(v, leaf, equation)
                 else:
                     sliced.update({(v, leaf): None for v in equation.outvars if leaf in pieces.get(v, ())})
                     whole.update(equation.outvars)
@@ -107,9 +107,6 @@ class SplitUpdate:
                     raise _cannot_split(equation, jaxpr.eqns)
                 self._whole.append(equation)
                 whole.update(jaxprs.variables(equation))
-        for v, result in zip(jaxpr.outvars, self.results, strict=True):
-            if result.leaf is None and jaxprs.is_var(v) and v in self._in_host:
-                raise _cannot_split(next(e for e in jaxpr.eqns if v in e.outvars), jaxpr.eqns)
         self._whole.reverse()
         for equations in self._by_leaf.values():
             equations.reverse()
@@ -146,11 +143,8 @@ class SplitUpdate:
         scope = dict(values) | {self._closed.jaxpr.invars[k]: piece for k, piece in arguments.items()}
         shape = next(iter(arguments.values())).shape
         for equation in self._by_leaf[leaf]:
-            (out,) = equation.outvars
-            if out in scope:
-                continue
             if jaxprs.broadcasts_scalar(equation):
-                (scalar,) = equation.invars
+                (out,), (scalar,) = equation.outvars, equation.invars
                 value = scope[scalar] if jaxprs.is_var(scalar) else jnp.asarray(scalar.val, scalar.aval.dtype)
                 scope[out] = lax.broadcast(value, shape)
             else:

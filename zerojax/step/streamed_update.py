@@ -1,13 +1,16 @@
 """The optimizer's update of a state that is in host memory: pieces of it come to the device, are updated, and go back.
 
 All parameters are cut into pieces. A loop updates one piece of each at a time, so that what is on the device does not
-grow with the model. While it computes piece c, the next one comes and the one before goes back:
+grow with the model. In iteration c, after piece c of an array has been computed, it goes back, and piece c + 1 comes:
 
-    from the host   piece c + 1
-    compute                     piece c
-    to the host                           piece c
+    compute         1 2 3 4
+    to the host       1 2 3 4          the pieces c of arrays 1, 2, 3 and 4
+    from the host       1 2 3 4        their pieces c + 1
 
-Each array is read before it is written, at the next piece: a compiler that does not know this would copy it.
+A piece is read from the array that the one before has been written to. Compilers therefore update the array in place;
+without this dependency they copy it. The two other dependencies make both directions of the link work at once, since
+compilers would otherwise start all copies to the host before those from it: pieces come one after the other, and one
+goes back after that of the array `_AHEAD` places before has come.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from zerojax.transform.buckets import Pieces
 from zerojax.transform.dependencies import after, event
 from zerojax.typing import Array, PyTree
 
-_AHEAD = 2  # arrays that are fetched before an update goes back
+_AHEAD = 2
 
 
 class Updated(NamedTuple):
@@ -170,43 +173,54 @@ class StreamedUpdate:
         by_count: dict[int, list[int]] = collections.defaultdict(list)
         for k, each in cuts.items():
             by_count[each.count].append(k)
-        of_leaf = {k: [p for p in hosts if self.split.arguments[p].leaf == k] for k in cuts}
         computed, total = list(computed), jnp.float32(0)
-
-        def fetch(host: Array, k: int, c: Any) -> Array:
-            return jax.device_put(cuts[k].read(host, c), jax.memory.Space.Device)
-
         for count, leaves in by_count.items():
-
-            def step(c: Any, carry: Any, leaves: Any = leaves, count: int = count) -> Any:
-                """Updates piece `c` of each parameter, and fetches the next one."""
-                hosts, computed, total, fetched = dict(carry[0]), dict(carry[1]), carry[2], carry[3]
-                following: dict[int, Array] = {}
-                for k in leaves:
-                    results = self._update_piece(k, cuts[k], c, fetched, grads, computed[k], sliced, scalars)
-                    total += self._squared_norm(k, results[k])
-                    computed[k] = cuts[k].write(computed[k], results[k].astype(computed[k].dtype), c)
-                    for p in of_leaf[k]:
-                        waits = event([list(following.values())[-_AHEAD]]) if len(following) >= _AHEAD else []
-                        (piece,) = after([results[p]], waits)
-                        hosts[p] = cuts[k].write(hosts[p], jax.device_put(piece, jax.memory.Space.Host), c)
-                        (index,) = after([jnp.minimum(c + 1, count - 1)], event(list(following.values())[-1:]))
-                        following[p] = fetch(hosts[p], k, index)
-                return hosts, computed, total, following
-
-            own = {p: hosts[p] for k in leaves for p in of_leaf[k]}
-            first = {p: fetch(hosts[p], k, 0) for k in leaves for p in of_leaf[k]}
-            updated, params, total, _ = lax.fori_loop(
-                0, count, step, (own, {k: computed[k] for k in leaves}, total, first)
-            )
+            fixed = grads, sliced, scalars
+            own = {p: a for p, a in hosts.items() if self.split.arguments[p].leaf in leaves}
+            params = {k: computed[k] for k in leaves}
+            updated, params, total = self._stream_alike({k: cuts[k] for k in leaves}, count, own, params, total, fixed)
             hosts = hosts | updated
             for k in leaves:
                 computed[k] = params[k]
         (total,) = collectives.all_reduce([total], self.config.axes.data, self.config.axes).leaves
         return hosts, computed, total
 
+    def _stream_alike(
+        self, cuts: dict[int, Pieces], count: int, hosts: dict[int, Array], computed: dict[int, Array], total: Array,
+        fixed: Any,
+    ) -> tuple[dict[int, Array], dict[int, Array], Array]:  # fmt: skip
+        """Updates parameters that are cut into equally many pieces, see `_stream`.
+
+        It adds to the squared norm `total`, so that one loop waits for another: the pieces of both would otherwise be
+        on the device.
+        """
+        of_leaf = {k: [p for p in hosts if self.split.arguments[p].leaf == k] for k in cuts}
+
+        def fetch(k: int, host: Array, c: Any) -> Array:
+            return jax.device_put(cuts[k].read(host, c), jax.memory.Space.Device)
+
+        def step(c: Any, carry: Any) -> Any:
+            """Updates piece `c` of each parameter, and fetches the next one."""
+            hosts, computed, total, fetched = dict(carry[0]), dict(carry[1]), carry[2], carry[3]
+            following: dict[int, Array] = {}
+            came: list[list[Array]] = [[]] * _AHEAD  # events of the pieces in `following`
+            for k, pieces in cuts.items():
+                results = self._update_piece(k, pieces, c, fetched, computed[k], *fixed)
+                total += self._squared_norm(k, results[k])
+                computed[k] = pieces.write(computed[k], results[k].astype(computed[k].dtype), c)
+                for p in of_leaf[k]:
+                    (piece,) = after([results[p]], came[-_AHEAD])
+                    hosts[p] = pieces.write(hosts[p], jax.device_put(piece, jax.memory.Space.Host), c)
+                    (index,) = after([jnp.minimum(c + 1, count - 1)], came[-1])
+                    following[p] = fetch(k, hosts[p], index)
+                    came.append(event([following[p]]))
+            return hosts, computed, total, following
+
+        first = {p: fetch(k, hosts[p], 0) for k in cuts for p in of_leaf[k]}
+        return lax.fori_loop(0, count, step, (hosts, computed, total, first))[:3]
+
     def _update_piece(
-        self, k: int, cut: Pieces, c: Any, fetched: dict[int, Array], grads: dict[int, Array], computed: Array,
+        self, k: int, cut: Pieces, c: Any, fetched: dict[int, Array], computed: Array, grads: dict[int, Array],
         sliced: Sequence[Array], scalars: Sequence[Array],
     ) -> dict[int, Array]:  # fmt: skip
         """The results that belong to parameter `k`, for piece `c` of it, by position."""
