@@ -20,8 +20,8 @@ HEADER = "| module | contents |\n|---|---|\n"
 # The architecture, bottom up: each entry imports only entries before it.
 ORDER = (
     "versions", "typing", "text", "tables", "warn", "directories", "masking", "sharding", "transform", "step", "losses",
-    "analysis", "report", "audit", "processes", "checkpoints", "exchange", "train_step", "zero", "deepspeed",
-    "training", "run_report", "plan", "doctor", "cli",
+    "analysis", "report", "audit", "processes", "checkpoints", "exchange", "jitted_step", "train_step", "eval_step",
+    "zero", "deepspeed", "training", "run_report", "plan", "doctor", "cli",
 )  # fmt: skip
 
 

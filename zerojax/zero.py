@@ -14,8 +14,8 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from zerojax import train_step as steps
 from zerojax.audit.findings import check_setting
+from zerojax.eval_step import EvalStep, eval_step
 from zerojax.processes.agreement import agree_on, agree_on_lines
 from zerojax.processes.join import check_joined
 from zerojax.report import placement as report
@@ -35,7 +35,7 @@ from zerojax.step.settings import StepSettings
 from zerojax.step.source import source_of
 from zerojax.step.state import Definition, TrainState, check_not_donated, check_trained
 from zerojax.text import mesh_text
-from zerojax.train_step import EvalStep, TrainStep
+from zerojax.train_step import TrainStep, train_step
 from zerojax.transform.remat import RematRules, Setting
 from zerojax.typing import AnyMesh, PRNGKey
 from zerojax.warn import warn
@@ -289,7 +289,7 @@ class Zero:
         Source: ZeRO, sections 5 and 7; 6.2 for `bucket_bytes` (C_B).
         """
         settings = StepSettings(num_microbatches, clip_norm, RematRules.of(remat), prefetch, bucket_bytes)
-        return steps.train_step(self.config, loss_fn, settings.check(self.config.axes), check_setting(audit))
+        return train_step(self.config, loss_fn, settings.check(self.config.axes), check_setting(audit))
 
     def eval_step(self, loss_fn: Callable[..., Any], *, bucket_bytes: int | None = None) -> EvalStep:
         """Returns a jitted `step(state, batch) -> metrics`, which gathers as `train_step` does and changes nothing.
@@ -304,7 +304,7 @@ class Zero:
             ValueError: if `bucket_bytes` is invalid.
         """
         settings = StepSettings(bucket_bytes=bucket_bytes).check(self.config.axes)
-        return steps.eval_step(self.config, loss_fn, settings)
+        return eval_step(self.config, loss_fn, settings)
 
     def value_and_grad(
         self,

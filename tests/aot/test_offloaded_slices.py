@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import zerojax
-from zerojax import Remat, Verdict, targets, train_step, versions
+from zerojax import Remat, Verdict, jitted_step, targets, versions
 from zerojax.step import offload_options
 
 pytestmark = pytest.mark.aot
@@ -25,7 +25,7 @@ def compiled(prefetch, k=1, with_option=True):
     state, batch = zero.eval_init(gpt.create(CONFIG), optax.adamw(1e-3)), gpt.batch_aval(CONFIG, 8 * k)
     with pytest.MonkeyPatch.context() as patch:
         if not with_option:
-            patch.setattr(train_step, "offload_options", lambda config: {})
+            patch.setattr(jitted_step, "offload_options", lambda config: {})
         step = zero.train_step(gpt.loss, num_microbatches=k, remat=Remat(offload_inputs=True), prefetch=prefetch)
         return step.lower(state, batch).compile(), step.expectation(state, batch)
 

@@ -11,7 +11,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import zerojax
-from zerojax import Remat, train_step
+from zerojax import Remat, jitted_step
 from zerojax.step import offload_options
 
 WIDTH, LAYERS = 16, 4
@@ -90,7 +90,7 @@ def offloads_by_itself(params, x):
 )
 def test_only_steps_that_offload_get_the_option(monkeypatch, loss, remat, offloads):
     """Seen by an option that the compiler does not know."""
-    monkeypatch.setattr(train_step, "offload_options", lambda config: {"xla_no_such_option": "1"})
+    monkeypatch.setattr(jitted_step, "offload_options", lambda config: {"xla_no_such_option": "1"})
     zero = zerojax.Zero(zerojax.make_mesh(), stacked=("layers/*",))
     state = zero.eval_init(create, optax.sgd(0.1))
     lowered = zero.train_step(loss, remat=remat).lower(state, np.ones((8, WIDTH), np.float32))

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from zerojax.eval_step import EvalStep
 from zerojax.step.batch import RowsOfSet, map_rows
 from zerojax.step.models import Weighted, is_key
 from zerojax.step.state import TrainState
-from zerojax.train_step import EvalStep
 from zerojax.typing import PyTree
 
 _MOST_PENDING = 2  # results that the devices may still be computing

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from zerojax.directories import local_directory
+from zerojax.jitted_step import Step
 from zerojax.processes.agreement import agree
 from zerojax.step.state import TrainState
 from zerojax.tables import TO_FILE
-from zerojax.train_step import Step
 from zerojax.training import folder as folders
 from zerojax.training.display import ProgressBar, ProgressLines, on_terminal, show_line
 from zerojax.training.recorder import MetricsRecorder, RowCosts
