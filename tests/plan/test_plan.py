@@ -19,7 +19,7 @@ from zerojax.analysis.hlo_collectives import Collective
 from zerojax.analysis.liveness import peak
 from zerojax.cli import main
 from zerojax.plan import PRESETS, Job, Settings, attention, plan, presets
-from zerojax.plan.planner import REMATS, Planner
+from zerojax.plan.planner import OFFLOADS, REMATS, Planner
 from zerojax.plan.program import required_bytes, summarize_collectives
 from zerojax.plan.search import search
 from zerojax.plan.show import text
@@ -227,6 +227,36 @@ def test_offloaded_checkpoints_are_counted_in_host_memory():
     assert offload.peak_bytes < full.peak_bytes - 28 * checkpoint
 
 
+def test_an_offloaded_optimizer_is_in_host_memory_and_is_suggested():
+    """Llama 3 8B on one H100: 12 of 16 bytes a parameter move to the host, and the copies take their time."""
+    none, offloaded = (plan("llama3-8b", "h100:1", Settings(offload=offload)) for offload in OFFLOADS)
+    psi, chip = none.parameters, none.cluster.chip
+    assert offloaded.host_bytes == pytest.approx(12 * psi, rel=1e-3) and none.host_bytes == 0
+    assert none.peak_bytes - offloaded.peak_bytes == pytest.approx(12 * psi, rel=1e-3)
+    assert offloaded.time.host_s == pytest.approx(12 * psi / chip.host_rate.effective, rel=1e-3)
+    assert offloaded.time.step_s == none.time.step_s + offloaded.time.host_s and offloaded.time.bound == "copies"
+    assert offloaded.fits and not none.fits
+    (suggestion,) = [each for each in none.suggestions if "offload='optimizer'" in each.change]
+    assert (suggestion.fits, suggestion.peak_bytes) == (True, offloaded.peak_bytes)
+    assert "offload='optimizer'" in offloaded.settings.python() and "offload=" not in none.settings.python()
+    (note,) = [note for note in offloaded.notes if "pins" in note]
+    assert note.endswith("for the GPU in one process, set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=96")
+    assert "host memory: 89.75 GiB pinned for each device" in text(offloaded)
+
+
+def test_a_plan_does_not_fit_if_the_host_has_too_little_memory():
+    settings = Settings(offload="optimizer")
+    made = plan("llama3-8b", "h100:1", settings, host_memory_bytes=2**36)
+    assert not made.fits and made.room_bytes > 0 and made.host_bytes > made.host_limit_bytes == 2**36
+    shown = text(made)
+    assert shown.startswith("does not fit: ") and "25.75 GiB above the limit" in shown.splitlines()[1]
+    found = search("llama3-8b", made.cluster, num_compiled=0, host_memory_bytes=2**36)
+    assert {c.settings.stage for c in found.candidates} == {3}  # on one device, all stages are the same
+    assert not any(c.fits for c in found.candidates)
+    found = search("llama3-8b", "h100:1", num_compiled=0)
+    assert {c.settings.offload for c in found.candidates if c.fits} == {"optimizer"}
+
+
 def own_job():
     params = lambda key: {"w": jax.random.normal(key, (64, 64))}
     batch = lambda rows: {"x": jax.ShapeDtypeStruct((rows, 64), jnp.float32)}
@@ -330,17 +360,19 @@ def ranking():
 def test_the_search_ranks_by_formula_without_a_compiler():
     """All settings are candidates, each with the time that a plan of it has. Memory traffic limits these."""
     found = ranking()
-    settings = [(s.stage, s.remat, s.num_microbatches, s.replica) for s in (c.settings for c in found.candidates)]
+    key = lambda s: (s.stage, s.remat, s.num_microbatches, s.replica, s.offload)
+    settings = [key(c.settings) for c in found.candidates]
     replicas = {0: (1,), 1: (1, 2, 16), 2: (1, 2, 16), 3: (1, 2, 16)}
-    product = [(stage, *each) for stage in replicas for each in itertools.product(REMATS, (1, 2), replicas[stage])]
+    ways = lambda stage: itertools.product(REMATS, (1, 2), replicas[stage], OFFLOADS)
+    product = [(stage, *each) for stage in replicas for each in ways(stage)]
     assert sorted(settings) == sorted(product) and found.winner is None
     assert {c.settings.rows * c.settings.num_microbatches for c in found.candidates} == {2}
     times = [c.step_s for c in found.candidates if c.fits]
     assert times == sorted(times) and found.naive.settings.prefetch == 0
     by_settings = dict(zip(settings, found.candidates, strict=True))
-    none, full = (by_settings[3, remat, 1, 1] for remat in ("none", "full"))
-    assert none.compute.total_s < full.compute.total_s
-    assert full.compute == Planner(f"{__name__}:layered_job", "a100:128").compute_time(full.settings)
+    none, full = (by_settings[3, remat, 1, 1, "none"] for remat in ("none", "full"))
+    assert none.time.compute.total_s < full.time.compute.total_s
+    assert full.time.compute == Planner(f"{__name__}:layered_job", "a100:128").compute_time(full.settings)
     assert json.loads(json.dumps(found.data())) == found.data()
 
 
@@ -355,7 +387,7 @@ def test_the_time_on_the_links_is_the_volume_of_the_stage():
         if settings.replica > 1:
             between = 2 * 2 * psi / shards * (settings.replica - 1) / settings.replica
             seconds += between / devices.route(range(0, 128, shards)).rate
-        assert candidate.link_s == pytest.approx(seconds)
+        assert candidate.time.link_s == pytest.approx(seconds)
 
 
 @pytest.mark.filterwarnings("error::UserWarning")

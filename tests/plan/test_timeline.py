@@ -18,6 +18,7 @@ CHIP = Chip(
     platform="cuda",
     device_kinds=("test",),
     memory_bytes=2**30,
+    host_memory_bytes=2**30,
     flops=Rate(2 * FLOPS, 0.5),
     f32_share=0.5,
     memory_rate=Rate(MEMORY_RATE, 1),

@@ -11,6 +11,7 @@ from zerojax.cli import main
 from zerojax.doctor import Check, Status, diagnose, gpu, machine, variables
 from zerojax.doctor.gpu import Gpu, Host
 from zerojax.doctor.variables import Surroundings
+from zerojax.sharding.pinned_memory import PINNED_LIMIT
 
 
 def by_name(checks):
@@ -183,10 +184,10 @@ HOST = Host(memory_bytes=100 * GIB, shared_bytes=8 * GIB, locked_bytes=None, has
     ],
 )
 def test_pinned_memory(value, memory_gib, status, details):
-    environ = {} if value is None else {gpu.PINNED_LIMIT: value}
+    environ = {} if value is None else {PINNED_LIMIT: value}
     (check,) = gpu.check_pinned_memory(environ, HOST._replace(memory_bytes=memory_gib * GIB))
     assert check.status is status and details in check.details
-    assert status is Status.OK or f"{gpu.PINNED_LIMIT}={int(0.8 * memory_gib)}" in check.fix
+    assert status is Status.OK or f"{PINNED_LIMIT}={int(0.8 * memory_gib)}" in check.fix
 
 
 def test_containers_with_too_little_for_nccl():

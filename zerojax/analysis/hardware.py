@@ -44,6 +44,7 @@ class Chip:
         platform: the name in `lowering_platforms`: 'cuda', 'tpu' or 'cpu'.
         device_kinds: the possible values of `jax.Device.device_kind`.
         memory_bytes: capacity of the device memory.
+        host_memory_bytes: memory of a host, divided by its devices.
         flops: flops of dense bf16 matrix products.
         f32_share: the share of `flops` that products of f32 arrays reach at JAX's default precision.
         memory_rate: bytes read and written in device memory.
@@ -60,6 +61,7 @@ class Chip:
     platform: str
     device_kinds: tuple[str, ...]
     memory_bytes: int
+    host_memory_bytes: int
     flops: Rate
     f32_share: float
     memory_rate: Rate
@@ -85,6 +87,7 @@ class Chip:
 # NVLink: 370 GB/s of the H100's 450 (Austin et al., ibid.); NCCL assumes 235 of the A100's 300 (src/graph/tuning.cc,
 #   2020). The share of the H200 and the B200 is a guess: that of the H100.
 # Host: 16 lanes of PCIe 4 (A100) or PCIe 5 (all others). The share of 0.8 is a guess.
+# Host memory: 2 TB for 8 GPUs (user guides of DGX A100 640 GB, H100, H200 and B200, 2020 to 2025).
 # NICs, one for each GPU: DGX A100 8 x 200 Gb/s; DGX H100, H200 and B200 8 x 400 Gb/s (user guides, 2020 to 2025). The
 #   share of 0.9 is a guess.
 # Latencies: NCCL's model of a ring with its Simple protocol (src/tuning/cost_model.cc, 2026): 8.4 us to start, 3.4 us
@@ -96,6 +99,7 @@ _A100 = Chip(
     platform="cuda",
     device_kinds=("NVIDIA A100-SXM4-80GB",),
     memory_bytes=85_100_068_864,
+    host_memory_bytes=2 * 10**12 // 8,
     flops=Rate(312e12, 0.8),
     f32_share=0.5,
     memory_rate=Rate(2.03904e12, 0.9),
@@ -109,6 +113,7 @@ _H100 = Chip(
     platform="cuda",
     device_kinds=("NVIDIA H100 80GB HBM3",),
     memory_bytes=85_029_158_912,
+    host_memory_bytes=2 * 10**12 // 8,
     flops=Rate(989e12, 0.71),
     f32_share=0.5,
     memory_rate=Rate(3.35232e12, 0.94),
@@ -140,9 +145,11 @@ _B200 = dataclasses.replace(
 #   of links (4, 6, 4) and by the two directions; v4: 50 GB/s (Jouppi et al., "TPU v4", arXiv 2304.01433, 2023). From
 #   "How to Scale Your Model" (TPUs, 2025) are the share of 0.9 for links, which gives 45 and 90 GB/s, PCIe with 16 GB/s
 #   (v6e 32), and the network with 6.25 GB/s (v5e 3.125, v6e 12.5) for each chip.
+# Host memory: of machines with 4 chips, v4 407 GB, v5e 192, v5p 448, v6e 720 (machine types of Cloud TPU, 2025).
 # Products of f32 arrays are rounded to bf16 by default (jax.lax.Precision.DEFAULT).
 # Guesses: 0.9 of the peaks of products and of memory; no time between kernels, since one program runs them all; 1 us
 #   for a step over a link, and 1 us to start; 50 us for a step to another slice.
+_TPU_HOST_GB = {"v4": 407, "v5e": 192, "v5p": 448, "v6e": 720}
 _ICI = {"kernel_s": 0.0, "collective_s": 1e-6, "hop_s": 1e-6, "network_hop_s": 50e-6}
 
 
@@ -162,6 +169,7 @@ def _tpu(
         platform="tpu",
         device_kinds=kinds,
         memory_bytes=gib * 2**30,
+        host_memory_bytes=_TPU_HOST_GB[name] * 10**9 // 4,
         flops=Rate(flops, 0.9),
         f32_share=1.0,
         memory_rate=Rate(memory, 0.9),
@@ -178,6 +186,7 @@ _CPU = Chip(
     platform="cpu",
     device_kinds=("cpu",),
     memory_bytes=2 * 2**30,
+    host_memory_bytes=2**34,
     flops=Rate(20e9, 1.0),
     f32_share=1.0,
     memory_rate=Rate(5e9, 1.0),

@@ -41,6 +41,12 @@ def remat_names() -> Iterable[str]:
     return REMATS
 
 
+def offload_names() -> Iterable[str]:
+    from zerojax.plan.planner import OFFLOADS
+
+    return OFFLOADS
+
+
 def family_names() -> Iterable[str]:
     from zerojax.exchange.families import FAMILIES
 

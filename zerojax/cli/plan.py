@@ -8,7 +8,14 @@ from typing import Any
 
 import click
 
-from zerojax.cli.completion import complete, precision_names, preset_names, remat_names, target_names
+from zerojax.cli.completion import (
+    complete,
+    offload_names,
+    precision_names,
+    preset_names,
+    remat_names,
+    target_names,
+)
 from zerojax.cli.options import JOB_HELP
 from zerojax.cli.output import print_rich
 
@@ -79,6 +86,14 @@ from zerojax.cli.output import print_rich
     metavar="N",
     help="Units whose weights are gathered in advance.",
 )
+@click.option(
+    "--offload",
+    default="none",
+    show_default=True,
+    metavar="WHAT",
+    shell_complete=complete(offload_names),
+    help="What is in host memory between steps: none or optimizer.",
+)
 @click.option("--bucket-mib", type=click.IntRange(1), metavar="MIB", help="Maximum size of a collective.")
 @click.option(
     "--replica", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Size of the replica axis."
@@ -87,6 +102,13 @@ from zerojax.cli.output import print_rich
 @click.option("--compile", "compiled", is_flag=True, help="Also compile the step for the target.")
 @click.option(
     "--memory-share", type=float, metavar="SHARE", help="Fraction of a device's memory that a program may use."
+)
+@click.option(
+    "--host-memory",
+    "host_gib",
+    type=click.IntRange(1),
+    metavar="GIB",
+    help="Host memory that may be pinned for each device.  [default: 0.8 of a host's, divided by its devices]",
 )
 @click.option("--auto", is_flag=True, help="Search for the fastest settings that fit; --rows then counts per step.")
 @click.option("--formulas", is_flag=True, help="Show how each term of the memory is computed.")
@@ -111,6 +133,7 @@ def plan_command(
     target: str,
     compiled: bool,
     memory_share: float | None,
+    host_gib: int | None,
     formulas: bool,
     explain: bool,
     as_json: bool,
@@ -151,18 +174,20 @@ def plan_command(
             print(f"{name:14s} {shapes}")
         return
     settings["bucket_bytes"] = bucket_mib and bucket_mib * 2**20
-    given: dict[str, Any] = {"memory_share": memory_share, "calibration": calibration}
+    host_bytes = host_gib and host_gib * 2**30
+    given: dict[str, Any] = {"memory_share": memory_share, "host_memory_bytes": host_bytes}
     try:
+        machine = cluster(target, calibration)
         model = _model(what, hf, seq)
         if (compiled or auto) and targets.platform(target) == "cpu":
-            zerojax.simulate_devices(cluster(target).num_devices)
+            zerojax.simulate_devices(machine.num_devices)
         with Console(stderr=True).status("searching" if auto else "compiling" if compiled else "tracing") as status:
             if auto:
                 made = search(
-                    model, target, settings["rows"], precision=settings["precision"], on_step=status.update, **given
+                    model, machine, settings["rows"], precision=settings["precision"], on_step=status.update, **given
                 )
             else:
-                made = make_plan(model, target, Settings(**settings), compile=compiled, dump=dump, **given)
+                made = make_plan(model, machine, Settings(**settings), compile=compiled, dump=dump, **given)
     except (ValueError, RuntimeError) as error:
         raise click.ClickException(str(error)) from error
     best = made if not isinstance(made, Ranking) else made.winner and made.winner.plan

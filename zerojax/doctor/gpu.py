@@ -14,11 +14,10 @@ import jax.numpy as jnp
 from zerojax.doctor.checks import Check, Status
 from zerojax.doctor.machine import cgroup_limit, host_bytes
 from zerojax.plan.attention import FUSED_HEAD_MULTIPLE, widest_fused_head
+from zerojax.sharding.pinned_memory import PINNED_LIMIT, pinned_limit_gib
 from zerojax.sharding.precision import Precision
 from zerojax.text import bytes_text
 
-PINNED_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
-_DEFAULT_PINNED_GIB = 64  # XLA, xla/pjrt/gpu/gpu_helpers.cc, 2026
 _AMPERE, _BLACKWELL_ULTRA = (8, 0), (10, 3)
 _CUDNN_FOR_BLACKWELL_ULTRA = 91100  # 9.11, jax/_src/cudnn/fused_attention_stablehlo.py, jax 0.10.2
 _FUSED_DTYPES = ("bfloat16", "float16")
@@ -146,15 +145,14 @@ def _version(cudnn: int) -> str:
 
 def check_pinned_memory(environ: Mapping[str, str], host: Host) -> Iterator[Check]:
     """The host memory that a process may pin for what is offloaded."""
-    value = environ.get(PINNED_LIMIT)
     total = host.memory_bytes / _GIB
     fitting = max(1, int(0.8 * total))
-    if value is not None and not (value.isdigit() and int(value)):
-        text = f"{PINNED_LIMIT}={value} is not a number of GiB"
-        yield Check("pinned memory", Status.ERROR, text, f"{PINNED_LIMIT}={fitting}, or unset it")
+    try:
+        limit = pinned_limit_gib(environ)
+    except ValueError as error:
+        yield Check("pinned memory", Status.ERROR, str(error), f"{PINNED_LIMIT}={fitting}, or unset it")
         return
-    limit = int(value or _DEFAULT_PINNED_GIB)
-    said = f"a process may pin {limit} GiB ({PINNED_LIMIT}{'' if value else ' is not set'})"
+    said = f"a process may pin {limit} GiB ({PINNED_LIMIT}{'' if environ.get(PINNED_LIMIT) else ' is not set'})"
     if limit > total:
         has = f"has {bytes_text(host.memory_bytes)} of host memory"
         text = f"{said}, but {has}: the kernel would end it before JAX raises an error"

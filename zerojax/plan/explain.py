@@ -76,7 +76,7 @@ def _seconds(seconds: float) -> str:
 
 def _memory(plan: Plan) -> Iterator[str]:
     level = "as compiled" if plan.program else "by formula"
-    over = f"; {bytes_text(-plan.room_bytes)} too much" if not plan.fits else ""
+    over = f"; {bytes_text(-plan.room_bytes)} too much" if plan.room_bytes < 0 else ""
     yield (
         f"A device holds {bytes_text(plan.peak_bytes)} {level}, {_percent(plan.peak_bytes, plan.limit_bytes)} of the"
         f" {bytes_text(plan.limit_bytes)} that a program may use{over}."
@@ -93,11 +93,13 @@ def _memory(plan: Plan) -> Iterator[str]:
     if second:
         yield f"The rest is {', '.join(second)}."
     if plan.host_bytes:
-        yield f"In addition, {bytes_text(plan.host_bytes)} are in pinned host memory for each device."
+        of = f"{_percent(plan.host_bytes, plan.host_limit_bytes)} of what a program may pin"
+        over = "" if plan.fits_host else f"; {bytes_text(plan.host_bytes - plan.host_limit_bytes)} too much"
+        yield f"In addition, {bytes_text(plan.host_bytes)} are in host memory for each device, {of}{over}."
 
 
 def _formula_time(plan: Plan) -> Iterator[str]:
-    compute, link_s, step_s = plan.time.compute, plan.time.link_s, plan.time.step_s
+    compute, link_s, host_s, step_s = plan.time.compute, plan.time.link_s, plan.time.host_s, plan.time.step_s
     route = shard_route(plan.cluster, plan.settings)
     lanes = " and the ".join(route.lanes) if route else "links"
     rate = f" at {route.rate / 1e9:,.0f} GB/s" if route else ""
@@ -106,6 +108,7 @@ def _formula_time(plan: Plan) -> Iterator[str]:
         "memory": f"memory traffic: {_seconds(compute.memory_s)} of {_seconds(compute.total_s)} of computation",
         "links": f"the {lanes}: {_seconds(link_s)}{rate}, {link_s / max(compute.total_s, 1e-12):.1f} times the"
         f" {_seconds(compute.total_s)} of computation",
+        "copies": f"copies of the optimizer's state from host memory and back: {_seconds(host_s)}",
     }[plan.time.bound]
     yield f"By formula, a step takes {_seconds(step_s)} and is bound by {reason}."
     if plan.time.bound == "links":
@@ -116,6 +119,9 @@ def _formula_time(plan: Plan) -> Iterator[str]:
             f"The {lanes} would be busy for {_seconds(link_s)}{rate}, {share} of the computation: with prefetch, all of"
             f" it can overlap; --compile shows how much of it does."
         )
+    if host_s:
+        share = _percent(host_s, step_s)
+        yield f"The update waits for copies from host memory and back: {_seconds(host_s)}, {share} of the step."
     tokens = plan.tokens / plan.cluster.num_devices / step_s
     yield f"That is {tokens:,.0f} tokens/s per device."
 

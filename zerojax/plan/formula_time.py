@@ -1,4 +1,4 @@
-"""Estimates the time of a step by formula: that of its computation, and that of ZeRO's bytes on the links."""
+"""Estimates the time of a step by formula: of its computation, of ZeRO's bytes on the links, and of offloading."""
 
 from __future__ import annotations
 
@@ -18,19 +18,28 @@ class FormulaTime(NamedTuple):
     Attributes:
         compute: of the forward and the backward pass.
         link_s: seconds to send ZeRO's bytes over the links.
+        host_s: seconds to copy an offloaded state from host memory and back, in both directions at once. This is the
+            update, which starts after the gradients and overlaps with none of the others.
     """
 
     compute: ComputeTime
     link_s: float
+    host_s: float = 0.0
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step: of its computation or of the links, whichever takes longer."""
-        return max(self.compute.total_s, self.link_s)
+        """Seconds of a step: of its computation or of the links, whichever takes longer, and of an offloaded update."""
+        return max(self.compute.total_s, self.link_s) + self.host_s
+
+    def data(self) -> dict[str, float]:
+        """Returns the seconds by name."""
+        return self.compute._asdict() | {"link_s": self.link_s, "host_s": self.host_s}
 
     @property
     def bound(self) -> str:
-        """What limits the step: 'products', 'memory' or 'links'."""
+        """What limits the step: 'products', 'memory', 'links' or 'copies', which are those of an offloaded state."""
+        if self.host_s > max(self.compute.total_s, self.link_s):
+            return "copies"
         if self.link_s > self.compute.total_s:
             return "links"
         return "products" if self.compute.products_s >= self.compute.memory_s else "memory"

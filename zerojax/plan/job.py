@@ -43,6 +43,7 @@ class Settings:
         remat: 'none', 'dots', 'full', or 'offload', which is 'full' with the inputs of layers in host memory.
         prefetch, bucket_bytes: as in `Zero.train_step`.
         replica, model: sizes of the mesh axes, as in `make_mesh`.
+        offload: as in `Zero`.
     """
 
     stage: int = 3
@@ -54,6 +55,7 @@ class Settings:
     bucket_bytes: int | None = None
     replica: int = 1
     model: int | None = None
+    offload: str = "none"
 
     def python(self) -> str:
         """Returns the Python calls that build the step."""
@@ -63,10 +65,9 @@ class Settings:
         step = [f"remat={remat}", f"prefetch={self.prefetch}"]
         step += [f"num_microbatches={self.num_microbatches}"] if self.num_microbatches > 1 else []
         step += [f"bucket_bytes={self.bucket_bytes}"] if self.bucket_bytes else []
-        return (
-            f"zero = zerojax.Zero(zerojax.make_mesh({mesh}), stage={self.stage}, precision={self.precision!r})\n"
-            f"step = zero.train_step(loss_fn, {', '.join(step)})"
-        )
+        zero = [f"zerojax.make_mesh({mesh})", f"stage={self.stage}", f"precision={self.precision!r}"]
+        zero += [f"offload={self.offload!r}"] if self.offload != "none" else []
+        return f"zero = zerojax.Zero({', '.join(zero)})\nstep = zero.train_step(loss_fn, {', '.join(step)})"
 
 
 DEFAULT_SETTINGS = Settings()

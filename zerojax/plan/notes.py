@@ -1,4 +1,4 @@
-"""Notes about a traced loss: products in fp32 that cost most of the time, and why a formula is not reliable."""
+"""Notes about a plan: products in fp32 that cost most of the time, limits to raise, and why a formula is not sure."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zerojax.analysis.hardware import Chip
+from zerojax.analysis.hardware import Chip, Cluster
 from zerojax.analysis.jaxpr_costs import Product, products
 from zerojax.analysis.liveness import ACTIVATIONS
 from zerojax.plan.job import Settings
 from zerojax.report.memory import Memory
+from zerojax.sharding.pinned_memory import DEFAULT_PINNED_GIB, PINNED_LIMIT, sufficient_limit_gib
 from zerojax.sharding.precision import Precision
 from zerojax.text import bytes_text
 from zerojax.transform import jaxprs
@@ -26,12 +27,13 @@ _OPAQUE_KERNELS = frozenset({"ffi_call", "pallas_call", "pure_callback"})  # wha
 _NOT_SURE = "the memory by formula is not sure: "
 
 
-def notes(traced: TracedLoss, memory: Memory, chip: Chip, settings: Settings) -> tuple[str, ...]:
-    """Returns the notes about a loss, traced on one device's rows, and about the memory of its step on a chip."""
+def notes(traced: TracedLoss, memory: Memory, cluster: Cluster, settings: Settings) -> tuple[str, ...]:
+    """Returns the notes about a loss, traced on one device's rows, and about the memory of its step on a cluster."""
+    chip = cluster.chip
     found = [(unit, product) for unit, equations in _by_unit(traced) for product in products(equations)]
     wide = _wide_products(found, chip, settings)
     reasons = [*_reasons(traced.closed.jaxpr, chip, settings), *_order(memory)]
-    return (*wide, *(_NOT_SURE + reason for reason in reasons))
+    return (*wide, *_pinned(memory, cluster), *(_NOT_SURE + reason for reason in reasons))
 
 
 def _by_unit(traced: TracedLoss) -> Iterator[tuple[str, Any]]:
@@ -60,6 +62,18 @@ def _wide_products(found: list[tuple[str, Product]], chip: Chip, settings: Setti
         f" precision is {settings.precision!r}. {seconds[text] / total:.0%}: {text}{where}. If the model has a dtype of"
         f" computation, set it to bfloat16"
     )
+
+
+def _pinned(memory: Memory, cluster: Cluster) -> Iterator[str]:
+    """Which limit of XLA has to be raised, if one process runs all GPUs of a host."""
+    num_gpus = cluster.devices_per_host if cluster.chip.platform == "cuda" else 0
+    needed = memory.host_bytes * num_gpus
+    if needed > DEFAULT_PINNED_GIB * 2**30:
+        of_gpus = f"the {num_gpus} GPUs of a host" if num_gpus > 1 else "the GPU"
+        yield (
+            f"XLA pins at most {DEFAULT_PINNED_GIB} GiB for a process by default; for {of_gpus} in one process, set"
+            f" {PINNED_LIMIT}={sufficient_limit_gib(needed)}"
+        )
 
 
 def _reasons(jaxpr: Any, chip: Chip, settings: Settings) -> Iterator[str]:

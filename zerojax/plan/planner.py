@@ -28,6 +28,8 @@ from zerojax.sharding.uneven import uneven_text
 # error message of the compiler, libtpu 0.0.41, 2026-11); that the share is the same on other TPUs is a guess.
 MEMORY_SHARE = {"cuda": 0.75, "tpu": 0.984, "cpu": 1.0}
 _MAX_GPU_SHARE = 0.95  # a guess: the driver and NCCL need some of the rest
+_HOST_SHARE = 0.8  # of a host's memory, which a program may pin; a guess: the rest is for the data and the system
+OFFLOADS = ("none", "optimizer")
 REMATS = ("none", "dots", "full", "offload")  # from the most memory to the least
 
 
@@ -58,6 +60,7 @@ class Plan:
         parameters: the number of parameters of the model.
         memory: the memory of a device, by formula.
         limit_bytes: the device memory that a program may use.
+        host_limit_bytes: the host memory that it may pin for each device.
         time: the time of a step, by formula.
         tokens: of all devices in a step; the number of rows, if rows have no tokens.
         program: the compiled step; None if it was not compiled.
@@ -73,6 +76,7 @@ class Plan:
     parameters: int
     memory: Memory
     limit_bytes: int
+    host_limit_bytes: int
     time: FormulaTime
     tokens: int = 0
     program: CompiledStep | None = None
@@ -99,8 +103,13 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak memory is within the limit."""
-        return self.peak_bytes <= self.limit_bytes
+        """Whether the peak memory of the device and that of its host are within their limits."""
+        return self.peak_bytes <= self.limit_bytes and self.fits_host
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether what is in pinned host memory is within the limit."""
+        return self.host_bytes <= self.host_limit_bytes
 
     @property
     def room_bytes(self) -> int:
@@ -128,12 +137,13 @@ class Plan:
             "limit_bytes": self.limit_bytes,
             "capacity_bytes": self.cluster.chip.memory_bytes,
             "host_bytes": self.host_bytes,
+            "host_limit_bytes": self.host_limit_bytes,
             "held_bytes": self.held,
             "collectives": collectives,
             "terms": [term._asdict() for term in self.memory.terms],
             "formula_peak_bytes": self.memory.peak_bytes,
             "program": program,
-            "formula_s": self.time.compute._asdict() | {"link_s": self.time.link_s},
+            "formula_s": self.time.data(),
             "tokens": self.tokens,
             "step_s": prediction and prediction.step_s,
             "bound_by": prediction and prediction.bound_by,
@@ -147,12 +157,12 @@ class Plan:
 
 def plan(
     what: str | Transformer,
-    target: str,
+    target: str | Cluster,
     settings: Settings = DEFAULT_SETTINGS,
     *,
     compile: bool = False,
     memory_share: float | None = None,
-    calibration: Path | None = None,
+    host_memory_bytes: int | None = None,
     dump: Path | None = None,
     suggest: bool = True,
 ) -> Plan:
@@ -161,12 +171,14 @@ def plan(
     Args:
         what: a preset (`presets.PRESETS`), 'module:function' with a function that returns a `Job`, or the shapes of a
             model, such as those of `from_hugging_face`.
-        target: the name of the cluster, as in `targets.devices`.
+        target: the name of a cluster, as in `targets.devices`, or a cluster, which may have the rates that `calibrate`
+            measured: `cluster(name, calibration)`.
         settings: the options of the step.
         compile: whether to compile the step for the target. If not, neither a compiler nor an accelerator package is
             needed.
         memory_share: the share of a device's memory that a program may use. The default is `MEMORY_SHARE`.
-        calibration: a file that `calibrate` wrote on such a chip; its rates are used.
+        host_memory_bytes: the host memory that a program may pin for each device. The default is 0.8 of the memory of a
+            host, divided by its devices.
         dump: a folder to which the text of the compiled program is written.
         suggest: whether to look for changes that save memory, or that use the free memory.
 
@@ -180,28 +192,28 @@ def plan(
     Cost: creates the model and traces its loss once, and traces the step without layers that equal others, once more
         for each suggestion: some seconds in all. Compiling takes 10 to 60 s, and more for layers that are not scanned.
     """
-    devices = targets.devices(target) if compile else None  # before JAX looks for devices
-    return Planner(what, target, memory_share=memory_share, calibration=calibration).plan(
-        settings, devices, dump=dump, suggest=suggest
-    )
+    name = target.target if isinstance(target, Cluster) else target
+    devices = targets.devices(name) if compile else None  # before JAX looks for devices
+    planner = Planner(what, target, memory_share=memory_share, host_memory_bytes=host_memory_bytes)
+    return planner.plan(settings, devices, dump=dump, suggest=suggest)
 
 
 class Planner:
     """Plans the steps of one job on one cluster. All plans share their traces.
 
     Args:
-        what, target, memory_share, calibration: as in `plan`.
+        what, target, memory_share, host_memory_bytes: as in `plan`.
     """
 
     def __init__(
         self,
         what: str | Transformer,
-        target: str,
+        target: str | Cluster,
         *,
         memory_share: float | None = None,
-        calibration: Path | None = None,
+        host_memory_bytes: int | None = None,
     ):
-        self.what, self.cluster = what, hardware.cluster(target, calibration)
+        self.what, self.cluster = what, target if isinstance(target, Cluster) else hardware.cluster(target)
         self.shapes = _shapes(what)
         self.name = self.shapes.name if self.shapes else str(what)
         chip = self.cluster.chip
@@ -209,6 +221,7 @@ class Planner:
         if not 0 < share <= 1:
             raise ValueError(f"plan: memory_share is {share}\n  fix:      pass a share of the memory: 0 < share <= 1")
         self.limit_bytes = int(share * chip.memory_bytes)
+        self.host_limit_bytes = int(host_memory_bytes or _HOST_SHARE * chip.host_memory_bytes)
         self.tracer = Tracer(find_job(what, chip))
 
     @functools.cached_property
@@ -242,7 +255,11 @@ class Planner:
                 speed = self._throughput(settings, program.analysis.prediction.step_s)
         parameters = self.parameters(settings)
         loss = self.tracer.loss(settings, self.cluster.num_devices).traced
-        told = (*self._of_shapes(), *self._uneven(settings), *notes(loss, memory, self.cluster.chip, settings))
+        told = (
+            *self._of_shapes(),
+            *self._uneven(settings),
+            *notes(loss, memory, self.cluster, settings),
+        )
         found = Plan(
             self.name,
             self.cluster,
@@ -250,6 +267,7 @@ class Planner:
             parameters,
             memory,
             self.limit_bytes,
+            self.host_limit_bytes,
             self.formula_time(settings),
             self._num_tokens(settings),
             program,
@@ -292,7 +310,16 @@ class Planner:
 
     def formula_time(self, settings: Settings) -> FormulaTime:
         """The time of a step by formula."""
-        return FormulaTime(self.compute_time(settings), link_seconds(self.cluster, settings, self.parameters(settings)))
+        host_s = 0.0
+        if settings.offload != "none":
+            state_bytes = self.memory(settings).host_state_bytes
+            host_s = state_bytes / self.cluster.chip.host_rate.effective
+        link_s = link_seconds(self.cluster, settings, self.parameters(settings))
+        return FormulaTime(self.compute_time(settings), link_s, host_s)
+
+    def fits(self, memory: Memory) -> bool:
+        """Whether a step with this memory is within both limits."""
+        return memory.peak_bytes <= self.limit_bytes and memory.host_bytes <= self.host_limit_bytes
 
     def _speed(self, found: Plan, settings: Settings, num_devices: int) -> float | None:
         """The rows per second of a device with other settings, relative to those of a plan."""
@@ -318,7 +345,7 @@ class Planner:
             tracer = Tracer(find_job(self.what, self.cluster.chip, compiled=True))
         compilable = tracer.step(settings, devices)
         axes = dict(compilable.zero.config.mesh.shape)
-        return compile_step(compilable.step, self.cluster, axes, memory.arguments_bytes, dump)
+        return compile_step(compilable.step, self.cluster, axes, memory, dump)
 
     def _num_tokens(self, settings: Settings) -> int:
         job, num_devices = self.tracer.job, self.cluster.num_devices // (settings.model or 1)
@@ -337,10 +364,12 @@ class Planner:
         changes = _memory_reductions if not found.fits else _uses_of_free_memory
         correction = max(0, found.peak_bytes - found.memory.peak_bytes)  # of the formula, if compiled
         for text, settings, num_devices in changes(found):
-            peak_bytes = self.memory(settings, num_devices).peak_bytes + correction
-            if found.fits or peak_bytes < found.peak_bytes:
-                speed = self._speed(found, settings, num_devices)
-                yield Suggestion(text, peak_bytes, peak_bytes <= found.limit_bytes, speed)
+            memory = self.memory(settings, num_devices)
+            peak_bytes = memory.peak_bytes + correction
+            helps = peak_bytes < found.peak_bytes or (not found.fits_host and memory.host_bytes < found.host_bytes)
+            if found.fits or helps:
+                fits = peak_bytes <= self.limit_bytes and memory.host_bytes <= self.host_limit_bytes
+                yield Suggestion(text, peak_bytes, fits, self._speed(found, settings, num_devices))
 
 
 def _shapes(what: str | Transformer) -> Transformer | None:
@@ -408,6 +437,9 @@ def _memory_reductions(found: Plan) -> Iterator[Change]:
         yield "stage 3", change(stage=3), num_devices
     for remat in REMATS[REMATS.index(settings.remat) + 1 :] if settings.remat in REMATS else ():
         yield f"remat={remat!r}", change(remat=remat), num_devices
+    if settings.offload == "none" and not settings.model:
+        offloaded = change(offload="optimizer")
+        yield "offload='optimizer' (its state in host memory)", offloaded, num_devices
     if settings.rows and settings.rows % 2 == 0:
         twice = 2 * settings.num_microbatches
         halved = change(rows=settings.rows // 2, num_microbatches=twice)
@@ -423,6 +455,8 @@ def _memory_reductions(found: Plan) -> Iterator[Change]:
 def _uses_of_free_memory(found: Plan) -> Iterator[Change]:
     settings, num_devices = found.settings, found.cluster.num_devices
     change = functools.partial(dataclasses.replace, settings)
+    if settings.offload != "none":
+        yield "offload='none' (no copies of the optimizer's state)", change(offload="none"), num_devices
     for remat in REMATS[: REMATS.index(settings.remat)] if settings.remat in REMATS else ():
         yield f"remat={remat!r} (less recomputation)", change(remat=remat), num_devices
     if settings.rows:

@@ -18,6 +18,7 @@ from zerojax.analysis import hlo, hlo_collectives
 from zerojax.analysis.hardware import Cluster
 from zerojax.plan import buffers, timeline
 from zerojax.plan.buffers import BufferAssignment
+from zerojax.report.memory import Memory
 
 
 class CollectiveSummary(NamedTuple):
@@ -68,7 +69,7 @@ class CompiledStep(NamedTuple):
         arguments_bytes: the size of the arguments.
         temporaries_bytes: the size of the temporaries, as allocated by the compiler's buffer assignment.
         aliased_bytes: the size of the arguments that a result overwrites.
-        host_bytes: temporaries in pinned host memory.
+        host_bytes: arguments and temporaries in pinned host memory.
         compile_s: seconds to compile on this machine.
         analysis: the analysis of the program.
         text: the text of the program; '' if the compiler ran out of memory.
@@ -88,7 +89,7 @@ _MIN_COPY_BYTES = 2**20  # smaller copies are of counters and events
 
 
 def compile_step(
-    traced: Any, cluster: Cluster, axes: dict[str, int], arguments_bytes: int, dump: Path | None = None
+    traced: Any, cluster: Cluster, axes: dict[str, int], estimate: Memory, dump: Path | None = None
 ) -> CompiledStep:
     """Compiles a traced step for the devices of its mesh.
 
@@ -96,7 +97,8 @@ def compile_step(
         traced: `step.trace(state, batch)`.
         cluster: the cluster of these devices.
         axes: names and sizes of the mesh axes.
-        arguments_bytes: the size of the step's arguments, in case the compiler runs out of device memory.
+        estimate: the memory by formula. If the compiler runs out of device memory, it has the sizes of the arguments
+            and of what is in host memory.
         dump: a folder for the text of the program (step.txt), the compiler's buffer assignment (buffers.txt) and the
             live ranges (ranges.txt).
 
@@ -114,10 +116,11 @@ def compile_step(
                 raise RuntimeError(internal_error_text(str(error))) from error
             if needed is None:
                 raise
+            arguments_bytes = estimate.arguments_bytes
             temporaries = needed - arguments_bytes if "temporaries" not in str(error) else needed
             peak, seconds = arguments_bytes + temporaries, time.perf_counter() - start
             failed = ProgramAnalysis(unread="the compiler gave up: " + str(error).splitlines()[0])
-            return CompiledStep(peak, arguments_bytes, temporaries, 0, 0, seconds, failed, "")
+            return CompiledStep(peak, arguments_bytes, temporaries, 0, estimate.host_bytes, seconds, failed, "")
         seconds = time.perf_counter() - start
         text, memory = program.as_text(), program.memory_analysis()
         if dump:
@@ -133,7 +136,7 @@ def compile_step(
         memory.argument_size_in_bytes,
         temporaries,
         memory.alias_size_in_bytes,
-        memory.host_temp_size_in_bytes,
+        memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
         seconds,
         analysis,
         text,

@@ -5,17 +5,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from zerojax.analysis import targets
 from zerojax.analysis.hardware import Cluster
-from zerojax.analysis.jaxpr_costs import ComputeTime
 from zerojax.plan.formula_time import FormulaTime
 from zerojax.plan.job import Settings
-from zerojax.plan.planner import REMATS, Plan, Planner
+from zerojax.plan.planner import OFFLOADS, REMATS, Plan, Planner
 from zerojax.plan.transformer import Transformer
 
+DOES_NOT_FIT = "does not fit"
 NAIVE = Settings(stage=3, remat="full", prefetch=0)
 
 
@@ -25,29 +24,26 @@ class Candidate(NamedTuple):
     Attributes:
         settings: the settings, with rows and microbatches.
         peak_bytes: the peak memory of a device, by formula.
-        fits: whether the peak by formula is within the limit.
-        compute: the time of a step's matrix products, and of its other operations by their memory traffic, by formula,
-            at the rates that large ones reach.
-        link_s: seconds to send ZeRO's bytes over the links, by formula.
+        fits: whether the peaks of the device and of its host, by formula, are within their limits.
+        time: the time of a step, by formula.
         plan: the compiled plan, or None if the settings were not compiled.
     """
 
     settings: Settings
     peak_bytes: int
     fits: bool
-    compute: ComputeTime
-    link_s: float
+    time: FormulaTime
     plan: Plan | None = None
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step as predicted from the compiled program, or else the longer of `compute` and `link_s`."""
+        """Seconds of a step as predicted from the compiled program, or else by formula."""
         predicted = self.plan.program.analysis.prediction if self.plan and self.plan.program else None
-        return predicted.step_s if predicted else FormulaTime(self.compute, self.link_s).step_s
+        return predicted.step_s if predicted else self.time.step_s
 
     def data(self) -> dict[str, Any]:
         """Returns the candidate as JSON data, with the compiled plan as 'plan'."""
-        fields = self._asdict() | {"settings": dataclasses.asdict(self.settings), "compute": self.compute._asdict()}
+        fields = self._asdict() | {"settings": dataclasses.asdict(self.settings), "time": self.time.data()}
         return fields | {
             "plan": self.plan and self.plan.data(),
             "step_s": self.step_s,
@@ -57,10 +53,10 @@ class Candidate(NamedTuple):
 
     @property
     def bound(self) -> str:
-        """What limits the step by formula: 'products', 'memory' or 'links', or 'does not fit'."""
+        """What limits the step by formula, see `FormulaTime.bound`, or 'does not fit'."""
         if not self.fits or (self.plan is not None and not self.plan.fits):
-            return "does not fit"
-        return FormulaTime(self.compute, self.link_s).bound
+            return DOES_NOT_FIT
+        return self.time.bound
 
 
 class Ranking(NamedTuple):
@@ -97,19 +93,19 @@ class Ranking(NamedTuple):
 
 def search(
     what: str | Transformer,
-    target: str,
+    target: str | Cluster,
     rows: int | None = None,
     *,
     precision: str = "bf16",
     memory_share: float | None = None,
-    calibration: Path | None = None,
+    host_memory_bytes: int | None = None,
     num_compiled: int = 3,
     on_step: Callable[[str], None] = lambda message: None,
 ) -> Ranking:
-    """Searches over stages, rematerialization, microbatches, and sharding within a host or over all devices.
+    """Searches over stages, rematerialization, microbatches, offloading, and sharding within a host or all devices.
 
     Args:
-        what, target, memory_share, calibration: as in `planner.plan`.
+        what, target, memory_share, host_memory_bytes: as in `planner.plan`.
         precision: as in `Zero`.
         rows: rows of a device in a step, in one or more microbatches. The default is that of the model.
         num_compiled: how many of the fastest candidates that fit by formula are compiled. If 0, nothing is compiled,
@@ -125,16 +121,16 @@ def search(
 
     Cost: half a second for each of some dozens of settings, and `num_compiled` + 1 compilations.
     """
-    devices = targets.devices(target) if num_compiled else None  # before JAX looks for devices
-    planner = Planner(what, target, memory_share=memory_share, calibration=calibration)
+    name = target.target if isinstance(target, Cluster) else target
+    devices = targets.devices(name) if num_compiled else None  # before JAX looks for devices
+    planner = Planner(what, target, memory_share=memory_share, host_memory_bytes=host_memory_bytes)
     base = planner.with_rows(Settings(rows=rows, precision=precision))
     cluster, rows = planner.cluster, base.rows or 1
 
     def candidate(settings: Settings) -> Candidate:
         on_step(f"stage {settings.stage}, remat {settings.remat!r}")
-        peak_bytes = planner.memory(settings).peak_bytes
-        times = planner.formula_time(settings)
-        return Candidate(settings, peak_bytes, peak_bytes <= planner.limit_bytes, *times)
+        memory = planner.memory(settings)
+        return Candidate(settings, memory.peak_bytes, planner.fits(memory), planner.formula_time(settings))
 
     found = [candidate(dataclasses.replace(s, precision=precision)) for s in _settings(cluster, rows)]
     # Of two equally fast ones, the one with fewer microbatches comes first: its kernels are larger.
@@ -152,11 +148,12 @@ def search(
 
 
 def _settings(cluster: Cluster, rows: int) -> Iterator[Settings]:
+    stages = (0, 1, 2, 3) if cluster.num_devices > 1 else (NAIVE.stage,)  # on one device, all stages are the same
     replicas = [1, *_replicas(cluster)]
     microbatches = [k for k in range(1, rows + 1) if rows % k == 0]
-    for stage, remat, k, replica in itertools.product((0, 1, 2, 3), REMATS, microbatches, replicas):
+    for stage, remat, k, replica, offload in itertools.product(stages, REMATS, microbatches, replicas, OFFLOADS):
         if stage or replica == 1:
-            yield Settings(stage=stage, remat=remat, rows=rows // k, num_microbatches=k, replica=replica)
+            yield Settings(stage, rows=rows // k, num_microbatches=k, remat=remat, replica=replica, offload=offload)
 
 
 def _replicas(cluster: Cluster) -> Iterator[int]:

@@ -13,7 +13,7 @@ from zerojax.analysis.utilisation import Throughput
 from zerojax.plan import buffers, timeline
 from zerojax.plan.planner import Plan
 from zerojax.plan.program import CollectiveSummary, CompiledStep
-from zerojax.plan.search import Candidate, Ranking
+from zerojax.plan.search import DOES_NOT_FIT, Candidate, Ranking
 from zerojax.plan.timeline import Prediction
 from zerojax.report.memory import model_states
 from zerojax.text import bytes_text
@@ -64,7 +64,9 @@ def render_ranking(ranking: Ranking, shown: int = 12) -> Group:
         caption="ms per step; tokens/s per device; rows without tokens/s are estimated by formula, not compiled",
         title_justify="left", caption_justify="left", title_style="bold", box=box.SIMPLE, pad_edge=False,
     )  # fmt: skip
-    columns = ["", "stage", "remat", "rows", *(["replica"] if replicated else []), "peak", "ms", "tokens/s", "bound by"]
+    offloaded = any(c.settings.offload != "none" for c in everyone)
+    columns = ["", "stage", "remat", "rows", *(["replica"] if replicated else [])]
+    columns += [*(["offload"] if offloaded else []), "peak", "ms", "tokens/s", "bound by"]
     for k, column in enumerate(columns):
         table.add_column(column, justify="left" if k in (0, len(columns) - 1) else "right", no_wrap=True)
 
@@ -74,7 +76,8 @@ def render_ranking(ranking: Ranking, shown: int = 12) -> Group:
         peak = bytes_text(compiled.peak_bytes if compiled else c.peak_bytes)
         replica = [str(s.replica)] if replicated else []
         rows = f"{s.rows} x {s.num_microbatches}"
-        return [name, str(s.stage), s.remat, rows, *replica, peak, f"{c.step_s * 1e3:,.0f}", speed, c.bound]
+        optional = [*replica, *([s.offload] if offloaded else [])]
+        return [name, str(s.stage), s.remat, rows, *optional, peak, f"{c.step_s * 1e3:,.0f}", speed, c.bound]
 
     for k, candidate in enumerate(everyone[:-1]):
         table.add_row(*row(candidate, str(k + 1)))
@@ -83,9 +86,10 @@ def render_ranking(ranking: Ranking, shown: int = 12) -> Group:
     winner = ranking.winner
     if winner is None:
         return Group(*parts, Text("none of the compiled candidates fits", style="bold red"))
-    gain = ranking.naive.step_s / winner.step_s
-    naive = "the naive choice (stage 3, full recomputation, no prefetch)"
-    summary = f"winner: {winner.step_s * 1e3:,.0f} ms per step, {gain:.2f} times as fast as {naive}"
+    gain = f"{ranking.naive.step_s / winner.step_s:.2f} times as fast as the naive choice"
+    if ranking.naive.bound == DOES_NOT_FIT:
+        gain = "while the naive choice does not fit"
+    summary = f"winner: {winner.step_s * 1e3:,.0f} ms per step, {gain} (stage 3, full recomputation, no prefetch)"
     return Group(*parts, Text(summary, style="bold green"), Text(winner.settings.python(), style="dim"))
 
 
@@ -102,8 +106,12 @@ def verdict_text(plan: Plan) -> Text:
     chip, settings = plan.cluster.chip, plan.settings
     level = "as compiled" if plan.program else "by formula"
     share = plan.limit_bytes / chip.memory_bytes
-    difference = f"{bytes_text(abs(plan.room_bytes))} {'below' if plan.fits else 'above'} the limit"
-    verdict = f"{'fits' if plan.fits else 'does not fit'}: {bytes_text(plan.peak_bytes)} {level}, {difference}"
+    relation = lambda room: f"{bytes_text(abs(room))} {'below' if room >= 0 else 'above'} the limit"
+    verdict = f"{'fits' if plan.fits else 'does not fit'}: {bytes_text(plan.peak_bytes)} {level}, "
+    verdict += relation(plan.room_bytes)
+    if plan.host_bytes:
+        host_room = plan.host_limit_bytes - plan.host_bytes
+        verdict += f"\nhost memory: {bytes_text(plan.host_bytes)} pinned for each device, {relation(host_room)}"
     of_chip = bytes_text(chip.memory_bytes)
     limit = f"limit: {bytes_text(plan.limit_bytes)}, which is {share:.0%} of the {of_chip} of a device"
     model = f"model: {plan.what}, {plan.parameters / 1e9:.2f} B parameters, on {plan.cluster.target}"
@@ -115,6 +123,7 @@ def verdict_text(plan: Plan) -> Text:
         rows += f" x {settings.num_microbatches} microbatches"
     step = f"step: stage {settings.stage}, {settings.precision}, {rows}, "
     step += f"remat {settings.remat!r}, prefetch {settings.prefetch}"
+    step += f", offload {settings.offload!r}" if settings.offload != "none" else ""
     style = "bold green" if plan.fits else "bold red"
     return Text.assemble((verdict, style), "\n", limit, "\n", model, "\n", step)
 

@@ -85,7 +85,7 @@ class Tracer:
     def zero(self, settings: Settings, devices: Any) -> Zero:
         """The `Zero` of the settings. `devices` are devices or their number."""
         mesh = make_mesh(devices=devices, replica=settings.replica, model=settings.model)
-        return Zero(mesh, settings.stage, settings.precision, **self.job.options)
+        return Zero(mesh, settings.stage, settings.precision, offload=settings.offload, **self.job.options)
 
     def state(self, zero: Zero) -> TrainState:
         """The training state as avals with shardings."""
@@ -120,6 +120,7 @@ class Tracer:
 
     def loss(self, settings: Settings, num_devices: int) -> LossTrace:
         """The loss of a microbatch on one device, with the precision of the settings."""
+        settings = dataclasses.replace(settings, offload="none")
         zero = self.zero(settings, num_devices)
         key = zero.config.mesh, zero.config.precision, settings.rows
         if key not in self._losses:
@@ -129,7 +130,8 @@ class Tracer:
         return self._losses[key]
 
     def device_trace(self, settings: Settings, num_devices: int) -> DeviceTrace:
-        """Traces what one device computes before the update."""
+        """Traces what one device computes before the update. It does not depend on what is offloaded between steps."""
+        settings = dataclasses.replace(settings, offload="none")
         key = settings, num_devices, self.on_few_layers
         if key not in self._traces:
             gradient, args = self._gradient(self.zero(settings, num_devices), settings)

@@ -94,10 +94,12 @@ class Memory(NamedTuple):
     Attributes:
         terms: the terms of the peak in device memory.
         host_bytes: the peak in pinned host memory, for one device.
+        host_state_bytes: the part of it that is the offloaded state, which a step copies to the device and back.
     """
 
     terms: tuple[Term, ...]
     host_bytes: int
+    host_state_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -157,7 +159,8 @@ def memory_terms(
     if transposed and transposed.num_bytes > sum(term.num_bytes for term in temporaries):
         temporaries = [transposed]
     state_in_host = explain(config, state).totals.get(HOST_MEMORY, 0)
-    return Memory((*_argument_terms(config, state, batch), *temporaries), host.num_bytes + state_in_host)
+    terms = *_argument_terms(config, state, batch), *temporaries
+    return Memory(terms, host.num_bytes + state_in_host, state_in_host)
 
 
 def _argument_terms(config: ZeroConfig, state: TrainState, batch: PyTree) -> list[Term]:

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 import jax
 
 from zerojax.report.memory import Memory
+from zerojax.sharding.pinned_memory import DEFAULT_PINNED_GIB, PINNED_LIMIT
 from zerojax.step.config import ZeroConfig
 from zerojax.step.settings import StepSettings
 from zerojax.text import bytes_text
 
 
 def out_of_memory_error(config: ZeroConfig, settings: StepSettings, memory: Memory, error: Exception) -> MemoryError:
-    """The error to raise when a step has run out of device memory.
+    """The error to raise when a step has run out of device memory, or of host memory that XLA may pin.
 
     Args:
         config: mesh, axes, stage and precision.
@@ -21,6 +22,8 @@ def out_of_memory_error(config: ZeroConfig, settings: StepSettings, memory: Memo
         memory: the estimated peak memory of the step.
         error: the error that JAX raised.
     """
+    if "host memory" in str(error):
+        return _out_of_host_memory(memory, error)
     *rows, total = str(memory._replace(host_bytes=0)).splitlines()
     return MemoryError(
         "\n  ".join(
@@ -33,6 +36,17 @@ def out_of_memory_error(config: ZeroConfig, settings: StepSettings, memory: Memo
                 "          (zerojax plan predicts the memory with each of these)",
             ]
         )
+    )
+
+
+def _out_of_host_memory(memory: Memory, error: Exception) -> MemoryError:
+    total, state = bytes_text(memory.host_bytes), bytes_text(memory.host_state_bytes)
+    return MemoryError(
+        f"step: out of pinned host memory\n"
+        f"  got:      {str(error).splitlines()[0][:200]}\n"
+        f"  estimate: {total} for each device, of which {state} are the optimizer's state\n"
+        f"  fix:      raise {PINNED_LIMIT} in the environment; it is {DEFAULT_PINNED_GIB} GiB\n"
+        f"            by default, for all GPUs of a process together. Or offload less"
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import os
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,6 +18,7 @@ from jax.sharding import NamedSharding, use_abstract_mesh
 
 from zerojax.sharding import padding, placement
 from zerojax.sharding.padding import Padding
+from zerojax.sharding.pinned_memory import check_pinned
 from zerojax.sharding.placement import FromModel, Leaf, Overrides
 from zerojax.sharding.precision import LossScale
 from zerojax.sharding.uneven import uneven_text
@@ -23,7 +26,7 @@ from zerojax.step import models
 from zerojax.step.config import ZeroConfig
 from zerojax.step.optimizers import check_update
 from zerojax.step.source import ModelSource, plain_arrays
-from zerojax.step.state import Definition, TrainState, check_not_donated, shardings, stored_avals
+from zerojax.step.state import Definition, TrainState, check_not_donated, in_host, shardings, stored_avals
 from zerojax.step.streamed_update import StreamedUpdate
 from zerojax.transform import jaxprs, stacks
 from zerojax.typing import Array, PRNGKey, PyTree
@@ -41,8 +44,15 @@ def build(
     """
     key = _key(seed)
     if source.create is None:
-        return _from_existing(config, overrides, source.existing, tx, key)
-    return _from_function(config, overrides, source.create, tx, key)
+        create, abstract = _from_existing(config, overrides, source.existing, tx, key)
+    else:
+        create, abstract = _from_function(config, overrides, source.create, tx, key)
+
+    def create_if_pinnable() -> TrainState:
+        _check_pinned(config, abstract)
+        return create()
+
+    return create_if_pinnable, abstract
 
 
 def _from_function(
@@ -127,6 +137,7 @@ def with_optimizer(
 
     args = state.params, state.master, state.model_state, _key(seed)
     abstract = stored_avals(config, jax.eval_shape(initial, *args))
+    _check_pinned(config, abstract)
     return jax.jit(initial, out_shardings=shardings(config, abstract), donate_argnums=(0, 1, 2))(*args)
 
 
@@ -194,6 +205,15 @@ def _check_offload(config: ZeroConfig, definition: Definition) -> None:
     """Raises ValueError if the optimizer's state is to be in host memory, but its update cannot be cut into pieces."""
     if config.offloads_optimizer:
         StreamedUpdate(config, definition, [leaf.dtype for leaf in definition.leaves if leaf.trainable], scales=False)
+
+
+def _check_pinned(config: ZeroConfig, state: TrainState) -> None:
+    """Raises ValueError if this process may not pin the host memory of a state."""
+    local = [d for d in config.mesh.devices.flat if d.platform == "gpu" and d.process_index == jax.process_index()]
+    flags = jax.tree.leaves(in_host(config, state))
+    sizes = [placement.shard_bytes(a, a.sharding) for a in jax.tree.leaves(state)]
+    if config.offloads_optimizer and local:
+        check_pinned(sum(itertools.compress(sizes, flags)), len(local), os.environ)
 
 
 def _warn_of_plain_arrays(paths: Sequence[str], model_state: PyTree) -> None:
