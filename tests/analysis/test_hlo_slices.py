@@ -150,6 +150,14 @@ COPY = f"""
 """
 
 
+SIGN = """
+    %%x = f32[] parameter(0)
+    %%s = f32[] sign(%%x)
+    %%n = f32[] constant(%s)
+    ROOT %%c = pred[] compare(%%s, %%n), direction=%s
+"""
+
+
 @pytest.mark.parametrize(
     ("lines", "value"),
     [
@@ -162,6 +170,12 @@ COPY = f"""
         ("%a = s32[5]{0} iota(), iota_dimension=0\nROOT %b = s32[2]{0} slice(%a), slice={[1:5:2]}", [1, 3]),
         ("%a = s32[2]{0} constant({1, 2})\nROOT %b = s32[2,2]{1,0} broadcast(%a), dimensions={0}", [[1, 1], [2, 2]]),
         ("%a = s32[1]{0} constant({6})\nROOT %b = s32[] bitcast(%a)", 6),
+        ("%a = s32[] constant(-7)\n%b = s32[] constant(2)\nROOT %c = s32[] divide(%a, %b)", -3),
+        ("%a = s32[] constant(-7)\n%b = s32[] constant(2)\nROOT %c = s32[] remainder(%a, %b)", -1),
+        ("%a = s32[] constant(-7)\nROOT %b = s32[] sign(%a)", -1),
+        ("%a = s32[] constant(-1)\n%b = s32[] constant(28)\nROOT %c = s32[] shift-right-logical(%a, %b)", 15),
+        ("%a = s32[] constant(3)\n%b = s32[] constant(4)\nROOT %c = s32[] shift-left(%a, %b)", 48),
+        (SIGN % ("1", "GT"), False),
     ],
 )
 def test_integers_are_evaluated_as_the_program_would(lines, value):
@@ -177,6 +191,8 @@ def test_integers_are_evaluated_as_the_program_would(lines, value):
         ("ROOT %a = s32[] parameter(2)", "value of argument 2 of the program is not in the text"),
         ("ROOT %a = f32[] constant(1.5)", "not an integer, but f32"),
         ("ROOT %a = s32[] partition-id()", "cannot evaluate"),
+        (SIGN % ("0", "GT"), "not an integer, but f32"),
+        (SIGN % ("1", "GE"), "not an integer, but f32"),
         ("%a = s32[2,2]{1,0} constant({ {1, 2}, {3, 4} })\nROOT %b = s32[2,2]{0,1} bitcast(%a)", "depends on layouts"),
     ],
 )

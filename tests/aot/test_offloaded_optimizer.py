@@ -2,22 +2,26 @@
 
 import functools
 import tempfile
+import types
 from pathlib import Path
 
 import gpt
 import jax.numpy as jnp
 import optax
 import pytest
+from jax import lax
 
 import zerojax
 from zerojax import Verdict, targets
 from zerojax.analysis import hlo
 from zerojax.analysis.hardware import cluster
+from zerojax.audit.host_state import check_host_memory, check_pieces
 from zerojax.plan import timeline
 from zerojax.plan.buffers import read_dump
 from zerojax.plan.program import compile_with_dump
 from zerojax.plan.timeline import FROM_HOST, TO_HOST
 from zerojax.step import host_pieces
+from zerojax.transform.buckets import Pieces
 
 pytestmark = pytest.mark.aot
 TARGETS = ["h100:1", "h100:8", "v5e:2x2"]
@@ -41,6 +45,39 @@ def compiled(target, layers, scan=True, offload="optimizer"):
             state,
             zerojax.audit_step(program, step.expectation(state, batch)),
         )
+
+
+def test_the_audit_reads_where_the_state_is_and_that_all_of_it_moves(monkeypatch):
+    for target in TARGETS:
+        _, _, state, audit = compiled(target, 8)
+        in_host = local_bytes(state, len(targets.devices(target)), 12)
+        assert audit["host memory"].verdict is Verdict.OK
+        assert audit["host memory"].numbers["found_bytes"] == pytest.approx(in_host, rel=1e-2)
+    names = ["offloaded slices", "pieces of the state"]
+    for target in TARGETS[:2]:
+        *_, audit = compiled(target, 8)
+        assert all(audit[name].verdict is Verdict.OK for name in names)
+        assert 0 < audit["pieces of the state"].numbers["at_a_time_bytes"] < 2 * PIECES_BYTES
+    first = lambda self, array, piece, index: lax.dynamic_update_slice(array, piece, self.start(0 * index))
+    monkeypatch.setattr(Pieces, "write", first)
+    *_, audit = compiled.__wrapped__("h100:1", 8)
+    pieces = audit["pieces of the state"]
+    assert pieces.verdict is Verdict.BROKEN and "writes 1 pieces of 128 of f32[8,1024,256]" in pieces.found
+
+
+def test_a_state_that_moves_as_a_whole_is_found():
+    """A program without slices, and other sizes in host memory."""
+    entry = "ENTRY %main (p: f32[]) -> f32[] {\n  ROOT %p = f32[] parameter(0)\n}\n"
+    program = hlo.parse_program(f"HloModule m, is_scheduled=true\n\n{entry}")
+    outcome = check_pieces(program, [("f32", (8, 256, 1024))], 2**30)
+    assert outcome.verdict is Verdict.BROKEN and "as a whole" in outcome.found
+    sizes = lambda arguments, temporaries: types.SimpleNamespace(
+        host_argument_size_in_bytes=arguments, host_temp_size_in_bytes=temporaries
+    )
+    assert check_host_memory(sizes(2**20, 0), 2**20, 0).verdict is Verdict.OK
+    assert check_host_memory(sizes(2**20, 2**10), 2**20, 2**10).verdict is Verdict.OK
+    assert check_host_memory(sizes(2**10, 0), 2**20, 0).verdict is Verdict.BROKEN
+    assert check_host_memory(sizes(2**20, 2**20), 2**20, 0).verdict is Verdict.BROKEN
 
 
 def local_bytes(state, num_devices, bytes_per_parameter):

@@ -76,6 +76,8 @@ class Scope:
             return self.call(i).value(called.root)
         if i.op == "while":
             return Iterations(i, self).result
+        if _is_never(i):
+            return np.zeros(i.buffers[0].dims, bool)
         _dtype(i)  # before operands that are not integers either
         return _apply(i, [self.array(operand) for operand in i.operands])
 
@@ -128,6 +130,16 @@ class Iterations:
                 assert not isinstance(initial, np.ndarray)
                 values.append(initial(index))
         return values[iteration]
+
+
+def _is_never(i: Instruction) -> bool:
+    """Whether a comparison is sign(...) > 1, by which a value waits for an event, see `dependencies.after`."""
+    if i.op != "compare" or attribute(r"direction=(\w+)", i) != "GT":
+        return False
+    sign, one = i.operands
+    while one.op in ("broadcast", "convert"):
+        (one,) = one.operands
+    return sign.op == "sign" and one.op == "constant" and bool(re.match(r"[{\s]*1[}\s]*\)", one.attributes))
 
 
 def slice_dims(i: Instruction) -> tuple[int, ...]:
@@ -198,13 +210,18 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "clamp": lambda low, a, high: np.minimum(np.maximum(a, low), high),
     "convert": lambda a: a,
     "copy": lambda a: a,
+    "divide": lambda a, b: np.trunc(np.divide(a, b)),  # of integers, toward zero
     "maximum": np.maximum,
     "minimum": np.minimum,
     "multiply": np.multiply,
     "negate": np.negative,
     "not": np.invert,
     "or": np.bitwise_or,
+    "remainder": np.fmod,
     "select": np.where,
+    "shift-left": np.left_shift,
+    "shift-right-logical": lambda a, b: np.right_shift(a.view(f"u{a.itemsize}"), b),
+    "sign": np.sign,
     "subtract": np.subtract,
 }
 _OTHERS: dict[str, Callable[..., Any]] = {

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from zerojax.analysis import hlo
 from zerojax.analysis.hlo import Program
 from zerojax.analysis.host_arguments import TracedWithHostArguments
+from zerojax.analysis.jaxpr_collectives import dtype_name
 from zerojax.audit.communication import SLACK, CommunicationChecks
 from zerojax.audit.expectation import Expectation
 from zerojax.audit.findings import (
@@ -23,10 +24,12 @@ from zerojax.audit.findings import (
     reader_errors,
     run_checks,
 )
+from zerojax.audit.host_state import check_host_memory, check_pieces
 from zerojax.audit.offloaded_slices import check_offloaded_slices
 from zerojax.sharding import placement
 from zerojax.sharding.annotations import spec_text
 from zerojax.sharding.axes import axis_names
+from zerojax.step.host_pieces import PIECES_BYTES
 from zerojax.text import abbreviate, bytes_text
 from zerojax.typing import Aval
 
@@ -116,6 +119,7 @@ class _MemoryChecks:
         names = [{name for entry in aval.sharding.spec for name in axis_names(entry)} for aval in state]
         sharded = sum(bool(set(axes.shard) & each) for each in names)
         size, offloaded = _bytes_per_device(state), self.expectation.offloaded_bytes
+        in_host, is_gpu = _bytes_per_device(self._host_state().values()), self.platform == "gpu"
         return [
             AuditCheck(
                 "sharded", f"{sharded} of {len(state)} leaves sharded over {'x'.join(axes.shard)}", self.sharded
@@ -129,9 +133,19 @@ class _MemoryChecks:
             AuditCheck(
                 "offloaded slices",
                 "each slice of a host buffer is copied from or to its index"
-                if offloaded and self.platform == "gpu"
+                if (offloaded or in_host) and is_gpu
                 else None,
                 self.offloaded_slices,
+            ),
+            AuditCheck(
+                "host memory",
+                f"{bytes_text(in_host)} of the state in host memory" if in_host else None,
+                self.host_memory,
+            ),
+            AuditCheck(
+                "pieces of the state",
+                f"all of them, about {bytes_text(PIECES_BYTES)} at a time" if in_host and is_gpu else None,
+                self.pieces_of_the_state,
             ),
         ]
 
@@ -175,6 +189,22 @@ class _MemoryChecks:
             return Outcome(f"{bytes_text(found)} in host memory", Verdict.OK, numbers)
         fix = "change remat=: the compiler keeps these activations on the device, or recomputes them"
         return Outcome(f"{bytes_text(found)} in host memory", Verdict.BROKEN, numbers, fix)
+
+    def _host_state(self) -> dict[str, Aval]:
+        """The leaves of the state that are in host memory."""
+        return {path: aval for path, aval in self.expectation.state.items() if path in self.expectation.in_host}
+
+    def host_memory(self) -> Outcome:
+        """Whether the offloaded state is in host memory, without copies."""
+        if self.platform == "cpu":
+            raise Unreadable("simulated devices have no memory other than host memory")
+        state_bytes = _bytes_per_device(self._host_state().values())
+        return check_host_memory(self.compiled.memory_analysis(), state_bytes, self.expectation.offloaded_bytes)
+
+    def pieces_of_the_state(self) -> Outcome:
+        """Whether all of the offloaded state is moved, piece by piece."""
+        arrays = [(dtype_name(a.dtype), a.sharding.shard_shape(a.shape)) for a in self._host_state().values()]
+        return check_pieces(self.program(), arrays, _bytes_per_device(self._host_state().values()))
 
     def offloaded_slices(self) -> Outcome:
         """Whether loops read and write slices of host buffers at their indices."""

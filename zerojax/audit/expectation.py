@@ -79,6 +79,7 @@ class Expectation:
         ends_bytes: bytes that a device sends in each microbatch before the first matrix products and after the last
             ones: for the first unit, and for the rows that are looked up. They may overlap with nothing.
         offloaded_bytes: bytes in host memory that are saved for the backward pass of one microbatch.
+        in_host: the paths of the leaves of the state that are in host memory.
         jaxpr: the traced step, from which `least` and `offloaded_bytes` were read.
     """
 
@@ -93,6 +94,7 @@ class Expectation:
     wide_bytes: float
     ends_bytes: float
     offloaded_bytes: int
+    in_host: frozenset[str]
     jaxpr: Any = dataclasses.field(repr=False, compare=False)
 
 
@@ -122,8 +124,8 @@ def expect(
     width = jnp.dtype(config.precision.compute_dtype).itemsize
     is_wide = [leaf.compute_dtype.itemsize > width for leaf in leaves]
     by_choice = _stage_bytes(config, _where(is_wide, leaves), _where(is_wide, uses), num_microbatches).total
-    flags = jax.tree.leaves(states.in_host(config, state))
-    in_host = sum(shard_bytes(a, a.sharding) for (_, a), flag in zip(with_paths, flags, strict=True) if flag)
+    host_leaves = list(itertools.compress(with_paths, jax.tree.leaves(states.in_host(config, state))))
+    host_bytes = sum(shard_bytes(a, a.sharding) for _, a in host_leaves)
     return Expectation(
         config,
         num_microbatches,
@@ -135,7 +137,8 @@ def expect(
         unit_bytes=_unit_bytes(config, leaves),
         wide_bytes=averaged + wide * replicas + by_choice,
         ends_bytes=_ends_bytes(config, leaves, uses),
-        offloaded_bytes=(jaxpr_collectives.offloaded_bytes(jaxpr) - in_host) // num_microbatches,
+        offloaded_bytes=(jaxpr_collectives.offloaded_bytes(jaxpr) - host_bytes) // num_microbatches,
+        in_host=frozenset(placement.path_text(path) for path, _ in host_leaves),
         jaxpr=jaxpr,
     )
 

@@ -1,0 +1,83 @@
+"""Checks that a compiled program keeps the offloaded state in host memory, and moves all of it piece by piece."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable
+from typing import Any
+
+from zerojax.analysis import hlo_slices
+from zerojax.analysis.hlo import Program
+from zerojax.analysis.hlo_slices import HostSlice
+from zerojax.audit.communication import SLACK
+from zerojax.audit.findings import Outcome, Unreadable, Verdict, reader_errors
+from zerojax.step.host_pieces import PIECES_BYTES
+from zerojax.text import abbreviate, bytes_text
+from zerojax.typing import Shape
+
+
+def check_host_memory(memory: Any, state_bytes: int, activations_bytes: int) -> Outcome:
+    """Whether the state is in host memory, and no copy of it.
+
+    Args:
+        memory: the memory analysis of the program.
+        state_bytes: of the state in host memory.
+        activations_bytes: of the activations that are offloaded beside it.
+    """
+    found, copies = memory.host_argument_size_in_bytes, memory.host_temp_size_in_bytes - activations_bytes
+    numbers = {"expected_bytes": state_bytes, "found_bytes": found, "copied_bytes": max(0, copies)}
+    if found < (1 - SLACK) * state_bytes:
+        fix = "create the state with zero.init, and jit a step of your own with in_shardings and out_shardings of it"
+        return Outcome(f"{bytes_text(found)} in host memory", Verdict.BROKEN, numbers, fix)
+    if copies > SLACK * state_bytes:
+        fix = "use jax.jit(step, donate_argnums=0): the compiler copies arrays that it may not update in place"
+        return Outcome(f"copies of {bytes_text(copies)} in host memory", Verdict.BROKEN, numbers, fix)
+    return Outcome(f"{bytes_text(found)} in host memory, and no copies", Verdict.OK, numbers)
+
+
+def check_pieces(program: Program, arrays: Iterable[tuple[str, Shape]], state_bytes: int) -> Outcome:
+    """Whether the pieces that are written to arrays in host memory make up the whole of each, and how large they are.
+
+    Args:
+        program: compiled for GPUs.
+        arrays: dtypes, as in programs, and shapes of the arrays of the state in host memory, on one device.
+        state_bytes: of all of them.
+
+    Raises:
+        Unreadable: if the index of a piece cannot be evaluated.
+    """
+    wanted = set(arrays)
+    with reader_errors():
+        pieces = [each for each in hlo_slices.host_slices(program) if (each.buffer.dtype, each.buffer.dims) in wanted]
+    for each in pieces:
+        if each.indexed is None:
+            raise Unreadable(f"the index of {each.name} cannot be evaluated: {each.unread}")
+    missed = [each for each in pieces if each.writes and not _covers(each)]
+    at_a_time = collections.Counter[int]()  # by the number of runs: loops of the same length are one loop
+    for each in pieces:
+        if not each.writes:
+            at_a_time[len(each.indexed or ())] += each.slice_bytes
+    largest = max(at_a_time.values(), default=0)
+    numbers = {"pieces": len(pieces), "at_a_time_bytes": largest, "missed": len(missed)}
+    if not pieces and state_bytes > 2 * PIECES_BYTES:
+        fix = "jit the step of zero.train_step: a step of your own has to move the state piece by piece"
+        return Outcome("no pieces: the state comes to the device as a whole", Verdict.BROKEN, numbers, fix)
+    if missed:
+        texts = [f"{each.name} writes {len(set(each.indexed or ()))} pieces of {_text(each)}" for each in missed]
+        fix = "report it with the program: compiled.as_text() of step.lower(state, batch).compile()"
+        return Outcome(abbreviate(texts), Verdict.BROKEN, numbers, fix)
+    text = f"all pieces come and go; {bytes_text(largest)} at a time"
+    if largest > 2 * PIECES_BYTES:
+        fix = "dims with more divisors, from which smaller pieces can be cut"
+        return Outcome(text, Verdict.KNOWN, numbers, fix)
+    return Outcome(text, Verdict.OK, numbers)
+
+
+def _covers(each: HostSlice) -> bool:
+    """Whether the runs of a slice visit every piece of its buffer once."""
+    return sorted(each.indexed or ()) == list(range(0, each.buffer.num_bytes, each.slice_bytes))
+
+
+def _text(each: HostSlice) -> str:
+    dims = ",".join(map(str, each.buffer.dims))
+    return f"{each.buffer.num_bytes // each.slice_bytes} of {each.buffer.dtype}[{dims}]"
