@@ -38,7 +38,7 @@ def test_commands_and_their_commands():
         (("plan", "--preset", "llama3-7"), ["llama3-70b"]),
         (("plan", "--target", "h100:1"), ["h100:1", "h100:16", "h100:128", "h100:1024"]),
         (("plan", "--target", "v5e:4"), ["v5e:4x4", "v5e:4x8"]),
-        (("plan", "--precision", "bf16_"), ["bf16_reduce_fp32"]),
+        (("plan", "--precision", "bf16_"), ["bf16_reduce_fp32", "bf16_params"]),
         (("plan", "--remat", "o"), ["offload"]),
         (("doctor", "--precision", "fp"), ["fp32", "fp16"]),
         (("checkpoint", "export", "--family", "qwen3"), ["qwen3"]),

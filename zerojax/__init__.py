@@ -11,6 +11,7 @@ from zerojax.audit.expectation import Expectation
 from zerojax.audit.findings import Audit, Finding, Verdict
 from zerojax.deepspeed import from_deepspeed
 from zerojax.losses import chunked_cross_entropy
+from zerojax.low_bit import low_bit_moments, stochastic_rounding
 from zerojax.processes import initialize
 from zerojax.report.explanation import Explanation
 from zerojax.report.visualize import visualize
@@ -48,10 +49,12 @@ __all__ = [
     "fit",
     "from_deepspeed",
     "initialize",
+    "low_bit_moments",
     "make_mesh",
     "plan",
     "processes",
     "simulate_devices",
+    "stochastic_rounding",
     "targets",
     "visualize",
 ]

@@ -7,7 +7,8 @@
 Nothing is allocated and nothing runs. A GPT of scanned layers (bf16, AdamW, `remat='full'`, stage 3) is compiled for a
 described cluster. It fits if arguments, temporaries and outputs that are not updated in place are within the share
 `--memory` of a device, and what is in pinned host memory is within the share of the host that each device has. The
-search ends at a number of layers that fits while two more layers do not.
+search ends at a number of layers that fits while two more layers do not. Sizes that are a fifth too large by formula
+are not compiled.
 
 The second table compares both at the largest size without offloading, for several numbers of microbatches. Times are
 predicted by `zerojax.plan.timeline`. A device waits for copies while it computes nothing; the share is that of the time
@@ -23,6 +24,7 @@ import time
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the programs are for other devices
 
 FORMS = ("none", "optimizer")
+_TOO_LARGE = 1.2  # a share of the memory, by formula, from which on nothing is compiled
 
 
 def arguments():
@@ -62,8 +64,14 @@ def main():
 
         def share(offload, layers):
             """The share of the memory that is used: of the device or of the host, whichever is larger."""
+            of = lambda peak, host: max(peak / budget, host / (args.host_gib * 2**30))
+            train_step, *inputs = build(offload, layers, 1, args, devices)
+            memory = train_step.memory(*inputs)
+            by_formula = of(memory.peak_bytes, memory.host_bytes)
+            if by_formula > _TOO_LARGE:
+                return by_formula
             measured = step(offload, layers)
-            return max(measured["peak_bytes"] / budget, measured["host_bytes"] / (args.host_gib * 2**30))
+            return of(measured["peak_bytes"], measured["host_bytes"])
 
         for offload in FORMS:
             layers = largest(lambda layers, offload=offload: share(offload, layers), 1.0)
@@ -83,19 +91,13 @@ def main():
     print(json.dumps(result)) if args.json else tables(result)
 
 
-def measure(offload, layers, microbatches, args, devices):
-    """The number of parameters, the memory and the predicted time of a compiled step."""
+def build(offload, layers, microbatches, args, devices):
+    """(A step, its state and batch as avals)."""
     import gpt
     import jax.numpy as jnp
     import optax
-    from schedule import compiled
 
     import zerojax
-    from zerojax import targets
-    from zerojax.analysis import hlo
-    from zerojax.analysis.hardware import cluster
-    from zerojax.analysis.hlo_collectives import peak_bytes
-    from zerojax.plan import timeline
 
     config = gpt.Config(
         width=args.width, layers=layers, heads=args.heads, vocab=args.vocab, seq=args.seq, scan=True, dtype=jnp.bfloat16
@@ -103,7 +105,20 @@ def measure(offload, layers, microbatches, args, devices):
     zero = zerojax.Zero(zerojax.make_mesh(devices=devices), stage=3, precision="bf16", offload=offload)
     state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
     batch = gpt.batch_aval(config, args.rows * microbatches * len(devices))
-    step = zero.train_step(gpt.loss, remat="full", num_microbatches=microbatches)
+    return zero.train_step(gpt.loss, remat="full", num_microbatches=microbatches), state, batch
+
+
+def measure(offload, layers, microbatches, args, devices):
+    """The number of parameters, the memory and the predicted time of a compiled step."""
+    from schedule import compiled
+
+    from zerojax import targets
+    from zerojax.analysis import hlo
+    from zerojax.analysis.hardware import cluster
+    from zerojax.analysis.hlo_collectives import peak_bytes
+    from zerojax.plan import timeline
+
+    step, state, batch = build(offload, layers, microbatches, args, devices)
     start = time.perf_counter()
     program, temporaries = compiled(step.trace(state, batch), targets.platform(args.target))
     memory = program.memory_analysis()

@@ -278,6 +278,7 @@ SPLIT = {
     "schedule_free": contrib.schedule_free_adamw(1e-3),
     "ema": optax.chain(optax.adam(1e-3), optax.ema(0.9)),
     "adagrad": optax.adagrad(0.1),
+    "low bits": zerojax.low_bit_moments(optax.adamw(1e-3), 16, exempt=(), min_size=0),
 }
 
 
@@ -305,6 +306,7 @@ def test_pieces_of_an_update_are_those_of_the_whole(name):
                 leaf,
                 {p: half(flat[p], k) for p, argument in enumerate(arguments) if argument.leaf == leaf},
                 {v: once[v] for v in split.scalars} | {v: half(once[v], k) for v, of in split.sliced if of == leaf},
+                [k * (shape[0] // 2), *[0] * (len(shape) - 1)],
             )
             for k in range(2)
         ]

@@ -53,7 +53,7 @@ def test_precision_text():
 def test_unknown_preset():
     with pytest.raises(ValueError, match="precision: unknown preset 'fp8'") as error:
         Zero(zerojax.make_mesh(), precision="fp8")
-    assert "fp32, bf16, bf16_reduce_fp32, fp16" in str(error.value)
+    assert "fp32, bf16, bf16_reduce_fp32, bf16_params, fp16" in str(error.value)
 
 
 @pytest.mark.parametrize("cast_inputs", [True, False])

@@ -50,7 +50,7 @@ from zerojax.cli.output import print_rich
     show_default=True,
     metavar="NAME",
     shell_complete=complete(precision_names),
-    help="fp32, bf16, bf16_reduce_fp32 or fp16.",
+    help="fp32, bf16, bf16_reduce_fp32, bf16_params or fp16.",
 )
 @click.option(
     "--rows", type=click.IntRange(1), metavar="N", help="Rows per device and microbatch.  [default: set by the model]"

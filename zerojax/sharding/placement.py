@@ -313,7 +313,8 @@ def optimizer_placement(
     """A `Stored` for every leaf of an optimizer state.
 
     A leaf that belongs to a parameter and has its shape (a moment, a trace, an average) is stored like the parameter.
-    All others (a factored moment, a step count) are stored by their own shapes.
+    One with as many dims that can be divided in the same dim (the scales of blocks) is sharded in it too. All others (a
+    factored moment, a step count) are stored by their own shapes.
 
     Args:
         tx: any optax transformation.
@@ -331,9 +332,15 @@ def optimizer_placement(
     def like_param(leaf: Any, param: Leaf) -> Any:
         if isinstance(leaf, optax.MaskedNode):
             return leaf
-        if tuple(leaf.shape) != param.shape:
+        if tuple(leaf.shape) == param.shape:
+            return Stored(param.spec(axes, sharded), param.padding(sharded), param)
+        dim = param.dim if sharded else None
+        if dim is None or leaf.ndim != len(param.shape):
             return by_shape(leaf)
-        return Stored(param.spec(axes, sharded), param.padding(sharded), param)
+        if leaf.shape[dim] == param.shape[dim]:
+            return Stored(data_spec(dim, axes), param.padding(sharded))
+        divides_alike = leaf.shape[dim] % axes.num_shards == 0 and param.shape[dim] % leaf.shape[dim] == 0
+        return Stored(data_spec(dim, axes), NO_PADDING) if divides_alike else by_shape(leaf)
 
     is_masked = lambda x: isinstance(x, optax.MaskedNode)
     try:
@@ -347,14 +354,14 @@ def optimizer_placement(
 def _by_path(
     opt_state: PyTree, params: PyTree, like_param: Callable[[Any, Leaf], Any], by_shape: Callable[[Any], Any]
 ) -> PyTree:
-    """As `optimizer_placement`, where a leaf belongs to the parameter whose path its own ends with, if shapes agree."""
+    """As `optimizer_placement`, where a leaf belongs to the parameter whose path its own ends with."""
     by_path = {path_text(path): param for path, param in jax.tree_util.tree_leaves_with_path(params)}
 
     def stored(path: Any, leaf: Any) -> Any:
         parts = path_text(path).split("/")
         for start in range(len(parts)):
             param = by_path.get("/".join(parts[start:]))
-            if param is not None and param.shape == tuple(leaf.shape):
+            if param is not None:
                 return like_param(leaf, param)
         return by_shape(leaf)
 

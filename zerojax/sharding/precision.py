@@ -46,7 +46,7 @@ class Precision:
         """The `Precision` of a preset's name, or the given `Precision`.
 
         Args:
-            precision: 'fp32', 'bf16', 'bf16_reduce_fp32', 'fp16' or a `Precision`.
+            precision: 'fp32', 'bf16', 'bf16_reduce_fp32', 'bf16_params', 'fp16' or a `Precision`.
 
         Raises:
             ValueError: if the name is unknown.
@@ -112,6 +112,7 @@ PRECISIONS = {
     "fp32": Precision(),
     "bf16": Precision(compute_dtype=jnp.bfloat16, reduce_dtype=jnp.bfloat16),
     "bf16_reduce_fp32": Precision(compute_dtype=jnp.bfloat16),
+    "bf16_params": Precision(jnp.bfloat16, jnp.bfloat16, jnp.bfloat16),
     "fp16": Precision(compute_dtype=jnp.float16, reduce_dtype=jnp.float16, initial_scale=2.0**15),
 }
 

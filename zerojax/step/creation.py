@@ -24,7 +24,7 @@ from zerojax.sharding.precision import LossScale
 from zerojax.sharding.uneven import uneven_text
 from zerojax.step import models
 from zerojax.step.config import ZeroConfig
-from zerojax.step.optimizers import check_update
+from zerojax.step.optimizers import check_update, rounds_stochastically
 from zerojax.step.source import ModelSource, plain_arrays
 from zerojax.step.state import Definition, TrainState, check_not_donated, in_host, shardings, stored_avals
 from zerojax.step.streamed_update import StreamedUpdate
@@ -198,6 +198,12 @@ def _define(
     definition = Definition(tx, model, leaves, jax.tree.structure(params), fixed, config)
     check_update(tx, definition.trained_avals())
     _check_offload(config, definition)
+    if config.precision.param_dtype == jnp.bfloat16 and not rounds_stochastically(tx):
+        warn(
+            "init: parameters in bfloat16 lose small updates\n"
+            "  got:      an optimizer whose updates are added in bfloat16, rounded to nearest\n"
+            "  fix:      zerojax.stochastic_rounding(tx), or precision='bf16', which has a copy of them in fp32"
+        )
     return definition
 
 

@@ -80,12 +80,17 @@ def check_update(tx: Any, params: PyTree) -> None:
         raise _cannot_work(names[-1] if names else "update", f"{type(error).__name__}: {error}") from error
 
 
+def rounds_stochastically(tx: optax.GradientTransformation) -> bool:
+    """Whether `stochastic_rounding` is a part of an optimizer."""
+    return "stochastic_rounding" in _function_names(tx)
+
+
 def optimizer_function(equation: Any) -> str | None:
-    """The function of Optax that makes the transformation which an equation of a traced update belongs to, if any."""
+    """The function that makes the transformation which an equation of a traced update belongs to, if it is known."""
     trace = equation.source_info.traceback
     for frame in trace.frames if trace else ():  # innermost first
         name, _, inside = frame.function_name.partition(".")
-        if "optax" in Path(frame.file_name).parts and "update" in inside and name not in _COMBINING:
+        if {"optax", "low_bit"} & set(Path(frame.file_name).parts) and "update" in inside and name not in _COMBINING:
             return name
     return None
 

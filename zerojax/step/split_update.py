@@ -1,7 +1,8 @@
 """Splits the update of an optimizer into parts that can be computed for one piece of a parameter at a time.
 
-The update is traced. Operations that work element by element, from the values of one parameter to values of its shape,
-are computed piece by piece. All else is computed once, on whole arrays, and must not depend on arrays in host memory:
+The update is traced. Operations that work element by element, from the values of one parameter or the positions in it
+to values of its shape, are computed piece by piece. All else is computed once, on whole arrays, and must not depend
+on arrays in host memory:
 
     gradients ──► global norm ──► scale ─────┐                                   once, on whole arrays
     step count ──► schedule ──► learning rate┤
@@ -22,6 +23,8 @@ from jax import lax
 from zerojax.step.optimizers import optimizer_function
 from zerojax.transform import jaxprs
 from zerojax.typing import Array
+
+_PIECEWISE = jaxprs.is_elementwise, jaxprs.broadcasts_scalar, jaxprs.numbers_positions
 
 
 class Operand(NamedTuple):
@@ -95,7 +98,7 @@ class SplitUpdate:
 
         for equation in reversed(jaxpr.eqns):
             for leaf in set().union(*(pieces.get(v, ()) for v in equation.outvars)):
-                if jaxprs.is_elementwise(equation) or jaxprs.broadcasts_scalar(equation):
+                if any(fits(equation) for fits in _PIECEWISE):
                     self._by_leaf[leaf].append(equation)
                     for v in jaxprs.variables(equation):
                         read_in_pieces(v, leaf, equation)
@@ -129,13 +132,16 @@ class SplitUpdate:
         jaxprs.run_equations(self._whole, scope)
         return scope
 
-    def compute_piece(self, leaf: int, arguments: Mapping[int, Array], values: Mapping[Any, Array]) -> dict[int, Array]:
+    def compute_piece(
+        self, leaf: int, arguments: Mapping[int, Array], values: Mapping[Any, Array], start: Sequence[Any]
+    ) -> dict[int, Array]:
         """Computes the results that belong to a parameter, for one piece of it.
 
         Args:
             leaf: the parameter.
             arguments: pieces of the arguments that belong to it, by position.
             values: scalars, and pieces of `sliced`, by variable.
+            start: the position of the first element of the piece in the parameter.
 
         Returns:
             Pieces of the results, by position.
@@ -147,6 +153,10 @@ class SplitUpdate:
                 (out,), (scalar,) = equation.outvars, equation.invars
                 value = scope[scalar] if jaxprs.is_var(scalar) else jnp.asarray(scalar.val, scalar.aval.dtype)
                 scope[out] = lax.broadcast(value, shape)
+            elif jaxprs.numbers_positions(equation):
+                (out,), dim = equation.outvars, equation.params["dimension"]
+                first = jnp.asarray(start[dim]).astype(out.aval.dtype)
+                scope[out] = first + lax.broadcasted_iota(out.aval.dtype, shape, dim)
             else:
                 jaxprs.run_equations([equation], scope)
         outvars = self._closed.jaxpr.outvars

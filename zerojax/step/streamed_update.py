@@ -231,18 +231,25 @@ class StreamedUpdate:
             pieces[k] = cut.read(computed, c)
         values = dict(zip(self.split.scalars, scalars, strict=True))
         values |= {v: cut.read(a, c) for (v, leaf), a in zip(self.split.sliced, sliced, strict=True) if leaf == k}
-        inside = self._is_inside(k, cut, c)
-        results = self.split.compute_piece(k, pieces, values)
+        start = self._start(k, cut, c)
+        inside = self._is_inside(k, cut, start)
+        results = self.split.compute_piece(k, pieces, values, start)
         return {p: a if inside is None else jnp.where(inside, a, 0) for p, a in results.items()}
 
-    def _is_inside(self, k: int, cut: Pieces, c: Any) -> Array | None:
+    def _start(self, k: int, cut: Pieces, c: Any) -> list[Any]:
+        """The position of the first element of a piece in the parameter, of which this device has a shard."""
+        start, dim = list(cut.start(c)), self.leaves[k].dim
+        if dim is not None and self.config.stage.shards_optimizer:
+            start[dim] += lax.axis_index(self.config.axes.shard) * cut.shape[dim]
+        return start
+
+    def _is_inside(self, k: int, cut: Pieces, start: Sequence[Any]) -> Array | None:
         """Which elements of a piece are not zeros at the end of the stored parameter; None if there are none."""
-        zeros, axes = self._zeros[k], self.config.axes
+        zeros = self._zeros[k]
         if not zeros.count:
             return None
-        size = cut.shape[zeros.dim]
-        first = lax.axis_index(axes.shard) * size + cut.start(c)[zeros.dim]
-        return first + lax.broadcasted_iota(jnp.int32, cut.piece, zeros.dim) < self.leaves[k].shape[zeros.dim]
+        positions = start[zeros.dim] + lax.broadcasted_iota(jnp.int32, cut.piece, zeros.dim)
+        return positions < self.leaves[k].shape[zeros.dim]
 
     def _squared_norm(self, k: int, piece: Array) -> Array:
         """This device's term of the squared norm, see `DeviceGradient.squared_norm_term`."""

@@ -24,11 +24,11 @@ PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general
 # The forward pass of fused attention by cuDNN, as in `jax.nn.dot_product_attention(implementation="cudnn")`.
 FUSED_ATTENTION = frozenset({"dot_product_attention_fwd", "dot_product_attention_fwd_wrapper"})
 _BY_ELEMENT = frozenset([
-    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil",
-    "clamp", "clz", "convert_element_type", "copy", "copy_p", "cos", "cosh", "div", "eq", "eq_to", "erf", "erf_inv",
-    "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "le_to", "lgamma", "log",
-    "log1p", "logistic", "lt", "lt_to", "max", "min", "mul", "mulhi", "ne", "neg", "nextafter", "not", "or",
-    "population_count", "pow", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
+    "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bitcast_convert_type",
+    "cbrt", "ceil", "clamp", "clz", "convert_element_type", "copy", "copy_p", "cos", "cosh", "div", "eq", "eq_to",
+    "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "le_to",
+    "lgamma", "log", "log1p", "logistic", "lt", "lt_to", "max", "min", "mul", "mulhi", "ne", "neg", "nextafter", "not",
+    "or", "population_count", "pow", "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
     "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan", "tanh",
     "xor",
 ])  # fmt: skip
@@ -301,6 +301,11 @@ def is_elementwise(equation: Equation) -> bool:
 def broadcasts_scalar(equation: Equation) -> bool:
     """Whether all elements of the result are one scalar."""
     return equation.primitive.name == "broadcast_in_dim" and equation.invars[0].aval.shape == ()
+
+
+def numbers_positions(equation: Equation) -> bool:
+    """Whether each element of the result is its own position along a dim."""
+    return equation.primitive.name == "iota"
 
 
 def draws_random_bits(equation: Equation) -> bool:
