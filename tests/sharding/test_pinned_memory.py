@@ -46,3 +46,7 @@ def test_a_state_is_checked_before_it_is_created(monkeypatch):
     assert seen == [(of_device, 8)]
     zero.init(create, optax.adam(1e-3))
     assert len(seen) == 1  # simulated devices have no limit
+    monkeypatch.setattr(creation, "_check_pinned", lambda config, state: seen.append(state))
+    zero.init(create, optax.adam(1e-3))
+    zero.with_optimizer(zero.init(create, optax.adam(1e-3)), optax.adamw(1e-3))
+    assert len(seen) == 4
