@@ -156,6 +156,13 @@ SIGN = """
     %%n = f32[] constant(%s)
     ROOT %%c = pred[] compare(%%s, %%n), direction=%s
 """
+SIGN_IN_BF16 = """
+    %x = f32[1] parameter(0)
+    %s = f32[1] sign(%x)
+    %b = bf16[1] convert(%s)
+    %n = bf16[1] constant({1})
+    ROOT %c = pred[1] compare(%b, %n), direction=GT
+"""
 
 
 @pytest.mark.parametrize(
@@ -176,6 +183,7 @@ SIGN = """
         ("%a = s32[] constant(-1)\n%b = s32[] constant(28)\nROOT %c = s32[] shift-right-logical(%a, %b)", 15),
         ("%a = s32[] constant(3)\n%b = s32[] constant(4)\nROOT %c = s32[] shift-left(%a, %b)", 48),
         (SIGN % ("1", "GT"), False),
+        (SIGN_IN_BF16, False),
     ],
 )
 def test_integers_are_evaluated_as_the_program_would(lines, value):

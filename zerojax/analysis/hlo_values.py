@@ -136,10 +136,14 @@ def _is_never(i: Instruction) -> bool:
     """Whether a comparison is sign(...) > 1, by which a value waits for an event, see `dependencies.after`."""
     if i.op != "compare" or attribute(r"direction=(\w+)", i) != "GT":
         return False
-    sign, one = i.operands
-    while one.op in ("broadcast", "convert"):
-        (one,) = one.operands
+    sign, one = map(_without_converts, i.operands)
     return sign.op == "sign" and one.op == "constant" and bool(re.match(r"[{\s]*1[}\s]*\)", one.attributes))
+
+
+def _without_converts(i: Instruction) -> Instruction:
+    while i.op in ("broadcast", "convert"):
+        (i,) = i.operands
+    return i
 
 
 def slice_dims(i: Instruction) -> tuple[int, ...]:
