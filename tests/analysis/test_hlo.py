@@ -41,6 +41,8 @@ def test_a_product_after_the_end_does_not_overlap():
         ("[4,2]<=[2,4]T(1,0)", (0, 4)),
         ("mesh['replica'=2,'data'=4] {'data'}", (0, 1, 2, 3)),
         ("mesh['replica'=2,'data'=4] {'replica'}", (0, 4)),
+        ("mesh['a'=2,'b'=4,'c'=1], device_ids=([4,2]T(1,0)) {'b'}", (0, 2, 4, 6)),
+        ("mesh['a'=2,'b'=4,'c'=1], device_ids=([4,2]T(1,0)) {'a'}", (0, 1)),
     ],
 )
 def test_groups_of_a_synchronous_all_reduce(groups, members):

@@ -215,7 +215,7 @@ def groups(collective: Instruction, num_devices: int) -> list[tuple[int, ...]]:
 
     The text has groups as `{}` (one group of all devices), as `{{0,1},{2,3}}`, as `[2,4]<=[8]` (two groups of four: an
     iota of shape [8], possibly transposed by `T(1,0)`, reshaped to [2, 4]), or as the mesh axes that a group spans:
-    `mesh['a'=2,'b'=4] {'b'}`.
+    `mesh['a'=2,'b'=4] {'b'}`. The devices of a mesh may be a transposed iota: `mesh[...], device_ids=([4,2]T(1,0))`.
 
     Raises:
         ValueError: if the groups are not understood.
@@ -225,7 +225,10 @@ def groups(collective: Instruction, num_devices: int) -> list[tuple[int, ...]]:
     if collective.op.startswith("collective-permute"):
         pairs = re.findall(r"\{(\d+),(\d+)\}", attribute(r"source_target_pairs=\{(.*?\})\}", collective))
         return [(int(source), int(target)) for source, target in pairs]
-    text = attribute(r"replica_groups=(\{\}|\{\{[\d,{}]*\}\}|\[[^ ]*?(?=, |$)|mesh\[.*?\] ?\{.*?\})", collective)
+    text = attribute(
+        r"replica_groups=(\{\}|\{\{[\d,{}]*\}\}|\[[^ ]*?(?=, |$)|mesh\[.*?\](?:, device_ids=\(.*?\)\))? ?\{.*?\})",
+        collective,
+    )
     if text == "{}":
         return [tuple(range(num_devices))]
     if text.startswith("{"):
@@ -234,14 +237,18 @@ def groups(collective: Instruction, num_devices: int) -> list[tuple[int, ...]]:
     if iota:
         shape, sizes, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
         return _rows(np.arange(math.prod(sizes or [])).reshape(sizes).transpose(order).reshape(shape))
-    mesh = re.fullmatch(r"mesh\[((?:'\w+'=\d+,?)+)\] ?\{((?:'\w+',?)*)\}", text)
+    device_ids = r"(?:, device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\))?"
+    mesh = re.fullmatch(rf"mesh\[((?:'\w+'=\d+,?)+)\]{device_ids} ?\{{((?:'\w+',?)*)\}}", text)
     if not mesh:
         raise unsupported(collective, "cannot read the groups of this collective")
     sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh.group(1))}
-    spanned = re.findall(r"'(\w+)'", mesh.group(2))
+    spanned = re.findall(r"'(\w+)'", mesh.group(4))
     order = [*(name for name in sizes if name not in spanned), *spanned]
-    devices = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
-    ordered = devices.transpose([list(sizes).index(name) for name in order])
+    devices = np.arange(math.prod(sizes.values()))
+    if mesh.group(2):
+        shape, permutation = ([int(n) for n in mesh.group(k).split(",")] for k in (2, 3))
+        devices = devices.reshape(shape).transpose(permutation)
+    ordered = devices.reshape(list(sizes.values())).transpose([list(sizes).index(name) for name in order])
     return _rows(ordered.reshape(-1, math.prod(sizes[name] for name in spanned)))
 
 
