@@ -1,4 +1,4 @@
-"""Finds the largest GPT whose compiled step fits a device and its host, with and without an offloaded optimizer.
+"""Finds the largest GPT whose compiled step fits a device and its host: offloaded, in few bits, and neither.
 
     python scripts/benchmarks/offload.py --target h100:1                    # tables
     python scripts/benchmarks/offload.py --target h200:1 --host-gib 128 --json
@@ -10,7 +10,9 @@ described cluster. It fits if arguments, temporaries and outputs that are not up
 search ends at a number of layers that fits while two more layers do not. Sizes that are a fifth too large by formula
 are not compiled.
 
-The second table compares both at the largest size without offloading, for several numbers of microbatches. Times are
+The forms are plain AdamW; `offload='optimizer'`; moments in 8 bits and parameters in bf16 without a master copy; and an
+offloaded optimizer with moments in 16 bits and such parameters. The second table compares them at the largest size of
+plain AdamW, for several numbers of microbatches, whether or not they fit. Times are
 predicted by `zerojax.plan.timeline`. A device waits for copies while it computes nothing; the share is that of the time
 in which the host's link is busy in the busier direction. The formula is that of `step.memory`.
 """
@@ -23,7 +25,13 @@ import time
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the programs are for other devices
 
-FORMS = ("none", "optimizer")
+# name: (offload=, precision=, bits of moments without a master copy)
+FORMS = {
+    "none": ("none", "bf16", None),
+    "optimizer": ("optimizer", "bf16", None),
+    "8 bits": ("none", "bf16_params", 8),
+    "optimizer, 16 bits": ("optimizer", "bf16_params", 16),
+}
 _TOO_LARGE = 1.2  # a share of the memory, by formula, from which on nothing is compiled
 
 
@@ -58,26 +66,26 @@ def main():
     with Console(stderr=True).status("") as status:
 
         @functools.cache
-        def step(offload, layers, microbatches=1):
-            status.update(f"offload={offload!r}: {layers} layers, {microbatches} microbatches")
-            return measure(offload, layers, microbatches, args, devices)
+        def step(form, layers, microbatches=1):
+            status.update(f"{form}: {layers} layers, {microbatches} microbatches")
+            return measure(form, layers, microbatches, args, devices)
 
-        def share(offload, layers):
+        def share(form, layers):
             """The share of the memory that is used: of the device or of the host, whichever is larger."""
             of = lambda peak, host: max(peak / budget, host / (args.host_gib * 2**30))
-            train_step, *inputs = build(offload, layers, 1, args, devices)
+            train_step, *inputs = build(form, layers, 1, args, devices)
             memory = train_step.memory(*inputs)
             by_formula = of(memory.peak_bytes, memory.host_bytes)
             if by_formula > _TOO_LARGE:
                 return by_formula
-            measured = step(offload, layers)
+            measured = step(form, layers)
             return of(measured["peak_bytes"], measured["host_bytes"])
 
-        for offload in FORMS:
-            layers = largest(lambda layers, offload=offload: share(offload, layers), 1.0)
-            found[offload] = {"layers": layers, **(step(offload, layers) if layers else {})}
+        for form in FORMS:
+            layers = largest(lambda layers, form=form: share(form, layers), 1.0)
+            found[form] = {"layers": layers, **(step(form, layers) if layers else {})}
         for microbatches in args.microbatches if found["none"]["layers"] else ():
-            row = {offload: step(offload, found["none"]["layers"], microbatches) for offload in FORMS}
+            row = {form: step(form, found["none"]["layers"], microbatches) for form in FORMS}
             compared.append({"microbatches": microbatches, **row})
     result = {
         "target": args.target,
@@ -91,7 +99,7 @@ def main():
     print(json.dumps(result)) if args.json else tables(result)
 
 
-def build(offload, layers, microbatches, args, devices):
+def build(form, layers, microbatches, args, devices):
     """(A step, its state and batch as avals)."""
     import gpt
     import jax.numpy as jnp
@@ -102,13 +110,17 @@ def build(offload, layers, microbatches, args, devices):
     config = gpt.Config(
         width=args.width, layers=layers, heads=args.heads, vocab=args.vocab, seq=args.seq, scan=True, dtype=jnp.bfloat16
     )
-    zero = zerojax.Zero(zerojax.make_mesh(devices=devices), stage=3, precision="bf16", offload=offload)
-    state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
+    offload, precision, bits = FORMS[form]
+    tx = optax.adamw(1e-3)
+    if bits:
+        tx = zerojax.stochastic_rounding(zerojax.low_bit_moments(tx, bits))
+    zero = zerojax.Zero(zerojax.make_mesh(devices=devices), stage=3, precision=precision, offload=offload)
+    state = zero.eval_init(gpt.create(config), tx)
     batch = gpt.batch_aval(config, args.rows * microbatches * len(devices))
     return zero.train_step(gpt.loss, remat="full", num_microbatches=microbatches), state, batch
 
 
-def measure(offload, layers, microbatches, args, devices):
+def measure(form, layers, microbatches, args, devices):
     """The number of parameters, the memory and the predicted time of a compiled step."""
     from schedule import compiled
 
@@ -118,7 +130,7 @@ def measure(offload, layers, microbatches, args, devices):
     from zerojax.analysis.hlo_collectives import peak_bytes
     from zerojax.plan import timeline
 
-    step, state, batch = build(offload, layers, microbatches, args, devices)
+    step, state, batch = build(form, layers, microbatches, args, devices)
     start = time.perf_counter()
     program, temporaries = compiled(step.trace(state, batch), targets.platform(args.target))
     memory = program.memory_analysis()
@@ -149,7 +161,7 @@ def tables(result):
     shapes = result["shapes"]
     title = f"Largest model on {result['target']}: {gib(result['budget_bytes'])} GiB of a device"
     rows = Table(
-        "offload", "layers", "B parameters", "GiB on a device", "of formula", "GiB on the host", "GiB copied", "s",
+        "form", "layers", "B parameters", "GiB on a device", "of formula", "GiB on the host", "GiB copied", "s",
         "computes s", title=f"{title}, {shapes['host_gib']:g} GiB of its host", title_justify="left",
     )  # fmt: skip
     for name, found in result["largest"].items():
@@ -163,8 +175,8 @@ def tables(result):
     right(rows)
     console.print(rows)
     rows = Table(
-        "microbatches", "offload", "GiB on a device", "s", "waits, of copies", "tokens/s",
-        title="The largest model without offloading", title_justify="left",
+        "microbatches", "form", "GiB on a device", "s", "waits, of copies", "tokens/s",
+        title="The largest model of plain AdamW", title_justify="left",
     )  # fmt: skip
     for compared in result["compared"]:
         for name in FORMS:

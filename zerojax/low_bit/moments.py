@@ -73,7 +73,7 @@ def low_bit_moments(
     def code_of(path: Any, leaf: Array) -> Code | None:
         """The code of an array of the state, or None if it stays as it is."""
         field, _, param = path_of_moment(path).partition("/")
-        if not field or not leaf.ndim or leaf.size < min_size:
+        if not field or not leaf.ndim or leaf.size < max(1, min_size):
             return None
         return None if any(fnmatchcase(param, glob) for glob in exempt) else _CODES[field]
 

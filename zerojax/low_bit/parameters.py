@@ -11,6 +11,8 @@ import optax
 from zerojax.low_bit.rounding import to_bfloat16
 from zerojax.typing import Array, PyTree
 
+_FIRST_SALT = 2**16  # the random bits are others than those of moments
+
 
 class RoundingState(NamedTuple):
     """The state of `stochastic_rounding`.
@@ -61,9 +63,10 @@ def stochastic_rounding(tx: optax.GradientTransformation) -> optax.GradientTrans
         wide = jax.tree.map(widened, params)
         updates, inner_state = inner.update(jax.tree.map(widened, updates), state.inner, wide, **extra)
         leaves, tree = jax.tree.flatten(params)
+        each = zip(leaves, jax.tree.leaves(wide), jax.tree.leaves(updates), strict=True)
         changes = [
             to_bfloat16(w + u, count, salt).astype(jnp.float32) - w if p.dtype == jnp.bfloat16 else u
-            for salt, (p, w, u) in enumerate(zip(leaves, jax.tree.leaves(wide), jax.tree.leaves(updates), strict=True))
+            for salt, (p, w, u) in enumerate(each, _FIRST_SALT)
         ]
         return tree.unflatten(changes), RoundingState(count, inner_state)
 
