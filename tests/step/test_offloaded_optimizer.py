@@ -11,7 +11,8 @@ from optax import contrib
 
 import zerojax
 from zerojax import Verdict, Zero, versions
-from zerojax.step import host_pieces
+from zerojax.sharding import placement
+from zerojax.step import host_pieces, parts
 from zerojax.step.split_update import Operand, SplitUpdate
 
 LAYERS, WIDTH, HIDDEN, VOCAB = 6, 16, 32, 67  # 67 rows: shards of the head have zeros at their end
@@ -125,6 +126,27 @@ def test_any_number_of_devices_trains_alike():
         assert metrics[-1]["loss"] == pytest.approx(wanted[-1]["loss"], rel=1e-6)
         assert_same(got.logical(), want.logical(), "fp32" if num_devices == 1 else "with zeros")
     assert on_four.opt_state[1][0].mu["head"].shape == (WIDTH, VOCAB)
+
+
+@pytest.mark.parametrize("num_devices", [1, 3, 4])
+@pytest.mark.parametrize("model", [create, create()], ids=["function", "arrays"])
+def test_a_state_is_created_in_parts(monkeypatch, model, num_devices):
+    """Each part is a program. Together they create what one program does, with a parameter beside its master copy."""
+    want = zero_of("none", 3, "bf16", num_devices).init(model, optimizer())
+    zero, made = zero_of("optimizer", 3, "bf16", num_devices), []
+    monkeypatch.setattr(parts, "PART_BYTES", 2048)
+    monkeypatch.setattr(parts, "parts", lambda abstract, divide=parts.parts: made.extend(divide(abstract)) or made)
+    got = zero.init(model, optimizer())
+    for a, b in zip(arrays(got), arrays(want), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert kinds((got.master, got.opt_state)) == {(True, "pinned_host"), (False, "device")}
+    paths = [placement.path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(got)]
+    assert len(made) > 5 and sorted(k for part in made for k in part) == list(range(len(paths)))
+    for part in made:
+        names = [paths[k] for k in part]
+        assert {n.partition("/")[2] for n in names if n.startswith("params/")} == {
+            n.partition("/")[2] for n in names if n.startswith("master/")
+        }
 
 
 def test_zeros_at_the_end_of_shards_stay_zeros():

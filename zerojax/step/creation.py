@@ -19,12 +19,13 @@ from jax.sharding import NamedSharding, use_abstract_mesh
 from zerojax.sharding import padding, placement
 from zerojax.sharding.padding import Padding
 from zerojax.sharding.pinned_memory import check_pinned
-from zerojax.sharding.placement import FromModel, Leaf, Overrides
+from zerojax.sharding.placement import PINNED_HOST, FromModel, Leaf, Overrides
 from zerojax.sharding.precision import LossScale
 from zerojax.sharding.uneven import uneven_text
 from zerojax.step import models
 from zerojax.step.config import ZeroConfig
 from zerojax.step.optimizers import check_update, rounds_stochastically
+from zerojax.step.parts import create_in_parts
 from zerojax.step.source import ModelSource, plain_arrays
 from zerojax.step.state import Definition, TrainState, check_not_donated, in_host, shardings, stored_avals
 from zerojax.step.streamed_update import StreamedUpdate
@@ -82,6 +83,8 @@ def _from_function(
 
     from_avals = lambda params, model_state, key: _initial(config, definition, params, model_state, key)
     abstract = stored_avals(config, jax.eval_shape(from_avals, params, model_state, key))
+    if config.offloads_optimizer:
+        return lambda: create_in_parts(initial, (key,), abstract), abstract
     return lambda: jax.jit(initial, out_shardings=shardings(config, abstract))(key), abstract
 
 
@@ -89,7 +92,7 @@ def _from_existing(
     config: ZeroConfig, overrides: Overrides, existing: Any, tx: Any, key: PRNGKey
 ) -> tuple[Callable[[], TrainState], TrainState]:
     """As `build`, from arrays. They are arguments of the program that creates the state: as constants of it, they would
-    be copied several times."""
+    be copied several times. If the optimizer's state goes to host memory, they come to the devices from there."""
     plain = plain_arrays(existing) if isinstance(existing, nnx.Module) else []
     model, params, model_state, from_model = models.split(existing, overrides.trainable)
     definition = _define(config, overrides, model, params, model_state, from_model, tx)
@@ -98,6 +101,8 @@ def _from_existing(
     abstract = stored_avals(config, jax.eval_shape(from_logical, params, model_state, key))
 
     def initial(stored: PyTree, model_state: PyTree, key: PRNGKey) -> TrainState:
+        if config.offloads_optimizer:
+            stored = jax.device_put(stored, jax.memory.Space.Device)
         params = padding.cropped(stored, definition.paddings(config.stage.shards_optimizer))
         return from_logical(params, model_state, key)
 
@@ -112,7 +117,12 @@ def _from_existing(
         is_sharded = config.stage.shards_optimizer
         specs = definition.specs(config.axes, is_sharded)
         zeros = jax.tree.unflatten(definition.tree, definition.paddings(is_sharded))
-        sharded = jax.tree.map(_put, params, placement.named_shardings(config.mesh, specs), zeros)
+        placed = placement.named_shardings(config.mesh, specs)
+        if config.offloads_optimizer:
+            in_host = jax.tree.map(lambda sharding: sharding.with_memory_kind(PINNED_HOST), placed)
+            lent = jax.tree.map(_lend, params, in_host, zeros)
+            return create_in_parts(initial, (lent, model_state, key), abstract)
+        sharded = jax.tree.map(_put, params, placed, zeros)
         placed = shardings(config, abstract)
         return jax.jit(initial, out_shardings=placed, donate_argnums=0)(sharded, model_state, key)
 
@@ -150,6 +160,12 @@ def _put(a: Any, sharding: NamedSharding, zeros: Padding) -> Array:
     a, stored = np.asarray(a), zeros.stored_shape(np.shape(a))
     read = lambda index: padding.read_shard(a.__getitem__, index, a.shape, stored)
     return jax.make_array_from_callback(stored, sharding, read)
+
+
+def _lend(a: Any, sharding: NamedSharding, zeros: Padding) -> Array:
+    """As `_put`, but the result may share memory with the array, and must not be donated."""
+    is_whole = isinstance(a, jax.Array) and (jax.process_count() == 1 or not a.is_fully_addressable)
+    return jax.device_put(a, sharding) if is_whole and not zeros.count else _put(a, sharding, zeros)
 
 
 def placed_copy(a: Any, sharding: NamedSharding) -> Array:
