@@ -117,6 +117,27 @@ def test_training_is_that_of_an_optimizer_on_the_devices(precision, stage, setti
     assert {kind for _, kind in kinds((want.params, want.master, want.opt_state, got.params))} == {"device"}
 
 
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.sgd(0.1),
+        optax.masked(optax.adam(1e-2), lambda params: {name: name == "head" for name in params}),
+        optax.lion(1e-3),
+    ],
+    ids=["no state", "state of one parameter", "one moment"],
+)
+def test_parameters_without_a_state_are_updated_too(tx):
+    found = []
+    for offload in ("optimizer", "none"):
+        zero = zero_of(offload)
+        state, step = zero.init(create, tx), zero.train_step(loss)
+        for _ in range(STEPS):
+            state, _ = step(state, TOKENS)
+        found.append(state)
+    assert_same(*found, "a sum that may be contracted")
+    assert not np.array_equal(np.asarray(found[0].params["layers"]["up"]), np.asarray(create()["layers"]["up"]))
+
+
 def test_any_number_of_devices_trains_alike():
     on_four, _ = trained("optimizer", 3, "fp32")
     batch = np.tile(TOKENS[:2], (6, 1))

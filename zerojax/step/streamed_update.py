@@ -1,16 +1,18 @@
 """The optimizer's update of a state that is in host memory: pieces of it come to the device, are updated, and go back.
 
 All parameters are cut into pieces. A loop updates one piece of each at a time, so that what is on the device does not
-grow with the model. In iteration c, after piece c of an array has been computed, it goes back, and piece c + 1 comes:
+grow with the model. In iteration c, after piece c of an array has been computed, it goes back, and piece c + 1 comes.
+The last array's piece c comes at the start, beside the first piece that goes back:
 
     compute         1 2 3 4
     to the host       1 2 3 4          the pieces c of arrays 1, 2, 3 and 4
-    from the host       1 2 3 4        their pieces c + 1
+    from the host     4 1 2 3          piece c of array 4, and the pieces c + 1 of the others
 
 A piece is read from the array that the one before has been written to. Compilers therefore update the array in place;
 without this dependency they copy it. The two other dependencies make both directions of the link work at once, since
 compilers would otherwise start all copies to the host before those from it: pieces come one after the other, and one
-goes back after that of the array `_AHEAD` places before has come.
+goes back after that of the array `_AHEAD` places before has come. What waits is the index of a piece, not its values:
+compilers would compute the pieces of several arrays in one kernel, which would wait for the last of their events.
 """
 
 from __future__ import annotations
@@ -195,28 +197,35 @@ class StreamedUpdate:
         on the device.
         """
         of_leaf = {k: [p for p in hosts if self.split.arguments[p].leaf == k] for k in cuts}
+        cut_of = {p: cuts[k] for k in cuts for p in of_leaf[k]}
+        last = next(reversed(cut_of), None)
 
-        def fetch(k: int, host: Array, c: Any) -> Array:
-            return jax.device_put(cuts[k].read(host, c), jax.memory.Space.Device)
+        def fetch(p: int, host: Array, c: Any) -> Array:
+            return jax.device_put(cut_of[p].read(host, c), jax.memory.Space.Device)
 
         def step(c: Any, carry: Any) -> Any:
-            """Updates piece `c` of each parameter, and fetches the next one."""
-            hosts, computed, total, fetched = dict(carry[0]), dict(carry[1]), carry[2], carry[3]
+            """Updates piece `c` of each parameter, and fetches the next one; of the last array, the same one before."""
+            hosts, computed, total, fetched = dict(carry[0]), dict(carry[1]), carry[2], dict(carry[3])
             following: dict[int, Array] = {}
-            came: list[list[Array]] = [[]] * _AHEAD  # events of the pieces in `following`
+            came: list[list[Array]] = [[]] * (_AHEAD - 1)  # events of the pieces that come, in their order
+            if last is not None:
+                fetched[last] = fetch(last, hosts[last], c)
+                came = [*came, event([fetched[last]])]
             for k, pieces in cuts.items():
                 results = self._update_piece(k, pieces, c, fetched, computed[k], *fixed)
                 total += self._squared_norm(k, results[k])
                 computed[k] = pieces.write(computed[k], results[k].astype(computed[k].dtype), c)
                 for p in of_leaf[k]:
-                    (piece,) = after([results[p]], came[-_AHEAD])
-                    hosts[p] = pieces.write(hosts[p], jax.device_put(piece, jax.memory.Space.Host), c)
+                    (index,) = after([jnp.asarray(c)], came[-_AHEAD])
+                    hosts[p] = pieces.write(hosts[p], jax.device_put(results[p], jax.memory.Space.Host), index)
+                    if p == last:
+                        continue
                     (index,) = after([jnp.minimum(c + 1, count - 1)], came[-1])
-                    following[p] = fetch(k, hosts[p], index)
+                    following[p] = fetch(p, hosts[p], index)
                     came.append(event([following[p]]))
             return hosts, computed, total, following
 
-        first = {p: fetch(k, hosts[p], 0) for k in cuts for p in of_leaf[k]}
+        first = {p: fetch(p, a, 0) for p, a in hosts.items() if p != last}
         return lax.fori_loop(0, count, step, (hosts, computed, total, first))[:3]
 
     def _update_piece(
