@@ -257,6 +257,24 @@ def test_a_plan_does_not_fit_if_the_host_has_too_little_memory():
     assert {c.settings.offload for c in found.candidates if c.fits} == {"optimizer"}
 
 
+def lamb_job():
+    return own_job()._replace(tx=optax.lamb(1e-3))
+
+
+def test_an_optimizer_that_cannot_be_offloaded_is_not_suggested():
+    """LAMB couples the elements of a parameter."""
+    name = f"{__name__}:lamb_job"
+    made = plan(name, "a100:1", memory_share=1e-7)
+    assert not made.fits and made.suggestions
+    assert not any("offload='optimizer'" in each.change for each in made.suggestions)
+    assert {c.settings.offload for c in search(name, "a100:1", num_compiled=0).candidates} == {"none"}
+    for order in (("none", "optimizer"), ("optimizer",)):
+        planner = Planner(name, "a100:1")
+        with pytest.raises(ValueError, match="offload: .* cannot be computed for one piece"):
+            for offload in order:
+                planner.plan(Settings(offload=offload), suggest=False)
+
+
 def own_job():
     params = lambda key: {"w": jax.random.normal(key, (64, 64))}
     batch = lambda rows: {"x": jax.ShapeDtypeStruct((rows, 64), jnp.float32)}

@@ -317,9 +317,9 @@ class Planner:
         link_s = link_seconds(self.cluster, settings, self.parameters(settings))
         return FormulaTime(self.compute_time(settings), link_s, host_s)
 
-    def fits(self, memory: Memory) -> bool:
-        """Whether a step with this memory is within both limits."""
-        return memory.peak_bytes <= self.limit_bytes and memory.host_bytes <= self.host_limit_bytes
+    def fits(self, peak_bytes: int, host_bytes: int) -> bool:
+        """Whether a step with this memory of a device and of its host is within both limits."""
+        return peak_bytes <= self.limit_bytes and host_bytes <= self.host_limit_bytes
 
     def _speed(self, found: Plan, settings: Settings, num_devices: int) -> float | None:
         """The rows per second of a device with other settings, relative to those of a plan."""
@@ -364,11 +364,13 @@ class Planner:
         changes = _memory_reductions if not found.fits else _uses_of_free_memory
         correction = max(0, found.peak_bytes - found.memory.peak_bytes)  # of the formula, if compiled
         for text, settings, num_devices in changes(found):
+            if settings.offload != "none" and not self.tracer.can_offload(settings, num_devices):
+                continue
             memory = self.memory(settings, num_devices)
             peak_bytes = memory.peak_bytes + correction
             helps = peak_bytes < found.peak_bytes or (not found.fits_host and memory.host_bytes < found.host_bytes)
             if found.fits or helps:
-                fits = peak_bytes <= self.limit_bytes and memory.host_bytes <= self.host_limit_bytes
+                fits = self.fits(peak_bytes, memory.host_bytes)
                 yield Suggestion(text, peak_bytes, fits, self._speed(found, settings, num_devices))
 
 
@@ -437,7 +439,7 @@ def _memory_reductions(found: Plan) -> Iterator[Change]:
         yield "stage 3", change(stage=3), num_devices
     for remat in REMATS[REMATS.index(settings.remat) + 1 :] if settings.remat in REMATS else ():
         yield f"remat={remat!r}", change(remat=remat), num_devices
-    if settings.offload == "none" and not settings.model:
+    if settings.offload == "none":
         offloaded = change(offload="optimizer")
         yield "offload='optimizer' (its state in host memory)", offloaded, num_devices
     if settings.rows and settings.rows % 2 == 0:

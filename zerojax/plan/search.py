@@ -130,9 +130,13 @@ def search(
     def candidate(settings: Settings) -> Candidate:
         on_step(f"stage {settings.stage}, remat {settings.remat!r}")
         memory = planner.memory(settings)
-        return Candidate(settings, memory.peak_bytes, planner.fits(memory), planner.formula_time(settings))
+        fits = planner.fits(memory.peak_bytes, memory.host_bytes)
+        return Candidate(settings, memory.peak_bytes, fits, planner.formula_time(settings))
 
-    found = [candidate(dataclasses.replace(s, precision=precision)) for s in _settings(cluster, rows)]
+    considered = [dataclasses.replace(s, precision=precision) for s in _settings(cluster, rows)]
+    if not planner.tracer.can_offload(base, cluster.num_devices):
+        considered = [s for s in considered if s.offload == "none"]
+    found = [candidate(s) for s in considered]
     # Of two equally fast ones, the one with fewer microbatches comes first: its kernels are larger.
     found.sort(key=lambda c: (not c.fits, c.step_s, c.settings.num_microbatches, c.peak_bytes))
 

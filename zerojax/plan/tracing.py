@@ -99,8 +99,17 @@ class Tracer:
                 self._states[key] = creation.build(zero.config, overrides, self._create.source, self.job.tx, 0)[1]
             leaves = self._states[key].definition.leaves
             self._create.stacked = tuple(glob.escape(leaf.path) for leaf in leaves if leaf.stacked)
+        creation.check_offloadable(zero.config, self._states[key].definition)  # a state is built once for all `offload`
         self._stored[zero.config] = stored_avals(zero.config, self._states[key])
         return self._stored[zero.config]
+
+    def can_offload(self, settings: Settings, num_devices: int) -> bool:
+        """Whether a step may have its optimizer's state in host memory: not with any mesh, nor any optimizer."""
+        try:
+            self.state(self.zero(dataclasses.replace(settings, offload="optimizer"), num_devices))
+        except ValueError:
+            return False
+        return True
 
     def batch(self, settings: Settings, num_devices: int) -> Any:
         """The avals of the batch of a step. Devices that share a row, along a model axis, count once."""

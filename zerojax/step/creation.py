@@ -136,7 +136,7 @@ def with_optimizer(
     check_not_donated(state)
     definition, stage = dataclasses.replace(state.definition, tx=tx), config.stage
     check_update(tx, definition.trained_avals())
-    _check_offload(config, definition)
+    check_offloadable(config, definition)
 
     def initial(params: PyTree, master: PyTree, model_state: PyTree, key: PRNGKey) -> TrainState:
         params = padding.cropped(params, definition.paddings(stage.shards_params))
@@ -213,7 +213,7 @@ def _define(
     fixed = _fixed_state(model_state, leaves, overrides.frozen)
     definition = Definition(tx, model, leaves, jax.tree.structure(params), fixed, config)
     check_update(tx, definition.trained_avals())
-    _check_offload(config, definition)
+    check_offloadable(config, definition)
     if config.precision.param_dtype == jnp.bfloat16 and not rounds_stochastically(tx):
         warn(
             "init: parameters in bfloat16 lose small updates\n"
@@ -223,7 +223,7 @@ def _define(
     return definition
 
 
-def _check_offload(config: ZeroConfig, definition: Definition) -> None:
+def check_offloadable(config: ZeroConfig, definition: Definition) -> None:
     """Raises ValueError if the optimizer's state is to be in host memory, but its update cannot be cut into pieces."""
     if config.offloads_optimizer:
         StreamedUpdate(config, definition, [leaf.dtype for leaf in definition.leaves if leaf.trainable], scales=False)
