@@ -270,7 +270,7 @@ def test_an_optimizer_that_cannot_be_offloaded_is_not_suggested():
     assert {c.settings.offload for c in search(name, "a100:1", num_compiled=0).candidates} == {"none"}
     for order in (("none", "optimizer"), ("optimizer",)):
         planner = Planner(name, "a100:1")
-        with pytest.raises(ValueError, match="offload: .* cannot be computed for one piece"):
+        with pytest.raises(ValueError, match="cannot be computed for one piece"):
             for offload in order:
                 planner.plan(Settings(offload=offload), suggest=False)
 
