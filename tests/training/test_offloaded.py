@@ -1,6 +1,7 @@
 """Runs whose optimizer state is in host memory: interrupted, resumed, evaluated, exported and loaded."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -66,3 +67,21 @@ def test_an_offloaded_state_is_exported_and_evaluated(tmp_path, whole):
     assert float(found) == pytest.approx(float(expected), rel=1e-2)
     model = state.model()
     assert jax.tree.leaves(nnx.state(model) if isinstance(model, nnx.Module) else model)
+
+
+class Normed(nnx.Module):
+    def __init__(self, *, rngs):
+        self.layer, self.norm = nnx.Linear(32, 32, rngs=rngs), nnx.BatchNorm(32, axis_name="data", rngs=rngs)
+
+
+@pytest.mark.parametrize("num_devices", [1, 8])
+def test_a_model_with_values_remains_beside_its_state(num_devices):
+    model = Normed(rngs=nnx.Rngs(0))
+    before = [np.array(a) for a in jax.tree.leaves(nnx.state(model, nnx.Param, nnx.BatchStat))]
+    zero = zero_of("optimizer", num_devices=num_devices)
+    step = zero.train_step(lambda model, batch: jnp.mean((model.norm(model.layer(batch["x"])) - batch["y"]) ** 2))
+    state, _ = step(zero.init(model, adam()), batch(0))
+    assert int(state.step) == 1
+    after = jax.tree.leaves(nnx.state(model, nnx.Param, nnx.BatchStat))
+    for a, b in zip(after, before, strict=True):
+        np.testing.assert_array_equal(a, b)  # neither deleted nor updated

@@ -119,8 +119,8 @@ def _from_existing(
         zeros = jax.tree.unflatten(definition.tree, definition.paddings(is_sharded))
         placed = placement.named_shardings(config.mesh, specs)
         if config.offloads_optimizer:
-            in_host = jax.tree.map(lambda sharding: sharding.with_memory_kind(PINNED_HOST), placed)
-            lent = jax.tree.map(_lend, params, in_host, zeros)
+            on_host = jax.tree.map(lambda sharding: sharding.with_memory_kind(PINNED_HOST), placed)
+            lent = jax.tree.map(_lend, params, on_host, zeros)
             return create_in_parts(initial, (lent, model_state, key), abstract)
         sharded = jax.tree.map(_put, params, placed, zeros)
         placed = shardings(config, abstract)
