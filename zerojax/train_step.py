@@ -211,7 +211,7 @@ def train_step(
             grads = [g for g in result.grads if g is not None]
             is_one = clip_norm is None and state.loss_scale is None
             after, params_norm = apply_gradients(
-                gradient, state, shardings, grads, None if is_one else factor, finite, result.loss
+                gradient, state, shardings, grads, None if is_one else factor, finite, result.loss, result.divisor
             )
             keep = lambda new, old: new if models.is_key(new) else lax.select(finite, new, old)
             model_state = jax.tree.map(keep, result.model_state, state.model_state)

@@ -141,8 +141,8 @@ class Zero:
         if replica_axes is None:
             replica_axes = tuple(name for name in ("replica",) if name in mesh.axis_names)
         axes = data_axes(mesh, tuple(shard_axes), tuple(replica_axes))
-        offloads_optimizer = check_offload(offload, mesh, axes)
-        self.config = ZeroConfig(mesh, axes, Stage.of(stage), Precision.of(precision), offloads_optimizer)
+        check_offload(offload, mesh, axes, Stage.of(stage))
+        self.config = ZeroConfig(mesh, axes, Stage.of(stage), Precision.of(precision), offload)
         self.overrides = Overrides(
             dict(shard_dims or {}),
             _globs(stacked),
@@ -159,7 +159,7 @@ class Zero:
         config, default = self.config, Overrides()
         given = {field.name: getattr(self.overrides, field.name) for field in dataclasses.fields(Overrides)}
         options = [f"{name}={value!r}" for name, value in given.items() if value != getattr(default, name)]
-        options += ["offload='optimizer'"] if config.offloads_optimizer else []
+        options += [f"offload={config.offload!r}"] if config.offload != "none" else []
         over = " x ".join(config.axes.shard)
         where = f"{config.stage.title} over {over} on a mesh of {mesh_text(dict(config.mesh.shape))}"
         return f"Zero({', '.join([where, config.precision.title, *options])})"

@@ -33,14 +33,24 @@ class ZeroConfig(NamedTuple):
         axes: the data axes of the mesh.
         stage: the stage of ZeRO.
         precision: dtypes and loss scaling.
-        offloads_optimizer: whether the optimizer's state, with the master copy, is in host memory.
+        offload: what is in host memory: 'none', 'optimizer' or 'params', as in `Zero`.
     """
 
     mesh: Any
     axes: Axes
     stage: Stage
     precision: Precision
-    offloads_optimizer: bool = False
+    offload: str = "none"
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether the optimizer's state, with the master copy, is in host memory."""
+        return self.offload != "none"
+
+    @property
+    def offloads_params(self) -> bool:
+        """Whether the parameters are in host memory too, and the gradients go there."""
+        return self.offload == "params"
 
     @property
     def other_axes(self) -> list[str]:
@@ -60,18 +70,22 @@ class ZeroConfig(NamedTuple):
         dtypes = {name: jnp.dtype(getattr(self.precision, name)).name for name in DTYPE_FIELDS}
         ids = hashlib.sha256(str([device.id for device in self.mesh.devices.flat]).encode()).hexdigest()[:8]
         mesh = ", ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
-        offload = {"offload": "optimizer" if self.offloads_optimizer else "none"}
-        return {"stage": str(int(self.stage)), "mesh": f"{mesh} (order of the devices: {ids})", **offload, **dtypes}
+        devices = f"{mesh} (order of the devices: {ids})"
+        return {"stage": str(int(self.stage)), "mesh": devices, "offload": self.offload, **dtypes}
 
 
-def check_offload(offload: str, mesh: AnyMesh, axes: Axes) -> bool:
-    """Whether `Zero(offload=...)` keeps the optimizer's state in host memory.
+OFFLOADS = "none", "optimizer", "params"
+
+
+def check_offload(offload: str, mesh: AnyMesh, axes: Axes, stage: Stage) -> None:
+    """Checks `Zero(offload=...)`.
 
     Raises:
-        ValueError: if the text is unknown, or if the mesh has axes over which parameters may be divided.
+        ValueError: if the text is unknown, or the stage or the mesh cannot have it.
     """
-    if offload not in ("none", "optimizer"):
-        raise ValueError(f"offload: unknown value {offload!r}\n  fix:      'none' or 'optimizer'")
+    if offload not in OFFLOADS:
+        known = ", ".join(map(repr, OFFLOADS[:-1]))
+        raise ValueError(f"offload: unknown value {offload!r}\n  fix:      {known} or {OFFLOADS[-1]!r}")
     others = [name for name, size in mesh.shape.items() if name not in axes.data and size > 1]
     if offload != "none" and others:
         raise ValueError(
@@ -79,7 +93,15 @@ def check_offload(offload: str, mesh: AnyMesh, axes: Axes) -> bool:
             f"  got:      axes {dict(mesh.shape)}, of which {', '.join(map(repr, others))} split no batch\n"
             f"  fix:      offload='none', or a mesh of data axes"
         )
-    return offload == "optimizer"
+    if offload != "params":
+        return
+    if axes.num_replicas > 1 or not (stage.shards_params or axes.num_shards == 1):
+        copies = f", with {axes.num_replicas} replicas" if axes.num_replicas > 1 else ""
+        raise ValueError(
+            f"offload: parameters in host memory are shards of stage 3 over all devices\n"
+            f"  got:      {stage.title} over {axes.num_shards} devices{copies}\n"
+            f"  fix:      stage=3 on a mesh without replicas, or offload='optimizer'"
+        )
 
 
 def compiler_options(config: ZeroConfig, leaves: Iterable[Leaf]) -> dict[str, int | bool] | None:

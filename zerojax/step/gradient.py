@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from zerojax.sharding.placement import Leaf
 from zerojax.sharding.precision import for_reduction
 from zerojax.step import models
 from zerojax.step.batch import RowsOfSet, batch_specs, cast_batch, microbatches
@@ -28,8 +29,9 @@ from zerojax.step.loss_errors import in_words_of_the_user
 from zerojax.step.models import Output, Weighted
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition
-from zerojax.transform import collectives
+from zerojax.transform import collectives, host_arrays
 from zerojax.transform.dependencies import event
+from zerojax.transform.host_gradients import HostGradients
 from zerojax.transform.segmentation import TracedLoss
 from zerojax.transform.segmented_loss import SegmentedLoss
 from zerojax.transform.stage_collectives import StageCollectives
@@ -44,16 +46,36 @@ class LossAndGrads(NamedTuple):
 
     Attributes:
         grads: the reduced gradient of each leaf, times the loss scale: a shard from stage 1 on, full at stage 0; None
-            for frozen leaves.
+            for frozen leaves. Those of leaves in host memory are there too, times `divisor`.
         loss: fp32 scalar.
         metrics: fp32 scalars.
         model_state: the model state after the step.
         squared_norm: fp32 scalar, the squared norm of all gradients.
+        divisor: fp32 scalar; None if it is one, or if no leaf is in host memory.
     """
 
     grads: list[Array | None]
     loss: Array
     metrics: dict[str, Array]
+    model_state: PyTree
+    squared_norm: Array
+    divisor: Array | None = None
+
+
+class _Sums(NamedTuple):
+    """The sums over microbatches.
+
+    Attributes:
+        grads: of the gradients, each times the weight of its microbatch; None for frozen leaves.
+        weight: of the weights of microbatches.
+        outputs: of the loss and the metrics.
+        model_state: after the last microbatch.
+        squared_norm: this device's term of the squared norm of sums in host memory.
+    """
+
+    grads: list[Array | None]
+    weight: Array
+    outputs: Any
     model_state: PyTree
     squared_norm: Array
 
@@ -79,6 +101,11 @@ class DeviceGradient:
         """Whether each leaf is trained."""
         return [leaf.trainable for leaf in self.definition.leaves]
 
+    @property
+    def _in_host(self) -> list[bool]:
+        """Whether each leaf is in host memory."""
+        return self.definition.params_in_host(self.config.offloads_params)
+
     def __call__(
         self, shards: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey, scale: Array
     ) -> LossAndGrads:
@@ -93,12 +120,11 @@ class DeviceGradient:
         """
         shards = self.definition.for_compute(shards)
         batch = cast_batch(self.config.precision, batch)
-        if self.settings.num_microbatches == 1:
-            grads, output, _ = self._microbatch(shards, model_state, batch, self._device_key(key, 0), scale, [])
-            sums, after = output.sums(), output.model_state
-        else:
-            grads, sums, after = self._accumulate(shards, model_state, batch, key, scale)
-        return self._result(grads, sums, model_state, after)
+        if self.settings.num_microbatches > 1:
+            return self._accumulate(shards, model_state, batch, key, scale)
+        host = HostGradients({}) if self.config.offloads_params else None
+        grads, output, _ = self._microbatch(shards, model_state, batch, self._device_key(key, 0), scale, [], 0, host)
+        return self._result(grads, output.sums(), model_state, output.model_state, self._host_norm_term(host))
 
     def evaluate(
         self, shards: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey
@@ -120,7 +146,7 @@ class DeviceGradient:
         shards = self.definition.for_compute(shards)
         batch = cast_batch(self.config.precision, batch)
         key = self._device_key(key, 0)
-        if self.config.stage.shards_params and self.config.axes.num_shards > 1:
+        if self.config.offloads_params or (self.config.stage.shards_params and self.config.axes.num_shards > 1):
             segmented, data, unflatten = self.segmented_loss(shards, self.fold(model_state, 0), batch, key)
             return unflatten(segmented.evaluate(shards, data, []))
         return self.loss(jax.tree.unflatten(self.definition.tree, shards), self.fold(model_state, 0), batch, key)
@@ -149,6 +175,7 @@ class DeviceGradient:
         scale: Array,
         start: list[Array],
         index: ArrayLike = 0,
+        host: HostGradients | None = None,
     ) -> tuple[list[Any], Output, Array]:
         """Returns (gradients of the microbatch's weighted mean over all devices, output, its weight over all devices).
 
@@ -164,10 +191,12 @@ class DeviceGradient:
                 weights.extend(self._sum([jnp.asarray(output.loss.weight, jnp.float32)]))
             else:
                 weights.append(jnp.float32(self.config.axes.num_devices))
+            if host is not None:
+                host.weight = weights[0]
             return jnp.where(weights[0] > 0, scale / jnp.maximum(weights[0], jnp.finfo(jnp.float32).tiny), 0.0)
 
         if self._runs_by_units:
-            segmented, data, unflatten = self.segmented_loss(shards, self.fold(model_state, index), batch, key)
+            segmented, data, unflatten = self.segmented_loss(shards, self.fold(model_state, index), batch, key, host)
             flat, grads = segmented.value_and_grad(shards, data, lambda flat: seed(unflatten(flat)), start)
             output, summed = unflatten(flat), segmented.summed
         else:
@@ -183,10 +212,10 @@ class DeviceGradient:
     def _runs_by_units(self) -> bool:
         """Whether the loss is cut into units: to gather or reduce one at a time, or to rematerialize its activations.
 
-        A single device gathers and reduces nothing.
+        A single device gathers and reduces nothing, unless its parameters are in host memory.
         """
         communicates = self.config.stage.shards_grads and self.config.axes.num_shards > 1
-        return communicates or not self.settings.remat.saves_everything
+        return communicates or self.config.offloads_params or not self.settings.remat.saves_everything
 
     @property
     def _sums_replicas_by_units(self) -> bool:
@@ -215,9 +244,14 @@ class DeviceGradient:
         return [next(items) if flag else None for flag in self.trainable], output
 
     def segmented_loss(
-        self, shards: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey
+        self,
+        shards: Sequence[Array],
+        model_state: PyTree,
+        batch: PyTree,
+        key: PRNGKey,
+        host: HostGradients | None = None,
     ) -> tuple[SegmentedLoss, list[Array], Callable[[list[Any]], Output]]:
-        """Traces the loss with full weights, and cuts it into units.
+        """Traces the loss with full weights, and cuts it into units. Gradients of leaves in host memory go to `host`.
 
         Returns:
             (the segmented loss, its data arguments, a function from its flat outputs to an `Output`).
@@ -241,6 +275,7 @@ class DeviceGradient:
             self.config.precision,
             self.settings.collectives,
             self._sums_replicas_by_units,
+            host,
         )
         is_lookup = functools.partial(looks_up_shards, stage_collectives, full)
         traced = TracedLoss(closed, len(full), [leaf.unit for leaf in leaves], is_lookup)
@@ -253,41 +288,52 @@ class DeviceGradient:
 
     def _accumulate(
         self, shards: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey, scale: Array
-    ) -> Any:
-        """Returns (reduced gradients, sums of the loss and the metrics, model state) of all microbatches."""
+    ) -> LossAndGrads:
+        """The result of all microbatches."""
         k = self.settings.num_microbatches
         rows, microbatch_of = microbatches(batch, k)
         grad_dtype = self.config.precision.param_dtype
-        run_microbatch = lambda index, rows, model_state, start: self._microbatch(
-            shards, model_state, microbatch_of(rows), self._device_key(key, index), scale, start, index
-        )
+        moves = [flag and t for flag, t in zip(self._in_host, self.trainable, strict=True)]
+
+        def run_microbatch(
+            index: Array, rows: Any, model_state: PyTree, start: list[Array], host: HostGradients | None
+        ) -> tuple[list[Any], Output, Array]:
+            args = shards, model_state, microbatch_of(rows), self._device_key(key, index), scale
+            return self._microbatch(*args, start, index, host)
+
+        room = {i: host_arrays.room(shards[i].shape, grad_dtype) for i, flag in enumerate(moves) if flag}
+        host_of = lambda totals, index: HostGradients(totals, index == 0) if self.config.offloads_params else None
         first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), rows)
-        run_first = lambda rows: run_microbatch(jnp.int32(0), rows, model_state, [])[:2]
-        grads_aval, output_aval = jax.eval_shape(run_first, first)
+        run_first = lambda rows, room: run_microbatch(jnp.int32(0), rows, model_state, [], host_of(room, 0))[:2]
+        grads_aval, output_aval = jax.eval_shape(run_first, first, room)
         zeros = lambda aval, dtype=None: jnp.zeros(aval.shape, dtype or aval.dtype)
-        sums_aval = jax.eval_shape(Output.sums, output_aval)
-        init = (
-            [None if g is None else zeros(g, grad_dtype) for g in grads_aval],
+        start_of = lambda i, aval: None if aval is None else room[i] if i in room else zeros(aval, grad_dtype)
+        init = _Sums(
+            [start_of(i, aval) for i, aval in enumerate(grads_aval)],
             jnp.float32(0),
-            jax.tree.map(zeros, sums_aval),
+            jax.tree.map(zeros, jax.eval_shape(Output.sums, output_aval)),
             model_state,
+            jnp.float32(0),
         )
 
-        def body(carry: Any, microbatch: Any) -> tuple[Any, None]:
-            totals, total_weight, sums, model_state = carry
+        def body(sums: _Sums, microbatch: Any) -> tuple[_Sums, None]:
             index, rows = microbatch
+            host = host_of({i: sums.grads[i] for i in room}, index)
             start = event(jax.tree.leaves(rows))
-            grads, output, weight = run_microbatch(index, rows, model_state, start)
-            totals = [
-                None if t is None else t + g.astype(grad_dtype) * weight for t, g in zip(totals, grads, strict=True)
-            ]
-            sums = jax.tree.map(jnp.add, sums, output.sums())
-            return (totals, total_weight + weight, sums, output.model_state), None
+            grads, output, weight = run_microbatch(index, rows, sums.model_state, start, host)
+            add = lambda i, t, g: None if t is None else g if i in room else t + g.astype(grad_dtype) * weight
+            totals = [add(i, t, g) for i, (t, g) in enumerate(zip(sums.grads, grads, strict=True))]
+            outputs = jax.tree.map(jnp.add, sums.outputs, output.sums())
+            norm = self._host_norm_term(host)
+            return _Sums(totals, sums.weight + weight, outputs, output.model_state, norm), None
 
-        (totals, total_weight, sums, after), _ = lax.scan(body, init, (jnp.arange(k), rows))
-        mean = lambda t: None if t is None else t / jnp.where(total_weight > 0, total_weight, 1)
-        grads = self._finish_reduction([mean(t) for t in totals])
-        return grads, sums, after
+        sums, _ = lax.scan(body, init, (jnp.arange(k), rows))
+        divisor = jnp.where(sums.weight > 0, sums.weight, 1)
+        mean = lambda i, t: t if t is None or i in room else t / divisor
+        grads = self._finish_reduction([mean(i, t) for i, t in enumerate(sums.grads)])
+        host_norm_term = sums.squared_norm / jnp.square(divisor)
+        shown = divisor if self.config.offloads_params else None
+        return self._result(grads, sums.outputs, model_state, sums.model_state, host_norm_term, shown)
 
     # Reductions at the end of the step --------------------------------------------------------------------------------
 
@@ -304,7 +350,7 @@ class DeviceGradient:
         by_unit: dict[str, list[int]] = {}
         waits: list[Array] = []
         for i, leaf in enumerate(leaves):
-            if leaf.trainable and i not in summed:
+            if leaf.trainable and i not in summed and not self._in_host[i]:
                 by_unit.setdefault(leaf.unit, []).append(i)
         for members in by_unit.values():
             values, dims = [grads[i] for i in members], [leaves[i].dims for i in members]
@@ -323,11 +369,25 @@ class DeviceGradient:
                 reduced[i] = value
         return reduced
 
-    def _result(self, grads: list[Any], sums: Any, before: PyTree, after: PyTree) -> LossAndGrads:
+    def _result(
+        self,
+        grads: list[Any],
+        sums: Any,
+        before: PyTree,
+        after: PyTree,
+        host_norm_term: Array,
+        divisor: Array | None = None,
+    ) -> LossAndGrads:
         """Reduces all scalars in one collective, and averages the running statistics."""
-        totals, squared_norm = self._total(sums, self.squared_norm_term(grads))
+        on_device = [None if flag else g for g, flag in zip(grads, self._in_host, strict=True)]
+        totals, squared_norm = self._total(sums, self.squared_norm_term(on_device) + host_norm_term)
         loss, metrics = _means(totals)
-        return LossAndGrads(grads, loss, metrics, self._average_state(before, after), squared_norm)
+        return LossAndGrads(grads, loss, metrics, self._average_state(before, after), squared_norm, divisor)
+
+    def _host_norm_term(self, host: HostGradients | None) -> Array:
+        """As `squared_norm_term`, of the gradients that have gone to host memory."""
+        norms = {} if host is None else host.squared_norms
+        return sum((norms[i] / self._num_copies(self.definition.leaves[i]) for i in norms), jnp.float32(0))
 
     def _total(self, sums: Any, squared_norm: Any = 0.0) -> tuple[Any, Array]:
         """Sums scalars over all data axes in one collective."""
@@ -337,13 +397,16 @@ class DeviceGradient:
 
     def squared_norm_term(self, grads: Sequence[Any]) -> Array:
         """This device's term of the squared norm. The sum over all data axes counts every element once."""
-        axes, sharded = self.config.axes, self.config.stage.shards_optimizer
         total = jnp.float32(0)
         for leaf, grad in zip(self.definition.leaves, grads, strict=True):
             if grad is not None:
-                copies = axes.num_replicas * (1 if sharded and leaf.dim is not None else axes.num_shards)
-                total += jnp.sum(jnp.square(grad.astype(jnp.float32))) / copies
+                total += jnp.sum(jnp.square(grad.astype(jnp.float32))) / self._num_copies(leaf)
         return total
+
+    def _num_copies(self, leaf: Leaf) -> int:
+        """The number of devices that hold the same part of a reduced gradient."""
+        axes, is_sharded = self.config.axes, self.config.stage.shards_optimizer and leaf.dim is not None
+        return axes.num_replicas * (1 if is_sharded else axes.num_shards)
 
     def _average_state(self, before: PyTree, after: PyTree) -> PyTree:
         """Averages floating leaves (running statistics) over the data axes. Other leaves are equal on all devices."""
@@ -393,5 +456,7 @@ def compute_gradients(gradient: DeviceGradient, args: Any) -> LossAndGrads:
         replicated,
         replicated,
     )
-    out_specs = LossAndGrads(grads_specs, replicated, replicated, replicated, replicated)
+    divides = config.offloads_params and gradient.settings.num_microbatches > 1
+    divisor = replicated if divides else None
+    out_specs = LossAndGrads(grads_specs, replicated, replicated, replicated, replicated, divisor)
     return shard_map_over_data(config, gradient, in_specs, out_specs)(*args)

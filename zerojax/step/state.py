@@ -59,6 +59,10 @@ class Definition:
         """The zeros with which each parameter is stored, in shards or in full."""
         return [leaf.padding(sharded) for leaf in self.leaves]
 
+    def params_in_host(self, offloads: bool) -> list[bool]:
+        """Which parameters are in host memory if they are offloaded: all but scalars."""
+        return [offloads and bool(leaf.shape) for leaf in self.leaves]
+
     def trained_paddings(self, sharded: bool) -> list[Padding]:
         """As `paddings`, of trained parameters."""
         return [leaf.padding(sharded) for leaf in self.leaves if leaf.trainable]
@@ -221,14 +225,16 @@ def stored_avals(config: ZeroConfig, state: TrainState) -> TrainState:
 
 
 def in_host(config: ZeroConfig, state: TrainState) -> TrainState:
-    """Whether each leaf of a state is in host memory: of an offloaded optimizer, what is shaped like a parameter."""
+    """Whether each leaf of a state is in host memory: of what is offloaded, the arrays shaped like parameters."""
     nowhere = jax.tree.map(lambda _: False, state)
     if not config.offloads_optimizer:
         return nowhere
     definition = state.definition
     stored = definition.optimizer_placement(config.axes, config.stage.shards_optimizer)
     master = None if state.master is None else jax.tree.map(lambda a: bool(a.ndim), state.master)
-    return dataclasses.replace(nowhere, master=master, opt_state=jax.tree.map(lambda each: each.in_pieces, stored))
+    params = jax.tree.unflatten(definition.tree, definition.params_in_host(config.offloads_params))
+    in_pieces = jax.tree.map(lambda each: each.in_pieces, stored)
+    return dataclasses.replace(nowhere, params=params, master=master, opt_state=in_pieces)
 
 
 def shardings(config: ZeroConfig, state: TrainState) -> TrainState:

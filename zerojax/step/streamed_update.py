@@ -13,6 +13,8 @@ without this dependency they copy it. The two other dependencies make both direc
 compilers would otherwise start all copies to the host before those from it: pieces come one after the other, and one
 goes back after that of the array `_AHEAD` places before has come. What waits is the index of a piece, not its values:
 compilers would compute the pieces of several arrays in one kernel, which would wait for the last of their events.
+
+If parameters are in host memory too, gradients come with the other arrays, and in their place updated parameters go.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from zerojax.step import host_pieces, optimizers
 from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
 from zerojax.step.split_update import Operand, SplitUpdate
 from zerojax.step.state import Definition, TrainState, optimizer_shardings
-from zerojax.transform import collectives
+from zerojax.transform import collectives, host_arrays
 from zerojax.transform.buckets import Pieces
 from zerojax.transform.dependencies import after, event
 from zerojax.typing import Array, PyTree
@@ -79,7 +81,9 @@ class StreamedUpdate:
         stored = jax.tree.leaves(definition.optimizer_placement(config.axes, config.stage.shards_optimizer))
         number = {leaf.path: k for k, leaf in enumerate(self.leaves)}
         of_grads = [Operand(k) if leaf.shape else Operand() for k, leaf in enumerate(self.leaves)]
-        of_params = [each._replace(in_host=definition.has_master and each.leaf is not None) for each in of_grads]
+        has_host_params = definition.has_master or config.offloads_params  # those that are updated
+        of_params = [each._replace(in_host=has_host_params and each.leaf is not None) for each in of_grads]
+        of_grads = [each._replace(in_host=config.offloads_params and each.leaf is not None) for each in of_grads]
         of_state = [Operand(number[s.leaf.path], True) if s.in_pieces else Operand() for s in stored]
         scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.bool_, jnp.float32)]
         grads = [jax.ShapeDtypeStruct(p.shape, dtype) for p, dtype in zip(params, grad_dtypes, strict=True)]
@@ -109,7 +113,15 @@ class StreamedUpdate:
         new = [*jax.tree.leaves(optax.apply_updates(params, updates)), *jax.tree.leaves(after_update)]
         return [lax.select(finite, n, o) for n, o in zip(new, old, strict=True)]
 
-    def __call__(self, state: TrainState, grads: Sequence[Array], factor: Array, finite: Array, loss: Array) -> Updated:
+    def __call__(
+        self,
+        state: TrainState,
+        grads: Sequence[Array],
+        factor: Array,
+        finite: Array,
+        loss: Array,
+        divisor: Array | None = None,
+    ) -> Updated:
         """Updates a state.
 
         Args:
@@ -118,6 +130,7 @@ class StreamedUpdate:
             factor: what they are multiplied by.
             finite: bool scalar; if it is false, nothing changes.
             loss: fp32 scalar, the loss of the step.
+            divisor: of gradients in host memory; None is 1.
         """
         computed = self._computed(state)
         params = computed if state.master is None else jax.tree.leaves(state.master)
@@ -126,22 +139,25 @@ class StreamedUpdate:
         operands = self.split.arguments
         given = zip(arrays, zeros, operands, strict=True)
         once = self.split.compute_whole({k: z.crop(a) for k, (a, z, o) in enumerate(given) if not o.in_host})
-        hosts = {k: a for k, (a, o) in enumerate(zip(arrays, operands, strict=True)) if o.in_host}
+        hosts = {k: arrays[k] for k in range(self._num_results) if operands[k].in_host}
         cut_grads = {k: arrays[k] for k in range(self._num_results, len(arrays) - 3) if operands[k].leaf is not None}
+        apart = {k: a for k, a in enumerate(computed) if state.master is not None or k not in hosts}
         specs = lambda arrays: {k: self._specs[operands[k].leaf] for k in arrays}
         sliced = [self._zeros[k].pad(once[v]) for v, k in self.split.sliced]
         scalars = [once[v] for v in self.split.scalars]
         replicated: Any = PartitionSpec()
+        specs_apart = {k: self._specs[k] for k in apart}
         stream = shard_map_over_data(
             self.config,
             self._stream,
             (
-                specs(hosts), specs(cut_grads), self._specs, [self._specs[k] for _, k in self.split.sliced],
-                [replicated] * len(scalars),
+                specs(hosts), specs(cut_grads), specs_apart, [self._specs[k] for _, k in self.split.sliced],
+                [replicated] * len(scalars), None if divisor is None else replicated,
             ),
-            (specs(hosts), self._specs, replicated),
+            (specs(hosts), specs_apart, replicated),
         )  # fmt: skip
-        hosts, computed, squared_norm = stream(hosts, cut_grads, computed, sliced, scalars)
+        hosts, apart, squared_norm = stream(hosts, cut_grads, apart, sliced, scalars, divisor)
+        computed = [(apart if k in apart else hosts)[k] for k in range(self._num_params)]
         whole = self.split.whole_results(once)
         results = {k: zeros[k].pad(a) for k, a in whole.items()} | hosts
         for k, leaf in enumerate(self.leaves):
@@ -159,6 +175,8 @@ class StreamedUpdate:
     def _computed(self, state: TrainState) -> list[Array]:
         """The trained parameters in the dtypes in which they are computed with, stored like the optimizer state."""
         trained = self.definition.trained(state.params)
+        if self.config.offloads_params:
+            return jax.tree.leaves(trained)
         if not self.config.stage.shards_params:
             trained = padding.padded(trained, self._zeros)
         return jax.tree.leaves(lax.with_sharding_constraint(trained, optimizer_shardings(self.config, self.definition)))
@@ -166,24 +184,24 @@ class StreamedUpdate:
     # On one device ----------------------------------------------------------------------------------------------------
 
     def _stream(
-        self, hosts: dict[int, Array], grads: dict[int, Array], computed: list[Array], sliced: list[Array],
-        scalars: list[Array],
-    ) -> tuple[dict[int, Array], list[Array], Array]:  # fmt: skip
-        """Updates the shards of this device: (arrays in host memory, parameters on the device, squared norm)."""
-        wanted = -(-sum(a.size * a.dtype.itemsize for a in hosts.values()) // host_pieces.PIECES_BYTES)
-        cuts = {k: host_pieces.cut(computed[k].shape, wanted, self.config.mesh) for k in self.split.leaves}
+        self, hosts: dict[int, Array], grads: dict[int, Array], computed: dict[int, Array], sliced: list[Array],
+        scalars: list[Array], divisor: Array | None,
+    ) -> tuple[dict[int, Array], dict[int, Array], Array]:  # fmt: skip
+        """Updates the shards of this device: (arrays in host memory, parameters beside those, squared norm)."""
+        host_grads = {p: a for p, a in grads.items() if self.split.arguments[p].in_host}
+        num_bytes = sum(a.size * a.dtype.itemsize for a in (hosts | host_grads).values())
+        wanted, first = -(-num_bytes // host_pieces.PIECES_BYTES), self._num_results
+        cuts = {k: host_pieces.cut(grads[first + k].shape, wanted, self.config.mesh) for k in self.split.leaves}
         by_count: dict[int, list[int]] = collections.defaultdict(list)
         for k, each in cuts.items():
             by_count[each.count].append(k)
-        computed, total = list(computed), jnp.float32(0)
+        total = jnp.float32(0)
         for count, leaves in by_count.items():
-            fixed = grads, sliced, scalars
+            fixed = grads, sliced, scalars, divisor
             own = {p: a for p, a in hosts.items() if self.split.arguments[p].leaf in leaves}
-            params = {k: computed[k] for k in leaves}
+            params = {k: computed[k] for k in leaves if k in computed}
             updated, params, total = self._stream_alike({k: cuts[k] for k in leaves}, count, own, params, total, fixed)
-            hosts = hosts | updated
-            for k in leaves:
-                computed[k] = params[k]
+            hosts, computed = hosts | updated, computed | params
         (total,) = collectives.all_reduce([total], self.config.axes.data, self.config.axes).leaves
         return hosts, computed, total
 
@@ -196,12 +214,13 @@ class StreamedUpdate:
         It adds to the squared norm `total`, so that one loop waits for another: the pieces of both would otherwise be
         on the device.
         """
-        of_leaf = {k: [p for p in hosts if self.split.arguments[p].leaf == k] for k in cuts}
+        grads = {p: a for p, a in fixed[0].items() if self.split.arguments[p].in_host}
+        of_leaf = {k: [p for p in (*hosts, *grads) if self.split.arguments[p].leaf == k] for k in cuts}
         cut_of = {p: cuts[k] for k in cuts for p in of_leaf[k]}
         last = next(reversed(cut_of), None)
 
         def fetch(p: int, host: Array, c: Any) -> Array:
-            return jax.device_put(cut_of[p].read(host, c), jax.memory.Space.Device)
+            return jax.device_put(cut_of[p].read(host, c), host_arrays.DEVICE)
 
         def step(c: Any, carry: Any) -> Any:
             """Updates piece `c` of each parameter, and fetches the next one; of the last array, the same one before."""
@@ -209,34 +228,41 @@ class StreamedUpdate:
             following: dict[int, Array] = {}
             came: list[list[Array]] = [[]] * (_AHEAD - 1)  # events of the pieces that come, in their order
             if last is not None:
-                fetched[last] = fetch(last, hosts[last], c)
+                fetched[last] = fetch(last, (hosts | grads)[last], c)
                 came = [*came, event([fetched[last]])]
             for k, pieces in cuts.items():
-                results = self._update_piece(k, pieces, c, fetched, computed[k], *fixed)
+                results = self._update_piece(k, pieces, c, fetched, computed.get(k), *fixed)
                 total += self._squared_norm(k, results[k])
-                computed[k] = pieces.write(computed[k], results[k].astype(computed[k].dtype), c)
+                if k in computed and not self.config.offloads_params:
+                    computed[k] = pieces.write(computed[k], results[k].astype(computed[k].dtype), c)
                 for p in of_leaf[k]:
                     (index,) = after([jnp.asarray(c)], came[-_AHEAD])
-                    hosts[p] = pieces.write(hosts[p], jax.device_put(results[p], jax.memory.Space.Host), index)
+                    if p in hosts:
+                        hosts[p] = pieces.write(hosts[p], host_arrays.put(results[p]), index)
+                    elif k in computed:
+                        going = host_arrays.put(results[k].astype(computed[k].dtype))
+                        computed[k] = pieces.write(computed[k], going, index)
                     if p == last:
                         continue
                     (index,) = after([jnp.minimum(c + 1, count - 1)], came[-1])
-                    following[p] = fetch(p, hosts[p], index)
+                    following[p] = fetch(p, (hosts | grads)[p], index)
                     came.append(event([following[p]]))
             return hosts, computed, total, following
 
-        first = {p: fetch(p, a, 0) for p, a in hosts.items() if p != last}
+        first = {p: fetch(p, (hosts | grads)[p], 0) for p in cut_of if p != last}
         return lax.fori_loop(0, count, step, (hosts, computed, total, first))[:3]
 
     def _update_piece(
-        self, k: int, cut: Pieces, c: Any, fetched: dict[int, Array], computed: Array, grads: dict[int, Array],
-        sliced: Sequence[Array], scalars: Sequence[Array],
+        self, k: int, cut: Pieces, c: Any, fetched: dict[int, Array], computed: Array | None, grads: dict[int, Array],
+        sliced: Sequence[Array], scalars: Sequence[Array], divisor: Array | None,
     ) -> dict[int, Array]:  # fmt: skip
         """The results that belong to parameter `k`, for piece `c` of it, by position."""
         operands = self.split.arguments
         pieces = {p: a for p, a in fetched.items() if operands[p].leaf == k}
-        pieces |= {p: cut.read(a, c) for p, a in grads.items() if operands[p].leaf == k}
-        if k not in pieces:  # there is no master copy
+        if divisor is not None:
+            pieces |= {p: a / divisor for p, a in pieces.items() if p in grads}
+        pieces |= {p: cut.read(a, c) for p, a in grads.items() if operands[p].leaf == k and p not in pieces}
+        if k not in pieces and computed is not None:  # there is no master copy
             pieces[k] = cut.read(computed, c)
         values = dict(zip(self.split.scalars, scalars, strict=True))
         values |= {v: cut.read(a, c) for (v, leaf), a in zip(self.split.sliced, sliced, strict=True) if leaf == k}

@@ -70,6 +70,7 @@ def apply_gradients(
     factor: Array | None,
     finite: Array,
     loss: Array,
+    divisor: Array | None,
 ) -> tuple[TrainState, Array]:
     """Applies one optimizer update to global arrays. If `finite` is false, only the step counts and the loss
     scale change.
@@ -82,6 +83,7 @@ def apply_gradients(
         factor: scalar that they are multiplied by, or None.
         finite: bool scalar, whether all gradients are finite.
         loss: fp32 scalar, the loss of the step.
+        divisor: of gradients in host memory; None is 1.
 
     Returns:
         (the state after the update, the squared norm of the trained parameters).
@@ -89,7 +91,7 @@ def apply_gradients(
     config, definition, stage = gradient.config, gradient.definition, gradient.config.stage
     if config.offloads_optimizer:
         update = StreamedUpdate(config, definition, [g.dtype for g in grads], factor is not None)
-        updated = update(state, grads, jnp.float32(1) if factor is None else factor, finite, loss)
+        updated = update(state, grads, jnp.float32(1) if factor is None else factor, finite, loss, divisor)
     else:
         updated = _update_whole(gradient, state, grads, factor, finite, loss)
     params = updated.computed

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.sharding.axes import Dims
-from zerojax.transform import jaxprs, layer_scan
+from zerojax.transform import host_arrays, host_scan, jaxprs, layer_scan
 from zerojax.transform.dependencies import events
 from zerojax.transform.layer_scan import Carry, Cut, LayerBody, Layers, SavedValues
 from zerojax.transform.regather import Regather, is_differentiable, merge, select
 from zerojax.transform.remat import Remat
 from zerojax.transform.schedule import Schedule
-from zerojax.transform.segmentation import Segment, TracedLoss
+from zerojax.transform.segmentation import Segment, TracedLoss, View
 from zerojax.transform.stage_collectives import StageCollectives, accumulate
 from zerojax.typing import Array, Shape
 
@@ -145,6 +145,14 @@ class LayerStack:
             stacked.append(value)
         return stacked
 
+    def _in_host(self, shards: dict[int, Array]) -> bool:
+        """Whether the stacks are in host memory."""
+        return any(map(host_arrays.is_in_host, self._host_stacks(shards)))
+
+    def _host_stacks(self, shards: dict[int, Array]) -> list[Array]:
+        """The leaves that are sliced, as shards."""
+        return [shards[view.leaf] for view in self.views.values()]
+
     def _consts(self, shards: dict[int, Array], schedule: Schedule) -> dict[int, Array]:
         """The full leaves that the constants of the loop are computed from."""
         if not self.const_leaves:
@@ -165,11 +173,15 @@ class LayerStack:
         values = self._values(dict(zip(self.segment.inputs, data, strict=True)), self._consts(shards, schedule))
         floating = [is_differentiable(self.equation.invars[k].aval) for k in self.carry_positions]
         fixed = [values[k] for k in self.const_positions]
-        body = _ForwardLayer(self.collectives, self.dims, compute, fixed, floating, regather)
+        body = _ForwardLayer(self.collectives, self.dims, compute, fixed, floating, regather, list(self.views.values()))
         carry = body.split([values[k] for k in self.carry_positions])
         xs = [values[k] for k in self.xs_positions]
-        layers = Layers(self._stacked_shards(shards), xs, self._cut(schedule), self.scan.reverse)
-        scanned = layer_scan.scan(body, carry, layers, schedule)
+        if self._in_host(shards):
+            layers = Layers(self._host_stacks(shards), xs, Cut.of(self.scan.length, 0, False), self.scan.reverse)
+            scanned, _ = host_scan.scan(body, carry, layers, [], schedule)
+        else:
+            layers = Layers(self._stacked_shards(shards), xs, self._cut(schedule), self.scan.reverse)
+            scanned = layer_scan.scan(body, carry, layers, schedule)
         out = dict(zip(self.equation.outvars, [*merge(floating, *scanned.carry), *scanned.ys], strict=True))
         return [out[v] for v in self.segment.outputs], scanned.saved
 
@@ -212,21 +224,52 @@ class LayerStack:
         if self.regather.recomputes and not self.regather.offloads:  # values from host memory are late anyway
             saved = saved.with_last(lambda last: self.regather.delay_inputs(last, events(carry_grads)))
         dims, complete = select(self.dims, self.view_trainable), select(self.complete, self.view_trainable)
+        views, trained_views = list(self.views.values()), select(list(self.views.values()), self.view_trainable)
         body = _BackwardLayer(
-            self.collectives, self.dims, dims, complete, self.regather, fixed, self.remat.saves_inputs_only
-        )
+            self.collectives, self.dims, dims, complete, self.regather, fixed, self.remat.saves_inputs_only, views,
+            trained_views,
+        )  # fmt: skip
         fixed_grads = [jnp.zeros(a.shape, a.dtype) for a in select(fixed, self.fixed_wanted)]
-        layers = Layers(self._stacked_shards(shards), ys_grads, self._cut(schedule), not self.scan.reverse, saved)
-        scanned = layer_scan.scan(body, (carry_grads, fixed_grads), layers, schedule)
-        (carry_grads, fixed_grads), xs_grads, layer_grads = scanned.carry, scanned.ys, scanned.grads
+        init, reverse = (carry_grads, fixed_grads), not self.scan.reverse
+        host = self.collectives.host_gradients
+        if host is not None and self._in_host(shards):
+            cut = Cut.of(self.scan.length, 0, False)
+            layers = Layers(self._host_stacks(shards), ys_grads, cut, reverse, saved)
+            self._check_complete(trained_views)
+            totals = [host.stack(view.leaf, shards[view.leaf].shape, self._grad_dtype(view)) for view in trained_views]
+            scanned, norms = host_scan.scan(body, init, layers, totals, schedule)
+            for view, total, norm in zip(trained_views, scanned.grads, norms, strict=True):
+                host.totals[view.leaf], host.squared_norms[view.leaf] = total, norm
+            layer_grads = []
+        else:
+            layers = Layers(self._stacked_shards(shards), ys_grads, self._cut(schedule), reverse, saved)
+            scanned = layer_scan.scan(body, init, layers, schedule)
+            layer_grads = list(zip(trained_views, scanned.grads, strict=True))
+        (carry_grads, fixed_grads), xs_grads = scanned.carry, scanned.ys
         operand_grads = dict(zip(select(self.const_positions, self.fixed_wanted), fixed_grads, strict=True))
         operand_grads.update(zip(select(self.carry_positions, self.carry_wanted), carry_grads, strict=True))
         operand_grads.update(zip(select(self.xs_positions, self.xs_wanted), xs_grads, strict=True))
         leaf_grads = self._const_grads(consts, operand_grads, schedule)
-        for view, grad in zip(select(list(self.views.values()), self.view_trainable), layer_grads, strict=True):
+        for view, grad in layer_grads:
             accumulate(leaf_grads, view.leaf, jnp.transpose(grad, np.argsort(view.order).tolist()))
         data_grads = [self._data_grad(v, operand_grads) for v in self.wanted_inputs]
         return leaf_grads, data_grads
+
+    def _grad_dtype(self, view: View) -> Any:
+        """The dtype of the reduced gradient of a view."""
+        dtype = next(self.equation.invars[k].aval.dtype for k, v in self.views.items() if v is view)
+        return self.collectives.precision.wire_dtype(dtype) if self.collectives.stage.shards_grads else dtype
+
+    def _check_complete(self, views: Sequence[View]) -> None:
+        for view in views:
+            if not self._is_complete(view.leaf):
+                shape = self.traced.leaf_vars[view.leaf].aval.shape
+                raise ValueError(
+                    f"offload: the gradients of layers in host memory are computed by one loop\n"
+                    f"  got:      a leaf of {self.traced.unit_of[view.leaf]!r} of shape {shape}, which the loss also "
+                    f"uses elsewhere\n"
+                    f"  fix:      Zero(..., offload='optimizer'), which keeps the parameters on the devices"
+                )
 
     def _data_grad(self, v: Any, operand_grads: dict[int, Array]) -> Array:
         """The gradient of a data value, which may be several operands of the scan."""
@@ -268,6 +311,7 @@ class _ForwardLayer(LayerBody):
         fixed: the constants of the loop.
         floating: which of the carried values are floating arrays.
         regather: saves values for the backward pass; None if nothing is saved.
+        views: of the layer's weights.
     """
 
     def __init__(
@@ -278,9 +322,10 @@ class _ForwardLayer(LayerBody):
         fixed: list[Array],
         floating: Sequence[bool],
         regather: Regather | None,
+        views: Sequence[View],
     ):
         self._collectives, self._dims, self._compute, self._fixed = collectives, dims, compute, fixed
-        self._floating, self._regather = floating, regather
+        self._floating, self._regather, self._views = floating, regather, views
         self.saves, self.offloads = regather is not None, regather is not None and regather.offloads
 
     def split(self, carry: Sequence[Array]) -> Carry:
@@ -288,6 +333,10 @@ class _ForwardLayer(LayerBody):
 
     def fetch(self, shards: Any, prefetch: int, schedule: Schedule) -> list[Array]:
         return self._collectives.fetch(shards, self._dims, schedule, prefetch)
+
+    def fetch_layer(self, stacks: Any, index: Any, events: list[Array]) -> list[Array]:
+        shards = [view.fetch_layer(stack, index, events) for view, stack in zip(self._views, stacks, strict=True)]
+        return self._collectives.gather(shards, self._dims, Schedule(0, []))
 
     def compute(self, weights: Any, carry: Carry, x: Any, saved: Any, fetched: Any) -> tuple[Carry, Any, Any, Any]:
         out, saved = self._compute(weights, self._fixed, [*merge(self._floating, *carry), *x])
@@ -299,6 +348,9 @@ class _ForwardLayer(LayerBody):
 
     def offload_events(self, saved: Any) -> list[Array]:
         return self._regather.offload_events(saved) if self._regather else []
+
+    def grads_to_host(self, totals: list[Array], grads: Any, index: Any) -> tuple[list[Array], list[Array]]:
+        return [], []
 
 
 class _BackwardLayer(LayerBody):
@@ -312,6 +364,7 @@ class _BackwardLayer(LayerBody):
         regather: the backward pass of a layer.
         fixed: the constants of the loop.
         saves_inputs_only: whether a layer is recomputed from its inputs.
+        views, trained_views: of the layer's weights, and of those that get a gradient.
     """
 
     def __init__(
@@ -323,9 +376,11 @@ class _BackwardLayer(LayerBody):
         regather: Regather,
         fixed: list[Array],
         saves_inputs_only: bool,
+        views: Sequence[View],
+        trained_views: Sequence[View],
     ):
         self._collectives, self._dims, self._grad_dims, self._complete = collectives, dims, grad_dims, complete
-        self._regather, self._fixed = regather, fixed
+        self._regather, self._fixed, self._views, self._trained_views = regather, fixed, views, trained_views
         self._orders: list[Shape] = []  # of the gradients, the same in every layer
         self.restores = regather.offloads
         # At stage 2 nothing else keeps the compiler from recomputing two layers of one iteration at once.
@@ -348,6 +403,22 @@ class _BackwardLayer(LayerBody):
     def reduce(self, grads: Any, waits: list[Array], group: int) -> tuple[list[Array], list[Array]]:
         shards, reduced = self._collectives.reduce_transposed(grads, self._orders, self._grad_dims, waits, group)
         return self._collectives.sum_replicas(shards, self._grad_dims, self._complete), reduced
+
+    def fetch_layer(self, stacks: Any, index: Any, events: list[Array]) -> list[Array | None]:
+        needed = self._regather.needed
+        wanted = zip(select(self._views, needed), select(stacks, needed), strict=True)
+        shards = iter([view.fetch_layer(stack, index, events) for view, stack in wanted])
+        by_view = [next(shards) if flag else None for flag in needed]
+        full = iter(self._collectives.gather(select(by_view, needed), select(self._dims, needed), Schedule(0, [])))
+        return [next(full) if flag else None for flag in needed]
+
+    def grads_to_host(self, totals: list[Array], grads: Any, index: Any) -> tuple[list[Array], list[Array]]:
+        host = self._collectives.host_gradients
+        assert host is not None
+        reduced, _ = self.reduce(grads, [], 0)
+        layers = zip(self._trained_views, totals, reduced, strict=True)
+        moved = [host.put_layer(v.leaf, total, v.of_leaf(grad), index, v.order[0]) for v, total, grad in layers]
+        return [total for total, _ in moved], [norm for _, norm in moved]
 
     def restore(self, saved: Any, overlapped: list[Array]) -> tuple[list[Array], list[Array]]:
         return self._regather.restore(saved, overlapped)

@@ -16,7 +16,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
-from zerojax.transform import jaxprs
+import numpy as np
+from jax import lax
+
+from zerojax.transform import host_arrays, jaxprs
 
 
 class View(NamedTuple):
@@ -25,6 +28,18 @@ class View(NamedTuple):
     leaf: int
     equations: tuple[Any, ...]
     order: tuple[int, ...]  # the dims of the leaf in the order of the value
+
+    def fetch_layer(self, stack: Any, index: Any, events: Sequence[Any]) -> Any:
+        """Layer `index` of the value, whose dim 0 is that of layers, from a leaf in host memory; see `host_arrays`."""
+        layer = host_arrays.fetch_layer(stack, index, self.order[0], events)
+        for equation in self.equations:
+            if jaxprs.permutation(equation) is None:
+                layer = jaxprs.apply(equation, layer)
+        return lax.squeeze(lax.transpose(layer, self.order), [0])
+
+    def of_leaf(self, layer: Any) -> Any:
+        """A layer of the value with the dims of the leaf."""
+        return lax.transpose(lax.expand_dims(layer, [0]), np.argsort(self.order).tolist())
 
 
 class RowsLookedUp(NamedTuple):

@@ -8,12 +8,13 @@ Everything here runs inside `shard_map`.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from zerojax.transform import jaxprs
+from zerojax.transform import host_arrays, jaxprs
 from zerojax.transform.layer_stack import LayerStack
 from zerojax.transform.regather import is_differentiable, select
 from zerojax.transform.remat import NO_REMAT, RematRules
@@ -100,6 +101,8 @@ class SegmentedLoss:
     ) -> tuple[list[Array], list[Array | None]]:
         """The outputs of the loss and the reduced gradient of each trainable leaf (None for the others).
 
+        The gradients of leaves in host memory are the sums there, see `HostGradients`.
+
         Args:
             shards: parameter leaves as the stage keeps them, in the compute dtype.
             data: all other arguments of the loss.
@@ -115,6 +118,7 @@ class SegmentedLoss:
         cotangents: dict[Any, Array] = {loss_var: cotangent} if jaxprs.is_var(loss_var) else {}
         grads: dict[int, Array] = {}
         pending = [pair for pair in zip(self.parts, saved, strict=True) if pair[0].differentiable_outputs]
+        to_come = collections.Counter(i for part, _ in pending for i in part.segment.leaves)
         _restore_next(pending, [])
         while pending:
             part, values = pending.pop()
@@ -124,9 +128,26 @@ class SegmentedLoss:
             leaf_grads, data_grads = part.backward(by_leaf, values, given, schedule)
             for i, grad in leaf_grads.items():
                 accumulate(grads, i, grad)
+            to_come.subtract(part.segment.leaves)
+            self._move(grads, [i for i in part.segment.leaves if not to_come[i]], shards)
             for v, grad in zip(part.wanted_inputs, data_grads, strict=True):
                 cotangents[v] = cotangents[v] + grad if v in cotangents else grad
-        return out, [self._leaf_grad(i, grads) for i in range(len(shards))]
+        own = {i: self._leaf_grad(i, grads) for i in range(len(shards)) if not self._has_moved(i)}
+        self._move(own, list(own), shards)
+        moved = self.collectives.host_gradients.totals if self.collectives.host_gradients else {}
+        return out, [own[i] if i in own else moved[i] for i in range(len(shards))]
+
+    def _has_moved(self, i: int) -> bool:
+        """Whether the gradient of a leaf is in host memory."""
+        host = self.collectives.host_gradients
+        return host is not None and i in host.squared_norms
+
+    def _move(self, grads: dict[int, Any], leaves: Sequence[int], shards: Sequence[Array]) -> None:
+        """Moves the complete gradients of leaves that are in host memory there."""
+        host = self.collectives.host_gradients
+        for i in leaves:
+            if host is not None and grads.get(i) is not None and host_arrays.is_in_host(shards[i]):
+                host.add(i, grads.pop(i))
 
     def _leaf_grad(self, i: int, grads: dict[int, Array]) -> Array | None:
         if not self.trainable[i]:

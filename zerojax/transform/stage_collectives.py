@@ -13,8 +13,9 @@ from jax import lax
 from zerojax.sharding.axes import Axes, Dims
 from zerojax.sharding.precision import Precision, for_reduction
 from zerojax.sharding.stages import Stage
-from zerojax.transform import collectives
+from zerojax.transform import collectives, host_arrays
 from zerojax.transform.collectives import CollectiveOptions
+from zerojax.transform.host_gradients import HostGradients
 from zerojax.transform.regather import Gradients, select
 from zerojax.transform.schedule import Schedule
 from zerojax.typing import Array, Shape
@@ -31,6 +32,7 @@ class StageCollectives:
         precision: chooses the dtypes in which gradients are communicated and summed.
         options: how the leaves of a unit are moved.
         sums_replicas: whether reduced gradients are summed over the replica axes as soon as they are complete.
+        host_gradients: where the gradients of leaves in host memory go; None if there are no such leaves.
     """
 
     axes: Axes
@@ -39,8 +41,17 @@ class StageCollectives:
     precision: Precision
     options: CollectiveOptions
     sums_replicas: bool = False
+    host_gradients: HostGradients | None = None
 
     def fetch(
+        self, shards: Sequence[Array], dims: Sequence[Dims], schedule: Schedule, prefetch: int = 0
+    ) -> list[Array]:
+        """As `gather`, after shards in host memory have come to the device."""
+        waits = schedule.before_gather(prefetch)
+        shards = [host_arrays.fetch(a, waits) if host_arrays.is_in_host(a) else a for a in shards]
+        return self.gather(shards, dims, schedule, prefetch)
+
+    def gather(
         self, shards: Sequence[Array], dims: Sequence[Dims], schedule: Schedule, prefetch: int = 0
     ) -> list[Array]:
         """The full leaves, gathered `prefetch` units before they are used. Below stage 3 they are full already."""

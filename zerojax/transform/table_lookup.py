@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.sharding.padding import Padding
-from zerojax.transform import collectives as communication, jaxprs
+from zerojax.transform import collectives as communication, host_arrays, jaxprs
 from zerojax.transform.dependencies import event, zeros_after
 from zerojax.transform.regather import is_differentiable
 from zerojax.transform.remat import Remat
@@ -93,7 +93,10 @@ class TableLookup:
 
     def evaluate(self, shards: dict[int, Array], data: Sequence[Array], schedule: Schedule) -> list[Array]:
         indices = data[0].reshape(-1, 1)
-        rows = self._in_pieces(lambda part: self._rows(shards[self.view.leaf], part), indices)
+        table = shards[self.view.leaf]
+        if host_arrays.is_in_host(table):
+            table = host_arrays.fetch(table, schedule.before_gather())
+        rows = self._in_pieces(lambda part: self._rows(table, part), indices)
         if self.collectives.stage.shards_params and schedule.is_first_gather():
             schedule.gathered(event([rows]))  # the first unit computes from the rows: its weights come after them
         return [self._arrange(rows)]

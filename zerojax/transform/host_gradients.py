@@ -1,0 +1,53 @@
+"""Gradients that go to host memory as they are computed, and their sums over microbatches there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from zerojax.transform import host_arrays
+from zerojax.typing import Array, Shape
+
+
+class HostGradients:
+    """The gradients of the leaves that are in host memory, on one device.
+
+    Args:
+        totals: the sums of the microbatches so far by leaf, arrays in host memory; {} if there is one microbatch.
+        is_first: bool scalar, whether this microbatch is the first: the sums have undefined values before it.
+
+    Attributes:
+        totals: with this microbatch.
+        weight: fp32 scalar, by which the gradients of this microbatch are multiplied; None is 1.
+        squared_norms: by leaf, of `totals`.
+    """
+
+    def __init__(self, totals: dict[int, Array], is_first: Array | None = None):
+        self.totals, self._is_first = dict(totals), is_first
+        self.weight: Array | None = None
+        self.squared_norms: dict[int, Array] = {}
+
+    def add(self, leaf: int, grad: Array) -> None:
+        """Adds the reduced gradient of a leaf."""
+        if leaf in self.totals:
+            grad = self._sum(host_arrays.fetch(self.totals[leaf], []), grad)
+        self.totals[leaf], self.squared_norms[leaf] = host_arrays.put(grad), _squared_norm(grad)
+
+    def stack(self, leaf: int, shape: Shape, dtype: Any) -> Array:
+        """The stack that `put_layer` writes to."""
+        return self.totals[leaf] if leaf in self.totals else host_arrays.room(shape, dtype)
+
+    def put_layer(self, leaf: int, stack: Array, grad: Array, index: Any, dim: int) -> tuple[Array, Array]:
+        """Adds the reduced gradient of a layer, which has the dim of layers: (the stack, the squared norm)."""
+        if leaf in self.totals:
+            grad = self._sum(host_arrays.fetch_layer(stack, index, dim), grad)
+        return host_arrays.put_layer(stack, grad, index, dim), _squared_norm(grad)
+
+    def _sum(self, total: Array, grad: Array) -> Array:
+        assert self.weight is not None and self._is_first is not None
+        return jnp.where(self._is_first, 0, total) + grad.astype(total.dtype) * self.weight
+
+
+def _squared_norm(grad: Array) -> Array:
+    return jnp.sum(jnp.square(grad.astype(jnp.float32)))
