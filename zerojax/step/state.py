@@ -60,8 +60,11 @@ class Definition:
         return [leaf.padding(sharded) for leaf in self.leaves]
 
     def params_in_host(self, offloads: bool) -> list[bool]:
-        """Which parameters are in host memory if they are offloaded: all but scalars."""
-        return [offloads and bool(leaf.shape) for leaf in self.leaves]
+        """Which parameters are in host memory if they are offloaded: those that are matrices, in each layer.
+
+        Vectors are a small part of a model. A TPU cannot read a single row of a stack of them from host memory.
+        """
+        return [offloads and len(leaf.shape) - leaf.stacked >= 2 for leaf in self.leaves]
 
     def trained_paddings(self, sharded: bool) -> list[Padding]:
         """As `paddings`, of trained parameters."""

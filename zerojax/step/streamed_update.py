@@ -81,9 +81,13 @@ class StreamedUpdate:
         stored = jax.tree.leaves(definition.optimizer_placement(config.axes, config.stage.shards_optimizer))
         number = {leaf.path: k for k, leaf in enumerate(self.leaves)}
         of_grads = [Operand(k) if leaf.shape else Operand() for k, leaf in enumerate(self.leaves)]
-        has_host_params = definition.has_master or config.offloads_params  # those that are updated
-        of_params = [each._replace(in_host=has_host_params and each.leaf is not None) for each in of_grads]
-        of_grads = [each._replace(in_host=config.offloads_params and each.leaf is not None) for each in of_grads]
+        in_host = zip(definition.params_in_host(config.offloads_params), definition.leaves, strict=True)
+        self._moved = [flag for flag, leaf in in_host if leaf.trainable]  # parameters in host memory
+        of_params = [
+            each._replace(in_host=each.leaf is not None and (definition.has_master or flag))
+            for each, flag in zip(of_grads, self._moved, strict=True)
+        ]
+        of_grads = [each._replace(in_host=flag) for each, flag in zip(of_grads, self._moved, strict=True)]
         of_state = [Operand(number[s.leaf.path], True) if s.in_pieces else Operand() for s in stored]
         scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.bool_, jnp.float32)]
         grads = [jax.ShapeDtypeStruct(p.shape, dtype) for p, dtype in zip(params, grad_dtypes, strict=True)]
@@ -233,7 +237,7 @@ class StreamedUpdate:
             for k, pieces in cuts.items():
                 results = self._update_piece(k, pieces, c, fetched, computed.get(k), *fixed)
                 total += self._squared_norm(k, results[k])
-                if k in computed and not self.config.offloads_params:
+                if k in computed and not self._moved[k]:
                     computed[k] = pieces.write(computed[k], results[k].astype(computed[k].dtype), c)
                 for p in of_leaf[k]:
                     (index,) = after([jnp.asarray(c)], came[-_AHEAD])

@@ -19,6 +19,8 @@ from zerojax.transform.dependencies import after
 from zerojax.typing import Array, Shape
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+_MOST_PARTS = 16
+_TILE = 128, 32  # elements of a whole tile of a TPU, in the last dim and the one before
 
 _host_room = Primitive("host_room")
 _host_room.def_abstract_eval(lambda *, shape, dtype: jax.core.ShapedArray(shape, dtype, memory_space=HOST))
@@ -43,19 +45,41 @@ def is_in_host(array: Array) -> bool:
 def fetch(array: Array, events: Sequence[Array]) -> Array:
     """Copies an array from host memory to the device, not before the events.
 
-    Cost: a copy on the device, since the array comes in halves. One without an even dim waits for no event.
+    Cost: a copy on the device, since the array comes in parts. One without `parts` waits for no event.
     """
-    dim = next((d for d, size in enumerate(array.shape) if size and size % 2 == 0), None)
-    if dim is None or not events:
+    dim, size = parts(array.shape)
+    if not events or size == array.shape[dim]:
         return jax.device_put(array, DEVICE)
-    half = array.shape[dim] // 2
-    starts = [_index_after(start, events) for start in (0, half)]
-    return jnp.concatenate([_fetch_slice(array, start, half, dim) for start in starts], dim)
+    starts = [_index_after(start, events) for start in range(0, array.shape[dim], size)]
+    return jnp.concatenate([fetch_slice(array, start, size, dim) for start in starts], dim)
+
+
+def parts(shape: Shape) -> tuple[int, int]:
+    """(the dim that an array is cut along, the size of a part in it): few parts, of whole tiles of a TPU if possible.
+
+    Compilers take a slice for an index only if it is not the whole array.
+    """
+    smallest_factor = lambda size: next((n for n in range(2, _MOST_PARTS + 1) if size % n == 0), 1)
+    counts = {dim: smallest_factor(size) for dim, size in enumerate(shape)}
+    tiles = dict(zip(range(len(shape) - 1, -1, -1), _TILE, strict=False))
+    is_cut_tile = lambda dim: shape[dim] // counts[dim] % tiles.get(dim, 1) != 0
+    dim = min(counts, key=lambda dim: (counts[dim] == 1, is_cut_tile(dim), counts[dim]))
+    return dim, shape[dim] // counts[dim]
 
 
 def fetch_layer(stack: Array, index: Any, dim: int, events: Sequence[Array] = ()) -> Array:
-    """Copies a layer of a stack in host memory to the device, not before the events. It keeps the dim of layers."""
-    return _fetch_slice(stack, _index_after(index, events), 1, dim)
+    """Copies a layer of a stack in host memory to the device, not before the events. It keeps the dim of layers.
+
+    A layer of a stack on the device is sliced.
+    """
+    if not is_in_host(stack):
+        return lax.dynamic_slice_in_dim(stack, index, 1, dim)
+    return fetch_slice(stack, _index_after(index, events), 1, dim)
+
+
+def fetch_slice(array: Array, start: Any, size: int, dim: int) -> Array:
+    """Copies a part of an array in host memory to the device."""
+    return jax.device_put(lax.dynamic_slice_in_dim(array, start, size, dim), DEVICE)
 
 
 def put(array: Array) -> Array:
@@ -63,13 +87,9 @@ def put(array: Array) -> Array:
     return jax.device_put(array, HOST)
 
 
-def put_layer(stack: Array, layer: Array, index: Any, dim: int) -> Array:
-    """Writes a layer, with the dim of layers, to a stack in host memory."""
-    return lax.dynamic_update_slice_in_dim(stack, put(layer), index, dim)
-
-
-def _fetch_slice(array: Array, start: Any, size: int, dim: int) -> Array:
-    return jax.device_put(lax.dynamic_slice_in_dim(array, start, size, dim), DEVICE)
+def put_slice(array: Array, part: Array, start: Any, dim: int) -> Array:
+    """Writes a part of an array in host memory or on the device, where `part` is."""
+    return lax.dynamic_update_slice_in_dim(array, put(part) if is_in_host(array) else part, start, dim)
 
 
 def _index_after(index: Any, events: Sequence[Array]) -> Array:

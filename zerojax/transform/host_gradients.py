@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from zerojax.transform import host_arrays
 from zerojax.typing import Array, Shape
@@ -30,9 +31,16 @@ class HostGradients:
 
     def add(self, leaf: int, grad: Array) -> None:
         """Adds the reduced gradient of a leaf."""
-        if leaf in self.totals:
-            grad = self._sum(host_arrays.fetch(self.totals[leaf], []), grad)
-        self.totals[leaf], self.squared_norms[leaf] = host_arrays.put(grad), _squared_norm(grad)
+        if leaf not in self.totals:
+            self.totals[leaf], self.squared_norms[leaf] = host_arrays.put(grad), _squared_norm(grad)
+            return
+        total, norm = self.totals[leaf], jnp.float32(0)
+        dim, size = host_arrays.parts(grad.shape)
+        for start in range(0, grad.shape[dim], size):  # compilers copy a sum that is not updated in place
+            part = lax.slice_in_dim(grad, start, start + size, axis=dim)
+            part = self._sum(host_arrays.fetch_slice(total, start, size, dim), part)
+            total, norm = host_arrays.put_slice(total, part, start, dim), norm + _squared_norm(part)
+        self.totals[leaf], self.squared_norms[leaf] = total, norm
 
     def stack(self, leaf: int, shape: Shape, dtype: Any) -> Array:
         """The stack that `put_layer` writes to."""
@@ -42,7 +50,7 @@ class HostGradients:
         """Adds the reduced gradient of a layer, which has the dim of layers: (the stack, the squared norm)."""
         if leaf in self.totals:
             grad = self._sum(host_arrays.fetch_layer(stack, index, dim), grad)
-        return host_arrays.put_layer(stack, grad, index, dim), _squared_norm(grad)
+        return host_arrays.put_slice(stack, grad, index, dim), _squared_norm(grad)
 
     def _sum(self, total: Array, grad: Array) -> Array:
         assert self.weight is not None and self._is_first is not None

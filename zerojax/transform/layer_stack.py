@@ -231,27 +231,35 @@ class LayerStack:
         )  # fmt: skip
         fixed_grads = [jnp.zeros(a.shape, a.dtype) for a in select(fixed, self.fixed_wanted)]
         init, reverse = (carry_grads, fixed_grads), not self.scan.reverse
-        host = self.collectives.host_gradients
+        host, leaf_grads_on_device = self.collectives.host_gradients, []
         if host is not None and self._in_host(shards):
             cut = Cut.of(self.scan.length, 0, False)
             layers = Layers(self._host_stacks(shards), ys_grads, cut, reverse, saved)
-            self._check_complete(trained_views)
-            totals = [host.stack(view.leaf, shards[view.leaf].shape, self._grad_dtype(view)) for view in trained_views]
+            moves = [host_arrays.is_in_host(shards[view.leaf]) for view in trained_views]
+            self._check_complete(select(trained_views, moves))
+            shapes = [(shards[view.leaf].shape, self._grad_dtype(view)) for view in trained_views]
+            totals = [
+                host.stack(view.leaf, *shape) if flag else jnp.zeros(*shape)
+                for view, shape, flag in zip(trained_views, shapes, moves, strict=True)
+            ]
             scanned, norms = host_scan.scan(body, init, layers, totals, schedule)
-            for view, total, norm in zip(trained_views, scanned.grads, norms, strict=True):
-                host.totals[view.leaf], host.squared_norms[view.leaf] = total, norm
-            layer_grads = []
+            for view, total, norm, flag in zip(trained_views, scanned.grads, norms, moves, strict=True):
+                if flag:
+                    host.totals[view.leaf], host.squared_norms[view.leaf] = total, norm
+                else:
+                    leaf_grads_on_device.append((view.leaf, total))
         else:
             layers = Layers(self._stacked_shards(shards), ys_grads, self._cut(schedule), reverse, saved)
             scanned = layer_scan.scan(body, init, layers, schedule)
-            layer_grads = list(zip(trained_views, scanned.grads, strict=True))
+            for view, grad in zip(trained_views, scanned.grads, strict=True):
+                leaf_grads_on_device.append((view.leaf, jnp.transpose(grad, np.argsort(view.order).tolist())))
         (carry_grads, fixed_grads), xs_grads = scanned.carry, scanned.ys
         operand_grads = dict(zip(select(self.const_positions, self.fixed_wanted), fixed_grads, strict=True))
         operand_grads.update(zip(select(self.carry_positions, self.carry_wanted), carry_grads, strict=True))
         operand_grads.update(zip(select(self.xs_positions, self.xs_wanted), xs_grads, strict=True))
         leaf_grads = self._const_grads(consts, operand_grads, schedule)
-        for view, grad in layer_grads:
-            accumulate(leaf_grads, view.leaf, jnp.transpose(grad, np.argsort(view.order).tolist()))
+        for leaf, grad in leaf_grads_on_device:
+            accumulate(leaf_grads, leaf, grad)
         data_grads = [self._data_grad(v, operand_grads) for v in self.wanted_inputs]
         return leaf_grads, data_grads
 

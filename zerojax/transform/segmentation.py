@@ -30,7 +30,7 @@ class View(NamedTuple):
     order: tuple[int, ...]  # the dims of the leaf in the order of the value
 
     def fetch_layer(self, stack: Any, index: Any, events: Sequence[Any]) -> Any:
-        """Layer `index` of the value, whose dim 0 is that of layers, from a leaf in host memory; see `host_arrays`."""
+        """Layer `index` of the value, whose dim 0 is that of layers. From host memory it comes after the events."""
         layer = host_arrays.fetch_layer(stack, index, self.order[0], events)
         for equation in self.equations:
             if jaxprs.permutation(equation) is None:
