@@ -16,6 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from zerojax.transform.dependencies import after
+from zerojax.transform.pace import Pace
 from zerojax.typing import Array, Shape
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -67,14 +68,26 @@ def parts(shape: Shape) -> tuple[int, int]:
     return dim, shape[dim] // counts[dim]
 
 
-def fetch_layer(stack: Array, index: Any, dim: int, events: Sequence[Array] = ()) -> Array:
-    """Copies a layer of a stack in host memory to the device, not before the events. It keeps the dim of layers.
+def fetch_layer(stack: Array, index: Any, dim: int, pace: Pace) -> Array:
+    """Copies a layer of a stack in host memory to the device. It keeps the dim of layers.
 
     A layer of a stack on the device is sliced.
     """
     if not is_in_host(stack):
         return lax.dynamic_slice_in_dim(stack, index, 1, dim)
-    return fetch_slice(stack, _index_after(index, events), 1, dim)
+    layer = fetch_slice(stack, _index_after(index, pace.next(layer_bytes(stack, dim))), 1, dim)
+    pace.arrived(layer)
+    return layer
+
+
+def layer_bytes(stack: Array, dim: int = 0) -> int:
+    """The bytes that a layer of a stack has in host memory: none if it is on the device."""
+    return stack.size // stack.shape[dim] * stack.dtype.itemsize if is_in_host(stack) else 0
+
+
+def put_layer(stack: Array, layer: Array, index: Any, dim: int, pace: Pace) -> Array:
+    """Writes a layer, with the dim of layers, to a stack in host memory or on the device."""
+    return put_slice(stack, layer, _index_after(index, pace.next(layer_bytes(stack, dim))), dim)
 
 
 def fetch_slice(array: Array, start: Any, size: int, dim: int) -> Array:

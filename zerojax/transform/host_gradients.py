@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.transform import host_arrays
+from zerojax.transform.pace import Paces
 from zerojax.typing import Array, Shape
 
 
@@ -29,6 +30,11 @@ class HostGradients:
         self.weight: Array | None = None
         self.squared_norms: dict[int, Array] = {}
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients are added to sums."""
+        return self._is_first is not None
+
     def add(self, leaf: int, grad: Array) -> None:
         """Adds the reduced gradient of a leaf."""
         if leaf not in self.totals:
@@ -46,11 +52,13 @@ class HostGradients:
         """The stack that `put_layer` writes to."""
         return self.totals[leaf] if leaf in self.totals else host_arrays.room(shape, dtype)
 
-    def put_layer(self, leaf: int, stack: Array, grad: Array, index: Any, dim: int) -> tuple[Array, Array]:
+    def put_layer(
+        self, leaf: int, stack: Array, grad: Array, index: Any, dim: int, paces: Paces
+    ) -> tuple[Array, Array]:
         """Adds the reduced gradient of a layer, which has the dim of layers: (the stack, the squared norm)."""
         if leaf in self.totals:
-            grad = self._sum(host_arrays.fetch_layer(stack, index, dim), grad)
-        return host_arrays.put_slice(stack, grad, index, dim), _squared_norm(grad)
+            grad = self._sum(host_arrays.fetch_layer(stack, index, dim, paces.fetches), grad)
+        return host_arrays.put_layer(stack, grad, index, dim, paces.puts), _squared_norm(grad)
 
     def _sum(self, total: Array, grad: Array) -> Array:
         assert self.weight is not None and self._is_first is not None

@@ -15,17 +15,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.transform.dependencies import event
+from zerojax.transform.host_arrays import layer_bytes
 from zerojax.transform.layer_scan import Carry, Layers, SavedValues, Scanned
+from zerojax.transform.pace import Pace, Paces, run_with_products
 from zerojax.transform.schedule import Schedule
 from zerojax.typing import Array, PyTree
 
 
 class HostLayerBody(Protocol):
-    """The operations of a layer, of which those that `LayerBody` has too are as there."""
+    """The operations of a layer, of which those that `LayerBody` has too are as there.
 
-    def fetch_layer(self, stacks: PyTree, index: Any, events: list[Array]) -> PyTree:
-        """The full weights of layer `index`, from stacks in host memory, not before the events."""
+    Attributes:
+        accumulates: whether gradients are added to what the stacks in host memory hold.
+    """
+
+    accumulates: bool
+
+    def fetch_layer(self, stacks: PyTree, index: Any, pace: Pace) -> PyTree:
+        """The full weights of layer `index`, from stacks in host memory."""
         ...
 
     def compute(
@@ -36,7 +43,9 @@ class HostLayerBody(Protocol):
 
     def restore(self, saved: PyTree, overlapped: list[Array]) -> tuple[PyTree, list[Array]]: ...
 
-    def grads_to_host(self, totals: list[Array], grads: PyTree, index: Any) -> tuple[list[Array], list[Array]]:
+    def grads_to_host(
+        self, totals: list[Array], grads: PyTree, index: Any, paces: Paces
+    ) -> tuple[list[Array], list[Array]]:
         """Reduces the gradients of layer `index` and adds them to stacks in host memory: (these, squared norms)."""
         ...
 
@@ -79,33 +88,41 @@ def scan(
     length, reverse = layers.cut.length, layers.reverse
     first, step = (length - 1, -1) if reverse else (0, 1)
     given = None if layers.saved is None else layers.saved.loop[0]
-    weights = body.fetch_layer(layers.shards, first, schedule.before_gather())
+    weights = body.fetch_layer(layers.shards, first, Pace([], 1, one_by_one=True, waits=schedule.before_gather()))
+    put_bytes = sum(map(layer_bytes, totals))
+    fetch_bytes = sum(map(layer_bytes, layers.shards)) + body.accumulates * put_bytes
 
     def compute(weights: PyTree, carry: Carry, x: PyTree, given: PyTree) -> Any:
         fetched = None if given is None else body.restore(given, carry[0])[0]
         return body.compute(weights, carry, x, given, fetched)
 
-    def put(state: _State, index: Any) -> tuple[list[Array], list[Array]]:
+    def put(state: _State, index: Any, paces: Paces) -> tuple[list[Array], list[Array]]:
         """Moves the gradients of layer `index`."""
-        return body.grads_to_host(state.totals, state.grads, index) if totals else ([], [])
+        return body.grads_to_host(state.totals, state.grads, index, paces) if totals else ([], [])
 
     def iteration(state: _State, slices: Any) -> tuple[_State, Any]:
-        index, x, given = slices
+        index, *others = slices
         is_first = index == first
-        moved, norms = put(state, jnp.where(is_first, first, index - step))
-        following = jnp.clip(index + step, 0, length - 1)
-        following = body.fetch_layer(layers.shards, following, event(state.carry[0]))
-        carry, y, saved, grads = compute(state.weights, state.carry, x, given)
+        args = state.weights, state.carry, *others
+        results, products = run_with_products(jax.make_jaxpr(compute)(*args), jax.tree.leaves(args))
+        carry, y, saved, grads = jax.tree.unflatten(tree, results)
+        # Sums go when what they are added to has come.
+        paces = Paces(
+            Pace(products, fetch_bytes, one_by_one=True), Pace([] if body.accumulates else products, put_bytes)
+        )
+        moved, norms = put(state, jnp.where(is_first, first, index - step), paces)
+        following = body.fetch_layer(layers.shards, jnp.clip(index + step, 0, length - 1), paces.fetches)
         norms = [n + jnp.where(is_first, 0, m) for n, m in zip(state.squared_norms, norms, strict=True)]
         return _State(carry, following, grads, moved, norms), (y, body.store(saved, []))
 
     slice_of = lambda tree: jax.tree.map(lambda a: jax.eval_shape(lambda a: a[0], a), tree)
-    grads = jax.eval_shape(compute, weights, init, slice_of(layers.xs), slice_of(given))[3]
+    shapes = jax.eval_shape(compute, weights, init, slice_of(layers.xs), slice_of(given))
+    tree, grads = jax.tree.structure(shapes), shapes[3]
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), grads)
     state = _State(init, weights, zeros, totals, [jnp.float32(0)] * len(totals))
     slices = jnp.arange(length), layers.xs, given
     state, (ys, saved) = lax.scan(iteration, state, slices, length=length, reverse=reverse)
-    moved, norms = put(state, first + (length - 1) * step)
+    moved, norms = put(state, first + (length - 1) * step, Paces(Pace([], 1), Pace([], 1)))
     norms = [n + m for n, m in zip(state.squared_norms, norms, strict=True)]
     schedule.computed(state.carry[0])
     return Scanned(state.carry, ys, SavedValues([], [saved], []), moved), norms

@@ -16,6 +16,7 @@ from zerojax.sharding.axes import Dims
 from zerojax.transform import host_arrays, host_scan, jaxprs, layer_scan
 from zerojax.transform.dependencies import events
 from zerojax.transform.layer_scan import Carry, Cut, LayerBody, Layers, SavedValues
+from zerojax.transform.pace import Pace, Paces
 from zerojax.transform.regather import Regather, is_differentiable, merge, select
 from zerojax.transform.remat import Remat
 from zerojax.transform.schedule import Schedule
@@ -342,8 +343,8 @@ class _ForwardLayer(LayerBody):
     def fetch(self, shards: Any, prefetch: int, schedule: Schedule) -> list[Array]:
         return self._collectives.fetch(shards, self._dims, schedule, prefetch)
 
-    def fetch_layer(self, stacks: Any, index: Any, events: list[Array]) -> list[Array]:
-        shards = [view.fetch_layer(stack, index, events) for view, stack in zip(self._views, stacks, strict=True)]
+    def fetch_layer(self, stacks: Any, index: Any, pace: Pace) -> list[Array]:
+        shards = [view.fetch_layer(stack, index, pace) for view, stack in zip(self._views, stacks, strict=True)]
         return self._collectives.gather(shards, self._dims, Schedule(0, []))
 
     def compute(self, weights: Any, carry: Carry, x: Any, saved: Any, fetched: Any) -> tuple[Carry, Any, Any, Any]:
@@ -357,8 +358,12 @@ class _ForwardLayer(LayerBody):
     def offload_events(self, saved: Any) -> list[Array]:
         return self._regather.offload_events(saved) if self._regather else []
 
-    def grads_to_host(self, totals: list[Array], grads: Any, index: Any) -> tuple[list[Array], list[Array]]:
+    def grads_to_host(
+        self, totals: list[Array], grads: Any, index: Any, paces: Paces
+    ) -> tuple[list[Array], list[Array]]:
         return [], []
+
+    accumulates = False
 
 
 class _BackwardLayer(LayerBody):
@@ -394,6 +399,7 @@ class _BackwardLayer(LayerBody):
         # At stage 2 nothing else keeps the compiler from recomputing two layers of one iteration at once.
         self.delays_recompute = regather.recomputes and not regather.offloads and not collectives.stage.shards_params
         self.one_layer_grads = regather.recomputes and saves_inputs_only
+        self.accumulates = collectives.host_gradients is not None and collectives.host_gradients.accumulates
 
     def fetch(self, shards: Any, prefetch: int, schedule: Schedule) -> list[Array | None]:
         return self._collectives.fetch_needed(shards, self._dims, self._regather.needed, schedule, prefetch)
@@ -412,20 +418,22 @@ class _BackwardLayer(LayerBody):
         shards, reduced = self._collectives.reduce_transposed(grads, self._orders, self._grad_dims, waits, group)
         return self._collectives.sum_replicas(shards, self._grad_dims, self._complete), reduced
 
-    def fetch_layer(self, stacks: Any, index: Any, events: list[Array]) -> list[Array | None]:
+    def fetch_layer(self, stacks: Any, index: Any, pace: Pace) -> list[Array | None]:
         needed = self._regather.needed
         wanted = zip(select(self._views, needed), select(stacks, needed), strict=True)
-        shards = iter([view.fetch_layer(stack, index, events) for view, stack in wanted])
+        shards = iter([view.fetch_layer(stack, index, pace) for view, stack in wanted])
         by_view = [next(shards) if flag else None for flag in needed]
         full = iter(self._collectives.gather(select(by_view, needed), select(self._dims, needed), Schedule(0, [])))
         return [next(full) if flag else None for flag in needed]
 
-    def grads_to_host(self, totals: list[Array], grads: Any, index: Any) -> tuple[list[Array], list[Array]]:
+    def grads_to_host(
+        self, totals: list[Array], grads: Any, index: Any, paces: Paces
+    ) -> tuple[list[Array], list[Array]]:
         host = self._collectives.host_gradients
         assert host is not None
         reduced, _ = self.reduce(grads, [], 0)
         layers = zip(self._trained_views, totals, reduced, strict=True)
-        moved = [host.put_layer(v.leaf, total, v.of_leaf(grad), index, v.order[0]) for v, total, grad in layers]
+        moved = [host.put_layer(v.leaf, total, v.of_leaf(grad), index, v.order[0], paces) for v, total, grad in layers]
         return [total for total, _ in moved], [norm for _, norm in moved]
 
     def restore(self, saved: Any, overlapped: list[Array]) -> tuple[list[Array], list[Array]]:

@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from zerojax.transform import host_arrays, jaxprs
+from zerojax.transform.pace import Pace
 
 
 class View(NamedTuple):
@@ -29,9 +30,9 @@ class View(NamedTuple):
     equations: tuple[Any, ...]
     order: tuple[int, ...]  # the dims of the leaf in the order of the value
 
-    def fetch_layer(self, stack: Any, index: Any, events: Sequence[Any]) -> Any:
-        """Layer `index` of the value, whose dim 0 is that of layers. From host memory it comes after the events."""
-        layer = host_arrays.fetch_layer(stack, index, self.order[0], events)
+    def fetch_layer(self, stack: Any, index: Any, pace: Pace) -> Any:
+        """Layer `index` of the value, whose dim 0 is that of layers, from the leaf, which may be in host memory."""
+        layer = host_arrays.fetch_layer(stack, index, self.order[0], pace)
         for equation in self.equations:
             if jaxprs.permutation(equation) is None:
                 layer = jaxprs.apply(equation, layer)
