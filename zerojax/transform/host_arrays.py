@@ -15,7 +15,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from zerojax.transform.dependencies import after
+from zerojax.transform.dependencies import after, event
 from zerojax.transform.pace import Pace
 from zerojax.typing import Array, Shape
 
@@ -103,6 +103,12 @@ def put(array: Array) -> Array:
 def put_slice(array: Array, part: Array, start: Any, dim: int) -> Array:
     """Writes a part of an array in host memory or on the device, where `part` is."""
     return lax.dynamic_update_slice_in_dim(array, put(part) if is_in_host(array) else part, start, dim)
+
+
+def arrival(array: Array) -> Array:
+    """An event on the device: that an array has arrived in host memory."""
+    (first,) = event([array])
+    return jax.device_put(first, DEVICE)
 
 
 def _index_after(index: Any, events: Sequence[Array]) -> Array:

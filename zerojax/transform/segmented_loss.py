@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from zerojax.transform import host_arrays, jaxprs
+from zerojax.transform.dependencies import floating_after
 from zerojax.transform.layer_stack import LayerStack
 from zerojax.transform.regather import is_differentiable, select
 from zerojax.transform.remat import NO_REMAT, RematRules
@@ -119,35 +120,40 @@ class SegmentedLoss:
         grads: dict[int, Array] = {}
         pending = [pair for pair in zip(self.parts, saved, strict=True) if pair[0].differentiable_outputs]
         to_come = collections.Counter(i for part, _ in pending for i in part.segment.leaves)
+        arrived: list[list[Array]] = [[], []]  # events of gradients that have arrived in host memory, by unit
         _restore_next(pending, [])
         while pending:
             part, values = pending.pop()
             given = [cotangents.pop(v) if v in cotangents else jnp.zeros(v.aval.shape, v.aval.dtype)
                      for v in part.differentiable_outputs]  # fmt: skip
-            given = _restore_next(pending, given)
+            given = _restore_next(pending, floating_after(given, arrived[-2]))
             leaf_grads, data_grads = part.backward(by_leaf, values, given, schedule)
             for i, grad in leaf_grads.items():
                 accumulate(grads, i, grad)
             to_come.subtract(part.segment.leaves)
-            self._move(grads, [i for i in part.segment.leaves if not to_come[i]], shards)
+            moved = self._move(grads, [i for i in part.segment.leaves if not to_come[i]], shards)
+            arrived += [moved] if moved else []
             for v, grad in zip(part.wanted_inputs, data_grads, strict=True):
                 cotangents[v] = cotangents[v] + grad if v in cotangents else grad
         own = {i: self._leaf_grad(i, grads) for i in range(len(shards)) if not self._has_moved(i)}
         self._move(own, list(own), shards)
-        moved = self.collectives.host_gradients.totals if self.collectives.host_gradients else {}
-        return out, [own[i] if i in own else moved[i] for i in range(len(shards))]
+        in_host = self.collectives.host_gradients.totals if self.collectives.host_gradients else {}
+        return out, [own[i] if i in own else in_host[i] for i in range(len(shards))]
 
     def _has_moved(self, i: int) -> bool:
         """Whether the gradient of a leaf is in host memory."""
         host = self.collectives.host_gradients
         return host is not None and i in host.squared_norms
 
-    def _move(self, grads: dict[int, Any], leaves: Sequence[int], shards: Sequence[Array]) -> None:
-        """Moves the complete gradients of leaves that are in host memory there."""
+    def _move(self, grads: dict[int, Any], leaves: Sequence[int], shards: Sequence[Array]) -> list[Array]:
+        """Moves the complete gradients of leaves that are in host memory there: events of when the device is done."""
         host = self.collectives.host_gradients
-        for i in leaves:
-            if host is not None and grads.get(i) is not None and host_arrays.is_in_host(shards[i]):
-                host.add(i, grads.pop(i))
+        if host is None:
+            return []
+        complete = [i for i in leaves if grads.get(i) is not None and host_arrays.is_in_host(shards[i])]
+        for i in complete:
+            host.add(i, grads.pop(i))
+        return [event for i in complete for event in (host_arrays.arrival(host.totals[i]), host.squared_norms[i])]
 
     def _leaf_grad(self, i: int, grads: dict[int, Array]) -> Array | None:
         if not self.trainable[i]:
