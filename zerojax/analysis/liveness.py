@@ -23,7 +23,7 @@ import jax
 
 from zerojax.analysis import jaxpr_stats
 from zerojax.analysis.jaxpr_stats import Operation, Value
-from zerojax.transform import jaxprs
+from zerojax.transform import host_arrays, jaxprs
 
 ACTIVATIONS, CHECKPOINTS, GATHERED, GRADIENTS = "activations", "checkpoints", "gathered", "gradients"
 
@@ -35,7 +35,11 @@ _LOOPS = frozenset(["cond", "scan", "while"])
 _READS_STORED = jaxprs.PRODUCTS | jaxpr_stats.COLLECTIVES.keys() | _LOOPS | {"device_put", "sort", "top_k"}
 _SMALL = 64  # a result that is this many times smaller than its sources is stored
 _KERNELS = ("dot_product_attention", "pure_callback")  # prefixes of names; these kernels read and write buffers
-_STORES = _READS_STORED | _UPDATE_IN_PLACE | {"argmax", "argmin", "cumsum", "gather", "select_and_scatter_add"}
+_STORES = (
+    _READS_STORED
+    | _UPDATE_IN_PLACE
+    | {"argmax", "argmin", "cumsum", "gather", host_arrays.ROOM, "select_and_scatter_add"}
+)
 
 
 class Peak(NamedTuple):

@@ -10,7 +10,7 @@ from zerojax.tables import Column, Screen, TextTable, printed, screen, sections_
 from zerojax.text import SPACE, bytes_text, fold
 from zerojax.typing import Shape
 
-HOST_MEMORY = "host memory"  # the category of the optimizer's state that is offloaded
+HOST_MEMORY = "host memory"  # the category of what is offloaded
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,10 +13,11 @@ import jax
 
 from zerojax.analysis import jaxpr_stats, liveness
 from zerojax.analysis.liveness import Peak
-from zerojax.report.explanation import HOST_MEMORY
 from zerojax.report.placement import explain
+from zerojax.sharding import placement
 from zerojax.sharding.placement import Leaf
 from zerojax.sharding.stages import Stage
+from zerojax.step import state as states
 from zerojax.step.config import ZeroConfig
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import TrainState
@@ -158,7 +159,9 @@ def memory_terms(
     transposed = _transposed_leaf(config, settings, state)
     if transposed and transposed.num_bytes > sum(term.num_bytes for term in temporaries):
         temporaries = [transposed]
-    state_in_host = explain(config, state).totals.get(HOST_MEMORY, 0)
+    flags, arrays = jax.tree.leaves(states.in_host(config, state)), jax.tree.leaves(state)
+    in_host = [a for a, flag in zip(arrays, flags, strict=True) if flag]
+    state_in_host = sum(placement.shard_bytes(a, a.sharding) for a in in_host)
     terms = *_argument_terms(config, state, batch), *temporaries
     return Memory(terms, host.num_bytes + state_in_host, state_in_host)
 
@@ -177,6 +180,8 @@ def _argument_terms(config: ZeroConfig, state: TrainState, batch: PyTree) -> lis
     of_optimizer = f"{optimizer * shards:.3g} x {count_text(psi)}{divisor(shards > 1)}"
     if config.offloads_optimizer:
         of_optimizer = "what is not shaped like a parameter, such as counts"
+    if config.offloads_params:
+        params = "vectors; all others are in host memory"
     terms = [
         Term("parameters", totals["params"], params),
         Term("optimizer state", totals["optimizer"], of_optimizer),

@@ -38,6 +38,8 @@ def explain(config: ZeroConfig, state: TrainState, uses: Sequence[tuple[Use, ...
     of_optimizer = lambda tree: [HOST_MEMORY if flag else "optimizer" for flag in jax.tree.leaves(tree)]
     optimizer = zip(of_optimizer(is_host.opt_state), _leaves(state.opt_state), opt_shapes, strict=True)
     master = zip(of_optimizer(is_host.master), _leaves(state.master), strict=True)
+    host_params = {path for flag, path in zip(jax.tree.leaves(is_host.params), leaves, strict=True) if flag}
+    of_params = lambda name, path: (HOST_MEMORY, f"{name}/{path}") if path in host_params else (name, path)
     shards = {
         "params": axes.num_shards if stage.shards_params else 1,
         "grads": axes.num_shards if stage.shards_grads else 1,
@@ -51,8 +53,15 @@ def explain(config: ZeroConfig, state: TrainState, uses: Sequence[tuple[Use, ...
         _optimizer_reason(path, shape, leaves, axes) if shards["optimizer"] > 1 else whole
     )
     rows = [
-        *(row("params", path, a, leaves[path].shape, why(path, "params")) for path, a in _leaves(state.params)),
-        *(row("grads", f.path, gradient(f), f.shape, why(f.path, "grads")) for f in leaves.values() if f.trainable),
+        *(
+            row(*of_params("params", path), a, leaves[path].shape, why(path, "params"))
+            for path, a in _leaves(state.params)
+        ),
+        *(
+            row(*of_params("grads", f.path), gradient(f), f.shape, why(f.path, "grads"))
+            for f in leaves.values()
+            if f.trainable
+        ),
         *(
             row(category, f"master/{path}", a, leaves[path].shape, why(path, "optimizer"))
             for category, (path, a) in master

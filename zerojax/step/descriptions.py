@@ -56,12 +56,11 @@ def _held_text(state: Any) -> str:
     optimizer = (state.master, state.opt_state)
     parts = {"parameters": state.params, "optimizer state": optimizer, "model state": state.model_state}
     offloads = state.definition.config is not None and state.definition.config.offloads_optimizer
-    host = _held_bytes(optimizer, of_host=True) if offloads else 0
-    held = {name: _held_bytes(tree) for name, tree in parts.items()}
-    held["optimizer state"] -= host
-    listed = ", ".join(f"{name} {bytes_text(size)}" for name, size in held.items() if size)
-    more = f"\n  in host memory: {bytes_text(host)} of the optimizer state" if host else ""
-    return f"{bytes_text(sum(held.values()))} ({listed}){more}"
+    host = {name: _held_bytes(tree, of_host=True) if offloads else 0 for name, tree in parts.items()}
+    held = {name: _held_bytes(tree) - host[name] for name, tree in parts.items()}
+    listed = lambda sizes: ", ".join(f"{name} {bytes_text(size)}" for name, size in sizes.items() if size)
+    total = lambda sizes: f"{bytes_text(sum(sizes.values()))} ({listed(sizes)})"
+    return f"{total(held)}\n  in host memory: {total(host)}" if any(host.values()) else total(held)
 
 
 def _held_bytes(tree: PyTree, of_host: bool = False) -> int:

@@ -262,7 +262,7 @@ class DeviceGradient:
         out: dict[str, Any] = {}
 
         def flat_loss(*args: Array) -> list[Array]:
-            params = jax.tree.unflatten(self.definition.tree, args[: len(full)])
+            params = jax.tree.unflatten(self.definition.tree, self.definition.for_compute(args[: len(full)]))
             output = self.loss(params, *jax.tree.unflatten(data_tree, args[len(full) :]))
             flat, out["tree"] = jax.tree.flatten(jax.tree.map(jnp.asarray, output))
             return flat

@@ -22,6 +22,7 @@ from zerojax.step import models
 from zerojax.step.config import ZeroConfig
 from zerojax.step.descriptions import state_text
 from zerojax.text import SPACE, abbreviate, fold
+from zerojax.transform import host_arrays
 from zerojax.typing import Array, Aval, PRNGKey, PyTree
 
 
@@ -95,8 +96,12 @@ class Definition:
         return any(leaf.trainable and leaf.dtype != leaf.compute_dtype for leaf in self.leaves)
 
     def for_compute(self, leaves: Sequence[Array]) -> list[Array]:
-        """Casts parameter leaves to the dtypes in which they are gathered and computed with."""
-        return [a.astype(leaf.compute_dtype) for a, leaf in zip(leaves, self.leaves, strict=True)]
+        """Casts parameter leaves to the dtypes in which they are gathered and computed with.
+
+        Those in host memory stay as they are: they are cast when they have come to the device.
+        """
+        cast = lambda a, leaf: a if host_arrays.is_in_host(a) else a.astype(leaf.compute_dtype)
+        return [cast(a, leaf) for a, leaf in zip(leaves, self.leaves, strict=True)]
 
     def cast_trained(self, trained: PyTree) -> PyTree:
         """Casts a tree from `trained` to the dtypes in which the leaves are gathered and computed with."""

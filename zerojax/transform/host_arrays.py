@@ -23,7 +23,8 @@ HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 _MOST_PARTS = 16
 _TILE = 128, 32  # elements of a whole tile of a TPU, in the last dim and the one before
 
-_host_room = Primitive("host_room")
+ROOM = "host_room"  # the name of the primitive in traces
+_host_room = Primitive(ROOM)
 _host_room.def_abstract_eval(lambda *, shape, dtype: jax.core.ShapedArray(shape, dtype, memory_space=HOST))
 _lower_zeros = mlir.lower_fun(lambda *, shape, dtype: jnp.zeros(shape, dtype), multiple_results=False)
 mlir.register_lowering(_host_room, _lower_zeros)
