@@ -10,8 +10,8 @@ from click.testing import CliRunner
 import zerojax
 from zerojax.cli import main
 from zerojax.plan import attention, from_hugging_face, plan, presets
+from zerojax.plan.find_job import find_job
 from zerojax.plan.hugging_face import HUGGING_FACE_FAMILIES
-from zerojax.plan.planner import find_job
 
 
 def decoder(model_type, width, layers, heads, kv_heads, hidden, vocab, **more):

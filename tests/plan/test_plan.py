@@ -19,11 +19,13 @@ from zerojax.analysis.hlo_collectives import Collective
 from zerojax.analysis.liveness import peak
 from zerojax.cli import main
 from zerojax.plan import PRESETS, Job, Settings, attention, plan, presets
-from zerojax.plan.planner import OFFLOADS, REMATS, Planner
+from zerojax.plan.changes import REMATS
+from zerojax.plan.planner import Planner
 from zerojax.plan.program import required_bytes, summarize_collectives
 from zerojax.plan.search import search
 from zerojax.plan.show import text
 from zerojax.report.memory import largest_model, model_states
+from zerojax.step.config import OFFLOADS
 
 # ZeRO, table 1: GB per device for P_os, P_os+g, P_os+g+p
 TABLE_1 = {

@@ -36,13 +36,13 @@ def precision_names() -> Iterable[str]:
 
 
 def remat_names() -> Iterable[str]:
-    from zerojax.plan.planner import REMATS
+    from zerojax.plan.changes import REMATS
 
     return REMATS
 
 
 def offload_names() -> Iterable[str]:
-    from zerojax.plan.planner import OFFLOADS
+    from zerojax.step.config import OFFLOADS
 
     return OFFLOADS
 

@@ -92,7 +92,7 @@ from zerojax.cli.output import print_rich
     show_default=True,
     metavar="WHAT",
     shell_complete=complete(offload_names),
-    help="What is in host memory between steps: none or optimizer.",
+    help="What is in host memory: none, optimizer or params.",
 )
 @click.option("--bucket-mib", type=click.IntRange(1), metavar="MIB", help="Maximum size of a collective.")
 @click.option(

@@ -20,25 +20,29 @@ class FormulaTime(NamedTuple):
         link_s: seconds to send ZeRO's bytes over the links.
         host_s: seconds to copy an offloaded state from host memory and back, in both directions at once. This is the
             update, which starts after the gradients and overlaps with none of the others.
+        stream_s: seconds to copy offloaded weights and their gradients, beside the forward and the backward pass.
     """
 
     compute: ComputeTime
     link_s: float
     host_s: float = 0.0
+    stream_s: float = 0.0
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step: of its computation or of the links, whichever takes longer, and of an offloaded update."""
-        return max(self.compute.total_s, self.link_s) + self.host_s
+        """Seconds of a step: of its computation, of the links or of the copies of weights, whichever takes longest, and
+        of an offloaded update."""
+        return max(self.compute.total_s, self.link_s, self.stream_s) + self.host_s
 
     def data(self) -> dict[str, float]:
         """Returns the seconds by name."""
-        return self.compute._asdict() | {"link_s": self.link_s, "host_s": self.host_s}
+        return self.compute._asdict() | {"link_s": self.link_s, "host_s": self.host_s, "stream_s": self.stream_s}
 
     @property
     def bound(self) -> str:
         """What limits the step: 'products', 'memory', 'links' or 'copies', which are those of an offloaded state."""
-        if self.host_s > max(self.compute.total_s, self.link_s):
+        beside = max(self.compute.total_s, self.link_s)
+        if self.host_s > max(beside, self.stream_s) or self.stream_s > beside:
             return "copies"
         if self.link_s > self.compute.total_s:
             return "links"
@@ -77,3 +81,22 @@ def link_seconds(cluster: Cluster, settings: Settings, parameters: int) -> float
         share = (settings.replica - 1) / settings.replica
         seconds += 2 * reduced * parameters / num_shards * share / across.rate
     return seconds
+
+
+def host_copies(settings: Settings, state_bytes: int, num_params: int) -> tuple[float, float]:
+    """The bytes that a device copies from its host or to it, in the direction with more of them: (beside the forward
+    and the backward pass, in the update).
+
+    Weights come for the forward and for the backward pass. Of several microbatches, the sums of gradients come too.
+
+    Args:
+        settings: the options of the step.
+        state_bytes: of the state in host memory, for each device.
+        num_params: the parameters that are in host memory, for each device.
+    """
+    k, (weight, reduced) = settings.num_microbatches, _widths(settings)
+    wide = jnp.dtype(Precision.of(settings.precision).param_dtype).itemsize
+    gradient = wide if k > 1 else reduced
+    weights, gradients = weight * num_params, gradient * num_params
+    beside = max(k * (2 * weights + gradients * (k > 1)), k * gradients)
+    return beside, state_bytes + max(0, gradients - weights)

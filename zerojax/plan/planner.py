@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 from zerojax.analysis import hardware, targets
-from zerojax.analysis.hardware import Chip, Cluster
+from zerojax.analysis.hardware import Cluster
 from zerojax.analysis.jaxpr_costs import ComputeTime
 from zerojax.analysis.utilisation import Throughput, model_flops, throughput
-from zerojax.plan import attention, presets
-from zerojax.plan.formula_time import FormulaTime, link_seconds
-from zerojax.plan.job import DEFAULT_SETTINGS, Job, Settings
+from zerojax.plan.changes import memory_reductions, uses_of_free_memory
+from zerojax.plan.find_job import can_fuse, find_job, shapes_of, widest_head
+from zerojax.plan.formula_time import FormulaTime, host_copies, link_seconds
+from zerojax.plan.job import DEFAULT_SETTINGS, Settings
 from zerojax.plan.notes import notes
 from zerojax.plan.program import CompiledStep, compile_step
 from zerojax.plan.tracing import Tracer, num_rows
 from zerojax.plan.transformer import Transformer
 from zerojax.report.memory import Memory
+from zerojax.sharding.placement import shard_bytes
 from zerojax.sharding.uneven import uneven_text
+from zerojax.step.state import in_host
 
 # The share of a device's memory that a program may use. GPUs: the share that JAX takes without XLA_CLIENT_MEM_FRACTION
 # (JAX's documentation, "GPU memory allocation", 2026-11). TPUs: 15.75 GiB of a v5e's 16 GiB are not reserved (from an
@@ -29,8 +34,6 @@ from zerojax.sharding.uneven import uneven_text
 MEMORY_SHARE = {"cuda": 0.75, "tpu": 0.984, "cpu": 1.0}
 _MAX_GPU_SHARE = 0.95  # a guess: the driver and NCCL need some of the rest
 _HOST_SHARE = 0.8  # of a host's memory, which a program may pin; a guess: the rest is for the data and the system
-OFFLOADS = ("none", "optimizer")
-REMATS = ("none", "dots", "full", "offload")  # from the most memory to the least
 
 
 class Suggestion(NamedTuple):
@@ -214,7 +217,7 @@ class Planner:
         host_memory_bytes: int | None = None,
     ):
         self.what, self.cluster = what, target if isinstance(target, Cluster) else hardware.cluster(target)
-        self.shapes = _shapes(what)
+        self.shapes = shapes_of(what)
         self.name = self.shapes.name if self.shapes else str(what)
         chip = self.cluster.chip
         share = MEMORY_SHARE[chip.platform] if memory_share is None else memory_share
@@ -256,7 +259,7 @@ class Planner:
         parameters = self.parameters(settings)
         loss = self.tracer.loss(settings, self.cluster.num_devices).traced
         told = (
-            *self._of_shapes(),
+            *self._ofshapes_of(),
             *self._uneven(settings),
             *notes(loss, memory, self.cluster, settings),
         )
@@ -278,14 +281,14 @@ class Planner:
         suggestions = tuple(self._suggestions(found)) if suggest else ()
         return dataclasses.replace(found, suggestions=suggestions)
 
-    def _of_shapes(self) -> Iterator[str]:
+    def _ofshapes_of(self) -> Iterator[str]:
         """What the plan does not follow of a described model, and whether its attention is fused."""
         if self.shapes is None:
             return
         yield from self.shapes.notes
         if self.cluster.chip.platform == "cuda" and not self.shapes.caps_scores:
-            head_dim, widest = self.shapes.width_of_head, _widest_head(self.cluster.chip)
-            if not _can_fuse(self.shapes, self.cluster.chip):
+            head_dim, widest = self.shapes.width_of_head, widest_head(self.cluster.chip)
+            if not can_fuse(self.shapes, self.cluster.chip):
                 yield (
                     f"attention is planned in blocks of queries: its heads of width {head_dim} are not fused, since"
                     f" cuDNN takes multiples of 8 up to {widest} on this GPU"
@@ -310,12 +313,17 @@ class Planner:
 
     def formula_time(self, settings: Settings) -> FormulaTime:
         """The time of a step by formula."""
-        host_s = 0.0
-        if settings.offload != "none":
-            state_bytes = self.memory(settings).host_state_bytes
-            host_s = state_bytes / self.cluster.chip.host_rate.effective
         link_s = link_seconds(self.cluster, settings, self.parameters(settings))
-        return FormulaTime(self.compute_time(settings), link_s, host_s)
+        rate, memory = self.cluster.chip.host_rate.effective, self.memory(settings)
+        beside, update = host_copies(settings, memory.host_state_bytes, self._host_params(settings))
+        return FormulaTime(self.compute_time(settings), link_s, update / rate, beside / rate)
+
+    def _host_params(self, settings: Settings) -> int:
+        """The parameters in host memory for each device, as stored."""
+        zero = self.tracer.zero(settings, self.cluster.num_devices)
+        state = self.tracer.state(zero)
+        flags, params = jax.tree.leaves(in_host(zero.config, state).params), jax.tree.leaves(state.params)
+        return sum(shard_bytes(a, a.sharding) // a.dtype.itemsize for a in itertools.compress(params, flags))
 
     def fits(self, peak_bytes: int, host_bytes: int) -> bool:
         """Whether a step with this memory of a device and of its host is within both limits."""
@@ -361,9 +369,9 @@ class Planner:
             yield Suggestion(
                 f"XLA_CLIENT_MEM_FRACTION={_MAX_GPU_SHARE} in the environment", found.peak_bytes, True, 1.0
             )
-        changes = _memory_reductions if not found.fits else _uses_of_free_memory
+        changes = memory_reductions if not found.fits else uses_of_free_memory
         correction = max(0, found.peak_bytes - found.memory.peak_bytes)  # of the formula, if compiled
-        for text, settings, num_devices in changes(found):
+        for text, settings, num_devices in changes(found.settings, self.cluster.num_devices):
             if settings.offload != "none" and not self.tracer.can_offload(settings, num_devices):
                 continue
             memory = self.memory(settings, num_devices)
@@ -372,101 +380,3 @@ class Planner:
             if found.fits or helps:
                 fits = self.fits(peak_bytes, memory.host_bytes)
                 yield Suggestion(text, peak_bytes, fits, self._speed(found, settings, num_devices))
-
-
-def _shapes(what: str | Transformer) -> Transformer | None:
-    """The shapes of a preset or of a described model; None for the user's function."""
-    return presets.PRESETS.get(what) if isinstance(what, str) else what
-
-
-def find_job(what: str | Transformer, chip: Chip | None = None, compiled: bool = False) -> Job:
-    """Returns the job of a preset, of a described model, or of the user's function.
-
-    Args:
-        what: as in `plan`.
-        chip: the chip of the target. Programs for GPUs use fused attention, if it takes the heads of the model.
-        compiled: whether the job will be compiled. If not, it can only be traced, which needs no package of the
-            platform.
-
-    Raises:
-        ValueError: if there is no such preset or function, or if the function does not return a `Job`.
-    """
-    if (shapes := _shapes(what)) is not None:
-        fused = attention.cudnn_attention if compiled else attention.cudnn_attention_for_tracing
-        return presets.job(shapes, fused if chip and _can_fuse(shapes, chip) else None)
-    assert isinstance(what, str)
-    module, colon, name = what.partition(":")
-    if not colon:
-        raise ValueError(
-            f"plan: no preset {what!r}\n  fix:      use one of {', '.join(presets.PRESETS)}, or 'module:function'"
-        )
-    try:
-        found = getattr(importlib.import_module(module), name)()
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"plan: {what!r} cannot be called\n  got:      {error}\n"
-            f"  fix:      pass 'module:function', with a module that Python can import (PYTHONPATH=.)"
-        ) from error
-    if not isinstance(found, Job):
-        raise ValueError(
-            f"plan: {what!r} does not return a Job\n  got:      {type(found).__name__}\n"
-            f"  fix:      return zerojax.plan.Job(create_model, tx, loss_fn, batch, rows=..., tokens=...)"
-        )
-    return found
-
-
-def _can_fuse(shapes: Transformer, chip: Chip) -> bool:
-    head_dim = shapes.width_of_head
-    return (
-        chip.platform == "cuda"
-        and not shapes.caps_scores
-        and head_dim <= _widest_head(chip)
-        and head_dim % attention.FUSED_HEAD_MULTIPLE == 0
-    )
-
-
-def _widest_head(chip: Chip) -> int:
-    return attention.widest_fused_head((8, 0) if chip.name == "a100" else (9, 0))
-
-
-Change = tuple[str, Settings, int]
-
-
-def _memory_reductions(found: Plan) -> Iterator[Change]:
-    settings, num_devices = found.settings, found.cluster.num_devices
-    change = functools.partial(dataclasses.replace, settings)
-    if settings.stage < 3:
-        yield "stage 3", change(stage=3), num_devices
-    for remat in REMATS[REMATS.index(settings.remat) + 1 :] if settings.remat in REMATS else ():
-        yield f"remat={remat!r}", change(remat=remat), num_devices
-    if settings.offload == "none":
-        offloaded = change(offload="optimizer")
-        yield "offload='optimizer' (its state in host memory)", offloaded, num_devices
-    if settings.rows and settings.rows % 2 == 0:
-        twice = 2 * settings.num_microbatches
-        halved = change(rows=settings.rows // 2, num_microbatches=twice)
-        yield f"{twice} microbatches of {settings.rows // 2} rows", halved, num_devices
-    if settings.stage in (1, 2) and settings.bucket_bytes is None:
-        yield "bucket_bytes=2**28 (moves stacks in pieces)", change(bucket_bytes=2**28), num_devices
-    if settings.prefetch:
-        yield "prefetch=0 (each unit waits for its weights)", change(prefetch=0), num_devices
-    if settings.stage:
-        yield f"{4 * num_devices} devices", settings, 4 * num_devices
-
-
-def _uses_of_free_memory(found: Plan) -> Iterator[Change]:
-    settings, num_devices = found.settings, found.cluster.num_devices
-    change = functools.partial(dataclasses.replace, settings)
-    if settings.offload != "none":
-        yield "offload='none' (no copies of the optimizer's state)", change(offload="none"), num_devices
-    for remat in REMATS[: REMATS.index(settings.remat)] if settings.remat in REMATS else ():
-        yield f"remat={remat!r} (less recomputation)", change(remat=remat), num_devices
-    if settings.rows:
-        yield (
-            f"{2 * settings.rows} rows (twice the work for the same communication)",
-            change(rows=2 * settings.rows),
-            num_devices,
-        )
-    if settings.stage:
-        lower = settings.stage - 1
-        yield f"stage {lower}{' (less communication)' * (settings.stage == 3)}", change(stage=lower), num_devices

@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 
 from zerojax.analysis import targets
 from zerojax.analysis.hardware import Cluster
+from zerojax.plan.changes import REMATS
 from zerojax.plan.formula_time import FormulaTime
 from zerojax.plan.job import Settings
-from zerojax.plan.planner import OFFLOADS, REMATS, Plan, Planner
+from zerojax.plan.planner import Plan, Planner
 from zerojax.plan.transformer import Transformer
+from zerojax.step.config import OFFLOADS
 
 DOES_NOT_FIT = "does not fit"
 NAIVE = Settings(stage=3, remat="full", prefetch=0)
@@ -134,8 +136,11 @@ def search(
         return Candidate(settings, memory.peak_bytes, fits, planner.formula_time(settings))
 
     considered = [dataclasses.replace(s, precision=precision) for s in _settings(cluster, rows)]
-    if not planner.tracer.can_offload(base, cluster.num_devices):
-        considered = [s for s in considered if s.offload == "none"]
+    can_offload = {
+        offload: planner.tracer.can_offload(dataclasses.replace(base, offload=offload), cluster.num_devices)
+        for offload in OFFLOADS
+    }
+    considered = [s for s in considered if can_offload[s.offload]]
     found = [candidate(s) for s in considered]
     # Of two equally fast ones, the one with fewer microbatches comes first: its kernels are larger.
     found.sort(key=lambda c: (not c.fits, c.step_s, c.settings.num_microbatches, c.peak_bytes))
@@ -156,7 +161,8 @@ def _settings(cluster: Cluster, rows: int) -> Iterator[Settings]:
     replicas = [1, *_replicas(cluster)]
     microbatches = [k for k in range(1, rows + 1) if rows % k == 0]
     for stage, remat, k, replica, offload in itertools.product(stages, REMATS, microbatches, replicas, OFFLOADS):
-        if stage or replica == 1:
+        holds_shards = replica == 1 and (stage == 3 or cluster.num_devices == 1)
+        if (stage or replica == 1) and (offload != "params" or holds_shards):
             yield Settings(stage, rows=rows // k, num_microbatches=k, remat=remat, replica=replica, offload=offload)
 
 

@@ -14,6 +14,7 @@ from flax import nnx
 
 from zerojax.analysis import jaxpr_stats, repeated_layers
 from zerojax.analysis.hardware import Chip
+from zerojax.analysis.host_arguments import in_host_memory
 from zerojax.analysis.jaxpr_costs import ComputeTime, compute_time
 from zerojax.analysis.liveness import Peak
 from zerojax.plan.few_layers import FewLayers, LossTrace, few_layers, trace_loss
@@ -24,7 +25,7 @@ from zerojax.step import creation, models
 from zerojax.step.gradient import DeviceGradient, compute_gradients, device_gradient
 from zerojax.step.settings import StepSettings
 from zerojax.step.source import ModelSource, plain_arrays, source_of
-from zerojax.step.state import TrainState, stored_avals
+from zerojax.step.state import TrainState, in_host, stored_avals
 from zerojax.transform.remat import Remat, RematRules
 from zerojax.zero import Zero
 
@@ -104,9 +105,9 @@ class Tracer:
         return self._stored[zero.config]
 
     def can_offload(self, settings: Settings, num_devices: int) -> bool:
-        """Whether a step may have its optimizer's state in host memory: not with any mesh, nor any optimizer."""
+        """Whether a step may offload what the settings say: not with any mesh, nor any optimizer."""
         try:
-            self.state(self.zero(dataclasses.replace(settings, offload="optimizer"), num_devices))
+            self.state(self.zero(settings, num_devices))
         except ValueError:
             return False
         return True
@@ -139,8 +140,9 @@ class Tracer:
         return self._losses[key]
 
     def device_trace(self, settings: Settings, num_devices: int) -> DeviceTrace:
-        """Traces what one device computes before the update. It does not depend on what is offloaded between steps."""
-        settings = dataclasses.replace(settings, offload="none")
+        """Traces what one device computes before the update. It is the same with the optimizer's state offloaded."""
+        if settings.offload == "optimizer":
+            settings = dataclasses.replace(settings, offload="none")
         key = settings, num_devices, self.on_few_layers
         if key not in self._traces:
             gradient, args = self._gradient(self.zero(settings, num_devices), settings)
@@ -169,7 +171,8 @@ class Tracer:
         batch = self.batch(settings, zero.config.axes.num_devices)
         scale = jax.ShapeDtypeStruct((), jnp.float32)
         gradient = device_gradient(zero.config, state.definition, self.job.loss_fn, step)
-        return gradient, (jax.tree.leaves(state.params), state.model_state, batch, state.key, scale)
+        params = in_host_memory(state.params, in_host(zero.config, state).params)
+        return gradient, (jax.tree.leaves(params), state.model_state, batch, state.key, scale)
 
 
 def num_rows(job: Job, settings: Settings, num_devices: int) -> int:

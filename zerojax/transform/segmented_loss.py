@@ -126,7 +126,9 @@ class SegmentedLoss:
             part, values = pending.pop()
             given = [cotangents.pop(v) if v in cotangents else jnp.zeros(v.aval.shape, v.aval.dtype)
                      for v in part.differentiable_outputs]  # fmt: skip
-            given = _restore_next(pending, floating_after(given, arrived[-2]))
+            # What is still to be moved before a loop would wait for its end.
+            given = floating_after(given, arrived[-1 if isinstance(part, LayerStack) else -2])
+            given = _restore_next(pending, given)
             leaf_grads, data_grads = part.backward(by_leaf, values, given, schedule)
             for i, grad in leaf_grads.items():
                 accumulate(grads, i, grad)
