@@ -59,6 +59,21 @@ class Updated(NamedTuple):
     squared_norm: Array | None
 
 
+class _Fixed(NamedTuple):
+    """What every piece is updated from.
+
+    Attributes:
+        grads: on the device or in host memory, by position.
+        sliced, scalars: values of `SplitUpdate.sliced` and of `SplitUpdate.scalars`.
+        divisor: of gradients in host memory; None is 1.
+    """
+
+    grads: dict[int, Array]
+    sliced: Sequence[Array]
+    scalars: Sequence[Array]
+    divisor: Array | None
+
+
 class StreamedUpdate:
     """The update of a state whose optimizer state is in host memory.
 
@@ -201,7 +216,7 @@ class StreamedUpdate:
             by_count[each.count].append(k)
         total = jnp.float32(0)
         for count, leaves in by_count.items():
-            fixed = grads, sliced, scalars, divisor
+            fixed = _Fixed(grads, sliced, scalars, divisor)
             own = {p: a for p, a in hosts.items() if self.split.arguments[p].leaf in leaves}
             params = {k: computed[k] for k in leaves if k in computed}
             updated, params, total = self._stream_alike({k: cuts[k] for k in leaves}, count, own, params, total, fixed)
@@ -211,20 +226,20 @@ class StreamedUpdate:
 
     def _stream_alike(
         self, cuts: dict[int, Pieces], count: int, hosts: dict[int, Array], computed: dict[int, Array], total: Array,
-        fixed: Any,
+        fixed: _Fixed,
     ) -> tuple[dict[int, Array], dict[int, Array], Array]:  # fmt: skip
         """Updates parameters that are cut into equally many pieces, see `_stream`.
 
         It adds to the squared norm `total`, so that one loop waits for another: the pieces of both would otherwise be
         on the device.
         """
-        grads = {p: a for p, a in fixed[0].items() if self.split.arguments[p].in_host}
+        grads = {p: a for p, a in fixed.grads.items() if self.split.arguments[p].in_host}
         of_leaf = {k: [p for p in (*hosts, *grads) if self.split.arguments[p].leaf == k] for k in cuts}
         cut_of = {p: cuts[k] for k in cuts for p in of_leaf[k]}
         last = next(reversed(cut_of), None)
 
         def fetch(p: int, host: Array, c: Any) -> Array:
-            return jax.device_put(cut_of[p].read(host, c), host_arrays.DEVICE)
+            return jax.device_put(cut_of[p].read(host, c), host_arrays.DEVICE_SPACE)
 
         def step(c: Any, carry: Any) -> Any:
             """Updates piece `c` of each parameter, and fetches the next one; of the last array, the same one before."""
@@ -235,16 +250,16 @@ class StreamedUpdate:
                 fetched[last] = fetch(last, (hosts | grads)[last], c)
                 came = [*came, event([fetched[last]])]
             for k, pieces in cuts.items():
-                results = self._update_piece(k, pieces, c, fetched, computed.get(k), *fixed)
+                results = self._update_piece(k, pieces, c, fetched, computed.get(k), fixed)
                 total += self._squared_norm(k, results[k])
                 if k in computed and not self._moved[k]:
                     computed[k] = pieces.write(computed[k], results[k].astype(computed[k].dtype), c)
                 for p in of_leaf[k]:
                     (index,) = after([jnp.asarray(c)], came[-_AHEAD])
                     if p in hosts:
-                        hosts[p] = pieces.write(hosts[p], host_arrays.put(results[p]), index)
+                        hosts[p] = pieces.write(hosts[p], host_arrays.to_host(results[p]), index)
                     elif k in computed:
-                        going = host_arrays.put(results[k].astype(computed[k].dtype))
+                        going = host_arrays.to_host(results[k].astype(computed[k].dtype))
                         computed[k] = pieces.write(computed[k], going, index)
                     if p == last:
                         continue
@@ -257,11 +272,10 @@ class StreamedUpdate:
         return lax.fori_loop(0, count, step, (hosts, computed, total, first))[:3]
 
     def _update_piece(
-        self, k: int, cut: Pieces, c: Any, fetched: dict[int, Array], computed: Array | None, grads: dict[int, Array],
-        sliced: Sequence[Array], scalars: Sequence[Array], divisor: Array | None,
-    ) -> dict[int, Array]:  # fmt: skip
+        self, k: int, cut: Pieces, c: Any, fetched: dict[int, Array], computed: Array | None, fixed: _Fixed
+    ) -> dict[int, Array]:
         """The results that belong to parameter `k`, for piece `c` of it, by position."""
-        operands = self.split.arguments
+        (grads, sliced, scalars, divisor), operands = fixed, self.split.arguments
         pieces = {p: a for p, a in fetched.items() if operands[p].leaf == k}
         if divisor is not None:
             pieces |= {p: a / divisor for p, a in pieces.items() if p in grads}

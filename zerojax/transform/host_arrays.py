@@ -19,13 +19,13 @@ from zerojax.transform.dependencies import after, event
 from zerojax.transform.pace import Pace
 from zerojax.typing import Array, Shape
 
-HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
-_MOST_PARTS = 16
-_TILE = 128, 32  # elements of a whole tile of a TPU, in the last dim and the one before
+HOST_SPACE, DEVICE_SPACE = jax.memory.Space.Host, jax.memory.Space.Device
+_MOST_PIECES = 16
+_ALIGNED = 128, 32  # elements of a whole tile of a TPU, in the last dim and the one before
 
 ROOM = "host_room"  # the name of the primitive in traces
 _host_room = Primitive(ROOM)
-_host_room.def_abstract_eval(lambda *, shape, dtype: jax.core.ShapedArray(shape, dtype, memory_space=HOST))
+_host_room.def_abstract_eval(lambda *, shape, dtype: jax.core.ShapedArray(shape, dtype, memory_space=HOST_SPACE))
 _lower_zeros = mlir.lower_fun(lambda *, shape, dtype: jnp.zeros(shape, dtype), multiple_results=False)
 mlir.register_lowering(_host_room, _lower_zeros)
 
@@ -41,42 +41,42 @@ def room(shape: Shape, dtype: Any) -> Array:
 
 def is_in_host(array: Array) -> bool:
     """Whether the type of an array says that it is in host memory."""
-    return jax.typeof(array).memory_space == HOST
+    return jax.typeof(array).memory_space == HOST_SPACE
 
 
-def fetch(array: Array, events: Sequence[Array]) -> Array:
+def from_host(array: Array, events: Sequence[Array]) -> Array:
     """Copies an array from host memory to the device, not before the events.
 
-    Cost: a copy on the device, since the array comes in parts. One without `parts` waits for no event.
+    Cost: a copy on the device, since the array comes in parts. One without `cut_dim` waits for no event.
     """
-    dim, size = parts(array.shape)
+    dim, size = cut_dim(array.shape)
     if not events or size == array.shape[dim]:
-        return jax.device_put(array, DEVICE)
+        return jax.device_put(array, DEVICE_SPACE)
     starts = [_index_after(start, events) for start in range(0, array.shape[dim], size)]
-    return jnp.concatenate([fetch_slice(array, start, size, dim) for start in starts], dim)
+    return jnp.concatenate([part_from_host(array, start, size, dim) for start in starts], dim)
 
 
-def parts(shape: Shape) -> tuple[int, int]:
+def cut_dim(shape: Shape) -> tuple[int, int]:
     """(the dim that an array is cut along, the size of a part in it): few parts, of whole tiles of a TPU if possible.
 
     Compilers take a slice for an index only if it is not the whole array.
     """
-    smallest_factor = lambda size: next((n for n in range(2, _MOST_PARTS + 1) if size % n == 0), 1)
+    smallest_factor = lambda size: next((n for n in range(2, _MOST_PIECES + 1) if size % n == 0), 1)
     counts = {dim: smallest_factor(size) for dim, size in enumerate(shape)}
-    tiles = dict(zip(range(len(shape) - 1, -1, -1), _TILE, strict=False))
+    tiles = dict(zip(range(len(shape) - 1, -1, -1), _ALIGNED, strict=False))
     is_cut_tile = lambda dim: shape[dim] // counts[dim] % tiles.get(dim, 1) != 0
     dim = min(counts, key=lambda dim: (counts[dim] == 1, is_cut_tile(dim), counts[dim]))
     return dim, shape[dim] // counts[dim]
 
 
-def fetch_layer(stack: Array, index: Any, dim: int, pace: Pace) -> Array:
+def layer_from_host(stack: Array, index: Any, dim: int, pace: Pace) -> Array:
     """Copies a layer of a stack in host memory to the device. It keeps the dim of layers.
 
     A layer of a stack on the device is sliced.
     """
     if not is_in_host(stack):
         return lax.dynamic_slice_in_dim(stack, index, 1, dim)
-    layer = fetch_slice(stack, _index_after(index, pace.next(layer_bytes(stack, dim))), 1, dim)
+    layer = part_from_host(stack, _index_after(index, pace.next(layer_bytes(stack, dim))), 1, dim)
     pace.arrived(layer)
     return layer
 
@@ -86,30 +86,30 @@ def layer_bytes(stack: Array, dim: int = 0) -> int:
     return stack.size // stack.shape[dim] * stack.dtype.itemsize if is_in_host(stack) else 0
 
 
-def put_layer(stack: Array, layer: Array, index: Any, dim: int, pace: Pace) -> Array:
+def layer_to_host(stack: Array, layer: Array, index: Any, dim: int, pace: Pace) -> Array:
     """Writes a layer, with the dim of layers, to a stack in host memory or on the device."""
-    return put_slice(stack, layer, _index_after(index, pace.next(layer_bytes(stack, dim))), dim)
+    return part_to_host(stack, layer, _index_after(index, pace.next(layer_bytes(stack, dim))), dim)
 
 
-def fetch_slice(array: Array, start: Any, size: int, dim: int) -> Array:
+def part_from_host(array: Array, start: Any, size: int, dim: int) -> Array:
     """Copies a part of an array in host memory to the device."""
-    return jax.device_put(lax.dynamic_slice_in_dim(array, start, size, dim), DEVICE)
+    return jax.device_put(lax.dynamic_slice_in_dim(array, start, size, dim), DEVICE_SPACE)
 
 
-def put(array: Array) -> Array:
+def to_host(array: Array) -> Array:
     """Copies an array from the device to host memory."""
-    return jax.device_put(array, HOST)
+    return jax.device_put(array, HOST_SPACE)
 
 
-def put_slice(array: Array, part: Array, start: Any, dim: int) -> Array:
+def part_to_host(array: Array, part: Array, start: Any, dim: int) -> Array:
     """Writes a part of an array in host memory or on the device, where `part` is."""
-    return lax.dynamic_update_slice_in_dim(array, put(part) if is_in_host(array) else part, start, dim)
+    return lax.dynamic_update_slice_in_dim(array, to_host(part) if is_in_host(array) else part, start, dim)
 
 
 def arrival(array: Array) -> Array:
     """An event on the device: that an array has arrived in host memory."""
     (first,) = event([array])
-    return jax.device_put(first, DEVICE)
+    return jax.device_put(first, DEVICE_SPACE)
 
 
 def _index_after(index: Any, events: Sequence[Array]) -> Array:

@@ -38,14 +38,14 @@ class HostGradients:
     def add(self, leaf: int, grad: Array) -> None:
         """Adds the reduced gradient of a leaf."""
         if leaf not in self.totals:
-            self.totals[leaf], self.squared_norms[leaf] = host_arrays.put(grad), _squared_norm(grad)
+            self.totals[leaf], self.squared_norms[leaf] = host_arrays.to_host(grad), _squared_norm(grad)
             return
         total, norm = self.totals[leaf], jnp.float32(0)
-        dim, size = host_arrays.parts(grad.shape)
+        dim, size = host_arrays.cut_dim(grad.shape)
         for start in range(0, grad.shape[dim], size):  # compilers copy a sum that is not updated in place
             part = lax.slice_in_dim(grad, start, start + size, axis=dim)
-            part = self._sum(host_arrays.fetch_slice(total, start, size, dim), part)
-            total, norm = host_arrays.put_slice(total, part, start, dim), norm + _squared_norm(part)
+            part = self._sum(host_arrays.part_from_host(total, start, size, dim), part)
+            total, norm = host_arrays.part_to_host(total, part, start, dim), norm + _squared_norm(part)
         self.totals[leaf], self.squared_norms[leaf] = total, norm
 
     def stack(self, leaf: int, shape: Shape, dtype: Any) -> Array:
@@ -57,8 +57,8 @@ class HostGradients:
     ) -> tuple[Array, Array]:
         """Adds the reduced gradient of a layer, which has the dim of layers: (the stack, the squared norm)."""
         if leaf in self.totals:
-            grad = self._sum(host_arrays.fetch_layer(stack, index, dim, paces.fetches), grad)
-        return host_arrays.put_layer(stack, grad, index, dim, paces.puts), _squared_norm(grad)
+            grad = self._sum(host_arrays.layer_from_host(stack, index, dim, paces.fetches), grad)
+        return host_arrays.layer_to_host(stack, grad, index, dim, paces.puts), _squared_norm(grad)
 
     def _sum(self, total: Array, grad: Array) -> Array:
         assert self.weight is not None and self._is_first is not None

@@ -50,7 +50,7 @@ class HostLayerBody(Protocol):
         ...
 
 
-class _State(NamedTuple):
+class _Streamed(NamedTuple):
     """The values that are live between two layers.
 
     Attributes:
@@ -68,7 +68,7 @@ class _State(NamedTuple):
     squared_norms: list[Array]
 
 
-def scan(
+def scan_from_host(
     body: HostLayerBody, init: Carry, layers: Layers, totals: list[Array], schedule: Schedule
 ) -> tuple[Scanned, list[Array]]:
     """As `layer_scan.scan`, for `layers.shards` in host memory.
@@ -96,11 +96,11 @@ def scan(
         fetched = None if given is None else body.restore(given, carry[0])[0]
         return body.compute(weights, carry, x, given, fetched)
 
-    def put(state: _State, index: Any, paces: Paces) -> tuple[list[Array], list[Array]]:
+    def put(state: _Streamed, index: Any, paces: Paces) -> tuple[list[Array], list[Array]]:
         """Moves the gradients of layer `index`."""
         return body.grads_to_host(state.totals, state.grads, index, paces) if totals else ([], [])
 
-    def iteration(state: _State, slices: Any) -> tuple[_State, Any]:
+    def iteration(state: _Streamed, slices: Any) -> tuple[_Streamed, Any]:
         index, *others = slices
         is_first = index == first
         args = state.weights, state.carry, *others
@@ -113,13 +113,13 @@ def scan(
         moved, norms = put(state, jnp.where(is_first, first, index - step), paces)
         following = body.fetch_layer(layers.shards, jnp.clip(index + step, 0, length - 1), paces.fetches)
         norms = [n + jnp.where(is_first, 0, m) for n, m in zip(state.squared_norms, norms, strict=True)]
-        return _State(carry, following, grads, moved, norms), (y, body.store(saved, []))
+        return _Streamed(carry, following, grads, moved, norms), (y, body.store(saved, []))
 
     slice_of = lambda tree: jax.tree.map(lambda a: jax.eval_shape(lambda a: a[0], a), tree)
     shapes = jax.eval_shape(compute, weights, init, slice_of(layers.xs), slice_of(given))
     tree, grads = jax.tree.structure(shapes), shapes[3]
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), grads)
-    state = _State(init, weights, zeros, totals, [jnp.float32(0)] * len(totals))
+    state = _Streamed(init, weights, zeros, totals, [jnp.float32(0)] * len(totals))
     slices = jnp.arange(length), layers.xs, given
     state, (ys, saved) = lax.scan(iteration, state, slices, length=length, reverse=reverse)
     moved, norms = put(state, first + (length - 1) * step, Paces(Pace([], 1), Pace([], 1)))

@@ -5,7 +5,7 @@ Everything here runs inside `shard_map`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,17 +15,14 @@ import numpy as np
 from zerojax.sharding.axes import Dims
 from zerojax.transform import host_arrays, host_scan, jaxprs, layer_scan
 from zerojax.transform.dependencies import events
-from zerojax.transform.layer_scan import Carry, Cut, LayerBody, Layers, SavedValues
-from zerojax.transform.pace import Pace, Paces
+from zerojax.transform.layer_bodies import BackwardLayer, ComputeLayer, ForwardLayer, LayerWeights
+from zerojax.transform.layer_scan import Carry, Cut, Layers, SavedValues, Scanned
 from zerojax.transform.regather import Regather, is_differentiable, merge, select
 from zerojax.transform.remat import Remat
 from zerojax.transform.schedule import Schedule
 from zerojax.transform.segmentation import Segment, TracedLoss, View
 from zerojax.transform.stage_collectives import StageCollectives, accumulate
-from zerojax.typing import Array, Shape
-
-# (outputs, values to save) of a layer, from its weights, the constants of the loop, and its carry and slices
-ComputeLayer = Callable[[Sequence[Array], Sequence[Array], Sequence[Array]], tuple[Sequence[Array], Sequence[Array]]]
+from zerojax.typing import Array
 
 
 class LayerStack:
@@ -64,6 +61,11 @@ class LayerStack:
         plain = [self.equation.invars[k] for k in (*self.const_positions, *self.carry_positions, *self.xs_positions)]
         self.weight_values = [a for a in dict.fromkeys(filter(jaxprs.is_var, plain)) if a in traced.weights]
         self.const_leaves = sorted(frozenset().union(*(traced.weights[v] for v in self.weight_values)))
+        views = list(self.views.values())
+        self.weights = LayerWeights(collectives, views, self.dims)
+        self.trained = LayerWeights(
+            collectives, select(views, self.view_trainable), select(self.dims, self.view_trainable)
+        )
         self.complete = [self._is_complete(view.leaf) for view in self.views.values()]
 
     @property
@@ -174,12 +176,12 @@ class LayerStack:
         values = self._values(dict(zip(self.segment.inputs, data, strict=True)), self._consts(shards, schedule))
         floating = [is_differentiable(self.equation.invars[k].aval) for k in self.carry_positions]
         fixed = [values[k] for k in self.const_positions]
-        body = _ForwardLayer(self.collectives, self.dims, compute, fixed, floating, regather, list(self.views.values()))
+        body = ForwardLayer(self.weights, compute, fixed, floating, regather)
         carry = body.split([values[k] for k in self.carry_positions])
         xs = [values[k] for k in self.xs_positions]
         if self._in_host(shards):
             layers = Layers(self._host_stacks(shards), xs, Cut.of(self.scan.length, 0, False), self.scan.reverse)
-            scanned, _ = host_scan.scan(body, carry, layers, [], schedule)
+            scanned, _ = host_scan.scan_from_host(body, carry, layers, [], schedule)
         else:
             layers = Layers(self._stacked_shards(shards), xs, self._cut(schedule), self.scan.reverse)
             scanned = layer_scan.scan(body, carry, layers, schedule)
@@ -224,50 +226,57 @@ class LayerStack:
         ys_grads = [out_grad(v) for v in select(self.equation.outvars[num_carry:], self.ys_wanted)]
         if self.regather.recomputes and not self.regather.offloads:  # values from host memory are late anyway
             saved = saved.with_last(lambda last: self.regather.delay_inputs(last, events(carry_grads)))
-        dims, complete = select(self.dims, self.view_trainable), select(self.complete, self.view_trainable)
-        views, trained_views = list(self.views.values()), select(list(self.views.values()), self.view_trainable)
-        body = _BackwardLayer(
-            self.collectives, self.dims, dims, complete, self.regather, fixed, self.remat.saves_inputs_only, views,
-            trained_views,
-        )  # fmt: skip
+        complete = select(self.complete, self.view_trainable)
+        body = BackwardLayer(self.weights, self.trained, complete, self.regather, fixed, self.remat.saves_inputs_only)
         fixed_grads = [jnp.zeros(a.shape, a.dtype) for a in select(fixed, self.fixed_wanted)]
         init, reverse = (carry_grads, fixed_grads), not self.scan.reverse
-        host, leaf_grads_on_device = self.collectives.host_gradients, []
-        if host is not None and self._in_host(shards):
-            cut = Cut.of(self.scan.length, 0, False)
-            layers = Layers(self._host_stacks(shards), ys_grads, cut, reverse, saved)
-            moves = [host_arrays.is_in_host(shards[view.leaf]) for view in trained_views]
-            self._check_complete(select(trained_views, moves))
-            shapes = [(shards[view.leaf].shape, self._grad_dtype(view)) for view in trained_views]
-            totals = [
-                host.stack(view.leaf, *shape) if flag else jnp.zeros(*shape)
-                for view, shape, flag in zip(trained_views, shapes, moves, strict=True)
-            ]
-            scanned, norms = host_scan.scan(body, init, layers, totals, schedule)
-            for view, total, norm, flag in zip(trained_views, scanned.grads, norms, moves, strict=True):
-                if flag:
-                    host.totals[view.leaf], host.squared_norms[view.leaf] = total, norm
-                else:
-                    leaf_grads_on_device.append((view.leaf, total))
+        if self._in_host(shards):
+            scanned, layer_grads = self._backward_from_host(body, init, shards, (ys_grads, saved), schedule)
         else:
             layers = Layers(self._stacked_shards(shards), ys_grads, self._cut(schedule), reverse, saved)
             scanned = layer_scan.scan(body, init, layers, schedule)
-            for view, grad in zip(trained_views, scanned.grads, strict=True):
-                leaf_grads_on_device.append((view.leaf, jnp.transpose(grad, np.argsort(view.order).tolist())))
+            orders = [np.argsort(view.order).tolist() for view in self.trained.views]
+            layer_grads = [jnp.transpose(grad, order) for grad, order in zip(scanned.grads, orders, strict=True)]
         (carry_grads, fixed_grads), xs_grads = scanned.carry, scanned.ys
         operand_grads = dict(zip(select(self.const_positions, self.fixed_wanted), fixed_grads, strict=True))
         operand_grads.update(zip(select(self.carry_positions, self.carry_wanted), carry_grads, strict=True))
         operand_grads.update(zip(select(self.xs_positions, self.xs_wanted), xs_grads, strict=True))
         leaf_grads = self._const_grads(consts, operand_grads, schedule)
-        for leaf, grad in leaf_grads_on_device:
-            accumulate(leaf_grads, leaf, grad)
+        for view, grad in zip(self.trained.views, layer_grads, strict=True):
+            if grad is not None:
+                accumulate(leaf_grads, view.leaf, grad)
         data_grads = [self._data_grad(v, operand_grads) for v in self.wanted_inputs]
         return leaf_grads, data_grads
 
-    def _grad_dtype(self, view: View) -> Any:
-        """The dtype of the reduced gradient of a view."""
-        dtype = next(self.equation.invars[k].aval.dtype for k, v in self.views.items() if v is view)
-        return self.collectives.precision.wire_dtype(dtype) if self.collectives.stage.shards_grads else dtype
+    def _backward_from_host(
+        self, body: BackwardLayer, init: Carry, shards: dict[int, Array], given: tuple[Any, Any], schedule: Schedule
+    ) -> tuple[Scanned, list[Array | None]]:
+        """The backward pass of layers whose stacks are in host memory, except for those of vectors.
+
+        Args:
+            body, init, schedule: as of `layer_scan.scan`.
+            shards: by leaf.
+            given: the cotangents of stacked outputs, and the saved values.
+
+        Returns:
+            (the results; for each trained leaf, the gradient, or None if it has gone to host memory).
+        """
+        host, views = self.collectives.host_gradients, self.trained.views
+        assert host is not None
+        moves = [host_arrays.is_in_host(shards[view.leaf]) for view in views]
+        self._check_complete(select(views, moves))
+        positions = select(list(self.views), self.view_trainable)
+        dtypes = [self.collectives.grad_dtype(self.equation.invars[k].aval.dtype) for k in positions]
+        totals = [
+            host.stack(view.leaf, shards[view.leaf].shape, dtype) if flag else jnp.zeros(shards[view.leaf].shape, dtype)
+            for view, dtype, flag in zip(views, dtypes, moves, strict=True)
+        ]
+        cut = Cut.of(self.scan.length, 0, False)
+        layers = Layers(self._host_stacks(shards), given[0], cut, not self.scan.reverse, given[1])
+        scanned, norms = host_scan.scan_from_host(body, init, layers, totals, schedule)
+        for view, total, norm in select(list(zip(views, scanned.grads, norms, strict=True)), moves):
+            host.totals[view.leaf], host.squared_norms[view.leaf] = total, norm
+        return scanned, [None if flag else grad for flag, grad in zip(moves, scanned.grads, strict=True)]
 
     def _check_complete(self, views: Sequence[View]) -> None:
         for view in views:
@@ -308,136 +317,3 @@ class LayerStack:
         reduced, reduction_events = self.collectives.reduce(grads, dims, schedule.before_reduction(), schedule.group)
         schedule.reduced(reduction_events)
         return dict(zip(leaves, reduced, strict=True))
-
-
-class _ForwardLayer(LayerBody):
-    """A layer of a forward pass.
-
-    Args:
-        collectives: of the stage.
-        dims: of the layer's weights.
-        compute: computes a layer.
-        fixed: the constants of the loop.
-        floating: which of the carried values are floating arrays.
-        regather: saves values for the backward pass; None if nothing is saved.
-        views: of the layer's weights.
-    """
-
-    def __init__(
-        self,
-        collectives: StageCollectives,
-        dims: Sequence[Dims],
-        compute: ComputeLayer,
-        fixed: list[Array],
-        floating: Sequence[bool],
-        regather: Regather | None,
-        views: Sequence[View],
-    ):
-        self._collectives, self._dims, self._compute, self._fixed = collectives, dims, compute, fixed
-        self._floating, self._regather, self._views = floating, regather, views
-        self.saves, self.offloads = regather is not None, regather is not None and regather.offloads
-
-    def split(self, carry: Sequence[Array]) -> Carry:
-        return select(carry, self._floating), select(carry, [not flag for flag in self._floating])
-
-    def fetch(self, shards: Any, prefetch: int, schedule: Schedule) -> list[Array]:
-        return self._collectives.fetch(shards, self._dims, schedule, prefetch)
-
-    def fetch_layer(self, stacks: Any, index: Any, pace: Pace) -> list[Array]:
-        shards = [view.fetch_layer(stack, index, pace) for view, stack in zip(self._views, stacks, strict=True)]
-        return self._collectives.gather(shards, self._dims, Schedule(0, []))
-
-    def compute(self, weights: Any, carry: Carry, x: Any, saved: Any, fetched: Any) -> tuple[Carry, Any, Any, Any]:
-        out, saved = self._compute(weights, self._fixed, [*merge(self._floating, *carry), *x])
-        num_carry = len(self._floating)
-        return self.split(list(out[:num_carry])), list(out[num_carry:]), saved, []
-
-    def store(self, saved: Any, waits: list[Array]) -> list[Array]:
-        return self._regather.store(saved, waits) if self._regather else saved
-
-    def offload_events(self, saved: Any) -> list[Array]:
-        return self._regather.offload_events(saved) if self._regather else []
-
-    def grads_to_host(
-        self, totals: list[Array], grads: Any, index: Any, paces: Paces
-    ) -> tuple[list[Array], list[Array]]:
-        return [], []
-
-    accumulates = False
-
-
-class _BackwardLayer(LayerBody):
-    """A layer of a backward pass.
-
-    Args:
-        collectives: of the stage.
-        dims: of the layer's weights.
-        grad_dims: of the weights that get a gradient.
-        complete: whether these gradients are complete; see `StageCollectives.sum_replicas`.
-        regather: the backward pass of a layer.
-        fixed: the constants of the loop.
-        saves_inputs_only: whether a layer is recomputed from its inputs.
-        views, trained_views: of the layer's weights, and of those that get a gradient.
-    """
-
-    def __init__(
-        self,
-        collectives: StageCollectives,
-        dims: Sequence[Dims],
-        grad_dims: Sequence[Dims],
-        complete: Sequence[bool],
-        regather: Regather,
-        fixed: list[Array],
-        saves_inputs_only: bool,
-        views: Sequence[View],
-        trained_views: Sequence[View],
-    ):
-        self._collectives, self._dims, self._grad_dims, self._complete = collectives, dims, grad_dims, complete
-        self._regather, self._fixed, self._views, self._trained_views = regather, fixed, views, trained_views
-        self._orders: list[Shape] = []  # of the gradients, the same in every layer
-        self.restores = regather.offloads
-        # At stage 2 nothing else keeps the compiler from recomputing two layers of one iteration at once.
-        self.delays_recompute = regather.recomputes and not regather.offloads and not collectives.stage.shards_params
-        self.one_layer_grads = regather.recomputes and saves_inputs_only
-        self.accumulates = collectives.host_gradients is not None and collectives.host_gradients.accumulates
-
-    def fetch(self, shards: Any, prefetch: int, schedule: Schedule) -> list[Array | None]:
-        return self._collectives.fetch_needed(shards, self._dims, self._regather.needed, schedule, prefetch)
-
-    def compute(self, weights: Any, carry: Carry, x: Any, saved: Any, fetched: Any) -> tuple[Carry, Any, Any, Any]:
-        carry_grads, fixed_grads = carry
-        saved = self._regather.with_fetched(saved, fetched or [])
-        grads = self._regather.backward(weights, self._fixed, saved, [*carry_grads, *x])
-        grads = self._collectives.reduced_dim_first(grads, self._grad_dims)
-        self._orders = grads.orders
-        fixed_grads = [a + b for a, b in zip(fixed_grads, grads.fixed, strict=True)]
-        num_carry = len(carry_grads)
-        return (grads.data[:num_carry], fixed_grads), grads.data[num_carry:], [], grads.weights
-
-    def reduce(self, grads: Any, waits: list[Array], group: int) -> tuple[list[Array], list[Array]]:
-        shards, reduced = self._collectives.reduce_transposed(grads, self._orders, self._grad_dims, waits, group)
-        return self._collectives.sum_replicas(shards, self._grad_dims, self._complete), reduced
-
-    def fetch_layer(self, stacks: Any, index: Any, pace: Pace) -> list[Array | None]:
-        needed = self._regather.needed
-        wanted = zip(select(self._views, needed), select(stacks, needed), strict=True)
-        shards = iter([view.fetch_layer(stack, index, pace) for view, stack in wanted])
-        by_view = [next(shards) if flag else None for flag in needed]
-        full = iter(self._collectives.gather(select(by_view, needed), select(self._dims, needed), Schedule(0, [])))
-        return [next(full) if flag else None for flag in needed]
-
-    def grads_to_host(
-        self, totals: list[Array], grads: Any, index: Any, paces: Paces
-    ) -> tuple[list[Array], list[Array]]:
-        host = self._collectives.host_gradients
-        assert host is not None
-        reduced, _ = self.reduce(grads, [], 0)
-        layers = zip(self._trained_views, totals, reduced, strict=True)
-        moved = [host.put_layer(v.leaf, total, v.of_leaf(grad), index, v.order[0], paces) for v, total, grad in layers]
-        return [total for total, _ in moved], [norm for _, norm in moved]
-
-    def restore(self, saved: Any, overlapped: list[Array]) -> tuple[list[Array], list[Array]]:
-        return self._regather.restore(saved, overlapped)
-
-    def delay_recompute(self, saved: Any, waits: list[Array]) -> list[Array]:
-        return self._regather.delay_inputs(saved, waits)

@@ -32,7 +32,7 @@ class View(NamedTuple):
 
     def fetch_layer(self, stack: Any, index: Any, pace: Pace) -> Any:
         """Layer `index` of the value, whose dim 0 is that of layers, from the leaf, which may be in host memory."""
-        layer = host_arrays.fetch_layer(stack, index, self.order[0], pace)
+        layer = host_arrays.layer_from_host(stack, index, self.order[0], pace)
         for equation in self.equations:
             if jaxprs.permutation(equation) is None:
                 layer = jaxprs.apply(equation, layer)

@@ -163,9 +163,8 @@ class SegmentedLoss:
         if i in grads:
             return grads[i]
         aval = self.traced.leaf_vars[i].aval  # a leaf that the loss does not use
-        precision = self.collectives.precision
-        dtype = precision.wire_dtype(aval.dtype) if self.collectives.stage.shards_grads else aval.dtype
-        return jnp.zeros(self.collectives.shard_shape(aval.shape, self.collectives.dims[i]), dtype)
+        shape = self.collectives.shard_shape(aval.shape, self.collectives.dims[i])
+        return jnp.zeros(shape, self.collectives.grad_dtype(aval.dtype))
 
     def _plan(self) -> None:
         """Finds the values through which gradients flow, and plans the backward pass of each segment."""

@@ -48,7 +48,7 @@ class StageCollectives:
     ) -> list[Array]:
         """As `gather`, after shards in host memory have come to the device."""
         waits = schedule.before_gather(prefetch)
-        shards = [host_arrays.fetch(a, waits) if host_arrays.is_in_host(a) else a for a in shards]
+        shards = [host_arrays.from_host(a, waits) if host_arrays.is_in_host(a) else a for a in shards]
         return self.gather(shards, dims, schedule, prefetch)
 
     def gather(
@@ -95,6 +95,10 @@ class StageCollectives:
         chosen = select(grads, complete), select(dims, complete)
         sums = iter(collectives.all_reduce(chosen[0], self.axes.replica, self.axes, self.options, chosen[1]).leaves)
         return [next(sums) if flag else grad for grad, flag in zip(grads, complete, strict=True)]
+
+    def grad_dtype(self, dtype: Any) -> Any:
+        """The dtype of the reduced gradient of a leaf in `dtype`."""
+        return self.precision.wire_dtype(dtype) if self.stage.shards_grads else dtype
 
     def shard_shape(self, shape: Shape, dims: Dims) -> Shape:
         """The shape in which the stage keeps the gradient of a leaf."""

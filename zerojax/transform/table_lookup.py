@@ -95,7 +95,7 @@ class TableLookup:
         indices = data[0].reshape(-1, 1)
         table = shards[self.view.leaf]
         if host_arrays.is_in_host(table):
-            table = host_arrays.fetch(table, schedule.before_gather())
+            table = host_arrays.from_host(table, schedule.before_gather())
         rows = self._in_pieces(lambda part: self._rows(table, part), indices)
         if self.collectives.stage.shards_params and schedule.is_first_gather():
             schedule.gathered(event([rows]))  # the first unit computes from the rows: its weights come after them
