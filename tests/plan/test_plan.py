@@ -231,7 +231,7 @@ def test_offloaded_checkpoints_are_counted_in_host_memory():
 
 def test_an_offloaded_optimizer_is_in_host_memory_and_is_suggested():
     """Llama 3 8B on one H100: 12 of 16 bytes a parameter move to the host, and the copies take their time."""
-    none, offloaded = (plan("llama3-8b", "h100:1", Settings(offload=offload)) for offload in OFFLOADS)
+    none, offloaded = (plan("llama3-8b", "h100:1", Settings(offload=offload)) for offload in OFFLOADS[:2])
     psi, chip = none.parameters, none.cluster.chip
     assert offloaded.host_bytes == pytest.approx(12 * psi, rel=1e-3) and none.host_bytes == 0
     assert none.peak_bytes - offloaded.peak_bytes == pytest.approx(12 * psi, rel=1e-3)
@@ -256,7 +256,8 @@ def test_a_plan_does_not_fit_if_the_host_has_too_little_memory():
     assert {c.settings.stage for c in found.candidates} == {3}  # on one device, all stages are the same
     assert not any(c.fits for c in found.candidates)
     found = search("llama3-8b", "h100:1", num_compiled=0)
-    assert {c.settings.offload for c in found.candidates if c.fits} == {"optimizer"}
+    assert {c.settings.offload for c in found.candidates if c.fits} == {"optimizer", "params"}
+    assert next(c for c in found.candidates).settings.offload == "optimizer"  # it copies less
 
 
 def lamb_job():
@@ -384,7 +385,8 @@ def test_the_search_ranks_by_formula_without_a_compiler():
     settings = [key(c.settings) for c in found.candidates]
     replicas = {0: (1,), 1: (1, 2, 16), 2: (1, 2, 16), 3: (1, 2, 16)}
     ways = lambda stage: itertools.product(REMATS, (1, 2), replicas[stage], OFFLOADS)
-    product = [(stage, *each) for stage in replicas for each in ways(stage)]
+    possible = lambda stage, replica, offload: offload != "params" or (stage, replica) == (3, 1)
+    product = [(stage, *each) for stage in replicas for each in ways(stage) if possible(stage, *each[2:])]
     assert sorted(settings) == sorted(product) and found.winner is None
     assert {c.settings.rows * c.settings.num_microbatches for c in found.candidates} == {2}
     times = [c.step_s for c in found.candidates if c.fits]
