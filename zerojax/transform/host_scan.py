@@ -55,10 +55,11 @@ class _Streamed(NamedTuple):
 
     Attributes:
         carry: the carry of the scan.
-        weights: the weights of the next layer.
-        grads: the gradients of the layer before, not yet reduced; zeros before the first layer.
+        weights: the weights of the next layer; None after the last one.
+        grads: the gradients of the layer before, not yet reduced; None before the first layer.
         totals: the sums of gradients in host memory.
         squared_norms: of the totals so far.
+        ys: stacked results, None before the first layer.
     """
 
     carry: Carry
@@ -66,6 +67,7 @@ class _Streamed(NamedTuple):
     grads: PyTree
     totals: list[Array]
     squared_norms: list[Array]
+    ys: PyTree
 
 
 def scan_from_host(
@@ -73,22 +75,24 @@ def scan_from_host(
 ) -> tuple[Scanned, list[Array]]:
     """As `layer_scan.scan`, for `layers.shards` in host memory.
 
+    The first and the last layer are outside of the loop, so that no layer comes in vain.
+
     Args:
         body: the operations of a layer.
         init: carry before the first layer.
-        layers: the layers to scan over, of which `cut` is a loop of single layers.
+        layers: the layers to scan over, of which the cut is `Cut.of_single_layers`.
         totals: stacks in host memory to which the gradients are added; [] in a forward pass.
         schedule: the events before the scan, to which its end is added.
 
     Returns:
         (the results, of which `grads` are the totals; the squared norms of the totals).
 
-    Cost: on the device, the weights and the gradients of two layers. One layer more comes than there are.
+    Cost: on the device, the weights and the gradients of two layers. Compiles three layers instead of one.
     """
-    length, reverse = layers.cut.length, layers.reverse
-    first, step = (length - 1, -1) if reverse else (0, 1)
-    given = None if layers.saved is None else layers.saved.loop[0]
-    weights = body.fetch_layer(layers.shards, first, Pace([], 1, one_by_one=True, waits=schedule.before_gather()))
+    cut, length = layers.cut, layers.cut.length
+    given = SavedValues([None] * cut.front, [None], [None] * cut.back)
+    if layers.saved is not None:
+        given = layers.saved.mirrored()
     put_bytes = sum(map(layer_bytes, totals))
     fetch_bytes = sum(map(layer_bytes, layers.shards)) + body.accumulates * put_bytes
 
@@ -96,33 +100,47 @@ def scan_from_host(
         fetched = None if given is None else body.restore(given, carry[0])[0]
         return body.compute(weights, carry, x, given, fetched)
 
-    def put(state: _Streamed, index: Any, paces: Paces) -> tuple[list[Array], list[Array]]:
-        """Moves the gradients of layer `index`."""
-        return body.grads_to_host(state.totals, state.grads, index, paces) if totals else ([], [])
+    def put(state: _Streamed, turn: int | Array, paces: Paces) -> _Streamed:
+        """Moves the gradients of the layer before `turn`."""
+        if not totals or state.grads is None:
+            return state
+        moved, norms = body.grads_to_host(state.totals, state.grads, layers.index(turn - 1), paces)
+        norms = [n + m for n, m in zip(state.squared_norms, norms, strict=True)]
+        return state._replace(totals=moved, squared_norms=norms)
 
-    def iteration(state: _Streamed, slices: Any) -> tuple[_Streamed, Any]:
-        index, *others = slices
-        is_first = index == first
-        args = state.weights, state.carry, *others
-        results, products = run_with_products(jax.make_jaxpr(compute)(*args), jax.tree.leaves(args))
-        carry, y, saved, grads = jax.tree.unflatten(tree, results)
+    def visit(state: _Streamed, turn: int | Array, given: PyTree, is_last: bool = False) -> tuple[_Streamed, PyTree]:
+        """Computes a layer beside the copies: (the state after it, the values that it saves)."""
+        args = state.weights, state.carry, layers.of(layers.xs, turn), given
+        closed, shapes = jax.make_jaxpr(compute, return_shape=True)(*args)
+        results, products = run_with_products(closed, jax.tree.leaves(args))
+        carry, y, saved, grads = jax.tree.unflatten(jax.tree.structure(shapes), results)
         # Sums go when what they are added to has come.
-        paces = Paces(
-            Pace(products, fetch_bytes, one_by_one=True), Pace([] if body.accumulates else products, put_bytes)
-        )
-        moved, norms = put(state, jnp.where(is_first, first, index - step), paces)
-        following = body.fetch_layer(layers.shards, jnp.clip(index + step, 0, length - 1), paces.fetches)
-        norms = [n + jnp.where(is_first, 0, m) for n, m in zip(state.squared_norms, norms, strict=True)]
-        return _Streamed(carry, following, grads, moved, norms), (y, body.store(saved, []))
+        puts = Pace([] if body.accumulates else products, put_bytes)
+        paces = Paces(Pace(products, fetch_bytes, one_by_one=True), puts)
+        state = put(state, turn, paces)
+        weights = None if is_last else body.fetch_layer(layers.shards, layers.index(turn + 1), paces.fetches)
+        ys = layers.put(jax.tree.map(layers.room_for, y) if state.ys is None else state.ys, y, turn)
+        return state._replace(carry=carry, weights=weights, grads=grads, ys=ys), body.store(saved, [])
 
-    slice_of = lambda tree: jax.tree.map(lambda a: jax.eval_shape(lambda a: a[0], a), tree)
-    shapes = jax.eval_shape(compute, weights, init, slice_of(layers.xs), slice_of(given))
-    tree, grads = jax.tree.structure(shapes), shapes[3]
-    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), grads)
-    state = _Streamed(init, weights, zeros, totals, [jnp.float32(0)] * len(totals))
-    slices = jnp.arange(length), layers.xs, given
-    state, (ys, saved) = lax.scan(iteration, state, slices, length=length, reverse=reverse)
-    moved, norms = put(state, first + (length - 1) * step, Paces(Pace([], 1), Pace([], 1)))
-    norms = [n + m for n, m in zip(state.squared_norms, norms, strict=True)]
+    def iteration(state: _Streamed, slices: tuple[Array, PyTree]) -> tuple[_Streamed, PyTree]:
+        return visit(state, *slices)
+
+    pace = Pace([], 1, one_by_one=True, waits=schedule.before_gather())
+    weights = body.fetch_layer(layers.shards, layers.index(0), pace)
+    state = _Streamed(init, weights, None, totals, [jnp.float32(0)] * len(totals), None)
+    front, loop, back = [], [None], []
+    for turn in range(cut.front):
+        state, saved = visit(state, turn, given.front[turn], is_last=turn == length - 1)
+        front.append(saved)
+    if cut.loops:
+        is_backward = layers.saved is not None
+        turns = jnp.arange(cut.front, length - cut.back)
+        slices = turns[::-1] if is_backward else turns, given.loop[0]
+        state, loop[0] = lax.scan(iteration, state, slices, reverse=is_backward)
+    for k in range(cut.back):
+        turn = length - cut.back + k
+        state, saved = visit(state, turn, given.back[k], is_last=turn == length - 1)
+        back.append(saved)
+    state = put(state, length, Paces(Pace([], 1), Pace([], 1)))
     schedule.computed(state.carry[0])
-    return Scanned(state.carry, ys, SavedValues([], [saved], []), moved), norms
+    return Scanned(state.carry, state.ys, SavedValues(front, loop, back), state.totals), state.squared_norms

@@ -107,6 +107,11 @@ class Cut(NamedTuple):
             return cls(length, 0, group, 0, prefetch)
         return cls(outside, loops, group, length - outside - loops * group, prefetch)
 
+    @classmethod
+    def of_single_layers(cls, length: int) -> Cut:
+        """Cuts a scan so that the first and the last layer are outside of a loop of single layers."""
+        return cls(1, length - 2, 1, 1, 0) if length >= 4 else cls(length, 0, 1, 0, 0)
+
     @property
     def length(self) -> int:
         return self.front + self.loops * self.group + self.back
@@ -150,6 +155,25 @@ class Layers(NamedTuple):
     cut: Cut
     reverse: bool
     saved: SavedValues | None = None
+
+    def index(self, turn: int | Array) -> int | Array:
+        """The layer that is visited at a turn."""
+        return self.cut.length - 1 - turn if self.reverse else turn
+
+    def of(self, stacked: PyTree, turn: int | Array) -> PyTree:
+        """The slices of stacks that belong to a turn."""
+        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, self.index(turn), keepdims=False), stacked)
+
+    def put(self, stacked: PyTree, values: PyTree, turn: int | Array) -> PyTree:
+        """Writes the slices of stacks that belong to a turn."""
+        put = lambda a, value: lax.dynamic_update_index_in_dim(a, value, self.index(turn), 0)
+        return jax.tree.map(put, stacked, values)
+
+    def room_for(self, like: Any) -> Array:
+        """A stack of as many values as there are layers."""
+        if jnp.issubdtype(like.dtype, jax.dtypes.extended):  # PRNG keys
+            return jnp.broadcast_to(like, (self.cut.length, *like.shape))
+        return jnp.zeros((self.cut.length, *like.shape), like.dtype)
 
 
 class Scanned(NamedTuple):
@@ -295,7 +319,7 @@ class _Turns(NamedTuple):
         """Reduces the gradients of the layer before `turn`, and returns the stack with them."""
         shards, arrived = self.body.reduce(state.grads, schedule.before_reduction(), schedule.group)
         schedule.reduced(arrived)
-        return self._put(state.reduced, shards, turn - 1)
+        return self.layers.put(state.reduced, shards, turn - 1)
 
     def restore_next(self, state: _State, saved: PyTree) -> _State:
         """Starts fetching the next layer's saved values from host memory."""
@@ -330,7 +354,7 @@ class _Turns(NamedTuple):
     ) -> tuple[_State, PyTree]:
         body, layers = self.body, self.layers
         weights, *others = state.weights
-        carry, y, saved, grads = body.compute(weights, state.carry, self._of(layers.xs, turn), saved, fetched)
+        carry, y, saved, grads = body.compute(weights, state.carry, layers.of(layers.xs, turn), saved, fetched)
         schedule.computed(carry[0])
         if body.saves:
             waits = event(weights) if layers.cut.prefetch and not self._offloads_directly else []
@@ -339,32 +363,15 @@ class _Turns(NamedTuple):
             schedule.offloaded(body.offload_events(saved))
         ys, reduced = state.ys, state.reduced
         if reduced is None:
-            ys = jax.tree.map(self._room_for, y)
+            ys = jax.tree.map(layers.room_for, y)
             shards = jax.eval_shape(lambda grads: body.reduce(grads, [], 0)[0], grads)
             # Compilers would otherwise make room for all layers while the activations of the first are in memory.
             first = event(carry[0])
             reduced = [zeros_after((layers.cut.length, *a.shape), a.dtype, first) for a in shards]
-        return _State(carry, others, state.fetched, grads, self._put(ys, y, turn), reduced), saved
-
-    def _index(self, turn: int | Array) -> int | Array:
-        return self.layers.cut.length - 1 - turn if self.layers.reverse else turn
-
-    def _of(self, stacked: PyTree, turn: int | Array) -> PyTree:
-        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, self._index(turn), keepdims=False), stacked)
-
-    def _put(self, stacked: PyTree, values: PyTree, turn: int | Array) -> PyTree:
-        put = lambda a, value: lax.dynamic_update_index_in_dim(a, value, self._index(turn), 0)
-        return jax.tree.map(put, stacked, values)
+        return _State(carry, others, state.fetched, grads, layers.put(ys, y, turn), reduced), saved
 
     def _gather(self, turn: int | Array, prefetch: int, schedule: Schedule) -> PyTree:
-        return self.body.fetch(self._of(self.layers.shards, turn), prefetch, schedule)
-
-    def _room_for(self, like: Any) -> Array:
-        """A stack of as many values as there are layers."""
-        length = self.layers.cut.length
-        if jnp.issubdtype(like.dtype, jax.dtypes.extended):  # PRNG keys
-            return jnp.broadcast_to(like, (length, *like.shape))
-        return jnp.zeros((length, *like.shape), like.dtype)
+        return self.body.fetch(self.layers.of(self.layers.shards, turn), prefetch, schedule)
 
 
 def _scan_without_overlap(body: LayerBody, init: Carry, layers: Layers, schedule: Schedule) -> Scanned:

@@ -180,7 +180,7 @@ class LayerStack:
         carry = body.split([values[k] for k in self.carry_positions])
         xs = [values[k] for k in self.xs_positions]
         if self._in_host(shards):
-            layers = Layers(self._host_stacks(shards), xs, Cut.of(self.scan.length, 0, False), self.scan.reverse)
+            layers = Layers(self._host_stacks(shards), xs, Cut.of_single_layers(self.scan.length), self.scan.reverse)
             scanned, _ = host_scan.scan_from_host(body, carry, layers, [], schedule)
         else:
             layers = Layers(self._stacked_shards(shards), xs, self._cut(schedule), self.scan.reverse)
@@ -271,7 +271,7 @@ class LayerStack:
             host.stack(view.leaf, shards[view.leaf].shape, dtype) if flag else jnp.zeros(shards[view.leaf].shape, dtype)
             for view, dtype, flag in zip(views, dtypes, moves, strict=True)
         ]
-        cut = Cut.of(self.scan.length, 0, False)
+        cut = Cut.of_single_layers(self.scan.length)
         layers = Layers(self._host_stacks(shards), given[0], cut, not self.scan.reverse, given[1])
         scanned, norms = host_scan.scan_from_host(body, init, layers, totals, schedule)
         for view, total, norm in select(list(zip(views, scanned.grads, norms, strict=True)), moves):
