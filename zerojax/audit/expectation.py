@@ -80,6 +80,7 @@ class Expectation:
             ones: for the first unit, and for the rows that are looked up. They may overlap with nothing.
         offloaded_bytes: bytes in host memory that are saved for the backward pass of one microbatch.
         in_host: the paths of the leaves of the state that are in host memory.
+        host_gradients_bytes: bytes of gradients in host memory, of parameters that are there.
         jaxpr: the traced step, from which `least` and `offloaded_bytes` were read.
     """
 
@@ -95,6 +96,7 @@ class Expectation:
     ends_bytes: float
     offloaded_bytes: int
     in_host: frozenset[str]
+    host_gradients_bytes: int
     jaxpr: Any = dataclasses.field(repr=False, compare=False)
 
 
@@ -125,7 +127,10 @@ def expect(
     is_wide = [leaf.compute_dtype.itemsize > width for leaf in leaves]
     by_choice = _stage_bytes(config, _where(is_wide, leaves), _where(is_wide, uses), num_microbatches).total
     host_leaves = list(itertools.compress(with_paths, jax.tree.leaves(states.in_host(config, state))))
-    host_bytes = sum(shard_bytes(a, a.sharding) for _, a in host_leaves)
+    gradients_bytes = _host_gradients_bytes(config, state, num_microbatches)
+    frozen = {f"params/{leaf.path}" for leaf in leaves if not leaf.trainable}
+    updated = [a for path, a in host_leaves if placement.path_text(path) not in frozen]
+    others_bytes = sum(shard_bytes(a, a.sharding) for a in updated) + num_microbatches * gradients_bytes
     return Expectation(
         config,
         num_microbatches,
@@ -137,9 +142,23 @@ def expect(
         unit_bytes=_unit_bytes(config, leaves),
         wide_bytes=averaged + wide * replicas + by_choice,
         ends_bytes=_ends_bytes(config, leaves, uses),
-        offloaded_bytes=(jaxpr_collectives.offloaded_bytes(jaxpr) - host_bytes) // num_microbatches,
+        offloaded_bytes=max(0, jaxpr_collectives.offloaded_bytes(jaxpr) - others_bytes) // num_microbatches,
         in_host=frozenset(placement.path_text(path) for path, _ in host_leaves),
+        host_gradients_bytes=gradients_bytes,
         jaxpr=jaxpr,
+    )
+
+
+def _host_gradients_bytes(config: ZeroConfig, state: TrainState, k: int) -> int:
+    """The bytes of the gradients that a device keeps in host memory, or of their sums over `k` microbatches."""
+    definition, precision = state.definition, config.precision
+    flags, params = definition.params_in_host(config.offloads_params), jax.tree.leaves(state.params)
+    dtype = lambda leaf: jnp.dtype(precision.param_dtype) if k > 1 else precision.wire_dtype(leaf.compute_dtype)
+    shardings = jax.tree.leaves(states.shardings(config, state).params)
+    return sum(
+        math.prod(sharding.shard_shape(tuple(a.shape))) * dtype(leaf).itemsize
+        for a, sharding, leaf, flag in zip(params, shardings, definition.leaves, flags, strict=True)
+        if flag and leaf.trainable
     )
 
 

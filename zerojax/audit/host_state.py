@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from zerojax.analysis import hlo_slices
@@ -16,15 +16,15 @@ from zerojax.text import abbreviate, bytes_text
 from zerojax.typing import Shape
 
 
-def check_host_memory(memory: Any, state_bytes: int, activations_bytes: int) -> Outcome:
+def check_host_memory(memory: Any, state_bytes: int, temporaries_bytes: int) -> Outcome:
     """Whether the state is in host memory, and no copy of it.
 
     Args:
         memory: the memory analysis of the program.
         state_bytes: of the state in host memory.
-        activations_bytes: of the activations that are offloaded beside it.
+        temporaries_bytes: of the activations and the gradients that are offloaded beside it.
     """
-    found, copies = memory.host_argument_size_in_bytes, memory.host_temp_size_in_bytes - activations_bytes
+    found, copies = memory.host_argument_size_in_bytes, memory.host_temp_size_in_bytes - temporaries_bytes
     numbers = {"expected_bytes": state_bytes, "found_bytes": found, "copied_bytes": max(0, copies)}
     if found < (1 - SLACK) * state_bytes:
         fix = "create the state with zero.init, and jit a step of your own with in_shardings and out_shardings of it"
@@ -52,10 +52,14 @@ def check_pieces(program: Program, arrays: Iterable[tuple[str, Shape]], state_by
     for each in pieces:
         if each.indexed is None:
             raise Unreadable(f"the index of {each.name} cannot be evaluated: {each.unread}")
-    missed = [each for each in pieces if each.writes and not _covers(each)]
+    written = [each for each in pieces if each.writes]
+    visits = collections.defaultdict[tuple[Any, int], collections.Counter[int]](collections.Counter)
+    for each in written:  # gradients of the first and the last layer are written outside of the loop over the others
+        visits[each.buffer, each.slice_bytes].update(each.indexed or ())
+    missed = [each for each in written if not _covers(each, visits[each.buffer, each.slice_bytes])]
     at_a_time = collections.Counter[int]()  # by the number of runs: loops of the same length are one loop
     for each in pieces:
-        if not each.writes:
+        if not each.writes and each.slice_bytes < each.buffer.num_bytes // each.buffer.dims[0]:  # not a layer
             at_a_time[len(each.indexed or ())] += each.slice_bytes
     largest = max(at_a_time.values(), default=0)
     numbers = {"pieces": len(pieces), "at_a_time_bytes": largest, "missed": len(missed)}
@@ -73,9 +77,10 @@ def check_pieces(program: Program, arrays: Iterable[tuple[str, Shape]], state_by
     return Outcome(text, Verdict.OK, numbers)
 
 
-def _covers(each: HostSlice) -> bool:
-    """Whether the runs of a slice visit every piece of its buffer once."""
-    return sorted(each.indexed or ()) == list(range(0, each.buffer.num_bytes, each.slice_bytes))
+def _covers(each: HostSlice, visits: Mapping[int, int]) -> bool:
+    """Whether slices like this one visit every piece of their buffers, and all pieces equally often."""
+    pieces = range(0, each.buffer.num_bytes, each.slice_bytes)
+    return set(visits) == set(pieces) and len(set(visits.values())) == 1
 
 
 def _text(each: HostSlice) -> str:

@@ -172,6 +172,7 @@ class SplitUpdate:
 
 
 def _cannot_split(equation: Any, equations: Sequence[Any]) -> ValueError:
+    is_piecewise = lambda e: any(fits(e) for fits in _PIECEWISE)
     index = next(k for k, e in enumerate(equations) if e is equation)
     read = set(jaxprs.variables(equation))
     before = []  # the equations that it is computed from, the last one first
@@ -179,9 +180,10 @@ def _cannot_split(equation: Any, equations: Sequence[Any]) -> ValueError:
         if any(v in read for v in e.outvars):
             before.append(e)
             read.update(jaxprs.variables(e))
-    name = next(filter(None, map(optimizer_function, [equation, *before])), "the optimizer")
+    coupling = [e for e in [equation, *before] if not is_piecewise(e)] or [equation]  # the last one first
+    name = next(filter(None, map(optimizer_function, [*coupling, equation, *before])), "the optimizer")
     return ValueError(
         f"offload: {name} cannot be computed for one piece of a parameter at a time\n"
-        f"  got:      an element depends on others of an array in host memory ({equation.primitive.name})\n"
+        f"  got:      an element depends on others of an array in host memory ({coupling[0].primitive.name})\n"
         f"  fix:      Zero(..., offload='none'), or an optimizer that works element by element, such as optax.adamw"
     )
