@@ -188,6 +188,8 @@ class _MemoryChecks:
         numbers = {"expected_bytes": expected, "found_bytes": found}
         if found >= (1 - SLACK) * expected:
             return Outcome(f"{bytes_text(found)} in host memory", Verdict.OK, numbers)
+        if self.expectation.host_gradients_bytes and in_host >= (1 - SLACK) * expected:
+            raise Unreadable("gradients may take the place of activations in host memory")
         fix = "change remat=: the compiler keeps these activations on the device, or recomputes them"
         return Outcome(f"{bytes_text(found)} in host memory", Verdict.BROKEN, numbers, fix)
 

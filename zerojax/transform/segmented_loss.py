@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from zerojax.transform import host_arrays, jaxprs
-from zerojax.transform.dependencies import floating_after
+from zerojax.transform.dependencies import after, floating_after
 from zerojax.transform.layer_stack import LayerStack
 from zerojax.transform.regather import is_differentiable, select
 from zerojax.transform.remat import NO_REMAT, RematRules
@@ -138,9 +138,12 @@ class SegmentedLoss:
             for v, grad in zip(part.wanted_inputs, data_grads, strict=True):
                 cotangents[v] = cotangents[v] + grad if v in cotangents else grad
         own = {i: self._leaf_grad(i, grads) for i in range(len(shards)) if not self._has_moved(i)}
-        self._move(own, list(own), shards)
-        in_host = self.collectives.host_gradients.totals if self.collectives.host_gradients else {}
-        return out, [own[i] if i in own else in_host[i] for i in range(len(shards))]
+        arrived.append(self._move(own, list(own), shards))
+        host = self.collectives.host_gradients
+        if host is not None and host.squared_norms:  # what waits for a norm, as the update does, waits for the copies
+            i, norm = next(iter(host.squared_norms.items()))
+            (host.squared_norms[i],) = after([norm], [event for events in arrived[-3:] for event in events])
+        return out, [own[i] if i in own or host is None else host.totals[i] for i in range(len(shards))]
 
     def _has_moved(self, i: int) -> bool:
         """Whether the gradient of a leaf is in host memory."""

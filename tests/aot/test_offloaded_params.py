@@ -1,0 +1,102 @@
+"""Steps with parameters in host memory, compiled for GPUs and TPUs: what is where, what moves, and what grows."""
+
+import functools
+import tempfile
+from pathlib import Path
+
+import gpt
+import jax.numpy as jnp
+import optax
+import pytest
+
+import zerojax
+from zerojax import Verdict, targets
+from zerojax.analysis import hlo
+from zerojax.analysis.hardware import cluster
+from zerojax.plan import timeline
+from zerojax.plan.buffers import read_dump
+from zerojax.plan.program import compile_with_dump
+from zerojax.plan.timeline import FROM_HOST, TO_HOST
+from zerojax.step import host_pieces
+
+pytestmark = pytest.mark.aot
+WIDTH, SEQ = 512, 128
+PIECES_BYTES = 2**20
+
+
+@functools.cache
+def compiled(target, layers, scan=True, num_microbatches=1):
+    """(The compiled step, bytes of its temporaries, the state, the audit)."""
+    config = gpt.Config(width=WIDTH, layers=layers, heads=4, vocab=512, seq=SEQ, scan=scan, dtype=jnp.bfloat16)
+    devices = targets.devices(target)
+    zero = zerojax.Zero(zerojax.make_mesh(devices=devices), 3, "bf16", offload="params")
+    state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
+    batch = gpt.batch_aval(config, num_microbatches * len(devices))
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setattr(host_pieces, "PIECES_BYTES", PIECES_BYTES)
+        step = zero.train_step(gpt.loss, remat="full", num_microbatches=num_microbatches)
+        program = compile_with_dump(step.trace(state, batch), targets.platform(target), Path(folder), {})
+        return (
+            program,
+            read_dump(Path(folder)).allocated_bytes,
+            state,
+            zerojax.audit_step(program, step.expectation(state, batch)),
+        )
+
+
+def matrices(state, num_devices):
+    """The number of parameters in matrices, for each device."""
+    return sum(leaf.size for leaf in state.definition.leaves if len(leaf.shape) - leaf.stacked >= 2) / num_devices
+
+
+@pytest.mark.parametrize(
+    ("target", "scan", "k"), [("h100:1", True, 1), ("h100:1", False, 1), ("h100:8", True, 2), ("v5e:2x2", True, 1)]
+)
+def test_the_state_is_in_host_memory_and_its_gradients_go_there(target, scan, k):
+    program, _, state, audit = compiled(target, 6, scan, k)
+    memory, num = program.memory_analysis(), matrices(state, len(targets.devices(target)))
+    assert memory.host_argument_size_in_bytes == pytest.approx(14 * num, rel=2e-2)
+    assert memory.host_alias_size_in_bytes == memory.host_output_size_in_bytes == memory.host_argument_size_in_bytes
+    assert memory.host_temp_size_in_bytes == pytest.approx((4 if k > 1 else 2) * num, rel=2e-2)
+    assert memory.argument_size_in_bytes < 0.05 * 2 * num + 2**16  # vectors and the batch
+    names = ["sharded", "aliased state", "host memory"]
+    names += ["offloaded slices", "pieces of the state"] if target.startswith("h100") else []
+    assert {name: audit[name].verdict for name in names} == dict.fromkeys(names, Verdict.OK)
+    if len(targets.devices(target)) > 1:
+        assert audit["wire bytes"].verdict is audit["reductions"].verdict is Verdict.OK
+
+
+@pytest.mark.parametrize(("target", "scan"), [("h100:1", True), ("h100:1", False), ("v5e:2x2", True)])
+def test_temporaries_grow_by_what_is_saved_of_a_layer(target, scan):
+    (_, few, _, _), (_, many, _, _) = (compiled(target, layers, scan) for layers in (6, 10))
+    saved = 4 * SEQ * WIDTH * 2  # a row of inputs of four layers
+    weights = 4 * 12 * WIDTH**2 * 2 / len(targets.devices(target))
+    vectors = 4 * 2 * 2 * 10 * WIDTH  # with their gradients
+    assert many - few <= saved + vectors + 2**16 + 0.02 * weights
+
+
+def test_layers_come_once_for_each_pass_and_gradients_go_once():
+    program, _, state, _ = compiled("h100:1", 6)
+    predicted = timeline.predict(hlo.parse_program(program.as_text()), cluster("h100:1"))
+    num, rate = matrices(state, 1), cluster("h100:1").chip.host_rate.effective
+    moments_and_master, weights, gradients = 12 * num, 2 * num, 2 * num
+    assert predicted.busy_s[TO_HOST] * rate == pytest.approx(moments_and_master + weights + gradients, rel=2e-2)
+    come = moments_and_master + 2 * weights + gradients
+    assert come < 1.001 * predicted.busy_s[FROM_HOST] * rate < 1.15 * come  # the last piece of the state comes twice
+
+
+def test_copies_of_layers_overlap_with_their_products():
+    """With products that take longer than the copies, a loop over layers takes no longer than its products."""
+    config = gpt.Config(width=1024, layers=8, heads=8, vocab=512, seq=2048, scan=True, dtype=jnp.bfloat16)
+    found = {}
+    for offload in "params", "optimizer":
+        zero = zerojax.Zero(zerojax.make_mesh(devices=targets.devices("h100:1")), 3, "bf16", offload=offload)
+        state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
+        traced = zero.train_step(gpt.loss, remat="full").trace(state, gpt.batch_aval(config, 8))
+        program = traced.lower(lowering_platforms=("cuda",)).compile()
+        predicted = timeline.predict(hlo.parse_program(program.as_text()), cluster("h100:1"))
+        layers = [loop.iteration_s for loop in predicted.loops if loop.trips in (6, 8) and loop.iteration_s > 1e-3]
+        found[offload] = sorted(layers)
+    assert len(found["params"]) == len(found["optimizer"]) == 2  # forward and backward
+    for ours, plain in zip(found["params"], found["optimizer"], strict=True):
+        assert ours < 1.15 * plain
