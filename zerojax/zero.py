@@ -26,7 +26,7 @@ from zerojax.sharding.placement import FromModel, Overrides
 from zerojax.sharding.precision import Precision
 from zerojax.sharding.stages import Stage
 from zerojax.sharding.uneven import uneven_text
-from zerojax.step import batch as batches, creation, models
+from zerojax.step import batch as batches, creation, models, state as states
 from zerojax.step.config import ZeroConfig, check_offload
 from zerojax.step.gradient import compute_gradients, device_gradient
 from zerojax.step.loss_traces import check_loss
@@ -109,8 +109,9 @@ class Zero:
             {'fsdp': 'data', 'tp': None}.
         offload: 'optimizer' keeps the optimizer's state and the master copy of the parameters in pinned host memory:
             each array that is shaped like a parameter. A step moves them through the device piece by piece, so the
-            optimizer has to work element by element. 'none' is the default. It does not concern `value_and_grad`, which
-            has no optimizer.
+            optimizer has to work element by element. 'params' keeps the parameters there too, except for vectors, at
+            stage 3 or on one device: weights come layer by layer, one ahead, and gradients go there. 'none' is the
+            default. `value_and_grad` has no optimizer, and takes parameters that are on the devices.
 
     Raises:
         ValueError: if the stage, the precision, an axis or the offload is unknown, or if the mesh has other axes and
@@ -338,7 +339,8 @@ class Zero:
         def fn(params: Any, *args: Any) -> Any:
             batches.check_batch(self.config, args, 1)
             definition = self._definition(params)
-            gradient = device_gradient(self.config, definition, lambda p, args: loss_fn(p, *args), settings)
+            config = self.config._replace(offload="none")
+            gradient = device_gradient(config, definition, lambda p, args: loss_fn(p, *args), settings)
             inputs = (jax.tree.leaves(params), {}, args, jax.random.key(0), jnp.float32(1))
             check_loss(gradient, inputs[:-1])
             result = compute_gradients(gradient, inputs)
@@ -422,10 +424,11 @@ class Zero:
         check_not_donated(state)
         check_trained(state, params)
         definition, is_sharded = state.definition, self.config.stage.shards_params
-        shardings = placement.named_shardings(self.config.mesh, definition.specs(self.config.axes, is_sharded))
+        shardings = states.shardings(self.config, state).params
         trained = [leaf for leaf in definition.leaves if leaf.trainable]
 
         def insert(given: Any, current: Any) -> Any:
+            given = jax.device_put(given, jax.memory.Space.Device) if self.config.offloads_optimizer else given
             values, tree = jax.tree.flatten(definition.cast_trained(given))
             logical = [leaf.without_zeros(a) for a, leaf in zip(values, trained, strict=True)]
             stored = padding.padded(logical, [leaf.padding(is_sharded) for leaf in trained])

@@ -66,13 +66,13 @@ def test_the_state_is_in_host_memory_and_its_gradients_go_there(target, scan, k)
         assert audit["wire bytes"].verdict is audit["reductions"].verdict is Verdict.OK
 
 
-@pytest.mark.parametrize(("target", "scan"), [("h100:1", True), ("h100:1", False), ("v5e:2x2", True)])
-def test_temporaries_grow_by_what_is_saved_of_a_layer(target, scan):
-    (_, few, _, _), (_, many, _, _) = (compiled(target, layers, scan) for layers in (6, 10))
+@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
+def test_temporaries_grow_by_what_is_saved_of_a_layer(scan):
+    (_, few, _, _), (_, many, _, _) = (compiled("h100:1", layers, scan) for layers in (6, 10))
     saved = 4 * SEQ * WIDTH * 2  # a row of inputs of four layers
-    weights = 4 * 12 * WIDTH**2 * 2 / len(targets.devices(target))
     vectors = 4 * 2 * 2 * 10 * WIDTH  # with their gradients
-    assert many - few <= saved + vectors + 2**16 + 0.02 * weights
+    weights = 4 * 12 * WIDTH**2 * 2
+    assert many - few <= saved + vectors + 2**16 < 0.05 * weights
 
 
 def test_layers_come_once_for_each_pass_and_gradients_go_once():

@@ -244,3 +244,27 @@ def test_layers_of_two_loops_are_refused_before_anything_compiles():
     state = zero.init(create, optax.adamw(1e-2))
     with pytest.raises(ValueError, match=r"offload: the gradients of layers in host memory are computed by one loop"):
         zero.train_step(twice)(state, TOKENS)
+
+
+@pytest.mark.parametrize("offload", ["params", "optimizer"])
+def test_other_values_and_another_optimizer_go_where_the_state_is(offload):
+    zero, plain = zero_of(offload, "bf16"), zero_of("none", "bf16")
+    (state, _), (want, _) = trained(zero), trained(plain)
+    halved = jax.tree.map(lambda a: np.asarray(a) / 2, state.master)
+    assert_same(zero.with_params(state, halved), state, rel=1.0)
+    with_half = zero.with_params(state, halved)
+    np.testing.assert_array_equal(np.asarray(with_half.params["head"]), np.asarray(halved["head"].astype(jnp.bfloat16)))
+    again, expected = zero.with_optimizer(state, optax.sgd(0.1)), plain.with_optimizer(want, optax.sgd(0.1))
+    assert_same(again, expected, rel=2**-7)
+    found = [kinds(s.params) for s in (state, with_half, again)]
+    assert found == [[{"pinned_host" if offload == "params" else "device"}, {"device"}]] * 3
+    again, metrics = zero.train_step(loss)(again, TOKENS)
+    assert np.isfinite(metrics["loss"])
+
+
+def test_gradients_of_parameters_on_the_devices_are_those_of_any_zero():
+    zero, plain = zero_of("params"), zero_of("none")
+    value, grads = jax.jit(zero.value_and_grad(loss))(zero.shard(create()), TOKENS)
+    expected, wanted = jax.jit(plain.value_and_grad(loss))(plain.shard(create()), TOKENS)
+    assert float(value) == float(expected)
+    jax.tree.map(np.testing.assert_array_equal, grads, wanted)

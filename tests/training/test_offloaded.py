@@ -1,4 +1,4 @@
-"""Runs whose optimizer state is in host memory: interrupted, resumed, evaluated, exported and loaded."""
+"""Runs whose state is in host memory: interrupted, resumed, evaluated, exported and loaded."""
 
 import jax
 import jax.numpy as jnp
@@ -38,27 +38,38 @@ def whole(tmp_path_factory):
     return run("none", tmp_path_factory.mktemp("whole"), STEPS)
 
 
-def test_an_interrupted_run_ends_like_one_on_the_devices(tmp_path, whole):
-    run("optimizer", tmp_path, STEPS // 2)
-    state = run("optimizer", tmp_path, STEPS)
+@pytest.mark.parametrize("offload", ["optimizer", "params"])
+def test_an_interrupted_run_ends_like_one_on_the_devices(tmp_path, whole, offload):
+    run(offload, tmp_path, STEPS // 2)
+    state = run(offload, tmp_path, STEPS)
     assert int(state.step) == STEPS
     assert_in_host_memory(state)
+    matrices = [a for a in jax.tree.leaves(state.params) if a.ndim == 2]
+    assert {a.sharding.memory_kind for a in matrices} == {"pinned_host" if offload == "params" else "device"}
     assert_equal(state, whole)
 
 
-def test_exported_weights_are_loaded_into_host_memory(tmp_path, whole):
+@pytest.mark.parametrize(("before", "after"), [("none", "params"), ("params", "optimizer"), ("params", "none")])
+def test_a_run_goes_on_with_another_offload(tmp_path, whole, before, after):
+    run(before, tmp_path, STEPS // 2)
+    assert_equal(run(after, tmp_path, STEPS), whole)
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "params"])
+def test_exported_weights_are_loaded_into_host_memory(tmp_path, whole, offload):
     parameters.export_params(whole.master, tmp_path / "weights")
-    state = parameters.load(zero_of("optimizer").init(create, adam()), tmp_path / "weights")
+    state = parameters.load(zero_of(offload).init(create, adam()), tmp_path / "weights")
     assert_in_host_memory(state)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), state.master, whole.master)
-    zero = zero_of("optimizer")
+    zero = zero_of(offload)
     _, metrics = zero.train_step(loss)(state, batch(0))
     assert np.isfinite(metrics["loss"])
 
 
-def test_an_offloaded_state_is_exported_and_evaluated(tmp_path, whole):
-    zero = zero_of("optimizer")
-    state = run("optimizer", tmp_path / "run", STEPS)
+@pytest.mark.parametrize("offload", ["optimizer", "params"])
+def test_an_offloaded_state_is_exported_and_evaluated(tmp_path, whole, offload):
+    zero = zero_of(offload)
+    state = run(offload, tmp_path / "run", STEPS)
     parameters.export(tmp_path / "run" / "checkpoints", STEPS, tmp_path / "weights")
     loaded = parameters.load(zero.init(create, adam()), tmp_path / "weights")
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), loaded.master, state.master)
@@ -74,11 +85,12 @@ class Normed(nnx.Module):
         self.layer, self.norm = nnx.Linear(32, 32, rngs=rngs), nnx.BatchNorm(32, axis_name="data", rngs=rngs)
 
 
+@pytest.mark.parametrize("offload", ["optimizer", "params"])
 @pytest.mark.parametrize("num_devices", [1, 8])
-def test_a_model_with_values_remains_beside_its_state(num_devices):
+def test_a_model_with_values_remains_beside_its_state(num_devices, offload):
     model = Normed(rngs=nnx.Rngs(0))
     before = [np.array(a) for a in jax.tree.leaves(nnx.state(model, nnx.Param, nnx.BatchStat))]
-    zero = zero_of("optimizer", num_devices=num_devices)
+    zero = zero_of(offload, num_devices=num_devices)
     step = zero.train_step(lambda model, batch: jnp.mean((model.norm(model.layer(batch["x"])) - batch["y"]) ** 2))
     state, _ = step(zero.init(model, adam()), batch(0))
     assert int(state.step) == 1

@@ -139,6 +139,8 @@ def with_optimizer(
     check_offloadable(config, definition)
 
     def initial(params: PyTree, master: PyTree, model_state: PyTree, key: PRNGKey) -> TrainState:
+        if config.offloads_optimizer:
+            params, master = jax.device_put((params, master), jax.memory.Space.Device)
         params = padding.cropped(params, definition.paddings(stage.shards_params))
         if master is not None:
             trained = padding.cropped(master, definition.trained_paddings(stage.shards_optimizer))
@@ -148,6 +150,8 @@ def with_optimizer(
     args = state.params, state.master, state.model_state, _key(seed)
     abstract = stored_avals(config, jax.eval_shape(initial, *args))
     _check_pinned(config, abstract)
+    if config.offloads_optimizer:
+        return create_in_parts(initial, args, abstract)
     return jax.jit(initial, out_shardings=shardings(config, abstract), donate_argnums=(0, 1, 2))(*args)
 
 
