@@ -10,11 +10,12 @@ described cluster. It fits if arguments, temporaries and outputs that are not up
 search ends at a number of layers that fits while two more layers do not. Sizes that are a fifth too large by formula
 are not compiled.
 
-The forms are plain AdamW; `offload='optimizer'`; moments in 8 bits and parameters in bf16 without a master copy; and an
-offloaded optimizer with moments in 16 bits and such parameters. The second table compares them at the largest size of
-plain AdamW, for several numbers of microbatches, whether or not they fit. Times are
-predicted by `zerojax.plan.timeline`. A device waits for copies while it computes nothing; the share is that of the time
-in which the host's link is busy in the busier direction. The formula is that of `step.memory`.
+The forms are plain AdamW; `offload='optimizer'`; moments in 8 bits and parameters in bf16 without a master copy; an
+offloaded optimizer with moments in 16 bits and such parameters; and `offload='params'` with AdamW and with these
+moments. The second table compares them at the largest size of plain AdamW, for several numbers of microbatches, whether
+or not they fit. Times are predicted by `zerojax.plan.timeline`. A device waits for copies while it computes nothing;
+the share is that of the time in which the host's link is busy in the busier direction. The formula is
+that of `step.memory`.
 """
 
 import argparse
@@ -31,6 +32,8 @@ FORMS = {
     "optimizer": ("optimizer", "bf16", None),
     "8 bits": ("none", "bf16_params", 8),
     "optimizer, 16 bits": ("optimizer", "bf16_params", 16),
+    "params": ("params", "bf16", None),
+    "params, 16 bits": ("params", "bf16_params", 16),
 }
 _TOO_LARGE = 1.2  # a share of the memory, by formula, from which on nothing is compiled
 
@@ -135,14 +138,15 @@ def measure(form, layers, microbatches, args, devices):
     program, temporaries = compiled(step.trace(state, batch), targets.platform(args.target))
     memory = program.memory_analysis()
     predicted = timeline.predict(hlo.parse_program(program.as_text()), cluster(args.target))
-    copying_s = max(predicted.busy_s.get(lane, 0.0) for lane in (timeline.FROM_HOST, timeline.TO_HOST))
+    lanes = [predicted.busy_s.get(lane, 0.0) for lane in (timeline.FROM_HOST, timeline.TO_HOST)]
+    copying_s = max(lanes)
     return {
         "parameters": sum(leaf.size for leaf in state.definition.leaves),
         "peak_bytes": peak_bytes(memory, temporaries),
         "formula_bytes": step.memory(state, batch).peak_bytes,
         "host_bytes": memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
         "host_temporaries_bytes": memory.host_temp_size_in_bytes,
-        "copied_bytes": 2 * memory.host_argument_size_in_bytes,
+        "copied_bytes": round(sum(lanes) * cluster(args.target).chip.host_rate.effective),
         "step_s": predicted.step_s,
         "computing_s": predicted.computing_s,
         "copying_s": copying_s,
