@@ -91,7 +91,7 @@ class Step:
         """The jitted function, with the compiler options of this step.
 
         Whether a step offloads activations is seen in its trace: policies and the model itself may do so too. JAX keeps
-        the trace for the first call.
+        the trace for the first call. An evaluation reads slices of parameters in host memory, and moves nothing there.
         """
         donated = (0,) if self.donates else ()
         jit = functools.partial(jax.jit, self._build(state), donate_argnums=donated, keep_unused=True)
@@ -102,7 +102,7 @@ class Step:
         if to_offload:
             with in_words_of_the_user(self.config.precision):
                 traced = self._trace(jitted, state, batch)
-            if jaxpr_collectives.offloaded_bytes(traced.jaxpr):
+            if self.config.offloads_params or jaxpr_collectives.offloaded_bytes(traced.jaxpr):
                 return jit(compiler_options={**(options or {}), **to_offload})
         return jitted
 

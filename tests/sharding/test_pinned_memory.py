@@ -44,6 +44,9 @@ def test_a_state_is_checked_before_it_is_created(monkeypatch):
     monkeypatch.setattr(creation, "check_pinned", lambda *args: seen.append(args[:2]))
     creation._check_pinned(zero.config._replace(mesh=mesh), state)
     assert seen == [(of_device, 8)]
+    both = zerojax.Zero(zerojax.make_mesh(), 3, "fp32", offload="params")
+    creation._check_pinned(both.config._replace(mesh=mesh), both.eval_init(create, optax.adam(1e-3)))
+    assert seen.pop() == (2 * of_device, 8)  # the parameters, and gradients that go there
     zero.init(create, optax.adam(1e-3))
     assert len(seen) == 1  # simulated devices have no limit
     monkeypatch.setattr(creation, "_check_pinned", lambda config, state: seen.append(state))

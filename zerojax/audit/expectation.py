@@ -115,7 +115,8 @@ def expect(
     num_microbatches = settings.num_microbatches
     shardings = states.shardings(config, state)
     aval = lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
-    with_paths = jax.tree_util.tree_leaves_with_path(jax.tree.map(aval, state, shardings))
+    stored = jax.tree.map(aval, state, shardings)
+    with_paths = jax.tree_util.tree_leaves_with_path(stored)
     leaves = state.definition.leaves
     averaged = 2 * _ring_bytes(config.axes.num_devices, 4 * sum(a.size for a in _floating(state.model_state)))
     replicas = _replica_bytes(config, leaves, num_microbatches)
@@ -127,7 +128,8 @@ def expect(
     is_wide = [leaf.compute_dtype.itemsize > width for leaf in leaves]
     by_choice = _stage_bytes(config, _where(is_wide, leaves), _where(is_wide, uses), num_microbatches).total
     host_leaves = list(itertools.compress(with_paths, jax.tree.leaves(states.in_host(config, state))))
-    gradients_bytes = _host_gradients_bytes(config, state, num_microbatches)
+    sum_dtype = config.precision.param_dtype if num_microbatches > 1 else None
+    gradients_bytes = states.host_gradients_bytes(config, stored, sum_dtype)
     frozen = {f"params/{leaf.path}" for leaf in leaves if not leaf.trainable}
     updated = [a for path, a in host_leaves if placement.path_text(path) not in frozen]
     others_bytes = sum(shard_bytes(a, a.sharding) for a in updated) + num_microbatches * gradients_bytes
@@ -146,19 +148,6 @@ def expect(
         in_host=frozenset(placement.path_text(path) for path, _ in host_leaves),
         host_gradients_bytes=gradients_bytes,
         jaxpr=jaxpr,
-    )
-
-
-def _host_gradients_bytes(config: ZeroConfig, state: TrainState, k: int) -> int:
-    """The bytes of the gradients that a device keeps in host memory, or of their sums over `k` microbatches."""
-    definition, precision = state.definition, config.precision
-    flags, params = definition.params_in_host(config.offloads_params), jax.tree.leaves(state.params)
-    dtype = lambda leaf: jnp.dtype(precision.param_dtype) if k > 1 else precision.wire_dtype(leaf.compute_dtype)
-    shardings = jax.tree.leaves(states.shardings(config, state).params)
-    return sum(
-        math.prod(sharding.shard_shape(tuple(a.shape))) * dtype(leaf).itemsize
-        for a, sharding, leaf, flag in zip(params, shardings, definition.leaves, flags, strict=True)
-        if flag and leaf.trainable
     )
 
 

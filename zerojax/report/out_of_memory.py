@@ -8,7 +8,7 @@ import jax
 
 from zerojax.report.memory import Memory
 from zerojax.sharding.pinned_memory import DEFAULT_PINNED_GIB, PINNED_LIMIT
-from zerojax.step.config import ZeroConfig
+from zerojax.step.config import ZeroConfig, can_offload_params
 from zerojax.step.settings import StepSettings
 from zerojax.text import bytes_text
 
@@ -44,7 +44,7 @@ def _out_of_host_memory(memory: Memory, error: Exception) -> MemoryError:
     return MemoryError(
         f"step: out of pinned host memory\n"
         f"  got:      {str(error).splitlines()[0][:200]}\n"
-        f"  estimate: {total} for each device, of which {state} are the optimizer's state\n"
+        f"  estimate: {total} for each device, of which {state} are the state\n"
         f"  fix:      raise {PINNED_LIMIT} in the environment; it is {DEFAULT_PINNED_GIB} GiB\n"
         f"            by default, for all GPUs of a process together. Or offload less"
     )
@@ -65,6 +65,10 @@ def _fixes(config: ZeroConfig, settings: StepSettings) -> Iterator[str]:
     yield f"num_microbatches={2 * settings.num_microbatches}"
     if settings.prefetch:
         yield "prefetch=0"
+    if config.offload == "none" and not config.other_axes:
+        yield "Zero(..., offload='optimizer')"
+    elif config.offload == "optimizer" and can_offload_params(config.axes, config.stage):
+        yield "Zero(..., offload='params')"
     if jax.default_backend() == "gpu":
         yield "XLA_CLIENT_MEM_FRACTION=0.95 in the environment"
     yield "more devices"

@@ -95,13 +95,18 @@ def check_offload(offload: str, mesh: AnyMesh, axes: Axes, stage: Stage) -> None
         )
     if offload != "params":
         return
-    if axes.num_replicas > 1 or not (stage.shards_params or axes.num_shards == 1):
+    if not can_offload_params(axes, stage):
         copies = f", with {axes.num_replicas} replicas" if axes.num_replicas > 1 else ""
         raise ValueError(
             f"offload: parameters in host memory are shards of stage 3 over all devices\n"
             f"  got:      {stage.title} over {axes.num_shards} devices{copies}\n"
             f"  fix:      stage=3 on a mesh without replicas, or offload='optimizer'"
         )
+
+
+def can_offload_params(axes: Axes, stage: Stage) -> bool:
+    """Whether parameters may be in host memory: on one device, or as shards of stage 3 without replicas."""
+    return axes.num_replicas == 1 and (stage.shards_params or axes.num_shards == 1)
 
 
 def compiler_options(config: ZeroConfig, leaves: Iterable[Leaf]) -> dict[str, int | bool] | None:

@@ -27,7 +27,15 @@ from zerojax.step.config import ZeroConfig
 from zerojax.step.optimizers import check_update, rounds_stochastically
 from zerojax.step.parts import create_in_parts
 from zerojax.step.source import ModelSource, plain_arrays
-from zerojax.step.state import Definition, TrainState, check_not_donated, in_host, shardings, stored_avals
+from zerojax.step.state import (
+    Definition,
+    TrainState,
+    check_not_donated,
+    host_gradients_bytes,
+    in_host,
+    shardings,
+    stored_avals,
+)
 from zerojax.step.streamed_update import StreamedUpdate
 from zerojax.transform import jaxprs, stacks
 from zerojax.typing import Array, PRNGKey, PyTree
@@ -234,12 +242,13 @@ def check_offloadable(config: ZeroConfig, definition: Definition) -> None:
 
 
 def _check_pinned(config: ZeroConfig, state: TrainState) -> None:
-    """Raises ValueError if this process may not pin the host memory of a state."""
+    """Raises ValueError if this process may not pin the host memory of a state, with gradients that go there."""
     local = [d for d in config.mesh.devices.flat if d.platform == "gpu" and d.process_index == jax.process_index()]
     flags = jax.tree.leaves(in_host(config, state))
     sizes = [placement.shard_bytes(a, a.sharding) for a in jax.tree.leaves(state)]
     if config.offloads_optimizer and local:
-        check_pinned(sum(itertools.compress(sizes, flags)), len(local), os.environ)
+        gradients = host_gradients_bytes(config, state)
+        check_pinned(sum(itertools.compress(sizes, flags)) + gradients, len(local), os.environ)
 
 
 def _warn_of_plain_arrays(paths: Sequence[str], model_state: PyTree) -> None:

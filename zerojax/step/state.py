@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -243,6 +244,24 @@ def in_host(config: ZeroConfig, state: TrainState) -> TrainState:
     params = jax.tree.unflatten(definition.tree, definition.params_in_host(config.offloads_params))
     in_pieces = jax.tree.map(lambda each: each.in_pieces, stored)
     return dataclasses.replace(nowhere, params=params, master=master, opt_state=in_pieces)
+
+
+def host_gradients_bytes(config: ZeroConfig, state: TrainState, dtype: Any = None) -> int:
+    """The bytes of the gradients that a device keeps in host memory: 0 if the parameters are on the devices.
+
+    Args:
+        config: mesh, axes, stage and precision.
+        state: arrays or avals, with the shardings of the stage.
+        dtype: of the gradients; None for that in which each is reduced.
+    """
+    definition, precision = state.definition, config.precision
+    flags, params = definition.params_in_host(config.offloads_params), jax.tree.leaves(state.params)
+    return sum(
+        math.prod(a.sharding.shard_shape(tuple(a.shape)))
+        * jnp.dtype(dtype or precision.wire_dtype(leaf.compute_dtype)).itemsize
+        for a, leaf, flag in zip(params, definition.leaves, flags, strict=True)
+        if flag and leaf.trainable
+    )
 
 
 def shardings(config: ZeroConfig, state: TrainState) -> TrainState:
