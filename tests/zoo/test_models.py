@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import numpy as np
 import pytest
 from support import plain
@@ -35,8 +36,8 @@ def reference(name):
     return plain.run(ENTRIES[name], optimizer(), batches(ENTRIES[name], STEPS))
 
 
-def zero_of(entry, stage, precision="fp32"):
-    return Zero(zerojax.make_mesh(), stage, precision, **entry.options)
+def zero_of(entry, stage, precision="fp32", offload="none"):
+    return Zero(zerojax.make_mesh(), stage, precision, offload=offload, **entry.options)
 
 
 @pytest.mark.parametrize(("name", "stage"), list(cases((0, 1, 2, 3), always=(0, 3))))
@@ -50,6 +51,14 @@ def test_training_follows_the_plain_step(name, stage):
     got, _ = train(zero_of(entry, stage), model, batches(entry, STEPS))
     assert len(got.losses) == STEPS and got.metrics[-1]["skipped"] == 0
     assert_close(got, want, **{**TOLERANCES["fp32"], "update": entry.update})
+
+
+@pytest.mark.parametrize("name", names())
+def test_parameters_in_host_memory_train_as_on_the_devices(name):
+    entry = ENTRIES[name]
+    got, state = train(zero_of(entry, 3, offload="params"), entry, batches(entry, STEPS))
+    assert "pinned_host" in {a.sharding.memory_kind for a in jax.tree.leaves(state.params)}
+    assert_close(got, reference(name), **{**TOLERANCES["fp32"], "update": entry.update})
 
 
 @pytest.mark.parametrize("name", names())

@@ -194,7 +194,9 @@ def _without_zeros(stored: Array | Aval, like: Any) -> Array | Aval:
         return zeros.crop(stored)
     sharding: Any = stored.sharding
     spec = [None if dim == zeros.dim else axes for dim, axes in enumerate(sharding.spec)]
-    return jax.jit(zeros.crop, out_shardings=NamedSharding(sharding.mesh, PartitionSpec(*spec)))(stored)
+    on_device = lambda a: jax.device_put(a, jax.memory.Space.Device) if host_arrays.is_in_host(a) else a
+    crop = jax.jit(lambda a: zeros.crop(on_device(a)), out_shardings=NamedSharding(sharding.mesh, PartitionSpec(*spec)))
+    return crop(stored)
 
 
 def specs(config: ZeroConfig, state: TrainState) -> TrainState:

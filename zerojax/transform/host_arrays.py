@@ -76,19 +76,16 @@ def layer_from_host(stack: Array, index: Any, dim: int, pace: Pace) -> Array:
     """
     if not is_in_host(stack):
         return lax.dynamic_slice_in_dim(stack, index, 1, dim)
-    layer = part_from_host(stack, _index_after(index, pace.next(layer_bytes(stack, dim))), 1, dim)
+    layer = part_from_host(stack, _index_after(index, pace.next(_layer_bytes(stack, dim))), 1, dim)
     pace.arrived(layer)
     return layer
 
 
-def layer_bytes(stack: Array, dim: int = 0) -> int:
-    """The bytes that a layer of a stack has in host memory: none if it is on the device."""
-    return stack.size // stack.shape[dim] * stack.dtype.itemsize if is_in_host(stack) else 0
-
-
 def layer_to_host(stack: Array, layer: Array, index: Any, dim: int, pace: Pace) -> Array:
     """Writes a layer, with the dim of layers, to a stack in host memory or on the device."""
-    return part_to_host(stack, layer, _index_after(index, pace.next(layer_bytes(stack, dim))), dim)
+    if is_in_host(stack):
+        index = _index_after(index, pace.next(_layer_bytes(stack, dim)))
+    return part_to_host(stack, layer, index, dim)
 
 
 def part_from_host(array: Array, start: Any, size: int, dim: int) -> Array:
@@ -117,3 +114,7 @@ def _index_after(index: Any, events: Sequence[Array]) -> Array:
     """An index that is not available before the events."""
     (following,) = after([jnp.asarray(index, jnp.int32) + 1], events)  # compilers simplify a selection between zeros
     return following - 1
+
+
+def _layer_bytes(stack: Array, dim: int) -> int:
+    return stack.size // stack.shape[dim] * stack.dtype.itemsize

@@ -9,13 +9,14 @@ In a backward pass, the gradients of a layer are reduced, and go to host memory,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.transform.host_arrays import layer_bytes
+from zerojax.transform.host_arrays import is_in_host
 from zerojax.transform.layer_scan import Carry, Layers, SavedValues, Scanned
 from zerojax.transform.pace import Pace, Paces, run_with_products
 from zerojax.transform.schedule import Schedule
@@ -93,8 +94,8 @@ def scan_from_host(
     given = SavedValues([None] * cut.front, [None], [None] * cut.back)
     if layers.saved is not None:
         given = layers.saved.mirrored()
-    put_bytes = sum(map(layer_bytes, totals))
-    fetch_bytes = sum(map(layer_bytes, layers.shards)) + body.accumulates * put_bytes
+    put_bytes = _host_bytes(totals) / length
+    fetch_bytes = _host_bytes(layers.shards) / length + body.accumulates * put_bytes
 
     def compute(weights: PyTree, carry: Carry, x: PyTree, given: PyTree) -> Any:
         fetched = None if given is None else body.restore(given, carry[0])[0]
@@ -144,3 +145,8 @@ def scan_from_host(
     state = put(state, length, Paces(Pace([], 1), Pace([], 1)))
     schedule.computed(state.carry[0])
     return Scanned(state.carry, state.ys, SavedValues(front, loop, back), state.totals), state.squared_norms
+
+
+def _host_bytes(stacks: Sequence[Array]) -> int:
+    """The bytes of those stacks that are in host memory."""
+    return sum(stack.size * stack.dtype.itemsize for stack in stacks if is_in_host(stack))
