@@ -123,7 +123,7 @@ def test_training_is_that_of_parameters_on_the_devices(num_devices, settings, sc
 def test_every_precision_trains_as_on_the_devices(precision, settings):
     got, metrics = trained(zero_of("params", precision=precision), **settings)
     want, wanted = trained(zero_of("none", precision=precision), **settings)
-    assert_same(got, want, rel=2**-7 if precision != "fp32" else 1e-5)  # a rounding to 16 bits, and its square
+    assert_same(got, want, rel=2**-6 if precision != "fp32" else 1e-5)  # some roundings to 16 bits, and their squares
     for ours, theirs in zip(metrics, wanted, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-6 if precision == "fp32" else 2e-3)
 
@@ -146,7 +146,7 @@ def test_frozen_parameters_are_read_from_host_memory_in_their_own_dtype():
     before = zeros[0].init(create, adamw()).params["layers"]["up"]
     assert got.params["layers"]["up"].dtype == jnp.float32
     assert kinds(got.params)[0] == {"pinned_host"}
-    assert_same(got, want, rel=2**-7)
+    assert_same(got, want, rel=2**-6)
     np.testing.assert_array_equal(np.asarray(got.params["layers"]["up"]), np.asarray(before))
 
 
@@ -261,7 +261,7 @@ def test_other_values_and_another_optimizer_go_where_the_state_is(offload):
     with_half = zero.with_params(state, halved)
     np.testing.assert_array_equal(np.asarray(with_half.params["head"]), np.asarray(halved["head"].astype(jnp.bfloat16)))
     again, expected = zero.with_optimizer(state, optax.sgd(0.1)), plain.with_optimizer(want, optax.sgd(0.1))
-    assert_same(again, expected, rel=2**-7)
+    assert_same(again, expected, rel=2**-6)
     found = [kinds(s.params) for s in (state, with_half, again)]
     assert found == [[{"pinned_host" if offload == "params" else "device"}, {"device"}]] * 3
     again, metrics = zero.train_step(loss)(again, TOKENS)
