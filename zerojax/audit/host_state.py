@@ -35,18 +35,22 @@ def check_host_memory(memory: Any, state_bytes: int, temporaries_bytes: int) -> 
     return Outcome(f"{bytes_text(found)} in host memory, and no copies", Verdict.OK, numbers)
 
 
-def check_pieces(program: Program, arrays: Iterable[tuple[str, Shape]], state_bytes: int) -> Outcome:
+def check_pieces(
+    program: Program, arrays: Iterable[tuple[str, Shape]], state_bytes: int, params: Iterable[Shape] = ()
+) -> Outcome:
     """Whether the pieces that are written to arrays in host memory make up the whole of each, and how large they are.
 
     Args:
         program: compiled for GPUs.
         arrays: dtypes, as in programs, and shapes of the arrays of the state in host memory, on one device.
         state_bytes: of all of them.
+        params: the shapes of those that are parameters. Layers of them, and of sums of their gradients, come in the
+            forward and the backward pass too.
 
     Raises:
         Unreadable: if the index of a piece cannot be evaluated.
     """
-    wanted = set(arrays)
+    wanted, streamed = set(arrays), set(params)
     with reader_errors():
         pieces = [each for each in hlo_slices.host_slices(program) if (each.buffer.dtype, each.buffer.dims) in wanted]
     for each in pieces:
@@ -59,7 +63,7 @@ def check_pieces(program: Program, arrays: Iterable[tuple[str, Shape]], state_by
     missed = [each for each in written if not _covers(each, visits[each.buffer, each.slice_bytes])]
     at_a_time = collections.Counter[int]()  # by the number of runs: loops of the same length are one loop
     for each in pieces:
-        if not each.writes and each.slice_bytes < each.buffer.num_bytes // each.buffer.dims[0]:  # not a layer
+        if not each.writes and (each.buffer.dims not in streamed or _walks(each)):
             at_a_time[len(each.indexed or ())] += each.slice_bytes
     largest = max(at_a_time.values(), default=0)
     numbers = {"pieces": len(pieces), "at_a_time_bytes": largest, "missed": len(missed)}
@@ -75,6 +79,12 @@ def check_pieces(program: Program, arrays: Iterable[tuple[str, Shape]], state_by
         fix = "dims with more divisors, from which smaller pieces can be cut"
         return Outcome(text, Verdict.KNOWN, numbers, fix)
     return Outcome(text, Verdict.OK, numbers)
+
+
+def _walks(each: HostSlice) -> bool:
+    """Whether the runs of a slice visit all pieces of its buffer but one, which may come before the loop."""
+    count = each.buffer.num_bytes // each.slice_bytes
+    return count > 2 and len(set(each.indexed or ())) >= count - 1
 
 
 def _covers(each: HostSlice, visits: Mapping[int, int]) -> bool:
