@@ -20,13 +20,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from zerojax.sharding.placement import Leaf
 from zerojax.sharding.precision import for_reduction
 from zerojax.step import models
 from zerojax.step.batch import RowsOfSet, batch_specs, cast_batch, microbatches
 from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
 from zerojax.step.loss_errors import in_words_of_the_user
 from zerojax.step.models import Output, Weighted
+from zerojax.step.reductions import Reductions
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition
 from zerojax.transform import collectives, host_arrays
@@ -102,9 +102,9 @@ class DeviceGradient:
         return [leaf.trainable for leaf in self.definition.leaves]
 
     @property
-    def _in_host(self) -> list[bool]:
-        """Whether each leaf is in host memory."""
-        return self.definition.params_in_host(self.config.offloads_params)
+    def reductions(self) -> Reductions:
+        """The reductions at the end of the step."""
+        return Reductions(self.config, self.definition, self.settings)
 
     def __call__(
         self, shards: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey, scale: Array
@@ -124,13 +124,13 @@ class DeviceGradient:
             return self._accumulate(shards, model_state, batch, key, scale)
         host = HostGradients({}) if self.config.offloads_params else None
         grads, output, _ = self._microbatch(shards, model_state, batch, self._device_key(key, 0), scale, [], 0, host)
-        return self._result(grads, output.sums(), model_state, output.model_state, self._host_norm_term(host))
+        return self._result(grads, output.sums(), model_state, output.model_state, self.reductions.host_norm_term(host))
 
     def evaluate(
         self, shards: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey
     ) -> tuple[Array, dict[str, Array]]:
         """Computes the loss and the metrics without a gradient. Units are gathered as in a training step."""
-        return _means(self._total(self._evaluated(shards, model_state, batch, key).sums())[0])
+        return _means(self.reductions.sum_scalars(self._evaluated(shards, model_state, batch, key).sums())[0])
 
     def evaluate_rows(
         self, shards: Sequence[Array], model_state: PyTree, rows: RowsOfSet, key: PRNGKey
@@ -139,7 +139,7 @@ class DeviceGradient:
         weights. Those of plain scalars are numbers of rows."""
         sums = self._evaluated(shards, model_state, rows.batch, key).sums_over_rows(rows.included.shape[0])
         # Not a product: what the loss makes of rows that are not in the set may be a NaN.
-        return self._total(jax.tree.map(lambda a: jnp.where(rows.included[0], a, 0), sums))[0]
+        return self.reductions.sum_scalars(jax.tree.map(lambda a: jnp.where(rows.included[0], a, 0), sums))[0]
 
     def _evaluated(self, shards: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey) -> Output:
         """The output of the loss on this device's rows."""
@@ -159,10 +159,6 @@ class DeviceGradient:
         """The model state with PRNG keys of this device and a microbatch."""
         folded = models.fold_keys(model_state, collectives.device_index(self.config.axes))
         return models.fold_keys(folded, jnp.asarray(microbatch, jnp.int32))
-
-    def _sum(self, values: Sequence[Array]) -> list[Array]:
-        """Sums values over all data axes."""
-        return collectives.all_reduce(values, self.config.axes.data, self.config.axes).leaves
 
     # One microbatch ---------------------------------------------------------------------------------------------------
 
@@ -188,7 +184,7 @@ class DeviceGradient:
 
         def seed(output: Output) -> Array:
             if output.is_weighted:
-                weights.extend(self._sum([jnp.asarray(output.loss.weight, jnp.float32)]))
+                weights.extend(self.reductions.sum([jnp.asarray(output.loss.weight, jnp.float32)]))
             else:
                 weights.append(jnp.float32(self.config.axes.num_devices))
             if host is not None:
@@ -205,7 +201,7 @@ class DeviceGradient:
             output, model_state=models.restore_keys(output.model_state, model_state, self.definition.fixed_state)
         )
         if self.settings.num_microbatches == 1:
-            grads = self._finish_reduction(grads, summed)
+            grads = self.reductions.reduce_grads(grads, summed)
         return grads, output, weights[0]
 
     @property
@@ -216,13 +212,6 @@ class DeviceGradient:
         """
         communicates = self.config.stage.shards_grads and self.config.axes.num_shards > 1
         return communicates or self.config.offloads_params or not self.settings.remat.saves_everything
-
-    @property
-    def _sums_replicas_by_units(self) -> bool:
-        """Whether gradients are summed over the replica axes beside the backward pass; otherwise, after the last one of
-        several microbatches."""
-        config = self.config
-        return config.stage.shards_grads and config.axes.num_replicas > 1 and self.settings.num_microbatches == 1
 
     def _full_gradient(
         self, full: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey, seed: Any
@@ -274,7 +263,7 @@ class DeviceGradient:
             self.config.stage,
             self.config.precision,
             self.settings.collectives,
-            self._sums_replicas_by_units,
+            self.reductions.sums_replicas_by_units,
             host,
         )
         is_lookup = functools.partial(looks_up_shards, stage_collectives, full)
@@ -293,7 +282,7 @@ class DeviceGradient:
         k = self.settings.num_microbatches
         rows, microbatch_of = microbatches(batch, k)
         grad_dtype = self.config.precision.param_dtype
-        moves = [flag and t for flag, t in zip(self._in_host, self.trainable, strict=True)]
+        moves = [flag and t for flag, t in zip(self.reductions.params_in_host, self.trainable, strict=True)]
 
         def run_microbatch(
             index: Array, rows: Any, model_state: PyTree, start: list[Array], host: HostGradients | None
@@ -324,50 +313,16 @@ class DeviceGradient:
             add = lambda i, t, g: None if t is None else g if i in room else t + g.astype(grad_dtype) * weight
             totals = [add(i, t, g) for i, (t, g) in enumerate(zip(sums.grads, grads, strict=True))]
             outputs = jax.tree.map(jnp.add, sums.outputs, output.sums())
-            norm = self._host_norm_term(host)
+            norm = self.reductions.host_norm_term(host)
             return _Sums(totals, sums.weight + weight, outputs, output.model_state, norm), None
 
         sums, _ = lax.scan(body, init, (jnp.arange(k), rows))
         divisor = jnp.where(sums.weight > 0, sums.weight, 1)
         mean = lambda i, t: t if t is None or i in room else t / divisor
-        grads = self._finish_reduction([mean(i, t) for i, t in enumerate(sums.grads)])
+        grads = self.reductions.reduce_grads([mean(i, t) for i, t in enumerate(sums.grads)])
         host_norm_term = sums.squared_norm / jnp.square(divisor)
         shown = divisor if self.config.offloads_params else None
         return self._result(grads, sums.outputs, model_state, sums.model_state, host_norm_term, shown)
-
-    # Reductions at the end of the step --------------------------------------------------------------------------------
-
-    def _finish_reduction(self, grads: list[Any], summed: frozenset[int] = frozenset()) -> list[Any]:
-        """Reduces gradients unit by unit: over the replica axes, and over the shard axes if that has not been done.
-
-        Args:
-            grads: of the leaves.
-            summed: the leaves that are summed over the replica axes already.
-        """
-        stage, axes, precision = self.config.stage, self.config.axes, self.config.precision
-        options, leaves = self.settings.collectives, self.definition.leaves
-        reduced = list(grads)
-        by_unit: dict[str, list[int]] = {}
-        waits: list[Array] = []
-        for i, leaf in enumerate(leaves):
-            if leaf.trainable and i not in summed and not self._in_host[i]:
-                by_unit.setdefault(leaf.unit, []).append(i)
-        for members in by_unit.values():
-            values, dims = [grads[i] for i in members], [leaves[i].dims for i in members]
-            if not stage.shards_grads or self._sums_replicas_by_units:  # the sum of several uses of a leaf is wider
-                dtypes = [precision.wire_dtype(leaves[i].compute_dtype) for i in members]
-                values = [for_reduction(v, dtype) for v, dtype in zip(values, dtypes, strict=True)]
-            if not stage.shards_grads:
-                if stage.shards_optimizer:
-                    values, events = collectives.reduce_scatter(values, dims, axes, options, waits, rows=True)
-                else:
-                    values, events = collectives.all_reduce(values, axes.shard, axes, options, dims, waits)
-                waits = options.next_waits_for(events)
-            values, events = collectives.all_reduce(values, axes.replica, axes, options, dims, waits)
-            waits = options.next_waits_for(events)
-            for i, value in zip(members, values, strict=True):
-                reduced[i] = value
-        return reduced
 
     def _result(
         self,
@@ -379,45 +334,11 @@ class DeviceGradient:
         divisor: Array | None = None,
     ) -> LossAndGrads:
         """Reduces all scalars in one collective, and averages the running statistics."""
-        on_device = [None if flag else g for g, flag in zip(grads, self._in_host, strict=True)]
-        totals, squared_norm = self._total(sums, self.squared_norm_term(on_device) + host_norm_term)
+        reductions = self.reductions
+        on_device = [None if flag else g for g, flag in zip(grads, reductions.params_in_host, strict=True)]
+        totals, squared_norm = reductions.sum_scalars(sums, reductions.squared_norm_term(on_device) + host_norm_term)
         loss, metrics = _means(totals)
-        return LossAndGrads(grads, loss, metrics, self._average_state(before, after), squared_norm, divisor)
-
-    def _host_norm_term(self, host: HostGradients | None) -> Array:
-        """As `squared_norm_term`, of the gradients that have gone to host memory."""
-        norms = {} if host is None else host.squared_norms
-        return sum((norms[i] / self._num_copies(self.definition.leaves[i]) for i in norms), jnp.float32(0))
-
-    def _total(self, sums: Any, squared_norm: Any = 0.0) -> tuple[Any, Array]:
-        """Sums scalars over all data axes in one collective."""
-        flat, tree = jax.tree.flatten((sums, jnp.float32(squared_norm)))
-        (total,) = self._sum([jnp.stack(flat)])
-        return jax.tree.unflatten(tree, list(total))
-
-    def squared_norm_term(self, grads: Sequence[Any]) -> Array:
-        """This device's term of the squared norm. The sum over all data axes counts every element once."""
-        total = jnp.float32(0)
-        for leaf, grad in zip(self.definition.leaves, grads, strict=True):
-            if grad is not None:
-                total += jnp.sum(jnp.square(grad.astype(jnp.float32))) / self._num_copies(leaf)
-        return total
-
-    def _num_copies(self, leaf: Leaf) -> int:
-        """The number of devices that hold the same part of a reduced gradient."""
-        axes, is_sharded = self.config.axes, self.config.stage.shards_optimizer and leaf.dim is not None
-        return axes.num_replicas * (1 if is_sharded else axes.num_shards)
-
-    def _average_state(self, before: PyTree, after: PyTree) -> PyTree:
-        """Averages floating leaves (running statistics) over the data axes. Other leaves are equal on all devices."""
-        flat, tree = jax.tree.flatten(after)
-        old = jax.tree.leaves(before)
-        fixed = self.definition.fixed_state
-        floating = [i for i, a in enumerate(flat) if jnp.issubdtype(a.dtype, jnp.floating) and not fixed[i]]
-        means = self._sum([flat[i].astype(jnp.float32) / self.config.axes.num_devices for i in floating])
-        for i, mean in zip(floating, means, strict=True):
-            flat[i] = mean.astype(old[i].dtype)
-        return jax.tree.unflatten(tree, flat)
+        return LossAndGrads(grads, loss, metrics, reductions.average_state(before, after), squared_norm, divisor)
 
 
 def _means(sums: tuple[Weighted, dict[str, Weighted]]) -> tuple[Array, dict[str, Array]]:

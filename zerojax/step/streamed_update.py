@@ -305,7 +305,7 @@ class StreamedUpdate:
         return positions < self.leaves[k].shape[zeros.dim]
 
     def _squared_norm(self, k: int, piece: Array) -> Array:
-        """This device's term of the squared norm, see `DeviceGradient.squared_norm_term`."""
+        """This device's term of the squared norm, see `Reductions.squared_norm_term`."""
         axes, is_sharded = self.config.axes, self.config.stage.shards_optimizer and self.leaves[k].dim is not None
         copies = axes.num_replicas * (1 if is_sharded else axes.num_shards)
         return jnp.sum(jnp.square(piece.astype(jnp.float32))) / copies

@@ -56,7 +56,7 @@ def squared_norm(gradient: DeviceGradient, params: PyTree) -> Array:
     specs = [s if leaf.trainable else None for s, leaf in zip(specs, definition.leaves, strict=True)]
 
     def total_norm(values: list[Array]) -> Array:
-        (total,) = collectives.all_reduce([gradient.squared_norm_term(values)], config.axes.data, config.axes).leaves
+        (total,) = gradient.reductions.sum([gradient.reductions.squared_norm_term(values)])
         return total
 
     return shard_map_over_data(config, total_norm, (specs,), PartitionSpec())(values)
