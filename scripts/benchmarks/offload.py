@@ -14,8 +14,8 @@ The forms are plain AdamW; `offload='optimizer'`; moments in 8 bits and paramete
 offloaded optimizer with moments in 16 bits and such parameters; and `offload='params'` with AdamW and with these
 moments. The second table compares them at the largest size of plain AdamW, for several numbers of microbatches, whether
 or not they fit. Times are predicted by `zerojax.plan.timeline`. A device waits for copies while it computes nothing;
-the share is that of the time in which the host's link is busy in the busier direction. The formula is
-that of `step.memory`.
+the share is that of the time in which the host's link is busy in the busier direction. A copy is alone if neither a
+matrix product nor an update of as many bytes is scheduled beside it. The formula is that of `step.memory`.
 """
 
 import argparse
@@ -128,7 +128,7 @@ def measure(form, layers, microbatches, args, devices):
     from schedule import compiled
 
     from zerojax import targets
-    from zerojax.analysis import hlo
+    from zerojax.analysis import hlo, host_copies
     from zerojax.analysis.hardware import cluster
     from zerojax.analysis.hlo_collectives import peak_bytes
     from zerojax.plan import timeline
@@ -137,8 +137,9 @@ def measure(form, layers, microbatches, args, devices):
     start = time.perf_counter()
     program, temporaries = compiled(step.trace(state, batch), targets.platform(args.target))
     memory = program.memory_analysis()
-    predicted = timeline.predict(hlo.parse_program(program.as_text()), cluster(args.target))
-    lanes = [predicted.busy_s.get(lane, 0.0) for lane in (timeline.FROM_HOST, timeline.TO_HOST)]
+    parsed = hlo.parse_program(program.as_text())
+    predicted, copies = timeline.predict(parsed, cluster(args.target)), host_copies.read_host_copies(parsed)
+    lanes = [predicted.busy_s.get(lane, 0.0) for lane in (host_copies.FROM_HOST, host_copies.TO_HOST)]
     copying_s = max(lanes)
     return {
         "parameters": sum(leaf.size for leaf in state.definition.leaves),
@@ -146,7 +147,8 @@ def measure(form, layers, microbatches, args, devices):
         "formula_bytes": step.memory(state, batch).peak_bytes,
         "host_bytes": memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
         "host_temporaries_bytes": memory.host_temp_size_in_bytes,
-        "copied_bytes": round(sum(lanes) * cluster(args.target).chip.host_rate.effective),
+        "copied_bytes": sum(copy.num_bytes for copy in copies),
+        "alone_bytes": sum(copy.num_bytes for copy in copies if copy.alone),
         "step_s": predicted.step_s,
         "computing_s": predicted.computing_s,
         "copying_s": copying_s,
@@ -165,8 +167,8 @@ def tables(result):
     shapes = result["shapes"]
     title = f"Largest model on {result['target']}: {gib(result['budget_bytes'])} GiB of a device"
     rows = Table(
-        "form", "layers", "B parameters", "GiB on a device", "of formula", "GiB on the host", "GiB copied", "s",
-        "computes s", title=f"{title}, {shapes['host_gib']:g} GiB of its host", title_justify="left",
+        "form", "layers", "B parameters", "GiB on a device", "of formula", "GiB on the host", "GiB copied", "alone",
+        "s", "computes s", title=f"{title}, {shapes['host_gib']:g} GiB of its host", title_justify="left",
     )  # fmt: skip
     for name, found in result["largest"].items():
         if not found["layers"]:
@@ -174,8 +176,9 @@ def tables(result):
             continue
         peak = found["peak_bytes"]
         sizes = gib(peak), f"{peak / found['formula_bytes']:.2f}", gib(found["host_bytes"]), gib(found["copied_bytes"])
+        alone = f"{found['alone_bytes'] / found['copied_bytes']:.0%}" if found["copied_bytes"] else ""
         seconds = f"{found['step_s']:.2f}", f"{found['computing_s']:.2f}"
-        rows.add_row(name, str(found["layers"]), f"{found['parameters'] / 1e9:.2f}", *sizes, *seconds)
+        rows.add_row(name, str(found["layers"]), f"{found['parameters'] / 1e9:.2f}", *sizes, alone, *seconds)
     right(rows)
     console.print(rows)
     rows = Table(

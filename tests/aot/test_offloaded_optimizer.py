@@ -1,66 +1,41 @@
 """Steps with an offloaded optimizer, compiled for GPUs and TPUs: what is in host memory, and what is on the device."""
 
-import functools
-import tempfile
 import types
-from pathlib import Path
 
 import gpt
 import jax.numpy as jnp
 import optax
 import pytest
 from jax import lax
+from support.offloaded import PIECES_BYTES, compiled
 
 import zerojax
 from zerojax import Verdict, targets
 from zerojax.analysis import hlo
 from zerojax.analysis.hardware import cluster
+from zerojax.analysis.host_copies import FROM_HOST, TO_HOST
 from zerojax.audit.host_state import check_host_memory, check_pieces
 from zerojax.plan import timeline
-from zerojax.plan.buffers import read_dump
-from zerojax.plan.program import compile_with_dump
-from zerojax.plan.timeline import FROM_HOST, TO_HOST
-from zerojax.step import host_pieces
 from zerojax.transform.buckets import Pieces
 
 pytestmark = pytest.mark.aot
 TARGETS = ["h100:1", "h100:8", "v5e:2x2"]
-PIECES_BYTES = 2**20
-
-
-@functools.cache
-def compiled(target, layers, scan=True, offload="optimizer"):
-    """(The compiled step, bytes of its temporaries, the state, the audit)."""
-    config = gpt.Config(width=256, layers=layers, heads=4, vocab=512, seq=128, scan=scan, dtype=jnp.bfloat16)
-    devices = targets.devices(target)
-    zero = zerojax.Zero(zerojax.make_mesh(devices=devices), 3, "bf16", offload=offload)
-    state, batch = zero.eval_init(gpt.create(config), optax.adamw(1e-3)), gpt.batch_aval(config, len(devices))
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        patch.setattr(host_pieces, "PIECES_BYTES", PIECES_BYTES)
-        step = zero.train_step(gpt.loss, remat="full")
-        program = compile_with_dump(step.trace(state, batch), targets.platform(target), Path(folder), {})
-        return (
-            program,
-            read_dump(Path(folder)).allocated_bytes,
-            state,
-            zerojax.audit_step(program, step.expectation(state, batch)),
-        )
 
 
 def test_the_audit_reads_where_the_state_is_and_that_all_of_it_moves(monkeypatch):
     for target in TARGETS:
-        _, _, state, audit = compiled(target, 8)
+        _, _, state, audit = compiled(target, "optimizer", 8)
         in_host = local_bytes(state, len(targets.devices(target)), 12)
         assert audit["host memory"].verdict is Verdict.OK
         assert audit["host memory"].numbers["found_bytes"] == pytest.approx(in_host, rel=1e-2)
     names = ["offloaded slices", "pieces of the state"]
     for target in TARGETS[:2]:
-        *_, audit = compiled(target, 8)
+        *_, audit = compiled(target, "optimizer", 8)
         assert all(audit[name].verdict is Verdict.OK for name in names)
         assert 0 < audit["pieces of the state"].numbers["at_a_time_bytes"] < 2 * PIECES_BYTES
     first = lambda self, array, piece, index: lax.dynamic_update_slice(array, piece, self.start(0 * index))
     monkeypatch.setattr(Pieces, "write", first)
-    *_, audit = compiled.__wrapped__("h100:1", 8)
+    *_, audit = compiled.__wrapped__("h100:1", "optimizer", 8)
     pieces = audit["pieces of the state"]
     assert pieces.verdict is Verdict.BROKEN and "writes 1 pieces of 128 of f32[8,1024,256]" in pieces.found
 
@@ -86,7 +61,7 @@ def local_bytes(state, num_devices, bytes_per_parameter):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_moments_and_master_are_in_host_memory_and_updated_in_place(target):
-    program, _, state, audit = compiled(target, 8)
+    program, _, state, audit = compiled(target, "optimizer", 8)
     memory, num_devices = program.memory_analysis(), len(targets.devices(target))
     in_host = local_bytes(state, num_devices, 12)
     assert memory.host_argument_size_in_bytes == pytest.approx(in_host, rel=1e-2)
@@ -100,7 +75,7 @@ def test_moments_and_master_are_in_host_memory_and_updated_in_place(target):
 def test_temporaries_grow_with_depth_as_without_offloading(target, scan):
     grows = {}
     for offload in "optimizer", "none":
-        (_, few, small, _), (_, many, large, _) = (compiled(target, n, scan, offload) for n in (8, 16))
+        (_, few, small, _), (_, many, large, _) = (compiled(target, offload, n, scan=scan) for n in (8, 16))
         grows[offload] = many - few
     num_devices = len(targets.devices(target))
     state_of_layers = local_bytes(large, num_devices, 12) - local_bytes(small, num_devices, 12)
@@ -109,7 +84,7 @@ def test_temporaries_grow_with_depth_as_without_offloading(target, scan):
 
 @pytest.mark.parametrize("target", ["h100:1", "v5e:2x2"])
 def test_the_state_is_copied_once_in_each_direction(target):
-    program, _, state, _ = compiled(target, 8)
+    program, _, state, _ = compiled(target, "optimizer", 8)
     found = cluster(target)
     predicted = timeline.predict(hlo.parse_program(program.as_text()), found)
     seconds = local_bytes(state, found.num_devices, 12) / found.chip.host_rate.effective

@@ -1,47 +1,25 @@
 """Steps with parameters in host memory, compiled for GPUs and TPUs: what is where, what moves, and what grows."""
 
-import functools
-import tempfile
-from pathlib import Path
-
 import gpt
 import jax.numpy as jnp
 import optax
 import pytest
+from support import offloaded
+from support.offloaded import PIECES_BYTES, SEQ
 
 import zerojax
 from zerojax import Verdict, targets
 from zerojax.analysis import hlo
 from zerojax.analysis.hardware import cluster
+from zerojax.analysis.host_copies import FROM_HOST, TO_HOST, read_host_copies
 from zerojax.plan import timeline
-from zerojax.plan.buffers import read_dump
-from zerojax.plan.program import compile_with_dump
-from zerojax.plan.timeline import FROM_HOST, TO_HOST
-from zerojax.step import host_pieces
 
 pytestmark = pytest.mark.aot
-WIDTH, SEQ = 512, 128
-PIECES_BYTES = 2**20
+WIDTH = 512
 
 
-@functools.cache
 def compiled(target, layers, scan=True, num_microbatches=1):
-    """(The compiled step, bytes of its temporaries, the state, the audit)."""
-    config = gpt.Config(width=WIDTH, layers=layers, heads=4, vocab=512, seq=SEQ, scan=scan, dtype=jnp.bfloat16)
-    devices = targets.devices(target)
-    zero = zerojax.Zero(zerojax.make_mesh(devices=devices), 3, "bf16", offload="params")
-    state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
-    batch = gpt.batch_aval(config, num_microbatches * len(devices))
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        patch.setattr(host_pieces, "PIECES_BYTES", PIECES_BYTES)
-        step = zero.train_step(gpt.loss, remat="full", num_microbatches=num_microbatches)
-        program = compile_with_dump(step.trace(state, batch), targets.platform(target), Path(folder), {})
-        return (
-            program,
-            read_dump(Path(folder)).allocated_bytes,
-            state,
-            zerojax.audit_step(program, step.expectation(state, batch)),
-        )
+    return offloaded.compiled(target, "params", layers, WIDTH, scan, num_microbatches)
 
 
 def matrices(state, num_devices):
@@ -53,7 +31,7 @@ def matrices(state, num_devices):
     ("target", "scan", "k"), [("h100:1", True, 1), ("h100:1", False, 1), ("h100:8", True, 2), ("v5e:2x2", True, 1)]
 )
 def test_the_state_is_in_host_memory_and_its_gradients_go_there(target, scan, k):
-    program, _, state, audit = compiled(target, 6, scan, k)
+    program, _, state, audit = compiled(target, 6 if scan else 4, scan, k)
     memory, num = program.memory_analysis(), matrices(state, len(targets.devices(target)))
     assert memory.host_argument_size_in_bytes == pytest.approx(14 * num, rel=2e-2)
     assert memory.host_alias_size_in_bytes == memory.host_output_size_in_bytes == memory.host_argument_size_in_bytes
@@ -66,16 +44,20 @@ def test_the_state_is_in_host_memory_and_its_gradients_go_there(target, scan, k)
     if target.startswith("h100"):
         most = 2 if scan else 4  # small arrays have few pieces
         assert 0 < audit["pieces of the state"].numbers["at_a_time_bytes"] <= most * PIECES_BYTES
+    if target.startswith("h100"):
+        copied = audit["host copies"].numbers
+        assert 0 < copied["alone_layers_bytes"] < copied["layers_bytes"] < copied["bytes"]
     if len(targets.devices(target)) > 1:
         assert audit["wire bytes"].verdict is audit["reductions"].verdict is Verdict.OK
 
 
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 def test_temporaries_grow_by_what_is_saved_of_a_layer(scan):
-    (_, few, _, _), (_, many, _, _) = (compiled("h100:1", layers, scan) for layers in (6, 10))
-    saved = 4 * SEQ * WIDTH * 2  # a row of inputs of four layers
-    vectors = 4 * 2 * 2 * 10 * WIDTH  # with their gradients
-    weights = 4 * 12 * WIDTH**2 * 2
+    (_, few, _, _), (_, many, _, _) = (compiled("h100:1", layers, scan) for layers in ((6, 10) if scan else (4, 6)))
+    more = 4 if scan else 2
+    saved = more * SEQ * WIDTH * 2  # a row of inputs of each layer
+    vectors = more * 2 * 2 * 10 * WIDTH  # with their gradients
+    weights = more * 12 * WIDTH**2 * 2
     assert many - few <= saved + vectors + 2**16 < 0.05 * weights
 
 
@@ -92,15 +74,21 @@ def test_layers_come_once_for_each_pass_and_gradients_go_once():
 def test_copies_of_layers_overlap_with_their_products():
     """With products that take longer than the copies, a loop over layers takes no longer than its products."""
     config = gpt.Config(width=1024, layers=8, heads=8, vocab=512, seq=2048, scan=True, dtype=jnp.bfloat16)
-    found = {}
+    found, copies = {}, {}
     for offload in "params", "optimizer":
         zero = zerojax.Zero(zerojax.make_mesh(devices=targets.devices("h100:1")), 3, "bf16", offload=offload)
         state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
         traced = zero.train_step(gpt.loss, remat="full").trace(state, gpt.batch_aval(config, 8))
         program = traced.lower(lowering_platforms=("cuda",)).compile()
-        predicted = timeline.predict(hlo.parse_program(program.as_text()), cluster("h100:1"))
+        parsed = hlo.parse_program(program.as_text())
+        predicted = timeline.predict(parsed, cluster("h100:1"))
+        copies[offload] = [copy for copy in read_host_copies(parsed) if copy.in_layers]
         layers = [loop.iteration_s for loop in predicted.loops if loop.trips in (6, 8) and loop.iteration_s > 1e-3]
         found[offload] = sorted(layers)
     assert len(found["params"]) == len(found["optimizer"]) == 2  # forward and backward
     for ours, plain in zip(found["params"], found["optimizer"], strict=True):
         assert ours < 1.15 * plain
+    assert not copies["optimizer"]
+    size = lambda chosen: sum(copy.num_bytes for copy in chosen)
+    assert size(copies["params"]) > 0
+    assert size(copy for copy in copies["params"] if copy.alone) <= 0.25 * size(copies["params"])

@@ -12,8 +12,9 @@ import zerojax
 from zerojax import Remat, targets
 from zerojax.analysis import costs, hlo
 from zerojax.analysis.hardware import BETWEEN_HOSTS, INSIDE_HOST, cluster, torus_links
+from zerojax.analysis.host_copies import FROM_HOST, TO_HOST
 from zerojax.plan import timeline
-from zerojax.plan.timeline import COMPUTE, FROM_HOST, MEMORY, STARTS, TO_HOST
+from zerojax.plan.timeline import COMPUTE, MEMORY, STARTS
 
 pytestmark = pytest.mark.aot
 LAYERS, WIDTH, SEQ, ROWS = 6, 512, 256, 2

@@ -8,7 +8,8 @@ from support.paths import DATA
 
 from zerojax.analysis import costs, hlo, hlo_collectives
 from zerojax.analysis.hardware import BETWEEN_HOSTS, BETWEEN_SLICES, INSIDE_HOST, Chip, Cluster, Rate, torus_links
-from zerojax.plan.timeline import COMPUTE, COPIES, FROM_HOST, MEMORY, STARTS, TO_HOST, Span, predict
+from zerojax.analysis.host_copies import COPIES, FROM_HOST, TO_HOST
+from zerojax.plan.timeline import COMPUTE, MEMORY, STARTS, Span, predict
 
 FLOPS, MEMORY_RATE, LINK = 2**30, 6 * MIB, MIB / 4
 # A product of 1024 x 1024 matrices takes 2 s, an all-gather of one in bf16 between eight devices 7 s. The link to the

@@ -108,7 +108,7 @@ def collective_spans(block: Block) -> list[CollectiveSpan]:
             chain = attribute(r'chain_id="(\w+)"', core)
             chains[chain] = chains.get(chain, CollectiveSpan(core, k, k))._replace(end=k)
         elif i.op.endswith("-start"):
-            found.append(CollectiveSpan(core, _begin_index(block, k), _done_index(block, k)))
+            found.append(CollectiveSpan(core, _begin_index(block, k), end_index(block, k)))
         else:
             found.append(CollectiveSpan(core, k, k))
     return sorted([*found, *chains.values()], key=lambda span: span.start)
@@ -155,8 +155,8 @@ def _begin_index(block: Block, start: int) -> int:
     raise unsupported(i, "a call without operands gets none in the same computation")
 
 
-def _done_index(block: Block, start: int) -> int:
-    """Returns the index of the instruction that ends the collective that starts at index `start`."""
+def end_index(block: Block, start: int) -> int:
+    """Returns the index of the instruction that ends the collective, or the copy, that starts at index `start`."""
     started = {block.instructions[start]}
     for k in range(start + 1, len(block.instructions)):
         i = block.instructions[k]

@@ -24,7 +24,7 @@ from zerojax.audit.findings import (
     reader_errors,
     run_checks,
 )
-from zerojax.audit.host_state import check_host_memory, check_pieces
+from zerojax.audit.host_state import check_copies, check_host_memory, check_pieces
 from zerojax.audit.offloaded_slices import check_offloaded_slices
 from zerojax.sharding import placement
 from zerojax.sharding.annotations import spec_text
@@ -147,6 +147,7 @@ class _MemoryChecks:
                 f"all of them, about {bytes_text(PIECES_BYTES)} at a time" if in_host and is_gpu else None,
                 self.pieces_of_the_state,
             ),
+            AuditCheck("host copies", "(no expectation)" if in_host and is_gpu else None, self.host_copies),
         ]
 
     def sharded(self) -> Outcome:
@@ -211,6 +212,10 @@ class _MemoryChecks:
         arrays = {path: (dtype_name(a.dtype), a.sharding.shard_shape(a.shape)) for path, a in state.items()}
         params = [shape for path, (_, shape) in arrays.items() if path.startswith("params/")]
         return check_pieces(self.program(), arrays.values(), _bytes_per_device(state.values()), params)
+
+    def host_copies(self) -> Outcome:
+        """How much is copied between device and host."""
+        return check_copies(self.program())
 
     def offloaded_slices(self) -> Outcome:
         """Whether loops read and write slices of host buffers at their indices."""

@@ -30,8 +30,8 @@ class Finding:
 
     Attributes:
         name: 'sharded', 'aliased state', 'checkpoints', 'offloaded slices', 'host memory', 'pieces of the state',
-            'wire bytes', 'wire dtype', 'reductions', 'hoisted gathers', 'gathered weights kept', 'prefetch order' or
-            'exposed'.
+            'host copies', 'wire bytes', 'wire dtype', 'reductions', 'hoisted gathers', 'gathered weights kept',
+            'prefetch order' or 'exposed'.
         expected, found: in words. If the program could not be read, `found` says why.
         verdict: whether they agree.
         numbers: the measurements in `found`; `extra_bytes` are what one device sends in addition per step because of a

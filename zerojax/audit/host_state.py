@@ -6,7 +6,7 @@ import collections
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from zerojax.analysis import hlo_slices
+from zerojax.analysis import hlo_slices, host_copies
 from zerojax.analysis.hlo import Program
 from zerojax.analysis.hlo_slices import HostSlice
 from zerojax.audit.communication import SLACK
@@ -79,6 +79,21 @@ def check_pieces(
         fix = "dims with more divisors, from which smaller pieces can be cut"
         return Outcome(text, Verdict.KNOWN, numbers, fix)
     return Outcome(text, Verdict.OK, numbers)
+
+
+def check_copies(program: Program) -> Outcome:
+    """How much is copied between device and host in a step, and how much of it while nothing is computed."""
+    with reader_errors():
+        copies = host_copies.read_host_copies(program)
+    size = lambda chosen: sum(each.num_bytes for each in chosen)
+    in_layers = [each for each in copies if each.in_layers]
+    total, alone = size(copies), size(each for each in copies if each.alone)
+    of_layers, alone_of_layers = size(in_layers), size(each for each in in_layers if each.alone)
+    numbers = {"bytes": total, "alone_bytes": alone, "layers_bytes": of_layers, "alone_layers_bytes": alone_of_layers}
+    text = f"{bytes_text(total)}, of them {bytes_text(alone)} ({alone / max(total, 1):.0%}) while nothing is computed"
+    if in_layers:
+        text += f"; in loops over layers {bytes_text(alone_of_layers)} ({alone_of_layers / of_layers:.0%})"
+    return Outcome(text, Verdict.INFO, numbers)
 
 
 def _walks(each: HostSlice) -> bool:

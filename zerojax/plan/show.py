@@ -9,6 +9,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from zerojax.analysis import host_copies
 from zerojax.analysis.utilisation import Throughput
 from zerojax.plan import buffers, timeline
 from zerojax.plan.planner import Plan
@@ -21,7 +22,7 @@ from zerojax.text import bytes_text
 _SMALL_SHARE = 1e-3  # of the largest category of memory; smaller ones are not shown if no formula has them
 _LABELS = {  # the names themselves are keys of the JSON output
     timeline.STARTS: "kernel launches",
-    timeline.COPIES: "copies on the device",
+    host_copies.COPIES: "copies on the device",
     buffers.UNUSED: "unused",
 }
 

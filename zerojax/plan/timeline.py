@@ -14,19 +14,18 @@ from typing import NamedTuple
 
 from zerojax.analysis.costs import computed_bytes, dot_flops, memory_bytes
 from zerojax.analysis.hardware import Chip, Cluster
-from zerojax.analysis.hlo import HOST, Block, Buffer, Instruction, Program, trip_count, unsupported
+from zerojax.analysis.hlo import HOST, Block, Instruction, Program, trip_count, unsupported
 from zerojax.analysis.hlo_collectives import (
     collective_spans,
     communicates,
-    fusion_results,
     groups,
     has_product,
     split_by_dtype,
 )
 from zerojax.analysis.hlo_transfers import is_transfer
+from zerojax.analysis.host_copies import COPIES, COPY_STARTS, copied
 
 COMPUTE, MEMORY, STARTS = "compute", "memory", "starts of kernels"
-TO_HOST, FROM_HOST, COPIES = "copies to the host", "copies from the host", "copies beside compute"
 _COMPUTING = (COMPUTE, MEMORY, STARTS)  # all of these occupy the computing lane
 
 # Custom calls that allocate, mark or regroup buffers, and compute nothing.
@@ -34,7 +33,6 @@ _MARKS = frozenset(["AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollec
 _MARKS |= frozenset(["ConcatBitcast", "GatherScatterIndicesBitpacked", "PrepareAsyncCallDone", "PrepareAsyncCallStart"])
 _MARKS |= frozenset(["SliceId", "ZeroCrop"])  # the second writes the padding of a buffer for the hosts
 _BF16 = frozenset(["bf16", "f16"])
-_COPY_STARTS = ("copy-start", "slice-start", "fusion-start", "dynamic-slice-start", "dynamic-update-slice-start")
 
 
 class Span(NamedTuple):
@@ -231,8 +229,8 @@ class _Simulator:
             if start not in clock.done:
                 raise unsupported(i, "an end has no start in the same computation")
             clock.now = max(clock.now, clock.done[start])
-        elif i.op in _COPY_STARTS:
-            lane, num_bytes = _copied(i)
+        elif i.op in COPY_STARTS:
+            lane, num_bytes = copied(i)
             rate = self.chip.memory_rate if lane == COPIES else self.chip.host_rate
             clock.done[i] = clock.occupy((lane,), i.name, num_bytes / rate.effective)
         elif i.op in ("call-start", "call-update"):
@@ -290,34 +288,6 @@ def _start_of(done: Instruction) -> Instruction:
     while start.op.endswith("-update"):
         start = start.operands[0]
     return start
-
-
-def _copied(start: Instruction) -> tuple[str, int]:
-    """Returns the (lane, bytes) of an asynchronous copy or slice, or of a fusion that slices or updates an array."""
-    if start.op == "copy-start":
-        source, target = start.operands[0].buffers[0], start.buffers[0]
-        return _lane(source, target), target.num_bytes
-    num_operands = sum(len(operand.buffers) for operand in start.operands)
-    source, result = start.operands[0].buffers[0], start.buffers[num_operands]
-    if start.op in ("slice-start", "dynamic-slice-start"):
-        return _lane(source, result), result.num_bytes
-    if start.op == "dynamic-update-slice-start":
-        update = start.operands[1].buffers[0]
-        return _lane(update, result), update.num_bytes
-    (root,) = fusion_results(start.called["calls"][0].root)
-    while root.op in ("bitcast", "copy"):
-        root = root.operands[0]
-    if root.op == "dynamic-update-slice":
-        return TO_HOST if result.space == HOST else COPIES, root.operands[1].num_bytes
-    if root.op == "dynamic-slice":
-        return FROM_HOST if source.space == HOST else COPIES, result.num_bytes
-    raise unsupported(start, "cannot predict the time of this asynchronous fusion")
-
-
-def _lane(source: Buffer, target: Buffer) -> str:
-    if (source.space == HOST) == (target.space == HOST):
-        return COPIES
-    return TO_HOST if target.space == HOST else FROM_HOST
 
 
 def _moves_between_memories(i: Instruction) -> bool:

@@ -1,0 +1,44 @@
+"""Steps of a GPT whose state is offloaded, compiled for described devices."""
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gpt
+import jax.numpy as jnp
+import optax
+import pytest
+
+import zerojax
+from zerojax import targets
+from zerojax.plan.buffers import read_dump
+from zerojax.plan.program import compile_with_dump
+from zerojax.step import host_pieces
+
+PIECES_BYTES = 2**20  # small models have several pieces too
+SEQ = 128
+
+
+class Compiled(NamedTuple):
+    """A compiled step, the bytes of its temporaries, its state, and its audit."""
+
+    program: Any
+    temporaries_bytes: int
+    state: zerojax.TrainState
+    audit: zerojax.Audit
+
+
+@functools.cache
+def compiled(target, offload, layers, width=256, scan=True, num_microbatches=1):
+    config = gpt.Config(width=width, layers=layers, heads=4, vocab=512, seq=SEQ, scan=scan, dtype=jnp.bfloat16)
+    devices = targets.devices(target)
+    zero = zerojax.Zero(zerojax.make_mesh(devices=devices), 3, "bf16", offload=offload)
+    state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
+    batch = gpt.batch_aval(config, num_microbatches * len(devices))
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setattr(host_pieces, "PIECES_BYTES", PIECES_BYTES)
+        step = zero.train_step(gpt.loss, remat="full", num_microbatches=num_microbatches)
+        program = compile_with_dump(step.trace(state, batch), targets.platform(target), Path(folder), {})
+        audit = zerojax.audit_step(program, step.expectation(state, batch))
+        return Compiled(program, read_dump(Path(folder)).allocated_bytes, state, audit)
