@@ -46,7 +46,7 @@ def test_the_state_is_in_host_memory_and_its_gradients_go_there(target, scan, k)
         assert 0 < audit["pieces of the state"].numbers["at_a_time_bytes"] <= most * PIECES_BYTES
     if target.startswith("h100"):
         copied = audit["host copies"].numbers
-        assert 0 < copied["alone_layers_bytes"] < copied["layers_bytes"] < copied["bytes"]
+        assert copied["alone_layers_bytes"] <= copied["layers_bytes"] < copied["bytes"]
     if len(targets.devices(target)) > 1:
         assert audit["wire bytes"].verdict is audit["reductions"].verdict is Verdict.OK
 

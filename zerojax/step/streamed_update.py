@@ -13,6 +13,7 @@ without this dependency they copy it. The two other dependencies make both direc
 compilers would otherwise start all copies to the host before those from it: pieces come one after the other, and one
 goes back after that of the array `_AHEAD` places before has come. What waits is the index of a piece, not its values:
 compilers would compute the pieces of several arrays in one kernel, which would wait for the last of their events.
+Arrays are in the order of their sizes, the largest first: what comes then takes about as long as what goes beside it.
 
 If parameters are in host memory too, gradients come with the other arrays, and in their place updated parameters go.
 """
@@ -20,6 +21,7 @@ If parameters are in host memory too, gradients come with the other arrays, and 
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -233,10 +235,14 @@ class StreamedUpdate:
         It adds to the squared norm `total`, so that one loop waits for another: the pieces of both would otherwise be
         on the device.
         """
-        grads = {p: a for p, a in fixed.grads.items() if self.split.arguments[p].in_host}
-        of_leaf = {k: [p for p in (*hosts, *grads) if self.split.arguments[p].leaf == k] for k in cuts}
-        cut_of = {p: cuts[k] for k in cuts for p in of_leaf[k]}
-        last = next(reversed(cut_of), None)
+        operands = self.split.arguments
+        grads = {p: a for p, a in fixed.grads.items() if operands[p].in_host and operands[p].leaf in cuts}
+        moved = hosts | grads
+        leaf_of = {p: k for p in moved for k in cuts if operands[p].leaf == k}
+        piece_bytes = lambda p: math.prod(cuts[leaf_of[p]].piece) * moved[p].dtype.itemsize
+        in_order = sorted(moved, key=piece_bytes, reverse=True)
+        cut_of = {p: cuts[leaf_of[p]] for p in in_order}
+        last = in_order[-1] if in_order else None
 
         def fetch(p: int, host: Array, c: Any) -> Array:
             return jax.device_put(cut_of[p].read(host, c), host_arrays.DEVICE_SPACE)
@@ -249,26 +255,28 @@ class StreamedUpdate:
             if last is not None:
                 fetched[last] = fetch(last, (hosts | grads)[last], c)
                 came = [*came, event([fetched[last]])]
+            results: dict[int, Array] = {}
             for k, pieces in cuts.items():
-                results = self._update_piece(k, pieces, c, fetched, computed.get(k), fixed)
+                results |= self._update_piece(k, pieces, c, fetched, computed.get(k), fixed)
                 total += self._squared_norm(k, results[k])
                 if k in computed and not self._moved[k]:
                     computed[k] = pieces.write(computed[k], results[k].astype(computed[k].dtype), c)
-                for p in of_leaf[k]:
-                    (index,) = after([jnp.asarray(c)], came[-_AHEAD])
-                    if p in hosts:
-                        hosts[p] = pieces.write(hosts[p], host_arrays.to_host(results[p]), index)
-                    elif k in computed:
-                        going = host_arrays.to_host(results[k].astype(computed[k].dtype))
-                        computed[k] = pieces.write(computed[k], going, index)
-                    if p == last:
-                        continue
-                    (index,) = after([jnp.minimum(c + 1, count - 1)], came[-1])
-                    following[p] = fetch(p, (hosts | grads)[p], index)
-                    came.append(event([following[p]]))
+            for p in in_order:
+                k, pieces = leaf_of[p], cut_of[p]
+                (index,) = after([jnp.asarray(c)], came[-_AHEAD])
+                if p in hosts:
+                    hosts[p] = pieces.write(hosts[p], host_arrays.to_host(results[p]), index)
+                elif k in computed:
+                    going = host_arrays.to_host(results[k].astype(computed[k].dtype))
+                    computed[k] = pieces.write(computed[k], going, index)
+                if p == last:
+                    continue
+                (index,) = after([jnp.minimum(c + 1, count - 1)], came[-1])
+                following[p] = fetch(p, (hosts | grads)[p], index)
+                came.append(event([following[p]]))
             return hosts, computed, total, following
 
-        first = {p: fetch(p, (hosts | grads)[p], 0) for p in cut_of if p != last}
+        first = {p: fetch(p, moved[p], 0) for p in in_order if p != last}
         return lax.fori_loop(0, count, step, (hosts, computed, total, first))[:3]
 
     def _update_piece(
