@@ -109,6 +109,8 @@ def test_exported_parameters_are_loaded_again(saved, tmp_path):
     assert set(theirs) == {f"model.layers.{i}.{name}" for i in range(3) for name in ("weight", "bias")} | {"odd"}
     np.testing.assert_array_equal(theirs["model.layers.2.weight"], params["layers"]["2"]["w"])
     assert "already contains a model" in command("export", directory, folder).output
+    with pytest.raises(ValueError, match=r"no step 3 in .*\n  got:      steps 2, 4\n"):
+        parameters.export(directory, 3, tmp_path / "other")
 
     zero = setting(2, num_devices=4)
     state = zero.init(create, adam())

@@ -13,6 +13,7 @@ from zerojax.analysis.hardware import cluster
 from zerojax.analysis.jaxpr_costs import ComputeTime
 from zerojax.cli import main
 from zerojax.plan import Job, Settings, plan
+from zerojax.plan.changes import memory_reductions, uses_of_free_memory
 from zerojax.plan.explain import explain_plan
 from zerojax.plan.formula_time import FormulaTime
 from zerojax.text import bytes_text
@@ -110,6 +111,16 @@ def test_a_change_that_computes_less_again_is_faster_by_what_it_leaves_out():
     assert change.speed == pytest.approx(found.time.step_s / dots.time.step_s) and change.speed > 1.05
     (twice,) = [each for each in found.suggestions if "rows" in each.change]
     assert 0.95 < twice.speed < 1.1  # the same work for each row
+
+
+@pytest.mark.parametrize(("target", "offered"), [("h100:1", False), ("h100:8", True)])
+def test_other_stages_are_offered_where_they_differ(target, offered):
+    for stage in 2, 3:
+        for changes in memory_reductions, uses_of_free_memory:
+            texts = [text for text, *_ in changes(Settings(stage=stage), cluster(target).num_devices)]
+            other = {text.split(" (")[0] for text in texts if text.startswith("stage")}
+            assert other <= {"stage 1", "stage 2", "stage 3"} - {f"stage {stage}"}
+            assert bool(other) == (offered and (stage == 2 or changes is uses_of_free_memory))
 
 
 def test_a_plan_that_does_not_fit_says_what_makes_it_fit(made):

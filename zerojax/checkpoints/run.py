@@ -291,11 +291,7 @@ class Checkpoints:
             CheckpointMismatch: if the checkpoint does not fit the state.
             ValueError: if there is no such step, or a glob matches nothing.
         """
-        if step not in (steps := self.steps()):
-            raise ValueError(
-                f"checkpoint: there is no step {step} in {self.directory}\n"
-                f"  got:      steps {', '.join(map(str, steps)) or 'none'}\n  fix:      choose one of these"
-            )
+        store.check_step(self.directory, step, self.steps())
         allowed = Allowed(missing, ("*",) if only else extra, cast, optimizer)
         return restoring.restore(self.directory, state, step, data, allowed, only)[0]
 

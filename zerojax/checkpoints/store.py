@@ -225,6 +225,15 @@ def steps(directory: Path) -> list[int]:
     return found
 
 
+def check_step(directory: Path, step: int, found: Sequence[int]) -> None:
+    """Raises ValueError if a step is not among those of a directory that were found."""
+    if step not in found:
+        raise ValueError(
+            f"checkpoint: there is no step {step} in {directory}\n"
+            f"  got:      steps {', '.join(map(str, found)) or 'none'}\n  fix:      choose one of these"
+        )
+
+
 def is_complete(step_folder: Path) -> bool:
     """Whether the save of the step completed."""
     return (step_folder / COMMIT_FILE).is_file()

@@ -73,14 +73,16 @@ def export(
 
     Raises:
         CheckpointCorrupted: if the checkpoint cannot be read.
-        ValueError: if the mapping or the family is invalid or has no name for an array, dims do not fit an array, or as
-            in `tensors.write`.
+        ValueError: if there is no such step, if the mapping or the family is invalid or has no name for an array, if
+            dims do not fit an array, or as in `tensors.write`.
 
     Cost: holds one piece of 64 MiB of one array in host memory; of an array that is transposed or reshaped, two copies
     of the whole array, or of one element of a stack. The process that reads holds a piece and its chunks, see
     `pieces.LimitedReader`.
     """
     directory = Path(directory).absolute()
+    if step not in store.folders(directory):  # an incomplete step says what it lacks
+        store.check_step(directory, step, store.steps(directory))
     saved = store.read_manifest(directory, step)
     leaves = {path: leaf for path, leaf in saved.leaves.items() if is_weight(path, jnp.dtype(leaf.dtype))}
     if left_out := [path for path in saved.leaves if path.startswith(MODEL_STATE) and path not in leaves]:

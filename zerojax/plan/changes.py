@@ -16,7 +16,7 @@ Change = tuple[str, Settings, int]
 def memory_reductions(settings: Settings, num_devices: int) -> Iterator[Change]:
     """Yields what may save memory: (its text, the settings, the number of devices)."""
     change = functools.partial(dataclasses.replace, settings)
-    if settings.stage < 3:
+    if settings.stage < 3 and num_devices > 1:
         yield "stage 3", change(stage=3), num_devices
     for remat in REMATS[REMATS.index(settings.remat) + 1 :] if settings.remat in REMATS else ():
         yield f"remat={remat!r}", change(remat=remat), num_devices
@@ -52,6 +52,6 @@ def uses_of_free_memory(settings: Settings, num_devices: int) -> Iterator[Change
             change(rows=2 * settings.rows),
             num_devices,
         )
-    if settings.stage:
+    if settings.stage and num_devices > 1:  # one device has all and sends nothing, at every stage
         lower = settings.stage - 1
         yield f"stage {lower}{' (less communication)' * (settings.stage == 3)}", change(stage=lower), num_devices
