@@ -31,7 +31,7 @@ def matrices(state, num_devices):
     ("target", "scan", "k"), [("h100:1", True, 1), ("h100:1", False, 1), ("h100:8", True, 2), ("v5e:2x2", True, 1)]
 )
 def test_the_state_is_in_host_memory_and_its_gradients_go_there(target, scan, k):
-    program, _, state, audit = compiled(target, 6 if scan else 4, scan, k)
+    program, _, state, audit = compiled(target, 6, scan, k)
     memory, num = program.memory_analysis(), matrices(state, len(targets.devices(target)))
     assert memory.host_argument_size_in_bytes == pytest.approx(14 * num, rel=2e-2)
     assert memory.host_alias_size_in_bytes == memory.host_output_size_in_bytes == memory.host_argument_size_in_bytes
@@ -53,7 +53,7 @@ def test_the_state_is_in_host_memory_and_its_gradients_go_there(target, scan, k)
 
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 def test_temporaries_grow_by_what_is_saved_of_a_layer(scan):
-    (_, few, _, _), (_, many, _, _) = (compiled("h100:1", layers, scan) for layers in ((6, 10) if scan else (4, 6)))
+    (_, few, _, _), (_, many, _, _) = (compiled("h100:1", layers, scan) for layers in ((6, 10) if scan else (6, 8)))
     more = 4 if scan else 2
     saved = more * SEQ * WIDTH * 2  # a row of inputs of each layer
     vectors = more * 2 * 2 * 10 * WIDTH  # with their gradients
