@@ -1,4 +1,4 @@
-"""Reads the asynchronous copies of a compiled program: their bytes, and those between device and host run beside what.
+"""Reads the asynchronous copies of a compiled program: their bytes, and what runs beside those to and from the host.
 
 On GPUs a copy of a slice is a fusion that starts and ends; on TPUs it is an instruction of its own.
 """
