@@ -23,7 +23,7 @@ class HostCopy(NamedTuple):
         lane: `TO_HOST` or `FROM_HOST`.
         num_bytes: of all its runs in a step.
         alone: whether nothing is computed beside it. A matrix product counts, and so does a kernel that reads and
-            writes at least as many bytes, such as the update of an equally large piece; loops count too.
+            writes at least as many bytes, such as the update of an equally large piece, also in a loop.
         in_layers: whether it is in a loop with matrix products, such as that over layers.
     """
 

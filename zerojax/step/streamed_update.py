@@ -241,11 +241,10 @@ class StreamedUpdate:
         leaf_of = {p: k for p in moved for k in cuts if operands[p].leaf == k}
         piece_bytes = lambda p: math.prod(cuts[leaf_of[p]].piece) * moved[p].dtype.itemsize
         in_order = sorted(moved, key=piece_bytes, reverse=True)
-        cut_of = {p: cuts[leaf_of[p]] for p in in_order}
         last = in_order[-1] if in_order else None
 
         def fetch(p: int, host: Array, c: Any) -> Array:
-            return jax.device_put(cut_of[p].read(host, c), host_arrays.DEVICE_SPACE)
+            return jax.device_put(cuts[leaf_of[p]].read(host, c), host_arrays.DEVICE_SPACE)
 
         def step(c: Any, carry: Any) -> Any:
             """Updates piece `c` of each parameter, and fetches the next one; of the last array, the same one before."""
@@ -262,7 +261,7 @@ class StreamedUpdate:
                 if k in computed and not self._moved[k]:
                     computed[k] = pieces.write(computed[k], results[k].astype(computed[k].dtype), c)
             for p in in_order:
-                k, pieces = leaf_of[p], cut_of[p]
+                k, pieces = leaf_of[p], cuts[leaf_of[p]]
                 (index,) = after([jnp.asarray(c)], came[-_AHEAD])
                 if p in hosts:
                     hosts[p] = pieces.write(hosts[p], host_arrays.to_host(results[p]), index)
