@@ -175,8 +175,8 @@ def test_a_second_run_is_refused_and_a_killed_one_is_waited_for(tmp_path, url, z
 
 
 def test_a_run_whose_lease_was_taken_saves_no_more(tmp_path, url, zero):
-    with zero.checkpoints(tmp_path, copy_to=url) as checkpoints:
-        remote = checkpoints._remote
+    remote = remote_copy.RemoteCopy(url)
+    with zero.checkpoints(tmp_path, copy_to=remote) as checkpoints:
         remote._fs.pipe_file(f"{remote._root}/lease.json", json.dumps({"owner": "b", "expires": 1e12}).encode())
         while not remote.lost_to:
             time.sleep(0.05)

@@ -8,34 +8,29 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from zerojax.checkpoints import contents, iterators, restore as restoring, store
-from zerojax.checkpoints.lock import DirectoryLock
+from zerojax.checkpoints import contents, restore as restoring, store
 from zerojax.checkpoints.loss_monitor import LossMonitor
-from zerojax.checkpoints.manifest import Allowed, CheckpointCorrupted, LeafRecord, Manifest
+from zerojax.checkpoints.manifest import Allowed, CheckpointCorrupted, Manifest
 from zerojax.checkpoints.origin import origin_text
 from zerojax.checkpoints.preemption import Preemption
 from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0
 from zerojax.checkpoints.remote_copy import RemoteCopy
+from zerojax.checkpoints.run_directory import RunDirectory
+from zerojax.checkpoints.saver import Saver
 from zerojax.checkpoints.watchdog import Watchdog
 from zerojax.directories import local_directory
-from zerojax.processes.agreement import agree, agree_on_directory, run_in_process_0
+from zerojax.processes.agreement import agree
 from zerojax.step.config import ZeroConfig
-from zerojax.step.digest import digests
-from zerojax.step.replicas import check_replicas, has_copies, verify_replicas
+from zerojax.step.replicas import verify_replicas
 from zerojax.step.state import TrainState, check_not_donated
 
 log = logging.getLogger("zerojax")
-_PACKAGES = ("zerojax", "jax", "flax", "optax", "orbax-checkpoint")
-_FETCH_TIMEOUT_S = 6 * 3600  # for a step to be fetched from remote storage
-_MAX_FAILURES = 2  # consecutive saves
 _unclosed: set[Checkpoints] = set()  # keeps them alive when the script has no reference to them any more
 
 
@@ -116,24 +111,18 @@ class Checkpoints:
                     f"checkpoints: {name} is invalid\n  got:      {count!r}\n  fix:      use an integer, at least 1"
                 )
         self.config, self.directory, self.every = config, local_directory(directory, "checkpoints"), every
-        self._lock: DirectoryLock | None = None  # in process 0
-        self._remote = RemoteCopy(copy_to) if isinstance(copy_to, str) else copy_to
-        url = None if self._remote is None else self._remote.url
+        remote = RemoteCopy(copy_to) if isinstance(copy_to, str) else copy_to
+        url = None if remote is None else remote.url
         agree({**counts, "spike": spike, "watchdog_s": watchdog_s, "copy_to": url})
         with contextlib.ExitStack() as stack:
-            run_in_process_0(lambda: self._lock_directory(stack), "checkpoints")
-            agree_on_directory(self.directory)
-            run_in_process_0(self._fetch_newer, "checkpoints", _FETCH_TIMEOUT_S)
+            run_directory = RunDirectory(self.directory, remote, stack)
             self._store = store.Store(self.directory, keep, keep_every)
             stack.callback(self._store.close)
             self._exit = stack.pop_all()
         self.origin: Manifest | None = None  # of the step that `resume` restored
         self.origin_text = ""  # a line about the start of the run, after `resume`
         self._num_updates = 0  # including those before the step that the run resumed from
-        self._num_failures = 0  # of consecutive saves
-        self._saving_step: int | None = None  # of the save in progress
-        self._saved_step: int | None = None  # the last step that was saved or restored
-        self._save_error: Exception | None = None  # of the last save, if it failed; logged, but not raised yet
+        self._saver = Saver(config, run_directory, self._store)
         self._loss_monitor = LossMonitor(most_skipped, spike)
         self._watchdog = None if watchdog_s is None else Watchdog(watchdog_s, self.directory)
         self._verify_replicas_every = verify_replicas_every
@@ -142,25 +131,6 @@ class Checkpoints:
         if self._watchdog:
             self._exit.callback(self._watchdog.close)
         _unclosed.add(self)
-
-    def _lock_directory(self, stack: contextlib.ExitStack) -> None:
-        self._lock = DirectoryLock(self.directory)
-        stack.callback(self._lock.release)
-        if self._remote:
-            self._remote.start()
-            stack.callback(self._remote.close)
-
-    def _fetch_newer(self) -> None:
-        """Brings the newest step back from remote storage if this machine has only older ones."""
-        if self._remote and (there := self._remote.steps()) and there[-1] > max(self.steps(), default=-1):
-            self._remote.fetch(there[-1], self.directory, with_files=True)
-
-    def _copy(self, step: int | None) -> None:
-        """Starts to copy a step to remote storage if it is complete."""
-        if self._remote and jax.process_index() == 0 and step is not None:
-            folder = store.folder(self.directory, step)
-            if store.is_complete(folder):
-                self._remote.copy(step, folder, self._store.kept)
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -181,12 +151,7 @@ class Checkpoints:
         """
         _unclosed.discard(self)
         with self._exit:
-            self.wait()
-            if self._remote and jax.process_index() == 0:
-                self._remote.finish()
-                self._copy(self._saved_step)  # if another was being copied when it was saved, or its copy failed
-            if self._save_error:
-                raise RuntimeError(f"checkpoint: the last save failed: {self._save_error}") from self._save_error
+            self._saver.finish()
             self._loss_monitor.finish()
 
     def steps(self) -> list[int]:
@@ -229,7 +194,7 @@ class Checkpoints:
                 errors.append(str(error))
                 state = avals
             else:
-                self._saved_step, self.origin = step, saved
+                self._saver.saved_step, self.origin = step, saved
                 if errors:
                     self._store.set_aside(newer for newer in steps if newer > step)
                 return self._begin(restored, step)
@@ -317,16 +282,13 @@ class Checkpoints:
             self._watchdog.reset()
         if metrics is not None:
             self._loss_monitor.update(self._num_updates, metrics)
-        with self._handling_failures():
-            self._store.poll()
-            if not self._store.is_saving():
-                self._copy(self._saving_step if self._saving_step is not None else self._saved_step)
+        self._saver.poll()
         if number := self._preemption.requested():
             self._save_and_exit(number, state, data)
         if self._num_updates % self.every == 0:
             self.save(state, data)
         elif self._verify_replicas_every and self._num_updates % self._verify_replicas_every == 0:
-            verify_replicas(state, self._advice())
+            verify_replicas(state, self._saver.advice())
 
     def exit_if_preempted(self, state: TrainState, data: Any = None) -> None:
         """Saves the state and exits if any process has received SIGTERM or Ctrl-C since the last `update`.
@@ -345,10 +307,8 @@ class Checkpoints:
     def _save_and_exit(self, number: signal.Signals, state: TrainState, data: Any) -> None:
         self.save(state, data)
         self.wait()
-        if self._save_error:
-            error = self._save_error
-            raise RuntimeError(f"checkpoint: the save after {number.name} failed: {error}") from error
-        self._preemption.end(number, self._saved_step)
+        self._saver.raise_error(f"the save after {number.name} failed")
+        self._preemption.end(number, self._saver.saved_step)
 
     def save(self, state: TrainState, data: Any = None) -> None:
         """Starts to save a state in the background. A step that this run has saved is not saved again.
@@ -365,95 +325,8 @@ class Checkpoints:
             FloatingPointError: if the state contains a NaN, or a parameter an infinity. Nothing is written.
             RuntimeError: if two consecutive saves failed, or the directory was deleted or replaced.
         """
-        check_not_donated(state)
-        step = int(state.step)
-        self.wait()
-        if step == self._saved_step:
-            return
-        arrays, shapes = contents.arrays(state), contents.logical_shapes(state)
-        computed = {} if state.master is None else contents.compute_params(state)
-        copies = {path: a for path, a in computed.items() if has_copies(a)}  # not saved, but trained with
-        digest_of = digests(arrays | copies, shapes | {path: a.shape for path, a in copies.items()})
-        check_replicas(digest_of, f"the state of step {step}, which is not saved,", self._advice())
-        if nonfinite := contents.nonfinite_paths({path: digest_of[path] for path in arrays}):
-            raise FloatingPointError(
-                f"checkpoint: the state of step {step} is not finite, and is not saved\n"
-                f"  got:      {contents.shortened(nonfinite)}\n"
-                f"  fix:      {self._restart()} with a lower learning rate"
-            )
-        leaves = {p: LeafRecord(shapes[p], str(a.dtype), digest_of[p].text) for p, a in arrays.items()}
-        manifest = Manifest(
-            step,
-            leaves,
-            dict(self.config.mesh.shape),
-            self.config.stage,
-            self._dtypes(),
-            {name: metadata.version(name) for name in _PACKAGES},
-            iterators.get_states(data),
-        )
-        self._saving_step = step
-        self._check_lock()
-        with self._handling_failures():
-            self._store.save(arrays, manifest)
-
-    def _check_lock(self) -> None:
-        """Raises an error in all processes if the directory was deleted or replaced since it was locked."""
-        is_lost = self._lock is not None and not self._lock.is_held()
-        is_taken = self._remote is not None and self._remote.lost_to is not None
-        is_lost, is_taken = broadcast_from_process_0([is_lost, is_taken])
-        if not is_lost and not is_taken:
-            return
-        self._saving_step = None
-        if is_lost:
-            raise RuntimeError(
-                f"checkpoint: {self.directory} was deleted or replaced while the run was using it\n"
-                f"  got:      another directory with this name, or none; step {self._saved_step} was saved last\n"
-                f"  fix:      restart the run; it continues from the newest step that is there"
-            )
-        assert self._remote is not None
-        raise RuntimeError(
-            f"checkpoint: another run copies to {self._remote.url}\n"
-            f"  got:      the lease expired, and {self._remote.lost_to or 'another run'} took it\n"
-            f"  fix:      stop one of the two runs"
-        )
-
-    def _restart(self) -> str:
-        return "restart" if self._saved_step is None else f"resume from step {self._saved_step}"
-
-    def _advice(self) -> str:
-        """What to do if replicas differ."""
-        return f"{self._restart()}, without these devices if it happens again"
-
-    def _dtypes(self) -> dict[str, str]:
-        names = ("param_dtype", "compute_dtype", "reduce_dtype")
-        return {name: jnp.dtype(getattr(self.config.precision, name)).name for name in names}
+        self._saver.save(state, data)
 
     def wait(self) -> None:
         """Waits for the save in progress. A failure is reported as in `update`."""
-        with self._handling_failures():
-            self._store.finish()
-            if self._saving_step is not None:
-                self._num_failures, self._saved_step = 0, self._saving_step
-                self._saving_step, self._save_error = None, None
-
-    @contextlib.contextmanager
-    def _handling_failures(self) -> Iterator[None]:
-        """Logs the failure of a save. The second consecutive one is raised."""
-        try:
-            yield
-        except Exception as error:
-            step, self._saving_step = self._saving_step, None
-            self._num_failures += 1
-            self._store.abandon_save()
-            message = f"checkpoint: the save of step {step} in {self.directory} failed"
-            if self._num_failures >= _MAX_FAILURES:
-                self._save_error = None
-                raise RuntimeError(
-                    f"{message}, and so did the previous save\n  got:      {error}\n  fix:      check the disk space"
-                    f" and permissions of {self.directory}; the newest step in it is {self._newest()}"
-                ) from error
-            self._save_error = error
-            log.error("%s: %s", message, error)
-
-    def _newest(self) -> int | None:
-        return max(self.steps(), default=None)
+        self._saver.wait()

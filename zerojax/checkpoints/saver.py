@@ -1,0 +1,138 @@
+"""Saves states in the background after it has checked them, and tolerates one failure in a row."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from importlib import metadata
+from typing import Any
+
+import jax.numpy as jnp
+
+from zerojax.checkpoints import contents, iterators
+from zerojax.checkpoints.manifest import LeafRecord, Manifest
+from zerojax.checkpoints.run_directory import RunDirectory
+from zerojax.checkpoints.store import Store
+from zerojax.step.config import ZeroConfig
+from zerojax.step.digest import digests
+from zerojax.step.replicas import check_replicas, has_copies
+from zerojax.step.state import TrainState, check_not_donated
+
+log = logging.getLogger("zerojax")
+_PACKAGES = ("zerojax", "jax", "flax", "optax", "orbax-checkpoint")
+_MAX_FAILURES = 2  # consecutive saves
+
+
+class Saver:
+    """Saves the states of a run.
+
+    Attributes:
+        saved_step: the last step that was saved or restored.
+        error: of the last save, if it failed; logged, but not raised yet.
+    """
+
+    def __init__(self, config: ZeroConfig, directory: RunDirectory, store: Store):
+        self.saved_step: int | None = None
+        self.error: Exception | None = None
+        self._config, self._directory, self._store = config, directory, store
+        self._num_failures = 0  # of consecutive saves
+        self._saving_step: int | None = None  # of the save in progress
+
+    def save(self, state: TrainState, data: Any = None) -> None:
+        """Checks a state and starts to save it; see `Checkpoints.save`."""
+        check_not_donated(state)
+        step = int(state.step)
+        self.wait()
+        if step == self.saved_step:
+            return
+        arrays, shapes = contents.arrays(state), contents.logical_shapes(state)
+        computed = {} if state.master is None else contents.compute_params(state)
+        copies = {path: a for path, a in computed.items() if has_copies(a)}  # not saved, but trained with
+        digest_of = digests(arrays | copies, shapes | {path: a.shape for path, a in copies.items()})
+        check_replicas(digest_of, f"the state of step {step}, which is not saved,", self.advice())
+        if nonfinite := contents.nonfinite_paths({path: digest_of[path] for path in arrays}):
+            raise FloatingPointError(
+                f"checkpoint: the state of step {step} is not finite, and is not saved\n"
+                f"  got:      {contents.shortened(nonfinite)}\n"
+                f"  fix:      {self._restart()} with a lower learning rate"
+            )
+        leaves = {p: LeafRecord(shapes[p], str(a.dtype), digest_of[p].text) for p, a in arrays.items()}
+        manifest = Manifest(
+            step,
+            leaves,
+            dict(self._config.mesh.shape),
+            self._config.stage,
+            self._dtypes(),
+            {name: metadata.version(name) for name in _PACKAGES},
+            iterators.get_states(data),
+        )
+        self._directory.check_held(self.saved_step)
+        self._saving_step = step
+        with self._handling_failures():
+            self._store.save(arrays, manifest)
+
+    def poll(self) -> None:
+        """Handles a save that failed in the background, and starts to copy one that is complete."""
+        with self._handling_failures():
+            self._store.poll()
+            if not self._store.is_saving():
+                step = self.saved_step if self._saving_step is None else self._saving_step
+                self._directory.copy(step, self._store)
+
+    def wait(self) -> None:
+        """Waits for the save in progress."""
+        with self._handling_failures():
+            self._store.finish()
+            if self._saving_step is not None:
+                self._num_failures, self.saved_step = 0, self._saving_step
+                self._saving_step, self.error = None, None
+
+    def finish(self) -> None:
+        """Waits for the save and the copies in progress.
+
+        Raises:
+            RuntimeError: if the last save failed.
+        """
+        self.wait()
+        self._directory.finish_copy()
+        self._directory.copy(self.saved_step, self._store)  # if another was being copied then, or its copy failed
+        self.raise_error("the last save failed")
+
+    def raise_error(self, what: str) -> None:
+        """Raises the error of the last save if it failed; `what` begins the error's text."""
+        if self.error:
+            raise RuntimeError(f"checkpoint: {what}: {self.error}") from self.error
+
+    def advice(self) -> str:
+        """What to do if replicas differ."""
+        return f"{self._restart()}, without these devices if it happens again"
+
+    def _restart(self) -> str:
+        return "restart" if self.saved_step is None else f"resume from step {self.saved_step}"
+
+    def _dtypes(self) -> dict[str, str]:
+        names = ("param_dtype", "compute_dtype", "reduce_dtype")
+        return {name: jnp.dtype(getattr(self._config.precision, name)).name for name in names}
+
+    @contextlib.contextmanager
+    def _handling_failures(self) -> Iterator[None]:
+        """Logs the failure of a save. The second consecutive one is raised."""
+        try:
+            yield
+        except Exception as error:
+            step, self._saving_step = self._saving_step, None
+            self._num_failures += 1
+            self._store.abandon_save()
+            message = f"checkpoint: the save of step {step} in {self._directory.path} failed"
+            if self._num_failures >= _MAX_FAILURES:
+                self.error = None
+                raise RuntimeError(
+                    f"{message}, and so did the previous save\n  got:      {error}\n  fix:      check the disk space"
+                    f" and permissions of {self._directory.path}; the newest step in it is {self._newest()}"
+                ) from error
+            self.error = error
+            log.error("%s: %s", message, error)
+
+    def _newest(self) -> int | None:
+        return max(self._directory.steps(), default=None)
