@@ -274,3 +274,26 @@ def test_gradients_of_parameters_on_the_devices_are_those_of_any_zero():
     expected, wanted = jax.jit(plain.value_and_grad(loss))(plain.shard(create()), TOKENS)
     assert float(value) == float(expected)
     jax.tree.map(np.testing.assert_array_equal, grads, wanted)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 3, 5])
+def test_scans_of_any_length(num_layers):
+    """The first and the last layer are outside of the loop, and a short scan has no loop."""
+
+    def short(params, tokens):
+        h, _ = jax.lax.scan(layer, params["embed"][tokens[:, :-1]], params["layers"])
+        return optax.softmax_cross_entropy_with_integer_labels(h @ params["head"], tokens[:, 1:]).mean()
+
+    def init():
+        params = create()
+        return params | {"layers": jax.tree.map(lambda a: jnp.concatenate([a, a])[:num_layers], params["layers"])}
+
+    losses = {}
+    for offload in "params", "none":
+        zero = zero_of(offload)
+        state, step = zero.init(init, adamw()), zero.train_step(short)
+        losses[offload] = []
+        for _ in range(STEPS):
+            state, metrics = step(state, TOKENS)
+            losses[offload].append(float(metrics["loss"]))
+    np.testing.assert_allclose(losses["params"], losses["none"], rtol=1e-6)

@@ -90,10 +90,10 @@ def scan_from_host(
 
     Cost: on the device, the weights and the gradients of two layers. Compiles three layers instead of one.
     """
-    cut, length = layers.cut, layers.cut.length
-    given = SavedValues([None] * cut.front, [None], [None] * cut.back)
+    length, num_front, num_back = layers.cut.length, layers.cut.front, layers.cut.back
+    given = SavedValues([None] * num_front, [None], [None] * num_back)
     if layers.saved is not None:
-        given = layers.saved.mirrored()
+        num_front, num_back, given = num_back, num_front, layers.saved.mirrored()
     put_bytes = _host_bytes(totals) / length
     fetch_bytes = _host_bytes(layers.shards) / length + body.accumulates * put_bytes
 
@@ -130,16 +130,16 @@ def scan_from_host(
     weights = body.fetch_layer(layers.shards, layers.index(0), pace)
     state = _Streamed(init, weights, None, totals, [jnp.float32(0)] * len(totals), None)
     front, loop, back = [], [None], []
-    for turn in range(cut.front):
+    for turn in range(num_front):
         state, saved = visit(state, turn, given.front[turn], is_last=turn == length - 1)
         front.append(saved)
-    if cut.loops:
+    if layers.cut.loops:
         is_backward = layers.saved is not None
-        turns = jnp.arange(cut.front, length - cut.back)
+        turns = jnp.arange(num_front, length - num_back)
         slices = turns[::-1] if is_backward else turns, given.loop[0]
         state, loop[0] = lax.scan(iteration, state, slices, reverse=is_backward)
-    for k in range(cut.back):
-        turn = length - cut.back + k
+    for k in range(num_back):
+        turn = length - num_back + k
         state, saved = visit(state, turn, given.back[k], is_last=turn == length - 1)
         back.append(saved)
     state = put(state, length, Paces(Pace([], 1), Pace([], 1)))
