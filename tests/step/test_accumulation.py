@@ -159,13 +159,23 @@ def test_model_state_is_averaged_over_devices_and_carried_through_microbatches(s
     assert "stats" not in metrics
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_microbatches_are_summed_in_fp32(stage):
+@pytest.mark.parametrize(
+    ("stage", "precision", "offload"),
+    [
+        (0, "bf16", "none"),
+        (2, "bf16", "none"),
+        (2, "bf16_params", "none"),
+        (1, "bf16_params", "optimizer"),
+        (3, "bf16_params", "params"),
+    ],
+)
+def test_microbatches_are_summed_in_fp32(stage, precision, offload):
     """64 gradients of 1 + 2^-7, whose partial sums have more digits than bf16. All rows but those of a device are 0."""
-    zero = Zero(zerojax.make_mesh(), stage, "bf16")
+    zero = Zero(zerojax.make_mesh(), stage, precision, offload=offload)
     state = zero.init(lambda: {"w": jnp.zeros(16)}, optax.sgd(1.0))
     x = np.zeros((8 * 64, 16), np.float32)
     x[:64] = 1 + 2.0**-7
     step = zero.train_step(lambda params, batch: 8 * jnp.mean(batch["x"] @ params["w"]), num_microbatches=64)
     state, _ = step(state, {"x": x})
-    np.testing.assert_array_equal(state.master["w"], np.full(16, -(1 + 2.0**-7), np.float32))
+    trained = state.params if state.master is None else state.master
+    np.testing.assert_array_equal(trained["w"].astype(np.float32), np.full(16, -(1 + 2.0**-7), np.float32))

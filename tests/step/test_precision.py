@@ -41,7 +41,8 @@ def test_precision_text():
     policy = Precision(jnp.float32, jnp.float16, jnp.bfloat16, cast_inputs=False, initial_scale=2.0**15)
     rows = dict(row.split("  ", 1) for row in str(policy).splitlines())
     assert {name.strip(): value.strip() for name, value in rows.items()} == {
-        "master parameters, accumulation": "float32",
+        "master parameters": "float32",
+        "sums over microbatches": "float32",
         "computation, all-gather": "float16",
         "reduce-scatter, all-reduce": "bfloat16",
         "floating batch leaves": "as given",

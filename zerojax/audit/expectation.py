@@ -128,7 +128,7 @@ def expect(
     is_wide = [leaf.compute_dtype.itemsize > width for leaf in leaves]
     by_choice = _stage_bytes(config, _where(is_wide, leaves), _where(is_wide, uses), num_microbatches).total
     host_leaves = list(itertools.compress(with_paths, jax.tree.leaves(states.in_host(config, state))))
-    sum_dtype = config.precision.param_dtype if num_microbatches > 1 else None
+    sum_dtype = config.precision.sum_dtype if num_microbatches > 1 else None
     gradients_bytes = states.host_gradients_bytes(config, stored, sum_dtype)
     frozen = {f"params/{leaf.path}" for leaf in leaves if not leaf.trainable}
     updated = [a for path, a in host_leaves if placement.path_text(path) not in frozen]
@@ -252,7 +252,7 @@ def _ends_bytes(config: ZeroConfig, leaves: Sequence[Leaf], uses: Sequence[Seque
 def _sum_dtype(config: ZeroConfig, k: int) -> Any:
     """The dtype in which gradients are summed over the replica axes: that of the sum of microbatches, if of shards."""
     accumulates = k > 1 and config.stage.shards_grads
-    return config.precision.param_dtype if accumulates else config.precision.reduce_dtype
+    return config.precision.sum_dtype if accumulates else config.precision.reduce_dtype
 
 
 def _replica_bytes(config: ZeroConfig, leaves: Iterable[Leaf], k: int) -> float:

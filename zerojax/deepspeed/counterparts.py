@@ -94,7 +94,7 @@ _BATCH = {
     "communication_data_type": mapped("Precision(reduce_dtype=)"),
     "seq_parallel_communication_data_type": unneeded("there is no sequence parallelism of its own"),
     "disable_allgather": unneeded("an all-gather is one collective of the compiler"),
-    "data_types.grad_accum_dtype": close("gradients are accumulated in Precision.param_dtype, which is fp32"),
+    "data_types.grad_accum_dtype": close("gradients are accumulated in fp32"),
     "data_types.param_dtype": lost("the precision decides; pass Zero(precision=zerojax.Precision(...))", "auto"),
     "data_types.buffer_dtype": unneeded("variables that are no parameters keep the dtype that the model gives them"),
     "data_types.keep_in_fp32_modules": lost("name them: Zero(dtypes={'*norm*/scale': 'float32'})", "auto", []),

@@ -95,8 +95,7 @@ def host_copies(settings: Settings, state_bytes: int, num_params: int) -> tuple[
         num_params: the parameters that are in host memory, for each device.
     """
     k, (weight, reduced) = settings.num_microbatches, _widths(settings)
-    wide = jnp.dtype(Precision.of(settings.precision).param_dtype).itemsize
-    gradient = wide if k > 1 else reduced
+    gradient = jnp.dtype(Precision.of(settings.precision).sum_dtype).itemsize if k > 1 else reduced
     weights, gradients = weight * num_params, gradient * num_params
     beside = max(k * (2 * weights + gradients * (k > 1)), k * gradients)
     return beside, state_bytes + max(0, gradients - weights)

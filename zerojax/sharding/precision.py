@@ -20,7 +20,7 @@ class Precision:
     """The dtypes of a training step, and its loss scaling.
 
     Attributes:
-        param_dtype: dtype of the master parameters, which the optimizer reads and writes, and of accumulated gradients.
+        param_dtype: dtype of the master parameters, which the optimizer reads and writes.
         compute_dtype: dtype of the parameters that the model computes with and that are gathered, and with
             `cast_inputs` also of the batch.
         reduce_dtype: dtype in which gradients are communicated and summed.
@@ -84,6 +84,11 @@ class Precision:
         return jnp.promote_types(dtype, self.reduce_dtype) if is_wide else jnp.dtype(self.reduce_dtype)
 
     @property
+    def sum_dtype(self) -> Any:
+        """The dtype in which the gradients of microbatches are summed: `param_dtype`, or fp32 if that is narrower."""
+        return jnp.promote_types(self.param_dtype, jnp.float32)
+
+    @property
     def title(self) -> str:
         """The preset's name, or the dtypes of the parameters, the computation and the reductions."""
         dtypes = [jnp.dtype(getattr(self, name)).name for name in DTYPE_FIELDS]
@@ -98,7 +103,8 @@ class Precision:
         if not isinstance(self.cast_inputs, bool):
             inputs += f" for {', '.join(self.cast_inputs)}"
         rows = {
-            "master parameters, accumulation": jnp.dtype(self.param_dtype).name,
+            "master parameters": jnp.dtype(self.param_dtype).name,
+            "sums over microbatches": jnp.dtype(self.sum_dtype).name,
             "computation, all-gather": jnp.dtype(self.compute_dtype).name,
             "reduce-scatter, all-reduce": jnp.dtype(self.reduce_dtype).name,
             "floating batch leaves": inputs,

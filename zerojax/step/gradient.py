@@ -281,7 +281,7 @@ class DeviceGradient:
         """The result of all microbatches."""
         k = self.settings.num_microbatches
         rows, microbatch_of = microbatches(batch, k)
-        grad_dtype = self.config.precision.param_dtype
+        grad_dtype = self.config.precision.sum_dtype
         moves = [flag and t for flag, t in zip(self.reductions.params_in_host, self.trainable, strict=True)]
 
         def run_microbatch(
