@@ -12,7 +12,7 @@ are not compiled.
 
 The forms are plain AdamW; `offload='optimizer'`; moments in 8 bits and parameters in bf16 without a master copy; an
 offloaded optimizer with moments in 16 bits and such parameters; and `offload='params'` with AdamW and with these
-moments. The second table compares them at the largest size of plain AdamW, for several numbers of microbatches, whether
+moments. The second table compares them at the largest size of the first, for several numbers of microbatches, whether
 or not they fit. Times are predicted by `zerojax.plan.timeline`. A device waits for copies while it computes nothing;
 the share is that of the time in which the host's link is busy in the busier direction. A copy is alone if neither a
 matrix product nor an update of as many bytes is scheduled beside it. The formula is that of `step.memory`.
@@ -52,6 +52,8 @@ def arguments():
     parser.add_argument("--rows", type=int, default=4, help="sequences on each device (default %(default)s)")
     parser.add_argument("--vocab", type=int, default=32768)
     parser.add_argument("--microbatches", type=int, nargs="*", default=[1, 4, 16])
+    parser.add_argument("--attention", choices=["cudnn", "xla"], help="(default: cudnn on GPUs, xla on TPUs)")
+    parser.add_argument("--forms", nargs="*", choices=FORMS, default=list(FORMS), help="the forms (default all)")
     return parser.parse_args()
 
 
@@ -64,31 +66,38 @@ def main():
     from zerojax import targets
     from zerojax.analysis.hardware import cluster
 
+    args.attention = args.attention or ("cudnn" if targets.platform(args.target) == "cuda" else "xla")
     devices, budget = targets.devices(args.target), args.memory * cluster(args.target).chip.memory_bytes
-    start, found, compared = time.perf_counter(), {}, []
-    with Console(stderr=True).status("") as status:
+    start, found, compared, console = time.perf_counter(), {}, [], Console(stderr=True)
+    with console.status("") as status:
 
         @functools.cache
         def step(form, layers, microbatches=1):
-            status.update(f"{form}: {layers} layers, {microbatches} microbatches")
-            return measure(form, layers, microbatches, args, devices)
+            name = f"{form}: {layers} layers, microbatches: {microbatches}"
+            status.update(name)
+            found = measure(form, layers, microbatches, args, devices)
+            sizes = f"{found['peak_bytes'] / 2**30:.1f} and {found['host_bytes'] / 2**30:.1f} GiB"
+            line = f"{name}; {sizes}, {found['step_s']:.2f} s; compiled in {found['compile_s']:.0f} s"
+            console.print(line, soft_wrap=True)
+            return found
 
-        def share(form, layers):
-            """The share of the memory that is used: of the device or of the host, whichever is larger."""
-            of = lambda peak, host: max(peak / budget, host / (args.host_gib * 2**30))
+        def used(form, layers):
+            """Bytes of a device, or of the host where a larger share of it is used: as a share of the budget."""
+            of = lambda peak, host: max(peak, host * budget / (args.host_gib * 2**30))
             train_step, *inputs = build(form, layers, 1, args, devices)
             memory = train_step.memory(*inputs)
             by_formula = of(memory.peak_bytes, memory.host_bytes)
-            if by_formula > _TOO_LARGE:
+            if by_formula > _TOO_LARGE * budget:
                 return by_formula
             measured = step(form, layers)
             return of(measured["peak_bytes"], measured["host_bytes"])
 
-        for form in FORMS:
-            layers = largest(lambda layers, form=form: share(form, layers), 1.0)
+        for form in args.forms:
+            layers = largest(functools.partial(used, form), budget)
             found[form] = {"layers": layers, **(step(form, layers) if layers else {})}
-        for microbatches in args.microbatches if found["none"]["layers"] else ():
-            row = {form: step(form, found["none"]["layers"], microbatches) for form in FORMS}
+        layers = found[args.forms[0]]["layers"]
+        for microbatches in args.microbatches if layers else ():
+            row = {form: step(form, layers, microbatches) for form in args.forms}
             compared.append({"microbatches": microbatches, **row})
     result = {
         "target": args.target,
@@ -110,9 +119,8 @@ def build(form, layers, microbatches, args, devices):
 
     import zerojax
 
-    config = gpt.Config(
-        width=args.width, layers=layers, heads=args.heads, vocab=args.vocab, seq=args.seq, scan=True, dtype=jnp.bfloat16
-    )
+    shapes = {"width": args.width, "heads": args.heads, "vocab": args.vocab, "seq": args.seq}
+    config = gpt.Config(**shapes, layers=layers, scan=True, dtype=jnp.bfloat16, attention=args.attention)
     offload, precision, bits = FORMS[form]
     tx = optax.adamw(1e-3)
     if bits:
@@ -183,10 +191,10 @@ def tables(result):
     console.print(rows)
     rows = Table(
         "microbatches", "form", "GiB on a device", "s", "waits, of copies", "tokens/s",
-        title="The largest model of plain AdamW", title_justify="left",
+        title="The largest model of the first form", title_justify="left",
     )  # fmt: skip
     for compared in result["compared"]:
-        for name in FORMS:
+        for name in shapes["forms"]:
             found = compared[name]
             rows.add_row(
                 str(compared["microbatches"]), name, gib(found["peak_bytes"]), f"{found['step_s']:.2f}",
