@@ -14,6 +14,7 @@ import zerojax
 from zerojax import Verdict, targets
 from zerojax.analysis import hlo
 from zerojax.analysis.hardware import cluster
+from zerojax.analysis.hlo_collectives import has_product
 from zerojax.analysis.host_copies import FROM_HOST, TO_HOST
 from zerojax.audit.host_state import check_host_memory, check_pieces
 from zerojax.plan import timeline
@@ -82,6 +83,16 @@ def test_temporaries_grow_with_depth_as_without_offloading(target, scan):
     num_devices = len(targets.devices(target))
     state_of_layers = local_bytes(large, num_devices, 12) - local_bytes(small, num_devices, 12)
     assert grows["optimizer"] < grows["none"] + 0.2 * state_of_layers  # small arrays have few pieces
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "none"])
+def test_the_gradient_of_the_head_is_computed_before_those_of_the_layers(offload):
+    """After them, the gradient of the logits would be in memory until then."""
+    program, *_ = compiled("h100:1", offload, 8)
+    order = hlo.parse_program(program.as_text()).entry.instructions
+    forward, backward = [k for k, i in enumerate(order) if i.op == "while"][:2]
+    (head,) = [k for k, i in enumerate(order) if has_product(i) and sorted(i.buffers[0].dims) == [256, 512]]
+    assert forward < head < backward
 
 
 @pytest.mark.parametrize("target", ["h100:1", "v5e:2x2"])

@@ -108,21 +108,22 @@ class StraightSegment:
             values, cotangents = lax.optimization_barrier((values, list(cotangents)))
             schedule.replace_last(self.regather.floating_inputs(values))
         grads = self.regather.backward(weights, [], values, cotangents)
-        # Recomputed values are in memory until the last product for a weight is done. So is what the last unit computes
-        # from saved values, such as the gradient of the logits. Other saved values are there anyway.
-        drops, communicates = self.regather.recomputes or self.backward_is_next, self.collectives.communicates_grads
-        if drops and not communicates:
-            weights, data = lax.optimization_barrier((grads.weights, grads.data))
-            grads = grads._replace(weights=weights, data=data)
         dims = select(self.dims, self.trainable)
         reduced, reduction_events = self.collectives.reduce_transposed(
             grads.weights, grads.orders, dims, schedule.before_reduction(), schedule.group
         )
-        # Otherwise a product is delayed until its reduction can overlap.
-        products = self.collectives.reduced_dim_first(grads, dims).weights if drops and communicates else []
+        # Recomputed values are in memory until the last product for a weight is done. So is what the last unit computes
+        # from saved values, such as the gradient of the logits, if that product is delayed, for example until its
+        # reduction can overlap. Other saved values are there anyway.
+        drops = self.regather.recomputes or self.backward_is_next
+        data, products = grads.data, []
+        if drops and self.collectives.communicates_grads:
+            products = self.collectives.reduced_dim_first(grads, dims).weights
+        elif drops:
+            reduced, data = lax.optimization_barrier((reduced, data))
         # A kernel that reads an element of a result would otherwise compute it from what the result is computed from.
         # It would share operands with kernels that read other events, and be one with them, as late as the last.
-        data, products = lax.optimization_barrier((grads.data, products))
+        data, products = lax.optimization_barrier((data, products))
         self._computed(data + products, schedule)
         schedule.reduced(reduction_events)
         if self.collectives.stage.shards_grads:
