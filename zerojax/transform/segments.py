@@ -113,13 +113,12 @@ class StraightSegment:
             grads.weights, grads.orders, dims, schedule.before_reduction(), schedule.group
         )
         # Recomputed values are in memory until the last product for a weight is done. So is what the last unit computes
-        # from saved values, such as the gradient of the logits, if that product is delayed, for example until its
-        # reduction can overlap. Other saved values are there anyway.
-        drops = self.regather.recomputes or self.backward_is_next
-        data, products = grads.data, []
-        if drops and self.collectives.communicates_grads:
-            products = self.collectives.reduced_dim_first(grads, dims).weights
-        elif drops:
+        # from saved values, such as the gradient of the logits, if that product is delayed until its reduction can
+        # overlap. Other saved values are there anyway.
+        delays = self.backward_is_next and self.collectives.stage.shards_grads
+        drops = self.regather.recomputes or delays
+        data, products = grads.data, self.collectives.reduced_dim_first(grads, dims).weights if drops else []
+        if delays and self.collectives.axes.num_shards == 1:  # no event depends on the products
             reduced, data = lax.optimization_barrier((reduced, data))
         # A kernel that reads an element of a result would otherwise compute it from what the result is computed from.
         # It would share operands with kernels that read other events, and be one with them, as late as the last.

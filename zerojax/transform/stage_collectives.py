@@ -62,11 +62,6 @@ class StageCollectives:
         schedule.gathered(events)
         return full
 
-    @property
-    def communicates_grads(self) -> bool:
-        """Whether `reduce` sends anything."""
-        return self.stage.shards_grads and self.axes.num_shards > 1
-
     def reduce(
         self, grads: Sequence[Array], dims: Sequence[Dims], reduced: Sequence[Array], group: int = 0
     ) -> tuple[list[Array], list[Array]]:
