@@ -8,7 +8,8 @@ Nothing is allocated and nothing runs. A GPT of scanned layers (bf16, AdamW, `re
 described cluster. It fits if arguments, temporaries and outputs that are not updated in place are within the share
 `--memory` of a device, and what is in pinned host memory is within the share of the host that each device has. The
 search ends at a number of layers that fits while two more layers do not. Sizes that are a fifth too large by formula
-are not compiled.
+are not compiled. XLA schedules for the share `--memory` too, as in a process with this
+`XLA_PYTHON_CLIENT_MEM_FRACTION`; in a program that takes more, no copy overlaps with another.
 
 The forms are plain AdamW; `offload='optimizer'`; moments in 8 bits and parameters in bf16 without a master copy; an
 offloaded optimizer with moments in 16 bits and such parameters; and `offload='params'` with AdamW and with these
@@ -36,6 +37,7 @@ FORMS = {
     "params, 16 bits": ("params", "bf16_params", 16),
 }
 _TOO_LARGE = 1.2  # a share of the memory, by formula, from which on nothing is compiled
+_DESCRIBED_SHARE = 0.8  # of the memory of a GPU, for which XLA schedules where it is only described
 
 
 def arguments():
@@ -142,8 +144,9 @@ def measure(form, layers, microbatches, args, devices):
     from zerojax.plan import timeline
 
     step, state, batch = build(form, layers, microbatches, args, devices)
-    start = time.perf_counter()
-    program, temporaries = compiled(step.trace(state, batch), targets.platform(args.target))
+    start, formula = time.perf_counter(), step.memory(state, batch)
+    options = scheduling(args, formula.arguments_bytes)
+    program, temporaries = compiled(step.trace(state, batch), targets.platform(args.target), options)
     memory = program.memory_analysis()
     parsed = hlo.parse_program(program.as_text())
     predicted, copies = timeline.predict(parsed, cluster(args.target)), host_copies.read_host_copies(parsed)
@@ -152,7 +155,7 @@ def measure(form, layers, microbatches, args, devices):
     return {
         "parameters": sum(leaf.size for leaf in state.definition.leaves),
         "peak_bytes": peak_bytes(memory, temporaries),
-        "formula_bytes": step.memory(state, batch).peak_bytes,
+        "formula_bytes": formula.peak_bytes,
         "host_bytes": memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
         "host_temporaries_bytes": memory.host_temp_size_in_bytes,
         "copied_bytes": sum(copy.num_bytes for copy in copies),
@@ -164,6 +167,17 @@ def measure(form, layers, microbatches, args, devices):
         "tokens_per_s": args.rows * microbatches * args.seq * len(devices) / predicted.step_s,
         "compile_s": time.perf_counter() - start,
     }
+
+
+def scheduling(args, arguments_bytes):
+    """The option with which XLA schedules temporaries for the share `--memory` of a GPU, without the arguments."""
+    from zerojax.analysis.hardware import cluster
+
+    chip = cluster(args.target).chip
+    described, wanted = ((share * chip.memory_bytes - arguments_bytes) for share in (_DESCRIBED_SHARE, args.memory))
+    if chip.platform != "cuda" or described <= 0:
+        return None
+    return {"xla_gpu_memory_limit_slop_factor": int(95 * wanted / described)}  # percent, of which 95 is the default
 
 
 def tables(result):
