@@ -90,10 +90,8 @@ def scan_from_host(
 
     Cost: on the device, the weights and the gradients of two layers. Compiles three layers instead of one.
     """
-    length, num_front, num_back = layers.cut.length, layers.cut.front, layers.cut.back
-    given = SavedValues([None] * num_front, [None], [None] * num_back)
-    if layers.saved is not None:
-        num_front, num_back, given = num_back, num_front, layers.saved.mirrored()
+    length, given = layers.cut.length, layers.given
+    num_front, num_back = len(given.front), len(given.back)
     put_bytes = _host_bytes(totals) / length
     fetch_bytes = _host_bytes(layers.shards) / length + body.accumulates * put_bytes
 

@@ -156,6 +156,13 @@ class Layers(NamedTuple):
     reverse: bool
     saved: SavedValues | None = None
 
+    @property
+    def given(self) -> SavedValues:
+        """The saved values in the order of turns; in a forward pass, None for each layer."""
+        if self.saved is not None:
+            return self.saved.mirrored()
+        return SavedValues([None] * self.cut.front, [None] * self.cut.group, [None] * self.cut.back)
+
     def index(self, turn: int | Array) -> int | Array:
         """The layer that is visited at a turn."""
         return self.cut.length - 1 - turn if self.reverse else turn
@@ -204,10 +211,8 @@ def scan(body: LayerBody, init: Carry, layers: Layers, schedule: Schedule) -> Sc
     cut = layers.cut
     if cut.group == 1:
         return _scan_without_overlap(body, init, layers, schedule)
-    length, prefetch, front, loops, group, back = cut.length, cut.prefetch, cut.front, cut.loops, cut.group, cut.back
-    given = SavedValues([None] * front, [None] * group, [None] * back)
-    if layers.saved is not None:
-        front, back, given = back, front, layers.saved.mirrored()
+    length, prefetch, loops, group, given = cut.length, cut.prefetch, cut.loops, cut.group, layers.given
+    front, back = len(given.front), len(given.back)
     turns = _Turns(body, layers)
     of_iteration = lambda i: jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), given.loop[0])
     next_given = of_iteration(loops - 1) if loops else given.back[0] if back else None
