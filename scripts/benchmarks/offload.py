@@ -32,9 +32,11 @@ FORMS = {
     "none": ("none", "bf16", None),
     "optimizer": ("optimizer", "bf16", None),
     "8 bits": ("none", "bf16_params", 8),
+    "optimizer, 8 bits": ("optimizer", "bf16_params", 8),
     "optimizer, 16 bits": ("optimizer", "bf16_params", 16),
     "params": ("params", "bf16", None),
     "params, 16 bits": ("params", "bf16_params", 16),
+    "params, 8 bits": ("params", "bf16_params", 8),
 }
 _TOO_LARGE = 1.2  # a share of the memory, by formula, from which on nothing is compiled
 _DESCRIBED_SHARE = 0.8  # of the memory of a GPU, for which XLA schedules where it is only described

@@ -12,6 +12,7 @@ import pytest
 import zerojax
 from zerojax.analysis import hlo, hlo_collectives
 from zerojax.low_bit import low_bit_moments, stochastic_rounding
+from zerojax.step import host_pieces, update
 from zerojax.step.streamed_update import StreamedUpdate
 
 WIDTH, HIDDEN, ROWS = 32, 1024, 48
@@ -136,8 +137,9 @@ def test_bad_arguments_are_refused():
 # In zerojax
 
 
-def zero_of(num_devices=4, stage=3, precision="fp32", offload="none"):
-    return zerojax.Zero(zerojax.make_mesh(devices=jax.devices()[:num_devices]), stage, precision, offload=offload)
+def zero_of(num_devices=4, stage=3, precision="fp32", offload="none", **options):
+    mesh = zerojax.make_mesh(devices=jax.devices()[:num_devices])
+    return zerojax.Zero(mesh, stage, precision, offload=offload, **options)
 
 
 def run(zero, tx, steps=4):
@@ -203,17 +205,58 @@ def test_a_checkpoint_is_restored_on_another_number_of_devices(tmp_path):
         np.testing.assert_array_equal(a, b)
 
 
-def test_16_bits_may_be_in_host_memory_and_8_bits_may_not():
-    tx = stochastic_rounding(low_bit(optax.adamw(1e-2), 16))
-    (kept, losses), (offloaded, found) = (run(zero_of(4, 3, "bf16_params", to), tx) for to in ("none", "optimizer"))
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize(("num_devices", "dim_of_up"), [(1, 0), (3, 0), (4, 0), (4, 1)])
+def test_moments_in_few_bits_may_be_in_host_memory(monkeypatch, bits, num_devices, dim_of_up):
+    """The same numbers, from pieces. The scales of blocks stay on the devices. Three devices store zeros behind the
+    last row; four that divide rows of 1024 elements have a block of each."""
+    monkeypatch.setattr(host_pieces, "PIECES_BYTES", 2**14)
+    tx = stochastic_rounding(low_bit(optax.adamw(1e-2), bits))
+    dims = {"up": dim_of_up, "down": 0}
+    zeros = [zero_of(num_devices, 3, "bf16_params", to, shard_dims=dims) for to in ("none", "optimizer")]
+    (kept, losses), (offloaded, found) = (run(zero, tx) for zero in zeros)
     np.testing.assert_allclose(found, losses, rtol=1e-3)
-    assert offloaded.opt_state.inner.inner[0].mu["up"].sharding.memory_kind == "pinned_host"
-    assert np.mean(np.asarray(kept.params["up"]) != np.asarray(offloaded.params["up"])) < 0.02
-    zero = zero_of(4, 3, "bf16_params", "optimizer")
+    state = offloaded.opt_state.inner.inner[0].mu["up"]
+    assert state.sharding.memory_kind == "pinned_host" and state.dtype.itemsize == bits // 8
+    if bits == 8:
+        assert offloaded.opt_state.inner.scales[0].mu["up"].sharding.memory_kind == "device"
+    for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(offloaded), strict=True):
+        if a.dtype in (jnp.int8, jnp.uint8, jnp.bfloat16):
+            assert np.mean(np.asarray(a) != np.asarray(b)) < 0.02
     dtypes = [leaf.dtype for leaf in kept.definition.leaves]
-    assert StreamedUpdate(zero.config, kept.definition, dtypes, False).split.sliced == []  # random bits are cut too
-    with pytest.raises(ValueError, match="offload: low_bit_moments cannot be computed for one piece"):
+    assert StreamedUpdate(zeros[1].config, kept.definition, dtypes, False).split.sliced == []  # random bits are cut too
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("bits", [8, 16])
+def test_an_update_in_pieces_is_that_of_whole_arrays(monkeypatch, bits, stage):
+    """On the devices too, where blocks that are on several devices are updated whole."""
+    tx, found = low_bit(optax.adamw(1e-2), bits), []
+    assert update._has_low_bits(zero_of(4).config, zero_of(4).eval_init(create, tx))
+    assert not update._has_low_bits(zero_of(4).config, zero_of(4).eval_init(create, optax.adamw(1e-2)))
+    for pieces_bytes in (2**14, None):
+        if pieces_bytes is None:
+            monkeypatch.setattr(update, "_has_low_bits", lambda config, state: False)
+        else:
+            monkeypatch.setattr(host_pieces, "PIECES_BYTES", pieces_bytes)
+        found.append(run(zero_of(4, stage), tx))
+    (pieces, losses), (whole, wanted) = found
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(pieces), jax.tree.leaves(whole), strict=True):
+        if a.dtype in (jnp.int8, jnp.uint8, jnp.bfloat16):
+            assert np.mean(np.asarray(a) != np.asarray(b)) < 0.02
+        elif not jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
+
+
+def test_blocks_on_several_devices_cannot_be_in_host_memory():
+    with pytest.raises(ValueError) as caught:
         zero_of(offload="optimizer").init(create, low_bit(optax.adamw(1e-2)))
+    assert str(caught.value) == (
+        "offload: low_bit_moments cannot be computed for one piece of a parameter at a time\n"
+        "  got:      'down' [1024, 32] is sharded in its last dim, and blocks of it are on several devices\n"
+        "  fix:      Zero(..., shard_dims={'down': 0}), which leaves its rows whole"
+    )
 
 
 def test_parameters_in_bf16_without_stochastic_rounding_get_a_warning():

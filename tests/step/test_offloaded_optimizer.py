@@ -13,6 +13,7 @@ import zerojax
 from zerojax import Verdict, Zero, versions
 from zerojax.sharding import placement
 from zerojax.step import host_pieces, parts
+from zerojax.step.row_operations import Rows
 from zerojax.step.split_update import Operand, SplitUpdate
 
 LAYERS, WIDTH, HIDDEN, VOCAB = 6, 16, 32, 67  # 67 rows: shards of the head have zeros at their end
@@ -340,7 +341,8 @@ def test_pieces_of_an_update_are_those_of_the_whole(name):
     shapes = [PARAMS["a"].shape, PARAMS["b"].shape]
     leaf_of = lambda a: shapes.index(a.shape) if a.shape in shapes else None
     arguments = [Operand(leaf_of(a), k > 1 and leaf_of(a) is not None) for k, a in enumerate(flat)]
-    split = SplitUpdate(update, flat, arguments, [Operand(leaf_of(a), leaf_of(a) is not None) for a in want])
+    results = [Operand(leaf_of(a), leaf_of(a) is not None) for a in want]
+    split = SplitUpdate(update, flat, arguments, results, dict(enumerate(map(Rows, "ab", shapes))))
     once = split.compute_whole({k: a for k, a in enumerate(flat) if not arguments[k].in_host})
     got = split.whole_results(once)
     for leaf, shape in enumerate(shapes):
@@ -350,6 +352,7 @@ def test_pieces_of_an_update_are_those_of_the_whole(name):
                 leaf,
                 {p: half(flat[p], k) for p, argument in enumerate(arguments) if argument.leaf == leaf},
                 {v: once[v] for v in split.scalars} | {v: half(once[v], k) for v, of in split.sliced if of == leaf},
+                (shape[0] // 2, *shape[1:]),
                 [k * (shape[0] // 2), *[0] * (len(shape) - 1)],
             )
             for k in range(2)

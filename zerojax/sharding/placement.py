@@ -295,11 +295,14 @@ class Stored:
         spec: over all axes of the mesh.
         padding: the zeros at its end.
         leaf: the parameter that it is stored like, or None.
+        rows_of: the parameter whose rows it has, and with which it is sharded, or None. It may have another last dim
+            than the parameter, as the scales of blocks have.
     """
 
     spec: PartitionSpec
     padding: Padding
     leaf: Leaf | None = None
+    rows_of: Leaf | None = None
 
     @property
     def in_pieces(self) -> bool:
@@ -333,14 +336,16 @@ def optimizer_placement(
         if isinstance(leaf, optax.MaskedNode):
             return leaf
         if tuple(leaf.shape) == param.shape:
-            return Stored(param.spec(axes, sharded), param.padding(sharded), param)
+            return Stored(param.spec(axes, sharded), param.padding(sharded), param, param)
         dim = param.dim if sharded else None
+        rows_of = param if leaf.shape[:-1] == param.shape[:-1] and leaf.ndim == len(param.shape) else None
         if dim is None or leaf.ndim != len(param.shape):
-            return by_shape(leaf)
+            stored = by_shape(leaf)
+            return dataclasses.replace(stored, rows_of=None if any(stored.spec) else rows_of)
         if leaf.shape[dim] == param.shape[dim]:
-            return Stored(data_spec(dim, axes), param.padding(sharded))
+            return Stored(data_spec(dim, axes), param.padding(sharded), rows_of=rows_of)
         divides_alike = leaf.shape[dim] % axes.num_shards == 0 and param.shape[dim] % leaf.shape[dim] == 0
-        return Stored(data_spec(dim, axes), NO_PADDING) if divides_alike else by_shape(leaf)
+        return Stored(data_spec(dim, axes), NO_PADDING, rows_of=rows_of) if divides_alike else by_shape(leaf)
 
     is_masked = lambda x: isinstance(x, optax.MaskedNode)
     try:

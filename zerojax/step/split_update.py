@@ -1,8 +1,8 @@
 """Splits the update of an optimizer into parts that can be computed for one piece of a parameter at a time.
 
-The update is traced. Operations that work element by element, from the values of one parameter or the positions in it
-to values of its shape, are computed piece by piece. All else is computed once, on whole arrays, and must not depend
-on arrays in host memory:
+The update is traced. Operations on the elements or the rows of one parameter, or on the positions in it, are computed
+piece by piece, see `row_operations`. All else is computed once, on whole arrays, and must not depend on arrays in host
+memory:
 
     gradients ──► global norm ──► scale ─────┐                                   once, on whole arrays
     step count ──► schedule ──► learning rate┤
@@ -18,20 +18,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from zerojax.step.optimizers import optimizer_function
+from zerojax.step.row_operations import Rows
 from zerojax.transform import jaxprs
-from zerojax.typing import Array
-
-_PIECEWISE = jaxprs.is_elementwise, jaxprs.broadcasts_scalar, jaxprs.numbers_positions
+from zerojax.typing import Array, Shape
 
 
 class Operand(NamedTuple):
     """An argument or a result of an update.
 
     Attributes:
-        leaf: the parameter to which it belongs, whose shape it has; None for all else, such as a step count.
+        leaf: the parameter to which it belongs, and whose rows it has; None for all else, such as a step count.
         in_host: whether it is in host memory.
     """
 
@@ -46,15 +44,17 @@ class SplitUpdate:
         fn: the update, from flat arrays to flat arrays.
         avals: of its arguments.
         arguments, results: what they are.
+        rows: of each parameter that operands belong to.
 
     Attributes:
         leaves: the parameters that are updated in pieces.
+        whole_rows: those of which a piece must not divide a row further than a mesh does.
         scalars: variables that are computed once and read with every piece.
-        sliced: (variable, parameter): variables of the shape of a parameter that are computed once, and read in pieces.
+        sliced: (variable, parameter): variables with a parameter's rows that are computed once, and read in pieces.
 
     Raises:
-        ValueError: if the update of one element depends on other elements of an array in host memory. The text names
-            the function of the optimizer.
+        ValueError: if the update of one row depends on other rows of an array in host memory. The text names the
+            function of the optimizer.
     """
 
     def __init__(
@@ -63,8 +63,9 @@ class SplitUpdate:
         avals: Sequence[Any],
         arguments: Sequence[Operand],
         results: Sequence[Operand],
+        rows: Mapping[int, Rows],
     ):
-        self.arguments, self.results = list(arguments), list(results)
+        self.arguments, self.results, self._rows = list(arguments), list(results), rows
         self._closed = jaxprs.inlined(jax.make_jaxpr(fn)(*avals), lambda equation: True)
         self._plan()
 
@@ -75,7 +76,6 @@ class SplitUpdate:
         for equation in jaxpr.eqns:
             if any(v in self._in_host for v in jaxprs.variables(equation)):
                 self._in_host.update(equation.outvars)
-        shapes = {a.leaf: v.aval.shape for v, a in zip(jaxpr.invars, self.arguments, strict=True) if a.leaf is not None}
         pieces: dict[Any, set[int]] = collections.defaultdict(set)  # variable -> parameters whose pieces read it
         whole: set[Any] = set()
         for v, result in zip(jaxpr.outvars, self.results, strict=True):
@@ -85,20 +85,22 @@ class SplitUpdate:
         self._whole: list[Any] = []
         sliced: dict[tuple[Any, int], None] = {}
         arguments = dict(zip(jaxpr.invars, self.arguments, strict=True))
+        computed = {v for equation in jaxpr.eqns for v in equation.outvars}
 
         def read_in_pieces(v: Any, leaf: int, equation: Any) -> None:
-            if v.aval.shape == shapes[leaf] and (v not in arguments or arguments[v].leaf == leaf):
+            is_own = v in computed or (v in arguments and arguments[v].leaf == leaf)
+            if is_own and self._rows[leaf].hold(v.aval.shape):
                 pieces[v].add(leaf)
                 return
             if v in arguments and arguments[v].in_host:  # of another parameter
-                raise _cannot_split(equation, jaxpr.eqns)
+                raise self._cannot_split(equation)
             whole.add(v)
-            if v.aval.shape == shapes[leaf]:
+            if v.aval.shape:
                 sliced[v, leaf] = None
 
         for equation in reversed(jaxpr.eqns):
             for leaf in set().union(*(pieces.get(v, ()) for v in equation.outvars)):
-                if any(fits(equation) for fits in _PIECEWISE):
+                if self._rows[leaf].compute(equation):
                     self._by_leaf[leaf].append(equation)
                     for v in jaxprs.variables(equation):
                         read_in_pieces(v, leaf, equation)
@@ -107,7 +109,7 @@ class SplitUpdate:
                     whole.update(equation.outvars)
             if any(v in whole for v in equation.outvars):
                 if any(v in self._in_host for v in equation.outvars):
-                    raise _cannot_split(equation, jaxpr.eqns)
+                    raise self._cannot_split(equation)
                 self._whole.append(equation)
                 whole.update(jaxprs.variables(equation))
         self._whole.reverse()
@@ -117,6 +119,8 @@ class SplitUpdate:
         self.sliced = list(sliced)
         read = dict.fromkeys(v for equations in self._by_leaf.values() for e in equations for v in jaxprs.variables(e))
         self.scalars = [v for v in read if v in whole and v.aval.shape == ()]
+        shapes = lambda k: [v.aval.shape for e in self._by_leaf[k] for v in (*jaxprs.variables(e), *e.outvars)]
+        self.whole_rows = {k for k in self.leaves if any(s not in ((), self._rows[k].shape) for s in shapes(k))}
 
     def compute_whole(self, arguments: Mapping[int, Array]) -> dict[Any, Array]:
         """Computes what is computed once.
@@ -133,7 +137,7 @@ class SplitUpdate:
         return scope
 
     def compute_piece(
-        self, leaf: int, arguments: Mapping[int, Array], values: Mapping[Any, Array], start: Sequence[Any]
+        self, leaf: int, arguments: Mapping[int, Array], values: Mapping[Any, Array], piece: Shape, start: Sequence[Any]
     ) -> dict[int, Array]:
         """Computes the results that belong to a parameter, for one piece of it.
 
@@ -141,24 +145,16 @@ class SplitUpdate:
             leaf: the parameter.
             arguments: pieces of the arguments that belong to it, by position.
             values: scalars, and pieces of `sliced`, by variable.
+            piece: the shape of the piece.
             start: the position of the first element of the piece in the parameter.
 
         Returns:
             Pieces of the results, by position.
         """
-        scope = dict(values) | {self._closed.jaxpr.invars[k]: piece for k, piece in arguments.items()}
-        shape = next(iter(arguments.values())).shape
+        scope = dict(values) | {self._closed.jaxpr.invars[k]: a for k, a in arguments.items()}
         for equation in self._by_leaf[leaf]:
-            if jaxprs.broadcasts_scalar(equation):
-                (out,), (scalar,) = equation.outvars, equation.invars
-                value = scope[scalar] if jaxprs.is_var(scalar) else jnp.asarray(scalar.val, scalar.aval.dtype)
-                scope[out] = lax.broadcast(value, shape)
-            elif jaxprs.numbers_positions(equation):
-                (out,), dim = equation.outvars, equation.params["dimension"]
-                first = jnp.asarray(start[dim]).astype(out.aval.dtype)
-                scope[out] = first + lax.broadcasted_iota(out.aval.dtype, shape, dim)
-            else:
-                jaxprs.run_equations([equation], scope)
+            operands = [scope[a] if jaxprs.is_var(a) else jnp.asarray(a.val, a.aval.dtype) for a in equation.invars]
+            scope[equation.outvars[0]] = self._rows[leaf].compute_piece(equation, operands, piece, start)
         outvars = self._closed.jaxpr.outvars
         return {k: scope[outvars[k]] for k, result in enumerate(self.results) if result.leaf == leaf}
 
@@ -170,20 +166,30 @@ class SplitUpdate:
             if result.leaf is None
         }
 
-
-def _cannot_split(equation: Any, equations: Sequence[Any]) -> ValueError:
-    is_piecewise = lambda e: any(fits(e) for fits in _PIECEWISE)
-    index = next(k for k, e in enumerate(equations) if e is equation)
-    read = set(jaxprs.variables(equation))
-    before = []  # the equations that it is computed from, the last one first
-    for e in reversed(equations[:index]):
-        if any(v in read for v in e.outvars):
-            before.append(e)
-            read.update(jaxprs.variables(e))
-    coupling = [e for e in [equation, *before] if not is_piecewise(e)] or [equation]  # the last one first
-    name = next(filter(None, map(optimizer_function, [*coupling, equation, *before])), "the optimizer")
-    return ValueError(
-        f"offload: {name} cannot be computed for one piece of a parameter at a time\n"
-        f"  got:      an element depends on others of an array in host memory ({coupling[0].primitive.name})\n"
-        f"  fix:      Zero(..., offload='none'), or an optimizer that works element by element, such as optax.adamw"
-    )
+    def _cannot_split(self, equation: Any) -> ValueError:
+        jaxpr = self._closed.jaxpr
+        equations = jaxpr.eqns
+        index = next(k for k, e in enumerate(equations) if e is equation)
+        read = set(jaxprs.variables(equation))
+        before = []  # the equations that it is computed from, the last one first
+        for e in reversed(equations[:index]):
+            if any(v in read for v in e.outvars):
+                before.append(e)
+                read.update(jaxprs.variables(e))
+        owners = [a.leaf for v, a in zip(jaxpr.invars, self.arguments, strict=True) if a.in_host and v in read]
+        rows = self._rows[next(k for k in owners if k is not None)]
+        coupling = [e for e in [equation, *before] if not rows.compute(e)] or [equation]  # the last one first
+        name = next(filter(None, map(optimizer_function, [*coupling, equation, *before])), "the optimizer")
+        got = f"an element of {rows.path!r} depends on others in host memory ({coupling[0].primitive.name})"
+        fix = "Zero(..., offload='none'), or an optimizer that works element by element, such as optax.adamw"
+        if all(rows._replace(parts=1).compute(e) for e in coupling):
+            got = (
+                f"{rows.path!r} {list(rows.shape)} is sharded in its last dim, and blocks of it are on several devices"
+            )
+            another = len(rows.shape) - 2 if len(rows.shape) > 1 else None
+            fix = f"Zero(..., shard_dims={{{rows.path!r}: {another}}}), which leaves its rows whole"
+        return ValueError(
+            f"offload: {name} cannot be computed for one piece of a parameter at a time\n"
+            f"  got:      {got}\n"
+            f"  fix:      {fix}"
+        )

@@ -1,4 +1,4 @@
-"""The optimizer's update of a state that is in host memory: pieces of it come to the device, are updated, and go back.
+"""The optimizer's update in pieces. Those of a state in host memory come to the device, are updated, and go back.
 
 All parameters are cut into pieces. A loop updates one piece of each at a time, so that what is on the device does not
 grow with the model. In iteration c, after piece c of an array has been computed, it goes back, and piece c + 1 comes.
@@ -33,14 +33,16 @@ from jax.sharding import PartitionSpec
 
 from zerojax.sharding import padding
 from zerojax.sharding.padding import NO_PADDING
+from zerojax.sharding.placement import Leaf, Stored
 from zerojax.step import host_pieces, optimizers
 from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
+from zerojax.step.row_operations import Rows
 from zerojax.step.split_update import Operand, SplitUpdate
 from zerojax.step.state import Definition, TrainState, optimizer_shardings
 from zerojax.transform import collectives, host_arrays
 from zerojax.transform.buckets import Pieces
 from zerojax.transform.dependencies import after, event
-from zerojax.typing import Array, PyTree
+from zerojax.typing import Array, PyTree, Shape
 
 _AHEAD = 2
 
@@ -77,7 +79,7 @@ class _Fixed(NamedTuple):
 
 
 class StreamedUpdate:
-    """The update of a state whose optimizer state is in host memory.
+    """The update of a state in pieces, whether its arrays are in host memory or on the device.
 
     Args:
         config: mesh, axes, stage and precision.
@@ -86,7 +88,7 @@ class StreamedUpdate:
         scales: whether gradients are multiplied by a factor before the update.
 
     Raises:
-        ValueError: if the update cannot be computed piece by piece.
+        ValueError: if there are arrays in host memory, and their update cannot be computed piece by piece.
     """
 
     def __init__(self, config: ZeroConfig, definition: Definition, grad_dtypes: Sequence[Any], scales: bool):
@@ -100,22 +102,36 @@ class StreamedUpdate:
         of_grads = [Operand(k) if leaf.shape else Operand() for k, leaf in enumerate(self.leaves)]
         in_host = zip(definition.params_in_host(config.offloads_params), definition.leaves, strict=True)
         self._moved = [flag for flag, leaf in in_host if leaf.trainable]  # parameters in host memory
+        has_master, offloads = definition.has_master, config.offloads_optimizer
         of_params = [
-            each._replace(in_host=each.leaf is not None and (definition.has_master or flag))
+            each._replace(in_host=each.leaf is not None and ((has_master and offloads) or flag))
             for each, flag in zip(of_grads, self._moved, strict=True)
         ]
         of_grads = [each._replace(in_host=flag) for each, flag in zip(of_grads, self._moved, strict=True)]
-        of_state = [Operand(number[s.leaf.path], True) if s.in_pieces else Operand() for s in stored]
+        sharded = config.stage.shards_optimizer
+        rows = {k: _rows(config, leaf) for k, leaf in enumerate(self.leaves) if leaf.shape}
+
+        def of_state(stored: Stored, aval: Any) -> Operand:
+            k = None if stored.rows_of is None else number[stored.rows_of.path]
+            is_cut = k in rows and rows[k].hold(aval.shape)
+            return Operand(k, offloads and stored.in_pieces) if is_cut else Operand()
+
+        of_states = [of_state(*each) for each in zip(stored, opt_state, strict=True)]
         scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.bool_, jnp.float32)]
         grads = [jax.ShapeDtypeStruct(p.shape, dtype) for p, dtype in zip(params, grad_dtypes, strict=True)]
         self._num_params, self._num_results = len(params), len(params) + len(opt_state)
         self.split = SplitUpdate(
             self._update,
             [*params, *opt_state, *grads, *scalars],
-            [*of_params, *of_state, *of_grads, *[Operand()] * len(scalars)],
-            [*of_params, *of_state],
+            [*of_params, *of_states, *of_grads, *[Operand()] * len(scalars)],
+            [*of_params, *of_states],
+            rows,
         )
-        sharded = config.stage.shards_optimizer
+        in_place = [operand.leaf is not None for operand in self.split.results]
+        in_place[: len(params)] = [
+            is_cut and (has_master or f) for is_cut, f in zip(in_place, self._moved, strict=False)
+        ]
+        self._in_place = {p for p, flag in enumerate(in_place) if flag}
         self._zeros = definition.trained_paddings(sharded)
         self._state_zeros = definition.optimizer_paddings(config.axes, sharded)
         self._specs = leaf_specs(config, self.leaves, sharded)
@@ -160,9 +176,9 @@ class StreamedUpdate:
         operands = self.split.arguments
         given = zip(arrays, zeros, operands, strict=True)
         once = self.split.compute_whole({k: z.crop(a) for k, (a, z, o) in enumerate(given) if not o.in_host})
-        hosts = {k: arrays[k] for k in range(self._num_results) if operands[k].in_host}
+        stored = {k: arrays[k] for k in self._in_place}
         cut_grads = {k: arrays[k] for k in range(self._num_results, len(arrays) - 3) if operands[k].leaf is not None}
-        apart = {k: a for k, a in enumerate(computed) if state.master is not None or k not in hosts}
+        apart = {k: a for k, a in enumerate(computed) if state.master is not None or k not in stored}
         specs = lambda arrays: {k: self._specs[operands[k].leaf] for k in arrays}
         sliced = [self._zeros[k].pad(once[v]) for v, k in self.split.sliced]
         scalars = [once[v] for v in self.split.scalars]
@@ -172,15 +188,15 @@ class StreamedUpdate:
             self.config,
             self._stream,
             (
-                specs(hosts), specs(cut_grads), specs_apart, [self._specs[k] for _, k in self.split.sliced],
+                specs(stored), specs(cut_grads), specs_apart, [self._specs[k] for _, k in self.split.sliced],
                 [replicated] * len(scalars), None if divisor is None else replicated,
             ),
-            (specs(hosts), specs_apart, replicated),
+            (specs(stored), specs_apart, replicated),
         )  # fmt: skip
-        hosts, apart, squared_norm = stream(hosts, cut_grads, apart, sliced, scalars, divisor)
-        computed = [(apart if k in apart else hosts)[k] for k in range(self._num_params)]
+        stored, apart, squared_norm = stream(stored, cut_grads, apart, sliced, scalars, divisor)
+        computed = [(apart if k in apart else stored)[k] for k in range(self._num_params)]
         whole = self.split.whole_results(once)
-        results = {k: zeros[k].pad(a) for k, a in whole.items()} | hosts
+        results = {k: zeros[k].pad(a) for k, a in whole.items()} | stored
         for k, leaf in enumerate(self.leaves):
             if k in whole:  # a scalar parameter
                 computed[k] = whole[k].astype(leaf.compute_dtype)
@@ -205,29 +221,34 @@ class StreamedUpdate:
     # On one device ----------------------------------------------------------------------------------------------------
 
     def _stream(
-        self, hosts: dict[int, Array], grads: dict[int, Array], computed: dict[int, Array], sliced: list[Array],
+        self, stored: dict[int, Array], grads: dict[int, Array], computed: dict[int, Array], sliced: list[Array],
         scalars: list[Array], divisor: Array | None,
     ) -> tuple[dict[int, Array], dict[int, Array], Array]:  # fmt: skip
-        """Updates the shards of this device: (arrays in host memory, parameters beside those, squared norm)."""
-        host_grads = {p: a for p, a in grads.items() if self.split.arguments[p].in_host}
-        num_bytes = sum(a.size * a.dtype.itemsize for a in (hosts | host_grads).values())
+        """Updates the shards of this device: (arrays of the state, parameters beside those, squared norm)."""
+        moved = [a for p, a in (stored | grads).items() if self.split.arguments[p].in_host]
+        num_bytes = sum(a.size * a.dtype.itemsize for a in moved) or sum(4 * a.size for a in stored.values())  # as fp32
         wanted, first = -(-num_bytes // host_pieces.PIECES_BYTES), self._num_results
-        cuts = {k: host_pieces.cut(grads[first + k].shape, wanted, self.config.mesh) for k in self.split.leaves}
+        cuts = {k: self._cut(k, grads[first + k].shape, wanted) for k in self.split.leaves}
         by_count: dict[int, list[int]] = collections.defaultdict(list)
         for k, each in cuts.items():
             by_count[each.count].append(k)
         total = jnp.float32(0)
         for count, leaves in by_count.items():
             fixed = _Fixed(grads, sliced, scalars, divisor)
-            own = {p: a for p, a in hosts.items() if self.split.arguments[p].leaf in leaves}
+            own = {p: a for p, a in stored.items() if self.split.arguments[p].leaf in leaves}
             params = {k: computed[k] for k in leaves if k in computed}
             updated, params, total = self._stream_alike({k: cuts[k] for k in leaves}, count, own, params, total, fixed)
-            hosts, computed = hosts | updated, computed | params
+            stored, computed = stored | updated, computed | params
         (total,) = collectives.all_reduce([total], self.config.axes.data, self.config.axes).leaves
-        return hosts, computed, total
+        return stored, computed, total
+
+    def _cut(self, k: int, shape: Shape, wanted: int) -> Pieces:
+        """The pieces of the shard of parameter `k` that a device holds, about `wanted` of them."""
+        is_row = len(shape) == 1 and k in self.split.whole_rows
+        return host_pieces.cut(shape, 1 if is_row else wanted, self.config.mesh)
 
     def _stream_alike(
-        self, cuts: dict[int, Pieces], count: int, hosts: dict[int, Array], computed: dict[int, Array], total: Array,
+        self, cuts: dict[int, Pieces], count: int, stored: dict[int, Array], computed: dict[int, Array], total: Array,
         fixed: _Fixed,
     ) -> tuple[dict[int, Array], dict[int, Array], Array]:  # fmt: skip
         """Updates parameters that are cut into equally many pieces, see `_stream`.
@@ -237,7 +258,7 @@ class StreamedUpdate:
         """
         operands = self.split.arguments
         grads = {p: a for p, a in fixed.grads.items() if operands[p].in_host and operands[p].leaf in cuts}
-        moved = hosts | grads
+        moved = {p: a for p, a in (stored | grads).items() if operands[p].in_host}
         leaf_of = {p: k for p in moved for k in cuts if operands[p].leaf == k}
         piece_bytes = lambda p: math.prod(cuts[leaf_of[p]].piece) * moved[p].dtype.itemsize
         in_order = sorted(moved, key=piece_bytes, reverse=True)
@@ -248,53 +269,56 @@ class StreamedUpdate:
 
         def step(c: Any, carry: Any) -> Any:
             """Updates piece `c` of each parameter, and fetches the next one; of the last array, the same one before."""
-            hosts, computed, total, fetched = dict(carry[0]), dict(carry[1]), carry[2], dict(carry[3])
+            stored, computed, total, fetched = dict(carry[0]), dict(carry[1]), carry[2], dict(carry[3])
             following: dict[int, Array] = {}
             came: list[list[Array]] = [[]] * (_AHEAD - 1)  # events of the pieces that come, in their order
             if last is not None:
-                fetched[last] = fetch(last, (hosts | grads)[last], c)
+                fetched[last] = fetch(last, (stored | grads)[last], c)
                 came = [*came, event([fetched[last]])]
             results: dict[int, Array] = {}
             for k, pieces in cuts.items():
-                results |= self._update_piece(k, pieces, c, fetched, computed.get(k), fixed)
+                results |= self._update_piece(k, pieces, c, fetched, stored, computed.get(k), fixed)
                 total += self._squared_norm(k, results[k])
+                on_device = [p for p in stored if p not in moved and operands[p].leaf == k]
+                stored |= {p: pieces.of_rows(stored[p].shape).write(stored[p], results[p], c) for p in on_device}
                 if k in computed and not self._moved[k]:
                     computed[k] = pieces.write(computed[k], results[k].astype(computed[k].dtype), c)
             for p in in_order:
                 k, pieces = leaf_of[p], cuts[leaf_of[p]]
                 (index,) = after([jnp.asarray(c)], came[-_AHEAD])
-                if p in hosts:
-                    hosts[p] = pieces.write(hosts[p], host_arrays.to_host(results[p]), index)
+                if p in stored:
+                    stored[p] = pieces.write(stored[p], host_arrays.to_host(results[p]), index)
                 elif k in computed:
                     going = host_arrays.to_host(results[k].astype(computed[k].dtype))
                     computed[k] = pieces.write(computed[k], going, index)
                 if p == last:
                     continue
                 (index,) = after([jnp.minimum(c + 1, count - 1)], came[-1])
-                following[p] = fetch(p, (hosts | grads)[p], index)
+                following[p] = fetch(p, (stored | grads)[p], index)
                 came.append(event([following[p]]))
-            return hosts, computed, total, following
+            return stored, computed, total, following
 
         first = {p: fetch(p, moved[p], 0) for p in in_order if p != last}
-        return lax.fori_loop(0, count, step, (hosts, computed, total, first))[:3]
+        return lax.fori_loop(0, count, step, (stored, computed, total, first))[:3]
 
     def _update_piece(
-        self, k: int, cut: Pieces, c: Any, fetched: dict[int, Array], computed: Array | None, fixed: _Fixed
-    ) -> dict[int, Array]:
+        self, k: int, cut: Pieces, c: Any, fetched: dict[int, Array], stored: dict[int, Array], computed: Array | None,
+        fixed: _Fixed,
+    ) -> dict[int, Array]:  # fmt: skip
         """The results that belong to parameter `k`, for piece `c` of it, by position."""
         (grads, sliced, scalars, divisor), operands = fixed, self.split.arguments
+        read = lambda a: cut.of_rows(a.shape).read(a, c)
         pieces = {p: a for p, a in fetched.items() if operands[p].leaf == k}
         if divisor is not None:
             pieces |= {p: a / divisor for p, a in pieces.items() if p in grads}
-        pieces |= {p: cut.read(a, c) for p, a in grads.items() if operands[p].leaf == k and p not in pieces}
+        pieces |= {p: read(a) for p, a in (stored | grads).items() if operands[p].leaf == k and p not in pieces}
         if k not in pieces and computed is not None:  # there is no master copy
-            pieces[k] = cut.read(computed, c)
+            pieces[k] = read(computed)
         values = dict(zip(self.split.scalars, scalars, strict=True))
-        values |= {v: cut.read(a, c) for (v, leaf), a in zip(self.split.sliced, sliced, strict=True) if leaf == k}
+        values |= {v: read(a) for (v, leaf), a in zip(self.split.sliced, sliced, strict=True) if leaf == k}
         start = self._start(k, cut, c)
-        inside = self._is_inside(k, cut, start)
-        results = self.split.compute_piece(k, pieces, values, start)
-        return {p: a if inside is None else jnp.where(inside, a, 0) for p, a in results.items()}
+        results = self.split.compute_piece(k, pieces, values, cut.piece, start)
+        return {p: self._with_zeros(k, a, start) for p, a in results.items()}
 
     def _start(self, k: int, cut: Pieces, c: Any) -> list[Any]:
         """The position of the first element of a piece in the parameter, of which this device has a shard."""
@@ -303,16 +327,22 @@ class StreamedUpdate:
             start[dim] += lax.axis_index(self.config.axes.shard) * cut.shape[dim]
         return start
 
-    def _is_inside(self, k: int, cut: Pieces, start: Sequence[Any]) -> Array | None:
-        """Which elements of a piece are not zeros at the end of the stored parameter; None if there are none."""
+    def _with_zeros(self, k: int, piece: Array, start: Sequence[Any]) -> Array:
+        """A piece of an array with zeros where parameter `k` is stored with zeros at its end."""
         zeros = self._zeros[k]
         if not zeros.count:
-            return None
-        positions = start[zeros.dim] + lax.broadcasted_iota(jnp.int32, cut.piece, zeros.dim)
-        return positions < self.leaves[k].shape[zeros.dim]
+            return piece
+        positions = start[zeros.dim] + lax.broadcasted_iota(jnp.int32, piece.shape, zeros.dim)
+        return jnp.where(positions < self.leaves[k].shape[zeros.dim], piece, 0)
 
     def _squared_norm(self, k: int, piece: Array) -> Array:
         """This device's term of the squared norm, see `Reductions.squared_norm_term`."""
         axes, is_sharded = self.config.axes, self.config.stage.shards_optimizer and self.leaves[k].dim is not None
         copies = axes.num_replicas * (1 if is_sharded else axes.num_shards)
         return jnp.sum(jnp.square(piece.astype(jnp.float32))) / copies
+
+
+def _rows(config: ZeroConfig, leaf: Leaf) -> Rows:
+    """The rows of a parameter, as the optimizer's state is stored."""
+    is_divided = config.stage.shards_optimizer and leaf.dim == len(leaf.shape) - 1
+    return Rows(leaf.path, leaf.shape, config.axes.num_shards if is_divided else 1)

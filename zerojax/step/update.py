@@ -89,7 +89,7 @@ def apply_gradients(
         (the state after the update, the squared norm of the trained parameters).
     """
     config, definition, stage = gradient.config, gradient.definition, gradient.config.stage
-    if config.offloads_optimizer:
+    if config.offloads_optimizer or _has_low_bits(config, state):
         update = StreamedUpdate(config, definition, [g.dtype for g in grads], factor is not None)
         updated = update(state, grads, jnp.float32(1) if factor is None else factor, finite, loss, divisor)
     else:
@@ -114,6 +114,16 @@ def apply_gradients(
     after = jax.tree.map(constrain, after, shardings)
     norm = updated.squared_norm
     return after, squared_norm(gradient, optimizer_params(config, after)) if norm is None else norm
+
+
+def _has_low_bits(config: ZeroConfig, state: TrainState) -> bool:
+    """Whether arrays of the optimizer's state have fewer bits than it computes with, and can be updated in pieces.
+
+    Compilers compute those with the rows of a parameter for whole arrays in fp32 before they round or encode them.
+    """
+    placed = state.definition.optimizer_placement(config.axes, config.stage.shards_optimizer)
+    low_bits = lambda a, stored: stored.in_pieces and a.dtype.itemsize < jnp.dtype(jnp.float32).itemsize
+    return not config.other_axes and any(jax.tree.leaves(jax.tree.map(low_bits, state.opt_state, placed)))
 
 
 def _update_whole(

@@ -66,6 +66,10 @@ class Pieces(NamedTuple):
         """The number of pieces."""
         return math.prod(self.grid)
 
+    def of_rows(self, shape: tuple[int, ...]) -> Pieces:
+        """The pieces of an array that has the leading dims of this one, and others in place of the last one."""
+        return Pieces(shape, (*self.grid, *[1] * len(shape))[: len(shape)])
+
     def start(self, index: Any) -> tuple[Any, ...]:
         """The position of the first element of a piece."""
         indices = jnp.unravel_index(index, self.grid)

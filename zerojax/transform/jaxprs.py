@@ -293,19 +293,12 @@ def preserves_elements(equation: Equation) -> bool:
 
 
 def is_elementwise(equation: Equation) -> bool:
-    """Whether each element of the one result is computed from the same element of the operands, and from scalars."""
-    shape = equation.outvars[0].aval.shape
-    return equation.primitive.name in _BY_ELEMENT and all(a.aval.shape in (shape, ()) for a in equation.invars)
+    """Whether each element of the one result is computed from the elements of the operands at the same index.
 
-
-def broadcasts_scalar(equation: Equation) -> bool:
-    """Whether all elements of the result are one scalar."""
-    return equation.primitive.name == "broadcast_in_dim" and equation.invars[0].aval.shape == ()
-
-
-def numbers_positions(equation: Equation) -> bool:
-    """Whether each element of the result is its own position along a dim."""
-    return equation.primitive.name == "iota"
+    Operands may also be scalars, or have dims of size one, whose one index stands for all.
+    """
+    ndim = equation.outvars[0].aval.ndim
+    return equation.primitive.name in _BY_ELEMENT and all(a.aval.ndim in (ndim, 0) for a in equation.invars)
 
 
 def draws_random_bits(equation: Equation) -> bool:
