@@ -232,13 +232,13 @@ def test_moments_in_few_bits_may_be_in_host_memory(monkeypatch, bits, num_device
 def test_an_update_in_pieces_is_that_of_whole_arrays(monkeypatch, bits, stage):
     """On the devices too, where blocks that are on several devices are updated whole."""
     tx, found = low_bit(optax.adamw(1e-2), bits), []
-    assert update._has_low_bits(zero_of(4).config, zero_of(4).eval_init(create, tx))
-    assert not update._has_low_bits(zero_of(4).config, zero_of(4).eval_init(create, optax.adamw(1e-2)))
+    config = zero_of(4).config
+    assert update._updates_in_pieces(config, tx) and not update._updates_in_pieces(config, optax.adamw(1e-2))
     for pieces_bytes in (2**14, None):
         if pieces_bytes is None:
-            monkeypatch.setattr(update, "_has_low_bits", lambda config, state: False)
+            monkeypatch.setattr(update, "_updates_in_pieces", lambda config, tx: False)
         else:
-            monkeypatch.setattr(host_pieces, "PIECES_BYTES", pieces_bytes)
+            monkeypatch.setattr(host_pieces, "DEVICE_PIECES_BYTES", pieces_bytes)
         found.append(run(zero_of(4, stage), tx))
     (pieces, losses), (whole, wanted) = found
     np.testing.assert_allclose(losses, wanted, rtol=1e-5)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding, use_abstract_mesh
+from jax.sharding import AbstractMesh, NamedSharding, use_abstract_mesh
 
 from zerojax.sharding import padding, placement
 from zerojax.sharding.padding import Padding
@@ -237,8 +237,20 @@ def _define(
 
 def check_offloadable(config: ZeroConfig, definition: Definition) -> None:
     """Raises ValueError if the optimizer's state is to be in host memory, but its update cannot be cut into pieces."""
-    if config.offloads_optimizer:
-        StreamedUpdate(config, definition, [leaf.dtype for leaf in definition.leaves if leaf.trainable], scales=False)
+    if not config.offloads_optimizer:
+        return
+    StreamedUpdate(config, definition, [leaf.dtype for leaf in definition.leaves if leaf.trainable], scales=False)
+    if isinstance(config.mesh, AbstractMesh) or config.mesh.devices.flat[0].platform != "tpu":
+        return
+    created = jax.tree_util.tree_leaves_with_path(jax.eval_shape(definition.tx.init, definition.trained_avals()))
+    placed = jax.tree.leaves(definition.optimizer_placement(config.axes, config.stage.shards_optimizer))
+    for (path, a), stored in zip(created, placed, strict=True):
+        if stored.in_pieces and a.dtype.itemsize == 1:  # in another layout than their pieces, and copied as a whole
+            raise ValueError(
+                f"offload: arrays of 8 bits cannot be in the host memory of TPUs, whose compiler does not cut them\n"
+                f"  got:      {placement.path_text(path)!r}: {a.dtype}{list(a.shape)}\n"
+                f"  fix:      zerojax.low_bit_moments(tx, bits=16), or Zero(..., offload='none')"
+            )
 
 
 def _check_pinned(config: ZeroConfig, state: TrainState) -> None:

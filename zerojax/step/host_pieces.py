@@ -10,6 +10,7 @@ from zerojax.transform.buckets import Pieces
 from zerojax.typing import AnyMesh, Shape
 
 PIECES_BYTES = 2**27  # of all pieces that come to a device at a time
+DEVICE_PIECES_BYTES = 2**29  # of all pieces of a state on the device that are updated at a time, in fp32
 _WHOLE_TILE = 8, 1024  # elements of a whole tile of a TPU in the second to last dim, and in an array of one dim
 
 

@@ -80,6 +80,11 @@ def check_update(tx: Any, params: PyTree) -> None:
         raise _cannot_work(names[-1] if names else "update", f"{type(error).__name__}: {error}") from error
 
 
+def stores_few_bits(tx: optax.GradientTransformation) -> bool:
+    """Whether `stochastic_rounding` or `low_bit_moments` is a part of an optimizer."""
+    return bool(_function_names(tx) & {"stochastic_rounding", "low_bit_moments"})
+
+
 def rounds_stochastically(tx: optax.GradientTransformation) -> bool:
     """Whether `stochastic_rounding` is a part of an optimizer."""
     return "stochastic_rounding" in _function_names(tx)

@@ -226,8 +226,10 @@ class StreamedUpdate:
     ) -> tuple[dict[int, Array], dict[int, Array], Array]:  # fmt: skip
         """Updates the shards of this device: (arrays of the state, parameters beside those, squared norm)."""
         moved = [a for p, a in (stored | grads).items() if self.split.arguments[p].in_host]
-        num_bytes = sum(a.size * a.dtype.itemsize for a in moved) or sum(4 * a.size for a in stored.values())  # as fp32
-        wanted, first = -(-num_bytes // host_pieces.PIECES_BYTES), self._num_results
+        num_bytes, limit = sum(a.size * a.dtype.itemsize for a in moved), host_pieces.PIECES_BYTES
+        if not moved:  # each piece costs the start of some kernels, and no room for what comes next
+            num_bytes, limit = sum(4 * a.size for a in stored.values()), host_pieces.DEVICE_PIECES_BYTES
+        wanted, first = -(-num_bytes // limit), self._num_results
         cuts = {k: self._cut(k, grads[first + k].shape, wanted) for k in self.split.leaves}
         by_count: dict[int, list[int]] = collections.defaultdict(list)
         for k, each in cuts.items():

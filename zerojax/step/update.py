@@ -89,7 +89,7 @@ def apply_gradients(
         (the state after the update, the squared norm of the trained parameters).
     """
     config, definition, stage = gradient.config, gradient.definition, gradient.config.stage
-    if config.offloads_optimizer or _has_low_bits(config, state):
+    if config.offloads_optimizer or _updates_in_pieces(config, definition.tx):
         update = StreamedUpdate(config, definition, [g.dtype for g in grads], factor is not None)
         updated = update(state, grads, jnp.float32(1) if factor is None else factor, finite, loss, divisor)
     else:
@@ -116,14 +116,13 @@ def apply_gradients(
     return after, squared_norm(gradient, optimizer_params(config, after)) if norm is None else norm
 
 
-def _has_low_bits(config: ZeroConfig, state: TrainState) -> bool:
-    """Whether arrays of the optimizer's state have fewer bits than it computes with, and can be updated in pieces.
+def _updates_in_pieces(config: ZeroConfig, tx: optax.GradientTransformation) -> bool:
+    """Whether a state that is on the devices is updated in pieces.
 
-    Compilers compute those with the rows of a parameter for whole arrays in fp32 before they round or encode them.
+    Compilers would compute what is stored in few bits for whole arrays in fp32, before they round or encode it. A piece
+    may be a part of any dim, and other axes of the mesh may divide these.
     """
-    placed = state.definition.optimizer_placement(config.axes, config.stage.shards_optimizer)
-    low_bits = lambda a, stored: stored.in_pieces and a.dtype.itemsize < jnp.dtype(jnp.float32).itemsize
-    return not config.other_axes and any(jax.tree.leaves(jax.tree.map(low_bits, state.opt_state, placed)))
+    return optimizers.stores_few_bits(tx) and not config.other_axes
 
 
 def _update_whole(
