@@ -61,7 +61,6 @@ def test_the_update_widens_no_array_as_a_whole(monkeypatch, target):
             monkeypatch.setattr(update, "_updates_in_pieces", lambda config, tx: False)
         step, state, batch = build("8 bits", target=target, width=512, layers=16)
         found.append(program(step, state, batch, target).memory_analysis().temp_size_in_bytes)
-
     assert found[0] < 0.9 * found[1]
 
 

@@ -168,17 +168,20 @@ class SplitUpdate:
 
     def _cannot_split(self, equation: Any) -> ValueError:
         jaxpr = self._closed.jaxpr
-        equations = jaxpr.eqns
-        index = next(k for k, e in enumerate(equations) if e is equation)
-        read = set(jaxprs.variables(equation))
-        before = []  # the equations that it is computed from, the last one first
-        for e in reversed(equations[:index]):
+        moved = zip(jaxpr.invars, self.arguments, strict=True)
+        owners = {v: {a.leaf} for v, a in moved if a.leaf is not None and a.in_host}  # whose arrays it is computed from
+        for e in jaxpr.eqns:
+            found = set().union(*(owners.get(v, ()) for v in jaxprs.variables(e)))
+            owners.update(dict.fromkeys(e.outvars, found))
+        read, before = set(jaxprs.variables(equation)), []  # what it is computed from, the last equation first
+        index = next(k for k, e in enumerate(jaxpr.eqns) if e is equation)
+        for e in reversed(jaxpr.eqns[:index]):
             if any(v in read for v in e.outvars):
                 before.append(e)
                 read.update(jaxprs.variables(e))
-        owners = [a.leaf for v, a in zip(jaxpr.invars, self.arguments, strict=True) if a.in_host and v in read]
-        rows = self._rows[next(k for k in owners if k is not None)]
-        coupling = [e for e in [equation, *before] if not rows.compute(e)] or [equation]  # the last one first
+        is_split = lambda e: jaxprs.is_elementwise(e) or any(self._rows[k].compute(e) for k in owners[e.outvars[0]])
+        coupling = [e for e in [equation, *before] if owners[e.outvars[0]] and not is_split(e)] or [equation]
+        rows = self._rows[min(owners[coupling[0].outvars[0]])]
         name = next(filter(None, map(optimizer_function, [*coupling, equation, *before])), "the optimizer")
         got = f"an element of {rows.path!r} depends on others in host memory ({coupling[0].primitive.name})"
         fix = "Zero(..., offload='none'), or an optimizer that works element by element, such as optax.adamw"
