@@ -208,9 +208,10 @@ def test_a_checkpoint_is_restored_on_another_number_of_devices(tmp_path):
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize(("num_devices", "dim_of_up"), [(1, 0), (3, 0), (4, 0), (4, 1)])
 def test_moments_in_few_bits_may_be_in_host_memory(monkeypatch, bits, num_devices, dim_of_up):
-    """The same numbers, from pieces. The scales of blocks stay on the devices. Three devices store zeros behind the
-    last row; four that divide rows of 1024 elements have a block of each."""
+    """The numbers of an update of whole arrays. The scales of blocks stay on the devices. Three devices store zeros
+    behind the last row; four that divide rows of 1024 elements have a block of each."""
     monkeypatch.setattr(host_pieces, "PIECES_BYTES", 2**14)
+    monkeypatch.setattr(update, "_updates_in_pieces", lambda config, tx: False)
     tx = stochastic_rounding(low_bit(optax.adamw(1e-2), bits))
     dims = {"up": dim_of_up, "down": 0}
     zeros = [zero_of(num_devices, 3, "bf16_params", to, shard_dims=dims) for to in ("none", "optimizer")]
@@ -249,12 +250,14 @@ def test_an_update_in_pieces_is_that_of_whole_arrays(monkeypatch, bits, stage):
             np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
 
 
-def test_blocks_on_several_devices_cannot_be_in_host_memory():
+@pytest.mark.parametrize(("width", "text"), [(32, "[1024, 32]"), (512, "[1024, 512]")], ids=["one block", "two"])
+def test_blocks_on_several_devices_cannot_be_in_host_memory(width, text):
+    zero = zero_of(offload="optimizer", shard_dims={"down": 1})
     with pytest.raises(ValueError) as caught:
-        zero_of(offload="optimizer").init(create, low_bit(optax.adamw(1e-2)))
+        zero.eval_init(lambda: {"down": jnp.zeros((1024, width))}, low_bit(optax.adamw(1e-2)))
     assert str(caught.value) == (
         "offload: low_bit_moments cannot be computed for one piece of a parameter at a time\n"
-        "  got:      'down' [1024, 32] is sharded in its last dim, and blocks of it are on several devices\n"
+        f"  got:      'down' {text} is sharded in its last dim, and blocks of it are on several devices\n"
         "  fix:      Zero(..., shard_dims={'down': 0}), which leaves its rows whole"
     )
 
