@@ -109,9 +109,9 @@ class Zero:
             {'fsdp': 'data', 'tp': None}.
         offload: 'optimizer' keeps the optimizer's state and the master copy of the parameters in pinned host memory:
             each array that is shaped like a parameter. A step moves them through the device piece by piece, so the
-            optimizer has to work element by element. 'params' keeps the parameters there too, except for vectors, at
-            stage 3 or on one device: weights come layer by layer, one ahead, and gradients go there. 'none' is the
-            default. `value_and_grad` has no optimizer, and takes parameters that are on the devices.
+            optimizer has to work element by element or row by row. 'params' keeps the parameters there too, except for
+            vectors, at stage 3 or on one device: weights come layer by layer, one ahead, and gradients go there. 'none'
+            is the default. `value_and_grad` has no optimizer, and takes parameters that are on the devices.
 
     Raises:
         ValueError: if the stage, the precision, an axis or the offload is unknown, or if the mesh has other axes and
