@@ -13,10 +13,10 @@ are not compiled. XLA schedules for the share `--memory` too, as in a process wi
 
 The forms are plain AdamW; `offload='optimizer'`; moments in 8 bits and parameters in bf16 without a master copy; an
 offloaded optimizer with moments in 16 and in 8 bits and such parameters; and `offload='params'` with AdamW and with
-these moments. The second table compares them at the largest size of the first, for several numbers of microbatches, whether
-or not they fit. Times are predicted by `zerojax.plan.timeline`. A device waits for copies while it computes nothing;
-the share is that of the time in which the host's link is busy in the busier direction. A copy is alone if neither a
-matrix product nor an update of as many bytes is scheduled beside it. The formula is that of `step.memory`.
+these moments. The second table compares them at the largest size of the first, for several numbers of microbatches,
+whether or not they fit. Times are predicted by `zerojax.plan.timeline`. A device waits for copies while it computes
+nothing; the share is that of the time in which the host's link is busy in the busier direction. A copy is alone if
+neither a matrix product nor an update of as many bytes is scheduled beside it. The formula is that of `step.memory`.
 """
 
 import argparse

@@ -250,6 +250,14 @@ def test_an_update_in_pieces_is_that_of_whole_arrays(monkeypatch, bits, stage):
             np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-3)
 
 
+def test_parameters_are_rounded_in_pieces_without_moments_too(monkeypatch):
+    monkeypatch.setattr(host_pieces, "DEVICE_PIECES_BYTES", 2**14)
+    cut, counts = host_pieces.cut, []
+    monkeypatch.setattr(host_pieces, "cut", lambda *args: counts.append(cut(*args).count) or cut(*args))
+    _, losses = run(zero_of(4, precision="bf16_params"), stochastic_rounding(optax.sgd(0.1)))
+    assert max(counts) > 1 and losses[-1] < losses[0]
+
+
 @pytest.mark.parametrize(("width", "text"), [(32, "[1024, 32]"), (512, "[1024, 512]")], ids=["one block", "two"])
 def test_blocks_on_several_devices_cannot_be_in_host_memory(width, text):
     zero = zero_of(offload="optimizer", shard_dims={"down": 1})

@@ -1,4 +1,4 @@
-"""Cuts arrays in host memory into the pieces that come to a device at a time."""
+"""Cuts arrays into pieces: those in host memory that come to a device at a time, and those that are updated there."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ class StreamedUpdate:
         moved = [a for p, a in (stored | grads).items() if self.split.arguments[p].in_host]
         num_bytes, limit = sum(a.size * a.dtype.itemsize for a in moved), host_pieces.PIECES_BYTES
         if not moved:  # each piece costs the start of some kernels, and no room for what comes next
-            num_bytes, limit = sum(4 * a.size for a in stored.values()), host_pieces.DEVICE_PIECES_BYTES
+            num_bytes, limit = 4 * sum(a.size for a in (stored or computed).values()), host_pieces.DEVICE_PIECES_BYTES
         wanted, first = -(-num_bytes // limit), self._num_results
         cuts = {k: self._cut(k, grads[first + k].shape, wanted) for k in self.split.leaves}
         by_count: dict[int, list[int]] = collections.defaultdict(list)
