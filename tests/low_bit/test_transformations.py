@@ -192,12 +192,14 @@ def test_explain_counts_the_bytes():
     assert zero_of(1, precision="bf16_params").explain(state).totals["optimizer"] == size(state.opt_state)
 
 
-def test_a_checkpoint_is_restored_on_another_number_of_devices(tmp_path):
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+def test_a_checkpoint_is_restored_on_another_number_of_devices(tmp_path, offload):
     tx = stochastic_rounding(low_bit(optax.adamw(1e-2)))
-    state, _ = run(zero_of(4, precision="bf16_params"), tx)
+    saving = zero_of(4, 3, "bf16_params", offload, shard_dims={"down": 0})
+    state, _ = run(saving, tx)
     zero = zero_of(3, precision="bf16_params")
     expected = jax.tree.map(np.asarray, jax.tree.leaves(state.logical().opt_state))
-    with zero_of(4, precision="bf16_params").checkpoints(tmp_path) as run_of:
+    with saving.checkpoints(tmp_path) as run_of:
         run_of.save(state)
     with zero.checkpoints(tmp_path) as run_of:
         restored, _ = run_of.resume(zero.init(create, tx))
@@ -235,6 +237,7 @@ def test_an_update_in_pieces_is_that_of_whole_arrays(monkeypatch, bits, stage):
     tx, found = low_bit(optax.adamw(1e-2), bits), []
     config = zero_of(4).config
     assert update._updates_in_pieces(config, tx) and not update._updates_in_pieces(config, optax.adamw(1e-2))
+    assert not update._updates_in_pieces(zerojax.Zero(zerojax.make_mesh(model=2)).config, tx)  # it may divide a piece
     for pieces_bytes in (2**14, None):
         if pieces_bytes is None:
             monkeypatch.setattr(update, "_updates_in_pieces", lambda config, tx: False)

@@ -80,7 +80,7 @@ class Rows(NamedTuple):
         shape = self.part_of(aval.shape, piece)
         if name == "iota":
             dim, last = params["dimension"], len(self.shape) - 1
-            first = start[dim] if dim < last or aval.shape == self.shape else 0
+            first = start[dim] if dim <= last else 0
             if dim == last and aval.shape != self.shape:
                 first = start[dim] // piece[dim] * shape[dim]  # of the part of the last dim that the mesh divides
             return jnp.asarray(first).astype(aval.dtype) + lax.broadcasted_iota(aval.dtype, shape, dim)

@@ -127,11 +127,8 @@ class StreamedUpdate:
             [*of_params, *of_states],
             rows,
         )
-        in_place = [operand.leaf is not None for operand in self.split.results]
-        in_place[: len(params)] = [
-            is_cut and (has_master or f) for is_cut, f in zip(in_place, self._moved, strict=False)
-        ]
-        self._in_place = {p for p, flag in enumerate(in_place) if flag}
+        is_state = lambda p: p >= self._num_params or has_master or self._moved[p]  # or a parameter without a copy
+        self._in_place = {p for p, each in enumerate(self.split.results) if each.leaf is not None and is_state(p)}
         self._zeros = definition.trained_paddings(sharded)
         self._state_zeros = definition.optimizer_paddings(config.axes, sharded)
         self._specs = leaf_specs(config, self.leaves, sharded)
