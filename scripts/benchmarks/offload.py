@@ -39,7 +39,6 @@ FORMS = {
     "params, 8 bits": ("params", "bf16_params", 8),
 }
 _TOO_LARGE = 1.2  # a share of the memory, by formula, from which on nothing is compiled
-_DESCRIBED_SHARE = 0.8  # of the memory of a GPU, for which XLA schedules where it is only described
 
 
 def arguments():
@@ -139,16 +138,17 @@ def measure(form, layers, microbatches, args, devices):
     """The number of parameters, the memory and the predicted time of a compiled step."""
     from schedule import compiled
 
-    from zerojax import targets
     from zerojax.analysis import hlo, host_copies
     from zerojax.analysis.hardware import cluster
     from zerojax.analysis.hlo_collectives import peak_bytes
     from zerojax.plan import timeline
+    from zerojax.plan.program import scheduling_options
 
     step, state, batch = build(form, layers, microbatches, args, devices)
     start, formula = time.perf_counter(), step.memory(state, batch)
-    options = scheduling(args, formula.arguments_bytes)
-    program, temporaries = compiled(step.trace(state, batch), targets.platform(args.target), options)
+    chip = cluster(args.target).chip
+    options = scheduling_options(chip, formula.arguments_bytes, int(args.memory * chip.memory_bytes))
+    program, temporaries = compiled(step.trace(state, batch), chip.platform, options)
     memory = program.memory_analysis()
     parsed = hlo.parse_program(program.as_text())
     predicted, copies = timeline.predict(parsed, cluster(args.target)), host_copies.read_host_copies(parsed)
@@ -169,17 +169,6 @@ def measure(form, layers, microbatches, args, devices):
         "tokens_per_s": args.rows * microbatches * args.seq * len(devices) / predicted.step_s,
         "compile_s": time.perf_counter() - start,
     }
-
-
-def scheduling(args, arguments_bytes):
-    """The option with which XLA schedules temporaries for the share `--memory` of a GPU, without the arguments."""
-    from zerojax.analysis.hardware import cluster
-
-    chip = cluster(args.target).chip
-    described, wanted = ((share * chip.memory_bytes - arguments_bytes) for share in (_DESCRIBED_SHARE, args.memory))
-    if chip.platform != "cuda" or described <= 0:
-        return None
-    return {"xla_gpu_memory_limit_slop_factor": int(95 * wanted / described)}  # percent, of which 95 is the default
 
 
 def tables(result):

@@ -10,8 +10,9 @@ from flax import nnx
 from zerojax.analysis import hardware
 from zerojax.plan.job import Job, Settings
 from zerojax.plan.planner import Planner
-from zerojax.plan.program import compile_step
+from zerojax.plan.program import compile_step, scheduling_options
 from zerojax.plan.show import text
+from zerojax.report.memory import Memory
 
 CONFIG = gpt.Config(width=32, layers=3, heads=2, vocab=256, seq=32, dtype=jnp.bfloat16)
 
@@ -67,11 +68,13 @@ class Failing:
 
     def __init__(self, message):
         self.message = message
+        self.options = {}
 
     def lower(self, **kwargs):
         return self
 
-    def compile(self, **kwargs):
+    def compile(self, compiler_options):
+        self.options = compiler_options
         raise jax.errors.JaxRuntimeError(self.message)
 
 
@@ -83,10 +86,29 @@ class Failing:
     ],
 )
 def test_an_internal_error_of_the_compiler_is_told_with_what_helps(message, fix):
+    cluster, estimate = hardware.cluster("h100:8"), Memory((), 0)
     with pytest.raises(RuntimeError, match=f"internal error\n  got:      INTERNAL: .*\n  fix:      .*{fix}"):
-        compile_step(Failing(message), hardware.cluster("h100:8"), {}, 0)
+        compile_step(Failing(message), cluster, {}, estimate, cluster.chip.memory_bytes)
     with pytest.raises(jax.errors.JaxRuntimeError, match="UNAVAILABLE"):
-        compile_step(Failing("UNAVAILABLE: no"), hardware.cluster("h100:8"), {}, 0)
+        compile_step(Failing("UNAVAILABLE: no"), cluster, {}, estimate, cluster.chip.memory_bytes)
+
+
+def test_a_step_is_compiled_for_the_memory_that_a_program_may_use(monkeypatch):
+    """Of a described GPU, XLA uses 95% of what 0.8 of the memory leaves beside the arguments."""
+    chip, slop = hardware.cluster("h100:1").chip, "xla_gpu_memory_limit_slop_factor"
+    of_memory = lambda share: int(share * chip.memory_bytes)
+    for arguments, limit, percent in [(0, 0.8, 95), (0, 0.4, 47), (0.6, 0.9, 142), (0.2, 0.75, 87)]:
+        options = scheduling_options(chip, of_memory(arguments), of_memory(limit))
+        assert options[slop] == pytest.approx(percent, abs=1)
+    assert not scheduling_options(chip, of_memory(0.85), of_memory(0.9))  # nothing is left of 0.8
+    assert not scheduling_options(chip, of_memory(0.6), of_memory(0.5))
+    assert not scheduling_options(hardware.cluster("v5p:2x2x1").chip, 0, of_memory(0.9))
+    step = Failing("UNAVAILABLE: no")
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        compile_step(step, hardware.cluster("h100:1"), {}, Memory((), 0), of_memory(0.4))
+    assert step.options[slop] == pytest.approx(47, abs=1)
+    monkeypatch.setenv("XLA_FLAGS", f"--{slop}=38")
+    assert not scheduling_options(chip, 0, of_memory(0.4))
 
 
 def test_recomputation_takes_time_where_memory_traffic_limits_the_step(monkeypatch):

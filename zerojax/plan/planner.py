@@ -179,7 +179,8 @@ def plan(
         settings: the options of the step.
         compile: whether to compile the step for the target. If not, neither a compiler nor an accelerator package is
             needed.
-        memory_share: the share of a device's memory that a program may use. The default is `MEMORY_SHARE`.
+        memory_share: the share of a device's memory that a program may use, for which XLA schedules it too. The default
+            is `MEMORY_SHARE`.
         host_memory_bytes: the host memory that a program may pin for each device. The default is 0.8 of the memory of a
             host, divided by its devices.
         dump: a folder to which the text of the compiled program is written.
@@ -353,7 +354,7 @@ class Planner:
             tracer = Tracer(find_job(self.what, self.cluster.chip, compiled=True))
         compilable = tracer.step(settings, devices)
         axes = dict(compilable.zero.config.mesh.shape)
-        return compile_step(compilable.step, self.cluster, axes, memory, dump)
+        return compile_step(compilable.step, self.cluster, axes, memory, self.limit_bytes, dump)
 
     def _num_tokens(self, settings: Settings) -> int:
         job, num_devices = self.tracer.job, self.cluster.num_devices // (settings.model or 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import tempfile
 import time
@@ -15,7 +16,7 @@ import jax
 import numpy as np
 
 from zerojax.analysis import hlo, hlo_collectives
-from zerojax.analysis.hardware import Cluster
+from zerojax.analysis.hardware import Chip, Cluster
 from zerojax.plan import buffers, timeline
 from zerojax.plan.buffers import BufferAssignment
 from zerojax.report.memory import Memory
@@ -89,7 +90,12 @@ _MIN_COPY_BYTES = 2**20  # smaller copies are of counters and events
 
 
 def compile_step(
-    traced: Any, cluster: Cluster, axes: dict[str, int], estimate: Memory, dump: Path | None = None
+    traced: Any,
+    cluster: Cluster,
+    axes: dict[str, int],
+    estimate: Memory,
+    limit_bytes: int,
+    dump: Path | None = None,
 ) -> CompiledStep:
     """Compiles a traced step for the devices of its mesh.
 
@@ -99,6 +105,7 @@ def compile_step(
         axes: names and sizes of the mesh axes.
         estimate: the memory by formula. If the compiler runs out of device memory, it has the sizes of the arguments
             and of what is in host memory.
+        limit_bytes: the device memory that a program may use, see `scheduling_options`.
         dump: a folder for the text of the program (step.txt), the compiler's buffer assignment (buffers.txt) and the
             live ranges (ranges.txt).
 
@@ -107,9 +114,9 @@ def compile_step(
         jax.errors.JaxRuntimeError: if it fails for another reason than device memory.
     """
     with tempfile.TemporaryDirectory() as folder:
-        start = time.perf_counter()
+        start, options = time.perf_counter(), scheduling_options(cluster.chip, estimate.arguments_bytes, limit_bytes)
         try:
-            program = compile_with_dump(traced, cluster.chip.platform, Path(folder))
+            program = compile_with_dump(traced, cluster.chip.platform, Path(folder), options)
         except jax.errors.JaxRuntimeError as error:
             needed = required_bytes(str(error))
             if needed is None and "INTERNAL" in str(error):
@@ -141,6 +148,32 @@ def compile_step(
         analysis,
         text,
     )
+
+
+# XLA schedules a program for 95% of what its process may use beside the arguments. Of a GPU that is only described, it
+# takes 0.8 of the memory for what a process may use (`GetSchedulerMemoryLimit` in XLA's gpu_hlo_schedule.cc, 2026-11).
+_DESCRIBED_SHARE = 0.8
+_SLOP = "xla_gpu_memory_limit_slop_factor"
+_DEFAULT_SLOP = 95  # percent
+
+
+def scheduling_options(chip: Chip, arguments_bytes: int, limit_bytes: int) -> dict[str, int]:
+    """Returns the options with which XLA schedules for `limit_bytes` of a GPU, as in a process that may use them.
+
+    In a program that takes more, XLA overlaps less, and recomputes what it can.
+
+    Args:
+        chip: the device.
+        arguments_bytes: the arguments of the program in device memory.
+        limit_bytes: the device memory that a process may use.
+
+    Returns:
+        No options for TPUs, if `XLA_FLAGS` has a limit, or if the arguments leave nothing for temporaries.
+    """
+    described, wanted = int(_DESCRIBED_SHARE * chip.memory_bytes) - arguments_bytes, limit_bytes - arguments_bytes
+    if chip.platform != "cuda" or min(described, wanted) <= 0 or _SLOP in os.environ.get("XLA_FLAGS", ""):
+        return {}
+    return {_SLOP: _DEFAULT_SLOP * wanted // described}
 
 
 def compile_with_dump(traced: Any, platform: str, folder: Path, options: Mapping[str, Any] | None = None) -> Any:
