@@ -74,6 +74,15 @@ def test_moments_move_through_the_device_in_pieces(form, target, moved):
     assert audit["host memory"].numbers["found_bytes"] == pytest.approx(moved * psi, rel=0.01)
 
 
+def test_a_tpu_cuts_arrays_of_16_bits_between_words(monkeypatch):
+    """Its compiler slices no single row of bf16 in host memory, as pieces of stacked vectors of six layers would be."""
+    monkeypatch.setattr(host_pieces, "PIECES_BYTES", 2**18)
+    step, state, batch = build("16 bits", "optimizer", "v5e:2x2", layers=6)
+    moved = program(step, state, batch, "v5e:2x2").memory_analysis().host_argument_size_in_bytes
+    psi = sum(leaf.size for leaf in state.definition.leaves) / 4
+    assert moved == pytest.approx(4 * psi, rel=0.01)
+
+
 def test_8_bits_cannot_be_in_the_host_memory_of_a_tpu():
     with pytest.raises(ValueError, match="arrays of 8 bits cannot be in the host memory of TPUs") as caught:
         build("8 bits", "optimizer", "v5p:2x2x1", width=1024)
