@@ -74,7 +74,7 @@ def test_moments_move_through_the_device_in_pieces(form, target, moved):
     assert audit["host memory"].numbers["found_bytes"] == pytest.approx(moved * psi, rel=0.01)
 
 
-def test_a_tpu_cuts_arrays_of_16_bits_between_words(monkeypatch):
+def test_a_tpu_cuts_arrays_of_16_bits_between_tiles(monkeypatch):
     """Its compiler slices no single row of bf16 in host memory, as pieces of stacked vectors of six layers would be."""
     monkeypatch.setattr(host_pieces, "PIECES_BYTES", 2**18)
     step, state, batch = build("16 bits", "optimizer", "v5e:2x2", layers=6)

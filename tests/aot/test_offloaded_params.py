@@ -51,6 +51,14 @@ def test_the_state_is_in_host_memory_and_its_gradients_go_there(target, scan, k)
         assert audit["wire bytes"].verdict is audit["reductions"].verdict is Verdict.OK
 
 
+@pytest.mark.parametrize(("offload", "k", "bytes_each"), [("optimizer", 1, 12), ("params", 2, 14)])
+def test_a_table_without_whole_tiles_is_in_the_host_memory_of_tpus(offload, k, bytes_each):
+    """515 = 5 * 103 tokens: their compiler writes no part of 5 or 103 rows, nor one of 32 of 64 columns."""
+    program, _, state, _ = offloaded.compiled("v5e:2x2", offload, 3, num_microbatches=k, vocab=515)
+    moved = program.memory_analysis().host_argument_size_in_bytes
+    assert moved == pytest.approx(bytes_each * matrices(state, 4), rel=5e-2)  # with the ends of their tiles
+
+
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 def test_temporaries_grow_by_what_is_saved_of_a_layer(scan):
     (_, few, _, _), (_, many, _, _) = (compiled("h100:1", layers, scan) for layers in ((6, 10) if scan else (6, 8)))

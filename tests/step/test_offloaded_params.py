@@ -9,6 +9,7 @@ import pytest
 import zerojax
 from zerojax import Verdict, Zero, versions
 from zerojax.step import host_pieces
+from zerojax.transform import host_arrays
 
 LAYERS, WIDTH, HIDDEN, VOCAB, STEPS = 4, 16, 32, 67, 3  # shards of 67 rows have zeros at their end
 IS_EXACT = versions.parse(jax.__version__) < (0, 11)  # whether XLA contracts the update alike in both programs
@@ -274,6 +275,19 @@ def test_gradients_of_parameters_on_the_devices_are_those_of_any_zero():
     expected, wanted = jax.jit(plain.value_and_grad(loss))(plain.shard(create()), TOKENS)
     assert float(value) == float(expected)
     jax.tree.map(np.testing.assert_array_equal, grads, wanted)
+
+
+def test_sums_of_gradients_are_cut_between_tiles():
+    """TPUs read parts of rows, but write whole tiles."""
+    for shape, read, written in [
+        ((512, 64), (0, 256), (0, 256)),
+        ((515, 64), (1, 32), (0, 515)),
+        ((515, 256), (1, 128), (1, 128)),
+        ((24, 515), (0, 8), (0, 8)),
+        ((509, 67), (0, 509), (0, 509)),
+        ((3, 515, 64), (0, 1), (0, 1)),
+    ]:
+        assert (host_arrays.cut_dim(shape), host_arrays.cut_dim(shape, written=True)) == (read, written)
 
 
 @pytest.mark.parametrize("num_layers", [1, 2, 3, 5])

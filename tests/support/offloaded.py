@@ -30,8 +30,8 @@ class Compiled(NamedTuple):
 
 
 @functools.cache
-def compiled(target, offload, layers, width=256, scan=True, num_microbatches=1):
-    config = gpt.Config(width=width, layers=layers, heads=4, vocab=512, seq=SEQ, scan=scan, dtype=jnp.bfloat16)
+def compiled(target, offload, layers, width=256, scan=True, num_microbatches=1, vocab=512):
+    config = gpt.Config(width=width, layers=layers, heads=4, vocab=vocab, seq=SEQ, scan=scan, dtype=jnp.bfloat16)
     devices = targets.devices(target)
     zero = zerojax.Zero(zerojax.make_mesh(devices=devices), 3, "bf16", offload=offload)
     state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))

@@ -11,22 +11,20 @@ from zerojax.typing import AnyMesh, Shape
 
 PIECES_BYTES = 2**27  # of all pieces that come to a device at a time
 DEVICE_PIECES_BYTES = 2**29  # of all pieces of a state on the device that are updated at a time, in fp32
-_WORD = 4  # bytes
 _WHOLE_TILE = 8, 1024  # elements of a whole tile of a TPU in the second to last dim, and in an array of one dim
 
 
-def cut(shape: Shape, wanted: int, mesh: AnyMesh, itemsize: int = 4) -> Pieces:
+def cut(shape: Shape, wanted: int, mesh: AnyMesh) -> Pieces:
     """Cuts an array into about `wanted` pieces.
 
     The last dim of several is not cut, and pieces are whole tiles where possible. There are fewer pieces if the sizes
     have no suitable divisors. Pieces are contiguous, except on TPUs, whose compiler slices arrays in host memory along
-    one dim only, and between whole words of 32 bits, which hold elements of several rows.
+    one dim only, and between whole tiles.
 
     Args:
         shape: of the part of the array that a device holds.
         wanted: the number of pieces.
         mesh: with the devices, or an AbstractMesh, for which pieces are those of a GPU.
-        itemsize: the fewest bytes of an element, of the arrays that are cut like this.
     """
     found: list[int] = []
     in_one_dim = not isinstance(mesh, AbstractMesh) and mesh.devices.flat[0].platform == "tpu"
@@ -35,9 +33,7 @@ def cut(shape: Shape, wanted: int, mesh: AnyMesh, itemsize: int = 4) -> Pieces:
     missing = wanted
     for d, size in enumerate(shape[: max(1, len(shape) - 1)]):
         tile = _WHOLE_TILE[1] if len(shape) == 1 else _WHOLE_TILE[0] if d == len(shape) - 2 else 1
-        if size % tile and in_one_dim and tile == _WHOLE_TILE[0]:
-            tile = _WORD // itemsize if size % (_WORD // itemsize) == 0 else size
-        most = size // tile if size % tile == 0 else size
+        most = size // tile if size % tile == 0 else 1 if in_one_dim else size
         divisors = [n for n in range(1, most + 1) if most % n == 0] or [1]
         found.append(next((n for n in divisors if n >= missing), divisors[-1]))
         missing = missing if in_one_dim else -(-missing // found[-1])
@@ -49,4 +45,4 @@ def cut(shape: Shape, wanted: int, mesh: AnyMesh, itemsize: int = 4) -> Pieces:
 
 def of_one_array(shape: Shape, itemsize: int, mesh: AnyMesh) -> Pieces:
     """Cuts an array that is read alone, so that no piece is much larger than `PIECES_BYTES`."""
-    return cut(shape, -(-math.prod(shape) * itemsize // PIECES_BYTES), mesh, itemsize)
+    return cut(shape, -(-math.prod(shape) * itemsize // PIECES_BYTES), mesh)

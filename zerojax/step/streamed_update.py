@@ -222,15 +222,12 @@ class StreamedUpdate:
         scalars: list[Array], divisor: Array | None,
     ) -> tuple[dict[int, Array], dict[int, Array], Array]:  # fmt: skip
         """Updates the shards of this device: (arrays of the state, parameters beside those, squared norm)."""
-        moved = {p: a for p, a in (stored | grads).items() if self.split.arguments[p].in_host}
-        num_bytes, limit = sum(a.size * a.dtype.itemsize for a in moved.values()), host_pieces.PIECES_BYTES
+        moved = [a for p, a in (stored | grads).items() if self.split.arguments[p].in_host]
+        num_bytes, limit = sum(a.size * a.dtype.itemsize for a in moved), host_pieces.PIECES_BYTES
         if not moved:  # each piece costs the start of some kernels, and no room for what comes next
             num_bytes, limit = 4 * sum(a.size for a in (stored or computed).values()), host_pieces.DEVICE_PIECES_BYTES
         wanted, first = -(-num_bytes // limit), self._num_results
-        in_host = [(self.split.arguments[p].leaf, a) for p, a in moved.items()]
-        in_host += [(k, a) for k, a in computed.items() if self._moved[k]]
-        itemsize = lambda k: min((a.dtype.itemsize for leaf, a in in_host if leaf == k), default=4)
-        cuts = {k: self._cut(k, grads[first + k].shape, wanted, itemsize(k)) for k in self.split.leaves}
+        cuts = {k: self._cut(k, grads[first + k].shape, wanted) for k in self.split.leaves}
         by_count: dict[int, list[int]] = collections.defaultdict(list)
         for k, each in cuts.items():
             by_count[each.count].append(k)
@@ -244,10 +241,10 @@ class StreamedUpdate:
         (total,) = collectives.all_reduce([total], self.config.axes.data, self.config.axes).leaves
         return stored, computed, total
 
-    def _cut(self, k: int, shape: Shape, wanted: int, itemsize: int) -> Pieces:
+    def _cut(self, k: int, shape: Shape, wanted: int) -> Pieces:
         """The pieces of the shard of parameter `k` that a device holds, about `wanted` of them."""
         is_row = len(shape) == 1 and k in self.split.whole_rows
-        return host_pieces.cut(shape, 1 if is_row else wanted, self.config.mesh, itemsize)
+        return host_pieces.cut(shape, 1 if is_row else wanted, self.config.mesh)
 
     def _stream_alike(
         self, cuts: dict[int, Pieces], count: int, stored: dict[int, Array], computed: dict[int, Array], total: Array,

@@ -21,6 +21,7 @@ from zerojax.typing import Array, Shape
 
 HOST_SPACE, DEVICE_SPACE = jax.memory.Space.Host, jax.memory.Space.Device
 _MOST_PIECES = 16
+_ROWS = 8  # of a tile of a TPU in host memory
 _ALIGNED = 128, 32  # elements of a whole tile of a TPU, in the last dim and the one before
 
 ROOM = "host_room"  # the name of the primitive in traces
@@ -56,17 +57,26 @@ def from_host(array: Array, events: Sequence[Array]) -> Array:
     return jnp.concatenate([part_from_host(array, start, size, dim) for start in starts], dim)
 
 
-def cut_dim(shape: Shape) -> tuple[int, int]:
+def cut_dim(shape: Shape, written: bool = False) -> tuple[int, int]:
     """(the dim that an array is cut along, the size of a part in it): few parts, of whole tiles of a TPU if possible.
 
-    Compilers take a slice for an index only if it is not the whole array.
+    Compilers take a slice for an index only if it is not the whole array. That of TPUs reads parts of rows, but writes
+    whole tiles. An array that has none is one part.
     """
-    smallest_factor = lambda size: next((n for n in range(2, _MOST_PIECES + 1) if size % n == 0), 1)
-    counts = {dim: smallest_factor(size) for dim, size in enumerate(shape)}
     tiles = dict(zip(range(len(shape) - 1, -1, -1), _ALIGNED, strict=False))
-    is_cut_tile = lambda dim: shape[dim] // counts[dim] % tiles.get(dim, 1) != 0
-    dim = min(counts, key=lambda dim: (counts[dim] == 1, is_cut_tile(dim), counts[dim]))
-    return dim, shape[dim] // counts[dim]
+
+    def rank(dim: int, size: int) -> int:
+        if size % tiles.get(dim, 1) == 0:
+            return 0
+        if dim == len(shape) - 1:
+            return 3 if written else 2
+        return 1 if size % _ROWS == 0 else 3
+
+    counts = ((dim, n) for dim, size in enumerate(shape) for n in range(2, _MOST_PIECES + 1) if size % n == 0)
+    found = min(((rank(dim, shape[dim] // n), n, dim) for dim, n in counts), default=None)
+    if found is None or found[0] == 3:
+        return 0, shape[0]
+    return found[2], shape[found[2]] // found[1]
 
 
 def layer_from_host(stack: Array, index: Any, dim: int, pace: Pace) -> Array:

@@ -41,7 +41,7 @@ class HostGradients:
             self.totals[leaf], self.squared_norms[leaf] = host_arrays.to_host(grad), _squared_norm(grad)
             return
         total, norm = self.totals[leaf], jnp.float32(0)
-        dim, size = host_arrays.cut_dim(grad.shape)
+        dim, size = host_arrays.cut_dim(grad.shape, written=True)
         for start in range(0, grad.shape[dim], size):  # compilers copy a sum that is not updated in place
             part = lax.slice_in_dim(grad, start, start + size, axis=dim)
             part = self._sum(host_arrays.part_from_host(total, start, size, dim), part)
