@@ -150,4 +150,4 @@ def test_a_model_that_fits_one_precision_alone_is_traced_with_it(monkeypatch):
     ranking = search("test:job", "h100:8", num_compiled=0)
     assert ranking.candidates and all(c.settings.precision == "bf16" for c in ranking.candidates)
     with pytest.raises(TypeError, match="carry"):
-        search("test:job", "h100:8", precision="fp32", num_compiled=0)
+        search("test:job", "h100:8", Settings(precision="fp32"), num_compiled=0)

@@ -246,6 +246,47 @@ def test_an_offloaded_optimizer_is_in_host_memory_and_is_suggested():
     assert "host memory: 89.75 GiB pinned for each device" in text(offloaded)
 
 
+def test_moments_in_few_bits_are_planned_and_suggested():
+    """Of Llama 3 8B, the table has moments in fp32, and 256 elements of all other parameters share a scale in fp32."""
+    plain, low = plan("llama3-8b", "h100:1"), Settings(moment_bits=8)
+    both = dataclasses.replace(low, precision="bf16_params")
+    psi, table = plain.parameters, 128256 * 4096
+    moments = 8 * table + (2 + 8 / 256) * (psi - table)
+    for settings, master in (low, 4), (both, 0):
+        made = plan("llama3-8b", "h100:1", settings, suggest=False)
+        terms = {term.name: term.num_bytes for term in made.memory.terms}
+        assert terms["optimizer state"] == pytest.approx(master * psi + moments, rel=1e-3)
+        assert made.peak_bytes in {each.peak_bytes for each in plain.suggestions if "bit" in each.change}
+    first = both.python().splitlines()[0]
+    assert first == "tx = zerojax.stochastic_rounding(zerojax.low_bit_moments(tx, 8))"
+    assert low.python().startswith("tx = zerojax.low_bit_moments(tx, 8)\n") and "tx" not in Settings().python()
+    assert "moments in 8 bits" in text(made) and "bits" not in text(plain).split("Peak")[0]
+
+
+def test_moments_of_8_bits_are_not_offloaded_to_the_hosts_of_tpus():
+    settings, name = Settings(moment_bits=8), f"{__name__}:large_job"
+    for target, offered in ("a100:1", True), ("v5e:1x1", False):
+        made = plan(name, target, settings, memory_share=1e-7)
+        assert any("offload='optimizer'" in each.change for each in made.suggestions) == offered
+    with pytest.raises(ValueError, match="arrays of 8 bits cannot be in the host memory of TPUs"):
+        plan(name, "v5e:1x1", dataclasses.replace(settings, offload="optimizer"))
+
+
+def test_an_optimizer_without_moments_has_none_in_few_bits():
+    name = f"{__name__}:sgd_job"
+    made = plan(name, "a100:1", memory_share=1e-7)
+    assert made.suggestions and not any("bit" in each.change for each in made.suggestions)
+    with pytest.raises(ValueError, match="has no moments"):
+        plan(name, "a100:1", Settings(moment_bits=8))
+
+
+def test_the_search_keeps_the_bits_of_moments():
+    settings = Settings(rows=2, precision="bf16_params", moment_bits=16)
+    found = search(f"{__name__}:large_job", "a100:1", settings, num_compiled=0)
+    for each in (*found.candidates, found.naive):
+        assert (each.settings.precision, each.settings.moment_bits) == ("bf16_params", 16)
+
+
 def test_a_plan_does_not_fit_if_the_host_has_too_little_memory():
     settings = Settings(offload="optimizer")
     made = plan("llama3-8b", "h100:1", settings, host_memory_bytes=2**36)
@@ -258,6 +299,16 @@ def test_a_plan_does_not_fit_if_the_host_has_too_little_memory():
     found = search("llama3-8b", "h100:1", num_compiled=0)
     assert {c.settings.offload for c in found.candidates if c.fits} == {"optimizer", "params"}
     assert next(c for c in found.candidates).settings.offload == "optimizer"  # it copies less
+
+
+def large_job():
+    params = lambda key: {"w": jax.random.normal(key, (256, 512))}
+    loss = lambda params, batch: jnp.mean((batch["x"] @ params["w"]) ** 2)
+    return Job(params, optax.adam(1e-3), loss, lambda rows: {"x": jax.ShapeDtypeStruct((rows, 256), jnp.float32)})
+
+
+def sgd_job():
+    return large_job()._replace(tx=optax.sgd(1e-3))
 
 
 def lamb_job():
@@ -375,7 +426,7 @@ def layered_job():
 
 @functools.cache
 def ranking():
-    return search(f"{__name__}:layered_job", "a100:128", rows=2, num_compiled=0)
+    return search(f"{__name__}:layered_job", "a100:128", Settings(rows=2), num_compiled=0)
 
 
 def test_the_search_ranks_by_formula_without_a_compiler():

@@ -94,6 +94,12 @@ from zerojax.cli.output import print_rich
     shell_complete=complete(offload_names),
     help="What is in host memory: none, optimizer or params.",
 )
+@click.option(
+    "--moment-bits",
+    type=click.Choice(["8", "16"]),
+    metavar="BITS",
+    help="Bits of the optimizer's moments, 8 or 16; with bf16_params, parameters are rounded stochastically.",
+)
 @click.option("--bucket-mib", type=click.IntRange(1), metavar="MIB", help="Maximum size of a collective.")
 @click.option(
     "--replica", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Size of the replica axis."
@@ -144,6 +150,7 @@ def plan_command(
     list_presets: bool,
     auto: bool,
     bucket_mib: int | None,
+    moment_bits: str | None,
     **settings: Any,
 ) -> None:
     """Predict whether a training step fits on a cluster.
@@ -174,6 +181,7 @@ def plan_command(
             print(f"{name:14s} {shapes}")
         return
     settings["bucket_bytes"] = bucket_mib and bucket_mib * 2**20
+    settings["moment_bits"] = moment_bits and int(moment_bits)
     host_bytes = host_gib and host_gib * 2**30
     given: dict[str, Any] = {"memory_share": memory_share, "host_memory_bytes": host_bytes}
     try:
@@ -183,9 +191,7 @@ def plan_command(
             zerojax.simulate_devices(machine.num_devices)
         with Console(stderr=True).status("searching" if auto else "compiling" if compiled else "tracing") as status:
             if auto:
-                made = search(
-                    model, machine, settings["rows"], precision=settings["precision"], on_step=status.update, **given
-                )
+                made = search(model, machine, Settings(**settings), on_step=status.update, **given)
             else:
                 made = make_plan(model, machine, Settings(**settings), compile=compiled, dump=dump, **given)
     except (ValueError, RuntimeError) as error:

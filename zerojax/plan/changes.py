@@ -25,6 +25,12 @@ def memory_reductions(settings: Settings, num_devices: int) -> Iterator[Change]:
         yield "offload='optimizer' (its state in host memory)", offloaded, num_devices
     if settings.offload != "params" and settings.replica == 1 and (settings.stage == 3 or num_devices == 1):
         yield "offload='params' (all of the state in host memory)", change(offload="params"), num_devices
+    bits = settings.moment_bits or 8
+    if settings.moment_bits is None:
+        yield "zerojax.low_bit_moments(tx) (rounded to 8 bits)", change(moment_bits=bits), num_devices
+    if settings.precision == "bf16":
+        both = change(moment_bits=bits, precision="bf16_params")
+        yield f"precision='bf16_params' and {bits}-bit moments (no master copy)", both, num_devices
     if settings.rows and settings.rows % 2 == 0:
         twice = 2 * settings.num_microbatches
         halved = change(rows=settings.rows // 2, num_microbatches=twice)

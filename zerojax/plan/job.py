@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 import optax
 
+from zerojax.low_bit.moments import low_bit_moments
+from zerojax.low_bit.parameters import stochastic_rounding
+
 
 class Job(NamedTuple):
     """The training job that is planned: a model, its optimizer, its loss and the shapes of its batch.
@@ -44,6 +47,8 @@ class Settings:
         prefetch, bucket_bytes: as in `Zero.train_step`.
         replica, model: sizes of the mesh axes, as in `make_mesh`.
         offload: as in `Zero`.
+        moment_bits: 8 or 16 for `zerojax.low_bit_moments` around the optimizer of the job, and with 'bf16_params'
+            `zerojax.stochastic_rounding` around both; None for the optimizer as it is.
     """
 
     stage: int = 3
@@ -56,6 +61,18 @@ class Settings:
     replica: int = 1
     model: int | None = None
     offload: str = "none"
+    moment_bits: int | None = None
+
+    def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+        """Returns an optimizer with moments in `moment_bits`.
+
+        Args:
+            tx: the optimizer of the job.
+        """
+        if self.moment_bits is None:
+            return tx
+        tx = low_bit_moments(tx, self.moment_bits)
+        return stochastic_rounding(tx) if self.precision == "bf16_params" else tx
 
     def python(self) -> str:
         """Returns the Python calls that build the step."""
@@ -65,9 +82,12 @@ class Settings:
         step = [f"remat={remat}", f"prefetch={self.prefetch}"]
         step += [f"num_microbatches={self.num_microbatches}"] if self.num_microbatches > 1 else []
         step += [f"bucket_bytes={self.bucket_bytes}"] if self.bucket_bytes else []
+        tx = f"zerojax.low_bit_moments(tx, {self.moment_bits})"
+        tx = f"zerojax.stochastic_rounding({tx})" if self.precision == "bf16_params" else tx
+        first = f"tx = {tx}\n" if self.moment_bits else ""
         zero = [f"zerojax.make_mesh({mesh})", f"stage={self.stage}", f"precision={self.precision!r}"]
         zero += [f"offload={self.offload!r}"] if self.offload != "none" else []
-        return f"zero = zerojax.Zero({', '.join(zero)})\nstep = zero.train_step(loss_fn, {', '.join(step)})"
+        return f"{first}zero = zerojax.Zero({', '.join(zero)})\nstep = zero.train_step(loss_fn, {', '.join(step)})"
 
 
 DEFAULT_SETTINGS = Settings()

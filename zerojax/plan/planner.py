@@ -226,7 +226,7 @@ class Planner:
             raise ValueError(f"plan: memory_share is {share}\n  fix:      pass a share of the memory: 0 < share <= 1")
         self.limit_bytes = int(share * chip.memory_bytes)
         self.host_limit_bytes = int(host_memory_bytes or _HOST_SHARE * chip.host_memory_bytes)
-        self.tracer = Tracer(find_job(what, chip))
+        self.tracer = Tracer(find_job(what, chip), chip.platform)
 
     @functools.cached_property
     def _plain(self) -> Tracer:
@@ -298,7 +298,7 @@ class Planner:
     def _uneven(self, settings: Settings) -> Iterator[str]:
         """What the number of devices costs, if it divides few dims of the model."""
         zero = self.tracer.zero(settings, self.cluster.num_devices)
-        text = uneven_text(self.tracer.state(zero).definition.leaves, zero.config.axes)
+        text = uneven_text(self.tracer.state(zero, settings).definition.leaves, zero.config.axes)
         if text and zero.config.stage.shards_optimizer:
             lines = text.removeprefix("placement: ").splitlines()
             yield ". ".join(line.strip().removeprefix("got:").removeprefix("fix:").strip() for line in lines)
@@ -322,7 +322,7 @@ class Planner:
     def _host_params(self, settings: Settings) -> int:
         """The parameters in host memory for each device, as stored."""
         zero = self.tracer.zero(settings, self.cluster.num_devices)
-        state = self.tracer.state(zero)
+        state = self.tracer.state(zero, settings)
         flags, params = jax.tree.leaves(in_host(zero.config, state).params), jax.tree.leaves(state.params)
         return sum(shard_bytes(a, a.sharding) // a.dtype.itemsize for a in itertools.compress(params, flags))
 
@@ -340,7 +340,7 @@ class Planner:
     def parameters(self, settings: Settings) -> int:
         """The number of parameters of the model."""
         zero = self.tracer.zero(settings, self.cluster.num_devices)
-        return sum(leaf.size for leaf in self.tracer.state(zero).definition.leaves)
+        return sum(leaf.size for leaf in self.tracer.state(zero, settings).definition.leaves)
 
     def model_flops(self, settings: Settings) -> int:
         """The flops of a step on all devices without recomputation, see `utilisation.model_flops`."""
@@ -351,7 +351,7 @@ class Planner:
     def _compiled(self, settings: Settings, devices: Any, memory: Memory, dump: Path | None) -> CompiledStep:
         tracer = self.tracer
         if self.shapes:
-            tracer = Tracer(find_job(self.what, self.cluster.chip, compiled=True))
+            tracer = Tracer(find_job(self.what, self.cluster.chip, compiled=True), self.cluster.chip.platform)
         compilable = tracer.step(settings, devices)
         axes = dict(compilable.zero.config.mesh.shape)
         return compile_step(compilable.step, self.cluster, axes, memory, self.limit_bytes, dump)
@@ -373,7 +373,7 @@ class Planner:
         changes = memory_reductions if not found.fits else uses_of_free_memory
         correction = max(0, found.peak_bytes - found.memory.peak_bytes)  # of the formula, if compiled
         for text, settings, num_devices in changes(found.settings, self.cluster.num_devices):
-            if settings.offload != "none" and not self.tracer.can_offload(settings, num_devices):
+            if not self.tracer.can_store(settings, num_devices):
                 continue
             memory = self.memory(settings, num_devices)
             peak_bytes = memory.peak_bytes + correction

@@ -11,7 +11,7 @@ from zerojax.analysis import targets
 from zerojax.analysis.hardware import Cluster
 from zerojax.plan.changes import REMATS
 from zerojax.plan.formula_time import FormulaTime
-from zerojax.plan.job import Settings
+from zerojax.plan.job import DEFAULT_SETTINGS, Settings
 from zerojax.plan.planner import Plan, Planner
 from zerojax.plan.transformer import Transformer
 from zerojax.step.config import OFFLOADS
@@ -96,9 +96,8 @@ class Ranking(NamedTuple):
 def search(
     what: str | Transformer,
     target: str | Cluster,
-    rows: int | None = None,
+    settings: Settings = DEFAULT_SETTINGS,
     *,
-    precision: str = "bf16",
     memory_share: float | None = None,
     host_memory_bytes: int | None = None,
     num_compiled: int = 3,
@@ -108,8 +107,8 @@ def search(
 
     Args:
         what, target, memory_share, host_memory_bytes: as in `planner.plan`.
-        precision: as in `Zero`.
-        rows: rows of a device in a step, in one or more microbatches. The default is that of the model.
+        settings: of these, `precision` and `moment_bits` stay as they are, and `rows` are those of a device in a step,
+            in one or more microbatches.
         num_compiled: how many of the fastest candidates that fit by formula are compiled. If 0, nothing is compiled,
             not even the naive choice.
         on_step: called with a message before each step of the search.
@@ -126,7 +125,8 @@ def search(
     name = target.target if isinstance(target, Cluster) else target
     devices = targets.devices(name) if num_compiled else None  # before JAX looks for devices
     planner = Planner(what, target, memory_share=memory_share, host_memory_bytes=host_memory_bytes)
-    base = planner.with_rows(Settings(rows=rows, precision=precision))
+    kept = {"precision": settings.precision, "moment_bits": settings.moment_bits}
+    base = planner.with_rows(Settings(rows=settings.rows, **kept))
     cluster, rows = planner.cluster, base.rows or 1
 
     def candidate(settings: Settings) -> Candidate:
@@ -135,9 +135,9 @@ def search(
         fits = planner.fits(memory.peak_bytes, memory.host_bytes)
         return Candidate(settings, memory.peak_bytes, fits, planner.formula_time(settings))
 
-    considered = [dataclasses.replace(s, precision=precision) for s in _settings(cluster, rows)]
+    considered = [dataclasses.replace(s, **kept) for s in _settings(cluster, rows)]
     can_offload = {
-        offload: planner.tracer.can_offload(dataclasses.replace(base, offload=offload), cluster.num_devices)
+        offload: planner.tracer.can_store(dataclasses.replace(base, offload=offload), cluster.num_devices)
         for offload in OFFLOADS
     }
     considered = [s for s in considered if can_offload[s.offload]]
@@ -151,7 +151,7 @@ def search(
 
     best = [compiled(c) for c in found[:num_compiled] if c.fits]
     best.sort(key=lambda c: (c.plan is None or not c.plan.fits, c.step_s))
-    naive = candidate(dataclasses.replace(NAIVE, rows=rows, precision=precision))
+    naive = candidate(dataclasses.replace(NAIVE, rows=rows, **kept))
     naive = compiled(naive) if num_compiled else naive
     return Ranking(planner.name, cluster, (*best, *found[len(best) :]), naive)
 

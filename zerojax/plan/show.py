@@ -125,6 +125,7 @@ def verdict_text(plan: Plan) -> Text:
     step = f"step: stage {settings.stage}, {settings.precision}, {rows}, "
     step += f"remat {settings.remat!r}, prefetch {settings.prefetch}"
     step += f", offload {settings.offload!r}" if settings.offload != "none" else ""
+    step += f", moments in {settings.moment_bits} bits" if settings.moment_bits else ""
     style = "bold green" if plan.fits else "bold red"
     return Text.assemble((verdict, style), "\n", limit, "\n", model, "\n", step)
 

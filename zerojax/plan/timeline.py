@@ -90,7 +90,7 @@ class Prediction:
     @property
     def waiting_s(self) -> float:
         """Seconds in which the computing lane waits for a link or a copy."""
-        return self.step_s - self.computing_s
+        return max(0.0, self.step_s - self.computing_s)  # not less by rounding
 
     @property
     def bound_by(self) -> str:

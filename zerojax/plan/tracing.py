@@ -72,14 +72,15 @@ class Tracer:
 
     Args:
         job: the job.
+        platform: of the devices: 'cuda', 'tpu' or 'cpu'; None if it is not known.
         on_few_layers: whether equal layers may be left out of the traces.
     """
 
-    def __init__(self, job: Job, on_few_layers: bool = True):
-        self.job, self.on_few_layers = job, on_few_layers
+    def __init__(self, job: Job, platform: str | None = None, on_few_layers: bool = True):
+        self.job, self.platform, self.on_few_layers = job, platform, on_few_layers
         self._create = _CreatesOnce(source_of(job.create_model, None))
-        self._states: dict[Any, TrainState] = {}  # by mesh and precision
-        self._stored: dict[Any, TrainState] = {}  # by configuration
+        self._states: dict[Any, TrainState] = {}  # by mesh, precision and bits of moments
+        self._stored: dict[Any, TrainState] = {}  # by configuration and bits of moments
         self._losses: dict[Any, LossTrace] = {}
         self._traces: dict[Any, DeviceTrace] = {}
 
@@ -88,26 +89,29 @@ class Tracer:
         mesh = make_mesh(devices=devices, replica=settings.replica, model=settings.model)
         return Zero(mesh, settings.stage, settings.precision, offload=settings.offload, **self.job.options)
 
-    def state(self, zero: Zero) -> TrainState:
+    def state(self, zero: Zero, settings: Settings) -> TrainState:
         """The training state as avals with shardings."""
-        if zero.config in self._stored:
-            return self._stored[zero.config]
-        key = zero.config.mesh, zero.config.precision
+        stored_key = zero.config, settings.moment_bits
+        if stored_key in self._stored:
+            return self._stored[stored_key]
+        key = zero.config.mesh, zero.config.precision, settings.moment_bits
         if key not in self._states:
             overrides = dataclasses.replace(zero.overrides, stacked=(*zero.overrides.stacked, *self._create.stacked))
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "placement: (the shards|.* replicated)")  # a note of the plan says so
-                self._states[key] = creation.build(zero.config, overrides, self._create.source, self.job.tx, 0)[1]
+                tx = settings.optimizer(self.job.tx)
+                self._states[key] = creation.build(zero.config, overrides, self._create.source, tx, 0)[1]
             leaves = self._states[key].definition.leaves
             self._create.stacked = tuple(glob.escape(leaf.path) for leaf in leaves if leaf.stacked)
-        creation.check_offloadable(zero.config, self._states[key].definition)  # a state is built once for all `offload`
-        self._stored[zero.config] = stored_avals(zero.config, self._states[key])
-        return self._stored[zero.config]
+        # A state is built once for all `offload`.
+        creation.check_offloadable(zero.config, self._states[key].definition, self.platform)
+        self._stored[stored_key] = stored_avals(zero.config, self._states[key])
+        return self._stored[stored_key]
 
-    def can_offload(self, settings: Settings, num_devices: int) -> bool:
-        """Whether a step may offload what the settings say: not with any mesh, nor any optimizer."""
+    def can_store(self, settings: Settings, num_devices: int) -> bool:
+        """Whether a state can be stored where and in as many bits as the settings say, with this mesh and optimizer."""
         try:
-            self.state(self.zero(settings, num_devices))
+            self.state(self.zero(settings, num_devices), settings)
         except ValueError:
             return False
         return True
@@ -126,7 +130,8 @@ class Tracer:
             prefetch=settings.prefetch,
             bucket_bytes=settings.bucket_bytes,
         )
-        return TracedStep(zero, step.trace(self.state(zero), self.batch(settings, zero.config.axes.num_devices)))
+        batch = self.batch(settings, zero.config.axes.num_devices)
+        return TracedStep(zero, step.trace(self.state(zero, settings), batch))
 
     def loss(self, settings: Settings, num_devices: int) -> LossTrace:
         """The loss of a microbatch on one device, with the precision of the settings."""
@@ -140,10 +145,10 @@ class Tracer:
         return self._losses[key]
 
     def device_trace(self, settings: Settings, num_devices: int) -> DeviceTrace:
-        """Traces what one device computes before the update. It is the same with the optimizer's state offloaded."""
-        if settings.offload == "optimizer":
-            settings = dataclasses.replace(settings, offload="none")
-        key = settings, num_devices, self.on_few_layers
+        """Traces what one device computes before the update. It is the same for every state of the optimizer."""
+        offload = "params" if settings.offload == "params" else "none"
+        settings = dataclasses.replace(settings, offload=offload)
+        key = dataclasses.replace(settings, moment_bits=None), num_devices, self.on_few_layers
         if key not in self._traces:
             gradient, args = self._gradient(self.zero(settings, num_devices), settings)
             few = None
@@ -163,11 +168,11 @@ class Tracer:
             self.on_few_layers = False
             peaks = self.device_trace(settings, num_devices).peaks()
         batch = self.batch(settings, zero.config.axes.num_devices)
-        return memory_terms(zero.config, _step_settings(settings), self.state(zero), batch, *peaks)
+        return memory_terms(zero.config, _step_settings(settings), self.state(zero, settings), batch, *peaks)
 
     def _gradient(self, zero: Zero, settings: Settings) -> tuple[DeviceGradient, Any]:
         """Returns (the gradient on one device, avals of its arguments)."""
-        state, step = self.state(zero), _step_settings(settings).check(zero.config.axes)
+        state, step = self.state(zero, settings), _step_settings(settings).check(zero.config.axes)
         batch = self.batch(settings, zero.config.axes.num_devices)
         scale = jax.ShapeDtypeStruct((), jnp.float32)
         gradient = device_gradient(zero.config, state.definition, self.job.loss_fn, step)

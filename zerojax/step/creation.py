@@ -235,12 +235,19 @@ def _define(
     return definition
 
 
-def check_offloadable(config: ZeroConfig, definition: Definition) -> None:
-    """Raises ValueError if the optimizer's state is to be in host memory, but its update cannot be cut into pieces."""
+def check_offloadable(config: ZeroConfig, definition: Definition, platform: str | None = None) -> None:
+    """Raises ValueError if the optimizer's state is to be in host memory, but its update cannot be cut into pieces.
+
+    Args:
+        config, definition: of the state.
+        platform: of the devices, if the mesh has none; None if it is not known.
+    """
     if not config.offloads_optimizer:
         return
     StreamedUpdate(config, definition, [leaf.dtype for leaf in definition.leaves if leaf.trainable], scales=False)
-    if isinstance(config.mesh, AbstractMesh) or config.mesh.devices.flat[0].platform != "tpu":
+    if not isinstance(config.mesh, AbstractMesh):
+        platform = config.mesh.devices.flat[0].platform
+    if platform != "tpu":
         return
     created = jax.tree_util.tree_leaves_with_path(jax.eval_shape(definition.tx.init, definition.trained_avals()))
     placed = jax.tree.leaves(definition.optimizer_placement(config.axes, config.stage.shards_optimizer))
