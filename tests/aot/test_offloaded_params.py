@@ -59,6 +59,14 @@ def test_a_table_without_whole_tiles_is_in_the_host_memory_of_tpus(offload, k, b
     assert moved == pytest.approx(bytes_each * matrices(state, 4), rel=5e-2)  # with the ends of their tiles
 
 
+def test_a_tpu_sums_gradients_of_any_number_of_microbatches_in_host_memory():
+    """Its compiler aborts if a loop carries them, and at this width chose layouts of tables that it cannot slice."""
+    program, _, state, _ = offloaded.compiled("v5e:2x2", "params", 3, 1024, num_microbatches=3)
+    memory, num = program.memory_analysis(), matrices(state, 4)
+    assert memory.host_argument_size_in_bytes == pytest.approx(14 * num, rel=2e-2)
+    assert 4 * num < memory.host_temp_size_in_bytes < 8 * num  # sums in fp32, of which it makes a copy
+
+
 @pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
 def test_temporaries_grow_by_what_is_saved_of_a_layer(scan):
     (_, few, _, _), (_, many, _, _) = (compiled("h100:1", layers, scan) for layers in ((6, 10) if scan else (6, 8)))

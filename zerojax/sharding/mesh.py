@@ -30,6 +30,11 @@ from zerojax.sharding.torus import (
 from zerojax.warn import warn
 
 
+def on_tpus(mesh: Mesh | AbstractMesh) -> bool:
+    """Whether the devices of a mesh are TPUs. An AbstractMesh has none."""
+    return not isinstance(mesh, AbstractMesh) and mesh.devices.flat[0].platform == "tpu"
+
+
 def make_mesh(
     *, replica: int = 1, model: int | None = None, devices: Sequence[Any] | int | None = None
 ) -> Mesh | AbstractMesh:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from zerojax.sharding.mesh import on_tpus
 from zerojax.sharding.precision import for_reduction
 from zerojax.step import models
 from zerojax.step.batch import RowsOfSet, batch_specs, cast_batch, microbatches
@@ -122,7 +123,7 @@ class DeviceGradient:
         batch = cast_batch(self.config.precision, batch)
         if self.settings.num_microbatches > 1:
             return self._accumulate(shards, model_state, batch, key, scale)
-        host = HostGradients({}) if self.config.offloads_params else None
+        host = HostGradients({}, for_tpus=on_tpus(self.config.mesh)) if self.config.offloads_params else None
         grads, output, _ = self._microbatch(shards, model_state, batch, self._device_key(key, 0), scale, [], 0, host)
         return self._result(grads, output.sums(), model_state, output.model_state, self.reductions.host_norm_term(host))
 
@@ -291,7 +292,9 @@ class DeviceGradient:
             return self._microbatch(*args, start, index, host)
 
         room = {i: host_arrays.room(shards[i].shape, grad_dtype) for i, flag in enumerate(moves) if flag}
-        host_of = lambda totals, index: HostGradients(totals, index == 0) if self.config.offloads_params else None
+        offloads, for_tpus = self.config.offloads_params, on_tpus(self.config.mesh)
+        unrolls = bool(room) and for_tpus  # see `HostGradients`; each microbatch then waits for the one before
+        host_of = lambda totals, index: HostGradients(totals, index == 0, for_tpus) if offloads else None
         first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), rows)
         run_first = lambda rows, room: run_microbatch(jnp.int32(0), rows, model_state, [], host_of(room, 0))[:2]
         grads_aval, output_aval = jax.eval_shape(run_first, first, room)
@@ -308,7 +311,7 @@ class DeviceGradient:
         def body(sums: _Sums, microbatch: Any) -> tuple[_Sums, None]:
             index, rows = microbatch
             host = host_of({i: sums.grads[i] for i in room}, index)
-            start = event(jax.tree.leaves(rows))
+            start = [*event(jax.tree.leaves(rows)), *(event([sums.squared_norm]) if unrolls else [])]
             grads, output, weight = run_microbatch(index, rows, sums.model_state, start, host)
             add = lambda i, t, g: None if t is None else g if i in room else t + g.astype(grad_dtype) * weight
             totals = [add(i, t, g) for i, (t, g) in enumerate(zip(sums.grads, grads, strict=True))]
@@ -316,7 +319,7 @@ class DeviceGradient:
             norm = self.reductions.host_norm_term(host)
             return _Sums(totals, sums.weight + weight, outputs, output.model_state, norm), None
 
-        sums, _ = lax.scan(body, init, (jnp.arange(k), rows))
+        sums, _ = lax.scan(body, init, (jnp.arange(k), rows), unroll=unrolls)
         divisor = jnp.where(sums.weight > 0, sums.weight, 1)
         mean = lambda i, t: t if t is None or i in room else t / divisor
         grads = self.reductions.reduce_grads([mean(i, t) for i, t in enumerate(sums.grads)])

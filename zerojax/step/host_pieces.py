@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from jax.sharding import AbstractMesh
-
+from zerojax.sharding.mesh import on_tpus
 from zerojax.transform.buckets import Pieces
 from zerojax.typing import AnyMesh, Shape
 
@@ -27,7 +26,7 @@ def cut(shape: Shape, wanted: int, mesh: AnyMesh) -> Pieces:
         mesh: with the devices, or an AbstractMesh, for which pieces are those of a GPU.
     """
     found: list[int] = []
-    in_one_dim = not isinstance(mesh, AbstractMesh) and mesh.devices.flat[0].platform == "tpu"
+    in_one_dim = on_tpus(mesh)
     if in_one_dim and len(shape) == 1:  # parts of whole tiles only, which small arrays do not have
         return Pieces(shape, (1,))
     missing = wanted

@@ -57,11 +57,11 @@ def from_host(array: Array, events: Sequence[Array]) -> Array:
     return jnp.concatenate([part_from_host(array, start, size, dim) for start in starts], dim)
 
 
-def cut_dim(shape: Shape, written: bool = False) -> tuple[int, int]:
+def cut_dim(shape: Shape) -> tuple[int, int]:
     """(the dim that an array is cut along, the size of a part in it): few parts, of whole tiles of a TPU if possible.
 
-    Compilers take a slice for an index only if it is not the whole array. That of TPUs reads parts of rows, but writes
-    whole tiles. An array that has none is one part.
+    Compilers take a slice for an index only if it is not the whole array. That of TPUs takes whole tiles, or columns.
+    An array that has neither is one part.
     """
     tiles = dict(zip(range(len(shape) - 1, -1, -1), _ALIGNED, strict=False))
 
@@ -69,7 +69,7 @@ def cut_dim(shape: Shape, written: bool = False) -> tuple[int, int]:
         if size % tiles.get(dim, 1) == 0:
             return 0
         if dim == len(shape) - 1:
-            return 3 if written else 2
+            return 2
         return 1 if size % _ROWS == 0 else 3
 
     counts = ((dim, n) for dim, size in enumerate(shape) for n in range(2, _MOST_PIECES + 1) if size % n == 0)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from zerojax.transform import host_arrays
 from zerojax.transform.pace import Paces
@@ -18,6 +20,8 @@ class HostGradients:
     Args:
         totals: the sums of the microbatches so far by leaf, arrays in host memory; {} if there is one microbatch.
         is_first: bool scalar, whether this microbatch is the first: the sums have undefined values before it.
+        for_tpus: whether their compiler is used. It fails if a loop carries sums in host memory, and if it chooses the
+            layout of sums.
 
     Attributes:
         totals: with this microbatch.
@@ -25,8 +29,8 @@ class HostGradients:
         squared_norms: by leaf, of `totals`.
     """
 
-    def __init__(self, totals: dict[int, Array], is_first: Array | None = None):
-        self.totals, self._is_first = dict(totals), is_first
+    def __init__(self, totals: dict[int, Array], is_first: Array | None = None, for_tpus: bool = False):
+        self.totals, self._is_first, self._for_tpus = dict(totals), is_first, for_tpus
         self.weight: Array | None = None
         self.squared_norms: dict[int, Array] = {}
 
@@ -38,15 +42,23 @@ class HostGradients:
     def add(self, leaf: int, grad: Array) -> None:
         """Adds the reduced gradient of a leaf."""
         if leaf not in self.totals:
-            self.totals[leaf], self.squared_norms[leaf] = host_arrays.to_host(grad), _squared_norm(grad)
+            self._put(leaf, grad)
             return
         total, norm = self.totals[leaf], jnp.float32(0)
-        dim, size = host_arrays.cut_dim(grad.shape, written=True)
-        for start in range(0, grad.shape[dim], size):  # compilers copy a sum that is not updated in place
+        if self._for_tpus:
+            self._put(leaf, self._sum(jax.device_put(total, host_arrays.DEVICE_SPACE), grad))
+            return
+        dim, size = host_arrays.cut_dim(grad.shape)
+        for start in range(0, grad.shape[dim], size):  # compilers copy a sum that a loop does not update in place
             part = lax.slice_in_dim(grad, start, start + size, axis=dim)
             part = self._sum(host_arrays.part_from_host(total, start, size, dim), part)
             total, norm = host_arrays.part_to_host(total, part, start, dim), norm + _squared_norm(part)
         self.totals[leaf], self.squared_norms[leaf] = total, norm
+
+    def _put(self, leaf: int, total: Array) -> None:
+        if self._for_tpus:
+            total = with_layout_constraint(total, Layout(tuple(range(total.ndim))))
+        self.totals[leaf], self.squared_norms[leaf] = host_arrays.to_host(total), _squared_norm(total)
 
     def stack(self, leaf: int, shape: Shape, dtype: Any) -> Array:
         """The stack that `put_layer` writes to."""
