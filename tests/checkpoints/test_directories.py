@@ -89,13 +89,17 @@ def test_a_deleted_lock_file_lets_no_second_run_in(tmp_path, zero, state):
 
 
 HOLDER = """
-import multiprocessing, sys, time
+import multiprocessing, os, sys, time
 from pathlib import Path
 from zerojax.checkpoints.lock import DirectoryLock
+
+def work():
+    print(os.getpid(), flush=True)  # not before the worker has closed what it has in common with its parent
+    time.sleep(float(sys.argv[2]))
+
 lock = DirectoryLock(Path(sys.argv[1]))
-worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(float(sys.argv[2]),))
+worker = multiprocessing.get_context("fork").Process(target=work)
 worker.start()
-print(worker.pid, flush=True)
 if float(sys.argv[2]) == 0:
     worker.join()
     print("joined", flush=True)
