@@ -3,7 +3,7 @@
 import pytest
 from support.hlo_text import MIB, loop, program
 
-from zerojax.analysis.host_copies import FROM_HOST, TO_HOST, HostCopy, read_host_copies
+from zerojax.analysis.host_copies import FROM_HOST, TO_HOST, HostCopy, copied_in_host, read_host_copies
 
 COMPUTATIONS = """
 %adding (...) -> ... {
@@ -45,6 +45,24 @@ def test_a_copy_is_alone_without_a_product_or_a_kernel_as_large_as_itself(beside
     assert found == [HostCopy("out", TO_HOST, MIB, alone, False), HostCopy("in", FROM_HOST, MIB, alone, False)]
     on_device = COPIES.replace("BESIDE", beside).replace(":S(5)", "")
     assert read_host_copies(program(on_device, COMPUTATIONS)) == []
+
+
+HOST, BY_HOST = "(f32[262144]{0:S(5)})", 'custom_call_target="HostExecute", called_computations={%counting}'
+
+
+@pytest.mark.parametrize(
+    ("line", "num_bytes"),
+    [
+        ("%y = f32[262144]{0:S(5)} copy(%kept)", MIB),
+        ("%y = (f32[262144]{0:S(5)}, f32[262144]{0:S(5)}, u32[]) copy-start(%kept)", MIB),
+        (f"%y = ({HOST}, {HOST}, u32[]) custom-call-start(%kept), {BY_HOST}", MIB),
+        ("%y = f32[262144] copy(%x)", 0),
+    ],
+    ids=["copy", "asynchronous", "by the host", "on the device"],
+)
+def test_copies_within_host_memory_are_counted(line, num_bytes):
+    """Those between host and device, which are in the same program, are not."""
+    assert copied_in_host(program(COPIES.replace("BESIDE", line), COMPUTATIONS)) == num_bytes
 
 
 @pytest.mark.parametrize("product", [True, False])

@@ -21,24 +21,26 @@ SEQ = 128
 
 
 class Compiled(NamedTuple):
-    """A compiled step, the bytes of its temporaries, its state, and its audit."""
+    """A compiled step, the bytes of its temporaries on a device and in host memory, its state, and its audit."""
 
     program: Any
     temporaries_bytes: int
+    host_bytes: int
     state: zerojax.TrainState
     audit: zerojax.Audit
 
 
 @functools.cache
-def compiled(target, offload, layers, width=256, scan=True, num_microbatches=1, vocab=512):
+def compiled(target, offload, layers, width=256, scan=True, num_microbatches=1, vocab=512, pieces_bytes=PIECES_BYTES):
     config = gpt.Config(width=width, layers=layers, heads=4, vocab=vocab, seq=SEQ, scan=scan, dtype=jnp.bfloat16)
     devices = targets.devices(target)
     zero = zerojax.Zero(zerojax.make_mesh(devices=devices), 3, "bf16", offload=offload)
     state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
     batch = gpt.batch_aval(config, num_microbatches * len(devices))
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        patch.setattr(host_pieces, "PIECES_BYTES", PIECES_BYTES)
+        patch.setattr(host_pieces, "PIECES_BYTES", pieces_bytes)
         step = zero.train_step(gpt.loss, remat="full", num_microbatches=num_microbatches)
         program = compile_with_dump(step.trace(state, batch), targets.platform(target), Path(folder), {})
         audit = zerojax.audit_step(program, step.expectation(state, batch))
-        return Compiled(program, read_dump(Path(folder)).allocated_bytes, state, audit)
+        assignment = read_dump(Path(folder))
+        return Compiled(program, assignment.allocated_bytes, assignment.host_bytes, state, audit)

@@ -76,6 +76,20 @@ def copied(start: Instruction) -> tuple[str, int]:
     raise unsupported(start, "cannot read what this asynchronous fusion copies")
 
 
+def copied_in_host(program: Program) -> int:
+    """Returns the bytes of arrays in host memory that a program copies to other arrays there.
+
+    In programs for TPUs the processor of the host does so, while the device waits.
+    """
+    num_bytes = 0
+    for i in (i for block in blocks(program) for i in block.instructions):
+        if i.op == "custom-call-start" and i.target == "HostExecute":
+            num_bytes += sum(operand.num_bytes for operand in i.operands)
+        elif i.op in ("copy", "copy-start") and i.buffers[0].space == HOST:
+            num_bytes += i.buffers[0].num_bytes if i.operands[0].buffers[0].space == HOST else 0
+    return num_bytes
+
+
 def _lane(source: Buffer, target: Buffer) -> str:
     if (source.space == HOST) == (target.space == HOST):
         return COPIES

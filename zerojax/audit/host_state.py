@@ -16,15 +16,14 @@ from zerojax.text import abbreviate, bytes_text
 from zerojax.typing import Shape
 
 
-def check_host_memory(memory: Any, state_bytes: int, temporaries_bytes: int) -> Outcome:
-    """Whether the state is in host memory, and no copy of it.
+def check_host_memory(state_bytes: int, found: int, copies: int) -> Outcome:
+    """Whether the state is in host memory, and no copy of it or of its gradients.
 
     Args:
-        memory: the memory analysis of the program.
-        state_bytes: of the state in host memory.
-        temporaries_bytes: of the activations and the gradients that are offloaded beside it.
+        state_bytes: of the state that is offloaded.
+        found: the bytes of the program's arguments in host memory.
+        copies: the bytes of what is copied there.
     """
-    found, copies = memory.host_argument_size_in_bytes, memory.host_temp_size_in_bytes - temporaries_bytes
     numbers = {"expected_bytes": state_bytes, "found_bytes": found, "copied_bytes": max(0, copies)}
     if found < (1 - SLACK) * state_bytes:
         fix = "create the state with zero.init, and jit a step of your own with in_shardings and out_shardings of it"

@@ -36,12 +36,14 @@ class BufferAssignment(NamedTuple):
         peak_instruction: the instruction at which most of the allocation is in use.
         live: the buffers that are in use at that instruction.
         schedule: the names of all instructions in order, including those of loop bodies.
+        host_bytes: the size of the allocation in host memory.
     """
 
     allocated_bytes: int
     peak_instruction: str
     live: tuple[LiveBuffer, ...]
     schedule: tuple[str, ...] = ()
+    host_bytes: int = 0
 
     @property
     def unused_bytes(self) -> int:
@@ -52,6 +54,7 @@ class BufferAssignment(NamedTuple):
 _VALUE = re.compile(r"^ value: <\d+ ([\w.\-]+)(\{[\d,]*\})?(?: \(phi\))? @0> \(size=(\d+),offset=(\d+)\)", re.MULTILINE)
 _RANGE = re.compile(r"^    ([\w.\-]+)(\{[\d,]*\}):(\d+)-(\d+)$", re.MULTILINE)
 _SEQUENCE = re.compile(r"^    \d+:([\w.\-]+)$", re.MULTILINE)
+_IN_HOST = re.compile(r"size (\d+), (?:page \d+, )?color 5, preallocated-temp")
 _MIN_BYTES = 1024  # smaller values, such as tables of addresses, may have no live range
 
 
@@ -91,8 +94,9 @@ def parse_assignment(assignment: str, live_ranges: str) -> BufferAssignment:
     temporaries = [each for each in allocations if re.match(r"size \d+, (page \d+, )?preallocated-temp", each)]
     if not allocations or len(temporaries) > 1:
         raise ValueError(f"buffers: {len(temporaries)} allocations of temporaries\n  got:      {assignment[:160]!r}")
+    host_bytes = sum(int(found.group(1)) for found in map(_IN_HOST.match, allocations) if found)
     if not temporaries:
-        return BufferAssignment(0, "", ())
+        return BufferAssignment(0, "", (), (), host_bytes)
     ranges = {(name, path): (int(first), int(last)) for name, path, first, last in _RANGE.findall(live_ranges)}
     begins: dict[int, list[tuple[str, str, int, int]]] = defaultdict(list)
     ends: dict[int, list[tuple[str, str, int, int]]] = defaultdict(list)
@@ -117,7 +121,7 @@ def parse_assignment(assignment: str, live_ranges: str) -> BufferAssignment:
     if peak[1] >= len(schedule):
         raise ValueError(f"buffers: a live range is outside the schedule\n  got:      {peak[1]} of {len(schedule)}")
     allocated = int(re.match(r"size (\d+)", temporaries[0]).group(1))  # pyright: ignore[reportOptionalMemberAccess]
-    return BufferAssignment(allocated, schedule[peak[1]], tuple(peak[2]), schedule)
+    return BufferAssignment(allocated, schedule[peak[1]], tuple(peak[2]), schedule, host_bytes)
 
 
 def _live_buffers(alive: set[tuple[str, str, int, int]]) -> Iterator[LiveBuffer]:

@@ -143,7 +143,7 @@ def compile_step(
         memory.argument_size_in_bytes,
         temporaries,
         memory.alias_size_in_bytes,
-        memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
+        memory.host_argument_size_in_bytes + host_temporaries_bytes(memory, read_assignment),
         seconds,
         analysis,
         text,
@@ -194,6 +194,14 @@ def temporaries_bytes(memory: Any, read_assignment: Callable[[], BufferAssignmen
         return read_assignment().allocated_bytes or memory.temp_size_in_bytes
     except ValueError:
         return memory.temp_size_in_bytes
+
+
+def host_temporaries_bytes(memory: Any, read_assignment: Callable[[], BufferAssignment]) -> int:
+    """Like `temporaries_bytes`, in host memory. For TPUs the memory analysis is more than the compiler allocates."""
+    try:
+        return read_assignment().host_bytes
+    except ValueError:
+        return memory.host_temp_size_in_bytes
 
 
 def analyze(

@@ -32,6 +32,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from zerojax.sharding import padding
+from zerojax.sharding.mesh import on_tpus
 from zerojax.sharding.padding import NO_PADDING
 from zerojax.sharding.placement import Leaf, Stored
 from zerojax.step import host_pieces, optimizers
@@ -227,6 +228,8 @@ class StreamedUpdate:
         if not moved:  # each piece costs the start of some kernels, and no room for what comes next
             num_bytes, limit = 4 * sum(a.size for a in (stored or computed).values()), host_pieces.DEVICE_PIECES_BYTES
         wanted, first = -(-num_bytes // limit), self._num_results
+        if moved and on_tpus(self.config.mesh):  # a stack that is read at once would be copied within host memory
+            wanted = max(2, wanted)
         cuts = {k: self._cut(k, grads[first + k].shape, wanted) for k in self.split.leaves}
         by_count: dict[int, list[int]] = collections.defaultdict(list)
         for k, each in cuts.items():
