@@ -199,7 +199,7 @@ def temporaries_bytes(memory: Any, read_assignment: Callable[[], BufferAssignmen
 def host_temporaries_bytes(memory: Any, read_assignment: Callable[[], BufferAssignment]) -> int:
     """Like `temporaries_bytes`, in host memory. For TPUs the memory analysis is more than the compiler allocates."""
     try:
-        return read_assignment().host_bytes
+        return read_assignment().host_bytes or memory.host_temp_size_in_bytes
     except ValueError:
         return memory.host_temp_size_in_bytes
 
