@@ -67,7 +67,7 @@ def test_a_tpu_sums_gradients_of_any_number_of_microbatches_in_host_memory():
     memory, num = program.memory_analysis(), matrices(state, 4)
     assert memory.host_argument_size_in_bytes == pytest.approx(14 * num, rel=2e-2)
     assert host_bytes == pytest.approx(4 * num, rel=2e-2)
-    assert memory.host_temp_size_in_bytes >= host_bytes  # with three layers it is 1.7 times as much
+    assert 1.5 < memory.host_temp_size_in_bytes / host_bytes < 1.7  # with three layers, see the how-to
 
 
 @pytest.mark.parametrize("k", [1, 2])

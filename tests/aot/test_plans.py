@@ -109,12 +109,12 @@ def test_temporaries_on_a_tpu_are_those_that_its_program_allocates(tmp_path):
     (size,) = re.findall(
         r"^allocation \d+: size (\d+), (?:page \d+, )?preallocated-temp", assignment.read_text(), re.MULTILINE
     )
-    allocated = temporaries_bytes(memory, lambda: read_dump(tmp_path))
-    assert allocated == int(size) and 2**20 < allocated < 0.9 * memory.temp_size_in_bytes
+    allocated, in_host = temporaries_bytes(memory, lambda: read_dump(tmp_path))
+    assert in_host == 0 and allocated == int(size) and 2**20 < allocated < 0.9 * memory.temp_size_in_bytes
     if total := getattr(memory, "total_allocation_bytes", 0):
         assert peak_bytes(memory, allocated) == pytest.approx(total, rel=0.01)
     (tmp_path / "empty").mkdir()
-    assert temporaries_bytes(memory, lambda: read_dump(tmp_path / "empty")) == memory.temp_size_in_bytes
+    assert temporaries_bytes(memory, lambda: read_dump(tmp_path / "empty")) == (memory.temp_size_in_bytes, 0)
 
 
 def test_the_required_memory_is_known_if_the_compiler_gives_up():

@@ -54,11 +54,9 @@ def test_arguments_and_other_memory_spaces_are_left_out():
     assert buffers.parse_assignment("BufferAssignment:\n" + others, "") == BufferAssignment(0, "", ())
 
 
-@pytest.mark.parametrize("page", ["", "page 5, "])
-def test_temporaries_in_host_memory_are_counted(page):
-    others = (
-        f"allocation 2: size 4096, {page}color 5, preallocated-temp:\nallocation 3: size 64, color 5, parameter 9:\n"
-    )
+@pytest.mark.parametrize("color", ["color 5", "page 0, color 5", "color 5, page 0"])
+def test_temporaries_in_host_memory_are_counted(color):
+    others = f"allocation 2: size 4096, {color}, preallocated-temp:\nallocation 3: size 64, color 5, parameter 9:\n"
     assert buffers.parse_assignment(*texts([("a", 2048, 0, 0, 1)], 2048, others)).host_bytes == 4096
     assert buffers.parse_assignment("BufferAssignment:\n" + others, "") == BufferAssignment(0, "", (), (), 4096)
 

@@ -13,7 +13,7 @@ import pytest
 import zerojax
 from zerojax import targets
 from zerojax.plan.buffers import read_dump
-from zerojax.plan.program import compile_with_dump
+from zerojax.plan.program import compile_with_dump, temporaries_bytes
 from zerojax.step import host_pieces
 
 PIECES_BYTES = 2**20  # small models have several pieces too
@@ -42,5 +42,5 @@ def compiled(target, offload, layers, width=256, scan=True, num_microbatches=1, 
         step = zero.train_step(gpt.loss, remat="full", num_microbatches=num_microbatches)
         program = compile_with_dump(step.trace(state, batch), targets.platform(target), Path(folder), {})
         audit = zerojax.audit_step(program, step.expectation(state, batch))
-        assignment = read_dump(Path(folder))
-        return Compiled(program, assignment.allocated_bytes, assignment.host_bytes, state, audit)
+        temporaries = temporaries_bytes(program.memory_analysis(), lambda: read_dump(Path(folder)))
+        return Compiled(program, *temporaries, state, audit)

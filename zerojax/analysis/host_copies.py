@@ -85,8 +85,9 @@ def copied_in_host(program: Program) -> int:
     for i in (i for block in blocks(program) for i in block.instructions):
         if i.op == "custom-call-start" and i.target == "HostExecute":
             num_bytes += sum(operand.num_bytes for operand in i.operands)
-        elif i.op in ("copy", "copy-start") and i.buffers[0].space == HOST:
-            num_bytes += i.buffers[0].num_bytes if i.operands[0].buffers[0].space == HOST else 0
+        elif i.op in ("copy", "copy-start"):
+            source, target = i.operands[0].buffers[0], i.buffers[0]
+            num_bytes += target.num_bytes if source.space == target.space == HOST else 0
     return num_bytes
 
 

@@ -29,7 +29,10 @@ def check_host_memory(state_bytes: int, found: int, copies: int) -> Outcome:
         fix = "create the state with zero.init, and jit a step of your own with in_shardings and out_shardings of it"
         return Outcome(f"{bytes_text(found)} in host memory", Verdict.BROKEN, numbers, fix)
     if copies > SLACK * state_bytes:
-        fix = "use jax.jit(step, donate_argnums=0): the compiler copies arrays that it may not update in place"
+        fix = (
+            "use jax.jit(step, donate_argnums=0): the compiler copies arrays that it may not update in place; "
+            "with two or three layers it may copy sums of their gradients too"
+        )
         return Outcome(f"copies of {bytes_text(copies)} in host memory", Verdict.BROKEN, numbers, fix)
     return Outcome(f"{bytes_text(found)} in host memory, and no copies", Verdict.OK, numbers)
 

@@ -54,7 +54,7 @@ class BufferAssignment(NamedTuple):
 _VALUE = re.compile(r"^ value: <\d+ ([\w.\-]+)(\{[\d,]*\})?(?: \(phi\))? @0> \(size=(\d+),offset=(\d+)\)", re.MULTILINE)
 _RANGE = re.compile(r"^    ([\w.\-]+)(\{[\d,]*\}):(\d+)-(\d+)$", re.MULTILINE)
 _SEQUENCE = re.compile(r"^    \d+:([\w.\-]+)$", re.MULTILINE)
-_IN_HOST = re.compile(r"size (\d+), (?:page \d+, )?color 5, preallocated-temp")
+_IN_HOST = re.compile(r"size (\d+), (?:page \d+, )?color 5, (?:page \d+, )?preallocated-temp")
 _MIN_BYTES = 1024  # smaller values, such as tables of addresses, may have no live range
 
 

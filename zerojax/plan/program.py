@@ -136,14 +136,14 @@ def compile_step(
             for name, file in buffers.dump_files(Path(folder)).items():
                 (dump / name).write_text(file.read_text())
         read_assignment = functools.cache(lambda: buffers.read_dump(Path(folder)))
-        temporaries = temporaries_bytes(memory, read_assignment)
+        temporaries, host_temporaries = temporaries_bytes(memory, read_assignment)
         analysis = analyze(text, cluster, axes, memory, read_assignment)
     return CompiledStep(
         hlo_collectives.peak_bytes(memory, temporaries),
         memory.argument_size_in_bytes,
         temporaries,
         memory.alias_size_in_bytes,
-        memory.host_argument_size_in_bytes + host_temporaries_bytes(memory, read_assignment),
+        memory.host_argument_size_in_bytes + host_temporaries,
         seconds,
         analysis,
         text,
@@ -182,26 +182,22 @@ def compile_with_dump(traced: Any, platform: str, folder: Path, options: Mapping
     return traced.lower(lowering_platforms=(platform,)).compile(compiler_options=options)
 
 
-def temporaries_bytes(memory: Any, read_assignment: Callable[[], BufferAssignment]) -> int:
-    """Returns the bytes of a program's temporaries: as allocated, or those of its memory analysis if no buffer
-    assignment can be read. `analyze` has the reason then.
+def temporaries_bytes(memory: Any, read_assignment: Callable[[], BufferAssignment]) -> tuple[int, int]:
+    """Returns the bytes of a program's temporaries on the device and in host memory: as allocated, or those of its
+    memory analysis if no buffer assignment can be read. `analyze` has the reason then.
 
     Args:
-        memory: the result of `memory_analysis()`.
+        memory: the result of `memory_analysis()`. For TPUs it is more than the compiler allocates.
         read_assignment: returns the buffer assignment.
     """
     try:
-        return read_assignment().allocated_bytes or memory.temp_size_in_bytes
+        assignment = read_assignment()
     except ValueError:
-        return memory.temp_size_in_bytes
-
-
-def host_temporaries_bytes(memory: Any, read_assignment: Callable[[], BufferAssignment]) -> int:
-    """Like `temporaries_bytes`, in host memory. For TPUs the memory analysis is more than the compiler allocates."""
-    try:
-        return read_assignment().host_bytes or memory.host_temp_size_in_bytes
-    except ValueError:
-        return memory.host_temp_size_in_bytes
+        return memory.temp_size_in_bytes, memory.host_temp_size_in_bytes
+    return (
+        assignment.allocated_bytes or memory.temp_size_in_bytes,
+        assignment.host_bytes or memory.host_temp_size_in_bytes,
+    )
 
 
 def analyze(
