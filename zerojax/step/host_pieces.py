@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from zerojax.sharding.mesh import on_tpus
+from zerojax.sharding.tiles import stored_order
 from zerojax.transform.buckets import Pieces
 from zerojax.typing import AnyMesh, Shape
 
@@ -18,15 +19,19 @@ def cut(shape: Shape, wanted: int, mesh: AnyMesh) -> Pieces:
 
     The last dim of several is not cut, and pieces are whole tiles where possible. There are fewer pieces if the sizes
     have no suitable divisors. Pieces are contiguous, except on TPUs, whose compiler slices arrays in host memory along
-    one dim only, and between whole tiles.
+    one dim only, and between whole tiles; there, the last dim is the innermost one in memory (`stored_order`).
 
     Args:
         shape: of the part of the array that a device holds.
         wanted: the number of pieces.
         mesh: with the devices, or an AbstractMesh, for which pieces are those of a GPU.
     """
-    found: list[int] = []
     in_one_dim = on_tpus(mesh)
+    order = stored_order(shape) if in_one_dim else tuple(range(len(shape)))
+    if order != tuple(range(len(shape))):
+        grid = cut(tuple(shape[d] for d in order), wanted, mesh).grid
+        return Pieces(shape, tuple(grid[order.index(d)] for d in range(len(shape))))
+    found: list[int] = []
     if in_one_dim and len(shape) == 1:  # parts of whole tiles only, which small arrays do not have
         return Pieces(shape, (1,))
     missing = wanted

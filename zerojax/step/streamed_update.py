@@ -267,7 +267,8 @@ class StreamedUpdate:
         last = in_order[-1] if in_order else None
 
         def fetch(p: int, host: Array, c: Any) -> Array:
-            return jax.device_put(cuts[leaf_of[p]].read(host, c), host_arrays.DEVICE_SPACE)
+            piece = jax.device_put(cuts[leaf_of[p]].read(host, c), host_arrays.DEVICE_SPACE)
+            return host_arrays.in_stored_order(piece, host.shape) if on_tpus(self.config.mesh) else piece
 
         def step(c: Any, carry: Any) -> Any:
             """Updates piece `c` of each parameter, and fetches the next one; of the last array, the same one before."""

@@ -12,9 +12,11 @@ import jax
 import jax.core
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
+from zerojax.sharding.tiles import stored_order
 from zerojax.transform.dependencies import after, event
 from zerojax.transform.pace import Pace
 from zerojax.typing import Array, Shape
@@ -113,11 +115,21 @@ def part_to_host(array: Array, part: Array, start: Any, dim: int) -> Array:
     return lax.dynamic_update_slice_in_dim(array, to_host(part) if is_in_host(array) else part, start, dim)
 
 
-def arrival(array: Array) -> Array:
+def arrival(array: Array, for_tpus: bool = False) -> Array:
     """An event on the device: that an array has arrived in host memory."""
-    dim = max(0, array.ndim - 2)
+    dim = ([0, *stored_order(array.shape)] if for_tpus else [0, *range(array.ndim)])[-2]
     first = part_from_host(array, 0, min(_ALIGNED[1], array.shape[dim]), dim)  # TPUs read whole tiles
-    return event([first])[0]
+    return event([in_stored_order(first, array.shape) if for_tpus else first])[0]
+
+
+def in_stored_order(part: Array, shape: Shape) -> Array:
+    """Lays out a part of an array, which is on the device, in the order in which TPUs store arrays of a shape.
+
+    It is for parts that come from host memory or go there. Their compiler otherwise chooses the order of the array in
+    host memory by that of what is computed with its parts. It then copies the array, and fails if the parts are no
+    longer whole tiles.
+    """
+    return with_layout_constraint(part, Layout(stored_order(shape)))
 
 
 def _index_after(index: Any, events: Sequence[Array]) -> Array:

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 
 from zerojax.transform import host_arrays
 from zerojax.transform.pace import Paces
@@ -46,7 +45,8 @@ class HostGradients:
             return
         total, norm = self.totals[leaf], jnp.float32(0)
         if self._for_tpus:
-            self._put(leaf, self._sum(jax.device_put(total, host_arrays.DEVICE_SPACE), grad))
+            total = host_arrays.in_stored_order(jax.device_put(total, host_arrays.DEVICE_SPACE), total.shape)
+            self._put(leaf, self._sum(total, grad))
             return
         dim, size = host_arrays.cut_dim(grad.shape)
         for start in range(0, grad.shape[dim], size):  # compilers copy a sum that a loop does not update in place
@@ -57,8 +57,12 @@ class HostGradients:
 
     def _put(self, leaf: int, total: Array) -> None:
         if self._for_tpus:
-            total = with_layout_constraint(total, Layout(tuple(range(total.ndim))))
+            total = host_arrays.in_stored_order(total, total.shape)
         self.totals[leaf], self.squared_norms[leaf] = host_arrays.to_host(total), _squared_norm(total)
+
+    def arrival(self, leaf: int) -> Array:
+        """An event on the device: that the gradient of a leaf has arrived in host memory."""
+        return host_arrays.arrival(self.totals[leaf], self._for_tpus)
 
     def stack(self, leaf: int, shape: Shape, dtype: Any) -> Array:
         """The stack that `put_layer` writes to."""

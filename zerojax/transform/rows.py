@@ -10,11 +10,11 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from zerojax.sharding.axes import Axes
+from zerojax.sharding.tiles import TILE
 from zerojax.sharding.torus import groups_along
 from zerojax.typing import Array
 
-_TILE = 8, 128  # elements of a tile of a TPU's memory, in the last two dims
-_LEAST_TILES = 2  # of a row; smaller ones of 16-bit elements are all-reduced
+_LEASTTILES = 2  # of a row; smaller ones of 16-bit elements are all-reduced
 
 
 def row_major(piece: Array) -> Array:
@@ -98,9 +98,9 @@ def _as_tiles(rows: Array) -> Array:
     """
     n, *shape = rows.shape
     size, height = math.prod(shape), math.prod(shape[:-1])
-    if size < _LEAST_TILES * math.prod(_TILE):
+    if size < _LEASTTILES * math.prod(TILE):
         return rows
-    if height >= _TILE[0]:
+    if height >= TILE[0]:
         return rows.reshape(n, height, shape[-1])
-    flat = jnp.pad(rows.reshape(n, size), ((0, 0), (0, -size % math.prod(_TILE))))
-    return flat.reshape(n, -1, _TILE[1])
+    flat = jnp.pad(rows.reshape(n, size), ((0, 0), (0, -size % math.prod(TILE))))
+    return flat.reshape(n, -1, TILE[1])

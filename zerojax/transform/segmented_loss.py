@@ -158,7 +158,7 @@ class SegmentedLoss:
         complete = [i for i in leaves if grads.get(i) is not None and host_arrays.is_in_host(shards[i])]
         for i in complete:
             host.add(i, grads.pop(i))
-        return [event for i in complete for event in (host_arrays.arrival(host.totals[i]), host.squared_norms[i])]
+        return [event for i in complete for event in (host.arrival(i), host.squared_norms[i])]
 
     def _leaf_grad(self, i: int, grads: dict[int, Array]) -> Array | None:
         if not self.trainable[i]:

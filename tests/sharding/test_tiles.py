@@ -1,0 +1,23 @@
+"""How TPUs store arrays, by the rule of their compiler."""
+
+import pytest
+
+from zerojax.sharding import tiles
+
+
+@pytest.mark.parametrize(
+    ("shape", "order"),
+    [
+        ((), ()),
+        ((5,), (0,)),
+        ((50304, 192), (1, 0)),
+        ((192, 50304), (0, 1)),
+        ((64, 64), (0, 1)),  # as many tiles in both orders
+        ((192, 400), (0, 1)),
+        ((50304, 256), (0, 1)),
+        ((12, 768, 192), (0, 2, 1)),
+        ((12, 192, 768), (0, 1, 2)),
+    ],
+)
+def test_arrays_are_stored_in_the_order_with_fewer_tiles(shape, order):
+    assert tiles.stored_order(shape) == order
