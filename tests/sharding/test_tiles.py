@@ -17,6 +17,8 @@ from zerojax.sharding import tiles
         ((50304, 256), (0, 1)),
         ((12, 768, 192), (0, 2, 1)),
         ((12, 192, 768), (0, 1, 2)),
+        ((48, 100, 4800), (1, 0, 2)),
+        ((48, 768, 100), (2, 0, 1)),
     ],
 )
 def test_arrays_are_stored_in_the_order_with_fewer_tiles(shape, order):

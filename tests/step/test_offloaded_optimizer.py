@@ -399,4 +399,5 @@ def test_a_tpu_cuts_one_dim():
     assert host_pieces.cut((50304, 192), 3, mesh).grid == (1, 3)  # which is stored column by column
     assert host_pieces.cut((12, 768, 192), 24, mesh).grid == (1, 1, 24)
     assert host_pieces.cut((515, 60), 4, mesh).grid == (1, 1)
+    assert host_pieces.cut((48, 100, 4800), 20, mesh).grid == (1, 20, 1)
     assert host_pieces.cut((357, 1024), 357, zerojax.make_mesh()).grid == (357, 1)

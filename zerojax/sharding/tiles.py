@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 
@@ -13,11 +14,11 @@ TILE = 8, 128  # elements of a tile of a TPU's memory, in the last two dims
 def stored_order(shape: Shape) -> tuple[int, ...]:
     """The dims of an array, from the outermost to the innermost, as the TPU compiler stores arguments and results.
 
-    The last two dims change places if this takes fewer tiles: 50304 x 192 is stored column by column.
+    It is the order that takes the fewest tiles: 50304 x 192 is stored column by column. Dims of up to 4 have smaller
+    tiles, which do not count here.
     """
-    dims = tuple(range(len(shape)))
-    swapped = *dims[:-2], *dims[:-3:-1]
-    return min(dims, swapped, key=lambda order: num_tiles(shape[d] for d in order))
+    orders = (order[::-1] for order in itertools.permutations(range(len(shape) - 1, -1, -1)))
+    return min(orders, key=lambda order: num_tiles(shape[d] for d in order))
 
 
 def num_tiles(sizes: Iterable[int]) -> int:
