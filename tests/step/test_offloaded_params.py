@@ -324,3 +324,12 @@ def test_scans_of_any_length(num_layers):
             state, metrics = step(state, TOKENS)
             losses[offload].append(float(metrics["loss"]))
     np.testing.assert_allclose(losses["params"], losses["none"], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("platform", "waits"), [("cpu", False), ("cuda", True), ("tpu", True)])
+def test_an_index_waits_for_events_except_on_cpus(platform, waits):
+    """Where XLA would compute an event once more in each fusion that reads the index."""
+    index = jax.jit(lambda index, event: host_arrays.index_after(index, [event]))
+    text = index.trace(jnp.int32(3), jnp.float32(0)).lower(lowering_platforms=(platform,)).as_text()
+    assert ("sign" in text) == waits
+    assert index(jnp.int32(3), jnp.float32(np.nan)) == 3

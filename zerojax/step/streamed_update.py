@@ -42,7 +42,7 @@ from zerojax.step.split_update import Operand, SplitUpdate
 from zerojax.step.state import Definition, TrainState, optimizer_shardings
 from zerojax.transform import collectives, host_arrays
 from zerojax.transform.buckets import Pieces
-from zerojax.transform.dependencies import after, event
+from zerojax.transform.dependencies import event
 from zerojax.typing import Array, PyTree, Shape
 
 _AHEAD = 2
@@ -288,7 +288,7 @@ class StreamedUpdate:
                     computed[k] = pieces.write(computed[k], results[k].astype(computed[k].dtype), c)
             for p in in_order:
                 k, pieces = leaf_of[p], cuts[leaf_of[p]]
-                (index,) = after([jnp.asarray(c)], came[-_AHEAD])
+                index = host_arrays.index_after(c, came[-_AHEAD])
                 if p in stored:
                     stored[p] = pieces.write(stored[p], host_arrays.to_host(results[p]), index)
                 elif k in computed:
@@ -296,7 +296,7 @@ class StreamedUpdate:
                     computed[k] = pieces.write(computed[k], going, index)
                 if p == last:
                     continue
-                (index,) = after([jnp.minimum(c + 1, count - 1)], came[-1])
+                index = host_arrays.index_after(jnp.minimum(c + 1, count - 1), came[-1])
                 following[p] = fetch(p, (stored | grads)[p], index)
                 came.append(event([following[p]]))
             return stored, computed, total, following

@@ -55,7 +55,7 @@ def from_host(array: Array, events: Sequence[Array]) -> Array:
     dim, size = cut_dim(array.shape)
     if not events or size == array.shape[dim]:
         return jax.device_put(array, DEVICE_SPACE)
-    starts = [_index_after(start, events) for start in range(0, array.shape[dim], size)]
+    starts = [index_after(start, events) for start in range(0, array.shape[dim], size)]
     return jnp.concatenate([part_from_host(array, start, size, dim) for start in starts], dim)
 
 
@@ -88,7 +88,7 @@ def layer_from_host(stack: Array, index: Any, dim: int, pace: Pace) -> Array:
     """
     if not is_in_host(stack):
         return lax.dynamic_slice_in_dim(stack, index, 1, dim)
-    layer = part_from_host(stack, _index_after(index, pace.next(_layer_bytes(stack, dim))), 1, dim)
+    layer = part_from_host(stack, index_after(index, pace.next(_layer_bytes(stack, dim))), 1, dim)
     pace.arrived(layer)
     return layer
 
@@ -96,7 +96,7 @@ def layer_from_host(stack: Array, index: Any, dim: int, pace: Pace) -> Array:
 def layer_to_host(stack: Array, layer: Array, index: Any, dim: int, pace: Pace) -> Array:
     """Writes a layer, with the dim of layers, to a stack in host memory or on the device."""
     if is_in_host(stack):
-        index = _index_after(index, pace.next(_layer_bytes(stack, dim)))
+        index = index_after(index, pace.next(_layer_bytes(stack, dim)))
     return part_to_host(stack, layer, index, dim)
 
 
@@ -132,10 +132,25 @@ def in_stored_order(part: Array, shape: Shape) -> Array:
     return with_layout_constraint(part, Layout(stored_order(shape)))
 
 
-def _index_after(index: Any, events: Sequence[Array]) -> Array:
-    """An index that is not available before the events."""
-    (following,) = after([jnp.asarray(index, jnp.int32) + 1], events)  # compilers simplify a selection between zeros
+def index_after(index: Any, events: Sequence[Array]) -> Array:
+    """An index that is not available before the events; see `dependencies.after`.
+
+    On CPU devices it does not wait. Their host memory is like any other, and XLA would compute all that an index waits
+    for once more in each fusion that reads it: the step of three unrolled layers would compile for minutes.
+    """
+    return _waiting_index.bind(jnp.asarray(index, jnp.int32), *events)
+
+
+def _wait(index: Array, *events: Array) -> Array:
+    """The index; also in this form without events, since compilers for GPUs overlap fewer copies otherwise."""
+    (following,) = after([index + 1], events)  # compilers simplify a selection between zeros
     return following - 1
+
+
+_waiting_index = Primitive("waiting_index")
+_waiting_index.def_abstract_eval(lambda index, *_: index)
+mlir.register_lowering(_waiting_index, mlir.lower_fun(_wait, multiple_results=False))
+mlir.register_lowering(_waiting_index, lambda _, index, *__: [index], platform="cpu")
 
 
 def _layer_bytes(stack: Array, dim: int) -> int:

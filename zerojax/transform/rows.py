@@ -14,7 +14,7 @@ from zerojax.sharding.tiles import TILE
 from zerojax.sharding.torus import groups_along
 from zerojax.typing import Array
 
-_LEASTTILES = 2  # of a row; smaller ones of 16-bit elements are all-reduced
+_LEAST_TILES = 2  # of a row; smaller ones of 16-bit elements are all-reduced
 
 
 def row_major(piece: Array) -> Array:
@@ -98,7 +98,7 @@ def _as_tiles(rows: Array) -> Array:
     """
     n, *shape = rows.shape
     size, height = math.prod(shape), math.prod(shape[:-1])
-    if size < _LEASTTILES * math.prod(TILE):
+    if size < _LEAST_TILES * math.prod(TILE):
         return rows
     if height >= TILE[0]:
         return rows.reshape(n, height, shape[-1])
