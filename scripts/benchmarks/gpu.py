@@ -1,8 +1,9 @@
-"""Measures training steps on the GPUs of this machine: zerojax against plain JAX, and settings of `remat`.
+"""Measures training steps on the GPUs of this machine: zerojax against plain JAX, `remat` and `offload`.
 
     python scripts/benchmarks/gpu.py                  # a table
     python scripts/benchmarks/gpu.py --json           # one JSON object
     python scripts/benchmarks/gpu.py --json gpu.json  # a table, and the object in a file
+    python scripts/benchmarks/gpu.py --forms full optimizer params --microbatches 4
     python scripts/benchmarks/gpu.py --simulate 2 --width 64 --heads 4 --seq 16 --vocab 64  # on CPU, to try the script
 
 A scanned GPT in bf16 with AdamW and attention by cuDNN, on all devices. Forms:
@@ -13,26 +14,29 @@ A scanned GPT in bf16 with AdamW and attention by cuDNN, on all devices. Forms:
                rest
     none       zerojax at stage 3 with remat='none': saves all that the backward pass needs
     offloaded  like `full`, with the inputs of the layers in host memory
+    optimizer  like `full`, with the optimizer's state in host memory
+    params     like `full`, with the parameters and the optimizer's state in host memory
 
 Runs are paired: in each round every form creates its state, takes one step that is not timed, and then `--steps` timed
 steps; the order rotates. The ratio is the median over the rounds of the time of `full` relative to that of `plain`.
 Losses are compared over the steps of the first round, which start from the same weights; in bf16 they may differ from
-those of `plain` by TOLERANCE.
+those of the first form by TOLERANCE. The plain form has no microbatches.
 
 The model's flops are 6 Psi + 12 L S d per token, for Psi parameters without the embedding table, L layers, sequences of
 S tokens and width d. They count the matrix products of the forward and the backward pass, and attention as if it were
 not causal, but no recomputation. Model flop utilization (mfu) is relative to the peak of the device in bf16 without
 sparsity; `measured_flops` is the rate that products of square matrices reach on it.
 
-Peak memory is measured in a fresh process for each form (`memory_stats()`, which does not count memory that JAX
-preallocates); `init` is the peak before the first step. The compiled peak is the sum of arguments, temporaries and
-outputs that are not aliased with an argument. A form that runs out of memory is reported, and the others continue.
+Peak memory is measured in a fresh process for each form, if there are several (`memory_stats()`, which does not count
+memory that JAX preallocates); `init` is the peak before the first step. The compiled peak is the sum of arguments,
+temporaries and outputs that are not aliased with an argument. The formula and the host memory are those of
+`step.memory`. The predicted time is that of `zerojax.plan.timeline` for the same compiled program. What an audit of it
+finds broken is printed. A form that runs out of memory is reported, and the others continue.
 Without `--layers`, the number of layers is chosen to fill FILL of the memory that JAX may use (see `fitting_layers`),
 which is XLA_CLIENT_MEM_FRACTION of the device.
 """
 
 import argparse
-import functools
 import json
 import os
 import statistics
@@ -42,8 +46,15 @@ import tempfile
 import time
 from pathlib import Path
 
-REMAT = {"full": "full", "none": "none", "offloaded": {"offload_inputs": True}}
-FORMS = ("plain", *REMAT)
+OURS = {  # (remat=, offload=)
+    "full": ("full", "none"),
+    "none": ("none", "none"),
+    "offloaded": ({"offload_inputs": True}, "none"),
+    "optimizer": ("full", "optimizer"),
+    "params": ("full", "params"),
+}
+FORMS = ("plain", *OURS)
+SHAPES = ("width", "heads", "seq", "rows", "microbatches", "vocab", "steps", "rounds")  # reported with the results
 FILL = 0.85  # by a formula that overestimates what compilers save: on an H100 the compiled peak is near 0.7
 TOLERANCE = 0.05  # for a loss near log(vocab). A guess: a wrong gradient changes it by tenths after a few steps
 
@@ -51,7 +62,7 @@ TOLERANCE = 0.05  # for a loss near log(vocab). A guess: a wrong gradient change
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help="print or write one JSON object")
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
+    parser.add_argument("--forms", nargs="+", choices=FORMS, help="(default: all)")
     parser.add_argument(
         "--layers", type=int, help="(default: enough to fill the memory; 2 if the devices report no limit)"
     )
@@ -59,6 +70,7 @@ def arguments():
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--rows", type=int, default=4, help="sequences on each device (default %(default)s)")
+    parser.add_argument("--microbatches", type=int, default=1, help="of `--rows` each (default %(default)s)")
     parser.add_argument("--vocab", type=int, default=32768)
     parser.add_argument("--attention", choices=["cudnn", "xla"], help="(default: cudnn, and xla on simulated devices)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps per run (default %(default)s)")
@@ -67,6 +79,9 @@ def arguments():
     parser.add_argument("--measure", choices=["times", *FORMS], help=argparse.SUPPRESS)  # in a process of its own
     args = parser.parse_args()
     args.attention = args.attention or ("xla" if args.simulate else "cudnn")
+    args.forms = args.forms or (FORMS if args.microbatches == 1 else tuple(OURS))
+    if "plain" in args.forms and args.microbatches > 1:
+        parser.error("the plain form has no microbatches: leave it out of --forms, or --microbatches")
     return args
 
 
@@ -86,7 +101,7 @@ def main():
     ):  # the processes that measure peaks reuse the programs of the one that measures times
         os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
         result = measured("times")
-        if result["device"]["limit_bytes"]:
+        if result["device"]["limit_bytes"] and len(args.forms) > 1:
             for name, form in result["forms"].items():
                 form |= measured(name, "--layers", str(result["shapes"]["layers"]))
     if args.json != "-":
@@ -94,7 +109,7 @@ def main():
     if args.json:
         text = json.dumps(result)
         print(text) if args.json == "-" else Path(args.json).write_text(text)
-    if result["max_loss_difference"] > TOLERANCE:
+    if not result["max_loss_difference"] <= TOLERANCE:
         sys.exit(f"the forms compute different losses: they differ by {result['max_loss_difference']:.3g}")
 
 
@@ -107,9 +122,8 @@ def measured(what, *options):
 def times(args):
     """All measurements except the peaks of memory."""
     import jax
+    import numpy as np
     from timing import ratio, rotated, versions
-
-    from zerojax.analysis.hardware import CHIPS
 
     device, limit_bytes = jax.devices()[0], memory_stat("bytes_limit")
     config = gpt_config(args, limit_bytes)
@@ -121,11 +135,11 @@ def times(args):
             forms[name].attempt(forms[name].run, args.steps)
     seconds = {name: form.seconds for name, form in forms.items() if not form.error}
     losses = {name: form.losses for name, form in forms.items() if form.losses}
-    known = (chip for chip in CHIPS.values() if chip.platform != "cpu" and device.device_kind in chip.device_kinds)
-    peak_flops = next((chip.flops.peak for chip in known), None)
-    flops = model_flops(config) * args.rows * args.seq  # of one device
+    chip = chip_of(device)
+    peak_flops = chip.flops.peak if chip else None
+    flops = model_flops(config) * args.rows * args.microbatches * args.seq  # of one device
     summaries = {name: form.summary(flops, peak_flops) for name, form in forms.items()}
-    reference = losses.get("plain", [])
+    reference = next(iter(losses.values()), [])
     differences = [abs(a - b) for series in losses.values() for a, b in zip(series, reference, strict=bool(reference))]
     return {
         "ratio": ratio(seconds["full"], seconds["plain"]) if {"full", "plain"} <= seconds.keys() else None,
@@ -133,10 +147,9 @@ def times(args):
         "measured_flops": measured_flops(),
         "peak_flops": peak_flops,
         "model_flops": flops,
-        "max_loss_difference": max(differences, default=0.0),
+        "max_loss_difference": float(np.max(differences, initial=0.0)),  # NaN if there is one
         "forms": summaries,
-        "shapes": {k: getattr(args, k) for k in ("width", "heads", "seq", "rows", "vocab", "steps", "rounds")}
-        | {"layers": config.layers},
+        "shapes": {name: getattr(args, name) for name in SHAPES} | {"layers": config.layers},
         "versions": versions(),
         "device": {"kind": device.device_kind, "count": jax.device_count(), "limit_bytes": limit_bytes},
     }
@@ -149,7 +162,15 @@ def peak(args):
     form.attempt(form.run, 1)
     if form.error:
         return {"error": form.error}
-    return {"init_peak_bytes": form.init_peak_bytes, "peak_bytes": memory_stat("peak_bytes_in_use")}
+    return {"init_peak_bytes": form.init_peak_bytes, "peak_bytes": form.peak_bytes}
+
+
+def chip_of(device):
+    """The rates of a kind of device; None for a CPU, and if they are not known."""
+    from zerojax.analysis.hardware import CHIPS
+
+    known = (chip for chip in CHIPS.values() if chip.platform != "cpu" and device.device_kind in chip.device_kinds)
+    return next(known, None)
 
 
 def memory_stat(name):
@@ -164,9 +185,10 @@ class Form:
     """A compiled step with its measured times and memory."""
 
     def __init__(self, name, config, args):
-        self.name, self.config, self.rows = name, config, args.rows
-        self.error, self.seconds, self.losses = None, [], []
-        self.compile_s = self.compiled_peak_bytes = self.host_bytes = self.init_peak_bytes = None
+        self.name, self.config, self.rows, self.num_microbatches = name, config, args.rows, args.microbatches
+        self.error, self.seconds, self.losses, self.broken = None, [], [], []
+        self.compile_s = self.compiled_peak_bytes = self.init_peak_bytes = self.peak_bytes = None
+        self.formula_bytes = self.host_bytes = self.predicted_s = None
 
     def attempt(self, measure, *args):
         """Calls `measure(*args)` and records an error if memory runs out. Does nothing after such an error."""
@@ -174,8 +196,10 @@ class Form:
 
         if self.error:
             return
+        start = time.perf_counter()
         try:
             measure(*args)
+            print(f"{self.name}: {measure.__name__} took {time.perf_counter() - start:.1f} s", file=sys.stderr)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
@@ -185,19 +209,63 @@ class Form:
         import gpt
         import jax
         import numpy as np
+        import plain
 
         from zerojax.analysis.hlo_collectives import peak_bytes
 
-        self.init, trace = theirs(self.config) if self.name == "plain" else ours(REMAT[self.name], self.config)
+        batch = gpt.batch_aval(self.config, self.rows * self.num_microbatches * jax.device_count())
+        if self.name == "plain":
+            self.init, step, rows = plain.layer_by_layer("plain", self.config, "full", jax.devices())
+            state = jax.eval_shape(self.init)
+            batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows), batch)
+        else:
+            self.init, step, state = self.ours()
         start = time.perf_counter()
-        self.step = trace(gpt.batch_aval(self.config, self.rows * jax.device_count())).lower().compile()
+        self.step = step.trace(state, batch).lower().compile()
         self.compile_s = time.perf_counter() - start
-        memory = self.step.memory_analysis()
-        self.compiled_peak_bytes = peak_bytes(memory)
-        self.host_bytes = memory.host_temp_size_in_bytes
-        shape = (self.rows * jax.device_count(), self.config.seq + 1)
-        tokens = np.random.default_rng(0).integers(0, self.config.vocab, shape, np.int32)
+        self.compiled_peak_bytes = peak_bytes(self.step.memory_analysis())
+        if self.name != "plain":
+            self.analyze(step, state, batch)
+        tokens = np.random.default_rng(0).integers(0, self.config.vocab, batch["tokens"].shape, np.int32)
         self.batch = jax.device_put({"tokens": tokens}, self.step.input_shardings[0][1])
+
+    def ours(self):
+        """(`init() -> state`, the step, its state as avals) of zerojax."""
+        import gpt
+        import jax
+        import optax
+
+        import zerojax
+
+        remat, offload = OURS[self.name]
+        zero = zerojax.Zero(zerojax.make_mesh(), stage=3, precision="bf16", offload=offload)
+        model, tx = gpt.create(self.config), optax.adamw(1e-3)
+        state = zero.eval_init(model, tx)
+        remat = zerojax.Remat(**remat) if isinstance(remat, dict) else remat
+        step = zero.train_step(gpt.loss, remat=remat, num_microbatches=self.num_microbatches)
+        avals, tree = jax.tree.flatten(state)
+        leaves = lambda: jax.tree.leaves(zero.init(model, tx))
+        if offload == "none":  # jitted once, because `Zero.init` compiles each time
+            leaves = jax.jit(leaves, out_shardings=[a.sharding for a in avals])
+        return lambda: jax.tree.unflatten(tree, leaves()), step, state
+
+    def analyze(self, step, state, batch):
+        """What zerojax says of the compiled program: its memory by formula, its time, and what is broken."""
+        import jax
+
+        import zerojax
+        from zerojax.analysis import hlo
+        from zerojax.analysis.hardware import cluster
+        from zerojax.plan import timeline
+
+        memory = step.memory(state, batch)
+        self.formula_bytes, self.host_bytes = memory.peak_bytes, memory.host_bytes
+        audit = zerojax.audit_step(self.step, step.expectation(state, batch))
+        self.broken = [f"{each.name}: expected {each.expected}, found {each.found}" for each in audit.broken]
+        chip = chip_of(jax.devices()[0])
+        if chip:
+            target = cluster(f"{chip.name}:{jax.device_count()}")
+            self.predicted_s = timeline.predict(hlo.parse_program(self.step.as_text()), target).step_s
 
     def run(self, steps):
         """Measures the mean seconds of `steps` steps, after one that is not timed. The first run records the losses."""
@@ -213,6 +281,7 @@ class Form:
             losses.append(metrics["loss"])
         jax.block_until_ready(state)
         self.seconds.append((time.perf_counter() - start) / steps)
+        self.peak_bytes = memory_stat("peak_bytes_in_use")
         self.losses = self.losses or [float(loss) for loss in losses]
 
     def summary(self, flops, peak_flops):
@@ -220,40 +289,17 @@ class Form:
         return {
             "step_s": step_s,
             "mfu": flops / step_s / peak_flops if step_s and peak_flops else None,
-            "peak_bytes": None,
-            "init_peak_bytes": None,
+            "peak_bytes": self.peak_bytes,
+            "init_peak_bytes": self.init_peak_bytes,
             "compiled_peak_bytes": self.compiled_peak_bytes,
+            "formula_bytes": self.formula_bytes,
             "host_bytes": self.host_bytes,
+            "predicted_s": self.predicted_s,
             "compile_s": self.compile_s,
+            "losses": self.losses,
+            "broken": self.broken,
             "error": self.error,
         }
-
-
-def ours(remat, config):
-    """(`init() -> state`, `trace(batch)`) of zerojax. `init` is jitted once, because `Zero.init` compiles each time."""
-    import gpt
-    import jax
-    import optax
-
-    import zerojax
-
-    zero = zerojax.Zero(zerojax.make_mesh(), stage=3, precision="bf16")
-    model, tx = gpt.create(config), optax.adamw(1e-3)
-    state = zero.eval_init(model, tx)
-    avals, tree = jax.tree.flatten(state)
-    init = jax.jit(lambda: jax.tree.leaves(zero.init(model, tx)), out_shardings=[a.sharding for a in avals])
-    step = zero.train_step(gpt.loss, remat=zerojax.Remat(**remat) if isinstance(remat, dict) else remat)
-    return lambda: jax.tree.unflatten(tree, init()), functools.partial(step.trace, state)
-
-
-def theirs(config):
-    """(`init() -> state`, `trace(batch)`) of the plain form."""
-    import jax
-    import plain
-
-    init, step, rows = plain.layer_by_layer("plain", config, "full", jax.devices())
-    placed = lambda batch: jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows), batch)
-    return init, lambda batch: step.trace(jax.eval_shape(init), placed(batch))
 
 
 def gpt_config(args, limit_bytes):
@@ -324,19 +370,24 @@ def table(result):
     from rich.table import Table
 
     device, shapes = result["device"], result["shapes"]
-    tokens = f"{shapes['rows']} x {shapes['seq']} tokens per device"
+    tokens = f"{shapes['rows'] * shapes['microbatches']} x {shapes['seq']} tokens per device"
     title = f"{device['count']} x {device['kind']}: {shapes['layers']} layers of width {shapes['width']}, {tokens}"
-    columns = ("step\nms", "mfu\n", "peak\nGiB", "init\nGiB", "compiled\npeak GiB", "host\nGiB", "compile\ns")
+    columns = (
+        "step\nms", "predicted\nms", "mfu\n", "peak\nGiB", "compiled\nGiB", "formula\nGiB", "init\nGiB", "host\nGiB",
+        "compile\ns",
+    )  # fmt: skip
     rows = Table("form", *columns, title=title)
     for column in rows.columns[1:]:
         column.justify = "right"
     shown = lambda value, scale, digits, absent="": absent if value is None else f"{value * scale:.{digits}f}"
     gib = lambda form, key: shown(form[key], 2**-30, 2)
     for name, form in result["forms"].items():
-        sizes = [gib(form, key) for key in ("peak_bytes", "init_peak_bytes", "compiled_peak_bytes", "host_bytes")]
+        keys = ("peak_bytes", "compiled_peak_bytes", "formula_bytes", "init_peak_bytes", "host_bytes")
+        sizes = [gib(form, key) for key in keys]
         mfu = shown(form["mfu"], 100, 1) + ("%" if form["mfu"] else "")
-        rows.add_row(name, shown(form["step_s"], 1e3, 1), mfu, *sizes, shown(form["compile_s"], 1, 1))
-    console = Console()
+        milliseconds = [shown(form[key], 1e3, 1) for key in ("step_s", "predicted_s")]
+        rows.add_row(name, *milliseconds, mfu, *sizes, shown(form["compile_s"], 1, 1))
+    console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(rows)
     console.print(f"full / plain: time {shown(result['ratio'], 1, 3, 'not measured')}")
     rate = lambda key: shown(result[key], 1e-12, 1 if (result[key] or 0) > 1e12 else 3, "unknown")
@@ -350,6 +401,8 @@ def table(result):
     for name, form in result["forms"].items():
         if form["error"]:
             console.print(f"{name}: {form['error']}", soft_wrap=True, markup=False)
+        for finding in form["broken"]:
+            console.print(f"{name}: the audit says: {finding}", soft_wrap=True, markup=False)
 
 
 if __name__ == "__main__":

@@ -16,4 +16,6 @@ def ratio(ours, theirs):
 
 
 def versions():
-    return {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax", "zerojax")}
+    from zerojax.versions import __version__
+
+    return {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")} | {"zerojax": __version__}

@@ -8,6 +8,7 @@ import sys
 import ablation
 import faults
 import mutants
+import parity
 import pytest
 from support.paths import BENCHMARKS, REPO, importing
 
@@ -38,6 +39,19 @@ def test_the_gpu_benchmark_reports_on_simulated_devices(tmp_path):
     for form in result["forms"].values():
         assert form["error"] is None and form["peak_bytes"] is None and form["compiled_peak_bytes"] > 0
         assert form["step_s"] > 0 and form["compile_s"] > 0
+
+
+def test_losses_are_compared_on_simulated_devices():
+    command = [sys.executable, BENCHMARKS / "parity.py", "--simulate", "1", "--models", "odd", "--steps", "2"]
+    run = subprocess.run([*command, "--forms", "none", "inputs"], env=importing(BENCHMARKS), stdout=subprocess.PIPE)
+    assert run.returncode == 0 and b"2 of 2 agree" in run.stdout
+
+
+@pytest.mark.parametrize("losses", [[3.0, 2.1], [3.0, float("nan")], "Traceback"])
+def test_losses_that_differ_are_found(losses):
+    assert parity.compared([3.0, 2.0], [3.0, 2.0], 1e-5) == ("loss 3.0000 to 2.0000, bit for bit", True)
+    assert not parity.compared(losses, [3.0, 2.0], 1e-5)[1]
+    assert not parity.compared([3.0, 2.0], losses, 1e-5)[1]
 
 
 @pytest.mark.parametrize(("fault", "tests"), faults.ROWS, ids=[fault for fault, _ in faults.ROWS])
