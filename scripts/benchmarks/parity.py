@@ -30,7 +30,7 @@ MODELS = {  # (shapes, precision, number of microbatches)
     "odd, 2 microbatches": ({"width": 192, "layers": 3, "vocab": 509, "scan": False}, "fp32", 2),
     "bf16, 2 microbatches": ({"width": 256, "layers": 5, "vocab": 512, "scan": True}, "bf16", 2),
 }
-FORMS = {  # (offload=, whether the inputs of layers are in host memory or remat=, clip_norm=)
+FORMS = {  # (offload=, remat= or 'inputs' for those of layers in host memory, clip_norm=)
     "none": ("none", "none", None),
     "clipped": ("none", "none", 0.5),
     "remat": ("none", "full", None),
