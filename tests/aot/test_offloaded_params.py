@@ -89,6 +89,12 @@ def test_a_table_without_whole_tiles_is_in_the_host_memory_of_tpus(offload, k, b
     assert moved == pytest.approx(bytes_each * matrices(state, 4), rel=2e-1)  # with the ends of their tiles
 
 
+def test_layers_that_share_tiles_cannot_be_in_the_host_memory_of_tpus():
+    """8 layers of 100 rows: stored with the rows outermost, which is fewer tiles than 13 for each layer."""
+    with pytest.raises(ValueError, match=r"TPUs do not read single layers .*\n.*\[8, 100, \d+\] on each device"):
+        offloaded.compiled("v5e:2x2", "params", 8, 400)
+
+
 def test_a_tpu_sums_gradients_of_any_number_of_microbatches_in_host_memory():
     """Its compiler aborts if a loop carries them, and at this width chose layouts of tables that it cannot slice."""
     program, _, host_bytes, state, _ = offloaded.compiled("v5e:2x2", "params", 3, 1024, num_microbatches=3)

@@ -272,6 +272,13 @@ def test_moments_of_8_bits_are_not_offloaded_to_the_hosts_of_tpus():
         plan(name, "v5e:1x1", dataclasses.replace(settings, offload="optimizer"))
 
 
+def test_layers_that_share_tiles_are_not_offloaded_to_the_hosts_of_tpus():
+    """48 layers of 100 rows on each of 16 chips. Their optimizer state is not read layer by layer."""
+    plan("gpt2-1.5b", "v5e:4x4", Settings(offload="optimizer", remat="full"), suggest=False)
+    with pytest.raises(ValueError, match=r"TPUs do not read single layers .*\n.*\[48, 100, \d+\] on each device"):
+        plan("gpt2-1.5b", "v5e:4x4", Settings(offload="params", remat="full"), suggest=False)
+
+
 def test_an_optimizer_without_moments_has_none_in_few_bits():
     name = f"{__name__}:sgd_job"
     made = plan(name, "a100:1", memory_share=1e-7)

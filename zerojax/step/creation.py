@@ -21,6 +21,7 @@ from zerojax.sharding.padding import Padding
 from zerojax.sharding.pinned_memory import check_pinned
 from zerojax.sharding.placement import PINNED_HOST, FromModel, Leaf, Overrides
 from zerojax.sharding.precision import LossScale
+from zerojax.sharding.tiles import stored_order
 from zerojax.sharding.uneven import uneven_text
 from zerojax.step import models
 from zerojax.step.config import ZeroConfig
@@ -249,6 +250,8 @@ def check_offloadable(config: ZeroConfig, definition: Definition, platform: str 
         platform = config.mesh.devices.flat[0].platform
     if platform != "tpu":
         return
+    if config.offloads_params:
+        _check_stacks_on_tpus(config, definition)
     created = jax.tree_util.tree_leaves_with_path(jax.eval_shape(definition.tx.init, definition.trained_avals()))
     placed = jax.tree.leaves(definition.optimizer_placement(config.axes, config.stage.shards_optimizer))
     for (path, a), stored in zip(created, placed, strict=True):
@@ -257,6 +260,23 @@ def check_offloadable(config: ZeroConfig, definition: Definition, platform: str 
                 f"offload: arrays of 8 bits cannot be in the host memory of TPUs, whose compiler does not cut them\n"
                 f"  got:      {placement.path_text(path)!r}: {a.dtype}{list(a.shape)}\n"
                 f"  fix:      zerojax.low_bit_moments(tx, bits=16), or Zero(..., offload='none')"
+            )
+
+
+def _check_stacks_on_tpus(config: ZeroConfig, definition: Definition) -> None:
+    """Raises ValueError if layers share tiles of the memory of a TPU, whose compiler then reads no single one."""
+    is_sharded = config.stage.shards_params
+    placed = jax.tree.leaves(placement.named_shardings(config.mesh, definition.specs(config.axes, is_sharded)))
+    in_host = definition.params_in_host(config.offloads_params)
+    for leaf, sharding, zeros, flag in zip(
+        definition.leaves, placed, definition.paddings(is_sharded), in_host, strict=True
+    ):
+        shard = sharding.shard_shape(zeros.stored_shape(leaf.shape))
+        if flag and leaf.stacked and 0 in stored_order(shard)[-2:]:
+            raise ValueError(
+                "offload: TPUs do not read single layers of a stack from host memory if layers share tiles\n"
+                f"  got:      {leaf.path!r}: {list(shard)} on each device; rows are not a multiple of 8\n"
+                "  fix:      another number of devices or another width; or Zero(..., offload='optimizer')"
             )
 
 
