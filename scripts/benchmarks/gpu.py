@@ -161,7 +161,7 @@ def peak(args):
     form.attempt(form.compile)
     form.attempt(form.run, 1)
     if form.error:
-        return {"error": form.error}
+        return {"error": form.error, "init_peak_bytes": None, "peak_bytes": None}
     return {"init_peak_bytes": form.init_peak_bytes, "peak_bytes": form.peak_bytes}
 
 

@@ -7,9 +7,10 @@
 What the tests compare on CPU devices, where host memory is like any other, is compared here where copies take time: a
 part that is read before it has arrived, or from a wrong place, changes the losses. Each form trains each model for
 `--steps` steps of AdamW with a large learning rate, and all losses have to agree with those of the form `none` (or
-`clipped`, for forms that clip) to TOLERANCE of the loss. Each program is audited too. Products are computed in full
-precision (`jax_default_matmul_precision`), and on GPUs without autotuning, so that the same products have the same
-rounding. The state is updated in pieces of PIECES_BYTES, so that small models have several.
+`clipped`, for forms that clip) to TOLERANCE of the loss. What an audit of a program finds broken is printed, and is no
+failure. Products are computed in full precision (`jax_default_matmul_precision`), and on GPUs without autotuning, so
+that the same products have the same rounding. The state is updated in pieces of PIECES_BYTES, so that small models have
+several.
 """
 
 import argparse

@@ -16,14 +16,13 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from zerojax.sharding.tiles import stored_order
+from zerojax.sharding.tiles import TILE, stored_order
 from zerojax.transform.dependencies import after, event
 from zerojax.transform.pace import Pace
 from zerojax.typing import Array, Shape
 
 HOST_SPACE, DEVICE_SPACE = jax.memory.Space.Host, jax.memory.Space.Device
 _MOST_PIECES = 16
-_ROWS = 8  # of a tile of a TPU in host memory
 _ALIGNED = 128, 32  # elements of a whole tile of a TPU, in the last dim and the one before
 
 ROOM = "host_room"  # the name of the primitive in traces
@@ -72,7 +71,7 @@ def cut_dim(shape: Shape) -> tuple[int, int]:
             return 0
         if dim == len(shape) - 1:
             return 2
-        return 1 if size % _ROWS == 0 else 3
+        return 1 if size % TILE[0] == 0 else 3
 
     counts = ((dim, n) for dim, size in enumerate(shape) for n in range(2, _MOST_PIECES + 1) if size % n == 0)
     found = min(((rank(dim, shape[dim] // n), n, dim) for dim, n in counts), default=None)
