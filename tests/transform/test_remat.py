@@ -8,8 +8,10 @@ import numpy as np
 import optax
 import pytest
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import io_callback
 from support import traffic, zoo
 from support.parity import batches, train
+from support.plain import numbers
 from support.walk import equations
 
 import zerojax
@@ -261,3 +263,30 @@ def test_an_input_that_the_axis_does_not_divide():
     with pytest.raises(ValueError, match="cannot be partitioned over model") as error:
         jax.eval_shape(fn, params, jnp.ones((4, 15)))
     assert "shape (1, 15) on each device along the data axes, axis size 2" in str(error.value)
+
+
+@pytest.mark.parametrize(("stage", "remat"), [(1, "full"), (2, "none"), (3, "dots")])
+def test_callbacks_run_once(stage, remat):
+    """What one returns is saved for the backward pass. A second call would give another value, and be seen."""
+    calls = []
+
+    def measured():
+        calls.append(None)
+        return np.float32(2 if len(calls) <= LAYERS * jax.device_count() else 100)
+
+    def scaled_loss(params, batch):
+        x = batch["x"]
+        for layer in params["layers"].values():
+            x = block(x, layer) * io_callback(measured, jax.ShapeDtypeStruct((), np.float32))
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    zero = Zero(zerojax.make_mesh(), stage=stage)
+    state, batch = zero.init(create, optax.sgd(1.0)), make_batch()
+    params = jax.device_get(state.model())
+    after, _ = zero.train_step(scaled_loss, remat=remat)(state, batch)
+    jax.block_until_ready(after)
+    assert len(calls) == LAYERS * jax.device_count()
+    calls.clear()
+    grads = jax.grad(scaled_loss)(params, batch)
+    for new, old, grad in zip(numbers(after.params), numbers(params), numbers(grads), strict=True):
+        np.testing.assert_allclose(old - new, grad, rtol=1e-4, atol=1e-5)

@@ -18,6 +18,7 @@ Var = Any  # jax.extend.core.Var
 Atom = Any  # Var or Literal
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})  # nested jits, by the names of all supported versions
+_REMATS = frozenset({"remat2", "checkpoint"})
 _RANDOM = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
 _ELEMENT_PRESERVING = frozenset({"convert_element_type", "transpose", "copy", "copy_p", "reduce_precision"})
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
@@ -62,6 +63,11 @@ class RowLookup(NamedTuple):
 
 def is_var(atom: Atom) -> bool:
     return not isinstance(atom, core.Literal)
+
+
+def is_dropped(v: Var) -> bool:
+    """Whether a result of an equation is not used, and has no name."""
+    return isinstance(v, core.DropVar)
 
 
 def variables(equation: Equation) -> list[Var]:
@@ -136,8 +142,13 @@ def is_call(equation: Equation) -> bool:
     return equation.primitive.name in CALLS
 
 
+def is_remat(equation: Equation) -> bool:
+    """Whether the equation is a call of a function of `jax.checkpoint`."""
+    return equation.primitive.name in _REMATS
+
+
 def called(equation: Equation) -> tuple[Any, Sequence[Any]]:
-    """The (jaxpr, constants) of a nested jit."""
+    """The (jaxpr, constants) of a nested jit, or of a function of `jax.checkpoint`."""
     inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
     return getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
 
@@ -222,7 +233,7 @@ def run(jaxpr: Any, *args: Any) -> list[Any]:
 
 def run_equations(equations: Sequence[Equation], scope: dict[Var, Any]) -> None:
     """Runs equations in order, reading from and writing to `scope`."""
-    defined = [v for e in equations for v in e.outvars if not isinstance(v, core.DropVar)]
+    defined = [v for e in equations for v in e.outvars if not is_dropped(v)]
     own = set(defined)
     free = list(dict.fromkeys(v for e in equations for v in variables(e) if v not in own))
     effects = frozenset().union(*(e.effects for e in equations))
@@ -249,13 +260,17 @@ def without_closure(fn: Callable[..., Any], *avals: Any) -> tuple[Callable[..., 
 
 
 def inlined(closed: Any, should_inline: Any) -> Any:
-    """Traces `closed` again with each nested jit replaced by its equations if `should_inline(equation)` is true."""
+    """Traces `closed` again with each nested jit replaced by its equations if `should_inline(equation)` is true.
+
+    Those that make mutable arrays stay, as single equations.
+    """
+    can_inline = lambda e: is_call(e) and not makes_references_inside(e) and should_inline(e)
 
     def interpret(jaxpr: Any, consts: Iterable[Any], args: Iterable[Any]) -> list[Any]:
         scope = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
         read = lambda atom: scope[atom] if is_var(atom) else atom.val
         for equation in jaxpr.eqns:
-            if is_call(equation) and should_inline(equation):
+            if can_inline(equation):
                 inner, inner_consts = called(equation)
                 out = interpret(inner, inner_consts, map(read, equation.invars))
                 scope.update(zip(equation.outvars, out, strict=True))
@@ -304,6 +319,29 @@ def is_elementwise(equation: Equation) -> bool:
 def draws_random_bits(equation: Equation) -> bool:
     """Whether the result is worth saving even if it depends on no data: random bits from a constant key."""
     return equation.primitive.name in _RANDOM
+
+
+def has_side_effects(equation: Equation) -> bool:
+    """Whether running the equation a second time could be seen, or give another result: callbacks, prints, references.
+
+    JAX also counts the names of the mesh axes that a collective uses as effects.
+    """
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in equation.effects)
+
+
+def makes_reference(equation: Equation) -> bool:
+    """Whether the equation makes a mutable array (`jax.new_ref`)."""
+    return any(map(is_reference, equation.outvars))
+
+
+def is_reference(v: Var) -> bool:
+    """Whether a variable is a mutable array, which equations change."""
+    return type(v.aval).__name__ == "AbstractRef"
+
+
+def makes_references_inside(equation: Equation) -> bool:
+    """Whether an equation with a jaxpr, such as a nested jit, makes mutable arrays that only it sees."""
+    return any(makes_reference(e) for inner in sub_jaxprs(equation) for e in inner.eqns)
 
 
 def is_random_bits(equation: Equation) -> bool:

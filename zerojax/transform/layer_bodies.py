@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from zerojax.sharding.axes import Dims
 from zerojax.transform.layer_scan import Carry, LayerBody
 from zerojax.transform.pace import Pace, Paces
@@ -101,6 +103,7 @@ class BackwardLayer(LayerBody):
         complete: whether these gradients are complete; see `StageCollectives.sum_replicas`.
         regather: the backward pass of a layer.
         fixed: the constants of the loop.
+        carried: of the carried values that have a cotangent, which pass it on to the layer before.
         saves_inputs_only: whether a layer is recomputed from its inputs.
     """
 
@@ -111,8 +114,10 @@ class BackwardLayer(LayerBody):
         complete: Sequence[bool],
         regather: Regather,
         fixed: list[Array],
+        carried: Sequence[bool],
         saves_inputs_only: bool,
     ):
+        self._carried = carried
         self._weights, self._trained, self._complete = weights, trained, complete
         self._regather, self._fixed, collectives = regather, fixed, weights.collectives
         self._collectives = collectives
@@ -133,8 +138,11 @@ class BackwardLayer(LayerBody):
         grads = self._collectives.reduced_dim_first(grads, self._trained.dims)
         self._orders = grads.orders
         fixed_grads = [a + b for a, b in zip(fixed_grads, grads.fixed, strict=True)]
-        num_carry = len(carry_grads)
-        return (grads.data[:num_carry], fixed_grads), grads.data[num_carry:], [], grads.weights
+        # A layer may compute a carried value anew, so that no cotangent reaches that of the layer before.
+        carried, count = self._carried, sum(self._carried)
+        others = [jnp.zeros_like(a) for a, flag in zip(carry_grads, carried, strict=True) if not flag]
+        carry_grads = merge(carried, grads.data[:count], others)
+        return (carry_grads, fixed_grads), grads.data[count:], [], grads.weights
 
     def reduce(self, grads: Any, waits: list[Array], group: int) -> tuple[list[Array], list[Array]]:
         shards, reduced = self._collectives.reduce_transposed(grads, self._orders, self._trained.dims, waits, group)

@@ -5,7 +5,7 @@ Everything here runs inside `shard_map`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import jax
@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.sharding.axes import Dims
-from zerojax.transform import host_arrays, host_scan, jaxprs, layer_scan
+from zerojax.transform import gradient_paths, host_arrays, host_scan, jaxprs, layer_scan
 from zerojax.transform.dependencies import events
+from zerojax.transform.gradient_paths import is_differentiable
 from zerojax.transform.layer_bodies import BackwardLayer, ComputeLayer, ForwardLayer, LayerWeights
 from zerojax.transform.layer_scan import Carry, Cut, Layers, SavedValues, Scanned
-from zerojax.transform.regather import Regather, is_differentiable, merge, select
+from zerojax.transform.regather import Regather, merge, select
 from zerojax.transform.remat import Remat
 from zerojax.transform.schedule import Schedule
 from zerojax.transform.segmentation import Segment, TracedLoss, View
@@ -42,11 +43,9 @@ class LayerStack:
         traced: TracedLoss,
         segment: Segment,
         collectives: StageCollectives,
-        trainable: Sequence[bool],
         remat: Remat,
     ):
-        self.traced, self.segment, self.collectives, self.trainable = traced, segment, collectives, trainable
-        self.remat = remat
+        self.traced, self.segment, self.collectives, self.remat = traced, segment, collectives, remat
         (self.equation,) = segment.equations
         self.scan = jaxprs.scan_params(self.equation)
         first_xs = self.scan.num_consts + self.scan.num_carry
@@ -57,15 +56,10 @@ class LayerStack:
         self.dims = [self._layer_dims(view) for view in self.views.values()]
         layers = [traced.leaf_vars[view.leaf].aval for view in self.views.values()]
         self.num_bytes = sum(aval.size // aval.shape[0] * aval.dtype.itemsize for aval in layers)  # of a layer
-        self.view_trainable = [trainable[view.leaf] for view in self.views.values()]
         plain = [self.equation.invars[k] for k in (*self.const_positions, *self.carry_positions, *self.xs_positions)]
         self.weight_values = [a for a in dict.fromkeys(filter(jaxprs.is_var, plain)) if a in traced.weights]
         self.const_leaves = sorted(frozenset().union(*(traced.weights[v] for v in self.weight_values)))
-        views = list(self.views.values())
-        self.weights = LayerWeights(collectives, views, self.dims)
-        self.trained = LayerWeights(
-            collectives, select(views, self.view_trainable), select(self.dims, self.view_trainable)
-        )
+        self.weights = LayerWeights(collectives, list(self.views.values()), self.dims)
         self.complete = [self._is_complete(view.leaf) for view in self.views.values()]
 
     @property
@@ -104,35 +98,54 @@ class LayerStack:
         by_position.update(zip((*self.carry_positions, *self.xs_positions), data, strict=True))
         return jaxprs.run(self.scan.body, *(by_position[k] for k in range(len(self.equation.invars))))
 
-    def plan_backward(self, wanted: Sequence[bool], differentiable: Sequence[bool], backward_is_next: bool) -> None:
-        """Traces the backward pass of a layer.
+    def plan_backward(self, active: Set[Any], backward_is_next: bool) -> list[Any]:
+        """As in StraightSegment: traces the backward pass of a layer.
 
-        Every floating carry gets a gradient; constants and slices do if it is wanted. `backward_is_next` changes
-        nothing in a loop: the backward pass of its first layers waits for all others.
+        `backward_is_next` changes nothing in a loop: the backward pass of its first layers waits for all others.
         """
-        wanted_values = {v for v, flag in zip(self.segment.inputs, wanted, strict=True) if flag}
-        has_cotangent = {v for v, flag in zip(self.segment.outputs, differentiable, strict=True) if flag}
-        train_values = {v for v in self.weight_values if any(self.trainable[i] for i in self.traced.weights[v])}
-
-        def gets_gradient(k: int) -> bool:
-            atom = self.equation.invars[k]
-            return (
-                jaxprs.is_var(atom) and (atom in wanted_values or atom in train_values) and is_differentiable(atom.aval)
-            )
-
         num_carry = self.scan.num_carry
-        self.carry_wanted = [is_differentiable(self.equation.invars[k].aval) for k in self.carry_positions]
-        self.fixed_wanted = [gets_gradient(k) for k in self.const_positions]
-        self.xs_wanted = [gets_gradient(k) for k in self.xs_positions]
-        self.ys_wanted = [v in has_cotangent for v in self.equation.outvars[num_carry:]]
+        self.active = active
+        operands = [jaxprs.is_var(atom) and atom in active for atom in self.equation.invars]
+        has_cotangent = [v in self.differentiable_outputs for v in self.equation.outvars]
+        self.ys_wanted = has_cotangent[num_carry:]
+
+        # Carried values with a tangent in the loop. Their cotangents may come from the layers alone, or not at all.
+        self.carry_wanted = gradient_paths.tangents(self.equation, operands)[:num_carry]
+        self.regather = self._traced_backward(operands)
+        start = select(has_cotangent[:num_carry], self.carry_wanted)
+        first = sum(map(sum, self.regather.wanted[:2]))  # of the gradients of carried values
+        links = self.regather.links[first : first + len(start)]
+        reached = gradient_paths.reached(start + [True] * sum(self.ys_wanted), links)
+        if not all(reached):
+            self.carry_wanted = merge(self.carry_wanted, reached[: len(start)], [False] * num_carry)
+            self.regather = self._traced_backward(operands)
+
+        # What gets a gradient of each layer.
+        trained, self.fixed_wanted, data = self.regather.gets_gradient
+        self.carry_flows, self.xs_wanted = data[:num_carry], data[num_carry:]
+        self.trained_positions = select(list(self.views), trained)
+        views, dims = list(self.views.values()), self.dims
+        self.trained = LayerWeights(self.collectives, select(views, trained), select(dims, trained))
+        self.trained_complete = select(self.complete, trained)
+        positions = [
+            *select(self.const_positions, self.fixed_wanted),
+            *select(self.carry_positions, self.carry_flows),
+            *select(self.xs_positions, self.xs_wanted),
+        ]
+        flows = {self.equation.invars[k] for k in positions if operands[k]}
+        return [v for v in self.segment.inputs if v in flows]
+
+    def _traced_backward(self, operands: Sequence[bool]) -> Regather:
+        """The backward pass of a layer. `operands` are those that have a tangent."""
         aval = lambda k: self.equation.invars[k].aval
         layer = lambda k: jax.ShapeDtypeStruct(aval(k).shape[1:], aval(k).dtype)
-        self.regather = Regather(
+        of = lambda positions: [operands[k] for k in positions]
+        return Regather(
             self.primal,
             [layer(k) for k in self.views],
             [aval(k) for k in self.const_positions],
             [*map(aval, self.carry_positions), *map(layer, self.xs_positions)],
-            (self.view_trainable, self.fixed_wanted, self.carry_wanted + self.xs_wanted),
+            (of(self.views), of(self.const_positions), self.carry_wanted + of(self.xs_positions)),
             self.carry_wanted + self.ys_wanted,
             self.remat,
             [False] * len(self.carry_positions) + [True] * len(self.xs_positions),
@@ -226,8 +239,16 @@ class LayerStack:
         ys_grads = [out_grad(v) for v in select(self.equation.outvars[num_carry:], self.ys_wanted)]
         if self.regather.recomputes and not self.regather.offloads:  # values from host memory are late anyway
             saved = saved.with_last(lambda last: self.regather.delay_inputs(last, events(carry_grads)))
-        complete = select(self.complete, self.view_trainable)
-        body = BackwardLayer(self.weights, self.trained, complete, self.regather, fixed, self.remat.saves_inputs_only)
+        carried = select(self.carry_flows, self.carry_wanted)
+        body = BackwardLayer(
+            self.weights,
+            self.trained,
+            self.trained_complete,
+            self.regather,
+            fixed,
+            carried,
+            self.remat.saves_inputs_only,
+        )
         fixed_grads = [jnp.zeros(a.shape, a.dtype) for a in select(fixed, self.fixed_wanted)]
         init, reverse = (carry_grads, fixed_grads), not self.scan.reverse
         if self._in_host(shards):
@@ -239,7 +260,9 @@ class LayerStack:
             layer_grads = [jnp.transpose(grad, order) for grad, order in zip(scanned.grads, orders, strict=True)]
         (carry_grads, fixed_grads), xs_grads = scanned.carry, scanned.ys
         operand_grads = dict(zip(select(self.const_positions, self.fixed_wanted), fixed_grads, strict=True))
-        operand_grads.update(zip(select(self.carry_positions, self.carry_wanted), carry_grads, strict=True))
+        operand_grads.update(
+            zip(select(self.carry_positions, self.carry_flows), select(carry_grads, carried), strict=True)
+        )
         operand_grads.update(zip(select(self.xs_positions, self.xs_wanted), xs_grads, strict=True))
         leaf_grads = self._const_grads(consts, operand_grads, schedule)
         for view, grad in zip(self.trained.views, layer_grads, strict=True):
@@ -265,8 +288,7 @@ class LayerStack:
         assert host is not None
         moves = [host_arrays.is_in_host(shards[view.leaf]) for view in views]
         self._check_complete(select(views, moves))
-        positions = select(list(self.views), self.view_trainable)
-        dtypes = [self.collectives.grad_dtype(self.equation.invars[k].aval.dtype) for k in positions]
+        dtypes = [self.collectives.grad_dtype(self.equation.invars[k].aval.dtype) for k in self.trained_positions]
         totals = [
             host.stack(view.leaf, shards[view.leaf].shape, dtype) if flag else jnp.zeros(shards[view.leaf].shape, dtype)
             for view, dtype, flag in zip(views, dtypes, moves, strict=True)
@@ -301,8 +323,9 @@ class LayerStack:
         self, consts: dict[int, Array], operand_grads: dict[int, Array], schedule: Schedule
     ) -> dict[int, Array]:
         """The reduced gradients of leaves, from gradients of the loop's constants that are computed from them."""
-        leaves = [i for i in self.const_leaves if self.trainable[i]]
         positions = [k for k in operand_grads if self.equation.invars[k] in self.weight_values]
+        used = frozenset().union(*(self.traced.weights[self.equation.invars[k]] for k in positions))
+        leaves = [i for i in self.const_leaves if i in used and self.traced.leaf_vars[i] in self.active]
         if not leaves or not positions:
             return {}
 

@@ -15,21 +15,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zerojax.transform import jaxprs
+from zerojax.transform import gradient_paths, jaxprs
 from zerojax.transform.dependencies import event, floating_after
+from zerojax.transform.gradient_paths import is_differentiable
 from zerojax.transform.partition_inputs import divisible_dim, on_parts, partition, unpartition
 from zerojax.transform.remat import NO_REMAT, Place, Remat
 
 Arrays = Sequence[Any]
 Function = Callable[[Arrays, Arrays, Arrays], Arrays]
-
-
-def is_differentiable(aval: Any) -> bool:
-    return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def select(values: Arrays, flags: Sequence[bool]) -> list[Any]:
@@ -108,11 +104,15 @@ class Regather:
         resident: which data stay on the device anyway.
 
     Attributes:
+        gets_gradient: which of weights, fixed and data get a gradient: those that are wanted and have one. To others
+            there is no way for a cotangent, because of a `stop_gradient`, say.
+        links: for each of the wanted weights, fixed and data, in one list, the positions of the cotangents that its
+            gradient is computed from.
         needed: which weights the backward pass reads. A bias is not gathered again.
         recomputes: whether the backward pass recomputes or gathers an activation.
         names: the names of the unit's activations.
 
-    Cost: traces `fn` and its linearization once. Nothing runs.
+    Cost: traces `fn`, its linearization and the transposition of that once. Nothing runs.
     Source: ZeRO section 5.3 (P_os+g+p): parameters are gathered for the forward and again for the backward pass.
     """
 
@@ -149,7 +149,8 @@ class Regather:
         self.num_outputs = len(differentiable)
         closed = jax.make_jaxpr(forward)(*groups[0], *groups[1], *groups[2])
         self.closed = closed if remat == NO_REMAT else jaxprs.inlined(closed, lambda equation: True)
-        self.vjp_tree = trees["vjp"]
+        self.residuals = self.closed.jaxpr.outvars[self.num_outputs :]
+        self._transpose(trees["vjp"], select(self.closed.out_avals[: self.num_outputs], differentiable))
         self._plan(remat, resident or [True] * len(groups[2]))
 
     def _group(self, flat: Arrays) -> list[list[Any]]:
@@ -160,6 +161,21 @@ class Regather:
             list(flat[num_weights + num_fixed :]),
         ]
 
+    def _transpose(self, vjp_tree: Any, cotangents: Arrays) -> None:
+        """Traces the backward pass, from residuals and cotangents to gradients."""
+
+        def vjp(residuals: Arrays, cotangents: Arrays) -> list[Any]:
+            return jax.tree.leaves(jax.tree.unflatten(vjp_tree, residuals)(list(cotangents)))
+
+        residuals = [atom.aval if jaxprs.is_var(atom) else np.asarray(atom.val) for atom in self.residuals]
+        closed = jax.make_jaxpr(vjp)(residuals, cotangents)
+        self.links = gradient_paths.dependencies(closed.jaxpr, closed.jaxpr.invars[len(residuals) :])
+        nonzero = _negate(gradient_paths.zeros(closed.jaxpr))
+        flags = iter(nonzero)
+        self.gets_gradient = [[wanted and next(flags) for wanted in group] for group in self.wanted]
+        closed = jaxprs.with_outputs(closed, select(closed.jaxpr.outvars, nonzero))
+        self.backward_jaxpr, self.orders = jaxprs.before_transposes(closed, sum(self.gets_gradient[0]))
+
     def _plan(self, remat: Remat, resident: Sequence[bool]) -> None:
         """Decides which values are saved, and which equations and weights rebuild the residuals from them."""
         jaxpr = self.closed.jaxpr
@@ -167,19 +183,21 @@ class Regather:
         self.data = frozenset(data)
         from_data = set(data)
         for equation in jaxpr.eqns:
-            if jaxprs.draws_random_bits(equation) or any(v in from_data for v in jaxprs.variables(equation)):
+            is_new = jaxprs.draws_random_bits(equation) or jaxprs.has_side_effects(equation)
+            if is_new or any(v in from_data for v in jaxprs.variables(equation)):
                 from_data.update(equation.outvars)
         naming = [e for e in jaxpr.eqns if jaxprs.given_name(e) is not None]
         self.names = {name for e in naming if (name := jaxprs.given_name(e)) and from_data & set(e.outvars)}
         # A derivative may read the value before it was named: the name applies to both.
         named = {e.invars[0]: remat.place(e) for e in naming if jaxprs.is_var(e.invars[0])}
-        self.residuals = jaxpr.outvars[self.num_outputs :]
         needed = {atom for atom in self.residuals if jaxprs.is_var(atom)}
         self.saved: list[SavedValue] = []
         self.rebuild_equations: list[Any] = []
         for equation in reversed(jaxpr.eqns):
             results = [v for v in equation.outvars if v in needed]
             place = None if jaxprs.given_name(equation) is not None else remat.place(equation)
+            if jaxprs.has_side_effects(equation):
+                place = place or Place.DEVICE
             places = [(named.get(v) or place) if v in from_data else None for v in results]
             self.saved += [SavedValue(v, p) for v, p in zip(results, places, strict=True) if p]
             if not all(places):
@@ -256,7 +274,7 @@ class Regather:
         return _replaced(saved, self._is_input, lambda inputs: floating_after(inputs, events))
 
     def backward(self, weights: Arrays, fixed: Arrays, saved: Arrays, cotangents: Arrays) -> Gradients:
-        """Gradients of the wanted weights, fixed and data.
+        """Gradients of the weights, fixed and data that get one.
 
         Args:
             weights: those not in `needed` may be None.
@@ -276,13 +294,6 @@ class Regather:
         if self.rebuild_equations:
             jaxprs.run_equations(self.rebuild_equations, scope)
         residuals = [scope[atom] if jaxprs.is_var(atom) else np.asarray(atom.val) for atom in self.residuals]
-        trees: dict[str, Any] = {}
-
-        def vjp(residuals: Arrays, cotangents: Arrays) -> list[Any]:
-            flat, trees["out"] = jax.tree.flatten(jax.tree.unflatten(self.vjp_tree, residuals)(cotangents))
-            return flat
-
-        args = (residuals, list(cotangents))
-        closed, orders = jaxprs.before_transposes(jax.make_jaxpr(vjp)(*args), sum(self.wanted[0]))
-        weight_grads, fixed_grads, data_grads = jax.tree.unflatten(trees["out"], jaxprs.run(closed, *args[0], *args[1]))
-        return Gradients(weight_grads, fixed_grads, data_grads, orders)
+        grads = iter(jaxprs.run(self.backward_jaxpr, *residuals, *cotangents))
+        by_group = [[next(grads) for flag in flags if flag] for flags in self.gets_gradient]
+        return Gradients(*by_group, self.orders)

@@ -21,6 +21,7 @@ from jax import lax
 
 from zerojax.transform import host_arrays, jaxprs
 from zerojax.transform.pace import Pace
+from zerojax.warn import line_of
 
 
 class View(NamedTuple):
@@ -93,7 +94,7 @@ class TracedLoss:
             own, for which the leaf is not gathered.
 
     Raises:
-        ValueError: the loss returns a parameter.
+        ValueError: the loss returns a parameter, or makes a mutable array outside of a nested jit.
     """
 
     def __init__(
@@ -111,6 +112,7 @@ class TracedLoss:
             self.closed = jaxprs.inlined(closed, lambda e: True)
             self._find_weights()
         self._check_outputs()
+        self._check_references()
         self.segments = self._segments()
 
     def _find_weights(self) -> None:
@@ -156,6 +158,17 @@ class TracedLoss:
                     "loss: returns a parameter itself among its metrics or state\n"
                     "  fix:      return a value computed from it, or take it from the training state"
                 )
+
+    def _check_references(self) -> None:
+        made = next(filter(jaxprs.makes_reference, self.closed.jaxpr.eqns), None)
+        if made is not None:
+            trace = made.source_info.traceback
+            raise ValueError(
+                f"loss: a mutable array cannot live across the units of a model, which run one at a time\n"
+                f"  got:      {made.outvars[0].aval}, made at {line_of(trace and trace.as_python_traceback())}\n"
+                f"  fix:      pass its value on from layer to layer, and return it; or make, use and read it in one\n"
+                f"            function under jax.jit; or stage=1 with remat='none', which runs the loss as a whole"
+            )
 
     def view(self, atom: Any) -> View | None:
         """The view of a leaf that an operand is, or None if it is more than casts and transpositions of one leaf."""

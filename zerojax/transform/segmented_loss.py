@@ -14,10 +14,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from zerojax.transform import host_arrays, jaxprs
+from zerojax.transform import gradient_paths, host_arrays, jaxprs
 from zerojax.transform.dependencies import after, floating_after
 from zerojax.transform.layer_stack import LayerStack
-from zerojax.transform.regather import is_differentiable, select
+from zerojax.transform.regather import select
 from zerojax.transform.remat import NO_REMAT, RematRules
 from zerojax.transform.schedule import Schedule
 from zerojax.transform.segmentation import Segment, TracedLoss
@@ -54,7 +54,7 @@ class SegmentedLoss:
         self.traced, self.collectives, self.trainable = traced, collectives, trainable
         self.rules, self.prefetch = rules, prefetch
         remat_of = lambda s: rules[self._unit(s)] if s.leaves else NO_REMAT
-        self.parts = [_kind(s)(traced, s, collectives, trainable, remat_of(s)) for s in traced.segments]
+        self.parts = [_kind(s)(traced, s, collectives, remat_of(s)) for s in traced.segments]
         self.least_bytes = SMALL_UNIT * max((part.num_bytes for part in self.parts), default=0)
 
     @property
@@ -171,23 +171,16 @@ class SegmentedLoss:
 
     def _plan(self) -> None:
         """Finds the values through which gradients flow, and plans the backward pass of each segment."""
-        active: set[Any] = set()
-        is_active = lambda v: v in active or any(self.trainable[i] for i in self.traced.weights.get(v, ()))
-        for segment in self.traced.segments:
-            for equation in segment.equations:
-                if any(is_active(v) for v in jaxprs.variables(equation)):
-                    active.update(v for v in equation.outvars if is_differentiable(v.aval))
+        jaxpr = self.traced.closed.jaxpr
+        active = gradient_paths.with_tangents(jaxpr.eqns, select(self.traced.leaf_vars, self.trainable))
         names: dict[str, set[str]] = {}
-        reached = {v for v in self.traced.closed.jaxpr.outvars[:1] if jaxprs.is_var(v)} & active
+        reached = {v for v in jaxpr.outvars[:1] if jaxprs.is_var(v)} & active
         backward_is_next = True  # of the last unit, and of the segments after it
         for part in reversed(self.parts):
             segment = part.segment
-            differentiable = [v in reached and v in active for v in segment.outputs]
-            part.differentiable_outputs = select(segment.outputs, differentiable)
-            wanted = [v in active for v in segment.inputs]
-            part.wanted_inputs = select(segment.inputs, wanted)
+            part.differentiable_outputs = [v for v in segment.outputs if v in reached]
             if part.differentiable_outputs:
-                part.plan_backward(wanted, differentiable, backward_is_next)
+                part.wanted_inputs = part.plan_backward(active, backward_is_next)
                 reached.update(part.wanted_inputs)
                 names.setdefault(self._unit(segment), set()).update(part.names)
             backward_is_next = backward_is_next and not segment.leaves

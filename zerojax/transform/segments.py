@@ -5,7 +5,7 @@ Everything here runs inside `shard_map`. `layer_stack` is its counterpart for sc
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from jax import lax
@@ -27,9 +27,9 @@ class StraightSegment:
     """
 
     # Set when the backward pass is planned:
-    differentiable_outputs: list[Any]
-    wanted_inputs: list[Any]
+    differentiable_outputs: list[Any]  # those that a cotangent reaches
     regather: Regather
+    trained: list[bool]  # which leaves get a gradient from this segment
     backward_is_next: bool
 
     def __init__(
@@ -37,14 +37,12 @@ class StraightSegment:
         traced: TracedLoss,
         segment: Segment,
         collectives: StageCollectives,
-        trainable: Sequence[bool],
         remat: Remat,
     ):
         self.traced, self.segment, self.collectives, self.remat = traced, segment, collectives, remat
         # The order of reductions, which take more memory in the order of first use. Gathers are in that order.
         self.leaves = sorted(segment.leaves)
         self.dims = [collectives.dims[i] for i in self.leaves]
-        self.trainable = [trainable[i] for i in self.leaves]
         avals = [traced.leaf_vars[i].aval for i in self.leaves]
         sharded = [aval for aval, dim in zip(avals, self.dims, strict=True) if dim.shard is not None]
         self.num_bytes = sum(aval.size * aval.dtype.itemsize for aval in sharded)  # when they are gathered
@@ -60,15 +58,27 @@ class StraightSegment:
         jaxprs.run_equations(self.segment.equations, scope)
         return [scope[v] for v in self.segment.outputs]
 
-    def plan_backward(self, wanted: Sequence[bool], differentiable: Sequence[bool], backward_is_next: bool) -> None:
-        """Traces the backward pass; see `Regather` for the arguments."""
+    def plan_backward(self, active: Set[Any], backward_is_next: bool) -> list[Any]:
+        """Traces the backward pass.
+
+        Args:
+            active: the variables of the loss that have a tangent.
+            backward_is_next: whether the backward pass of the segment follows directly on its forward pass.
+
+        Returns:
+            The inputs of the segment that cotangents reach, in the order of the gradients that `backward` returns.
+        """
         self.backward_is_next = backward_is_next
         weights = [self.traced.leaf_vars[i].aval for i in self.leaves]
-        data = [v.aval for v in self.segment.inputs]
-        wanted_by_group = (self.trainable, [], wanted)
-        resident = [v in self.traced.data_vars for v in self.segment.inputs]
+        inputs, outputs = self.segment.inputs, self.segment.outputs
+        wanted = [self.traced.leaf_vars[i] in active for i in self.leaves], [], [v in active for v in inputs]
+        differentiable = [v in self.differentiable_outputs for v in outputs]
         remat = NO_REMAT if backward_is_next and self.remat.saves_inputs_only else self.remat
-        self.regather = Regather(self.primal, weights, [], data, wanted_by_group, differentiable, remat, resident)
+        resident = [v in self.traced.data_vars for v in inputs]
+        data = [v.aval for v in inputs]
+        self.regather = Regather(self.primal, weights, [], data, wanted, differentiable, remat, resident)
+        self.trained, _, flows = self.regather.gets_gradient
+        return select(inputs, flows)
 
     @property
     def names(self) -> set[str]:
@@ -108,7 +118,7 @@ class StraightSegment:
             values, cotangents = lax.optimization_barrier((values, list(cotangents)))
             schedule.replace_last(self.regather.floating_inputs(values))
         grads = self.regather.backward(weights, [], values, cotangents)
-        dims = select(self.dims, self.trainable)
+        dims = select(self.dims, self.trained)
         reduced, reduction_events = self.collectives.reduce_transposed(
             grads.weights, grads.orders, dims, schedule.before_reduction(), schedule.group
         )
@@ -128,7 +138,7 @@ class StraightSegment:
         if self.collectives.stage.shards_grads:
             # Otherwise the compiler moves a transposition of the shard on, to the whole optimizer state of the leaf.
             reduced = [lax.optimization_barrier(shard) for shard in reduced]
-        return dict(zip(select(self.leaves, self.trainable), reduced, strict=True)), data
+        return dict(zip(select(self.leaves, self.trained), reduced, strict=True)), data
 
     def _fetch(self, shards: dict[int, Array], schedule: Schedule) -> list[Array]:
         by_use = self.segment.leaves

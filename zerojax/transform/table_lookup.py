@@ -15,7 +15,7 @@ Everything here runs inside `shard_map`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from jax import lax
 from zerojax.sharding.padding import Padding
 from zerojax.transform import collectives as communication, host_arrays, jaxprs
 from zerojax.transform.dependencies import event, zeros_after
-from zerojax.transform.regather import is_differentiable
+from zerojax.transform.gradient_paths import is_differentiable
 from zerojax.transform.remat import Remat
 from zerojax.transform.schedule import Schedule
 from zerojax.transform.segmentation import Segment, TracedLoss, View
@@ -57,20 +57,17 @@ class TableLookup:
     """A segment that consists of one lookup of rows in a table.
 
     Args:
-        traced, segment, collectives, trainable, remat: as of `StraightSegment`. `remat` has no effect: only indices are
+        traced, segment, collectives, remat: as of `StraightSegment`. `remat` has no effect: only indices are
             saved for the backward pass.
     """
 
-    # As in StraightSegment:
-    differentiable_outputs: list[Any]
-    wanted_inputs: list[Any]
+    differentiable_outputs: list[Any]  # as in StraightSegment
 
     def __init__(
         self,
         traced: TracedLoss,
         segment: Segment,
         collectives: StageCollectives,
-        trainable: Sequence[bool],
         remat: Remat,
     ):
         self.segment, self.collectives = segment, collectives
@@ -82,14 +79,14 @@ class TableLookup:
         self.offset_dims = lookup.offset_dims
         self.lookup = lookup._replace(dim=self.view.order[lookup.dim])
         self.table = traced.leaf_vars[self.view.leaf].aval
-        self.trainable = trainable[self.view.leaf]
         self.dim = dim + (dim < self.lookup.dim)  # of the rows [count, ...]: those of the table without its row dim
         self.padding = Padding(self.dim, dims.num_zeros)  # of the rows
         self.names: set[str] = set()
         self.num_bytes = 0  # nothing of the table is gathered
 
-    def plan_backward(self, wanted: Sequence[bool], differentiable: Sequence[bool], backward_is_next: bool) -> None:
-        """As in StraightSegment. There is nothing to plan."""
+    def plan_backward(self, active: Set[Any], backward_is_next: bool) -> list[Any]:
+        """As in StraightSegment. There is nothing to plan: indices have no gradient."""
+        return []
 
     def evaluate(self, shards: dict[int, Array], data: Sequence[Array], schedule: Schedule) -> list[Array]:
         indices = data[0].reshape(-1, 1)
@@ -111,8 +108,6 @@ class TableLookup:
     def backward(
         self, shards: dict[int, Array], saved: Any, cotangents: Sequence[Array], schedule: Schedule
     ) -> tuple[dict[int, Array], list[Array]]:
-        if not self.trainable:
-            return {}, []
         rows_aval = jax.ShapeDtypeStruct(self._rows_shape(len(saved)), self.table.dtype)
         (grads,) = jax.linear_transpose(self._arrange, rows_aval)(cotangents[0])
         wide = jnp.promote_types(self.table.dtype, jnp.float32)  # many tokens may share a row
