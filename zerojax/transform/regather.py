@@ -295,5 +295,5 @@ class Regather:
             jaxprs.run_equations(self.rebuild_equations, scope)
         residuals = [scope[atom] if jaxprs.is_var(atom) else np.asarray(atom.val) for atom in self.residuals]
         grads = iter(jaxprs.run(self.backward_jaxpr, *residuals, *cotangents))
-        by_group = [[next(grads) for flag in flags if flag] for flags in self.gets_gradient]
-        return Gradients(*by_group, self.orders)
+        of_weights, of_fixed, of_data = ([next(grads) for flag in flags if flag] for flags in self.gets_gradient)
+        return Gradients(of_weights, of_fixed, of_data, self.orders)
