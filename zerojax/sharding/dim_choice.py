@@ -14,7 +14,6 @@ need not gather them.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from typing import NamedTuple
 from jax.sharding import PartitionSpec
 
 from zerojax.sharding.axes import REPLICATED, Axes, axis_names
+from zerojax.sharding.units import stem
 from zerojax.typing import Shape
 
 # The width of a table is padded by at most this share of it, even if its rows could be divided without padding. This is
@@ -120,18 +120,17 @@ def tables(shapes: Mapping[str, Shape], units: Sequence[str], stacked: Collectio
     """The paths of leaves that may be tables of rows: matrices with many more rows than columns outside of layers.
 
     Vocabularies of published models have at least 3.9 times as many entries as the model is wide (Llama 2 70B). A unit
-    is a layer if others differ from it in a number only ('layers/0', 'Block_3') and it has several matrices. What is
-    wrongly taken for a table is sharded all the same, in its other dim.
+    is a layer if others differ from it in a number only ('layers/0', 'Block_3'), which the first may lack, and it has
+    several matrices. What is wrongly taken for a table is sharded all the same, in its other dim.
     """
     matrices: dict[str, list[str]] = {}
     for path, unit in zip(shapes, units, strict=True):
         if len(shapes[path]) > 1:
             matrices.setdefault(unit, []).append(path)
-    stem = lambda unit: re.sub(r"\d+", "#", unit)
     siblings = Counter(stem(unit) for unit in matrices)
     found = set()
     for unit, paths in matrices.items():
-        is_layer = siblings[stem(unit)] > 1 and len(paths) > 1
+        is_layer = len(paths) > 1 and max(siblings[stem(unit)], siblings[f"{stem(unit)}_#"]) > 1
         tall = {p for p in paths if len(shapes[p]) == 2 and shapes[p][0] > 2 * shapes[p][1] and p not in stacked}
         found |= set() if is_layer else tall
     return found

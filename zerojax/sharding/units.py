@@ -9,10 +9,11 @@ from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeAlias
 
+from zerojax.sharding import unnamed_layers
 from zerojax.typing import Shape
 
 _NUMBER = re.compile(r"\d+")
-Prefix: TypeAlias = tuple[str, ...]  # leading components of paths
+Prefix: TypeAlias = tuple[str, ...]  # leading components of paths, each with the separator behind it
 
 
 class _Leaf(NamedTuple):
@@ -38,6 +39,9 @@ def unit_names(shapes: Mapping[str, Shape], patterns: Sequence[str] = (), stacke
     least 7/10 of it repeats: numbered components with at least two matrices in the same places, as the blocks of a
     stage have, and the attention and the MLP of a layer, or its norms, do not. Experts stay in their layer.
 
+    The dots in the keys of a flat state dict ('model.layers.0.mlp.weight') separate components, too. Where names do not
+    show layers, as in a list of arrays, see `unnamed_layers`.
+
     Args:
         shapes: the paths of all leaves, and their shapes.
         patterns: globs on leading parts of paths.
@@ -47,20 +51,21 @@ def unit_names(shapes: Mapping[str, Shape], patterns: Sequence[str] = (), stacke
         ValueError: if a pattern matches no path.
     """
     leaves = [
-        _Leaf(tuple(path.split("/")), math.prod(shape), len(shape) > 1 + (path in stacked), path in stacked)
+        _Leaf(_components(path), math.prod(shape), len(shape) > 1 + (path in stacked), path in stacked)
         for path, shape in shapes.items()
     ]
     groups = [group for group in _repeated(leaves, 0) if _are_units(group)]
     above = {end[:i] for end in _ends(groups) for i in range(len(end))}
     above |= {leaves[0].path[:i] for i in range(_common_depth([leaf.path for leaf in leaves]) + 1)}
-    matched = set()
+    matched, fixed = set(), set()
 
     def name(path: Prefix) -> str:
-        prefixes = ["/".join(path[:i]) for i in range(1, len(path) + 1)]
+        prefixes = ["".join(path[:i])[:-1] for i in range(1, len(path))] + ["".join(path)]
         for pattern in patterns:
             for prefix in prefixes:
                 if fnmatchcase(prefix, pattern):
                     matched.add(pattern)
+                    fixed.add(prefix)
                     return prefix
         return next((p for i, p in enumerate(prefixes, 1) if path[:i] not in above), prefixes[-1])
 
@@ -68,7 +73,20 @@ def unit_names(shapes: Mapping[str, Shape], patterns: Sequence[str] = (), stacke
     for pattern in patterns:
         if pattern not in matched:
             raise ValueError(no_match_text("units", pattern, list(shapes)))
-    return names
+    fixed.update(unit for unit, path in zip(names, shapes, strict=True) if path in stacked)
+    return unnamed_layers.merged(names, shapes, fixed)
+
+
+def _components(path: str) -> Prefix:
+    """The components of a path, each with the separator behind it: '/', or a dot in the last key."""
+    above, separator, key = path.rpartition("/")
+    keys = [f"{each}/" for each in above.split("/")] if separator else []
+    return (*keys, *(re.findall(r"[^.]+\.?|\.", key) or [""]))
+
+
+def stem(name: str) -> str:
+    """A name that is the same for components that differ in numbers only."""
+    return _NUMBER.sub("#", name)
 
 
 def _common_depth(paths: Sequence[Prefix]) -> int:
@@ -98,10 +116,10 @@ def _repeated(leaves: Sequence[_Leaf], depth: int) -> list[_Group]:
             children.setdefault(leaf.path[: depth + 1], []).append(leaf)
     by_stem: dict[str, _Group] = {}
     for prefix, below in children.items():
-        by_stem.setdefault(_NUMBER.sub("#", prefix[-1]), {})[prefix] = below
+        by_stem.setdefault(stem(prefix[-1]), {})[prefix] = below
     groups = []
-    for stem, group in by_stem.items():
-        if "#" in stem and len(group) > 1:
+    for name, group in by_stem.items():
+        if "#" in name and len(group) > 1:
             groups.append(group)
         else:
             groups += [g for below in group.values() for g in _repeated(below, depth + 1)]
