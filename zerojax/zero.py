@@ -92,7 +92,8 @@ class Zero:
         shard_dims: maps globs on leaf paths to the dim to shard, or to None to replicate the leaf. By default, the
             first dim that the number of shards divides is sharded.
         stacked: globs of leaves whose dim 0 counts layers. Stacks that are created by a scan or by a vmap over keys are
-            detected without it.
+            detected without it, and so are most stacks of a model that has values. If one is not, the first step
+            raises an error with the globs.
         frozen: globs of leaves that are not trained: no gradient, no optimizer state, no reduce-scatter. They keep the
             dtype and the bits that the model gives them, and the running statistics of their modules do not move.
         trainable: what is trained; all else is frozen. Globs, an nnx filter such as `nnx.LoRAParam`, or a function of
@@ -101,7 +102,8 @@ class Zero:
             {'*norm*/scale': 'float32'}. Gradients of leaves with a wider dtype than the precision's are reduced in it.
         units: globs on leading parts of paths; the leaves below each match are gathered together. By default each
             layer is a unit: the leaves below a numbered component that has siblings ('layers/0', 'Block_3'; see
-            `explain`). Leaves beside the layers are units by their parents ('embed').
+            `explain`). Leaves beside the layers are units by their parents ('embed'). In a list of arrays, and where
+            modules are numbered by kind ('linear', 'linear_1', 'norm', 'norm_1'), layers are found by their shapes.
         partition_specs: maps globs on leaf paths to PartitionSpecs over other axes ('model'), which ZeRO leaves to the
             compiler. By default a leaf's spec comes from its Flax metadata, under the logical axis rules that are in
             force at `init`.
@@ -181,7 +183,7 @@ class Zero:
                 a function of a key, or of nothing, that returns Linen variables or a tree of parameters;
                 a Linen module, with `inputs`; a Hugging Face Flax model, best created with `_do_init=False`;
                 an nnx.Module, Linen variables or a tree of parameters with values, which are copied to their shards.
-                Stacked layers of such a model are not detected: name them in `Zero(stacked=...)`.
+                Stacked layers of such a model are found by their shapes, see `Zero(stacked=...)`.
             tx: any Optax transformation.
             seed: an int or a key of `jax.random`, from which the parameters are drawn. Their values depend neither on
                 the mesh nor on the stage. The key of each step's randomness comes from it as well.

@@ -174,17 +174,28 @@ def test_a_dim_that_does_not_divide_cannot_be_sharded_without_zeros():
     assert "cannot shard 'w' over data in dim 0" in text and "7 % 8 = 7" in text
 
 
-def test_a_leaf_that_is_scanned_over_its_sharded_dim():
-    def scanned(params, batch):
-        body = lambda x, w: (jnp.tanh(x @ w), None)
-        return jnp.mean(jax.lax.scan(body, batch["x"], params["blocks"])[0])
+@pytest.mark.parametrize(
+    ("layer_dim", "shapes", "fix"),
+    [
+        (0, {"up": (32, 16, 24), "down": (32, 24, 16)}, "stacked=('blocks/*',)"),
+        (1, {"up": (15, 32, 20), "down": (20, 32, 15)}, "shard_dims={'blocks/up': 0, 'blocks/down': 2}"),
+    ],
+)
+def test_leaves_that_are_scanned_over_their_sharded_dim_are_all_named(layer_dim, shapes, fix):
+    """The options in the text are the fix."""
 
-    stack = lambda: {"blocks": jnp.ones((32, 16, 16))}
-    text = message(ValueError, step, scanned, create_model=stack)
-    assert "'blocks'" in text and "layer dim" in text and "(32, 16, 16)" in text
-    assert "dim 0" in text and "`stacked`" in text
-    zero = Zero(mesh(), stacked=("blocks",))  # the fix
-    zero.train_step(scanned).trace(zero.eval_init(stack, optax.sgd(0.1)), {"x": X})
+    def scanned(params, batch):
+        body = lambda x, w: (jnp.tanh(x @ w["up"]) @ w["down"], None)
+        layers = jax.tree.map(lambda a: jnp.moveaxis(a, layer_dim, 0), params["blocks"])
+        return jnp.mean(jax.lax.scan(body, batch["x"] @ params["first"], layers)[0])
+
+    width = shapes["up"][1 - layer_dim]
+    model = lambda: {"blocks": {k: jnp.ones(s) for k, s in shapes.items()}, "first": jnp.ones((16, width))}
+    text = message(ValueError, step, scanned, create_model=model)
+    assert "2 of the 2 leaves" in text and all(f"'blocks/{name}' {shape}" in text for name, shape in shapes.items())
+    assert f"over dim {layer_dim}" in text and f"Zero(..., {fix})" in text
+    zero = Zero(mesh(), **eval(f"dict({fix})"))
+    zero.train_step(scanned).trace(zero.eval_init(model, optax.sgd(0.1)), {"x": X})
 
 
 # What create_model returns

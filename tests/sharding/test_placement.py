@@ -12,6 +12,7 @@ from support.parity import optimizer
 
 import zerojax
 from zerojax import Zero
+from zerojax.sharding.layer_dims import globs, likely_stacks
 from zerojax.sharding.placement import choose_dim
 
 EVEN = {"a": (64, 32), "b": (32, 16), "c": (16,)}  # every leaf divides into eight
@@ -116,6 +117,52 @@ def test_leaves_that_are_not_stacked_keep_all_their_dims():
         chosen = {leaf.path: choose_dim(leaf.shape, 8, stacked=False)[0] for leaf in state.definition.leaves}
         chosen |= {path: 1 for path in chosen if path.startswith("embed/")}  # the width of a table
         assert {leaf.path: leaf.dim for leaf in state.definition.leaves} == chosen
+
+
+@pytest.mark.parametrize("name", ["gpt_nnx_scan", "gpt_linen_scan"])
+def test_a_model_with_values_is_placed_as_one_that_is_created(name):
+    zero, create = Zero(zerojax.make_mesh(), 3), zoo.ZOO[name].create
+    values = nnx.eval_shape(lambda: create(nnx.Rngs(0))) if "nnx" in name else jax.eval_shape(create, jax.random.key(0))
+    created, given = (zero.eval_init(model, optimizer()).definition.leaves for model in (create, values))
+    assert given == created and sum(leaf.stacked for leaf in given) == 12
+
+
+BLOCK = {"norm/scale": (32,), "attn/qkv": (32, 96), "attn/out": (32, 32), "mlp/up": (32, 128), "mlp/down": (128, 32)}
+HEADS = {"q": (12, 32, 4), "k": (12, 32, 4), "out": (12, 4, 32), "norm": (12, 4)}
+EXPERTS = {"up": (4, 32, 256), "up_bias": (4, 256), "down": (4, 128, 32), "down_bias": (4, 32)}
+AS_STACKS = {  # name -> (shapes, the prefix of those that are stacks)
+    "layers": ({f"blocks/{p}": (12, *s) for p, s in BLOCK.items()} | {"head": (32, 64)}, "blocks/"),
+    "stage": ({f"stage_0/blocks/{p}": (12, *s) for p, s in BLOCK.items()} | {"head": (32, 64)}, "stage_0/"),
+    "unrolled": ({f"blocks/{i}/{p}": s for i in range(3) for p, s in BLOCK.items()}, None),
+    "heads": ({f"attn/{p}": s for p, s in HEADS.items()} | {"head": (32, 64)}, None),
+    "heads_of_layers": (
+        {f"layers/{i}/{p}": s for i in range(3) for p, s in (HEADS | {"up": (12, 9, 9)}).items()},
+        None,
+    ),
+    "experts": ({f"moe/experts/{p}": s for p, s in EXPERTS.items()} | {"moe/router": (32, 4)}, None),
+    "convs": ({"conv/a": (3, 3, 8, 16), "conv/b": (3, 3, 16, 32), "conv/scale": (16,), "head": (32, 8)}, None),
+    "width": ({"mlp/up": (32, 4, 8), "mlp/gate": (32, 4, 16), "mlp/bias": (32, 4), "mlp/out": (32, 32)}, None),
+}
+
+
+@pytest.mark.parametrize("name", AS_STACKS)
+def test_a_first_dim_is_taken_for_layers_only_where_all_leaves_look_like_layers(name):
+    shapes, prefix = AS_STACKS[name]
+    assert likely_stacks(shapes) == {path for path in shapes if prefix and path.startswith(prefix)}
+
+
+def test_globs_match_what_was_chosen_and_nothing_else():
+    paths = [
+        "llm/layers/attn/w",
+        "llm/layers/norm",
+        "llm/embed",
+        "stages/0/blocks/w",
+        "stages/1/blocks/w",
+        "stages/0/w",
+    ]
+    chosen = [path for path in paths if "/layers/" in path or "/blocks/" in path]
+    assert globs(chosen, paths) == ("llm/layers/*", "stages/*/blocks/*")
+    assert globs(["a[0]/w"], ["a[0]/w", "a0/w"]) == ("a[[]0]/*",)
 
 
 def test_stacked_leaves_can_be_named():

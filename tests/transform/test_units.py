@@ -1,5 +1,10 @@
 """Units: how leaves are grouped, where a traced loss is cut, and what is saved between forward and backward pass."""
 
+import functools
+import itertools
+import warnings
+from collections import Counter
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -107,6 +112,84 @@ def test_each_layer_is_a_unit(name):
     assert all(path.startswith(unit + "/") for path, unit in zip(shapes, found, strict=False))
 
 
+def indexed(*shapes):
+    """Shapes by path, of a list of arrays."""
+    return {str(i): shape for i, shape in enumerate(shapes)}
+
+
+def by_kind(**modules):
+    """Shapes by path, of modules that are numbered by kind as Haiku does: kind -> the shapes of each."""
+    number = lambda kind, i: f"net/{kind}_{i}" if i else f"net/{kind}"
+    return {
+        f"{number(kind, i)}/{p}": s
+        for kind, all in modules.items()
+        for i, one in enumerate(all)
+        for p, s in one.items()
+    }
+
+
+LINEAR, NORM = {"w": (8, 8), "b": (8,)}, {"scale": (8,), "offset": (8,)}
+UP, DOWN = {"w": (8, 32), "b": (32,)}, {"w": (32, 8), "b": (8,)}
+SELF = {f"{name}/{p}": s for name in ("query", "key", "value", "linear") for p, s in LINEAR.items()}
+LAYER = [(8, 8), (8,)] * 4 + [(8,), (8,), (8, 32), (32,), (32, 8), (8,), (8,), (8,)]
+TABLE = (64, 8)
+UNNAMED = {  # name -> (shapes by path, the number of leaves of each unit in the order of the paths)
+    "list": (indexed(TABLE, *LAYER * 3, (8,), (8,), (8, 64), (64,)), [1, 16, 16, 16, 2, 2]),
+    "norms_first": (indexed(TABLE, *(LAYER[-2:] + LAYER[:-2]) * 3, (8, 64)), [1, 16, 16, 16, 1]),
+    "two_towers": (indexed(*[TABLE, *LAYER * 3] * 2), [1, 16, 16, 16, 1, 16, 16, 16]),
+    "convs": (indexed((3, 3, 3, 8), (8,), (8,), (3, 3, 8, 16), (16,), (16,), (16, 4), (4,)), [3, 3, 2]),
+    "haiku": (
+        by_kind(
+            attention=[SELF] * 3, layer_norm=[NORM] * 7, linear=[{"w": (4, 8), "b": (8,)}, *[UP, DOWN] * 3, LINEAR]
+        ),
+        [16, 16, 16, 2, 2, 2],
+    ),
+    "four_equal": (by_kind(layer_norm=[NORM] * 6, linear=[LINEAR] * 12, attention=[SELF] * 3), [20, 20, 20]),
+    "arrays": ({f"{k}{i}": s for i in range(3) for k, s in {"w": MATRIX, "b": VECTOR}.items()}, [2, 2, 2]),
+    "state_dict": (
+        {f"model.layers.{i}.{p}.weight": s for i in range(3) for p, s in {"up": (8, 32), "down": (32, 8)}.items()}
+        | {"model.embed.weight": TABLE},
+        [2, 2, 2, 1],
+    ),
+    # Left as they are:
+    "unlike": (by_kind(linear=[UP, LINEAR, DOWN, UP], layer_norm=[NORM] * 2), [2] * 6),
+    "towers": (by_kind(encoder=[SELF] * 3, decoder=[SELF] * 3), [8] * 6),
+}
+
+
+@pytest.mark.parametrize("name", UNNAMED)
+def test_layers_without_names_are_units_by_their_shapes(name):
+    shapes, sizes = UNNAMED[name]
+    assert sorted(Counter(unit_names(shapes)).values()) == sorted(sizes)
+
+
+def test_a_list_is_cut_between_consecutive_arrays():
+    found = unit_names(UNNAMED["list"][0])
+    assert found == [
+        unit
+        for unit, count in zip(["0", "1", "17", "33", "49", "51"], [1, 16, 16, 16, 2, 2], strict=True)
+        for _ in range(count)
+    ]
+    of_haiku = dict(zip(UNNAMED["haiku"][0], unit_names(UNNAMED["haiku"][0]), strict=True))
+    second = {
+        "net/attention_1/key/w",
+        "net/layer_norm_2/scale",
+        "net/layer_norm_3/scale",
+        "net/linear_3/w",
+        "net/linear_4/b",
+    }
+    assert {of_haiku[path] for path in second} == {"net/attention_1"}
+    assert of_haiku["net/linear/w"] == "net/linear" and of_haiku["net/layer_norm_6/scale"] == "net/layer_norm_6"
+
+
+def test_stacked_leaves_and_chosen_units_are_not_merged():
+    shapes = UNNAMED["haiku"][0]
+    chosen = unit_names(shapes, ["net/linear_1"])
+    assert len(set(chosen)) == 3 + 7 + 8
+    stacks = indexed(*[(4, 8, 8), (4, 8)] * 3)
+    assert unit_names(stacks, stacked=stacks) == list(stacks)
+
+
 def test_numbered_norms_and_the_parts_of_a_stack_are_no_layers():
     """Otherwise the rest of the layer would be cut into its parts as well."""
     assert set(unit_names(below((["encoder"], ATTENTION | NORMS)) | FLAT)) == {"encoder", "embed", "head"}
@@ -160,6 +243,34 @@ def test_a_unit_with_most_of_the_weights_is_told_with_the_units_that_cut_it():
     explained = cut.explain(cut.eval_init(Backbone, optax.sgd(0.1)))
     assert [unit.name for unit in explained.units] == ["body/first", "body/second", "body/third", "head"]
     assert explained.large_unit is None
+
+
+def avals(shapes):
+    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+
+
+def test_a_unit_that_may_be_a_stack_of_layers_is_told_and_the_loss_shows_that_it_is_one():
+    """Twelve layers on eight devices, which shard another dim by luck."""
+    params = {"blocks": avals({"up": (12, 128, 512), "down": (12, 512, 128)}), "head": avals({"w": (128, 8)})}
+    body = lambda x, w: (jnp.tanh(x @ w["up"]) @ w["down"], None)
+    loss = lambda p, b: jnp.mean(jax.lax.scan(body, b["x"], p["blocks"])[0] @ p["head"]["w"])
+    zero, batch = Zero(zerojax.make_mesh()), {"x": np.ones((8, 128), np.float32)}
+    with pytest.warns(UserWarning, match=r"stacked=\('blocks/\*',\)\) if dim 0 counts layers"):
+        state = zero.eval_init(params, optax.sgd(0.1))
+    with pytest.warns(UserWarning, match=r"2 leaves layer by layer that are not known to be stacks") as caught:
+        zero.train_step(loss).trace(state, batch)
+    assert "Zero(..., stacked=('blocks/*',))" in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        zero = Zero(zerojax.make_mesh(), stacked=("blocks/*",))
+        zero.train_step(loss).trace(zero.eval_init(params, optax.sgd(0.1)), batch)
+
+
+def test_norms_that_nothing_shows_the_layers_of_are_told():
+    shapes = {"w": (1024, 1024)} | {f"{name}_scale": (1024,) for name in "abcdefghi"}
+    with pytest.warns(UserWarning, match="which of 9 norms and biases are in the same layer") as caught:
+        Zero(zerojax.make_mesh()).eval_init(avals(shapes), optax.sgd(0.1))
+    assert "for example {'layers/0/a_scale': ...}" in str(caught[0].message)
 
 
 def test_units_are_listed_in_the_order_of_their_use():
@@ -298,3 +409,74 @@ def test_no_activation_is_recomputed(name, stage, k):
     params, other, loss = functional(model, abstract=True)
     plain = jax.make_jaxpr(jax.grad(lambda params, other: loss(params, other, model.batch(0))[0][0]))(params, other)
     assert count(step, "dot_general") == k * count(plain, "dot_general") > 0
+
+
+# Models without names, or with values
+
+
+WIDE = 16
+
+
+def layer(x, w):
+    """A residual layer with a mixing matrix and an MLP, of which `w` has the arrays in the order of use."""
+    scale, mix, mix_bias, up, up_bias, down, down_bias = w
+    x = x + jnp.tanh((x * scale) @ mix + mix_bias)
+    return x + jnp.tanh(x @ up + up_bias) @ down + down_bias
+
+
+def one_layer(rng):
+    shapes = [(WIDE,), (WIDE, WIDE), (WIDE,), (WIDE, 3 * WIDE), (3 * WIDE,), (3 * WIDE, WIDE), (WIDE,)]
+    return [rng.normal(size=shape).astype(np.float32) / 4 for shape in shapes]
+
+
+def of_list(layers):
+    return list(itertools.chain.from_iterable(layers)), lambda p, x: functools.reduce(
+        layer, [p[k : k + 7] for k in range(0, len(p), 7)], x
+    )
+
+
+def of_kinds(layers):
+    """Named as by Haiku: 'norm', 'linear', 'linear_1', 'linear_2', 'norm_1', ..."""
+    name = lambda kind, i: f"{kind}_{i}" if i else kind
+    params = {}
+    for i, (scale, *rest) in enumerate(layers):
+        params[name("norm", i)] = {"scale": scale}
+        params |= {name("linear", 3 * i + k): {"w": rest[2 * k], "b": rest[2 * k + 1]} for k in range(3)}
+
+    def run(p, x):
+        linear = lambda k: [p[name("linear", k)]["w"], p[name("linear", k)]["b"]]
+        of_layer = lambda i: [p[name("norm", i)]["scale"], *linear(3 * i), *linear(3 * i + 1), *linear(3 * i + 2)]
+        return functools.reduce(layer, map(of_layer, range(len(layers))), x)
+
+    return params, run
+
+
+def of_stack(layers):
+    names = "scale", "mix", "mix_bias", "up", "up_bias", "down", "down_bias"
+    stack = {name: np.stack(arrays) for name, *arrays in zip(names, *layers, strict=True)}
+    body = lambda x, w: (layer(x, [w[name] for name in names]), None)
+    return {
+        "blocks": stack,
+        "head": np.eye(WIDE, dtype=np.float32),
+    }, lambda p, x: jax.lax.scan(body, x, p["blocks"])[0] @ p["head"]
+
+
+@pytest.mark.parametrize(
+    ("form", "depth", "num_units", "num_gathers"),
+    [(of_list, 3, 3, 5), (of_kinds, 3, 3, 5), (of_stack, 8, 2, 17), (of_stack, 12, 2, 25)],
+)
+def test_arrays_are_gathered_by_layers_and_train_as_on_one_device(form, depth, num_units, num_gathers):
+    """The small arrays of a layer share a gather, in the forward and in the backward pass; of the last unit, in one."""
+    rng = np.random.default_rng(0)
+    params, run = form([one_layer(rng) for _ in range(depth)])
+    batch = {"x": rng.normal(size=(16, WIDE)).astype(np.float32)}
+    loss = lambda p, b: jnp.mean(run(p, b["x"]) ** 2)
+    zero = Zero(zerojax.make_mesh(), 3)
+    state, step = zero.init(params, optax.sgd(0.1)), zero.train_step(loss)
+    assert len({leaf.unit for leaf in state.definition.leaves}) == num_units
+    assert count(step.trace(state, batch).jaxpr, "all_gather") == num_gathers
+    want_loss, grads = jax.value_and_grad(loss)(params, batch)
+    state, metrics = step(state, batch)
+    np.testing.assert_allclose(metrics["loss"], want_loss, rtol=1e-5)
+    for got, start, grad in zip(numbers(state.params), jax.tree.leaves(params), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(got - start, -0.1 * grad, rtol=1e-3, atol=1e-6)

@@ -32,6 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax.sharding import annotations
 from zerojax.sharding.axes import REPLICATED, Axes, Dims
 from zerojax.sharding.dim_choice import annotated_dim, choose_dim, given_dim, tables
+from zerojax.sharding.layer_dims import globs, possible_stack
 from zerojax.sharding.padding import NO_PADDING, Padding
 from zerojax.sharding.precision import Precision
 from zerojax.sharding.units import cut_patterns, no_match_text, unit_names
@@ -280,10 +281,14 @@ def large_unit_text(leaves: Sequence[Leaf]) -> str | None:
     patterns = cut_patterns(unit, inside)
     if 2 * size <= total or not patterns:
         return None
+    fix = f"Zero(..., units={patterns!r}) cuts it"
+    shapes = {leaf.path: leaf.shape for leaf in leaves if not leaf.stacked}
+    if stack := globs(possible_stack(shapes, inside), [leaf.path for leaf in leaves]):
+        fix = f"Zero(..., stacked={stack!r}) if dim 0 counts layers that a loop slices; if not, {fix}"
     return (
         f"placement: unit {unit!r} holds {size / total:.0%} of the weights, which are gathered together\n"
         f"  got:      {len(inside)} leaves, {size:,} of {total:,} elements\n"
-        f"  fix:      Zero(..., units={patterns!r}) cuts it"
+        f"  fix:      {fix}"
     )
 
 

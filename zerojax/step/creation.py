@@ -17,12 +17,14 @@ from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding, use_abstract_mesh
 
 from zerojax.sharding import padding, placement
+from zerojax.sharding.layer_dims import likely_stacks
 from zerojax.sharding.padding import Padding
 from zerojax.sharding.pinned_memory import check_pinned
 from zerojax.sharding.placement import PINNED_HOST, FromModel, Leaf, Overrides
 from zerojax.sharding.precision import LossScale
 from zerojax.sharding.tiles import stored_order
 from zerojax.sharding.uneven import uneven_text
+from zerojax.sharding.unnamed_layers import unmerged_text
 from zerojax.step import models
 from zerojax.step.config import ZeroConfig
 from zerojax.step.optimizers import check_update, rounds_stochastically
@@ -104,6 +106,9 @@ def _from_existing(
     be copied several times. If the optimizer's state goes to host memory, they come to the devices from there."""
     plain = plain_arrays(existing) if isinstance(existing, nnx.Module) else []
     model, params, model_state, from_model = models.split(existing, overrides.trainable)
+    with_paths = jax.tree_util.tree_leaves_with_path(params)
+    shapes = {placement.path_text(path): tuple(np.shape(a)) for path, a in with_paths}
+    from_model = from_model._replace(stacked=likely_stacks(shapes))
     definition = _define(config, overrides, model, params, model_state, from_model, tx)
     _warn_of_plain_arrays(plain, model_state)
     from_logical = lambda params, model_state, key: _initial(config, definition, params, model_state, key)
@@ -205,9 +210,11 @@ def _define(
 ) -> Definition:
     """The static part of a state, with warnings about what the user may not expect."""
     leaves = placement.place(params, config.mesh, config.axes, config.precision, overrides, from_model)
-    large_unit = placement.large_unit_text(leaves)
-    if large_unit and config.stage.shards_params and sum(leaf.size for leaf in leaves) >= _LARGE:
-        warn(large_unit)
+    layer_shapes = {leaf.path: leaf.shape[leaf.stacked :] for leaf in leaves}
+    of_units = placement.large_unit_text(leaves), unmerged_text([leaf.unit for leaf in leaves], layer_shapes)
+    if config.stage.shards_params and sum(leaf.size for leaf in leaves) >= _LARGE:
+        for text in filter(None, of_units):
+            warn(text)
     uneven = uneven_text(leaves, config.axes) if config.stage.shards_optimizer else None
     if uneven and sum(leaf.size for leaf in leaves) >= _LARGE:
         warn(uneven)

@@ -28,6 +28,7 @@ from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
 from zerojax.step.loss_errors import in_words_of_the_user
 from zerojax.step.models import Output, Weighted
 from zerojax.step.reductions import Reductions
+from zerojax.step.scanned_leaves import check_layer_dims
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition
 from zerojax.transform import collectives, host_arrays
@@ -269,6 +270,7 @@ class DeviceGradient:
         )
         is_lookup = functools.partial(looks_up_shards, stage_collectives, full)
         traced = TracedLoss(closed, len(full), [leaf.unit for leaf in leaves], is_lookup)
+        check_layer_dims(leaves, traced, self.config.axes.num_shards)
         segmented = SegmentedLoss(
             traced, stage_collectives, self.trainable, self.settings.remat, self.settings.prefetch
         )

@@ -72,16 +72,10 @@ class LayerStack:
         uses = [view.leaf for view in self.views.values()] + self.const_leaves
         return uses.count(leaf) == 1 and sum(leaf in segment.leaves for segment in self.traced.segments) == 1
 
-    def _layer_dims(self, view: Any) -> Dims:
-        dim = self.collectives.dims[view.leaf].shard
-        if view.order[0] == dim:
-            name, shape = self.traced.unit_of[view.leaf], self.traced.leaf_vars[view.leaf].aval.shape
-            raise ValueError(
-                f"placement: a leaf of {name!r} is sharded over its layer dim\n"
-                f"  got:      shape {shape}, dim {dim} is both sharded and scanned over by the loss\n"
-                f"  fix:      name it in `stacked` (glob on the path), so that dim {dim} is left alone"
-            )
-        return self.collectives.dims[view.leaf].transposed(view.order).of_layer()
+    def _layer_dims(self, view: View) -> Dims:
+        dims = self.collectives.dims[view.leaf]
+        assert view.order[0] != dims.shard, "sharded over its layer dim"
+        return dims.transposed(view.order).of_layer()
 
     def _values(self, env: dict[Any, Array], consts: dict[int, Array]) -> dict[int, Array]:
         """The operands that are not views of a leaf, by position."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from zerojax.sharding.layer_dims import with_first_dim
 from zerojax.transform import jaxprs
 
 
@@ -19,7 +20,7 @@ def stacked_paths(closed: Any, paths: list[str]) -> frozenset[str]:
         paths: the paths of the leaves.
     """
     outputs = closed.jaxpr.outvars[: len(paths)]
-    sizes: dict[str, Any] = {p: v.aval.shape[0] if v.aval.ndim else None for p, v in zip(paths, outputs, strict=True)}
+    shapes = {path: tuple(v.aval.shape) for path, v in zip(paths, outputs, strict=True)}
 
     def is_stacked(v: Any, origin: jaxprs.Origin, size: int, seen: set[Any]) -> bool:
         if not jaxprs.is_var(v) or (v, id(origin)) in seen:
@@ -34,13 +35,7 @@ def stacked_paths(closed: Any, paths: list[str]) -> frozenset[str]:
         return any(is_stacked(operand, scope, size, seen) for operand, scope in reads)
 
     top = jaxprs.Origin(closed.jaxpr)
-    stacked = {p for p, v in zip(paths, outputs, strict=True) if sizes[p] and is_stacked(v, top, sizes[p], set())}
-    extended = set(stacked)
-    for path in stacked:
-        parts = path.split("/")
-        for end in range(1, len(parts)):
-            inside = [p for p in paths if p.split("/")[:end] == parts[:end]]
-            if all(sizes[p] == sizes[path] for p in inside):
-                extended.update(inside)
-                break
-    return frozenset(extended)
+    size_of = lambda path: shapes[path][0] if shapes[path] else 0
+    stacked = [p for p, v in zip(paths, outputs, strict=True) if size_of(p) and is_stacked(v, top, size_of(p), set())]
+    subtrees = with_first_dim(shapes)
+    return frozenset(inside for path in stacked for inside in subtrees[path])
