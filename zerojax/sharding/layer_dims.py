@@ -12,8 +12,6 @@ from fnmatch import fnmatchcase
 from zerojax.sharding.units import stem
 from zerojax.typing import Shape
 
-_DIGITS = re.compile(r"\d+")
-
 
 def with_first_dim(shapes: Mapping[str, Shape]) -> dict[str, list[str]]:
     """For each path, those of the largest subtree below the root that contains it and whose leaves all have its first
@@ -88,7 +86,7 @@ def globs(chosen: Collection[str], paths: Collection[str]) -> tuple[str, ...]:
 def _shortest_glob(path: str, chosen: Collection[str], others: Sequence[str]) -> str:
     """The glob for the shortest prefix of a path, or for the path; with '*' for numbers if more is chosen by it."""
     for end in [*(glob.escape(prefix) + "*" for prefix in _prefixes(path)), glob.escape(path)]:
-        patterns = [p for p in (end, _DIGITS.sub("*", end)) if not any(fnmatchcase(other, p) for other in others)]
+        patterns = [p for p in (end, stem(end).replace("#", "*")) if not any(fnmatchcase(other, p) for other in others)]
         if patterns:
             return max(patterns, key=lambda p: sum(fnmatchcase(each, p) for each in chosen))
     raise AssertionError(path)  # the last pattern matches the path only

@@ -39,6 +39,7 @@ from zerojax.sharding.units import cut_patterns, no_match_text, unit_names
 from zerojax.text import abbreviate
 from zerojax.typing import AnyMesh, Array, PyTree, Shape
 
+LARGE = 2**20  # parameters; below, neither a large unit nor a replicated leaf is a problem
 PINNED_HOST = "pinned_host"  # the kind of the memory of a host that its devices read and write
 
 

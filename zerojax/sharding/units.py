@@ -74,7 +74,7 @@ def unit_names(shapes: Mapping[str, Shape], patterns: Sequence[str] = (), stacke
         if pattern not in matched:
             raise ValueError(no_match_text("units", pattern, list(shapes)))
     fixed.update(unit for unit, path in zip(names, shapes, strict=True) if path in stacked)
-    return unnamed_layers.merged(names, shapes, fixed)
+    return unnamed_layers.merged_units(names, shapes, fixed)
 
 
 def _components(path: str) -> Prefix:

@@ -23,7 +23,7 @@ from zerojax.typing import Shape
 
 _END = re.compile(r"(?:.*[/.])?(?P<kind>.*?)_?(?P<number>\d*)", re.DOTALL)
 # Three heuristics. A part that repeats within a layer, such as its projections, is cut off if it is most of the layer.
-_MOST = 0.7
+_MAIN_SHARE = 0.7
 # The members of a kind that may be outside of the layers: a projection before them and one behind, or two norms.
 _MOST_OUTSIDE = 2
 _MOST_ALONE = 8  # norms and biases outside of layers; a heuristic as well: models that were tried have up to four
@@ -48,7 +48,7 @@ class _Member(NamedTuple):
 _Parts = list[list[_Member]]
 
 
-def merged(units: Sequence[str], shapes: Mapping[str, Shape], fixed: Collection[str]) -> list[str]:
+def merged_units(units: Sequence[str], shapes: Mapping[str, Shape], fixed: Collection[str]) -> list[str]:
     """Merges units that are parts of one layer. A merged unit has the name of its first array or module.
 
     Args:
@@ -108,7 +108,7 @@ def _of_list(members: Sequence[_Member]) -> _Parts:
     layers = run.cut(members)
     inner = _repeats(layers[0])
     size = lambda members: sum(member.size for member in members)
-    if inner and size(layers[0][inner.start : inner.end]) >= _MOST * size(layers[0]):
+    if inner and size(layers[0][inner.start : inner.end]) >= _MAIN_SHARE * size(layers[0]):
         layers = [group for layer in layers for group in _of_list(layer)]
     before, behind = members[: run.start], members[run.end :]
     return [*(_of_list(before) if before else []), *layers, *(_of_list(behind) if behind else [])]
@@ -123,23 +123,23 @@ def _of_kinds(kinds: Sequence[Sequence[_Member]]) -> _Parts:
     # Without norms beside them, modules may be layers, of two towers.
     if not with_matrix or not (vectors or (are_arrays and len(with_matrix) > 1)):
         return []
-    runs = [_repeats(kind) or _Run(0, 1, len(kind)) for kind in with_matrix]
+    runs = [_repeats(kind) or _Repetition(0, 1, len(kind)) for kind in with_matrix]
     num_layers = min(run.repeats for run in runs)
     parts = []
     for kind, run in zip(with_matrix, runs, strict=True):
         if run.repeats % num_layers or len(kind) - (run.end - run.start) > _MOST_OUTSIDE:
             return []
-        parts.append(_Run(run.start, run.period * run.repeats // num_layers, num_layers).cut(kind))
+        parts.append(_Repetition(run.start, run.period * run.repeats // num_layers, num_layers).cut(kind))
     for kind in vectors:
         period = len(kind) // num_layers
         if not period or len(kind) - period * num_layers > _MOST_OUTSIDE:
             return []
-        parts.append(_Run(0, period, num_layers).cut(kind))
+        parts.append(_Repetition(0, period, num_layers).cut(kind))
     parts.sort(key=lambda layers: (not layers[0][0].has_matrix, len(layers[0])))
     return [[member for part in layer for member in part] for layer in zip(*parts, strict=True)]
 
 
-class _Run(NamedTuple):
+class _Repetition(NamedTuple):
     """Members from `start` on that repeat: `repeats` times `period` of them."""
 
     start: int
@@ -154,7 +154,7 @@ class _Run(NamedTuple):
         return [list(members[k : k + self.period]) for k in range(self.start, self.end, self.period)]
 
 
-def _repeats(members: Sequence[_Member]) -> _Run | None:
+def _repeats(members: Sequence[_Member]) -> _Repetition | None:
     """The repeated shapes with most of the elements, of the smallest period that has them; None if none repeat."""
     codes: dict[Hashable, int] = {}
     kinds = np.array([codes.setdefault(member.shapes, len(codes)) for member in members])
@@ -165,7 +165,7 @@ def _repeats(members: Sequence[_Member]) -> _Run | None:
         is_equal = np.concatenate([[False], kinds[:-period] == kinds[period:], [False]])
         bounds = np.flatnonzero(np.diff(is_equal)).reshape(-1, 2)
         for start, stop in bounds[bounds[:, 1] - bounds[:, 0] >= period]:
-            run = _Run(int(start), period, int(stop - start) // period + 1)
+            run = _Repetition(int(start), period, int(stop - start) // period + 1)
             has_matrix = matrices[run.start + period] > matrices[run.start]
             if has_matrix and ends[run.end] - ends[run.start] > most:
                 best, most = run, ends[run.end] - ends[run.start]

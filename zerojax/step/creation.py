@@ -44,8 +44,6 @@ from zerojax.transform import jaxprs, stacks
 from zerojax.typing import Array, PRNGKey, PyTree
 from zerojax.warn import warn
 
-_LARGE = 2**20  # parameters; below, neither a large unit nor a replicated leaf is a problem
-
 
 def build(
     config: ZeroConfig, overrides: Overrides, source: ModelSource, tx: optax.GradientTransformation, seed: int | PRNGKey
@@ -212,11 +210,11 @@ def _define(
     leaves = placement.place(params, config.mesh, config.axes, config.precision, overrides, from_model)
     layer_shapes = {leaf.path: leaf.shape[leaf.stacked :] for leaf in leaves}
     of_units = placement.large_unit_text(leaves), unmerged_text([leaf.unit for leaf in leaves], layer_shapes)
-    if config.stage.shards_params and sum(leaf.size for leaf in leaves) >= _LARGE:
+    if config.stage.shards_params and sum(leaf.size for leaf in leaves) >= placement.LARGE:
         for text in filter(None, of_units):
             warn(text)
     uneven = uneven_text(leaves, config.axes) if config.stage.shards_optimizer else None
-    if uneven and sum(leaf.size for leaf in leaves) >= _LARGE:
+    if uneven and sum(leaf.size for leaf in leaves) >= placement.LARGE:
         warn(uneven)
     narrow = [
         placement.path_text(path)

@@ -8,12 +8,10 @@ from jax.sharding import PartitionSpec
 
 from zerojax.sharding.dim_choice import choose_dim
 from zerojax.sharding.layer_dims import globs
-from zerojax.sharding.placement import Leaf
+from zerojax.sharding.placement import LARGE, Leaf
 from zerojax.text import abbreviate
 from zerojax.transform.segmentation import TracedLoss
 from zerojax.warn import warn
-
-_LARGE = 2**20  # elements
 
 
 def check_layer_dims(leaves: Sequence[Leaf], traced: TracedLoss, num_shards: int) -> None:
@@ -43,7 +41,7 @@ def check_layer_dims(leaves: Sequence[Leaf], traced: TracedLoss, num_shards: int
             f"  fix:      Zero(..., {', '.join(options)})"
         )
     size, total = sum(leaves[i].size for i in unknown), sum(leaf.size for leaf in leaves)
-    if size >= _LARGE and 2 * size > total:
+    if size >= LARGE and 2 * size > total:
         warn(
             f"placement: the loss slices {len(unknown)} leaves layer by layer that are not known to be stacks\n"
             f"  got:      {size / total:.0%} of the weights, which reports count as whole stacks\n"
