@@ -103,7 +103,7 @@ def in_parts(batch: Any, parts: int) -> tuple[Any, Any]:
 def run(job: Job, num_steps: int, parts: int = 8) -> Run:
     """The losses of the first steps, and the metrics of the test set after them."""
     root = jax.random.key(0)
-    model = split(job, jax.random.fold_in(root, 0))
+    model = split(job, root)
     clip_norm = job.step_options.get("clip_norm")
     tx = job.optimizer if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), job.optimizer)
     takes_key = len(inspect.signature(job.loss_fn).parameters) > 2
@@ -128,7 +128,7 @@ def run(job: Job, num_steps: int, parts: int = 8) -> Run:
     trained, other, opt_state, losses = model.trained, model.other, tx.init(model.trained), []
     for i in range(num_steps):
         batch, axes = in_parts(job.batch(i), parts)
-        key = jax.random.fold_in(jax.random.fold_in(root, 1), i)
+        key = jax.random.fold_in(jax.random.fold_in(root, 2**32 - 1), i)
         trained, other, opt_state, value = step(trained, other, opt_state, batch, key)
         losses.append(float(value))
     if job.test_loss_fn is None:

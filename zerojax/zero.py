@@ -185,8 +185,9 @@ class Zero:
                 an nnx.Module, Linen variables or a tree of parameters with values, which are copied to their shards.
                 Stacked layers of such a model are found by their shapes, see `Zero(stacked=...)`.
             tx: any Optax transformation.
-            seed: an int or a key of `jax.random`, from which the parameters are drawn. Their values depend neither on
-                the mesh nor on the stage. The key of each step's randomness comes from it as well.
+            seed: an int or a key of `jax.random`, from which the parameters are drawn: their values are those of
+                `Model(rngs=nnx.Rngs(seed))` or `module.init(jax.random.key(seed), x)`, up to rounding, and depend
+                neither on the mesh nor on the stage. The key of each step's randomness comes from it as well.
             inputs: example inputs of a Linen module, positional or by name.
 
         Raises:

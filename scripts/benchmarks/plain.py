@@ -29,8 +29,7 @@ def make_init(config, tx, captured):
     """
 
     def init():
-        rngs = nnx.Rngs(jax.random.fold_in(jax.random.key(0), 0))
-        captured["graph"], params = nnx.split(gpt.GPT(config, rngs), nnx.Param)
+        captured["graph"], params = nnx.split(gpt.GPT(config, nnx.Rngs(0)), nnx.Param)
         return params, tx.init(params)
 
     return init

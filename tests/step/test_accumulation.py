@@ -57,7 +57,7 @@ def make_batch(weights="uneven"):
 @functools.cache
 def expected():
     """(initial parameters, loss, gradient) of the global weighted mean, computed by plain JAX."""
-    params = jax.jit(create)(jax.random.fold_in(jax.random.key(0), 0))
+    params = jax.jit(create)(jax.random.key(0))
     batch = make_batch()
     mean = lambda params: jnp.sum(losses(params, batch) * batch["weight"]) / jnp.sum(batch["weight"])
     return (jax.device_get(params), *jax.device_get(jax.value_and_grad(mean)(params)))

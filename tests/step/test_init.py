@@ -121,30 +121,37 @@ class HuggingFace:
 
 
 DENSE = nn.Dense(8)
-TAKEN = {  # name -> (what is passed, example inputs, the shape of the kernel)
-    "class": (Tiny, None, (8, 8)),
-    "partial": (functools.partial(Tiny, 16), None, (16, 8)),
-    "partial_by_name": (functools.partial(Tiny, width=16), None, (16, 8)),
-    "function_of_rngs": (lambda rngs: Tiny(rngs=rngs), None, (8, 8)),
-    "function_of_rngs_by_another_name": (lambda r: Tiny(rngs=r), None, (8, 8)),
-    "function_of_a_key": (lambda key: Tiny(rngs=nnx.Rngs(key)), None, (8, 8)),
-    "function_of_nothing": (lambda: Tiny(rngs=nnx.Rngs(0)), None, (8, 8)),
-    "linen": (DENSE, (np.ones((1, 16)),), (16, 8)),
-    "linen_by_name": (DENSE, {"inputs": np.ones((1, 16))}, (16, 8)),
-    "hugging_face": (HuggingFace(_do_init=False), None, (8, 8)),
-    "hugging_face_with_weights": (HuggingFace(_do_init=True), None, (8, 8)),
-    "module": (Tiny(rngs=nnx.Rngs(0)), None, (8, 8)),
-    "variables": (DENSE.init(jax.random.key(0), np.ones((1, 16))), None, (16, 8)),
-    "tree": ({"kernel": np.ones((16, 8), np.float32)}, None, (16, 8)),
+TINY, WIDE = Tiny(rngs=nnx.Rngs(0)), Tiny(16, rngs=nnx.Rngs(0))
+VARIABLES, LOADED = DENSE.init(jax.random.key(0), np.ones((1, 16))), HuggingFace(_do_init=True)
+TAKEN = {  # name -> (what is passed, example inputs, what plain Flax and JAX create with seed 0)
+    "class": (Tiny, None, TINY),
+    "partial": (functools.partial(Tiny, 16), None, WIDE),
+    "partial_by_name": (functools.partial(Tiny, width=16), None, WIDE),
+    "function_of_rngs": (lambda rngs: Tiny(rngs=rngs), None, TINY),
+    "function_of_rngs_by_another_name": (lambda r: Tiny(rngs=r), None, TINY),
+    "function_of_a_key": (lambda key: Tiny(rngs=nnx.Rngs(key)), None, TINY),
+    "function_of_nothing": (lambda: Tiny(rngs=nnx.Rngs(0)), None, TINY),
+    "linen": (DENSE, (np.ones((1, 16)),), VARIABLES),
+    "linen_by_name": (DENSE, {"inputs": np.ones((1, 16))}, VARIABLES),
+    "hugging_face": (HuggingFace(_do_init=False), None, LOADED.params),
+    "hugging_face_with_weights": (LOADED, None, LOADED.params),
+    "module": (TINY, None, TINY),
+    "variables": (VARIABLES, None, VARIABLES),
+    "tree": ({"kernel": np.ones((16, 8), np.float32)}, None, {"kernel": np.ones((16, 8), np.float32)}),
 }
 
 
 @pytest.mark.parametrize("name", TAKEN)
-def test_a_model_or_what_creates_one_is_taken(name):
-    model, inputs, shape = TAKEN[name]
+def test_a_model_or_what_creates_one_is_taken_with_the_values_of_plain_flax(name):
+    """No key that the model draws from is the one that the randomness of the steps comes from."""
+    model, inputs, plain_model = TAKEN[name]
     state = Zero(zerojax.make_mesh()).init(model, optax.adam(1e-3), inputs=inputs)
-    (kernel,) = [a for a in jax.tree.leaves(state.params) if a.ndim == 2]
-    assert kernel.shape == shape and kernel.sharding.shard_shape(shape) == (shape[0] // 8, 8)
+    kernel_of = lambda tree: next(a for a in jax.tree.leaves(tree) if a.ndim == 2)
+    kernel, want = kernel_of(state.params), kernel_of(plain_model)
+    np.testing.assert_allclose(kernel, want, rtol=1e-6)
+    assert kernel.sharding.shard_shape(kernel.shape) == (want.shape[0] // 8, 8)
+    drawn_from = [jax.random.key(0), *jax.random.split(jax.random.key(0), 100)]
+    assert all(state.key != key for key in drawn_from)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

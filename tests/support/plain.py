@@ -58,7 +58,7 @@ def created(create: Callable[..., Any], seed: int, abstract: bool = False) -> tu
         graph[:] = parts[:1]
         return parts[1:]
 
-    key = jax.random.fold_in(jax.random.key(seed), 0)
+    key = jax.random.key(seed)
     made = jax.eval_shape(values, key) if abstract else jax.jit(values)(key)
     return graph, made
 

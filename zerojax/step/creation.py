@@ -44,6 +44,8 @@ from zerojax.transform import jaxprs, stacks
 from zerojax.typing import Array, PRNGKey, PyTree
 from zerojax.warn import warn
 
+_STEPS = 2**32 - 1  # folds the key of the steps; models fold small counts (`split`, nnx.Rngs) into the same key
+
 
 def build(
     config: ZeroConfig, overrides: Overrides, source: ModelSource, tx: optax.GradientTransformation, seed: int | PRNGKey
@@ -72,7 +74,7 @@ def _from_function(
 
     def split(key: PRNGKey) -> tuple[PyTree, PyTree]:
         with use_abstract_mesh(config.mesh.abstract_mesh):  # Linen runs the model, which may constrain activations
-            created = create(jax.random.fold_in(key, 0))
+            created = create(key)
         static["plain"] = plain_arrays(created) if isinstance(created, nnx.Module) else []
         static["model"], params, model_state, static["from_model"] = models.split(created, overrides.trainable)
         return params, model_state
@@ -322,7 +324,7 @@ def _initial(
         master=padding.padded(trained, zeros) if definition.has_master else None,
         opt_state=padding.padded(opt_state, definition.optimizer_paddings(config.axes, stage.shards_optimizer)),
         model_state=model_state,
-        key=jax.random.fold_in(key, 1),
+        key=jax.random.fold_in(key, _STEPS),
         loss_scale=LossScale.create(config.precision),
         definition=definition,
     )
