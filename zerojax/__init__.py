@@ -18,6 +18,7 @@ from zerojax.report.visualize import visualize
 from zerojax.sharding.mesh import make_mesh, simulate_devices
 from zerojax.sharding.precision import Precision
 from zerojax.step.batch import Whole
+from zerojax.step.ema import ema
 from zerojax.step.models import Weighted
 from zerojax.step.state import TrainState
 from zerojax.training import evaluate, fit
@@ -44,6 +45,7 @@ __all__ = [
     "audit_step",
     "checkpoints",
     "chunked_cross_entropy",
+    "ema",
     "evaluate",
     "exchange",
     "fit",

@@ -416,18 +416,20 @@ class Zero:
         Args:
             state: its other arrays are shared with the state that is returned, so only one of the two may be donated:
                 pass the result to `eval_step` or call `model()`, and continue to train with `state`.
-            params: the trained parameters as the optimizer's state holds them, for example an average: a tree like
-                `state.params`, with None at frozen leaves.
+            params: the trained parameters as the optimizer's state holds them, for example an average, see
+                `zerojax.ema`: a tree like `state.params`, with None at frozen leaves. The state's copy of them in
+                param_dtype, if it has one, is replaced too, and may share memory with them.
 
         Raises:
-            ValueError: if `params` has other leaves or shapes than the trained parameters, or the state was donated.
+            ValueError: if `params` has other leaves or shapes than the trained parameters or a narrower dtype than
+                param_dtype, or the state was donated.
 
         Cost: at stages 1 and 2 the parameters are gathered.
         """
         check_not_donated(state)
         check_trained(state, params)
         definition, is_sharded = state.definition, self.config.stage.shards_params
-        shardings = states.shardings(self.config, state).params
+        shardings = states.shardings(self.config, state)
         trained = [leaf for leaf in definition.leaves if leaf.trainable]
 
         def insert(given: Any, current: Any) -> Any:
@@ -437,7 +439,9 @@ class Zero:
             stored = padding.padded(logical, [leaf.padding(is_sharded) for leaf in trained])
             return definition.with_frozen(tree.unflatten(stored), current)
 
-        return dataclasses.replace(state, params=jax.jit(insert, out_shardings=shardings)(params, state.params))
+        computed = jax.jit(insert, out_shardings=shardings.params)(params, state.params)
+        master = state.master and creation.lend_master(state, params, shardings.master)
+        return dataclasses.replace(state, params=computed, master=master)
 
     def with_optimizer(
         self, state: TrainState, tx: optax.GradientTransformation, seed: int | PRNGKey = 0

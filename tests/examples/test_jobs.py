@@ -19,6 +19,7 @@ OPTIONS = {
     "vit": ["train_vision", "--batch", "16", "--model", "vit"],
     "moe": ["train_moe", "--batch", "8", "--context", "16", "--width", "32", "--capacity", "0.8"],
     "gnn": ["train_gnn", "--packs", "8", "--width", "16", "--layers", "2"],
+    "diffusion": ["train_diffusion", "--batch", "16"],
     "distill": ["train_distill", "--batch", "16", "--teacher-steps", "2", "--soft", "0.5"],
 }
 

@@ -25,6 +25,7 @@ from zerojax.typing import Array, Aval, PRNGKey, PyTree, Shape
 
 MAX_PATHS = 4  # that an error lists
 PARAMS, OPTIMIZER, MODEL_STATE = "params/", "opt_state/", "model_state/"
+EMA = "ema_params"  # the field of the optimizer's state that has the average
 
 
 def arrays(state: TrainState) -> dict[str, Any]:
@@ -62,6 +63,23 @@ def saved_params(state: TrainState) -> PyTree:
     """
     logical = state.logical()
     return _saved_tree(logical)["params"]
+
+
+def ema_paths(paths: Iterable[str]) -> dict[str, str]:
+    """The path of each parameter that `zerojax.ema` averages -> that of its average.
+
+    Raises:
+        ValueError: if no average is saved, or several are.
+    """
+    averages = [path for path in paths if path.startswith(OPTIMIZER) and f"/{EMA}/" in path]
+    found = {PARAMS + path.partition(f"/{EMA}/")[2]: path for path in averages}
+    if not found or len(found) < len(averages):
+        raise ValueError(
+            f"checkpoint: there is no single average of the parameters\n"
+            f"  got:      {len(averages)} arrays of averages, of {len(found)} parameters\n"
+            f"  fix:      train with zerojax.ema(tx, decay), once"
+        )
+    return found
 
 
 def with_arrays(state: TrainState, restored: Mapping[str, Array]) -> TrainState:

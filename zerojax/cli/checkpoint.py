@@ -144,6 +144,7 @@ def fetch(url: str, directory: Path, step: int | None) -> None:
 @_DIRECTORY
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @_STEP
+@click.option("--ema", is_flag=True, help="Export the average that zerojax.ema keeps, instead of the parameters.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Cast the parameters.  [default: as saved]")
 @MAPPING
 @FAMILY

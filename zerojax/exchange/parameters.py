@@ -42,6 +42,7 @@ def export(
     step: int,
     folder: str | Path,
     *,
+    ema: bool = False,
     dtype: Any = None,
     mapping: Mapping[str, Any] | None = None,
     family: str | None = None,
@@ -59,6 +60,7 @@ def export(
         directory: of the checkpoints.
         step: one of them.
         folder: for the files.
+        ema: writes the average of the parameters that `zerojax.ema` keeps in place of those that are trained.
         dtype: floating parameters are cast to it, for example 'bfloat16'. By default they keep the saved dtype, as
             model state always does.
         mapping: our names ('layers/0/kernel') -> their names, or names and dims, see `names.mapping`. By default '/'
@@ -73,8 +75,8 @@ def export(
 
     Raises:
         CheckpointCorrupted: if the checkpoint cannot be read.
-        ValueError: if there is no such step, if the mapping or the family is invalid or has no name for an array, if
-            dims do not fit an array, or as in `tensors.write`.
+        ValueError: if there is no such step or no average, if the mapping or the family is invalid or has no name for
+            an array, if dims do not fit an array, or as in `tensors.write`.
 
     Cost: holds one piece of 64 MiB of one array in host memory; of an array that is transposed or reshaped, two copies
     of the whole array, or of one element of a stack. The process that reads holds a piece and its chunks, see
@@ -87,12 +89,14 @@ def export(
     leaves = {path: leaf for path, leaf in saved.leaves.items() if is_weight(path, jnp.dtype(leaf.dtype))}
     if left_out := [path for path in saved.leaves if path.startswith(MODEL_STATE) and path not in leaves]:
         log.warning("export: left out, since they are not floating: %s", plain_text(", ".join(left_out)))
+    stored_at = contents.ema_paths(saved.leaves) if ema else {}
     found = weight_sources(leaves, mapping, family)
     metadata = _metadata(found, family) | {"step": str(step)}
     entries: list[Entry] = []
     with LimitedReader(directory, step) as reader:
-        for path, leaf in leaves.items():
-            read = functools.partial(reader.pieces, path, leaf)
+        for path in leaves:
+            leaf = saved.leaves[stored_at.get(path, path)]
+            read = functools.partial(reader.pieces, stored_at.get(path, path), leaf)
             entries += _entries(known_source(found, path), leaf, _export_dtype(path, leaf, dtype), read)
         return write(folder, entries, max_file_bytes=max_file_bytes, metadata=metadata, overwrite=overwrite)
 
@@ -110,8 +114,9 @@ def export_params(
     """Writes parameters that are on the devices as safetensors files, without a checkpoint. All processes call it.
 
     Args:
-        params: a `TrainState`, whose parameters are written as a checkpoint has them, in param_dtype; or a tree of
-            arrays, sharded in any way, such as `adapters.merged` returns.
+        params: a `TrainState`, whose parameters are written as a checkpoint has them, in param_dtype (to write an
+            average, `zero.with_params(state, state.ema_params)`); or a tree of arrays, sharded in any way, such as
+            `adapters.merged` returns.
         folder, dtype, mapping, family, max_file_bytes, overwrite: as in `export`.
 
     Returns:

@@ -186,6 +186,19 @@ def _lend(a: Any, sharding: NamedSharding, zeros: Padding) -> Array:
     return jax.device_put(a, sharding) if is_whole and not zeros.count else _put(a, sharding, zeros)
 
 
+def lend_master(state: TrainState, trained: PyTree, shardings: PyTree) -> PyTree:
+    """Trained parameters as the state stores its master copy. The arrays may share memory with those given."""
+    leaves = [leaf for leaf in state.definition.leaves if leaf.trainable]
+
+    def lend(a: Any, leaf: Leaf, stored: Array, sharding: NamedSharding) -> Array:
+        if np.shape(a) != stored.shape:
+            a = leaf.without_zeros(a)
+        return _lend(a.astype(leaf.dtype), sharding, padding.between(np.shape(a), stored.shape))
+
+    stored, tree = jax.tree.flatten(state.master)
+    return tree.unflatten(map(lend, jax.tree.leaves(trained), leaves, stored, jax.tree.leaves(shardings)))
+
+
 def placed_copy(a: Any, sharding: NamedSharding) -> Array:
     """A copy of a NumPy or JAX array with a sharding, which shares no memory with it, so that it can be donated.
 

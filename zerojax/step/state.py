@@ -168,6 +168,22 @@ class TrainState:
         check_not_donated(self)
         return self.definition.model.merge(self.definition.logical(self.params), self.model_state)
 
+    @property
+    def ema_params(self) -> PyTree:
+        """The average of the trained parameters that `zerojax.ema` keeps, stored like the optimizer state.
+
+        Raises:
+            ValueError: if the optimizer keeps none, or several.
+        """
+        found = [value for _, value in optax.tree.get_all_with_path(self.opt_state, "ema_params")]
+        if len(found) != 1:
+            raise ValueError(
+                f"state: there is no single average of the parameters\n"
+                f"  got:      an optimizer that keeps {len(found) or 'none'}\n"
+                f"  fix:      zero.init(model, zerojax.ema(tx, 0.999)); of several, take one from state.opt_state"
+            )
+        return found[0]
+
     def logical(self) -> TrainState:
         """The state with all arrays in the shapes that the model and the optimizer see, without zeros at their ends.
 
@@ -313,7 +329,8 @@ def logical_avals(state: TrainState) -> TrainState:
 def check_trained(state: TrainState, params: PyTree) -> None:
     """Raises ValueError if `params` are not like the trained parameters of the state, with None at frozen leaves.
 
-    A leaf may have the zeros with which it is stored in shards.
+    A leaf may have the zeros with which it is stored in shards. It may not have a narrower dtype than that in which the
+    optimizer holds the parameter: an average loses its changes in it.
     """
     shapes = lambda tree: {placement.path_text(p): jnp.shape(a) for p, a in jax.tree_util.tree_leaves_with_path(tree)}
     got, wanted = shapes(params), shapes(state.definition.trained_avals())
@@ -325,6 +342,16 @@ def check_trained(state: TrainState, params: PyTree) -> None:
                 f"  got:      {path}: {got.get(path, 'missing')}\n"
                 f"  want:     {path}: {wanted.get(path, 'no such leaf, or a frozen one')}\n"
                 f"  fix:      pass a tree like state.params, with None at frozen leaves"
+            )
+    held = {leaf.path: leaf.dtype for leaf in state.definition.leaves}
+    for path, a in jax.tree_util.tree_leaves_with_path(params):
+        dtype, wanted = jnp.result_type(a), held[placement.path_text(path)]
+        if jnp.dtype(dtype).itemsize < jnp.dtype(wanted).itemsize:
+            raise ValueError(
+                f"with_params: the values are in a narrower dtype than the parameters that the optimizer holds\n"
+                f"  got:      {placement.path_text(path)}: {dtype}, in which an average loses its changes\n"
+                f"  want:     {placement.path_text(path)}: {wanted}\n"
+                f"  fix:      zerojax.ema(tx, decay) keeps an average in fp32, state.ema_params; cast any other tree"
             )
 
 
