@@ -9,7 +9,7 @@ from support.paths import REPO
 PACKAGE = REPO / "zerojax"
 PATHS = sorted(path for path in PACKAGE.rglob("*.py") if path.stem != "__init__")
 MOST_PARAMETERS = 8
-OPTIONS = {"fit", "Zero.__init__", "Checkpoints.__init__", "plan_command"}  # each parameter is an option that users see
+OPTIONS = {"fit", "export", "Zero.__init__", "Checkpoints.__init__", "plan_command"}  # users see each option
 
 
 def parse(path):

@@ -44,7 +44,7 @@ from zerojax.transform import jaxprs, stacks
 from zerojax.typing import Array, PRNGKey, PyTree
 from zerojax.warn import warn
 
-_STEPS = 2**32 - 1  # folds the key of the steps; models fold small counts (`split`, nnx.Rngs) into the same key
+_STEP_KEY = 2**32 - 1  # folds the key of the steps; models fold small counts (`split`, nnx.Rngs) into the same key
 
 
 def build(
@@ -337,7 +337,7 @@ def _initial(
         master=padding.padded(trained, zeros) if definition.has_master else None,
         opt_state=padding.padded(opt_state, definition.optimizer_paddings(config.axes, stage.shards_optimizer)),
         model_state=model_state,
-        key=jax.random.fold_in(key, _STEPS),
+        key=jax.random.fold_in(key, _STEP_KEY),
         loss_scale=LossScale.create(config.precision),
         definition=definition,
     )
