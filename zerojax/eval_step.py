@@ -13,7 +13,7 @@ from zerojax.step import models
 from zerojax.step.batch import RowsOfSet, batch_specs
 from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient, device_gradient
-from zerojax.step.loss_traces import check_loss, check_means_over_rows
+from zerojax.step.loss_traces import check_loss, check_means_over_rows, with_state_keys
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition, TrainState
 from zerojax.typing import Array, PyTree
@@ -44,7 +44,7 @@ class EvalStep(Step):
             args = (jax.tree.leaves(state.params), state.model_state, batch, state.key)
             if self.config.other_axes:
                 check_loss(gradient, args)
-            loss, metrics = self._on_devices(gradient, gradient.evaluate, args)
+            loss, metrics = self._on_devices(gradient, with_state_keys(gradient, args).evaluate, args)
             return {"loss": loss, **metrics}
 
         return step
@@ -60,7 +60,8 @@ class EvalStep(Step):
                 if self.config.other_axes:
                     check_loss(gradient, of_batch)
                 checked.add(True)
-            loss, metrics = self._on_devices(gradient, gradient.evaluate_rows, args)
+            keyed = with_state_keys(gradient, (*args[:2], rows.batch, args[3]))
+            loss, metrics = self._on_devices(gradient, keyed.evaluate_rows, args)
             return {"loss": loss, **metrics}
 
         return step

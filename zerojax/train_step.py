@@ -19,7 +19,7 @@ from zerojax.jitted_step import Step, check_one_batch, name_of_loss
 from zerojax.report.memory import Memory, step_memory
 from zerojax.report.out_of_memory import out_of_memory_error
 from zerojax.step import models, state as states
-from zerojax.step.batch import batch_avals, shard_batch
+from zerojax.step.batch import batch_avals, shard_batch, warn_of_keys
 from zerojax.step.config import ZeroConfig
 from zerojax.step.gradient import DeviceGradient, compute_gradients, device_gradient
 from zerojax.step.loss_errors import in_words_of_the_user
@@ -30,6 +30,7 @@ from zerojax.step.loss_traces import (
     uses,
     warn_of_local_statistics,
     warn_of_sums,
+    with_state_keys,
 )
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition, TrainState
@@ -201,8 +202,9 @@ def train_step(
                     check_loss(gradient, args[:-1])
                 warn_of_local_statistics(gradient, args[:-1])
                 warn_of_sums(gradient, args[:-1])
+                warn_of_keys(batch)
                 checked.add(definition)
-            result = compute_gradients(gradient, args)
+            result = compute_gradients(with_state_keys(gradient, args[:-1]), args)
             norm = jnp.sqrt(result.squared_norm) / scale
             finite = jnp.isfinite(norm)
             factor = 1 / scale

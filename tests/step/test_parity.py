@@ -130,19 +130,32 @@ def draws(kind, stage, k, replica, steps=2):
         draw = jax.random.uniform(key)
         return jnp.mean(params["w"]) * draw, report(draw, batch)
 
+    def from_state(variables, batch):
+        """As one would in plain JAX: splits the key of the state. `pair` looks like a key, and is none."""
+        key, other = jax.random.split(variables["rng"])
+        draw = jax.random.uniform(key)
+        changed = {"rng": other, "pair": variables["pair"] + jnp.uint32(1)}
+        return jnp.mean(variables["params"]["w"]) * draw, report(draw, batch) | changed
+
+    rng = {"raw": jax.random.PRNGKey, "typed": jax.random.key}.get(kind)
+    create, loss = {
+        "nnx": (lambda rngs: Drawing(rngs), from_module),
+        "key": (lambda: {"w": jnp.ones(8)}, from_key),
+    }.get(kind, (lambda: {"params": {"w": jnp.ones(8)}, "rng": rng(0), "pair": jnp.zeros(2, jnp.uint32)}, from_state))
     zero = Zero(zerojax.make_mesh(replica=replica), stage)
-    create, loss = (
-        (lambda rngs: Drawing(rngs), from_module) if kind == "nnx" else (lambda: {"w": jnp.ones(8)}, from_key)
-    )
     state, step, seen = zero.init(create, optax.sgd(0.1)), zero.train_step(loss, num_microbatches=k), []
     for _ in range(steps):
         state, metrics = step(state, {"row": np.eye(32, dtype=np.float32)})
         seen.append([float(metrics[f"{i}"]) for i in range(32)])
+    if rng:
+        np.testing.assert_array_equal(state.model_state["pair"], steps * k)
     return np.array(seen)
 
 
-@pytest.mark.parametrize(("stage", "k", "replica"), [(0, 4, 1), (3, 1, 1), (3, 4, 1), (3, 1, 2)])
-@pytest.mark.parametrize("kind", ["nnx", "key"])
+CASES = [(kind, *case) for kind in ("nnx", "key") for case in ((0, 4, 1), (3, 1, 1), (3, 4, 1), (3, 1, 2))]
+
+
+@pytest.mark.parametrize(("kind", "stage", "k", "replica"), [*CASES, ("raw", 3, 4, 1), ("typed", 3, 4, 1)])
 def test_shards_microbatches_and_steps_draw_different_numbers(kind, stage, k, replica):
     seen = draws(kind, stage, k, replica)
     assert len(np.unique(seen)) == 2 * 8 * k

@@ -20,6 +20,7 @@ from zerojax.sharding.placement import path_text
 from zerojax.sharding.precision import Precision
 from zerojax.step.config import ZeroConfig
 from zerojax.typing import Array, PyTree, Shape
+from zerojax.warn import warn
 
 _KEEPS_DTYPE = re.compile("mask|weight", re.IGNORECASE)  # in a name: arrays that are summed, not computed with
 
@@ -184,6 +185,23 @@ def check_batch(config: ZeroConfig, batch: PyTree, num_microbatches: int) -> Non
             f"  fix:      pass {_rows_that_fit(shape[0], parts)}; or change num_microbatches; "
             f"zero.pad_batch(batch, {padded}) adds rows of weight 0; zerojax.evaluate takes any number of rows"
         )
+
+
+def warn_of_keys(batch: PyTree) -> None:
+    """Warns of random keys in a batch that are not marked `Whole`: scalars, which all devices get."""
+    with_paths = jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_whole)
+    found = [_label(path) for path, a in with_paths if not _is_whole(a) and not np.ndim(a) and _is_key(a)]
+    if found:
+        warn(
+            f"batch: {', '.join(found)} is a random key, with which all devices draw the same numbers\n"
+            f"  got:      a key for the rows of every device\n"
+            f"  fix:      a third parameter `key` of the loss, which differs for each device and step; or "
+            f"jax.random.fold_in(key, jax.lax.axis_index('data')); zerojax.Whole(key) if it is meant"
+        )
+
+
+def _is_key(a: Any) -> bool:
+    return jnp.issubdtype(dtype_of(a), jax.dtypes.prng_key)
 
 
 def _nearest_multiples(num: int, of: int) -> list[int]:

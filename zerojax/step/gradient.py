@@ -31,6 +31,7 @@ from zerojax.step.reductions import Reductions
 from zerojax.step.scanned_leaves import check_layer_dims
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition
+from zerojax.step.state_keys import UNKNOWN, StateKeys, fold_keys, restore_keys
 from zerojax.transform import collectives, host_arrays
 from zerojax.transform.dependencies import event
 from zerojax.transform.host_gradients import HostGradients
@@ -91,12 +92,14 @@ class DeviceGradient:
         definition: the parameters and their placement.
         loss: the loss as a function of a parameter tree.
         settings: the settings of the step.
+        state_keys: what the loss does with keys in the model state, if that is known.
     """
 
     config: ZeroConfig
     definition: Definition
     loss: Loss
     settings: StepSettings
+    state_keys: StateKeys = UNKNOWN
 
     @property
     def trainable(self) -> list[bool]:
@@ -159,8 +162,9 @@ class DeviceGradient:
 
     def fold(self, model_state: PyTree, microbatch: ArrayLike) -> PyTree:
         """The model state with PRNG keys of this device and a microbatch."""
-        folded = models.fold_keys(model_state, collectives.device_index(self.config.axes))
-        return models.fold_keys(folded, jnp.asarray(microbatch, jnp.int32))
+        raw = self.state_keys.raw
+        folded = fold_keys(model_state, collectives.device_index(self.config.axes), raw)
+        return fold_keys(folded, jnp.asarray(microbatch, jnp.int32), raw)
 
     # One microbatch ---------------------------------------------------------------------------------------------------
 
@@ -200,7 +204,8 @@ class DeviceGradient:
         else:
             grads, output = self._full_gradient(shards, self.fold(model_state, index), batch, key, seed)
         output = dataclasses.replace(
-            output, model_state=models.restore_keys(output.model_state, model_state, self.definition.fixed_state)
+            output,
+            model_state=restore_keys(output.model_state, model_state, self.definition.fixed_state, self.state_keys),
         )
         if self.settings.num_microbatches == 1:
             grads = self.reductions.reduce_grads(grads, summed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,8 +16,10 @@ from zerojax.step.batch import batch_specs, cast_batch, map_rows
 from zerojax.step.config import leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient
 from zerojax.step.loss_errors import LossError, constraint_text, kernel_text
-from zerojax.step.models import Output
+from zerojax.step.models import Output, is_key
+from zerojax.step.state_keys import StateKeys, may_be_raw, may_change
 from zerojax.transform import jaxprs
+from zerojax.transform.raw_keys import raw_keys
 from zerojax.transform.row_sums import sums_over_rows
 from zerojax.transform.segmentation import RowsLookedUp
 from zerojax.typing import Array
@@ -83,6 +86,27 @@ def warn_of_local_statistics(gradient: DeviceGradient, args: Any) -> None:
             f"  got:      {', '.join(local[:5])}{', ...' if len(local) > 5 else ''}\n"
             f"  fix:      BatchNorm(..., axis_name={axis!r}) normalizes over all rows, as one device would"
         )
+
+
+def with_state_keys(gradient: DeviceGradient, args: Any) -> DeviceGradient:
+    """`gradient`, which knows the keys in the model state from their use. `args` are as in `uses`.
+
+    Only a model state that may have such keys is traced.
+    """
+    if not may_change(args[1]):
+        return gradient
+
+    def find(shards: Any, model_state: Any, batch: Any, key: Any) -> list[StateKeys]:
+        jaxpr = _loss_jaxpr(gradient, shards, model_state, batch, key)[0]
+        leaves, start = jax.tree.leaves(model_state), len(gradient.definition.leaves)
+        inputs = list(zip(leaves, jaxpr.invars[start:], strict=False))
+        used = set(raw_keys(jaxpr, [v for a, v in inputs if may_be_raw(a)]))
+        kept = jaxprs.forwards(jaxpr)[-len(leaves) :]
+        raw = tuple(v in used for _, v in inputs)
+        are_keys = [is_raw or is_key(a) for is_raw, a in zip(raw, leaves, strict=True)]
+        return [StateKeys(raw, tuple(flag and not k for flag, k in zip(are_keys, kept, strict=True)))]
+
+    return dataclasses.replace(gradient, state_keys=_on_device(gradient, find, args)[0])
 
 
 def check_loss(gradient: DeviceGradient, args: Any) -> None:

@@ -306,20 +306,3 @@ def takes_key(loss_fn: Callable[..., Any]) -> bool:
 def is_key(leaf: Any) -> bool:
     """Whether an array is a typed PRNG key."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def fold_keys(tree: PyTree, data: Array) -> PyTree:
-    """Folds an integer into every PRNG key of a tree, so that shards and microbatches draw different numbers."""
-
-    def fold(leaf: Any) -> Any:
-        if not is_key(leaf):
-            return leaf
-        return jax.vmap(jax.random.fold_in, in_axes=(0, None))(leaf.reshape(-1), data).reshape(leaf.shape)
-
-    return jax.tree.map(fold, tree)
-
-
-def restore_keys(after: PyTree, before: PyTree, fixed: Sequence[bool]) -> PyTree:
-    """Replaces the PRNG keys in `after`, and leaves that are fixed, by those in `before`."""
-    leaves = zip(jax.tree.leaves(after), jax.tree.leaves(before), fixed, strict=True)
-    return jax.tree.unflatten(jax.tree.structure(after), [b if flag or is_key(b) else a for a, b, flag in leaves])

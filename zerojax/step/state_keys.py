@@ -1,0 +1,81 @@
+"""Random keys in the model's state: each device and microbatch draws from its own, and the loss may replace them.
+
+A typed key (`jax.random.key`) says what it is. A key in raw form (`jax.random.PRNGKey`) is an array of uint32 like any
+other, and known by its use. What the loss returns in place of a key comes from that of one device and microbatch. The
+next step therefore gets a key that is folded from the one before, the same on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from zerojax.step.models import is_key
+from zerojax.typing import Array, ArrayLike, PRNGKey, PyTree
+
+_NEXT = 2**32 - 1  # far from the indices of devices and microbatches
+
+
+class StateKeys(NamedTuple):
+    """What the loss does with each leaf of the model state, in flattening order.
+
+    Attributes:
+        raw: whether it is a key in raw form.
+        replaced: whether it is a key, and the loss returns another one.
+    """
+
+    raw: tuple[bool, ...] = ()
+    replaced: tuple[bool, ...] = ()
+
+
+UNKNOWN = StateKeys()
+
+
+def may_be_raw(leaf: Any) -> bool:
+    """Whether an array has the dtype and the shape of keys in raw form."""
+    data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    return leaf.dtype == data.dtype and leaf.shape[-1:] == data.shape
+
+
+def may_change(model_state: PyTree) -> bool:
+    """Whether a leaf may be a key in raw form, or one that the loss replaces. `nnx.Rngs` count, and keep their keys."""
+    nodes = jax.tree.leaves(model_state, is_leaf=lambda node: isinstance(node, nnx.RngKey))
+    arrays = [node for node in nodes if not isinstance(node, nnx.RngKey)]
+    return any(is_key(a) or may_be_raw(a) for a in arrays)
+
+
+def fold_keys(tree: PyTree, data: ArrayLike, raw: Sequence[bool] = ()) -> PyTree:
+    """Folds an integer into every PRNG key of a tree, so that shards and microbatches draw different numbers."""
+    leaves, structure = jax.tree.flatten(tree)
+    flags = raw or [False] * len(leaves)
+    return structure.unflatten(
+        _fold_raw(a, data) if is_raw else _fold(a, data) if is_key(a) else a
+        for a, is_raw in zip(leaves, flags, strict=True)
+    )
+
+
+def _fold(keys: PRNGKey, data: ArrayLike) -> PRNGKey:
+    return jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys.reshape(-1), data).reshape(keys.shape)
+
+
+def _fold_raw(keys: Array, data: ArrayLike) -> Array:
+    return jax.random.key_data(_fold(jax.random.wrap_key_data(keys), data))
+
+
+def restore_keys(after: PyTree, before: PyTree, fixed: Sequence[bool], keys: StateKeys) -> PyTree:
+    """Replaces the PRNG keys in `after`, and leaves that are fixed, by those in `before`. A key that the loss has
+    replaced is folded first."""
+    leaves, structure = jax.tree.flatten(before)
+    others = [False] * len(leaves)
+
+    def restored(after: Array, before: Array, is_fixed: bool, is_raw: bool, is_replaced: bool) -> Array:
+        if is_fixed or not (is_raw or is_key(before)):
+            return before if is_fixed else after
+        return (_fold_raw if is_raw else _fold)(before, jnp.uint32(_NEXT)) if is_replaced else before
+
+    flags = fixed, keys.raw or others, keys.replaced or others
+    return structure.unflatten(map(restored, jax.tree.leaves(after), leaves, *flags))
