@@ -469,6 +469,7 @@ class Zero:
                 f"  fix:      graph, params, rest = nnx.split(module, nnx.Param, ...); pass params and "
                 f"zerojax.Whole(rest), and call nnx.merge(graph, params, rest) in the loss"
             )
+        models.check_not_overwritten(params)
         config, overrides = self.config, self.overrides
         from_model = FromModel(trained=models.trained_paths(overrides.trainable, params))
         where = config.mesh, config.axes, config.precision, overrides, from_model

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn, nnx
+from flax.linen import fp8_ops
 from support import plain, zoo
 from support.parity import optimizer
 from support.plain import numbers
@@ -188,6 +189,27 @@ def test_what_cannot_be_taken_is_refused_before_anything_compiles():
     ]:
         with pytest.raises(ValueError, match=text):
             zero.init(model, tx, inputs=inputs)
+
+
+class InFp8(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(8, dot_general_cls=fp8_ops.Fp8DirectDotGeneralOp)(x)
+
+
+def test_variables_that_are_updated_through_the_gradient_are_refused_by_name():
+    """Their gradients are new values, of which the mean over devices is none."""
+    zero, x = Zero(zerojax.make_mesh()), jnp.ones((8, 16))
+    in_nnx = lambda rngs: nnx.bridge.lazy_init(nnx.bridge.ToNNX(InFp8(), rngs=rngs), x)
+    for call in (
+        lambda: zero.init(InFp8(), optax.sgd(0.1), inputs=(x,)),
+        lambda: zero.init(in_nnx, optax.sgd(0.1)),
+        lambda: zero.value_and_grad(lambda v, x: jnp.mean(InFp8().apply(v, x)))(InFp8().init(jax.random.key(0), x), x),
+    ):
+        with pytest.raises(
+            ValueError, match=r"'_overwrite_with_gradient'.*\n  got: .*input_amax_history.*\n  fix: .*qwix"
+        ):
+            call()
 
 
 class Outdated(nnx.Module):

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn, nnx
 from flax.linen import spmd
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.sharding import PartitionSpec
 
 from zerojax.sharding.placement import FromModel, check_arrays, path_text
@@ -140,11 +141,33 @@ def _paths(tree: PyTree) -> list[Any]:
     return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
 
 
+def check_not_overwritten(tree: PyTree) -> None:
+    """Checks that no variable is one that a step has to overwrite with its gradient, as those of Flax's fp8 layers.
+
+    The gradient of such a variable is its new value, a largest value over rows. It is no term of a sum over devices.
+
+    Raises:
+        ValueError: if there are such variables, with their paths.
+    """
+    is_variable = lambda node: isinstance(node, nnx.Variable)
+    names = {
+        path_text(path): [type(node).__name__, *path_text(path).split("/")]
+        for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable)
+    }
+    if found := [path for path, parts in names.items() if OVERWRITE_WITH_GRADIENT in parts]:
+        raise ValueError(
+            f"init: the collection {OVERWRITE_WITH_GRADIENT!r}, which Flax's fp8 layers have, is not supported\n"
+            f"  got:      {', '.join(found[:2])}{', ...' if len(found) > 2 else ''}, whose gradients are new values\n"
+            f"  fix:      leave out the dot_general_cls of these layers, or train in fp8 with qwix.quantize_model"
+        )
+
+
 def split(created: Any, trainable: Any = None) -> tuple[Model, PyTree, PyTree, FromModel]:
     """Splits a model into (model, parameters, model state, what it says about its parameters).
 
     Raises:
-        ValueError: if it is a Linen module, a parameter is not an array, or `trainable` matches no parameter.
+        ValueError: if it is a Linen module, a parameter is not an array, a variable is to be overwritten with its
+            gradient, or `trainable` matches no parameter.
     """
     if isinstance(created, nn.Module):
         raise ValueError(
@@ -157,6 +180,8 @@ def split(created: Any, trainable: Any = None) -> tuple[Model, PyTree, PyTree, F
     else:
         (model, params, model_state, specs), variables = _tree_model(created), None
     check_arrays(params)
+    check_not_overwritten(params)
+    check_not_overwritten(model_state)
     annotations = {path_text(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(specs)}
     trained = trained_paths(trainable, params, variables)
     return model, params, model_state, FromModel(annotations=annotations, trained=trained)
