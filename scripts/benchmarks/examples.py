@@ -38,7 +38,6 @@ EXAMPLES = {
     "vit": ("train_vision", ["--model", "vit"], "accuracy"),
     "moe": ("train_moe", [], "loss"),
     "gnn": ("train_gnn", [], "absolute_error"),
-    "diffusion": ("train_diffusion", [], "loss"),
     "distill": ("train_distill", [], "accuracy"),
 }
 
