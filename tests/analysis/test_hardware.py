@@ -44,6 +44,24 @@ def test_too_few_simulated_devices_are_an_error():
         targets.devices("cpu:16")
 
 
+@pytest.mark.parametrize(
+    ("name", "gib"),
+    [
+        ("a100", 79.26),
+        ("h100", 79.19),
+        ("h200", 139.80),
+        ("b200", 178.36),
+        ("v4", 32),
+        ("v5e", 16),
+        ("v5p", 96),
+        ("v6e", 32),
+    ],
+)
+def test_the_memory_of_a_chip_is_what_a_driver_reports(name, gib):
+    """An H200, which is sold as 141 GB, has neither 141 GiB nor 141 GB."""
+    assert CHIPS[name].memory_bytes / 2**30 == pytest.approx(gib, abs=0.005)
+
+
 def test_no_chip_is_faster_than_its_data_sheet():
     for chip in CHIPS.values():
         rates = [chip.flops, chip.memory_rate, chip.host_rate, chip.link_rate, chip.network_rate]

@@ -77,7 +77,9 @@ class Chip:
 # NVIDIA. The peaks of dense bf16 products and of NVLink (half of the figure for both directions) are from the data
 #   sheets: "NVIDIA A100 Tensor Core GPU" (SXM, 80 GB, 2021), "NVIDIA H100 Tensor Core GPU" (SXM, 2022), "NVIDIA H200
 #   Tensor Core GPU" (SXM, 2023), "NVIDIA HGX" (B200, 2025). The memory sizes and their peak rates are those that a
-#   driver reports, as listed by XLA (xla/backends/gpu/target_config/specs, 2026-11).
+#   driver reports, as listed by XLA (xla/backends/gpu/target_config/specs, 2026-11). XLA lists 141 GiB for the H200,
+#   the number of the data sheet in another unit: a driver reports 143156 MiB, which are 139.8 GiB (PyTorch's properties
+#   of the device, and its errors about too little memory, in public reports of 2025 and 2026).
 # Products of f32 arrays use TF32 by default, with half the peak (data sheets).
 # Products of bf16 arrays at the power limit: H200 755 TFLOP/s and B200 1429 (Bekman, "Machine Learning Engineering",
 #   accelerators, MSMF, 2026). A100 268 at its best shape, which is 0.86 (ibid., MAMF, 2024); the sustained 0.8 is a
@@ -126,7 +128,7 @@ _H200 = dataclasses.replace(
     _H100,
     name="h200",
     device_kinds=("NVIDIA H200", "NVIDIA H200 141GB HBM3e"),
-    memory_bytes=151_397_597_184,
+    memory_bytes=143_156 * 2**20,
     flops=Rate(989e12, 0.76),
     memory_rate=Rate(4.8e12, 0.9),
 )
@@ -141,10 +143,12 @@ _B200 = dataclasses.replace(
 )
 
 # Google. Peak, capacity and memory rate: "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" in the documentation of Cloud TPU,
-#   2025. Links: the bidirectional rate of a chip given there (v5e 400 GB/s, v5p 1200, v6e 800), divided by the number
-#   of links (4, 6, 4) and by the two directions; v4: 50 GB/s (Jouppi et al., "TPU v4", arXiv 2304.01433, 2023). From
-#   "How to Scale Your Model" (TPUs, 2025) are the share of 0.9 for links, which gives 45 and 90 GB/s, PCIe with 16 GB/s
-#   (v6e 32), and the network with 6.25 GB/s (v5e 3.125, v6e 12.5) for each chip.
+#   2025. What it calls GB are GiB, and the 95 of a v5p are 96: its compiler gives programs more than 95 (see
+#   `zerojax.plan.planner.MEMORY_SHARE`).
+# Links: the bidirectional rate of a chip given there (v5e 400 GB/s, v5p 1200, v6e 800), divided by the number of links
+#   (4, 6, 4) and by the two directions; v4: 50 GB/s (Jouppi et al., "TPU v4", arXiv 2304.01433, 2023). From "How to
+#   Scale Your Model" (TPUs, 2025) are the share of 0.9 for links, which gives 45 and 90 GB/s, PCIe with 16 GB/s (v6e
+#   32), and the network with 6.25 GB/s (v5e 3.125, v6e 12.5) for each chip.
 # Host memory: of machines with 4 chips, v4 407 GB, v5e 192, v5p 448, v6e 720 (machine types of Cloud TPU, 2025).
 # Products of f32 arrays are rounded to bf16 by default (jax.lax.Precision.DEFAULT).
 # Guesses: 0.9 of the peaks of products and of memory; no time between kernels, since one program runs them all; 1 us
@@ -208,7 +212,7 @@ CHIPS = {
         _B200,
         _tpu("v4", ("TPU v4",), 32, flops=275e12, memory=1.228e12, link=50e9, host=16e9, network=6.25e9),
         _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 16, flops=197e12, memory=819e9, link=50e9, host=16e9, network=3.125e9),
-        _tpu("v5p", ("TPU v5", "TPU v5p"), 95, flops=459e12, memory=2.765e12, link=100e9, host=16e9, network=6.25e9),
+        _tpu("v5p", ("TPU v5", "TPU v5p"), 96, flops=459e12, memory=2.765e12, link=100e9, host=16e9, network=6.25e9),
         _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 32, flops=918e12, memory=1.6e12, link=100e9, host=32e9, network=12.5e9),
     )
 }
