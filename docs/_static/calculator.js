@@ -14,7 +14,7 @@
     gpt: { none: [8, 3.4, 2, 16.2, 4.7, 4], dots: [4, 1, 2, 0, 0, 4], full: [1, 0, 0, 0, 0, 0] },
   };
   // Bytes of the values of a layer that exist at once in its backward pass, per token and byte of an element, as a
-  // multiple of the width inside the MLP. What it has saved is copied from the stack of all layers, one layer ahead.
+  // multiple of the width inside the MLP. What it has saved is copied from the stack of all layers.
   const LAYER = { llama: 6.1, gpt: 4 };
   const LOSS_CHUNK = 2048; // tokens whose logits exist at a time
 
@@ -69,7 +69,7 @@
     const tokens = config.rows * model.seq;
     const x_bytes = tokens * model.width * compute_bytes;
     const saved = model.layers * tokens * savedBytes(model, remat, compute_bytes);
-    const copied = remat === "full" ? 0 : 2 * tokens * savedBytes(model, remat, compute_bytes);
+    const copied = remat === "full" ? 0 : tokens * savedBytes(model, remat, compute_bytes);
     const recomputed = remat === "none" ? 0 : tokens * LAYER[kind(model)] * model.hidden * compute_bytes;
     const summed = (config.microbatches > 1 ? 4 : reduce_bytes) * total;
     const head = count.head * compute_bytes;
@@ -105,12 +105,17 @@
       : Math.min(chip.devices_per_host * chip.network_rate, chip.link_rate);
   }
 
-  /* Flops of the matrix products that a device computes in a step. A causal mask halves those of attention. */
+  /* Flops of the matrix products that a device computes in a step. A causal mask halves those of attention, of which
+     there are two in the forward pass and five in the backward pass. What remat='full' computes again is the forward pass
+     of a layer without its last product, whose result no gradient reads. */
   function flops(model, count, config) {
     const tokens = config.rows * model.seq * config.microbatches;
-    const layers = 2 * count.products + 2 * model.layers * model.seq * model.width;
-    const head = 2 * count.head;
-    return tokens * ((config.remat === "full" ? 4 : 3) * layers + 4 * head); // the loss computes logits again
+    const products = 2 * count.products;
+    const attention = 2 * model.layers * model.seq * model.width;
+    const last = 2 * model.layers * model.hidden * model.width;
+    const head = 3 * 2 * count.head; // the loss computes its gradients together with the logits, with 'dots' twice
+    const again = { none: 0, dots: head, full: products - last + attention }[config.remat];
+    return tokens * (3 * products + 3.5 * attention + head + again);
   }
 
   /* Everything that the page shows.

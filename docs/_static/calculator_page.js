@@ -16,7 +16,6 @@
     ["activations", "activations"],
   ];
   const LABELS = { gathered: "gathered weights", saved: "saved activations", activations: "other activations" };
-  const CAPACITIES = [40, 80, 141, 192]; // GB
   const MOST = 0.95; // with XLA_CLIENT_MEM_FRACTION=0.95
 
   // Fields: name, label, value, and either options or the smallest number.
@@ -149,9 +148,9 @@
     return element("table", {}, element("tbody", {}, ...rows.map((row) => element("tr", {}, ...cells("td", row)))));
   }
 
-  function verdict(peak_bytes, gigabytes) {
-    if (peak_bytes <= data.memory_share * gigabytes * 1e9) return ["fits", "fits"];
-    if (peak_bytes <= MOST * gigabytes * 1e9) return ["tight", `fits with XLA_CLIENT_MEM_FRACTION=${MOST}`];
+  function verdict(peak_bytes, memory_bytes) {
+    if (peak_bytes <= data.memory_share * memory_bytes) return ["fits", "fits"];
+    if (peak_bytes <= MOST * memory_bytes) return ["tight", `fits with XLA_CLIENT_MEM_FRACTION=${MOST}`];
     return ["no", "does not fit"];
   }
 
@@ -173,9 +172,9 @@
     const bound = result.link_s > result.compute_s ? "the links" : "matrix products";
     const tokens = config.rows * config.microbatches * model.seq;
     const step_s = Math.max(result.link_s, result.compute_s);
-    const fits = CAPACITIES.map((gigabytes) => {
-      const [name, text] = verdict(result.peak_bytes, gigabytes);
-      return element("li", { class: `fit-${name}` }, element("strong", {}, `${gigabytes} GB`), ` ${text}`);
+    const fits = Object.entries(data.chips).map(([device, { memory_bytes }]) => {
+      const [name, text] = verdict(result.peak_bytes, memory_bytes);
+      return element("li", { class: `fit-${name}` }, element("strong", {}, `${device.toUpperCase()} (${gib(memory_bytes)})`), ` ${text}`);
     });
     output.replaceChildren(
       element("p", { class: "calculator-sum" }, element("strong", {}, gib(result.peak_bytes)), ` at the peak, which is ${result.moment}`),

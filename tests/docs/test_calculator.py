@@ -81,6 +81,7 @@ def test_model_states_are_those_of_the_paper():
 # (preset, target, settings of a plan): each stage, precision and setting of remat, and several microbatches.
 PLANS = [
     ("llama3-8b", "h100:8", {"stage": 3, "remat": "none"}),
+    ("llama3-8b", "h100:8", {"stage": 3, "remat": "full"}),
     ("llama3-8b", "h100:64", {"stage": 2, "remat": "full"}),
     ("llama3-8b", "h200:128", {"stage": 2, "remat": "dots", "num_microbatches": 2, "rows": 2}),
     ("llama3-8b", "b200:8", {"stage": 3, "remat": "none", "precision": "bf16_reduce_fp32", "rows": 2}),
@@ -109,7 +110,8 @@ def test_memory_and_time_are_close_to_those_of_a_plan(preset, target, given):
         chip=planner.cluster.chip.name,
     )
     (found,) = estimates([(PRESETS[preset], config)])
-    assert found["peak_bytes"] == pytest.approx(planner.memory(settings).peak_bytes, rel=0.1)
+    tolerance = 0.1 if settings.precision == "fp32" else 0.04
+    assert found["peak_bytes"] == pytest.approx(planner.memory(settings).peak_bytes, rel=tolerance)
     assert found["peak_bytes"] == pytest.approx(sum(found["terms"].values()))
-    assert found["compute_s"] == pytest.approx(planner.compute_time(settings).products_s, rel=0.2)
+    assert found["compute_s"] == pytest.approx(planner.compute_time(settings).products_s, rel=0.01)
     assert found["link_s"] == pytest.approx(planner.formula_time(settings).link_s, rel=1e-9)
