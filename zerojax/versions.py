@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from importlib import metadata
+from importlib import metadata, util
 
 __version__ = "0.1.0"
 
 # package: (first tested version, first version that is newer than the tested ones)
 TESTED = {"jax": ((0, 10, 2), (0, 13)), "flax": ((0, 12, 6), (0, 13))}
+# The compilers of `zerojax plan --compile` by platform: the name, and the packages of which one has it.
+_COMPILERS = {"cuda": ("GPU", ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")), "tpu": ("TPU", ("libtpu",))}
 
 
 def parse(version: str) -> tuple[int, ...]:
@@ -26,6 +28,25 @@ def check(installed: dict[str, str] | None = None) -> None:
                 f"  tested:   {package} >= {low}, < {high}\n"
                 f"  fix:      pip install '{package}>={low},<{high}'"
             )
+
+
+def missing_compiler(platform: str) -> str | None:
+    """Says which compiler is not installed on this machine, and how to install it; None if it is installed.
+
+    Args:
+        platform: 'cuda', 'tpu' or 'cpu', whose compiler JAX always has.
+    """
+    name, packages = _COMPILERS.get(platform, ("CPU", ("jax",)))
+    if any(map(_is_installed, packages)):
+        return None
+    return f"no {name} compiler is installed (pip install 'zerojax[plan-{name.lower()}]')"
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 check()

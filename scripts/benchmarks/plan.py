@@ -166,7 +166,7 @@ def measured(name, target, remat, compiled):
         "compiled": made.program.peak_bytes,
         "ratio": made.memory.peak_bytes / made.program.peak_bytes,
         "compile_s": made.program.compile_s,
-        "mfu": made.throughput and made.throughput.model_flop_utilization,
+        "mfu": prediction and made.throughput.model_flop_utilization,
         "step_s": prediction and prediction.step_s,
         "unread": made.program.analysis.unread,
     }

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from click.testing import CliRunner
+from support.paths import REPO
 
 from zerojax.analysis.hardware import cluster
 from zerojax.analysis.jaxpr_costs import ComputeTime
@@ -16,6 +17,7 @@ from zerojax.plan import Job, Settings, plan
 from zerojax.plan.changes import memory_reductions, uses_of_free_memory
 from zerojax.plan.explain import explain_plan
 from zerojax.plan.formula_time import FormulaTime
+from zerojax.plan.show import remedy
 from zerojax.text import bytes_text
 
 
@@ -79,6 +81,13 @@ def test_the_links_send_weights_and_gradients_in_their_dtypes(precision, gathere
     assert two.time.link_s == pytest.approx(inside + across)
 
 
+def test_without_prefetch_the_computation_waits_for_gathers(made):
+    waiting = plan(HERE, "h100:8", Settings(prefetch=0), suggest=False).time
+    gathers = 2 * 2 * 3 * 64 * 64 * 7 / 8 / cluster("h100:8").route(range(8)).rate
+    assert waiting.exposed_s == pytest.approx(gathers) and made.time.exposed_s == 0
+    assert waiting.step_s == max(waiting.compute.total_s + waiting.exposed_s, waiting.link_s)
+
+
 def test_one_device_has_no_links(made):
     alone = plan(HERE, "h100:1", suggest=False)
     assert alone.time.link_s == 0 and "link" not in said(alone, "time")
@@ -127,10 +136,13 @@ def test_a_plan_that_does_not_fit_says_what_makes_it_fit(made):
     tight = plan("llama3-8b", "h100:8", Settings(remat="none"))
     text = said(tight, "help")
     assert text.startswith("It fits with remat='dots', at ") and "So it does with remat='full'" in text
+    full = next(each for each in tight.suggestions if each.change == "remat='full'")
+    figures = [bytes_text(each.peak_bytes) for each in (tight, full, remedy(tight))]
+    assert all(figure in (REPO / "docs" / "plan.md").read_text() for figure in figures)  # its first example
     fits = lambda each: each._replace(fits=False)
     hopeless = dataclasses.replace(tight, suggestions=tuple(map(fits, tight.suggestions)))
     smallest = min(tight.suggestions, key=lambda each: each.peak_bytes)
-    assert f"The one that saves most is {smallest.change}: " in said(hopeless, "help")
+    assert f"What comes closest is {smallest.change}: " in said(hopeless, "help")
 
 
 def test_a_formula_near_the_limit_is_not_sure(made):

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 import zerojax
 from zerojax.analysis.hardware import cluster
@@ -20,10 +21,11 @@ from zerojax.analysis.liveness import peak
 from zerojax.cli import main
 from zerojax.plan import PRESETS, Job, Settings, attention, plan, presets
 from zerojax.plan.changes import REMATS
+from zerojax.plan.explain import render_explanation
 from zerojax.plan.planner import Planner
 from zerojax.plan.program import required_bytes, summarize_collectives
 from zerojax.plan.search import search
-from zerojax.plan.show import text
+from zerojax.plan.show import render_ranking, text
 from zerojax.report.memory import largest_model, model_states
 from zerojax.step.config import OFFLOADS
 
@@ -218,7 +220,32 @@ def test_a_step_that_does_not_fit_gets_suggestions():
         again = plan("llama3-8b", "h100:8", dataclasses.replace(settings, **options), suggest=False)
         assert (again.peak_bytes, again.fits) == (changes[change].peak_bytes, changes[change].fits)
     shown = text(made, formulas=True)
-    assert shown.startswith("does not fit: ") and "2 x 8.03B / 8" in shown and "zerojax.Zero(" in shown
+    assert shown.startswith("does not fit: ") and "2 x 8.03B / 8" in shown
+
+
+@pytest.mark.parametrize(
+    ("share", "expected"),
+    [
+        (0.75, "It fits with remat='dots', at "),  # the fastest of the changes that fit
+        (0.05, "None of the changes above makes it fit. What comes closest is "),
+    ],
+)
+def test_the_last_lines_recommend_what_was_estimated_to_fit(share, expected):
+    """The calls at the end are those of a plan that fits, and there are none if no change that was tried does."""
+    made = plan("llama3-8b", "h100:8", Settings(remat="none"), memory_share=share)
+    shown = " ".join(text(made).split())
+    assert not made.fits and expected in shown and "remat='none'" not in shown.split(expected)[1]
+    assert ("train_step(" in shown) == any(each.fits for each in made.suggestions)
+    explained = " ".join(render_text(render_explanation(made)).split())
+    assert ("train_step(" in explained) == ("train_step(" in shown) and "remat='none'," not in explained
+
+
+def test_a_change_that_overfills_the_host_does_not_fit():
+    made = plan("llama3-8b", "h100:1", host_memory_bytes=2**36, memory_share=0.3)
+    by_change = {each.change.split(" ")[0]: each for each in made.suggestions}
+    params = by_change["offload='params'"]
+    assert params.peak_bytes < made.limit_bytes and not params.fits and params.host_bytes > 2**36
+    assert "host is full" in text(made)
 
 
 def test_offloaded_checkpoints_are_counted_in_host_memory():
@@ -303,6 +330,9 @@ def test_a_plan_does_not_fit_if_the_host_has_too_little_memory():
     found = search("llama3-8b", made.cluster, num_compiled=0, host_memory_bytes=2**36)
     assert {c.settings.stage for c in found.candidates} == {3}  # on one device, all stages are the same
     assert not any(c.fits for c in found.candidates)
+    assert found.winner is None and not found.best.fits
+    shown = render_text(render_ranking(found))
+    assert "none of the settings that were tried fits" in shown and "train_step(" not in shown
     found = search("llama3-8b", "h100:1", num_compiled=0)
     assert {c.settings.offload for c in found.candidates if c.fits} == {"optimizer", "params"}
     assert next(c for c in found.candidates).settings.offload == "optimizer"  # it copies less
@@ -334,6 +364,13 @@ def test_an_optimizer_that_cannot_be_offloaded_is_not_suggested():
         with pytest.raises(ValueError, match="cannot be computed for one piece"):
             for offload in order:
                 planner.plan(Settings(offload=offload), suggest=False)
+
+
+def render_text(renderable):
+    console = Console(width=120, no_color=True)
+    with console.capture() as capture:
+        console.print(renderable)
+    return capture.get()
 
 
 def own_job():
@@ -374,7 +411,7 @@ def test_gradients_and_replicas_are_counted_by_hand(stage, replica, k, full, sha
     assert terms["batch"] == k * 4 * 64 * 4
 
 
-@pytest.mark.parametrize(("target", "share"), [("h100:8", 0.75), ("v5e:4x4", 0.984), ("cpu:8", 1.0)])
+@pytest.mark.parametrize(("target", "share"), [("h100:8", 0.75), ("v5e:4x4", 15.75 / 16), ("cpu:8", 1.0)])
 def test_a_program_may_use_the_share_of_memory_that_its_platform_gives(target, share):
     planner = Planner(f"{__name__}:own_job", target)
     assert planner.limit_bytes == int(share * planner.cluster.chip.memory_bytes)
@@ -388,9 +425,43 @@ def command(*arguments):
 def test_the_command_exits_with_3_if_the_step_does_not_fit():
     fits = command("--preset", "gpt2-124m", "--json")
     assert fits.exit_code == 0 and json.loads(fits.stdout)["fits"] is True
-    assert json.loads(fits.stdout)["terms"][0]["name"] == "parameters"
+    data = json.loads(fits.stdout)
+    assert data["terms"][0]["name"] == "parameters"
+    assert data["time_level"] == "formula" and data["bound_by"] in ("products", "memory", "links")
+    assert data["tokens_per_s"] == pytest.approx(data["tokens"] / data["step_s"]) and 0 < data["mfu"] < 1
     large = command("--preset", "gpt-1t", "--target", "v5e:4x4", "--memory-share", "0.5", "--formulas")
     assert large.exit_code == 3 and "does not fit" in large.stdout and "50% of the 16 GiB" in large.stdout
+
+
+def test_targets_are_compared_in_one_table(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    arguments = "--job", f"{__name__}:own_job", "--target", "h100:8, v5p:2x2x2,a100:16"
+    shown = command(*arguments)
+    lines = shown.stdout.splitlines()
+    rows = {line.split()[0]: line.split() for line in lines if ":" in line.split(" ")[0] and "GiB" in line}
+    assert shown.exit_code == 0 and list(rows) == ["h100:8", "v5p:2x2x2", "a100:16"] and max(map(len, lines)) <= 80
+    plans = json.loads(command(*arguments, "--json").stdout)["targets"]
+    for made, row in zip(plans, rows.values(), strict=True):
+        single = plan(made["what"], made["target"], suggest=False)
+        assert made == json.loads(json.dumps(single.data())) and made["sent_bytes"] == single.sent_bytes > 0
+        assert row[-2:] == [f"{made['tokens_per_s']:,.0f}", f"{made['mfu']:.1%}"] and row[1] == "yes"
+    assert command(*arguments, "--memory-share", "1e-9").exit_code == 3
+    assert "for a single target" in command(*arguments, "--explain").output
+
+
+def test_without_a_compiler_the_search_is_by_formula(monkeypatch):
+    missing = "no GPU compiler is installed (pip install 'zerojax[plan-gpu]')"
+    monkeypatch.setattr("zerojax.versions.missing_compiler", lambda platform: missing)
+    monkeypatch.setenv("COLUMNS", "80")
+    arguments = "--job", f"{__name__}:own_job", "--target", "h100:2", "--rows", "1", "--auto"
+    shown = command(*arguments)
+    assert shown.exit_code == 0, shown.output
+    assert missing in " ".join(shown.stdout.split()) and "winner: " in shown.stdout and "train_step(" in shown.stdout
+    assert max(map(len, shown.stdout.splitlines())) <= 80
+    data = json.loads(command(*arguments, "--json").stdout)
+    assert (
+        data["level"] == "formula" and data["winner"]["fits"] and data["best"]["settings"] == data["winner"]["settings"]
+    )
 
 
 def test_the_command_draws_the_memory_by_stage(tmp_path):
@@ -445,7 +516,9 @@ def test_the_search_ranks_by_formula_without_a_compiler():
     ways = lambda stage: itertools.product(REMATS, (1, 2), replicas[stage], OFFLOADS)
     possible = lambda stage, replica, offload: offload != "params" or (stage, replica) == (3, 1)
     product = [(stage, *each) for stage in replicas for each in ways(stage) if possible(stage, *each[2:])]
-    assert sorted(settings) == sorted(product) and found.winner is None
+    assert sorted(settings) == sorted(product)
+    assert found.winner is found.candidates[0] and found.best.settings == found.winner.settings
+    assert found.best.step_s == found.winner.step_s and found.data()["level"] == "formula"
     assert {c.settings.rows * c.settings.num_microbatches for c in found.candidates} == {2}
     times = [c.step_s for c in found.candidates if c.fits]
     assert times == sorted(times) and found.naive.settings.prefetch == 0
@@ -480,7 +553,9 @@ def test_a_note_says_what_an_uneven_number_of_devices_costs():
 
 def test_the_command_lists_its_presets():
     shown = command("--list-presets")
-    assert shown.exit_code == 0 and all(name in shown.stdout for name in PRESETS)
+    rows = {line.split()[0]: line for line in shown.stdout.splitlines() if line}
+    assert shown.exit_code == 0 and rows.keys() >= PRESETS.keys() and "Transformer(" not in shown.stdout
+    assert rows["llama3-8b"].split()[1:] == ["8.03B", "32", "4096", "32/8", "8192", "1", "Llama"]
 
 
 @pytest.mark.parametrize(
@@ -491,6 +566,8 @@ def test_the_command_lists_its_presets():
         (("--job", "nowhere:job"), "cannot be called"),
         (("--job", "math:gcd"), "does not return a Job"),
         (("--preset", "gpt2-124m", "--target", "h100:12"), "unknown target 'h100:12'"),
+        (("--preset", "gpt2-124m", "--target", "h100:8,v5p:8"), "unknown target 'v5p:8'"),
+        (("--preset", "gpt2-124m", "--target", ","), "unknown target ','"),
         (("--preset", "gpt2-124m", "--memory-share", "2"), "memory_share is 2.0"),
         (("--preset", "gpt2-124m", "--remat", "some"), "unknown setting 'some'"),
         (("--preset", "gpt2-124m", "--replica", "3"), "do not divide"),

@@ -9,11 +9,14 @@ from zerojax.analysis.hardware import Cluster
 
 
 class Throughput(NamedTuple):
-    """Tokens per second of all devices and of each, and the share of all devices' peak that the model's flops reach."""
+    """Tokens per second of all devices and of each, and the share of all devices' peak that the model's flops reach.
+
+    The share is None if the flops are not known.
+    """
 
     tokens_per_s: float
     tokens_per_device_s: float
-    model_flop_utilization: float
+    model_flop_utilization: float | None
 
 
 def model_flops(loss: Any) -> int:
@@ -34,15 +37,15 @@ def model_flops(loss: Any) -> int:
     return 3 * jaxpr_stats.product_flops(loss)
 
 
-def throughput(step_s: float, cluster: Cluster, num_tokens: int, flops: int) -> Throughput:
+def throughput(step_s: float, cluster: Cluster, num_tokens: int, flops: int | None) -> Throughput:
     """Returns the throughput of a step over `num_tokens` tokens of all devices.
 
     Args:
         step_s: seconds of the step.
         cluster: the devices that it runs on.
         num_tokens: tokens of all devices in a step.
-        flops: flops of all devices in a step, see `model_flops`.
+        flops: flops of all devices in a step, see `model_flops`; None if they are not known.
     """
     peak = cluster.num_devices * cluster.chip.flops.peak
     rate = num_tokens / step_s
-    return Throughput(rate, rate / cluster.num_devices, flops / step_s / peak)
+    return Throughput(rate, rate / cluster.num_devices, None if flops is None else flops / step_s / peak)

@@ -17,7 +17,7 @@ from zerojax.cli.completion import (
     target_names,
 )
 from zerojax.cli.options import JOB_HELP
-from zerojax.cli.output import print_rich
+from zerojax.cli.output import print_rich, print_table
 
 
 @click.command("plan")
@@ -41,7 +41,7 @@ from zerojax.cli.output import print_rich
     show_default=True,
     metavar="TARGET",
     shell_complete=complete(target_names),
-    help="The devices: h100:N (or a100, h200, b200), v5e:4x4 (or v4, v5p, v6e), or cpu:N.",
+    help="The devices: h100:N (or a100, h200, b200), v5e:4x4 (or v4, v5p, v6e), or cpu:N; several: h100:8,v5p:2x2x2.",
 )
 @click.option("--stage", type=click.IntRange(0, 3), default=3, show_default=True, metavar="STAGE", help="ZeRO stage.")
 @click.option(
@@ -116,7 +116,12 @@ from zerojax.cli.output import print_rich
     metavar="GIB",
     help="Host memory that may be pinned for each device.  [default: 0.8 of a host's, divided by its devices]",
 )
-@click.option("--auto", is_flag=True, help="Search for the fastest settings that fit; --rows then counts per step.")
+@click.option(
+    "--auto",
+    is_flag=True,
+    help="Search for the fastest settings that fit, and compile the best of them if the target's compiler is installed;"
+    " --rows then counts per step.",
+)
 @click.option("--formulas", is_flag=True, help="Show how each term of the memory is computed.")
 @click.option("--explain", is_flag=True, help="Say in sentences what bounds the step, and what would help.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as a JSON object.")
@@ -156,59 +161,120 @@ def plan_command(
     """Predict whether a training step fits on a cluster.
 
     The plan is computed by formula in a few seconds and suggests changes that save memory. With --compile, the step is
-    compiled for the target, on this machine and without an accelerator. The exit code is 0 if the step fits and 3 if it
-    does not.
+    compiled for the target, on this machine and without an accelerator. Several targets are compared in one table. The
+    exit code is 0 if the step fits, on one of the targets at least, and 3 if it does not.
     """
     if calibrate:
         from zerojax.plan.calibrate import DEFAULT_PATH, calibrate as measure
 
         click.echo(json.dumps(measure() | {"file": str(DEFAULT_PATH)}))
         return
-    from rich.console import Console
-
-    import zerojax
     from zerojax.analysis import targets
-    from zerojax.plan import cluster, presets
-    from zerojax.plan.explain import explain_plan, render_explanation
-    from zerojax.plan.job import Settings
-    from zerojax.plan.planner import plan as make_plan
-    from zerojax.plan.search import Ranking, search
-    from zerojax.plan.show import render, render_ranking
 
     targets.describe_only()
     if list_presets:
-        for name, shapes in presets.PRESETS.items():
-            print(f"{name:14s} {shapes}")
+        _list_presets(as_json)
         return
     settings["bucket_bytes"] = bucket_mib and bucket_mib * 2**20
     settings["moment_bits"] = moment_bits and int(moment_bits)
-    host_bytes = host_gib and host_gib * 2**30
-    given: dict[str, Any] = {"memory_share": memory_share, "host_memory_bytes": host_bytes}
+    limits = {"memory_share": memory_share, "host_memory_bytes": host_gib and host_gib * 2**30}
+    names = [name for part in target.split(",") if (name := part.strip())] or [target]
+    if len(names) > 1 and (formulas or explain or dump or png or calibration):
+        raise click.UsageError("--formulas, --explain, --dump, --png and --calibration are for a single target")
     try:
-        machine = cluster(target, calibration)
-        model = _model(what, hf, seq)
-        if (compiled or auto) and targets.platform(target) == "cpu":
-            zerojax.simulate_devices(machine.num_devices)
-        with Console(stderr=True).status("searching" if auto else "compiling" if compiled else "tracing") as status:
-            if auto:
-                made = search(model, machine, Settings(**settings), on_step=status.update, **given)
-            else:
-                made = make_plan(model, machine, Settings(**settings), compile=compiled, dump=dump, **given)
+        made = _plans(_model(what, hf, seq), names, settings, limits, calibration, compiled, auto, dump)
     except (ValueError, RuntimeError) as error:
         raise click.ClickException(str(error)) from error
-    best = made if not isinstance(made, Ranking) else made.winner and made.winner.plan
+    if len(made) > 1:
+        _print_comparison(made, as_json)
+    else:
+        _print_plan(made[0], formulas, explain, as_json)
+        if png and not auto:
+            _draw(_model(what, hf, seq), made[0], memory_share, png)
+    raise SystemExit(0 if any(map(_fits, made)) else 3)
+
+
+def _list_presets(as_json: bool) -> None:
+    import dataclasses
+
+    from zerojax.plan import presets
+    from zerojax.plan.show import presets_table
+
     if as_json:
-        said = [remark._asdict() for remark in explain_plan(best)] if explain and best else None
-        print(json.dumps(made.data() | ({"explanation": said} if explain else {})))
-    elif isinstance(made, Ranking):
-        print_rich(render_ranking(made))
-    if best and not as_json and (explain or best is made):
-        print_rich(render_explanation(best) if explain else render(best, formulas))
+        print(json.dumps({name: dataclasses.asdict(shapes) for name, shapes in presets.PRESETS.items()}))
+    else:
+        print_table(presets_table())
+
+
+def _plans(
+    model: Any,
+    names: list[str],
+    settings: dict[str, Any],
+    limits: dict[str, Any],
+    calibration: Path | None,
+    compiled: bool,
+    auto: bool,
+    dump: Path | None,
+) -> list[Any]:
+    """The plan of each target, or with `auto` the ranking."""
+    from rich.console import Console
+
+    import zerojax
+    from zerojax.plan import cluster
+    from zerojax.plan.job import Settings
+    from zerojax.plan.planner import plan as make_plan
+    from zerojax.plan.search import search
+
+    clusters, made = [cluster(name, calibration) for name in names], []
+    simulated = [each.num_devices for each in clusters if each.chip.platform == "cpu"]
+    if simulated and (compiled or auto):
+        zerojax.simulate_devices(max(simulated))
+    with Console(stderr=True).status("searching" if auto else "compiling" if compiled else "tracing") as status:
+        for each in clusters:
+            if auto:
+                told = lambda message, target=each.target: status.update(f"{target}: {message}")
+                made.append(search(model, each, Settings(**settings), on_step=told, **limits))
+            else:
+                options = {"compile": compiled, "dump": dump, "suggest": len(clusters) == 1}
+                made.append(make_plan(model, each, Settings(**settings), **options, **limits))
+    return made
+
+
+def _fits(made: Any) -> bool:
+    return _best(made).fits
+
+
+def _best(made: Any) -> Any:
+    """A plan itself, or the best one of a ranking."""
+    return getattr(made, "best", made)
+
+
+def _print_plan(made: Any, formulas: bool, explain: bool, as_json: bool) -> None:
+    from zerojax.plan.explain import explain_plan, render_explanation
+    from zerojax.plan.search import Ranking
+    from zerojax.plan.show import render, render_ranking
+
+    best = _best(made)
+    if as_json:
+        explained = {"explanation": [remark._asdict() for remark in explain_plan(best)]} if explain else {}
+        print(json.dumps(made.data() | explained))
+        return
     if isinstance(made, Ranking):
-        raise SystemExit(0 if made.winner else 3)
-    if png:
-        _draw(model, made, memory_share, png)
-    raise SystemExit(0 if made.fits else 3)
+        print_rich(render_ranking(made))
+    if explain:
+        print_rich(render_explanation(best))
+    elif best is made or (best.program and best.fits):
+        print_rich(render(best, formulas))
+
+
+def _print_comparison(made: list[Any], as_json: bool) -> None:
+    from zerojax.plan.show import comparison
+    from zerojax.tables import printed, screen
+
+    if as_json:
+        print(json.dumps({"targets": [each.data() for each in made]}))
+    else:
+        click.echo(printed(comparison(made), screen().width), nl=False)
 
 
 def _model(what: str | None, hf: Path | None, seq: int | None) -> Any:

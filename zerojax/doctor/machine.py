@@ -9,7 +9,7 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 
 import jax
@@ -176,14 +176,7 @@ def check_processes(environ: Mapping[str, str]) -> Iterator[Check]:
 
 def check_compilers() -> Iterator[Check]:
     """The compilers with which `zerojax plan --compile` compiles for accelerators that this machine does not have."""
-    for kind, package in (("GPU", "jax_plugins.xla_cuda13"), ("TPU", "libtpu")):
-        installed = _is_installed(package)
-        missing = f"not installed; only zerojax plan --compile needs it: pip install 'zerojax[plan-{kind.lower()}]'"
-        yield Check(f"{kind} compiler", Status.OK if installed else Status.INFO, "installed" if installed else missing)
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        return util.find_spec(package) is not None
-    except ModuleNotFoundError:
-        return False
+    for kind, platform_name in (("GPU", "cuda"), ("TPU", "tpu")):
+        missing = versions.missing_compiler(platform_name)
+        text = f"{missing}; only zerojax plan --compile needs it" if missing else "installed"
+        yield Check(f"{kind} compiler", Status.INFO if missing else Status.OK, text)

@@ -11,7 +11,7 @@ from rich.text import Text
 from zerojax.plan import timeline
 from zerojax.plan.formula_time import shard_route
 from zerojax.plan.planner import Plan, Suggestion
-from zerojax.plan.show import label, verdict_text
+from zerojax.plan.show import closest_text, code_that_fits, label, remedy, seconds_text, unit, verdict_text
 from zerojax.plan.timeline import Prediction
 from zerojax.text import bytes_text
 
@@ -49,29 +49,23 @@ def explain_plan(plan: Plan) -> tuple[Remark, ...]:
     Returns:
         The remarks, in the order of their topics.
     """
-    prediction = plan.program and plan.program.analysis.prediction
-    time = _predicted_time(plan, prediction) if prediction else _formula_time(plan)
+    time = _predicted_time(plan, plan.prediction) if plan.prediction else _formula_time(plan)
     parts = {"memory": _memory(plan), "time": time, "help": _help(plan), "not sure": _doubts(plan)}
     return tuple(Remark(topic, text) for topic, texts in parts.items() for text in texts)
 
 
 def render_explanation(plan: Plan) -> Group:
-    """The explanation of a plan for a terminal: its verdict, a paragraph for each topic, and its settings as code."""
+    """The explanation of a plan for a terminal: its verdict, a paragraph for each topic, and code that fits."""
     paragraphs: dict[str, list[str]] = {}
     for remark in explain_plan(plan):
         paragraphs.setdefault(remark.topic, []).append(remark.text)
     texts = [Text.assemble((f"{topic.capitalize()}. ", "bold"), " ".join(said)) for topic, said in paragraphs.items()]
-    code = Text(plan.settings.python(), style="dim")
-    return Group(verdict_text(plan), *(part for each in (*texts, code) for part in (Text(), each)))
+    return Group(verdict_text(plan), *(part for each in (*texts, *code_that_fits(plan)) for part in (Text(), each)))
 
 
 def _percent(part: float, whole: float) -> str:
     share = part / whole if whole else 0.0
     return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.1f} ms"
 
 
 def _memory(plan: Plan) -> Iterator[str]:
@@ -103,27 +97,34 @@ def _formula_time(plan: Plan) -> Iterator[str]:
     route = shard_route(plan.cluster, plan.settings)
     lanes = " and the ".join(route.lanes) if route else "links"
     rate = f" at {route.rate / 1e9:,.0f} GB/s" if route else ""
+    computation = f"{seconds_text(compute.total_s)} of computation"
     reason = {
-        "products": f"matrix products: {_seconds(compute.products_s)} of {_seconds(compute.total_s)} of computation",
-        "memory": f"memory traffic: {_seconds(compute.memory_s)} of {_seconds(compute.total_s)} of computation",
-        "links": f"the {lanes}: {_seconds(link_s)}{rate}, {link_s / max(compute.total_s, 1e-12):.1f} times the"
-        f" {_seconds(compute.total_s)} of computation",
-        "copies": f"copies of the optimizer's state from host memory and back: {_seconds(host_s)}",
+        "products": f"matrix products: {seconds_text(compute.products_s)} of {computation}",
+        "memory": f"memory traffic: {seconds_text(compute.memory_s)} of {computation}",
+        "links": f"the {lanes}: {seconds_text(link_s)}{rate}, {link_s / max(compute.total_s, 1e-12):.1f} times the"
+        f" {computation}",
+        "copies": f"copies of the optimizer's state from host memory and back: {seconds_text(host_s)}",
     }[plan.time.bound]
-    yield f"By formula, a step takes {_seconds(step_s)} and is bound by {reason}."
+    yield f"By formula, a step takes {seconds_text(step_s)} and is bound by {reason}."
     if plan.time.bound == "links":
-        yield f"At least {_seconds(link_s - compute.total_s)} of the communication cannot overlap with computation."
+        yield f"At least {seconds_text(link_s - compute.total_s)} of the communication cannot overlap with computation."
     elif link_s:
         share = _percent(link_s, compute.total_s)
         yield (
-            f"The {lanes} would be busy for {_seconds(link_s)}{rate}, {share} of the computation: with prefetch, all of"
-            f" it can overlap; --compile shows how much of it does."
+            f"The {lanes} would be busy for {seconds_text(link_s)}{rate}, {share} of the computation: with prefetch,"
+            f" all of it can overlap; --compile shows how much of it does."
         )
+    if plan.time.exposed_s:
+        yield f"Without prefetch, the computation waits for {seconds_text(plan.time.exposed_s)} of it."
     if host_s:
         share = _percent(host_s, step_s)
-        yield f"The update waits for copies from host memory and back: {_seconds(host_s)}, {share} of the step."
-    tokens = plan.tokens / plan.cluster.num_devices / step_s
-    yield f"That is {tokens:,.0f} tokens/s per device."
+        yield f"The update waits for copies from host memory and back: {seconds_text(host_s)}, {share} of the step."
+    yield f"That is {_rate(plan)}."
+
+
+def _rate(plan: Plan) -> str:
+    tokens, mfu = plan.throughput.tokens_per_device_s, plan.throughput.model_flop_utilization
+    return f"{tokens:,.0f} {unit(plan)}/s per device" + (f", with an MFU of {mfu:.1%}" if mfu else "")
 
 
 def _predicted_time(plan: Plan, predicted: Prediction) -> Iterator[str]:
@@ -131,8 +132,8 @@ def _predicted_time(plan: Plan, predicted: Prediction) -> Iterator[str]:
     parts = (timeline.COMPUTE, timeline.MEMORY, timeline.STARTS)
     names = dict(zip(parts, ("matrix products", "memory traffic", "the launches of kernels"), strict=True))
     busy = {names[part]: predicted.busy_s.get(part, 0.0) for part in parts}
-    rate = f" and {plan.throughput.tokens_per_device_s:,.0f} tokens/s per device" if plan.throughput else ""
-    yield f"The compiled step is predicted to take {_seconds(step_s)}{rate}. {_bound(predicted, busy)}"
+    yield f"The compiled step is predicted to take {seconds_text(step_s)}. {_bound(predicted, busy)}"
+    yield f"That is {_rate(plan)}."
     shares = [
         f"{name} {_percent(seconds, step_s)}" for name, seconds in busy.items() if seconds > _LEAST_SHARE * step_s
     ]
@@ -141,7 +142,7 @@ def _predicted_time(plan: Plan, predicted: Prediction) -> Iterator[str]:
     if links:
         each = [f"the {label(lane)} for {_percent(seconds, step_s)}" for lane, seconds in links.items()]
         waits = f"computation waits for {_percent(predicted.waiting_s, step_s)} of the step"
-        yield f"Busy at the same time: {', '.join(each)}; {waits}, {_seconds(predicted.waiting_s)}."
+        yield f"Busy at the same time: {', '.join(each)}; {waits}, {seconds_text(predicted.waiting_s)}."
     if collectives := plan.program and plan.program.analysis.collectives:
         sent = sum(row.sent_bytes for row in collectives)
         worst = max(collectives, key=lambda row: row.exposed_bytes)
@@ -149,7 +150,7 @@ def _predicted_time(plan: Plan, predicted: Prediction) -> Iterator[str]:
         most = f", most of it in {worst.kind} over {worst.axis} ({bytes_text(worst.exposed_bytes)})" if exposed else ""
         yield f"Of {bytes_text(sent)} sent, {_percent(exposed, sent)} overlap with no matrix product{most}."
     yield (
-        f"By formula, it takes {_seconds(plan.time.step_s)}; the compiled step"
+        f"By formula, it takes {seconds_text(plan.time.step_s)}; the compiled step"
         f" takes {step_s / plan.time.step_s:.2f} of that."
     )
 
@@ -167,14 +168,10 @@ def _help(plan: Plan) -> Iterator[str]:
     if not plan.suggestions:
         return
     if not plan.fits:
-        if not fitting:
-            best = min(plan.suggestions, key=lambda each: each.peak_bytes)
-            yield (
-                f"No single change makes it fit. The one that saves most is {best.change}:"
-                f" {bytes_text(best.peak_bytes)}, {bytes_text(best.peak_bytes - plan.limit_bytes)} too much."
-            )
+        best = remedy(plan)
+        if best is None:
+            yield f"No single change makes it fit. {closest_text(plan)}"
             return
-        best = max(fitting, key=lambda each: each.speed or 0)
         yield f"It fits with {best.change}, at {bytes_text(best.peak_bytes)}{_speed_text(best)}."
         others = [each.change for each in fitting if each is not best]
         if others:

@@ -21,22 +21,24 @@ class FormulaTime(NamedTuple):
         host_s: seconds to copy an offloaded state from host memory and back, in both directions at once. This is the
             update, which starts after the gradients and overlaps with none of the others.
         stream_s: seconds to copy offloaded weights and their gradients, beside the forward and the backward pass.
+        exposed_s: seconds of `link_s` for which the computation waits, because it starts no gather in advance.
     """
 
     compute: ComputeTime
     link_s: float
     host_s: float = 0.0
     stream_s: float = 0.0
+    exposed_s: float = 0.0
 
     @property
     def step_s(self) -> float:
         """Seconds of a step: of its computation, of the links or of the copies of weights, whichever takes longest, and
         of an offloaded update."""
-        return max(self.compute.total_s, self.link_s, self.stream_s) + self.host_s
+        return max(self.compute.total_s + self.exposed_s, self.link_s, self.stream_s) + self.host_s
 
     def data(self) -> dict[str, float]:
         """Returns the seconds by name."""
-        return self.compute._asdict() | {"link_s": self.link_s, "host_s": self.host_s, "stream_s": self.stream_s}
+        return self.compute._asdict() | {name: getattr(self, name) for name in self._fields if name != "compute"}
 
     @property
     def bound(self) -> str:
@@ -55,14 +57,23 @@ def shard_route(cluster: Cluster, settings: Settings) -> Route | None:
     return cluster.route(range(num_shards)) if num_shards > 1 else None
 
 
-def sent_bytes(settings: Settings, parameters: int, num_shards: int) -> float:
-    """The bytes that a device sends within a replica in a step, see the table of stages in the README.
+def sent_bytes(settings: Settings, parameters: int, num_devices: int) -> tuple[float, float]:
+    """The bytes that a device sends in a step: (within a replica, between replicas), see the README's table of stages.
 
     Weights are gathered in the dtype of computation, and gradients are reduced in their own.
     """
-    k, (gathered, reduced) = settings.num_microbatches, _widths(settings)
-    gathers, reductions = {0: (0, 2), 1: (1, 1), 2: (1, k), 3: (2 * k, k)}[settings.stage]
-    return (gathers * gathered + reductions * reduced) * parameters * (num_shards - 1) / num_shards
+    k, (_, reduced) = settings.num_microbatches, _widths(settings)
+    num_shards, replica = num_devices // settings.replica, settings.replica
+    reductions = {0: 2, 1: 1, 2: k, 3: k}[settings.stage]
+    inside = reductions * reduced * parameters * (num_shards - 1) / num_shards
+    inside += gathered_bytes(settings, parameters, num_shards)
+    return inside, 2 * reduced * parameters / num_shards * (replica - 1) / replica
+
+
+def gathered_bytes(settings: Settings, parameters: int, num_shards: int) -> float:
+    """The bytes of weights that a device sends to the others of its replica in a step."""
+    gathers = {0: 0, 1: 1, 2: 1, 3: 2 * settings.num_microbatches}[settings.stage]
+    return gathers * _widths(settings)[0] * parameters * (num_shards - 1) / num_shards
 
 
 def _widths(settings: Settings) -> tuple[int, int]:
@@ -73,14 +84,20 @@ def _widths(settings: Settings) -> tuple[int, int]:
 
 def link_seconds(cluster: Cluster, settings: Settings, parameters: int) -> float:
     """Returns the seconds to send a stage's bytes, by formula: within a replica, and between replicas."""
-    num_shards = cluster.num_devices // settings.replica
+    within, between = sent_bytes(settings, parameters, cluster.num_devices)
     inside = shard_route(cluster, settings)
-    seconds = sent_bytes(settings, parameters, num_shards) / inside.rate if inside else 0.0
+    seconds = within / inside.rate if inside else 0.0
     if settings.replica > 1:
-        across, (_, reduced) = cluster.route(range(0, cluster.num_devices, num_shards)), _widths(settings)
-        share = (settings.replica - 1) / settings.replica
-        seconds += 2 * reduced * parameters / num_shards * share / across.rate
+        seconds += between / cluster.route(range(0, cluster.num_devices, cluster.num_devices // settings.replica)).rate
     return seconds
+
+
+def exposed_seconds(cluster: Cluster, settings: Settings, parameters: int) -> float:
+    """Returns the seconds for which a step waits for weights, by formula: without prefetch, for all that it gathers."""
+    route = shard_route(cluster, settings)
+    if route is None or settings.stage < 3 or settings.prefetch:
+        return 0.0
+    return gathered_bytes(settings, parameters, cluster.num_devices // settings.replica) / route.rate
 
 
 def host_copies(settings: Settings, state_bytes: int, num_params: int) -> tuple[float, float]:

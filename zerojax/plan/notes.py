@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,10 +10,15 @@ import jax.numpy as jnp
 from zerojax.analysis.hardware import Chip, Cluster
 from zerojax.analysis.jaxpr_costs import Product, products
 from zerojax.analysis.liveness import ACTIVATIONS
+from zerojax.plan.find_job import can_fuse, widest_head
 from zerojax.plan.job import Settings
+from zerojax.plan.transformer import Transformer
 from zerojax.report.memory import Memory
 from zerojax.sharding.pinned_memory import DEFAULT_PINNED_GIB, PINNED_LIMIT, sufficient_limit_gib
+from zerojax.sharding.placement import Leaf
 from zerojax.sharding.precision import Precision
+from zerojax.sharding.uneven import uneven_text
+from zerojax.step.config import ZeroConfig
 from zerojax.text import bytes_text
 from zerojax.transform import jaxprs
 from zerojax.transform.segmentation import TracedLoss
@@ -34,6 +39,26 @@ def notes(traced: TracedLoss, memory: Memory, cluster: Cluster, settings: Settin
     wide = _wide_products(found, chip, settings)
     reasons = [*_reasons(traced.closed.jaxpr, chip, settings), *_order(memory)]
     return (*wide, *_pinned(memory, cluster), *(_NOT_SURE + reason for reason in reasons))
+
+
+def notes_of_shapes(shapes: Transformer, chip: Chip) -> Iterator[str]:
+    """Yields what a plan does not follow of a described model, and whether its attention is fused on a chip."""
+    yield from shapes.notes
+    if chip.platform == "tpu":
+        yield "attention is planned in blocks of queries; a kernel such as splash attention takes less time"
+    if chip.platform == "cuda" and not shapes.caps_scores and not can_fuse(shapes, chip):
+        yield (
+            f"attention is planned in blocks of queries: its heads of width {shapes.width_of_head} are not fused, since"
+            f" cuDNN takes multiples of 8 up to {widest_head(chip)} on this GPU"
+        )
+
+
+def notes_of_shards(leaves: Sequence[Leaf], config: ZeroConfig) -> Iterator[str]:
+    """Yields what the number of devices costs, if it divides few dims of the model."""
+    text = uneven_text(leaves, config.axes)
+    if text and config.stage.shards_optimizer:
+        lines = text.removeprefix("placement: ").splitlines()
+        yield ". ".join(line.strip().removeprefix("got:").removeprefix("fix:").strip() for line in lines)
 
 
 def _by_unit(traced: TracedLoss) -> Iterator[tuple[str, Any]]:

@@ -16,22 +16,24 @@ from zerojax.analysis.hardware import Cluster
 from zerojax.analysis.jaxpr_costs import ComputeTime
 from zerojax.analysis.utilisation import Throughput, model_flops, throughput
 from zerojax.plan.changes import memory_reductions, uses_of_free_memory
-from zerojax.plan.find_job import can_fuse, find_job, shapes_of, widest_head
-from zerojax.plan.formula_time import FormulaTime, host_copies, link_seconds
+from zerojax.plan.find_job import find_job, shapes_of
+from zerojax.plan.formula_time import FormulaTime, exposed_seconds, host_copies, link_seconds, sent_bytes
 from zerojax.plan.job import DEFAULT_SETTINGS, Settings
-from zerojax.plan.notes import notes
+from zerojax.plan.notes import notes, notes_of_shapes, notes_of_shards
 from zerojax.plan.program import CompiledStep, compile_step
+from zerojax.plan.timeline import Prediction
 from zerojax.plan.tracing import Tracer, num_rows
 from zerojax.plan.transformer import Transformer
 from zerojax.report.memory import Memory
 from zerojax.sharding.placement import shard_bytes
-from zerojax.sharding.uneven import uneven_text
 from zerojax.step.state import in_host
 
-# The share of a device's memory that a program may use. GPUs: the share that JAX takes without XLA_CLIENT_MEM_FRACTION
-# (JAX's documentation, "GPU memory allocation", 2026-11). TPUs: 15.75 GiB of a v5e's 16 GiB are not reserved (from an
-# error message of the compiler, libtpu 0.0.41, 2026-11); that the share is the same on other TPUs is a guess.
-MEMORY_SHARE = {"cuda": 0.75, "tpu": 0.984, "cpu": 1.0}
+# The share of a device's memory that a program may use, by platform or chip. GPUs: the share that JAX takes without
+# XLA_CLIENT_MEM_FRACTION (JAX's documentation, "GPU memory allocation", 2026-11). TPUs: what the compiler says that it
+# has, in its errors about too little memory (v5e: libtpu 0.0.41, 2026-11; others: public reports, 2024 to 2026).
+MEMORY_SHARE = {
+    "cuda": 0.75, "v4": 30.75 / 32, "v5e": 15.75 / 16, "v5p": 95.74 / 96, "v6e": 31.25 / 32, "cpu": 1.0
+}  # fmt: skip
 _MAX_GPU_SHARE = 0.95  # a guess: the driver and NCCL need some of the rest
 _HOST_SHARE = 0.8  # of a host's memory, which a program may pin; a guess: the rest is for the data and the system
 
@@ -42,14 +44,22 @@ class Suggestion(NamedTuple):
     Attributes:
         change: what is changed.
         peak_bytes: the peak memory of a device with it.
-        fits: whether that is within the limit.
+        fits: whether that is within the limit, and so is the memory of the host.
         speed: the rows per second of a device, relative to those without the change, by formula; None if not known.
+        host_bytes: the bytes in pinned host memory for each device with it.
+        settings: the settings with it; None if it changes something else.
     """
 
     change: str
     peak_bytes: int
     fits: bool
     speed: float | None = None
+    host_bytes: int = 0
+    settings: Settings | None = None
+
+    def data(self) -> dict[str, Any]:
+        """Returns the suggestion as JSON data."""
+        return self._asdict() | {"settings": self.settings and dataclasses.asdict(self.settings)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +76,8 @@ class Plan:
         host_limit_bytes: the host memory that it may pin for each device.
         time: the time of a step, by formula.
         tokens: of all devices in a step; the number of rows, if rows have no tokens.
+        flops: of all devices in a step, without recomputation; None if they are not known.
         program: the compiled step; None if it was not compiled.
-        throughput: predicted from the schedule of the compiled step; None if it could not be predicted.
         suggestions: changes that save memory, or that use the free memory.
         notes: matrix products in fp32 that cost most of the time, and reasons why the formula is not sure.
         row_tokens: tokens in a row; 1 if rows have no tokens.
@@ -82,8 +92,8 @@ class Plan:
     host_limit_bytes: int
     time: FormulaTime
     tokens: int = 0
+    flops: int | None = None
     program: CompiledStep | None = None
-    throughput: Throughput | None = None
     suggestions: tuple[Suggestion, ...] = ()
     notes: tuple[str, ...] = ()
     row_tokens: int = 1
@@ -119,11 +129,38 @@ class Plan:
         """The free memory below the limit; negative if the step does not fit."""
         return self.limit_bytes - self.peak_bytes
 
+    @property
+    def prediction(self) -> Prediction | None:
+        """The time that the schedule of the compiled step takes; None without a program that could be analyzed."""
+        return self.program.analysis.prediction if self.program else None
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, from the compiled schedule if there is one, else by formula."""
+        return self.prediction.step_s if self.prediction else self.time.step_s
+
+    @property
+    def bound_by(self) -> str:
+        """What limits the time of a step: a lane of the compiled schedule, or as in `FormulaTime.bound`."""
+        return self.prediction.bound_by if self.prediction else self.time.bound
+
+    @property
+    def throughput(self) -> Throughput:
+        """Tokens per second and the utilization of the devices, from `step_s`."""
+        return throughput(self.step_s, self.cluster, self.tokens, self.flops)
+
+    @property
+    def sent_bytes(self) -> float:
+        """The bytes that a device sends in a step, of the compiled step if there is one, else by formula."""
+        if self.program and self.program.analysis.collectives is not None:
+            return sum(row.sent_bytes for row in self.program.analysis.collectives)
+        return sum(sent_bytes(self.settings, self.parameters, self.cluster.num_devices))
+
     def data(self) -> dict[str, Any]:
         """Returns the plan as JSON data. Bytes are per device."""
-        program, prediction, collectives = None, None, None
+        program, prediction, collectives = None, self.prediction, None
         if self.program:
-            analysis, prediction = self.program.analysis, self.program.analysis.prediction
+            analysis = self.program.analysis
             collectives = analysis.collectives and [row._asdict() for row in analysis.collectives]
             program = self.program._asdict() | analysis._asdict()
             for omitted in "analysis", "text", "prediction", "collectives":
@@ -148,13 +185,16 @@ class Plan:
             "program": program,
             "formula_s": self.time.data(),
             "tokens": self.tokens,
-            "step_s": prediction and prediction.step_s,
-            "bound_by": prediction and prediction.bound_by,
+            "time_level": "compiled" if prediction else "formula",
+            "step_s": self.step_s,
+            "bound_by": self.bound_by,
             "busy_s": prediction and dict(prediction.busy_s),
-            "tokens_per_device_s": self.throughput and self.throughput.tokens_per_device_s,
-            "mfu": self.throughput and self.throughput.model_flop_utilization,
+            "sent_bytes": self.sent_bytes,
+            "tokens_per_s": self.throughput.tokens_per_s,
+            "tokens_per_device_s": self.throughput.tokens_per_device_s,
+            "mfu": self.throughput.model_flop_utilization,
             "notes": list(self.notes),
-            "suggestions": [suggestion._asdict() for suggestion in self.suggestions],
+            "suggestions": [suggestion.data() for suggestion in self.suggestions],
         }
 
 
@@ -169,7 +209,7 @@ def plan(
     dump: Path | None = None,
     suggest: bool = True,
 ) -> Plan:
-    """Predicts whether a step fits on a cluster, and its time if it is compiled.
+    """Predicts whether a step fits on a cluster, and its time.
 
     Args:
         what: a preset (`presets.PRESETS`), 'module:function' with a function that returns a `Job`, or the shapes of a
@@ -221,7 +261,7 @@ class Planner:
         self.shapes = shapes_of(what)
         self.name = self.shapes.name if self.shapes else str(what)
         chip = self.cluster.chip
-        share = MEMORY_SHARE[chip.platform] if memory_share is None else memory_share
+        share = MEMORY_SHARE.get(chip.name) or MEMORY_SHARE[chip.platform] if memory_share is None else memory_share
         if not 0 < share <= 1:
             raise ValueError(f"plan: memory_share is {share}\n  fix:      pass a share of the memory: 0 < share <= 1")
         self.limit_bytes = int(share * chip.memory_bytes)
@@ -252,56 +292,29 @@ class Planner:
             )
         settings = self.with_rows(settings)
         memory = self.memory(settings)
-        program = speed = None
-        if devices is not None:
-            program = self._compiled(settings, devices, memory, dump)
-            if program.analysis.prediction:
-                speed = self._throughput(settings, program.analysis.prediction.step_s)
-        parameters = self.parameters(settings)
+        program = self._compiled(settings, devices, memory, dump) if devices is not None else None
         loss = self.tracer.loss(settings, self.cluster.num_devices).traced
-        told = (
-            *self._ofshapes_of(),
-            *self._uneven(settings),
-            *notes(loss, memory, self.cluster, settings),
-        )
+        zero = self.tracer.zero(settings, self.cluster.num_devices)
+        about_model = notes_of_shapes(self.shapes, self.cluster.chip) if self.shapes else ()
+        about_shards = notes_of_shards(self.tracer.state(zero, settings).definition.leaves, zero.config)
+        about_loss = notes(loss, memory, self.cluster, settings)
         found = Plan(
             self.name,
             self.cluster,
             settings,
-            parameters,
+            self.parameters(settings),
             memory,
             self.limit_bytes,
             self.host_limit_bytes,
             self.formula_time(settings),
-            self._num_tokens(settings),
+            self.num_tokens(settings),
+            self.model_flops(settings),
             program,
-            speed,
-            notes=told,
+            notes=(*about_model, *about_shards, *about_loss),
             row_tokens=self.tracer.job.tokens,
         )
         suggestions = tuple(self._suggestions(found)) if suggest else ()
         return dataclasses.replace(found, suggestions=suggestions)
-
-    def _ofshapes_of(self) -> Iterator[str]:
-        """What the plan does not follow of a described model, and whether its attention is fused."""
-        if self.shapes is None:
-            return
-        yield from self.shapes.notes
-        if self.cluster.chip.platform == "cuda" and not self.shapes.caps_scores:
-            head_dim, widest = self.shapes.width_of_head, widest_head(self.cluster.chip)
-            if not can_fuse(self.shapes, self.cluster.chip):
-                yield (
-                    f"attention is planned in blocks of queries: its heads of width {head_dim} are not fused, since"
-                    f" cuDNN takes multiples of 8 up to {widest} on this GPU"
-                )
-
-    def _uneven(self, settings: Settings) -> Iterator[str]:
-        """What the number of devices costs, if it divides few dims of the model."""
-        zero = self.tracer.zero(settings, self.cluster.num_devices)
-        text = uneven_text(self.tracer.state(zero, settings).definition.leaves, zero.config.axes)
-        if text and zero.config.stage.shards_optimizer:
-            lines = text.removeprefix("placement: ").splitlines()
-            yield ". ".join(line.strip().removeprefix("got:").removeprefix("fix:").strip() for line in lines)
 
     def memory(self, settings: Settings, num_devices: int | None = None) -> Memory:
         """The memory of a device by formula, on the cluster or on another number of its devices."""
@@ -314,10 +327,11 @@ class Planner:
 
     def formula_time(self, settings: Settings) -> FormulaTime:
         """The time of a step by formula."""
-        link_s = link_seconds(self.cluster, settings, self.parameters(settings))
+        links = self.cluster, settings, self.parameters(settings)
         rate, memory = self.cluster.chip.host_rate.effective, self.memory(settings)
         beside, update = host_copies(settings, memory.host_state_bytes, self._host_params(settings))
-        return FormulaTime(self.compute_time(settings), link_s, update / rate, beside / rate)
+        copies = update / rate, beside / rate
+        return FormulaTime(self.compute_time(settings), link_seconds(*links), *copies, exposed_seconds(*links))
 
     def _host_params(self, settings: Settings) -> int:
         """The parameters in host memory for each device, as stored."""
@@ -334,19 +348,21 @@ class Planner:
         """The rows per second of a device with other settings, relative to those of a plan."""
         if num_devices != self.cluster.num_devices:
             return None  # of TPUs, the shape of the slice would have to be known
-        rows = lambda settings: settings.rows * settings.num_microbatches
-        return rows(settings) / self.formula_time(settings).step_s * found.time.step_s / rows(found.settings)
+        return self.num_tokens(settings) / self.formula_time(settings).step_s * found.time.step_s / found.tokens
 
     def parameters(self, settings: Settings) -> int:
         """The number of parameters of the model."""
         zero = self.tracer.zero(settings, self.cluster.num_devices)
         return sum(leaf.size for leaf in self.tracer.state(zero, settings).definition.leaves)
 
-    def model_flops(self, settings: Settings) -> int:
-        """The flops of a step on all devices without recomputation, see `utilisation.model_flops`."""
+    def model_flops(self, settings: Settings) -> int | None:
+        """The flops of a step on all devices without recomputation, see `utilisation.model_flops`; None if unknown."""
         loss = self._plain.loss(settings, self.cluster.num_devices).traced.closed.jaxpr
         num_parts = self.cluster.num_devices // (settings.model or 1) * settings.num_microbatches
-        return model_flops(loss) * num_parts
+        try:
+            return model_flops(loss) * num_parts
+        except ValueError:  # of a kernel
+            return None
 
     def _compiled(self, settings: Settings, devices: Any, memory: Memory, dump: Path | None) -> CompiledStep:
         tracer = self.tracer
@@ -356,20 +372,17 @@ class Planner:
         axes = dict(compilable.zero.config.mesh.shape)
         return compile_step(compilable.step, self.cluster, axes, memory, self.limit_bytes, dump)
 
-    def _num_tokens(self, settings: Settings) -> int:
+    def num_tokens(self, settings: Settings) -> int:
+        """The tokens of all devices in a step."""
         job, num_devices = self.tracer.job, self.cluster.num_devices // (settings.model or 1)
         return num_rows(job, settings, num_devices) * job.tokens
-
-    def _throughput(self, settings: Settings, step_s: float) -> Throughput:
-        return throughput(step_s, self.cluster, self._num_tokens(settings), self.model_flops(settings))
 
     def _suggestions(self, found: Plan) -> Iterator[Suggestion]:
         """Yields changes that save memory if the step does not fit, or changes that use the free memory if it does."""
         chip = self.cluster.chip
         if chip.platform == "cuda" and found.limit_bytes < found.peak_bytes <= _MAX_GPU_SHARE * chip.memory_bytes:
-            yield Suggestion(
-                f"XLA_CLIENT_MEM_FRACTION={_MAX_GPU_SHARE} in the environment", found.peak_bytes, True, 1.0
-            )
+            change = f"XLA_CLIENT_MEM_FRACTION={_MAX_GPU_SHARE} in the environment"
+            yield Suggestion(change, found.peak_bytes, found.fits_host, 1.0, found.host_bytes)
         changes = memory_reductions if not found.fits else uses_of_free_memory
         correction = max(0, found.peak_bytes - found.memory.peak_bytes)  # of the formula, if compiled
         for text, settings, num_devices in changes(found.settings, self.cluster.num_devices):
@@ -379,5 +392,6 @@ class Planner:
             peak_bytes = memory.peak_bytes + correction
             helps = peak_bytes < found.peak_bytes or (not found.fits_host and memory.host_bytes < found.host_bytes)
             if found.fits or helps:
-                fits = self.fits(peak_bytes, memory.host_bytes)
-                yield Suggestion(text, peak_bytes, fits, self._speed(found, settings, num_devices))
+                host_bytes, on_this = memory.host_bytes, num_devices == self.cluster.num_devices
+                fits, speed = self.fits(peak_bytes, host_bytes), self._speed(found, settings, num_devices)
+                yield Suggestion(text, peak_bytes, fits, speed, host_bytes, settings if on_this else None)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 
 from zerojax.plan.attention import blockwise_attention
 from zerojax.plan.job import Job
@@ -56,6 +57,12 @@ def job(config: Transformer, attention: Callable[..., Array] | None = None) -> J
     return Job(
         create, optax.adamw(1e-4), lambda model, batch: model.loss(batch), _batch(config), config.rows, config.seq
     )
+
+
+def num_parameters(config: Transformer) -> int:
+    """The number of parameters of a preset."""
+    params = jax.eval_shape(lambda: nnx.state(job(config).create_model(nnx.Rngs(0)), nnx.Param))
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def _batch(config: Transformer) -> Callable[[int], dict[str, jax.ShapeDtypeStruct]]:

@@ -7,12 +7,13 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from zerojax import versions
 from zerojax.analysis import targets
 from zerojax.analysis.hardware import Cluster
 from zerojax.plan.changes import REMATS
 from zerojax.plan.formula_time import FormulaTime
 from zerojax.plan.job import DEFAULT_SETTINGS, Settings
-from zerojax.plan.planner import Plan, Planner
+from zerojax.plan.planner import Plan, Planner, Suggestion
 from zerojax.plan.transformer import Transformer
 from zerojax.step.config import OFFLOADS
 
@@ -26,6 +27,7 @@ class Candidate(NamedTuple):
     Attributes:
         settings: the settings, with rows and microbatches.
         peak_bytes: the peak memory of a device, by formula.
+        host_bytes: the bytes in pinned host memory for each device, by formula.
         fits: whether the peaks of the device and of its host, by formula, are within their limits.
         time: the time of a step, by formula.
         plan: the compiled plan, or None if the settings were not compiled.
@@ -33,6 +35,7 @@ class Candidate(NamedTuple):
 
     settings: Settings
     peak_bytes: int
+    host_bytes: int
     fits: bool
     time: FormulaTime
     plan: Plan | None = None
@@ -68,29 +71,39 @@ class Ranking(NamedTuple):
         what: the preset or function.
         cluster: the cluster.
         candidates: first those that were compiled, then all others, each from the fastest to the slowest.
-        naive: the naive choice, `NAIVE`, also compiled.
+        naive: the naive choice, `NAIVE`, compiled if candidates are.
+        best: the plan of the winner, by formula if nothing was compiled; if nothing fits, of what comes closest.
+        missing: which compiler is missing, if candidates were to be compiled; None if none is.
     """
 
     what: str
     cluster: Cluster
     candidates: tuple[Candidate, ...]
     naive: Candidate
+    best: Plan
+    missing: str | None = None
 
     def data(self) -> dict[str, Any]:
-        """Returns the ranking as JSON data, with the naive choice and the winner."""
+        """Returns the ranking as JSON data, with the naive choice, the winner and the best plan."""
         winner = self.winner
         return {
             "what": self.what,
             "target": self.cluster.target,
+            "level": "compiled" if self.is_compiled else "formula",
+            "best": self.best.data(),
             "candidates": [each.data() for each in self.candidates],
             "naive": self.naive.data(),
             "winner": winner and winner.data(),
         }
 
     @property
+    def is_compiled(self) -> bool:
+        return self.naive.plan is not None
+
+    @property
     def winner(self) -> Candidate | None:
-        """The fastest candidate that was compiled and fits, or None."""
-        return next((c for c in self.candidates if c.plan is not None and c.plan.fits), None)
+        """The fastest candidate that fits, of those that were compiled if any were; None if there is none."""
+        return _winner(self.candidates, self.is_compiled)
 
 
 def search(
@@ -109,8 +122,8 @@ def search(
         what, target, memory_share, host_memory_bytes: as in `planner.plan`.
         settings: of these, `precision` and `moment_bits` stay as they are, and `rows` are those of a device in a step,
             in one or more microbatches.
-        num_compiled: how many of the fastest candidates that fit by formula are compiled. If 0, nothing is compiled,
-            not even the naive choice.
+        num_compiled: how many of the fastest candidates that fit by formula are compiled. If 0, or if the compiler of
+            the target is not installed, nothing is compiled, not even the naive choice.
         on_step: called with a message before each step of the search.
 
     Returns:
@@ -118,11 +131,14 @@ def search(
 
     Raises:
         ValueError: as `planner.plan`.
-        RuntimeError: if the compiler of the target is not installed.
+        RuntimeError: if the compiler rejects the topology, or if this process has too few simulated devices.
 
-    Cost: half a second for each of some dozens of settings, and `num_compiled` + 1 compilations.
+    Cost: one or two seconds for each of some dozens of settings (hundreds, if several hosts and numbers of microbatches
+        are possible), and `num_compiled` + 1 compilations.
     """
     name = target.target if isinstance(target, Cluster) else target
+    missing = versions.missing_compiler(targets.platform(name)) if num_compiled else None
+    num_compiled = 0 if missing else num_compiled
     devices = targets.devices(name) if num_compiled else None  # before JAX looks for devices
     planner = Planner(what, target, memory_share=memory_share, host_memory_bytes=host_memory_bytes)
     kept = {"precision": settings.precision, "moment_bits": settings.moment_bits}
@@ -133,7 +149,7 @@ def search(
         on_step(f"stage {settings.stage}, remat {settings.remat!r}")
         memory = planner.memory(settings)
         fits = planner.fits(memory.peak_bytes, memory.host_bytes)
-        return Candidate(settings, memory.peak_bytes, fits, planner.formula_time(settings))
+        return Candidate(settings, memory.peak_bytes, memory.host_bytes, fits, planner.formula_time(settings))
 
     considered = [dataclasses.replace(s, **kept) for s in _settings(cluster, rows)]
     can_offload = {
@@ -153,7 +169,20 @@ def search(
     best.sort(key=lambda c: (c.plan is None or not c.plan.fits, c.step_s))
     naive = candidate(dataclasses.replace(NAIVE, rows=rows, **kept))
     naive = compiled(naive) if num_compiled else naive
-    return Ranking(planner.name, cluster, (*best, *found[len(best) :]), naive)
+    candidates = (*best, *found[len(best) :])
+    chosen = _winner(candidates, bool(num_compiled)) or min(candidates, key=lambda c: used_share(c.plan or c, planner))
+    plan = chosen.plan or planner.plan(chosen.settings, suggest=False)
+    return Ranking(planner.name, cluster, candidates, naive, plan, missing)
+
+
+def _winner(candidates: tuple[Candidate, ...], is_compiled: bool) -> Candidate | None:
+    fits = lambda c: c.plan is not None and c.plan.fits if is_compiled else c.fits
+    return next(filter(fits, candidates), None)
+
+
+def used_share(memory: Candidate | Plan | Suggestion, limits: Plan | Planner) -> float:
+    """The share of its limit that a step takes of the device's memory or of its host's, whichever is larger."""
+    return max(memory.peak_bytes / limits.limit_bytes, memory.host_bytes / limits.host_limit_bytes)
 
 
 def _settings(cluster: Cluster, rows: int) -> Iterator[Settings]:

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
-from rich import box
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
 from zerojax.analysis import host_copies
-from zerojax.analysis.utilisation import Throughput
-from zerojax.plan import buffers, timeline
-from zerojax.plan.planner import Plan
+from zerojax.analysis.utilisation import throughput
+from zerojax.plan import buffers, presets, timeline
+from zerojax.plan.formula_time import sent_bytes
+from zerojax.plan.planner import Plan, Suggestion
 from zerojax.plan.program import CollectiveSummary, CompiledStep
-from zerojax.plan.search import DOES_NOT_FIT, Candidate, Ranking
+from zerojax.plan.search import DOES_NOT_FIT, Candidate, Ranking, used_share
 from zerojax.plan.timeline import Prediction
+from zerojax.plan.transformer import Transformer
 from zerojax.report.memory import model_states
-from zerojax.text import bytes_text
+from zerojax.tables import Column, TextTable, screen
+from zerojax.text import bytes_text, count_text
 
 _SMALL_SHARE = 1e-3  # of the largest category of memory; smaller ones are not shown if no formula has them
 _LABELS = {  # the names themselves are keys of the JSON output
     timeline.STARTS: "kernel launches",
     host_copies.COPIES: "copies on the device",
     buffers.UNUSED: "unused",
+    "products": "matrix products",  # what bounds a step by formula
+    "memory": "memory traffic",
+    "copies": "copies to and from the host",
 }
 
 
@@ -43,55 +48,167 @@ def render(plan: Plan, formulas: bool = False) -> Group:
         verdict_text(plan),
         *(Text(f"note: {note}", style="yellow") for note in plan.notes),
         _memory(plan, formulas),
+        _speed(plan),
     ]
     if plan.program:
         analysis = plan.program.analysis
+        parts += [_busy(analysis.prediction)] if analysis.prediction else []
         parts.append(_program(plan.program, plan))
         parts += [_communication(analysis.collectives)] if analysis.collectives else []
-        if analysis.prediction and plan.throughput:
-            parts.append(Group(_speed(analysis.prediction, plan.throughput), _time(analysis.prediction)))
         parts += [Text(f"not analyzed: {' '.join(analysis.unread.split())[:300]}")] if analysis.unread else []
-    parts += [_suggestions(plan)] if plan.suggestions else []
-    parts += [Text(plan.settings.python(), style="dim")]
+    parts += [*_suggestions(plan), *_recommendation(plan)]
     return Group(*(part for each in parts for part in (each, Text())))
+
+
+def remedy(plan: Plan) -> Suggestion | None:
+    """The fastest of a plan's suggestions that fit; None if none does."""
+    return max((each for each in plan.suggestions if each.fits), key=lambda each: each.speed or 0, default=None)
+
+
+def closest_text(plan: Plan) -> str:
+    """Which of a plan's suggestions, none of which fits, comes closest."""
+    best = min(plan.suggestions, key=lambda each: used_share(each, plan))
+    over = best.peak_bytes - plan.limit_bytes, best.host_bytes - plan.host_limit_bytes
+    too_much = [
+        f"{bytes_text(excess)} too much{of}"
+        for excess, of in zip(over, ("", " of host memory"), strict=True)
+        if excess > 0
+    ]
+    return (
+        f"What comes closest is {best.change}: {bytes_text(best.peak_bytes)}, {' and '.join(too_much)}."
+        f" --auto tries combinations."
+    )
+
+
+def code_that_fits(plan: Plan) -> Iterator[Text]:
+    """The calls that build the planned step if it fits, or else the fastest one that does; nothing if none does."""
+    best = remedy(plan)
+    if plan.fits or best:
+        settings = best.settings if best and not plan.fits else None
+        yield Text((settings or plan.settings).python(), style="dim")
+
+
+def _recommendation(plan: Plan) -> Iterator[Text]:
+    """Which settings to use: the planned ones if they fit, else the fastest that do, else which ones come closest."""
+    best = remedy(plan)
+    if best and not plan.fits:
+        yield Text(f"It fits with {best.change}, at {bytes_text(best.peak_bytes)} by formula:", style="bold green")
+    elif plan.suggestions and not plan.fits:
+        yield Text(f"None of the changes above makes it fit. {closest_text(plan)}", style="bold red")
+    yield from code_that_fits(plan)
+
+
+def comparison(made: Sequence[Plan | Ranking]) -> list[TextTable | str]:
+    """Returns the table of one model on several targets, and the settings of each if they differ.
+
+    Args:
+        made: a plan for each target, or the ranking of a search.
+    """
+    rankings = [each for each in made if isinstance(each, Ranking)]
+    plans = [each.best if isinstance(each, Ranking) else each for each in made]
+    first = plans[0]
+    per_step = f"{unit(first)}/s"
+    figures = ("peak", "limit", "sent", "step", per_step, "MFU")
+
+    def row(plan: Plan) -> list[str]:
+        speed, memory = plan.throughput, (plan.peak_bytes, plan.limit_bytes, plan.sent_bytes)
+        time = seconds_text(plan.step_s), f"{speed.tokens_per_s:,.0f}", _share_text(speed.model_flop_utilization)
+        return [plan.cluster.target, "yes" if plan.fits else "no", *map(bytes_text, memory), *time]
+
+    columns = [Column("target"), Column("fits"), *(Column(figure, right=True) for figure in figures)]
+    same = len({plan.settings for plan in plans}) == 1
+    by_formula = [plan.cluster.target for plan in plans if plan.program is None]
+    level = f"compiled, but {', '.join(by_formula)} by formula" if by_formula else "compiled"
+    level = "by formula" if len(by_formula) == len(plans) else level
+    title = "\n".join([f"{_model_text(first)}, {level}", *([_step_text(first)] if same else [])])
+    parts = [title, TextTable("", columns, [row(plan) for plan in plans])]
+    parts += [f"{per_step} are those of all devices; peak, limit and sent are those of one. Times are lower bounds."]
+    if not same:
+        parts += [f"{plan.cluster.target}: {_step_text(plan)}" for plan in plans]
+    targets: dict[str, list[str]] = {}  # that share a note
+    for plan in plans:
+        for note in plan.notes:
+            targets.setdefault(note, []).append(plan.cluster.target)
+    parts += [f"note on {', '.join(names)}: {note}" for note, names in targets.items()]
+    parts += dict.fromkeys(f"By formula alone: {each.missing}." for each in rankings if each.missing)
+    if failing := [plan.cluster.target for plan in plans if not plan.fits]:
+        closest = f"Nothing that was tried fits on {', '.join(failing)}; what comes closest is shown."
+        parts += [closest if rankings else f"For what would help, plan {failing[0]} alone, or with --auto."]
+    return parts
+
+
+def unit(plan: Plan) -> str:
+    """What is counted per second: 'tokens', or 'rows' if rows have no tokens."""
+    return "tokens" if plan.row_tokens > 1 else "rows"
+
+
+def presets_table() -> TextTable:
+    """The table of the presets: their sizes, and the rows that a device has by default."""
+    columns = [Column("preset"), *(Column(name, right=True) for name in ("parameters", "layers", "width", "heads"))]
+    columns += [Column("tokens", right=True), Column("rows", right=True), Column("kind", wraps=True)]
+
+    def row(name: str, shapes: Transformer) -> list[str]:
+        heads = str(shapes.heads) if shapes.heads == shapes.kv_heads else f"{shapes.heads}/{shapes.kv_heads}"
+        sizes = shapes.layers, shapes.width, heads, shapes.seq, shapes.rows
+        return [name, count_text(presets.num_parameters(shapes)), *map(str, sizes), shapes.kind]
+
+    return TextTable("", columns, [row(name, shapes) for name, shapes in presets.PRESETS.items()])
+
+
+def seconds_text(seconds: float) -> str:
+    """A time in the unit that fits it, such as '12.5 ms' or '2.73 s'."""
+    return f"{seconds:,.2f} s" if seconds >= 1 else f"{seconds * 1e3:,.1f} ms"
+
+
+def _share_text(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
 
 
 def render_ranking(ranking: Ranking, shown: int = 12) -> Group:
     """Returns the table of a search's first `shown` candidates, and the calls that build the winner."""
     everyone = [*ranking.candidates[:shown], ranking.naive]
     replicated = any(c.settings.replica > 1 for c in everyone)
-    table = Table(
-        title=f"{ranking.what} on {ranking.cluster.target}: the fastest of {len(ranking.candidates)} settings",
-        caption="ms per step; tokens/s per device; rows without tokens/s are estimated by formula, not compiled",
-        title_justify="left", caption_justify="left", title_style="bold", box=box.SIMPLE, pad_edge=False,
-    )  # fmt: skip
     offloaded = any(c.settings.offload != "none" for c in everyone)
-    columns = ["", "stage", "remat", "rows", *(["replica"] if replicated else [])]
-    columns += [*(["offload"] if offloaded else []), "peak", "ms", "tokens/s", "bound by"]
-    for k, column in enumerate(columns):
-        table.add_column(column, justify="left" if k in (0, len(columns) - 1) else "right", no_wrap=True)
+    level = "* is compiled, all others are by formula" if ranking.is_compiled else "all by formula"
+    names = ["", "stage", "remat", "rows", *(["replica"] if replicated else []), *(["offload"] if offloaded else [])]
+    names += ["peak", "ms", f"{unit(ranking.best)}/s", "bound by"]
+    columns = [Column(name, right=0 < k < len(names) - 1) for k, name in enumerate(names)]
 
     def row(c: Candidate, name: str) -> list[str]:
         s, compiled = c.settings, c.plan
-        speed = f"{compiled.throughput.tokens_per_device_s:,.0f}" if compiled and compiled.throughput else ""
+        tokens = ranking.best.tokens / ranking.cluster.num_devices / c.step_s  # a step has the same with all settings
         peak = bytes_text(compiled.peak_bytes if compiled else c.peak_bytes)
-        replica = [str(s.replica)] if replicated else []
-        rows = f"{s.rows} x {s.num_microbatches}"
-        optional = [*replica, *([s.offload] if offloaded else [])]
-        return [name, str(s.stage), s.remat, rows, *optional, peak, f"{c.step_s * 1e3:,.0f}", speed, c.bound]
+        optional = [*([str(s.replica)] if replicated else []), *([s.offload] if offloaded else [])]
+        times = f"{c.step_s * 1e3:,.0f}", f"{tokens:,.0f}"
+        name += "*" * (compiled is not None)
+        return [name, str(s.stage), s.remat, f"{s.rows} x {s.num_microbatches}", *optional, peak, *times, c.bound]
 
-    for k, candidate in enumerate(everyone[:-1]):
-        table.add_row(*row(candidate, str(k + 1)))
-    table.add_row(*row(ranking.naive, "naive"))
-    parts: list = [table]
-    winner = ranking.winner
+    title = f"{ranking.what} on {ranking.cluster.target}: the fastest of {len(ranking.candidates)} settings"
+    rows = [*(row(c, str(k + 1)) for k, c in enumerate(everyone[:-1])), row(ranking.naive, "naive")]
+    table = TextTable(title, columns, rows).text(screen().width)
+    legend = f"ms per step, {unit(ranking.best)}/s per device; {level}"
+    parts = [Text(f"By formula alone: {ranking.missing}.")] if ranking.missing else []
+    parts += [Text(table, no_wrap=True, overflow="ignore"), Text(legend, style="italic"), *_winner(ranking)]
+    return Group(*(part for each in parts for part in (each, Text())))
+
+
+def _winner(ranking: Ranking) -> Iterator[Text]:
+    """What won, or what comes closest, with the calls that build it if it fits."""
+    winner, best = ranking.winner, ranking.best
     if winner is None:
-        return Group(*parts, Text("none of the compiled candidates fits", style="bold red"))
+        of = "compiled settings" if ranking.is_compiled else "settings that were tried"
+        yield Text(f"none of the {of} fits; what comes closest:", style="bold red")
+        yield verdict_text(best)
+        return
     gain = f"{ranking.naive.step_s / winner.step_s:.2f} times as fast as the naive choice"
     if ranking.naive.bound == DOES_NOT_FIT:
         gain = "while the naive choice does not fit"
-    summary = f"winner: {winner.step_s * 1e3:,.0f} ms per step, {gain} (stage 3, full recomputation, no prefetch)"
-    return Group(*parts, Text(summary, style="bold green"), Text(winner.settings.python(), style="dim"))
+    speed = best.throughput
+    rates = [seconds_text(winner.step_s), f"{speed.tokens_per_device_s:,.0f} {unit(best)}/s per device"]
+    rates += [f"MFU {speed.model_flop_utilization:.1%}"] if speed.model_flop_utilization else []
+    naive = "(naive: stage 3, full recomputation, no prefetch)"
+    yield Text(f"winner: {', '.join(rates)}, {gain} {naive}", style="bold green")
+    yield Text(winner.settings.python(), style="dim")
 
 
 def text(plan: Plan, formulas: bool = False, width: int = 120) -> str:
@@ -104,7 +221,7 @@ def text(plan: Plan, formulas: bool = False, width: int = 120) -> str:
 
 def verdict_text(plan: Plan) -> Text:
     """Whether a plan fits, the limit, the model and the step, in four lines."""
-    chip, settings = plan.cluster.chip, plan.settings
+    chip = plan.cluster.chip
     level = "as compiled" if plan.program else "by formula"
     share = plan.limit_bytes / chip.memory_bytes
     relation = lambda room: f"{bytes_text(abs(room))} {'below' if room >= 0 else 'above'} the limit"
@@ -115,7 +232,17 @@ def verdict_text(plan: Plan) -> Text:
         verdict += f"\nhost memory: {bytes_text(plan.host_bytes)} pinned for each device, {relation(host_room)}"
     of_chip = bytes_text(chip.memory_bytes)
     limit = f"limit: {bytes_text(plan.limit_bytes)}, which is {share:.0%} of the {of_chip} of a device"
-    model = f"model: {plan.what}, {plan.parameters / 1e9:.2f} B parameters, on {plan.cluster.target}"
+    model = f"{_model_text(plan)}, on {plan.cluster.target}"
+    style = "bold green" if plan.fits else "bold red"
+    return Text.assemble((verdict, style), "\n", limit, "\n", model, "\n", _step_text(plan))
+
+
+def _model_text(plan: Plan) -> str:
+    return f"model: {plan.what}, {plan.parameters / 1e9:.2f} B parameters"
+
+
+def _step_text(plan: Plan) -> str:
+    settings = plan.settings
     rows = f"{settings.rows} row{'s' * (settings.rows != 1)}"
     if plan.row_tokens > 1:
         rows += f" of {plan.row_tokens:,} tokens"
@@ -125,9 +252,8 @@ def verdict_text(plan: Plan) -> Text:
     step = f"step: stage {settings.stage}, {settings.precision}, {rows}, "
     step += f"remat {settings.remat!r}, prefetch {settings.prefetch}"
     step += f", offload {settings.offload!r}" if settings.offload != "none" else ""
-    step += f", moments in {settings.moment_bits} bits" if settings.moment_bits else ""
-    style = "bold green" if plan.fits else "bold red"
-    return Text.assemble((verdict, style), "\n", limit, "\n", model, "\n", step)
+    step += f", replica {settings.replica}" if settings.replica > 1 else ""
+    return step + (f", moments in {settings.moment_bits} bits" if settings.moment_bits else "")
 
 
 def _table(title: str, first: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
@@ -203,13 +329,27 @@ def _communication(collectives: tuple[CollectiveSummary, ...]) -> Table:
     return _table("Communication of a device per step", "", columns, rows)
 
 
-def _speed(predicted: Prediction, speed: Throughput) -> Text:
-    rate = f"{speed.tokens_per_device_s:,.0f} tokens/s per device"
-    utilization = f"{speed.model_flop_utilization:.1%} model FLOPs utilization"
-    return Text(f"Predicted: {rate}, {utilization}, bound by {label(predicted.bound_by)}", style="bold")
+def _speed(plan: Plan) -> Table:
+    """The table of the time of a step: by formula, and as the schedule of the compiled program takes it."""
+    formula = (
+        plan.time.step_s,
+        plan.time.bound,
+        sum(sent_bytes(plan.settings, plan.parameters, plan.cluster.num_devices)),
+    )
+    levels = [(plan.step_s, plan.bound_by, plan.sent_bytes)] if plan.prediction else []
+    columns = []
+    for step_s, bound_by, sent in [*levels, formula]:
+        speed = throughput(step_s, plan.cluster, plan.tokens, plan.flops)
+        rates = f"{speed.tokens_per_s:,.0f}", f"{speed.tokens_per_device_s:,.0f}"
+        utilization = _share_text(speed.model_flop_utilization) or "not known"
+        columns.append([seconds_text(step_s), *rates, utilization, label(bound_by), bytes_text(sent)])
+    of_step = f"{unit(plan)}/s"
+    names = ["step", of_step, f"{of_step} per device", "MFU (model FLOPs utilization)", "bound by", "sent by a device"]
+    rows = ([name, *figures] for name, *figures in zip(names, *columns, strict=True))
+    return _table("Predicted time of a step", "", ["compiled", "formula"][-len(columns) :], rows)
 
 
-def _time(predicted: Prediction) -> Table:
+def _busy(predicted: Prediction) -> Table:
     busy = sorted(predicted.busy_s.items(), key=lambda lane: -lane[1])
     rows = [[label(lane), f"{seconds * 1e3:,.1f}", f"{seconds / predicted.step_s:.1%}"] for lane, seconds in busy]
     waiting = f"{predicted.waiting_s * 1e3:,.1f}", f"{predicted.waiting_s / predicted.step_s:.1%}"
@@ -217,12 +357,17 @@ def _time(predicted: Prediction) -> Table:
     return _table("Busy time per step", "", ["ms", "of the step"], rows)
 
 
-def _change(num_bytes: float) -> str:
-    return f"{'+' if num_bytes > 0 else ''}{bytes_text(num_bytes)}"
-
-
-def _suggestions(plan: Plan) -> Table:
+def _suggestions(plan: Plan) -> Iterator[Table | Text]:
+    """The table of what would save memory, or use the free memory; of the latter, what does not fit is listed below."""
     title = "Ways to use the free memory" if plan.fits else "Ways to save memory"
-    gib = lambda each: (bytes_text(each.peak_bytes), _change(each.peak_bytes - plan.peak_bytes))
-    rows = [[each.change, *gib(each), "fits" if each.fits else "does not fit"] for each in plan.suggestions]
-    return _table(title, "", ["by formula", "change", "verdict"], rows)
+    speed = lambda each: f"{each.speed:.2f} x" if each.speed else ""
+
+    def verdict(each: Suggestion) -> str:
+        return "fits" if each.fits else "host is full" if each.peak_bytes <= plan.limit_bytes else "does not fit"
+
+    shown = [each for each in plan.suggestions if each.fits or not plan.fits]
+    rows = [[each.change, bytes_text(each.peak_bytes), speed(each), verdict(each)] for each in shown]
+    if rows:
+        yield _table(title, "", ["by formula", f"{unit(plan)}/s", "verdict"], rows)
+    if too_large := [f"{each.change}, {bytes_text(each.peak_bytes)}" for each in plan.suggestions if each not in shown]:
+        yield Text(f"Does not fit: {'; '.join(too_large)}")

@@ -83,6 +83,7 @@ class Tracer:
         self._stored: dict[Any, TrainState] = {}  # by configuration and bits of moments
         self._losses: dict[Any, LossTrace] = {}
         self._traces: dict[Any, DeviceTrace] = {}
+        self._memories: dict[Any, Memory] = {}
 
     def zero(self, settings: Settings, devices: Any) -> Zero:
         """The `Zero` of the settings. `devices` are devices or their number."""
@@ -161,6 +162,12 @@ class Tracer:
 
     def memory(self, settings: Settings, num_devices: int) -> Memory:
         """The memory of a device by formula."""
+        key = settings, num_devices
+        if key not in self._memories:
+            self._memories[key] = self._memory(settings, num_devices)
+        return self._memories[key]
+
+    def _memory(self, settings: Settings, num_devices: int) -> Memory:
         zero = self.zero(settings, num_devices)
         try:
             peaks = self.device_trace(settings, num_devices).peaks()

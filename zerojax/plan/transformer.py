@@ -78,6 +78,15 @@ class Transformer:
     def width_of_head(self) -> int:
         return self.head_dim or self.width // self.heads
 
+    @property
+    def kind(self) -> str:
+        """What sort of model it is, in a few words."""
+        if self.patch:
+            return "images"
+        if self.experts:
+            return f"{self.experts} experts, {self.experts_per_token} used"
+        return "Llama" if self.llama else "GPT"
+
     def has_bias(self, product: str) -> bool:
         """Whether a product has a bias.
 
