@@ -212,6 +212,47 @@ def test_variables_that_are_updated_through_the_gradient_are_refused_by_name():
             call()
 
 
+# Scalars made from Python numbers, which JAX types weakly
+
+
+def scaled(key=None):
+    """A learned temperature, and two statistics."""
+    return {"params": {"w": jnp.eye(8), "scale": jnp.asarray(1.5)}, "seen": {"mean": jnp.asarray(0.5), "last": 2.0}}
+
+
+def loss_of_scaled(variables, x, over_devices=lambda value: jax.lax.pmean(value, "data")):
+    params, seen = variables["params"], variables["seen"]
+    value = jnp.mean((x @ params["w"] * params["scale"] - seen["last"]) ** 2)
+    return value, {"seen": {"mean": 0.9 * seen["mean"] + 0.1 * over_devices(value), "last": 0.5}}
+
+
+def counted_sgd():
+    update = lambda updates, state, params=None: (updates, {"k": state["k"] + 1, "decay": state["decay"] * 0.5})
+    counting = optax.GradientTransformation(lambda _: {"k": 0, "decay": jnp.asarray(1.0)}, update)
+    return optax.chain(counting, optax.sgd(0.1, momentum=0.9))
+
+
+@pytest.mark.parametrize(("stage", "model"), [(0, scaled), (1, scaled()), (2, scaled()), (3, scaled)])
+def test_scalars_made_from_python_numbers_are_trained_and_traced_once(stage, model):
+    x, tx, calls = np.linspace(0, 1, 256, dtype=np.float32).reshape(32, 8), counted_sgd(), []
+    zero = Zero(zerojax.make_mesh(), stage)
+    state, step = zero.init(model, tx), zero.train_step(lambda *args: calls.append(0) or loss_of_scaled(*args))
+    variables, opt_state = scaled(), tx.init(scaled()["params"])
+    for k in range(3):
+        calls.clear()
+        state, metrics = step(state, x)
+        assert bool(calls) == (k == 0)
+        of = lambda params: loss_of_scaled({**variables, "params": params}, x, lambda value: value)  # noqa: B023
+        (want, seen), grads = jax.value_and_grad(of, has_aux=True)(variables["params"])
+        updates, opt_state = tx.update(grads, opt_state, variables["params"])
+        variables = {"params": optax.apply_updates(variables["params"], updates), **seen}
+        np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
+    got, want = jax.tree.leaves((state.model(), state.opt_state)), jax.tree.leaves((variables, opt_state))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    assert not Zero(zerojax.make_mesh(), 0).shard(scaled()["params"])["scale"].weak_type
+
+
 class Outdated(nnx.Module):
     def __init__(self, *, rngs):
         self.table = nnx.Param(jnp.clip(jnp.ones((8, 8)), maximum=1))

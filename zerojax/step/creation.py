@@ -207,7 +207,7 @@ def placed_copy(a: Any, sharding: NamedSharding) -> Array:
     """
     if not isinstance(a, jax.Array):
         return jax.device_put(np.array(a), sharding)
-    placed = jax.device_put(a, sharding, may_alias=False)
+    placed = jax.device_put(models.strongly_typed(a), sharding, may_alias=False)
     is_whole = sharding.shard_shape(tuple(a.shape)) == tuple(a.shape)
     return jax.jit(jnp.copy, out_shardings=sharding)(placed) if is_whole else placed
 
@@ -330,7 +330,7 @@ def _initial(
     trained, stage = definition.trained(params), config.stage
     computed = definition.with_frozen(definition.cast_trained(trained), params)
     opt_state, zeros = definition.tx.init(trained), definition.trained_paddings(stage.shards_optimizer)
-    return TrainState(
+    state = TrainState(
         step=jnp.int32(0),
         skipped=jnp.int32(0),
         params=padding.padded(computed, definition.paddings(stage.shards_params)),
@@ -341,6 +341,7 @@ def _initial(
         loss_scale=LossScale.create(config.precision),
         definition=definition,
     )
+    return jax.tree.map(models.strongly_typed, state)
 
 
 def _fixed_state(model_state: PyTree, leaves: Sequence[Leaf], frozen: Sequence[str]) -> tuple[bool, ...]:

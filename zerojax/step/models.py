@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import linen as nn, nnx
 from flax.linen import spmd
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from zerojax.sharding.placement import FromModel, check_arrays, path_text
@@ -179,7 +180,9 @@ def split(created: Any, trainable: Any = None) -> tuple[Model, PyTree, PyTree, F
         model, params, model_state, specs, variables = _nnx_model(created)
     else:
         (model, params, model_state, specs), variables = _tree_model(created), None
+    model_state = jax.tree.map(lambda a: jnp.asarray(a) if isinstance(a, int | float | complex) else a, model_state)
     check_arrays(params)
+    check_arrays(model_state)
     check_not_overwritten(params)
     check_not_overwritten(model_state)
     annotations = {path_text(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(specs)}
@@ -293,6 +296,7 @@ def call_loss(
         raise
     loss, aux, weighted = normalize(result)
     after, metrics = model.state_after(merged, aux, model_state)
+    after = jax.tree.map(jnp.asarray, after)
     if taken := sorted(metrics.keys() & RESERVED):
         raise ValueError(
             f"loss: a metric has the name of one of the step's own\n"
@@ -331,3 +335,9 @@ def takes_key(loss_fn: Callable[..., Any]) -> bool:
 def is_key(leaf: Any) -> bool:
     """Whether an array is a typed PRNG key."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def strongly_typed(leaf: ArrayLike) -> Array:
+    """An array whose dtype is no longer that of a Python number, which a step would change: it would compile twice."""
+    a = jnp.asarray(leaf)
+    return a if is_key(a) else lax.convert_element_type(a, a.dtype)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
@@ -227,8 +228,9 @@ def forwards(jaxpr: Any) -> list[bool]:
 
 
 def run(jaxpr: Any, *args: Any) -> list[Any]:
-    """Runs a closed jaxpr, such as the body of a scan, on flat arguments."""
-    return core.jaxpr_as_fun(jaxpr)(*args)
+    """Runs a closed jaxpr, such as the body of a scan, on flat arguments. Outputs that are literals become arrays."""
+    outputs = zip(jaxpr.jaxpr.outvars, core.jaxpr_as_fun(jaxpr)(*args), strict=True)
+    return [value if is_var(atom) else jnp.asarray(value, atom.aval.dtype) for atom, value in outputs]
 
 
 def run_equations(equations: Sequence[Equation], scope: dict[Var, Any]) -> None:

@@ -11,6 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
+
 from zerojax.transform import jaxprs
 from zerojax.transform.dependencies import event
 from zerojax.typing import Array
@@ -68,5 +70,5 @@ def run_with_products(closed: Any, args: Sequence[Any]) -> tuple[list[Any], list
     found = [e for e in jaxpr.eqns if e.primitive.name in jaxprs.PRODUCTS]
     sizes = [math.sqrt(math.prod(v.aval.size for v in (*e.invars[:2], *e.outvars))) for e in found]  # MK, KN and MN
     parts = [sum(sizes[: k + 1]) / sum(sizes) for k in range(len(sizes))]
-    results = [scope[v] if jaxprs.is_var(v) else v.val for v in jaxpr.outvars]
+    results = [scope[v] if jaxprs.is_var(v) else jnp.asarray(v.val, v.aval.dtype) for v in jaxpr.outvars]
     return results, [(part, scope[e.outvars[0]]) for part, e in zip(parts, found, strict=True)]
