@@ -227,6 +227,14 @@ def test_a_leaf_that_is_no_array(leaf):
         assert "'layer/activation' is not an array" in text and type(leaf).__name__ in text
 
 
+def test_leaves_whose_paths_are_the_same_once_their_keys_are_joined():
+    tree = {"a/b": {"c": jnp.ones((16, 8))}, "a": {"b/c": jnp.ones((8, 8))}}
+    for model in lambda: tree, {"params": create(), "statistics": tree}:
+        text = message(ValueError, Zero(mesh()).eval_init, model, optax.sgd(0.1))
+        assert "two leaves have the path" in text and "a/b/c'" in text
+        assert "['a']['b/c'] and" in text and "['a/b']['c']\n  fix:      rename one" in text
+
+
 def test_an_optimizer_state_of_another_model():
     zero = Zero(mesh())
     state = zero.eval_init(create, optax.adam(0.1))

@@ -1,6 +1,8 @@
 """What a step refuses in words, and odd losses that it takes."""
 
 import contextlib
+import copy
+import dataclasses
 import inspect
 
 import jax
@@ -52,6 +54,30 @@ def test_a_donated_state_is_refused_and_the_process_lives(tmp_path):
             ):
                 use()
     step(after, X)
+
+
+class WithDropout(nnx.Module):
+    def __init__(self, rngs):
+        self.linear, self.dropout = nnx.Linear(16, 16, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.dropout(self.linear(x))
+
+
+def test_a_deep_copy_of_a_state_is_one_of_the_same_steps():
+    """A deep copy of an nnx.State has arrays in place of its variables, which the error says."""
+    zero, traces = Zero(zerojax.make_mesh()), []
+    step = zero.train_step(lambda model, x: traces.append(0) or jnp.mean(model(x) ** 2))
+    state = zero.init(WithDropout, optax.adam(1e-3))
+    copied = copy.deepcopy(state)
+    state, want = step(state, X)
+    traces.clear()
+    copied, got = step(copied, X)
+    assert not traces and got["loss"] == want["loss"]
+    jax.tree.map(np.testing.assert_array_equal, copied.params, state.params)
+    changed = dataclasses.replace(state, model_state=copy.deepcopy(state.model_state))
+    with pytest.raises(ValueError, match=r"model_state has other variables .*\n.*dropout/rngs.*\n.*deepcopy\(state\)"):
+        step(changed, X)
 
 
 @pytest.mark.parametrize("norm", [-1, 0, float("nan"), "1", True])

@@ -137,15 +137,24 @@ def data_spec(dim: int | None, axes: Axes) -> PartitionSpec:
     return PartitionSpec(*[None] * dim, axes.shard[0] if len(axes.shard) == 1 else axes.shard)
 
 
-def check_arrays(params: PyTree) -> None:
-    """Raises ValueError if a leaf is not an array."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+def check_leaves(tree: PyTree) -> None:
+    """Raises ValueError if a leaf is not an array, or if two leaves have the same path."""
+    seen: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        text = path_text(path)
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
             raise ValueError(
-                f"placement: {path_text(path)!r} is not an array\n"
+                f"placement: {text!r} is not an array\n"
                 f"  got:      {type(leaf).__name__}\n"
                 f"  fix:      move it out of the parameter tree, or make it a jax.Array"
             )
+        if text in seen:
+            raise ValueError(
+                f"placement: two leaves have the path {text!r}, the keys joined by '/'\n"
+                f"  got:      {jax.tree_util.keystr(seen[text])} and {jax.tree_util.keystr(path)}\n"
+                f"  fix:      rename one of them; patterns and checkpoints name leaves by these paths"
+            )
+        seen[text] = path
 
 
 def _check_floating(pattern: str, dtype: Any) -> None:
@@ -211,7 +220,7 @@ def place(
     if not with_paths:
         raise ValueError("placement: the parameter tree is empty\n  fix:      return a model or a tree with parameters")
     paths = [path_text(path) for path, _ in with_paths]
-    check_arrays(params)
+    check_leaves(params)
     for option in ("shard_dims", "stacked", "frozen", "dtypes", "partition_specs"):
         for pattern in getattr(overrides, option):
             if not any(fnmatchcase(path, pattern) for path in paths):

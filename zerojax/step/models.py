@@ -21,7 +21,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from zerojax.sharding.placement import FromModel, check_arrays, path_text
+from zerojax.sharding.placement import FromModel, check_leaves, path_text
 from zerojax.sharding.units import no_match_text
 from zerojax.step.batch import unwrapped
 from zerojax.typing import Array, ArrayLike, PRNGKey, PyTree
@@ -91,21 +91,30 @@ class Model:
 
 def _nnx_model(module: nnx.Module) -> tuple[Model, PyTree, PyTree, PyTree, list[Any]]:
     graph, params, model_state = nnx.split(module, nnx.Param, ...)
-    tree = jax.tree.structure(params)
+    tree, created = jax.tree.structure(params), jax.tree.structure(model_state)
+    state_paths = set(map(path_text, _paths(model_state)))
+    differing = lambda other: ", ".join(sorted(state_paths ^ set(map(path_text, _paths(other))))[:5])
     pure = nnx.to_pure_dict(params)
     if jax.tree.structure(jax.tree.leaves(pure)).num_leaves != tree.num_leaves:
         raise ValueError("init: an nnx.Param is not an array\n  fix:      store exactly one array in each nnx.Param")
 
     def merge(params: PyTree, model_state: PyTree) -> nnx.Module:
+        if jax.tree.structure(model_state) != created:
+            raise ValueError(
+                f"state: its model_state has other variables than the module\n"
+                f"  got:      {differing(model_state)}\n"
+                f"  fix:      keep the tree of state.model_state; copy.deepcopy(state) copies a whole state, but of an\n"
+                f"            nnx.State alone it makes a tree without variables: use jax.tree.map(jnp.copy, ...)"
+            )
         return nnx.merge(graph, jax.tree.unflatten(tree, jax.tree.leaves(params)), model_state, copy=True)
 
     def state_after(merged: nnx.Module, aux: dict[str, Any], before: PyTree) -> tuple[PyTree, dict[str, Any]]:
         nnx.pop(merged, nnx.Intermediate)
         after = nnx.split(merged, nnx.Param, ...)[2]
-        if jax.tree.structure(after) != jax.tree.structure(before):
+        if jax.tree.structure(after) != created:
             raise ValueError(
                 "loss: adds or removes variables of the module\n"
-                f"  got:      {set(map(path_text, _paths(after))) ^ set(map(path_text, _paths(before)))}\n"
+                f"  got:      {differing(after)}\n"
                 "  fix:      create all variables when the module is created"
             )
         return after, aux
@@ -181,8 +190,8 @@ def split(created: Any, trainable: Any = None) -> tuple[Model, PyTree, PyTree, F
     else:
         (model, params, model_state, specs), variables = _tree_model(created), None
     model_state = jax.tree.map(lambda a: jnp.asarray(a) if isinstance(a, int | float | complex) else a, model_state)
-    check_arrays(params)
-    check_arrays(model_state)
+    check_leaves(params)
+    check_leaves(model_state)
     check_not_overwritten(params)
     check_not_overwritten(model_state)
     annotations = {path_text(path): spec for path, spec in jax.tree_util.tree_leaves_with_path(specs)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import operator
@@ -159,6 +160,11 @@ class TrainState:
     def __repr__(self) -> str:
         """The step, the stage, the number of parameters and the bytes on a device. Waits for no step."""
         return state_text(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainState:
+        """A copy of the arrays: a state of the same definition. That of an nnx.State would lose its variables."""
+        check_not_donated(self)
+        return jax.tree.map(copy.deepcopy, self)
 
     def model(self) -> Any:
         """The loss function's first argument: an nnx.Module, Linen variables or a tree of parameters.
