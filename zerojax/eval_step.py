@@ -13,7 +13,7 @@ from zerojax.step import models
 from zerojax.step.batch import RowsOfSet, batch_specs
 from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient, device_gradient
-from zerojax.step.loss_traces import check_loss, check_means_over_rows, with_state_keys
+from zerojax.step.loss_traces import check_loss, check_means_over_rows, explained_by_rows, with_state_keys
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition, TrainState
 from zerojax.typing import Array, PyTree
@@ -42,9 +42,10 @@ class EvalStep(Step):
 
         def step(state: TrainState, batch: PyTree) -> dict[str, Array]:
             args = (jax.tree.leaves(state.params), state.model_state, batch, state.key)
-            if self.config.other_axes:
-                check_loss(gradient, args)
-            loss, metrics = self._on_devices(gradient, with_state_keys(gradient, args).evaluate, args)
+            with explained_by_rows(gradient, args):
+                if self.config.other_axes:
+                    check_loss(gradient, args)
+                loss, metrics = self._on_devices(gradient, with_state_keys(gradient, args).evaluate, args)
             return {"loss": loss, **metrics}
 
         return step
@@ -54,14 +55,15 @@ class EvalStep(Step):
 
         def step(state: TrainState, rows: RowsOfSet) -> dict[str, models.Weighted]:
             args = (jax.tree.leaves(state.params), state.model_state, rows, state.key)
-            if not checked:
-                of_batch = (*args[:2], rows.batch, args[3])
-                check_means_over_rows(gradient, of_batch)
-                if self.config.other_axes:
-                    check_loss(gradient, of_batch)
-                checked.add(True)
-            keyed = with_state_keys(gradient, (*args[:2], rows.batch, args[3]))
-            loss, metrics = self._on_devices(gradient, keyed.evaluate_rows, args)
+            of_batch = (*args[:2], rows.batch, args[3])
+            with explained_by_rows(gradient, of_batch):
+                if not checked:
+                    check_means_over_rows(gradient, of_batch)
+                    if self.config.other_axes:
+                        check_loss(gradient, of_batch)
+                    checked.add(True)
+                keyed = with_state_keys(gradient, of_batch)
+                loss, metrics = self._on_devices(gradient, keyed.evaluate_rows, args)
             return {"loss": loss, **metrics}
 
         return step

@@ -26,10 +26,11 @@ from zerojax.step.loss_errors import in_words_of_the_user
 from zerojax.step.loss_traces import (
     Use,
     check_loss,
+    explained_by_rows,
     traced_loss,
     uses,
     warn_of_local_statistics,
-    warn_of_sums,
+    warn_of_rows,
     with_state_keys,
 )
 from zerojax.step.settings import StepSettings
@@ -197,14 +198,15 @@ def train_step(
             scale = state.loss_scale.value if state.loss_scale else jnp.float32(1)
             key = jax.random.fold_in(state.key, state.step)
             args = (jax.tree.leaves(state.params), state.model_state, batch, key, scale)
-            if definition not in checked:  # a step may be traced more than once
-                if config.other_axes:
-                    check_loss(gradient, args[:-1])
-                warn_of_local_statistics(gradient, args[:-1])
-                warn_of_sums(gradient, args[:-1])
-                warn_of_keys(batch)
-                checked.add(definition)
-            result = compute_gradients(with_state_keys(gradient, args[:-1]), args)
+            with explained_by_rows(gradient, args[:-1]):
+                if definition not in checked:  # a step may be traced more than once
+                    if config.other_axes:
+                        check_loss(gradient, args[:-1])
+                    warn_of_local_statistics(gradient, args[:-1])
+                    warn_of_rows(gradient, args[:-1])
+                    warn_of_keys(batch)
+                    checked.add(definition)
+                result = compute_gradients(with_state_keys(gradient, args[:-1]), args)
             norm = jnp.sqrt(result.squared_norm) / scale
             finite = jnp.isfinite(norm)
             factor = 1 / scale

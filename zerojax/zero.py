@@ -29,7 +29,7 @@ from zerojax.sharding.uneven import uneven_text
 from zerojax.step import batch as batches, creation, models, state as states
 from zerojax.step.config import ZeroConfig, check_offload
 from zerojax.step.gradient import compute_gradients, device_gradient
-from zerojax.step.loss_traces import check_loss
+from zerojax.step.loss_traces import check_loss, explained_by_rows
 from zerojax.step.replicas import verify_replicas
 from zerojax.step.settings import StepSettings
 from zerojax.step.source import source_of
@@ -345,8 +345,9 @@ class Zero:
             config = self.config._replace(offload="none")
             gradient = device_gradient(config, definition, lambda p, args: loss_fn(p, *args), settings)
             inputs = (jax.tree.leaves(params), {}, args, jax.random.key(0), jnp.float32(1))
-            check_loss(gradient, inputs[:-1])
-            result = compute_gradients(gradient, inputs)
+            with explained_by_rows(gradient, inputs[:-1]):
+                check_loss(gradient, inputs[:-1])
+                result = compute_gradients(gradient, inputs)
             grads = jax.tree.unflatten(definition.tree, result.grads)
             return ((result.loss, result.metrics), grads) if has_aux else (result.loss, grads)
 

@@ -1,5 +1,7 @@
 """Batches: what is split, what every device gets whole, which dtypes are kept, and padding."""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from flax import nnx
 
 import zerojax
 from zerojax import Weighted, Whole, Zero
+from zerojax.step.batch import RowsOfSet
 
 ROWS, CLASSES = 32, 8
 
@@ -188,6 +191,67 @@ def test_graphs_are_stacked_one_per_device():
     after, metrics = zero.train_step(loss)(state, graphs)
     np.testing.assert_allclose(metrics["loss"], want, rtol=1e-5)
     np.testing.assert_allclose(after.params["w"], params["w"] - 0.1 * grads["w"], rtol=1e-5, atol=1e-6)
+
+
+# Arrays that a loss closes over
+
+ALL = np.ones((8, 16), np.float32)
+TABLE = np.ones((8, CLASSES), np.float32)  # has as many rows as a batch of 8, which CLASSES is too
+
+
+@pytest.mark.parametrize(
+    ("seen", "loss"),
+    [
+        (r"float32\[8, 8\]", lambda params, x: jnp.mean((x @ params["w"] - TABLE) ** 2)),
+        (r"float32\[8, 8\]", jax.jit(lambda params, x: jnp.mean(optax.softmax_cross_entropy(x @ params["w"], TABLE)))),
+        (r"int32\[8\]", lambda params, x: jnp.mean((x @ params["w"])[jnp.arange(8), np.arange(8)])),
+        (r"float32\[8, 16\]", lambda params, x: jnp.mean(ALL @ params["w"])),
+    ],
+    ids=["targets", "jit", "labels", "batch"],
+)
+def test_rows_that_a_loss_closes_over_are_named_with_their_line(seen, loss):
+    """With one row on each device, all of them broadcast: the loss would be that of all pairs."""
+    zero = Zero(zerojax.make_mesh())
+    state = zero.eval_init(create, optax.sgd(0.1))
+    got = rf"\n  got:      {seen} at {__file__}:\d+, where a device has 1 of 8 rows at a time\n"
+    with pytest.warns(UserWarning, match=f"as many rows as the batch.*{got}"):
+        zero.train_step(loss).trace(state, ALL)
+
+
+def test_a_loss_that_works_with_all_rows_only_says_so():
+    loss = lambda params, x: jnp.mean((x @ params["w"] - TABLE) ** 2)
+    zero = Zero(zerojax.make_mesh(devices=jax.devices()[:4]))
+    params, state = create(jax.random.key(0)), zero.eval_init(create, optax.sgd(0.1))
+    for call in (
+        lambda: zero.train_step(loss).trace(state, ALL),
+        lambda: zero.eval_step(loss).trace(state, ALL),
+        lambda: zero.eval_step(loss).rows.trace(state, RowsOfSet(ALL, np.ones(8, bool))),
+        lambda: zero.value_and_grad(loss)(params, ALL),
+    ):
+        with pytest.raises(
+            ValueError, match=r"all 8 rows of the batch, but not with the 2 .*\n  got:  .*\(2, 8\)"
+        ) as raised:
+            call()
+        assert f"at {__file__}:" in str(raised.value) and "into the batch, instead of closing over" in str(raised.value)
+    with pytest.raises(TypeError, match="contracting"):  # also with all rows
+        zero.train_step(lambda params, x: loss(params, x[:, 1:])).trace(state, ALL)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda params, x: jnp.mean((x @ params["w"])[:, None] + TABLE),  # of positions
+        lambda params, x: jnp.mean(jnp.where(TABLE > 0, (x @ params["w"])[:, None], 0)),  # a mask
+        lambda params, x: jnp.mean(x @ params["w"] * TABLE[0] @ TABLE),  # weights of classes, and a layer
+        lambda params, x: jnp.mean(jnp.take(TABLE, jnp.argmax(x, -1), axis=0) * (x @ params["w"])),  # looked up
+    ],
+    ids=["positions", "mask", "weights", "lookup"],
+)
+def test_tables_with_as_many_rows_as_the_batch_may_be_closed_over(loss):
+    zero = Zero(zerojax.make_mesh())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        zero.train_step(loss).trace(zero.eval_init(create, optax.sgd(0.1)), ALL)
 
 
 def test_value_and_grad_refuses_a_module_with_its_statistics():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -12,13 +14,15 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from zerojax.sharding.placement import path_text
-from zerojax.step.batch import batch_specs, cast_batch, map_rows
+from zerojax.step import models
+from zerojax.step.batch import batch_specs, cast_batch, map_rows, num_global_rows
 from zerojax.step.config import leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient
 from zerojax.step.loss_errors import LossError, constraint_text, kernel_text
 from zerojax.step.models import Output, is_key
 from zerojax.step.state_keys import StateKeys, may_be_raw, may_change
 from zerojax.transform import jaxprs
+from zerojax.transform.closed_over import ClosedOver, array_with_all_rows
 from zerojax.transform.raw_keys import raw_keys
 from zerojax.transform.row_sums import sums_over_rows
 from zerojax.transform.segmentation import RowsLookedUp
@@ -134,13 +138,68 @@ def check_loss(gradient: DeviceGradient, args: Any) -> None:
         raise LossError(text)
 
 
-def warn_of_sums(gradient: DeviceGradient, args: Any) -> None:
-    """Warns if the loss or a metric is a sum over rows: the mean of those of all devices and microbatches is not.
+_CLOSED_OVER = "put arrays with a row for each row of the batch into the batch, instead of closing over them"
+
+
+@contextlib.contextmanager
+def explained_by_rows(gradient: DeviceGradient, args: Any) -> Iterator[None]:
+    """Explains an error of a loss that works with all rows of the batch only. Others stay as they are.
+
+    `args` are as in `uses`.
+
+    Raises:
+        LossError: in place of an error of the loss that is not raised if each device has all rows.
+    """
+    parts = gradient.config.axes.num_devices * gradient.settings.num_microbatches
+
+    def fails(rows: Any, num_parts: int) -> bool:
+        def trace(shards: Any, model_state: Any, batch: Any, key: Any) -> list[Any]:
+            batch = map_rows(lambda a: a[: a.shape[0] // num_parts], batch)
+            return [_loss_jaxpr(gradient, shards, model_state, batch, key)]
+
+        try:
+            _on_device(gradient, trace, args, rows)
+        except Exception:
+            return True
+        return False
+
+    try:
+        yield
+    except LossError:
+        raise
+    except Exception as error:
+        if parts == 1 or fails(PartitionSpec(), 1) or not fails(PartitionSpec(), parts):
+            raise
+        rows, seen = num_global_rows(args[2]), textwrap.shorten(str(error), 200, placeholder=" ...").rstrip(".")
+        raise LossError(
+            f"loss: works with all {rows} rows of the batch, but not with the {rows // parts} that a device has at a "
+            f"time\n"
+            f"  got:      {type(error).__name__}: {seen}, at {line_of(error) or 'an unknown line'}\n"
+            f"  fix:      {_CLOSED_OVER}, and count rows by x.shape[0]"
+        ) from error
+
+
+def warn_of_rows(gradient: DeviceGradient, args: Any) -> None:
+    """Warns if the loss reads rows that are not those of its device, and if it or a metric is a sum over rows: the mean
+    of those of all devices and microbatches is not.
 
     `args` are as in `uses`.
     """
     parts = gradient.config.axes.num_devices * gradient.settings.num_microbatches
-    if parts > 1 and (found := _sums(gradient, args)):
+    if parts == 1:
+        return
+    found, array = _seen_of_rows(gradient, args)
+    if array is not None:
+        rows = num_global_rows(args[2])
+        line = line_of(array.trace and array.trace.as_python_traceback())
+        warn(
+            f"loss: it closes over an array with as many rows as the batch, and a device does not get its part of it\n"
+            f"  got:      {array.aval.dtype}{list(array.aval.shape)} at {line or 'an unknown line'}, where a device "
+            f"has {rows // parts} of {rows} rows at a time\n"
+            f"  fix:      {_CLOSED_OVER};\n"
+            f"            what every device needs whole can be in it too, as zerojax.Whole(array)"
+        )
+    if found:
         warn(
             f"loss: {', '.join(found)} {'is a sum' if len(found) == 1 else 'are sums'} over rows\n"
             f"  got:      the mean of the sums of {parts} parts of the batch: 1/{parts} of the sum over all rows\n"
@@ -148,10 +207,11 @@ def warn_of_sums(gradient: DeviceGradient, args: Any) -> None:
         )
 
 
-def _sums(gradient: DeviceGradient, args: Any) -> list[str]:
-    """What the loss returns as a plain scalar that is a sum over rows: 'the loss', and metrics by name."""
+def _seen_of_rows(gradient: DeviceGradient, args: Any) -> tuple[list[str], ClosedOver | None]:
+    """(What the loss returns as a plain scalar that is a sum over rows: 'the loss', and metrics by name; an array with
+    the rows of all devices that it closes over)."""
 
-    def find(shards: Any, model_state: Any, batch: Any, key: Any) -> list[str]:
+    def find(shards: Any, model_state: Any, batch: Any, key: Any) -> list[Any]:
         closed, output = _closed_loss(gradient, shards, model_state, batch, key)
         closed = jaxprs.inlined(closed, jaxprs.is_call)
         counts = jax.tree.leaves(map_rows(lambda a: np.full((), a.shape[0]), batch, lambda a: np.zeros((), int)))
@@ -160,9 +220,12 @@ def _sums(gradient: DeviceGradient, args: Any) -> list[str]:
         flags = sums_over_rows(closed, row_vars, int(max(counts, default=0)))
         is_sum = jax.tree.unflatten(jax.tree.structure(output), flags)
         loss = ["the loss"] if is_sum.loss.sum and not output.is_weighted else []
-        return [*loss, *(f"metric {name!r}" for name in sorted(output.plain) if is_sum.metrics[name].sum)]
+        sums = [*loss, *(f"metric {name!r}" for name in sorted(output.plain) if is_sum.metrics[name].sum)]
+        key_vars = [v for v in closed.jaxpr.invars if models.is_key(v.aval)]
+        return [sums, array_with_all_rows(closed, row_vars, key_vars, num_global_rows(args[2]))]
 
-    return _on_device(gradient, find, args)
+    sums, array = _on_device(gradient, find, args)
+    return sums, array
 
 
 def traced_loss(gradient: DeviceGradient, args: Any) -> tuple[Any, Output]:
@@ -224,7 +287,7 @@ def check_means_over_rows(gradient: DeviceGradient, args: Any) -> None:
                 f"evaluate: metric {name!r} is no mean over rows\n  got:      dtype {dtype}\n"
                 f"  fix:      return its mean, or zerojax.Weighted(sum, weight); for a count zerojax.Weighted(sum, 0)"
             )
-    if found := _sums(gradient, args):
+    if found := _seen_of_rows(gradient, args)[0]:
         raise LossError(
             f"evaluate: {', '.join(found)} {'is a sum' if len(found) == 1 else 'are sums'} over rows\n"
             f"  got:      a value that grows with the number of rows, and is no mean over them\n"
@@ -232,14 +295,17 @@ def check_means_over_rows(gradient: DeviceGradient, args: Any) -> None:
         )
 
 
-def _on_device(gradient: DeviceGradient, fn: Callable[..., list[Any]], args: Any) -> list[Any]:
-    """What `fn` finds in a trace on one device's part of (parameter leaves, model state, batch, key)."""
+def _on_device(gradient: DeviceGradient, fn: Callable[..., list[Any]], args: Any, rows: Any = None) -> list[Any]:
+    """What `fn` finds in a trace on one device's part of (parameter leaves, model state, batch, key).
+
+    `rows` is the spec of all arrays of the batch, if it is not that of a step.
+    """
     config, definition = gradient.config, gradient.definition
     replicated: Any = PartitionSpec()
     in_specs = (
         leaf_specs(config, definition.leaves, config.stage.shards_params),
         replicated,
-        batch_specs(config.axes, args[2]),
+        batch_specs(config.axes, args[2]) if rows is None else rows,
         replicated,
     )
     found: list[Any] = []
