@@ -12,7 +12,7 @@ import numpy as np
 from zerojax.analysis import jaxpr_collectives
 from zerojax.analysis.host_arguments import TracedWithHostArguments, forgets_memories, in_host_memory
 from zerojax.processes.agreement import agree_on, agree_on_lines
-from zerojax.sharding.mesh import check_enclosing_mesh
+from zerojax.sharding.mesh import check_enclosing_mesh, warn_of_disabled_jit
 from zerojax.sharding.placement import path_text
 from zerojax.step import state as states
 from zerojax.step.batch import batch_avals, check_batch, dtype_of, shard_batch
@@ -79,10 +79,12 @@ class Step:
     def _checked(self, state: TrainState, batch: PyTree) -> Any:
         """Checks the inputs, and returns the jitted function for this kind of state."""
         check_enclosing_mesh(self.config.mesh)
+        states.check_is_state(state, batch)
         states.check_not_donated(state)
         check_batch(self.config, batch, self.settings.num_microbatches)
         key = state.definition
         if key not in self._jitted:
+            warn_of_disabled_jit()
             states.check_stored(self.config, state)
             self._jitted[key] = self._jit(state, batch)
         return self._jitted[key]
@@ -107,7 +109,7 @@ class Step:
         return jitted
 
     def __call__(self, state: TrainState, batch: PyTree, *others: Any) -> Any:
-        check_one_batch(others)
+        check_arguments(state, batch, others)
         if self.config.spans_processes:
             self._agree(state, batch)
         jitted = self._checked(state, batch)
@@ -144,8 +146,9 @@ class Step:
             return self.trace(state, batch).lower(**kwargs)
 
 
-def check_one_batch(others: tuple[Any, ...]) -> None:
-    """Raises ValueError if a step was called with more than a state and a batch."""
+def check_arguments(state: Any, batch: Any, others: tuple[Any, ...]) -> None:
+    """Raises ValueError if a step was called with something else than a state and a batch."""
+    states.check_is_state(state, batch)
     if others:
         raise ValueError(
             f"step: it takes the state and one batch\n  got:      {len(others)} further arguments\n"

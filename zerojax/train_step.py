@@ -15,7 +15,7 @@ from zerojax.analysis import utilisation
 from zerojax.audit.audit import audit_step
 from zerojax.audit.expectation import Expectation, expect
 from zerojax.audit.findings import Audit
-from zerojax.jitted_step import Step, check_one_batch, name_of_loss
+from zerojax.jitted_step import Step, check_arguments, name_of_loss
 from zerojax.report.memory import Memory, step_memory
 from zerojax.report.out_of_memory import out_of_memory_error
 from zerojax.step import models, state as states
@@ -33,6 +33,7 @@ from zerojax.step.loss_traces import (
     warn_of_rows,
     with_state_keys,
 )
+from zerojax.step.optimizers import scheduled_learning_rate
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition, TrainState
 from zerojax.step.update import apply_gradients
@@ -76,7 +77,7 @@ class TrainStep(Step):
         return super()._changed_texts() | audit
 
     def __call__(self, state: TrainState, batch: PyTree, *others: Any) -> Any:
-        check_one_batch(others)
+        check_arguments(state, batch, others)
         if self.config.spans_processes:
             self._agree(state, batch)
         jitted = self._checked(state, batch)
@@ -226,7 +227,7 @@ def train_step(
                 "grad_norm": norm,
                 "param_norm": jnp.sqrt(params_norm),
                 "skipped": after.skipped,
-                **_learning_rate(after.opt_state),
+                **_learning_rate(definition, state.opt_state, after.opt_state),
                 **({"loss_scale": after.loss_scale.value} if after.loss_scale else {}),
             }
             return after, metrics
@@ -236,8 +237,9 @@ def train_step(
     return TrainStep(config, settings, build, gradient_of, audit_setting, name_of_loss(loss_fn))
 
 
-def _learning_rate(opt_state: PyTree) -> dict[str, Array]:
-    """The learning rate, if the optimizer has it in its state (optax.inject_hyperparams)."""
-    found = [value for _, value in optax.tree.get_all_with_path(opt_state, "learning_rate")]
+def _learning_rate(definition: Definition, before: PyTree, after: PyTree) -> dict[str, Array]:
+    """The learning rate, if the optimizer has it in its state (optax.inject_hyperparams) or in a schedule."""
+    found = [value for _, value in optax.tree.get_all_with_path(after, "learning_rate")]
     scalars = [value for value in found if isinstance(value, jax.Array) and value.ndim == 0]
-    return {"learning_rate": scalars[0].astype(jnp.float32)} if scalars else {}
+    rate = scalars[0] if scalars else scheduled_learning_rate(definition.tx, before)
+    return {} if rate is None else {"learning_rate": rate.astype(jnp.float32)}

@@ -21,7 +21,7 @@ from zerojax.processes.join import check_joined
 from zerojax.report import placement as report
 from zerojax.report.explanation import Explanation
 from zerojax.sharding import padding, placement
-from zerojax.sharding.mesh import check_enclosing_mesh, data_axes
+from zerojax.sharding.mesh import check_enclosing_mesh, data_axes, warn_of_disabled_jit
 from zerojax.sharding.placement import FromModel, Overrides
 from zerojax.sharding.precision import Precision
 from zerojax.sharding.stages import Stage
@@ -229,6 +229,7 @@ class Zero:
 
     def _build(self, model: Any, tx: Any, seed: int | PRNGKey, inputs: Any) -> Any:
         check_enclosing_mesh(self.config.mesh)
+        warn_of_disabled_jit()
         return creation.build(self.config, self.overrides, source_of(model, inputs), tx, seed)
 
     def train_step(
@@ -278,9 +279,11 @@ class Zero:
 
         Returns:
             A `TrainStep`. Metrics are fp32 scalars, the same on every device: loss, grad_norm (before clipping),
-            param_norm, skipped, learning_rate if the optimizer state contains it, loss_scale for fp16, and those of the
-            loss. The batch is a tree of arrays with the same number of rows (dim 0), which devices x microbatches
-            divide; each process passes its own rows. Scalars and what is marked `Whole` are the same for all devices.
+            param_norm, skipped, loss_scale for fp16, and those of the loss; also learning_rate, if the optimizer state
+            contains it (`optax.inject_hyperparams`), or if it is that of one schedule (`optax.adamw(rate)`), without
+            another rate or factor. The batch is a tree of arrays with the same number of rows (dim 0), which
+            devices x microbatches divide; each process passes its own rows. Scalars and what is marked `Whole` are the
+            same for all devices.
 
         Cost: elements sent per device and step, for Psi parameters on N devices and k microbatches, times (N-1)/N:
             2 Psi at stages 0 and 1, (1 + k) Psi at stage 2, up to 3 k Psi at stage 3 (leaves whose values the backward

@@ -56,6 +56,39 @@ def test_a_donated_state_is_refused_and_the_process_lives(tmp_path):
     step(after, X)
 
 
+def test_what_is_no_state_is_refused_with_the_order_of_the_arguments():
+    zero = Zero(zerojax.make_mesh())
+    state, step, evaluation = zero.eval_init(create, optax.sgd(0.1)), zero.train_step(loss), zero.eval_step(loss)
+    swapped, pair = (
+        r"ndarray, and the state in another place\n  fix:  .* order: {}",
+        r"a tuple of TrainState, dict\n  fix:  .*: s",
+    )
+    for call, text in [
+        (lambda: step(X, state), swapped.format(r"step\(state, batch\)")),
+        (lambda: step.trace(X, state), swapped.format(r"step\(state, batch\)")),
+        (lambda: evaluation(X, state), swapped.format(r"step\(state, batch\)")),
+        (lambda: zerojax.evaluate(evaluation, X, state), swapped.format(r"zerojax.evaluate\(step, state, data\)")),
+        (
+            lambda: zerojax.fit(zero, step, state, [X], 1),
+            "TrainStep, and the state .* order: zerojax.fit.zero, state, ",
+        ),
+        (lambda: step((state, {"loss": 0}), X), pair + r"tate, metrics = step\(state, batch\)"),
+        (lambda: step(state.params, X), r"dict\n  fix:  .* state = zero.init\(model, tx\)"),
+        (lambda: zero.with_params(state.params, state.params), r"dict\n  fix:  .* state = zero.init\(model, tx\)"),
+    ]:
+        with pytest.raises(ValueError, match=f"(?s)state: this is not a TrainState\n  got:      {text}"):
+            call()
+
+
+def test_a_jit_that_compiles_nothing_is_warned_about():
+    zero = Zero(zerojax.make_mesh())
+    state, step = zero.eval_init(create, optax.sgd(0.1)), zero.train_step(loss)
+    with jax.disable_jit():
+        for call in (lambda: zero.eval_init(create, optax.sgd(0.1)), lambda: step.trace(state, X)):
+            with pytest.warns(UserWarning, match="compile nothing.*\n  got: .*JAX_DISABLE_JIT.*\n  fix: .*jax.debug"):
+                call()
+
+
 class WithDropout(nnx.Module):
     def __init__(self, rngs):
         self.linear, self.dropout = nnx.Linear(16, 16, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)

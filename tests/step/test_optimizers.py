@@ -14,6 +14,7 @@ from support.plain import numbers
 
 import zerojax
 from zerojax import Zero
+from zerojax.step.optimizers import scheduled_learning_rate
 
 MODEL = zoo.ZOO["unused"]  # 2D and 1D leaves, and leaves whose gradient is zero
 
@@ -125,6 +126,44 @@ def test_an_optimizer_gets_the_loss_and_the_gradient_of_the_step(stage):
 def test_an_injected_learning_rate_is_reported():
     seen = train(Zero(zerojax.make_mesh()), MODEL, batches(MODEL, 3), CHAINS["inject_hyperparams"]())[0].metrics
     np.testing.assert_allclose([m["learning_rate"] for m in seen], [1e-2, 9e-3, 8e-3], rtol=1e-5)
+
+
+def test_the_learning_rate_of_a_schedule_is_reported():
+    """As an injected one is: that of the update of this step."""
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-2, 0, 10), eps=1e-6))
+    seen = train(Zero(zerojax.make_mesh()), MODEL, batches(MODEL, 3), tx)[0].metrics
+    np.testing.assert_allclose([m["learning_rate"] for m in seen], [1e-2, 9e-3, 8e-3], rtol=1e-5)
+
+
+RATE = optax.linear_schedule(1e-2, 0, 10)
+ARE_VECTORS = lambda params: jax.tree.map(lambda leaf: leaf.ndim == 1, params)
+
+
+@pytest.mark.parametrize(
+    ("tx", "is_certain"),
+    [
+        (optax.sgd(RATE, momentum=0.9), True),
+        (optax.adafactor(RATE), True),
+        (optax.masked(optax.lion(RATE), is_matrix), True),
+        (optax.multi_transform({"matrix": optax.adam(RATE), "vector": optax.set_to_zero()}, group), True),
+        (optax.MultiSteps(optax.adam(RATE), 2).gradient_transformation(), True),
+        (optax.adam(1e-2), False),
+        (optax.chain(optax.adam(RATE), optax.scale(0.5)), False),
+        (optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(RATE), optax.scale(-1.0)), False),
+        (optax.chain(optax.masked(optax.adam(RATE), is_matrix), optax.masked(optax.sgd(0.1), ARE_VECTORS)), False),
+        (optax.multi_transform({"matrix": optax.adam(RATE), "vector": optax.sgd(RATE)}, group), False),
+    ],
+)
+def test_a_learning_rate_is_reported_only_if_it_is_certain(tx, is_certain):
+    params = {"w": jnp.ones((4, 4)), "b": jnp.ones(4)}
+    opt_state = tx.init(params)
+    for count in range(2 if is_certain else 1):
+        rate = scheduled_learning_rate(tx, opt_state)
+        assert (rate is not None) == is_certain
+        if is_certain:
+            np.testing.assert_allclose(rate, RATE(count), rtol=1e-6)
+        for _ in range(2 if isinstance(opt_state, optax.MultiStepsState) else 1):
+            opt_state = tx.update(params, opt_state, params)[1]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

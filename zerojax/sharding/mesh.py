@@ -140,6 +140,17 @@ def check_enclosing_mesh(mesh: Mesh | AbstractMesh) -> None:
     )
 
 
+def warn_of_disabled_jit() -> None:
+    """Warns if JAX compiles nothing: arrays are then not placed as the stage says."""
+    if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
+        warn(
+            "jit: JAX is told to compile nothing, so a new state is whole on a device, and steps run operation by "
+            "operation\n"
+            "  got:      jax_disable_jit, from JAX_DISABLE_JIT, jax.config or jax.disable_jit()\n"
+            "  fix:      leave it out; jax.debug.print and jax.debug.breakpoint work in compiled steps"
+        )
+
+
 def simulation_variables(environ: Mapping[str, str], count: int) -> dict[str, str]:
     """The environment variables, added to `environ`, with which a process sees `count` CPU devices."""
     flags = [flag for flag in environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]

@@ -103,8 +103,8 @@ def _nnx_model(module: nnx.Module) -> tuple[Model, PyTree, PyTree, PyTree, list[
             raise ValueError(
                 f"state: its model_state has other variables than the module\n"
                 f"  got:      {differing(model_state)}\n"
-                f"  fix:      keep the tree of state.model_state; copy.deepcopy(state) copies a whole state, but of an\n"
-                f"            nnx.State alone it makes a tree without variables: use jax.tree.map(jnp.copy, ...)"
+                f"  fix:      keep the tree of state.model_state; copy.deepcopy(state) copies a whole state; of an\n"
+                f"            nnx.State alone, it makes a tree without variables: use jax.tree.map(jnp.copy, ...)"
             )
         return nnx.merge(graph, jax.tree.unflatten(tree, jax.tree.leaves(params)), model_state, copy=True)
 

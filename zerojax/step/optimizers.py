@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ _REASONS = {  # the function of optax that makes the transformation -> why it ca
     "sm3": "its state has lists of arrays in place of a parameter's array, which cannot be placed",
 }
 
+_OF_SCHEDULE = "scale_by_learning_rate.<locals>.<lambda>"  # its product with the sign
 _COMBINING = "chain", "named_chain", "with_extra_args_support"  # they call the updates of others
 
 
@@ -90,6 +92,29 @@ def rounds_stochastically(tx: optax.GradientTransformation) -> bool:
     return "stochastic_rounding" in _function_names(tx)
 
 
+def scheduled_learning_rate(tx: optax.GradientTransformation, opt_state: PyTree) -> Array | None:
+    """The learning rate of an update, if it is that of a schedule, as in optax.adamw(schedule).
+
+    None if there are several schedules or counts, a factor besides, or a schedule that is not said to be that of the
+    learning rate (optax.scale_by_schedule).
+
+    Args:
+        tx: the optimizer.
+        opt_state: its state before the update.
+    """
+    is_count = lambda node: isinstance(node, optax.ScaleByScheduleState)
+    counts = [node.count for node in jax.tree.leaves(opt_state, is_leaf=is_count) if is_count(node)]
+    functions = [(function.__qualname__, _closure(function)) for function in _functions(tx)]
+    factors = [closure.get("step_size") for name, closure in functions if name == "scale.<locals>.update_fn"]
+    scaled = [name for name, _ in functions if name == "scale_by_schedule.<locals>.update_fn"]
+    rates = [closure["learning_rate"] for name, closure in functions if name.startswith(_OF_SCHEDULE)]
+    has_factor = any(not isinstance(factor, int | float) or abs(factor) != 1 for factor in factors)
+    if not len(counts) == len(scaled) == len(rates) == 1 or has_factor:
+        return None
+    rate = jnp.asarray(rates[0](counts[0]), jnp.float32)
+    return None if rate.ndim else rate
+
+
 def optimizer_function(equation: Any) -> str | None:
     """The function that makes the transformation which an equation of a traced update belongs to, if it is known."""
     trace = equation.source_info.traceback
@@ -109,8 +134,13 @@ def _cannot_work(name: str, reason: str) -> ValueError:
 
 
 def _function_names(tx: Any) -> set[str]:
-    """The names of the functions that made a transformation and those in it, from their closures."""
-    names, seen, todo = set(), set(), [tx.init, tx.update]
+    """The names of the functions that made a transformation and those in it."""
+    return {function.__qualname__.partition(".")[0] for function in _functions(tx)}
+
+
+def _functions(tx: Any) -> Iterator[Any]:
+    """Yields the functions of a transformation and those in their closures."""
+    seen, todo = set(), [tx.init, tx.update]
     while todo:
         item = todo.pop()
         if id(item) in seen:
@@ -125,9 +155,14 @@ def _function_names(tx: Any) -> set[str]:
         elif inspect.ismethod(item):
             todo += vars(item.__self__).values() if hasattr(item.__self__, "__dict__") else []
         elif inspect.isfunction(item):
-            names.add(item.__qualname__.partition(".")[0])
-            todo += [cell.cell_contents for cell in item.__closure__ or () if _is_filled(cell)]
-    return names
+            yield item
+            todo += _closure(item).values()
+
+
+def _closure(function: Any) -> dict[str, Any]:
+    """The variables that a function closes over, by name."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
 
 
 def _is_filled(cell: Any) -> bool:

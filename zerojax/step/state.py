@@ -303,11 +303,34 @@ def optimizer_shardings(config: ZeroConfig, definition: Definition) -> PyTree:
     return placement.named_shardings(config.mesh, definition.trained(specs))
 
 
+def check_is_state(state: Any, other: Any = None, call: str = "step(state, batch)") -> None:
+    """Raises ValueError if something else is passed than a state, such as the batch, or the pair that a step returned.
+
+    Args:
+        state: what is passed in place of the state.
+        other: what is passed in place of another argument, which may be the state.
+        call: the order of the arguments.
+    """
+    if isinstance(state, TrainState):
+        return
+    got, fix = type(state).__name__, "pass a state: state = zero.init(model, tx), or what a step returned"
+    if isinstance(other, TrainState):
+        got, fix = f"{got}, and the state in another place", f"pass the arguments in their order: {call}"
+    elif isinstance(state, tuple) and any(isinstance(item, TrainState) for item in state):
+        got = f"a tuple of {', '.join(type(item).__name__ for item in state)}"
+        fix = "a step returns a pair: state, metrics = step(state, batch)"
+    raise ValueError(f"state: this is not a TrainState\n  got:      {got}\n  fix:      {fix}")
+
+
 def check_not_donated(state: TrainState) -> None:
     """Raises ValueError if an array of the state is deleted, as the arrays of a state are that a step was called with.
 
     The runtime would end the process. Avals are ignored.
+
+    Raises:
+        ValueError: also if it is no state.
     """
+    check_is_state(state)
     is_deleted = lambda a: isinstance(a, jax.Array) and not isinstance(a, Tracer) and a.is_deleted()
     if not any(map(is_deleted, jax.tree.leaves(state))):
         return

@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from zerojax.eval_step import EvalStep
 from zerojax.step.batch import RowsOfSet, map_rows
 from zerojax.step.models import Weighted, is_key
-from zerojax.step.state import TrainState
+from zerojax.step.state import TrainState, check_is_state
 from zerojax.typing import PyTree
 
 _MOST_PENDING = 2  # results that the devices may still be computing
@@ -55,6 +55,7 @@ def evaluate(
         raise ValueError(
             f"evaluate: the step is of type {type(step).__name__}\n  fix:      pass the step of zero.eval_step(loss_fn)"
         )
+    check_is_state(state, data, "zerojax.evaluate(step, state, data)")
     own = max(step.config.axes.num_devices // jax.process_count(), 1)
     totals = Totals()
     for rows in _divided(_batches_of(data, batch_size, own), own):

@@ -20,7 +20,7 @@ import jax
 from zerojax.directories import local_directory
 from zerojax.jitted_step import Step
 from zerojax.processes.agreement import agree
-from zerojax.step.state import TrainState
+from zerojax.step.state import TrainState, check_is_state
 from zerojax.tables import TO_FILE
 from zerojax.training import folder as folders
 from zerojax.training.display import ProgressBar, ProgressLines, on_terminal, show_line
@@ -107,6 +107,7 @@ def fit(
         SystemExit: after SIGTERM and after Ctrl-C, when the state is saved; see `Checkpoints`. Errors of
             `Checkpoints.update` and `resume` are raised as well.
     """
+    check_is_state(state, step, "zerojax.fit(zero, state, step, data, num_steps)")
     _check_arguments(num_steps, log_every, evaluate_every, profile, tokens_per_row, data)
     _check_evaluation(evaluate)
     _check_options(checkpoints)
