@@ -39,6 +39,11 @@ def line_of(raised: BaseException | TracebackType | None) -> str | None:
     return found[-1] if found else None
 
 
+def is_called_by_user() -> bool:
+    """Whether the caller of this function is called by the user's code itself, and not by JAX, which traces it."""
+    return _is_of_user(sys._getframe(2))
+
+
 def warn(text: str) -> None:
     """Warns at the innermost line that belongs to none of the packages that a step consists of."""
     level, frame = 2, sys._getframe(1)

@@ -26,7 +26,7 @@ from zerojax.sharding.placement import FromModel, Overrides
 from zerojax.sharding.precision import Precision
 from zerojax.sharding.stages import Stage
 from zerojax.sharding.uneven import uneven_text
-from zerojax.step import batch as batches, creation, models, state as states
+from zerojax.step import batch as batches, creation, models, own_step, state as states
 from zerojax.step.config import ZeroConfig, check_offload
 from zerojax.step.gradient import compute_gradients, device_gradient
 from zerojax.step.loss_traces import check_loss, explained_by_rows
@@ -38,7 +38,7 @@ from zerojax.text import mesh_text
 from zerojax.train_step import TrainStep, train_step
 from zerojax.transform.remat import RematRules, Setting
 from zerojax.typing import AnyMesh, PRNGKey
-from zerojax.warn import warn
+from zerojax.warn import is_called_by_user, warn
 
 if TYPE_CHECKING:
     from zerojax.checkpoints import Checkpoints
@@ -146,6 +146,7 @@ class Zero:
         axes = data_axes(mesh, tuple(shard_axes), tuple(replica_axes))
         check_offload(offload, mesh, axes, Stage.of(stage))
         self.config = ZeroConfig(mesh, axes, Stage.of(stage), Precision.of(precision), offload)
+        self._places_optimizer = False
         self.overrides = Overrides(
             dict(shard_dims or {}),
             _globs(stacked),
@@ -345,12 +346,16 @@ class Zero:
         def fn(params: Any, *args: Any) -> Any:
             batches.check_batch(self.config, args, 1)
             definition = self._definition(params)
+            if not self._places_optimizer and is_called_by_user():
+                own_step.warn_of_placement(self.config, definition)
             config = self.config._replace(offload="none")
             gradient = device_gradient(config, definition, lambda p, args: loss_fn(p, *args), settings)
+            args = own_step.free_whole(config, args)
             inputs = (jax.tree.leaves(params), {}, args, jax.random.key(0), jnp.float32(1))
             with explained_by_rows(gradient, inputs[:-1]):
-                check_loss(gradient, inputs[:-1])
-                result = compute_gradients(gradient, inputs)
+                closes_over = check_loss(gradient, inputs[:-1])
+                compute = lambda *inputs: compute_gradients(gradient, inputs)
+                result = own_step.run_free(config, compute, *inputs) if closes_over else compute(*inputs)
             grads = jax.tree.unflatten(definition.tree, result.grads)
             return ((result.loss, result.metrics), grads) if has_aux else (result.loss, grads)
 
@@ -364,14 +369,49 @@ class Zero:
         warning if they are more than 1% of the parameters.
 
         Args:
-            params: a tree of arrays.
+            params: a tree of arrays. Under `jit`, they are placed as they are computed: no device holds all of
+                `jax.jit(lambda key: zero.shard(create(key)))(key)`.
         """
         definition = self._definition(params)
         text = uneven_text(definition.leaves, self.config.axes, pads=False)
         if text and self.config.stage.shards_optimizer:
             warn(text)
-        specs = definition.specs(self.config.axes, self.config.stage.shards_params)
-        return jax.tree.map(creation.placed_copy, params, placement.named_shardings(self.config.mesh, specs))
+        shardings = own_step.param_shardings(self.config, definition, self.config.stage.shards_params)
+        return jax.tree.map(creation.placed_copy, params, shardings)
+
+    def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+        """An optimizer for a training step of your own, whose state is sharded as the stage requires, from the start.
+
+        It is used like any other: by hand, in `nnx.Optimizer` or in Flax's `TrainState`. Wrap the whole chain,
+        `zero.optimizer(optax.chain(...))`. Transformations in it see global arrays: `optax.clip_by_global_norm` clips
+        by the norm of all shards.
+
+        Args:
+            tx: any Optax transformation.
+
+        Returns:
+            A transformation. `init(params)` creates the state in shards, for parameters that `shard` has placed, under
+            `jit` or not. `update(grads, opt_state, params)` returns updates that are placed as the parameters are, so
+            that `optax.apply_updates` leaves these where they are. Frozen leaves have no state, and zeros as updates.
+
+        Raises:
+            ValueError: if `tx` is not an Optax transformation, or the optimizer is offloaded; by `init` if a parameter
+                is not placed; by `update` without parameters.
+
+        Cost: no device ever holds more of the state than its shards. At stages 1 and 2, updates are gathered, Psi
+            elements as in `train_step`; at the others nothing is communicated.
+        """
+        self._places_optimizer = True
+        return own_step.placed_optimizer(self.config, self._definition, tx)
+
+    def apply_updates(self, params: Any, updates: Any) -> Any:
+        """`optax.apply_updates`, with a result that is stored as the stage requires, whatever reads it in a program.
+
+        Args:
+            params: a tree of parameters, as for `value_and_grad`.
+            updates: a tree of updates. None leaves a parameter as it is.
+        """
+        return own_step.apply_updates(self.config, self._definition(params), params, updates)
 
     def shard_batch(self, batch: Any) -> Any:
         """Converts host arrays to global arrays that are split over the data axes in dim 0.
@@ -475,9 +515,10 @@ class Zero:
             )
         models.check_not_overwritten(params)
         config, overrides = self.config, self.overrides
-        from_model = FromModel(trained=models.trained_paths(overrides.trainable, params))
+        named = models.without_variables(params)  # paths are those of `init`
+        from_model = FromModel(trained=models.trained_paths(overrides.trainable, named))
         where = config.mesh, config.axes, config.precision, overrides, from_model
-        leaves = placement.place(params, *where, pads=False)  # the user's arrays have logical shapes
+        leaves = placement.place(named, *where, pads=False)  # the user's arrays have logical shapes
         model = models.Model(lambda params, other: params, lambda merged, aux, before: (before, aux))
         return Definition(optax.identity(), model, leaves, jax.tree.structure(params))
 

@@ -66,35 +66,6 @@ def test_value_and_gradients_are_those_of_jax(stage):
 
 
 @STAGES
-def test_training_with_a_users_own_step(stage):
-    params, _ = expected()
-    tx = optax.adam(1e-2, eps=1e-6)
-    zero = Zero(zerojax.make_mesh(), stage)
-
-    def make_step(value_and_grad):
-        @jax.jit
-        def step(params, opt_state, x, y):
-            value, grads = value_and_grad(params, x, y)
-            updates, opt_state = tx.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state, value
-
-        return step
-
-    runs = []
-    for fn, start, batch in (
-        (zero.value_and_grad(loss), zero.shard(params), zero.shard_batch(data())),
-        (jax.value_and_grad(loss), params, data()),
-    ):
-        step, opt_state, values = make_step(fn), tx.init(start), []
-        for _ in range(3):
-            start, opt_state, value = step(start, opt_state, *batch)
-            values.append(float(value))
-        runs.append((values, start))
-    np.testing.assert_allclose(runs[0][0], runs[1][0], rtol=1e-5)
-    assert_same(runs[0][1], runs[1][1])
-
-
-@STAGES
 def test_has_aux(stage):
     """Metrics are weighted means over all rows."""
     params, (value, grads) = expected()

@@ -326,7 +326,12 @@ class Stored:
 
 
 def optimizer_placement(
-    tx: optax.GradientTransformation, opt_state: PyTree, params: PyTree, axes: Axes, sharded: bool
+    tx: optax.GradientTransformation,
+    opt_state: PyTree,
+    params: PyTree,
+    axes: Axes,
+    sharded: bool,
+    pads: bool = True,
 ) -> PyTree:
     """A `Stored` for every leaf of an optimizer state.
 
@@ -340,10 +345,11 @@ def optimizer_placement(
         params: tree of the `Leaf` of each trained parameter.
         axes: the data axes.
         sharded: whether the stage shards optimizer state.
+        pads: whether arrays may be stored with zeros, as in `place`.
     """
 
     def by_shape(leaf: Any) -> Stored:
-        choice = choose_dim(leaf.shape, axes.num_shards, stacked=False)
+        choice = choose_dim(leaf.shape, axes.num_shards, stacked=False, pads=pads)
         dims = Dims(choice.dim if sharded else None, num_zeros=choice.num_zeros)
         return Stored(data_spec(dims.shard, axes), dims.padding)
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, NamedSharding, use_abstract_mesh
 
 from zerojax.sharding import padding, placement
@@ -203,8 +204,10 @@ def placed_copy(a: Any, sharding: NamedSharding) -> Array:
     """A copy of a NumPy or JAX array with a sharding, which shares no memory with it, so that it can be donated.
 
     `jax.device_put(..., may_alias=False)` shares some all the same: on a CPU that of a NumPy array, and of an array on
-    one device that is replicated to others, its own shard (jax 0.10.2).
+    one device that is replicated to others, its own shard (jax 0.10.2). Under `jit`, it places nothing.
     """
+    if isinstance(a, Tracer):
+        return jax.lax.with_sharding_constraint(a, sharding)
     if not isinstance(a, jax.Array):
         return jax.device_put(np.array(a), sharding)
     placed = jax.device_put(models.strongly_typed(a), sharding, may_alias=False)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from zerojax.sharding.placement import path_text
@@ -101,7 +102,7 @@ def with_state_keys(gradient: DeviceGradient, args: Any) -> DeviceGradient:
         return gradient
 
     def find(shards: Any, model_state: Any, batch: Any, key: Any) -> list[StateKeys]:
-        jaxpr = _loss_jaxpr(gradient, shards, model_state, batch, key)[0]
+        jaxpr = _closed_loss(gradient, shards, model_state, batch, key)[0].jaxpr
         leaves, start = jax.tree.leaves(model_state), len(gradient.definition.leaves)
         inputs = list(zip(leaves, jaxpr.invars[start:], strict=False))
         used = set(raw_keys(jaxpr, [v for a, v in inputs if may_be_raw(a)]))
@@ -113,11 +114,14 @@ def with_state_keys(gradient: DeviceGradient, args: Any) -> DeviceGradient:
     return dataclasses.replace(gradient, state_keys=_on_device(gradient, find, args)[0])
 
 
-def check_loss(gradient: DeviceGradient, args: Any) -> None:
+def check_loss(gradient: DeviceGradient, args: Any) -> bool:
     """Checks that the loss constrains no sharding over the data axes, and divides its kernels over the others.
 
     JAX finds either only when it compiles, which for `value_and_grad` is in the user's own jit. `args` are as in
     `uses`.
+
+    Returns:
+        Whether the loss closes over values of a trace that it is called in.
 
     Raises:
         LossError: if it constrains one, or if JAX would have to divide a kernel.
@@ -125,10 +129,13 @@ def check_loss(gradient: DeviceGradient, args: Any) -> None:
     config = gradient.config
     divided = [name for name in config.other_axes if config.mesh.shape[name] > 1]
 
+    closed_over: list[Any] = []
+
     def find(*args: Any) -> list[str]:
-        jaxpr = _loss_jaxpr(gradient, *args)[0]
-        constraints = jaxprs.constraints(jaxpr, config.axes.data)
-        kernels = jaxprs.partitioned_kernels(jaxpr) if divided else ()
+        closed, _ = _closed_loss(gradient, *args)
+        closed_over.extend(a for a in closed.consts if isinstance(a, Tracer))
+        constraints = jaxprs.constraints(closed.jaxpr, config.axes.data)
+        kernels = jaxprs.partitioned_kernels(closed.jaxpr) if divided else ()
         return [
             *(constraint_text(str(spec), line_of(trace)) for spec, trace in constraints),
             *(kernel_text(name, line_of(trace), divided) for name, trace in kernels),
@@ -136,6 +143,7 @@ def check_loss(gradient: DeviceGradient, args: Any) -> None:
 
     for text in _on_device(gradient, find, args):
         raise LossError(text)
+    return bool(closed_over)
 
 
 _CLOSED_OVER = "put arrays with a row for each row of the batch into the batch, instead of closing over them"
@@ -155,7 +163,7 @@ def explained_by_rows(gradient: DeviceGradient, args: Any) -> Iterator[None]:
     def fails(rows: Any, num_parts: int) -> bool:
         def trace(shards: Any, model_state: Any, batch: Any, key: Any) -> list[Any]:
             batch = map_rows(lambda a: a[: a.shape[0] // num_parts], batch)
-            return [_loss_jaxpr(gradient, shards, model_state, batch, key)]
+            return [_closed_loss(gradient, shards, model_state, batch, key)]
 
         try:
             _on_device(gradient, trace, args, rows)
@@ -230,11 +238,7 @@ def _seen_of_rows(gradient: DeviceGradient, args: Any) -> tuple[list[str], Close
 
 def traced_loss(gradient: DeviceGradient, args: Any) -> tuple[Any, Output]:
     """(The jaxpr of the loss on one device's rows, the shapes of its outputs). `args` are as in `uses`."""
-    return _on_device(gradient, lambda *args: [_loss_jaxpr(gradient, *args)], args)[0]
-
-
-def _loss_jaxpr(gradient: DeviceGradient, shards: Any, model_state: Any, batch: Any, key: Any) -> tuple[Any, Output]:
-    closed, output = _closed_loss(gradient, shards, model_state, batch, key)
+    closed, output = _on_device(gradient, lambda *args: [_closed_loss(gradient, *args)], args)[0]
     return closed.jaxpr, output
 
 

@@ -241,6 +241,13 @@ def trained_paths(trainable: Any, params: PyTree, variables: list[Any] | None = 
     return frozenset(found)
 
 
+def without_variables(params: PyTree) -> PyTree:
+    """A tree of parameters with arrays in place of nnx variables, as in `nnx.pure`."""
+    array = lambda node: jax.tree.leaves(node)[0] if isinstance(node, nnx.Variable) else node
+    has_one = lambda node: isinstance(node, nnx.Variable) and len(jax.tree.leaves(node)) == 1
+    return jax.tree.map(array, params, is_leaf=has_one)
+
+
 def normalize(result: Any) -> tuple[Weighted, dict[str, Any], bool]:
     """Returns (loss, aux, whether the loss is weighted) from the outputs of a loss function.
 

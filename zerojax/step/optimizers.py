@@ -51,6 +51,16 @@ def update(
     return tx.update(grads, opt_state, params, **extra)
 
 
+def check_transformation(tx: Any) -> None:
+    """Raises ValueError if an optimizer is not an Optax transformation."""
+    if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
+        raise ValueError(
+            f"optimizer: not an Optax transformation\n"
+            f"  got:      {type(tx).__name__}\n"
+            f"  fix:      pass one, such as optax.adamw(1e-3)"
+        )
+
+
 def check_update(tx: Any, params: PyTree) -> None:
     """Checks that an optimizer can be created and updated, without running it.
 
@@ -61,12 +71,7 @@ def check_update(tx: Any, params: PyTree) -> None:
     Raises:
         ValueError: if it is not an Optax transformation, or needs what a step does not have.
     """
-    if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
-        raise ValueError(
-            f"optimizer: not an Optax transformation\n"
-            f"  got:      {type(tx).__name__}\n"
-            f"  fix:      pass one, such as optax.adamw(1e-3)"
-        )
+    check_transformation(tx)
     names = _function_names(tx)
     for name, reason in _REASONS.items():
         if name in names:

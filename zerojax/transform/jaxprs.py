@@ -256,7 +256,7 @@ def without_closure(fn: Callable[..., Any], *avals: Any) -> tuple[Callable[..., 
     closed, result = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*avals)
 
     def pure(closed_over: Sequence[Any], *args: Any) -> Any:
-        return run(core.ClosedJaxpr(closed.jaxpr, list(closed_over)), *args)[0]
+        return run(with_constants(closed, closed_over), *args)[0]
 
     return pure, list(closed.consts), result
 
@@ -281,6 +281,11 @@ def inlined(closed: Any, should_inline: Any) -> Any:
         return [read(atom) for atom in jaxpr.outvars]
 
     return jax.make_jaxpr(lambda *args: interpret(closed.jaxpr, closed.consts, args))(*closed.in_avals)
+
+
+def with_constants(closed: Any, constants: Sequence[Any]) -> Any:
+    """`closed` with other values of what it closes over."""
+    return core.ClosedJaxpr(closed.jaxpr, list(constants))
 
 
 def with_outputs(closed: Any, outputs: Sequence[Atom]) -> Any:
