@@ -335,7 +335,8 @@ class Zero:
             `fn(params, *args) -> (loss, grads)` or `((loss, metrics), grads)`, to be called under `jit`. Parameters are
             placed as the stage requires (see `shard`): full below stage 3, sharded at stage 3. `args` are a batch: all
             arrays with the same rows, which are split over the data axes in dim 0, and `Whole` for what every device
-            gets whole. Gradients are in reduce_dtype, sharded from stage 1 on, and None at frozen leaves.
+            gets whole. Gradients are in reduce_dtype, sharded from stage 1 on, and None at frozen leaves; `optimizer`
+            keeps the state of the step sharded too. A step without it is warned about.
 
         Raises:
             ValueError: if `remat`, `prefetch` or `bucket_bytes` is invalid.

@@ -227,17 +227,17 @@ FORGETFUL = optax.GradientTransformation(
 CHAIN = optax.chain(
     optax.clip_by_global_norm(0.5),
     optax.scale_by_factored_rms(min_dim_size_to_factor=8),
-    FORGETFUL,
     optax.multi_transform({True: optax.adam(1e-2), False: optax.sgd(0.1, momentum=0.9)}, is_large),
     optax.masked(optax.add_decayed_weights(1e-3), is_large),
     optax.ema(0.9),
 )
+TX = optax.chain(optax.MultiSteps(CHAIN, 2).gradient_transformation(), FORGETFUL)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_transformations_see_global_arrays(stage):
     zero = Zero(zerojax.make_mesh(), stage)
-    script = functools.partial(by_hand, tx=optax.MultiSteps(CHAIN, 2))
+    script = functools.partial(by_hand, tx=TX)
     check = functools.partial(assert_placed, zero=zero)
     losses, num_compiled, (params, _) = three_steps(script, zero, zero.shard_batch(data()), check)
     plain, _, (wanted, _) = three_steps(script, PLAIN, data())
