@@ -13,9 +13,10 @@ from zerojax.step import models
 from zerojax.step.batch import RowsOfSet, batch_specs
 from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient, device_gradient
-from zerojax.step.loss_traces import check_loss, check_means_over_rows, explained_by_rows, with_state_keys
+from zerojax.step.loss_traces import check_evaluation, check_loss, explained_by_rows, with_state_keys
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition, TrainState
+from zerojax.step.whole_batch import Purpose, over_whole_batch
 from zerojax.typing import Array, PyTree
 
 
@@ -23,7 +24,7 @@ class EvalStep(Step):
     """A `Step` that returns the loss and the metrics of a batch; `zerojax.evaluate` calls `rows` instead.
 
     Attributes:
-        rows: a step over (state, `RowsOfSet`) that returns the sums and the weights of the loss and the metrics.
+        rows: a step over (state, `RowsOfSet`) that returns the `Sums` of the loss and the metrics.
     """
 
     def __init__(
@@ -38,14 +39,17 @@ class EvalStep(Step):
         self.rows = Step(config, settings, self._build_sums, loss_name)
 
     def _build_means(self, like: TrainState) -> Callable[..., Any]:
-        gradient = self._gradient_of(like.definition)
+        gradient, checked = self._gradient_of(like.definition), set[bool]()
 
         def step(state: TrainState, batch: PyTree) -> dict[str, Array]:
             args = (jax.tree.leaves(state.params), state.model_state, batch, state.key)
             with explained_by_rows(gradient, args):
                 if self.config.other_axes:
                     check_loss(gradient, args)
-                loss, metrics = self._on_devices(gradient, with_state_keys(gradient, args).evaluate, args)
+                with_keys = with_state_keys(gradient, args)
+                of_batch = over_whole_batch(with_keys, args, Purpose.BATCH, quiet=bool(checked))
+                checked.add(True)
+                loss, metrics = self._on_devices(gradient, of_batch.evaluate, args)
             return {"loss": loss, **metrics}
 
         return step
@@ -53,18 +57,18 @@ class EvalStep(Step):
     def _build_sums(self, like: TrainState) -> Callable[..., Any]:
         gradient, checked = self._gradient_of(like.definition), set[bool]()
 
-        def step(state: TrainState, rows: RowsOfSet) -> dict[str, models.Weighted]:
+        def step(state: TrainState, rows: RowsOfSet) -> models.Sums:
             args = (jax.tree.leaves(state.params), state.model_state, rows, state.key)
             of_batch = (*args[:2], rows.batch, args[3])
             with explained_by_rows(gradient, of_batch):
                 if not checked:
-                    check_means_over_rows(gradient, of_batch)
+                    check_evaluation(gradient, of_batch)
                     if self.config.other_axes:
                         check_loss(gradient, of_batch)
-                    checked.add(True)
-                keyed = with_state_keys(gradient, of_batch)
-                loss, metrics = self._on_devices(gradient, keyed.evaluate_rows, args)
-            return {"loss": loss, **metrics}
+                with_keys = with_state_keys(gradient, of_batch)
+                of_set = over_whole_batch(with_keys, of_batch, Purpose.DATA_SET, quiet=bool(checked))
+                checked.add(True)
+                return self._on_devices(gradient, of_set.evaluate_rows, args)
 
         return step
 

@@ -29,14 +29,13 @@ from zerojax.step.loss_traces import (
     explained_by_rows,
     traced_loss,
     uses,
-    warn_of_local_statistics,
-    warn_of_rows,
     with_state_keys,
 )
 from zerojax.step.optimizers import scheduled_learning_rate
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition, TrainState
 from zerojax.step.update import apply_gradients
+from zerojax.step.whole_batch import Purpose, over_whole_batch
 from zerojax.typing import Array, Aval, PyTree
 
 
@@ -199,15 +198,16 @@ def train_step(
             scale = state.loss_scale.value if state.loss_scale else jnp.float32(1)
             key = jax.random.fold_in(state.key, state.step)
             args = (jax.tree.leaves(state.params), state.model_state, batch, key, scale)
+            is_checked = definition in checked  # a step may be traced more than once
             with explained_by_rows(gradient, args[:-1]):
-                if definition not in checked:  # a step may be traced more than once
+                if not is_checked:
                     if config.other_axes:
                         check_loss(gradient, args[:-1])
-                    warn_of_local_statistics(gradient, args[:-1])
-                    warn_of_rows(gradient, args[:-1])
                     warn_of_keys(batch)
-                    checked.add(definition)
-                result = compute_gradients(with_state_keys(gradient, args[:-1]), args)
+                with_keys = with_state_keys(gradient, args[:-1])
+                of_batch = over_whole_batch(with_keys, args[:-1], Purpose.TRAINING, quiet=is_checked)
+                checked.add(definition)
+                result = compute_gradients(of_batch, args)
             norm = jnp.sqrt(result.squared_norm) / scale
             finite = jnp.isfinite(norm)
             factor = 1 / scale

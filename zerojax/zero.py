@@ -34,6 +34,7 @@ from zerojax.step.replicas import verify_replicas
 from zerojax.step.settings import StepSettings
 from zerojax.step.source import source_of
 from zerojax.step.state import Definition, TrainState, check_not_donated, check_trained
+from zerojax.step.whole_batch import Purpose, over_whole_batch
 from zerojax.text import mesh_text
 from zerojax.train_step import TrainStep, train_step
 from zerojax.transform.remat import RematRules, Setting
@@ -343,6 +344,7 @@ class Zero:
         """
         settings = StepSettings(remat=RematRules.of(remat), prefetch=prefetch, bucket_bytes=bucket_bytes)
         settings.check(self.config.axes)
+        checked = set[bool]()
 
         def fn(params: Any, *args: Any) -> Any:
             batches.check_batch(self.config, args, 1)
@@ -355,6 +357,8 @@ class Zero:
             inputs = (jax.tree.leaves(params), {}, args, jax.random.key(0), jnp.float32(1))
             with explained_by_rows(gradient, inputs[:-1]):
                 closes_over = check_loss(gradient, inputs[:-1])
+                gradient = over_whole_batch(gradient, inputs[:-1], Purpose.TRAINING, quiet=bool(checked))
+                checked.add(True)
                 compute = lambda *inputs: compute_gradients(gradient, inputs)
                 result = own_step.run_free(config, compute, *inputs) if closes_over else compute(*inputs)
             grads = jax.tree.unflatten(definition.tree, result.grads)

@@ -1,5 +1,6 @@
-"""A loss or metric that is a sum over rows, not a mean: a warning in training, and an error in an evaluation."""
+"""The loss and the metrics of a step and of an evaluation are those of one device that has all rows, or it is said."""
 
+import re
 import warnings
 
 import jax
@@ -10,7 +11,9 @@ import pytest
 
 import zerojax
 
-X = np.random.default_rng(0).standard_normal((32, 6)).astype(np.float32)
+X = (np.random.default_rng(0).standard_normal((32, 6)) * np.linspace(1, 3, 32)[:, None]).astype(np.float32)
+MASK = np.random.default_rng(1).random(32) < 0.4
+BATCH = {"x": X, "mask": MASK}
 
 
 def create(key):
@@ -21,38 +24,148 @@ def errors(params, batch):
     return jnp.square(batch["x"] @ params["w"]).sum(-1)
 
 
-def count(params, batch):
-    return jnp.sum(errors(params, batch) > 1)
+def ratio(params, batch):
+    return jnp.sum(batch["mask"] * errors(params, batch)) / jnp.maximum(jnp.sum(batch["mask"]), 1)
 
 
 SUMS = {
-    "the loss": lambda p, b: errors(p, b).sum(),
-    "the loss, in a jit": lambda p, b: jax.jit(jnp.sum)(errors(p, b)) + 0.1 * jnp.sum(p["w"] ** 2),
-    "the loss, all at once": lambda p, b: -jnp.sum(b["x"] @ p["w"]),
-    "metric 'correct'": lambda p, b: (errors(p, b).mean(), {"correct": count(p, b).astype(jnp.float32)}),
+    "a sum": lambda p, b: errors(p, b).sum(),
+    "a sum, in a jit": lambda p, b: jax.jit(jnp.sum)(errors(p, b)) + 0.1 * jnp.sum(p["w"] ** 2),
+    "a sum, all at once": lambda p, b: -jnp.sum(b["x"] @ p["w"]),
+    "a ratio of sums": lambda p, b: ratio(p, b) + 0.1 * jnp.sum(p["w"] ** 2),
 }
 MEANS = {
     "a mean": lambda p, b: errors(p, b).mean(),
     "a mean of sums over features": lambda p, b: jnp.mean(jnp.sum(b["x"] @ p["w"], axis=-1)),
+    "a sum of means over rows": lambda p, b: jnp.sum(jnp.mean((b["x"] @ p["w"]) ** 2, axis=0)),
     "a penalty of weights": lambda p, b: errors(p, b).mean() + jnp.sum(p["w"] ** 2),
     "a sum with a weight": lambda p, b: zerojax.Weighted(errors(p, b).sum(), jnp.float32(b["x"].shape[0])),
-    "a count": lambda p, b: (errors(p, b).mean(), {"correct": zerojax.Weighted(count(p, b), 0)}),
+    "a ratio to what is learned": lambda p, b: errors(p, b).mean() / jnp.mean(jnp.exp(b["x"] @ p["w"])),
 }
 
 
-def started(loss_fn, num_devices, stage=3):
+def metrics(params, batch):
+    """Metrics by name: those that are means, and those that need more than a mean of the values of devices."""
+    e, mask = errors(params, batch), batch["mask"]
+    bins = (e // 30).astype(jnp.int32).clip(0, 3)
+    found = e > 20
+    return {
+        "mean": e.mean(),
+        "weights": jnp.linalg.norm(params["w"]),
+        "weighted": zerojax.Weighted(jnp.sum(mask * e), jnp.sum(mask)),
+        "max": e.max(),
+        "min": jnp.min(batch["x"]),
+        "any": jnp.any(e > 300),
+        "all": jnp.all(e > 0),
+        "sum": e.sum(),
+        "shifted": e.sum() + 1,
+        "count": jnp.sum(found),
+        "masked": ratio(params, batch),
+        "where": jnp.mean(e, where=mask),
+        "f1": 2 * jnp.sum(found * mask) / (jnp.sum(found) + jnp.sum(mask)),
+        "root": jnp.sqrt(e.mean()),
+        "variance": jnp.mean(e**2) - e.mean() ** 2,
+        "range": e.max() - e.min(),
+        "norm": jnp.linalg.norm(jnp.mean(batch["x"], axis=0)) * jnp.sum(params["w"] ** 2),
+        "mode": jnp.bincount(bins, length=4).max(),
+        "entropy": jax.scipy.special.entr(jax.nn.one_hot(bins, 4).mean(0)).sum(),
+        "in a loop": jax.lax.scan(lambda c, row: (jnp.maximum(c, row), None), -jnp.inf, e)[0],
+        "invalid": jnp.max(jnp.where(e > 300, jnp.nan, e)),
+    }
+
+
+def with_metrics(params, batch):
+    return errors(params, batch).mean(), metrics(params, batch)
+
+
+def assert_as_on_one_device(found, params, batch):
+    want = {"loss": errors(params, batch).mean(), **metrics(params, batch)}
+    for name, value in want.items():
+        value = value[0] / value[1] if isinstance(value, zerojax.Weighted) else value
+        np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
+
+
+def started(loss_fn, num_devices, stage=3, **settings):
     zero = zerojax.Zero(zerojax.make_mesh(devices=jax.devices()[:num_devices]), stage)
-    return zero, zero.init(create, optax.sgd(0.1)), zero.train_step(loss_fn)
+    return zero, zero.init(create, optax.sgd(0.1)), zero.train_step(loss_fn, **settings)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_metrics_of_a_step_are_those_of_one_device(stage, num_microbatches):
+    _, state, step = started(with_metrics, 8, stage, num_microbatches=num_microbatches)
+    params = jax.device_get(state.params)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _, found = step(state, BATCH)
+    assert_as_on_one_device(found, params, BATCH)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_metrics_of_an_evaluation_are_those_of_one_device(stage):
+    """Of one batch, and of a set in parts of 24, 7 and 1 rows for a device."""
+    zero, state, _ = started(with_metrics, 8, stage)
+    step, rows = zero.eval_step(with_metrics), {name: a[:29] for name, a in BATCH.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_as_on_one_device(step(state, BATCH), state.model(), BATCH)
+        assert_as_on_one_device(zerojax.evaluate(step, state, rows, batch_size=24), state.model(), rows)
+
+
+def test_metrics_of_a_gradient_are_those_of_one_device():
+    zero = zerojax.Zero(zerojax.make_mesh(), 3)
+    params = create(jax.random.key(0))
+    (loss, found), _ = jax.jit(zero.value_and_grad(with_metrics, has_aux=True))(zero.shard(params), BATCH)
+    assert_as_on_one_device({"loss": loss, **found}, params, BATCH)
+
+
+def collectives(loss_fn, **settings):
+    _, state, step = started(loss_fn, 8, 0, **settings)
+    return re.findall(r"\b(psum|pmax|pmin)\w*\[", str(step.trace(state, BATCH).jaxpr))
+
+
+def test_only_extremes_need_one_more_collective():
+    names = ["mean", "sum", "masked", "norm"]
+    some = lambda p, b: (errors(p, b).mean(), {name: metrics(p, b)[name] for name in names})
+    extremes = lambda p, b: (errors(p, b).mean(), {name: metrics(p, b)[name] for name in ("max", "min", "any")})
+    plain = collectives(MEANS["a mean"])
+    assert collectives(some) == plain
+    assert sorted(collectives(extremes)) == sorted([*plain, "pmax"])
+
+
+UNKNOWN = {
+    "std": lambda e: jnp.std(e),
+    "median": lambda e: jnp.median(e),
+    "first": lambda e: e[0],
+    "correct": lambda e: e.size - jnp.sum(e > 1),
+}
+
+
+def test_metrics_that_depend_on_the_division_of_rows_are_warned_about():
+    lines = {name: fn.__code__.co_firstlineno for name, fn in UNKNOWN.items()}
+    loss = lambda p, b: (errors(p, b).mean(), {name: fn(errors(p, b)) for name, fn in UNKNOWN.items()})
+    zero, state, step = started(loss, 8)
+    listed = ", ".join(rf"metric '{name}' \(.*test_sums.py:{lines[name]}\)" for name in sorted(UNKNOWN))
+    text = rf"{listed} depend on how the rows are divided\n"
+    with pytest.warns(UserWarning, match=rf"loss: {text}.*of 8 parts.*\n  fix: .*means, sums") as caught:
+        state, _ = step(state, BATCH)
+    assert len(caught) == 1
+    with pytest.warns(UserWarning, match=rf"evaluate: {text}.*the set is evaluated"):
+        zerojax.evaluate(zero.eval_step(loss), state, BATCH, batch_size=16)
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("name", SUMS)
-def test_a_sum_is_found(name, stage):
+def test_a_loss_that_is_no_mean_is_found(name, stage):
+    """It is trained as it is, and evaluated exactly."""
     zero, state, step = started(SUMS[name], 8, stage)
-    with pytest.warns(UserWarning, match=rf"{name.split(',')[0]} is a sum over rows\n.*1/8 of the sum"):
-        state, _ = step(state, {"x": X})
-    with pytest.raises(ValueError, match=f"evaluate: {name.split(',')[0]} is a sum over rows"):
-        zerojax.evaluate(zero.eval_step(SUMS[name]), state, {"x": X}, batch_size=16)
+    got = "1/8 of that" if "ratio" not in name else "of the ratios of 8 parts of the batch.*\n.*test_sums.py:"
+    with pytest.warns(UserWarning, match=rf"the loss is {name.split(',')[0]} over rows\n.*{got}"):
+        state, _ = step(state, BATCH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = zerojax.evaluate(zero.eval_step(SUMS[name]), state, BATCH, batch_size=16)
+    assert found["loss"] == pytest.approx(float(SUMS[name](state.model(), BATCH)), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", MEANS)
@@ -60,16 +173,14 @@ def test_a_mean_is_not_taken_for_a_sum(name):
     zero, state, step = started(MEANS[name], 8)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        state, _ = step(state, {"x": X})
-    found = zerojax.evaluate(zero.eval_step(MEANS[name]), state, {"x": X[:29]}, batch_size=16)
-    if "correct" in found:
-        assert found["correct"] == int(count(state.model(), {"x": X[:29]}))
+        step.trace(state, BATCH)
+        zero.eval_step(MEANS[name]).rows.trace(state, zerojax.step.batch.RowsOfSet(BATCH, np.ones(32, bool)))
 
 
 def test_on_one_device_a_sum_is_the_sum():
-    _, state, step = started(SUMS["the loss"], 1)
-    expected = float(errors(state.model(), {"x": X}).sum())
+    _, state, step = started(SUMS["a sum"], 1)
+    expected = float(errors(state.model(), BATCH).sum())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _, metrics = step(state, {"x": X})
+        _, metrics = step(state, BATCH)
     assert float(metrics["loss"]) == pytest.approx(expected, rel=1e-6)

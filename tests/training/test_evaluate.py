@@ -175,12 +175,6 @@ X = np.ones((9, 6), np.float32)
 @pytest.mark.parametrize(
     ("loss_fn", "data", "options", "message"),
     [
-        (
-            mean_with(n=lambda x: jnp.sum(x > 0)),
-            X,
-            {"batch_size": 8},
-            r"metric 'n' is no mean .*\n.*int32\n  fix: .*Wei",
-        ),
         (mean_with(a=lambda x: jax.lax.pmean(x, "data").mean()), X, {"batch_size": 8}, "communicates over 'data'\n"),
         (mean_with(), X, {}, "type ndarray, and there is no batch_size\n  fix: .*batch_size="),
         (mean_with(), {"x": X}, {}, "type dict, and there is no batch_size\n  fix: "),

@@ -155,7 +155,7 @@ def test_random_networks_differentiate_what_jax_does_and_no_more(seed):
     assert count(traced, "reduce_scatter") == reduced
     if zero.config.stage.shards_params:
         backward = products - sum(used) - reduced  # those that multiply by a weight
-        assert sum(used) <= count(traced, "all_gather") <= sum(used) + backward
+        assert count(traced, "all_gather") <= sum(used) + backward
 
     (want, _), want_grads = plain(params, batch)
     (got, _), got_grads = ours(zero.shard(params), batch)

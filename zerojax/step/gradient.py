@@ -26,7 +26,7 @@ from zerojax.step import models
 from zerojax.step.batch import RowsOfSet, batch_specs, cast_batch, microbatches
 from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
 from zerojax.step.loss_errors import in_words_of_the_user
-from zerojax.step.models import Output, Weighted
+from zerojax.step.models import Output, Sums
 from zerojax.step.reductions import Reductions
 from zerojax.step.scanned_leaves import check_layer_dims
 from zerojax.step.settings import StepSettings
@@ -71,14 +71,14 @@ class _Sums(NamedTuple):
     Attributes:
         grads: of the gradients, each times the weight of its microbatch; None for frozen leaves.
         weight: of the weights of microbatches.
-        outputs: of the loss and the metrics.
+        outputs: of the loss and the metrics, and the largest of maxima.
         model_state: after the last microbatch.
         squared_norm: this device's term of the squared norm of sums in host memory.
     """
 
     grads: list[Array | None]
     weight: Array
-    outputs: Any
+    outputs: Sums
     model_state: PyTree
     squared_norm: Array
 
@@ -129,22 +129,22 @@ class DeviceGradient:
             return self._accumulate(shards, model_state, batch, key, scale)
         host = HostGradients({}, for_tpus=on_tpus(self.config.mesh)) if self.config.offloads_params else None
         grads, output, _ = self._microbatch(shards, model_state, batch, self._device_key(key, 0), scale, [], 0, host)
-        return self._result(grads, output.sums(), model_state, output.model_state, self.reductions.host_norm_term(host))
+        average = functools.partial(
+            self.reductions.average_state, model_state, output.model_state, output.reduced_state
+        )
+        return self._result(grads, output.sums(), average, self.reductions.host_norm_term(host))
 
     def evaluate(
         self, shards: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey
     ) -> tuple[Array, dict[str, Array]]:
         """Computes the loss and the metrics without a gradient. Units are gathered as in a training step."""
-        return _means(self.reductions.sum_scalars(self._evaluated(shards, model_state, batch, key).sums())[0])
+        return self.reductions.reduce_outputs(self._evaluated(shards, model_state, batch, key).sums())[0].means()
 
-    def evaluate_rows(
-        self, shards: Sequence[Array], model_state: PyTree, rows: RowsOfSet, key: PRNGKey
-    ) -> tuple[Weighted, dict[str, Weighted]]:
+    def evaluate_rows(self, shards: Sequence[Array], model_state: PyTree, rows: RowsOfSet, key: PRNGKey) -> Sums:
         """Computes the sums of the loss and of the metrics over all devices whose rows are in a data set, and their
         weights. Those of plain scalars are numbers of rows."""
-        sums = self._evaluated(shards, model_state, rows.batch, key).sums_over_rows(rows.included.shape[0])
-        # Not a product: what the loss makes of rows that are not in the set may be a NaN.
-        return self.reductions.sum_scalars(jax.tree.map(lambda a: jnp.where(rows.included[0], a, 0), sums))[0]
+        sums = self._evaluated(shards, model_state, rows.batch, key).sums(rows.included.shape[0])
+        return self.reductions.reduce_outputs(sums.where(rows.included[0]))[0]
 
     def _evaluated(self, shards: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey) -> Output:
         """The output of the loss on this device's rows."""
@@ -310,7 +310,7 @@ class DeviceGradient:
         init = _Sums(
             [start_of(i, aval) for i, aval in enumerate(grads_aval)],
             jnp.float32(0),
-            jax.tree.map(zeros, jax.eval_shape(Output.sums, output_aval)),
+            jax.eval_shape(Output.sums, output_aval).start(),
             model_state,
             jnp.float32(0),
         )
@@ -322,7 +322,7 @@ class DeviceGradient:
             grads, output, weight = run_microbatch(index, rows, sums.model_state, start, host)
             add = lambda i, t, g: None if t is None else g if i in room else t + g.astype(grad_dtype) * weight
             totals = [add(i, t, g) for i, (t, g) in enumerate(zip(sums.grads, grads, strict=True))]
-            outputs = jax.tree.map(jnp.add, sums.outputs, output.sums())
+            outputs = sums.outputs.plus(output.sums())
             norm = self.reductions.host_norm_term(host)
             return _Sums(totals, sums.weight + weight, outputs, output.model_state, norm), None
 
@@ -332,29 +332,25 @@ class DeviceGradient:
         grads = self.reductions.reduce_grads([mean(i, t) for i, t in enumerate(sums.grads)])
         host_norm_term = sums.squared_norm / jnp.square(divisor)
         shown = divisor if self.config.offloads_params else None
-        return self._result(grads, sums.outputs, model_state, sums.model_state, host_norm_term, shown)
+        states = model_state, sums.model_state, output_aval.reduced_state
+        average = functools.partial(self.reductions.average_state, *states)
+        return self._result(grads, sums.outputs, average, host_norm_term, shown)
 
     def _result(
         self,
         grads: list[Any],
-        sums: Any,
-        before: PyTree,
-        after: PyTree,
+        sums: Sums,
+        average_state: Callable[[], PyTree],
         host_norm_term: Array,
         divisor: Array | None = None,
     ) -> LossAndGrads:
         """Reduces all scalars in one collective, and averages the running statistics."""
         reductions = self.reductions
         on_device = [None if flag else g for g, flag in zip(grads, reductions.params_in_host, strict=True)]
-        totals, squared_norm = reductions.sum_scalars(sums, reductions.squared_norm_term(on_device) + host_norm_term)
-        loss, metrics = _means(totals)
-        return LossAndGrads(grads, loss, metrics, reductions.average_state(before, after), squared_norm, divisor)
-
-
-def _means(sums: tuple[Weighted, dict[str, Weighted]]) -> tuple[Array, dict[str, Array]]:
-    """Divides sums by their weights. The mean is 0 if the weight is 0."""
-    mean = lambda pair: pair.sum / jnp.where(pair.weight > 0, pair.weight, 1)
-    return mean(sums[0]), {name: mean(pair) for name, pair in sums[1].items()}
+        norm_term = reductions.squared_norm_term(on_device) + host_norm_term
+        totals, squared_norm = reductions.reduce_outputs(sums, norm_term)
+        loss, metrics = totals.means()
+        return LossAndGrads(grads, loss, metrics, average_state(), squared_norm, divisor)
 
 
 def device_gradient(

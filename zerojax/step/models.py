@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn, nnx
 from flax.linen import spmd
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
@@ -24,6 +25,8 @@ from jax.sharding import PartitionSpec
 from zerojax.sharding.placement import FromModel, check_leaves, path_text
 from zerojax.sharding.units import no_match_text
 from zerojax.step.batch import unwrapped
+from zerojax.transform.row_parts import RowParts
+from zerojax.transform.row_values import Kind
 from zerojax.typing import Array, ArrayLike, PRNGKey, PyTree
 
 RESERVED = frozenset({"loss", "grad_norm", "param_norm", "skipped", "learning_rate", "loss_scale"})
@@ -46,6 +49,54 @@ class Weighted(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Sums:
+    """The outputs of a loss, to be added up over shards, microbatches and batches.
+
+    Attributes:
+        loss, metrics: sums and weights.
+        parts: those of the parts of metrics that are computed from sums and means over rows.
+        largest: the parts that are maxima, and minima times -1, of which the largest counts.
+        cut: what is computed from the parts.
+    """
+
+    loss: Weighted
+    metrics: dict[str, Weighted]
+    parts: list[Weighted] = dataclasses.field(default_factory=list)
+    largest: list[Array] = dataclasses.field(default_factory=list)
+    cut: RowParts | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def plus(self, other: Sums, maximum: Callable[[Any, Any], Any] = jnp.maximum) -> Sums:
+        total = jax.tree.map(lambda a, b: a + b, *(dataclasses.replace(each, largest=[]) for each in (self, other)))
+        return dataclasses.replace(total, largest=list(map(maximum, self.largest, other.largest)))
+
+    def where(self, flag: Array) -> Sums:
+        """The outputs, or those of no rows. Not a product: what the loss makes of other rows may be a NaN."""
+        kept = jax.tree.map(lambda a: jnp.where(flag, a, 0), dataclasses.replace(self, largest=[]))
+        return dataclasses.replace(kept, largest=[jnp.where(flag, a, -jnp.inf) for a in self.largest])
+
+    def start(self) -> Sums:
+        """The outputs of no rows, of these shapes."""
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), dataclasses.replace(self, largest=[]))
+        return dataclasses.replace(zeros, largest=[jnp.full(a.shape, -jnp.inf, a.dtype) for a in self.largest])
+
+    def means(self) -> tuple[Any, dict[str, Any]]:
+        """(The loss, the metrics): sums divided by their weights, or as they are if all of these are 0. The sums may be
+        arrays of NumPy."""
+        where = jnp.where if isinstance(self.loss.sum, jax.Array) else np.where
+        mean = lambda pair: pair.sum / where(pair.weight > 0, pair.weight, 1)
+        found = {"loss": mean(self.loss), **{name: mean(pair) for name, pair in self.metrics.items()}}
+        if self.cut is not None:
+            sums, largest = iter(self.parts), iter(self.largest)
+            parts = [
+                next(largest) if kind is Kind.MAX else -next(largest) if kind is Kind.MIN else mean(next(sums))
+                for kind in self.cut.kinds
+            ]
+            found |= {name: jnp.asarray(a, jnp.float32) for name, a in self.cut.finish(parts).items()}
+        return found.pop("loss"), dict(sorted(found.items()))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Output:
     """The outputs of a loss function, normalized.
 
@@ -53,26 +104,39 @@ class Output:
         loss: the loss; its weight is 1 if the function returned a plain scalar.
         metrics: the metrics by name, likewise.
         model_state: the model state after the loss.
+        parts: of the metrics in `cut`, which are not in `metrics`.
         is_weighted: whether the function returned a `Weighted` loss.
         plain: the names of the metrics that it returned as plain scalars.
+        cut: what is computed from the parts.
+        reduced_state: the leaves of the model state, by position, that are those of all devices already.
     """
 
     loss: Weighted
     metrics: dict[str, Weighted]
     model_state: PyTree
+    parts: list[Array] = dataclasses.field(default_factory=list, kw_only=True)
     is_weighted: bool = dataclasses.field(metadata={"static": True})
     plain: frozenset[str] = dataclasses.field(metadata={"static": True})
+    cut: RowParts | None = dataclasses.field(default=None, metadata={"static": True})
+    reduced_state: frozenset[int] = dataclasses.field(default=frozenset(), metadata={"static": True})
 
-    def sums(self) -> tuple[Weighted, dict[str, Weighted]]:
-        """Returns (loss, metrics) in fp32, to be summed over shards and microbatches."""
-        return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (self.loss, self.metrics))
-
-    def sums_over_rows(self, num_rows: int) -> tuple[Weighted, dict[str, Weighted]]:
-        """As `sums`, where what was returned as a plain scalar is the mean over `num_rows` rows."""
-        loss, metrics = self.sums()
-        over_rows = lambda mean: Weighted(mean.sum * num_rows, jnp.float32(num_rows))
-        metrics = {name: over_rows(each) if name in self.plain else each for name, each in metrics.items()}
-        return loss if self.is_weighted else over_rows(loss), metrics
+    def sums(self, num_rows: int | None = None) -> Sums:
+        """The outputs in fp32. With `num_rows`, what was returned as a plain scalar is the mean over so many rows."""
+        loss, metrics, parts = jax.tree.map(
+            lambda a: jnp.asarray(a, jnp.float32), (self.loss, self.metrics, self.parts)
+        )
+        over_rows = lambda mean: Weighted(mean * (num_rows or 1), jnp.float32(num_rows or 1))
+        if num_rows:
+            metrics = {name: over_rows(each.sum) if name in self.plain else each for name, each in metrics.items()}
+            loss = loss if self.is_weighted else over_rows(loss.sum)
+        pairs = list(zip(self.cut.kinds if self.cut else (), parts, strict=True))
+        sums = [
+            Weighted(a, jnp.float32(0)) if kind is Kind.SUM else over_rows(a)
+            for kind, a in pairs
+            if kind not in (Kind.MAX, Kind.MIN)
+        ]
+        largest = [-a if kind is Kind.MIN else a for kind, a in pairs if kind in (Kind.MAX, Kind.MIN)]
+        return Sums(loss, metrics, sums, largest, self.cut)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

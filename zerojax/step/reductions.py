@@ -11,15 +11,33 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from zerojax.sharding.placement import Leaf
 from zerojax.sharding.precision import for_reduction
 from zerojax.step.config import ZeroConfig
+from zerojax.step.models import Sums
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition
 from zerojax.transform import collectives
 from zerojax.transform.host_gradients import HostGradients
 from zerojax.typing import Array, PyTree
+
+
+def _side_by_side(values: Sequence[Array]) -> Array:
+    """All elements of some arrays in one."""
+    if all(a.ndim == 0 for a in values):
+        return jnp.stack(values)
+    return jnp.concatenate([a.reshape(-1) for a in values])
+
+
+def _apart(elements: Array, like: Sequence[Array]) -> list[Array]:
+    """The arrays of whose elements `_side_by_side` made one, in the shapes of `like`."""
+    if all(a.ndim == 0 for a in like):
+        return list(elements)
+    ends = np.cumsum([a.size for a in like])
+    return [elements[end - a.size : end].reshape(a.shape) for a, end in zip(like, ends, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +70,18 @@ class Reductions:
         """Sums values over all data axes."""
         return collectives.all_reduce(values, self.config.axes.data, self.config.axes).leaves
 
-    def sum_scalars(self, values: Any, squared_norm: Any = 0.0) -> tuple[Any, Array]:
-        """Sums scalars over all data axes in one collective: (the sums of a tree, that of `squared_norm`)."""
-        flat, tree = jax.tree.flatten((values, jnp.float32(squared_norm)))
-        (total,) = self.sum([jnp.stack(flat)])
-        return jax.tree.unflatten(tree, list(total))
+    def reduce_outputs(self, sums: Sums, squared_norm: Any = 0.0) -> tuple[Sums, Array]:
+        """The outputs of a loss on all devices, and the sum of `squared_norm` over them, in one collective; maxima and
+        minima are in one more."""
+        # Compilers for CPUs leave NaNs out of a maximum over devices, but not of a sum.
+        invalid = [jnp.where(jnp.isnan(a), a, 0) for a in sums.largest]
+        flat, tree = jax.tree.flatten((dataclasses.replace(sums, largest=invalid), jnp.float32(squared_norm)))
+        (total,) = self.sum([_side_by_side(flat)])
+        summed, norm = jax.tree.unflatten(tree, _apart(total, flat))
+        if sums.largest:
+            largest = _apart(lax.pmax(_side_by_side(sums.largest), self.config.axes.data), sums.largest)
+            summed = dataclasses.replace(summed, largest=[a + b for a, b in zip(largest, summed.largest, strict=True)])
+        return summed, norm
 
     def reduce_grads(self, grads: list[Any], summed: frozenset[int] = frozenset()) -> list[Any]:
         """Reduces gradients unit by unit: over the replica axes, and over the shard axes if that has not been done.
@@ -90,12 +115,14 @@ class Reductions:
                 reduced[i] = value
         return reduced
 
-    def average_state(self, before: PyTree, after: PyTree) -> PyTree:
-        """Averages floating leaves (running statistics) over the data axes. Other leaves are equal on all devices."""
+    def average_state(self, before: PyTree, after: PyTree, reduced: frozenset[int]) -> PyTree:
+        """Averages floating leaves (running statistics) over the data axes, but those that are `reduced`, by position.
+        Other leaves are equal on all devices."""
         flat, tree = jax.tree.flatten(after)
         old = jax.tree.leaves(before)
         fixed = self.definition.fixed_state
-        floating = [i for i, a in enumerate(flat) if jnp.issubdtype(a.dtype, jnp.floating) and not fixed[i]]
+        kept = lambda i: fixed[i] or i in reduced
+        floating = [i for i, a in enumerate(flat) if jnp.issubdtype(a.dtype, jnp.floating) and not kept(i)]
         means = self.sum([flat[i].astype(jnp.float32) / self.config.axes.num_devices for i in floating])
         for i, mean in zip(floating, means, strict=True):
             flat[i] = mean.astype(old[i].dtype)

@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 
 from zerojax.eval_step import EvalStep
 from zerojax.step.batch import RowsOfSet, map_rows
-from zerojax.step.models import Weighted, is_key
+from zerojax.step.models import Sums, is_key
 from zerojax.step.state import TrainState, check_is_state
 from zerojax.typing import PyTree
 
@@ -24,9 +24,10 @@ def evaluate(
 ) -> dict[str, float]:
     """Computes the loss and the metrics over all rows of a data set, of which there may be any number.
 
-    The values are those of one pass of a single device over the whole set, up to the order of sums: a loss or metric
-    that is a plain scalar is the mean over its rows, a `Weighted` is the sum of its sums divided by that of its
-    weights. Each device gets rows of the set only, or its result does not count.
+    The values are those of one pass of a single device over the whole set, up to the order of sums, if the loss and the
+    metrics are means, sums, maxima or minima over rows, or computed from these, as far as the trace of the loss shows
+    it; a warning names others. A `Weighted` is the sum of its sums divided by that of its weights. Each device gets
+    rows of the set only, or its result does not count.
 
     For `fit`: `evaluate=lambda state: zerojax.evaluate(step, state, data, batch_size=256)`.
 
@@ -44,8 +45,7 @@ def evaluate(
 
     Raises:
         ValueError: if there are no rows, or if an argument is invalid; also if the loss communicates over the data axes
-            or changes running statistics, or a metric that is no `Weighted` is not floating, since these are no means
-            over rows. Whether another scalar is a mean cannot be seen: the maximum of a batch is not.
+            or changes running statistics, since it is then no mean over rows.
         RuntimeError: if the data of another process raised an error.
 
     Cost: one call of a compiled program for a batch whose rows divide over the devices, and at most three with two
@@ -64,25 +64,32 @@ def evaluate(
 
 
 class Totals:
-    """Adds up sums and weights in float64, some calls late, so that the devices always have a next batch."""
+    """Adds up the outputs of batches in float64, some calls late, so that the devices always have a next batch."""
 
     def __init__(self) -> None:
-        self._pending: collections.deque[Mapping[str, Weighted]] = collections.deque()
-        self._totals: dict[str, np.ndarray] = {}
+        self._pending: collections.deque[Sums] = collections.deque()
+        self._total: Sums | None = None
 
-    def add(self, sums: Mapping[str, Weighted]) -> None:
+    def add(self, sums: Sums) -> None:
         self._pending.append(sums)
         if len(self._pending) > _MOST_PENDING:
             self._read()
 
     def _read(self) -> None:
-        for name, pair in self._pending.popleft().items():
-            self._totals[name] = self._totals.get(name, np.zeros(2)) + np.array([pair.sum, pair.weight], np.float64)
+        sums = jax.tree.map(lambda a: np.asarray(a, np.float64), self._pending.popleft())
+        if self._total is not None and self._total.cut != sums.cut:
+            raise ValueError(
+                "evaluate: a metric is a mean over rows for one number of rows, and a sum for another\n"
+                "  fix:      divide by the size of an array, not by a number; or return zerojax.Weighted(sum, weight)"
+            )
+        self._total = sums if self._total is None else self._total.plus(sums, np.maximum)
 
     def means(self) -> dict[str, float]:
         while self._pending:
             self._read()
-        return {name: float(total / (weight if weight > 0 else 1)) for name, (total, weight) in self._totals.items()}
+        assert self._total is not None
+        loss, metrics = self._total.means()
+        return {"loss": float(loss), **{name: float(value) for name, value in metrics.items()}}
 
 
 class Part(NamedTuple):

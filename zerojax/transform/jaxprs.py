@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from zerojax.warn import line_of
+
 Equation = Any  # jax.extend.core.JaxprEqn
 Var = Any  # jax.extend.core.Var
 Atom = Any  # Var or Literal
@@ -25,7 +27,7 @@ _ELEMENT_PRESERVING = frozenset({"convert_element_type", "transpose", "copy", "c
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 # The forward pass of fused attention by cuDNN, as in `jax.nn.dot_product_attention(implementation="cudnn")`.
 FUSED_ATTENTION = frozenset({"dot_product_attention_fwd", "dot_product_attention_fwd_wrapper"})
-_BY_ELEMENT = frozenset([
+BY_ELEMENT = frozenset([
     "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bitcast_convert_type",
     "cbrt", "ceil", "clamp", "clz", "convert_element_type", "copy", "copy_p", "cos", "cosh", "div", "eq", "eq_to",
     "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow", "is_finite", "le", "le_to",
@@ -60,6 +62,12 @@ class RowLookup(NamedTuple):
     offset_dims: tuple[int, ...]
     mode: Any
     fill_value: Any
+
+
+def user_line(equation: Equation) -> str | None:
+    """The line of the user's code, or of a model, that an equation comes from; None if it is not known."""
+    trace = equation.source_info.traceback
+    return line_of(trace and trace.as_python_traceback())
 
 
 def is_var(atom: Atom) -> bool:
@@ -204,16 +212,6 @@ def communicates_over(equation: Equation, axes: Collection[str]) -> bool:
     )
 
 
-def is_local(jaxpr: Any, axes: Collection[str]) -> list[bool]:
-    """For each output, whether it is computed (not an input) and depends on no collective over the mesh axes."""
-    computed, global_vars = set(), set()
-    for equation in jaxpr.eqns:
-        computed.update(equation.outvars)
-        if any(v in global_vars for v in variables(equation)) or communicates_over(equation, axes):
-            global_vars.update(equation.outvars)
-    return [is_var(v) and v in computed and v not in global_vars for v in jaxpr.outvars]
-
-
 def forwards(jaxpr: Any) -> list[bool]:
     """For each output, whether it is an input, maybe through nested jits."""
     inputs = set(jaxpr.invars)
@@ -261,23 +259,33 @@ def without_closure(fn: Callable[..., Any], *avals: Any) -> tuple[Callable[..., 
     return pure, list(closed.consts), result
 
 
-def inlined(closed: Any, should_inline: Any) -> Any:
+def inlined(
+    closed: Any, should_inline: Any, replace: Callable[[Equation, list[Any]], list[Any] | None] | None = None
+) -> Any:
     """Traces `closed` again with each nested jit replaced by its equations if `should_inline(equation)` is true.
 
     Those that make mutable arrays stay, as single equations.
+
+    With `replace`, results that `replace(equation, operands)` returns take the place of those of an equation, unless it
+    returns None; and the equations of nested jits have the line of the user at which the outermost one is called.
     """
+
     can_inline = lambda e: is_call(e) and not makes_references_inside(e) and should_inline(e)
 
-    def interpret(jaxpr: Any, consts: Iterable[Any], args: Iterable[Any]) -> list[Any]:
+    def interpret(jaxpr: Any, consts: Iterable[Any], args: Iterable[Any], caller: Any = None) -> list[Any]:
         scope = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
         read = lambda atom: scope[atom] if is_var(atom) else atom.val
         for equation in jaxpr.eqns:
+            if caller is not None:
+                equation = equation.replace(source_info=caller.source_info)
             if can_inline(equation):
                 inner, inner_consts = called(equation)
-                out = interpret(inner, inner_consts, map(read, equation.invars))
-                scope.update(zip(equation.outvars, out, strict=True))
-            else:
+                outermost = caller or (equation if replace and user_line(equation) else None)
+                out = interpret(inner, inner_consts, map(read, equation.invars), outermost)
+            elif replace is None or (out := replace(equation, list(map(read, equation.invars)))) is None:
                 run_equations([equation], scope)
+                continue
+            scope.update(zip(equation.outvars, out, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
     return jax.make_jaxpr(lambda *args: interpret(closed.jaxpr, closed.consts, args))(*closed.in_avals)
@@ -320,7 +328,7 @@ def is_elementwise(equation: Equation) -> bool:
     Operands may also be scalars, or have dims of size one, whose one index stands for all.
     """
     ndim = equation.outvars[0].aval.ndim
-    return equation.primitive.name in _BY_ELEMENT and all(a.aval.ndim in (ndim, 0) for a in equation.invars)
+    return equation.primitive.name in BY_ELEMENT and all(a.aval.ndim in (ndim, 0) for a in equation.invars)
 
 
 def draws_random_bits(equation: Equation) -> bool:

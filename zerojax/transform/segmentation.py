@@ -21,7 +21,6 @@ from jax import lax
 
 from zerojax.transform import host_arrays, jaxprs
 from zerojax.transform.pace import Pace
-from zerojax.warn import line_of
 
 
 class View(NamedTuple):
@@ -162,10 +161,9 @@ class TracedLoss:
     def _check_references(self) -> None:
         made = next(filter(jaxprs.makes_reference, self.closed.jaxpr.eqns), None)
         if made is not None:
-            trace = made.source_info.traceback
             raise ValueError(
                 f"loss: a mutable array cannot live across the units of a model, which run one at a time\n"
-                f"  got:      {made.outvars[0].aval}, made at {line_of(trace and trace.as_python_traceback())}\n"
+                f"  got:      {made.outvars[0].aval}, made at {jaxprs.user_line(made)}\n"
                 f"  fix:      pass its value on from layer to layer, and return it; or make, use and read it in one\n"
                 f"            function under jax.jit; or stage=1 with remat='none', which runs the loss as a whole"
             )
