@@ -107,13 +107,13 @@ def fit(
         SystemExit: after SIGTERM and after Ctrl-C, when the state is saved; see `Checkpoints`. Errors of
             `Checkpoints.update` and `resume` are raised as well.
     """
-    check_is_state(state, step, "zerojax.fit(zero, state, step, data, num_steps)")
     _check_arguments(num_steps, log_every, evaluate_every, profile, tokens_per_row, data)
     _check_evaluation(evaluate)
     _check_options(checkpoints)
     config = folders.as_config({} if config is None else config)
     folder = None if directory is None else local_directory(directory, "fit")
     _check_folder(folder, profile, checkpoints)
+    check_is_state(state, step, "zerojax.fit(zero, state, step, data, num_steps)")
     agree(config)
     kind = "function" if callable(data) else "iterable"
     counts = {"num_steps": num_steps, "log_every": log_every, "evaluate_every": evaluate_every}
