@@ -289,7 +289,7 @@ def the_version_is_that_of_the_metadata() -> str:
 
 def the_doctor_finds_nothing_wrong() -> None:
     text = command("doctor", "--checkpoints", "run")
-    words = ("versions", "devices", "checkpoints", "not installed", "zerojax[plan-gpu]")
+    words = ("versions", "devices", "checkpoints", "is installed", "zerojax[plan-gpu]")
     absent = [word for word in words if word not in text]
     require(not absent, f"not in its output: {absent}\n{text}")
 
