@@ -6,7 +6,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE / "_ext"))
 
-from zerojax.versions import __version__  # noqa: E402
+from zerojax.utils.versions import __version__  # noqa: E402
 
 project = "zerojax"
 release = version = __version__

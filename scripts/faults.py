@@ -78,7 +78,7 @@ ROWS = [
     ),
     (
         "a leaf that is replicated but should be sharded",
-        ["tests/audit/test_audit.py::test_a_replicated_leaf_is_an_error"],
+        ["tests/analysis/test_audit.py::test_a_replicated_leaf_is_an_error"],
     ),
     ("a NaN in the gradients of one shard", [SKIPPED]),
     (
@@ -108,7 +108,7 @@ ROWS = [
     ("an unsupported jax or flax", [f"{ERRORS}::test_unsupported_versions"]),
     ("an invalid or malicious safetensors header or path", ["tests/exchange/test_tensors.py"]),
     ("a checkpoint of a newer version", [f"{CHECKPOINTS}::test_a_checkpoint_of_a_newer_version"]),
-    ("an installed package, not an editable one, used outside of the checkout", ["tests/test_installed.py"]),
+    ("an installed package, not an editable one, used outside of the checkout", ["tests/cli/test_installed.py"]),
     (
         "a bit that flips in the memory of one device",
         ["tests/step/test_replicas.py", f"{FAULTS}::test_a_bit_that_flips_on_one_device"],

@@ -19,9 +19,8 @@ PACKAGE, PAGE = ROOT / "zerojax", ROOT / "docs" / "modules.md"
 HEADER = "| module | contents |\n|---|---|\n"
 # The architecture, bottom up: each entry imports only entries before it.
 ORDER = (
-    "versions", "typing", "text", "tables", "warn", "directories", "masking", "sharding", "transform", "low_bit",
-    "step", "losses", "analysis", "report", "audit", "processes", "checkpoints", "exchange", "jitted_step",
-    "train_step", "eval_step", "zero", "deepspeed", "training", "run_report", "plan", "doctor", "cli",
+    "utils", "sharding", "comm", "program", "contrib", "processes", "step", "offload", "analysis", "checkpoints", "zero",
+    "exchange", "deepspeed", "training", "run_report", "plan", "cli",
 )  # fmt: skip
 
 

@@ -1,20 +1,21 @@
 """ZeRO for JAX: shards model states over the data axes of a mesh, for unmodified Flax and Optax training scripts."""
 
-from zerojax.versions import __version__  # must be first: rejects unsupported versions
+from zerojax.utils.versions import __version__  # must be first: rejects unsupported versions
 
 # isort: split
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from zerojax.audit.audit import audit_step
-from zerojax.audit.expectation import Expectation
-from zerojax.audit.findings import Audit, Finding, Verdict
+from zerojax.analysis.audit.audit import audit_step
+from zerojax.analysis.audit.expectation import Expectation
+from zerojax.analysis.audit.findings import Audit, Finding, Verdict
+from zerojax.analysis.report.explanation import Explanation
+from zerojax.analysis.report.visualize import visualize
+from zerojax.contrib.losses import chunked_cross_entropy
+from zerojax.contrib.low_bit import low_bit_moments, stochastic_rounding
 from zerojax.deepspeed import from_deepspeed
-from zerojax.losses import chunked_cross_entropy
-from zerojax.low_bit import low_bit_moments, stochastic_rounding
 from zerojax.processes import initialize
-from zerojax.report.explanation import Explanation
-from zerojax.report.visualize import visualize
+from zerojax.program.remat import Remat
 from zerojax.sharding.mesh import make_mesh, simulate_devices
 from zerojax.sharding.precision import Precision
 from zerojax.step.batch import Whole
@@ -22,7 +23,6 @@ from zerojax.step.ema import ema
 from zerojax.step.models import Weighted
 from zerojax.step.state import TrainState
 from zerojax.training import evaluate, fit
-from zerojax.transform.remat import Remat
 from zerojax.zero import Zero
 
 if TYPE_CHECKING:

@@ -14,12 +14,12 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from zerojax.audit.findings import check_setting
-from zerojax.eval_step import EvalStep, eval_step
+from zerojax.analysis.audit.findings import check_setting
+from zerojax.analysis.report import placement as report
+from zerojax.analysis.report.explanation import Explanation
 from zerojax.processes.agreement import agree_on, agree_on_lines
 from zerojax.processes.join import check_joined
-from zerojax.report import placement as report
-from zerojax.report.explanation import Explanation
+from zerojax.program.remat import RematRules, Setting
 from zerojax.sharding import padding, placement
 from zerojax.sharding.mesh import check_enclosing_mesh, data_axes, warn_of_disabled_jit
 from zerojax.sharding.placement import FromModel, Overrides
@@ -28,18 +28,18 @@ from zerojax.sharding.stages import Stage
 from zerojax.sharding.uneven import uneven_text
 from zerojax.step import batch as batches, creation, models, own_step, state as states
 from zerojax.step.config import ZeroConfig, check_offload
+from zerojax.step.eval_step import EvalStep, eval_step
 from zerojax.step.gradient import compute_gradients, device_gradient
 from zerojax.step.loss_traces import check_loss, explained_by_rows
 from zerojax.step.replicas import verify_replicas
 from zerojax.step.settings import StepSettings
 from zerojax.step.source import source_of
 from zerojax.step.state import Definition, TrainState, check_not_donated, check_trained
+from zerojax.step.train_step import TrainStep, train_step
 from zerojax.step.whole_batch import Purpose, over_whole_batch
-from zerojax.text import mesh_text
-from zerojax.train_step import TrainStep, train_step
-from zerojax.transform.remat import RematRules, Setting
-from zerojax.typing import AnyMesh, PRNGKey
-from zerojax.warn import is_called_by_user, warn
+from zerojax.utils.text import mesh_text
+from zerojax.utils.typing import AnyMesh, PRNGKey
+from zerojax.utils.warn import is_called_by_user, warn
 
 if TYPE_CHECKING:
     from zerojax.checkpoints import Checkpoints

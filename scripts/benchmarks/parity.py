@@ -99,7 +99,7 @@ def prepare(simulated):
     import jax
 
     import zerojax
-    from zerojax.step import host_pieces
+    from zerojax.offload import host_pieces
 
     if simulated:
         zerojax.simulate_devices(simulated)

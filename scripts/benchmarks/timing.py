@@ -16,6 +16,6 @@ def ratio(ours, theirs):
 
 
 def versions():
-    from zerojax.versions import __version__
+    from zerojax.utils.versions import __version__
 
     return {name: metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")} | {"zerojax": __version__}

@@ -9,7 +9,8 @@ import pytest
 
 import zerojax
 from zerojax import Verdict, targets
-from zerojax.step import host_pieces, update
+from zerojax.offload import host_pieces
+from zerojax.step import update
 
 pytestmark = pytest.mark.aot
 low_bit = functools.partial(zerojax.low_bit_moments, exempt=(), min_size=512)

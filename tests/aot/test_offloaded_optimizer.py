@@ -11,13 +11,13 @@ from support.offloaded import PIECES_BYTES, compiled
 import zerojax
 from zerojax import Verdict, targets
 from zerojax.analysis import hlo
+from zerojax.analysis.audit.host_state import check_host_memory, check_pieces
 from zerojax.analysis.hardware import cluster
 from zerojax.analysis.hlo_collectives import has_product
 from zerojax.analysis.host_copies import FROM_HOST, TO_HOST
-from zerojax.audit.host_state import check_host_memory, check_pieces
+from zerojax.comm.buckets import Pieces
 from zerojax.plan import timeline
 from zerojax.step import creation, parts
-from zerojax.transform.buckets import Pieces
 
 pytestmark = pytest.mark.aot
 TARGETS = ["h100:1", "h100:8", "v5e:2x2"]

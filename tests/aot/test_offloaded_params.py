@@ -15,10 +15,10 @@ from zerojax import Verdict, targets
 from zerojax.analysis import hlo
 from zerojax.analysis.hardware import cluster
 from zerojax.analysis.host_copies import FROM_HOST, TO_HOST, read_host_copies
+from zerojax.comm.buckets import Pieces
+from zerojax.offload import host_pieces
 from zerojax.plan import timeline
 from zerojax.sharding.tiles import stored_order
-from zerojax.step import host_pieces
-from zerojax.transform.buckets import Pieces
 
 pytestmark = pytest.mark.aot
 WIDTH = 512

@@ -10,8 +10,10 @@ import optax
 import pytest
 
 import zerojax
-from zerojax import Remat, Verdict, jitted_step, targets, versions
-from zerojax.step import offload_options
+from zerojax import Remat, Verdict, targets
+from zerojax.offload import offload_options
+from zerojax.step import jitted_step
+from zerojax.utils import versions
 
 pytestmark = pytest.mark.aot
 CONFIG = gpt.Config(width=128, layers=9, scan=True, dtype=jnp.bfloat16)

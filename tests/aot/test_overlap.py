@@ -11,8 +11,8 @@ import pytest
 import zerojax
 from zerojax import Verdict, targets
 from zerojax.analysis import hlo
+from zerojax.analysis.audit import audit as audits
 from zerojax.analysis.hlo_collectives import compiled_collectives
-from zerojax.audit import audit as audits
 
 pytestmark = pytest.mark.aot
 N, WIDTH, VOCAB, LAYERS = 8, 2048, 65536, 6

@@ -10,11 +10,11 @@ from support import by_hand
 
 from zerojax import targets
 from zerojax.analysis.hlo_collectives import peak_bytes
+from zerojax.analysis.report.memory import model_states
 from zerojax.cli import main
 from zerojax.plan import Settings, picture, plan
 from zerojax.plan.buffers import UNUSED, read_dump
 from zerojax.plan.program import compile_with_dump, temporaries_bytes
-from zerojax.report.memory import model_states
 
 pytestmark = pytest.mark.aot
 

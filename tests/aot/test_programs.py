@@ -32,8 +32,8 @@ from zerojax.analysis.hlo_collectives import (
     moves_in_loops,
     peak_bytes,
 )
+from zerojax.comm import collectives as communication
 from zerojax.sharding.axes import Dims
-from zerojax.transform import collectives as communication
 
 pytestmark = pytest.mark.aot
 N = 8

@@ -13,9 +13,9 @@ from support.small_run import adam, create, setting
 
 import zerojax
 from zerojax.checkpoints import lock, store
+from zerojax.checkpoints.directories import local_directory
 from zerojax.checkpoints.pieces import verify_arrays
-from zerojax.directories import local_directory
-from zerojax.doctor import machine
+from zerojax.cli.diagnosis import machine
 
 pytestmark = pytest.mark.once
 

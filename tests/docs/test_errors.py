@@ -11,8 +11,9 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import zerojax
-from zerojax import Weighted, Zero, versions
+from zerojax import Weighted, Zero
 from zerojax.step import batch as batches
+from zerojax.utils import versions
 
 X = np.ones((32, 16), np.float32)
 

@@ -24,16 +24,16 @@ from support.small_run import (
 )
 
 import zerojax
-from zerojax import versions
+from zerojax.analysis.report.out_of_memory import out_of_memory_error
 from zerojax.checkpoints import store
 from zerojax.checkpoints.manifest import with_digest
 from zerojax.exchange import adapters, parameters, quantized
 from zerojax.exchange.tensors import INDEX, Entry, Reader, write
 from zerojax.plan import Settings, from_hugging_face, plan
 from zerojax.processes import agree
-from zerojax.report.out_of_memory import out_of_memory_error
 from zerojax.run_report.read import read_run
 from zerojax.step.settings import StepSettings
+from zerojax.utils import versions
 
 PAGE = (REPO / "docs" / "errors.md").read_text()
 SHOWN = dict(re.findall(r"^### (.*?)\n.*?^```\n(.*?)\n```$", PAGE, re.MULTILINE | re.DOTALL))

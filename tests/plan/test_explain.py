@@ -18,7 +18,7 @@ from zerojax.plan.changes import memory_reductions, uses_of_free_memory
 from zerojax.plan.explain import explain_plan
 from zerojax.plan.formula_time import FormulaTime
 from zerojax.plan.show import remedy
-from zerojax.text import bytes_text
+from zerojax.utils.text import bytes_text
 
 
 def job():

@@ -8,11 +8,11 @@ import pytest
 from flax import nnx
 
 from zerojax.analysis import hardware
+from zerojax.analysis.report.memory import Memory
 from zerojax.plan.job import Job, Settings
 from zerojax.plan.planner import Planner
 from zerojax.plan.program import compile_step, scheduling_options
 from zerojax.plan.show import text
-from zerojax.report.memory import Memory
 
 CONFIG = gpt.Config(width=32, layers=3, heads=2, vocab=256, seq=32, dtype=jnp.bfloat16)
 

@@ -18,6 +18,7 @@ import zerojax
 from zerojax.analysis.hardware import cluster
 from zerojax.analysis.hlo_collectives import Collective
 from zerojax.analysis.liveness import peak
+from zerojax.analysis.report.memory import largest_model, model_states
 from zerojax.cli import main
 from zerojax.plan import PRESETS, Job, Settings, attention, plan, presets
 from zerojax.plan.changes import REMATS
@@ -26,7 +27,6 @@ from zerojax.plan.planner import Planner
 from zerojax.plan.program import required_bytes, summarize_collectives
 from zerojax.plan.search import search
 from zerojax.plan.show import render_ranking, text
-from zerojax.report.memory import largest_model, model_states
 from zerojax.step.config import OFFLOADS
 
 # ZeRO, table 1: GB per device for P_os, P_os+g, P_os+g+p
@@ -451,7 +451,7 @@ def test_targets_are_compared_in_one_table(monkeypatch):
 
 def test_without_a_compiler_the_search_is_by_formula(monkeypatch):
     missing = "no GPU compiler is installed (pip install 'zerojax[plan-gpu]')"
-    monkeypatch.setattr("zerojax.versions.missing_compiler", lambda platform: missing)
+    monkeypatch.setattr("zerojax.utils.versions.missing_compiler", lambda platform: missing)
     monkeypatch.setenv("COLUMNS", "80")
     arguments = "--job", f"{__name__}:own_job", "--target", "h100:2", "--rows", "1", "--auto"
     shown = command(*arguments)

@@ -14,9 +14,9 @@ from click.testing import CliRunner
 
 import zerojax
 from zerojax.cli import main
-from zerojax.masking import MASK
 from zerojax.run_report.charts import chart, is_logarithmic, thinned
 from zerojax.run_report.page import write_report
+from zerojax.utils.masking import MASK
 
 START = {"time": "2026-11-24T10:00:00+00:00", "from_step": 0, "num_steps": 100, "host": "node-1", "processes": 1,
          "devices": "8 x cpu", "mesh": {"data": 8}, "stage": 3, "config": {"lr": 0.1}, "command": "python train.py",

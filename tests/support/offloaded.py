@@ -12,9 +12,9 @@ import pytest
 
 import zerojax
 from zerojax import targets
+from zerojax.offload import host_pieces
 from zerojax.plan.buffers import read_dump
 from zerojax.plan.program import compile_with_dump, temporaries_bytes
-from zerojax.step import host_pieces
 
 PIECES_BYTES = 2**20  # small models have several pieces too
 SEQ = 128

@@ -5,7 +5,7 @@ import math
 from typing import NamedTuple
 
 from support import walk
-from zerojax.transform.jaxprs import sub_jaxprs
+from zerojax.program.jaxprs import sub_jaxprs
 
 COLLECTIVES = frozenset(
     [

@@ -1,6 +1,6 @@
 """Walks over the equations of traced programs."""
 
-from zerojax.transform.jaxprs import is_call, is_var, sub_jaxprs
+from zerojax.program.jaxprs import is_call, is_var, sub_jaxprs
 
 
 def equations(jaxpr):

@@ -27,7 +27,7 @@ def assert_in_host_memory(state):
 
 
 def assert_equal(got, want):
-    """As compared by `tests/step/test_offloaded_optimizer.py`, which says why bits may differ."""
+    """As compared by `tests/offload/test_offloaded_optimizer.py`, which says why bits may differ."""
     weights = [jax.tree.leaves((state.params, state.master)) for state in (got, want)]
     for a, b in zip(*weights, strict=True):
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-2, atol=1e-5)

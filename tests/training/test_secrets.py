@@ -9,7 +9,7 @@ import pytest
 from support.paths import TESTS, importing
 from support.small_run import loss, run, setting
 
-from zerojax.masking import MASK, is_secret_name, masked, masked_command, masked_json
+from zerojax.utils.masking import MASK, is_secret_name, masked, masked_command, masked_json
 
 FORMS = [
     "hf_" + "aB3" * 11,

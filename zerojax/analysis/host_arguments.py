@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from zerojax.typing import PyTree
+from zerojax.utils.typing import PyTree
 
 
 def forgets_memories(sharding: jax.sharding.Sharding) -> bool:

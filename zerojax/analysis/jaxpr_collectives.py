@@ -11,7 +11,7 @@ import numpy as np
 
 from zerojax.analysis import jaxpr_stats
 from zerojax.analysis.hlo_collectives import Collective
-from zerojax.typing import AnyMesh
+from zerojax.utils.typing import AnyMesh
 
 
 def avals_bytes(avals: Iterable[Any]) -> int:

@@ -17,8 +17,8 @@ from zerojax.analysis import jaxpr_stats
 from zerojax.analysis.hardware import Chip
 from zerojax.analysis.jaxpr_stats import Operation
 from zerojax.analysis.liveness import Lifetimes
-from zerojax.transform import jaxprs
-from zerojax.transform.jaxprs import Equation
+from zerojax.program import jaxprs
+from zerojax.program.jaxprs import Equation
 
 _READS_PARTS = frozenset(["dynamic_slice", "gather", "slice"])  # they read only as much as they return
 _WRITES = frozenset(

@@ -1,6 +1,6 @@
 """Reads the values, matrix products, collectives and copies to host memory of a traced function.
 
-Together with `zerojax.transform.jaxprs`, this is the only module that knows how JAX represents traced functions.
+Together with `zerojax.program.jaxprs`, this is the only module that knows how JAX represents traced functions.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zerojax.transform.jaxprs import (
+from zerojax.program.jaxprs import (
     CALLS,
     FUSED_ATTENTION,
     Atom,

@@ -23,7 +23,8 @@ import jax
 
 from zerojax.analysis import jaxpr_stats
 from zerojax.analysis.jaxpr_stats import Operation, Value
-from zerojax.transform import host_arrays, jaxprs
+from zerojax.offload import host_arrays
+from zerojax.program import jaxprs
 
 ACTIVATIONS, CHECKPOINTS, GATHERED, GRADIENTS = "activations", "checkpoints", "gathered", "gradients"
 

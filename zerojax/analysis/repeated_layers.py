@@ -23,7 +23,7 @@ import jax
 from zerojax.analysis import jaxpr_stats
 from zerojax.analysis.jaxpr_stats import FlatJaxpr, Operation, Value
 from zerojax.analysis.liveness import GRADIENTS, Lifetimes, Peak
-from zerojax.transform import jaxprs
+from zerojax.program import jaxprs
 
 _SEGMENT = re.compile(r"zerojax_segment_(\d+)_")
 

@@ -21,7 +21,7 @@ from zerojax.sharding.placement import PINNED_HOST, Leaf
 from zerojax.step import models
 from zerojax.step.digest import Digest
 from zerojax.step.state import TrainState, logical_avals
-from zerojax.typing import Array, Aval, PRNGKey, PyTree, Shape
+from zerojax.utils.typing import Array, Aval, PRNGKey, PyTree, Shape
 
 MAX_PATHS = 4  # that an error lists
 PARAMS, OPTIMIZER, MODEL_STATE = "params/", "opt_state/", "model_state/"

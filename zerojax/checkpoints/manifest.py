@@ -19,9 +19,9 @@ import jax.numpy as jnp
 
 from zerojax.checkpoints.contents import OPTIMIZER
 from zerojax.sharding.precision import DTYPE_FIELDS
-from zerojax.text import SPACE, abbreviate, fold
-from zerojax.typing import Shape
-from zerojax.versions import __version__
+from zerojax.utils.text import SPACE, abbreviate, fold
+from zerojax.utils.typing import Shape
+from zerojax.utils.versions import __version__
 
 FORMAT = 1
 _MAX_DIMS = 64  # of a numpy array

@@ -20,8 +20,8 @@ import numpy as np
 from zerojax.checkpoints import store
 from zerojax.checkpoints.manifest import CheckpointCorrupted, LeafRecord, Manifest, plain_text
 from zerojax.step.digest import HostDigest
-from zerojax.text import bytes_text
-from zerojax.typing import Shape
+from zerojax.utils.text import bytes_text
+from zerojax.utils.typing import Shape
 
 PIECE_BYTES = 2**26
 # Of the process that reads. A save writes chunks of 16 MiB, and an index of 100 MB holds a million of them, so this

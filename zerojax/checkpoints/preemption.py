@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.checkpoints.chained_handler import ChainedHandler
 from zerojax.checkpoints.second_interrupt import INTERRUPT_EXIT_CODE, SAME_PRESS_S, SecondInterrupt
-from zerojax.typing import Array
+from zerojax.utils.typing import Array
 
 __all__ = ["EXIT_CODE", "INTERRUPT_EXIT_CODE", "Preemption"]
 

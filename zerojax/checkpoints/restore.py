@@ -15,7 +15,7 @@ from zerojax.checkpoints.raise_on_all_processes import raise_on_all_processes
 from zerojax.step.digest import digests
 from zerojax.step.replicas import check_replicas
 from zerojax.step.state import TrainState
-from zerojax.typing import Array
+from zerojax.utils.typing import Array
 
 log = logging.getLogger("zerojax")
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from zerojax.checkpoints import contents, restore as restoring, store
+from zerojax.checkpoints.directories import local_directory
 from zerojax.checkpoints.loss_monitor import LossMonitor
 from zerojax.checkpoints.manifest import Allowed, CheckpointCorrupted, Manifest
 from zerojax.checkpoints.origin import origin_text
@@ -24,7 +25,6 @@ from zerojax.checkpoints.remote_copy import RemoteCopy
 from zerojax.checkpoints.run_directory import RunDirectory
 from zerojax.checkpoints.saver import Saver
 from zerojax.checkpoints.watchdog import Watchdog
-from zerojax.directories import local_directory
 from zerojax.processes.agreement import agree
 from zerojax.step.config import ZeroConfig
 from zerojax.step.replicas import verify_replicas

@@ -15,8 +15,8 @@ from zerojax.checkpoints.manifest import (
     plain_text,
 )
 from zerojax.checkpoints.pieces import verify_arrays
-from zerojax.tables import Column, Screen, TextTable
-from zerojax.text import SPACE, bytes_text, fold, mesh_text
+from zerojax.utils.tables import Column, Screen, TextTable
+from zerojax.utils.text import SPACE, bytes_text, fold, mesh_text
 
 
 def steps_table(directory: Path, verify: bool, name: str) -> tuple[TextTable, bool]:

@@ -37,7 +37,7 @@ from zerojax.checkpoints.manifest import (
     to_json,
 )
 from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0
-from zerojax.typing import Array, Aval, Shape
+from zerojax.utils.typing import Array, Aval, Shape
 
 log = logging.getLogger("zerojax")
 _PREFIX, ARRAYS, _MANIFEST = "step", "arrays", "manifest"

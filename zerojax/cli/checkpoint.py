@@ -71,7 +71,7 @@ def inspect(directory: Path | str, step: int | None) -> None:
     On a terminal, the arrays of equal layers are one row; written to a file, each array has its own.
     """
     from zerojax.checkpoints import show
-    from zerojax.tables import screen
+    from zerojax.utils.tables import screen
 
     print_table(show.leaves_table(_manifest(_on_disk(directory, step, arrays=False), step), screen()))
 
@@ -85,7 +85,7 @@ def verify(directory: Path | str, step: int | None) -> None:
     The exit code is 1 if an array is damaged.
     """
     from zerojax.checkpoints import pieces, show
-    from zerojax.tables import screen
+    from zerojax.utils.tables import screen
 
     local = _on_disk(directory, step)
     manifest = _manifest(local, step)
@@ -109,7 +109,7 @@ def diff(directory: Path | str, first: int, second: int, other: Path | str | Non
     The arrays are compared by their digests. The exit code is 1 if the steps differ.
     """
     from zerojax.checkpoints import show
-    from zerojax.tables import screen
+    from zerojax.utils.tables import screen
 
     places = [(directory, first), (other or directory, second)]
     before, after = (_manifest(_on_disk(place, step, arrays=False), step) for place, step in places)
@@ -167,7 +167,7 @@ def export_command(
     is left out, with a warning that names it.
     """
     from zerojax.exchange import names, parameters
-    from zerojax.text import bytes_text
+    from zerojax.utils.text import bytes_text
 
     with without_traceback():
         found = names.mapping(mapping) if mapping else None

@@ -27,7 +27,7 @@ def doctor_command(checkpoints: Path | None, precision: str | None, head_dim: in
     It also finds settings that are in the way. Each failure and each warning is shown with a fix. The exit code is 1 if
     there is a failure.
     """
-    from zerojax import doctor
+    from zerojax.cli import diagnosis as doctor
 
     try:
         checks = doctor.diagnose(checkpoints, precision=precision, head_dim=head_dim)

@@ -50,6 +50,6 @@ def project_files(name: str) -> dict[str, str]:
     """
     short = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:_LONGEST_NAME].strip("-")
     short = short if short[:1].isalpha() else f"run-{short}".strip("-")
-    folder = resources.files("zerojax") / "templates"
+    folder = resources.files("zerojax.cli") / "templates"
     texts = {file: (folder / template).read_text(encoding="utf-8") for file, template in _FILES.items()}
     return {file: text.replace(_NAME, short) for file, text in texts.items()}

@@ -10,8 +10,8 @@ import click
 
 
 def print_table(table: Any) -> None:
-    """Prints a `zerojax.tables.TextTable` as wide as the terminal is."""
-    from zerojax.tables import screen
+    """Prints a `zerojax.utils.tables.TextTable` as wide as the terminal is."""
+    from zerojax.utils.tables import screen
 
     click.echo(table.text(screen().width))
 

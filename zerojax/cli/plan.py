@@ -269,7 +269,7 @@ def _print_plan(made: Any, formulas: bool, explain: bool, as_json: bool) -> None
 
 def _print_comparison(made: list[Any], as_json: bool) -> None:
     from zerojax.plan.show import comparison
-    from zerojax.tables import printed, screen
+    from zerojax.utils.tables import printed, screen
 
     if as_json:
         print(json.dumps({"targets": [each.data() for each in made]}))

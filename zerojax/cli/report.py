@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from zerojax.cli.output import without_traceback
-from zerojax.text import bytes_text
+from zerojax.utils.text import bytes_text
 
 
 @click.command("report")

@@ -16,10 +16,10 @@ from zerojax.deepspeed.batch_sizes import batch_sizes
 from zerojax.deepspeed.counterparts import RELEASE, Counterpart, OptionOutcome, close, counterpart_of, mapped, unneeded
 from zerojax.deepspeed.optimizers import RateSchedule, optimizer_of
 from zerojax.deepspeed.reading import Given, read
+from zerojax.program.remat import Remat
 from zerojax.sharding.precision import DTYPE_FIELDS, Precision
 from zerojax.sharding.stages import Stage
-from zerojax.transform.remat import Remat
-from zerojax.warn import warn
+from zerojax.utils.warn import warn
 
 _DTYPES = {"fp32": jnp.float32, "fp16": jnp.float16, "bf16": jnp.bfloat16}
 _LONG_NAMES = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}

@@ -15,7 +15,7 @@ from flax import traverse_util
 from zerojax.checkpoints import contents
 from zerojax.exchange.headers import bounded_repr, exchange_error
 from zerojax.step.state import TrainState
-from zerojax.typing import Array, PyTree, Shape
+from zerojax.utils.typing import Array, PyTree, Shape
 
 Path = tuple[Any, ...]
 LORA_A, LORA_B = "_lora_a", "_lora_b"  # the endings that qwix.LoraProvider appends to the name of a weight

@@ -11,7 +11,7 @@ from zerojax.exchange.headers import bounded_repr, exchange_error
 from zerojax.exchange.names import Source
 from zerojax.exchange.shards import shape_problem, transposes
 from zerojax.exchange.tensors import Reader
-from zerojax.typing import Aval
+from zerojax.utils.typing import Aval
 
 # The key and the values by which transformers states the layout too.
 LAYOUT_KEY, FLAX, PYTORCH = "format", "flax", "pt"

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from zerojax.typing import Shape
+from zerojax.utils.typing import Shape
 
 MAX_BYTES = 100_000_000  # of a header, the limit of the safetensors library; of other JSON too
 MAX_DIMS = 64  # of a numpy array

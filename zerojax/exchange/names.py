@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from zerojax.exchange.headers import bounded_repr, exchange_error, is_text, json_file, json_object
 from zerojax.exchange.rearrange import Rearrangement, parse_dims
-from zerojax.typing import Shape
+from zerojax.utils.typing import Shape
 
 NUMBER = "#"  # in a name with dims: the index along dim 0 of our array, which is a stack
 

@@ -32,7 +32,7 @@ from zerojax.exchange.tensors import MAX_FILE_BYTES, Entry, Reader, layout as fi
 from zerojax.exchange.weights import is_weight, known_source, weight_sources
 from zerojax.sharding.placement import path_text
 from zerojax.step.state import TrainState
-from zerojax.typing import PyTree
+from zerojax.utils.typing import PyTree
 
 log = logging.getLogger("zerojax")
 

@@ -21,7 +21,7 @@ from zerojax.exchange.weights import known_source, weight_sources
 from zerojax.sharding.padding import between
 from zerojax.sharding.placement import path_text
 from zerojax.step.state import TrainState
-from zerojax.typing import Array, Aval, PyTree
+from zerojax.utils.typing import Array, Aval, PyTree
 
 Outputs = dict[str, Any]  # the path of a leaf of the state -> its array, or its aval
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zerojax.exchange.headers import bounded_repr, exchange_error
-from zerojax.typing import Shape
+from zerojax.utils.typing import Shape
 
 NamedDims = tuple[
     tuple[str, ...], ...

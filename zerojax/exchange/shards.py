@@ -9,7 +9,7 @@ from zerojax.exchange.names import Source
 from zerojax.exchange.rearrange import fits, window
 from zerojax.exchange.tensors import Reader
 from zerojax.sharding import padding
-from zerojax.typing import Aval, Shape
+from zerojax.utils.typing import Aval, Shape
 
 
 def shape_problem(reader: Reader, source: Source, shape: Shape) -> str | None:

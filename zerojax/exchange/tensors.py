@@ -25,7 +25,7 @@ import numpy as np
 
 from zerojax.exchange import headers
 from zerojax.exchange.headers import FIX_FILE, Header, StoredArray, bounded_repr, exchange_error
-from zerojax.typing import Shape
+from zerojax.utils.typing import Shape
 
 INDEX = "model.safetensors.index.json"
 MAX_FILE_BYTES = 5 * 2**30  # of the arrays in one file; a common choice

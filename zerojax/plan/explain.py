@@ -13,7 +13,7 @@ from zerojax.plan.formula_time import shard_route
 from zerojax.plan.planner import Plan, Suggestion
 from zerojax.plan.show import closest_text, code_that_fits, label, remedy, seconds_text, unit, verdict_text
 from zerojax.plan.timeline import Prediction
-from zerojax.text import bytes_text
+from zerojax.utils.text import bytes_text
 
 _LEAST_SHARE = 0.01  # shares below this are not worth a sentence
 # How far peaks by formula were from compiled ones, see docs/plan.md: 0.927 to 1.086 of them.

@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.analysis.repeated_layers import RepeatedLayer, segment_name
+from zerojax.program import jaxprs
+from zerojax.program.segmentation import Segment, TracedLoss
 from zerojax.step.batch import batch_specs, cast_batch
 from zerojax.step.config import leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient
 from zerojax.step.models import Output
-from zerojax.transform import jaxprs
-from zerojax.transform.segmentation import Segment, TracedLoss
-from zerojax.typing import PyTree
+from zerojax.utils.typing import PyTree
 
 # Parameters of slices: a layer may take its own row of an array that all layers read, such as a mask of heads.
 _SLICE_BOUNDS = frozenset({"start_indices", "limit_indices"})

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import optax
 
-from zerojax.low_bit.moments import low_bit_moments
-from zerojax.low_bit.parameters import stochastic_rounding
+from zerojax.contrib.low_bit.moments import low_bit_moments
+from zerojax.contrib.low_bit.parameters import stochastic_rounding
 
 
 class Job(NamedTuple):

@@ -10,18 +10,18 @@ import jax.numpy as jnp
 from zerojax.analysis.hardware import Chip, Cluster
 from zerojax.analysis.jaxpr_costs import Product, products
 from zerojax.analysis.liveness import ACTIVATIONS
+from zerojax.analysis.report.memory import Memory
+from zerojax.offload.pinned_memory import DEFAULT_PINNED_GIB, PINNED_LIMIT, sufficient_limit_gib
 from zerojax.plan.find_job import can_fuse, widest_head
 from zerojax.plan.job import Settings
 from zerojax.plan.transformer import Transformer
-from zerojax.report.memory import Memory
-from zerojax.sharding.pinned_memory import DEFAULT_PINNED_GIB, PINNED_LIMIT, sufficient_limit_gib
+from zerojax.program import jaxprs
+from zerojax.program.segmentation import TracedLoss
 from zerojax.sharding.placement import Leaf
 from zerojax.sharding.precision import Precision
 from zerojax.sharding.uneven import uneven_text
 from zerojax.step.config import ZeroConfig
-from zerojax.text import bytes_text
-from zerojax.transform import jaxprs
-from zerojax.transform.segmentation import TracedLoss
+from zerojax.utils.text import bytes_text
 
 _WIDE_SHARE = 0.5  # of the time of all products, from which on those in fp32 are worth a note
 # More activations than by formula that compiled programs were seen to hold, as a share (scripts/benchmarks/plan.py

@@ -14,6 +14,7 @@ import jax
 from zerojax.analysis import hardware, targets
 from zerojax.analysis.hardware import Cluster
 from zerojax.analysis.jaxpr_costs import ComputeTime
+from zerojax.analysis.report.memory import Memory
 from zerojax.analysis.utilisation import Throughput, model_flops, throughput
 from zerojax.plan.changes import memory_reductions, uses_of_free_memory
 from zerojax.plan.find_job import find_job, shapes_of
@@ -24,7 +25,6 @@ from zerojax.plan.program import CompiledStep, compile_step
 from zerojax.plan.timeline import Prediction
 from zerojax.plan.tracing import Tracer, num_rows
 from zerojax.plan.transformer import Transformer
-from zerojax.report.memory import Memory
 from zerojax.sharding.placement import shard_bytes
 from zerojax.step.state import in_host
 

@@ -13,7 +13,7 @@ from flax import nnx
 from zerojax.plan.attention import blockwise_attention
 from zerojax.plan.job import Job
 from zerojax.plan.transformer import LanguageModel, Transformer, ViT
-from zerojax.typing import Array
+from zerojax.utils.typing import Array
 
 
 def _gpt(layers: int, width: int, heads: int, rows: int, seq: int = 1024) -> Transformer:

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from zerojax import versions
 from zerojax.analysis import targets
 from zerojax.analysis.hardware import Cluster
 from zerojax.plan.changes import REMATS
@@ -16,6 +15,7 @@ from zerojax.plan.job import DEFAULT_SETTINGS, Settings
 from zerojax.plan.planner import Plan, Planner, Suggestion
 from zerojax.plan.transformer import Transformer
 from zerojax.step.config import OFFLOADS
+from zerojax.utils import versions
 
 DOES_NOT_FIT = "does not fit"
 NAIVE = Settings(stage=3, remat="full", prefetch=0)

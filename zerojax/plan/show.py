@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zerojax.analysis import host_copies
+from zerojax.analysis.report.memory import model_states
 from zerojax.analysis.utilisation import throughput
 from zerojax.plan import buffers, presets, timeline
 from zerojax.plan.formula_time import sent_bytes
@@ -17,9 +18,8 @@ from zerojax.plan.program import CollectiveSummary, CompiledStep
 from zerojax.plan.search import DOES_NOT_FIT, Candidate, Ranking, used_share
 from zerojax.plan.timeline import Prediction
 from zerojax.plan.transformer import Transformer
-from zerojax.report.memory import model_states
-from zerojax.tables import Column, TextTable, screen
-from zerojax.text import bytes_text, count_text
+from zerojax.utils.tables import Column, TextTable, screen
+from zerojax.utils.text import bytes_text, count_text
 
 _SMALL_SHARE = 1e-3  # of the largest category of memory; smaller ones are not shown if no formula has them
 _LABELS = {  # the names themselves are keys of the JSON output

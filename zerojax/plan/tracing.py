@@ -17,16 +17,16 @@ from zerojax.analysis.hardware import Chip
 from zerojax.analysis.host_arguments import in_host_memory
 from zerojax.analysis.jaxpr_costs import ComputeTime, compute_time
 from zerojax.analysis.liveness import Peak
+from zerojax.analysis.report.memory import Memory, memory_terms
 from zerojax.plan.few_layers import FewLayers, LossTrace, few_layers, trace_loss
 from zerojax.plan.job import Job, Settings
-from zerojax.report.memory import Memory, memory_terms
+from zerojax.program.remat import Remat, RematRules
 from zerojax.sharding.mesh import make_mesh
 from zerojax.step import creation, models
 from zerojax.step.gradient import DeviceGradient, compute_gradients, device_gradient
 from zerojax.step.settings import StepSettings
 from zerojax.step.source import ModelSource, plain_arrays, source_of
 from zerojax.step.state import TrainState, in_host, stored_avals
-from zerojax.transform.remat import Remat, RematRules
 from zerojax.zero import Zero
 
 

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from zerojax.losses import chunked_cross_entropy
-from zerojax.typing import Array, PyTree
+from zerojax.contrib.losses import chunked_cross_entropy
+from zerojax.utils.typing import Array, PyTree
 
 _LOSS_CHUNK = 2048  # tokens whose logits are computed at a time
 EXPERT_CAPACITY = 1.25  # capacity of an expert relative to an even share of the tokens, as in GShard and Switch

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax._src.distributed
 
-from zerojax.masking import masked, masked_json
+from zerojax.utils.masking import masked, masked_json
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "zerojax")
 TIMEOUT_S = 300

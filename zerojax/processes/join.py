@@ -19,7 +19,7 @@ from zerojax.processes.agreement import distributed_state, names
 from zerojax.processes.detect import LaunchInfo, detect
 from zerojax.processes.exit import exit_at_once_on_failure
 from zerojax.processes.rollcall import RollCallResult, call_roll
-from zerojax.warn import warn
+from zerojax.utils.warn import warn
 
 MIN_CONNECT_S = 30  # for JAX to connect the processes after the roll call, however long the roll call took
 

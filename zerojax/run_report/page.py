@@ -14,8 +14,8 @@ from typing import Any
 
 from zerojax.run_report.charts import chart, is_logarithmic
 from zerojax.run_report.read import Curve, RunFiles, config_changes, is_step, read_run
-from zerojax.text import bytes_text
 from zerojax.training.writers import EVALUATION, write_atomically
+from zerojax.utils.text import bytes_text
 
 _TITLES = {  # in the order of the page
     "loss": "Loss",

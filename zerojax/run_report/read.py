@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zerojax.directories import local_directory
-from zerojax.masking import masked, masked_command
+from zerojax.checkpoints.directories import local_directory
+from zerojax.utils.masking import masked, masked_command
 
 _NOT_METRICS = ("step", "time")
 _MOST_DRAWN = 1e100

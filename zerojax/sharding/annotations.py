@@ -16,7 +16,7 @@ from typing import TypeAlias
 from jax.sharding import AxisType, PartitionSpec
 
 from zerojax.sharding.axes import Axes, axis_names
-from zerojax.typing import AnyMesh, Shape
+from zerojax.utils.typing import AnyMesh, Shape
 
 Entries: TypeAlias = list[tuple[str, ...]]  # the axis names of each entry of a spec
 

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from zerojax.sharding.axes import REPLICATED, Axes, axis_names
 from zerojax.sharding.units import stem
-from zerojax.typing import Shape
+from zerojax.utils.typing import Shape
 
 # The width of a table is padded by at most this share of it, even if its rows could be divided without padding. This is
 # a heuristic: rows are looked up without a gather of the table only if it is sharded over its width.

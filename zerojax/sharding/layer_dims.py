@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from zerojax.sharding.units import stem
-from zerojax.typing import Shape
+from zerojax.utils.typing import Shape
 
 
 def with_first_dim(shapes: Mapping[str, Shape]) -> dict[str, list[str]]:

@@ -27,7 +27,7 @@ from zerojax.sharding.torus import (
     ring_lengths,
     slices_of,
 )
-from zerojax.warn import warn
+from zerojax.utils.warn import warn
 
 
 def on_tpus(mesh: Mesh | AbstractMesh) -> bool:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zerojax.typing import Array, PyTree, Shape
+from zerojax.utils.typing import Array, PyTree, Shape
 
 
 @dataclasses.dataclass(frozen=True)

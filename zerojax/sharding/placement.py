@@ -36,8 +36,8 @@ from zerojax.sharding.layer_dims import globs, possible_stack
 from zerojax.sharding.padding import NO_PADDING, Padding
 from zerojax.sharding.precision import Precision
 from zerojax.sharding.units import cut_patterns, no_match_text, unit_names
-from zerojax.text import abbreviate
-from zerojax.typing import AnyMesh, Array, PyTree, Shape
+from zerojax.utils.text import abbreviate
+from zerojax.utils.typing import AnyMesh, Array, PyTree, Shape
 
 LARGE = 2**20  # parameters; below, neither a large unit nor a replicated leaf is a problem
 PINNED_HOST = "pinned_host"  # the kind of the memory of a host that its devices read and write

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable
 
-from zerojax.typing import Shape
+from zerojax.utils.typing import Shape
 
 TILE = 8, 128  # elements of a tile of a TPU's memory, in the last two dims
 

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeAlias
 
 from zerojax.sharding import unnamed_layers
-from zerojax.typing import Shape
+from zerojax.utils.typing import Shape
 
 _NUMBER = re.compile(r"\d+")
 Prefix: TypeAlias = tuple[str, ...]  # leading components of paths, each with the separator behind it

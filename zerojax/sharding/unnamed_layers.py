@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zerojax.text import abbreviate
-from zerojax.typing import Shape
+from zerojax.utils.text import abbreviate
+from zerojax.utils.typing import Shape
 
 _END = re.compile(r"(?:.*[/.])?(?P<kind>.*?)_?(?P<number>\d*)", re.DOTALL)
 # Three heuristics. A part that repeats within a layer, such as its projections, is cut off if it is most of the layer.

@@ -19,8 +19,8 @@ from zerojax.sharding.axes import Axes
 from zerojax.sharding.placement import path_text
 from zerojax.sharding.precision import Precision
 from zerojax.step.config import ZeroConfig
-from zerojax.typing import Array, PyTree, Shape
-from zerojax.warn import warn
+from zerojax.utils.typing import Array, PyTree, Shape
+from zerojax.utils.warn import warn
 
 _KEEPS_DTYPE = re.compile("mask|weight", re.IGNORECASE)  # in a name: arrays that are summed, not computed with
 

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from zerojax.program.segmented_loss import SMALL_UNIT
 from zerojax.sharding import placement
 from zerojax.sharding.axes import Axes
 from zerojax.sharding.placement import Leaf
 from zerojax.sharding.precision import DTYPE_FIELDS, Precision
 from zerojax.sharding.stages import Stage
 from zerojax.sharding.torus import SPARSE_CORES
-from zerojax.transform.segmented_loss import SMALL_UNIT
-from zerojax.typing import AnyMesh
+from zerojax.utils.typing import AnyMesh
 
 # The kinds of collectives that SparseCores run, if they can: over one, two or three, or any number of dims of a torus.
 _OFFLOADED = "all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter", "all_reduce"

@@ -17,10 +17,12 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, NamedSharding, use_abstract_mesh
 
+from zerojax.offload.pinned_memory import check_pinned
+from zerojax.offload.streamed_update import StreamedUpdate
+from zerojax.program import jaxprs, stacks
 from zerojax.sharding import padding, placement
 from zerojax.sharding.layer_dims import likely_stacks
 from zerojax.sharding.padding import Padding
-from zerojax.sharding.pinned_memory import check_pinned
 from zerojax.sharding.placement import PINNED_HOST, FromModel, Leaf, Overrides
 from zerojax.sharding.precision import LossScale
 from zerojax.sharding.tiles import stored_order
@@ -40,10 +42,8 @@ from zerojax.step.state import (
     shardings,
     stored_avals,
 )
-from zerojax.step.streamed_update import StreamedUpdate
-from zerojax.transform import jaxprs, stacks
-from zerojax.typing import Array, PRNGKey, PyTree
-from zerojax.warn import warn
+from zerojax.utils.typing import Array, PRNGKey, PyTree
+from zerojax.utils.warn import warn
 
 _STEP_KEY = 2**32 - 1  # folds the key of the steps; models fold small counts (`split`, nnx.Rngs) into the same key
 

@@ -13,8 +13,8 @@ from zerojax.sharding import placement
 from zerojax.sharding.placement import PINNED_HOST
 from zerojax.step.config import ZeroConfig
 from zerojax.step.models import is_key
-from zerojax.text import SPACE, abbreviate, bytes_text, count_text, fold, mesh_text
-from zerojax.typing import PyTree
+from zerojax.utils.text import SPACE, abbreviate, bytes_text, count_text, fold, mesh_text
+from zerojax.utils.typing import PyTree
 
 
 def state_text(state: Any) -> str:

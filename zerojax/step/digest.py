@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zerojax.offload import host_pieces
 from zerojax.sharding.axes import axis_names
 from zerojax.sharding.placement import PINNED_HOST
-from zerojax.step import host_pieces
-from zerojax.typing import Array, Shape
+from zerojax.utils.typing import Array, Shape
 
 
 class Digest(NamedTuple):

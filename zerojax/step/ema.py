@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax.typing import Array, PyTree
+from zerojax.utils.typing import Array, PyTree
 
 
 class EmaState(NamedTuple):

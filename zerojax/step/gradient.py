@@ -20,6 +20,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from zerojax.comm import collectives
+from zerojax.comm.dependencies import event
+from zerojax.comm.stage_collectives import StageCollectives
+from zerojax.offload import host_arrays
+from zerojax.offload.host_gradients import HostGradients
+from zerojax.program.segmentation import TracedLoss
+from zerojax.program.segmented_loss import SegmentedLoss
+from zerojax.program.table_lookup import looks_up_shards
 from zerojax.sharding.mesh import on_tpus
 from zerojax.sharding.precision import for_reduction
 from zerojax.step import models
@@ -32,14 +40,7 @@ from zerojax.step.scanned_leaves import check_layer_dims
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition
 from zerojax.step.state_keys import UNKNOWN, StateKeys, fold_keys, restore_keys
-from zerojax.transform import collectives, host_arrays
-from zerojax.transform.dependencies import event
-from zerojax.transform.host_gradients import HostGradients
-from zerojax.transform.segmentation import TracedLoss
-from zerojax.transform.segmented_loss import SegmentedLoss
-from zerojax.transform.stage_collectives import StageCollectives
-from zerojax.transform.table_lookup import looks_up_shards
-from zerojax.typing import Array, ArrayLike, PRNGKey, PyTree
+from zerojax.utils.typing import Array, ArrayLike, PRNGKey, PyTree
 
 Loss = Callable[[PyTree, PyTree, PyTree, PRNGKey], Output]  # (params, model state, batch, key) -> output
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import jax.numpy as jnp
 
 from zerojax.sharding.precision import Precision
-from zerojax.warn import line_of
+from zerojax.utils.warn import line_of
 
 # What JAX says of a constraint that names a manual axis of shard_map: by a NamedSharding, when the step is lowered; and
 # by a PartitionSpec, when the loss is traced.

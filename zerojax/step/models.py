@@ -22,12 +22,12 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from zerojax.program.rows.parts import RowParts
+from zerojax.program.rows.values import Kind
 from zerojax.sharding.placement import FromModel, check_leaves, path_text
 from zerojax.sharding.units import no_match_text
 from zerojax.step.batch import unwrapped
-from zerojax.transform.row_parts import RowParts
-from zerojax.transform.row_values import Kind
-from zerojax.typing import Array, ArrayLike, PRNGKey, PyTree
+from zerojax.utils.typing import Array, ArrayLike, PRNGKey, PyTree
 
 RESERVED = frozenset({"loss", "grad_norm", "param_norm", "skipped", "learning_rate", "loss_scale"})
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from zerojax.typing import Array, PyTree
+from zerojax.utils.typing import Array, PyTree
 
 _FUNCTION = "it evaluates the loss itself, and a step has its value and gradient at one point only"
 _REASONS = {  # the function of optax that makes the transformation -> why it cannot work

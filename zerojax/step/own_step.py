@@ -17,14 +17,14 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from zerojax.program import jaxprs
 from zerojax.sharding import placement
 from zerojax.step.batch import Whole
 from zerojax.step.config import ZeroConfig
 from zerojax.step.optimizers import check_transformation
 from zerojax.step.state import Definition
-from zerojax.transform import jaxprs
-from zerojax.typing import PyTree
-from zerojax.warn import warn
+from zerojax.utils.typing import PyTree
+from zerojax.utils.warn import warn
 
 
 def placed_optimizer(

@@ -14,15 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from zerojax.comm import collectives
+from zerojax.offload.host_gradients import HostGradients
 from zerojax.sharding.placement import Leaf
 from zerojax.sharding.precision import for_reduction
 from zerojax.step.config import ZeroConfig
 from zerojax.step.models import Sums
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import Definition
-from zerojax.transform import collectives
-from zerojax.transform.host_gradients import HostGradients
-from zerojax.typing import Array, PyTree
+from zerojax.utils.typing import Array, PyTree
 
 
 def _side_by_side(values: Sequence[Array]) -> Array:

@@ -17,7 +17,7 @@ from zerojax.sharding import placement
 from zerojax.step import models
 from zerojax.step.digest import Digest, digests
 from zerojax.step.state import TrainState
-from zerojax.typing import Array
+from zerojax.utils.typing import Array
 
 log = logging.getLogger("zerojax")
 DIFFER_EXIT_CODE = 76  # EX_PROTOCOL of sysexits.h

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from jax.sharding import PartitionSpec
 
+from zerojax.program.segmentation import TracedLoss
 from zerojax.sharding.dim_choice import choose_dim
 from zerojax.sharding.layer_dims import globs
 from zerojax.sharding.placement import LARGE, Leaf
-from zerojax.text import abbreviate
-from zerojax.transform.segmentation import TracedLoss
-from zerojax.warn import warn
+from zerojax.utils.text import abbreviate
+from zerojax.utils.warn import warn
 
 
 def check_layer_dims(leaves: Sequence[Leaf], traced: TracedLoss, num_shards: int) -> None:

@@ -7,9 +7,9 @@ import math
 import numbers
 from typing import Any
 
+from zerojax.comm.collectives import CollectiveOptions
+from zerojax.program.remat import NO_RULES, RematRules
 from zerojax.sharding.axes import Axes
-from zerojax.transform.collectives import CollectiveOptions
-from zerojax.transform.remat import NO_RULES, RematRules
 
 _WIDEST_ELEMENT_BYTES = 8  # float64 and int64
 

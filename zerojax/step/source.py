@@ -18,8 +18,8 @@ from flax import errors, linen as nn, nnx
 from jax.core import Tracer
 
 from zerojax.sharding.placement import path_text
-from zerojax.typing import PRNGKey, PyTree
-from zerojax.warn import line_of
+from zerojax.utils.typing import PRNGKey, PyTree
+from zerojax.utils.warn import line_of
 
 
 class ModelSource(NamedTuple):

@@ -15,6 +15,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from zerojax.offload import host_arrays
 from zerojax.sharding import padding, placement
 from zerojax.sharding.axes import Axes
 from zerojax.sharding.padding import NO_PADDING, Padding
@@ -23,9 +24,8 @@ from zerojax.sharding.precision import LossScale
 from zerojax.step import models
 from zerojax.step.config import ZeroConfig
 from zerojax.step.descriptions import state_text
-from zerojax.text import SPACE, abbreviate, fold
-from zerojax.transform import host_arrays
-from zerojax.typing import Array, Aval, PRNGKey, PyTree
+from zerojax.utils.text import SPACE, abbreviate, fold
+from zerojax.utils.typing import Array, Aval, PRNGKey, PyTree
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zerojax.step.models import is_key
-from zerojax.typing import Array, ArrayLike, PRNGKey, PyTree
+from zerojax.utils.typing import Array, ArrayLike, PRNGKey, PyTree
 
 _NEXT = 2**32 - 1  # far from the indices of devices and microbatches
 

@@ -10,15 +10,15 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from zerojax.comm import collectives
+from zerojax.offload.streamed_update import StreamedUpdate, Updated
 from zerojax.sharding import padding, placement
 from zerojax.sharding.placement import PINNED_HOST
 from zerojax.step import optimizers
 from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient
 from zerojax.step.state import TrainState, optimizer_shardings
-from zerojax.step.streamed_update import StreamedUpdate, Updated
-from zerojax.transform import collectives
-from zerojax.typing import Array, PyTree
+from zerojax.utils.typing import Array, PyTree
 
 
 def gather_params(gradient: DeviceGradient, trained: PyTree) -> PyTree:

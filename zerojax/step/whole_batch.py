@@ -17,6 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from zerojax.program import jaxprs
+from zerojax.program.jaxprs import Atom
+from zerojax.program.rows.closed_over import array_with_all_rows
+from zerojax.program.rows.parts import RowParts, row_parts
+from zerojax.program.rows.trace import RowTrace, trace_rows
+from zerojax.program.rows.values import SAME, Kind, RowValue, row_factors
 from zerojax.sharding.axes import Axes
 from zerojax.sharding.placement import path_text
 from zerojax.step.batch import map_rows, num_global_rows
@@ -24,14 +30,8 @@ from zerojax.step.gradient import DeviceGradient, Loss
 from zerojax.step.loss_errors import LossError
 from zerojax.step.loss_traces import INTO_BATCH, full_args, on_device
 from zerojax.step.models import Output, is_key
-from zerojax.transform import jaxprs
-from zerojax.transform.closed_over import array_with_all_rows
-from zerojax.transform.jaxprs import Atom
-from zerojax.transform.row_parts import RowParts, row_parts
-from zerojax.transform.row_trace import RowTrace, trace_rows
-from zerojax.transform.row_values import SAME, Kind, RowValue, row_factors
-from zerojax.typing import Array
-from zerojax.warn import line_of, warn
+from zerojax.utils.typing import Array
+from zerojax.utils.warn import line_of, warn
 
 
 class Purpose(enum.Enum):

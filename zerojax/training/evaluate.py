@@ -10,11 +10,11 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from zerojax.eval_step import EvalStep
 from zerojax.step.batch import RowsOfSet, map_rows
+from zerojax.step.eval_step import EvalStep
 from zerojax.step.models import Sums, is_key
 from zerojax.step.state import TrainState, check_is_state
-from zerojax.typing import PyTree
+from zerojax.utils.typing import PyTree
 
 _MOST_PENDING = 2  # results that the devices may still be computing
 

@@ -17,11 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.masking import masked, masked_command
 from zerojax.processes.agreement import versions
 from zerojax.sharding.precision import DTYPE_FIELDS
 from zerojax.step.config import ZeroConfig
 from zerojax.training.writers import write_atomically
+from zerojax.utils.masking import masked, masked_command
 
 log = logging.getLogger("zerojax")
 

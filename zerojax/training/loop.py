@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from zerojax.directories import local_directory
-from zerojax.jitted_step import Step
+from zerojax.checkpoints.directories import local_directory
 from zerojax.processes.agreement import agree
+from zerojax.step.jitted_step import Step
 from zerojax.step.state import TrainState, check_is_state
-from zerojax.tables import TO_FILE
 from zerojax.training import folder as folders
 from zerojax.training.display import ProgressBar, ProgressLines, on_terminal, show_line
 from zerojax.training.recorder import MetricsRecorder, RowCosts
@@ -29,7 +28,8 @@ from zerojax.training.stragglers import StragglerMonitor
 from zerojax.training.throughput import row_costs
 from zerojax.training.tracer import StepTracer
 from zerojax.training.writers import Writer, default_writers, is_evaluated
-from zerojax.typing import PyTree
+from zerojax.utils.tables import TO_FILE
+from zerojax.utils.typing import PyTree
 from zerojax.zero import CheckpointOptions, Zero
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def fit(
         evaluate_every: number of steps between two evaluations. By default there is only the one after the last step.
         log_every: number of steps between two rows of metrics. The first and the last step are always logged.
         config: a mapping or a dataclass, which is written to the directory and must be the same in all processes. In
-            the directory and in wandb, passwords, keys and tokens are masked, see `zerojax.masking`.
+            the directory and in wandb, passwords, keys and tokens are masked, see `zerojax.utils.masking`.
         checkpoints: options of `zero.checkpoints`: `every`, `keep`, `keep_every`, `most_skipped`, `spike`,
             `watchdog_s`, `verify_replicas_every` and `copy_to`. `CheckpointOptions` describes them.
         fallback: if the newest checkpoint is damaged, continues from the newest one that is intact.

@@ -13,7 +13,7 @@ import numpy as np
 
 from zerojax.step.batch import num_global_rows
 from zerojax.training.writers import EVALUATION, MetricsRow, Writer
-from zerojax.typing import PyTree
+from zerojax.utils.typing import PyTree
 
 _RATE_STEPS = 11  # the rate is measured between the first and the last of this number of steps
 _READ_DELAY = 2  # steps after which metrics are read, so that the devices always have a next step to run

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zerojax.typing import Array
+from zerojax.utils.typing import Array
 
 log = logging.getLogger("zerojax")
 _INTERVAL = 10  # steps between two comparisons: a heuristic

@@ -10,7 +10,7 @@ from zerojax.step.batch import num_global_rows
 from zerojax.step.config import ZeroConfig
 from zerojax.step.state import TrainState
 from zerojax.training.recorder import RowCosts
-from zerojax.typing import PyTree
+from zerojax.utils.typing import PyTree
 
 log = logging.getLogger("zerojax")
 

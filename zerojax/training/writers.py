@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from zerojax.masking import masked, masked_command
+from zerojax.utils.masking import masked, masked_command
 
 log = logging.getLogger("zerojax")
 

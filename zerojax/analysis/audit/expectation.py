@@ -1,0 +1,263 @@
+"""Derives what a step is expected to do: shardings of its state, bytes sent, gathered at a time, and offloaded."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.analysis import jaxpr_collectives
+from zerojax.analysis.hlo_collectives import Collective
+from zerojax.sharding import placement
+from zerojax.sharding.axes import axis_names
+from zerojax.sharding.placement import Leaf, shard_bytes
+from zerojax.step import state as states
+from zerojax.step.config import ZeroConfig
+from zerojax.step.loss_traces import Use
+from zerojax.step.settings import StepSettings
+from zerojax.step.state import TrainState
+from zerojax.utils.typing import Array, PyTree
+
+# Collectives of at most this many bytes are not counted: they reduce losses, weights, norms and metrics.
+SCALARS_BYTES = 256
+
+
+class SentBytes(NamedTuple):
+    """Bytes that one device sends over the data axes in a step, by kind of collective.
+
+    Permutations count as reduce-scatters: they sum rows around a ring of chips.
+    """
+
+    gathered: float = 0
+    reduce_scattered: float = 0
+    all_reduced: float = 0
+    other: float = 0
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+    @property
+    def reduced(self) -> float:
+        """The bytes that the reductions would send if all of them were reduce-scatters."""
+        return self.reduce_scattered + self.all_reduced / 2
+
+    @classmethod
+    def of(cls, found: Iterable[Collective]) -> SentBytes:
+        """The bytes that some collectives send."""
+        fields = {"all-gather": "gathered", "all-reduce": "all_reduced"}
+        fields |= dict.fromkeys(["reduce-scatter", "collective-permute"], "reduce_scattered")
+        sent: dict[str, float] = collections.defaultdict(float)
+        for each in found:
+            sent[fields.get(each.kind, "other")] += each.sent_bytes
+        return cls(**sent)
+
+
+@dataclasses.dataclass(frozen=True)
+class Expectation:
+    """What a step is expected to do, in numbers with which its compiled program can be compared.
+
+    `step.expectation(state, batch)` derives one. Use `dataclasses.replace` to change it for another step.
+
+    Attributes:
+        config: mesh, axes, stage and precision.
+        num_microbatches: number of microbatches of the step.
+        prefetch: number of units that are gathered ahead.
+        overlaps: whether collectives are to overlap with computation: with prefetch, and without buckets.
+        state: path -> aval with the sharding that the stage gives it, in flattening order. The state is the first
+            argument of the step.
+        most: the most bytes that a device may send, by the formula of the stage.
+        least: the bytes that a device sends at least, if no gather or reduction of the traced step is left out.
+        unit_bytes: size of the largest unit in full form on one device. A stacked leaf counts with one layer.
+        wide_bytes: bytes that a device sends in a wider dtype than those of the precision.
+        ends_bytes: bytes that a device sends in each microbatch before the first matrix products and after the last
+            ones: for the first unit, and for the rows that are looked up. They may overlap with nothing.
+        offloaded_bytes: bytes in host memory that are saved for the backward pass of one microbatch.
+        in_host: the paths of the leaves of the state that are in host memory.
+        host_gradients_bytes: bytes of gradients in host memory, of parameters that are there.
+        jaxpr: the traced step, from which `least` and `offloaded_bytes` were read.
+    """
+
+    config: ZeroConfig
+    num_microbatches: int
+    prefetch: int
+    overlaps: bool
+    state: Mapping[str, jax.ShapeDtypeStruct]
+    most: SentBytes
+    least: SentBytes
+    unit_bytes: float
+    wide_bytes: float
+    ends_bytes: float
+    offloaded_bytes: int
+    in_host: frozenset[str]
+    host_gradients_bytes: int
+    jaxpr: Any = dataclasses.field(repr=False, compare=False)
+
+
+def expect(
+    config: ZeroConfig, settings: StepSettings, state: TrainState, jaxpr: Any, uses: Sequence[Sequence[Use]]
+) -> Expectation:
+    """Derives the expectation of a step that `Zero.train_step` has built.
+
+    Args:
+        config: mesh, axes, stage and precision.
+        settings: the settings of the step.
+        state: arrays or avals. Their shardings are ignored: the expected shardings are those of the stage.
+        jaxpr: the traced step, which shows the leaves that the backward pass gathers again.
+        uses: for each leaf, the segments of the loss that read it.
+    """
+    num_microbatches = settings.num_microbatches
+    shardings = states.shardings(config, state)
+    aval = lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+    stored = jax.tree.map(aval, state, shardings)
+    with_paths = jax.tree_util.tree_leaves_with_path(stored)
+    leaves = state.definition.leaves
+    averaged = 2 * _ring_bytes(config.axes.num_devices, 4 * sum(a.size for a in _floating(state.model_state)))
+    replicas = _replica_bytes(config, leaves, num_microbatches)
+    most = _stage_bytes(config, leaves, uses, num_microbatches)
+    most = most._replace(all_reduced=most.all_reduced + averaged + replicas)
+    traced = SentBytes.of(over_data_axes(jaxpr_collectives.traced_collectives(jaxpr, config.mesh), config))
+    wide = _sum_dtype(config, num_microbatches) != config.precision.reduce_dtype
+    width = jnp.dtype(config.precision.compute_dtype).itemsize
+    is_wide = [leaf.compute_dtype.itemsize > width for leaf in leaves]
+    by_choice = _stage_bytes(config, _where(is_wide, leaves), _where(is_wide, uses), num_microbatches).total
+    host_leaves = list(itertools.compress(with_paths, jax.tree.leaves(states.in_host(config, state))))
+    sum_dtype = config.precision.sum_dtype if num_microbatches > 1 else None
+    gradients_bytes = states.host_gradients_bytes(config, stored, sum_dtype)
+    frozen = {f"params/{leaf.path}" for leaf in leaves if not leaf.trainable}
+    updated = [a for path, a in host_leaves if placement.path_text(path) not in frozen]
+    others_bytes = sum(shard_bytes(a, a.sharding) for a in updated) + num_microbatches * gradients_bytes
+    return Expectation(
+        config,
+        num_microbatches,
+        settings.prefetch,
+        overlaps=settings.prefetch > 0 and settings.bucket_bytes is None,
+        state={placement.path_text(path): a for path, a in with_paths},
+        most=most,
+        least=SentBytes(*map(min, traced, most)),
+        unit_bytes=_unit_bytes(config, leaves),
+        wide_bytes=averaged + wide * replicas + by_choice,
+        ends_bytes=_ends_bytes(config, leaves, uses),
+        offloaded_bytes=max(0, jaxpr_collectives.offloaded_bytes(jaxpr) - others_bytes) // num_microbatches,
+        in_host=frozenset(placement.path_text(path) for path, _ in host_leaves),
+        host_gradients_bytes=gradients_bytes,
+        jaxpr=jaxpr,
+    )
+
+
+def over_data_axes(found: Iterable[Collective], config: ZeroConfig) -> list[Collective]:
+    """The collectives over a data axis, without those of scalars."""
+    sizes = config.mesh.shape
+    strides = {name: math.prod(list(sizes.values())[k + 1 :]) for k, name in enumerate(sizes)}
+    position = lambda device: tuple(device // strides[name] % sizes[name] for name in config.axes.data)
+    crosses = lambda each: len({position(device) for device in each.group}) > 1
+    return [each for each in found if each.full_bytes > SCALARS_BYTES and crosses(each)]
+
+
+def _where(flags: Sequence[bool], items: Sequence[Any]) -> list[Any]:
+    return list(itertools.compress(items, flags))
+
+
+def _floating(tree: PyTree) -> list[Array]:
+    """The floating leaves of a tree."""
+    return [a for a in jax.tree.leaves(tree) if jnp.issubdtype(a.dtype, jnp.floating)]
+
+
+def _ring_bytes(num_devices: int, num_bytes: float) -> float:
+    """The bytes that a device sends to gather or to reduce-scatter an array of `num_bytes` over a ring of devices."""
+    return num_bytes * (num_devices - 1) / num_devices
+
+
+def _full_elements(config: ZeroConfig, leaf: Leaf) -> int:
+    """The number of elements of a leaf in full form on one device, as it is sent: divided over the model axes only, and
+    with the zeros of its shards."""
+    size = math.prod(leaf.padding(config.stage.shards_optimizer).stored_shape(leaf.shape))
+    return size // math.prod(config.mesh.shape[a] for entry in leaf.model_spec for a in axis_names(entry))
+
+
+def _gathered_bytes(config: ZeroConfig, leaf: Leaf) -> int:
+    """The bytes of a gathered leaf, in the dtype in which it is sent; 0 if the leaf is not sharded."""
+    return 0 if leaf.dim is None else _full_elements(config, leaf) * leaf.compute_dtype.itemsize
+
+
+def _unit_bytes(config: ZeroConfig, leaves: Iterable[Leaf]) -> int:
+    """The bytes of the largest unit, gathered. All stacked leaves of a scan of the same length count as one unit."""
+    units: collections.Counter[Any] = collections.Counter()
+    for leaf in leaves:
+        unit, layers = (("layers", leaf.shape[0]), leaf.shape[0]) if leaf.stacked else (leaf.unit, 1)
+        units[unit] += _gathered_bytes(config, leaf) // layers
+    return max(units.values(), default=0)
+
+
+def _stage_bytes(config: ZeroConfig, leaves: Sequence[Leaf], uses: Sequence[Sequence[Use]], k: int) -> SentBytes:
+    """The bytes that a device sends over the shard axes in a step of `k` microbatches, by the formula of its stage.
+
+    A leaf that several units share is gathered and reduced for each of them. Where rows of a table are looked up, the
+    rows and their gradients are sent, and the indices of all devices.
+
+    Source: ZeRO section 7: 2 Psi at stages 0 and 1, (1 + k) Psi at 2, up to 3 k Psi at 3, times (N-1)/N.
+    """
+    stage = config.stage
+    gathered = reduce_scattered = all_reduced = other = 0
+    for leaf, of_leaf in zip(leaves, uses, strict=True):
+        num_uses = sum(use.lookup is None for use in of_leaf)
+        num_reductions = leaf.trainable * (k * num_uses if stage.shards_grads else 1)
+        wire_dtype = config.precision.wire_dtype(leaf.compute_dtype)
+        gradient = num_reductions * _full_elements(config, leaf) * wire_dtype.itemsize
+        if stage.shards_optimizer and leaf.dim is not None:
+            reduce_scattered += gradient
+        else:
+            all_reduced += 2 * gradient
+        if stage.shards_params:
+            gathered += 2 * k * num_uses * _gathered_bytes(config, leaf)
+        elif stage.shards_optimizer:
+            gathered += leaf.trainable * _gathered_bytes(config, leaf)
+        for lookup in (use.lookup for use in of_leaf if use.lookup):
+            times = k * (stage.shards_params + leaf.trainable)  # forward and backward
+            row_size = lookup.row_size * math.prod(leaf.dims.padding.stored_shape(leaf.shape)) // leaf.size
+            other += times * lookup.count * row_size * leaf.compute_dtype.itemsize
+            gathered += times * lookup.count * lookup.index_bytes * config.axes.num_shards
+    sizes = gathered, reduce_scattered, all_reduced, other
+    return SentBytes(*(_ring_bytes(config.axes.num_shards, each) for each in sizes))
+
+
+def _ends_bytes(config: ZeroConfig, leaves: Sequence[Leaf], uses: Sequence[Sequence[Use]]) -> float:
+    """The bytes that a device sends for rows, and to gather and to reduce the first unit once; see `Expectation`.
+
+    The first unit may be small, such as a table of positions: of the first two, the larger counts.
+    """
+    of_layer = [
+        dataclasses.replace(leaf, shape=leaf.shape[1:], dim=None if leaf.dim is None else leaf.dim - 1)
+        if leaf.stacked
+        else leaf
+        for leaf in leaves
+    ]
+
+    def sent(wanted: Callable[[Use], bool]) -> float:
+        of_place = [[use for use in of_leaf if wanted(use)] for of_leaf in uses]
+        found = _stage_bytes(config, of_layer, of_place, 1)
+        return found.total - found.gathered / 2
+
+    places = sorted({use.place for of_leaf in uses for use in of_leaf if use.lookup is None})[:2]
+    first = max((sent(lambda use, k=k: use.lookup is None and use.place == k) for k in places), default=0.0)
+    return first + sent(lambda use: use.lookup is not None)
+
+
+def _sum_dtype(config: ZeroConfig, k: int) -> Any:
+    """The dtype in which gradients are summed over the replica axes: that of the sum of microbatches, if of shards."""
+    accumulates = k > 1 and config.stage.shards_grads
+    return config.precision.sum_dtype if accumulates else config.precision.reduce_dtype
+
+
+def _replica_bytes(config: ZeroConfig, leaves: Iterable[Leaf], k: int) -> float:
+    """The bytes that a device sends to sum gradients over the replica axes, once per step."""
+    shards = config.axes.num_shards if config.stage.shards_optimizer else 1
+    per_device = lambda leaf: _full_elements(config, leaf) / (1 if leaf.dim is None else shards)
+    elements = sum(per_device(leaf) for leaf in leaves if leaf.trainable)
+    return 2 * _ring_bytes(config.axes.num_replicas, elements * jnp.dtype(_sum_dtype(config, k)).itemsize)

@@ -1,0 +1,1 @@
+"""What moves between devices: collectives over the data axes, in buckets, and the order in which they run."""

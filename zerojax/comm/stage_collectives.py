@@ -1,0 +1,159 @@
+"""The communication of a stage for one unit: gathers its leaves before use, and reduces its gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from zerojax.comm import collectives
+from zerojax.comm.collectives import CollectiveOptions
+from zerojax.comm.schedule import Schedule
+from zerojax.offload import host_arrays
+from zerojax.offload.host_gradients import HostGradients
+from zerojax.program.regather import Gradients, select
+from zerojax.sharding.axes import Axes, Dims
+from zerojax.sharding.precision import Precision, for_reduction
+from zerojax.sharding.stages import Stage
+from zerojax.utils.typing import Array, Shape
+
+
+@dataclasses.dataclass(frozen=True)
+class StageCollectives:
+    """Gathers and reduces the leaves of units as a stage does.
+
+    Attributes:
+        axes: the data axes.
+        dims: the divided dims of each leaf.
+        stage: stage 3 gathers leaves; stages 2 and 3 reduce-scatter gradients as they are computed.
+        precision: chooses the dtypes in which gradients are communicated and summed.
+        options: how the leaves of a unit are moved.
+        sums_replicas: whether reduced gradients are summed over the replica axes as soon as they are complete.
+        host_gradients: where the gradients of leaves in host memory go; None if there are no such leaves.
+    """
+
+    axes: Axes
+    dims: tuple[Dims, ...]
+    stage: Stage
+    precision: Precision
+    options: CollectiveOptions
+    sums_replicas: bool = False
+    host_gradients: HostGradients | None = None
+
+    def fetch(
+        self, shards: Sequence[Array], dims: Sequence[Dims], schedule: Schedule, prefetch: int = 0
+    ) -> list[Array]:
+        """As `gather`, after shards in host memory have come to the device."""
+        waits = schedule.before_gather(prefetch)
+        shards = [host_arrays.from_host(a, waits) if host_arrays.is_in_host(a) else a for a in shards]
+        return self.gather(shards, dims, schedule, prefetch)
+
+    def gather(
+        self, shards: Sequence[Array], dims: Sequence[Dims], schedule: Schedule, prefetch: int = 0
+    ) -> list[Array]:
+        """The full leaves, gathered `prefetch` units before they are used. Below stage 3 they are full already."""
+        if not self.stage.shards_params or self.axes.num_shards == 1 or all(dim.shard is None for dim in dims):
+            return list(shards)
+        options = self.options._replace(sequential=schedule.is_first_gather(prefetch))
+        full, events = collectives.all_gather(shards, dims, self.axes, options, schedule.before_gather(prefetch))
+        schedule.gathered(events)
+        return full
+
+    def reduce(
+        self, grads: Sequence[Array], dims: Sequence[Dims], reduced: Sequence[Array], group: int = 0
+    ) -> tuple[list[Array], list[Array]]:
+        """Reduce-scatters gradients at stages 2 and 3; at stages 0 and 1 they stay local.
+
+        Args:
+            grads: of full leaves.
+            dims: of the leaves.
+            reduced: events of the reduction before this one.
+            group: reductions of different groups are never combined.
+
+        Returns:
+            (the shards of the gradients, or the gradients; the events of the reduction).
+        """
+        if not self.stage.shards_grads:
+            return list(grads), []
+        grads = [for_reduction(g, self.precision.wire_dtype(g.dtype)) for g in grads]
+        options = self.options._replace(group=group)
+        return collectives.reduce_scatter(grads, dims, self.axes, options, options.next_waits_for(list(reduced)))
+
+    def sum_replicas(self, grads: Sequence[Array], dims: Sequence[Dims], complete: Sequence[bool]) -> list[Array]:
+        """Sums the complete gradients over the replica axes, if `sums_replicas`.
+
+        Args:
+            grads: of `reduce`.
+            dims: of the leaves.
+            complete: whether nothing is added to a gradient after this.
+        """
+        if not self.sums_replicas:
+            return list(grads)
+        chosen = select(grads, complete), select(dims, complete)
+        sums = iter(collectives.all_reduce(chosen[0], self.axes.replica, self.axes, self.options, chosen[1]).leaves)
+        return [next(sums) if flag else grad for grad, flag in zip(grads, complete, strict=True)]
+
+    def grad_dtype(self, dtype: Any) -> Any:
+        """The dtype of the reduced gradient of a leaf in `dtype`."""
+        return self.precision.wire_dtype(dtype) if self.stage.shards_grads else dtype
+
+    def shard_shape(self, shape: Shape, dims: Dims) -> Shape:
+        """The shape in which the stage keeps the gradient of a leaf."""
+        dim = dims.shard
+        if dim is None or not self.stage.shards_grads:
+            return shape
+        stored = dims.padding.stored_shape(shape)
+        return (*stored[:dim], stored[dim] // self.axes.num_shards, *stored[dim + 1 :])
+
+    def fetch_needed(
+        self,
+        shards: Sequence[Array],
+        dims: Sequence[Dims],
+        needed: Sequence[bool],
+        schedule: Schedule,
+        prefetch: int = 0,
+    ) -> list[Array | None]:
+        """Like `fetch`, with None for leaves that are not needed."""
+        fetched = iter(self.fetch(select(shards, needed), select(dims, needed), schedule, prefetch))
+        return [next(fetched) if flag else None for flag in needed]
+
+    def reduce_transposed(
+        self,
+        grads: Sequence[Array],
+        orders: Sequence[Shape],
+        dims: Sequence[Dims],
+        reduced: Sequence[Array],
+        group: int = 0,
+    ) -> tuple[list[Array], list[Array]]:
+        """Like `reduce`, for `Gradients.weights`; the shards are transposed by `Gradients.orders`."""
+        moved = [each.transposed(np.argsort(order).tolist()) for each, order in zip(dims, orders, strict=True)]
+        shards, events = self.reduce(grads, moved, reduced, group)
+        return [lax.transpose(grad, order) for grad, order in zip(shards, orders, strict=True)], events
+
+    def reduced_dim_first(self, grads: Gradients, dims: Sequence[Dims]) -> Gradients:
+        """The gradients with the reduced dim of each weight's gradient in front.
+
+        The GPU compiler lays them out in this way for the reduction. Anything else that reads or carries them would
+        use JAX's order of dims, and the compiler would copy them between the two layouts.
+        """
+        weights, orders = [], []
+        for grad, order, each in zip(grads.weights, grads.orders, dims, strict=True):
+            moved = list(range(grad.ndim))
+            if self.stage.shards_grads and each.shard is not None:
+                moved.insert(0, moved.pop(order[each.shard]))
+            weights.append(lax.transpose(grad, moved))
+            orders.append(tuple(moved.index(k) for k in order))
+        return grads._replace(weights=weights, orders=orders)
+
+
+def accumulate(totals: dict[Any, Array], key: Any, value: Array) -> None:
+    """Adds a reduced gradient to a sum in at least fp32, whatever the dtype of the reduction."""
+    if key not in totals:
+        totals[key] = value
+        return
+    wide = jnp.promote_types(value.dtype, jnp.float32)
+    totals[key] = totals[key].astype(wide) + value.astype(wide)

@@ -1,0 +1,1 @@
+"""For training scripts, independent of ZeRO: losses and optimizer states that need less memory."""

@@ -1,6 +1,0 @@
-"""Checks that this machine can run a training job, and that no setting is in the way, with a fix for each finding."""
-
-from zerojax.doctor.checks import Check, Status
-from zerojax.doctor.diagnosis import diagnose, table
-
-__all__ = ["Check", "Status", "diagnose", "table"]

@@ -1,0 +1,198 @@
+"""Splits the update of an optimizer into parts that can be computed for one piece of a parameter at a time.
+
+The update is traced. Operations on the elements or the rows of one parameter, or on the positions in it, are computed
+piece by piece, see `row_operations`. All else is computed once, on whole arrays, and must not depend on arrays in host
+memory:
+
+    gradients ──► global norm ──► scale ─────┐                                   once, on whole arrays
+    step count ──► schedule ──► learning rate┤
+                                             ▼
+    a piece of a gradient, its moments and its parameter ──► their new values    for each piece
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from zerojax.offload.row_operations import Rows
+from zerojax.program import jaxprs
+from zerojax.step.optimizers import optimizer_function
+from zerojax.utils.typing import Array, Shape
+
+
+class Operand(NamedTuple):
+    """An argument or a result of an update.
+
+    Attributes:
+        leaf: the parameter to which it belongs, and whose rows it has; None for all else, such as a step count.
+        in_host: whether it is in host memory.
+    """
+
+    leaf: int | None = None
+    in_host: bool = False
+
+
+class SplitUpdate:
+    """The update of an optimizer, in two parts.
+
+    Args:
+        fn: the update, from flat arrays to flat arrays.
+        avals: of its arguments.
+        arguments, results: what they are.
+        rows: of each parameter that operands belong to.
+
+    Attributes:
+        leaves: the parameters that are updated in pieces.
+        whole_rows: those of which a piece must not divide a row further than a mesh does.
+        scalars: variables that are computed once and read with every piece.
+        sliced: (variable, parameter): variables with a parameter's rows that are computed once, and read in pieces.
+
+    Raises:
+        ValueError: if the update of one row depends on other rows of an array in host memory. The text names the
+            function of the optimizer.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Sequence[Array]],
+        avals: Sequence[Any],
+        arguments: Sequence[Operand],
+        results: Sequence[Operand],
+        rows: Mapping[int, Rows],
+    ):
+        self.arguments, self.results, self._rows = list(arguments), list(results), rows
+        self._closed = jaxprs.inlined(jax.make_jaxpr(fn)(*avals), lambda equation: True)
+        self._plan()
+
+    def _plan(self) -> None:
+        """Sorts the equations: those of each parameter's pieces, and those on whole arrays."""
+        jaxpr = self._closed.jaxpr
+        self._in_host = {v for v, a in zip(jaxpr.invars, self.arguments, strict=True) if a.in_host}
+        for equation in jaxpr.eqns:
+            if any(v in self._in_host for v in jaxprs.variables(equation)):
+                self._in_host.update(equation.outvars)
+        pieces: dict[Any, set[int]] = collections.defaultdict(set)  # variable -> parameters whose pieces read it
+        whole: set[Any] = set()
+        for v, result in zip(jaxpr.outvars, self.results, strict=True):
+            if jaxprs.is_var(v):
+                pieces[v].add(result.leaf) if result.leaf is not None else whole.add(v)
+        self._by_leaf: dict[int, list[Any]] = collections.defaultdict(list)
+        self._whole: list[Any] = []
+        sliced: dict[tuple[Any, int], None] = {}
+        arguments = dict(zip(jaxpr.invars, self.arguments, strict=True))
+        computed = {v for equation in jaxpr.eqns for v in equation.outvars}
+
+        def read_in_pieces(v: Any, leaf: int, equation: Any) -> None:
+            is_own = v in computed or (v in arguments and arguments[v].leaf == leaf)
+            if is_own and self._rows[leaf].hold(v.aval.shape):
+                pieces[v].add(leaf)
+                return
+            if v in arguments and arguments[v].in_host:  # of another parameter
+                raise self._cannot_split(equation)
+            whole.add(v)
+            if v.aval.shape:
+                sliced[v, leaf] = None
+
+        for equation in reversed(jaxpr.eqns):
+            for leaf in set().union(*(pieces.get(v, ()) for v in equation.outvars)):
+                if self._rows[leaf].compute(equation):
+                    self._by_leaf[leaf].append(equation)
+                    for v in jaxprs.variables(equation):
+                        read_in_pieces(v, leaf, equation)
+                else:
+                    sliced.update({(v, leaf): None for v in equation.outvars if leaf in pieces.get(v, ())})
+                    whole.update(equation.outvars)
+            if any(v in whole for v in equation.outvars):
+                if any(v in self._in_host for v in equation.outvars):
+                    raise self._cannot_split(equation)
+                self._whole.append(equation)
+                whole.update(jaxprs.variables(equation))
+        self._whole.reverse()
+        for equations in self._by_leaf.values():
+            equations.reverse()
+        self.leaves = sorted({result.leaf for result in self.results if result.leaf is not None})
+        self.sliced = list(sliced)
+        read = dict.fromkeys(v for equations in self._by_leaf.values() for e in equations for v in jaxprs.variables(e))
+        self.scalars = [v for v in read if v in whole and v.aval.shape == ()]
+        shapes = lambda k: [v.aval.shape for e in self._by_leaf[k] for v in (*jaxprs.variables(e), *e.outvars)]
+        self.whole_rows = {k for k in self.leaves if any(s not in ((), self._rows[k].shape) for s in shapes(k))}
+
+    def compute_whole(self, arguments: Mapping[int, Array]) -> dict[Any, Array]:
+        """Computes what is computed once.
+
+        Args:
+            arguments: by position, those that are not in host memory.
+
+        Returns:
+            The values by variable.
+        """
+        scope = dict(zip(self._closed.jaxpr.constvars, self._closed.consts, strict=True))
+        scope.update({self._closed.jaxpr.invars[k]: value for k, value in arguments.items()})
+        jaxprs.run_equations(self._whole, scope)
+        return scope
+
+    def compute_piece(
+        self, leaf: int, arguments: Mapping[int, Array], values: Mapping[Any, Array], piece: Shape, start: Sequence[Any]
+    ) -> dict[int, Array]:
+        """Computes the results that belong to a parameter, for one piece of it.
+
+        Args:
+            leaf: the parameter.
+            arguments: pieces of the arguments that belong to it, by position.
+            values: scalars, and pieces of `sliced`, by variable.
+            piece: the shape of the piece.
+            start: the position of the first element of the piece in the parameter.
+
+        Returns:
+            Pieces of the results, by position.
+        """
+        scope = dict(values) | {self._closed.jaxpr.invars[k]: a for k, a in arguments.items()}
+        for equation in self._by_leaf[leaf]:
+            operands = [scope[a] if jaxprs.is_var(a) else jnp.asarray(a.val, a.aval.dtype) for a in equation.invars]
+            scope[equation.outvars[0]] = self._rows[leaf].compute_piece(equation, operands, piece, start)
+        outvars = self._closed.jaxpr.outvars
+        return {k: scope[outvars[k]] for k, result in enumerate(self.results) if result.leaf == leaf}
+
+    def whole_results(self, scope: Mapping[Any, Array]) -> dict[int, Array]:
+        """The results that belong to no parameter, by position, from the values of `compute_whole`."""
+        return {
+            k: scope[v] if jaxprs.is_var(v) else jnp.asarray(v.val, v.aval.dtype)
+            for k, (v, result) in enumerate(zip(self._closed.jaxpr.outvars, self.results, strict=True))
+            if result.leaf is None
+        }
+
+    def _cannot_split(self, equation: Any) -> ValueError:
+        jaxpr = self._closed.jaxpr
+        moved = zip(jaxpr.invars, self.arguments, strict=True)
+        owners = {v: {a.leaf} for v, a in moved if a.leaf is not None and a.in_host}  # whose arrays it is computed from
+        for e in jaxpr.eqns:
+            found = set().union(*(owners.get(v, ()) for v in jaxprs.variables(e)))
+            owners.update(dict.fromkeys(e.outvars, found))
+        read, before = set(jaxprs.variables(equation)), []  # what it is computed from, the last equation first
+        index = next(k for k, e in enumerate(jaxpr.eqns) if e is equation)
+        for e in reversed(jaxpr.eqns[:index]):
+            if any(v in read for v in e.outvars):
+                before.append(e)
+                read.update(jaxprs.variables(e))
+        is_split = lambda e: jaxprs.is_elementwise(e) or any(self._rows[k].compute(e) for k in owners[e.outvars[0]])
+        coupling = [e for e in [equation, *before] if owners[e.outvars[0]] and not is_split(e)] or [equation]
+        rows = self._rows[min(owners[coupling[0].outvars[0]])]
+        name = next(filter(None, map(optimizer_function, [*coupling, equation, *before])), "the optimizer")
+        got = f"an element of {rows.path!r} depends on others in host memory ({coupling[0].primitive.name})"
+        fix = "Zero(..., offload='none'), or an optimizer that works element by element, such as optax.adamw"
+        if all(rows._replace(parts=1).compute(e) for e in coupling):
+            got = (
+                f"{rows.path!r} {list(rows.shape)} is sharded in its last dim, and blocks of it are on several devices"
+            )
+            another = len(rows.shape) - 2 if len(rows.shape) > 1 else None
+            fix = f"Zero(..., shard_dims={{{rows.path!r}: {another}}}), which leaves its rows whole"
+        return ValueError(
+            f"offload: {name} cannot be computed for one piece of a parameter at a time\n"
+            f"  got:      {got}\n"
+            f"  fix:      {fix}"
+        )

@@ -1,0 +1,352 @@
+"""The optimizer's update in pieces. Those of a state in host memory come to the device, are updated, and go back.
+
+All parameters are cut into pieces. A loop updates one piece of each at a time, so that what is on the device does not
+grow with the model. In iteration c, after piece c of an array has been computed, it goes back, and piece c + 1 comes.
+The last array's piece c comes at the start, beside the first piece that goes back:
+
+    compute         1 2 3 4
+    to the host       1 2 3 4          the pieces c of arrays 1, 2, 3 and 4
+    from the host     4 1 2 3          piece c of array 4, and the pieces c + 1 of the others
+
+A piece is read from the array that the one before has been written to. Compilers therefore update the array in place;
+without this dependency they copy it. The two other dependencies make both directions of the link work at once, since
+compilers would otherwise start all copies to the host before those from it: pieces come one after the other, and one
+goes back after that of the array `_AHEAD` places before has come. What waits is the index of a piece, not its values:
+compilers would compute the pieces of several arrays in one kernel, which would wait for the last of their events.
+Arrays are in the order of their sizes, the largest first: what comes then takes about as long as what goes beside it.
+
+If parameters are in host memory too, gradients come with the other arrays, and in their place updated parameters go.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from zerojax.comm import collectives
+from zerojax.comm.buckets import Pieces
+from zerojax.comm.dependencies import event
+from zerojax.offload import host_arrays, host_pieces
+from zerojax.offload.row_operations import Rows
+from zerojax.offload.split_update import Operand, SplitUpdate
+from zerojax.sharding import padding
+from zerojax.sharding.mesh import on_tpus
+from zerojax.sharding.padding import NO_PADDING
+from zerojax.sharding.placement import Leaf, Stored
+from zerojax.step import optimizers
+from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
+from zerojax.step.state import Definition, TrainState, optimizer_shardings
+from zerojax.utils.typing import Array, PyTree, Shape
+
+_AHEAD = 2
+
+
+class Updated(NamedTuple):
+    """The results of an update.
+
+    Attributes:
+        computed: the trained parameters in the dtypes that they are computed with, stored like the optimizer state.
+        master: the master copy, or None.
+        opt_state: the state of the optimizer.
+        squared_norm: of the trained parameters; None if it has not been computed.
+    """
+
+    computed: PyTree
+    master: PyTree
+    opt_state: PyTree
+    squared_norm: Array | None
+
+
+class _Fixed(NamedTuple):
+    """What every piece is updated from.
+
+    Attributes:
+        grads: on the device or in host memory, by position.
+        sliced, scalars: values of `SplitUpdate.sliced` and of `SplitUpdate.scalars`.
+        divisor: of gradients in host memory; None is 1.
+    """
+
+    grads: dict[int, Array]
+    sliced: Sequence[Array]
+    scalars: Sequence[Array]
+    divisor: Array | None
+
+
+class StreamedUpdate:
+    """The update of a state in pieces, whether its arrays are in host memory or on the device.
+
+    Args:
+        config: mesh, axes, stage and precision.
+        definition: of the state.
+        grad_dtypes: the dtypes of the gradients of trained parameters, in flattening order.
+        scales: whether gradients are multiplied by a factor before the update.
+
+    Raises:
+        ValueError: if there are arrays in host memory, and their update cannot be computed piece by piece.
+    """
+
+    def __init__(self, config: ZeroConfig, definition: Definition, grad_dtypes: Sequence[Any], scales: bool):
+        self.definition, self.config, self.scales = definition, config, scales
+        self.leaves = [leaf for leaf in definition.leaves if leaf.trainable]
+        params, self._params_tree = jax.tree.flatten(definition.trained_avals())
+        created = jax.eval_shape(definition.tx.init, definition.trained_avals())
+        opt_state, self._state_tree = jax.tree.flatten(created)
+        stored = jax.tree.leaves(definition.optimizer_placement(config.axes, config.stage.shards_optimizer))
+        number = {leaf.path: k for k, leaf in enumerate(self.leaves)}
+        of_grads = [Operand(k) if leaf.shape else Operand() for k, leaf in enumerate(self.leaves)]
+        in_host = zip(definition.params_in_host(config.offloads_params), definition.leaves, strict=True)
+        self._moved = [flag for flag, leaf in in_host if leaf.trainable]  # parameters in host memory
+        has_master, offloads = definition.has_master, config.offloads_optimizer
+        of_params = [
+            each._replace(in_host=each.leaf is not None and ((has_master and offloads) or flag))
+            for each, flag in zip(of_grads, self._moved, strict=True)
+        ]
+        of_grads = [each._replace(in_host=flag) for each, flag in zip(of_grads, self._moved, strict=True)]
+        sharded = config.stage.shards_optimizer
+        rows = {k: _rows(config, leaf) for k, leaf in enumerate(self.leaves) if leaf.shape}
+
+        def of_state(stored: Stored, aval: Any) -> Operand:
+            k = None if stored.rows_of is None else number[stored.rows_of.path]
+            is_cut = k in rows and rows[k].hold(aval.shape)
+            return Operand(k, offloads and stored.in_pieces) if is_cut else Operand()
+
+        of_states = [of_state(*each) for each in zip(stored, opt_state, strict=True)]
+        scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.bool_, jnp.float32)]
+        grads = [jax.ShapeDtypeStruct(p.shape, dtype) for p, dtype in zip(params, grad_dtypes, strict=True)]
+        self._num_params, self._num_results = len(params), len(params) + len(opt_state)
+        self.split = SplitUpdate(
+            self._update,
+            [*params, *opt_state, *grads, *scalars],
+            [*of_params, *of_states, *of_grads, *[Operand()] * len(scalars)],
+            [*of_params, *of_states],
+            rows,
+        )
+        is_state = lambda p: p >= self._num_params or has_master or self._moved[p]  # or a parameter without a copy
+        self._in_place = {p for p, each in enumerate(self.split.results) if each.leaf is not None and is_state(p)}
+        self._zeros = definition.trained_paddings(sharded)
+        self._state_zeros = definition.optimizer_paddings(config.axes, sharded)
+        self._specs = leaf_specs(config, self.leaves, sharded)
+
+    def _update(self, *flat: Array) -> list[Array]:
+        """The update of whole logical arrays: from (parameters, optimizer state, gradients, factor, finite, loss) to
+        the new (parameters, optimizer state), all in flattening order."""
+        old, grads, (factor, finite, loss) = flat[: self._num_results], flat[self._num_results : -3], flat[-3:]
+        dtype = self.config.precision.param_dtype
+        grads = [g.astype(dtype) * factor.astype(dtype) if self.scales else g.astype(dtype) for g in grads]
+        params = self._params_tree.unflatten(old[: self._num_params])
+        opt_state = self._state_tree.unflatten(old[self._num_params :])
+        updates, after_update = optimizers.update(
+            self.definition.tx, self._params_tree.unflatten(grads), opt_state, params, loss
+        )
+        new = [*jax.tree.leaves(optax.apply_updates(params, updates)), *jax.tree.leaves(after_update)]
+        return [lax.select(finite, n, o) for n, o in zip(new, old, strict=True)]
+
+    def __call__(
+        self,
+        state: TrainState,
+        grads: Sequence[Array],
+        factor: Array,
+        finite: Array,
+        loss: Array,
+        divisor: Array | None = None,
+    ) -> Updated:
+        """Updates a state.
+
+        Args:
+            state: before the update.
+            grads: of the trained parameters, in flattening order, stored like the optimizer state.
+            factor: what they are multiplied by.
+            finite: bool scalar; if it is false, nothing changes.
+            loss: fp32 scalar, the loss of the step.
+            divisor: of gradients in host memory; None is 1.
+        """
+        computed = self._computed(state)
+        params = computed if state.master is None else jax.tree.leaves(state.master)
+        arrays = [*params, *jax.tree.leaves(state.opt_state), *grads, factor, finite, loss]
+        zeros = [*self._zeros, *self._state_zeros, *self._zeros, *[NO_PADDING] * 3]
+        operands = self.split.arguments
+        given = zip(arrays, zeros, operands, strict=True)
+        once = self.split.compute_whole({k: z.crop(a) for k, (a, z, o) in enumerate(given) if not o.in_host})
+        stored = {k: arrays[k] for k in self._in_place}
+        cut_grads = {k: arrays[k] for k in range(self._num_results, len(arrays) - 3) if operands[k].leaf is not None}
+        apart = {k: a for k, a in enumerate(computed) if state.master is not None or k not in stored}
+        specs = lambda arrays: {k: self._specs[operands[k].leaf] for k in arrays}
+        sliced = [self._zeros[k].pad(once[v]) for v, k in self.split.sliced]
+        scalars = [once[v] for v in self.split.scalars]
+        replicated: Any = PartitionSpec()
+        specs_apart = {k: self._specs[k] for k in apart}
+        stream = shard_map_over_data(
+            self.config,
+            self._stream,
+            (
+                specs(stored), specs(cut_grads), specs_apart, [self._specs[k] for _, k in self.split.sliced],
+                [replicated] * len(scalars), None if divisor is None else replicated,
+            ),
+            (specs(stored), specs_apart, replicated),
+        )  # fmt: skip
+        stored, apart, squared_norm = stream(stored, cut_grads, apart, sliced, scalars, divisor)
+        computed = [(apart if k in apart else stored)[k] for k in range(self._num_params)]
+        whole = self.split.whole_results(once)
+        results = {k: zeros[k].pad(a) for k, a in whole.items()} | stored
+        for k, leaf in enumerate(self.leaves):
+            if k in whole:  # a scalar parameter
+                computed[k] = whole[k].astype(leaf.compute_dtype)
+                squared_norm += jnp.square(whole[k].astype(jnp.float32))
+        master = (
+            self._params_tree.unflatten([results[k] for k in range(self._num_params)])
+            if state.master is not None
+            else None
+        )
+        opt_state = self._state_tree.unflatten([results[k] for k in range(self._num_params, self._num_results)])
+        return Updated(self._params_tree.unflatten(computed), master, opt_state, squared_norm)
+
+    def _computed(self, state: TrainState) -> list[Array]:
+        """The trained parameters in the dtypes in which they are computed with, stored like the optimizer state."""
+        trained = self.definition.trained(state.params)
+        if self.config.offloads_params:
+            return jax.tree.leaves(trained)
+        if not self.config.stage.shards_params:
+            trained = padding.padded(trained, self._zeros)
+        return jax.tree.leaves(lax.with_sharding_constraint(trained, optimizer_shardings(self.config, self.definition)))
+
+    # On one device ----------------------------------------------------------------------------------------------------
+
+    def _stream(
+        self, stored: dict[int, Array], grads: dict[int, Array], computed: dict[int, Array], sliced: list[Array],
+        scalars: list[Array], divisor: Array | None,
+    ) -> tuple[dict[int, Array], dict[int, Array], Array]:  # fmt: skip
+        """Updates the shards of this device: (arrays of the state, parameters beside those, squared norm)."""
+        moved = [a for p, a in (stored | grads).items() if self.split.arguments[p].in_host]
+        num_bytes, limit = sum(a.size * a.dtype.itemsize for a in moved), host_pieces.PIECES_BYTES
+        if not moved:  # each piece costs the start of some kernels, and no room for what comes next
+            num_bytes, limit = 4 * sum(a.size for a in (stored or computed).values()), host_pieces.DEVICE_PIECES_BYTES
+        wanted, first = -(-num_bytes // limit), self._num_results
+        if moved and on_tpus(self.config.mesh):  # a stack that is read at once would be copied within host memory
+            wanted = max(2, wanted)
+        cuts = {k: self._cut(k, grads[first + k].shape, wanted) for k in self.split.leaves}
+        by_count: dict[int, list[int]] = collections.defaultdict(list)
+        for k, each in cuts.items():
+            by_count[each.count].append(k)
+        total = jnp.float32(0)
+        for count, leaves in by_count.items():
+            fixed = _Fixed(grads, sliced, scalars, divisor)
+            own = {p: a for p, a in stored.items() if self.split.arguments[p].leaf in leaves}
+            params = {k: computed[k] for k in leaves if k in computed}
+            updated, params, total = self._stream_alike({k: cuts[k] for k in leaves}, count, own, params, total, fixed)
+            stored, computed = stored | updated, computed | params
+        (total,) = collectives.all_reduce([total], self.config.axes.data, self.config.axes).leaves
+        return stored, computed, total
+
+    def _cut(self, k: int, shape: Shape, wanted: int) -> Pieces:
+        """The pieces of the shard of parameter `k` that a device holds, about `wanted` of them."""
+        is_row = len(shape) == 1 and k in self.split.whole_rows
+        return host_pieces.cut(shape, 1 if is_row else wanted, self.config.mesh)
+
+    def _stream_alike(
+        self, cuts: dict[int, Pieces], count: int, stored: dict[int, Array], computed: dict[int, Array], total: Array,
+        fixed: _Fixed,
+    ) -> tuple[dict[int, Array], dict[int, Array], Array]:  # fmt: skip
+        """Updates parameters that are cut into equally many pieces, see `_stream`.
+
+        It adds to the squared norm `total`, so that one loop waits for another: the pieces of both would otherwise be
+        on the device.
+        """
+        operands = self.split.arguments
+        grads = {p: a for p, a in fixed.grads.items() if operands[p].in_host and operands[p].leaf in cuts}
+        moved = {p: a for p, a in (stored | grads).items() if operands[p].in_host}
+        leaf_of = {p: k for p in moved for k in cuts if operands[p].leaf == k}
+        piece_bytes = lambda p: math.prod(cuts[leaf_of[p]].piece) * moved[p].dtype.itemsize
+        in_order = sorted(moved, key=piece_bytes, reverse=True)
+        last = in_order[-1] if in_order else None
+
+        def fetch(p: int, host: Array, c: Any) -> Array:
+            piece = jax.device_put(cuts[leaf_of[p]].read(host, c), host_arrays.DEVICE_SPACE)
+            return host_arrays.in_stored_order(piece, host.shape) if on_tpus(self.config.mesh) else piece
+
+        def step(c: Any, carry: Any) -> Any:
+            """Updates piece `c` of each parameter, and fetches the next one; of the last array, the same one before."""
+            stored, computed, total, fetched = dict(carry[0]), dict(carry[1]), carry[2], dict(carry[3])
+            following: dict[int, Array] = {}
+            came: list[list[Array]] = [[]] * (_AHEAD - 1)  # events of the pieces that come, in their order
+            if last is not None:
+                fetched[last] = fetch(last, (stored | grads)[last], c)
+                came = [*came, event([fetched[last]])]
+            results: dict[int, Array] = {}
+            for k, pieces in cuts.items():
+                results |= self._update_piece(k, pieces, c, fetched, stored, computed.get(k), fixed)
+                total += self._squared_norm(k, results[k])
+                on_device = [p for p in stored if p not in moved and operands[p].leaf == k]
+                stored |= {p: pieces.of_rows(stored[p].shape).write(stored[p], results[p], c) for p in on_device}
+                if k in computed and not self._moved[k]:
+                    computed[k] = pieces.write(computed[k], results[k].astype(computed[k].dtype), c)
+            for p in in_order:
+                k, pieces = leaf_of[p], cuts[leaf_of[p]]
+                index = host_arrays.index_after(c, came[-_AHEAD])
+                if p in stored:
+                    stored[p] = pieces.write(stored[p], host_arrays.to_host(results[p]), index)
+                elif k in computed:
+                    going = host_arrays.to_host(results[k].astype(computed[k].dtype))
+                    computed[k] = pieces.write(computed[k], going, index)
+                if p == last:
+                    continue
+                index = host_arrays.index_after(jnp.minimum(c + 1, count - 1), came[-1])
+                following[p] = fetch(p, (stored | grads)[p], index)
+                came.append(event([following[p]]))
+            return stored, computed, total, following
+
+        first = {p: fetch(p, moved[p], 0) for p in in_order if p != last}
+        return lax.fori_loop(0, count, step, (stored, computed, total, first))[:3]
+
+    def _update_piece(
+        self, k: int, cut: Pieces, c: Any, fetched: dict[int, Array], stored: dict[int, Array], computed: Array | None,
+        fixed: _Fixed,
+    ) -> dict[int, Array]:  # fmt: skip
+        """The results that belong to parameter `k`, for piece `c` of it, by position."""
+        (grads, sliced, scalars, divisor), operands = fixed, self.split.arguments
+        read = lambda a: cut.of_rows(a.shape).read(a, c)
+        pieces = {p: a for p, a in fetched.items() if operands[p].leaf == k}
+        if divisor is not None:
+            pieces |= {p: a / divisor for p, a in pieces.items() if p in grads}
+        pieces |= {p: read(a) for p, a in (stored | grads).items() if operands[p].leaf == k and p not in pieces}
+        if k not in pieces and computed is not None:  # there is no master copy
+            pieces[k] = read(computed)
+        values = dict(zip(self.split.scalars, scalars, strict=True))
+        values |= {v: read(a) for (v, leaf), a in zip(self.split.sliced, sliced, strict=True) if leaf == k}
+        start = self._start(k, cut, c)
+        results = self.split.compute_piece(k, pieces, values, cut.piece, start)
+        return {p: self._with_zeros(k, a, start) for p, a in results.items()}
+
+    def _start(self, k: int, cut: Pieces, c: Any) -> list[Any]:
+        """The position of the first element of a piece in the parameter, of which this device has a shard."""
+        start, dim = list(cut.start(c)), self.leaves[k].dim
+        if dim is not None and self.config.stage.shards_optimizer:
+            start[dim] += lax.axis_index(self.config.axes.shard) * cut.shape[dim]
+        return start
+
+    def _with_zeros(self, k: int, piece: Array, start: Sequence[Any]) -> Array:
+        """A piece of an array with zeros where parameter `k` is stored with zeros at its end."""
+        zeros = self._zeros[k]
+        if not zeros.count:
+            return piece
+        positions = start[zeros.dim] + lax.broadcasted_iota(jnp.int32, piece.shape, zeros.dim)
+        return jnp.where(positions < self.leaves[k].shape[zeros.dim], piece, 0)
+
+    def _squared_norm(self, k: int, piece: Array) -> Array:
+        """This device's term of the squared norm, see `Reductions.squared_norm_term`."""
+        axes, is_sharded = self.config.axes, self.config.stage.shards_optimizer and self.leaves[k].dim is not None
+        copies = axes.num_replicas * (1 if is_sharded else axes.num_shards)
+        return jnp.sum(jnp.square(piece.astype(jnp.float32))) / copies
+
+
+def _rows(config: ZeroConfig, leaf: Leaf) -> Rows:
+    """The rows of a parameter, as the optimizer's state is stored."""
+    is_divided = config.stage.shards_optimizer and leaf.dim == len(leaf.shape) - 1
+    return Rows(leaf.path, leaf.shape, config.axes.num_shards if is_divided else 1)

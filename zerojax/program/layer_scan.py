@@ -1,0 +1,394 @@
+"""Scans over layers: weights are gathered ahead of the computation and gradients are reduced behind it.
+
+The loop is cut so that values that cross from one layer into the next are never copied. Values that layers save for the
+backward pass are passed on directly from the iteration that computes them to the one that uses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax.comm.dependencies import after, event, events, floating_after, zeros_after
+from zerojax.comm.schedule import Schedule
+from zerojax.utils.typing import Array, PyTree
+
+Carry = tuple[list[Array], PyTree]  # (floating arrays that the next layer computes from, all else that is carried)
+
+
+class LayerBody:
+    """The operations of one layer of a `scan`. This base class saves and offloads nothing, and has no gradients.
+
+    Attributes:
+        saves: whether a layer saves values for the backward pass.
+        offloads: whether saved values are offloaded to host memory.
+        restores: whether saved values are fetched from host memory, one layer before they are used. A loop fetches once
+            more than it has layers.
+        delays_recompute: whether the values that a layer is recomputed from wait for the gradients of the layer before.
+        one_layer_grads: whether the gradients of only one layer, instead of two, are held at a time. They are reduced
+            while the next layer recomputes its activations. If these were saved, nothing would hide the reduction.
+    """
+
+    saves: bool = False
+    offloads: bool = False
+    restores: bool = False
+    delays_recompute: bool = False
+    one_layer_grads: bool = False
+
+    def fetch(self, shards: PyTree, prefetch: int, schedule: Schedule) -> PyTree:
+        """Gathers the weights of a layer, `prefetch` layers before its turn."""
+        raise NotImplementedError
+
+    def compute(
+        self, weights: PyTree, carry: Carry, x: PyTree, saved: PyTree, fetched: PyTree
+    ) -> tuple[Carry, PyTree, PyTree, PyTree]:
+        """Computes a layer: (carry, y, values to save, gradients). `fetched` are the copies that `restore` made."""
+        raise NotImplementedError
+
+    def reduce(self, grads: PyTree, waits: list[Array], group: int) -> tuple[list[Array], list[Array]]:
+        """Reduces a layer's gradients after the events `waits`: (their shards, the events of the reduction).
+
+        Reductions of different groups are never combined.
+        """
+        return grads, []
+
+    def store(self, saved: PyTree, waits: list[Array]) -> PyTree:
+        """Moves the saved values to their places. Copies to host memory start after the events `waits`."""
+        return saved
+
+    def offload_events(self, saved: PyTree) -> list[Array]:
+        """The events of saved values that have arrived in host memory."""
+        return []
+
+    def restore(self, saved: PyTree, overlapped: list[Array]) -> tuple[PyTree, list[Array]]:
+        """Starts to fetch saved values from host memory when `overlapped` is available: (the copies, `overlapped`)."""
+        return None, overlapped
+
+    def delay_recompute(self, saved: PyTree, waits: list[Array]) -> PyTree:
+        """Delays the values that a layer is recomputed from until the events `waits`.
+
+        These are the gradients of the layer before. Their reduction is to overlap with the recomputation.
+        """
+        return saved
+
+
+class Cut(NamedTuple):
+    """The parts of a scan over layers: `front` layers, `loops` iterations of `group` layers each, `back` layers.
+
+    Attributes:
+        prefetch: number of layers that are gathered ahead.
+    """
+
+    front: int
+    loops: int
+    group: int
+    back: int
+    prefetch: int
+
+    @classmethod
+    def of(cls, length: int, prefetch: int, delay_reduction: bool) -> Cut:
+        """Cuts a scan of `length` layers.
+
+        Args:
+            length: number of layers.
+            prefetch: number of layers that are gathered ahead.
+            delay_reduction: whether the gradients of a layer are reduced while the next layer computes.
+        """
+        if not prefetch and not delay_reduction:
+            return cls(0, length, 1, 0, 0)
+        outside = max(prefetch, 1)
+        group = outside + 1
+        loops = (length - 2 * outside) // group
+        if loops < 2:
+            return cls(length, 0, group, 0, prefetch)
+        return cls(outside, loops, group, length - outside - loops * group, prefetch)
+
+    @classmethod
+    def of_single_layers(cls, length: int) -> Cut:
+        """Cuts a scan so that the first and the last layer are outside of a loop of single layers."""
+        return cls(1, length - 2, 1, 1, 0) if length >= 4 else cls(length, 0, 1, 0, 0)
+
+    @property
+    def length(self) -> int:
+        return self.front + self.loops * self.group + self.back
+
+
+class SavedValues(NamedTuple):
+    """Values that layers save for the backward pass, by the part of the `Cut` that computes them.
+
+    In a single stack, the compiler would choose one layout for the loop and another for the layers outside of it, and
+    copy the whole stack in between.
+    """
+
+    front: list[PyTree]
+    loop: list[PyTree]  # per layer of a group, stacked over iterations
+    back: list[PyTree]
+
+    def with_last(self, fn: Callable[[PyTree], PyTree]) -> SavedValues:
+        """Applies `fn` to the values of the last layer, unless it is in the loop."""
+        if self.back:
+            return self._replace(back=[*self.back[:-1], fn(self.back[-1])])
+        return self._replace(front=[*self.front[:-1], *map(fn, self.front[-1:])])
+
+    def mirrored(self) -> SavedValues:
+        return SavedValues(self.back[::-1], self.loop[::-1], self.front[::-1])
+
+
+class Layers(NamedTuple):
+    """The layers of a `scan`.
+
+    Attributes:
+        shards: shards of the weights, arrays of shape [layers, ...].
+        xs: other arrays of shape [layers, ...].
+        cut: the cut of the forward pass.
+        reverse: whether the scan runs from the last layer to the first.
+        saved: in a backward pass, the values that the forward pass saved. Layers and iterations of the loop are then
+            visited in the opposite order.
+    """
+
+    shards: PyTree
+    xs: PyTree
+    cut: Cut
+    reverse: bool
+    saved: SavedValues | None = None
+
+    @property
+    def given(self) -> SavedValues:
+        """The saved values in the order of turns; in a forward pass, None for each layer."""
+        if self.saved is not None:
+            return self.saved.mirrored()
+        return SavedValues([None] * self.cut.front, [None] * self.cut.group, [None] * self.cut.back)
+
+    def index(self, turn: int | Array) -> int | Array:
+        """The layer that is visited at a turn."""
+        return self.cut.length - 1 - turn if self.reverse else turn
+
+    def of(self, stacked: PyTree, turn: int | Array) -> PyTree:
+        """The slices of stacks that belong to a turn."""
+        return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, self.index(turn), keepdims=False), stacked)
+
+    def put(self, stacked: PyTree, values: PyTree, turn: int | Array) -> PyTree:
+        """Writes the slices of stacks that belong to a turn."""
+        put = lambda a, value: lax.dynamic_update_index_in_dim(a, value, self.index(turn), 0)
+        return jax.tree.map(put, stacked, values)
+
+    def room_for(self, like: Any) -> Array:
+        """A stack of as many values as there are layers."""
+        if jnp.issubdtype(like.dtype, jax.dtypes.extended):  # PRNG keys
+            return jnp.broadcast_to(like, (self.cut.length, *like.shape))
+        return jnp.zeros((self.cut.length, *like.shape), like.dtype)
+
+
+class Scanned(NamedTuple):
+    """The results of a `scan`: carry after the last layer, stacked y, saved values, stacked reduced gradients."""
+
+    carry: Carry
+    ys: PyTree
+    saved: SavedValues
+    grads: list[Array]
+
+
+def scan(body: LayerBody, init: Carry, layers: Layers, schedule: Schedule) -> Scanned:
+    """`lax.scan` over layers, with their weights gathered ahead and their gradients reduced one layer later.
+
+    Gathered weights and unreduced gradients cross from one iteration of the compiled loop into the next. A loop of one
+    layer would have to copy them, since the next layer's exist before this layer's are used up. In a loop of
+    `prefetch + 1` layers, each buffer is reused by a layer that starts after its last reader. The first and the last
+    layers are outside the loop, so that no layer is gathered in vain.
+
+    Args:
+        body: the operations of a layer.
+        init: carry before the first layer.
+        layers: the layers to scan over.
+        schedule: the events before the scan, to which those of its layers are added.
+
+    Cost: compiles up to 4 * max(prefetch, 1) + 1 layers instead of one.
+    """
+    cut = layers.cut
+    if cut.group == 1:
+        return _scan_without_overlap(body, init, layers, schedule)
+    length, prefetch, loops, group, given = cut.length, cut.prefetch, cut.loops, cut.group, layers.given
+    front, back = len(given.front), len(given.back)
+    turns = _Turns(body, layers)
+    of_iteration = lambda i: jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), given.loop[0])
+    next_given = of_iteration(loops - 1) if loops else given.back[0] if back else None
+    state = turns.start(init, (given.front or given.back)[0], schedule)
+    state, front_saved = turns.run(state, range(front), length - prefetch, given.front, next_given, schedule)
+    loop_saved: list[PyTree] = [None] * group
+    if loops:
+        state = turns.wait_for_offloads(state, schedule)
+
+        def iteration(state: _State, slices: tuple[Array, list[PyTree]]) -> tuple[_State, list[PyTree]]:
+            i, given = slices
+            next_given = of_iteration(jnp.maximum(loops - 2 - i, 0))
+            numbers = [front + i * group + k for k in range(group)]
+            inside = Schedule(schedule.prefetch, event(state.carry[0]))
+            return turns._replace(in_loop=True).run(state, numbers, group, given, next_given, inside)
+
+        iterations = jnp.arange(loops) if layers.saved is None else jnp.arange(loops)[::-1]
+        state, loop_saved = lax.scan(iteration, state, (iterations, given.loop), reverse=layers.saved is not None)
+        schedule.restart(event(state.carry[0]))
+        state = turns.restore_next(state, given.back[0])
+    state, back_saved = turns.run(state, range(length - back, length), back - prefetch, given.back, None, schedule)
+    reduced = turns.reduce_before(length, state, schedule)
+    return Scanned(state.carry, state.ys, SavedValues(front_saved, loop_saved, back_saved), reduced)
+
+
+class _State(NamedTuple):
+    """The values that are live between two layers.
+
+    Attributes:
+        carry: the carry of the scan.
+        weights: the gathered weights of the next layers.
+        fetched: the next layer's saved values, while they are fetched from host memory.
+        grads: the gradients of the layer before, not yet reduced.
+        ys, reduced: stacked results, None before the first layer.
+    """
+
+    carry: Carry
+    weights: list[PyTree]
+    fetched: PyTree = None
+    grads: PyTree = None
+    ys: PyTree = None
+    reduced: list[Array] | None = None
+
+
+class _Turns(NamedTuple):
+    """The layers of a `scan` in the order in which they are visited: turn 0 is the first.
+
+    Attributes:
+        body: the operations of a layer.
+        layers: the layers to scan over.
+        in_loop: whether these are the layers of one iteration of the compiled loop.
+    """
+
+    body: LayerBody
+    layers: Layers
+    in_loop: bool = False
+
+    def start(self, init: Carry, saved: PyTree, schedule: Schedule) -> _State:
+        """The state before the first layer, which has these saved values."""
+        cut = self.layers.cut
+        weights = [self._gather(turn, turn, schedule) for turn in range(min(cut.prefetch, cut.length))]
+        return self.restore_next(_State(init, weights), saved)
+
+    def run(
+        self,
+        state: _State,
+        turns: Sequence[int | Array],
+        num_gathers: int,
+        given: list[PyTree],
+        next_given: PyTree,
+        schedule: Schedule,
+    ) -> tuple[_State, list[PyTree]]:
+        """Runs some turns: (the state after them, the values that their layers save).
+
+        Args:
+            state: the state before them.
+            turns: their numbers.
+            num_gathers: how many of them, from the first on, gather the weights of a later layer.
+            given: in a backward pass, the saved values of their layers.
+            next_given: the saved values of the layer after them.
+            schedule: the events so far.
+        """
+        all_saved: list[PyTree] = []
+        waits: list[Array] = []
+        for i, turn in enumerate(turns):
+            saved = given[i]
+            if self.body.delays_recompute:
+                saved = self.body.delay_recompute(saved, events(state.grads or state.carry[0]))
+            if state.grads is not None:
+                flow, rest = state.carry
+                reduced, arrived = self.reduce_before(turn, state, schedule), schedule.before_reduction()
+                # No gradient is computed before the last one, or the last but one, is reduced.
+                flow = after(flow, arrived if self.body.one_layer_grads else waits)
+                state, waits = state._replace(carry=(flow, rest), reduced=reduced), arrived
+            if i < num_gathers:
+                prefetch = self.layers.cut.prefetch
+                weights = self._gather(turn + prefetch, prefetch, schedule)
+                state = state._replace(weights=[*state.weights, weights])
+            if self._offloads_directly:
+                flow, rest = state.carry
+                state = state._replace(carry=(floating_after(flow, schedule.offload_events(1)), rest))
+            fetched = None if state.fetched is None else self._after_last_layer(state)
+            state = self.restore_next(state, given[i + 1] if i + 1 < len(given) else next_given)
+            state, saved = self._compute(turn, state, saved, fetched, schedule)
+            all_saved.append(saved)
+        return state, all_saved
+
+    def reduce_before(self, turn: int | Array, state: _State, schedule: Schedule) -> list[Array]:
+        """Reduces the gradients of the layer before `turn`, and returns the stack with them."""
+        shards, arrived = self.body.reduce(state.grads, schedule.before_reduction(), schedule.group)
+        schedule.reduced(arrived)
+        return self.layers.put(state.reduced, shards, turn - 1)
+
+    def restore_next(self, state: _State, saved: PyTree) -> _State:
+        """Starts fetching the next layer's saved values from host memory."""
+        if not self.body.restores or saved is None:
+            return state._replace(fetched=None)
+        fetched, flow = self.body.restore(saved, state.carry[0])
+        return state._replace(fetched=fetched, carry=(flow, state.carry[1]))
+
+    def wait_for_offloads(self, state: _State, schedule: Schedule) -> _State:
+        """Delays the next layer until the values that the layers so far have saved are in host memory."""
+        flow, rest = state.carry
+        return state._replace(carry=(floating_after(flow, schedule.offload_events(0)), rest))
+
+    @property
+    def _offloads_directly(self) -> bool:
+        """Whether values are offloaded as soon as they are computed. The layer after the next waits for the copies.
+
+        In a loop they are offloaded when the layer's weights are gathered. If they were offloaded earlier, the
+        compiler, which schedules from the end, would have nothing of the layer before to overlap with the gather.
+        """
+        return self.body.offloads and not self.in_loop
+
+    def _after_last_layer(self, state: _State) -> list[Array]:
+        """Delays values that were fetched early until the layer before is done: two layers' would take memory at once.
+
+        They do not wait for the same events as the gather, see `Schedule.replace_last`.
+        """
+        return floating_after(state.fetched, events(state.grads or state.carry[0]))
+
+    def _compute(
+        self, turn: int | Array, state: _State, saved: PyTree, fetched: PyTree, schedule: Schedule
+    ) -> tuple[_State, PyTree]:
+        body, layers = self.body, self.layers
+        weights, *others = state.weights
+        carry, y, saved, grads = body.compute(weights, state.carry, layers.of(layers.xs, turn), saved, fetched)
+        schedule.computed(carry[0])
+        if body.saves:
+            waits = event(weights) if layers.cut.prefetch and not self._offloads_directly else []
+            saved = body.store(saved, waits)
+        if self._offloads_directly:
+            schedule.offloaded(body.offload_events(saved))
+        ys, reduced = state.ys, state.reduced
+        if reduced is None:
+            ys = jax.tree.map(layers.room_for, y)
+            shards = jax.eval_shape(lambda grads: body.reduce(grads, [], 0)[0], grads)
+            # Compilers would otherwise make room for all layers while the activations of the first are in memory.
+            first = event(carry[0])
+            reduced = [zeros_after((layers.cut.length, *a.shape), a.dtype, first) for a in shards]
+        return _State(carry, others, state.fetched, grads, layers.put(ys, y, turn), reduced), saved
+
+    def _gather(self, turn: int | Array, prefetch: int, schedule: Schedule) -> PyTree:
+        return self.body.fetch(self.layers.of(self.layers.shards, turn), prefetch, schedule)
+
+
+def _scan_without_overlap(body: LayerBody, init: Carry, layers: Layers, schedule: Schedule) -> Scanned:
+    """Layer by layer: gathered, computed and reduced in one iteration."""
+
+    def iteration(carry: Carry, slices: tuple[PyTree, PyTree, PyTree]) -> tuple[Carry, tuple[PyTree, PyTree, PyTree]]:
+        shards, x, given = slices
+        fetched = None if given is None else body.restore(given, [])[0]
+        carry, y, saved, grads = body.compute(body.fetch(shards, 0, Schedule(0, [])), carry, x, given, fetched)
+        return carry, (y, body.store(saved, []), body.reduce(grads, [], 0)[0])
+
+    slices = layers.shards, layers.xs, None if layers.saved is None else layers.saved.loop[0]
+    carry, (ys, saved, reduced) = lax.scan(iteration, init, slices, length=layers.cut.length, reverse=layers.reverse)
+    schedule.computed(carry[0])
+    return Scanned(carry, ys, SavedValues([], [saved], []), reduced)

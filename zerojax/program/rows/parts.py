@@ -1,0 +1,101 @@
+"""Cuts what a loss computes from sums, means and extremes over rows: into these, and what is computed from them.
+
+The parts of all devices are reduced, and the rest is computed from the results. So a ratio of sums, or the root of a
+mean, is that of the rows of all devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from zerojax.program import jaxprs
+from zerojax.program.jaxprs import Atom, Equation, Var
+from zerojax.program.rows.trace import RowTrace
+from zerojax.program.rows.values import REDUCED, Kind
+from zerojax.utils.typing import Array
+
+_MOST_ELEMENTS = 1 << 20  # of all parts; more would be a matrix of weights
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowParts:
+    """What is computed from parts.
+
+    Two are equal if they have the same results and parts, also if they are of traces with other numbers of rows.
+
+    Attributes:
+        names: of the results.
+        kinds: of the parts: SUM, MEAN, MAX, MIN, or SAME.
+        parts: the parts, as variables of a traced loss.
+        equations: compute the results from them.
+        results: one for each name.
+    """
+
+    names: tuple[str, ...]
+    kinds: tuple[Kind, ...]
+    parts: tuple[Var, ...]
+    equations: tuple[Equation, ...]
+    results: tuple[Atom, ...]
+
+    @property
+    def _key(self) -> Any:
+        return self.names, self.kinds, tuple((v.aval.shape, v.aval.dtype) for v in self.parts)
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, RowParts) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def finish(self, parts: Sequence[Any]) -> dict[str, Array]:
+        """The results by name, from the parts over all rows, of any dtype."""
+        scope = {v: _as_dtype(part, v.aval.dtype) for v, part in zip(self.parts, parts, strict=True)}
+        jaxprs.run_equations(self.equations, scope)
+        read = lambda atom: scope[atom] if jaxprs.is_var(atom) else atom.val
+        return {name: read(atom) for name, atom in zip(self.names, self.results, strict=True)}
+
+
+def _as_dtype(part: Any, dtype: Any) -> Array:
+    if dtype == jnp.bool_:
+        return jnp.asarray(part > 0)
+    return jnp.asarray(part if jnp.issubdtype(dtype, jnp.inexact) else jnp.round(part), dtype)
+
+
+def row_parts(trace: RowTrace, results: Mapping[str, Atom]) -> RowParts | None:
+    """Cuts results of a traced loss; None if one of them is not computed from parts alone, or the parts are large."""
+    equations = trace.closed.jaxpr.eqns
+    producers = {v: k for k, equation in enumerate(equations) for v in equation.outvars}
+    constant: list[bool] = []  # whether it can be computed anywhere
+    for equation in equations:
+        sources = [producers.get(v) for v in jaxprs.variables(equation)]
+        constant.append(not equation.effects and all(k is not None and constant[k] for k in sources))
+    parts: dict[Var, Kind] = {}
+    needed: set[int] = set()
+    pending, seen = list(results.values()), set()
+    while pending:
+        atom = pending.pop()
+        if not jaxprs.is_var(atom) or atom in seen:
+            continue
+        seen.add(atom)
+        kind, k = trace.of(atom).kind, producers.get(atom)
+        if kind in REDUCED or (kind is Kind.SAME and (k is None or not constant[k])):
+            parts[atom] = kind
+        elif k is not None and kind in (Kind.DERIVED, Kind.SAME):
+            needed.add(k)
+            pending.extend(equations[k].invars)
+        else:
+            return None
+    can_be_reduced = all(
+        jnp.issubdtype(v.aval.dtype, jnp.inexact)
+        or (kind is not Kind.MEAN and (jnp.issubdtype(v.aval.dtype, jnp.number) or v.aval.dtype == jnp.bool_))
+        for v, kind in parts.items()
+    )
+    if not can_be_reduced or sum(math.prod(v.aval.shape) for v in parts) > _MOST_ELEMENTS:
+        return None
+    chosen = tuple(equations[k] for k in sorted(needed))
+    return RowParts(tuple(results), tuple(parts.values()), tuple(parts), chosen, tuple(results.values()))

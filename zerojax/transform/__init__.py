@@ -1,1 +1,0 @@
-"""A traced loss, cut into segments and rewritten: gathers, reductions and rematerialization, unit by unit."""

@@ -1,0 +1,1 @@
+"""Types, messages and versions."""
