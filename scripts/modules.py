@@ -19,8 +19,8 @@ PACKAGE, PAGE = ROOT / "zerojax", ROOT / "docs" / "modules.md"
 HEADER = "| module | contents |\n|---|---|\n"
 # The architecture, bottom up: each entry imports only entries before it.
 ORDER = (
-    "utils", "sharding", "comm", "program", "contrib", "processes", "step", "offload", "analysis", "checkpoints", "zero",
-    "exchange", "deepspeed", "training", "run_report", "plan", "cli",
+    "utils", "sharding", "comm", "program", "contrib", "processes", "step", "offload", "analysis", "checkpoints",
+    "zero", "exchange", "deepspeed", "training", "run_report", "plan", "cli",
 )  # fmt: skip
 
 
