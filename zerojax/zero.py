@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from zerojax.analysis.audit.findings import check_setting
 from zerojax.analysis.report import placement as report
 from zerojax.analysis.report.explanation import Explanation
+from zerojax.offload.host_memory import memory_of
 from zerojax.processes.agreement import agree_on, agree_on_lines
 from zerojax.processes.join import check_joined
 from zerojax.program.remat import RematRules, Setting
@@ -146,7 +147,9 @@ class Zero:
             replica_axes = tuple(name for name in ("replica",) if name in mesh.axis_names)
         axes = data_axes(mesh, tuple(shard_axes), tuple(replica_axes))
         check_offload(offload, mesh, axes, Stage.of(stage))
-        self.config = ZeroConfig(mesh, axes, Stage.of(stage), Precision.of(precision), offload)
+        self.config = ZeroConfig(
+            mesh, axes, Stage.of(stage), Precision.of(precision), offload, memory_of(offload, mesh)
+        )
         self._places_optimizer = False
         self.overrides = Overrides(
             dict(shard_dims or {}),

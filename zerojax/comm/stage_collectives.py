@@ -13,12 +13,10 @@ from jax import lax
 from zerojax.comm import collectives
 from zerojax.comm.collectives import CollectiveOptions
 from zerojax.comm.schedule import Schedule
-from zerojax.offload import host_arrays
-from zerojax.offload.host_gradients import HostGradients
-from zerojax.program.regather import Gradients, select
 from zerojax.sharding.axes import Axes, Dims
 from zerojax.sharding.precision import Precision, for_reduction
 from zerojax.sharding.stages import Stage
+from zerojax.utils.flags import select
 from zerojax.utils.typing import Array, Shape
 
 
@@ -33,7 +31,6 @@ class StageCollectives:
         precision: chooses the dtypes in which gradients are communicated and summed.
         options: how the leaves of a unit are moved.
         sums_replicas: whether reduced gradients are summed over the replica axes as soon as they are complete.
-        host_gradients: where the gradients of leaves in host memory go; None if there are no such leaves.
     """
 
     axes: Axes
@@ -42,15 +39,6 @@ class StageCollectives:
     precision: Precision
     options: CollectiveOptions
     sums_replicas: bool = False
-    host_gradients: HostGradients | None = None
-
-    def fetch(
-        self, shards: Sequence[Array], dims: Sequence[Dims], schedule: Schedule, prefetch: int = 0
-    ) -> list[Array]:
-        """As `gather`, after shards in host memory have come to the device."""
-        waits = schedule.before_gather(prefetch)
-        shards = [host_arrays.from_host(a, waits) if host_arrays.is_in_host(a) else a for a in shards]
-        return self.gather(shards, dims, schedule, prefetch)
 
     def gather(
         self, shards: Sequence[Array], dims: Sequence[Dims], schedule: Schedule, prefetch: int = 0
@@ -109,18 +97,6 @@ class StageCollectives:
         stored = dims.padding.stored_shape(shape)
         return (*stored[:dim], stored[dim] // self.axes.num_shards, *stored[dim + 1 :])
 
-    def fetch_needed(
-        self,
-        shards: Sequence[Array],
-        dims: Sequence[Dims],
-        needed: Sequence[bool],
-        schedule: Schedule,
-        prefetch: int = 0,
-    ) -> list[Array | None]:
-        """Like `fetch`, with None for leaves that are not needed."""
-        fetched = iter(self.fetch(select(shards, needed), select(dims, needed), schedule, prefetch))
-        return [next(fetched) if flag else None for flag in needed]
-
     def reduce_transposed(
         self,
         grads: Sequence[Array],
@@ -129,25 +105,27 @@ class StageCollectives:
         reduced: Sequence[Array],
         group: int = 0,
     ) -> tuple[list[Array], list[Array]]:
-        """Like `reduce`, for `Gradients.weights`; the shards are transposed by `Gradients.orders`."""
+        """Like `reduce`, for gradients whose dims are in another order; their shards are transposed by `orders`."""
         moved = [each.transposed(np.argsort(order).tolist()) for each, order in zip(dims, orders, strict=True)]
         shards, events = self.reduce(grads, moved, reduced, group)
         return [lax.transpose(grad, order) for grad, order in zip(shards, orders, strict=True)], events
 
-    def reduced_dim_first(self, grads: Gradients, dims: Sequence[Dims]) -> Gradients:
-        """The gradients with the reduced dim of each weight's gradient in front.
+    def reduced_dim_first(
+        self, grads: Sequence[Array], orders: Sequence[Shape], dims: Sequence[Dims]
+    ) -> tuple[list[Array], list[Shape]]:
+        """The gradients with their reduced dim in front, and the orders that transpose them to leaves.
 
         The GPU compiler lays them out in this way for the reduction. Anything else that reads or carries them would
         use JAX's order of dims, and the compiler would copy them between the two layouts.
         """
-        weights, orders = [], []
-        for grad, order, each in zip(grads.weights, grads.orders, dims, strict=True):
+        weights, new_orders = [], []
+        for grad, order, each in zip(grads, orders, dims, strict=True):
             moved = list(range(grad.ndim))
             if self.stage.shards_grads and each.shard is not None:
                 moved.insert(0, moved.pop(order[each.shard]))
             weights.append(lax.transpose(grad, moved))
-            orders.append(tuple(moved.index(k) for k in order))
-        return grads._replace(weights=weights, orders=orders)
+            new_orders.append(tuple(moved.index(k) for k in order))
+        return weights, new_orders
 
 
 def accumulate(totals: dict[Any, Array], key: Any, value: Array) -> None:

@@ -9,7 +9,7 @@ In a backward pass, the gradients of a layer are reduced, and go to host memory,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -17,37 +17,27 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.comm.schedule import Schedule
-from zerojax.offload.host_arrays import is_in_host
+from zerojax.offload.host_arrays import is_in_host, layer_from_host
 from zerojax.offload.pace import Pace, Paces, run_with_products
-from zerojax.program.layer_scan import Carry, Layers, SavedValues, Scanned
+from zerojax.program.layer_scan import Carry, Cut, LayerBody, Layers, SavedValues, Scanned
+from zerojax.program.part import Loop
 from zerojax.utils.typing import Array, PyTree
 
 
-class HostLayerBody(Protocol):
-    """The operations of a layer, of which those that `LayerBody` has too are as there.
+class LayerSink(Protocol):
+    """Where the gradients of layers go.
 
     Attributes:
         accumulates: whether gradients are added to what the stacks in host memory hold.
     """
 
-    accumulates: bool
+    @property
+    def accumulates(self) -> bool: ...
 
-    def fetch_layer(self, stacks: PyTree, index: Any, pace: Pace) -> PyTree:
-        """The full weights of layer `index`, from stacks in host memory."""
-        ...
-
-    def compute(
-        self, weights: PyTree, carry: Carry, x: PyTree, saved: PyTree, fetched: PyTree
-    ) -> tuple[Carry, PyTree, PyTree, PyTree]: ...
-
-    def store(self, saved: PyTree, waits: list[Array]) -> PyTree: ...
-
-    def restore(self, saved: PyTree, overlapped: list[Array]) -> tuple[PyTree, list[Array]]: ...
-
-    def grads_to_host(
-        self, totals: list[Array], grads: PyTree, index: Any, paces: Paces
-    ) -> tuple[list[Array], list[Array]]:
-        """Reduces the gradients of layer `index` and adds them to stacks in host memory: (these, squared norms)."""
+    def put_layer(
+        self, leaf: int, stack: Array, grad: Array, index: Any, dim: int, paces: Paces
+    ) -> tuple[Array, Array]:
+        """Adds the reduced gradient of a layer, which has the dim of layers: (the stack, the squared norm)."""
         ...
 
 
@@ -72,17 +62,25 @@ class _Streamed(NamedTuple):
 
 
 def scan_from_host(
-    body: HostLayerBody, init: Carry, layers: Layers, totals: list[Array], schedule: Schedule
+    body: LayerBody,
+    init: Carry,
+    loop: Loop,
+    stacks: Sequence[Array],
+    totals: list[Array],
+    sink: LayerSink,
+    schedule: Schedule,
 ) -> tuple[Scanned, list[Array]]:
-    """As `layer_scan.scan`, for `layers.shards` in host memory.
+    """As `layer_scan.scan`, for layers in host memory.
 
     The first and the last layer are outside of the loop, so that no layer comes in vain.
 
     Args:
         body: the operations of a layer.
         init: carry before the first layer.
-        layers: the layers to scan over, of which the cut is `Cut.of_single_layers`.
-        totals: stacks in host memory to which the gradients are added; [] in a forward pass.
+        loop: the layers to scan over. Its cut is replaced by one of single layers.
+        stacks: the leaves of the views, as shards.
+        totals: stacks in host memory to which the gradients of the trained views are added; [] in a forward pass.
+        sink: adds them.
         schedule: the events before the scan, to which its end is added.
 
     Returns:
@@ -90,10 +88,19 @@ def scan_from_host(
 
     Cost: on the device, the weights and the gradients of two layers. Compiles three layers instead of one.
     """
-    length, given = layers.cut.length, layers.given
-    num_front, num_back = len(given.front), len(given.back)
+    cut = Cut.of_single_layers(loop.cut.length)
+    layers = Layers([], loop.xs, cut, loop.reverse, loop.saved)
+    length, given, accumulates = cut.length, layers.given, bool(totals) and sink.accumulates
+    num_front, num_back = len(given.front), len(given.back)  # the other way round in a backward pass
     put_bytes = _host_bytes(totals) / length
-    fetch_bytes = _host_bytes(layers.shards) / length + body.accumulates * put_bytes
+    fetch_bytes = _host_bytes(stacks) / length + accumulates * put_bytes
+
+    def fetch(index: Any, pace: Pace) -> PyTree:
+        """The full weights of a layer, of those that are needed."""
+        views = zip(loop.views, stacks, body.needed, strict=True)
+        layer = lambda view, stack: view.of_layer(layer_from_host(stack, index, view.order[0], pace))
+        shards = [layer(view, stack) if flag else None for view, stack, flag in views]
+        return body.gather(shards, 0, Schedule(0, []))
 
     def compute(weights: PyTree, carry: Carry, x: PyTree, given: PyTree) -> Any:
         fetched = None if given is None else body.restore(given, carry[0])[0]
@@ -103,46 +110,57 @@ def scan_from_host(
         """Moves the gradients of the layer before `turn`."""
         if not totals or state.grads is None:
             return state
-        moved, norms = body.grads_to_host(state.totals, state.grads, layers.index(turn - 1), paces)
-        norms = [n + m for n, m in zip(state.squared_norms, norms, strict=True)]
-        return state._replace(totals=moved, squared_norms=norms)
+        index, (reduced, _) = layers.index(turn - 1), body.reduce(state.grads, [], 0)
+        moved = [
+            sink.put_layer(view.leaf, total, view.to_leaf(grad), index, view.order[0], paces)
+            for view, total, grad in zip(loop.trained, state.totals, reduced, strict=True)
+        ]
+        norms = [n + norm for n, (_, norm) in zip(state.squared_norms, moved, strict=True)]
+        return state._replace(totals=[total for total, _ in moved], squared_norms=norms)
 
     def visit(state: _Streamed, turn: int | Array, given: PyTree, is_last: bool = False) -> tuple[_Streamed, PyTree]:
         """Computes a layer beside the copies: (the state after it, the values that it saves)."""
-        args = state.weights, state.carry, layers.of(layers.xs, turn), given
-        closed, shapes = jax.make_jaxpr(compute, return_shape=True)(*args)
-        results, products = run_with_products(closed, jax.tree.leaves(args))
-        carry, y, saved, grads = jax.tree.unflatten(jax.tree.structure(shapes), results)
+        results, products = _computed(compute, (state.weights, state.carry, layers.of(layers.xs, turn), given))
+        carry, y, saved, grads = results
         # Sums go when what they are added to has come.
-        puts = Pace([] if body.accumulates else products, put_bytes)
+        puts = Pace([] if accumulates else products, put_bytes)
         paces = Paces(Pace(products, fetch_bytes, one_by_one=True), puts)
         state = put(state, turn, paces)
-        weights = None if is_last else body.fetch_layer(layers.shards, layers.index(turn + 1), paces.fetches)
+        weights = None if is_last else fetch(layers.index(turn + 1), paces.fetches)
         ys = layers.put(jax.tree.map(layers.room_for, y) if state.ys is None else state.ys, y, turn)
         return state._replace(carry=carry, weights=weights, grads=grads, ys=ys), body.store(saved, [])
 
     def iteration(state: _Streamed, slices: tuple[Array, PyTree]) -> tuple[_Streamed, PyTree]:
         return visit(state, *slices)
 
-    pace = Pace([], 1, one_by_one=True, waits=schedule.before_gather())
-    weights = body.fetch_layer(layers.shards, layers.index(0), pace)
+    # The first layer comes before anything computes.
+    weights = fetch(layers.index(0), Pace([], 1, one_by_one=True, waits=schedule.before_gather()))
     state = _Streamed(init, weights, None, totals, [jnp.float32(0)] * len(totals), None)
-    front, loop, back = [], [None], []
+
+    # Layer by layer; those of the middle in a loop.
+    front, middle, back = [], [None], []
     for turn in range(num_front):
         state, saved = visit(state, turn, given.front[turn], is_last=turn == length - 1)
         front.append(saved)
-    if layers.cut.loops:
-        is_backward = layers.saved is not None
+    if cut.loops:
+        is_backward = loop.saved is not None
         turns = jnp.arange(num_front, length - num_back)
         slices = turns[::-1] if is_backward else turns, given.loop[0]
-        state, loop[0] = lax.scan(iteration, state, slices, reverse=is_backward)
+        state, middle[0] = lax.scan(iteration, state, slices, reverse=is_backward)
     for k in range(num_back):
         turn = length - num_back + k
         state, saved = visit(state, turn, given.back[k], is_last=turn == length - 1)
         back.append(saved)
     state = put(state, length, Paces(Pace([], 1), Pace([], 1)))
     schedule.computed(state.carry[0])
-    return Scanned(state.carry, state.ys, SavedValues(front, loop, back), state.totals), state.squared_norms
+    return Scanned(state.carry, state.ys, SavedValues(front, middle, back), state.totals), state.squared_norms
+
+
+def _computed(fn: Callable[..., Any], args: Any) -> tuple[Any, list[tuple[float, Array]]]:
+    """(The results of a function, its matrix products as of `run_with_products`)."""
+    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    results, products = run_with_products(closed, jax.tree.leaves(args))
+    return jax.tree.unflatten(jax.tree.structure(shapes), results), products
 
 
 def _host_bytes(stacks: Sequence[Array]) -> int:

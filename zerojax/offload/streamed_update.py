@@ -44,25 +44,10 @@ from zerojax.sharding.placement import Leaf, Stored
 from zerojax.step import optimizers
 from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
 from zerojax.step.state import Definition, TrainState, optimizer_shardings
-from zerojax.utils.typing import Array, PyTree, Shape
+from zerojax.step.update import Updated
+from zerojax.utils.typing import Array, Shape
 
 _AHEAD = 2
-
-
-class Updated(NamedTuple):
-    """The results of an update.
-
-    Attributes:
-        computed: the trained parameters in the dtypes that they are computed with, stored like the optimizer state.
-        master: the master copy, or None.
-        opt_state: the state of the optimizer.
-        squared_norm: of the trained parameters; None if it has not been computed.
-    """
-
-    computed: PyTree
-    master: PyTree
-    opt_state: PyTree
-    squared_norm: Array | None
 
 
 class _Fixed(NamedTuple):

@@ -69,8 +69,8 @@ def trace_loss(gradient: DeviceGradient, args: Any) -> LossTrace:
     def find(shards: Any, model_state: PyTree, batch: PyTree, key: Any) -> Any:
         batch = cast_batch(config.precision, batch)
         shards = definition.for_compute(shards)
-        segmented, _, output = gradient.segmented_loss(shards, gradient.fold(model_state, 0), batch, key)
-        found.append(LossTrace(segmented.traced, output))
+        parts, _, output = gradient.parts_of_loss(shards, gradient.fold(model_state, 0), batch, key)
+        found.append(LossTrace(parts.traced, output))
         return jnp.int32(0)
 
     in_specs = specs, replicated, batch_specs(config.axes, args[2]), replicated

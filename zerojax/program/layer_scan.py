@@ -24,6 +24,7 @@ class LayerBody:
     """The operations of one layer of a `scan`. This base class saves and offloads nothing, and has no gradients.
 
     Attributes:
+        needed: which weights of a layer it reads.
         saves: whether a layer saves values for the backward pass.
         offloads: whether saved values are offloaded to host memory.
         restores: whether saved values are fetched from host memory, one layer before they are used. A loop fetches once
@@ -33,14 +34,15 @@ class LayerBody:
             while the next layer recomputes its activations. If these were saved, nothing would hide the reduction.
     """
 
+    needed: Sequence[bool]
     saves: bool = False
     offloads: bool = False
     restores: bool = False
     delays_recompute: bool = False
     one_layer_grads: bool = False
 
-    def fetch(self, shards: PyTree, prefetch: int, schedule: Schedule) -> PyTree:
-        """Gathers the weights of a layer, `prefetch` layers before its turn."""
+    def gather(self, shards: PyTree, prefetch: int, schedule: Schedule) -> PyTree:
+        """Gathers the weights of a layer, `prefetch` layers before its turn. It reads only those that are needed."""
         raise NotImplementedError
 
     def compute(
@@ -189,7 +191,7 @@ class Scanned(NamedTuple):
     carry: Carry
     ys: PyTree
     saved: SavedValues
-    grads: list[Array]
+    grads: Sequence[Array | None]
 
 
 def scan(body: LayerBody, init: Carry, layers: Layers, schedule: Schedule) -> Scanned:
@@ -376,7 +378,7 @@ class _Turns(NamedTuple):
         return _State(carry, others, state.fetched, grads, layers.put(ys, y, turn), reduced), saved
 
     def _gather(self, turn: int | Array, prefetch: int, schedule: Schedule) -> PyTree:
-        return self.body.fetch(self.layers.of(self.layers.shards, turn), prefetch, schedule)
+        return self.body.gather(self.layers.of(self.layers.shards, turn), prefetch, schedule)
 
 
 def _scan_without_overlap(body: LayerBody, init: Carry, layers: Layers, schedule: Schedule) -> Scanned:
@@ -385,7 +387,7 @@ def _scan_without_overlap(body: LayerBody, init: Carry, layers: Layers, schedule
     def iteration(carry: Carry, slices: tuple[PyTree, PyTree, PyTree]) -> tuple[Carry, tuple[PyTree, PyTree, PyTree]]:
         shards, x, given = slices
         fetched = None if given is None else body.restore(given, [])[0]
-        carry, y, saved, grads = body.compute(body.fetch(shards, 0, Schedule(0, [])), carry, x, given, fetched)
+        carry, y, saved, grads = body.compute(body.gather(shards, 0, Schedule(0, [])), carry, x, given, fetched)
         return carry, (y, body.store(saved, []), body.reduce(grads, [], 0)[0])
 
     slices = layers.shards, layers.xs, None if layers.saved is None else layers.saved.loop[0]

@@ -1,316 +1,328 @@
-"""A segment that is a scan over stacked layers: forward and backward pass, layer by layer, on one device's shards.
+"""A part that is a scan over stacked layers: each layer is gathered, used and dropped.
 
 Everything here runs inside `shard_map`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence, Set
+from functools import cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from zerojax.comm.dependencies import events
 from zerojax.comm.schedule import Schedule
 from zerojax.comm.stage_collectives import StageCollectives, accumulate
-from zerojax.offload import host_arrays, host_scan
-from zerojax.program import gradient_paths, jaxprs, layer_scan
+from zerojax.program import gradient_paths, jaxprs
 from zerojax.program.gradient_paths import is_differentiable
-from zerojax.program.layer_bodies import BackwardLayer, ComputeLayer, ForwardLayer, LayerWeights
-from zerojax.program.layer_scan import Carry, Cut, Layers, SavedValues, Scanned
-from zerojax.program.regather import Regather, merge, select
+from zerojax.program.jaxprs import Var
+from zerojax.program.layer_bodies import BackwardLayer, ComputeLayer, ForwardLayer, TrainedDims
+from zerojax.program.layer_scan import Cut, SavedValues
+from zerojax.program.part import DeviceGradients, GradientSink, Loop, Weights
+from zerojax.program.regather import Regather
 from zerojax.program.remat import Remat
 from zerojax.program.segmentation import Segment, TracedLoss, View
 from zerojax.sharding.axes import Dims
+from zerojax.utils.flags import merge, select
 from zerojax.utils.typing import Array
 
 
+@dataclasses.dataclass(frozen=True)
 class LayerStack:
-    """A scan over stacked leaves: each iteration gathers its own layer, uses it and drops it.
+    """A `Part` that is a scan over stacked leaves.
 
     Weights that the loop uses in every iteration (its constants) are gathered once, before the loop. The `unroll`
     option of the model's scan has no effect.
+
+    Attributes:
+        traced, segment, collectives, remat: as of `Straight`.
     """
 
-    # As in StraightSegment:
-    differentiable_outputs: list[Any]
-    wanted_inputs: list[Any]
-    regather: Regather
+    traced: TracedLoss
+    segment: Segment
+    collectives: StageCollectives
+    remat: Remat
 
-    def __init__(
-        self,
-        traced: TracedLoss,
-        segment: Segment,
-        collectives: StageCollectives,
-        remat: Remat,
-    ):
-        self.traced, self.segment, self.collectives, self.remat = traced, segment, collectives, remat
-        (self.equation,) = segment.equations
-        self.scan = jaxprs.scan_params(self.equation)
-        first_xs = self.scan.num_consts + self.scan.num_carry
-        self.views = segment.views
-        self.const_positions = list(range(self.scan.num_consts))
-        self.carry_positions = list(range(self.scan.num_consts, first_xs))
-        self.xs_positions = [k for k in range(first_xs, len(self.equation.invars)) if k not in self.views]
-        self.dims = [self._layer_dims(view) for view in self.views.values()]
-        layers = [traced.leaf_vars[view.leaf].aval for view in self.views.values()]
-        self.num_bytes = sum(aval.size // aval.shape[0] * aval.dtype.itemsize for aval in layers)  # of a layer
-        plain = [self.equation.invars[k] for k in (*self.const_positions, *self.carry_positions, *self.xs_positions)]
-        self.weight_values = [a for a in dict.fromkeys(filter(jaxprs.is_var, plain)) if a in traced.weights]
-        self.const_leaves = sorted(frozenset().union(*(traced.weights[v] for v in self.weight_values)))
-        self.weights = LayerWeights(collectives, list(self.views.values()), self.dims)
-        self.complete = [self._is_complete(view.leaf) for view in self.views.values()]
+    # The operands of the scan --------------------------------------------------------------------------------------
+
+    @property
+    def equation(self) -> jaxprs.Equation:
+        return self.segment.equations[0]
+
+    @cached_property
+    def scan(self) -> jaxprs.ScanParams:
+        return jaxprs.scan_params(self.equation)
+
+    @property
+    def views(self) -> list[View]:
+        """The views of stacked leaves, in the order of their first uses."""
+        return list(self.segment.views.values())
+
+    @cached_property
+    def dims(self) -> list[Dims]:
+        """The divided dims of a layer of each view."""
+        found = []
+        for view in self.views:
+            dims = self.collectives.dims[view.leaf]
+            assert view.order[0] != dims.shard, "sharded over its layer dim"
+            found.append(dims.transposed(view.order).of_layer())
+        return found
+
+    @property
+    def view_positions(self) -> list[int]:
+        return list(self.segment.views)
+
+    @property
+    def const_positions(self) -> list[int]:
+        return list(range(self.scan.num_consts))
+
+    @property
+    def carry_positions(self) -> list[int]:
+        return list(range(self.scan.num_consts, self.scan.num_consts + self.scan.num_carry))
+
+    @cached_property
+    def xs_positions(self) -> list[int]:
+        first = self.scan.num_consts + self.scan.num_carry
+        return [k for k in range(first, len(self.equation.invars)) if k not in self.segment.views]
+
+    @property
+    def plain_positions(self) -> list[int]:
+        """The operands that are not views of a leaf."""
+        return [*self.const_positions, *self.carry_positions, *self.xs_positions]
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """The bytes of the weights of a layer."""
+        leaves = [self.traced.leaf_vars[view.leaf].aval for view in self.views]
+        return sum(aval.size // aval.shape[0] * aval.dtype.itemsize for aval in leaves)
+
+    @cached_property
+    def weight_values(self) -> list[Var]:
+        """The operands that are computed from weights and are not sliced."""
+        plain = [self.equation.invars[k] for k in self.plain_positions]
+        return [a for a in dict.fromkeys(filter(jaxprs.is_var, plain)) if a in self.traced.weights]
+
+    @cached_property
+    def const_leaves(self) -> list[int]:
+        return sorted(frozenset().union(*(self.traced.weights[v] for v in self.weight_values)))
+
+    @cached_property
+    def complete(self) -> list[bool]:
+        """Whether the gradient of a layer of each view comes from one iteration of this scan alone."""
+        uses = [view.leaf for view in self.views] + self.const_leaves
+        parts_of = lambda leaf: sum(leaf in segment.leaves for segment in self.traced.segments)
+        return [uses.count(view.leaf) == 1 and parts_of(view.leaf) == 1 for view in self.views]
 
     @property
     def summed(self) -> frozenset[int]:
         """The leaves whose gradients are summed over the replica axes layer by layer, if the collectives do so."""
-        return frozenset(view.leaf for view, flag in zip(self.views.values(), self.complete, strict=True) if flag)
+        return frozenset(view.leaf for view in select(self.views, self.complete))
 
-    def _is_complete(self, leaf: int) -> bool:
-        """Whether the gradient of a layer of this leaf comes from one iteration of this scan alone."""
-        uses = [view.leaf for view in self.views.values()] + self.const_leaves
-        return uses.count(leaf) == 1 and sum(leaf in segment.leaves for segment in self.traced.segments) == 1
+    # The forward pass ----------------------------------------------------------------------------------------------
 
-    def _layer_dims(self, view: View) -> Dims:
-        dims = self.collectives.dims[view.leaf]
-        assert view.order[0] != dims.shard, "sharded over its layer dim"
-        return dims.transposed(view.order).of_layer()
-
-    def _values(self, env: dict[Any, Array], consts: dict[int, Array]) -> dict[int, Array]:
-        """The operands that are not views of a leaf, by position."""
-        scope = dict(env) | {self.traced.leaf_vars[i]: full for i, full in consts.items()}
-        self.traced.bind_weights(self.weight_values, scope)
-        positions = (*self.const_positions, *self.carry_positions, *self.xs_positions)
-        atoms = {k: self.equation.invars[k] for k in positions}
-        return {k: scope[a] if jaxprs.is_var(a) else jnp.asarray(a.val, a.aval.dtype) for k, a in atoms.items()}
-
-    def primal(self, weights: Sequence[Array], fixed: Sequence[Array], data: Sequence[Array]) -> list[Array]:
+    def compute(self, weights: Sequence[Array], fixed: Sequence[Array], data: Sequence[Array]) -> list[Array]:
         """One iteration: (layers of the stacked leaves, constants, carry and other slices) -> carry and slices out."""
-        by_position = dict(zip(self.views, weights, strict=True))
+        by_position = dict(zip(self.view_positions, weights, strict=True))
         by_position.update(zip(self.const_positions, fixed, strict=True))
         by_position.update(zip((*self.carry_positions, *self.xs_positions), data, strict=True))
         return jaxprs.run(self.scan.body, *(by_position[k] for k in range(len(self.equation.invars))))
 
-    def plan_backward(self, active: Set[Any], backward_is_next: bool) -> list[Any]:
-        """As in StraightSegment: traces the backward pass of a layer.
+    def evaluate(self, weights: Weights, data: Sequence[Array], schedule: Schedule) -> list[Array]:
+        return self.run(lambda w, f, d: (self.compute(w, f, d), []), weights, data, schedule, None)[0]
 
-        `backward_is_next` changes nothing in a loop: the backward pass of its first layers waits for all others.
-        """
-        num_carry = self.scan.num_carry
-        self.active = active
-        operands = [jaxprs.is_var(atom) and atom in active for atom in self.equation.invars]
-        has_cotangent = [v in self.differentiable_outputs for v in self.equation.outvars]
-        self.ys_wanted = has_cotangent[num_carry:]
-
-        # Carried values with a tangent in the loop. Their cotangents may come from the layers alone, or not at all.
-        self.carry_wanted = gradient_paths.tangents(self.equation, operands)[:num_carry]
-        self.regather = self._traced_backward(operands)
-        start = select(has_cotangent[:num_carry], self.carry_wanted)
-        first = sum(map(sum, self.regather.wanted[:2]))  # of the gradients of carried values
-        links = self.regather.links[first : first + len(start)]
-        reached = gradient_paths.reached(start + [True] * sum(self.ys_wanted), links)
-        if not all(reached):
-            self.carry_wanted = merge(self.carry_wanted, reached[: len(start)], [False] * num_carry)
-            self.regather = self._traced_backward(operands)
-
-        # What gets a gradient of each layer.
-        trained, self.fixed_wanted, data = self.regather.gets_gradient
-        self.carry_flows, self.xs_wanted = data[:num_carry], data[num_carry:]
-        self.trained_positions = select(list(self.views), trained)
-        views, dims = list(self.views.values()), self.dims
-        self.trained = LayerWeights(self.collectives, select(views, trained), select(dims, trained))
-        self.trained_complete = select(self.complete, trained)
-        positions = [
-            *select(self.const_positions, self.fixed_wanted),
-            *select(self.carry_positions, self.carry_flows),
-            *select(self.xs_positions, self.xs_wanted),
-        ]
-        flows = {self.equation.invars[k] for k in positions if operands[k]}
-        return [v for v in self.segment.inputs if v in flows]
-
-    def _traced_backward(self, operands: Sequence[bool]) -> Regather:
-        """The backward pass of a layer. `operands` are those that have a tangent."""
-        aval = lambda k: self.equation.invars[k].aval
-        layer = lambda k: jax.ShapeDtypeStruct(aval(k).shape[1:], aval(k).dtype)
-        of = lambda positions: [operands[k] for k in positions]
-        return Regather(
-            self.primal,
-            [layer(k) for k in self.views],
-            [aval(k) for k in self.const_positions],
-            [*map(aval, self.carry_positions), *map(layer, self.xs_positions)],
-            (of(self.views), of(self.const_positions), self.carry_wanted + of(self.xs_positions)),
-            self.carry_wanted + self.ys_wanted,
-            self.remat,
-            [False] * len(self.carry_positions) + [True] * len(self.xs_positions),
-        )
-
-    def _stacked_shards(self, shards: dict[int, Array]) -> list[Array]:
-        """The operands that are views of leaves, as shards: casting and transposing a shard need no communication."""
-        stacked = []
-        for view in self.views.values():
-            value = shards[view.leaf]
-            for equation in view.equations:
-                value = jaxprs.apply(equation, value)
-            stacked.append(value)
-        return stacked
-
-    def _in_host(self, shards: dict[int, Array]) -> bool:
-        """Whether the stacks are in host memory."""
-        return any(map(host_arrays.is_in_host, self._host_stacks(shards)))
-
-    def _host_stacks(self, shards: dict[int, Array]) -> list[Array]:
-        """The leaves that are sliced, as shards."""
-        return [shards[view.leaf] for view in self.views.values()]
-
-    def _consts(self, shards: dict[int, Array], schedule: Schedule) -> dict[int, Array]:
+    def gather_consts(self, weights: Weights, schedule: Schedule) -> dict[int, Array]:
         """The full leaves that the constants of the loop are computed from."""
         if not self.const_leaves:
             return {}
         dims = [self.collectives.dims[i] for i in self.const_leaves]
-        full = self.collectives.fetch([shards[i] for i in self.const_leaves], dims, schedule)
-        return dict(zip(self.const_leaves, full, strict=True))
+        shards = weights.shards(self.const_leaves, schedule.before_gather())
+        return dict(zip(self.const_leaves, self.collectives.gather(shards, dims, schedule), strict=True))
 
-    def _run(
-        self,
-        compute: ComputeLayer,
-        shards: dict[int, Array],
-        data: Sequence[Array],
-        schedule: Schedule,
-        regather: Regather | None,
-    ) -> tuple[list[Array], SavedValues]:
-        """(outputs of the segment, values that the layers save: none without `regather`)."""
-        values = self._values(dict(zip(self.segment.inputs, data, strict=True)), self._consts(shards, schedule))
-        floating = [is_differentiable(self.equation.invars[k].aval) for k in self.carry_positions]
-        fixed = [values[k] for k in self.const_positions]
-        body = ForwardLayer(self.weights, compute, fixed, floating, regather)
-        carry = body.split([values[k] for k in self.carry_positions])
-        xs = [values[k] for k in self.xs_positions]
-        if self._in_host(shards):
-            layers = Layers(self._host_stacks(shards), xs, Cut.of_single_layers(self.scan.length), self.scan.reverse)
-            scanned, _ = host_scan.scan_from_host(body, carry, layers, [], schedule)
-        else:
-            layers = Layers(self._stacked_shards(shards), xs, self._cut(schedule), self.scan.reverse)
-            scanned = layer_scan.scan(body, carry, layers, schedule)
-        out = dict(zip(self.equation.outvars, [*merge(floating, *scanned.carry), *scanned.ys], strict=True))
-        return [out[v] for v in self.segment.outputs], scanned.saved
+    def plain_values(self, data: Sequence[Array], consts: dict[int, Array]) -> dict[int, Array]:
+        """The operands that are not views of a leaf, by position."""
+        scope = dict(zip(self.segment.inputs, data, strict=True))
+        scope |= {self.traced.leaf_vars[i]: full for i, full in consts.items()}
+        self.traced.bind_weights(self.weight_values, scope)
+        atoms = {k: self.equation.invars[k] for k in self.plain_positions}
+        return {k: scope[a] if jaxprs.is_var(a) else jnp.asarray(a.val, a.aval.dtype) for k, a in atoms.items()}
 
-    def _cut(self, schedule: Schedule) -> Cut:
+    def cut(self, schedule: Schedule) -> Cut:
         """The cut of the loop, which is the same in both passes: one uses the values that the other saves."""
         stage = self.collectives.stage
         overlaps = schedule.prefetch > 0 and self.collectives.axes.num_shards > 1
         prefetch = schedule.prefetch if overlaps and stage.shards_params else 0
         return Cut.of(self.scan.length, prefetch, delay_reduction=overlaps and stage.shards_grads)
 
+    def run(
+        self,
+        compute: ComputeLayer,
+        weights: Weights,
+        data: Sequence[Array],
+        schedule: Schedule,
+        regather: Regather | None,
+    ) -> tuple[list[Array], SavedValues]:
+        """(outputs of the segment, values that the layers save: none without `regather`)."""
+        values = self.plain_values(data, self.gather_consts(weights, schedule))
+        floating = [is_differentiable(self.equation.invars[k].aval) for k in self.carry_positions]
+        fixed = [values[k] for k in self.const_positions]
+        body = ForwardLayer(self.collectives, self.dims, compute, fixed, floating, regather)
+        carry = body.split([values[k] for k in self.carry_positions])
+        loop = Loop(self.views, [values[k] for k in self.xs_positions], self.cut(schedule), self.scan.reverse)
+        scanned = weights.scan(body, carry, loop, schedule, DeviceGradients())
+        out = dict(zip(self.equation.outvars, [*merge(floating, *scanned.carry), *scanned.ys], strict=True))
+        return [out[v] for v in self.segment.outputs], scanned.saved
+
+    # The plan of the backward pass ---------------------------------------------------------------------------------
+
+    def plan_backward(self, outputs: Sequence[Var], active: Set[Var], backward_is_next: bool) -> LayerStackWithBackward:
+        """Traces the backward pass of a layer.
+
+        `backward_is_next` changes nothing in a loop: the backward pass of its first layers waits for all others.
+        """
+        num_carry = self.scan.num_carry
+        operands = [jaxprs.is_var(atom) and atom in active for atom in self.equation.invars]
+        has_cotangent = [v in outputs for v in self.equation.outvars]
+        ys_wanted = has_cotangent[num_carry:]
+
+        # Carried values with a tangent in the loop. Their cotangents may come from the layers alone, or not at all.
+        carry_wanted = gradient_paths.tangents(self.equation, operands)[:num_carry]
+        regather = self._traced_backward(operands, carry_wanted, ys_wanted)
+        start = select(has_cotangent[:num_carry], carry_wanted)
+        first = sum(map(sum, regather.wanted[:2]))  # of the gradients of carried values
+        links = regather.links[first : first + len(start)]
+        reached = gradient_paths.reached(start + [True] * sum(ys_wanted), links)
+        if not all(reached):
+            carry_wanted = merge(carry_wanted, reached[: len(start)], [False] * num_carry)
+            regather = self._traced_backward(operands, carry_wanted, ys_wanted)
+
+        # What gets a gradient of each layer.
+        _, fixed, data = regather.gets_gradient
+        positions = [
+            *select(self.const_positions, fixed),
+            *select(self.carry_positions, data[:num_carry]),
+            *select(self.xs_positions, data[num_carry:]),
+        ]
+        flows = {self.equation.invars[k] for k in positions if operands[k]}
+        inputs = [v for v in self.segment.inputs if v in flows]
+        trained = frozenset(i for i in self.const_leaves if self.traced.leaf_vars[i] in active)
+        return LayerStackWithBackward(self, outputs, inputs, regather, carry_wanted, ys_wanted, trained)
+
+    def _traced_backward(self, operands: Sequence[bool], carry_wanted: list[bool], ys_wanted: list[bool]) -> Regather:
+        """The backward pass of a layer. `operands` are those that have a tangent."""
+        aval = lambda k: self.equation.invars[k].aval
+        layer = lambda k: jax.ShapeDtypeStruct(aval(k).shape[1:], aval(k).dtype)
+        of = lambda positions: [operands[k] for k in positions]
+        return Regather(
+            self.compute,
+            [layer(k) for k in self.view_positions],
+            [aval(k) for k in self.const_positions],
+            [*map(aval, self.carry_positions), *map(layer, self.xs_positions)],
+            wanted=(of(self.view_positions), of(self.const_positions), carry_wanted + of(self.xs_positions)),
+            differentiable=carry_wanted + ys_wanted,
+            remat=self.remat,
+            resident=[False] * len(self.carry_positions) + [True] * len(self.xs_positions),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerStackWithBackward:
+    """A `PlannedPart` that is a scan over stacked leaves.
+
+    Attributes:
+        part, outputs, inputs: as of every `PlannedPart`.
+        regather: the forward and backward pass of a layer, for full weights.
+        carry_wanted: which carried values have a cotangent in the loop.
+        ys_wanted: which stacked outputs have one.
+        trained_consts: the leaves that get a gradient and that constants of the loop are computed from.
+    """
+
+    part: LayerStack
+    outputs: Sequence[Var]
+    inputs: Sequence[Var]
+    regather: Regather
+    carry_wanted: Sequence[bool]
+    ys_wanted: Sequence[bool]
+    trained_consts: frozenset[int]
+    is_loop = True
+
     @property
     def names(self) -> set[str]:
-        """The names of the segment's activations."""
         return self.regather.names
 
-    def evaluate(self, shards: dict[int, Array], data: Sequence[Array], schedule: Schedule) -> list[Array]:
-        return self._run(lambda w, f, d: (self.primal(w, f, d), []), shards, data, schedule, None)[0]
-
-    def forward(self, shards: dict[int, Array], data: Sequence[Array], schedule: Schedule) -> tuple[list[Array], Any]:
-        out, saved = self._run(self.regather.forward, shards, data, schedule, self.regather)
+    def forward(self, weights: Weights, data: Sequence[Array], schedule: Schedule) -> tuple[list[Array], Any]:
+        out, saved = self.part.run(self.regather.forward, weights, data, schedule, self.regather)
         return out, (saved, list(data))
 
     def restore(self, saved: Any, cotangents: list[Array]) -> tuple[Any, list[Array]]:
-        """As in StraightSegment; here the layers fetch their saved values themselves."""
+        """The layers fetch their saved values themselves."""
         return saved, cotangents
 
     def backward(
-        self, shards: dict[int, Array], saved: Any, cotangents: Sequence[Array], schedule: Schedule
+        self, weights: Weights, saved: Any, cotangents: Sequence[Array], schedule: Schedule, sink: GradientSink
     ) -> tuple[dict[int, Array], list[Array]]:
+        part, regather, collectives = self.part, self.regather, self.part.collectives
         saved, data = saved
-        env = dict(zip(self.segment.inputs, data, strict=True))
-        consts = self._consts(shards, schedule)
-        values = self._values(env, consts)
-        fixed = [values[k] for k in self.const_positions]
-        given = dict(zip(self.differentiable_outputs, cotangents, strict=True))
-        num_carry = self.scan.num_carry
+        num_carry = part.scan.num_carry
+        trained, fixed_wanted, data_wanted = regather.gets_gradient
+        carry_flows, xs_wanted = data_wanted[:num_carry], data_wanted[num_carry:]
+
+        # The cotangents of the loop's results.
+        consts = part.gather_consts(weights, schedule)
+        values = part.plain_values(data, consts)
+        given = dict(zip(self.outputs, cotangents, strict=True))
         out_grad = lambda v: given[v] if v in given else jnp.zeros(v.aval.shape, v.aval.dtype)
-        carry_grads = [out_grad(v) for v in select(self.equation.outvars[:num_carry], self.carry_wanted)]
-        ys_grads = [out_grad(v) for v in select(self.equation.outvars[num_carry:], self.ys_wanted)]
-        if self.regather.recomputes and not self.regather.offloads:  # values from host memory are late anyway
-            saved = saved.with_last(lambda last: self.regather.delay_inputs(last, events(carry_grads)))
-        carried = select(self.carry_flows, self.carry_wanted)
+        carry_grads = [out_grad(v) for v in select(part.equation.outvars[:num_carry], self.carry_wanted)]
+        ys_grads = [out_grad(v) for v in select(part.equation.outvars[num_carry:], self.ys_wanted)]
+        if regather.recomputes and not regather.offloads:  # values from host memory are late anyway
+            saved = saved.with_last(lambda last: regather.delay_inputs(last, events(carry_grads)))
+
+        # The loop: each layer is gathered, computed and reduced.
+        fixed = [values[k] for k in part.const_positions]
+        carried = select(carry_flows, self.carry_wanted)
+        complete = select(part.complete, trained)
         body = BackwardLayer(
-            self.weights,
-            self.trained,
-            self.trained_complete,
-            self.regather,
+            collectives,
+            part.dims,
+            TrainedDims(select(part.dims, trained), complete),
+            regather,
             fixed,
             carried,
-            self.remat.saves_inputs_only,
+            part.remat.saves_inputs_only,
         )
-        fixed_grads = [jnp.zeros(a.shape, a.dtype) for a in select(fixed, self.fixed_wanted)]
-        init, reverse = (carry_grads, fixed_grads), not self.scan.reverse
-        if self._in_host(shards):
-            scanned, layer_grads = self._backward_from_host(body, init, shards, (ys_grads, saved), schedule)
-        else:
-            layers = Layers(self._stacked_shards(shards), ys_grads, self._cut(schedule), reverse, saved)
-            scanned = layer_scan.scan(body, init, layers, schedule)
-            orders = [np.argsort(view.order).tolist() for view in self.trained.views]
-            layer_grads = [jnp.transpose(grad, order) for grad, order in zip(scanned.grads, orders, strict=True)]
+        fixed_grads = [jnp.zeros(a.shape, a.dtype) for a in select(fixed, fixed_wanted)]
+        dtypes = [part.equation.invars[k].aval.dtype for k in select(part.view_positions, trained)]
+        loop = Loop(
+            part.views,
+            ys_grads,
+            part.cut(schedule),
+            not part.scan.reverse,
+            saved,
+            select(part.views, trained),
+            complete,
+            [collectives.grad_dtype(dtype) for dtype in dtypes],
+        )
+        scanned = weights.scan(body, (carry_grads, fixed_grads), loop, schedule, sink)
         (carry_grads, fixed_grads), xs_grads = scanned.carry, scanned.ys
-        operand_grads = dict(zip(select(self.const_positions, self.fixed_wanted), fixed_grads, strict=True))
-        operand_grads.update(
-            zip(select(self.carry_positions, self.carry_flows), select(carry_grads, carried), strict=True)
-        )
-        operand_grads.update(zip(select(self.xs_positions, self.xs_wanted), xs_grads, strict=True))
+
+        # The gradients of the operands, by position; then those of leaves and of the inputs.
+        operand_grads = dict(zip(select(part.const_positions, fixed_wanted), fixed_grads, strict=True))
+        carry_grads = select(carry_grads, carried)
+        operand_grads.update(zip(select(part.carry_positions, carry_flows), carry_grads, strict=True))
+        operand_grads.update(zip(select(part.xs_positions, xs_wanted), xs_grads, strict=True))
         leaf_grads = self._const_grads(consts, operand_grads, schedule)
-        for view, grad in zip(self.trained.views, layer_grads, strict=True):
+        for view, grad in zip(loop.trained, scanned.grads, strict=True):
             if grad is not None:
                 accumulate(leaf_grads, view.leaf, grad)
-        data_grads = [self._data_grad(v, operand_grads) for v in self.wanted_inputs]
-        return leaf_grads, data_grads
+        return leaf_grads, [self._input_grad(v, operand_grads) for v in self.inputs]
 
-    def _backward_from_host(
-        self, body: BackwardLayer, init: Carry, shards: dict[int, Array], given: tuple[Any, Any], schedule: Schedule
-    ) -> tuple[Scanned, list[Array | None]]:
-        """The backward pass of layers whose stacks are in host memory, except for those of vectors.
-
-        Args:
-            body, init, schedule: as of `layer_scan.scan`.
-            shards: by leaf.
-            given: the cotangents of stacked outputs, and the saved values.
-
-        Returns:
-            (the results; for each trained leaf, the gradient, or None if it has gone to host memory).
-        """
-        host, views = self.collectives.host_gradients, self.trained.views
-        assert host is not None
-        moves = [host_arrays.is_in_host(shards[view.leaf]) for view in views]
-        self._check_complete(select(views, moves))
-        dtypes = [self.collectives.grad_dtype(self.equation.invars[k].aval.dtype) for k in self.trained_positions]
-        totals = [
-            host.stack(view.leaf, shards[view.leaf].shape, dtype) if flag else jnp.zeros(shards[view.leaf].shape, dtype)
-            for view, dtype, flag in zip(views, dtypes, moves, strict=True)
-        ]
-        cut = Cut.of_single_layers(self.scan.length)
-        layers = Layers(self._host_stacks(shards), given[0], cut, not self.scan.reverse, given[1])
-        scanned, norms = host_scan.scan_from_host(body, init, layers, totals, schedule)
-        for view, total, norm in select(list(zip(views, scanned.grads, norms, strict=True)), moves):
-            host.totals[view.leaf], host.squared_norms[view.leaf] = total, norm
-        return scanned, [None if flag else grad for flag, grad in zip(moves, scanned.grads, strict=True)]
-
-    def _check_complete(self, views: Sequence[View]) -> None:
-        for view in views:
-            if not self._is_complete(view.leaf):
-                shape = self.traced.leaf_vars[view.leaf].aval.shape
-                raise ValueError(
-                    f"offload: the gradients of layers in host memory are computed by one loop\n"
-                    f"  got:      a leaf of {self.traced.unit_of[view.leaf]!r} of shape {shape}, which the loss also "
-                    f"uses elsewhere\n"
-                    f"  fix:      Zero(..., offload='optimizer'), which keeps the parameters on the devices"
-                )
-
-    def _data_grad(self, v: Any, operand_grads: dict[int, Array]) -> Array:
-        """The gradient of a data value, which may be several operands of the scan."""
+    def _input_grad(self, v: Var, operand_grads: dict[int, Array]) -> Array:
+        """The gradient of an input, which may be several operands of the scan."""
         total = jnp.zeros(v.aval.shape, v.aval.dtype)
         for k, grad in operand_grads.items():
-            if self.equation.invars[k] is v:
+            if self.part.equation.invars[k] is v:
                 total = total + grad
         return total
 
@@ -318,20 +330,22 @@ class LayerStack:
         self, consts: dict[int, Array], operand_grads: dict[int, Array], schedule: Schedule
     ) -> dict[int, Array]:
         """The reduced gradients of leaves, from gradients of the loop's constants that are computed from them."""
-        positions = [k for k in operand_grads if self.equation.invars[k] in self.weight_values]
-        used = frozenset().union(*(self.traced.weights[self.equation.invars[k]] for k in positions))
-        leaves = [i for i in self.const_leaves if i in used and self.traced.leaf_vars[i] in self.active]
-        if not leaves or not positions:
+        part, traced, collectives = self.part, self.part.traced, self.part.collectives
+        operands = part.equation.invars
+        positions = [k for k in operand_grads if operands[k] in part.weight_values]
+        used = frozenset().union(*(traced.weights[operands[k]] for k in positions))
+        leaves = [i for i in part.const_leaves if i in used & self.trained_consts]
+        if not leaves:
             return {}
 
         def derive(full: Sequence[Array]) -> list[Array]:
-            scope = {self.traced.leaf_vars[i]: w for i, w in (consts | dict(zip(leaves, full, strict=True))).items()}
-            self.traced.bind_weights(self.weight_values, scope)
-            return [scope[self.equation.invars[k]] for k in positions]
+            scope = {traced.leaf_vars[i]: w for i, w in (consts | dict(zip(leaves, full, strict=True))).items()}
+            traced.bind_weights(part.weight_values, scope)
+            return [scope[operands[k]] for k in positions]
 
         _, vjp = jax.vjp(derive, [consts[i] for i in leaves])
         (grads,) = vjp([operand_grads[k] for k in positions])
-        dims = [self.collectives.dims[i] for i in leaves]
-        reduced, reduction_events = self.collectives.reduce(grads, dims, schedule.before_reduction(), schedule.group)
+        dims = [collectives.dims[i] for i in leaves]
+        reduced, reduction_events = collectives.reduce(grads, dims, schedule.before_reduction(), schedule.group)
         schedule.reduced(reduction_events)
         return dict(zip(leaves, reduced, strict=True))

@@ -23,28 +23,10 @@ from zerojax.program import gradient_paths, jaxprs
 from zerojax.program.gradient_paths import is_differentiable
 from zerojax.program.partition_inputs import divisible_dim, on_parts, partition, unpartition
 from zerojax.program.remat import NO_REMAT, Place, Remat
+from zerojax.utils.flags import merge, negate, replaced, select
 
 Arrays = Sequence[Any]
 Function = Callable[[Arrays, Arrays, Arrays], Arrays]
-
-
-def select(values: Arrays, flags: Sequence[bool]) -> list[Any]:
-    return [value for value, flag in zip(values, flags, strict=True) if flag]
-
-
-def merge(flags: Sequence[bool], true: Arrays, false: Arrays) -> list[Any]:
-    """The inverse of `select` by `flags` (for `true`) and by its negation (for `false`)."""
-    true_items, false_items = iter(true), iter(false)
-    return [next(true_items) if flag else next(false_items) for flag in flags]
-
-
-def _negate(flags: Sequence[bool]) -> list[bool]:
-    return [not flag for flag in flags]
-
-
-def _replaced(values: Arrays, flags: Sequence[bool], fn: Callable[[list[Any]], Arrays]) -> list[Any]:
-    """The values, with the flagged ones replaced by `fn` of them."""
-    return merge(flags, fn(select(values, flags)), select(values, _negate(flags)))
 
 
 def _to_host(value: Any) -> Any:
@@ -135,12 +117,12 @@ class Regather:
         def forward(*flat: Any) -> list[Any]:
             args = self._group(flat)
             varied = [select(a, w) for a, w in zip(args, wanted, strict=True)]
-            constant = [select(a, _negate(w)) for a, w in zip(args, wanted, strict=True)]
+            constant = [select(a, negate(w)) for a, w in zip(args, wanted, strict=True)]
 
             def split_fn(*varied: Arrays) -> tuple[Arrays, Arrays]:
                 merged = [merge(w, v, c) for w, v, c in zip(wanted, varied, constant, strict=True)]
                 out = fn(*merged)
-                return select(out, differentiable), select(out, _negate(differentiable))
+                return select(out, differentiable), select(out, negate(differentiable))
 
             out, vjp, rest = jax.vjp(split_fn, *varied, has_aux=True)
             residuals, trees["vjp"] = jax.tree.flatten(vjp)
@@ -170,7 +152,7 @@ class Regather:
         residuals = [atom.aval if jaxprs.is_var(atom) else np.asarray(atom.val) for atom in self.residuals]
         closed = jax.make_jaxpr(vjp)(residuals, cotangents)
         self.links = gradient_paths.dependencies(closed.jaxpr, closed.jaxpr.invars[len(residuals) :])
-        nonzero = _negate(gradient_paths.zeros(closed.jaxpr))
+        nonzero = negate(gradient_paths.zeros(closed.jaxpr))
         flags = iter(nonzero)
         self.gets_gradient = [[wanted and next(flags) for wanted in group] for group in self.wanted]
         closed = jaxprs.with_outputs(closed, select(closed.jaxpr.outvars, nonzero))
@@ -226,7 +208,7 @@ class Regather:
     def store(self, values: Arrays, events: Arrays) -> list[Any]:
         """Moves the saved values to their places. Inputs are copied to host memory after the events."""
         copied = [in_host and is_input for in_host, is_input in zip(self._in_host, self._is_input, strict=True)]
-        values = _replaced(values, copied, lambda inputs: floating_after(inputs, events))
+        values = replaced(values, copied, lambda inputs: floating_after(inputs, events))
         return [each.store(value) for each, value in zip(self.saved, values, strict=True)]
 
     def offload_events(self, saved: Arrays) -> list[Any]:
@@ -259,7 +241,7 @@ class Regather:
 
     def with_fetched(self, saved: Arrays, fetched: Arrays) -> list[Any]:
         """The saved values, with the copies of `restore` in place of those in host memory."""
-        return _replaced(saved, self._in_host, lambda _: fetched)
+        return replaced(saved, self._in_host, lambda _: fetched)
 
     @property
     def _is_input(self) -> list[bool]:
@@ -271,7 +253,7 @@ class Regather:
 
     def delay_inputs(self, saved: Arrays, events: Arrays) -> list[Any]:
         """The saved values, with the unit's floating inputs not available before the events: it is recomputed later."""
-        return _replaced(saved, self._is_input, lambda inputs: floating_after(inputs, events))
+        return replaced(saved, self._is_input, lambda inputs: floating_after(inputs, events))
 
     def backward(self, weights: Arrays, fixed: Arrays, saved: Arrays, cotangents: Arrays) -> Gradients:
         """Gradients of the weights, fixed and data that get one.

@@ -19,9 +19,8 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from jax import lax
 
-from zerojax.offload import host_arrays
-from zerojax.offload.pace import Pace
 from zerojax.program import jaxprs
+from zerojax.utils.typing import Array
 
 
 class View(NamedTuple):
@@ -31,16 +30,21 @@ class View(NamedTuple):
     equations: tuple[Any, ...]
     order: tuple[int, ...]  # the dims of the leaf in the order of the value
 
-    def fetch_layer(self, stack: Any, index: Any, pace: Pace) -> Any:
-        """Layer `index` of the value, whose dim 0 is that of layers, from the leaf, which may be in host memory."""
-        layer = host_arrays.layer_from_host(stack, index, self.order[0], pace)
+    def of(self, leaf: Array) -> Array:
+        """The value, from the leaf or from its shard."""
+        for equation in self.equations:
+            leaf = jaxprs.apply(equation, leaf)
+        return leaf
+
+    def of_layer(self, layer: Array) -> Array:
+        """A layer of the value, whose dim 0 is that of layers, from a layer of the leaf, which has that dim too."""
         for equation in self.equations:
             if jaxprs.permutation(equation) is None:
                 layer = jaxprs.apply(equation, layer)
         return lax.squeeze(lax.transpose(layer, self.order), [0])
 
-    def of_leaf(self, layer: Any) -> Any:
-        """A layer of the value with the dims of the leaf."""
+    def to_leaf(self, layer: Array) -> Array:
+        """A layer of the value with the dims of the leaf: the inverse of `of_layer`, without its casts."""
         return lax.transpose(lax.expand_dims(layer, [0]), np.argsort(self.order).tolist())
 
 
@@ -131,6 +135,10 @@ class TracedLoss:
             if len({self.unit_of[i] for i in leaves}) == 1 and not equation.effects:
                 self.weights.update(dict.fromkeys(equation.outvars, leaves))
                 self.producer.update(dict.fromkeys(equation.outvars, equation))
+
+    def unit(self, segment: Segment) -> str:
+        """The unit whose weights a segment uses (the first, if one equation uses several), or ''."""
+        return self.unit_of[segment.leaves[0]] if segment.leaves else ""
 
     def leaves_of(self, equation: Any) -> frozenset[int]:
         return frozenset().union(*(self.weights[v] for v in jaxprs.variables(equation) if v in self.weights))

@@ -1,4 +1,4 @@
-"""A segment that looks up rows in a sharded table, such as an embedding: the rows travel, not the table.
+"""A part that looks up rows in a sharded table, such as an embedding: the rows travel, not the table.
 
 A table of shape [rows, width] is sharded over its width. Each device takes its part of the rows that all devices look
 up, and an all-to-all brings each device the whole rows of its own indices:
@@ -14,8 +14,10 @@ Everything here runs inside `shard_map`.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence, Set
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -26,9 +28,10 @@ from zerojax.comm import collectives as communication
 from zerojax.comm.dependencies import event, zeros_after
 from zerojax.comm.schedule import Schedule
 from zerojax.comm.stage_collectives import StageCollectives
-from zerojax.offload import host_arrays
 from zerojax.program import jaxprs
 from zerojax.program.gradient_paths import is_differentiable
+from zerojax.program.jaxprs import Var
+from zerojax.program.part import GradientSink, Weights
 from zerojax.program.remat import Remat
 from zerojax.program.segmentation import Segment, TracedLoss, View
 from zerojax.sharding.padding import Padding
@@ -55,60 +58,78 @@ def looks_up_shards(collectives: StageCollectives, leaves: Sequence[Aval], equat
     return indices.size * (table_bytes // leaf.shape[row_dim] + index_bytes) < table_bytes
 
 
+@dataclasses.dataclass(frozen=True)
 class TableLookup:
-    """A segment that consists of one lookup of rows in a table.
+    """A `Part` that consists of one lookup of rows in a table. Its backward pass needs no plan: see `PlannedPart`.
 
-    Args:
-        traced, segment, collectives, remat: as of `StraightSegment`. `remat` has no effect: only indices are
-            saved for the backward pass.
+    Attributes:
+        traced, segment, collectives, remat: as of `Straight`. `remat` has no effect: only indices are saved for the
+            backward pass.
+        outputs, inputs, names: as of every `PlannedPart`. Indices have no gradient.
     """
 
-    differentiable_outputs: list[Any]  # as in StraightSegment
+    traced: TracedLoss
+    segment: Segment
+    collectives: StageCollectives
+    remat: Remat
+    inputs: tuple[Var, ...] = ()
+    is_loop = False
+    num_bytes = 0  # nothing of the table is gathered
 
-    def __init__(
-        self,
-        traced: TracedLoss,
-        segment: Segment,
-        collectives: StageCollectives,
-        remat: Remat,
-    ):
-        self.segment, self.collectives = segment, collectives
-        (self.equation,) = segment.equations
-        self.view = segment.views[0]
-        lookup, dims = jaxprs.row_lookup(self.equation), collectives.dims[self.view.leaf]
-        dim = dims.shard
-        assert lookup is not None and dim is not None
-        self.offset_dims = lookup.offset_dims
-        self.lookup = lookup._replace(dim=self.view.order[lookup.dim])
-        self.table = traced.leaf_vars[self.view.leaf].aval
-        self.dim = dim + (dim < self.lookup.dim)  # of the rows [count, ...]: those of the table without its row dim
-        self.padding = Padding(self.dim, dims.num_zeros)  # of the rows
-        self.names: set[str] = set()
-        self.num_bytes = 0  # nothing of the table is gathered
+    @property
+    def part(self) -> TableLookup:
+        return self
 
-    def plan_backward(self, active: Set[Any], backward_is_next: bool) -> list[Any]:
-        """As in StraightSegment. There is nothing to plan: indices have no gradient."""
-        return []
+    @property
+    def outputs(self) -> list[Var]:
+        return self.segment.outputs
 
-    def evaluate(self, shards: dict[int, Array], data: Sequence[Array], schedule: Schedule) -> list[Array]:
+    @property
+    def names(self) -> set[str]:
+        return set()
+
+    @property
+    def view(self) -> View:
+        return self.segment.views[0]
+
+    @property
+    def table(self) -> Aval:
+        """The aval of the leaf."""
+        return self.traced.leaf_vars[self.view.leaf].aval
+
+    @cached_property
+    def lookup(self) -> jaxprs.RowLookup:
+        """The lookup, with the row dim of the leaf."""
+        lookup = jaxprs.row_lookup(self.segment.equations[0])
+        assert lookup is not None
+        return lookup._replace(dim=self.view.order[lookup.dim])
+
+    @cached_property
+    def padding(self) -> Padding:
+        """The padding of rows [count, ...]. Its dim is the sharded one: those of the table without its row dim."""
+        dims = self.collectives.dims[self.view.leaf]
+        assert dims.shard is not None
+        return Padding(dims.shard + (dims.shard < self.lookup.dim), dims.num_zeros)
+
+    def plan_backward(self, outputs: Sequence[Var], active: Set[Var], backward_is_next: bool) -> TableLookup:
+        return self
+
+    def evaluate(self, weights: Weights, data: Sequence[Array], schedule: Schedule) -> list[Array]:
         indices = data[0].reshape(-1, 1)
-        table = shards[self.view.leaf]
-        if host_arrays.is_in_host(table):
-            table = host_arrays.from_host(table, schedule.before_gather())
+        (table,) = weights.shards([self.view.leaf], schedule.before_gather())
         rows = self._in_pieces(lambda part: self._rows(table, part), indices)
         if self.collectives.stage.shards_params and schedule.is_first_gather():
             schedule.gathered(event([rows]))  # the first unit computes from the rows: its weights come after them
         return [self._arrange(rows)]
 
-    def forward(self, shards: dict[int, Array], data: Sequence[Array], schedule: Schedule) -> tuple[list[Array], Any]:
-        return self.evaluate(shards, data, schedule), data[0].reshape(-1, 1)
+    def forward(self, weights: Weights, data: Sequence[Array], schedule: Schedule) -> tuple[list[Array], Any]:
+        return self.evaluate(weights, data, schedule), data[0].reshape(-1, 1)
 
     def restore(self, saved: Any, cotangents: list[Array]) -> tuple[Any, list[Array]]:
-        """As in StraightSegment. Nothing is in host memory."""
         return saved, cotangents
 
     def backward(
-        self, shards: dict[int, Array], saved: Any, cotangents: Sequence[Array], schedule: Schedule
+        self, weights: Weights, saved: Any, cotangents: Sequence[Array], schedule: Schedule, sink: GradientSink
     ) -> tuple[dict[int, Array], list[Array]]:
         rows_aval = jax.ShapeDtypeStruct(self._rows_shape(len(saved)), self.table.dtype)
         (grads,) = jax.linear_transpose(self._arrange, rows_aval)(cotangents[0])
@@ -144,11 +165,11 @@ class TableLookup:
 
     def _to_rows(self, parts: Array) -> Array:
         """Exchanges parts of all devices' rows, [N, count, .., width / N, ..], for own rows, [count, .., width, ..]."""
-        return self.padding.crop(communication.exchange(parts, self.collectives.axes, 0, self.dim + 1)[0])
+        return self.padding.crop(communication.exchange(parts, self.collectives.axes, 0, self.padding.dim + 1)[0])
 
     def _to_parts(self, rows: Array) -> Array:
         """The inverse of `_to_rows`."""
-        return communication.exchange(self.padding.pad(rows)[None], self.collectives.axes, self.dim + 1, 0)
+        return communication.exchange(self.padding.pad(rows)[None], self.collectives.axes, self.padding.dim + 1, 0)
 
     def _arrange(self, rows: Array) -> Array:
         """The result of the equation, from rows of the leaf: cast, transposed and reshaped like the view."""
@@ -160,7 +181,7 @@ class TableLookup:
         indices_shape = self.segment.inputs[0].aval.shape[:-1]
         rows = lax.transpose(rows, (0, *order)).reshape(*indices_shape, *(rows.shape[d] for d in order))
         last = range(len(indices_shape), rows.ndim)
-        return jnp.moveaxis(rows, list(last), self.offset_dims)
+        return jnp.moveaxis(rows, list(last), self.lookup.offset_dims)
 
     def _piece(self, count: int) -> int:
         """The most indices that are looked up at once, so that no collective exceeds the size of a bucket."""

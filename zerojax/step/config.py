@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax.program.segmented_loss import SMALL_UNIT
+from zerojax.program.run import SMALL_UNIT
 from zerojax.sharding import placement
 from zerojax.sharding.axes import Axes
 from zerojax.sharding.placement import Leaf
 from zerojax.sharding.precision import DTYPE_FIELDS, Precision
 from zerojax.sharding.stages import Stage
 from zerojax.sharding.torus import SPARSE_CORES
+from zerojax.step.memory import DeviceMemory, Memory
 from zerojax.utils.typing import AnyMesh
 
 # The kinds of collectives that SparseCores run, if they can: over one, two or three, or any number of dims of a torus.
@@ -34,6 +35,7 @@ class ZeroConfig(NamedTuple):
         stage: the stage of ZeRO.
         precision: dtypes and loss scaling.
         offload: what is in host memory: 'none', 'optimizer' or 'params', as in `Zero`.
+        memory: which memory the states of the model are in while a step runs.
     """
 
     mesh: Any
@@ -41,6 +43,7 @@ class ZeroConfig(NamedTuple):
     stage: Stage
     precision: Precision
     offload: str = "none"
+    memory: Memory = DeviceMemory()
 
     @property
     def offloads_optimizer(self) -> bool:

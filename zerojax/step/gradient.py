@@ -23,12 +23,10 @@ from jax.sharding import PartitionSpec
 from zerojax.comm import collectives
 from zerojax.comm.dependencies import event
 from zerojax.comm.stage_collectives import StageCollectives
-from zerojax.offload import host_arrays
-from zerojax.offload.host_gradients import HostGradients
+from zerojax.program.part import GradientSink, Weights
+from zerojax.program.run import PartsOfLoss, cut
 from zerojax.program.segmentation import TracedLoss
-from zerojax.program.segmented_loss import SegmentedLoss
 from zerojax.program.table_lookup import looks_up_shards
-from zerojax.sharding.mesh import on_tpus
 from zerojax.sharding.precision import for_reduction
 from zerojax.step import models
 from zerojax.step.batch import RowsOfSet, batch_specs, cast_batch, microbatches
@@ -74,14 +72,28 @@ class _Sums(NamedTuple):
         weight: of the weights of microbatches.
         outputs: of the loss and the metrics, and the largest of maxima.
         model_state: after the last microbatch.
-        squared_norm: this device's term of the squared norm of sums in host memory.
+        norm_term: this device's term of the squared norm of those sums that are not on the device.
     """
 
     grads: list[Array | None]
     weight: Array
     outputs: Sums
     model_state: PyTree
-    squared_norm: Array
+    norm_term: Array
+
+
+class _Microbatch(NamedTuple):
+    """The results of one microbatch.
+
+    Attributes:
+        grads: of its weighted mean over all devices; None for frozen leaves.
+        output: of the loss.
+        weight: its weight over all devices.
+    """
+
+    grads: list[Array | None]
+    output: Output
+    weight: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,12 +140,10 @@ class DeviceGradient:
         batch = cast_batch(self.config.precision, batch)
         if self.settings.num_microbatches > 1:
             return self._accumulate(shards, model_state, batch, key, scale)
-        host = HostGradients({}, for_tpus=on_tpus(self.config.mesh)) if self.config.offloads_params else None
-        grads, output, _ = self._microbatch(shards, model_state, batch, self._device_key(key, 0), scale, [], 0, host)
-        average = functools.partial(
-            self.reductions.average_state, model_state, output.model_state, output.reduced_state
-        )
-        return self._result(grads, output.sums(), average, self.reductions.host_norm_term(host))
+        sink = self.config.memory.gradients()
+        grads, output, _ = self._microbatch(shards, model_state, batch, self._device_key(key, 0), scale, sink)
+        result = self._reduced(grads, output.sums(), self.reductions.norm_term_beside(sink.squared_norms))
+        return self._averaged(result, model_state, output.model_state, output.reduced_state)
 
     def evaluate(
         self, shards: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey
@@ -153,8 +163,8 @@ class DeviceGradient:
         batch = cast_batch(self.config.precision, batch)
         key = self._device_key(key, 0)
         if self.config.offloads_params or (self.config.stage.shards_params and self.config.axes.num_shards > 1):
-            segmented, data, unflatten = self.segmented_loss(shards, self.fold(model_state, 0), batch, key)
-            return unflatten(segmented.evaluate(shards, data, []))
+            parts, data, unflatten = self.parts_of_loss(shards, self.fold(model_state, 0), batch, key)
+            return unflatten(parts.evaluate(self._weights(shards), data, []))
         return self.loss(jax.tree.unflatten(self.definition.tree, shards), self.fold(model_state, 0), batch, key)
 
     def _device_key(self, key: PRNGKey, microbatch: ArrayLike) -> PRNGKey:
@@ -176,41 +186,51 @@ class DeviceGradient:
         batch: PyTree,
         key: PRNGKey,
         scale: Array,
-        start: list[Array],
+        sink: GradientSink,
+        start: Sequence[Array] = (),
         index: ArrayLike = 0,
-        host: HostGradients | None = None,
-    ) -> tuple[list[Any], Output, Array]:
-        """Returns (gradients of the microbatch's weighted mean over all devices, output, its weight over all devices).
+    ) -> _Microbatch:
+        """Computes the gradients of a microbatch.
 
-        The gradients of a single microbatch are reduced here; of several, they are at stages 2 and 3, over the shard
-        axes, and below they are this device's terms of the sum. The division by the weight comes before any sum in a
-        narrow dtype: the cotangent of this device's sum is scale / weight.
+        Those of a single microbatch are reduced here; of several, they are at stages 2 and 3, over the shard axes, and
+        below they are this device's terms of the sum.
+
+        Args:
+            shards, model_state, key, scale: as of `__call__`.
+            batch: this device's rows of the microbatch.
+            sink: where gradients go, if the loss is cut into parts.
+            start: events before which nothing is gathered.
+            index: of the microbatch.
         """
-        weights: list[Array] = []
+        folded = self.fold(model_state, index)
         summed: frozenset[int] = frozenset()
-
-        def seed(output: Output) -> Array:
-            if output.is_weighted:
-                weights.extend(self.reductions.sum([jnp.asarray(output.loss.weight, jnp.float32)]))
-            else:
-                weights.append(jnp.float32(self.config.axes.num_devices))
-            if host is not None:
-                host.weight = weights[0]
-            return jnp.where(weights[0] > 0, scale / jnp.maximum(weights[0], jnp.finfo(jnp.float32).tiny), 0.0)
-
         if self._runs_by_units:
-            segmented, data, unflatten = self.segmented_loss(shards, self.fold(model_state, index), batch, key, host)
-            flat, grads = segmented.value_and_grad(shards, data, lambda flat: seed(unflatten(flat)), start)
-            output, summed = unflatten(flat), segmented.summed
+            parts, data, unflatten = self.parts_of_loss(shards, folded, batch, key)
+            seed = lambda flat: self._seed(unflatten(flat), scale)
+            flat, grads, weight = parts.value_and_grad(self._weights(shards), data, seed, start, sink)
+            output, summed = unflatten(flat), parts.summed
         else:
-            grads, output = self._full_gradient(shards, self.fold(model_state, index), batch, key, seed)
-        output = dataclasses.replace(
-            output,
-            model_state=restore_keys(output.model_state, model_state, self.definition.fixed_state, self.state_keys),
-        )
+            grads, output, weight = self._full_gradient(shards, folded, batch, key, scale)
+
+        after = restore_keys(output.model_state, model_state, self.definition.fixed_state, self.state_keys)
+        output = dataclasses.replace(output, model_state=after)
         if self.settings.num_microbatches == 1:
             grads = self.reductions.reduce_grads(grads, summed)
-        return grads, output, weights[0]
+        return _Microbatch(grads, output, weight)
+
+    def _weights(self, shards: Sequence[Array]) -> Weights:
+        return self.config.memory.weights(shards, self.definition.leaves)
+
+    def _seed(self, output: Output, scale: Array) -> tuple[Array, Array]:
+        """(The cotangent of this device's sum, scale / weight; the weight of the microbatch over all devices).
+
+        The division by the weight comes before any sum in a narrow dtype.
+        """
+        if output.is_weighted:
+            (weight,) = self.reductions.sum([jnp.asarray(output.loss.weight, jnp.float32)])
+        else:
+            weight = jnp.float32(self.config.axes.num_devices)
+        return jnp.where(weight > 0, scale / jnp.maximum(weight, jnp.finfo(jnp.float32).tiny), 0.0), weight
 
     @property
     def _runs_by_units(self) -> bool:
@@ -222,8 +242,8 @@ class DeviceGradient:
         return communicates or self.config.offloads_params or not self.settings.remat.saves_everything
 
     def _full_gradient(
-        self, full: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey, seed: Any
-    ) -> tuple[list[Any], Output]:
+        self, full: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey, scale: Array
+    ) -> _Microbatch:
         """Plain reverse-mode differentiation with full weights, where the loss is not cut into units."""
         trained = [w for w, flag in zip(full, self.trainable, strict=True) if flag]
 
@@ -234,37 +254,35 @@ class DeviceGradient:
             return jnp.asarray(output.loss.sum), output
 
         total, vjp, output = jax.vjp(loss_of_trained, trained, has_aux=True)
-        (grads,) = vjp(seed(output).astype(total.dtype))
+        seed, weight = self._seed(output, scale)
+        (grads,) = vjp(seed.astype(total.dtype))
         if self.config.stage.shards_grads:
             grads = [for_reduction(grad, self.config.precision.wire_dtype(grad.dtype)) for grad in grads]
         items = iter(grads)
-        return [next(items) if flag else None for flag in self.trainable], output
+        return _Microbatch([next(items) if flag else None for flag in self.trainable], output, weight)
 
-    def segmented_loss(
-        self,
-        shards: Sequence[Array],
-        model_state: PyTree,
-        batch: PyTree,
-        key: PRNGKey,
-        host: HostGradients | None = None,
-    ) -> tuple[SegmentedLoss, list[Array], Callable[[list[Any]], Output]]:
-        """Traces the loss with full weights, and cuts it into units. Gradients of leaves in host memory go to `host`.
+    def parts_of_loss(
+        self, shards: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey
+    ) -> tuple[PartsOfLoss, list[Array], Callable[[list[Any]], Output]]:
+        """Traces the loss with full weights, and cuts it into parts.
 
         Returns:
-            (the segmented loss, its data arguments, a function from its flat outputs to an `Output`).
+            (the parts, their data arguments, a function from their flat outputs to an `Output`).
         """
         data, data_tree = jax.tree.flatten((model_state, batch, key))
         leaves = self.definition.leaves
         full = [jax.ShapeDtypeStruct(leaf.shape, shard.dtype) for leaf, shard in zip(leaves, shards, strict=True)]
-        out: dict[str, Any] = {}
 
-        def flat_loss(*args: Array) -> list[Array]:
+        # Trace.
+        def flat_loss(*args: Array) -> Output:
             params = jax.tree.unflatten(self.definition.tree, self.definition.for_compute(args[: len(full)]))
             output = self.loss(params, *jax.tree.unflatten(data_tree, args[len(full) :]))
-            flat, out["tree"] = jax.tree.flatten(jax.tree.map(jnp.asarray, output))
-            return flat
+            return jax.tree.map(jnp.asarray, output)
 
-        closed = jax.make_jaxpr(flat_loss)(*full, *data)
+        closed, output = jax.make_jaxpr(flat_loss, return_shape=True)(*full, *data)
+        output_tree = jax.tree.structure(output)
+
+        # Cut.
         stage_collectives = StageCollectives(
             self.config.axes,
             tuple(leaf.dims for leaf in leaves),
@@ -272,15 +290,12 @@ class DeviceGradient:
             self.config.precision,
             self.settings.collectives,
             self.reductions.sums_replicas_by_units,
-            host,
         )
         is_lookup = functools.partial(looks_up_shards, stage_collectives, full)
         traced = TracedLoss(closed, len(full), [leaf.unit for leaf in leaves], is_lookup)
         check_layer_dims(leaves, traced, self.config.axes.num_shards)
-        segmented = SegmentedLoss(
-            traced, stage_collectives, self.trainable, self.settings.remat, self.settings.prefetch
-        )
-        return segmented, data, lambda flat: jax.tree.unflatten(out["tree"], flat)
+        parts = cut(traced, stage_collectives, self.trainable, self.settings.remat, self.settings.prefetch)
+        return parts, data, functools.partial(jax.tree.unflatten, output_tree)
 
     # All microbatches -------------------------------------------------------------------------------------------------
 
@@ -290,68 +305,55 @@ class DeviceGradient:
         """The result of all microbatches."""
         k = self.settings.num_microbatches
         rows, microbatch_of = microbatches(batch, k)
-        grad_dtype = self.config.precision.sum_dtype
-        moves = [flag and t for flag, t in zip(self.reductions.params_in_host, self.trainable, strict=True)]
+        sums_of = self.config.memory.sums(self.config.precision.sum_dtype, shards, self.trainable)
 
-        def run_microbatch(
-            index: Array, rows: Any, model_state: PyTree, start: list[Array], host: HostGradients | None
-        ) -> tuple[list[Any], Output, Array]:
+        def run(index: Array, rows: PyTree, model_state: PyTree, start: list[Array], sink: GradientSink) -> _Microbatch:
             args = shards, model_state, microbatch_of(rows), self._device_key(key, index), scale
-            return self._microbatch(*args, start, index, host)
+            return self._microbatch(*args, sink, start, index)
 
-        room = {i: host_arrays.room(shards[i].shape, grad_dtype) for i, flag in enumerate(moves) if flag}
-        offloads, for_tpus = self.config.offloads_params, on_tpus(self.config.mesh)
-        unrolls = bool(room) and for_tpus  # see `HostGradients`; each microbatch then waits for the one before
-        host_of = lambda totals, index: HostGradients(totals, index == 0, for_tpus) if offloads else None
+        # The shapes of the results of a microbatch.
         first = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), rows)
-        run_first = lambda rows, room: run_microbatch(jnp.int32(0), rows, model_state, [], host_of(room, 0))[:2]
-        grads_aval, output_aval = jax.eval_shape(run_first, first, room)
-        zeros = lambda aval, dtype=None: jnp.zeros(aval.shape, dtype or aval.dtype)
-        start_of = lambda i, aval: None if aval is None else room[i] if i in room else zeros(aval, grad_dtype)
-        init = _Sums(
-            [start_of(i, aval) for i, aval in enumerate(grads_aval)],
-            jnp.float32(0),
-            jax.eval_shape(Output.sums, output_aval).start(),
-            model_state,
-            jnp.float32(0),
-        )
+        run_first = lambda rows, room: run(jnp.int32(0), rows, model_state, [], sums_of.sink(room, 0))[:2]
+        grads_aval, output_aval = jax.eval_shape(run_first, first, sums_of.room)
 
-        def body(sums: _Sums, microbatch: Any) -> tuple[_Sums, None]:
+        # Sum over the microbatches.
+        def body(sums: _Sums, microbatch: tuple[Array, PyTree]) -> tuple[_Sums, None]:
             index, rows = microbatch
-            host = host_of({i: sums.grads[i] for i in room}, index)
-            start = [*event(jax.tree.leaves(rows)), *(event([sums.squared_norm]) if unrolls else [])]
-            grads, output, weight = run_microbatch(index, rows, sums.model_state, start, host)
-            add = lambda i, t, g: None if t is None else g if i in room else t + g.astype(grad_dtype) * weight
-            totals = [add(i, t, g) for i, (t, g) in enumerate(zip(sums.grads, grads, strict=True))]
+            start = [*event(jax.tree.leaves(rows)), *(event([sums.norm_term]) if sums_of.unrolls else [])]
+            sink = sums_of.sink({i: sums.grads[i] for i in sums_of.room}, index)
+            grads, output, weight = run(index, rows, sums.model_state, start, sink)
+            grads = sums_of.add(sums.grads, grads, weight)
+            norm_term = self.reductions.norm_term_beside(sink.squared_norms)
             outputs = sums.outputs.plus(output.sums())
-            norm = self.reductions.host_norm_term(host)
-            return _Sums(totals, sums.weight + weight, outputs, output.model_state, norm), None
+            return _Sums(grads, sums.weight + weight, outputs, output.model_state, norm_term), None
 
-        sums, _ = lax.scan(body, init, (jnp.arange(k), rows), unroll=unrolls)
+        outputs = jax.eval_shape(Output.sums, output_aval).start()
+        init = _Sums(sums_of.start(grads_aval), jnp.float32(0), outputs, model_state, jnp.float32(0))
+        sums, _ = lax.scan(body, init, (jnp.arange(k), rows), unroll=sums_of.unrolls)
+
+        # Reduce.
         divisor = jnp.where(sums.weight > 0, sums.weight, 1)
-        mean = lambda i, t: t if t is None or i in room else t / divisor
-        grads = self.reductions.reduce_grads([mean(i, t) for i, t in enumerate(sums.grads)])
-        host_norm_term = sums.squared_norm / jnp.square(divisor)
-        shown = divisor if self.config.offloads_params else None
-        states = model_state, sums.model_state, output_aval.reduced_state
-        average = functools.partial(self.reductions.average_state, *states)
-        return self._result(grads, sums.outputs, average, host_norm_term, shown)
+        grads = self.reductions.reduce_grads(sums_of.mean(sums.grads, divisor))
+        result = self._reduced(grads, sums.outputs, sums.norm_term / jnp.square(divisor))
+        if self.config.offloads_params:
+            result = result._replace(divisor=divisor)
+        return self._averaged(result, model_state, sums.model_state, output_aval.reduced_state)
 
-    def _result(
-        self,
-        grads: list[Any],
-        sums: Sums,
-        average_state: Callable[[], PyTree],
-        host_norm_term: Array,
-        divisor: Array | None = None,
-    ) -> LossAndGrads:
-        """Reduces all scalars in one collective, and averages the running statistics."""
+    def _reduced(self, grads: list[Array | None], sums: Sums, norm_term: Array) -> LossAndGrads:
+        """The gradients, with all scalars reduced in one collective, without a model state yet.
+
+        `norm_term` is this device's term of the squared norm of gradients that are not on the device.
+        """
         reductions = self.reductions
         on_device = [None if flag else g for g, flag in zip(grads, reductions.params_in_host, strict=True)]
-        norm_term = reductions.squared_norm_term(on_device) + host_norm_term
+        norm_term = reductions.squared_norm_term(on_device) + norm_term
         totals, squared_norm = reductions.reduce_outputs(sums, norm_term)
         loss, metrics = totals.means()
-        return LossAndGrads(grads, loss, metrics, average_state(), squared_norm, divisor)
+        return LossAndGrads(grads, loss, metrics, None, squared_norm)
+
+    def _averaged(self, result: LossAndGrads, before: PyTree, after: PyTree, reduced: frozenset[int]) -> LossAndGrads:
+        """The result with the model state, whose running statistics are averaged except for those `reduced` already."""
+        return result._replace(model_state=self.reductions.average_state(before, after, reduced))
 
 
 def device_gradient(

@@ -53,7 +53,7 @@ def uses(gradient: DeviceGradient, args: Any) -> list[tuple[Use, ...]]:
     def find(shards: Any, model_state: Any, batch: Any, key: Any) -> list[tuple[Use, ...]]:
         batch = map_rows(lambda a: a[: a.shape[0] // gradient.settings.num_microbatches], batch)
         args = gradient.definition.for_compute(shards), gradient.fold(model_state, 0), batch, key
-        found = [segment for segment in gradient.segmented_loss(*args)[0].traced.segments if segment.leaves]
+        found = [segment for segment in gradient.parts_of_loss(*args)[0].traced.segments if segment.leaves]
         places = list(enumerate(found))
         return [
             tuple(Use(k, segment.lookup) for k, segment in places if leaf in segment.leaves)

@@ -15,7 +15,6 @@ import numpy as np
 from jax import lax
 
 from zerojax.comm import collectives
-from zerojax.offload.host_gradients import HostGradients
 from zerojax.sharding.placement import Leaf
 from zerojax.sharding.precision import for_reduction
 from zerojax.step.config import ZeroConfig
@@ -138,9 +137,8 @@ class Reductions:
                 total += jnp.sum(jnp.square(array.astype(jnp.float32))) / self._num_copies(leaf)
         return total
 
-    def host_norm_term(self, host: HostGradients | None) -> Array:
-        """As `squared_norm_term`, of the gradients that have gone to host memory."""
-        norms = {} if host is None else host.squared_norms
+    def norm_term_beside(self, norms: dict[int, Array]) -> Array:
+        """As `squared_norm_term`, of the gradients that are not on the device, from their squared norms by leaf."""
         return sum((norms[i] / self._num_copies(self.definition.leaves[i]) for i in norms), jnp.float32(0))
 
     def _num_copies(self, leaf: Leaf) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from zerojax.comm import collectives
-from zerojax.offload.streamed_update import StreamedUpdate, Updated
 from zerojax.sharding import padding, placement
 from zerojax.sharding.placement import PINNED_HOST
 from zerojax.step import optimizers
@@ -19,6 +19,47 @@ from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient
 from zerojax.step.state import TrainState, optimizer_shardings
 from zerojax.utils.typing import Array, PyTree
+
+
+class Updated(NamedTuple):
+    """The results of an update.
+
+    Attributes:
+        computed: the trained parameters in the dtypes that they are computed with, stored like the optimizer state.
+        master: the master copy, or None.
+        opt_state: the state of the optimizer.
+        squared_norm: of the trained parameters; None if it has not been computed.
+    """
+
+    computed: PyTree
+    master: PyTree
+    opt_state: PyTree
+    squared_norm: Array | None
+
+
+class Update(Protocol):
+    """An update of the training state by other means than on whole arrays."""
+
+    def __call__(
+        self,
+        state: TrainState,
+        grads: Sequence[Array],
+        factor: Array,
+        finite: Array,
+        loss: Array,
+        divisor: Array | None = None,
+    ) -> Updated:
+        """Updates a state.
+
+        Args:
+            state: before the update.
+            grads: of the trained parameters, in flattening order, stored like the optimizer state.
+            factor: what they are multiplied by.
+            finite: bool scalar; if it is false, nothing changes.
+            loss: fp32 scalar, the loss of the step.
+            divisor: of gradients in host memory; None is 1.
+        """
+        ...
 
 
 def gather_params(gradient: DeviceGradient, trained: PyTree) -> PyTree:
@@ -89,11 +130,11 @@ def apply_gradients(
         (the state after the update, the squared norm of the trained parameters).
     """
     config, definition, stage = gradient.config, gradient.definition, gradient.config.stage
-    if config.offloads_optimizer or _updates_in_pieces(config, definition.tx):
-        update = StreamedUpdate(config, definition, [g.dtype for g in grads], factor is not None)
-        updated = update(state, grads, jnp.float32(1) if factor is None else factor, finite, loss, divisor)
-    else:
+    update = config.memory.update(config, definition, [g.dtype for g in grads], factor is not None)
+    if update is None:
         updated = _update_whole(gradient, state, grads, factor, finite, loss)
+    else:
+        updated = update(state, grads, jnp.float32(1) if factor is None else factor, finite, loss, divisor)
     params = updated.computed
     if stage.shards_optimizer and not stage.shards_params:
         params = gather_params(gradient, params)
@@ -114,15 +155,6 @@ def apply_gradients(
     after = jax.tree.map(constrain, after, shardings)
     norm = updated.squared_norm
     return after, squared_norm(gradient, optimizer_params(config, after)) if norm is None else norm
-
-
-def _updates_in_pieces(config: ZeroConfig, tx: optax.GradientTransformation) -> bool:
-    """Whether a state that is on the devices is updated in pieces.
-
-    Compilers would compute what is stored in few bits for whole arrays in fp32, before they round or encode it. A piece
-    may be a part of any dim, and other axes of the mesh may divide these.
-    """
-    return optimizers.stores_few_bits(tx) and not config.other_axes
 
 
 def _update_whole(

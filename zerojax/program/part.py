@@ -1,0 +1,218 @@
+"""The parts of a traced loss: each reads the weights of one unit, which are gathered, used and dropped.
+
+    part                  evaluates, and plans its backward pass
+      │ plan_backward
+      ▼
+    planned part          forward    gather ► compute ► drop
+                          backward   gather ► compute ► reduce
+
+`straight`, `layer_stack` and `table_lookup` are the three kinds of parts. `Weights` and `GradientSink` say where the
+weights come from and where the gradients go: here to and from the memory of the device, in `offload.host_weights` to
+and from that of the host.
+
+Everything here runs inside `shard_map`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+from typing import Any, NamedTuple, Protocol
+
+import jax.numpy as jnp
+import numpy as np
+
+from zerojax.comm.schedule import Schedule
+from zerojax.comm.stage_collectives import accumulate
+from zerojax.program import layer_scan
+from zerojax.program.jaxprs import Var
+from zerojax.program.layer_scan import Carry, Cut, LayerBody, Layers, SavedValues, Scanned
+from zerojax.program.segmentation import Segment, View
+from zerojax.utils.typing import Array, PyTree
+
+
+class Part(Protocol):
+    """A part of a traced loss.
+
+    Attributes:
+        segment: its equations, and the values that it reads and returns.
+        num_bytes: of its weights when they are gathered; of a layer of a stack.
+    """
+
+    @property
+    def segment(self) -> Segment: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def evaluate(self, weights: Weights, data: Sequence[Array], schedule: Schedule) -> list[Array]:
+        """Gathers, computes and drops: the outputs of the segment, from its inputs `data`."""
+        ...
+
+    def plan_backward(self, outputs: Sequence[Var], active: Set[Var], backward_is_next: bool) -> PlannedPart:
+        """Traces the backward pass.
+
+        Args:
+            outputs: those outputs of the segment that a cotangent reaches.
+            active: the variables of the loss that have a tangent.
+            backward_is_next: whether the backward pass of the part follows directly on its forward pass.
+        """
+        ...
+
+
+class PlannedPart(Protocol):
+    """A part with a backward pass.
+
+    Attributes:
+        part: the part.
+        outputs: those outputs of the segment that have a cotangent.
+        inputs: those inputs of the segment that cotangents reach.
+        names: the names of its activations.
+        is_loop: whether it runs as a loop over layers.
+    """
+
+    @property
+    def part(self) -> Part: ...
+
+    @property
+    def outputs(self) -> Sequence[Var]: ...
+
+    @property
+    def inputs(self) -> Sequence[Var]: ...
+
+    @property
+    def names(self) -> set[str]: ...
+
+    @property
+    def is_loop(self) -> bool: ...
+
+    def forward(self, weights: Weights, data: Sequence[Array], schedule: Schedule) -> tuple[list[Array], Any]:
+        """As `evaluate`: (the outputs of the segment, the values saved for `backward`)."""
+        ...
+
+    def restore(self, saved: Any, cotangents: list[Array]) -> tuple[Any, list[Array]]:
+        """Fetches saved values from host memory while the part with these cotangents runs: (saved, cotangents)."""
+        ...
+
+    def backward(
+        self, weights: Weights, saved: Any, cotangents: Sequence[Array], schedule: Schedule, sink: GradientSink
+    ) -> tuple[dict[int, Array], list[Array]]:
+        """Gathers, computes and reduces.
+
+        Returns:
+            (the reduced gradient of each leaf that has one and has not gone to the sink already, the cotangents of
+            `inputs`).
+        """
+        ...
+
+
+class Loop(NamedTuple):
+    """The layers of a scan over stacked leaves.
+
+    Attributes:
+        views: the values that the loop slices, each a view of a stacked leaf.
+        xs: other arrays of shape [layers, ...].
+        cut: the cut of a loop over layers on the device.
+        reverse: whether it runs from the last layer to the first.
+        saved: in a backward pass, the values that the forward pass saved.
+        trained: those of the views that get a gradient.
+        complete: whether nothing but this loop adds to the gradient of the leaf of a trained view.
+        grad_dtypes: of the reduced gradients of trained views.
+    """
+
+    views: Sequence[View]
+    xs: PyTree
+    cut: Cut
+    reverse: bool
+    saved: SavedValues | None = None
+    trained: Sequence[View] = ()
+    complete: Sequence[bool] = ()
+    grad_dtypes: Sequence[Any] = ()
+
+
+class Weights(Protocol):
+    """Where the leaves are: shards at stage 3, full leaves below."""
+
+    def shards(self, leaves: Iterable[int], waits: Sequence[Array]) -> list[Array]:
+        """The leaves, on the device. What has to be copied there is not before the events `waits`."""
+        ...
+
+    def scan(self, body: LayerBody, init: Carry, loop: Loop, schedule: Schedule, sink: GradientSink) -> Scanned:
+        """Runs a loop over layers: see `layer_scan.scan`.
+
+        The gradients have the dims of their leaves. Those that have gone to the sink are None.
+        """
+        ...
+
+
+class GradientSink(Protocol):
+    """Where gradients go, part by part.
+
+    Attributes:
+        squared_norms: by leaf, of the gradients that are not on the device.
+    """
+
+    @property
+    def squared_norms(self) -> dict[int, Array]: ...
+
+    def start(self, parts: Sequence[PlannedPart], weights: Weights, weight: Array) -> None:
+        """Says which parts have a backward pass, in the order of the forward pass.
+
+        `weight` is what gradients are multiplied by before they are added to those of other microbatches.
+        """
+        ...
+
+    def before(self, part: PlannedPart, cotangents: list[Array]) -> list[Array]:
+        """The cotangents of the part that runs next, which may wait for what is on its way."""
+        ...
+
+    def add(self, part: PlannedPart, grads: dict[int, Array]) -> None:
+        """Adds the reduced gradients of leaves, by leaf."""
+        ...
+
+    def has(self, leaf: int) -> bool:
+        """Whether there is a gradient of a leaf."""
+        ...
+
+    def finish(self, unused: dict[int, Array]) -> dict[int, Array]:
+        """The gradients by leaf. `unused` are zeros for the trained leaves that have none."""
+        ...
+
+
+class DeviceWeights(NamedTuple):
+    """Leaves in the memory of the device."""
+
+    leaves: Sequence[Array]
+
+    def shards(self, leaves: Iterable[int], waits: Sequence[Array]) -> list[Array]:
+        return [self.leaves[i] for i in leaves]
+
+    def scan(self, body: LayerBody, init: Carry, loop: Loop, schedule: Schedule, sink: GradientSink) -> Scanned:
+        # Casts and transpositions of a shard need no communication.
+        stacks = [view.of(self.leaves[view.leaf]) for view in loop.views]
+        scanned = layer_scan.scan(body, init, Layers(stacks, loop.xs, loop.cut, loop.reverse, loop.saved), schedule)
+        orders = [np.argsort(view.order).tolist() for view in loop.trained]
+        return scanned._replace(grads=[jnp.transpose(g, order) for g, order in zip(scanned.grads, orders, strict=True)])
+
+
+class DeviceGradients:
+    """Gradients that stay in the memory of the device."""
+
+    def __init__(self) -> None:
+        self._grads: dict[int, Array] = {}
+        self.squared_norms: dict[int, Array] = {}
+
+    def start(self, parts: Sequence[PlannedPart], weights: Weights, weight: Array) -> None:
+        pass
+
+    def before(self, part: PlannedPart, cotangents: list[Array]) -> list[Array]:
+        return cotangents
+
+    def add(self, part: PlannedPart, grads: dict[int, Array]) -> None:
+        for leaf, grad in grads.items():
+            accumulate(self._grads, leaf, grad)
+
+    def has(self, leaf: int) -> bool:
+        return leaf in self._grads
+
+    def finish(self, unused: dict[int, Array]) -> dict[int, Array]:
+        return self._grads | unused

@@ -1,0 +1,128 @@
+"""Which memory the parameters and the sums of gradients are in, and in which the optimizer updates its state.
+
+A step asks the `Memory` of its configuration for the four things that depend on it. `DeviceMemory` keeps everything on
+the devices; `offload.host_memory` has those that use the memory of the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax.numpy as jnp
+
+from zerojax.program.part import DeviceGradients, DeviceWeights, GradientSink, Weights
+from zerojax.sharding.placement import Leaf
+from zerojax.utils.typing import Array, Aval
+
+if TYPE_CHECKING:
+    from zerojax.step.config import ZeroConfig
+    from zerojax.step.state import Definition
+    from zerojax.step.update import Update
+
+
+class Memory(Protocol):
+    """Where the states of a model are while a step runs."""
+
+    def weights(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> Weights:
+        """The leaves of the parameters."""
+        ...
+
+    def gradients(self) -> GradientSink:
+        """Where the gradients of a step with one microbatch go."""
+        ...
+
+    def sums(self, dtype: Any, shards: Sequence[Array], trainable: Sequence[bool]) -> GradientSums:
+        """The sums of gradients over several microbatches.
+
+        Args:
+            dtype: of the sums.
+            shards: the leaves.
+            trainable: which of them get a gradient.
+        """
+        ...
+
+    def update(self, config: ZeroConfig, definition: Definition, dtypes: Sequence[Any], scales: bool) -> Update | None:
+        """The update of the optimizer in pieces; None if whole arrays are updated.
+
+        Args:
+            config, definition: of the state.
+            dtypes: of the gradients of trained parameters, in flattening order.
+            scales: whether gradients are multiplied by a factor before the update.
+
+        Raises:
+            ValueError: if the optimizer cannot update its state in this memory.
+        """
+        ...
+
+
+class GradientSums(Protocol):
+    """The sums of gradients over microbatches, one for each leaf; None for frozen leaves.
+
+    Attributes:
+        room: by leaf, the sums that are not on the device, with undefined values.
+        unrolls: whether the loop over microbatches is unrolled, so that each waits for the one before.
+    """
+
+    @property
+    def room(self) -> dict[int, Array]: ...
+
+    @property
+    def unrolls(self) -> bool: ...
+
+    def start(self, grads: Sequence[Aval | None]) -> list[Array | None]:
+        """The sums before the first microbatch, whose gradients have these shapes."""
+        ...
+
+    def sink(self, totals: dict[int, Array], index: Array) -> GradientSink:
+        """Where the gradients of a microbatch go. `totals` are the sums so far of the leaves in `room`."""
+        ...
+
+    def add(self, totals: Sequence[Array | None], grads: Sequence[Array | None], weight: Array) -> list[Array | None]:
+        """Adds the gradients of a microbatch, times its weight. What is in `room` has been added already."""
+        ...
+
+    def mean(self, totals: Sequence[Array | None], divisor: Array) -> list[Array | None]:
+        """The sums divided by the sum of weights, except for those in `room`."""
+        ...
+
+
+class DeviceMemory:
+    """Everything is on the devices, and the optimizer updates whole arrays."""
+
+    def weights(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> Weights:
+        return DeviceWeights(shards)
+
+    def gradients(self) -> GradientSink:
+        return DeviceGradients()
+
+    def sums(self, dtype: Any, shards: Sequence[Array], trainable: Sequence[bool]) -> GradientSums:
+        return DeviceSums(dtype)
+
+    def update(self, config: ZeroConfig, definition: Definition, dtypes: Sequence[Any], scales: bool) -> Update | None:
+        return None
+
+
+class DeviceSums:
+    """Sums on the device, in `dtype`."""
+
+    def __init__(self, dtype: Any):
+        self._dtype = dtype
+        self.room: dict[int, Array] = {}
+        self.unrolls = False
+
+    def start(self, grads: Sequence[Aval | None]) -> list[Array | None]:
+        return [self._zeros(aval) for aval in grads]
+
+    def _zeros(self, aval: Aval | None) -> Array | None:
+        return None if aval is None else jnp.zeros(aval.shape, self._dtype)
+
+    def sink(self, totals: dict[int, Array], index: Array) -> GradientSink:
+        return DeviceGradients()
+
+    def add(self, totals: Sequence[Array | None], grads: Sequence[Array | None], weight: Array) -> list[Array | None]:
+        add = lambda total, grad: None if total is None else total + grad.astype(self._dtype) * weight
+        return [add(total, grad) for total, grad in zip(totals, grads, strict=True)]
+
+    def mean(self, totals: Sequence[Array | None], divisor: Array) -> list[Array | None]:
+        return [None if total is None else total / divisor for total in totals]
