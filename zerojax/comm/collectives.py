@@ -10,7 +10,6 @@ into a larger one, or run all of them at once.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -83,51 +82,31 @@ class Turns:
         return moved
 
 
-def _on_held_parts(fn: Callable[..., Communicated], dims: Sequence[Dims]) -> Callable[..., Communicated]:
-    """Makes `fn(leaves, waits)` manual over all axes of the mesh: it sees the part of each leaf that a device holds.
+def _on_held_parts(
+    fn: Callable[[list[Array], Turns], list[Array]], dims: Sequence[Dims] | None, options: CollectiveOptions
+) -> Callable[[Sequence[Array], Sequence[Array]], Communicated]:
+    """Makes `fn(leaves, turns)` a function of (leaves, the events that no collective starts before).
 
-    Axes that are left to the compiler cost communication. XLA's partitioner does not propagate a sharding through an
-    all-gather or a reduce-scatter over manual axes, but gathers over the other axes first. On CPUs it also aborts on a
-    reduction over manual axes in a 16-bit dtype: the combiner that JAX emits has a sharding constraint, which becomes a
-    copy. Both were observed with jax 0.10.2 and 0.12.
-
-    Args:
-        fn: takes a list of leaves and a list of events.
-        dims: the divided dims of the leaves.
+    With `dims`, `fn` is manual over all axes of the mesh: it sees the part of each leaf that a device holds. Axes that
+    are left to the compiler cost communication. XLA's partitioner does not propagate a sharding through an all-gather
+    or a reduce-scatter over manual axes, but gathers over the other axes first. On CPUs it also aborts on a reduction
+    over manual axes in a 16-bit dtype: the combiner that JAX emits has a sharding constraint, which becomes a copy.
+    Both were observed with jax 0.10.2 and 0.12.
     """
+
+    def on_parts(parts: list[Array], waits: list[Array]) -> Communicated:
+        turns = Turns(options, waits)
+        return Communicated(fn(parts, turns), turns.events)
+
+    run = on_parts
     names = jax.sharding.get_abstract_mesh().auto_axes
-    if not names:
-        return fn
-    specs: Any = [each.model_spec for each in dims]
-    out_specs = Communicated(specs, REPLICATED)
-    return jax.shard_map(fn, in_specs=(specs, REPLICATED), out_specs=out_specs, axis_names={*names}, check_vma=False)
-
-
-def _collective(fn: Callable[..., list[Array]]) -> Callable[..., Communicated]:
-    """Decorator: lifts a function of per-device parts to whole leaves.
-
-    The result takes (leaves, their dims, axes, options, waits, rows). No collective starts before the events `waits`.
-    With `rows`, leaves that are not cut into pieces are communicated as [N, shard]. The GPU compiler lays out the
-    operand of a collective with the communicated dim outermost, and everything that is computed from the shard follows:
-    without rows, every optimizer update copied and transposed its state. With rows only the full form is transposed.
-    """
-
-    @functools.wraps(fn)
-    def run(
-        leaves: Sequence[Array],
-        dims: Sequence[Dims],
-        axes: Axes,
-        options: CollectiveOptions = LEAVES_WHOLE,
-        waits: Sequence[Array] = (),
-        rows: bool = False,
-    ) -> Communicated:
-        def on_parts(parts: list[Array], waits: list[Array]) -> Communicated:
-            turns = Turns(options, waits)
-            return Communicated(fn(parts, dims, axes, turns, rows), turns.events)
-
-        return _on_held_parts(on_parts, dims)(list(leaves), list(waits))
-
-    return run
+    if names and dims is not None:
+        specs: Any = [each.model_spec for each in dims]
+        out_specs = Communicated(specs, REPLICATED)
+        run = jax.shard_map(
+            on_parts, in_specs=(specs, REPLICATED), out_specs=out_specs, axis_names={*names}, check_vma=False
+        )
+    return lambda leaves, waits: run(list(leaves), list(waits))
 
 
 def _size_bytes(leaf: Array) -> int:
@@ -164,19 +143,36 @@ def _insert(index: Sequence[Any], dim: int, value: Any) -> tuple[Any, ...]:
     return (*index[:dim], value, *index[dim:])
 
 
-@_collective
-def all_gather(shards: Sequence[Array], dims: Sequence[Dims], axes: Axes, turns: Turns, rows: bool) -> list[Array]:
+def all_gather(
+    shards: Sequence[Array],
+    dims: Sequence[Dims],
+    axes: Axes,
+    options: CollectiveOptions = LEAVES_WHOLE,
+    waits: Sequence[Array] = (),
+    rows: bool = False,
+) -> Communicated:
     """The full leaves of a unit.
+
+    If collectives are sequential, packs of small leaves come first, and then large leaves in the order given.
 
     Args:
         shards: this device's shard of each leaf.
         dims: of each leaf. Leaves that every device holds in full are returned as they are.
-
-    If collectives are sequential, packs of small leaves come first, and then large leaves in the order given.
+        axes: the data axes.
+        options: how the leaves are communicated.
+        waits: events that no collective starts before.
+        rows: whether leaves that are not cut into pieces are communicated as [N, shard]. The GPU compiler lays out the
+            operand of a collective with the communicated dim outermost, and everything that is computed from the shard
+            follows: without rows, every optimizer update copied and transposed its state. With rows only the full form
+            is transposed.
 
     Cost: receives (N-1)/N of the sharded leaves' full bytes, and holds the full leaves; 1/M of both for a leaf that is
     also divided over M devices of other axes. A leaf that is gathered in pieces is copied from them.
     """
+    return _on_held_parts(lambda parts, turns: _gather(parts, dims, axes, turns, rows), dims, options)(shards, waits)
+
+
+def _gather(shards: Sequence[Array], dims: Sequence[Dims], axes: Axes, turns: Turns, rows: bool) -> list[Array]:
     if axes.num_shards == 1:
         return list(shards)
     full = list(shards)
@@ -228,12 +224,26 @@ def _to_rows(leaf: Array, n: int, dim: int) -> Array:
     return jnp.moveaxis(_split(leaf, n, dim), dim, 0)
 
 
-@_collective
-def reduce_scatter(grads: Sequence[Array], dims: Sequence[Dims], axes: Axes, turns: Turns, rows: bool) -> list[Array]:
+def reduce_scatter(
+    grads: Sequence[Array],
+    dims: Sequence[Dims],
+    axes: Axes,
+    options: CollectiveOptions = LEAVES_WHOLE,
+    waits: Sequence[Array] = (),
+    rows: bool = False,
+) -> Communicated:
     """This device's shard of each gradient, summed over the shard axes. Leaves without a sharded dim are all-reduced.
+
+    Args:
+        grads: of the full leaves.
+        dims, axes, options, waits, rows: as of `all_gather`.
 
     Cost: sends (N-1)/N of the sharded leaves' full bytes, and 2(N-1)/N of the others'.
     """
+    return _on_held_parts(lambda parts, turns: _scatter(parts, dims, axes, turns, rows), dims, options)(grads, waits)
+
+
+def _scatter(grads: Sequence[Array], dims: Sequence[Dims], axes: Axes, turns: Turns, rows: bool) -> list[Array]:
     if axes.num_shards == 1:
         return list(grads)
     grads = [each.padding.pad(grad) for grad, each in zip(grads, dims, strict=True)]
@@ -312,12 +322,7 @@ def all_reduce(
     Cost: sends 2(N-1)/N of the bytes; nothing if there is a single device along the axes.
     """
 
-    def on_parts(parts: list[Array], waits: list[Array]) -> Communicated:
-        turns = Turns(options, waits)
-        return Communicated(_sum(parts, names, axes, turns), turns.events)
-
-    fn = on_parts if dims is None else _on_held_parts(on_parts, dims)
-    return fn(list(values), list(waits))
+    return _on_held_parts(lambda parts, turns: _sum(parts, names, axes, turns), dims, options)(values, waits)
 
 
 def _sum(values: Sequence[Array], names: tuple[str, ...], axes: Axes, turns: Turns) -> list[Array]:

@@ -25,7 +25,7 @@ from zerojax.program.part import DeviceGradients, DeviceWeights, GradientSink, L
 from zerojax.sharding.placement import Leaf
 from zerojax.step.memory import DeviceSums
 from zerojax.utils.flags import select
-from zerojax.utils.typing import Array, Shape
+from zerojax.utils.typing import Array, ArrayLike, Shape
 
 
 class HostWeights(NamedTuple):
@@ -43,7 +43,9 @@ class HostWeights(NamedTuple):
         shards = [self.leaves[i] for i in leaves]
         return [host_arrays.from_host(a, waits) if is_in_host(a) else a for a in shards]
 
-    def scan(self, body: LayerBody, init: Carry, loop: Loop, schedule: Schedule, sink: GradientSink) -> Scanned:
+    def scan(
+        self, body: LayerBody, init: Carry, loop: Loop, schedule: Schedule, sink: GradientSink
+    ) -> tuple[Scanned, list[Array | None]]:
         stacks = [self.leaves[view.leaf] for view in loop.views]
         if not any(map(is_in_host, stacks)):
             return DeviceWeights(self.leaves).scan(body, init, loop, schedule, sink)
@@ -61,8 +63,7 @@ class HostWeights(NamedTuple):
         scanned, norms = scan_from_host(body, init, loop, stacks, totals, host, schedule)
         for view, total, norm in select(zip(loop.trained, scanned.grads, norms, strict=True), moves):
             host.totals[view.leaf], host.squared_norms[view.leaf] = total, norm
-        grads = [None if flag else grad for flag, grad in zip(moves, scanned.grads, strict=True)]
-        return scanned._replace(grads=grads)
+        return scanned, [None if flag else grad for flag, grad in zip(moves, scanned.grads, strict=True)]
 
     def _check_complete(self, loop: Loop, moves: Sequence[bool]) -> None:
         for view, moved, complete in zip(loop.trained, moves, loop.complete, strict=True):
@@ -89,7 +90,7 @@ class HostGradients(DeviceGradients):
         squared_norms: by leaf, of `totals`.
     """
 
-    def __init__(self, totals: dict[int, Array], is_first: Array | None = None, for_tpus: bool = False):
+    def __init__(self, totals: dict[int, Array], is_first: ArrayLike | None = None, for_tpus: bool = False):
         super().__init__()
         self.totals, self._is_first, self._for_tpus = dict(totals), is_first, for_tpus
         self._weight: Array | None = None  # of this microbatch
@@ -202,7 +203,7 @@ class HostSums(DeviceSums):
     def start(self, grads: Sequence[Any]) -> list[Array | None]:
         return [self.room[i] if i in self.room else self._zeros(aval) for i, aval in enumerate(grads)]
 
-    def sink(self, totals: dict[int, Array], index: Array) -> HostGradients:
+    def sink(self, totals: dict[int, Any], index: ArrayLike) -> HostGradients:
         return HostGradients(totals, index == 0, self._for_tpus)
 
     def add(self, totals: Sequence[Any], grads: Sequence[Any], weight: Array) -> list[Array | None]:

@@ -7,18 +7,44 @@ is in this module, and is tested with the oldest and the newest supported versio
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend import core
 
 from zerojax.utils.warn import line_of
 
-Equation = Any  # jax.extend.core.JaxprEqn
-Var = Any  # jax.extend.core.Var
-Atom = Any  # Var or Literal
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+    # The types of JAX, of arrays: every `aval` has a shape and a dtype.
+    class Var(core.Var):
+        aval: ShapedArray
+
+    class Literal:
+        aval: ShapedArray
+        val: Any
+
+    Atom: TypeAlias = Var | Literal
+
+    class Equation(core.JaxprEqn):
+        invars: list[Atom]
+        outvars: list[Var]
+
+    class Jaxpr(core.Jaxpr):
+        invars: list[Var]
+        constvars: list[Var]
+        outvars: list[Atom]
+        eqns: list[Equation]
+
+    class ClosedJaxpr(core.ClosedJaxpr):
+        jaxpr: Jaxpr
+else:
+    Equation, Var, Jaxpr, ClosedJaxpr = core.JaxprEqn, core.Var, core.Jaxpr, core.ClosedJaxpr
+    Atom = core.Var | core.Literal
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})  # nested jits, by the names of all supported versions
 _REMATS = frozenset({"remat2", "checkpoint"})
@@ -70,7 +96,7 @@ def user_line(equation: Equation) -> str | None:
     return line_of(trace and trace.as_python_traceback())
 
 
-def is_var(atom: Atom) -> bool:
+def is_var(atom: Atom) -> TypeIs[Var]:
     return not isinstance(atom, core.Literal)
 
 

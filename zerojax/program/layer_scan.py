@@ -191,7 +191,7 @@ class Scanned(NamedTuple):
     carry: Carry
     ys: PyTree
     saved: SavedValues
-    grads: Sequence[Array | None]
+    grads: list[Array]
 
 
 def scan(body: LayerBody, init: Carry, layers: Layers, schedule: Schedule) -> Scanned:

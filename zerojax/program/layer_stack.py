@@ -93,7 +93,7 @@ class LayerStack:
         """The operands that are not views of a leaf."""
         return [*self.const_positions, *self.carry_positions, *self.xs_positions]
 
-    @cached_property
+    @property
     def num_bytes(self) -> int:
         """The bytes of the weights of a layer."""
         leaves = [self.traced.leaf_vars[view.leaf].aval for view in self.views]
@@ -171,7 +171,7 @@ class LayerStack:
         body = ForwardLayer(self.collectives, self.dims, compute, fixed, floating, regather)
         carry = body.split([values[k] for k in self.carry_positions])
         loop = Loop(self.views, [values[k] for k in self.xs_positions], self.cut(schedule), self.scan.reverse)
-        scanned = weights.scan(body, carry, loop, schedule, DeviceGradients())
+        scanned, _ = weights.scan(body, carry, loop, schedule, DeviceGradients())
         out = dict(zip(self.equation.outvars, [*merge(floating, *scanned.carry), *scanned.ys], strict=True))
         return [out[v] for v in self.segment.outputs], scanned.saved
 
@@ -304,7 +304,7 @@ class LayerStackWithBackward:
             complete,
             [collectives.grad_dtype(dtype) for dtype in dtypes],
         )
-        scanned = weights.scan(body, (carry_grads, fixed_grads), loop, schedule, sink)
+        scanned, layer_grads = weights.scan(body, (carry_grads, fixed_grads), loop, schedule, sink)
         (carry_grads, fixed_grads), xs_grads = scanned.carry, scanned.ys
 
         # The gradients of the operands, by position; then those of leaves and of the inputs.
@@ -313,7 +313,7 @@ class LayerStackWithBackward:
         operand_grads.update(zip(select(part.carry_positions, carry_flows), carry_grads, strict=True))
         operand_grads.update(zip(select(part.xs_positions, xs_wanted), xs_grads, strict=True))
         leaf_grads = self._const_grads(consts, operand_grads, schedule)
-        for view, grad in zip(loop.trained, scanned.grads, strict=True):
+        for view, grad in zip(loop.trained, layer_grads, strict=True):
             if grad is not None:
                 accumulate(leaf_grads, view.leaf, grad)
         return leaf_grads, [self._input_grad(v, operand_grads) for v in self.inputs]

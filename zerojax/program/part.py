@@ -136,10 +136,13 @@ class Weights(Protocol):
         """The leaves, on the device. What has to be copied there is not before the events `waits`."""
         ...
 
-    def scan(self, body: LayerBody, init: Carry, loop: Loop, schedule: Schedule, sink: GradientSink) -> Scanned:
-        """Runs a loop over layers: see `layer_scan.scan`.
+    def scan(
+        self, body: LayerBody, init: Carry, loop: Loop, schedule: Schedule, sink: GradientSink
+    ) -> tuple[Scanned, list[Array | None]]:
+        """Runs a loop over layers, see `layer_scan.scan`.
 
-        The gradients have the dims of their leaves. Those that have gone to the sink are None.
+        Returns:
+            (its results, the gradients of the trained leaves, of which those that have gone to the sink are None).
         """
         ...
 
@@ -186,12 +189,14 @@ class DeviceWeights(NamedTuple):
     def shards(self, leaves: Iterable[int], waits: Sequence[Array]) -> list[Array]:
         return [self.leaves[i] for i in leaves]
 
-    def scan(self, body: LayerBody, init: Carry, loop: Loop, schedule: Schedule, sink: GradientSink) -> Scanned:
+    def scan(
+        self, body: LayerBody, init: Carry, loop: Loop, schedule: Schedule, sink: GradientSink
+    ) -> tuple[Scanned, list[Array | None]]:
         # Casts and transpositions of a shard need no communication.
         stacks = [view.of(self.leaves[view.leaf]) for view in loop.views]
         scanned = layer_scan.scan(body, init, Layers(stacks, loop.xs, loop.cut, loop.reverse, loop.saved), schedule)
-        orders = [np.argsort(view.order).tolist() for view in loop.trained]
-        return scanned._replace(grads=[jnp.transpose(g, order) for g, order in zip(scanned.grads, orders, strict=True)])
+        to_leaf = lambda grad, view: jnp.transpose(grad, np.argsort(view.order).tolist())
+        return scanned, [to_leaf(grad, view) for grad, view in zip(scanned.grads, loop.trained, strict=True)]
 
 
 class DeviceGradients:

@@ -169,7 +169,7 @@ def cut(
     traced: TracedLoss, collectives: StageCollectives, trainable: Sequence[bool], rules: RematRules, prefetch: int
 ) -> PartsOfLoss:
     """Makes a part of each segment of a traced loss. See `PartsOfLoss` for the arguments."""
-    parts = [
+    parts: list[Part] = [
         _kind(segment)(traced, segment, collectives, rules[traced.unit(segment)] if segment.leaves else NO_REMAT)
         for segment in traced.segments
     ]

@@ -51,7 +51,7 @@ class Straight:
     def dims(self) -> list[Dims]:
         return [self.collectives.dims[i] for i in self.leaves]
 
-    @cached_property
+    @property
     def num_bytes(self) -> int:
         avals = [self.traced.leaf_vars[i].aval for i in self.leaves]
         sharded = [aval for aval, dim in zip(avals, self.dims, strict=True) if dim.shard is not None]

@@ -319,8 +319,8 @@ class DeviceGradient:
         # Sum over the microbatches.
         def body(sums: _Sums, microbatch: tuple[Array, PyTree]) -> tuple[_Sums, None]:
             index, rows = microbatch
-            start = [*event(jax.tree.leaves(rows)), *(event([sums.norm_term]) if sums_of.unrolls else [])]
             sink = sums_of.sink({i: sums.grads[i] for i in sums_of.room}, index)
+            start = [*event(jax.tree.leaves(rows)), *(event([sums.norm_term]) if sums_of.unrolls else [])]
             grads, output, weight = run(index, rows, sums.model_state, start, sink)
             grads = sums_of.add(sums.grads, grads, weight)
             norm_term = self.reductions.norm_term_beside(sink.squared_norms)

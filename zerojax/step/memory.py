@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from zerojax.program.part import DeviceGradients, DeviceWeights, GradientSink, Weights
 from zerojax.sharding.placement import Leaf
-from zerojax.utils.typing import Array, Aval
+from zerojax.utils.typing import Array, ArrayLike, Aval
 
 if TYPE_CHECKING:
     from zerojax.step.config import ZeroConfig
@@ -74,7 +74,7 @@ class GradientSums(Protocol):
         """The sums before the first microbatch, whose gradients have these shapes."""
         ...
 
-    def sink(self, totals: dict[int, Array], index: Array) -> GradientSink:
+    def sink(self, totals: dict[int, Any], index: ArrayLike) -> GradientSink:
         """Where the gradients of a microbatch go. `totals` are the sums so far of the leaves in `room`."""
         ...
 
@@ -117,7 +117,7 @@ class DeviceSums:
     def _zeros(self, aval: Aval | None) -> Array | None:
         return None if aval is None else jnp.zeros(aval.shape, self._dtype)
 
-    def sink(self, totals: dict[int, Array], index: Array) -> GradientSink:
+    def sink(self, totals: dict[int, Any], index: ArrayLike) -> GradientSink:
         return DeviceGradients()
 
     def add(self, totals: Sequence[Array | None], grads: Sequence[Array | None], weight: Array) -> list[Array | None]:

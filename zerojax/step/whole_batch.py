@@ -55,7 +55,7 @@ class _LossRows(NamedTuple):
     """
 
     rows: RowTrace
-    output: Output
+    output: Any  # an `Output` of atoms
 
     def sources_of(self, atom: Atom, purpose: Purpose) -> frozenset[int]:
         """The equations at which rows meet for an output. For a batch, without those of the loss: a loss that looks at
