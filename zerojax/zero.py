@@ -17,8 +17,9 @@ from jax.sharding import AbstractMesh, PartitionSpec
 from zerojax.analysis.audit.findings import check_setting
 from zerojax.analysis.report import placement as report
 from zerojax.analysis.report.explanation import Explanation
+from zerojax.analysis.step import TrainStep
 from zerojax.offload.host_memory import memory_of
-from zerojax.processes.agreement import agree_on, agree_on_lines
+from zerojax.processes import agreement
 from zerojax.processes.join import check_joined
 from zerojax.program.remat import RematRules, Setting
 from zerojax.sharding import padding, placement
@@ -32,11 +33,9 @@ from zerojax.step.config import ZeroConfig, check_offload
 from zerojax.step.eval_step import EvalStep, eval_step
 from zerojax.step.gradient import compute_gradients, device_gradient
 from zerojax.step.loss_traces import check_loss, explained_by_rows
-from zerojax.step.replicas import verify_replicas
 from zerojax.step.settings import StepSettings
 from zerojax.step.source import source_of
 from zerojax.step.state import Definition, TrainState, check_not_donated, check_trained
-from zerojax.step.train_step import TrainStep, train_step
 from zerojax.step.whole_batch import Purpose, over_whole_batch
 from zerojax.utils.text import mesh_text
 from zerojax.utils.typing import AnyMesh, PRNGKey
@@ -148,7 +147,7 @@ class Zero:
         axes = data_axes(mesh, tuple(shard_axes), tuple(replica_axes))
         check_offload(offload, mesh, axes, Stage.of(stage))
         self.config = ZeroConfig(
-            mesh, axes, Stage.of(stage), Precision.of(precision), offload, memory_of(offload, mesh)
+            mesh, axes, Stage.of(stage), Precision.of(precision), offload, memory_of(offload, mesh), agreement
         )
         self._places_optimizer = False
         self.overrides = Overrides(
@@ -208,12 +207,14 @@ class Zero:
         if self.config.spans_processes:
             given = {"seed": str(seed)} if isinstance(seed, int) else {}  # a key is compared with the state
             fix = "pass the same model, optimizer and seed in all processes"
-            agree_on(self.config.texts() | given, "configurations", fix, "zero.init")
+            agreement.agree_on(self.config.texts() | given, "configurations", fix, "zero.init")
             leaves = jax.tree_util.tree_leaves_with_path(avals)
             lines = [f"{placement.path_text(path)}: {a.dtype}{list(a.shape)} {a.sharding.spec}" for path, a in leaves]
-            agree_on_lines(lines, "states", fix, "zero.init")
+            agreement.agree_on_lines(lines, "states", fix, "zero.init")
         state = create()
         if jax.process_count() > 1:
+            from zerojax.checkpoints.replicas import verify_replicas  # Orbax takes a second to import
+
             verify_replicas(state, "pass the same model, optimizer and seed in all processes")
         return state
 
@@ -301,7 +302,7 @@ class Zero:
         Source: ZeRO, sections 5 and 7; 6.2 for `bucket_bytes` (C_B).
         """
         settings = StepSettings(num_microbatches, clip_norm, RematRules.of(remat), prefetch, bucket_bytes)
-        return train_step(self.config, loss_fn, settings.check(self.config.axes), check_setting(audit))
+        return TrainStep(self.config, settings.check(self.config.axes), loss_fn, check_setting(audit))
 
     def eval_step(self, loss_fn: Callable[..., Any], *, bucket_bytes: int | None = None) -> EvalStep:
         """Returns a jitted `step(state, batch) -> metrics`, which gathers as `train_step` does and changes nothing.

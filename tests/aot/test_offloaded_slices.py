@@ -11,7 +11,7 @@ import pytest
 
 import zerojax
 from zerojax import Remat, Verdict, targets
-from zerojax.offload import offload_options
+from zerojax.step import compiler_options
 from zerojax.step import jitted_step
 from zerojax.utils import versions
 

@@ -39,7 +39,7 @@ from support.small_run import (
 
 import zerojax
 from zerojax.checkpoints import EXIT_CODE, CheckpointCorrupted, CheckpointMismatch, contents, iterators, lock, store
-from zerojax.step.digest import HostDigest, digests
+from zerojax.checkpoints.digest import HostDigest, digests
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from support.small_run import setting, train
 from zerojax.checkpoints import EXIT_CODE, INTERRUPT_EXIT_CODE, store
 from zerojax.checkpoints.pieces import verify_arrays
 from zerojax.processes.launch import environment
-from zerojax.step import replicas
+from zerojax.checkpoints import replicas
 
 pytestmark = pytest.mark.once
 

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import zerojax
 from zerojax import Remat
-from zerojax.offload import offload_options
+from zerojax.step import compiler_options
 from zerojax.step import jitted_step
 
 WIDTH, LAYERS = 16, 4

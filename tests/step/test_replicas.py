@@ -7,8 +7,8 @@ import pytest
 from support.small_run import batch, create, loss, setting, with_flipped_bit
 
 import zerojax
-from zerojax.step import replicas
-from zerojax.step.digest import digests
+from zerojax.checkpoints import replicas
+from zerojax.checkpoints.digest import digests
 
 # (stage, axes of the mesh, number of devices, the device whose memory is damaged, the devices that are named)
 CASES = [

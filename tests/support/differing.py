@@ -15,7 +15,7 @@ import optax
 import zerojax
 from zerojax import processes
 from zerojax.processes import agreement
-from zerojax.step.replicas import ReplicasDiffer
+from zerojax.checkpoints.replicas import ReplicasDiffer
 
 agreement._SEEN_TIMEOUT_S = 0.5
 own = zerojax.initialize(timeout_s=60)

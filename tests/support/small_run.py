@@ -11,7 +11,7 @@ import optax
 import zerojax
 from zerojax.checkpoints import contents
 from zerojax.sharding import placement
-from zerojax.step.digest import digests
+from zerojax.checkpoints.digest import digests
 
 WIDTH, ROWS, EVERY = 32, 16, 2
 

@@ -18,6 +18,7 @@ from zerojax.program.jaxprs import (
     Atom,
     Equation,
     Var,
+    is_offload,
     is_scan,
     is_var,
     multiplies,
@@ -179,7 +180,7 @@ def transfers(equations: Iterable[Equation], trips: int = 1, loops: int = 0) -> 
         name = equation.primitive.name
         if name in _UNSUPPORTED_PRIMITIVES or name.removesuffix("_start") in COLLECTIVES.keys() - {name}:
             raise ValueError(f"jaxprs: this kind of communication is not supported\n  got:      {name}")
-        kind = COLLECTIVES.get(name, "offload" if _is_offload(equation) else None)
+        kind = COLLECTIVES.get(name, "offload" if is_offload(equation) else None)
         if kind:
             names = equation.params.get("axes", equation.params.get("axis_name", ()))
             axes = tuple(names) if isinstance(names, tuple | list | frozenset | set) else (names,)
@@ -194,12 +195,6 @@ def transfers(equations: Iterable[Equation], trips: int = 1, loops: int = 0) -> 
                 f"jaxprs: the number of times a collective runs is unknown\n  got:      {inside[0].kind} in a {name}"
             )
         yield from inside
-
-
-def _is_offload(equation: Equation) -> bool:
-    """Whether the equation copies an array to host memory. Copied scalars are events, and do not count."""
-    moves = equation.primitive.name == "device_put" and jax.memory.Space.Host in equation.params["devices"]
-    return moves and any(atom.aval.ndim for atom in equation.invars)
 
 
 def _larger(operand: Atom, result: Var) -> Any:

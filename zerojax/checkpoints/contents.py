@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
+from zerojax.checkpoints.digest import Digest
 from zerojax.sharding import placement
 from zerojax.sharding.padding import between
 from zerojax.sharding.placement import PINNED_HOST, Leaf
 from zerojax.step import models
-from zerojax.step.digest import Digest
 from zerojax.step.state import TrainState, logical_avals
 from zerojax.utils.typing import Array, Aval, PRNGKey, PyTree, Shape
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.checkpoints import store
+from zerojax.checkpoints.digest import HostDigest
 from zerojax.checkpoints.manifest import CheckpointCorrupted, LeafRecord, Manifest, plain_text
-from zerojax.step.digest import HostDigest
 from zerojax.utils.text import bytes_text
 from zerojax.utils.typing import Shape
 

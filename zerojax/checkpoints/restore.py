@@ -10,10 +10,10 @@ from typing import Any
 import jax
 
 from zerojax.checkpoints import contents, iterators, manifest as manifests, store
+from zerojax.checkpoints.digest import digests
 from zerojax.checkpoints.manifest import Allowed, CheckpointCorrupted, Manifest
 from zerojax.checkpoints.raise_on_all_processes import raise_on_all_processes
-from zerojax.step.digest import digests
-from zerojax.step.replicas import check_replicas
+from zerojax.checkpoints.replicas import check_replicas
 from zerojax.step.state import TrainState
 from zerojax.utils.typing import Array
 

@@ -22,12 +22,12 @@ from zerojax.checkpoints.origin import origin_text
 from zerojax.checkpoints.preemption import Preemption
 from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0
 from zerojax.checkpoints.remote_copy import RemoteCopy
+from zerojax.checkpoints.replicas import verify_replicas
 from zerojax.checkpoints.run_directory import RunDirectory
 from zerojax.checkpoints.saver import Saver
 from zerojax.checkpoints.watchdog import Watchdog
 from zerojax.processes.agreement import agree
 from zerojax.step.config import ZeroConfig
-from zerojax.step.replicas import verify_replicas
 from zerojax.step.state import TrainState, check_not_donated
 
 log = logging.getLogger("zerojax")

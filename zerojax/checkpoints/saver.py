@@ -11,12 +11,12 @@ from typing import Any
 import jax.numpy as jnp
 
 from zerojax.checkpoints import contents, iterators
+from zerojax.checkpoints.digest import digests
 from zerojax.checkpoints.manifest import LeafRecord, Manifest
+from zerojax.checkpoints.replicas import check_replicas, has_copies
 from zerojax.checkpoints.run_directory import RunDirectory
 from zerojax.checkpoints.store import Store
 from zerojax.step.config import ZeroConfig
-from zerojax.step.digest import digests
-from zerojax.step.replicas import check_replicas, has_copies
 from zerojax.step.state import TrainState, check_not_donated
 
 log = logging.getLogger("zerojax")

@@ -208,9 +208,9 @@ def import_files(directory: Path, files: Path, what: str, precision: str, mappin
     """
     import zerojax
     from zerojax.checkpoints import contents, store
+    from zerojax.checkpoints.digest import digests
     from zerojax.exchange import names, parameters
     from zerojax.plan.find_job import find_job
-    from zerojax.step.digest import digests
 
     with without_traceback():
         if there := store.folders(directory.absolute()):

@@ -18,6 +18,7 @@ from jax.interpreters import mlir
 
 from zerojax.comm.dependencies import after, event
 from zerojax.offload.pace import Pace
+from zerojax.sharding.placement import is_in_host
 from zerojax.sharding.tiles import TILE, stored_order
 from zerojax.utils.typing import Array, Shape
 
@@ -39,11 +40,6 @@ def room(shape: Shape, dtype: Any) -> Array:
     Zeros that `jax.device_put` moves there would be written to the device first.
     """
     return _host_room.bind(shape=tuple(shape), dtype=jnp.dtype(dtype))
-
-
-def is_in_host(array: Array) -> bool:
-    """Whether the type of an array says that it is in host memory."""
-    return jax.typeof(array).memory_space == HOST_SPACE
 
 
 def from_host(array: Array, events: Sequence[Array]) -> Array:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from zerojax.offload import checks
 from zerojax.offload.host_params import HostGradients, HostSums, HostWeights
 from zerojax.offload.streamed_update import StreamedUpdate
 from zerojax.program.part import GradientSink, Weights
@@ -14,7 +15,7 @@ from zerojax.sharding.placement import Leaf
 from zerojax.step import optimizers
 from zerojax.step.config import ZeroConfig
 from zerojax.step.memory import DeviceMemory, GradientSums, Memory
-from zerojax.step.state import Definition
+from zerojax.step.state import Definition, TrainState
 from zerojax.step.update import Update
 from zerojax.utils.typing import AnyMesh, Array
 
@@ -35,6 +36,14 @@ class AllOnDevices(DeviceMemory):
 
 class OptimizerInHost(DeviceMemory):
     """The optimizer's state is in host memory, with the master copy of the parameters."""
+
+    def check(self, config: ZeroConfig, definition: Definition, platform: str | None = None) -> None:
+        dtypes = [leaf.dtype for leaf in definition.leaves if leaf.trainable]
+        StreamedUpdate(config, definition, dtypes, scales=False)  # raises if it cannot be computed piece by piece
+        checks.check_layouts(config, definition, platform)
+
+    def check_state(self, config: ZeroConfig, state: TrainState) -> None:
+        checks.check_may_pin(config, state)
 
     def update(self, config: ZeroConfig, definition: Definition, dtypes: Sequence[Any], scales: bool) -> Update | None:
         return StreamedUpdate(config, definition, dtypes, scales)

@@ -17,12 +17,11 @@ from jax import lax
 from zerojax.comm.dependencies import after, floating_after
 from zerojax.comm.schedule import Schedule
 from zerojax.offload import host_arrays
-from zerojax.offload.host_arrays import is_in_host
 from zerojax.offload.host_scan import scan_from_host
 from zerojax.offload.pace import Paces
 from zerojax.program.layer_scan import Carry, LayerBody, Scanned
 from zerojax.program.part import DeviceGradients, DeviceWeights, GradientSink, Loop, PlannedPart, Weights
-from zerojax.sharding.placement import Leaf
+from zerojax.sharding.placement import Leaf, is_in_host
 from zerojax.step.memory import DeviceSums
 from zerojax.utils.flags import select
 from zerojax.utils.typing import Array, ArrayLike, Shape

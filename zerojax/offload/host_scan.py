@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.comm.schedule import Schedule
-from zerojax.offload.host_arrays import is_in_host, layer_from_host
+from zerojax.offload.host_arrays import layer_from_host
 from zerojax.offload.pace import Pace, Paces, run_with_products
 from zerojax.program.layer_scan import Carry, Cut, LayerBody, Layers, SavedValues, Scanned
 from zerojax.program.part import Loop
+from zerojax.sharding.placement import is_in_host
 from zerojax.utils.typing import Array, PyTree
 
 

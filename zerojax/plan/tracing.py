@@ -14,7 +14,6 @@ from flax import nnx
 
 from zerojax.analysis import jaxpr_stats, repeated_layers
 from zerojax.analysis.hardware import Chip
-from zerojax.analysis.host_arguments import in_host_memory
 from zerojax.analysis.jaxpr_costs import ComputeTime, compute_time
 from zerojax.analysis.liveness import Peak
 from zerojax.analysis.report.memory import Memory, memory_terms
@@ -23,6 +22,7 @@ from zerojax.plan.job import Job, Settings
 from zerojax.program.remat import Remat, RematRules
 from zerojax.sharding.mesh import make_mesh
 from zerojax.step import creation, models
+from zerojax.step.described_hosts import in_host_memory
 from zerojax.step.gradient import DeviceGradient, compute_gradients, device_gradient
 from zerojax.step.settings import StepSettings
 from zerojax.step.source import ModelSource, plain_arrays, source_of
@@ -105,7 +105,7 @@ class Tracer:
             leaves = self._states[key].definition.leaves
             self._create.stacked = tuple(glob.escape(leaf.path) for leaf in leaves if leaf.stacked)
         # A state is built once for all `offload`.
-        creation.check_offloadable(zero.config, self._states[key].definition, self.platform)
+        zero.config.memory.check(zero.config, self._states[key].definition, self.platform)
         self._stored[stored_key] = stored_avals(zero.config, self._states[key])
         return self._stored[stored_key]
 

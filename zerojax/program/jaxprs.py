@@ -229,6 +229,17 @@ def multiplies(equations: Iterable[Equation]) -> bool:
     )
 
 
+def is_offload(equation: Equation) -> bool:
+    """Whether the equation copies an array to host memory. Copied scalars are events, and do not count."""
+    moves = equation.primitive.name == "device_put" and jax.memory.Space.Host in equation.params["devices"]
+    return moves and any(atom.aval.ndim for atom in equation.invars)
+
+
+def offloads(jaxpr: Jaxpr) -> bool:
+    """Whether a function copies arrays to host memory."""
+    return any(is_offload(e) or any(map(offloads, sub_jaxprs(e))) for e in jaxpr.eqns)
+
+
 def communicates_over(equation: Equation, axes: Collection[str]) -> bool:
     """Whether an equation, or one that it calls, is a collective over one of the mesh axes."""
     named = equation.params.get("axes", equation.params.get("axis_name", ()))

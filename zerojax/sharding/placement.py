@@ -402,3 +402,8 @@ def named_shardings(mesh: AnyMesh, specs: PyTree) -> PyTree:
 def shard_bytes(aval: Any, sharding: NamedSharding) -> int:
     """The number of bytes of an array that one device holds."""
     return math.prod(sharding.shard_shape(tuple(aval.shape))) * aval.dtype.itemsize
+
+
+def is_in_host(array: Array) -> bool:
+    """Whether the type of an array says that it is in host memory."""
+    return jax.typeof(array).memory_space == jax.memory.Space.Host

@@ -2,28 +2,43 @@
 
 from __future__ import annotations
 
-import collections
 import hashlib
-import statistics
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from zerojax.program.run import SMALL_UNIT
 from zerojax.sharding import placement
 from zerojax.sharding.axes import Axes
 from zerojax.sharding.placement import Leaf
 from zerojax.sharding.precision import DTYPE_FIELDS, Precision
 from zerojax.sharding.stages import Stage
-from zerojax.sharding.torus import SPARSE_CORES
 from zerojax.step.memory import DeviceMemory, Memory
 from zerojax.utils.typing import AnyMesh
 
-# The kinds of collectives that SparseCores run, if they can: over one, two or three, or any number of dims of a torus.
-_OFFLOADED = "all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter", "all_reduce"
+
+class Agreement(Protocol):
+    """Compares what processes are about to do together. All of them call it."""
+
+    def agree_on(self, fields: Mapping[str, str], what: str, fix: str, call: str) -> None:
+        """Raises ValueError if a field is not the same text in all processes."""
+        ...
+
+    def agree_on_lines(self, lines: Sequence[str], what: str, fix: str, call: str) -> None:
+        """Raises ValueError with the first line that is not the same in all processes."""
+        ...
+
+
+class NoAgreement:
+    """Processes are not compared."""
+
+    def agree_on(self, fields: Mapping[str, str], what: str, fix: str, call: str) -> None:
+        pass
+
+    def agree_on_lines(self, lines: Sequence[str], what: str, fix: str, call: str) -> None:
+        pass
 
 
 class ZeroConfig(NamedTuple):
@@ -36,6 +51,7 @@ class ZeroConfig(NamedTuple):
         precision: dtypes and loss scaling.
         offload: what is in host memory: 'none', 'optimizer' or 'params', as in `Zero`.
         memory: which memory the states of the model are in while a step runs.
+        agreement: compares processes before they run together.
     """
 
     mesh: Any
@@ -44,6 +60,7 @@ class ZeroConfig(NamedTuple):
     precision: Precision
     offload: str = "none"
     memory: Memory = DeviceMemory()
+    agreement: Agreement = NoAgreement()
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -110,59 +127,6 @@ def check_offload(offload: str, mesh: AnyMesh, axes: Axes, stage: Stage) -> None
 def can_offload_params(axes: Axes, stage: Stage) -> bool:
     """Whether parameters may be in host memory: on one device, or as shards of stage 3 without replicas."""
     return axes.num_replicas == 1 and (stage.shards_params or axes.num_shards == 1)
-
-
-def compiler_options(config: ZeroConfig, leaves: Iterable[Leaf]) -> dict[str, int | bool] | None:
-    """The XLA options of a step on several GPUs or TPUs, or None for one device and on CPUs.
-
-    On TPUs, gathers stay gathers: by default, small ones over many chips are all-reduces. SparseCores, where there are
-    any, run the collectives beside the computation and over all dims of the torus at once. By default the chip waits
-    for each, and a reduce-scatter over several dims is an all-reduce.
-
-    On GPUs, the latency-hiding scheduler overlaps collectives with computation. It is off by default before Hopper.
-
-    At stage 3, two thresholds replace the default of 30 MiB up to which the compiler combines collectives:
-
-    - All gathers of a unit are combined. The compiler starts each gather after the end of the one before. On a slow
-      link the computation would wait for each of them, and on a fast link some would overlap with no matrix product.
-      Gathers of different units wait for each other, and are never combined.
-    - The gradients of a unit are reduced in about two parts. In one part, all of them would wait for the last. The
-      threshold counts the bytes of shards: on many devices, 30 MiB would hold the gradients of several units, and
-      their common reduction would overlap with nothing.
-    """
-    mesh = config.mesh
-    if not isinstance(mesh, Mesh) or mesh.size == 1:
-        return None
-    device = mesh.devices.flat[0]
-    if device.platform == "tpu":
-        names = [f"xla_tpu_enable_sparse_core_collective_offload_{kind}" for kind in _OFFLOADED]
-        offload = names if device.device_kind in SPARSE_CORES else []
-        return dict.fromkeys(["xla_tpu_prefer_async_allgather_to_allreduce", *offload], True)
-    if device.platform != "gpu":
-        return None
-    options: dict[str, int | bool] = {"xla_gpu_enable_latency_hiding_scheduler": True}
-    if not config.stage.shards_params or config.axes.num_shards == 1:
-        return options
-    num_elements = _typical_unit(leaves)
-    num_bytes = lambda dtype: num_elements * jnp.dtype(dtype).itemsize
-    shard_bytes = num_bytes(config.precision.reduce_dtype) // config.axes.num_shards
-    return options | {
-        "xla_gpu_all_gather_combine_threshold_bytes": 2 * num_bytes(config.precision.compute_dtype),
-        "xla_gpu_enable_reduce_scatter_combine_by_dim": True,  # see Schedule.group
-        "xla_gpu_reduce_scatter_combine_threshold_bytes": 3 * shard_bytes // 4,  # leaves rarely sum to exact halves
-    }
-
-
-def _typical_unit(leaves: Iterable[Leaf]) -> int:
-    """The elements of the median unit, of one layer if it is stacked. Units that are small next to the largest do not
-    count, and each layer of a stack does."""
-    elements: collections.Counter[str] = collections.Counter()
-    layers: dict[str, int] = {}
-    for leaf in leaves:
-        elements[leaf.unit] += leaf.size_at_once
-        layers[leaf.unit] = leaf.shape[0] if leaf.stacked else 1
-    least = SMALL_UNIT * max(elements.values())
-    return statistics.median_low(n for unit, n in elements.items() if n >= least for _ in range(layers[unit]))
 
 
 def shard_map_over_data(

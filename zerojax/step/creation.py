@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import os
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -15,17 +13,14 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, NamedSharding, use_abstract_mesh
+from jax.sharding import NamedSharding, use_abstract_mesh
 
-from zerojax.offload.pinned_memory import check_pinned
-from zerojax.offload.streamed_update import StreamedUpdate
 from zerojax.program import jaxprs, stacks
 from zerojax.sharding import padding, placement
 from zerojax.sharding.layer_dims import likely_stacks
 from zerojax.sharding.padding import Padding
 from zerojax.sharding.placement import PINNED_HOST, FromModel, Leaf, Overrides
 from zerojax.sharding.precision import LossScale
-from zerojax.sharding.tiles import stored_order
 from zerojax.sharding.uneven import uneven_text
 from zerojax.sharding.unnamed_layers import unmerged_text
 from zerojax.step import models
@@ -37,8 +32,6 @@ from zerojax.step.state import (
     Definition,
     TrainState,
     check_not_donated,
-    host_gradients_bytes,
-    in_host,
     shardings,
     stored_avals,
 )
@@ -62,7 +55,7 @@ def build(
         create, abstract = _from_function(config, overrides, source.create, tx, key)
 
     def create_if_pinnable() -> TrainState:
-        _check_pinned(config, abstract)
+        config.memory.check_state(config, abstract)
         return create()
 
     return create_if_pinnable, abstract
@@ -151,7 +144,7 @@ def with_optimizer(
     check_not_donated(state)
     definition, stage = dataclasses.replace(state.definition, tx=tx), config.stage
     check_update(tx, definition.trained_avals())
-    check_offloadable(config, definition)
+    config.memory.check(config, definition)
 
     def initial(params: PyTree, master: PyTree, model_state: PyTree, key: PRNGKey) -> TrainState:
         if config.offloads_optimizer:
@@ -164,7 +157,7 @@ def with_optimizer(
 
     args = state.params, state.master, state.model_state, _key(seed)
     abstract = stored_avals(config, jax.eval_shape(initial, *args))
-    _check_pinned(config, abstract)
+    config.memory.check_state(config, abstract)
     if config.offloads_optimizer:
         return create_in_parts(initial, args, abstract)
     return jax.jit(initial, out_shardings=shardings(config, abstract), donate_argnums=(0, 1, 2))(*args)
@@ -249,7 +242,7 @@ def _define(
     fixed = _fixed_state(model_state, leaves, overrides.frozen)
     definition = Definition(tx, model, leaves, jax.tree.structure(params), fixed, config)
     check_update(tx, definition.trained_avals())
-    check_offloadable(config, definition)
+    config.memory.check(config, definition)
     if config.precision.param_dtype == jnp.bfloat16 and not rounds_stochastically(tx):
         warn(
             "init: parameters in bfloat16 lose small updates\n"
@@ -257,60 +250,6 @@ def _define(
             "  fix:      zerojax.stochastic_rounding(tx), or precision='bf16', which has a copy of them in fp32"
         )
     return definition
-
-
-def check_offloadable(config: ZeroConfig, definition: Definition, platform: str | None = None) -> None:
-    """Raises ValueError if the optimizer's state is to be in host memory, but its update cannot be cut into pieces.
-
-    Args:
-        config, definition: of the state.
-        platform: of the devices, if the mesh has none; None if it is not known.
-    """
-    if not config.offloads_optimizer:
-        return
-    StreamedUpdate(config, definition, [leaf.dtype for leaf in definition.leaves if leaf.trainable], scales=False)
-    if not isinstance(config.mesh, AbstractMesh):
-        platform = config.mesh.devices.flat[0].platform
-    if platform != "tpu":
-        return
-    if config.offloads_params:
-        _check_stacks_on_tpus(config, definition)
-    created = jax.tree_util.tree_leaves_with_path(jax.eval_shape(definition.tx.init, definition.trained_avals()))
-    placed = jax.tree.leaves(definition.optimizer_placement(config.axes, config.stage.shards_optimizer))
-    for (path, a), stored in zip(created, placed, strict=True):
-        if stored.in_pieces and a.dtype.itemsize == 1:  # in another layout than their pieces, and copied as a whole
-            raise ValueError(
-                f"offload: arrays of 8 bits cannot be in the host memory of TPUs, whose compiler does not cut them\n"
-                f"  got:      {placement.path_text(path)!r}: {a.dtype}{list(a.shape)}\n"
-                f"  fix:      zerojax.low_bit_moments(tx, bits=16), or Zero(..., offload='none')"
-            )
-
-
-def _check_stacks_on_tpus(config: ZeroConfig, definition: Definition) -> None:
-    """Raises ValueError if layers share tiles of the memory of a TPU, whose compiler then reads no single one."""
-    is_sharded = config.stage.shards_params
-    placed = jax.tree.leaves(placement.named_shardings(config.mesh, definition.specs(config.axes, is_sharded)))
-    in_host = definition.params_in_host(config.offloads_params)
-    for leaf, sharding, zeros, flag in zip(
-        definition.leaves, placed, definition.paddings(is_sharded), in_host, strict=True
-    ):
-        shard = sharding.shard_shape(zeros.stored_shape(leaf.shape))
-        if flag and leaf.stacked and 0 in stored_order(shard)[-2:]:
-            raise ValueError(
-                "offload: TPUs do not read single layers of a stack from host memory if layers share tiles\n"
-                f"  got:      {leaf.path!r}: {list(shard)} on each device; rows are not a multiple of 8\n"
-                "  fix:      another number of devices or another width; or Zero(..., offload='optimizer')"
-            )
-
-
-def _check_pinned(config: ZeroConfig, state: TrainState) -> None:
-    """Raises ValueError if this process may not pin the host memory of a state, with gradients that go there."""
-    local = [d for d in config.mesh.devices.flat if d.platform == "gpu" and d.process_index == jax.process_index()]
-    flags = jax.tree.leaves(in_host(config, state))
-    sizes = [placement.shard_bytes(a, a.sharding) for a in jax.tree.leaves(state)]
-    if config.offloads_optimizer and local:
-        gradients = host_gradients_bytes(config, state)
-        check_pinned(sum(itertools.compress(sizes, flags)) + gradients, len(local), os.environ)
 
 
 def _warn_of_plain_arrays(paths: Sequence[str], model_state: PyTree) -> None:

@@ -9,15 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from zerojax.analysis import jaxpr_collectives
-from zerojax.analysis.host_arguments import TracedWithHostArguments, forgets_memories, in_host_memory
-from zerojax.offload.offload_options import offload_options
-from zerojax.processes.agreement import agree_on, agree_on_lines
+from zerojax.program import jaxprs
 from zerojax.sharding.mesh import check_enclosing_mesh, warn_of_disabled_jit
 from zerojax.sharding.placement import path_text
 from zerojax.step import state as states
 from zerojax.step.batch import batch_avals, check_batch, dtype_of, shard_batch
-from zerojax.step.config import ZeroConfig, compiler_options
+from zerojax.step.compiler_options import compiler_options, offload_options
+from zerojax.step.config import ZeroConfig
+from zerojax.step.described_hosts import TracedWithHostArguments, forgets_memories, in_host_memory
 from zerojax.step.loss_errors import in_words_of_the_user
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import TrainState
@@ -71,9 +70,10 @@ class Step:
             return
         batch_texts = {f"batch: {name}": text for name, text in arrays.items()}
         fix = "start all processes with the same configuration, and pass equally many rows in each"
-        agree_on(self.config.texts() | self.settings.texts() | batch_texts, "steps", fix, "the step")
+        agreement = self.config.agreement
+        agreement.agree_on(self.config.texts() | self.settings.texts() | batch_texts, "steps", fix, "the step")
         program = self.lower(state, batch).as_text().splitlines()
-        agree_on_lines(program, "programs", "the same model, loss and optimizer in all processes", "the step")
+        agreement.agree_on_lines(program, "programs", "the same model, loss and optimizer in all processes", "the step")
         self._agreed.add(key)
 
     def _checked(self, state: TrainState, batch: PyTree) -> Any:
@@ -104,7 +104,7 @@ class Step:
         if to_offload:
             with in_words_of_the_user(self.config.precision):
                 traced = self._trace(jitted, state, batch)
-            if self.config.offloads_params or jaxpr_collectives.offloaded_bytes(traced.jaxpr):
+            if self.config.offloads_params or jaxprs.offloads(traced.jaxpr):
                 return jit(compiler_options={**(options or {}), **to_offload})
         return jitted
 
@@ -112,9 +112,12 @@ class Step:
         check_arguments(state, batch, others)
         if self.config.spans_processes:
             self._agree(state, batch)
-        jitted = self._checked(state, batch)
+        return self._run(self._checked(state, batch), state, shard_batch(self.config, batch))
+
+    def _run(self, jitted: Callable[..., Any], state: TrainState, batch: PyTree) -> Any:
+        """Runs the jitted function."""
         with in_words_of_the_user(self.config.precision):
-            return jitted(state, shard_batch(self.config, batch))
+            return jitted(state, batch)
 
     def trace(self, state: TrainState, batch: PyTree) -> Any:
         """Traces the step, as `jax.jit(...).trace` does. Nothing is compiled.

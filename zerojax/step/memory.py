@@ -1,6 +1,6 @@
 """Which memory the parameters and the sums of gradients are in, and in which the optimizer updates its state.
 
-A step asks the `Memory` of its configuration for the four things that depend on it. `DeviceMemory` keeps everything on
+A step asks the `Memory` of its configuration for what depends on it. `DeviceMemory` keeps everything on
 the devices; `offload.host_memory` has those that use the memory of the host.
 """
 
@@ -17,12 +17,28 @@ from zerojax.utils.typing import Array, ArrayLike, Aval
 
 if TYPE_CHECKING:
     from zerojax.step.config import ZeroConfig
-    from zerojax.step.state import Definition
+    from zerojax.step.state import Definition, TrainState
     from zerojax.step.update import Update
 
 
 class Memory(Protocol):
     """Where the states of a model are while a step runs."""
+
+    def check(self, config: ZeroConfig, definition: Definition, platform: str | None = None) -> None:
+        """Checks that this memory can hold such a state.
+
+        Args:
+            config, definition: of the state.
+            platform: of the devices, if the mesh has none; None if it is not known.
+
+        Raises:
+            ValueError: if the optimizer cannot update it piece by piece, or if the devices cannot read pieces of it.
+        """
+        ...
+
+    def check_state(self, config: ZeroConfig, state: TrainState) -> None:
+        """Raises ValueError if this process may not use as much memory as a state of these avals takes."""
+        ...
 
     def weights(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> Weights:
         """The leaves of the parameters."""
@@ -89,6 +105,12 @@ class GradientSums(Protocol):
 
 class DeviceMemory:
     """Everything is on the devices, and the optimizer updates whole arrays."""
+
+    def check(self, config: ZeroConfig, definition: Definition, platform: str | None = None) -> None:
+        pass
+
+    def check_state(self, config: ZeroConfig, state: TrainState) -> None:
+        pass
 
     def weights(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> Weights:
         return DeviceWeights(shards)

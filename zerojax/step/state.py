@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +14,6 @@ import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
-from zerojax.offload import host_arrays
 from zerojax.sharding import padding, placement
 from zerojax.sharding.axes import Axes
 from zerojax.sharding.padding import NO_PADDING, Padding
@@ -102,7 +100,7 @@ class Definition:
 
         Those in host memory stay as they are: they are cast when they have come to the device.
         """
-        cast = lambda a, leaf: a if host_arrays.is_in_host(a) else a.astype(leaf.compute_dtype)
+        cast = lambda a, leaf: a if placement.is_in_host(a) else a.astype(leaf.compute_dtype)
         return [cast(a, leaf) for a, leaf in zip(leaves, self.leaves, strict=True)]
 
     def cast_trained(self, trained: PyTree) -> PyTree:
@@ -216,7 +214,7 @@ def _without_zeros(stored: Array | Aval, like: Any) -> Array | Aval:
         return zeros.crop(stored)
     sharding: Any = stored.sharding
     spec = [None if dim == zeros.dim else axes for dim, axes in enumerate(sharding.spec)]
-    on_device = lambda a: jax.device_put(a, jax.memory.Space.Device) if host_arrays.is_in_host(a) else a
+    on_device = lambda a: jax.device_put(a, jax.memory.Space.Device) if placement.is_in_host(a) else a
     crop = jax.jit(lambda a: zeros.crop(on_device(a)), out_shardings=NamedSharding(sharding.mesh, PartitionSpec(*spec)))
     return crop(stored)
 
@@ -268,24 +266,6 @@ def in_host(config: ZeroConfig, state: TrainState) -> TrainState:
     params = jax.tree.unflatten(definition.tree, definition.params_in_host(config.offloads_params))
     in_pieces = jax.tree.map(lambda each: each.in_pieces, stored)
     return dataclasses.replace(nowhere, params=params, master=master, opt_state=in_pieces)
-
-
-def host_gradients_bytes(config: ZeroConfig, state: TrainState, dtype: Any = None) -> int:
-    """The bytes of the gradients that a device keeps in host memory: 0 if the parameters are on the devices.
-
-    Args:
-        config: mesh, axes, stage and precision.
-        state: arrays or avals, with the shardings of the stage.
-        dtype: of the gradients; None for that in which each is reduced.
-    """
-    definition, precision = state.definition, config.precision
-    flags, params = definition.params_in_host(config.offloads_params), jax.tree.leaves(state.params)
-    return sum(
-        math.prod(a.sharding.shard_shape(tuple(a.shape)))
-        * jnp.dtype(dtype or precision.wire_dtype(leaf.compute_dtype)).itemsize
-        for a, leaf, flag in zip(params, definition.leaves, flags, strict=True)
-        if flag and leaf.trainable
-    )
 
 
 def shardings(config: ZeroConfig, state: TrainState) -> TrainState:

@@ -16,13 +16,13 @@ from zerojax.analysis.audit.findings import Audit, AuditCheck, Outcome, Unreadab
 from zerojax.analysis.audit.host_state import check_copies, check_host_memory, check_pieces
 from zerojax.analysis.audit.offloaded_slices import check_offloaded_slices
 from zerojax.analysis.hlo import Program
-from zerojax.analysis.host_arguments import TracedWithHostArguments
 from zerojax.analysis.host_copies import copied_in_host
 from zerojax.analysis.jaxpr_collectives import dtype_name
 from zerojax.offload.host_pieces import PIECES_BYTES
 from zerojax.sharding import placement
 from zerojax.sharding.annotations import spec_text
 from zerojax.sharding.axes import axis_names
+from zerojax.step.described_hosts import TracedWithHostArguments
 from zerojax.utils.text import abbreviate, bytes_text
 from zerojax.utils.typing import Aval
 

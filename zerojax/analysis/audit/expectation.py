@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from zerojax.analysis import jaxpr_collectives
 from zerojax.analysis.hlo_collectives import Collective
+from zerojax.offload.checks import host_gradients_bytes
 from zerojax.sharding import placement
 from zerojax.sharding.axes import axis_names
 from zerojax.sharding.placement import Leaf, shard_bytes
@@ -129,7 +130,7 @@ def expect(
     by_choice = _stage_bytes(config, _where(is_wide, leaves), _where(is_wide, uses), num_microbatches).total
     host_leaves = list(itertools.compress(with_paths, jax.tree.leaves(states.in_host(config, state))))
     sum_dtype = config.precision.sum_dtype if num_microbatches > 1 else None
-    gradients_bytes = states.host_gradients_bytes(config, stored, sum_dtype)
+    gradients_bytes = host_gradients_bytes(config, stored, sum_dtype)
     frozen = {f"params/{leaf.path}" for leaf in leaves if not leaf.trainable}
     updated = [a for path, a in host_leaves if placement.path_text(path) not in frozen]
     others_bytes = sum(shard_bytes(a, a.sharding) for a in updated) + num_microbatches * gradients_bytes

@@ -14,7 +14,7 @@ from zerojax.analysis import hlo_slices
 from zerojax.analysis.audit.findings import Outcome, Unreadable, Verdict, reader_errors
 from zerojax.analysis.hlo import Program
 from zerojax.analysis.hlo_slices import HostSlice
-from zerojax.offload.offload_options import ANNOTATOR, DISABLED_PASSES, FIRST_CORRECT
+from zerojax.step.compiler_options import ANNOTATOR, DISABLED_PASSES, FIRST_CORRECT
 from zerojax.utils.text import abbreviate
 
 _FIX = (

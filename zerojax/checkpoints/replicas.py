@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 
+from zerojax.checkpoints.digest import Digest, digests
 from zerojax.sharding import placement
 from zerojax.step import models
-from zerojax.step.digest import Digest, digests
 from zerojax.step.state import TrainState
 from zerojax.utils.typing import Array
 

@@ -1,0 +1,87 @@
+"""What host memory cannot hold: checked before a state is created there."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+
+from zerojax.offload.pinned_memory import check_pinned
+from zerojax.sharding import placement
+from zerojax.sharding.tiles import stored_order
+from zerojax.step.config import ZeroConfig
+from zerojax.step.state import Definition, TrainState, in_host
+
+
+def host_gradients_bytes(config: ZeroConfig, state: TrainState, dtype: Any = None) -> int:
+    """The bytes of the gradients that a device keeps in host memory: 0 if the parameters are on the devices.
+
+    Args:
+        config: mesh, axes, stage and precision.
+        state: arrays or avals, with the shardings of the stage.
+        dtype: of the gradients; None for that in which each is reduced.
+    """
+    definition, precision = state.definition, config.precision
+    flags, params = definition.params_in_host(config.offloads_params), jax.tree.leaves(state.params)
+    return sum(
+        math.prod(a.sharding.shard_shape(tuple(a.shape)))
+        * jnp.dtype(dtype or precision.wire_dtype(leaf.compute_dtype)).itemsize
+        for a, leaf, flag in zip(params, definition.leaves, flags, strict=True)
+        if flag and leaf.trainable
+    )
+
+
+def check_layouts(config: ZeroConfig, definition: Definition, platform: str | None) -> None:
+    """Raises ValueError if the devices do not read pieces or layers of a state from host memory.
+
+    Args:
+        config, definition: of the state.
+        platform: of the devices, if the mesh has none; None if it is not known.
+    """
+    if not isinstance(config.mesh, AbstractMesh):
+        platform = config.mesh.devices.flat[0].platform
+    if platform != "tpu":
+        return
+    if config.offloads_params:
+        _check_stacks_on_tpus(config, definition)
+    created = jax.tree_util.tree_leaves_with_path(jax.eval_shape(definition.tx.init, definition.trained_avals()))
+    placed = jax.tree.leaves(definition.optimizer_placement(config.axes, config.stage.shards_optimizer))
+    for (path, a), stored in zip(created, placed, strict=True):
+        if stored.in_pieces and a.dtype.itemsize == 1:  # in another layout than their pieces, and copied as a whole
+            raise ValueError(
+                f"offload: arrays of 8 bits cannot be in the host memory of TPUs, whose compiler does not cut them\n"
+                f"  got:      {placement.path_text(path)!r}: {a.dtype}{list(a.shape)}\n"
+                f"  fix:      zerojax.low_bit_moments(tx, bits=16), or Zero(..., offload='none')"
+            )
+
+
+def _check_stacks_on_tpus(config: ZeroConfig, definition: Definition) -> None:
+    """Raises ValueError if layers share tiles of the memory of a TPU, whose compiler then reads no single one."""
+    is_sharded = config.stage.shards_params
+    placed = jax.tree.leaves(placement.named_shardings(config.mesh, definition.specs(config.axes, is_sharded)))
+    in_host = definition.params_in_host(config.offloads_params)
+    for leaf, sharding, zeros, flag in zip(
+        definition.leaves, placed, definition.paddings(is_sharded), in_host, strict=True
+    ):
+        shard = sharding.shard_shape(zeros.stored_shape(leaf.shape))
+        if flag and leaf.stacked and 0 in stored_order(shard)[-2:]:
+            raise ValueError(
+                "offload: TPUs do not read single layers of a stack from host memory if layers share tiles\n"
+                f"  got:      {leaf.path!r}: {list(shard)} on each device; rows are not a multiple of 8\n"
+                "  fix:      another number of devices or another width; or Zero(..., offload='optimizer')"
+            )
+
+
+def check_may_pin(config: ZeroConfig, state: TrainState) -> None:
+    """Raises ValueError if this process may not pin the host memory of a state, with gradients that go there."""
+    local = [d for d in config.mesh.devices.flat if d.platform == "gpu" and d.process_index == jax.process_index()]
+    flags = jax.tree.leaves(in_host(config, state))
+    sizes = [placement.shard_bytes(a, a.sharding) for a in jax.tree.leaves(state)]
+    if local:
+        gradients = host_gradients_bytes(config, state)
+        check_pinned(sum(itertools.compress(sizes, flags)) + gradients, len(local), os.environ)
