@@ -17,9 +17,9 @@ from zerojax import Remat, Verdict
 from zerojax.analysis import hlo, jaxpr_collectives
 from zerojax.analysis.audit import expectation
 from zerojax.analysis.hlo_collectives import Collective
+from zerojax.analysis.step import TrainStep
 from zerojax.comm import collectives
 from zerojax.comm.schedule import Schedule
-from zerojax.step.train_step import TrainStep
 
 N = 8
 

@@ -11,13 +11,12 @@ import pytest
 
 import zerojax
 from zerojax import Remat, Verdict, targets
-from zerojax.step import compiler_options
-from zerojax.step import jitted_step
+from zerojax.step import compiler_options, jitted_step
 from zerojax.utils import versions
 
 pytestmark = pytest.mark.aot
 CONFIG = gpt.Config(width=128, layers=9, scan=True, dtype=jnp.bfloat16)
-MISREADS = versions.parse(metadata.version("jaxlib")) < offload_options.FIRST_CORRECT
+MISREADS = versions.parse(metadata.version("jaxlib")) < compiler_options.FIRST_CORRECT
 
 
 @functools.cache

@@ -13,10 +13,9 @@ from support.paths import SUPPORT, TESTS, importing
 from support.ports import free_port
 from support.small_run import setting, train
 
-from zerojax.checkpoints import EXIT_CODE, INTERRUPT_EXIT_CODE, store
+from zerojax.checkpoints import EXIT_CODE, INTERRUPT_EXIT_CODE, replicas, store
 from zerojax.checkpoints.pieces import verify_arrays
 from zerojax.processes.launch import environment
-from zerojax.checkpoints import replicas
 
 pytestmark = pytest.mark.once
 

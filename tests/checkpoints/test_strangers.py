@@ -14,11 +14,11 @@ from click.testing import CliRunner
 from support.paths import REPO
 
 from zerojax.checkpoints import CheckpointCorrupted, manifest, pieces, store
+from zerojax.checkpoints.digest import HostDigest
 from zerojax.checkpoints.manifest import LeafRecord, Manifest, plain_text
 from zerojax.cli import main
 from zerojax.cli.output import without_traceback
 from zerojax.exchange import parameters
-from zerojax.checkpoints.digest import HostDigest
 
 STEP = 3
 GOOD = np.arange(12, dtype=np.float32).reshape(3, 4)

@@ -12,8 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import zerojax
 from zerojax import Remat
-from zerojax.step import compiler_options
-from zerojax.step import jitted_step
+from zerojax.step import compiler_options, jitted_step
 
 WIDTH, LAYERS = 16, 4
 POLICIES = jax.checkpoint_policies
@@ -28,12 +27,12 @@ def jaxlib(monkeypatch):
 
     def install(version):
         monkeypatch.setattr(metadata, "version", lambda package: {"jaxlib": version}[package])
-        return offload_options.offload_options(SimpleNamespace(mesh=FakeMesh()))
+        return compiler_options.offload_options(SimpleNamespace(mesh=FakeMesh()))
 
     class FakeMesh:
         devices = np.array([SimpleNamespace(platform="gpu")])
 
-    monkeypatch.setattr(offload_options, "Mesh", FakeMesh)
+    monkeypatch.setattr(compiler_options, "Mesh", FakeMesh)
     return install
 
 
@@ -49,7 +48,7 @@ def test_the_versions_that_misread_host_slices(jaxlib, version, turns_off):
 def test_nothing_is_turned_off_on_cpus_nor_without_devices(monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda package: "0.10.2")
     for mesh in zerojax.make_mesh(), zerojax.make_mesh(devices=8):
-        assert not offload_options.offload_options(SimpleNamespace(mesh=mesh))
+        assert not compiler_options.offload_options(SimpleNamespace(mesh=mesh))
 
 
 @pytest.mark.parametrize("in_file", [False, True], ids=["flags", "file"])

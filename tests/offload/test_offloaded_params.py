@@ -8,8 +8,7 @@ import pytest
 
 import zerojax
 from zerojax import Verdict, Zero
-from zerojax.offload import host_arrays, host_pieces
-from zerojax.step import gradient
+from zerojax.offload import host_arrays, host_memory, host_pieces
 from zerojax.utils import versions
 
 LAYERS, WIDTH, HIDDEN, VOCAB, STEPS = 4, 16, 32, 67, 3  # shards of 67 rows have zeros at their end
@@ -133,7 +132,7 @@ def test_every_precision_trains_as_on_the_devices(precision, settings):
 def test_microbatches_without_a_loop_are_those_of_a_loop(monkeypatch):
     """As on TPUs."""
     (want, wanted), seen = trained(zero_of("params"), num_microbatches=3, remat="full"), []
-    monkeypatch.setattr(gradient, "on_tpus", lambda mesh: seen.append(mesh) or True)
+    monkeypatch.setattr(host_memory, "on_tpus", lambda mesh: seen.append(mesh) or True)
     got, metrics = trained(zero_of("params"), num_microbatches=3, remat="full")
     assert seen
     assert_same(got, want)  # without a loop, XLA contracts other sums

@@ -14,8 +14,8 @@ import optax
 
 import zerojax
 from zerojax import processes
-from zerojax.processes import agreement
 from zerojax.checkpoints.replicas import ReplicasDiffer
+from zerojax.processes import agreement
 
 agreement._SEEN_TIMEOUT_S = 0.5
 own = zerojax.initialize(timeout_s=60)

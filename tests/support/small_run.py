@@ -10,8 +10,8 @@ import optax
 
 import zerojax
 from zerojax.checkpoints import contents
-from zerojax.sharding import placement
 from zerojax.checkpoints.digest import digests
+from zerojax.sharding import placement
 
 WIDTH, ROWS, EVERY = 32, 16, 2
 
