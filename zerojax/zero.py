@@ -14,9 +14,9 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from zerojax.analysis.audit.findings import check_setting
-from zerojax.analysis.report import placement as report
-from zerojax.analysis.report.explanation import Explanation
+from zerojax.analysis import explanation as report
+from zerojax.analysis.explanation import Explanation
+from zerojax.analysis.findings import check_setting
 from zerojax.processes.agreement import agree_on, agree_on_lines
 from zerojax.processes.join import check_joined
 from zerojax.program.remat import RematRules, Setting

@@ -16,10 +16,9 @@ from rich.text import Text
 
 import zerojax
 from zerojax import Zero
-from zerojax.analysis import jaxpr_stats
-from zerojax.analysis.report import pictures
-from zerojax.analysis.report.holdings import holdings, shard_numbers
-from zerojax.analysis.report.order import Activity, step_order
+from zerojax.analysis import jaxpr_counts, visualize
+from zerojax.analysis.holdings import holdings, shard_numbers
+from zerojax.analysis.order import Activity, step_order
 
 WIDTHS = [24, 40, 56, 72, 88]  # of the layers, so that the sizes of gathers tell which unit is gathered
 TOKENS = np.zeros((8, 4), np.int32)
@@ -87,9 +86,9 @@ def many_leaves():
 def test_a_picture_fits_into_the_terminal(create_model, width, num_devices):
     zero = Zero(zerojax.make_mesh(devices=num_devices, replica=2, model=2), 3)
     held = holdings(zero.config, zero.eval_init(create_model, optax.adam(1e-3)))
-    text = pictures.holdings_picture(held, width).plain
+    text = visualize.holdings_picture(held, width).plain
     assert max(len(line.rstrip()) for line in text.split("\n")) <= width
-    digits = pictures._DIGITS[:num_devices] if num_devices > 16 else [str(k) for k in range(num_devices)]
+    digits = visualize._DIGITS[:num_devices] if num_devices > 16 else [str(k) for k in range(num_devices)]
     devices = "".join(line.split("device")[1] for line in text.split("\n") if re.match(" +device ", line))
     assert devices.replace(" ", "") == "".join(digits)
 
@@ -107,10 +106,10 @@ def test_a_picture_on_the_terminal(capsys, monkeypatch):
 
 
 def test_colors_tell_shards_apart():
-    colors = {pictures.shard_color(k, 64) for k in range(64)}
-    assert len(colors) == 64 and pictures.shard_color(0, 1) not in colors
+    colors = {visualize.shard_color(k, 64) for k in range(64)}
+    assert len(colors) == 64 and visualize.shard_color(0, 1) not in colors
     zero, state = started()
-    assert isinstance(picture := pictures.holdings_picture(holdings(zero.config, state), 80), Text) and picture.spans
+    assert isinstance(picture := visualize.holdings_picture(holdings(zero.config, state), 80), Text) and picture.spans
 
 
 # The order of a step
@@ -164,7 +163,7 @@ def test_the_order_of_gathers_is_that_of_the_traced_step(prefetch):
     assert {leaf.unit for leaf in state.definition.leaves} > set(unit_of.values())
     found = [
         unit_of[aval.size]
-        for each in jaxpr_stats.transfers(step.trace(state, TOKENS).jaxpr.eqns)
+        for each in jaxpr_counts.transfers(step.trace(state, TOKENS).jaxpr.eqns)
         if each.kind == "all-gather"
         for aval in each.values
         if aval.size in unit_of
@@ -181,10 +180,10 @@ def test_units_that_do_not_fit_are_left_out(width):
     order, _, _ = order_of(3, most=5)
     assert order.units == ("embed", "layers/0", "layers/1", "norm", "head")
     assert order.left_out == "3 segments left out: layers/2 to layers/4"
-    text = pictures.turns_picture(order, width).plain
+    text = visualize.turns_picture(order, width).plain
     assert "3 segments left out" in text and max(map(len, text.split("\n"))) <= width
     assert "embed (rows)" in text and "looks up rows" in text
-    assert pictures.most_segments(80) < pictures.most_segments(150)
+    assert visualize.most_segments(80) < visualize.most_segments(150)
 
 
 def test_the_order_of_a_step_on_the_terminal(capsys):

@@ -23,7 +23,6 @@ from support.paths import BENCHMARKS, importing
 import zerojax
 from zerojax import Remat, targets
 from zerojax.analysis import hlo
-from zerojax.analysis.costs import dot_flops
 from zerojax.analysis.hlo_collectives import (
     compiled_collectives,
     has_product,
@@ -32,6 +31,7 @@ from zerojax.analysis.hlo_collectives import (
     moves_in_loops,
     peak_bytes,
 )
+from zerojax.analysis.hlo_costs import dot_flops
 from zerojax.comm import collectives as communication
 from zerojax.sharding.axes import Dims
 

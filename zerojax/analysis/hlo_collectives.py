@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zerojax.analysis import hlo_transfers
 from zerojax.analysis.hlo import Block, Buffer, Instruction, Program, attribute, blocks, trips_of, unsupported
 
 _COLLECTIVES = frozenset(
@@ -95,9 +94,9 @@ def collective_spans(block: Block) -> list[CollectiveSpan]:
     found: list[CollectiveSpan] = []
     chains: dict[str, CollectiveSpan] = {}
     for k, i in enumerate(block.instructions):
-        if hlo_transfers.is_transfer(i):
+        if is_transfer(i):
             if i.op == "send":
-                found.append(CollectiveSpan(hlo_transfers.as_collective(i), k, hlo_transfers.done_index(block, k)))
+                found.append(CollectiveSpan(as_collective(i), k, done_index(block, k)))
             continue
         core = _collective_of(i)
         if core is None:
@@ -220,8 +219,8 @@ def groups(collective: Instruction, num_devices: int) -> list[tuple[int, ...]]:
     Raises:
         ValueError: if the groups are not understood.
     """
-    if hlo_transfers.is_between_slices(collective):
-        return hlo_transfers.slice_groups(collective, num_devices)
+    if is_between_slices(collective):
+        return slice_groups(collective, num_devices)
     if collective.op.startswith("collective-permute"):
         pairs = re.findall(r"\{(\d+),(\d+)\}", attribute(r"source_target_pairs=\{(.*?\})\}", collective))
         return [(int(source), int(target)) for source, target in pairs]
@@ -356,3 +355,77 @@ def _classify_move(result: Instruction, inside: bool) -> tuple[str, Buffer] | No
     if len(written.buffers) != 1 or len(i.buffers) != 1:
         raise unsupported(result, "cannot read a move of a tuple")
     return (_MOVE_NAMES[level], written.buffers[0]) if written.buffers[0].space == i.buffers[0].space else None
+
+
+_OPS = frozenset(["send", "recv", "send-done", "recv-done"])
+_KINDS = {
+    "ALL_GATHER": "all-gather",
+    "ALL_REDUCE": "all-reduce",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+    "REDUCE_SCATTER": "reduce-scatter",
+}
+_SLICE = 100_000  # a device is _SLICE times its slice, counted from 1, plus its number in the slice
+
+
+def is_transfer(i: Instruction) -> bool:
+    """Whether an instruction is a part of a collective between slices."""
+    return i.op in _OPS and 'handler_name="xla_megascale_runtime"' in i.attributes
+
+
+def is_between_slices(collective: Instruction) -> bool:
+    """Whether a collective is one of `as_collective`."""
+    return "_xla_megascale_target=" in collective.attributes
+
+
+def as_collective(send: Instruction) -> Instruction:
+    """The collective that starts with a transfer to the host, with the operand of that transfer."""
+    kind = attribute(r'_xla_megascale_transfer_type="(\w+)"', send)
+    if kind not in _KINDS:
+        raise unsupported(send, f"cannot read a transfer between slices of type {kind}")
+    return dataclasses.replace(send, op=_KINDS[kind], operands=send.operands[:1])
+
+
+def done_index(block: Block, start: int) -> int:
+    """The index of the instruction that waits for the result of the collective that starts at index `start`."""
+    rendezvous = lambda i: attribute(r'_xla_host_transfer_rendezvous="([^"]*)"', i)
+    name = rendezvous(block.instructions[start])
+    for k in range(start + 1, len(block.instructions)):
+        i = block.instructions[k]
+        if i.op == "recv-done" and is_transfer(i.operands[0]) and rendezvous(i.operands[0]) == name:
+            return k
+    raise unsupported(block.instructions[start], "a transfer between slices has no end in the same computation")
+
+
+def slice_groups(collective: Instruction, num_devices: int) -> list[tuple[int, ...]]:
+    """The devices of each group, or the pairs of a permutation, as in `hlo_collectives.groups`.
+
+    Args:
+        collective: of `as_collective`.
+        num_devices: the number of devices of a slice. Device k of slice s, counted from 0, has the index
+            s * num_devices + k.
+
+    Raises:
+        ValueError: if a group has several devices of a slice, but not all: their order is not in the text.
+    """
+    target = attribute(r'_xla_megascale_target=("[^"]*"|\{\{.*?\}\})', collective)
+    compact = re.fullmatch(r'"\{([\d,]+)\}x\{(\d+):(\d+)\}"', target)
+    if compact:
+        slices, first, last = [int(n) for n in compact[1].split(",")], int(compact[2]), int(compact[3])
+        return [tuple((s - 1) * num_devices + k for s in slices) for k in range(first, last + 1)]
+    listed = [[int(n) for n in re.findall(r"\d+", group)] for group in re.findall(r"\{([\d,>-]+)\}", target)]
+    if not listed:
+        raise unsupported(collective, "cannot read the target of a transfer between slices")
+    return [_group(collective, devices, num_devices) for devices in listed]
+
+
+def _group(collective: Instruction, devices: list[int], num_devices: int) -> tuple[int, ...]:
+    of_slice: dict[int, list[int]] = {}
+    for device in devices:
+        of_slice.setdefault(device // _SLICE - 1, []).append(device % _SLICE)
+    counts = {len(chips) for chips in of_slice.values()}
+    if counts == {num_devices}:
+        return tuple(s * num_devices + k for s in of_slice for k in range(num_devices))
+    if counts == {1}:
+        return tuple(s * num_devices + chip for s, (chip,) in of_slice.items())
+    raise unsupported(collective, "a group has several devices of a slice, but not all")

@@ -209,7 +209,7 @@ def import_files(directory: Path, files: Path, what: str, precision: str, mappin
     import zerojax
     from zerojax.checkpoints import contents, store
     from zerojax.exchange import names, parameters
-    from zerojax.plan.find_job import find_job
+    from zerojax.plan.job import find_job
     from zerojax.step.digest import digests
 
     with without_traceback():

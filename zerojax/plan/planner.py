@@ -13,14 +13,20 @@ import jax
 
 from zerojax.analysis import hardware, targets
 from zerojax.analysis.hardware import Cluster
-from zerojax.analysis.jaxpr_costs import ComputeTime
-from zerojax.analysis.report.memory import Memory
-from zerojax.analysis.utilisation import Throughput, model_flops, throughput
-from zerojax.plan.changes import memory_reductions, uses_of_free_memory
-from zerojax.plan.find_job import find_job, shapes_of
-from zerojax.plan.formula_time import FormulaTime, exposed_seconds, host_copies, link_seconds, sent_bytes
-from zerojax.plan.job import DEFAULT_SETTINGS, Settings
-from zerojax.plan.notes import notes, notes_of_shapes, notes_of_shards
+from zerojax.analysis.jaxpr_counts import Throughput, model_flops, throughput
+from zerojax.analysis.memory import Memory
+from zerojax.plan.formula import (
+    ComputeTime,
+    FormulaTime,
+    exposed_seconds,
+    host_copies,
+    link_seconds,
+    notes,
+    notes_of_shapes,
+    notes_of_shards,
+    sent_bytes,
+)
+from zerojax.plan.job import DEFAULT_SETTINGS, Settings, find_job, memory_reductions, shapes_of, uses_of_free_memory
 from zerojax.plan.program import CompiledStep, compile_step
 from zerojax.plan.timeline import Prediction
 from zerojax.plan.tracing import Tracer, num_rows

@@ -17,7 +17,7 @@ import numpy as np
 
 from zerojax.analysis import hlo, hlo_collectives
 from zerojax.analysis.hardware import Chip, Cluster
-from zerojax.analysis.report.memory import Memory
+from zerojax.analysis.memory import Memory
 from zerojax.plan import buffers, timeline
 from zerojax.plan.buffers import BufferAssignment
 

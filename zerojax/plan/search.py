@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 from zerojax.analysis import targets
 from zerojax.analysis.hardware import Cluster
-from zerojax.plan.changes import REMATS
-from zerojax.plan.formula_time import FormulaTime
-from zerojax.plan.job import DEFAULT_SETTINGS, Settings
+from zerojax.plan.formula import FormulaTime
+from zerojax.plan.job import DEFAULT_SETTINGS, REMATS, Settings
 from zerojax.plan.planner import Plan, Planner, Suggestion
 from zerojax.plan.transformer import Transformer
 from zerojax.step.config import OFFLOADS

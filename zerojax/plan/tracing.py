@@ -12,13 +12,21 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from zerojax.analysis import jaxpr_stats, repeated_layers
 from zerojax.analysis.hardware import Chip
 from zerojax.analysis.host_arguments import in_host_memory
-from zerojax.analysis.jaxpr_costs import ComputeTime, compute_time
+from zerojax.analysis.jaxpr_counts import manual_parts
 from zerojax.analysis.liveness import Peak
-from zerojax.analysis.report.memory import Memory, memory_terms
-from zerojax.plan.few_layers import FewLayers, LossTrace, few_layers, trace_loss
+from zerojax.analysis.memory import Memory, memory_terms
+from zerojax.plan.few_layers import (
+    FewLayers,
+    LossTrace,
+    RepeatedLayer,
+    few_layers,
+    peak_of_all_layers,
+    segment_of,
+    trace_loss,
+)
+from zerojax.plan.formula import ComputeTime, compute_time
 from zerojax.plan.job import Job, Settings
 from zerojax.program.remat import Remat, RematRules
 from zerojax.sharding.mesh import make_mesh
@@ -53,17 +61,17 @@ class DeviceTrace(NamedTuple):
 
     jaxpr: Any
     num_gradients: int
-    layers: tuple[repeated_layers.RepeatedLayer, ...]
+    layers: tuple[RepeatedLayer, ...]
 
     def compute_time(self, chip: Chip) -> ComputeTime:
         """The time of the forward and the backward pass on a chip, without communication."""
         times = {layer.segment: 1 + layer.others for layer in self.layers}
-        return compute_time(self.jaxpr, chip, times, repeated_layers.segment_of)
+        return compute_time(self.jaxpr, chip, times, segment_of)
 
     def peaks(self) -> tuple[Peak, Peak]:
-        """The peaks in device memory and in host memory; see `repeated_layers.peak_of_all_layers`."""
+        """The peaks in device memory and in host memory; see `peak_of_all_layers`."""
         device, host = jax.memory.Space.Device, jax.memory.Space.Host
-        peak = functools.partial(repeated_layers.peak_of_all_layers, self.jaxpr, range(self.num_gradients), self.layers)
+        peak = functools.partial(peak_of_all_layers, self.jaxpr, range(self.num_gradients), self.layers)
         return peak(device), peak(host)
 
 
@@ -205,7 +213,7 @@ def _step_settings(settings: Settings) -> StepSettings:
 def _device_trace(few: FewLayers, args: Any) -> DeviceTrace:
     args = ([args[0][i] for i in few.leaves], *args[1:])
     closed = jax.make_jaxpr(lambda *args: compute_gradients(few.gradient, args))(*args)
-    (jaxpr,) = jaxpr_stats.manual_parts(closed)
+    (jaxpr,) = manual_parts(closed)
     return DeviceTrace(jaxpr, sum(few.gradient.trainable), few.layers)
 
 

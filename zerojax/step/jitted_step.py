@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from zerojax.analysis import jaxpr_collectives
+from zerojax.analysis import jaxpr_counts
 from zerojax.analysis.host_arguments import TracedWithHostArguments, forgets_memories, in_host_memory
 from zerojax.offload.offload_options import offload_options
 from zerojax.processes.agreement import agree_on, agree_on_lines
@@ -104,7 +104,7 @@ class Step:
         if to_offload:
             with in_words_of_the_user(self.config.precision):
                 traced = self._trace(jitted, state, batch)
-            if self.config.offloads_params or jaxpr_collectives.offloaded_bytes(traced.jaxpr):
+            if self.config.offloads_params or jaxpr_counts.offloaded_bytes(traced.jaxpr):
                 return jit(compiler_options={**(options or {}), **to_offload})
         return jitted
 

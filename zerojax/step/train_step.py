@@ -11,12 +11,11 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from zerojax.analysis import utilisation
-from zerojax.analysis.audit.audit import audit_step
-from zerojax.analysis.audit.expectation import Expectation, expect
-from zerojax.analysis.audit.findings import Audit
-from zerojax.analysis.report.memory import Memory, step_memory
-from zerojax.analysis.report.out_of_memory import out_of_memory_error
+from zerojax.analysis import jaxpr_counts
+from zerojax.analysis.audit import audit_step
+from zerojax.analysis.expectation import Expectation, expect
+from zerojax.analysis.findings import Audit
+from zerojax.analysis.memory import Memory, out_of_memory_error, step_memory
 from zerojax.step import models, state as states
 from zerojax.step.batch import batch_avals, shard_batch, warn_of_keys
 from zerojax.step.config import ZeroConfig
@@ -172,7 +171,7 @@ class TrainStep(Step):
         Source: Chowdhery et al., "PaLM", appendix B, arXiv 2204.02311.
         """
         jaxpr, _ = traced_loss(self._gradient_of(state.definition), self._loss_args(state, batch))
-        return utilisation.model_flops(jaxpr) * self.config.axes.num_devices
+        return jaxpr_counts.model_flops(jaxpr) * self.config.axes.num_devices
 
     def _loss_args(self, state: TrainState, batch: PyTree) -> Any:
         return jax.tree.leaves(state.params), state.model_state, batch_avals(self.config, batch), state.key

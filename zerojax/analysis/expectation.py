@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zerojax.analysis import jaxpr_collectives
+from zerojax.analysis import jaxpr_counts
 from zerojax.analysis.hlo_collectives import Collective
 from zerojax.sharding import placement
 from zerojax.sharding.axes import axis_names
@@ -122,7 +122,7 @@ def expect(
     replicas = _replica_bytes(config, leaves, num_microbatches)
     most = _stage_bytes(config, leaves, uses, num_microbatches)
     most = most._replace(all_reduced=most.all_reduced + averaged + replicas)
-    traced = SentBytes.of(over_data_axes(jaxpr_collectives.traced_collectives(jaxpr, config.mesh), config))
+    traced = SentBytes.of(over_data_axes(jaxpr_counts.traced_collectives(jaxpr, config.mesh), config))
     wide = _sum_dtype(config, num_microbatches) != config.precision.reduce_dtype
     width = jnp.dtype(config.precision.compute_dtype).itemsize
     is_wide = [leaf.compute_dtype.itemsize > width for leaf in leaves]
@@ -144,7 +144,7 @@ def expect(
         unit_bytes=_unit_bytes(config, leaves),
         wide_bytes=averaged + wide * replicas + by_choice,
         ends_bytes=_ends_bytes(config, leaves, uses),
-        offloaded_bytes=max(0, jaxpr_collectives.offloaded_bytes(jaxpr) - others_bytes) // num_microbatches,
+        offloaded_bytes=max(0, jaxpr_counts.offloaded_bytes(jaxpr) - others_bytes) // num_microbatches,
         in_host=frozenset(placement.path_text(path) for path, _ in host_leaves),
         host_gradients_bytes=gradients_bytes,
         jaxpr=jaxpr,

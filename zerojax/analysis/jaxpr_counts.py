@@ -1,7 +1,4 @@
-"""Reads the values, matrix products, collectives and copies to host memory of a traced function.
-
-Together with `zerojax.program.jaxprs`, this is the only module that knows how JAX represents traced functions.
-"""
+"""Counts what a traced function computes and moves: its matrix products, its collectives, its copies to host memory."""
 
 from __future__ import annotations
 
@@ -11,7 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from zerojax.analysis.hardware import Chip, Cluster
+from zerojax.analysis.hlo_collectives import Collective
+from zerojax.program import jaxprs
 from zerojax.program.jaxprs import (
     CALLS,
     FUSED_ATTENTION,
@@ -24,6 +26,7 @@ from zerojax.program.jaxprs import (
     scan_params,
     sub_jaxprs,
 )
+from zerojax.utils.typing import AnyMesh
 
 # The primitives that move data between devices, each with its name in compiled programs.
 COLLECTIVES = {
@@ -223,3 +226,159 @@ def independent_gathers(jaxpr: Any, loops: int = 0) -> Iterator[tuple[int, list[
         for inner in sub_jaxprs(equation) if computes else ():
             yield from independent_gathers(inner, loops + is_scan(equation))
     yield loops, free
+
+
+def avals_bytes(avals: Iterable[Any]) -> int:
+    return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in avals)
+
+
+def traced_collectives(jaxpr: Any, mesh: AnyMesh) -> list[Collective]:
+    """Returns every collective of a traced step, in the form of `hlo_collectives.compiled_collectives`.
+
+    Which computation overlaps with a collective is up to the compiler, so none counts as exposed.
+
+    Args:
+        jaxpr: the closed jaxpr of the step.
+        mesh: the mesh whose axes the jaxpr names.
+
+    Raises:
+        ValueError: if the number of times that a collective runs is unknown.
+    """
+    devices = np.arange(math.prod(mesh.shape.values())).reshape(tuple(mesh.shape.values()))
+    found = []
+    for each in transfers(jaxpr.eqns):
+        if each.kind == "offload":
+            continue
+        along = devices[tuple(slice(None) if name in each.axes else 0 for name in mesh.shape)].ravel()
+        group = (along if each.group is None else along[list(each.group)]).tolist()
+        for dtype in dict.fromkeys(aval.dtype for aval in each.values):
+            full_bytes = avals_bytes(aval for aval in each.values if aval.dtype == dtype)
+            found.append(
+                Collective(each.kind, dtype_name(dtype), full_bytes, tuple(group), each.trips, each.loops > 0, False)
+            )
+    return found
+
+
+def dtype_name(dtype: Any) -> str:
+    """Returns the name of a dtype in compiled programs: 'bf16', 'f32', 's32'."""
+    if dtype == jnp.bool_:
+        return "pred"
+    letters = {"bfloat": "bf", "float": "f", "int": "s", "uint": "u"}
+    name = jnp.dtype(dtype).name
+    word = name.rstrip("0123456789")
+    return letters[word] + name.removeprefix(word) if word in letters else name.replace("float", "f").replace("_", "")
+
+
+def offloaded_bytes(jaxpr: Any) -> int:
+    """Returns the bytes of all arrays that a step copies to host memory."""
+    return sum(each.trips * avals_bytes(each.values) for each in transfers(jaxpr.eqns) if each.kind == "offload")
+
+
+def independent_gather_bytes(jaxpr: Any, most_itemsize: int) -> list[tuple[int, int]]:
+    """Returns (loop depth, bytes of all_gathers that depend on no matrix product) of each body that gathers.
+
+    An element counts with at most `most_itemsize` bytes: a gather in a wider dtype gathers no more weights. Of a gather
+    over groups, which follows another one or is followed by it, only what it adds counts.
+    """
+    size = lambda aval: math.prod(aval.shape) * min(aval.dtype.itemsize, most_itemsize)
+    added = lambda each: 1 - 1 / len(each.group) if each.group else 1
+    total = lambda gathers: round(
+        sum(each.trips * added(each) * size(aval) for each in gathers for aval in each.values)
+    )
+    return [(loops, total(gathers)) for loops, gathers in independent_gathers(jaxpr) if gathers]
+
+
+class Product(NamedTuple):
+    """A matrix product or convolution of a traced program.
+
+    Attributes:
+        text: the dtypes and shapes of its operands.
+        dtype: the dtype of its first operand.
+        flops: of all its runs.
+    """
+
+    text: str
+    dtype: str
+    flops: float
+
+    def seconds(self, chip: Chip) -> float:
+        return self.flops / _rate(self.dtype, chip)
+
+
+def _rate(dtype: str, chip: Chip) -> float:
+    return chip.flops.effective * (chip.f32_share if dtype in ("float32", "float64") else 1)
+
+
+def products(equations: Sequence[Equation], times: int = 1) -> Iterator[Product]:
+    """Yields the matrix products and convolutions of some equations and of the functions that they call.
+
+    Of a branch, all cases are yielded. Kernels with an unknown number of flops are left out.
+    """
+    for equation in equations:
+        flops = _attention_flops(equation)
+        if equation.primitive.name in ("dot_general", "conv_general_dilated"):
+            flops = equation_flops(equation)
+        if flops:
+            avals = [atom.aval for atom in equation.invars[:2]]
+            text = " x ".join(f"{a.dtype.name}[{','.join(map(str, a.shape))}]" for a in avals)
+            yield Product(text, avals[0].dtype.name, times * flops)
+        trips = jaxprs.scan_params(equation).length if jaxprs.is_scan(equation) else 1
+        for inner in jaxprs.sub_jaxprs(equation):
+            yield from products(inner.eqns, times * trips)
+
+
+def _attention_flops(equation: Equation) -> int:
+    """The flops of attention by cuDNN: two products in the forward pass, and five in the backward pass.
+
+    With a causal mask, the kernels compute half of the scores.
+    """
+    name = equation.primitive.name
+    if not name.startswith(("dot_product_attention_fwd", "dot_product_attention_bwd")):
+        return 0
+    queries, keys = (atom.aval.shape for atom in equation.invars[:2])
+    num_keys = keys[1 if equation.params["layout"] == 0 else 2]
+    flops = (2 if "_fwd" in name else 5) * 2 * math.prod(queries) * num_keys
+    return flops // 2 if "CAUSAL" in str(equation.params["mask_type"]) else flops
+
+
+class Throughput(NamedTuple):
+    """Tokens per second of all devices and of each, and the share of all devices' peak that the model's flops reach.
+
+    The share is None if the flops are not known.
+    """
+
+    tokens_per_s: float
+    tokens_per_device_s: float
+    model_flop_utilization: float | None
+
+
+def model_flops(loss: Any) -> int:
+    """Returns the flops of the matrix products of a step without recomputation: three times those of the loss.
+
+    Each product of the forward pass has two in the backward pass, one for each operand. As usual, attention counts in
+    full whatever its mask (12 x layers x width x length for each token), and elementwise operations do not count.
+
+    Args:
+        loss: the jaxpr of the loss.
+
+    Raises:
+        ValueError: if a product runs an unknown number of times, or if the flops of a kernel are unknown.
+
+    Source:
+        Chowdhery et al., "PaLM", appendix B, arXiv 2204.02311.
+    """
+    return 3 * product_flops(loss)
+
+
+def throughput(step_s: float, cluster: Cluster, num_tokens: int, flops: int | None) -> Throughput:
+    """Returns the throughput of a step over `num_tokens` tokens of all devices.
+
+    Args:
+        step_s: seconds of the step.
+        cluster: the devices that it runs on.
+        num_tokens: tokens of all devices in a step.
+        flops: flops of all devices in a step, see `model_flops`; None if they are not known.
+    """
+    peak = cluster.num_devices * cluster.chip.flops.peak
+    rate = num_tokens / step_s
+    return Throughput(rate, rate / cluster.num_devices, None if flops is None else flops / step_s / peak)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from zerojax.analysis.report.placement import CATEGORIES, gradient_aval
+from zerojax.analysis.explanation import CATEGORIES, gradient_aval
 from zerojax.sharding import placement
 from zerojax.sharding.axes import axis_names
 from zerojax.step.config import ZeroConfig
