@@ -20,8 +20,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend.core import Jaxpr
 
-from zerojax.analysis.jaxpr_counts import COLLECTIVES, FlatJaxpr, Operation, Value, flattened
+from zerojax.analysis.jaxpr_counts import COLLECTIVES, FlatJaxpr, Operation, Value, aval_of, flattened
 from zerojax.offload import host_arrays
 from zerojax.program import jaxprs
 
@@ -52,7 +53,7 @@ class Peak(NamedTuple):
         return sum(self.by_kind.values())
 
 
-def peak(jaxpr: Any, gradients: Sequence[int] = (), space: Any = jax.memory.Space.Device) -> Peak:
+def peak(jaxpr: Jaxpr, gradients: Sequence[int] = (), space: Any = jax.memory.Space.Device) -> Peak:
     """Returns the peak memory of a traced function, without its inputs.
 
     Args:
@@ -61,7 +62,7 @@ def peak(jaxpr: Any, gradients: Sequence[int] = (), space: Any = jax.memory.Spac
         space: the memory space that is counted.
     """
     flat = flattened(jaxpr, space)
-    kinds = {flat.outputs[i]: GRADIENTS for i in gradients}
+    kinds = {v: GRADIENTS for i in gradients if (v := flat.outputs[i]) is not None}
     return Lifetimes(flat, space, [], kinds).peak()
 
 
@@ -80,7 +81,7 @@ class Lifetimes:
         kinds: the kinds of some inputs and outputs.
     """
 
-    def __init__(self, flat: FlatJaxpr, space: Any, owned: Iterable[Value], kinds: dict[Any, str]):
+    def __init__(self, flat: FlatJaxpr, space: Any, owned: Iterable[Value], kinds: dict[Value, str]):
         self.flat, self.space, self.kinds = flat, space, kinds
         self.bases: dict[Value, frozenset[Value]] = {v: frozenset([v]) for v in flat.inputs}
         self.born: dict[Value, int] = dict.fromkeys(owned, -1)
@@ -253,7 +254,7 @@ def _scratch_bytes(operation: Operation) -> int:
     """
     if operation.name != "select_and_scatter_add":
         return 0
-    windows, result = operation.equation.invars[0].aval, operation.results[0]
+    windows, result = aval_of(operation.equation.invars[0]), operation.results[0]
     return 4 * 4 * windows.size + result.num_bytes
 
 

@@ -11,13 +11,14 @@ import dataclasses
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from zerojax.analysis.jaxpr_counts import FlatJaxpr, Operation, Value, flattened
+from zerojax.analysis.jaxpr_counts import FlatJaxpr, Operation, Value, aval_of, flattened
 from zerojax.analysis.liveness import GRADIENTS, Lifetimes, Peak
 from zerojax.program import jaxprs
 from zerojax.program.segmentation import Segment, TracedLoss
@@ -92,7 +93,7 @@ def few_layers(gradient: DeviceGradient, trace: LossTrace, num_ends: tuple[int, 
     """
     num_first, num_last = num_ends
     traced = trace.traced
-    replaced: dict[int, dict[Any, Any]] = {}
+    replaced: dict[int, dict[Var, Var]] = {}
     standing: list[tuple[int, int, int]] = []
     last_read = _last_readers(traced)
     for members in _kinds(gradient, traced, last_read):
@@ -119,7 +120,7 @@ def few_layers(gradient: DeviceGradient, trace: LossTrace, num_ends: tuple[int, 
     return FewLayers(dataclasses.replace(gradient, definition=definition, loss=loss), leaves, layers)
 
 
-def _loss_of_few(trace: LossTrace, leaves: Sequence[int], replaced: dict[int, dict[Any, Any]]) -> Any:
+def _loss_of_few(trace: LossTrace, leaves: Sequence[int], replaced: dict[int, dict[Var, Var]]) -> Any:
     """The loss as a function of the leaves that are left. `replaced`: see `_replacements`."""
     traced = trace.traced
     jaxpr = traced.closed.jaxpr
@@ -136,39 +137,42 @@ def _loss_of_few(trace: LossTrace, leaves: Sequence[int], replaced: dict[int, di
                 reads = [v for e in segment.equations for v in jaxprs.variables(e)]
                 traced.bind_weights([v for v in reads if v in traced.weights], scope)
                 _evaluate(segment.equations, scope)
-        outputs = [scope[a] if jaxprs.is_var(a) else jnp.asarray(a.val, a.aval.dtype) for a in jaxpr.outvars]
-        return trace.output(outputs)
+        return trace.output(_outputs(jaxpr, scope))
 
     return loss
 
 
-def _evaluate(equations: Sequence[Any], scope: dict[Any, Any]) -> None:
+def _evaluate(equations: Sequence[JaxprEqn], scope: dict[Var, Any]) -> None:
     """Runs equations in order, and those of nested jits in their place, so that each has the name of its segment."""
     for equation in equations:
         if not jaxprs.is_call(equation):
             jaxprs.run_equations([equation], scope)
             continue
         inner, consts = jaxprs.called(equation)
-        values = [scope[a] if jaxprs.is_var(a) else a.val for a in equation.invars]
+        values = [a.val if isinstance(a, Literal) else scope[a] for a in equation.invars]
         inside = dict(zip([*inner.constvars, *inner.invars], [*consts, *values], strict=True))
         _evaluate(inner.eqns, inside)
-        results = [inside[a] if jaxprs.is_var(a) else jnp.asarray(a.val, a.aval.dtype) for a in inner.outvars]
-        scope.update(zip(equation.outvars, results, strict=True))
+        scope.update(zip(equation.outvars, _outputs(inner, inside), strict=True))
 
 
-def _last_readers(traced: TracedLoss) -> dict[Any, int]:
+def _outputs(jaxpr: Jaxpr, scope: dict[Var, Any]) -> list[Any]:
+    """The outputs of a jaxpr whose equations have run."""
+    return [jnp.asarray(a.val, aval_of(a).dtype) if isinstance(a, Literal) else scope[a] for a in jaxpr.outvars]
+
+
+def _last_readers(traced: TracedLoss) -> dict[Var, int]:
     """The position of the last segment that reads each value; results and arguments are read after all of them."""
-    last_read: dict[Any, int] = {}
+    last_read: dict[Var, int] = {}
     for k, segment in enumerate(traced.segments):
         last_read.update(dict.fromkeys(segment.inputs, k))
-    results = [a for a in traced.closed.jaxpr.outvars if jaxprs.is_var(a)]
+    results = [a for a in traced.closed.jaxpr.outvars if isinstance(a, Var)]
     return last_read | dict.fromkeys([*results, *traced.data_vars], len(traced.segments))
 
 
-def _kinds(gradient: DeviceGradient, traced: TracedLoss, last_read: dict[Any, int]) -> list[dict[int, dict[Any, Any]]]:
+def _kinds(gradient: DeviceGradient, traced: TracedLoss, last_read: dict[Var, int]) -> list[dict[int, dict[Var, Var]]]:
     """The segments that may be left out, by kind: the position of each, and what takes the place of its outputs."""
     users = Counter(i for segment in traced.segments for i in segment.leaves)
-    kinds: dict[Any, dict[int, dict[Any, Any]]] = {}
+    kinds: dict[Hashable, dict[int, dict[Var, Var]]] = {}
     texts = _Texts()
     for k, segment in enumerate(traced.segments[:-1]):
         free = [v for v in segment.inputs if last_read[v] == k]
@@ -178,26 +182,27 @@ def _kinds(gradient: DeviceGradient, traced: TracedLoss, last_read: dict[Any, in
     return list(kinds.values())
 
 
-def _replacements(segment: Segment, free: Sequence[Any]) -> dict[Any, Any] | None:
+def _replacements(segment: Segment, free: Sequence[Var]) -> dict[Var, Var] | None:
     """The input that can take the place of each output, or None if there is not exactly one for each."""
     if segment.views or not segment.outputs or any(e.effects for e in segment.equations):
         return None
-    found: dict[Any, Any] = {}
+    found: dict[Var, Var] = {}
     for output in segment.outputs:
-        alike = [v for v in free if (v.aval.shape, v.aval.dtype) == (output.aval.shape, output.aval.dtype)]
+        kind = lambda v: (aval_of(v).shape, aval_of(v).dtype)
+        alike = [v for v in free if kind(v) == kind(output)]
         if len(alike) != 1 or alike[0] in found.values():
             return None
         found[output] = alike[0]
     return found
 
 
-def _signature(gradient: DeviceGradient, traced: TracedLoss, segment: Segment, texts: _Texts) -> Any:
+def _signature(gradient: DeviceGradient, traced: TracedLoss, segment: Segment, texts: _Texts) -> Hashable:
     """What two segments have in common if they compute the same but for constants, and place leaves alike."""
     leaves = gradient.definition.leaves
-    number: dict[Any, Any] = {v: ("input", k, str(v.aval)) for k, v in enumerate(segment.inputs)}
+    number: dict[Var, Hashable] = {v: ("input", k, str(v.aval)) for k, v in enumerate(segment.inputs)}
     number.update({traced.leaf_vars[i]: ("leaf", k) for k, i in enumerate(segment.leaves)})
 
-    def of_weight(v: Any) -> Any:
+    def of_weight(v: Var) -> Hashable:
         if v in number or v not in traced.producer:
             return number.get(v)
         equation = traced.producer[v]
@@ -217,28 +222,30 @@ class _Texts:
     """Texts of equations without the names of their variables and without constants. Those of jaxprs are made once."""
 
     def __init__(self):
-        self.known: dict[int, tuple[Any, Any]] = {}
+        self.known: dict[int, tuple[Jaxpr, int]] = {}
 
-    def lines(self, equations: Sequence[Any], number: dict[Any, Any]) -> Any:
+    def lines(self, equations: Sequence[JaxprEqn], number: dict[Var, Hashable]) -> Hashable:
         lines = []
         for k, equation in enumerate(equations):
-            reads = tuple(number.get(a, "const") if jaxprs.is_var(a) else str(a.aval) for a in equation.invars)
+            reads = tuple(str(a.aval) if isinstance(a, Literal) else number.get(a, "const") for a in equation.invars)
             lines.append((self.of(equation), reads))
             number.update({v: (k, j) for j, v in enumerate(equation.outvars)})
         return tuple(lines)
 
-    def of(self, equation: Any) -> Any:
+    def of(self, equation: JaxprEqn) -> Hashable:
         avals = tuple(str(v.aval) for v in equation.outvars)
         params = tuple(
             (name, self._param(v)) for name, v in sorted(equation.params.items()) if name not in _SLICE_BOUNDS
         )
         return equation.primitive.name, avals, params
 
-    def _param(self, value: Any) -> Any:
+    def _param(self, value: Any) -> Hashable:
         jaxpr = getattr(value, "jaxpr", value)
         if hasattr(jaxpr, "eqns"):
             if id(jaxpr) not in self.known:
-                number = {v: ("input", k, str(v.aval)) for k, v in enumerate([*jaxpr.constvars, *jaxpr.invars])}
+                number: dict[Var, Hashable] = {
+                    v: ("input", k, str(v.aval)) for k, v in enumerate([*jaxpr.constvars, *jaxpr.invars])
+                }
                 self.known[id(jaxpr)] = jaxpr, hash(self.lines(jaxpr.eqns, number))
             return self.known[id(jaxpr)][1]
         if isinstance(value, tuple | list):
@@ -271,7 +278,7 @@ def segment_name(number: int) -> str:
 
 
 def peak_of_all_layers(
-    jaxpr: Any, gradients: Sequence[int], layers: Sequence[RepeatedLayer], space: Any = jax.memory.Space.Device
+    jaxpr: Jaxpr, gradients: Sequence[int], layers: Sequence[RepeatedLayer], space: Any = jax.memory.Space.Device
 ) -> Peak:
     """Returns the peak memory of a step with all layers, without its inputs.
 
@@ -285,7 +292,7 @@ def peak_of_all_layers(
         ValueError: if the layers are not found in the jaxpr, or do not run one after the other.
     """
     flat = flattened(jaxpr, space)
-    kinds = {flat.outputs[i]: GRADIENTS for i in gradients}
+    kinds = {v: GRADIENTS for i in gradients if (v := flat.outputs[i]) is not None}
     return _RepeatedLifetimes(flat, space, [], kinds, layers).peak()
 
 
@@ -311,7 +318,7 @@ class _RepeatedLifetimes(Lifetimes):
         flat: FlatJaxpr,
         space: Any,
         owned: Iterable[Value],
-        kinds: dict[Any, str],
+        kinds: dict[Value, str],
         layers: Sequence[RepeatedLayer],
     ):
         super().__init__(flat, space, owned, kinds)
@@ -377,7 +384,7 @@ class _RepeatedLifetimes(Lifetimes):
         raise ValueError(f"liveness: segment {segment} of the loss does not run where it is expected")
 
 
-def segment_of(equation: Any, default: int) -> int:
+def segment_of(equation: JaxprEqn, default: int) -> int:
     """The number of the segment in whose name scope an equation was traced, or `default` for all others."""
     found = _SEGMENT.search(str(equation.source_info.name_stack))
     return int(found.group(1)) if found else default

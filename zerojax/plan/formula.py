@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn
 
 from zerojax.analysis.hardware import Chip, Cluster, Route
-from zerojax.analysis.jaxpr_counts import COLLECTIVES, Operation, Product, flattened, products
+from zerojax.analysis.jaxpr_counts import COLLECTIVES, Operation, Product, flattened, products, walk
 from zerojax.analysis.liveness import ACTIVATIONS, Lifetimes
 from zerojax.analysis.memory import Memory
 from zerojax.offload.pinned_memory import DEFAULT_PINNED_GIB, PINNED_LIMIT, sufficient_limit_gib
+from zerojax.plan.few_layers import segment_of
 from zerojax.plan.job import Settings, can_fuse, widest_head
 from zerojax.plan.transformer import Transformer
 from zerojax.program import jaxprs
@@ -62,6 +64,31 @@ class FormulaTime(NamedTuple):
         if self.link_s > self.compute.total_s:
             return "links"
         return "products" if self.compute.products_s >= self.compute.memory_s else "memory"
+
+
+class Throughput(NamedTuple):
+    """Tokens per second of all devices and of each, and the share of all devices' peak that the model's flops reach.
+
+    The share is None if the flops are not known.
+    """
+
+    tokens_per_s: float
+    tokens_per_device_s: float
+    model_flop_utilization: float | None
+
+
+def throughput(step_s: float, cluster: Cluster, num_tokens: int, flops: int | None) -> Throughput:
+    """Returns the throughput of a step.
+
+    Args:
+        step_s: seconds of the step.
+        cluster: the devices that it runs on.
+        num_tokens: tokens of all devices in a step.
+        flops: flops of all devices in a step, see `model_flops`; None if they are not known.
+    """
+    peak = cluster.num_devices * cluster.chip.flops.peak
+    rate = num_tokens / step_s
+    return Throughput(rate, rate / cluster.num_devices, None if flops is None else flops / step_s / peak)
 
 
 def shard_route(cluster: Cluster, settings: Settings) -> Route | None:
@@ -152,14 +179,13 @@ class ComputeTime(NamedTuple):
         return ComputeTime(self.products_s + times * other.products_s, self.memory_s + times * other.memory_s)
 
 
-def compute_time(jaxpr: Any, chip: Chip, times: Mapping[int, int], segment_of: Any) -> ComputeTime:
+def compute_time(jaxpr: Jaxpr, chip: Chip, times: Mapping[int, int]) -> ComputeTime:
     """Estimates the time of a traced program on one device.
 
     Args:
         jaxpr: the jaxpr.
         chip: the chip.
         times: how often each segment runs for each time that the jaxpr has it, by its number; 1 if it is missing.
-        segment_of: `segment_of(equation, default)` returns the number of the segment that an equation belongs to.
     """
     flat = flattened(jaxpr)
     lifetimes = Lifetimes(flat, jax.memory.Space.Device, [], {})
@@ -173,7 +199,7 @@ def compute_time(jaxpr: Any, chip: Chip, times: Mapping[int, int], segment_of: A
     total = ComputeTime()
     for k, (operation, segment) in enumerate(zip(flat.operations, segments, strict=True)):
         if operation.name in ("scan", "while", "cond"):
-            inner = [compute_time(j, chip, times, segment_of) for j in jaxprs.sub_jaxprs(operation.equation)]
+            inner = [compute_time(j, chip, times) for j in jaxprs.sub_jaxprs(operation.equation)]
             trips = jaxprs.scan_params(operation.equation).length if operation.name == "scan" else 1
             spent = ComputeTime().plus(max(inner, key=lambda time: time.total_s), trips)
         elif k not in stored or operation.name in COLLECTIVES:
@@ -236,7 +262,7 @@ def notes_of_shards(leaves: Sequence[Leaf], config: ZeroConfig) -> Iterator[str]
         yield ". ".join(line.strip().removeprefix("got:").removeprefix("fix:").strip() for line in lines)
 
 
-def _by_unit(traced: TracedLoss) -> Iterator[tuple[str, Any]]:
+def _by_unit(traced: TracedLoss) -> Iterator[tuple[str, Sequence[JaxprEqn]]]:
     for segment in traced.segments:
         yield traced.unit_of[segment.leaves[0]] if segment.leaves else "", segment.equations
 
@@ -276,8 +302,8 @@ def _pinned(memory: Memory, cluster: Cluster) -> Iterator[str]:
         )
 
 
-def _reasons(jaxpr: Any, chip: Chip, settings: Settings) -> Iterator[str]:
-    names = set(_names(jaxpr))
+def _reasons(jaxpr: Jaxpr, chip: Chip, settings: Settings) -> Iterator[str]:
+    names = {visit.equation.primitive.name for visit in walk(jaxpr.eqns)}
     if "conv_general_dilated" in names and chip.platform == "cuda":
         yield "cuDNN chooses how much memory a convolution uses when the step runs, which a compiled program lacks too"
     if kernels := sorted(names & _OPAQUE_KERNELS):
@@ -298,10 +324,3 @@ def _order(memory: Memory) -> Iterator[str]:
             f" reorder and fuse. With {_MISSED_ACTIVATIONS:.0%} more of them, the most that was measured, the peak is"
             f" {bytes_text(memory.peak_bytes + missed)}"
         )
-
-
-def _names(jaxpr: Any) -> Iterator[str]:
-    for equation in jaxpr.eqns:
-        yield equation.primitive.name
-        for inner in jaxprs.sub_jaxprs(equation):
-            yield from _names(inner)

@@ -13,11 +13,12 @@ import jax
 
 from zerojax.analysis import hardware, targets
 from zerojax.analysis.hardware import Cluster
-from zerojax.analysis.jaxpr_counts import Throughput, model_flops, throughput
+from zerojax.analysis.jaxpr_counts import model_flops
 from zerojax.analysis.memory import Memory
 from zerojax.plan.formula import (
     ComputeTime,
     FormulaTime,
+    Throughput,
     exposed_seconds,
     host_copies,
     link_seconds,
@@ -25,6 +26,7 @@ from zerojax.plan.formula import (
     notes_of_shapes,
     notes_of_shards,
     sent_bytes,
+    throughput,
 )
 from zerojax.plan.job import DEFAULT_SETTINGS, Settings, find_job, memory_reductions, shapes_of, uses_of_free_memory
 from zerojax.plan.program import CompiledStep, compile_step

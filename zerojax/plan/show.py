@@ -9,10 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from zerojax.analysis import hlo_costs
-from zerojax.analysis.jaxpr_counts import throughput
 from zerojax.analysis.memory import model_states
 from zerojax.plan import buffers, job, timeline
-from zerojax.plan.formula import sent_bytes
+from zerojax.plan.formula import sent_bytes, throughput
 from zerojax.plan.planner import Plan, Suggestion
 from zerojax.plan.program import CollectiveSummary, CompiledStep
 from zerojax.plan.search import DOES_NOT_FIT, Candidate, Ranking, used_share

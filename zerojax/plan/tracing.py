@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.extend.core import Jaxpr
 
 from zerojax.analysis.hardware import Chip
 from zerojax.analysis.host_arguments import in_host_memory
@@ -23,7 +24,6 @@ from zerojax.plan.few_layers import (
     RepeatedLayer,
     few_layers,
     peak_of_all_layers,
-    segment_of,
     trace_loss,
 )
 from zerojax.plan.formula import ComputeTime, compute_time
@@ -59,14 +59,14 @@ class DeviceTrace(NamedTuple):
         layers: the layers that stand for others.
     """
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     num_gradients: int
     layers: tuple[RepeatedLayer, ...]
 
     def compute_time(self, chip: Chip) -> ComputeTime:
         """The time of the forward and the backward pass on a chip, without communication."""
         times = {layer.segment: 1 + layer.others for layer in self.layers}
-        return compute_time(self.jaxpr, chip, times, segment_of)
+        return compute_time(self.jaxpr, chip, times)
 
     def peaks(self) -> tuple[Peak, Peak]:
         """The peaks in device memory and in host memory; see `peak_of_all_layers`."""
