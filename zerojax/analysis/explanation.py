@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -214,60 +213,75 @@ CATEGORIES = ("params", "grads", "optimizer", "model_state")  # on a device
 
 def explain(config: ZeroConfig, state: TrainState, uses: Sequence[tuple[Use, ...]] | None = None) -> Explanation:
     """See `Zero.explain`. `uses` tells where each leaf is used in the forward pass."""
-    leaves = {leaf.path: leaf for leaf in state.definition.leaves}
-    mesh = jax.tree.leaves(state.params)[0].sharding.mesh
     stage, axes = config.stage, config.axes
-    row = functools.partial(_row, axes)
-    gradient = functools.partial(gradient_aval, config, mesh)
-    opt_shapes = [tuple(a.shape) for a in jax.tree.leaves(logical_avals(state).opt_state)]
-    is_host = in_host(config, state)
-    of_optimizer = lambda tree: [HOST_MEMORY if flag else "optimizer" for flag in jax.tree.leaves(tree)]
-    optimizer = zip(of_optimizer(is_host.opt_state), _leaves(state.opt_state), opt_shapes, strict=True)
-    master = zip(of_optimizer(is_host.master), _leaves(state.master), strict=True)
-    host_params = {path for flag, path in zip(jax.tree.leaves(is_host.params), leaves, strict=True) if flag}
-    of_params = lambda name, path: (HOST_MEMORY, f"{name}/{path}") if path in host_params else (name, path)
     shards = {
         "params": axes.num_shards if stage.shards_params else 1,
         "grads": axes.num_shards if stage.shards_grads else 1,
         "optimizer": axes.num_shards if stage.shards_optimizer else 1,
     }
     shards |= {HOST_MEMORY: shards["optimizer"]} if config.offloads_optimizer else {}
+    rows = list(_rows(config, state, shards))
+
+    # Add up the bytes of each category.
     categories = [*CATEGORIES, HOST_MEMORY] if config.offloads_optimizer else CATEGORIES
-    whole = "there is one shard only" if axes.num_shards == 1 else stage.limit_text
-    why = lambda path, category: leaves[path].reason if shards[category] > 1 else whole
-    why_of_optimizer = lambda path, shape: (
-        _optimizer_reason(path, shape, leaves, axes) if shards["optimizer"] > 1 else whole
-    )
-    rows = [
-        *(
-            row(*of_params("params", path), a, leaves[path].shape, why(path, "params"))
-            for path, a in _leaves(state.params)
-        ),
-        *(
-            row(*of_params("grads", f.path), gradient(f), f.shape, why(f.path, "grads"))
-            for f in leaves.values()
-            if f.trainable
-        ),
-        *(
-            row(category, f"master/{path}", a, leaves[path].shape, why(path, "optimizer"))
-            for category, (path, a) in master
-        ),
-        *(row(category, path, a, s, why_of_optimizer(path, s)) for category, (path, a), s in optimizer),
-        *(row("model_state", path, a, a.shape, "replicated: model state") for path, a in _leaves(state.model_state)),
-    ]
-    of = lambda name: [row for row in rows if row.category == name]
-    totals = {name: sum(row.bytes_per_device for row in of(name)) for name in categories}
-    formula = {name: sum(row.undivided_bytes for row in of(name)) / n for name, n in shards.items()}
-    zeros = {name: sum(row.zeros_bytes for row in of(name)) for name in categories}
+    in_category = {name: [row for row in rows if row.category == name] for name in categories}
+    totals = {name: sum(row.bytes_per_device for row in each) for name, each in in_category.items()}
+    formula = {name: sum(row.undivided_bytes for row in in_category[name]) / n for name, n in shards.items()}
+    zeros = {name: sum(row.zeros_bytes for row in each) for name, each in in_category.items()}
+
+    # Say what deserves attention.
+    leaves = state.definition.leaves
     replicated = [r for r in rows if shards.get(r.category, 1) > 1 and r.bytes_per_device == r.undivided_bytes]
-    units = _units(state.definition.leaves, uses)
-    large_unit = placement.large_unit_text(state.definition.leaves)
-    uneven = uneven_text(state.definition.leaves, axes) if stage.shards_optimizer else None
+    uneven = uneven_text(leaves, axes) if stage.shards_optimizer else None
+    where = f"{stage.title} on a mesh of {mesh_text(dict(_mesh_of(state).shape))}"
     held = bytes_text(sum(totals[name] for name in CATEGORIES))
     more = f", and {bytes_text(totals[HOST_MEMORY])} of host memory" if config.offloads_optimizer else ""
-    where = f"{stage.title} on a mesh of {mesh_text(dict(mesh.shape))}"
-    title = f"{where}: a device holds {held}, with the gradients of a step{more}"
-    return Explanation(title, tuple(rows), units, large_unit, uneven, totals, formula, shards, zeros, tuple(replicated))
+    return Explanation(
+        f"{where}: a device holds {held}, with the gradients of a step{more}",
+        tuple(rows),
+        _units(leaves, uses),
+        placement.large_unit_text(leaves),
+        uneven,
+        totals,
+        formula,
+        shards,
+        zeros,
+        tuple(replicated),
+    )
+
+
+def _rows(config: ZeroConfig, state: TrainState, shards: Mapping[str, int]) -> Iterator[Row]:
+    """The rows of all leaves. `shards`: the number of shards of each category."""
+    leaves, axes = {leaf.path: leaf for leaf in state.definition.leaves}, config.axes
+    is_host, mesh = in_host(config, state), _mesh_of(state)
+    host_params = {path for flag, path in zip(jax.tree.leaves(is_host.params), leaves, strict=True) if flag}
+    whole = "there is one shard only" if axes.num_shards == 1 else config.stage.limit_text
+
+    def of_param(category: str, path: str, a: Any) -> Row:
+        reason = leaves[path].reason if shards[category] > 1 else whole
+        if path in host_params:
+            return _row(axes, HOST_MEMORY, f"{category}/{path}", a, leaves[path].shape, reason)
+        return _row(axes, category, path, a, leaves[path].shape, reason)
+
+    for path, a in leaves_with_paths(state.params):
+        yield of_param("params", path, a)
+    for leaf in leaves.values():
+        if leaf.trainable:
+            yield of_param("grads", leaf.path, gradient_aval(config, mesh, leaf))
+    for (path, a), flag in zip(leaves_with_paths(state.master), jax.tree.leaves(is_host.master), strict=True):
+        reason = leaves[path].reason if shards["optimizer"] > 1 else whole
+        yield _row(axes, HOST_MEMORY if flag else "optimizer", f"master/{path}", a, leaves[path].shape, reason)
+    shapes = [tuple(a.shape) for a in jax.tree.leaves(logical_avals(state).opt_state)]
+    flags = jax.tree.leaves(is_host.opt_state)
+    for (path, a), flag, shape in zip(leaves_with_paths(state.opt_state), flags, shapes, strict=True):
+        reason = _optimizer_reason(path, shape, leaves, axes) if shards["optimizer"] > 1 else whole
+        yield _row(axes, HOST_MEMORY if flag else "optimizer", path, a, shape, reason)
+    for path, a in leaves_with_paths(state.model_state):
+        yield _row(axes, "model_state", path, a, a.shape, "replicated: model state")
+
+
+def _mesh_of(state: TrainState) -> AnyMesh:
+    return jax.tree.leaves(state.params)[0].sharding.mesh
 
 
 def _units(leaves: Sequence[Leaf], uses: Sequence[tuple[Use, ...]] | None) -> tuple[UnitRow, ...]:
@@ -283,7 +297,7 @@ def _units(leaves: Sequence[Leaf], uses: Sequence[tuple[Use, ...]] | None) -> tu
     return tuple(sorted(rows, key=lambda row: row.places[:1] or (len(leaves),)) if uses else rows)
 
 
-def _leaves(tree: PyTree) -> list[tuple[str, Any]]:
+def leaves_with_paths(tree: PyTree) -> list[tuple[str, Any]]:
     """The leaves of a tree with their paths."""
     return [(placement.path_text(path), a) for path, a in jax.tree_util.tree_leaves_with_path(tree)]
 
@@ -308,8 +322,13 @@ def gradient_aval(config: ZeroConfig, mesh: AnyMesh, leaf: Leaf) -> jax.ShapeDty
 
 def _optimizer_reason(path: str, shape: Shape, leaves: dict[str, Leaf], axes: Axes) -> str:
     """The reason of the parameter that a leaf of the optimizer state belongs to, or else one by the leaf's shape."""
-    for end in range(len(path.split("/"))):
-        leaf = leaves.get("/".join(path.split("/")[end:]))
+    for leaf in map(leaves.get, path_ends(path)):
         if leaf is not None and leaf.shape == shape:
             return leaf.reason
     return choose_dim(shape, axes.num_shards, stacked=False).reason
+
+
+def path_ends(path: str) -> list[str]:
+    """A path, the path without its first key, and so on: that of an optimizer's leaf ends in that of a parameter."""
+    keys = path.split("/")
+    return ["/".join(keys[start:]) for start in range(len(keys))]
