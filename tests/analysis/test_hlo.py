@@ -331,14 +331,14 @@ def test_copies_in_a_loop():
         ROOT %next = {CARRY} tuple(%counter, %kept)
     """
     read = loop(body, 3, computations)
-    moves = hlo_collectives.moves_in_loops(read, min_bytes=MIB)
+    moves = hlo_costs.moves(read, min_bytes=MIB, in_loops=True)
     expected = [("kept", "copy"), ("turned", "transpose"), ("both", "copy"), ("start", "copy")]
     assert [(m.name, m.op) for m in moves] == expected
     assert all(m.num_bytes == 3 * 4 * MIB for m in moves)
-    assert hlo_collectives.moves_in_loops(read)[0].name == "counter"
+    assert hlo_costs.moves(read, in_loops=True)[0].name == "counter"
     outside = program("%a = f32[4] parameter(0)\nROOT %c = f32[4] copy(%a)")
-    assert hlo_collectives.moves_in_loops(outside) == []
-    assert [(m.name, m.op, m.trips) for m in hlo_collectives.moves(outside)] == [("c", "copy", 1)]
+    assert hlo_costs.moves(outside, in_loops=True) == []
+    assert [(m.name, m.op, m.trips) for m in hlo_costs.moves(outside)] == [("c", "copy", 1)]
 
 
 CUBLAS = """
@@ -457,7 +457,7 @@ def test_the_loop_of_a_real_backward_pass():
     assert exposed == 3 * (8 * 4608 * 2 + 3 * layer) * 7 / 8 == 264_434_688
     assert hlo_collectives.in_flight_bytes(read) == 7 * layer  # they do not overlap with each other
 
-    moves = hlo_collectives.moves_in_loops(read, min_bytes=4 * layer // 16)
+    moves = hlo_costs.moves(read, min_bytes=4 * layer // 16, in_loops=True)
     moved = lambda op: [(m.name, m.buffer.num_bytes) for m in moves if m.op == op]
     assert moved("copy") == [  # the gradient of the layer's output; two gradients of weights that the loop carries
         ("copy.148", layer),

@@ -1,7 +1,7 @@
 """Finds the collectives of a compiled program, which of them overlap with matrix products, and the copies it makes.
 
 It reads programs for GPUs and for TPUs. On TPUs a collective may be a chain of fusions, each of which contains a clone
-of the collective and some computation; between slices it is a transfer over the hosts (see `hlo_transfers`).
+of the collective and some computation; between slices it is a transfer over the hosts (see the end of this module).
 Instructions that are not understood raise ValueError; they are never ignored.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zerojax.analysis.hlo import Block, Buffer, Instruction, Program, attribute, blocks, trips_of, unsupported
+from zerojax.analysis.hlo import Block, Instruction, Program, attribute, blocks, has_product, trips_of, unsupported
 
 _COLLECTIVES = frozenset(
     ["all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "reduce-scatter"]
@@ -267,95 +267,7 @@ def in_flight_bytes(program: Program) -> int:
     return largest
 
 
-def has_product(instruction: Instruction) -> bool:
-    """Whether an instruction is a matrix product or contains one."""
-    if instruction.op in ("convolution", "dot", "ragged-dot"):
-        return True
-    if instruction.op == "custom-call" and re.match(r"__cublas\$|__cudnn\$", instruction.target):
-        return True
-    return any(has_product(i) for i in instruction.inner)
-
-
-def fusion_results(root: Instruction) -> list[Instruction]:
-    """Returns the results of a fusion with this root."""
-    return list(root.operands) if root.op == "tuple" else [root]
-
-
-class Move(NamedTuple):
-    """A result that consists of elements of an operand, with nothing computed.
-
-    Attributes:
-        name: the name of the instruction.
-        op: 'copy', 'transpose', 'slice' or 'update': the last of these in this list that is part of the move.
-        buffer: the buffer that is written; for an update in place, the update.
-        trips: the number of times it runs in a step.
-    """
-
-    name: str
-    op: str
-    buffer: Buffer
-    trips: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.trips * self.buffer.num_bytes
-
-
-_MOVE_OPS = {"copy": 1, "transpose": 2, "slice": 3, "dynamic-slice": 3, "dynamic-update-slice": 4}
-_MOVE_NAMES = {1: "copy", 2: "transpose", 3: "slice", 4: "update"}
-
-
-def moves(program: Program, min_bytes: int = 1) -> list[Move]:
-    """Returns the moves of a program within device memory, in the order in which they run.
-
-    Instructions, results of fusions, and asynchronous copies count. Copies to or from another memory space (host
-    memory, or the vector memory of a TPU) do not.
-
-    Args:
-        program: a scheduled program.
-        min_bytes: smaller results are left out, such as the counters and small tuples that loops copy.
-    """
-    return _moves_in(blocks(program), min_bytes)
-
-
-def moves_in_loops(program: Program, min_bytes: int = 1) -> list[Move]:
-    """Returns those of `moves` that are in loop bodies."""
-    return _moves_in([block for block in blocks(program) if block.looped], min_bytes)
-
-
-def _moves_in(within: list[Block], min_bytes: int) -> list[Move]:
-    found = []
-    for block in within:
-        for i in block.instructions:
-            root = i.called["calls"][0].root if i.op == "fusion" else i
-            for result in fusion_results(root) if root is not i else [i]:
-                move = _classify_move(result, inside=root is not i)
-                if move and move[1].num_bytes >= min_bytes:
-                    found.append(Move(i.name, *move, trips_of(block, i)))
-    return found
-
-
-def _classify_move(result: Instruction, inside: bool) -> tuple[str, Buffer] | None:
-    """Returns (op, the buffer that is written) if a result only moves elements, or None.
-
-    `inside` a fusion, the result is traced back to the parameters of the fusion.
-    """
-    if result.op == "copy-start":
-        return ("copy", result.buffers[0]) if result.buffers[0].space == result.operands[0].buffers[0].space else None
-    level, written, i = 0, result, result
-    while i.op in _MOVE_OPS or i.op in ("bitcast", "reshape"):
-        level = max(level, _MOVE_OPS.get(i.op, 0))
-        if i.op == "dynamic-update-slice":
-            written = i.operands[1]
-        i = i.operands[1 if i.op == "dynamic-update-slice" else 0]
-        if not inside:
-            break
-    if not level or (inside and i.op != "parameter"):
-        return None
-    if len(written.buffers) != 1 or len(i.buffers) != 1:
-        raise unsupported(result, "cannot read a move of a tuple")
-    return (_MOVE_NAMES[level], written.buffers[0]) if written.buffers[0].space == i.buffers[0].space else None
-
+# Collectives between TPU slices.
 
 _OPS = frozenset(["send", "recv", "send-done", "recv-done"])
 _KINDS = {

@@ -7,8 +7,19 @@ import math
 import re
 from typing import Any, NamedTuple
 
-from zerojax.analysis.hlo import HOST, Block, Buffer, Instruction, Program, blocks, trips_of, unsupported
-from zerojax.analysis.hlo_collectives import collective_spans, end_index, fusion_results, has_product
+from zerojax.analysis.hlo import (
+    HOST,
+    Block,
+    Buffer,
+    Instruction,
+    Program,
+    blocks,
+    fusion_results,
+    has_product,
+    trips_of,
+    unsupported,
+)
+from zerojax.analysis.hlo_collectives import collective_spans, end_index
 
 _FREE = frozenset(["add-dependency", "after-all", "bitcast", "constant", "copy-done", "get-tuple-element"]) | frozenset(
     ["opt-barrier", "parameter", "partition-id", "replica-id", "tuple"]
@@ -305,3 +316,74 @@ def _computes(i: Instruction, num_bytes: int) -> bool:
     if i.op.endswith(("-start", "-update", "-done")):
         return False
     return has_product(i) or memory_bytes(i) >= num_bytes
+
+
+# Moves within device memory.
+
+
+class Move(NamedTuple):
+    """A result that consists of elements of an operand, with nothing computed.
+
+    Attributes:
+        name: the name of the instruction.
+        op: 'copy', 'transpose', 'slice' or 'update': the last of these in this list that is part of the move.
+        buffer: the buffer that is written; for an update in place, the update.
+        trips: the number of times it runs in a step.
+    """
+
+    name: str
+    op: str
+    buffer: Buffer
+    trips: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.trips * self.buffer.num_bytes
+
+
+_MOVE_OPS = {"copy": 1, "transpose": 2, "slice": 3, "dynamic-slice": 3, "dynamic-update-slice": 4}
+_MOVE_NAMES = {1: "copy", 2: "transpose", 3: "slice", 4: "update"}
+
+
+def moves(program: Program, min_bytes: int = 1, in_loops: bool = False) -> list[Move]:
+    """Returns the moves of a program within device memory, in the order in which they run.
+
+    Instructions, results of fusions, and asynchronous copies count. Copies to or from another memory space (host
+    memory, or the vector memory of a TPU) do not.
+
+    Args:
+        program: a scheduled program.
+        min_bytes: smaller results are left out, such as the counters and small tuples that loops copy.
+        in_loops: whether only loop bodies count.
+    """
+    found = []
+    for block in blocks(program):
+        for i in block.instructions if block.looped or not in_loops else ():
+            root = i.called["calls"][0].root if i.op == "fusion" else i
+            for result in fusion_results(root) if root is not i else [i]:
+                move = _classify_move(result, inside=root is not i)
+                if move and move[1].num_bytes >= min_bytes:
+                    found.append(Move(i.name, *move, trips_of(block, i)))
+    return found
+
+
+def _classify_move(result: Instruction, inside: bool) -> tuple[str, Buffer] | None:
+    """Returns (op, the buffer that is written) if a result only moves elements, or None.
+
+    `inside` a fusion, the result is traced back to the parameters of the fusion.
+    """
+    if result.op == "copy-start":
+        return ("copy", result.buffers[0]) if result.buffers[0].space == result.operands[0].buffers[0].space else None
+    level, written, i = 0, result, result
+    while i.op in _MOVE_OPS or i.op in ("bitcast", "reshape"):
+        level = max(level, _MOVE_OPS.get(i.op, 0))
+        if i.op == "dynamic-update-slice":
+            written = i.operands[1]
+        i = i.operands[1 if i.op == "dynamic-update-slice" else 0]
+        if not inside:
+            break
+    if not level or (inside and i.op != "parameter"):
+        return None
+    if len(written.buffers) != 1 or len(i.buffers) != 1:
+        raise unsupported(result, "cannot read a move of a tuple")
+    return (_MOVE_NAMES[level], written.buffers[0]) if written.buffers[0].space == i.buffers[0].space else None

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from zerojax.analysis.hlo import Computation, Instruction, Program, attribute
-from zerojax.analysis.hlo_collectives import fusion_results, has_product
+from zerojax.analysis.hlo import Computation, Instruction, Program, attribute, fusion_results, has_product
 from zerojax.analysis.liveness import ACTIVATIONS, CHECKPOINTS, GATHERED, GRADIENTS
 
 UNUSED = "not in use then"

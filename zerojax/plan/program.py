@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from zerojax.analysis import hlo, hlo_collectives
+from zerojax.analysis import hlo, hlo_collectives, hlo_costs
 from zerojax.analysis.hardware import Chip, Cluster
 from zerojax.analysis.memory import Memory
 from zerojax.plan import buffers, timeline
@@ -215,7 +215,7 @@ def analyze(
         program = hlo.parse_program(text)
     except ValueError as error:
         return ProgramAnalysis(unread=str(error))
-    large = lambda: (m for m in hlo_collectives.moves_in_loops(program, _MIN_COPY_BYTES) if m.op == "copy")
+    large = lambda: (m for m in hlo_costs.moves(program, _MIN_COPY_BYTES, in_loops=True) if m.op == "copy")
     parts: dict[str, Callable[[], Any]] = {
         "held": lambda: held_by_kind(program, read_assignment(), memory),
         "buffers_bytes": lambda: hlo_collectives.in_flight_bytes(program),

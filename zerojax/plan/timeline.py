@@ -13,12 +13,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from zerojax.analysis.hardware import Chip, Cluster
-from zerojax.analysis.hlo import HOST, Block, Instruction, Program, trip_count, unsupported
+from zerojax.analysis.hlo import HOST, Block, Instruction, Program, has_product, trip_count, unsupported
 from zerojax.analysis.hlo_collectives import (
     collective_spans,
     communicates,
     groups,
-    has_product,
     is_transfer,
     split_by_dtype,
 )
