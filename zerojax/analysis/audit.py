@@ -15,7 +15,7 @@ from zerojax.analysis import hlo, hlo_costs, host_slices
 from zerojax.analysis.communication import SLACK, CommunicationChecks
 from zerojax.analysis.expectation import Expectation
 from zerojax.analysis.findings import Audit, AuditCheck, Outcome, Unreadable, Verdict, reader_errors, run_checks
-from zerojax.analysis.hlo import Program
+from zerojax.analysis.hlo import Buffer, Program
 from zerojax.analysis.hlo_costs import copied_in_host
 from zerojax.analysis.host_arguments import TracedWithHostArguments
 from zerojax.analysis.host_slices import HostSlice
@@ -62,7 +62,7 @@ def audit_step(step: Any, expectation: Expectation) -> Audit:
     return run_checks([*memory.checks(), *communication.checks()])
 
 
-def _reader(compiled: Any) -> Callable[[], Program]:
+def _reader(compiled: jax.stages.Compiled) -> Callable[[], Program]:
     """Returns a function that parses the program, once. It raises `Unreadable` if the text cannot be parsed."""
 
     @functools.cache
@@ -78,7 +78,7 @@ def _bytes_per_device(avals: Iterable[Aval]) -> int:
     return sum(placement.shard_bytes(aval, aval.sharding) for aval in avals)
 
 
-def _is_placed_like(got: Any, want: Aval) -> bool:
+def _is_placed_like(got: jax.sharding.Sharding, want: Aval) -> bool:
     """Whether a sharding is that of an aval, on the same devices or on other devices in a mesh of the same shape."""
     mesh = want.sharding.mesh
     if isinstance(got, NamedSharding) and dict(got.mesh.shape) == dict(mesh.shape):
@@ -266,7 +266,7 @@ def check_pieces(
         if each.indexed is None:
             raise Unreadable(f"the index of {each.name} cannot be evaluated: {each.unread}")
     written = [each for each in pieces if each.writes]
-    visits = collections.defaultdict[tuple[Any, int], collections.Counter[int]](collections.Counter)
+    visits = collections.defaultdict[tuple[Buffer, int], collections.Counter[int]](collections.Counter)
     for each in written:  # gradients of the first and the last layer are written outside of the loop over the others
         visits[each.buffer, each.slice_bytes].update(each.indexed or ())
     missed = [each for each in written if not _covers(each, visits[each.buffer, each.slice_bytes])]

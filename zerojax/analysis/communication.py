@@ -5,9 +5,9 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 
 from zerojax.analysis import hlo, hlo_collectives, jaxpr_counts
 from zerojax.analysis.expectation import Expectation, SentBytes, over_data_axes
@@ -35,7 +35,9 @@ class CommunicationChecks:
         platform: the platform that the program is compiled for.
     """
 
-    def __init__(self, program: Callable[[], Program], jaxpr: Any, expectation: Expectation, platform: str):
+    def __init__(
+        self, program: Callable[[], Program], jaxpr: ClosedJaxpr | None, expectation: Expectation, platform: str
+    ):
         self.program, self.jaxpr, self.expectation, self.platform = program, jaxpr, expectation, platform
         self.config, self.most, self.least = expectation.config, expectation.most, expectation.least
         self.as_traced = platform == "cpu"

@@ -6,11 +6,13 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+from jax.typing import DTypeLike
 
 from zerojax.analysis import jaxpr_counts
 from zerojax.analysis.hlo_collectives import Collective
@@ -97,11 +99,11 @@ class Expectation:
     offloaded_bytes: int
     in_host: frozenset[str]
     host_gradients_bytes: int
-    jaxpr: Any = dataclasses.field(repr=False, compare=False)
+    jaxpr: ClosedJaxpr = dataclasses.field(repr=False, compare=False)
 
 
 def expect(
-    config: ZeroConfig, settings: StepSettings, state: TrainState, jaxpr: Any, uses: Sequence[Sequence[Use]]
+    config: ZeroConfig, settings: StepSettings, state: TrainState, jaxpr: ClosedJaxpr, uses: Sequence[Sequence[Use]]
 ) -> Expectation:
     """Derives the expectation of a step that `Zero.train_step` has built.
 
@@ -188,7 +190,7 @@ def _gathered_bytes(config: ZeroConfig, leaf: Leaf) -> int:
 
 def _unit_bytes(config: ZeroConfig, leaves: Iterable[Leaf]) -> int:
     """The bytes of the largest unit, gathered. All stacked leaves of a scan of the same length count as one unit."""
-    units: collections.Counter[Any] = collections.Counter()
+    units: collections.Counter[Hashable] = collections.Counter()
     for leaf in leaves:
         unit, layers = (("layers", leaf.shape[0]), leaf.shape[0]) if leaf.stacked else (leaf.unit, 1)
         units[unit] += _gathered_bytes(config, leaf) // layers
@@ -249,7 +251,7 @@ def _ends_bytes(config: ZeroConfig, leaves: Sequence[Leaf], uses: Sequence[Seque
     return first + sent(lambda use: use.lookup is not None)
 
 
-def _sum_dtype(config: ZeroConfig, k: int) -> Any:
+def _sum_dtype(config: ZeroConfig, k: int) -> DTypeLike:
     """The dtype in which gradients are summed over the replica axes: that of the sum of microbatches, if of shards."""
     accumulates = k > 1 and config.stage.shards_grads
     return config.precision.sum_dtype if accumulates else config.precision.reduce_dtype

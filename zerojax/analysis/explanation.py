@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
@@ -22,7 +21,7 @@ from zerojax.step.loss_traces import Use
 from zerojax.step.state import TrainState, in_host, logical_avals
 from zerojax.utils.tables import Column, Screen, TextTable, printed, screen, sections_html
 from zerojax.utils.text import SPACE, bytes_text, fold, mesh_text
-from zerojax.utils.typing import AnyMesh, PyTree, Shape
+from zerojax.utils.typing import AnyMesh, Aval, PyTree, Shape
 
 HOST_MEMORY = "host memory"  # the category of what is offloaded
 
@@ -257,7 +256,7 @@ def _rows(config: ZeroConfig, state: TrainState, shards: Mapping[str, int]) -> I
     host_params = {path for flag, path in zip(jax.tree.leaves(is_host.params), leaves, strict=True) if flag}
     whole = "there is one shard only" if axes.num_shards == 1 else config.stage.limit_text
 
-    def of_param(category: str, path: str, a: Any) -> Row:
+    def of_param(category: str, path: str, a: Aval) -> Row:
         reason = leaves[path].reason if shards[category] > 1 else whole
         if path in host_params:
             return _row(axes, HOST_MEMORY, f"{category}/{path}", a, leaves[path].shape, reason)
@@ -297,12 +296,12 @@ def _units(leaves: Sequence[Leaf], uses: Sequence[tuple[Use, ...]] | None) -> tu
     return tuple(sorted(rows, key=lambda row: row.places[:1] or (len(leaves),)) if uses else rows)
 
 
-def leaves_with_paths(tree: PyTree) -> list[tuple[str, Any]]:
+def leaves_with_paths(tree: PyTree) -> list[tuple[str, Aval]]:
     """The leaves of a tree with their paths."""
     return [(placement.path_text(path), a) for path, a in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def _row(axes: Axes, category: str, path: str, stored: Any, shape: Sequence[int], reason: str) -> Row:
+def _row(axes: Axes, category: str, path: str, stored: Aval, shape: Sequence[int], reason: str) -> Row:
     spec, mesh = stored.sharding.spec, stored.sharding.mesh
     others = [[name for name in axis_names(entry) if name not in axes.data] for entry in spec]
     undivided = NamedSharding(mesh, PartitionSpec(*(tuple(names) or None for names in others)))

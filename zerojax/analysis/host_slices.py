@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from zerojax.analysis.hlo import (
     HOST,
@@ -171,7 +172,7 @@ def slice_starts(i: Instruction, indices: Iterable[np.ndarray]) -> list[int]:
     return [min(max(int(index), 0), limit) for index, limit in zip(indices, limits, strict=True)]
 
 
-def _dtype(i: Instruction) -> np.dtype[Any]:
+def _dtype(i: Instruction) -> np.dtype:
     name = i.buffers[0].dtype
     known = re.fullmatch(r"([su])(8|16|32|64)", name)
     if name != "pred" and not known:
@@ -179,42 +180,42 @@ def _dtype(i: Instruction) -> np.dtype[Any]:
     return np.dtype(f"{'int' if known.group(1) == 's' else 'uint'}{known.group(2)}" if known else "bool")
 
 
-def _constant(i: Instruction) -> Any:
+def _constant(i: Instruction) -> ArrayLike:
     text = attribute(r"^([-\w{}, ]*)\)", i)
     return [text == "true"] if text in ("true", "false") else [int(n) for n in re.findall(r"-?\d+", text)]
 
 
-def _iota(i: Instruction) -> Any:
+def _iota(i: Instruction) -> ArrayLike:
     dims, along = i.buffers[0].dims, int(attribute(r"iota_dimension=(\d+)", i))
     return np.broadcast_to(np.arange(dims[along]).reshape([-1 if k == along else 1 for k in range(len(dims))]), dims)
 
 
-def _reshaped(i: Instruction, a: np.ndarray) -> Any:
+def _reshaped(i: Instruction, a: np.ndarray) -> ArrayLike:
     if i.op == "bitcast" and sum(size > 1 for size in (*a.shape, *i.buffers[0].dims)) > 2:
         raise unsupported(i, "the result of this bitcast depends on layouts")
     return a
 
 
-def _broadcast(i: Instruction, a: np.ndarray) -> Any:
+def _broadcast(i: Instruction, a: np.ndarray) -> ArrayLike:
     dims, kept = i.buffers[0].dims, i.integers("dimensions")
     return np.broadcast_to(a.reshape([size if k in kept else 1 for k, size in enumerate(dims)]), dims)
 
 
-def _compare(i: Instruction, a: np.ndarray, b: np.ndarray) -> Any:
+def _compare(i: Instruction, a: np.ndarray, b: np.ndarray) -> ArrayLike:
     return _DIRECTIONS[attribute(r"direction=(\w+)", i)](a, b)
 
 
-def _slice(i: Instruction, a: np.ndarray) -> Any:
+def _slice(i: Instruction, a: np.ndarray) -> ArrayLike:
     bounds = re.findall(r"\[(\d+):(\d+)(?::(\d+))?\]", attribute(r"slice=\{(.*?)\}", i))
     return a[tuple(slice(int(first), int(end), int(step or 1)) for first, end, step in bounds)]
 
 
-def _dynamic_slice(i: Instruction, a: np.ndarray, *indices: np.ndarray) -> Any:
+def _dynamic_slice(i: Instruction, a: np.ndarray, *indices: np.ndarray) -> ArrayLike:
     starts = zip(slice_starts(i, indices), slice_dims(i), strict=True)
     return a[tuple(slice(start, start + size) for start, size in starts)]
 
 
-_DIRECTIONS: dict[str, Callable[..., Any]] = {
+_DIRECTIONS: dict[str, Callable[..., ArrayLike]] = {
     "EQ": np.equal,
     "NE": np.not_equal,
     "LT": np.less,
@@ -222,7 +223,7 @@ _DIRECTIONS: dict[str, Callable[..., Any]] = {
     "GT": np.greater,
     "GE": np.greater_equal,
 }
-_ELEMENTWISE: dict[str, Callable[..., Any]] = {
+_ELEMENTWISE: dict[str, Callable[..., ArrayLike]] = {
     "add": np.add,
     "and": np.bitwise_and,
     "clamp": lambda low, a, high: np.minimum(np.maximum(a, low), high),
@@ -242,7 +243,7 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "sign": np.sign,
     "subtract": np.subtract,
 }
-_OTHERS: dict[str, Callable[..., Any]] = {
+_OTHERS: dict[str, Callable[..., ArrayLike]] = {
     "bitcast": _reshaped,
     "broadcast": _broadcast,
     "compare": _compare,

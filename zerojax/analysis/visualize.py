@@ -31,6 +31,7 @@ from zerojax.step.loss_traces import Use
 from zerojax.step.state import TrainState, check_not_donated
 from zerojax.utils.tables import FILE_WIDTH, paragraph, screen
 from zerojax.utils.text import SPACE, bytes_text, fold, wrapped
+from zerojax.utils.typing import Aval
 
 
 def visualize(state: TrainState, step: Any = None, batch: Any = None, *, path: str | Path | None = None) -> None:
@@ -131,7 +132,7 @@ def holdings(state: TrainState) -> Holdings:
     assert config is not None, "every state of a Zero has its configuration"
     axes = dict(config.mesh.shape)
     # Group the arrays of each unit that are divided alike.
-    groups: dict[tuple[str, str, PartitionSpec], list[Any]] = {}
+    groups: dict[tuple[str, str, PartitionSpec], list[Aval]] = {}
     for category, unit, a in _arrays(config, state):
         groups.setdefault((category, unit, a.sharding.spec), []).append(a)
     # Make one row of equal layers.
@@ -148,7 +149,7 @@ def holdings(state: TrainState) -> Holdings:
     return Holdings(title, axes, tuple(rows))
 
 
-def _arrays(config: ZeroConfig, state: TrainState) -> Iterator[tuple[str, str, Any]]:
+def _arrays(config: ZeroConfig, state: TrainState) -> Iterator[tuple[str, str, Aval]]:
     """(category, unit, array or aval) of everything that a device holds between or within steps."""
     leaves = state.definition.leaves
     mesh = jax.tree.leaves(state.params)[0].sharding.mesh

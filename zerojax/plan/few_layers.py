@@ -26,7 +26,7 @@ from zerojax.step.batch import batch_specs, cast_batch
 from zerojax.step.config import leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient
 from zerojax.step.models import Output
-from zerojax.utils.typing import PyTree
+from zerojax.utils.typing import Array, PyTree
 
 # Parameters of slices: a layer may take its own row of an array that all layers read, such as a mask of heads.
 _SLICE_BOUNDS = frozenset({"start_indices", "limit_indices"})
@@ -70,7 +70,7 @@ def trace_loss(gradient: DeviceGradient, args: Any) -> LossTrace:
     specs = leaf_specs(config, definition.leaves, config.stage.shards_params)
     found: list[LossTrace] = []
 
-    def find(shards: Any, model_state: PyTree, batch: PyTree, key: Any) -> Any:
+    def find(shards: Any, model_state: PyTree, batch: PyTree, key: Array) -> Any:
         batch = cast_batch(config.precision, batch)
         shards = definition.for_compute(shards)
         segmented, _, output = gradient.segmented_loss(shards, gradient.fold(model_state, 0), batch, key)
@@ -125,7 +125,7 @@ def _loss_of_few(trace: LossTrace, leaves: Sequence[int], replaced: dict[int, di
     traced = trace.traced
     jaxpr = traced.closed.jaxpr
 
-    def loss(params: PyTree, model_state: PyTree, batch: PyTree, key: Any) -> Output:
+    def loss(params: PyTree, model_state: PyTree, batch: PyTree, key: Array) -> Output:
         scope = dict(zip(jaxpr.constvars, traced.closed.consts, strict=True))
         scope.update(zip(traced.data_vars, jax.tree.leaves((model_state, batch, key)), strict=True))
         scope.update(zip([traced.leaf_vars[i] for i in leaves], params, strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -285,7 +285,14 @@ class Planner:
         """The settings with the rows of the job, if they have none."""
         return dataclasses.replace(settings, rows=settings.rows or self.tracer.job.rows)
 
-    def plan(self, settings: Settings, devices: Any = None, *, dump: Path | None = None, suggest: bool = True) -> Plan:
+    def plan(
+        self,
+        settings: Settings,
+        devices: Sequence[Any] | None = None,
+        *,
+        dump: Path | None = None,
+        suggest: bool = True,
+    ) -> Plan:
         """Returns the plan of one step.
 
         Args:
@@ -372,7 +379,7 @@ class Planner:
         except ValueError:  # of a kernel
             return None
 
-    def _compiled(self, settings: Settings, devices: Any, memory: Memory, dump: Path | None) -> CompiledStep:
+    def _compiled(self, settings: Settings, devices: Sequence[Any], memory: Memory, dump: Path | None) -> CompiledStep:
         tracer = self.tracer
         if self.shapes:
             tracer = Tracer(find_job(self.what, self.cluster.chip, compiled=True), self.cluster.chip.platform)

@@ -90,7 +90,7 @@ _MIN_COPY_BYTES = 2**20  # smaller copies are of counters and events
 
 
 def compile_step(
-    traced: Any,
+    traced: jax.stages.Traced,
     cluster: Cluster,
     axes: dict[str, int],
     estimate: Memory,
@@ -176,7 +176,9 @@ def scheduling_options(chip: Chip, arguments_bytes: int, limit_bytes: int) -> di
     return {_SLOP: _DEFAULT_SLOP * wanted // described}
 
 
-def compile_with_dump(traced: Any, platform: str, folder: Path, options: Mapping[str, Any] | None = None) -> Any:
+def compile_with_dump(
+    traced: jax.stages.Traced, platform: str, folder: Path, options: Mapping[str, Any] | None = None
+) -> Any:
     """Compiles a traced function with options, and lets the compiler write its buffer assignment to a folder."""
     options = {**(options or {}), "xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
     return traced.lower(lowering_platforms=(platform,)).compile(compiler_options=options)

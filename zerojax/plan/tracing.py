@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import glob
 import warnings
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +36,7 @@ from zerojax.step.gradient import DeviceGradient, compute_gradients, device_grad
 from zerojax.step.settings import StepSettings
 from zerojax.step.source import ModelSource, plain_arrays, source_of
 from zerojax.step.state import TrainState, in_host, stored_avals
+from zerojax.utils.typing import Array, PyTree
 from zerojax.zero import Zero
 
 
@@ -47,7 +49,7 @@ class TracedStep(NamedTuple):
     """
 
     zero: Zero
-    step: Any
+    step: jax.stages.Traced
 
 
 class DeviceTrace(NamedTuple):
@@ -87,13 +89,13 @@ class Tracer:
     def __init__(self, job: Job, platform: str | None = None, on_few_layers: bool = True):
         self.job, self.platform, self.on_few_layers = job, platform, on_few_layers
         self._create = _CreatesOnce(source_of(job.create_model, None))
-        self._states: dict[Any, TrainState] = {}  # by mesh, precision and bits of moments
-        self._stored: dict[Any, TrainState] = {}  # by configuration and bits of moments
-        self._losses: dict[Any, LossTrace] = {}
-        self._traces: dict[Any, DeviceTrace] = {}
-        self._memories: dict[Any, Memory] = {}
+        self._states: dict[Hashable, TrainState] = {}  # by mesh, precision and bits of moments
+        self._stored: dict[Hashable, TrainState] = {}  # by configuration and bits of moments
+        self._losses: dict[Hashable, LossTrace] = {}
+        self._traces: dict[Hashable, DeviceTrace] = {}
+        self._memories: dict[Hashable, Memory] = {}
 
-    def zero(self, settings: Settings, devices: Any) -> Zero:
+    def zero(self, settings: Settings, devices: int | Sequence[Any]) -> Zero:
         """The `Zero` of the settings. `devices` are devices or their number."""
         mesh = make_mesh(devices=devices, replica=settings.replica, model=settings.model)
         return Zero(mesh, settings.stage, settings.precision, offload=settings.offload, **self.job.options)
@@ -125,11 +127,11 @@ class Tracer:
             return False
         return True
 
-    def batch(self, settings: Settings, num_devices: int) -> Any:
+    def batch(self, settings: Settings, num_devices: int) -> PyTree:
         """The avals of the batch of a step. Devices that share a row, along a model axis, count once."""
         return self.job.batch(num_rows(self.job, settings, num_devices))
 
-    def step(self, settings: Settings, devices: Any) -> TracedStep:
+    def step(self, settings: Settings, devices: int | Sequence[Any]) -> TracedStep:
         """Traces a whole step with all layers, to be compiled."""
         zero = self.zero(settings, devices)
         step = zero.train_step(
@@ -200,7 +202,7 @@ def num_rows(job: Job, settings: Settings, num_devices: int) -> int:
     return (settings.rows or job.rows) * settings.num_microbatches * num_devices
 
 
-def _remat(settings: Settings) -> Any:
+def _remat(settings: Settings) -> str | Remat:
     return Remat(offload_inputs=True) if settings.remat == "offload" else settings.remat
 
 
@@ -230,7 +232,7 @@ class _CreatesOnce:
         self.source = source if source.create is None else ModelSource(self._created, None)
         self.stacked: tuple[str, ...] = ()
 
-    def _created(self, key: Any) -> Any:
+    def _created(self, key: Array) -> Any:
         assert self._function is not None
         if self._made is None:
             created = self._function(key)

@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
 from zerojax.contrib.losses import chunked_cross_entropy
+from zerojax.step.models import Weighted
 from zerojax.utils.typing import Array, PyTree
 
 _LOSS_CHUNK = 2048  # tokens whose logits are computed at a time
@@ -241,7 +243,7 @@ class LanguageModel(nnx.Module):
             self.head = nnx.Linear(config.width, config.vocab, use_bias=False, rngs=rngs)
         self.llama, self.tied = config.llama, config.tied
 
-    def loss(self, batch: PyTree) -> Any:
+    def loss(self, batch: PyTree) -> Array | Weighted:
         tokens_BS, labels_BS = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
         x_BSD = self.embed(tokens_BS)
         if not self.llama:
@@ -285,7 +287,7 @@ def blockwise_attention(q_BSHd: Array, k_BSKd: Array, v_BSKd: Array, is_causal: 
         return jax.nn.dot_product_attention(q_BSHd, k_BSKd, v_BSKd, is_causal=is_causal)
 
     @jax.checkpoint
-    def block(_: None, sliced: Any) -> tuple[None, Array]:
+    def block(_: None, sliced: tuple[Array, Array]) -> tuple[None, Array]:
         q_BsHd, start = sliced
         mask = (start + jnp.arange(size)[:, None] >= jnp.arange(seq)) if is_causal else None
         return None, jax.nn.dot_product_attention(q_BsHd, k_BSKd, v_BSKd, mask=mask)
@@ -317,14 +319,14 @@ _forward.multiple_results = _backward.multiple_results = True
 
 
 @_forward.def_abstract_eval
-def _(q: Any, k: Any, v: Any, *, is_training: bool, **params: Any) -> list[Any]:
+def _(q: ShapedArray, k: ShapedArray, v: ShapedArray, *, is_training: bool, **params: Any) -> list[ShapedArray]:
     rows, tokens, heads, _ = q.shape
     statistics = q.update(shape=(rows, heads, tokens), dtype=jnp.dtype("float32"))
     return [q, statistics] if is_training else [q]
 
 
 @_backward.def_abstract_eval
-def _(q: Any, k: Any, v: Any, *residuals_and_grad: Any, **params: Any) -> list[Any]:
+def _(q: ShapedArray, k: ShapedArray, v: ShapedArray, *_: ShapedArray, **params: Any) -> list[ShapedArray]:
     return [q, k, v]
 
 
@@ -336,12 +338,12 @@ def _attend_unbound(q: Array, k: Array, v: Array, is_causal: bool) -> Array:
     return _forward.bind(q, k, v, is_training=False, **_params(is_causal))[0]
 
 
-def _attend_forward(q: Array, k: Array, v: Array, is_causal: bool) -> tuple[Array, Any]:
+def _attend_forward(q: Array, k: Array, v: Array, is_causal: bool) -> tuple[Array, tuple[Array, ...]]:
     out, statistics = _forward.bind(q, k, v, is_training=True, **_params(is_causal))
     return out, (q, k, v, statistics, out)
 
 
-def _attend_backward(is_causal: bool, residuals: Any, grad: Array) -> Any:
+def _attend_backward(is_causal: bool, residuals: tuple[Array, ...], grad: Array) -> tuple[Array, ...]:
     return tuple(_backward.bind(*residuals, grad, **_params(is_causal)))
 
 
