@@ -1,4 +1,10 @@
-"""Audits a compiled step: runs the checks of its memory and of its communication against an expectation."""
+"""Audits a compiled step: runs the checks of its memory and of its communication against an expectation.
+
+The checks of memory are here: where the state is, that it is updated in place, and what is copied to host memory. A
+scan that offloads activations writes them into slices of a host buffer, and the scan of the backward pass reads these
+in reverse. A compiler that walks the other way gives each layer the activations of another: bytes and memory are as
+expected, and the gradients are wrong.
+"""
 
 from __future__ import annotations
 
@@ -266,6 +272,7 @@ def check_pieces(
         if each.indexed is None:
             raise Unreadable(f"the index of {each.name} cannot be evaluated: {each.unread}")
     written = [each for each in pieces if each.writes]
+    # Which pieces are written, and how many bytes are moved at a time.
     visits = collections.defaultdict[tuple[Buffer, int], collections.Counter[int]](collections.Counter)
     for each in written:  # gradients of the first and the last layer are written outside of the loop over the others
         visits[each.buffer, each.slice_bytes].update(each.indexed or ())
@@ -275,6 +282,7 @@ def check_pieces(
         if not each.writes and (each.buffer.dims not in streamed or _walks(each)):
             at_a_time[len(each.indexed or ())] += each.slice_bytes
     largest = max(at_a_time.values(), default=0)
+    # Compare.
     numbers = {"pieces": len(pieces), "at_a_time_bytes": largest, "missed": len(missed)}
     if not pieces and state_bytes > 2 * PIECES_BYTES:
         fix = "jit the step of zero.train_step: a step of your own has to move the state piece by piece"

@@ -114,12 +114,14 @@ def expect(
         jaxpr: the traced step, which shows the leaves that the backward pass gathers again.
         uses: for each leaf, the segments of the loss that read it.
     """
+    # The state as the stage places it.
     num_microbatches = settings.num_microbatches
     shardings = states.shardings(config, state)
     aval = lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
     stored = jax.tree.map(aval, state, shardings)
     with_paths = jax.tree_util.tree_leaves_with_path(stored)
     leaves = state.definition.leaves
+    # The bytes to send, by formula and as traced.
     averaged = 2 * _ring_bytes(config.axes.num_devices, 4 * sum(a.size for a in _floating(state.model_state)))
     replicas = _replica_bytes(config, leaves, num_microbatches)
     most = _stage_bytes(config, leaves, uses, num_microbatches)
@@ -129,6 +131,7 @@ def expect(
     width = jnp.dtype(config.precision.compute_dtype).itemsize
     is_wide = [leaf.compute_dtype.itemsize > width for leaf in leaves]
     by_choice = _stage_bytes(config, _where(is_wide, leaves), _where(is_wide, uses), num_microbatches).total
+    # What is in host memory.
     host_leaves = list(itertools.compress(with_paths, jax.tree.leaves(states.in_host(config, state))))
     sum_dtype = config.precision.sum_dtype if num_microbatches > 1 else None
     gradients_bytes = states.host_gradients_bytes(config, stored, sum_dtype)

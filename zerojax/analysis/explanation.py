@@ -1,4 +1,4 @@
-"""The placement of a training state as data, and as tables: totals first, and equal layers in one row."""
+"""Explains the placement of a training state: spec and bytes of every leaf, as data and as tables."""
 
 from __future__ import annotations
 

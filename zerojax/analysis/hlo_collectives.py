@@ -232,10 +232,12 @@ def groups(collective: Instruction, num_devices: int) -> list[tuple[int, ...]]:
         return [tuple(range(num_devices))]
     if text.startswith("{"):
         return [tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", text)]
+    # An iota.
     iota = re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if iota:
         shape, sizes, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
         return _rows(np.arange(math.prod(sizes or [])).reshape(sizes).transpose(order).reshape(shape))
+    # Axes of a mesh.
     device_ids = r"(?:, device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\))?"
     mesh = re.fullmatch(rf"mesh\[((?:'\w+'=\d+,?)+)\]{device_ids} ?\{{((?:'\w+',?)*)\}}", text)
     if not mesh:

@@ -1,4 +1,4 @@
-"""Counts what instructions of a compiled program cost: flops of matrix products, memory traffic, copies to the host."""
+"""Counts what instructions of a compiled program cost: flops, memory traffic, copies to the host, and moves."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Evaluates integers of a compiled program, such as the indices of slices, in each iteration of its loops.
+"""Finds the slices of host buffers that a compiled program reads and writes, and where each of them starts.
 
-Only what is asked for is computed, from the program's constants and counters. Anything else raises ValueError: the
-arguments of the program, other dtypes than integers and booleans, and operations that indices are not made of.
+A slice has indices, which the program computes from constants and counters. XLA for GPUs also annotates slices with
+byte offsets that it derives from the loop around them (`dynamic_slice_config`): it copies an annotated slice from or to
+these offsets, and never looks at the indices. Indices are evaluated here as integers, in each iteration of the loops;
+what is not made of constants and counters raises ValueError.
 """
 
 from __future__ import annotations
@@ -33,11 +35,7 @@ Evaluated = np.ndarray | Callable[[int], Any]
 
 
 class Scope:
-    """The values of the instructions of a computation in one of its runs.
-
-    Args:
-        argument: returns the value of the parameter with a number.
-    """
+    """The values of the instructions of a computation in one of its runs, with arguments by number."""
 
     def __init__(self, argument: Callable[[int], Evaluated]):
         self._argument = argument
@@ -97,15 +95,7 @@ class Scope:
 
 
 class Iterations:
-    """The iterations of a `while`.
-
-    Args:
-        loop: the instruction.
-        outer: the scope that it runs in.
-
-    Raises:
-        ValueError: if its body is not understood.
-    """
+    """The iterations of a `while` that runs in an outer scope."""
 
     def __init__(self, loop: Instruction, outer: Scope):
         self._loop, self._outer = loop, outer
@@ -201,10 +191,6 @@ def _broadcast(i: Instruction, a: np.ndarray) -> ArrayLike:
     return np.broadcast_to(a.reshape([size if k in kept else 1 for k, size in enumerate(dims)]), dims)
 
 
-def _compare(i: Instruction, a: np.ndarray, b: np.ndarray) -> ArrayLike:
-    return _DIRECTIONS[attribute(r"direction=(\w+)", i)](a, b)
-
-
 def _slice(i: Instruction, a: np.ndarray) -> ArrayLike:
     bounds = re.findall(r"\[(\d+):(\d+)(?::(\d+))?\]", attribute(r"slice=\{(.*?)\}", i))
     return a[tuple(slice(int(first), int(end), int(step or 1)) for first, end, step in bounds)]
@@ -215,14 +201,9 @@ def _dynamic_slice(i: Instruction, a: np.ndarray, *indices: np.ndarray) -> Array
     return a[tuple(slice(start, start + size) for start, size in starts)]
 
 
-_DIRECTIONS: dict[str, Callable[..., ArrayLike]] = {
-    "EQ": np.equal,
-    "NE": np.not_equal,
-    "LT": np.less,
-    "LE": np.less_equal,
-    "GT": np.greater,
-    "GE": np.greater_equal,
-}
+_DIRECTIONS = {
+    "EQ": np.equal, "NE": np.not_equal, "LT": np.less, "LE": np.less_equal, "GT": np.greater, "GE": np.greater_equal
+}  # fmt: skip
 _ELEMENTWISE: dict[str, Callable[..., ArrayLike]] = {
     "add": np.add,
     "and": np.bitwise_and,
@@ -246,7 +227,7 @@ _ELEMENTWISE: dict[str, Callable[..., ArrayLike]] = {
 _OTHERS: dict[str, Callable[..., ArrayLike]] = {
     "bitcast": _reshaped,
     "broadcast": _broadcast,
-    "compare": _compare,
+    "compare": lambda i, a, b: _DIRECTIONS[attribute(r"direction=(\w+)", i)](a, b),
     "constant": _constant,
     "dynamic-slice": _dynamic_slice,
     "iota": _iota,

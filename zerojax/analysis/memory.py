@@ -1,4 +1,4 @@
-"""Estimates the peak memory of a step on one device, term by term, without compiling it.
+"""Estimates the peak memory of a step on one device, term by term, and explains an error about too little memory.
 
 Memory that is held between steps is exact, from the shardings of `Zero.eval_init`. Memory that is allocated within a
 step is estimated from its trace, see `liveness`. The formulas of the ZeRO paper are here too.

@@ -1,8 +1,14 @@
-"""Leaves equal layers out of a traced loss, so that a step that has the same memory is traced in less time.
+"""Leaves equal layers out of a traced loss, and estimates the memory of the step with all layers from what is left.
 
 A segment of the loss can be left out if each of its outputs has the type of an input that nothing else reads, and if
 it has no other input that nothing else reads. The input then takes the output's place. Of the segments of one kind, the
-first and the last stay; a first one stands for the others.
+first and the last stay; a first one stands for the others. The trace is that of a forward and a backward pass:
+
+    forward    layer ─► ... ─► later layer ─► ... ─►┐
+    backward   layer ◄─ ... ◄─ later layer ◄─ ... ◄─┘
+
+What the layer leaves behind in the forward pass is counted once for each layer that it stands for, from the time at
+which the later layer runs until the layer itself runs backward. From then on, its gradients are counted so.
 """
 
 from __future__ import annotations
@@ -91,6 +97,7 @@ def few_layers(gradient: DeviceGradient, trace: LossTrace, num_ends: tuple[int, 
         num_ends: the number of first layers of a kind that stay, and the number of last layers. Each should have as
             many neighbors of its kind as are fetched at a time.
     """
+    # Find what can be left out, and what stands for it.
     num_first, num_last = num_ends
     traced = trace.traced
     replaced: dict[int, dict[Var, Var]] = {}
@@ -104,6 +111,7 @@ def few_layers(gradient: DeviceGradient, trace: LossTrace, num_ends: tuple[int, 
             standing.append((list(members)[num_first - 1], list(members)[-num_last], len(left_out)))
     if not replaced:
         return None
+    # Keep the leaves of the others.
     gone = {i for k in replaced for i in traced.segments[k].leaves}
     leaves = tuple(i for i in range(traced.num_leaves) if i not in gone)
     trainable = [i for i in leaves if gradient.trainable[i]]

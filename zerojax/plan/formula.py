@@ -1,4 +1,4 @@
-"""Estimates the time of a step by formula, and says why a formula is not sure."""
+"""Estimates the time of a step by formula: computation, links and copies. Notes say why a formula is not sure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is planned: a training job, the presets, the settings of a step, and changes of them."""
+"""What is planned: a job, such as that of a preset, the settings of its step, and changes of them that help."""
 
 from __future__ import annotations
 

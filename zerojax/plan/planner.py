@@ -173,31 +173,22 @@ class Plan:
             program = self.program._asdict() | analysis._asdict()
             for omitted in "analysis", "text", "prediction", "collectives":
                 del program[omitted]
-        return {
-            "what": self.what,
+        same = "what", "parameters", "fits", "peak_bytes", "limit_bytes", "host_bytes", "host_limit_bytes", "tokens"
+        same += "step_s", "bound_by", "sent_bytes"
+        return {name: getattr(self, name) for name in same} | {
             "target": self.cluster.target,
             "num_devices": self.cluster.num_devices,
             "settings": dataclasses.asdict(self.settings),
-            "parameters": self.parameters,
-            "fits": self.fits,
             "level": "compiled" if self.program else "formula",
-            "peak_bytes": self.peak_bytes,
-            "limit_bytes": self.limit_bytes,
             "capacity_bytes": self.cluster.chip.memory_bytes,
-            "host_bytes": self.host_bytes,
-            "host_limit_bytes": self.host_limit_bytes,
             "held_bytes": self.held,
             "collectives": collectives,
             "terms": [term._asdict() for term in self.memory.terms],
             "formula_peak_bytes": self.memory.peak_bytes,
             "program": program,
             "formula_s": self.time.data(),
-            "tokens": self.tokens,
             "time_level": "compiled" if prediction else "formula",
-            "step_s": self.step_s,
-            "bound_by": self.bound_by,
             "busy_s": prediction and dict(prediction.busy_s),
-            "sent_bytes": self.sent_bytes,
             "tokens_per_s": self.throughput.tokens_per_s,
             "tokens_per_device_s": self.throughput.tokens_per_device_s,
             "mfu": self.throughput.model_flop_utilization,
@@ -293,22 +284,18 @@ class Planner:
         dump: Path | None = None,
         suggest: bool = True,
     ) -> Plan:
-        """Returns the plan of one step.
-
-        Args:
-            settings: the options of the step.
-            devices: the described devices of the target that the step is compiled for; None to compile nothing.
-            dump, suggest: as in `plan`.
-        """
+        """Returns the plan of one step, which is compiled for `devices` if they are given; see `plan`."""
         if self.shapes and (settings.model or 1) > 1:
             raise ValueError(
                 f"plan: {self.name!r} cannot be divided over a model axis of {settings.model}\n"
                 f"  fix:      use --replica, or --job with a model that is annotated"
             )
+        # Trace the step, and compile it.
         settings = self.with_rows(settings)
         memory = self.memory(settings)
         program = self._compiled(settings, devices, memory, dump) if devices is not None else None
         loss = self.tracer.loss(settings, self.cluster.num_devices).traced
+        # Collect what there is to note.
         zero = self.tracer.zero(settings, self.cluster.num_devices)
         about_model = notes_of_shapes(self.shapes, self.cluster.chip) if self.shapes else ()
         about_shards = notes_of_shards(self.tracer.state(zero, settings).definition.leaves, zero.config)

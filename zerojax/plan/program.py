@@ -115,6 +115,7 @@ def compile_step(
     """
     with tempfile.TemporaryDirectory() as folder:
         start, options = time.perf_counter(), scheduling_options(cluster.chip, estimate.arguments_bytes, limit_bytes)
+        # Compile, or learn from the error how much memory the step needs.
         try:
             program = compile_with_dump(traced, cluster.chip.platform, Path(folder), options)
         except jax.errors.JaxRuntimeError as error:
@@ -128,6 +129,7 @@ def compile_step(
             peak, seconds = arguments_bytes + temporaries, time.perf_counter() - start
             failed = ProgramAnalysis(unread="the compiler gave up: " + str(error).splitlines()[0])
             return CompiledStep(peak, arguments_bytes, temporaries, 0, estimate.host_bytes, seconds, failed, "")
+        # Read what was compiled.
         seconds = time.perf_counter() - start
         text, memory = program.as_text(), program.memory_analysis()
         if dump:

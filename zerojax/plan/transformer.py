@@ -1,4 +1,4 @@
-"""A transformer as it is planned: its shapes, and the NNX module that has them.
+"""A transformer as it is planned: its shapes, the NNX module that has them, and ways to compute its attention.
 
 They are ordinary NNX modules with a scanned stack of layers, and can be trained. Suffixes of names are dims: B rows,
 S tokens per row, T all tokens, D width, H heads, K heads of keys and values, d width of a head, E experts, C tokens per
