@@ -179,10 +179,7 @@ def _gpt2(config: _Config) -> Transformer:
 # By `model_type`.
 HUGGING_FACE_FAMILIES: Mapping[str, Callable[[_Config], Transformer]] = {
     "llama": lambda config: _decoder(
-        config,
-        kv_heads=config.count("num_attention_heads"),
-        head_dim=_even_heads(config),
-        biases=_biases(config),
+        config, kv_heads=config.count("num_attention_heads"), head_dim=_even_heads(config), biases=_biases(config)
     ),
     "mistral": lambda config: _decoder(config, head_dim=_even_heads(config)),
     "mixtral": lambda config: _decoder(config, head_dim=_even_heads(config), **_experts(config, "num_local_experts")),
@@ -191,9 +188,7 @@ HUGGING_FACE_FAMILIES: Mapping[str, Callable[[_Config], Transformer]] = {
     "qwen3_moe": _qwen3_moe,
     "gemma": _gemma,
     "gemma2": lambda config: _gemma(
-        config,
-        norms_outputs=True,
-        caps_scores=config.values.get("attn_logit_softcapping", 50.0) is not None,
+        config, norms_outputs=True, caps_scores=config.values.get("attn_logit_softcapping", 50.0) is not None
     ),
     "gemma3_text": lambda config: _gemma(config, norms_outputs=True, norms_heads=True),
     "gpt2": _gpt2,

@@ -293,7 +293,7 @@ def _axes_text(group: tuple[int, ...], axes: dict[str, int]) -> str:
 _HELP = {
     # jax 0.10.2: a product with a bias and an activation, of many rows, such as 64 images of ViT-L/16
     r"[Cc]ouldn't find output tile sizes|[Tt]riton": "XLA_FLAGS=--xla_gpu_enable_triton_gemm=false in the environment: "
-    "cuBLAS then computes the matrix products",
+    "cuBLAS then computes the matrix products"
 }
 
 

@@ -14,13 +14,7 @@ from typing import NamedTuple
 
 from zerojax.analysis.hardware import Chip, Cluster
 from zerojax.analysis.hlo import HOST, Block, Instruction, Program, has_product, trip_count, unsupported
-from zerojax.analysis.hlo_collectives import (
-    collective_spans,
-    communicates,
-    groups,
-    is_transfer,
-    split_by_dtype,
-)
+from zerojax.analysis.hlo_collectives import collective_spans, communicates, groups, is_transfer, split_by_dtype
 from zerojax.analysis.hlo_costs import COPIES, COPY_STARTS, computed_bytes, copied, dot_flops, memory_bytes
 
 COMPUTE, MEMORY, STARTS = "compute", "memory", "starts of kernels"

@@ -19,14 +19,7 @@ from zerojax.analysis.host_arguments import in_host_memory
 from zerojax.analysis.jaxpr_counts import manual_parts
 from zerojax.analysis.liveness import Peak
 from zerojax.analysis.memory import Memory, memory_terms
-from zerojax.plan.few_layers import (
-    FewLayers,
-    LossTrace,
-    RepeatedLayer,
-    few_layers,
-    peak_of_all_layers,
-    trace_loss,
-)
+from zerojax.plan.few_layers import FewLayers, LossTrace, RepeatedLayer, few_layers, peak_of_all_layers, trace_loss
 from zerojax.plan.formula import ComputeTime, compute_time
 from zerojax.plan.job import Job, Settings
 from zerojax.program.remat import Remat, RematRules
