@@ -6,11 +6,11 @@ from zerojax.utils.versions import __version__  # must be first: rejects unsuppo
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from zerojax.analysis.audit.audit import audit_step
-from zerojax.analysis.audit.expectation import Expectation
-from zerojax.analysis.audit.findings import Audit, Finding, Verdict
-from zerojax.analysis.report.explanation import Explanation
-from zerojax.analysis.report.visualize import visualize
+from zerojax.analysis.audit import audit_step
+from zerojax.analysis.expectation import Expectation
+from zerojax.analysis.explanation import Explanation
+from zerojax.analysis.findings import Audit, Finding, Verdict
+from zerojax.analysis.visualize import visualize
 from zerojax.contrib.losses import chunked_cross_entropy
 from zerojax.contrib.low_bit import low_bit_moments, stochastic_rounding
 from zerojax.deepspeed import from_deepspeed

@@ -14,9 +14,9 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from zerojax.analysis.audit.findings import check_setting
-from zerojax.analysis.report import placement as report
-from zerojax.analysis.report.explanation import Explanation
+from zerojax.analysis import explanation as report
+from zerojax.analysis.explanation import Explanation
+from zerojax.analysis.findings import check_setting
 from zerojax.analysis.step import TrainStep
 from zerojax.offload.host_memory import memory_of
 from zerojax.processes import agreement

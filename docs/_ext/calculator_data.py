@@ -11,8 +11,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from zerojax.analysis.hardware import CHIPS, Chip, cluster
+from zerojax.plan.job import PRESETS
 from zerojax.plan.planner import MEMORY_SHARE
-from zerojax.plan.presets import PRESETS
 from zerojax.sharding.precision import Precision
 
 FILE = "_static/calculator_data.js"

@@ -138,7 +138,7 @@ def measure(form, layers, microbatches, args, devices):
     """The number of parameters, the memory and the predicted time of a compiled step."""
     from schedule import compiled
 
-    from zerojax.analysis import hlo, host_copies
+    from zerojax.analysis import hlo, hlo_costs
     from zerojax.analysis.hardware import cluster
     from zerojax.analysis.hlo_collectives import peak_bytes
     from zerojax.plan import timeline
@@ -151,8 +151,8 @@ def measure(form, layers, microbatches, args, devices):
     program, temporaries = compiled(step.trace(state, batch), chip.platform, options)
     memory = program.memory_analysis()
     parsed = hlo.parse_program(program.as_text())
-    predicted, copies = timeline.predict(parsed, cluster(args.target)), host_copies.read_host_copies(parsed)
-    lanes = [predicted.busy_s.get(lane, 0.0) for lane in (host_copies.FROM_HOST, host_copies.TO_HOST)]
+    predicted, copies = timeline.predict(parsed, cluster(args.target)), hlo_costs.read_host_copies(parsed)
+    lanes = [predicted.busy_s.get(lane, 0.0) for lane in (hlo_costs.FROM_HOST, hlo_costs.TO_HOST)]
     copying_s = max(lanes)
     return {
         "parameters": sum(leaf.size for leaf in state.definition.leaves),

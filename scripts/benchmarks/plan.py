@@ -77,11 +77,12 @@ def main():
 
 def compare_sent(args):
     import zerojax
-    from zerojax.analysis.jaxpr_collectives import traced_collectives
-    from zerojax.plan import attention, presets
+    from zerojax.analysis.jaxpr_counts import traced_collectives
+    from zerojax.plan import PRESETS, transformer
+    from zerojax.plan.job import job_of
 
     for name in args.presets:
-        job = presets.job(presets.PRESETS[name], attention.cudnn_attention_for_tracing)
+        job = job_of(PRESETS[name], transformer.cudnn_attention_for_tracing)
         num_devices = int((args.target or TARGETS[name]).partition(":")[2])
         zero = zerojax.Zero(zerojax.make_mesh(devices=num_devices), 3, "bf16")
         state = zero.eval_init(job.create_model, job.tx)

@@ -396,7 +396,7 @@ def report(traced, form, args, options, copy_bytes):
     import jax
 
     from zerojax import targets
-    from zerojax.analysis import hlo, hlo_collectives
+    from zerojax.analysis import hlo, hlo_collectives, hlo_costs
 
     platform, dump = targets.platform(args.target), args.dump
     try:
@@ -415,7 +415,7 @@ def report(traced, form, args, options, copy_bytes):
     for c in found:
         key = f"{c.kind} {c.dtype}"
         by_kind[key] = by_kind.get(key, 0) + c.sent_bytes
-    moves = hlo_collectives.moves_in_loops(parsed, copy_bytes)
+    moves = hlo_costs.moves(parsed, copy_bytes, in_loops=True)
     moved = lambda op: sum(move.num_bytes for move in moves if move.op == op)
     memory = program.memory_analysis()
     return {

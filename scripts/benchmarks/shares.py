@@ -48,9 +48,9 @@ def job_of(name, is_model):
 
         model = models.model(name)
         return model.create, optax.adamw(1e-3), dict(model.options)
-    from zerojax.plan import presets
+    from zerojax.plan.job import PRESETS, job_of
 
-    job = presets.job(presets.PRESETS[name])
+    job = job_of(PRESETS[name])
     return job.create_model, job.tx, {}
 
 

@@ -14,8 +14,7 @@ from support import by_hand, traffic
 
 import zerojax
 from zerojax import Remat, Verdict
-from zerojax.analysis import hlo, jaxpr_collectives
-from zerojax.analysis.audit import expectation
+from zerojax.analysis import expectation, hlo, jaxpr_counts
 from zerojax.analysis.hlo_collectives import Collective
 from zerojax.analysis.step import TrainStep
 from zerojax.comm import collectives
@@ -358,7 +357,7 @@ def test_traced_collectives_are_those_that_the_tests_count(mesh):
     state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
     step, batch = zero.train_step(gpt.loss, num_microbatches=2), gpt.batch_aval(config, 32)
     counted = traffic.collectives_of_step(step, state, batch)
-    found = jaxpr_collectives.traced_collectives(step.trace(state, batch).jaxpr, zero.config.mesh)
+    found = jaxpr_counts.traced_collectives(step.trace(state, batch).jaxpr, zero.config.mesh)
     elements = lambda dtype, bits: sum(8 * c.sent_bytes / bits for c in found if c.dtype == dtype)
     sent = traffic.sent(counted)
     assert elements("bf16", 16) == pytest.approx(sent["bfloat16"]) and elements("f32", 32) == sent["float32"]

@@ -11,7 +11,7 @@ import pytest
 from support.hlo_text import CARRY, DOT, EIGHT, GATHER, GROUPS, MIB, TWO_GATHERS, between_slices, loop, program
 from support.paths import DATA
 
-from zerojax.analysis import costs, hlo, hlo_collectives
+from zerojax.analysis import hlo, hlo_collectives, hlo_costs
 
 
 @pytest.mark.parametrize(
@@ -331,14 +331,14 @@ def test_copies_in_a_loop():
         ROOT %next = {CARRY} tuple(%counter, %kept)
     """
     read = loop(body, 3, computations)
-    moves = hlo_collectives.moves_in_loops(read, min_bytes=MIB)
+    moves = hlo_costs.moves(read, min_bytes=MIB, in_loops=True)
     expected = [("kept", "copy"), ("turned", "transpose"), ("both", "copy"), ("start", "copy")]
     assert [(m.name, m.op) for m in moves] == expected
     assert all(m.num_bytes == 3 * 4 * MIB for m in moves)
-    assert hlo_collectives.moves_in_loops(read)[0].name == "counter"
+    assert hlo_costs.moves(read, in_loops=True)[0].name == "counter"
     outside = program("%a = f32[4] parameter(0)\nROOT %c = f32[4] copy(%a)")
-    assert hlo_collectives.moves_in_loops(outside) == []
-    assert [(m.name, m.op, m.trips) for m in hlo_collectives.moves(outside)] == [("c", "copy", 1)]
+    assert hlo_costs.moves(outside, in_loops=True) == []
+    assert [(m.name, m.op, m.trips) for m in hlo_costs.moves(outside)] == [("c", "copy", 1)]
 
 
 CUBLAS = """
@@ -356,7 +356,7 @@ backend_config={"cudnn_fmha_backend_config":{"intermediate_tensor_shape":{"dimen
 
 
 def test_flops_of_products():
-    flops = lambda text, computations="": costs.dot_flops(program(text, computations).entry.root)
+    flops = lambda text, computations="": hlo_costs.dot_flops(program(text, computations).entry.root)
     assert flops(f"%a = bf16[1024,1024] parameter(0)\nROOT {DOT}") == 2 * 1024**3
     fused = """
 %fused (...) -> ... {
@@ -383,14 +383,14 @@ rhs_contracting_dims={1}
 
 
 def test_bytes_of_memory():
-    moved = lambda text, computations="": costs.memory_bytes(program(text, computations).entry.root)
+    moved = lambda text, computations="": hlo_costs.memory_bytes(program(text, computations).entry.root)
     assert moved("%a = f32[6] parameter(0)\nROOT %b = f32[6] negate(%a)") == 24 + 24
     assert moved("%a = f32[6] parameter(0)\nROOT %b = f32[2,3] bitcast(%a)") == 0
     assert moved(CUBLAS) == 2 * (8 * 64 * 32 + 8 * 16 * 32 + 8 * 64 * 16)  # without the workspace
 
 
 def test_bytes_of_a_slice_and_of_an_update_in_place():
-    moved = lambda text, computations: costs.memory_bytes(program(text, computations).entry.root)
+    moved = lambda text, computations: hlo_costs.memory_bytes(program(text, computations).entry.root)
     index, row = 4, 8 * 4
     slicing = """
 %fused (...) -> ... {
@@ -457,7 +457,7 @@ def test_the_loop_of_a_real_backward_pass():
     assert exposed == 3 * (8 * 4608 * 2 + 3 * layer) * 7 / 8 == 264_434_688
     assert hlo_collectives.in_flight_bytes(read) == 7 * layer  # they do not overlap with each other
 
-    moves = hlo_collectives.moves_in_loops(read, min_bytes=4 * layer // 16)
+    moves = hlo_costs.moves(read, min_bytes=4 * layer // 16, in_loops=True)
     moved = lambda op: [(m.name, m.buffer.num_bytes) for m in moves if m.op == op]
     assert moved("copy") == [  # the gradient of the layer's output; two gradients of weights that the loop carries
         ("copy.148", layer),
@@ -475,12 +475,14 @@ def test_the_loop_of_a_real_backward_pass():
     # In units of 2^36 flops, half of a product of 4096 tokens with a square matrix. Recomputed: qkv, out, up, and two
     # products of attention with 1 each. Backward: twice qkv, out, up and down, and four products of attention.
     (body,) = read.entry.root.called["body"]
-    assert sum(map(costs.dot_flops, body.instructions)) == (6 + 2 + 8 + 2 + 2 * (6 + 2 + 8 + 8) + 4) * 2**36
+    assert sum(map(hlo_costs.dot_flops, body.instructions)) == (6 + 2 + 8 + 2 + 2 * (6 + 2 + 8 + 8) + 4) * 2**36
     by_name = {i.name: i for i in body.instructions}
     index = 4
-    assert costs.memory_bytes(by_name["copy.163"]) == 2 * 3 * layer
-    assert costs.memory_bytes(by_name["loop_dynamic_slice_fusion.5"]) == 2 * 3 * layer // 8 + index  # shards of a layer
-    assert costs.memory_bytes(by_name["loop_dynamic_update_slice_fusion.4"]) == 2 * 4 * layer // 8 + index
+    assert hlo_costs.memory_bytes(by_name["copy.163"]) == 2 * 3 * layer
+    assert (
+        hlo_costs.memory_bytes(by_name["loop_dynamic_slice_fusion.5"]) == 2 * 3 * layer // 8 + index
+    )  # shards of a layer
+    assert hlo_costs.memory_bytes(by_name["loop_dynamic_update_slice_fusion.4"]) == 2 * 4 * layer // 8 + index
 
 
 def test_an_aliased_result_counts_once():

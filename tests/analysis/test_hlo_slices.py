@@ -13,8 +13,8 @@ import pytest
 from support.hlo_text import loop, program
 from support.paths import DATA
 
-from zerojax.analysis import hlo, hlo_slices
-from zerojax.analysis.hlo_values import Scope
+from zerojax.analysis import hlo, host_slices
+from zerojax.analysis.host_slices import Scope
 
 OLD, NEW = "0.10.2", "0.12.0.1"
 
@@ -25,7 +25,7 @@ def text(version, prefetch):
 
 def walks(text):
     """(whether it writes, the slices by the index, the slices by the annotation) of each host slice of stacks."""
-    found = hlo_slices.host_slices(hlo.parse_program(text))
+    found = host_slices.host_slices(hlo.parse_program(text))
     slices = lambda each, offsets: offsets and [offset // each.slice_bytes for offset in offsets]
     stacks = [each for each in found if len(each.buffer.dims) == 3]
     return [(each.writes, slices(each, each.indexed), slices(each, each.annotated)) for each in stacks]
@@ -91,23 +91,23 @@ def config(text):
     ids=["linear", "linear_in_0.12", "table", "constant", "limited"],
 )
 def test_all_forms_of_an_annotation_are_read(text, offsets):
-    (found,) = hlo_slices.host_slices(annotated(config(text), "%down"))
+    (found,) = host_slices.host_slices(annotated(config(text), "%down"))
     assert (found.indexed, found.annotated) == ((48, 32, 16, 0), offsets)
 
 
 def test_an_index_beyond_the_end_reads_the_last_slice():
-    (found,) = hlo_slices.host_slices(annotated("", "%beyond"))  # 1, 3, 5, 7
+    (found,) = host_slices.host_slices(annotated("", "%beyond"))  # 1, 3, 5, 7
     assert (found.indexed, found.annotated) == ((16, 48, 48, 48), None)
 
 
 def test_offsets_depend_on_the_layout():
     """Rows of a buffer whose columns are contiguous start one element apart."""
-    (found,) = hlo_slices.host_slices(annotated("", "%down", layout="0,1"))
+    (found,) = host_slices.host_slices(annotated("", "%down", layout="0,1"))
     assert found.indexed == (6, 4, 2, 0)
 
 
 def test_an_index_that_is_not_made_of_counters_has_a_reason():
-    (found,) = hlo_slices.host_slices(annotated(config('"byte_offset":"0","byte_stride":"0"'), "%unknown"))
+    (found,) = host_slices.host_slices(annotated(config('"byte_offset":"0","byte_stride":"0"'), "%unknown"))
     assert found.indexed is None and "custom-call %unknown" in found.unread
 
 
@@ -124,7 +124,7 @@ def test_an_index_that_is_not_made_of_counters_has_a_reason():
 )
 def test_what_is_not_understood_is_refused(made, message):
     with pytest.raises(ValueError, match=message):
-        hlo_slices.host_slices(made())
+        host_slices.host_slices(made())
 
 
 READS = """

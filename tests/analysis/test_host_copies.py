@@ -3,7 +3,7 @@
 import pytest
 from support.hlo_text import MIB, loop, program
 
-from zerojax.analysis.host_copies import FROM_HOST, TO_HOST, HostCopy, copied_in_host, read_host_copies
+from zerojax.analysis.hlo_costs import FROM_HOST, TO_HOST, HostCopy, copied_in_host, read_host_copies
 
 COMPUTATIONS = """
 %adding (...) -> ... {

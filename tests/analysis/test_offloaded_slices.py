@@ -9,8 +9,8 @@ import pytest
 from support.paths import DATA
 
 from zerojax.analysis import hlo
-from zerojax.analysis.audit.findings import Unreadable, Verdict
-from zerojax.analysis.audit.offloaded_slices import check_offloaded_slices
+from zerojax.analysis.audit import check_offloaded_slices
+from zerojax.analysis.findings import Unreadable, Verdict
 
 OLD, NEW = "0.10.2", "0.12.0.1"
 

@@ -7,7 +7,8 @@ import pytest
 from flax import nnx
 
 from zerojax.analysis.hardware import cluster
-from zerojax.analysis.utilisation import model_flops, throughput
+from zerojax.analysis.jaxpr_counts import model_flops
+from zerojax.plan.formula import throughput
 
 aval = jax.ShapeDtypeStruct
 

@@ -12,7 +12,7 @@ import zerojax
 from zerojax import Zero, targets
 from zerojax.analysis import hlo
 from zerojax.analysis.hlo_collectives import compiled_collectives
-from zerojax.analysis.jaxpr_collectives import dtype_name
+from zerojax.analysis.jaxpr_counts import dtype_name
 
 pytestmark = pytest.mark.aot
 N, WIDTH, RANK, LAYERS, ROWS = 8, 512, 8, 4, 1024

@@ -11,10 +11,10 @@ from support.offloaded import PIECES_BYTES, compiled
 import zerojax
 from zerojax import Verdict, targets
 from zerojax.analysis import hlo
-from zerojax.analysis.audit.host_state import check_host_memory, check_pieces
+from zerojax.analysis.audit import check_host_memory, check_pieces
 from zerojax.analysis.hardware import cluster
-from zerojax.analysis.hlo_collectives import has_product
-from zerojax.analysis.host_copies import FROM_HOST, TO_HOST
+from zerojax.analysis.hlo import has_product
+from zerojax.analysis.hlo_costs import FROM_HOST, TO_HOST
 from zerojax.comm.buckets import Pieces
 from zerojax.plan import timeline
 from zerojax.step import creation, parts

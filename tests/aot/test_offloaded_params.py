@@ -14,7 +14,7 @@ import zerojax
 from zerojax import Verdict, targets
 from zerojax.analysis import hlo
 from zerojax.analysis.hardware import cluster
-from zerojax.analysis.host_copies import FROM_HOST, TO_HOST, read_host_copies
+from zerojax.analysis.hlo_costs import FROM_HOST, TO_HOST, read_host_copies
 from zerojax.comm.buckets import Pieces
 from zerojax.offload import host_pieces
 from zerojax.plan import timeline

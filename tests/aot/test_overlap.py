@@ -10,8 +10,7 @@ import pytest
 
 import zerojax
 from zerojax import Verdict, targets
-from zerojax.analysis import hlo
-from zerojax.analysis.audit import audit as audits
+from zerojax.analysis import audit as audits, hlo
 from zerojax.analysis.hlo_collectives import compiled_collectives
 
 pytestmark = pytest.mark.aot

@@ -10,7 +10,7 @@ from support import by_hand
 
 from zerojax import targets
 from zerojax.analysis.hlo_collectives import peak_bytes
-from zerojax.analysis.report.memory import model_states
+from zerojax.analysis.memory import model_states
 from zerojax.cli import main
 from zerojax.plan import Settings, picture, plan
 from zerojax.plan.buffers import UNUSED, read_dump

@@ -10,9 +10,9 @@ import pytest
 
 import zerojax
 from zerojax import Remat, targets
-from zerojax.analysis import costs, hlo
+from zerojax.analysis import hlo, hlo_costs
 from zerojax.analysis.hardware import BETWEEN_HOSTS, INSIDE_HOST, cluster, torus_links
-from zerojax.analysis.host_copies import FROM_HOST, TO_HOST
+from zerojax.analysis.hlo_costs import FROM_HOST, TO_HOST
 from zerojax.plan import timeline
 from zerojax.plan.timeline import COMPUTE, MEMORY, STARTS
 
@@ -96,7 +96,7 @@ def test_offloaded_inputs_take_their_bytes_divided_by_the_rate_to_the_host():
 
 def products(target):
     return sum(
-        costs.dot_flops(i) * block.trips
+        hlo_costs.dot_flops(i) * block.trips
         for block in hlo.blocks(program(target))
         for i in block.instructions
         if i.op not in ("while", "call", "conditional")

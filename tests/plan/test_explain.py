@@ -11,12 +11,11 @@ from click.testing import CliRunner
 from support.paths import REPO
 
 from zerojax.analysis.hardware import cluster
-from zerojax.analysis.jaxpr_costs import ComputeTime
 from zerojax.cli import main
 from zerojax.plan import Job, Settings, plan
-from zerojax.plan.changes import memory_reductions, uses_of_free_memory
 from zerojax.plan.explain import explain_plan
-from zerojax.plan.formula_time import FormulaTime
+from zerojax.plan.formula import ComputeTime, FormulaTime
+from zerojax.plan.job import memory_reductions, uses_of_free_memory
 from zerojax.plan.show import remedy
 from zerojax.utils.text import bytes_text
 

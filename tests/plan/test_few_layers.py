@@ -83,8 +83,11 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("job", [gpt_job, alternating_job, masked_job, linen_job])
-@pytest.mark.parametrize("settings", SETTINGS)
+CASES = [(name, gpt_job) for name in SETTINGS]
+CASES += [(name, job) for name in ("full", "offload") for job in (alternating_job, masked_job, linen_job)]
+
+
+@pytest.mark.parametrize("settings, job", CASES, ids=lambda part: getattr(part, "__name__", part))
 def test_memory_and_time_are_those_of_a_trace_with_all_layers(job, settings):
     settings = Settings(rows=2, **SETTINGS[settings])
     few, everything = Tracer(job()), Tracer(job(), on_few_layers=False)

@@ -9,9 +9,9 @@ from click.testing import CliRunner
 
 import zerojax
 from zerojax.cli import main
-from zerojax.plan import attention, from_hugging_face, plan, presets
-from zerojax.plan.find_job import find_job
+from zerojax.plan import from_hugging_face, plan, transformer
 from zerojax.plan.hugging_face import HUGGING_FACE_FAMILIES
+from zerojax.plan.job import find_job, job_of
 
 
 def decoder(model_type, width, layers, heads, kv_heads, hidden, vocab, **more):
@@ -62,7 +62,7 @@ def test_every_family_has_a_published_model():
 def test_the_number_of_parameters_is_that_of_the_published_model(name, tmp_path):
     config, parameters = PUBLISHED[name]
     zero = zerojax.Zero(zerojax.make_mesh(devices=8), 3)
-    job = presets.job(from_hugging_face(written(tmp_path, config)))
+    job = job_of(from_hugging_face(written(tmp_path, config)))
     state = zero.eval_init(job.create_model, job.tx)
     assert sum(leaf.size for leaf in state.definition.leaves) == parameters
 
@@ -73,7 +73,7 @@ def test_the_count_of_a_decoder_by_hand(tmp_path):
     shapes = from_hugging_face(written(tmp_path, biased))
     q, kv, out, mlp = 12 * 24 + 24, 2 * (12 * 12 + 12), 24 * 12 + 12, 2 * (12 * 20 + 20) + 20 * 12 + 12
     by_hand = 2 * 50 * 12 + 12 + 2 * (q + kv + out + mlp + 2 * 12 + 2 * 6)
-    model = jax.eval_shape(lambda: presets.job(shapes).create_model(zerojax_rngs()))
+    model = jax.eval_shape(lambda: job_of(shapes).create_model(zerojax_rngs()))
     assert sum(leaf.size for leaf in jax.tree.leaves(model)) == by_hand
 
 
@@ -94,7 +94,7 @@ TINY = {
 
 @pytest.mark.parametrize("name", TINY)
 def test_the_model_of_a_config_trains(name, tmp_path):
-    job = presets.job(from_hugging_face(written(tmp_path, TINY[name]), seq=8))
+    job = job_of(from_hugging_face(written(tmp_path, TINY[name]), seq=8))
     zero = zerojax.Zero(zerojax.make_mesh(), 3)
     state = zero.init(job.create_model, optax.adam(1e-2))
     step = zero.train_step(job.loss_fn)
@@ -133,7 +133,7 @@ def test_attention_is_fused_if_the_gpu_fuses_heads_of_this_width(head_dim, targe
     shapes = from_hugging_face(written(tmp_path, decoder("qwen3", 64, 2, 4, 2, 32, 64, head_dim=head_dim)), seq=8)
     job = find_job(shapes, CHIPS[target])
     model = jax.eval_shape(lambda: job.create_model(zerojax_rngs()))
-    assert (model.layers.attention.attention is attention.cudnn_attention_for_tracing) == fused
+    assert (model.layers.attention.attention is transformer.cudnn_attention_for_tracing) == fused
     notes = plan(shapes, f"{target}:8", suggest=False).notes
     assert any(f"heads of width {head_dim} are not fused" in note for note in notes) != fused
 

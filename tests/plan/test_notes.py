@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from zerojax.analysis import hardware
-from zerojax.analysis.report.memory import Memory
+from zerojax.analysis.memory import Memory
 from zerojax.plan.job import Job, Settings
 from zerojax.plan.planner import Planner
 from zerojax.plan.program import compile_step, scheduling_options

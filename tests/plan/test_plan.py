@@ -18,11 +18,11 @@ import zerojax
 from zerojax.analysis.hardware import cluster
 from zerojax.analysis.hlo_collectives import Collective
 from zerojax.analysis.liveness import peak
-from zerojax.analysis.report.memory import largest_model, model_states
+from zerojax.analysis.memory import model_states
 from zerojax.cli import main
-from zerojax.plan import PRESETS, Job, Settings, attention, plan, presets
-from zerojax.plan.changes import REMATS
+from zerojax.plan import PRESETS, Job, Settings, plan, transformer
 from zerojax.plan.explain import render_explanation
+from zerojax.plan.job import REMATS, job_of
 from zerojax.plan.planner import Planner
 from zerojax.plan.program import required_bytes, summarize_collectives
 from zerojax.plan.search import search
@@ -64,7 +64,7 @@ def test_table_2_of_the_paper():
                16: (32, 121.6, 230.4, 2048)}  # fmt: skip
     for model, row in printed.items():
         for stage, billions in enumerate(row):
-            assert largest_model(32e9, stage, 64, model) / 1e9 == pytest.approx(billions, rel=0.01)
+            assert model * 32 / model_states(1, stage, 64).num_bytes == pytest.approx(billions, rel=0.01)
 
 
 KIB = 1024
@@ -151,8 +151,8 @@ def real_batch(job, vocab):
 @pytest.mark.parametrize("kind", TINY)
 def test_presets_train_as_on_one_device(kind, monkeypatch):
     """In fp32, up to another order of summation. Every token is sent to both experts, so none is dropped."""
-    monkeypatch.setattr(attention, "_QUERY_BLOCK", 4)
-    job = presets.job(TINY[kind])
+    monkeypatch.setattr(transformer, "_QUERY_BLOCK", 4)
+    job = job_of(TINY[kind])
     losses = []
     for devices, stage in ((jax.devices()[:1], 0), (None, 3)):
         zero = zerojax.Zero(zerojax.make_mesh(devices=devices), stage)
@@ -167,13 +167,13 @@ def test_presets_train_as_on_one_device(kind, monkeypatch):
 
 
 def test_attention_in_blocks_is_attention(monkeypatch):
-    monkeypatch.setattr(attention, "_QUERY_BLOCK", 4)
+    monkeypatch.setattr(transformer, "_QUERY_BLOCK", 4)
     q, k, v = (
         np.random.default_rng(i).standard_normal((2, 12, heads, 8), np.float32) for i, heads in enumerate((4, 2, 2))
     )
     for causal in True, False:
         plain = lambda q, k, v, causal=causal: jnp.sum(jax.nn.dot_product_attention(q, k, v, is_causal=causal) ** 2)
-        blocks = lambda q, k, v, causal=causal: jnp.sum(attention.blockwise_attention(q, k, v, causal) ** 2)
+        blocks = lambda q, k, v, causal=causal: jnp.sum(transformer.blockwise_attention(q, k, v, causal) ** 2)
         for a, b in zip(*(jax.value_and_grad(fn, (0, 1, 2))(q, k, v) for fn in (blocks, plain)), strict=True):
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), a, b)
 

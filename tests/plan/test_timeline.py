@@ -6,9 +6,9 @@ import pytest
 from support.hlo_text import CARRY, DOT, GATHER, GROUPS, MIB, TWO_GATHERS, between_slices, loop, program
 from support.paths import DATA
 
-from zerojax.analysis import costs, hlo, hlo_collectives
+from zerojax.analysis import hlo, hlo_collectives, hlo_costs
 from zerojax.analysis.hardware import BETWEEN_HOSTS, BETWEEN_SLICES, INSIDE_HOST, Chip, Cluster, Rate, torus_links
-from zerojax.analysis.host_copies import COPIES, FROM_HOST, TO_HOST
+from zerojax.analysis.hlo_costs import COPIES, FROM_HOST, TO_HOST
 from zerojax.plan.timeline import COMPUTE, MEMORY, STARTS, Span, predict
 
 FLOPS, MEMORY_RATE, LINK = 2**30, 6 * MIB, MIB / 4
@@ -297,7 +297,7 @@ def test_flops_of_the_convolutions_that_are_products_on_tpus(lhs, rhs, result, w
         %b = bf16[{rhs}] parameter(1)
         ROOT %c = bf16[{result}] convolution(%a, %b), {window}dim_labels={labels}
     """
-    assert costs.dot_flops(program(text).entry.root) == flops
+    assert hlo_costs.dot_flops(program(text).entry.root) == flops
 
 
 IMAGE, FILTER, RESULT = "2,8,8,GROUPED", "6,3,3,4", "2,8,4,6"
@@ -324,9 +324,9 @@ window={{size=3x3 stride=1x2 pad=1_1x1_0}}, dim_labels=b01f_o01i->b01f, feature_
 custom_call_target="__cudnn${name}"
     """.replace("GROUPED", str(4 * groups))
     root = program(text).entry.root
-    assert costs.dot_flops(root) == 2 * 2 * 6 * 4 * 22 * 11
+    assert hlo_costs.dot_flops(root) == 2 * 2 * 6 * 4 * 22 * 11
     sizes = {IMAGE: 2 * 8 * 8 * 4 * groups, FILTER: 6 * 3 * 3 * 4, RESULT: 2 * 8 * 4 * 6}
-    assert costs.memory_bytes(root) == 2 * sum(sizes.values())
+    assert hlo_costs.memory_bytes(root) == 2 * sum(sizes.values())
 
 
 def test_causal_attention_counts_half():
@@ -336,7 +336,7 @@ def test_causal_attention_counts_half():
 backend_config={"cudnn_fmha_backend_config":{"mask_type": "MASK", "intermediate_tensor_shape":{"dimensions":\
 ["2","4","128","128"]}}}
     """
-    full, causal = (costs.dot_flops(program(text.replace("MASK", m)).entry.root) for m in ("NO_MASK", "CAUSAL"))
+    full, causal = (hlo_costs.dot_flops(program(text.replace("MASK", m)).entry.root) for m in ("NO_MASK", "CAUSAL"))
     assert full == 2 * causal == 2 * 2 * 2 * 4 * 128 * 128 * 64
 
 

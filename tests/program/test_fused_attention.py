@@ -9,7 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import zerojax
 from zerojax import Remat
-from zerojax.plan.attention import cudnn_attention_for_tracing
+from zerojax.plan.transformer import cudnn_attention_for_tracing
 
 LAYERS = 4
 

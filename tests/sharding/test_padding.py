@@ -8,7 +8,7 @@ import pytest
 
 import zerojax
 from zerojax import Zero
-from zerojax.plan import presets
+from zerojax.plan.job import PRESETS, job_of
 from zerojax.sharding.dim_choice import choose_dim
 from zerojax.sharding.padding import NO_PADDING, Padding, between, cropped, padded, read_shard
 
@@ -69,7 +69,7 @@ def test_a_dim_that_the_user_chose_is_padded():
 @pytest.mark.parametrize("preset", ["gpt2-1.5b", "llama3-8b", "mixtral-8x7b"])
 def test_each_device_holds_its_share_of_a_real_model(preset, stage):
     """Before shards were padded, each of 24 devices held all of Llama 3 8B, and each of 12 held 90% of GPT-2 XL."""
-    job = presets.job(presets.PRESETS[preset])
+    job = job_of(PRESETS[preset])
     for n in (3, 7, 24, 96, 256):
         zero = Zero(zerojax.make_mesh(devices=n), stage, "bf16")
         explanation = zero.explain(zero.eval_init(job.create_model, job.tx))

@@ -19,7 +19,7 @@ from support.paths import TESTS, importing
 
 import zerojax
 from zerojax import Remat, Zero
-from zerojax.analysis.jaxpr_collectives import traced_collectives
+from zerojax.analysis.jaxpr_counts import traced_collectives
 
 ROWS = {3: 30, 5: 30, 6: 30, 7: 28, 12: 24}
 FEW = 4  # steps

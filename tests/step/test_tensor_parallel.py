@@ -17,7 +17,7 @@ from support.parity import STEPS, TOLERANCES, assert_close, batches, optimizer, 
 
 import zerojax
 from zerojax import Zero
-from zerojax.plan.attention import cudnn_attention_for_tracing
+from zerojax.plan.transformer import cudnn_attention_for_tracing
 from zerojax.sharding.axes import Dims
 
 DATA, MODEL = 4, 2

@@ -11,7 +11,7 @@ from support.parity import TOLERANCES, assert_close, batches, optimizer, train, 
 
 import zerojax
 from zerojax import Zero
-from zerojax.analysis.jaxpr_collectives import traced_collectives
+from zerojax.analysis.jaxpr_counts import traced_collectives
 from zerojax.sharding import torus
 
 FEW = 4  # steps

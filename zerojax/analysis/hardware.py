@@ -296,9 +296,7 @@ class Cluster:
         # Each step of the ring either crosses to the next host or stays within one.
         steps = (len(group) - len(members)) * chip.hop_s + (len(members) - 1) * chip.network_hop_s
         return Route(
-            (BETWEEN_SLICES if self.torus else BETWEEN_HOSTS,),
-            min(network, inside.rate),
-            chip.collective_s + steps,
+            (BETWEEN_SLICES if self.torus else BETWEEN_HOSTS,), min(network, inside.rate), chip.collective_s + steps
         )
 
     def _inside(self, group: Sequence[int], one_way: bool) -> Route:

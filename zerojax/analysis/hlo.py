@@ -260,3 +260,17 @@ def trips_of(block: Block, instruction: Instruction) -> int:
     if block.trips is None:
         raise unsupported(instruction, "this is in a branch, or in a loop whose trip count is not in the text")
     return block.trips
+
+
+def has_product(instruction: Instruction) -> bool:
+    """Whether an instruction is a matrix product or contains one."""
+    if instruction.op in ("convolution", "dot", "ragged-dot"):
+        return True
+    if instruction.op == "custom-call" and re.match(r"__cublas\$|__cudnn\$", instruction.target):
+        return True
+    return any(has_product(i) for i in instruction.inner)
+
+
+def fusion_results(root: Instruction) -> list[Instruction]:
+    """Returns the results of a fusion with this root."""
+    return list(root.operands) if root.op == "tuple" else [root]

@@ -1,7 +1,7 @@
 """Finds the collectives of a compiled program, which of them overlap with matrix products, and the copies it makes.
 
 It reads programs for GPUs and for TPUs. On TPUs a collective may be a chain of fusions, each of which contains a clone
-of the collective and some computation; between slices it is a transfer over the hosts (see `hlo_transfers`).
+of the collective and some computation; between slices it is a transfer over the hosts (see the end of this module).
 Instructions that are not understood raise ValueError; they are never ignored.
 """
 
@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from zerojax.analysis import hlo_transfers
-from zerojax.analysis.hlo import Block, Buffer, Instruction, Program, attribute, blocks, trips_of, unsupported
+from zerojax.analysis.hlo import Block, Instruction, Program, attribute, blocks, has_product, trips_of, unsupported
 
 _COLLECTIVES = frozenset(
     ["all-gather", "all-reduce", "all-to-all", "collective-broadcast", "collective-permute", "reduce-scatter"]
@@ -95,9 +94,9 @@ def collective_spans(block: Block) -> list[CollectiveSpan]:
     found: list[CollectiveSpan] = []
     chains: dict[str, CollectiveSpan] = {}
     for k, i in enumerate(block.instructions):
-        if hlo_transfers.is_transfer(i):
+        if is_transfer(i):
             if i.op == "send":
-                found.append(CollectiveSpan(hlo_transfers.as_collective(i), k, hlo_transfers.done_index(block, k)))
+                found.append(CollectiveSpan(as_collective(i), k, done_index(block, k)))
             continue
         core = _collective_of(i)
         if core is None:
@@ -220,8 +219,8 @@ def groups(collective: Instruction, num_devices: int) -> list[tuple[int, ...]]:
     Raises:
         ValueError: if the groups are not understood.
     """
-    if hlo_transfers.is_between_slices(collective):
-        return hlo_transfers.slice_groups(collective, num_devices)
+    if is_between_slices(collective):
+        return slice_groups(collective, num_devices)
     if collective.op.startswith("collective-permute"):
         pairs = re.findall(r"\{(\d+),(\d+)\}", attribute(r"source_target_pairs=\{(.*?\})\}", collective))
         return [(int(source), int(target)) for source, target in pairs]
@@ -233,10 +232,12 @@ def groups(collective: Instruction, num_devices: int) -> list[tuple[int, ...]]:
         return [tuple(range(num_devices))]
     if text.startswith("{"):
         return [tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", text)]
+    # An iota.
     iota = re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if iota:
         shape, sizes, order = ([int(n) for n in part.split(",")] if part else None for part in iota.groups())
         return _rows(np.arange(math.prod(sizes or [])).reshape(sizes).transpose(order).reshape(shape))
+    # Axes of a mesh.
     device_ids = r"(?:, device_ids=\(\[([\d,]+)\]T\(([\d,]+)\)\))?"
     mesh = re.fullmatch(rf"mesh\[((?:'\w+'=\d+,?)+)\]{device_ids} ?\{{((?:'\w+',?)*)\}}", text)
     if not mesh:
@@ -268,91 +269,77 @@ def in_flight_bytes(program: Program) -> int:
     return largest
 
 
-def has_product(instruction: Instruction) -> bool:
-    """Whether an instruction is a matrix product or contains one."""
-    if instruction.op in ("convolution", "dot", "ragged-dot"):
-        return True
-    if instruction.op == "custom-call" and re.match(r"__cublas\$|__cudnn\$", instruction.target):
-        return True
-    return any(has_product(i) for i in instruction.inner)
+# Collectives between TPU slices.
+
+_OPS = frozenset(["send", "recv", "send-done", "recv-done"])
+_KINDS = {
+    "ALL_GATHER": "all-gather",
+    "ALL_REDUCE": "all-reduce",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+    "REDUCE_SCATTER": "reduce-scatter",
+}
+_SLICE = 100_000  # a device is _SLICE times its slice, counted from 1, plus its number in the slice
 
 
-def fusion_results(root: Instruction) -> list[Instruction]:
-    """Returns the results of a fusion with this root."""
-    return list(root.operands) if root.op == "tuple" else [root]
+def is_transfer(i: Instruction) -> bool:
+    """Whether an instruction is a part of a collective between slices."""
+    return i.op in _OPS and 'handler_name="xla_megascale_runtime"' in i.attributes
 
 
-class Move(NamedTuple):
-    """A result that consists of elements of an operand, with nothing computed.
-
-    Attributes:
-        name: the name of the instruction.
-        op: 'copy', 'transpose', 'slice' or 'update': the last of these in this list that is part of the move.
-        buffer: the buffer that is written; for an update in place, the update.
-        trips: the number of times it runs in a step.
-    """
-
-    name: str
-    op: str
-    buffer: Buffer
-    trips: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.trips * self.buffer.num_bytes
+def is_between_slices(collective: Instruction) -> bool:
+    """Whether a collective is one of `as_collective`."""
+    return "_xla_megascale_target=" in collective.attributes
 
 
-_MOVE_OPS = {"copy": 1, "transpose": 2, "slice": 3, "dynamic-slice": 3, "dynamic-update-slice": 4}
-_MOVE_NAMES = {1: "copy", 2: "transpose", 3: "slice", 4: "update"}
+def as_collective(send: Instruction) -> Instruction:
+    """The collective that starts with a transfer to the host, with the operand of that transfer."""
+    kind = attribute(r'_xla_megascale_transfer_type="(\w+)"', send)
+    if kind not in _KINDS:
+        raise unsupported(send, f"cannot read a transfer between slices of type {kind}")
+    return dataclasses.replace(send, op=_KINDS[kind], operands=send.operands[:1])
 
 
-def moves(program: Program, min_bytes: int = 1) -> list[Move]:
-    """Returns the moves of a program within device memory, in the order in which they run.
+def done_index(block: Block, start: int) -> int:
+    """The index of the instruction that waits for the result of the collective that starts at index `start`."""
+    rendezvous = lambda i: attribute(r'_xla_host_transfer_rendezvous="([^"]*)"', i)
+    name = rendezvous(block.instructions[start])
+    for k in range(start + 1, len(block.instructions)):
+        i = block.instructions[k]
+        if i.op == "recv-done" and is_transfer(i.operands[0]) and rendezvous(i.operands[0]) == name:
+            return k
+    raise unsupported(block.instructions[start], "a transfer between slices has no end in the same computation")
 
-    Instructions, results of fusions, and asynchronous copies count. Copies to or from another memory space (host
-    memory, or the vector memory of a TPU) do not.
+
+def slice_groups(collective: Instruction, num_devices: int) -> list[tuple[int, ...]]:
+    """The devices of each group, or the pairs of a permutation, as in `hlo_collectives.groups`.
 
     Args:
-        program: a scheduled program.
-        min_bytes: smaller results are left out, such as the counters and small tuples that loops copy.
+        collective: of `as_collective`.
+        num_devices: the number of devices of a slice. Device k of slice s, counted from 0, has the index
+            s * num_devices + k.
+
+    Raises:
+        ValueError: if a group has several devices of a slice, but not all: their order is not in the text.
     """
-    return _moves_in(blocks(program), min_bytes)
+    target = attribute(r'_xla_megascale_target=("[^"]*"|\{\{.*?\}\})', collective)
+    compact = re.fullmatch(r'"\{([\d,]+)\}x\{(\d+):(\d+)\}"', target)
+    if compact:
+        slices, first, last = [int(n) for n in compact[1].split(",")], int(compact[2]), int(compact[3])
+        return [tuple((s - 1) * num_devices + k for s in slices) for k in range(first, last + 1)]
+    listed = [[int(n) for n in re.findall(r"\d+", group)] for group in re.findall(r"\{([\d,>-]+)\}", target)]
+    if not listed:
+        raise unsupported(collective, "cannot read the target of a transfer between slices")
+    return [_group(collective, devices, num_devices) for devices in listed]
 
 
-def moves_in_loops(program: Program, min_bytes: int = 1) -> list[Move]:
-    """Returns those of `moves` that are in loop bodies."""
-    return _moves_in([block for block in blocks(program) if block.looped], min_bytes)
-
-
-def _moves_in(within: list[Block], min_bytes: int) -> list[Move]:
-    found = []
-    for block in within:
-        for i in block.instructions:
-            root = i.called["calls"][0].root if i.op == "fusion" else i
-            for result in fusion_results(root) if root is not i else [i]:
-                move = _classify_move(result, inside=root is not i)
-                if move and move[1].num_bytes >= min_bytes:
-                    found.append(Move(i.name, *move, trips_of(block, i)))
-    return found
-
-
-def _classify_move(result: Instruction, inside: bool) -> tuple[str, Buffer] | None:
-    """Returns (op, the buffer that is written) if a result only moves elements, or None.
-
-    `inside` a fusion, the result is traced back to the parameters of the fusion.
-    """
-    if result.op == "copy-start":
-        return ("copy", result.buffers[0]) if result.buffers[0].space == result.operands[0].buffers[0].space else None
-    level, written, i = 0, result, result
-    while i.op in _MOVE_OPS or i.op in ("bitcast", "reshape"):
-        level = max(level, _MOVE_OPS.get(i.op, 0))
-        if i.op == "dynamic-update-slice":
-            written = i.operands[1]
-        i = i.operands[1 if i.op == "dynamic-update-slice" else 0]
-        if not inside:
-            break
-    if not level or (inside and i.op != "parameter"):
-        return None
-    if len(written.buffers) != 1 or len(i.buffers) != 1:
-        raise unsupported(result, "cannot read a move of a tuple")
-    return (_MOVE_NAMES[level], written.buffers[0]) if written.buffers[0].space == i.buffers[0].space else None
+def _group(collective: Instruction, devices: list[int], num_devices: int) -> tuple[int, ...]:
+    of_slice: dict[int, list[int]] = {}
+    for device in devices:
+        of_slice.setdefault(device // _SLICE - 1, []).append(device % _SLICE)
+    counts = {len(chips) for chips in of_slice.values()}
+    if counts == {num_devices}:
+        return tuple(s * num_devices + k for s in of_slice for k in range(num_devices))
+    if counts == {1}:
+        return tuple(s * num_devices + chip for s, (chip,) in of_slice.items())
+    raise unsupported(collective, "a group has several devices of a slice, but not all")

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zerojax.analysis import jaxpr_stats
-from zerojax.analysis.jaxpr_stats import Operation, Value
+from zerojax.analysis.jaxpr_counts import COLLECTIVES, FlatJaxpr, Operation, Value, flattened
 from zerojax.offload import host_arrays
 from zerojax.program import jaxprs
+from zerojax.program.jaxprs import Jaxpr
 
 ACTIVATIONS, CHECKPOINTS, GATHERED, GRADIENTS = "activations", "checkpoints", "gathered", "gradients"
 
@@ -33,7 +33,7 @@ _SHARE_MEMORY = frozenset(
 ) | {"stop_gradient"}
 _UPDATE_IN_PLACE = frozenset(["dynamic_update_slice", "scatter", "scatter-add"])
 _LOOPS = frozenset(["cond", "scan", "while"])
-_READS_STORED = jaxprs.PRODUCTS | jaxpr_stats.COLLECTIVES.keys() | _LOOPS | {"device_put", "sort", "top_k"}
+_READS_STORED = jaxprs.PRODUCTS | COLLECTIVES.keys() | _LOOPS | {"device_put", "sort", "top_k"}
 _SMALL = 64  # a result that is this many times smaller than its sources is stored
 _KERNELS = ("dot_product_attention", "pure_callback")  # prefixes of names; these kernels read and write buffers
 _STORES = (
@@ -53,7 +53,7 @@ class Peak(NamedTuple):
         return sum(self.by_kind.values())
 
 
-def peak(jaxpr: Any, gradients: Sequence[int] = (), space: Any = jax.memory.Space.Device) -> Peak:
+def peak(jaxpr: Jaxpr, gradients: Sequence[int] = (), space: Any = jax.memory.Space.Device) -> Peak:
     """Returns the peak memory of a traced function, without its inputs.
 
     Args:
@@ -61,8 +61,8 @@ def peak(jaxpr: Any, gradients: Sequence[int] = (), space: Any = jax.memory.Spac
         gradients: the positions of the outputs that are gradients.
         space: the memory space that is counted.
     """
-    flat = jaxpr_stats.flattened(jaxpr, space)
-    kinds = {flat.outputs[i]: GRADIENTS for i in gradients}
+    flat = flattened(jaxpr, space)
+    kinds = {v: GRADIENTS for i in gradients if (v := flat.outputs[i]) is not None}
     return Lifetimes(flat, space, [], kinds).peak()
 
 
@@ -81,7 +81,7 @@ class Lifetimes:
         kinds: the kinds of some inputs and outputs.
     """
 
-    def __init__(self, flat: jaxpr_stats.FlatJaxpr, space: Any, owned: Iterable[Value], kinds: dict[Any, str]):
+    def __init__(self, flat: FlatJaxpr, space: Any, owned: Iterable[Value], kinds: dict[Value, str]):
         self.flat, self.space, self.kinds = flat, space, kinds
         self.bases: dict[Value, frozenset[Value]] = {v: frozenset([v]) for v in flat.inputs}
         self.born: dict[Value, int] = dict.fromkeys(owned, -1)
@@ -226,14 +226,14 @@ class Lifetimes:
 
     def _inside(self, loop: Operation) -> Counter[str]:
         """Returns the peak of the body of a loop or a branch, by kind."""
-        bodies = [jaxpr_stats.flattened(inner, self.space) for inner in jaxprs.sub_jaxprs(loop.equation)]
+        bodies = [flattened(inner, self.space) for inner in jaxprs.sub_jaxprs(loop.equation)]
         if loop.name != "scan":
             peaks = [Lifetimes(flat, self.space, [], {}).peak().by_kind for flat in bodies]
             return max(peaks, key=lambda by_kind: by_kind.total())
         (flat,) = bodies
         return self._body(loop, flat).peak().by_kind
 
-    def _body(self, loop: Operation, flat: jaxpr_stats.FlatJaxpr) -> Lifetimes:
+    def _body(self, loop: Operation, flat: FlatJaxpr) -> Lifetimes:
         """Returns the lifetimes in the body of a scan, with the kinds that its operands and results have outside."""
         kinds = {i: self._kind_of(o) for i, o in zip(flat.inputs, loop.reads, strict=True) if o is not None}
         kinds |= {i: self._kind_of(o) for i, o in zip(flat.outputs, loop.results, strict=True) if i is not None}

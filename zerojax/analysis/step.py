@@ -7,12 +7,11 @@ from typing import Any
 
 import jax
 
-from zerojax.analysis import utilisation
-from zerojax.analysis.audit.audit import audit_step
-from zerojax.analysis.audit.expectation import Expectation, expect
-from zerojax.analysis.audit.findings import Audit
-from zerojax.analysis.report.memory import Memory, step_memory
-from zerojax.analysis.report.out_of_memory import out_of_memory_error
+from zerojax.analysis.audit import audit_step
+from zerojax.analysis.expectation import Expectation, expect
+from zerojax.analysis.findings import Audit
+from zerojax.analysis.jaxpr_counts import model_flops
+from zerojax.analysis.memory import Memory, out_of_memory_error, step_memory
 from zerojax.step import train_step
 from zerojax.step.batch import batch_avals
 from zerojax.step.config import ZeroConfig
@@ -137,7 +136,7 @@ class TrainStep(train_step.TrainStep):
         Source: Chowdhery et al., "PaLM", appendix B, arXiv 2204.02311.
         """
         jaxpr, _ = traced_loss(self.gradient(state.definition), self._loss_args(state, batch))
-        return utilisation.model_flops(jaxpr) * self.config.axes.num_devices
+        return model_flops(jaxpr) * self.config.axes.num_devices
 
     def _loss_args(self, state: TrainState, batch: PyTree) -> Any:
         return jax.tree.leaves(state.params), state.model_state, batch_avals(self.config, batch), state.key

@@ -210,7 +210,7 @@ def import_files(directory: Path, files: Path, what: str, precision: str, mappin
     from zerojax.checkpoints import contents, store
     from zerojax.checkpoints.digest import digests
     from zerojax.exchange import names, parameters
-    from zerojax.plan.find_job import find_job
+    from zerojax.plan.job import find_job
 
     with without_traceback():
         if there := store.folders(directory.absolute()):

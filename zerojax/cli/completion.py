@@ -24,7 +24,7 @@ def complete(names: Callable[[], Iterable[str]]) -> Completion:
 
 
 def preset_names() -> Iterable[str]:
-    from zerojax.plan.presets import PRESETS
+    from zerojax.plan.job import PRESETS
 
     return PRESETS
 
@@ -36,7 +36,7 @@ def precision_names() -> Iterable[str]:
 
 
 def remat_names() -> Iterable[str]:
-    from zerojax.plan.changes import REMATS
+    from zerojax.plan.job import REMATS
 
     return REMATS
 

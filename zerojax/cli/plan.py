@@ -197,11 +197,11 @@ def plan_command(
 def _list_presets(as_json: bool) -> None:
     import dataclasses
 
-    from zerojax.plan import presets
+    from zerojax.plan import PRESETS
     from zerojax.plan.show import presets_table
 
     if as_json:
-        print(json.dumps({name: dataclasses.asdict(shapes) for name, shapes in presets.PRESETS.items()}))
+        print(json.dumps({name: dataclasses.asdict(shapes) for name, shapes in PRESETS.items()}))
     else:
         print_table(presets_table())
 
@@ -279,18 +279,18 @@ def _print_comparison(made: list[Any], as_json: bool) -> None:
 
 def _model(what: str | None, hf: Path | None, seq: int | None) -> Any:
     """What is planned: the shapes of a preset or of a config, or the name of a function."""
-    from zerojax.plan import from_hugging_face, presets
+    from zerojax.plan import PRESETS, from_hugging_face
     from zerojax.plan.transformer import with_seq
 
     if (what is None) == (hf is None):
         names = "--preset NAME, --hf PATH or --job MODULE:FUNCTION is required"
         given = "--hf cannot be used with --preset or --job"
-        raise click.UsageError(f"{names if hf is None else given}\n  presets: {', '.join(presets.PRESETS)}")
+        raise click.UsageError(f"{names if hf is None else given}\n  presets: {', '.join(PRESETS)}")
     if what is None:
         return from_hugging_face(str(hf), seq)
-    if seq and what not in presets.PRESETS:
+    if seq and what not in PRESETS:
         raise click.UsageError("--seq is for --preset and --hf; the function of --job has its own shapes of batches")
-    return with_seq(presets.PRESETS[what], seq) if seq else what
+    return with_seq(PRESETS[what], seq) if seq else what
 
 
 def _draw(model: Any, made: Any, memory_share: float | None, folder: Path) -> None:

@@ -2,8 +2,7 @@
 
 from zerojax.analysis.hardware import Cluster, cluster
 from zerojax.plan.hugging_face import from_hugging_face
-from zerojax.plan.job import Job, Settings
+from zerojax.plan.job import PRESETS, Job, Settings
 from zerojax.plan.planner import Plan, Suggestion, plan
-from zerojax.plan.presets import PRESETS
 
 __all__ = ["PRESETS", "Cluster", "Job", "Plan", "Settings", "Suggestion", "cluster", "from_hugging_face", "plan"]

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from zerojax.analysis.hlo import Computation, Instruction, Program, attribute
-from zerojax.analysis.hlo_collectives import fusion_results, has_product
+from zerojax.analysis.hlo import Computation, Instruction, Program, attribute, fusion_results, has_product
 from zerojax.analysis.liveness import ACTIVATIONS, CHECKPOINTS, GATHERED, GRADIENTS
 
 UNUSED = "not in use then"
@@ -97,6 +96,7 @@ def parse_assignment(assignment: str, live_ranges: str) -> BufferAssignment:
     host_bytes = sum(int(found.group(1)) for found in map(_IN_HOST.match, allocations) if found)
     if not temporaries:
         return BufferAssignment(0, "", (), (), host_bytes)
+    # When each value begins and ends to be alive.
     ranges = {(name, path): (int(first), int(last)) for name, path, first, last in _RANGE.findall(live_ranges)}
     begins: dict[int, list[tuple[str, str, int, int]]] = defaultdict(list)
     ends: dict[int, list[tuple[str, str, int, int]]] = defaultdict(list)
@@ -108,6 +108,7 @@ def parse_assignment(assignment: str, live_ranges: str) -> BufferAssignment:
             ends[last].append(value)
         elif int(size) >= _MIN_BYTES:
             raise ValueError(f"buffers: {name}{path} has no live range\n  got:      {size} bytes")
+    # The moment at which most is alive.
     peak: tuple[int, int, list[LiveBuffer]] = (0, 0, [])
     alive: set[tuple[str, str, int, int]] = set()
     for time in sorted({*begins, *ends}):

@@ -9,7 +9,7 @@ from rich.console import Group
 from rich.text import Text
 
 from zerojax.plan import timeline
-from zerojax.plan.formula_time import shard_route
+from zerojax.plan.formula import shard_route
 from zerojax.plan.planner import Plan, Suggestion
 from zerojax.plan.show import closest_text, code_that_fits, label, remedy, seconds_text, unit, verdict_text
 from zerojax.plan.timeline import Prediction

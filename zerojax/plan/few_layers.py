@@ -1,28 +1,38 @@
-"""Leaves equal layers out of a traced loss, so that a step that has the same memory is traced in less time.
+"""Leaves equal layers out of a traced loss, and estimates the memory of the step with all layers from what is left.
 
 A segment of the loss can be left out if each of its outputs has the type of an input that nothing else reads, and if
 it has no other input that nothing else reads. The input then takes the output's place. Of the segments of one kind, the
-first and the last stay; a first one stands for the others.
+first and the last stay; a first one stands for the others. The trace is that of a forward and a backward pass:
+
+    forward    layer ─► ... ─► later layer ─► ... ─►┐
+    backward   layer ◄─ ... ◄─ later layer ◄─ ... ◄─┘
+
+What the layer leaves behind in the forward pass is counted once for each layer that it stands for, from the time at
+which the later layer runs until the layer itself runs backward. From then on, its gradients are counted so.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from zerojax.analysis.repeated_layers import RepeatedLayer, segment_name
+from zerojax.analysis.jaxpr_counts import FlatJaxpr, Operation, Value, flattened
+from zerojax.analysis.liveness import GRADIENTS, Lifetimes, Peak
 from zerojax.program import jaxprs
+from zerojax.program.jaxprs import Equation, Jaxpr, Var
 from zerojax.program.segmentation import Segment, TracedLoss
 from zerojax.step.batch import batch_specs, cast_batch
 from zerojax.step.config import leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient
 from zerojax.step.models import Output
-from zerojax.utils.typing import PyTree
+from zerojax.utils.typing import Array, PyTree
 
 # Parameters of slices: a layer may take its own row of an array that all layers read, such as a mask of heads.
 _SLICE_BOUNDS = frozenset({"start_indices", "limit_indices"})
@@ -66,7 +76,7 @@ def trace_loss(gradient: DeviceGradient, args: Any) -> LossTrace:
     specs = leaf_specs(config, definition.leaves, config.stage.shards_params)
     found: list[LossTrace] = []
 
-    def find(shards: Any, model_state: PyTree, batch: PyTree, key: Any) -> Any:
+    def find(shards: Any, model_state: PyTree, batch: PyTree, key: Array) -> Any:
         batch = cast_batch(config.precision, batch)
         shards = definition.for_compute(shards)
         parts, _, output = gradient.parts_of_loss(shards, gradient.fold(model_state, 0), batch, key)
@@ -87,9 +97,10 @@ def few_layers(gradient: DeviceGradient, trace: LossTrace, num_ends: tuple[int, 
         num_ends: the number of first layers of a kind that stay, and the number of last layers. Each should have as
             many neighbors of its kind as are fetched at a time.
     """
+    # Find what can be left out, and what stands for it.
     num_first, num_last = num_ends
     traced = trace.traced
-    replaced: dict[int, dict[Any, Any]] = {}
+    replaced: dict[int, dict[Var, Var]] = {}
     standing: list[tuple[int, int, int]] = []
     last_read = _last_readers(traced)
     for members in _kinds(gradient, traced, last_read):
@@ -100,6 +111,7 @@ def few_layers(gradient: DeviceGradient, trace: LossTrace, num_ends: tuple[int, 
             standing.append((list(members)[num_first - 1], list(members)[-num_last], len(left_out)))
     if not replaced:
         return None
+    # Keep the leaves of the others.
     gone = {i for k in replaced for i in traced.segments[k].leaves}
     leaves = tuple(i for i in range(traced.num_leaves) if i not in gone)
     trainable = [i for i in leaves if gradient.trainable[i]]
@@ -116,12 +128,12 @@ def few_layers(gradient: DeviceGradient, trace: LossTrace, num_ends: tuple[int, 
     return FewLayers(dataclasses.replace(gradient, definition=definition, loss=loss), leaves, layers)
 
 
-def _loss_of_few(trace: LossTrace, leaves: Sequence[int], replaced: dict[int, dict[Any, Any]]) -> Any:
+def _loss_of_few(trace: LossTrace, leaves: Sequence[int], replaced: dict[int, dict[Var, Var]]) -> Any:
     """The loss as a function of the leaves that are left. `replaced`: see `_replacements`."""
     traced = trace.traced
     jaxpr = traced.closed.jaxpr
 
-    def loss(params: PyTree, model_state: PyTree, batch: PyTree, key: Any) -> Output:
+    def loss(params: PyTree, model_state: PyTree, batch: PyTree, key: Array) -> Output:
         scope = dict(zip(jaxpr.constvars, traced.closed.consts, strict=True))
         scope.update(zip(traced.data_vars, jax.tree.leaves((model_state, batch, key)), strict=True))
         scope.update(zip([traced.leaf_vars[i] for i in leaves], params, strict=True))
@@ -133,13 +145,12 @@ def _loss_of_few(trace: LossTrace, leaves: Sequence[int], replaced: dict[int, di
                 reads = [v for e in segment.equations for v in jaxprs.variables(e)]
                 traced.bind_weights([v for v in reads if v in traced.weights], scope)
                 _evaluate(segment.equations, scope)
-        outputs = [scope[a] if jaxprs.is_var(a) else jnp.asarray(a.val, a.aval.dtype) for a in jaxpr.outvars]
-        return trace.output(outputs)
+        return trace.output(_outputs(jaxpr, scope))
 
     return loss
 
 
-def _evaluate(equations: Sequence[Any], scope: dict[Any, Any]) -> None:
+def _evaluate(equations: Sequence[Equation], scope: dict[Var, Any]) -> None:
     """Runs equations in order, and those of nested jits in their place, so that each has the name of its segment."""
     for equation in equations:
         if not jaxprs.is_call(equation):
@@ -149,23 +160,27 @@ def _evaluate(equations: Sequence[Any], scope: dict[Any, Any]) -> None:
         values = [scope[a] if jaxprs.is_var(a) else a.val for a in equation.invars]
         inside = dict(zip([*inner.constvars, *inner.invars], [*consts, *values], strict=True))
         _evaluate(inner.eqns, inside)
-        results = [inside[a] if jaxprs.is_var(a) else jnp.asarray(a.val, a.aval.dtype) for a in inner.outvars]
-        scope.update(zip(equation.outvars, results, strict=True))
+        scope.update(zip(equation.outvars, _outputs(inner, inside), strict=True))
 
 
-def _last_readers(traced: TracedLoss) -> dict[Any, int]:
+def _outputs(jaxpr: Jaxpr, scope: dict[Var, Any]) -> list[Any]:
+    """The outputs of a jaxpr whose equations have run."""
+    return [scope[a] if jaxprs.is_var(a) else jnp.asarray(a.val, a.aval.dtype) for a in jaxpr.outvars]
+
+
+def _last_readers(traced: TracedLoss) -> dict[Var, int]:
     """The position of the last segment that reads each value; results and arguments are read after all of them."""
-    last_read: dict[Any, int] = {}
+    last_read: dict[Var, int] = {}
     for k, segment in enumerate(traced.segments):
         last_read.update(dict.fromkeys(segment.inputs, k))
     results = [a for a in traced.closed.jaxpr.outvars if jaxprs.is_var(a)]
     return last_read | dict.fromkeys([*results, *traced.data_vars], len(traced.segments))
 
 
-def _kinds(gradient: DeviceGradient, traced: TracedLoss, last_read: dict[Any, int]) -> list[dict[int, dict[Any, Any]]]:
+def _kinds(gradient: DeviceGradient, traced: TracedLoss, last_read: dict[Var, int]) -> list[dict[int, dict[Var, Var]]]:
     """The segments that may be left out, by kind: the position of each, and what takes the place of its outputs."""
     users = Counter(i for segment in traced.segments for i in segment.leaves)
-    kinds: dict[Any, dict[int, dict[Any, Any]]] = {}
+    kinds: dict[Hashable, dict[int, dict[Var, Var]]] = {}
     texts = _Texts()
     for k, segment in enumerate(traced.segments[:-1]):
         free = [v for v in segment.inputs if last_read[v] == k]
@@ -175,26 +190,27 @@ def _kinds(gradient: DeviceGradient, traced: TracedLoss, last_read: dict[Any, in
     return list(kinds.values())
 
 
-def _replacements(segment: Segment, free: Sequence[Any]) -> dict[Any, Any] | None:
+def _replacements(segment: Segment, free: Sequence[Var]) -> dict[Var, Var] | None:
     """The input that can take the place of each output, or None if there is not exactly one for each."""
     if segment.views or not segment.outputs or any(e.effects for e in segment.equations):
         return None
-    found: dict[Any, Any] = {}
+    found: dict[Var, Var] = {}
     for output in segment.outputs:
-        alike = [v for v in free if (v.aval.shape, v.aval.dtype) == (output.aval.shape, output.aval.dtype)]
+        kind = lambda v: (v.aval.shape, v.aval.dtype)
+        alike = [v for v in free if kind(v) == kind(output)]
         if len(alike) != 1 or alike[0] in found.values():
             return None
         found[output] = alike[0]
     return found
 
 
-def _signature(gradient: DeviceGradient, traced: TracedLoss, segment: Segment, texts: _Texts) -> Any:
+def _signature(gradient: DeviceGradient, traced: TracedLoss, segment: Segment, texts: _Texts) -> Hashable:
     """What two segments have in common if they compute the same but for constants, and place leaves alike."""
     leaves = gradient.definition.leaves
-    number: dict[Any, Any] = {v: ("input", k, str(v.aval)) for k, v in enumerate(segment.inputs)}
+    number: dict[Var, Hashable] = {v: ("input", k, str(v.aval)) for k, v in enumerate(segment.inputs)}
     number.update({traced.leaf_vars[i]: ("leaf", k) for k, i in enumerate(segment.leaves)})
 
-    def of_weight(v: Any) -> Any:
+    def of_weight(v: Var) -> Hashable:
         if v in number or v not in traced.producer:
             return number.get(v)
         equation = traced.producer[v]
@@ -214,9 +230,9 @@ class _Texts:
     """Texts of equations without the names of their variables and without constants. Those of jaxprs are made once."""
 
     def __init__(self):
-        self.known: dict[int, tuple[Any, Any]] = {}
+        self.known: dict[int, tuple[Jaxpr, int]] = {}
 
-    def lines(self, equations: Sequence[Any], number: dict[Any, Any]) -> Any:
+    def lines(self, equations: Sequence[Equation], number: dict[Var, Hashable]) -> Hashable:
         lines = []
         for k, equation in enumerate(equations):
             reads = tuple(number.get(a, "const") if jaxprs.is_var(a) else str(a.aval) for a in equation.invars)
@@ -224,20 +240,167 @@ class _Texts:
             number.update({v: (k, j) for j, v in enumerate(equation.outvars)})
         return tuple(lines)
 
-    def of(self, equation: Any) -> Any:
+    def of(self, equation: Equation) -> Hashable:
         avals = tuple(str(v.aval) for v in equation.outvars)
         params = tuple(
             (name, self._param(v)) for name, v in sorted(equation.params.items()) if name not in _SLICE_BOUNDS
         )
         return equation.primitive.name, avals, params
 
-    def _param(self, value: Any) -> Any:
+    def _param(self, value: Any) -> Hashable:
         jaxpr = getattr(value, "jaxpr", value)
         if hasattr(jaxpr, "eqns"):
             if id(jaxpr) not in self.known:
-                number = {v: ("input", k, str(v.aval)) for k, v in enumerate([*jaxpr.constvars, *jaxpr.invars])}
+                number: dict[Var, Hashable] = {
+                    v: ("input", k, str(v.aval)) for k, v in enumerate([*jaxpr.constvars, *jaxpr.invars])
+                }
                 self.known[id(jaxpr)] = jaxpr, hash(self.lines(jaxpr.eqns, number))
             return self.known[id(jaxpr)][1]
         if isinstance(value, tuple | list):
             return tuple(map(self._param, value))
         return "function" if callable(value) and not isinstance(value, type) else str(value)
+
+
+_SEGMENT = re.compile(r"zerojax_segment_(\d+)_")
+
+
+class RepeatedLayer(NamedTuple):
+    """A layer of a trace that stands for others, which the trace does not have.
+
+    Attributes:
+        segment: its number in the trace.
+        later: the number of the first layer of its kind after it.
+        others: the number of layers that it stands for, without itself.
+        gradients: the positions of the gradients of its weights among the outputs of the trace.
+    """
+
+    segment: int
+    later: int
+    others: int
+    gradients: tuple[int, ...]
+
+
+def segment_name(number: int) -> str:
+    """The name scope in which the equations of a segment of the loss are traced."""
+    return f"zerojax_segment_{number}_"
+
+
+def peak_of_all_layers(
+    jaxpr: Jaxpr, gradients: Sequence[int], layers: Sequence[RepeatedLayer], space: Any = jax.memory.Space.Device
+) -> Peak:
+    """Returns the peak memory of a step with all layers, without its inputs.
+
+    Args:
+        jaxpr: the jaxpr of the step with some of the layers.
+        gradients: the positions of the outputs that are gradients.
+        layers: the layers that stand for others.
+        space: the memory space that is counted.
+
+    Raises:
+        ValueError: if the layers are not found in the jaxpr, or do not run one after the other.
+    """
+    flat = flattened(jaxpr, space)
+    kinds = {v: GRADIENTS for i in gradients if (v := flat.outputs[i]) is not None}
+    return _RepeatedLifetimes(flat, space, [], kinds, layers).peak()
+
+
+class _Others(NamedTuple):
+    """What the layers that are not in the trace hold: from position `forward` on, and from position `backward` on."""
+
+    forward: int
+    backward: int
+    saved: Counter[str]
+    gradients: Counter[str]
+
+    def held(self, k: int) -> Counter[str]:
+        if k < self.forward:
+            return Counter()
+        return self.saved if k < self.backward else self.gradients
+
+
+class _RepeatedLifetimes(Lifetimes):
+    """Lifetimes in a body in which some layers stand for others, or in one with a loop over such a body."""
+
+    def __init__(
+        self,
+        flat: FlatJaxpr,
+        space: Any,
+        owned: Iterable[Value],
+        kinds: dict[Value, str],
+        layers: Sequence[RepeatedLayer],
+    ):
+        super().__init__(flat, space, owned, kinds)
+        self.layers, self.accumulators = layers, list[Value]()
+        tagged = [segment_of(operation.equation, -1) for operation in flat.operations]
+        self.end = max((k for k, segment in enumerate(tagged) if segment >= 0), default=0)
+        # An operation without a name belongs to the segment of the operation before it.
+        self.segments = list(itertools.accumulate(tagged, lambda last, own: own if own >= 0 else last))
+
+    def moments(self) -> Iterator[tuple[int, Counter[str]]]:
+        looped = [k for k, operation in enumerate(self.flat.operations) if _loops_over_segments(operation)]
+        if looped:
+            others = [self._after_loop(looped[-1], layer) for layer in self.layers]
+        else:
+            others = [self._in_passes(layer) for layer in self.layers]
+        accumulated = sum(
+            layer.others * self.accumulators[i].num_bytes
+            for layer in self.layers
+            for i in layer.gradients
+            if self.accumulators
+        )
+        for k, during in super().moments():
+            during[GRADIENTS] += accumulated
+            for each in others:
+                during.update(each.held(k))
+            yield k, during
+
+    def _body(self, loop: Operation, flat: FlatJaxpr) -> Lifetimes:
+        body = super()._body(loop, flat)
+        if not _loops_over_segments(loop):
+            return body
+        num_consts, num_carry, *_ = jaxprs.scan_params(loop.equation)
+        owned = flat.inputs[num_consts : num_consts + num_carry]
+        repeated = _RepeatedLifetimes(flat, self.space, owned, body.kinds, self.layers)
+        repeated.accumulators = owned  # the gradients come first in the carry of a loop over microbatches
+        return repeated
+
+    def _after_loop(self, k: int, layer: RepeatedLayer) -> _Others:
+        results = self.flat.operations[k].results
+        num_bytes = layer.others * sum(results[i].num_bytes for i in layer.gradients)
+        return _Others(k + 1, k + 1, Counter(), Counter({GRADIENTS: num_bytes}))
+
+    def _in_passes(self, layer: RepeatedLayer) -> _Others:
+        """What the other layers hold in a body with a forward and a backward pass."""
+        turn = self._first(max(self.segments), 0)
+        forward = self._first(layer.later, 0)
+        backward = self._first(layer.segment, self._first(layer.later, turn))
+        saved, gradients = Counter[str](), Counter[str]()
+        for value, k in self.born.items():
+            segment = self.segments[k] if k >= 0 else None
+            if segment == layer.segment and k < forward and self.last[value] >= turn:
+                saved[self._kind(value)] += layer.others * value.num_bytes
+            # The first layer of a model keeps its gradients as they are computed: nothing waits for them. The later
+            # layer converts them as most layers do.
+            if segment == layer.later and k >= turn and self.last[value] > self.end:
+                gradients[self._kind(value)] += layer.others * value.num_bytes
+        return _Others(forward, backward, saved, gradients)
+
+    def _first(self, segment: int, start: int) -> int:
+        for k in range(start, len(self.segments)):
+            if self.segments[k] == segment:
+                return k
+        raise ValueError(f"liveness: segment {segment} of the loss does not run where it is expected")
+
+
+def segment_of(equation: Equation, default: int) -> int:
+    """The number of the segment in whose name scope an equation was traced, or `default` for all others."""
+    found = _SEGMENT.search(str(equation.source_info.name_stack))
+    return int(found.group(1)) if found else default
+
+
+def _loops_over_segments(operation: Operation) -> bool:
+    """Whether an operation is a loop whose body has several segments."""
+    if operation.name != "scan" or segment_of(operation.equation, -1) >= 0:
+        return False
+    body = jaxprs.scan_params(operation.equation).body
+    return len({segment_of(e, -1) for e in body.jaxpr.eqns} - {-1}) > 1

@@ -135,24 +135,6 @@ def _even_heads(config: _Config) -> int:
     return max(1, width // heads)
 
 
-def _llama(config: _Config) -> Transformer:
-    heads = config.count("num_attention_heads")
-    return _decoder(config, kv_heads=heads, head_dim=_even_heads(config), biases=_biases(config))
-
-
-def _mistral(config: _Config) -> Transformer:
-    return _decoder(config, head_dim=_even_heads(config))
-
-
-def _mixtral(config: _Config) -> Transformer:
-    experts = config.count("num_local_experts"), config.count("num_experts_per_tok")
-    return _decoder(config, head_dim=_even_heads(config), **_experts(config, *experts))
-
-
-def _qwen2(config: _Config) -> Transformer:
-    return _decoder(config, head_dim=_even_heads(config), biases=("qkv",))
-
-
 def _qwen3(config: _Config, **fields: Any) -> Transformer:
     return _decoder(config, biases=_biases(config), norms_heads=True, **fields)
 
@@ -162,11 +144,11 @@ def _qwen3_moe(config: _Config) -> Transformer:
     if config.count("decoder_sparse_step", 1) != 1 or dense:
         config.refuse("layers with and without experts", "a model whose layers are all alike, or zerojax plan --job")
     name = "num_experts" if config.values.get("num_experts") is not None else "num_local_experts"
-    experts = config.count(name), config.count("num_experts_per_tok")
-    return _qwen3(config, hidden=config.count("moe_intermediate_size"), **_experts(config, *experts))
+    return _qwen3(config, hidden=config.count("moe_intermediate_size"), **_experts(config, name))
 
 
-def _experts(config: _Config, experts: int, per_token: int) -> dict[str, Any]:
+def _experts(config: _Config, name: str) -> dict[str, Any]:
+    experts, per_token = config.count(name), config.count("num_experts_per_tok")
     if per_token > experts:
         config.refuse(f"{per_token} of {experts} experts for each token", "at most as many as there are")
     return {"experts": experts, "experts_per_token": per_token}
@@ -175,15 +157,6 @@ def _experts(config: _Config, experts: int, per_token: int) -> dict[str, Any]:
 def _gemma(config: _Config, **fields: Any) -> Transformer:
     gelu = config.uses_gelu("gelu_pytorch_tanh")
     return _decoder(config, tied=True, gelu=gelu, biases=_biases(config), **fields)
-
-
-def _gemma2(config: _Config) -> Transformer:
-    caps = "attn_logit_softcapping" not in config.values or config.values["attn_logit_softcapping"] is not None
-    return _gemma(config, norms_outputs=True, caps_scores=caps)
-
-
-def _gemma3(config: _Config) -> Transformer:
-    return _gemma(config, norms_outputs=True, norms_heads=True)
 
 
 def _gpt2(config: _Config) -> Transformer:
@@ -205,15 +178,19 @@ def _gpt2(config: _Config) -> Transformer:
 
 # By `model_type`.
 HUGGING_FACE_FAMILIES: Mapping[str, Callable[[_Config], Transformer]] = {
-    "llama": _llama,
-    "mistral": _mistral,
-    "mixtral": _mixtral,
-    "qwen2": _qwen2,
+    "llama": lambda config: _decoder(
+        config, kv_heads=config.count("num_attention_heads"), head_dim=_even_heads(config), biases=_biases(config)
+    ),
+    "mistral": lambda config: _decoder(config, head_dim=_even_heads(config)),
+    "mixtral": lambda config: _decoder(config, head_dim=_even_heads(config), **_experts(config, "num_local_experts")),
+    "qwen2": lambda config: _decoder(config, head_dim=_even_heads(config), biases=("qkv",)),
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
     "gemma": _gemma,
-    "gemma2": _gemma2,
-    "gemma3_text": _gemma3,
+    "gemma2": lambda config: _gemma(
+        config, norms_outputs=True, caps_scores=config.values.get("attn_logit_softcapping", 50.0) is not None
+    ),
+    "gemma3_text": lambda config: _gemma(config, norms_outputs=True, norms_heads=True),
     "gpt2": _gpt2,
 }
 

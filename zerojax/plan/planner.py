@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,14 +13,22 @@ import jax
 
 from zerojax.analysis import hardware, targets
 from zerojax.analysis.hardware import Cluster
-from zerojax.analysis.jaxpr_costs import ComputeTime
-from zerojax.analysis.report.memory import Memory
-from zerojax.analysis.utilisation import Throughput, model_flops, throughput
-from zerojax.plan.changes import memory_reductions, uses_of_free_memory
-from zerojax.plan.find_job import find_job, shapes_of
-from zerojax.plan.formula_time import FormulaTime, exposed_seconds, host_copies, link_seconds, sent_bytes
-from zerojax.plan.job import DEFAULT_SETTINGS, Settings
-from zerojax.plan.notes import notes, notes_of_shapes, notes_of_shards
+from zerojax.analysis.jaxpr_counts import model_flops
+from zerojax.analysis.memory import Memory
+from zerojax.plan.formula import (
+    ComputeTime,
+    FormulaTime,
+    Throughput,
+    exposed_seconds,
+    host_copies,
+    link_seconds,
+    notes,
+    notes_of_shapes,
+    notes_of_shards,
+    sent_bytes,
+    throughput,
+)
+from zerojax.plan.job import DEFAULT_SETTINGS, Settings, find_job, memory_reductions, shapes_of, uses_of_free_memory
 from zerojax.plan.program import CompiledStep, compile_step
 from zerojax.plan.timeline import Prediction
 from zerojax.plan.tracing import Tracer, num_rows
@@ -165,31 +173,22 @@ class Plan:
             program = self.program._asdict() | analysis._asdict()
             for omitted in "analysis", "text", "prediction", "collectives":
                 del program[omitted]
-        return {
-            "what": self.what,
+        same = "what", "parameters", "fits", "peak_bytes", "limit_bytes", "host_bytes", "host_limit_bytes", "tokens"
+        same += "step_s", "bound_by", "sent_bytes"
+        return {name: getattr(self, name) for name in same} | {
             "target": self.cluster.target,
             "num_devices": self.cluster.num_devices,
             "settings": dataclasses.asdict(self.settings),
-            "parameters": self.parameters,
-            "fits": self.fits,
             "level": "compiled" if self.program else "formula",
-            "peak_bytes": self.peak_bytes,
-            "limit_bytes": self.limit_bytes,
             "capacity_bytes": self.cluster.chip.memory_bytes,
-            "host_bytes": self.host_bytes,
-            "host_limit_bytes": self.host_limit_bytes,
             "held_bytes": self.held,
             "collectives": collectives,
             "terms": [term._asdict() for term in self.memory.terms],
             "formula_peak_bytes": self.memory.peak_bytes,
             "program": program,
             "formula_s": self.time.data(),
-            "tokens": self.tokens,
             "time_level": "compiled" if prediction else "formula",
-            "step_s": self.step_s,
-            "bound_by": self.bound_by,
             "busy_s": prediction and dict(prediction.busy_s),
-            "sent_bytes": self.sent_bytes,
             "tokens_per_s": self.throughput.tokens_per_s,
             "tokens_per_device_s": self.throughput.tokens_per_device_s,
             "mfu": self.throughput.model_flop_utilization,
@@ -277,23 +276,26 @@ class Planner:
         """The settings with the rows of the job, if they have none."""
         return dataclasses.replace(settings, rows=settings.rows or self.tracer.job.rows)
 
-    def plan(self, settings: Settings, devices: Any = None, *, dump: Path | None = None, suggest: bool = True) -> Plan:
-        """Returns the plan of one step.
-
-        Args:
-            settings: the options of the step.
-            devices: the described devices of the target that the step is compiled for; None to compile nothing.
-            dump, suggest: as in `plan`.
-        """
+    def plan(
+        self,
+        settings: Settings,
+        devices: Sequence[Any] | None = None,
+        *,
+        dump: Path | None = None,
+        suggest: bool = True,
+    ) -> Plan:
+        """Returns the plan of one step, which is compiled for `devices` if they are given; see `plan`."""
         if self.shapes and (settings.model or 1) > 1:
             raise ValueError(
                 f"plan: {self.name!r} cannot be divided over a model axis of {settings.model}\n"
                 f"  fix:      use --replica, or --job with a model that is annotated"
             )
+        # Trace the step, and compile it.
         settings = self.with_rows(settings)
         memory = self.memory(settings)
         program = self._compiled(settings, devices, memory, dump) if devices is not None else None
         loss = self.tracer.loss(settings, self.cluster.num_devices).traced
+        # Collect what there is to note.
         zero = self.tracer.zero(settings, self.cluster.num_devices)
         about_model = notes_of_shapes(self.shapes, self.cluster.chip) if self.shapes else ()
         about_shards = notes_of_shards(self.tracer.state(zero, settings).definition.leaves, zero.config)
@@ -356,7 +358,7 @@ class Planner:
         return sum(leaf.size for leaf in self.tracer.state(zero, settings).definition.leaves)
 
     def model_flops(self, settings: Settings) -> int | None:
-        """The flops of a step on all devices without recomputation, see `utilisation.model_flops`; None if unknown."""
+        """The flops of a step on all devices without recomputation, see `jaxpr_counts.model_flops`; None if unknown."""
         loss = self._plain.loss(settings, self.cluster.num_devices).traced.closed.jaxpr
         num_parts = self.cluster.num_devices // (settings.model or 1) * settings.num_microbatches
         try:
@@ -364,7 +366,7 @@ class Planner:
         except ValueError:  # of a kernel
             return None
 
-    def _compiled(self, settings: Settings, devices: Any, memory: Memory, dump: Path | None) -> CompiledStep:
+    def _compiled(self, settings: Settings, devices: Sequence[Any], memory: Memory, dump: Path | None) -> CompiledStep:
         tracer = self.tracer
         if self.shapes:
             tracer = Tracer(find_job(self.what, self.cluster.chip, compiled=True), self.cluster.chip.platform)

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from zerojax.analysis import hlo, hlo_collectives
+from zerojax.analysis import hlo, hlo_collectives, hlo_costs
 from zerojax.analysis.hardware import Chip, Cluster
-from zerojax.analysis.report.memory import Memory
+from zerojax.analysis.memory import Memory
 from zerojax.plan import buffers, timeline
 from zerojax.plan.buffers import BufferAssignment
 
@@ -90,7 +90,7 @@ _MIN_COPY_BYTES = 2**20  # smaller copies are of counters and events
 
 
 def compile_step(
-    traced: Any,
+    traced: jax.stages.Traced,
     cluster: Cluster,
     axes: dict[str, int],
     estimate: Memory,
@@ -115,6 +115,7 @@ def compile_step(
     """
     with tempfile.TemporaryDirectory() as folder:
         start, options = time.perf_counter(), scheduling_options(cluster.chip, estimate.arguments_bytes, limit_bytes)
+        # Compile, or learn from the error how much memory the step needs.
         try:
             program = compile_with_dump(traced, cluster.chip.platform, Path(folder), options)
         except jax.errors.JaxRuntimeError as error:
@@ -128,6 +129,7 @@ def compile_step(
             peak, seconds = arguments_bytes + temporaries, time.perf_counter() - start
             failed = ProgramAnalysis(unread="the compiler gave up: " + str(error).splitlines()[0])
             return CompiledStep(peak, arguments_bytes, temporaries, 0, estimate.host_bytes, seconds, failed, "")
+        # Read what was compiled.
         seconds = time.perf_counter() - start
         text, memory = program.as_text(), program.memory_analysis()
         if dump:
@@ -176,7 +178,9 @@ def scheduling_options(chip: Chip, arguments_bytes: int, limit_bytes: int) -> di
     return {_SLOP: _DEFAULT_SLOP * wanted // described}
 
 
-def compile_with_dump(traced: Any, platform: str, folder: Path, options: Mapping[str, Any] | None = None) -> Any:
+def compile_with_dump(
+    traced: jax.stages.Traced, platform: str, folder: Path, options: Mapping[str, Any] | None = None
+) -> Any:
     """Compiles a traced function with options, and lets the compiler write its buffer assignment to a folder."""
     options = {**(options or {}), "xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
     return traced.lower(lowering_platforms=(platform,)).compile(compiler_options=options)
@@ -215,7 +219,7 @@ def analyze(
         program = hlo.parse_program(text)
     except ValueError as error:
         return ProgramAnalysis(unread=str(error))
-    large = lambda: (m for m in hlo_collectives.moves_in_loops(program, _MIN_COPY_BYTES) if m.op == "copy")
+    large = lambda: (m for m in hlo_costs.moves(program, _MIN_COPY_BYTES, in_loops=True) if m.op == "copy")
     parts: dict[str, Callable[[], Any]] = {
         "held": lambda: held_by_kind(program, read_assignment(), memory),
         "buffers_bytes": lambda: hlo_collectives.in_flight_bytes(program),
@@ -289,7 +293,7 @@ def _axes_text(group: tuple[int, ...], axes: dict[str, int]) -> str:
 _HELP = {
     # jax 0.10.2: a product with a bias and an activation, of many rows, such as 64 images of ViT-L/16
     r"[Cc]ouldn't find output tile sizes|[Tt]riton": "XLA_FLAGS=--xla_gpu_enable_triton_gemm=false in the environment: "
-    "cuBLAS then computes the matrix products",
+    "cuBLAS then computes the matrix products"
 }
 
 

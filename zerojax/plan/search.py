@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 from zerojax.analysis import targets
 from zerojax.analysis.hardware import Cluster
-from zerojax.plan.changes import REMATS
-from zerojax.plan.formula_time import FormulaTime
-from zerojax.plan.job import DEFAULT_SETTINGS, Settings
+from zerojax.plan.formula import FormulaTime
+from zerojax.plan.job import DEFAULT_SETTINGS, REMATS, Settings
 from zerojax.plan.planner import Plan, Planner, Suggestion
 from zerojax.plan.transformer import Transformer
 from zerojax.step.config import OFFLOADS
@@ -151,6 +150,7 @@ def search(
         fits = planner.fits(memory.peak_bytes, memory.host_bytes)
         return Candidate(settings, memory.peak_bytes, memory.host_bytes, fits, planner.formula_time(settings))
 
+    # Estimate all candidates by formula.
     considered = [dataclasses.replace(s, **kept) for s in _settings(cluster, rows)]
     can_offload = {
         offload: planner.tracer.can_store(dataclasses.replace(base, offload=offload), cluster.num_devices)
@@ -161,12 +161,14 @@ def search(
     # Of two equally fast ones, the one with fewer microbatches comes first: its kernels are larger.
     found.sort(key=lambda c: (not c.fits, c.step_s, c.settings.num_microbatches, c.peak_bytes))
 
+    # Compile the best.
     def compiled(candidate: Candidate) -> Candidate:
         on_step(f"compiling stage {candidate.settings.stage}, remat {candidate.settings.remat!r}")
         return candidate._replace(plan=planner.plan(candidate.settings, devices, suggest=False))
 
     best = [compiled(c) for c in found[:num_compiled] if c.fits]
     best.sort(key=lambda c: (c.plan is None or not c.plan.fits, c.step_s))
+    # Compare with the naive choice.
     naive = candidate(dataclasses.replace(NAIVE, rows=rows, **kept))
     naive = compiled(naive) if num_compiled else naive
     candidates = (*best, *found[len(best) :])

@@ -8,11 +8,10 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from zerojax.analysis import host_copies
-from zerojax.analysis.report.memory import model_states
-from zerojax.analysis.utilisation import throughput
-from zerojax.plan import buffers, presets, timeline
-from zerojax.plan.formula_time import sent_bytes
+from zerojax.analysis import hlo_costs
+from zerojax.analysis.memory import model_states
+from zerojax.plan import buffers, job, timeline
+from zerojax.plan.formula import sent_bytes, throughput
 from zerojax.plan.planner import Plan, Suggestion
 from zerojax.plan.program import CollectiveSummary, CompiledStep
 from zerojax.plan.search import DOES_NOT_FIT, Candidate, Ranking, used_share
@@ -24,7 +23,7 @@ from zerojax.utils.text import bytes_text, count_text
 _SMALL_SHARE = 1e-3  # of the largest category of memory; smaller ones are not shown if no formula has them
 _LABELS = {  # the names themselves are keys of the JSON output
     timeline.STARTS: "kernel launches",
-    host_copies.COPIES: "copies on the device",
+    hlo_costs.COPIES: "copies on the device",
     buffers.UNUSED: "unused",
     "products": "matrix products",  # what bounds a step by formula
     "memory": "memory traffic",
@@ -150,9 +149,9 @@ def presets_table() -> TextTable:
     def row(name: str, shapes: Transformer) -> list[str]:
         heads = str(shapes.heads) if shapes.heads == shapes.kv_heads else f"{shapes.heads}/{shapes.kv_heads}"
         sizes = shapes.layers, shapes.width, heads, shapes.seq, shapes.rows
-        return [name, count_text(presets.num_parameters(shapes)), *map(str, sizes), shapes.kind]
+        return [name, count_text(job.num_parameters(shapes)), *map(str, sizes), shapes.kind]
 
-    return TextTable("", columns, [row(name, shapes) for name, shapes in presets.PRESETS.items()])
+    return TextTable("", columns, [row(name, shapes) for name, shapes in job.PRESETS.items()])
 
 
 def seconds_text(seconds: float) -> str:

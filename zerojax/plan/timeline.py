@@ -12,18 +12,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from zerojax.analysis.costs import computed_bytes, dot_flops, memory_bytes
 from zerojax.analysis.hardware import Chip, Cluster
-from zerojax.analysis.hlo import HOST, Block, Instruction, Program, trip_count, unsupported
-from zerojax.analysis.hlo_collectives import (
-    collective_spans,
-    communicates,
-    groups,
-    has_product,
-    split_by_dtype,
-)
-from zerojax.analysis.hlo_transfers import is_transfer
-from zerojax.analysis.host_copies import COPIES, COPY_STARTS, copied
+from zerojax.analysis.hlo import HOST, Block, Instruction, Program, has_product, trip_count, unsupported
+from zerojax.analysis.hlo_collectives import collective_spans, communicates, groups, is_transfer, split_by_dtype
+from zerojax.analysis.hlo_costs import COPIES, COPY_STARTS, computed_bytes, copied, dot_flops, memory_bytes
 
 COMPUTE, MEMORY, STARTS = "compute", "memory", "starts of kernels"
 _COMPUTING = (COMPUTE, MEMORY, STARTS)  # all of these occupy the computing lane

@@ -6,19 +6,21 @@ import dataclasses
 import functools
 import glob
 import warnings
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from zerojax.analysis import jaxpr_stats, repeated_layers
 from zerojax.analysis.hardware import Chip
-from zerojax.analysis.jaxpr_costs import ComputeTime, compute_time
+from zerojax.analysis.jaxpr_counts import manual_parts
 from zerojax.analysis.liveness import Peak
-from zerojax.analysis.report.memory import Memory, memory_terms
-from zerojax.plan.few_layers import FewLayers, LossTrace, few_layers, trace_loss
+from zerojax.analysis.memory import Memory, memory_terms
+from zerojax.plan.few_layers import FewLayers, LossTrace, RepeatedLayer, few_layers, peak_of_all_layers, trace_loss
+from zerojax.plan.formula import ComputeTime, compute_time
 from zerojax.plan.job import Job, Settings
+from zerojax.program.jaxprs import ClosedJaxpr, Jaxpr
 from zerojax.program.remat import Remat, RematRules
 from zerojax.sharding.mesh import make_mesh
 from zerojax.step import creation, models
@@ -27,6 +29,7 @@ from zerojax.step.gradient import DeviceGradient, compute_gradients, device_grad
 from zerojax.step.settings import StepSettings
 from zerojax.step.source import ModelSource, plain_arrays, source_of
 from zerojax.step.state import TrainState, in_host, stored_avals
+from zerojax.utils.typing import Array, PyTree
 from zerojax.zero import Zero
 
 
@@ -39,7 +42,7 @@ class TracedStep(NamedTuple):
     """
 
     zero: Zero
-    step: Any
+    step: jax.stages.Traced
 
 
 class DeviceTrace(NamedTuple):
@@ -51,19 +54,19 @@ class DeviceTrace(NamedTuple):
         layers: the layers that stand for others.
     """
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     num_gradients: int
-    layers: tuple[repeated_layers.RepeatedLayer, ...]
+    layers: tuple[RepeatedLayer, ...]
 
     def compute_time(self, chip: Chip) -> ComputeTime:
         """The time of the forward and the backward pass on a chip, without communication."""
         times = {layer.segment: 1 + layer.others for layer in self.layers}
-        return compute_time(self.jaxpr, chip, times, repeated_layers.segment_of)
+        return compute_time(self.jaxpr, chip, times)
 
     def peaks(self) -> tuple[Peak, Peak]:
-        """The peaks in device memory and in host memory; see `repeated_layers.peak_of_all_layers`."""
+        """The peaks in device memory and in host memory; see `peak_of_all_layers`."""
         device, host = jax.memory.Space.Device, jax.memory.Space.Host
-        peak = functools.partial(repeated_layers.peak_of_all_layers, self.jaxpr, range(self.num_gradients), self.layers)
+        peak = functools.partial(peak_of_all_layers, self.jaxpr, range(self.num_gradients), self.layers)
         return peak(device), peak(host)
 
 
@@ -79,13 +82,13 @@ class Tracer:
     def __init__(self, job: Job, platform: str | None = None, on_few_layers: bool = True):
         self.job, self.platform, self.on_few_layers = job, platform, on_few_layers
         self._create = _CreatesOnce(source_of(job.create_model, None))
-        self._states: dict[Any, TrainState] = {}  # by mesh, precision and bits of moments
-        self._stored: dict[Any, TrainState] = {}  # by configuration and bits of moments
-        self._losses: dict[Any, LossTrace] = {}
-        self._traces: dict[Any, DeviceTrace] = {}
-        self._memories: dict[Any, Memory] = {}
+        self._states: dict[Hashable, TrainState] = {}  # by mesh, precision and bits of moments
+        self._stored: dict[Hashable, TrainState] = {}  # by configuration and bits of moments
+        self._losses: dict[Hashable, LossTrace] = {}
+        self._traces: dict[Hashable, DeviceTrace] = {}
+        self._memories: dict[Hashable, Memory] = {}
 
-    def zero(self, settings: Settings, devices: Any) -> Zero:
+    def zero(self, settings: Settings, devices: int | Sequence[Any]) -> Zero:
         """The `Zero` of the settings. `devices` are devices or their number."""
         mesh = make_mesh(devices=devices, replica=settings.replica, model=settings.model)
         return Zero(mesh, settings.stage, settings.precision, offload=settings.offload, **self.job.options)
@@ -117,11 +120,11 @@ class Tracer:
             return False
         return True
 
-    def batch(self, settings: Settings, num_devices: int) -> Any:
+    def batch(self, settings: Settings, num_devices: int) -> PyTree:
         """The avals of the batch of a step. Devices that share a row, along a model axis, count once."""
         return self.job.batch(num_rows(self.job, settings, num_devices))
 
-    def step(self, settings: Settings, devices: Any) -> TracedStep:
+    def step(self, settings: Settings, devices: int | Sequence[Any]) -> TracedStep:
         """Traces a whole step with all layers, to be compiled."""
         zero = self.zero(settings, devices)
         step = zero.train_step(
@@ -192,7 +195,7 @@ def num_rows(job: Job, settings: Settings, num_devices: int) -> int:
     return (settings.rows or job.rows) * settings.num_microbatches * num_devices
 
 
-def _remat(settings: Settings) -> Any:
+def _remat(settings: Settings) -> str | Remat:
     return Remat(offload_inputs=True) if settings.remat == "offload" else settings.remat
 
 
@@ -205,7 +208,7 @@ def _step_settings(settings: Settings) -> StepSettings:
 def _device_trace(few: FewLayers, args: Any) -> DeviceTrace:
     args = ([args[0][i] for i in few.leaves], *args[1:])
     closed = jax.make_jaxpr(lambda *args: compute_gradients(few.gradient, args))(*args)
-    (jaxpr,) = jaxpr_stats.manual_parts(closed)
+    (jaxpr,) = manual_parts(cast(ClosedJaxpr, closed))
     return DeviceTrace(jaxpr, sum(few.gradient.trainable), few.layers)
 
 
@@ -222,7 +225,7 @@ class _CreatesOnce:
         self.source = source if source.create is None else ModelSource(self._created, None)
         self.stacked: tuple[str, ...] = ()
 
-    def _created(self, key: Any) -> Any:
+    def _created(self, key: Array) -> Any:
         assert self._function is not None
         if self._made is None:
             created = self._function(key)

@@ -1,14 +1,27 @@
-"""The placement of a training state as data, and as tables: totals first, and equal layers in one row."""
+"""Explains the placement of a training state: spec and bytes of every leaf, as data and as tables."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zerojax.sharding import placement
+from zerojax.sharding.annotations import spec_text
+from zerojax.sharding.axes import Axes, axis_names
+from zerojax.sharding.dim_choice import choose_dim
+from zerojax.sharding.placement import Leaf
+from zerojax.sharding.uneven import uneven_text
+from zerojax.step.config import ZeroConfig
+from zerojax.step.loss_traces import Use
+from zerojax.step.state import TrainState, in_host, logical_avals
 from zerojax.utils.tables import Column, Screen, TextTable, printed, screen, sections_html
-from zerojax.utils.text import SPACE, bytes_text, fold
-from zerojax.utils.typing import Shape
+from zerojax.utils.text import SPACE, bytes_text, fold, mesh_text
+from zerojax.utils.typing import AnyMesh, Aval, PyTree, Shape
 
 HOST_MEMORY = "host memory"  # the category of what is offloaded
 
@@ -192,3 +205,129 @@ def _leaves_table(category: str, explanation: Explanation, to: Screen) -> TextTa
     where = "for a device" if category == HOST_MEMORY else "on a device"
     title = f"{category}: {bytes_text(explanation.totals[category])} {where} ({usual}{exception})"
     return TextTable(title, [*_LEAF_COLUMNS, Column("spec", wraps=True)], cells)
+
+
+CATEGORIES = ("params", "grads", "optimizer", "model_state")  # on a device
+
+
+def explain(config: ZeroConfig, state: TrainState, uses: Sequence[tuple[Use, ...]] | None = None) -> Explanation:
+    """See `Zero.explain`. `uses` tells where each leaf is used in the forward pass."""
+    stage, axes = config.stage, config.axes
+    shards = {
+        "params": axes.num_shards if stage.shards_params else 1,
+        "grads": axes.num_shards if stage.shards_grads else 1,
+        "optimizer": axes.num_shards if stage.shards_optimizer else 1,
+    }
+    shards |= {HOST_MEMORY: shards["optimizer"]} if config.offloads_optimizer else {}
+    rows = list(_rows(config, state, shards))
+
+    # Add up the bytes of each category.
+    categories = [*CATEGORIES, HOST_MEMORY] if config.offloads_optimizer else CATEGORIES
+    in_category = {name: [row for row in rows if row.category == name] for name in categories}
+    totals = {name: sum(row.bytes_per_device for row in each) for name, each in in_category.items()}
+    formula = {name: sum(row.undivided_bytes for row in in_category[name]) / n for name, n in shards.items()}
+    zeros = {name: sum(row.zeros_bytes for row in each) for name, each in in_category.items()}
+
+    # Say what deserves attention.
+    leaves = state.definition.leaves
+    replicated = [r for r in rows if shards.get(r.category, 1) > 1 and r.bytes_per_device == r.undivided_bytes]
+    uneven = uneven_text(leaves, axes) if stage.shards_optimizer else None
+    where = f"{stage.title} on a mesh of {mesh_text(dict(_mesh_of(state).shape))}"
+    held = bytes_text(sum(totals[name] for name in CATEGORIES))
+    more = f", and {bytes_text(totals[HOST_MEMORY])} of host memory" if config.offloads_optimizer else ""
+    return Explanation(
+        f"{where}: a device holds {held}, with the gradients of a step{more}",
+        tuple(rows),
+        _units(leaves, uses),
+        placement.large_unit_text(leaves),
+        uneven,
+        totals,
+        formula,
+        shards,
+        zeros,
+        tuple(replicated),
+    )
+
+
+def _rows(config: ZeroConfig, state: TrainState, shards: Mapping[str, int]) -> Iterator[Row]:
+    """The rows of all leaves. `shards`: the number of shards of each category."""
+    leaves, axes = {leaf.path: leaf for leaf in state.definition.leaves}, config.axes
+    is_host, mesh = in_host(config, state), _mesh_of(state)
+    host_params = {path for flag, path in zip(jax.tree.leaves(is_host.params), leaves, strict=True) if flag}
+    whole = "there is one shard only" if axes.num_shards == 1 else config.stage.limit_text
+
+    def of_param(category: str, path: str, a: Aval) -> Row:
+        reason = leaves[path].reason if shards[category] > 1 else whole
+        if path in host_params:
+            return _row(axes, HOST_MEMORY, f"{category}/{path}", a, leaves[path].shape, reason)
+        return _row(axes, category, path, a, leaves[path].shape, reason)
+
+    for path, a in leaves_with_paths(state.params):
+        yield of_param("params", path, a)
+    for leaf in leaves.values():
+        if leaf.trainable:
+            yield of_param("grads", leaf.path, gradient_aval(config, mesh, leaf))
+    for (path, a), flag in zip(leaves_with_paths(state.master), jax.tree.leaves(is_host.master), strict=True):
+        reason = leaves[path].reason if shards["optimizer"] > 1 else whole
+        yield _row(axes, HOST_MEMORY if flag else "optimizer", f"master/{path}", a, leaves[path].shape, reason)
+    shapes = [tuple(a.shape) for a in jax.tree.leaves(logical_avals(state).opt_state)]
+    flags = jax.tree.leaves(is_host.opt_state)
+    for (path, a), flag, shape in zip(leaves_with_paths(state.opt_state), flags, shapes, strict=True):
+        reason = _optimizer_reason(path, shape, leaves, axes) if shards["optimizer"] > 1 else whole
+        yield _row(axes, HOST_MEMORY if flag else "optimizer", path, a, shape, reason)
+    for path, a in leaves_with_paths(state.model_state):
+        yield _row(axes, "model_state", path, a, a.shape, "replicated: model state")
+
+
+def _mesh_of(state: TrainState) -> AnyMesh:
+    return jax.tree.leaves(state.params)[0].sharding.mesh
+
+
+def _units(leaves: Sequence[Leaf], uses: Sequence[tuple[Use, ...]] | None) -> tuple[UnitRow, ...]:
+    members: dict[str, list[int]] = {}
+    for k, leaf in enumerate(leaves):
+        members.setdefault(leaf.unit, []).append(k)
+    rows = []
+    for name, unit in members.items():
+        num_bytes = sum(leaves[k].size_at_once * leaves[k].compute_dtype.itemsize for k in unit)
+        of_unit = {use for k in unit for use in uses[k]} if uses else set()
+        places = tuple(sorted(use.place for use in of_unit))
+        rows.append(UnitRow(name, len(unit), num_bytes, places, tuple(use.place for use in of_unit if use.lookup)))
+    return tuple(sorted(rows, key=lambda row: row.places[:1] or (len(leaves),)) if uses else rows)
+
+
+def leaves_with_paths(tree: PyTree) -> list[tuple[str, Aval]]:
+    """The leaves of a tree with their paths."""
+    return [(placement.path_text(path), a) for path, a in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _row(axes: Axes, category: str, path: str, stored: Aval, shape: Sequence[int], reason: str) -> Row:
+    spec, mesh = stored.sharding.spec, stored.sharding.mesh
+    others = [[name for name in axis_names(entry) if name not in axes.data] for entry in spec]
+    undivided = NamedSharding(mesh, PartitionSpec(*(tuple(names) or None for names in others)))
+    logical = jax.ShapeDtypeStruct(tuple(shape), stored.dtype)
+    on_device, full = placement.shard_bytes(stored, stored.sharding), placement.shard_bytes(logical, undivided)
+    zeros = on_device * (1 - math.prod(shape) / max(1, math.prod(stored.shape)))
+    return Row(category, path, logical.shape, str(stored.dtype), spec_text(spec), on_device, full, zeros, reason)
+
+
+def gradient_aval(config: ZeroConfig, mesh: AnyMesh, leaf: Leaf) -> jax.ShapeDtypeStruct:
+    """The gradient of a leaf within a step. At stage 1 it is full, until the reduce_scatter at the end of the step."""
+    is_sharded = config.stage.shards_grads
+    sharding = NamedSharding(mesh, leaf.spec(config.axes, is_sharded))
+    shape, dtype = leaf.padding(is_sharded).stored_shape(leaf.shape), config.precision.wire_dtype(leaf.compute_dtype)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def _optimizer_reason(path: str, shape: Shape, leaves: dict[str, Leaf], axes: Axes) -> str:
+    """The reason of the parameter that a leaf of the optimizer state belongs to, or else one by the leaf's shape."""
+    for leaf in map(leaves.get, path_ends(path)):
+        if leaf is not None and leaf.shape == shape:
+            return leaf.reason
+    return choose_dim(shape, axes.num_shards, stacked=False).reason
+
+
+def path_ends(path: str) -> list[str]:
+    """A path, the path without its first key, and so on: that of an optimizer's leaf ends in that of a parameter."""
+    keys = path.split("/")
+    return ["/".join(keys[start:]) for start in range(len(keys))]

@@ -1,29 +1,41 @@
-"""Evaluates integers of a compiled program, such as the indices of slices, in each iteration of its loops.
+"""Finds the slices of host buffers that a compiled program reads and writes, and where each of them starts.
 
-Only what is asked for is computed, from the program's constants and counters. Anything else raises ValueError: the
-arguments of the program, other dtypes than integers and booleans, and operations that indices are not made of.
+A slice has indices, which the program computes from constants and counters. XLA for GPUs also annotates slices with
+byte offsets that it derives from the loop around them (`dynamic_slice_config`): it copies an annotated slice from or to
+these offsets, and never looks at the indices. Indices are evaluated here as integers, in each iteration of the loops;
+what is not made of constants and counters raises ValueError.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
 import re
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from zerojax.analysis.hlo import Instruction, attribute, trip_count, unsupported
+from zerojax.analysis.hlo import (
+    HOST,
+    Buffer,
+    Computation,
+    Instruction,
+    Program,
+    attribute,
+    element_bits,
+    trip_count,
+    unsupported,
+)
 
 # A tuple is a function from the index of an element to its value: most of what a loop carries is never asked for.
 Evaluated = np.ndarray | Callable[[int], Any]
 
 
 class Scope:
-    """The values of the instructions of a computation in one of its runs.
-
-    Args:
-        argument: returns the value of the parameter with a number.
-    """
+    """The values of the instructions of a computation in one of its runs, with arguments by number."""
 
     def __init__(self, argument: Callable[[int], Evaluated]):
         self._argument = argument
@@ -83,15 +95,7 @@ class Scope:
 
 
 class Iterations:
-    """The iterations of a `while`.
-
-    Args:
-        loop: the instruction.
-        outer: the scope that it runs in.
-
-    Raises:
-        ValueError: if its body is not understood.
-    """
+    """The iterations of a `while` that runs in an outer scope."""
 
     def __init__(self, loop: Instruction, outer: Scope):
         self._loop, self._outer = loop, outer
@@ -158,7 +162,7 @@ def slice_starts(i: Instruction, indices: Iterable[np.ndarray]) -> list[int]:
     return [min(max(int(index), 0), limit) for index, limit in zip(indices, limits, strict=True)]
 
 
-def _dtype(i: Instruction) -> np.dtype[Any]:
+def _dtype(i: Instruction) -> np.dtype:
     name = i.buffers[0].dtype
     known = re.fullmatch(r"([su])(8|16|32|64)", name)
     if name != "pred" and not known:
@@ -166,50 +170,41 @@ def _dtype(i: Instruction) -> np.dtype[Any]:
     return np.dtype(f"{'int' if known.group(1) == 's' else 'uint'}{known.group(2)}" if known else "bool")
 
 
-def _constant(i: Instruction) -> Any:
+def _constant(i: Instruction) -> ArrayLike:
     text = attribute(r"^([-\w{}, ]*)\)", i)
     return [text == "true"] if text in ("true", "false") else [int(n) for n in re.findall(r"-?\d+", text)]
 
 
-def _iota(i: Instruction) -> Any:
+def _iota(i: Instruction) -> ArrayLike:
     dims, along = i.buffers[0].dims, int(attribute(r"iota_dimension=(\d+)", i))
     return np.broadcast_to(np.arange(dims[along]).reshape([-1 if k == along else 1 for k in range(len(dims))]), dims)
 
 
-def _reshaped(i: Instruction, a: np.ndarray) -> Any:
+def _reshaped(i: Instruction, a: np.ndarray) -> ArrayLike:
     if i.op == "bitcast" and sum(size > 1 for size in (*a.shape, *i.buffers[0].dims)) > 2:
         raise unsupported(i, "the result of this bitcast depends on layouts")
     return a
 
 
-def _broadcast(i: Instruction, a: np.ndarray) -> Any:
+def _broadcast(i: Instruction, a: np.ndarray) -> ArrayLike:
     dims, kept = i.buffers[0].dims, i.integers("dimensions")
     return np.broadcast_to(a.reshape([size if k in kept else 1 for k, size in enumerate(dims)]), dims)
 
 
-def _compare(i: Instruction, a: np.ndarray, b: np.ndarray) -> Any:
-    return _DIRECTIONS[attribute(r"direction=(\w+)", i)](a, b)
-
-
-def _slice(i: Instruction, a: np.ndarray) -> Any:
+def _slice(i: Instruction, a: np.ndarray) -> ArrayLike:
     bounds = re.findall(r"\[(\d+):(\d+)(?::(\d+))?\]", attribute(r"slice=\{(.*?)\}", i))
     return a[tuple(slice(int(first), int(end), int(step or 1)) for first, end, step in bounds)]
 
 
-def _dynamic_slice(i: Instruction, a: np.ndarray, *indices: np.ndarray) -> Any:
+def _dynamic_slice(i: Instruction, a: np.ndarray, *indices: np.ndarray) -> ArrayLike:
     starts = zip(slice_starts(i, indices), slice_dims(i), strict=True)
     return a[tuple(slice(start, start + size) for start, size in starts)]
 
 
-_DIRECTIONS: dict[str, Callable[..., Any]] = {
-    "EQ": np.equal,
-    "NE": np.not_equal,
-    "LT": np.less,
-    "LE": np.less_equal,
-    "GT": np.greater,
-    "GE": np.greater_equal,
-}
-_ELEMENTWISE: dict[str, Callable[..., Any]] = {
+_DIRECTIONS = {
+    "EQ": np.equal, "NE": np.not_equal, "LT": np.less, "LE": np.less_equal, "GT": np.greater, "GE": np.greater_equal
+}  # fmt: skip
+_ELEMENTWISE: dict[str, Callable[..., ArrayLike]] = {
     "add": np.add,
     "and": np.bitwise_and,
     "clamp": lambda low, a, high: np.minimum(np.maximum(a, low), high),
@@ -229,10 +224,10 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "sign": np.sign,
     "subtract": np.subtract,
 }
-_OTHERS: dict[str, Callable[..., Any]] = {
+_OTHERS: dict[str, Callable[..., ArrayLike]] = {
     "bitcast": _reshaped,
     "broadcast": _broadcast,
-    "compare": _compare,
+    "compare": lambda i, a, b: _DIRECTIONS[attribute(r"direction=(\w+)", i)](a, b),
     "constant": _constant,
     "dynamic-slice": _dynamic_slice,
     "iota": _iota,
@@ -253,3 +248,151 @@ def _apply(i: Instruction, operands: Sequence[np.ndarray]) -> np.ndarray:
     else:
         raise unsupported(i, "cannot evaluate this instruction")
     return np.asarray(result).astype(dtype).reshape(i.buffers[0].dims)
+
+
+_ANNOTATION = '"dynamic_slice_config":'
+_ALLOCATION = "AllocateBuffer"
+
+
+@dataclasses.dataclass(frozen=True)
+class HostSlice:
+    """A dynamic-slice or a dynamic-update-slice of a buffer in host memory.
+
+    Attributes:
+        name: the name of the instruction.
+        writes: whether it writes to the buffer, instead of reading from it.
+        buffer: the whole buffer.
+        slice_bytes: size of the slice.
+        indexed: the offset in bytes at each run, in the order in which it runs in a step, by its indices; None if they
+            cannot be evaluated.
+        annotated: the same by its annotation; None if it has none.
+        unread: why the indices cannot be evaluated.
+    """
+
+    name: str
+    writes: bool
+    buffer: Buffer
+    slice_bytes: int
+    indexed: tuple[int, ...] | None
+    annotated: tuple[int, ...] | None
+    unread: str = ""
+
+
+class _SliceRun(NamedTuple):
+    """One run of a slice, in the iterations of the loops around it, the outermost first."""
+
+    instruction: Instruction
+    scope: Scope
+    iterations: tuple[int, ...]
+
+
+def host_slices(program: Program) -> list[HostSlice]:
+    """Returns the slices of host buffers of a program for GPUs, in the order of their first runs.
+
+    Raises:
+        ValueError: if a slice is in a branch or in a loop whose trip count is unknown, if an annotation is not
+            understood, or if something else than a slice may read a part of a host buffer.
+    """
+    runs: dict[Instruction, list[_SliceRun]] = {}
+    for run in _runs(program.entry, Scope.of_entry(), (), {}):
+        runs.setdefault(run.instruction, []).append(run)
+    return [_host_slice(i, each) for i, each in runs.items()]
+
+
+def _runs(
+    computation: Computation, scope: Scope, iterations: tuple[int, ...], known: dict[Computation, bool]
+) -> Iterator[_SliceRun]:
+    """The runs of all slices of host buffers in a computation and in those that it calls. See `_is_relevant`."""
+    for i in computation.instructions:
+        if _slices_host(i):
+            yield _SliceRun(i, scope, iterations)
+        elif _ANNOTATION in i.attributes and _touches_host(i):
+            raise unsupported(i, "an annotation of something else than a slice")
+        elif i.op == "custom-call" and _touches_host(i) and i.target != _ALLOCATION:
+            raise unsupported(i, "this custom call may read or write a part of a host buffer")
+        elif not any(_is_relevant(c, known) for called in i.called.values() for c in called):
+            continue
+        elif i.op == "while":
+            loop = Iterations(i, scope)
+            for n in range(loop.trips):
+                yield from _runs(loop.body, loop.scope(n), (*iterations, n), known)
+        elif i.op == "conditional":
+            raise unsupported(i, "a slice of a host buffer in a branch")
+        else:
+            inner = scope.call(i)
+            for c in (c for called in i.called.values() for c in called):
+                yield from _runs(c, inner, iterations, known)
+
+
+def _slices_host(i: Instruction) -> bool:
+    return i.op in ("dynamic-slice", "dynamic-update-slice") and i.operands[0].buffers[0].space == HOST
+
+
+def _touches_host(i: Instruction) -> bool:
+    return any(buffer.space == HOST for each in (i, *i.operands) for buffer in each.buffers)
+
+
+def _is_relevant(computation: Computation, known: dict[Computation, bool]) -> bool:
+    """Whether a computation has something that `_runs` returns or refuses, at any depth. `known` keeps the answers."""
+    if computation not in known:
+        known[computation] = any(
+            _slices_host(i)
+            or (_touches_host(i) and (_ANNOTATION in i.attributes or i.op == "custom-call"))
+            or any(_is_relevant(c, known) for called in i.called.values() for c in called)
+            for i in computation.instructions
+        )
+    return known[computation]
+
+
+def _host_slice(i: Instruction, runs: list[_SliceRun]) -> HostSlice:
+    buffer = i.operands[0].buffers[0]
+    slice_bytes = Buffer(buffer.dtype, slice_dims(i), HOST).num_bytes
+    config = _annotation(i)
+    limit = buffer.num_bytes - slice_bytes
+    annotated = None if config is None else tuple(_annotated_offset(i, config, limit, run.iterations) for run in runs)
+    try:
+        indexed, unread = tuple(_indexed_offset(run) for run in runs), ""
+    except ValueError as error:
+        indexed, unread = None, str(error)
+    return HostSlice(i.name, i.op == "dynamic-update-slice", buffer, slice_bytes, indexed, annotated, unread)
+
+
+def _indexed_offset(run: _SliceRun) -> int:
+    """The offset of a slice in bytes, by its indices."""
+    i, scope, _ = run
+    buffer = i.operands[0].buffers[0]
+    first = 2 if i.op == "dynamic-update-slice" else 1
+    starts = slice_starts(i, [scope.array(operand) for operand in i.operands[first:]])
+    order = buffer.order or tuple(range(len(buffer.dims)))[::-1]
+    strides = {dim: math.prod(buffer.dims[k] for k in order[:place]) for place, dim in enumerate(order)}
+    return sum(start * strides[dim] for dim, start in enumerate(starts)) * element_bits(buffer.dtype) // 8
+
+
+def _annotation(i: Instruction) -> dict[str, Any] | None:
+    """The annotation of a slice, or None if it has none."""
+    _, found, text = i.attributes.partition(_ANNOTATION)
+    if not found:
+        return None
+    try:
+        return json.JSONDecoder().raw_decode(text)[0]
+    except ValueError as error:
+        raise unsupported(i, "cannot read the annotation of this slice") from error
+
+
+def _annotated_offset(i: Instruction, config: dict[str, Any], limit: int, iterations: tuple[int, ...]) -> int:
+    """The offset of a slice in bytes, by its annotation: linear in the iteration of a loop, or one for each iteration.
+
+    `loop_index` counts the loops around the slice from the innermost, and is missing if the offset is the same at all
+    times. Before jaxlib 0.12 there was no table, and offset and stride were not in a field of their own.
+    """
+    depth = int(config.get("loop_index", -1))
+    try:
+        n = iterations[-1 - depth] if depth >= 0 else 0
+        if "table" in config:
+            offset = int(config["table"]["offsets"][n])
+        else:
+            linear = config.get("linear", config)
+            offset = int(linear["byte_offset"]) + n * int(linear["byte_stride"])
+    except (IndexError, KeyError) as error:
+        raise unsupported(i, "cannot read the annotation of this slice") from error
+    return min(max(offset, 0), limit)

@@ -1,4 +1,4 @@
-"""Estimates the peak memory of a step on one device, term by term, without compiling it.
+"""Estimates the peak memory of a step on one device, term by term, and explains an error about too little memory.
 
 Memory that is held between steps is exact, from the shardings of `Zero.eval_init`. Memory that is allocated within a
 step is estimated from its trace, see `liveness`. The formulas of the ZeRO paper are here too.
@@ -7,18 +7,21 @@ step is estimated from its trace, see `liveness`. The formulas of the ZeRO paper
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
 
-from zerojax.analysis import jaxpr_stats, liveness
+from zerojax.analysis import liveness
+from zerojax.analysis.explanation import explain
+from zerojax.analysis.jaxpr_counts import manual_parts
 from zerojax.analysis.liveness import Peak
-from zerojax.analysis.report.placement import explain
+from zerojax.offload.pinned_memory import DEFAULT_PINNED_GIB, PINNED_LIMIT
 from zerojax.sharding import placement
 from zerojax.sharding.placement import Leaf
 from zerojax.sharding.stages import Stage
 from zerojax.step import state as states
-from zerojax.step.config import ZeroConfig
+from zerojax.step.config import ZeroConfig, can_offload_params
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import TrainState
 from zerojax.utils.text import bytes_text, count_text
@@ -75,20 +78,6 @@ def model_states(parameters: float, stage: int, num_shards: int, optimizer_bytes
     )
 
 
-def largest_model(limit_bytes: float, stage: int, num_shards: int, model: int = 1) -> float:
-    """The number of parameters of the largest model whose states fit on each device.
-
-    Args:
-        limit_bytes: memory of a device.
-        stage: 0 to 3.
-        num_shards: number of devices over which states are sharded.
-        model: size of the `model` axis, over which states are divided in addition.
-
-    Source: ZeRO, table 2.
-    """
-    return model * limit_bytes / model_states(1, stage, num_shards).num_bytes
-
-
 class Memory(NamedTuple):
     """The peak memory of a step on one device. Prints as a table.
 
@@ -136,7 +125,7 @@ def step_memory(
         traced: the result of `step.trace(state, batch)`.
         batch: avals of the global batch.
     """
-    jaxpr, *_ = jaxpr_stats.manual_parts(traced.jaxpr)
+    jaxpr, *_ = manual_parts(traced.jaxpr)
     num_gradients = sum(leaf.trainable for leaf in state.definition.leaves)
     spaces = jax.memory.Space.Device, jax.memory.Space.Host
     peaks = [liveness.peak(jaxpr, range(num_gradients), space) for space in spaces]
@@ -223,3 +212,64 @@ def _transposed_leaf(config: ZeroConfig, settings: StepSettings, state: TrainSta
     num_bytes = int(min(width * largest.size, settings.collectives.bucket_bytes))
     formula = f"after the update: {largest.path!r} before it is transposed, {width} x {count_text(largest.size)}"
     return Term("gathered", num_bytes, formula)
+
+
+def out_of_memory_error(config: ZeroConfig, settings: StepSettings, memory: Memory, error: Exception) -> MemoryError:
+    """The error to raise when a step has run out of device memory, or of host memory that XLA may pin.
+
+    Args:
+        config: mesh, axes, stage and precision.
+        settings: the settings of the step.
+        memory: the estimated peak memory of the step.
+        error: the error that JAX raised.
+    """
+    if "host memory" in str(error):
+        return _out_of_host_memory(memory, error)
+    *rows, total = str(memory._replace(host_bytes=0)).splitlines()
+    return MemoryError(
+        "\n  ".join(
+            [
+                "step: out of device memory",
+                f"got:      {str(error).splitlines()[0][:200]}",
+                f"estimate: at stage {config.stage} on {config.axes.num_shards} shards:",
+                *(f"  {row}" for row in [*rows, total + _limit(config)]),
+                f"fix:      try {'; '.join(_fixes(config, settings))}",
+                "          (zerojax plan predicts the memory with each of these)",
+            ]
+        )
+    )
+
+
+def _out_of_host_memory(memory: Memory, error: Exception) -> MemoryError:
+    total, state = bytes_text(memory.host_bytes), bytes_text(memory.host_state_bytes)
+    return MemoryError(
+        f"step: out of pinned host memory\n"
+        f"  got:      {str(error).splitlines()[0][:200]}\n"
+        f"  estimate: {total} for each device, of which {state} are the state\n"
+        f"  fix:      raise {PINNED_LIMIT} in the environment; it is {DEFAULT_PINNED_GIB} GiB\n"
+        f"            by default, for all GPUs of a process together. Or offload less"
+    )
+
+
+def _limit(config: ZeroConfig) -> str:
+    """The device memory that JAX may use, if the device reports it."""
+    stats = getattr(config.mesh.devices.flat[0], "memory_stats", lambda: None)()
+    limit = (stats or {}).get("bytes_limit")
+    return f"  of {bytes_text(limit)} that JAX may use" if limit else ""
+
+
+def _fixes(config: ZeroConfig, settings: StepSettings) -> Iterator[str]:
+    """Changes that reduce the memory of a step, the cheapest first."""
+    if config.stage < 3:
+        yield "stage=3"
+    yield "remat='full', or Remat(offload_inputs=True)"
+    yield f"num_microbatches={2 * settings.num_microbatches}"
+    if settings.prefetch:
+        yield "prefetch=0"
+    if config.offload == "none" and not config.other_axes:
+        yield "Zero(..., offload='optimizer')"
+    elif config.offload == "optimizer" and can_offload_params(config.axes, config.stage):
+        yield "Zero(..., offload='params')"
+    if jax.default_backend() == "gpu":
+        yield "XLA_CLIENT_MEM_FRACTION=0.95 in the environment"
+    yield "more devices"

@@ -1,30 +1,38 @@
-"""Audits a compiled step: runs the checks of its memory and of its communication against an expectation."""
+"""Audits a compiled step: runs the checks of its memory and of its communication against an expectation.
+
+The checks of memory are here: where the state is, that it is updated in place, and what is copied to host memory. A
+scan that offloads activations writes them into slices of a host buffer, and the scan of the backward pass reads these
+in reverse. A compiler that walks the other way gives each layer the activations of another: bytes and memory are as
+expected, and the gradients are wrong.
+"""
 
 from __future__ import annotations
 
+import collections
 import functools
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
-from zerojax.analysis import hlo
-from zerojax.analysis.audit.communication import SLACK, CommunicationChecks
-from zerojax.analysis.audit.expectation import Expectation
-from zerojax.analysis.audit.findings import Audit, AuditCheck, Outcome, Unreadable, Verdict, reader_errors, run_checks
-from zerojax.analysis.audit.host_state import check_copies, check_host_memory, check_pieces
-from zerojax.analysis.audit.offloaded_slices import check_offloaded_slices
-from zerojax.analysis.hlo import Program
-from zerojax.analysis.host_copies import copied_in_host
-from zerojax.analysis.jaxpr_collectives import dtype_name
+from zerojax.analysis import hlo, hlo_costs, host_slices
+from zerojax.analysis.communication import SLACK, CommunicationChecks
+from zerojax.analysis.expectation import Expectation
+from zerojax.analysis.findings import Audit, AuditCheck, Outcome, Unreadable, Verdict, reader_errors, run_checks
+from zerojax.analysis.hlo import Buffer, Program
+from zerojax.analysis.hlo_costs import copied_in_host
+from zerojax.analysis.host_slices import HostSlice
+from zerojax.analysis.jaxpr_counts import dtype_name
 from zerojax.offload.host_pieces import PIECES_BYTES
 from zerojax.sharding import placement
 from zerojax.sharding.annotations import spec_text
 from zerojax.sharding.axes import axis_names
+from zerojax.step.compiler_options import ANNOTATOR, DISABLED_PASSES, FIRST_CORRECT
 from zerojax.step.described_hosts import TracedWithHostArguments
 from zerojax.utils.text import abbreviate, bytes_text
-from zerojax.utils.typing import Aval
+from zerojax.utils.typing import Aval, Shape
 
 
 def audit_step(step: Any, expectation: Expectation) -> Audit:
@@ -60,7 +68,7 @@ def audit_step(step: Any, expectation: Expectation) -> Audit:
     return run_checks([*memory.checks(), *communication.checks()])
 
 
-def _reader(compiled: Any) -> Callable[[], Program]:
+def _reader(compiled: jax.stages.Compiled) -> Callable[[], Program]:
     """Returns a function that parses the program, once. It raises `Unreadable` if the text cannot be parsed."""
 
     @functools.cache
@@ -76,7 +84,7 @@ def _bytes_per_device(avals: Iterable[Aval]) -> int:
     return sum(placement.shard_bytes(aval, aval.sharding) for aval in avals)
 
 
-def _is_placed_like(got: Any, want: Aval) -> bool:
+def _is_placed_like(got: jax.sharding.Sharding, want: Aval) -> bool:
     """Whether a sharding is that of an aval, on the same devices or on other devices in a mesh of the same shape."""
     mesh = want.sharding.mesh
     if isinstance(got, NamedSharding) and dict(got.mesh.shape) == dict(mesh.shape):
@@ -219,3 +227,154 @@ class _MemoryChecks:
     def offloaded_slices(self) -> Outcome:
         """Whether loops read and write slices of host buffers at their indices."""
         return check_offloaded_slices(self.program())
+
+
+def check_host_memory(state_bytes: int, found: int, copies: int) -> Outcome:
+    """Whether the state is in host memory, and no copy of it or of its gradients.
+
+    Args:
+        state_bytes: of the state that is offloaded.
+        found: the bytes of the program's arguments in host memory.
+        copies: the bytes of what is copied there.
+    """
+    numbers = {"expected_bytes": state_bytes, "found_bytes": found, "copied_bytes": max(0, copies)}
+    if found < (1 - SLACK) * state_bytes:
+        fix = "create the state with zero.init, and jit a step of your own with in_shardings and out_shardings of it"
+        return Outcome(f"{bytes_text(found)} in host memory", Verdict.BROKEN, numbers, fix)
+    if copies > SLACK * state_bytes:
+        fix = (
+            "use jax.jit(step, donate_argnums=0): the compiler copies arrays that it may not update in place; "
+            "with two or three layers it may copy sums of their gradients too"
+        )
+        return Outcome(f"copies of {bytes_text(copies)} in host memory", Verdict.BROKEN, numbers, fix)
+    return Outcome(f"{bytes_text(found)} in host memory, and no copies", Verdict.OK, numbers)
+
+
+def check_pieces(
+    program: Program, arrays: Iterable[tuple[str, Shape]], state_bytes: int, params: Iterable[Shape] = ()
+) -> Outcome:
+    """Whether the pieces that are written to arrays in host memory make up the whole of each, and how large they are.
+
+    Args:
+        program: compiled for GPUs.
+        arrays: dtypes, as in programs, and shapes of the arrays of the state in host memory, on one device.
+        state_bytes: of all of them.
+        params: the shapes of those that are parameters. Layers of them, and of sums of their gradients, come in the
+            forward and the backward pass too.
+
+    Raises:
+        Unreadable: if the index of a piece cannot be evaluated.
+    """
+    wanted, streamed = set(arrays), set(params)
+    with reader_errors():
+        pieces = [each for each in host_slices.host_slices(program) if (each.buffer.dtype, each.buffer.dims) in wanted]
+    for each in pieces:
+        if each.indexed is None:
+            raise Unreadable(f"the index of {each.name} cannot be evaluated: {each.unread}")
+    written = [each for each in pieces if each.writes]
+    # Which pieces are written, and how many bytes are moved at a time.
+    visits = collections.defaultdict[tuple[Buffer, int], collections.Counter[int]](collections.Counter)
+    for each in written:  # gradients of the first and the last layer are written outside of the loop over the others
+        visits[each.buffer, each.slice_bytes].update(each.indexed or ())
+    missed = [each for each in written if not _covers(each, visits[each.buffer, each.slice_bytes])]
+    at_a_time = collections.Counter[int]()  # by the number of runs: loops of the same length are one loop
+    for each in pieces:
+        if not each.writes and (each.buffer.dims not in streamed or _walks(each)):
+            at_a_time[len(each.indexed or ())] += each.slice_bytes
+    largest = max(at_a_time.values(), default=0)
+    # Compare.
+    numbers = {"pieces": len(pieces), "at_a_time_bytes": largest, "missed": len(missed)}
+    if not pieces and state_bytes > 2 * PIECES_BYTES:
+        fix = "jit the step of zero.train_step: a step of your own has to move the state piece by piece"
+        return Outcome("no pieces: the state comes to the device as a whole", Verdict.BROKEN, numbers, fix)
+    if missed:
+        texts = [f"{each.name} writes {len(set(each.indexed or ()))} pieces of {_text(each)}" for each in missed]
+        fix = "report it with the program: compiled.as_text() of step.lower(state, batch).compile()"
+        return Outcome(abbreviate(texts), Verdict.BROKEN, numbers, fix)
+    text = f"all pieces come and go; {bytes_text(largest)} at a time"
+    if largest > 2 * PIECES_BYTES:
+        fix = "dims with more divisors, from which smaller pieces can be cut"
+        return Outcome(text, Verdict.KNOWN, numbers, fix)
+    return Outcome(text, Verdict.OK, numbers)
+
+
+def check_copies(program: Program) -> Outcome:
+    """How much is copied between device and host in a step, and how much of it while nothing is computed."""
+    with reader_errors():
+        copies = hlo_costs.read_host_copies(program)
+    size = lambda chosen: sum(each.num_bytes for each in chosen)
+    in_layers = [each for each in copies if each.in_layers]
+    total, alone = size(copies), size(each for each in copies if each.alone)
+    of_layers, alone_of_layers = size(in_layers), size(each for each in in_layers if each.alone)
+    numbers = {"bytes": total, "alone_bytes": alone, "layers_bytes": of_layers, "alone_layers_bytes": alone_of_layers}
+    text = f"{bytes_text(total)}, of them {bytes_text(alone)} ({alone / max(total, 1):.0%}) while nothing is computed"
+    if in_layers:
+        text += f"; in loops over layers {bytes_text(alone_of_layers)} ({alone_of_layers / of_layers:.0%})"
+    return Outcome(text, Verdict.INFO, numbers)
+
+
+def _walks(each: HostSlice) -> bool:
+    """Whether the runs of a slice visit all pieces of its buffer but one, which may come before the loop."""
+    count = each.buffer.num_bytes // each.slice_bytes
+    return count > 2 and len(set(each.indexed or ())) >= count - 1
+
+
+def _covers(each: HostSlice, visits: Mapping[int, int]) -> bool:
+    """Whether slices like this one visit every piece of their buffers, and all pieces equally often."""
+    pieces = range(0, each.buffer.num_bytes, each.slice_bytes)
+    return set(visits) == set(pieces) and len(set(visits.values())) == 1
+
+
+def _text(each: HostSlice) -> str:
+    dims = ",".join(map(str, each.buffer.dims))
+    return f"{each.buffer.num_bytes // each.slice_bytes} of {each.buffer.dtype}[{dims}]"
+
+
+_FIX = (
+    f"pip install 'jax>={'.'.join(map(str, FIRST_CORRECT))}', or "
+    f"jax.jit(compiler_options={{'{DISABLED_PASSES}': '{ANNOTATOR}'}})"
+)
+
+
+def check_offloaded_slices(program: Program) -> Outcome:
+    """Compares the offsets that the compiler has annotated slices of host buffers with to those of their indices.
+
+    Slices without annotations are copied by their indices.
+
+    Raises:
+        Unreadable: if there are annotations that cannot be compared, and none that is wrong.
+    """
+    with reader_errors():
+        found = host_slices.host_slices(program)
+    annotated = [each for each in found if each.annotated is not None]
+    wrong = [each for each in annotated if each.indexed is not None and each.indexed != each.annotated]
+    numbers = {"slices": len(found), "annotated": len(annotated), "wrong": len(wrong)}
+    if wrong:
+        return Outcome(abbreviate([_difference(each) for each in wrong]), Verdict.BROKEN, numbers, _FIX)
+    for each in annotated:
+        if each.indexed is None:
+            raise Unreadable(f"the index of {each.name} cannot be compared with its annotation: {each.unread}")
+    text = f"{len(found)} slices; {len(annotated)} of them by annotated offsets, which are those of their indices"
+    return Outcome(text, Verdict.OK, numbers)
+
+
+def _difference(each: HostSlice) -> str:
+    action = "writes" if each.writes else "reads"
+    buffer = f"{each.buffer.dtype}[{','.join(map(str, each.buffer.dims))}]"
+    found, expected = (_walk(offsets, each.slice_bytes) for offsets in (each.annotated or (), each.indexed or ()))
+    return f"{each.name} {action} {buffer} {found}, and its index {expected}"
+
+
+def _walk(offsets: Sequence[int], slice_bytes: int) -> str:
+    """Describes a sequence of offsets: where it starts and in which steps it continues.
+
+    In a loop over microbatches, the sequence repeats itself. It is described once.
+    """
+    unit, size = ("slice", slice_bytes) if not any(each % slice_bytes for each in offsets) else ("byte", 1)
+    places = [each // size for each in offsets]
+    repeats = lambda n: len(places) % n == 0 and places[:n] * (len(places) // n) == places
+    places = places[: next(n for n in range(1, len(places) + 1) if repeats(n))]
+    steps = {later - earlier for earlier, later in itertools.pairwise(places)}
+    if len(steps) > 1:
+        return f"is at {unit}s {', '.join(map(str, places[:6]))}{', ...' if len(places) > 6 else ''}"
+    return f"starts at {unit} {places[0]}" + "".join(f" with step {step:+d}" for step in steps)

@@ -6,15 +6,17 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from zerojax.analysis import jaxpr_collectives
+from zerojax.analysis import jaxpr_counts
 from zerojax.analysis.hlo_collectives import Collective
 from zerojax.offload.checks import host_gradients_bytes
+from zerojax.program.jaxprs import ClosedJaxpr
 from zerojax.sharding import placement
 from zerojax.sharding.axes import axis_names
 from zerojax.sharding.placement import Leaf, shard_bytes
@@ -98,11 +100,11 @@ class Expectation:
     offloaded_bytes: int
     in_host: frozenset[str]
     host_gradients_bytes: int
-    jaxpr: Any = dataclasses.field(repr=False, compare=False)
+    jaxpr: ClosedJaxpr = dataclasses.field(repr=False, compare=False)
 
 
 def expect(
-    config: ZeroConfig, settings: StepSettings, state: TrainState, jaxpr: Any, uses: Sequence[Sequence[Use]]
+    config: ZeroConfig, settings: StepSettings, state: TrainState, jaxpr: ClosedJaxpr, uses: Sequence[Sequence[Use]]
 ) -> Expectation:
     """Derives the expectation of a step that `Zero.train_step` has built.
 
@@ -113,21 +115,24 @@ def expect(
         jaxpr: the traced step, which shows the leaves that the backward pass gathers again.
         uses: for each leaf, the segments of the loss that read it.
     """
+    # The state as the stage places it.
     num_microbatches = settings.num_microbatches
     shardings = states.shardings(config, state)
     aval = lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
     stored = jax.tree.map(aval, state, shardings)
     with_paths = jax.tree_util.tree_leaves_with_path(stored)
     leaves = state.definition.leaves
+    # The bytes to send, by formula and as traced.
     averaged = 2 * _ring_bytes(config.axes.num_devices, 4 * sum(a.size for a in _floating(state.model_state)))
     replicas = _replica_bytes(config, leaves, num_microbatches)
     most = _stage_bytes(config, leaves, uses, num_microbatches)
     most = most._replace(all_reduced=most.all_reduced + averaged + replicas)
-    traced = SentBytes.of(over_data_axes(jaxpr_collectives.traced_collectives(jaxpr, config.mesh), config))
+    traced = SentBytes.of(over_data_axes(jaxpr_counts.traced_collectives(jaxpr, config.mesh), config))
     wide = _sum_dtype(config, num_microbatches) != config.precision.reduce_dtype
     width = jnp.dtype(config.precision.compute_dtype).itemsize
     is_wide = [leaf.compute_dtype.itemsize > width for leaf in leaves]
     by_choice = _stage_bytes(config, _where(is_wide, leaves), _where(is_wide, uses), num_microbatches).total
+    # What is in host memory.
     host_leaves = list(itertools.compress(with_paths, jax.tree.leaves(states.in_host(config, state))))
     sum_dtype = config.precision.sum_dtype if num_microbatches > 1 else None
     gradients_bytes = host_gradients_bytes(config, stored, sum_dtype)
@@ -145,7 +150,7 @@ def expect(
         unit_bytes=_unit_bytes(config, leaves),
         wide_bytes=averaged + wide * replicas + by_choice,
         ends_bytes=_ends_bytes(config, leaves, uses),
-        offloaded_bytes=max(0, jaxpr_collectives.offloaded_bytes(jaxpr) - others_bytes) // num_microbatches,
+        offloaded_bytes=max(0, jaxpr_counts.offloaded_bytes(jaxpr) - others_bytes) // num_microbatches,
         in_host=frozenset(placement.path_text(path) for path, _ in host_leaves),
         host_gradients_bytes=gradients_bytes,
         jaxpr=jaxpr,
@@ -189,7 +194,7 @@ def _gathered_bytes(config: ZeroConfig, leaf: Leaf) -> int:
 
 def _unit_bytes(config: ZeroConfig, leaves: Iterable[Leaf]) -> int:
     """The bytes of the largest unit, gathered. All stacked leaves of a scan of the same length count as one unit."""
-    units: collections.Counter[Any] = collections.Counter()
+    units: collections.Counter[Hashable] = collections.Counter()
     for leaf in leaves:
         unit, layers = (("layers", leaf.shape[0]), leaf.shape[0]) if leaf.stacked else (leaf.unit, 1)
         units[unit] += _gathered_bytes(config, leaf) // layers
@@ -250,7 +255,7 @@ def _ends_bytes(config: ZeroConfig, leaves: Sequence[Leaf], uses: Sequence[Seque
     return first + sent(lambda use: use.lookup is not None)
 
 
-def _sum_dtype(config: ZeroConfig, k: int) -> Any:
+def _sum_dtype(config: ZeroConfig, k: int) -> DTypeLike:
     """The dtype in which gradients are summed over the replica axes: that of the sum of microbatches, if of shards."""
     accumulates = k > 1 and config.stage.shards_grads
     return config.precision.sum_dtype if accumulates else config.precision.reduce_dtype

@@ -5,15 +5,15 @@ from __future__ import annotations
 import collections
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 
-from zerojax.analysis import hlo, hlo_collectives, jaxpr_collectives
-from zerojax.analysis.audit.expectation import Expectation, SentBytes, over_data_axes
-from zerojax.analysis.audit.findings import AuditCheck, Outcome, Unreadable, Verdict, reader_errors
+from zerojax.analysis import hlo, hlo_collectives, jaxpr_counts
+from zerojax.analysis.expectation import Expectation, SentBytes, over_data_axes
+from zerojax.analysis.findings import AuditCheck, Outcome, Unreadable, Verdict, reader_errors
 from zerojax.analysis.hlo import Program
 from zerojax.analysis.hlo_collectives import Collective
+from zerojax.program.jaxprs import ClosedJaxpr
 from zerojax.sharding.torus import slice_after_slice
 from zerojax.utils.text import abbreviate, bytes_text
 
@@ -35,7 +35,9 @@ class CommunicationChecks:
         platform: the platform that the program is compiled for.
     """
 
-    def __init__(self, program: Callable[[], Program], jaxpr: Any, expectation: Expectation, platform: str):
+    def __init__(
+        self, program: Callable[[], Program], jaxpr: ClosedJaxpr | None, expectation: Expectation, platform: str
+    ):
         self.program, self.jaxpr, self.expectation, self.platform = program, jaxpr, expectation, platform
         self.config, self.most, self.least = expectation.config, expectation.most, expectation.least
         self.as_traced = platform == "cpu"
@@ -93,7 +95,7 @@ class CommunicationChecks:
         if self.jaxpr is None:
             raise Unreadable("XLA for CPUs merges gathers and sends wider dtypes: audit the traced step")
         with reader_errors():
-            found = over_data_axes(jaxpr_collectives.traced_collectives(self.jaxpr, self.config.mesh), self.config)
+            found = over_data_axes(jaxpr_counts.traced_collectives(self.jaxpr, self.config.mesh), self.config)
         if self.least.total and not found:
             raise Unreadable("the compiler inserts the collectives, and XLA for CPUs inserts others than XLA for GPUs")
         return found
@@ -121,7 +123,7 @@ class CommunicationChecks:
                 "XLA for TPUs rewrites reduce-scatters as all-reduces: audit the traced step to tell them from its own"
             )
         with reader_errors():
-            found = jaxpr_collectives.traced_collectives(self.jaxpr, self.config.mesh)
+            found = jaxpr_counts.traced_collectives(self.jaxpr, self.config.mesh)
             traced = SentBytes.of(over_data_axes(found, self.config))
         if traced.all_reduced > (1 + SLACK) * self.most.all_reduced or not traced.total:
             return None
@@ -216,7 +218,7 @@ class CommunicationChecks:
         prefetch, microbatches = self.expectation.prefetch, self.expectation.num_microbatches > 1
         unit, itemsize = self.expectation.unit_bytes, jnp.dtype(self.config.precision.compute_dtype).itemsize
         with reader_errors():
-            bodies = jaxpr_collectives.independent_gather_bytes(self.jaxpr, itemsize)
+            bodies = jaxpr_counts.independent_gather_bytes(self.jaxpr, itemsize)
         most, excess = 0.0, 0.0
         for loops, gathered in bodies:
             window = prefetch + 2 if loops <= microbatches else max(prefetch, 1)

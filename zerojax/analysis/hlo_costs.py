@@ -1,4 +1,4 @@
-"""Counts the flops of matrix products and the bytes of memory traffic of an instruction of a compiled program."""
+"""Counts what instructions of a compiled program cost: flops, memory traffic, copies to the host, and moves."""
 
 from __future__ import annotations
 
@@ -7,8 +7,19 @@ import math
 import re
 from typing import Any, NamedTuple
 
-from zerojax.analysis.hlo import Block, Buffer, Instruction, unsupported
-from zerojax.analysis.hlo_collectives import collective_spans, fusion_results, has_product
+from zerojax.analysis.hlo import (
+    HOST,
+    Block,
+    Buffer,
+    Instruction,
+    Program,
+    blocks,
+    fusion_results,
+    has_product,
+    trips_of,
+    unsupported,
+)
+from zerojax.analysis.hlo_collectives import collective_spans, end_index
 
 _FREE = frozenset(["add-dependency", "after-all", "bitcast", "constant", "copy-done", "get-tuple-element"]) | frozenset(
     ["opt-barrier", "parameter", "partition-id", "replica-id", "tuple"]
@@ -210,3 +221,169 @@ def _result_bytes(i: Instruction) -> int:
     """Returns the bytes of the results, without the workspace that cuBLAS or cuDNN returns next to a result."""
     workspace = i.op == "custom-call" and i.target.startswith(("__cublas$", "__cudnn$conv"))
     return _device_bytes(i.buffers[:1] if workspace else i.buffers)
+
+
+TO_HOST, FROM_HOST, COPIES = "copies to the host", "copies from the host", "copies beside compute"
+COPY_STARTS = ("copy-start", "slice-start", "fusion-start", "dynamic-slice-start", "dynamic-update-slice-start")
+
+
+class HostCopy(NamedTuple):
+    """A copy between device and host.
+
+    Attributes:
+        name: of the instruction that starts it.
+        lane: `TO_HOST` or `FROM_HOST`.
+        num_bytes: of all its runs in a step.
+        alone: whether nothing is computed beside it. A matrix product counts, and so does a kernel that reads and
+            writes at least as many bytes, such as the update of an equally large piece, also in a loop.
+        in_layers: whether it is in a loop with matrix products, such as that over layers.
+    """
+
+    name: str
+    lane: str
+    num_bytes: int
+    alone: bool
+    in_layers: bool
+
+
+def read_host_copies(program: Program) -> list[HostCopy]:
+    """Returns the copies between device and host.
+
+    Raises:
+        ValueError: if a copy has no end in the same computation, or if it is in a branch, or in a loop whose trip count
+            is unknown.
+    """
+    found = []
+    for block in blocks(program):
+        in_layers = block.looped and any(map(has_product, block.instructions))
+        for k, i in enumerate(block.instructions):
+            if i.op in COPY_STARTS:
+                lane, num_bytes = copied(i)
+                if lane != COPIES:
+                    beside = block.instructions[k + 1 : end_index(block, k)]
+                    alone = not any(_computes(other, num_bytes) for other in beside)
+                    found.append(HostCopy(i.name, lane, num_bytes * trips_of(block, i), alone, in_layers))
+    return found
+
+
+def copied(start: Instruction) -> tuple[str, int]:
+    """Returns the (lane, bytes) of an asynchronous copy or slice, or of a fusion that slices or updates an array."""
+    if start.op == "copy-start":
+        source, target = start.operands[0].buffers[0], start.buffers[0]
+        return _lane(source, target), target.num_bytes
+    num_operands = sum(len(operand.buffers) for operand in start.operands)
+    source, result = start.operands[0].buffers[0], start.buffers[num_operands]
+    if start.op in ("slice-start", "dynamic-slice-start"):
+        return _lane(source, result), result.num_bytes
+    if start.op == "dynamic-update-slice-start":
+        update = start.operands[1].buffers[0]
+        return _lane(update, result), update.num_bytes
+    (root,) = fusion_results(start.called["calls"][0].root)
+    while root.op in ("bitcast", "copy"):
+        root = root.operands[0]
+    if root.op == "dynamic-update-slice":
+        return TO_HOST if result.space == HOST else COPIES, root.operands[1].num_bytes
+    if root.op == "dynamic-slice":
+        return FROM_HOST if source.space == HOST else COPIES, result.num_bytes
+    raise unsupported(start, "cannot read what this asynchronous fusion copies")
+
+
+def copied_in_host(program: Program) -> int:
+    """Returns the bytes of arrays in host memory that a program copies to other arrays there.
+
+    In programs for TPUs the processor of the host does so, while the device waits.
+    """
+    num_bytes = 0
+    for i in (i for block in blocks(program) for i in block.instructions):
+        if i.op == "custom-call-start" and i.target == "HostExecute":
+            num_bytes += sum(operand.num_bytes for operand in i.operands)
+        elif i.op in ("copy", "copy-start"):
+            source, target = i.operands[0].buffers[0], i.buffers[0]
+            num_bytes += target.num_bytes if source.space == target.space == HOST else 0
+    return num_bytes
+
+
+def _lane(source: Buffer, target: Buffer) -> str:
+    if (source.space == HOST) == (target.space == HOST):
+        return COPIES
+    return TO_HOST if target.space == HOST else FROM_HOST
+
+
+def _computes(i: Instruction, num_bytes: int) -> bool:
+    """Whether an instruction has a matrix product, or moves at least so many bytes of device memory."""
+    if i.op in ("while", "call"):
+        return any(_computes(j, num_bytes) for j in i.inner)
+    if i.op.endswith(("-start", "-update", "-done")):
+        return False
+    return has_product(i) or memory_bytes(i) >= num_bytes
+
+
+# Moves within device memory.
+
+
+class Move(NamedTuple):
+    """A result that consists of elements of an operand, with nothing computed.
+
+    Attributes:
+        name: the name of the instruction.
+        op: 'copy', 'transpose', 'slice' or 'update': the last of these in this list that is part of the move.
+        buffer: the buffer that is written; for an update in place, the update.
+        trips: the number of times it runs in a step.
+    """
+
+    name: str
+    op: str
+    buffer: Buffer
+    trips: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.trips * self.buffer.num_bytes
+
+
+_MOVE_OPS = {"copy": 1, "transpose": 2, "slice": 3, "dynamic-slice": 3, "dynamic-update-slice": 4}
+_MOVE_NAMES = {1: "copy", 2: "transpose", 3: "slice", 4: "update"}
+
+
+def moves(program: Program, min_bytes: int = 1, in_loops: bool = False) -> list[Move]:
+    """Returns the moves of a program within device memory, in the order in which they run.
+
+    Instructions, results of fusions, and asynchronous copies count. Copies to or from another memory space (host
+    memory, or the vector memory of a TPU) do not.
+
+    Args:
+        program: a scheduled program.
+        min_bytes: smaller results are left out, such as the counters and small tuples that loops copy.
+        in_loops: whether only loop bodies count.
+    """
+    found = []
+    for block in blocks(program):
+        for i in block.instructions if block.looped or not in_loops else ():
+            root = i.called["calls"][0].root if i.op == "fusion" else i
+            for result in fusion_results(root) if root is not i else [i]:
+                move = _classify_move(result, inside=root is not i)
+                if move and move[1].num_bytes >= min_bytes:
+                    found.append(Move(i.name, *move, trips_of(block, i)))
+    return found
+
+
+def _classify_move(result: Instruction, inside: bool) -> tuple[str, Buffer] | None:
+    """Returns (op, the buffer that is written) if a result only moves elements, or None.
+
+    `inside` a fusion, the result is traced back to the parameters of the fusion.
+    """
+    if result.op == "copy-start":
+        return ("copy", result.buffers[0]) if result.buffers[0].space == result.operands[0].buffers[0].space else None
+    level, written, i = 0, result, result
+    while i.op in _MOVE_OPS or i.op in ("bitcast", "reshape"):
+        level = max(level, _MOVE_OPS.get(i.op, 0))
+        if i.op == "dynamic-update-slice":
+            written = i.operands[1]
+        i = i.operands[1 if i.op == "dynamic-update-slice" else 0]
+        if not inside:
+            break
+    if not level or (inside and i.op != "parameter"):
+        return None
+    if len(written.buffers) != 1 or len(i.buffers) != 1:
+        raise unsupported(result, "cannot read a move of a tuple")
+    return (_MOVE_NAMES[level], written.buffers[0]) if written.buffers[0].space == i.buffers[0].space else None

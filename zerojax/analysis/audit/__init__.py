@@ -1,1 +1,0 @@
-"""Compares what a step is expected to do with what its compiled program does."""
