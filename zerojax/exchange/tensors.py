@@ -222,6 +222,9 @@ class Reader:
     def read(self, name: str) -> np.ndarray:
         """Maps an array of the file into memory: a slice is read when it is copied, and nothing else is.
 
+        Args:
+            name: one of `names`.
+
         Raises:
             KeyError: if there is no array with this name.
             ValueError: if the file has become shorter.
