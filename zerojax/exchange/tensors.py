@@ -212,11 +212,19 @@ class Reader:
         return name in self._arrays
 
     def shape(self, name: str) -> Shape:
-        """Returns the shape of the array with this name."""
+        """Returns the shape of an array.
+
+        Args:
+            name: one of `names`.
+        """
         return self._arrays[name].shape
 
     def dtype(self, name: str) -> np.dtype:
-        """Returns the dtype of the array with this name. bfloat16 and float8 are those of `ml_dtypes`."""
+        """Returns the dtype of an array. bfloat16 and float8 are those of `ml_dtypes`.
+
+        Args:
+            name: one of `names`.
+        """
         return self._arrays[name].dtype
 
     def read(self, name: str) -> np.ndarray:
