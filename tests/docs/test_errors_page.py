@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from safetensors.numpy import save_file
 from support.paths import REPO
 from support.small_run import (
     WIDTH,
@@ -28,7 +29,7 @@ from zerojax.analysis.memory import out_of_memory_error
 from zerojax.checkpoints import store
 from zerojax.checkpoints.manifest import with_digest
 from zerojax.exchange import adapters, parameters, quantized
-from zerojax.exchange.tensors import INDEX, Entry, Reader, write
+from zerojax.exchange.tensors import INDEX, Reader
 from zerojax.plan import Settings, from_hugging_face, plan
 from zerojax.processes import agree
 from zerojax.run_report.read import read_run
@@ -279,12 +280,6 @@ def _(tmp_path):
     Reader(tmp_path)
 
 
-@raises("A header that is longer than its file")
-def _(tmp_path):
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", 2**40) + b"{}")
-    Reader(tmp_path)
-
-
 @raises("An index that points outside its folder")
 def _(tmp_path):
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"w": "../../etc/passwd"}}))
@@ -293,8 +288,8 @@ def _(tmp_path):
 
 def load_matrix(directory, arrays, shape=(32, 32), file_format="pt", **options):
     """Loads arrays, given by their shapes, into a state with one matrix."""
-    arrays = [Entry(name, n, np.float32, lambda n=n: [np.zeros(n, np.float32)]) for name, n in arrays.items()]
-    write(directory, arrays, metadata={"format": file_format})
+    arrays = {name: np.zeros(shape, np.float32) for name, shape in arrays.items()}
+    save_file(arrays, directory / "model.safetensors", {"format": file_format})
     parameters.load(setting().init(lambda: {"w": jnp.ones(shape)}, optax.sgd(0.1)), directory, **options)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from safetensors.numpy import load_file, save_file
+from support.copied import record_copies
 from support.finetuned import WEIGHTS, merge_and_export, quantize, quantized_state
 from support.paths import SUPPORT
 from support.small_run import adam, create, setting
@@ -43,9 +44,7 @@ def written(folder, params=None, **options):
 @pytest.mark.parametrize("stage", [0, 3])
 def test_quantized_weights_are_computed_from_files_one_at_a_time(tmp_path, stage, monkeypatch):
     """Also those that are stored with zeros at their ends. Nothing is read that a device does not hold."""
-    state, held = quantized_state(stage), []
-    read = Reader.read
-    monkeypatch.setattr(Reader, "read", lambda *args, **options: held.append(a := read(*args, **options)) or a)
+    state, sizes = quantized_state(stage), record_copies(monkeypatch)
 
     def watched(tree):
         (a,) = jax.tree.leaves(tree)
@@ -62,7 +61,7 @@ def test_quantized_weights_are_computed_from_files_one_at_a_time(tmp_path, stage
         np.testing.assert_allclose(of_layer[0]["scale"], of_layer[1]["scale"], rtol=1e-6)
     np.testing.assert_array_equal(params["norm"], WEIGHTS["norm"])
     np.testing.assert_array_equal(params["layers"]["0"]["up_lora_a"], np.full((16, 2), 3))
-    assert max(a.size for a in held) == (16 * 24 if stage == 0 else 16 * 24 // 8)
+    assert max(sizes) == (16 * 24 if stage == 0 else 16 * 24 // 8)
 
 
 def test_what_quantize_returns_has_to_be_in_the_state(tmp_path):

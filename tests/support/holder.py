@@ -3,12 +3,11 @@
     python holder.py save|restore|export DIRECTORY NUM_ARRAYS
 
 Prints by how many bytes the peak memory of the process grew. An export reads in a process of its own, whose memory is
-added.
+not counted.
 """
 
 import resource
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +15,9 @@ import optax
 
 import zerojax
 from zerojax import processes
-from zerojax.checkpoints import pieces
 from zerojax.exchange import parameters
 
-NUM_BYTES, PIECE_BYTES = 2**28, 2**24
+NUM_BYTES, FILE_BYTES = 2**28, 2**25
 
 
 def create(key, num_arrays):
@@ -32,29 +30,22 @@ def peak_resident_bytes():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def peak_of_reader(reader):
-    """The largest resident size of the process of a `LimitedReader` so far."""
-    return int(Path(f"/proc/{reader._process.pid}/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
-
-
 def main(action, directory, num_arrays):
     processes.initialize()
     zero = zerojax.Zero(zerojax.make_mesh(), 3)
     make = zero.init if action == "save" else zero.eval_init
     state = make(lambda key: create(key, int(num_arrays)), optax.sgd(0.1))
     jax.block_until_ready(jnp.ones(1024) + 1)
-    before, of_readers, close = peak_resident_bytes(), [0], pieces.LimitedReader._close
+    before = peak_resident_bytes()
     if action == "export":
-        pieces.LimitedReader.pieces.__defaults__ = (PIECE_BYTES,)
-        pieces.LimitedReader._close = lambda reader: (of_readers.append(peak_of_reader(reader)), close(reader))
-        parameters.export(directory, 0, f"{directory}/model")
+        parameters.export(directory, 0, f"{directory}/model", max_file_bytes=FILE_BYTES)
     else:
         with zero.checkpoints(directory) as checkpoints:
             if action == "save":
                 checkpoints.save(state)
             else:
                 state, _ = checkpoints.resume(state)
-    sys.stdout.write(f"{peak_resident_bytes() - before + sum(of_readers)}\n")
+    sys.stdout.write(f"{peak_resident_bytes() - before}\n")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import os
 import signal
 import weakref
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 _installed: weakref.WeakSet[ChainedHandler] = weakref.WeakSet()
@@ -36,7 +37,7 @@ class ChainedHandler:
     def _install(self) -> None:
         self._previous.append(signal.signal(self._number, self._handle))
 
-    def _handle(self, number: int, frame: Any) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         """Records the signal, and calls the handler that was replaced.
 
         A handler that was installed later calls this method again, as it should. Each nested call continues with the

@@ -126,7 +126,7 @@ def _computed(values: Sequence[Array], leaves: Sequence[Leaf], likes: Sequence[A
     ]
 
 
-def continued_counts(avals: Mapping[str, Any], arrays: Mapping[str, Array]) -> dict[str, Array]:
+def continued_counts(avals: Mapping[str, Aval], arrays: Mapping[str, Array]) -> dict[str, Array]:
     """The counts of the optimizer that were not restored, set to the number of updates so far."""
     is_count = lambda path: path.startswith(OPTIMIZER) and path.endswith("/count")
     saved = [int(a) for path, a in arrays.items() if is_count(path)]

@@ -16,7 +16,7 @@ from zerojax.checkpoints.manifest import CheckpointMismatch
 _BYTES = "base64"
 
 
-def get_states(data: Any) -> list[Any] | None:
+def get_states(data: Any) -> list[object] | None:
     """Returns the iterator states of all processes as JSON data, or None without an iterator.
 
     Raises:
@@ -38,7 +38,7 @@ def get_states(data: Any) -> list[Any] | None:
     return [json.loads(each) for each in _gather_texts(text)]
 
 
-def state_of_this_process(saved: Sequence[Any] | None, where: str) -> Any:
+def state_of_this_process(saved: Sequence[object] | None, where: str) -> object:
     """Returns the saved iterator state that this process continues from.
 
     Args:

@@ -6,9 +6,9 @@ import collections
 import logging
 import statistics
 from collections.abc import Mapping
-from typing import Any
 
 from zerojax.sharding.precision import MIN_LOSS_SCALE
+from zerojax.utils.typing import Array
 
 log = logging.getLogger("zerojax")
 _DELAY = 2  # steps: by then metrics are available, while the newest ones are still being computed
@@ -31,10 +31,10 @@ class LossMonitor:
         # All skipped updates of the run, as counted by the state: set on resume, or else by the first step.
         self.num_skipped: int | None = None
         self._consecutive_skips = self._counted_skips = 0  # of which those count that no loss scale explains
-        self._pending: collections.deque[tuple[int, Mapping[str, Any]]] = collections.deque()
+        self._pending: collections.deque[tuple[int, Mapping[str, Array]]] = collections.deque()
         self._losses: collections.deque[float] = collections.deque(maxlen=_WINDOW)
 
-    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def update(self, step: int, metrics: Mapping[str, Array]) -> None:
         """Adds the metrics of a step, and checks those of two steps before.
 
         Raises:
@@ -51,7 +51,7 @@ class LossMonitor:
         while self._pending:
             self._check(*self._pending.popleft())
 
-    def _check(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def _check(self, step: int, metrics: Mapping[str, Array]) -> None:
         before, self.num_skipped = self.num_skipped, int(metrics.get("skipped", 0))
         if before is not None and self.num_skipped > before:
             self._report_skip(step, can_scale_fall=float(metrics.get("loss_scale", 0)) > MIN_LOSS_SCALE)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from zerojax.checkpoints.contents import OPTIMIZER
 from zerojax.sharding.precision import DTYPE_FIELDS
 from zerojax.utils.text import SPACE, abbreviate, fold
-from zerojax.utils.typing import Shape
+from zerojax.utils.typing import Aval, Shape
 from zerojax.utils.versions import __version__
 
 FORMAT = 1
@@ -71,7 +71,7 @@ class Manifest:
     stage: int
     precision: Mapping[str, str]
     versions: Mapping[str, str]
-    data: Sequence[Any] | None = None
+    data: Sequence[object] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -105,7 +105,7 @@ def num_bytes(leaf: LeafRecord) -> int:
     return math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
 
 
-def to_json(manifest: Manifest) -> dict[str, Any]:
+def to_json(manifest: Manifest) -> dict[str, object]:
     """Returns the manifest as JSON data, with the version of the format and a digest of the rest.
 
     Raises:
@@ -124,12 +124,12 @@ def to_json(manifest: Manifest) -> dict[str, Any]:
     return with_digest(json.loads(text))
 
 
-def with_digest(content: dict[str, Any]) -> dict[str, Any]:
+def with_digest(content: dict[str, object]) -> dict[str, object]:
     """Returns the content of a manifest with its digest added."""
     return content | {"digest": _digest(content)}
 
 
-def from_json(content: Any, where: str) -> Manifest:
+def from_json(content: object, where: str) -> Manifest:
     """Returns the manifest that `to_json` converted, after checking its digest and types.
 
     Args:
@@ -198,7 +198,7 @@ def _leaf_record(shape: Any, dtype: Any, digest: Any) -> LeafRecord:
     return LeafRecord(tuple(shape), dtype, digest)
 
 
-def _is_mapping(value: Any, kind: type) -> bool:
+def _is_mapping(value: object, kind: type) -> bool:
     return isinstance(value, dict) and all(type(item) is kind for item in value.values())
 
 
@@ -207,7 +207,7 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _digest(content: Any) -> str:
+def _digest(content: object) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -229,7 +229,7 @@ class Allowed(NamedTuple):
     optimizer: str = "same"
 
 
-def paths_to_read(saved: Manifest, avals: Mapping[str, Any], allowed: Allowed, where: str) -> list[str]:
+def paths_to_read(saved: Manifest, avals: Mapping[str, Aval], allowed: Allowed, where: str) -> list[str]:
     """Returns the paths of the leaves to read into a state, after checking that they fit.
 
     Args:
@@ -300,7 +300,7 @@ def mismatch_error(where: str, found: Sequence[Mismatch | str], fix: str = "") -
         found: the leaves that differ, and lines that are shown first.
         fix: the last line, if it is not empty.
     """
-    groups: dict[Any, list[Mismatch]] = {}
+    groups: dict[tuple[str, str], list[Mismatch]] = {}
     for each in found:
         if isinstance(each, Mismatch):
             groups.setdefault((each.kind, each.common), []).append(each)
@@ -324,7 +324,7 @@ def matches(path: str, globs: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(path, glob) for glob in globs)
 
 
-def _nearest(path: str, candidates: Mapping[str, Any]) -> str:
+def _nearest(path: str, candidates: Mapping[str, object]) -> str:
     nearest = difflib.get_close_matches(path, candidates, n=1, cutoff=0.5)
     return f", the nearest is {nearest[0]}" if nearest else ""
 

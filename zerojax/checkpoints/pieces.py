@@ -52,7 +52,7 @@ class LimitedReader:
     def __enter__(self) -> LimitedReader:
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._close()
 
     def pieces(
@@ -78,7 +78,7 @@ class LimitedReader:
             request["index"] = [[n.start, n.stop] if isinstance(n, slice) else n for n in (*first, *index)]
             yield self._read(path, request, np.empty(_block_shape(shape, index), dtype))
 
-    def _read(self, path: str, request: Mapping[str, Any], out: np.ndarray) -> np.ndarray:
+    def _read(self, path: str, request: Mapping[str, object], out: np.ndarray) -> np.ndarray:
         """Reads a part of an array into `out`, and returns it."""
         problem = self._problem(request, out)
         if problem is not None:
@@ -88,7 +88,7 @@ class LimitedReader:
             )
         return out
 
-    def _problem(self, request: Mapping[str, Any], out: np.ndarray) -> str | None:
+    def _problem(self, request: Mapping[str, object], out: np.ndarray) -> str | None:
         """Reads a part of an array into `out`. Returns why it failed, or None."""
         process = self._start()
         stdin, stdout = cast(BinaryIO, process.stdin), cast(io.BufferedReader, process.stdout)

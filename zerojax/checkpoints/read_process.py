@@ -92,7 +92,7 @@ def _read_into(out: Any, array: Any, box: list[tuple[int, int]], max_bytes: int)
         _read_into(out[inside], array, [*box[:dim], (first, last), *box[dim + 1 :]], max_bytes)
 
 
-def _answer(content: Any) -> None:
+def _answer(content: object) -> None:
     sys.stdout.buffer.write(json.dumps(content).encode() + b"\n")
     sys.stdout.buffer.flush()
 

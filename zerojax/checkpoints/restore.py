@@ -15,7 +15,7 @@ from zerojax.checkpoints.manifest import Allowed, CheckpointCorrupted, Manifest
 from zerojax.checkpoints.raise_on_all_processes import raise_on_all_processes
 from zerojax.checkpoints.replicas import check_replicas
 from zerojax.step.state import TrainState
-from zerojax.utils.typing import Array
+from zerojax.utils.typing import Array, Aval
 
 log = logging.getLogger("zerojax")
 
@@ -55,7 +55,7 @@ def restore(
     return contents.with_arrays(state, {path: a.astype(avals[path].dtype) for path, a in arrays.items()}), saved
 
 
-def _selected(avals: dict[str, Any], globs: Sequence[str]) -> dict[str, Any]:
+def _selected(avals: dict[str, Aval], globs: Sequence[str]) -> dict[str, Aval]:
     """The avals whose paths match one of the globs; all of them without globs."""
     for glob in globs:
         if not any(manifests.matches(path, [glob]) for path in avals):

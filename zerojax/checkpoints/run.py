@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -29,6 +28,7 @@ from zerojax.checkpoints.watchdog import Watchdog
 from zerojax.processes.agreement import agree
 from zerojax.step.config import ZeroConfig
 from zerojax.step.state import TrainState, check_not_donated
+from zerojax.utils.typing import Array
 
 log = logging.getLogger("zerojax")
 _unclosed: set[Checkpoints] = set()  # keeps them alive when the script has no reference to them any more
@@ -135,7 +135,7 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         return self
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             self.close()
         except Exception:
@@ -159,7 +159,7 @@ class Checkpoints:
         return store.steps(self.directory)
 
     def resume(
-        self, state: TrainState, data: Any = None, *, fallback: bool = False, optimizer: str = "same"
+        self, state: TrainState, data: object = None, *, fallback: bool = False, optimizer: str = "same"
     ) -> tuple[TrainState, int]:
         """Restores the newest state.
 
@@ -233,7 +233,7 @@ class Checkpoints:
         step: int,
         *,
         only: Sequence[str] = (),
-        data: Any = None,
+        data: object = None,
         missing: Sequence[str] = (),
         extra: Sequence[str] = (),
         cast: bool = False,
@@ -260,7 +260,7 @@ class Checkpoints:
         allowed = Allowed(missing, ("*",) if only else extra, cast, optimizer)
         return restoring.restore(self.directory, state, step, data, allowed, only)[0]
 
-    def update(self, state: TrainState, metrics: Mapping[str, Any] | None = None, data: Any = None) -> None:
+    def update(self, state: TrainState, metrics: Mapping[str, Array] | None = None, data: object = None) -> None:
         """Saves the state if it is due or the run is being preempted. To be called after each step.
 
         Args:
@@ -290,7 +290,7 @@ class Checkpoints:
         elif self._verify_replicas_every and self._num_updates % self._verify_replicas_every == 0:
             verify_replicas(state, self._saver.advice())
 
-    def exit_if_preempted(self, state: TrainState, data: Any = None) -> None:
+    def exit_if_preempted(self, state: TrainState, data: object = None) -> None:
         """Saves the state and exits if any process has received SIGTERM or Ctrl-C since the last `update`.
 
         To be called by all processes where the run has ended but for work without steps, such as a long evaluation.
@@ -304,13 +304,13 @@ class Checkpoints:
         if number := self._preemption.requested(wait=True):
             self._save_and_exit(number, state, data)
 
-    def _save_and_exit(self, number: signal.Signals, state: TrainState, data: Any) -> None:
+    def _save_and_exit(self, number: signal.Signals, state: TrainState, data: object) -> None:
         self.save(state, data)
         self.wait()
         self._saver.raise_error(f"the save after {number.name} failed")
         self._preemption.end(number, self._saver.saved_step)
 
-    def save(self, state: TrainState, data: Any = None) -> None:
+    def save(self, state: TrainState, data: object = None) -> None:
         """Starts to save a state in the background. A step that this run has saved is not saved again.
 
         Args:

@@ -6,7 +6,6 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from importlib import metadata
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -39,7 +38,7 @@ class Saver:
         self._num_failures = 0  # of consecutive saves
         self._saving_step: int | None = None  # of the save in progress
 
-    def save(self, state: TrainState, data: Any = None) -> None:
+    def save(self, state: TrainState, data: object = None) -> None:
         """Checks a state and starts to save it; see `Checkpoints.save`."""
         check_not_donated(state)
         step = int(state.step)

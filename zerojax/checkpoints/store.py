@@ -187,7 +187,7 @@ def _save_args(a: Array) -> ocp.SaveArgs:
     return ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES, shard_axes=(0,) if is_stack else ())
 
 
-def array_spec(folder: Path, path: str) -> dict[str, Any]:
+def array_spec(folder: Path, path: str) -> dict[str, object]:
     """The tensorstore spec of an array. Orbax writes zarr arrays into one OCDBT key-value store."""
     return {"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": folder.as_uri() + "/", "path": f"{path}/"}}
 

@@ -152,10 +152,10 @@ def fetch(url: str, directory: Path, step: int | None) -> None:
 @click.option(
     "--max-file-gib",
     type=click.FloatRange(0, min_open=True),
-    default=5.0,
+    default=2.0,
     show_default=True,
     metavar="GIB",
-    help="Maximum size of a file.",
+    help="Maximum size of a file, which is held in memory.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace files in FOLDER.")
 def export_command(

@@ -6,23 +6,25 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import traverse_util
+from jax.typing import DTypeLike
 
 from zerojax.checkpoints import contents
-from zerojax.exchange.headers import bounded_repr, exchange_error
+from zerojax.exchange.tensors import bounded_repr, exchange_error
 from zerojax.step.state import TrainState
 from zerojax.utils.typing import Array, PyTree, Shape
 
-Path = tuple[Any, ...]
+Path: TypeAlias = tuple[Any, ...]  # keys of nested dicts, of any type
 LORA_A, LORA_B = "_lora_a", "_lora_b"  # the endings that qwix.LoraProvider appends to the name of a weight
 _QVALUE, _SCALE, _ZERO_POINT = (("array", name) for name in ("qvalue", "scale", "zero_point"))  # below that name
 
 
-def merged(state: TrainState, scale: float, dtype: Any = None) -> PyTree:
+def merged(state: TrainState, scale: float, dtype: DTypeLike | None = None) -> PyTree:
     """Returns the parameters with adapters merged into the weights: w + scale * a @ b. The state stays.
 
     Quantized weights are dequantized first. The merged model therefore computes what the trained one does, up to
@@ -44,7 +46,7 @@ def merged(state: TrainState, scale: float, dtype: Any = None) -> PyTree:
 
     Cost: the result is sharded like the weights. While one of them is computed, a device holds its shard in fp32.
     """
-    leaves: dict[Path, Any] = traverse_util.flatten_dict(contents.saved_params(state))
+    leaves = cast(dict[Path, Array], traverse_util.flatten_dict(contents.saved_params(state)))
     adapters = {(*path[:-1], path[-1].removesuffix(LORA_A)): path for path in leaves if _ends(path, LORA_A)}
     if not adapters:
         got = f"the parameters {bounded_repr([_text(path) for path in leaves][:5])}"
@@ -72,7 +74,7 @@ def _ends(path: Path, *suffixes: str) -> bool:
     return isinstance(path[-1], str) and path[-1].endswith(suffixes)
 
 
-def _weights(leaves: Mapping[Path, Array]) -> Iterator[tuple[Path, Array, Any]]:
+def _weights(leaves: Mapping[Path, Array]) -> Iterator[tuple[Path, Array, np.dtype]]:
     """(path, array, dtype) of all leaves but adapters. A quantized one is dequantized in fp32, its dtype is another."""
     for path, leaf in leaves.items():
         if path[-2:] == _QVALUE:

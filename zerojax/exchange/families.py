@@ -1,4 +1,8 @@
-"""Names and dims of models in the files of Hugging Face, for their Flax models in transformers and tunix."""
+"""Finds what each weight of a state is in files: by a mapping, by its own name, or by the family of the model.
+
+A family knows the names and dims of models in the files of Hugging Face, for their Flax models in transformers and
+tunix.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,54 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
-from zerojax.exchange.headers import bounded_repr, exchange_error
-from zerojax.exchange.names import NUMBER, Source
-from zerojax.exchange.rearrange import parse_dims
+import jax.numpy as jnp
+import numpy as np
+
+from zerojax.checkpoints.contents import MODEL_STATE, PARAMS
+from zerojax.exchange.names import NUMBER, NameMapping, Source, map_name, parse_dims, sources
+from zerojax.exchange.tensors import bounded_repr, exchange_error
+
+# The weights of a state
+
+
+def is_weight(path: str, dtype: np.dtype) -> bool:
+    """Whether a leaf of a state is a weight: a parameter, or a floating array of the model state."""
+    return path.startswith(PARAMS) or (path.startswith(MODEL_STATE) and jnp.issubdtype(dtype, jnp.floating))
+
+
+def weight_sources(
+    paths: Collection[str], mapping: NameMapping | None, family: str | None, theirs: Collection[str] = ()
+) -> dict[str, Source]:
+    """Path -> source, for the paths that have one: of the mapping, or else of the family; without both, of its name."""
+    found: dict[str, Source] = {}
+    if mapping is None and family is None:
+        return {path: Source((_our_name(path).replace("/", "."),)) for path in paths}
+    if family is not None:
+        by_name = family_sources(find_family(family), [_our_name(path) for path in paths], theirs)
+        found = {path: by_name[_our_name(path)] for path in paths if _our_name(path) in by_name}
+    if mapping is not None:
+        entries = sources(mapping)
+        mapped = {path: map_name(entries, _our_name(path)) for path in paths}
+        found |= {path: source for path, source in mapped.items() if source is not None}
+    return found
+
+
+def known_source(found: Mapping[str, Source], path: str) -> Source:
+    """The source of a path. Raises ValueError if it has none."""
+    if path not in found:
+        what = "the mapping has no name for a parameter or an array of the model state"
+        raise exchange_error(what, bounded_repr(_our_name(path)), "add the name or a pattern that matches it")
+    return found[path]
+
+
+def _our_name(path: str) -> str:
+    """The name of an array in a mapping: its path in the model. That of an NNX variable ends with the variable."""
+    if path.startswith(PARAMS):
+        return path.removeprefix(PARAMS)
+    return path.removeprefix(MODEL_STATE).removesuffix("/value")
+
+
+# Families
 
 
 class Rule(NamedTuple):

@@ -6,35 +6,36 @@ which inference needs as well.
 
 from __future__ import annotations
 
-import collections
 import functools
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.typing import DTypeLike
 
 from zerojax.checkpoints import contents, store
 from zerojax.checkpoints.contents import MODEL_STATE, PARAMS
-from zerojax.checkpoints.manifest import matches, plain_text
+from zerojax.checkpoints.manifest import CheckpointMismatch, LeafRecord, Mismatch, matches, mismatch_error, plain_text
 from zerojax.checkpoints.pieces import LimitedReader
-from zerojax.exchange.checks import FLAX, LAYOUT_KEY, PYTORCH, absent, check_fit, check_layout
-from zerojax.exchange.families import find_family
-from zerojax.exchange.headers import bounded_repr, exchange_error
-from zerojax.exchange.names import Source
-from zerojax.exchange.shards import read_sharded
-from zerojax.exchange.tensors import MAX_FILE_BYTES, Entry, Reader, layout as file_layout, write
-from zerojax.exchange.weights import is_weight, known_source, weight_sources
+from zerojax.exchange.families import find_family, is_weight, known_source, weight_sources
+from zerojax.exchange.names import NameMapping, Source
+from zerojax.exchange.tensors import MAX_FILE_BYTES, Entry, Reader, bounded_repr, exchange_error, write
+from zerojax.sharding import padding
 from zerojax.sharding.placement import path_text
 from zerojax.step.state import TrainState
-from zerojax.utils.typing import PyTree
+from zerojax.utils.typing import ArrayLike, Aval, PyTree, Shape
 
+# The key and the values by which transformers states the layout of files too.
+LAYOUT_KEY, FLAX, PYTORCH = "format", "flax", "pt"
 log = logging.getLogger("zerojax")
+
+
+# Export
 
 
 def export(
@@ -43,8 +44,8 @@ def export(
     folder: str | Path,
     *,
     ema: bool = False,
-    dtype: Any = None,
-    mapping: Mapping[str, Any] | None = None,
+    dtype: DTypeLike | None = None,
+    mapping: NameMapping | None = None,
     family: str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
@@ -78,9 +79,8 @@ def export(
         ValueError: if there is no such step or no average, if the mapping or the family is invalid or has no name for
             an array, if dims do not fit an array, or as in `tensors.write`.
 
-    Cost: holds one piece of 64 MiB of one array in host memory; of an array that is transposed or reshaped, two copies
-    of the whole array, or of one element of a stack. The process that reads holds a piece and its chunks, see
-    `pieces.LimitedReader`.
+    Cost: holds the arrays of one file in host memory, see `tensors.write`, and a second copy of one of them. The
+        process that reads holds a piece of 64 MiB and its chunks, see `pieces.LimitedReader`.
     """
     directory = Path(directory).absolute()
     if step not in store.folders(directory):  # an incomplete step says what it lacks
@@ -96,8 +96,9 @@ def export(
     with LimitedReader(directory, step) as reader:
         for path in leaves:
             leaf = saved.leaves[stored_at.get(path, path)]
-            read = functools.partial(reader.pieces, stored_at.get(path, path), leaf)
-            entries += _entries(known_source(found, path), leaf, _export_dtype(path, leaf, dtype), read)
+            written = _export_dtype(path, leaf.dtype, dtype)
+            read = functools.partial(_read_saved, reader, stored_at.get(path, path), leaf, written)
+            entries += _entries(known_source(found, path), leaf.shape, written, read)
         return write(folder, entries, max_file_bytes=max_file_bytes, metadata=metadata, overwrite=overwrite)
 
 
@@ -105,8 +106,8 @@ def export_params(
     params: PyTree,
     folder: str | Path,
     *,
-    dtype: Any = None,
-    mapping: Mapping[str, Any] | None = None,
+    dtype: DTypeLike | None = None,
+    mapping: NameMapping | None = None,
     family: str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     overwrite: bool = False,
@@ -125,8 +126,8 @@ def export_params(
     Raises:
         ValueError: as in `export`.
 
-    Cost: holds one array, or one element of a stack, in host memory, and a second copy if it is transposed or reshaped.
-        With several processes, each device holds one full array.
+    Cost: process 0 holds the arrays of one file in host memory, see `tensors.write`. With several processes, each
+        device holds one full array, or one element of a stack.
     """
     tree = contents.saved_params(params) if isinstance(params, TrainState) else params
     leaves = {PARAMS + path_text(path): a for path, a in jax.tree_util.tree_leaves_with_path(tree)}
@@ -134,19 +135,32 @@ def export_params(
     entries: list[Entry] = []
     for path, a in leaves.items():
         read = functools.partial(_on_host, a)
-        entries += _entries(known_source(found, path), a, _export_dtype(path, a, dtype), read)
+        entries += _entries(known_source(found, path), a.shape, _export_dtype(path, a.dtype, dtype), read)
     if jax.process_index() == 0:
-        options = {"max_file_bytes": max_file_bytes, "metadata": _metadata(found, family)}
-        return write(folder, entries, overwrite=overwrite, **options)
-    for entry in [entry for part in file_layout(entries, max_file_bytes).values() for entry in part]:
-        collections.deque(entry.pieces(), maxlen=0)  # takes part in the gather of the array
+        metadata = _metadata(found, family)
+        return write(folder, entries, max_file_bytes=max_file_bytes, metadata=metadata, overwrite=overwrite)
+    for entry in entries:
+        entry.read()  # takes part in the gather of the array
     return ()
 
 
-def _on_host(a: Any, element: int | None) -> Iterator[np.ndarray]:
-    part = a if element is None else a[element]
-    is_here = not isinstance(part, jax.Array) or part.is_fully_addressable
-    yield np.asarray(part if is_here else multihost_utils.process_allgather(part, tiled=True))
+def _on_host(a: ArrayLike, element: int | None) -> np.ndarray:
+    part = a if element is None else a[element]  # pyright: ignore[reportIndexIssue]  # an array, if it is a stack
+    if isinstance(part, jax.Array) and not part.is_fully_addressable:
+        return multihost_utils.process_allgather(part, tiled=True)
+    return np.asarray(part)
+
+
+def _read_saved(reader: LimitedReader, path: str, leaf: LeafRecord, dtype: np.dtype, element: int | None) -> np.ndarray:
+    """Reads and casts a saved array, or an element of a stack, piece by piece."""
+    shape = leaf.shape if element is None else leaf.shape[1:]
+    whole, done = np.empty(0, dtype), 0
+    for piece in reader.pieces(path, leaf, element=element):
+        if not done:  # the first piece was read, so the array is as large as its record says
+            whole = np.empty(math.prod(shape), dtype)
+        whole[done : done + piece.size] = piece.reshape(-1)
+        done += piece.size
+    return whole.reshape(shape)
 
 
 def _metadata(found: Mapping[str, Source], family: str | None) -> dict[str, str]:
@@ -154,42 +168,38 @@ def _metadata(found: Mapping[str, Source], family: str | None) -> dict[str, str]
     return {LAYOUT_KEY: PYTORCH if turned or family else FLAX}
 
 
-def _export_dtype(path: str, leaf: Any, wanted: Any) -> np.dtype:
-    cast = wanted is not None and path.startswith(PARAMS) and jnp.issubdtype(jnp.dtype(leaf.dtype), jnp.floating)
-    return np.dtype(jnp.dtype(wanted if cast else leaf.dtype))
+def _export_dtype(path: str, own: DTypeLike, wanted: DTypeLike | None) -> np.dtype:
+    is_cast = wanted is not None and path.startswith(PARAMS) and jnp.issubdtype(jnp.dtype(own), jnp.floating)
+    return jnp.dtype(wanted if is_cast else own)
 
 
-def _entries(source: Source, leaf: Any, dtype: np.dtype, read: Any) -> Iterator[Entry]:
-    """The arrays that one of ours becomes in the files. `read` yields its pieces, or those of an element of a stack."""
-    shape = leaf.shape[1:] if source.is_stack else leaf.shape
-    theirs = shape if source.dims is None else source.dims.their_shape(shape)
-    parts = source.parts(leaf.shape)
-    if theirs is None or (source.is_stack and (not leaf.shape or len(parts) != leaf.shape[0])):
+def _entries(
+    source: Source, shape: Shape, dtype: np.dtype, read: Callable[[int | None], np.ndarray]
+) -> Iterator[Entry]:
+    """The arrays that one of ours becomes in the files. `read` returns it, or an element of a stack."""
+    element = shape[1:] if source.is_stack else shape
+    theirs = element if source.dims is None else source.dims.their_shape(element)
+    names = source.parts(shape)
+    if theirs is None or (source.is_stack and (not shape or len(names) != shape[0])):
         what = f"the mapping does not fit the array that becomes {bounded_repr(source.names[0])}"
-        raise exchange_error(what, f"shape {leaf.shape}, {len(parts)} names", "change the dims or the names")
+        raise exchange_error(what, f"shape {shape}, {len(names)} names", "change the dims or the names")
 
-    def converted(element: int | None) -> Iterator[np.ndarray]:
-        parts = (piece.astype(dtype, copy=False) for piece in read(element=element))
-        if source.dims is None:
-            yield from parts
-        else:
-            whole, done = np.empty(0, dtype), 0
-            for part in parts:
-                if not done:  # the first piece was read, so the array is on disk
-                    whole = np.empty(math.prod(shape), dtype)
-                whole[done : done + part.size] = part.reshape(-1)
-                done += part.size
-            yield source.dims.to_theirs(whole.reshape(shape))
+    def converted(i: int | None) -> np.ndarray:
+        array = read(i).astype(dtype, copy=False)
+        return array if source.dims is None else source.dims.to_theirs(array)
 
-    for i, name in enumerate(parts):
+    for i, name in enumerate(names):
         yield Entry(name, theirs, dtype, functools.partial(converted, i if source.is_stack else None))
+
+
+# Load
 
 
 def load(
     state: TrainState,
     path: str | Path | Reader,
     *,
-    mapping: Mapping[str, Any] | None = None,
+    mapping: NameMapping | None = None,
     family: str | None = None,
     layout: str | None = None,
     missing: Sequence[str] = (),
@@ -223,7 +233,7 @@ def load(
             array that nothing takes; with a line for each.
 
     Cost: each process reads the shards of its own devices, and holds one of them at a time in host memory, see
-    `shards.read_sharded`.
+        `read_sharded`.
     """
     if layout not in (None, FLAX):
         raise exchange_error("there is no such layout", bounded_repr(layout), "layout='flax', or a family or a mapping")
@@ -234,9 +244,128 @@ def load(
     avals = {p: jax.ShapeDtypeStruct(shapes[p], a.dtype) for p, a in stored.items() if is_weight(p, a.dtype)}
     found = weight_sources(avals, mapping, family, reader.names)
     wanted = {p: known_source(found, p) for p in avals if p in found or not matches(p, missing)}
-    check_fit(reader, avals, wanted, missing, extra, cast)
-    present = {p: source for p, source in wanted.items() if absent(reader, source, avals[p]) is None}
+    check_fit(reader, avals, wanted, missing=missing, extra=extra, cast=cast)
+    present = {p: source for p, source in wanted.items() if _absent(reader, source, avals[p]) is None}
     check_layout(reader, avals, present, layout, family)
     contents.free(state, present)
     read = {p: read_sharded(reader, source, shapes[p], stored[p]) for p, source in present.items()}
     return contents.with_arrays(state, read)
+
+
+def read_sharded(reader: Reader, source: Source, shape: Shape, stored: Aval) -> jax.Array:
+    """Reads an array of a logical shape onto the devices, as it is stored there.
+
+    Cost: each process reads the shards of its own devices, one at a time, and holds one or two copies of it. Where one
+    of our dims is a product of dims in the file, the whole array is read for each shard.
+    """
+    names = source.parts(shape)
+
+    def read_element(name: str, shape: Shape, index: tuple[slice, ...]) -> np.ndarray:
+        array = reader.read(name)
+        ours = array if source.dims is None else source.dims.to_ours(array, shape)
+        return ours[index].astype(stored.dtype, order="C", subok=False)
+
+    def read_slice(index: tuple[slice, ...]) -> np.ndarray:
+        if not source.is_stack:
+            return read_element(names[0], shape, index)
+        elements = [read_element(name, shape[1:], index[1:]) for name in names[index[0]]]
+        empty = [0, *(len(range(n)[s]) for n, s in zip(shape[1:], index[1:], strict=True))]
+        return np.stack(elements) if elements else np.empty(empty, stored.dtype)
+
+    read_shard = lambda index: padding.read_shard(read_slice, index, shape, stored.shape)
+    return jax.make_array_from_callback(stored.shape, stored.sharding, read_shard)
+
+
+# Checks of what is loaded
+
+
+def check_fit(
+    reader: Reader,
+    avals: Mapping[str, Aval],
+    wanted: Mapping[str, Source],
+    *,
+    missing: Sequence[str],
+    extra: Sequence[str],
+    cast: bool,
+) -> None:
+    """Raises CheckpointMismatch unless the files have the arrays that are wanted, with their shapes and dtypes."""
+    found: list[Mismatch | str] = []
+    # What is wanted and is missing or differs.
+    for p, source in wanted.items():
+        a = avals[p]
+        name = _absent(reader, source, a)
+        if name is not None:
+            if not matches(p, missing):
+                text = f"the files have no {name} (missing=({p!r},) allows it)"
+                found.append(Mismatch("missing", p, text, "not in the files (missing= allows them, by globs)"))
+        elif problem := _shape_problem(reader, source, a.shape):
+            common = problem if source.is_stack else f"the file {problem.partition(' ')[2]}"
+            found.append(Mismatch("shape", p, problem, common))
+        elif not cast:
+            differs = [part for part in source.parts(a.shape) if reader.dtype(part) != a.dtype]
+            for part in differs[:1]:
+                got = f"is {reader.dtype(part)}, the state has {a.dtype} (cast=True allows it)"
+                found.append(Mismatch("dtype", p, f"{part} {got}", f"the file {got}"))
+    # What nothing takes.
+    taken = {name for p, source in wanted.items() for name in source.parts(avals[p].shape)}
+    nothing = "nothing in the state takes"
+    found += [
+        Mismatch("extra", name, f"{nothing} it (extra=({name!r},) allows it)", f"{nothing} them (extra= allows them)")
+        for name in reader.names
+        if name not in taken and not matches(name, extra)
+    ]
+    if found:
+        kinds = {each.kind for each in found if isinstance(each, Mismatch)}
+        fixes = [_SHAPES_FIX] if "shape" in kinds else [_NAMES_FIX] if "missing" in kinds else []
+        raise CheckpointMismatch("\n  ".join([str(mismatch_error(str(reader.path), found)), *fixes]))
+
+
+_SHAPES_FIX = (
+    "fix:      if shapes are transposed: for files of Hugging Face pass a family, or a mapping with "
+    '"dims": "out in -> in out"; for files in the layout of Flax leave them out'
+)
+_NAMES_FIX = "fix:      if the files have other names, pass a mapping, or a family for those of Hugging Face"
+
+
+def check_layout(
+    reader: Reader, avals: Mapping[str, Aval], present: Mapping[str, Source], layout: str | None, family: str | None
+) -> None:
+    """Raises ValueError if it is not known how an array with several dims is stored."""
+    stated = reader.metadata.get(LAYOUT_KEY)
+    if family is not None and FLAX in (stated, layout):
+        got = f"family={family!r} and {'layout' if layout else 'the metadata of the files'} {FLAX!r}"
+        fix = "leave out the family, or the layout if the files are in the PyTorch layout of Hugging Face"
+        raise exchange_error(f"{reader.path} is in the layout of Flax, and a family turns it around", got, fix)
+    if FLAX in (stated, layout):
+        return
+    unknown = [p for p, source in present.items() if not source.has_layout and avals[p].ndim > 1]
+    if unknown:
+        first = f"{bounded_repr(present[unknown[0]].names[0])} of shape {avals[unknown[0]].shape}"
+        got = f"{first} and {len(unknown) - 1} others; the metadata state {LAYOUT_KEY!r} {stated!r}"
+        fix = (
+            "layout='flax' if the arrays are stored as Flax stores them; for files of Hugging Face a family, or a "
+            'mapping with "dims"'
+        )
+        raise exchange_error(f"{reader.path} does not state its layout: matrices may be transposed", got, fix)
+
+
+def _absent(reader: Reader, source: Source, a: Aval) -> str | None:
+    """The first name of the source that the files do not have."""
+    return next((name for name in source.parts(a.shape) if name not in reader), None)
+
+
+def _shape_problem(reader: Reader, source: Source, shape: Shape) -> str | None:
+    """Says which array of the files does not have the shape that ours needs; None if all have it."""
+    names = source.parts(shape)
+    if source.is_stack and (not shape or len(names) != shape[0]):
+        return f"{len(names)} arrays are stacked, the state has {shape}"
+    element = shape[1:] if source.is_stack else shape
+    for name in names:
+        theirs = reader.shape(name)
+        if source.dims is None and theirs != shape:
+            return f"{name} has {theirs}, the state has {shape}"
+        if source.dims is not None and not source.dims.fits(theirs, element):
+            turned = source.dims.our_shape(theirs)
+            known = f"which becomes {turned}" if turned else "which does not fit the dims"
+            return f"{name} has {theirs}, {known}; the state has {shape}"
+    return None

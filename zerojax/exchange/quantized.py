@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import DictKey, KeyPath
 
 from zerojax.checkpoints import contents
 from zerojax.checkpoints.contents import PARAMS
 from zerojax.checkpoints.manifest import matches
-from zerojax.exchange.checks import check_fit, check_layout
-from zerojax.exchange.families import find_family
-from zerojax.exchange.headers import bounded_repr, exchange_error
-from zerojax.exchange.shards import read_sharded
-from zerojax.exchange.tensors import Reader
-from zerojax.exchange.weights import known_source, weight_sources
+from zerojax.exchange.families import find_family, known_source, weight_sources
+from zerojax.exchange.names import NameMapping
+from zerojax.exchange.parameters import check_fit, check_layout, read_sharded
+from zerojax.exchange.tensors import Reader, bounded_repr, exchange_error
 from zerojax.sharding.padding import between
 from zerojax.sharding.placement import path_text
 from zerojax.step.state import TrainState
-from zerojax.utils.typing import Array, Aval, PyTree
+from zerojax.utils.typing import Array, Aval, PyTree, Shape
 
-Outputs = dict[str, Any]  # the path of a leaf of the state -> its array, or its aval
+Outputs: TypeAlias = Mapping[str, Array | Aval]  # the path of a leaf of the state -> what is computed for it
 
 
 def load_quantized(
@@ -32,7 +31,7 @@ def load_quantized(
     like: PyTree,
     quantize: Callable[[PyTree], PyTree],
     *,
-    mapping: Mapping[str, Any] | None = None,
+    mapping: NameMapping | None = None,
     family: str | None = None,
     missing: Sequence[str] = (),
     extra: Sequence[str] = (),
@@ -62,6 +61,7 @@ def load_quantized(
         computes from it; a process holds one shard in host memory. An array is read in full by each device if
         `quantize` changes its shape.
     """
+    # Check that the files fit.
     if family is not None:
         extra = (*extra, *find_family(family).unused)
     reader = path if isinstance(path, Reader) else Reader(path)
@@ -69,32 +69,34 @@ def load_quantized(
     avals = {p: jax.ShapeDtypeStruct(a.shape, a.dtype) for p, (_, a) in trees.items()}
     found = weight_sources(avals, mapping, family, reader.names)
     wanted = {p: known_source(found, p) for p in avals}
-    check_fit(reader, avals, wanted, (), extra, cast=True)
+    check_fit(reader, avals, wanted, missing=(), extra=extra, cast=True)
     check_layout(reader, avals, wanted, None, family)
-
+    # Check that the state has what is computed from them.
     stored, shapes = contents.arrays(contents.avals(state)), contents.logical_shapes(state)
-    outputs = {p: _flat(jax.eval_shape(quantize, _nested(keys, avals[p]))) for p, (keys, _) in trees.items()}
+    outputs = {p: _by_path(jax.eval_shape(quantize, _nested(keys, avals[p]))) for p, (keys, _) in trees.items()}
     _check_outputs(outputs, stored, shapes, missing)
-    computed = [q for of_array in outputs.values() for q in of_array]
-    contents.free(state, computed)
-    read: dict[str, Array] = {}
+    contents.free(state, [q for of_array in outputs.values() for q in of_array])
+    # Read and quantize, one array after the other.
+    computed: dict[str, Array] = {}
     for p, (keys, _) in trees.items():
         whole = read_sharded(reader, wanted[p], avals[p].shape, _as_read(avals[p], outputs[p], stored))
         logical = between(avals[p].shape, whole.shape).crop(whole)
-        for q, a in _flat(quantize(_nested(keys, logical))).items():
+        for q, a in _by_path(quantize(_nested(keys, logical))).items():
             zeros = between(shapes[q], stored[q].shape)
-            read[q] = jax.device_put(zeros.pad(a.astype(stored[q].dtype)), stored[q].sharding)
-    return contents.with_arrays(state, read)
+            computed[q] = jax.device_put(zeros.pad(a.astype(stored[q].dtype)), stored[q].sharding)
+    return contents.with_arrays(state, computed)
 
 
-def _nested(keys: Sequence[Any], array: Any) -> PyTree:
+def _nested(keys: KeyPath, array: Array | Aval) -> PyTree:
     """A tree of dicts with one array."""
+    tree: PyTree = array
     for key in reversed(keys):
-        array = {key.key: array}
-    return array
+        assert isinstance(key, DictKey)
+        tree = {key.key: tree}
+    return tree
 
 
-def _flat(tree: PyTree) -> Outputs:
+def _by_path(tree: PyTree) -> dict[str, Array]:
     return {PARAMS + path_text(path): a for path, a in jax.tree_util.tree_leaves_with_path(tree)}
 
 
@@ -108,7 +110,7 @@ def _as_read(aval: Aval, outputs: Outputs, stored: Mapping[str, Aval]) -> Aval:
 
 
 def _check_outputs(
-    outputs: Mapping[str, Outputs], stored: Mapping[str, Aval], shapes: Mapping[str, Any], missing: Sequence[str]
+    outputs: Mapping[str, Outputs], stored: Mapping[str, Aval], shapes: Mapping[str, Shape], missing: Sequence[str]
 ) -> None:
     """Raises ValueError unless the arrays of the files become leaves of the state, and all that have to."""
     for p, of_array in outputs.items():

@@ -33,7 +33,7 @@ _MAX_LINE = 300  # characters of a line in an error
 _call_numbers = itertools.count()  # of messages, which all processes send equally often
 
 
-def agree(config: Mapping[str, Any], *, timeout_s: int = TIMEOUT_S) -> None:
+def agree(config: Mapping[str, object], *, timeout_s: int = TIMEOUT_S) -> None:
     """Checks that all processes have the same configuration and the same versions of Python and of packages.
 
     All processes must call this function, and equally often. Values are compared by their JSON text with sorted keys:
@@ -82,7 +82,7 @@ def agree_on(fields: Mapping[str, str], what: str, fix: str, call: str, timeout_
         )
 
 
-def run_in_process_0(function: Callable[[], Any], call: str, timeout_s: int = TIMEOUT_S) -> None:
+def run_in_process_0(function: Callable[[], object], call: str, timeout_s: int = TIMEOUT_S) -> None:
     """Calls a function in process 0. All processes call this, and wait for its end.
 
     Args:
@@ -209,7 +209,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: metadata.version(name) for name in PACKAGES}
 
 
-def check_config(config: Mapping[str, Any]) -> dict[str, str]:
+def check_config(config: Mapping[str, object]) -> dict[str, str]:
     """The JSON text of each field. Raises ValueError if a value is not JSON."""
     texts = {}
     for field, value in config.items():

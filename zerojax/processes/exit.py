@@ -42,7 +42,7 @@ class _Exit(SystemExit):
     Exit handlers cannot see the code otherwise: when they are called, Python has already dropped the exception.
     """
 
-    def __getattribute__(self, name: str) -> Any:
+    def __getattribute__(self, name: str) -> object:
         value = super().__getattribute__(name)
         if name == "code" and sys._getframe().f_back is None:  # no Python code asks, but Python itself, to end
             global _exit_code

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax._src.xla_bridge
@@ -40,7 +40,9 @@ class Processes(NamedTuple):
     found: str
 
 
-def initialize(*, timeout_s: int = 300, heartbeat_s: int = 100, config: Mapping[str, Any] | None = None) -> Processes:
+def initialize(
+    *, timeout_s: int = 300, heartbeat_s: int = 100, config: Mapping[str, object] | None = None
+) -> Processes:
     """Joins this process with the others that the launcher started. Must be called before JAX initializes its devices.
 
     `processes.detect.detect` lists the environment variables of each launcher. If none of them is set, or if they

@@ -184,7 +184,7 @@ def _of_all_processes(count: int, *flags: bool) -> tuple[list[int], ...]:
     return tuple(np.asarray(gathered).reshape(-1, own.size).T.tolist())
 
 
-def _batches_of(data: Any, batch_size: int | None, own: int) -> Iterator[PyTree]:
+def _batches_of(data: object, batch_size: int | None, own: int) -> Iterator[PyTree]:
     """The batches of a data set as arrays on the host."""
     if batch_size is not None:
         if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:

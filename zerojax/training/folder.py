@@ -12,7 +12,6 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +47,7 @@ replaced by asterisks, here and in the files with the configuration.
 """
 
 
-def as_config(config: Any) -> dict[str, Any]:
+def as_config(config: object) -> dict[str, object]:
     """Converts a mapping or a dataclass to a dict by field name.
 
     Raises:
@@ -89,7 +88,7 @@ def make_private(folder: Path) -> None:
 
 
 def write_description(
-    folder: Path, zero_config: ZeroConfig, config: Mapping[str, Any], start: int, num_steps: int, plan: str | None
+    folder: Path, zero_config: ZeroConfig, config: Mapping[str, object], start: int, num_steps: int, plan: str | None
 ) -> None:
     """Writes the description of a run when it starts.
 
@@ -131,7 +130,7 @@ def write_description(
     write_atomically(folder / "README.md", _README.format(**description))
 
 
-def _log_changes(path: Path, config: Mapping[str, Any]) -> None:
+def _log_changes(path: Path, config: Mapping[str, object]) -> None:
     """Logs how the configuration differs from that of the last start."""
     if not path.exists():
         return

@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import jax
 
@@ -29,7 +29,7 @@ from zerojax.training.throughput import row_costs
 from zerojax.training.tracer import StepTracer
 from zerojax.training.writers import Writer, default_writers, is_evaluated
 from zerojax.utils.tables import TO_FILE
-from zerojax.utils.typing import PyTree
+from zerojax.utils.typing import Array, PyTree
 from zerojax.zero import CheckpointOptions, Zero
 
 if TYPE_CHECKING:
@@ -44,15 +44,15 @@ _NO_BATCH = object()  # in place of a batch, after the last one
 def fit(
     zero: Zero,
     state: TrainState,
-    step: Callable[..., Any],
+    step: Callable[..., tuple[TrainState, Mapping[str, Array]]],
     data: Callable[[int], PyTree] | Iterable[PyTree],
     num_steps: int,
     directory: str | Path | None = None,
     *,
-    evaluate: Callable[[TrainState], Mapping[str, Any]] | None = None,
+    evaluate: Callable[[TrainState], Mapping[str, SupportsFloat]] | None = None,
     evaluate_every: int | None = None,
     log_every: int = 10,
-    config: Any = None,
+    config: object = None,
     checkpoints: CheckpointOptions | None = None,
     fallback: bool = False,
     optimizer: str = "same",
@@ -188,7 +188,7 @@ def _check_arguments(
     evaluate_every: int | None,
     profile: tuple[int, int] | None,
     tokens_per_row: int | None,
-    data: Any,
+    data: object,
 ) -> None:
     """Raises ValueError if an argument of `fit` is invalid."""
     counts = {"num_steps": num_steps, "log_every": log_every}
@@ -205,7 +205,7 @@ def _check_arguments(
         raise ValueError(f"fit: data is of type {got}\n  fix:      a function of the step, or an iterable of batches")
 
 
-def _check_evaluation(evaluate: Any) -> None:
+def _check_evaluation(evaluate: object) -> None:
     """Raises ValueError if `evaluate` is no function of the state: an evaluation step also takes a batch."""
     if evaluate is not None and (isinstance(evaluate, Step) or not callable(evaluate)):
         raise ValueError(
@@ -214,7 +214,7 @@ def _check_evaluation(evaluate: Any) -> None:
         )
 
 
-def _check_options(checkpoints: Any) -> None:
+def _check_options(checkpoints: object) -> None:
     """Raises ValueError if `checkpoints` has an option that there is not."""
     names = CheckpointOptions.__annotations__
     if checkpoints is not None and not isinstance(checkpoints, Mapping):
@@ -226,7 +226,7 @@ def _check_options(checkpoints: Any) -> None:
     raise ValueError(f"fit: checkpoints are no options of zero.checkpoints\n  got:      {got}\n  fix:      {fix}")
 
 
-def _check_folder(folder: Path | None, profile: Any, checkpoints: Any) -> None:
+def _check_folder(folder: Path | None, profile: object, checkpoints: object) -> None:
     """Raises ValueError if the directory is one of checkpoints, or if there is none and an option needs one."""
     if folder is not None:
         folders.check_not_checkpoints(folder)
@@ -249,7 +249,7 @@ def _check_restored(manager: Checkpoints | NoCheckpoints, start: int, num_steps:
 def _outputs(
     manager: Checkpoints | NoCheckpoints,
     folder: Path | None,
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     start: int,
     num_steps: int,
     writers: Sequence[Writer] | None,
@@ -286,7 +286,7 @@ def _misses_evaluation(folder: Path, step: int) -> bool:
     return any(broadcast_from_process_0([not is_evaluated(folder / "metrics.jsonl", step)]))
 
 
-def _is_count(number: Any) -> bool:
+def _is_count(number: object) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and number >= 1
 
 

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsFloat
 
 import numpy as np
 
@@ -23,7 +23,7 @@ class Pending(NamedTuple):
     """The metrics of a step, whose arrays may still be being computed, and the rows of its batch."""
 
     step: int
-    metrics: Mapping[str, Any]
+    metrics: Mapping[str, SupportsFloat]
     num_rows: int
 
 
@@ -73,14 +73,14 @@ class MetricsRecorder:
     def __enter__(self) -> MetricsRecorder:
         return self
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         with contextlib.ExitStack() as stack:
             for writer in (*self._writers, *self._displays):
                 stack.callback(writer.close)
             with contextlib.suppress(Exception) if error else contextlib.nullcontext():
                 self.flush(is_last=True)
 
-    def add(self, step: int, metrics: Mapping[str, Any], batch: PyTree) -> None:
+    def add(self, step: int, metrics: Mapping[str, SupportsFloat], batch: PyTree) -> None:
         """Adds the metrics of a step. Their arrays may still be being computed."""
         if self._writers or self._displays:
             self._pending.append(Pending(step, metrics, num_global_rows(batch)))
@@ -105,7 +105,7 @@ class MetricsRecorder:
         finally:
             self._paused_s += time.perf_counter() - begin
 
-    def add_evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def add_evaluation(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
         """Writes a row with the metrics of an evaluation after a step."""
         if not isinstance(metrics, Mapping):
             got = type(metrics).__name__

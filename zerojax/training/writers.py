@@ -147,7 +147,7 @@ class WandbWriter:
         config: configuration of the run, which wandb shows, masked.
     """
 
-    def __init__(self, folder: Path, config: Mapping[str, Any]):
+    def __init__(self, folder: Path, config: Mapping[str, object]):
         import wandb
 
         self._owns_run = wandb.run is None
@@ -174,7 +174,7 @@ class WandbWriter:
             self._run.finish()
 
 
-def default_writers(folder: Path, start: int, config: Mapping[str, Any]) -> list[Writer]:
+def default_writers(folder: Path, start: int, config: Mapping[str, object]) -> list[Writer]:
     """The writers that `fit` uses by default.
 
     `metrics.jsonl` is always written, and TensorBoard's files are if tensorboardX is installed. wandb is used if the
