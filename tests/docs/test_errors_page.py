@@ -3,7 +3,6 @@
 import json
 import re
 import struct
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -220,26 +219,6 @@ def _(tmp_path):
     with setting().checkpoints(tmp_path):
         (tmp_path / ".lock").write_text("process 4711 on node0")
         setting().checkpoints(tmp_path)
-
-
-@raises("Batch sizes that do not agree")
-def _(tmp_path):
-    sizes = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}
-    zerojax.from_deepspeed(sizes, 8)
-
-
-@raises('Options that are "auto"')
-def _(tmp_path):
-    optimizer = {"type": "AdamW", "params": {"lr": "auto"}}
-    zerojax.from_deepspeed({"train_batch_size": 64, "bf16": {"enabled": "auto"}, "optimizer": optimizer}, 8)
-
-
-@raises("An optimizer without a counterpart")
-def _(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that names the same option
-        mapping = zerojax.from_deepspeed({"train_batch_size": 64, "optimizer": {"type": "OneBitAdam"}}, 8)
-    return mapping.optimizer
 
 
 @raises("Out of device memory")
