@@ -11,7 +11,7 @@ from support.paths import REPO
 
 import zerojax.cli
 
-COMMANDS = ("plan", "launch", "doctor", "checkpoint", "report", "init", "completion")
+COMMANDS = ("plan", "launch", "doctor", "checkpoint", "init", "completion")
 
 
 def test_the_script_is_the_group_of_all_commands():

@@ -30,7 +30,6 @@ from zerojax.exchange import adapters, parameters, quantized
 from zerojax.exchange.tensors import INDEX, Entry, Reader, write
 from zerojax.plan import Settings, from_hugging_face, plan
 from zerojax.processes import agree
-from zerojax.run_report.read import read_run
 from zerojax.step.settings import StepSettings
 from zerojax.utils import versions
 
@@ -244,11 +243,6 @@ def _(tmp_path):
 def _(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     from_hugging_face(tmp_path)
-
-
-@raises("A directory that is not that of a run")
-def _(tmp_path):
-    read_run(tmp_path)
 
 
 @raises("A file that is shorter than its header says")

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import re
-import shlex
 import signal
 import struct
 import subprocess
@@ -74,7 +73,7 @@ def test_the_directory_describes_the_run(uninterrupted):
     plan = (uninterrupted / "plan.txt").read_text()
     assert "optimizer state" in plan and "2 x 3.175k / 8" in plan and "layers/0/w" in plan
     readme = (uninterrupted / "README.md").read_text()
-    assert "Started once" in readme and start["command"] in readme and not list(uninterrupted.glob("*.new"))
+    assert "Started once" in readme and start["folder"] in readme and not list(uninterrupted.glob("*.new"))
     for name in readme.split("`")[1::2]:
         if not name.startswith("zerojax"):
             assert (uninterrupted / name).exists(), name
@@ -380,21 +379,6 @@ def test_a_killed_run_has_all_rows_up_to_its_checkpoint(step, uninterrupted, tmp
     run(step, tmp_path)
     assert losses(tmp_path) == losses(uninterrupted)
     assert [row["step"] for row in rows(tmp_path)] == list(range(1, STEPS + 1))
-
-
-def test_the_command_of_the_run_is_recorded(tmp_path):
-    """Also with -m, for which the path of the script would not be enough."""
-    (tmp_path / "package").mkdir()
-    text = "import sys\nfrom . import other\nfrom pathlib import Path\n"
-    text += "from zerojax import simulate_devices; simulate_devices(8)\n"
-    text += "from support.small_run import run, setting, loss\nrun(setting().train_step(loss), Path(sys.argv[1]), 1)\n"
-    (tmp_path / "package" / "train.py").write_text(text)
-    (tmp_path / "package" / "other.py").write_text("")
-    command = [sys.executable, "-m", "package.train", "a run"]
-    subprocess.run(command, check=True, cwd=tmp_path, env=importing(tmp_path, TESTS), timeout=120)
-    (start,) = [json.loads(line) for line in (tmp_path / "a run" / "starts.jsonl").read_text().splitlines()]
-    assert shlex.split(start["command"]) == command and start["folder"] == str(tmp_path)
-    assert f"in {tmp_path}, with\n\n    {start['command']}\n" in (tmp_path / "a run" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{"])

@@ -10,7 +10,6 @@ from zerojax.cli.doctor import doctor_command
 from zerojax.cli.init import init_command
 from zerojax.cli.launch import launch_command
 from zerojax.cli.plan import plan_command
-from zerojax.cli.report import report_command
 
 
 @click.group()
@@ -24,7 +23,6 @@ for command in (
     launch_command,
     doctor_command,
     checkpoint,
-    report_command,
     init_command,
     completion_command,
 ):

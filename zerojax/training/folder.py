@@ -8,8 +8,6 @@ import json
 import logging
 import os
 import platform
-import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from zerojax.processes.agreement import versions
 from zerojax.sharding.precision import DTYPE_FIELDS
 from zerojax.step.config import ZeroConfig
 from zerojax.training.writers import write_atomically
-from zerojax.utils.masking import masked, masked_command
+from zerojax.utils.text import masked
 
 log = logging.getLogger("zerojax")
 
@@ -29,12 +27,8 @@ FILES = ("README.md", "config.json", "starts.jsonl", "metrics.jsonl", "plan.txt"
 _README = """\
 # {name}
 
-A training run with zerojax. Started {starts} so far; the last time{each} in {folder}, with
-
-    {command}
-
-The same command continues the run from the newest checkpoint. What looks like a password, a key or a token is
-replaced by asterisks, here and in the files with the configuration.
+A training run with zerojax. Started {starts} so far; the last time{each} in {folder}.
+The same command continues the run from the newest checkpoint. It is not written down, since it may have passwords.
 
 | file | contents |
 |---|---|
@@ -96,7 +90,7 @@ def write_description(
     Args:
         folder: directory of the run, which is created if needed.
         zero_config: mesh, stage and precision.
-        config: configuration of the run, as returned by `as_config`. It is masked, and so is the command.
+        config: configuration of the run, as returned by `as_config`, which is masked.
         start: the step from which the run continues.
         num_steps: the step at which it ends.
         plan: text of plan.txt; None if it is not known.
@@ -110,7 +104,6 @@ def write_description(
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "from_step": start,
         "num_steps": num_steps,
-        "command": shlex.join(masked_command([sys.executable, *sys.orig_argv[1:]])),
         "folder": os.getcwd(),
         "host": platform.node(),
         "processes": jax.process_count(),

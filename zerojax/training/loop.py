@@ -87,7 +87,7 @@ def fit(
         evaluate_every: number of steps between two evaluations. By default there is only the one after the last step.
         log_every: number of steps between two rows of metrics. The first and the last step are always logged.
         config: a mapping or a dataclass, which is written to the directory and must be the same in all processes. In
-            the directory and in wandb, passwords, keys and tokens are masked, see `zerojax.utils.masking`.
+            the directory and in wandb, text whose name contains key, token, secret or password is masked.
         checkpoints: options of `zero.checkpoints`: `every`, `keep`, `keep_every`, `most_skipped`, `spike`,
             `watchdog_s`, `verify_replicas_every` and `copy_to`. `CheckpointOptions` describes them.
         fallback: if the newest checkpoint is damaged, continues from the newest one that is intact.
