@@ -16,7 +16,7 @@ from support.paths import REPO
 from zerojax.checkpoints import CheckpointCorrupted, manifest, pieces, store
 from zerojax.checkpoints.manifest import LeafRecord, Manifest, plain_text
 from zerojax.cli import main
-from zerojax.cli.output import without_traceback
+from zerojax.cli.common import without_traceback
 from zerojax.exchange import parameters
 from zerojax.step.digest import HostDigest
 

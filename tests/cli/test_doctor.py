@@ -266,4 +266,4 @@ def test_warnings_do_not_fail(monkeypatch):
     shown = CliRunner().invoke(main, ["doctor", "--precision", "bf16"], env={"NCCL_IB_DISABLE": "1"})
     assert shown.exit_code == 0 and "warn" in shown.stdout and "unset NCCL_IB_DISABLE" in shown.stdout
     shown = CliRunner().invoke(main, ["doctor", "--precision", "fp19"])
-    assert shown.exit_code == 1 and "fp19" in shown.output and "Traceback" not in shown.output
+    assert shown.exit_code == 2 and "fp19" in shown.output and "Traceback" not in shown.output

@@ -5,7 +5,6 @@ from __future__ import annotations
 import click
 
 from zerojax.cli.checkpoint import checkpoint
-from zerojax.cli.completion import completion_command
 from zerojax.cli.doctor import doctor_command
 from zerojax.cli.init import init_command
 from zerojax.cli.launch import launch_command
@@ -24,6 +23,5 @@ for command in (
     doctor_command,
     checkpoint,
     init_command,
-    completion_command,
 ):
     main.add_command(command)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from zerojax.cli.completion import complete, precision_names
-from zerojax.cli.output import print_rich
+from zerojax.cli.common import print_rich
+from zerojax.sharding.precision import PRECISIONS
 
 
 @click.command("doctor")
@@ -16,9 +16,8 @@ from zerojax.cli.output import print_rich
 )
 @click.option(
     "--precision",
-    metavar="NAME",
-    shell_complete=complete(precision_names),
-    help="On GPUs, also check that attention of this precision is fused: fp32, bf16, ...",
+    type=click.Choice(list(PRECISIONS)),
+    help="On GPUs, also check that attention of this precision is fused.",
 )
 @click.option("--head-dim", type=click.IntRange(1), metavar="N", help="The same for heads of this width.")
 def doctor_command(checkpoints: Path | None, precision: str | None, head_dim: int | None) -> None:
