@@ -18,7 +18,7 @@ from zerojax.processes import agreement
 from zerojax.processes.agreement import distributed_state, names
 from zerojax.processes.detect import LaunchInfo, detect
 from zerojax.processes.exit import exit_at_once_on_failure
-from zerojax.processes.rollcall import RollCallResult, call_roll
+from zerojax.processes.rollcall import find_missing
 from zerojax.utils.warn import warn
 
 MIN_CONNECT_S = 30  # for JAX to connect the processes after the roll call, however long the roll call took
@@ -157,26 +157,17 @@ def _wait_for_all(info: LaunchInfo, timeout_s: int) -> None:
     assert info.coordinator is not None and info.count is not None and info.index is not None
     bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
     try:
-        result = call_roll(info.coordinator, info.count, info.index, timeout_s, bind)
+        missing = find_missing(info.coordinator, info.count, info.index, timeout_s, bind)
     except OSError as error:
         raise RuntimeError(
             f"processes: process 0 cannot listen on {bind or info.coordinator}\n"
             f"  got:      {error}\n"
             "  fix:      set another port in all processes, or end the program that uses this one"
         ) from error
-    _check_roll_call(result, info, timeout_s)
-
-
-def _check_roll_call(result: RollCallResult, info: LaunchInfo, timeout_s: int) -> None:
-    if result.refused:
-        raise ValueError(
-            f"processes: process {info.index} was refused\n"
-            f"  got:      {result.refused}\n"
-            "  fix:      give each process its own index, and all processes the same count"
-        )
-    if result.missing:
+    if missing:
         raise TimeoutError(
-            f"processes: {names(result.missing)} of {info.count} did not join within {timeout_s} s\n"
+            f"processes: {names(missing)} of {info.count} did not join within {timeout_s} s\n"
             f"  got:      this is process {info.index}, detected from {info.found}; process 0 is {info.coordinator}\n"
-            "  fix:      check the output of the missing ones, and that they can reach process 0; or raise timeout_s"
+            "  fix:      check the output of the missing ones, that they can reach process 0, and that each process has"
+            " its own\n            index and all have the same count; or raise timeout_s"
         )
