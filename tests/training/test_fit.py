@@ -521,8 +521,8 @@ def test_a_config_is_a_mapping_or_a_dataclass(step, tmp_path):
         ({"data": 3}, "fit: data is of type int\n  fix: "),
         ({"evaluate": setting().eval_step(loss)}, "evaluate is of type EvalStep\n  fix: .*evaluate="),
         ({"evaluate": {"loss": 1.0}}, "fit: evaluate is of type dict\n  fix: "),
-        ({"checkpoints": "runs/1"}, "got:      a value of type str\n  fix:      a dict of options"),
-        ({"checkpoints": {"every_steps": 3}}, "got:      'every_steps'\n  fix:      choose from every, keep, "),
+        ({"checkpoints": "runs/1"}, "no such options\n  got:      'runs/1'\n  fix:      a dict of every"),
+        ({"checkpoints": {"every_steps": 3}}, "got:      {'every_steps': 3}\n  fix:      a dict of every, keep, "),
         ({"checkpoints": {"every": 0}}, "checkpoints: every is invalid"),
     ],
 )

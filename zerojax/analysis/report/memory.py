@@ -75,20 +75,6 @@ def model_states(parameters: float, stage: int, num_shards: int, optimizer_bytes
     )
 
 
-def largest_model(limit_bytes: float, stage: int, num_shards: int, model: int = 1) -> float:
-    """The number of parameters of the largest model whose states fit on each device.
-
-    Args:
-        limit_bytes: memory of a device.
-        stage: 0 to 3.
-        num_shards: number of devices over which states are sharded.
-        model: size of the `model` axis, over which states are divided in addition.
-
-    Source: ZeRO, table 2.
-    """
-    return model * limit_bytes / model_states(1, stage, num_shards).num_bytes
-
-
 class Memory(NamedTuple):
     """The peak memory of a step on one device. Prints as a table.
 
