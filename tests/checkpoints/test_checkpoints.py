@@ -38,7 +38,15 @@ from support.small_run import (
 )
 
 import zerojax
-from zerojax.checkpoints import EXIT_CODE, CheckpointCorrupted, CheckpointMismatch, contents, iterators, lock, store
+from zerojax.checkpoints import (
+    EXIT_CODE,
+    CheckpointCorrupted,
+    CheckpointMismatch,
+    contents,
+    iterators,
+    run_directory,
+    store,
+)
 from zerojax.step.digest import HostDigest, digests
 
 
@@ -692,15 +700,6 @@ def test_skipped_updates_are_logged_and_too_many_consecutive_ones_end_the_run(tm
     assert caplog.text.count("the update was skipped") == 5
 
 
-def test_a_spike_of_the_loss_is_logged_on_request(tmp_path, caplog):
-    zero, state, step = guarded_step()
-    with zero.checkpoints(tmp_path, every=100, spike=5) as guarded:
-        for i in range(14):
-            state, metrics = step(state, scaled(i, 20 if i == 12 else 1))
-            guarded.update(state, metrics)
-    assert caplog.text.count("times the median") == 1 and "step 13: the loss is" in caplog.text
-
-
 @pytest.fixture
 def handler():
     """Restores the SIGTERM handler after the test."""
@@ -757,6 +756,6 @@ def test_a_run_continues_on_a_file_system_without_locks(tmp_path, monkeypatch, c
     def cannot(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(lock.fcntl, "flock", cannot)
+    monkeypatch.setattr(run_directory.fcntl, "flock", cannot)
     setting().checkpoints(tmp_path).close()
     assert "make sure that only one run uses it" in caplog.text

@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
 def test_secrets_are_in_no_file_of_a_run(folder):
     """Nor in what wandb records."""
     files = [file for file in folder.rglob("*") if file.is_file()]
-    assert {"config.json", "starts.jsonl", "README.md", "metrics.jsonl"} <= {file.name for file in files}
+    assert {"config.json", "starts.jsonl", "metrics.jsonl"} <= {file.name for file in files}
     assert any(file.suffix == ".wandb" for file in files)
     assert [file for file in files if b"hidden" in file.read_bytes()] == []
     expected = {"hub": {"token": MASK}, "lr": 0.1}

@@ -15,7 +15,7 @@ from typing import Any, TypedDict, Unpack
 import jax
 
 from zerojax.checkpoints import contents, restore as restoring, store
-from zerojax.checkpoints.guards import LossMonitor, Watchdog
+from zerojax.checkpoints.guards import SkipMonitor, Watchdog
 from zerojax.checkpoints.manifest import Allowed, CheckpointCorrupted, Manifest
 from zerojax.checkpoints.preemption import Preemption
 from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0
@@ -56,7 +56,6 @@ class CheckpointOptions(TypedDict, total=False):
         keep_every: steps that are a multiple of this are kept too. None, the default: no others.
         most_skipped: the number of consecutive updates skipped because a gradient was not finite that ends the run, 10
             by default.
-        spike: a loss of more than this many times the median of the last 50 is logged. None, the default: none is.
         watchdog_s: if `update` is not called for this many seconds of running time, the stacks of all threads are
             written to stderr, and those of all processes to a file in the directory; the exit code is 1. The first
             `update` starts the clock. The time must be longer than a save, an evaluation or a compilation between two
@@ -73,7 +72,6 @@ class CheckpointOptions(TypedDict, total=False):
     keep: int | None
     keep_every: int | None
     most_skipped: int
-    spike: float | None
     watchdog_s: float | None
     verify_replicas_every: int | None
     copy_to: str | None
@@ -84,7 +82,6 @@ DEFAULTS: dict[str, Any] = {
     "keep": 3,
     "keep_every": None,
     "most_skipped": 10,
-    "spike": None,
     "watchdog_s": None,
     "verify_replicas_every": None,
     "copy_to": None,
@@ -154,7 +151,7 @@ class Checkpoints:
         self.origin_text = ""  # a line about the start of the run, after `resume`
         self._num_updates = 0  # including those before the step that the run resumed from
         self._saver = Saver(config, run_directory, self._store)
-        self._loss_monitor = LossMonitor(given["most_skipped"], given["spike"])
+        self._skip_monitor = SkipMonitor(given["most_skipped"])
         self._watchdog = None if watchdog_s is None else Watchdog(watchdog_s, self.directory)
         self._verify_replicas_every = given["verify_replicas_every"]
         self._preemption = Preemption()
@@ -183,7 +180,7 @@ class Checkpoints:
         _unclosed.discard(self)
         with self._exit:
             self._saver.finish()
-            self._loss_monitor.finish()
+            self._skip_monitor.finish()
 
     def steps(self) -> list[int]:
         """Returns the steps that are complete on disk, oldest first."""
@@ -253,7 +250,7 @@ class Checkpoints:
         return self._begin(state, int(state.step))
 
     def _begin(self, state: TrainState, step: int) -> tuple[TrainState, int]:
-        self._num_updates, self._loss_monitor.num_skipped = step, int(state.skipped)
+        self._num_updates, self._skip_monitor.num_skipped = step, int(state.skipped)
         self.origin_text = _origin_text(self.config, self.directory, step, self.origin)
         log.info("checkpoint: %s", self.origin_text)
         return state, step
@@ -296,7 +293,7 @@ class Checkpoints:
 
         Args:
             state: of the step. It may be donated to the next step at once.
-            metrics: of the step. Skipped updates and spikes of the loss are reported two steps later.
+            metrics: of the step. Skipped updates are reported two steps later.
             data: an iterator with `get_state` and `set_state`, such as Grain's, whose state is saved too.
 
         Raises:
@@ -312,7 +309,7 @@ class Checkpoints:
         if self._watchdog:
             self._watchdog.reset()
         if metrics is not None:
-            self._loss_monitor.update(self._num_updates, metrics)
+            self._skip_monitor.update(self._num_updates, metrics)
         self._saver.poll()
         if number := self._preemption.requested():
             self._save_and_exit(number, state, data)

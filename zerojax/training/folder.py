@@ -1,4 +1,4 @@
-"""Writes the files that describe a run into its directory: README.md, config.json, starts.jsonl and plan.txt."""
+"""Writes the files that describe a run into its directory: config.json, starts.jsonl and plan.txt."""
 
 from __future__ import annotations
 
@@ -23,23 +23,7 @@ from zerojax.utils.text import masked
 
 log = logging.getLogger("zerojax")
 
-FILES = ("README.md", "config.json", "starts.jsonl", "metrics.jsonl", "plan.txt")
-_README = """\
-# {name}
-
-A training run with zerojax. Started {starts} so far; the last time{each} in {folder}.
-The same command continues the run from the newest checkpoint. It is not written down, since it may have passwords.
-
-| file | contents |
-|---|---|
-| `config.json` | the configuration of the run at its last start |
-| `starts.jsonl` | a line for each start: time, host, versions, mesh, stage, and first step |
-| `metrics.jsonl` | a line for each logged step and each evaluation |
-| `plan.txt` | the memory of a device during a step, by formula, and the placement of every leaf |
-| `checkpoints/` | checkpoints; `zerojax checkpoint ls {path}/checkpoints` lists them |
-| `profile/` | profiler traces, if enabled; TensorBoard and xprof show them |
-| `tensorboard/` | scalars, if tensorboardX is installed |
-"""
+FILES = ("config.json", "starts.jsonl", "metrics.jsonl", "plan.txt")
 
 
 def as_config(config: Any) -> dict[str, Any]:
@@ -118,10 +102,6 @@ def write_description(
     write_atomically(folder / "starts.jsonl", "".join([*previous, json.dumps(description) + "\n"]))
     if plan is not None:
         write_atomically(folder / "plan.txt", plan)
-    starts = f"{len(previous) + 1} times" if previous else "once"
-    each = f", in each of {jax.process_count()} processes," if jax.process_count() > 1 else ""
-    description |= {"name": folder.name, "starts": starts, "each": each, "path": folder}
-    write_atomically(folder / "README.md", _README.format(**description))
 
 
 def _log_changes(path: Path, config: Mapping[str, Any]) -> None:

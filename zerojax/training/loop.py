@@ -63,10 +63,10 @@ def fit(
     Steps are counted by the state: a state of `zero.init` is at step 0, and a restored one is at the step at which it
     was saved. To train a restored state from step 0, with a new optimizer, pass `zero.with_optimizer(state, tx)`.
 
-    The directory describes the run. Its README.md lists the files: config.json; starts.jsonl with the versions, mesh
-    and command of each start; metrics.jsonl; plan.txt with the memory of a device; checkpoints/; and, if enabled,
-    profile/ and tensorboard/. With several processes, all of them call this function. Process 0 alone writes these
-    files and shows the progress; checkpoints and profiles are written by all.
+    The directory describes the run: config.json; starts.jsonl with the versions and the mesh of each start;
+    metrics.jsonl; plan.txt with the memory of a device; checkpoints/; and, if enabled, profile/ and tensorboard/. With
+    several processes, all of them call this function. Process 0 alone writes these files and shows the progress;
+    checkpoints and profiles are written by all.
 
     Args:
         zero: the Zero that made `step`.
@@ -317,10 +317,10 @@ class NoCheckpoints:
     every, origin = sys.maxsize, None
 
     def __init__(self) -> None:
-        from zerojax.checkpoints.guards import LossMonitor  # Orbax takes a second to import
+        from zerojax.checkpoints.guards import SkipMonitor  # Orbax takes a second to import
         from zerojax.checkpoints.run import DEFAULTS
 
-        self._loss_monitor = LossMonitor(DEFAULTS["most_skipped"], None)
+        self._skip_monitor = SkipMonitor(DEFAULTS["most_skipped"])
         self.origin_text = ""
 
     def __enter__(self) -> NoCheckpoints:
@@ -328,11 +328,11 @@ class NoCheckpoints:
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if error is None:
-            self._loss_monitor.finish()
+            self._skip_monitor.finish()
 
     def resume(self, state: TrainState, data: Any, **options: Any) -> tuple[TrainState, int]:
         """Starts at the step of the state."""
-        self._loss_monitor.num_skipped, step = int(state.skipped), int(state.step)
+        self._skip_monitor.num_skipped, step = int(state.skipped), int(state.step)
         self.origin_text = f"the run starts at step {step}, and is not saved, since it has no directory"
         self._step = step
         return state, step
@@ -340,7 +340,7 @@ class NoCheckpoints:
     def update(self, state: TrainState, metrics: Mapping[str, Any], data: Any) -> None:
         """Checks the metrics of a step, two steps late."""
         self._step += 1
-        self._loss_monitor.update(self._step, metrics)
+        self._skip_monitor.update(self._step, metrics)
 
     def save(self, state: TrainState, data: Any) -> None:
         """Saves nothing."""

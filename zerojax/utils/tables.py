@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import io
 import math
 import shutil
@@ -112,19 +111,3 @@ def printed(parts: Iterable[TextTable | str], width: int) -> str:
     """Tables and texts, separated by empty lines."""
     texts = [part.text(width) if isinstance(part, TextTable) else "\n".join(paragraph(part, width)) for part in parts]
     return "\n\n".join(texts) + "\n"
-
-
-_OPEN_ROWS = 12  # of a table that is shown before it is opened
-
-
-def sections_html(parts: Iterable[TextTable | str]) -> str:
-    """Tables and texts for a notebook. A long table is a section that opens."""
-    sections = []
-    for part in parts:
-        if isinstance(part, str):
-            sections.append(f"<pre>{html.escape(part)}</pre>")
-            continue
-        text = html.escape(dataclasses.replace(part, title="").text(FILE_WIDTH))
-        is_open = " open" if len(part.rows) <= _OPEN_ROWS else ""
-        sections.append(f"<details{is_open}><summary>{html.escape(part.title)}</summary><pre>{text}</pre></details>")
-    return "\n".join(sections)

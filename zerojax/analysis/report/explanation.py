@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from zerojax.utils.tables import Column, Screen, TextTable, printed, screen, sections_html
+from zerojax.utils.tables import Column, Screen, TextTable, printed, screen
 from zerojax.utils.text import SPACE, bytes_text, fold
 from zerojax.utils.typing import Shape
 
@@ -92,10 +92,6 @@ class Explanation:
         return self.text()
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        """In notebooks, totals are shown, and the leaves of a category when it is opened."""
-        return sections_html(self._parts(screen()))
 
     def text(self, to: Screen | None = None) -> str:
         """The tables as text.
