@@ -14,7 +14,7 @@ from typing import Any, TypedDict, Unpack
 
 import jax
 
-from zerojax.checkpoints import contents, restore as restoring, store
+from zerojax.checkpoints import contents, saver, store
 from zerojax.checkpoints.guards import SkipMonitor, Watchdog
 from zerojax.checkpoints.manifest import Allowed, CheckpointCorrupted, Manifest
 from zerojax.checkpoints.preemption import Preemption
@@ -214,7 +214,7 @@ class Checkpoints:
         avals = contents.avals(state)
         for step in reversed(steps):
             try:
-                restored, saved = restoring.restore(self.directory, state, step, data, Allowed(optimizer=optimizer))
+                restored, saved = saver.restore(self.directory, state, step, data, Allowed(optimizer=optimizer))
             except CheckpointCorrupted as error:
                 if not fallback:
                     raise
@@ -286,7 +286,7 @@ class Checkpoints:
         """
         store.check_step(self.directory, step, self.steps())
         allowed = Allowed(missing, ("*",) if only else extra, cast, optimizer)
-        return restoring.restore(self.directory, state, step, data, allowed, only)[0]
+        return saver.restore(self.directory, state, step, data, allowed, only)[0]
 
     def update(self, state: TrainState, metrics: Mapping[str, Any] | None = None, data: Any = None) -> None:
         """Saves the state if it is due or the run is being preempted. To be called after each step.
