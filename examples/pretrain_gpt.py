@@ -217,7 +217,7 @@ def train(args: argparse.Namespace) -> dict[str, float]:
         evaluate_every=args.every,
         config=dataclasses.asdict(config) | same,
         tokens_per_row=args.context,
-        checkpoints={"every": args.every, "spike": 3.0},
+        checkpoints={"every": args.every},
         profile=args.profile and tuple(args.profile),
     )
     for text in generate(state.model(), tokenizer, PROMPTS, args.context, args.temperature):

@@ -87,7 +87,6 @@ ROWS = [
     ),
     ("an infinity in bf16", [SKIPPED]),
     ("a skipped update: counters, schedule, bias correction", [SKIPPED]),
-    ("a spike of the loss", [f"{CHECKPOINTS}::test_a_spike_of_the_loss"]),
     ("resumed in the middle of an epoch", [f"{CHECKPOINTS}::test_a_run_that_resumes_in_the_middle"]),
     (
         "resumed on another number of processes, or on fewer devices with the same batch",

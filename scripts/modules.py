@@ -20,7 +20,7 @@ HEADER = "| module | contents |\n|---|---|\n"
 # The architecture, bottom up: each entry imports only entries before it.
 ORDER = (
     "utils", "sharding", "comm", "program", "contrib", "processes", "step", "offload", "analysis", "checkpoints",
-    "zero", "exchange", "deepspeed", "training", "run_report", "plan", "cli",
+    "zero", "exchange", "training", "plan", "cli",
 )  # fmt: skip
 
 

@@ -13,7 +13,6 @@ from zerojax.analysis.findings import Audit, Finding, Verdict
 from zerojax.analysis.visualize import visualize
 from zerojax.contrib.losses import chunked_cross_entropy
 from zerojax.contrib.low_bit import low_bit_moments, stochastic_rounding
-from zerojax.deepspeed import from_deepspeed
 from zerojax.processes import initialize
 from zerojax.program.remat import Remat
 from zerojax.sharding.mesh import make_mesh, simulate_devices
@@ -49,7 +48,6 @@ __all__ = [
     "evaluate",
     "exchange",
     "fit",
-    "from_deepspeed",
     "initialize",
     "low_bit_moments",
     "make_mesh",

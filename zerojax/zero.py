@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -42,37 +42,7 @@ from zerojax.utils.typing import AnyMesh, PRNGKey
 from zerojax.utils.warn import is_called_by_user, warn
 
 if TYPE_CHECKING:
-    from zerojax.checkpoints import Checkpoints
-
-
-class CheckpointOptions(TypedDict, total=False):
-    """The options of `zero.checkpoints`; `zerojax.checkpoints.Checkpoints` describes them in full.
-
-    Attributes:
-        every: number of steps between two saves, 1000 by default. `fit` saves the state after the last step as well.
-        keep: number of newest checkpoints to keep, 3 by default; None keeps all of them.
-        keep_every: also keeps the checkpoints of the steps that are multiples of this number. None, the default, keeps
-            no others.
-        most_skipped: number of consecutive skipped updates (because a gradient was not finite) that ends the run, 10 by
-            default.
-        spike: logs a loss of more than this multiple of the recent median. None, the default, logs none.
-        watchdog_s: ends the process with the stacks of all threads if a step takes longer than this, in seconds. It
-            must be longer than a save, an evaluation and a compilation. None, the default, disables it.
-        verify_replicas_every: number of steps between two comparisons of what several devices hold, in addition to
-            those before each save. None, the default, makes no others.
-        copy_to: URL of remote storage, such as 's3://bucket/run', to which steps are copied in the background, with
-            `fit` together with the files of the run. A newer step there is brought back. None, the default, copies
-            nothing.
-    """
-
-    every: int
-    keep: int | None
-    keep_every: int | None
-    most_skipped: int
-    spike: float | None
-    watchdog_s: float | None
-    verify_replicas_every: int | None
-    copy_to: str | None
+    from zerojax.checkpoints import CheckpointOptions, Checkpoints
 
 
 def _globs(patterns: str | Sequence[str]) -> tuple[str, ...]:
@@ -536,7 +506,7 @@ class Zero:
 
         Args:
             directory: on a file system that all processes share. Only one run at a time may use it.
-            options: see `CheckpointOptions`.
+            options: see `zerojax.checkpoints.CheckpointOptions`.
 
         Raises:
             ValueError: if an option is invalid, the processes differ in one, or another run uses the directory.

@@ -139,15 +139,6 @@ def test_tables_print_as_tables_in_a_session():
     assert repr(memory) == str(memory) and repr(memory).startswith("parameters ")
 
 
-def test_a_notebook_shows_totals_and_opens_the_rest():
-    """A table of many rows is closed; names are escaped."""
-    zero = Zero(zerojax.make_mesh(), 3)
-    state = zero.init(lambda: {"a<b": jnp.ones((8, 8)), **{f"w{k}": jnp.ones(8) for k in range(20)}}, optax.sgd(0.1))
-    shown = zero.explain(state)._repr_html_()
-    assert "<details open><summary>Totals</summary>" in shown and "<details><summary>params: " in shown
-    assert "a&lt;b" in shown and "a<b" not in shown and shown.count("<pre>") == shown.count("</pre>")
-
-
 def test_treescope_shows_states():
     """With its own view of dataclasses; of a donated state too."""
     zero, state = started()

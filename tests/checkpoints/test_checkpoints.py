@@ -38,7 +38,15 @@ from support.small_run import (
 )
 
 import zerojax
-from zerojax.checkpoints import EXIT_CODE, CheckpointCorrupted, CheckpointMismatch, contents, iterators, lock, store
+from zerojax.checkpoints import (
+    EXIT_CODE,
+    CheckpointCorrupted,
+    CheckpointMismatch,
+    contents,
+    run_directory,
+    saver,
+    store,
+)
 from zerojax.checkpoints.digest import HostDigest, digests
 
 
@@ -560,11 +568,11 @@ def test_a_run_that_resumes_in_the_middle_of_an_epoch_repeats_and_skips_no_row(t
 
 
 def test_iterator_states_of_another_number_of_processes_must_be_equal():
-    assert iterators.state_of_this_process([{"at": 3}, {"at": 3}], "step_1") == {"at": 3}
+    assert saver.state_of_this_process([{"at": 3}, {"at": 3}], "step_1") == {"at": 3}
     with pytest.raises(CheckpointMismatch, match="different states of 2 processes, now there are 1"):
-        iterators.state_of_this_process([{"at": 3}, {"at": 4}], "step_1")
+        saver.state_of_this_process([{"at": 3}, {"at": 4}], "step_1")
     with pytest.raises(CheckpointMismatch, match="step_1 contains no state of a data iterator"):
-        iterators.state_of_this_process(None, "step_1")
+        saver.state_of_this_process(None, "step_1")
 
 
 def test_the_passed_state_is_not_freed_if_the_iterator_cannot_be_restored(saved):
@@ -692,15 +700,6 @@ def test_skipped_updates_are_logged_and_too_many_consecutive_ones_end_the_run(tm
     assert caplog.text.count("the update was skipped") == 5
 
 
-def test_a_spike_of_the_loss_is_logged_on_request(tmp_path, caplog):
-    zero, state, step = guarded_step()
-    with zero.checkpoints(tmp_path, every=100, spike=5) as guarded:
-        for i in range(14):
-            state, metrics = step(state, scaled(i, 20 if i == 12 else 1))
-            guarded.update(state, metrics)
-    assert caplog.text.count("times the median") == 1 and "step 13: the loss is" in caplog.text
-
-
 @pytest.fixture
 def handler():
     """Restores the SIGTERM handler after the test."""
@@ -757,6 +756,6 @@ def test_a_run_continues_on_a_file_system_without_locks(tmp_path, monkeypatch, c
     def cannot(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(lock.fcntl, "flock", cannot)
+    monkeypatch.setattr(run_directory.fcntl, "flock", cannot)
     setting().checkpoints(tmp_path).close()
     assert "make sure that only one run uses it" in caplog.text

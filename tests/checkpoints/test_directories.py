@@ -12,9 +12,9 @@ from support.paths import importing
 from support.small_run import adam, create, setting
 
 import zerojax
-from zerojax.checkpoints import lock, store
-from zerojax.checkpoints.directories import local_directory
+from zerojax.checkpoints import run_directory, store
 from zerojax.checkpoints.pieces import verify_arrays
+from zerojax.checkpoints.run_directory import local_directory
 from zerojax.cli.diagnosis import machine
 
 pytestmark = pytest.mark.once
@@ -91,7 +91,7 @@ def test_a_deleted_lock_file_lets_no_second_run_in(tmp_path, zero, state):
 HOLDER = """
 import multiprocessing, os, sys, time
 from pathlib import Path
-from zerojax.checkpoints.lock import DirectoryLock
+from zerojax.checkpoints.run_directory import DirectoryLock
 
 def work():
     print(os.getpid(), flush=True)  # not before the worker has closed what it has in common with its parent
@@ -118,11 +118,11 @@ def test_a_forked_worker_does_not_keep_the_lock_of_a_killed_run(tmp_path):
     process, worker = hold(tmp_path, 60)
     try:
         with pytest.raises(ValueError, match=f"got:      process {process.pid} on"):
-            lock.DirectoryLock(tmp_path)
+            run_directory.DirectoryLock(tmp_path)
         process.kill()
         process.wait()
         os.kill(worker, 0)  # it lives
-        lock.DirectoryLock(tmp_path).release()
+        run_directory.DirectoryLock(tmp_path).release()
     finally:
         os.kill(worker, signal.SIGKILL)
 
@@ -132,7 +132,7 @@ def test_a_forked_worker_that_ends_does_not_release_the_lock(tmp_path):
     try:
         assert process.stdout.readline() == "joined\n"
         with pytest.raises(ValueError, match="another run is using"):
-            lock.DirectoryLock(tmp_path)
+            run_directory.DirectoryLock(tmp_path)
     finally:
         process.kill()
         process.wait()

@@ -17,7 +17,7 @@ from zerojax.checkpoints import CheckpointCorrupted, manifest, pieces, store
 from zerojax.checkpoints.digest import HostDigest
 from zerojax.checkpoints.manifest import LeafRecord, Manifest, plain_text
 from zerojax.cli import main
-from zerojax.cli.output import without_traceback
+from zerojax.cli.common import without_traceback
 from zerojax.exchange import parameters
 
 STEP = 3

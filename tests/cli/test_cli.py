@@ -11,7 +11,7 @@ from support.paths import REPO
 
 import zerojax.cli
 
-COMMANDS = ("plan", "launch", "doctor", "checkpoint", "report", "init", "completion")
+COMMANDS = ("plan", "launch", "doctor", "checkpoint", "init")
 
 
 def test_the_script_is_the_group_of_all_commands():
@@ -36,3 +36,18 @@ def test_the_interface_runs_as_a_module():
     ended = subprocess.run([sys.executable, "-P", "-m", "zerojax.cli", "--help"], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert "python -m zerojax.cli" in ended.stdout and all(name in ended.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (("pl",), ["plan"]),
+        (("plan", "--preset", "llama3-7"), ["llama3-70b"]),
+        (("doctor", "--precision", "fp"), ["fp32", "fp16"]),
+    ],
+)
+def test_a_shell_completes_commands_and_values(words, names):
+    environ = {"_ZEROJAX_COMPLETE": "bash_complete", "COMP_WORDS": " ".join(["zerojax", *words])}
+    environ |= {"COMP_CWORD": str(len(words))}
+    shown = CliRunner().invoke(zerojax.cli.main, env=environ, prog_name="zerojax")
+    assert [line.partition(",")[2] for line in shown.stdout.splitlines()] == names

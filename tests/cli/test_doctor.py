@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from zerojax.cli import diagnosis as doctor, main
-from zerojax.cli.diagnosis import Check, Status, diagnose, gpu, machine, variables
+from zerojax.cli import doctor, main
+from zerojax.cli.diagnosis import gpu, machine, variables
+from zerojax.cli.diagnosis.checks import Check, Status
 from zerojax.cli.diagnosis.gpu import Gpu, Host
 from zerojax.cli.diagnosis.variables import Surroundings
 from zerojax.offload.pinned_memory import PINNED_LIMIT
@@ -19,7 +20,7 @@ def by_name(checks):
 
 def test_a_machine_without_failures(tmp_path):
     """Simulated devices are reported, and are not a failure."""
-    checks = by_name(diagnose(tmp_path / "new" / "run", {"JAX_PLATFORMS": "cpu"}))
+    checks = by_name(doctor.diagnose(tmp_path / "new" / "run", {"JAX_PLATFORMS": "cpu"}))
     assert all(check.status is not Status.ERROR for check in checks.values())
     assert checks["devices"].details == "8 x cpu (cpu)" and checks["processes"].details == "a single process"
     assert "GiB free" in checks["checkpoints"].details and not (tmp_path / "new").exists()
@@ -74,7 +75,7 @@ def test_the_file_system_is_that_of_the_deepest_mount(tmp_path):
     ],
 )
 def test_launcher_variables(variables, status, details):
-    check = by_name(diagnose(environ=variables))["processes"]
+    check = by_name(doctor.diagnose(environ=variables))["processes"]
     assert check.status is status and check.details.startswith(details)
     assert bool(check.fix) == (status is Status.ERROR)
 
@@ -147,13 +148,13 @@ def test_what_keeps_attention_from_being_fused(device, cudnn, dtype, head_dim, s
 def test_gpus_are_checked_with_the_precision_of_the_model(monkeypatch):
     monkeypatch.setattr(gpu, "local_gpus", lambda: [H100] * 8)
     monkeypatch.setattr(gpu, "cudnn_version", lambda: 91002)
-    attention = lambda **options: by_name(diagnose(environ={}, **options))["fused attention"].status
+    attention = lambda **options: by_name(doctor.diagnose(environ={}, **options))["fused attention"].status
     assert attention() is Status.OK and attention(precision="bf16", head_dim=64) is Status.OK
     assert attention(precision="fp32") is Status.WARNING and attention(head_dim=320) is Status.WARNING
     monkeypatch.setattr(gpu, "local_gpus", list)
-    assert "fused attention" not in by_name(diagnose(environ={}))
+    assert "fused attention" not in by_name(doctor.diagnose(environ={}))
     with pytest.raises(ValueError, match="fp19"):
-        diagnose(environ={}, precision="fp19")
+        doctor.diagnose(environ={}, precision="fp19")
 
 
 def test_compute_capabilities_are_read_from_devices(monkeypatch):
@@ -266,4 +267,4 @@ def test_warnings_do_not_fail(monkeypatch):
     shown = CliRunner().invoke(main, ["doctor", "--precision", "bf16"], env={"NCCL_IB_DISABLE": "1"})
     assert shown.exit_code == 0 and "warn" in shown.stdout and "unset NCCL_IB_DISABLE" in shown.stdout
     shown = CliRunner().invoke(main, ["doctor", "--precision", "fp19"])
-    assert shown.exit_code == 1 and "fp19" in shown.output and "Traceback" not in shown.output
+    assert shown.exit_code == 2 and "fp19" in shown.output and "Traceback" not in shown.output

@@ -3,7 +3,6 @@
 import json
 import re
 import struct
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,6 @@ from zerojax.exchange import adapters, parameters, quantized
 from zerojax.exchange.tensors import INDEX, Reader
 from zerojax.plan import Settings, from_hugging_face, plan
 from zerojax.processes import agree
-from zerojax.run_report.read import read_run
 from zerojax.step.settings import StepSettings
 from zerojax.utils import versions
 
@@ -223,26 +221,6 @@ def _(tmp_path):
         setting().checkpoints(tmp_path)
 
 
-@raises("Batch sizes that do not agree")
-def _(tmp_path):
-    sizes = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}
-    zerojax.from_deepspeed(sizes, 8)
-
-
-@raises('Options that are "auto"')
-def _(tmp_path):
-    optimizer = {"type": "AdamW", "params": {"lr": "auto"}}
-    zerojax.from_deepspeed({"train_batch_size": 64, "bf16": {"enabled": "auto"}, "optimizer": optimizer}, 8)
-
-
-@raises("An optimizer without a counterpart")
-def _(tmp_path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that names the same option
-        mapping = zerojax.from_deepspeed({"train_batch_size": 64, "optimizer": {"type": "OneBitAdam"}}, 8)
-    return mapping.optimizer
-
-
 @raises("Out of device memory")
 def _(tmp_path):
     """JAX's error is planted."""
@@ -266,11 +244,6 @@ def _(tmp_path):
 def _(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     from_hugging_face(tmp_path)
-
-
-@raises("A directory that is not that of a run")
-def _(tmp_path):
-    read_run(tmp_path)
 
 
 @raises("A file that is shorter than its header says")

@@ -1,7 +1,6 @@
 """The migration pages: no option of the other library is missing on them."""
 
 import re
-import runpy
 
 import pytest
 from support.paths import REPO
@@ -23,8 +22,3 @@ FSDP2 = """module mesh reshard_after_forward shard_placement_fn mp_policy offloa
 def test_every_option_of_fsdp2_is_named_in_the_first_column(name):
     rows = re.findall(r"^\| (.*?) \|", (PAGES / "from_fsdp2.md").read_text(), re.MULTILINE)
     assert any(re.search(rf"`[^`]*\b{name}\b", row) for row in rows)
-
-
-def test_the_tables_of_deepspeed_are_up_to_date():
-    script = runpy.run_path(str(REPO / "scripts" / "deepspeed_options.py"))
-    assert script["page"]() == script["PAGE"].read_text(), "run: python scripts/deepspeed_options.py --write"

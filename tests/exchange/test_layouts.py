@@ -417,7 +417,7 @@ def test_an_export_with_dims_is_in_their_layout(tmp_path):
 
 
 def test_the_command_names_families_and_allows_differences(tmp_path):
-    assert command("import", "--list-families").output.split() == list(FAMILIES)
+    assert all(name in command("import", "--family", "gpt5").output for name in FAMILIES)
     arrays = {name.replace("/", "."): a for name, a in {"up/kernel": filled(16, 16), "more": filled(2)}.items()}
     path = stored(tmp_path, arrays)
     arguments = ["import", tmp_path / "run", path, "--job", JOB, "--precision", "fp32"]

@@ -561,7 +561,7 @@ def test_the_command_lists_its_presets():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--preset", "gpt3"), "no preset 'gpt3'"),
+        (("--job", "gpt3"), "no preset 'gpt3'"),
         ((), "--preset NAME, --hf PATH or --job MODULE:FUNCTION"),
         (("--job", "nowhere:job"), "cannot be called"),
         (("--job", "math:gcd"), "does not return a Job"),
@@ -569,7 +569,7 @@ def test_the_command_lists_its_presets():
         (("--preset", "gpt2-124m", "--target", "h100:8,v5p:8"), "unknown target 'v5p:8'"),
         (("--preset", "gpt2-124m", "--target", ","), "unknown target ','"),
         (("--preset", "gpt2-124m", "--memory-share", "2"), "memory_share is 2.0"),
-        (("--preset", "gpt2-124m", "--remat", "some"), "unknown setting 'some'"),
+        (("--preset", "gpt2-124m", "--remat", "some"), "'some' is not one of"),
         (("--preset", "gpt2-124m", "--replica", "3"), "do not divide"),
         (("--preset", "gpt2-124m", "--model", "2"), "cannot be divided over a model axis of 2"),
     ],

@@ -121,11 +121,11 @@ def test_the_exit_code_is_known_when_python_ends():
     """Each end in a process of its own, which are forked from one that has imported zerojax."""
     text = f"""
 import atexit, os, sys
-from zerojax.processes import exit
+from zerojax.processes import join
 for end in {[*ENDS, "sys.exit('why')"]!r}:
     if not (pid := os.fork()):
-        exit.exit_at_once_on_failure()
-        atexit.register(lambda: print(exit._exit_code))
+        join.exit_at_once_on_failure()
+        atexit.register(lambda: print(join._exit_code))
         exec(end)
         break
     os.waitpid(pid, 0)

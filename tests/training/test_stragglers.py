@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from zerojax.training.stragglers import slowest
+from zerojax.training.timing import slowest
 
 
 @pytest.mark.parametrize(

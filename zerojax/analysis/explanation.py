@@ -19,7 +19,7 @@ from zerojax.sharding.uneven import uneven_text
 from zerojax.step.config import ZeroConfig
 from zerojax.step.loss_traces import Use
 from zerojax.step.state import TrainState, in_host, logical_avals
-from zerojax.utils.tables import Column, Screen, TextTable, printed, screen, sections_html
+from zerojax.utils.tables import Column, Screen, TextTable, printed, screen
 from zerojax.utils.text import SPACE, bytes_text, fold, mesh_text
 from zerojax.utils.typing import AnyMesh, Aval, PyTree, Shape
 
@@ -105,10 +105,6 @@ class Explanation:
         return self.text()
 
     __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        """In notebooks, totals are shown, and the leaves of a category when it is opened."""
-        return sections_html(self._parts(screen()))
 
     def text(self, to: Screen | None = None) -> str:
         """The tables as text.

@@ -2,7 +2,7 @@
 
 from zerojax.checkpoints.manifest import Allowed, CheckpointCorrupted, CheckpointMismatch, Manifest
 from zerojax.checkpoints.preemption import EXIT_CODE, INTERRUPT_EXIT_CODE
-from zerojax.checkpoints.run import Checkpoints
+from zerojax.checkpoints.run import CheckpointOptions, Checkpoints
 
 __all__ = [
     "EXIT_CODE",
@@ -10,6 +10,7 @@ __all__ = [
     "Allowed",
     "CheckpointCorrupted",
     "CheckpointMismatch",
+    "CheckpointOptions",
     "Checkpoints",
     "Manifest",
 ]

@@ -10,21 +10,19 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypedDict, Unpack
 
 import jax
 
-from zerojax.checkpoints import contents, restore as restoring, store
-from zerojax.checkpoints.directories import local_directory
-from zerojax.checkpoints.loss_monitor import LossMonitor
+from zerojax.checkpoints import contents, saver, store
+from zerojax.checkpoints.guards import SkipMonitor, Watchdog
 from zerojax.checkpoints.manifest import Allowed, CheckpointCorrupted, Manifest
-from zerojax.checkpoints.origin import origin_text
 from zerojax.checkpoints.preemption import Preemption
 from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0
 from zerojax.checkpoints.remote_copy import RemoteCopy
 from zerojax.checkpoints.replicas import verify_replicas
-from zerojax.checkpoints.run_directory import RunDirectory
+from zerojax.checkpoints.run_directory import RunDirectory, local_directory
 from zerojax.checkpoints.saver import Saver
-from zerojax.checkpoints.watchdog import Watchdog
 from zerojax.processes.agreement import agree
 from zerojax.step.config import ZeroConfig
 from zerojax.step.state import TrainState, check_not_donated
@@ -50,6 +48,68 @@ def _close_all() -> None:
 threading._register_atexit(_close_all)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+class CheckpointOptions(TypedDict, total=False):
+    """The options of `zero.checkpoints`, and of `fit` as a dict.
+
+    Attributes:
+        every: the number of steps between two saves, 1000 by default. `fit` saves the state after the last step too.
+        keep: the number of newest steps to keep on disk, 3 by default. None: all of them.
+        keep_every: steps that are a multiple of this are kept too. None, the default: no others.
+        most_skipped: the number of consecutive updates skipped because a gradient was not finite that ends the run, 10
+            by default.
+        watchdog_s: if `update` is not called for this many seconds of running time, the stacks of all threads are
+            written to stderr, and those of all processes to a file in the directory; the exit code is 1. The first
+            `update` starts the clock. The time must be longer than a save, an evaluation or a compilation between two
+            calls. None, the default: no watchdog.
+        verify_replicas_every: the number of steps between two comparisons of what several devices hold, in addition to
+            those in `resume` and in each save. None, the default: no others.
+        copy_to: a URL of remote storage, such as 's3://bucket/run', to which process 0 copies complete steps in the
+            background, with `fit` together with the files of the run. While one is copied, others may complete that are
+            not. Old ones are deleted as on disk. A run begins with the newest step of either: if it is there, it is
+            copied into the directory first. None, the default: nothing is copied.
+    """
+
+    every: int
+    keep: int | None
+    keep_every: int | None
+    most_skipped: int
+    watchdog_s: float | None
+    verify_replicas_every: int | None
+    copy_to: str | None
+
+
+DEFAULTS: dict[str, Any] = {
+    "every": 1000,
+    "keep": 3,
+    "keep_every": None,
+    "most_skipped": 10,
+    "watchdog_s": None,
+    "verify_replicas_every": None,
+    "copy_to": None,
+}
+
+
+def complete_options(options: Any) -> dict[str, Any]:
+    """All options, with their defaults.
+
+    Raises:
+        ValueError: if there is no such option, or a number of steps is not one.
+    """
+    if not isinstance(options, Mapping) or not options.keys() <= DEFAULTS.keys():
+        raise ValueError(
+            f"checkpoints: there are no such options\n  got:      {options!r}\n"
+            f"  fix:      a dict of {', '.join(DEFAULTS)}"
+        )
+    complete = {**DEFAULTS, **options}
+    for name in ("every", "keep", "keep_every", "most_skipped", "verify_replicas_every"):
+        count = complete[name]
+        if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+            raise ValueError(
+                f"checkpoints: {name} is invalid\n  got:      {count!r}\n  fix:      use an integer, at least 1"
+            )
+    return complete
+
+
 class Checkpoints:
     """Saves the state of a run in the background every `every` steps, and restores it after a restart.
 
@@ -71,61 +131,30 @@ class Checkpoints:
     Args:
         config: of the Zero.
         directory: on a file system that all processes share. Only one run at a time may use it.
-        every: the number of steps between two saves.
-        keep: the number of newest steps to keep on disk. None: all of them.
-        keep_every: steps that are a multiple of this are kept too.
-        most_skipped: the number of consecutive updates skipped because a gradient was not finite that ends the run.
-        spike: a loss of more than this many times the median of the last 50 is logged. None: none is logged.
-        watchdog_s: if `update` is not called for this many seconds of running time, the stacks of all threads are
-            written to stderr, and those of all processes to a file in the directory; the exit code is 1. The first
-            `update` starts the clock. The time must be longer than a save, an evaluation or a compilation between two
-            calls. None: no watchdog.
-        verify_replicas_every: the number of steps between two comparisons of what several devices hold, in addition to
-            those in `resume` and in each save. None: no others.
-        copy_to: a URL of remote storage, such as 's3://bucket/run', to which process 0 copies complete steps in the
-            background. While one is copied, others may complete that are not. Old ones are deleted as on disk. A run
-            begins with the newest step of either: if it is there, it is copied into the directory first.
+        options: see `CheckpointOptions`.
 
     Raises:
-        ValueError: if `every`, `keep`, `keep_every` or `most_skipped` is invalid, or another run uses the directory.
+        ValueError: if an option is unknown or invalid, or another run uses the directory.
     """
 
-    def __init__(
-        self,
-        config: ZeroConfig,
-        directory: str | Path,
-        every: int = 1000,
-        keep: int | None = 3,
-        keep_every: int | None = None,
-        most_skipped: int = 10,
-        spike: float | None = None,
-        watchdog_s: float | None = None,
-        verify_replicas_every: int | None = None,
-        copy_to: str | RemoteCopy | None = None,
-    ):
-        counts = {"every": every, "keep": keep, "keep_every": keep_every, "most_skipped": most_skipped}
-        counts["verify_replicas_every"] = verify_replicas_every
-        for name, count in counts.items():
-            if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
-                raise ValueError(
-                    f"checkpoints: {name} is invalid\n  got:      {count!r}\n  fix:      use an integer, at least 1"
-                )
-        self.config, self.directory, self.every = config, local_directory(directory, "checkpoints"), every
-        remote = RemoteCopy(copy_to) if isinstance(copy_to, str) else copy_to
-        url = None if remote is None else remote.url
-        agree({**counts, "spike": spike, "watchdog_s": watchdog_s, "copy_to": url})
+    def __init__(self, config: ZeroConfig, directory: str | Path, **options: Unpack[CheckpointOptions]):
+        given = complete_options(options)
+        self.config, self.directory, self.every = config, local_directory(directory, "checkpoints"), given["every"]
+        copy_to, watchdog_s = given["copy_to"], given["watchdog_s"]
+        remote = RemoteCopy(copy_to) if isinstance(copy_to, str) else copy_to  # one that also copies files of `fit`
+        agree(given | {"copy_to": None if remote is None else remote.url})
         with contextlib.ExitStack() as stack:
             run_directory = RunDirectory(self.directory, remote, stack)
-            self._store = store.Store(self.directory, keep, keep_every)
+            self._store = store.Store(self.directory, given["keep"], given["keep_every"])
             stack.callback(self._store.close)
             self._exit = stack.pop_all()
         self.origin: Manifest | None = None  # of the step that `resume` restored
         self.origin_text = ""  # a line about the start of the run, after `resume`
         self._num_updates = 0  # including those before the step that the run resumed from
         self._saver = Saver(config, run_directory, self._store)
-        self._loss_monitor = LossMonitor(most_skipped, spike)
+        self._skip_monitor = SkipMonitor(given["most_skipped"])
         self._watchdog = None if watchdog_s is None else Watchdog(watchdog_s, self.directory)
-        self._verify_replicas_every = verify_replicas_every
+        self._verify_replicas_every = given["verify_replicas_every"]
         self._preemption = Preemption()
         self._exit.callback(self._preemption.close)
         if self._watchdog:
@@ -152,7 +181,7 @@ class Checkpoints:
         _unclosed.discard(self)
         with self._exit:
             self._saver.finish()
-            self._loss_monitor.finish()
+            self._skip_monitor.finish()
 
     def steps(self) -> list[int]:
         """Returns the steps that are complete on disk, oldest first."""
@@ -186,7 +215,7 @@ class Checkpoints:
         avals = contents.avals(state)
         for step in reversed(steps):
             try:
-                restored, saved = restoring.restore(self.directory, state, step, data, Allowed(optimizer=optimizer))
+                restored, saved = saver.restore(self.directory, state, step, data, Allowed(optimizer=optimizer))
             except CheckpointCorrupted as error:
                 if not fallback:
                     raise
@@ -222,8 +251,8 @@ class Checkpoints:
         return self._begin(state, int(state.step))
 
     def _begin(self, state: TrainState, step: int) -> tuple[TrainState, int]:
-        self._num_updates, self._loss_monitor.num_skipped = step, int(state.skipped)
-        self.origin_text = origin_text(self.config, self.directory, step, self.origin)
+        self._num_updates, self._skip_monitor.num_skipped = step, int(state.skipped)
+        self.origin_text = _origin_text(self.config, self.directory, step, self.origin)
         log.info("checkpoint: %s", self.origin_text)
         return state, step
 
@@ -258,14 +287,14 @@ class Checkpoints:
         """
         store.check_step(self.directory, step, self.steps())
         allowed = Allowed(missing, ("*",) if only else extra, cast, optimizer)
-        return restoring.restore(self.directory, state, step, data, allowed, only)[0]
+        return saver.restore(self.directory, state, step, data, allowed, only)[0]
 
     def update(self, state: TrainState, metrics: Mapping[str, Array] | None = None, data: object = None) -> None:
         """Saves the state if it is due or the run is being preempted. To be called after each step.
 
         Args:
             state: of the step. It may be donated to the next step at once.
-            metrics: of the step. Skipped updates and spikes of the loss are reported two steps later.
+            metrics: of the step. Skipped updates are reported two steps later.
             data: an iterator with `get_state` and `set_state`, such as Grain's, whose state is saved too.
 
         Raises:
@@ -281,7 +310,7 @@ class Checkpoints:
         if self._watchdog:
             self._watchdog.reset()
         if metrics is not None:
-            self._loss_monitor.update(self._num_updates, metrics)
+            self._skip_monitor.update(self._num_updates, metrics)
         self._saver.poll()
         if number := self._preemption.requested():
             self._save_and_exit(number, state, data)
@@ -330,3 +359,25 @@ class Checkpoints:
     def wait(self) -> None:
         """Waits for the save in progress. A failure is reported as in `update`."""
         self._saver.wait()
+
+
+def _origin_text(config: ZeroConfig, directory: Path, step: int, saved: Manifest | None) -> str:
+    """One line about the start of a run.
+
+    Args:
+        config: mesh and stage on which the run continues.
+        directory: of the checkpoints.
+        step: the step from which the run continues.
+        saved: the manifest of the step that was restored; None if there was none.
+    """
+    now = _setting(dict(config.mesh.shape), config.stage)
+    if saved is None:
+        return f"no checkpoint in {directory}; the run starts at step {step} on {now}"
+    before = _setting(saved.mesh, saved.stage)
+    rest = "the run continues on the same" if before == now else f"the run continues on {now}"
+    return f"step {step} of {directory} is restored, which was saved on {before}; {rest}"
+
+
+def _setting(mesh: Mapping[str, int], stage: int) -> str:
+    sizes = ", ".join(f"{name}={size}" for name, size in mesh.items())
+    return f"mesh ({sizes}) at stage {int(stage)}"

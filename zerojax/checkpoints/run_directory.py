@@ -1,19 +1,136 @@
-"""The directory of a run: locked in process 0, and copied to remote storage and back."""
+"""The directory of a run: its path, its lock in process 0, and its copy in remote storage."""
 
 from __future__ import annotations
 
+import fcntl
+import logging
+import os
+import re
+import socket
 from contextlib import ExitStack
 from pathlib import Path
 
 import jax
 
 from zerojax.checkpoints import store
-from zerojax.checkpoints.lock import DirectoryLock
 from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0
 from zerojax.checkpoints.remote_copy import RemoteCopy
 from zerojax.processes.agreement import agree_on_directory, run_in_process_0
 
+log = logging.getLogger("zerojax")
+_FILE = ".lock"
 _FETCH_TIMEOUT_S = 6 * 3600  # for a step to be fetched from remote storage
+_PATTERN = re.compile(r"[\[\]*?\\]")  # Orbax looks for files with glob patterns that contain the directory
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # `Path` makes gs:/bucket of gs://bucket
+
+
+def local_directory(directory: str | Path, who: str) -> Path:
+    """Returns the absolute path of a directory, which need not exist.
+
+    Args:
+        directory: on a file system.
+        who: what needs it, for errors.
+
+    Raises:
+        ValueError: if it is a URL, which as a path would be a local folder with the name of the scheme; or if its
+            absolute path contains a character that has a meaning in patterns, since what is saved there could not be
+            read, or would be read from another directory that matches.
+    """
+    if match := _URL.match(str(directory)):
+        raise ValueError(
+            f"{who}: {match[1]}:// is not supported as a directory\n"
+            f"  got:      {str(directory)!r}\n"
+            f"  fix:      a directory on a file system; checkpoints(copy_to={str(directory)!r}) copies its steps there"
+        )
+    path = Path(directory).absolute()
+    if match := _PATTERN.search(str(path)):
+        raise ValueError(
+            f"{who}: a directory must not have {match[0]!r} in its path\n"
+            f"  got:      {str(path)!r}\n"
+            f"  fix:      another name, without any of [ ] * ? \\"
+        )
+    return path
+
+
+_held: set[int] = set()  # file descriptors
+
+
+def _close_in_child() -> None:
+    """A forked worker would keep the lock of a run that was killed, since it has the same open files."""
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+class DirectoryLock:
+    """A lock on a directory. It ends with the process, however the process ends.
+
+    Both the directory itself and a file in it are locked: the file also where directories cannot be locked, such as on
+    NFS, and the directory in case that somebody deletes the file.
+
+    Args:
+        directory: created if it does not exist.
+
+    Raises:
+        ValueError: if another run holds the lock.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        self._descriptors: list[int] = []
+        try:
+            self._is_directory_locked = self._lock(os.open(directory, os.O_RDONLY | os.O_DIRECTORY))
+            if not self._lock(os.open(directory / _FILE, os.O_RDWR | os.O_CREAT, 0o666)):
+                log.warning("checkpoints: %s cannot be locked; make sure that only one run uses it", directory)
+        except BaseException:
+            self.release()
+            raise
+        file = self._descriptors[-1]
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
+
+    def _lock(self, descriptor: int) -> bool:
+        """Returns whether the file system has locks."""
+        self._descriptors.append(descriptor)
+        _held.add(descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"checkpoints: another run is using {self.directory}\n  got:      {self._owner()}\n"
+                f"  fix:      use another directory, or stop that run"
+            ) from error
+        except OSError:
+            return False
+        return True
+
+    def _owner(self) -> str:
+        try:
+            return (self.directory / _FILE).read_text().strip() or "a lock"
+        except OSError:
+            return "a lock"
+
+    def is_held(self) -> bool:
+        """Whether the directory is still the one that was locked, and not another one with the same name."""
+        directory, file = self._descriptors
+        try:
+            return os.path.samestat(os.fstat(directory), os.stat(self.directory)) and (
+                self._is_directory_locked or os.path.samestat(os.fstat(file), os.stat(self.directory / _FILE))
+            )
+        except OSError:
+            return False
+
+    def release(self) -> None:
+        """Releases the lock. The file remains."""
+        for descriptor in self._descriptors:
+            if descriptor in _held:  # not in a forked process, which has closed it
+                _held.remove(descriptor)
+                os.close(descriptor)
+        self._descriptors = []
 
 
 class RunDirectory:

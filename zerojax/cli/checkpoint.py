@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from zerojax.cli.completion import complete, precision_names
-from zerojax.cli.options import FAMILY, JOB_HELP, LIST_FAMILIES, MAPPING
-from zerojax.cli.output import print_table, without_traceback
+from zerojax.cli.common import JOB_HELP, print_table, without_traceback
+from zerojax.exchange.families import FAMILIES
+from zerojax.sharding.precision import PRECISIONS
 
 
 @click.group()
@@ -37,6 +37,17 @@ class _DirectoryOrUrl(click.Path):
 
 _EXISTING = _DirectoryOrUrl(exists=True, file_okay=False, path_type=Path)
 _DIRECTORY = click.argument("directory", type=_EXISTING)
+_MAPPING = click.option(
+    "--mapping",
+    type=click.Path(exists=True, path_type=Path),
+    metavar="FILE",
+    help="JSON file that maps names of zerojax to other names, or to names and dims; patterns are allowed.",
+)
+_FAMILY = click.option(
+    "--family",
+    type=click.Choice(list(FAMILIES)),
+    help="Names and layout of a kind of model in files of Hugging Face.",
+)
 _STEP = click.option("--step", type=click.IntRange(0), metavar="N", help="The step.  [default: the newest]")
 
 
@@ -146,9 +157,8 @@ def fetch(url: str, directory: Path, step: int | None) -> None:
 @_STEP
 @click.option("--ema", is_flag=True, help="Export the average that zerojax.ema keeps, instead of the parameters.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Cast the parameters.  [default: as saved]")
-@MAPPING
-@FAMILY
-@LIST_FAMILIES
+@_MAPPING
+@_FAMILY
 @click.option(
     "--max-file-gib",
     type=click.FloatRange(0, min_open=True),
@@ -184,15 +194,13 @@ def export_command(
 @click.option("--job", "what", required=True, metavar="MODULE:FUNCTION", help=JOB_HELP)
 @click.option(
     "--precision",
+    type=click.Choice(list(PRECISIONS)),
     default="bf16",
     show_default=True,
-    metavar="NAME",
-    shell_complete=complete(precision_names),
     help="Precision of the run, which determines the dtype of the parameters.",
 )
-@MAPPING
-@FAMILY
-@LIST_FAMILIES
+@_MAPPING
+@_FAMILY
 @click.option(
     "--layout", type=click.Choice(["flax"]), help="Files that do not state it are stored as Flax stores them."
 )

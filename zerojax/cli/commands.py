@@ -5,12 +5,10 @@ from __future__ import annotations
 import click
 
 from zerojax.cli.checkpoint import checkpoint
-from zerojax.cli.completion import completion_command
 from zerojax.cli.doctor import doctor_command
 from zerojax.cli.init import init_command
 from zerojax.cli.launch import launch_command
 from zerojax.cli.plan import plan_command
-from zerojax.cli.report import report_command
 
 
 @click.group()
@@ -24,8 +22,6 @@ for command in (
     launch_command,
     doctor_command,
     checkpoint,
-    report_command,
     init_command,
-    completion_command,
 ):
     main.add_command(command)

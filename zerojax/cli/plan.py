@@ -8,27 +8,21 @@ from typing import Any
 
 import click
 
-from zerojax.cli.completion import (
-    complete,
-    offload_names,
-    precision_names,
-    preset_names,
-    remat_names,
-    target_names,
-)
-from zerojax.cli.options import JOB_HELP
-from zerojax.cli.output import print_rich, print_table
+from zerojax.cli.common import JOB_HELP, print_rich, print_table
+from zerojax.plan.changes import REMATS
+from zerojax.plan.presets import PRESETS
+from zerojax.sharding.precision import PRECISIONS
+from zerojax.step.config import OFFLOADS
 
 
 @click.command("plan")
 @click.option(
     "--preset",
-    "what",
+    type=click.Choice(list(PRESETS)),
     metavar="NAME",
-    shell_complete=complete(preset_names),
     help="A model; --list-presets lists them.",
 )
-@click.option("--job", "what", metavar="MODULE:FUNCTION", help=JOB_HELP)
+@click.option("--job", metavar="MODULE:FUNCTION", help=JOB_HELP)
 @click.option(
     "--hf",
     type=click.Path(exists=True, path_type=Path),
@@ -40,17 +34,15 @@ from zerojax.cli.output import print_rich, print_table
     default="h100:8",
     show_default=True,
     metavar="TARGET",
-    shell_complete=complete(target_names),
     help="The devices: h100:N (or a100, h200, b200), v5e:4x4 (or v4, v5p, v6e), or cpu:N; several: h100:8,v5p:2x2x2.",
 )
 @click.option("--stage", type=click.IntRange(0, 3), default=3, show_default=True, metavar="STAGE", help="ZeRO stage.")
 @click.option(
     "--precision",
+    type=click.Choice(list(PRECISIONS)),
     default="bf16",
     show_default=True,
-    metavar="NAME",
-    shell_complete=complete(precision_names),
-    help="fp32, bf16, bf16_reduce_fp32, bf16_params or fp16.",
+    help="Dtypes of parameters, products and sums.",
 )
 @click.option(
     "--rows", type=click.IntRange(1), metavar="N", help="Rows per device and microbatch.  [default: set by the model]"
@@ -72,11 +64,10 @@ from zerojax.cli.output import print_rich, print_table
 )
 @click.option(
     "--remat",
+    type=click.Choice(REMATS),
     default="full",
     show_default=True,
-    metavar="SETTING",
-    shell_complete=complete(remat_names),
-    help="Rematerialization: none, dots, full or offload.",
+    help="Rematerialization.",
 )
 @click.option(
     "--prefetch",
@@ -88,11 +79,10 @@ from zerojax.cli.output import print_rich, print_table
 )
 @click.option(
     "--offload",
+    type=click.Choice(OFFLOADS),
     default="none",
     show_default=True,
-    metavar="WHAT",
-    shell_complete=complete(offload_names),
-    help="What is in host memory: none, optimizer or params.",
+    help="What is in host memory.",
 )
 @click.option(
     "--moment-bits",
@@ -138,7 +128,8 @@ from zerojax.cli.output import print_rich, print_table
 @click.option("--calibrate", is_flag=True, help="Measure the rates of this machine's device, write them, and exit.")
 @click.option("--list-presets", is_flag=True, help="List the presets and exit.")
 def plan_command(
-    what: str | None,
+    preset: str | None,
+    job: str | None,
     hf: Path | None,
     seq: int | None,
     target: str,
@@ -178,6 +169,9 @@ def plan_command(
     settings["bucket_bytes"] = bucket_mib and bucket_mib * 2**20
     settings["moment_bits"] = moment_bits and int(moment_bits)
     limits = {"memory_share": memory_share, "host_memory_bytes": host_gib and host_gib * 2**30}
+    what = preset or job
+    if preset and job:
+        raise click.UsageError("--preset and --job cannot be used together")
     names = [name for part in target.split(",") if (name := part.strip())] or [target]
     if len(names) > 1 and (formulas or explain or dump or png or calibration):
         raise click.UsageError("--formulas, --explain, --dump, --png and --calibration are for a single target")

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax._src.distributed
 
-from zerojax.utils.masking import masked, masked_json
+from zerojax.utils.text import masked
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "zerojax")
 TIMEOUT_S = 300
@@ -262,8 +262,16 @@ def _difference(field: str, configs: Mapping[int, Mapping[str, str]]) -> str:
         owners[configs[index].get(field, "no value")].append(index)
     if len(owners) == 1:
         return ""
-    parts = [f"{masked_json(value, field)} in {names(indices)}" for value, indices in owners.items()]
+    parts = [f"{_shown(value, field)} in {names(indices)}" for value, indices in owners.items()]
     return f"{field}: {'; '.join(parts)}"
+
+
+def _shown(text: str, field: str) -> str:
+    """The JSON text of a field, masked. Other text is returned as it is."""
+    try:
+        return json.dumps(masked(json.loads(text), field), sort_keys=True)
+    except ValueError:
+        return text
 
 
 def names(indices: Sequence[int]) -> str:

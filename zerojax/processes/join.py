@@ -1,27 +1,39 @@
 """Joins the processes of a training run, checks that they agree, and divides the rows of a batch among them.
 
 `jax.distributed` connects the processes. This module adds what it does not do: it names processes that are missing or
-have a different configuration. Afterwards, a process that fails ends at once; see `exit`.
+have a different configuration. Afterwards, a process
+that fails ends at once: when Python ends, JAX waits up to 300 s for all others to end too, which wait for it.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
+import sys
 import time
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
+import jax._src.distributed
 import jax._src.xla_bridge
 
 from zerojax.processes import agreement
 from zerojax.processes.agreement import distributed_state, names
 from zerojax.processes.detect import LaunchInfo, detect
-from zerojax.processes.exit import exit_at_once_on_failure
-from zerojax.processes.rollcall import RollCallResult, call_roll
+from zerojax.processes.rollcall import find_missing
 from zerojax.utils.warn import warn
 
 MIN_CONNECT_S = 30  # for JAX to connect the processes after the roll call, however long the roll call took
+# After an exception process 0 waits for this time. JAX aborts the others when it exits, and they might not have written
+# their errors yet.
+EXIT_DELAY_S = 2
+# After sys.exit with a code that is not 0, the others have this time to end too, as all do at once after SIGTERM. Then
+# they end together as after a success, and none aborts another one that is still saving.
+JOINT_EXIT_S = 5
+
+_exit_code = 0  # with which Python ends; set when it does
 
 
 class Processes(NamedTuple):
@@ -159,26 +171,80 @@ def _wait_for_all(info: LaunchInfo, timeout_s: int) -> None:
     assert info.coordinator is not None and info.count is not None and info.index is not None
     bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
     try:
-        result = call_roll(info.coordinator, info.count, info.index, timeout_s, bind)
+        missing = find_missing(info.coordinator, info.count, info.index, timeout_s, bind)
     except OSError as error:
         raise RuntimeError(
             f"processes: process 0 cannot listen on {bind or info.coordinator}\n"
             f"  got:      {error}\n"
             "  fix:      set another port in all processes, or end the program that uses this one"
         ) from error
-    _check_roll_call(result, info, timeout_s)
-
-
-def _check_roll_call(result: RollCallResult, info: LaunchInfo, timeout_s: int) -> None:
-    if result.refused:
-        raise ValueError(
-            f"processes: process {info.index} was refused\n"
-            f"  got:      {result.refused}\n"
-            "  fix:      give each process its own index, and all processes the same count"
-        )
-    if result.missing:
+    if missing:
         raise TimeoutError(
-            f"processes: {names(result.missing)} of {info.count} did not join within {timeout_s} s\n"
+            f"processes: {names(missing)} of {info.count} did not join within {timeout_s} s\n"
             f"  got:      this is process {info.index}, detected from {info.found}; process 0 is {info.coordinator}\n"
-            "  fix:      check the output of the missing ones, and that they can reach process 0; or raise timeout_s"
+            "  fix:      check the output of the missing ones, that they can reach process 0, and that each process has"
+            " its own\n            index and all have the same count; or raise timeout_s"
         )
+
+
+def exit_at_once_on_failure() -> None:
+    """Makes a failure end this process at once: an exception, or `sys.exit` with a code that is not 0.
+
+    Must be called after `jax.distributed.initialize`: exit handlers run in the reverse order. `raise SystemExit(code)`
+    is not recorded if it does not call `sys.exit`; JAX then waits for the others.
+    """
+    sys.exit = _exit
+    atexit.register(_exit_if_failed, os.getpid())
+
+
+class _Exit(SystemExit):
+    """The exception that `sys.exit` raises. It records its code if Python ends because nothing caught it.
+
+    Exit handlers cannot see the code otherwise: when they are called, Python has already dropped the exception.
+    """
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name == "code" and sys._getframe().f_back is None:  # no Python code asks, but Python itself, to end
+            global _exit_code
+            _exit_code = value & 0xFF if isinstance(value, int) else int(value is not None)  # as Python does
+        return value
+
+
+def _exit(status: object = None, /) -> NoReturn:
+    raise _Exit(status)
+
+
+def _exit_if_failed(pid: int) -> None:
+    """Exit handler: after a failure, ends the process before JAX waits for the others to exit."""
+    if not jax.distributed.is_initialized() or os.getpid() != pid:  # the latter in a forked process
+        return
+    state = jax._src.distributed.global_state
+    if hasattr(sys, "last_value"):
+        _flush()
+        if state.process_id == 0:
+            time.sleep(EXIT_DELAY_S)
+        os._exit(1)
+    if not _all_exit(state, JOINT_EXIT_S if _exit_code else 0) and _exit_code:
+        _flush()
+        os._exit(_exit_code)
+
+
+def _all_exit(state: Any, timeout_s: float) -> bool:
+    """Tells the other processes that this one exits, and whether all of them do within a time."""
+    deadline = time.monotonic() + timeout_s
+    try:
+        state.client.key_value_set(f"zerojax/exit/{state.process_id}", "")
+        for index in range(state.num_processes) if timeout_s else ():
+            milliseconds = max(round((deadline - time.monotonic()) * 1000), 1)
+            state.client.blocking_key_value_get(f"zerojax/exit/{index}", milliseconds)
+    except jax.errors.JaxRuntimeError:  # the time is up, or process 0 has ended
+        return False
+    return True
+
+
+def _flush() -> None:
+    """Writes what is left of the output, unless nobody reads it any more."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # no output, no reader, closed
+            stream.flush()

@@ -1,4 +1,4 @@
-"""Writes the files that describe a run into its directory: README.md, config.json, starts.jsonl and plan.txt."""
+"""Writes the files that describe a run into its directory: config.json, starts.jsonl and plan.txt."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import json
 import logging
 import os
 import platform
-import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,31 +18,11 @@ from zerojax.processes.agreement import versions
 from zerojax.sharding.precision import DTYPE_FIELDS
 from zerojax.step.config import ZeroConfig
 from zerojax.training.writers import write_atomically
-from zerojax.utils.masking import masked, masked_command
+from zerojax.utils.text import masked
 
 log = logging.getLogger("zerojax")
 
-FILES = ("README.md", "config.json", "starts.jsonl", "metrics.jsonl", "plan.txt")
-_README = """\
-# {name}
-
-A training run with zerojax. Started {starts} so far; the last time{each} in {folder}, with
-
-    {command}
-
-The same command continues the run from the newest checkpoint. What looks like a password, a key or a token is
-replaced by asterisks, here and in the files with the configuration.
-
-| file | contents |
-|---|---|
-| `config.json` | the configuration of the run at its last start |
-| `starts.jsonl` | a line for each start: time, host, versions, mesh, stage, and first step |
-| `metrics.jsonl` | a line for each logged step and each evaluation |
-| `plan.txt` | the memory of a device during a step, by formula, and the placement of every leaf |
-| `checkpoints/` | checkpoints; `zerojax checkpoint ls {path}/checkpoints` lists them |
-| `profile/` | profiler traces, if enabled; TensorBoard and xprof show them |
-| `tensorboard/` | scalars, if tensorboardX is installed |
-"""
+FILES = ("config.json", "starts.jsonl", "metrics.jsonl", "plan.txt")
 
 
 def as_config(config: object) -> dict[str, object]:
@@ -95,7 +73,7 @@ def write_description(
     Args:
         folder: directory of the run, which is created if needed.
         zero_config: mesh, stage and precision.
-        config: configuration of the run, as returned by `as_config`. It is masked, and so is the command.
+        config: configuration of the run, as returned by `as_config`, which is masked.
         start: the step from which the run continues.
         num_steps: the step at which it ends.
         plan: text of plan.txt; None if it is not known.
@@ -109,7 +87,6 @@ def write_description(
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "from_step": start,
         "num_steps": num_steps,
-        "command": shlex.join(masked_command([sys.executable, *sys.orig_argv[1:]])),
         "folder": os.getcwd(),
         "host": platform.node(),
         "processes": jax.process_count(),
@@ -124,10 +101,6 @@ def write_description(
     write_atomically(folder / "starts.jsonl", "".join([*previous, json.dumps(description) + "\n"]))
     if plan is not None:
         write_atomically(folder / "plan.txt", plan)
-    starts = f"{len(previous) + 1} times" if previous else "once"
-    each = f", in each of {jax.process_count()} processes," if jax.process_count() > 1 else ""
-    description |= {"name": folder.name, "starts": starts, "each": each, "path": folder}
-    write_atomically(folder / "README.md", _README.format(**description))
 
 
 def _log_changes(path: Path, config: Mapping[str, object]) -> None:

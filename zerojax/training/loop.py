@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,24 +18,20 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import jax
 
-from zerojax.checkpoints.directories import local_directory
 from zerojax.processes.agreement import agree
 from zerojax.step.jitted_step import Step
 from zerojax.step.state import TrainState, check_is_state
 from zerojax.training import folder as folders
 from zerojax.training.display import ProgressBar, ProgressLines, on_terminal, show_line
-from zerojax.training.recorder import MetricsRecorder, RowCosts
-from zerojax.training.stragglers import StragglerMonitor
-from zerojax.training.throughput import row_costs
-from zerojax.training.tracer import StepTracer
+from zerojax.training.recorder import MetricsRecorder, RowCosts, row_costs
+from zerojax.training.timing import StepTracer, StragglerMonitor
 from zerojax.training.writers import Writer, default_writers, is_evaluated
 from zerojax.utils.tables import TO_FILE
 from zerojax.utils.typing import Array, PyTree
-from zerojax.zero import CheckpointOptions, Zero
+from zerojax.zero import Zero
 
 if TYPE_CHECKING:
-    from zerojax.checkpoints import Checkpoints
-    from zerojax.training.unsaved import NoCheckpoints
+    from zerojax.checkpoints import CheckpointOptions, Checkpoints
 
 log = logging.getLogger("zerojax")
 _DATA_TIMEOUT_S = 60  # for the data of the other processes to end, after that of this process has ended
@@ -66,10 +63,10 @@ def fit(
     Steps are counted by the state: a state of `zero.init` is at step 0, and a restored one is at the step at which it
     was saved. To train a restored state from step 0, with a new optimizer, pass `zero.with_optimizer(state, tx)`.
 
-    The directory describes the run. Its README.md lists the files: config.json; starts.jsonl with the versions, mesh
-    and command of each start; metrics.jsonl; plan.txt with the memory of a device; checkpoints/; and, if enabled,
-    profile/ and tensorboard/. With several processes, all of them call this function. Process 0 alone writes these
-    files and shows the progress; checkpoints and profiles are written by all.
+    The directory describes the run: config.json; starts.jsonl with the versions and the mesh of each start;
+    metrics.jsonl; plan.txt with the memory of a device; checkpoints/; and, if enabled, profile/ and tensorboard/. With
+    several processes, all of them call this function. Process 0 alone writes these files and shows the progress;
+    checkpoints and profiles are written by all.
 
     Args:
         zero: the Zero that made `step`.
@@ -87,9 +84,8 @@ def fit(
         evaluate_every: number of steps between two evaluations. By default there is only the one after the last step.
         log_every: number of steps between two rows of metrics. The first and the last step are always logged.
         config: a mapping or a dataclass, which is written to the directory and must be the same in all processes. In
-            the directory and in wandb, passwords, keys and tokens are masked, see `zerojax.utils.masking`.
-        checkpoints: options of `zero.checkpoints`: `every`, `keep`, `keep_every`, `most_skipped`, `spike`,
-            `watchdog_s`, `verify_replicas_every` and `copy_to`. `CheckpointOptions` describes them.
+            the directory and in wandb, text whose name contains key, token, secret or password is masked.
+        checkpoints: options of `zero.checkpoints`, such as {'every': 100}; see `zerojax.checkpoints.CheckpointOptions`.
         fallback: if the newest checkpoint is damaged, continues from the newest one that is intact.
         optimizer: 'changed' continues with another learning rate schedule or other frozen leaves: what both optimizers
             have, such as moments, is restored. 'new' restores nothing of it.
@@ -107,9 +103,13 @@ def fit(
         SystemExit: after SIGTERM and after Ctrl-C, when the state is saved; see `Checkpoints`. Errors of
             `Checkpoints.update` and `resume` are raised as well.
     """
+    from zerojax.checkpoints.run import complete_options  # Orbax takes a second to import
+    from zerojax.checkpoints.run_directory import local_directory
+
     _check_arguments(num_steps, log_every, evaluate_every, profile, tokens_per_row, data)
     _check_evaluation(evaluate)
-    _check_options(checkpoints)
+    if checkpoints:
+        complete_options(checkpoints)
     config = folders.as_config({} if config is None else config)
     folder = None if directory is None else local_directory(directory, "fit")
     _check_folder(folder, profile, checkpoints)
@@ -120,7 +120,7 @@ def fit(
     agree({**counts, "profile": profile, "evaluate": evaluate is not None, "fallback": fallback, "data": kind})
     is_new = folder is not None and not folder.exists()
     with contextlib.ExitStack() as stack:
-        manager = stack.enter_context(_checkpoints(zero, folder, **(checkpoints or {})))
+        manager = stack.enter_context(_checkpoints(zero, folder, checkpoints or {}))
         if is_new and folder is not None:
             folders.make_private(folder)
         iterator = None if callable(data) else iter(data)
@@ -214,19 +214,7 @@ def _check_evaluation(evaluate: object) -> None:
         )
 
 
-def _check_options(checkpoints: object) -> None:
-    """Raises ValueError if `checkpoints` has an option that there is not."""
-    names = CheckpointOptions.__annotations__
-    if checkpoints is not None and not isinstance(checkpoints, Mapping):
-        got, fix = f"a value of type {type(checkpoints).__name__}", "a dict of options, such as {'every': 100}"
-    elif unknown := [name for name in checkpoints or () if name not in names]:
-        got, fix = ", ".join(map(repr, unknown)), f"choose from {', '.join(names)}"
-    else:
-        return
-    raise ValueError(f"fit: checkpoints are no options of zero.checkpoints\n  got:      {got}\n  fix:      {fix}")
-
-
-def _check_folder(folder: Path | None, profile: object, checkpoints: object) -> None:
+def _check_folder(folder: Path | None, profile: Any, checkpoints: Any) -> None:
     """Raises ValueError if the directory is one of checkpoints, or if there is none and an option needs one."""
     if folder is not None:
         folders.check_not_checkpoints(folder)
@@ -267,16 +255,15 @@ def _outputs(
     return [*writers, ProgressLines(num_steps)], None
 
 
-def _checkpoints(
-    zero: Zero, folder: Path | None, copy_to: str | None = None, **options: Any
-) -> Checkpoints | NoCheckpoints:
+def _checkpoints(zero: Zero, folder: Path | None, options: Mapping[str, Any]) -> Checkpoints | NoCheckpoints:
     from zerojax.checkpoints import Checkpoints, remote_copy  # Orbax takes a second to import
-    from zerojax.training.unsaved import NoCheckpoints
 
     if folder is None:
         return NoCheckpoints()
-    copied = copy_to and remote_copy.RemoteCopy(copy_to, {name: folder / name for name in folders.FILES})
-    return Checkpoints(zero.config, folder / "checkpoints", copy_to=copied, **options)
+    if copy_to := options.get("copy_to"):
+        files = {name: folder / name for name in folders.FILES}
+        options = {**options, "copy_to": remote_copy.RemoteCopy(copy_to, files)}
+    return Checkpoints(zero.config, folder / "checkpoints", **options)
 
 
 def _misses_evaluation(folder: Path, step: int) -> bool:
@@ -322,3 +309,41 @@ def _memory_and_placement(zero: Zero, step: Any, state: TrainState, batch: PyTre
         return None
     peak = f"The memory of a device at the peak of a step, by formula:\n\n{step.memory(state, batch)}\n"
     return f"{peak}\nBetween steps, leaf by leaf:\n\n{zero.explain(state).text(TO_FILE)}"
+
+
+class NoCheckpoints:
+    """Stands in for `Checkpoints` without a directory: nothing is saved, but skipped updates still end the run."""
+
+    every, origin = sys.maxsize, None
+
+    def __init__(self) -> None:
+        from zerojax.checkpoints.guards import SkipMonitor  # Orbax takes a second to import
+        from zerojax.checkpoints.run import DEFAULTS
+
+        self._skip_monitor = SkipMonitor(DEFAULTS["most_skipped"])
+        self.origin_text = ""
+
+    def __enter__(self) -> NoCheckpoints:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if error is None:
+            self._skip_monitor.finish()
+
+    def resume(self, state: TrainState, data: Any, **options: Any) -> tuple[TrainState, int]:
+        """Starts at the step of the state."""
+        self._skip_monitor.num_skipped, step = int(state.skipped), int(state.step)
+        self.origin_text = f"the run starts at step {step}, and is not saved, since it has no directory"
+        self._step = step
+        return state, step
+
+    def update(self, state: TrainState, metrics: Mapping[str, Any], data: Any) -> None:
+        """Checks the metrics of a step, two steps late."""
+        self._step += 1
+        self._skip_monitor.update(self._step, metrics)
+
+    def save(self, state: TrainState, data: Any) -> None:
+        """Saves nothing."""
+
+    def exit_if_preempted(self, state: TrainState, data: Any) -> None:
+        """Signals end a run without a directory at once, as they end any program."""

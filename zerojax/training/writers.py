@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from zerojax.utils.masking import masked, masked_command
+from zerojax.utils.text import masked
 
 log = logging.getLogger("zerojax")
 
@@ -139,7 +139,7 @@ class TensorBoardWriter:
 class WandbWriter:
     """Writes to the current wandb run, or to a new one, which restarts continue and which ends with the writer.
 
-    The command line, and what else wandb records of the machine, is left out if there may be a secret in it.
+    The command line is left out, and with it what else wandb records of the machine.
     wandb keeps the first row of a step. For steps that run again after a restart, it shows the first time.
 
     Args:
@@ -155,14 +155,13 @@ class WandbWriter:
             file = folder / "wandb_id"
             if not file.exists():
                 file.write_text(uuid.uuid4().hex[:12])
-            settings = wandb.Settings(x_disable_meta=masked_command(sys.argv) != sys.argv)  # it has the command line
             wandb.init(
                 dir=str(folder),
                 id=file.read_text(),
                 name=folder.name,
                 resume="allow",
                 config=masked(config),
-                settings=settings,
+                settings=wandb.Settings(x_disable_meta=True),  # it has the command line
             )
         self._run: Any = wandb.run
 

@@ -1,19 +1,24 @@
-"""Tables that follow the width of the terminal, and never cut a name."""
+"""Tables that follow the width of the terminal, and never cut a name. Rich draws them."""
 
 from __future__ import annotations
 
 import dataclasses
-import html
-import itertools
+import io
+import math
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from zerojax.utils.text import SPACE, pieces, wrapped
 
 FILE_WIDTH = 120
-_GAP = "  "  # between two columns
+_GAP = 2  # between two columns
 
 
 class Screen(NamedTuple):
@@ -48,10 +53,7 @@ class Column(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TextTable:
-    """A table of texts.
-
-    Columns that do not wrap have the width of their texts. The others have at least the width of the longest name in
-    them; what is left, the first of them takes first.
+    """A table of texts, which Rich draws.
 
     Attributes:
         title: a text above the table, or ''.
@@ -67,40 +69,33 @@ class TextTable:
         """The table as lines of at most `width`, if names leave it a choice."""
         cells = [[column.header, *(row[k] for row in self.rows)] for k, column in enumerate(self.columns)]
         most = [max(map(len, texts)) for texts in cells]
-        fixed = [not column.wraps for column in self.columns]
-        least = [size if is_fixed else _least(texts) for is_fixed, texts, size in zip(fixed, cells, most, strict=True)]
-        widths = _shared(least, most, width - len(_GAP) * (len(self.columns) - 1))
-        rule = ["─" * size for size in widths]
-        header, *rows = ([column.header for column in self.columns], *self.rows)
-        lines = [*self._lines(header, widths), _GAP.join(rule), *(x for row in rows for x in self._lines(row, widths))]
-        return "\n".join([*(paragraph(self.title, width) if self.title else []), *lines])
-
-    def _lines(self, row: Sequence[str], widths: Sequence[int]) -> Iterable[str]:
-        """The lines of a row, as many as the cell with the most."""
-        wrapped_cells = [
-            wrapped(cell, size) if column.wraps else [cell]
-            for cell, size, column in zip(row, widths, self.columns, strict=True)
+        slack = [
+            size - _least(texts) if c.wraps else 0 for c, texts, size in zip(self.columns, cells, most, strict=True)
         ]
-        for line in itertools.zip_longest(*wrapped_cells, fillvalue=""):
-            aligned = [
-                cell.rjust(size) if column.right else cell.ljust(size)
-                for cell, size, column in zip(line, widths, self.columns, strict=True)
-            ]
-            yield _GAP.join(aligned).rstrip().replace(SPACE, " ")
+        excess = sum(most) + _GAP * (len(most) - 1) - width
+        share = min(max(excess / max(sum(slack), 1), 0), 1)  # of what each column could lose
+        widths = [size - math.ceil(share * could) for size, could in zip(most, slack, strict=True)]
+        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0))
+        for column, size in zip(self.columns, widths, strict=True):
+            table.add_column(column.header, justify="right" if column.right else "left", width=size)
+        for row in self.rows:
+            table.add_row(*(Text("\n".join(wrapped(text, size))) for text, size in zip(row, widths, strict=True)))
+        console = Console(
+            file=io.StringIO(),
+            width=max(width, sum(most) + _GAP * len(most)),
+            color_system=None,
+            force_jupyter=False,
+            _environ={},
+        )
+        with console.capture() as drawn:
+            console.print(table)
+        lines = [line.rstrip().replace(SPACE, " ") for line in drawn.get().rstrip().split("\n")]
+        return "\n".join([*(paragraph(self.title, width) if self.title else []), *lines])
 
 
 def _least(texts: Iterable[str]) -> int:
     """The length of the longest name."""
     return max((len(piece) for text in texts for word in text.split(" ") for piece in pieces(word)), default=0)
-
-
-def _shared(least: Sequence[int], most: Sequence[int], available: int) -> list[int]:
-    """Widths between the least and the most of each column; from left to right, columns take of what is available."""
-    left, widths = max(0, available - sum(least)), []
-    for a, b in zip(least, most, strict=True):
-        widths.append(a + min(left, b - a))
-        left -= widths[-1] - a
-    return widths
 
 
 def paragraph(text: str, width: int) -> list[str]:
@@ -116,19 +111,3 @@ def printed(parts: Iterable[TextTable | str], width: int) -> str:
     """Tables and texts, separated by empty lines."""
     texts = [part.text(width) if isinstance(part, TextTable) else "\n".join(paragraph(part, width)) for part in parts]
     return "\n\n".join(texts) + "\n"
-
-
-_OPEN_ROWS = 12  # of a table that is shown before it is opened
-
-
-def sections_html(parts: Iterable[TextTable | str]) -> str:
-    """Tables and texts for a notebook. A long table is a section that opens."""
-    sections = []
-    for part in parts:
-        if isinstance(part, str):
-            sections.append(f"<pre>{html.escape(part)}</pre>")
-            continue
-        text = html.escape(dataclasses.replace(part, title="").text(FILE_WIDTH))
-        is_open = " open" if len(part.rows) <= _OPEN_ROWS else ""
-        sections.append(f"<details{is_open}><summary>{html.escape(part.title)}</summary><pre>{text}</pre></details>")
-    return "\n".join(sections)

@@ -1,14 +1,16 @@
-"""Numbers, sizes and names as text: units that fit the size, lines that do not cut names, and rows for equal layers."""
+"""Numbers, sizes, names and configurations as text: units that fit, whole names, rows for equal layers, no secrets."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _COUNTER = re.compile(r"(^|_)(\d+)$")  # of one component of a path: 'layers/3', 'Block_3', but not 'conv1'
 SPACE = "\u00a0"  # a space at which `wrapped` does not break a line
 _MOST_LISTED = 3  # numbers of layers in a name
+MASK = "***"
+_SECRET = re.compile("key|token(?!iz)|secret|password", re.IGNORECASE)  # in a name; a tokenizer is none
 
 
 def bytes_text(num_bytes: float) -> str:
@@ -36,6 +38,19 @@ def abbreviate(items: Sequence[str], count: int = 4, separator: str = "; ") -> s
 def mesh_text(sizes: Mapping[str, int]) -> str:
     """The axes of a mesh with their sizes, such as 'data 4 x model 2'."""
     return " x ".join(f"{name} {size}" for name, size in sizes.items())
+
+
+def masked(value: Any, name: str = "") -> Any:
+    """JSON data with `MASK` in place of each text whose name, or a name around it, is that of a key or a password."""
+    return _masked(value, bool(_SECRET.search(name)))
+
+
+def _masked(value: Any, is_secret: bool) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _masked(item, is_secret or bool(_SECRET.search(str(name)))) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_masked(item, is_secret) for item in value]
+    return MASK if value and is_secret and isinstance(value, str) else value
 
 
 def pieces(word: str) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import jax
 
-from zerojax.checkpoints.directories import local_directory
+from zerojax.checkpoints.run_directory import local_directory
 from zerojax.cli.diagnosis.checks import Check, Status, failed
 from zerojax.processes.detect import detect
 from zerojax.utils import versions

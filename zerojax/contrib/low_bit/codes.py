@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from zerojax.contrib.low_bit.rounding import uniform
-from zerojax.utils.typing import Array, Shape
+from zerojax.utils.typing import Array
 
 
 class Code(NamedTuple):
@@ -61,11 +61,6 @@ class Code(NamedTuple):
 SIGNED, NON_NEGATIVE = Code(jnp.int8, 127, 2), Code(jnp.uint8, 255, 4)
 
 
-def scales_shape(shape: Shape, block: int) -> Shape:
-    """The shape of the scales of an array."""
-    return (*shape[:-1], -(-shape[-1] // block))
-
-
 def encode_blocks(values: Array, code: Code, block: int, step: Array, salt: int) -> tuple[Array, Array]:
     """Encodes an array.
 
@@ -76,7 +71,7 @@ def encode_blocks(values: Array, code: Code, block: int, step: Array, salt: int)
         step, salt: as in `rounding.random_bits`.
 
     Returns:
-        (codes of the shape of `values`, scales of `scales_shape`).
+        (codes of the shape of `values`, a scale for each block).
     """
     blocks = _blocks(values, block)
     scales = jnp.max(jnp.abs(blocks), axis=-1)

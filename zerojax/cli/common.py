@@ -1,4 +1,4 @@
-"""How commands print tables, and report errors in their input."""
+"""What commands share: how they print tables, and report errors in their input."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import click
+
+JOB_HELP = "A function that returns a zerojax.plan.Job: your own model, optimizer and loss."
 
 
 def print_table(table: Any) -> None:

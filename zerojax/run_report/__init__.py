@@ -1,1 +1,0 @@
-"""A page about a run: what its directory says, as one HTML file with charts."""
