@@ -53,8 +53,8 @@ class Bug(NamedTuple):
 
     Attributes:
         promise: what the code promises without the bug.
-        place: 'room/name': a function, class or constant, as in 'step/TrainStep._update'. The room is a folder or module
-            of zerojax. The names of what it is defined in can be left out if the rest is unique in the room.
+        place: 'room/name': a function, class or constant in a folder or module of zerojax, as in 'step/Update.run'. The
+            names of what it is defined in can be left out if the rest is unique in the room.
         code: an expression, or statements, found exactly once in it.
         replacement: takes its place.
         tests: ids of the tests that hold the promise, as pytest takes them.
@@ -67,7 +67,7 @@ class Bug(NamedTuple):
     tests: list[str]
 
     def planted(self, package):
-        """Returns (path of the file, its source with the bug). Raises ValueError if the place of the bug is not found."""
+        """Returns (path of the file, its source with the bug). Raises ValueError if its place is not found."""
         room, _, name = self.place.partition("/")
         paths = sorted((package / room).rglob("*.py")) or [package / f"{room}.py"]
         sources = {path: path.read_bytes() for path in paths}

@@ -6,12 +6,19 @@ import graphlib
 from support.paths import REPO
 
 PACKAGE = REPO / "zerojax"
-# Each room imports only rooms before it: the core, then what stands around it.
 CORE = ("utils", "sharding", "comm", "program", "step", "zero")
-AROUND = """
-    processes contrib offload analysis checkpoints exchange deepspeed training run_report plan cli
-""".split()
-ORDER = [*CORE, *AROUND]
+AROUND = (
+    "processes",
+    "contrib",
+    "offload",
+    "analysis",
+    "checkpoints",
+    "exchange",
+    "deepspeed",
+    "training",
+    "run_report",
+)
+ORDER = (*CORE, *AROUND, "plan", "cli")  # each room imports only rooms before it
 
 
 def edges():

@@ -68,7 +68,7 @@ def test_every_page_is_in_a_table_of_contents():
 
 
 def test_the_files_that_the_documentation_names_exist():
-    """Scripts on every page but the changelog, and the test modules of docs/what_is_checked.md, with the folder if one is named."""
+    """Scripts on every page but the changelog, and the test modules of docs/what_is_checked.md."""
     current = [page for page in LINKED if page.name != "CHANGELOG.md"]
     scripts = {name for page in current for name in re.findall(r"\bscripts/[\w/]+(?:\.py)?\b", page.read_text())}
     assert sorted(name for name in scripts if not (REPO / name).exists()) == []
