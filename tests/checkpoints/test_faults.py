@@ -157,7 +157,7 @@ def test_ctrl_c_saves_and_the_exit_code_is_130(tmp_path, undisturbed):
     assert losses == undisturbed
 
 
-@pytest.mark.parametrize("pause", [0, 0.05])
+@pytest.mark.parametrize("pause", [0, pytest.param(0.05, marks=pytest.mark.full)])
 def test_a_ctrl_c_that_arrives_twice_counts_once(tmp_path, pause):
     """As from a terminal and from a launcher that forwards it."""
     process = start(tmp_path, "--every", 1000, "--slow", 1)
@@ -294,7 +294,7 @@ def test_two_processes_set_aside_a_step_that_already_exists(tmp_path, undisturbe
     assert len(list(tmp_path.glob("aside_step_*"))) == 2
 
 
-@pytest.mark.parametrize("what", ["arrays", "manifest"])
+@pytest.mark.parametrize("what", ["arrays", pytest.param("manifest", marks=pytest.mark.full)])
 def test_a_read_error_in_one_of_two_processes_is_raised_in_both(tmp_path, undisturbed, what):
     """Neither waits for the other. With `fallback`, both go back to the same step."""
     run(tmp_path, num_steps=4)
@@ -320,11 +320,16 @@ def test_two_processes_that_list_different_steps_resume_from_the_same(tmp_path, 
 @pytest.mark.parametrize(
     ("signals", "name", "expected"),
     [
-        ({0: signal.SIGTERM}, "SIGTERM", EXIT_CODE),
         ({1: signal.SIGTERM}, "SIGTERM", EXIT_CODE),
-        ({0: signal.SIGINT, 1: signal.SIGINT}, "Ctrl-C", INTERRUPT_EXIT_CODE),
-        ({1: signal.SIGINT}, "Ctrl-C", INTERRUPT_EXIT_CODE),
         ({0: signal.SIGTERM, 1: signal.SIGINT}, "Ctrl-C", INTERRUPT_EXIT_CODE),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [
+                ({0: signal.SIGTERM}, "SIGTERM", EXIT_CODE),
+                ({0: signal.SIGINT, 1: signal.SIGINT}, "Ctrl-C", INTERRUPT_EXIT_CODE),
+                ({1: signal.SIGINT}, "Ctrl-C", INTERRUPT_EXIT_CODE),
+            ]
+        ),
     ],
 )
 def test_a_signal_to_one_of_two_processes_saves_the_same_step_in_both(tmp_path, signals, name, expected, undisturbed):
@@ -367,7 +372,11 @@ def test_a_process_that_hangs_ends_all_processes(tmp_path):
     assert "no answer" not in text and "signal.pause()" in text.split("process 1:")[1].split("process 0:")[0]
 
 
-@pytest.mark.parametrize("options", [(), ("--every", 1000, "--verify-every", 1)], ids=["save", "verify"])
+@pytest.mark.parametrize(
+    "options",
+    [(), pytest.param(("--every", 1000, "--verify-every", 1), marks=pytest.mark.full)],
+    ids=["save", "verify"],
+)
 def test_a_bit_that_flips_on_one_device_ends_both_processes(tmp_path, options):
     """Before the next save, or when replicas are compared. The steps on disk stay intact, and a restart continues."""
     found = results(start_two(tmp_path, "--stage", 1, "--flip-at", 4, *options))

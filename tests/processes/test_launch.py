@@ -34,7 +34,7 @@ def python(text):
     return [sys.executable, "-P", "-c", text]  # -P: does not import from the current directory
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_processes_join(count, capfd):
     assert joined(count) == 0
     lines = capfd.readouterr().out.splitlines()
@@ -264,7 +264,9 @@ def start_launcher(child, count=2, before="pass", **settings):
     return subprocess.Popen(python(text), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.full) for n in (signal.SIGINT, signal.SIGHUP))]
+)
 def test_launch_forwards_signals(number):
     with start_launcher(CHILD) as launcher:
         assert sorted(launcher.stdout.readline() for _ in range(2)) == ["[0] 1\n", "[1] 1\n"]
@@ -323,7 +325,7 @@ def wait_until_ended(pids, timeout_s=20):
     return left
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGQUIT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGQUIT, marks=pytest.mark.full)])
 def test_no_process_outlives_a_launcher_that_is_killed(number):
     with start_launcher(FAMILY + "time.sleep(60)", grace_s=1) as launcher:
         pids = pids_of(launcher)
