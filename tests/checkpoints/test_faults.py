@@ -122,6 +122,7 @@ def test_a_partly_deleted_step_is_ignored(tmp_path, undisturbed):
     assert not list(tmp_path.glob("deleted/*"))
 
 
+@pytest.mark.full
 def test_a_script_that_does_not_close_its_checkpoints_completes_its_save_or_fails(tmp_path):
     """Orbax starts threads, which Python 3.12 and later forbids after the end of the script: the exit code is 1."""
     too_late = sys.version_info >= (3, 12)
@@ -157,7 +158,8 @@ def test_ctrl_c_saves_and_the_exit_code_is_130(tmp_path, undisturbed):
     assert losses == undisturbed
 
 
-@pytest.mark.parametrize("pause", [0, pytest.param(0.05, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("pause", [0, 0.05])
 def test_a_ctrl_c_that_arrives_twice_counts_once(tmp_path, pause):
     """As from a terminal and from a launcher that forwards it."""
     process = start(tmp_path, "--every", 1000, "--slow", 1)
@@ -184,6 +186,7 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_whole_steps(tmp_path, undisturb
     assert {step: losses[step] for step in losses} == {step: undisturbed[step] for step in losses}
 
 
+@pytest.mark.full
 def test_a_second_ctrl_c_ends_a_run_whose_main_thread_runs_no_python(tmp_path):
     """As during a compilation, or in a collective that waits for a process that is gone."""
     process = start(tmp_path, "--block-at", 2)
@@ -232,6 +235,7 @@ def test_a_killed_run_continues_on_other_devices(tmp_path, undisturbed):
         assert float.fromhex(loss) == pytest.approx(float.fromhex(undisturbed[step]), rel=0.02)
 
 
+@pytest.mark.full
 def test_a_run_in_another_process_computes_the_losses_of_this_process(tmp_path, undisturbed):
     """The program of these tests, trainee.py, computes the same steps as `train`."""
     losses, _ = train(setting(num_devices=4), tmp_path, STEPS)
@@ -260,6 +264,7 @@ def test_two_processes_write_one_checkpoint_that_one_process_reads(tmp_path, und
     assert run(tmp_path, num_steps=STEPS + 1)[0].keys() == {STEPS + 1}
 
 
+@pytest.mark.full
 def test_two_processes_continue_from_the_copy_in_remote_storage(tmp_path, undisturbed):
     url = f"file://{tmp_path}/copy"
     (code, first, errors), (other, *_) = results(start_two(tmp_path / "first", "--copy-to", url))
@@ -271,6 +276,7 @@ def test_two_processes_continue_from_the_copy_in_remote_storage(tmp_path, undist
     assert_close(first, undisturbed)
 
 
+@pytest.mark.full
 def test_each_of_two_processes_restores_its_own_data_iterator(tmp_path):
     """A single process cannot restore both, and raises an error."""
     stopped = start_two(tmp_path, "--data", "--slow", 0.1)
@@ -283,6 +289,7 @@ def test_each_of_two_processes_restores_its_own_data_iterator(tmp_path):
     assert "different states of 2 processes, now there are 1" in errors
 
 
+@pytest.mark.full
 def test_two_processes_set_aside_a_step_that_already_exists(tmp_path, undisturbed):
     run(tmp_path, "--keep", 100, num_steps=4)
     for step in 3, 4:
@@ -308,6 +315,7 @@ def test_a_read_error_in_one_of_two_processes_is_raised_in_both(tmp_path, undist
     assert_close(losses, undisturbed)
 
 
+@pytest.mark.full
 def test_two_processes_that_list_different_steps_resume_from_the_same(tmp_path, undisturbed):
     """Process 1 does not see yet that the last step is complete."""
     run(tmp_path, num_steps=4)
@@ -360,6 +368,7 @@ def test_the_peer_of_a_killed_process_ends_and_a_restart_continues(tmp_path, und
     assert_close(losses, undisturbed)
 
 
+@pytest.mark.full
 def test_a_process_that_hangs_ends_all_processes(tmp_path):
     found = results(start_two(tmp_path, "--hang-at", 3, "--hang-in", 1, "--watchdog", 4))
     assert all(code not in (0, EXIT_CODE) for code, *_ in found)

@@ -86,10 +86,13 @@ def test_an_update_is_that_of_the_optimizer_for_the_moments_that_are_stored():
     "tx",
     [
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.linear_schedule(1e-2, 1e-3, 150))),
-        optax.inject_hyperparams(optax.adamw)(1e-2),
+        pytest.param(optax.inject_hyperparams(optax.adamw)(1e-2), marks=pytest.mark.full),
         optax.lion(1e-3),
-        optax.sgd(0.1, momentum=0.9),
-        optax.masked(optax.adam(1e-2), {"embed": True, "up": True, "down": True, "bias": False}),
+        pytest.param(optax.sgd(0.1, momentum=0.9), marks=pytest.mark.full),
+        pytest.param(
+            optax.masked(optax.adam(1e-2), {"embed": True, "up": True, "down": True, "bias": False}),
+            marks=pytest.mark.full,
+        ),
         optax.multi_transform(
             {"a": optax.adamw(1e-2), "b": optax.sgd(1e-2)}, {"embed": "b", "up": "a", "down": "a", "bias": "b"}
         ),

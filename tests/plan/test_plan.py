@@ -182,7 +182,10 @@ NAMED = {"gpt2-124m": 0.124, "gpt2-1.5b": 1.56, "gpt-7.5b": 7.5, "gpt-128b": 128
          "llama3-70b": 70.6, "llama3-405b": 405.9, "mixtral-8x7b": 46.7, "vit-h14": 0.632}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PRESETS)
+FEW = ("gpt-7.5b", "llama3-8b", "mixtral-8x7b")
+
+
+@pytest.mark.parametrize("name", [*FEW, *(pytest.param(n, marks=pytest.mark.full) for n in PRESETS if n not in FEW)])
 def test_a_plan_of_each_preset(name):
     """It has as many parameters as its name says, an even share of the states on each device, and JSON data."""
     made = plan(name, "h200:64", suggest=False)

@@ -100,6 +100,7 @@ def test_a_process_whose_output_nobody_reads_exits_at_once(capfd):
     assert "[1] BrokenPipeError" in capfd.readouterr().err
 
 
+@pytest.mark.full
 def test_a_process_that_calls_sys_exit_waits_for_others_that_end_too(capfd):
     """Process 0 would end first, with 3. If it did not wait, JAX would abort process 1."""
     assert joined(2, "--exit", 0, "--late", grace_s=20) == 3
@@ -142,6 +143,7 @@ def test_a_process_that_does_not_call_agree_is_named(capfd):
         assert f"[{index}] TimeoutError: processes: process 1 did not call agree() within 3 s" in errors
 
 
+@pytest.mark.full
 def test_processes_exit_if_their_data_ends_at_different_steps(capfd, tmp_path):
     """Neither waits for the other forever, and both exit with an error."""
     assert joined(2, "--uneven", tmp_path, grace_s=60) == 1
@@ -156,6 +158,7 @@ def test_a_process_with_slow_data_is_named_once(capfd, tmp_path):
     assert len(lines) == 1 and "process 1 takes 0.05" in lines[0] and lines[0].startswith("[0] ")
 
 
+@pytest.mark.full
 def test_all_save_at_the_same_step_and_exit_after_sigterm():
     command = [sys.executable, JOINED, "--preempted"]
     text = f"import sys; from zerojax.processes.launch import launch; sys.exit(launch({command}, 2, devices=2))"
@@ -452,6 +455,7 @@ def test_slurm_script_has_valid_syntax():
     assert subprocess.run(["bash", "-n", str(SLURM)]).returncode == 0
 
 
+@pytest.mark.full
 def test_slurm_tasks_join(tmp_path):
     done, asked = run_slurm(tmp_path, sys.executable, JOINED)
     assert done.returncode == 0, done.stderr
