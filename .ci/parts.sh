@@ -19,6 +19,7 @@ finish() {
   printf '\n== summary, after %s\n' "$(minutes $SECONDS)"
   ((${#summary[@]})) && printf '%s\n' "${summary[@]}"
   ((status == 0)) || echo "FAILED: parts that are not listed did not run"
+  [[ -z ${limit_s:-} ]] || ((SECONDS <= limit_s)) || echo "LONGER THAN $(minutes "$limit_s"): see pytest --durations=30"
   rm -rf "$logs"
 }
 trap finish EXIT
