@@ -3,16 +3,20 @@
     python scripts/mutants.py                    # all bugs of mutants.toml
     python scripts/mutants.py --list             # only prints them
     python scripts/mutants.py --only 3 10-12     # by number
-    python scripts/mutants.py --only 'step/*'    # by file
+    python scripts/mutants.py --only 'step/*'    # by the name of the function
 
-A bug is a text of one file and what replaces it, with the promise that it breaks and the tests that hold the promise.
+A bug is an expression, or a few statements, of one function and what replaces them, with the promise that it breaks and
+the tests that hold the promise. A function is found by its name in a room of the package, and code in it as a syntax
+tree: modules may be moved, merged and formatted, and comments and all other lines changed.
 The tests first run with a copy that is not changed, and have to pass. Then they run once for each bug, and at least one
 of them has to fail. Prints one line per bug. The last line is `N killed, N survived`. The exit code is 1 if a bug
-survived, and 2 if the tests of one did not run: its text is gone, a test has another name, or nothing can be imported.
+survived, and 2 if the tests of one did not run: its code is gone, a test has another name, or nothing can be imported.
 """
 
 import argparse
+import ast
 import fnmatch
+import functools
 import os
 import re
 import shutil
@@ -49,23 +53,79 @@ class Bug(NamedTuple):
 
     Attributes:
         promise: what the code promises without the bug.
-        file: path below zerojax/.
-        text: occurs exactly once in the file.
+        place: 'room/name': a function, class or constant in a folder or module of zerojax, as in 'step/Update.run'. The
+            names of what it is defined in can be left out if the rest is unique in the room.
+        code: an expression, or statements, found exactly once in it.
         replacement: takes its place.
         tests: ids of the tests that hold the promise, as pytest takes them.
     """
 
     promise: str
-    file: str
-    text: str
+    place: str
+    code: str
     replacement: str
     tests: list[str]
 
-    def planted(self, source):
-        """The source of the file with the bug. Raises ValueError if its place is not found."""
-        if (count := source.count(self.text)) != 1:
-            raise ValueError(f"the text occurs {count} times in {self.file}: {self.text!r}")
-        return source.replace(self.text, self.replacement)
+    def planted(self, package):
+        """Returns (path of the file, its source with the bug). Raises ValueError if its place is not found."""
+        room, _, name = self.place.partition("/")
+        paths = sorted((package / room).rglob("*.py")) or [package / f"{room}.py"]
+        sources = {path: path.read_bytes() for path in paths}
+        known = [(full, path, node) for path in paths for full, node in definitions_in(sources[path])]
+        exact = [(path, node) for full, path, node in known if full == name]
+        found = exact or [(path, node) for full, path, node in known if full.endswith(f".{name}")]
+        if len(found) != 1:
+            raise ValueError(f"{len(found)} definitions in {room}/ have the name {name!r}")
+        ((path, node),) = found
+        matches = list(occurrences(node, ast.parse(self.code).body))
+        if len(matches) != 1:
+            raise ValueError(f"the code occurs {len(matches)} times in {self.place}: {self.code!r}")
+        ((first, last),) = matches
+        lines = sources[path].splitlines(keepends=True)
+        begin, end = (
+            sum(map(len, lines[: line - 1])) + column
+            for line, column in ((first.lineno, first.col_offset), (last.end_lineno, last.end_col_offset))
+        )
+        if isinstance(first, ast.expr):
+            replacement = f"({self.replacement})"
+        else:
+            replacement = self.replacement.strip().replace("\n", "\n" + " " * first.col_offset)
+        source = sources[path][:begin] + replacement.encode() + sources[path][end:]
+        return path, source.decode()
+
+
+@functools.cache
+def definitions_in(source):
+    return list(definitions(ast.parse(source)))
+
+
+def definitions(tree, prefix=""):
+    """Yields (name with the names of what it is defined in, node) for functions, classes and assigned constants."""
+    for node in ast.iter_child_nodes(tree):
+        name = ""
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            name = f"{prefix}{node.name}"
+            yield name, node
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)) and not isinstance(tree, ast.FunctionDef):
+            for target in getattr(node, "targets", [getattr(node, "target", None)]):
+                if isinstance(target, ast.Name):
+                    yield f"{prefix}{target.id}", node
+        yield from definitions(node, f"{name}." if name else prefix)
+
+
+def occurrences(tree, wanted):
+    """Yields (first node, last node) where an expression, or consecutive statements, have the syntax that is wanted."""
+    if len(wanted) == 1 and isinstance(wanted[0], ast.Expr):
+        text = ast.dump(wanted[0].value)
+        yield from ((node, node) for node in ast.walk(tree) if isinstance(node, ast.expr) and ast.dump(node) == text)
+        return
+    texts = [ast.dump(node) for node in wanted]
+    for node in ast.walk(tree):
+        for body in (value for _, value in ast.iter_fields(node) if isinstance(value, list)):
+            for k in range(len(body) - len(texts) + 1):
+                part = body[k : k + len(texts)]
+                if all(isinstance(each, ast.AST) for each in part) and [ast.dump(each) for each in part] == texts:
+                    yield part[0], part[-1]
 
 
 def bugs():
@@ -74,13 +134,13 @@ def bugs():
 
 
 def selected(only, found):
-    """The bugs that numbers ('3'), ranges ('3-5') or globs on files select; all of them if there are none."""
+    """The bugs that numbers ('3'), ranges ('3-5') or globs on places select; all of them if there are none."""
 
     def matches(number, bug, pattern):
         if by_number := re.fullmatch(r"(\d+)(?:-(\d+))?", pattern):
             first, last = by_number.group(1), by_number.group(2) or by_number.group(1)
             return int(first) <= number <= int(last)
-        return fnmatch.fnmatchcase(bug.file, pattern)
+        return fnmatch.fnmatchcase(bug.place, pattern)
 
     for pattern in only:
         if not any(matches(number, bug, pattern) for number, bug in found.items()):
@@ -111,27 +171,28 @@ def run(tests, folder):
 
 def outcome(bug, folder):
     """Plants a bug, runs its tests, and removes it: ('killed', 'SURVIVED' or 'NOT RUN', output of the tests)."""
-    path = folder / "zerojax" / bug.file
-    source = path.read_text()
     try:
-        path.write_text(bug.planted(source))
-        code, output = run(bug.tests, folder)
+        path, source = bug.planted(folder / "zerojax")
     except (OSError, ValueError) as error:
         return "NOT RUN", str(error)
-    finally:
+    original = path.read_text()
+    try:
         path.write_text(source)
+        code, output = run(bug.tests, folder)
+    finally:
+        path.write_text(original)
     return {PASSED: "SURVIVED", FAILED: "killed"}.get(code, "NOT RUN"), output
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", default=[], metavar="BUG", help="numbers, ranges, or globs on files")
+    parser.add_argument("--only", nargs="+", default=[], metavar="BUG", help="numbers, ranges, or globs on places")
     parser.add_argument("--list", action="store_true", help="print the bugs, and run nothing")
     args = parser.parse_args()
     chosen = selected(args.only, bugs())
     if args.list:
         for number, bug in chosen.items():
-            print(f"{number:3d}  {bug.file}: {bug.promise}")
+            print(f"{number:3d}  {bug.place}: {bug.promise}")
         return 0
     counts = {"killed": 0, "SURVIVED": 0, "NOT RUN": 0}
     with tempfile.TemporaryDirectory(prefix="zerojax-mutants-") as name:
@@ -145,7 +206,7 @@ def main():
             result, output = outcome(bug, folder)
             counts[result] += 1
             seconds = time.monotonic() - begin
-            print(f"{number:3d}  {result:8s}  {bug.file}: {bug.promise}  ({seconds:.0f} s)", flush=True)
+            print(f"{number:3d}  {result:8s}  {bug.place}: {bug.promise}  ({seconds:.0f} s)", flush=True)
             if result == "NOT RUN":
                 print(output[-4000:], file=sys.stderr)
     if counts["NOT RUN"]:

@@ -23,7 +23,7 @@ zerojax.simulate_devices(8)  # before anything asks JAX for a device
 pytest.register_assert_rewrite("support")  # so that a failing `assert` in a helper also shows its values
 
 OPTIONS = {
-    "full": "also run the whole product of models, stages, precisions and microbatches",
+    "full": "also run the combinations that add little to those that run always, and what takes long",
     "aot": "also run the tests that compile for GPU and TPU targets",
     "zoo": "also run the tests with models of other packages",
     "examples": "also run the scripts in examples/",

@@ -32,9 +32,8 @@ def test_a_product_after_the_end_does_not_overlap():
     assert gather.exposed
 
 
-@pytest.mark.parametrize(
-    ("groups", "members"),
-    [
+def test_groups_of_a_synchronous_all_reduce():
+    for groups, members in [
         ("{}", EIGHT),
         ("{{0,1,2,3},{4,5,6,7}}", (0, 1, 2, 3)),
         ("[2,4]<=[8]", (0, 1, 2, 3)),
@@ -43,16 +42,14 @@ def test_a_product_after_the_end_does_not_overlap():
         ("mesh['replica'=2,'data'=4] {'replica'}", (0, 4)),
         ("mesh['a'=2,'b'=4,'c'=1], device_ids=([4,2]T(1,0)) {'b'}", (0, 2, 4, 6)),
         ("mesh['a'=2,'b'=4,'c'=1], device_ids=([4,2]T(1,0)) {'a'}", (0, 1)),
-    ],
-)
-def test_groups_of_a_synchronous_all_reduce(groups, members):
-    text = f"""
-        %a = f32[1000] parameter(0)
-        ROOT %sum = f32[1000] all-reduce(%a), replica_groups={groups}, to_apply=%add
-    """
-    (found,) = hlo_collectives.compiled_collectives(program(text))
-    assert found == hlo_collectives.Collective("all-reduce", "f32", 4000, members, 1, False, True)
-    assert found.sent_bytes == 2 * 4000 * (len(members) - 1) / len(members)
+    ]:
+        text = f"""
+            %a = f32[1000] parameter(0)
+            ROOT %sum = f32[1000] all-reduce(%a), replica_groups={groups}, to_apply=%add
+        """
+        (found,) = hlo_collectives.compiled_collectives(program(text))
+        assert found == hlo_collectives.Collective("all-reduce", "f32", 4000, members, 1, False, True)
+        assert found.sent_bytes == 2 * 4000 * (len(members) - 1) / len(members)
 
 
 def test_the_group_of_a_permutation_is_the_devices_that_exchange_data():
@@ -201,34 +198,28 @@ def test_a_collective_between_slices_runs_from_its_send_to_the_end_of_its_recv(p
     assert found.sent_bytes == MIB // 4
 
 
-@pytest.mark.parametrize(
-    ("kind", "target", "group", "full_bytes"),
-    [
+def test_groups_of_collectives_between_slices():
+    for kind, target, group, full_bytes in [
         ("ALL_REDUCE", '"{1,3}x{0:3}"', (0, 8), MIB // 4),
         ("ALL_GATHER", '"{1,2,3,4}x{0:3}"', (0, 4, 8, 12), MIB),
         ("REDUCE_SCATTER", "{{200002,300002},{200001,300001}}", (6, 10), MIB // 4),
         ("ALL_TO_ALL", "{{100000,100002,100001,100003,200000,200002,200001,200003}}", tuple(range(8)), MIB // 4),
         ("ONE_TO_ONE", "{{100003->200000},{200003->100000}}", (3, 4), MIB // 4),
-    ],
-)
-def test_groups_of_collectives_between_slices(kind, target, group, full_bytes):
-    (found,) = hlo_collectives.compiled_collectives(between_slices(kind, target))
-    kinds = {"ALL_TO_ALL": "all-to-all", "ONE_TO_ONE": "collective-permute"}
-    assert (found.kind, found.group) == (kinds.get(kind, kind.lower().replace("_", "-")), group)
-    assert found.full_bytes == full_bytes and found.exposed
+    ]:
+        (found,) = hlo_collectives.compiled_collectives(between_slices(kind, target))
+        kinds = {"ALL_TO_ALL": "all-to-all", "ONE_TO_ONE": "collective-permute"}
+        assert (found.kind, found.group) == (kinds.get(kind, kind.lower().replace("_", "-")), group)
+        assert found.full_bytes == full_bytes and found.exposed
 
 
-@pytest.mark.parametrize(
-    ("kind", "target", "message"),
-    [
+def test_transfers_between_slices_that_are_not_understood_are_rejected():
+    for kind, target, message in [
         ("ALL_REDUCE", "{{100000,100001,200000,200001}}", "several devices of a slice, but not all"),
         ("ALL_REDUCE", '"everywhere"', "cannot read the target"),
         ("BROADCAST", '"{1,2}x{0:3}"', "of type BROADCAST"),
-    ],
-)
-def test_transfers_between_slices_that_are_not_understood_are_rejected(kind, target, message):
-    with pytest.raises(ValueError, match=message):
-        hlo_collectives.compiled_collectives(between_slices(kind, target))
+    ]:
+        with pytest.raises(ValueError, match=message):
+            hlo_collectives.compiled_collectives(between_slices(kind, target))
 
 
 def test_the_trip_count_is_read_from_the_counter_of_a_loop():
@@ -264,9 +255,8 @@ def test_the_trip_count_is_read_from_the_counter_of_a_loop():
         hlo_collectives.compiled_collectives(program(text, computations.replace("direction=LT", "direction=NE")))
 
 
-@pytest.mark.parametrize(
-    ("broken", "message"),
-    [
+def test_programs_that_are_not_understood_are_rejected():
+    for broken, message in [
         (
             lambda: hlo_collectives.compiled_collectives(loop(SCATTER_IN_LOOP, None)),
             "a loop whose trip count is not in the text",
@@ -289,11 +279,9 @@ def test_the_trip_count_is_read_from_the_counter_of_a_loop():
             ),
             "not supported",
         ),
-    ],
-)
-def test_programs_that_are_not_understood_are_rejected(broken, message):
-    with pytest.raises(ValueError, match=message):
-        broken()
+    ]:
+        with pytest.raises(ValueError, match=message):
+            broken()
 
 
 def test_copies_in_a_loop():

@@ -76,9 +76,8 @@ def config(text):
     return f', backend_config={{"other":"0","dynamic_slice_config":{{{text}}}}}'
 
 
-@pytest.mark.parametrize(
-    ("text", "offsets"),
-    [
+def test_all_forms_of_an_annotation_are_read():
+    for text, offsets in [
         ('"loop_index":"0","byte_offset":"48","byte_stride":"-16"', (48, 32, 16, 0)),
         (
             '"loop_index":"0","byte_offset":"0","byte_stride":"0","linear":{"byte_offset":"48","byte_stride":"-16"}',
@@ -87,12 +86,9 @@ def config(text):
         ('"loop_index":"0","table":{"offsets":["16","0","0","48"]}', (16, 0, 0, 48)),
         ('"byte_offset":"32","byte_stride":"0"', (32, 32, 32, 32)),
         ('"loop_index":"0","byte_offset":"16","byte_stride":"32"', (16, 48, 48, 48)),  # no slice reaches beyond the end
-    ],
-    ids=["linear", "linear_in_0.12", "table", "constant", "limited"],
-)
-def test_all_forms_of_an_annotation_are_read(text, offsets):
-    (found,) = host_slices.host_slices(annotated(config(text), "%down"))
-    assert (found.indexed, found.annotated) == ((48, 32, 16, 0), offsets)
+    ]:
+        (found,) = host_slices.host_slices(annotated(config(text), "%down"))
+        assert (found.indexed, found.annotated) == ((48, 32, 16, 0), offsets)
 
 
 def test_an_index_beyond_the_end_reads_the_last_slice():
@@ -111,20 +107,16 @@ def test_an_index_that_is_not_made_of_counters_has_a_reason():
     assert found.indexed is None and "custom-call %unknown" in found.unread
 
 
-@pytest.mark.parametrize(
-    ("made", "message"),
-    [
+def test_what_is_not_understood_is_refused():
+    for made, message in [
         (lambda: annotated(config('"loop_index":"1","byte_offset":"0","byte_stride":"0"')), "cannot read the annot"),
         (lambda: annotated(config('"loop_index":"0","quadratic":{}')), "cannot read the annotation"),
         (lambda: program(BRANCH, READS), "in a branch"),
         (lambda: program(CALL), "may read or write a part"),
         (lambda: program(COPY), "annotation of something else"),
-    ],
-    ids=["no such loop", "unknown form", "branch", "custom call", "copy"],
-)
-def test_what_is_not_understood_is_refused(made, message):
-    with pytest.raises(ValueError, match=message):
-        host_slices.host_slices(made())
+    ]:
+        with pytest.raises(ValueError, match=message):
+            host_slices.host_slices(made())
 
 
 READS = """
@@ -165,9 +157,8 @@ SIGN_IN_BF16 = """
 """
 
 
-@pytest.mark.parametrize(
-    ("lines", "value"),
-    [
+def test_integers_are_evaluated_as_the_program_would():
+    for lines, value in [
         ("ROOT %a = s32[4]{0} constant({3, -1, 4, 1})", [3, -1, 4, 1]),
         ("ROOT %a = s32[2,3]{1,0} iota(), iota_dimension=1", [[0, 1, 2], [0, 1, 2]]),
         ("%a = u32[] constant(3)\n%b = u32[] constant(5)\nROOT %c = u32[] subtract(%a, %b)", 2**32 - 2),
@@ -184,26 +175,21 @@ SIGN_IN_BF16 = """
         ("%a = s32[] constant(3)\n%b = s32[] constant(4)\nROOT %c = s32[] shift-left(%a, %b)", 48),
         (SIGN % ("1", "GT"), False),
         (SIGN_IN_BF16, False),
-    ],
-)
-def test_integers_are_evaluated_as_the_program_would(lines, value):
-    root = program(lines).entry.root
-    found = Scope.of_entry().array(root)
-    assert found.shape == root.buffers[0].dims
-    np.testing.assert_array_equal(found, value)
+    ]:
+        root = program(lines).entry.root
+        found = Scope.of_entry().array(root)
+        assert found.shape == root.buffers[0].dims
+        np.testing.assert_array_equal(found, value)
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
+def test_a_value_that_the_text_does_not_have_is_refused():
+    for lines, message in [
         ("ROOT %a = s32[] parameter(2)", "value of argument 2 of the program is not in the text"),
         ("ROOT %a = f32[] constant(1.5)", "not an integer, but f32"),
         ("ROOT %a = s32[] partition-id()", "cannot evaluate"),
         (SIGN % ("0", "GT"), "not an integer, but f32"),
         (SIGN % ("1", "GE"), "not an integer, but f32"),
         ("%a = s32[2,2]{1,0} constant({ {1, 2}, {3, 4} })\nROOT %b = s32[2,2]{0,1} bitcast(%a)", "depends on layouts"),
-    ],
-)
-def test_a_value_that_the_text_does_not_have_is_refused(lines, message):
-    with pytest.raises(ValueError, match=message):
-        Scope.of_entry().array(program(lines).entry.root)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Scope.of_entry().array(program(lines).entry.root)

@@ -34,32 +34,26 @@ def test_flops_of_a_gpt_are_the_formula(scan, remat):
     assert gpt_flops(config, rows) == (6 * weights + attention) * rows * config.seq
 
 
-@pytest.mark.parametrize(
-    ("fn", "shapes", "forward"),
-    [
+def test_flops_of_products():
+    for fn, shapes, forward in [
         (lambda x, y: x @ y, [(4, 8), (8, 16)], 2 * 4 * 8 * 16),
         (lambda x, y: jnp.einsum("bij,bkj->bik", x, y), [(3, 4, 8), (3, 16, 8)], 2 * 3 * 4 * 8 * 16),
         (lambda x, y: jax.lax.conv(x, y, (1, 1), "SAME"), [(2, 3, 8, 8), (5, 3, 1, 1)], 2 * 2 * 5 * 8 * 8 * 3),
         (lambda x: jax.lax.scan(lambda c, _: (c @ c, None), x, length=7)[0], [(4, 4)], 7 * 2 * 4**3),
         (lambda x: jax.lax.cond(x[0, 0] > 0, lambda: x @ x, lambda: x @ x.T), [(4, 4)], 2 * 4**3),
         (lambda x: x + 1, [(4, 4)], 0),
-    ],
-)
-def test_flops_of_products(fn, shapes, forward):
-    assert flops(fn, *[aval(shape, jnp.float32) for shape in shapes]) == 3 * forward
+    ]:
+        assert flops(fn, *[aval(shape, jnp.float32) for shape in shapes]) == 3 * forward
 
 
-@pytest.mark.parametrize(
-    ("fn", "name"),
-    [
+def test_products_that_cannot_be_counted_are_rejected():
+    for fn, name in [
         (lambda x: jax.lax.while_loop(lambda x: x[0, 0] > 0, lambda x: x @ x, x), "while"),
         (lambda x: jax.lax.cond(x[0, 0] > 0, lambda: x @ x, lambda: x), "cond"),
         (lambda x: jax.lax.ragged_dot(x, x[None], jnp.array([4])), "ragged_dot"),
-    ],
-)
-def test_products_that_cannot_be_counted_are_rejected(fn, name):
-    with pytest.raises(ValueError, match=f"cannot count the flops of '{name}"):
-        flops(fn, aval((4, 4), jnp.float32))
+    ]:
+        with pytest.raises(ValueError, match=f"cannot count the flops of '{name}"):
+            flops(fn, aval((4, 4), jnp.float32))
 
 
 def test_throughput():

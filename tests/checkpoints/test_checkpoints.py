@@ -76,7 +76,7 @@ def test_a_resumed_run_equals_one_that_did_not_stop(saved, tmp_path):
 
 @pytest.mark.parametrize(
     ("stage", "num_devices", "mesh"),
-    [(0, 8, {}), (1, 4, {}), (2, 8, {"replica": 2}), (3, 4, {}), (3, 8, {"model": 2}), (3, 1, {})],
+    [(0, 8, {}), (2, 8, {"replica": 2}), (3, 8, {"model": 2}), (3, 1, {})],
 )
 def test_a_state_is_restored_onto_any_stage_and_mesh(saved, stage, num_devices, mesh):
     """Bit for bit. The next losses differ only by the order of sums in bf16."""
@@ -589,12 +589,12 @@ def test_a_run_without_checkpoint_cannot_start_from_avals(tmp_path):
         checkpoints.resume(zero.eval_init(create, adam()))
 
 
-@pytest.mark.parametrize("options", [{"every": 0}, {"keep": 0}, {"keep_every": True}, {"every": 1.5}])
-def test_invalid_numbers_of_steps_are_refused(tmp_path, options):
-    expected = r"checkpoints: \w+ is invalid\n  got:      .*\n  fix:      use an integer, at least 1"
-    with pytest.raises(ValueError, match=expected):
-        setting().checkpoints(tmp_path / "new", **options)
-    assert not (tmp_path / "new").exists()
+def test_invalid_numbers_of_steps_are_refused(tmp_path):
+    for options in [{"every": 0}, {"keep": 0}, {"keep_every": True}, {"every": 1.5}]:
+        expected = r"checkpoints: \w+ is invalid\n  got:      .*\n  fix:      use an integer, at least 1"
+        with pytest.raises(ValueError, match=expected):
+            setting().checkpoints(tmp_path / "new", **options)
+        assert not (tmp_path / "new").exists()
 
 
 DTYPES = ["float32", "bfloat16", "float16", "int8", "uint8", "int32", "uint32", "bool", "float8_e4m3fn", "complex64"]

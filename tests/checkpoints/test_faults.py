@@ -121,6 +121,7 @@ def test_a_partly_deleted_step_is_ignored(tmp_path, undisturbed):
     assert not list(tmp_path.glob("deleted/*"))
 
 
+@pytest.mark.full
 def test_a_script_that_does_not_close_its_checkpoints_completes_its_save_or_fails(tmp_path):
     """Orbax starts threads, which Python 3.12 and later forbids after the end of the script: the exit code is 1."""
     too_late = sys.version_info >= (3, 12)
@@ -156,6 +157,7 @@ def test_ctrl_c_saves_and_the_exit_code_is_130(tmp_path, undisturbed):
     assert losses == undisturbed
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pause", [0, 0.05])
 def test_a_ctrl_c_that_arrives_twice_counts_once(tmp_path, pause):
     """As from a terminal and from a launcher that forwards it."""
@@ -183,6 +185,7 @@ def test_a_second_ctrl_c_ends_at_once_and_leaves_whole_steps(tmp_path, undisturb
     assert {step: losses[step] for step in losses} == {step: undisturbed[step] for step in losses}
 
 
+@pytest.mark.full
 def test_a_second_ctrl_c_ends_a_run_whose_main_thread_runs_no_python(tmp_path):
     """As during a compilation, or in a collective that waits for a process that is gone."""
     process = start(tmp_path, "--block-at", 2)
@@ -231,6 +234,7 @@ def test_a_killed_run_continues_on_other_devices(tmp_path, undisturbed):
         assert float.fromhex(loss) == pytest.approx(float.fromhex(undisturbed[step]), rel=0.02)
 
 
+@pytest.mark.full
 def test_a_run_in_another_process_computes_the_losses_of_this_process(tmp_path, undisturbed):
     """The program of these tests, trainee.py, computes the same steps as `train`."""
     losses, _ = train(setting(num_devices=4), tmp_path, STEPS)
@@ -259,6 +263,7 @@ def test_two_processes_write_one_checkpoint_that_one_process_reads(tmp_path, und
     assert run(tmp_path, num_steps=STEPS + 1)[0].keys() == {STEPS + 1}
 
 
+@pytest.mark.full
 def test_two_processes_continue_from_the_copy_in_remote_storage(tmp_path, undisturbed):
     url = f"file://{tmp_path}/copy"
     (code, first, errors), (other, *_) = results(start_two(tmp_path / "first", "--copy-to", url))
@@ -270,6 +275,7 @@ def test_two_processes_continue_from_the_copy_in_remote_storage(tmp_path, undist
     assert_close(first, undisturbed)
 
 
+@pytest.mark.full
 def test_each_of_two_processes_restores_its_own_data_iterator(tmp_path):
     """A single process cannot restore both, and raises an error."""
     stopped = start_two(tmp_path, "--data", "--slow", 0.1)
@@ -282,6 +288,7 @@ def test_each_of_two_processes_restores_its_own_data_iterator(tmp_path):
     assert "different states of 2 processes, now there are 1" in errors
 
 
+@pytest.mark.full
 def test_two_processes_set_aside_a_step_that_already_exists(tmp_path, undisturbed):
     run(tmp_path, "--keep", 100, num_steps=4)
     for step in 3, 4:
@@ -293,7 +300,7 @@ def test_two_processes_set_aside_a_step_that_already_exists(tmp_path, undisturbe
     assert len(list(tmp_path.glob("aside_step_*"))) == 2
 
 
-@pytest.mark.parametrize("what", ["arrays", "manifest"])
+@pytest.mark.parametrize("what", ["arrays", pytest.param("manifest", marks=pytest.mark.full)])
 def test_a_read_error_in_one_of_two_processes_is_raised_in_both(tmp_path, undisturbed, what):
     """Neither waits for the other. With `fallback`, both go back to the same step."""
     run(tmp_path, num_steps=4)
@@ -307,6 +314,7 @@ def test_a_read_error_in_one_of_two_processes_is_raised_in_both(tmp_path, undist
     assert_close(losses, undisturbed)
 
 
+@pytest.mark.full
 def test_two_processes_that_list_different_steps_resume_from_the_same(tmp_path, undisturbed):
     """Process 1 does not see yet that the last step is complete."""
     run(tmp_path, num_steps=4)
@@ -319,11 +327,16 @@ def test_two_processes_that_list_different_steps_resume_from_the_same(tmp_path, 
 @pytest.mark.parametrize(
     ("signals", "name", "expected"),
     [
-        ({0: signal.SIGTERM}, "SIGTERM", EXIT_CODE),
         ({1: signal.SIGTERM}, "SIGTERM", EXIT_CODE),
-        ({0: signal.SIGINT, 1: signal.SIGINT}, "Ctrl-C", INTERRUPT_EXIT_CODE),
-        ({1: signal.SIGINT}, "Ctrl-C", INTERRUPT_EXIT_CODE),
         ({0: signal.SIGTERM, 1: signal.SIGINT}, "Ctrl-C", INTERRUPT_EXIT_CODE),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in [
+                ({0: signal.SIGTERM}, "SIGTERM", EXIT_CODE),
+                ({0: signal.SIGINT, 1: signal.SIGINT}, "Ctrl-C", INTERRUPT_EXIT_CODE),
+                ({1: signal.SIGINT}, "Ctrl-C", INTERRUPT_EXIT_CODE),
+            ]
+        ),
     ],
 )
 def test_a_signal_to_one_of_two_processes_saves_the_same_step_in_both(tmp_path, signals, name, expected, undisturbed):
@@ -354,6 +367,7 @@ def test_the_peer_of_a_killed_process_ends_and_a_restart_continues(tmp_path, und
     assert_close(losses, undisturbed)
 
 
+@pytest.mark.full
 def test_a_process_that_hangs_ends_all_processes(tmp_path):
     found = results(start_two(tmp_path, "--hang-at", 3, "--hang-in", 1, "--watchdog", 4))
     assert all(code not in (0, EXIT_CODE) for code, *_ in found)
@@ -366,7 +380,11 @@ def test_a_process_that_hangs_ends_all_processes(tmp_path):
     assert "no answer" not in text and "signal.pause()" in text.split("process 1:")[1].split("process 0:")[0]
 
 
-@pytest.mark.parametrize("options", [(), ("--every", 1000, "--verify-every", 1)], ids=["save", "verify"])
+@pytest.mark.parametrize(
+    "options",
+    [(), pytest.param(("--every", 1000, "--verify-every", 1), marks=pytest.mark.full)],
+    ids=["save", "verify"],
+)
 def test_a_bit_that_flips_on_one_device_ends_both_processes(tmp_path, options):
     """Before the next save, or when replicas are compared. The steps on disk stay intact, and a restart continues."""
     found = results(start_two(tmp_path, "--stage", 1, "--flip-at", 4, *options))

@@ -138,15 +138,15 @@ def test_an_index_that_decompresses_to_gigabytes(tmp_path):
     assert "ended with code -6" in found["a"] and num_bytes < LIMIT_BYTES
 
 
-@pytest.mark.parametrize("shape", [[2**62], [2**40, 2**40], [0, 2**62, 4], [1] * 65])
-def test_a_shape_that_no_array_has(tmp_path, shape):
-    leaf = {"shape": shape, "dtype": "float32", "digest": "0" * 16}
-    content = manifest.to_json(describe({"a": record(GOOD)})) | {"leaves": {"a": leaf}}
-    write_manifest(tmp_path, manifest.with_digest({k: v for k, v in content.items() if k != "digest"}))
-    with pytest.raises(
-        CheckpointCorrupted, match=r"is invalid\n  got:      .*an array (has more than 64 dims|of shape)"
-    ):
-        store.read_manifest(tmp_path, STEP)
+def test_a_shape_that_no_array_has(tmp_path):
+    for shape in [[2**62], [2**40, 2**40], [0, 2**62, 4], [1] * 65]:
+        leaf = {"shape": shape, "dtype": "float32", "digest": "0" * 16}
+        content = manifest.to_json(describe({"a": record(GOOD)})) | {"leaves": {"a": leaf}}
+        write_manifest(tmp_path, manifest.with_digest({k: v for k, v in content.items() if k != "digest"}))
+        with pytest.raises(
+            CheckpointCorrupted, match=r"is invalid\n  got:      .*an array (has more than 64 dims|of shape)"
+        ):
+            store.read_manifest(tmp_path, STEP)
 
 
 def test_a_shape_that_is_larger_than_what_was_written(tmp_path):

@@ -123,9 +123,8 @@ H100, A100, V100 = Gpu("NVIDIA H100", (9, 0)), Gpu("NVIDIA A100", (8, 0)), Gpu("
 B300 = Gpu("NVIDIA B300", (10, 3))
 
 
-@pytest.mark.parametrize(
-    ("device", "cudnn", "dtype", "head_dim", "status", "details"),
-    [
+def test_what_keeps_attention_from_being_fused():
+    for device, cudnn, dtype, head_dim, status, details in [
         (H100, 91002, None, None, Status.OK, "cuDNN 9.10.2 fuses heads of up to 256"),
         (A100, 91002, None, None, Status.OK, "heads of up to 128"),
         (H100, 91002, "bfloat16", 256, Status.OK, "implementation='cudnn'"),
@@ -137,12 +136,10 @@ B300 = Gpu("NVIDIA B300", (10, 3))
         (B300, 91002, None, None, Status.WARNING, "cuDNN 9.10.2 is installed, and it needs 9.11"),
         (B300, 91100, None, None, Status.OK, "cuDNN 9.11.0"),
         (V100, 91002, None, None, Status.INFO, "compute capability is 7.0"),
-    ],
-)
-def test_what_keeps_attention_from_being_fused(device, cudnn, dtype, head_dim, status, details):
-    (check,) = gpu.check_attention(device, cudnn, dtype, head_dim)
-    assert check.status is status and details in check.details
-    assert bool(check.fix) == (status is Status.WARNING)
+    ]:
+        (check,) = gpu.check_attention(device, cudnn, dtype, head_dim)
+        assert check.status is status and details in check.details
+        assert bool(check.fix) == (status is Status.WARNING)
 
 
 def test_gpus_are_checked_with_the_precision_of_the_model(monkeypatch):
@@ -171,9 +168,8 @@ GIB = 2**30
 HOST = Host(memory_bytes=100 * GIB, shared_bytes=8 * GIB, locked_bytes=None, has_infiniband=True)
 
 
-@pytest.mark.parametrize(
-    ("value", "memory_gib", "status", "details"),
-    [
+def test_pinned_memory():
+    for value, memory_gib, status, details in [
         (None, 100, Status.OK, "may pin 64 GiB"),
         (None, 1000, Status.INFO, "is not set"),
         (None, 32, Status.WARNING, "has 32 GiB of host memory"),
@@ -181,13 +177,11 @@ HOST = Host(memory_bytes=100 * GIB, shared_bytes=8 * GIB, locked_bytes=None, has
         ("500", 1000, Status.OK, "may pin 500 GiB"),
         ("0", 100, Status.ERROR, "is not a number of GiB"),
         ("64GB", 100, Status.ERROR, "is not a number of GiB"),
-    ],
-)
-def test_pinned_memory(value, memory_gib, status, details):
-    environ = {} if value is None else {PINNED_LIMIT: value}
-    (check,) = gpu.check_pinned_memory(environ, HOST._replace(memory_bytes=memory_gib * GIB))
-    assert check.status is status and details in check.details
-    assert status is Status.OK or f"{PINNED_LIMIT}={int(0.8 * memory_gib)}" in check.fix
+    ]:
+        environ = {} if value is None else {PINNED_LIMIT: value}
+        (check,) = gpu.check_pinned_memory(environ, HOST._replace(memory_bytes=memory_gib * GIB))
+        assert check.status is status and details in check.details
+        assert status is Status.OK or f"{PINNED_LIMIT}={int(0.8 * memory_gib)}" in check.fix
 
 
 def test_containers_with_too_little_for_nccl():
@@ -230,26 +224,34 @@ CASES = {  # variables -> status, what is said, the fix
 }
 
 
-@pytest.mark.parametrize("variable", CASES)
-def test_a_variable_of_another_run_is_found_with_its_fix(variable):
-    name, _, value = variable.partition("=")
-    status, details, fix = CASES[variable]
-    (check,) = variables.check_variables({name: value, "HOME": "/"}, ALONE)
-    assert check.status is status and details in check.details and fix in check.fix
-    assert value in check.details
+def test_a_variable_of_another_run_is_found_with_its_fix():
+    for variable in CASES:
+        name, _, value = variable.partition("=")
+        status, details, fix = CASES[variable]
+        (check,) = variables.check_variables({name: value, "HOME": "/"}, ALONE)
+        assert check.status is status and details in check.details and fix in check.fix
+        assert value in check.details
 
 
-@pytest.mark.parametrize(
-    "variable",
-    ["NCCL_P2P_DISABLE=0", "NCCL_DEBUG=WARN", "NCCL_SOCKET_IFNAME=eth", "NCCL_SOCKET_IFNAME=^docker",
-     "JAX_ENABLE_X64=0", "NCCL_SOCKET_IFNAME==eth0,ib0", "NCCL_SOCKET_IFNAME=", "LIBTPU_INIT_ARGS=",
-     "XLA_CLIENT_MEM_FRACTION=0.9", "XLA_FLAGS=--xla_gpu_deterministic_ops=false", "XLA_FLAGS=", "XLA_FLAGS='",
-     "JAX_TRACEBACK_FILTERING=auto"],
-)  # fmt: skip
-def test_a_variable_that_is_not_in_the_way_is_not_mentioned(variable):
-    name, _, value = variable.partition("=")
-    (check,) = variables.check_variables({name: value}, ALONE)
-    assert check.status is Status.OK
+def test_a_variable_that_is_not_in_the_way_is_not_mentioned():
+    for variable in [
+        "NCCL_P2P_DISABLE=0",
+        "NCCL_DEBUG=WARN",
+        "NCCL_SOCKET_IFNAME=eth",
+        "NCCL_SOCKET_IFNAME=^docker",
+        "JAX_ENABLE_X64=0",
+        "NCCL_SOCKET_IFNAME==eth0,ib0",
+        "NCCL_SOCKET_IFNAME=",
+        "LIBTPU_INIT_ARGS=",
+        "XLA_CLIENT_MEM_FRACTION=0.9",
+        "XLA_FLAGS=--xla_gpu_deterministic_ops=false",
+        "XLA_FLAGS=",
+        "XLA_FLAGS='",
+        "JAX_TRACEBACK_FILTERING=auto",
+    ]:
+        name, _, value = variable.partition("=")
+        (check,) = variables.check_variables({name: value}, ALONE)
+        assert check.status is Status.OK
 
 
 def test_loopback_is_a_failure_if_there_are_other_processes():

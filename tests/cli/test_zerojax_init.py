@@ -104,11 +104,9 @@ def test_every_file_is_written_and_is_valid(tmp_path):
     assert checked.returncode == 0, checked.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "short"), [("A_b", "a-b"), ("7", "run-7"), ("ж", "run"), ("x" * 90, "x" * 40), ("", "run")]
-)
-def test_names_are_valid_for_kubernetes(name, short):
-    assert yaml.safe_load(project_files(name)["jobset.yaml"])["metadata"]["name"] == short
+def test_names_are_valid_for_kubernetes():
+    for name, short in [("A_b", "a-b"), ("7", "run-7"), ("ж", "run"), ("x" * 90, "x" * 40), ("", "run")]:
+        assert yaml.safe_load(project_files(name)["jobset.yaml"])["metadata"]["name"] == short
 
 
 def test_the_launch_files_are_those_of_the_examples():

@@ -58,8 +58,9 @@ def test_every_code_stands_for_a_value_that_is_encoded_as_it(code):
         np.testing.assert_array_equal(code.encode(decoded, random), codes)
 
 
-@pytest.mark.parametrize("code", [SIGNED, NON_NEGATIVE], ids=["signed", "not negative"])
-@pytest.mark.parametrize("block", [64, 100, 300, 512])
+@pytest.mark.parametrize(
+    ("code", "block"), [(SIGNED, 64), (SIGNED, 300), (NON_NEGATIVE, 100), (NON_NEGATIVE, 512)], ids=str
+)
 def test_blocks_are_right_on_average_and_next_to_the_value(code, block):
     x = values() if code is SIGNED else values() ** 2
 

@@ -1,6 +1,7 @@
 """The calculator of the documentation: its script, run in Node, computes what zerojax computes."""
 
 import dataclasses
+import itertools
 import json
 import subprocess
 from pathlib import Path
@@ -51,22 +52,23 @@ def _parameters(create):
     return nnx.state(create(nnx.Rngs(0)), nnx.Param)
 
 
-@pytest.mark.parametrize("precision", calculator_data.data()["precisions"])
-@pytest.mark.parametrize("tx", ["adamw", "momentum", "sgd"])
-def test_model_states_are_those_of_a_state_to_the_byte(precision, tx):
+def test_model_states_are_those_of_a_state_to_the_byte():
     """The totals of `explain`, without scalars such as the optimizer's counter."""
     txs = {"adamw": (optax.adamw(1e-3), 8), "momentum": (optax.sgd(1e-3, 0.9), 4), "sgd": (optax.sgd(1e-3), 0)}
-    optimizer, optimizer_bytes = txs[tx]
     create = lambda key: {"a": jnp.zeros((64, 48)), "b": jnp.zeros((16, 8, 24)), "c": jnp.zeros(32)}
     total = 64 * 48 + 16 * 8 * 24 + 32
-    given = {"precision": precision, "optimizer_bytes": optimizer_bytes, "parameters": total}
-    cases = [(PRESETS["gpt2-124m"], configuration(stage=stage, **given)) for stage in range(4)]
-    for stage, result in enumerate(estimates(cases)):
+    cases = list(itertools.product(calculator_data.data()["precisions"], txs, range(4)))
+    options = [
+        {"precision": precision, "optimizer_bytes": txs[tx][1], "parameters": total, "stage": stage}
+        for precision, tx, stage in cases
+    ]
+    results = estimates([(PRESETS["gpt2-124m"], configuration(**each)) for each in options])
+    for (precision, tx, stage), result in zip(cases, results, strict=True):
         zero = zerojax.Zero(zerojax.make_mesh(), stage=stage, precision=precision)
-        explanation = zero.explain(zero.eval_init(create, optimizer))
+        explanation = zero.explain(zero.eval_init(create, txs[tx][0]))
         scalars = sum(row.bytes_per_device for row in explanation.rows if row.shape == ())
         held = explanation.totals["params"], explanation.totals["grads"], explanation.totals["optimizer"] - scalars
-        assert tuple(result["states"].values()) == held, stage
+        assert tuple(result["states"].values()) == held, (precision, tx, stage)
 
 
 def test_model_states_are_those_of_the_paper():
@@ -81,16 +83,10 @@ def test_model_states_are_those_of_the_paper():
 # (preset, target, settings of a plan): each stage, precision and setting of remat, and several microbatches.
 PLANS = [
     ("llama3-8b", "h100:8", {"stage": 3, "remat": "none"}),
-    ("llama3-8b", "h100:8", {"stage": 3, "remat": "full"}),
-    ("llama3-8b", "h100:64", {"stage": 2, "remat": "full"}),
     ("llama3-8b", "h200:128", {"stage": 2, "remat": "dots", "num_microbatches": 2, "rows": 2}),
-    ("llama3-8b", "b200:8", {"stage": 3, "remat": "none", "precision": "bf16_reduce_fp32", "rows": 2}),
-    ("llama3-70b", "h100:64", {"stage": 3, "remat": "dots"}),
-    ("gpt-7.5b", "h100:64", {"stage": 1, "remat": "full"}),
     ("gpt-7.5b", "a100:16", {"stage": 0, "remat": "dots"}),
     ("gpt2-1.5b", "h100:8", {"stage": 3, "remat": "full", "precision": "fp16", "rows": 2}),
     ("gpt2-124m", "h100:8", {"stage": 2, "remat": "none", "precision": "fp32"}),
-    ("gpt2-124m", "a100:16", {"stage": 3, "remat": "full", "num_microbatches": 4, "rows": 4}),
     ("gpt2-124m", "a100:16", {"stage": 1, "remat": "dots", "num_microbatches": 4, "rows": 4}),
 ]
 

@@ -31,16 +31,12 @@ def test_sections_of_the_changelog_have_the_names_of_its_format():
     assert sections and set(sections) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
-@pytest.mark.parametrize("name", ["bug_report", "feature_request"])
-def test_templates_are_forms(name):
-    form = yaml.safe_load((TEMPLATES / f"{name}.yml").read_text())
-    fields = [field for field in form["body"] if field["type"] != "markdown"]
-    assert form["name"] and form["description"] and len({field["id"] for field in fields}) == len(fields)
-    assert all(field["attributes"]["label"] for field in fields)
-
-
-def test_a_bug_report_has_to_have_the_output_of_doctor():
-    form = yaml.safe_load((TEMPLATES / "bug_report.yml").read_text())
+def test_templates_are_forms_and_a_bug_report_has_the_output_of_doctor():
+    for name in "feature_request", "bug_report":
+        form = yaml.safe_load((TEMPLATES / f"{name}.yml").read_text())
+        fields = [field for field in form["body"] if field["type"] != "markdown"]
+        assert form["name"] and form["description"] and len({field["id"] for field in fields}) == len(fields)
+        assert all(field["attributes"]["label"] for field in fields)
     (doctor,) = [field for field in form["body"] if "zerojax doctor" in field["attributes"].get("label", "")]
     assert doctor["validations"]["required"]
 
@@ -49,7 +45,7 @@ def test_every_benchmark_has_a_command():
     assert {command.split()[0] for command in COMMANDS} == {path.name for path in BENCHMARKS.glob("*.py")} - PARTS
 
 
-@pytest.mark.once
+@pytest.mark.full
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_options_of_a_benchmark_exist(command):
     script, *arguments = shlex.split(command)

@@ -96,9 +96,16 @@ def kinds(params):
     return [{a.sharding.memory_kind for p, a in paths.items() if is_matrix(p) == flag} for flag in (True, False)]
 
 
-@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
-@pytest.mark.parametrize("settings", [{"remat": "full"}, {"remat": "full", "num_microbatches": 3}], ids=str)
-@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize(
+    ("num_devices", "settings", "scan"),
+    [
+        (1, {"remat": "full"}, True),
+        (4, {"remat": "full", "num_microbatches": 3}, True),
+        (4, {"remat": "full"}, False),
+        pytest.param(1, {"remat": "full", "num_microbatches": 3}, False, marks=pytest.mark.full),
+    ],
+    ids=str,
+)
 def test_training_is_that_of_parameters_on_the_devices(num_devices, settings, scan):
     """Bit for bit, if both scan layer by layer without prefetch: norms alone are summed in another order. Products and
     sums of unrolled layers are contracted in other places."""
@@ -145,7 +152,7 @@ def test_a_number_of_devices_that_divides_nothing_trains_alike():
     assert_same(*found, rel=1e-5)
 
 
-@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize("num_devices", [4])
 def test_a_leaf_of_several_units_gets_all_of_its_gradient(num_devices):
     found = [trained(zero_of(offload, num_devices=num_devices), loss=tied_loss)[0] for offload in ("params", "none")]
     assert_same(*found, rel=1e-5)
@@ -288,22 +295,19 @@ def test_gradients_of_parameters_on_the_devices_are_those_of_any_zero():
     jax.tree.map(np.testing.assert_array_equal, grads, wanted)
 
 
-@pytest.mark.parametrize(
-    ("shape", "dim", "size"),
-    [
+def test_arrays_are_cut_between_tiles_or_columns():
+    for shape, dim, size in [
         ((512, 64), 0, 256),
         ((515, 64), 1, 32),
         ((515, 256), 1, 128),
         ((24, 515), 0, 8),
         ((509, 67), 0, 509),
         ((3, 515, 64), 0, 1),
-    ],
-)
-def test_arrays_are_cut_between_tiles_or_columns(shape, dim, size):
-    assert host_arrays.cut_dim(shape) == (dim, size)
+    ]:
+        assert host_arrays.cut_dim(shape) == (dim, size)
 
 
-@pytest.mark.parametrize("num_layers", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_layers", [1, 3, *(pytest.param(num, marks=pytest.mark.full) for num in (2, 5))])
 def test_scans_of_any_length(num_layers):
     """The first and the last layer are outside of the loop, and a short scan has no loop."""
 
@@ -326,10 +330,10 @@ def test_scans_of_any_length(num_layers):
     np.testing.assert_allclose(losses["params"], losses["none"], rtol=1e-6)
 
 
-@pytest.mark.parametrize(("platform", "waits"), [("cpu", False), ("cuda", True), ("tpu", True)])
-def test_an_index_waits_for_events_except_on_cpus(platform, waits):
+def test_an_index_waits_for_events_except_on_cpus():
     """Where XLA would compute an event once more in each fusion that reads the index."""
-    index = jax.jit(lambda index, event: host_arrays.index_after(index, [event]))
-    text = index.trace(jnp.int32(3), jnp.float32(0)).lower(lowering_platforms=(platform,)).as_text()
-    assert ("sign" in text) == waits
-    assert index(jnp.int32(3), jnp.float32(np.nan)) == 3
+    for platform, waits in [("cpu", False), ("cuda", True), ("tpu", True)]:
+        index = jax.jit(lambda index, event: host_arrays.index_after(index, [event]))
+        text = index.trace(jnp.int32(3), jnp.float32(0)).lower(lowering_platforms=(platform,)).as_text()
+        assert ("sign" in text) == waits
+        assert index(jnp.int32(3), jnp.float32(np.nan)) == 3

@@ -54,24 +54,21 @@ def test_arguments_and_other_memory_spaces_are_left_out():
     assert buffers.parse_assignment("BufferAssignment:\n" + others, "") == BufferAssignment(0, "", ())
 
 
-@pytest.mark.parametrize("color", ["color 5", "page 0, color 5", "color 5, page 0"])
-def test_temporaries_in_host_memory_are_counted(color):
-    others = f"allocation 2: size 4096, {color}, preallocated-temp:\nallocation 3: size 64, color 5, parameter 9:\n"
-    assert buffers.parse_assignment(*texts([("a", 2048, 0, 0, 1)], 2048, others)).host_bytes == 4096
-    assert buffers.parse_assignment("BufferAssignment:\n" + others, "") == BufferAssignment(0, "", (), (), 4096)
+def test_temporaries_in_host_memory_are_counted():
+    for color in ["color 5", "page 0, color 5", "color 5, page 0"]:
+        others = f"allocation 2: size 4096, {color}, preallocated-temp:\nallocation 3: size 64, color 5, parameter 9:\n"
+        assert buffers.parse_assignment(*texts([("a", 2048, 0, 0, 1)], 2048, others)).host_bytes == 4096
+        assert buffers.parse_assignment("BufferAssignment:\n" + others, "") == BufferAssignment(0, "", (), (), 4096)
 
 
-@pytest.mark.parametrize(
-    ("assignment", "ranges", "message"),
-    [
+def test_assignments_that_are_not_understood_are_rejected():
+    for assignment, ranges, message in [
         (*texts([("a", 4096, 0, None, None)]), "a has no live range"),
         ("another text", "", "0 allocations of temporaries"),
         (texts([])[0] + "allocation 2: size 8, preallocated-temp:\n", "", "2 allocations of temporaries"),
-    ],
-)
-def test_assignments_that_are_not_understood_are_rejected(assignment, ranges, message):
-    with pytest.raises(ValueError, match=message):
-        buffers.parse_assignment(assignment, ranges)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            buffers.parse_assignment(assignment, ranges)
 
 
 def test_a_folder_without_an_assignment_is_an_error(tmp_path):
@@ -163,9 +160,8 @@ STEP = program(
 )
 
 
-@pytest.mark.parametrize(
-    ("peak", "value", "kind"),
-    [
+def test_values_are_sorted_by_kind():
+    for peak, value, kind in [
         ("y", ("start", (1,)), "gathered"),
         ("y", ("turned", ()), "gathered"),
         ("y", ("y", ()), "activations"),
@@ -188,10 +184,8 @@ STEP = program(
             "gradients",
         ),  # not in the text: it is inside the next instruction of the schedule
         ("again", ("all-gather.7", ()), "gathered"),
-    ],
-)
-def test_values_are_sorted_by_kind(peak, value, kind):
-    assert kinds(STEP, (*value, 64), peak=peak) == {kind: 64}
+    ]:
+        assert kinds(STEP, (*value, 64), peak=peak) == {kind: 64}
 
 
 def test_an_all_gather_that_became_an_all_reduce_is_recognized_by_its_name():

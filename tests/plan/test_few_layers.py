@@ -83,11 +83,13 @@ SETTINGS = {
 }
 
 
-CASES = [(name, gpt_job) for name in SETTINGS]
-CASES += [(name, job) for name in ("full", "offload") for job in (alternating_job, masked_job, linen_job)]
+CASES = [
+    *((name, gpt_job) for name in SETTINGS),
+    *((name, job) for job in (alternating_job, masked_job, linen_job) for name in ("full", "stage 1, microbatches")),
+]
 
 
-@pytest.mark.parametrize("settings, job", CASES, ids=lambda part: getattr(part, "__name__", part))
+@pytest.mark.parametrize(("settings", "job"), CASES)
 def test_memory_and_time_are_those_of_a_trace_with_all_layers(job, settings):
     settings = Settings(rows=2, **SETTINGS[settings])
     few, everything = Tracer(job()), Tracer(job(), on_few_layers=False)

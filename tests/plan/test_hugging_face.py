@@ -181,24 +181,24 @@ INVALID = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("config", "message"), INVALID)
-def test_an_invalid_config_is_an_error_with_a_fix(config, message, tmp_path):
-    shown = command("--hf", str(written(tmp_path, config)))
-    assert shown.exit_code == 1 and message in shown.output, shown.output
-    assert "fix:" in shown.output and "config.json" in shown.output and "Traceback" not in shown.output
-    assert isinstance(shown.exception, SystemExit)
+def test_an_invalid_config_is_an_error_with_a_fix(tmp_path):
+    for config, message in INVALID:
+        shown = command("--hf", str(written(tmp_path, config)))
+        assert shown.exit_code == 1 and message in shown.output, shown.output
+        assert "fix:" in shown.output and "config.json" in shown.output and "Traceback" not in shown.output
+        assert isinstance(shown.exception, SystemExit)
 
 
-@pytest.mark.parametrize("value", [None, [], {}, "x", -1, 1.5, False, 10**400])
-@pytest.mark.parametrize("name", sorted({*LLAMA3_8B, *QWEN3_MOE, "sliding_window", "use_sliding_window", "hidden_act"}))
-def test_no_value_is_a_traceback(name, value, tmp_path):
+def test_no_value_is_a_traceback(tmp_path):
     """Whatever a value is, the config is either described or refused."""
-    for config in LLAMA3_8B, QWEN3_MOE:
-        path = written(tmp_path, {**config, name: value})
-        try:
-            assert from_hugging_face(path).layers > 0
-        except ValueError as error:
-            assert "  got:" in str(error) and "  fix:" in str(error)
+    for name in sorted({*LLAMA3_8B, *QWEN3_MOE, "sliding_window", "use_sliding_window", "hidden_act"}):
+        for value in [None, [], {}, "x", -1, 1.5, False, 10**400]:
+            for config in LLAMA3_8B, QWEN3_MOE:
+                path = written(tmp_path, {**config, name: value})
+                try:
+                    assert from_hugging_face(path).layers > 0
+                except ValueError as error:
+                    assert "  got:" in str(error) and "  fix:" in str(error)
 
 
 def test_a_file_that_cannot_be_read_is_an_error(tmp_path):
@@ -210,17 +210,16 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path):
     assert command("--hf", str(tmp_path / "nothing")).exit_code == 2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_options_that_do_not_go_together_are_errors(tmp_path):
+    for arguments, message in [
         (("--hf", "PATH", "--preset", "llama3-8b"), "--hf cannot be used with"),
         (("--job", "math:gcd", "--seq", "8"), "--seq is for --preset and --hf"),
         (("--preset", "vit-h14", "--seq", "8"), "the patches of an image"),
         (("--hf", "PATH", "--seq", "2048"), "1024 learned positions"),
         (("--hf", "PATH", "--model", "2"), "cannot be divided over a model axis of 2"),
-    ],
-)
-def test_options_that_do_not_go_together_are_errors(arguments, message, tmp_path):
-    path = str(written(tmp_path, GPT2))
-    shown = command(*(path if word == "PATH" else word for word in arguments))
-    assert shown.exit_code in (1, 2) and message in " ".join(shown.output.split()) and "Traceback" not in shown.output
+    ]:
+        path = str(written(tmp_path, GPT2))
+        shown = command(*(path if word == "PATH" else word for word in arguments))
+        assert (
+            shown.exit_code in (1, 2) and message in " ".join(shown.output.split()) and "Traceback" not in shown.output
+        )

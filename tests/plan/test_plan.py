@@ -46,16 +46,16 @@ TABLE_1 = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("parameters", TABLE_1)
-def test_table_1_of_the_paper(parameters):
+def test_table_1_of_the_paper():
     """The paper rounds the figures of 7.5 B and truncates most of the others (4046.9 is printed as 4046)."""
-    for num_shards, row in TABLE_1[parameters].items():
-        for stage, printed in zip((1, 2, 3), row, strict=True):
-            figure = model_states(parameters, stage, num_shards).num_bytes / 1e9
-            digits = len(str(printed).partition(".")[2])
-            step = 10**-digits
-            assert printed - step / 2 <= figure + 1e-9 and figure < printed + step
-            assert model_states(parameters, 0, num_shards).num_bytes == 16 * parameters
+    for parameters in TABLE_1:
+        for num_shards, row in TABLE_1[parameters].items():
+            for stage, printed in zip((1, 2, 3), row, strict=True):
+                figure = model_states(parameters, stage, num_shards).num_bytes / 1e9
+                digits = len(str(printed).partition(".")[2])
+                step = 10**-digits
+                assert printed - step / 2 <= figure + 1e-9 and figure < printed + step
+                assert model_states(parameters, 0, num_shards).num_bytes == 16 * parameters
 
 
 def test_table_2_of_the_paper():
@@ -182,7 +182,10 @@ NAMED = {"gpt2-124m": 0.124, "gpt2-1.5b": 1.56, "gpt-7.5b": 7.5, "gpt-128b": 128
          "llama3-70b": 70.6, "llama3-405b": 405.9, "mixtral-8x7b": 46.7, "vit-h14": 0.632}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PRESETS)
+FEW = ("gpt-7.5b", "llama3-8b", "mixtral-8x7b")
+
+
+@pytest.mark.parametrize("name", [*FEW, *(pytest.param(n, marks=pytest.mark.full) for n in PRESETS if n not in FEW)])
 def test_a_plan_of_each_preset(name):
     """It has as many parameters as its name says, an even share of the states on each device, and JSON data."""
     made = plan(name, "h200:64", suggest=False)
@@ -558,9 +561,8 @@ def test_the_command_lists_its_presets():
     assert rows["llama3-8b"].split()[1:] == ["8.03B", "32", "4096", "32/8", "8192", "1", "Llama"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_invalid_input_is_an_error_without_a_traceback():
+    for arguments, message in [
         (("--job", "gpt3"), "no preset 'gpt3'"),
         ((), "--preset NAME, --hf PATH or --job MODULE:FUNCTION"),
         (("--job", "nowhere:job"), "cannot be called"),
@@ -572,11 +574,9 @@ def test_the_command_lists_its_presets():
         (("--preset", "gpt2-124m", "--remat", "some"), "'some' is not one of"),
         (("--preset", "gpt2-124m", "--replica", "3"), "do not divide"),
         (("--preset", "gpt2-124m", "--model", "2"), "cannot be divided over a model axis of 2"),
-    ],
-)
-def test_invalid_input_is_an_error_without_a_traceback(arguments, message):
-    shown = command(*arguments)
-    assert shown.exit_code in (1, 2) and message in shown.output and "Traceback" not in shown.output
+    ]:
+        shown = command(*arguments)
+        assert shown.exit_code in (1, 2) and message in shown.output and "Traceback" not in shown.output
 
 
 def test_the_required_memory_is_read_from_the_message_of_the_compiler():
@@ -589,9 +589,9 @@ def test_the_required_memory_is_read_from_the_message_of_the_compiler():
     assert required_bytes("INTERNAL: Couldn't find output tile sizes") is None
 
 
-@pytest.mark.parametrize(("group", "axis"), [((0, 1), "data"), ((0, 4), "replica"), (range(8), "replica, data")])
-def test_collectives_are_listed_by_the_axes_that_their_groups_span(group, axis):
+def test_collectives_are_listed_by_the_axes_that_their_groups_span():
     """A ring along one dim of a torus has fewer devices than the axis."""
-    found = Collective("collective-permute", "bf16", 2**20, tuple(group), 3, False, True)
-    (row,) = summarize_collectives([found], {"replica": 2, "data": 4})
-    assert (row.axis, row.count, row.sent_bytes, row.exposed_bytes) == (axis, 3, 3 * 2**20, 3 * 2**20)
+    for group, axis in [((0, 1), "data"), ((0, 4), "replica"), (range(8), "replica, data")]:
+        found = Collective("collective-permute", "bf16", 2**20, tuple(group), 3, False, True)
+        (row,) = summarize_collectives([found], {"replica": 2, "data": 4})
+        assert (row.axis, row.count, row.sent_bytes, row.exposed_bytes) == (axis, 3, 3 * 2**20, 3 * 2**20)

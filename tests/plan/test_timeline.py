@@ -97,9 +97,8 @@ def test_a_link_serves_one_collective_at_a_time():
     assert [(span.start_s, span.end_s) for span in predict(read, HOST).spans] == [(0, 7), (7, 14), (7, 9)]
 
 
-@pytest.mark.parametrize(
-    ("groups", "expected"),
-    [
+def test_the_devices_of_each_group():
+    for groups, expected in [
         ("replica_groups={}", [(0, 1, 2, 3, 4, 5, 6, 7)]),
         ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", [(0, 4), (1, 5), (2, 6), (3, 7)]),
         ("replica_groups=[2,4]<=[8]", [(0, 1, 2, 3), (4, 5, 6, 7)]),
@@ -108,13 +107,11 @@ def test_a_link_serves_one_collective_at_a_time():
         ("replica_groups=mesh['a'=2,'b'=4] {'b'}", [(0, 1, 2, 3), (4, 5, 6, 7)]),
         ("replica_groups=mesh['a'=2,'b'=4] {'a'}", [(0, 4), (1, 5), (2, 6), (3, 7)]),
         ("replica_groups=mesh['a'=2,'b'=2,'c'=2] {'c','a'}", [(0, 4, 1, 5), (2, 6, 3, 7)]),
-    ],
-)
-def test_the_devices_of_each_group(groups, expected):
-    read = program(
-        f"%a = f32[8] parameter(0)\nROOT %sum = f32[8] all-reduce(%a), channel_id=1, {groups}, to_apply=%add"
-    )
-    assert hlo_collectives.groups(read.entry.root, 8) == expected
+    ]:
+        read = program(
+            f"%a = f32[8] parameter(0)\nROOT %sum = f32[8] all-reduce(%a), channel_id=1, {groups}, to_apply=%add"
+        )
+        assert hlo_collectives.groups(read.entry.root, 8) == expected
 
 
 def test_groups_that_are_not_understood_are_rejected():
@@ -124,25 +121,22 @@ def test_groups_that_are_not_understood_are_rejected():
             hlo_collectives.groups(read.entry.root, 8)
 
 
-@pytest.mark.parametrize(
-    ("groups", "lane", "seconds"),
-    [
+def test_links_that_a_gather_crosses():
+    for groups, lane, seconds in [
         ("{{0,1,2,3},{4,5,6,7}}", INSIDE_HOST, 2 * 3 / 4 * 4),  # 2 MiB gathered over four devices, at 1/4 MiB/s
         ("{{0,1,2,3,4,5,6,7}}", BETWEEN_HOSTS, 2 * 7 / 8 * 4),  # the four NICs of a host are as fast as its links
         ("{{0,1,4,5},{2,3,6,7}}", BETWEEN_HOSTS, 2 * 3 / 4 * 8),  # two NICs
         ("{{0,4},{1,5},{2,6},{3,7}}", BETWEEN_HOSTS, 2 * 1 / 2 * 16),  # one NIC
         ("{{0,1},{2,3},{4,6},{5,7}}", INSIDE_HOST, 2 * 1 / 2 * 4),
-    ],
-)
-def test_links_that_a_gather_crosses(groups, lane, seconds):
-    size = groups[1 : groups.index("}")].count(",") + 1
-    read = program(f"""
-        %shard = bf16[{1024 // size},1024] parameter(0)
-        ROOT %full = bf16[1024,1024] all-gather(%shard), replica_groups={groups}, dimensions={{0}}
-    """)
-    found = predict(read, TWO_HOSTS)
-    assert found.busy_s == {lane: pytest.approx(seconds)}
-    assert found.step_s == pytest.approx(seconds)
+    ]:
+        size = groups[1 : groups.index("}")].count(",") + 1
+        read = program(f"""
+            %shard = bf16[{1024 // size},1024] parameter(0)
+            ROOT %full = bf16[1024,1024] all-gather(%shard), replica_groups={groups}, dimensions={{0}}
+        """)
+        found = predict(read, TWO_HOSTS)
+        assert found.busy_s == {lane: pytest.approx(seconds)}
+        assert found.step_s == pytest.approx(seconds)
 
 
 def test_a_permutation_is_as_slow_as_its_slowest_pair():
@@ -276,9 +270,8 @@ def test_products_of_f32_have_their_own_rate():
         predict(program(text.replace("T[", "f64[")), HOST)
 
 
-@pytest.mark.parametrize(
-    ("lhs", "rhs", "result", "window", "labels", "flops"),
-    [
+def test_flops_of_the_convolutions_that_are_products_on_tpus():
+    for lhs, rhs, result, window, labels, flops in [
         ("64,32", "32,16", "64,16", "", "bf_io->bf", 2 * 64 * 32 * 16),
         ("2,64,32", "32,16,1", "2,64,16", "window={size=1}, ", "0bf_io0->0bf", 2 * 2 * 64 * 32 * 16),
         ("2,64,32", "2,64,16", "32,16", "window={size=2}, ", "0fb_0io->bf0", 2 * 2 * 64 * 32 * 16),
@@ -288,16 +281,14 @@ def test_products_of_f32_have_their_own_rate():
         ("1,10,4", "3,4,5", "1,10,5", "window={size=3 pad=1_1}, ", "b0f_0io->b0f", 2 * 5 * 4 * 28),
         # With stride 2, the last of the five windows has one element behind the end.
         ("1,10,4", "3,4,5", "1,5,5", "window={size=3 stride=2 pad=0_1}, ", "b0f_0io->b0f", 2 * 5 * 4 * 14),
-    ],
-)  # fmt: skip
-def test_flops_of_the_convolutions_that_are_products_on_tpus(lhs, rhs, result, window, labels, flops):
-    result = ",".join(result.split(",") + ["1"] * (labels.endswith("bf0")))
-    text = f"""
-        %a = bf16[{lhs}] parameter(0)
-        %b = bf16[{rhs}] parameter(1)
-        ROOT %c = bf16[{result}] convolution(%a, %b), {window}dim_labels={labels}
-    """
-    assert hlo_costs.dot_flops(program(text).entry.root) == flops
+    ]:
+        result = ",".join(result.split(",") + ["1"] * (labels.endswith("bf0")))
+        text = f"""
+            %a = bf16[{lhs}] parameter(0)
+            %b = bf16[{rhs}] parameter(1)
+            ROOT %c = bf16[{result}] convolution(%a, %b), {window}dim_labels={labels}
+        """
+        assert hlo_costs.dot_flops(program(text).entry.root) == flops
 
 
 IMAGE, FILTER, RESULT = "2,8,8,GROUPED", "6,3,3,4", "2,8,4,6"
@@ -457,17 +448,14 @@ def test_a_step_is_bound_by_its_busiest_lane():
     assert predict(program(HOST_COPIES.replace("OVERLAPPED", "")), HOST).bound_by == TO_HOST
 
 
-@pytest.mark.parametrize(
-    ("read", "message"),
-    [
+def test_programs_that_are_not_understood_are_rejected():
+    for read, message in [
         (lambda: loop(BODY, None), "trip count"),
         (lambda: program("%p = f32[2] parameter(0)\nROOT %a = f32[2] negate(%p)", num_devices=4), "4 devices, not 8"),
         (lambda: program('ROOT %c = f32[2] custom-call(), custom_call_target="x"'), "the time of this custom call"),
         (lambda: program("%p = f32[2] parameter(0)\nROOT %s = ((f32[2]), f32[2]) async-start(%p)"), "the time of"),
         (lambda: program("%p = f32[2] parameter(0)\nROOT %c = f32[2]{0:S(5)} copy(%p)"), "not a copy"),
         (lambda: program("%p = f32[2] parameter(0)\nROOT %d = f32[2] copy-done(%p)"), "an end has no start"),
-    ],
-)  # fmt: skip
-def test_programs_that_are_not_understood_are_rejected(read, message):
-    with pytest.raises(ValueError, match=message):
-        predict(read(), HOST)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            predict(read(), HOST)

@@ -28,9 +28,8 @@ KUBERNETES = {"ZEROJAX_COORDINATOR": "job-0.service:55527", "ZEROJAX_NUM_PROCESS
 explicit = lambda index: LaunchInfo("ZEROJAX", 4, index, "node0:1234", "deactivate")
 
 
-@pytest.mark.parametrize(
-    ("environ", "found"),
-    [
+def test_each_launcher_is_detected():
+    for environ, found in [
         ({}, None),
         ({"HOME": "/root", "JOB_COMPLETION_INDEX": "3"}, None),
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),  # a batch script, not started by srun
@@ -62,18 +61,15 @@ explicit = lambda index: LaunchInfo("ZEROJAX", 4, index, "node0:1234", "deactiva
         ({**TORCHRUN, **EXPLICIT}, explicit(3)),  # the first row of the table that matches is used
         ({**SLURM, **TORCHRUN}, LaunchInfo("torchrun", 2, 1, "node0:29500", "deactivate")),
         ({**EXPLICIT, "ZEROJAX_CLUSTER": "slurm"}, LaunchInfo("jax", detection_method="slurm")),
-    ],
-)
-def test_each_launcher_is_detected(environ, found):
-    assert detect(environ) == found
+    ]:
+        assert detect(environ) == found
 
 
 without = lambda environ, name: {key: value for key, value in environ.items() if key != name}
 
 
-@pytest.mark.parametrize(
-    ("environ", "message"),
-    [
+def test_invalid_variables_are_named():
+    for environ, message in [
         *[(without(EXPLICIT, name), f"{name} is not set") for name in EXPLICIT],
         *[(without(TORCHRUN, name), f"{name} is not set") for name in TORCHRUN],
         ({"RANK": "0"}, "MASTER_ADDR and MASTER_PORT and WORLD_SIZE are not set"),
@@ -93,25 +89,23 @@ without = lambda environ, name: {key: value for key, value in environ.items() if
         (without(OPEN_MPI, "OMPI_COMM_WORLD_RANK"), "OMPI_COMM_WORLD_RANK is not set"),
         ({"ZEROJAX_CLUSTER": "pbs"}, "ZEROJAX_CLUSTER is not a detection method of JAX"),
         ({"TPU_WORKER_HOSTNAMES": "a,b"}, "TPU_WORKER_ID is not set"),
-    ],
-)
-def test_invalid_variables_are_named(environ, message):
-    with pytest.raises(ValueError, match="processes: ") as error:
-        detect(environ)
-    assert message in str(error.value)
-    assert "\n  got:" in str(error.value) and "\n  fix:" in str(error.value)
+    ]:
+        with pytest.raises(ValueError, match="processes: ") as error:
+            detect(environ)
+        assert message in str(error.value)
+        assert "\n  got:" in str(error.value) and "\n  fix:" in str(error.value)
 
 
-@pytest.mark.parametrize("nodes", ["node7", "node7,other", "node[007-015],other", "node[1,3]", "a-b[07-09]"])
-@pytest.mark.parametrize("job", ["7", "8191", "123456789"])
-def test_slurm_coordinator_is_the_one_that_jax_chooses(monkeypatch, nodes, job):
-    from jax._src.clusters import SlurmCluster
+def test_slurm_coordinator_is_the_one_that_jax_chooses(monkeypatch):
+    for job in ["7", "8191", "123456789"]:
+        for nodes in ["node7", "node7,other", "node[007-015],other", "node[1,3]", "a-b[07-09]"]:
+            from jax._src.clusters import SlurmCluster
 
-    environ = {**SLURM, "SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": job}
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    assert SlurmCluster.is_env_present()
-    assert detect(environ).coordinator == SlurmCluster.get_coordinator_address(1, None)
+            environ = {**SLURM, "SLURM_STEP_NODELIST": nodes, "SLURM_JOB_ID": job}
+            for name, value in environ.items():
+                monkeypatch.setenv(name, value)
+            assert SlurmCluster.is_env_present()
+            assert detect(environ).coordinator == SlurmCluster.get_coordinator_address(1, None)
 
 
 @pytest.mark.parametrize("hosts", ["tcp://10.96.0.1,10.148.0.1:34911", "tcp6://[fe80::b9b,2620:10d::2]:43370"])

@@ -34,7 +34,7 @@ def python(text):
     return [sys.executable, "-P", "-c", text]  # -P: does not import from the current directory
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_processes_join(count, capfd):
     assert joined(count) == 0
     lines = capfd.readouterr().out.splitlines()
@@ -100,6 +100,7 @@ def test_a_process_whose_output_nobody_reads_exits_at_once(capfd):
     assert "[1] BrokenPipeError" in capfd.readouterr().err
 
 
+@pytest.mark.full
 def test_a_process_that_calls_sys_exit_waits_for_others_that_end_too(capfd):
     """Process 0 would end first, with 3. If it did not wait, JAX would abort process 1."""
     assert joined(2, "--exit", 0, "--late", grace_s=20) == 3
@@ -142,6 +143,7 @@ def test_a_process_that_does_not_call_agree_is_named(capfd):
         assert f"[{index}] TimeoutError: processes: process 1 did not call agree() within 3 s" in errors
 
 
+@pytest.mark.full
 def test_processes_exit_if_their_data_ends_at_different_steps(capfd, tmp_path):
     """Neither waits for the other forever, and both exit with an error."""
     assert joined(2, "--uneven", tmp_path, grace_s=60) == 1
@@ -156,6 +158,7 @@ def test_a_process_with_slow_data_is_named_once(capfd, tmp_path):
     assert len(lines) == 1 and "process 1 takes 0.05" in lines[0] and lines[0].startswith("[0] ")
 
 
+@pytest.mark.full
 def test_all_save_at_the_same_step_and_exit_after_sigterm():
     command = [sys.executable, JOINED, "--preempted"]
     text = f"import sys; from zerojax.processes.launch import launch; sys.exit(launch({command}, 2, devices=2))"
@@ -264,7 +267,9 @@ def start_launcher(child, count=2, before="pass", **settings):
     return subprocess.Popen(python(text), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.full) for n in (signal.SIGINT, signal.SIGHUP))]
+)
 def test_launch_forwards_signals(number):
     with start_launcher(CHILD) as launcher:
         assert sorted(launcher.stdout.readline() for _ in range(2)) == ["[0] 1\n", "[1] 1\n"]
@@ -323,7 +328,7 @@ def wait_until_ended(pids, timeout_s=20):
     return left
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGQUIT])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGQUIT, marks=pytest.mark.full)])
 def test_no_process_outlives_a_launcher_that_is_killed(number):
     with start_launcher(FAMILY + "time.sleep(60)", grace_s=1) as launcher:
         pids = pids_of(launcher)
@@ -450,6 +455,7 @@ def test_slurm_script_has_valid_syntax():
     assert subprocess.run(["bash", "-n", str(SLURM)]).returncode == 0
 
 
+@pytest.mark.full
 def test_slurm_tasks_join(tmp_path):
     done, asked = run_slurm(tmp_path, sys.executable, JOINED)
     assert done.returncode == 0, done.stderr

@@ -23,7 +23,7 @@ def collectives(mesh, stage, k):
     return {name for name in names if name.startswith(COLLECTIVES)}
 
 
-@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("k", [4])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_one_device_runs_no_collective(stage, k):
     assert collectives(zerojax.make_mesh(devices=jax.devices()[:1]), stage, k) == set()
@@ -47,8 +47,7 @@ FULL = pytest.mark.full
 
 
 @pytest.mark.parametrize(
-    ("stage", "k"),
-    [(0, 1), (1, 1), (2, 1), (3, 4), *(pytest.param(*c, marks=FULL) for c in [(0, 4), (1, 4), (2, 4), (3, 1)])],
+    ("stage", "k"), [(1, 1), (3, 4), *(pytest.param(*c, marks=FULL) for c in [(0, 1), (0, 4), (2, 1), (2, 4), (3, 1)])]
 )
 def test_hybrid_sharding_parity(stage, k):
     zero = Zero(zerojax.make_mesh(replica=2), stage)
@@ -58,7 +57,7 @@ def test_hybrid_sharding_parity(stage, k):
     assert kernel.sharding.shard_shape(kernel.shape) == ((4, 32) if stage == 3 else (16, 32))  # over 4 of the 8 devices
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=FULL), pytest.param(2, marks=FULL), 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=FULL) for stage in (0, 1, 2)), 3])
 def test_model_axis_parity(stage):
     got, _ = train(Zero(zerojax.make_mesh(model=2), stage), MODEL, batches(MODEL))
     assert_close(got, reference("unused"))
@@ -79,14 +78,14 @@ def test_make_mesh_leaves_out_axes_of_size_one():
     assert set(zerojax.make_mesh(replica=2, model=2).axis_types) == {AxisType.Auto}
 
 
-@pytest.mark.parametrize("sizes", [{"replica": 3}, {"model": 5}, {"replica": 0}, {"model": 16}, {"devices": 0}])
-def test_make_mesh_refuses_sizes_that_do_not_divide(sizes):
-    with pytest.raises(ValueError, match=r"make_mesh: \d devices do not divide") as error:
-        zerojax.make_mesh(**sizes)
-    assert "fix:" in str(error.value)
+def test_make_mesh_refuses_sizes_that_do_not_divide():
+    for sizes in [{"replica": 3}, {"model": 5}, {"replica": 0}, {"model": 16}, {"devices": 0}]:
+        with pytest.raises(ValueError, match=r"make_mesh: \d devices do not divide") as error:
+            zerojax.make_mesh(**sizes)
+        assert "fix:" in str(error.value)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_an_abstract_mesh_can_be_planned_with(stage):
     mesh = zerojax.make_mesh(devices=16)
     assert isinstance(mesh, AbstractMesh)

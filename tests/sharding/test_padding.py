@@ -37,9 +37,8 @@ def test_a_shard_is_read_up_to_the_last_element():
     assert [index[0] for index in asked] == [slice(0, 3), slice(3, 5), slice(5, 5)]
 
 
-@pytest.mark.parametrize(
-    ("shape", "num_shards", "options", "choice"),
-    [
+def test_the_dim_with_the_fewest_zeros_is_padded():
+    for shape, num_shards, options, choice in [
         ((4096, 1000), 24, {}, (0, "padded to 4104", 8)),  # the fewest zeros: 0.2%, not 0.8%
         ((1000, 4096), 24, {}, (1, "padded to 4104", 8)),
         ((13, 7), 8, {}, (1, "padded to 8", 1)),
@@ -48,10 +47,8 @@ def test_a_shard_is_read_up_to_the_last_element():
         ((128256, 4096), 24, {"is_table": True}, (1, "width of a table, padded to 4104", 8)),
         ((50257, 1600), 1000, {"is_table": True}, (0, "padded to 51000", 743)),  # 400 columns of zeros are too many
         ((12, 7), 4, {}, (0, "first divisible dim", 0)),
-    ],
-)
-def test_the_dim_with_the_fewest_zeros_is_padded(shape, num_shards, options, choice):
-    assert choose_dim(shape, num_shards, **{"stacked": False} | options) == choice
+    ]:
+        assert choose_dim(shape, num_shards, **{"stacked": False} | options) == choice
 
 
 def test_a_dim_that_the_user_chose_is_padded():

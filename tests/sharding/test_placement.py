@@ -23,9 +23,8 @@ def create_even(key):
     return {name: jax.random.normal(key, shape) for name, shape in EVEN.items()}
 
 
-@pytest.mark.parametrize(
-    ("shape", "stacked", "dim"),
-    [
+def test_the_first_divisible_dim_is_sharded():
+    for shape, stacked, dim in [
         ((16, 32), False, 0),  # the first
         ((32, 16), False, 0),
         ((30, 16), False, 1),  # the first that divides
@@ -37,10 +36,8 @@ def create_even(key):
         ((0, 8), False, 1),
         ((0,), False, None),
         ((), False, None),
-    ],
-)
-def test_the_first_divisible_dim_is_sharded(shape, stacked, dim):
-    assert choose_dim(shape, 8, stacked)[0] == dim
+    ]:
+        assert choose_dim(shape, 8, stacked)[0] == dim
 
 
 def test_a_leaf_that_cannot_be_sharded_has_a_reason():
@@ -86,8 +83,7 @@ def stacked_specs(kind, depth, monkeypatch, precision="fp32"):
     return {path: leaf for path, leaf in leaves.items() if path.startswith(("blocks/", "ScanLinenBlock"))}
 
 
-@pytest.mark.parametrize("depth", [3, 8, 16, 128])
-@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize(("kind", "depth"), [("linen", 3), ("nnx", 16), ("linen", 128)])
 def test_a_stacked_leaf_is_never_sharded_over_its_layers(kind, depth, monkeypatch):
     """Even if the number of layers is divisible and the largest dim; also scales and biases created without a key."""
     leaves = stacked_specs(kind, depth, monkeypatch)
@@ -145,10 +141,10 @@ AS_STACKS = {  # name -> (shapes, the prefix of those that are stacks)
 }
 
 
-@pytest.mark.parametrize("name", AS_STACKS)
-def test_a_first_dim_is_taken_for_layers_only_where_all_leaves_look_like_layers(name):
-    shapes, prefix = AS_STACKS[name]
-    assert likely_stacks(shapes) == {path for path in shapes if prefix and path.startswith(prefix)}
+def test_a_first_dim_is_taken_for_layers_only_where_all_leaves_look_like_layers():
+    for name in AS_STACKS:
+        shapes, prefix = AS_STACKS[name]
+        assert likely_stacks(shapes) == {path for path in shapes if prefix and path.startswith(prefix)}
 
 
 def test_globs_match_what_was_chosen_and_nothing_else():
@@ -173,7 +169,7 @@ def test_stacked_leaves_can_be_named():
 # The stage table
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_stage_table(stage, precision):
     state = Zero(zerojax.make_mesh(), stage, precision).init(create_even, optax.adamw(1e-3))
@@ -194,7 +190,7 @@ def device_bytes(tree):
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize(("precision", "widths"), [("fp32", (4, 4, 8)), ("bf16", (2, 2, 12))])
+@pytest.mark.parametrize(("precision", "widths"), [("bf16", (2, 2, 12))])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bytes_per_device_are_the_formula(stage, precision, widths):
     """ZeRO, table 1, with Adam. `widths` are the bytes per parameter of params, grads and optimizer state."""

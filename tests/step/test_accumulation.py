@@ -106,8 +106,7 @@ def test_no_gradient_flows_through_a_weight():
     np.testing.assert_allclose(state.params["w"], 2 - 8 / (8 * 32), rtol=1e-6)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("name", ["weighted", "unused"])
+@pytest.mark.parametrize(("name", "stage"), [("weighted", 3), ("unused", 0)])
 def test_eval_step_reports_the_loss_of_the_first_training_step(name, stage):
     model, zero = zoo.ZOO[name], Zero(zerojax.make_mesh(), stage)
     state = zero.init(model.create, optax.sgd(0.1))
@@ -116,7 +115,7 @@ def test_eval_step_reports_the_loss_of_the_first_training_step(name, stage):
     np.testing.assert_allclose(evaluated["loss"], trained["loss"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [3])
 def test_eval_step_reports_every_metric(stage):
     zero, batch = Zero(zerojax.make_mesh(), stage), make_batch()
     state = zero.init(create, optax.sgd(1.0))
@@ -127,7 +126,7 @@ def test_eval_step_reports_every_metric(stage):
         np.testing.assert_allclose(value, trained[name], rtol=1e-6)
 
 
-@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize("k", [4])
 def test_a_scalar_in_the_batch_reaches_every_microbatch(k):
     zero = Zero(zerojax.make_mesh(), 3)
     state = zero.init(create, optax.sgd(1.0))
@@ -138,7 +137,7 @@ def test_a_scalar_in_the_batch_reaches_every_microbatch(k):
     np.testing.assert_allclose(three["loss"], 3 * one["loss"], rtol=1e-6)
 
 
-@pytest.mark.parametrize(("stage", "k", "replica"), [(0, 1, 1), (3, 1, 1), (3, 2, 1), (3, 4, 1), (3, 1, 2)])
+@pytest.mark.parametrize(("stage", "k", "replica"), [(0, 1, 1), (3, 4, 1), (3, 1, 2)])
 def test_model_state_is_averaged_over_devices_and_carried_through_microbatches(stage, k, replica):
     """Each device sees different rows. After the step, all have the mean of their running means, and the same count."""
 

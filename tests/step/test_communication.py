@@ -20,9 +20,9 @@ def trace(stage, k, scan=False, precision="bf16", mesh=None):
     return state, traffic.collectives_of_step(step, state, gpt.batch_aval(config, 32))
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scanned"])
-@pytest.mark.parametrize("k", [1, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "k", "scan"), [(stage, k, scan) for stage in range(4) for k, scan in ((1, False), (4, True))]
+)
 def test_elements_sent_are_the_formula(stage, k, scan):
     state, found = trace(stage, k, scan)
     leaves = state.definition.leaves

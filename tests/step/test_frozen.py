@@ -44,7 +44,7 @@ def bits(tree):
     return [np.asarray(a).tobytes() for a in jax.tree.leaves(jax.device_get(tree))]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn", "int8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int8"])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_frozen_leaf_keeps_its_dtype_and_its_bits(tmp_path, precision, dtype):
     """In memory, in a checkpoint and after it. The running statistics beside frozen parameters do not move."""
@@ -239,7 +239,7 @@ class Normed(nnx.Module):
 SEEN = []
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_leaf_is_computed_gathered_and_reduced_in_its_own_dtype(stage):
     """Compared with fp32 by hand: the gradient of the norm's scale is not rounded to bf16 on the wire."""
     zero = Zero(zerojax.make_mesh(), stage, "bf16", dtypes={"norm/*": jnp.float32})

@@ -113,13 +113,13 @@ def test_a_deep_copy_of_a_state_is_one_of_the_same_steps():
         step(changed, X)
 
 
-@pytest.mark.parametrize("norm", [-1, 0, float("nan"), "1", True])
-def test_a_norm_to_clip_to_is_a_positive_number(norm):
-    with pytest.raises(ValueError, match=r"clip_norm: .* is not a norm\n  fix:      pass a number above 0"):
-        Zero(zerojax.make_mesh()).train_step(loss, clip_norm=norm)
+def test_a_norm_to_clip_to_is_a_positive_number():
+    for norm in [-1, 0, float("nan"), "1", True]:
+        with pytest.raises(ValueError, match=r"clip_norm: .* is not a norm\n  fix:      pass a number above 0"):
+            Zero(zerojax.make_mesh()).train_step(loss, clip_norm=norm)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_loss_that_uses_no_parameter_changes_nothing(stage):
     zero, state = started(stage)
     before = jax.device_get(state.params)
@@ -129,7 +129,7 @@ def test_a_loss_that_uses_no_parameter_changes_nothing(stage):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(after.params), before)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("value", [1.0, Weighted(2.0, 2)], ids=["number", "weighted"])
 def test_a_loss_that_is_a_constant_changes_nothing(value, stage):
     zero, state = started(stage, optax.sgd(0.1))
@@ -260,13 +260,12 @@ class Placed(nnx.Module):
         return self.embed(x.astype(int), out_sharding=P("data"))  # this line
 
 
-@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize(
-    ("model", "text"),
+    ("model", "text", "stage"),
     [
-        (Cached, "precision: the model mixes float32"),
-        (Carried, "precision: the model"),
-        (Placed, "sharding: the model"),
+        (Cached, "precision: the model mixes float32", 0),
+        (Carried, "precision: the model", 3),
+        (Placed, "sharding: the model", 3),
     ],
 )
 def test_an_error_of_the_model_names_its_line_and_the_setting(model, text, stage):
@@ -307,9 +306,9 @@ def constrained(sharding):
     return loss_fn
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("enclosed", [False, True], ids=["", "with_mesh"])
-@pytest.mark.parametrize("by_name", [False, True], ids=["sharding", "spec"])
+@pytest.mark.parametrize(
+    ("by_name", "enclosed", "stage"), [(False, False, 0), (False, True, 3), (True, False, 3), (True, True, 0)]
+)
 def test_a_constraint_that_divides_the_batch_is_refused_with_its_line(by_name, enclosed, stage):
     """Also inside of `with mesh:`, and by a user's own jit, which finds a NamedSharding when it compiles."""
     zero, state = started(stage)

@@ -21,13 +21,13 @@ from support.plain import numbers
 import zerojax
 from zerojax import Zero
 
-MODELS = ("function", "weighted", "unused", "gpt_nnx_scan")
+MODELS = ("weighted", "gpt_nnx_scan")
 MESHES = {
     "one device": lambda: zerojax.make_mesh(devices=jax.devices()[:1]),
     "data 8": zerojax.make_mesh,
     "replica 2 x data 4": lambda: zerojax.make_mesh(replica=2),
 }
-PLACES = [("one device", 3), ("replica 2 x data 4", 3), *(("data 8", stage) for stage in range(4))]
+PLACES = [("one device", 3), ("replica 2 x data 4", 3), ("data 8", 1), ("data 8", 3)]
 
 
 @functools.cache
@@ -58,7 +58,7 @@ def test_values_depend_on_the_seed():
     assert np.array_equal(one, same) and not np.array_equal(one, two)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["bf16"])
 def test_the_state_is_created_sharded(precision):
     state = Zero(zerojax.make_mesh(), 3, precision).init(zoo.ZOO["unused"].create, optimizer())
     for tree in (state.params, state.opt_state[0].mu, *([state.master] if precision == "bf16" else [])):
@@ -155,8 +155,7 @@ def test_a_model_or_what_creates_one_is_taken_with_the_values_of_plain_flax(name
     assert all(state.key != key for key in drawn_from)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize(("stage", "devices"), [(0, 8), (3, 1), (3, 8)])
 def test_a_model_with_values_is_copied_and_remains(stage, devices):
     """Values, statistics and the model itself, which the state must not share buffers with."""
     zero = Zero(zerojax.make_mesh(devices=jax.devices()[:devices]), stage, "bf16")
@@ -232,7 +231,7 @@ def counted_sgd():
     return optax.chain(counting, optax.sgd(0.1, momentum=0.9))
 
 
-@pytest.mark.parametrize(("stage", "model"), [(0, scaled), (1, scaled()), (2, scaled()), (3, scaled)])
+@pytest.mark.parametrize(("stage", "model"), [(0, scaled), (3, scaled())])
 def test_scalars_made_from_python_numbers_are_trained_and_traced_once(stage, model):
     x, tx, calls = np.linspace(0, 1, 256, dtype=np.float32).reshape(32, 8), counted_sgd(), []
     zero = Zero(zerojax.make_mesh(), stage)
@@ -348,7 +347,7 @@ def test_an_enclosing_mesh_is_respected_or_refused(axis_type):
 
 @pytest.mark.once
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the peak of a process without its parent's")
-@pytest.mark.parametrize("kind", ["np", "jnp"])
+@pytest.mark.parametrize("kind", ["np", pytest.param("jnp", marks=pytest.mark.full)])
 def test_a_model_with_values_takes_no_host_memory_but_that_of_its_state(kind):
     """Simulated devices hold the state in host memory: it grows by at most 1.2 times the state."""
     code = f"""

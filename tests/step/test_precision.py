@@ -57,8 +57,7 @@ def test_unknown_preset():
     assert "fp32, bf16, bf16_reduce_fp32, bf16_params, fp16" in str(error.value)
 
 
-@pytest.mark.parametrize("cast_inputs", [True, False])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(("stage", "cast_inputs"), [(0, False), (3, True)])
 def test_the_loss_sees_the_compute_dtype(stage, cast_inputs):
     """For parameters, and for floating batch leaves with `cast_inputs`; integers and model state are never cast."""
     seen = {}
@@ -95,7 +94,7 @@ def test_wide_frozen_leaves_are_computed_in_the_compute_dtype(stage):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", FP16], ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_step_with_a_bad_gradient_is_skipped(stage, precision):
     """One bad row on one device is enough. Parameters, optimizer state and model state do not change in any bit."""
     state, step = start(stage, precision)
@@ -118,7 +117,7 @@ def test_a_step_with_a_bad_gradient_is_skipped(stage, precision):
     assert not all(np.array_equal(a, b) for a, b in zip(values(state), before, strict=True))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_the_loss_scale_halves_on_overflow_and_doubles_later(stage):
     state, step = start(stage, FP16)
     scales = [float(state.loss_scale.value)]
@@ -166,7 +165,7 @@ def linear(params, batch):
     return jnp.mean(batch["x"] @ params["w"])
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_gradients_are_widened_before_they_are_unscaled(stage):
     """A gradient of 2^-25 is too small for fp16, in which it is computed and reduced 2^15 times as large."""
     zero = Zero(zerojax.make_mesh(), stage, "fp16")
@@ -188,7 +187,7 @@ def test_clip_norm_clips_the_gradient_without_the_loss_scale(clip_norm):
     assert metrics["grad_norm"] == 2
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_param_norm_is_that_of_the_master_parameters_over_all_replicas(stage):
     """In bf16, every element would be rounded to 1. `b` is too small to be sharded."""
     zero = Zero(zerojax.make_mesh(replica=2), stage, "bf16")
@@ -214,15 +213,18 @@ def test_gradients_of_a_leaf_that_two_units_share_are_added_in_fp32(stage):
     np.testing.assert_array_equal(state.master["shared"], np.full(16, -(1 + 2.0**-9), np.float32))
 
 
-@pytest.mark.parametrize("dtype", ["float99", "int8", None, bool])
-def test_dtypes_of_leaves_are_floating(dtype):
-    zero = Zero(zerojax.make_mesh(), 3, "bf16", dtypes={"w": dtype})
-    with pytest.raises(ValueError, match=r"dtypes: 'w' has no floating dtype\n  got:      .*\n  fix:      name one"):
-        zero.eval_init(create, optax.adam(1e-2))
+def test_dtypes_of_leaves_are_floating():
+    for dtype in ["float99", "int8", None, bool]:
+        zero = Zero(zerojax.make_mesh(), 3, "bf16", dtypes={"w": dtype})
+        with pytest.raises(
+            ValueError, match=r"dtypes: 'w' has no floating dtype\n  got:      .*\n  fix:      name one"
+        ):
+            zero.eval_init(create, optax.adam(1e-2))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize(("precision", "dtype"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16")])
+@pytest.mark.parametrize(
+    ("precision", "dtype", "stage"), [("fp32", "float32", 3), ("bf16", "bfloat16", 0), ("fp16", "float16", 3)]
+)
 def test_the_model_of_a_state_has_the_dtype_of_the_computation(precision, dtype, stage):
     """With `dtypes=` for a leaf, its own. The parameters that are updated keep theirs."""
     zero = Zero(zerojax.make_mesh(), stage, precision, dtypes={"b": "float32"})

@@ -46,7 +46,7 @@ SETTINGS = {
 }
 MODELS = [name for name, model in zoo.ZOO.items() if not model.dropout]
 DEFAULT = [
-    *((name, "combined") for name in ("gpt_linen_scan", "lstm", "moe", "unet")),
+    *((name, "combined") for name in ("gpt_linen_scan", "unet")),
     *(("gpt_linen_scan", setting) for setting in ("dots", "prefetch2", "buckets_stage2")),
     ("gpt_nnx", "full"),
     ("unused", "full_stage0"),

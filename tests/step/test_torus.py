@@ -30,18 +30,11 @@ def lay_out(monkeypatch, *sizes, sparse_cores=False):
 # that of a torus whose SparseCores run over all dims at once
 CASES = [
     ("gpt_nnx_scan", (2, 4), {}, 3, "fp32", 1, {"bucket_bytes": 2**10}),
-    ("gpt_nnx_scan", (2, 2, 2), {}, 3, "bf16", 1, {"remat": "full"}),
     ("gpt_linen_scan", (4, 2), {}, 2, "fp32", 2, {}),
-    ("gpt_nnx", (2, 2, 2), {}, 3, "fp32", 2, {"prefetch": 0}),
     ("tied", (2, 2, 2), {}, 1, "fp32", 1, {"bucket_bytes": 2**10}),
     ("moe", (2, 2, 2), {"replica": 2}, 3, "fp32", 1, {}),
-    ("unused", (4, 2), {}, 3, "fp16", 1, {}),
     ("gpt_nnx_scan", (8,), {}, 3, "bf16", 1, {"remat": "full"}),
-    ("tied", (8,), {}, 2, "fp32", 2, {"bucket_bytes": 2**10}),
-    ("gpt_nnx_scan", (2, 2), {"replica": 2}, 3, "bf16", 1, {"remat": "full"}),
     ("tied", (2, 2), {"replica": 2}, 3, "bf16", 1, {}),
-    ("gpt_linen_scan", (4,), {"replica": 2}, 2, "fp32", 1, {"bucket_bytes": 2**10}),
-    ("gpt_nnx_scan", (2,), {"replica": 4}, 3, "fp32", 2, {}),
 ]
 
 

@@ -93,17 +93,17 @@ def test_few_programs_are_compiled():
     assert set(shapes) == {(16, 1), (5, 1), (1, 1)} and step.rows._jitted.keys() == {state.definition}
 
 
-@pytest.mark.parametrize("own", [1, 3, 8])
-@pytest.mark.parametrize("counts", [[0, 0, 1], [5, 5, 5], [100, 3, 0], [97, 96, 89], [24, 16, 8]])
-def test_every_row_of_every_process_is_in_one_part(counts, own):
+def test_every_row_of_every_process_is_in_one_part():
     """All processes have parts of the same sizes, and with equal numbers of rows there are at most two of them."""
-    parts = [list(divide(counts, own, index)) for index in range(len(counts))]
-    assert len({tuple(part.size for part in each) for each in parts}) == 1
-    for each, count in zip(parts, counts, strict=True):
-        taken = [row for part in each for row in range(part.start, part.start + part.size * part.chunks)]
-        assert taken == list(range(count)) and all(part.chunks <= own for part in each)
-    if len(set(counts)) == 1:
-        assert len(parts[0]) <= 2
+    for counts in [[0, 0, 1], [5, 5, 5], [100, 3, 0], [97, 96, 89], [24, 16, 8]]:
+        for own in [1, 3, 8]:
+            parts = [list(divide(counts, own, index)) for index in range(len(counts))]
+            assert len({tuple(part.size for part in each) for each in parts}) == 1
+            for each, count in zip(parts, counts, strict=True):
+                taken = [row for part in each for row in range(part.start, part.start + part.size * part.chunks)]
+                assert taken == list(range(count)) and all(part.chunks <= own for part in each)
+            if len(set(counts)) == 1:
+                assert len(parts[0]) <= 2
 
 
 class Model(nnx.Module):
@@ -172,9 +172,8 @@ def mean_with(**metrics):
 X = np.ones((9, 6), np.float32)
 
 
-@pytest.mark.parametrize(
-    ("loss_fn", "data", "options", "message"),
-    [
+def test_what_cannot_be_exact_or_is_invalid_is_refused():
+    for loss_fn, data, options, message in [
         (mean_with(a=lambda x: jax.lax.pmean(x, "data").mean()), X, {"batch_size": 8}, "communicates over 'data'\n"),
         (mean_with(), X, {}, "type ndarray, and there is no batch_size\n  fix: .*batch_size="),
         (mean_with(), {"x": X}, {}, "type dict, and there is no batch_size\n  fix: "),
@@ -189,12 +188,10 @@ X = np.ones((9, 6), np.float32)
             r"different numbers of rows\n  got: .*\[3, 9\]\n  fix: ",
         ),
         (mean_with(), [np.float32(1)], {}, "no array with rows\n"),
-    ],
-)
-def test_what_cannot_be_exact_or_is_invalid_is_refused(loss_fn, data, options, message):
-    zero = zerojax.Zero(zerojax.make_mesh())
-    with pytest.raises(ValueError, match=f"evaluate: .*{message}"):
-        zerojax.evaluate(zero.eval_step(loss_fn), zero.init(create, optax.sgd(0.1)), data, **options)
+    ]:
+        zero = zerojax.Zero(zerojax.make_mesh())
+        with pytest.raises(ValueError, match=f"evaluate: .*{message}"):
+            zerojax.evaluate(zero.eval_step(loss_fn), zero.init(create, optax.sgd(0.1)), data, **options)
 
 
 def test_a_training_step_is_refused_and_an_uneven_batch_names_evaluate():
@@ -207,7 +204,7 @@ def test_a_training_step_is_refused_and_an_uneven_batch_names_evaluate():
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("counts", [(13, 3), (29, 0)], ids=str)
+@pytest.mark.parametrize("counts", [(13, 3), pytest.param((29, 0), marks=pytest.mark.full)], ids=str)
 def test_processes_with_other_numbers_of_rows_get_the_same_means(counts, tmp_path):
     command = [sys.executable, str(SUPPORT / "evaluating.py"), ",".join(map(str, counts)), str(tmp_path / "found")]
     assert launch(command, 2, devices=3, timeout_s=120) == 0

@@ -43,7 +43,7 @@ def runs(tmp_path_factory):
 
 
 @pytest.mark.once
-@pytest.mark.parametrize("num_devices", [7, 6, 5])
+@pytest.mark.parametrize("num_devices", [7, *(pytest.param(n, marks=pytest.mark.full) for n in (6, 5))])
 @pytest.mark.xdist_group("fewer devices")
 def test_a_killed_run_continues_on_fewer_devices(runs, tmp_path, num_devices):
     """Up to the order of sums in fp32, also between microbatches: 1e-6 in 7 steps, a tenth of the tolerance."""
@@ -68,12 +68,17 @@ def zero_on(num_devices, **mesh):
     return zerojax.Zero(zerojax.make_mesh(devices=jax.devices()[:num_devices], **mesh))
 
 
-@pytest.mark.parametrize(
-    ("num_devices", "num_rows", "most_rows", "expected"),
-    [(8, 120, 15, 1), (6, 120, 15, 2), (5, 120, 15, 2), (4, 120, 15, 2), (1, 120, 15, 8), (5, 120, 7, 4), (8, 8, 9, 1)],
-)
-def test_the_least_number_of_microbatches(num_devices, num_rows, most_rows, expected):
-    assert zero_on(num_devices).num_microbatches(num_rows, most_rows) == expected
+def test_the_least_number_of_microbatches():
+    for num_devices, num_rows, most_rows, expected in [
+        (8, 120, 15, 1),
+        (6, 120, 15, 2),
+        (5, 120, 15, 2),
+        (4, 120, 15, 2),
+        (1, 120, 15, 8),
+        (5, 120, 7, 4),
+        (8, 8, 9, 1),
+    ]:
+        assert zero_on(num_devices).num_microbatches(num_rows, most_rows) == expected
 
 
 def test_replicas_share_the_rows_too():
@@ -81,9 +86,8 @@ def test_replicas_share_the_rows_too():
     assert zero_on(8, model=2).num_microbatches(120, 15) == 2
 
 
-@pytest.mark.parametrize(
-    ("num_devices", "num_rows", "got", "fix"),
-    [
+def test_rows_that_do_not_divide_over_the_devices_are_an_error():
+    for num_devices, num_rows, got, fix in [
         (
             7,
             120,
@@ -96,15 +100,13 @@ def test_replicas_share_the_rows_too():
             "5 rows, 8 devices; 5 % 8 = 5",
             "train on 5 devices; or with 8 rows, or another multiple of 8",
         ),
-    ],
-)
-def test_rows_that_do_not_divide_over_the_devices_are_an_error(num_devices, num_rows, got, fix):
-    with pytest.raises(ValueError, match="num_microbatches: the rows of the batch do not divide") as error:
-        zero_on(num_devices).num_microbatches(num_rows, 15)
-    assert str(error.value).splitlines()[1:] == [f"  got:      {got}", f"  fix:      {fix}"]
+    ]:
+        with pytest.raises(ValueError, match="num_microbatches: the rows of the batch do not divide") as error:
+            zero_on(num_devices).num_microbatches(num_rows, 15)
+        assert str(error.value).splitlines()[1:] == [f"  got:      {got}", f"  fix:      {fix}"]
 
 
-@pytest.mark.parametrize("options", [(120, 0), (120, 7.5), (0, 15), (120, True)])
-def test_numbers_of_rows_are_integers(options):
-    with pytest.raises(ValueError, match=r"num_microbatches: (num|most)_rows is .*\n  fix:      pass an integer"):
-        zero_on(8).num_microbatches(*options)
+def test_numbers_of_rows_are_integers():
+    for options in [(120, 0), (120, 7.5), (0, 15), (120, True)]:
+        with pytest.raises(ValueError, match=r"num_microbatches: (num|most)_rows is .*\n  fix:      pass an integer"):
+            zero_on(8).num_microbatches(*options)

@@ -242,25 +242,23 @@ def test_metrics_of_a_run_that_fails_are_written():
     assert [at for at, _ in kept] == [1] and kept.closed
 
 
-@pytest.mark.parametrize(
-    ("value", "got"), [(np.ones((4, 2)), r"shape \(4, 2\)"), ("warm", "'warm'"), ({"a": 1}, "{'a': 1}")]
-)
-def test_a_metric_that_is_not_a_number_is_named(value, got):
-    message = f"fit: metric 'logits' is not a number\n  got:      {got}\n  fix: "
-    with pytest.raises(ValueError, match=message), recorder.MetricsRecorder([Rows()], None, log_every=1) as recording:
-        recording.add(1, {"logits": value}, batch(0))
+def test_a_metric_that_is_not_a_number_is_named():
+    for value, got in [(np.ones((4, 2)), r"shape \(4, 2\)"), ("warm", "'warm'"), ({"a": 1}, "{'a': 1}")]:
+        message = f"fit: metric 'logits' is not a number\n  got:      {got}\n  fix: "
+        with (
+            pytest.raises(ValueError, match=message),
+            recorder.MetricsRecorder([Rows()], None, log_every=1) as recording,
+        ):
+            recording.add(1, {"logits": value}, batch(0))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_invalid_return_values_are_errors(step, tmp_path):
+    for options, message in [
         ({"data": lambda i: None}, r"fit: data\(0\) returned None\n  fix: "),
         ({"evaluate": lambda state: 1.0, "evaluate_every": 1}, "fit: evaluate returned a value of type float\n  fix: "),
-    ],
-)
-def test_invalid_return_values_are_errors(step, tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        run(step, tmp_path, **options)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            run(step, tmp_path, **options)
 
 
 def test_a_metric_called_step_does_not_replace_the_step(tmp_path):
@@ -499,9 +497,8 @@ def test_a_config_is_a_mapping_or_a_dataclass(step, tmp_path):
     assert json.loads((tmp_path / "config.json").read_text()) == {"lr": 0.3}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_invalid_arguments_are_errors_before_anything_is_written(step, tmp_path):
+    for options, message in [
         ({"num_steps": 0}, "fit: num_steps is 0\n  fix: "),
         ({"num_steps": None}, "fit: num_steps is None\n  fix: "),
         ({"log_every": 1.5}, "fit: log_every is 1.5\n  fix: "),
@@ -519,12 +516,10 @@ def test_a_config_is_a_mapping_or_a_dataclass(step, tmp_path):
         ({"checkpoints": "runs/1"}, "no such options\n  got:      'runs/1'\n  fix:      a dict of every"),
         ({"checkpoints": {"every_steps": 3}}, "got:      {'every_steps': 3}\n  fix:      a dict of every, keep, "),
         ({"checkpoints": {"every": 0}}, "checkpoints: every is invalid"),
-    ],
-)
-def test_invalid_arguments_are_errors_before_anything_is_written(step, tmp_path, options, message):
-    with pytest.raises(ValueError, match=message):
-        run(step, tmp_path / "run", **options)
-    assert not (tmp_path / "run").exists()
+    ]:
+        with pytest.raises(ValueError, match=message):
+            run(step, tmp_path / "run", **options)
+        assert not (tmp_path / "run").exists()
 
 
 def test_a_profile_of_earlier_steps_is_reported(step, tmp_path, caplog):
