@@ -1,11 +1,7 @@
-"""Generates the table of modules in docs/modules.md from the first docstring line of every module.
+"""Reads the graph of imports: the rooms of the package in their order, their imports and their cycles.
 
-    python scripts/modules.py            # prints the table
-    python scripts/modules.py --write    # rewrites it in docs/modules.md
-    python scripts/modules.py --graph    # prints the size of the graph of imports; of another checkout with --root DIR
-
-Top-level modules and folders are in the order of `ORDER`; those that it does not list come last. Within a folder,
-modules are in the order of their imports.
+    python scripts/modules.py               # prints the size of the graph
+    python scripts/modules.py --root DIR    # of another checkout
 """
 
 import argparse
@@ -15,8 +11,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE, PAGE = ROOT / "zerojax", ROOT / "docs" / "modules.md"
-HEADER = "| module | contents |\n|---|---|\n"
+PACKAGE = ROOT / "zerojax"
 # The architecture, bottom up: each entry imports only entries before it.
 ORDER = (
     "utils", "sharding", "comm", "program", "contrib", "processes", "step", "offload", "analysis", "checkpoints",
@@ -54,22 +49,6 @@ def imports(module: str, known: Iterable[str], package: Path = PACKAGE) -> Itera
             for name in node.names:
                 if name.name.startswith("zerojax."):
                     yield "/".join(name.name.split(".")[1:]), id(node) in at_top_level
-
-
-def in_order() -> list[str]:
-    """All modules, in the order of the architecture and, within a folder, of their imports."""
-    known = modules()
-    sorter = graphlib.TopologicalSorter(dict.fromkeys(known, ()))
-    for module in known:
-        imported = {name for name, at_top_level in imports(module, known) if at_top_level}
-        sorter.add(module, *(name for name in imported if name in known and top(name) == top(module)))
-    sorter.prepare()
-    found = []
-    while sorter.is_active():
-        ready = sorted(sorter.get_ready())
-        found += ready
-        sorter.done(*ready)
-    return sorted(found, key=lambda module: (rank(module), top(module)))
 
 
 def import_graph(package: Path = PACKAGE) -> dict[str, set[str]]:
@@ -113,39 +92,10 @@ def describe_graph(package: Path = PACKAGE) -> str:
     return "\n".join(f"{name:29s} {value}" for name, value in rows.items())
 
 
-def summary(path: Path) -> str:
-    """The first docstring line of a file."""
-    return (ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n")[0].replace("|", "\\|")
-
-
-def table() -> str:
-    """The table as Markdown. Each folder is a row in bold, followed by its modules."""
-    rows, folder = [], None
-    for module in in_order():
-        if "/" in module and top(module) != folder:
-            folder = top(module)
-            rows.append(f"| **`{folder}/`** | **{summary(PACKAGE / folder / '__init__.py')}** |")
-        rows.append(f"| `{module}.py` | {summary(PACKAGE / f'{module}.py')} |")
-    return HEADER + "\n".join(rows) + "\n"
-
-
-def page() -> str:
-    """The text of docs/modules.md with an up-to-date table."""
-    return PAGE.read_text().partition(HEADER)[0] + table()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="rewrite docs/modules.md")
-    parser.add_argument("--graph", action="store_true", help="print the size of the graph of imports instead")
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout whose graph is printed")
-    args = parser.parse_args()
-    if args.graph:
-        print(describe_graph(args.root / "zerojax"))
-    elif args.write:
-        PAGE.write_text(page())
-    else:
-        print(table(), end="")
+    print(describe_graph(parser.parse_args().root / "zerojax"))
 
 
 if __name__ == "__main__":

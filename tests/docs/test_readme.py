@@ -1,4 +1,4 @@
-"""The documentation: its code runs, its links work, and its table of modules is that of the source.
+"""The documentation: its code runs and its links work.
 
 Also checks that imports follow the order of the architecture, and that every public name has a docstring.
 """
@@ -15,7 +15,7 @@ import zerojax
 
 DOCS = sorted((REPO / "docs").rglob("*.md"))
 PAGES = [REPO / "README.md", *DOCS]
-LINKED = [*PAGES, REPO / "CONTRIBUTING.md", REPO / "CHANGELOG.md", REPO / "examples" / "launch" / "README.md"]
+LINKED = [*PAGES, REPO / "CONTRIBUTING.md", REPO / "CHANGELOG.md", REPO / "SECURITY.md"]
 MODULES = runpy.run_path(str(REPO / "scripts" / "modules.py"))
 
 
@@ -73,10 +73,6 @@ def test_every_page_is_in_a_table_of_contents(page):
 def test_the_tests_that_the_documentation_names_exist():
     named = set(re.findall(r"test_\w+\.py", (REPO / "docs" / "what_is_checked.md").read_text()))
     assert named <= {path.name for path in (REPO / "tests").rglob("test_*.py")}
-
-
-def test_the_table_of_modules_is_up_to_date():
-    assert MODULES["page"]() == MODULES["PAGE"].read_text(), "run: python scripts/modules.py --write"
 
 
 def test_every_module_has_a_place_in_the_architecture():
