@@ -2,6 +2,8 @@
 
     python scripts/modules.py               # prints the size of the graph
     python scripts/modules.py --root DIR    # of another checkout
+
+Tests check the order of the rooms, `ORDER`, and that there are no cycles.
 """
 
 import argparse
