@@ -20,7 +20,6 @@ extensions = [
     "sphinx_copybutton",
     "docstrings",  # the rest are in _ext/
     "public_names",
-    "repository_links",
     "calculator_data",
     "command_line",
     "summary",

@@ -1,4 +1,4 @@
-"""Models of other people at their real sizes, and two written here, for benchmarks of plans and schedules.
+"""Models of other packages at their real sizes, and two written here, for benchmarks of plans and schedules.
 
 `model(name)` returns one of `NAMES`. Its dtypes are those of training in bf16: what a package calls `dtype`, the dtype
 of computation, is bf16, and parameters are created in fp32. Nothing else of a published configuration is changed, but

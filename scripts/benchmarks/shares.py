@@ -1,4 +1,4 @@
-"""The share of the training state that a device holds, for models of other people and any number of devices.
+"""The share of the training state that a device holds, for models of other packages and any number of devices.
 
     python scripts/benchmarks/shares.py                                      # presets
     python scripts/benchmarks/shares.py --models qwen2-0.5b gemma3-4b        # of models.py, at their real sizes

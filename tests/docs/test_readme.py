@@ -8,7 +8,7 @@ from support.paths import REPO
 
 DOCS = sorted((REPO / "docs").rglob("*.md"))
 PAGES = [REPO / "README.md", *DOCS]
-LINKED = [*PAGES, REPO / "CONTRIBUTING.md", REPO / "CHANGELOG.md", REPO / "examples" / "launch" / "README.md"]
+LINKED = [*PAGES, REPO / "CONTRIBUTING.md", REPO / "CHANGELOG.md", REPO / "SECURITY.md"]
 
 
 def blocks(page):
