@@ -17,7 +17,7 @@ from zerojax.analysis.hlo import has_product
 from zerojax.analysis.hlo_costs import FROM_HOST, TO_HOST
 from zerojax.comm.buckets import Pieces
 from zerojax.plan import timeline
-from zerojax.step import creation, parts
+from zerojax.step import creation
 
 pytestmark = pytest.mark.aot
 TARGETS = ["h100:1", "h100:8", "v5e:2x2"]
@@ -111,16 +111,16 @@ def test_creation_holds_one_part_of_the_state_at_a_time(monkeypatch):
     """Each part is a program, whose temporaries are not much larger than the part."""
     given = []
     monkeypatch.setattr(creation, "create_in_parts", lambda *args: given.append(args))
-    monkeypatch.setattr(parts, "PART_BYTES", 2**23)
+    monkeypatch.setattr(creation, "PART_BYTES", 2**23)
     config = gpt.Config(width=256, layers=8, heads=4, vocab=512, seq=128, scan=True, dtype=jnp.bfloat16)
     zero = zerojax.Zero(zerojax.make_mesh(devices=targets.devices("h100:1")), 3, "bf16", offload="optimizer")
     zero.init(gpt.create(config), optax.adamw(1e-3))
     ((create, (key,), abstract),) = given
     whole = jax.sharding.NamedSharding(zero.config.mesh, jax.sharding.PartitionSpec())
-    divided = parts.parts(abstract)
+    divided = creation.parts(abstract)
     assert len(divided) > 8
     for part in divided:
         some = jax.jit(lambda key, part=part: [jax.tree.leaves(create(key))[k] for k in part], out_shardings=whole)
         traced = some.trace(jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=whole))
         memory = traced.lower(lowering_platforms=("cuda",)).compile().memory_analysis()
-        assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 2 * parts.PART_BYTES
+        assert memory.temp_size_in_bytes + memory.output_size_in_bytes < 2 * creation.PART_BYTES

@@ -11,7 +11,7 @@ from zerojax.cli.diagnosis import gpu, machine, variables
 from zerojax.cli.diagnosis.checks import Check, Status
 from zerojax.cli.diagnosis.gpu import Gpu, Host
 from zerojax.cli.diagnosis.variables import Surroundings
-from zerojax.offload.pinned_memory import PINNED_LIMIT
+from zerojax.offload.checks import PINNED_LIMIT
 
 
 def by_name(checks):

@@ -12,10 +12,9 @@ from optax import contrib
 import zerojax
 from zerojax import Verdict, Zero
 from zerojax.offload import host_pieces
-from zerojax.offload.row_operations import Rows
-from zerojax.offload.split_update import Operand, SplitUpdate
+from zerojax.offload.split_update import Operand, Rows, SplitUpdate
 from zerojax.sharding import placement
-from zerojax.step import parts
+from zerojax.step import creation
 from zerojax.utils import versions
 
 LAYERS, WIDTH, HIDDEN, VOCAB = 6, 16, 32, 67  # 67 rows: shards of the head have zeros at their end
@@ -156,8 +155,9 @@ def test_a_state_is_created_in_parts(monkeypatch, model, num_devices):
     """Each part is a program. Together they create what one program does, with a parameter beside its master copy."""
     want = zero_of("none", 3, "bf16", num_devices).init(model, optimizer())
     zero, made = zero_of("optimizer", 3, "bf16", num_devices), []
-    monkeypatch.setattr(parts, "PART_BYTES", 2048)
-    monkeypatch.setattr(parts, "parts", lambda abstract, divide=parts.parts: made.extend(divide(abstract)) or made)
+    monkeypatch.setattr(creation, "PART_BYTES", 2048)
+    divide = creation.parts
+    monkeypatch.setattr(creation, "parts", lambda abstract: made.extend(divide(abstract)) or made)
     got = zero.init(model, optimizer())
     for a, b in zip(arrays(got), arrays(want), strict=True):
         np.testing.assert_array_equal(a, b)

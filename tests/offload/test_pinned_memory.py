@@ -9,7 +9,7 @@ import pytest
 
 import zerojax
 from zerojax.offload import checks
-from zerojax.offload.pinned_memory import PINNED_LIMIT, check_pinned, pinned_limit_gib, sufficient_limit_gib
+from zerojax.offload.checks import PINNED_LIMIT, check_pinned, pinned_limit_gib, sufficient_limit_gib
 
 GIB = 2**30
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from zerojax.offload.row_operations import Rows
+from zerojax.offload.split_update import Rows
 from zerojax.program import jaxprs
 
 SHAPE = 6, 4, 24

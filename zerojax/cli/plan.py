@@ -9,8 +9,7 @@ from typing import Any
 import click
 
 from zerojax.cli.common import JOB_HELP, print_rich, print_table
-from zerojax.plan.job import REMATS
-from zerojax.plan.presets import PRESETS
+from zerojax.plan.job import PRESETS, REMATS
 from zerojax.sharding.precision import PRECISIONS
 from zerojax.step.config import OFFLOADS
 

@@ -35,8 +35,7 @@ from zerojax.comm import collectives
 from zerojax.comm.buckets import Pieces
 from zerojax.comm.dependencies import event
 from zerojax.offload import host_arrays, host_pieces
-from zerojax.offload.row_operations import Rows
-from zerojax.offload.split_update import Operand, SplitUpdate
+from zerojax.offload.split_update import Operand, Rows, SplitUpdate
 from zerojax.sharding import padding
 from zerojax.sharding.mesh import on_tpus
 from zerojax.sharding.padding import NO_PADDING

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -15,18 +16,17 @@ from flax import nnx
 from jax.core import Tracer
 from jax.sharding import NamedSharding, use_abstract_mesh
 
-from zerojax.program import jaxprs, stacks
+from zerojax.program import jaxprs
 from zerojax.sharding import padding, placement
-from zerojax.sharding.layer_dims import likely_stacks
+from zerojax.sharding.layer_dims import likely_stacks, with_first_dim
 from zerojax.sharding.padding import Padding
-from zerojax.sharding.placement import PINNED_HOST, FromModel, Leaf, Overrides
+from zerojax.sharding.placement import PINNED_HOST, FromModel, Leaf, Overrides, path_text, shard_bytes
 from zerojax.sharding.precision import LossScale
 from zerojax.sharding.uneven import uneven_text
 from zerojax.sharding.unnamed_layers import unmerged_text
 from zerojax.step import models
 from zerojax.step.config import ZeroConfig
 from zerojax.step.optimizers import check_update, rounds_stochastically
-from zerojax.step.parts import create_in_parts
 from zerojax.step.source import ModelSource, plain_arrays
 from zerojax.step.state import (
     Definition,
@@ -75,7 +75,7 @@ def _from_function(
 
     closed, created = jax.make_jaxpr(split, return_shape=True)(key)
     paths = [placement.path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(created[0])]
-    stacked = stacks.stacked_paths(closed, paths) if paths else frozenset()
+    stacked = stacked_paths(closed, paths) if paths else frozenset()
     from_model = static["from_model"]._replace(stacked=stacked)
     params, model_state = created
     definition = _define(config, overrides, static["model"], params, model_state, from_model, tx)
@@ -330,3 +330,87 @@ def _key(seed: int | PRNGKey) -> PRNGKey:
         f"  got:      {got}\n"
         f"  fix:      pass seed=0 or seed=jax.random.key(0)"
     )
+
+
+def stacked_paths(closed: Any, paths: list[str]) -> frozenset[str]:
+    """The paths of the leaves that a scan, or a vmap over random keys, creates for all layers at once.
+
+    A leaf of shape [L, ...] is stacked if it is the stacked output of a scan of length L, or computed from bits that
+    are drawn from L keys. Then so are all leaves of the largest subtree that contains it and whose leaves all have the
+    same first dim: norm scales and biases are created without keys.
+
+    Args:
+        closed: jaxpr of the initialization; its first outputs are the parameter leaves.
+        paths: the paths of the leaves.
+    """
+    outputs = closed.jaxpr.outvars[: len(paths)]
+    shapes = {path: tuple(v.aval.shape) for path, v in zip(paths, outputs, strict=True)}
+
+    def is_stacked(v: Any, origin: jaxprs.Origin, size: int, seen: set[Any]) -> bool:
+        if not jaxprs.is_var(v) or (v, id(origin)) in seen:
+            return False
+        seen.add((v, id(origin)))
+        equation, reads = origin.of(v)
+        if equation is not None and jaxprs.is_scan(equation):
+            scan = jaxprs.scan_params(equation)
+            return equation.outvars.index(v) >= scan.num_carry and scan.length == size
+        if equation is not None and jaxprs.is_random_bits(equation):
+            return jaxprs.num_random_keys(equation) == size
+        return any(is_stacked(operand, scope, size, seen) for operand, scope in reads)
+
+    top = jaxprs.Origin(closed.jaxpr)
+    size_of = lambda path: shapes[path][0] if shapes[path] else 0
+    stacked = [p for p, v in zip(paths, outputs, strict=True) if size_of(p) and is_stacked(v, top, size_of(p), set())]
+    subtrees = with_first_dim(shapes)
+    return frozenset(inside for path in stacked for inside in subtrees[path])
+
+
+PART_BYTES = 2**32  # on one device
+_MOST_PARTS = 16  # each part is a program that is traced and compiled
+
+
+def create_in_parts(create: Callable[..., TrainState], args: tuple[Any, ...], abstract: TrainState) -> TrainState:
+    """Runs `create(*args)` as several programs, each of which computes a part of the leaves of the state.
+
+    Each program is the whole function, of which the compiler removes what its leaves do not need. A parameter and its
+    master copy are in the same part: they are computed from the same values.
+
+    Args:
+        create: a function that can be jitted.
+        args: its arguments.
+        abstract: what it returns, as avals with the shardings of the results.
+
+    Cost: traces the function and compiles it once for each part of about `PART_BYTES`, at most 16 times.
+    """
+    shardings = [a.sharding for a in jax.tree.leaves(abstract)]
+    leaves: list[Any] = [None] * len(shardings)
+    for part in parts(abstract):
+        some = lambda *args, part=part: [jax.tree.leaves(create(*args))[k] for k in part]
+        created = jax.jit(some, out_shardings=[shardings[k] for k in part])(*args)
+        for k, array in zip(part, jax.block_until_ready(created), strict=True):
+            leaves[k] = array
+    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+
+
+def parts(abstract: TrainState) -> list[list[int]]:
+    """Divides the leaves of a state, by position, into parts of about equal bytes."""
+    with_paths = jax.tree_util.tree_leaves_with_path(abstract)
+    sizes = [shard_bytes(a, a.sharding) for _, a in with_paths]
+    limit = max(PART_BYTES, math.ceil(sum(sizes) / _MOST_PARTS))
+    found: list[list[int]] = [[]]
+    for together in _in_order([path_text(path) for path, _ in with_paths]):
+        if sum(sizes[k] for k in (*found[-1], *together)) > limit and found[-1]:
+            found.append([])
+        found[-1] += together
+    return found
+
+
+def _in_order(paths: list[str]) -> Iterator[list[int]]:
+    """The positions of leaves that are computed together: a parameter with its master copy, and all others alone."""
+    positions = {path: k for k, path in enumerate(paths)}
+    for k, path in enumerate(paths):
+        field, _, rest = path.partition("/")
+        if field == "params" and f"master/{rest}" in positions:
+            yield [k, positions[f"master/{rest}"]]
+        elif not (field == "master" and f"params/{rest}" in positions):
+            yield [k]

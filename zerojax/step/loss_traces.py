@@ -14,7 +14,6 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from zerojax.program import jaxprs
-from zerojax.program.raw_keys import raw_keys
 from zerojax.program.segmentation import RowsLookedUp
 from zerojax.sharding.placement import path_text
 from zerojax.step.batch import batch_specs, cast_batch, map_rows, num_global_rows
@@ -22,7 +21,7 @@ from zerojax.step.config import leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient
 from zerojax.step.loss_errors import LossError, constraint_text, kernel_text
 from zerojax.step.models import Output, is_key
-from zerojax.step.state_keys import StateKeys, may_be_raw, may_change
+from zerojax.step.state_keys import StateKeys, may_be_raw, may_change, raw_keys
 from zerojax.utils.typing import Array
 from zerojax.utils.warn import line_of
 

@@ -19,8 +19,7 @@ from jax import lax
 
 from zerojax.program import jaxprs
 from zerojax.program.jaxprs import Atom
-from zerojax.program.rows.closed_over import array_with_all_rows
-from zerojax.program.rows.parts import RowParts, row_parts
+from zerojax.program.rows.parts import RowParts, array_with_all_rows, row_parts
 from zerojax.program.rows.trace import RowTrace, trace_rows
 from zerojax.program.rows.values import SAME, Kind, RowValue, row_factors
 from zerojax.sharding.axes import Axes

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from zerojax.cli.diagnosis.checks import Check, Status
 from zerojax.cli.diagnosis.machine import cgroup_limit, host_bytes
-from zerojax.offload.pinned_memory import PINNED_LIMIT, pinned_limit_gib
+from zerojax.offload.checks import PINNED_LIMIT, pinned_limit_gib
 from zerojax.plan.transformer import FUSED_HEAD_MULTIPLE, widest_fused_head
 from zerojax.sharding.precision import Precision
 from zerojax.utils.text import bytes_text
