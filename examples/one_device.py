@@ -56,8 +56,8 @@ def split(job: Job, key: jax.Array) -> Split:
     def values(key: jax.Array) -> tuple[Any, Any]:
         made = created(job.model, key)
         if isinstance(made, nnx.Module):
-            definition, params, other = nnx.split(made, nnx.Param, ...)
-            graph.append((definition, jax.tree.structure(params)))
+            layout, params, other = nnx.split(made, nnx.Param, ...)
+            graph.append((layout, jax.tree.structure(params)))
             return nnx.to_pure_dict(params), other
         return made["params"], {name: value for name, value in made.items() if name != "params"}
 

@@ -35,7 +35,7 @@ from zerojax.step.gradient import compute_gradients, device_gradient
 from zerojax.step.loss_traces import check_loss, explained_by_rows
 from zerojax.step.settings import StepSettings
 from zerojax.step.source import source_of
-from zerojax.step.state import Definition, TrainState, check_not_donated, check_trained
+from zerojax.step.state import StateLayout, TrainState, check_not_donated, check_trained
 from zerojax.step.whole_batch import Purpose, over_whole_batch
 from zerojax.utils.text import mesh_text
 from zerojax.utils.typing import AnyMesh, PRNGKey
@@ -322,11 +322,11 @@ class Zero:
 
         def fn(params: Any, *args: Any) -> Any:
             batches.check_batch(self.config, args, 1)
-            definition = self._definition(params)
+            layout = self._definition(params)
             if not self._places_optimizer and is_called_by_user():
-                own_step.warn_of_placement(self.config, definition)
+                own_step.warn_of_placement(self.config, layout)
             config = self.config._replace(offload="none")
-            gradient = device_gradient(config, definition, lambda p, args: loss_fn(p, *args), settings)
+            gradient = device_gradient(config, layout, lambda p, args: loss_fn(p, *args), settings)
             args = own_step.free_whole(config, args)
             inputs = (jax.tree.leaves(params), {}, args, jax.random.key(0), jnp.float32(1))
             with explained_by_rows(gradient, inputs[:-1]):
@@ -335,7 +335,7 @@ class Zero:
                 checked.add(True)
                 compute = lambda *inputs: compute_gradients(gradient, inputs)
                 result = own_step.run_free(config, compute, *inputs) if closes_over else compute(*inputs)
-            grads = jax.tree.unflatten(definition.tree, result.grads)
+            grads = jax.tree.unflatten(layout.tree, result.grads)
             return ((result.loss, result.metrics), grads) if has_aux else (result.loss, grads)
 
         return fn
@@ -351,11 +351,11 @@ class Zero:
             params: a tree of arrays. Under `jit`, they are placed as they are computed: no device holds all of
                 `jax.jit(lambda key: zero.shard(create(key)))(key)`.
         """
-        definition = self._definition(params)
-        text = uneven_text(definition.leaves, self.config.axes, pads=False)
+        layout = self._definition(params)
+        text = uneven_text(layout.leaves, self.config.axes, pads=False)
         if text and self.config.stage.shards_optimizer:
             warn(text)
-        shardings = own_step.param_shardings(self.config, definition, self.config.stage.shards_params)
+        shardings = own_step.param_shardings(self.config, layout, self.config.stage.shards_params)
         return jax.tree.map(creation.placed_copy, params, shardings)
 
     def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -451,16 +451,16 @@ class Zero:
         """
         check_not_donated(state)
         check_trained(state, params)
-        definition, is_sharded = state.definition, self.config.stage.shards_params
+        layout, is_sharded = state.layout, self.config.stage.shards_params
         shardings = states.shardings(self.config, state)
-        trained = [leaf for leaf in definition.leaves if leaf.trainable]
+        trained = [leaf for leaf in layout.leaves if leaf.trainable]
 
         def insert(given: Any, current: Any) -> Any:
             given = jax.device_put(given, jax.memory.Space.Device) if self.config.offloads_optimizer else given
-            values, tree = jax.tree.flatten(definition.cast_trained(given))
+            values, tree = jax.tree.flatten(layout.cast_trained(given))
             logical = [leaf.without_zeros(a) for a, leaf in zip(values, trained, strict=True)]
             stored = padding.padded(logical, [leaf.padding(is_sharded) for leaf in trained])
-            return definition.with_frozen(tree.unflatten(stored), current)
+            return layout.with_frozen(tree.unflatten(stored), current)
 
         computed = jax.jit(insert, out_shardings=shardings.params)(params, state.params)
         master = state.master and creation.lend_master(state, params, shardings.master)
@@ -484,7 +484,7 @@ class Zero:
         """
         return creation.with_optimizer(self.config, state, tx, seed)
 
-    def _definition(self, params: Any) -> Definition:
+    def _definition(self, params: Any) -> StateLayout:
         if isinstance(params, nnx.Module):
             raise ValueError(
                 f"value_and_grad: takes parameters, not a module with all of its variables\n"
@@ -499,7 +499,7 @@ class Zero:
         where = config.mesh, config.axes, config.precision, overrides, from_model
         leaves = placement.place(named, *where, pads=False)  # the user's arrays have logical shapes
         model = models.Model(lambda params, other: params, lambda merged, aux, before: (before, aux))
-        return Definition(optax.identity(), model, leaves, jax.tree.structure(params))
+        return StateLayout(optax.identity(), model, leaves, jax.tree.structure(params))
 
     def checkpoints(self, directory: str | Path, **options: Unpack[CheckpointOptions]) -> Checkpoints:
         """Opens the checkpoints of a run; see `zerojax.checkpoints.Checkpoints` for their use.

@@ -126,7 +126,7 @@ def measure(name, layers, args, devices):
     options = {"xla_gpu_enable_triton_gemm": False}
     memory = traced.lower(lowering_platforms=("cuda",)).compile(options).memory_analysis()
     return {
-        "parameters": sum(leaf.size for leaf in state.definition.leaves),
+        "parameters": sum(leaf.size for leaf in state.layout.leaves),
         "peak_bytes": peak_bytes(memory),
         "state_bytes": memory.argument_size_in_bytes,
         "temporaries_bytes": memory.temp_size_in_bytes,

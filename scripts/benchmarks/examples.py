@@ -65,8 +65,8 @@ def job_of(name: str, num_steps: int | None, folder: Path) -> tuple[Any, int]:
 def formula_bytes(state: Any, stage: int) -> float:
     """Parameters in fp32 and two moments of those that are trained, on one device."""
     num_elements = lambda leaves: sum(math.prod(leaf.shape) for leaf in leaves)
-    total = num_elements(state.definition.leaves)
-    trained = num_elements(leaf for leaf in state.definition.leaves if leaf.trainable)
+    total = num_elements(state.layout.leaves)
+    trained = num_elements(leaf for leaf in state.layout.leaves if leaf.trainable)
     return 4 * total / (DEVICES if stage == 3 else 1) + 8 * trained / (DEVICES if stage else 1)
 
 

@@ -78,7 +78,7 @@ def train(args, precision, form, seed):
     zero = zerojax.Zero(zerojax.make_mesh(), stage=3, precision=precision)
     state = zero.init(demo.create_model, form(demo.create_optimizer(args.steps)), seed=seed)
     step, evaluate = zero.train_step(demo.loss_fn, clip_norm=demo.CLIP_NORM), zero.eval_step(demo.loss_fn)
-    psi = sum(leaf.size for leaf in state.definition.leaves)
+    psi = sum(leaf.size for leaf in state.layout.leaves)
     held = {
         "parameters_bytes": sum(a.nbytes for a in jax.tree.leaves(state.params)) / psi,
         "optimizer_bytes": sum(a.nbytes for a in jax.tree.leaves((state.opt_state, state.master))) / psi,

@@ -155,7 +155,7 @@ def measure(form, layers, microbatches, args, devices):
     lanes = [predicted.busy_s.get(lane, 0.0) for lane in (hlo_costs.FROM_HOST, hlo_costs.TO_HOST)]
     copying_s = max(lanes)
     return {
-        "parameters": sum(leaf.size for leaf in state.definition.leaves),
+        "parameters": sum(leaf.size for leaf in state.layout.leaves),
         "peak_bytes": peak_bytes(memory, temporaries),
         "formula_bytes": formula.peak_bytes,
         "host_bytes": memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,

@@ -88,7 +88,7 @@ def compare_sent(args):
         state = zero.eval_init(job.create_model, job.tx)
         traced = zero.train_step(job.loss_fn, remat="full").trace(state, job.batch(job.rows * num_devices))
         sent_bytes = sum(c.sent_bytes for c in traced_collectives(traced.jaxpr, zero.config.mesh))
-        psi = sum(leaf.size for leaf in state.definition.leaves)
+        psi = sum(leaf.size for leaf in state.layout.leaves)
         ratio = sent_bytes / (2 * psi * (num_devices - 1) / num_devices)
         if args.json:
             print(json.dumps({"preset": name, "devices": num_devices, "sent_bytes": sent_bytes, "relative": ratio}))

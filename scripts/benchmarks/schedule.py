@@ -232,7 +232,7 @@ class Unedited:
         self.batch = self.model.batch_aval(args.rows * len(devices), args.seq)
         self.zero = zero_over(devices, **self.model.options)
         self.tx = optax.adamw(1e-3)
-        leaves = self.zero.eval_init(self.model.create, self.tx).definition.leaves
+        leaves = self.zero.eval_init(self.model.create, self.tx).layout.leaves
         self.psi, self.leaf = sum(leaf.size for leaf in leaves), max(leaf.size_at_once for leaf in leaves)
 
     def trace(self, form):

@@ -88,7 +88,7 @@ def compared(entry):
     got, state = parity.train(zero, entry, data, tx)
     shares = unit_shares(zero, state)
     values = {
-        "parameters": sum(leaf.size for leaf in state.definition.leaves),
+        "parameters": sum(leaf.size for leaf in state.layout.leaves),
         "difference": float(np.max(np.abs(got.losses / want.losses - 1))),
         "num_units": len(shares),
         "largest_unit": max(shares, key=shares.get),

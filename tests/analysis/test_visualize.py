@@ -115,7 +115,7 @@ def order_of(stage=3, most=99, **settings):
     step = zero.train_step(loss, **settings)
     uses = step.uses(state, TOKENS)
     sizes = step.settings.prefetch, step.settings.num_microbatches, most
-    return step_order(state.definition.leaves, uses, zero.config.stage, *sizes), step, state
+    return step_order(state.layout.leaves, uses, zero.config.stage, *sizes), step, state
 
 
 def turns_of(order, unit, *activities):
@@ -154,7 +154,7 @@ def test_the_order_of_gathers_is_that_of_the_traced_step(prefetch):
     """The sizes of the layers tell which of them each all_gather of the program is for."""
     order, step, state = order_of(3, prefetch=prefetch)
     unit_of = {2 * 16 * width: f"layers/{k}" for k, width in enumerate(WIDTHS)}  # both leaves in one all-gather
-    assert {leaf.unit for leaf in state.definition.leaves} > set(unit_of.values())
+    assert {leaf.unit for leaf in state.layout.leaves} > set(unit_of.values())
     found = [
         unit_of[aval.size]
         for each in jaxpr_counts.transfers(step.trace(state, TOKENS).jaxpr.eqns)

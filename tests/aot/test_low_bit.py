@@ -38,7 +38,7 @@ def program(step, state, batch, target="h100:8"):
 def compiled(form):
     """(The bytes of the arguments in device memory, the number of parameters, the audit)."""
     step, state, batch = build(form)
-    psi = sum(leaf.size for leaf in state.definition.leaves)
+    psi = sum(leaf.size for leaf in state.layout.leaves)
     return program(step, state, batch).memory_analysis().argument_size_in_bytes, psi, step.audit(state, batch)
 
 
@@ -68,7 +68,7 @@ def test_the_update_widens_no_array_as_a_whole(monkeypatch, target):
 @pytest.mark.parametrize(("form", "target", "moved"), [("16 bits", "h100:8", 4), ("8 bits", "h100:1", 2)])
 def test_moments_move_through_the_device_in_pieces(form, target, moved):
     step, state, batch = build(form, "optimizer", target, width=512)
-    psi = sum(leaf.size for leaf in state.definition.leaves) / len(targets.devices(target))
+    psi = sum(leaf.size for leaf in state.layout.leaves) / len(targets.devices(target))
     num_bytes, audit = program(step, state, batch).memory_analysis().argument_size_in_bytes, step.audit(state, batch)
     assert num_bytes == pytest.approx(2 * psi, rel=0.06)
     assert audit["host memory"].verdict is audit["pieces of the state"].verdict is Verdict.OK
@@ -80,7 +80,7 @@ def test_a_tpu_cuts_arrays_of_16_bits_between_tiles(monkeypatch):
     monkeypatch.setattr(host_pieces, "PIECES_BYTES", 2**18)
     step, state, batch = build("16 bits", "optimizer", "v5e:2x2", layers=6)
     moved = program(step, state, batch, "v5e:2x2").memory_analysis().host_argument_size_in_bytes
-    psi = sum(leaf.size for leaf in state.definition.leaves) / 4
+    psi = sum(leaf.size for leaf in state.layout.leaves) / 4
     assert moved == pytest.approx(4 * psi, rel=0.01)
 
 

@@ -53,7 +53,7 @@ def test_a_state_that_moves_as_a_whole_is_found():
 
 
 def local_bytes(state, num_devices, bytes_per_parameter):
-    return bytes_per_parameter * sum(leaf.size for leaf in state.definition.leaves) / num_devices
+    return bytes_per_parameter * sum(leaf.size for leaf in state.layout.leaves) / num_devices
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -30,7 +30,7 @@ def compiled(target, layers, scan=True, num_microbatches=1):
 
 def matrices(state, num_devices):
     """The number of parameters in matrices, for each device."""
-    return sum(leaf.size for leaf in state.definition.leaves if len(leaf.shape) - leaf.stacked >= 2) / num_devices
+    return sum(leaf.size for leaf in state.layout.leaves if len(leaf.shape) - leaf.stacked >= 2) / num_devices
 
 
 @pytest.mark.parametrize(

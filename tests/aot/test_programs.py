@@ -77,7 +77,7 @@ def compiled(
 @pytest.mark.parametrize(("stage", "k"), [(0, 1), (1, 1), (1, 4), (2, 1), (2, 4), (3, 1), (3, 4)])
 def test_bytes_on_the_wire_are_the_formula(stage, k):
     state, program = compiled(stage, k)
-    leaves = state.definition.leaves
+    leaves = state.layout.leaves
     psi = sum(leaf.size for leaf in leaves)
     once = sum(leaf.size for leaf in leaves if traffic.is_gathered_once(leaf))
     volume = {0: 2 * psi, 1: 2 * psi, 2: (1 + k) * psi, 3: k * (3 * psi - once)}[stage] * (N - 1) / N
@@ -94,7 +94,7 @@ def test_scanned_layers_are_gathered_and_scattered_in_their_loops():
     trips = (layers - 2) // 2
     state, program = compiled(3, scan=True, layers=layers)
     found = compiled_collectives(hlo.parse_program(program.as_text()))
-    leaves = state.definition.leaves
+    leaves = state.layout.leaves
     volume = sum((2 if traffic.is_gathered_once(leaf) else 3) * leaf.size for leaf in leaves)
     assert sum(c.sent_bytes for c in found if c.dtype == "bf16") == pytest.approx(2 * volume * (N - 1) / N, rel=0.01)
     looped = [c for c in found if c.looped]
@@ -180,7 +180,7 @@ def test_a_gathered_table_is_dropped_after_the_lookup():
 def test_state_is_updated_in_place(stage, target):
     state, program = compiled(stage, target=target)
     memory = program.memory_analysis()
-    psi = sum(leaf.size for leaf in state.definition.leaves)
+    psi = sum(leaf.size for leaf in state.layout.leaves)
     state_bytes = 12 * psi / N + (2 * psi / N if stage == 3 else 2 * psi)
     assert memory.argument_size_in_bytes == pytest.approx(state_bytes, rel=0.01)
     assert memory.alias_size_in_bytes >= 0.999 * state_bytes
@@ -209,7 +209,7 @@ def test_scanned_steps_do_not_copy_state(stage):
     transposed once into the parameter.
     """
     state, program = accumulating(stage, scan=True)
-    leaves, size = state.definition.leaves, lambda a: math.prod(a.sharding.shard_shape(a.shape))
+    leaves, size = state.layout.leaves, lambda a: math.prod(a.sharding.shard_shape(a.shape))
     held = [("bf16", size(a)) for a in jax.tree.leaves(state.params)]
     held += [("f32", size(a)) for a in jax.tree.leaves((state.master, state.opt_state))]  # like the sum at stages 2, 3
     held += [("f32", leaf.size) for leaf in leaves if stage == 1]
@@ -227,7 +227,7 @@ def test_accumulation_holds_the_sum_of_gradients_once():
     also to all full gradients, since the compiler combines reduce-scatters of up to 30 MB, which are all of them."""
     for stage in (1, 2, 3):
         temporaries = {k: compiled(stage, k)[1].memory_analysis().temp_size_in_bytes for k in (1, 4)}
-        leaves = compiled(stage, 4)[0].definition.leaves
+        leaves = compiled(stage, 4)[0].layout.leaves
         psi = sum(leaf.size for leaf in leaves)
         unit = sum(leaf.size for leaf in leaves if leaf.path.startswith("blocks")) / 4
         sum_of_gradients, added = (4 * size if stage == 1 else 4 * size / N for size in (psi, unit))
@@ -254,7 +254,7 @@ def test_peak_holds_two_gathered_units(scan):
     for layers in (few, many):
         state, program = compiled(3, scan=scan, width=1024, layers=layers)
         temporaries[layers] = program.memory_analysis().temp_size_in_bytes
-    blocks = [leaf for leaf in state.definition.leaves if leaf.path.startswith("blocks")]
+    blocks = [leaf for leaf in state.layout.leaves if leaf.path.startswith("blocks")]
     unit = 2 * sum(leaf.size for leaf in blocks) / many  # bytes of one gathered block in bf16
     gradient_shard = unit / N
     activations = 64 * 1024 * 2 * 48  # tokens x width x bytes x values saved by a block: 36 and fp32 statistics
@@ -310,7 +310,7 @@ def slopes(remat, few=16, many=32, **shapes):
 
 
 def test_a_layer_that_saves_nothing_takes_its_input_and_its_gradient():
-    leaves = compiled(3, scan=True, width=1024, seq=512, layers=16, remat=Remat())[0].definition.leaves
+    leaves = compiled(3, scan=True, width=1024, seq=512, layers=16, remat=Remat())[0].layout.leaves
     gradient_shard = 2 * sum(leaf.size for leaf in leaves if leaf.path.startswith("blocks")) / 16 / N
     on_device, on_host = slopes(Remat())
     assert on_host == 0 and on_device <= 1.05 * (CHECKPOINT + gradient_shard)
@@ -319,7 +319,7 @@ def test_a_layer_that_saves_nothing_takes_its_input_and_its_gradient():
 
 def test_an_unrolled_layer_that_saves_nothing_takes_no_more():
     """The compiler does not replace the recomputation by the values of the forward pass."""
-    leaves = compiled(3, width=1024, seq=512, layers=4, remat=Remat())[0].definition.leaves
+    leaves = compiled(3, width=1024, seq=512, layers=4, remat=Remat())[0].layout.leaves
     gradient_shard = 2 * sum(leaf.size for leaf in leaves if leaf.path.startswith("blocks")) / 4 / N
     assert slopes(Remat(), 4, 8, scan=False)[0] <= 1.05 * (CHECKPOINT + gradient_shard)
 
@@ -341,7 +341,7 @@ def test_offloaded_inputs_of_unrolled_layers_leave_the_device_at_once():
     """Each is copied before the unit after the next starts. A layer takes no more device memory than its gradient."""
     few, many = 8, 12  # with four layers the moment of peak memory is a different one
     device, host = slopes(OFFLOAD, few, many, scan=False, rows=4)
-    leaves = compiled(3, width=1024, seq=512, rows=4, layers=few, remat=OFFLOAD)[0].definition.leaves
+    leaves = compiled(3, width=1024, seq=512, rows=4, layers=few, remat=OFFLOAD)[0].layout.leaves
     gradient_shard = 2 * sum(leaf.size for leaf in leaves if leaf.path.startswith("blocks")) / few / N
     assert host == 4 * CHECKPOINT and device <= gradient_shard
 
@@ -422,7 +422,7 @@ def test_a_device_communicates_its_part_of_a_leaf(stage, k, scan):
     state, program = compiled(stage, k, scan, model=2)
     found = compiled_collectives(hlo.parse_program(program.as_text()))
     data, model = ([c for c in found if c.group_size == size and c.dtype == "bf16"] for size in (4, 2))
-    leaves = state.definition.leaves
+    leaves = state.layout.leaves
     held = lambda leaf: leaf.size // (2 if leaf.model_spec else 1)
     whole = sum(held(leaf) for leaf in leaves if leaf.dim is None)  # biases over the model axis: all-reduced
     psi = sum(map(held, leaves)) - whole

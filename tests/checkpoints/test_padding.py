@@ -48,7 +48,7 @@ def saved(tmp_path_factory):
     """A step saved on 7 devices: (its directory, the digests of its state)."""
     directory, zero = tmp_path_factory.mktemp("run"), setting(7, 3)
     state = fresh(zero)
-    assert all(leaf.num_zeros for leaf in state.definition.leaves)
+    assert all(leaf.num_zeros for leaf in state.layout.leaves)
     step = zero.train_step(loss)
     with zero.checkpoints(directory, every=2) as checkpoints:
         for _ in range(2):

@@ -182,7 +182,7 @@ def test_the_update_sends_nothing(bits):
         found = hlo_collectives.compiled_collectives(hlo.parse_program(text))
         sent.append(sum(each.sent_bytes for each in found))
     assert sent[0] == sent[1] > 0
-    dims = {leaf.path: leaf.dim for leaf in state.definition.leaves}
+    dims = {leaf.path: leaf.dim for leaf in state.layout.leaves}
     assert dims["up"] == 0 and dims["down"] == 1
 
 
@@ -190,7 +190,7 @@ def test_explain_counts_the_bytes():
     tx = stochastic_rounding(low_bit(optax.adamw(1e-3), exempt=()))
     state = zero_of(1, precision="bf16_params").eval_init(create, tx)
     size = lambda tree: sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(tree))
-    psi = sum(leaf.size for leaf in state.definition.leaves)
+    psi = sum(leaf.size for leaf in state.layout.leaves)
     assert state.master is None and size(state.params) == 2 * psi
     assert 2 * psi < size(state.opt_state) < 2.2 * psi
     assert zero_of(1, precision="bf16_params").explain(state).totals["optimizer"] == size(state.opt_state)
@@ -229,8 +229,8 @@ def test_moments_in_few_bits_may_be_in_host_memory(monkeypatch, bits, num_device
     for a, b in zip(jax.tree.leaves(kept), jax.tree.leaves(offloaded), strict=True):
         if a.dtype in (jnp.int8, jnp.uint8, jnp.bfloat16):
             assert np.mean(np.asarray(a) != np.asarray(b)) < 0.02
-    dtypes = [leaf.dtype for leaf in kept.definition.leaves]
-    assert StreamedUpdate(zeros[1].config, kept.definition, dtypes, False).split.sliced == []  # random bits are cut too
+    dtypes = [leaf.dtype for leaf in kept.layout.leaves]
+    assert StreamedUpdate(zeros[1].config, kept.layout, dtypes, False).split.sliced == []  # random bits are cut too
 
 
 @pytest.mark.parametrize(("bits", "stage"), [(16, 0), (8, 3)])

@@ -145,15 +145,15 @@ def test_a_frozen_base_is_gathered_in_its_bytes_and_only_adapters_are_reduced(fo
     create = lambda rngs: example.with_adapters(model, args, rngs)
     state = zero.eval_init(create, example.optimizer(args))
     found = traffic.collectives_of_step(zero.train_step(example.loss_fn), state, batch(0))
-    linear = [f for f in state.definition.leaves if "_proj" in f.path and not f.trainable and "scale" not in f.path]
-    adapters = [f for f in state.definition.leaves if f.trainable]
+    linear = [f for f in state.layout.leaves if "_proj" in f.path and not f.trainable and "scale" not in f.path]
+    adapters = [f for f in state.layout.leaves if f.trainable]
     dtype, num_bytes = BASE_BYTES[tune]
     assert {str(f.compute_dtype) for f in linear} == {dtype} and linear[0].dtype.itemsize == num_bytes
     assert len(linear) == 14 and len(adapters) == 28
 
     gathered = [c for c in found if c.kind == "all_gather" and c.dtype == dtype]
     first = sum(f.size for f in linear if f.path.startswith("layers/0/attn/") and "o_proj" not in f.path)
-    others = sum(f.size for f in state.definition.leaves if str(f.compute_dtype) == dtype and f not in linear)
+    others = sum(f.size for f in state.layout.leaves if str(f.compute_dtype) == dtype and f not in linear)
     want = 2 * sum(f.size for f in linear) - first
     got = sum(c.size * c.count for c in gathered)
     assert want <= got <= want + 2 * others

@@ -176,7 +176,7 @@ def test_zeros_at_the_end_of_shards_stay_zeros():
     plus_one = optax.stateless(lambda updates, params: jax.tree.map(lambda u: u + 1, updates))  # of zeros too
     tx = optax.chain(plus_one, optax.sgd(0.1, momentum=0.9))
     state, _ = zero.train_step(loss)(zero.init(create, tx), np.tile(TOKENS[:2], (6, 1)))
-    leaves = {leaf.path: leaf for leaf in state.definition.leaves}
+    leaves = {leaf.path: leaf for leaf in state.layout.leaves}
     moments = dict(zip(leaves, jax.tree.leaves(optax.tree.get(state.opt_state, "trace")), strict=True))
     padded = {path: leaf for path, leaf in leaves.items() if leaf.num_zeros}
     assert padded

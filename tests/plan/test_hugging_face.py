@@ -64,7 +64,7 @@ def test_the_number_of_parameters_is_that_of_the_published_model(name, tmp_path)
     zero = zerojax.Zero(zerojax.make_mesh(devices=8), 3)
     job = job_of(from_hugging_face(written(tmp_path, config)))
     state = zero.eval_init(job.create_model, job.tx)
-    assert sum(leaf.size for leaf in state.definition.leaves) == parameters
+    assert sum(leaf.size for leaf in state.layout.leaves) == parameters
 
 
 def test_the_count_of_a_decoder_by_hand(tmp_path):

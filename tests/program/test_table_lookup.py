@@ -131,7 +131,7 @@ def test_matrices_outside_of_layers_are_sharded_over_their_width():
         layers = [nnx.Dict(up=nnx.Linear(16, 64, rngs=rngs), down=nnx.Linear(64, 16, rngs=rngs)) for _ in range(2)]
         return nnx.Dict(embed=nnx.Embed(64, 16, rngs=rngs), layers=nnx.List(layers), head=nnx.Linear(16, 64, rngs=rngs))
 
-    leaves = Zero(zerojax.make_mesh()).eval_init(create, optax.sgd(1)).definition.leaves
+    leaves = Zero(zerojax.make_mesh()).eval_init(create, optax.sgd(1)).layout.leaves
     dims = {leaf.path: (leaf.dim, leaf.reason) for leaf in leaves}
     assert dims["embed/embedding"] == (1, "width of a table")
     first = (0, "first divisible dim")

@@ -280,8 +280,8 @@ def test_units_are_listed_in_the_order_of_their_use():
     blocks = [unit for unit in units if unit.name.startswith("blocks/")]
     assert [unit.name for unit in blocks] == [f"blocks/{i}" for i in range(3)]
     assert blocks[0].places[0] < blocks[1].places[0] < blocks[2].places[0] and units[0].places == (0,)
-    assert sum(unit.num_bytes for unit in units) == 4 * sum(leaf.size for leaf in state.definition.leaves)
-    assert sum(unit.num_leaves for unit in units) == len(state.definition.leaves)
+    assert sum(unit.num_bytes for unit in units) == 4 * sum(leaf.size for leaf in state.layout.leaves)
+    assert sum(unit.num_leaves for unit in units) == len(state.layout.leaves)
 
 
 # Segments
@@ -290,10 +290,10 @@ def test_units_are_listed_in_the_order_of_their_use():
 def segments(name):
     """(the traced loss of a zoo model, the units of each segment that reads weights in the order of execution)."""
     model = zoo.ZOO[name]
-    definition = Zero(zerojax.make_mesh()).eval_init(model.create, optax.sgd(0.1)).definition
+    layout = Zero(zerojax.make_mesh()).eval_init(model.create, optax.sgd(0.1)).layout
     params, other, loss = functional(model, abstract=True)
     leaves, tree = jax.tree.flatten(params)
-    units = [leaf.unit for leaf in definition.leaves]
+    units = [leaf.unit for leaf in layout.leaves]
 
     def flat_loss(*args):
         return loss(jax.tree.unflatten(tree, args[:-1]), args[-1], model.batch(0))[0][0]
@@ -481,7 +481,7 @@ def test_arrays_are_gathered_by_layers_and_train_as_on_one_device(form, depth, n
     loss = lambda p, b: jnp.mean(run(p, b["x"]) ** 2)
     zero = Zero(zerojax.make_mesh(), 3)
     state, step = zero.init(params, optax.sgd(0.1)), zero.train_step(loss)
-    assert len({leaf.unit for leaf in state.definition.leaves}) == num_units
+    assert len({leaf.unit for leaf in state.layout.leaves}) == num_units
     assert count(step.trace(state, batch).jaxpr, "all_gather") == num_gathers
     want_loss, grads = jax.value_and_grad(loss)(params, batch)
     state, metrics = step(state, batch)

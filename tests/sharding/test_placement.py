@@ -79,7 +79,7 @@ def stacked_specs(kind, depth, monkeypatch, precision="fp32"):
     monkeypatch.setattr(zoo, "stack_blocks", lambda rngs: nnx_stack(depth, rngs))
     model = zoo.gpt_linen("linen", scan=True) if kind == "linen" else zoo.gpt_nnx("nnx", scan=True)
     state = Zero(zerojax.make_mesh(), 3, precision).eval_init(model.create, optimizer())
-    leaves = {leaf.path: leaf for leaf in state.definition.leaves}
+    leaves = {leaf.path: leaf for leaf in state.layout.leaves}
     return {path: leaf for path, leaf in leaves.items() if path.startswith(("blocks/", "ScanLinenBlock"))}
 
 
@@ -110,16 +110,16 @@ def test_leaves_that_are_not_stacked_keep_all_their_dims():
     """An expert dim that is created from one key is not a layer dim; neither is any dim of an unrolled model."""
     for name in "moe", "gpt_nnx":
         state = Zero(zerojax.make_mesh(), 3).eval_init(zoo.ZOO[name].create, optimizer())
-        chosen = {leaf.path: choose_dim(leaf.shape, 8, stacked=False)[0] for leaf in state.definition.leaves}
+        chosen = {leaf.path: choose_dim(leaf.shape, 8, stacked=False)[0] for leaf in state.layout.leaves}
         chosen |= {path: 1 for path in chosen if path.startswith("embed/")}  # the width of a table
-        assert {leaf.path: leaf.dim for leaf in state.definition.leaves} == chosen
+        assert {leaf.path: leaf.dim for leaf in state.layout.leaves} == chosen
 
 
 @pytest.mark.parametrize("name", ["gpt_nnx_scan", "gpt_linen_scan"])
 def test_a_model_with_values_is_placed_as_one_that_is_created(name):
     zero, create = Zero(zerojax.make_mesh(), 3), zoo.ZOO[name].create
     values = nnx.eval_shape(lambda: create(nnx.Rngs(0))) if "nnx" in name else jax.eval_shape(create, jax.random.key(0))
-    created, given = (zero.eval_init(model, optimizer()).definition.leaves for model in (create, values))
+    created, given = (zero.eval_init(model, optimizer()).layout.leaves for model in (create, values))
     assert given == created and sum(leaf.stacked for leaf in given) == 12
 
 

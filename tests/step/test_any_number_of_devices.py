@@ -62,7 +62,7 @@ def follows_the_plain_step(name, n, stage, precision="fp32", k=1, options=Mappin
     zero, model = Zero(mesh(n), stage, precision), zoo.ZOO[name]
     zero_model = model if precision == "fp32" and k == 1 else with_constant_init(model)
     got, state = train(zero, zero_model, cut(name, n), num_microbatches=k, **options)
-    assert any(leaf.num_zeros for leaf in state.definition.leaves)
+    assert any(leaf.num_zeros for leaf in state.layout.leaves)
     want = expected(name, n, precision, k)
     if options.get("clip_norm"):
         tx = optax.chain(optax.clip_by_global_norm(options["clip_norm"]), optimizer())
@@ -103,7 +103,7 @@ def test_every_stage_on_every_number_of_devices(stage, n):
     assert_close(got, expected("unused", n))
     zeros = [
         np.asarray(a)[leaf.shape[leaf.dim] :] if leaf.dim == 0 else np.asarray(a)[:, leaf.shape[leaf.dim] :]
-        for leaf, a in zip(state.definition.leaves, jax.tree.leaves(state.opt_state[0].mu), strict=True)
+        for leaf, a in zip(state.layout.leaves, jax.tree.leaves(state.opt_state[0].mu), strict=True)
         if leaf.num_zeros and stage
     ]
     assert not any(np.any(part) for part in zeros)
@@ -111,7 +111,7 @@ def test_every_stage_on_every_number_of_devices(stage, n):
 
 def test_a_hybrid_mesh_pads_to_its_shard_axis():
     got, state = train(Zero(mesh(6, replica=2), 3), zoo.ZOO["gpt_nnx"], cut("gpt_nnx", 6))
-    assert {leaf.shape[leaf.dim] % 3 for leaf in state.definition.leaves if leaf.num_zeros} <= {1, 2}
+    assert {leaf.shape[leaf.dim] % 3 for leaf in state.layout.leaves if leaf.num_zeros} <= {1, 2}
     assert_close(got, expected("gpt_nnx", 6))
 
 
@@ -182,7 +182,7 @@ def stack_run(n, stage, remat="none", **axes):
     for _ in range(3):
         state, metrics = step(state, x)
         losses.append(float(metrics["loss"]))
-    return losses, audit, [leaf.num_zeros for leaf in state.definition.leaves]
+    return losses, audit, [leaf.num_zeros for leaf in state.layout.leaves]
 
 
 @pytest.mark.parametrize(("stage", "remat"), [(1, "none"), (3, Remat(partition_inputs=True))])
@@ -204,7 +204,7 @@ def test_a_user_sees_logical_shapes():
     """`model()`, evaluation, and the averages of weights that `with_params` takes; each device holds a third."""
     zero = Zero(mesh(3), 3, "bf16")
     state = zero.init(odd, optax.chain(optax.adamw(1e-2), optax.ema(0.9)))
-    (bias, kernel), zeros = jax.tree.leaves(state.params), [leaf.num_zeros for leaf in state.definition.leaves]
+    (bias, kernel), zeros = jax.tree.leaves(state.params), [leaf.num_zeros for leaf in state.layout.leaves]
     assert zeros == [1, 1] and bias.shape == (12,) and kernel.shape == (10, 12)
     loss = lambda model, x: jnp.mean(model(x) ** 2)
     x = np.ones((6, 10), np.float32)
@@ -304,7 +304,7 @@ def test_optimizers_see_logical_shapes(name):
     n, stage = (3, 5, 7)[number % 3], (1, 3)[number % 2]
     seen, data = Seen(CHAINS[name]()), cut("unused", n, 3)
     got, state = train(Zero(mesh(n), stage), zoo.ZOO["unused"], data, seen.wrapped())
-    assert seen.shapes == {leaf.shape for leaf in state.definition.leaves}
+    assert seen.shapes == {leaf.shape for leaf in state.layout.leaves}
     shapes = lambda state: [a.shape for a in jax.tree.leaves(state)]
     assert shapes(state) == shapes(Zero(mesh(n), stage).eval_init(zoo.ZOO["unused"].create, CHAINS[name]()))
     if name != "noise":  # drawn from the same key, in another program

@@ -25,7 +25,7 @@ def trace(stage, k, scan=False, precision="bf16", mesh=None):
 )
 def test_elements_sent_are_the_formula(stage, k, scan):
     state, found = trace(stage, k, scan)
-    leaves = state.definition.leaves
+    leaves = state.layout.leaves
     psi = sum(leaf.size for leaf in leaves)
     once = sum(leaf.size for leaf in leaves if traffic.is_gathered_once(leaf))
     volume = {0: 2 * psi, 1: 2 * psi, 2: (1 + k) * psi, 3: k * (3 * psi - once)}[stage]
@@ -63,7 +63,7 @@ def test_one_device_sends_nothing(stage):
 @pytest.mark.parametrize(("scan", "k"), [(False, 1), (True, 1), (False, 4), (True, 4)])
 def test_hybrid_sharding_reduces_shards_over_replicas_once_per_step(scan, k):
     state, found = trace(3, k, scan, mesh=zerojax.make_mesh(replica=2))
-    psi = sum(leaf.size for leaf in state.definition.leaves)
+    psi = sum(leaf.size for leaf in state.layout.leaves)
     over_replicas = [c for c in found if c.kind.startswith("psum") and c.size > 8]
     assert sum(c.size * c.count for c in over_replicas) == psi / 4  # shards over 4 devices
     assert {c.num_devices for c in over_replicas} == {2}
@@ -73,7 +73,7 @@ def test_hybrid_sharding_reduces_shards_over_replicas_once_per_step(scan, k):
 def test_a_scanned_layer_is_summed_over_replicas_beside_the_layers_below(stage, k, by_layer):
     """After several microbatches, or below stage 2, the gradients of all layers are complete at the same time."""
     state, found = trace(stage, k, scan=True, mesh=zerojax.make_mesh(replica=2))
-    stack = max(leaf.size for leaf in state.definition.leaves if leaf.stacked) / 4
+    stack = max(leaf.size for leaf in state.layout.leaves if leaf.stacked) / 4
     over_replicas = [c.size for c in found if c.kind.startswith("psum") and c.num_devices == 2]
     assert (stack in over_replicas) == (not by_layer)
 

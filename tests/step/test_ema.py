@@ -68,7 +68,7 @@ def test_an_average_is_saved_and_exported_by_name(tmp_path):
     with zero.checkpoints(tmp_path / "run") as checkpoints:
         checkpoints.save(state)
     with zero.checkpoints(tmp_path / "run") as checkpoints:
-        resumed, _ = checkpoints.resume(zero.eval_init(create, state.definition.tx))
+        resumed, _ = checkpoints.resume(zero.eval_init(create, state.layout.tx))
     np.testing.assert_array_equal(resumed.ema_params["w"], state.ema_params["w"])
     shown = CliRunner().invoke(main, ["checkpoint", "export", str(tmp_path / "run"), str(tmp_path), "--ema"])
     assert shown.exit_code == 0, shown.output

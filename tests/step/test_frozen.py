@@ -173,7 +173,7 @@ TRAINABLE = {
 def test_only_what_is_trainable_is_trained(name):
     zero = Zero(zerojax.make_mesh(), precision="bf16", trainable=TRAINABLE[name])
     state = zero.init(LoRA, optax.adam(1e-2))
-    leaves = state.definition.leaves
+    leaves = state.layout.leaves
     assert {leaf.path for leaf in leaves if leaf.trainable} == {"layer/lora_a", "layer/lora_b"}
     assert {a.size for a in jax.tree.leaves(state.opt_state) if a.ndim} == {WIDTH * 4}
     base = bits(state.params["layer"]["base_module"])
@@ -198,7 +198,7 @@ def test_what_is_both_trainable_and_frozen_is_frozen():
     """As a string, a glob is one glob, and not one for each of its letters."""
     for frozen in (["*/lora_b"], "*/lora_b"):
         zero = Zero(zerojax.make_mesh(), trainable=nnx.LoRAParam, frozen=frozen)
-        trained = [leaf.path for leaf in zero.eval_init(LoRA, optax.sgd(0.1)).definition.leaves if leaf.trainable]
+        trained = [leaf.path for leaf in zero.eval_init(LoRA, optax.sgd(0.1)).layout.leaves if leaf.trainable]
         assert trained == ["layer/lora_a"]
 
 
@@ -222,7 +222,7 @@ def test_a_complex_parameter_is_refused_unless_it_is_frozen():
 
 def test_a_glob_for_all_leaves_leaves_integers_alone():
     zero = Zero(zerojax.make_mesh(), precision="bf16", frozen=["base/*"], dtypes={"*": "float32"})
-    leaves = zero.eval_init(lambda rngs: Tuned("int8", rngs), optax.sgd(0.1)).definition.leaves
+    leaves = zero.eval_init(lambda rngs: Tuned("int8", rngs), optax.sgd(0.1)).layout.leaves
     dtypes = {leaf.path: leaf.compute_dtype for leaf in leaves}
     assert dtypes.pop("base/kernel") == "int8" and set(dtypes.values()) == {jnp.dtype("float32")}
 

@@ -190,7 +190,7 @@ def test_a_run_continues_with_another_schedule_and_its_moments(tmp_path, caplog)
     with zero.checkpoints(tmp_path) as checkpoints:
         with pytest.raises(ValueError, match="optimizer='changed' restores what both have"):
             checkpoints.resume(fresh)
-        state, step = checkpoints.resume(zero.init(create, fresh.definition.tx), optimizer="changed")
+        state, step = checkpoints.resume(zero.init(create, fresh.layout.tx), optimizer="changed")
     assert "5 leaves continue; 1 are new, and 0 that were saved are not used" in caplog.text
     assert step == 3 and int(state.opt_state[0].count) == int(state.opt_state[1].count) == 3
     np.testing.assert_array_equal(state.opt_state[0].mu["w"], before.opt_state[0].mu["w"])

@@ -45,7 +45,7 @@ def test_values_do_not_depend_on_mesh_or_stage(name, mesh, stage, monkeypatch):
     """
     monkeypatch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1}))
     state = Zero(MESHES[mesh](), stage).init(zoo.ZOO[name].create, optimizer(), seed=5)
-    logical = state.definition.logical(state.params)  # without the zeros that pad shards
+    logical = state.layout.logical(state.params)  # without the zeros that pad shards
     got, want = numbers((logical, state.model_state)), expected(name)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_array_equal(a, b)

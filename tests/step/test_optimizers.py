@@ -191,7 +191,7 @@ def test_frozen_leaves_do_not_change(stage, precision):
     """Frozen leaves have no optimizer state, no master copy and no gradient; the other leaves are trained."""
     zero = Zero(zerojax.make_mesh(), stage, precision, frozen=("body/*",))
     state = zero.init(MODEL.create, optax.adamw(1e-2))
-    is_frozen = [leaf.path.startswith("body/") for leaf in state.definition.leaves]
+    is_frozen = [leaf.path.startswith("body/") for leaf in state.layout.leaves]
     assert any(is_frozen) and not all(is_frozen)
     moments = state.opt_state[0].mu
     assert set(moments) == {"body", "head", "unused"} and not jax.tree.leaves(moments["body"])
@@ -209,7 +209,7 @@ def test_frozen_leaves_do_not_change_the_others_gradients():
     zero = Zero(zerojax.make_mesh(), frozen=("head/*",))
     _, state = train(zero, MODEL, batches(MODEL, 1), optax.sgd(0.1))
     want = plain.run(MODEL, optax.sgd(0.1), batches(MODEL, 1))
-    for leaf, got, start, end in zip(state.definition.leaves, numbers(state.params), want.start, want.end, strict=True):
+    for leaf, got, start, end in zip(state.layout.leaves, numbers(state.params), want.start, want.end, strict=True):
         np.testing.assert_allclose(got, end if leaf.trainable else start, rtol=1e-5, atol=1e-6)
 
 

@@ -160,7 +160,7 @@ def test_training_follows_the_plain_step(kind, scan, stage, precision, k, remat)
     assert_close(got, reference(kind, scan, precision, k), **TOLERANCES[precision])
     norm = np.sqrt(sum(np.sum(np.square(a.astype(np.float64))) for a in got.end))
     assert got.metrics[-1]["param_norm"] == pytest.approx(norm, rel=1e-5)
-    expected = zero.eval_init(MODELS[kind](scan).create, state.definition.tx)
+    expected = zero.eval_init(MODELS[kind](scan).create, state.layout.tx)
     shardings = lambda state: [a.sharding for a in jax.tree.leaves(state)]
     assert shardings(state) == shardings(expected), "a step changed the shardings of the state"
 
@@ -205,7 +205,7 @@ def test_bytes_per_device_are_those_of_the_arrays(stage):
     assert explanation.totals["params"] == device_bytes(state.params)
     assert explanation.totals["optimizer"] == device_bytes(state.opt_state)
     size = lambda leaf: 4 * leaf.size // (MODEL if leaf.model_spec else 1)
-    formula = sum(map(size, state.definition.leaves)) / (DATA if stage == 3 else 1)
+    formula = sum(map(size, state.layout.leaves)) / (DATA if stage == 3 else 1)
     assert explanation.formula["params"] == formula
     replicated = {(row.path, row.reason) for row in explanation.replicated if row.category == "params"}
     biases = {(f"blocks/{i}/up/bias", "replicated: dim 0 is over model") for i in range(CONFIG.layers)}
@@ -234,9 +234,9 @@ def test_devices_send_their_part_of_a_leaf(stage, scan):
     step = zero.train_step(gpt.loss)
     sent = traffic.sent(traffic.collectives_of_step(step, state, batch(0)))["bfloat16"] * DATA / (DATA - 1)
     size = lambda leaf: leaf.size // (MODEL if leaf.model_spec else 1)
-    replicated = sum(size(leaf) for leaf in state.definition.leaves if leaf.dim is None)
-    psi = sum(map(size, state.definition.leaves)) - replicated
-    once = sum(size(f) for f in state.definition.leaves if traffic.is_gathered_once(f)) - replicated
+    replicated = sum(size(leaf) for leaf in state.layout.leaves if leaf.dim is None)
+    psi = sum(map(size, state.layout.leaves)) - replicated
+    once = sum(size(f) for f in state.layout.leaves if traffic.is_gathered_once(f)) - replicated
     assert replicated > 0
     assert sent == {0: 2 * psi, 1: 2 * psi, 2: 2 * psi, 3: 3 * psi - once}[stage] + 2 * replicated
 
@@ -263,7 +263,7 @@ def spec_of(create, mesh=None, **options):
     zero = Zero(mesh or zerojax.make_mesh(model=MODEL), **options)
     state = zero.eval_init(create, optax.sgd(0.1))
     (leaf,) = jax.tree.leaves(state.params)
-    return leaf.sharding.spec, state.definition.leaves[0].reason
+    return leaf.sharding.spec, state.layout.leaves[0].reason
 
 
 @pytest.mark.parametrize(

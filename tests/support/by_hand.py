@@ -138,7 +138,7 @@ def step(
 
     def step(state, batch):
         grads = jax.tree.map(lambda g: g.astype(jnp.float32), manual(state.params, batch))
-        updates, opt_state = state.definition.tx.update(grads, state.opt_state, state.master)
+        updates, opt_state = state.layout.tx.update(grads, state.opt_state, state.master)
         master = optax.apply_updates(state.master, updates)
         params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), master)
         return dataclasses.replace(state, step=state.step + 1, params=params, master=master, opt_state=opt_state)

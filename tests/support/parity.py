@@ -78,7 +78,7 @@ def reference(name, precision="fp32", num_microbatches=1):
 def logical_weights(state):
     """The weights of a state in param_dtype, on the host, without the zeros with which they are stored."""
     weights = state.params if state.master is None else state.master
-    leaves = [leaf for leaf in state.definition.leaves if state.master is None or leaf.trainable]
+    leaves = [leaf for leaf in state.layout.leaves if state.master is None or leaf.trainable]
     return [np.asarray(leaf.without_zeros(a)) for leaf, a in zip(leaves, numbers(weights), strict=True)]
 
 

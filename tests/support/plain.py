@@ -46,7 +46,7 @@ def created(create: Callable[..., Any], seed: int, abstract: bool = False) -> tu
     """Creates a zoo model, once per process, because compiling the creation takes as long as compiling a step.
 
     Returns:
-        ([graph definition], (parameters, other state)) of an nnx module; ([], tree) of any other model.
+        ([graph layout], (parameters, other state)) of an nnx module; ([], tree) of any other model.
     """
     graph: list[Any] = []
 

@@ -20,7 +20,7 @@ def test_a_model_object_is_passed_to_init_as_it_is():
     zero = Zero(zerojax.make_mesh())
     state = zero.init(model, optax.sgd(0.1))
     shapes = {"/".join(path): a.shape for path, a in traverse_util.flatten_dict(model.params_shape_tree).items()}
-    assert {leaf.path: leaf.shape for leaf in state.definition.leaves} == shapes
+    assert {leaf.path: leaf.shape for leaf in state.layout.leaves} == shapes
     entry = next(entry for entry in transformers_models.entries() if entry.name == "hf-gpt2")
     _, metrics = zero.train_step(entry.loss)(state, entry.batch(0))
     assert np.isfinite(metrics["loss"])

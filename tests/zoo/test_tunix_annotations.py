@@ -22,7 +22,7 @@ def first_loss(zero):
     entry = entries.installed()[NAME]
     state = zero.init(entry.create, optax.sgd(0.1))
     _, metrics = zero.train_step(entry.loss)(state, entry.batch(0))
-    return float(metrics["loss"]), {leaf.path: leaf for leaf in state.definition.leaves}
+    return float(metrics["loss"]), {leaf.path: leaf for leaf in state.layout.leaves}
 
 
 def test_all_ways_to_read_the_annotations_compute_the_same():

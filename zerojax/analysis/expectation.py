@@ -121,7 +121,7 @@ def expect(
     aval = lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
     stored = jax.tree.map(aval, state, shardings)
     with_paths = jax.tree_util.tree_leaves_with_path(stored)
-    leaves = state.definition.leaves
+    leaves = state.layout.leaves
     # The bytes to send, by formula and as traced.
     averaged = 2 * _ring_bytes(config.axes.num_devices, 4 * sum(a.size for a in _floating(state.model_state)))
     replicas = _replica_bytes(config, leaves, num_microbatches)

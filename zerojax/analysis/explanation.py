@@ -225,7 +225,7 @@ def explain(config: ZeroConfig, state: TrainState, uses: Sequence[tuple[Use, ...
     zeros = {name: sum(row.zeros_bytes for row in each) for name, each in in_category.items()}
 
     # Say what deserves attention.
-    leaves = state.definition.leaves
+    leaves = state.layout.leaves
     replicated = [r for r in rows if shards.get(r.category, 1) > 1 and r.bytes_per_device == r.undivided_bytes]
     uneven = uneven_text(leaves, axes) if stage.shards_optimizer else None
     where = f"{stage.title} on a mesh of {mesh_text(dict(_mesh_of(state).shape))}"
@@ -247,7 +247,7 @@ def explain(config: ZeroConfig, state: TrainState, uses: Sequence[tuple[Use, ...
 
 def _rows(config: ZeroConfig, state: TrainState, shards: Mapping[str, int]) -> Iterator[Row]:
     """The rows of all leaves. `shards`: the number of shards of each category."""
-    leaves, axes = {leaf.path: leaf for leaf in state.definition.leaves}, config.axes
+    leaves, axes = {leaf.path: leaf for leaf in state.layout.leaves}, config.axes
     is_host, mesh = in_host(config, state), _mesh_of(state)
     host_params = {path for flag, path in zip(jax.tree.leaves(is_host.params), leaves, strict=True) if flag}
     whole = "there is one shard only" if axes.num_shards == 1 else config.stage.limit_text

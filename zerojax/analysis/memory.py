@@ -126,7 +126,7 @@ def step_memory(
         batch: avals of the global batch.
     """
     jaxpr, *_ = manual_parts(traced.jaxpr)
-    num_gradients = sum(leaf.trainable for leaf in state.definition.leaves)
+    num_gradients = sum(leaf.trainable for leaf in state.layout.leaves)
     spaces = jax.memory.Space.Device, jax.memory.Space.Host
     peaks = [liveness.peak(jaxpr, range(num_gradients), space) for space in spaces]
     return memory_terms(config, settings, state, batch, *peaks)
@@ -158,7 +158,7 @@ def memory_terms(
 def _argument_terms(config: ZeroConfig, state: TrainState, batch: PyTree) -> list[Term]:
     """The terms of the training state and the batch."""
     axes, stage = config.axes, config.stage
-    psi = sum(leaf.size for leaf in state.definition.leaves)
+    psi = sum(leaf.size for leaf in state.layout.leaves)
     totals = explain(config, state).totals
     optimizer = totals["optimizer"] / max(1, psi)
     divisor = lambda sharded: f" / {axes.num_shards}" if sharded and axes.num_shards > 1 else ""
@@ -183,7 +183,7 @@ def _argument_terms(config: ZeroConfig, state: TrainState, batch: PyTree) -> lis
 def _temporary_formulas(config: ZeroConfig, state: TrainState, prefetch: int) -> dict[str, str]:
     """Explains each kind of memory that a step allocates."""
     units: dict[str, list[Leaf]] = {}
-    for leaf in state.definition.leaves:
+    for leaf in state.layout.leaves:
         units.setdefault(leaf.unit, []).append(leaf)
     elements = lambda unit: sum(leaf.size_at_once for leaf in units[unit])
     largest = max(units, key=elements)
@@ -204,7 +204,7 @@ def _transposed_leaf(config: ZeroConfig, settings: StepSettings, state: TrainSta
     """
     if not config.stage.shards_optimizer or config.stage.shards_params:
         return None
-    transposed = [leaf for leaf in state.definition.leaves if leaf.dim and leaf.trainable]
+    transposed = [leaf for leaf in state.layout.leaves if leaf.dim and leaf.trainable]
     if not transposed:
         return None
     largest = max(transposed, key=lambda leaf: leaf.size)

@@ -74,7 +74,7 @@ class TrainStep(train_step.TrainStep):
     def _audit_once(self, state: TrainState, batch: PyTree) -> None:
         """Audits a program before it runs for the first time. It compiles once: the step finds it in JAX's cache."""
         key = (
-            state.definition,
+            state.layout,
             *((a.shape, a.dtype) for a in jax.tree.leaves(batch)),
             *(a.sharding for a in jax.tree.leaves(state)),
         )
@@ -121,7 +121,7 @@ class TrainStep(train_step.TrainStep):
             that reads the weights of one unit. A loop over stacked layers is one segment, and so is a lookup of rows in
             a table that is not gathered.
         """
-        return uses(self.gradient(state.definition), self._loss_args(state, batch))
+        return uses(self.gradient(state.layout), self._loss_args(state, batch))
 
     def model_flops(self, state: TrainState, batch: PyTree) -> int:
         """The flops of the model in a step on all devices: three times those of the loss, without recomputation.
@@ -135,7 +135,7 @@ class TrainStep(train_step.TrainStep):
 
         Source: Chowdhery et al., "PaLM", appendix B, arXiv 2204.02311.
         """
-        jaxpr, _ = traced_loss(self.gradient(state.definition), self._loss_args(state, batch))
+        jaxpr, _ = traced_loss(self.gradient(state.layout), self._loss_args(state, batch))
         return model_flops(jaxpr) * self.config.axes.num_devices
 
     def _loss_args(self, state: TrainState, batch: PyTree) -> Any:

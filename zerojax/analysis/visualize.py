@@ -128,7 +128,7 @@ def shard_numbers(spec: PartitionSpec, axes: Mapping[str, int]) -> tuple[int, ..
 
 def holdings(state: TrainState) -> Holdings:
     """Who holds what of a state, of arrays or avals, and of the gradients of its steps."""
-    config = state.definition.config
+    config = state.layout.config
     assert config is not None, "every state of a Zero has its configuration"
     axes = dict(config.mesh.shape)
     # Group the arrays of each unit that are divided alike.
@@ -151,7 +151,7 @@ def holdings(state: TrainState) -> Holdings:
 
 def _arrays(config: ZeroConfig, state: TrainState) -> Iterator[tuple[str, str, Aval]]:
     """(category, unit, array or aval) of everything that a device holds between or within steps."""
-    leaves = state.definition.leaves
+    leaves = state.layout.leaves
     mesh = jax.tree.leaves(state.params)[0].sharding.mesh
     units = {leaf.path: leaf.unit for leaf in leaves}
     for path, a in leaves_with_paths(state.params):
@@ -378,7 +378,7 @@ def most_segments(width: int) -> int:
 
 def _order_of(state: TrainState, step: Any, batch: Any, width: int) -> Text:
     settings = step.settings
-    leaves, uses = state.definition.leaves, step.uses(state, batch)
+    leaves, uses = state.layout.leaves, step.uses(state, batch)
     order = step_order(
         leaves, uses, step.config.stage, settings.prefetch, settings.num_microbatches, most_segments(width)
     )

@@ -47,7 +47,7 @@ def arrays(state: TrainState) -> dict[str, Any]:
 
 def compute_params(state: TrainState) -> dict[str, Array]:
     """Returns the trained parameters in the dtypes in which they are computed with, which are not saved, by path."""
-    trained = jax.tree_util.tree_leaves_with_path(state.definition.trained(state.params))
+    trained = jax.tree_util.tree_leaves_with_path(state.layout.trained(state.params))
     return {f"compute_params/{placement.path_text(path)}": a for path, a in trained}
 
 
@@ -90,17 +90,17 @@ def with_arrays(state: TrainState, restored: Mapping[str, Array]) -> TrainState:
         for path, leaf in jax.tree_util.tree_leaves_with_path(before)
     ]
     tree = jax.tree.unflatten(jax.tree.structure(before), leaves)
-    params, definition = tree.pop("params"), state.definition
+    params, layout = tree.pop("params"), state.layout
     if state.master is None:
         return dataclasses.replace(state, params=params, **tree)
 
-    trained, compute_params = definition.trained(params), state.params
+    trained, compute_params = layout.trained(params), state.params
     if _has_params(restored):  # frozen ones are not copied
-        leaves = [leaf for leaf in definition.leaves if leaf.trainable]
-        likes = jax.tree.leaves(definition.trained(state.params))
+        leaves = [leaf for leaf in layout.leaves if leaf.trainable]
+        likes = jax.tree.leaves(layout.trained(state.params))
         values, structure = jax.tree.flatten(trained)
         computed = _computed(values, leaves, likes)
-        compute_params = definition.with_frozen(structure.unflatten(computed), params)
+        compute_params = layout.with_frozen(structure.unflatten(computed), params)
     return dataclasses.replace(state, params=compute_params, master=trained, **tree)
 
 
@@ -144,7 +144,7 @@ def _saved_tree(state: TrainState) -> dict[str, PyTree]:
     names = ("step", "skipped", "opt_state", "model_state", "key", "loss_scale")
     params = state.params
     if state.master is not None:
-        params = state.definition.with_frozen(state.master, params)
+        params = state.layout.with_frozen(state.master, params)
     return {name: getattr(state, name) for name in names} | {"params": params}
 
 

@@ -230,7 +230,7 @@ def import_files(directory: Path, files: Path, what: str, precision: str, mappin
             raise click.ClickException(f"{files} is not finite: {', '.join(bad)}")
         with zero.checkpoints(directory) as checkpoints:
             checkpoints.save(state)
-    click.echo(f"{store.folder(directory, 0)}: {len(state.definition.leaves)} parameters of {files}")
+    click.echo(f"{store.folder(directory, 0)}: {len(state.layout.leaves)} parameters of {files}")
 
 
 def _on_disk(directory: Path | str, step: int | None = None, *, every: bool = False, arrays: bool = True) -> Path:

@@ -225,8 +225,8 @@ def _plans(
     with Console(stderr=True).status("searching" if auto else "compiling" if compiled else "tracing") as status:
         for each in clusters:
             if auto:
-                told = lambda message, target=each.target: status.update(f"{target}: {message}")
-                made.append(search(model, each, Settings(**settings), on_step=told, **limits))
+                report = lambda message, target=each.target: status.update(f"{target}: {message}")
+                made.append(search(model, each, Settings(**settings), on_step=report, **limits))
             else:
                 options = {"compile": compiled, "dump": dump, "suggest": len(clusters) == 1}
                 made.append(make_plan(model, each, Settings(**settings), **options, **limits))

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh
 from zerojax.sharding import placement
 from zerojax.sharding.tiles import stored_order
 from zerojax.step.config import ZeroConfig
-from zerojax.step.state import Definition, TrainState, in_host
+from zerojax.step.state import StateLayout, TrainState, in_host
 
 
 def host_gradients_bytes(config: ZeroConfig, state: TrainState, dtype: Any = None) -> int:
@@ -26,21 +26,21 @@ def host_gradients_bytes(config: ZeroConfig, state: TrainState, dtype: Any = Non
         state: arrays or avals, with the shardings of the stage.
         dtype: of the gradients; None for that in which each is reduced.
     """
-    definition, precision = state.definition, config.precision
-    flags, params = definition.params_in_host(config.offloads_params), jax.tree.leaves(state.params)
+    layout, precision = state.layout, config.precision
+    flags, params = layout.params_in_host(config.offloads_params), jax.tree.leaves(state.params)
     return sum(
         math.prod(a.sharding.shard_shape(tuple(a.shape)))
         * jnp.dtype(dtype or precision.wire_dtype(leaf.compute_dtype)).itemsize
-        for a, leaf, flag in zip(params, definition.leaves, flags, strict=True)
+        for a, leaf, flag in zip(params, layout.leaves, flags, strict=True)
         if flag and leaf.trainable
     )
 
 
-def check_layouts(config: ZeroConfig, definition: Definition, platform: str | None) -> None:
+def check_layouts(config: ZeroConfig, layout: StateLayout, platform: str | None) -> None:
     """Raises ValueError if the devices do not read pieces or layers of a state from host memory.
 
     Args:
-        config, definition: of the state.
+        config, layout: of the state.
         platform: of the devices, if the mesh has none; None if it is not known.
     """
     if not isinstance(config.mesh, AbstractMesh):
@@ -48,9 +48,9 @@ def check_layouts(config: ZeroConfig, definition: Definition, platform: str | No
     if platform != "tpu":
         return
     if config.offloads_params:
-        _check_stacks_on_tpus(config, definition)
-    created = jax.tree_util.tree_leaves_with_path(jax.eval_shape(definition.tx.init, definition.trained_avals()))
-    placed = jax.tree.leaves(definition.optimizer_placement(config.axes, config.stage.shards_optimizer))
+        _check_stacks_on_tpus(config, layout)
+    created = jax.tree_util.tree_leaves_with_path(jax.eval_shape(layout.tx.init, layout.trained_avals()))
+    placed = jax.tree.leaves(layout.optimizer_placement(config.axes, config.stage.shards_optimizer))
     for (path, a), stored in zip(created, placed, strict=True):
         if stored.in_pieces and a.dtype.itemsize == 1:  # in another layout than their pieces, and copied as a whole
             raise ValueError(
@@ -60,14 +60,12 @@ def check_layouts(config: ZeroConfig, definition: Definition, platform: str | No
             )
 
 
-def _check_stacks_on_tpus(config: ZeroConfig, definition: Definition) -> None:
+def _check_stacks_on_tpus(config: ZeroConfig, layout: StateLayout) -> None:
     """Raises ValueError if layers share tiles of the memory of a TPU, whose compiler then reads no single one."""
     is_sharded = config.stage.shards_params
-    placed = jax.tree.leaves(placement.named_shardings(config.mesh, definition.specs(config.axes, is_sharded)))
-    in_host = definition.params_in_host(config.offloads_params)
-    for leaf, sharding, zeros, flag in zip(
-        definition.leaves, placed, definition.paddings(is_sharded), in_host, strict=True
-    ):
+    placed = jax.tree.leaves(placement.named_shardings(config.mesh, layout.specs(config.axes, is_sharded)))
+    in_host = layout.params_in_host(config.offloads_params)
+    for leaf, sharding, zeros, flag in zip(layout.leaves, placed, layout.paddings(is_sharded), in_host, strict=True):
         shard = sharding.shard_shape(zeros.stored_shape(leaf.shape))
         if flag and leaf.stacked and 0 in stored_order(shard)[-2:]:
             raise ValueError(

@@ -15,7 +15,7 @@ from zerojax.sharding.placement import Leaf
 from zerojax.step import optimizers
 from zerojax.step.config import ZeroConfig
 from zerojax.step.memory import DeviceMemory, GradientSums, Memory
-from zerojax.step.state import Definition, TrainState
+from zerojax.step.state import StateLayout, TrainState
 from zerojax.step.update import Update
 from zerojax.utils.typing import AnyMesh, Array
 
@@ -27,26 +27,26 @@ class AllOnDevices(DeviceMemory):
     arrays in fp32, before they round or encode it.
     """
 
-    def update(self, config: ZeroConfig, definition: Definition, dtypes: Sequence[Any], scales: bool) -> Update | None:
+    def update(self, config: ZeroConfig, layout: StateLayout, dtypes: Sequence[Any], scales: bool) -> Update | None:
         # A piece may be a part of any dim, and other axes of the mesh may divide these.
-        if not optimizers.stores_few_bits(definition.tx) or config.other_axes:
+        if not optimizers.stores_few_bits(layout.tx) or config.other_axes:
             return None
-        return StreamedUpdate(config, definition, dtypes, scales)
+        return StreamedUpdate(config, layout, dtypes, scales)
 
 
 class OptimizerInHost(DeviceMemory):
     """The optimizer's state is in host memory, with the master copy of the parameters."""
 
-    def check(self, config: ZeroConfig, definition: Definition, platform: str | None = None) -> None:
-        dtypes = [leaf.dtype for leaf in definition.leaves if leaf.trainable]
-        StreamedUpdate(config, definition, dtypes, scales=False)  # raises if it cannot be computed piece by piece
-        checks.check_layouts(config, definition, platform)
+    def check(self, config: ZeroConfig, layout: StateLayout, platform: str | None = None) -> None:
+        dtypes = [leaf.dtype for leaf in layout.leaves if leaf.trainable]
+        StreamedUpdate(config, layout, dtypes, scales=False)  # raises if it cannot be computed piece by piece
+        checks.check_layouts(config, layout, platform)
 
     def check_state(self, config: ZeroConfig, state: TrainState) -> None:
         checks.check_may_pin(config, state)
 
-    def update(self, config: ZeroConfig, definition: Definition, dtypes: Sequence[Any], scales: bool) -> Update | None:
-        return StreamedUpdate(config, definition, dtypes, scales)
+    def update(self, config: ZeroConfig, layout: StateLayout, dtypes: Sequence[Any], scales: bool) -> Update | None:
+        return StreamedUpdate(config, layout, dtypes, scales)
 
 
 @dataclasses.dataclass(frozen=True)

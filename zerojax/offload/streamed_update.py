@@ -42,7 +42,7 @@ from zerojax.sharding.padding import NO_PADDING
 from zerojax.sharding.placement import Leaf, Stored
 from zerojax.step import optimizers
 from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
-from zerojax.step.state import Definition, TrainState, optimizer_shardings
+from zerojax.step.state import StateLayout, TrainState, optimizer_shardings
 from zerojax.step.update import Updated
 from zerojax.utils.typing import Array, Shape
 
@@ -69,7 +69,7 @@ class StreamedUpdate:
 
     Args:
         config: mesh, axes, stage and precision.
-        definition: of the state.
+        layout: of the state.
         grad_dtypes: the dtypes of the gradients of trained parameters, in flattening order.
         scales: whether gradients are multiplied by a factor before the update.
 
@@ -77,18 +77,18 @@ class StreamedUpdate:
         ValueError: if there are arrays in host memory, and their update cannot be computed piece by piece.
     """
 
-    def __init__(self, config: ZeroConfig, definition: Definition, grad_dtypes: Sequence[Any], scales: bool):
-        self.definition, self.config, self.scales = definition, config, scales
-        self.leaves = [leaf for leaf in definition.leaves if leaf.trainable]
-        params, self._params_tree = jax.tree.flatten(definition.trained_avals())
-        created = jax.eval_shape(definition.tx.init, definition.trained_avals())
+    def __init__(self, config: ZeroConfig, layout: StateLayout, grad_dtypes: Sequence[Any], scales: bool):
+        self.layout, self.config, self.scales = layout, config, scales
+        self.leaves = [leaf for leaf in layout.leaves if leaf.trainable]
+        params, self._params_tree = jax.tree.flatten(layout.trained_avals())
+        created = jax.eval_shape(layout.tx.init, layout.trained_avals())
         opt_state, self._state_tree = jax.tree.flatten(created)
-        stored = jax.tree.leaves(definition.optimizer_placement(config.axes, config.stage.shards_optimizer))
+        stored = jax.tree.leaves(layout.optimizer_placement(config.axes, config.stage.shards_optimizer))
         number = {leaf.path: k for k, leaf in enumerate(self.leaves)}
         of_grads = [Operand(k) if leaf.shape else Operand() for k, leaf in enumerate(self.leaves)]
-        in_host = zip(definition.params_in_host(config.offloads_params), definition.leaves, strict=True)
+        in_host = zip(layout.params_in_host(config.offloads_params), layout.leaves, strict=True)
         self._moved = [flag for flag, leaf in in_host if leaf.trainable]  # parameters in host memory
-        has_master, offloads = definition.has_master, config.offloads_optimizer
+        has_master, offloads = layout.has_master, config.offloads_optimizer
         of_params = [
             each._replace(in_host=each.leaf is not None and ((has_master and offloads) or flag))
             for each, flag in zip(of_grads, self._moved, strict=True)
@@ -115,8 +115,8 @@ class StreamedUpdate:
         )
         is_state = lambda p: p >= self._num_params or has_master or self._moved[p]  # or a parameter without a copy
         self._in_place = {p for p, each in enumerate(self.split.results) if each.leaf is not None and is_state(p)}
-        self._zeros = definition.trained_paddings(sharded)
-        self._state_zeros = definition.optimizer_paddings(config.axes, sharded)
+        self._zeros = layout.trained_paddings(sharded)
+        self._state_zeros = layout.optimizer_paddings(config.axes, sharded)
         self._specs = leaf_specs(config, self.leaves, sharded)
 
     def _update(self, *flat: Array) -> list[Array]:
@@ -128,7 +128,7 @@ class StreamedUpdate:
         params = self._params_tree.unflatten(old[: self._num_params])
         opt_state = self._state_tree.unflatten(old[self._num_params :])
         updates, after_update = optimizers.update(
-            self.definition.tx, self._params_tree.unflatten(grads), opt_state, params, loss
+            self.layout.tx, self._params_tree.unflatten(grads), opt_state, params, loss
         )
         new = [*jax.tree.leaves(optax.apply_updates(params, updates)), *jax.tree.leaves(after_update)]
         return [lax.select(finite, n, o) for n, o in zip(new, old, strict=True)]
@@ -194,12 +194,12 @@ class StreamedUpdate:
 
     def _computed(self, state: TrainState) -> list[Array]:
         """The trained parameters in the dtypes in which they are computed with, stored like the optimizer state."""
-        trained = self.definition.trained(state.params)
+        trained = self.layout.trained(state.params)
         if self.config.offloads_params:
             return jax.tree.leaves(trained)
         if not self.config.stage.shards_params:
             trained = padding.padded(trained, self._zeros)
-        return jax.tree.leaves(lax.with_sharding_constraint(trained, optimizer_shardings(self.config, self.definition)))
+        return jax.tree.leaves(lax.with_sharding_constraint(trained, optimizer_shardings(self.config, self.layout)))
 
     # On one device ----------------------------------------------------------------------------------------------------
 

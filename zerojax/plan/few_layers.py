@@ -71,14 +71,14 @@ def trace_loss(gradient: DeviceGradient, args: Any) -> LossTrace:
         gradient: of the step.
         args: avals of global arrays: (parameter leaves, model state, batch, key).
     """
-    config, definition = gradient.config, gradient.definition
+    config, layout = gradient.config, gradient.layout
     replicated: Any = jax.sharding.PartitionSpec()
-    specs = leaf_specs(config, definition.leaves, config.stage.shards_params)
+    specs = leaf_specs(config, layout.leaves, config.stage.shards_params)
     found: list[LossTrace] = []
 
     def find(shards: Any, model_state: PyTree, batch: PyTree, key: Array) -> Any:
         batch = cast_batch(config.precision, batch)
-        shards = definition.for_compute(shards)
+        shards = layout.for_compute(shards)
         parts, _, output = gradient.parts_of_loss(shards, gradient.fold(model_state, 0), batch, key)
         found.append(LossTrace(parts.traced, output))
         return jnp.int32(0)
@@ -120,12 +120,12 @@ def few_layers(gradient: DeviceGradient, trace: LossTrace, num_ends: tuple[int, 
         RepeatedLayer(first, later, others, tuple(position[i] for i in traced.segments[first].leaves if i in position))
         for first, later, others in standing
     )
-    definition = gradient.definition
-    definition = dataclasses.replace(
-        definition, leaves=tuple(definition.leaves[i] for i in leaves), tree=jax.tree.structure([0] * len(leaves))
+    layout = gradient.layout
+    layout = dataclasses.replace(
+        layout, leaves=tuple(layout.leaves[i] for i in leaves), tree=jax.tree.structure([0] * len(leaves))
     )
     loss = _loss_of_few(trace, leaves, replaced)
-    return FewLayers(dataclasses.replace(gradient, definition=definition, loss=loss), leaves, layers)
+    return FewLayers(dataclasses.replace(gradient, layout=layout, loss=loss), leaves, layers)
 
 
 def _loss_of_few(trace: LossTrace, leaves: Sequence[int], replaced: dict[int, dict[Var, Var]]) -> Any:
@@ -206,7 +206,7 @@ def _replacements(segment: Segment, free: Sequence[Var]) -> dict[Var, Var] | Non
 
 def _signature(gradient: DeviceGradient, traced: TracedLoss, segment: Segment, texts: _Texts) -> Hashable:
     """What two segments have in common if they compute the same but for constants, and place leaves alike."""
-    leaves = gradient.definition.leaves
+    leaves = gradient.layout.leaves
     number: dict[Var, Hashable] = {v: ("input", k, str(v.aval)) for k, v in enumerate(segment.inputs)}
     number.update({traced.leaf_vars[i]: ("leaf", k) for k, i in enumerate(segment.leaves)})
 

@@ -298,7 +298,7 @@ class Planner:
         # Collect what there is to note.
         zero = self.tracer.zero(settings, self.cluster.num_devices)
         about_model = notes_of_shapes(self.shapes, self.cluster.chip) if self.shapes else ()
-        about_shards = notes_of_shards(self.tracer.state(zero, settings).definition.leaves, zero.config)
+        about_shards = notes_of_shards(self.tracer.state(zero, settings).layout.leaves, zero.config)
         about_loss = notes(loss, memory, self.cluster, settings)
         found = Plan(
             self.name,
@@ -355,7 +355,7 @@ class Planner:
     def parameters(self, settings: Settings) -> int:
         """The number of parameters of the model."""
         zero = self.tracer.zero(settings, self.cluster.num_devices)
-        return sum(leaf.size for leaf in self.tracer.state(zero, settings).definition.leaves)
+        return sum(leaf.size for leaf in self.tracer.state(zero, settings).layout.leaves)
 
     def model_flops(self, settings: Settings) -> int | None:
         """The flops of a step on all devices without recomputation, see `jaxpr_counts.model_flops`; None if unknown."""

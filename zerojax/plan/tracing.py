@@ -105,10 +105,10 @@ class Tracer:
                 warnings.filterwarnings("ignore", "placement: (the shards|.* replicated)")  # a note of the plan says so
                 tx = settings.optimizer(self.job.tx)
                 self._states[key] = creation.build(zero.config, overrides, self._create.source, tx, 0)[1]
-            leaves = self._states[key].definition.leaves
+            leaves = self._states[key].layout.leaves
             self._create.stacked = tuple(glob.escape(leaf.path) for leaf in leaves if leaf.stacked)
         # A state is built once for all `offload`.
-        zero.config.memory.check(zero.config, self._states[key].definition, self.platform)
+        zero.config.memory.check(zero.config, self._states[key].layout, self.platform)
         self._stored[stored_key] = stored_avals(zero.config, self._states[key])
         return self._stored[stored_key]
 
@@ -185,7 +185,7 @@ class Tracer:
         state, step = self.state(zero, settings), _step_settings(settings).check(zero.config.axes)
         batch = self.batch(settings, zero.config.axes.num_devices)
         scale = jax.ShapeDtypeStruct((), jnp.float32)
-        gradient = device_gradient(zero.config, state.definition, self.job.loss_fn, step)
+        gradient = device_gradient(zero.config, state.layout, self.job.loss_fn, step)
         params = in_host_memory(state.params, in_host(zero.config, state).params)
         return gradient, (jax.tree.leaves(params), state.model_state, batch, state.key, scale)
 

@@ -144,8 +144,7 @@ def warn_of_disabled_jit() -> None:
     """Warns if JAX compiles nothing: arrays are then not placed as the stage says."""
     if jax.config.jax_disable_jit:  # pyright: ignore[reportAttributeAccessIssue]
         warn(
-            "jit: JAX is told to compile nothing, so a new state is whole on a device, and steps run operation by "
-            "operation\n"
+            "jit: compilation is disabled, so a new state is not created in shards, and steps run slowly\n"
             "  got:      jax_disable_jit, from JAX_DISABLE_JIT, jax.config or jax.disable_jit()\n"
             "  fix:      leave it out; jax.debug.print and jax.debug.breakpoint work in compiled steps"
         )

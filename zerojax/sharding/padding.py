@@ -5,7 +5,7 @@ JAX only shards arrays evenly. A leaf none of whose dims N divides is stored wit
     logical   [4096, 1000] over 24 devices     what the model, the optimizer and a checkpoint have
     stored    [4104, 1000], 171 rows each      what the training state has where a stage shards the leaf
 
-Everything else has logical shapes. The border runs through this module and `transform.collectives`, which cuts off the
+Everything else has logical shapes. The border runs through this module and `comm.collectives`, which cuts off the
 zeros behind a gather and appends them before a reduction. Zeros are appended anew in each step, so that nothing an
 optimizer does (weight decay, noise, averages) reaches them.
 """

@@ -29,7 +29,7 @@ from zerojax.step.config import ZeroConfig
 from zerojax.step.optimizers import check_update, rounds_stochastically
 from zerojax.step.source import ModelSource, plain_arrays
 from zerojax.step.state import (
-    Definition,
+    StateLayout,
     TrainState,
     check_not_donated,
     shardings,
@@ -78,15 +78,15 @@ def _from_function(
     stacked = stacked_paths(closed, paths) if paths else frozenset()
     from_model = static["from_model"]._replace(stacked=stacked)
     params, model_state = created
-    definition = _define(config, overrides, static["model"], params, model_state, from_model, tx)
+    layout = _define(config, overrides, static["model"], params, model_state, from_model, tx)
     _warn_of_plain_arrays(static["plain"], model_state)
     tree = jax.tree.structure(created)
 
     def initial(key: PRNGKey) -> TrainState:
         params, model_state = jax.tree.unflatten(tree, jaxprs.run(closed, key))
-        return _initial(config, definition, params, model_state, key)
+        return _initial(config, layout, params, model_state, key)
 
-    from_avals = lambda params, model_state, key: _initial(config, definition, params, model_state, key)
+    from_avals = lambda params, model_state, key: _initial(config, layout, params, model_state, key)
     abstract = stored_avals(config, jax.eval_shape(from_avals, params, model_state, key))
     if config.offloads_optimizer:
         return lambda: create_in_parts(initial, (key,), abstract), abstract
@@ -103,15 +103,15 @@ def _from_existing(
     with_paths = jax.tree_util.tree_leaves_with_path(params)
     shapes = {placement.path_text(path): tuple(np.shape(a)) for path, a in with_paths}
     from_model = from_model._replace(stacked=likely_stacks(shapes))
-    definition = _define(config, overrides, model, params, model_state, from_model, tx)
+    layout = _define(config, overrides, model, params, model_state, from_model, tx)
     _warn_of_plain_arrays(plain, model_state)
-    from_logical = lambda params, model_state, key: _initial(config, definition, params, model_state, key)
+    from_logical = lambda params, model_state, key: _initial(config, layout, params, model_state, key)
     abstract = stored_avals(config, jax.eval_shape(from_logical, params, model_state, key))
 
     def initial(stored: PyTree, model_state: PyTree, key: PRNGKey) -> TrainState:
         if config.offloads_optimizer:
             stored = jax.device_put(stored, jax.memory.Space.Device)
-        params = padding.cropped(stored, definition.paddings(config.stage.shards_optimizer))
+        params = padding.cropped(stored, layout.paddings(config.stage.shards_optimizer))
         return from_logical(params, model_state, key)
 
     def create() -> TrainState:
@@ -123,8 +123,8 @@ def _from_existing(
                     f"  fix:      create the model with values, or pass a function that creates it"
                 )
         is_sharded = config.stage.shards_optimizer
-        specs = definition.specs(config.axes, is_sharded)
-        zeros = jax.tree.unflatten(definition.tree, definition.paddings(is_sharded))
+        specs = layout.specs(config.axes, is_sharded)
+        zeros = jax.tree.unflatten(layout.tree, layout.paddings(is_sharded))
         placed = placement.named_shardings(config.mesh, specs)
         if config.offloads_optimizer:
             on_host = jax.tree.map(lambda sharding: sharding.with_memory_kind(PINNED_HOST), placed)
@@ -142,18 +142,18 @@ def with_optimizer(
 ) -> TrainState:
     """See `Zero.with_optimizer`."""
     check_not_donated(state)
-    definition, stage = dataclasses.replace(state.definition, tx=tx), config.stage
-    check_update(tx, definition.trained_avals())
-    config.memory.check(config, definition)
+    layout, stage = dataclasses.replace(state.layout, tx=tx), config.stage
+    check_update(tx, layout.trained_avals())
+    config.memory.check(config, layout)
 
     def initial(params: PyTree, master: PyTree, model_state: PyTree, key: PRNGKey) -> TrainState:
         if config.offloads_optimizer:
             params, master = jax.device_put((params, master), jax.memory.Space.Device)
-        params = padding.cropped(params, definition.paddings(stage.shards_params))
+        params = padding.cropped(params, layout.paddings(stage.shards_params))
         if master is not None:
-            trained = padding.cropped(master, definition.trained_paddings(stage.shards_optimizer))
-            params = definition.with_frozen(trained, params)
-        return _initial(config, definition, params, model_state, key)
+            trained = padding.cropped(master, layout.trained_paddings(stage.shards_optimizer))
+            params = layout.with_frozen(trained, params)
+        return _initial(config, layout, params, model_state, key)
 
     args = state.params, state.master, state.model_state, _key(seed)
     abstract = stored_avals(config, jax.eval_shape(initial, *args))
@@ -182,7 +182,7 @@ def _lend(a: Any, sharding: NamedSharding, zeros: Padding) -> Array:
 
 def lend_master(state: TrainState, trained: PyTree, shardings: PyTree) -> PyTree:
     """Trained parameters as the state stores its master copy. The arrays may share memory with those given."""
-    leaves = [leaf for leaf in state.definition.leaves if leaf.trainable]
+    leaves = [leaf for leaf in state.layout.leaves if leaf.trainable]
 
     def lend(a: Any, leaf: Leaf, stored: Array, sharding: NamedSharding) -> Array:
         if np.shape(a) != stored.shape:
@@ -216,7 +216,7 @@ def _define(
     model_state: PyTree,
     from_model: FromModel,
     tx: optax.GradientTransformation,
-) -> Definition:
+) -> StateLayout:
     """The static part of a state, with warnings about what the user may not expect."""
     leaves = placement.place(params, config.mesh, config.axes, config.precision, overrides, from_model)
     layer_shapes = {leaf.path: leaf.shape[leaf.stacked :] for leaf in leaves}
@@ -240,16 +240,16 @@ def _define(
             f"  fix:      Zero(..., precision='bf16') computes in bf16; dtypes={{glob: dtype}} sets single leaves"
         )
     fixed = _fixed_state(model_state, leaves, overrides.frozen)
-    definition = Definition(tx, model, leaves, jax.tree.structure(params), fixed, config)
-    check_update(tx, definition.trained_avals())
-    config.memory.check(config, definition)
+    layout = StateLayout(tx, model, leaves, jax.tree.structure(params), fixed, config)
+    check_update(tx, layout.trained_avals())
+    config.memory.check(config, layout)
     if config.precision.param_dtype == jnp.bfloat16 and not rounds_stochastically(tx):
         warn(
             "init: parameters in bfloat16 lose small updates\n"
             "  got:      an optimizer whose updates are added in bfloat16, rounded to nearest\n"
             "  fix:      zerojax.stochastic_rounding(tx), or precision='bf16', which has a copy of them in fp32"
         )
-    return definition
+    return layout
 
 
 def _warn_of_plain_arrays(paths: Sequence[str], model_state: PyTree) -> None:
@@ -263,25 +263,23 @@ def _warn_of_plain_arrays(paths: Sequence[str], model_state: PyTree) -> None:
         )
 
 
-def _initial(
-    config: ZeroConfig, definition: Definition, params: PyTree, model_state: PyTree, key: PRNGKey
-) -> TrainState:
+def _initial(config: ZeroConfig, layout: StateLayout, params: PyTree, model_state: PyTree, key: PRNGKey) -> TrainState:
     """The state at step 0, from the parameters in the dtypes of the model."""
-    leaves = zip(jax.tree.leaves(params), definition.leaves, strict=True)
-    params = jax.tree.unflatten(definition.tree, [a.astype(leaf.dtype) for a, leaf in leaves])
-    trained, stage = definition.trained(params), config.stage
-    computed = definition.with_frozen(definition.cast_trained(trained), params)
-    opt_state, zeros = definition.tx.init(trained), definition.trained_paddings(stage.shards_optimizer)
+    leaves = zip(jax.tree.leaves(params), layout.leaves, strict=True)
+    params = jax.tree.unflatten(layout.tree, [a.astype(leaf.dtype) for a, leaf in leaves])
+    trained, stage = layout.trained(params), config.stage
+    computed = layout.with_frozen(layout.cast_trained(trained), params)
+    opt_state, zeros = layout.tx.init(trained), layout.trained_paddings(stage.shards_optimizer)
     state = TrainState(
         step=jnp.int32(0),
         skipped=jnp.int32(0),
-        params=padding.padded(computed, definition.paddings(stage.shards_params)),
-        master=padding.padded(trained, zeros) if definition.has_master else None,
-        opt_state=padding.padded(opt_state, definition.optimizer_paddings(config.axes, stage.shards_optimizer)),
+        params=padding.padded(computed, layout.paddings(stage.shards_params)),
+        master=padding.padded(trained, zeros) if layout.has_master else None,
+        opt_state=padding.padded(opt_state, layout.optimizer_paddings(config.axes, stage.shards_optimizer)),
         model_state=model_state,
         key=jax.random.fold_in(key, _STEP_KEY),
         loss_scale=LossScale.create(config.precision),
-        definition=definition,
+        layout=layout,
     )
     return jax.tree.map(models.strongly_typed, state)
 

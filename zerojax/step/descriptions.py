@@ -19,8 +19,8 @@ from zerojax.utils.typing import PyTree
 
 def state_text(state: Any) -> str:
     """The `repr` of a `TrainState`: its step, stage, size and bytes on a device, and what is not sharded."""
-    definition = state.definition
-    leaves, config = definition.leaves, definition.config
+    layout = state.layout
+    leaves, config = layout.leaves, layout.config
     trained = sum(leaf.size for leaf in leaves if leaf.trainable)
     total = sum(leaf.size for leaf in leaves)
     of_these = "" if trained == total else f", {count_text(trained)} of them trained"
@@ -55,7 +55,7 @@ def _step_text(state: Any) -> str:
 def _held_text(state: Any) -> str:
     optimizer = (state.master, state.opt_state)
     parts = {"parameters": state.params, "optimizer state": optimizer, "model state": state.model_state}
-    offloads = state.definition.config is not None and state.definition.config.offloads_optimizer
+    offloads = state.layout.config is not None and state.layout.config.offloads_optimizer
     host = {name: _held_bytes(tree, of_host=True) if offloads else 0 for name, tree in parts.items()}
     held = {name: _held_bytes(tree) - host[name] for name, tree in parts.items()}
     listed = lambda sizes: ", ".join(f"{name} {bytes_text(size)}" for name, size in sizes.items() if size)

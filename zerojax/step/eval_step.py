@@ -15,7 +15,7 @@ from zerojax.step.gradient import DeviceGradient, device_gradient
 from zerojax.step.jitted_step import Step, name_of_loss
 from zerojax.step.loss_traces import check_evaluation, check_loss, explained_by_rows, with_state_keys
 from zerojax.step.settings import StepSettings
-from zerojax.step.state import Definition, TrainState
+from zerojax.step.state import StateLayout, TrainState
 from zerojax.step.whole_batch import Purpose, over_whole_batch
 from zerojax.utils.typing import Array, PyTree
 
@@ -31,7 +31,7 @@ class EvalStep(Step):
         self,
         config: ZeroConfig,
         settings: StepSettings,
-        gradient_of: Callable[[Definition], DeviceGradient],
+        gradient_of: Callable[[StateLayout], DeviceGradient],
         loss_name: str,
     ):
         super().__init__(config, settings, self._build_means, loss_name)
@@ -39,7 +39,7 @@ class EvalStep(Step):
         self.rows = Step(config, settings, self._build_sums, loss_name)
 
     def _build_means(self, like: TrainState) -> Callable[..., Any]:
-        gradient, checked = self._gradient_of(like.definition), set[bool]()
+        gradient, checked = self._gradient_of(like.layout), set[bool]()
 
         def step(state: TrainState, batch: PyTree) -> dict[str, Array]:
             args = (jax.tree.leaves(state.params), state.model_state, batch, state.key)
@@ -55,7 +55,7 @@ class EvalStep(Step):
         return step
 
     def _build_sums(self, like: TrainState) -> Callable[..., Any]:
-        gradient, checked = self._gradient_of(like.definition), set[bool]()
+        gradient, checked = self._gradient_of(like.layout), set[bool]()
 
         def step(state: TrainState, rows: RowsOfSet) -> models.Sums:
             args = (jax.tree.leaves(state.params), state.model_state, rows, state.key)
@@ -76,7 +76,7 @@ class EvalStep(Step):
         """Runs a function of (parameter leaves, model state, batch, key) on each device's part of them."""
         replicated: Any = PartitionSpec()
         in_specs = (
-            leaf_specs(self.config, gradient.definition.leaves, self.config.stage.shards_params),
+            leaf_specs(self.config, gradient.layout.leaves, self.config.stage.shards_params),
             replicated,
             batch_specs(self.config.axes, args[2]),
             replicated,
@@ -88,7 +88,7 @@ def eval_step(config: ZeroConfig, loss_fn: Callable[..., Any], settings: StepSet
     """See `Zero.eval_step`."""
     evaluated = models.in_evaluation_mode(loss_fn)
 
-    def gradient_of(definition: Definition) -> DeviceGradient:
-        return device_gradient(config, definition, evaluated, settings)
+    def gradient_of(layout: StateLayout) -> DeviceGradient:
+        return device_gradient(config, layout, evaluated, settings)
 
     return EvalStep(config, settings, gradient_of, name_of_loss(loss_fn))

@@ -31,12 +31,12 @@ from zerojax.sharding.precision import for_reduction
 from zerojax.step import models
 from zerojax.step.batch import RowsOfSet, batch_specs, cast_batch, microbatches
 from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
-from zerojax.step.loss_errors import in_words_of_the_user
+from zerojax.step.loss_errors import explaining_errors
 from zerojax.step.models import Output, Sums
 from zerojax.step.reductions import Reductions
 from zerojax.step.scanned_leaves import check_layer_dims
 from zerojax.step.settings import StepSettings
-from zerojax.step.state import Definition
+from zerojax.step.state import StateLayout
 from zerojax.step.state_keys import UNKNOWN, StateKeys, fold_keys, restore_keys
 from zerojax.utils.typing import Array, ArrayLike, PRNGKey, PyTree
 
@@ -102,14 +102,14 @@ class DeviceGradient:
 
     Attributes:
         config: mesh, axes, stage and precision.
-        definition: the parameters and their placement.
+        layout: the parameters and their placement.
         loss: the loss as a function of a parameter tree.
         settings: the settings of the step.
         state_keys: what the loss does with keys in the model state, if that is known.
     """
 
     config: ZeroConfig
-    definition: Definition
+    layout: StateLayout
     loss: Loss
     settings: StepSettings
     state_keys: StateKeys = UNKNOWN
@@ -117,12 +117,12 @@ class DeviceGradient:
     @property
     def trainable(self) -> list[bool]:
         """Whether each leaf is trained."""
-        return [leaf.trainable for leaf in self.definition.leaves]
+        return [leaf.trainable for leaf in self.layout.leaves]
 
     @property
     def reductions(self) -> Reductions:
         """The reductions at the end of the step."""
-        return Reductions(self.config, self.definition, self.settings)
+        return Reductions(self.config, self.layout, self.settings)
 
     def __call__(
         self, shards: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey, scale: Array
@@ -136,7 +136,7 @@ class DeviceGradient:
             key: the PRNG key of the step.
             scale: fp32 scalar, the loss scale.
         """
-        shards = self.definition.for_compute(shards)
+        shards = self.layout.for_compute(shards)
         batch = cast_batch(self.config.precision, batch)
         if self.settings.num_microbatches > 1:
             return self._accumulate(shards, model_state, batch, key, scale)
@@ -159,13 +159,13 @@ class DeviceGradient:
 
     def _evaluated(self, shards: Sequence[Array], model_state: PyTree, batch: PyTree, key: PRNGKey) -> Output:
         """The output of the loss on this device's rows."""
-        shards = self.definition.for_compute(shards)
+        shards = self.layout.for_compute(shards)
         batch = cast_batch(self.config.precision, batch)
         key = self._device_key(key, 0)
         if self.config.offloads_params or (self.config.stage.shards_params and self.config.axes.num_shards > 1):
             parts, data, unflatten = self.parts_of_loss(shards, self.fold(model_state, 0), batch, key)
             return unflatten(parts.evaluate(self._weights(shards), data, []))
-        return self.loss(jax.tree.unflatten(self.definition.tree, shards), self.fold(model_state, 0), batch, key)
+        return self.loss(jax.tree.unflatten(self.layout.tree, shards), self.fold(model_state, 0), batch, key)
 
     def _device_key(self, key: PRNGKey, microbatch: ArrayLike) -> PRNGKey:
         """The PRNG key of this device and a microbatch."""
@@ -212,14 +212,14 @@ class DeviceGradient:
         else:
             grads, output, weight = self._full_gradient(shards, folded, batch, key, scale)
 
-        after = restore_keys(output.model_state, model_state, self.definition.fixed_state, self.state_keys)
+        after = restore_keys(output.model_state, model_state, self.layout.fixed_state, self.state_keys)
         output = dataclasses.replace(output, model_state=after)
         if self.settings.num_microbatches == 1:
             grads = self.reductions.reduce_grads(grads, summed)
         return _Microbatch(grads, output, weight)
 
     def _weights(self, shards: Sequence[Array]) -> Weights:
-        return self.config.memory.weights(shards, self.definition.leaves)
+        return self.config.memory.weights(shards, self.layout.leaves)
 
     def _seed(self, output: Output, scale: Array) -> tuple[Array, Array]:
         """(The cotangent of this device's sum, scale / weight; the weight of the microbatch over all devices).
@@ -250,7 +250,7 @@ class DeviceGradient:
         def loss_of_trained(trained: list[Array]) -> tuple[Array, Output]:
             items = iter(trained)
             leaves = [next(items) if flag else w for w, flag in zip(full, self.trainable, strict=True)]
-            output = self.loss(jax.tree.unflatten(self.definition.tree, leaves), model_state, batch, key)
+            output = self.loss(jax.tree.unflatten(self.layout.tree, leaves), model_state, batch, key)
             return jnp.asarray(output.loss.sum), output
 
         total, vjp, output = jax.vjp(loss_of_trained, trained, has_aux=True)
@@ -270,12 +270,12 @@ class DeviceGradient:
             (the parts, their data arguments, a function from their flat outputs to an `Output`).
         """
         data, data_tree = jax.tree.flatten((model_state, batch, key))
-        leaves = self.definition.leaves
+        leaves = self.layout.leaves
         full = [jax.ShapeDtypeStruct(leaf.shape, shard.dtype) for leaf, shard in zip(leaves, shards, strict=True)]
 
         # Trace.
         def flat_loss(*args: Array) -> Output:
-            params = jax.tree.unflatten(self.definition.tree, self.definition.for_compute(args[: len(full)]))
+            params = jax.tree.unflatten(self.layout.tree, self.layout.for_compute(args[: len(full)]))
             output = self.loss(params, *jax.tree.unflatten(data_tree, args[len(full) :]))
             return jax.tree.map(jnp.asarray, output)
 
@@ -358,7 +358,7 @@ class DeviceGradient:
 
 def device_gradient(
     config: ZeroConfig,
-    definition: Definition,
+    layout: StateLayout,
     loss_fn: Callable[..., Any],
     settings: StepSettings,
 ) -> DeviceGradient:
@@ -368,19 +368,19 @@ def device_gradient(
         ValueError: if `remat` names a unit that the model does not have, or needs an axis that the mesh does not have.
     """
     settings.remat.check_axes(config.other_axes)
-    settings.remat.check_units([leaf.unit for leaf in definition.leaves])
-    loss = functools.partial(models.call_loss, loss_fn, definition.model)
-    return DeviceGradient(config, definition, in_words_of_the_user(config.precision)(loss), settings)
+    settings.remat.check_units([leaf.unit for leaf in layout.leaves])
+    loss = functools.partial(models.call_loss, loss_fn, layout.model)
+    return DeviceGradient(config, layout, explaining_errors(config.precision)(loss), settings)
 
 
 def compute_gradients(gradient: DeviceGradient, args: Any) -> LossAndGrads:
     """Computes gradients on global arrays. `args` are (parameter leaves, model state, batch, key, loss scale)."""
-    config, definition = gradient.config, gradient.definition
+    config, layout = gradient.config, gradient.layout
     replicated: Any = PartitionSpec()
-    grads_specs: Any = leaf_specs(config, definition.leaves, config.stage.shards_optimizer)
-    grads_specs = [s if leaf.trainable else None for s, leaf in zip(grads_specs, definition.leaves, strict=True)]
+    grads_specs: Any = leaf_specs(config, layout.leaves, config.stage.shards_optimizer)
+    grads_specs = [s if leaf.trainable else None for s, leaf in zip(grads_specs, layout.leaves, strict=True)]
     in_specs = (
-        leaf_specs(config, definition.leaves, config.stage.shards_params),
+        leaf_specs(config, layout.leaves, config.stage.shards_params),
         replicated,
         batch_specs(config.axes, args[2]),
         replicated,

@@ -17,7 +17,7 @@ from zerojax.step.batch import batch_avals, check_batch, dtype_of, shard_batch
 from zerojax.step.compiler_options import compiler_options, offload_options
 from zerojax.step.config import ZeroConfig
 from zerojax.step.described_hosts import TracedWithHostArguments, forgets_memories, in_host_memory
-from zerojax.step.loss_errors import in_words_of_the_user
+from zerojax.step.loss_errors import explaining_errors
 from zerojax.step.settings import StepSettings
 from zerojax.step.state import TrainState
 from zerojax.utils.text import mesh_text
@@ -66,7 +66,7 @@ class Step:
         """
         leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
         arrays = {path_text(path) or "the batch": f"{dtype_of(a)}{list(np.shape(a))}" for path, a in leaves}
-        if (key := (state.definition, tree, *arrays.values())) in self._agreed:
+        if (key := (state.layout, tree, *arrays.values())) in self._agreed:
             return
         batch_texts = {f"batch: {name}": text for name, text in arrays.items()}
         fix = "start all processes with the same configuration, and pass equally many rows in each"
@@ -82,7 +82,7 @@ class Step:
         states.check_is_state(state, batch)
         states.check_not_donated(state)
         check_batch(self.config, batch, self.settings.num_microbatches)
-        key = state.definition
+        key = state.layout
         if key not in self._jitted:
             warn_of_disabled_jit()
             states.check_stored(self.config, state)
@@ -99,10 +99,10 @@ class Step:
         jit = functools.partial(jax.jit, self._build(state), donate_argnums=donated, keep_unused=True)
         if self._is_described_host(state):
             jit = functools.partial(jit, in_shardings=(states.shardings(self.config, state), None))
-        options = compiler_options(self.config, state.definition.leaves)
+        options = compiler_options(self.config, state.layout.leaves)
         jitted, to_offload = jit(compiler_options=options), offload_options(self.config)
         if to_offload:
-            with in_words_of_the_user(self.config.precision):
+            with explaining_errors(self.config.precision):
                 traced = self._trace(jitted, state, batch)
             if self.config.offloads_params or jaxprs.offloads(traced.jaxpr):
                 return jit(compiler_options={**(options or {}), **to_offload})
@@ -116,7 +116,7 @@ class Step:
 
     def _run(self, jitted: Callable[..., Any], state: TrainState, batch: PyTree) -> Any:
         """Runs the jitted function."""
-        with in_words_of_the_user(self.config.precision):
+        with explaining_errors(self.config.precision):
             return jitted(state, batch)
 
     def trace(self, state: TrainState, batch: PyTree) -> Any:
@@ -145,7 +145,7 @@ class Step:
             state, batch: arrays or avals.
             kwargs: options of JAX, such as `lowering_platforms`.
         """
-        with in_words_of_the_user(self.config.precision):
+        with explaining_errors(self.config.precision):
             return self.trace(state, batch).lower(**kwargs)
 
 

@@ -20,7 +20,7 @@ class LossError(ValueError):
 
 
 @contextlib.contextmanager
-def in_words_of_the_user(precision: Precision) -> Iterator[None]:
+def explaining_errors(precision: Precision) -> Iterator[None]:
     """Explains errors about constraints on data axes, about placement and about dtypes. Others stay as they are.
 
     Raises:

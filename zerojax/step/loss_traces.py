@@ -51,12 +51,12 @@ def uses(gradient: DeviceGradient, args: Any) -> list[tuple[Use, ...]]:
 
     def find(shards: Any, model_state: Any, batch: Any, key: Any) -> list[tuple[Use, ...]]:
         batch = map_rows(lambda a: a[: a.shape[0] // gradient.settings.num_microbatches], batch)
-        args = gradient.definition.for_compute(shards), gradient.fold(model_state, 0), batch, key
+        args = gradient.layout.for_compute(shards), gradient.fold(model_state, 0), batch, key
         found = [segment for segment in gradient.parts_of_loss(*args)[0].traced.segments if segment.leaves]
         places = list(enumerate(found))
         return [
             tuple(Use(k, segment.lookup) for k, segment in places if leaf in segment.leaves)
-            for leaf in range(len(gradient.definition.leaves))
+            for leaf in range(len(gradient.layout.leaves))
         ]
 
     return on_device(gradient, find, args)
@@ -72,7 +72,7 @@ def with_state_keys(gradient: DeviceGradient, args: Any) -> DeviceGradient:
 
     def find(shards: Any, model_state: Any, batch: Any, key: Any) -> list[StateKeys]:
         jaxpr = closed_loss(gradient, shards, model_state, batch, key)[0].jaxpr
-        leaves, start = jax.tree.leaves(model_state), len(gradient.definition.leaves)
+        leaves, start = jax.tree.leaves(model_state), len(gradient.layout.leaves)
         inputs = list(zip(leaves, jaxpr.invars[start:], strict=False))
         used = set(raw_keys(jaxpr, [v for a, v in inputs if may_be_raw(a)]))
         kept = jaxprs.forwards(jaxpr)[-len(leaves) :]
@@ -169,10 +169,10 @@ def closed_loss(gradient: DeviceGradient, *args: Any) -> tuple[Any, Output]:
 
 def full_args(gradient: DeviceGradient, shards: Any, model_state: Any, batch: Any, key: Any) -> Any:
     """The arguments of the loss with full weights, on one device's rows; of the parameters the avals."""
-    definition, precision = gradient.definition, gradient.config.precision
-    leaves = zip(definition.leaves, definition.for_compute(shards), strict=True)
+    layout, precision = gradient.layout, gradient.config.precision
+    leaves = zip(layout.leaves, layout.for_compute(shards), strict=True)
     full = [jax.ShapeDtypeStruct(leaf.shape, shard.dtype) for leaf, shard in leaves]
-    return jax.tree.unflatten(definition.tree, full), model_state, cast_batch(precision, batch), key
+    return jax.tree.unflatten(layout.tree, full), model_state, cast_batch(precision, batch), key
 
 
 def check_evaluation(gradient: DeviceGradient, args: Any) -> None:
@@ -185,7 +185,7 @@ def check_evaluation(gradient: DeviceGradient, args: Any) -> None:
     Raises:
         LossError: if the loss communicates over the data axes, or changes running statistics.
     """
-    axes, definition = gradient.config.axes, gradient.definition
+    axes, layout = gradient.config.axes, gradient.layout
     jaxpr, _ = traced_loss(gradient, args)
     if any(jaxprs.communicates_over(equation, axes.data) for equation in jaxpr.eqns):
         raise LossError(
@@ -195,7 +195,7 @@ def check_evaluation(gradient: DeviceGradient, args: Any) -> None:
         )
     paths = jax.tree_util.tree_leaves_with_path(args[1])
     kept = jaxprs.forwards(jaxpr)[-len(paths) :] if paths else []
-    flags = zip(paths, kept, definition.fixed_state, strict=True)
+    flags = zip(paths, kept, layout.fixed_state, strict=True)
     changed = [
         path_text(path)
         for (path, a), is_kept, is_fixed in flags
@@ -214,10 +214,10 @@ def on_device(gradient: DeviceGradient, fn: Callable[..., list[Any]], args: Any,
 
     `rows` is the spec of all arrays of the batch, if it is not that of a step.
     """
-    config, definition = gradient.config, gradient.definition
+    config, layout = gradient.config, gradient.layout
     replicated: Any = PartitionSpec()
     in_specs = (
-        leaf_specs(config, definition.leaves, config.stage.shards_params),
+        leaf_specs(config, layout.leaves, config.stage.shards_params),
         replicated,
         batch_specs(config.axes, args[2]) if rows is None else rows,
         replicated,

@@ -17,18 +17,18 @@ from zerojax.utils.typing import Array, ArrayLike, Aval
 
 if TYPE_CHECKING:
     from zerojax.step.config import ZeroConfig
-    from zerojax.step.state import Definition, TrainState
+    from zerojax.step.state import StateLayout, TrainState
     from zerojax.step.update import Update
 
 
 class Memory(Protocol):
     """Where the states of a model are while a step runs."""
 
-    def check(self, config: ZeroConfig, definition: Definition, platform: str | None = None) -> None:
+    def check(self, config: ZeroConfig, layout: StateLayout, platform: str | None = None) -> None:
         """Checks that this memory can hold such a state.
 
         Args:
-            config, definition: of the state.
+            config, layout: of the state.
             platform: of the devices, if the mesh has none; None if it is not known.
 
         Raises:
@@ -58,11 +58,11 @@ class Memory(Protocol):
         """
         ...
 
-    def update(self, config: ZeroConfig, definition: Definition, dtypes: Sequence[Any], scales: bool) -> Update | None:
+    def update(self, config: ZeroConfig, layout: StateLayout, dtypes: Sequence[Any], scales: bool) -> Update | None:
         """The update of the optimizer in pieces; None if whole arrays are updated.
 
         Args:
-            config, definition: of the state.
+            config, layout: of the state.
             dtypes: of the gradients of trained parameters, in flattening order.
             scales: whether gradients are multiplied by a factor before the update.
 
@@ -106,7 +106,7 @@ class GradientSums(Protocol):
 class DeviceMemory:
     """Everything is on the devices, and the optimizer updates whole arrays."""
 
-    def check(self, config: ZeroConfig, definition: Definition, platform: str | None = None) -> None:
+    def check(self, config: ZeroConfig, layout: StateLayout, platform: str | None = None) -> None:
         pass
 
     def check_state(self, config: ZeroConfig, state: TrainState) -> None:
@@ -121,7 +121,7 @@ class DeviceMemory:
     def sums(self, dtype: Any, shards: Sequence[Array], trainable: Sequence[bool]) -> GradientSums:
         return DeviceSums(dtype)
 
-    def update(self, config: ZeroConfig, definition: Definition, dtypes: Sequence[Any], scales: bool) -> Update | None:
+    def update(self, config: ZeroConfig, layout: StateLayout, dtypes: Sequence[Any], scales: bool) -> Update | None:
         return None
 
 

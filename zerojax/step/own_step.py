@@ -22,13 +22,13 @@ from zerojax.sharding import placement
 from zerojax.step.batch import Whole
 from zerojax.step.config import ZeroConfig
 from zerojax.step.optimizers import check_transformation
-from zerojax.step.state import Definition
+from zerojax.step.state import StateLayout
 from zerojax.utils.typing import PyTree
 from zerojax.utils.warn import warn
 
 
 def placed_optimizer(
-    config: ZeroConfig, define: Callable[[PyTree], Definition], tx: Any
+    config: ZeroConfig, define: Callable[[PyTree], StateLayout], tx: Any
 ) -> optax.GradientTransformationExtraArgs:
     """See `Zero.optimizer`. `define` returns the placement of a tree of parameters."""
     check_transformation(tx)
@@ -42,18 +42,18 @@ def placed_optimizer(
         tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
     inner, stage = optax.with_extra_args_support(tx), config.stage
 
-    def state_shardings(definition: Definition, opt_state: PyTree) -> PyTree:
-        leaves = definition.trained(jax.tree.unflatten(definition.tree, definition.leaves))
+    def state_shardings(layout: StateLayout, opt_state: PyTree) -> PyTree:
+        leaves = layout.trained(jax.tree.unflatten(layout.tree, layout.leaves))
         stored = placement.optimizer_placement(
             inner, opt_state, leaves, config.axes, stage.shards_optimizer, pads=False
         )
         return placement.named_shardings(config.mesh, jax.tree.map(lambda each: each.spec, stored))
 
     def init(params: PyTree) -> PyTree:
-        definition = define(params)
-        _check_placed(config, definition, params)
-        trained = definition.trained(params)
-        shardings = state_shardings(definition, jax.eval_shape(inner.init, trained))
+        layout = define(params)
+        _check_placed(config, layout, params)
+        trained = layout.trained(params)
+        shardings = state_shardings(layout, jax.eval_shape(inner.init, trained))
         return jax.jit(inner.init, out_shardings=shardings)(trained)
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
@@ -63,26 +63,26 @@ def placed_optimizer(
                 "  got:      tx.update(grads, opt_state)\n"
                 "  fix:      tx.update(grads, opt_state, params)"
             )
-        definition = define(params)
-        stored = param_shardings(config, definition, stage.shards_params)
-        in_shards = param_shardings(config, definition, stage.shards_optimizer)
-        before = definition.trained(pinned(params, stored))  # or compilers would store them like the moments
+        layout = define(params)
+        stored = param_shardings(config, layout, stage.shards_params)
+        in_shards = param_shardings(config, layout, stage.shards_optimizer)
+        before = layout.trained(pinned(params, stored))  # or compilers would store them like the moments
         updates, state = inner.update(pinned(updates, in_shards), state, before, **extra)
         updates = jax.tree.map(_without_none, params, pinned(pinned(updates, in_shards), stored))
-        return updates, pinned(state, state_shardings(definition, state))
+        return updates, pinned(state, state_shardings(layout, state))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def apply_updates(config: ZeroConfig, definition: Definition, params: PyTree, updates: PyTree) -> PyTree:
+def apply_updates(config: ZeroConfig, layout: StateLayout, params: PyTree, updates: PyTree) -> PyTree:
     """See `Zero.apply_updates`."""
     updates = jax.tree.map(_without_none, params, updates)
-    return pinned(optax.apply_updates(params, updates), param_shardings(config, definition, config.stage.shards_params))
+    return pinned(optax.apply_updates(params, updates), param_shardings(config, layout, config.stage.shards_params))
 
 
-def param_shardings(config: ZeroConfig, definition: Definition, sharded: bool) -> PyTree:
+def param_shardings(config: ZeroConfig, layout: StateLayout, sharded: bool) -> PyTree:
     """The shardings of the parameters, with or without the shard axes."""
-    return placement.named_shardings(config.mesh, definition.specs(config.axes, sharded))
+    return placement.named_shardings(config.mesh, layout.specs(config.axes, sharded))
 
 
 def pinned(tree: PyTree, shardings: PyTree) -> PyTree:
@@ -96,10 +96,10 @@ def _without_none(param: Any, update: Any) -> Any:
     return jnp.full_like(param, -0.0) if update is None else update
 
 
-def _check_placed(config: ZeroConfig, definition: Definition, params: PyTree) -> None:
+def _check_placed(config: ZeroConfig, layout: StateLayout, params: PyTree) -> None:
     """Raises ValueError if an array is not placed as the stage stores parameters. What is traced is not known."""
-    shardings = jax.tree.leaves(param_shardings(config, definition, config.stage.shards_params))
-    for leaf, a, wanted in zip(definition.leaves, jax.tree.leaves(params), shardings, strict=True):
+    shardings = jax.tree.leaves(param_shardings(config, layout, config.stage.shards_params))
+    for leaf, a, wanted in zip(layout.leaves, jax.tree.leaves(params), shardings, strict=True):
         if isinstance(a, Tracer) or (isinstance(a, jax.Array) and a.sharding.is_equivalent_to(wanted, a.ndim)):
             continue
         got = getattr(a, "sharding", None)
@@ -111,9 +111,9 @@ def _check_placed(config: ZeroConfig, definition: Definition, params: PyTree) ->
         )
 
 
-def warn_of_placement(config: ZeroConfig, definition: Definition) -> None:
+def warn_of_placement(config: ZeroConfig, layout: StateLayout) -> None:
     """Warns that nothing keeps the optimizer's state of a step, and its parameters, as the stage stores them."""
-    sharded = [leaf for leaf in definition.leaves if leaf.trainable and leaf.dim is not None]
+    sharded = [leaf for leaf in layout.leaves if leaf.trainable and leaf.dim is not None]
     if not config.stage.shards_optimizer or config.axes.num_shards == 1 or not sharded:
         return
     largest = max(sharded, key=lambda leaf: leaf.size)

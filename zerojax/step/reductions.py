@@ -20,7 +20,7 @@ from zerojax.sharding.precision import for_reduction
 from zerojax.step.config import ZeroConfig
 from zerojax.step.models import Sums
 from zerojax.step.settings import StepSettings
-from zerojax.step.state import Definition
+from zerojax.step.state import StateLayout
 from zerojax.utils.typing import Array, PyTree
 
 
@@ -45,18 +45,18 @@ class Reductions:
 
     Attributes:
         config: mesh, axes, stage and precision.
-        definition: the parameters and their placement.
+        layout: the parameters and their placement.
         settings: the settings of the step.
     """
 
     config: ZeroConfig
-    definition: Definition
+    layout: StateLayout
     settings: StepSettings
 
     @property
     def params_in_host(self) -> list[bool]:
         """Whether each leaf is in host memory."""
-        return self.definition.params_in_host(self.config.offloads_params)
+        return self.layout.params_in_host(self.config.offloads_params)
 
     @property
     def sums_replicas_by_units(self) -> bool:
@@ -90,7 +90,7 @@ class Reductions:
             summed: the leaves that are summed over the replica axes already.
         """
         stage, axes, precision = self.config.stage, self.config.axes, self.config.precision
-        options, leaves, in_host = self.settings.collectives, self.definition.leaves, self.params_in_host
+        options, leaves, in_host = self.settings.collectives, self.layout.leaves, self.params_in_host
         reduced = list(grads)
         by_unit: dict[str, list[int]] = {}
         waits: list[Array] = []
@@ -119,7 +119,7 @@ class Reductions:
         Other leaves are equal on all devices."""
         flat, tree = jax.tree.flatten(after)
         old = jax.tree.leaves(before)
-        fixed = self.definition.fixed_state
+        fixed = self.layout.fixed_state
         kept = lambda i: fixed[i] or i in reduced
         floating = [i for i, a in enumerate(flat) if jnp.issubdtype(a.dtype, jnp.floating) and not kept(i)]
         means = self.sum([flat[i].astype(jnp.float32) / self.config.axes.num_devices for i in floating])
@@ -132,14 +132,14 @@ class Reductions:
     def squared_norm_term(self, arrays: Sequence[Any]) -> Array:
         """This device's term of the squared norm of arrays that are stored like gradients; None has no elements."""
         total = jnp.float32(0)
-        for leaf, array in zip(self.definition.leaves, arrays, strict=True):
+        for leaf, array in zip(self.layout.leaves, arrays, strict=True):
             if array is not None:
                 total += jnp.sum(jnp.square(array.astype(jnp.float32))) / self._num_copies(leaf)
         return total
 
     def norm_term_beside(self, norms: dict[int, Array]) -> Array:
         """As `squared_norm_term`, of the gradients that are not on the device, from their squared norms by leaf."""
-        return sum((norms[i] / self._num_copies(self.definition.leaves[i]) for i in norms), jnp.float32(0))
+        return sum((norms[i] / self._num_copies(self.layout.leaves[i]) for i in norms), jnp.float32(0))
 
     def _num_copies(self, leaf: Leaf) -> int:
         """The number of devices that hold the same part of a reduced gradient."""

@@ -27,8 +27,10 @@ from zerojax.utils.typing import Array, Aval, PRNGKey, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
-class Definition:
-    """The static part of a training state. All states of one `init` share the same object.
+class StateLayout:
+    """Where and how the leaves of a training state are stored, with the model and the optimizer that they belong to.
+
+    It is the static part of a state. All states of one `init` share the same object.
 
     Attributes:
         tx: the optimizer.
@@ -142,7 +144,7 @@ class TrainState:
             `nnx.Param`.
         key: the PRNG key from which the keys of steps are folded.
         loss_scale: the loss scale, for fp16; otherwise None.
-        definition: the static part of the state.
+        layout: where and how the leaves are stored.
     """
 
     step: Array
@@ -153,14 +155,14 @@ class TrainState:
     model_state: PyTree
     key: PRNGKey
     loss_scale: LossScale | None
-    definition: Definition = dataclasses.field(metadata={"static": True})
+    layout: StateLayout = dataclasses.field(metadata={"static": True})
 
     def __repr__(self) -> str:
         """The step, the stage, the number of parameters and the bytes on a device. Waits for no step."""
         return state_text(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TrainState:
-        """A copy of the arrays: a state of the same definition. That of an nnx.State would lose its variables."""
+        """A copy of the arrays: a state of the same layout. That of an nnx.State would lose its variables."""
         check_not_donated(self)
         return jax.tree.map(copy.deepcopy, self)
 
@@ -170,7 +172,7 @@ class TrainState:
         Cost: parameters that are stored with zeros are gathered, to cut these off.
         """
         check_not_donated(self)
-        return self.definition.model.merge(self.definition.logical(self.params), self.model_state)
+        return self.layout.model.merge(self.layout.logical(self.params), self.model_state)
 
     @property
     def ema_params(self) -> PyTree:
@@ -199,8 +201,8 @@ class TrainState:
         cropped = jax.tree.map(_without_zeros, self, logical_avals(self))
         if all(map(operator.is_, jax.tree.leaves(cropped), jax.tree.leaves(self))):
             return self
-        own = dataclasses.replace(self.definition)  # steps check the shapes once for each definition
-        return dataclasses.replace(cropped, definition=own)
+        own = dataclasses.replace(self.layout)  # steps check the shapes once for each layout
+        return dataclasses.replace(cropped, layout=own)
 
 
 def _without_zeros(stored: Array | Aval, like: Any) -> Array | Aval:
@@ -223,31 +225,31 @@ def specs(config: ZeroConfig, state: TrainState) -> TrainState:
     """The spec of every leaf of a state, by the stage table."""
     scalar: Any = PartitionSpec()
     replicated = lambda tree: jax.tree.map(lambda _: PartitionSpec(), tree)
-    definition, stage, axes = state.definition, config.stage, config.axes
+    layout, stage, axes = state.layout, config.stage, config.axes
     sharded = stage.shards_optimizer
-    trained = definition.trained(definition.specs(axes, sharded))
-    stored = definition.optimizer_placement(axes, sharded)
+    trained = layout.trained(layout.specs(axes, sharded))
+    stored = layout.optimizer_placement(axes, sharded)
     return TrainState(
         step=scalar,
         skipped=scalar,
-        params=definition.specs(axes, stage.shards_params),
+        params=layout.specs(axes, stage.shards_params),
         master=None if state.master is None else trained,
         opt_state=jax.tree.map(lambda each: each.spec, stored),
         model_state=replicated(state.model_state),
         key=scalar,
         loss_scale=replicated(state.loss_scale),
-        definition=definition,
+        layout=layout,
     )
 
 
 def stored_avals(config: ZeroConfig, state: TrainState) -> TrainState:
     """The avals of a state as its stage stores it, with shardings, whatever the shapes and shardings of its arrays."""
-    definition, stage = state.definition, config.stage
-    in_shards = definition.trained(jax.tree.unflatten(definition.tree, definition.paddings(stage.shards_optimizer)))
-    optimizer = definition.optimizer_placement(config.axes, stage.shards_optimizer)
+    layout, stage = state.layout, config.stage
+    in_shards = layout.trained(jax.tree.unflatten(layout.tree, layout.paddings(stage.shards_optimizer)))
+    optimizer = layout.optimizer_placement(config.axes, stage.shards_optimizer)
     zeros = dataclasses.replace(
         jax.tree.map(lambda _: NO_PADDING, state),
-        params=jax.tree.unflatten(definition.tree, definition.paddings(stage.shards_params)),
+        params=jax.tree.unflatten(layout.tree, layout.paddings(stage.shards_params)),
         master=None if state.master is None else in_shards,
         opt_state=jax.tree.map(lambda stored: stored.padding, optimizer),
     )
@@ -260,10 +262,10 @@ def in_host(config: ZeroConfig, state: TrainState) -> TrainState:
     nowhere = jax.tree.map(lambda _: False, state)
     if not config.offloads_optimizer:
         return nowhere
-    definition = state.definition
-    stored = definition.optimizer_placement(config.axes, config.stage.shards_optimizer)
+    layout = state.layout
+    stored = layout.optimizer_placement(config.axes, config.stage.shards_optimizer)
     master = None if state.master is None else jax.tree.map(lambda a: bool(a.ndim), state.master)
-    params = jax.tree.unflatten(definition.tree, definition.params_in_host(config.offloads_params))
+    params = jax.tree.unflatten(layout.tree, layout.params_in_host(config.offloads_params))
     in_pieces = jax.tree.map(lambda each: each.in_pieces, stored)
     return dataclasses.replace(nowhere, params=params, master=master, opt_state=in_pieces)
 
@@ -277,10 +279,10 @@ def shardings(config: ZeroConfig, state: TrainState) -> TrainState:
     return jax.tree.map(to_host, found, in_host(config, state))
 
 
-def optimizer_shardings(config: ZeroConfig, definition: Definition) -> PyTree:
+def optimizer_shardings(config: ZeroConfig, layout: StateLayout) -> PyTree:
     """The shardings of the optimizer state's copy of the trained parameters."""
-    specs = definition.specs(config.axes, config.stage.shards_optimizer)
-    return placement.named_shardings(config.mesh, definition.trained(specs))
+    specs = layout.specs(config.axes, config.stage.shards_optimizer)
+    return placement.named_shardings(config.mesh, layout.trained(specs))
 
 
 def check_is_state(state: Any, other: Any = None, call: str = "step(state, batch)") -> None:
@@ -324,14 +326,14 @@ def check_not_donated(state: TrainState) -> None:
 
 def logical_avals(state: TrainState) -> TrainState:
     """The avals of a state without the zeros with which its arrays are stored, and without shardings."""
-    definition = state.definition
-    trained = definition.trained_avals()
+    layout = state.layout
+    trained = layout.trained_avals()
     like = lambda tree, shapes: jax.tree.map(lambda a, f: jax.ShapeDtypeStruct(f.shape, a.dtype), tree, shapes)
     return dataclasses.replace(
         jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), state),
-        params=like(state.params, jax.tree.unflatten(definition.tree, definition.leaves)),
+        params=like(state.params, jax.tree.unflatten(layout.tree, layout.leaves)),
         master=None if state.master is None else like(state.master, trained),
-        opt_state=like(state.opt_state, jax.eval_shape(definition.tx.init, trained)),
+        opt_state=like(state.opt_state, jax.eval_shape(layout.tx.init, trained)),
     )
 
 
@@ -342,8 +344,8 @@ def check_trained(state: TrainState, params: PyTree) -> None:
     optimizer holds the parameter: an average loses its changes in it.
     """
     shapes = lambda tree: {placement.path_text(p): jnp.shape(a) for p, a in jax.tree_util.tree_leaves_with_path(tree)}
-    got, wanted = shapes(params), shapes(state.definition.trained_avals())
-    stored = {leaf.path: leaf.dims.padding.stored_shape(leaf.shape) for leaf in state.definition.leaves}
+    got, wanted = shapes(params), shapes(state.layout.trained_avals())
+    stored = {leaf.path: leaf.dims.padding.stored_shape(leaf.shape) for leaf in state.layout.leaves}
     for path in sorted(got.keys() | wanted.keys()):
         if path not in got or path not in wanted or got[path] not in (wanted[path], stored[path]):
             raise ValueError(
@@ -352,7 +354,7 @@ def check_trained(state: TrainState, params: PyTree) -> None:
                 f"  want:     {path}: {wanted.get(path, 'no such leaf, or a frozen one')}\n"
                 f"  fix:      pass a tree like state.params, with None at frozen leaves"
             )
-    held = {leaf.path: leaf.dtype for leaf in state.definition.leaves}
+    held = {leaf.path: leaf.dtype for leaf in state.layout.leaves}
     for path, a in jax.tree_util.tree_leaves_with_path(params):
         dtype, wanted = jnp.result_type(a), held[placement.path_text(path)]
         if jnp.dtype(dtype).itemsize < jnp.dtype(wanted).itemsize:
@@ -366,10 +368,10 @@ def check_trained(state: TrainState, params: PyTree) -> None:
 
 def check_stored(config: ZeroConfig, state: TrainState) -> None:
     """Raises ValueError if the state has other arrays than the stage stores for the parameters and the optimizer."""
-    definition, stage = state.definition, config.stage
-    shapes = [leaf.padding(stage.shards_params).stored_shape(leaf.shape) for leaf in definition.leaves]
-    created, structure = jax.tree.flatten(jax.eval_shape(definition.tx.init, definition.trained_avals()))
-    zeros = definition.optimizer_paddings(config.axes, stage.shards_optimizer)
+    layout, stage = state.layout, config.stage
+    shapes = [leaf.padding(stage.shards_params).stored_shape(leaf.shape) for leaf in layout.leaves]
+    created, structure = jax.tree.flatten(jax.eval_shape(layout.tx.init, layout.trained_avals()))
+    zeros = layout.optimizer_paddings(config.axes, stage.shards_optimizer)
     stored = [jax.ShapeDtypeStruct(p.stored_shape(a.shape), a.dtype) for p, a in zip(zeros, created, strict=True)]
     as_stored = lambda a, shape: jax.ShapeDtypeStruct(shape, a.dtype)
     params, tree = jax.tree.flatten(state.params)

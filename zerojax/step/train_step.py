@@ -23,7 +23,7 @@ from zerojax.step.loss_traces import (
 )
 from zerojax.step.optimizers import scheduled_learning_rate
 from zerojax.step.settings import StepSettings
-from zerojax.step.state import Definition, TrainState
+from zerojax.step.state import StateLayout, TrainState
 from zerojax.step.update import apply_gradients
 from zerojax.step.whole_batch import Purpose, over_whole_batch
 from zerojax.utils.typing import Array, PyTree
@@ -42,22 +42,22 @@ class TrainStep(Step):
 
     def __init__(self, config: ZeroConfig, settings: StepSettings, loss_fn: Callable[..., Any]):
         self._loss_fn = loss_fn
-        self._checked_losses: set[Definition] = set()  # a step may be traced more than once
+        self._checked_losses: set[StateLayout] = set()  # a step may be traced more than once
         super().__init__(config, settings, self._build_step, name_of_loss(loss_fn))
 
-    def gradient(self, definition: Definition) -> DeviceGradient:
+    def gradient(self, layout: StateLayout) -> DeviceGradient:
         """The gradient of the loss for such parameters."""
-        return device_gradient(self.config, definition, self._loss_fn, self.settings)
+        return device_gradient(self.config, layout, self._loss_fn, self.settings)
 
     def _build_step(self, like: TrainState) -> Callable[..., Any]:
-        definition, shardings = like.definition, states.shardings(self.config, like)
-        gradient, clip_norm = self.gradient(definition), self.settings.clip_norm
+        layout, shardings = like.layout, states.shardings(self.config, like)
+        gradient, clip_norm = self.gradient(layout), self.settings.clip_norm
 
         def step(state: TrainState, batch: PyTree) -> tuple[TrainState, dict[str, Array]]:
             scale = state.loss_scale.value if state.loss_scale else jnp.float32(1)
             key = jax.random.fold_in(state.key, state.step)
             args = (jax.tree.leaves(state.params), state.model_state, batch, key, scale)
-            is_checked = definition in self._checked_losses
+            is_checked = layout in self._checked_losses
             with explained_by_rows(gradient, args[:-1]):
                 if not is_checked:
                     if self.config.other_axes:
@@ -65,7 +65,7 @@ class TrainStep(Step):
                     warn_of_keys(batch)
                 with_keys = with_state_keys(gradient, args[:-1])
                 of_batch = over_whole_batch(with_keys, args[:-1], Purpose.TRAINING, quiet=is_checked)
-                self._checked_losses.add(definition)
+                self._checked_losses.add(layout)
                 result = compute_gradients(of_batch, args)
             norm = jnp.sqrt(result.squared_norm) / scale
             finite = jnp.isfinite(norm)
@@ -86,7 +86,7 @@ class TrainStep(Step):
                 "grad_norm": norm,
                 "param_norm": jnp.sqrt(params_norm),
                 "skipped": after.skipped,
-                **_learning_rate(definition, state.opt_state, after.opt_state),
+                **_learning_rate(layout, state.opt_state, after.opt_state),
                 **({"loss_scale": after.loss_scale.value} if after.loss_scale else {}),
             }
             return after, metrics
@@ -94,9 +94,9 @@ class TrainStep(Step):
         return step
 
 
-def _learning_rate(definition: Definition, before: PyTree, after: PyTree) -> dict[str, Array]:
+def _learning_rate(layout: StateLayout, before: PyTree, after: PyTree) -> dict[str, Array]:
     """The learning rate, if the optimizer has it in its state (optax.inject_hyperparams) or in a schedule."""
     found = [value for _, value in optax.tree.get_all_with_path(after, "learning_rate")]
     scalars = [value for value in found if isinstance(value, jax.Array) and value.ndim == 0]
-    rate = scalars[0] if scalars else scheduled_learning_rate(definition.tx, before)
+    rate = scalars[0] if scalars else scheduled_learning_rate(layout.tx, before)
     return {} if rate is None else {"learning_rate": rate.astype(jnp.float32)}

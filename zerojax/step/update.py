@@ -65,7 +65,7 @@ class Update(Protocol):
 def gather_params(gradient: DeviceGradient, trained: PyTree) -> PyTree:
     """Gathers the updated parameters from their shards, unit by unit, at stages 1 and 2. The dtype stays."""
     config, options = gradient.config, gradient.settings.collectives
-    leaves = [leaf for leaf in gradient.definition.leaves if leaf.trainable]
+    leaves = [leaf for leaf in gradient.layout.leaves if leaf.trainable]
     values, tree = jax.tree.flatten(trained)
     units: dict[str, list[int]] = {}
     for i, leaf in enumerate(leaves):
@@ -90,11 +90,11 @@ def squared_norm(gradient: DeviceGradient, params: PyTree) -> Array:
 
     Cost: an all_reduce of one scalar.
     """
-    config, definition = gradient.config, gradient.definition
+    config, layout = gradient.config, gradient.layout
     items = iter(jax.tree.leaves(params))
-    values = [next(items) if leaf.trainable else None for leaf in definition.leaves]
-    specs = leaf_specs(config, definition.leaves, config.stage.shards_optimizer)
-    specs = [s if leaf.trainable else None for s, leaf in zip(specs, definition.leaves, strict=True)]
+    values = [next(items) if leaf.trainable else None for leaf in layout.leaves]
+    specs = leaf_specs(config, layout.leaves, config.stage.shards_optimizer)
+    specs = [s if leaf.trainable else None for s, leaf in zip(specs, layout.leaves, strict=True)]
 
     def total_norm(values: list[Array]) -> Array:
         (total,) = gradient.reductions.sum([gradient.reductions.squared_norm_term(values)])
@@ -129,8 +129,8 @@ def apply_gradients(
     Returns:
         (the state after the update, the squared norm of the trained parameters).
     """
-    config, definition, stage = gradient.config, gradient.definition, gradient.config.stage
-    update = config.memory.update(config, definition, [g.dtype for g in grads], factor is not None)
+    config, layout, stage = gradient.config, gradient.layout, gradient.config.stage
+    update = config.memory.update(config, layout, [g.dtype for g in grads], factor is not None)
     if update is None:
         updated = _update_whole(gradient, state, grads, factor, finite, loss)
     else:
@@ -141,13 +141,13 @@ def apply_gradients(
     after = TrainState(
         step=state.step + 1,
         skipped=state.skipped + jnp.where(finite, 0, 1),
-        params=definition.with_frozen(params, state.params),
+        params=layout.with_frozen(params, state.params),
         master=updated.master,
         opt_state=updated.opt_state,
         model_state=state.model_state,
         key=state.key,
         loss_scale=state.loss_scale and state.loss_scale.update(finite, config.precision.growth_interval),
-        definition=definition,
+        layout=layout,
     )
     constrain = lambda a, sharding: (
         a if sharding.memory_kind == PINNED_HOST else lax.with_sharding_constraint(a, sharding)
@@ -166,16 +166,16 @@ def _update_whole(
     loss: Array,
 ) -> Updated:
     """The update of a state that is on the devices; see `apply_gradients`."""
-    config, definition, stage = gradient.config, gradient.definition, gradient.config.stage
+    config, layout, stage = gradient.config, gradient.layout, gradient.config.stage
     dtype = config.precision.param_dtype
-    zeros = definition.trained_paddings(stage.shards_optimizer)
-    opt_zeros = definition.optimizer_paddings(config.axes, stage.shards_optimizer)
+    zeros = layout.trained_paddings(stage.shards_optimizer)
+    opt_zeros = layout.optimizer_paddings(config.axes, stage.shards_optimizer)
     old = optimizer_params(config, state)
     scaled = [g.astype(dtype) if factor is None else g.astype(dtype) * factor.astype(dtype) for g in grads]
     before = padding.cropped(old, zeros)  # transformations see logical shapes
     tree = jax.tree.structure(old)
     updates, opt_state = optimizers.update(
-        definition.tx,
+        layout.tx,
         padding.cropped(tree.unflatten(scaled), zeros),
         padding.cropped(state.opt_state, opt_zeros),
         before,
@@ -184,17 +184,17 @@ def _update_whole(
     opt_state = padding.padded(opt_state, opt_zeros)
     updated = padding.padded(optax.apply_updates(before, updates), zeros)
     keep = lambda new, old: jax.tree.map(lambda n, o: lax.select(finite, n, o), new, old)
-    new = lax.with_sharding_constraint(keep(updated, old), optimizer_shardings(config, definition))
+    new = lax.with_sharding_constraint(keep(updated, old), optimizer_shardings(config, layout))
     master = None if state.master is None else new
-    return Updated(definition.cast_trained(new), master, keep(opt_state, state.opt_state), None)
+    return Updated(layout.cast_trained(new), master, keep(opt_state, state.opt_state), None)
 
 
 def optimizer_params(config: ZeroConfig, state: TrainState) -> PyTree:
     """The trained parameters in param_dtype, stored like the optimizer's state. This needs no communication."""
-    definition, stage = state.definition, config.stage
+    layout, stage = state.layout, config.stage
     if state.master is not None:
         return state.master
-    trained = definition.trained(state.params)
+    trained = layout.trained(state.params)
     if not stage.shards_params:
-        trained = padding.padded(trained, definition.trained_paddings(stage.shards_optimizer))
-    return lax.with_sharding_constraint(trained, optimizer_shardings(config, definition))
+        trained = padding.padded(trained, layout.trained_paddings(stage.shards_optimizer))
+    return lax.with_sharding_constraint(trained, optimizer_shardings(config, layout))

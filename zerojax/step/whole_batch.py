@@ -1,6 +1,6 @@
 """Makes the outputs of a loss on the devices' rows those of one device that has all rows, or says which are not.
 
-A trace of the loss shows how each output depends on rows (`transform.row_trace`). Means over rows are averaged over
+A trace of the loss shows how each output depends on rows (`program.rows.trace`). Means over rows are averaged over
 devices and microbatches without further ado. What is computed from sums, means and extremes over rows is cut into
 these, which are reduced, and the rest is computed from the results: metrics at the end of a step, and variables of the
 model in the loss itself.
@@ -170,7 +170,7 @@ def over_whole_batch(gradient: DeviceGradient, args: Any, purpose: Purpose, *, q
     Raises:
         LossError: if a variable of the model would be another one on each device.
     """
-    axes, definition = gradient.config.axes, gradient.definition
+    axes, layout = gradient.config.axes, gradient.layout
     num_parts = axes.num_devices * gradient.settings.num_microbatches
     if num_parts == 1 and purpose is not Purpose.DATA_SET:
         return gradient
@@ -181,7 +181,7 @@ def over_whole_batch(gradient: DeviceGradient, args: Any, purpose: Purpose, *, q
         batch = map_rows(lambda a: a[: a.shape[0] // gradient.settings.num_microbatches], batch)
         args = full_args(gradient, shards, model_state, batch, key)
         found = _read(gradient.loss, axes, args)
-        plan = _plan(found, definition.fixed_state, axes, purpose)
+        plan = _plan(found, layout.fixed_state, axes, purpose)
         return [plan, _texts(found, plan, gradient, purpose, num_parts, num_rows)]
 
     plan, texts = on_device(gradient, find, args)
@@ -194,7 +194,7 @@ def over_whole_batch(gradient: DeviceGradient, args: Any, purpose: Purpose, *, q
 
 def _reduced_loss(gradient: DeviceGradient, purpose: Purpose) -> Loss:
     """The loss, whose metrics are cut where they have to be, and whose variables are reduced over the data axes."""
-    axes, fixed = gradient.config.axes, gradient.definition.fixed_state
+    axes, fixed = gradient.config.axes, gradient.layout.fixed_state
 
     def loss(*args: Any) -> Output:
         found = _read(gradient.loss, axes, args)
@@ -295,7 +295,7 @@ def _text_of_statistics(found: _LossRows, plan: _Plan, gradient: DeviceGradient)
     if axes.num_devices == 1:
         return None
     with_paths = jax.tree_util.tree_leaves_with_path(found.output.model_state)
-    flags = zip(with_paths, gradient.definition.fixed_state, strict=True)
+    flags = zip(with_paths, gradient.layout.fixed_state, strict=True)
     local = [
         (path_text(path), found.rows.of(atom))
         for k, ((path, atom), is_fixed) in enumerate(flags)

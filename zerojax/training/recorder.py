@@ -161,7 +161,7 @@ def row_costs(config: ZeroConfig, step: Any, state: TrainState, batch: PyTree, t
     """
     chip = chip_of_kind(config.mesh.devices.flat[0].device_kind)
     is_known = chip is not None and chip.platform != "cpu" and hasattr(step, "model_flops")
-    if chip is None or not is_known or not all(leaf.trainable for leaf in state.definition.leaves):
+    if chip is None or not is_known or not all(leaf.trainable for leaf in state.layout.leaves):
         return RowCosts(tokens_per_row)
     try:
         flops = step.model_flops(state, batch)
