@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.utils.typing import Array, Shape
+from zerojax.utils.typing import Array, DTypeLike, Shape
 
 
 def after(values: Sequence[Array], events: Sequence[Array]) -> list[Array]:
@@ -39,7 +38,7 @@ def floating_after(values: Sequence[Array], events: Sequence[Array]) -> list[Arr
     return [next(waiting) if flag else value for value, flag in zip(values, floating, strict=True)]
 
 
-def zeros_after(shape: Shape, dtype: Any, events: Sequence[Array]) -> Array:
+def zeros_after(shape: Shape, dtype: DTypeLike, events: Sequence[Array]) -> Array:
     """An array of zeros that is not allocated before all of `events` are computed."""
     (one,) = after([jnp.ones((), dtype)], events)  # compilers simplify a selection between zeros
     return lax.broadcast(1 - one, shape)

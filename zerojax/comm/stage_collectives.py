@@ -17,7 +17,7 @@ from zerojax.sharding.axes import Axes, Dims
 from zerojax.sharding.precision import Precision, for_reduction
 from zerojax.sharding.stages import Stage
 from zerojax.utils.flags import select
-from zerojax.utils.typing import Array, Shape
+from zerojax.utils.typing import Array, DTypeLike, Shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ class StageCollectives:
         sums = iter(collectives.all_reduce(chosen[0], self.axes.replica, self.axes, self.options, chosen[1]).leaves)
         return [next(sums) if flag else grad for grad, flag in zip(grads, complete, strict=True)]
 
-    def grad_dtype(self, dtype: Any) -> Any:
+    def grad_dtype(self, dtype: DTypeLike) -> Any:
         """The dtype of the reduced gradient of a leaf in `dtype`."""
         return self.precision.wire_dtype(dtype) if self.stage.shards_grads else dtype
 
@@ -128,7 +128,7 @@ class StageCollectives:
         return weights, new_orders
 
 
-def accumulate(totals: dict[Any, Array], key: Any, value: Array) -> None:
+def accumulate(totals: dict[int, Array], key: int, value: Array) -> None:
     """Adds a reduced gradient to a sum in at least fp32, whatever the dtype of the reduction."""
     if key not in totals:
         totals[key] = value

@@ -6,7 +6,6 @@ import itertools
 import math
 import os
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +15,10 @@ from zerojax.sharding import placement
 from zerojax.sharding.tiles import stored_order
 from zerojax.step.config import ZeroConfig
 from zerojax.step.state import StateLayout, TrainState, in_host
+from zerojax.utils.typing import DTypeLike
 
 
-def host_gradients_bytes(config: ZeroConfig, state: TrainState, dtype: Any = None) -> int:
+def host_gradients_bytes(config: ZeroConfig, state: TrainState, dtype: DTypeLike | None = None) -> int:
     """The bytes of the gradients that a device keeps in host memory: 0 if the parameters are on the devices.
 
     Args:

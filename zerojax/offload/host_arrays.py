@@ -20,7 +20,7 @@ from zerojax.comm.dependencies import after, event
 from zerojax.offload.pace import Pace
 from zerojax.sharding.placement import is_in_host
 from zerojax.sharding.tiles import TILE, stored_order
-from zerojax.utils.typing import Array, Shape
+from zerojax.utils.typing import Array, DTypeLike, Shape
 
 HOST_SPACE, DEVICE_SPACE = jax.memory.Space.Host, jax.memory.Space.Device
 _MOST_PIECES = 16
@@ -33,7 +33,7 @@ _lower_zeros = mlir.lower_fun(lambda *, shape, dtype: jnp.zeros(shape, dtype), m
 mlir.register_lowering(_host_room, _lower_zeros)
 
 
-def room(shape: Shape, dtype: Any) -> Array:
+def room(shape: Shape, dtype: DTypeLike) -> Array:
     """An array in host memory whose values are undefined, to be written layer by layer in a jitted function.
 
     XLA only allocates an array of zeros if all that updates it are copies from the device to slices in host memory.

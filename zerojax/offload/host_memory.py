@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from zerojax.offload import checks
 from zerojax.offload.host_params import HostGradients, HostSums, HostWeights
@@ -17,7 +16,7 @@ from zerojax.step.config import ZeroConfig
 from zerojax.step.memory import DeviceMemory, GradientSums, Memory
 from zerojax.step.state import StateLayout, TrainState
 from zerojax.step.update import Update
-from zerojax.utils.typing import AnyMesh, Array
+from zerojax.utils.typing import AnyMesh, Array, DTypeLike
 
 
 class AllOnDevices(DeviceMemory):
@@ -27,7 +26,9 @@ class AllOnDevices(DeviceMemory):
     arrays in fp32, before they round or encode it.
     """
 
-    def update(self, config: ZeroConfig, layout: StateLayout, dtypes: Sequence[Any], scales: bool) -> Update | None:
+    def update(
+        self, config: ZeroConfig, layout: StateLayout, dtypes: Sequence[DTypeLike], scales: bool
+    ) -> Update | None:
         # A piece may be a part of any dim, and other axes of the mesh may divide these.
         if not optimizers.stores_few_bits(layout.tx) or config.other_axes:
             return None
@@ -45,7 +46,9 @@ class OptimizerInHost(DeviceMemory):
     def check_state(self, config: ZeroConfig, state: TrainState) -> None:
         checks.check_may_pin(config, state)
 
-    def update(self, config: ZeroConfig, layout: StateLayout, dtypes: Sequence[Any], scales: bool) -> Update | None:
+    def update(
+        self, config: ZeroConfig, layout: StateLayout, dtypes: Sequence[DTypeLike], scales: bool
+    ) -> Update | None:
         return StreamedUpdate(config, layout, dtypes, scales)
 
 
@@ -65,7 +68,7 @@ class ParamsInHost(OptimizerInHost):
     def gradients(self) -> GradientSink:
         return HostGradients({}, for_tpus=self.for_tpus)
 
-    def sums(self, dtype: Any, shards: Sequence[Array], trainable: Sequence[bool]) -> GradientSums:
+    def sums(self, dtype: DTypeLike, shards: Sequence[Array], trainable: Sequence[bool]) -> GradientSums:
         return HostSums(dtype, shards, trainable, self.for_tpus)
 
 

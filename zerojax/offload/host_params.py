@@ -24,7 +24,7 @@ from zerojax.program.part import DeviceGradients, DeviceWeights, GradientSink, L
 from zerojax.sharding.placement import Leaf, is_in_host
 from zerojax.step.memory import DeviceSums
 from zerojax.utils.flags import select
-from zerojax.utils.typing import Array, ArrayLike, Shape
+from zerojax.utils.typing import Array, ArrayLike, DTypeLike, Shape
 
 
 class HostWeights(NamedTuple):
@@ -164,7 +164,7 @@ class HostGradients(DeviceGradients):
             total = host_arrays.in_stored_order(total, total.shape)
         self.totals[leaf], self.squared_norms[leaf] = host_arrays.to_host(total), _squared_norm(total)
 
-    def stack(self, leaf: int, shape: Shape, dtype: Any) -> Array:
+    def stack(self, leaf: int, shape: Shape, dtype: DTypeLike) -> Array:
         """The stack that `put_layer` writes to."""
         return self.totals[leaf] if leaf in self.totals else host_arrays.room(shape, dtype)
 
@@ -191,7 +191,7 @@ class HostSums(DeviceSums):
         for_tpus: see `HostGradients`.
     """
 
-    def __init__(self, dtype: Any, shards: Sequence[Array], trainable: Sequence[bool], for_tpus: bool):
+    def __init__(self, dtype: DTypeLike, shards: Sequence[Array], trainable: Sequence[bool], for_tpus: bool):
         super().__init__(dtype)
         moves = [i for i, flag in enumerate(trainable) if flag and is_in_host(shards[i])]
         self.room = {i: host_arrays.room(shards[i].shape, dtype) for i in moves}

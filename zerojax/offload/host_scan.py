@@ -19,6 +19,7 @@ from jax import lax
 from zerojax.comm.schedule import Schedule
 from zerojax.offload.host_arrays import layer_from_host
 from zerojax.offload.pace import Pace, Paces, run_with_products
+from zerojax.program import jaxprs
 from zerojax.program.layer_scan import Carry, Cut, LayerBody, Layers, SavedValues, Scanned
 from zerojax.program.part import Loop
 from zerojax.sharding.placement import is_in_host
@@ -159,7 +160,7 @@ def scan_from_host(
 
 def _computed(fn: Callable[..., Any], args: Any) -> tuple[Any, list[tuple[float, Array]]]:
     """(The results of a function, its matrix products as of `run_with_products`)."""
-    closed, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    closed, shapes = jaxprs.traced(fn, *args)
     results, products = run_with_products(closed, jax.tree.leaves(args))
     return jax.tree.unflatten(jax.tree.structure(shapes), results), products
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from zerojax.comm.dependencies import event
 from zerojax.program import jaxprs
+from zerojax.program.jaxprs import ClosedJaxpr
 from zerojax.utils.typing import Array
 
 
@@ -57,7 +58,7 @@ class Paces(NamedTuple):
     puts: Pace
 
 
-def run_with_products(closed: Any, args: Sequence[Any]) -> tuple[list[Any], list[tuple[float, Array]]]:
+def run_with_products(closed: ClosedJaxpr, args: Sequence[Any]) -> tuple[list[Any], list[tuple[float, Array]]]:
     """Runs a closed jaxpr: (its results, its matrix products in order).
 
     Each product comes with the part of all products that has been computed with it, from 0 to 1. Products inside of

@@ -16,11 +16,11 @@ import collections
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from zerojax.program import jaxprs
+from zerojax.program.jaxprs import Equation
 from zerojax.step.optimizers import optimizer_function
 from zerojax.utils.typing import Array, Shape
 
@@ -66,7 +66,7 @@ class SplitUpdate:
         rows: Mapping[int, Rows],
     ):
         self.arguments, self.results, self._rows = list(arguments), list(results), rows
-        self._closed = jaxprs.inlined(jax.make_jaxpr(fn)(*avals), lambda equation: True)
+        self._closed = jaxprs.inlined(jaxprs.traced(fn, *avals)[0], lambda equation: True)
         self._plan()
 
     def _plan(self) -> None:
@@ -87,7 +87,7 @@ class SplitUpdate:
         arguments = dict(zip(jaxpr.invars, self.arguments, strict=True))
         computed = {v for equation in jaxpr.eqns for v in equation.outvars}
 
-        def read_in_pieces(v: Any, leaf: int, equation: Any) -> None:
+        def read_in_pieces(v: Any, leaf: int, equation: Equation) -> None:
             is_own = v in computed or (v in arguments and arguments[v].leaf == leaf)
             if is_own and self._rows[leaf].hold(v.aval.shape):
                 pieces[v].add(leaf)
@@ -166,7 +166,7 @@ class SplitUpdate:
             if result.leaf is None
         }
 
-    def _cannot_split(self, equation: Any) -> ValueError:
+    def _cannot_split(self, equation: Equation) -> ValueError:
         jaxpr = self._closed.jaxpr
         moved = zip(jaxpr.invars, self.arguments, strict=True)
         owners = {v: {a.leaf} for v, a in moved if a.leaf is not None and a.in_host}  # whose arrays it is computed from
@@ -224,7 +224,7 @@ class Rows(NamedTuple):
         divisible = len(shape) > last and not any(s[last] % self.parts for s in (shape, self.shape))
         return self.parts == 1 or divisible
 
-    def compute(self, equation: Any) -> bool:
+    def compute(self, equation: Equation) -> bool:
         """Whether the one result of an equation is a value for each row, computed from those of the same row."""
         out = equation.outvars[0].aval.shape
         shapes = [a.aval.shape for a in equation.invars if a.aval.shape]
@@ -244,7 +244,7 @@ class Rows(NamedTuple):
         last = len(self.shape) - 1
         return (*piece[:last], *(n // self.parts if d == last else n for d, n in enumerate(shape) if d >= last))
 
-    def compute_piece(self, equation: Any, operands: Sequence[Array], piece: Shape, start: Sequence[Any]) -> Array:
+    def compute_piece(self, equation: Equation, operands: Sequence[Array], piece: Shape, start: Sequence[Any]) -> Array:
         """The result of an equation, for a piece of the parameter.
 
         Args:
@@ -271,7 +271,7 @@ class Rows(NamedTuple):
         return jaxprs.apply(equation, *operands)
 
 
-def _keeps(equation: Any, out: Shape, shapes: Sequence[Shape], kept: int) -> bool:
+def _keeps(equation: Equation, out: Shape, shapes: Sequence[Shape], kept: int) -> bool:
     """Whether an operation works for each index of the first `kept` dims by itself.
 
     Args:

@@ -44,7 +44,7 @@ from zerojax.step import optimizers
 from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
 from zerojax.step.state import StateLayout, TrainState, optimizer_shardings
 from zerojax.step.update import Updated
-from zerojax.utils.typing import Array, Shape
+from zerojax.utils.typing import Array, Aval, Shape
 
 _AHEAD = 2
 
@@ -97,7 +97,7 @@ class StreamedUpdate:
         sharded = config.stage.shards_optimizer
         rows = {k: _rows(config, leaf) for k, leaf in enumerate(self.leaves) if leaf.shape}
 
-        def of_state(stored: Stored, aval: Any) -> Operand:
+        def of_state(stored: Stored, aval: Aval) -> Operand:
             k = None if stored.rows_of is None else number[stored.rows_of.path]
             is_cut = k in rows and rows[k].hold(aval.shape)
             return Operand(k, offloads and stored.in_pieces) if is_cut else Operand()

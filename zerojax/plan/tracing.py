@@ -7,7 +7,7 @@ import functools
 import glob
 import warnings
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,8 @@ from zerojax.analysis.memory import Memory, memory_terms
 from zerojax.plan.few_layers import FewLayers, LossTrace, RepeatedLayer, few_layers, peak_of_all_layers, trace_loss
 from zerojax.plan.formula import ComputeTime, compute_time
 from zerojax.plan.job import Job, Settings
-from zerojax.program.jaxprs import ClosedJaxpr, Jaxpr
+from zerojax.program import jaxprs
+from zerojax.program.jaxprs import Jaxpr
 from zerojax.program.remat import Remat, RematRules
 from zerojax.sharding.mesh import make_mesh
 from zerojax.step import creation, models
@@ -207,8 +208,8 @@ def _step_settings(settings: Settings) -> StepSettings:
 
 def _device_trace(few: FewLayers, args: Any) -> DeviceTrace:
     args = ([args[0][i] for i in few.leaves], *args[1:])
-    closed = jax.make_jaxpr(lambda *args: compute_gradients(few.gradient, args))(*args)
-    (jaxpr,) = manual_parts(cast(ClosedJaxpr, closed))
+    closed, _ = jaxprs.traced(lambda *args: compute_gradients(few.gradient, args), *args)
+    (jaxpr,) = manual_parts(closed)
     return DeviceTrace(jaxpr, sum(few.gradient.trainable), few.layers)
 
 

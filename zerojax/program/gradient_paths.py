@@ -12,9 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 
 from zerojax.program import jaxprs
-from zerojax.program.jaxprs import Equation, Var
+from zerojax.program.jaxprs import Equation, Jaxpr, Var
+from zerojax.utils.typing import Aval
 
 # The tangent of the result depends on that of each operand. What is not named here is differentiated to find out.
 _PASS_TANGENTS = frozenset([
@@ -26,7 +28,7 @@ _PASS_TANGENTS = frozenset([
 ])  # fmt: skip
 
 
-def is_differentiable(aval: Any) -> bool:
+def is_differentiable(aval: Aval | ShapedArray) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
@@ -63,7 +65,7 @@ def tangents(equation: Equation, operands: Sequence[bool]) -> list[bool]:
     return _differentiated(equation, operands)
 
 
-def _of_outputs(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
+def _of_outputs(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
     found = with_tangents(jaxpr.eqns, (v for v, flag in zip(jaxpr.invars, inputs, strict=True) if flag))
     return [jaxprs.is_var(atom) and atom in found for atom in jaxpr.outvars]
 
@@ -90,7 +92,7 @@ def _differentiated(equation: Equation, operands: Sequence[bool]) -> list[bool]:
     return [v in has_tangent for v in equation.outvars]
 
 
-def dependencies(jaxpr: Any, inputs: Sequence[Var]) -> list[frozenset[int]]:
+def dependencies(jaxpr: Jaxpr, inputs: Sequence[Var]) -> list[frozenset[int]]:
     """For each output, the positions among `inputs` of those that it is computed from."""
     found: dict[Var, frozenset[int]] = {v: frozenset([i]) for i, v in enumerate(inputs)}
     of = lambda atom: found.get(atom, frozenset()) if jaxprs.is_var(atom) else frozenset()
@@ -109,7 +111,7 @@ def dependencies(jaxpr: Any, inputs: Sequence[Var]) -> list[frozenset[int]]:
     return [of(atom) for atom in jaxpr.outvars]
 
 
-def zeros(jaxpr: Any) -> list[bool]:
+def zeros(jaxpr: Jaxpr) -> list[bool]:
     """Whether each output is an array of zeros, which stands for a symbolic zero in the result of a transposition."""
     found: set[Var] = set()
     is_zero = lambda atom: atom in found if jaxprs.is_var(atom) else bool(atom.val == 0)

@@ -7,7 +7,7 @@ is in this module, and is tested with the oldest and the newest supported versio
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.extend import core
 
+from zerojax.utils.typing import PyTree
 from zerojax.utils.warn import line_of
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def scan_params(equation: Equation) -> ScanParams:
     return ScanParams(num_consts, num_carry, params["jaxpr"], params["length"], params["reverse"])
 
 
-def by_first_use(jaxpr: Any, positions: Sequence[int]) -> list[int]:
+def by_first_use(jaxpr: Jaxpr, positions: Sequence[int]) -> list[int]:
     """Sorts positions of inputs by the first equation that reads each; inputs that are never read come last."""
     first: dict[Var, int] = {}
     for k, equation in enumerate(jaxpr.eqns):
@@ -157,7 +158,7 @@ def take_rows(lookup: RowLookup, table: Any, indices: Any) -> Any:
     return lax.gather(table, indices, numbers, sizes, mode=lookup.mode, fill_value=lookup.fill_value)
 
 
-def add_rows(lookup: RowLookup, table: Any, indices: Any, rows: Any) -> Any:
+def add_rows(lookup: RowLookup, table: Any, indices: Any, rows: PyTree) -> Any:
     """Adds what `take_rows` returned for the same indices, or its cotangents, to these rows of a table."""
     numbers = lax.ScatterDimensionNumbers(
         update_window_dims=tuple(range(1, table.ndim)),
@@ -197,7 +198,7 @@ def sub_jaxprs(equation: Equation) -> Iterator[Any]:
                 yield inner
 
 
-def constraints(jaxpr: Any, axes: Collection[str]) -> Iterator[tuple[Any, Any]]:
+def constraints(jaxpr: Jaxpr, axes: Collection[str]) -> Iterator[tuple[Any, Any]]:
     """Yields (spec, traceback) of each sharding constraint that names one of the mesh axes."""
     for equation in jaxpr.eqns:
         if equation.primitive.name == "sharding_constraint":
@@ -209,7 +210,7 @@ def constraints(jaxpr: Any, axes: Collection[str]) -> Iterator[tuple[Any, Any]]:
             yield from constraints(inner, axes)
 
 
-def partitioned_kernels(jaxpr: Any, called_at: Any = None) -> Iterator[tuple[str, Any]]:
+def partitioned_kernels(jaxpr: Jaxpr, called_at: Any = None) -> Iterator[tuple[str, Any]]:
     """Yields (name, traceback) of each kernel outside of `shard_map` whose partitioning JAX asks a Python function
     for. The traceback is that of the enclosing `custom_vjp`, if any: inside of it, JAX starts a new one."""
     for equation in jaxpr.eqns:
@@ -249,7 +250,7 @@ def communicates_over(equation: Equation, axes: Collection[str]) -> bool:
     )
 
 
-def forwards(jaxpr: Any) -> list[bool]:
+def forwards(jaxpr: Jaxpr) -> list[bool]:
     """For each output, whether it is an input, maybe through nested jits."""
     inputs = set(jaxpr.invars)
     for equation in jaxpr.eqns:
@@ -262,9 +263,15 @@ def forwards(jaxpr: Any) -> list[bool]:
     return [is_var(v) and v in inputs for v in jaxpr.outvars]
 
 
-def run(jaxpr: Any, *args: Any) -> list[Any]:
+def traced(fn: Callable[..., Any], *args: PyTree) -> tuple[ClosedJaxpr, PyTree]:
+    """(The jaxpr of a function, the shapes of its results). The arguments are arrays or avals."""
+    closed, result = jax.make_jaxpr(fn, return_shape=True)(*args)
+    return cast("ClosedJaxpr", closed), result
+
+
+def run(closed: ClosedJaxpr, *args: Any) -> list[Any]:
     """Runs a closed jaxpr, such as the body of a scan, on flat arguments. Outputs that are literals become arrays."""
-    outputs = zip(jaxpr.jaxpr.outvars, core.jaxpr_as_fun(jaxpr)(*args), strict=True)
+    outputs = zip(closed.jaxpr.outvars, core.jaxpr_as_fun(closed)(*args), strict=True)
     return [value if is_var(atom) else jnp.asarray(value, atom.aval.dtype) for atom, value in outputs]
 
 
@@ -278,7 +285,7 @@ def run_equations(equations: Sequence[Equation], scope: dict[Var, Any]) -> None:
     scope.update(zip(defined, core.jaxpr_as_fun(jaxpr)(*[scope[v] for v in free]), strict=True))
 
 
-def without_closure(fn: Callable[..., Any], *avals: Any) -> tuple[Callable[..., Any], list[Any], Any]:
+def without_closure(fn: Callable[..., Any], *avals: PyTree) -> tuple[Callable[..., Any], list[Any], Any]:
     """Makes the values of an outer trace that `fn` closes over explicit arguments.
 
     Args:
@@ -288,7 +295,7 @@ def without_closure(fn: Callable[..., Any], *avals: Any) -> tuple[Callable[..., 
     Returns:
         (`pure`, `closed_over`, result): `pure(closed_over, *args)` equals `fn(*args)`; `result` is the aval of both.
     """
-    closed, result = jax.make_jaxpr(lambda *args: fn(*args), return_shape=True)(*avals)
+    closed, result = traced(lambda *args: fn(*args), *avals)
 
     def pure(closed_over: Sequence[Any], *args: Any) -> Any:
         return run(with_constants(closed, closed_over), *args)[0]
@@ -297,8 +304,10 @@ def without_closure(fn: Callable[..., Any], *avals: Any) -> tuple[Callable[..., 
 
 
 def inlined(
-    closed: Any, should_inline: Any, replace: Callable[[Equation, list[Any]], list[Any] | None] | None = None
-) -> Any:
+    closed: ClosedJaxpr,
+    should_inline: Callable[[Equation], bool],
+    replace: Callable[[Equation, list[Any]], list[Any] | None] | None = None,
+) -> ClosedJaxpr:
     """Traces `closed` again with each nested jit replaced by its equations if `should_inline(equation)` is true.
 
     Those that make mutable arrays stay, as single equations.
@@ -309,12 +318,12 @@ def inlined(
 
     can_inline = lambda e: is_call(e) and not makes_references_inside(e) and should_inline(e)
 
-    def interpret(jaxpr: Any, consts: Iterable[Any], args: Iterable[Any], caller: Any = None) -> list[Any]:
+    def interpret(jaxpr: Jaxpr, consts: Iterable[Any], args: Iterable[Any], caller: Any = None) -> list[Any]:
         scope = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
         read = lambda atom: scope[atom] if is_var(atom) else atom.val
         for equation in jaxpr.eqns:
             if caller is not None:
-                equation = equation.replace(source_info=caller.source_info)
+                equation = cast("Equation", equation.replace(source_info=caller.source_info))
             if can_inline(equation):
                 inner, inner_consts = called(equation)
                 outermost = caller or (equation if replace and user_line(equation) else None)
@@ -325,15 +334,15 @@ def inlined(
             scope.update(zip(equation.outvars, out, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    return jax.make_jaxpr(lambda *args: interpret(closed.jaxpr, closed.consts, args))(*closed.in_avals)
+    return traced(lambda *args: interpret(closed.jaxpr, closed.consts, args), *closed.in_avals)[0]
 
 
-def with_constants(closed: Any, constants: Sequence[Any]) -> Any:
+def with_constants(closed: ClosedJaxpr, constants: Sequence[Any]) -> Any:
     """`closed` with other values of what it closes over."""
     return core.ClosedJaxpr(closed.jaxpr, list(constants))
 
 
-def with_outputs(closed: Any, outputs: Sequence[Atom]) -> Any:
+def with_outputs(closed: ClosedJaxpr, outputs: Sequence[Atom]) -> Any:
     """`closed` with other outputs, which are values of it, and without the equations that these do not need."""
     live = {atom for atom in outputs if is_var(atom)}
     kept = []
@@ -416,7 +425,7 @@ def ask_policy(policy: Callable[..., Any], equation: Equation) -> Any:
     return policy(equation.primitive, *(atom.aval for atom in equation.invars), **equation.params)
 
 
-def before_transposes(closed: Any, count: int) -> tuple[Any, list[tuple[int, ...]]]:
+def before_transposes(closed: ClosedJaxpr, count: int) -> tuple[Any, list[tuple[int, ...]]]:
     """Removes a final transposition from each of the first `count` outputs.
 
     Returns:
@@ -436,7 +445,7 @@ def before_transposes(closed: Any, count: int) -> tuple[Any, list[tuple[int, ...
 class Origin:
     """Traces the values of a jaxpr back to their equations, through nested jits and without tracing anything again."""
 
-    def __init__(self, jaxpr: Any, outer: dict[Var, tuple[Atom, Origin]] | None = None):
+    def __init__(self, jaxpr: Jaxpr, outer: dict[Var, tuple[Atom, Origin]] | None = None):
         self.producer = {v: e for e in jaxpr.eqns for v in e.outvars}
         self.outer = outer or {}
         self.calls: dict[int, Origin] = {}

@@ -16,7 +16,7 @@ from zerojax.program.layer_scan import Carry, LayerBody
 from zerojax.program.regather import Regather
 from zerojax.sharding.axes import Dims
 from zerojax.utils.flags import merge, select
-from zerojax.utils.typing import Array, Shape
+from zerojax.utils.typing import Array, PyTree, Shape
 
 # (outputs, values to save) of a layer, from its weights, the constants of the loop, and its carry and slices
 ComputeLayer = Callable[[Sequence[Array], Sequence[Array], Sequence[Array]], tuple[Sequence[Array], Sequence[Array]]]
@@ -51,18 +51,20 @@ class ForwardLayer(LayerBody):
     def split(self, carry: Sequence[Array]) -> Carry:
         return select(carry, self._floating), select(carry, [not flag for flag in self._floating])
 
-    def gather(self, shards: Any, prefetch: int, schedule: Schedule) -> list[Array]:
+    def gather(self, shards: PyTree, prefetch: int, schedule: Schedule) -> list[Array]:
         return self._collectives.gather(shards, self._dims, schedule, prefetch)
 
-    def compute(self, weights: Any, carry: Carry, x: Any, saved: Any, fetched: Any) -> tuple[Carry, Any, Any, Any]:
+    def compute(
+        self, weights: PyTree, carry: Carry, x: PyTree, saved: PyTree, fetched: PyTree
+    ) -> tuple[Carry, Any, Any, Any]:
         out, saved = self._compute(weights, self._fixed, [*merge(self._floating, *carry), *x])
         num_carry = len(self._floating)
         return self.split(list(out[:num_carry])), list(out[num_carry:]), saved, []
 
-    def store(self, saved: Any, waits: list[Array]) -> list[Array]:
+    def store(self, saved: PyTree, waits: list[Array]) -> list[Array]:
         return self._regather.store(saved, waits) if self._regather else saved
 
-    def offload_events(self, saved: Any) -> list[Array]:
+    def offload_events(self, saved: PyTree) -> list[Array]:
         return self._regather.offload_events(saved) if self._regather else []
 
 
@@ -110,12 +112,14 @@ class BackwardLayer(LayerBody):
         self.delays_recompute = regather.recomputes and not regather.offloads and not collectives.stage.shards_params
         self.one_layer_grads = regather.recomputes and saves_inputs_only
 
-    def gather(self, shards: Any, prefetch: int, schedule: Schedule) -> list[Array | None]:
+    def gather(self, shards: PyTree, prefetch: int, schedule: Schedule) -> list[Array | None]:
         dims = select(self._dims, self.needed)
         full = iter(self._collectives.gather(select(shards, self.needed), dims, schedule, prefetch))
         return [next(full) if flag else None for flag in self.needed]
 
-    def compute(self, weights: Any, carry: Carry, x: Any, saved: Any, fetched: Any) -> tuple[Carry, Any, Any, Any]:
+    def compute(
+        self, weights: PyTree, carry: Carry, x: PyTree, saved: PyTree, fetched: PyTree
+    ) -> tuple[Carry, Any, Any, Any]:
         carry_grads, fixed_grads = carry
         saved = self._regather.with_fetched(saved, fetched or [])
         grads = self._regather.backward(weights, self._fixed, saved, [*carry_grads, *x])
@@ -134,8 +138,8 @@ class BackwardLayer(LayerBody):
         shards, reduced = self._collectives.reduce_transposed(grads, self._orders, self._trained.dims, waits, group)
         return self._collectives.sum_replicas(shards, *self._trained), reduced
 
-    def restore(self, saved: Any, overlapped: list[Array]) -> tuple[list[Array], list[Array]]:
+    def restore(self, saved: PyTree, overlapped: list[Array]) -> tuple[list[Array], list[Array]]:
         return self._regather.restore(saved, overlapped)
 
-    def delay_recompute(self, saved: Any, waits: list[Array]) -> list[Array]:
+    def delay_recompute(self, saved: PyTree, waits: list[Array]) -> list[Array]:
         return self._regather.delay_inputs(saved, waits)

@@ -7,7 +7,7 @@ backward pass are passed on directly from the iteration that computes them to th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -178,7 +178,7 @@ class Layers(NamedTuple):
         put = lambda a, value: lax.dynamic_update_index_in_dim(a, value, self.index(turn), 0)
         return jax.tree.map(put, stacked, values)
 
-    def room_for(self, like: Any) -> Array:
+    def room_for(self, like: PyTree) -> Array:
         """A stack of as many values as there are layers."""
         if jnp.issubdtype(like.dtype, jax.dtypes.extended):  # PRNG keys
             return jnp.broadcast_to(like, (self.cut.length, *like.shape))

@@ -27,7 +27,7 @@ from zerojax.program.remat import Remat
 from zerojax.program.segmentation import Segment, TracedLoss, View
 from zerojax.sharding.axes import Dims
 from zerojax.utils.flags import merge, select
-from zerojax.utils.typing import Array
+from zerojax.utils.typing import Array, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,12 +256,12 @@ class LayerStackWithBackward:
         out, saved = self.part.run(self.regather.forward, weights, data, schedule, self.regather)
         return out, (saved, list(data))
 
-    def restore(self, saved: Any, cotangents: list[Array]) -> tuple[Any, list[Array]]:
+    def restore(self, saved: PyTree, cotangents: list[Array]) -> tuple[Any, list[Array]]:
         """The layers fetch their saved values themselves."""
         return saved, cotangents
 
     def backward(
-        self, weights: Weights, saved: Any, cotangents: Sequence[Array], schedule: Schedule, sink: GradientSink
+        self, weights: Weights, saved: PyTree, cotangents: Sequence[Array], schedule: Schedule, sink: GradientSink
     ) -> tuple[dict[int, Array], list[Array]]:
         part, regather, collectives = self.part, self.regather, self.part.collectives
         saved, data = saved
@@ -341,7 +341,7 @@ class LayerStackWithBackward:
         def derive(full: Sequence[Array]) -> list[Array]:
             scope = {traced.leaf_vars[i]: w for i, w in (consts | dict(zip(leaves, full, strict=True))).items()}
             traced.bind_weights(part.weight_values, scope)
-            return [scope[operands[k]] for k in positions]
+            return [scope[v] for k in positions if jaxprs.is_var(v := operands[k])]
 
         _, vjp = jax.vjp(derive, [consts[i] for i in leaves])
         (grads,) = vjp([operand_grads[k] for k in positions])

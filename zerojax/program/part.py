@@ -89,12 +89,12 @@ class PlannedPart(Protocol):
         """As `evaluate`: (the outputs of the segment, the values saved for `backward`)."""
         ...
 
-    def restore(self, saved: Any, cotangents: list[Array]) -> tuple[Any, list[Array]]:
+    def restore(self, saved: PyTree, cotangents: list[Array]) -> tuple[Any, list[Array]]:
         """Fetches saved values from host memory while the part with these cotangents runs: (saved, cotangents)."""
         ...
 
     def backward(
-        self, weights: Weights, saved: Any, cotangents: Sequence[Array], schedule: Schedule, sink: GradientSink
+        self, weights: Weights, saved: PyTree, cotangents: Sequence[Array], schedule: Schedule, sink: GradientSink
     ) -> tuple[dict[int, Array], list[Array]]:
         """Gathers, computes and reduces.
 

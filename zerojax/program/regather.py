@@ -132,7 +132,7 @@ class Regather:
             return [*merge(differentiable, out, rest), *residuals]
 
         self.num_outputs = len(differentiable)
-        closed = jax.make_jaxpr(forward)(*groups[0], *groups[1], *groups[2])
+        closed = jaxprs.traced(forward, *groups[0], *groups[1], *groups[2])[0]
         self.closed = closed if remat == NO_REMAT else jaxprs.inlined(closed, lambda equation: True)
         self.residuals = self.closed.jaxpr.outvars[self.num_outputs :]
         self._transpose(trees["vjp"], select(self.closed.out_avals[: self.num_outputs], differentiable))
@@ -153,7 +153,7 @@ class Regather:
             return jax.tree.leaves(jax.tree.unflatten(vjp_tree, residuals)(list(cotangents)))
 
         residuals = [atom.aval if jaxprs.is_var(atom) else np.asarray(atom.val) for atom in self.residuals]
-        closed = jax.make_jaxpr(vjp)(residuals, cotangents)
+        closed = jaxprs.traced(vjp, residuals, cotangents)[0]
         self.links = gradient_paths.dependencies(closed.jaxpr, closed.jaxpr.invars[len(residuals) :])
         nonzero = negate(gradient_paths.zeros(closed.jaxpr))
         flags = iter(nonzero)

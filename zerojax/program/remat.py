@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from zerojax.program import jaxprs
+from zerojax.utils.typing import PyTree
 
 
 class Place(enum.Enum):
@@ -129,7 +130,7 @@ class Remat:
         return _DECISIONS[kind]
 
 
-def _products_saveable(primitive: Any, *avals: Any, **params: Any) -> bool:
+def _products_saveable(primitive: Any, *avals: PyTree, **params: PyTree) -> bool:
     """`dots_saveable`, and the results of fused attention, which is two products in one kernel.
 
     A kernel that each device runs on its own heads is inside a `shard_map`.

@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 
 from zerojax.program import jaxprs
+from zerojax.program.jaxprs import Atom, ClosedJaxpr, Equation
 from zerojax.utils.typing import Array
 
 
@@ -103,7 +104,7 @@ class TracedLoss:
 
     def __init__(
         self,
-        closed: Any,
+        closed: ClosedJaxpr,
         num_leaves: int,
         unit_of: Sequence[str],
         is_lookup: Callable[[Any, View], bool] = lambda equation, view: False,
@@ -140,10 +141,10 @@ class TracedLoss:
         """The unit whose weights a segment uses (the first, if one equation uses several), or ''."""
         return self.unit_of[segment.leaves[0]] if segment.leaves else ""
 
-    def leaves_of(self, equation: Any) -> frozenset[int]:
+    def leaves_of(self, equation: Equation) -> frozenset[int]:
         return frozenset().union(*(self.weights[v] for v in jaxprs.variables(equation) if v in self.weights))
 
-    def _must_inline(self, equation: Any) -> bool:
+    def _must_inline(self, equation: Equation) -> bool:
         """Whether a nested jit hides a change of unit, a scan, a lookup of rows, or a transposition of one leaf."""
         leaves = self.leaves_of(equation)
         if not leaves:
@@ -177,7 +178,7 @@ class TracedLoss:
                 f"            function under jax.jit; or stage=1 with remat='none', which runs the loss as a whole"
             )
 
-    def view(self, atom: Any) -> View | None:
+    def view(self, atom: Atom) -> View | None:
         """The view of a leaf that an operand is, or None if it is more than casts and transpositions of one leaf."""
         equations: list[Any] = []
         while jaxprs.is_var(atom) and atom in self.producer:
@@ -196,7 +197,7 @@ class TracedLoss:
                 order = [order[k] for k in permutation]
         return View(leaf, tuple(equations), tuple(order))
 
-    def _views(self, equation: Any) -> dict[int, View]:
+    def _views(self, equation: Equation) -> dict[int, View]:
         """The operands of a scan that it slices layer by layer and that are views of a leaf; the table of a lookup."""
         if jaxprs.row_lookup(equation) is not None:
             view = self.view(equation.invars[0])
@@ -251,7 +252,7 @@ class TracedLoss:
             cut.append((equations[start:], {}, {}))
         return cut
 
-    def _runs(self, equations: Sequence[Any]) -> list[_Run]:
+    def _runs(self, equations: Sequence[Equation]) -> list[_Run]:
         """The runs of equations that use the weights of one unit, before those of another unit are used."""
         runs: list[_Run] = []
         for k, equation in enumerate(equations):
@@ -265,7 +266,7 @@ class TracedLoss:
                 runs.append(_Run(k, k, leaves, units, views))
         return runs
 
-    def _crossing_bytes(self, equations: Sequence[Any]) -> list[int]:
+    def _crossing_bytes(self, equations: Sequence[Equation]) -> list[int]:
         """For each position, the bytes of data that are computed before it and read from there on."""
         last_read = {v: k for k, e in enumerate(equations) for v in jaxprs.variables(e)}
         last_read.update({v: len(equations) for v in self.closed.jaxpr.outvars if jaxprs.is_var(v)})

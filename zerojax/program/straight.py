@@ -23,7 +23,7 @@ from zerojax.program.remat import NO_REMAT, Remat
 from zerojax.program.segmentation import Segment, TracedLoss
 from zerojax.sharding.axes import Dims
 from zerojax.utils.flags import select
-from zerojax.utils.typing import Array
+from zerojax.utils.typing import Array, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,13 +143,13 @@ class StraightWithBackward:
             out = lax.optimization_barrier(out)
         return part.computed(out, schedule), (saved, full if self.keeps_weights else None)
 
-    def restore(self, saved: Any, cotangents: list[Array]) -> tuple[Any, list[Array]]:
+    def restore(self, saved: PyTree, cotangents: list[Array]) -> tuple[Any, list[Array]]:
         values, full = saved
         fetched, cotangents = self.regather.restore(values, cotangents)
         return (self.regather.with_fetched(values, fetched), full), cotangents
 
     def backward(
-        self, weights: Weights, saved: Any, cotangents: Sequence[Array], schedule: Schedule, sink: GradientSink
+        self, weights: Weights, saved: PyTree, cotangents: Sequence[Array], schedule: Schedule, sink: GradientSink
     ) -> tuple[dict[int, Array], list[Array]]:
         part, regather, collectives = self.part, self.regather, self.part.collectives
         values, full = saved

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 
 from zerojax.comm import collectives as communication
 from zerojax.comm.dependencies import event, zeros_after
@@ -30,15 +31,15 @@ from zerojax.comm.schedule import Schedule
 from zerojax.comm.stage_collectives import StageCollectives
 from zerojax.program import jaxprs
 from zerojax.program.gradient_paths import is_differentiable
-from zerojax.program.jaxprs import Var
+from zerojax.program.jaxprs import Equation, Var
 from zerojax.program.part import GradientSink, Weights
 from zerojax.program.remat import Remat
 from zerojax.program.segmentation import Segment, TracedLoss, View
 from zerojax.sharding.padding import Padding
-from zerojax.utils.typing import Array, Aval
+from zerojax.utils.typing import Array, Aval, PyTree
 
 
-def looks_up_shards(collectives: StageCollectives, leaves: Sequence[Aval], equation: Any, view: View) -> bool:
+def looks_up_shards(collectives: StageCollectives, leaves: Sequence[Aval], equation: Equation, view: View) -> bool:
     """Whether a lookup of rows sends less than the gather of its table would. `view` is the table, one of `leaves`.
 
     The table has to be a floating leaf that is sharded over another dim than that of its rows.
@@ -93,7 +94,7 @@ class TableLookup:
         return self.segment.views[0]
 
     @property
-    def table(self) -> Aval:
+    def table(self) -> ShapedArray:
         """The aval of the leaf."""
         return self.traced.leaf_vars[self.view.leaf].aval
 
@@ -125,11 +126,11 @@ class TableLookup:
     def forward(self, weights: Weights, data: Sequence[Array], schedule: Schedule) -> tuple[list[Array], Any]:
         return self.evaluate(weights, data, schedule), data[0].reshape(-1, 1)
 
-    def restore(self, saved: Any, cotangents: list[Array]) -> tuple[Any, list[Array]]:
+    def restore(self, saved: PyTree, cotangents: list[Array]) -> tuple[Any, list[Array]]:
         return saved, cotangents
 
     def backward(
-        self, weights: Weights, saved: Any, cotangents: Sequence[Array], schedule: Schedule, sink: GradientSink
+        self, weights: Weights, saved: PyTree, cotangents: Sequence[Array], schedule: Schedule, sink: GradientSink
     ) -> tuple[dict[int, Array], list[Array]]:
         rows_aval = jax.ShapeDtypeStruct(self._rows_shape(len(saved)), self.table.dtype)
         (grads,) = jax.linear_transpose(self._arrange, rows_aval)(cotangents[0])

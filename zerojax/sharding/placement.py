@@ -37,7 +37,7 @@ from zerojax.sharding.padding import NO_PADDING, Padding
 from zerojax.sharding.precision import Precision
 from zerojax.sharding.units import cut_patterns, no_match_text, unit_names
 from zerojax.utils.text import abbreviate
-from zerojax.utils.typing import AnyMesh, Array, PyTree, Shape
+from zerojax.utils.typing import AnyMesh, Array, Aval, DTypeLike, PyTree, Shape
 
 LARGE = 2**20  # parameters; below, neither a large unit nor a replicated leaf is a problem
 PINNED_HOST = "pinned_host"  # the kind of the memory of a host that its devices read and write
@@ -88,7 +88,7 @@ class Leaf:
 
     path: str
     shape: Shape
-    dtype: Any
+    dtype: DTypeLike
     compute_dtype: Any
     dim: int | None
     unit: str
@@ -157,7 +157,7 @@ def check_leaves(tree: PyTree) -> None:
         seen[text] = path
 
 
-def _check_floating(pattern: str, dtype: Any) -> None:
+def _check_floating(pattern: str, dtype: DTypeLike) -> None:
     try:
         is_floating = dtype is not None and jnp.issubdtype(jnp.dtype(dtype), jnp.floating)  # None would be float64
     except TypeError:  # NumPy knows no such dtype
@@ -269,7 +269,7 @@ def place(
     return tuple(leaves)
 
 
-def _is_trainable(path: str, dtype: Any, frozen: Sequence[str], trained: frozenset[str] | None) -> bool:
+def _is_trainable(path: str, dtype: DTypeLike, frozen: Sequence[str], trained: frozenset[str] | None) -> bool:
     if _first_match(path, frozen) is not None or (trained is not None and path not in trained):
         return False
     if jnp.issubdtype(dtype, jnp.complexfloating):
@@ -399,7 +399,7 @@ def named_shardings(mesh: AnyMesh, specs: PyTree) -> PyTree:
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
 
 
-def shard_bytes(aval: Any, sharding: NamedSharding) -> int:
+def shard_bytes(aval: Aval, sharding: NamedSharding) -> int:
     """The number of bytes of an array that one device holds."""
     return math.prod(sharding.shard_shape(tuple(aval.shape))) * aval.dtype.itemsize
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.utils.typing import Array, PyTree
+from zerojax.utils.typing import Array, DTypeLike, PyTree
 
 MIN_LOSS_SCALE = 1.0
 DTYPE_FIELDS = ("param_dtype", "compute_dtype", "reduce_dtype")  # fields of Precision
@@ -59,7 +59,7 @@ class Precision:
             )
         return PRECISIONS[precision]
 
-    def leaf_dtype(self, dtype: Any, trainable: bool) -> Any:
+    def leaf_dtype(self, dtype: DTypeLike, trainable: bool) -> Any:
         """The dtype in which a parameter of `dtype` is gathered and computed with, unless the user chooses another.
 
         A frozen leaf is never widened: a base in bf16, fp8 or int8 stays as it is.
@@ -73,7 +73,7 @@ class Precision:
             return jnp.dtype(dtype)
         return jnp.dtype(self.compute_dtype)
 
-    def wire_dtype(self, dtype: Any) -> Any:
+    def wire_dtype(self, dtype: DTypeLike) -> Any:
         """The dtype in which a gradient of `dtype` is communicated: `reduce_dtype`, or its own, if that is wider than
         compute_dtype, as of a leaf that is computed in fp32 in spite of the precision.
 
@@ -123,12 +123,12 @@ PRECISIONS = {
 }
 
 
-def cast(tree: PyTree, dtype: Any) -> PyTree:
+def cast(tree: PyTree, dtype: DTypeLike) -> PyTree:
     """Casts the floating leaves of a tree to `dtype`; the other leaves stay as they are."""
     return jax.tree.map(lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
 
 
-def for_reduction(grad: Array, dtype: Any) -> Array:
+def for_reduction(grad: Array, dtype: DTypeLike) -> Array:
     """Casts a gradient to the dtype in which it is reduced, with no more mantissa bits than it was computed with.
 
     A compiler may fuse a widening cast into the preceding matrix product and skip the rounding in between. Stages whose

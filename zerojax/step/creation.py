@@ -17,6 +17,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, use_abstract_mesh
 
 from zerojax.program import jaxprs
+from zerojax.program.jaxprs import ClosedJaxpr
 from zerojax.sharding import padding, placement
 from zerojax.sharding.layer_dims import likely_stacks, with_first_dim
 from zerojax.sharding.padding import Padding
@@ -62,7 +63,11 @@ def build(
 
 
 def _from_function(
-    config: ZeroConfig, overrides: Overrides, create: Callable[[PRNGKey], Any], tx: Any, key: PRNGKey
+    config: ZeroConfig,
+    overrides: Overrides,
+    create: Callable[[PRNGKey], Any],
+    tx: optax.GradientTransformation,
+    key: PRNGKey,
 ) -> tuple[Callable[[], TrainState], TrainState]:
     static: dict[str, Any] = {}
 
@@ -73,7 +78,7 @@ def _from_function(
         static["model"], params, model_state, static["from_model"] = models.split(created, overrides.trainable)
         return params, model_state
 
-    closed, created = jax.make_jaxpr(split, return_shape=True)(key)
+    closed, created = jaxprs.traced(split, key)
     paths = [placement.path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(created[0])]
     stacked = stacked_paths(closed, paths) if paths else frozenset()
     from_model = static["from_model"]._replace(stacked=stacked)
@@ -94,7 +99,7 @@ def _from_function(
 
 
 def _from_existing(
-    config: ZeroConfig, overrides: Overrides, existing: Any, tx: Any, key: PRNGKey
+    config: ZeroConfig, overrides: Overrides, existing: PyTree, tx: optax.GradientTransformation, key: PRNGKey
 ) -> tuple[Callable[[], TrainState], TrainState]:
     """As `build`, from arrays. They are arguments of the program that creates the state: as constants of it, they would
     be copied several times. If the optimizer's state goes to host memory, they come to the devices from there."""
@@ -330,7 +335,7 @@ def _key(seed: int | PRNGKey) -> PRNGKey:
     )
 
 
-def stacked_paths(closed: Any, paths: list[str]) -> frozenset[str]:
+def stacked_paths(closed: ClosedJaxpr, paths: list[str]) -> frozenset[str]:
     """The paths of the leaves that a scan, or a vmap over random keys, creates for all layers at once.
 
     A leaf of shape [L, ...] is stacked if it is the stacked output of a scan of length L, or computed from bits that

@@ -55,7 +55,7 @@ def ema(tx: optax.GradientTransformation, decay: float | optax.Schedule) -> opta
     def init(params: PyTree) -> EmaState:
         return EmaState(jnp.int32(0), jax.tree.map(lambda a: jnp.array(a, wide(a)), params), tx.init(params))
 
-    def update(updates: PyTree, state: Any, params: Any = None, **extra: Any) -> tuple[Any, EmaState]:
+    def update(updates: PyTree, state: Any, params: PyTree = None, **extra: PyTree) -> tuple[Any, EmaState]:
         if params is None:
             raise ValueError("ema: the update has no parameters\n  fix:      tx.update(g, state, params)")
         updates, inner_state = inner.update(updates, state.inner, params, **extra)

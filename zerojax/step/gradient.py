@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec
 from zerojax.comm import collectives
 from zerojax.comm.dependencies import event
 from zerojax.comm.stage_collectives import StageCollectives
+from zerojax.program import jaxprs
 from zerojax.program.part import GradientSink, Weights
 from zerojax.program.run import PartsOfLoss, cut
 from zerojax.program.segmentation import TracedLoss
@@ -279,7 +280,7 @@ class DeviceGradient:
             output = self.loss(params, *jax.tree.unflatten(data_tree, args[len(full) :]))
             return jax.tree.map(jnp.asarray, output)
 
-        closed, output = jax.make_jaxpr(flat_loss, return_shape=True)(*full, *data)
+        closed, output = jaxprs.traced(flat_loss, *full, *data)
         output_tree = jax.tree.structure(output)
 
         # Cut.

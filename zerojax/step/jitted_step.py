@@ -149,7 +149,7 @@ class Step:
             return self.trace(state, batch).lower(**kwargs)
 
 
-def check_arguments(state: Any, batch: Any, others: tuple[Any, ...]) -> None:
+def check_arguments(state: Any, batch: PyTree, others: tuple[Any, ...]) -> None:
     """Raises ValueError if a step was called with something else than a state and a batch."""
     states.check_is_state(state, batch)
     if others:

@@ -22,7 +22,7 @@ from zerojax.step.gradient import DeviceGradient
 from zerojax.step.loss_errors import LossError, constraint_text, kernel_text
 from zerojax.step.models import Output, is_key
 from zerojax.step.state_keys import StateKeys, may_be_raw, may_change, raw_keys
-from zerojax.utils.typing import Array
+from zerojax.utils.typing import Array, PRNGKey, PyTree
 from zerojax.utils.warn import line_of
 
 
@@ -49,7 +49,7 @@ def uses(gradient: DeviceGradient, args: Any) -> list[tuple[Use, ...]]:
         args: avals of global arrays: (parameter leaves, model state, batch, key).
     """
 
-    def find(shards: Any, model_state: Any, batch: Any, key: Any) -> list[tuple[Use, ...]]:
+    def find(shards: PyTree, model_state: PyTree, batch: PyTree, key: PRNGKey) -> list[tuple[Use, ...]]:
         batch = map_rows(lambda a: a[: a.shape[0] // gradient.settings.num_microbatches], batch)
         args = gradient.layout.for_compute(shards), gradient.fold(model_state, 0), batch, key
         found = [segment for segment in gradient.parts_of_loss(*args)[0].traced.segments if segment.leaves]
@@ -70,7 +70,7 @@ def with_state_keys(gradient: DeviceGradient, args: Any) -> DeviceGradient:
     if not may_change(args[1]):
         return gradient
 
-    def find(shards: Any, model_state: Any, batch: Any, key: Any) -> list[StateKeys]:
+    def find(shards: PyTree, model_state: PyTree, batch: PyTree, key: PRNGKey) -> list[StateKeys]:
         jaxpr = closed_loss(gradient, shards, model_state, batch, key)[0].jaxpr
         leaves, start = jax.tree.leaves(model_state), len(gradient.layout.leaves)
         inputs = list(zip(leaves, jaxpr.invars[start:], strict=False))
@@ -129,8 +129,8 @@ def explained_by_rows(gradient: DeviceGradient, args: Any) -> Iterator[None]:
     """
     parts = gradient.config.axes.num_devices * gradient.settings.num_microbatches
 
-    def fails(rows: Any, num_parts: int) -> bool:
-        def trace(shards: Any, model_state: Any, batch: Any, key: Any) -> list[Any]:
+    def fails(rows: PyTree, num_parts: int) -> bool:
+        def trace(shards: PyTree, model_state: PyTree, batch: PyTree, key: PRNGKey) -> list[Any]:
             batch = map_rows(lambda a: a[: a.shape[0] // num_parts], batch)
             return [closed_loss(gradient, shards, model_state, batch, key)]
 
@@ -164,10 +164,10 @@ def traced_loss(gradient: DeviceGradient, args: Any) -> tuple[Any, Output]:
 
 def closed_loss(gradient: DeviceGradient, *args: Any) -> tuple[Any, Output]:
     """(The closed jaxpr of the loss with full weights, the shapes of its outputs), on one device's rows."""
-    return jax.make_jaxpr(gradient.loss, return_shape=True)(*full_args(gradient, *args))
+    return jaxprs.traced(gradient.loss, *full_args(gradient, *args))
 
 
-def full_args(gradient: DeviceGradient, shards: Any, model_state: Any, batch: Any, key: Any) -> Any:
+def full_args(gradient: DeviceGradient, shards: PyTree, model_state: PyTree, batch: PyTree, key: PRNGKey) -> Any:
     """The arguments of the loss with full weights, on one device's rows; of the parameters the avals."""
     layout, precision = gradient.layout, gradient.config.precision
     leaves = zip(layout.leaves, layout.for_compute(shards), strict=True)
@@ -209,7 +209,7 @@ def check_evaluation(gradient: DeviceGradient, args: Any) -> None:
         )
 
 
-def on_device(gradient: DeviceGradient, fn: Callable[..., list[Any]], args: Any, rows: Any = None) -> list[Any]:
+def on_device(gradient: DeviceGradient, fn: Callable[..., list[Any]], args: Any, rows: PyTree = None) -> list[Any]:
     """What `fn` finds in a trace on one device's part of (parameter leaves, model state, batch, key).
 
     `rows` is the spec of all arrays of the batch, if it is not that of a step.

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from zerojax.program.part import DeviceGradients, DeviceWeights, GradientSink, Weights
 from zerojax.sharding.placement import Leaf
-from zerojax.utils.typing import Array, ArrayLike, Aval
+from zerojax.utils.typing import Array, ArrayLike, Aval, DTypeLike
 
 if TYPE_CHECKING:
     from zerojax.step.config import ZeroConfig
@@ -48,7 +48,7 @@ class Memory(Protocol):
         """Where the gradients of a step with one microbatch go."""
         ...
 
-    def sums(self, dtype: Any, shards: Sequence[Array], trainable: Sequence[bool]) -> GradientSums:
+    def sums(self, dtype: DTypeLike, shards: Sequence[Array], trainable: Sequence[bool]) -> GradientSums:
         """The sums of gradients over several microbatches.
 
         Args:
@@ -58,7 +58,9 @@ class Memory(Protocol):
         """
         ...
 
-    def update(self, config: ZeroConfig, layout: StateLayout, dtypes: Sequence[Any], scales: bool) -> Update | None:
+    def update(
+        self, config: ZeroConfig, layout: StateLayout, dtypes: Sequence[DTypeLike], scales: bool
+    ) -> Update | None:
         """The update of the optimizer in pieces; None if whole arrays are updated.
 
         Args:
@@ -118,17 +120,19 @@ class DeviceMemory:
     def gradients(self) -> GradientSink:
         return DeviceGradients()
 
-    def sums(self, dtype: Any, shards: Sequence[Array], trainable: Sequence[bool]) -> GradientSums:
+    def sums(self, dtype: DTypeLike, shards: Sequence[Array], trainable: Sequence[bool]) -> GradientSums:
         return DeviceSums(dtype)
 
-    def update(self, config: ZeroConfig, layout: StateLayout, dtypes: Sequence[Any], scales: bool) -> Update | None:
+    def update(
+        self, config: ZeroConfig, layout: StateLayout, dtypes: Sequence[DTypeLike], scales: bool
+    ) -> Update | None:
         return None
 
 
 class DeviceSums:
     """Sums on the device, in `dtype`."""
 
-    def __init__(self, dtype: Any):
+    def __init__(self, dtype: DTypeLike):
         self._dtype = dtype
         self.room: dict[int, Array] = {}
         self.unrolls = False

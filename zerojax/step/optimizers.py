@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from zerojax.program.jaxprs import Equation
 from zerojax.utils.typing import Array, PyTree
 
 _FUNCTION = "it evaluates the loss itself, and a step has its value and gradient at one point only"
@@ -51,7 +52,7 @@ def update(
     return tx.update(grads, opt_state, params, **extra)
 
 
-def check_transformation(tx: Any) -> None:
+def check_transformation(tx: optax.GradientTransformation) -> None:
     """Raises ValueError if an optimizer is not an Optax transformation."""
     if not callable(getattr(tx, "init", None)) or not callable(getattr(tx, "update", None)):
         raise ValueError(
@@ -61,7 +62,7 @@ def check_transformation(tx: Any) -> None:
         )
 
 
-def check_update(tx: Any, params: PyTree) -> None:
+def check_update(tx: optax.GradientTransformation, params: PyTree) -> None:
     """Checks that an optimizer can be created and updated, without running it.
 
     Args:
@@ -120,7 +121,7 @@ def scheduled_learning_rate(tx: optax.GradientTransformation, opt_state: PyTree)
     return None if rate.ndim else rate
 
 
-def optimizer_function(equation: Any) -> str | None:
+def optimizer_function(equation: Equation) -> str | None:
     """The function that makes the transformation which an equation of a traced update belongs to, if it is known."""
     trace = equation.source_info.traceback
     for frame in trace.frames if trace else ():  # innermost first
@@ -138,12 +139,12 @@ def _cannot_work(name: str, reason: str) -> ValueError:
     )
 
 
-def _function_names(tx: Any) -> set[str]:
+def _function_names(tx: optax.GradientTransformation) -> set[str]:
     """The names of the functions that made a transformation and those in it."""
     return {function.__qualname__.partition(".")[0] for function in _functions(tx)}
 
 
-def _functions(tx: Any) -> Iterator[Any]:
+def _functions(tx: optax.GradientTransformation) -> Iterator[Any]:
     """Yields the functions of a transformation and those in their closures."""
     seen, todo = set(), [tx.init, tx.update]
     while todo:

@@ -28,7 +28,7 @@ from zerojax.utils.warn import warn
 
 
 def placed_optimizer(
-    config: ZeroConfig, define: Callable[[PyTree], StateLayout], tx: Any
+    config: ZeroConfig, define: Callable[[PyTree], StateLayout], tx: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
     """See `Zero.optimizer`. `define` returns the placement of a tree of parameters."""
     check_transformation(tx)
@@ -56,7 +56,7 @@ def placed_optimizer(
         shardings = state_shardings(layout, jax.eval_shape(inner.init, trained))
         return jax.jit(inner.init, out_shardings=shardings)(trained)
 
-    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: Any) -> tuple[PyTree, PyTree]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree) -> tuple[PyTree, PyTree]:
         if params is None:
             raise ValueError(
                 "optimizer: needs the parameters, to place what it returns as they are stored\n"
@@ -139,7 +139,7 @@ def free_whole(config: ZeroConfig, batch: PyTree) -> PyTree:
 
 def run_free(config: ZeroConfig, fn: Callable[..., PyTree], *args: Any) -> PyTree:
     """`fn(*args)`, where what `fn` closes over is read as in `free_whole`."""
-    closed, result = jax.make_jaxpr(fn, return_shape=True)(*args)
+    closed, result = jaxprs.traced(fn, *args)
     free = jaxprs.with_constants(closed, [_free(config, a) for a in closed.consts])
     return jax.tree.unflatten(jax.tree.structure(result), jaxprs.run(free, *jax.tree.leaves(args)))
 

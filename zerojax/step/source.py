@@ -31,7 +31,7 @@ class ModelSource(NamedTuple):
     """
 
     create: Callable[[PRNGKey], Any] | None
-    existing: Any
+    existing: PyTree
 
 
 def source_of(model: Any, inputs: Sequence[Any] | Mapping[str, Any] | None) -> ModelSource:

@@ -44,7 +44,7 @@ class StateLayout:
     tx: optax.GradientTransformation
     model: models.Model
     leaves: tuple[Leaf, ...]
-    tree: Any
+    tree: PyTree
     fixed_state: tuple[bool, ...] = ()
     config: ZeroConfig | None = None
 
@@ -205,7 +205,7 @@ class TrainState:
         return dataclasses.replace(cropped, layout=own)
 
 
-def _without_zeros(stored: Array | Aval, like: Any) -> Array | Aval:
+def _without_zeros(stored: Array | Aval, like: PyTree) -> Array | Aval:
     """Cuts off the zeros of an array, which has the shape of `like` without them. If there are some, it is gathered."""
     if tuple(stored.shape) == like.shape:
         return stored

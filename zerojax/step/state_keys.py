@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from zerojax.program import jaxprs
-from zerojax.program.jaxprs import Var
+from zerojax.program.jaxprs import Jaxpr, Var
 from zerojax.step.models import is_key
 from zerojax.utils.typing import Array, ArrayLike, PRNGKey, PyTree
 
@@ -90,12 +90,12 @@ _MOVES_KEY = {
 }  # fmt: skip
 
 
-def raw_keys(jaxpr: Any, candidates: Collection[Var]) -> list[Var]:
+def raw_keys(jaxpr: Jaxpr, candidates: Collection[Var]) -> list[Var]:
     """Those of the inputs that random numbers are drawn from, directly or after operations that move elements."""
     return [v for v in candidates if _is_key(jaxpr, {v})]
 
 
-def _is_key(jaxpr: Any, parts: set[Var]) -> bool:
+def _is_key(jaxpr: Jaxpr, parts: set[Var]) -> bool:
     """Whether one of these values, or a part of it, is used as a key."""
     parts = set(parts)
     for equation in jaxpr.eqns:

@@ -29,7 +29,7 @@ from zerojax.step.gradient import DeviceGradient, Loss
 from zerojax.step.loss_errors import LossError
 from zerojax.step.loss_traces import INTO_BATCH, full_args, on_device
 from zerojax.step.models import Output, is_key
-from zerojax.utils.typing import Array
+from zerojax.utils.typing import Array, PRNGKey, PyTree
 from zerojax.utils.warn import line_of, warn
 
 
@@ -91,7 +91,7 @@ class _Plan(NamedTuple):
 def _read(loss: Loss, axes: Axes, args: Any) -> _LossRows:
     """Traces a loss on (parameters, model state, batch, key) of one device."""
     params, model_state, batch, key = args
-    closed, output = jax.make_jaxpr(loss, return_shape=True)(*args)
+    closed, output = jaxprs.traced(loss, *args)
     counts = jax.tree.leaves(map_rows(lambda a: a.shape[0], batch, lambda a: 0))
     num_rows = max(counts, default=1) or 1
     of_rows = lambda a, count: RowValue(Kind.ROWS, dims=row_factors(a.shape, num_rows)) if count else SAME
@@ -177,7 +177,7 @@ def over_whole_batch(gradient: DeviceGradient, args: Any, purpose: Purpose, *, q
 
     num_rows = num_global_rows(args[2])
 
-    def find(shards: Any, model_state: Any, batch: Any, key: Any) -> list[Any]:
+    def find(shards: PyTree, model_state: PyTree, batch: PyTree, key: PRNGKey) -> list[Any]:
         batch = map_rows(lambda a: a[: a.shape[0] // gradient.settings.num_microbatches], batch)
         args = full_args(gradient, shards, model_state, batch, key)
         found = _read(gradient.loss, axes, args)

@@ -12,12 +12,13 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax.core import ShapedArray
 
 from zerojax.program import jaxprs
-from zerojax.program.jaxprs import Atom, Equation, Var
+from zerojax.program.jaxprs import Atom, ClosedJaxpr, Equation, Var
 from zerojax.program.rows.trace import RowTrace
 from zerojax.program.rows.values import REDUCED, Kind
-from zerojax.utils.typing import Array
+from zerojax.utils.typing import Array, DTypeLike
 
 _MOST_ELEMENTS = 1 << 20  # of all parts; more would be a matrix of weights
 
@@ -60,7 +61,7 @@ class RowParts:
         return {name: read(atom) for name, atom in zip(self.names, self.results, strict=True)}
 
 
-def _as_dtype(part: Any, dtype: Any) -> Array:
+def _as_dtype(part: Any, dtype: DTypeLike) -> Array:
     if dtype == jnp.bool_:
         return jnp.asarray(part > 0)
     return jnp.asarray(part if jnp.issubdtype(dtype, jnp.inexact) else jnp.round(part), dtype)
@@ -107,12 +108,12 @@ _KEEPS_DIM_0 = {"reshape", "squeeze", "concatenate", "dot_general", "reduce_sum"
 class ClosedOver(NamedTuple):
     """A constant of a traced loss: its aval, and the traceback of the first equation that reads it."""
 
-    aval: Any
+    aval: ShapedArray
     trace: Any
 
 
 def array_with_all_rows(
-    closed: Any, row_vars: Collection[Var], key_vars: Collection[Var], num_rows: int
+    closed: ClosedJaxpr, row_vars: Collection[Var], key_vars: Collection[Var], num_rows: int
 ) -> ClosedOver | None:
     """The first constant that has the rows of all devices, or None.
 
@@ -130,7 +131,7 @@ def array_with_all_rows(
     aligned: dict[Var, ClosedOver | None] = dict.fromkeys(closed.jaxpr.constvars)  # its dim 0 is that of a constant
     first = None
 
-    def has_all(atom: Any) -> bool:
+    def has_all(atom: Atom) -> bool:
         is_constant = atom in aligned if jaxprs.is_var(atom) else True
         return is_constant and tuple(atom.aval.shape[:1]) == (num_rows,)
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.program import jaxprs
-from zerojax.program.jaxprs import Atom, Equation, Var
+from zerojax.program.jaxprs import Atom, ClosedJaxpr, Equation, Jaxpr, Var
 from zerojax.program.rows.lookups import RowPlace
 from zerojax.program.rows.rules import is_exact, values_of
 from zerojax.program.rows.values import SAME, Kind, RowValue, joined, mixed, plain_factors, replaced, united
@@ -41,7 +41,7 @@ class RowTrace:
         traces: the tracebacks of the equations at which rows of the device met.
     """
 
-    closed: Any
+    closed: ClosedJaxpr
     values: dict[Var, RowValue]
     traces: dict[int, Any]
 
@@ -49,7 +49,7 @@ class RowTrace:
         return self.values[atom] if jaxprs.is_var(atom) else _literal(atom.val)
 
 
-def trace_rows(closed: Any, inputs: Sequence[RowValue], num_rows: int, axes: Collection[str]) -> RowTrace:
+def trace_rows(closed: ClosedJaxpr, inputs: Sequence[RowValue], num_rows: int, axes: Collection[str]) -> RowTrace:
     """Follows rows through a loss on one device's rows.
 
     Args:
@@ -86,7 +86,7 @@ class _Reader:
     traces: dict[int, Any]
     source: int = -1
 
-    def read(self, jaxpr: Any, inputs: Sequence[RowValue], consts: Sequence[Any] = ()) -> dict[Var, RowValue]:
+    def read(self, jaxpr: Jaxpr, inputs: Sequence[RowValue], consts: Sequence[Any] = ()) -> dict[Var, RowValue]:
         """The values of all variables of a jaxpr."""
         scope: dict[Var, RowValue] = dict.fromkeys(jaxpr.constvars, SAME) | dict(zip(jaxpr.invars, inputs, strict=True))
         scope |= {v: _literal(const) for v, const in zip(jaxpr.constvars, consts, strict=False)}
@@ -102,12 +102,12 @@ class _Reader:
             if any(self.source in v.sources for v in found) and not any(self.source in v.sources for v in operands):
                 self.traces.setdefault(self.source, equation.source_info.traceback)
             scope.update(zip(equation.outvars, found, strict=True))
-            refs = filter(jaxprs.is_reference, equation.invars)
+            refs = [v for v in equation.invars if jaxprs.is_var(v) and jaxprs.is_reference(v)]
             scope.update({ref: mixed(operands, self.source) for ref in refs if any(v.is_local for v in operands)})
         self.source = -1 if is_outermost else self.source
         return scope
 
-    def results(self, jaxpr: Any, inputs: Sequence[RowValue]) -> list[RowValue]:
+    def results(self, jaxpr: Jaxpr, inputs: Sequence[RowValue]) -> list[RowValue]:
         """The values of the outputs of an inner jaxpr."""
         inner = getattr(jaxpr, "jaxpr", jaxpr)
         scope = self.read(inner, inputs, getattr(jaxpr, "consts", ()))
@@ -281,7 +281,7 @@ def _leads_to(producers: dict[Var, Equation], atom: Atom, origin: Var) -> bool:
     return False
 
 
-def _entered(inner: Any, values: Sequence[RowValue]) -> list[RowValue]:
+def _entered(inner: Jaxpr, values: Sequence[RowValue]) -> list[RowValue]:
     """The operands of a call as its jaxpr sees them, in which dims may be divided over other axes of the mesh."""
     found = []
     for v, own in zip(values, inner.invars, strict=True):
@@ -294,7 +294,7 @@ def _entered(inner: Any, values: Sequence[RowValue]) -> list[RowValue]:
     return found
 
 
-def _closed_inner(equation: Equation, inner: Any) -> Any:
+def _closed_inner(equation: Equation, inner: Jaxpr) -> Any:
     """The jaxpr of a call with its constants, if it has any."""
     for value in equation.params.values():
         if getattr(value, "jaxpr", None) is inner:
