@@ -24,9 +24,8 @@ from zerojax.processes.join import check_joined
 from zerojax.program.remat import RematRules, Setting
 from zerojax.sharding import padding, placement
 from zerojax.sharding.mesh import check_enclosing_mesh, data_axes, warn_of_disabled_jit
-from zerojax.sharding.placement import FromModel, Overrides
+from zerojax.sharding.placement import FromModel, Overrides, Stage
 from zerojax.sharding.precision import Precision
-from zerojax.sharding.stages import Stage
 from zerojax.sharding.uneven import uneven_text
 from zerojax.step import batch as batches, creation, models, own_step, state as states
 from zerojax.step.config import ZeroConfig, check_offload

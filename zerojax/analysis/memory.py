@@ -18,8 +18,7 @@ from zerojax.analysis.jaxpr_counts import manual_parts
 from zerojax.analysis.liveness import Peak
 from zerojax.offload.checks import DEFAULT_PINNED_GIB, PINNED_LIMIT
 from zerojax.sharding import placement
-from zerojax.sharding.placement import Leaf
-from zerojax.sharding.stages import Stage
+from zerojax.sharding.placement import Leaf, Stage
 from zerojax.step import state as states
 from zerojax.step.config import ZeroConfig, can_offload_params
 from zerojax.step.settings import StepSettings

@@ -24,8 +24,7 @@ from rich.text import Text
 from zerojax.analysis.explanation import CATEGORIES, gradient_aval, leaves_with_paths, path_ends
 from zerojax.sharding import placement
 from zerojax.sharding.axes import axis_names
-from zerojax.sharding.placement import Leaf
-from zerojax.sharding.stages import Stage
+from zerojax.sharding.placement import Leaf, Stage
 from zerojax.step.config import ZeroConfig
 from zerojax.step.loss_traces import Use
 from zerojax.step.state import TrainState, check_not_donated

@@ -14,8 +14,8 @@ from zerojax.comm import collectives
 from zerojax.comm.collectives import CollectiveOptions
 from zerojax.comm.schedule import Schedule
 from zerojax.sharding.axes import Axes, Dims
+from zerojax.sharding.placement import Stage
 from zerojax.sharding.precision import Precision, for_reduction
-from zerojax.sharding.stages import Stage
 from zerojax.utils.flags import select
 from zerojax.utils.typing import Array, DTypeLike, Shape
 

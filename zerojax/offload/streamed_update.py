@@ -38,8 +38,9 @@ from zerojax.offload import host_arrays, host_pieces
 from zerojax.offload.split_update import Operand, Rows, SplitUpdate
 from zerojax.sharding import padding
 from zerojax.sharding.mesh import on_tpus
+from zerojax.sharding.optimizer_placement import Stored
 from zerojax.sharding.padding import NO_PADDING
-from zerojax.sharding.placement import Leaf, Stored
+from zerojax.sharding.placement import Leaf
 from zerojax.step import optimizers
 from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
 from zerojax.step.state import StateLayout, TrainState, optimizer_shardings

@@ -12,9 +12,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from zerojax.sharding import placement
 from zerojax.sharding.axes import Axes
-from zerojax.sharding.placement import Leaf
+from zerojax.sharding.placement import Leaf, Stage
 from zerojax.sharding.precision import DTYPE_FIELDS, Precision
-from zerojax.sharding.stages import Stage
 from zerojax.step.memory import DeviceMemory, Memory
 from zerojax.utils.typing import AnyMesh
 

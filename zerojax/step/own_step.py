@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.program import jaxprs
 from zerojax.sharding import placement
+from zerojax.sharding.optimizer_placement import optimizer_placement
 from zerojax.step.batch import Whole
 from zerojax.step.config import ZeroConfig
 from zerojax.step.optimizers import check_transformation
@@ -44,9 +45,7 @@ def placed_optimizer(
 
     def state_shardings(layout: StateLayout, opt_state: PyTree) -> PyTree:
         leaves = layout.trained(jax.tree.unflatten(layout.tree, layout.leaves))
-        stored = placement.optimizer_placement(
-            inner, opt_state, leaves, config.axes, stage.shards_optimizer, pads=False
-        )
+        stored = optimizer_placement(inner, opt_state, leaves, config.axes, stage.shards_optimizer, pads=False)
         return placement.named_shardings(config.mesh, jax.tree.map(lambda each: each.spec, stored))
 
     def init(params: PyTree) -> PyTree:

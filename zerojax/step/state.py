@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.sharding import padding, placement
 from zerojax.sharding.axes import Axes
+from zerojax.sharding.optimizer_placement import optimizer_placement
 from zerojax.sharding.padding import NO_PADDING, Padding
 from zerojax.sharding.placement import PINNED_HOST, Leaf
 from zerojax.sharding.precision import LossScale
@@ -83,10 +84,10 @@ class StateLayout:
         return self.trained(jax.tree.unflatten(self.tree, avals))
 
     def optimizer_placement(self, axes: Axes, sharded: bool) -> PyTree:
-        """How every leaf of the optimizer's state is stored, see `placement.Stored`."""
+        """How every leaf of the optimizer's state is stored, see `Stored`."""
         params = self.trained(jax.tree.unflatten(self.tree, self.leaves))
         opt_state = jax.eval_shape(self.tx.init, self.trained_avals())
-        return placement.optimizer_placement(self.tx, opt_state, params, axes, sharded)
+        return optimizer_placement(self.tx, opt_state, params, axes, sharded)
 
     def optimizer_paddings(self, axes: Axes, sharded: bool) -> list[Padding]:
         """The zeros with which each leaf of the optimizer's state is stored."""
