@@ -28,11 +28,10 @@ from zerojax.sharding.placement import FromModel, Overrides, Stage
 from zerojax.sharding.precision import Precision
 from zerojax.sharding.uneven import uneven_text
 from zerojax.step import batch as batches, creation, models, own_step, state as states
-from zerojax.step.config import ZeroConfig, check_offload
+from zerojax.step.config import StepSettings, ZeroConfig, check_offload
 from zerojax.step.eval_step import EvalStep, eval_step
 from zerojax.step.gradient import compute_gradients, device_gradient
 from zerojax.step.loss_traces import check_loss, explained_by_rows
-from zerojax.step.settings import StepSettings
 from zerojax.step.source import source_of
 from zerojax.step.state import StateLayout, TrainState, check_not_donated, check_trained
 from zerojax.step.whole_batch import Purpose, over_whole_batch

@@ -31,7 +31,7 @@ from zerojax.exchange import adapters, parameters, quantized
 from zerojax.exchange.tensors import INDEX, Reader
 from zerojax.plan import Settings, from_hugging_face, plan
 from zerojax.processes import agree
-from zerojax.step.settings import StepSettings
+from zerojax.step.config import StepSettings
 from zerojax.utils import versions
 
 PAGE = (REPO / "docs" / "errors.md").read_text()

@@ -21,9 +21,8 @@ from zerojax.sharding import placement
 from zerojax.sharding.axes import axis_names
 from zerojax.sharding.placement import Leaf, shard_bytes
 from zerojax.step import state as states
-from zerojax.step.config import ZeroConfig
+from zerojax.step.config import StepSettings, ZeroConfig
 from zerojax.step.loss_traces import Use
-from zerojax.step.settings import StepSettings
 from zerojax.step.state import TrainState
 from zerojax.utils.typing import Array, PyTree
 

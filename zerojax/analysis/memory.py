@@ -20,8 +20,7 @@ from zerojax.offload.checks import DEFAULT_PINNED_GIB, PINNED_LIMIT
 from zerojax.sharding import placement
 from zerojax.sharding.placement import Leaf, Stage
 from zerojax.step import state as states
-from zerojax.step.config import ZeroConfig, can_offload_params
-from zerojax.step.settings import StepSettings
+from zerojax.step.config import StepSettings, ZeroConfig, can_offload_params
 from zerojax.step.state import TrainState
 from zerojax.utils.text import bytes_text, count_text
 from zerojax.utils.typing import PyTree

@@ -14,9 +14,8 @@ from zerojax.analysis.jaxpr_counts import model_flops
 from zerojax.analysis.memory import Memory, out_of_memory_error, step_memory
 from zerojax.step import train_step
 from zerojax.step.batch import batch_avals
-from zerojax.step.config import ZeroConfig
+from zerojax.step.config import StepSettings, ZeroConfig
 from zerojax.step.loss_traces import Use, traced_loss, uses
-from zerojax.step.settings import StepSettings
 from zerojax.step.state import TrainState
 from zerojax.utils.typing import Array, Aval, PyTree
 

@@ -10,11 +10,10 @@ from jax.sharding import PartitionSpec
 
 from zerojax.step import models
 from zerojax.step.batch import RowsOfSet, batch_specs
-from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
+from zerojax.step.config import StepSettings, ZeroConfig, leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient, device_gradient
 from zerojax.step.jitted_step import Step, name_of_loss
 from zerojax.step.loss_traces import check_evaluation, check_loss, explained_by_rows, with_state_keys
-from zerojax.step.settings import StepSettings
 from zerojax.step.state import StateLayout, TrainState
 from zerojax.step.whole_batch import Purpose, over_whole_batch
 from zerojax.utils.typing import Array, PyTree

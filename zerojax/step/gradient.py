@@ -31,12 +31,11 @@ from zerojax.program.table_lookup import looks_up_shards
 from zerojax.sharding.precision import for_reduction
 from zerojax.step import models
 from zerojax.step.batch import RowsOfSet, batch_specs, cast_batch, microbatches
-from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
+from zerojax.step.config import StepSettings, ZeroConfig, leaf_specs, shard_map_over_data
 from zerojax.step.loss_errors import explaining_errors
 from zerojax.step.models import Output, Sums
 from zerojax.step.reductions import Reductions
 from zerojax.step.scanned_leaves import check_layer_dims
-from zerojax.step.settings import StepSettings
 from zerojax.step.state import StateLayout
 from zerojax.step.state_keys import UNKNOWN, StateKeys, fold_keys, restore_keys
 from zerojax.utils.typing import Array, ArrayLike, PRNGKey, PyTree

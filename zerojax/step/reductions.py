@@ -17,9 +17,8 @@ from jax import lax
 from zerojax.comm import collectives
 from zerojax.sharding.placement import Leaf
 from zerojax.sharding.precision import for_reduction
-from zerojax.step.config import ZeroConfig
+from zerojax.step.config import StepSettings, ZeroConfig
 from zerojax.step.models import Sums
-from zerojax.step.settings import StepSettings
 from zerojax.step.state import StateLayout
 from zerojax.utils.typing import Array, PyTree
 

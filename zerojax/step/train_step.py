@@ -13,7 +13,7 @@ from jax import lax
 
 from zerojax.step import models, state as states
 from zerojax.step.batch import warn_of_keys
-from zerojax.step.config import ZeroConfig
+from zerojax.step.config import StepSettings, ZeroConfig
 from zerojax.step.gradient import DeviceGradient, compute_gradients, device_gradient
 from zerojax.step.jitted_step import Step, name_of_loss
 from zerojax.step.loss_traces import (
@@ -22,7 +22,6 @@ from zerojax.step.loss_traces import (
     with_state_keys,
 )
 from zerojax.step.optimizers import scheduled_learning_rate
-from zerojax.step.settings import StepSettings
 from zerojax.step.state import StateLayout, TrainState
 from zerojax.step.update import apply_gradients
 from zerojax.step.whole_batch import Purpose, over_whole_batch
