@@ -323,8 +323,8 @@ class DeviceGradient:
             start = [*event(jax.tree.leaves(rows)), *(event([sums.norm_term]) if sums_of.unrolls else [])]
             grads, output, weight = run(index, rows, sums.model_state, start, sink)
             grads = sums_of.add(sums.grads, grads, weight)
-            norm_term = self.reductions.norm_term_beside(sink.squared_norms)
             outputs = sums.outputs.plus(output.sums())
+            norm_term = self.reductions.norm_term_beside(sink.squared_norms)
             return _Sums(grads, sums.weight + weight, outputs, output.model_state, norm_term), None
 
         outputs = jax.eval_shape(Output.sums, output_aval).start()
