@@ -5,6 +5,9 @@ In a backward pass, the gradients of a layer are reduced, and go to host memory,
     from the host   weights 3    weights 2    weights 1
     compute         layer 4      layer 3      layer 2
     to the host     grads 5      grads 4      grads 3
+
+The bodies are those of `layer_scan`, and the loop is another one: it needs no second buffer of weights, which a copy
+from the host fills while it is not read, and its copies are paced by the products of the layer that they overlap with.
 """
 
 from __future__ import annotations
