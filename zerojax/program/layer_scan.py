@@ -216,10 +216,14 @@ def scan(body: LayerBody, init: Carry, layers: Layers, schedule: Schedule) -> Sc
     length, prefetch, loops, group, given = cut.length, cut.prefetch, cut.loops, cut.group, layers.given
     front, back = len(given.front), len(given.back)
     turns = _Turns(body, layers)
+
+    # The first layers.
     of_iteration = lambda i: jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), given.loop[0])
     next_given = of_iteration(loops - 1) if loops else given.back[0] if back else None
     state = turns.start(init, (given.front or given.back)[0], schedule)
     state, front_saved = turns.run(state, range(front), length - prefetch, given.front, next_given, schedule)
+
+    # The compiled loop: `group` layers in each iteration.
     loop_saved: list[PyTree] = [None] * group
     if loops:
         state = turns.wait_for_offloads(state, schedule)
@@ -235,6 +239,8 @@ def scan(body: LayerBody, init: Carry, layers: Layers, schedule: Schedule) -> Sc
         state, loop_saved = lax.scan(iteration, state, (iterations, given.loop), reverse=layers.saved is not None)
         schedule.restart(event(state.carry[0]))
         state = turns.restore_next(state, given.back[0])
+
+    # The last layers, and the gradients of the very last one.
     state, back_saved = turns.run(state, range(length - back, length), back - prefetch, given.back, None, schedule)
     reduced = turns.reduce_before(length, state, schedule)
     return Scanned(state.carry, state.ys, SavedValues(front_saved, loop_saved, back_saved), reduced)

@@ -166,15 +166,21 @@ class Regather:
         jaxpr = self.closed.jaxpr
         weights, _, data = self._group(jaxpr.invars)
         self.data = frozenset(data)
+
+        # What depends on the data. All else is rebuilt from weights alone.
         from_data = set(data)
         for equation in jaxpr.eqns:
             is_new = jaxprs.draws_random_bits(equation) or jaxprs.has_side_effects(equation)
             if is_new or any(v in from_data for v in jaxprs.variables(equation)):
                 from_data.update(equation.outvars)
+
+        # The names that the model gives to activations.
         naming = [e for e in jaxpr.eqns if jaxprs.given_name(e) is not None]
         self.names = {name for e in naming if (name := jaxprs.given_name(e)) and from_data & set(e.outvars)}
         # A derivative may read the value before it was named: the name applies to both.
         named = {e.invars[0]: remat.place(e) for e in naming if jaxprs.is_var(e.invars[0])}
+
+        # Backwards from the residuals: a value is saved, or its equation is run again.
         needed = {atom for atom in self.residuals if jaxprs.is_var(atom)}
         self.saved: list[SavedValue] = []
         self.rebuild_equations: list[Any] = []
@@ -188,12 +194,15 @@ class Regather:
             if not all(places):
                 self.rebuild_equations.insert(0, equation)
                 needed.update(jaxprs.variables(equation))
+
+        # The inputs that the values which are not saved are computed from.
         for v, stays in zip(data, resident, strict=True):
             movable = not stays and is_differentiable(v.aval)
             if v in needed:
                 place = Place.HOST if movable and remat.offload_inputs else Place.DEVICE
                 dim = divisible_dim(v.aval.shape) if movable and remat.partition_inputs else None
                 self.saved.append(SavedValue(v, named.get(v) or place, dim))
+
         self.needed = [v in needed for v in weights]
         rebuilt = [e for e in self.rebuild_equations if jaxprs.given_name(e) is None]
         self.recomputes = any(v in from_data for e in rebuilt for v in e.outvars) or any(

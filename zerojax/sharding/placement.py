@@ -271,6 +271,8 @@ def place(
     if not with_paths:
         raise ValueError("placement: the parameter tree is empty\n  fix:      return a model or a tree with parameters")
     paths = [path_text(path) for path, _ in with_paths]
+
+    # Check the leaves, and that every pattern matches some of them.
     check_leaves(params)
     for option in ("shard_dims", "stacked", "frozen", "dtypes", "partition_specs"):
         for pattern in getattr(overrides, option):
@@ -279,6 +281,8 @@ def place(
     for pattern, dtype in overrides.dtypes.items():
         _check_floating(pattern, dtype)
     annotations.check_axis_names(overrides.axis_names, from_model.annotations, mesh)
+
+    # What depends on several leaves: stacks, units and tables.
     shapes = {path: tuple(leaf.shape) for path, (_, leaf) in zip(paths, with_paths, strict=True)}
     stacked_paths = from_model.stacked | {path for path in paths if _first_match(path, overrides.stacked) is not None}
     units = unit_names(shapes, overrides.units, stacked_paths)
@@ -287,12 +291,16 @@ def place(
     for path, unit, (_, leaf) in zip(paths, units, with_paths, strict=True):
         shape = tuple(leaf.shape)
         stacked = path in stacked_paths
+
+        # Its dims over the other axes of the mesh.
         pattern = _first_match(path, list(overrides.partition_specs))
         if pattern is None:
             annotation = annotations.renamed(from_model.annotations.get(path, REPLICATED), overrides.axis_names)
         else:
             annotation = overrides.partition_specs[pattern]
         model_spec, dim = annotations.check_annotation(path, shape, annotation, stacked, mesh, axes)
+
+        # The dim that is sharded over the data axes.
         pattern = _first_match(path, list(overrides.shard_dims))
         if pattern is not None:
             choice = given_dim(path, shape, overrides.shard_dims[pattern], axes, model_spec, pads)
@@ -301,6 +309,8 @@ def place(
             choice = annotated_dim(shape, dim, axes.num_shards, stacked, model_spec, pads)
         else:
             choice = choose_dim(shape, axes.num_shards, stacked, model_spec, path in found_tables, pads)
+
+        # Its dtypes.
         trainable = _is_trainable(path, leaf.dtype, overrides.frozen, from_model.trained)
         dtype = precision.param_dtype if trainable else leaf.dtype
         pattern = _first_match(path, list(overrides.dtypes))
@@ -308,8 +318,10 @@ def place(
         if pattern is not None and jnp.issubdtype(leaf.dtype, jnp.floating):
             compute_dtype = overrides.dtypes[pattern]
         dtypes = jnp.dtype(dtype), jnp.dtype(compute_dtype)
+
         dim, reason, num_zeros = choice
         leaves.append(Leaf(path, shape, *dtypes, dim, unit, reason, trainable, model_spec, stacked, num_zeros))
+
     if from_model.trained is not None and overrides.frozen and not any(leaf.trainable for leaf in leaves):
         raise ValueError(
             f"placement: trainable= and frozen= leave no parameter to train\n"

@@ -56,6 +56,8 @@ class TrainStep(Step):
             scale = state.loss_scale.value if state.loss_scale else jnp.float32(1)
             key = jax.random.fold_in(state.key, state.step)
             args = (jax.tree.leaves(state.params), state.model_state, batch, key, scale)
+
+            # Check the loss, and compute its gradient.
             is_checked = layout in self._checked_losses
             with explained_by_rows(gradient, args[:-1]):
                 if not is_checked:
@@ -66,6 +68,8 @@ class TrainStep(Step):
                 of_batch = over_whole_batch(with_keys, args[:-1], Purpose.TRAINING, quiet=is_checked)
                 self._checked_losses.add(layout)
                 result = compute_gradients(of_batch, args)
+
+            # Clip, and update the state unless a gradient is not finite.
             norm = jnp.sqrt(result.squared_norm) / scale
             finite = jnp.isfinite(norm)
             factor = 1 / scale
@@ -79,6 +83,7 @@ class TrainStep(Step):
             keep = lambda new, old: new if models.is_key(new) else lax.select(finite, new, old)
             model_state = jax.tree.map(keep, result.model_state, state.model_state)
             after = dataclasses.replace(after, model_state=model_state)
+
             metrics = {
                 "loss": result.loss,
                 **result.metrics,

@@ -130,14 +130,19 @@ def apply_gradients(
         (the state after the update, the squared norm of the trained parameters).
     """
     config, layout, stage = gradient.config, gradient.layout, gradient.config.stage
+
+    # Update the shards.
     update = config.memory.update(config, layout, [g.dtype for g in grads], factor is not None)
     if update is None:
         updated = _update_whole(gradient, state, grads, factor, finite, loss)
     else:
         updated = update(state, grads, jnp.float32(1) if factor is None else factor, finite, loss, divisor)
+
+    # Gather the parameters, below stage 3.
     params = updated.computed
     if stage.shards_optimizer and not stage.shards_params:
         params = gather_params(gradient, params)
+
     after = TrainState(
         step=state.step + 1,
         skipped=state.skipped + jnp.where(finite, 0, 1),
