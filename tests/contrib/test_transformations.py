@@ -12,9 +12,9 @@ import pytest
 import zerojax
 from zerojax.analysis import hlo, hlo_collectives
 from zerojax.contrib.low_bit import low_bit_moments, stochastic_rounding
-from zerojax.offload import host_pieces
+from zerojax.offload import host_memory, host_pieces
 from zerojax.offload.streamed_update import StreamedUpdate
-from zerojax.step import update
+from zerojax.step.memory import DeviceMemory
 
 WIDTH, HIDDEN, ROWS = 32, 1024, 48
 low_bit = functools.partial(low_bit_moments, min_size=512)
@@ -216,7 +216,7 @@ def test_moments_in_few_bits_may_be_in_host_memory(monkeypatch, bits, num_device
     """The numbers of an update of whole arrays. The scales of blocks stay on the devices. Three devices store zeros
     behind the last row; four that divide rows of 1024 elements have a block of each."""
     monkeypatch.setattr(host_pieces, "PIECES_BYTES", 2**14)
-    monkeypatch.setattr(update, "_updates_in_pieces", lambda config, tx: False)
+    monkeypatch.setattr(host_memory.AllOnDevices, "update", DeviceMemory.update)
     tx = stochastic_rounding(low_bit(optax.adamw(1e-2), bits))
     dims = {"up": dim_of_up, "down": 0}
     zeros = [zero_of(num_devices, 3, "bf16_params", to, shard_dims=dims) for to in ("none", "optimizer")]
@@ -237,12 +237,17 @@ def test_moments_in_few_bits_may_be_in_host_memory(monkeypatch, bits, num_device
 def test_an_update_in_pieces_is_that_of_whole_arrays(monkeypatch, bits, stage):
     """On the devices too, where blocks that are on several devices are updated whole."""
     tx, found = low_bit(optax.adamw(1e-2), bits), []
-    config = zero_of(4).config
-    assert update._updates_in_pieces(config, tx) and not update._updates_in_pieces(config, optax.adamw(1e-2))
-    assert not update._updates_in_pieces(zerojax.Zero(zerojax.make_mesh(model=2)).config, tx)  # it may divide a piece
+
+    def in_pieces(zero, tx):
+        state = zero.eval_init(create, tx)
+        dtypes = [leaf.dtype for leaf in state.layout.leaves]
+        return zero.config.memory.update(zero.config, state.layout, dtypes, False) is not None
+
+    assert in_pieces(zero_of(4), tx) and not in_pieces(zero_of(4), optax.adamw(1e-2))
+    assert not in_pieces(zerojax.Zero(zerojax.make_mesh(model=2)), tx)  # it may divide a piece
     for pieces_bytes in (2**14, None):
         if pieces_bytes is None:
-            monkeypatch.setattr(update, "_updates_in_pieces", lambda config, tx: False)
+            monkeypatch.setattr(host_memory.AllOnDevices, "update", DeviceMemory.update)
         else:
             monkeypatch.setattr(host_pieces, "DEVICE_PIECES_BYTES", pieces_bytes)
         found.append(run(zero_of(4, stage), tx))

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -75,11 +74,14 @@ class TextTable:
         excess = sum(most) + _GAP * (len(most) - 1) - width
         share = min(max(excess / max(sum(slack), 1), 0), 1)  # of what each column could lose
         widths = [size - math.ceil(share * could) for size, could in zip(most, slack, strict=True)]
-        table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0))
-        for column, size in zip(self.columns, widths, strict=True):
-            table.add_column(column.header, justify="right" if column.right else "left", width=size)
-        for row in self.rows:
-            table.add_row(*(Text("\n".join(wrapped(text, size))) for text, size in zip(row, widths, strict=True)))
+        table = Table.grid()  # versions of Rich pad in different ways: the gaps are columns
+        for k, (column, size) in enumerate(zip(self.columns, widths, strict=True)):
+            if k:
+                table.add_column(width=_GAP)
+            table.add_column(justify="right" if column.right else "left", width=size)
+        for row in ([column.header for column in self.columns], *self.rows):
+            cells = [Text("\n".join(wrapped(text, size))) for text, size in zip(row, widths, strict=True)]
+            table.add_row(*[cell for each in cells for cell in (Text(), each)][1:])
         console = Console(
             file=io.StringIO(),
             width=max(width, sum(most) + _GAP * len(most)),
@@ -90,6 +92,8 @@ class TextTable:
         with console.capture() as drawn:
             console.print(table)
         lines = [line.rstrip().replace(SPACE, " ") for line in drawn.get().rstrip().split("\n")]
+        header = max(len(wrapped(column.header, size)) for column, size in zip(self.columns, widths, strict=True))
+        lines.insert(header, "─" * (sum(widths) + _GAP * (len(widths) - 1)))
         return "\n".join([*(paragraph(self.title, width) if self.title else []), *lines])
 
 
