@@ -143,16 +143,7 @@ class StreamedUpdate:
         loss: Array,
         divisor: Array | None = None,
     ) -> Updated:
-        """Updates a state.
-
-        Args:
-            state: before the update.
-            grads: of the trained parameters, in flattening order, stored like the optimizer state.
-            factor: what they are multiplied by.
-            finite: bool scalar; if it is false, nothing changes.
-            loss: fp32 scalar, the loss of the step.
-            divisor: of gradients in host memory; None is 1.
-        """
+        """Updates a state; see `step.update.Update`."""
         computed = self._computed(state)
         params = computed if state.master is None else jax.tree.leaves(state.master)
         arrays = [*params, *jax.tree.leaves(state.opt_state), *grads, factor, finite, loss]
