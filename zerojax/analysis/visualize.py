@@ -94,7 +94,7 @@ class Holding:
 
 @dataclasses.dataclass(frozen=True)
 class Holdings:
-    """Who holds what of a state.
+    """The devices that hold each part of a state.
 
     Attributes:
         title: the stage and the mesh.
@@ -126,7 +126,7 @@ def shard_numbers(spec: PartitionSpec, axes: Mapping[str, int]) -> tuple[int, ..
 
 
 def holdings(state: TrainState) -> Holdings:
-    """Who holds what of a state, of arrays or avals, and of the gradients of its steps."""
+    """Lists which devices hold which part of a state, and of the gradients of its steps."""
     config = state.layout.config
     assert config is not None, "every state of a Zero has its configuration"
     axes = dict(config.mesh.shape)
