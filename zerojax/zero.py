@@ -23,17 +23,17 @@ from zerojax.processes import agreement
 from zerojax.processes.join import check_joined
 from zerojax.program.remat import RematRules, Setting
 from zerojax.sharding import padding, placement
+from zerojax.sharding.advice import uneven_text
 from zerojax.sharding.mesh import check_enclosing_mesh, data_axes, warn_of_disabled_jit
 from zerojax.sharding.placement import FromModel, Overrides, Stage
 from zerojax.sharding.precision import Precision
-from zerojax.sharding.uneven import uneven_text
 from zerojax.step import batch as batches, creation, models, own_step, state as states
 from zerojax.step.config import StepSettings, ZeroConfig, check_offload
-from zerojax.step.eval_step import EvalStep, eval_step
 from zerojax.step.gradient import compute_gradients, device_gradient
 from zerojax.step.loss_traces import check_loss, explained_by_rows
 from zerojax.step.source import source_of
 from zerojax.step.state import StateLayout, TrainState, check_not_donated, check_trained
+from zerojax.step.steps import EvalStep
 from zerojax.step.whole_batch import Purpose, over_whole_batch
 from zerojax.utils.text import mesh_text
 from zerojax.utils.typing import AnyMesh, PRNGKey
@@ -285,7 +285,7 @@ class Zero:
             ValueError: if `bucket_bytes` is invalid.
         """
         settings = StepSettings(bucket_bytes=bucket_bytes).check(self.config.axes)
-        return eval_step(self.config, loss_fn, settings)
+        return EvalStep(self.config, settings, loss_fn)
 
     def value_and_grad(
         self,

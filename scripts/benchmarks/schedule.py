@@ -381,7 +381,7 @@ def memory_terms(form, config, args, num_devices, psi, unit, activations):
 
 def options_of(form, devices):
     """Returns the compiler options of a form that adds some to those of its step."""
-    from zerojax.sharding.torus import SPARSE_CORES
+    from zerojax.sharding.tpu import SPARSE_CORES
     from zerojax.step.compiler_options import compiler_options
 
     if form == "options":

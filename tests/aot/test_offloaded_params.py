@@ -18,7 +18,7 @@ from zerojax.analysis.hlo_costs import FROM_HOST, TO_HOST, read_host_copies
 from zerojax.comm.buckets import Pieces
 from zerojax.offload import host_pieces
 from zerojax.plan import timeline
-from zerojax.sharding.tiles import stored_order
+from zerojax.sharding.tpu import stored_order
 
 pytestmark = pytest.mark.aot
 WIDTH = 512

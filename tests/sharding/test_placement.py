@@ -12,7 +12,7 @@ from support.parity import optimizer
 
 import zerojax
 from zerojax import Zero
-from zerojax.sharding.layer_dims import globs, likely_stacks
+from zerojax.sharding.dim_choice import globs, likely_stacks
 from zerojax.sharding.placement import choose_dim
 
 EVEN = {"a": (64, 32), "b": (32, 16), "c": (16,)}  # every leaf divides into eight

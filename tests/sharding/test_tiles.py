@@ -1,6 +1,6 @@
 """How TPUs store arrays, by the rule of their compiler."""
 
-from zerojax.sharding import tiles
+from zerojax.sharding import tpu
 
 
 def test_arrays_are_stored_in_the_order_with_fewer_tiles():
@@ -17,4 +17,4 @@ def test_arrays_are_stored_in_the_order_with_fewer_tiles():
         ((48, 100, 4800), (1, 0, 2)),
         ((48, 768, 100), (2, 0, 1)),
     ]:
-        assert tiles.stored_order(shape) == order
+        assert tpu.stored_order(shape) == order

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import zerojax
-from zerojax.sharding import torus
-from zerojax.sharding.torus import (
+from zerojax.sharding import tpu
+from zerojax.sharding.tpu import (
     box_sizes,
     groups_along,
     have_sparse_cores,
@@ -105,7 +105,7 @@ def test_the_groups_along_the_dims_meet_each_device_once():
 def test_a_mesh_of_all_devices_is_in_the_order_of_their_coordinates(monkeypatch):
     """JAX reports the chips of a slice host by host."""
     place = lambda device: (0, device.id % 2, device.id // 4, device.id // 2 % 2, 0)
-    monkeypatch.setattr(torus, "coordinates", place)
+    monkeypatch.setattr(tpu, "coordinates", place)
     monkeypatch.setattr("zerojax.sharding.mesh.coordinates", place)
     mesh = zerojax.make_mesh()
     assert [place(device) for device in mesh.devices] == sorted(map(place, jax.devices()))

@@ -12,7 +12,7 @@ from support.parity import TOLERANCES, assert_close, batches, optimizer, train, 
 import zerojax
 from zerojax import Zero
 from zerojax.analysis.jaxpr_counts import traced_collectives
-from zerojax.sharding import torus
+from zerojax.sharding import tpu
 
 FEW = 4  # steps
 
@@ -21,9 +21,9 @@ def lay_out(monkeypatch, *sizes, sparse_cores=False):
     """Lays the simulated devices out as slices, each a torus of these sizes, in the order of their numbers."""
     chips = math.prod(sizes)
     place = lambda device: (device.id // chips, *map(int, np.unravel_index(device.id % chips, sizes)), 0)
-    monkeypatch.setattr(torus, "coordinates", place)
+    monkeypatch.setattr(tpu, "coordinates", place)
     if sparse_cores:
-        monkeypatch.setattr(torus, "SPARSE_CORES", {jax.devices()[0].device_kind})
+        monkeypatch.setattr(tpu, "SPARSE_CORES", {jax.devices()[0].device_kind})
 
 
 # (model, sizes of the torus of a slice, mesh, stage, precision, microbatches, options of the step); a single size is

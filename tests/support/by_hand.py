@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import zerojax
-from zerojax.comm.dependencies import after, event
+from zerojax.comm.schedule import after, event
 
 WIDTH, LAYERS, ROWS = 32, 4, 32
 

@@ -29,8 +29,7 @@ from zerojax.offload.host_pieces import PIECES_BYTES
 from zerojax.sharding import placement
 from zerojax.sharding.annotations import spec_text
 from zerojax.sharding.axes import axis_names
-from zerojax.step.compiler_options import ANNOTATOR, DISABLED_PASSES, FIRST_CORRECT
-from zerojax.step.described_hosts import TracedWithHostArguments
+from zerojax.step.compiler_options import ANNOTATOR, DISABLED_PASSES, FIRST_CORRECT, TracedWithHostArguments
 from zerojax.utils.text import abbreviate, bytes_text
 from zerojax.utils.typing import Aval, Shape
 

@@ -14,7 +14,7 @@ from zerojax.analysis.findings import AuditCheck, Outcome, Unreadable, Verdict, 
 from zerojax.analysis.hlo import Program
 from zerojax.analysis.hlo_collectives import Collective
 from zerojax.program.jaxprs import ClosedJaxpr
-from zerojax.sharding.torus import slice_after_slice
+from zerojax.sharding.tpu import slice_after_slice
 from zerojax.utils.text import abbreviate, bytes_text
 
 # As a fraction of the expected bytes. A collective of scalars may be combined with a larger one, and is counted then.

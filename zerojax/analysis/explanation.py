@@ -11,11 +11,11 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.sharding import placement
+from zerojax.sharding.advice import large_unit_text, uneven_text
 from zerojax.sharding.annotations import spec_text
 from zerojax.sharding.axes import Axes, axis_names
 from zerojax.sharding.dim_choice import choose_dim
 from zerojax.sharding.placement import Leaf
-from zerojax.sharding.uneven import uneven_text
 from zerojax.step.config import ZeroConfig
 from zerojax.step.loss_traces import Use
 from zerojax.step.state import TrainState, in_host, logical_avals
@@ -235,7 +235,7 @@ def explain(config: ZeroConfig, state: TrainState, uses: Sequence[tuple[Use, ...
         f"{where}: a device holds {held}, with the gradients of a step{more}",
         tuple(rows),
         _units(leaves, uses),
-        placement.large_unit_text(leaves),
+        large_unit_text(leaves),
         uneven,
         totals,
         formula,

@@ -12,7 +12,7 @@ from zerojax.analysis.expectation import Expectation, expect
 from zerojax.analysis.findings import Audit
 from zerojax.analysis.jaxpr_counts import model_flops
 from zerojax.analysis.memory import Memory, out_of_memory_error, step_memory
-from zerojax.step import train_step
+from zerojax.step import steps
 from zerojax.step.batch import batch_avals
 from zerojax.step.config import StepSettings, ZeroConfig
 from zerojax.step.loss_traces import Use, traced_loss, uses
@@ -24,7 +24,7 @@ def _aval(a: Array) -> Aval:
     return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding)
 
 
-class TrainStep(train_step.TrainStep):
+class TrainStep(steps.TrainStep):
     """A training step that can report its memory, and audit its compiled program.
 
     Args:

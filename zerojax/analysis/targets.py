@@ -13,7 +13,7 @@ import jax
 from jax.experimental import topologies
 
 from zerojax.analysis.hardware import Cluster, cluster
-from zerojax.sharding.torus import in_order_of_coordinates
+from zerojax.sharding.tpu import in_order_of_coordinates
 
 _GPU = """
 gpu_device_info {{

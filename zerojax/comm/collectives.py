@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.comm.buckets import SMALL_BYTES, Pieces, fused
-from zerojax.comm.dependencies import after, event
 from zerojax.comm.rows import gather_rows, row_major, sum_rows
+from zerojax.comm.schedule import after, event
 from zerojax.sharding.axes import REPLICATED, Axes, Dims
 from zerojax.utils.typing import Array
 

@@ -10,8 +10,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from zerojax.sharding.axes import Axes
-from zerojax.sharding.tiles import TILE
-from zerojax.sharding.torus import groups_along
+from zerojax.sharding.tpu import TILE, groups_along
 from zerojax.utils.typing import Array
 
 _LEAST_TILES = 2  # of a row; smaller ones of 16-bit elements are all-reduced

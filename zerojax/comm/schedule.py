@@ -6,10 +6,10 @@ While unit j computes, the weights of the next units are gathered and the gradie
     link      reduce 9, gather 7 │ reduce 8, gather 6 │ reduce 7, gather 5
     compute   unit 8             │ unit 7             │ unit 6
 
-A compiler that is free to start a gather early may start all of them at once. Each gather therefore waits for events
-(see `dependencies`): that the unit that leaves the window has computed, that its gradients are reduced, and that the
-gather before has arrived. Without the last, compilers merge the operations before two gathers, and the earlier gather
-waits for the later.
+A compiler that is free to start a gather early may start all of them at once. Each gather therefore waits for events,
+which are scalars that become available when something is done (see `after`): that the unit that leaves the window has
+computed, that its gradients are reduced, and that the gather before has arrived. Without the last, compilers merge the
+operations before two gathers, and the earlier gather waits for the later.
 
 The first gather overlaps with no computation. Its leaves are gathered one after the other, in the order of their uses:
 the first matrix product waits for its own weight only, and overlaps with the gathers of the others.
@@ -21,11 +21,62 @@ start later than it could, with only the small unit to overlap with.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
 
-from zerojax.comm.dependencies import event, events
-from zerojax.utils.typing import Array
+import jax.numpy as jnp
+from jax import lax
+
+from zerojax.utils.typing import Array, DTypeLike, Shape
+
+
+def after(values: Sequence[Array], events: Sequence[Array]) -> list[Array]:
+    """The values, unchanged, but not available to their consumers before all of `events` are computed.
+
+    This limits how many units are gathered at a time. An optimization barrier cannot: compilers drop barriers before
+    they schedule. The dependency here is a select with the predicate sign(event) > 1, which is never true but which
+    compilers do not simplify.
+
+    Args:
+        values: any arrays.
+        events: scalars of a real dtype.
+
+    Cost: a copy of the values.
+    """
+    if not events:
+        return list(values)
+    never = functools.reduce(operator.or_, [lax.sign(event) > 1 for event in events])
+    return [lax.select(never, lax.full_like(value, 0), value) for value in values]
+
+
+def floating_after(values: Sequence[Array], events: Sequence[Array]) -> list[Array]:
+    """Like `after`, but only the floating values wait."""
+    floating = [jnp.issubdtype(value.dtype, jnp.inexact) for value in values]
+    waiting = iter(after([value for value, flag in zip(values, floating, strict=True) if flag], events))
+    return [next(waiting) if flag else value for value, flag in zip(values, floating, strict=True)]
+
+
+def zeros_after(shape: Shape, dtype: DTypeLike, events: Sequence[Array]) -> Array:
+    """An array of zeros that is not allocated before all of `events` are computed."""
+    (one,) = after([jnp.ones((), dtype)], events)  # compilers simplify a selection between zeros
+    return lax.broadcast(1 - one, shape)
+
+
+def event(values: Sequence[Array]) -> list[Array]:
+    """[an event of the first floating array among `values`, or of the first integer one], or [] without either."""
+    for kind in jnp.floating, jnp.integer:
+        for value in values:
+            if value.size and jnp.issubdtype(value.dtype, kind):
+                return [lax.slice(value, (0,) * value.ndim, (1,) * value.ndim).reshape(())]
+    return []
+
+
+def events(values: Sequence[Array]) -> list[Array]:
+    """An event for each floating array among `values`; if there is none, the result of `event`."""
+    floating = [e for value in values if jnp.issubdtype(value.dtype, jnp.floating) for e in event([value])]
+    return floating or event(values)
 
 
 class Schedule:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from zerojax.sharding import placement
-from zerojax.sharding.tiles import stored_order
+from zerojax.sharding.tpu import stored_order
 from zerojax.step.config import ZeroConfig
 from zerojax.step.state import StateLayout, TrainState, in_host
 from zerojax.utils.typing import DTypeLike

@@ -16,10 +16,10 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from zerojax.comm.dependencies import after, event
+from zerojax.comm.schedule import after, event
 from zerojax.offload.pace import Pace
 from zerojax.sharding.placement import is_in_host
-from zerojax.sharding.tiles import TILE, stored_order
+from zerojax.sharding.tpu import TILE, stored_order
 from zerojax.utils.typing import Array, DTypeLike, Shape
 
 HOST_SPACE, DEVICE_SPACE = jax.memory.Space.Host, jax.memory.Space.Device

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.comm.dependencies import after, floating_after
-from zerojax.comm.schedule import Schedule
+from zerojax.comm.schedule import Schedule, after, floating_after
 from zerojax.offload import host_arrays
 from zerojax.offload.host_scan import scan_from_host
 from zerojax.offload.pace import Paces

@@ -6,7 +6,7 @@ import math
 
 from zerojax.comm.buckets import Pieces
 from zerojax.sharding.mesh import on_tpus
-from zerojax.sharding.tiles import stored_order
+from zerojax.sharding.tpu import stored_order
 from zerojax.utils.typing import AnyMesh, Shape
 
 PIECES_BYTES = 2**27  # of all pieces that come to a device at a time

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from zerojax.comm.dependencies import event
+from zerojax.comm.schedule import event
 from zerojax.program import jaxprs
 from zerojax.program.jaxprs import ClosedJaxpr
 from zerojax.utils.typing import Array

@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec
 
 from zerojax.comm import collectives
 from zerojax.comm.buckets import Pieces
-from zerojax.comm.dependencies import event
+from zerojax.comm.schedule import event
 from zerojax.offload import host_arrays, host_pieces
 from zerojax.offload.split_update import Operand, Rows, SplitUpdate
 from zerojax.sharding import padding

@@ -20,9 +20,9 @@ from zerojax.plan.transformer import Transformer
 from zerojax.program import jaxprs
 from zerojax.program.jaxprs import Equation, Jaxpr
 from zerojax.program.segmentation import TracedLoss
+from zerojax.sharding.advice import uneven_text
 from zerojax.sharding.placement import Leaf
 from zerojax.sharding.precision import Precision
-from zerojax.sharding.uneven import uneven_text
 from zerojax.step.config import ZeroConfig
 from zerojax.utils.text import bytes_text
 

@@ -25,8 +25,8 @@ from zerojax.program.jaxprs import Jaxpr
 from zerojax.program.remat import Remat, RematRules
 from zerojax.sharding.mesh import make_mesh
 from zerojax.step import creation, models
+from zerojax.step.compiler_options import in_host_memory
 from zerojax.step.config import StepSettings
-from zerojax.step.described_hosts import in_host_memory
 from zerojax.step.gradient import DeviceGradient, compute_gradients, device_gradient
 from zerojax.step.source import ModelSource, plain_arrays, source_of
 from zerojax.step.state import TrainState, in_host, stored_avals

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.comm.dependencies import after, event, events, floating_after, zeros_after
-from zerojax.comm.schedule import Schedule
+from zerojax.comm.schedule import Schedule, after, event, events, floating_after, zeros_after
 from zerojax.utils.typing import Array, PyTree
 
 Carry = tuple[list[Array], PyTree]  # (floating arrays that the next layer computes from, all else that is carried)

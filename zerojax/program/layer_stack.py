@@ -13,8 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from zerojax.comm.dependencies import events
-from zerojax.comm.schedule import Schedule
+from zerojax.comm.schedule import Schedule, events
 from zerojax.comm.stage_collectives import StageCollectives, accumulate
 from zerojax.program import gradient_paths, jaxprs
 from zerojax.program.gradient_paths import is_differentiable

@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from zerojax.comm.dependencies import event, floating_after
+from zerojax.comm.schedule import event, floating_after
 from zerojax.program import gradient_paths, jaxprs
 from zerojax.program.gradient_paths import is_differentiable
 from zerojax.program.remat import NO_REMAT, Place, Remat

@@ -141,6 +141,12 @@ class TracedLoss:
         """The unit whose weights a segment uses (the first, if one equation uses several), or ''."""
         return self.unit_of[segment.leaves[0]] if segment.leaves else ""
 
+    @property
+    def layer_dims(self) -> dict[int, int]:
+        """The dim of each leaf that a loop slices layer by layer."""
+        views = [view for segment in self.segments if not segment.lookup for view in segment.views.values()]
+        return {view.leaf: view.order[0] for view in views}
+
     def leaves_of(self, equation: Equation) -> frozenset[int]:
         return frozenset().union(*(self.weights[v] for v in jaxprs.variables(equation) if v in self.weights))
 

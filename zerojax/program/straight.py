@@ -12,8 +12,7 @@ from typing import Any
 
 from jax import lax
 
-from zerojax.comm.dependencies import events, floating_after
-from zerojax.comm.schedule import Schedule
+from zerojax.comm.schedule import Schedule, events, floating_after
 from zerojax.comm.stage_collectives import StageCollectives
 from zerojax.program import jaxprs
 from zerojax.program.jaxprs import Var

@@ -26,8 +26,7 @@ from jax import lax
 from jax.core import ShapedArray
 
 from zerojax.comm import collectives as communication
-from zerojax.comm.dependencies import event, zeros_after
-from zerojax.comm.schedule import Schedule
+from zerojax.comm.schedule import Schedule, event, zeros_after
 from zerojax.comm.stage_collectives import StageCollectives
 from zerojax.program import jaxprs
 from zerojax.program.gradient_paths import is_differentiable

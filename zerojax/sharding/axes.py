@@ -19,7 +19,7 @@ class Axes(NamedTuple):
         shard, replica: the names of the axes, outermost first.
         num_shards, num_replicas: the numbers of devices along them.
         torus: on TPUs without SparseCores, the lengths of the rings of devices, along one dim of their torus after the
-            other, around which rows are summed; () if there are none. See `torus`.
+            other, around which rows are summed; () if there are none. See `tpu`.
         sparse_cores: whether SparseCores run collectives over the shard axes.
     """
 

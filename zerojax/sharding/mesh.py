@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from zerojax.sharding.axes import Axes
-from zerojax.sharding.torus import (
+from zerojax.sharding.tpu import (
     along,
     coordinates,
     have_sparse_cores,

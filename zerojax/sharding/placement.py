@@ -19,7 +19,6 @@ import dataclasses
 import enum
 import itertools
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -32,10 +31,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax.sharding import annotations
 from zerojax.sharding.axes import REPLICATED, Axes, Dims
 from zerojax.sharding.dim_choice import annotated_dim, choose_dim, given_dim, tables
-from zerojax.sharding.layer_dims import globs, possible_stack
 from zerojax.sharding.padding import NO_PADDING, Padding
 from zerojax.sharding.precision import Precision
-from zerojax.sharding.units import cut_patterns, no_match_text, unit_names
+from zerojax.sharding.units import no_match_text, unit_names
 from zerojax.utils.text import abbreviate
 from zerojax.utils.typing import AnyMesh, Array, Aval, DTypeLike, PyTree, Shape
 
@@ -342,27 +340,6 @@ def _is_trainable(path: str, dtype: DTypeLike, frozen: Sequence[str], trained: f
             f"  fix:      store its real and imaginary part as two parameters, or name it in frozen="
         )
     return bool(jnp.issubdtype(dtype, jnp.floating))
-
-
-def large_unit_text(leaves: Sequence[Leaf]) -> str | None:
-    """What to do about a unit that holds most of the weights and can be cut, or None if there is no such unit."""
-    sizes: Counter[str] = Counter()
-    for leaf in leaves:
-        sizes[leaf.unit] += leaf.size_at_once
-    (unit, size), total = sizes.most_common(1)[0], sum(leaf.size for leaf in leaves)
-    inside = {leaf.path: leaf.size_at_once for leaf in leaves if leaf.unit == unit}
-    patterns = cut_patterns(unit, inside)
-    if 2 * size <= total or not patterns:
-        return None
-    fix = f"Zero(..., units={patterns!r}) cuts it"
-    shapes = {leaf.path: leaf.shape for leaf in leaves if not leaf.stacked}
-    if stack := globs(possible_stack(shapes, inside), [leaf.path for leaf in leaves]):
-        fix = f"Zero(..., stacked={stack!r}) if dim 0 counts layers that a loop slices; if not, {fix}"
-    return (
-        f"placement: unit {unit!r} holds {size / total:.0%} of the weights, which are gathered together\n"
-        f"  got:      {len(inside)} leaves, {size:,} of {total:,} elements\n"
-        f"  fix:      {fix}"
-    )
 
 
 def named_shardings(mesh: AnyMesh, specs: PyTree) -> PyTree:

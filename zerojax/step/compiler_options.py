@@ -1,4 +1,10 @@
-"""The options of XLA for a step: its collectives overlap with computation, and offloaded activations are read right."""
+"""What a step needs from XLA and JAX around its program.
+
+Options of the compiler let collectives overlap with computation, and read offloaded activations right. For described
+devices, JAX knows no memories, and a sharding forgets the memory that it names: an array in host memory would be
+traced, compiled and counted as an array on the device. Such arrays are marked in the avals that are traced and in the
+program that is compiled.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +12,21 @@ import collections
 import os
 import re
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from zerojax.program.run import SMALL_UNIT
 from zerojax.sharding.placement import Leaf
-from zerojax.sharding.torus import SPARSE_CORES
+from zerojax.sharding.tpu import SPARSE_CORES
 from zerojax.step.config import ZeroConfig
 from zerojax.utils import versions
+from zerojax.utils.typing import PyTree
 
 # The kinds of collectives that SparseCores run, if they can: over one, two or three, or any number of dims of a torus.
 _OFFLOADED = "all_gather", "2d_all_gather", "3d_all_gather", "reduce_scatter", "nd_reduce_scatter", "all_reduce"
@@ -102,3 +111,49 @@ def _disabled_by_flags() -> list[str]:
     if flags and not flags.startswith("-"):
         flags = Path(flags).read_text()
     return re.findall(rf"--{DISABLED_PASSES}=['\"]?([\w,-]+)", flags)
+
+
+def forgets_memories(sharding: jax.sharding.Sharding) -> bool:
+    """Whether a sharding for these devices forgets the memory that it names."""
+    return sharding.with_memory_kind("pinned_host").memory_kind is None
+
+
+def in_host_memory(tree: PyTree, in_host: PyTree) -> PyTree:
+    """Avals of arguments, of which those that are flagged are in host memory; the others stay as they are."""
+    flags = jax.tree.leaves(in_host)
+    leaves, structure = jax.tree.flatten(tree)
+    avals = iter(jax.make_jaxpr(lambda *leaves: leaves)(*leaves).in_avals)
+    to_host = lambda aval: aval.update(memory_space=jax.memory.Space.Host)
+    return structure.unflatten(
+        [to_host(aval) if flag else leaf for leaf, aval, flag in zip(leaves, avals, flags, strict=True)]
+    )
+
+
+class TracedWithHostArguments:
+    """A `jax.stages.Traced` whose arguments are in host memory, where flagged, in the lowered program too.
+
+    Args:
+        traced: of a function that is jitted with `keep_unused=True`.
+        in_host: flags of the first arguments, in flattening order.
+    """
+
+    def __init__(self, traced: jax.stages.Traced, in_host: Sequence[bool]):
+        self._traced, self._in_host = traced, in_host
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._traced, name)
+
+    def lower(self, **kwargs: Any) -> jax.stages.Lowered:
+        """As `jax.stages.Traced.lower`."""
+        lowered = self._traced.lower(**kwargs)
+        module: Any = lowered.compiler_ir("stablehlo")
+        with module.context:
+            (main,) = (op for op in module.body.operations if str(getattr(op, "sym_name", "")) == '"main"')
+            attributes = list(main.arg_attrs)
+            for k, flag in enumerate(self._in_host):
+                text = str(attributes[k])
+                if flag and "mhlo.memory_kind" not in text:  # JAX keeps the module for the next call
+                    in_host = '{mhlo.memory_kind = "pinned_host", ' + text.removeprefix("{")
+                    attributes[k] = type(attributes[k]).parse(in_host)
+            main.arg_attrs = type(main.arg_attrs).get(attributes)
+        return lowered

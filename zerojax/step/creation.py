@@ -19,12 +19,12 @@ from jax.sharding import NamedSharding, use_abstract_mesh
 from zerojax.program import jaxprs
 from zerojax.program.jaxprs import ClosedJaxpr
 from zerojax.sharding import padding, placement
-from zerojax.sharding.layer_dims import likely_stacks, with_first_dim
+from zerojax.sharding.advice import large_unit_text, uneven_text
+from zerojax.sharding.dim_choice import likely_stacks, with_first_dim
 from zerojax.sharding.padding import Padding
 from zerojax.sharding.placement import PINNED_HOST, FromModel, Leaf, Overrides, path_text, shard_bytes
 from zerojax.sharding.precision import LossScale
-from zerojax.sharding.uneven import uneven_text
-from zerojax.sharding.unnamed_layers import unmerged_text
+from zerojax.sharding.units import unmerged_text
 from zerojax.step import models
 from zerojax.step.config import ZeroConfig
 from zerojax.step.optimizers import check_update, rounds_stochastically
@@ -225,7 +225,7 @@ def _define(
     """The static part of a state, with warnings about what the user may not expect."""
     leaves = placement.place(params, config.mesh, config.axes, config.precision, overrides, from_model)
     layer_shapes = {leaf.path: leaf.shape[leaf.stacked :] for leaf in leaves}
-    of_units = placement.large_unit_text(leaves), unmerged_text([leaf.unit for leaf in leaves], layer_shapes)
+    of_units = large_unit_text(leaves), unmerged_text([leaf.unit for leaf in leaves], layer_shapes)
     if config.stage.shards_params and sum(leaf.size for leaf in leaves) >= placement.LARGE:
         for text in filter(None, of_units):
             warn(text)

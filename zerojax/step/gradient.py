@@ -21,13 +21,14 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from zerojax.comm import collectives
-from zerojax.comm.dependencies import event
+from zerojax.comm.schedule import event
 from zerojax.comm.stage_collectives import StageCollectives
 from zerojax.program import jaxprs
 from zerojax.program.part import GradientSink, Weights
 from zerojax.program.run import PartsOfLoss, cut
 from zerojax.program.segmentation import TracedLoss
 from zerojax.program.table_lookup import looks_up_shards
+from zerojax.sharding.advice import check_layer_dims
 from zerojax.sharding.precision import for_reduction
 from zerojax.step import models
 from zerojax.step.batch import RowsOfSet, batch_specs, cast_batch, microbatches
@@ -35,7 +36,6 @@ from zerojax.step.config import StepSettings, ZeroConfig, leaf_specs, shard_map_
 from zerojax.step.loss_errors import explaining_errors
 from zerojax.step.models import Output, Sums
 from zerojax.step.reductions import Reductions
-from zerojax.step.scanned_leaves import check_layer_dims
 from zerojax.step.state import StateLayout
 from zerojax.step.state_keys import UNKNOWN, StateKeys, fold_keys, restore_keys
 from zerojax.utils.typing import Array, ArrayLike, PRNGKey, PyTree
@@ -293,7 +293,7 @@ class DeviceGradient:
         )
         is_lookup = functools.partial(looks_up_shards, stage_collectives, full)
         traced = TracedLoss(closed, len(full), [leaf.unit for leaf in leaves], is_lookup)
-        check_layer_dims(leaves, traced, self.config.axes.num_shards)
+        check_layer_dims(leaves, traced.layer_dims, self.config.axes.num_shards)
         parts = cut(traced, stage_collectives, self.trainable, self.settings.remat, self.settings.prefetch)
         return parts, data, functools.partial(jax.tree.unflatten, output_tree)
 

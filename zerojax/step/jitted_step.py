@@ -14,9 +14,14 @@ from zerojax.sharding.mesh import check_enclosing_mesh, warn_of_disabled_jit
 from zerojax.sharding.placement import path_text
 from zerojax.step import state as states
 from zerojax.step.batch import batch_avals, check_batch, dtype_of, shard_batch
-from zerojax.step.compiler_options import compiler_options, offload_options
+from zerojax.step.compiler_options import (
+    TracedWithHostArguments,
+    compiler_options,
+    forgets_memories,
+    in_host_memory,
+    offload_options,
+)
 from zerojax.step.config import StepSettings, ZeroConfig
-from zerojax.step.described_hosts import TracedWithHostArguments, forgets_memories, in_host_memory
 from zerojax.step.loss_errors import explaining_errors
 from zerojax.step.state import TrainState
 from zerojax.utils.text import mesh_text

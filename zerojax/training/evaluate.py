@@ -11,9 +11,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from zerojax.step.batch import RowsOfSet, map_rows
-from zerojax.step.eval_step import EvalStep
 from zerojax.step.models import Sums, is_key
 from zerojax.step.state import TrainState, check_is_state
+from zerojax.step.steps import EvalStep
 from zerojax.utils.typing import PyTree
 
 _MOST_PENDING = 2  # results that the devices may still be computing
