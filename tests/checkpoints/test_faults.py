@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.disk import Disk
 from support.paths import SUPPORT, TESTS, importing
 from support.ports import free_port
 from support.small_run import setting, train
@@ -107,6 +108,43 @@ def test_a_run_that_is_killed_while_it_deletes_keeps_an_intact_step(tmp_path, un
     losses, kills = run_with_kills(tmp_path, random.Random(1000 + seed), "--keep", 1)
     print(f"seed {1000 + seed}: {kills} kills")
     assert {step: losses[step] for step in losses} == {step: undisturbed[step] for step in losses}
+
+
+@pytest.fixture
+def disk(tmp_path):
+    try:
+        disk = Disk(tmp_path)
+        disk.mount()
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"this machine mounts no image of a disk, which needs the rights of root: {error}")
+    yield disk
+    subprocess.run(["umount", disk.path], capture_output=True)
+
+
+CUTS = 20
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.full] * (seed > 0)) for seed in range(CUTS // 2)]
+)
+def test_a_step_that_was_called_complete_survives_a_loss_of_power(disk, seed, keep):
+    """The newest step that was said to be complete before the cut, or a later one, is intact after it."""
+    rng, directory = random.Random(seed), disk.path / "run"
+    process = start(directory, "--keep", keep, "--slow", 0.02, "--announce", num_steps=1000)
+    seen = until(process, "complete")
+    time.sleep(rng.uniform(0, 1.5))
+    disk.cut_power()
+    process.send_signal(signal.SIGKILL)
+    seen += process.communicate(timeout=60)[0]
+    disk.unmount()
+    disk.mount()
+    complete = [int(line.split()[1]) for line in seen.splitlines() if line.startswith("complete ")]
+    steps = intact_steps(directory)  # all that are there are intact
+    assert steps and steps[-1] >= complete[-1]
+    print(f"seed {seed}: cut after {len(complete)} saves; there are {steps}")
+    losses, _ = run(directory, "--keep", keep, num_steps=steps[-1] + 2)  # and the run continues
+    assert store.steps(directory)[-1] == max(losses) == steps[-1] + 2
 
 
 def test_a_partly_deleted_step_is_ignored(tmp_path, undisturbed):

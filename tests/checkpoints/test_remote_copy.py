@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
@@ -18,7 +17,7 @@ from support.ports import free_port
 from support.small_run import adam, batch, create, digest_of, loss, setting
 
 import zerojax
-from zerojax.checkpoints import remote_copy, store
+from zerojax.checkpoints import lease, remote_copy, store
 from zerojax.checkpoints.pieces import verify_arrays
 from zerojax.cli.commands import main as command
 
@@ -51,7 +50,7 @@ def step(zero):
 
 @pytest.fixture(autouse=True)
 def short_leases(monkeypatch):
-    monkeypatch.setattr(remote_copy, "EXPIRY_S", 1.0)
+    monkeypatch.setattr(lease, "EXPIRY_S", 1.0)
 
 
 def train(zero, step, directory, url, num_steps=STEPS, **options):
@@ -95,7 +94,7 @@ def test_a_run_continues_on_another_machine(tmp_path, url, zero, step):
     remote = remote_copy.RemoteCopy(url)
     assert remote.steps()[-1] == STEPS and len(remote.steps()) <= 2
     names = {path.split("/")[3] for path in remote._fs.find(f"{remote._root}/checkpoints")}
-    assert names == {f"step_{step}" for step in remote.steps()} and not remote._fs.exists(f"{remote._root}/lease.json")
+    assert names == {f"step_{step}-1" for step in remote.steps()}
     restored, start = train(zero, step, tmp_path / "second", url, keep=2)
     assert start == STEPS and digest_of(restored) == digest_of(state)
     assert not list((tmp_path / "first").glob("copied_*")) and not list((tmp_path / "second").glob("fetched_*"))
@@ -119,49 +118,57 @@ def test_a_step_without_its_mark_is_none(tmp_path, url, zero, step):
     train(zero, step, tmp_path / "first", url, 3)
     remote = remote_copy.RemoteCopy(url)
     before = remote.steps()
-    remote._fs.rm_file(remote._mark(3))
+    remote._fs.rm_file(remote._mark(remote_copy.RemoteStep(1, 3)))
     assert remote.steps() == [step for step in before if step != 3]
 
 
 def test_the_mark_is_written_last_and_deleted_first(tmp_path, monkeypatch):
     """Whenever the process is killed in between, what has a mark is whole."""
     remote = remote_copy.RemoteCopy(f"file://{tmp_path}/there")
+    monkeypatch.setattr(remote_copy, "_check_intact", lambda directory, step: None)
     for number in range(1, 4):
         for name in ("a", "commit_success.txt", "z/b"):
             path = tmp_path / f"step_{number}" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(name)
     done = []
-    for method in ("put_file", "rm_file", "rm"):
+    for method in ("put_file", "rm_file"):
         call = getattr(remote._fs, method)
         record = lambda *args, call=call, method=method, **kwargs: (
             done.append((method, args[-1])),
             call(*args, **kwargs),
         )
         monkeypatch.setattr(remote._fs, method, record)
+    remote.start()
     keep_newest = lambda steps: steps[-1:]
     for number in range(1, 4):
         remote.copy(number, tmp_path / f"step_{number}", keep_newest)
         assert remote.finish()
-    step = lambda number: f"{remote._root}/checkpoints/step_{number}"
-    events = [(method, path) for method, path in done if path.startswith(step(2))]
-    mark = f"{step(2)}/commit_success.txt"
-    written = [path for method, path in events if method == "put_file"]
-    assert sorted(written) == [f"{step(2)}/a", mark, f"{step(2)}/z/b"] and written[-1] == mark
-    after = events[events.index(("put_file", mark)) + 1 :]
-    assert after == [("rm_file", mark), ("rm", step(2))]
+    folder = f"{remote._root}/checkpoints/step_2-1"
+    mark = f"{folder}/commit_success.txt"
+    written = [path for method, path in done if method == "put_file" and path.startswith(folder)]
+    deleted = [path for method, path in done if method == "rm_file" and path.startswith(folder)]
+    assert sorted(written) == sorted(deleted) == [f"{folder}/a", mark, f"{folder}/z/b"]
+    assert written[-1] == deleted[0] == mark
     assert remote.steps() == [3]
+    remote.close()
 
 
 def test_a_run_that_goes_back_replaces_later_steps(tmp_path, url, zero, step):
     train(zero, step, tmp_path / "first", url, 6)
     shutil.rmtree(tmp_path / "first" / "step_6")
     other = remote_copy.RemoteCopy(url)
-    other._delete(6)
+    other._delete(remote_copy.RemoteStep(1, 6))
     train(zero, step, tmp_path / "first", url, 5)
     assert max(other.steps()) == 5
     train(zero, step, tmp_path / "first", url, 6)
     assert max(other.steps()) == 6
+
+
+def test_the_lineage_leaves_out_what_a_later_run_replaced():
+    """Lease 1 copied steps 2, 4, 6 and 8, and lease 2 began from step 4."""
+    found = [remote_copy.RemoteStep(*each) for each in ((1, 2), (1, 4), (1, 6), (1, 8), (2, 5), (2, 6))]
+    assert remote_copy.lineage(found) == [(2, 6), (2, 5), (1, 4), (1, 2)]
 
 
 def test_a_second_run_is_refused_and_a_killed_one_is_waited_for(tmp_path, url, zero):
@@ -169,38 +176,35 @@ def test_a_second_run_is_refused_and_a_killed_one_is_waited_for(tmp_path, url, z
     first.start()
     with pytest.raises(ValueError, match=f"another run is copying to {url}\n  got:      process .* on "):
         zero.checkpoints(tmp_path, copy_to=url)
-    first._released.set()  # as if it had been killed: the lease remains
-    first._renewal.join()
+    first.lease._content = lambda lasts_s=None: b"{}"  # as if it had been killed: what it wrote last expires
+    first._fs.pipe_file(first.lease._path(1), json.dumps({"owner": "dead", "expires": time.time() + 1}).encode())
+    first.lease._released.set()
+    first.lease._fs = None
+    first.lease._renewal.join()
     zero.checkpoints(tmp_path, copy_to=url).close()
 
 
 def test_a_run_whose_lease_was_taken_saves_no_more(tmp_path, url, zero):
     remote = remote_copy.RemoteCopy(url)
     with zero.checkpoints(tmp_path, copy_to=remote) as checkpoints:
-        remote._fs.pipe_file(f"{remote._root}/lease.json", json.dumps({"owner": "b", "expires": 1e12}).encode())
-        while not remote.lost_to:
+        next_lease = f"{remote._root}/lease-2.json"
+        remote._fs.pipe_file(next_lease, json.dumps({"owner": "b", "expires": 1e12}).encode())
+        while not remote.lease.lost_to:
             time.sleep(0.05)
         with pytest.raises(RuntimeError, match=r"another run copies to .*\n  got: .*lease expired, and b took it"):
             checkpoints.save(zero.init(create, adam()))
-    assert remote._fs.exists(f"{remote._root}/lease.json") and not store.folders(tmp_path)
+    assert json.loads(remote._fs.cat_file(next_lease)) == {"owner": "b", "expires": 1e12} and not store.folders(
+        tmp_path
+    )
 
 
 def test_one_of_two_runs_that_start_together_gets_the_lease(url, monkeypatch):
-    """Both have seen the same expired lease: the second deletes the new one of the first, which notices."""
-    monkeypatch.setattr(remote_copy, "EXPIRY_S", 8.0)
-    first, second = (remote_copy.RemoteCopy(url) for _ in range(2))
-    expired = {"owner": "dead", "expires": 0}
-    first._fs.pipe_file(f"{first._root}/lease.json", json.dumps(expired).encode())
-    seen, lease = [expired], second._lease
-    monkeypatch.setattr(second, "_lease", lambda: seen.pop() if seen else lease())
-    taken = []
-    thread = threading.Thread(target=lambda: taken.append(first._take_lease()))
-    thread.start()
-    while first._lease().get("owner") != first._owner:
-        time.sleep(0.01)
-    taken.append(second._take_lease())
-    thread.join()
-    assert sorted(taken) == [False, True] and second._lease()["owner"] == second._owner
+    """Both have seen the same expired lease, and create the next one."""
+    first, second = (remote_copy.RemoteCopy(url).lease for _ in range(2))
+    first._fs.pipe_file(first._path(1), json.dumps({"owner": "dead", "expires": 0}).encode())
+    monkeypatch.setattr(second, "_newest", lambda: 1)
+    assert first._try() and not second._try()
+    assert second._read(2)["owner"] == first._owner
 
 
 def test_a_server_that_fails_now_and_then_loses_nothing(tmp_path, port, zero, step):
@@ -289,6 +293,7 @@ def test_the_commands_take_a_url(tmp_path, url, zero, step):
 
 def test_an_object_outside_of_its_step_is_not_fetched(tmp_path, monkeypatch):
     remote = remote_copy.RemoteCopy(f"file://{tmp_path}/there")
+    monkeypatch.setattr(remote, "_complete", lambda: [remote_copy.RemoteStep(1, 3)])
     monkeypatch.setattr(remote._fs, "find", lambda path: [f"{path}/a", f"{path}/../../../b"])
     with pytest.raises(ValueError, match=r"step 3 of .* is no step\n  got: .*'\.\./\.\./\.\./b'"):
         remote.fetch(3, tmp_path / "here")

@@ -8,9 +8,9 @@ import zerojax
 zerojax.simulate_devices(2)
 
 from support.small_run import adam, batch, create, loss, setting  # noqa: E402
-from zerojax.checkpoints import remote_copy  # noqa: E402
+from zerojax.checkpoints import lease  # noqa: E402
 
-remote_copy.EXPIRY_S = 1.0  # of the lease of a run that was killed
+lease.EXPIRY_S = 1.0  # of the lease of a run that was killed
 directory, url, num_steps = sys.argv[1:]
 
 

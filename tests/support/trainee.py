@@ -31,6 +31,7 @@ parser.add_argument("--devices", type=int, default=4, help="number of devices of
 parser.add_argument("--slow", type=float, default=0, help="least seconds per step")
 parser.add_argument("--slow-from", type=int, default=0, help="the step after which steps are slow")
 parser.add_argument("--block-at", type=int, help="the step after which the main thread runs no Python any more")
+parser.add_argument("--announce", action="store_true", help="wait for each save, and print `complete STEP`")
 parser.add_argument("--no-close", action="store_true", help="end without closing the checkpoints")
 parser.add_argument("--full-at", type=int, help="the step at which writing fails, as on a full disk")
 parser.add_argument("--die-deleting", action="store_true", help="die when a file of an old step has been deleted")
@@ -136,6 +137,10 @@ def main():
             time.sleep(1)  # the save runs in the background
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         print("loss", i + 1, float(metrics["loss"]).hex(), flush=True)
+        if args.announce:
+            checkpoints.wait()
+            if checkpoints._saver.saved_step == i + 1:  # a failure is logged
+                print("complete", i + 1, flush=True)
         time.sleep(args.slow if i + 1 >= args.slow_from else 0)
         if i + 1 == args.block_at:
             mutex = ctypes.create_string_buffer(64)

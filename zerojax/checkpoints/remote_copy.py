@@ -1,38 +1,65 @@
 """Copies the steps of a run to remote storage in the background, and brings the newest back on another machine.
 
-    URL/checkpoints/step_100/...    the files of a complete step, as they are on disk; the mark is written last
-    URL/metrics.jsonl, ...          further files of the run, as of the newest step
-    URL/lease.json                  the run that may write here, and until when
+    URL/checkpoints/step_100-3/...        the files of a step that the run with lease 3 copied; the mark is written last
+    URL/checkpoints/step_100-3/run/...    further files of the run, as of this step
 
 Object storage has neither renames nor appends nor locks. Every object is therefore written whole, a step without its
-mark is none, a step loses its mark before it is deleted, and the lease is an object that is created only if there is
-none. fsspec reaches the storage.
+mark is none, a step loses its mark before it is deleted, and names have the number of the `Lease` in them: a run that
+has lost its lease without noticing changes nothing that a later run reads. fsspec reaches the storage, by literal names
+only: where it takes patterns, the name of a run such as `lr[0.1]` would be one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
+import re
 import shutil
-import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
+from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
 from zerojax.checkpoints import store
+from zerojax.checkpoints.lease import Lease
+from zerojax.checkpoints.manifest import CheckpointCorrupted
+from zerojax.checkpoints.pieces import verify_arrays
+from zerojax.utils import files
 
 log = logging.getLogger("zerojax")
-_STEPS, _LEASE = "checkpoints", "lease.json"
-EXPIRY_S = 60.0  # of a lease that is not renewed; a restart after a kill waits for so long
-_RENEWALS = 4  # before it would expire
+_STEPS, _RUN = "checkpoints", "run"
+_NAME = re.compile(r"step_(\d+)-(\d+)")
+STILL_S = 60.0  # at the end of a run, storage that takes no byte for so long is given up
+
+
+class RemoteStep(NamedTuple):
+    """A folder of a step: the number of the lease under which it was written, and the step."""
+
+    lease: int
+    step: int
+
+    @property
+    def name(self) -> str:
+        return f"step_{self.step}-{self.lease}"
+
+
+def lineage(found: Iterable[RemoteStep]) -> list[RemoteStep]:
+    """The steps of the newest run and of those that it continued, newest first.
+
+    What an earlier run did after the step from which the next one began is none of them.
+    """
+    chosen: list[RemoteStep] = []
+    for each in sorted(found, reverse=True):
+        if not chosen or each.step < chosen[-1].step:
+            chosen.append(each)
+    return chosen
 
 
 class RemoteCopy:
@@ -40,7 +67,7 @@ class RemoteCopy:
 
     Args:
         url: of a folder: 's3://bucket/run', 'gs://bucket/run', or any other that fsspec knows.
-        files: further files of the run, by their names in the folder. They are copied with each step.
+        files: further files of the run, by their names. They are copied with each step.
 
     Raises:
         ValueError: if the URL is invalid, or the package for its storage is not installed.
@@ -49,44 +76,21 @@ class RemoteCopy:
     def __init__(self, url: str, files: Mapping[str, Path] | None = None):
         self.url, self._files = url.rstrip("/"), dict(files or {})
         self._fs, self._root = _open(self.url)
-        self._owner = f"process {os.getpid()} on {socket.gethostname()}, {uuid.uuid4().hex[:8]}"
+        self.lease = Lease(self._fs, self._root, self.url)
+        self._damaged: set[RemoteStep] = set()
         self._thread: threading.Thread | None = None
         self._tried: int | None = None  # the last step whose copy was started
         self._error: Exception | None = None  # of the last copy
-        self._lost: str | None = None  # who took the lease
-        self._renewal: threading.Thread | None = None
-        self._released = threading.Event()
+        self._moved = time.monotonic()  # when the storage last took bytes
 
     def start(self) -> None:
-        """Takes the lease, and keeps it until `close`. Waits for the end of one whose run was killed.
+        """Takes the lease, and keeps it until `close`.
 
         Raises:
-            ValueError: if another run holds the lease, and goes on to renew it; or if the storage cannot be reached.
+            ValueError: if another run holds the lease, or the storage cannot be reached.
         """
-        deadline = time.time() + 2 * EXPIRY_S
-        while not self._take_lease():
-            owner = self._lease().get("owner", "a lease that cannot be read")
-            if time.time() > deadline:
-                raise ValueError(
-                    f"checkpoints: another run is copying to {self.url}\n  got:      {owner}\n"
-                    f"  fix:      use another URL, or stop that run; if there is none, delete {self.url}/{_LEASE}"
-                )
-            log.warning("checkpoints: waiting for the lease of %s: %s", self.url, owner)
-            time.sleep(EXPIRY_S / _RENEWALS)
-        self._renewal = threading.Thread(target=self._renew, name="lease", daemon=True)
-        self._renewal.start()
-
-    def _take_lease(self) -> bool:
         with self._reaching():
-            if self._lease().get("expires", float("inf")) < time.time():
-                with contextlib.suppress(FileNotFoundError):
-                    self._fs.rm_file(self._path(_LEASE))
-            try:
-                self._fs.pipe_file(self._path(_LEASE), self._lease_content(), mode="create")
-            except FileExistsError:
-                return False
-        time.sleep(min(1.0, EXPIRY_S / _RENEWALS))  # for another run that saw the same expired lease, and deletes ours
-        return self._lease().get("owner") == self._owner
+            self.lease.take()
 
     @contextlib.contextmanager
     def _reaching(self) -> Iterator[None]:
@@ -95,48 +99,41 @@ class RemoteCopy:
             yield
         except Exception as error:  # of many packages
             message = " ".join(str(error).split()) or type(error).__name__
+            if message.startswith("checkpoints: "):
+                raise
             raise ValueError(
                 f"checkpoints: {self.url} cannot be reached\n  got:      {message}\n"
                 f"  fix:      check the URL, whether its bucket exists, the credentials and the network"
             ) from error
 
-    def _lease(self) -> dict[str, Any]:
-        try:
-            return json.loads(self._fs.cat_file(self._path(_LEASE)))
-        except (FileNotFoundError, ValueError):
-            return {}
-
-    def _lease_content(self) -> bytes:
-        return json.dumps({"owner": self._owner, "expires": time.time() + EXPIRY_S}).encode()
-
-    def _renew(self) -> None:
-        while not self._released.wait(EXPIRY_S / _RENEWALS):
-            try:
-                if (owner := self._lease().get("owner")) != self._owner:
-                    self._lost = owner or "nobody"
-                    return
-                self._fs.pipe_file(self._path(_LEASE), self._lease_content())
-            except Exception as error:  # the storage may answer again before the lease expires
-                log.warning("checkpoints: the lease of %s cannot be renewed: %s", self.url, error)
-
-    @property
-    def lost_to(self) -> str | None:
-        """The run that has taken the lease, because this one did not renew it in time; None if none has."""
-        return self._lost
+    # What is there ----------------------------------------------------------------------------------------------------
 
     def steps(self) -> list[int]:
         """The steps whose copies are complete, oldest first. Raises ValueError if the storage cannot be reached."""
         with self._reaching():
-            return [step for step, is_complete in self._folders().items() if is_complete]
+            return [each.step for each in reversed(self._complete())]
 
-    def _folders(self) -> dict[int, bool]:
-        """Whether each step that has a folder is complete."""
+    def _complete(self) -> list[RemoteStep]:
+        return lineage(each for each in self._folders() if self._fs.exists(self._mark(each)))
+
+    def _folders(self) -> list[RemoteStep]:
         try:
-            paths = self._fs.ls(self._path(_STEPS), detail=False, refresh=True)
+            paths = self._fs.ls(f"{self._root}/{_STEPS}", detail=False, refresh=True)
         except FileNotFoundError:
-            return {}
-        steps = [store.step_of(path.rstrip("/").rpartition("/")[2]) for path in paths]
-        return {step: self._fs.exists(self._mark(step)) for step in sorted(step for step in steps if step is not None)}
+            return []
+        matches = (_NAME.fullmatch(path.rstrip("/").rpartition("/")[2]) for path in paths)
+        return [RemoteStep(int(match[2]), int(match[1])) for match in matches if match]
+
+    def _objects(self, each: RemoteStep) -> list[str]:
+        """The names of the objects of a step, relative to its folder."""
+        start = f"{self._path(each)}/"
+        try:
+            found = self._fs.find(self._path(each))
+        except FileNotFoundError:
+            return []
+        return [path.removeprefix(start) for path in found if path.startswith(start)]
+
+    # Copies -----------------------------------------------------------------------------------------------------------
 
     def copy(self, step: int, folder: Path, kept: Callable[[list[int]], list[int]]) -> None:
         """Starts to copy a step, unless another copy is in progress, or this step was copied or could not be.
@@ -146,106 +143,152 @@ class RemoteCopy:
             folder: its folder. It may be deleted before the copy is complete.
             kept: returns those of the steps that are kept. The others are deleted.
         """
-        if self.is_copying() or step == self._tried or self._lost:
+        if self.is_copying() or step == self._tried or self.lease.lost_to:
             return
-        if self._tried is None and self._has(step, folder):
-            self._tried = step
-            return
-        self._tried = step
-        linked = folder.with_name(f"copied_{folder.name}")
-        shutil.rmtree(linked, ignore_errors=True)
+        is_first, self._tried = self._tried is None, step
+        linked = folder.parent / f"copied_{uuid.uuid4().hex[:8]}" / folder.name
+        linked.parent.mkdir()
         shutil.copytree(folder, linked, copy_function=_link)
-        self._thread = threading.Thread(target=self._copy, args=(step, linked, kept), name="copy")
+        self._thread = threading.Thread(
+            target=self._copy, args=(step, linked, kept, is_first), name="copy", daemon=True
+        )
+        self._moved = time.monotonic()
         self._thread.start()
-
-    def _has(self, step: int, folder: Path) -> bool:
-        """Whether the same step is there already, from before a restart. Its manifest has the digests of all arrays."""
-        manifest = store.manifest_file(folder)
-        try:
-            there = self._fs.cat_file(f"{self._step(step)}/{manifest.relative_to(folder).as_posix()}")
-            return self._fs.exists(self._mark(step)) and there == manifest.read_bytes()
-        except OSError:
-            return False
 
     def is_copying(self) -> bool:
         """Whether a copy is in progress."""
         return self._thread is not None and self._thread.is_alive()
 
-    def _copy(self, step: int, folder: Path, kept: Callable[[list[int]], list[int]]) -> None:
+    def _copy(self, step: int, folder: Path, kept: Callable[[list[int]], list[int]], may_be_there: bool) -> None:
         try:
-            self._put(step, folder)
-            complete = self.steps()
-            keep = kept([other for other in complete if other <= step])  # later ones are of a run that went back
-            for other in [other for other in self._folders() if other not in keep]:
-                self._delete(other)
+            if not (may_be_there and self._has(step, folder)):
+                _check_intact(folder.parent, step)
+                self._put(RemoteStep(self.lease.number, step), folder)
+                log.info("checkpoint: step %d is copied to %s", step, self.url)
+                self._delete_old(kept)
             self._error = None
         except Exception as error:
             self._error = error
             log.error("checkpoint: step %d cannot be copied to %s: %s", step, self.url, error)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder.parent, ignore_errors=True)
 
-    def _put(self, step: int, folder: Path) -> None:
+    def _has(self, step: int, folder: Path) -> bool:
+        """Whether the same step is there already, from before a restart. Its manifest has the digests of all arrays."""
+        manifest = store.manifest_file(folder)
+        for each in self._complete():
+            if each.step == step and each not in self._damaged:
+                there = self._fs.cat_file(f"{self._path(each)}/{manifest.relative_to(folder).as_posix()}")
+                return there == manifest.read_bytes()
+        return False
+
+    def _put(self, each: RemoteStep, folder: Path) -> None:
         """Writes the objects of a step, those of the run, and then the mark."""
-        self._delete(step)
-        for path in sorted(folder.rglob("*")):
-            if path.is_file() and path.name != store.COMMIT_FILE:
-                self._fs.put_file(str(path), f"{self._step(step)}/{path.relative_to(folder).as_posix()}")
-        self._put_files()
-        self._fs.put_file(str(folder / store.COMMIT_FILE), self._mark(step))
+        self._delete(each)
+        sources = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+        mark = sources.pop(store.COMMIT_FILE)
+        sources |= {f"{_RUN}/{name}": path for name, path in self._files.items() if path.exists()}
+        callback: Any = _Moves(self)
+        for name, path in [*sources.items(), (store.COMMIT_FILE, mark)]:
+            self._fs.put_file(str(path), f"{self._path(each)}/{name}", callback=callback)
+            self._moved = time.monotonic()
+        self._damaged.discard(each)
 
-    def _put_files(self) -> None:
-        for name, path in self._files.items():
-            if path.exists():
-                self._fs.pipe_file(self._path(name), path.read_bytes())
+    def _delete_old(self, kept: Callable[[list[int]], list[int]]) -> None:
+        """Deletes what is not kept of this run, and of those before it."""
+        steps = self._complete()
+        keep = set(kept([each.step for each in reversed(steps)]))
+        for each in self._folders():
+            if (
+                each.lease <= self.lease.number
+                and not (each in steps and each.step in keep)
+                and not self.lease.is_lost()
+            ):
+                self._delete(each)
 
-    def _delete(self, step: int) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self._fs.rm_file(self._mark(step))
-        with contextlib.suppress(FileNotFoundError):
-            self._fs.rm(self._step(step), recursive=True)
+    def _delete(self, each: RemoteStep) -> None:
+        """Deletes the objects of a step, its mark first."""
+        names = self._objects(each)
+        for name in sorted(names, key=lambda name: name != store.COMMIT_FILE):
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(f"{self._path(each)}/{name}")
+            self._moved = time.monotonic()
+        if isinstance(self._fs, LocalFileSystem):  # object storage has no folders
+            shutil.rmtree(self._path(each), ignore_errors=True)
+
+    # Restores ---------------------------------------------------------------------------------------------------------
+
+    def fetch_newer(self, than: int, directory: Path) -> None:
+        """Brings back the newest intact step after the step `than`, if there is one, with the files of the run."""
+        for step in reversed(self.steps()):
+            if step <= than:
+                return
+            try:
+                self.fetch(step, directory, with_files=True)
+            except CheckpointCorrupted as error:
+                log.error("checkpoint: the copy of step %d in %s is not used: %s", step, self.url, error)
+            else:
+                return
 
     def fetch(self, step: int, directory: Path, *, arrays: bool = True, with_files: bool = False) -> None:
-        """Copies a step into a directory, where it appears when it is complete.
+        """Copies a step into a directory, where it appears when it is complete. A folder of this step is set aside.
 
         Args:
             step: one of `steps()`.
             directory: of steps.
-            arrays: whether the arrays are copied, and not only what describes them.
+            arrays: whether the arrays are copied, and not only what describes them. If so, they are verified.
             with_files: whether the further files of the run are brought back too.
+
+        Raises:
+            CheckpointCorrupted: if the copy is damaged. Nothing is changed then.
+            ValueError: if it contains an object with a name outside of its folder.
         """
+        each = next(found for found in self._complete() if found.step == step)
         partial = directory / f"fetched_{uuid.uuid4().hex[:8]}"
-        names = [path[len(self._step(step)) + 1 :] for path in self._fs.find(self._step(step))]
-        if bad := [name for name in names if not Path(partial, name).resolve().is_relative_to(partial.resolve())]:
+        folder = partial / store.folder(directory, step).name
+        names = self._objects(each)
+        if bad := [name for name in names if not Path(folder, name).resolve().is_relative_to(folder.resolve())]:
             raise ValueError(
                 f"checkpoints: step {step} of {self.url} is no step\n  got:      an object with the name {bad[0]!r}\n"
                 f"  fix:      another step; who wrote this one?"
             )
         try:
             for name in names:
-                if arrays or not name.startswith(store.ARRAYS):
-                    (partial / name).parent.mkdir(parents=True, exist_ok=True)
-                    self._fs.get_file(f"{self._step(step)}/{name}", str(partial / name))
+                if not name.startswith(f"{_RUN}/") and (arrays or not name.startswith(store.ARRAYS)):
+                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                    self._fs.get_file(f"{self._path(each)}/{name}", str(folder / name))
+            if arrays:
+                self._damaged.add(each)
+                _check_intact(partial, step)
+                self._damaged.discard(each)
             if with_files:
-                self._get_files()
-            folder = store.folder(directory, step)
-            if folder.exists():
-                folder.rename(folder.with_name(f"aside_{folder.name}_{time.time_ns()}"))
-            partial.rename(folder)
+                self._get_files(each)
+            final = store.folder(directory, step)
+            if final.exists():
+                files.rename(final, final.with_name(f"aside_{final.name}_{time.time_ns()}"))
+            files.sync_tree(folder)
+            files.rename(folder, final)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         log.warning("checkpoint: step %d is fetched from %s", step, self.url)
 
-    def _get_files(self) -> None:
+    def _get_files(self, each: RemoteStep) -> None:
         for name, path in self._files.items():
             with contextlib.suppress(FileNotFoundError):
+                content = self._fs.cat_file(f"{self._path(each)}/{_RUN}/{name}")
                 path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(self._fs.cat_file(self._path(name)))
+                files.write_atomically(path, content)
+
+    # The end ----------------------------------------------------------------------------------------------------------
 
     def finish(self) -> bool:
-        """Waits for the copy in progress. Returns whether it succeeded; if not, the same step may be copied again."""
-        if self._thread:
-            self._thread.join()
+        """Waits for the copy in progress, as long as it moves. Returns whether it succeeded; if not, the same step may
+        be copied again."""
+        while self.is_copying() and time.monotonic() < self._moved + STILL_S:
+            assert self._thread is not None
+            self._thread.join(min(1.0, STILL_S))
+        if self.is_copying():
+            self._error = TimeoutError(f"the storage has not answered for {STILL_S:.0f} s")
         if self._error:
             self._tried = None
         return self._error is None
@@ -257,26 +300,41 @@ class RemoteCopy:
             RuntimeError: if the last copy failed.
         """
         self.finish()
-        self._released.set()
-        if self._renewal:
-            self._renewal.join()
-            if self._lost is None:
-                with contextlib.suppress(Exception):  # it expires
-                    self._fs.rm_file(self._path(_LEASE))
+        self.lease.release(STILL_S if self._error is None else 1.0)
         if self._error:
             raise RuntimeError(
                 f"checkpoint: the last copy to {self.url} failed\n  got:      {self._error}\n"
                 f"  fix:      check the storage; the steps on disk are complete, and the next start copies the newest"
             ) from self._error
 
-    def _path(self, name: str) -> str:
-        return f"{self._root}/{name}"
+    def _path(self, each: RemoteStep) -> str:
+        return f"{self._root}/{_STEPS}/{each.name}"
 
-    def _step(self, step: int) -> str:
-        return self._path(f"{_STEPS}/{store.folder(Path(), step).name}")
+    def _mark(self, each: RemoteStep) -> str:
+        return f"{self._path(each)}/{store.COMMIT_FILE}"
 
-    def _mark(self, step: int) -> str:
-        return f"{self._step(step)}/{store.COMMIT_FILE}"
+
+class _Moves(fsspec.Callback):
+    """Notes that bytes of a file were taken."""
+
+    def __init__(self, remote: RemoteCopy):
+        super().__init__()
+        self._remote = remote
+
+    def call(self, hook_name: str | None = None, **kwargs: object) -> None:
+        self._remote._moved = time.monotonic()
+
+
+def _check_intact(directory: Path, step: int) -> None:
+    """Raises CheckpointCorrupted if an array of a step differs from what was saved."""
+    manifest = store.read_manifest(directory, step)
+    damaged = [(path, problem) for path, problem in verify_arrays(directory, step, manifest) if problem]
+    if damaged:
+        path, problem = damaged[0]
+        raise CheckpointCorrupted(
+            f"checkpoint: {len(damaged)} of the {len(manifest.leaves)} arrays of step {step} are damaged\n"
+            f"  got:      {path}: {problem}\n  fix:      use another step"
+        )
 
 
 def _link(source: str, target: str) -> None:
@@ -287,7 +345,7 @@ def _link(source: str, target: str) -> None:
         shutil.copy(source, target)
 
 
-def _open(url: str) -> tuple[Any, str]:
+def _open(url: str) -> tuple[AbstractFileSystem, str]:
     """The file system of a URL, without caches of what it contains, and the path in it."""
     if "://" not in url:
         raise ValueError(

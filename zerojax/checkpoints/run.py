@@ -144,14 +144,14 @@ class Checkpoints:
         remote = RemoteCopy(copy_to) if isinstance(copy_to, str) else copy_to  # one that also copies files of `fit`
         agree(given | {"copy_to": None if remote is None else remote.url})
         with contextlib.ExitStack() as stack:
-            run_directory = RunDirectory(self.directory, remote, stack)
+            self._run_directory = RunDirectory(self.directory, remote, stack)
             self._store = store.Store(self.directory, given["keep"], given["keep_every"])
             stack.callback(self._store.close)
             self._exit = stack.pop_all()
         self.origin: Manifest | None = None  # of the step that `resume` restored
         self.origin_text = ""  # a line about the start of the run, after `resume`
         self._num_updates = 0  # including those before the step that the run resumed from
-        self._saver = Saver(config, run_directory, self._store)
+        self._saver = Saver(config, self._run_directory, self._store)
         self._skip_monitor = SkipMonitor(given["most_skipped"])
         self._watchdog = None if watchdog_s is None else Watchdog(watchdog_s, self.directory)
         self._verify_replicas_every = given["verify_replicas_every"]
@@ -170,7 +170,7 @@ class Checkpoints:
         except Exception:
             if error is None:
                 raise
-            log.exception("checkpoint: the last save failed too")  # the exception of the block is the one to raise
+            log.exception("checkpoint: the end of the run failed too")  # the exception of the block is the one to raise
 
     def close(self) -> None:
         """Waits for the save in progress, and releases the directory for other runs.
@@ -215,7 +215,7 @@ class Checkpoints:
         avals = contents.avals(state)
         for step in reversed(steps):
             try:
-                restored, saved = saver.restore(self.directory, state, step, data, Allowed(optimizer=optimizer))
+                restored, saved = self._restore(state, step, data, Allowed(optimizer=optimizer))
             except CheckpointCorrupted as error:
                 if not fallback:
                     raise
@@ -232,6 +232,17 @@ class Checkpoints:
             f"checkpoint: there is no intact step in {self.directory}\n  got:      {reasons}\n"
             f"  fix:      use another directory to start at step 0"
         )
+
+    def _restore(self, state: TrainState, step: int, data: object, allowed: Allowed) -> tuple[TrainState, Manifest]:
+        """Restores a step; if it is damaged on disk, from its copy in remote storage."""
+        avals = contents.avals(state)
+        try:
+            return saver.restore(self.directory, state, step, data, allowed)
+        except CheckpointCorrupted as error:
+            if not self._run_directory.fetch_again(step):
+                raise
+            log.error("checkpoint: step %d is restored from its copy: %s", step, error)
+            return saver.restore(self.directory, avals, step, data, allowed)
 
     def _start(self, state: TrainState) -> tuple[TrainState, int]:
         """Starts a run without a checkpoint."""

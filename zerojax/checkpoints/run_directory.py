@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import re
+import shutil
 import socket
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import jax
 
 from zerojax.checkpoints import store
+from zerojax.checkpoints.manifest import CheckpointCorrupted
 from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0
 from zerojax.checkpoints.remote_copy import RemoteCopy
 from zerojax.processes.agreement import agree_on_directory, run_in_process_0
@@ -155,14 +157,32 @@ class RunDirectory:
     def _lock_directory(self, stack: ExitStack) -> None:
         self._lock = DirectoryLock(self.path)
         stack.callback(self._lock.release)
+        for name in ("copied_*", "fetched_*"):  # of a run that was killed
+            for unfinished in self.path.glob(name):
+                shutil.rmtree(unfinished, ignore_errors=True)
         if self._remote:
             self._remote.start()
             stack.callback(self._remote.close)
 
     def _fetch_newer(self) -> None:
         """Brings the newest step back from remote storage if this machine has only older ones."""
-        if self._remote and (there := self._remote.steps()) and there[-1] > max(self.steps(), default=-1):
-            self._remote.fetch(there[-1], self.path, with_files=True)
+        if self._remote:
+            self._remote.fetch_newer(max(self.steps(), default=-1), self.path)
+
+    def fetch_again(self, step: int) -> bool:
+        """Replaces a damaged step by its copy in remote storage. Returns whether there was an intact one."""
+
+        def fetch() -> bool:
+            if self._remote is None or step not in self._remote.steps():
+                return False
+            try:
+                self._remote.fetch(step, self.path)
+            except (ValueError, CheckpointCorrupted) as error:
+                log.error("checkpoint: the copy of step %d is not used either: %s", step, error)
+                return False
+            return True
+
+        return bool(broadcast_from_process_0([jax.process_index() == 0 and fetch()])[0])
 
     def steps(self) -> list[int]:
         """Returns the steps that are complete on disk, oldest first."""
@@ -187,7 +207,7 @@ class RunDirectory:
             saved_step: the last step that was saved, for the error's text.
         """
         is_lost = self._lock is not None and not self._lock.is_held()
-        is_taken = self._remote is not None and self._remote.lost_to is not None
+        is_taken = self._remote is not None and self._remote.lease.lost_to is not None
         is_lost, is_taken = broadcast_from_process_0([is_lost, is_taken])
         if is_lost:
             raise RuntimeError(
@@ -199,6 +219,6 @@ class RunDirectory:
             assert self._remote is not None
             raise RuntimeError(
                 f"checkpoint: another run copies to {self._remote.url}\n"
-                f"  got:      the lease expired, and {self._remote.lost_to or 'another run'} took it\n"
+                f"  got:      the lease expired, and {self._remote.lease.lost_to or 'another run'} took it\n"
                 f"  fix:      stop one of the two runs"
             )

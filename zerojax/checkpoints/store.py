@@ -5,11 +5,13 @@
     DIRECTORY/deleted/              old steps, which are renamed before any of their files is deleted
 
 A step is written under a temporary name and renamed when it is complete. A commit file is written last; a step without
-it is ignored.
+it is ignored. A step that is called complete survives a loss of power: all its files and names are on the disk before
+that, and old steps are deleted after.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import re
@@ -37,6 +39,7 @@ from zerojax.checkpoints.manifest import (
     to_json,
 )
 from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0
+from zerojax.utils import files
 from zerojax.utils.typing import Array, Aval, Shape
 
 log = logging.getLogger("zerojax")
@@ -65,6 +68,18 @@ class _LogicalArrays(ocp.PyTreeCheckpointHandler):
             array.resize(exclusive_max=shape).result()
 
 
+class _DurableFolder(ocp.path.atomicity.AtomicRenameTemporaryPath):
+    """The temporary folder of a step. What Orbax does after `finalize`, such as deleting old steps, comes later."""
+
+    async def finalize(self) -> None:
+        """Called by process 0 when all processes have written: marks the folder as complete and renames it."""
+        await asyncio.to_thread(files.sync_tree, Path(self.get()))
+        await super().finalize()
+        final = Path(self.get_final())
+        for path in (final / COMMIT_FILE, final, final.parent):
+            await asyncio.to_thread(files.sync, path)
+
+
 class Store:
     """Writes steps into a directory in the background, and deletes old ones.
 
@@ -89,6 +104,7 @@ class Store:
             todelete_subdir=_DELETED,
             cleanup_tmp_directories=True,
             save_root_metadata=False,
+            temporary_path_class=_DurableFolder,
         )
         self._handler = _LogicalArrays()
         handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
@@ -121,7 +137,7 @@ class Store:
                 path = folder(self.directory, step)
                 renamed = path.with_name(f"aside_{path.name}_{time.time_ns()}")
                 log.warning("checkpoint: %s is set aside as %s", path, renamed.name)
-                path.rename(renamed)
+                files.rename(path, renamed)
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("zerojax: steps are set aside")
         self.close()

@@ -29,6 +29,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from zerojax.utils.files import sync, sync_tree
 from zerojax.utils.typing import Shape
 
 INDEX = "model.safetensors.index.json"
@@ -129,10 +130,12 @@ def write(
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             Path(unfinished, INDEX).write_text(json.dumps(index, indent=2, ensure_ascii=False) + "\n", "utf-8")
             names.append(INDEX)
+        sync_tree(Path(unfinished))
         for name in old:  # the index first, which would assign the arrays of the old model to new files
             (folder / name).unlink()
         for name in names:
             os.replace(Path(unfinished, name), folder / name)
+    sync(folder)
     return tuple(folder / name for name in names)
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from zerojax.processes.agreement import versions
 from zerojax.sharding.precision import DTYPE_FIELDS
 from zerojax.step.config import ZeroConfig
-from zerojax.training.writers import write_atomically
+from zerojax.utils.files import write_atomically
 from zerojax.utils.text import masked
 
 log = logging.getLogger("zerojax")

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from zerojax.utils.files import write_atomically
 from zerojax.utils.text import masked
 
 log = logging.getLogger("zerojax")
@@ -104,13 +105,6 @@ def _step_of(line: str) -> int | None:
     except (ValueError, TypeError, KeyError):
         return None
     return step if isinstance(step, int) else None
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file completely or not at all."""
-    new = path.with_name(path.name + ".new")
-    new.write_text(text)
-    new.replace(path)
 
 
 class TensorBoardWriter:

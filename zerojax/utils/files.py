@@ -1,0 +1,49 @@
+"""Writes files that are still there, and whole, after a loss of power.
+
+A file system may keep what it is told for half a minute, and in another order. So contents come first, then the names
+that make them visible, and what they replace is deleted last: each is on the disk (`fsync`) before the next begins.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or the list of names in a folder, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """Waits until all files and folders in a folder are on the disk."""
+    for path, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            sync(Path(path, name))
+        sync(Path(path))
+
+
+def rename(source: Path, target: Path) -> None:
+    """Renames a file or folder within its folder, on the disk too."""
+    source.rename(target)
+    sync(target.parent)
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Writes a file completely or not at all. A link in its place is replaced; what it leads to is not touched."""
+    new = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
