@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -267,6 +268,149 @@ def test_a_run_that_is_killed_and_loses_its_disk_continues_bit_for_bit(tmp_path,
     print(f"seed {kills}: {kills} kills")
     fit(zero, step, tmp_path / "undisturbed", None, STEPS * (kills + 1))
     assert found == losses(tmp_path / "undisturbed")
+
+
+def test_names_of_runs_are_no_patterns(tmp_path, port, zero, step):
+    """A run in `lr[01]` deletes its own old steps, and none of its neighbours `lr0` and `lr1`."""
+    with s3.clients(port):
+        names = ("lr0", "lr1", "lr[01]")
+        for k, name in enumerate(names):
+            train(zero, step, tmp_path / str(k), f"s3://{s3.BUCKET}/{name}", 3, keep=1)
+        for k, name in enumerate(names):
+            remote = remote_copy.RemoteCopy(f"s3://{s3.BUCKET}/{name}")
+            assert remote.steps() == [3]
+            remote.fetch(3, tmp_path / f"fetched {k}")
+
+
+def damage(folder):
+    """Flips a bit in the largest file of a step."""
+    path = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.chmod(0o600)
+    path.unlink()  # its links to other names stay intact
+    path.write_bytes(content)
+
+
+def test_a_damaged_step_is_restored_from_its_copy(tmp_path, url, zero, step, caplog):
+    state, _ = train(zero, step, tmp_path, url, 4, keep=1)
+    damage(tmp_path / "step_4")
+    restored, start = train(zero, step, tmp_path, url, 4, keep=1)
+    assert start == 4 and digest_of(restored) == digest_of(state)
+    assert "step 4 is restored from its copy" in caplog.text and len(list(tmp_path.glob("aside_step_4_*"))) == 1
+
+
+def test_a_damaged_copy_is_not_used_and_is_replaced(tmp_path, url, zero, step, caplog):
+    train(zero, step, tmp_path / "first", url, 4, keep=None)
+    remote = remote_copy.RemoteCopy(url)
+    each = remote._complete()[0]
+    name = max(remote._objects(each), key=lambda name: remote._fs.info(f"{remote._path(each)}/{name}")["size"])
+    content = bytearray(remote._fs.cat_file(f"{remote._path(each)}/{name}"))
+    content[len(content) // 2] ^= 1
+    remote._fs.pipe_file(f"{remote._path(each)}/{name}", bytes(content))
+    _, start = train(zero, step, tmp_path / "second", url, 4, keep=None)
+    assert start < 4 and "the copy of step 4" in caplog.text and not list((tmp_path / "second").glob("fetched_*"))
+    remote.fetch(4, tmp_path / "third")  # the second run has copied its own
+
+
+def test_no_intact_copy_is_deleted_for_a_damaged_one(tmp_path, url, zero, step, caplog):
+    train(zero, step, tmp_path / "first", url, 4, keep=None)
+    damage(tmp_path / "first" / "step_4")
+    other = remote_copy.RemoteCopy(f"{url}-other")
+    other.start()
+    for number in (3, 4):
+        other.copy(number, tmp_path / "first" / f"step_{number}", lambda steps: steps[-1:])
+        other.finish()
+    assert other.steps() == [3] and "arrays of step 4 are damaged" in caplog.text
+    with pytest.raises(RuntimeError, match="the last copy to"):
+        other.close()
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path, url, zero):
+    for name in ("copied_abc/step_3/arrays", "fetched_abc/step_3"):
+        (tmp_path / name).mkdir(parents=True)
+    zero.checkpoints(tmp_path, copy_to=url).close()
+    assert {path.name for path in tmp_path.iterdir()} == {".lock"}
+
+
+def test_a_suspended_run_changes_nothing_of_its_successor(tmp_path, url, zero, step, monkeypatch):
+    """It goes on in the middle of a copy, when another run has taken the lease, copied newer steps and deleted old."""
+    train(zero, step, tmp_path / "first", url, 2, keep=1)
+    suspended = remote_copy.RemoteCopy(url)
+    monkeypatch.setattr(suspended.lease, "_renew", lambda: None)  # it is suspended
+    suspended.start()
+    awake, put = threading.Event(), suspended._fs.put_file
+    fs = type("Suspended", (), {"__getattr__": lambda _, name: getattr(remote_copy.RemoteCopy(url)._fs, name)})()
+    fs.put_file = lambda *args, **kwargs: (awake.wait(), put(*args, **kwargs))
+    suspended._fs = fs
+    suspended.copy(2, tmp_path / "first" / "step_2", lambda steps: steps[-1:])
+    suspended._tried = None
+    time.sleep(1.5)  # its lease has expired
+    state, start = train(zero, step, tmp_path / "second", url, 5, keep=1)
+    assert start == 2
+    awake.set()
+    suspended._thread.join()
+    restored, start = train(zero, step, tmp_path / "third", url, 5, keep=1)
+    assert start == 5 and digest_of(restored) == digest_of(state)
+
+
+def test_frozen_storage_does_not_keep_a_run_from_ending(tmp_path, port):
+    """After SIGTERM the step is saved on disk, and the exit code is 75."""
+    faults = s3.Faults()
+    with s3.proxy(port, faults) as between:
+        args = [sys.executable, str(SUPPORT / "copying.py"), str(tmp_path), f"s3://{s3.BUCKET}/frozen", "1000"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(args, env=importing(TESTS) | s3.variables(between), **pipes)
+        while process.stdout.readline() != "step 4\n":
+            assert process.poll() is None, process.stderr.read()[-3000:]
+        faults.weights = {"frozen": 1.0}
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 75, errors[-3000:]
+    assert "the storage has not answered for 2 s" in errors and "bucket/frozen" in errors
+
+
+@pytest.mark.parametrize("events", [2, pytest.param(20, marks=pytest.mark.full)])
+def test_two_runs_that_are_suspended_and_killed_keep_what_was_complete(tmp_path, url, zero, step, events):
+    """Each run begins while the one before is suspended for longer than its lease, or was killed."""
+    rng, complete, suspended = random.Random(events), set(), None
+
+    def end(process, sent):
+        process.send_signal(sent)
+        process.send_signal(signal.SIGCONT)
+        try:
+            errors = process.communicate(timeout=2)[1]  # it may find out that it has lost its lease
+        except subprocess.TimeoutExpired:
+            process.kill()
+            errors = process.communicate()[1]
+        complete.update(int(line.split()[2]) for line in errors.splitlines() if " is copied to s3://" in line)
+
+    for number in range(events):
+        directory = tmp_path / str(number)
+        args = [sys.executable, str(SUPPORT / "copying.py"), str(directory), url, "1000"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(args, env=importing(TESTS), **pipes)
+        for _ in range(8):
+            assert process.stdout.readline().startswith("step "), process.stderr.read()[-3000:]
+        time.sleep(rng.uniform(0, 3))
+        if suspended:
+            end(suspended, signal.SIGCONT)
+            time.sleep(rng.uniform(0, 1))
+        suspended = process
+        process.send_signal(rng.choice([signal.SIGSTOP, signal.SIGKILL]))
+    end(suspended, signal.SIGKILL)
+    remote = remote_copy.RemoteCopy(url)
+    assert complete and remote.steps()[-1] >= max(complete)
+    print(f"{events} events: {len(complete)} steps were copied; there are {remote.steps()}")
+    found = tmp_path / "found"
+    fit(zero, step, tmp_path / "undisturbed", None, remote.steps()[-1])
+    for number in remote.steps():
+        remote.fetch(number, found)  # verifies the arrays
+    newest = remote.steps()[-1]
+    here, there = (
+        store.read_manifest(directory, newest).leaves for directory in (found, tmp_path / "undisturbed" / "checkpoints")
+    )
+    assert here == there
 
 
 def test_the_commands_take_a_url(tmp_path, url, zero, step):

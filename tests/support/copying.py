@@ -1,5 +1,6 @@
 """A training run that copies its steps to remote storage: copying.py DIRECTORY URL NUM_STEPS. Prints each step."""
 
+import logging
 import sys
 import time
 
@@ -8,9 +9,12 @@ import zerojax
 zerojax.simulate_devices(2)
 
 from support.small_run import adam, batch, create, loss, setting  # noqa: E402
-from zerojax.checkpoints import lease  # noqa: E402
+from zerojax.checkpoints import lease, remote_copy  # noqa: E402
 
 lease.EXPIRY_S = 1.0  # of the lease of a run that was killed
+remote_copy.STILL_S = 2.0
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+logging.getLogger("absl").setLevel(logging.ERROR)
 directory, url, num_steps = sys.argv[1:]
 
 

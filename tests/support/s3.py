@@ -53,7 +53,8 @@ def server():
 
 
 class Faults:
-    """What the proxy does to a request: 'pass', 'busy' (503), 'lost' (the connection is closed) or 'slow'.
+    """What the proxy does to a request: 'pass', 'busy' (503), 'lost' (the connection is closed), 'slow' or 'frozen' (it
+    is never answered).
 
     Args:
         weights: the probability of each fault; the rest passes.
@@ -62,14 +63,14 @@ class Faults:
 
     def __init__(self, seed=0, **weights):
         self.weights, self._rng, self._mutex = weights, random.Random(seed), threading.Lock()
-        self.seen = dict.fromkeys(("pass", "busy", "lost", "slow"), 0)
+        self.seen = dict.fromkeys(("pass", *weights), 0)
 
     def choose(self):
         with self._mutex:
             value = self._rng.random()
             limits = itertools.accumulate(self.weights.values())
             fault = next((name for name, limit in zip(self.weights, limits, strict=True) if value < limit), "pass")
-            self.seen[fault] += 1
+            self.seen[fault] = self.seen.get(fault, 0) + 1
             return fault
 
 
@@ -96,6 +97,8 @@ def proxy(port, faults):
             if fault == "busy":
                 self.answer(503, {}, b"<Error><Code>SlowDown</Code><Message>later</Message></Error>")
                 return
+            if fault == "frozen":
+                time.sleep(3600)
             if fault == "slow":
                 time.sleep(0.3)
             connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
