@@ -253,8 +253,8 @@ def paths_to_read(saved: Manifest, avals: Mapping[str, Aval], allowed: Allowed, 
     extra = [p for p in saved.leaves if p not in avals and not matches(p, allowed.extra)]
     common = [path for path in avals if path in saved.leaves]
     found = _optimizer_lines(missing, extra) or [
-        *(_absent_from("checkpoint", path, _nearest(path, saved.leaves)) for path in missing),
-        *(_absent_from("state", path, _nearest(path, avals)) for path in extra),
+        *_absent_from("checkpoint", missing, saved.leaves),
+        *_absent_from("state", extra, avals),
     ]
     for path in common:
         leaf, a = saved.leaves[path], avals[path]
@@ -324,16 +324,19 @@ def matches(path: str, globs: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(path, glob) for glob in globs)
 
 
-def _nearest(path: str, candidates: Mapping[str, object]) -> str:
-    nearest = difflib.get_close_matches(path, candidates, n=1, cutoff=0.5)
-    return f", the nearest is {nearest[0]}" if nearest else ""
+def _absent_from(owner: str, paths: Sequence[str], leaves: Mapping[str, object]) -> list[Mismatch]:
+    """The leaves that the checkpoint or the state lacks, with the option that allows it.
 
-
-def _absent_from(owner: str, path: str, nearest: str) -> Mismatch:
-    """A leaf that the checkpoint or the state lacks, with the option that allows it."""
+    The nearest name is looked up for those that an error shows, since it takes a comparison with every leaf.
+    """
     kind = "missing" if owner == "checkpoint" else "extra"
-    text = f"the {owner} has no such leaf{nearest} ({kind}={(path,)!r} allows it)"
-    return Mismatch(kind, path, text, f"the {owner} has no such leaves ({kind}= allows them, by globs)")
+    found = []
+    for k, path in enumerate(paths):
+        nearest = difflib.get_close_matches(path, leaves, n=1, cutoff=0.5) if k < _MAX_EQUAL else []
+        text = f"the {owner} has no such leaf{f', the nearest is {nearest[0]}' if nearest else ''}"
+        text += f" ({kind}={(path,)!r} allows it)"
+        found.append(Mismatch(kind, path, text, f"the {owner} has no such leaves ({kind}= allows them, by globs)"))
+    return found
 
 
 def _optimizer_lines(missing: list[str], extra: list[str]) -> list[Mismatch | str]:

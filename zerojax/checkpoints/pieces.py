@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -158,17 +158,23 @@ def _block_shape(shape: Shape, index: tuple[slice | int, ...]) -> Shape:
     return (*sizes, *shape[len(index) :])
 
 
-def verify_arrays(directory: Path, step: int, manifest: Manifest) -> Iterator[tuple[str, str | None]]:
-    """Reads every array of a step, and compares its digest with the manifest.
+def verify_arrays(
+    directory: Path, step: int, manifest: Manifest, paths: Iterable[str] | None = None
+) -> Iterator[tuple[str, str | None]]:
+    """Reads arrays of a step, and compares their digests with the manifest.
+
+    Args:
+        directory, step, manifest: the checkpoint.
+        paths: of the arrays; by default all of them.
 
     Yields:
         (path, what is wrong with the array, or None if it is intact).
 
-    Cost: reads the whole step once, and holds one piece in host memory; see `LimitedReader`.
+    Cost: reads the arrays once, and holds one piece in host memory; see `LimitedReader`.
     """
     with LimitedReader(directory, step) as reader:
-        for path, leaf in manifest.leaves.items():
-            digest = HostDigest()
+        for path in manifest.leaves if paths is None else paths:
+            leaf, digest = manifest.leaves[path], HostDigest()
             try:
                 for piece in reader.pieces(path, leaf):
                     digest.add(piece)
@@ -177,3 +183,14 @@ def verify_arrays(directory: Path, step: int, manifest: Manifest) -> Iterator[tu
             else:
                 intact = digest.text == leaf.digest
                 yield path, None if intact else f"digest {digest.text} on disk, {leaf.digest} was saved"
+
+
+def check_intact(directory: Path, step: int, manifest: Manifest, paths: Iterable[str] | None = None) -> None:
+    """Raises CheckpointCorrupted if an array differs from what was saved; as `verify_arrays`."""
+    damaged = [(path, problem) for path, problem in verify_arrays(directory, step, manifest, paths) if problem]
+    if damaged:
+        path, problem = damaged[0]
+        raise CheckpointCorrupted(
+            f"checkpoint: {len(damaged)} of the {len(manifest.leaves)} arrays of step {step} are damaged\n"
+            f"  got:      {plain_text(path)}: {plain_text(problem or '')}\n  fix:      use another step"
+        )

@@ -30,7 +30,7 @@ from fsspec.implementations.local import LocalFileSystem
 from zerojax.checkpoints import store
 from zerojax.checkpoints.lease import Lease
 from zerojax.checkpoints.manifest import CheckpointCorrupted
-from zerojax.checkpoints.pieces import verify_arrays
+from zerojax.checkpoints.pieces import check_intact
 from zerojax.utils import files
 
 log = logging.getLogger("zerojax")
@@ -162,7 +162,7 @@ class RemoteCopy:
     def _copy(self, step: int, folder: Path, kept: Callable[[list[int]], list[int]], may_be_there: bool) -> None:
         try:
             if not (may_be_there and self._has(step, folder)):
-                _check_intact(folder.parent, step)
+                check_intact(folder.parent, step, store.read_manifest(folder.parent, step))
                 self._put(RemoteStep(self.lease.number, step), folder)
                 log.info("checkpoint: step %d is copied to %s", step, self.url)
                 self._delete_old(kept)
@@ -259,7 +259,7 @@ class RemoteCopy:
                     self._fs.get_file(f"{self._path(each)}/{name}", str(folder / name))
             if arrays:
                 self._damaged.add(each)
-                _check_intact(partial, step)
+                check_intact(partial, step, store.read_manifest(partial, step))
                 self._damaged.discard(each)
             if with_files:
                 self._get_files(each)
@@ -323,18 +323,6 @@ class _Moves(fsspec.Callback):
 
     def call(self, hook_name: str | None = None, **kwargs: object) -> None:
         self._remote._moved = time.monotonic()
-
-
-def _check_intact(directory: Path, step: int) -> None:
-    """Raises CheckpointCorrupted if an array of a step differs from what was saved."""
-    manifest = store.read_manifest(directory, step)
-    damaged = [(path, problem) for path, problem in verify_arrays(directory, step, manifest) if problem]
-    if damaged:
-        path, problem = damaged[0]
-        raise CheckpointCorrupted(
-            f"checkpoint: {len(damaged)} of the {len(manifest.leaves)} arrays of step {step} are damaged\n"
-            f"  got:      {path}: {problem}\n  fix:      use another step"
-        )
 
 
 def _link(source: str, target: str) -> None:

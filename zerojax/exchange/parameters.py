@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from zerojax.checkpoints import contents, store
 from zerojax.checkpoints.contents import MODEL_STATE, PARAMS
 from zerojax.checkpoints.manifest import CheckpointMismatch, LeafRecord, Mismatch, matches, mismatch_error, plain_text
-from zerojax.checkpoints.pieces import LimitedReader
+from zerojax.checkpoints.pieces import LimitedReader, check_intact
 from zerojax.exchange.families import find_family, is_weight, known_source, weight_sources
 from zerojax.exchange.names import NameMapping, Source
 from zerojax.exchange.tensors import MAX_FILE_BYTES, Entry, Reader, bounded_repr, exchange_error, write
@@ -75,12 +75,13 @@ def export(
         The files, see `tensors.write`.
 
     Raises:
-        CheckpointCorrupted: if the checkpoint cannot be read.
+        CheckpointCorrupted: if the checkpoint cannot be read, or an array differs from what was saved.
         ValueError: if there is no such step or no average, if the mapping or the family is invalid or has no name for
             an array, if dims do not fit an array, or as in `tensors.write`.
 
-    Cost: holds the arrays of one file in host memory, see `tensors.write`, and a second copy of one of them. The
-        process that reads holds a piece of 64 MiB and its chunks, see `pieces.LimitedReader`.
+    Cost: reads what is exported twice, first to verify it. Holds the arrays of one file in host memory, see
+        `tensors.write`, and a second copy of one of them. The process that reads holds a piece of 64 MiB and its
+        chunks, see `pieces.LimitedReader`.
     """
     directory = Path(directory).absolute()
     if step not in store.folders(directory):  # an incomplete step says what it lacks
@@ -92,6 +93,7 @@ def export(
     stored_at = contents.ema_paths(saved.leaves) if ema else {}
     found = weight_sources(leaves, mapping, family)
     metadata = _metadata(found, family) | {"step": str(step)}
+    check_intact(directory, step, saved, [stored_at.get(path, path) for path in leaves])
     entries: list[Entry] = []
     with LimitedReader(directory, step) as reader:
         for path in leaves:
