@@ -196,6 +196,7 @@ def test_explain_counts_the_bytes():
     assert zero_of(1, precision="bf16_params").explain(state).totals["optimizer"] == size(state.opt_state)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("offload", ["none", "optimizer"])
 def test_a_checkpoint_is_restored_on_another_number_of_devices(tmp_path, offload):
     tx = stochastic_rounding(low_bit(optax.adamw(1e-2)))
