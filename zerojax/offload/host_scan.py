@@ -108,7 +108,7 @@ def scan_from_host(
         return body.gather(shards, 0, Schedule(0, []))
 
     def compute(weights: PyTree, carry: Carry, x: PyTree, given: PyTree) -> Any:
-        fetched = None if given is None else body.restore(given, carry[0])[0]
+        fetched = body.restorer.restore(given, carry[0])[0] if body.restorer else None
         return body.compute(weights, carry, x, given, fetched)
 
     def put(state: _Streamed, turn: int | Array, paces: Paces) -> _Streamed:
@@ -133,7 +133,8 @@ def scan_from_host(
         state = put(state, turn, paces)
         weights = None if is_last else fetch(layers.index(turn + 1), paces.fetches)
         ys = layers.put(jax.tree.map(layers.room_for, y) if state.ys is None else state.ys, y, turn)
-        return state._replace(carry=carry, weights=weights, grads=grads, ys=ys), body.store(saved, [])
+        saved = body.saver.store(saved, []) if body.saver else saved
+        return state._replace(carry=carry, weights=weights, grads=grads, ys=ys), saved
 
     def iteration(state: _Streamed, slices: tuple[Array, PyTree]) -> tuple[_Streamed, PyTree]:
         return visit(state, *slices)

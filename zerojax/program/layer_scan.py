@@ -6,6 +6,7 @@ backward pass are passed on directly from the iteration that computes them to th
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -14,67 +15,48 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.comm.schedule import Schedule, after, event, events, floating_after, zeros_after
+from zerojax.program.regather import Regather
 from zerojax.utils.typing import Array, PyTree
 
 Carry = tuple[list[Array], PyTree]  # (floating arrays that the next layer computes from, all else that is carried)
 
 
-class LayerBody:
-    """The operations of one layer of a `scan`. This base class saves and offloads nothing, and has no gradients.
+class LayerBody(abc.ABC):
+    """The operations of one layer of a `scan`.
 
     Attributes:
         needed: which weights of a layer it reads.
-        saves: whether a layer saves values for the backward pass.
-        offloads: whether saved values are offloaded to host memory.
-        restores: whether saved values are fetched from host memory, one layer before they are used. A loop fetches once
-            more than it has layers.
+        saver: moves the values that a layer saves to their places; None if it saves nothing.
+        restorer: in a backward pass, fetches saved values from host memory one layer before they are used; None in a
+            forward pass. A loop fetches once more than it has layers.
         delays_recompute: whether the values that a layer is recomputed from wait for the gradients of the layer before.
+            Their reduction is to overlap with the recomputation.
         one_layer_grads: whether the gradients of only one layer, instead of two, are held at a time. They are reduced
             while the next layer recomputes its activations. If these were saved, nothing would hide the reduction.
     """
 
-    needed: Sequence[bool]
-    saves: bool = False
-    offloads: bool = False
-    restores: bool = False
-    delays_recompute: bool = False
-    one_layer_grads: bool = False
+    needed: list[bool]
+    saver: Regather | None = None
+    restorer: Regather | None = None
+    delays_recompute = False
+    one_layer_grads = False
 
-    def gather(self, shards: PyTree, prefetch: int, schedule: Schedule) -> PyTree:
+    @abc.abstractmethod
+    def gather(self, shards: list[Array], prefetch: int, schedule: Schedule) -> list[Array | None]:
         """Gathers the weights of a layer, `prefetch` layers before its turn. It reads only those that are needed."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def compute(
-        self, weights: PyTree, carry: Carry, x: PyTree, saved: PyTree, fetched: PyTree
-    ) -> tuple[Carry, PyTree, PyTree, PyTree]:
-        """Computes a layer: (carry, y, values to save, gradients). `fetched` are the copies that `restore` made."""
-        raise NotImplementedError
+        self, weights: list[Array | None], carry: Carry, x: list[Array], saved: PyTree, fetched: PyTree
+    ) -> tuple[Carry, list[Array], PyTree, list[Array]]:
+        """Computes a layer: (carry, y, values to save, gradients). `fetched` are copies of offloaded values."""
 
-    def reduce(self, grads: PyTree, waits: list[Array], group: int) -> tuple[list[Array], list[Array]]:
+    def reduce(self, grads: list[Array], waits: list[Array], group: int) -> tuple[list[Array], list[Array]]:
         """Reduces a layer's gradients after the events `waits`: (their shards, the events of the reduction).
 
         Reductions of different groups are never combined.
         """
         return grads, []
-
-    def store(self, saved: PyTree, waits: list[Array]) -> PyTree:
-        """Moves the saved values to their places. Copies to host memory start after the events `waits`."""
-        return saved
-
-    def offload_events(self, saved: PyTree) -> list[Array]:
-        """The events of saved values that have arrived in host memory."""
-        return []
-
-    def restore(self, saved: PyTree, overlapped: list[Array]) -> tuple[PyTree, list[Array]]:
-        """Starts to fetch saved values from host memory when `overlapped` is available: (the copies, `overlapped`)."""
-        return None, overlapped
-
-    def delay_recompute(self, saved: PyTree, waits: list[Array]) -> PyTree:
-        """Delays the values that a layer is recomputed from until the events `waits`.
-
-        These are the gradients of the layer before. Their reduction is to overlap with the recomputation.
-        """
-        return saved
 
 
 class Cut(NamedTuple):
@@ -306,8 +288,8 @@ class _Turns(NamedTuple):
         waits: list[Array] = []
         for i, turn in enumerate(turns):
             saved = given[i]
-            if self.body.delays_recompute:
-                saved = self.body.delay_recompute(saved, events(state.grads or state.carry[0]))
+            if self.body.restorer and self.body.delays_recompute:
+                saved = self.body.restorer.delay_inputs(saved, events(state.grads or state.carry[0]))
             if state.grads is not None:
                 flow, rest = state.carry
                 reduced, arrived = self.reduce_before(turn, state, schedule), schedule.before_reduction()
@@ -335,9 +317,10 @@ class _Turns(NamedTuple):
 
     def restore_next(self, state: _State, saved: PyTree) -> _State:
         """Starts fetching the next layer's saved values from host memory."""
-        if not self.body.restores or saved is None:
+        restorer = self.body.restorer
+        if restorer is None or not restorer.offloads or saved is None:
             return state._replace(fetched=None)
-        fetched, flow = self.body.restore(saved, state.carry[0])
+        fetched, flow = restorer.restore(saved, state.carry[0])
         return state._replace(fetched=fetched, carry=(flow, state.carry[1]))
 
     def wait_for_offloads(self, state: _State, schedule: Schedule) -> _State:
@@ -352,7 +335,7 @@ class _Turns(NamedTuple):
         In a loop they are offloaded when the layer's weights are gathered. If they were offloaded earlier, the
         compiler, which schedules from the end, would have nothing of the layer before to overlap with the gather.
         """
-        return self.body.offloads and not self.in_loop
+        return self.body.saver is not None and self.body.saver.offloads and not self.in_loop
 
     def _after_last_layer(self, state: _State) -> list[Array]:
         """Delays values that were fetched early until the layer before is done: two layers' would take memory at once.
@@ -368,11 +351,11 @@ class _Turns(NamedTuple):
         weights, *others = state.weights
         carry, y, saved, grads = body.compute(weights, state.carry, layers.of(layers.xs, turn), saved, fetched)
         schedule.computed(carry[0])
-        if body.saves:
+        if body.saver:
             waits = event(weights) if layers.cut.prefetch and not self._offloads_directly else []
-            saved = body.store(saved, waits)
-        if self._offloads_directly:
-            schedule.offloaded(body.offload_events(saved))
+            saved = body.saver.store(saved, waits)
+            if self._offloads_directly:
+                schedule.offloaded(body.saver.offload_events(saved))
         ys, reduced = state.ys, state.reduced
         if reduced is None:
             ys = jax.tree.map(layers.room_for, y)
@@ -391,9 +374,10 @@ def _scan_without_overlap(body: LayerBody, init: Carry, layers: Layers, schedule
 
     def iteration(carry: Carry, slices: tuple[PyTree, PyTree, PyTree]) -> tuple[Carry, tuple[PyTree, PyTree, PyTree]]:
         shards, x, given = slices
-        fetched = None if given is None else body.restore(given, [])[0]
+        fetched = body.restorer.restore(given, [])[0] if body.restorer else None
         carry, y, saved, grads = body.compute(body.gather(shards, 0, Schedule(0, [])), carry, x, given, fetched)
-        return carry, (y, body.store(saved, []), body.reduce(grads, [], 0)[0])
+        saved = body.saver.store(saved, []) if body.saver else saved
+        return carry, (y, saved, body.reduce(grads, [], 0)[0])
 
     slices = layers.shards, layers.xs, None if layers.saved is None else layers.saved.loop[0]
     carry, (ys, saved, reduced) = lax.scan(iteration, init, slices, length=layers.cut.length, reverse=layers.reverse)

@@ -6,44 +6,37 @@ Everything here runs inside `shard_map`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence, Set
+import itertools
+from collections.abc import Callable, Sequence, Set
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from zerojax.comm.schedule import Schedule, events
-from zerojax.comm.stage_collectives import StageCollectives, accumulate
+from zerojax.comm.stage_collectives import accumulate
 from zerojax.program import gradient_paths, jaxprs
 from zerojax.program.gradient_paths import is_differentiable
 from zerojax.program.jaxprs import Var
-from zerojax.program.layer_bodies import BackwardLayer, ComputeLayer, ForwardLayer, TrainedDims
-from zerojax.program.layer_scan import Cut, SavedValues
-from zerojax.program.part import DeviceGradients, GradientSink, Loop, Weights
-from zerojax.program.regather import Regather
-from zerojax.program.remat import Remat
-from zerojax.program.segmentation import Segment, TracedLoss, View
+from zerojax.program.layer_scan import Carry, Cut, LayerBody, SavedValues
+from zerojax.program.part import GradientSink, Loop, Part, PlannedPart, Weights
+from zerojax.program.regather import Regather, trace_regather
+from zerojax.program.segmentation import View
 from zerojax.sharding.axes import Dims
-from zerojax.utils.flags import merge, select
-from zerojax.utils.typing import Array, PyTree
+from zerojax.utils.flags import merge, negate, select
+from zerojax.utils.typing import Array, PyTree, Shape
+
+# (outputs, values to save) of a layer, from its weights, the constants of the loop, and its carry and slices
+ComputeLayer = Callable[[Sequence[Array], Sequence[Array], Sequence[Array]], tuple[Sequence[Array], Sequence[Array]]]
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerStack:
+class LayerStack(Part):
     """A `Part` that is a scan over stacked leaves.
 
     Weights that the loop uses in every iteration (its constants) are gathered once, before the loop. The `unroll`
     option of the model's scan has no effect.
-
-    Attributes:
-        traced, segment, collectives, remat: as of `Straight`.
     """
-
-    traced: TracedLoss
-    segment: Segment
-    collectives: StageCollectives
-    remat: Remat
 
     # The operands of the scan --------------------------------------------------------------------------------------
 
@@ -136,9 +129,7 @@ class LayerStack:
         """The full leaves that the constants of the loop are computed from."""
         if not self.const_leaves:
             return {}
-        dims = [self.collectives.dims[i] for i in self.const_leaves]
-        shards = weights.shards(self.const_leaves, schedule.before_gather())
-        return dict(zip(self.const_leaves, self.collectives.gather(shards, dims, schedule), strict=True))
+        return dict(zip(self.const_leaves, self.gather(self.const_leaves, weights, schedule), strict=True))
 
     def plain_values(self, data: Sequence[Array], consts: dict[int, Array]) -> dict[int, Array]:
         """The operands that are not views of a leaf, by position."""
@@ -167,10 +158,10 @@ class LayerStack:
         values = self.plain_values(data, self.gather_consts(weights, schedule))
         floating = [is_differentiable(self.equation.invars[k].aval) for k in self.carry_positions]
         fixed = [values[k] for k in self.const_positions]
-        body = ForwardLayer(self.collectives, self.dims, compute, fixed, floating, regather)
+        body = ForwardLayer(self, compute, fixed, floating, regather)
         carry = body.split([values[k] for k in self.carry_positions])
         loop = Loop(self.views, [values[k] for k in self.xs_positions], self.cut(schedule), self.scan.reverse)
-        scanned, _ = weights.scan(body, carry, loop, schedule, DeviceGradients())
+        scanned, _ = weights.scan(body, carry, loop, schedule, GradientSink())
         out = dict(zip(self.equation.outvars, [*merge(floating, *scanned.carry), *scanned.ys], strict=True))
         return [out[v] for v in self.segment.outputs], scanned.saved
 
@@ -190,8 +181,7 @@ class LayerStack:
         carry_wanted = gradient_paths.tangents(self.equation, operands)[:num_carry]
         regather = self._traced_backward(operands, carry_wanted, ys_wanted)
         start = select(has_cotangent[:num_carry], carry_wanted)
-        first = sum(map(sum, regather.wanted[:2]))  # of the gradients of carried values
-        links = regather.links[first : first + len(start)]
+        links = regather.links[2][: len(start)]  # of the gradients of carried values
         reached = gradient_paths.reached(start + [True] * sum(ys_wanted), links)
         if not all(reached):
             carry_wanted = merge(carry_wanted, reached[: len(start)], [False] * num_carry)
@@ -214,7 +204,7 @@ class LayerStack:
         aval = lambda k: self.equation.invars[k].aval
         layer = lambda k: jax.ShapeDtypeStruct(aval(k).shape[1:], aval(k).dtype)
         of = lambda positions: [operands[k] for k in positions]
-        return Regather(
+        return trace_regather(
             self.compute,
             [layer(k) for k in self.view_positions],
             [aval(k) for k in self.const_positions],
@@ -227,11 +217,10 @@ class LayerStack:
 
 
 @dataclasses.dataclass(frozen=True)
-class LayerStackWithBackward:
-    """A `PlannedPart` that is a scan over stacked leaves.
+class LayerStackWithBackward(PlannedPart):
+    """A `PlannedPart` that is a scan over stacked leaves. The layers fetch their saved values themselves.
 
     Attributes:
-        part, outputs, inputs: as of every `PlannedPart`.
         regather: the forward and backward pass of a layer, for full weights.
         carry_wanted: which carried values have a cotangent in the loop.
         ys_wanted: which stacked outputs have one.
@@ -239,8 +228,6 @@ class LayerStackWithBackward:
     """
 
     part: LayerStack
-    outputs: Sequence[Var]
-    inputs: Sequence[Var]
     regather: Regather
     carry_wanted: Sequence[bool]
     ys_wanted: Sequence[bool]
@@ -248,16 +235,12 @@ class LayerStackWithBackward:
     is_loop = True
 
     @property
-    def names(self) -> set[str]:
+    def names(self) -> frozenset[str]:
         return self.regather.names
 
-    def forward(self, weights: Weights, data: Sequence[Array], schedule: Schedule) -> tuple[list[Array], Any]:
+    def forward(self, weights: Weights, data: Sequence[Array], schedule: Schedule) -> tuple[list[Array], PyTree]:
         out, saved = self.part.run(self.regather.forward, weights, data, schedule, self.regather)
         return out, (saved, list(data))
-
-    def restore(self, saved: PyTree, cotangents: list[Array]) -> tuple[Any, list[Array]]:
-        """The layers fetch their saved values themselves."""
-        return saved, cotangents
 
     def backward(
         self, weights: Weights, saved: PyTree, cotangents: Sequence[Array], schedule: Schedule, sink: GradientSink
@@ -281,16 +264,7 @@ class LayerStackWithBackward:
         # The loop: each layer is gathered, computed and reduced.
         fixed = [values[k] for k in part.const_positions]
         carried = select(carry_flows, self.carry_wanted)
-        complete = select(part.complete, trained)
-        body = BackwardLayer(
-            collectives,
-            part.dims,
-            TrainedDims(select(part.dims, trained), complete),
-            regather,
-            fixed,
-            carried,
-            part.remat.saves_inputs_only,
-        )
+        body = BackwardLayer(part, regather, fixed, carried)
         fixed_grads = [jnp.zeros(a.shape, a.dtype) for a in select(fixed, fixed_wanted)]
         dtypes = [part.equation.invars[k].aval.dtype for k in select(part.view_positions, trained)]
         loop = Loop(
@@ -300,7 +274,7 @@ class LayerStackWithBackward:
             not part.scan.reverse,
             saved,
             select(part.views, trained),
-            complete,
+            body.complete,
             [collectives.grad_dtype(dtype) for dtype in dtypes],
         )
         scanned, layer_grads = weights.scan(body, (carry_grads, fixed_grads), loop, schedule, sink)
@@ -348,3 +322,81 @@ class LayerStackWithBackward:
         reduced, reduction_events = collectives.reduce(grads, dims, schedule.before_reduction(), schedule.group)
         schedule.reduced(reduction_events)
         return dict(zip(leaves, reduced, strict=True))
+
+
+class ForwardLayer(LayerBody):
+    """A layer of a forward pass.
+
+    Args:
+        part: the stack.
+        compute: computes a layer.
+        fixed: the constants of the loop.
+        floating: which of the carried values are floating arrays.
+        saver: saves values for the backward pass; None if nothing is saved.
+    """
+
+    def __init__(
+        self, part: LayerStack, compute: ComputeLayer, fixed: list[Array], floating: list[bool], saver: Regather | None
+    ):
+        self._part, self._compute, self._fixed, self._floating = part, compute, fixed, floating
+        self.needed, self.saver = [True] * len(part.dims), saver
+
+    def gather(self, shards: list[Array], prefetch: int, schedule: Schedule) -> list[Array]:
+        return self._part.collectives.gather(shards, self._part.dims, schedule, prefetch)
+
+    def compute(
+        self, weights: list[Array], carry: Carry, x: list[Array], saved: PyTree, fetched: PyTree
+    ) -> tuple[Carry, list[Array], PyTree, list[Array]]:
+        out, saved = self._compute(weights, self._fixed, [*merge(self._floating, *carry), *x])
+        num_carry = len(self._floating)
+        return self.split(out[:num_carry]), list(out[num_carry:]), saved, []
+
+    def split(self, carry: Sequence[Array]) -> Carry:
+        return select(carry, self._floating), select(carry, negate(self._floating))
+
+
+class BackwardLayer(LayerBody):
+    """A layer of a backward pass.
+
+    Args:
+        part: the stack.
+        regather: the backward pass of a layer.
+        fixed: the constants of the loop.
+        carried: of the carried values that have a cotangent, which pass it on to the layer before.
+    """
+
+    def __init__(self, part: LayerStack, regather: Regather, fixed: list[Array], carried: list[bool]):
+        self._part, self._fixed, self._carried = part, fixed, carried
+        self._trained_dims, self.complete = (select(a, regather.gets_gradient[0]) for a in (part.dims, part.complete))
+        self._orders: list[Shape] = []  # of the gradients, the same in every layer
+        self.needed, self.restorer = regather.needed, regather
+        # At stage 2 nothing else keeps the compiler from recomputing two layers of one iteration at once.
+        delays = regather.recomputes and not regather.offloads
+        self.delays_recompute = delays and not part.collectives.stage.shards_params
+        self.one_layer_grads = regather.recomputes and part.remat.saves_inputs_only
+
+    def gather(self, shards: list[Array], prefetch: int, schedule: Schedule) -> list[Array | None]:
+        needed, dims = select(shards, self.needed), select(self._part.dims, self.needed)
+        full = self._part.collectives.gather(needed, dims, schedule, prefetch)
+        return merge(self.needed, full, itertools.repeat(None))
+
+    def compute(
+        self, weights: list[Array | None], carry: Carry, x: list[Array], saved: PyTree, fetched: PyTree
+    ) -> tuple[Carry, list[Array], PyTree, list[Array]]:
+        (carry_grads, fixed_grads), regather = carry, self.restorer
+        saved = regather.with_fetched(saved, fetched or [])
+        grads = regather.backward(weights, self._fixed, saved, [*carry_grads, *x])
+        dims, collectives = self._trained_dims, self._part.collectives
+        weight_grads, self._orders = collectives.reduced_dim_first(grads.weights, grads.orders, dims)
+        fixed_grads = [a + b for a, b in zip(fixed_grads, grads.fixed, strict=True)]
+
+        # A layer may compute a carried value anew, so that no cotangent reaches that of the layer before.
+        others = [jnp.zeros_like(a) for a in select(carry_grads, negate(self._carried))]
+        count = sum(self._carried)
+        carry_grads = merge(self._carried, grads.data[:count], others)
+        return (carry_grads, fixed_grads), grads.data[count:], [], weight_grads
+
+    def reduce(self, grads: list[Array], waits: list[Array], group: int) -> tuple[list[Array], list[Array]]:
+        dims, collectives = self._trained_dims, self._part.collectives
+        shards, reduced = collectives.reduce_transposed(grads, self._orders, dims, waits, group)
+        return collectives.sum_replicas(shards, dims, self.complete), reduced

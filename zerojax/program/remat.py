@@ -117,7 +117,7 @@ class Remat:
             return Place.HOST
         if self.policy is None:
             return None
-        decision = jaxprs.ask_policy(self.policy, equation)
+        decision = self.policy(equation.primitive, *(atom.aval for atom in equation.invars), **equation.params)
         if isinstance(decision, bool):
             return Place.DEVICE if decision else None
         kind = type(decision).__name__  # JAX does not export these types

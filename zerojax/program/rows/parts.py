@@ -7,9 +7,8 @@ mean, is that of the rows of all devices.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 from jax.core import ShapedArray
@@ -19,6 +18,9 @@ from zerojax.program.jaxprs import Atom, ClosedJaxpr, Equation, Var
 from zerojax.program.rows.trace import RowTrace
 from zerojax.program.rows.values import REDUCED, Kind
 from zerojax.utils.typing import Array, DTypeLike
+
+if TYPE_CHECKING:
+    from zerojax.program.jaxprs import Traceback
 
 _MOST_ELEMENTS = 1 << 20  # of all parts; more would be a matrix of weights
 
@@ -44,16 +46,16 @@ class RowParts:
     results: tuple[Atom, ...]
 
     @property
-    def _key(self) -> Any:
+    def _key(self) -> Hashable:
         return self.names, self.kinds, tuple((v.aval.shape, v.aval.dtype) for v in self.parts)
 
-    def __eq__(self, other: Any) -> bool:
+    def __eq__(self, other: object) -> bool:
         return isinstance(other, RowParts) and self._key == other._key
 
     def __hash__(self) -> int:
         return hash(self._key)
 
-    def finish(self, parts: Sequence[Any]) -> dict[str, Array]:
+    def finish(self, parts: Sequence[Array]) -> dict[str, Array]:
         """The results by name, from the parts over all rows, of any dtype."""
         scope = {v: _as_dtype(part, v.aval.dtype) for v, part in zip(self.parts, parts, strict=True)}
         jaxprs.run_equations(self.equations, scope)
@@ -61,7 +63,7 @@ class RowParts:
         return {name: read(atom) for name, atom in zip(self.names, self.results, strict=True)}
 
 
-def _as_dtype(part: Any, dtype: DTypeLike) -> Array:
+def _as_dtype(part: Array, dtype: DTypeLike) -> Array:
     if dtype == jnp.bool_:
         return jnp.asarray(part > 0)
     return jnp.asarray(part if jnp.issubdtype(dtype, jnp.inexact) else jnp.round(part), dtype)
@@ -75,6 +77,8 @@ def row_parts(trace: RowTrace, results: Mapping[str, Atom]) -> RowParts | None:
     for equation in equations:
         sources = [producers.get(v) for v in jaxprs.variables(equation)]
         constant.append(not equation.effects and all(k is not None and constant[k] for k in sources))
+
+    # From the results back to the parts.
     parts: dict[Var, Kind] = {}
     needed: set[int] = set()
     pending, seen = list(results.values()), set()
@@ -91,15 +95,16 @@ def row_parts(trace: RowTrace, results: Mapping[str, Atom]) -> RowParts | None:
             pending.extend(equations[k].invars)
         else:
             return None
-    can_be_reduced = all(
-        jnp.issubdtype(v.aval.dtype, jnp.inexact)
-        or (kind is not Kind.MEAN and (jnp.issubdtype(v.aval.dtype, jnp.number) or v.aval.dtype == jnp.bool_))
-        for v, kind in parts.items()
-    )
-    if not can_be_reduced or sum(math.prod(v.aval.shape) for v in parts) > _MOST_ELEMENTS:
+    if not all(map(_can_be_reduced, parts, parts.values())) or sum(v.aval.size for v in parts) > _MOST_ELEMENTS:
         return None
     chosen = tuple(equations[k] for k in sorted(needed))
     return RowParts(tuple(results), tuple(parts.values()), tuple(parts), chosen, tuple(results.values()))
+
+
+def _can_be_reduced(part: Var, kind: Kind) -> bool:
+    dtype = part.aval.dtype
+    is_number = jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_
+    return jnp.issubdtype(dtype, jnp.inexact) or (kind is not Kind.MEAN and is_number)
 
 
 _KEEPS_DIM_0 = {"reshape", "squeeze", "concatenate", "dot_general", "reduce_sum", "reduce_max"}  # where its size stays
@@ -109,7 +114,7 @@ class ClosedOver(NamedTuple):
     """A constant of a traced loss: its aval, and the traceback of the first equation that reads it."""
 
     aval: ShapedArray
-    trace: Any
+    trace: Traceback | None
 
 
 def array_with_all_rows(
@@ -159,7 +164,7 @@ def _keeps_dim_0(equation: Equation) -> bool:
     return jaxprs.is_elementwise(equation) or equation.primitive.name in _KEEPS_DIM_0
 
 
-def _pairs_rows(equation: Equation, has_all: Any) -> bool:
+def _pairs_rows(equation: Equation, has_all: Callable[[Atom], bool]) -> bool:
     """Whether an equation combines rows of the constant with rows of the other operand."""
     if equation.primitive.name == "gather":
         return has_all(equation.invars[1]) and 0 in equation.params["dimension_numbers"].start_index_map
