@@ -27,7 +27,7 @@ _PASS_TANGENTS = frozenset([
 ])  # fmt: skip
 
 
-def is_differentiable(aval: Aval | ShapedArray) -> bool:
+def is_differentiable(aval: Aval | ShapedArray | Array) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 

@@ -156,7 +156,7 @@ def is_remat(equation: Equation) -> bool:
 
 def called(equation: Equation) -> tuple[Jaxpr, Sequence[Array]]:
     """The (jaxpr, constants) of a nested jit, or of a function of `jax.checkpoint`."""
-    inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    inner = equation.params["jaxpr"] if "jaxpr" in equation.params else equation.params["call_jaxpr"]
     return getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
 
 

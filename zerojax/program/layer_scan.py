@@ -42,7 +42,7 @@ class LayerBody(abc.ABC):
     one_layer_grads = False
 
     @abc.abstractmethod
-    def gather(self, shards: list[Array], prefetch: int, schedule: Schedule) -> list[Array | None]:
+    def gather(self, shards: Sequence[Array | None], prefetch: int, schedule: Schedule) -> list[Array | None]:
         """Gathers the weights of a layer, `prefetch` layers before its turn. It reads only those that are needed."""
 
     @abc.abstractmethod

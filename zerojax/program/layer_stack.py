@@ -92,14 +92,14 @@ class LayerStack(Part):
         return sum(aval.size // aval.shape[0] * aval.dtype.itemsize for aval in leaves)
 
     @cached_property
-    def weight_values(self) -> list[Var]:
-        """The operands that are computed from weights and are not sliced."""
-        plain = [self.equation.invars[k] for k in self.plain_positions]
-        return [a for a in dict.fromkeys(filter(jaxprs.is_var, plain)) if a in self.traced.weights]
+    def weight_operands(self) -> dict[int, Var]:
+        """The operands that are computed from weights and are not sliced, by position."""
+        plain = {k: self.equation.invars[k] for k in self.plain_positions}
+        return {k: a for k, a in plain.items() if jaxprs.is_var(a) and a in self.traced.weights}
 
     @cached_property
     def const_leaves(self) -> list[int]:
-        return sorted(frozenset().union(*(self.traced.weights[v] for v in self.weight_values)))
+        return sorted(frozenset().union(*(self.traced.weights[v] for v in self.weight_operands.values())))
 
     @cached_property
     def complete(self) -> list[bool]:
@@ -127,15 +127,13 @@ class LayerStack(Part):
 
     def gather_consts(self, weights: Weights, schedule: Schedule) -> dict[int, Array]:
         """The full leaves that the constants of the loop are computed from."""
-        if not self.const_leaves:
-            return {}
         return dict(zip(self.const_leaves, self.gather(self.const_leaves, weights, schedule), strict=True))
 
     def plain_values(self, data: Sequence[Array], consts: dict[int, Array]) -> dict[int, Array]:
         """The operands that are not views of a leaf, by position."""
         scope = dict(zip(self.segment.inputs, data, strict=True))
         scope |= {self.traced.leaf_vars[i]: full for i, full in consts.items()}
-        self.traced.bind_weights(self.weight_values, scope)
+        self.traced.bind_weights(self.weight_operands.values(), scope)
         atoms = {k: self.equation.invars[k] for k in self.plain_positions}
         return {k: scope[a] if jaxprs.is_var(a) else jnp.asarray(a.val, a.aval.dtype) for k, a in atoms.items()}
 
@@ -304,20 +302,19 @@ class LayerStackWithBackward(PlannedPart):
     ) -> dict[int, Array]:
         """The reduced gradients of leaves, from gradients of the loop's constants that are computed from them."""
         part, traced, collectives = self.part, self.part.traced, self.part.collectives
-        operands = part.equation.invars
-        positions = [k for k in operand_grads if operands[k] in part.weight_values]
-        used = frozenset().union(*(traced.weights[operands[k]] for k in positions))
+        operands = {k: v for k, v in part.weight_operands.items() if k in operand_grads}
+        used = frozenset().union(*(traced.weights[v] for v in operands.values()))
         leaves = [i for i in part.const_leaves if i in used & self.trained_consts]
         if not leaves:
             return {}
 
         def derive(full: Sequence[Array]) -> list[Array]:
             scope = {traced.leaf_vars[i]: w for i, w in (consts | dict(zip(leaves, full, strict=True))).items()}
-            traced.bind_weights(part.weight_values, scope)
-            return [scope[v] for k in positions if jaxprs.is_var(v := operands[k])]
+            traced.bind_weights(part.weight_operands.values(), scope)
+            return [scope[v] for v in operands.values()]
 
         _, vjp = jax.vjp(derive, [consts[i] for i in leaves])
-        (grads,) = vjp([operand_grads[k] for k in positions])
+        (grads,) = vjp([operand_grads[k] for k in operands])
         dims = [collectives.dims[i] for i in leaves]
         reduced, reduction_events = collectives.reduce(grads, dims, schedule.before_reduction(), schedule.group)
         schedule.reduced(reduction_events)
@@ -366,8 +363,9 @@ class BackwardLayer(LayerBody):
     """
 
     def __init__(self, part: LayerStack, regather: Regather, fixed: list[Array], carried: list[bool]):
-        self._part, self._fixed, self._carried = part, fixed, carried
-        self._trained_dims, self.complete = (select(a, regather.gets_gradient[0]) for a in (part.dims, part.complete))
+        self._part, self._regather, self._fixed, self._carried = part, regather, fixed, carried
+        self._trained_dims = select(part.dims, regather.gets_gradient[0])
+        self.complete = select(part.complete, regather.gets_gradient[0])
         self._orders: list[Shape] = []  # of the gradients, the same in every layer
         self.needed, self.restorer = regather.needed, regather
         # At stage 2 nothing else keeps the compiler from recomputing two layers of one iteration at once.
@@ -383,7 +381,7 @@ class BackwardLayer(LayerBody):
     def compute(
         self, weights: list[Array | None], carry: Carry, x: list[Array], saved: PyTree, fetched: PyTree
     ) -> tuple[Carry, list[Array], PyTree, list[Array]]:
-        (carry_grads, fixed_grads), regather = carry, self.restorer
+        (carry_grads, fixed_grads), regather = carry, self._regather
         saved = regather.with_fetched(saved, fetched or [])
         grads = regather.backward(weights, self._fixed, saved, [*carry_grads, *x])
         dims, collectives = self._trained_dims, self._part.collectives

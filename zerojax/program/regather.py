@@ -20,6 +20,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 from jax.sharding import PartitionSpec
 
 from zerojax.comm.schedule import event, floating_after
@@ -32,7 +33,7 @@ from zerojax.utils.flags import merge, negate, replaced, select
 from zerojax.utils.typing import Array, Aval, Shape
 
 Arrays = Sequence[Array]
-Avals = Sequence[Aval | jax.core.ShapedArray]
+Avals = Sequence[Aval | ShapedArray]
 Flags = Sequence[bool]
 T = TypeVar("T")
 
@@ -310,7 +311,7 @@ class Regather:
         """The saved values, with the unit's floating inputs not available before the events: it is recomputed later."""
         return replaced(saved, self._is_input, lambda inputs: floating_after(inputs, events))
 
-    def backward(self, weights: Arrays, fixed: Arrays, saved: Arrays, cotangents: Arrays) -> Gradients:
+    def backward(self, weights: Sequence[Array | None], fixed: Arrays, saved: Arrays, cotangents: Arrays) -> Gradients:
         """Gradients of the weights, fixed and data that get one.
 
         Args:
@@ -321,7 +322,8 @@ class Regather:
         """
         dims = [each.dim for each in self.saved]
         whole = [a if dim is None else unpartition(a, dim) for a, dim in zip(saved, dims, strict=True)]
-        residuals = jaxprs.run(self.rebuild_jaxpr, *select(weights, self.needed), *fixed, *whole)
+        full = [w for w in select(weights, self.needed) if w is not None]
+        residuals = jaxprs.run(self.rebuild_jaxpr, *full, *fixed, *whole)
         grads = jaxprs.run(self.backward_jaxpr, *residuals, *cotangents)
         return Gradients(*_groups(grads, [sum(flags) for flags in self.gets_gradient]), self.orders)
 

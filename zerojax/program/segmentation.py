@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -145,7 +145,7 @@ class TracedLoss:
                 order = tuple(order[k] for k in permutation)
         return View(leaf, tuple(equations), order)
 
-    def bind_weights(self, values: Sequence[Var], scope: dict[Var, Array]) -> None:
+    def bind_weights(self, values: Iterable[Var], scope: dict[Var, Array]) -> None:
         """Adds values that are computed from weights alone to `scope`, which has the full leaves."""
         for v in values:
             if v not in scope:
@@ -200,11 +200,11 @@ def _with_weight_values(closed: ClosedJaxpr, unit_of: Sequence[str]) -> TracedLo
 def _must_inline(traced: TracedLoss, equation: Equation) -> bool:
     """Whether a nested jit hides a change of unit, a scan, a lookup of rows, or a transposition of one leaf."""
     leaves, inner = traced.leaves_of(equation), jaxprs.called(equation)[0]
-    several_units = len({traced.unit_of[i] for i in leaves}) > 1
-    hides = (
-        several_units or len(equation.invars) == 1 or any(map(jaxprs.is_scan, jaxprs.walk(inner))) or _looks_up(inner)
-    )
-    return bool(leaves) and hides
+    if not leaves:
+        return False
+    hides_units = len({traced.unit_of[i] for i in leaves}) > 1
+    hides_scan = any(map(jaxprs.is_scan, jaxprs.walk(inner)))
+    return hides_units or hides_scan or _looks_up(inner) or len(equation.invars) == 1
 
 
 def _looks_up(jaxpr: Jaxpr) -> bool:

@@ -79,7 +79,9 @@ def add_rows(lookup: RowLookup, table: Array, indices: Array, rows: Array) -> Ar
 class TableLookup(Part):
     """A `Part` that consists of one lookup of rows in a table. Of it, only indices are saved for the backward pass."""
 
-    num_bytes = 0  # nothing of the table is gathered
+    @property
+    def num_bytes(self) -> int:
+        return 0  # nothing of the table is gathered
 
     @property
     def view(self) -> View:

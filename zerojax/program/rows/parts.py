@@ -20,7 +20,7 @@ from zerojax.program.rows.values import REDUCED, Kind
 from zerojax.utils.typing import Array, DTypeLike
 
 if TYPE_CHECKING:
-    from zerojax.program.jaxprs import Traceback
+    from jaxlib._jax import Traceback
 
 _MOST_ELEMENTS = 1 << 20  # of all parts; more would be a matrix of weights
 

@@ -34,7 +34,7 @@ from zerojax.program.rows.values import (
 from zerojax.utils.typing import Array, ArrayLike
 
 if TYPE_CHECKING:
-    from zerojax.program.jaxprs import Traceback
+    from jaxlib._jax import Traceback
 
 _READ_CALLS = jaxprs.CALLS | {
     "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint", "shard_map",
@@ -133,10 +133,10 @@ class _Reader:
         source = {self.source}
         return [v.replace(sources=v.sources - {HERE} | source) if HERE in v.sources else v for v in values]
 
-    def results(self, closed: ClosedJaxpr, inputs: Sequence[RowValue]) -> list[RowValue]:
+    def results(self, inner: ClosedJaxpr, inputs: Sequence[RowValue]) -> list[RowValue]:
         """The values of the outputs of an inner jaxpr."""
-        scope = self.read(closed.jaxpr, inputs, closed.consts)
-        return [_value_of(a, scope) for a in closed.jaxpr.outvars]
+        scope = self.read(inner.jaxpr, inputs, inner.consts)
+        return [_value_of(a, scope) for a in inner.jaxpr.outvars]
 
     def equation(self, equation: Equation, values: Sequence[RowValue]) -> list[RowValue]:
         name, inner = equation.primitive.name, list(jaxprs.sub_jaxprs(equation))
@@ -146,7 +146,8 @@ class _Reader:
         if inner and not communicates and not any(v.is_local for v in values):
             return [united(values, Kind.SAME)] * len(equation.outvars)
         if name in _READ_CALLS and len(inner) == 1 and len(inner[0].invars) == len(values):
-            found = self.results(_closed_inner(equation, inner[0]), _entered(inner[0], values))
+            scope = self.read(inner[0], _entered(inner[0], values), _constants(equation, inner[0]))
+            found = [_value_of(a, scope) for a in inner[0].outvars]
         elif name in ("scan", "while", "cond"):
             found = {"scan": self._scan, "while": self._while, "cond": self._cond}[name](equation, values)
         else:
@@ -301,7 +302,7 @@ def _entered(inner: Jaxpr, values: Sequence[RowValue]) -> list[RowValue]:
     return found
 
 
-def _closed_inner(equation: Equation, inner: Jaxpr) -> ClosedJaxpr:
-    """The jaxpr of a call with its constants, if it has any."""
+def _constants(equation: Equation, inner: Jaxpr) -> Sequence[ArrayLike]:
+    """The constants of the jaxpr of a call, if it has any."""
     closed = [value for value in equation.params.values() if getattr(value, "jaxpr", None) is inner]
-    return closed[0] if closed else jaxprs.with_constants(inner, ())
+    return closed[0].consts if closed else ()
