@@ -207,7 +207,8 @@ def scan(body: LayerBody, init: Carry, layers: Layers, schedule: Schedule) -> Sc
     # The compiled loop: `group` layers in each iteration.
     loop_saved: list[PyTree] = [None] * group
     if loops:
-        state = turns.wait_for_offloads(state, schedule)
+        # It starts when the values that the layers so far have saved are in host memory.
+        state = state.with_flow(floating_after(state.carry[0], schedule.offload_events(0)))
 
         def iteration(state: _State, slices: tuple[Array, list[PyTree]]) -> tuple[_State, list[PyTree]]:
             i, given = slices
@@ -244,6 +245,9 @@ class _State(NamedTuple):
     grads: PyTree = None
     ys: PyTree = None
     reduced: list[Array] | None = None
+
+    def with_flow(self, flow: list[Array]) -> _State:
+        return self._replace(carry=(flow, self.carry[1]))
 
 
 class _Turns(NamedTuple):
@@ -290,21 +294,31 @@ class _Turns(NamedTuple):
             saved = given[i]
             if self.body.restorer and self.body.delays_recompute:
                 saved = self.body.restorer.delay_inputs(saved, events(state.grads or state.carry[0]))
+
+            # Reduce the gradients of the layer before.
             if state.grads is not None:
-                flow, rest = state.carry
                 reduced, arrived = self.reduce_before(turn, state, schedule), schedule.before_reduction()
                 # No gradient is computed before the last one, or the last but one, is reduced.
-                flow = after(flow, arrived if self.body.one_layer_grads else waits)
-                state, waits = state._replace(carry=(flow, rest), reduced=reduced), arrived
+                flow = after(state.carry[0], arrived if self.body.one_layer_grads else waits)
+                state, waits = state.with_flow(flow)._replace(reduced=reduced), arrived
+
+            # Gather the weights of a later layer.
             if i < num_gathers:
                 prefetch = self.layers.cut.prefetch
                 weights = self._gather(turn + prefetch, prefetch, schedule)
                 state = state._replace(weights=[*state.weights, weights])
             if self._offloads_directly:
-                flow, rest = state.carry
-                state = state._replace(carry=(floating_after(flow, schedule.offload_events(1)), rest))
-            fetched = None if state.fetched is None else self._after_last_layer(state)
+                state = state.with_flow(floating_after(state.carry[0], schedule.offload_events(1)))
+
+            # Fetch the saved values of the next layer. Those that were fetched early wait until the layer before is
+            # done: two layers' would take memory at once. They do not wait for the same events as the gather, see
+            # `Schedule.replace_last`.
+            fetched = state.fetched
+            if fetched is not None:
+                fetched = floating_after(fetched, events(state.grads or state.carry[0]))
             state = self.restore_next(state, given[i + 1] if i + 1 < len(given) else next_given)
+
+            # Compute.
             state, saved = self._compute(turn, state, saved, fetched, schedule)
             all_saved.append(saved)
         return state, all_saved
@@ -321,12 +335,7 @@ class _Turns(NamedTuple):
         if restorer is None or not restorer.offloads or saved is None:
             return state._replace(fetched=None)
         fetched, flow = restorer.restore(saved, state.carry[0])
-        return state._replace(fetched=fetched, carry=(flow, state.carry[1]))
-
-    def wait_for_offloads(self, state: _State, schedule: Schedule) -> _State:
-        """Delays the next layer until the values that the layers so far have saved are in host memory."""
-        flow, rest = state.carry
-        return state._replace(carry=(floating_after(flow, schedule.offload_events(0)), rest))
+        return state.with_flow(flow)._replace(fetched=fetched)
 
     @property
     def _offloads_directly(self) -> bool:
@@ -336,13 +345,6 @@ class _Turns(NamedTuple):
         compiler, which schedules from the end, would have nothing of the layer before to overlap with the gather.
         """
         return self.body.saver is not None and self.body.saver.offloads and not self.in_loop
-
-    def _after_last_layer(self, state: _State) -> list[Array]:
-        """Delays values that were fetched early until the layer before is done: two layers' would take memory at once.
-
-        They do not wait for the same events as the gather, see `Schedule.replace_last`.
-        """
-        return floating_after(state.fetched, events(state.grads or state.carry[0]))
 
     def _compute(
         self, turn: int | Array, state: _State, saved: PyTree, fetched: PyTree, schedule: Schedule

@@ -18,7 +18,7 @@ from zerojax.comm.stage_collectives import accumulate
 from zerojax.program import gradient_paths, jaxprs
 from zerojax.program.gradient_paths import is_differentiable
 from zerojax.program.jaxprs import Var
-from zerojax.program.layer_scan import Carry, Cut, LayerBody, SavedValues
+from zerojax.program.layer_scan import Carry, Cut, LayerBody, Layers, SavedValues
 from zerojax.program.part import GradientSink, Loop, Part, PlannedPart, Weights
 from zerojax.program.regather import Regather, trace_regather
 from zerojax.program.segmentation import View
@@ -158,7 +158,8 @@ class LayerStack(Part):
         fixed = [values[k] for k in self.const_positions]
         body = ForwardLayer(self, compute, fixed, floating, regather)
         carry = body.split([values[k] for k in self.carry_positions])
-        loop = Loop(self.views, [values[k] for k in self.xs_positions], self.cut(schedule), self.scan.reverse)
+        xs = [values[k] for k in self.xs_positions]
+        loop = Loop(self.views, Layers([], xs, self.cut(schedule), self.scan.reverse))
         scanned, _ = weights.scan(body, carry, loop, schedule, GradientSink())
         out = dict(zip(self.equation.outvars, [*merge(floating, *scanned.carry), *scanned.ys], strict=True))
         return [out[v] for v in self.segment.outputs], scanned.saved
@@ -267,10 +268,7 @@ class LayerStackWithBackward(PlannedPart):
         dtypes = [part.equation.invars[k].aval.dtype for k in select(part.view_positions, trained)]
         loop = Loop(
             part.views,
-            ys_grads,
-            part.cut(schedule),
-            not part.scan.reverse,
-            saved,
+            Layers([], ys_grads, part.cut(schedule), not part.scan.reverse, saved),
             select(part.views, trained),
             body.complete,
             [collectives.grad_dtype(dtype) for dtype in dtypes],

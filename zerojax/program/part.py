@@ -27,7 +27,7 @@ from zerojax.comm.schedule import Schedule
 from zerojax.comm.stage_collectives import StageCollectives, accumulate
 from zerojax.program import layer_scan
 from zerojax.program.jaxprs import Var
-from zerojax.program.layer_scan import Carry, Cut, LayerBody, Layers, SavedValues, Scanned
+from zerojax.program.layer_scan import Carry, LayerBody, Layers, Scanned
 from zerojax.program.remat import Remat
 from zerojax.program.segmentation import Segment, TracedLoss, View
 from zerojax.utils.typing import Array, DTypeLike, PyTree
@@ -120,20 +120,14 @@ class Loop(NamedTuple):
 
     Attributes:
         views: the values that the loop slices, each a view of a stacked leaf.
-        xs: other arrays of shape [layers, ...].
-        cut: the cut of a loop over layers on the device.
-        reverse: whether it runs from the last layer to the first.
-        saved: in a backward pass, the values that the forward pass saved.
+        layers: all else about the layers; of a loop over layers on the device.
         trained: those of the views that get a gradient.
         complete: whether nothing but this loop adds to the gradient of the leaf of a trained view.
         grad_dtypes: of the reduced gradients of trained views.
     """
 
     views: Sequence[View]
-    xs: PyTree
-    cut: Cut
-    reverse: bool
-    saved: SavedValues | None = None
+    layers: Layers
     trained: Sequence[View] = ()
     complete: Sequence[bool] = ()
     grad_dtypes: Sequence[DTypeLike] = ()
@@ -159,7 +153,7 @@ class Weights:
         """
         # Casts and transpositions of a shard need no communication.
         stacks = [view.of(self.leaves[view.leaf]) for view in loop.views]
-        scanned = layer_scan.scan(body, init, Layers(stacks, loop.xs, loop.cut, loop.reverse, loop.saved), schedule)
+        scanned = layer_scan.scan(body, init, loop.layers._replace(shards=stacks), schedule)
         to_leaf = lambda grad, view: jnp.transpose(grad, np.argsort(view.order).tolist())
         return scanned, [to_leaf(grad, view) for grad, view in zip(scanned.grads, loop.trained, strict=True)]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -74,8 +74,17 @@ def trace_rows(closed: ClosedJaxpr, inputs: Sequence[RowValue], num_rows: int, a
         axes: the names of the mesh axes that split the batch.
     """
     flat = jaxprs.inlined(closed, jaxprs.is_call, _with_sums_apart)
-    reader = _Reader(num_rows, frozenset(axes), {})
-    return RowTrace(flat, reader.read(flat.jaxpr, inputs, flat.consts), reader.traces)
+    reader = _Reader(num_rows, frozenset(axes))
+    scope = _start(flat.jaxpr, inputs, flat.consts)
+    traces = {}
+    for k, equation in enumerate(flat.jaxpr.eqns):
+        reader.met_at = None
+        reader.visit(equation, scope)
+        for v in (*equation.outvars, *jaxprs.variables(equation)):
+            if HERE in scope[v].sources:
+                scope[v] = scope[v].replace(sources=scope[v].sources - {HERE} | {k})
+                traces[k] = reader.met_at
+    return RowTrace(flat, scope, traces)
 
 
 def _with_sums_apart(equation: Equation, operands: list[Array]) -> list[Array] | None:
@@ -96,49 +105,53 @@ def _constant(value: ArrayLike) -> RowValue:
     return RowValue(const=float(np.real(value))) if is_number else SAME
 
 
+def _start(jaxpr: Jaxpr, inputs: Sequence[RowValue], consts: Sequence[ArrayLike]) -> dict[Var, RowValue]:
+    """The values of the variables of a jaxpr before its first equation."""
+    scope = dict(zip(jaxpr.constvars, map(_constant, consts), strict=False))
+    return dict.fromkeys(jaxpr.constvars, SAME) | scope | dict(zip(jaxpr.invars, inputs, strict=True))
+
+
 @dataclasses.dataclass
 class _Reader:
-    """Reads jaxprs. Inside an equation of the whole loss, `source` is that equation, and otherwise `HERE`."""
+    """Reads equations of a loss, and those inside of them.
+
+    Attributes:
+        num_rows, axes: as of `trace_rows`.
+        met_at: the traceback of the first equation at which rows of the device met.
+    """
 
     num_rows: int
     axes: frozenset[str]
-    traces: dict[int, Traceback | None]
-    source: int = HERE
+    met_at: Traceback | None = None
 
-    def read(self, jaxpr: Jaxpr, inputs: Sequence[RowValue], consts: Sequence[ArrayLike] = ()) -> dict[Var, RowValue]:
-        """The values of all variables of a jaxpr."""
-        scope: dict[Var, RowValue] = dict.fromkeys(jaxpr.constvars, SAME) | dict(zip(jaxpr.invars, inputs, strict=True))
-        scope |= {v: _constant(const) for v, const in zip(jaxpr.constvars, consts, strict=False)}
-        is_outermost = self.source == HERE
-        for k, equation in enumerate(jaxpr.eqns):
-            self.source = k if is_outermost else self.source
-            operands = [_value_of(a, scope) for a in equation.invars]
-            is_local = any(v.is_local for v in operands)
-            try:
-                found = self.equation(equation, operands)
-            except _CHANGED:
-                found = [met(mixed(operands)) if is_local else SAME] * len(equation.outvars)
-            found = self.placed(found)
-            if any(self.source in v.sources for v in found) and not any(self.source in v.sources for v in operands):
-                self.traces.setdefault(self.source, equation.source_info.traceback)
-            scope.update(zip(equation.outvars, found, strict=True))
-            if is_local:
-                (written,) = self.placed([met(mixed(operands))])
-                scope.update(dict.fromkeys(filter(jaxprs.is_reference, jaxprs.variables(equation)), written))
-        self.source = HERE if is_outermost else self.source
+    def visit(self, equation: Equation, scope: dict[Var, RowValue]) -> None:
+        """Adds the values of the results of an equation to the scope."""
+        operands = [_value_of(a, scope) for a in equation.invars]
+        is_local = any(v.is_local for v in operands)
+        try:
+            found = self.values(equation, operands)
+        except _CHANGED:
+            found = [met(mixed(operands)) if is_local else SAME] * len(equation.outvars)
+        if any(HERE in v.sources for v in found) and not any(HERE in v.sources for v in operands):
+            self.met_at = self.met_at or equation.source_info.traceback
+        scope.update(zip(equation.outvars, found, strict=True))
+        if is_local:
+            written = filter(jaxprs.is_reference, jaxprs.variables(equation))
+            scope.update(dict.fromkeys(written, met(mixed(operands))))
+
+    def read(self, jaxpr: Jaxpr, inputs: Sequence[RowValue], consts: Sequence[ArrayLike]) -> dict[Var, RowValue]:
+        """The values of all variables of an inner jaxpr."""
+        scope = _start(jaxpr, inputs, consts)
+        for equation in jaxpr.eqns:
+            self.visit(equation, scope)
         return scope
-
-    def placed(self, values: Iterable[RowValue]) -> list[RowValue]:
-        """The values, with the equation of the whole loss in place of `HERE`."""
-        source = {self.source}
-        return [v.replace(sources=v.sources - {HERE} | source) if HERE in v.sources else v for v in values]
 
     def results(self, inner: ClosedJaxpr, inputs: Sequence[RowValue]) -> list[RowValue]:
         """The values of the outputs of an inner jaxpr."""
         scope = self.read(inner.jaxpr, inputs, inner.consts)
         return [_value_of(a, scope) for a in inner.jaxpr.outvars]
 
-    def equation(self, equation: Equation, values: Sequence[RowValue]) -> list[RowValue]:
+    def values(self, equation: Equation, values: Sequence[RowValue]) -> list[RowValue]:
         name, inner = equation.primitive.name, list(jaxprs.sub_jaxprs(equation))
         communicates = jaxprs.communicates_over(equation, self.axes)
         if communicates and not inner:
@@ -171,11 +184,8 @@ class _Reader:
         branches = [self.results(branch, values[1:]) for branch in equation.params["branches"]]
         found = branches[0]
         for other in branches[1:]:
-            found = self._joined(found, other, equation.outvars)
+            found = _joined(found, other, equation.outvars)
         return [_chosen(v, values[0]) for v in found]
-
-    def _joined(self, first: list[RowValue], second: list[RowValue], variables: Sequence[Atom]) -> list[RowValue]:
-        return self.placed(joined(a, b, v.aval.shape) for a, b, v in zip(first, second, variables, strict=True))
 
     def _while(self, equation: Equation, values: Sequence[RowValue]) -> list[RowValue]:
         params = equation.params
@@ -191,7 +201,7 @@ class _Reader:
     ) -> list[RowValue]:
         """The values of a carry before every turn of a loop, and after the last."""
         for _ in range(_MOST_TURNS):
-            before, carry = carry, self._joined(carry, run(carry), variables)
+            before, carry = carry, _joined(carry, run(carry), variables)
             if carry == before:
                 return carry
         return [v if v.kind is Kind.SAME else met(mixed([v])) for v in carry]
@@ -230,6 +240,10 @@ class _Reader:
             lead = ((scan.length, by_rows and v.per_turn),)
             found.append(_slice(v.replace(dims=(lead, *v.dims), per_turn=enclosing) if v.has_rows else v))
         return found
+
+
+def _joined(first: list[RowValue], second: list[RowValue], variables: Sequence[Atom]) -> list[RowValue]:
+    return [joined(a, b, v.aval.shape) for a, b, v in zip(first, second, variables, strict=True)]
 
 
 def _chosen(value: RowValue, by: RowValue) -> RowValue:
