@@ -82,12 +82,11 @@ class RowLookup(NamedTuple):
     """The parameters of an equation that takes rows of a table: slices that are whole in all dims but one.
 
     Attributes:
-        dim: the dim of the table that the indices select from.
-        offset_dims: the dims of the result that are dims of the table; the others are those of the indices.
         mode, fill_value: what indices outside of the table select, as in `lax.gather`.
     """
 
-    dim: int
+    dim: int  # the dim of the table that the indices select from
+    # The dims of the result that are dims of the table; the others are those of the indices.
     offset_dims: tuple[int, ...]
     mode: lax.GatherScatterMode
     fill_value: float | None

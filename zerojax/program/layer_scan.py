@@ -22,23 +22,18 @@ Carry = tuple[list[Array], PyTree]  # (floating arrays that the next layer compu
 
 
 class LayerBody(abc.ABC):
-    """The operations of one layer of a `scan`.
+    """The operations of one layer of a `scan`."""
 
-    Attributes:
-        needed: which weights of a layer it reads.
-        saver: moves the values that a layer saves to their places; None if it saves nothing.
-        restorer: in a backward pass, fetches saved values from host memory one layer before they are used; None in a
-            forward pass. A loop fetches once more than it has layers.
-        delays_recompute: whether the values that a layer is recomputed from wait for the gradients of the layer before.
-            Their reduction is to overlap with the recomputation.
-        one_layer_grads: whether the gradients of only one layer, instead of two, are held at a time. They are reduced
-            while the next layer recomputes its activations. If these were saved, nothing would hide the reduction.
-    """
-
-    needed: list[bool]
-    saver: Regather | None = None
+    needed: list[bool]  # which weights of a layer it reads
+    saver: Regather | None = None  # moves the values that a layer saves to their places; None if it saves nothing
+    # In a backward pass, fetches saved values from host memory one layer before they are used; None in a forward pass.
+    # A loop fetches once more than it has layers.
     restorer: Regather | None = None
+    # Whether the values that a layer is recomputed from wait for the gradients of the layer before. Their reduction is
+    # to overlap with the recomputation.
     delays_recompute = False
+    # Whether the gradients of only one layer, instead of two, are held at a time. They are reduced while the next layer
+    # recomputes its activations. If these were saved, nothing would hide the reduction.
     one_layer_grads = False
 
     @abc.abstractmethod
@@ -60,17 +55,13 @@ class LayerBody(abc.ABC):
 
 
 class Cut(NamedTuple):
-    """The parts of a scan over layers: `front` layers, `loops` iterations of `group` layers each, `back` layers.
-
-    Attributes:
-        prefetch: number of layers that are gathered ahead.
-    """
+    """The parts of a scan over layers: `front` layers, `loops` iterations of `group` layers each, `back` layers."""
 
     front: int
     loops: int
     group: int
     back: int
-    prefetch: int
+    prefetch: int  # number of layers that are gathered ahead
 
     @classmethod
     def of(cls, length: int, prefetch: int, delay_reduction: bool) -> Cut:
@@ -122,21 +113,14 @@ class SavedValues(NamedTuple):
 
 
 class Layers(NamedTuple):
-    """The layers of a `scan`.
+    """The layers of a `scan`."""
 
-    Attributes:
-        shards: shards of the weights, arrays of shape [layers, ...].
-        xs: other arrays of shape [layers, ...].
-        cut: the cut of the forward pass.
-        reverse: whether the scan runs from the last layer to the first.
-        saved: in a backward pass, the values that the forward pass saved. Layers and iterations of the loop are then
-            visited in the opposite order.
-    """
-
-    shards: PyTree
-    xs: PyTree
-    cut: Cut
-    reverse: bool
+    shards: PyTree  # shards of the weights, arrays of shape [layers, ...]
+    xs: PyTree  # other arrays of shape [layers, ...]
+    cut: Cut  # the cut of the forward pass
+    reverse: bool  # whether the scan runs from the last layer to the first
+    # In a backward pass, the values that the forward pass saved. Layers and iterations of the loop are then visited in
+    # the opposite order.
     saved: SavedValues | None = None
 
     @property
@@ -232,17 +216,13 @@ class _State(NamedTuple):
     """The values that are live between two layers.
 
     Attributes:
-        carry: the carry of the scan.
-        weights: the gathered weights of the next layers.
-        fetched: the next layer's saved values, while they are fetched from host memory.
-        grads: the gradients of the layer before, not yet reduced.
         ys, reduced: stacked results, None before the first layer.
     """
 
     carry: Carry
-    weights: list[PyTree]
-    fetched: PyTree = None
-    grads: PyTree = None
+    weights: list[PyTree]  # the gathered weights of the next layers
+    fetched: PyTree = None  # the next layer's saved values, while they are fetched from host memory
+    grads: PyTree = None  # the gradients of the layer before, not yet reduced
     ys: PyTree = None
     reduced: list[Array] | None = None
 
@@ -251,17 +231,11 @@ class _State(NamedTuple):
 
 
 class _Turns(NamedTuple):
-    """The layers of a `scan` in the order in which they are visited: turn 0 is the first.
-
-    Attributes:
-        body: the operations of a layer.
-        layers: the layers to scan over.
-        in_loop: whether these are the layers of one iteration of the compiled loop.
-    """
+    """The layers of a `scan` in the order in which they are visited: turn 0 is the first."""
 
     body: LayerBody
     layers: Layers
-    in_loop: bool = False
+    in_loop: bool = False  # whether these are the layers of one iteration of the compiled loop
 
     def start(self, init: Carry, saved: PyTree, schedule: Schedule) -> _State:
         """The state before the first layer, which has these saved values."""

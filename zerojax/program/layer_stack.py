@@ -217,20 +217,13 @@ class LayerStack(Part):
 
 @dataclasses.dataclass(frozen=True)
 class LayerStackWithBackward(PlannedPart):
-    """A `PlannedPart` that is a scan over stacked leaves. The layers fetch their saved values themselves.
-
-    Attributes:
-        regather: the forward and backward pass of a layer, for full weights.
-        carry_wanted: which carried values have a cotangent in the loop.
-        ys_wanted: which stacked outputs have one.
-        trained_consts: the leaves that get a gradient and that constants of the loop are computed from.
-    """
+    """A `PlannedPart` that is a scan over stacked leaves. The layers fetch their saved values themselves."""
 
     part: LayerStack
-    regather: Regather
-    carry_wanted: Sequence[bool]
-    ys_wanted: Sequence[bool]
-    trained_consts: frozenset[int]
+    regather: Regather  # the forward and backward pass of a layer, for full weights
+    carry_wanted: Sequence[bool]  # which carried values have a cotangent in the loop
+    ys_wanted: Sequence[bool]  # which stacked outputs have one
+    trained_consts: frozenset[int]  # the leaves that get a gradient and that constants of the loop are computed from
     is_loop = True
 
     @property

@@ -35,19 +35,12 @@ from zerojax.utils.typing import Array, DTypeLike, PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Part(abc.ABC):
-    """A part of a traced loss.
+    """A part of a traced loss."""
 
-    Attributes:
-        traced: the loss that it is a part of.
-        segment: its equations, and the values that it reads and returns.
-        collectives: gathers and reduces as the stage does.
-        remat: which activations are saved for the backward pass.
-    """
-
-    traced: TracedLoss
-    segment: Segment
-    collectives: StageCollectives
-    remat: Remat
+    traced: TracedLoss  # the loss that it is a part of
+    segment: Segment  # its equations, and the values that it reads and returns
+    collectives: StageCollectives  # gathers and reduces as the stage does
+    remat: Remat  # which activations are saved for the backward pass
 
     @property
     @abc.abstractmethod
@@ -76,19 +69,12 @@ class Part(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class PlannedPart(abc.ABC):
-    """A part with a backward pass.
-
-    Attributes:
-        part: the part.
-        outputs: those outputs of the segment that have a cotangent.
-        inputs: those inputs of the segment that cotangents reach.
-        is_loop: whether it runs as a loop over layers.
-    """
+    """A part with a backward pass."""
 
     part: Part
-    outputs: Sequence[Var]
-    inputs: Sequence[Var]
-    is_loop = False
+    outputs: Sequence[Var]  # those outputs of the segment that have a cotangent
+    inputs: Sequence[Var]  # those inputs of the segment that cotangents reach
+    is_loop = False  # whether it runs as a loop over layers
 
     @property
     def names(self) -> frozenset[str]:
@@ -116,21 +102,13 @@ class PlannedPart(abc.ABC):
 
 
 class Loop(NamedTuple):
-    """The layers of a scan over stacked leaves.
+    """The layers of a scan over stacked leaves."""
 
-    Attributes:
-        views: the values that the loop slices, each a view of a stacked leaf.
-        layers: all else about the layers; of a loop over layers on the device.
-        trained: those of the views that get a gradient.
-        complete: whether nothing but this loop adds to the gradient of the leaf of a trained view.
-        grad_dtypes: of the reduced gradients of trained views.
-    """
-
-    views: Sequence[View]
-    layers: Layers
-    trained: Sequence[View] = ()
-    complete: Sequence[bool] = ()
-    grad_dtypes: Sequence[DTypeLike] = ()
+    views: Sequence[View]  # the values that the loop slices, each a view of a stacked leaf
+    layers: Layers  # all else about the layers; of a loop over layers on the device
+    trained: Sequence[View] = ()  # those of the views that get a gradient
+    complete: Sequence[bool] = ()  # whether nothing but this loop adds to the gradient of the leaf of a trained view
+    grad_dtypes: Sequence[DTypeLike] = ()  # of the reduced gradients of trained views
 
 
 @dataclasses.dataclass(frozen=True)

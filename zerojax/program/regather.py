@@ -39,19 +39,12 @@ T = TypeVar("T")
 
 
 class SavedValue(NamedTuple):
-    """A value that is saved for the backward pass.
+    """A value that is saved for the backward pass."""
 
-    Attributes:
-        variable: of the traced unit.
-        place: the memory in which it is saved.
-        is_input: whether it is an input of the unit.
-        dim: the dim of which each device along the `model` axis saves a slice, or None.
-    """
-
-    variable: Var
-    place: Place
-    is_input: bool = False
-    dim: int | None = None
+    variable: Var  # of the traced unit
+    place: Place  # the memory in which it is saved
+    is_input: bool = False  # whether it is an input of the unit
+    dim: int | None = None  # the dim of which each device along the `model` axis saves a slice, or None
 
     def store(self, value: Array) -> Array:
         """Moves a value to its place."""
@@ -226,35 +219,23 @@ def _plan(
 
 @dataclasses.dataclass(frozen=True)
 class Regather:
-    """The forward and the backward pass of a unit, which save no weights in between. See `trace_regather`.
+    """The forward and the backward pass of a unit, which save no weights in between. See `trace_regather`."""
 
-    Attributes:
-        forward_jaxpr: from weights, fixed and data to the outputs and the saved values.
-        rebuild_jaxpr: from the needed weights, fixed and saved values to the residuals of `jax.vjp`.
-        backward_jaxpr: from residuals and cotangents to gradients.
-        num_outputs: of the unit.
-        saved: the values that are saved for the backward pass.
-        needed: which weights the backward pass reads. A bias is not gathered again.
-        gets_gradient: which of weights, fixed and data get a gradient: those that are wanted and have one. To others
-            there is no way for a cotangent, because of a `stop_gradient`, say.
-        orders: see `Gradients`.
-        links: for each of the wanted weights, fixed and data, the positions of the cotangents that its gradient is
-            computed from.
-        recomputes: whether the backward pass recomputes or gathers an activation.
-        names: the names of the unit's activations.
-    """
-
-    forward_jaxpr: ClosedJaxpr
-    rebuild_jaxpr: ClosedJaxpr
-    backward_jaxpr: ClosedJaxpr
-    num_outputs: int
-    saved: list[SavedValue]
-    needed: list[bool]
+    forward_jaxpr: ClosedJaxpr  # from weights, fixed and data to the outputs and the saved values
+    rebuild_jaxpr: ClosedJaxpr  # from the needed weights, fixed and saved values to the residuals of `jax.vjp`
+    backward_jaxpr: ClosedJaxpr  # from residuals and cotangents to gradients
+    num_outputs: int  # of the unit
+    saved: list[SavedValue]  # the values that are saved for the backward pass
+    needed: list[bool]  # which weights the backward pass reads. A bias is not gathered again.
+    # Which of weights, fixed and data get a gradient: those that are wanted and have one. To others there is no way for
+    # a cotangent, because of a `stop_gradient`, say.
     gets_gradient: tuple[list[bool], list[bool], list[bool]]
-    orders: list[Shape]
+    orders: list[Shape]  # see `Gradients`
+    # For each of the wanted weights, fixed and data, the positions of the cotangents that its gradient is computed
+    # from.
     links: tuple[list[frozenset[int]], list[frozenset[int]], list[frozenset[int]]]
-    recomputes: bool
-    names: frozenset[str]
+    recomputes: bool  # whether the backward pass recomputes or gathers an activation
+    names: frozenset[str]  # the names of the unit's activations
 
     def forward(self, weights: Arrays, fixed: Arrays, data: Arrays) -> tuple[list[Array], list[Array]]:
         """(outputs, values to save, which `store` moves to their places)."""

@@ -34,23 +34,14 @@ SMALL_UNIT = 1 / 32
 
 @dataclasses.dataclass(frozen=True)
 class PartsOfLoss:
-    """A loss that is cut into parts.
+    """A loss that is cut into parts."""
 
-    Attributes:
-        traced: the loss `fn(*leaves, *data) -> [scalar to differentiate, *others]`.
-        collectives: gathers and reduces as the stage does.
-        trainable: which leaves get a gradient.
-        rules: which activations of a unit are saved for its backward pass.
-        prefetch: number of units that are gathered ahead of the unit that computes.
-        parts: of the loss, in program order; see `cut`.
-    """
-
-    traced: TracedLoss
-    collectives: StageCollectives
-    trainable: Sequence[bool]
-    rules: RematRules
-    prefetch: int
-    parts: Sequence[Part]
+    traced: TracedLoss  # the loss `fn(*leaves, *data) -> [scalar to differentiate, *others]`
+    collectives: StageCollectives  # gathers and reduces as the stage does
+    trainable: Sequence[bool]  # which leaves get a gradient
+    rules: RematRules  # which activations of a unit are saved for its backward pass
+    prefetch: int  # number of units that are gathered ahead of the unit that computes
+    parts: Sequence[Part]  # of the loss, in program order; see `cut`
 
     def evaluate(self, weights: Weights, data: Sequence[Array], start: Sequence[Array]) -> list[Array]:
         """The outputs of the loss. `start`: see `value_and_grad`."""

@@ -59,23 +59,15 @@ class RowsLookedUp(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Consecutive equations of the traced loss that use the weights of one unit.
+    """Consecutive equations of the traced loss that use the weights of one unit."""
 
-    Attributes:
-        equations: in program order.
-        leaves: the parameter leaves that they read, in the order of their first uses.
-        inputs: data values that they read.
-        weight_values: values computed from weights alone that they read.
-        outputs: data values that later equations read.
-        views: the leaf that an operand is, by position: of a scan, the stacked leaves that it slices, by first use; of
-            a lookup, the table. Empty in all other segments.
-    """
-
-    equations: list[Equation]
-    leaves: list[int]
-    inputs: list[Var]
-    weight_values: list[Var]
-    outputs: list[Var]
+    equations: list[Equation]  # in program order
+    leaves: list[int]  # the parameter leaves that they read, in the order of their first uses
+    inputs: list[Var]  # data values that they read
+    weight_values: list[Var]  # values computed from weights alone that they read
+    outputs: list[Var]  # data values that later equations read
+    # The leaf that an operand is, by position: of a scan, the stacked leaves that it slices, by first use; of a lookup,
+    # the table. Empty in all other segments.
     views: dict[int, View]
 
     @property
@@ -90,21 +82,13 @@ class Segment(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TracedLoss:
-    """A traced function of parameter leaves and data, cut into segments. See `cut_into_segments`.
+    """A traced function of parameter leaves and data, cut into segments. See `cut_into_segments`."""
 
-    Attributes:
-        closed: jaxpr of `fn(*leaves, *data) -> outputs`.
-        unit_of: the unit of each leaf.
-        weights: the leaves of each value that is computed from the weights of one unit only.
-        producer: the equations that compute these values.
-        segments: in program order.
-    """
-
-    closed: ClosedJaxpr
+    closed: ClosedJaxpr  # jaxpr of `fn(*leaves, *data) -> outputs`
     unit_of: Sequence[str]
-    weights: dict[Var, frozenset[int]]
-    producer: dict[Var, Equation]
-    segments: Sequence[Segment] = ()
+    weights: dict[Var, frozenset[int]]  # the leaves of each value that is computed from the weights of one unit only
+    producer: dict[Var, Equation]  # the equations that compute these values
+    segments: Sequence[Segment] = ()  # in program order
 
     @property
     def leaf_vars(self) -> list[Var]:

@@ -89,16 +89,11 @@ class Straight(Part):
 
 @dataclasses.dataclass(frozen=True)
 class StraightWithBackward(PlannedPart):
-    """A `PlannedPart` that runs once.
-
-    Attributes:
-        regather: its forward and backward pass, for full weights.
-        keeps_weights: whether the weights are not dropped, because the backward pass is next.
-    """
+    """A `PlannedPart` that runs once."""
 
     part: Straight
-    regather: Regather
-    keeps_weights: bool
+    regather: Regather  # its forward and backward pass, for full weights
+    keeps_weights: bool  # whether the weights are not dropped, because the backward pass is next
 
     @property
     def names(self) -> frozenset[str]:

@@ -30,20 +30,13 @@ class RowParts:
     """What is computed from parts.
 
     Two are equal if they have the same results and parts, also if they are of traces with other numbers of rows.
-
-    Attributes:
-        names: of the results.
-        kinds: of the parts: SUM, MEAN, MAX, MIN, or SAME.
-        parts: the parts, as variables of a traced loss.
-        equations: compute the results from them.
-        results: one for each name.
     """
 
-    names: tuple[str, ...]
-    kinds: tuple[Kind, ...]
-    parts: tuple[Var, ...]
-    equations: tuple[Equation, ...]
-    results: tuple[Atom, ...]
+    names: tuple[str, ...]  # of the results
+    kinds: tuple[Kind, ...]  # of the parts: SUM, MEAN, MAX, MIN, or SAME
+    parts: tuple[Var, ...]  # the parts, as variables of a traced loss
+    equations: tuple[Equation, ...]  # compute the results from them
+    results: tuple[Atom, ...]  # one for each name
 
     @property
     def _key(self) -> Hashable:

@@ -48,17 +48,11 @@ _MOST_TURNS = 8  # of a loop, until the kinds of its carry are what they were; e
 
 @dataclasses.dataclass(frozen=True)
 class RowTrace:
-    """The values of a traced loss.
+    """The values of a traced loss."""
 
-    Attributes:
-        closed: its closed jaxpr, without nested jits.
-        values: of the variables.
-        traces: the tracebacks of the equations at which rows of the device met.
-    """
-
-    closed: ClosedJaxpr
-    values: dict[Var, RowValue]
-    traces: dict[int, Traceback | None]
+    closed: ClosedJaxpr  # its closed jaxpr, without nested jits
+    values: dict[Var, RowValue]  # of the variables
+    traces: dict[int, Traceback | None]  # the tracebacks of the equations at which rows of the device met
 
     def of(self, atom: Atom) -> RowValue:
         return _value_of(atom, self.values)
@@ -117,12 +111,11 @@ class _Reader:
 
     Attributes:
         num_rows, axes: as of `trace_rows`.
-        met_at: the traceback of the first equation at which rows of the device met.
     """
 
     num_rows: int
     axes: frozenset[str]
-    met_at: Traceback | None = None
+    met_at: Traceback | None = None  # the traceback of the first equation at which rows of the device met
 
     def visit(self, equation: Equation, scope: dict[Var, RowValue]) -> None:
         """Adds the values of the results of an equation to the scope."""

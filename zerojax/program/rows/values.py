@@ -41,40 +41,28 @@ _MOST_COUNTS = 16
 
 @dataclasses.dataclass(frozen=True)
 class RowValue:
-    """How an array depends on the rows of one device.
-
-    Attributes:
-        kind: see `Kind`.
-        dims: for ROWS, the factors of each dim.
-        per_turn: for ROWS, whether the turn of an enclosing loop selects rows: an element is that of one turn.
-        scaled: for ROWS, whether it is divided by the number of rows already, so that its sum over rows is a mean.
-        sources: the equations at which rows of the device met: each element depends on which rows these are. `HERE` is
-            the one that is read.
-        of: for DERIVED, the kinds that it is computed from.
-        is_affine: for DERIVED, whether it is a sum over rows plus what is the same.
-        is_ratio: for DERIVED, whether it is a ratio of sums over rows whose divisor depends on no parameter.
-        on_params: whether it depends on parameters.
-        on_device: whether it depends on random keys or on the index of the device.
-        counts: the numbers of elements that it is the sum of, over all of its reductions or some of them.
-        const: for SAME, the number that all elements are, if it is known.
-        index_dim: for SAME, the dim whose index each element is, as of an iota.
-        columns: the values that are concatenated along the last dim, one element of it each.
-    """
+    """How an array depends on the rows of one device."""
 
     kind: Kind = Kind.SAME
-    dims: tuple[Factors, ...] = ()
+    dims: tuple[Factors, ...] = ()  # for ROWS, the factors of each dim
+    # For ROWS, whether the turn of an enclosing loop selects rows: an element is that of one turn.
     per_turn: bool = False
+    # For ROWS, whether it is divided by the number of rows already, so that its sum over rows is a mean.
     scaled: bool = False
+    # The equations at which rows of the device met: each element depends on which rows these are. `HERE` is the one
+    # that is read.
     sources: frozenset[int] = frozenset()
-    of: frozenset[Kind] = frozenset()
-    is_affine: bool = False
+    of: frozenset[Kind] = frozenset()  # for DERIVED, the kinds that it is computed from
+    is_affine: bool = False  # for DERIVED, whether it is a sum over rows plus what is the same
+    # For DERIVED, whether it is a ratio of sums over rows whose divisor depends on no parameter.
     is_ratio: bool = False
-    on_params: bool = False
-    on_device: bool = False
+    on_params: bool = False  # whether it depends on parameters
+    on_device: bool = False  # whether it depends on random keys or on the index of the device
+    # The numbers of elements that it is the sum of, over all of its reductions or some of them.
     counts: tuple[int, ...] = ()
-    const: float | None = None
-    index_dim: int | None = None
-    columns: tuple[RowValue, ...] = ()
+    const: float | None = None  # for SAME, the number that all elements are, if it is known
+    index_dim: int | None = None  # for SAME, the dim whose index each element is, as of an iota
+    columns: tuple[RowValue, ...] = ()  # the values that are concatenated along the last dim, one element of it each
 
     def replace(self, **changes: object) -> RowValue:
         return dataclasses.replace(self, **changes)
