@@ -284,13 +284,10 @@ def without_closure(
     return pure, list(closed.consts), result
 
 
-Operands = list[Array]
-
-
 def inlined(
     closed: ClosedJaxpr,
     should_inline: Callable[[Equation], bool],
-    replace: Callable[[Equation, Operands], Operands | None] | None = None,
+    replace: Callable[[Equation, list[Array]], list[Array] | None] | None = None,
 ) -> ClosedJaxpr:
     """Traces `closed` again with each nested jit replaced by its equations if `should_inline(equation)` is true.
 

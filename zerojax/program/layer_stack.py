@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence, Set
 from functools import cached_property
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,20 @@ from zerojax.utils.typing import Array, PyTree, Shape
 
 # (outputs, values to save) of a layer, from its weights, the constants of the loop, and its carry and slices
 ComputeLayer = Callable[[Sequence[Array], Sequence[Array], Sequence[Array]], tuple[Sequence[Array], Sequence[Array]]]
+
+
+class Positions(NamedTuple):
+    """The positions of the operands of a scan."""
+
+    views: list[int]  # of stacked leaves, in the order of their first uses
+    consts: range
+    carry: range
+    xs: list[int]  # all other slices
+
+    @property
+    def plain(self) -> list[int]:
+        """The operands that are not views of a leaf."""
+        return [*self.consts, *self.carry, *self.xs]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,27 +78,12 @@ class LayerStack(Part):
             found.append(dims.transposed(view.order).of_layer())
         return found
 
-    @property
-    def view_positions(self) -> list[int]:
-        return list(self.segment.views)
-
-    @property
-    def const_positions(self) -> list[int]:
-        return list(range(self.scan.num_consts))
-
-    @property
-    def carry_positions(self) -> list[int]:
-        return list(range(self.scan.num_consts, self.scan.num_consts + self.scan.num_carry))
-
     @cached_property
-    def xs_positions(self) -> list[int]:
-        first = self.scan.num_consts + self.scan.num_carry
-        return [k for k in range(first, len(self.equation.invars)) if k not in self.segment.views]
-
-    @property
-    def plain_positions(self) -> list[int]:
-        """The operands that are not views of a leaf."""
-        return [*self.const_positions, *self.carry_positions, *self.xs_positions]
+    def positions(self) -> Positions:
+        first, end = self.scan.num_consts, self.scan.num_consts + self.scan.num_carry
+        views = list(self.segment.views)
+        xs = [k for k in range(end, len(self.equation.invars)) if k not in views]
+        return Positions(views, range(first), range(first, end), xs)
 
     @property
     def num_bytes(self) -> int:
@@ -94,7 +94,7 @@ class LayerStack(Part):
     @cached_property
     def weight_operands(self) -> dict[int, Var]:
         """The operands that are computed from weights and are not sliced, by position."""
-        plain = {k: self.equation.invars[k] for k in self.plain_positions}
+        plain = {k: self.equation.invars[k] for k in self.positions.plain}
         return {k: a for k, a in plain.items() if jaxprs.is_var(a) and a in self.traced.weights}
 
     @cached_property
@@ -117,10 +117,9 @@ class LayerStack(Part):
 
     def compute(self, weights: Sequence[Array], fixed: Sequence[Array], data: Sequence[Array]) -> list[Array]:
         """One iteration: (layers of the stacked leaves, constants, carry and other slices) -> carry and slices out."""
-        by_position = dict(zip(self.view_positions, weights, strict=True))
-        by_position.update(zip(self.const_positions, fixed, strict=True))
-        by_position.update(zip((*self.carry_positions, *self.xs_positions), data, strict=True))
-        return jaxprs.run(self.scan.body, *(by_position[k] for k in range(len(self.equation.invars))))
+        positions = [*self.positions.views, *self.positions.plain]
+        operands = dict(zip(positions, [*weights, *fixed, *data], strict=True))
+        return jaxprs.run(self.scan.body, *(operands[k] for k in range(len(positions))))
 
     def evaluate(self, weights: Weights, data: Sequence[Array], schedule: Schedule) -> list[Array]:
         return self.run(lambda w, f, d: (self.compute(w, f, d), []), weights, data, schedule, None)[0]
@@ -134,7 +133,7 @@ class LayerStack(Part):
         scope = dict(zip(self.segment.inputs, data, strict=True))
         scope |= {self.traced.leaf_vars[i]: full for i, full in consts.items()}
         self.traced.bind_weights(self.weight_operands.values(), scope)
-        atoms = {k: self.equation.invars[k] for k in self.plain_positions}
+        atoms = {k: self.equation.invars[k] for k in self.positions.plain}
         return {k: scope[a] if jaxprs.is_var(a) else jnp.asarray(a.val, a.aval.dtype) for k, a in atoms.items()}
 
     def cut(self, schedule: Schedule) -> Cut:
@@ -154,11 +153,11 @@ class LayerStack(Part):
     ) -> tuple[list[Array], SavedValues]:
         """(outputs of the segment, values that the layers save: none without `regather`)."""
         values = self.plain_values(data, self.gather_consts(weights, schedule))
-        floating = [is_differentiable(self.equation.invars[k].aval) for k in self.carry_positions]
-        fixed = [values[k] for k in self.const_positions]
+        floating = [is_differentiable(self.equation.invars[k].aval) for k in self.positions.carry]
+        fixed = [values[k] for k in self.positions.consts]
         body = ForwardLayer(self, compute, fixed, floating, regather)
-        carry = body.split([values[k] for k in self.carry_positions])
-        xs = [values[k] for k in self.xs_positions]
+        carry = body.split([values[k] for k in self.positions.carry])
+        xs = [values[k] for k in self.positions.xs]
         loop = Loop(self.views, Layers([], xs, self.cut(schedule), self.scan.reverse))
         scanned, _ = weights.scan(body, carry, loop, schedule, GradientSink())
         out = dict(zip(self.equation.outvars, [*merge(floating, *scanned.carry), *scanned.ys], strict=True))
@@ -188,12 +187,7 @@ class LayerStack(Part):
 
         # What gets a gradient of each layer.
         _, fixed, data = regather.gets_gradient
-        positions = [
-            *select(self.const_positions, fixed),
-            *select(self.carry_positions, data[:num_carry]),
-            *select(self.xs_positions, data[num_carry:]),
-        ]
-        flows = {self.equation.invars[k] for k in positions if operands[k]}
+        flows = {self.equation.invars[k] for k in select(self.positions.plain, fixed + data) if operands[k]}
         inputs = [v for v in self.segment.inputs if v in flows]
         trained = frozenset(i for i in self.const_leaves if self.traced.leaf_vars[i] in active)
         return LayerStackWithBackward(self, outputs, inputs, regather, carry_wanted, ys_wanted, trained)
@@ -205,13 +199,13 @@ class LayerStack(Part):
         of = lambda positions: [operands[k] for k in positions]
         return trace_regather(
             self.compute,
-            [layer(k) for k in self.view_positions],
-            [aval(k) for k in self.const_positions],
-            [*map(aval, self.carry_positions), *map(layer, self.xs_positions)],
-            wanted=(of(self.view_positions), of(self.const_positions), carry_wanted + of(self.xs_positions)),
+            [layer(k) for k in self.positions.views],
+            [aval(k) for k in self.positions.consts],
+            [*map(aval, self.positions.carry), *map(layer, self.positions.xs)],
+            wanted=(of(self.positions.views), of(self.positions.consts), carry_wanted + of(self.positions.xs)),
             differentiable=carry_wanted + ys_wanted,
             remat=self.remat,
-            resident=[False] * len(self.carry_positions) + [True] * len(self.xs_positions),
+            resident=[False] * len(self.positions.carry) + [True] * len(self.positions.xs),
         )
 
 
@@ -241,7 +235,6 @@ class LayerStackWithBackward(PlannedPart):
         saved, data = saved
         num_carry = part.scan.num_carry
         trained, fixed_wanted, data_wanted = regather.gets_gradient
-        carry_flows, xs_wanted = data_wanted[:num_carry], data_wanted[num_carry:]
 
         # The cotangents of the loop's results.
         consts = part.gather_consts(weights, schedule)
@@ -254,11 +247,11 @@ class LayerStackWithBackward(PlannedPart):
             saved = saved.with_last(lambda last: regather.delay_inputs(last, events(carry_grads)))
 
         # The loop: each layer is gathered, computed and reduced.
-        fixed = [values[k] for k in part.const_positions]
-        carried = select(carry_flows, self.carry_wanted)
+        fixed = [values[k] for k in part.positions.consts]
+        carried = select(data_wanted[:num_carry], self.carry_wanted)
         body = BackwardLayer(part, regather, fixed, carried)
         fixed_grads = [jnp.zeros(a.shape, a.dtype) for a in select(fixed, fixed_wanted)]
-        dtypes = [part.equation.invars[k].aval.dtype for k in select(part.view_positions, trained)]
+        dtypes = [part.equation.invars[k].aval.dtype for k in select(part.positions.views, trained)]
         loop = Loop(
             part.views,
             Layers([], ys_grads, part.cut(schedule), not part.scan.reverse, saved),
@@ -270,10 +263,8 @@ class LayerStackWithBackward(PlannedPart):
         (carry_grads, fixed_grads), xs_grads = scanned.carry, scanned.ys
 
         # The gradients of the operands, by position; then those of leaves and of the inputs.
-        operand_grads = dict(zip(select(part.const_positions, fixed_wanted), fixed_grads, strict=True))
-        carry_grads = select(carry_grads, carried)
-        operand_grads.update(zip(select(part.carry_positions, carry_flows), carry_grads, strict=True))
-        operand_grads.update(zip(select(part.xs_positions, xs_wanted), xs_grads, strict=True))
+        positions = select(part.positions.plain, fixed_wanted + data_wanted)
+        operand_grads = dict(zip(positions, [*fixed_grads, *select(carry_grads, carried), *xs_grads], strict=True))
         leaf_grads = self._const_grads(consts, operand_grads, schedule)
         for view, grad in zip(loop.trained, layer_grads, strict=True):
             if grad is not None:

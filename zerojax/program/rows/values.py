@@ -133,8 +133,7 @@ def reshaped(dims: Sequence[Factors], shape: Shape) -> tuple[Factors, ...] | Non
     left = [f for factors in dims for f in factors if f[0] != 1 or f[1]]
     found: list[list[tuple[int, bool]]] = []
     for size in shape:
-        own: list[tuple[int, bool]] = []
-        rest = size
+        own, rest = [], size
         while left and (rest > 1 or (not own and left[0][0] == 1)):
             factor, flag = left.pop(0)
             if rest % factor == 0:
@@ -144,7 +143,7 @@ def reshaped(dims: Sequence[Factors], shape: Shape) -> tuple[Factors, ...] | Non
                 own.append((rest, flag))
                 left.insert(0, (factor // rest, flag))
                 rest = 1
-            elif len(left) > 0:  # a dim across two factors: they are one
+            elif left:  # a dim across two factors: they are one
                 following, other = left.pop(0)
                 left.insert(0, (factor * following, flag or other))
             else:
@@ -255,12 +254,9 @@ def divided(value: RowValue, divisor: float, num_rows: int) -> RowValue:
 # Reductions ----------------------------------------------------------------------------------------------------------
 
 _REDUCTIONS = {
-    "reduce_sum": Kind.SUM,
-    "reduce_max": Kind.MAX,
-    "reduce_or": Kind.MAX,
-    "reduce_min": Kind.MIN,
+    "reduce_sum": Kind.SUM, "reduce_max": Kind.MAX, "reduce_or": Kind.MAX, "reduce_min": Kind.MIN,
     "reduce_and": Kind.MIN,
-}
+}  # fmt: skip
 
 
 def reduced(name: str, value: RowValue, axes: Sequence[int], shape: Shape) -> RowValue:
@@ -288,16 +284,9 @@ _COPIES = frozenset({"convert_element_type", "copy", "copy_p"})
 _UNARY_LINEAR = _COPIES | {"neg", "reduce_precision", "real", "imag", "conj"}
 _EXTREMES = {"max": Kind.MAX, "or": Kind.MAX, "min": Kind.MIN, "and": Kind.MIN}
 _FOLDED: dict[str, Callable[..., float]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "div": np.divide,
-    "max": np.maximum,
-    "min": np.minimum,
-    "neg": np.negative,
-    "sqrt": np.sqrt,
-    "integer_pow": np.power,
-}
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "max": np.maximum, "min": np.minimum,
+    "neg": np.negative, "sqrt": np.sqrt, "integer_pow": np.power,
+}  # fmt: skip
 
 
 def elementwise(name: str, values: Sequence[RowValue], shape: Shape, num_rows: int, exact: bool) -> RowValue:
