@@ -3,6 +3,8 @@
     forward:   for each part:            gather ► compute ► drop
     backward:  for each part, reversed:  gather ► compute ► reduce
 
+A part is a unit's segment of the loss, see `part`. `Part.gather` gathers its weights; `straight` has the plainest kind.
+
 Everything here runs inside `shard_map`.
 """
 

@@ -61,7 +61,7 @@ class RowsLookedUp(NamedTuple):
 class Segment(NamedTuple):
     """Consecutive equations of the traced loss that use the weights of one unit."""
 
-    equations: list[Equation]  # in program order
+    equations: list[Equation]
     leaves: list[int]  # the parameter leaves that they read, in the order of their first uses
     inputs: list[Var]  # data values that they read
     weight_values: list[Var]  # values computed from weights alone that they read
@@ -142,9 +142,7 @@ IsLookup = Callable[[Equation, View], bool]
 
 
 def cut_into_segments(
-    closed: ClosedJaxpr,
-    unit_of: Sequence[str],
-    is_lookup: IsLookup = lambda equation, view: False,
+    closed: ClosedJaxpr, unit_of: Sequence[str], is_lookup: IsLookup = lambda equation, view: False
 ) -> TracedLoss:
     """Cuts a traced loss into segments.
 
@@ -160,8 +158,7 @@ def cut_into_segments(
     traced = _with_weight_values(closed, unit_of)
     if any(jaxprs.is_call(e) and _must_inline(traced, e) for e in closed.jaxpr.eqns):
         traced = _with_weight_values(jaxprs.inlined(closed, lambda e: True), unit_of)
-    _check_outputs(traced)
-    _check_references(traced)
+    _check(traced)
     return dataclasses.replace(traced, segments=_segments(traced, is_lookup))
 
 
@@ -197,19 +194,13 @@ def _looks_up(jaxpr: Jaxpr) -> bool:
     return any(jaxprs.row_lookup(e) is not None or inside(e) for e in jaxpr.eqns)
 
 
-def _check_outputs(traced: TracedLoss) -> None:
-    leaf_vars = set(traced.leaf_vars)
-    for atom in traced.closed.jaxpr.outvars:
-        if jaxprs.is_var(atom) and atom in leaf_vars:
-            raise ValueError(
-                "loss: returns a parameter itself among its metrics or state\n"
-                "  fix:      return a value computed from it, or take it from the training state"
-            )
-
-
-def _check_references(traced: TracedLoss) -> None:
-    made = next(filter(jaxprs.makes_reference, traced.closed.jaxpr.eqns), None)
-    if made is not None:
+def _check(traced: TracedLoss) -> None:
+    if set(traced.leaf_vars) & set(filter(jaxprs.is_var, traced.closed.jaxpr.outvars)):
+        raise ValueError(
+            "loss: returns a parameter itself among its metrics or state\n"
+            "  fix:      return a value computed from it, or take it from the training state"
+        )
+    for made in filter(jaxprs.makes_reference, traced.closed.jaxpr.eqns):
         raise ValueError(
             f"loss: a mutable array cannot live across the units of a model, which run one at a time\n"
             f"  got:      {made.outvars[0].aval}, made at {jaxprs.user_line(made)}\n"

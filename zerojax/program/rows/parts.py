@@ -7,7 +7,7 @@ mean, is that of the rows of all devices.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from zerojax.program import jaxprs
 from zerojax.program.jaxprs import Atom, ClosedJaxpr, Equation, Var
 from zerojax.program.rows.trace import RowTrace
 from zerojax.program.rows.values import REDUCED, Kind
-from zerojax.utils.typing import Array, DTypeLike
+from zerojax.utils.typing import Array, DTypeLike, Shape
 
 if TYPE_CHECKING:
     from jaxlib._jax import Traceback
@@ -25,28 +25,16 @@ if TYPE_CHECKING:
 _MOST_ELEMENTS = 1 << 20  # of all parts; more would be a matrix of weights
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class RowParts:
-    """What is computed from parts.
-
-    Two are equal if they have the same results and parts, also if they are of traces with other numbers of rows.
-    """
+    """What is computed from parts. Two are equal also if they are of traces with other numbers of rows."""
 
     names: tuple[str, ...]  # of the results
     kinds: tuple[Kind, ...]  # of the parts: SUM, MEAN, MAX, MIN, or SAME
-    parts: tuple[Var, ...]  # the parts, as variables of a traced loss
-    equations: tuple[Equation, ...]  # compute the results from them
-    results: tuple[Atom, ...]  # one for each name
-
-    @property
-    def _key(self) -> Hashable:
-        return self.names, self.kinds, tuple((v.aval.shape, v.aval.dtype) for v in self.parts)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RowParts) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
+    types: tuple[tuple[Shape, DTypeLike], ...]  # of the parts
+    parts: tuple[Var, ...] = dataclasses.field(compare=False)  # variables of a traced loss
+    equations: tuple[Equation, ...] = dataclasses.field(compare=False)  # compute the results from the parts
+    results: tuple[Atom, ...] = dataclasses.field(compare=False)  # one for each name
 
     def finish(self, parts: Sequence[Array]) -> dict[str, Array]:
         """The results by name, from the parts over all rows, of any dtype."""
@@ -91,7 +79,8 @@ def row_parts(trace: RowTrace, results: Mapping[str, Atom]) -> RowParts | None:
     if not all(map(_can_be_reduced, parts, parts.values())) or sum(v.aval.size for v in parts) > _MOST_ELEMENTS:
         return None
     chosen = tuple(equations[k] for k in sorted(needed))
-    return RowParts(tuple(results), tuple(parts.values()), tuple(parts), chosen, tuple(results.values()))
+    types = tuple((v.aval.shape, v.aval.dtype) for v in parts)
+    return RowParts(tuple(results), tuple(parts.values()), types, tuple(parts), chosen, tuple(results.values()))
 
 
 def _can_be_reduced(part: Var, kind: Kind) -> bool:

@@ -253,10 +253,6 @@ def _reduce(equation: Equation, values: Sequence[RowValue]) -> RowValue:
     return reduced(equation.primitive.name, values[0], equation.params["axes"], _shapes(equation)[0])
 
 
-def _iota(equation: Equation, values: Sequence[RowValue]) -> RowValue:
-    return RowValue(index_dim=equation.params["dimension"])
-
-
 # Products ------------------------------------------------------------------------------------------------------------
 
 
@@ -419,7 +415,7 @@ _RULES: dict[str, RowRule] = {
         "conv_general_dilated": _convolution,
         "gather": _gather,
         "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub": _scatter,
-        "iota": _iota,
+        "iota": lambda equation, values: RowValue(index_dim=equation.params["dimension"]),
     }.items()
     for name in names.split()
 }
