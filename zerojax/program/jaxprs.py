@@ -79,16 +79,11 @@ class ScanParams(NamedTuple):
 
 
 class RowLookup(NamedTuple):
-    """The parameters of an equation that takes rows of a table: slices that are whole in all dims but one.
-
-    Attributes:
-        mode, fill_value: what indices outside of the table select, as in `lax.gather`.
-    """
+    """The parameters of an equation that takes rows of a table: slices that are whole in all dims but one."""
 
     dim: int  # the dim of the table that the indices select from
-    # The dims of the result that are dims of the table; the others are those of the indices.
-    offset_dims: tuple[int, ...]
-    mode: lax.GatherScatterMode
+    offset_dims: tuple[int, ...]  # the dims of the result that are dims of the table; the others are of the indices
+    mode: lax.GatherScatterMode  # what indices outside of the table select, as in `lax.gather`
     fill_value: float | None
 
 

@@ -213,18 +213,14 @@ def scan(body: LayerBody, init: Carry, layers: Layers, schedule: Schedule) -> Sc
 
 
 class _State(NamedTuple):
-    """The values that are live between two layers.
-
-    Attributes:
-        ys, reduced: stacked results, None before the first layer.
-    """
+    """The values that are live between two layers."""
 
     carry: Carry
     weights: list[PyTree]  # the gathered weights of the next layers
     fetched: PyTree = None  # the next layer's saved values, while they are fetched from host memory
     grads: PyTree = None  # the gradients of the layer before, not yet reduced
-    ys: PyTree = None
-    reduced: list[Array] | None = None
+    ys: PyTree = None  # stacked results, None before the first layer
+    reduced: list[Array] | None = None  # stacked gradients, None before the first layer
 
     def with_flow(self, flow: list[Array]) -> _State:
         return self._replace(carry=(flow, self.carry[1]))

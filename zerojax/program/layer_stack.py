@@ -190,7 +190,7 @@ class LayerStack(Part):
         flows = {self.equation.invars[k] for k in select(self.positions.plain, fixed + data) if operands[k]}
         inputs = [v for v in self.segment.inputs if v in flows]
         trained = frozenset(i for i in self.const_leaves if self.traced.leaf_vars[i] in active)
-        return LayerStackWithBackward(self, outputs, inputs, regather, carry_wanted, ys_wanted, trained)
+        return LayerStackWithBackward(self, outputs, inputs, regather.names, regather, carry_wanted, ys_wanted, trained)
 
     def _traced_backward(self, operands: Sequence[bool], carry_wanted: list[bool], ys_wanted: list[bool]) -> Regather:
         """The backward pass of a layer. `operands` are those that have a tangent."""
@@ -219,10 +219,6 @@ class LayerStackWithBackward(PlannedPart):
     ys_wanted: Sequence[bool]  # which stacked outputs have one
     trained_consts: frozenset[int]  # the leaves that get a gradient and that constants of the loop are computed from
     is_loop = True
-
-    @property
-    def names(self) -> frozenset[str]:
-        return self.regather.names
 
     def forward(self, weights: Weights, data: Sequence[Array], schedule: Schedule) -> tuple[list[Array], PyTree]:
         out, saved = self.part.run(self.regather.forward, weights, data, schedule, self.regather)

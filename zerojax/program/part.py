@@ -74,12 +74,8 @@ class PlannedPart(abc.ABC):
     part: Part
     outputs: Sequence[Var]  # those outputs of the segment that have a cotangent
     inputs: Sequence[Var]  # those inputs of the segment that cotangents reach
+    names: frozenset[str]  # of its activations
     is_loop = False  # whether it runs as a loop over layers
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The names of its activations."""
-        return frozenset()
 
     @abc.abstractmethod
     def forward(self, weights: Weights, data: Sequence[Array], schedule: Schedule) -> tuple[list[Array], PyTree]:

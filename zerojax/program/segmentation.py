@@ -15,6 +15,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -90,11 +91,11 @@ class TracedLoss:
     producer: dict[Var, Equation]  # the equations that compute these values
     segments: Sequence[Segment] = ()  # in program order
 
-    @property
+    @cached_property
     def leaf_vars(self) -> list[Var]:
         return self.closed.jaxpr.invars[: len(self.unit_of)]
 
-    @property
+    @cached_property
     def data_vars(self) -> list[Var]:
         return self.closed.jaxpr.invars[len(self.unit_of) :]
 

@@ -84,7 +84,7 @@ class Straight(Part):
             resident=[v in self.traced.data_vars for v in inputs],
         )
         flows = select(inputs, regather.gets_gradient[2])
-        return StraightWithBackward(self, outputs, flows, regather, keeps_weights=backward_is_next)
+        return StraightWithBackward(self, outputs, flows, regather.names, regather, keeps_weights=backward_is_next)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,10 +94,6 @@ class StraightWithBackward(PlannedPart):
     part: Straight
     regather: Regather  # its forward and backward pass, for full weights
     keeps_weights: bool  # whether the weights are not dropped, because the backward pass is next
-
-    @property
-    def names(self) -> frozenset[str]:
-        return self.regather.names
 
     def forward(self, weights: Weights, data: Sequence[Array], schedule: Schedule) -> tuple[list[Array], PyTree]:
         part, regather = self.part, self.regather

@@ -109,7 +109,7 @@ class TableLookup(Part):
     def plan_backward(
         self, outputs: Sequence[Var], active: Set[Var], backward_is_next: bool
     ) -> TableLookupWithBackward:
-        return TableLookupWithBackward(self, self.segment.outputs, ())  # indices have no gradient
+        return TableLookupWithBackward(self, self.segment.outputs, (), frozenset())  # indices have no gradient
 
     def evaluate(self, weights: Weights, data: Sequence[Array], schedule: Schedule) -> list[Array]:
         indices = data[0].reshape(-1, 1)

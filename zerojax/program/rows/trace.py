@@ -107,14 +107,10 @@ def _start(jaxpr: Jaxpr, inputs: Sequence[RowValue], consts: Sequence[ArrayLike]
 
 @dataclasses.dataclass
 class _Reader:
-    """Reads equations of a loss, and those inside of them.
+    """Reads equations of a loss, and those inside of them."""
 
-    Attributes:
-        num_rows, axes: as of `trace_rows`.
-    """
-
-    num_rows: int
-    axes: frozenset[str]
+    num_rows: int  # of the device
+    axes: frozenset[str]  # the mesh axes that split the batch
     met_at: Traceback | None = None  # the traceback of the first equation at which rows of the device met
 
     def visit(self, equation: Equation, scope: dict[Var, RowValue]) -> None:
