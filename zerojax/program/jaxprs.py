@@ -281,18 +281,15 @@ def without_closure(
 
 def inlined(
     closed: ClosedJaxpr,
-    should_inline: Callable[[Equation], bool],
     replace: Callable[[Equation, list[Array]], list[Array] | None] | None = None,
 ) -> ClosedJaxpr:
-    """Traces `closed` again with each nested jit replaced by its equations if `should_inline(equation)` is true.
+    """Traces `closed` again with each nested jit replaced by its equations.
 
     Those that make mutable arrays stay, as single equations.
 
     With `replace`, results that `replace(equation, operands)` returns take the place of those of an equation, unless it
     returns None; and the equations of nested jits have the line of the user at which the outermost one is called.
     """
-
-    can_inline = lambda e: is_call(e) and not makes_references_inside(e) and should_inline(e)
 
     def interpret(
         jaxpr: Jaxpr, consts: Iterable[Array], args: Iterable[Array], caller: Equation | None = None
@@ -302,7 +299,7 @@ def inlined(
         for equation in jaxpr.eqns:
             if caller is not None:
                 equation = cast("Equation", equation.replace(source_info=caller.source_info))
-            if can_inline(equation):
+            if is_call(equation) and not makes_references_inside(equation):
                 inner, inner_consts = called(equation)
                 outermost = caller or (equation if replace and user_line(equation) else None)
                 out = interpret(inner, inner_consts, map(read, equation.invars), outermost)

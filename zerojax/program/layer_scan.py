@@ -108,9 +108,6 @@ class SavedValues(NamedTuple):
             return self._replace(back=[*self.back[:-1], fn(self.back[-1])])
         return self._replace(front=[*self.front[:-1], *map(fn, self.front[-1:])])
 
-    def mirrored(self) -> SavedValues:
-        return SavedValues(self.back[::-1], self.loop[::-1], self.front[::-1])
-
 
 class Layers(NamedTuple):
     """The layers of a `scan`."""
@@ -127,7 +124,8 @@ class Layers(NamedTuple):
     def given(self) -> SavedValues:
         """The saved values in the order of turns; in a forward pass, None for each layer."""
         if self.saved is not None:
-            return self.saved.mirrored()
+            front, loop, back = self.saved
+            return SavedValues(back[::-1], loop[::-1], front[::-1])
         return SavedValues([None] * self.cut.front, [None] * self.cut.group, [None] * self.cut.back)
 
     def index(self, turn: int | Array) -> int | Array:

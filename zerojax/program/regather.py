@@ -110,7 +110,7 @@ def trace_regather(
 
     closed, _ = jaxprs.traced(forward, *weights, *fixed, *data)
     if remat != NO_REMAT:
-        closed = jaxprs.inlined(closed, lambda equation: True)
+        closed = jaxprs.inlined(closed)
     jaxpr = closed.jaxpr
     outputs, residuals = jaxpr.outvars[:num_outputs], jaxpr.outvars[num_outputs:]
     weight_vars, fixed_vars, data_vars = _groups(jaxpr.invars, sizes)

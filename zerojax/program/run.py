@@ -89,7 +89,8 @@ class PartsOfLoss:
 
         # Backward: gather ► compute ► reduce.
         seed_value, weight = seed(results)
-        cotangents = self._first_cotangents(seed_value)
+        loss = self.traced.closed.jaxpr.outvars[0]
+        cotangents = {loss: jnp.asarray(seed_value, loss.aval.dtype)} if jaxprs.is_var(loss) else {}
         sink.start([planned for planned, _ in done], weights, weight)
         _restore_next(done, [])
         while done:
@@ -101,6 +102,7 @@ class PartsOfLoss:
             for v, grad in zip(part.inputs, data_grads, strict=True):
                 cotangents[v] = cotangents[v] + grad if v in cotangents else grad
 
+        # The gradients of all trained leaves, also of those that the loss does not use.
         trained = select(range(len(self.trainable)), self.trainable)
         by_leaf = sink.finish({i: self._zeros(i) for i in trained if not sink.has(i)})
         return results, [by_leaf.get(i) for i in range(len(self.trainable))], weight
@@ -124,11 +126,6 @@ class PartsOfLoss:
     def _results(self, env: dict[Var, Array]) -> list[Array]:
         atoms = self.traced.closed.jaxpr.outvars
         return [env[a] if jaxprs.is_var(a) else jnp.asarray(a.val, a.aval.dtype) for a in atoms]
-
-    def _first_cotangents(self, seed: Array) -> dict[Var, Array]:
-        loss = self.traced.closed.jaxpr.outvars[0]
-        cotangent = jnp.asarray(seed, loss.aval.dtype)
-        return {loss: cotangent} if jaxprs.is_var(loss) else {}
 
     def _zeros(self, leaf: int) -> Array:
         """The gradient of a leaf that the loss does not use."""

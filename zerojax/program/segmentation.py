@@ -158,7 +158,7 @@ def cut_into_segments(
     """
     traced = _with_weight_values(closed, unit_of)
     if any(jaxprs.is_call(e) and _must_inline(traced, e) for e in closed.jaxpr.eqns):
-        traced = _with_weight_values(jaxprs.inlined(closed, lambda e: True), unit_of)
+        traced = _with_weight_values(jaxprs.inlined(closed), unit_of)
     _check(traced)
     return dataclasses.replace(traced, segments=_segments(traced, is_lookup))
 

@@ -67,7 +67,7 @@ def trace_rows(closed: ClosedJaxpr, inputs: Sequence[RowValue], num_rows: int, a
         num_rows: the number of rows of the device.
         axes: the names of the mesh axes that split the batch.
     """
-    flat = jaxprs.inlined(closed, jaxprs.is_call, _with_sums_apart)
+    flat = jaxprs.inlined(closed, _with_sums_apart)
     reader = _Reader(num_rows, frozenset(axes))
     scope = _start(flat.jaxpr, inputs, flat.consts)
     traces = {}
