@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from functools import cached_property
 from typing import NamedTuple
 
@@ -26,9 +26,6 @@ from zerojax.program.segmentation import View
 from zerojax.sharding.axes import Dims
 from zerojax.utils.flags import merge, negate, select
 from zerojax.utils.typing import Array, PyTree, Shape
-
-# (outputs, values to save) of a layer, from its weights, the constants of the loop, and its carry and slices
-ComputeLayer = Callable[[Sequence[Array], Sequence[Array], Sequence[Array]], tuple[Sequence[Array], Sequence[Array]]]
 
 
 class Positions(NamedTuple):
@@ -122,7 +119,7 @@ class LayerStack(Part):
         return jaxprs.run(self.scan.body, *(operands[k] for k in range(len(positions))))
 
     def evaluate(self, weights: Weights, data: Sequence[Array], schedule: Schedule) -> list[Array]:
-        return self.run(lambda w, f, d: (self.compute(w, f, d), []), weights, data, schedule, None)[0]
+        return self.run(weights, data, schedule)[0]
 
     def gather_consts(self, weights: Weights, schedule: Schedule) -> dict[int, Array]:
         """The full leaves that the constants of the loop are computed from."""
@@ -144,18 +141,13 @@ class LayerStack(Part):
         return Cut.of(self.scan.length, prefetch, delay_reduction=overlaps and stage.shards_grads)
 
     def run(
-        self,
-        compute: ComputeLayer,
-        weights: Weights,
-        data: Sequence[Array],
-        schedule: Schedule,
-        regather: Regather | None,
+        self, weights: Weights, data: Sequence[Array], schedule: Schedule, saver: Regather | None = None
     ) -> tuple[list[Array], SavedValues]:
-        """(outputs of the segment, values that the layers save: none without `regather`)."""
+        """(outputs of the segment, values that the layers save for the backward pass: none without `saver`)."""
         values = self.plain_values(data, self.gather_consts(weights, schedule))
         floating = [is_differentiable(self.equation.invars[k].aval) for k in self.positions.carry]
         fixed = [values[k] for k in self.positions.consts]
-        body = ForwardLayer(self, compute, fixed, floating, regather)
+        body = ForwardLayer(self, fixed, floating, saver)
         carry = body.split([values[k] for k in self.positions.carry])
         xs = [values[k] for k in self.positions.xs]
         loop = Loop(self.views, Layers([], xs, self.cut(schedule), self.scan.reverse))
@@ -221,7 +213,7 @@ class LayerStackWithBackward(PlannedPart):
     is_loop = True
 
     def forward(self, weights: Weights, data: Sequence[Array], schedule: Schedule) -> tuple[list[Array], PyTree]:
-        out, saved = self.part.run(self.regather.forward, weights, data, schedule, self.regather)
+        out, saved = self.part.run(weights, data, schedule, self.regather)
         return out, (saved, list(data))
 
     def backward(
@@ -304,16 +296,13 @@ class ForwardLayer(LayerBody):
 
     Args:
         part: the stack.
-        compute: computes a layer.
         fixed: the constants of the loop.
         floating: which of the carried values are floating arrays.
         saver: saves values for the backward pass; None if nothing is saved.
     """
 
-    def __init__(
-        self, part: LayerStack, compute: ComputeLayer, fixed: list[Array], floating: list[bool], saver: Regather | None
-    ):
-        self._part, self._compute, self._fixed, self._floating = part, compute, fixed, floating
+    def __init__(self, part: LayerStack, fixed: list[Array], floating: list[bool], saver: Regather | None):
+        self._part, self._fixed, self._floating = part, fixed, floating
         self.needed, self.saver = [True] * len(part.dims), saver
 
     def gather(self, shards: list[Array], prefetch: int, schedule: Schedule) -> list[Array]:
@@ -322,7 +311,8 @@ class ForwardLayer(LayerBody):
     def compute(
         self, weights: list[Array], carry: Carry, x: list[Array], saved: PyTree, fetched: PyTree
     ) -> tuple[Carry, list[Array], PyTree, list[Array]]:
-        out, saved = self._compute(weights, self._fixed, [*merge(self._floating, *carry), *x])
+        args = weights, self._fixed, [*merge(self._floating, *carry), *x]
+        out, saved = self.saver.forward(*args) if self.saver else (self._part.compute(*args), [])
         num_carry = len(self._floating)
         return self.split(out[:num_carry]), list(out[num_carry:]), saved, []
 
