@@ -149,8 +149,10 @@ def is_remat(equation: Equation) -> bool:
 
 
 def called(equation: Equation) -> tuple[Jaxpr, Sequence[Array]]:
-    """The (jaxpr, constants) of a nested jit, or of a function of `jax.checkpoint`."""
-    inner = equation.params["jaxpr"] if "jaxpr" in equation.params else equation.params["call_jaxpr"]
+    """The (jaxpr, constants) of a nested jit, or of another call of a single function."""
+    inner = next(
+        equation.params[name] for name in ("jaxpr", "call_jaxpr", "call", "fun_jaxpr") if name in equation.params
+    )
     return getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
 
 

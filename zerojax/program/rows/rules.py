@@ -51,13 +51,13 @@ def values_of(equation: Equation, values: Sequence[RowValue], num_rows: int) -> 
     name, results = equation.primitive.name, equation.outvars
     if name in _IDENTITY and len(results) == len(values):
         return list(values)
+    if any(v.kind is Kind.MIXED for v in values):
+        return [mixed(values)] * len(results)
     if name in BY_ELEMENT or name in _MORE_BY_ELEMENT:
         return [elementwise(name, values, results[0].aval.shape, num_rows, is_exact(equation))]
     if are_same(values) and name not in _KEEPS_INDICES:
         found = united(values, Kind.SAME)
         return [_drawn(found, v.aval.shape, num_rows) if name in _DRAWS else found for v in results]
-    if any(v.kind is Kind.MIXED for v in values):
-        return [mixed(values)] * len(results)
     if name == "dot_general":
         return [_dot_general(equation, values, num_rows)]
     found = _RULES.get(name, _unknown)(equation, values)

@@ -148,8 +148,9 @@ class _Reader:
         if inner and not communicates and not any(v.is_local for v in values):
             return [united(values, Kind.SAME)] * len(equation.outvars)
         if name in _READ_CALLS and len(inner) == 1 and len(inner[0].invars) == len(values):
-            scope = self.read(inner[0], _entered(inner[0], values), _constants(equation, inner[0]))
-            found = [_value_of(a, scope) for a in inner[0].outvars]
+            jaxpr, consts = jaxprs.called(equation)
+            scope = self.read(jaxpr, _entered(jaxpr, values), consts)
+            found = [_value_of(a, scope) for a in jaxpr.outvars]
         elif name in ("scan", "while", "cond"):
             found = {"scan": self._scan, "while": self._while, "cond": self._cond}[name](equation, values)
         else:
@@ -303,9 +304,3 @@ def _entered(inner: Jaxpr, values: Sequence[RowValue]) -> list[RowValue]:
             v = v.replace(dims=plain)
         found.append(v)
     return found
-
-
-def _constants(equation: Equation, inner: Jaxpr) -> Sequence[ArrayLike]:
-    """The constants of the jaxpr of a call, if it has any."""
-    closed = [value for value in equation.params.values() if getattr(value, "jaxpr", None) is inner]
-    return closed[0].consts if closed else ()

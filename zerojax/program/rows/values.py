@@ -299,8 +299,6 @@ def elementwise(name: str, values: Sequence[RowValue], shape: Shape, num_rows: i
         num_rows: the number of rows of the device.
         exact: whether the operation rounds at most as floating dtypes do, unlike a division of integers.
     """
-    if any(v.kind is Kind.MIXED for v in values):
-        return mixed(values)
     others = [v for v in values if v.kind is not Kind.SAME]
     if not others:
         return _same(name, values)
