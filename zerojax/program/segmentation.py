@@ -39,12 +39,16 @@ class View(NamedTuple):
             leaf = jaxprs.apply(equation, leaf)
         return leaf
 
-    def of_layer(self, layer: Array) -> Array:
-        """A layer of the value, whose dim 0 is that of layers, from a layer of the leaf, which has that dim too."""
+    def cast(self, part: Array) -> Array:
+        """A part of the leaf with the dtype of the value."""
         for equation in self.equations:
             if jaxprs.permutation(equation) is None:
-                layer = jaxprs.apply(equation, layer)
-        return lax.squeeze(lax.transpose(layer, self.order), [0])
+                part = jaxprs.apply(equation, part)
+        return part
+
+    def of_layer(self, layer: Array) -> Array:
+        """A layer of the value, whose dim 0 is that of layers, from a layer of the leaf, which has that dim too."""
+        return lax.squeeze(lax.transpose(self.cast(layer), self.order), [0])
 
     def to_leaf(self, layer: Array) -> Array:
         """A layer of the value with the dims of the leaf: the inverse of `of_layer`, without its casts."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from functools import cached_property
 
 import jax
@@ -114,7 +114,12 @@ class TableLookup(Part):
     def evaluate(self, weights: Weights, data: Sequence[Array], schedule: Schedule) -> list[Array]:
         indices = data[0].reshape(-1, 1)
         (table,) = weights.shards([self.view.leaf], schedule.before_gather())
-        rows = self._in_pieces(lambda part: self._rows(table, part), indices)
+        piece = self.piece(len(indices))
+        if piece == len(indices):
+            rows = self._rows(table, indices)
+        else:
+            rows = lax.map(lambda part: self._rows(table, part), indices.reshape(-1, piece, 1))
+            rows = rows.reshape(-1, *rows.shape[2:])
         if self.collectives.stage.shards_params and schedule.is_first_gather():
             schedule.gathered(event([rows]))  # the first unit computes from the rows: its weights come after them
         return [self.arrange(rows)]
@@ -143,9 +148,7 @@ class TableLookup(Part):
 
     def arrange(self, rows: Array) -> Array:
         """The result of the equation, from rows of the leaf: cast, transposed and reshaped like the view."""
-        for equation in self.view.equations:
-            if jaxprs.permutation(equation) is None:
-                rows = jaxprs.apply(equation, rows)
+        rows = self.view.cast(rows)
         kept = [d for d in range(self.table.ndim) if d != self.lookup.dim]
         order = [kept.index(d) + 1 for d in self.view.order if d != self.lookup.dim]
         indices_shape = self.segment.inputs[0].aval.shape[:-1]
@@ -159,13 +162,6 @@ class TableLookup(Part):
         each = max(row_bytes, self.collectives.axes.num_shards * self.segment.inputs[0].aval.dtype.itemsize)
         fits = lambda piece: piece * each <= self.collectives.options.bucket_bytes
         return next((n for n in range(count, 1, -1) if count % n == 0 and fits(n)), 1)
-
-    def _in_pieces(self, fn: Callable[[Array], Array], indices: Array) -> Array:
-        piece = self.piece(len(indices))
-        if piece == len(indices):
-            return fn(indices)
-        rows = lax.map(fn, indices.reshape(-1, piece, 1))
-        return rows.reshape(-1, *rows.shape[2:])
 
 
 @dataclasses.dataclass(frozen=True)
