@@ -165,17 +165,17 @@ def sub_jaxprs(equation: Equation) -> Iterator[Jaxpr]:
                 yield inner
 
 
-def walk(jaxpr: Jaxpr) -> Iterator[Equation]:
-    """Yields every equation of a jaxpr, and those of the jaxprs among its parameters."""
-    for equation in jaxpr.eqns:
+def walk(equations: Iterable[Equation]) -> Iterator[Equation]:
+    """Yields the equations, each followed by those inside of it."""
+    for equation in equations:
         yield equation
         for inner in sub_jaxprs(equation):
-            yield from walk(inner)
+            yield from walk(inner.eqns)
 
 
 def constraints(jaxpr: Jaxpr, axes: Collection[str]) -> Iterator[tuple[PartitionSpec, TracebackType | None]]:
     """Yields (spec, traceback) of each sharding constraint that names one of the mesh axes."""
-    for equation in walk(jaxpr):
+    for equation in walk(jaxpr.eqns):
         if equation.primitive.name == "sharding_constraint":
             spec = getattr(equation.params["sharding"], "spec", PartitionSpec())
             if any(name in axes for part in spec for name in (part if isinstance(part, tuple) else (part,))):
@@ -198,8 +198,7 @@ def partitioned_kernels(
 
 def multiplies(equations: Iterable[Equation]) -> bool:
     """Whether the equations, or those they call, contain a matrix product or a convolution."""
-    inside = lambda e: any(multiplies(inner.eqns) for inner in sub_jaxprs(e))
-    return any(e.primitive.name in PRODUCTS or inside(e) for e in equations)
+    return any(equation.primitive.name in PRODUCTS for equation in walk(equations))
 
 
 def is_offload(equation: Equation) -> bool:
@@ -210,7 +209,7 @@ def is_offload(equation: Equation) -> bool:
 
 def offloads(jaxpr: Jaxpr) -> bool:
     """Whether a function copies arrays to host memory."""
-    return any(map(is_offload, walk(jaxpr)))
+    return any(map(is_offload, walk(jaxpr.eqns)))
 
 
 def named_axes(equation: Equation) -> frozenset[str]:
@@ -222,8 +221,7 @@ def named_axes(equation: Equation) -> frozenset[str]:
 
 def communicates_over(equation: Equation, axes: Collection[str]) -> bool:
     """Whether an equation, or one that it calls, is a collective over one of the mesh axes."""
-    inside = (e for inner in sub_jaxprs(equation) for e in walk(inner))
-    return any(named_axes(e) & set(axes) for e in (equation, *inside))
+    return any(named_axes(e) & set(axes) for e in walk([equation]))
 
 
 def forwards(jaxpr: Jaxpr) -> list[bool]:

@@ -189,7 +189,7 @@ def _must_inline(traced: TracedLoss, equation: Equation) -> bool:
     if not leaves:
         return False
     hides_units = len({traced.unit_of[i] for i in leaves}) > 1
-    hides_scan = any(map(jaxprs.is_scan, jaxprs.walk(inner)))
+    hides_scan = any(map(jaxprs.is_scan, jaxprs.walk(inner.eqns)))
     return hides_units or hides_scan or _looks_up(inner) or len(equation.invars) == 1
 
 
