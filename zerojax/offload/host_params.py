@@ -1,14 +1,15 @@
 """Parameters in host memory: weights come from there as they are needed, and gradients go there.
 
-These are the implementations of `program.part.Weights`, `program.part.GradientSink` and `step.memory.GradientSums` for
-leaves in host memory. Leaves on the device, such as vectors, are handled as in `program.part`.
+These are `program.part.Weights`, `program.part.GradientSink` and `step.memory.GradientSums` for leaves in host memory.
+Leaves on the device, such as vectors, are handled as in `program.part`.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,22 +20,21 @@ from zerojax.offload import host_arrays
 from zerojax.offload.host_scan import scan_from_host
 from zerojax.offload.pace import Paces
 from zerojax.program.layer_scan import Carry, LayerBody, Scanned
-from zerojax.program.part import DeviceGradients, DeviceWeights, GradientSink, Loop, PlannedPart, Weights
+from zerojax.program.part import GradientSink, Loop, PlannedPart, Weights
 from zerojax.sharding.placement import Leaf, is_in_host
 from zerojax.step.memory import DeviceSums
 from zerojax.utils.flags import select
 from zerojax.utils.typing import Array, ArrayLike, DTypeLike, Shape
 
 
-class HostWeights(NamedTuple):
-    """Leaves of which some are in host memory.
+@dataclasses.dataclass(frozen=True)
+class HostWeights(Weights):
+    """Leaves of which some are in host memory: shards at stage 3, full leaves on a single device.
 
     Attributes:
-        leaves: shards at stage 3, full leaves on a single device.
         definitions: of the leaves.
     """
 
-    leaves: Sequence[Array]
     definitions: Sequence[Leaf]
 
     def shards(self, leaves: Iterable[int], waits: Sequence[Array]) -> list[Array]:
@@ -46,7 +46,7 @@ class HostWeights(NamedTuple):
     ) -> tuple[Scanned, list[Array | None]]:
         stacks = [self.leaves[view.leaf] for view in loop.views]
         if not any(map(is_in_host, stacks)):
-            return DeviceWeights(self.leaves).scan(body, init, loop, schedule, sink)
+            return super().scan(body, init, loop, schedule, sink)
 
         # The stacks that gradients are added to.
         host = sink if isinstance(sink, HostGradients) else HostGradients({})
@@ -74,7 +74,7 @@ class HostWeights(NamedTuple):
                 )
 
 
-class HostGradients(DeviceGradients):
+class HostGradients(GradientSink):
     """The gradients of one device, of which those of leaves in host memory go there as soon as they are complete.
 
     Args:

@@ -23,7 +23,7 @@ from zerojax.comm.schedule import Schedule
 from zerojax.offload.host_arrays import layer_from_host
 from zerojax.offload.pace import Pace, Paces, run_with_products
 from zerojax.program import jaxprs
-from zerojax.program.layer_scan import Carry, Cut, LayerBody, Layers, SavedValues, Scanned
+from zerojax.program.layer_scan import Carry, Cut, LayerBody, SavedValues, Scanned
 from zerojax.program.part import Loop
 from zerojax.sharding.placement import is_in_host
 from zerojax.utils.typing import Array, PyTree
@@ -93,8 +93,8 @@ def scan_from_host(
 
     Cost: on the device, the weights and the gradients of two layers. Compiles three layers instead of one.
     """
-    cut = Cut.of_single_layers(loop.cut.length)
-    layers = Layers([], loop.xs, cut, loop.reverse, loop.saved)
+    cut = Cut.of_single_layers(loop.layers.cut.length)
+    layers = loop.layers._replace(cut=cut)
     length, given, accumulates = cut.length, layers.given, bool(totals) and sink.accumulates
     num_front, num_back = len(given.front), len(given.back)  # the other way round in a backward pass
     put_bytes = _host_bytes(totals) / length
@@ -108,7 +108,7 @@ def scan_from_host(
         return body.gather(shards, 0, Schedule(0, []))
 
     def compute(weights: PyTree, carry: Carry, x: PyTree, given: PyTree) -> Any:
-        fetched = None if given is None else body.restore(given, carry[0])[0]
+        fetched = body.restorer.restore(given, carry[0])[0] if body.restorer else None
         return body.compute(weights, carry, x, given, fetched)
 
     def put(state: _Streamed, turn: int | Array, paces: Paces) -> _Streamed:
@@ -133,7 +133,8 @@ def scan_from_host(
         state = put(state, turn, paces)
         weights = None if is_last else fetch(layers.index(turn + 1), paces.fetches)
         ys = layers.put(jax.tree.map(layers.room_for, y) if state.ys is None else state.ys, y, turn)
-        return state._replace(carry=carry, weights=weights, grads=grads, ys=ys), body.store(saved, [])
+        saved = body.saver.store(saved, []) if body.saver else saved
+        return state._replace(carry=carry, weights=weights, grads=grads, ys=ys), saved
 
     def iteration(state: _Streamed, slices: tuple[Array, PyTree]) -> tuple[_Streamed, PyTree]:
         return visit(state, *slices)
@@ -148,7 +149,7 @@ def scan_from_host(
         state, saved = visit(state, turn, given.front[turn], is_last=turn == length - 1)
         front.append(saved)
     if cut.loops:
-        is_backward = loop.saved is not None
+        is_backward = layers.saved is not None
         turns = jnp.arange(num_front, length - num_back)
         slices = turns[::-1] if is_backward else turns, given.loop[0]
         state, middle[0] = lax.scan(iteration, state, slices, reverse=is_backward)

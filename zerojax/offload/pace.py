@@ -64,7 +64,7 @@ def run_with_products(closed: ClosedJaxpr, args: Sequence[Any]) -> tuple[list[An
     Each product comes with the part of all products that has been computed with it, from 0 to 1. Products inside of
     loops and kernels do not count.
     """
-    closed = jaxprs.inlined(closed, lambda equation: True)
+    closed = jaxprs.inlined(closed)
     jaxpr = closed.jaxpr
     scope = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *args], strict=True))
     jaxprs.run_equations(jaxpr.eqns, scope)

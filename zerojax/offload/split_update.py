@@ -66,7 +66,7 @@ class SplitUpdate:
         rows: Mapping[int, Rows],
     ):
         self.arguments, self.results, self._rows = list(arguments), list(results), rows
-        self._closed = jaxprs.inlined(jaxprs.traced(fn, *avals)[0], lambda equation: True)
+        self._closed = jaxprs.inlined(jaxprs.traced(fn, *avals)[0])
         self._plan()
 
     def _plan(self) -> None:

@@ -113,7 +113,7 @@ def few_layers(gradient: DeviceGradient, trace: LossTrace, num_ends: tuple[int, 
         return None
     # Keep the leaves of the others.
     gone = {i for k in replaced for i in traced.segments[k].leaves}
-    leaves = tuple(i for i in range(traced.num_leaves) if i not in gone)
+    leaves = tuple(i for i in range(len(traced.unit_of)) if i not in gone)
     trainable = [i for i in leaves if gradient.trainable[i]]
     position = {leaf: k for k, leaf in enumerate(trainable)}
     layers = tuple(

@@ -26,7 +26,7 @@ from zerojax.comm.stage_collectives import StageCollectives
 from zerojax.program import jaxprs
 from zerojax.program.part import GradientSink, Weights
 from zerojax.program.run import PartsOfLoss, cut
-from zerojax.program.segmentation import TracedLoss
+from zerojax.program.segmentation import cut_into_segments
 from zerojax.program.table_lookup import looks_up_shards
 from zerojax.sharding.advice import check_layer_dims
 from zerojax.sharding.precision import for_reduction
@@ -292,7 +292,7 @@ class DeviceGradient:
             self.reductions.sums_replicas_by_units,
         )
         is_lookup = functools.partial(looks_up_shards, stage_collectives, full)
-        traced = TracedLoss(closed, len(full), [leaf.unit for leaf in leaves], is_lookup)
+        traced = cut_into_segments(closed, [leaf.unit for leaf in leaves], is_lookup)
         check_layer_dims(leaves, traced.layer_dims, self.config.axes.num_shards)
         parts = cut(traced, stage_collectives, self.trainable, self.settings.remat, self.settings.prefetch)
         return parts, data, functools.partial(jax.tree.unflatten, output_tree)

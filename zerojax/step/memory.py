@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import jax.numpy as jnp
 
-from zerojax.program.part import DeviceGradients, DeviceWeights, GradientSink, Weights
+from zerojax.program.part import GradientSink, Weights
 from zerojax.sharding.placement import Leaf
 from zerojax.utils.typing import Array, ArrayLike, Aval, DTypeLike
 
@@ -115,10 +115,10 @@ class DeviceMemory:
         pass
 
     def weights(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> Weights:
-        return DeviceWeights(shards)
+        return Weights(shards)
 
     def gradients(self) -> GradientSink:
-        return DeviceGradients()
+        return GradientSink()
 
     def sums(self, dtype: DTypeLike, shards: Sequence[Array], trainable: Sequence[bool]) -> GradientSums:
         return DeviceSums(dtype)
@@ -144,7 +144,7 @@ class DeviceSums:
         return None if aval is None else jnp.zeros(aval.shape, self._dtype)
 
     def sink(self, totals: dict[int, Any], index: ArrayLike) -> GradientSink:
-        return DeviceGradients()
+        return GradientSink()
 
     def add(self, totals: Sequence[Array | None], grads: Sequence[Array | None], weight: Array) -> list[Array | None]:
         add = lambda total, grad: None if total is None else total + grad.astype(self._dtype) * weight
