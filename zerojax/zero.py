@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -29,14 +30,14 @@ from zerojax.sharding.placement import FromModel, Overrides, Stage
 from zerojax.sharding.precision import Precision
 from zerojax.step import batch as batches, creation, models, own_step, state as states
 from zerojax.step.config import StepSettings, ZeroConfig, check_offload
-from zerojax.step.gradient import compute_gradients, device_gradient
-from zerojax.step.loss_traces import check_loss, explained_by_rows
+from zerojax.step.gradient import LossArgs, compute_gradients, device_gradient
+from zerojax.step.loss_traces import explained_by_rows
 from zerojax.step.source import source_of
 from zerojax.step.state import StateLayout, TrainState, check_not_donated, check_trained
 from zerojax.step.steps import EvalStep
 from zerojax.step.whole_batch import Purpose, over_whole_batch
 from zerojax.utils.text import mesh_text
-from zerojax.utils.typing import AnyMesh, PRNGKey
+from zerojax.utils.typing import AnyMesh, PRNGKey, PyTree
 from zerojax.utils.warn import is_called_by_user, warn
 
 if TYPE_CHECKING:
@@ -316,23 +317,27 @@ class Zero:
         """
         settings = StepSettings(remat=RematRules.of(remat), prefetch=prefetch, bucket_bytes=bucket_bytes)
         settings.check(self.config.axes)
-        checked = set[bool]()
+        seen: list[bool] = []
 
-        def fn(params: Any, *args: Any) -> Any:
+        def fn(params: PyTree, *args: PyTree) -> PyTree:
+            # Check.
             batches.check_batch(self.config, args, 1)
             layout = self._definition(params)
             if not self._places_optimizer and is_called_by_user():
                 own_step.warn_of_placement(self.config, layout)
             config = self.config._replace(offload="none")
             gradient = device_gradient(config, layout, lambda p, args: loss_fn(p, *args), settings)
-            args = own_step.free_whole(config, args)
-            inputs = (jax.tree.leaves(params), {}, args, jax.random.key(0), jnp.float32(1))
-            with explained_by_rows(gradient, inputs[:-1]):
-                closes_over = check_loss(gradient, inputs[:-1])
-                gradient = over_whole_batch(gradient, inputs[:-1], Purpose.TRAINING, quiet=bool(checked))
-                checked.add(True)
-                compute = lambda *inputs: compute_gradients(gradient, inputs)
-                result = own_step.run_free(config, compute, *inputs) if closes_over else compute(*inputs)
+            batch = own_step.free_whole(config, args)
+            inputs = LossArgs(jax.tree.leaves(params), {}, batch, jax.random.key(0))
+
+            # Compute.
+            with explained_by_rows(gradient, inputs):
+                checked = over_whole_batch(gradient, inputs, Purpose.TRAINING, constraints=True, is_seen=bool(seen))
+                seen.append(True)
+                compute = functools.partial(compute_gradients, checked.gradient)
+                if checked.closes_over:
+                    compute = functools.partial(own_step.run_free, config, compute)
+                result = compute(inputs, jnp.float32(1))
             grads = jax.tree.unflatten(layout.tree, result.grads)
             return ((result.loss, result.metrics), grads) if has_aux else (result.loss, grads)
 

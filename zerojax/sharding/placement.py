@@ -19,7 +19,7 @@ import dataclasses
 import enum
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -177,6 +177,11 @@ class Leaf:
 def path_text(path: Sequence[Any]) -> str:
     """A key path of jax.tree_util as text: keys joined by '/'."""
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+
+
+def by_path(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+    """The leaves of a tree by their paths, in flattening order."""
+    return {path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)}
 
 
 def data_spec(dim: int | None, axes: Axes) -> PartitionSpec:

@@ -18,7 +18,7 @@ from zerojax.comm import collectives
 from zerojax.sharding.placement import Leaf
 from zerojax.sharding.precision import for_reduction
 from zerojax.step.config import StepSettings, ZeroConfig
-from zerojax.step.models import Sums
+from zerojax.step.losses import Sums
 from zerojax.step.state import StateLayout
 from zerojax.utils.typing import Array, PyTree
 
