@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -11,21 +11,24 @@ from jax.core import Tracer
 
 from zerojax.sharding import placement
 from zerojax.sharding.placement import PINNED_HOST
-from zerojax.step.config import ZeroConfig
 from zerojax.step.models import is_key
 from zerojax.utils.text import SPACE, abbreviate, bytes_text, count_text, fold, mesh_text
 from zerojax.utils.typing import PyTree
 
+if TYPE_CHECKING:
+    from zerojax.step.state import TrainState
 
-def state_text(state: Any) -> str:
+
+def state_text(state: TrainState) -> str:
     """The `repr` of a `TrainState`: its step, stage, size and bytes on a device, and what is not sharded."""
     layout = state.layout
     leaves, config = layout.leaves, layout.config
     trained = sum(leaf.size for leaf in leaves if leaf.trainable)
     total = sum(leaf.size for leaf in leaves)
     of_these = "" if trained == total else f", {count_text(trained)} of them trained"
+    where = "" if config is None else f", {config.stage.title} on {mesh_text(dict(config.mesh.shape))}"
     lines = [
-        f"TrainState({_step_text(state)}{_where(config)}",
+        f"TrainState({_step_text(state)}{where}",
         f"  {count_text(total)} parameters in {len(leaves):,} leaves{of_these}",
         f"  on a device: {_held_text(state)}",
     ]
@@ -36,13 +39,9 @@ def state_text(state: Any) -> str:
     return "\n".join(lines) + ")"
 
 
-def _where(config: ZeroConfig | None) -> str:
-    return "" if config is None else f", {config.stage.title} on {mesh_text(dict(config.mesh.shape))}"
-
-
-def _step_text(state: Any) -> str:
+def _step_text(state: TrainState) -> str:
     """The step if it is known without waiting for a running one, or else why it is not."""
-    step: Any = state.step
+    step: PyTree = state.step
     if isinstance(step, Tracer):
         return "traced"
     if isinstance(step, jax.ShapeDtypeStruct):
@@ -52,7 +51,7 @@ def _step_text(state: Any) -> str:
     return f"step {int(np.asarray(step.addressable_data(0)))}" if step.is_ready() else "step not ready"
 
 
-def _held_text(state: Any) -> str:
+def _held_text(state: TrainState) -> str:
     optimizer = (state.master, state.opt_state)
     parts = {"parameters": state.params, "optimizer state": optimizer, "model state": state.model_state}
     offloads = state.layout.config is not None and state.layout.config.offloads_optimizer

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.sharding import padding, placement
 from zerojax.sharding.axes import Axes
-from zerojax.sharding.optimizer_placement import optimizer_placement
+from zerojax.sharding.optimizer_placement import Stored, optimizer_placement
 from zerojax.sharding.padding import NO_PADDING, Padding
-from zerojax.sharding.placement import PINNED_HOST, Leaf
+from zerojax.sharding.placement import PINNED_HOST, Leaf, by_path
 from zerojax.sharding.precision import LossScale
 from zerojax.step import models
 from zerojax.step.config import ZeroConfig
@@ -63,16 +62,16 @@ class StateLayout:
         """The zeros with which each parameter is stored, in shards or in full."""
         return [leaf.padding(sharded) for leaf in self.leaves]
 
+    def trained_paddings(self, sharded: bool) -> list[Padding]:
+        """As `paddings`, of trained parameters."""
+        return [leaf.padding(sharded) for leaf in self.leaves if leaf.trainable]
+
     def params_in_host(self, offloads: bool) -> list[bool]:
         """Which parameters are in host memory if they are offloaded: those that are matrices, in each layer.
 
         Vectors are a small part of a model. A TPU cannot read a single row of a stack of them from host memory.
         """
         return [offloads and len(leaf.shape) - leaf.stacked >= 2 for leaf in self.leaves]
-
-    def trained_paddings(self, sharded: bool) -> list[Padding]:
-        """As `paddings`, of trained parameters."""
-        return [leaf.padding(sharded) for leaf in self.leaves if leaf.trainable]
 
     def logical(self, params: PyTree) -> PyTree:
         """The parameters without the zeros with which they are stored. Those that have some are gathered."""
@@ -114,18 +113,13 @@ class StateLayout:
 
     def trained(self, params: PyTree) -> PyTree:
         """The parameters with None in place of frozen leaves, as the optimizer gets them."""
-        leaves = jax.tree.leaves(params)
-        return jax.tree.unflatten(
-            self.tree, [a if leaf.trainable else None for a, leaf in zip(leaves, self.leaves, strict=True)]
-        )
+        leaves = zip(jax.tree.leaves(params), self.leaves, strict=True)
+        return jax.tree.unflatten(self.tree, [a if leaf.trainable else None for a, leaf in leaves])
 
     def with_frozen(self, trained: PyTree, params: PyTree) -> PyTree:
         """Inserts the frozen leaves of `params` into a tree from `trained`."""
-        items = iter(jax.tree.leaves(trained))
-        leaves = jax.tree.leaves(params)
-        return jax.tree.unflatten(
-            self.tree, [next(items) if f.trainable else a for a, f in zip(leaves, self.leaves, strict=True)]
-        )
+        items, leaves = iter(jax.tree.leaves(trained)), zip(jax.tree.leaves(params), self.leaves, strict=True)
+        return jax.tree.unflatten(self.tree, [next(items) if leaf.trainable else a for a, leaf in leaves])
 
 
 @jax.tree_util.register_dataclass
@@ -162,12 +156,12 @@ class TrainState:
         """The step, the stage, the number of parameters and the bytes on a device. Waits for no step."""
         return state_text(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TrainState:
+    def __deepcopy__(self, memo: dict[int, object]) -> TrainState:
         """A copy of the arrays: a state of the same layout. That of an nnx.State would lose its variables."""
         check_not_donated(self)
         return jax.tree.map(copy.deepcopy, self)
 
-    def model(self) -> Any:
+    def model(self) -> PyTree:
         """The loss function's first argument: an nnx.Module, Linen variables or a tree of parameters.
 
         Cost: parameters that are stored with zeros are gathered, to cut these off.
@@ -215,69 +209,56 @@ def _without_zeros(stored: Array | Aval, like: PyTree) -> Array | Aval:
     zeros = padding.between(like.shape, stored.shape)
     if isinstance(stored, Tracer):
         return zeros.crop(stored)
-    sharding: Any = stored.sharding
+    sharding: PyTree = stored.sharding
     spec = [None if dim == zeros.dim else axes for dim, axes in enumerate(sharding.spec)]
     on_device = lambda a: jax.device_put(a, jax.memory.Space.Device) if placement.is_in_host(a) else a
     crop = jax.jit(lambda a: zeros.crop(on_device(a)), out_shardings=NamedSharding(sharding.mesh, PartitionSpec(*spec)))
     return crop(stored)
 
 
-def specs(config: ZeroConfig, state: TrainState) -> TrainState:
-    """The spec of every leaf of a state, by the stage table."""
-    scalar: Any = PartitionSpec()
-    replicated = lambda tree: jax.tree.map(lambda _: PartitionSpec(), tree)
+def storage(config: ZeroConfig, state: TrainState) -> TrainState:
+    """A `Stored` for every leaf of a state, by the stage table."""
     layout, stage, axes = state.layout, config.stage, config.axes
-    sharded = stage.shards_optimizer
-    trained = layout.trained(layout.specs(axes, sharded))
-    stored = layout.optimizer_placement(axes, sharded)
-    return TrainState(
-        step=scalar,
-        skipped=scalar,
-        params=layout.specs(axes, stage.shards_params),
-        master=None if state.master is None else trained,
-        opt_state=jax.tree.map(lambda each: each.spec, stored),
-        model_state=replicated(state.model_state),
-        key=scalar,
-        loss_scale=replicated(state.loss_scale),
-        layout=layout,
-    )
 
+    def of_params(sharded: bool) -> PyTree:
+        stored = [Stored(leaf.spec(axes, sharded), leaf.padding(sharded), leaf) for leaf in layout.leaves]
+        return jax.tree.unflatten(layout.tree, stored)
 
-def stored_avals(config: ZeroConfig, state: TrainState) -> TrainState:
-    """The avals of a state as its stage stores it, with shardings, whatever the shapes and shardings of its arrays."""
-    layout, stage = state.layout, config.stage
-    in_shards = layout.trained(jax.tree.unflatten(layout.tree, layout.paddings(stage.shards_optimizer)))
-    optimizer = layout.optimizer_placement(config.axes, stage.shards_optimizer)
-    zeros = dataclasses.replace(
-        jax.tree.map(lambda _: NO_PADDING, state),
-        params=jax.tree.unflatten(layout.tree, layout.paddings(stage.shards_params)),
-        master=None if state.master is None else in_shards,
-        opt_state=jax.tree.map(lambda stored: stored.padding, optimizer),
+    return dataclasses.replace(
+        jax.tree.map(lambda _: Stored(PartitionSpec(), NO_PADDING), state),
+        params=of_params(stage.shards_params),
+        master=None if state.master is None else layout.trained(of_params(stage.shards_optimizer)),
+        opt_state=layout.optimizer_placement(axes, stage.shards_optimizer),
     )
-    aval = lambda a, zeros, sharding: jax.ShapeDtypeStruct(zeros.stored_shape(a.shape), a.dtype, sharding=sharding)
-    return jax.tree.map(aval, logical_avals(state), zeros, shardings(config, state))
 
 
 def in_host(config: ZeroConfig, state: TrainState) -> TrainState:
     """Whether each leaf of a state is in host memory: of what is offloaded, the arrays shaped like parameters."""
-    nowhere = jax.tree.map(lambda _: False, state)
     if not config.offloads_optimizer:
-        return nowhere
+        return jax.tree.map(lambda _: False, state)
     layout = state.layout
-    stored = layout.optimizer_placement(config.axes, config.stage.shards_optimizer)
-    master = None if state.master is None else jax.tree.map(lambda a: bool(a.ndim), state.master)
+    in_pieces = jax.tree.map(lambda stored: stored.in_pieces, storage(config, state))
     params = jax.tree.unflatten(layout.tree, layout.params_in_host(config.offloads_params))
-    in_pieces = jax.tree.map(lambda each: each.in_pieces, stored)
-    return dataclasses.replace(nowhere, params=params, master=master, opt_state=in_pieces)
+    return dataclasses.replace(in_pieces, params=params)
 
 
 def shardings(config: ZeroConfig, state: TrainState) -> TrainState:
     """The shardings that the stage gives a state, whatever those of its arrays are."""
-    found = placement.named_shardings(config.mesh, specs(config, state))
-    if not config.offloads_optimizer:
-        return found
-    to_host = lambda sharding, flag: sharding.with_memory_kind(PINNED_HOST) if flag else sharding
-    return jax.tree.map(to_host, found, in_host(config, state))
+
+    def sharding(stored: Stored, is_in_host: bool) -> NamedSharding:
+        on_device = NamedSharding(config.mesh, stored.spec)
+        return on_device.with_memory_kind(PINNED_HOST) if is_in_host else on_device
+
+    return jax.tree.map(sharding, storage(config, state), in_host(config, state))
+
+
+def stored_avals(config: ZeroConfig, state: TrainState) -> TrainState:
+    """The avals of a state as its stage stores it, with shardings, whatever the shapes and shardings of its arrays."""
+
+    def aval(a: Aval, stored: Stored, sharding: NamedSharding) -> Aval:
+        return jax.ShapeDtypeStruct(stored.padding.stored_shape(a.shape), a.dtype, sharding=sharding)
+
+    return jax.tree.map(aval, logical_avals(state), storage(config, state), shardings(config, state))
 
 
 def optimizer_shardings(config: ZeroConfig, layout: StateLayout) -> PyTree:
@@ -286,7 +267,7 @@ def optimizer_shardings(config: ZeroConfig, layout: StateLayout) -> PyTree:
     return placement.named_shardings(config.mesh, layout.trained(specs))
 
 
-def check_is_state(state: Any, other: Any = None, call: str = "step(state, batch)") -> None:
+def check_is_state(state: object, other: object = None, call: str = "step(state, batch)") -> None:
     """Raises ValueError if something else is passed than a state, such as the batch, or the pair that a step returned.
 
     Args:
@@ -344,25 +325,25 @@ def check_trained(state: TrainState, params: PyTree) -> None:
     A leaf may have the zeros with which it is stored in shards. It may not have a narrower dtype than that in which the
     optimizer holds the parameter: an average loses its changes in it.
     """
-    shapes = lambda tree: {placement.path_text(p): jnp.shape(a) for p, a in jax.tree_util.tree_leaves_with_path(tree)}
-    got, wanted = shapes(params), shapes(state.layout.trained_avals())
-    stored = {leaf.path: leaf.dims.padding.stored_shape(leaf.shape) for leaf in state.layout.leaves}
-    for path in sorted(got.keys() | wanted.keys()):
-        if path not in got or path not in wanted or got[path] not in (wanted[path], stored[path]):
+    given, leaves = by_path(params), {leaf.path: leaf for leaf in state.layout.leaves if leaf.trainable}
+    for path in sorted(given.keys() | leaves.keys()):
+        # Check the shape.
+        leaf, got = leaves.get(path), jnp.shape(given[path]) if path in given else "missing"
+        if leaf is None or got not in (leaf.shape, leaf.dims.padding.stored_shape(leaf.shape)):
             raise ValueError(
                 f"with_params: these are not the trained parameters of the state\n"
-                f"  got:      {path}: {got.get(path, 'missing')}\n"
-                f"  want:     {path}: {wanted.get(path, 'no such leaf, or a frozen one')}\n"
+                f"  got:      {path}: {got}\n"
+                f"  want:     {path}: {leaf.shape if leaf else 'no such leaf, or a frozen one'}\n"
                 f"  fix:      pass a tree like state.params, with None at frozen leaves"
             )
-    held = {leaf.path: leaf.dtype for leaf in state.layout.leaves}
-    for path, a in jax.tree_util.tree_leaves_with_path(params):
-        dtype, wanted = jnp.result_type(a), held[placement.path_text(path)]
-        if jnp.dtype(dtype).itemsize < jnp.dtype(wanted).itemsize:
+
+        # Check the dtype.
+        dtype = jnp.result_type(given[path])
+        if dtype.itemsize < jnp.dtype(leaf.dtype).itemsize:
             raise ValueError(
                 f"with_params: the values are in a narrower dtype than the parameters that the optimizer holds\n"
-                f"  got:      {placement.path_text(path)}: {dtype}, in which an average loses its changes\n"
-                f"  want:     {placement.path_text(path)}: {wanted}\n"
+                f"  got:      {path}: {dtype}, in which an average loses its changes\n"
+                f"  want:     {path}: {leaf.dtype}\n"
                 f"  fix:      zerojax.ema(tx, decay) keeps an average in fp32, state.ema_params; cast any other tree"
             )
 
@@ -371,18 +352,17 @@ def check_stored(config: ZeroConfig, state: TrainState) -> None:
     """Raises ValueError if the state has other arrays than the stage stores for the parameters and the optimizer."""
     layout, stage = state.layout, config.stage
     shapes = [leaf.padding(stage.shards_params).stored_shape(leaf.shape) for leaf in layout.leaves]
+    params, tree = jax.tree.flatten(state.params)
+    as_stored = lambda a, shape: jax.ShapeDtypeStruct(shape, a.dtype)
+    _check_same("parameters do", state.params, tree.unflatten(map(as_stored, params, shapes)))
     created, structure = jax.tree.flatten(jax.eval_shape(layout.tx.init, layout.trained_avals()))
     zeros = layout.optimizer_paddings(config.axes, stage.shards_optimizer)
-    stored = [jax.ShapeDtypeStruct(p.stored_shape(a.shape), a.dtype) for p, a in zip(zeros, created, strict=True)]
-    as_stored = lambda a, shape: jax.ShapeDtypeStruct(shape, a.dtype)
-    params, tree = jax.tree.flatten(state.params)
-    _check_same("parameters do", state.params, tree.unflatten(map(as_stored, params, shapes)))
-    _check_same("optimizer state does", state.opt_state, structure.unflatten(stored))
+    shapes = [p.stored_shape(a.shape) for p, a in zip(zeros, created, strict=True)]
+    _check_same("optimizer state does", state.opt_state, structure.unflatten(map(as_stored, created, shapes)))
 
 
 def _check_same(what: str, state: PyTree, want: PyTree) -> None:
-    shape = lambda a: (tuple(a.shape), jnp.dtype(a.dtype) if not models.is_key(a) else a.dtype)
-    rows = lambda tree: {placement.path_text(p): shape(a) for p, a in jax.tree_util.tree_leaves_with_path(tree)}
+    rows = lambda tree: {path: (tuple(a.shape), a.dtype) for path, a in by_path(tree).items()}
     got, wanted = rows(state), rows(want)
     differ = [path for path in sorted(got.keys() | wanted.keys()) if got.get(path) != wanted.get(path)]
     if differ:
