@@ -7,7 +7,7 @@ import hashlib
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,9 @@ from zerojax.sharding.axes import Axes
 from zerojax.sharding.placement import Leaf, Stage
 from zerojax.sharding.precision import DTYPE_FIELDS, Precision
 from zerojax.step.memory import DeviceMemory, Memory
-from zerojax.utils.typing import AnyMesh
+from zerojax.utils.typing import AnyMesh, PyTree
+
+T = TypeVar("T")
 
 
 class Agreement(Protocol):
@@ -134,8 +136,8 @@ def can_offload_params(axes: Axes, stage: Stage) -> bool:
 
 
 def shard_map_over_data(
-    config: ZeroConfig, fn: Callable[..., Any], in_specs: Any, out_specs: Any
-) -> Callable[..., Any]:
+    config: ZeroConfig, fn: Callable[..., T], in_specs: PyTree, out_specs: PyTree
+) -> Callable[..., T]:
     """Wraps a function in `shard_map`, manual over the data axes only."""
     return jax.shard_map(
         fn, mesh=config.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(config.axes.data), check_vma=False
@@ -216,5 +218,5 @@ class StepSettings:
         return self
 
 
-def _is_integer(value: Any) -> bool:
+def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)

@@ -7,13 +7,11 @@ import functools
 import math
 import re
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax.core import Tracer
 from jax.sharding import NamedSharding, use_abstract_mesh
 
@@ -31,7 +29,7 @@ from zerojax.step.config import ZeroConfig
 from zerojax.step.models import SplitModel
 from zerojax.step.optimizers import check_update, rounds_stochastically
 from zerojax.step.source import ModelSource, plain_arrays
-from zerojax.step.state import StateLayout, TrainState, check_not_donated, shardings, stored_avals
+from zerojax.step.state import StateLayout, TrainState, check_not_donated, check_trained, shardings, stored_avals
 from zerojax.utils.text import abbreviate
 from zerojax.utils.typing import Array, ArrayLike, PRNGKey, PyTree
 from zerojax.utils.warn import warn
@@ -160,6 +158,31 @@ def with_optimizer(
     return _run(config, initial, args, abstract, donated=(0, 1, 2))
 
 
+def with_params(config: ZeroConfig, state: TrainState, params: PyTree) -> TrainState:
+    """See `Zero.with_params`."""
+    check_not_donated(state)
+    check_trained(state, params)
+    layout, placed = state.layout, shardings(config, state)
+    trained = [leaf for leaf in layout.leaves if leaf.trainable]
+
+    def insert(given: PyTree, current: PyTree) -> PyTree:
+        given = jax.device_put(given, jax.memory.Space.Device) if config.offloads_optimizer else given
+        values, tree = jax.tree.flatten(layout.cast_trained(given))
+        logical = [leaf.without_zeros(a) for a, leaf in zip(values, trained, strict=True)]
+        stored = padding.padded(logical, layout.trained_paddings(config.stage.shards_params))
+        return layout.with_frozen(tree.unflatten(stored), current)
+
+    def lend(a: Array, leaf: Leaf, stored: Array, sharding: NamedSharding) -> Array:
+        if np.shape(a) != stored.shape:
+            a = leaf.without_zeros(a)
+        return _lend(a.astype(leaf.dtype), sharding, padding.between(np.shape(a), stored.shape))
+
+    computed = jax.jit(insert, out_shardings=placed.params)(params, state.params)
+    master, tree = jax.tree.flatten(state.master)
+    lent = map(lend, jax.tree.leaves(params), trained, master, jax.tree.leaves(placed.master))
+    return dataclasses.replace(state, params=computed, master=tree.unflatten(lent))
+
+
 def _run(
     config: ZeroConfig,
     initial: Callable[..., TrainState],
@@ -190,19 +213,6 @@ def _lend(a: ArrayLike, sharding: NamedSharding, zeros: Padding) -> Array:
     return jax.device_put(a, sharding) if is_whole and not zeros.count else _put(a, sharding, zeros)
 
 
-def lend_master(state: TrainState, trained: PyTree, shardings: PyTree) -> PyTree:
-    """Trained parameters as the state stores its master copy. The arrays may share memory with those given."""
-    leaves = [leaf for leaf in state.layout.leaves if leaf.trainable]
-
-    def lend(a: Array, leaf: Leaf, stored: Array, sharding: NamedSharding) -> Array:
-        if np.shape(a) != stored.shape:
-            a = leaf.without_zeros(a)
-        return _lend(a.astype(leaf.dtype), sharding, padding.between(np.shape(a), stored.shape))
-
-    stored, tree = jax.tree.flatten(state.master)
-    return tree.unflatten(map(lend, jax.tree.leaves(trained), leaves, stored, jax.tree.leaves(shardings)))
-
-
 def placed_copy(a: ArrayLike, sharding: NamedSharding) -> Array:
     """A copy of a NumPy or JAX array with a sharding, which shares no memory with it, so that it can be donated.
 
@@ -231,7 +241,7 @@ def _define(
     """
     params, model_state = model.params, model.model_state
     leaves = placement.place(params, config.mesh, config.axes, config.precision, overrides, model.from_model)
-    fixed = _fixed_state(model_state, leaves, overrides.frozen)
+    fixed = models.fixed_state(model_state, leaves, overrides.frozen)
     layout = StateLayout(tx, model.model, leaves, jax.tree.structure(params), fixed, config)
 
     # Warn of the placement.
@@ -294,32 +304,6 @@ def _initial(config: ZeroConfig, layout: StateLayout, params: PyTree, model_stat
         layout=layout,
     )
     return jax.tree.map(models.strongly_typed, state)
-
-
-def _fixed_state(model_state: PyTree, leaves: Sequence[Leaf], frozen: Sequence[str]) -> tuple[bool, ...]:
-    """Whether each leaf of the model state stays: floating leaves of frozen modules, which are running statistics, and
-    plain arrays. Counts and keys of random numbers change.
-
-    A pattern of `frozen` matches its path, with or without the name of a Linen collection in front; or the parameters
-    beside it are all frozen, and it has some.
-    """
-    beside: dict[str, list[bool]] = {}
-    for leaf in leaves:
-        beside.setdefault(leaf.path.rpartition("/")[0], []).append(leaf.trainable)
-
-    def is_fixed(path: str) -> bool:
-        paths = (path,) if isinstance(model_state, nnx.State) else (path, path.partition("/")[2])
-        matches = any(fnmatchcase(each, pattern) for each in paths for pattern in frozen)
-        parameters = [flag for each in paths for flag in beside.get(each.rpartition("/")[0], [])]
-        return matches or (bool(parameters) and not any(parameters))
-
-    is_variable = lambda node: isinstance(node, nnx.Variable)
-    is_plain = lambda node: isinstance(model_state, nnx.State) and not is_variable(node)  # a constant
-    return tuple(
-        is_plain(node) or (bool(jnp.issubdtype(a.dtype, jnp.floating)) and is_fixed(path))
-        for path, node in by_path(model_state, is_leaf=is_variable).items()
-        for a in jax.tree.leaves(node)
-    )
 
 
 def _key(seed: int | PRNGKey) -> PRNGKey:

@@ -7,7 +7,7 @@ the devices; `offload.host_memory` has those that use the memory of the host.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import jax.numpy as jnp
 
@@ -92,7 +92,7 @@ class GradientSums(Protocol):
         """The sums before the first microbatch, whose gradients have these shapes."""
         ...
 
-    def sink(self, totals: dict[int, Any], index: ArrayLike) -> GradientSink:
+    def sink(self, totals: dict[int, Array | None], index: ArrayLike) -> GradientSink:
         """Where the gradients of a microbatch go. `totals` are the sums so far of the leaves in `room`."""
         ...
 
@@ -143,7 +143,7 @@ class DeviceSums:
     def _zeros(self, aval: Aval | None) -> Array | None:
         return None if aval is None else jnp.zeros(aval.shape, self._dtype)
 
-    def sink(self, totals: dict[int, Any], index: ArrayLike) -> GradientSink:
+    def sink(self, totals: dict[int, Array | None], index: ArrayLike) -> GradientSink:
         return DeviceGradients()
 
     def add(self, totals: Sequence[Array | None], grads: Sequence[Array | None], weight: Array) -> list[Array | None]:

@@ -207,6 +207,31 @@ def without_variables(params: PyTree) -> PyTree:
     return jax.tree.map(array, params, is_leaf=has_one)
 
 
+def fixed_state(model_state: PyTree, leaves: Sequence[Leaf], frozen: Sequence[str]) -> tuple[bool, ...]:
+    """Whether each leaf of the model state stays: floating leaves of frozen modules, which are running statistics, and
+    plain arrays. Counts and keys of random numbers change.
+
+    A pattern of `frozen` matches its path, with or without the name of a Linen collection in front; or the parameters
+    beside it are all frozen, and it has some.
+    """
+    beside: dict[str, list[bool]] = {}
+    for leaf in leaves:
+        beside.setdefault(leaf.path.rpartition("/")[0], []).append(leaf.trainable)
+
+    def is_fixed(path: str) -> bool:
+        paths = (path,) if isinstance(model_state, nnx.State) else (path, path.partition("/")[2])
+        matches = any(fnmatchcase(each, pattern) for each in paths for pattern in frozen)
+        parameters = [flag for each in paths for flag in beside.get(each.rpartition("/")[0], [])]
+        return matches or (bool(parameters) and not any(parameters))
+
+    found: list[bool] = []
+    for path, node in by_path(model_state, is_leaf=_is_variable).items():
+        is_constant = isinstance(model_state, nnx.State) and not _is_variable(node)
+        is_floating = [bool(jnp.issubdtype(a.dtype, jnp.floating)) for a in jax.tree.leaves(node)]
+        found += [is_constant or (flag and is_fixed(path)) for flag in is_floating]
+    return tuple(found)
+
+
 def _is_variable(node: object) -> bool:
     return isinstance(node, nnx.Variable)
 

@@ -6,6 +6,7 @@ import inspect
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
 import jax
@@ -144,7 +145,7 @@ def _function_names(tx: optax.GradientTransformation) -> set[str]:
     return {function.__qualname__.partition(".")[0] for function in _functions(tx)}
 
 
-def _functions(tx: optax.GradientTransformation) -> Iterator[Any]:
+def _functions(tx: optax.GradientTransformation) -> Iterator[FunctionType]:
     """Yields the functions of a transformation and those in their closures."""
     seen, todo = set(), [tx.init, tx.update]
     while todo:
@@ -160,18 +161,18 @@ def _functions(tx: optax.GradientTransformation) -> Iterator[Any]:
             todo += item.values()
         elif inspect.ismethod(item):
             todo += vars(item.__self__).values() if hasattr(item.__self__, "__dict__") else []
-        elif inspect.isfunction(item):
+        elif isinstance(item, FunctionType):
             yield item
             todo += _closure(item).values()
 
 
-def _closure(function: Any) -> dict[str, Any]:
+def _closure(function: FunctionType) -> dict[str, Any]:
     """The variables that a function closes over, by name."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     return {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
 
 
-def _is_filled(cell: Any) -> bool:
+def _is_filled(cell: CellType) -> bool:
     try:
         return cell.cell_contents is not None
     except ValueError:  # a name that is assigned later
@@ -222,7 +223,7 @@ def ema(tx: optax.GradientTransformation, decay: float | optax.Schedule) -> opta
     def init(params: PyTree) -> EmaState:
         return EmaState(jnp.int32(0), jax.tree.map(lambda a: jnp.array(a, wide(a)), params), tx.init(params))
 
-    def update(updates: PyTree, state: Any, params: PyTree = None, **extra: PyTree) -> tuple[Any, EmaState]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree) -> tuple[PyTree, EmaState]:
         if params is None:
             raise ValueError("ema: the update has no parameters\n  fix:      tx.update(g, state, params)")
         updates, inner_state = inner.update(updates, state.inner, params, **extra)

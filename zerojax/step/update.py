@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -9,15 +10,18 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding
 
 from zerojax.comm import collectives
-from zerojax.sharding import padding, placement
+from zerojax.sharding import padding
+from zerojax.sharding.axes import REPLICATED
 from zerojax.sharding.placement import PINNED_HOST
 from zerojax.step import optimizers
 from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient
+from zerojax.step.reductions import by_unit
 from zerojax.step.state import TrainState, optimizer_shardings
+from zerojax.utils.flags import merge, select
 from zerojax.utils.typing import Array, PyTree
 
 
@@ -67,13 +71,10 @@ def gather_params(gradient: DeviceGradient, trained: PyTree) -> PyTree:
     config, options = gradient.config, gradient.settings.collectives
     leaves = [leaf for leaf in gradient.layout.leaves if leaf.trainable]
     values, tree = jax.tree.flatten(trained)
-    units: dict[str, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        units.setdefault(leaf.unit, []).append(i)
 
     def gather(shards: list[Array]) -> list[Array]:
         full, waits = list(shards), []
-        for members in units.values():
+        for members in by_unit(leaves, range(len(leaves))):
             parts, dims = [shards[i] for i in members], [leaves[i].dims for i in members]
             gathered, events = collectives.all_gather(parts, dims, config.axes, options, waits, rows=True)
             waits = options.next_waits_for(events)
@@ -81,8 +82,8 @@ def gather_params(gradient: DeviceGradient, trained: PyTree) -> PyTree:
                 full[i] = value
         return full
 
-    in_specs = ([placement.data_spec(leaf.dim, config.axes) for leaf in leaves],)
-    return jax.tree.unflatten(tree, shard_map_over_data(config, gather, in_specs, PartitionSpec())(values))
+    in_specs = (leaf_specs(config, leaves, sharded=True),)
+    return jax.tree.unflatten(tree, shard_map_over_data(config, gather, in_specs, REPLICATED)(values))
 
 
 def squared_norm(gradient: DeviceGradient, params: PyTree) -> Array:
@@ -90,17 +91,16 @@ def squared_norm(gradient: DeviceGradient, params: PyTree) -> Array:
 
     Cost: an all_reduce of one scalar.
     """
-    config, layout = gradient.config, gradient.layout
-    items = iter(jax.tree.leaves(params))
-    values = [next(items) if leaf.trainable else None for leaf in layout.leaves]
-    specs = leaf_specs(config, layout.leaves, config.stage.shards_optimizer)
-    specs = [s if leaf.trainable else None for s, leaf in zip(specs, layout.leaves, strict=True)]
+    config, flags = gradient.config, gradient.trainable
+    specs = leaf_specs(config, gradient.layout.leaves, config.stage.shards_optimizer)
+    specs = merge(flags, select(specs, flags), itertools.repeat(None))
+    values = merge(flags, jax.tree.leaves(params), itertools.repeat(None))
 
-    def total_norm(values: list[Array]) -> Array:
+    def total_norm(values: list[Array | None]) -> Array:
         (total,) = gradient.reductions.sum([gradient.reductions.squared_norm_term(values)])
         return total
 
-    return shard_map_over_data(config, total_norm, (specs,), PartitionSpec())(values)
+    return shard_map_over_data(config, total_norm, (specs,), REPLICATED)(values)
 
 
 def apply_gradients(
@@ -143,6 +143,7 @@ def apply_gradients(
     if stage.shards_optimizer and not stage.shards_params:
         params = gather_params(gradient, params)
 
+    # Store the results.
     after = TrainState(
         step=state.step + 1,
         skipped=state.skipped + jnp.where(finite, 0, 1),
@@ -154,9 +155,10 @@ def apply_gradients(
         loss_scale=state.loss_scale and state.loss_scale.update(finite, config.precision.growth_interval),
         layout=layout,
     )
-    constrain = lambda a, sharding: (
-        a if sharding.memory_kind == PINNED_HOST else lax.with_sharding_constraint(a, sharding)
-    )
+
+    def constrain(a: Array, sharding: NamedSharding) -> Array:
+        return a if sharding.memory_kind == PINNED_HOST else lax.with_sharding_constraint(a, sharding)
+
     after = jax.tree.map(constrain, after, shardings)
     norm = updated.squared_norm
     return after, squared_norm(gradient, optimizer_params(config, after)) if norm is None else norm
@@ -176,8 +178,10 @@ def _update_whole(
     zeros = layout.trained_paddings(stage.shards_optimizer)
     opt_zeros = layout.optimizer_paddings(config.axes, stage.shards_optimizer)
     old = optimizer_params(config, state)
+
+    # Update in logical shapes, which is what transformations see.
     scaled = [g.astype(dtype) if factor is None else g.astype(dtype) * factor.astype(dtype) for g in grads]
-    before = padding.cropped(old, zeros)  # transformations see logical shapes
+    before = padding.cropped(old, zeros)
     tree = jax.tree.structure(old)
     updates, opt_state = optimizers.update(
         layout.tx,
@@ -188,6 +192,8 @@ def _update_whole(
     )
     opt_state = padding.padded(opt_state, opt_zeros)
     updated = padding.padded(optax.apply_updates(before, updates), zeros)
+
+    # Keep what was, if a gradient is not finite.
     keep = lambda new, old: jax.tree.map(lambda n, o: lax.select(finite, n, o), new, old)
     new = lax.with_sharding_constraint(keep(updated, old), optimizer_shardings(config, layout))
     master = None if state.master is None else new
