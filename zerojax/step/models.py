@@ -20,7 +20,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from zerojax.sharding.placement import FromModel, by_path, check_leaves
+from zerojax.sharding.placement import FromModel, Leaf, by_path, check_leaves
 from zerojax.sharding.units import no_match_text
 from zerojax.utils.text import abbreviate
 from zerojax.utils.typing import Array, ArrayLike, PyTree
