@@ -27,17 +27,11 @@ from zerojax.utils.typing import Array
 
 
 class CollectiveOptions(NamedTuple):
-    """How the leaves of a unit are communicated.
+    """How the leaves of a unit are communicated."""
 
-    Attributes:
-        bucket_bytes: the maximum size of one collective, in full form.
-        sequential: each collective waits for the previous one. With buckets it always does.
-        group: compilers combine no reductions of different groups; see `_psum_scatter`.
-    """
-
-    bucket_bytes: float = math.inf
-    sequential: bool = False
-    group: int = 0
+    bucket_bytes: float = math.inf  # the maximum size of one collective, in full form
+    sequential: bool = False  # each collective waits for the previous one. With buckets it always does.
+    group: int = 0  # compilers combine no reductions of different groups; see `_psum_scatter`
 
     def next_waits_for(self, events: list[Array]) -> list[Array]:
         """The events that a collective waits for, given those of the previous one."""
@@ -48,15 +42,10 @@ LEAVES_WHOLE = CollectiveOptions()
 
 
 class Communicated(NamedTuple):
-    """The result of a group of collectives.
+    """The result of a group of collectives."""
 
-    Attributes:
-        leaves: the leaves in their new form.
-        events: scalars that are available when all collectives are done: one for each, or the last one's if they are
-            sequential.
-    """
-
-    leaves: list[Array]
+    leaves: list[Array]  # the leaves in their new form
+    # scalars that are available when all collectives are done: one for each, or the last one's if they are sequential
     events: list[Array]
 
 

@@ -22,22 +22,14 @@ from zerojax.utils.typing import Array, DTypeLike, Shape
 
 @dataclasses.dataclass(frozen=True)
 class StageCollectives:
-    """Gathers and reduces the leaves of units as a stage does.
+    """Gathers and reduces the leaves of units as a stage does."""
 
-    Attributes:
-        axes: the data axes.
-        dims: the divided dims of each leaf.
-        stage: stage 3 gathers leaves; stages 2 and 3 reduce-scatter gradients as they are computed.
-        precision: chooses the dtypes in which gradients are communicated and summed.
-        options: how the leaves of a unit are moved.
-        sums_replicas: whether reduced gradients are summed over the replica axes as soon as they are complete.
-    """
-
-    axes: Axes
-    dims: tuple[Dims, ...]
-    stage: Stage
-    precision: Precision
-    options: CollectiveOptions
+    axes: Axes  # the data axes
+    dims: tuple[Dims, ...]  # the divided dims of each leaf
+    stage: Stage  # stage 3 gathers leaves; stages 2 and 3 reduce-scatter gradients as they are computed
+    precision: Precision  # chooses the dtypes in which gradients are communicated and summed
+    options: CollectiveOptions  # how the leaves of a unit are moved
+    # whether reduced gradients are summed over the replica axes as soon as they are complete
     sums_replicas: bool = False
 
     def gather(

@@ -19,19 +19,13 @@ from zerojax.utils.typing import PyTree
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """How an array of an optimizer's state is stored.
+    """How an array of an optimizer's state is stored."""
 
-    Attributes:
-        spec: over all axes of the mesh.
-        padding: the zeros at its end.
-        leaf: the parameter that it is stored like, or None.
-        rows_of: the parameter whose rows it has, and with which it is sharded, or None. It may have another last dim
-            than the parameter, as the scales of blocks have.
-    """
-
-    spec: PartitionSpec
-    padding: Padding
-    leaf: Leaf | None = None
+    spec: PartitionSpec  # over all axes of the mesh
+    padding: Padding  # the zeros at its end
+    leaf: Leaf | None = None  # the parameter that it is stored like, or None
+    # the parameter whose rows it has, and with which it is sharded, or None. It may have another last dim than the
+    # parameter, as the scales of blocks have.
     rows_of: Leaf | None = None
 
     @property

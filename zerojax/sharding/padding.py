@@ -25,15 +25,10 @@ from zerojax.utils.typing import Array, PyTree, Shape
 
 @dataclasses.dataclass(frozen=True)
 class Padding:
-    """The zeros of an array.
+    """The zeros of an array."""
 
-    Attributes:
-        dim: the dim at whose end they are.
-        count: their number along this dim; 0 for an array that is stored as it is.
-    """
-
-    dim: int = 0
-    count: int = 0
+    dim: int = 0  # the dim at whose end they are
+    count: int = 0  # their number along this dim; 0 for an array that is stored as it is
 
     def stored_shape(self, shape: Sequence[int]) -> Shape:
         """The shape with zeros."""

@@ -119,33 +119,19 @@ class Overrides:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """The placement of one parameter leaf.
+    """The placement of one parameter leaf."""
 
-    Attributes:
-        path: keys joined by '/'.
-        shape: of the full leaf.
-        dtype: in which it is initialized, updated and saved: param_dtype, or that of the model if it is frozen.
-        compute_dtype: in which it is gathered and computed with.
-        dim: the sharded dim, or None.
-        unit: name of the unit, whose leaves are gathered together.
-        reason: why this dim is sharded, or why no dim is.
-        trainable: whether it has a gradient and optimizer state.
-        model_spec: its spec over the axes that are not data axes, such as 'model'.
-        stacked: whether dim 0 counts layers.
-        num_zeros: the number of zeros at the end of `dim` where the leaf is stored in shards.
-    """
-
-    path: str
-    shape: Shape
-    dtype: DTypeLike
-    compute_dtype: Any
-    dim: int | None
-    unit: str
-    reason: str
-    trainable: bool
-    model_spec: PartitionSpec = REPLICATED
-    stacked: bool = False
-    num_zeros: int = 0
+    path: str  # keys joined by '/'
+    shape: Shape  # of the full leaf
+    dtype: DTypeLike  # in which it is initialized, updated and saved: param_dtype, or that of the model if it is frozen
+    compute_dtype: Any  # in which it is gathered and computed with
+    dim: int | None  # the sharded dim, or None
+    unit: str  # name of the unit, whose leaves are gathered together
+    reason: str  # why this dim is sharded, or why no dim is
+    trainable: bool  # whether it has a gradient and optimizer state
+    model_spec: PartitionSpec = REPLICATED  # its spec over the axes that are not data axes, such as 'model'
+    stacked: bool = False  # whether dim 0 counts layers
+    num_zeros: int = 0  # the number of zeros at the end of `dim` where the leaf is stored in shards
 
     @property
     def size(self) -> int:
@@ -229,17 +215,11 @@ def _first_match(path: str, patterns: Sequence[str]) -> str | None:
 
 
 class FromModel(NamedTuple):
-    """What the model says about its leaves.
+    """What the model says about its leaves."""
 
-    Attributes:
-        stacked: paths of leaves whose dim 0 counts layers.
-        annotations: path -> spec.
-        trained: paths of leaves that are trained unless the user freezes them; None for all.
-    """
-
-    stacked: frozenset[str] = frozenset()
-    annotations: Mapping[str, PartitionSpec] = MappingProxyType({})
-    trained: frozenset[str] | None = None
+    stacked: frozenset[str] = frozenset()  # paths of leaves whose dim 0 counts layers
+    annotations: Mapping[str, PartitionSpec] = MappingProxyType({})  # path -> spec
+    trained: frozenset[str] | None = None  # paths of leaves that are trained unless the user freezes them; None for all
 
 
 _UNKNOWN = FromModel()

@@ -143,15 +143,10 @@ def for_reduction(grad: Array, dtype: DTypeLike) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """Dynamic loss scale.
+    """Dynamic loss scale."""
 
-    Attributes:
-        value: fp32 scalar by which the loss is multiplied.
-        finite_steps: int32 scalar, the number of finite steps since `value` last changed.
-    """
-
-    value: Array
-    finite_steps: Array
+    value: Array  # fp32 scalar by which the loss is multiplied
+    finite_steps: Array  # int32 scalar, the number of finite steps since `value` last changed
 
     @classmethod
     def create(cls, precision: Precision) -> LossScale | None:

@@ -42,14 +42,10 @@ class Whole:
 
 
 class RowsOfSet(NamedTuple):
-    """A batch of an evaluation, in which each device has only rows of the data set, or none.
+    """A batch of an evaluation, in which each device has only rows of the data set, or none."""
 
-    Attributes:
-        batch: the batch.
-        included: bool array of shape (rows,), whether a row is in the data set; the same for all rows of a device.
-    """
-
-    batch: PyTree
+    batch: PyTree  # the batch
+    # bool array of shape (rows,), whether a row is in the data set; the same for all rows of a device
     included: Array | np.ndarray
 
 

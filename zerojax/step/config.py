@@ -48,25 +48,15 @@ class NoAgreement:
 
 
 class ZeroConfig(NamedTuple):
-    """The configuration shared by all steps of one `Zero`.
+    """The configuration shared by all steps of one `Zero`."""
 
-    Attributes:
-        mesh: a Mesh, or an AbstractMesh for planning without devices.
-        axes: the data axes of the mesh.
-        stage: the stage of ZeRO.
-        precision: dtypes and loss scaling.
-        offload: what is in host memory: 'none', 'optimizer' or 'params', as in `Zero`.
-        memory: which memory the states of the model are in while a step runs.
-        agreement: compares processes before they run together.
-    """
-
-    mesh: Any
-    axes: Axes
-    stage: Stage
-    precision: Precision
-    offload: str = "none"
-    memory: Memory = DeviceMemory()
-    agreement: Agreement = NoAgreement()
+    mesh: Any  # a Mesh, or an AbstractMesh for planning without devices
+    axes: Axes  # the data axes of the mesh
+    stage: Stage  # the stage of ZeRO
+    precision: Precision  # dtypes and loss scaling
+    offload: str = "none"  # what is in host memory: 'none', 'optimizer' or 'params', as in `Zero`
+    memory: Memory = DeviceMemory()  # which memory the states of the model are in while a step runs
+    agreement: Agreement = NoAgreement()  # compares processes before they run together
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -154,21 +144,13 @@ _WIDEST_ELEMENT_BYTES = 8  # float64 and int64
 
 @dataclasses.dataclass(frozen=True)
 class StepSettings:
-    """The settings of one step. Those that all steps share are in `ZeroConfig`.
+    """The settings of one step. Those that all steps share are in `ZeroConfig`."""
 
-    Attributes:
-        num_microbatches: number of equal parts in which a device's rows are processed.
-        clip_norm: the largest global norm of the gradients; None for no clipping.
-        remat: which activations of a unit are saved for its backward pass.
-        prefetch: number of units that are gathered ahead of the unit that computes.
-        bucket_bytes: the most bytes that one collective moves; None to move every leaf in one piece.
-    """
-
-    num_microbatches: int = 1
-    clip_norm: float | None = None
-    remat: RematRules = NO_RULES
-    prefetch: int = 1
-    bucket_bytes: int | None = None
+    num_microbatches: int = 1  # number of equal parts in which a device's rows are processed
+    clip_norm: float | None = None  # the largest global norm of the gradients; None for no clipping
+    remat: RematRules = NO_RULES  # which activations of a unit are saved for its backward pass
+    prefetch: int = 1  # number of units that are gathered ahead of the unit that computes
+    bucket_bytes: int | None = None  # the most bytes that one collective moves; None to move every leaf in one piece
 
     def texts(self) -> dict[str, str]:
         """The settings that are numbers as texts by name, for comparison between processes."""

@@ -44,91 +44,54 @@ Loss = Callable[[PyTree, PyTree, PyTree, PRNGKey], Output]  # (parameters, model
 
 
 class LossArgs(NamedTuple):
-    """What a loss and its gradient are computed from, on all devices or on one.
+    """What a loss and its gradient are computed from, on all devices or on one."""
 
-    Attributes:
-        params: the leaves of the parameters: shards at stage 3, full leaves below.
-        model_state: the model state before the step.
-        batch: the rows of all devices, or of one.
-        key: the PRNG key of the step.
-    """
-
-    params: Sequence[Array]
-    model_state: PyTree
-    batch: PyTree
-    key: PRNGKey
+    params: Sequence[Array]  # the leaves of the parameters: shards at stage 3, full leaves below
+    model_state: PyTree  # the model state before the step
+    batch: PyTree  # the rows of all devices, or of one
+    key: PRNGKey  # the PRNG key of the step
 
 
 class LossAndGrads(NamedTuple):
-    """The results of one step's forward and backward pass. All but `grads` are the same on every device.
+    """The results of one step's forward and backward pass. All but `grads` are the same on every device."""
 
-    Attributes:
-        grads: the reduced gradient of each leaf, times the loss scale: a shard from stage 1 on, full at stage 0; None
-            for frozen leaves. Those of leaves in host memory are there too, times `divisor`.
-        loss: fp32 scalar.
-        metrics: fp32 scalars.
-        model_state: the model state after the step.
-        squared_norm: fp32 scalar, the squared norm of all gradients.
-        divisor: fp32 scalar; None if it is one, or if no leaf is in host memory.
-    """
-
+    # the reduced gradient of each leaf, times the loss scale: a shard from stage 1 on, full at stage 0; None for frozen
+    # leaves. Those of leaves in host memory are there too, times `divisor`.
     grads: list[Array | None]
-    loss: Array
-    metrics: dict[str, Array]
-    model_state: PyTree
-    squared_norm: Array
-    divisor: Array | None = None
+    loss: Array  # fp32 scalar
+    metrics: dict[str, Array]  # fp32 scalars
+    model_state: PyTree  # the model state after the step
+    squared_norm: Array  # fp32 scalar, the squared norm of all gradients
+    divisor: Array | None = None  # fp32 scalar; None if it is one, or if no leaf is in host memory
 
 
 class _Sums(NamedTuple):
-    """The sums over microbatches.
+    """The sums over microbatches."""
 
-    Attributes:
-        grads: of the gradients, each times the weight of its microbatch; None for frozen leaves.
-        weight: of the weights of microbatches.
-        outputs: of the loss and the metrics, and the largest of maxima.
-        model_state: after the last microbatch.
-        norm_term: this device's term of the squared norm of those sums that are not on the device.
-    """
-
-    grads: list[Array | None]
-    weight: Array
-    outputs: Sums
-    model_state: PyTree
-    norm_term: Array
+    grads: list[Array | None]  # of the gradients, each times the weight of its microbatch; None for frozen leaves
+    weight: Array  # of the weights of microbatches
+    outputs: Sums  # of the loss and the metrics, and the largest of maxima
+    model_state: PyTree  # after the last microbatch
+    norm_term: Array  # this device's term of the squared norm of those sums that are not on the device
 
 
 class _Microbatch(NamedTuple):
-    """The results of one microbatch.
+    """The results of one microbatch."""
 
-    Attributes:
-        grads: of its weighted mean over all devices; None for frozen leaves.
-        output: of the loss.
-        weight: its weight over all devices.
-    """
-
-    grads: list[Array | None]
-    output: Output
-    weight: Array
+    grads: list[Array | None]  # of its weighted mean over all devices; None for frozen leaves
+    output: Output  # of the loss
+    weight: Array  # its weight over all devices
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceGradient:
-    """Computes the loss and its reduced gradient on one device's data.
+    """Computes the loss and its reduced gradient on one device's data."""
 
-    Attributes:
-        config: mesh, axes, stage and precision.
-        layout: the parameters and their placement.
-        loss: the loss as a function of a parameter tree.
-        settings: the settings of the step.
-        state_keys: what the loss does with keys in the model state, if that is known.
-    """
-
-    config: ZeroConfig
-    layout: StateLayout
-    loss: Loss
-    settings: StepSettings
-    state_keys: StateKeys = UNKNOWN
+    config: ZeroConfig  # mesh, axes, stage and precision
+    layout: StateLayout  # the parameters and their placement
+    loss: Loss  # the loss as a function of a parameter tree
+    settings: StepSettings  # the settings of the step
+    state_keys: StateKeys = UNKNOWN  # what the loss does with keys in the model state, if that is known
 
     @property
     def trainable(self) -> list[bool]:

@@ -54,17 +54,11 @@ def first_rows(args: LossArgs, num_parts: int) -> LossArgs:
 
 
 class LossTrace(NamedTuple):
-    """A traced loss.
+    """A traced loss."""
 
-    Attributes:
-        closed: its jaxpr.
-        output: the shapes of its outputs.
-        args: its arguments; in place of the parameters, a tree of avals.
-    """
-
-    closed: ClosedJaxpr
-    output: Output
-    args: LossArgs
+    closed: ClosedJaxpr  # its jaxpr
+    output: Output  # the shapes of its outputs
+    args: LossArgs  # its arguments; in place of the parameters, a tree of avals
 
 
 def trace_loss(gradient: DeviceGradient, args: LossArgs) -> LossTrace:
@@ -82,15 +76,10 @@ def traced_loss(gradient: DeviceGradient, args: LossArgs) -> LossTrace:
 
 
 class Use(NamedTuple):
-    """A segment of the loss that reads a leaf.
+    """A segment of the loss that reads a leaf."""
 
-    Attributes:
-        place: its position in the forward pass, counted from 0.
-        lookup: the rows that a device looks up in the leaf in one microbatch, without gathering it; None if the leaf is
-            gathered.
-    """
-
-    place: int
+    place: int  # its position in the forward pass, counted from 0
+    # the rows that a device looks up in the leaf in one microbatch, without gathering it; None if the leaf is gathered
     lookup: RowsLookedUp | None = None
 
 

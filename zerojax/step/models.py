@@ -28,15 +28,11 @@ from zerojax.utils.typing import Array, ArrayLike, PyTree
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Model:
-    """Converts between the loss function's first argument and (parameters, model state).
+    """Converts between the loss function's first argument and (parameters, model state)."""
 
-    Attributes:
-        merge: `merge(params, model_state)` returns the loss function's first argument.
-        state_after: `state_after(merged, aux, model_state)` returns (the new model state, the metrics) after the loss
-            has run. `aux` is the dict that the loss returned, `model_state` the state before it.
-    """
-
-    merge: Callable[[PyTree, PyTree], PyTree]
+    merge: Callable[[PyTree, PyTree], PyTree]  # `merge(params, model_state)` returns the loss function's first argument
+    # `state_after(merged, aux, model_state)` returns (the new model state, the metrics) after the loss has run. `aux`
+    # is the dict that the loss returned, `model_state` the state before it.
     state_after: Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 
 

@@ -47,17 +47,11 @@ def _apart(elements: Array, like: Sequence[Array]) -> list[Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Reductions:
-    """The reductions of one device at the end of a step.
+    """The reductions of one device at the end of a step."""
 
-    Attributes:
-        config: mesh, axes, stage and precision.
-        layout: the parameters and their placement.
-        settings: the settings of the step.
-    """
-
-    config: ZeroConfig
-    layout: StateLayout
-    settings: StepSettings
+    config: ZeroConfig  # mesh, axes, stage and precision
+    layout: StateLayout  # the parameters and their placement
+    settings: StepSettings  # the settings of the step
 
     @property
     def params_in_host(self) -> list[bool]:

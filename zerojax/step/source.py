@@ -25,15 +25,10 @@ Inputs: TypeAlias = Sequence[PyTree] | Mapping[str, PyTree] | None  # example in
 
 
 class ModelSource(NamedTuple):
-    """Where the initial parameters come from: one of the two is None.
+    """Where the initial parameters come from: one of the two is None."""
 
-    Attributes:
-        create: `create(key)` returns the model.
-        existing: an nnx.Module, Linen variables or a tree of parameters, with arrays.
-    """
-
-    create: Callable[[PRNGKey], PyTree] | None
-    existing: PyTree
+    create: Callable[[PRNGKey], PyTree] | None  # `create(key)` returns the model
+    existing: PyTree  # an nnx.Module, Linen variables or a tree of parameters, with arrays
 
 
 def source_of(model: PyTree, inputs: Inputs) -> ModelSource:

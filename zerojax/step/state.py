@@ -31,22 +31,15 @@ class StateLayout:
     """Where and how the leaves of a training state are stored, with the model and the optimizer that they belong to.
 
     It is the static part of a state. All states of one `init` share the same object.
-
-    Attributes:
-        tx: the optimizer.
-        model: builds the loss function's first argument from parameters and model state.
-        leaves: the placement of the parameter leaves, in flattening order.
-        tree: the treedef of the parameters.
-        fixed_state: whether each leaf of the model state stays as it is, because its module is frozen.
-        config: the mesh, stage and precision for which states are created.
     """
 
-    tx: optax.GradientTransformation
-    model: models.Model
-    leaves: tuple[Leaf, ...]
-    tree: PyTree
+    tx: optax.GradientTransformation  # the optimizer
+    model: models.Model  # builds the loss function's first argument from parameters and model state
+    leaves: tuple[Leaf, ...]  # the placement of the parameter leaves, in flattening order
+    tree: PyTree  # the treedef of the parameters
+    # whether each leaf of the model state stays as it is, because its module is frozen
     fixed_state: tuple[bool, ...] = ()
-    config: ZeroConfig | None = None
+    config: ZeroConfig | None = None  # the mesh, stage and precision for which states are created
 
     def __eq__(self, other: object) -> bool:
         return self is other

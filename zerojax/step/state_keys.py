@@ -23,15 +23,10 @@ _NEXT = 2**32 - 1  # far from the indices of devices and microbatches
 
 
 class StateKeys(NamedTuple):
-    """What the loss does with each leaf of the model state, in flattening order.
+    """What the loss does with each leaf of the model state, in flattening order."""
 
-    Attributes:
-        raw: whether it is a key in raw form.
-        replaced: whether it is a key, and the loss returns another one.
-    """
-
-    raw: tuple[bool, ...] = ()
-    replaced: tuple[bool, ...] = ()
+    raw: tuple[bool, ...] = ()  # whether it is a key in raw form
+    replaced: tuple[bool, ...] = ()  # whether it is a key, and the loss returns another one
 
 
 UNKNOWN = StateKeys()

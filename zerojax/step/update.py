@@ -26,19 +26,13 @@ from zerojax.utils.typing import Array, PyTree
 
 
 class Updated(NamedTuple):
-    """The results of an update.
+    """The results of an update."""
 
-    Attributes:
-        computed: the trained parameters in the dtypes that they are computed with, stored like the optimizer state.
-        master: the master copy, or None.
-        opt_state: the state of the optimizer.
-        squared_norm: of the trained parameters; None if it has not been computed.
-    """
-
+    # the trained parameters in the dtypes that they are computed with, stored like the optimizer state
     computed: PyTree
-    master: PyTree
-    opt_state: PyTree
-    squared_norm: Array | None
+    master: PyTree  # the master copy, or None
+    opt_state: PyTree  # the state of the optimizer
+    squared_norm: Array | None  # of the trained parameters; None if it has not been computed
 
 
 class Update(Protocol):

@@ -57,16 +57,12 @@ class Purpose(enum.Enum):
 
 
 class CheckedLoss(NamedTuple):
-    """A loss that can be run on parts of a batch.
+    """A loss that can be run on parts of a batch."""
 
-    Attributes:
-        gradient: of the loss, whose outputs are those of the whole batch as far as they can be, and which knows the
-            keys in the model state.
-        closes_over: whether the loss closes over values of a trace that it is called in.
-    """
-
+    # of the loss, whose outputs are those of the whole batch as far as they can be, and which knows the keys in the
+    # model state
     gradient: DeviceGradient
-    closes_over: bool = False
+    closes_over: bool = False  # whether the loss closes over values of a trace that it is called in
 
 
 def over_whole_batch(
@@ -151,17 +147,11 @@ class _LossRows(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What has to be done for the outputs of a loss.
+    """What has to be done for the outputs of a loss."""
 
-    Attributes:
-        metrics: those that are cut, None if none is; 'loss' is the loss.
-        state: the leaves of the model state that are cut, by their position; None if none is.
-        unknown: the plain metrics that are not those of all rows, with the line of the reason.
-    """
-
-    metrics: RowParts | None
-    state: RowParts | None
-    unknown: dict[str, str]
+    metrics: RowParts | None  # those that are cut, None if none is; 'loss' is the loss
+    state: RowParts | None  # the leaves of the model state that are cut, by their position; None if none is
+    unknown: dict[str, str]  # the plain metrics that are not those of all rows, with the line of the reason
 
 
 def _read(trace: LossTrace, axes: Axes) -> _LossRows:
