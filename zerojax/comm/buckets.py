@@ -39,16 +39,10 @@ class Pieces(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...], element_bytes: int, limit: float, dim: int = 0) -> Pieces:
-        """Cuts a leaf that is sharded in `dim` into pieces of at most `limit` bytes.
+        """Cuts a leaf that is sharded in `dim` into pieces of `limit` bytes. Elements take `element_bytes` when full.
 
         Unless its layers are small, a stack is cut into layers or parts of them. Pieces of several layers would have to
         be transposed, and compilers transpose the whole leaf at once, before the first piece is moved.
-
-        Args:
-            shape: of the shard or the whole leaf that a device holds.
-            element_bytes: bytes in full form for each element of `shape`.
-            limit: bytes of a piece in full form.
-            dim: the sharded dim.
         """
         full_bytes, leading = math.prod(shape) * element_bytes, math.prod(shape[:dim])
         if full_bytes <= limit:

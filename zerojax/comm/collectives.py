@@ -140,13 +140,13 @@ def all_gather(
     waits: Sequence[Array] = (),
     rows: bool = False,
 ) -> Communicated:
-    """The full leaves of a unit.
+    """The full leaves of a unit. Leaves that every device holds in full are returned as they are.
 
     If collectives are sequential, packs of small leaves come first, and then large leaves in the order given.
 
     Args:
         shards: this device's shard of each leaf.
-        dims: of each leaf. Leaves that every device holds in full are returned as they are.
+        dims: of each leaf.
         axes: the data axes.
         options: how the leaves are communicated.
         waits: events that no collective starts before.
@@ -223,9 +223,7 @@ def reduce_scatter(
 ) -> Communicated:
     """This device's shard of each gradient, summed over the shard axes. Leaves without a sharded dim are all-reduced.
 
-    Args:
-        grads: of the full leaves.
-        dims, axes, options, waits, rows: as of `all_gather`.
+    The arguments are as of `all_gather`, with gradients of the full leaves.
 
     Cost: sends (N-1)/N of the sharded leaves' full bytes, and 2(N-1)/N of the others'.
     """
@@ -298,15 +296,7 @@ def all_reduce(
     dims: Sequence[Dims] | None = None,
     waits: Sequence[Array] = (),
 ) -> Communicated:
-    """Sums each value over some of the axes, in as few collectives as `bucket_bytes` allows.
-
-    Args:
-        values: of any shape, one on each device.
-        names: the names of the axes to sum over.
-        axes: the data axes.
-        options: how the values are communicated.
-        dims: the divided dims of the values, if they are leaves.
-        waits: events that no collective starts before.
+    """Sums each value over the axes `names`, in as few collectives as `bucket_bytes` allows. Leaves have `dims`.
 
     Cost: sends 2(N-1)/N of the bytes; nothing if there is a single device along the axes.
     """

@@ -48,11 +48,7 @@ class StageCollectives:
     ) -> tuple[list[Array], list[Array]]:
         """Reduce-scatters gradients at stages 2 and 3; at stages 0 and 1 they stay local.
 
-        Args:
-            grads: of full leaves.
-            dims: of the leaves.
-            reduced: events of the reduction before this one.
-            group: reductions of different groups are never combined.
+        `reduced` are events of the reduction before this one. Reductions of different groups are never combined.
 
         Returns:
             (the shards of the gradients, or the gradients; the events of the reduction).
@@ -64,13 +60,7 @@ class StageCollectives:
         return collectives.reduce_scatter(grads, dims, self.axes, options, options.next_waits_for(list(reduced)))
 
     def sum_replicas(self, grads: Sequence[Array], dims: Sequence[Dims], complete: Sequence[bool]) -> list[Array]:
-        """Sums the complete gradients over the replica axes, if `sums_replicas`.
-
-        Args:
-            grads: of `reduce`.
-            dims: of the leaves.
-            complete: whether nothing is added to a gradient after this.
-        """
+        """Sums the gradients to which nothing is added any more over the replica axes, if `sums_replicas`."""
         if not self.sums_replicas:
             return list(grads)
         chosen = select(grads, complete), select(dims, complete)

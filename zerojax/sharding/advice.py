@@ -43,13 +43,7 @@ _MOST_REPLICATED, _MOST_ZEROS = 0.01, 0.1  # of all parameters
 def uneven_text(leaves: Sequence[Leaf], axes: Axes, pads: bool = True) -> str | None:
     """What to do about leaves that are replicated although the stage shards them, or about zeros that pad shards.
 
-    Args:
-        leaves: the placement of all parameters.
-        axes: the data axes.
-        pads: whether leaves may be stored with zeros.
-
-    Returns:
-        None if at most 1% of the parameters are replicated, and zeros are at most 10%.
+    None if at most 1% of the parameters are replicated, and zeros are at most 10%.
     """
     total = sum(leaf.size for leaf in leaves)
     if axes.num_shards == 1 or not total:
@@ -113,8 +107,7 @@ def check_layer_dims(leaves: Sequence[Leaf], layer_dims: Mapping[int, int], num_
         num_shards: the number of shards.
 
     Raises:
-        ValueError: if a leaf is sharded over the dim that a loop slices. The text names all leaves that have to be
-            placed in another way.
+        ValueError: if leaves are sharded over the dim that a loop slices. The text names all of them.
     """
     unknown = {i for i, dim in layer_dims.items() if dim == 0 and not leaves[i].stacked}
     wrong = [i for i, dim in layer_dims.items() if leaves[i].dim == dim]

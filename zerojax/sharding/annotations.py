@@ -52,13 +52,6 @@ def check_annotation(
 ) -> tuple[PartitionSpec, int | None]:
     """Checks the annotation of a leaf, and splits it into the data axes and all other axes.
 
-    Args:
-        path, shape: of the leaf.
-        annotation: one entry for each dim: None, an axis or a tuple of axes.
-        stacked: whether dim 0 counts layers.
-        mesh: the mesh, concrete or abstract.
-        axes: the data axes.
-
     Returns:
         (the annotation without data axes and without axes of size 1; the dim at which it names data axes, or None).
 

@@ -236,14 +236,7 @@ def place(
 ) -> tuple[Leaf, ...]:
     """Places every leaf of a parameter tree, in flattening order.
 
-    Args:
-        params: tree of arrays or avals.
-        mesh: the mesh, concrete or abstract.
-        axes: the data axes.
-        precision: the dtypes of trained leaves.
-        overrides: the user's choices.
-        from_model: what is known from the model.
-        pads: whether a leaf may be stored with zeros; without them it is replicated if no dim is divisible.
+    Without `pads`, no leaf is stored with zeros: it is replicated if no dim is divisible.
 
     Raises:
         ValueError: if the tree is empty, a leaf is not an array or is complex and not frozen, a pattern matches

@@ -148,12 +148,7 @@ def _are_layers(group: _Group, depth: int) -> bool:
 
 
 def cut_patterns(unit: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The patterns that cut a unit where no part holds most of it, or () if a single leaf does.
-
-    Args:
-        unit: its name.
-        sizes: the paths of its leaves, and their numbers of elements.
-    """
+    """The patterns that cut a unit where no part holds most of it, or () if a single leaf does. `sizes` are by path."""
     depth, total, parts = len(unit.split("/")), sum(sizes.values()), {unit: 0}
     while True:
         largest = max(parts, key=parts.__getitem__)
@@ -247,12 +242,7 @@ def merged_units(units: Sequence[str], shapes: Mapping[str, Shape], fixed: Colle
 
 
 def unmerged_text(units: Sequence[str], shapes: Mapping[str, Shape]) -> str | None:
-    """What to do about vectors that are units of their own, or None if they are few.
-
-    Args:
-        units: the unit of each leaf, in the order of `shapes`.
-        shapes: path -> shape, of a layer if the leaf is stacked.
-    """
+    """What to do about vectors that are units of their own, or None if they are few. Shapes are those of a layer."""
     with_matrix = {unit for unit, shape in zip(units, shapes.values(), strict=True) if len(shape) > 1}
     others = [unit for unit in dict.fromkeys(units) if unit not in with_matrix]
     if len(others) <= _MOST_ALONE or len(others) < len(with_matrix) / 2:

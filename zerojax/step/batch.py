@@ -137,10 +137,7 @@ def _label(path: Sequence[object]) -> str:
 def check_batch(config: ZeroConfig, batch: PyTree, num_microbatches: int) -> None:
     """Checks that all arrays of a batch have the same number of rows, which devices x microbatches divide.
 
-    Args:
-        config: the mesh and its data axes.
-        batch: arrays with the rows of this process, or global arrays or avals; and `Whole` for what has no rows.
-        num_microbatches: the number of microbatches of a step.
+    The batch is that of this process, global arrays or avals, with `Whole` for what has no rows.
 
     Raises:
         ValueError: if a leaf is not an array of numbers, the numbers of rows differ, are 0 or are not divisible, or

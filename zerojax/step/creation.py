@@ -326,9 +326,7 @@ def stacked_paths(closed: ClosedJaxpr, paths: list[str]) -> frozenset[str]:
     are drawn from L keys. Then so are all leaves of the largest subtree that contains it and whose leaves all have the
     same first dim: norm scales and biases are created without keys.
 
-    Args:
-        closed: jaxpr of the initialization; its first outputs are the parameter leaves.
-        paths: the paths of the leaves.
+    `closed` is the jaxpr of the initialization, whose first outputs are the leaves at `paths`.
     """
     outputs = closed.jaxpr.outvars[: len(paths)]
     shapes = {path: tuple(v.aval.shape) for path, v in zip(paths, outputs, strict=True)}
@@ -360,12 +358,7 @@ def create_in_parts(create: Callable[..., TrainState], args: tuple[PyTree, ...],
     """Runs `create(*args)` as several programs, each of which computes a part of the leaves of the state.
 
     Each program is the whole function, of which the compiler removes what its leaves do not need. A parameter and its
-    master copy are in the same part: they are computed from the same values.
-
-    Args:
-        create: a function that can be jitted.
-        args: its arguments.
-        abstract: what it returns, as avals with the shardings of the results.
+    master copy are in the same part: they are computed from the same values. `abstract` are the avals of the results.
 
     Cost: traces the function and compiles it once for each part of about `PART_BYTES`, at most 16 times.
     """

@@ -104,12 +104,7 @@ class DeviceGradient:
         return Reductions(self.config, self.layout, self.settings)
 
     def __call__(self, args: LossArgs, scale: Array) -> LossAndGrads:
-        """Computes the loss and gradient of one step.
-
-        Args:
-            args: of this device.
-            scale: fp32 scalar, the loss scale.
-        """
+        """Computes the loss, times the scale, and its gradient in one step on this device."""
         args = self.cast(args)
         if self.settings.num_microbatches > 1:
             return self._accumulate(args, scale)
@@ -156,17 +151,11 @@ class DeviceGradient:
     def _microbatch(
         self, args: LossArgs, scale: Array, sink: GradientSink, start: Sequence[Array] = (), index: ArrayLike = 0
     ) -> _Microbatch:
-        """Computes the gradients of a microbatch.
+        """Computes the gradients of the microbatch `index`, whose rows are in `args`.
 
         Those of a single microbatch are reduced here; of several, they are at stages 2 and 3, over the shard axes, and
-        below they are this device's terms of the sum.
-
-        Args:
-            args: of this device, with the rows of the microbatch.
-            scale: the loss scale.
-            sink: where gradients go, if the loss is cut into parts.
-            start: events before which nothing is gathered.
-            index: of the microbatch.
+        below they are terms of the sum. If the loss is cut into parts, gradients go to `sink`, and nothing
+        is gathered before the events `start`.
         """
         own = self.with_own_keys(args, index)
         summed: frozenset[int] = frozenset()

@@ -28,13 +28,9 @@ T = TypeVar("T")
 
 
 def on_device(gradient: DeviceGradient, fn: Callable[[LossArgs], T], args: LossArgs, splits: bool = True) -> T:
-    """The result of `fn`, which traces something on one device's part of the arguments.
+    """The result of `fn`, which traces something on one device's part of the arguments, global arrays or avals.
 
-    Args:
-        gradient: of the step.
-        fn: gets the arguments of one device, as tracers.
-        args: global arrays or avals.
-        splits: whether the rows of the batch are divided over the devices.
+    Without `splits`, the device gets all rows of the batch.
     """
     in_specs = args_specs(gradient, args.batch)
     found: list[T] = []
@@ -87,10 +83,6 @@ def uses(gradient: DeviceGradient, args: LossArgs) -> list[tuple[Use, ...]]:
     """For each leaf, the segments of the loss that read it.
 
     There is none if the loss does not use the leaf, and more than one if several units share it.
-
-    Args:
-        gradient: of the step.
-        args: avals of global arrays.
     """
 
     def find(args: LossArgs) -> list[tuple[Use, ...]]:

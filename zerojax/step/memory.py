@@ -25,11 +25,7 @@ class Memory(Protocol):
     """Where the states of a model are while a step runs."""
 
     def check(self, config: ZeroConfig, layout: StateLayout, platform: str | None = None) -> None:
-        """Checks that this memory can hold such a state.
-
-        Args:
-            config, layout: of the state.
-            platform: of the devices, if the mesh has none; None if it is not known.
+        """Checks that this memory can hold such a state. If the mesh has no devices, their platform may be known.
 
         Raises:
             ValueError: if the optimizer cannot update it piece by piece, or if the devices cannot read pieces of it.
@@ -49,13 +45,7 @@ class Memory(Protocol):
         ...
 
     def sums(self, dtype: DTypeLike, shards: Sequence[Array], trainable: Sequence[bool]) -> GradientSums:
-        """The sums of gradients over several microbatches.
-
-        Args:
-            dtype: of the sums.
-            shards: the leaves.
-            trainable: which of them get a gradient.
-        """
+        """The sums of gradients over several microbatches, in `dtype`."""
         ...
 
     def update(

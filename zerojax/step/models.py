@@ -46,11 +46,7 @@ class SplitModel(NamedTuple):
 
 
 def split(created: PyTree, trainable: Any = None) -> SplitModel:
-    """Splits what a user's function has created.
-
-    Args:
-        created: an nnx.Module, Linen variables or a tree of parameters.
-        trainable: as in `Zero`.
+    """Splits a model that was created: an nnx.Module, Linen variables or a tree of parameters.
 
     Raises:
         ValueError: if it is a Linen module, a parameter is not an array, a variable is to be overwritten with its

@@ -38,12 +38,7 @@ def update(
 ) -> tuple[PyTree, PyTree]:
     """`tx.update` with those of the extra arguments `value` and `grad` that it takes.
 
-    Args:
-        tx: any Optax transformation.
-        grads: of the trained parameters, clipped, without the loss scale.
-        opt_state: the state of the optimizer.
-        params: the trained parameters in param_dtype.
-        loss: the loss of the step, which is `value`.
+    Gradients are those of the trained parameters, clipped, without the loss scale.
     """
     extra = {"value": loss, "grad": grads}
     parameters = inspect.signature(tx.update).parameters.values()
@@ -64,11 +59,7 @@ def check_transformation(tx: optax.GradientTransformation) -> None:
 
 
 def check_update(tx: optax.GradientTransformation, params: PyTree) -> None:
-    """Checks that an optimizer can be created and updated, without running it.
-
-    Args:
-        tx: the optimizer.
-        params: avals of the trained parameters in param_dtype.
+    """Checks that an optimizer can be created and updated, without running it. `params` are avals.
 
     Raises:
         ValueError: if it is not an Optax transformation, or needs what a step does not have.
@@ -103,11 +94,7 @@ def scheduled_learning_rate(tx: optax.GradientTransformation, opt_state: PyTree)
     """The learning rate of an update, if it is that of a schedule, as in optax.adamw(schedule).
 
     None if there are several schedules or counts, a factor besides, or a schedule that is not said to be that of the
-    learning rate (optax.scale_by_schedule).
-
-    Args:
-        tx: the optimizer.
-        opt_state: its state before the update.
+    learning rate (optax.scale_by_schedule). `opt_state` is that before the update.
     """
     is_count = lambda node: isinstance(node, optax.ScaleByScheduleState)
     counts = [node.count for node in jax.tree.leaves(opt_state, is_leaf=is_count) if is_count(node)]

@@ -85,9 +85,7 @@ class Reductions:
     def reduce_grads(self, grads: Sequence[Array | None], summed: frozenset[int] = frozenset()) -> list[Array | None]:
         """Reduces gradients unit by unit: over the replica axes, and over the shard axes if that has not been done.
 
-        Args:
-            grads: of the leaves; None for frozen ones.
-            summed: the leaves that are summed over the replica axes already.
+        Those of the leaves `summed` are summed over the replica axes already.
         """
         stage, axes, precision = self.config.stage, self.config.axes, self.config.precision
         options, leaves, in_host = self.settings.collectives, self.layout.leaves, self.params_in_host

@@ -32,14 +32,10 @@ class ModelSource(NamedTuple):
 
 
 def source_of(model: PyTree, inputs: Inputs) -> ModelSource:
-    """The source of what was passed to `init`.
-
-    Args:
-        model: an nnx.Module or its class, a Linen module, a Hugging Face Flax model, a tree of arrays, or a function.
-        inputs: example inputs of a Linen module: positional, or by name.
+    """The source of what was passed to `init`: see there for models and inputs.
 
     Raises:
-        ValueError: if it is none of these, or `inputs` is missing or not needed.
+        ValueError: if it is not a model, or `inputs` is missing or not needed.
     """
     # A Linen module.
     if isinstance(model, nn.Module):

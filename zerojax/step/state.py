@@ -263,10 +263,7 @@ def optimizer_shardings(config: ZeroConfig, layout: StateLayout) -> PyTree:
 def check_is_state(state: object, other: object = None, call: str = "step(state, batch)") -> None:
     """Raises ValueError if something else is passed than a state, such as the batch, or the pair that a step returned.
 
-    Args:
-        state: what is passed in place of the state.
-        other: what is passed in place of another argument, which may be the state.
-        call: the order of the arguments.
+    `other` is another argument, which may be the state; `call` shows their order.
     """
     if isinstance(state, TrainState):
         return

@@ -141,11 +141,7 @@ class Step:
             return jitted(state, batch)
 
     def trace(self, state: TrainState, batch: PyTree) -> jax.stages.Traced:
-        """Traces the step, as `jax.jit(...).trace` does. Nothing is compiled.
-
-        Args:
-            state, batch: arrays or avals.
-        """
+        """Traces the step for arrays or avals, as `jax.jit(...).trace` does. Nothing is compiled."""
         return self._trace(self._checked(state, batch), state, batch)
 
     def _trace(self, jitted: jax.stages.Wrapped, state: TrainState, batch: PyTree) -> jax.stages.Traced:
@@ -160,12 +156,7 @@ class Step:
         return self.config.offloads_optimizer and forgets_memories(state.step.sharding)
 
     def lower(self, state: TrainState, batch: PyTree, **kwargs: Any) -> jax.stages.Lowered:
-        """Lowers the step, as `jax.jit(...).lower` does.
-
-        Args:
-            state, batch: arrays or avals.
-            kwargs: options of JAX, such as `lowering_platforms`.
-        """
+        """Lowers the step for arrays or avals, as `jax.jit(...).lower` does. `kwargs` are options of JAX."""
         with explaining_errors(self.config.precision):
             return self.trace(state, batch).lower(**kwargs)
 

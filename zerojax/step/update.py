@@ -114,11 +114,7 @@ def apply_gradients(
         gradient: the function that computed the gradients.
         state: the state before the update.
         shardings: the shardings of the state.
-        grads: gradients of the trained parameters, in flattening order.
-        factor: scalar that they are multiplied by, or None.
-        finite: bool scalar, whether all gradients are finite.
-        loss: fp32 scalar, the loss of the step.
-        divisor: of gradients in host memory; None is 1.
+        grads, factor, finite, loss, divisor: as of `Update`. A factor of None is 1.
 
     Returns:
         (the state after the update, the squared norm of the trained parameters).
