@@ -110,9 +110,8 @@ class DeviceGradient:
             return self._accumulate(args, scale)
         sink = self.config.memory.gradients()
         grads, output, _ = self._microbatch(args, scale, sink)
-        norm_term = self.reductions.norm_term_beside(sink.squared_norms)
-        after, reduced = output.model_state, output.reduced_state
-        return self._finished(grads, output.sums(), norm_term, args.model_state, after, reduced)
+        sums, norm_term = output.sums(), self.reductions.norm_term_beside(sink.squared_norms)
+        return self._finished(grads, sums, norm_term, args.model_state, output.model_state, output.reduced_state)
 
     def evaluate(self, args: LossArgs) -> tuple[Array, dict[str, Array]]:
         """Computes the loss and the metrics without a gradient. Units are gathered as in a training step."""
