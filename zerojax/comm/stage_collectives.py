@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -67,7 +66,7 @@ class StageCollectives:
         sums = iter(collectives.all_reduce(chosen[0], self.axes.replica, self.axes, self.options, chosen[1]).leaves)
         return [next(sums) if flag else grad for grad, flag in zip(grads, complete, strict=True)]
 
-    def grad_dtype(self, dtype: DTypeLike) -> Any:
+    def grad_dtype(self, dtype: DTypeLike) -> DTypeLike:
         """The dtype of the reduced gradient of a leaf in `dtype`."""
         return self.precision.wire_dtype(dtype) if self.stage.shards_grads else dtype
 

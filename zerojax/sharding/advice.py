@@ -48,6 +48,8 @@ def uneven_text(leaves: Sequence[Leaf], axes: Axes, pads: bool = True) -> str | 
     total = sum(leaf.size for leaf in leaves)
     if axes.num_shards == 1 or not total:
         return None
+
+    # Leaves that are replicated.
     whole = [leaf for leaf in leaves if leaf.dim is None]
     replicated = sum(leaf.size for leaf in whole) / total
     if replicated > _MOST_REPLICATED:
@@ -61,6 +63,8 @@ def uneven_text(leaves: Sequence[Leaf], axes: Axes, pads: bool = True) -> str | 
             f"{largest.reason}\n"
             f"  fix:      {fix}"
         )
+
+    # Leaves that are stored with zeros.
     zeros = {leaf.path: _zeros(leaf, axes.num_shards) for leaf in leaves}
     share = sum(zeros.values()) / total
     if share <= _MOST_ZEROS:

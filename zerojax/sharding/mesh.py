@@ -9,6 +9,7 @@ Axes, outermost first:
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -84,6 +85,7 @@ def data_axes(mesh: Mesh | AbstractMesh, shard: Sequence[str], replica: Sequence
     Raises:
         ValueError: if an axis is not in the mesh, is named twice, or is not of type Auto.
     """
+    # Check the names.
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     for name in (*shard, *replica):
         if name not in mesh.axis_names:
@@ -102,7 +104,9 @@ def data_axes(mesh: Mesh | AbstractMesh, shard: Sequence[str], replica: Sequence
             f"mesh: shard_axes {tuple(shard)} and replica_axes {tuple(replica)} name an axis twice, or no axis\n"
             f"  fix:      name at least one shard axis, and each axis once"
         )
-    size = lambda names: int(np.prod([mesh.shape[name] for name in names], dtype=int))
+
+    # Read the sizes, and on TPUs the torus.
+    size = lambda names: math.prod(mesh.shape[name] for name in names)
     if not isinstance(mesh, Mesh):
         return Axes(tuple(shard), tuple(replica), size(shard), size(replica))
     devices = along(mesh, shard)

@@ -19,13 +19,14 @@ import dataclasses
 import enum
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.sharding import annotations
@@ -33,7 +34,7 @@ from zerojax.sharding.axes import REPLICATED, Axes, Dims
 from zerojax.sharding.dim_choice import annotated_dim, choose_dim, given_dim, tables
 from zerojax.sharding.padding import NO_PADDING, Padding
 from zerojax.sharding.precision import Precision
-from zerojax.sharding.units import no_match_text, unit_names
+from zerojax.sharding.units import check_patterns, unit_names
 from zerojax.utils.text import abbreviate
 from zerojax.utils.typing import AnyMesh, Array, Aval, DTypeLike, PyTree, Shape
 
@@ -124,7 +125,7 @@ class Leaf:
     path: str  # keys joined by '/'
     shape: Shape  # of the full leaf
     dtype: DTypeLike  # in which it is initialized, updated and saved: param_dtype, or that of the model if it is frozen
-    compute_dtype: Any  # in which it is gathered and computed with
+    compute_dtype: np.dtype  # in which it is gathered and computed with
     dim: int | None  # the sharded dim, or None
     unit: str  # name of the unit, whose leaves are gathered together
     reason: str  # why this dim is sharded, or why no dim is
@@ -210,7 +211,7 @@ def _check_floating(pattern: str, dtype: DTypeLike) -> None:
         )
 
 
-def _first_match(path: str, patterns: Sequence[str]) -> str | None:
+def _first_match(path: str, patterns: Iterable[str]) -> str | None:
     return next((p for p in patterns if fnmatchcase(path, p)), None)
 
 
@@ -243,42 +244,35 @@ def place(
             nothing, nothing is left to train, a dtype is not floating, or an annotation does not fit its leaf; if a
             chosen dim does not exist, is divided over another axis, or is not divisible without `pads`.
     """
-    with_paths, _ = jax.tree_util.tree_flatten_with_path(params)
-    if not with_paths:
-        raise ValueError("placement: the parameter tree is empty\n  fix:      return a model or a tree with parameters")
-    paths = [path_text(path) for path, _ in with_paths]
-
     # Check the leaves, and that every pattern matches some of them.
     check_leaves(params)
+    arrays = by_path(params)
+    if not arrays:
+        raise ValueError("placement: the parameter tree is empty\n  fix:      return a model or a tree with parameters")
+    paths = list(arrays)
     for option in ("shard_dims", "stacked", "frozen", "dtypes", "partition_specs"):
-        for pattern in getattr(overrides, option):
-            if not any(fnmatchcase(path, pattern) for path in paths):
-                raise ValueError(no_match_text(option, pattern, paths))
+        check_patterns(option, getattr(overrides, option), paths)
     for pattern, dtype in overrides.dtypes.items():
         _check_floating(pattern, dtype)
     annotations.check_axis_names(overrides.axis_names, from_model.annotations, mesh)
 
     # What depends on several leaves: stacks, units and tables.
-    shapes = {path: tuple(leaf.shape) for path, (_, leaf) in zip(paths, with_paths, strict=True)}
-    stacked_paths = from_model.stacked | {path for path in paths if _first_match(path, overrides.stacked) is not None}
+    shapes = {path: tuple(leaf.shape) for path, leaf in arrays.items()}
+    stacked_paths = from_model.stacked | {path for path in paths if _first_match(path, overrides.stacked)}
     units = unit_names(shapes, overrides.units, stacked_paths)
     found_tables = tables(shapes, units, stacked_paths)
     leaves = []
-    for path, unit, (_, leaf) in zip(paths, units, with_paths, strict=True):
-        shape = tuple(leaf.shape)
-        stacked = path in stacked_paths
+    for (path, leaf), unit in zip(arrays.items(), units, strict=True):
+        shape, stacked = shapes[path], path in stacked_paths
 
         # Its dims over the other axes of the mesh.
-        pattern = _first_match(path, list(overrides.partition_specs))
-        if pattern is None:
-            annotation = annotations.renamed(from_model.annotations.get(path, REPLICATED), overrides.axis_names)
-        else:
+        annotation = annotations.renamed(from_model.annotations.get(path, REPLICATED), overrides.axis_names)
+        if pattern := _first_match(path, overrides.partition_specs):
             annotation = overrides.partition_specs[pattern]
         model_spec, dim = annotations.check_annotation(path, shape, annotation, stacked, mesh, axes)
 
         # The dim that is sharded over the data axes.
-        pattern = _first_match(path, list(overrides.shard_dims))
-        if pattern is not None:
+        if pattern := _first_match(path, overrides.shard_dims):
             choice = given_dim(path, shape, overrides.shard_dims[pattern], axes, model_spec, pads)
             choice = choice._replace(reason=f"override {pattern!r}")
         elif dim is not None:
@@ -288,12 +282,11 @@ def place(
 
         # Its dtypes.
         trainable = _is_trainable(path, leaf.dtype, overrides.frozen, from_model.trained)
-        dtype = precision.param_dtype if trainable else leaf.dtype
-        pattern = _first_match(path, list(overrides.dtypes))
         compute_dtype = precision.leaf_dtype(leaf.dtype, trainable)
-        if pattern is not None and jnp.issubdtype(leaf.dtype, jnp.floating):
+        pattern = _first_match(path, overrides.dtypes)
+        if pattern and jnp.issubdtype(leaf.dtype, jnp.floating):
             compute_dtype = overrides.dtypes[pattern]
-        dtypes = jnp.dtype(dtype), jnp.dtype(compute_dtype)
+        dtypes = jnp.dtype(precision.param_dtype if trainable else leaf.dtype), jnp.dtype(compute_dtype)
 
         dim, reason, num_zeros = choice
         leaves.append(Leaf(path, shape, *dtypes, dim, unit, reason, trainable, model_spec, stacked, num_zeros))
@@ -309,7 +302,7 @@ def place(
 
 
 def _is_trainable(path: str, dtype: DTypeLike, frozen: Sequence[str], trained: frozenset[str] | None) -> bool:
-    if _first_match(path, frozen) is not None or (trained is not None and path not in trained):
+    if _first_match(path, frozen) or (trained is not None and path not in trained):
         return False
     if jnp.issubdtype(dtype, jnp.complexfloating):
         raise ValueError(

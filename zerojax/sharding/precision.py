@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from zerojax.utils.typing import Array, DTypeLike, PyTree
+from zerojax.utils.typing import Array, DTypeLike
 
 MIN_LOSS_SCALE = 1.0
 DTYPE_FIELDS = ("param_dtype", "compute_dtype", "reduce_dtype")  # fields of Precision
@@ -34,9 +34,9 @@ class Precision:
             skipped step.
     """
 
-    param_dtype: Any = jnp.float32
-    compute_dtype: Any = jnp.float32
-    reduce_dtype: Any = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
+    compute_dtype: DTypeLike = jnp.float32
+    reduce_dtype: DTypeLike = jnp.float32
     cast_inputs: bool | tuple[str, ...] = True
     initial_scale: float | None = None
     growth_interval: int = 2000
@@ -56,7 +56,7 @@ class Precision:
             )
         return PRECISIONS[precision]
 
-    def leaf_dtype(self, dtype: DTypeLike, trainable: bool) -> Any:
+    def leaf_dtype(self, dtype: DTypeLike, trainable: bool) -> np.dtype:
         """The dtype in which a parameter of `dtype` is gathered and computed with, unless the user chooses another.
 
         A frozen leaf is never widened: a base in bf16, fp8 or int8 stays as it is.
@@ -66,7 +66,7 @@ class Precision:
             return jnp.dtype(dtype)
         return jnp.dtype(self.compute_dtype)
 
-    def wire_dtype(self, dtype: DTypeLike) -> Any:
+    def wire_dtype(self, dtype: DTypeLike) -> np.dtype:
         """The dtype in which a gradient of `dtype` is communicated: `reduce_dtype`, or its own, if that is wider than
         compute_dtype, as of a leaf that is computed in fp32 in spite of the precision.
         """
@@ -74,7 +74,7 @@ class Precision:
         return jnp.promote_types(dtype, self.reduce_dtype) if is_wide else jnp.dtype(self.reduce_dtype)
 
     @property
-    def sum_dtype(self) -> Any:
+    def sum_dtype(self) -> np.dtype:
         """The dtype in which the gradients of microbatches are summed: `param_dtype`, or fp32 if that is narrower."""
         return jnp.promote_types(self.param_dtype, jnp.float32)
 
@@ -111,11 +111,6 @@ PRECISIONS = {
     "bf16_params": Precision(jnp.bfloat16, jnp.bfloat16, jnp.bfloat16),
     "fp16": Precision(compute_dtype=jnp.float16, reduce_dtype=jnp.float16, initial_scale=2.0**15),
 }
-
-
-def cast(tree: PyTree, dtype: DTypeLike) -> PyTree:
-    """Casts the floating leaves of a tree to `dtype`; the other leaves stay as they are."""
-    return jax.tree.map(lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
 
 
 def for_reduction(grad: Array, dtype: DTypeLike) -> Array:

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax.sharding.axes import Axes
 from zerojax.sharding.placement import path_text
 from zerojax.sharding.precision import Precision
-from zerojax.step.config import ZeroConfig
+from zerojax.step.config import ZeroConfig, check_integer
 from zerojax.step.models import is_key
 from zerojax.utils.typing import Array, ArrayLike, Aval, DTypeLike, PyTree, Shape
 from zerojax.utils.warn import warn
@@ -213,9 +213,8 @@ def _rows_that_fit(num_rows: int, parts: int) -> str:
 
 def num_microbatches(config: ZeroConfig, num_rows: int, most_rows: int) -> int:
     """See `Zero.num_microbatches`."""
-    for name, number in {"num_rows": num_rows, "most_rows": most_rows}.items():
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ValueError(f"num_microbatches: {name} is {number!r}\n  fix:      pass an integer of at least 1")
+    check_integer("num_microbatches: num_rows", num_rows, 1)
+    check_integer("num_microbatches: most_rows", most_rows, 1)
     devices = config.axes.num_devices
     rows, rest = divmod(num_rows, devices)
     if rest:

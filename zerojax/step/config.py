@@ -19,7 +19,7 @@ from zerojax.sharding import placement
 from zerojax.sharding.axes import Axes
 from zerojax.sharding.placement import Leaf, Stage
 from zerojax.sharding.precision import DTYPE_FIELDS, Precision
-from zerojax.step.memory import DeviceMemory, Memory
+from zerojax.step.memory import Memory
 from zerojax.utils.typing import AnyMesh, PyTree
 
 T = TypeVar("T")
@@ -37,16 +37,6 @@ class Agreement(Protocol):
         ...
 
 
-class NoAgreement:
-    """Processes are not compared."""
-
-    def agree_on(self, fields: Mapping[str, str], what: str, fix: str, call: str) -> None:
-        pass
-
-    def agree_on_lines(self, lines: Sequence[str], what: str, fix: str, call: str) -> None:
-        pass
-
-
 class ZeroConfig(NamedTuple):
     """The configuration shared by all steps of one `Zero`."""
 
@@ -55,8 +45,8 @@ class ZeroConfig(NamedTuple):
     stage: Stage  # the stage of ZeRO
     precision: Precision  # dtypes and loss scaling
     offload: str = "none"  # what is in host memory: 'none', 'optimizer' or 'params', as in `Zero`
-    memory: Memory = DeviceMemory()  # which memory the states of the model are in while a step runs
-    agreement: Agreement = NoAgreement()  # compares processes before they run together
+    memory: Memory = Memory()  # which memory the states of the model are in while a step runs
+    agreement: Agreement | None = None  # compares processes before they run together
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -176,29 +166,21 @@ class StepSettings:
             ValueError: if `num_microbatches`, `prefetch` or `bucket_bytes` is not an integer, or too small, or if
                 `clip_norm` is not a number above 0.
         """
-        if not _is_integer(self.num_microbatches) or self.num_microbatches < 1:
-            raise ValueError(
-                f"train_step: num_microbatches is {self.num_microbatches!r}\n  fix:      pass an integer of at least 1"
-            )
-        if not _is_integer(self.prefetch) or self.prefetch < 0:
-            raise ValueError(
-                f"prefetch: {self.prefetch!r} is not a valid number of units\n  fix:      pass an integer of at least 0"
-            )
+        check_integer("settings: num_microbatches", self.num_microbatches, 1)
+        check_integer("settings: prefetch", self.prefetch, 0)
         is_number = isinstance(self.clip_norm, numbers.Real) and not isinstance(self.clip_norm, bool)
         if self.clip_norm is not None and not (is_number and self.clip_norm > 0):  # NaN is not
             raise ValueError(
-                f"clip_norm: {self.clip_norm!r} is not a norm\n"
+                f"settings: clip_norm {self.clip_norm!r} is not a norm\n"
                 f"  fix:      pass a number above 0, or None to leave gradients as they are"
             )
-        least = axes.num_shards * _WIDEST_ELEMENT_BYTES
-        if self.bucket_bytes is not None and (not _is_integer(self.bucket_bytes) or self.bucket_bytes < least):
-            raise ValueError(
-                f"bucket_bytes: {self.bucket_bytes!r} is not a valid buffer size\n"
-                f"  got:      {axes.num_shards} shards, each with an element of up to {_WIDEST_ELEMENT_BYTES} bytes\n"
-                f"  fix:      pass {least} or more bytes, or None to move every leaf in one piece"
-            )
+        if self.bucket_bytes is not None:
+            least = axes.num_shards * _WIDEST_ELEMENT_BYTES  # an element of each shard
+            check_integer(f"settings: for {axes.num_shards} shards, bucket_bytes", self.bucket_bytes, least)
         return self
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def check_integer(name: str, value: object, least: int) -> None:
+    """Raises ValueError if a value is not an integer, or less than `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {value!r}\n  fix:      pass an integer of at least {least}")

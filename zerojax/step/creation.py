@@ -85,6 +85,7 @@ def _from_function(
     layout = _define(config, overrides, model, plain, tx)
     tree = jax.tree.structure((params, model_state))
 
+    # Create it by running the trace.
     def initial(key: PRNGKey) -> TrainState:
         params, model_state = jax.tree.unflatten(tree, jaxprs.run(closed, key))
         return _initial(config, layout, params, model_state, key)
@@ -110,6 +111,7 @@ def _from_existing(
     abstract = stored_avals(config, jax.eval_shape(from_logical, model.params, model.model_state, key))
     is_sharded = config.stage.shards_optimizer
 
+    # Create it from arrays that are stored like the master parameters.
     def initial(stored: PyTree, model_state: PyTree, key: PRNGKey) -> TrainState:
         if config.offloads_optimizer:
             stored = jax.device_put(stored, jax.memory.Space.Device)

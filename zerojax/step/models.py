@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from zerojax.sharding.placement import FromModel, Leaf, by_path, check_leaves
-from zerojax.sharding.units import no_match_text
+from zerojax.sharding.units import check_patterns
 from zerojax.utils.text import abbreviate
 from zerojax.utils.typing import Array, ArrayLike, PyTree
 
@@ -72,6 +72,7 @@ def split(created: PyTree, trainable: Any = None) -> SplitModel:
 
 def _split_nnx(module: nnx.Module) -> tuple[Model, PyTree, PyTree, PyTree, list[nnx.Variable]]:
     """(The model, the parameters, the model state, the specs and the variables of the parameters)."""
+    # Split.
     graph, params, model_state = nnx.split(module, nnx.Param, ...)
     tree, created = jax.tree.structure(params), jax.tree.structure(model_state)
     state_paths = by_path(model_state).keys()
@@ -80,6 +81,7 @@ def _split_nnx(module: nnx.Module) -> tuple[Model, PyTree, PyTree, PyTree, list[
     if len(jax.tree.leaves(pure)) != tree.num_leaves:
         raise ValueError("init: an nnx.Param is not an array\n  fix:      store exactly one array in each nnx.Param")
 
+    # Merge.
     def merge(params: PyTree, model_state: PyTree) -> nnx.Module:
         if jax.tree.structure(model_state) != created:
             raise ValueError(
@@ -101,6 +103,7 @@ def _split_nnx(module: nnx.Module) -> tuple[Model, PyTree, PyTree, PyTree, list[
             )
         return after, aux
 
+    # Read the metadata.
     specs = nnx.to_pure_dict(nnx.get_partition_spec(params))
     variables = jax.tree.leaves(params, is_leaf=_is_variable)
     return Model(merge, state_after), pure, model_state, specs, variables
@@ -162,12 +165,12 @@ def trained_paths(
     """
     if trainable is None:
         return None
+
+    # Select by globs, a predicate or a filter.
     arrays = by_path(params)
     patterns = [trainable] if isinstance(trainable, str) else trainable
     if isinstance(patterns, list | tuple) and all(isinstance(pattern, str) for pattern in patterns):
-        for pattern in patterns:
-            if not any(fnmatchcase(path, pattern) for path in arrays):
-                raise ValueError(no_match_text("trainable", pattern, list(arrays)))
+        check_patterns("trainable", patterns, list(arrays))
         found = [path for path in arrays if any(fnmatchcase(path, pattern) for pattern in patterns)]
     elif inspect.isfunction(trainable) or inspect.ismethod(trainable):
         found = [path for path, a in arrays.items() if trainable(path, a)]
@@ -183,6 +186,8 @@ def trained_paths(
             tuple(getattr(key, "key", key) for key in path) for path, _ in jax.tree_util.tree_leaves_with_path(params)
         ]
         found = [path for path, key, variable in zip(arrays, keys, variables, strict=True) if matches(key, variable)]
+
+    # Check that there are some.
     if not found:
         raise ValueError(
             f"trainable: selects no parameter\n"

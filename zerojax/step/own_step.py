@@ -31,6 +31,7 @@ def placed_optimizer(
     config: ZeroConfig, define: Callable[[PyTree], StateLayout], tx: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
     """See `Zero.optimizer`. `define` returns the placement of a tree of parameters."""
+    # Check.
     check_transformation(tx)
     if config.offloads_optimizer:
         raise ValueError(
@@ -42,6 +43,7 @@ def placed_optimizer(
         tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
     inner, stage = optax.with_extra_args_support(tx), config.stage
 
+    # Place.
     def state_shardings(layout: StateLayout, opt_state: PyTree) -> PyTree:
         leaves = layout.trained(jax.tree.unflatten(layout.tree, layout.leaves))
         stored = optimizer_placement(inner, opt_state, leaves, config.axes, stage.shards_optimizer, pads=False)
@@ -61,11 +63,15 @@ def placed_optimizer(
                 "  got:      tx.update(grads, opt_state)\n"
                 "  fix:      tx.update(grads, opt_state, params)"
             )
+
+        # Update the shards.
         layout = define(params)
         stored = param_shardings(config, layout, stage.shards_params)
         in_shards = param_shardings(config, layout, stage.shards_optimizer)
         before = layout.trained(pinned(params, stored))  # or compilers would store them like the moments
         updates, state = inner.update(pinned(updates, in_shards), state, before, **extra)
+
+        # Place the results, of which the updates are gathered at stages 1 and 2.
         updates = jax.tree.map(_without_none, params, pinned(pinned(updates, in_shards), stored))
         return updates, pinned(state, state_shardings(layout, state))
 

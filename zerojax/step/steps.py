@@ -88,6 +88,7 @@ class Step:
         batch_texts = {f"batch: {name}": text for name, text in arrays.items()}
         fix = "start all processes with the same configuration, and pass equally many rows in each"
         agreement = self.config.agreement
+        assert agreement is not None
         agreement.agree_on(self.config.texts() | self.settings.texts() | batch_texts, "steps", fix, "the step")
         program = self.lower(state, batch).as_text().splitlines()
         agreement.agree_on_lines(program, "programs", "the same model, loss and optimizer in all processes", "the step")
