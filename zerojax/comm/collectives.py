@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,9 @@ from zerojax.comm.buckets import SMALL_BYTES, Pieces, fused
 from zerojax.comm.rows import gather_rows, row_major, sum_rows
 from zerojax.comm.schedule import after, event
 from zerojax.sharding.axes import REPLICATED, Axes, Dims
-from zerojax.utils.typing import Array
+from zerojax.utils.typing import Array, PyTree
+
+T = TypeVar("T")
 
 
 class CollectiveOptions(NamedTuple):
@@ -56,12 +58,12 @@ class Turns:
         self.options, self._waits = options, list(waits)
         self.events = options.next_waits_for(self._waits)
 
-    def ready(self, parts: Any) -> Any:
+    def ready(self, parts: T) -> T:
         """Delays the operands of the next collective, a tree of arrays, until it may start."""
         arrays, tree = jax.tree.flatten(parts)
         return jax.tree.unflatten(tree, after(arrays, self._waits))
 
-    def done(self, moved: Any) -> Any:
+    def done(self, moved: T) -> T:
         """Records the results of that collective, a tree of arrays, and returns them."""
         own = [e for array in jax.tree.leaves(moved) for e in event([array])]
         if next_waits := self.options.next_waits_for(own):
@@ -90,7 +92,7 @@ def _on_held_parts(
     run = on_parts
     names = jax.sharding.get_abstract_mesh().auto_axes
     if names and dims is not None:
-        specs: Any = [each.model_spec for each in dims]
+        specs: PyTree = [each.model_spec for each in dims]
         out_specs = Communicated(specs, REPLICATED)
         run = jax.shard_map(
             on_parts, in_specs=(specs, REPLICATED), out_specs=out_specs, axis_names={*names}, check_vma=False
@@ -128,7 +130,7 @@ def _sharded_dim(dims: Dims) -> int:
     return dims.shard
 
 
-def _insert(index: Sequence[Any], dim: int, value: Any) -> tuple[Any, ...]:
+def _insert(index: Sequence[T], dim: int, value: T | int) -> tuple[T | int, ...]:
     return (*index[:dim], value, *index[dim:])
 
 
