@@ -102,16 +102,9 @@ def _advice(leaves: Sequence[Leaf], num_shards: int, stored: int, total: int) ->
 def check_layer_dims(leaves: Sequence[Leaf], layer_dims: Mapping[int, int], num_shards: int) -> None:
     """Checks the leaves that loops of a loss slice, of a model that was not seen to be created.
 
-    Warns if leaves with most of the weights are not known to be stacks: steps gather one layer at a time all the same,
-    but reports and schedules of compilers count all layers as one.
-
-    Args:
-        leaves: the placement of all parameters.
-        layer_dims: position of a leaf -> the dim that a loop slices.
-        num_shards: the number of shards.
-
-    Raises:
-        ValueError: if leaves are sharded over the dim that a loop slices. The text names all of them.
+    Raises ValueError if a leaf is sharded over the dim that a loop slices, with a text that names all of them. Warns if
+    leaves with most of the weights are not known to be stacks: steps gather one layer at a time all the same, but
+    reports and schedules of compilers count all layers as one. `layer_dims` maps positions to the dims of loops.
     """
     unknown = {i for i, dim in layer_dims.items() if dim == 0 and not leaves[i].stacked}
     wrong = [i for i, dim in layer_dims.items() if leaves[i].dim == dim]

@@ -54,11 +54,6 @@ def check_annotation(
 
     Returns:
         (the annotation without data axes and without axes of size 1; the dim at which it names data axes, or None).
-
-    Raises:
-        ValueError: if there are more entries than dims, or fewer for a stacked leaf; if an axis is not in the mesh, is
-            not of type Auto or is named twice; if data axes are named at several dims, or together with other axes at
-            one; if a dim is not divisible by the size of its axes, or counts layers.
     """
     # Check the axes.
     text = f"shape {shape}, annotation {spec_text(annotation)}"

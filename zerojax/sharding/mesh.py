@@ -80,11 +80,7 @@ def make_mesh(
 
 
 def data_axes(mesh: Mesh | AbstractMesh, shard: Sequence[str], replica: Sequence[str]) -> Axes:
-    """The data axes of a mesh, by their names. Warns if the state is sharded over several TPU slices.
-
-    Raises:
-        ValueError: if an axis is not in the mesh, is named twice, or is not of type Auto.
-    """
+    """The data axes of a mesh, checked, by their names. Warns if the state is sharded over several TPU slices."""
     # Check the names.
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     for name in (*shard, *replica):
@@ -128,11 +124,7 @@ def _warn_of_slices(mesh: Mesh, sharded_over: np.ndarray) -> None:
 
 
 def check_enclosing_mesh(mesh: Mesh | AbstractMesh) -> None:
-    """Checks that `jax.set_mesh` has set no mesh, or one with the same axes.
-
-    Raises:
-        ValueError: if it has set another mesh, or one with axes of type Explicit.
-    """
+    """Raises ValueError if `jax.set_mesh` has set another mesh, or one with axes of type Explicit."""
     enclosing = jax.sharding.get_abstract_mesh()
     if enclosing.empty or enclosing == mesh.abstract_mesh:
         return

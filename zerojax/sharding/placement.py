@@ -55,11 +55,7 @@ class Stage(enum.IntEnum):
 
     @classmethod
     def of(cls, stage: int) -> Stage:
-        """The stage with a given number.
-
-        Raises:
-            ValueError: if `stage` is not an integer from 0 to 3.
-        """
+        """The stage with a given number, an integer from 0 to 3."""
         if stage not in list(cls) or isinstance(stage, bool):
             numbers = ", ".join(str(each.value) for each in cls)
             raise ValueError(f"stage: {stage!r} is not a ZeRO stage\n  fix:      one of {numbers}")
@@ -235,14 +231,9 @@ def place(
     from_model: FromModel = _UNKNOWN,
     pads: bool = True,
 ) -> tuple[Leaf, ...]:
-    """Places every leaf of a parameter tree, in flattening order.
+    """Places every leaf of a parameter tree, in flattening order, and checks it and the patterns of the user.
 
     Without `pads`, no leaf is stored with zeros: it is replicated if no dim is divisible.
-
-    Raises:
-        ValueError: if the tree is empty, a leaf is not an array or is complex and not frozen, a pattern matches
-            nothing, nothing is left to train, a dtype is not floating, or an annotation does not fit its leaf; if a
-            chosen dim does not exist, is divided over another axis, or is not divisible without `pads`.
     """
     # Check the leaves, and that every pattern matches some of them.
     check_leaves(params)

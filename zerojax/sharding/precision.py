@@ -43,11 +43,7 @@ class Precision:
 
     @classmethod
     def of(cls, precision: str | Precision) -> Precision:
-        """The `Precision` of a preset's name, or the given `Precision`.
-
-        Raises:
-            ValueError: if the name is unknown.
-        """
+        """The `Precision` of a preset's name, or the given `Precision`."""
         if isinstance(precision, Precision):
             return precision
         if precision not in PRECISIONS:

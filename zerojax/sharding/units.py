@@ -43,14 +43,6 @@ def unit_names(shapes: Mapping[str, Shape], patterns: Sequence[str] = (), stacke
 
     The dots in the keys of a flat state dict ('model.layers.0.mlp.weight') separate components, too. Where names do not
     show layers, as in a list of arrays, see `merged_units`.
-
-    Args:
-        shapes: the paths of all leaves, and their shapes.
-        patterns: globs on leading parts of paths.
-        stacked: the paths of leaves whose dim 0 counts layers.
-
-    Raises:
-        ValueError: if a pattern matches no path.
     """
     leaves = [
         _Leaf(_components(path), math.prod(shape), len(shape) > 1 + (path in stacked), path in stacked)

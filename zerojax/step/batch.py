@@ -135,13 +135,9 @@ def _label(path: Sequence[object]) -> str:
 
 
 def check_batch(config: ZeroConfig, batch: PyTree, num_microbatches: int) -> None:
-    """Checks that all arrays of a batch have the same number of rows, which devices x microbatches divide.
+    """Raises ValueError unless a batch is of numbers, and devices x microbatches divide its rows, the same in all arrays.
 
     The batch is that of this process, global arrays or avals, with `Whole` for what has no rows.
-
-    Raises:
-        ValueError: if a leaf is not an array of numbers, the numbers of rows differ, are 0 or are not divisible, or
-            no array has rows.
     """
     # Every leaf is an array of numbers.
     for path, a in jax.tree_util.tree_leaves_with_path(unwrapped(batch)):

@@ -84,11 +84,7 @@ OFFLOADS = "none", "optimizer", "params"
 
 
 def check_offload(offload: str, mesh: AnyMesh, axes: Axes, stage: Stage) -> None:
-    """Checks `Zero(offload=...)`.
-
-    Raises:
-        ValueError: if the text is unknown, or the stage or the mesh cannot have it.
-    """
+    """Raises ValueError if `Zero(offload=...)` is unknown, or the stage or the mesh cannot have it."""
     if offload not in OFFLOADS:
         known = ", ".join(map(repr, OFFLOADS[:-1]))
         raise ValueError(f"offload: unknown value {offload!r}\n  fix:      {known} or {OFFLOADS[-1]!r}")
@@ -160,12 +156,7 @@ class StepSettings:
         return CollectiveOptions(math.inf if self.bucket_bytes is None else self.bucket_bytes)
 
     def check(self, axes: Axes) -> StepSettings:
-        """Checks the settings against the data axes, and returns them.
-
-        Raises:
-            ValueError: if `num_microbatches`, `prefetch` or `bucket_bytes` is not an integer, or too small, or if
-                `clip_norm` is not a number above 0.
-        """
+        """Checks the settings against the data axes, and returns them."""
         check_integer("settings: num_microbatches", self.num_microbatches, 1)
         check_integer("settings: prefetch", self.prefetch, 0)
         is_number = isinstance(self.clip_norm, numbers.Real) and not isinstance(self.clip_norm, bool)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,6 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from zerojax.sharding import placement
 from zerojax.sharding.placement import PINNED_HOST
 from zerojax.step.models import is_key
 from zerojax.utils.text import SPACE, abbreviate, bytes_text, count_text, fold, mesh_text
@@ -52,27 +52,18 @@ def _step_text(state: TrainState) -> str:
 
 
 def _held_text(state: TrainState) -> str:
+    """The bytes of the shards on one device; of values that are traced, those of the whole arrays."""
     optimizer = (state.master, state.opt_state)
     parts = {"parameters": state.params, "optimizer state": optimizer, "model state": state.model_state}
-    offloads = state.layout.config is not None and state.layout.config.offloads_optimizer
-    host = {name: _held_bytes(tree, of_host=True) if offloads else 0 for name, tree in parts.items()}
-    held = {name: _held_bytes(tree) - host[name] for name, tree in parts.items()}
-    listed = lambda sizes: ", ".join(f"{name} {bytes_text(size)}" for name, size in sizes.items() if size)
-    total = lambda sizes: f"{bytes_text(sum(sizes.values()))} ({listed(sizes)})"
-    return f"{total(held)}\n  in host memory: {total(host)}" if any(host.values()) else total(held)
-
-
-def _held_bytes(tree: PyTree, of_host: bool = False) -> int:
-    """Bytes of the shards of one device; of values that are traced, those of the whole arrays.
-
-    `of_host`: only of arrays in host memory.
-    """
-    arrays = [a for a in jax.tree.leaves(tree) if not is_key(a)]
-    if of_host:
-        arrays = [a for a in arrays if getattr(getattr(a, "sharding", None), "memory_kind", None) == PINNED_HOST]
-    return sum(
-        math.prod(a.shape) * a.dtype.itemsize
-        if isinstance(a, Tracer) or getattr(a, "sharding", None) is None
-        else placement.shard_bytes(a, a.sharding)
-        for a in arrays
-    )
+    held, in_host = collections.Counter(), collections.Counter()
+    for name, tree in parts.items():
+        for a in jax.tree.leaves(tree):
+            sharding = None if isinstance(a, Tracer) else getattr(a, "sharding", None)
+            memory = in_host if getattr(sharding, "memory_kind", None) == PINNED_HOST else held
+            shape = a.shape if sharding is None else sharding.shard_shape(tuple(a.shape))
+            memory[name] += 0 if is_key(a) else math.prod(shape) * a.dtype.itemsize
+    texts = []
+    for sizes in (held, in_host) if any(in_host.values()) else (held,):
+        listed = ", ".join(f"{name} {bytes_text(size)}" for name, size in sizes.items() if size)
+        texts.append(f"{bytes_text(sum(sizes.values()))} ({listed})")
+    return "\n  in host memory: ".join(texts)

@@ -97,12 +97,9 @@ def uses(gradient: DeviceGradient, args: LossArgs) -> list[tuple[Use, ...]]:
 
 
 def check_constraints(gradient: DeviceGradient, trace: LossTrace) -> None:
-    """Checks that the loss constrains no sharding over the data axes, and divides its kernels over the others.
+    """Raises LossError if the loss constrains a sharding over the data axes, or JAX would have to divide a kernel.
 
     JAX finds either only when it compiles, which for `value_and_grad` is in the user's own jit.
-
-    Raises:
-        LossError: if it constrains one, or if JAX would have to divide a kernel.
     """
     config, jaxpr = gradient.config, trace.closed.jaxpr
     for spec, traceback in jaxprs.constraints(jaxpr, config.axes.data):
@@ -113,11 +110,7 @@ def check_constraints(gradient: DeviceGradient, trace: LossTrace) -> None:
 
 
 def check_evaluation(gradient: DeviceGradient, trace: LossTrace) -> None:
-    """Checks that the loss does not depend on which rows are in a batch, as far as a user has meant it to.
-
-    Raises:
-        LossError: if the loss communicates over the data axes, or changes running statistics.
-    """
+    """Raises LossError if the loss depends on which rows are in a batch: if it communicates, or changes statistics."""
     axes, jaxpr = gradient.config.axes, trace.closed.jaxpr
     if any(jaxprs.communicates_over(equation, axes.data) for equation in jaxpr.eqns):
         raise LossError(
@@ -146,11 +139,7 @@ INTO_BATCH = "put arrays with a row for each row of the batch into the batch, in
 
 @contextlib.contextmanager
 def explained_by_rows(gradient: DeviceGradient, args: LossArgs) -> Iterator[None]:
-    """Explains an error of a loss that works with all rows of the batch only. Others stay as they are.
-
-    Raises:
-        LossError: in place of an error of the loss that is not raised if each device has all rows.
-    """
+    """Explains an error of a loss that works with all rows of the batch only. Others stay as they are."""
     parts = gradient.config.axes.num_devices * gradient.settings.num_microbatches
 
     def fails(num_parts: int) -> bool:

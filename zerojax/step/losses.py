@@ -136,12 +136,7 @@ class Output:
 def call_loss(
     loss_fn: LossFn, model: Model, params: PyTree, model_state: PyTree, batch: PyTree, key: PRNGKey
 ) -> Output:
-    """Runs a user's `loss_fn(model, batch)` or `loss_fn(model, batch, key)`, and normalizes its outputs.
-
-    Raises:
-        ValueError: if the loss is not a scalar of a floating dtype, the second output is not a dict, or a metric is not
-            a scalar or has a reserved name.
-    """
+    """Runs a user's `loss_fn(model, batch)` or `loss_fn(model, batch, key)`, and checks and normalizes its outputs."""
     # Call.
     merged, batch = model.merge(params, model_state), unwrapped(batch)
     takes_key = _takes_key(loss_fn)
@@ -234,11 +229,7 @@ class LossError(ValueError):
 
 @contextlib.contextmanager
 def explaining_errors(precision: Precision) -> Iterator[None]:
-    """Explains errors about constraints on data axes, about placement and about dtypes. Others stay as they are.
-
-    Raises:
-        LossError: in place of an error that it explains.
-    """
+    """Explains errors about constraints on data axes, about placement and about dtypes. Others stay as they are."""
     try:
         yield
     except LossError:

@@ -59,10 +59,9 @@ class Memory:
     """Where the states of a model are while a step runs. Here, all are on the devices, and updated as whole arrays."""
 
     def check(self, config: ZeroConfig, layout: StateLayout, platform: str | None = None) -> None:
-        """Checks that this memory can hold such a state. If the mesh has no devices, their platform may be known.
+        """Raises ValueError if such a state cannot be updated piece by piece, or the devices cannot read pieces of it.
 
-        Raises:
-            ValueError: if the optimizer cannot update it piece by piece, or if the devices cannot read pieces of it.
+        If the mesh has no devices, their platform may be known.
         """
 
     def check_state(self, config: ZeroConfig, state: TrainState) -> None:
@@ -89,8 +88,5 @@ class Memory:
             config, layout: of the state.
             dtypes: of the gradients of trained parameters, in flattening order.
             scales: whether gradients are multiplied by a factor before the update.
-
-        Raises:
-            ValueError: if the optimizer cannot update its state in this memory.
         """
         return None

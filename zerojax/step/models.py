@@ -46,12 +46,7 @@ class SplitModel(NamedTuple):
 
 
 def split(created: PyTree, trainable: Any = None) -> SplitModel:
-    """Splits a model that was created: an nnx.Module, Linen variables or a tree of parameters.
-
-    Raises:
-        ValueError: if it is a Linen module, a parameter is not an array, a variable is to be overwritten with its
-            gradient, or `trainable` matches no parameter.
-    """
+    """Splits a model that was created: an nnx.Module, Linen variables or a tree of parameters."""
     if isinstance(created, nn.Module):
         raise ValueError(
             f"init: the function returns a Linen module, which has no parameters\n"
@@ -134,12 +129,9 @@ def _metadata_spec(leaf: object) -> PartitionSpec:
 
 
 def check_not_overwritten(tree: PyTree) -> None:
-    """Checks that no variable is one that a step has to overwrite with its gradient, as those of Flax's fp8 layers.
+    """Raises ValueError if a step has to overwrite a variable with its gradient, as those of Flax's fp8 layers.
 
     The gradient of such a variable is its new value, a largest value over rows. It is no term of a sum over devices.
-
-    Raises:
-        ValueError: if there are such variables, with their paths.
     """
     nodes = by_path(tree, is_leaf=_is_variable).items()
     if found := [p for p, node in nodes if OVERWRITE_WITH_GRADIENT in (type(node).__name__, *p.split("/"))]:
@@ -158,10 +150,7 @@ def trained_paths(
     Args:
         trainable: globs on paths, a predicate of (path, array), or an nnx filter.
         params: the tree of parameters.
-        variables: the variables of an nnx.Module, in the order of the leaves of `params`.
-
-    Raises:
-        ValueError: if it matches no parameter, or is a filter and there are no variables.
+        variables: the variables of an nnx.Module, in the order of the leaves of `params`; filters need them.
     """
     if trainable is None:
         return None

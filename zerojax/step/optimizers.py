@@ -59,11 +59,7 @@ def check_transformation(tx: optax.GradientTransformation) -> None:
 
 
 def check_update(tx: optax.GradientTransformation, params: PyTree) -> None:
-    """Checks that an optimizer can be created and updated, without running it. `params` are avals.
-
-    Raises:
-        ValueError: if it is not an Optax transformation, or needs what a step does not have.
-    """
+    """Raises ValueError if an optimizer needs what a step does not have, without running it. `params` are avals."""
     check_transformation(tx)
     names = _function_names(tx)
     for name, reason in _REASONS.items():

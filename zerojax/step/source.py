@@ -32,11 +32,7 @@ class ModelSource(NamedTuple):
 
 
 def source_of(model: PyTree, inputs: Inputs) -> ModelSource:
-    """The source of what was passed to `init`: see there for models and inputs.
-
-    Raises:
-        ValueError: if it is not a model, or `inputs` is missing or not needed.
-    """
+    """The source of what was passed to `init`: see there for models and inputs."""
     # A Linen module.
     if isinstance(model, nn.Module):
         if inputs is None:
@@ -79,10 +75,8 @@ def _creates(create: Callable[[PRNGKey], PyTree]) -> ModelSource:
 
 @contextlib.contextmanager
 def _explaining_errors() -> Iterator[None]:
-    """Adds a note to errors of a model that is created: its line, and what may help. Their type and text stay.
-
-    Raises:
-        ValueError: in place of Flax's error about a variable of another trace.
+    """Adds a note to errors of a model that is created: its line, and what may help. Their type and text stay, except
+    for Flax's error about a variable of another trace.
     """
     try:
         yield

@@ -280,9 +280,6 @@ def check_not_donated(state: TrainState) -> None:
     """Raises ValueError if an array of the state is deleted, as the arrays of a state are that a step was called with.
 
     The runtime would end the process. Avals are ignored.
-
-    Raises:
-        ValueError: also if it is no state.
     """
     check_is_state(state)
     is_deleted = lambda a: isinstance(a, jax.Array) and not isinstance(a, Tracer) and a.is_deleted()

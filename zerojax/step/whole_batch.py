@@ -70,8 +70,9 @@ def over_whole_batch(
 ) -> CheckedLoss:
     """Checks a loss on one device's rows, and makes its outputs those of the whole batch.
 
-    Warns of a loss that is a sum, or a ratio of sums, over rows; of metrics that are not those of the whole batch; and
-    of running statistics that are averages of those of each device's rows.
+    Raises LossError if a variable of the model would be another one on each device. Warns of a loss that is a sum, or a
+    ratio of sums, over rows; of metrics that are not those of the whole batch; and of running statistics that are
+    averages of those of each device's rows.
 
     Args:
         gradient: of the step.
@@ -79,9 +80,6 @@ def over_whole_batch(
         purpose: of the step.
         constraints: whether sharding constraints and kernels in the loss are checked.
         is_seen: whether the loss has been checked before, and has been warned of.
-
-    Raises:
-        LossError: if a variable of the model would be another one on each device, or a check fails.
 
     Cost: traces the loss, unless there is nothing to find out.
     """
@@ -192,10 +190,8 @@ def _plan(found: _LossRows, fixed: Sequence[bool], axes: Axes, purpose: Purpose)
 def _state_to_reduce(found: _LossRows, fixed: Sequence[bool]) -> dict[str, Atom]:
     """The leaves of the model state that are reduced in the loss, by position.
 
-    These are all that depend on the device and are not floating, and floating ones that add up rows.
-
-    Raises:
-        LossError: if one that is not floating can be neither averaged nor reduced.
+    These are all that depend on the device and are not floating, and floating ones that add up rows. If one that is not
+    floating can be neither averaged nor reduced, it is an error.
     """
     chosen = {}
     state = by_path(found.output.model_state).items()
