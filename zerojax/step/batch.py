@@ -135,7 +135,7 @@ def _label(path: Sequence[object]) -> str:
 
 
 def check_batch(config: ZeroConfig, batch: PyTree, num_microbatches: int) -> None:
-    """Raises ValueError unless a batch is of numbers, and devices x microbatches divide its rows, the same in all arrays.
+    """Raises ValueError unless a batch is of numbers, with equally many rows, which devices x microbatches divide.
 
     The batch is that of this process, global arrays or avals, with `Whole` for what has no rows.
     """
