@@ -33,7 +33,7 @@ from zerojax.step.loss_traces import explained_by_rows
 from zerojax.step.losses import LossFn, Sums, explaining_errors, in_evaluation_mode
 from zerojax.step.optimizers import scheduled_learning_rate
 from zerojax.step.state import StateLayout, TrainState
-from zerojax.step.update import apply_gradients
+from zerojax.step.update import StepGrads, apply_gradients
 from zerojax.step.whole_batch import Purpose, over_whole_batch
 from zerojax.utils.text import mesh_text
 from zerojax.utils.typing import Array, PyTree
@@ -231,11 +231,15 @@ class TrainStep(Step):
             factor = 1 / scale
             if clip_norm is not None:
                 factor = factor * jnp.minimum(1, clip_norm / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
-            grads = [g for g in result.grads if g is not None]
             is_one = clip_norm is None and state.loss_scale is None
-            after, params_norm = apply_gradients(
-                gradient, state, shardings, grads, None if is_one else factor, finite, result.loss, result.divisor
+            grads = StepGrads(
+                [g for g in result.grads if g is not None],
+                None if is_one else factor,
+                finite,
+                result.loss,
+                result.divisor,
             )
+            after, params_norm = apply_gradients(gradient, state, shardings, grads)
             keep = lambda new, old: new if models.is_key(new) else lax.select(finite, new, old)
             model_state = jax.tree.map(keep, result.model_state, state.model_state)
             after = dataclasses.replace(after, model_state=model_state)

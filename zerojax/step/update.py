@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -35,29 +35,17 @@ class Updated(NamedTuple):
     squared_norm: Array | None  # of the trained parameters; None if it has not been computed
 
 
-class Update(Protocol):
-    """An update of the training state by other means than on whole arrays."""
+class StepGrads(NamedTuple):
+    """What an update is computed from."""
 
-    def __call__(
-        self,
-        state: TrainState,
-        grads: Sequence[Array],
-        factor: Array,
-        finite: Array,
-        loss: Array,
-        divisor: Array | None = None,
-    ) -> Updated:
-        """Updates a state.
+    grads: Sequence[Array]  # of the trained parameters, in flattening order, stored like the optimizer state
+    factor: Array | None  # what they are multiplied by; None is 1
+    finite: Array  # bool scalar; if it is false, nothing changes but the step counts and the loss scale
+    loss: Array  # fp32 scalar, the loss of the step
+    divisor: Array | None = None  # of gradients in host memory; None is 1
 
-        Args:
-            state: before the update.
-            grads: of the trained parameters, in flattening order, stored like the optimizer state.
-            factor: what they are multiplied by.
-            finite: bool scalar; if it is false, nothing changes.
-            loss: fp32 scalar, the loss of the step.
-            divisor: of gradients in host memory; None is 1.
-        """
-        ...
+
+Update: TypeAlias = Callable[[TrainState, StepGrads], Updated]  # by other means than on whole arrays
 
 
 def gather_params(gradient: DeviceGradient, trained: PyTree) -> PyTree:
@@ -98,35 +86,19 @@ def squared_norm(gradient: DeviceGradient, params: PyTree) -> Array:
 
 
 def apply_gradients(
-    gradient: DeviceGradient,
-    state: TrainState,
-    shardings: TrainState,
-    grads: Sequence[Array],
-    factor: Array | None,
-    finite: Array,
-    loss: Array,
-    divisor: Array | None,
+    gradient: DeviceGradient, state: TrainState, shardings: TrainState, grads: StepGrads
 ) -> tuple[TrainState, Array]:
-    """Applies one optimizer update to global arrays. If `finite` is false, only the step counts and the loss
-    scale change.
-
-    Args:
-        gradient: the function that computed the gradients.
-        state: the state before the update.
-        shardings: the shardings of the state.
-        grads, factor, finite, loss, divisor: as of `Update`. A factor of None is 1.
+    """Applies one optimizer update to a state with these shardings.
 
     Returns:
         (the state after the update, the squared norm of the trained parameters).
     """
     config, layout, stage = gradient.config, gradient.layout, gradient.config.stage
+    finite = grads.finite
 
     # Update the shards.
-    update = config.memory.update(config, layout, [g.dtype for g in grads], factor is not None)
-    if update is None:
-        updated = _update_whole(gradient, state, grads, factor, finite, loss)
-    else:
-        updated = update(state, grads, jnp.float32(1) if factor is None else factor, finite, loss, divisor)
+    update = config.memory.update(config, layout, [g.dtype for g in grads.grads], grads.factor is not None)
+    updated = _update_whole(gradient, state, grads) if update is None else update(state, grads)
 
     # Gather the parameters, below stage 3.
     params = updated.computed
@@ -154,15 +126,8 @@ def apply_gradients(
     return after, squared_norm(gradient, optimizer_params(config, after)) if norm is None else norm
 
 
-def _update_whole(
-    gradient: DeviceGradient,
-    state: TrainState,
-    grads: Sequence[Array],
-    factor: Array | None,
-    finite: Array,
-    loss: Array,
-) -> Updated:
-    """The update of a state that is on the devices; see `apply_gradients`."""
+def _update_whole(gradient: DeviceGradient, state: TrainState, step: StepGrads) -> Updated:
+    """The update of a state that is on the devices."""
     config, layout, stage = gradient.config, gradient.layout, gradient.config.stage
     dtype = config.precision.param_dtype
     zeros = layout.trained_paddings(stage.shards_optimizer)
@@ -170,7 +135,8 @@ def _update_whole(
     old = optimizer_params(config, state)
 
     # Update in logical shapes, which is what transformations see.
-    scaled = [g.astype(dtype) if factor is None else g.astype(dtype) * factor.astype(dtype) for g in grads]
+    factor, finite = step.factor, step.finite
+    scaled = [g.astype(dtype) if factor is None else g.astype(dtype) * factor.astype(dtype) for g in step.grads]
     before = padding.cropped(old, zeros)
     tree = jax.tree.structure(old)
     updates, opt_state = optimizers.update(
@@ -178,7 +144,7 @@ def _update_whole(
         padding.cropped(tree.unflatten(scaled), zeros),
         padding.cropped(state.opt_state, opt_zeros),
         before,
-        loss,
+        step.loss,
     )
     opt_state = padding.padded(opt_state, opt_zeros)
     updated = padding.padded(optax.apply_updates(before, updates), zeros)
