@@ -245,10 +245,7 @@ class Zero:
                 for the previous one, except for the first in a scan at stage 2, where two may be in flight. With None,
                 the default, leaves are communicated whole. No computation overlaps with a leaf that is communicated in
                 pieces, so a bucket should hold the largest leaf of a layer. Buckets bound the temporary memory of
-                collectives over stacks of layers at stages 0 to 2, which otherwise grows with the model: compiled for
-                eight H100s, the gather of two weights of 16 layers of width 1024 (224 MiB in bf16) takes 9 MiB in
-                addition to its result instead of 128 with buckets of 32 MiB, and their reduce-scatter 9 instead of 224.
-                An all-reduce, which is in place otherwise, takes 32.
+                collectives over stacks of layers at stages 0 to 2, which otherwise grows with the model.
             audit: 'error' and 'warn' compare each newly compiled program with the step's expectation (see
                 `zerojax.audit_step`) before it runs for the first time, and raise ValueError or warn if it deviates.
                 'off', the default, reads nothing; `step.audit(state, batch)` does so on demand. The program is compiled

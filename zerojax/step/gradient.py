@@ -104,7 +104,7 @@ class DeviceGradient:
         return Reductions(self.config, self.layout, self.settings)
 
     def __call__(self, args: LossArgs, scale: Array) -> LossAndGrads:
-        """Computes the loss, times the scale, and its gradient in one step on this device."""
+        """Computes the loss of one step and its gradient, times the loss scale."""
         args = self.cast(args)
         if self.settings.num_microbatches > 1:
             return self._accumulate(args, scale)

@@ -26,11 +26,11 @@ from zerojax.utils.text import SPACE, abbreviate, fold
 from zerojax.utils.typing import Array, Aval, PRNGKey, PyTree
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class StateLayout:
     """Where and how the leaves of a training state are stored, with the model and the optimizer that they belong to.
 
-    It is the static part of a state. All states of one `init` share the same object.
+    It is the static part of a state. All states of one `init` share the same object, which equals only itself.
     """
 
     tx: optax.GradientTransformation  # the optimizer
@@ -41,11 +41,6 @@ class StateLayout:
     fixed_state: tuple[bool, ...] = ()
     config: ZeroConfig | None = None  # the mesh, stage and precision for which states are created
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
 
     def specs(self, axes: Axes, sharded: bool) -> PyTree:
         """The spec of every parameter, with or without the shard axes."""
