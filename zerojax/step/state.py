@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
+import math
 import operator
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
@@ -21,8 +24,7 @@ from zerojax.sharding.placement import PINNED_HOST, Leaf, by_path
 from zerojax.sharding.precision import LossScale
 from zerojax.step import models
 from zerojax.step.config import ZeroConfig
-from zerojax.step.descriptions import state_text
-from zerojax.utils.text import SPACE, abbreviate, fold
+from zerojax.utils.text import SPACE, abbreviate, bytes_text, count_text, fold, mesh_text
 from zerojax.utils.typing import Array, Aval, PRNGKey, PyTree
 
 
@@ -40,7 +42,6 @@ class StateLayout:
     # whether each leaf of the model state stays as it is, because its module is frozen
     fixed_state: tuple[bool, ...] = ()
     config: ZeroConfig | None = None  # the mesh, stage and precision for which states are created
-
 
     def specs(self, axes: Axes, sharded: bool) -> PyTree:
         """The spec of every parameter, with or without the shard axes."""
@@ -142,7 +143,7 @@ class TrainState:
 
     def __repr__(self) -> str:
         """The step, the stage, the number of parameters and the bytes on a device. Waits for no step."""
-        return state_text(self)
+        return _state_text(self)
 
     def __deepcopy__(self, memo: dict[int, object]) -> TrainState:
         """A copy of the arrays: a state of the same layout. That of an nnx.State would lose its variables."""
@@ -330,30 +331,54 @@ def check_trained(state: TrainState, params: PyTree) -> None:
             )
 
 
-def check_stored(config: ZeroConfig, state: TrainState) -> None:
-    """Raises ValueError if the state has other arrays than the stage stores for the parameters and the optimizer."""
-    layout, stage = state.layout, config.stage
-    shapes = [leaf.padding(stage.shards_params).stored_shape(leaf.shape) for leaf in layout.leaves]
-    params, tree = jax.tree.flatten(state.params)
-    as_stored = lambda a, shape: jax.ShapeDtypeStruct(shape, a.dtype)
-    _check_same("parameters do", state.params, tree.unflatten(map(as_stored, params, shapes)))
-    created, structure = jax.tree.flatten(jax.eval_shape(layout.tx.init, layout.trained_avals()))
-    zeros = layout.optimizer_paddings(config.axes, stage.shards_optimizer)
-    shapes = [p.stored_shape(a.shape) for p, a in zip(zeros, created, strict=True)]
-    _check_same("optimizer state does", state.opt_state, structure.unflatten(map(as_stored, created, shapes)))
+# The repr -----------------------------------------------------------------------------------------------------------
 
 
-def _check_same(what: str, state: PyTree, want: PyTree) -> None:
-    rows = lambda tree: {path: (tuple(a.shape), a.dtype) for path, a in by_path(tree).items()}
-    got, wanted = rows(state), rows(want)
-    differ = [path for path in sorted(got.keys() | wanted.keys()) if got.get(path) != wanted.get(path)]
-    if differ:
-        path = differ[0]
-        rest = [each.text.replace(SPACE, " ") for each in fold(differ[1:], [0] * (len(differ) - 1))]
-        more = f"\n  more:     {len(differ) - 1:,} other leaves: {abbreviate(rest, separator=', ')}" if rest else ""
-        raise ValueError(
-            f"state: the {what} not match the model and the optimizer\n"
-            f"  got:      {path}: {got.get(path, 'missing')}\n"
-            f"  want:     {wanted.get(path, 'no such leaf')}{more}\n"
-            f"  fix:      pass a state of zero.init for the same model and optimizer, and not state.logical()"
-        )
+def _state_text(state: TrainState) -> str:
+    """The step, stage, size and bytes on a device of a state, and what is not sharded. No value is waited for."""
+    layout = state.layout
+    leaves, config = layout.leaves, layout.config
+    trained = sum(leaf.size for leaf in leaves if leaf.trainable)
+    total = sum(leaf.size for leaf in leaves)
+    of_these = "" if trained == total else f", {count_text(trained)} of them trained"
+    where = "" if config is None else f", {config.stage.title} on {mesh_text(dict(config.mesh.shape))}"
+    lines = [
+        f"TrainState({_step_text(state)}{where}",
+        f"  {count_text(total)} parameters in {len(leaves):,} leaves{of_these}",
+        f"  on a device: {_held_text(state)}",
+    ]
+    whole = [leaf.path for leaf in leaves if leaf.dim is None]
+    if whole and config is not None and config.stage.shards_optimizer and config.axes.num_shards > 1:
+        names = [each.text.replace(SPACE, " ") for each in fold(whole, [0] * len(whole))]
+        lines.append(f"  not sharded: {abbreviate(names, separator=', ')}")
+    return "\n".join(lines) + ")"
+
+
+def _step_text(state: TrainState) -> str:
+    """The step if it is known without waiting for a running one, or else why it is not."""
+    step: PyTree = state.step
+    if isinstance(step, Tracer):
+        return "traced"
+    if isinstance(step, jax.ShapeDtypeStruct):
+        return "avals"
+    if any(a.is_deleted() for a in jax.tree.leaves(state) if isinstance(a, jax.Array)):
+        return "donated to a step"
+    return f"step {int(np.asarray(step.addressable_data(0)))}" if step.is_ready() else "step not ready"
+
+
+def _held_text(state: TrainState) -> str:
+    """The bytes of the shards on one device; of values that are traced, those of the whole arrays."""
+    optimizer = (state.master, state.opt_state)
+    parts = {"parameters": state.params, "optimizer state": optimizer, "model state": state.model_state}
+    held, in_host = collections.Counter(), collections.Counter()
+    for name, tree in parts.items():
+        for a in jax.tree.leaves(tree):
+            sharding = None if isinstance(a, Tracer) else getattr(a, "sharding", None)
+            memory = in_host if getattr(sharding, "memory_kind", None) == PINNED_HOST else held
+            shape = a.shape if sharding is None else sharding.shard_shape(tuple(a.shape))
+            memory[name] += 0 if models.is_key(a) else math.prod(shape) * a.dtype.itemsize
+    texts = []
+    for sizes in (held, in_host) if any(in_host.values()) else (held,):
+        listed = ", ".join(f"{name} {bytes_text(size)}" for name, size in sizes.items() if size)
+        texts.append(f"{bytes_text(sum(sizes.values()))} ({listed})")
+    return "\n  in host memory: ".join(texts)

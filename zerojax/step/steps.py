@@ -17,7 +17,7 @@ from jax import lax
 from zerojax.program import jaxprs
 from zerojax.sharding.axes import REPLICATED
 from zerojax.sharding.mesh import check_enclosing_mesh, warn_of_disabled_jit
-from zerojax.sharding.placement import path_text
+from zerojax.sharding.placement import by_path, path_text
 from zerojax.step import models, state as states
 from zerojax.step.batch import RowsOfSet, batch_avals, check_batch, dtype_of, shard_batch, warn_of_keys
 from zerojax.step.compiler_options import (
@@ -35,7 +35,7 @@ from zerojax.step.optimizers import scheduled_learning_rate
 from zerojax.step.state import StateLayout, TrainState
 from zerojax.step.update import StepGrads, apply_gradients
 from zerojax.step.whole_batch import Purpose, over_whole_batch
-from zerojax.utils.text import mesh_text
+from zerojax.utils.text import SPACE, abbreviate, fold, mesh_text
 from zerojax.utils.typing import Array, PyTree
 
 Metrics = dict[str, Array]
@@ -102,7 +102,7 @@ class Step:
         check_batch(self.config, batch, self.settings.num_microbatches)
         if state.layout not in self._jitted:
             warn_of_disabled_jit()
-            states.check_stored(self.config, state)
+            _check_stored(self.config, state)
             self._jitted[state.layout] = self._jit(state, batch)
         return self._jitted[state.layout]
 
@@ -160,6 +160,35 @@ class Step:
         """Lowers the step for arrays or avals, as `jax.jit(...).lower` does. `kwargs` are options of JAX."""
         with explaining_errors(self.config.precision):
             return self.trace(state, batch).lower(**kwargs)
+
+
+def _check_stored(config: ZeroConfig, state: TrainState) -> None:
+    """Raises ValueError if the state has other arrays than the stage stores for the parameters and the optimizer."""
+    layout, stage = state.layout, config.stage
+    shapes = [leaf.padding(stage.shards_params).stored_shape(leaf.shape) for leaf in layout.leaves]
+    params, tree = jax.tree.flatten(state.params)
+    as_stored = lambda a, shape: jax.ShapeDtypeStruct(shape, a.dtype)
+    _check_same("parameters do", state.params, tree.unflatten(map(as_stored, params, shapes)))
+    created, structure = jax.tree.flatten(jax.eval_shape(layout.tx.init, layout.trained_avals()))
+    zeros = layout.optimizer_paddings(config.axes, stage.shards_optimizer)
+    shapes = [p.stored_shape(a.shape) for p, a in zip(zeros, created, strict=True)]
+    _check_same("optimizer state does", state.opt_state, structure.unflatten(map(as_stored, created, shapes)))
+
+
+def _check_same(what: str, state: PyTree, want: PyTree) -> None:
+    rows = lambda tree: {path: (tuple(a.shape), a.dtype) for path, a in by_path(tree).items()}
+    got, wanted = rows(state), rows(want)
+    differ = [path for path in sorted(got.keys() | wanted.keys()) if got.get(path) != wanted.get(path)]
+    if differ:
+        path = differ[0]
+        rest = [each.text.replace(SPACE, " ") for each in fold(differ[1:], [0] * (len(differ) - 1))]
+        more = f"\n  more:     {len(differ) - 1:,} other leaves: {abbreviate(rest, separator=', ')}" if rest else ""
+        raise ValueError(
+            f"state: the {what} not match the model and the optimizer\n"
+            f"  got:      {path}: {got.get(path, 'missing')}\n"
+            f"  want:     {wanted.get(path, 'no such leaf')}{more}\n"
+            f"  fix:      pass a state of zero.init for the same model and optimizer, and not state.logical()"
+        )
 
 
 def _name_of_loss(loss_fn: LossFn) -> str:
