@@ -18,7 +18,7 @@ from zerojax.program.remat import Remat
 from zerojax.sharding.mesh import make_mesh, simulate_devices
 from zerojax.sharding.precision import Precision
 from zerojax.step.batch import Whole
-from zerojax.step.models import Weighted
+from zerojax.step.losses import Weighted
 from zerojax.step.optimizers import ema
 from zerojax.step.state import TrainState
 from zerojax.training import evaluate, fit

@@ -15,6 +15,7 @@ from zerojax.analysis.memory import Memory, out_of_memory_error, step_memory
 from zerojax.step import steps
 from zerojax.step.batch import batch_avals
 from zerojax.step.config import StepSettings, ZeroConfig
+from zerojax.step.gradient import LossArgs
 from zerojax.step.loss_traces import Use, traced_loss, uses
 from zerojax.step.state import TrainState
 from zerojax.utils.typing import Array, Aval, PyTree
@@ -134,8 +135,8 @@ class TrainStep(steps.TrainStep):
 
         Source: Chowdhery et al., "PaLM", appendix B, arXiv 2204.02311.
         """
-        jaxpr, _ = traced_loss(self.gradient(state.layout), self._loss_args(state, batch))
-        return model_flops(jaxpr) * self.config.axes.num_devices
+        trace = traced_loss(self.gradient(state.layout), self._loss_args(state, batch))
+        return model_flops(trace.closed.jaxpr) * self.config.axes.num_devices
 
-    def _loss_args(self, state: TrainState, batch: PyTree) -> Any:
-        return jax.tree.leaves(state.params), state.model_state, batch_avals(self.config, batch), state.key
+    def _loss_args(self, state: TrainState, batch: PyTree) -> LossArgs:
+        return LossArgs(jax.tree.leaves(state.params), state.model_state, batch_avals(self.config, batch), state.key)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.program import jaxprs
-from zerojax.step.models import Weighted
+from zerojax.step.losses import Weighted
 from zerojax.utils.typing import Array, PyTree
 
 # Arrays that `logits_of` closes over, by index.

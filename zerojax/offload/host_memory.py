@@ -13,13 +13,13 @@ from zerojax.sharding.mesh import on_tpus
 from zerojax.sharding.placement import Leaf
 from zerojax.step import optimizers
 from zerojax.step.config import ZeroConfig
-from zerojax.step.memory import DeviceMemory, GradientSums, Memory
+from zerojax.step.memory import GradientSums, Memory
 from zerojax.step.state import StateLayout, TrainState
 from zerojax.step.update import Update
 from zerojax.utils.typing import AnyMesh, Array, DTypeLike
 
 
-class AllOnDevices(DeviceMemory):
+class AllOnDevices(Memory):
     """Nothing is in host memory.
 
     Optimizers whose state is stored in few bits update it in pieces. Compilers would otherwise compute it for whole
@@ -35,7 +35,7 @@ class AllOnDevices(DeviceMemory):
         return StreamedUpdate(config, layout, dtypes, scales)
 
 
-class OptimizerInHost(DeviceMemory):
+class OptimizerInHost(Memory):
     """The optimizer's state is in host memory, with the master copy of the parameters."""
 
     def check(self, config: ZeroConfig, layout: StateLayout, platform: str | None = None) -> None:

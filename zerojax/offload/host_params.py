@@ -22,7 +22,7 @@ from zerojax.offload.pace import Paces
 from zerojax.program.layer_scan import Carry, LayerBody, Scanned
 from zerojax.program.part import GradientSink, Loop, PlannedPart, Weights
 from zerojax.sharding.placement import Leaf, is_in_host
-from zerojax.step.memory import DeviceSums
+from zerojax.step.memory import GradientSums
 from zerojax.utils.flags import select
 from zerojax.utils.typing import Array, ArrayLike, DTypeLike, Shape
 
@@ -180,7 +180,7 @@ class HostGradients(GradientSink):
         return jnp.where(self._is_first, 0, total) + grad.astype(total.dtype) * self._weight
 
 
-class HostSums(DeviceSums):
+class HostSums(GradientSums):
     """The sums of gradients over microbatches, of which those of leaves in host memory are there.
 
     Args:

@@ -44,7 +44,7 @@ from zerojax.sharding.placement import Leaf
 from zerojax.step import optimizers
 from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
 from zerojax.step.state import StateLayout, TrainState, optimizer_shardings
-from zerojax.step.update import Updated
+from zerojax.step.update import StepGrads, Updated
 from zerojax.utils.typing import Array, Aval, Shape
 
 _AHEAD = 2
@@ -134,16 +134,10 @@ class StreamedUpdate:
         new = [*jax.tree.leaves(optax.apply_updates(params, updates)), *jax.tree.leaves(after_update)]
         return [lax.select(finite, n, o) for n, o in zip(new, old, strict=True)]
 
-    def __call__(
-        self,
-        state: TrainState,
-        grads: Sequence[Array],
-        factor: Array,
-        finite: Array,
-        loss: Array,
-        divisor: Array | None = None,
-    ) -> Updated:
-        """Updates a state; see `step.update.Update`."""
+    def __call__(self, state: TrainState, step: StepGrads) -> Updated:
+        """Updates a state."""
+        grads, factor, finite, loss, divisor = step
+        factor = jnp.float32(1) if factor is None else factor
         computed = self._computed(state)
         params = computed if state.master is None else jax.tree.leaves(state.master)
         arrays = [*params, *jax.tree.leaves(state.opt_state), *grads, factor, finite, loss]

@@ -28,10 +28,9 @@ from zerojax.analysis.liveness import GRADIENTS, Lifetimes, Peak
 from zerojax.program import jaxprs
 from zerojax.program.jaxprs import Equation, Jaxpr, Var
 from zerojax.program.segmentation import Segment, TracedLoss
-from zerojax.step.batch import batch_specs, cast_batch
-from zerojax.step.config import leaf_specs, shard_map_over_data
-from zerojax.step.gradient import DeviceGradient
-from zerojax.step.models import Output
+from zerojax.step.gradient import DeviceGradient, LossArgs
+from zerojax.step.loss_traces import on_device
+from zerojax.step.losses import Output
 from zerojax.utils.typing import Array, PyTree
 
 # Parameters of slices: a layer may take its own row of an array that all layers read, such as a mask of heads.
@@ -64,28 +63,19 @@ class FewLayers(NamedTuple):
     layers: tuple[RepeatedLayer, ...]
 
 
-def trace_loss(gradient: DeviceGradient, args: Any) -> LossTrace:
+def trace_loss(gradient: DeviceGradient, args: LossArgs) -> LossTrace:
     """Traces the loss of one device.
 
     Args:
         gradient: of the step.
-        args: avals of global arrays: (parameter leaves, model state, batch, key).
+        args: avals of global arrays.
     """
-    config, layout = gradient.config, gradient.layout
-    replicated: Any = jax.sharding.PartitionSpec()
-    specs = leaf_specs(config, layout.leaves, config.stage.shards_params)
-    found: list[LossTrace] = []
 
-    def find(shards: Any, model_state: PyTree, batch: PyTree, key: Array) -> Any:
-        batch = cast_batch(config.precision, batch)
-        shards = layout.for_compute(shards)
-        parts, _, output = gradient.parts_of_loss(shards, gradient.fold(model_state, 0), batch, key)
-        found.append(LossTrace(parts.traced, output))
-        return jnp.int32(0)
+    def trace(args: LossArgs) -> LossTrace:
+        parts, _, output = gradient.parts_of_loss(gradient.with_own_keys(gradient.cast(args)))
+        return LossTrace(parts.traced, output)
 
-    in_specs = specs, replicated, batch_specs(config.axes, args[2]), replicated
-    jax.eval_shape(shard_map_over_data(config, find, in_specs, replicated), *args)
-    return found[0]
+    return on_device(gradient, trace, args)
 
 
 def few_layers(gradient: DeviceGradient, trace: LossTrace, num_ends: tuple[int, int]) -> FewLayers | None:

@@ -27,7 +27,7 @@ from zerojax.sharding.mesh import make_mesh
 from zerojax.step import creation, models
 from zerojax.step.compiler_options import in_host_memory
 from zerojax.step.config import StepSettings
-from zerojax.step.gradient import DeviceGradient, compute_gradients, device_gradient
+from zerojax.step.gradient import DeviceGradient, LossArgs, compute_gradients, device_gradient
 from zerojax.step.source import ModelSource, plain_arrays, source_of
 from zerojax.step.state import TrainState, in_host, stored_avals
 from zerojax.utils.typing import Array, PyTree
@@ -145,8 +145,7 @@ class Tracer:
         key = zero.config.mesh, zero.config.precision, settings.rows
         if key not in self._losses:
             one = dataclasses.replace(settings, num_microbatches=1)
-            gradient, args = self._gradient(zero, one)
-            self._losses[key] = trace_loss(gradient, args[:-1])
+            self._losses[key] = trace_loss(*self._gradient(zero, one))
         return self._losses[key]
 
     def device_trace(self, settings: Settings, num_devices: int) -> DeviceTrace:
@@ -161,7 +160,7 @@ class Tracer:
                 offloads = settings.remat == "offload"
                 num_ends = 1 + offloads, max(1, settings.prefetch) + offloads
                 few = few_layers(gradient, self.loss(settings, num_devices), num_ends)
-            self._traces[key] = _device_trace(few or FewLayers(gradient, tuple(range(len(args[0]))), ()), args)
+            self._traces[key] = _device_trace(few or FewLayers(gradient, tuple(range(len(args.params))), ()), args)
         return self._traces[key]
 
     def memory(self, settings: Settings, num_devices: int) -> Memory:
@@ -181,14 +180,13 @@ class Tracer:
         batch = self.batch(settings, zero.config.axes.num_devices)
         return memory_terms(zero.config, _step_settings(settings), self.state(zero, settings), batch, *peaks)
 
-    def _gradient(self, zero: Zero, settings: Settings) -> tuple[DeviceGradient, Any]:
+    def _gradient(self, zero: Zero, settings: Settings) -> tuple[DeviceGradient, LossArgs]:
         """Returns (the gradient on one device, avals of its arguments)."""
         state, step = self.state(zero, settings), _step_settings(settings).check(zero.config.axes)
         batch = self.batch(settings, zero.config.axes.num_devices)
-        scale = jax.ShapeDtypeStruct((), jnp.float32)
         gradient = device_gradient(zero.config, state.layout, self.job.loss_fn, step)
         params = in_host_memory(state.params, in_host(zero.config, state).params)
-        return gradient, (jax.tree.leaves(params), state.model_state, batch, state.key, scale)
+        return gradient, LossArgs(jax.tree.leaves(params), state.model_state, batch, state.key)
 
 
 def num_rows(job: Job, settings: Settings, num_devices: int) -> int:
@@ -206,9 +204,9 @@ def _step_settings(settings: Settings) -> StepSettings:
     )
 
 
-def _device_trace(few: FewLayers, args: Any) -> DeviceTrace:
-    args = ([args[0][i] for i in few.leaves], *args[1:])
-    closed, _ = jaxprs.traced(lambda *args: compute_gradients(few.gradient, args), *args)
+def _device_trace(few: FewLayers, args: LossArgs) -> DeviceTrace:
+    args, scale = args._replace(params=[args.params[i] for i in few.leaves]), jax.ShapeDtypeStruct((), jnp.float32)
+    closed, _ = jaxprs.traced(functools.partial(compute_gradients, few.gradient), args, scale)
     (jaxpr,) = manual_parts(closed)
     return DeviceTrace(jaxpr, sum(few.gradient.trainable), few.layers)
 

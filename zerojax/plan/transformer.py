@@ -19,7 +19,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
 from zerojax.contrib.losses import chunked_cross_entropy
-from zerojax.step.models import Weighted
+from zerojax.step.losses import Weighted
 from zerojax.utils.typing import Array, PyTree
 
 _LOSS_CHUNK = 2048  # tokens whose logits are computed at a time

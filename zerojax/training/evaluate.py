@@ -11,7 +11,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from zerojax.step.batch import RowsOfSet, map_rows
-from zerojax.step.models import Sums, is_key
+from zerojax.step.losses import Sums
+from zerojax.step.models import is_key
 from zerojax.step.state import TrainState, check_is_state
 from zerojax.step.steps import EvalStep
 from zerojax.utils.typing import PyTree

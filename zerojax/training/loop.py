@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, SupportsFloat
 import jax
 
 from zerojax.processes.agreement import agree
-from zerojax.step.jitted_step import Step
 from zerojax.step.state import TrainState, check_is_state
+from zerojax.step.steps import Step
 from zerojax.training import folder as folders
 from zerojax.training.display import ProgressBar, ProgressLines, on_terminal, show_line
 from zerojax.training.recorder import MetricsRecorder, RowCosts, row_costs
