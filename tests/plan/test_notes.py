@@ -114,6 +114,6 @@ def test_a_step_is_compiled_for_the_memory_that_a_program_may_use(monkeypatch):
 def test_recomputation_takes_time_where_memory_traffic_limits_the_step(monkeypatch):
     """Attention is written out: its scores are computed again with `remat='full'`."""
     made = planner(monkeypatch, gpt.create(CONFIG))
-    seconds = {remat: made.compute_time(Settings(rows=2, remat=remat)) for remat in ("none", "full")}
+    seconds = {remat: made.formula_time(Settings(rows=2, remat=remat)).compute for remat in ("none", "full")}
     assert all(time.memory_s > time.products_s for time in seconds.values())
     assert seconds["none"].memory_s < seconds["full"].memory_s

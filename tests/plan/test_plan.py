@@ -528,7 +528,7 @@ def test_the_search_ranks_by_formula_without_a_compiler():
     by_settings = dict(zip(settings, found.candidates, strict=True))
     none, full = (by_settings[3, remat, 1, 1, "none"] for remat in ("none", "full"))
     assert none.time.compute.total_s < full.time.compute.total_s
-    assert full.time.compute == Planner(f"{__name__}:layered_job", "a100:128").compute_time(full.settings)
+    assert full.time.compute == Planner(f"{__name__}:layered_job", "a100:128").formula_time(full.settings).compute
     assert json.loads(json.dumps(found.data())) == found.data()
 
 

@@ -1,6 +1,6 @@
-"""Audits a compiled step: runs the checks of its memory and of its communication against an expectation.
+"""Checks the memory of a compiled step: where the state is, that it is updated in place, and what is offloaded.
 
-The checks of memory are here: where the state is, that it is updated in place, and what is copied to host memory. A
+A
 scan that offloads activations writes them into slices of a host buffer, and the scan of the backward pass reads these
 in reverse. A compiler that walks the other way gives each layer the activations of another: bytes and memory are as
 expected, and the gradients are wrong.
@@ -9,18 +9,16 @@ expected, and the gradients are wrong.
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
+from jax.stages import Compiled
 
-from zerojax.analysis import hlo, hlo_costs, host_slices
-from zerojax.analysis.communication import SLACK, CommunicationChecks
-from zerojax.analysis.expectation import Expectation
-from zerojax.analysis.findings import Audit, AuditCheck, Outcome, Unreadable, Verdict, reader_errors, run_checks
+from zerojax.analysis import hlo_costs, host_slices
+from zerojax.analysis.communication import SLACK
+from zerojax.analysis.expectation import AuditCheck, Expectation, Outcome, Unreadable, Verdict, reader_errors
 from zerojax.analysis.hlo import Buffer, Program
 from zerojax.analysis.hlo_costs import copied_in_host
 from zerojax.analysis.host_slices import HostSlice
@@ -30,53 +28,8 @@ from zerojax.sharding import placement
 from zerojax.sharding.annotations import spec_text
 from zerojax.sharding.axes import axis_names
 from zerojax.step.compiler_options import ANNOTATOR, DISABLED_PASSES, FIRST_CORRECT
-from zerojax.step.described_hosts import TracedWithHostArguments
 from zerojax.utils.text import abbreviate, bytes_text
 from zerojax.utils.typing import Aval, Shape
-
-
-def audit_step(step: Any, expectation: Expectation) -> Audit:
-    """Compares what a step is expected to do with its compiled program. Nothing is run.
-
-    Most is read from programs for GPUs. XLA for CPUs merges gathers, sends wider dtypes and runs one collective after
-    the other, so for CPUs the communication is read from the traced step. If something cannot be read, the finding says
-    why.
-
-    Collectives of the model itself over the data axes count as those of the step. Collectives of at most 256 bytes are
-    not counted.
-
-    Args:
-        step: `jax.jit(fn, ...).trace(state, ...)` of any function, which is compiled here, or a compiled function. Of
-            the latter, the order of gathers is not read, and on CPU no communication is.
-        expectation: the result of `step.expectation(state, batch)` for a zerojax step with the same loss. Its state is
-            the first argument of `step`.
-
-    Returns:
-        An `Audit`: one finding for each expectation, and a table when printed.
-
-    Raises:
-        ValueError: if the first argument of `step` is another state.
-
-    Cost: compiles a traced step, and reads the text of the program, in about 5% of the time of the compilation.
-    """
-    is_traced = isinstance(step, jax.stages.Traced | TracedWithHostArguments)
-    jaxpr = step.jaxpr if is_traced else None
-    compiled = step.lower().compile() if is_traced else step
-    program, platform = _reader(compiled), expectation.config.mesh.devices.flat[0].platform
-    memory = _MemoryChecks(compiled, program, expectation, platform)
-    communication = CommunicationChecks(program, jaxpr, expectation, platform)
-    return run_checks([*memory.checks(), *communication.checks()])
-
-
-def _reader(compiled: jax.stages.Compiled) -> Callable[[], Program]:
-    """Returns a function that parses the program, once. It raises `Unreadable` if the text cannot be parsed."""
-
-    @functools.cache
-    def program() -> Program:
-        with reader_errors():
-            return hlo.parse_program(compiled.as_text() or "")
-
-    return program
 
 
 def _bytes_per_device(avals: Iterable[Aval]) -> int:
@@ -92,10 +45,10 @@ def _is_placed_like(got: jax.sharding.Sharding, want: Aval) -> bool:
     return got.is_equivalent_to(want.sharding, len(want.shape))
 
 
-class _MemoryChecks:
+class MemoryChecks:
     """Checks where the state is placed, that it is updated in place, and what is offloaded to host memory."""
 
-    def __init__(self, compiled: Any, program: Callable[[], Program], expectation: Expectation, platform: str):
+    def __init__(self, compiled: Compiled, program: Callable[[], Program], expectation: Expectation, platform: str):
         self.compiled, self.program, self.expectation, self.platform = compiled, program, expectation, platform
         self._check_state()
         # None for an argument that the program does not read; such arguments are not numbered among its parameters.
@@ -121,35 +74,26 @@ class _MemoryChecks:
         sharded = sum(bool(set(axes.shard) & each) for each in names)
         size, offloaded = _bytes_per_device(state), self.expectation.offloaded_bytes
         in_host, is_gpu = _bytes_per_device(self._host_state().values()), self.platform == "gpu"
-        return [
-            AuditCheck(
-                "sharded", f"{sharded} of {len(state)} leaves sharded over {'x'.join(axes.shard)}", self.sharded
-            ),
+        is_sharded = f"{sharded} of {len(state)} leaves sharded over {'x'.join(axes.shard)}"
+        checks = [
+            AuditCheck("sharded", is_sharded, self.sharded),
             AuditCheck("aliased state", f"{bytes_text(size)} per device, updated in place", self.aliased_state),
-            AuditCheck(
-                "checkpoints",
-                f"{bytes_text(offloaded)} of activations in host memory" if offloaded else None,
-                self.checkpoints,
-            ),
-            AuditCheck(
-                "offloaded slices",
-                "each slice of a host buffer is copied from or to its index"
-                if (offloaded or in_host) and is_gpu
-                else None,
-                self.offloaded_slices,
-            ),
-            AuditCheck(
-                "host memory",
-                f"{bytes_text(in_host)} of the state in host memory" if in_host else None,
-                self.host_memory,
-            ),
-            AuditCheck(
-                "pieces of the state",
-                f"all of them, about {bytes_text(PIECES_BYTES)} at a time" if in_host and is_gpu else None,
-                self.pieces_of_the_state,
-            ),
-            AuditCheck("host copies", "(no expectation)" if in_host and is_gpu else None, self.host_copies),
         ]
+        if offloaded:
+            text = f"{bytes_text(offloaded)} of activations in host memory"
+            checks.append(AuditCheck("checkpoints", text, self.checkpoints))
+        if (offloaded or in_host) and is_gpu:
+            slices = lambda: check_offloaded_slices(self.program())
+            text = "each slice of a host buffer is copied from or to its index"
+            checks.append(AuditCheck("offloaded slices", text, slices))
+        if in_host:
+            text = f"{bytes_text(in_host)} of the state in host memory"
+            checks.append(AuditCheck("host memory", text, self.host_memory))
+        if in_host and is_gpu:
+            text = f"all of them, about {bytes_text(PIECES_BYTES)} at a time"
+            checks.append(AuditCheck("pieces of the state", text, self.pieces_of_the_state))
+            checks.append(AuditCheck("host copies", "(no expectation)", lambda: check_copies(self.program())))
+        return checks
 
     def sharded(self) -> Outcome:
         """Whether every leaf of the state has the sharding of its stage."""
@@ -220,22 +164,11 @@ class _MemoryChecks:
         params = [shape for path, (_, shape) in arrays.items() if path.startswith("params/")]
         return check_pieces(self.program(), arrays.values(), _bytes_per_device(state.values()), params)
 
-    def host_copies(self) -> Outcome:
-        """How much is copied between device and host."""
-        return check_copies(self.program())
-
-    def offloaded_slices(self) -> Outcome:
-        """Whether loops read and write slices of host buffers at their indices."""
-        return check_offloaded_slices(self.program())
-
 
 def check_host_memory(state_bytes: int, found: int, copies: int) -> Outcome:
     """Whether the state is in host memory, and no copy of it or of its gradients.
 
-    Args:
-        state_bytes: of the state that is offloaded.
-        found: the bytes of the program's arguments in host memory.
-        copies: the bytes of what is copied there.
+    The program has `found` bytes of arguments there, and makes `copies`.
     """
     numbers = {"expected_bytes": state_bytes, "found_bytes": found, "copied_bytes": max(0, copies)}
     if found < (1 - SLACK) * state_bytes:
@@ -261,9 +194,6 @@ def check_pieces(
         state_bytes: of all of them.
         params: the shapes of those that are parameters. Layers of them, and of sums of their gradients, come in the
             forward and the backward pass too.
-
-    Raises:
-        Unreadable: if the index of a piece cannot be evaluated.
     """
     wanted, streamed = set(arrays), set(params)
     with reader_errors():
@@ -288,7 +218,9 @@ def check_pieces(
         fix = "jit the step of zero.train_step: a step of your own has to move the state piece by piece"
         return Outcome("no pieces: the state comes to the device as a whole", Verdict.BROKEN, numbers, fix)
     if missed:
-        texts = [f"{each.name} writes {len(set(each.indexed or ()))} pieces of {_text(each)}" for each in missed]
+        count = lambda each: each.buffer.num_bytes // each.slice_bytes
+        writes = lambda each: f"{each.name} writes {len(set(each.indexed or ()))} pieces of {count(each)}"
+        texts = [f"{writes(each)} of {_array_text(each.buffer)}" for each in missed]
         fix = "report it with the program: compiled.as_text() of step.lower(state, batch).compile()"
         return Outcome(abbreviate(texts), Verdict.BROKEN, numbers, fix)
     text = f"all pieces come and go; {bytes_text(largest)} at a time"
@@ -325,9 +257,8 @@ def _covers(each: HostSlice, visits: Mapping[int, int]) -> bool:
     return set(visits) == set(pieces) and len(set(visits.values())) == 1
 
 
-def _text(each: HostSlice) -> str:
-    dims = ",".join(map(str, each.buffer.dims))
-    return f"{each.buffer.num_bytes // each.slice_bytes} of {each.buffer.dtype}[{dims}]"
+def _array_text(buffer: Buffer) -> str:
+    return f"{buffer.dtype}[{','.join(map(str, buffer.dims))}]"
 
 
 _FIX = (
@@ -340,9 +271,6 @@ def check_offloaded_slices(program: Program) -> Outcome:
     """Compares the offsets that the compiler has annotated slices of host buffers with to those of their indices.
 
     Slices without annotations are copied by their indices.
-
-    Raises:
-        Unreadable: if there are annotations that cannot be compared, and none that is wrong.
     """
     with reader_errors():
         found = host_slices.host_slices(program)
@@ -360,9 +288,8 @@ def check_offloaded_slices(program: Program) -> Outcome:
 
 def _difference(each: HostSlice) -> str:
     action = "writes" if each.writes else "reads"
-    buffer = f"{each.buffer.dtype}[{','.join(map(str, each.buffer.dims))}]"
     found, expected = (_walk(offsets, each.slice_bytes) for offsets in (each.annotated or (), each.indexed or ()))
-    return f"{each.name} {action} {buffer} {found}, and its index {expected}"
+    return f"{each.name} {action} {_array_text(each.buffer)} {found}, and its index {expected}"
 
 
 def _walk(offsets: Sequence[int], slice_bytes: int) -> str:

@@ -9,8 +9,16 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from zerojax.analysis import hlo, hlo_collectives, jaxpr_counts
-from zerojax.analysis.expectation import Expectation, SentBytes, over_data_axes
-from zerojax.analysis.findings import AuditCheck, Outcome, Unreadable, Verdict, reader_errors
+from zerojax.analysis.expectation import (
+    AuditCheck,
+    Expectation,
+    Outcome,
+    SentBytes,
+    Unreadable,
+    Verdict,
+    over_data_axes,
+    reader_errors,
+)
 from zerojax.analysis.hlo import Program
 from zerojax.analysis.hlo_collectives import Collective
 from zerojax.program.jaxprs import ClosedJaxpr
@@ -26,14 +34,7 @@ EXPOSED_SHARE = 0.03  # of the expected bytes, in addition to those at the ends 
 
 
 class CommunicationChecks:
-    """Checks the collectives of one step over the data axes.
-
-    Args:
-        program: parses the compiled program.
-        jaxpr: the traced step, or None.
-        expectation: what the step is expected to do.
-        platform: the platform that the program is compiled for.
-    """
+    """Checks the collectives of one step over the data axes. `program` parses the compiled program."""
 
     def __init__(
         self, program: Callable[[], Program], jaxpr: ClosedJaxpr | None, expectation: Expectation, platform: str
@@ -232,10 +233,10 @@ class CommunicationChecks:
         """Whether communication overlaps with matrix products."""
         if self.as_traced:
             raise Unreadable("XLA for CPUs overlaps no collective with computation")
-        bare = self._exposed(self.found)
-        total, exposed = (sum(each.sent_bytes for each in part) for part in (self.found, bare))
-        looped = [each for each in self.found if each.looped]
-        in_loops, exposed_in_loops = (sum(each.sent_bytes for each in part) for part in (looped, self._exposed(looped)))
+        bare = [each for each in self.found if each.exposed]
+        size = lambda found: sum(each.sent_bytes for each in found)
+        total, exposed = size(self.found), size(bare)
+        in_loops, exposed_in_loops = (size(each for each in part if each.looped) for part in (self.found, bare))
         numbers = {"exposed_bytes": exposed, "looped_bytes": in_loops, "exposed_looped_bytes": exposed_in_loops}
         text = f"{bytes_text(exposed)} ({exposed / max(total, 1):.1%}) overlap with no matrix product"
         text += f", {bytes_text(exposed_in_loops)} ({exposed_in_loops / in_loops:.1%}) in loops" if in_loops else ""
@@ -256,7 +257,3 @@ class CommunicationChecks:
             "(docs/schedule.md#compiler-options)"
         )
         return Outcome(f"{text}; among them: {listed}", Verdict.SLOW, numbers, fix)
-
-    @staticmethod
-    def _exposed(found: list[Collective]) -> list[Collective]:
-        return [each for each in found if each.exposed]

@@ -32,10 +32,7 @@ class Row:
 
     Attributes:
         category: 'params', 'grads', 'optimizer' or 'model_state', or 'host memory' for what the optimizer has there.
-        path: keys joined by '/'.
         shape, dtype: of the full leaf.
-        spec: the PartitionSpec as text.
-        bytes_per_device: bytes of the leaf on one device.
         undivided_bytes: bytes on one device if the leaf were not sharded over the data axes.
         zeros_bytes: of `bytes_per_device`, the bytes of zeros that pad the leaf, as a mean over devices.
         reason: why the leaf is sharded in this dim, or why it is whole.
@@ -57,8 +54,6 @@ class UnitRow:
     """A unit: leaves that are gathered together.
 
     Attributes:
-        name: the leading part of the paths of its leaves.
-        num_leaves: the number of its leaves.
         num_bytes: bytes of its full leaves as they are gathered; of stacked leaves, of one layer.
         places: the positions in the forward pass at which it is used, counted from 0; empty if unknown, or unused.
         looked_up: those of `places` at which only rows of it are looked up, and it is not gathered.

@@ -13,7 +13,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -26,12 +26,13 @@ from zerojax.analysis.hlo import (
     Program,
     attribute,
     element_bits,
+    source,
     trip_count,
     unsupported,
 )
 
 # A tuple is a function from the index of an element to its value: most of what a loop carries is never asked for.
-Evaluated = np.ndarray | Callable[[int], Any]
+Evaluated: TypeAlias = "np.ndarray | Callable[[int], Evaluated]"
 
 
 class Scope:
@@ -55,17 +56,16 @@ class Scope:
         return Scope(lambda number: self.value(caller.operands[number]))
 
     def value(self, i: Instruction) -> Evaluated:
-        """Returns the value of an instruction of the computation.
+        """The value of an instruction of the computation.
 
-        Raises:
-            ValueError: if it does not follow from the constants of the program, or is not an integer.
+        Raises ValueError if it does not follow from the constants of the program, or is not an integer.
         """
         if i not in self._known:
             self._known[i] = self._compute(i)
         return self._known[i]
 
     def array(self, i: Instruction) -> np.ndarray:
-        """Returns the value of an instruction whose result is an array."""
+        """The value of an instruction whose result is an array."""
         value = self.value(i)
         if not isinstance(value, np.ndarray):
             raise unsupported(i, "a tuple where an array is expected")
@@ -73,18 +73,18 @@ class Scope:
 
     def _compute(self, i: Instruction) -> Evaluated:
         if i.op == "parameter":
-            return self._argument(int(attribute(r"^(\d+)\)", i)))
+            return self._argument(i.number)
         if i.op == "tuple":
             return lambda index: self.value(i.operands[index])
         if i.op == "get-tuple-element":
             elements = self.value(i.operands[0])
             if isinstance(elements, np.ndarray):
                 raise unsupported(i, "an element of an array")
-            return elements(int(attribute(r"\bindex=(\d+)", i)))
+            return elements(i.index)
         if i.op == "opt-barrier":
             return self.value(i.operands[0])
         if i.op in ("call", "fusion"):
-            (called,) = i.called["calls" if i.op == "fusion" else "to_apply"]
+            (called,) = i.computations
             return self.call(i).value(called.root)
         if i.op == "while":
             return Iterations(i, self).result
@@ -140,24 +140,18 @@ def _is_never(i: Instruction) -> bool:
     """Whether a comparison is sign(...) > 1, by which a value waits for an event, see `dependencies.after`."""
     if i.op != "compare" or attribute(r"direction=(\w+)", i) != "GT":
         return False
-    sign, one = map(_without_converts, i.operands)
+    sign, one = (source(operand, ("broadcast", "convert")) for operand in i.operands)
     literal = re.sub(r"/\*.*?\*/", "", one.attributes)  # positions in arrays of four dims and more
     return sign.op == "sign" and one.op == "constant" and bool(re.match(r"[{\s]*1[}\s]*\)", literal))
 
 
-def _without_converts(i: Instruction) -> Instruction:
-    while i.op in ("broadcast", "convert"):
-        (i,) = i.operands
-    return i
-
-
 def slice_dims(i: Instruction) -> tuple[int, ...]:
-    """Returns the dims of what a dynamic-slice reads or a dynamic-update-slice writes."""
+    """The dims of what a dynamic-slice reads or a dynamic-update-slice writes."""
     return (i if i.op == "dynamic-slice" else i.operands[1]).buffers[0].dims
 
 
 def slice_starts(i: Instruction, indices: Iterable[np.ndarray]) -> list[int]:
-    """Returns the indices of a dynamic-slice or a dynamic-update-slice, moved so that the slice is inside the array."""
+    """The indices of a dynamic-slice or a dynamic-update-slice, moved so that the slice is inside the array."""
     limits = [dim - size for dim, size in zip(i.operands[0].buffers[0].dims, slice_dims(i), strict=True)]
     return [min(max(int(index), 0), limit) for index, limit in zip(indices, limits, strict=True)]
 
@@ -238,7 +232,6 @@ _OTHERS: dict[str, Callable[..., ArrayLike]] = {
 
 
 def _apply(i: Instruction, operands: Sequence[np.ndarray]) -> np.ndarray:
-    """Returns the result of an operation on arrays."""
     dtype = _dtype(i)
     if i.op in _ELEMENTWISE:
         with np.errstate(over="ignore"):  # integers wrap around, as in the program
@@ -259,14 +252,10 @@ class HostSlice:
     """A dynamic-slice or a dynamic-update-slice of a buffer in host memory.
 
     Attributes:
-        name: the name of the instruction.
-        writes: whether it writes to the buffer, instead of reading from it.
         buffer: the whole buffer.
-        slice_bytes: size of the slice.
         indexed: the offset in bytes at each run, in the order in which it runs in a step, by its indices; None if they
-            cannot be evaluated.
+            cannot be evaluated, see `unread`.
         annotated: the same by its annotation; None if it has none.
-        unread: why the indices cannot be evaluated.
     """
 
     name: str
@@ -287,7 +276,7 @@ class _SliceRun(NamedTuple):
 
 
 def host_slices(program: Program) -> list[HostSlice]:
-    """Returns the slices of host buffers of a program for GPUs, in the order of their first runs.
+    """The slices of host buffers of a program for GPUs, in the order of their first runs.
 
     Raises:
         ValueError: if a slice is in a branch or in a loop whose trip count is unknown, if an annotation is not
@@ -310,7 +299,7 @@ def _runs(
             raise unsupported(i, "an annotation of something else than a slice")
         elif i.op == "custom-call" and _touches_host(i) and i.target != _ALLOCATION:
             raise unsupported(i, "this custom call may read or write a part of a host buffer")
-        elif not any(_is_relevant(c, known) for called in i.called.values() for c in called):
+        elif not any(_is_relevant(c, known) for c in i.computations):
             continue
         elif i.op == "while":
             loop = Iterations(i, scope)
@@ -320,7 +309,7 @@ def _runs(
             raise unsupported(i, "a slice of a host buffer in a branch")
         else:
             inner = scope.call(i)
-            for c in (c for called in i.called.values() for c in called):
+            for c in i.computations:
                 yield from _runs(c, inner, iterations, known)
 
 
@@ -338,7 +327,7 @@ def _is_relevant(computation: Computation, known: dict[Computation, bool]) -> bo
         known[computation] = any(
             _slices_host(i)
             or (_touches_host(i) and (_ANNOTATION in i.attributes or i.op == "custom-call"))
-            or any(_is_relevant(c, known) for called in i.called.values() for c in called)
+            or any(_is_relevant(c, known) for c in i.computations)
             for i in computation.instructions
         )
     return known[computation]

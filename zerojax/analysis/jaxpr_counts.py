@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
+from jax.memory import Space
+from jax.typing import DTypeLike
 
 from zerojax.analysis.hardware import Chip
 from zerojax.analysis.hlo_collectives import Collective
@@ -60,7 +61,7 @@ _INLINED = CALLS | {
 
 
 def manual_parts(closed: ClosedJaxpr) -> list[Jaxpr]:
-    """Returns the bodies of the `shard_map`s of a traced function in order: the computations of one device."""
+    """The bodies of the `shard_map`s of a traced function in order: the computations of one device."""
     return [next(sub_jaxprs(e)) for e in closed.jaxpr.eqns if e.primitive.name == "shard_map"]
 
 
@@ -68,7 +69,6 @@ class Visit(NamedTuple):
     """An equation of a function, or of one that it calls.
 
     Attributes:
-        equation: the equation.
         trips: the number of times it runs, if it is in no branch and no loop of unknown length.
         loops: the number of scans around it.
         unknown: 'cond' or 'while', if one of them is around it; else None.
@@ -121,12 +121,10 @@ class FlatJaxpr(NamedTuple):
     outputs: list[Value | None]
 
 
-def flattened(jaxpr: Jaxpr, space: Any = jax.memory.Space.Device) -> FlatJaxpr:
-    """Returns the `FlatJaxpr` of a jaxpr. Two calls of one function give two sets of values.
+def flattened(jaxpr: Jaxpr, space: Space = Space.Device) -> FlatJaxpr:
+    """The `FlatJaxpr` of a jaxpr. Two calls of one function give two sets of values.
 
-    Args:
-        jaxpr: the jaxpr.
-        space: the memory space to look at. Values in another memory space have 0 bytes.
+    Values in another memory space than `space` have 0 bytes.
     """
     operations: list[Operation] = []
 
@@ -148,10 +146,10 @@ def flattened(jaxpr: Jaxpr, space: Any = jax.memory.Space.Device) -> FlatJaxpr:
     return FlatJaxpr(inputs, operations, run(jaxpr, inputs))
 
 
-def _bytes_in(v: Var, space: Any) -> int:
+def _bytes_in(v: Var, space: Space) -> int:
     """The bytes of a value in a memory space, or 0 if it is not an array. PRNG keys count as their words."""
     shape, dtype = getattr(v.aval, "shape", None), getattr(v.aval, "dtype", None)
-    if shape is None or dtype is None or getattr(v.aval, "memory_space", jax.memory.Space.Device) != space:
+    if shape is None or dtype is None or getattr(v.aval, "memory_space", Space.Device) != space:
         return 0
     return math.prod(shape) * getattr(dtype, "itemsize", 8)
 
@@ -160,12 +158,8 @@ def _bytes_in(v: Var, space: Any) -> int:
 
 
 class Product(NamedTuple):
-    """A matrix product or convolution of a traced program.
-
-    Attributes:
-        text: the dtypes and shapes of its operands.
-        dtype: the dtype of its first operand.
-        flops: of all its runs.
+    """A matrix product or convolution, with the dtypes and shapes of its operands as text, and the flops of all its
+    runs.
     """
 
     text: str
@@ -216,32 +210,8 @@ def _scores_flops(equation: Equation) -> int:
     return 2 * math.prod(queries) * keys[1 if equation.params["layout"] == 0 else 2]
 
 
-def product_flops(jaxpr: Jaxpr | ClosedJaxpr) -> int:
-    """Returns the flops of the matrix products and convolutions, of which attention counts in full whatever its mask.
-
-    Raises:
-        ValueError: if a product runs an unknown number of times, or if its flops are unknown.
-    """
-    return sum(map(_equation_flops, jaxpr.eqns))
-
-
-def _equation_flops(equation: Equation) -> int:
-    name = equation.primitive.name
-    if name in FUSED_ATTENTION:
-        return 2 * _scores_flops(equation)
-    if own := _product_flops(equation):
-        return own
-    inner = [product_flops(sub) for sub in sub_jaxprs(equation)]
-    if is_scan(equation):
-        return scan_params(equation).length * sum(inner)
-    unknown = name in _UNKNOWN_PRODUCTS or (name == "cond" and len(set(inner)) > 1) or (name == "while" and any(inner))
-    if unknown:
-        raise ValueError(f"jaxprs: cannot count the flops of {name!r}\n  got:      {str(equation)[:160]}")
-    return inner[0] if name == "cond" else sum(inner)
-
-
 def model_flops(loss: Jaxpr | ClosedJaxpr) -> int:
-    """Returns the flops of the matrix products of a step without recomputation: three times those of the loss.
+    """The flops of the matrix products of a step without recomputation: three times those of the loss.
 
     Each product of the forward pass has two in the backward pass, one for each operand. As usual, attention counts in
     full whatever its mask (12 x layers x width x length for each token), and elementwise operations do not count.
@@ -252,7 +222,22 @@ def model_flops(loss: Jaxpr | ClosedJaxpr) -> int:
     Source:
         Chowdhery et al., "PaLM", appendix B, arXiv 2204.02311.
     """
-    return 3 * product_flops(loss)
+    return 3 * sum(map(_equation_flops, loss.eqns))
+
+
+def _equation_flops(equation: Equation) -> int:
+    name = equation.primitive.name
+    if name in FUSED_ATTENTION:
+        return 2 * _scores_flops(equation)
+    if own := _product_flops(equation):
+        return own
+    inner = [sum(map(_equation_flops, sub.eqns)) for sub in sub_jaxprs(equation)]
+    if is_scan(equation):
+        return scan_params(equation).length * sum(inner)
+    unknown = name in _UNKNOWN_PRODUCTS or (name == "cond" and len(set(inner)) > 1) or (name == "while" and any(inner))
+    if unknown:
+        raise ValueError(f"jaxprs: cannot count the flops of {name!r}\n  got:      {str(equation)[:160]}")
+    return inner[0] if name == "cond" else sum(inner)
 
 
 # Collectives, and copies to host memory.
@@ -266,8 +251,7 @@ class Transfer(NamedTuple):
         axes: the names of the mesh axes that it spans; empty for a copy.
         group: the positions along these axes of the devices of one group, if it is over groups of them; else None.
         values: for each operand, its aval or that of its result, whichever is larger.
-        trips: the number of times it runs.
-        loops: the number of loops around it.
+        trips, loops: the number of times it runs, and the number of loops around it.
     """
 
     kind: str
@@ -306,16 +290,10 @@ def transfers(equations: Iterable[Equation]) -> Iterator[Transfer]:
 
 
 def traced_collectives(jaxpr: Jaxpr | ClosedJaxpr, mesh: AnyMesh) -> list[Collective]:
-    """Returns every collective of a traced step, in the form of `hlo_collectives.compiled_collectives`.
+    """Every collective of a traced step, in the form of `hlo_collectives.compiled_collectives`.
 
-    Which computation overlaps with a collective is up to the compiler, so none counts as exposed.
-
-    Args:
-        jaxpr: the jaxpr of the step.
-        mesh: the mesh whose axes the jaxpr names.
-
-    Raises:
-        ValueError: if the number of times that a collective runs is unknown.
+    Which computation overlaps with a collective is up to the compiler, so none counts as exposed. Raises ValueError if
+    the number of times that one runs is unknown.
     """
     devices = np.arange(math.prod(mesh.shape.values())).reshape(tuple(mesh.shape.values()))
     found = []
@@ -332,8 +310,8 @@ def traced_collectives(jaxpr: Jaxpr | ClosedJaxpr, mesh: AnyMesh) -> list[Collec
     return found
 
 
-def dtype_name(dtype: Any) -> str:
-    """Returns the name of a dtype in compiled programs: 'bf16', 'f32', 's32'."""
+def dtype_name(dtype: DTypeLike) -> str:
+    """The name of a dtype in compiled programs: 'bf16', 'f32', 's32'."""
     if dtype == jnp.bool_:
         return "pred"
     letters = {"bfloat": "bf", "float": "f", "int": "s", "uint": "u"}
@@ -343,7 +321,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def offloaded_bytes(jaxpr: Jaxpr | ClosedJaxpr) -> int:
-    """Returns the bytes of all arrays that a step copies to host memory."""
+    """The bytes of all arrays that a step copies to host memory."""
     return sum(each.trips * _num_bytes(each.values) for each in transfers(jaxpr.eqns) if each.kind == "offload")
 
 
@@ -352,7 +330,7 @@ def _num_bytes(avals: Iterable[ShapedArray], most_itemsize: int = 64) -> int:
 
 
 def independent_gather_bytes(jaxpr: Jaxpr | ClosedJaxpr, most_itemsize: int) -> list[tuple[int, int]]:
-    """Returns (loop depth, bytes of all_gathers that depend on no matrix product) of each body that gathers.
+    """(loop depth, bytes of all_gathers that depend on no matrix product) of each body that gathers.
 
     A body is that of the function itself, of a loop or of a branch. A loop that gathers one leaf in pieces and has no
     products belongs to the body around it. An element counts with at most `most_itemsize` bytes: a gather in a wider

@@ -1,4 +1,4 @@
-"""Estimates the peak memory of a step on one device, term by term, and explains an error about too little memory.
+"""Estimates the peak memory of a step on one device, term by term.
 
 Memory that is held between steps is exact, from the shardings of `Zero.eval_init`. Memory that is allocated within a
 step is estimated from its trace, see `liveness`. The formulas of the ZeRO paper are here too.
@@ -7,20 +7,19 @@ step is estimated from its trace, see `liveness`. The formulas of the ZeRO paper
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
 from typing import NamedTuple
 
 import jax
+from jax.memory import Space
 
 from zerojax.analysis import liveness
 from zerojax.analysis.explanation import explain
 from zerojax.analysis.jaxpr_counts import manual_parts
-from zerojax.analysis.liveness import Peak
-from zerojax.offload.checks import DEFAULT_PINNED_GIB, PINNED_LIMIT
 from zerojax.sharding import placement
 from zerojax.sharding.placement import Leaf, Stage
 from zerojax.step import state as states
-from zerojax.step.config import StepSettings, ZeroConfig, can_offload_params
+from zerojax.step.config import StepSettings, ZeroConfig
 from zerojax.step.state import TrainState
 from zerojax.utils.text import bytes_text, count_text
 from zerojax.utils.typing import PyTree
@@ -114,33 +113,22 @@ _ARGUMENTS = ("parameters", "optimizer state", "model state", "batch")
 def step_memory(
     config: ZeroConfig, settings: StepSettings, state: TrainState, traced: jax.stages.Traced, batch: PyTree
 ) -> Memory:
-    """Estimates the peak memory of a training step on one device.
-
-    Args:
-        config: mesh, axes, stage and precision.
-        settings: the settings of the step.
-        state: avals with shardings, as of `Zero.eval_init`.
-        traced: the result of `step.trace(state, batch)`.
-        batch: avals of the global batch.
-    """
+    """Estimates the peak memory of a traced training step on one device. `state` and `batch` are avals."""
     jaxpr, *_ = manual_parts(traced.jaxpr)
     num_gradients = sum(leaf.trainable for leaf in state.layout.leaves)
-    spaces = jax.memory.Space.Device, jax.memory.Space.Host
-    peaks = [liveness.peak(jaxpr, range(num_gradients), space) for space in spaces]
+    peaks = [liveness.peak(jaxpr, range(num_gradients), space) for space in (Space.Device, Space.Host)]
     return memory_terms(config, settings, state, batch, *peaks)
 
 
 def memory_terms(
-    config: ZeroConfig, settings: StepSettings, state: TrainState, batch: PyTree, device: Peak, host: Peak
+    config: ZeroConfig,
+    settings: StepSettings,
+    state: TrainState,
+    batch: PyTree,
+    alive: Counter[str],
+    alive_in_host: Counter[str],
 ) -> Memory:
-    """Adds what a step holds between steps to what it holds while it computes gradients.
-
-    Args:
-        config, settings, state, batch: as in `step_memory`.
-        device: the peak of the computation of the gradients in device memory.
-        host: the same in host memory.
-    """
-    alive = device.by_kind
+    """Adds what a step holds between steps to the peaks of what it holds while it computes gradients."""
     formulas = _temporary_formulas(config, state, settings.prefetch)
     temporaries = [Term(kind, alive[kind], text) for kind, text in formulas.items() if alive[kind]]
     transposed = _transposed_leaf(config, settings, state)
@@ -150,7 +138,7 @@ def memory_terms(
     in_host = [a for a, flag in zip(arrays, flags, strict=True) if flag]
     state_in_host = sum(placement.shard_bytes(a, a.sharding) for a in in_host)
     terms = *_argument_terms(config, state, batch), *temporaries
-    return Memory(terms, host.num_bytes + state_in_host, state_in_host)
+    return Memory(terms, alive_in_host.total() + state_in_host, state_in_host)
 
 
 def _argument_terms(config: ZeroConfig, state: TrainState, batch: PyTree) -> list[Term]:
@@ -210,64 +198,3 @@ def _transposed_leaf(config: ZeroConfig, settings: StepSettings, state: TrainSta
     num_bytes = int(min(width * largest.size, settings.collectives.bucket_bytes))
     formula = f"after the update: {largest.path!r} before it is transposed, {width} x {count_text(largest.size)}"
     return Term("gathered", num_bytes, formula)
-
-
-def out_of_memory_error(config: ZeroConfig, settings: StepSettings, memory: Memory, error: Exception) -> MemoryError:
-    """The error to raise when a step has run out of device memory, or of host memory that XLA may pin.
-
-    Args:
-        config: mesh, axes, stage and precision.
-        settings: the settings of the step.
-        memory: the estimated peak memory of the step.
-        error: the error that JAX raised.
-    """
-    if "host memory" in str(error):
-        return _out_of_host_memory(memory, error)
-    *rows, total = str(memory._replace(host_bytes=0)).splitlines()
-    return MemoryError(
-        "\n  ".join(
-            [
-                "step: out of device memory",
-                f"got:      {str(error).splitlines()[0][:200]}",
-                f"estimate: at stage {config.stage} on {config.axes.num_shards} shards:",
-                *(f"  {row}" for row in [*rows, total + _limit(config)]),
-                f"fix:      try {'; '.join(_fixes(config, settings))}",
-                "          (zerojax plan predicts the memory with each of these)",
-            ]
-        )
-    )
-
-
-def _out_of_host_memory(memory: Memory, error: Exception) -> MemoryError:
-    total, state = bytes_text(memory.host_bytes), bytes_text(memory.host_state_bytes)
-    return MemoryError(
-        f"step: out of pinned host memory\n"
-        f"  got:      {str(error).splitlines()[0][:200]}\n"
-        f"  estimate: {total} for each device, of which {state} are the state\n"
-        f"  fix:      raise {PINNED_LIMIT} in the environment; it is {DEFAULT_PINNED_GIB} GiB\n"
-        f"            by default, for all GPUs of a process together. Or offload less"
-    )
-
-
-def _limit(config: ZeroConfig) -> str:
-    """The device memory that JAX may use, if the device reports it."""
-    stats = getattr(config.mesh.devices.flat[0], "memory_stats", lambda: None)()
-    limit = (stats or {}).get("bytes_limit")
-    return f"  of {bytes_text(limit)} that JAX may use" if limit else ""
-
-
-def _fixes(config: ZeroConfig, settings: StepSettings) -> Iterator[str]:
-    """Changes that reduce the memory of a step, the cheapest first."""
-    if config.stage < 3:
-        yield "stage=3"
-    yield "remat='full', or Remat(offload_inputs=True)"
-    yield f"num_microbatches={2 * settings.num_microbatches}"
-    if settings.prefetch:
-        yield "prefetch=0"
-    if config.offload == "none" and not config.other_axes:
-        yield "Zero(..., offload='optimizer')"
-    elif config.offload == "optimizer" and can_offload_params(config.axes, config.stage):
-        yield "Zero(..., offload='params')"
-    if jax.default_backend() == "gpu":
-        yield "XLA_CLIENT_MEM_FRACTION=0.95 in the environment"
-    yield "more devices"

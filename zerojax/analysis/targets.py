@@ -94,7 +94,7 @@ def devices(target: str) -> list[Any]:
 
 
 def platform(target: str) -> str:
-    """Returns the platform of a target: 'cuda', 'tpu' or 'cpu', as in `lower(lowering_platforms=(platform(target),))`.
+    """The platform of a target: 'cuda', 'tpu' or 'cpu', as in `lower(lowering_platforms=(platform(target),))`.
 
     Args:
         target: the name of a cluster, as in `devices`.

@@ -76,10 +76,8 @@ class Holding:
     """The arrays of one unit that are divided in the same way.
 
     Attributes:
-        category: 'params', 'grads', 'optimizer' or 'model_state'.
         name: of the unit, with '*' for the number of equal layers, and how many there are.
-        num_leaves: of all of these layers.
-        num_bytes: of them on one device.
+        num_leaves, num_bytes: of all of these layers on one device.
         shards: for each device in the order of the mesh, the number of the shard that it holds.
         num_shards: how many different shards there are; 1 if every device holds all.
     """
@@ -94,13 +92,7 @@ class Holding:
 
 @dataclasses.dataclass(frozen=True)
 class Holdings:
-    """The devices that hold each part of a state.
-
-    Attributes:
-        title: the stage and the mesh.
-        axes: axis of the mesh -> its size, outermost first.
-        rows: the holdings, by category.
-    """
+    """The devices that hold each part of a state, by category; `axes` are those of the mesh, outermost first."""
 
     title: str
     axes: Mapping[str, int]
@@ -114,9 +106,7 @@ class Holdings:
 def shard_numbers(spec: PartitionSpec, axes: Mapping[str, int]) -> tuple[int, ...]:
     """The number of the shard that each device holds, counted along the dims of the array, the last dim fastest.
 
-    Args:
-        spec: of the array.
-        axes: axis of the mesh -> its size, outermost first. Devices are counted in this order.
+    Devices are counted in the order of `axes`, outermost first.
     """
     places = np.indices(tuple(axes.values())).reshape(len(axes), -1)  # [axis, device]
     numbers = np.zeros(places.shape[1], int)
@@ -252,12 +242,9 @@ class StepOrder:
     """What happens to each unit, turn by turn. In a turn one unit computes, or all wait for a collective.
 
     Attributes:
-        title: the stage, and the settings that determine the order.
         units: the name of the unit of each segment of the loss, in the order of the forward pass.
         looked_up: the segments that look up rows instead of gathering their unit.
-        cells: (segment, turn) -> what happens.
-        num_turns: the number of turns of one microbatch, and of the end of the step.
-        first_of_end: the first turn after the microbatches.
+        num_turns: the number of turns of one microbatch, and of the end of the step, which starts at `first_of_end`.
         left_out: which segments are left out, or ''.
     """
 
@@ -278,17 +265,12 @@ def step_order(
     num_microbatches: int,
     most_segments: int,
 ) -> StepOrder:
-    """The order of a step, by the rules of `comm.schedule`, from the segments of its traced loss.
+    """The order of a step, by the rules of `comm.schedule`, from the segments of its traced loss that read each leaf.
 
     Each gather starts when the unit that leaves the window of `prefetch` units has computed; each reduction runs while
     the next unit computes. The last unit is gathered once for its forward and backward pass. How long each takes is up
-    to the device: `zerojax plan --compile --png` predicts it.
-
-    Args:
-        leaves: the placement of all parameters.
-        uses: for each of them, the segments that read it, see `TrainStep.uses`.
-        stage, prefetch, num_microbatches: of the step.
-        most_segments: if the loss has more, those in the middle are left out.
+    to the device: `zerojax plan --compile --png` predicts it. Of more than `most_segments`, those in the middle are
+    left out.
     """
     # The segments: their units, and those that are trained, sharded and looked up.
     units: dict[int, str] = {}

@@ -18,13 +18,14 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.memory import Space
 
 from zerojax.analysis.jaxpr_counts import FlatJaxpr, Operation, Value, flattened
-from zerojax.analysis.liveness import GRADIENTS, Lifetimes, Peak
+from zerojax.analysis.liveness import GRADIENTS, Lifetimes, gradient_kinds
 from zerojax.program import jaxprs
 from zerojax.program.jaxprs import Equation, Jaxpr, Var
 from zerojax.program.segmentation import Segment, TracedLoss
@@ -32,51 +33,35 @@ from zerojax.step.batch import batch_specs, cast_batch
 from zerojax.step.config import leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient
 from zerojax.step.models import Output
-from zerojax.utils.typing import Array, PyTree
+from zerojax.utils.typing import Array, PRNGKey, PyTree
 
 # Parameters of slices: a layer may take its own row of an array that all layers read, such as a mask of heads.
 _SLICE_BOUNDS = frozenset({"start_indices", "limit_indices"})
 
 
 class LossTrace(NamedTuple):
-    """A loss traced on one device's rows.
-
-    Attributes:
-        traced: the traced loss, cut into segments.
-        output: `output(flat)` makes an `Output` of the flat outputs.
-    """
+    """A loss traced on one device's rows. `output(flat)` makes an `Output` of its flat outputs."""
 
     traced: TracedLoss
-    output: Callable[[list[Any]], Output]
+    output: Callable[[list[PyTree]], Output]
 
 
 class FewLayers(NamedTuple):
-    """A step with some of its layers.
-
-    Attributes:
-        gradient: computes the gradients of the leaves that are left.
-        leaves: their positions among the leaves of the whole model.
-        layers: the layers that stand for others.
-    """
+    """A step with some of its layers, which stand for others; `leaves` are positions among those of the whole model."""
 
     gradient: DeviceGradient
     leaves: tuple[int, ...]
     layers: tuple[RepeatedLayer, ...]
 
 
-def trace_loss(gradient: DeviceGradient, args: Any) -> LossTrace:
-    """Traces the loss of one device.
-
-    Args:
-        gradient: of the step.
-        args: avals of global arrays: (parameter leaves, model state, batch, key).
-    """
+def trace_loss(gradient: DeviceGradient, args: tuple[PyTree, ...]) -> LossTrace:
+    """Traces the loss of one device. `args` are avals of global arrays: (parameter leaves, model state, batch, key)."""
     config, layout = gradient.config, gradient.layout
-    replicated: Any = jax.sharding.PartitionSpec()
+    replicated = jax.sharding.PartitionSpec()
     specs = leaf_specs(config, layout.leaves, config.stage.shards_params)
     found: list[LossTrace] = []
 
-    def find(shards: Any, model_state: PyTree, batch: PyTree, key: Array) -> Any:
+    def find(shards: PyTree, model_state: PyTree, batch: PyTree, key: PRNGKey) -> Array:
         batch = cast_batch(config.precision, batch)
         shards = layout.for_compute(shards)
         parts, _, output = gradient.parts_of_loss(shards, gradient.fold(model_state, 0), batch, key)
@@ -89,13 +74,10 @@ def trace_loss(gradient: DeviceGradient, args: Any) -> LossTrace:
 
 
 def few_layers(gradient: DeviceGradient, trace: LossTrace, num_ends: tuple[int, int]) -> FewLayers | None:
-    """Returns the step without layers that equal others, or None if there are none.
+    """The step without layers that equal others, or None if there are none.
 
-    Args:
-        gradient: of the step.
-        trace: of its loss.
-        num_ends: the number of first layers of a kind that stay, and the number of last layers. Each should have as
-            many neighbors of its kind as are fetched at a time.
+    `num_ends` are the numbers of first and of last layers of a kind that stay. Each should have as many neighbors of
+    its kind as are fetched at a time.
     """
     # Find what can be left out, and what stands for it.
     num_first, num_last = num_ends
@@ -128,12 +110,12 @@ def few_layers(gradient: DeviceGradient, trace: LossTrace, num_ends: tuple[int, 
     return FewLayers(dataclasses.replace(gradient, layout=layout, loss=loss), leaves, layers)
 
 
-def _loss_of_few(trace: LossTrace, leaves: Sequence[int], replaced: dict[int, dict[Var, Var]]) -> Any:
+def _loss_of_few(trace: LossTrace, leaves: Sequence[int], replaced: dict[int, dict[Var, Var]]) -> Callable[..., Output]:
     """The loss as a function of the leaves that are left. `replaced`: see `_replacements`."""
     traced = trace.traced
     jaxpr = traced.closed.jaxpr
 
-    def loss(params: PyTree, model_state: PyTree, batch: PyTree, key: Array) -> Output:
+    def loss(params: PyTree, model_state: PyTree, batch: PyTree, key: PRNGKey) -> Output:
         scope = dict(zip(jaxpr.constvars, traced.closed.consts, strict=True))
         scope.update(zip(traced.data_vars, jax.tree.leaves((model_state, batch, key)), strict=True))
         scope.update(zip([traced.leaf_vars[i] for i in leaves], params, strict=True))
@@ -141,7 +123,7 @@ def _loss_of_few(trace: LossTrace, leaves: Sequence[int], replaced: dict[int, di
             if k in replaced:
                 scope.update({output: scope[v] for output, v in replaced[k].items()})
                 continue
-            with jax.named_scope(segment_name(k)):
+            with jax.named_scope(f"zerojax_segment_{k}_"):
                 reads = [v for e in segment.equations for v in jaxprs.variables(e)]
                 traced.bind_weights([v for v in reads if v in traced.weights], scope)
                 _evaluate(segment.equations, scope)
@@ -150,7 +132,7 @@ def _loss_of_few(trace: LossTrace, leaves: Sequence[int], replaced: dict[int, di
     return loss
 
 
-def _evaluate(equations: Sequence[Equation], scope: dict[Var, Any]) -> None:
+def _evaluate(equations: Sequence[Equation], scope: dict[Var, PyTree]) -> None:
     """Runs equations in order, and those of nested jits in their place, so that each has the name of its segment."""
     for equation in equations:
         if not jaxprs.is_call(equation):
@@ -163,7 +145,7 @@ def _evaluate(equations: Sequence[Equation], scope: dict[Var, Any]) -> None:
         scope.update(zip(equation.outvars, _outputs(inner, inside), strict=True))
 
 
-def _outputs(jaxpr: Jaxpr, scope: dict[Var, Any]) -> list[Any]:
+def _outputs(jaxpr: Jaxpr, scope: dict[Var, PyTree]) -> list[PyTree]:
     """The outputs of a jaxpr whose equations have run."""
     return [scope[a] if jaxprs.is_var(a) else jnp.asarray(a.val, a.aval.dtype) for a in jaxpr.outvars]
 
@@ -247,7 +229,7 @@ class _Texts:
         )
         return equation.primitive.name, avals, params
 
-    def _param(self, value: Any) -> Hashable:
+    def _param(self, value: object) -> Hashable:
         jaxpr = getattr(value, "jaxpr", value)
         if hasattr(jaxpr, "eqns"):
             if id(jaxpr) not in self.known:
@@ -259,9 +241,6 @@ class _Texts:
         if isinstance(value, tuple | list):
             return tuple(map(self._param, value))
         return "function" if callable(value) and not isinstance(value, type) else str(value)
-
-
-_SEGMENT = re.compile(r"zerojax_segment_(\d+)_")
 
 
 class RepeatedLayer(NamedTuple):
@@ -280,28 +259,16 @@ class RepeatedLayer(NamedTuple):
     gradients: tuple[int, ...]
 
 
-def segment_name(number: int) -> str:
-    """The name scope in which the equations of a segment of the loss are traced."""
-    return f"zerojax_segment_{number}_"
-
-
 def peak_of_all_layers(
-    jaxpr: Jaxpr, gradients: Sequence[int], layers: Sequence[RepeatedLayer], space: Any = jax.memory.Space.Device
-) -> Peak:
-    """Returns the peak memory of a step with all layers, without its inputs.
-
-    Args:
-        jaxpr: the jaxpr of the step with some of the layers.
-        gradients: the positions of the outputs that are gradients.
-        layers: the layers that stand for others.
-        space: the memory space that is counted.
+    jaxpr: Jaxpr, gradients: Iterable[int], layers: Sequence[RepeatedLayer], space: Space
+) -> Counter[str]:
+    """As `liveness.peak`, of a step with all layers, of which the jaxpr has some.
 
     Raises:
         ValueError: if the layers are not found in the jaxpr, or do not run one after the other.
     """
     flat = flattened(jaxpr, space)
-    kinds = {v: GRADIENTS for i in gradients if (v := flat.outputs[i]) is not None}
-    return _RepeatedLifetimes(flat, space, [], kinds, layers).peak()
+    return _RepeatedLifetimes(flat, space, [], gradient_kinds(flat, gradients), layers).peak()
 
 
 class _Others(NamedTuple):
@@ -324,17 +291,16 @@ class _RepeatedLifetimes(Lifetimes):
     def __init__(
         self,
         flat: FlatJaxpr,
-        space: Any,
+        space: Space,
         owned: Iterable[Value],
         kinds: dict[Value, str],
         layers: Sequence[RepeatedLayer],
     ):
         super().__init__(flat, space, owned, kinds)
         self.layers, self.accumulators = layers, list[Value]()
-        tagged = [segment_of(operation.equation, -1) for operation in flat.operations]
+        tagged = [_segment_of(operation.equation) for operation in flat.operations]
         self.end = max((k for k, segment in enumerate(tagged) if segment >= 0), default=0)
-        # An operation without a name belongs to the segment of the operation before it.
-        self.segments = list(itertools.accumulate(tagged, lambda last, own: own if own >= 0 else last))
+        self.segments = segments_of(flat)
 
     def moments(self) -> Iterator[tuple[int, Counter[str]]]:
         looped = [k for k, operation in enumerate(self.flat.operations) if _loops_over_segments(operation)]
@@ -342,12 +308,8 @@ class _RepeatedLifetimes(Lifetimes):
             others = [self._after_loop(looped[-1], layer) for layer in self.layers]
         else:
             others = [self._in_passes(layer) for layer in self.layers]
-        accumulated = sum(
-            layer.others * self.accumulators[i].num_bytes
-            for layer in self.layers
-            for i in layer.gradients
-            if self.accumulators
-        )
+        repeated = [(layer.others, i) for layer in self.layers for i in layer.gradients if self.accumulators]
+        accumulated = sum(num_others * self.accumulators[i].num_bytes for num_others, i in repeated)
         for k, during in super().moments():
             during[GRADIENTS] += accumulated
             for each in others:
@@ -386,21 +348,27 @@ class _RepeatedLifetimes(Lifetimes):
         return _Others(forward, backward, saved, gradients)
 
     def _first(self, segment: int, start: int) -> int:
-        for k in range(start, len(self.segments)):
-            if self.segments[k] == segment:
-                return k
-        raise ValueError(f"liveness: segment {segment} of the loss does not run where it is expected")
+        """The first operation of a segment from a position on."""
+        if segment not in self.segments[start:]:
+            raise ValueError(f"liveness: segment {segment} of the loss does not run where it is expected")
+        return self.segments.index(segment, start)
 
 
-def segment_of(equation: Equation, default: int) -> int:
-    """The number of the segment in whose name scope an equation was traced, or `default` for all others."""
-    found = _SEGMENT.search(str(equation.source_info.name_stack))
-    return int(found.group(1)) if found else default
+def _segment_of(equation: Equation) -> int:
+    """The number of the segment in whose name scope an equation was traced, or -1 for all others."""
+    found = re.search(r"zerojax_segment_(\d+)_", str(equation.source_info.name_stack))
+    return int(found.group(1)) if found else -1
+
+
+def segments_of(flat: FlatJaxpr) -> list[int]:
+    """The segment of each operation; one without a name belongs to that of the operation before it."""
+    tagged = (_segment_of(operation.equation) for operation in flat.operations)
+    return list(itertools.accumulate(tagged, lambda last, own: own if own >= 0 else last))
 
 
 def _loops_over_segments(operation: Operation) -> bool:
     """Whether an operation is a loop whose body has several segments."""
-    if operation.name != "scan" or segment_of(operation.equation, -1) >= 0:
+    if operation.name != "scan" or _segment_of(operation.equation) >= 0:
         return False
     body = jaxprs.scan_params(operation.equation).body
-    return len({segment_of(e, -1) for e in body.jaxpr.eqns} - {-1}) > 1
+    return len({_segment_of(e) for e in body.jaxpr.eqns} - {-1}) > 1

@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -34,7 +34,7 @@ from zerojax.plan.timeline import Prediction
 from zerojax.plan.tracing import Tracer, num_rows
 from zerojax.plan.transformer import Transformer
 from zerojax.sharding.placement import shard_bytes
-from zerojax.step.state import in_host
+from zerojax.step.state import TrainState, in_host
 
 # The share of a device's memory that a program may use, by platform or chip. GPUs: the share that JAX takes without
 # XLA_CLIENT_MEM_FRACTION (JAX's documentation, "GPU memory allocation", 2026-11). TPUs: what the compiler says that it
@@ -65,7 +65,7 @@ class Suggestion(NamedTuple):
     host_bytes: int = 0
     settings: Settings | None = None
 
-    def data(self) -> dict[str, Any]:
+    def data(self) -> dict[str, object]:
         """Returns the suggestion as JSON data."""
         return self._asdict() | {"settings": self.settings and dataclasses.asdict(self.settings)}
 
@@ -164,15 +164,10 @@ class Plan:
             return sum(row.sent_bytes for row in self.program.analysis.collectives)
         return sum(sent_bytes(self.settings, self.parameters, self.cluster.num_devices))
 
-    def data(self) -> dict[str, Any]:
+    def data(self) -> dict[str, object]:
         """Returns the plan as JSON data. Bytes are per device."""
-        program, prediction, collectives = None, self.prediction, None
-        if self.program:
-            analysis = self.program.analysis
-            collectives = analysis.collectives and [row._asdict() for row in analysis.collectives]
-            program = self.program._asdict() | analysis._asdict()
-            for omitted in "analysis", "text", "prediction", "collectives":
-                del program[omitted]
+        compiled = self.program._asdict() | self.program.analysis._asdict() if self.program else {}
+        collectives = self.program and self.program.analysis.collectives
         same = "what", "parameters", "fits", "peak_bytes", "limit_bytes", "host_bytes", "host_limit_bytes", "tokens"
         same += "step_s", "bound_by", "sent_bytes"
         return {name: getattr(self, name) for name in same} | {
@@ -182,19 +177,27 @@ class Plan:
             "level": "compiled" if self.program else "formula",
             "capacity_bytes": self.cluster.chip.memory_bytes,
             "held_bytes": self.held,
-            "collectives": collectives,
+            "collectives": collectives and [row._asdict() for row in collectives],
             "terms": [term._asdict() for term in self.memory.terms],
             "formula_peak_bytes": self.memory.peak_bytes,
-            "program": program,
+            "program": {name: compiled[name] for name in compiled if name not in _NOT_OF_PROGRAM} or None,
             "formula_s": self.time.data(),
-            "time_level": "compiled" if prediction else "formula",
-            "busy_s": prediction and dict(prediction.busy_s),
+            "time_level": "compiled" if self.prediction else "formula",
+            "busy_s": self.prediction and dict(self.prediction.busy_s),
             "tokens_per_s": self.throughput.tokens_per_s,
             "tokens_per_device_s": self.throughput.tokens_per_device_s,
             "mfu": self.throughput.model_flop_utilization,
             "notes": list(self.notes),
             "suggestions": [suggestion.data() for suggestion in self.suggestions],
         }
+
+
+_NOT_OF_PROGRAM = frozenset(["analysis", "text", "prediction", "collectives"])  # in a plan's data
+
+
+def used_share(memory: Plan | Suggestion, limits: Plan) -> float:
+    """The share of its limit that a step takes of the device's memory or of its host's, whichever is larger."""
+    return max(memory.peak_bytes / limits.limit_bytes, memory.host_bytes / limits.host_limit_bytes)
 
 
 def plan(
@@ -242,11 +245,7 @@ def plan(
 
 
 class Planner:
-    """Plans the steps of one job on one cluster. All plans share their traces.
-
-    Args:
-        what, target, memory_share, host_memory_bytes: as in `plan`.
-    """
+    """Plans the steps of one job on one cluster. All plans share their traces. The arguments are those of `plan`."""
 
     def __init__(
         self,
@@ -272,90 +271,67 @@ class Planner:
         """Traces the job with attention whose products are in the trace."""
         return Tracer(find_job(self.what)) if self.shapes else self.tracer
 
-    def with_rows(self, settings: Settings) -> Settings:
-        """The settings with the rows of the job, if they have none."""
-        return dataclasses.replace(settings, rows=settings.rows or self.tracer.job.rows)
-
-    def plan(
-        self,
-        settings: Settings,
-        devices: Sequence[Any] | None = None,
-        *,
-        dump: Path | None = None,
-        suggest: bool = True,
-    ) -> Plan:
-        """Returns the plan of one step, which is compiled for `devices` if they are given; see `plan`."""
+    def estimate(self, settings: Settings) -> Plan:
+        """The plan of one step by formula, without notes and suggestions."""
         if self.shapes and (settings.model or 1) > 1:
             raise ValueError(
                 f"plan: {self.name!r} cannot be divided over a model axis of {settings.model}\n"
                 f"  fix:      use --replica, or --job with a model that is annotated"
             )
-        # Trace the step, and compile it.
-        settings = self.with_rows(settings)
-        memory = self.memory(settings)
-        program = self._compiled(settings, devices, memory, dump) if devices is not None else None
-        loss = self.tracer.loss(settings, self.cluster.num_devices).traced
-        # Collect what there is to note.
-        zero = self.tracer.zero(settings, self.cluster.num_devices)
-        about_model = notes_of_shapes(self.shapes, self.cluster.chip) if self.shapes else ()
-        about_shards = notes_of_shards(self.tracer.state(zero, settings).layout.leaves, zero.config)
-        about_loss = notes(loss, memory, self.cluster, settings)
-        found = Plan(
+        job = self.tracer.job
+        settings = dataclasses.replace(settings, rows=settings.rows or job.rows)
+        leaves = self._state(settings).layout.leaves
+        return Plan(
             self.name,
             self.cluster,
             settings,
-            self.parameters(settings),
-            memory,
+            sum(leaf.size for leaf in leaves),
+            self.tracer.memory(settings, self.cluster.num_devices),
             self.limit_bytes,
             self.host_limit_bytes,
             self.formula_time(settings),
-            self.num_tokens(settings),
+            self._num_tokens(settings),
             self.model_flops(settings),
-            program,
-            notes=(*about_model, *about_shards, *about_loss),
-            row_tokens=self.tracer.job.tokens,
+            row_tokens=job.tokens,
         )
-        suggestions = tuple(self._suggestions(found)) if suggest else ()
-        return dataclasses.replace(found, suggestions=suggestions)
 
-    def memory(self, settings: Settings, num_devices: int | None = None) -> Memory:
-        """The memory of a device by formula, on the cluster or on another number of its devices."""
-        return self.tracer.memory(settings, num_devices or self.cluster.num_devices)
+    def plan(
+        self,
+        settings: Settings,
+        devices: Sequence[jax.Device] | None = None,
+        *,
+        dump: Path | None = None,
+        suggest: bool = True,
+    ) -> Plan:
+        """The plan of one step, which is compiled for `devices` if they are given; see `plan`."""
+        found = self.estimate(settings)
+        settings, config = found.settings, self.tracer.zero(found.settings, self.cluster.num_devices).config
+        program = None if devices is None else self._compiled(found, devices, dump)
+        loss = self.tracer.loss(settings, self.cluster.num_devices).traced
+        about_model = notes_of_shapes(self.shapes, self.cluster.chip) if self.shapes else ()
+        about_shards = notes_of_shards(self._state(settings).layout.leaves, config)
+        about_loss = notes(loss, found.memory, self.cluster, settings)
+        found = dataclasses.replace(found, program=program, notes=(*about_model, *about_shards, *about_loss))
+        return dataclasses.replace(found, suggestions=tuple(self._suggestions(found))) if suggest else found
 
-    def compute_time(self, settings: Settings) -> ComputeTime:
-        """The time of the forward and the backward pass of a step, by formula; a `model` axis divides it."""
-        time = self.tracer.device_trace(settings, self.cluster.num_devices).compute_time(self.cluster.chip)
-        return ComputeTime().plus(time, 1 / (settings.model or 1))
+    def _state(self, settings: Settings) -> TrainState:
+        return self.tracer.state(self.tracer.zero(settings, self.cluster.num_devices), settings)
 
     def formula_time(self, settings: Settings) -> FormulaTime:
         """The time of a step by formula."""
-        links = self.cluster, settings, self.parameters(settings)
-        rate, memory = self.cluster.chip.host_rate.effective, self.memory(settings)
-        beside, update = host_copies(settings, memory.host_state_bytes, self._host_params(settings))
-        copies = update / rate, beside / rate
-        return FormulaTime(self.compute_time(settings), link_seconds(*links), *copies, exposed_seconds(*links))
-
-    def _host_params(self, settings: Settings) -> int:
-        """The parameters in host memory for each device, as stored."""
-        zero = self.tracer.zero(settings, self.cluster.num_devices)
-        state = self.tracer.state(zero, settings)
-        flags, params = jax.tree.leaves(in_host(zero.config, state).params), jax.tree.leaves(state.params)
-        return sum(shard_bytes(a, a.sharding) // a.dtype.itemsize for a in itertools.compress(params, flags))
-
-    def fits(self, peak_bytes: int, host_bytes: int) -> bool:
-        """Whether a step with this memory of a device and of its host is within both limits."""
-        return peak_bytes <= self.limit_bytes and host_bytes <= self.host_limit_bytes
-
-    def _speed(self, found: Plan, settings: Settings, num_devices: int) -> float | None:
-        """The rows per second of a device with other settings, relative to those of a plan."""
-        if num_devices != self.cluster.num_devices:
-            return None  # of TPUs, the shape of the slice would have to be known
-        return self.num_tokens(settings) / self.formula_time(settings).step_s * found.time.step_s / found.tokens
-
-    def parameters(self, settings: Settings) -> int:
-        """The number of parameters of the model."""
-        zero = self.tracer.zero(settings, self.cluster.num_devices)
-        return sum(leaf.size for leaf in self.tracer.state(zero, settings).layout.leaves)
+        num_devices, chip = self.cluster.num_devices, self.cluster.chip
+        state = self._state(settings)
+        # The forward and the backward pass, which a `model` axis divides.
+        compute = self.tracer.device_trace(settings, num_devices).compute_time(chip)
+        compute = ComputeTime().plus(compute, 1 / (settings.model or 1))
+        # Copies from the host and back.
+        flags = in_host(self.tracer.zero(settings, num_devices).config, state).params
+        params = itertools.compress(jax.tree.leaves(state.params), jax.tree.leaves(flags))
+        host_params = sum(shard_bytes(a, a.sharding) // a.dtype.itemsize for a in params)
+        host_state = self.tracer.memory(settings, num_devices).host_state_bytes
+        beside, update = (size / chip.host_rate.effective for size in host_copies(settings, host_state, host_params))
+        links = self.cluster, settings, sum(leaf.size for leaf in state.layout.leaves)
+        return FormulaTime(compute, link_seconds(*links), update, beside, exposed_seconds(*links))
 
     def model_flops(self, settings: Settings) -> int | None:
         """The flops of a step on all devices without recomputation, see `jaxpr_counts.model_flops`; None if unknown."""
@@ -366,15 +342,15 @@ class Planner:
         except ValueError:  # of a kernel
             return None
 
-    def _compiled(self, settings: Settings, devices: Sequence[Any], memory: Memory, dump: Path | None) -> CompiledStep:
+    def _compiled(self, found: Plan, devices: Sequence[jax.Device], dump: Path | None) -> CompiledStep:
         tracer = self.tracer
         if self.shapes:
             tracer = Tracer(find_job(self.what, self.cluster.chip, compiled=True), self.cluster.chip.platform)
-        compilable = tracer.step(settings, devices)
-        axes = dict(compilable.zero.config.mesh.shape)
-        return compile_step(compilable.step, self.cluster, axes, memory, self.limit_bytes, dump)
+        zero, step = tracer.step(found.settings, devices)
+        axes = dict(zero.config.mesh.shape)
+        return compile_step(step, self.cluster, axes, found.memory, self.limit_bytes, dump)
 
-    def num_tokens(self, settings: Settings) -> int:
+    def _num_tokens(self, settings: Settings) -> int:
         """The tokens of all devices in a step."""
         job, num_devices = self.tracer.job, self.cluster.num_devices // (settings.model or 1)
         return num_rows(job, settings, num_devices) * job.tokens
@@ -390,10 +366,13 @@ class Planner:
         for text, settings, num_devices in changes(found.settings, self.cluster.num_devices):
             if not self.tracer.can_store(settings, num_devices):
                 continue
-            memory = self.memory(settings, num_devices)
-            peak_bytes = memory.peak_bytes + correction
-            helps = peak_bytes < found.peak_bytes or (not found.fits_host and memory.host_bytes < found.host_bytes)
-            if found.fits or helps:
-                host_bytes, on_this = memory.host_bytes, num_devices == self.cluster.num_devices
-                fits, speed = self.fits(peak_bytes, host_bytes), self._speed(found, settings, num_devices)
-                yield Suggestion(text, peak_bytes, fits, speed, host_bytes, settings if on_this else None)
+            memory = self.tracer.memory(settings, num_devices)
+            peak_bytes, host_bytes = memory.peak_bytes + correction, memory.host_bytes
+            helps = peak_bytes < found.peak_bytes or (not found.fits_host and host_bytes < found.host_bytes)
+            if not found.fits and not helps:
+                continue
+            fits, speed, change = peak_bytes <= self.limit_bytes and host_bytes <= self.host_limit_bytes, None, None
+            if num_devices == self.cluster.num_devices:  # of other TPUs, the shape of the slice would have to be known
+                rate = self._num_tokens(settings) / self.formula_time(settings).step_s
+                speed, change = rate * found.time.step_s / found.tokens, settings
+            yield Suggestion(text, peak_bytes, fits, speed, host_bytes, change)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,21 +18,16 @@ import numpy as np
 
 from zerojax.analysis import hlo, hlo_collectives, hlo_costs
 from zerojax.analysis.hardware import Chip, Cluster
+from zerojax.analysis.hlo_collectives import Collective, MemoryStats
 from zerojax.analysis.memory import Memory
 from zerojax.plan import buffers, timeline
 from zerojax.plan.buffers import BufferAssignment
 
 
 class CollectiveSummary(NamedTuple):
-    """The collectives of a step with the same kind, axis and dtype.
+    """The collectives of a step with the same kind, axis and dtype: how many run, and the bytes that one device sends.
 
-    Attributes:
-        kind: 'all-gather', 'reduce-scatter', ...
-        axis: the names of the mesh axes that a group spans.
-        dtype: the dtype that is sent.
-        count: the number of runs in a step.
-        sent_bytes: the bytes that one device sends.
-        exposed_bytes: the part of `sent_bytes` that overlaps with no matrix product.
+    `exposed_bytes` are the part of `sent_bytes` that overlaps with no matrix product.
     """
 
     kind: str
@@ -49,8 +45,6 @@ class ProgramAnalysis(NamedTuple):
         held: the bytes of a device at the moment of peak memory, by kind; see `held_by_kind`.
         buffers_bytes: the largest sum of the full arrays of collectives that run at the same time.
         copied_bytes: the bytes that loops copy in a step, of arrays of at least 1 MiB.
-        collectives: the collectives of a step.
-        prediction: the predicted time.
         unread: why a field is None.
     """
 
@@ -67,12 +61,10 @@ class CompiledStep(NamedTuple):
 
     Attributes:
         peak_bytes: arguments, temporaries, and results that are not aliased with an argument.
-        arguments_bytes: the size of the arguments.
         temporaries_bytes: the size of the temporaries, as allocated by the compiler's buffer assignment.
         aliased_bytes: the size of the arguments that a result overwrites.
         host_bytes: arguments and temporaries in pinned host memory.
         compile_s: seconds to compile on this machine.
-        analysis: the analysis of the program.
         text: the text of the program; '' if the compiler ran out of memory.
     """
 
@@ -97,12 +89,9 @@ def compile_step(
     limit_bytes: int,
     dump: Path | None = None,
 ) -> CompiledStep:
-    """Compiles a traced step for the devices of its mesh.
+    """Compiles a traced step for the devices of its mesh, whose axes have these names and sizes.
 
     Args:
-        traced: `step.trace(state, batch)`.
-        cluster: the cluster of these devices.
-        axes: names and sizes of the mesh axes.
         estimate: the memory by formula. If the compiler runs out of device memory, it has the sizes of the arguments
             and of what is in host memory.
         limit_bytes: the device memory that a program may use, see `scheduling_options`.
@@ -160,17 +149,10 @@ _DEFAULT_SLOP = 95  # percent
 
 
 def scheduling_options(chip: Chip, arguments_bytes: int, limit_bytes: int) -> dict[str, int]:
-    """Returns the options with which XLA schedules for `limit_bytes` of a GPU, as in a process that may use them.
+    """The options with which XLA schedules for `limit_bytes` of a GPU, as in a process that may use them.
 
-    In a program that takes more, XLA overlaps less, and recomputes what it can.
-
-    Args:
-        chip: the device.
-        arguments_bytes: the arguments of the program in device memory.
-        limit_bytes: the device memory that a process may use.
-
-    Returns:
-        No options for TPUs, if `XLA_FLAGS` has a limit, or if the arguments leave nothing for temporaries.
+    In a program that takes more, XLA overlaps less, and recomputes what it can. There are no options for TPUs, if
+    `XLA_FLAGS` has a limit, or if the arguments leave nothing for temporaries.
     """
     described, wanted = int(_DESCRIBED_SHARE * chip.memory_bytes) - arguments_bytes, limit_bytes - arguments_bytes
     if chip.platform != "cuda" or min(described, wanted) <= 0 or _SLOP in os.environ.get("XLA_FLAGS", ""):
@@ -186,54 +168,46 @@ def compile_with_dump(
     return traced.lower(lowering_platforms=(platform,)).compile(compiler_options=options)
 
 
-def temporaries_bytes(memory: Any, read_assignment: Callable[[], BufferAssignment]) -> tuple[int, int]:
-    """Returns the bytes of a program's temporaries on the device and in host memory: as allocated, or those of its
-    memory analysis if no buffer assignment can be read. `analyze` has the reason then.
+def temporaries_bytes(memory: MemoryStats, read_assignment: Callable[[], BufferAssignment]) -> tuple[int, int]:
+    """The bytes of a program's temporaries on the device and in host memory, as allocated.
 
-    Args:
-        memory: the result of `memory_analysis()`. For TPUs it is more than the compiler allocates.
-        read_assignment: returns the buffer assignment.
+    They are those of its memory analysis, which for TPUs is more, if no buffer assignment can be read.
     """
-    try:
+    allocated = allocated_in_host = 0
+    with contextlib.suppress(ValueError):  # `analyze` has the reason
         assignment = read_assignment()
-    except ValueError:
-        return memory.temp_size_in_bytes, memory.host_temp_size_in_bytes
-    return (
-        assignment.allocated_bytes or memory.temp_size_in_bytes,
-        assignment.host_bytes or memory.host_temp_size_in_bytes,
-    )
+        allocated, allocated_in_host = assignment.allocated_bytes, assignment.host_bytes
+    return allocated or memory.temp_size_in_bytes, allocated_in_host or memory.host_temp_size_in_bytes
 
 
 def analyze(
-    text: str, cluster: Cluster, axes: dict[str, int], memory: Any, read_assignment: Callable[[], BufferAssignment]
+    text: str,
+    cluster: Cluster,
+    axes: dict[str, int],
+    memory: MemoryStats,
+    read_assignment: Callable[[], BufferAssignment],
 ) -> ProgramAnalysis:
-    """Analyzes a compiled program for a cluster.
-
-    Args:
-        text: the text of the program.
-        cluster, axes: as in `compile_step`.
-        memory: the result of its `memory_analysis()`.
-        read_assignment: returns its buffer assignment.
-    """
+    """Analyzes the text of a program that was compiled for a cluster."""
     try:
         program = hlo.parse_program(text)
     except ValueError as error:
         return ProgramAnalysis(unread=str(error))
-    large = lambda: (m for m in hlo_costs.moves(program, _MIN_COPY_BYTES, in_loops=True) if m.op == "copy")
-    parts: dict[str, Callable[[], Any]] = {
+    copies = lambda: (m for m in hlo_costs.moves(program, _MIN_COPY_BYTES, in_loops=True) if m.op == "copy")
+    parts: dict[str, Callable[[], object]] = {
         "held": lambda: held_by_kind(program, read_assignment(), memory),
         "buffers_bytes": lambda: hlo_collectives.in_flight_bytes(program),
-        "copied_bytes": lambda: sum(move.num_bytes for move in large()),
+        "copied_bytes": lambda: sum(move.num_bytes for move in copies()),
         "collectives": lambda: summarize_collectives(hlo_collectives.compiled_collectives(program), axes),
         "prediction": lambda: timeline.predict(program, cluster),
     }
-    found, unread = {}, []
+    found: dict[str, Any] = {}
+    unread: dict[str, None] = {}
     for name, part in parts.items():
         try:
             found[name] = part()
         except ValueError as error:
-            unread.append(str(error))
-    return ProgramAnalysis(**found, unread="; ".join(dict.fromkeys(unread)) or None)
+            unread[str(error)] = None
+    return ProgramAnalysis(**found, unread="; ".join(unread) or None)
 
 
 # The fields of a TrainState and the other arguments of a step, by their names in a program.
@@ -242,8 +216,8 @@ _TERM_OF_ARGUMENT |= {"model_state": "model state", "batch": "batch"}
 OTHERS = "others"
 
 
-def held_by_kind(program: hlo.Program, assignment: BufferAssignment, memory: Any) -> dict[str, int]:
-    """Returns the bytes of a device at the moment of peak memory: those of the arguments and of `buffers.by_kind`.
+def held_by_kind(program: hlo.Program, assignment: BufferAssignment, memory: MemoryStats) -> dict[str, int]:
+    """The bytes of a device at the moment of peak memory: those of the arguments and of `buffers.by_kind`.
 
     They add up to `hlo_collectives.peak_bytes(memory, assignment.allocated_bytes)`. 'others' are counters, keys,
     results that are not aliased, and padding.
@@ -264,23 +238,16 @@ def held_by_kind(program: hlo.Program, assignment: BufferAssignment, memory: Any
     return dict(+held)
 
 
-def summarize_collectives(
-    found: list[hlo_collectives.Collective], axes: dict[str, int]
-) -> tuple[CollectiveSummary, ...]:
+def summarize_collectives(found: Iterable[Collective], axes: dict[str, int]) -> tuple[CollectiveSummary, ...]:
     """Adds up collectives by kind, axis and dtype, without those of a single device, which send nothing."""
-    groups: dict[tuple[str, str, str], list[hlo_collectives.Collective]] = {}
+    counts, sent, exposed = Counter[tuple[str, str, str]](), Counter(), Counter()
     for c in found:
         if c.group_size > 1:
-            groups.setdefault((c.kind, _axes_text(c.group, axes), c.dtype), []).append(c)
-    return tuple(
-        CollectiveSummary(
-            *key,
-            sum(c.trips for c in group),
-            sum(c.sent_bytes for c in group),
-            sum(c.sent_bytes for c in group if c.exposed),
-        )
-        for key, group in sorted(groups.items(), key=lambda item: -sum(c.sent_bytes for c in item[1]))
-    )
+            key = c.kind, _axes_text(c.group, axes), c.dtype
+            counts[key] += c.trips
+            sent[key] += c.sent_bytes
+            exposed[key] += c.sent_bytes * c.exposed
+    return tuple(CollectiveSummary(*key, counts[key], sent[key], exposed[key]) for key, _ in sent.most_common())
 
 
 def _axes_text(group: tuple[int, ...], axes: dict[str, int]) -> str:
@@ -298,20 +265,18 @@ _HELP = {
 
 
 def internal_error_text(message: str) -> str:
-    """Returns what to tell of an internal error of a compiler: its first line, and what helps."""
-    helps = [text for pattern, text in _HELP.items() if re.search(pattern, message)]
+    """What to tell of an internal error of a compiler: its first line, and what helps."""
+    fix = "no flag is known to help; other rows or another remat give another program, and the formula needs none"
+    fix = next((text for pattern, text in _HELP.items() if re.search(pattern, message)), fix)
     first = message.strip().splitlines()[0][:300]
-    unknown = "no flag is known to help; other rows or another remat give another program, and the formula needs none"
-    return (
-        f"plan: the compiler failed with an internal error\n  got:      {first}\n  fix:      {(helps or [unknown])[0]}"
-    )
+    return f"plan: the compiler failed with an internal error\n  got:      {first}\n  fix:      {fix}"
 
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def required_bytes(message: str) -> int | None:
-    """Returns the bytes that a step needs, from the compiler's message that it is out of memory, or None for others.
+    """The bytes that a step needs, from the compiler's message that it is out of memory, or None for others.
 
     The TPU compiler reports either the temporaries ("total memory required for HLO temporaries (81.64G)") or all memory
     ("Used 30.5G of 15.75G hbm").

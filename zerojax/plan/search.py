@@ -5,62 +5,22 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zerojax.analysis import targets
 from zerojax.analysis.hardware import Cluster
-from zerojax.plan.formula import FormulaTime
 from zerojax.plan.job import DEFAULT_SETTINGS, REMATS, Settings
-from zerojax.plan.planner import Plan, Planner, Suggestion
+from zerojax.plan.planner import Plan, Planner, used_share
 from zerojax.plan.transformer import Transformer
 from zerojax.step.config import OFFLOADS
 from zerojax.utils import versions
 
-DOES_NOT_FIT = "does not fit"
 NAIVE = Settings(stage=3, remat="full", prefetch=0)
 
 
-class Candidate(NamedTuple):
-    """Settings that the search considers.
-
-    Attributes:
-        settings: the settings, with rows and microbatches.
-        peak_bytes: the peak memory of a device, by formula.
-        host_bytes: the bytes in pinned host memory for each device, by formula.
-        fits: whether the peaks of the device and of its host, by formula, are within their limits.
-        time: the time of a step, by formula.
-        plan: the compiled plan, or None if the settings were not compiled.
-    """
-
-    settings: Settings
-    peak_bytes: int
-    host_bytes: int
-    fits: bool
-    time: FormulaTime
-    plan: Plan | None = None
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a step as predicted from the compiled program, or else by formula."""
-        predicted = self.plan.program.analysis.prediction if self.plan and self.plan.program else None
-        return predicted.step_s if predicted else self.time.step_s
-
-    def data(self) -> dict[str, Any]:
-        """Returns the candidate as JSON data, with the compiled plan as 'plan'."""
-        fields = self._asdict() | {"settings": dataclasses.asdict(self.settings), "time": self.time.data()}
-        return fields | {
-            "plan": self.plan and self.plan.data(),
-            "step_s": self.step_s,
-            "bound": self.bound,
-            "python": self.settings.python(),
-        }
-
-    @property
-    def bound(self) -> str:
-        """What limits the step by formula, see `FormulaTime.bound`, or 'does not fit'."""
-        if not self.fits or (self.plan is not None and not self.plan.fits):
-            return DOES_NOT_FIT
-        return self.time.bound
+def bound(candidate: Plan) -> str:
+    """What limits a step by formula, see `FormulaTime.bound`, or 'does not fit'."""
+    return candidate.time.bound if candidate.fits else "does not fit"
 
 
 class Ranking(NamedTuple):
@@ -68,8 +28,8 @@ class Ranking(NamedTuple):
 
     Attributes:
         what: the preset or function.
-        cluster: the cluster.
-        candidates: first those that were compiled, then all others, each from the fastest to the slowest.
+        candidates: plans without notes: first those that were compiled, then all others, each from the fastest to the
+            slowest.
         naive: the naive choice, `NAIVE`, compiled if candidates are.
         best: the plan of the winner, by formula if nothing was compiled; if nothing fits, of what comes closest.
         missing: which compiler is missing, if candidates were to be compiled; None if none is.
@@ -77,32 +37,46 @@ class Ranking(NamedTuple):
 
     what: str
     cluster: Cluster
-    candidates: tuple[Candidate, ...]
-    naive: Candidate
+    candidates: tuple[Plan, ...]
+    naive: Plan
     best: Plan
     missing: str | None = None
 
-    def data(self) -> dict[str, Any]:
-        """Returns the ranking as JSON data, with the naive choice, the winner and the best plan."""
-        winner = self.winner
+    def data(self) -> dict[str, object]:
+        """The ranking as JSON data, with the naive choice, the winner and the best plan."""
         return {
             "what": self.what,
             "target": self.cluster.target,
             "level": "compiled" if self.is_compiled else "formula",
             "best": self.best.data(),
-            "candidates": [each.data() for each in self.candidates],
-            "naive": self.naive.data(),
-            "winner": winner and winner.data(),
+            "candidates": [_data(each) for each in self.candidates],
+            "naive": _data(self.naive),
+            "winner": self.winner and _data(self.winner),
         }
 
     @property
     def is_compiled(self) -> bool:
-        return self.naive.plan is not None
+        return self.naive.program is not None
 
     @property
-    def winner(self) -> Candidate | None:
+    def winner(self) -> Plan | None:
         """The fastest candidate that fits, of those that were compiled if any were; None if there is none."""
         return _winner(self.candidates, self.is_compiled)
+
+
+def _data(candidate: Plan) -> dict[str, object]:
+    same = {name: getattr(candidate, name) for name in ("peak_bytes", "host_bytes", "fits", "step_s")}
+    return same | {
+        "settings": dataclasses.asdict(candidate.settings),
+        "time": candidate.time.data(),
+        "plan": candidate.data() if candidate.program else None,
+        "bound": bound(candidate),
+        "python": candidate.settings.python(),
+    }
+
+
+def _winner(candidates: tuple[Plan, ...], is_compiled: bool) -> Plan | None:
+    return next((each for each in candidates if each.fits and (each.program or not is_compiled)), None)
 
 
 def search(
@@ -125,9 +99,6 @@ def search(
             the target is not installed, nothing is compiled, not even the naive choice.
         on_step: called with a message before each step of the search.
 
-    Returns:
-        A `Ranking` of all candidates.
-
     Raises:
         ValueError: as `planner.plan`.
         RuntimeError: if the compiler rejects the topology, or if this process has too few simulated devices.
@@ -140,51 +111,33 @@ def search(
     num_compiled = 0 if missing else num_compiled
     devices = targets.devices(name) if num_compiled else None  # before JAX looks for devices
     planner = Planner(what, target, memory_share=memory_share, host_memory_bytes=host_memory_bytes)
+    rows = settings.rows or planner.tracer.job.rows
     kept = {"precision": settings.precision, "moment_bits": settings.moment_bits}
-    base = planner.with_rows(Settings(rows=settings.rows, **kept))
-    cluster, rows = planner.cluster, base.rows or 1
 
-    def candidate(settings: Settings) -> Candidate:
+    def estimate(settings: Settings) -> Plan:
         on_step(f"stage {settings.stage}, remat {settings.remat!r}")
-        memory = planner.memory(settings)
-        fits = planner.fits(memory.peak_bytes, memory.host_bytes)
-        return Candidate(settings, memory.peak_bytes, memory.host_bytes, fits, planner.formula_time(settings))
+        return planner.estimate(settings)
 
-    # Estimate all candidates by formula.
-    considered = [dataclasses.replace(s, **kept) for s in _settings(cluster, rows)]
-    can_offload = {
-        offload: planner.tracer.can_store(dataclasses.replace(base, offload=offload), cluster.num_devices)
-        for offload in OFFLOADS
-    }
-    considered = [s for s in considered if can_offload[s.offload]]
-    found = [candidate(s) for s in considered]
-    # Of two equally fast ones, the one with fewer microbatches comes first: its kernels are larger.
-    found.sort(key=lambda c: (not c.fits, c.step_s, c.settings.num_microbatches, c.peak_bytes))
-
-    # Compile the best.
-    def compiled(candidate: Candidate) -> Candidate:
+    def compiled(candidate: Plan) -> Plan:
         on_step(f"compiling stage {candidate.settings.stage}, remat {candidate.settings.remat!r}")
-        return candidate._replace(plan=planner.plan(candidate.settings, devices, suggest=False))
+        return planner.plan(candidate.settings, devices, suggest=False)
 
-    best = [compiled(c) for c in found[:num_compiled] if c.fits]
-    best.sort(key=lambda c: (c.plan is None or not c.plan.fits, c.step_s))
-    # Compare with the naive choice.
-    naive = candidate(dataclasses.replace(NAIVE, rows=rows, **kept))
+    # Estimate all candidates by formula. Of two equally fast ones, that with fewer microbatches has larger kernels.
+    num_devices = planner.cluster.num_devices
+    storable = {o: planner.tracer.can_store(Settings(rows=rows, offload=o, **kept), num_devices) for o in OFFLOADS}
+    considered = [dataclasses.replace(s, **kept) for s in _settings(planner.cluster, rows) if storable[s.offload]]
+    found = sorted(
+        map(estimate, considered), key=lambda p: (not p.fits, p.step_s, p.settings.num_microbatches, p.peak_bytes)
+    )
+    # Compile the best, and the naive choice to compare with.
+    best = [compiled(candidate) for candidate in found[:num_compiled] if candidate.fits]
+    best.sort(key=lambda p: (not p.fits, p.step_s))
+    naive = estimate(dataclasses.replace(NAIVE, rows=rows, **kept))
     naive = compiled(naive) if num_compiled else naive
     candidates = (*best, *found[len(best) :])
-    chosen = _winner(candidates, bool(num_compiled)) or min(candidates, key=lambda c: used_share(c.plan or c, planner))
-    plan = chosen.plan or planner.plan(chosen.settings, suggest=False)
-    return Ranking(planner.name, cluster, candidates, naive, plan, missing)
-
-
-def _winner(candidates: tuple[Candidate, ...], is_compiled: bool) -> Candidate | None:
-    fits = lambda c: c.plan is not None and c.plan.fits if is_compiled else c.fits
-    return next(filter(fits, candidates), None)
-
-
-def used_share(memory: Candidate | Plan | Suggestion, limits: Plan | Planner) -> float:
-    """The share of its limit that a step takes of the device's memory or of its host's, whichever is larger."""
-    return max(memory.peak_bytes / limits.limit_bytes, memory.host_bytes / limits.host_limit_bytes)
+    chosen = _winner(candidates, bool(num_compiled)) or min(candidates, key=lambda p: used_share(p, p))
+    chosen = chosen if chosen.program else planner.plan(chosen.settings, suggest=False)
+    return Ranking(planner.name, planner.cluster, candidates, naive, chosen, missing)
 
 
 def _settings(cluster: Cluster, rows: int) -> Iterator[Settings]:

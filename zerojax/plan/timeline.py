@@ -14,7 +14,14 @@ from typing import NamedTuple
 
 from zerojax.analysis.hardware import Chip, Cluster
 from zerojax.analysis.hlo import HOST, Block, Instruction, Program, has_product, trip_count, unsupported
-from zerojax.analysis.hlo_collectives import collective_spans, communicates, groups, is_transfer, split_by_dtype
+from zerojax.analysis.hlo_collectives import (
+    collective_spans,
+    communicates,
+    groups,
+    is_transfer,
+    split_by_dtype,
+    start_of,
+)
 from zerojax.analysis.hlo_costs import COPIES, COPY_STARTS, computed_bytes, copied, dot_flops, memory_bytes
 
 COMPUTE, MEMORY, STARTS = "compute", "memory", "starts of kernels"
@@ -217,7 +224,7 @@ class _Simulator:
         if is_transfer(i):
             return  # the send and the recv-done are the start and the end of a collective between slices
         if i.op.endswith("-done"):
-            start = _start_of(i)
+            start = start_of(i)
             if start not in clock.done:
                 raise unsupported(i, "an end has no start in the same computation")
             clock.now = max(clock.now, clock.done[start])
@@ -273,13 +280,6 @@ def product_seconds(instruction: Instruction, chip: Chip) -> float:
     if dtype not in _BF16 and dtype != "f32":
         raise unsupported(instruction, f"the rate of products of {dtype} is unknown")
     return flops / (chip.flops.effective * (chip.f32_share if dtype == "f32" else 1))
-
-
-def _start_of(done: Instruction) -> Instruction:
-    start = done.operands[0]
-    while start.op.endswith("-update"):
-        start = start.operands[0]
-    return start
 
 
 def _moves_between_memories(i: Instruction) -> bool:
