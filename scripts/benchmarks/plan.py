@@ -134,6 +134,7 @@ def measured(name, target, remat, compiled):
     from zerojax import targets
     from zerojax.plan import Job, Settings
     from zerojax.plan.planner import Planner
+    from zerojax.plan.search import with_suggestions
 
     devices = targets.devices(target) if compiled else None
     model = models.model(name)
@@ -147,7 +148,7 @@ def measured(name, target, remat, compiled):
         options=model.options,
     )
     planner, start = Planner("models:planned", target), time.process_time()
-    made = planner.plan(Settings(remat=remat))
+    made = with_suggestions(planner, planner.plan(Settings(remat=remat)))
     seconds = time.process_time() - start
     row = {
         "model": name,
@@ -161,7 +162,7 @@ def measured(name, target, remat, compiled):
     }
     if devices is None:
         return row
-    made = planner.plan(made.settings, devices, suggest=False)
+    made = planner.plan(made.settings, devices)
     prediction = made.program.analysis.prediction
     return row | {
         "compiled": made.program.peak_bytes,

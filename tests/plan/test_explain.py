@@ -15,7 +15,7 @@ from zerojax.cli import main
 from zerojax.plan import Job, Settings, plan
 from zerojax.plan.explain import explain_plan
 from zerojax.plan.formula import ComputeTime, FormulaTime
-from zerojax.plan.job import memory_reductions, uses_of_free_memory
+from zerojax.plan.search import memory_reductions, uses_of_free_memory
 from zerojax.plan.show import remedy
 from zerojax.utils.text import bytes_text
 

@@ -366,7 +366,7 @@ def test_an_optimizer_that_cannot_be_offloaded_is_not_suggested():
         planner = Planner(name, "a100:1")
         with pytest.raises(ValueError, match="cannot be computed for one piece"):
             for offload in order:
-                planner.plan(Settings(offload=offload), suggest=False)
+                planner.plan(Settings(offload=offload))
 
 
 def render_text(renderable):

@@ -14,8 +14,8 @@ from zerojax.analysis.liveness import ACTIVATIONS, Lifetimes
 from zerojax.analysis.memory import Memory
 from zerojax.offload.checks import DEFAULT_PINNED_GIB, PINNED_LIMIT, sufficient_limit_gib
 from zerojax.plan.few_layers import segments_of
-from zerojax.plan.job import Settings, can_fuse, widest_head
-from zerojax.plan.transformer import Transformer
+from zerojax.plan.job import Settings
+from zerojax.plan.transformer import Transformer, can_fuse, widest_head
 from zerojax.program import jaxprs
 from zerojax.program.jaxprs import Jaxpr
 from zerojax.program.segmentation import TracedLoss

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
-from zerojax.analysis import hardware, targets
+from zerojax.analysis import hardware
 from zerojax.analysis.hardware import Cluster
 from zerojax.analysis.jaxpr_counts import model_flops
 from zerojax.analysis.memory import Memory
@@ -28,7 +28,7 @@ from zerojax.plan.formula import (
     sent_bytes,
     throughput,
 )
-from zerojax.plan.job import DEFAULT_SETTINGS, Settings, find_job, memory_reductions, shapes_of, uses_of_free_memory
+from zerojax.plan.job import Settings, find_job, shapes_of
 from zerojax.plan.program import CompiledStep, compile_step
 from zerojax.plan.timeline import Prediction
 from zerojax.plan.tracing import Tracer, num_rows
@@ -42,7 +42,6 @@ from zerojax.step.state import TrainState, in_host
 MEMORY_SHARE = {
     "cuda": 0.75, "v4": 30.75 / 32, "v5e": 15.75 / 16, "v5p": 95.74 / 96, "v6e": 31.25 / 32, "cpu": 1.0
 }  # fmt: skip
-_MAX_GPU_SHARE = 0.95  # a guess: the driver and NCCL need some of the rest
 _HOST_SHARE = 0.8  # of a host's memory, which a program may pin; a guess: the rest is for the data and the system
 
 
@@ -200,52 +199,10 @@ def used_share(memory: Plan | Suggestion, limits: Plan) -> float:
     return max(memory.peak_bytes / limits.limit_bytes, memory.host_bytes / limits.host_limit_bytes)
 
 
-def plan(
-    what: str | Transformer,
-    target: str | Cluster,
-    settings: Settings = DEFAULT_SETTINGS,
-    *,
-    compile: bool = False,
-    memory_share: float | None = None,
-    host_memory_bytes: int | None = None,
-    dump: Path | None = None,
-    suggest: bool = True,
-) -> Plan:
-    """Predicts whether a step fits on a cluster, and its time.
-
-    Args:
-        what: a preset (`presets.PRESETS`), 'module:function' with a function that returns a `Job`, or the shapes of a
-            model, such as those of `from_hugging_face`.
-        target: the name of a cluster, as in `targets.devices`, or a cluster, which may have the rates that `calibrate`
-            measured: `cluster(name, calibration)`.
-        settings: the options of the step.
-        compile: whether to compile the step for the target. If not, neither a compiler nor an accelerator package is
-            needed.
-        memory_share: the share of a device's memory that a program may use, for which XLA schedules it too. The default
-            is `MEMORY_SHARE`.
-        host_memory_bytes: the host memory that a program may pin for each device. The default is 0.8 of the memory of a
-            host, divided by its devices.
-        dump: a folder to which the text of the compiled program is written.
-        suggest: whether to look for changes that save memory, or that use the free memory.
-
-    Returns:
-        A `Plan`. Its bytes are per device.
-
-    Raises:
-        ValueError: if a preset, function, target or setting is unknown, or if the rows cannot be divided.
-        RuntimeError: if the compiler of the target is not installed. The message says how to install it.
-
-    Cost: creates the model and traces its loss once, and traces the step without layers that equal others, once more
-        for each suggestion: some seconds in all. Compiling takes 10 to 60 s, and more for layers that are not scanned.
-    """
-    name = target.target if isinstance(target, Cluster) else target
-    devices = targets.devices(name) if compile else None  # before JAX looks for devices
-    planner = Planner(what, target, memory_share=memory_share, host_memory_bytes=host_memory_bytes)
-    return planner.plan(settings, devices, dump=dump, suggest=suggest)
-
-
 class Planner:
-    """Plans the steps of one job on one cluster. All plans share their traces. The arguments are those of `plan`."""
+    """Plans the steps of one job on one cluster. All plans share their traces. The arguments are those of
+    `search.plan`.
+    """
 
     def __init__(
         self,
@@ -290,7 +247,7 @@ class Planner:
             self.limit_bytes,
             self.host_limit_bytes,
             self.formula_time(settings),
-            self._num_tokens(settings),
+            self.num_tokens(settings),
             self.model_flops(settings),
             row_tokens=job.tokens,
         )
@@ -299,11 +256,9 @@ class Planner:
         self,
         settings: Settings,
         devices: Sequence[jax.Device] | None = None,
-        *,
         dump: Path | None = None,
-        suggest: bool = True,
     ) -> Plan:
-        """The plan of one step, which is compiled for `devices` if they are given; see `plan`."""
+        """The plan of one step without suggestions, which is compiled for `devices` if they are given."""
         found = self.estimate(settings)
         settings, config = found.settings, self.tracer.zero(found.settings, self.cluster.num_devices).config
         program = None if devices is None else self._compiled(found, devices, dump)
@@ -311,8 +266,7 @@ class Planner:
         about_model = notes_of_shapes(self.shapes, self.cluster.chip) if self.shapes else ()
         about_shards = notes_of_shards(self._state(settings).layout.leaves, config)
         about_loss = notes(loss, found.memory, self.cluster, settings)
-        found = dataclasses.replace(found, program=program, notes=(*about_model, *about_shards, *about_loss))
-        return dataclasses.replace(found, suggestions=tuple(self._suggestions(found))) if suggest else found
+        return dataclasses.replace(found, program=program, notes=(*about_model, *about_shards, *about_loss))
 
     def _state(self, settings: Settings) -> TrainState:
         return self.tracer.state(self.tracer.zero(settings, self.cluster.num_devices), settings)
@@ -350,29 +304,7 @@ class Planner:
         axes = dict(zero.config.mesh.shape)
         return compile_step(step, self.cluster, axes, found.memory, self.limit_bytes, dump)
 
-    def _num_tokens(self, settings: Settings) -> int:
+    def num_tokens(self, settings: Settings) -> int:
         """The tokens of all devices in a step."""
         job, num_devices = self.tracer.job, self.cluster.num_devices // (settings.model or 1)
         return num_rows(job, settings, num_devices) * job.tokens
-
-    def _suggestions(self, found: Plan) -> Iterator[Suggestion]:
-        """Yields changes that save memory if the step does not fit, or changes that use the free memory if it does."""
-        chip = self.cluster.chip
-        if chip.platform == "cuda" and found.limit_bytes < found.peak_bytes <= _MAX_GPU_SHARE * chip.memory_bytes:
-            change = f"XLA_CLIENT_MEM_FRACTION={_MAX_GPU_SHARE} in the environment"
-            yield Suggestion(change, found.peak_bytes, found.fits_host, 1.0, found.host_bytes)
-        changes = memory_reductions if not found.fits else uses_of_free_memory
-        correction = max(0, found.peak_bytes - found.memory.peak_bytes)  # of the formula, if compiled
-        for text, settings, num_devices in changes(found.settings, self.cluster.num_devices):
-            if not self.tracer.can_store(settings, num_devices):
-                continue
-            memory = self.tracer.memory(settings, num_devices)
-            peak_bytes, host_bytes = memory.peak_bytes + correction, memory.host_bytes
-            helps = peak_bytes < found.peak_bytes or (not found.fits_host and host_bytes < found.host_bytes)
-            if not found.fits and not helps:
-                continue
-            fits, speed, change = peak_bytes <= self.limit_bytes and host_bytes <= self.host_limit_bytes, None, None
-            if num_devices == self.cluster.num_devices:  # of other TPUs, the shape of the slice would have to be known
-                rate = self._num_tokens(settings) / self.formula_time(settings).step_s
-                speed, change = rate * found.time.step_s / found.tokens, settings
-            yield Suggestion(text, peak_bytes, fits, speed, host_bytes, change)

@@ -18,6 +18,7 @@ from flax import nnx
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
+from zerojax.analysis.hardware import Chip
 from zerojax.contrib.losses import chunked_cross_entropy
 from zerojax.step.models import Weighted
 from zerojax.utils.typing import Array, PyTree
@@ -28,7 +29,7 @@ EXPERT_CAPACITY = 1.25  # capacity of an expert relative to an even share of the
 
 @dataclasses.dataclass(frozen=True)
 class Transformer:
-    """The shapes of a transformer.
+    """The shapes of a
 
     Attributes:
         layers, width, heads: the number of layers, the width of activations, and the heads of queries.
@@ -254,7 +255,7 @@ class LanguageModel(nnx.Module):
 
 
 class ViT(nnx.Module):
-    """A vision transformer. Its input is already cut into patches, and it classifies by their mean."""
+    """A vision  Its input is already cut into patches, and it classifies by their mean."""
 
     def __init__(self, config: Transformer, attention: Callable[..., Array], rngs: nnx.Rngs):
         self.patches = nnx.Linear(config.patch**2 * 3, config.width, rngs=rngs)
@@ -349,3 +350,19 @@ def _attend_backward(is_causal: bool, residuals: tuple[Array, ...], grad: Array)
 
 _attend = jax.custom_vjp(_attend_unbound, nondiff_argnums=(3,))
 _attend.defvjp(_attend_forward, _attend_backward)
+
+
+def can_fuse(shapes: Transformer, chip: Chip) -> bool:
+    """Whether the attention of a model can be a fused kernel on a chip."""
+    head_dim = shapes.width_of_head
+    return (
+        chip.platform == "cuda"
+        and not shapes.caps_scores
+        and head_dim <= widest_head(chip)
+        and head_dim % FUSED_HEAD_MULTIPLE == 0
+    )
+
+
+def widest_head(chip: Chip) -> int:
+    """The width of the widest heads that fused attention takes on a chip."""
+    return widest_fused_head((8, 0) if chip.name == "a100" else (9, 0))
