@@ -1,4 +1,4 @@
-"""What a step is expected to do (shardings, bytes sent and offloaded), and the findings of an audit that compares them."""
+"""What a step is expected to do: shardings, bytes sent and offloaded; and the findings of an audit that compares."""
 
 from __future__ import annotations
 

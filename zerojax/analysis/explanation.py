@@ -32,6 +32,7 @@ class Row:
 
     Attributes:
         category: 'params', 'grads', 'optimizer' or 'model_state', or 'host memory' for what the optimizer has there.
+        unit: that of the parameter that the leaf is, or belongs to; else a part of its path.
         shape, dtype: of the full leaf.
         undivided_bytes: bytes on one device if the leaf were not sharded over the data axes.
         zeros_bytes: of `bytes_per_device`, the bytes of zeros that pad the leaf, as a mean over devices.
@@ -40,9 +41,10 @@ class Row:
 
     category: str
     path: str
+    unit: str
     shape: Shape
     dtype: str
-    spec: str
+    spec: PartitionSpec
     bytes_per_device: int
     undivided_bytes: int
     zeros_bytes: float
@@ -153,7 +155,7 @@ def _array_text(row: Row) -> str:
 
 def _folded(rows: Sequence[Row], to: Screen) -> Iterator[tuple[str, Row, int]]:
     """(name, first row, bytes of all rows) of each row to show."""
-    kinds = [(dataclasses.replace(row, path=""), None if to.folds else row.path) for row in rows]
+    kinds = [(dataclasses.replace(row, path="", unit=""), None if to.folds else row.path) for row in rows]
     for each in fold([row.path for row in rows], kinds):
         members = [rows[k] for k in each.members]
         yield each.text, members[0], sum(row.bytes_per_device for row in members)
@@ -190,7 +192,7 @@ def _leaves_table(category: str, explanation: Explanation, to: Screen) -> TextTa
     """The leaves of a category. The reason of most of them is in the title, and not repeated."""
     rows = [row for row in explanation.rows if row.category == category]
     (usual, _), *others = Counter(row.reason for row in rows).most_common()
-    spec = lambda row: row.spec.replace(" ", SPACE) + ("" if row.reason == usual else f": {row.reason}")
+    spec = lambda row: spec_text(row.spec).replace(" ", SPACE) + ("" if row.reason == usual else f": {row.reason}")
     cells = [[name, _array_text(row), bytes_text(size), spec(row)] for name, row, size in _folded(rows, to)]
     exception = ", unless the spec has another reason" if others else ""
     where = "for a device" if category == HOST_MEMORY else "on a device"
@@ -244,30 +246,33 @@ def _rows(config: ZeroConfig, state: TrainState, shards: Mapping[str, int]) -> I
     """The rows of all leaves. `shards`: the number of shards of each category."""
     leaves, axes = {leaf.path: leaf for leaf in state.layout.leaves}, config.axes
     is_host, mesh = in_host(config, state), _mesh_of(state)
-    host_params = {path for flag, path in zip(jax.tree.leaves(is_host.params), leaves, strict=True) if flag}
     whole = "there is one shard only" if axes.num_shards == 1 else config.stage.limit_text
 
-    def of_param(category: str, path: str, a: Aval) -> Row:
-        reason = leaves[path].reason if shards[category] > 1 else whole
-        if path in host_params:
-            return _row(axes, HOST_MEMORY, f"{category}/{path}", a, leaves[path].shape, reason)
-        return _row(axes, category, path, a, leaves[path].shape, reason)
+    def of_param(category: str, path: str, a: Aval, is_host: bool, prefix: str) -> Row:
+        leaf, name = leaves[path], f"{prefix}/{path}" if is_host or category == "optimizer" else path
+        reason = leaf.reason if shards[category] > 1 else whole
+        return _row(axes, HOST_MEMORY if is_host else category, name, leaf.unit, a, leaf.shape, reason)
 
-    for path, a in leaves_with_paths(state.params):
-        yield of_param("params", path, a)
+    # Parameters, gradients and master copies.
+    host_params = dict(zip(leaves, jax.tree.leaves(is_host.params), strict=True))
+    for path, a in _with_paths(state.params):
+        yield of_param("params", path, a, host_params[path], "params")
     for leaf in leaves.values():
         if leaf.trainable:
-            yield of_param("grads", leaf.path, gradient_aval(config, mesh, leaf))
-    for (path, a), flag in zip(leaves_with_paths(state.master), jax.tree.leaves(is_host.master), strict=True):
-        reason = leaves[path].reason if shards["optimizer"] > 1 else whole
-        yield _row(axes, HOST_MEMORY if flag else "optimizer", f"master/{path}", a, leaves[path].shape, reason)
+            yield of_param("grads", leaf.path, gradient_aval(config, mesh, leaf), host_params[leaf.path], "grads")
+    for (path, a), flag in zip(_with_paths(state.master), jax.tree.leaves(is_host.master), strict=True):
+        yield of_param("optimizer", path, a, flag, "master")
+    # The rest of the optimizer's state, and of the model's.
     shapes = [tuple(a.shape) for a in jax.tree.leaves(logical_avals(state).opt_state)]
     flags = jax.tree.leaves(is_host.opt_state)
-    for (path, a), flag, shape in zip(leaves_with_paths(state.opt_state), flags, shapes, strict=True):
-        reason = _optimizer_reason(path, shape, leaves, axes) if shards["optimizer"] > 1 else whole
-        yield _row(axes, HOST_MEMORY if flag else "optimizer", path, a, shape, reason)
-    for path, a in leaves_with_paths(state.model_state):
-        yield _row(axes, "model_state", path, a, a.shape, "replicated: model state")
+    for (path, a), flag, shape in zip(_with_paths(state.opt_state), flags, shapes, strict=True):
+        leaf = next((leaves[end] for end in _path_ends(path) if end in leaves), None)
+        alike = leaf if leaf and leaf.shape == shape else None
+        reason = alike.reason if alike else choose_dim(shape, axes.num_shards, stacked=False).reason
+        category, reason = HOST_MEMORY if flag else "optimizer", reason if shards["optimizer"] > 1 else whole
+        yield _row(axes, category, path, leaf.unit if leaf else path, a, shape, reason)
+    for path, a in _with_paths(state.model_state):
+        yield _row(axes, "model_state", path, path.rpartition("/")[0] or path, a, a.shape, "replicated: model state")
 
 
 def _mesh_of(state: TrainState) -> AnyMesh:
@@ -287,19 +292,19 @@ def _units(leaves: Sequence[Leaf], uses: Sequence[tuple[Use, ...]] | None) -> tu
     return tuple(sorted(rows, key=lambda row: row.places[:1] or (len(leaves),)) if uses else rows)
 
 
-def leaves_with_paths(tree: PyTree) -> list[tuple[str, Aval]]:
+def _with_paths(tree: PyTree) -> list[tuple[str, Aval]]:
     """The leaves of a tree with their paths."""
     return [(placement.path_text(path), a) for path, a in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def _row(axes: Axes, category: str, path: str, stored: Aval, shape: Sequence[int], reason: str) -> Row:
+def _row(axes: Axes, category: str, path: str, unit: str, stored: Aval, shape: Shape, reason: str) -> Row:
     spec, mesh = stored.sharding.spec, stored.sharding.mesh
     others = [[name for name in axis_names(entry) if name not in axes.data] for entry in spec]
     undivided = NamedSharding(mesh, PartitionSpec(*(tuple(names) or None for names in others)))
-    logical = jax.ShapeDtypeStruct(tuple(shape), stored.dtype)
+    logical = jax.ShapeDtypeStruct(shape, stored.dtype)
     on_device, full = placement.shard_bytes(stored, stored.sharding), placement.shard_bytes(logical, undivided)
     zeros = on_device * (1 - math.prod(shape) / max(1, math.prod(stored.shape)))
-    return Row(category, path, logical.shape, str(stored.dtype), spec_text(spec), on_device, full, zeros, reason)
+    return Row(category, path, unit, logical.shape, str(stored.dtype), spec, on_device, full, zeros, reason)
 
 
 def gradient_aval(config: ZeroConfig, mesh: AnyMesh, leaf: Leaf) -> jax.ShapeDtypeStruct:
@@ -310,15 +315,7 @@ def gradient_aval(config: ZeroConfig, mesh: AnyMesh, leaf: Leaf) -> jax.ShapeDty
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
-def _optimizer_reason(path: str, shape: Shape, leaves: dict[str, Leaf], axes: Axes) -> str:
-    """The reason of the parameter that a leaf of the optimizer state belongs to, or else one by the leaf's shape."""
-    for leaf in map(leaves.get, path_ends(path)):
-        if leaf is not None and leaf.shape == shape:
-            return leaf.reason
-    return choose_dim(shape, axes.num_shards, stacked=False).reason
-
-
-def path_ends(path: str) -> list[str]:
+def _path_ends(path: str) -> list[str]:
     """A path, the path without its first key, and so on: that of an optimizer's leaf ends in that of a parameter."""
     keys = path.split("/")
     return ["/".join(keys[start:]) for start in range(len(keys))]

@@ -8,19 +8,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from zerojax.analysis.hlo import (
-    HOST,
-    Block,
-    Buffer,
-    Instruction,
-    Program,
-    blocks,
-    fusion_results,
-    has_product,
-    source,
-    trips_of,
-    unsupported,
-)
+from zerojax.analysis import hlo
+from zerojax.analysis.hlo import Block, Buffer, Instruction, Program
 from zerojax.analysis.hlo_collectives import collective_spans, end_index
 
 _FREE = frozenset(["add-dependency", "after-all", "bitcast", "constant", "copy-done", "get-tuple-element"]) | frozenset(
@@ -46,7 +35,7 @@ def dot_flops(instruction: Instruction) -> int:
     if i.op == "convolution":
         lhs, rhs = i.operands
         return _convolution_flops(i, lhs, rhs, i)
-    if not has_product(i):
+    if not hlo.has_product(i):
         return 0
     if i.op == "custom-call" and i.target.startswith("__cudnn$conv"):
         first, second, *_ = i.operands
@@ -67,7 +56,7 @@ def dot_flops(instruction: Instruction) -> int:
             flops = products * 2 * scores * i.operands[0].buffers[0].dims[-1]
             return flops // 2 if "CAUSAL" in attention.get("mask_type", "") else flops
     if i.op != "fusion":
-        raise unsupported(i, "cannot count the flops of this matrix product")
+        raise hlo.unsupported(i, "cannot count the flops of this matrix product")
     return sum(dot_flops(j) for j in i.inner)
 
 
@@ -75,7 +64,7 @@ def _convolution_flops(convolution: Instruction, image: Instruction, filter: Ins
     """Counts only pairs that touch elements of the image: TPU programs write batch dims as dilated windows."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
     if labels is None or re.search(r"batch_group_count=(?!1\b)", convolution.attributes):
-        raise unsupported(convolution, "cannot read the dimensions of this convolution")
+        raise hlo.unsupported(convolution, "cannot read the dimensions of this convolution")
     inputs, kernel, size = (
         dict(zip(names, instruction.buffers[0].dims, strict=True))
         for names, instruction in zip(labels.groups(), (image, filter, result), strict=True)
@@ -103,7 +92,7 @@ def _windows(convolution: Instruction, num_dims: int) -> list[dict[str, int]]:
     split = {name: value.split("x") for name, value in fields.items()}
     known = fields.keys() <= {"size", "stride", "pad", "lhs_dilate", "rhs_dilate"}
     if not known or any(len(values) != num_dims for values in split.values()):
-        raise unsupported(convolution, "cannot read the window of this convolution")
+        raise hlo.unsupported(convolution, "cannot read the window of this convolution")
     # Padding is written as before_after.
     return [{name: int(values[d].split("_")[0]) for name, values in split.items()} for d in range(num_dims)]
 
@@ -116,7 +105,7 @@ def _product_flops(product: Instruction, contracted: list[int]) -> int:
 def _backend_config(instruction: Instruction) -> dict[str, Any]:
     at = instruction.attributes.find("backend_config={")
     if at < 0:
-        raise unsupported(instruction, "this custom call has no backend_config")
+        raise hlo.unsupported(instruction, "this custom call has no backend_config")
     return json.JSONDecoder().raw_decode(instruction.attributes, at + len("backend_config="))[0]
 
 
@@ -134,19 +123,19 @@ def memory_bytes(instruction: Instruction) -> int:
         return _moved_bytes([instruction], [instruction], frozenset(instruction.operands))
     (body,) = instruction.called["calls" if instruction.op == "fusion" else "to_apply"]
     parameters = frozenset(i for i in body.instructions if i.op == "parameter")
-    return _moved_bytes(body.instructions, fusion_results(body.root), parameters)
+    return _moved_bytes(body.instructions, hlo.fusion_results(body.root), parameters)
 
 
 def computed_bytes(fusion: Instruction) -> int:
     """Like `memory_bytes`, for the results that a fusion computes while the collective that it contains runs."""
     (body,) = fusion.called["calls"]
     parameters = frozenset(i for i in body.instructions if i.op == "parameter")
-    outputs = [result for result in fusion_results(body.root) if _is_computed(result)]
+    outputs = [result for result in hlo.fusion_results(body.root) if _is_computed(result)]
     return _moved_bytes(body.instructions, outputs, parameters)
 
 
 def _is_computed(result: Instruction) -> bool:
-    result = source(result, ("bitcast", "get-tuple-element"))
+    result = hlo.source(result, ("bitcast", "get-tuple-element"))
     return result.op not in _FREE and not collective_spans(Block((result,), 1, False))
 
 
@@ -161,9 +150,9 @@ def _moved_bytes(
         needed[i] = min(_elements(i), needed.get(i, 0) + elements)
 
     for result in outputs:
-        target = source(result, _SAME_ELEMENTS, sources)
+        target = hlo.source(result, _SAME_ELEMENTS, sources)
         updates = target.op in _UPDATES and target not in sources
-        if updates and source(target.operands[0], _SAME_ELEMENTS, sources) in sources:
+        if updates and hlo.source(target.operands[0], _SAME_ELEMENTS, sources) in sources:
             update = target.operands[_UPDATES[target.op]]
             in_place.add(target)
             written += update.num_bytes if _device_bytes(target.buffers) else 0
@@ -231,15 +220,15 @@ def read_host_copies(program: Program) -> list[HostCopy]:
     unknown number of times.
     """
     found = []
-    for block in blocks(program):
-        in_layers = block.looped and any(map(has_product, block.instructions))
+    for block in hlo.blocks(program):
+        in_layers = block.looped and any(map(hlo.has_product, block.instructions))
         for k, i in enumerate(block.instructions):
             if i.op in COPY_STARTS:
                 lane, num_bytes = copied(i)
                 if lane != COPIES:
                     beside = block.instructions[k + 1 : end_index(block, k)]
                     alone = not any(_computes(other, num_bytes) for other in beside)
-                    found.append(HostCopy(i.name, lane, num_bytes * trips_of(block, i), alone, in_layers))
+                    found.append(HostCopy(i.name, lane, num_bytes * hlo.trips_of(block, i), alone, in_layers))
     return found
 
 
@@ -254,13 +243,13 @@ def copied(start: Instruction) -> tuple[str, int]:
     if start.op == "dynamic-update-slice-start":
         update = start.operands[1].buffers[0]
         return _lane(update, result), update.num_bytes
-    (root,) = fusion_results(start.called["calls"][0].root)
-    root = source(root, ("bitcast", "copy"))
+    (root,) = hlo.fusion_results(start.called["calls"][0].root)
+    root = hlo.source(root, ("bitcast", "copy"))
     if root.op == "dynamic-update-slice":
-        return TO_HOST if result.space == HOST else COPIES, root.operands[1].num_bytes
+        return TO_HOST if result.space == hlo.HOST else COPIES, root.operands[1].num_bytes
     if root.op == "dynamic-slice":
-        return FROM_HOST if operand.space == HOST else COPIES, result.num_bytes
-    raise unsupported(start, "cannot read what this asynchronous fusion copies")
+        return FROM_HOST if operand.space == hlo.HOST else COPIES, result.num_bytes
+    raise hlo.unsupported(start, "cannot read what this asynchronous fusion copies")
 
 
 def copied_in_host(program: Program) -> int:
@@ -269,19 +258,19 @@ def copied_in_host(program: Program) -> int:
     In programs for TPUs the processor of the host does so, while the device waits.
     """
     num_bytes = 0
-    for i in (i for block in blocks(program) for i in block.instructions):
+    for i in (i for block in hlo.blocks(program) for i in block.instructions):
         if i.op == "custom-call-start" and i.target == "HostExecute":
             num_bytes += sum(operand.num_bytes for operand in i.operands)
         elif i.op in ("copy", "copy-start"):
             target = i.buffers[0]
-            num_bytes += target.num_bytes if i.operands[0].buffers[0].space == target.space == HOST else 0
+            num_bytes += target.num_bytes if i.operands[0].buffers[0].space == target.space == hlo.HOST else 0
     return num_bytes
 
 
 def _lane(operand: Buffer, target: Buffer) -> str:
-    if (operand.space == HOST) == (target.space == HOST):
+    if (operand.space == hlo.HOST) == (target.space == hlo.HOST):
         return COPIES
-    return TO_HOST if target.space == HOST else FROM_HOST
+    return TO_HOST if target.space == hlo.HOST else FROM_HOST
 
 
 def _computes(i: Instruction, num_bytes: int) -> bool:
@@ -290,7 +279,7 @@ def _computes(i: Instruction, num_bytes: int) -> bool:
         return any(_computes(j, num_bytes) for j in i.inner)
     if i.op.endswith(("-start", "-update", "-done")):
         return False
-    return has_product(i) or memory_bytes(i) >= num_bytes
+    return hlo.has_product(i) or memory_bytes(i) >= num_bytes
 
 
 # Moves within device memory.
@@ -327,13 +316,13 @@ def moves(program: Program, min_bytes: int = 1, in_loops: bool = False) -> list[
     memory, or the vector memory of a TPU) do not.
     """
     found = []
-    for block in blocks(program):
+    for block in hlo.blocks(program):
         for i in block.instructions if block.looped or not in_loops else ():
             root = i.called["calls"][0].root if i.op == "fusion" else i
-            for result in fusion_results(root) if root is not i else [i]:
+            for result in hlo.fusion_results(root) if root is not i else [i]:
                 move = _classify_move(result, inside=root is not i)
                 if move and move[1].num_bytes >= min_bytes:
-                    found.append(Move(i.name, *move, trips_of(block, i)))
+                    found.append(Move(i.name, *move, hlo.trips_of(block, i)))
     return found
 
 
@@ -355,5 +344,5 @@ def _classify_move(result: Instruction, inside: bool) -> tuple[str, Buffer] | No
     if not level or (inside and i.op != "parameter"):
         return None
     if len(written.buffers) != 1 or len(i.buffers) != 1:
-        raise unsupported(result, "cannot read a move of a tuple")
+        raise hlo.unsupported(result, "cannot read a move of a tuple")
     return (_MOVE_NAMES[level], written.buffers[0]) if written.buffers[0].space == i.buffers[0].space else None

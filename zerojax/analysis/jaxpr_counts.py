@@ -18,20 +18,8 @@ from jax.typing import DTypeLike
 
 from zerojax.analysis.hardware import Chip
 from zerojax.analysis.hlo_collectives import Collective
-from zerojax.program.jaxprs import (
-    CALLS,
-    FUSED_ATTENTION,
-    ClosedJaxpr,
-    Equation,
-    Jaxpr,
-    Var,
-    is_offload,
-    is_scan,
-    is_var,
-    multiplies,
-    scan_params,
-    sub_jaxprs,
-)
+from zerojax.program import jaxprs
+from zerojax.program.jaxprs import ClosedJaxpr, Equation, Jaxpr, Var
 from zerojax.utils.typing import AnyMesh
 
 # The primitives that move data between devices, each with its name in compiled programs.
@@ -55,14 +43,14 @@ _UNSUPPORTED_PRIMITIVES = frozenset({"precv", "psend", "ragged_all_to_all"})  # 
 _UNKNOWN_PRODUCTS = frozenset(
     {"dot_product_attention_bwd", "dot_product_attention_bwd_wrapper", "pallas_call", "ragged_dot_general", "shard_map"}
 )
-_INLINED = CALLS | {
+_INLINED = jaxprs.CALLS | {
     "checkpoint", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "remat2", "shard_map"
 }  # fmt: skip
 
 
 def manual_parts(closed: ClosedJaxpr) -> list[Jaxpr]:
     """The bodies of the `shard_map`s of a traced function in order: the computations of one device."""
-    return [next(sub_jaxprs(e)) for e in closed.jaxpr.eqns if e.primitive.name == "shard_map"]
+    return [next(jaxprs.sub_jaxprs(e)) for e in closed.jaxpr.eqns if e.primitive.name == "shard_map"]
 
 
 class Visit(NamedTuple):
@@ -86,11 +74,11 @@ def walk(equations: Iterable[Equation], within: Visit | None = None) -> Iterator
         visit = within._replace(equation=equation) if within else Visit(equation)
         yield visit
         inside = visit
-        if is_scan(equation):
-            inside = visit._replace(trips=visit.trips * scan_params(equation).length, loops=visit.loops + 1)
+        if jaxprs.is_scan(equation):
+            inside = visit._replace(trips=visit.trips * jaxprs.scan_params(equation).length, loops=visit.loops + 1)
         elif equation.primitive.name in ("cond", "while"):
             inside = visit._replace(unknown=equation.primitive.name)
-        for inner in sub_jaxprs(equation):
+        for inner in jaxprs.sub_jaxprs(equation):
             yield from walk(inner.eqns, inside)
 
 
@@ -131,11 +119,11 @@ def flattened(jaxpr: Jaxpr, space: Space = Space.Device) -> FlatJaxpr:
     def run(jaxpr: Jaxpr, arguments: Sequence[Value | None]) -> list[Value | None]:
         scope: dict[Var, Value | None] = {v: Value(_bytes_in(v, space)) for v in jaxpr.constvars}
         scope |= dict(zip(jaxpr.invars, arguments, strict=True))
-        read = lambda atom: scope[atom] if is_var(atom) else None
+        read = lambda atom: scope[atom] if jaxprs.is_var(atom) else None
         for e in jaxpr.eqns:
             reads = [read(atom) for atom in e.invars]
             if e.primitive.name in _INLINED:
-                results = run(next(sub_jaxprs(e)), reads)
+                results = run(next(jaxprs.sub_jaxprs(e)), reads)
             else:
                 results = [Value(_bytes_in(v, space)) for v in e.outvars]
                 operations.append(Operation(e.primitive.name, e, reads, results))
@@ -227,13 +215,13 @@ def model_flops(loss: Jaxpr | ClosedJaxpr) -> int:
 
 def _equation_flops(equation: Equation) -> int:
     name = equation.primitive.name
-    if name in FUSED_ATTENTION:
+    if name in jaxprs.FUSED_ATTENTION:
         return 2 * _scores_flops(equation)
     if own := _product_flops(equation):
         return own
-    inner = [sum(map(_equation_flops, sub.eqns)) for sub in sub_jaxprs(equation)]
-    if is_scan(equation):
-        return scan_params(equation).length * sum(inner)
+    inner = [sum(map(_equation_flops, sub.eqns)) for sub in jaxprs.sub_jaxprs(equation)]
+    if jaxprs.is_scan(equation):
+        return jaxprs.scan_params(equation).length * sum(inner)
     unknown = name in _UNKNOWN_PRODUCTS or (name == "cond" and len(set(inner)) > 1) or (name == "while" and any(inner))
     if unknown:
         raise ValueError(f"jaxprs: cannot count the flops of {name!r}\n  got:      {str(equation)[:160]}")
@@ -272,7 +260,7 @@ def transfers(equations: Iterable[Equation]) -> Iterator[Transfer]:
         name = equation.primitive.name
         if name in _UNSUPPORTED_PRIMITIVES or name.removesuffix("_start") in COLLECTIVES.keys() - {name}:
             raise ValueError(f"jaxprs: this kind of communication is not supported\n  got:      {name}")
-        kind = COLLECTIVES.get(name, "offload" if is_offload(equation) else None)
+        kind = COLLECTIVES.get(name, "offload" if jaxprs.is_offload(equation) else None)
         if kind is None:
             continue
         if unknown:
@@ -349,11 +337,11 @@ def _independent_gathers(jaxpr: Jaxpr, loops: int = 0) -> Iterator[tuple[int, li
     dependent: set[Value] = set()  # values that depend on a product
     free: list[Transfer] = []
     for _, equation, reads, results in flattened(jaxpr).operations:
-        computes, waits = multiplies([equation]), not dependent.isdisjoint(v for v in reads if v is not None)
+        computes, waits = jaxprs.multiplies([equation]), not dependent.isdisjoint(v for v in reads if v is not None)
         if computes or waits:
             dependent.update(results)
         else:
             free += [each for each in transfers([equation]) if each.kind == "all-gather"]
-        for inner in sub_jaxprs(equation) if computes else ():
-            yield from _independent_gathers(inner, loops + is_scan(equation))
+        for inner in jaxprs.sub_jaxprs(equation) if computes else ():
+            yield from _independent_gathers(inner, loops + jaxprs.is_scan(equation))
     yield loops, free

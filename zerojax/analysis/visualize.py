@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 from rich.color import Color
@@ -22,17 +21,15 @@ from rich.style import Style
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
-from zerojax.analysis.explanation import CATEGORIES, gradient_aval, leaves_with_paths, path_ends
+from zerojax.analysis.explanation import CATEGORIES, HOST_MEMORY, explain
 from zerojax.analysis.step import TrainStep
-from zerojax.sharding import placement
 from zerojax.sharding.axes import axis_names
 from zerojax.sharding.placement import Leaf, Stage
-from zerojax.step.config import ZeroConfig
 from zerojax.step.loss_traces import Use
 from zerojax.step.state import TrainState, check_not_donated
 from zerojax.utils.tables import FILE_WIDTH, paragraph, screen
 from zerojax.utils.text import SPACE, bytes_text, fold, wrapped
-from zerojax.utils.typing import Aval, PyTree
+from zerojax.utils.typing import PyTree
 
 
 def visualize(
@@ -127,35 +124,19 @@ def holdings(state: TrainState) -> Holdings:
     # Add up the arrays of each unit that are divided alike.
     sizes = Counter[tuple[str, str, PartitionSpec]]()
     counts = Counter[tuple[str, str, PartitionSpec]]()
-    for category, unit, a in _arrays(config, state):
-        key = category, unit, a.sharding.spec
-        sizes[key] += placement.shard_bytes(a, a.sharding)
+    for row in explain(config, state).rows:
+        key = row.category, row.unit, row.spec
+        sizes[key] += row.bytes_per_device
         counts[key] += 1
     # Make one row of equal layers.
     rows = []
-    for category in CATEGORIES:
+    for category in (*CATEGORIES, HOST_MEMORY):
         keys = [key for key in sizes if key[0] == category]
         kinds = [(shard_numbers(key[2], axes), counts[key], sizes[key]) for key in keys]
         for each in fold([unit for _, unit, _ in keys], kinds):
             shards, _, size = kinds[each.members[0]]
             rows.append(Holding(category, each.text, len(each.members) * size, shards, len(set(shards))))
     return Holdings(f"{config.stage.title} on {math.prod(axes.values())} devices", axes, tuple(rows))
-
-
-def _arrays(config: ZeroConfig, state: TrainState) -> Iterator[tuple[str, str, Aval]]:
-    """(category, unit, array or aval) of everything that a device holds between or within steps."""
-    leaves = state.layout.leaves
-    mesh = jax.tree.leaves(state.params)[0].sharding.mesh
-    units = {leaf.path: leaf.unit for leaf in leaves}
-    for path, a in leaves_with_paths(state.params):
-        yield "params", units[path], a
-    for leaf in leaves:
-        if leaf.trainable:
-            yield "grads", leaf.unit, gradient_aval(config, mesh, leaf)
-    for path, a in (*leaves_with_paths(state.master), *leaves_with_paths(state.opt_state)):
-        yield "optimizer", next((units[end] for end in path_ends(path) if end in units), path), a
-    for path, a in leaves_with_paths(state.model_state):
-        yield "model_state", path.rpartition("/")[0] or path, a
 
 
 _DIGITS = string.digits + string.ascii_lowercase + string.ascii_uppercase + "+/"  # of the numbers of shards

@@ -19,15 +19,7 @@ from zerojax.analysis.hardware import Chip
 from zerojax.contrib.low_bit.moments import low_bit_moments
 from zerojax.contrib.low_bit.parameters import stochastic_rounding
 from zerojax.plan import transformer
-from zerojax.plan.transformer import (
-    EXPERT_CAPACITY,
-    LanguageModel,
-    Transformer,
-    ViT,
-    blockwise_attention,
-    can_fuse,
-    with_seq,
-)
+from zerojax.plan.transformer import Transformer
 from zerojax.utils.typing import Array
 
 
@@ -143,8 +135,8 @@ PRESETS = {name: dataclasses.replace(shapes, name=name) for name, shapes in _SHA
 
 def job_of(config: Transformer, attention: Callable[..., Array] | None = None) -> Job:
     """The job of a preset, with AdamW; by default with `blockwise_attention`, which runs everywhere."""
-    attend = attention or blockwise_attention
-    create = lambda rngs: (ViT if config.patch else LanguageModel)(config, attend, rngs)
+    attend = attention or transformer.blockwise_attention
+    create = lambda rngs: (transformer.ViT if config.patch else transformer.LanguageModel)(config, attend, rngs)
     loss = lambda model, batch: model.loss(batch)
     return Job(create, optax.adamw(1e-4), loss, _batch(config), config.rows, config.seq)
 
@@ -181,7 +173,7 @@ def find_job(what: str | Transformer, chip: Chip | None = None, compiled: bool =
     """
     if (shapes := shapes_of(what)) is not None:
         fused = transformer.cudnn_attention if compiled else transformer.cudnn_attention_for_tracing
-        return job_of(shapes, fused if chip and can_fuse(shapes, chip) else None)
+        return job_of(shapes, fused if chip and transformer.can_fuse(shapes, chip) else None)
     assert isinstance(what, str)
     module, colon, name = what.partition(":")
     if not colon:
@@ -234,7 +226,7 @@ def from_hugging_face(path: str | Path, seq: int | None = None) -> Transformer:
         config.refuse(f"model_type {kind!r}", fix)
     shapes = HUGGING_FACE_FAMILIES[kind](config)
     name = config.path.absolute().parent.name if config.path.name == "config.json" else config.path.stem
-    shapes = with_seq(dataclasses.replace(shapes, name=f"{name} ({kind})"), seq)
+    shapes = transformer.with_seq(dataclasses.replace(shapes, name=f"{name} ({kind})"), seq)
     return dataclasses.replace(shapes, notes=tuple(_notes(shapes, config)))
 
 
@@ -382,7 +374,7 @@ def _notes(shapes: Transformer, config: _Config) -> Iterator[str]:
     if shapes.caps_scores:
         yield "soft caps are left out, but rule out fused attention: attention is planned in blocks of queries"
     if shapes.experts:
-        yield f"each expert is planned for {EXPERT_CAPACITY} times an even share of the tokens"
+        yield f"each expert is planned for {transformer.EXPERT_CAPACITY} times an even share of the tokens"
     most = config.values.get("max_position_embeddings")
     if isinstance(most, int) and shapes.seq > most:
         yield f"rows of {shapes.seq:,} tokens are longer than the {most:,} positions of the config"

@@ -15,19 +15,8 @@ from zerojax.analysis import hardware
 from zerojax.analysis.hardware import Cluster
 from zerojax.analysis.jaxpr_counts import model_flops
 from zerojax.analysis.memory import Memory
-from zerojax.plan.formula import (
-    ComputeTime,
-    FormulaTime,
-    Throughput,
-    exposed_seconds,
-    host_copies,
-    link_seconds,
-    notes,
-    notes_of_shapes,
-    notes_of_shards,
-    sent_bytes,
-    throughput,
-)
+from zerojax.plan import formula
+from zerojax.plan.formula import ComputeTime, FormulaTime, Throughput
 from zerojax.plan.job import Settings, find_job, shapes_of
 from zerojax.plan.program import CompiledStep, compile_step
 from zerojax.plan.timeline import Prediction
@@ -154,14 +143,14 @@ class Plan:
     @property
     def throughput(self) -> Throughput:
         """Tokens per second and the utilization of the devices, from `step_s`."""
-        return throughput(self.step_s, self.cluster, self.tokens, self.flops)
+        return formula.throughput(self.step_s, self.cluster, self.tokens, self.flops)
 
     @property
     def sent_bytes(self) -> float:
         """The bytes that a device sends in a step, of the compiled step if there is one, else by formula."""
         if self.program and self.program.analysis.collectives is not None:
             return sum(row.sent_bytes for row in self.program.analysis.collectives)
-        return sum(sent_bytes(self.settings, self.parameters, self.cluster.num_devices))
+        return sum(formula.sent_bytes(self.settings, self.parameters, self.cluster.num_devices))
 
     def data(self) -> dict[str, object]:
         """Returns the plan as JSON data. Bytes are per device."""
@@ -263,9 +252,9 @@ class Planner:
         settings, config = found.settings, self.tracer.zero(found.settings, self.cluster.num_devices).config
         program = None if devices is None else self._compiled(found, devices, dump)
         loss = self.tracer.loss(settings, self.cluster.num_devices).traced
-        about_model = notes_of_shapes(self.shapes, self.cluster.chip) if self.shapes else ()
-        about_shards = notes_of_shards(self._state(settings).layout.leaves, config)
-        about_loss = notes(loss, found.memory, self.cluster, settings)
+        about_model = formula.notes_of_shapes(self.shapes, self.cluster.chip) if self.shapes else ()
+        about_shards = formula.notes_of_shards(self._state(settings).layout.leaves, config)
+        about_loss = formula.notes(loss, found.memory, self.cluster, settings)
         return dataclasses.replace(found, program=program, notes=(*about_model, *about_shards, *about_loss))
 
     def _state(self, settings: Settings) -> TrainState:
@@ -283,9 +272,10 @@ class Planner:
         params = itertools.compress(jax.tree.leaves(state.params), jax.tree.leaves(flags))
         host_params = sum(shard_bytes(a, a.sharding) // a.dtype.itemsize for a in params)
         host_state = self.tracer.memory(settings, num_devices).host_state_bytes
-        beside, update = (size / chip.host_rate.effective for size in host_copies(settings, host_state, host_params))
+        copies = formula.host_copies(settings, host_state, host_params)
+        beside, update = (num_bytes / chip.host_rate.effective for num_bytes in copies)
         links = self.cluster, settings, sum(leaf.size for leaf in state.layout.leaves)
-        return FormulaTime(compute, link_seconds(*links), update, beside, exposed_seconds(*links))
+        return FormulaTime(compute, formula.link_seconds(*links), update, beside, formula.exposed_seconds(*links))
 
     def model_flops(self, settings: Settings) -> int | None:
         """The flops of a step on all devices without recomputation, see `jaxpr_counts.model_flops`; None if unknown."""
