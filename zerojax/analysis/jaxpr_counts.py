@@ -8,12 +8,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.memory import Space
 from jax.typing import DTypeLike
 
 from zerojax.analysis.hardware import Chip
@@ -22,6 +22,7 @@ from zerojax.program import jaxprs
 from zerojax.program.jaxprs import ClosedJaxpr, Equation, Jaxpr, Var
 from zerojax.utils.typing import AnyMesh
 
+Space: TypeAlias = jax.memory.Space
 # The primitives that move data between devices, each with its name in compiled programs.
 COLLECTIVES = {
     "all_gather": "all-gather",

@@ -18,9 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from jax.memory import Space
-
-from zerojax.analysis.jaxpr_counts import COLLECTIVES, FlatJaxpr, Operation, Value, flattened
+from zerojax.analysis.jaxpr_counts import COLLECTIVES, FlatJaxpr, Operation, Space, Value, flattened
 from zerojax.offload import host_arrays
 from zerojax.program import jaxprs
 from zerojax.program.jaxprs import Jaxpr

@@ -11,11 +11,10 @@ from collections import Counter
 from typing import NamedTuple
 
 import jax
-from jax.memory import Space
 
 from zerojax.analysis import liveness
 from zerojax.analysis.explanation import explain
-from zerojax.analysis.jaxpr_counts import manual_parts
+from zerojax.analysis.jaxpr_counts import Space, manual_parts
 from zerojax.sharding import placement
 from zerojax.sharding.placement import Leaf, Stage
 from zerojax.step import state as states

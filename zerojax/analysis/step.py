@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
@@ -42,9 +42,9 @@ class TrainStep(train_step.TrainStep):
             broken; 'off' does not audit.
     """
 
-    def __init__(self, config: ZeroConfig, settings: StepSettings, loss_fn: Callable[..., Any], audit_setting: str):
+    def __init__(self, config: ZeroConfig, settings: StepSettings, loss_fn: Callable[..., PyTree], audit_setting: str):
         self._audit_setting = audit_setting
-        self._audited: set[Any] = set()
+        self._audited: set[Hashable] = set()
         super().__init__(config, settings, loss_fn)
 
     def _changed_texts(self) -> dict[str, str]:
@@ -112,7 +112,7 @@ class TrainStep(train_step.TrainStep):
         traced = self.trace(state, batch)
         return audit_step(traced, self._expectation(state, batch, traced))
 
-    def _expectation(self, state: TrainState, batch: PyTree, traced: Any) -> Expectation:
+    def _expectation(self, state: TrainState, batch: PyTree, traced: Traced | TracedWithHostArguments) -> Expectation:
         return expect(self.config, self.settings, state, traced.jaxpr, self.uses(state, batch))
 
     def uses(self, state: TrainState, batch: PyTree) -> list[tuple[Use, ...]]:
@@ -144,7 +144,7 @@ class TrainStep(train_step.TrainStep):
         jaxpr, _ = traced_loss(self.gradient(state.layout), self._loss_args(state, batch))
         return model_flops(jaxpr) * self.config.axes.num_devices
 
-    def _loss_args(self, state: TrainState, batch: PyTree) -> Any:
+    def _loss_args(self, state: TrainState, batch: PyTree) -> tuple[PyTree, ...]:
         return jax.tree.leaves(state.params), state.model_state, batch_avals(self.config, batch), state.key
 
 

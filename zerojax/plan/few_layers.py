@@ -22,9 +22,8 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.memory import Space
 
-from zerojax.analysis.jaxpr_counts import FlatJaxpr, Operation, Value, flattened
+from zerojax.analysis.jaxpr_counts import FlatJaxpr, Operation, Space, Value, flattened
 from zerojax.analysis.liveness import GRADIENTS, Lifetimes, gradient_kinds
 from zerojax.program import jaxprs
 from zerojax.program.jaxprs import Equation, Jaxpr, Var

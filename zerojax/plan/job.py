@@ -20,7 +20,7 @@ from zerojax.contrib.low_bit.moments import low_bit_moments
 from zerojax.contrib.low_bit.parameters import stochastic_rounding
 from zerojax.plan import transformer
 from zerojax.plan.transformer import Transformer
-from zerojax.utils.typing import Array
+from zerojax.utils.typing import Array, PyTree
 
 
 class Job(NamedTuple):
@@ -36,10 +36,10 @@ class Job(NamedTuple):
         options: further options of `Zero`, such as `axis_names`.
     """
 
-    create_model: Callable[..., Any]
+    create_model: Callable[..., PyTree]
     tx: optax.GradientTransformation
-    loss_fn: Callable[..., Any]
-    batch: Callable[[int], Any]
+    loss_fn: Callable[..., PyTree]
+    batch: Callable[[int], PyTree]
     rows: int = 1
     tokens: int = 1
     options: Mapping[str, Any] = MappingProxyType({})
@@ -325,7 +325,7 @@ def _qwen3_moe(config: _Config) -> Transformer:
     return _qwen3(config, hidden=config.count("moe_intermediate_size"), **_experts(config, name))
 
 
-def _experts(config: _Config, name: str) -> dict[str, Any]:
+def _experts(config: _Config, name: str) -> dict[str, int]:
     experts, per_token = config.count(name), config.count("num_experts_per_tok")
     if per_token > experts:
         config.refuse(f"{per_token} of {experts} experts for each token", "at most as many as there are")

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -161,11 +162,11 @@ def scheduling_options(chip: Chip, arguments_bytes: int, limit_bytes: int) -> di
 
 
 def compile_with_dump(
-    traced: jax.stages.Traced, platform: str, folder: Path, options: Mapping[str, Any] | None = None
-) -> Any:
+    traced: jax.stages.Traced, platform: str, folder: Path, options: Mapping[str, int] = MappingProxyType({})
+) -> jax.stages.Compiled:
     """Compiles a traced function with options, and lets the compiler write its buffer assignment to a folder."""
-    options = {**(options or {}), "xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
-    return traced.lower(lowering_platforms=(platform,)).compile(compiler_options=options)
+    dump = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+    return traced.lower(lowering_platforms=(platform,)).compile(compiler_options={**options, **dump})
 
 
 def temporaries_bytes(memory: MemoryStats, read_assignment: Callable[[], BufferAssignment]) -> tuple[int, int]:
@@ -240,14 +241,14 @@ def held_by_kind(program: hlo.Program, assignment: BufferAssignment, memory: Mem
 
 def summarize_collectives(found: Iterable[Collective], axes: dict[str, int]) -> tuple[CollectiveSummary, ...]:
     """Adds up collectives by kind, axis and dtype, without those of a single device, which send nothing."""
-    counts, sent, exposed = Counter[tuple[str, str, str]](), Counter(), Counter()
+    sums: dict[tuple[str, str, str], CollectiveSummary] = {}
     for c in found:
         if c.group_size > 1:
             key = c.kind, _axes_text(c.group, axes), c.dtype
-            counts[key] += c.trips
-            sent[key] += c.sent_bytes
-            exposed[key] += c.sent_bytes * c.exposed
-    return tuple(CollectiveSummary(*key, counts[key], sent[key], exposed[key]) for key, _ in sent.most_common())
+            _, _, _, count, sent, exposed = sums.get(key, (*key, 0, 0.0, 0.0))
+            exposed += c.sent_bytes * c.exposed
+            sums[key] = CollectiveSummary(*key, count + c.trips, sent + c.sent_bytes, exposed)
+    return tuple(sorted(sums.values(), key=lambda summary: -summary.sent_bytes))
 
 
 def _axes_text(group: tuple[int, ...], axes: dict[str, int]) -> str:

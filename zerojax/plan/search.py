@@ -40,7 +40,7 @@ def plan(
     """Predicts whether a step fits on a cluster, and its time.
 
     Args:
-        what: a preset (`presets.PRESETS`), 'module:function' with a function that returns a `Job`, or the shapes of a
+        what: a preset (`PRESETS`), 'module:function' with a function that returns a `Job`, or the shapes of a
             model, such as those of `from_hugging_face`.
         target: the name of a cluster, as in `targets.devices`, or a cluster, which may have the rates that `calibrate`
             measured: `cluster(name, calibration)`.

@@ -13,10 +13,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.memory import Space
 
 from zerojax.analysis.hardware import Chip
-from zerojax.analysis.jaxpr_counts import manual_parts
+from zerojax.analysis.jaxpr_counts import Space, manual_parts
 from zerojax.analysis.memory import Memory, memory_terms
 from zerojax.plan.few_layers import FewLayers, LossTrace, RepeatedLayer, few_layers, peak_of_all_layers, trace_loss
 from zerojax.plan.formula import ComputeTime, compute_time
