@@ -18,7 +18,7 @@ from jax.stages import Compiled
 
 from zerojax.analysis import hlo_costs, host_slices
 from zerojax.analysis.communication import SLACK
-from zerojax.analysis.expectation import AuditCheck, Expectation, Outcome, Unreadable, Verdict, reader_errors
+from zerojax.analysis.expectation import Checks, Expectation, Outcome, Unreadable, Verdict, reader_errors
 from zerojax.analysis.hlo import Buffer, Program
 from zerojax.analysis.hlo_costs import copied_in_host
 from zerojax.analysis.host_slices import HostSlice
@@ -67,32 +67,28 @@ class MemoryChecks:
                     f"  fix:      pass the expectation of a step with the same state"
                 )
 
-    def checks(self) -> list[AuditCheck]:
+    def checks(self) -> Checks:
         """The checks that apply to this step."""
         state, axes = self.expectation.state.values(), self.expectation.config.axes
         names = [{name for entry in aval.sharding.spec for name in axis_names(entry)} for aval in state]
         sharded = sum(bool(set(axes.shard) & each) for each in names)
         size, offloaded = _bytes_per_device(state), self.expectation.offloaded_bytes
         in_host, is_gpu = _bytes_per_device(self._host_state().values()), self.platform == "gpu"
-        is_sharded = f"{sharded} of {len(state)} leaves sharded over {'x'.join(axes.shard)}"
-        checks = [
-            AuditCheck("sharded", is_sharded, self.sharded),
-            AuditCheck("aliased state", f"{bytes_text(size)} per device, updated in place", self.aliased_state),
-        ]
+        checks: Checks = {
+            "sharded": (f"{sharded} of {len(state)} leaves sharded over {'x'.join(axes.shard)}", self.sharded),
+            "aliased state": (f"{bytes_text(size)} per device, updated in place", self.aliased_state),
+        }
         if offloaded:
-            text = f"{bytes_text(offloaded)} of activations in host memory"
-            checks.append(AuditCheck("checkpoints", text, self.checkpoints))
+            checks["checkpoints"] = f"{bytes_text(offloaded)} of activations in host memory", self.checkpoints
         if (offloaded or in_host) and is_gpu:
             slices = lambda: check_offloaded_slices(self.program())
-            text = "each slice of a host buffer is copied from or to its index"
-            checks.append(AuditCheck("offloaded slices", text, slices))
+            checks["offloaded slices"] = "each slice of a host buffer is copied from or to its index", slices
         if in_host:
-            text = f"{bytes_text(in_host)} of the state in host memory"
-            checks.append(AuditCheck("host memory", text, self.host_memory))
+            checks["host memory"] = f"{bytes_text(in_host)} of the state in host memory", self.host_memory
         if in_host and is_gpu:
-            text = f"all of them, about {bytes_text(PIECES_BYTES)} at a time"
-            checks.append(AuditCheck("pieces of the state", text, self.pieces_of_the_state))
-            checks.append(AuditCheck("host copies", "(no expectation)", lambda: check_copies(self.program())))
+            pieces = f"all of them, about {bytes_text(PIECES_BYTES)} at a time"
+            checks["pieces of the state"] = pieces, self.pieces_of_the_state
+            checks["host copies"] = "(no expectation)", lambda: check_copies(self.program())
         return checks
 
     def sharded(self) -> Outcome:

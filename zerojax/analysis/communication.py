@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from zerojax.analysis import hlo, hlo_collectives, jaxpr_counts
 from zerojax.analysis.expectation import (
-    AuditCheck,
+    Checks,
     Expectation,
     Outcome,
     SentBytes,
@@ -44,36 +44,32 @@ class CommunicationChecks:
         self.as_traced = platform == "cpu"
         self.where = ", as traced" if self.as_traced else ""
 
-    def checks(self) -> list[AuditCheck]:
+    def checks(self) -> Checks:
         """The checks that apply to this step. Those of the order and the number of gathers are for stage 3 only."""
         if self.config.axes.num_devices == 1:
-            return []
+            return {}
         precision, k, prefetch = self.config.precision, self.expectation.num_microbatches, self.expectation.prefetch
         gather, reduce = (jnp.dtype(dtype).name for dtype in (precision.compute_dtype, precision.reduce_dtype))
-        reduce_scattered, all_reduced = bytes_text(self.most.reduce_scattered), bytes_text(self.most.all_reduced)
-        per_microbatch = f", in each of {k} microbatches" if k > 1 else ""
-        checks = [
-            AuditCheck("wire bytes", f"a device sends at most {bytes_text(self.most.total)}", self.wire_bytes),
-            AuditCheck("wire dtype", f"gathers in {gather}, reductions in {reduce}", self.wire_dtype),
-            AuditCheck(
-                "reductions", f"{reduce_scattered} reduce-scattered, {all_reduced} all-reduced", self.reductions
-            ),
-        ]
+        checks: Checks = {
+            "wire bytes": (f"a device sends at most {bytes_text(self.most.total)}", self.wire_bytes),
+            "wire dtype": (f"gathers in {gather}, reductions in {reduce}", self.wire_dtype),
+            "reductions": (self._reduced_text(self.most), self.reductions),
+        }
         if self.config.stage.shards_params and self.config.axes.num_shards > 1:
-            two_units = f"{bytes_text(2 * self.expectation.unit_bytes)} (two units)"
+            largest = f"a gather moves at most {bytes_text(2 * self.expectation.unit_bytes)} (two units)"
+            largest += f", in each of {k} microbatches" if k > 1 else ""
             regathered = f"{bytes_text(self.least.gathered)} gathered, including again for the backward pass"
-            units = f"at most {prefetch + 1} units gathered at a time (prefetch={prefetch})"
-            window = f"{units}, plus one without a matrix product"
-            checks += [
-                AuditCheck(
-                    "hoisted gathers", f"a gather moves at most {two_units}{per_microbatch}", self.hoisted_gathers
-                ),
-                AuditCheck("gathered weights kept", regathered, self.gathered_weights_kept),
-                AuditCheck("prefetch order", window, self.prefetch_order),
-            ]
-        most_exposed = self.most_exposed()
-        exposed = "(no expectation)" if most_exposed is None else f"at most {bytes_text(most_exposed)} with no product"
-        return [*checks, AuditCheck("exposed", exposed, self.exposed)]
+            window = f"at most {prefetch + 1} units gathered at a time (prefetch={prefetch}), plus one without a matrix"
+            checks["hoisted gathers"] = largest, self.hoisted_gathers
+            checks["gathered weights kept"] = regathered, self.gathered_weights_kept
+            checks["prefetch order"] = f"{window} product", self.prefetch_order
+        most = self.most_exposed()
+        exposed = "(no expectation)" if most is None else f"at most {bytes_text(most)} with no product"
+        return checks | {"exposed": (exposed, self.exposed)}
+
+    @staticmethod
+    def _reduced_text(sent: SentBytes) -> str:
+        return f"{bytes_text(sent.reduce_scattered)} reduce-scattered, {bytes_text(sent.all_reduced)} all-reduced"
 
     def most_exposed(self) -> float | None:
         """The most bytes that should overlap with no matrix product, or None if there is no expectation.
@@ -167,8 +163,7 @@ class CommunicationChecks:
     def reductions(self) -> Outcome:
         """Whether every gradient is reduced, by reduce-scatters where the stage shards it."""
         sent, extra = self.sent, self.extra_bytes
-        reduce_scattered, all_reduced = bytes_text(sent.reduce_scattered), bytes_text(sent.all_reduced)
-        text = f"{reduce_scattered} reduce-scattered, {all_reduced} all-reduced{self.where}"
+        text = self._reduced_text(sent) + self.where
         numbers = {**sent._asdict(), "extra_bytes": extra}
         if sent.reduced < (1 - SLACK) * self.least.reduced:
             return Outcome(text, Verdict.BROKEN, numbers, "sum every gradient over the data axes, in every microbatch")

@@ -11,7 +11,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -385,18 +385,13 @@ class Outcome(NamedTuple):
     fix: str = ""
 
 
-class AuditCheck(NamedTuple):
-    """An expectation in words, and the function that checks it. It may raise `Unreadable`."""
-
-    name: str
-    expected: str
-    run: Callable[[], Outcome]
+Checks: TypeAlias = dict[str, tuple[str, Callable[[], Outcome]]]  # by name: the expectation, and what checks it
 
 
-def run_checks(checks: Iterable[AuditCheck]) -> Audit:
+def run_checks(checks: Checks) -> Audit:
     """Runs the checks. A check that cannot read the program becomes a finding that says why."""
     findings = []
-    for name, expected, run in checks:
+    for name, (expected, run) in checks.items():
         try:
             findings.append(Finding(name, expected, *run()))
         except Unreadable as reason:

@@ -184,7 +184,7 @@ def audit_step(step: Traced | TracedWithHostArguments | Compiled, expectation: E
     platform = expectation.config.mesh.devices.flat[0].platform
     memory = MemoryChecks(compiled, program, expectation, platform)
     communication = CommunicationChecks(program, jaxpr, expectation, platform)
-    return run_checks([*memory.checks(), *communication.checks()])
+    return run_checks(memory.checks() | communication.checks())
 
 
 def out_of_memory_error(config: ZeroConfig, settings: StepSettings, memory: Memory, error: Exception) -> MemoryError:
