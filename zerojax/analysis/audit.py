@@ -20,6 +20,7 @@ from zerojax.analysis import hlo_costs, host_slices
 from zerojax.analysis.communication import SLACK
 from zerojax.analysis.expectation import Checks, Expectation, Outcome, Unreadable, Verdict, reader_errors
 from zerojax.analysis.hlo import Buffer, Program
+from zerojax.analysis.hlo_collectives import memory_stats
 from zerojax.analysis.hlo_costs import copied_in_host
 from zerojax.analysis.host_slices import HostSlice
 from zerojax.analysis.jaxpr_counts import dtype_name
@@ -125,7 +126,7 @@ class MemoryChecks:
         """Whether the offloaded activations are in host memory."""
         if self.platform == "cpu":
             raise Unreadable("simulated devices have no memory other than host memory")
-        in_host = self.compiled.memory_analysis().host_temp_size_in_bytes
+        in_host = memory_stats(self.compiled).host_temp_size_in_bytes
         expected, found = self.expectation.offloaded_bytes, in_host - self.expectation.host_gradients_bytes
         numbers = {"expected_bytes": expected, "found_bytes": found}
         if found >= (1 - SLACK) * expected:
@@ -144,7 +145,7 @@ class MemoryChecks:
         if self.platform == "cpu":
             raise Unreadable("simulated devices have no memory other than host memory")
         state_bytes = _bytes_per_device(self._host_state().values())
-        memory = self.compiled.memory_analysis()
+        memory = memory_stats(self.compiled)
         if self.platform == "tpu":  # whose memory analysis is more than the compiler allocates
             with reader_errors():
                 copies = copied_in_host(self.program())

@@ -133,7 +133,8 @@ def expect(
     wide = _sum_dtype(config, num_microbatches) != config.precision.reduce_dtype
     width = jnp.dtype(config.precision.compute_dtype).itemsize
     wide_leaves = [(leaf, use) for leaf, use in zip(leaves, uses, strict=True) if leaf.compute_dtype.itemsize > width]
-    by_choice = _stage_bytes(config, *zip(*wide_leaves, strict=True), num_microbatches).total if wide_leaves else 0.0
+    of_wide = [leaf for leaf, _ in wide_leaves], [use for _, use in wide_leaves]
+    by_choice = _stage_bytes(config, *of_wide, num_microbatches).total
     # What is in host memory.
     host_leaves = list(itertools.compress(with_paths, jax.tree.leaves(states.in_host(config, state))))
     sum_dtype = config.precision.sum_dtype if num_microbatches > 1 else None

@@ -111,39 +111,28 @@ class Explanation:
                 as in a file, lines have 120 columns and each leaf has a row.
         """
         to = to or screen()
-        return printed(self._parts(to), to.width)
-
-    def _parts(self, to: Screen) -> list[TextTable | str]:
         hints = [hint for hint in (self.large_unit, self.uneven) if hint]
         leaves = [_leaves_table(name, self, to) for name in self.totals if self.totals[name]]
         rest = _not_sharded(self.replicated, to) if self.replicated else "Every leaf that the stage shards is sharded."
-        return [self.title, _totals(self), rest, *hints, _units_table(self.units, to), *leaves]
+        return printed([self.title, _totals(self), rest, *hints, _units_table(self.units, to), *leaves], to.width)
 
 
 def _totals(explanation: Explanation) -> TextTable:
     """What a device holds of each category and in all, next to the formula."""
     totals, formula, zeros = explanation.totals, explanation.formula, explanation.zeros
-    has_zeros = any(zeros.values())
 
-    def row(name: str, total: float, by_formula: str, padding: float) -> list[str]:
-        return [name, bytes_text(total), by_formula, *([bytes_text(padding) if padding else ""] if has_zeros else [])]
+    def row(name: str, total: float, by_formula: float | None, padding: float) -> list[str]:
+        n = explanation.num_shards.get(name, 1)
+        undivided = f"{bytes_text(by_formula * n)} / {n} = " if by_formula is not None and n > 1 else ""
+        formula_text = "" if by_formula is None else f"{undivided}{bytes_text(by_formula)}"
+        return [name, bytes_text(total), formula_text, bytes_text(padding) if padding else ""]
 
-    def formula_text(name: str) -> str:
-        if name not in formula:
-            return ""
-        n = explanation.num_shards[name]
-        undivided = f"{bytes_text(formula[name] * n)} / {n} = " if n > 1 else ""
-        return f"{undivided}{bytes_text(formula[name])}"
-
-    row_of = lambda name: row(name, totals[name], formula_text(name), zeros[name])
-    on_device = [name for name in totals if name != HOST_MEMORY]
-    total_of = lambda sizes: sum(sizes[name] for name in on_device if name in sizes)
-    rows = [row_of(name) for name in on_device]
-    rows.append(row("sum", total_of(totals), bytes_text(total_of(formula)), total_of(zeros)))
-    rows += [row_of(name) for name in totals if name == HOST_MEMORY]
-    columns = [Column("category"), Column("bytes/device", right=True), Column("ZeRO formula", right=True)]
-    columns += [Column("zeros that pad shards", right=True)] if has_zeros else []
-    return TextTable("Totals", columns, rows)
+    rows = [row(name, totals[name], formula.get(name), zeros[name]) for name in totals]
+    of_device = lambda sizes: sum(size for name, size in sizes.items() if name != HOST_MEMORY)
+    rows.insert(len(CATEGORIES), row("sum", of_device(totals), of_device(formula), of_device(zeros)))
+    names = ["bytes/device", "ZeRO formula", *(["zeros that pad shards"] if any(zeros.values()) else [])]
+    columns = [Column("category"), *(Column(name, right=True) for name in names)]
+    return TextTable("Totals", columns, [cells[: len(columns)] for cells in rows])
 
 
 _LEAF_COLUMNS = [Column("leaf", wraps=True), Column("array"), Column("bytes/device", right=True)]

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from jax.stages import Compiled
 
 from zerojax.analysis.hlo import Block, Instruction, Program, attribute, blocks, has_product, trips_of, unsupported
 
@@ -71,6 +72,12 @@ class MemoryStats(Protocol):
     temp_size_in_bytes: int
     host_argument_size_in_bytes: int
     host_temp_size_in_bytes: int
+
+
+def memory_stats(compiled: Compiled) -> MemoryStats:
+    stats = compiled.memory_analysis()
+    assert stats is not None, "compilers for GPUs, TPUs and CPUs have an analysis of memory"
+    return stats
 
 
 def peak_bytes(memory: MemoryStats, temporaries: int | None = None) -> int:

@@ -22,7 +22,7 @@ from zerojax.program import jaxprs
 from zerojax.program.jaxprs import ClosedJaxpr, Equation, Jaxpr, Var
 from zerojax.utils.typing import AnyMesh
 
-Space: TypeAlias = jax.memory.Space
+Space: TypeAlias = jax.memory.Space  # pyright: ignore[reportInvalidTypeForm]
 # The primitives that move data between devices, each with its name in compiled programs.
 COLLECTIVES = {
     "all_gather": "all-gather",

@@ -63,7 +63,7 @@ def describe_only() -> None:
         os.environ.setdefault(name, value)
 
 
-def devices(target: str) -> list[jax.Device]:
+def devices(target: str) -> list[Any]:
     """Returns the devices of a described cluster, for `make_mesh(devices=...)`. Programs can be compiled for them only.
 
     Call it before JAX looks for devices, or in a process that runs on CPU.
@@ -110,7 +110,7 @@ def platform(target: str) -> str:
     return cluster(target).chip.platform
 
 
-def _simulated_devices(wanted: Cluster) -> list[jax.Device]:
+def _simulated_devices(wanted: Cluster) -> list[Any]:
     available = jax.devices("cpu")
     if len(available) < wanted.num_devices:
         raise RuntimeError(
@@ -121,7 +121,7 @@ def _simulated_devices(wanted: Cluster) -> list[jax.Device]:
     return available[: wanted.num_devices]
 
 
-def _described_devices(compiler: str, environment: dict[str, str], target: str, **description: Any) -> list[jax.Device]:
+def _described_devices(compiler: str, environment: dict[str, str], target: str, **description: Any) -> list[Any]:
     for name, value in environment.items():
         os.environ.setdefault(name, value)
     try:

@@ -18,7 +18,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +28,11 @@ from zerojax.analysis.liveness import GRADIENTS, Lifetimes, gradient_kinds
 from zerojax.program import jaxprs
 from zerojax.program.jaxprs import Equation, Jaxpr, Var
 from zerojax.program.segmentation import Segment, TracedLoss
-from zerojax.step.batch import batch_specs, cast_batch
-from zerojax.step.config import leaf_specs, shard_map_over_data
+from zerojax.step.batch import cast_batch
 from zerojax.step.gradient import DeviceGradient
+from zerojax.step.loss_traces import on_device
 from zerojax.step.models import Output
-from zerojax.utils.typing import Array, PRNGKey, PyTree
+from zerojax.utils.typing import PRNGKey, PyTree
 
 # Parameters of slices: a layer may take its own row of an array that all layers read, such as a mask of heads.
 _SLICE_BOUNDS = frozenset({"start_indices", "limit_indices"})
@@ -55,21 +55,13 @@ class FewLayers(NamedTuple):
 
 def trace_loss(gradient: DeviceGradient, args: tuple[PyTree, ...]) -> LossTrace:
     """Traces the loss of one device. `args` are avals of global arrays: (parameter leaves, model state, batch, key)."""
-    config, layout = gradient.config, gradient.layout
-    replicated = jax.sharding.PartitionSpec()
-    specs = leaf_specs(config, layout.leaves, config.stage.shards_params)
-    found: list[LossTrace] = []
 
-    def find(shards: PyTree, model_state: PyTree, batch: PyTree, key: PRNGKey) -> Array:
-        batch = cast_batch(config.precision, batch)
-        shards = layout.for_compute(shards)
+    def find(shards: PyTree, model_state: PyTree, batch: PyTree, key: PRNGKey) -> list[LossTrace]:
+        batch, shards = cast_batch(gradient.config.precision, batch), gradient.layout.for_compute(shards)
         parts, _, output = gradient.parts_of_loss(shards, gradient.fold(model_state, 0), batch, key)
-        found.append(LossTrace(parts.traced, output))
-        return jnp.int32(0)
+        return [LossTrace(parts.traced, output)]
 
-    in_specs = specs, replicated, batch_specs(config.axes, args[2]), replicated
-    jax.eval_shape(shard_map_over_data(config, find, in_specs, replicated), *args)
-    return found[0]
+    return on_device(gradient, find, args)[0]
 
 
 def few_layers(gradient: DeviceGradient, trace: LossTrace, num_ends: tuple[int, int]) -> FewLayers | None:
@@ -228,7 +220,7 @@ class _Texts:
         )
         return equation.primitive.name, avals, params
 
-    def _param(self, value: object) -> Hashable:
+    def _param(self, value: Any) -> Hashable:
         jaxpr = getattr(value, "jaxpr", value)
         if hasattr(jaxpr, "eqns"):
             if id(jaxpr) not in self.known:

@@ -245,12 +245,11 @@ def _wide_products(traced: TracedLoss, chip: Chip, settings: Settings) -> Iterat
         return
     total, seconds, units = 0.0, dict[str, float](), dict[str, dict[str, None]]()
     for segment in traced.segments:
-        unit = traced.unit_of[segment.leaves[0]] if segment.leaves else ""
         for product in products(segment.equations):
             total += product.seconds(chip)
             if product.dtype == "float32":
                 seconds[product.text] = seconds.get(product.text, 0.0) + product.seconds(chip)
-                units.setdefault(product.text, {})[unit] = None
+                units.setdefault(product.text, {})[traced.unit(segment)] = None
     wide = sum(seconds.values())
     if not seconds or wide < _WIDE_SHARE * total:
         return

@@ -325,7 +325,7 @@ def _qwen3_moe(config: _Config) -> Transformer:
     return _qwen3(config, hidden=config.count("moe_intermediate_size"), **_experts(config, name))
 
 
-def _experts(config: _Config, name: str) -> dict[str, int]:
+def _experts(config: _Config, name: str) -> dict[str, Any]:
     experts, per_token = config.count(name), config.count("num_experts_per_tok")
     if per_token > experts:
         config.refuse(f"{per_token} of {experts} experts for each token", "at most as many as there are")

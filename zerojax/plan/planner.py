@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -53,7 +53,7 @@ class Suggestion(NamedTuple):
     host_bytes: int = 0
     settings: Settings | None = None
 
-    def data(self) -> dict[str, object]:
+    def data(self) -> dict[str, Any]:
         """Returns the suggestion as JSON data."""
         return self._asdict() | {"settings": self.settings and dataclasses.asdict(self.settings)}
 
@@ -244,7 +244,7 @@ class Planner:
     def plan(
         self,
         settings: Settings,
-        devices: Sequence[jax.Device] | None = None,
+        devices: Sequence[object] | None = None,
         dump: Path | None = None,
     ) -> Plan:
         """The plan of one step without suggestions, which is compiled for `devices` if they are given."""
@@ -286,7 +286,7 @@ class Planner:
         except ValueError:  # of a kernel
             return None
 
-    def _compiled(self, found: Plan, devices: Sequence[jax.Device], dump: Path | None) -> CompiledStep:
+    def _compiled(self, found: Plan, devices: Sequence[object], dump: Path | None) -> CompiledStep:
         tracer = self.tracer
         if self.shapes:
             tracer = Tracer(find_job(self.what, self.cluster.chip, compiled=True), self.cluster.chip.platform)

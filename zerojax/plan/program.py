@@ -19,7 +19,7 @@ import numpy as np
 
 from zerojax.analysis import hlo, hlo_collectives, hlo_costs
 from zerojax.analysis.hardware import Chip, Cluster
-from zerojax.analysis.hlo_collectives import Collective, MemoryStats
+from zerojax.analysis.hlo_collectives import Collective, MemoryStats, memory_stats
 from zerojax.analysis.memory import Memory
 from zerojax.plan import buffers, timeline
 from zerojax.plan.buffers import BufferAssignment
@@ -121,7 +121,7 @@ def compile_step(
             return CompiledStep(peak, arguments_bytes, temporaries, 0, estimate.host_bytes, seconds, failed, "")
         # Read what was compiled.
         seconds = time.perf_counter() - start
-        text, memory = program.as_text(), program.memory_analysis()
+        text, memory = program.as_text() or "", memory_stats(program)
         if dump:
             dump.mkdir(parents=True, exist_ok=True)
             (dump / "step.txt").write_text(text)
@@ -165,8 +165,8 @@ def compile_with_dump(
     traced: jax.stages.Traced, platform: str, folder: Path, options: Mapping[str, int] = MappingProxyType({})
 ) -> jax.stages.Compiled:
     """Compiles a traced function with options, and lets the compiler write its buffer assignment to a folder."""
-    dump = {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
-    return traced.lower(lowering_platforms=(platform,)).compile(compiler_options={**options, **dump})
+    dump: dict[str, Any] = {**options, "xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+    return traced.lower(lowering_platforms=(platform,)).compile(compiler_options=dump)
 
 
 def temporaries_bytes(memory: MemoryStats, read_assignment: Callable[[], BufferAssignment]) -> tuple[int, int]:

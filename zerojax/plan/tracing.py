@@ -78,7 +78,7 @@ class Tracer:
         self._traces: dict[Hashable, DeviceTrace] = {}
         self._memories: dict[Hashable, Memory] = {}
 
-    def zero(self, settings: Settings, devices: int | Sequence[jax.Device]) -> Zero:
+    def zero(self, settings: Settings, devices: int | Sequence[object]) -> Zero:
         """The `Zero` of the settings. `devices` are devices or their number."""
         mesh = make_mesh(devices=devices, replica=settings.replica, model=settings.model)
         return Zero(mesh, settings.stage, settings.precision, offload=settings.offload, **self.job.options)
@@ -114,7 +114,7 @@ class Tracer:
         """The avals of the batch of a step. Devices that share a row, along a model axis, count once."""
         return self.job.batch(num_rows(self.job, settings, num_devices))
 
-    def step(self, settings: Settings, devices: int | Sequence[jax.Device]) -> TracedStep:
+    def step(self, settings: Settings, devices: int | Sequence[object]) -> TracedStep:
         """Traces a whole step with all layers, to be compiled."""
         zero = self.zero(settings, devices)
         step = zero.train_step(
