@@ -163,14 +163,14 @@ def measured(name, target, remat, compiled):
     if devices is None:
         return row
     made = planner.plan(made.settings, devices)
-    prediction = made.program.analysis.prediction
+    prediction = made.program.prediction
     return row | {
         "compiled": made.program.peak_bytes,
         "ratio": made.memory.peak_bytes / made.program.peak_bytes,
         "compile_s": made.program.compile_s,
         "mfu": prediction and made.throughput.model_flop_utilization,
         "step_s": prediction and prediction.step_s,
-        "unread": made.program.analysis.unread,
+        "unread": made.program.unread,
     }
 
 

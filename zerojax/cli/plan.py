@@ -299,7 +299,7 @@ def _draw(model: Any, made: Any, memory_share: float | None, folder: Path) -> No
     stages = [make_plan(model, target, at_stage(k), memory_share=memory_share, suggest=False) for k in range(4)]
     picture.memory_by_stage(stages, folder / "memory.png")
     click.echo(f"{folder / 'memory.png'}: memory by stage", err=True)
-    predicted = made.program and made.program.analysis.prediction
+    predicted = made.program and made.program.prediction
     if predicted:
         picture.timeline({f"prefetch {made.settings.prefetch}": predicted}, folder / "timeline.png")
         click.echo(f"{folder / 'timeline.png'}: one layer on the lanes of a device", err=True)

@@ -147,7 +147,7 @@ def _predicted_time(plan: Plan, predicted: Prediction) -> Iterator[str]:
     if links:
         waits = f"computation waits for {_percent(predicted.waiting_s, step_s)} of the step"
         yield f"Busy at the same time: {', '.join(links)}; {waits}, {seconds_text(predicted.waiting_s)}."
-    if collectives := plan.program and plan.program.analysis.collectives:
+    if collectives := plan.program and plan.program.collectives:
         sent, exposed = plan.sent_bytes, sum(row.exposed_bytes for row in collectives)
         worst = max(collectives, key=lambda row: row.exposed_bytes)
         most = f", most of it in {worst.kind} over {worst.axis} ({bytes_text(worst.exposed_bytes)})" if exposed else ""
@@ -192,7 +192,7 @@ def _doubts(plan: Plan) -> Iterator[str]:
         )
     if plan.program:
         yield f"The memory by formula is {plan.memory.peak_bytes / plan.peak_bytes:.2f} of the compiled one."
-        if plan.program.analysis.unread:
-            yield f"Not all of the program could be read: {' '.join(plan.program.analysis.unread.split())[:200]}."
+        if plan.program.unread:
+            yield f"Not all of the program could be read: {' '.join(plan.program.unread.split())[:200]}."
         if plan.prediction:
             yield "The predicted time is a lower bound: kernels at their best rates, and no lane slows another down."

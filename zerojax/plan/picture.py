@@ -49,7 +49,7 @@ def memory_by_stage(plans: Sequence[Plan], path: Path) -> None:
     axes.set_xticks(range(len(plans)), [f"stage {plan.settings.stage}" for plan in plans])
     axes.set_ylabel("GiB per device")
     axes.set_ylim(0, 1.12 * max([*bottoms, capacity / 2**30]))
-    level = "as compiled" if all(plan.program and plan.program.analysis.held for plan in plans) else "by formula"
+    level = "as compiled" if all(plan.program and plan.program.held for plan in plans) else "by formula"
     axes.set_title(f"{plans[0].what} on {plans[0].cluster.target}, remat {plans[0].settings.remat!r}, {level}")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     _save(figure, path)

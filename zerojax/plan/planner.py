@@ -107,7 +107,7 @@ class Plan:
     @property
     def held(self) -> dict[str, int]:
         """The bytes of a device at the moment of peak memory, by category."""
-        compiled = self.program.analysis.held if self.program else None
+        compiled = self.program.held if self.program else None
         return compiled or {term.name: term.num_bytes for term in self.memory.terms}
 
     @property
@@ -128,7 +128,7 @@ class Plan:
     @property
     def prediction(self) -> Prediction | None:
         """The time that the schedule of the compiled step takes; None without a program that could be analyzed."""
-        return self.program.analysis.prediction if self.program else None
+        return self.program.prediction if self.program else None
 
     @property
     def step_s(self) -> float:
@@ -148,14 +148,14 @@ class Plan:
     @property
     def sent_bytes(self) -> float:
         """The bytes that a device sends in a step, of the compiled step if there is one, else by formula."""
-        if self.program and self.program.analysis.collectives is not None:
-            return sum(row.sent_bytes for row in self.program.analysis.collectives)
+        if self.program and self.program.collectives is not None:
+            return sum(row.sent_bytes for row in self.program.collectives)
         return sum(formula.sent_bytes(self.settings, self.parameters, self.cluster.num_devices))
 
     def data(self) -> dict[str, object]:
         """Returns the plan as JSON data. Bytes are per device."""
-        compiled = self.program._asdict() | self.program.analysis._asdict() if self.program else {}
-        collectives = self.program and self.program.analysis.collectives
+        compiled = self.program._asdict() if self.program else {}
+        collectives = self.program and self.program.collectives
         same = "what", "parameters", "fits", "peak_bytes", "limit_bytes", "host_bytes", "host_limit_bytes", "tokens"
         same += "step_s", "bound_by", "sent_bytes"
         return {name: getattr(self, name) for name in same} | {
@@ -180,7 +180,7 @@ class Plan:
         }
 
 
-_NOT_OF_PROGRAM = frozenset(["analysis", "text", "prediction", "collectives"])  # in a plan's data
+_NOT_OF_PROGRAM = frozenset(["text", "prediction", "collectives"])  # in a plan's data
 
 
 def used_share(memory: Plan | Suggestion, limits: Plan) -> float:
@@ -290,8 +290,8 @@ class Planner:
         tracer = self.tracer
         if self.shapes:
             tracer = Tracer(find_job(self.what, self.cluster.chip, compiled=True), self.cluster.chip.platform)
-        zero, step = tracer.step(found.settings, devices)
-        axes = dict(zero.config.mesh.shape)
+        axes = dict(tracer.zero(found.settings, devices).config.mesh.shape)
+        step = tracer.step(found.settings, devices)
         return compile_step(step, self.cluster, axes, found.memory, self.limit_bytes, dump)
 
     def num_tokens(self, settings: Settings) -> int:

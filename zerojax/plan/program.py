@@ -39,26 +39,8 @@ class CollectiveSummary(NamedTuple):
     exposed_bytes: float
 
 
-class ProgramAnalysis(NamedTuple):
-    """The analysis of a compiled program. Fields are None if the text or the buffer assignment could not be read.
-
-    Attributes:
-        held: the bytes of a device at the moment of peak memory, by kind; see `held_by_kind`.
-        buffers_bytes: the largest sum of the full arrays of collectives that run at the same time.
-        copied_bytes: the bytes that loops copy in a step, of arrays of at least 1 MiB.
-        unread: why a field is None.
-    """
-
-    held: dict[str, int] | None = None
-    buffers_bytes: int | None = None
-    copied_bytes: int | None = None
-    collectives: tuple[CollectiveSummary, ...] | None = None
-    prediction: timeline.Prediction | None = None
-    unread: str | None = None
-
-
 class CompiledStep(NamedTuple):
-    """A compiled step. Bytes are per device.
+    """A compiled step. Bytes are per device. What the program or the buffer assignment did not show is None.
 
     Attributes:
         peak_bytes: arguments, temporaries, and results that are not aliased with an argument.
@@ -67,6 +49,10 @@ class CompiledStep(NamedTuple):
         host_bytes: arguments and temporaries in pinned host memory.
         compile_s: seconds to compile on this machine.
         text: the text of the program; '' if the compiler ran out of memory.
+        held: the bytes at the moment of peak memory, by kind; see `held_by_kind`.
+        buffers_bytes: the largest sum of the full arrays of collectives that run at the same time.
+        copied_bytes: the bytes that loops copy in a step, of arrays of at least 1 MiB.
+        unread: why something is None.
     """
 
     peak_bytes: int
@@ -75,8 +61,13 @@ class CompiledStep(NamedTuple):
     aliased_bytes: int
     host_bytes: int
     compile_s: float
-    analysis: ProgramAnalysis
     text: str
+    held: dict[str, int] | None = None
+    buffers_bytes: int | None = None
+    copied_bytes: int | None = None
+    collectives: tuple[CollectiveSummary, ...] | None = None
+    prediction: timeline.Prediction | None = None
+    unread: str | None = None
 
 
 _MIN_COPY_BYTES = 2**20  # smaller copies are of counters and events
@@ -117,8 +108,9 @@ def compile_step(
             arguments_bytes = estimate.arguments_bytes
             temporaries = needed - arguments_bytes if "temporaries" not in str(error) else needed
             peak, seconds = arguments_bytes + temporaries, time.perf_counter() - start
-            failed = ProgramAnalysis(unread="the compiler gave up: " + str(error).splitlines()[0])
-            return CompiledStep(peak, arguments_bytes, temporaries, 0, estimate.host_bytes, seconds, failed, "")
+            unread = "the compiler gave up: " + str(error).splitlines()[0]
+            sizes = peak, arguments_bytes, temporaries, 0, estimate.host_bytes
+            return CompiledStep(*sizes, seconds, "", unread=unread)
         # Read what was compiled.
         seconds = time.perf_counter() - start
         text, memory = program.as_text() or "", memory_stats(program)
@@ -130,16 +122,9 @@ def compile_step(
         read_assignment = functools.cache(lambda: buffers.read_dump(Path(folder)))
         temporaries, host_temporaries = temporaries_bytes(memory, read_assignment)
         analysis = analyze(text, cluster, axes, memory, read_assignment)
-    return CompiledStep(
-        hlo_collectives.peak_bytes(memory, temporaries),
-        memory.argument_size_in_bytes,
-        temporaries,
-        memory.alias_size_in_bytes,
-        memory.host_argument_size_in_bytes + host_temporaries,
-        seconds,
-        analysis,
-        text,
-    )
+    peak, in_host = hlo_collectives.peak_bytes(memory, temporaries), memory.host_argument_size_in_bytes
+    sizes = peak, memory.argument_size_in_bytes, temporaries, memory.alias_size_in_bytes, in_host + host_temporaries
+    return CompiledStep(*sizes, seconds, text, **analysis)
 
 
 # XLA schedules a program for 95% of what its process may use beside the arguments. Of a GPU that is only described, it
@@ -187,12 +172,12 @@ def analyze(
     axes: dict[str, int],
     memory: MemoryStats,
     read_assignment: Callable[[], BufferAssignment],
-) -> ProgramAnalysis:
-    """Analyzes the text of a program that was compiled for a cluster."""
+) -> dict[str, Any]:
+    """What a program that was compiled for a cluster shows, as fields of `CompiledStep`."""
     try:
         program = hlo.parse_program(text)
     except ValueError as error:
-        return ProgramAnalysis(unread=str(error))
+        return {"unread": str(error)}
     copies = lambda: (m for m in hlo_costs.moves(program, _MIN_COPY_BYTES, in_loops=True) if m.op == "copy")
     parts: dict[str, Callable[[], object]] = {
         "held": lambda: held_by_kind(program, read_assignment(), memory),
@@ -208,7 +193,7 @@ def analyze(
             found[name] = part()
         except ValueError as error:
             unread[str(error)] = None
-    return ProgramAnalysis(**found, unread="; ".join(unread) or None)
+    return found | {"unread": "; ".join(unread) or None}
 
 
 # The fields of a TrainState and the other arguments of a step, by their names in a program.

@@ -44,12 +44,11 @@ def render(plan: Plan, formulas: bool = False) -> Group:
         _memory(plan, formulas),
         _speed(plan),
     ]
-    if plan.program:
-        analysis = plan.program.analysis
-        parts += [_busy(analysis.prediction)] if analysis.prediction else []
-        parts.append(_program(plan.program, plan.cluster.target))
-        parts += [_communication(analysis.collectives)] if analysis.collectives else []
-        parts += [Text(f"not analyzed: {' '.join(analysis.unread.split())[:300]}")] if analysis.unread else []
+    if program := plan.program:
+        parts += [_busy(program.prediction)] if program.prediction else []
+        parts.append(_program(program, plan.cluster.target))
+        parts += [_communication(program.collectives)] if program.collectives else []
+        parts += [Text(f"not analyzed: {' '.join(program.unread.split())[:300]}")] if program.unread else []
     return spaced([*parts, *_suggestions(plan), *_recommendation(plan)])
 
 
@@ -162,7 +161,7 @@ def _table(title: str, first: str, columns: Iterable[str], rows: Iterable[Iterab
 def _memory(plan: Plan, formulas: bool) -> Table:
     """The table of peak memory by category: by formula, and of the compiled program if it was analyzed."""
     formula = {term.name: term.num_bytes for term in plan.memory.terms}
-    compiled = (plan.program and plan.program.analysis.held) or {}
+    compiled = (plan.program and plan.program.held) or {}
     explanations = {term.name: term.formula for term in plan.memory.terms}
     gib = lambda held, name: bytes_text(held[name]) if name in held else ""
 
@@ -192,8 +191,8 @@ def _program(program: CompiledStep, target: str) -> Table:
         "arguments": program.arguments_bytes,
         "arguments updated in place": program.aliased_bytes,
         "temporaries": program.temporaries_bytes,
-        "collectives in flight, at most": program.analysis.buffers_bytes,
-        "copied in loops per step": program.analysis.copied_bytes,
+        "collectives in flight, at most": program.buffers_bytes,
+        "copied in loops per step": program.copied_bytes,
     }
     rows = [[name, bytes_text(size)] for name, size in sizes.items() if size is not None]
     return _table(f"Program for {target}, compiled in {program.compile_s:.0f} s", "", ["bytes"], rows)

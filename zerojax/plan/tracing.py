@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.stages import Traced
 
 from zerojax.analysis.hardware import Chip
 from zerojax.analysis.jaxpr_counts import Space, manual_parts
@@ -32,13 +33,6 @@ from zerojax.step.source import ModelSource, plain_arrays, source_of
 from zerojax.step.state import TrainState, in_host, stored_avals
 from zerojax.utils.typing import PRNGKey, PyTree
 from zerojax.zero import Zero
-
-
-class TracedStep(NamedTuple):
-    """A traced step, to be compiled."""
-
-    zero: Zero
-    step: jax.stages.Traced
 
 
 class DeviceTrace(NamedTuple):
@@ -114,7 +108,7 @@ class Tracer:
         """The avals of the batch of a step. Devices that share a row, along a model axis, count once."""
         return self.job.batch(num_rows(self.job, settings, num_devices))
 
-    def step(self, settings: Settings, devices: int | Sequence[object]) -> TracedStep:
+    def step(self, settings: Settings, devices: int | Sequence[object]) -> Traced:
         """Traces a whole step with all layers, to be compiled."""
         zero = self.zero(settings, devices)
         step = zero.train_step(
@@ -125,7 +119,7 @@ class Tracer:
             bucket_bytes=settings.bucket_bytes,
         )
         batch = self.batch(settings, zero.config.axes.num_devices)
-        return TracedStep(zero, step.trace(self.state(zero, settings), batch))
+        return step.trace(self.state(zero, settings), batch)
 
     def loss(self, settings: Settings, num_devices: int) -> LossTrace:
         """The loss of a microbatch on one device, with the precision of the settings."""
