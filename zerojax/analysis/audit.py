@@ -1,7 +1,6 @@
 """Checks the memory of a compiled step: where the state is, that it is updated in place, and what is offloaded.
 
-A
-scan that offloads activations writes them into slices of a host buffer, and the scan of the backward pass reads these
+A scan that offloads activations writes them into slices of a host buffer, and the scan of the backward pass reads these
 in reverse. A compiler that walks the other way gives each layer the activations of another: bytes and memory are as
 expected, and the gradients are wrong.
 """

@@ -94,11 +94,11 @@ class Value:
 
 
 class Operation(NamedTuple):
-    """An equation of a flattened jaxpr. A None in `reads` stands for a literal."""
+    """An equation of a flattened jaxpr. Literals among its operands are values of 0 bytes."""
 
     name: str
     equation: Equation
-    reads: list[Value | None]
+    reads: list[Value]
     results: list[Value]
 
 
@@ -107,7 +107,7 @@ class FlatJaxpr(NamedTuple):
 
     inputs: list[Value]
     operations: list[Operation]
-    outputs: list[Value | None]
+    outputs: list[Value]
 
 
 def flattened(jaxpr: Jaxpr, space: Space = Space.Device) -> FlatJaxpr:
@@ -117,10 +117,10 @@ def flattened(jaxpr: Jaxpr, space: Space = Space.Device) -> FlatJaxpr:
     """
     operations: list[Operation] = []
 
-    def run(jaxpr: Jaxpr, arguments: Sequence[Value | None]) -> list[Value | None]:
-        scope: dict[Var, Value | None] = {v: Value(_bytes_in(v, space)) for v in jaxpr.constvars}
+    def run(jaxpr: Jaxpr, arguments: Sequence[Value]) -> list[Value]:
+        scope = {v: Value(_bytes_in(v, space)) for v in jaxpr.constvars}
         scope |= dict(zip(jaxpr.invars, arguments, strict=True))
-        read = lambda atom: scope[atom] if jaxprs.is_var(atom) else None
+        read = lambda atom: scope[atom] if jaxprs.is_var(atom) else Value(0)
         for e in jaxpr.eqns:
             reads = [read(atom) for atom in e.invars]
             if e.primitive.name in _INLINED:
@@ -338,7 +338,7 @@ def _independent_gathers(jaxpr: Jaxpr, loops: int = 0) -> Iterator[tuple[int, li
     dependent: set[Value] = set()  # values that depend on a product
     free: list[Transfer] = []
     for _, equation, reads, results in flattened(jaxpr).operations:
-        computes, waits = jaxprs.multiplies([equation]), not dependent.isdisjoint(v for v in reads if v is not None)
+        computes, waits = jaxprs.multiplies([equation]), not dependent.isdisjoint(reads)
         if computes or waits:
             dependent.update(results)
         else:

@@ -15,7 +15,7 @@ Operations run in the order of the trace.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from zerojax.analysis.jaxpr_counts import COLLECTIVES, FlatJaxpr, Operation, Space, Value, flattened
@@ -54,7 +54,7 @@ def peak(jaxpr: Jaxpr, gradients: Iterable[int] = (), space: Space = Space.Devic
 
 def gradient_kinds(flat: FlatJaxpr, gradients: Iterable[int]) -> dict[Value, str]:
     """The kinds of the outputs that are gradients."""
-    return {v: GRADIENTS for i in gradients if (v := flat.outputs[i]) is not None}
+    return {flat.outputs[i]: GRADIENTS for i in gradients}
 
 
 def _stores(operation: Operation) -> bool:
@@ -72,43 +72,41 @@ class Lifetimes:
 
     def __init__(self, flat: FlatJaxpr, space: Space, owned: Iterable[Value], kinds: dict[Value, str]):
         self.flat, self.space, self.kinds = flat, space, kinds
-        self.bases: dict[Value, frozenset[Value]] = {v: frozenset([v]) for v in flat.inputs}
+        self.bases = defaultdict[Value, frozenset[Value]](frozenset, {v: frozenset([v]) for v in flat.inputs})
         self.born: dict[Value, int] = dict.fromkeys(owned, -1)
         self.last: dict[Value, int] = dict(self.born)
         self.needed, self.places = self._readers()
         for k, operation in enumerate(flat.operations):
             self._store(k, operation)
-        self._read([v for v in flat.outputs if v is not None], len(flat.operations))
+        self._read(flat.outputs, len(flat.operations))
         self._spread_kinds()
 
     def _readers(self) -> tuple[set[Value], dict[Value, set[int]]]:
         """(values that must be stored for their readers, the operations that store what each value becomes)."""
         end = len(self.flat.operations)
-        needed = {v for v in self.flat.outputs if v is not None}
+        needed = set(self.flat.outputs)
         places: dict[Value, set[int]] = {v: {end} for v in needed}
         for k in range(end - 1, -1, -1):
             name, _, reads, results = operation = self.flat.operations[k]
             if name in _SHARE_MEMORY:
                 for source, result in zip(reads, results, strict=True):
-                    if source is not None:
-                        needed |= {source} if result in needed else set()
-                        places.setdefault(source, set()).update(places.get(result, ()))
+                    needed |= {source} if result in needed else set()
+                    places.setdefault(source, set()).update(places.get(result, ()))
                 continue
             stored = _stores(operation) or any(result in needed for result in results)
             ends = {k} if stored else set().union(*(places.get(result, set()) for result in results))
             for source in reads:
-                if source is not None:
-                    places.setdefault(source, set()).update(ends)
-                    if name in _READS_STORED or name.startswith(_KERNELS):
-                        needed.add(source)
+                places.setdefault(source, set()).update(ends)
+                if name in _READS_STORED or name.startswith(_KERNELS):
+                    needed.add(source)
         return needed, places
 
     def _store(self, k: int, operation: Operation) -> None:
         if operation.name in _SHARE_MEMORY:
             for source, result in zip(operation.reads, operation.results, strict=True):
-                self.bases[result] = frozenset() if source is None else self.bases[source]
+                self.bases[result] = self.bases[source]
             return
-        sources = frozenset[Value]().union(*(self.bases[v] for v in operation.reads if v is not None))
+        sources = frozenset[Value]().union(*(self.bases[v] for v in operation.reads))
         held = sum(v.num_bytes for v in sources)
         any_stored = False
         for result in operation.results:
@@ -136,7 +134,7 @@ class Lifetimes:
                 self._mark(GATHERED, operation.results)
             elif operation.name == "scan":
                 for start, result in zip(operation.reads[_carry(operation)], operation.results, strict=False):
-                    if start is not None and (kind := self._kind_of(start)):
+                    if kind := self._kind_of(start):
                         self._mark(kind, [result])
         for operation in reversed(self.flat.operations):
             name, _, reads, results = operation
@@ -147,17 +145,17 @@ class Lifetimes:
             elif name not in _STORES or name in _UPDATE_IN_PLACE:
                 for result in results:
                     same = lambda v, result=result: v.num_bytes == result.num_bytes
-                    alike = [v for v in reads if v is not None and (name == "convert_element_type" or same(v))]
+                    alike = [v for v in reads if name == "convert_element_type" or same(v)]
                     self._mark_sources([result] * len(alike), alike)
 
-    def _mark_sources(self, results: Sequence[Value], sources: Sequence[Value | None]) -> None:
+    def _mark_sources(self, results: Sequence[Value], sources: Sequence[Value]) -> None:
         """Marks the sources of gradients, from which they are computed element by element, as gradients."""
         for result, source in zip(results, sources, strict=False):
-            if source is not None and self._kind_of(result) == GRADIENTS:
+            if self._kind_of(result) == GRADIENTS:
                 self._mark(GRADIENTS, [source])
 
-    def _mark(self, kind: str, values: Iterable[Value | None]) -> None:
-        for base in (base for v in values if v is not None for base in self.bases[v]):
+    def _mark(self, kind: str, values: Iterable[Value]) -> None:
+        for base in (base for v in values for base in self.bases[v]):
             self.kinds.setdefault(base, kind)
 
     def _kind_of(self, value: Value) -> str | None:
@@ -204,7 +202,7 @@ class Lifetimes:
         if operation.name != "scan":
             return []
         num_carry = jaxprs.scan_params(operation.equation).num_carry
-        starts = {b for v in operation.reads[_carry(operation)] if v is not None for b in self.bases[v]}
+        starts = {b for v in operation.reads[_carry(operation)] for b in self.bases[v]}
         return [*(v for v in dying if v in starts), *operation.results[:num_carry]]
 
     def _inside(self, loop: Operation) -> Counter[str]:
@@ -217,8 +215,8 @@ class Lifetimes:
 
     def _body(self, loop: Operation, flat: FlatJaxpr) -> Lifetimes:
         """The lifetimes in the body of a scan, with the kinds that its operands and results have outside."""
-        kinds = {i: self._kind_of(o) for i, o in zip(flat.inputs, loop.reads, strict=True) if o is not None}
-        kinds |= {i: self._kind_of(o) for i, o in zip(flat.outputs, loop.results, strict=True) if i is not None}
+        kinds = {i: self._kind_of(o) for i, o in zip(flat.inputs, loop.reads, strict=True)}
+        kinds |= {i: self._kind_of(o) for i, o in zip(flat.outputs, loop.results, strict=True)}
         known = {value: kind for value, kind in kinds.items() if kind}
         return Lifetimes(flat, self.space, flat.inputs[_carry(loop)], known)
 

@@ -262,20 +262,6 @@ def peak_of_all_layers(
     return _RepeatedLifetimes(flat, space, [], gradient_kinds(flat, gradients), layers).peak()
 
 
-class _Others(NamedTuple):
-    """What the layers that are not in the trace hold: from position `forward` on, and from position `backward` on."""
-
-    forward: int
-    backward: int
-    saved: Counter[str]
-    gradients: Counter[str]
-
-    def held(self, k: int) -> Counter[str]:
-        if k < self.forward:
-            return Counter()
-        return self.saved if k < self.backward else self.gradients
-
-
 class _RepeatedLifetimes(Lifetimes):
     """Lifetimes in a body in which some layers stand for others, or in one with a loop over such a body."""
 
@@ -303,8 +289,8 @@ class _RepeatedLifetimes(Lifetimes):
         accumulated = sum(num_others * self.accumulators[i].num_bytes for num_others, i in repeated)
         for k, during in super().moments():
             during[GRADIENTS] += accumulated
-            for each in others:
-                during.update(each.held(k))
+            for held in others:
+                during.update(held(k))
             yield k, during
 
     def _body(self, loop: Operation, flat: FlatJaxpr) -> Lifetimes:
@@ -317,13 +303,14 @@ class _RepeatedLifetimes(Lifetimes):
         repeated.accumulators = owned  # the gradients come first in the carry of a loop over microbatches
         return repeated
 
-    def _after_loop(self, k: int, layer: RepeatedLayer) -> _Others:
-        results = self.flat.operations[k].results
-        num_bytes = layer.others * sum(results[i].num_bytes for i in layer.gradients)
-        return _Others(k + 1, k + 1, Counter(), Counter({GRADIENTS: num_bytes}))
+    def _after_loop(self, loop: int, layer: RepeatedLayer) -> Callable[[int], Counter[str]]:
+        """What the other layers hold at a position, in a body with a loop over microbatches."""
+        results = self.flat.operations[loop].results
+        gradients = Counter({GRADIENTS: layer.others * sum(results[i].num_bytes for i in layer.gradients)})
+        return lambda k: gradients if k > loop else Counter()
 
-    def _in_passes(self, layer: RepeatedLayer) -> _Others:
-        """What the other layers hold in a body with a forward and a backward pass."""
+    def _in_passes(self, layer: RepeatedLayer) -> Callable[[int], Counter[str]]:
+        """What the other layers hold at a position, in a body with a forward and a backward pass."""
         turn = self._first(max(self.segments), 0)
         forward = self._first(layer.later, 0)
         backward = self._first(layer.segment, self._first(layer.later, turn))
@@ -336,7 +323,7 @@ class _RepeatedLifetimes(Lifetimes):
             # layer converts them as most layers do.
             if segment == layer.later and k >= turn and self.last[value] > self.end:
                 gradients[self._kind(value)] += layer.others * value.num_bytes
-        return _Others(forward, backward, saved, gradients)
+        return lambda k: Counter() if k < forward else saved if k < backward else gradients
 
     def _first(self, segment: int, start: int) -> int:
         """The first operation of a segment from a position on."""

@@ -192,10 +192,9 @@ def _time(operation: Operation, written: int, lifetimes: Lifetimes, chip: Chip) 
     if operation.name in _READS_PARTS:
         num_bytes = 2 * written
     elif operation.name in _WRITES:
-        updates = operation.reads[_WRITES[operation.name]]
-        num_bytes = 2 * (updates.num_bytes if updates is not None else 0)
+        num_bytes = 2 * operation.reads[_WRITES[operation.name]].num_bytes
     else:
-        bases = {base for v in operation.reads if v is not None for base in lifetimes.bases[v]}
+        bases = {base for v in operation.reads for base in lifetimes.bases[v]}
         num_bytes = written + sum(base.num_bytes for base in bases)
     memory_s = num_bytes / chip.memory_rate.effective
     products_s = sum(product.seconds(chip) for product in products([operation.equation]))

@@ -1,4 +1,4 @@
-"""Predicts whether a step fits on a cluster, by formula or by compiling it, and suggests changes."""
+"""Predicts whether a step fits on a cluster, and its time, by formula or by compiling it."""
 
 from __future__ import annotations
 
