@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -147,10 +146,10 @@ def scheduling_options(chip: Chip, arguments_bytes: int, limit_bytes: int) -> di
 
 
 def compile_with_dump(
-    traced: jax.stages.Traced, platform: str, folder: Path, options: Mapping[str, int] = MappingProxyType({})
+    traced: jax.stages.Traced, platform: str, folder: Path, options: Mapping[str, int] | None = None
 ) -> jax.stages.Compiled:
     """Compiles a traced function with options, and lets the compiler write its buffer assignment to a folder."""
-    dump: dict[str, Any] = {**options, "xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+    dump: dict[str, Any] = {**(options or {}), "xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
     return traced.lower(lowering_platforms=(platform,)).compile(compiler_options=dump)
 
 
