@@ -17,7 +17,7 @@ from jax.stages import Compiled
 
 from zerojax.analysis import hlo_costs, host_slices
 from zerojax.analysis.communication import SLACK
-from zerojax.analysis.expectation import Checks, Expectation, Outcome, Unreadable, Verdict, reader_errors
+from zerojax.analysis.expectation import Checks, Expectation, Outcome, Unreadable, Verdict
 from zerojax.analysis.hlo import Buffer, Program
 from zerojax.analysis.hlo_collectives import memory_stats
 from zerojax.analysis.hlo_costs import copied_in_host
@@ -146,8 +146,7 @@ class MemoryChecks:
         state_bytes = _bytes_per_device(self._host_state().values())
         memory = memory_stats(self.compiled)
         if self.platform == "tpu":  # whose memory analysis is more than the compiler allocates
-            with reader_errors():
-                copies = copied_in_host(self.program())
+            copies = copied_in_host(self.program())
         else:
             temporaries = self.expectation.offloaded_bytes + self.expectation.host_gradients_bytes
             copies = memory.host_temp_size_in_bytes - temporaries
@@ -192,8 +191,7 @@ def check_pieces(
             forward and the backward pass too.
     """
     wanted, streamed = set(arrays), set(params)
-    with reader_errors():
-        pieces = [each for each in host_slices.host_slices(program) if (each.buffer.dtype, each.buffer.dims) in wanted]
+    pieces = [each for each in host_slices.host_slices(program) if (each.buffer.dtype, each.buffer.dims) in wanted]
     for each in pieces:
         if each.indexed is None:
             raise Unreadable(f"the index of {each.name} cannot be evaluated: {each.unread}")
@@ -228,8 +226,7 @@ def check_pieces(
 
 def check_copies(program: Program) -> Outcome:
     """How much is copied between device and host in a step, and how much of it while nothing is computed."""
-    with reader_errors():
-        copies = hlo_costs.read_host_copies(program)
+    copies = hlo_costs.read_host_copies(program)
     size = lambda chosen: sum(each.num_bytes for each in chosen)
     in_layers = [each for each in copies if each.in_layers]
     total, alone = size(copies), size(each for each in copies if each.alone)
@@ -268,8 +265,7 @@ def check_offloaded_slices(program: Program) -> Outcome:
 
     Slices without annotations are copied by their indices.
     """
-    with reader_errors():
-        found = host_slices.host_slices(program)
+    found = host_slices.host_slices(program)
     annotated = [each for each in found if each.annotated is not None]
     wrong = [each for each in annotated if each.indexed is not None and each.indexed != each.annotated]
     numbers = {"slices": len(found), "annotated": len(annotated), "wrong": len(wrong)}

@@ -17,7 +17,6 @@ from zerojax.analysis.expectation import (
     Unreadable,
     Verdict,
     over_data_axes,
-    reader_errors,
 )
 from zerojax.analysis.hlo import Program
 from zerojax.analysis.hlo_collectives import Collective
@@ -87,12 +86,10 @@ class CommunicationChecks:
         if not self.as_traced:
             if not slice_after_slice(self.config.mesh):
                 raise Unreadable("the devices of the mesh are not in the order of their slices; zerojax.make_mesh() is")
-            with reader_errors():
-                return over_data_axes(hlo_collectives.compiled_collectives(self.program()), self.config)
+            return over_data_axes(hlo_collectives.compiled_collectives(self.program()), self.config)
         if self.jaxpr is None:
             raise Unreadable("XLA for CPUs merges gathers and sends wider dtypes: audit the traced step")
-        with reader_errors():
-            found = over_data_axes(jaxpr_counts.traced_collectives(self.jaxpr, self.config.mesh), self.config)
+        found = over_data_axes(jaxpr_counts.traced_collectives(self.jaxpr, self.config.mesh), self.config)
         if self.least.total and not found:
             raise Unreadable("the compiler inserts the collectives, and XLA for CPUs inserts others than XLA for GPUs")
         return found
@@ -119,9 +116,8 @@ class CommunicationChecks:
             raise Unreadable(
                 "XLA for TPUs rewrites reduce-scatters as all-reduces: audit the traced step to tell them from its own"
             )
-        with reader_errors():
-            found = jaxpr_counts.traced_collectives(self.jaxpr, self.config.mesh)
-            traced = SentBytes.of(over_data_axes(found, self.config))
+        found = jaxpr_counts.traced_collectives(self.jaxpr, self.config.mesh)
+        traced = SentBytes.of(over_data_axes(found, self.config))
         if traced.all_reduced > (1 + SLACK) * self.most.all_reduced or not traced.total:
             return None
         mesh, shard = self.config.mesh, self.config.axes.shard
@@ -213,8 +209,7 @@ class CommunicationChecks:
             raise Unreadable("the dependencies of gathers are read from the traced step")
         prefetch, microbatches = self.expectation.prefetch, self.expectation.num_microbatches > 1
         unit, itemsize = self.expectation.unit_bytes, jnp.dtype(self.config.precision.compute_dtype).itemsize
-        with reader_errors():
-            bodies = jaxpr_counts.independent_gather_bytes(self.jaxpr, itemsize)
+        bodies = jaxpr_counts.independent_gather_bytes(self.jaxpr, itemsize)
         most, excess = 0.0, 0.0
         for loops, gathered in bodies:
             window = prefetch + 2 if loops <= microbatches else max(prefetch, 1)

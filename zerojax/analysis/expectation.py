@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import enum
 import itertools
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -364,17 +363,8 @@ def check_setting(setting: str) -> str:
     return setting
 
 
-class Unreadable(Exception):
+class Unreadable(ValueError):
     """Raised by a check if the program cannot be read. The finding says why, and never counts as met."""
-
-
-@contextlib.contextmanager
-def reader_errors() -> Iterator[None]:
-    """Context manager: converts a ValueError of a reader of programs to `Unreadable`."""
-    try:
-        yield
-    except ValueError as error:
-        raise Unreadable(str(error)) from error
 
 
 class Outcome(NamedTuple):
@@ -390,11 +380,11 @@ Checks: TypeAlias = dict[str, tuple[str, Callable[[], Outcome]]]  # by name: the
 
 
 def run_checks(checks: Checks) -> Audit:
-    """Runs the checks. A check that cannot read the program becomes a finding that says why."""
+    """Runs the checks. A check that cannot read the program, as `Unreadable` or another reader says, is a finding."""
     findings = []
     for name, (expected, run) in checks.items():
         try:
             findings.append(Finding(name, expected, *run()))
-        except Unreadable as reason:
+        except ValueError as reason:
             findings.append(Finding(name, expected, str(reason), Verdict.NOT_READ))
     return Audit(tuple(findings))

@@ -16,7 +16,7 @@ from zerojax.analysis import liveness
 from zerojax.analysis.explanation import explain
 from zerojax.analysis.jaxpr_counts import Space, manual_parts
 from zerojax.sharding import placement
-from zerojax.sharding.placement import Leaf, Stage
+from zerojax.sharding.placement import Stage
 from zerojax.step import state as states
 from zerojax.step.config import StepSettings, ZeroConfig
 from zerojax.step.state import TrainState
@@ -128,7 +128,15 @@ def memory_terms(
     alive_in_host: Counter[str],
 ) -> Memory:
     """Adds what a step holds between steps to the peaks of what it holds while it computes gradients."""
-    formulas = _temporary_formulas(config, state, settings.prefetch)
+    explanation = explain(config, state)
+    largest = max(explanation.units, key=lambda unit: unit.num_bytes)
+    of_largest = f"the largest, {largest.name!r}, has {bytes_text(largest.num_bytes)}"
+    formulas = {
+        liveness.GATHERED: f"up to {settings.prefetch + 1} units at a time; {of_largest}",
+        liveness.GRADIENTS: "reduced and full gradients that exist at the peak",
+        liveness.CHECKPOINTS: "activations saved outside the loop that runs at the peak",
+        liveness.ACTIVATIONS: "of the unit that runs at the peak, from the trace",
+    }
     temporaries = [Term(kind, alive[kind], text) for kind, text in formulas.items() if alive[kind]]
     transposed = _transposed_leaf(config, settings, state)
     if transposed and transposed.num_bytes > sum(term.num_bytes for term in temporaries):
@@ -136,15 +144,15 @@ def memory_terms(
     flags, arrays = jax.tree.leaves(states.in_host(config, state)), jax.tree.leaves(state)
     in_host = [a for a, flag in zip(arrays, flags, strict=True) if flag]
     state_in_host = sum(placement.shard_bytes(a, a.sharding) for a in in_host)
-    terms = *_argument_terms(config, state, batch), *temporaries
+    terms = *_argument_terms(config, state, batch, explanation.totals), *temporaries
     return Memory(terms, alive_in_host.total() + state_in_host, state_in_host)
 
 
-def _argument_terms(config: ZeroConfig, state: TrainState, batch: PyTree) -> list[Term]:
+def _argument_terms(config: ZeroConfig, state: TrainState, batch: PyTree, totals: dict[str, int]) -> list[Term]:
     """The terms of the training state and the batch."""
     axes, stage = config.axes, config.stage
     psi = sum(leaf.size for leaf in state.layout.leaves)
-    totals = explain(config, state).totals
+
     optimizer = totals["optimizer"] / max(1, psi)
     divisor = lambda sharded: f" / {axes.num_shards}" if sharded and axes.num_shards > 1 else ""
     held = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state.params))
@@ -163,23 +171,6 @@ def _argument_terms(config: ZeroConfig, state: TrainState, batch: PyTree) -> lis
         Term("batch", rows, "the rows of one device"),
     ]
     return [term for term in terms if term.num_bytes]
-
-
-def _temporary_formulas(config: ZeroConfig, state: TrainState, prefetch: int) -> dict[str, str]:
-    """Explains each kind of memory that a step allocates."""
-    units: dict[str, list[Leaf]] = {}
-    for leaf in state.layout.leaves:
-        units.setdefault(leaf.unit, []).append(leaf)
-    elements = lambda unit: sum(leaf.size_at_once for leaf in units[unit])
-    largest = max(units, key=elements)
-    num_bytes = sum(leaf.size_at_once * leaf.compute_dtype.itemsize for leaf in units[largest])
-    size = f"{num_bytes / max(1, elements(largest)):.3g} x {count_text(elements(largest))}"
-    return {
-        liveness.GATHERED: f"up to {prefetch + 1} units at a time; the largest, {largest!r}, is {size}",
-        liveness.GRADIENTS: "reduced and full gradients that exist at the peak",
-        liveness.CHECKPOINTS: "activations saved outside the loop that runs at the peak",
-        liveness.ACTIVATIONS: "of the unit that runs at the peak, from the trace",
-    }
 
 
 def _transposed_leaf(config: ZeroConfig, settings: StepSettings, state: TrainState) -> Term | None:

@@ -12,7 +12,7 @@ from jax.stages import Compiled, Traced
 from zerojax.analysis import hlo
 from zerojax.analysis.audit import MemoryChecks
 from zerojax.analysis.communication import CommunicationChecks
-from zerojax.analysis.expectation import Audit, Expectation, expect, reader_errors, run_checks
+from zerojax.analysis.expectation import Audit, Expectation, expect, run_checks
 from zerojax.analysis.hlo import Program
 from zerojax.analysis.jaxpr_counts import model_flops
 from zerojax.analysis.memory import Memory, step_memory
@@ -178,8 +178,7 @@ def audit_step(step: Traced | TracedWithHostArguments | Compiled, expectation: E
 
     @functools.cache
     def program() -> Program:
-        with reader_errors():
-            return hlo.parse_program(compiled.as_text() or "")
+        return hlo.parse_program(compiled.as_text() or "")
 
     platform = expectation.config.mesh.devices.flat[0].platform
     memory = MemoryChecks(compiled, program, expectation, platform)
