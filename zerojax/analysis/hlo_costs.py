@@ -113,7 +113,8 @@ def memory_bytes(instruction: Instruction) -> int:
     """The bytes that one execution of an instruction reads and writes in device memory.
 
     An array that is only sliced counts as its slice, and an array that is updated in place counts as the update. A
-    fusion writes only its results, and reads each operand once; so does a call on a SparseCore.
+    fusion writes only its results, and reads each operand once; so does a call on a SparseCore. Of a fusion with a
+    collective, what it computes while that runs counts.
     """
     if instruction.op in _FREE:
         return 0
@@ -121,22 +122,20 @@ def memory_bytes(instruction: Instruction) -> int:
         return _device_bytes(instruction.buffers[:2])
     if instruction.op not in ("fusion", "call-start"):
         return _moved_bytes([instruction], [instruction], frozenset(instruction.operands))
-    (body,) = instruction.called["calls" if instruction.op == "fusion" else "to_apply"]
-    parameters = frozenset(i for i in body.instructions if i.op == "parameter")
-    return _moved_bytes(body.instructions, hlo.fusion_results(body.root), parameters)
+    (body,) = instruction.computations
+    results = hlo.fusion_results(body.root)
+    if instruction.op == "fusion" and _holds_collective(instruction):
+        results = [result for result in results if _is_computed(result)]
+    return _moved_bytes(body.instructions, results, frozenset(i for i in body.instructions if i.op == "parameter"))
 
 
-def computed_bytes(fusion: Instruction) -> int:
-    """Like `memory_bytes`, for the results that a fusion computes while the collective that it contains runs."""
-    (body,) = fusion.called["calls"]
-    parameters = frozenset(i for i in body.instructions if i.op == "parameter")
-    outputs = [result for result in hlo.fusion_results(body.root) if _is_computed(result)]
-    return _moved_bytes(body.instructions, outputs, parameters)
+def _holds_collective(instruction: Instruction) -> bool:
+    return bool(collective_spans(Block((instruction,), 1, False)))
 
 
 def _is_computed(result: Instruction) -> bool:
     result = hlo.source(result, ("bitcast", "get-tuple-element"))
-    return result.op not in _FREE and not collective_spans(Block((result,), 1, False))
+    return result.op not in _FREE and not _holds_collective(result)
 
 
 def _moved_bytes(

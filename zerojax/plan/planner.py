@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -212,11 +211,6 @@ class Planner:
         self.host_limit_bytes = int(host_memory_bytes or _HOST_SHARE * chip.host_memory_bytes)
         self.tracer = Tracer(find_job(what, chip), chip.platform)
 
-    @functools.cached_property
-    def _plain(self) -> Tracer:
-        """Traces the job with attention whose products are in the trace."""
-        return Tracer(find_job(self.what)) if self.shapes else self.tracer
-
     def estimate(self, settings: Settings) -> Plan:
         """The plan of one step by formula, without notes and suggestions."""
         if self.shapes and (settings.model or 1) > 1:
@@ -279,7 +273,7 @@ class Planner:
 
     def model_flops(self, settings: Settings) -> int | None:
         """The flops of a step on all devices without recomputation, see `jaxpr_counts.model_flops`; None if unknown."""
-        loss = self._plain.loss(settings, self.cluster.num_devices).traced.closed.jaxpr
+        loss = self.tracer.loss(settings, self.cluster.num_devices).traced.closed.jaxpr
         num_parts = self.cluster.num_devices // (settings.model or 1) * settings.num_microbatches
         try:
             return model_flops(loss) * num_parts

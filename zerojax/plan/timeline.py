@@ -15,7 +15,7 @@ from typing import NamedTuple
 from zerojax.analysis import hlo_collectives
 from zerojax.analysis.hardware import Chip, Cluster
 from zerojax.analysis.hlo import HOST, Block, Instruction, Program, has_product, trip_count, unsupported
-from zerojax.analysis.hlo_costs import COPIES, COPY_STARTS, computed_bytes, copied, dot_flops, memory_bytes
+from zerojax.analysis.hlo_costs import COPIES, COPY_STARTS, copied, dot_flops, memory_bytes
 
 COMPUTE, MEMORY, STARTS = "compute", "memory", "starts of kernels"
 _COMPUTING = (COMPUTE, MEMORY, STARTS)  # all of these occupy the computing lane
@@ -230,9 +230,7 @@ class _Simulator:
             clock.done[start] = clock.occupy((COPIES,), start.name, seconds)
 
     def compute(self, i: Instruction, clock: _Clock) -> None:
-        holds_collective = i.op == "fusion" and hlo_collectives.collective_spans(Block((i,), 1, False))
-        num_bytes = computed_bytes(i) if holds_collective else memory_bytes(i)
-        products_s, memory_s = product_seconds(i, self.chip), num_bytes / self.chip.memory_rate.effective
+        products_s, memory_s = product_seconds(i, self.chip), memory_bytes(i) / self.chip.memory_rate.effective
         if not products_s and not memory_s:
             return
         clock.products += products_s
