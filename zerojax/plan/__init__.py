@@ -5,15 +5,5 @@ from zerojax.plan.job import PRESETS, Job, Settings, from_hugging_face
 from zerojax.plan.planner import Plan, Suggestion
 from zerojax.plan.search import plan
 
-__all__ = [
-    "PRESETS",
-    "Cluster",
-    "Job",
-    "Plan",
-    "Settings",
-    "Suggestion",
-    "calibrate",
-    "cluster",
-    "from_hugging_face",
-    "plan",
-]
+__all__ = ["PRESETS", "Cluster", "Job", "Plan", "Settings", "Suggestion"]
+__all__ += ["calibrate", "cluster", "from_hugging_face", "plan"]
