@@ -179,7 +179,7 @@ class Plan:
         }
 
 
-_NOT_OF_PROGRAM = frozenset(["text", "prediction", "collectives"])  # in a plan's data
+_NOT_OF_PROGRAM = frozenset(["prediction", "collectives"])  # in a plan's data
 
 
 def used_share(memory: Plan | Suggestion, limits: Plan) -> float:

@@ -47,7 +47,6 @@ class CompiledStep(NamedTuple):
         aliased_bytes: the size of the arguments that a result overwrites.
         host_bytes: arguments and temporaries in pinned host memory.
         compile_s: seconds to compile on this machine.
-        text: the text of the program; '' if the compiler ran out of memory.
         held: the bytes at the moment of peak memory, by kind; see `held_by_kind`.
         buffers_bytes: the largest sum of the full arrays of collectives that run at the same time.
         copied_bytes: the bytes that loops copy in a step, of arrays of at least 1 MiB.
@@ -60,7 +59,6 @@ class CompiledStep(NamedTuple):
     aliased_bytes: int
     host_bytes: int
     compile_s: float
-    text: str
     held: dict[str, int] | None = None
     buffers_bytes: int | None = None
     copied_bytes: int | None = None
@@ -109,7 +107,7 @@ def compile_step(
             peak, seconds = arguments_bytes + temporaries, time.perf_counter() - start
             unread = "the compiler gave up: " + str(error).splitlines()[0]
             sizes = peak, arguments_bytes, temporaries, 0, estimate.host_bytes
-            return CompiledStep(*sizes, seconds, "", unread=unread)
+            return CompiledStep(*sizes, seconds, unread=unread)
         # Read what was compiled.
         seconds = time.perf_counter() - start
         text, memory = program.as_text() or "", memory_stats(program)
@@ -123,7 +121,7 @@ def compile_step(
         analysis = analyze(text, cluster, axes, memory, read_assignment)
     peak, in_host = hlo_collectives.peak_bytes(memory, temporaries), memory.host_argument_size_in_bytes
     sizes = peak, memory.argument_size_in_bytes, temporaries, memory.alias_size_in_bytes, in_host + host_temporaries
-    return CompiledStep(*sizes, seconds, text, **analysis)
+    return CompiledStep(*sizes, seconds, **analysis)
 
 
 # XLA schedules a program for 95% of what its process may use beside the arguments. Of a GPU that is only described, it
