@@ -165,16 +165,12 @@ def _units_table(units: Sequence[UnitRow], to: Screen) -> TextTable:
     for each in fold([unit.name for unit in units], kinds):
         members = [units[k] for k in each.members]
         places = [f"{place}{' (rows)' if place in u.looked_up else ''}" for u in members for place in u.places]
-        shown = ", ".join(places) if len(members) == 1 else _span(sorted(p for u in members for p in u.places))
+        ends = sorted(place for u in members for place in u.places)
+        shown = f"{ends[0]} to {ends[-1]}" if len(members) > 1 and ends else ", ".join(places)
         rows.append([each.text, f"{members[0].num_leaves:,}", bytes_text(members[0].num_bytes), shown])
     columns = [Column("unit", wraps=True), Column("leaves", right=True), Column("bytes of a unit", right=True)]
     columns += [Column("place", wraps=True)] * any(place for *_, place in rows)
     return TextTable("Units: gathered together", columns, [row[: len(columns)] for row in rows])
-
-
-def _span(places: Sequence[int]) -> str:
-    """Places of several units: the first and the last."""
-    return f"{places[0]} to {places[-1]}" if places else ""
 
 
 def _leaves_table(category: str, explanation: Explanation, to: Screen) -> TextTable:
@@ -255,7 +251,9 @@ def _rows(config: ZeroConfig, state: TrainState, shards: Mapping[str, int]) -> I
     shapes = [tuple(a.shape) for a in jax.tree.leaves(logical_avals(state).opt_state)]
     flags = jax.tree.leaves(is_host.opt_state)
     for (path, a), flag, shape in zip(_with_paths(state.opt_state), flags, shapes, strict=True):
-        leaf = next((leaves[end] for end in _path_ends(path) if end in leaves), None)
+        keys = path.split("/")  # that of an optimizer's leaf ends in that of a parameter
+        ends = ("/".join(keys[start:]) for start in range(len(keys)))
+        leaf = next((leaves[end] for end in ends if end in leaves), None)
         alike = leaf if leaf and leaf.shape == shape else None
         reason = alike.reason if alike else choose_dim(shape, axes.num_shards, stacked=False).reason
         category, reason = HOST_MEMORY if flag else "optimizer", reason if shards["optimizer"] > 1 else whole
@@ -302,9 +300,3 @@ def gradient_aval(config: ZeroConfig, mesh: AnyMesh, leaf: Leaf) -> jax.ShapeDty
     sharding = NamedSharding(mesh, leaf.spec(config.axes, is_sharded))
     shape, dtype = leaf.padding(is_sharded).stored_shape(leaf.shape), config.precision.wire_dtype(leaf.compute_dtype)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-
-def _path_ends(path: str) -> list[str]:
-    """A path, the path without its first key, and so on: that of an optimizer's leaf ends in that of a parameter."""
-    keys = path.split("/")
-    return ["/".join(keys[start:]) for start in range(len(keys))]

@@ -24,11 +24,7 @@ from zerojax.step.described_hosts import TracedWithHostArguments
 from zerojax.step.loss_traces import Use, traced_loss, uses
 from zerojax.step.state import TrainState
 from zerojax.utils.text import bytes_text
-from zerojax.utils.typing import Array, Aval, PyTree
-
-
-def _aval(a: Array) -> Aval:
-    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding)
+from zerojax.utils.typing import PyTree
 
 
 class TrainStep(train_step.TrainStep):
@@ -74,7 +70,7 @@ class TrainStep(train_step.TrainStep):
 
         Cost: traces the step and reads the trace, which takes seconds.
         """
-        avals = jax.tree.map(_aval, state)
+        avals = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
         return step_memory(self.config, self.settings, avals, self.trace(avals, batch), batch_avals(self.config, batch))
 
     def _audit_once(self, state: TrainState, batch: PyTree) -> None:

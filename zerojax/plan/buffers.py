@@ -249,7 +249,7 @@ class _ValueGraph:
         if update := _update_of(node):
             return self._kind_of((update, ()))
         if _consists_of(_MOVES, node):
-            return self._kind_of((_largest(i), ()))
+            return self._kind_of((max(i.operands, key=lambda operand: operand.num_bytes), ()))
         if _consists_of(_MOVES | _SUMS, node):
             alike = [o for o in i.operands if _num_elements(o) == _num_elements(i, path)]
             return GRADIENTS if any(self._kind_of((o, ())) == GRADIENTS for o in alike) else None
@@ -318,10 +318,6 @@ def _consists_of(ops: frozenset[str], node: Node) -> bool:
         return i.op in ops and i.op != "parameter" and bool(i.operands)
     inner = (*ops, *_VIEWS, "constant", "get-tuple-element", "parameter", "tuple")
     return all(j.op in inner for j in i.inner)
-
-
-def _largest(i: Instruction) -> Instruction:
-    return max(i.operands, key=lambda operand: operand.num_bytes)
 
 
 def _num_elements(i: Instruction, path: tuple[int, ...] = ()) -> int:
