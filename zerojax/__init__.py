@@ -6,10 +6,9 @@ from zerojax.utils.versions import __version__  # must be first: rejects unsuppo
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from zerojax.analysis.audit import audit_step
-from zerojax.analysis.expectation import Expectation
+from zerojax.analysis.expectation import Audit, Expectation, Finding, Verdict
 from zerojax.analysis.explanation import Explanation
-from zerojax.analysis.findings import Audit, Finding, Verdict
+from zerojax.analysis.step import audit_step
 from zerojax.analysis.visualize import visualize
 from zerojax.contrib.losses import chunked_cross_entropy
 from zerojax.contrib.low_bit import low_bit_moments, stochastic_rounding

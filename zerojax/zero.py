@@ -16,8 +16,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from zerojax.analysis import explanation as report
+from zerojax.analysis.expectation import check_setting
 from zerojax.analysis.explanation import Explanation
-from zerojax.analysis.findings import check_setting
 from zerojax.analysis.step import TrainStep
 from zerojax.offload.host_memory import memory_of
 from zerojax.processes import agreement

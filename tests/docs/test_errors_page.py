@@ -24,7 +24,7 @@ from support.small_run import (
 )
 
 import zerojax
-from zerojax.analysis.memory import out_of_memory_error
+from zerojax.analysis.step import out_of_memory_error
 from zerojax.checkpoints import store
 from zerojax.checkpoints.manifest import with_digest
 from zerojax.exchange import adapters, parameters, quantized

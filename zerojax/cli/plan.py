@@ -155,9 +155,9 @@ def plan_command(
     exit code is 0 if the step fits, on one of the targets at least, and 3 if it does not.
     """
     if calibrate:
-        from zerojax.plan.calibrate import DEFAULT_PATH, calibrate as measure
+        from zerojax.analysis.hardware import CALIBRATION, calibrate as measure
 
-        click.echo(json.dumps(measure() | {"file": str(DEFAULT_PATH)}))
+        click.echo(json.dumps(measure() | {"file": str(CALIBRATION)}))
         return
     from zerojax.analysis import targets
 
@@ -215,8 +215,7 @@ def _plans(
     import zerojax
     from zerojax.plan import cluster
     from zerojax.plan.job import Settings
-    from zerojax.plan.planner import plan as make_plan
-    from zerojax.plan.search import search
+    from zerojax.plan.search import plan as make_plan, search
 
     clusters, made = [cluster(name, calibration) for name in names], []
     simulated = [each.num_devices for each in clusters if each.chip.platform == "cpu"]
@@ -292,7 +291,7 @@ def _draw(model: Any, made: Any, memory_share: float | None, folder: Path) -> No
 
     try:
         from zerojax.plan import picture
-        from zerojax.plan.planner import plan as make_plan
+        from zerojax.plan.search import plan as make_plan
     except ImportError as error:
         raise click.ClickException(f"{error}\n  fix:      pip install 'zerojax[plot]'") from error
     at_stage = lambda stage: dataclasses.replace(made.settings, stage=stage)
@@ -300,7 +299,7 @@ def _draw(model: Any, made: Any, memory_share: float | None, folder: Path) -> No
     stages = [make_plan(model, target, at_stage(k), memory_share=memory_share, suggest=False) for k in range(4)]
     picture.memory_by_stage(stages, folder / "memory.png")
     click.echo(f"{folder / 'memory.png'}: memory by stage", err=True)
-    predicted = made.program and made.program.analysis.prediction
+    predicted = made.program and made.program.prediction
     if predicted:
         picture.timeline({f"prefetch {made.settings.prefetch}": predicted}, folder / "timeline.png")
         click.echo(f"{folder / 'timeline.png'}: one layer on the lanes of a device", err=True)
