@@ -17,8 +17,7 @@ from support.small_run import setting
 from zerojax.checkpoints import CheckpointMismatch
 from zerojax.cli import main
 from zerojax.exchange import parameters
-from zerojax.exchange.families import FAMILIES, family_sources, find_family
-from zerojax.exchange.names import parse_dims
+from zerojax.exchange.names import FAMILIES, family_sources, find_family, parse_dims
 from zerojax.exchange.tensors import Reader
 from zerojax.plan import Job
 

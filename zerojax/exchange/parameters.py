@@ -22,8 +22,7 @@ from zerojax.checkpoints import contents, store
 from zerojax.checkpoints.contents import MODEL_STATE, PARAMS
 from zerojax.checkpoints.manifest import CheckpointMismatch, LeafRecord, Mismatch, matches, mismatch_error, plain_text
 from zerojax.checkpoints.pieces import LimitedReader
-from zerojax.exchange.families import find_family, is_weight, known_source, weight_sources
-from zerojax.exchange.names import NameMapping, Source
+from zerojax.exchange.names import NameMapping, Source, find_family, is_weight, known_source, weight_sources
 from zerojax.exchange.tensors import MAX_FILE_BYTES, Entry, Reader, bounded_repr, exchange_error, write
 from zerojax.sharding import padding
 from zerojax.sharding.placement import path_text
@@ -66,7 +65,7 @@ def export(
             model state always does.
         mapping: our names ('layers/0/kernel') -> their names, or names and dims, see `names.mapping`. By default '/'
             becomes '.'.
-        family: a key of `families.FAMILIES`: the files get the names and the layout of Hugging Face, except for what
+        family: a key of `names.FAMILIES`: the files get the names and the layout of Hugging Face, except for what
             is in the mapping.
         max_file_bytes: the largest size of the arrays in one file.
         overwrite: whether a model that is already in the folder is replaced.
@@ -218,7 +217,7 @@ def load(
             in the cache of Hugging Face.
         mapping: our names -> the names in the files, or names and dims, see `names.mapping`. By default '/' becomes
             '.'. Entries without dims say nothing about the layout.
-        family: a key of `families.FAMILIES`, for files in the PyTorch layout of Hugging Face: names and dims of all
+        family: a key of `names.FAMILIES`, for files in the PyTorch layout of Hugging Face: names and dims of all
             arrays that are not in the mapping.
         layout: 'flax' if arrays without dims are stored as Flax stores them, whatever the files state.
         missing: globs of leaves ('params/head/*', 'model_state/*') that the files may lack. The state keeps its own.

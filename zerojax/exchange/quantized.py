@@ -13,8 +13,7 @@ from jax.tree_util import DictKey, KeyPath
 from zerojax.checkpoints import contents
 from zerojax.checkpoints.contents import PARAMS
 from zerojax.checkpoints.manifest import matches
-from zerojax.exchange.families import find_family, known_source, weight_sources
-from zerojax.exchange.names import NameMapping
+from zerojax.exchange.names import NameMapping, find_family, known_source, weight_sources
 from zerojax.exchange.parameters import check_fit, check_layout, read_sharded
 from zerojax.exchange.tensors import Reader, bounded_repr, exchange_error
 from zerojax.sharding.padding import between

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -14,7 +14,8 @@ from zerojax.step.batch import RowsOfSet, map_rows
 from zerojax.step.eval_step import EvalStep
 from zerojax.step.models import Sums, is_key
 from zerojax.step.state import TrainState, check_is_state
-from zerojax.utils.typing import PyTree
+from zerojax.utils.text import error_text
+from zerojax.utils.typing import ArrayLike, PyTree
 
 _MOST_PENDING = 2  # results that the devices may still be computing
 
@@ -52,9 +53,8 @@ def evaluate(
         further programs for another one. With several processes, in addition an exchange of four integers per batch.
     """
     if not isinstance(step, EvalStep):
-        raise ValueError(
-            f"evaluate: the step is of type {type(step).__name__}\n  fix:      pass the step of zero.eval_step(loss_fn)"
-        )
+        fix = "pass the step of zero.eval_step(loss_fn)"
+        raise ValueError(error_text(f"evaluate: the step is of type {type(step).__name__}", None, fix))
     check_is_state(state, data, "zerojax.evaluate(step, state, data)")
     own = max(step.config.axes.num_devices // jax.process_count(), 1)
     totals = Totals()
@@ -78,10 +78,9 @@ class Totals:
     def _read(self) -> None:
         sums = jax.tree.map(lambda a: np.asarray(a, np.float64), self._pending.popleft())
         if self._total is not None and self._total.cut != sums.cut:
-            raise ValueError(
-                "evaluate: a metric is a mean over rows for one number of rows, and a sum for another\n"
-                "  fix:      divide by the size of an array, not by a number; or return zerojax.Weighted(sum, weight)"
-            )
+            what = "evaluate: a metric is a mean over rows for one number of rows, and a sum for another"
+            fix = "divide by the size of an array, not by a number; or return zerojax.Weighted(sum, weight)"
+            raise ValueError(error_text(what, None, fix))
         self._total = sums if self._total is None else self._total.plus(sums, np.maximum)
 
     def means(self) -> dict[str, float]:
@@ -101,16 +100,11 @@ class Part(NamedTuple):
 
 
 def divide(counts: list[int], own: int, index: int) -> Iterator[Part]:
-    """Divides the batches of all processes into parts, such that a device has rows of the set only, or none.
+    """Divides batches of `counts` rows, one of each process, such that a device has rows of the set only, or none.
 
-    The rows that are left after a part are fewer than the devices of the process, if it is the only one or if all have
-    as many rows. They are then evaluated in one more part, one on each device. If a device computed the mean over some
-    of these rows and some others, that mean could not be divided any more.
-
-    Args:
-        counts: the rows of the batch of each process.
-        own: the number of devices of a process.
-        index: of this process.
+    The rows that are left after a part are fewer than the `own` devices of a process, if it is the only one or if all
+    have as many rows. They are then evaluated in one more part, one on each device. If a device computed the mean over
+    some of these rows and some others, that mean could not be divided any more. Yields the parts of process `index`.
     """
     starts = [0] * len(counts)
     while any(left := [count - start for count, start in zip(counts, starts, strict=True)]):
@@ -125,32 +119,28 @@ def _divided(batches: Iterator[PyTree], own: int) -> Iterator[RowsOfSet]:
     last: PyTree = None  # has the shapes of a part of a process that has no rows any more
     num_rows = 0
     while True:
+        # Read a batch in each process, and learn of errors and ends in others.
         batch, count, error = _next(batches)
         last = last if batch is None else batch
         counts, has_ended, has_none, has_failed = _of_all_processes(count, batch is None, last is None, bool(error))
         if error:
             raise error
         if any(has_failed):
-            raise RuntimeError(
-                f"evaluate: the data of another process cannot be read\n"
-                f"  got:      an error in process {', '.join(str(i) for i in np.flatnonzero(has_failed))}\n"
-                f"  fix:      see the error of that process"
-            )
+            got = f"an error in process {', '.join(str(i) for i in np.flatnonzero(has_failed))}"
+            fix = "see the error of that process"
+            raise RuntimeError(error_text("evaluate: the data of another process cannot be read", got, fix))
         if all(has_ended):
             break
         if any(has_none):
-            raise ValueError(
-                f"evaluate: a process has no batch\n  got:      process {has_none.index(1)}\n"
-                f"  fix:      pass at least one batch in each process; its arrays may have 0 rows"
-            )
+            fix = "pass at least one batch in each process; its arrays may have 0 rows"
+            raise ValueError(error_text("evaluate: a process has no batch", f"process {has_none.index(1)}", fix))
+        # Divide it.
         num_rows += sum(counts)
         for part in divide(counts, own, jax.process_index()):
             yield _rows_of(last, part, count, own)
     if not num_rows:
-        raise ValueError(
-            "evaluate: the data has no rows\n"
-            "  fix:      pass a list or arrays: an iterator is used up after one evaluation"
-        )
+        fix = "pass a list or arrays: an iterator is used up after one evaluation"
+        raise ValueError(error_text("evaluate: the data has no rows", None, fix))
 
 
 def _next(batches: Iterator[PyTree]) -> tuple[PyTree, int, Exception | None]:
@@ -169,7 +159,7 @@ def _rows_of(batch: PyTree, part: Part, count: int, own: int) -> RowsOfSet:
         return RowsOfSet(batch, included)
     rows = part.start + np.minimum(np.arange(own * part.size), max(part.chunks * part.size - 1, 0))
 
-    def take(a: Any) -> Any:
+    def take(a: np.ndarray) -> np.ndarray:
         if not a.shape[0]:
             return np.zeros((len(rows), *a.shape[1:]), a.dtype)
         return a[np.minimum(rows, a.shape[0] - 1)]
@@ -188,32 +178,30 @@ def _batches_of(data: object, batch_size: int | None, own: int) -> Iterator[PyTr
     """The batches of a data set as arrays on the host."""
     if batch_size is not None:
         if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-            raise ValueError(f"evaluate: batch_size is {batch_size!r}\n  fix:      a number of rows, at least 1")
-        return _slices(_on_host(data), max(batch_size // own, 1) * own)
+            raise ValueError(
+                error_text(f"evaluate: batch_size is {batch_size!r}", None, "a number of rows, at least 1")
+            )
+        arrays, size = _on_host(data), max(batch_size // own, 1) * own
+        slice_from = lambda start: map_rows(lambda a: a[start : start + size], arrays)
+        return map(slice_from, range(0, max(_num_rows(arrays), 1), size))
     if isinstance(data, Mapping | np.ndarray | jax.Array) or not isinstance(data, Iterable):
-        raise ValueError(
-            f"evaluate: data is of type {type(data).__name__}, and there is no batch_size\n"
-            f"  fix:      pass batch_size= for a tree of arrays, or an iterable of batches"
-        )
+        what = f"evaluate: data is of type {type(data).__name__}, and there is no batch_size"
+        raise ValueError(error_text(what, None, "pass batch_size= for a tree of arrays, or an iterable of batches"))
     return map(_on_host, data)
-
-
-def _slices(arrays: PyTree, batch_size: int) -> Iterator[PyTree]:
-    for start in range(0, max(_num_rows(arrays), 1), batch_size):
-        yield map_rows(lambda a, start=start: a[start : start + batch_size], arrays)
 
 
 def _on_host(batch: PyTree) -> PyTree:
     """The arrays with rows as NumPy arrays, from which rows are taken without a program for each number of them."""
 
-    def convert(a: Any) -> Any:
+    def convert(a: ArrayLike) -> ArrayLike:
         if not isinstance(a, jax.Array):
             return np.asarray(a)
         if not a.is_fully_addressable:
-            raise ValueError(
-                f"evaluate: an array of the batch is spread over several processes\n  got:      shape {a.shape}\n"
-                f"  fix:      pass the rows of this process, as NumPy arrays"
+            what, fix = (
+                "an array of the batch is spread over several processes",
+                "the rows of this process, as NumPy arrays",
             )
+            raise ValueError(error_text(f"evaluate: {what}", f"shape {a.shape}", fix))
         return a if is_key(a) else np.asarray(a)
 
     return map_rows(convert, batch)
@@ -223,9 +211,7 @@ def _num_rows(batch: PyTree) -> int:
     counts: set[int] = set()
     map_rows(lambda a: counts.add(a.shape[0]), batch)
     if len(counts) != 1:
-        raise ValueError(
-            f"evaluate: {'the arrays have different numbers of rows' if counts else 'a batch has no array with rows'}\n"
-            f"  got:      {sorted(counts) or 'none'}\n"
-            f"  fix:      pass the same rows in all arrays, and zerojax.Whole(array) for what every device gets whole"
-        )
+        what = "the arrays have different numbers of rows" if counts else "a batch has no array with rows"
+        fix = "pass the same rows in all arrays, and zerojax.Whole(array) for what every device gets whole"
+        raise ValueError(error_text(f"evaluate: {what}", sorted(counts) or "none", fix))
     return counts.pop()

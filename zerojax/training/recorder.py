@@ -1,4 +1,4 @@
-"""Passes the metrics of steps on to writers, some steps late, and measures the rates of the steps between them."""
+"""Measures a run: passes metrics on to writers some steps late, with the rates of the steps; traces; slow processes."""
 
 from __future__ import annotations
 
@@ -6,30 +6,31 @@ import collections
 import contextlib
 import dataclasses
 import logging
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, SupportsFloat
+from pathlib import Path
+from typing import SupportsFloat
 
+import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.analysis.hardware import chip_of_kind
 from zerojax.step.batch import num_global_rows
 from zerojax.step.config import ZeroConfig
 from zerojax.step.state import TrainState
 from zerojax.training.writers import EVALUATION, MetricsRow, Writer
-from zerojax.utils.typing import PyTree
+from zerojax.utils.text import error_text
+from zerojax.utils.typing import Array, PyTree
 
 log = logging.getLogger("zerojax")
 _RATE_STEPS = 11  # the rate is measured between the first and the last of this number of steps
 _READ_DELAY = 2  # steps after which metrics are read, so that the devices always have a next step to run
+_INTERVAL = 10  # steps between two comparisons of processes: a heuristic
+_SHARE = 0.1  # of the time of a step: a process that needs so much more than the median is named
 
-
-class Pending(NamedTuple):
-    """The metrics of a step, whose arrays may still be being computed, and the rows of its batch."""
-
-    step: int
-    metrics: Mapping[str, SupportsFloat]
-    num_rows: int
+# Metrics and rates
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,29 @@ class RowCosts:
         return rates
 
 
+def row_costs(
+    config: ZeroConfig, step: object, state: TrainState, batch: PyTree, tokens_per_row: int | None
+) -> RowCosts:
+    """The costs of a row of a run.
+
+    The model FLOPs utilization is known if the data sheet of the chip is, if the step is one of `zero.train_step`, and
+    if every parameter is trained: frozen ones have fewer products in the backward pass.
+
+    Cost: traces the loss if the chip is known, which takes seconds.
+    """
+    chip = chip_of_kind(config.mesh.devices.flat[0].device_kind)
+    model_flops = getattr(step, "model_flops", None)
+    is_frozen = not all(leaf.trainable for leaf in state.layout.leaves)
+    if chip is None or chip.platform == "cpu" or model_flops is None or is_frozen:
+        return RowCosts(tokens_per_row)
+    try:
+        flops = model_flops(state, batch)
+    except ValueError as error:  # of a kernel
+        log.info("fit: the model FLOPs utilization is not shown: %s", error)
+        return RowCosts(tokens_per_row)
+    return RowCosts(tokens_per_row, flops / num_global_rows(batch) / (chip.flops.peak * config.mesh.size))
+
+
 class MetricsRecorder:
     """Passes the metrics of steps on to writers. They are read some steps later, so that no step waits for the host.
 
@@ -71,7 +95,8 @@ class MetricsRecorder:
         self._writers, self._displays, self._log_every = writers, [] if display is None else [display], log_every
         self._costs, self._has_written = costs or RowCosts(), False
         self._unwritten: tuple[int, MetricsRow] | None = None  # the newest row, if it was read and not written
-        self._pending: collections.deque[Pending] = collections.deque()
+        # (step, metrics, rows of the batch); the devices may still be computing the metrics.
+        self._pending: collections.deque[tuple[int, Mapping[str, SupportsFloat], int]] = collections.deque()
         self._times: collections.deque[tuple[int, float]] = collections.deque(maxlen=_RATE_STEPS)
         self._paused_s = 0.0  # since the start
 
@@ -88,7 +113,7 @@ class MetricsRecorder:
     def add(self, step: int, metrics: Mapping[str, SupportsFloat], batch: PyTree) -> None:
         """Adds the metrics of a step. Their arrays may still be being computed."""
         if self._writers or self._displays:
-            self._pending.append(Pending(step, metrics, num_global_rows(batch)))
+            self._pending.append((step, metrics, num_global_rows(batch)))
         if len(self._pending) > _READ_DELAY:
             self._read()
             self._times.append((step, time.perf_counter() - self._paused_s))  # one more step has ended
@@ -113,8 +138,8 @@ class MetricsRecorder:
     def add_evaluation(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
         """Writes a row with the metrics of an evaluation after a step."""
         if not isinstance(metrics, Mapping):
-            got = type(metrics).__name__
-            raise ValueError(f"fit: evaluate returned a value of type {got}\n  fix:      return a dict of metrics")
+            what = f"fit: evaluate returned a value of type {type(metrics).__name__}"
+            raise ValueError(error_text(what, None, "return a dict of metrics"))
         row = {f"{EVALUATION}{name}": _as_float(name, value) for name, value in metrics.items()}
         for writer in (*self._writers, *self._displays):
             writer.write(step, row)
@@ -137,35 +162,103 @@ class MetricsRecorder:
         self._has_written, self._unwritten = True, None
 
 
-def _as_float(name: str, value: Any) -> float:
+def _as_float(name: str, value: SupportsFloat) -> float:
     try:
         return float(value)
     except (TypeError, ValueError) as error:
         got = f"shape {np.shape(value)}" if np.ndim(value) else repr(value)
-        raise ValueError(f"fit: metric {name!r} is not a number\n  got:      {got}\n  fix:      a scalar") from error
+        raise ValueError(error_text(f"fit: metric {name!r} is not a number", got, "a scalar")) from error
 
 
-def row_costs(config: ZeroConfig, step: Any, state: TrainState, batch: PyTree, tokens_per_row: int | None) -> RowCosts:
-    """Returns the costs of a row of a run.
+# Traces
 
-    The model FLOPs utilization is known if the data sheet of the chip is, if the step is one of `zero.train_step`, and
-    if every parameter is trained: frozen ones have fewer products in the backward pass.
+
+class StepTracer:
+    """Traces some steps with JAX's profiler. With several processes, each has a subfolder.
 
     Args:
-        config: the mesh.
-        step: of the run.
-        state, batch: of the first step.
-        tokens_per_row: see `fit`.
-
-    Cost: traces the loss if the chip is known, which takes seconds.
+        folder: folder for the trace; None if there is none.
+        steps: the first and the last step of the trace, counted from 1; None for no trace.
     """
-    chip = chip_of_kind(config.mesh.devices.flat[0].device_kind)
-    is_known = chip is not None and chip.platform != "cpu" and hasattr(step, "model_flops")
-    if chip is None or not is_known or not all(leaf.trainable for leaf in state.layout.leaves):
-        return RowCosts(tokens_per_row)
-    try:
-        flops = step.model_flops(state, batch)
-    except ValueError as error:  # of a kernel
-        log.info("fit: the model FLOPs utilization is not shown: %s", error)
-        return RowCosts(tokens_per_row)
-    return RowCosts(tokens_per_row, flops / num_global_rows(batch) / (chip.flops.peak * config.mesh.size))
+
+    def __init__(self, folder: Path | None, steps: tuple[int, int] | None):
+        has_several = jax.process_count() > 1
+        self._folder = folder / f"process_{jax.process_index()}" if folder and has_several else folder
+        self._steps, self._is_tracing = steps, False
+
+    def before_step(self, step: int) -> None:
+        if self._steps and step == self._steps[0]:
+            jax.profiler.start_trace(str(self._folder))
+            self._is_tracing = True
+
+    def after_step(self, step: int, state: TrainState) -> None:
+        if self._is_tracing and self._steps and step == self._steps[1]:
+            jax.block_until_ready(state)
+            self.close()
+            log.info("fit: wrote a profile of steps %d to %d to %s", *self._steps, self._folder)
+
+    def close(self) -> None:
+        """Ends the trace, if the run ended before the last step of the trace."""
+        if self._is_tracing:
+            self._is_tracing = False
+            jax.profiler.stop_trace()
+
+
+# Processes
+
+
+class StragglerMonitor:
+    """Compares the time that processes take to load their batches, and logs which one is slow.
+
+    All processes end a step at the same time, since they wait for each other in its collectives. What a process does
+    before its part of the step is its own: that time is compared. A slow device is not seen this way.
+
+    Cost: every ten steps, an all-gather of 4 bytes from each device. Its result is read ten steps later.
+    """
+
+    def __init__(self) -> None:
+        self._loading_s: list[float] = []
+        self._since = time.perf_counter()
+        self._pending: tuple[Array, float] | None = None
+        self._named: int | None = None  # the process that was logged last
+
+    def add(self, step: int, loading_s: float) -> None:
+        """Adds the time that this process took to load the batch of a step. All processes call it for every step."""
+        if jax.process_count() == 1:
+            return
+        self._loading_s.append(loading_s)
+        if len(self._loading_s) < _INTERVAL:
+            return
+        if self._pending:
+            times, step_s = self._pending
+            self._report(step, slowest(np.asarray(times), step_s), step_s)
+        step_s = (time.perf_counter() - self._since) / _INTERVAL
+        self._pending = _of_all_processes(statistics.fmean(self._loading_s)), step_s
+        self._loading_s, self._since = [], time.perf_counter()
+
+    def _report(self, step: int, found: tuple[int, float, float] | None, step_s: float) -> None:
+        if found and found[0] != self._named and jax.process_index() == 0:
+            log.warning(
+                "step %d: process %d takes %.3g s to load a batch, the median is %.3g s; a step takes %.3g s",
+                *(step, *found, step_s),
+            )
+        self._named = found[0] if found else None
+
+
+def slowest(times: np.ndarray, step_s: float) -> tuple[int, float, float] | None:
+    """The process that the others wait for, as (index, its seconds, the median of all processes).
+
+    None if no process takes so much longer than the median that it is a tenth of a step of `step_s` seconds.
+    """
+    worst, median = int(np.argmax(times)), float(np.median(times))
+    return (worst, float(times[worst]), median) if times[worst] - median > _SHARE * step_s else None
+
+
+def _of_all_processes(seconds: float) -> Array:
+    """The number of each process, by process index, as an array that the devices may still be computing."""
+    of = lambda process: min((d for d in jax.devices() if d.process_index == process), key=lambda d: d.id)
+    devices = [of(process) for process in range(jax.process_count())]
+    mesh = Mesh(np.array(devices), ("processes",))
+    own = np.array([seconds], np.float32)
+    gathered = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("processes")), own)
+    return jax.jit(lambda a: a, out_shardings=NamedSharding(mesh, PartitionSpec()))(gathered)

@@ -8,9 +8,8 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-import jax
-
-from zerojax.cli.diagnosis.checks import Check, Status
+from zerojax.cli.machine import Check, Status
+from zerojax.processes.detect import detect
 
 _TRUE = frozenset(["y", "yes", "t", "true", "on", "1"])  # as JAX reads them (jax/_src/config.py)
 _FALSE = frozenset(["n", "no", "f", "false", "off", "0"])
@@ -20,34 +19,28 @@ class Surroundings(NamedTuple):
     """What decides whether a setting is in the way.
 
     Attributes:
-        platform: of the devices: 'cpu', 'gpu' or 'tpu'.
         several_processes: whether other processes take part in the run.
         interfaces: the network interfaces of this machine.
     """
 
-    platform: str
     several_processes: bool
     interfaces: tuple[str, ...]
 
     @classmethod
     def of_machine(cls, environ: Mapping[str, str]) -> Surroundings:
-        from zerojax.processes.detect import detect
-
         try:
             info = detect(environ)
         except ValueError:  # which another check reports
             info = None
-        names = tuple(name for _, name in socket.if_nameindex())
-        return cls(jax.devices()[0].platform, info is not None and info.count != 1, names)
+        return cls(info is not None and info.count != 1, tuple(name for _, name in socket.if_nameindex()))
 
 
 class _Rule(NamedTuple):
-    """A value of a variable or a flag that is in the way: whether it is, what it does, and the fix."""
+    """A value of a variable or a flag that is in the way: whether it is, and what it does."""
 
     name: str
     matches: Callable[[str], bool]
     why: str
-    fix: str = ""  # 'unset NAME' if empty
     status: Status = Status.WARNING
 
 
@@ -57,6 +50,10 @@ def _is_true(value: str) -> bool:
 
 def _is_false(value: str) -> bool:
     return value.lower() in _FALSE
+
+
+def _is_not_false(value: str) -> bool:
+    return not _is_false(value)
 
 
 def _is_set(value: str) -> bool:
@@ -70,12 +67,7 @@ _VARIABLES = (
     _Rule("NCCL_SHM_DISABLE", _is_true, "GPUs of a host that are not connected send over the network"),
     _Rule("NCCL_IB_DISABLE", _is_true, "hosts send over sockets, not over InfiniBand or RoCE"),
     _Rule("NCCL_NET_GDR_LEVEL", lambda v: v in ("LOC", "0"), "network cards read GPU memory through the CPU"),
-    _Rule(
-        "NCCL_DEBUG", lambda v: v.upper() in ("INFO", "TRACE"), "every process writes hundreds of lines",
-        "NCCL_DEBUG=WARN, which reports errors alone", Status.INFO,
-    ),
-    _Rule("NCCL_ALGO", _is_set, "NCCL no longer chooses the algorithm by the size of a message", status=Status.INFO),
-    _Rule("NCCL_PROTO", _is_set, "NCCL no longer chooses the protocol by the size of a message", status=Status.INFO),
+    _Rule("NCCL_DEBUG", lambda v: v.upper() in ("INFO", "TRACE"), "each process writes hundreds of lines", Status.INFO),
     _Rule("CUDA_LAUNCH_BLOCKING", _is_true, "the host waits for every kernel, and nothing overlaps"),
     # JAX: documentation of its configuration options and of GPU memory allocation, 2026.
     _Rule("JAX_DISABLE_JIT", _is_true, "nothing is compiled: steps run operation by operation"),
@@ -83,52 +75,29 @@ _VARIABLES = (
     _Rule("JAX_DEBUG_INFS", _is_true, "every result is copied to the host and checked, and a step that skips raises"),
     _Rule("JAX_ENABLE_X64", _is_true, "arrays are float64 by default, twice as large, and slower"),
     _Rule("JAX_CHECK_TRACER_LEAKS", _is_true, "tracing is slower, and functions are traced again"),
-    _Rule(
-        "JAX_DEFAULT_MATMUL_PRECISION", lambda v: v.lower() in ("highest", "float32", "high", "tensorfloat32"),
-        "matrix products in float32 take more passes than by default", status=Status.INFO,
-    ),
-    _Rule(
-        "JAX_TRACEBACK_FILTERING", lambda v: v.lower() == "off", "errors have hundreds of lines from inside of JAX",
-        status=Status.INFO,
-    ),
-    _Rule("JAX_LOG_COMPILES", _is_true, "every compilation is logged", status=Status.INFO),
-    _Rule(
-        "XLA_PYTHON_CLIENT_ALLOCATOR", lambda v: v == "platform", "every allocation waits for the device, slowly",
-    ),
-    _Rule(
-        "XLA_PYTHON_CLIENT_PREALLOCATE", _is_false, "memory fragments: a step that fits may run out of it",
-        status=Status.INFO,
-    ),
-    _Rule("LIBTPU_INIT_ARGS", _is_set, "flags for the TPU compiler from elsewhere", status=Status.INFO),
-    _Rule("TF_CPP_MAX_VLOG_LEVEL", lambda v: v.isdigit() and int(v) > 0, "XLA logs what it does", status=Status.INFO),
-    _Rule("TF_CPP_VMODULE", _is_set, "XLA logs what it does", status=Status.INFO),
-)  # fmt: skip
+    _Rule("XLA_PYTHON_CLIENT_ALLOCATOR", lambda v: v == "platform", "every allocation waits for the device, slowly"),
+    _Rule("XLA_PYTHON_CLIENT_PREALLOCATE", _is_false, "memory fragments: a step may run out of it", Status.INFO),
+    _Rule("LIBTPU_INIT_ARGS", _is_set, "flags for the TPU compiler from elsewhere", Status.INFO),
+)
 _FLAGS = (
     _Rule("--xla_dump_to", _is_set, "every compilation writes files, up to gigabytes for a large model"),
-    _Rule("--xla_dump_hlo_pass_re", _is_set, "every compilation writes a file for each pass of the compiler"),
     _Rule("--xla_gpu_autotune_level", lambda v: v == "0", "kernels are not tuned, and slower"),
     _Rule("--xla_backend_optimization_level", lambda v: v in ("0", "1"), "code is not optimized"),
-    _Rule("--xla_disable_all_hlo_passes", lambda v: not _is_false(v), "the compiler optimizes nothing"),
+    _Rule("--xla_disable_all_hlo_passes", _is_not_false, "the compiler optimizes nothing"),
     _Rule("--xla_gpu_enable_latency_hiding_scheduler", _is_false, "communication does not overlap with computation"),
-    _Rule(
-        "--xla_gpu_deterministic_ops", lambda v: not _is_false(v), "reductions are slower, and some operations fail",
-        status=Status.INFO,
-    ),
-)  # fmt: skip
-_SIMULATED = "--xla_force_host_platform_device_count"
+    _Rule("--xla_gpu_deterministic_ops", _is_not_false, "reductions are slower, some operations fail", Status.INFO),
+)
 _FRACTIONS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
 _INTERFACES = "NCCL_SOCKET_IFNAME"
 
 
 def check_variables(environ: Mapping[str, str], surroundings: Surroundings) -> Iterator[Check]:
     """Yields a check for each variable that is in the way, or one that says that none is."""
-    flags = _parsed_flags(environ.get("XLA_FLAGS", ""))
     found = [
         *_by_rules(environ, _VARIABLES, lambda name: f"unset {name}"),
         *_interfaces(environ.get(_INTERFACES, ""), surroundings),
         *_fractions(environ),
-        *_by_rules(flags, _FLAGS, lambda name: f"remove {name} from XLA_FLAGS"),
-        *_simulated(flags.get(_SIMULATED), surroundings),
+        *_by_rules(_parsed_flags(environ.get("XLA_FLAGS", "")), _FLAGS, lambda name: f"remove {name} from XLA_FLAGS"),
     ]
     yield from found or [Check("environment", Status.OK, "no variable is in the way")]
 
@@ -136,8 +105,7 @@ def check_variables(environ: Mapping[str, str], surroundings: Surroundings) -> I
 def _by_rules(values: Mapping[str, str], rules: tuple[_Rule, ...], fix: Callable[[str], str]) -> Iterator[Check]:
     for rule in rules:
         if rule.name in values and rule.matches(values[rule.name].strip()):
-            given = f"{rule.name}={values[rule.name]}"
-            yield Check("environment", rule.status, f"{given}: {rule.why}", rule.fix or fix(rule.name))
+            yield Check("environment", rule.status, f"{rule.name}={values[rule.name]}: {rule.why}", fix(rule.name))
 
 
 def _parsed_flags(text: str) -> dict[str, str]:
@@ -150,10 +118,9 @@ def _parsed_flags(text: str) -> dict[str, str]:
 
 
 def _interfaces(value: str, surroundings: Surroundings) -> Iterator[Check]:
-    """NCCL_SOCKET_IFNAME is a list of beginnings of names, of names behind '=', or of neither behind '^'."""
-    chosen = _chosen(value, surroundings.interfaces)
     if not value:
         return
+    chosen = _chosen(value, surroundings.interfaces)
     others = [name for name in surroundings.interfaces if name != "lo"]
     given, fix = f"{_INTERFACES}={value}", f"unset {_INTERFACES}" + f", or one of {', '.join(others)}" * bool(others)
     if not chosen:
@@ -164,6 +131,7 @@ def _interfaces(value: str, surroundings: Surroundings) -> Iterator[Check]:
 
 
 def _chosen(value: str, interfaces: tuple[str, ...]) -> list[str]:
+    """The interfaces of a list of beginnings of names, of names behind '=', or of neither behind '^'."""
     excludes, value = value.startswith("^"), value.removeprefix("^")
     exact, value = value.startswith("="), value.removeprefix("=")
     names = [name for name in value.split(",") if name]
@@ -172,9 +140,8 @@ def _chosen(value: str, interfaces: tuple[str, ...]) -> list[str]:
 
 
 def _fractions(environ: Mapping[str, str]) -> Iterator[Check]:
-    for name in _FRACTIONS:
-        if name not in environ:
-            continue
+    """The shares of a GPU's memory that a program may use; 75% without them."""
+    for name in filter(environ.__contains__, _FRACTIONS):
         try:
             fraction = float(environ[name])
         except ValueError:
@@ -188,14 +155,3 @@ def _fractions(environ: Mapping[str, str]) -> Iterator[Check]:
         elif fraction < 0.5:
             text = f"{given}: programs may use {fraction:.0%} of the memory of a GPU; without it, 75%"
             yield Check("environment", Status.WARNING, text, f"unset {name}")
-
-
-def _simulated(value: str | None, surroundings: Surroundings) -> Iterator[Check]:
-    if value is None:
-        return
-    given = f"{_SIMULATED}={value} in XLA_FLAGS"
-    if surroundings.platform == "cpu":
-        yield Check("environment", Status.INFO, f"{given}: the devices are simulated by threads of this machine's CPU")
-    else:
-        text = f"{given}: has no effect on the {surroundings.platform.upper()}s of this machine"
-        yield Check("environment", Status.INFO, text, f"remove {_SIMULATED} from XLA_FLAGS")
