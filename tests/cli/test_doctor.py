@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from zerojax.cli import doctor, machine, main, variables
 from zerojax.cli.machine import Check, Gpu, Host, Status
 from zerojax.cli.variables import Surroundings
-from zerojax.offload.checks import PINNED_LIMIT
+from zerojax.offload.host_memory import PINNED_LIMIT
 
 
 def by_name(checks):

@@ -16,7 +16,7 @@ from zerojax.analysis import liveness
 from zerojax.analysis.explanation import explain
 from zerojax.analysis.jaxpr_counts import manual_parts
 from zerojax.analysis.liveness import Peak
-from zerojax.offload.checks import DEFAULT_PINNED_GIB, PINNED_LIMIT
+from zerojax.offload.host_memory import DEFAULT_PINNED_GIB, PINNED_LIMIT
 from zerojax.sharding import placement
 from zerojax.sharding.placement import Leaf, Stage
 from zerojax.step import state as states

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.checkpoints.run_directory import local_directory
-from zerojax.offload.checks import PINNED_LIMIT, pinned_limit_gib
+from zerojax.offload.host_memory import PINNED_LIMIT, pinned_limit_gib
 from zerojax.plan.transformer import FUSED_HEAD_MULTIPLE, widest_fused_head
 from zerojax.processes.detect import detect
 from zerojax.sharding.precision import Precision

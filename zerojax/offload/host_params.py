@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +17,15 @@ from jax import lax
 from zerojax.comm.dependencies import after, floating_after
 from zerojax.comm.schedule import Schedule
 from zerojax.offload import host_arrays
+from zerojax.offload.host_arrays import Paces
 from zerojax.offload.host_scan import scan_from_host
-from zerojax.offload.pace import Paces
 from zerojax.program.layer_scan import Carry, LayerBody, Scanned
 from zerojax.program.part import DeviceGradients, DeviceWeights, GradientSink, Loop, PlannedPart, Weights
 from zerojax.sharding.placement import Leaf, is_in_host
 from zerojax.step.memory import DeviceSums
 from zerojax.utils.flags import select
-from zerojax.utils.typing import Array, ArrayLike, DTypeLike, Shape
+from zerojax.utils.text import error_text
+from zerojax.utils.typing import Array, ArrayLike, Aval, DTypeLike, Shape
 
 
 class HostWeights(NamedTuple):
@@ -68,11 +69,10 @@ class HostWeights(NamedTuple):
         for view, moved, complete in zip(loop.trained, moves, loop.complete, strict=True):
             if moved and not complete:
                 leaf = self.definitions[view.leaf]
-                raise ValueError(
-                    f"offload: the gradients of layers in host memory are computed by one loop\n"
-                    f"  got:      a leaf of {leaf.unit!r} of shape {leaf.shape}, which the loss also uses elsewhere\n"
-                    f"  fix:      Zero(..., offload='optimizer'), which keeps the parameters on the devices"
-                )
+                what = "offload: the gradients of layers in host memory are computed by one loop"
+                got = f"a leaf of {leaf.unit!r} of shape {leaf.shape}, which the loss also uses elsewhere"
+                fix = "Zero(..., offload='optimizer'), which keeps the parameters on the devices"
+                raise ValueError(error_text(what, got, fix))
 
 
 class HostGradients(DeviceGradients):
@@ -102,7 +102,7 @@ class HostGradients(DeviceGradients):
         """Whether gradients are added to sums."""
         return self._is_first is not None
 
-    # Part by part -----------------------------------------------------------------------------------------------------
+    # Part by part
 
     def start(self, parts: Sequence[PlannedPart], weights: Weights, weight: Array) -> None:
         assert isinstance(weights, HostWeights)
@@ -140,7 +140,7 @@ class HostGradients(DeviceGradients):
         arrivals = {i: host_arrays.arrival(self.totals[i], self._for_tpus) for i in complete}
         return [event for i, arrival in arrivals.items() for event in (arrival, self.squared_norms[i])]
 
-    # The sums in host memory ------------------------------------------------------------------------------------------
+    # The sums in host memory
 
     def _add_to_total(self, leaf: int, grad: Array) -> None:
         """Adds the reduced gradient of a leaf to its sum."""
@@ -169,7 +169,7 @@ class HostGradients(DeviceGradients):
         return self.totals[leaf] if leaf in self.totals else host_arrays.room(shape, dtype)
 
     def put_layer(
-        self, leaf: int, stack: Array, grad: Array, index: Any, dim: int, paces: Paces
+        self, leaf: int, stack: Array, grad: Array, index: ArrayLike, dim: int, paces: Paces
     ) -> tuple[Array, Array]:
         """Adds the reduced gradient of a layer, which has the dim of layers: (the stack, the squared norm)."""
         if leaf in self.totals:
@@ -182,14 +182,7 @@ class HostGradients(DeviceGradients):
 
 
 class HostSums(DeviceSums):
-    """The sums of gradients over microbatches, of which those of leaves in host memory are there.
-
-    Args:
-        dtype: of the sums.
-        shards: the leaves.
-        trainable: which leaves get a gradient.
-        for_tpus: see `HostGradients`.
-    """
+    """The sums of gradients over microbatches, of which those of leaves in host memory are there."""
 
     def __init__(self, dtype: DTypeLike, shards: Sequence[Array], trainable: Sequence[bool], for_tpus: bool):
         super().__init__(dtype)
@@ -199,17 +192,17 @@ class HostSums(DeviceSums):
         # The compiler for TPUs fails if a loop carries sums in host memory.
         self.unrolls = bool(self.room) and for_tpus
 
-    def start(self, grads: Sequence[Any]) -> list[Array | None]:
+    def start(self, grads: Sequence[Aval | None]) -> list[Array | None]:
         return [self.room[i] if i in self.room else self._zeros(aval) for i, aval in enumerate(grads)]
 
-    def sink(self, totals: dict[int, Any], index: ArrayLike) -> HostGradients:
+    def sink(self, totals: dict[int, Array], index: ArrayLike) -> HostGradients:
         return HostGradients(totals, index == 0, self._for_tpus)
 
-    def add(self, totals: Sequence[Any], grads: Sequence[Any], weight: Array) -> list[Array | None]:
+    def add(self, totals: Sequence[Array | None], grads: Sequence[Array | None], weight: Array) -> list[Array | None]:
         on_device = super().add([None if i in self.room else t for i, t in enumerate(totals)], grads, weight)
         return [grads[i] if i in self.room else t for i, t in enumerate(on_device)]
 
-    def mean(self, totals: Sequence[Any], divisor: Array) -> list[Array | None]:
+    def mean(self, totals: Sequence[Array | None], divisor: Array) -> list[Array | None]:
         on_device = super().mean([None if i in self.room else t for i, t in enumerate(totals)], divisor)
         return [totals[i] if i in self.room else t for i, t in enumerate(on_device)]
 

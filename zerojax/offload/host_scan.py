@@ -12,21 +12,19 @@ from the host fills while it is not read, and its copies are paced by the produc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from zerojax.comm.schedule import Schedule
-from zerojax.offload.host_arrays import layer_from_host
-from zerojax.offload.pace import Pace, Paces, run_with_products
-from zerojax.program import jaxprs
+from zerojax.offload.host_arrays import Pace, Paces, layer_from_host, run_with_products
 from zerojax.program.layer_scan import Carry, Cut, LayerBody, Layers, SavedValues, Scanned
 from zerojax.program.part import Loop
 from zerojax.sharding.placement import is_in_host
-from zerojax.utils.typing import Array, PyTree
+from zerojax.utils.typing import Array, ArrayLike, PyTree
 
 
 class LayerSink(Protocol):
@@ -40,7 +38,7 @@ class LayerSink(Protocol):
     def accumulates(self) -> bool: ...
 
     def put_layer(
-        self, leaf: int, stack: Array, grad: Array, index: Any, dim: int, paces: Paces
+        self, leaf: int, stack: Array, grad: Array, index: ArrayLike, dim: int, paces: Paces
     ) -> tuple[Array, Array]:
         """Adds the reduced gradient of a layer, which has the dim of layers: (the stack, the squared norm)."""
         ...
@@ -75,24 +73,20 @@ def scan_from_host(
     sink: LayerSink,
     schedule: Schedule,
 ) -> tuple[Scanned, list[Array]]:
-    """As `layer_scan.scan`, for layers in host memory.
-
-    The first and the last layer are outside of the loop, so that no layer comes in vain.
+    """As `layer_scan.scan`, for layers in host memory. The first and the last are outside of the loop.
 
     Args:
-        body: the operations of a layer.
-        init: carry before the first layer.
-        loop: the layers to scan over. Its cut is replaced by one of single layers.
+        body, init, loop, schedule: as for `layer_scan.scan`. The cut of the loop is replaced by one of single layers.
         stacks: the leaves of the views, as shards.
         totals: stacks in host memory to which the gradients of the trained views are added; [] in a forward pass.
         sink: adds them.
-        schedule: the events before the scan, to which its end is added.
 
     Returns:
         (the results, of which `grads` are the totals; the squared norms of the totals).
 
     Cost: on the device, the weights and the gradients of two layers. Compiles three layers instead of one.
     """
+    # The layers, and the bytes that are copied for each.
     cut = Cut.of_single_layers(loop.cut.length)
     layers = Layers([], loop.xs, cut, loop.reverse, loop.saved)
     length, given, accumulates = cut.length, layers.given, bool(totals) and sink.accumulates
@@ -100,14 +94,15 @@ def scan_from_host(
     put_bytes = _host_bytes(totals) / length
     fetch_bytes = _host_bytes(stacks) / length + accumulates * put_bytes
 
-    def fetch(index: Any, pace: Pace) -> PyTree:
+    # What is done for each layer.
+    def fetch(index: ArrayLike, pace: Pace) -> PyTree:
         """The full weights of a layer, of those that are needed."""
         views = zip(loop.views, stacks, body.needed, strict=True)
         layer = lambda view, stack: view.of_layer(layer_from_host(stack, index, view.order[0], pace))
         shards = [layer(view, stack) if flag else None for view, stack, flag in views]
         return body.gather(shards, 0, Schedule(0, []))
 
-    def compute(weights: PyTree, carry: Carry, x: PyTree, given: PyTree) -> Any:
+    def compute(weights: PyTree, carry: Carry, x: PyTree, given: PyTree) -> tuple[Carry, PyTree, PyTree, PyTree]:
         fetched = None if given is None else body.restore(given, carry[0])[0]
         return body.compute(weights, carry, x, given, fetched)
 
@@ -124,8 +119,9 @@ def scan_from_host(
         return state._replace(totals=[total for total, _ in moved], squared_norms=norms)
 
     def visit(state: _Streamed, turn: int | Array, given: PyTree, is_last: bool = False) -> tuple[_Streamed, PyTree]:
-        """Computes a layer beside the copies: (the state after it, the values that it saves)."""
-        results, products = _computed(compute, (state.weights, state.carry, layers.of(layers.xs, turn), given))
+        """Computes a layer overlapped with the copies: (the state after it, the values that it saves)."""
+        x = layers.of(layers.xs, turn)
+        results, products = run_with_products(compute, state.weights, state.carry, x, given)
         carry, y, saved, grads = results
         # Sums go when what they are added to has come.
         puts = Pace([] if accumulates else products, put_bytes)
@@ -159,13 +155,6 @@ def scan_from_host(
     state = put(state, length, Paces(Pace([], 1), Pace([], 1)))
     schedule.computed(state.carry[0])
     return Scanned(state.carry, state.ys, SavedValues(front, middle, back), state.totals), state.squared_norms
-
-
-def _computed(fn: Callable[..., Any], args: Any) -> tuple[Any, list[tuple[float, Array]]]:
-    """(The results of a function, its matrix products as of `run_with_products`)."""
-    closed, shapes = jaxprs.traced(fn, *args)
-    results, products = run_with_products(closed, jax.tree.leaves(args))
-    return jax.tree.unflatten(jax.tree.structure(shapes), results), products
 
 
 def _host_bytes(stacks: Sequence[Array]) -> int:

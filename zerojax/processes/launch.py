@@ -16,6 +16,7 @@ from typing import IO
 
 from zerojax.processes import guard
 from zerojax.sharding.mesh import simulation_variables
+from zerojax.utils.text import error_text
 
 log = logging.getLogger("zerojax")
 POLL_S = 0.05
@@ -60,10 +61,8 @@ def launch(
     Cost: one further process, which waits for the end of this one.
     """
     if num_processes < 1 or (devices is not None and devices < 1):
-        raise ValueError(
-            f"launch: cannot start {num_processes} processes with {devices} devices each\n"
-            f"  fix:      at least one process and one device"
-        )
+        what = f"launch: cannot start {num_processes} processes with {devices} devices each"
+        raise ValueError(error_text(what, None, "at least one process and one device"))
     coordinator = f"127.0.0.1:{_free_port()}"
     running: list[subprocess.Popen[str]] = []
     lost = threading.Event()  # the output of the processes cannot be written
@@ -122,10 +121,8 @@ def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pop
 def _guarded(grace_s: float) -> Iterator[IO[bytes]]:
     """Starts the program that ends the processes if this one is killed. Yields its input; see `guard`."""
     command = [sys.executable, "-I", "-S", guard.__file__, str(grace_s)]
-    null = subprocess.DEVNULL
-    with subprocess.Popen(
-        command, bufsize=0, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True
-    ) as process:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, bufsize=0, start_new_session=True, **pipes) as process:
         assert process.stdin is not None
         yield process.stdin
 
@@ -139,7 +136,6 @@ def _tell(groups: IO[bytes], running: Sequence[subprocess.Popen[str]]) -> None:
 
 def _copy_output(index: int, process: subprocess.Popen[str], lost: threading.Event) -> list[threading.Thread]:
     """Starts threads that copy the output of a process to the output of this one."""
-    assert process.stdout is not None and process.stderr is not None
     pairs = [(process.stdout, sys.stdout), (process.stderr, sys.stderr)]
     threads = [threading.Thread(target=_copy_lines, args=(f"[{index}] ", *pair, lost), daemon=True) for pair in pairs]
     for thread in threads:
@@ -148,30 +144,23 @@ def _copy_output(index: int, process: subprocess.Popen[str], lost: threading.Eve
 
 
 def _copy_lines(prefix: str, source: IO[str], target: IO[str] | None, lost: threading.Event) -> None:
-    """Copies lines until the source ends. If they cannot be written, it goes on reading: the process may still write.
+    """Copies lines until the source ends, and sets `lost` if one cannot be written. The target may be missing.
 
-    Args:
-        target: None if this process was started without this output.
-        lost: set if a line cannot be written.
+    It then goes on reading: the process may still write.
     """
     for line in source:
         if target is None:
             continue
+        encoding = getattr(target, "encoding", None) or "utf-8"  # may lack a character
+        text = f"{prefix}{line.rstrip()}\n".encode(encoding, "backslashreplace").decode(encoding)
         try:
-            _write(f"{prefix}{line.rstrip()}\n", target)
+            target.write(text)  # in one call, so that lines of two processes are not mixed
+            target.flush()
         except (OSError, ValueError) as error:  # ValueError: the file was closed
             target = None
             if not lost.is_set():
                 lost.set()
                 log.error("launch: the output cannot be written, and all processes are ended: %s", error)
-
-
-def _write(line: str, target: IO[str]) -> None:
-    try:
-        target.write(line)  # in one call, so that lines of two processes are not mixed
-    except UnicodeEncodeError:  # the encoding of the terminal lacks a character
-        target.write(line.encode("ascii", "backslashreplace").decode())
-    target.flush()
 
 
 def _wait(
