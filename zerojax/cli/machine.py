@@ -216,19 +216,12 @@ class Gpu(NamedTuple):
 
 
 class Host(NamedTuple):
-    """What a machine with GPUs gives a process.
+    """What a machine with GPUs gives a process."""
 
-    Attributes:
-        memory_bytes: host memory, as the container or the job limits it.
-        shared_bytes: the size of /dev/shm.
-        locked_bytes: the memory that a process may lock; None for any.
-        has_infiniband: whether it has network cards that access memory by themselves.
-    """
-
-    memory_bytes: int
-    shared_bytes: int
-    locked_bytes: int | None
-    has_infiniband: bool
+    memory_bytes: int  # host memory, as the container or the job limits it
+    shared_bytes: int  # the size of /dev/shm
+    locked_bytes: int | None  # the memory that a process may lock; None for any
+    has_infiniband: bool  # whether it has network cards that access memory by themselves
 
     @classmethod
     def of_machine(cls) -> Host:

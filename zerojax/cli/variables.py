@@ -16,15 +16,10 @@ _FALSE = frozenset(["n", "no", "f", "false", "off", "0"])
 
 
 class Surroundings(NamedTuple):
-    """What decides whether a setting is in the way.
+    """What decides whether a setting is in the way."""
 
-    Attributes:
-        several_processes: whether other processes take part in the run.
-        interfaces: the network interfaces of this machine.
-    """
-
-    several_processes: bool
-    interfaces: tuple[str, ...]
+    several_processes: bool  # whether other processes take part in the run
+    interfaces: tuple[str, ...]  # the network interfaces of this machine
 
     @classmethod
     def of_machine(cls, environ: Mapping[str, str]) -> Surroundings:

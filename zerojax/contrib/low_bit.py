@@ -44,17 +44,11 @@ _LOW_HALF = 0xFFFF
 
 
 class LowBitState(NamedTuple):
-    """The state of `low_bit_moments`.
+    """The state of `low_bit_moments`."""
 
-    Attributes:
-        count: int32 scalar, the number of updates.
-        inner: the state of the optimizer, in which moments are codes of 8 bits or bf16.
-        scales: of the blocks, where there are codes; `optax.MaskedNode` elsewhere.
-    """
-
-    count: Array
-    inner: PyTree
-    scales: PyTree
+    count: Array  # int32 scalar, the number of updates
+    inner: PyTree  # the state of the optimizer, in which moments are codes of 8 bits or bf16
+    scales: PyTree  # of the blocks, where there are codes; `optax.MaskedNode` elsewhere
 
 
 def low_bit_moments(
@@ -145,15 +139,10 @@ def path_of_moment(path: KeyPath) -> str:
 
 
 class RoundingState(NamedTuple):
-    """The state of `stochastic_rounding`.
+    """The state of `stochastic_rounding`."""
 
-    Attributes:
-        count: int32 scalar, the number of updates.
-        inner: the state of the optimizer.
-    """
-
-    count: Array
-    inner: PyTree
+    count: Array  # int32 scalar, the number of updates
+    inner: PyTree  # the state of the optimizer
 
 
 def stochastic_rounding(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -207,17 +196,11 @@ def stochastic_rounding(tx: optax.GradientTransformation) -> optax.GradientTrans
 
 
 class Code(NamedTuple):
-    """A code of 8 bits.
-
-    Attributes:
-        dtype: of the codes.
-        largest: the largest code.
-        power: of the ratio between a code and the largest one, which is the value that it stands for; even.
-    """
+    """A code of 8 bits."""
 
     dtype: type
     largest: int
-    power: int
+    power: int  # of the ratio between a code and the largest one, which is the value that it stands for; even
 
     def decode(self, codes: Array) -> Array:
         """The values of codes, without scales."""

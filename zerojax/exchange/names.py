@@ -153,18 +153,14 @@ def _sizes(*known: tuple[NamedDims, Shape]) -> dict[str, int] | None:
 
 
 class Source(NamedTuple):
-    """The arrays of a file that one of ours consists of.
+    """The arrays of a file that one of ours consists of."""
 
-    Attributes:
-        names: one name; or several, of the arrays that are stacked along dim 0 of ours. If the only name contains `#`,
-            it stands for as many names as dim 0 has elements, with 0, 1, and so on in its place.
-        dims: how each of them is turned into ours, or into an element of our stack; None if it is stored like ours.
-        is_like_ours: whether it is known that it is stored like ours, where there are no dims.
-    """
-
+    # One name; or several, of the arrays that are stacked along dim 0 of ours. If the only name contains `#`, it stands
+    # for as many names as dim 0 has elements, with 0, 1, and so on in its place.
     names: tuple[str, ...]
+    # How each of them is turned into ours, or into an element of our stack; None if it is stored like ours.
     dims: Rearrangement | None = None
-    is_like_ours: bool = False
+    is_like_ours: bool = False  # whether it is known that it is stored like ours, where there are no dims
 
     @property
     def has_layout(self) -> bool:
@@ -261,33 +257,20 @@ def _substitute(ours: str, source: Source, name: str) -> Source | None:
 
 
 class Rule(NamedTuple):
-    """The source of the arrays whose names match a pattern.
+    """The source of the arrays whose names match a pattern."""
 
-    Attributes:
-        ours: a regular expression for our whole name.
-        theirs: the names in the file, with the groups of the match; '/' becomes '.'. See `Source`.
-        dims: see `mapping`; None if the array is stored like ours.
-    """
-
-    ours: str
-    theirs: tuple[str, ...]
-    dims: str | None = None
+    ours: str  # a regular expression for our whole name
+    theirs: tuple[str, ...]  # the names in the file, with the groups of the match; '/' becomes '.'. See `Source`
+    dims: str | None = None  # see `mapping`; None if the array is stored like ours
 
 
 class Family(NamedTuple):
-    """What the files of a kind of model have in common.
+    """What the files of a kind of model have in common."""
 
-    Attributes:
-        prefixes: of names, which files have or lack, depending on the class of the model that was saved.
-        unused: globs of arrays that are no weights, and that models compute themselves.
-        aliases: endings of names, and those that older files have instead.
-        rules: for the models of tunix, before those that families share.
-    """
-
-    prefixes: tuple[str, ...]
-    unused: tuple[str, ...] = ()
-    aliases: tuple[tuple[str, str], ...] = ()
-    rules: tuple[Rule, ...] = ()
+    prefixes: tuple[str, ...]  # of names, which files have or lack, depending on the class of the model that was saved
+    unused: tuple[str, ...] = ()  # globs of arrays that are no weights, and that models compute themselves
+    aliases: tuple[tuple[str, str], ...] = ()  # endings of names, and those that older files have instead
+    rules: tuple[Rule, ...] = ()  # for the models of tunix, before those that families share
 
 
 _TRANSPOSED = "out in -> in out"

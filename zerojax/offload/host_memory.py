@@ -66,13 +66,9 @@ class OptimizerInHost(DeviceMemory):
 
 @dataclasses.dataclass(frozen=True)
 class ParamsInHost(OptimizerInHost):
-    """The parameters are in host memory too, and the gradients go there.
+    """The parameters are in host memory too, and the gradients go there."""
 
-    Attributes:
-        for_tpus: whether the devices are TPUs.
-    """
-
-    for_tpus: bool
+    for_tpus: bool  # whether the devices are TPUs
 
     def weights(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> Weights:
         return HostWeights(shards, leaves)

@@ -29,15 +29,10 @@ from zerojax.utils.typing import Array, ArrayLike, Aval, DTypeLike, Shape
 
 
 class HostWeights(NamedTuple):
-    """Leaves of which some are in host memory.
+    """Leaves of which some are in host memory."""
 
-    Attributes:
-        leaves: shards at stage 3, full leaves on a single device.
-        definitions: of the leaves.
-    """
-
-    leaves: Sequence[Array]
-    definitions: Sequence[Leaf]
+    leaves: Sequence[Array]  # shards at stage 3, full leaves on a single device
+    definitions: Sequence[Leaf]  # of the leaves
 
     def shards(self, leaves: Iterable[int], waits: Sequence[Array]) -> list[Array]:
         shards = [self.leaves[i] for i in leaves]

@@ -45,23 +45,14 @@ class LayerSink(Protocol):
 
 
 class _Streamed(NamedTuple):
-    """The values that are live between two layers.
-
-    Attributes:
-        carry: the carry of the scan.
-        weights: the weights of the next layer; None after the last one.
-        grads: the gradients of the layer before, not yet reduced; None before the first layer.
-        totals: the sums of gradients in host memory.
-        squared_norms: of the totals so far.
-        ys: stacked results, None before the first layer.
-    """
+    """The values that are live between two layers."""
 
     carry: Carry
-    weights: PyTree
-    grads: PyTree
-    totals: list[Array]
-    squared_norms: list[Array]
-    ys: PyTree
+    weights: PyTree  # the weights of the next layer; None after the last one
+    grads: PyTree  # the gradients of the layer before, not yet reduced; None before the first layer
+    totals: list[Array]  # of gradients, in host memory
+    squared_norms: list[Array]  # of the totals so far
+    ys: PyTree  # stacked results, None before the first layer
 
 
 def scan_from_host(

@@ -27,15 +27,10 @@ from zerojax.utils.typing import Array, ArrayLike, Aval, Shape
 
 
 class Operand(NamedTuple):
-    """An argument or a result of an update.
+    """An argument or a result of an update."""
 
-    Attributes:
-        leaf: the parameter to which it belongs, and whose rows it has; None for all else, such as a step count.
-        in_host: whether it is in host memory.
-    """
-
-    leaf: int | None = None
-    in_host: bool = False
+    leaf: int | None = None  # the parameter whose rows it has; None for all else, such as a step count
+    in_host: bool = False  # whether it is in host memory
 
 
 class SplitUpdate:
@@ -207,17 +202,11 @@ _REDUCTIONS = frozenset({"reduce_max", "reduce_min", "reduce_sum", "reduce_prod"
 
 
 class Rows(NamedTuple):
-    """The rows of a parameter.
-
-    Attributes:
-        path: of the parameter.
-        shape: of the parameter.
-        parts: into how many a mesh divides the last dim.
-    """
+    """The rows of a parameter."""
 
     path: str
     shape: Shape
-    parts: int = 1
+    parts: int = 1  # into how many a mesh divides the last dim
 
     def hold(self, shape: Shape) -> bool:
         """Whether a value of this shape can be one for each row, of which each piece has a part."""

@@ -18,23 +18,14 @@ TPU_HOST_VARIABLES = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 
 
 class LaunchInfo(NamedTuple):
-    """What a launcher says about this process and the others. JAX determines the fields that are None.
+    """What a launcher says about this process and the others. JAX determines the fields that are None."""
 
-    Attributes:
-        found: how the processes were detected: 'ZEROJAX', 'torchrun', 'slurm', 'ompi', or 'jax' (JAX's own detection).
-        count: number of processes.
-        index: index of this process.
-        coordinator: HOST:PORT on which process 0 listens.
-        detection_method: `cluster_detection_method` of `jax.distributed.initialize`.
-        local_device_ids: the devices of this machine that this process uses.
-    """
-
-    found: str
+    found: str  # how they were detected: 'ZEROJAX', 'torchrun', 'slurm', 'ompi', or 'jax' (JAX's own detection)
     count: int | None = None
-    index: int | None = None
-    coordinator: str | None = None
-    detection_method: str | None = None
-    local_device_ids: tuple[int, ...] | None = None
+    index: int | None = None  # of this process
+    coordinator: str | None = None  # HOST:PORT on which process 0 listens
+    detection_method: str | None = None  # `cluster_detection_method` of `jax.distributed.initialize`
+    local_device_ids: tuple[int, ...] | None = None  # the devices of this machine that this process uses
 
 
 def detect(environ: Mapping[str, str]) -> LaunchInfo | None:

@@ -35,15 +35,10 @@ _SHARE = 0.1  # of the time of a step: a process that needs so much more than th
 
 @dataclasses.dataclass(frozen=True)
 class RowCosts:
-    """What the rates of a run are computed from, in addition to its rows and its time.
+    """What the rates of a run are computed from, in addition to its rows and its time."""
 
-    Attributes:
-        tokens: the tokens in a row; None if it is not known.
-        peak_share: the share of the peak of all devices that the model's flops of one row take for a second; None if
-            the chip or the flops are not known.
-    """
-
-    tokens: int | None = None
+    tokens: int | None = None  # in a row; None if it is not known
+    # The share of the peak of all devices that the flops of one row take for a second; None if one is not known.
     peak_share: float | None = None
 
     def rates(self, num_rows: int, seconds: float) -> dict[str, float]:

@@ -17,15 +17,10 @@ _GAP = 2  # between two columns
 
 
 class Screen(NamedTuple):
-    """Where a text is shown.
-
-    Attributes:
-        width: the number of columns.
-        folds: whether equal layers are shown as one row. A file has a row for each, so that it can be searched.
-    """
+    """Where a text is shown."""
 
     width: int
-    folds: bool
+    folds: bool  # whether equal layers are shown as one row; a file has a row for each, so that it can be searched
 
 
 TO_FILE = Screen(FILE_WIDTH, folds=False)
@@ -48,16 +43,11 @@ class Column(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TextTable:
-    """A table of texts.
+    """A table of texts."""
 
-    Attributes:
-        title: a text above the table, or ''.
-        columns: a `Column` for each.
-        rows: the texts of each row. A space that is no place to break a line is written as `zerojax.utils.text.SPACE`.
-    """
-
-    title: str
+    title: str  # a text above the table, or ''
     columns: Sequence[Column]
+    # The texts of each row. A space that is no place to break a line is written as `zerojax.utils.text.SPACE`.
     rows: Sequence[Sequence[str]]
 
     def text(self, width: int) -> str:

@@ -78,16 +78,12 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 class Fold(NamedTuple):
-    """Rows of equal layers that are shown as one.
+    """Rows of equal layers that are shown as one."""
 
-    Attributes:
-        name: the path, with '*' in place of the number of the layer: 'layers/*/kernel'. It is '{0,2,…,30}' instead if
-            other layers have such a row too, which is not equal.
-        members: the positions of the rows.
-    """
-
+    # the path, with '*' in place of the number of the layer: 'layers/*/kernel'. It is '{0,2,…,30}' instead if other
+    # layers have such a row too, which is not equal.
     name: str
-    members: tuple[int, ...]
+    members: tuple[int, ...]  # the positions of the rows
 
     @property
     def text(self) -> str:
