@@ -232,8 +232,7 @@ def import_files(directory: Path, files: Path, what: str, precision: str, mappin
 def _on_disk(directory: Path | str, step: int | None = None, *, every: bool = False, arrays: bool = True) -> Path:
     """The directory; or for a URL, a temporary one with a step of it, the newest or every one, until the command ends.
 
-    Args:
-        arrays: whether the arrays are needed too, and not the manifest alone.
+    Without `arrays`, only the manifest is fetched.
     """
     from zerojax.checkpoints.remote_copy import RemoteCopy
 

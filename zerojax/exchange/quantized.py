@@ -41,8 +41,7 @@ def load_quantized(
     `abstract_quantized_params`.
 
     Args:
-        state: of `init`. It is donated.
-        path: a file or a folder, or a `tensors.Reader`, as in `parameters.load`.
+        state, path: as in `parameters.load`.
         like: the parameters that the files hold, as nested dicts of arrays or avals: those of the model before it was
             quantized. They are read in these dtypes, whatever those of the files are.
         quantize: maps a tree with one of them to the tree of what the state has in its place: an array and its scale,
@@ -52,9 +51,8 @@ def load_quantized(
         extra: as in `parameters.load`.
 
     Raises:
-        ValueError: if an option is invalid, `quantize` returns something that the state does not have in this shape,
-            or a parameter of the state is neither computed nor matches `missing`. Errors of `parameters.load` are
-            raised as well.
+        ValueError: if `quantize` returns something that the state does not have in this shape, or a parameter of the
+            state is neither computed nor matches `missing`. Errors of `parameters.load` are raised as well.
 
     Cost: in addition to the state, a device holds its shard of one array in the dtype of `like`, and what `quantize`
         computes from it; a process holds one shard in host memory. An array is read in full by each device if

@@ -68,18 +68,12 @@ def bounded_repr(value: object) -> str:
 
 
 class Entry(NamedTuple):
-    """An array to write.
+    """An array to write."""
 
-    Attributes:
-        name: unique among the arrays.
-        shape, dtype: of the array.
-        read: returns the array. It is called once, in the order of the entries.
-    """
-
-    name: str
+    name: str  # unique among the arrays
     shape: Shape
     dtype: np.dtype
-    read: Callable[[], np.ndarray]
+    read: Callable[[], np.ndarray]  # returns the array; called once, in the order of the entries
 
     @property
     def num_bytes(self) -> int:
@@ -96,21 +90,8 @@ def write(
 ) -> tuple[Path, ...]:
     """Writes arrays into a folder, and moves the files to their names when all are complete, the index last.
 
-    Args:
-        folder: created if it does not exist. Other files in it stay.
-        entries: the arrays, which fill one file after the other.
-        max_file_bytes: the largest size of the arrays in one file. A larger array gets its own file.
-        metadata: strings for the header of each file.
-        overwrite: whether a model that is already in the folder is replaced.
-
-    Returns:
-        The files. If there are several, the index is the last.
-
-    Raises:
-        ValueError: if the folder already contains a model, two arrays have the same name, or the library refuses a
-            name or a dtype.
-
-    Cost: holds the arrays of one file in host memory. Up to safetensors 0.7, a second copy of them.
+    The arrays fill one file after the other; one that is larger than a file may be gets its own. The metadata are in
+    the header of each file. Returns the files; if there are several, the index is the last. See `parameters.export`.
     """
     # Check that nothing is replaced.
     files = _files(tuple(entries), max_file_bytes)
@@ -238,10 +219,6 @@ class Reader:
 
         Args:
             name: one of `names`.
-
-        Raises:
-            KeyError: if there is no array with this name.
-            ValueError: if the file has become shorter.
         """
         stored = self._arrays[name]
         if 0 in stored.shape:  # there is nothing to map

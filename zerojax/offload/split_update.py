@@ -48,9 +48,7 @@ class SplitUpdate:
         scalars: variables that are computed once and read with every piece.
         sliced: (variable, parameter): variables with a parameter's rows that are computed once, and read in pieces.
 
-    Raises:
-        ValueError: if the update of one row depends on other rows of an array in host memory. The text names the
-            function of the optimizer.
+    Raises ValueError if the update of one row depends on other rows of an array in host memory.
     """
 
     def __init__(
@@ -139,17 +137,13 @@ class SplitUpdate:
         piece: Shape,
         start: Sequence[ArrayLike],
     ) -> dict[int, Array]:
-        """Computes the results that belong to a parameter, for one piece of it.
+        """Computes the results that belong to a parameter, by position, for one piece of it.
 
         Args:
             leaf: the parameter.
             arguments: pieces of the arguments that belong to it, by position.
             values: scalars, and pieces of `sliced`, by variable.
-            piece: the shape of the piece.
-            start: the position of the first element of the piece in the parameter.
-
-        Returns:
-            Pieces of the results, by position.
+            piece, start: the shape of the piece, and the position of its first element in the parameter.
         """
         scope = dict(values) | {self._closed.jaxpr.invars[k]: a for k, a in arguments.items()}
         for equation in self._by_leaf[leaf]:

@@ -52,31 +52,23 @@ Arrays: TypeAlias = dict[int, Array]  # by position, or by parameter
 
 
 class _Fixed(NamedTuple):
-    """What every piece is updated from.
+    """What every piece is updated from."""
 
-    Attributes:
-        grads: on the device or in host memory, by position.
-        sliced, scalars: values of `SplitUpdate.sliced` and of `SplitUpdate.scalars`.
-        divisor: of gradients in host memory; None is 1.
-    """
-
-    grads: Arrays
-    sliced: Sequence[Array]
-    scalars: Sequence[Array]
-    divisor: Array | None
+    grads: Arrays  # on the device or in host memory
+    sliced: Sequence[Array]  # values of `SplitUpdate.sliced`
+    scalars: Sequence[Array]  # values of `SplitUpdate.scalars`
+    divisor: Array | None  # of gradients in host memory; None is 1
 
 
 class StreamedUpdate:
     """The update of a state in pieces, whether its arrays are in host memory or on the device.
 
     Args:
-        config: mesh, axes, stage and precision.
-        layout: of the state.
+        config, layout: of the state.
         grad_dtypes: the dtypes of the gradients of trained parameters, in flattening order.
         scales: whether gradients are multiplied by a factor before the update.
 
-    Raises:
-        ValueError: if there are arrays in host memory, and their update cannot be computed piece by piece.
+    Raises ValueError if there are arrays in host memory, and their update cannot be computed piece by piece.
     """
 
     def __init__(self, config: ZeroConfig, layout: StateLayout, grad_dtypes: Sequence[DTypeLike], scales: bool):

@@ -56,13 +56,9 @@ def agree(config: Mapping[str, object], *, timeout_s: int = TIMEOUT_S) -> None:
 
 
 def agree_on(fields: Mapping[str, str], what: str, fix: str, call: str, timeout_s: int = TIMEOUT_S) -> None:
-    """Checks that all processes have the same texts, as `agree` does.
+    """Checks that all processes have the same texts, by name, as `agree` does.
 
-    Args:
-        fields: the texts, by name.
-        what, fix: what they are, in the plural, and what the error advises.
-        call: what every process calls, for the error in which one does not.
-        timeout_s: how long to wait for the other processes, in seconds.
+    The errors say `what` they are, in the plural, the `fix`, and which `call` a process has not made in time.
     """
     if not jax.distributed.is_initialized():
         return
@@ -208,7 +204,7 @@ def _all_gather_text(text: str, call: str, timeout_s: int, senders: Sequence[int
 
 
 def distributed_state() -> Any:
-    """JAX's record of the processes, which also holds the client of the key-value store of process 0.
+    """JAX's record of the processes, with the client of the key-value store of process 0.
 
     The public ways to it initialize the devices, which a script may still want to configure.
     """

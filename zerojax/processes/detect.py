@@ -53,14 +53,7 @@ def detect(environ: Mapping[str, str]) -> LaunchInfo | None:
     describes, and Open MPI 5, which needs mpi4py. JOB_COMPLETION_INDEX alone does not make a group of processes, since
     a Job of independent runs sets it too.
 
-    Args:
-        environ: environment variables, such as `os.environ`.
-
-    Returns:
-        What the launcher says, or None for a single process.
-
-    Raises:
-        ValueError: if variables are missing, malformed, or contradict each other. The message names them.
+    Returns None for a single process. Raises ValueError if variables are missing, malformed, or contradict each other.
     """
     sources = (_cluster_by_name, _explicit, _torchrun, _slurm, _open_mpi, _cloud_tpu)
     return next((info for source in sources if (info := source(environ))), None)

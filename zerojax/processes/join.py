@@ -101,10 +101,12 @@ def initialize(
 
     Cost: waits for the last process; then about a second. Each process opens one connection to process 0.
     """
+    # Detect the processes.
     agreement.check_config(config or {})
     info = detect(os.environ)
     if info is None or info.count == 1:
         return Processes(1, 0, None, info.found if info else "alone")
+    # Call the roll, and join them.
     _check_not_initialized()
     deadline = time.monotonic() + timeout_s
     if info.coordinator is not None:
@@ -118,6 +120,7 @@ def initialize(
         initialization_timeout=max(MIN_CONNECT_S, round(deadline - time.monotonic())),
         heartbeat_timeout_seconds=heartbeat_s,
     )
+    # Check that they agree.
     exit_at_once_on_failure()
     agreement.agree(config or {}, timeout_s=timeout_s)
     state = distributed_state()
@@ -145,19 +148,13 @@ def check_joined() -> None:
 
 
 def own_rows(num_rows: int) -> slice:
-    """Returns the rows of a global batch that this process loads, and passes to a step or to `zero.shard_batch`.
+    """The rows of a global batch that this process loads, and passes to a step or to `zero.shard_batch`.
 
     The batch must be divided over all processes. If a `model` axis spans several processes, these processes need the
     same rows; this is not checked.
 
     Args:
-        num_rows: number of rows of the global batch, over all processes.
-
-    Returns:
-        A slice of consecutive rows, of the same length in every process.
-
-    Raises:
-        ValueError: if the number of processes does not divide `num_rows`.
+        num_rows: number of rows of the global batch. Raises ValueError if the number of processes does not divide it.
     """
     count, index = jax.process_count(), jax.process_index()
     if num_rows % count:
@@ -204,14 +201,8 @@ def _wait_for_all(info: LaunchInfo, timeout_s: int) -> None:
 def find_missing(coordinator: str, count: int, index: int, timeout_s: float, bind: str | None = None) -> list[int]:
     """Waits until all processes have reported to process 0, or until its time is up; returns those that have not.
 
-    Args:
-        coordinator: HOST:PORT of process 0.
-        count: number of processes. A report with another one does not count.
-        index: index of this process.
-        timeout_s: how long process 0 waits for the others, and they for it to listen, and then for its result.
-        bind: HOST:PORT on which process 0 listens; all addresses of its machine by default.
-
-    Raises OSError in process 0 if the port is taken.
+    Process 0 waits so long for the others, and they for it to listen, and then for its result. It listens on `bind`,
+    HOST:PORT, or on all addresses of its machine, and raises OSError if the port is taken.
     """
     host, _, port = (coordinator if index else bind or f"[::]:{coordinator.rpartition(':')[2]}").rpartition(":")
     address = host.strip("[]"), int(port)

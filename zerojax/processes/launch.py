@@ -39,9 +39,9 @@ def launch(
     handles SIGTERM itself once processes are joined.
 
     The processes end together. When one fails, the others have `grace_s` seconds to exit before they are killed. When
-    the output can no longer be written, for example because its reader has ended, or when this process is killed, even
-    with SIGKILL, they receive SIGTERM and have the same time. What a process leaves behind when it exits, such as data
-    workers, is killed, unless it is in another session.
+    the output can no longer be written, or when this process is killed, even with SIGKILL, they receive SIGTERM and
+    have the same time. What a process leaves behind when it exits, such as data workers, is killed, unless it is in
+    another session.
 
     Args:
         command: program and arguments.
@@ -53,12 +53,6 @@ def launch(
     Returns:
         The first exit code that is not 0, otherwise 0; 128 + N if signal N ended that process; 124 after `timeout_s`;
         141, 128 + SIGPIPE, if the output could not be written.
-
-    Raises:
-        ValueError: if the number of processes or devices is below 1.
-        OSError: if the command cannot be started.
-
-    Cost: one further process, which waits for the end of this one.
     """
     if num_processes < 1 or (devices is not None and devices < 1):
         what = f"launch: cannot start {num_processes} processes with {devices} devices each"
@@ -106,14 +100,9 @@ def _free_port() -> int:
 
 def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
     """Starts a process in a new session, so that it does not also receive the signals that the terminal sends."""
+    pipe = subprocess.PIPE
     return subprocess.Popen(
-        list(command),
-        env=dict(environ),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
+        list(command), env=dict(environ), stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True
     )
 
 
@@ -174,13 +163,13 @@ def _wait(
     code, deadline = 0, float("inf") if timeout_s is None else time.monotonic() + timeout_s
     num_running = len(running)
     while None in (codes := [_poll(process) for process in running]):
+        # Tell the guard which processes are left.
         if codes.count(None) < num_running:
             num_running = codes.count(None)
             _tell(groups, running)
         time.sleep(POLL_S)
-        failures = [returncode for returncode in codes if returncode]
-        if lost.is_set() and not failures:
-            failures = [BROKEN_PIPE_EXIT_CODE]
+        # After the first failure, the others have some time.
+        failures = [*filter(None, codes), *[BROKEN_PIPE_EXIT_CODE] * lost.is_set()]
         if failures and not code:
             code = failures[0]
             deadline = min(deadline, time.monotonic() + grace_s)
@@ -218,10 +207,7 @@ def _send_to_group(process: subprocess.Popen[str], number: int) -> None:
 
 @contextmanager
 def _forward_signals(running: Sequence[subprocess.Popen[str]]) -> Iterator[Sequence[int]]:
-    """Forwards SIGINT, SIGTERM and SIGHUP to all processes. Only the main thread can; in another one nothing is done.
-
-    Yields the signals that have been received so far.
-    """
+    """Forwards SIGINT, SIGTERM and SIGHUP to all processes, if in the main thread. Yields those received so far."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received

@@ -78,11 +78,6 @@ class ProgressBar:
     """A progress bar with the rates and the remaining time, and below it all metrics of the last step that was read.
 
     Evaluations are printed above it, as lines. Lines are broken between metrics, so that a narrow terminal cuts none.
-
-    Args:
-        num_steps: number of steps of the run.
-        start: the step from which the run continues.
-        console: where to print; the standard output by default.
     """
 
     def __init__(self, num_steps: int, start: int = 0, console: Console | None = None):

@@ -27,8 +27,7 @@ def evaluate(
 
     The values are those of one pass of a single device over the whole set, up to the order of sums, if the loss and the
     metrics are means, sums, maxima or minima over rows, or computed from these, as far as the trace of the loss shows
-    it; a warning names others. A `Weighted` is the sum of its sums divided by that of its weights. Each device gets
-    rows of the set only, or its result does not count.
+    it; a warning names others. A `Weighted` is the sum of its sums divided by that of its weights.
 
     For `fit`: `evaluate=lambda state: zerojax.evaluate(step, state, data, batch_size=256)`.
 

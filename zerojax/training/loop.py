@@ -65,8 +65,7 @@ def fit(
 
     The directory describes the run: config.json; starts.jsonl with the versions and the mesh of each start;
     metrics.jsonl; plan.txt with the memory of a device; checkpoints/; and, if enabled, profile/ and tensorboard/. With
-    several processes, all of them call this function. Process 0 alone writes these files and shows the progress;
-    checkpoints and profiles are written by all.
+    several processes, all of them call this function, and all write checkpoints and profiles, process 0 the rest.
 
     Args:
         zero: the Zero that made `step`.
@@ -77,15 +76,15 @@ def fit(
             that the state has behind it are skipped. The run ends when the data ends, which must be after the same step
             in all processes.
         num_steps: the step at which the run ends, over all its starts.
-        directory: directory of the run. Only one run at a time may use it. If it is new, nobody but its owner may enter
-            it; one that exists keeps its permissions. A run that is complete is neither trained nor evaluated again,
-            unless its last evaluation is missing in metrics.jsonl. Without a directory, nothing is saved or written.
+        directory: directory of the run, which one run at a time may use. If it is new, nobody but its owner may enter
+            it. A run that is complete is neither trained nor evaluated again, unless its last evaluation is missing in
+            metrics.jsonl. Without a directory, nothing is saved or written.
         evaluate: `evaluate(state)` returns a dict of metrics, which are logged with the prefix 'eval/'.
         evaluate_every: number of steps between two evaluations. By default there is only the one after the last step.
         log_every: number of steps between two rows of metrics. The first and the last step are always logged.
         config: a mapping or a dataclass, which is written to the directory and must be the same in all processes. In
             the directory and in wandb, text whose name contains key, token, secret or password is masked.
-        checkpoints: options of `zero.checkpoints`, such as {'every': 100}; see `zerojax.checkpoints.CheckpointOptions`.
+        checkpoints: options of `zero.checkpoints`, such as {'every': 100}; see `CheckpointOptions`.
         fallback: if the newest checkpoint is damaged, continues from the newest one that is intact.
         optimizer: 'changed' continues with another learning rate schedule or other frozen leaves: what both optimizers
             have, such as moments, is restored. 'new' restores nothing of it.

@@ -54,12 +54,10 @@ class RowCosts:
 def row_costs(
     config: ZeroConfig, step: object, state: TrainState, batch: PyTree, tokens_per_row: int | None
 ) -> RowCosts:
-    """The costs of a row of a run.
+    """The costs of a row of a run. If the chip is known, this traces the loss, which takes seconds.
 
     The model FLOPs utilization is known if the data sheet of the chip is, if the step is one of `zero.train_step`, and
     if every parameter is trained: frozen ones have fewer products in the backward pass.
-
-    Cost: traces the loss if the chip is known, which takes seconds.
     """
     chip = chip_of_kind(config.mesh.devices.flat[0].device_kind)
     model_flops = getattr(step, "model_flops", None)
@@ -77,11 +75,8 @@ def row_costs(
 class MetricsRecorder:
     """Passes the metrics of steps on to writers. They are read some steps later, so that no step waits for the host.
 
-    Args:
-        writers: receive the rows of the first step, of every `log_every`-th step, and of the last step.
-        display: receives the metrics of every step; None for no display.
-        log_every: number of steps between two rows.
-        costs: what the rates are computed from.
+    Writers receive the rows of the first step, of every `log_every`-th step, and of the last step; a display receives
+    those of every step.
     """
 
     def __init__(
@@ -169,12 +164,7 @@ def _as_float(name: str, value: SupportsFloat) -> float:
 
 
 class StepTracer:
-    """Traces some steps with JAX's profiler. With several processes, each has a subfolder.
-
-    Args:
-        folder: folder for the trace; None if there is none.
-        steps: the first and the last step of the trace, counted from 1; None for no trace.
-    """
+    """Traces the first to the last of `steps`, if any, with JAX's profiler. Several processes have subfolders."""
 
     def __init__(self, folder: Path | None, steps: tuple[int, int] | None):
         has_several = jax.process_count() > 1

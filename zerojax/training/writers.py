@@ -50,11 +50,7 @@ class JsonlWriter:
     """Writes one JSON object per line: step, time (seconds since 1970), and the metrics.
 
     Values that are not finite are written as the strings 'NaN', 'Infinity' and '-Infinity', which `float` accepts. Rows
-    after the step from which a run continues are removed, since these steps run again.
-
-    Args:
-        path: path of the file.
-        start: the step from which the run continues.
+    after the step from which a run continues, `start`, are removed, since these steps run again.
     """
 
     def __init__(self, path: Path, start: int):
@@ -133,12 +129,8 @@ class TensorBoardWriter:
 class WandbWriter:
     """Writes to the current wandb run, or to a new one, which restarts continue and which ends with the writer.
 
-    The command line is left out, and with it what else wandb records of the machine.
+    Its id is in the file `wandb_id`. The command line is left out, and with it what else wandb records of the machine.
     wandb keeps the first row of a step. For steps that run again after a restart, it shows the first time.
-
-    Args:
-        folder: directory of the run. The id of the wandb run is stored there in the file `wandb_id`.
-        config: configuration of the run, which wandb shows, masked.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, object]):
@@ -173,11 +165,6 @@ def default_writers(folder: Path, start: int, config: Mapping[str, object]) -> l
 
     `metrics.jsonl` is always written, and TensorBoard's files are if tensorboardX is installed. wandb is used if the
     script has started a wandb run, or if WANDB_PROJECT is set; installing wandb alone does not enable it.
-
-    Args:
-        folder: directory of the run.
-        start: the step from which the run continues.
-        config: configuration of the run.
     """
     writers: list[Writer] = [JsonlWriter(folder / "metrics.jsonl", start)]
     if importlib.util.find_spec("tensorboardX"):
