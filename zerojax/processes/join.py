@@ -154,7 +154,10 @@ def own_rows(num_rows: int) -> slice:
     same rows; this is not checked.
 
     Args:
-        num_rows: number of rows of the global batch. Raises ValueError if the number of processes does not divide it.
+        num_rows: number of rows of the global batch, over all processes.
+
+    Raises:
+        ValueError: if the number of processes does not divide `num_rows`.
     """
     count, index = jax.process_count(), jax.process_index()
     if num_rows % count:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import logging
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import TextIO
 
@@ -16,9 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from zerojax.training.writers import EVALUATION, MetricsRow
+from zerojax.utils.text import SPACE
 
-_RATES = ("rows_per_s", "tokens_per_s", "mfu")
-_HIDDEN = ("param_norm", "seconds_per_step", *_RATES)
+_HIDDEN = ("param_norm", "seconds_per_step", "rows_per_s", "tokens_per_s", "mfu")
 _BETWEEN = "  "
 _LEAST_BAR, _MOST_BAR = 8, 40  # characters
 
@@ -44,12 +45,9 @@ def eta_text(row: MetricsRow, num_steps: int) -> str:
 
 def broken_into_lines(texts: Sequence[str], width: int) -> list[str]:
     """Lines of at most `width` characters, broken between texts; a text that is longer has a line of its own."""
-    lines = [""]
-    for text in texts:
-        if lines[-1] and len(lines[-1]) + len(_BETWEEN) + len(text) > width:
-            lines.append("")
-        lines[-1] += (_BETWEEN if lines[-1] else "") + text
-    return lines
+    whole = _BETWEEN.join(text.replace(" ", SPACE) for text in texts)
+    lines = textwrap.wrap(whole, max(width, 1), break_long_words=False, break_on_hyphens=False)
+    return [line.replace(SPACE, " ") for line in lines]
 
 
 def show_line(line: str, console: Console | None = None) -> None:
@@ -119,7 +117,7 @@ class ProgressBar:
         bar_width = max(_LEAST_BAR, min(_MOST_BAR, width - len(first) - 1))
         grid.add_row(Bar(self._num_steps, self._step, bar_width), Text(first, no_wrap=True))
         rest = broken_into_lines([*more, *metric_texts(self._row)], width)
-        return Group(grid, *map(Text, filter(None, rest)))
+        return Group(grid, *map(Text, rest))
 
 
 def _handlers_to_stderr() -> list[logging.StreamHandler[TextIO]]:

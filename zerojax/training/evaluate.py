@@ -177,16 +177,17 @@ def _batches_of(data: object, batch_size: int | None, own: int) -> Iterator[PyTr
     """The batches of a data set as arrays on the host."""
     if batch_size is not None:
         if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-            raise ValueError(
-                error_text(f"evaluate: batch_size is {batch_size!r}", None, "a number of rows, at least 1")
-            )
-        arrays, size = _on_host(data), max(batch_size // own, 1) * own
-        slice_from = lambda start: map_rows(lambda a: a[start : start + size], arrays)
-        return map(slice_from, range(0, max(_num_rows(arrays), 1), size))
+            raise ValueError(error_text(f"evaluate: batch_size is {batch_size!r}", None, "a number, at least 1"))
+        return _slices(_on_host(data), max(batch_size // own, 1) * own)
     if isinstance(data, Mapping | np.ndarray | jax.Array) or not isinstance(data, Iterable):
         what = f"evaluate: data is of type {type(data).__name__}, and there is no batch_size"
         raise ValueError(error_text(what, None, "pass batch_size= for a tree of arrays, or an iterable of batches"))
     return map(_on_host, data)
+
+
+def _slices(arrays: PyTree, size: int) -> Iterator[PyTree]:
+    for start in range(0, max(_num_rows(arrays), 1), size):  # raises in `_next`
+        yield map_rows(lambda a, start=start: a[start : start + size], arrays)
 
 
 def _on_host(batch: PyTree) -> PyTree:
@@ -196,11 +197,8 @@ def _on_host(batch: PyTree) -> PyTree:
         if not isinstance(a, jax.Array):
             return np.asarray(a)
         if not a.is_fully_addressable:
-            what, fix = (
-                "an array of the batch is spread over several processes",
-                "the rows of this process, as NumPy arrays",
-            )
-            raise ValueError(error_text(f"evaluate: {what}", f"shape {a.shape}", fix))
+            what = "evaluate: an array of the batch is spread over several processes"
+            raise ValueError(error_text(what, f"shape {a.shape}", "pass the rows of this process, as NumPy arrays"))
         return a if is_key(a) else np.asarray(a)
 
     return map_rows(convert, batch)

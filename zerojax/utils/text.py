@@ -80,8 +80,8 @@ def wrapped(text: str, width: int) -> list[str]:
 class Fold(NamedTuple):
     """Rows of equal layers that are shown as one."""
 
-    # the path, with '*' in place of the number of the layer: 'layers/*/kernel'. It is '{0,2,…,30}' instead if other
-    # layers have such a row too, which is not equal.
+    # The path, with '*' in place of the number of the layer: 'layers/*/kernel'; or with '{0,2,…,30}', if other layers
+    # have such a row too, which is not equal.
     name: str
     members: tuple[int, ...]  # the positions of the rows
 
