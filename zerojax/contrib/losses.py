@@ -107,18 +107,17 @@ def _chunked_sum(
 ) -> Callable[..., Array]:
     """Returns `weighted_sum(head, others, hidden, labels, weights)`, the weighted sum of the losses over all chunks.
 
-    Args:
-        apply: `apply(head, others, hidden) -> logits` of a chunk. The arrays in `head` get a gradient, others do not.
-        dtypes: the dtypes of the arrays in `head`.
-
-    The arguments of the result are hidden [chunks, tokens, width], labels [chunks, tokens], weights [chunks, tokens].
+    Its arguments are arrays of the head, which get a gradient, in these dtypes, and others, which do not; hidden
+    [chunks, tokens, width], labels and weights [chunks, tokens]. `apply(head, others, hidden)` are logits of a chunk.
     """
 
+    # Without a gradient.
     @jax.custom_vjp
     def weighted_sum(head: HeadArrays, others: HeadArrays, hidden: Array, labels: Array, weights: Array) -> Array:
         losses = lambda chunk: _cross_entropy(apply(head, others, chunk[0]), *chunk[1:])[0]
         return jnp.sum(weights * lax.map(losses, (hidden, labels, weights)))
 
+    # With a gradient, chunk by chunk in the forward pass.
     def forward(
         head: HeadArrays, others: HeadArrays, hidden: Array, labels: Array, weights: Array
     ) -> tuple[Array, tuple[HeadArrays, Array, Array]]:
@@ -133,6 +132,7 @@ def _chunked_sum(
         head_grads, (losses, hidden_grads) = lax.scan(body, zeros, (hidden, labels, weights))
         return jnp.sum(weights * losses), (head_grads, hidden_grads, losses)
 
+    # Times the gradient of the sum.
     def backward(
         residuals: tuple[HeadArrays, Array, Array], grad: Array
     ) -> tuple[HeadArrays, None, Array, None, Array]:

@@ -31,6 +31,7 @@ import optax
 from jax import lax
 from jax.tree_util import KeyPath
 
+from zerojax.utils.text import error_text
 from zerojax.utils.typing import Array, ArrayLike, PyTree, Shape
 
 __all__ = ["low_bit_moments", "stochastic_rounding"]
@@ -79,12 +80,13 @@ def low_bit_moments(
     Source: 8 bits: Dettmers et al., arXiv 2110.02861.
     """
     if bits not in (8, 16):
-        raise ValueError(f"low_bit_moments: bits is {bits}\n  fix:      bits=8 or bits=16")
+        raise ValueError(error_text(f"low_bit_moments: bits is {bits}", None, "bits=8 or bits=16"))
     inner = optax.with_extra_args_support(tx)
 
+    # The form in which a state is stored.
     def code_of(path: KeyPath, leaf: Array) -> Code | None:
         """The code of an array of the state, or None if it stays as it is."""
-        field, _, param = path_of_moment(path).partition("/")
+        field, _, param = _path_of_moment(path).partition("/")
         if not field or not leaf.ndim or leaf.size < max(1, min_size):
             return None
         return None if any(fnmatchcase(param, glob) for glob in exempt) else _CODES[field]
@@ -108,15 +110,13 @@ def low_bit_moments(
             return leaf
         return decode_blocks(leaf, scale, code, _BLOCK) if bits == 8 else leaf.astype(jnp.float32)
 
+    # The transformation.
     def init(params: PyTree) -> LowBitState:
         state = tx.init(params)
         paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(state)]
-        if jax.tree.leaves(params) and not any(map(path_of_moment, paths)):
-            raise ValueError(
-                f"low_bit_moments: the optimizer has no moments\n"
-                f"  got:      a state without {', '.join(_CODES)}\n"
-                f"  fix:      optax.adamw, optax.lion or another one with such arrays"
-            )
+        if jax.tree.leaves(params) and not any(map(_path_of_moment, paths)):
+            got, fix = f"a state without {', '.join(_CODES)}", "optax.adamw, optax.lion or another one with such arrays"
+            raise ValueError(error_text("low_bit_moments: the optimizer has no moments", got, fix))
         return LowBitState(jnp.int32(0), *encode(state, jnp.int32(0)))
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: object) -> tuple[PyTree, LowBitState]:
@@ -128,7 +128,7 @@ def low_bit_moments(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def path_of_moment(path: KeyPath) -> str:
+def _path_of_moment(path: KeyPath) -> str:
     """The last part of the path of an array in an optimizer's state, from the name of a moment on; '' without one."""
     names = [str(getattr(key, "name", getattr(key, "key", ""))) for key in path]
     field = next((k for k, name in enumerate(names) if name in _CODES), len(names))
@@ -175,9 +175,8 @@ def stochastic_rounding(tx: optax.GradientTransformation) -> optax.GradientTrans
 
     def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: object) -> tuple[PyTree, RoundingState]:
         if params is None:
-            raise ValueError(
-                "stochastic_rounding: the update has no parameters\n  fix:      tx.update(g, state, params)"
-            )
+            what = "stochastic_rounding: the update has no parameters"
+            raise ValueError(error_text(what, None, "tx.update(g, state, params)"))
         count = jnp.asarray(optax.safe_increment(state.count))
         wide = jax.tree.map(widened, params)
         updates, inner_state = inner.update(jax.tree.map(widened, updates), state.inner, wide, **extra)
