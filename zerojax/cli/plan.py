@@ -224,7 +224,9 @@ def _plans(
 
 def _best(made: Plan | Ranking) -> Plan:
     """A plan itself, or the best one of a ranking."""
-    return getattr(made, "best", made)
+    from zerojax.plan.search import Ranking
+
+    return made.best if isinstance(made, Ranking) else made
 
 
 def _print_plan(made: Plan | Ranking, formulas: bool, explain: bool, as_json: bool) -> None:

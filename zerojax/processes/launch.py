@@ -110,8 +110,8 @@ def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pop
 def _guarded(grace_s: float) -> Iterator[IO[bytes]]:
     """Starts the program that ends the processes if this one is killed. Yields its input; see `guard`."""
     command = [sys.executable, "-I", "-S", guard.__file__, str(grace_s)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen(command, bufsize=0, start_new_session=True, **pipes) as process:
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    with subprocess.Popen(command, 0, stdin=pipe, stdout=null, stderr=null, start_new_session=True) as process:
         assert process.stdin is not None
         yield process.stdin
 

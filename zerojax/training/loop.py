@@ -118,8 +118,8 @@ def fit(
     with contextlib.ExitStack() as stack:
         # Restore the newest checkpoint.
         manager = stack.enter_context(_checkpoints(zero, folder, checkpoints or {}))
-        iterator = None if callable(data) else iter(data)
-        stateful_iterator = iterator if hasattr(iterator, "get_state") else None
+        source = data if callable(data) else iter(data)
+        stateful_iterator = source if hasattr(source, "get_state") and not callable(data) else None
         state, start = manager.resume(state, stateful_iterator, fallback=fallback, optimizer=optimizer)
         is_complete = start >= num_steps
         if is_complete:
@@ -130,7 +130,7 @@ def fit(
             log.warning("fit: its last evaluation is missing, and is made now")
 
         # Take the first batch, and describe the run.
-        batches = _batches(data if iterator is None else iterator, start, is_positioned=stateful_iterator is not None)
+        batches = _batches(source, start, is_positioned=stateful_iterator is not None)
         batch = _NO_BATCH if is_complete else next(batches, _NO_BATCH)
         if batch is _NO_BATCH and manager.origin is None:
             what = f"fit: the data has no batch for step {start + 1}, the first of this run"

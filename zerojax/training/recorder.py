@@ -156,7 +156,8 @@ def _as_float(name: str, value: SupportsFloat) -> float:
     try:
         return float(value)
     except (TypeError, ValueError) as error:
-        got = f"shape {np.shape(value)}" if np.ndim(value) else repr(value)
+        shape = getattr(value, "shape", ())
+        got = f"shape {shape}" if shape else repr(value)
         raise ValueError(error_text(f"fit: metric {name!r} is not a number", got, "a scalar")) from error
 
 
