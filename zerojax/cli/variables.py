@@ -55,6 +55,18 @@ def _is_set(value: str) -> bool:
     return value != ""
 
 
+def _share(value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        return math.nan
+
+
+_OF_SHARES = (  # of a GPU's memory, of which programs may use 75% by default
+    (lambda v: not _share(v) > 0, "not a share of the memory", Status.ERROR),
+    (lambda v: 0 < _share(v) < 0.5, "programs may use less than half of the memory of a GPU"),
+    (lambda v: _share(v) > 0.95, "the driver and NCCL need some of the rest, which plans take to be 5%"),
+)
 _VARIABLES = (
     # NCCL: user guide, environment variables, 2026.
     _Rule("NCCL_P2P_DISABLE", _is_true, "GPUs of a host send through host memory, not over NVLink"),
@@ -70,6 +82,7 @@ _VARIABLES = (
     _Rule("JAX_DEBUG_INFS", _is_true, "every result is copied to the host and checked, and a step that skips raises"),
     _Rule("JAX_ENABLE_X64", _is_true, "arrays are float64 by default, twice as large, and slower"),
     _Rule("JAX_CHECK_TRACER_LEAKS", _is_true, "tracing is slower, and functions are traced again"),
+    *(_Rule(f"XLA_{name}MEM_FRACTION", *rule) for name in ("PYTHON_CLIENT_", "CLIENT_") for rule in _OF_SHARES),
     _Rule("XLA_PYTHON_CLIENT_ALLOCATOR", lambda v: v == "platform", "every allocation waits for the device, slowly"),
     _Rule("XLA_PYTHON_CLIENT_PREALLOCATE", _is_false, "memory fragments: a step may run out of it", Status.INFO),
     _Rule("LIBTPU_INIT_ARGS", _is_set, "flags for the TPU compiler from elsewhere", Status.INFO),
@@ -82,7 +95,6 @@ _FLAGS = (
     _Rule("--xla_gpu_enable_latency_hiding_scheduler", _is_false, "communication does not overlap with computation"),
     _Rule("--xla_gpu_deterministic_ops", _is_not_false, "reductions are slower, some operations fail", Status.INFO),
 )
-_FRACTIONS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
 _INTERFACES = "NCCL_SOCKET_IFNAME"
 
 
@@ -91,7 +103,6 @@ def check_variables(environ: Mapping[str, str], surroundings: Surroundings) -> I
     found = [
         *_by_rules(environ, _VARIABLES, lambda name: f"unset {name}"),
         *_interfaces(environ.get(_INTERFACES, ""), surroundings),
-        *_fractions(environ),
         *_by_rules(_parsed_flags(environ.get("XLA_FLAGS", "")), _FLAGS, lambda name: f"remove {name} from XLA_FLAGS"),
     ]
     yield from found or [Check("environment", Status.OK, "no variable is in the way")]
@@ -132,21 +143,3 @@ def _chosen(value: str, interfaces: tuple[str, ...]) -> list[str]:
     names = [name for name in value.split(",") if name]
     matches = lambda each: any(each == name if exact else each.startswith(name) for name in names)
     return [each for each in interfaces if matches(each) != excludes]
-
-
-def _fractions(environ: Mapping[str, str]) -> Iterator[Check]:
-    """The shares of a GPU's memory that a program may use; 75% without them."""
-    for name in filter(environ.__contains__, _FRACTIONS):
-        try:
-            fraction = float(environ[name])
-        except ValueError:
-            fraction = math.nan
-        given = f"{name}={environ[name]}"
-        if not fraction > 0:
-            yield Check("environment", Status.ERROR, f"{given}: not a share of the memory", f"unset {name}")
-        elif fraction > 0.95:
-            text = f"{given}: the driver and NCCL need some of the rest, which plans take to be 5%"
-            yield Check("environment", Status.WARNING, text, f"{name}=0.95")
-        elif fraction < 0.5:
-            text = f"{given}: programs may use {fraction:.0%} of the memory of a GPU; without it, 75%"
-            yield Check("environment", Status.WARNING, text, f"unset {name}")

@@ -228,9 +228,7 @@ def load(
     # Find what each weight is in the files.
     if layout not in (None, FLAX):
         raise exchange_error("there is no such layout", bounded_repr(layout), "layout='flax', or a family or a mapping")
-    if family is not None:
-        extra = (*extra, *find_family(family).unused)
-    reader = path if isinstance(path, Reader) else Reader(path)
+    reader, extra = opened(path, family, extra)
     stored, shapes = contents.arrays(contents.avals(state)), contents.logical_shapes(state)
     avals = {p: jax.ShapeDtypeStruct(shapes[p], a.dtype) for p, a in stored.items() if is_weight(p, a.dtype)}
     found = weight_sources(avals, mapping, family, reader.names)
@@ -243,6 +241,12 @@ def load(
     contents.free(state, present)
     read = {p: read_sharded(reader, source, shapes[p], stored[p]) for p, source in present.items()}
     return contents.with_arrays(state, read)
+
+
+def opened(path: str | Path | Reader, family: str | None, extra: Sequence[str]) -> tuple[Reader, Sequence[str]]:
+    """The files, and globs of their arrays that nothing takes: with those that models of the family compute."""
+    unused = () if family is None else find_family(family).unused
+    return path if isinstance(path, Reader) else Reader(path), (*extra, *unused)
 
 
 def read_sharded(reader: Reader, source: Source, shape: Shape, stored: Aval) -> jax.Array:

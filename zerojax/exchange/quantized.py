@@ -13,8 +13,8 @@ from jax.tree_util import DictKey, KeyPath
 from zerojax.checkpoints import contents
 from zerojax.checkpoints.contents import PARAMS
 from zerojax.checkpoints.manifest import matches
-from zerojax.exchange.names import NameMapping, find_family, known_source, weight_sources
-from zerojax.exchange.parameters import check_fit, check_layout, read_sharded
+from zerojax.exchange.names import NameMapping, known_source, weight_sources
+from zerojax.exchange.parameters import check_fit, check_layout, opened, read_sharded
 from zerojax.exchange.tensors import Reader, bounded_repr, exchange_error
 from zerojax.sharding.padding import between
 from zerojax.sharding.placement import path_text
@@ -59,9 +59,7 @@ def load_quantized(
         `quantize` changes its shape.
     """
     # Check that the files fit.
-    if family is not None:
-        extra = (*extra, *find_family(family).unused)
-    reader = path if isinstance(path, Reader) else Reader(path)
+    reader, extra = opened(path, family, extra)
     trees = {PARAMS + path_text(keys): (keys, a) for keys, a in jax.tree_util.tree_leaves_with_path(like)}
     avals = {p: jax.ShapeDtypeStruct(a.shape, a.dtype) for p, (_, a) in trees.items()}
     found = weight_sources(avals, mapping, family, reader.names)

@@ -23,7 +23,7 @@ from zerojax.step.jitted_step import Step
 from zerojax.step.state import TrainState, check_is_state
 from zerojax.training import writers as files
 from zerojax.training.display import ProgressBar, ProgressLines, on_terminal, show_line
-from zerojax.training.recorder import MetricsRecorder, RowCosts, StepTracer, StragglerMonitor, row_costs
+from zerojax.training.recorder import MetricsRecorder, RowCosts, StragglerMonitor, row_costs
 from zerojax.training.writers import Writer
 from zerojax.utils.tables import TO_FILE
 from zerojax.utils.text import error_text
@@ -147,18 +147,21 @@ def fit(
         else:
             writers, display = (), None
         recorder = stack.enter_context(MetricsRecorder(writers, display, log_every, costs))
-        tracer = StepTracer(folder / "profile" if folder else None, profile)
-        stack.callback(tracer.close)
         if profile and profile[0] <= start:
             log.warning("fit: steps %d to %d are not profiled, since the run continues from step %d", *profile, start)
+            profile = None
 
         # Train.
-        i, stragglers = start, StragglerMonitor()
+        i, stragglers, trace = start, StragglerMonitor(), stack.enter_context(contextlib.ExitStack())
         while batch is not _NO_BATCH:
-            tracer.before_step(i + 1)
+            if profile and i + 1 == profile[0]:
+                trace.enter_context(_profiler(folder))
             state, metrics = step(state, batch)
             i += 1
-            tracer.after_step(i, state)
+            if profile and i == profile[1]:
+                jax.block_until_ready(state)
+                trace.close()
+                log.info("fit: wrote a profile of steps %d to %d to %s", *profile, folder)
             recorder.add(i, metrics, batch)
             if evaluate and evaluate_every and i % evaluate_every == 0 and i < num_steps:
                 with recorder.paused():
@@ -174,7 +177,7 @@ def fit(
         # Save and evaluate the last state.
         if i < num_steps:
             _check_data_ended_everywhere(i, num_steps)
-        tracer.close()
+        trace.close()
         recorder.flush(is_last=True)
         manager.save(state, stateful_iterator)
         if evaluate:
@@ -281,6 +284,13 @@ def _checkpoints(zero: Zero, folder: Path | None, options: CheckpointOptions) ->
         except OSError as error:  # a file system without permissions
             log.warning("fit: others may be able to read %s: %s", folder, error)
     return manager
+
+
+def _profiler(folder: Path | None) -> contextlib.AbstractContextManager[None]:
+    """A trace in the directory of the run. Several processes have subfolders."""
+    assert folder is not None
+    own = f"process_{jax.process_index()}" if jax.process_count() > 1 else ""
+    return jax.profiler.trace(str(folder / "profile" / own))
 
 
 def _misses_evaluation(folder: Path, step: int) -> bool:

@@ -1,4 +1,4 @@
-"""Measures a run: passes metrics on to writers some steps late, with the rates of the steps; traces; slow processes."""
+"""Measures a run: passes metrics on to writers some steps late, with the rates of the steps; names slow processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import logging
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import SupportsFloat
 
 import jax
@@ -159,35 +158,6 @@ def _as_float(name: str, value: SupportsFloat) -> float:
         shape = getattr(value, "shape", ())
         got = f"shape {shape}" if shape else repr(value)
         raise ValueError(error_text(f"fit: metric {name!r} is not a number", got, "a scalar")) from error
-
-
-# Traces
-
-
-class StepTracer:
-    """Traces the first to the last of `steps`, if any, with JAX's profiler. Several processes have subfolders."""
-
-    def __init__(self, folder: Path | None, steps: tuple[int, int] | None):
-        has_several = jax.process_count() > 1
-        self._folder = folder / f"process_{jax.process_index()}" if folder and has_several else folder
-        self._steps, self._is_tracing = steps, False
-
-    def before_step(self, step: int) -> None:
-        if self._steps and step == self._steps[0]:
-            jax.profiler.start_trace(str(self._folder))
-            self._is_tracing = True
-
-    def after_step(self, step: int, state: TrainState) -> None:
-        if self._is_tracing and self._steps and step == self._steps[1]:
-            jax.block_until_ready(state)
-            self.close()
-            log.info("fit: wrote a profile of steps %d to %d to %s", *self._steps, self._folder)
-
-    def close(self) -> None:
-        """Ends the trace, if the run ended before the last step of the trace."""
-        if self._is_tracing:
-            self._is_tracing = False
-            jax.profiler.stop_trace()
 
 
 # Processes
