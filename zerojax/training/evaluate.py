@@ -56,38 +56,27 @@ def evaluate(
         raise ValueError(error_text(f"evaluate: the step is of type {type(step).__name__}", None, fix))
     check_is_state(state, data, "zerojax.evaluate(step, state, data)")
     own = max(step.config.axes.num_devices // jax.process_count(), 1)
-    totals = Totals()
+    pending: collections.deque[Sums] = collections.deque()  # read late, so that the devices always have a next batch
+    total: Sums | None = None
     for rows in _divided(_batches_of(data, batch_size, own), own):
-        totals.add(step.rows(state, rows))
-    return totals.means()
+        pending.append(step.rows(state, rows))
+        if len(pending) > _MOST_PENDING:
+            total = _plus(total, pending.popleft())
+    for sums in pending:
+        total = _plus(total, sums)
+    assert total is not None
+    loss, metrics = total.means()
+    return {"loss": float(loss), **{name: float(value) for name, value in metrics.items()}}
 
 
-class Totals:
-    """Adds up the outputs of batches in float64, some calls late, so that the devices always have a next batch."""
-
-    def __init__(self) -> None:
-        self._pending: collections.deque[Sums] = collections.deque()
-        self._total: Sums | None = None
-
-    def add(self, sums: Sums) -> None:
-        self._pending.append(sums)
-        if len(self._pending) > _MOST_PENDING:
-            self._read()
-
-    def _read(self) -> None:
-        sums = jax.tree.map(lambda a: np.asarray(a, np.float64), self._pending.popleft())
-        if self._total is not None and self._total.cut != sums.cut:
-            what = "evaluate: a metric is a mean over rows for one number of rows, and a sum for another"
-            fix = "divide by the size of an array, not by a number; or return zerojax.Weighted(sum, weight)"
-            raise ValueError(error_text(what, None, fix))
-        self._total = sums if self._total is None else self._total.plus(sums, np.maximum)
-
-    def means(self) -> dict[str, float]:
-        while self._pending:
-            self._read()
-        assert self._total is not None
-        loss, metrics = self._total.means()
-        return {"loss": float(loss), **{name: float(value) for name, value in metrics.items()}}
+def _plus(total: Sums | None, sums: Sums) -> Sums:
+    """Adds the outputs of a batch in float64."""
+    sums = jax.tree.map(lambda a: np.asarray(a, np.float64), sums)
+    if total is not None and total.cut != sums.cut:
+        what = "evaluate: a metric is a mean over rows for one number of rows, and a sum for another"
+        fix = "divide by the size of an array, not by a number; or return zerojax.Weighted(sum, weight)"
+        raise ValueError(error_text(what, None, fix))
+    return sums if total is None else total.plus(sums, np.maximum)
 
 
 class Part(NamedTuple):

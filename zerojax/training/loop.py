@@ -23,7 +23,7 @@ from zerojax.step.jitted_step import Step
 from zerojax.step.state import TrainState, check_is_state
 from zerojax.training import writers as files
 from zerojax.training.display import ProgressBar, ProgressLines, on_terminal, show_line
-from zerojax.training.recorder import MetricsRecorder, RowCosts, StragglerMonitor, row_costs
+from zerojax.training.recorder import MetricsRecorder, StragglerMonitor, costs_per_row
 from zerojax.training.writers import Writer
 from zerojax.utils.tables import TO_FILE
 from zerojax.utils.text import error_text
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("zerojax")
 _DATA_TIMEOUT_S = 60  # for the data of the other processes to end, after that of this process has ended
 _NO_BATCH = object()  # in place of a batch, after the last one
+_FROM_STEP_0 = "zero.with_optimizer(state, tx) starts at step 0"
 
 
 def fit(
@@ -105,14 +106,15 @@ def fit(
     from zerojax.checkpoints.run_directory import local_directory  # Orbax takes a second to import
 
     # Check the arguments, and that all processes have the same.
-    _check_arguments(num_steps, log_every, evaluate_every, profile, tokens_per_row, data, evaluate)
+    counts = {"num_steps": num_steps, "log_every": log_every}
+    counts |= {"evaluate_every": evaluate_every, "tokens_per_row": tokens_per_row}
+    _check_arguments(counts, profile, data, evaluate)
     config = files.as_config({} if config is None else config)
     folder = None if directory is None else local_directory(directory, "fit")
     _check_folder(folder, profile, checkpoints)
     check_is_state(state, step, "zerojax.fit(zero, state, step, data, num_steps)")
     agree(config)
     kind = "function" if callable(data) else "iterable"
-    counts = {"num_steps": num_steps, "log_every": log_every, "evaluate_every": evaluate_every}
     agree({**counts, "profile": profile, "evaluate": evaluate is not None, "fallback": fallback, "data": kind})
 
     with contextlib.ExitStack() as stack:
@@ -123,7 +125,10 @@ def fit(
         state, start = manager.resume(state, stateful_iterator, fallback=fallback, optimizer=optimizer)
         is_complete = start >= num_steps
         if is_complete:
-            _check_restored(manager, start, num_steps)
+            if manager.origin is None:
+                what = f"fit: the state that was passed is already at step {start}, and num_steps={num_steps}"
+                fix = f"num_steps={start + num_steps} trains for {num_steps} more steps; {_FROM_STEP_0}"
+                raise ValueError(error_text(what, "no checkpoint was found", fix))
             log.warning("fit: %s is already at step %d of %d", folder, start, num_steps)
             if evaluate is None or folder is None or not _misses_evaluation(folder, start):
                 return state
@@ -134,16 +139,18 @@ def fit(
         batch = _NO_BATCH if is_complete else next(batches, _NO_BATCH)
         if batch is _NO_BATCH and manager.origin is None:
             what = f"fit: the data has no batch for step {start + 1}, the first of this run"
-            fix = "pass data that is not used up; zero.with_optimizer(state, tx) starts at step 0"
-            raise ValueError(error_text(what, None, fix))
-        costs = RowCosts(tokens_per_row)
+            raise ValueError(error_text(what, None, f"pass data that is not used up; {_FROM_STEP_0}"))
+        costs = {}
         if jax.process_index() == 0:
-            writers, display = _outputs(manager, folder, config, start, num_steps, writers, display)
+            if writers is None:
+                writers = [] if folder is None else files.default_writers(folder, start, config)
+            if display is None:
+                writers, display = _with_display(writers, manager.origin_text, start, num_steps)
             if folder is not None:
                 plan = None if batch is _NO_BATCH else _memory_and_placement(zero, step, state, batch)
                 files.write_description(folder, zero.config, config, start, num_steps, plan)
             if batch is not _NO_BATCH:
-                costs = row_costs(zero.config, step, state, batch, tokens_per_row)
+                costs = costs_per_row(zero.config, step, state, batch, tokens_per_row)
         else:
             writers, display = (), None
         recorder = stack.enter_context(MetricsRecorder(writers, display, log_every, costs))
@@ -186,24 +193,14 @@ def fit(
     return state
 
 
-def _check_arguments(
-    num_steps: int,
-    log_every: int,
-    evaluate_every: int | None,
-    profile: tuple[int, int] | None,
-    tokens_per_row: int | None,
-    data: object,
-    evaluate: object,
-) -> None:
+def _check_arguments(counts: Mapping[str, int | None], profile: object, data: object, evaluate: object) -> None:
     """Raises ValueError if an argument of `fit` is invalid."""
-    counts = {"num_steps": num_steps, "log_every": log_every}
-    counts |= {} if evaluate_every is None else {"evaluate_every": evaluate_every}
     for name, number in counts.items():
-        if not _is_count(number):
-            raise ValueError(error_text(f"fit: {name} is {number!r}", None, "a whole number of steps, at least 1"))
-    if tokens_per_row is not None and not _is_count(tokens_per_row):
-        raise ValueError(error_text(f"fit: tokens_per_row is {tokens_per_row!r}", None, "a whole number, at least 1"))
-    if profile is not None and not (len(profile) == 2 and all(map(_is_count, profile)) and profile[0] <= profile[1]):
+        may_be_none = name in ("evaluate_every", "tokens_per_row")
+        if not (_is_count(number) or (number is None and may_be_none)):
+            raise ValueError(error_text(f"fit: {name} is {number!r}", None, "a whole number, at least 1"))
+    steps = profile if isinstance(profile, tuple | list) else ()
+    if profile is not None and not (len(steps) == 2 and all(map(_is_count, steps)) and steps[0] <= steps[1]):
         raise ValueError(error_text(f"fit: profile is {profile!r}", None, "(first step, last step), counted from 1"))
     if isinstance(data, Mapping) or not (callable(data) or isinstance(data, Iterable)):
         fix = "a function of the step, or an iterable of batches"
@@ -233,35 +230,12 @@ def _check_folder(folder: Path | None, profile: object, checkpoints: CheckpointO
             raise ValueError(error_text(f"fit: {name} needs a directory", "no directory", "pass directory="))
 
 
-def _check_restored(manager: Checkpoints | NoCheckpoints, start: int, num_steps: int) -> None:
-    """Raises ValueError if a run that is complete from the start has no checkpoint, but starts from the given state."""
-    if manager.origin is None:
-        raise ValueError(
-            error_text(
-                f"fit: the state that was passed is already at step {start}, and num_steps={num_steps}",
-                "num_steps counts from step 0 of the state, and no checkpoint was found",
-                f"num_steps={start + num_steps} trains for {num_steps} more steps; "
-                "zero.with_optimizer(state, tx) starts at step 0",
-            )
-        )
-
-
-def _outputs(
-    manager: Checkpoints | NoCheckpoints,
-    folder: Path | None,
-    config: Mapping[str, object],
-    start: int,
-    num_steps: int,
-    writers: Sequence[Writer] | None,
-    display: Writer | None,
+def _with_display(
+    writers: Sequence[Writer], origin: str, start: int, num_steps: int
 ) -> tuple[Sequence[Writer], Writer | None]:
-    """The writers and the display of process 0."""
-    if writers is None:
-        writers = [] if folder is None else files.default_writers(folder, start, config)
-    if display is not None:
-        return writers, display
+    """Adds lines to the writers, or a progress bar, after saying where the run starts."""
     if not log.isEnabledFor(logging.INFO):  # otherwise `resume` has logged it
-        show_line(f"fit: {manager.origin_text}")
+        show_line(f"fit: {origin}")
     if on_terminal():
         return writers, ProgressBar(num_steps, start)
     return [*writers, ProgressLines(num_steps)], None

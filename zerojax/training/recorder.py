@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import logging
 import statistics
 import time
@@ -32,57 +31,40 @@ _SHARE = 0.1  # of the time of a step: a process that needs so much more than th
 # Metrics and rates
 
 
-@dataclasses.dataclass(frozen=True)
-class RowCosts:
-    """What the rates of a run are computed from, in addition to its rows and its time."""
-
-    tokens: int | None = None  # in a row; None if it is not known
-    # The share of the peak of all devices that the flops of one row take for a second; None if one is not known.
-    peak_share: float | None = None
-
-    def rates(self, num_rows: int, seconds: float) -> dict[str, float]:
-        """The rates of a step of `num_rows` rows, by the name of the metric."""
-        rates = {"seconds_per_step": seconds, "rows_per_s": num_rows / seconds}
-        if self.tokens is not None:
-            rates["tokens_per_s"] = num_rows * self.tokens / seconds
-        if self.peak_share is not None:
-            rates["mfu"] = num_rows * self.peak_share / seconds
-        return rates
-
-
-def row_costs(
+def costs_per_row(
     config: ZeroConfig, step: object, state: TrainState, batch: PyTree, tokens_per_row: int | None
-) -> RowCosts:
-    """The costs of a row of a run. If the chip is known, this traces the loss, which takes seconds.
+) -> dict[str, float]:
+    """What a row adds to each rate of a second. If the chip is known, this traces the loss, which takes seconds.
 
     The model FLOPs utilization is known if the data sheet of the chip is, if the step is one of `zero.train_step`, and
     if every parameter is trained: frozen ones have fewer products in the backward pass.
     """
+    costs: dict[str, float] = {} if tokens_per_row is None else {"tokens_per_s": tokens_per_row}
     chip = chip_of_kind(config.mesh.devices.flat[0].device_kind)
     model_flops = getattr(step, "model_flops", None)
     is_frozen = not all(leaf.trainable for leaf in state.layout.leaves)
     if chip is None or chip.platform == "cpu" or model_flops is None or is_frozen:
-        return RowCosts(tokens_per_row)
+        return costs
     try:
         flops = model_flops(state, batch)
     except ValueError as error:  # of a kernel
         log.info("fit: the model FLOPs utilization is not shown: %s", error)
-        return RowCosts(tokens_per_row)
-    return RowCosts(tokens_per_row, flops / num_global_rows(batch) / (chip.flops.peak * config.mesh.size))
+        return costs
+    return costs | {"mfu": flops / num_global_rows(batch) / (chip.flops.peak * config.mesh.size)}
 
 
 class MetricsRecorder:
     """Passes the metrics of steps on to writers. They are read some steps later, so that no step waits for the host.
 
     Writers receive the rows of the first step, of every `log_every`-th step, and of the last step; a display receives
-    those of every step.
+    those of every step. Rates are computed from the costs of a row, as of `costs_per_row`.
     """
 
     def __init__(
-        self, writers: Sequence[Writer], display: Writer | None, log_every: int, costs: RowCosts | None = None
+        self, writers: Sequence[Writer], display: Writer | None, log_every: int, costs: MetricsRow | None = None
     ):
         self._writers, self._displays, self._log_every = writers, [] if display is None else [display], log_every
-        self._costs, self._has_written = costs or RowCosts(), False
+        self._costs, self._has_written = costs or {}, False
         self._unwritten: tuple[int, MetricsRow] | None = None  # the newest row, if it was read and not written
         # (step, metrics, rows of the batch); the devices may still be computing the metrics.
         self._pending: collections.deque[tuple[int, Mapping[str, SupportsFloat], int]] = collections.deque()
@@ -138,7 +120,9 @@ class MetricsRecorder:
         row = {name: _as_float(name, metrics[name]) for name in sorted(metrics, key=lambda name: name != "loss")}
         if len(self._times) > 1:
             (first_step, first_time), (last_step, last_time) = self._times[0], self._times[-1]
-            row |= self._costs.rates(num_rows, (last_time - first_time) / (last_step - first_step))
+            seconds = (last_time - first_time) / (last_step - first_step)
+            row |= {"seconds_per_step": seconds, "rows_per_s": num_rows / seconds}
+            row |= {name: num_rows * cost / seconds for name, cost in self._costs.items()}
         for display in self._displays:
             display.write(step, row)
         self._unwritten = step, row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import importlib.util
@@ -69,10 +70,8 @@ class JsonlWriter:
             raise OSError(error_text("fit: metrics cannot be written", f"{error}: {self._path}", fix)) from error
 
     def close(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # of a row whose `write` has raised
             self._file.close()
-        except OSError as error:  # of a row whose `write` has raised
-            log.error("%s: %s", self._path, error)
 
 
 def _remove_rows_after(path: Path, start: int) -> None:
