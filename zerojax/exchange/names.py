@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
@@ -80,11 +80,8 @@ class Rearrangement(NamedTuple):
 
     def their_shape(self, ours: Shape) -> Shape | None:
         """The shape in the file for our shape; None if ours has another rank, or does not determine it."""
-        return _shape(self.theirs, _sizes((self.ours, ours)))
-
-    def our_shape(self, theirs: Shape) -> Shape | None:
-        """Our shape for that in the file; None if that has another rank, or does not determine it."""
-        return _shape(self.ours, _sizes((self.theirs, theirs)))
+        sizes = _sizes((self.ours, ours))
+        return None if sizes is None else tuple(math.prod(sizes[name] for name in dim) for dim in self.theirs)
 
     def to_ours(self, array: np.ndarray, shape: Shape) -> np.ndarray:
         """Turns the array of a file into ours, of the given shape. A view, unless one of our dims is a product."""
@@ -97,24 +94,18 @@ class Rearrangement(NamedTuple):
 
 def parse_dims(text: object) -> Rearrangement:
     """Reads "theirs -> ours". Raises ValueError for anything else, or if a name is not exactly once on each side."""
-    sides = text.split("->") if isinstance(text, str) else []
-    fix = "write the dims in the file and ours, as in 'out in -> in out' or '(heads size) width -> width heads size'"
-    if len(sides) != 2:
+    sides = [_parse_side(side) for side in text.split("->")] if isinstance(text, str) else []
+    names = [sorted(_flat(side)) for side in sides]
+    if len(sides) != 2 or not names[0] == names[1] == sorted(set(names[0])) or not all(map(str.isidentifier, names[0])):
+        fix = "each name once on each side, as in 'out in -> in out' or '(heads size) width -> width heads size'"
         raise exchange_error("the dims of a mapping are not of the form 'theirs -> ours'", bounded_repr(text), fix)
-    theirs, ours = (tuple(_parse_side(side, bounded_repr(text), fix)) for side in sides)
-    names = _flat(theirs)
-    if sorted(names) != sorted(_flat(ours)) or len(set(names)) < len(names):
-        fix = "use each name exactly once on each side"
-        raise exchange_error("the two sides of the dims of a mapping do not match", bounded_repr(text), fix)
-    return Rearrangement(theirs, ours)
+    return Rearrangement(*sides)
 
 
-def _parse_side(side: str, text: str, fix: str) -> Iterable[tuple[str, ...]]:
-    for group, name, other in _TOKEN.findall(side):
-        names = tuple(part for part in (group or name).split() if part != "1")
-        if other or not all(part.isidentifier() for part in names):
-            raise exchange_error("the dims of a mapping contain something else than names", text, fix)
-        yield names
+def _parse_side(side: str) -> NamedDims:
+    """The named dims of a side. What is no name stays, and is no identifier."""
+    groups = [group or name or other for group, name, other in _TOKEN.findall(side)]
+    return tuple(tuple(part for part in group.split() if part != "1") for group in groups)
 
 
 def _rearranged(array: np.ndarray, before: NamedDims, after: NamedDims, sizes: dict[str, int] | None) -> np.ndarray:
@@ -126,10 +117,6 @@ def _rearranged(array: np.ndarray, before: NamedDims, after: NamedDims, sizes: d
 
 def _flat(side: NamedDims) -> list[str]:
     return [name for dim in side for name in dim]
-
-
-def _shape(side: NamedDims, sizes: dict[str, int] | None) -> Shape | None:
-    return None if sizes is None else tuple(math.prod(sizes[name] for name in dim) for dim in side)
 
 
 def _sizes(*known: tuple[NamedDims, Shape]) -> dict[str, int] | None:

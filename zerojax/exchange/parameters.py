@@ -359,7 +359,5 @@ def _shape_problem(reader: Reader, source: Source, shape: Shape) -> str | None:
         if source.dims is None and theirs != shape:
             return f"{name} has {theirs}, the state has {shape}"
         if source.dims is not None and not source.dims.fits(theirs, element):
-            turned = source.dims.our_shape(theirs)
-            known = f"which becomes {turned}" if turned else "which does not fit the dims"
-            return f"{name} has {theirs}, {known}; the state has {shape}"
+            return f"{name} has {theirs}, which the dims do not turn into {shape}"
     return None
