@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import jax
+from flax import traverse_util
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, KeyPath
 
@@ -84,11 +85,7 @@ def load_quantized(
 
 def _nested(keys: KeyPath, array: Array | Aval) -> PyTree:
     """A tree of dicts with one array."""
-    tree: PyTree = array
-    for key in reversed(keys):
-        assert isinstance(key, DictKey)
-        tree = {key.key: tree}
-    return tree
+    return traverse_util.unflatten_dict({tuple(key.key for key in keys if isinstance(key, DictKey)): array})
 
 
 def _by_path(tree: PyTree) -> dict[str, Array]:

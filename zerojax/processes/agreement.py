@@ -91,17 +91,17 @@ def run_in_process_0(function: Callable[[], object], call: str, timeout_s: int =
         raise ValueError(f"{text}\n  (this is the error of process 0)")
 
 
-def agree_on_lines(lines: Sequence[str], what: str, fix: str, call: str, timeout_s: int = TIMEOUT_S) -> None:
+def agree_on_lines(lines: Sequence[str], what: str, fix: str, call: str) -> None:
     """Checks that all processes have the same lines, such as those of a program. An error has the first that differs.
 
     Cost: one message of 64 bytes from each process. If they differ, two processes send up to 10 kB more.
     """
     if not jax.distributed.is_initialized():
         return
-    groups = list(_grouped(_all_gather_text(_digest(lines), call, timeout_s)).values())
+    groups = list(_grouped(_all_gather_text(_digest(lines), call)).values())
     if len(groups) == 1:
         return
-    number, found = _first_difference(lines, [group[0] for group in groups[:2]], call, timeout_s)
+    number, found = _first_difference(lines, [group[0] for group in groups[:2]], call)
     texts = [text.strip()[:_MAX_LINE] or "nothing" for text in found]
     shown = [f"{text} in {names(group)}" for text, group in zip(texts, groups[:2], strict=True)]
     others = [index for group in groups[2:] for index in group]
@@ -109,28 +109,28 @@ def agree_on_lines(lines: Sequence[str], what: str, fix: str, call: str, timeout
     raise ValueError(error_text(f"processes: their {what} differ", f"line {number + 1}: {'; '.join(shown)}", fix))
 
 
-def _first_difference(
-    lines: Sequence[str], compared: Sequence[int], call: str, timeout_s: int
-) -> tuple[int, list[str]]:
+def _first_difference(lines: Sequence[str], compared: Sequence[int], call: str) -> tuple[int, list[str]]:
     """The first line in which two processes differ, and the texts of both. All processes call it."""
-    lengths = _all_gather_text(str(len(lines)), call, timeout_s, compared)
-    first, size = 0, max(map(int, lengths.values()))
+
+    def of_both(text: str) -> list[str]:
+        texts = _all_gather_text(text, call, senders=compared)
+        return [texts[index] for index in compared]
+
+    first, size = 0, max(map(int, of_both(str(len(lines)))))
     while size > 1:
         block = -(-size // _BLOCKS)
         checksums = [_digest(lines[i : i + block])[:16] for i in range(first, first + size, block)]
-        gathered = _all_gather_text(json.dumps(checksums), call, timeout_s, compared)
-        ours, theirs = (json.loads(gathered[index]) for index in compared)
+        ours, theirs = map(json.loads, of_both(json.dumps(checksums)))
         first += block * next(i for i, (x, y) in enumerate(zip(ours, theirs, strict=True)) if x != y)
         size = block
-    found = _all_gather_text(lines[first] if first < len(lines) else "", call, timeout_s, compared)
-    return first, [found[index] for index in compared]
+    return first, of_both(lines[first] if first < len(lines) else "")
 
 
 def _digest(lines: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(list(lines)).encode()).hexdigest()
 
 
-def agree_on_directory(directory: Path, timeout_s: int = TIMEOUT_S) -> None:
+def agree_on_directory(directory: Path) -> None:
     """Checks that all processes see the same directory. It must exist in process 0, which writes an empty file there.
 
     Raises ValueError in all processes if the file did not appear in others within 10 s, and OSError in process 0 if it
@@ -145,9 +145,9 @@ def agree_on_directory(directory: Path, timeout_s: int = TIMEOUT_S) -> None:
         mark = directory / f".shared_{uuid.uuid4().hex}"
         mark.touch()
     try:
-        name = _all_gather_text(mark.name if mark else "", call, timeout_s)[0]
+        name = _all_gather_text(mark.name if mark else "", call)[0]
         seen = _appears(directory / name)
-        texts = _all_gather_text(json.dumps([seen, platform.node(), str(directory)]), call, timeout_s)
+        texts = _all_gather_text(json.dumps([seen, platform.node(), str(directory)]), call)
     finally:
         if mark:
             mark.unlink(missing_ok=True)
@@ -187,7 +187,9 @@ def check_config(config: Mapping[str, object]) -> dict[str, str]:
     return texts
 
 
-def _all_gather_text(text: str, call: str, timeout_s: int, senders: Sequence[int] | None = None) -> dict[int, str]:
+def _all_gather_text(
+    text: str, call: str, timeout_s: int = TIMEOUT_S, senders: Sequence[int] | None = None
+) -> dict[int, str]:
     """Gathers a text from every process, or from some of them, by process index. All processes call it."""
     state = distributed_state()
     client, key = state.client, f"zerojax/agree/{next(_call_numbers)}"
