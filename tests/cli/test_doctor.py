@@ -8,7 +8,6 @@ from click.testing import CliRunner
 
 from zerojax.cli import doctor, machine, main, variables
 from zerojax.cli.machine import Check, Gpu, Host, Status
-from zerojax.cli.variables import Surroundings
 from zerojax.offload.host_memory import PINNED_LIMIT
 
 
@@ -188,8 +187,7 @@ def test_containers_with_too_little_for_nccl():
     assert list(machine.check_communication(1, small._replace(has_infiniband=False))) == []
 
 
-ALONE = Surroundings(False, ("lo", "eth0", "ib0"))
-OTHERS = ALONE._replace(several_processes=True)
+INTERFACES = ("lo", "eth0", "ib0")
 CASES = {  # variables -> status, what is said, the fix
     "NCCL_P2P_DISABLE=1": (Status.WARNING, "not over NVLink", "unset NCCL_P2P_DISABLE"),
     "NCCL_IB_DISABLE=1": (Status.WARNING, "sockets", "unset NCCL_IB_DISABLE"),
@@ -221,7 +219,7 @@ def test_a_variable_of_another_run_is_found_with_its_fix():
     for variable in CASES:
         name, _, value = variable.partition("=")
         status, details, fix = CASES[variable]
-        (check,) = variables.check_variables({name: value, "HOME": "/"}, ALONE)
+        (check,) = variables.check_variables({name: value, "HOME": "/"}, INTERFACES, is_alone=True)
         assert check.status is status and details in check.details and fix in check.fix
         assert value in check.details
 
@@ -242,18 +240,18 @@ def test_a_variable_that_is_not_in_the_way_is_not_mentioned():
         "XLA_FLAGS='",
     ]:
         name, _, value = variable.partition("=")
-        (check,) = variables.check_variables({name: value}, ALONE)
+        (check,) = variables.check_variables({name: value}, INTERFACES, is_alone=True)
         assert check.status is Status.OK
 
 
 def test_loopback_is_a_failure_if_there_are_other_processes():
-    (check,) = variables.check_variables({"NCCL_SOCKET_IFNAME": "lo"}, OTHERS)
+    (check,) = variables.check_variables({"NCCL_SOCKET_IFNAME": "lo"}, INTERFACES, is_alone=False)
     assert check.status is Status.ERROR
 
 
 def test_all_findings_are_listed_and_the_last_flag_counts():
     flags = "--xla_dump_to=/a --xla_gpu_autotune_level=0 --xla_gpu_autotune_level=4"
-    found = list(variables.check_variables({"XLA_FLAGS": flags, "JAX_DEBUG_NANS": "1"}, ALONE))
+    found = list(variables.check_variables({"XLA_FLAGS": flags, "JAX_DEBUG_NANS": "1"}, INTERFACES, is_alone=True))
     assert [check.details.partition("=")[0] for check in found] == ["JAX_DEBUG_NANS", "--xla_dump_to"]
 
 

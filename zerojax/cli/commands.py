@@ -16,13 +16,6 @@ from zerojax.cli.plan import plan_command
 from zerojax.utils.text import error_text
 
 _NAME = "__NAME__"  # in the templates
-_FILES = {  # of the project -> template
-    "train.py": "train.py.txt",
-    "config.toml": "config.toml",
-    "slurm.sh": "slurm.sh",
-    "jobset.yaml": "jobset.yaml",
-    "README.md": "README.md",
-}
 _LONGEST_NAME = 40  # of a JobSet; Kubernetes makes the names of pods of it, which have at most 63 characters
 
 
@@ -90,9 +83,9 @@ def project_files(name: str) -> dict[str, str]:
     """The texts of a starting project, by file. Where Kubernetes limits names, that of the project is changed."""
     short = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:_LONGEST_NAME].strip("-")
     short = short if short[:1].isalpha() else f"run-{short}".strip("-")
-    folder = resources.files("zerojax.cli") / "templates"
-    texts = {file: (folder / template).read_text(encoding="utf-8") for file, template in _FILES.items()}
-    return {file: text.replace(_NAME, short) for file, text in texts.items()}
+    templates = (resources.files("zerojax.cli") / "templates").iterdir()
+    texts = {file.name.removesuffix(".txt"): file.read_text(encoding="utf-8") for file in templates}
+    return {name: texts[name].replace(_NAME, short) for name in sorted(texts)}
 
 
 for other in (plan_command, doctor_command, checkpoint):

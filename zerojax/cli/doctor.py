@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -57,13 +58,15 @@ def diagnose(
     Cost: initializes the devices of JAX; writes an empty file into the directory and deletes it.
     """
     environ = os.environ if environ is None else environ
+    interfaces = [name for _, name in socket.if_nameindex()]
+    processes = list(machine.check_processes(environ))
     return [
         *machine.check_versions(),
         *machine.check_devices(environ),
         *machine.check_memory(),
         *machine.check_gpus(environ, precision, head_dim),
         *machine.check_directory(directory),
-        *machine.check_processes(environ),
-        *variables.check_variables(environ, variables.Surroundings.of_machine(environ)),
+        *processes,
+        *variables.check_variables(environ, interfaces, is_alone=processes == [machine.ALONE]),
         *machine.check_compilers(),
     ]

@@ -4,30 +4,13 @@ from __future__ import annotations
 
 import math
 import shlex
-import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from zerojax.cli.machine import Check, Status
-from zerojax.processes.detect import detect
 
 _TRUE = frozenset(["y", "yes", "t", "true", "on", "1"])  # as JAX reads them (jax/_src/config.py)
 _FALSE = frozenset(["n", "no", "f", "false", "off", "0"])
-
-
-class Surroundings(NamedTuple):
-    """What decides whether a setting is in the way."""
-
-    several_processes: bool  # whether other processes take part in the run
-    interfaces: tuple[str, ...]  # the network interfaces of this machine
-
-    @classmethod
-    def of_machine(cls, environ: Mapping[str, str]) -> Surroundings:
-        try:
-            info = detect(environ)
-        except ValueError:  # which another check reports
-            info = None
-        return cls(info is not None and info.count != 1, tuple(name for _, name in socket.if_nameindex()))
 
 
 class _Rule(NamedTuple):
@@ -98,11 +81,14 @@ _FLAGS = (
 _INTERFACES = "NCCL_SOCKET_IFNAME"
 
 
-def check_variables(environ: Mapping[str, str], surroundings: Surroundings) -> Iterator[Check]:
-    """Yields a check for each variable that is in the way, or one that says that none is."""
+def check_variables(environ: Mapping[str, str], interfaces: Sequence[str], is_alone: bool) -> Iterator[Check]:
+    """Yields a check for each variable that is in the way, or one that says that none is.
+
+    Whether one is depends on the network interfaces of this machine, and on whether there are other processes.
+    """
     found = [
         *_by_rules(environ, _VARIABLES, lambda name: f"unset {name}"),
-        *_interfaces(environ.get(_INTERFACES, ""), surroundings),
+        *_interfaces(environ.get(_INTERFACES, ""), interfaces, is_alone),
         *_by_rules(_parsed_flags(environ.get("XLA_FLAGS", "")), _FLAGS, lambda name: f"remove {name} from XLA_FLAGS"),
     ]
     yield from found or [Check("environment", Status.OK, "no variable is in the way")]
@@ -123,20 +109,20 @@ def _parsed_flags(text: str) -> dict[str, str]:
     return {name: value if equals else "true" for name, equals, value in (word.partition("=") for word in words)}
 
 
-def _interfaces(value: str, surroundings: Surroundings) -> Iterator[Check]:
+def _interfaces(value: str, interfaces: Sequence[str], is_alone: bool) -> Iterator[Check]:
     if not value:
         return
-    chosen = _chosen(value, surroundings.interfaces)
-    others = [name for name in surroundings.interfaces if name != "lo"]
+    chosen = _chosen(value, interfaces)
+    others = [name for name in interfaces if name != "lo"]
     given, fix = f"{_INTERFACES}={value}", f"unset {_INTERFACES}" + f", or one of {', '.join(others)}" * bool(others)
     if not chosen:
         yield Check("environment", Status.ERROR, f"{given}: this machine has no such network interface", fix)
     elif all(name == "lo" for name in chosen):
-        status = Status.ERROR if surroundings.several_processes else Status.WARNING
+        status = Status.WARNING if is_alone else Status.ERROR
         yield Check("environment", status, f"{given}: other machines cannot be reached over lo", fix)
 
 
-def _chosen(value: str, interfaces: tuple[str, ...]) -> list[str]:
+def _chosen(value: str, interfaces: Sequence[str]) -> list[str]:
     """The interfaces of a list of beginnings of names, of names behind '=', or of neither behind '^'."""
     excludes, value = value.startswith("^"), value.removeprefix("^")
     exact, value = value.startswith("="), value.removeprefix("=")
