@@ -1,7 +1,7 @@
 """Splits the update of an optimizer into parts that can be computed for one piece of a parameter at a time.
 
 The update is traced. Operations on the elements or the rows of one parameter, or on the positions in it, are computed
-piece by piece, see `row_operations`. All else is computed once, on whole arrays, and must not depend on arrays in host
+piece by piece, see `Rows`. All else is computed once, on whole arrays, and must not depend on arrays in host
 memory:
 
     gradients ──► global norm ──► scale ─────┐                                   once, on whole arrays
