@@ -46,9 +46,9 @@ def _share(value: str) -> float:
 
 
 _OF_SHARES = (  # of a GPU's memory, of which programs may use 75% by default
-    (lambda v: not _share(v) > 0, "not a share of the memory", Status.ERROR),
-    (lambda v: 0 < _share(v) < 0.5, "programs may use less than half of the memory of a GPU"),
-    (lambda v: _share(v) > 0.95, "the driver and NCCL need some of the rest, which plans take to be 5%"),
+    _Rule("", lambda v: not _share(v) > 0, "not a share of the memory", Status.ERROR),
+    _Rule("", lambda v: 0 < _share(v) < 0.5, "programs may use less than half of the memory of a GPU"),
+    _Rule("", lambda v: _share(v) > 0.95, "the driver and NCCL need some of the rest, which plans take to be 5%"),
 )
 _VARIABLES = (
     # NCCL: user guide, environment variables, 2026.
@@ -65,7 +65,8 @@ _VARIABLES = (
     _Rule("JAX_DEBUG_INFS", _is_true, "every result is copied to the host and checked, and a step that skips raises"),
     _Rule("JAX_ENABLE_X64", _is_true, "arrays are float64 by default, twice as large, and slower"),
     _Rule("JAX_CHECK_TRACER_LEAKS", _is_true, "tracing is slower, and functions are traced again"),
-    *(_Rule(f"XLA_{name}MEM_FRACTION", *rule) for name in ("PYTHON_CLIENT_", "CLIENT_") for rule in _OF_SHARES),
+    *(rule._replace(name="XLA_CLIENT_MEM_FRACTION") for rule in _OF_SHARES),
+    *(rule._replace(name="XLA_PYTHON_CLIENT_MEM_FRACTION") for rule in _OF_SHARES),
     _Rule("XLA_PYTHON_CLIENT_ALLOCATOR", lambda v: v == "platform", "every allocation waits for the device, slowly"),
     _Rule("XLA_PYTHON_CLIENT_PREALLOCATE", _is_false, "memory fragments: a step may run out of it", Status.INFO),
     _Rule("LIBTPU_INIT_ARGS", _is_set, "flags for the TPU compiler from elsewhere", Status.INFO),
