@@ -2,84 +2,55 @@
 
 from __future__ import annotations
 
-import math
+import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from zerojax.cli.machine import Check, Status
 
-_TRUE = frozenset(["y", "yes", "t", "true", "on", "1"])  # as JAX reads them (jax/_src/config.py)
-_FALSE = frozenset(["n", "no", "f", "false", "off", "0"])
+_TRUE, _FALSE = "y|yes|t|true|on|1", "n|no|f|false|off|0"  # as JAX reads them (jax/_src/config.py)
+_SET, _NOT_FALSE = ".+", rf"(?!({_FALSE})$).*"
+_SHARES = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_INTERFACES = "NCCL_SOCKET_IFNAME"
 
 
 class _Rule(NamedTuple):
-    """A value of a variable or a flag that is in the way: whether it is, and what it does."""
+    """What values of a variable or a flag are in the way, as a regular expression, and what they do."""
 
     name: str
-    matches: Callable[[str], bool]
+    values: str
     why: str
     status: Status = Status.WARNING
 
 
-def _is_true(value: str) -> bool:
-    return value.lower() in _TRUE
-
-
-def _is_false(value: str) -> bool:
-    return value.lower() in _FALSE
-
-
-def _is_not_false(value: str) -> bool:
-    return not _is_false(value)
-
-
-def _is_set(value: str) -> bool:
-    return value != ""
-
-
-def _share(value: str) -> float:
-    try:
-        return float(value)
-    except ValueError:
-        return math.nan
-
-
-_OF_SHARES = (  # of a GPU's memory, of which programs may use 75% by default
-    _Rule("", lambda v: not _share(v) > 0, "not a share of the memory", Status.ERROR),
-    _Rule("", lambda v: 0 < _share(v) < 0.5, "programs may use less than half of the memory of a GPU"),
-    _Rule("", lambda v: _share(v) > 0.95, "the driver and NCCL need some of the rest, which plans take to be 5%"),
-)
 _VARIABLES = (
     # NCCL: user guide, environment variables, 2026.
-    _Rule("NCCL_P2P_DISABLE", _is_true, "GPUs of a host send through host memory, not over NVLink"),
-    _Rule("NCCL_P2P_LEVEL", lambda v: v in ("LOC", "0"), "GPUs of a host send through host memory, not over NVLink"),
-    _Rule("NCCL_SHM_DISABLE", _is_true, "GPUs of a host that are not connected send over the network"),
-    _Rule("NCCL_IB_DISABLE", _is_true, "hosts send over sockets, not over InfiniBand or RoCE"),
-    _Rule("NCCL_NET_GDR_LEVEL", lambda v: v in ("LOC", "0"), "network cards read GPU memory through the CPU"),
-    _Rule("NCCL_DEBUG", lambda v: v.upper() in ("INFO", "TRACE"), "each process writes hundreds of lines", Status.INFO),
-    _Rule("CUDA_LAUNCH_BLOCKING", _is_true, "the host waits for every kernel, and nothing overlaps"),
+    _Rule("NCCL_P2P_DISABLE", _TRUE, "GPUs of a host send through host memory, not over NVLink"),
+    _Rule("NCCL_P2P_LEVEL", "LOC|0", "GPUs of a host send through host memory, not over NVLink"),
+    _Rule("NCCL_SHM_DISABLE", _TRUE, "GPUs of a host that are not connected send over the network"),
+    _Rule("NCCL_IB_DISABLE", _TRUE, "hosts send over sockets, not over InfiniBand or RoCE"),
+    _Rule("NCCL_NET_GDR_LEVEL", "LOC|0", "network cards read GPU memory through the CPU"),
+    _Rule("NCCL_DEBUG", "INFO|TRACE", "each process writes hundreds of lines", Status.INFO),
+    _Rule("CUDA_LAUNCH_BLOCKING", _TRUE, "the host waits for every kernel, and nothing overlaps"),
     # JAX: documentation of its configuration options and of GPU memory allocation, 2026.
-    _Rule("JAX_DISABLE_JIT", _is_true, "nothing is compiled: steps run operation by operation"),
-    _Rule("JAX_DEBUG_NANS", _is_true, "every result is copied to the host and checked, and a step that skips raises"),
-    _Rule("JAX_DEBUG_INFS", _is_true, "every result is copied to the host and checked, and a step that skips raises"),
-    _Rule("JAX_ENABLE_X64", _is_true, "arrays are float64 by default, twice as large, and slower"),
-    _Rule("JAX_CHECK_TRACER_LEAKS", _is_true, "tracing is slower, and functions are traced again"),
-    *(rule._replace(name="XLA_CLIENT_MEM_FRACTION") for rule in _OF_SHARES),
-    *(rule._replace(name="XLA_PYTHON_CLIENT_MEM_FRACTION") for rule in _OF_SHARES),
-    _Rule("XLA_PYTHON_CLIENT_ALLOCATOR", lambda v: v == "platform", "every allocation waits for the device, slowly"),
-    _Rule("XLA_PYTHON_CLIENT_PREALLOCATE", _is_false, "memory fragments: a step may run out of it", Status.INFO),
-    _Rule("LIBTPU_INIT_ARGS", _is_set, "flags for the TPU compiler from elsewhere", Status.INFO),
+    _Rule("JAX_DISABLE_JIT", _TRUE, "nothing is compiled: steps run operation by operation"),
+    _Rule("JAX_DEBUG_NANS", _TRUE, "every result is copied to the host and checked, and a step that skips raises"),
+    _Rule("JAX_DEBUG_INFS", _TRUE, "every result is copied to the host and checked, and a step that skips raises"),
+    _Rule("JAX_ENABLE_X64", _TRUE, "arrays are float64 by default, twice as large, and slower"),
+    _Rule("JAX_CHECK_TRACER_LEAKS", _TRUE, "tracing is slower, and functions are traced again"),
+    _Rule("XLA_PYTHON_CLIENT_ALLOCATOR", "platform", "every allocation waits for the device, slowly"),
+    _Rule("XLA_PYTHON_CLIENT_PREALLOCATE", _FALSE, "memory fragments: a step may run out of it", Status.INFO),
+    _Rule("LIBTPU_INIT_ARGS", _SET, "flags for the TPU compiler from elsewhere", Status.INFO),
 )
 _FLAGS = (
-    _Rule("--xla_dump_to", _is_set, "every compilation writes files, up to gigabytes for a large model"),
-    _Rule("--xla_gpu_autotune_level", lambda v: v == "0", "kernels are not tuned, and slower"),
-    _Rule("--xla_backend_optimization_level", lambda v: v in ("0", "1"), "code is not optimized"),
-    _Rule("--xla_disable_all_hlo_passes", _is_not_false, "the compiler optimizes nothing"),
-    _Rule("--xla_gpu_enable_latency_hiding_scheduler", _is_false, "communication does not overlap with computation"),
-    _Rule("--xla_gpu_deterministic_ops", _is_not_false, "reductions are slower, some operations fail", Status.INFO),
+    _Rule("--xla_dump_to", _SET, "every compilation writes files, up to gigabytes for a large model"),
+    _Rule("--xla_gpu_autotune_level", "0", "kernels are not tuned, and slower"),
+    _Rule("--xla_backend_optimization_level", "0|1", "code is not optimized"),
+    _Rule("--xla_disable_all_hlo_passes", _NOT_FALSE, "the compiler optimizes nothing"),
+    _Rule("--xla_gpu_enable_latency_hiding_scheduler", _FALSE, "communication does not overlap with computation"),
+    _Rule("--xla_gpu_deterministic_ops", _NOT_FALSE, "reductions are slower, some operations fail", Status.INFO),
 )
-_INTERFACES = "NCCL_SOCKET_IFNAME"
 
 
 def check_variables(environ: Mapping[str, str], interfaces: Sequence[str], is_alone: bool) -> Iterator[Check]:
@@ -90,6 +61,7 @@ def check_variables(environ: Mapping[str, str], interfaces: Sequence[str], is_al
     found = [
         *_by_rules(environ, _VARIABLES, lambda name: f"unset {name}"),
         *_interfaces(environ.get(_INTERFACES, ""), interfaces, is_alone),
+        *_shares(environ),
         *_by_rules(_parsed_flags(environ.get("XLA_FLAGS", "")), _FLAGS, lambda name: f"remove {name} from XLA_FLAGS"),
     ]
     yield from found or [Check("environment", Status.OK, "no variable is in the way")]
@@ -97,7 +69,7 @@ def check_variables(environ: Mapping[str, str], interfaces: Sequence[str], is_al
 
 def _by_rules(values: Mapping[str, str], rules: tuple[_Rule, ...], fix: Callable[[str], str]) -> Iterator[Check]:
     for rule in rules:
-        if rule.name in values and rule.matches(values[rule.name].strip()):
+        if rule.name in values and re.fullmatch(rule.values, values[rule.name].strip(), re.IGNORECASE):
             yield Check("environment", rule.status, f"{rule.name}={values[rule.name]}: {rule.why}", fix(rule.name))
 
 
@@ -108,6 +80,25 @@ def _parsed_flags(text: str) -> dict[str, str]:
     except ValueError:  # a quote that is not closed
         words = text.split()
     return {name: value if equals else "true" for name, equals, value in (word.partition("=") for word in words)}
+
+
+def _shares(environ: Mapping[str, str]) -> Iterator[Check]:
+    """The shares of a GPU's memory that programs may use, 75% by default."""
+    for name in filter(environ.__contains__, _SHARES):
+        try:
+            share = float(environ[name])
+        except ValueError:
+            share = 0.0
+        if not share > 0:
+            why = "not a share of the memory"
+        elif share < 0.5:
+            why = "programs may use less than half of the memory of a GPU"
+        elif share > 0.95:
+            why = "the driver and NCCL need some of the rest, which plans take to be 5%"
+        else:
+            continue
+        status = Status.WARNING if share > 0 else Status.ERROR
+        yield Check("environment", status, f"{name}={environ[name]}: {why}", f"unset {name}")
 
 
 def _interfaces(value: str, interfaces: Sequence[str], is_alone: bool) -> Iterator[Check]:

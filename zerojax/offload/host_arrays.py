@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.core
@@ -24,6 +24,9 @@ from zerojax.sharding.tiles import TILE, stored_order
 from zerojax.utils.typing import Array, ArrayLike, DTypeLike, PyTree, Shape
 
 T = TypeVar("T")
+Events: TypeAlias = Sequence[Array]
+# A matrix product, after the part of all products that has been computed with it, from 0 to 1.
+Product: TypeAlias = tuple[float, Array]
 HOST_SPACE, DEVICE_SPACE = jax.memory.Space.Host, jax.memory.Space.Device
 _MOST_PIECES = 16
 _ALIGNED = 128, 32  # elements of a whole tile of a TPU, in the last dim and the one before
@@ -44,7 +47,7 @@ def room(shape: Shape, dtype: DTypeLike) -> Array:
     return _host_room.bind(shape=tuple(shape), dtype=jnp.dtype(dtype))
 
 
-def from_host(array: Array, events: Sequence[Array]) -> Array:
+def from_host(array: Array, events: Events) -> Array:
     """Copies an array from host memory to the device, not before the events.
 
     Cost: a copy on the device, since the array comes in parts. One without `cut_dim` waits for no event.
@@ -79,10 +82,7 @@ def cut_dim(shape: Shape) -> tuple[int, int]:
 
 
 def layer_from_host(stack: Array, index: ArrayLike, dim: int, pace: Pace) -> Array:
-    """Copies a layer of a stack in host memory to the device. It keeps the dim of layers.
-
-    A layer of a stack on the device is sliced.
-    """
+    """A layer, with the dim of layers, of a stack in host memory or on the device."""
     if not is_in_host(stack):
         return lax.dynamic_slice_in_dim(stack, index, 1, dim)
     layer = part_from_host(stack, index_after(index, pace.next(_layer_bytes(stack, dim))), 1, dim)
@@ -129,7 +129,7 @@ def in_stored_order(part: Array, shape: Shape) -> Array:
     return with_layout_constraint(part, Layout(stored_order(shape)))
 
 
-def index_after(index: ArrayLike, events: Sequence[Array]) -> Array:
+def index_after(index: ArrayLike, events: Events) -> Array:
     """An index that is not available before the events; see `dependencies.after`.
 
     On CPU devices it does not wait. Their host memory is like any other, and XLA would compute all that an index waits
@@ -171,13 +171,7 @@ class Pace:
         waits: events that the first copy waits for.
     """
 
-    def __init__(
-        self,
-        products: Sequence[tuple[float, Array]],
-        num_bytes: float,
-        one_by_one: bool = False,
-        waits: Sequence[Array] = (),
-    ):
+    def __init__(self, products: Sequence[Product], num_bytes: float, one_by_one: bool = False, waits: Events = ()):
         self._products, self._num_bytes, self._one_by_one = list(products), num_bytes, one_by_one
         self._moved, self._waits = 0.0, list(waits)
 
@@ -200,12 +194,8 @@ class Paces(NamedTuple):
     puts: Pace
 
 
-def run_with_products(fn: Callable[..., T], *args: PyTree) -> tuple[T, list[tuple[float, Array]]]:
-    """Runs a function: (its results, its matrix products in order).
-
-    Each product comes with the part of all products that has been computed with it, from 0 to 1. Products inside of
-    loops and kernels do not count.
-    """
+def run_with_products(fn: Callable[..., T], *args: PyTree) -> tuple[T, list[Product]]:
+    """Runs a function: (its results, its matrix products in order, but those inside of loops and kernels)."""
     # Run its equations one by one.
     traced, shapes = jaxprs.traced(fn, *args)
     closed = jaxprs.inlined(traced, lambda equation: True)

@@ -92,14 +92,9 @@ class Fold(NamedTuple):
 
 
 def fold(paths: Sequence[str], kinds: Sequence[Hashable]) -> list[Fold]:
-    """Folds rows whose paths differ in the numbers of layers only, and that are of the same kind.
+    """Folds rows whose paths, joined by '/', differ in the numbers of layers only, and that are of the same kind.
 
-    Args:
-        paths: keys joined by '/'.
-        kinds: what else the rows show; only rows with an equal one are folded.
-
-    Returns:
-        All rows, each once, in the order of the first row of each fold.
+    Returns all rows, each once, in the order of the first row of each fold.
     """
     stems: dict[str, dict[Hashable, list[int]]] = {}
     for k, (path, kind) in enumerate(zip(paths, kinds, strict=True)):
