@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 
 from zerojax.analysis import jaxpr_counts
 from zerojax.analysis.hlo_collectives import Collective
-from zerojax.offload.checks import host_gradients_bytes
+from zerojax.offload.host_memory import host_gradients_bytes
 from zerojax.program.jaxprs import ClosedJaxpr
 from zerojax.sharding import placement
 from zerojax.sharding.axes import axis_names

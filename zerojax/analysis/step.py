@@ -16,7 +16,7 @@ from zerojax.analysis.expectation import Audit, Expectation, expect, run_checks
 from zerojax.analysis.hlo import Program
 from zerojax.analysis.jaxpr_counts import model_flops
 from zerojax.analysis.memory import Memory, step_memory
-from zerojax.offload.checks import DEFAULT_PINNED_GIB, PINNED_LIMIT
+from zerojax.offload.host_memory import DEFAULT_PINNED_GIB, PINNED_LIMIT
 from zerojax.step import steps
 from zerojax.step.batch import batch_avals
 from zerojax.step.compiler_options import TracedWithHostArguments

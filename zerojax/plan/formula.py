@@ -12,7 +12,7 @@ from zerojax.analysis.hardware import Chip, Cluster, Route
 from zerojax.analysis.jaxpr_counts import COLLECTIVES, Operation, flattened, products, walk
 from zerojax.analysis.liveness import ACTIVATIONS, Lifetimes
 from zerojax.analysis.memory import Memory
-from zerojax.offload.checks import DEFAULT_PINNED_GIB, PINNED_LIMIT, sufficient_limit_gib
+from zerojax.offload.host_memory import DEFAULT_PINNED_GIB, PINNED_LIMIT, sufficient_limit_gib
 from zerojax.plan.few_layers import segments_of
 from zerojax.plan.job import Settings
 from zerojax.plan.transformer import Transformer, can_fuse, widest_head

@@ -16,8 +16,7 @@ import optax
 from flax import nnx
 
 from zerojax.analysis.hardware import Chip
-from zerojax.contrib.low_bit.moments import low_bit_moments
-from zerojax.contrib.low_bit.parameters import stochastic_rounding
+from zerojax.contrib.low_bit import low_bit_moments, stochastic_rounding
 from zerojax.plan import transformer
 from zerojax.plan.transformer import Transformer
 from zerojax.utils.typing import Array, PyTree

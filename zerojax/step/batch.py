@@ -59,7 +59,7 @@ def unwrapped(batch: PyTree) -> PyTree:
 
 
 def map_rows(
-    fn: Callable[[Array], object], batch: PyTree, otherwise: Callable[[Array], object] = lambda a: a
+    fn: Callable[[Any], object], batch: PyTree, otherwise: Callable[[Any], object] = lambda a: a
 ) -> PyTree:
     """Applies `fn` to the arrays with rows, and `otherwise` to scalars and to what is marked `Whole`."""
 

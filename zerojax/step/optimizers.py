@@ -110,7 +110,7 @@ def optimizer_function(equation: Equation) -> str | None:
     trace = equation.source_info.traceback
     for frame in trace.frames if trace else ():  # innermost first
         name, _, inside = frame.function_name.partition(".")
-        if {"optax", "low_bit"} & set(Path(frame.file_name).parts) and "update" in inside and name not in _COMBINING:
+        if {"optax", "low_bit.py"} & set(Path(frame.file_name).parts) and "update" in inside and name not in _COMBINING:
             return name
     return None
 
