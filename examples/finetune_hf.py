@@ -53,7 +53,7 @@ class Model(NamedTuple):
 
     Attributes:
         create: `create(rngs=rngs)` returns the module.
-        family: the names and dims of its weights in files, see `zerojax.exchange.families`.
+        family: the names and dims of its weights in files, see `zerojax.exchange.names`.
         is_tied: whether the embedding is the head too.
     """
 

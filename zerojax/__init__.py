@@ -6,10 +6,9 @@ from zerojax.utils.versions import __version__  # must be first: rejects unsuppo
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from zerojax.analysis.audit import audit_step
-from zerojax.analysis.expectation import Expectation
+from zerojax.analysis.expectation import Audit, Expectation, Finding, Verdict
 from zerojax.analysis.explanation import Explanation
-from zerojax.analysis.findings import Audit, Finding, Verdict
+from zerojax.analysis.step import audit_step
 from zerojax.analysis.visualize import visualize
 from zerojax.contrib.losses import chunked_cross_entropy
 from zerojax.contrib.low_bit import low_bit_moments, stochastic_rounding
@@ -18,7 +17,7 @@ from zerojax.program.remat import Remat
 from zerojax.sharding.mesh import make_mesh, simulate_devices
 from zerojax.sharding.precision import Precision
 from zerojax.step.batch import Whole
-from zerojax.step.models import Weighted
+from zerojax.step.losses import Weighted
 from zerojax.step.optimizers import ema
 from zerojax.step.state import TrainState
 from zerojax.training import evaluate, fit

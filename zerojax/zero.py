@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -15,28 +16,29 @@ from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from zerojax.analysis import explanation as report
+from zerojax.analysis.expectation import check_setting
 from zerojax.analysis.explanation import Explanation
-from zerojax.analysis.findings import check_setting
 from zerojax.analysis.step import TrainStep
 from zerojax.offload.host_memory import memory_of
 from zerojax.processes import agreement
 from zerojax.processes.join import check_joined
 from zerojax.program.remat import RematRules, Setting
-from zerojax.sharding import padding, placement
+from zerojax.sharding import placement
 from zerojax.sharding.advice import uneven_text
 from zerojax.sharding.mesh import check_enclosing_mesh, data_axes, warn_of_disabled_jit
-from zerojax.sharding.placement import FromModel, Overrides, Stage
+from zerojax.sharding.placement import FromModel, Overrides, Stage, by_path
 from zerojax.sharding.precision import Precision
-from zerojax.step import batch as batches, creation, models, own_step, state as states
+from zerojax.step import batch as batches, creation, models, own_step
 from zerojax.step.config import StepSettings, ZeroConfig, check_offload
-from zerojax.step.gradient import compute_gradients, device_gradient
-from zerojax.step.loss_traces import check_loss, explained_by_rows
-from zerojax.step.source import source_of
-from zerojax.step.state import StateLayout, TrainState, check_not_donated, check_trained
+from zerojax.step.gradient import LossArgs, compute_gradients, device_gradient
+from zerojax.step.loss_traces import explained_by_rows
+from zerojax.step.losses import LossFn
+from zerojax.step.source import Inputs, source_of
+from zerojax.step.state import StateLayout, TrainState, check_not_donated
 from zerojax.step.steps import EvalStep
 from zerojax.step.whole_batch import Purpose, over_whole_batch
 from zerojax.utils.text import mesh_text
-from zerojax.utils.typing import AnyMesh, PRNGKey
+from zerojax.utils.typing import AnyMesh, DTypeLike, PRNGKey, PyTree
 from zerojax.utils.warn import is_called_by_user, warn
 
 if TYPE_CHECKING:
@@ -102,7 +104,7 @@ class Zero:
         stacked: str | Sequence[str] = (),
         frozen: str | Sequence[str] = (),
         trainable: Any = None,
-        dtypes: Mapping[str, Any] | None = None,
+        dtypes: Mapping[str, DTypeLike] | None = None,
         units: str | Sequence[str] = (),
         partition_specs: Mapping[str, PartitionSpec] | None = None,
         axis_names: Mapping[str, str | None] | None = None,
@@ -145,7 +147,7 @@ class Zero:
         tx: optax.GradientTransformation,
         seed: int | PRNGKey = 0,
         *,
-        inputs: Sequence[Any] | Mapping[str, Any] | None = None,
+        inputs: Inputs = None,
     ) -> TrainState:
         """Creates a training state that is sharded from the start: no device and no host ever holds all of it.
 
@@ -176,8 +178,8 @@ class Zero:
             given = {"seed": str(seed)} if isinstance(seed, int) else {}  # a key is compared with the state
             fix = "pass the same model, optimizer and seed in all processes"
             agreement.agree_on(self.config.texts() | given, "configurations", fix, "zero.init")
-            leaves = jax.tree_util.tree_leaves_with_path(avals)
-            lines = [f"{placement.path_text(path)}: {a.dtype}{list(a.shape)} {a.sharding.spec}" for path, a in leaves]
+            leaves = by_path(avals).items()
+            lines = [f"{path}: {a.dtype}{list(a.shape)} {a.sharding.spec}" for path, a in leaves]
             agreement.agree_on_lines(lines, "states", fix, "zero.init")
         state = create()
         if jax.process_count() > 1:
@@ -192,7 +194,7 @@ class Zero:
         tx: optax.GradientTransformation,
         seed: int | PRNGKey = 0,
         *,
-        inputs: Sequence[Any] | Mapping[str, Any] | None = None,
+        inputs: Inputs = None,
     ) -> TrainState:
         """The state that `init` would create, as avals with shardings. Allocates nothing; works on abstract meshes.
 
@@ -201,14 +203,16 @@ class Zero:
         """
         return self._build(model, tx, seed, inputs)[1]
 
-    def _build(self, model: Any, tx: Any, seed: int | PRNGKey, inputs: Any) -> Any:
+    def _build(
+        self, model: PyTree, tx: optax.GradientTransformation, seed: int | PRNGKey, inputs: Inputs
+    ) -> tuple[Callable[[], TrainState], TrainState]:
         check_enclosing_mesh(self.config.mesh)
         warn_of_disabled_jit()
         return creation.build(self.config, self.overrides, source_of(model, inputs), tx, seed)
 
     def train_step(
         self,
-        loss_fn: Callable[..., Any],
+        loss_fn: LossFn,
         *,
         num_microbatches: int = 1,
         clip_norm: float | None = None,
@@ -241,10 +245,7 @@ class Zero:
                 for the previous one, except for the first in a scan at stage 2, where two may be in flight. With None,
                 the default, leaves are communicated whole. No computation overlaps with a leaf that is communicated in
                 pieces, so a bucket should hold the largest leaf of a layer. Buckets bound the temporary memory of
-                collectives over stacks of layers at stages 0 to 2, which otherwise grows with the model: compiled for
-                eight H100s, the gather of two weights of 16 layers of width 1024 (224 MiB in bf16) takes 9 MiB in
-                addition to its result instead of 128 with buckets of 32 MiB, and their reduce-scatter 9 instead of 224.
-                An all-reduce, which is in place otherwise, takes 32.
+                collectives over stacks of layers at stages 0 to 2, which otherwise grows with the model.
             audit: 'error' and 'warn' compare each newly compiled program with the step's expectation (see
                 `zerojax.audit_step`) before it runs for the first time, and raise ValueError or warn if it deviates.
                 'off', the default, reads nothing; `step.audit(state, batch)` does so on demand. The program is compiled
@@ -272,7 +273,7 @@ class Zero:
         settings = StepSettings(num_microbatches, clip_norm, RematRules.of(remat), prefetch, bucket_bytes)
         return TrainStep(self.config, settings.check(self.config.axes), loss_fn, check_setting(audit))
 
-    def eval_step(self, loss_fn: Callable[..., Any], *, bucket_bytes: int | None = None) -> EvalStep:
+    def eval_step(self, loss_fn: LossFn, *, bucket_bytes: int | None = None) -> EvalStep:
         """Returns a jitted `step(state, batch) -> metrics`, which gathers as `train_step` does and changes nothing.
 
         An nnx.Module is in evaluation mode (`model.eval()`): no dropout, and BatchNorm uses its running averages.
@@ -289,13 +290,13 @@ class Zero:
 
     def value_and_grad(
         self,
-        loss_fn: Callable[..., Any],
+        loss_fn: LossFn,
         has_aux: bool = False,
         *,
         remat: Setting | Mapping[str, Setting] = "none",
         prefetch: int = 1,
         bucket_bytes: int | None = None,
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., PyTree]:
         """`jax.value_and_grad` for scripts that have their own step.
 
         Args:
@@ -316,29 +317,33 @@ class Zero:
         """
         settings = StepSettings(remat=RematRules.of(remat), prefetch=prefetch, bucket_bytes=bucket_bytes)
         settings.check(self.config.axes)
-        checked = set[bool]()
+        seen: list[bool] = []
 
-        def fn(params: Any, *args: Any) -> Any:
+        def fn(params: PyTree, *args: PyTree) -> PyTree:
+            # Check.
             batches.check_batch(self.config, args, 1)
             layout = self._definition(params)
             if not self._places_optimizer and is_called_by_user():
                 own_step.warn_of_placement(self.config, layout)
             config = self.config._replace(offload="none")
             gradient = device_gradient(config, layout, lambda p, args: loss_fn(p, *args), settings)
-            args = own_step.free_whole(config, args)
-            inputs = (jax.tree.leaves(params), {}, args, jax.random.key(0), jnp.float32(1))
-            with explained_by_rows(gradient, inputs[:-1]):
-                closes_over = check_loss(gradient, inputs[:-1])
-                gradient = over_whole_batch(gradient, inputs[:-1], Purpose.TRAINING, quiet=bool(checked))
-                checked.add(True)
-                compute = lambda *inputs: compute_gradients(gradient, inputs)
-                result = own_step.run_free(config, compute, *inputs) if closes_over else compute(*inputs)
+            batch = own_step.free_whole(config, args)
+            inputs = LossArgs(jax.tree.leaves(params), {}, batch, jax.random.key(0))
+
+            # Compute.
+            with explained_by_rows(gradient, inputs):
+                checked = over_whole_batch(gradient, inputs, Purpose.TRAINING, constraints=True, is_seen=bool(seen))
+                seen.append(True)
+                compute = functools.partial(compute_gradients, checked.gradient)
+                if checked.closes_over:
+                    compute = functools.partial(own_step.run_free, config, compute)
+                result = compute(inputs, jnp.float32(1))
             grads = jax.tree.unflatten(layout.tree, result.grads)
             return ((result.loss, result.metrics), grads) if has_aux else (result.loss, grads)
 
         return fn
 
-    def shard(self, params: Any) -> Any:
+    def shard(self, params: PyTree) -> PyTree:
         """Places copies of existing parameters as the stage requires, for use with `value_and_grad`.
 
         They share no memory with `params`, NumPy or JAX arrays, and may be donated.
@@ -381,7 +386,7 @@ class Zero:
         self._places_optimizer = True
         return own_step.placed_optimizer(self.config, self._definition, tx)
 
-    def apply_updates(self, params: Any, updates: Any) -> Any:
+    def apply_updates(self, params: PyTree, updates: PyTree) -> PyTree:
         """`optax.apply_updates`, with a result that is stored as the stage requires, whatever reads it in a program.
 
         Args:
@@ -390,7 +395,7 @@ class Zero:
         """
         return own_step.apply_updates(self.config, self._definition(params), params, updates)
 
-    def shard_batch(self, batch: Any) -> Any:
+    def shard_batch(self, batch: PyTree) -> PyTree:
         """Converts host arrays to global arrays that are split over the data axes in dim 0.
 
         Args:
@@ -398,7 +403,7 @@ class Zero:
         """
         return batches.shard_batch(self.config, batch)
 
-    def pad_batch(self, batch: Any, num_rows: int | None = None) -> tuple[Any, np.ndarray]:
+    def pad_batch(self, batch: PyTree, num_rows: int | None = None) -> tuple[PyTree, np.ndarray]:
         """Pads a batch whose rows do not divide over the devices, such as the last one of an evaluation.
 
         Args:
@@ -431,7 +436,7 @@ class Zero:
         """
         return batches.num_microbatches(self.config, num_rows, most_rows)
 
-    def with_params(self, state: TrainState, params: Any) -> TrainState:
+    def with_params(self, state: TrainState, params: PyTree) -> TrainState:
         """A state with other values of the parameters, to evaluate an average of the weights.
 
         Args:
@@ -447,22 +452,7 @@ class Zero:
 
         Cost: at stages 1 and 2 the parameters are gathered.
         """
-        check_not_donated(state)
-        check_trained(state, params)
-        layout, is_sharded = state.layout, self.config.stage.shards_params
-        shardings = states.shardings(self.config, state)
-        trained = [leaf for leaf in layout.leaves if leaf.trainable]
-
-        def insert(given: Any, current: Any) -> Any:
-            given = jax.device_put(given, jax.memory.Space.Device) if self.config.offloads_optimizer else given
-            values, tree = jax.tree.flatten(layout.cast_trained(given))
-            logical = [leaf.without_zeros(a) for a, leaf in zip(values, trained, strict=True)]
-            stored = padding.padded(logical, [leaf.padding(is_sharded) for leaf in trained])
-            return layout.with_frozen(tree.unflatten(stored), current)
-
-        computed = jax.jit(insert, out_shardings=shardings.params)(params, state.params)
-        master = state.master and creation.lend_master(state, params, shardings.master)
-        return dataclasses.replace(state, params=computed, master=master)
+        return creation.with_params(self.config, state, params)
 
     def with_optimizer(
         self, state: TrainState, tx: optax.GradientTransformation, seed: int | PRNGKey = 0
@@ -482,7 +472,7 @@ class Zero:
         """
         return creation.with_optimizer(self.config, state, tx, seed)
 
-    def _definition(self, params: Any) -> StateLayout:
+    def _definition(self, params: PyTree) -> StateLayout:
         if isinstance(params, nnx.Module):
             raise ValueError(
                 f"value_and_grad: takes parameters, not a module with all of its variables\n"
@@ -513,7 +503,7 @@ class Zero:
 
         return Checkpoints(self.config, directory, **options)
 
-    def explain(self, state: TrainState, step: TrainStep | None = None, batch: Any = None) -> Explanation:
+    def explain(self, state: TrainState, step: TrainStep | None = None, batch: PyTree = None) -> Explanation:
         """Explains where every leaf of a state lives and why, what it costs each device, and what is not sharded.
 
         Args:

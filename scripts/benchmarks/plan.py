@@ -134,6 +134,7 @@ def measured(name, target, remat, compiled):
     from zerojax import targets
     from zerojax.plan import Job, Settings
     from zerojax.plan.planner import Planner
+    from zerojax.plan.search import with_suggestions
 
     devices = targets.devices(target) if compiled else None
     model = models.model(name)
@@ -147,7 +148,7 @@ def measured(name, target, remat, compiled):
         options=model.options,
     )
     planner, start = Planner("models:planned", target), time.process_time()
-    made = planner.plan(Settings(remat=remat))
+    made = with_suggestions(planner, planner.plan(Settings(remat=remat)))
     seconds = time.process_time() - start
     row = {
         "model": name,
@@ -161,15 +162,15 @@ def measured(name, target, remat, compiled):
     }
     if devices is None:
         return row
-    made = planner.plan(made.settings, devices, suggest=False)
-    prediction = made.program.analysis.prediction
+    made = planner.plan(made.settings, devices)
+    prediction = made.program.prediction
     return row | {
         "compiled": made.program.peak_bytes,
         "ratio": made.memory.peak_bytes / made.program.peak_bytes,
         "compile_s": made.program.compile_s,
         "mfu": prediction and made.throughput.model_flop_utilization,
         "step_s": prediction and prediction.step_s,
-        "unread": made.program.analysis.unread,
+        "unread": made.program.unread,
     }
 
 

@@ -8,7 +8,6 @@ import pytest
 from zerojax import targets
 from zerojax.analysis import hardware
 from zerojax.analysis.hardware import BETWEEN_HOSTS, BETWEEN_SLICES, CHIPS, INSIDE_HOST, cluster, torus_links
-from zerojax.plan import calibrate
 
 
 def test_a_cluster_by_its_name():
@@ -134,7 +133,7 @@ def test_a_calibration_replaces_the_rates_that_it_measured(tmp_path):
 
 def test_a_calibration_of_this_machine_is_only_for_this_machine(tmp_path):
     path = tmp_path / "folder" / "calibration.json"
-    measured = calibrate.calibrate(path, warm_s=0)
+    measured = hardware.calibrate(path, warm_s=0)
     assert json.loads(path.read_text()) == measured
     assert cluster("cpu:8", path).chip.flops.effective == pytest.approx(measured["flops"])
     with pytest.raises(ValueError, match="not measured on a100"):

@@ -10,7 +10,7 @@ import pytest
 import zerojax
 from zerojax import Verdict, targets
 from zerojax.offload import host_memory, host_pieces
-from zerojax.step.memory import DeviceMemory
+from zerojax.step.memory import Memory
 
 pytestmark = pytest.mark.aot
 low_bit = functools.partial(zerojax.low_bit_moments, exempt=(), min_size=512)
@@ -59,7 +59,7 @@ def test_the_update_widens_no_array_as_a_whole(monkeypatch, target):
     found = []
     for in_pieces in (True, False):
         if not in_pieces:
-            monkeypatch.setattr(host_memory.AllOnDevices, "update", DeviceMemory.update)
+            monkeypatch.setattr(host_memory.AllOnDevices, "update", Memory.update)
         step, state, batch = build("8 bits", target=target, width=512, layers=16)
         found.append(program(step, state, batch, target).memory_analysis().temp_size_in_bytes)
     assert found[0] < 0.9 * found[1]

@@ -11,7 +11,7 @@ import pytest
 
 import zerojax
 from zerojax import Remat, Verdict, targets
-from zerojax.step import compiler_options, jitted_step
+from zerojax.step import compiler_options, steps
 from zerojax.utils import versions
 
 pytestmark = pytest.mark.aot
@@ -26,7 +26,7 @@ def compiled(prefetch, k=1, with_option=True):
     state, batch = zero.eval_init(gpt.create(CONFIG), optax.adamw(1e-3)), gpt.batch_aval(CONFIG, 8 * k)
     with pytest.MonkeyPatch.context() as patch:
         if not with_option:
-            patch.setattr(jitted_step, "offload_options", lambda config: {})
+            patch.setattr(steps, "offload_options", lambda config: {})
         step = zero.train_step(gpt.loss, num_microbatches=k, remat=Remat(offload_inputs=True), prefetch=prefetch)
         return step.lower(state, batch).compile(), step.expectation(state, batch)
 

@@ -10,7 +10,7 @@ import pytest
 
 import zerojax
 from zerojax import Verdict, targets
-from zerojax.analysis import audit as audits, hlo
+from zerojax.analysis import hlo
 from zerojax.analysis.hlo_collectives import compiled_collectives
 
 pytestmark = pytest.mark.aot
@@ -64,12 +64,12 @@ def test_an_audit_says_whether_communication_overlaps_and_why_not(monkeypatch):
     """Combined as if every unit were as large as the head, which is XLA's way with a large threshold."""
     step, state, batch, traced = step_and_avals()
     expectation = step.expectation(state, batch)
-    assert audits.audit_step(program(), expectation)["exposed"].verdict is Verdict.OK
+    assert zerojax.audit_step(program(), expectation)["exposed"].verdict is Verdict.OK
     combining = {
         "xla_gpu_enable_reduce_scatter_combine_by_dim": False,
         "xla_gpu_reduce_scatter_combine_threshold_bytes": 4 * LAYER // N,
     }
     together = traced.lower(lowering_platforms=("cuda",)).compile(compiler_options=combining)
-    audit = audits.audit_step(together, expectation)
+    audit = zerojax.audit_step(together, expectation)
     assert audit.ok and audit["exposed"].verdict is Verdict.SLOW
     assert "overlap with no matrix product" in audit["exposed"].found and "docs/schedule.md" in audit["exposed"].fix

@@ -39,7 +39,7 @@ def test_the_compilers_buffer_assignment_is_added_up_by_category(stage, remat):
     to a tenth of the peak. Otherwise several moments have nearly the same memory, and the formula may choose another:
     what is held at all times matches, and so do the gradients if layers are recomputed."""
     made = compiled(stage=stage, remat=remat)
-    assert sum(made.held.values()) == made.peak_bytes and made.program.analysis.unread is None
+    assert sum(made.held.values()) == made.peak_bytes and made.program.unread is None
     assert made.held.get(UNUSED, 0) + made.held["others"] < 0.05 * made.peak_bytes
     assert min(made.held[name] for name in ("gradients", "activations")) > 2**20
     terms = {term.name: term.num_bytes for term in made.memory.terms}
@@ -59,7 +59,7 @@ def test_arguments_of_7_5_billion_parameters_are_table_1(stage, num_devices):
 def test_a_trillion_parameters_fit_on_1024_gpus():
     made = compiled("gpt-1t", "h100:1024")
     assert made.fits
-    sent = {row.kind: row for row in made.program.analysis.collectives if row.dtype == "bf16"}  # not indices
+    sent = {row.kind: row for row in made.program.collectives if row.dtype == "bf16"}  # not indices
     psi = 2 * made.parameters * 1023 / 1024
     assert sent["all-gather"].sent_bytes == pytest.approx(2 * psi, rel=0.01)
     assert sent["reduce-scatter"].sent_bytes == pytest.approx(psi, rel=0.01)
@@ -67,16 +67,16 @@ def test_a_trillion_parameters_fit_on_1024_gpus():
     assert sent["all-to-all"].sent_bytes < 0.001 * psi  # rows of the embedding
     assert made.throughput.model_flop_utilization > 0
     data = json.loads(json.dumps(made.data()))
-    assert data["step_s"] == made.program.analysis.prediction.step_s and data["bound_by"] and 0 < data["mfu"] < 1
+    assert data["step_s"] == made.program.prediction.step_s and data["bound_by"] and 0 < data["mfu"] < 1
 
 
 def test_faster_chips_are_predicted_to_be_faster():
-    steps = {kind: compiled(target=f"{kind}:8").program.analysis.prediction.step_s for kind in ("a100", "h100", "b200")}
+    steps = {kind: compiled(target=f"{kind}:8").program.prediction.step_s for kind in ("a100", "h100", "b200")}
     assert steps["a100"] > steps["h100"] > steps["b200"]
 
 
 def test_collectives_overlap_with_computation_before_hopper_too():
-    analysis = compiled(target="a100:8").program.analysis
+    analysis = compiled(target="a100:8").program
     large = [row for row in analysis.collectives if row.sent_bytes > 2**20]
     assert large and all(row.exposed_bytes < 0.8 * row.sent_bytes for row in large)
 
@@ -86,12 +86,12 @@ def test_offloading_moves_checkpoints_to_the_host():
     full, offload = compiled(), compiled(remat="offload")
     assert offload.program.host_bytes == (12 + 1) * 16 * 1024 * 768 * 2 and not full.program.host_bytes
     assert offload.memory.host_bytes == pytest.approx(offload.program.host_bytes, rel=0.01)
-    assert offload.program.analysis.prediction.busy_s["copies to the host"] > 0
+    assert offload.program.prediction.busy_s["copies to the host"] > 0
 
 
 def test_a_tpu_program_is_analyzed():
     made = compiled(target="v5e:2x4")
-    analysis = made.program.analysis
+    analysis = made.program
     assert sum(made.held.values()) == made.peak_bytes and made.held["gradients"] > 2**20
     assert (
         made.fits
@@ -119,7 +119,7 @@ def test_temporaries_on_a_tpu_are_those_that_its_program_allocates(tmp_path):
 
 def test_the_required_memory_is_known_if_the_compiler_gives_up():
     made = compiled("gpt2-1.5b", "v5e:2x2", remat="none")
-    assert not made.fits and "gave up" in made.program.analysis.unread
+    assert not made.fits and "gave up" in made.program.unread
     assert made.program.peak_bytes == made.program.arguments_bytes + made.program.temporaries_bytes
     assert made.program.temporaries_bytes == pytest.approx(
         made.memory.peak_bytes - made.memory.arguments_bytes, rel=0.25
@@ -151,6 +151,6 @@ def test_the_search_beats_the_naive_choice():
 def test_pictures_are_drawn(tmp_path):
     targets.devices("h100:8")
     picture.memory_by_stage([compiled(stage=stage, remat="full") for stage in (0, 3)], tmp_path / "memory.png")
-    picture.timeline({"prefetch 1": compiled().program.analysis.prediction}, tmp_path / "deep" / "timeline.png")
+    picture.timeline({"prefetch 1": compiled().program.prediction}, tmp_path / "deep" / "timeline.png")
     for name in "memory.png", "deep/timeline.png":
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG") and (tmp_path / name).stat().st_size > 10_000

@@ -15,7 +15,7 @@ import zerojax
 from zerojax.checkpoints import run_directory, store
 from zerojax.checkpoints.pieces import verify_arrays
 from zerojax.checkpoints.run_directory import local_directory
-from zerojax.cli.diagnosis import machine
+from zerojax.cli import machine
 
 pytestmark = pytest.mark.once
 

@@ -102,6 +102,7 @@ def test_a_run_that_is_killed_while_it_saves_continues_bit_for_bit(tmp_path, und
     assert {step: losses[step] for step in losses} == {step: undisturbed[step] for step in losses}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.full] * (seed > 0)) for seed in range(12)])
 def test_a_run_that_is_killed_while_it_deletes_keeps_an_intact_step(tmp_path, undisturbed, seed):
     """It keeps only one step, so that another is deleted after every save."""
@@ -181,6 +182,7 @@ def test_sigterm_saves_and_the_exit_code_is_75(tmp_path, undisturbed):
     assert losses == undisturbed
 
 
+@pytest.mark.full
 def test_ctrl_c_saves_and_the_exit_code_is_130(tmp_path, undisturbed):
     process = start(tmp_path, "--every", 1000, "--slow", 0.2)
     seen = until(process, "loss 3")
@@ -209,6 +211,7 @@ def test_a_ctrl_c_that_arrives_twice_counts_once(tmp_path, pause):
     assert intact_steps(tmp_path) == [4]
 
 
+@pytest.mark.full
 def test_a_second_ctrl_c_ends_at_once_and_leaves_whole_steps(tmp_path, undisturbed):
     """During a step that takes a minute, and maybe a save. Nothing of it is saved."""
     process = start(tmp_path, "--slow", 60, "--slow-from", 3)
@@ -243,6 +246,7 @@ def test_a_run_that_hangs_prints_its_stacks_and_ends(tmp_path):
     assert 3 in intact_steps(tmp_path)
 
 
+@pytest.mark.full
 def test_a_run_that_is_suspended_for_longer_than_its_watchdog_continues(tmp_path, undisturbed):
     process = start(tmp_path, "--slow", 0.3, "--watchdog", 2)
     seen = until(process, "loss 3")
@@ -260,6 +264,7 @@ def test_a_full_disk_is_reported_and_the_next_save_succeeds(tmp_path, undisturbe
     assert intact_steps(tmp_path) == [1, 2, 4, 5, 6, 7, 8] and losses == undisturbed
 
 
+@pytest.mark.full
 def test_a_killed_run_continues_on_other_devices(tmp_path, undisturbed):
     """On half of the devices and at another stage, up to the order of sums in bf16."""
     process = start(tmp_path)
@@ -292,6 +297,7 @@ def assert_close(losses, undisturbed):
         assert float.fromhex(loss) == pytest.approx(float.fromhex(undisturbed[step]), rel=0.02)
 
 
+@pytest.mark.full
 def test_two_processes_write_one_checkpoint_that_one_process_reads(tmp_path, undisturbed):
     (code, first, errors), (other, second, _) = results(start_two(tmp_path))
     assert code == other == 0, errors[-3000:]
@@ -418,6 +424,7 @@ def test_a_process_that_hangs_ends_all_processes(tmp_path):
     assert "no answer" not in text and "signal.pause()" in text.split("process 1:")[1].split("process 0:")[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [(), pytest.param(("--every", 1000, "--verify-every", 1), marks=pytest.mark.full)],

@@ -27,6 +27,7 @@ def test_a_process_restores_only_its_own_shards(tmp_path, capfd):
     assert max(memory_growth(capfd, 4, "restore", tmp_path, 16)) < 0.9 * NUM_BYTES
 
 
+@pytest.mark.full
 def test_an_export_holds_one_file_at_a_time(tmp_path, capfd):
     """Of 16 arrays of 16 MiB, in files of 32 MiB. The library copies a file once more up to version 0.7."""
     memory_growth(capfd, 4, "save", tmp_path, 16)

@@ -14,7 +14,7 @@ from support.paths import REPO, importing
 
 import zerojax
 from zerojax.cli import main
-from zerojax.cli.init import project_files
+from zerojax.cli.commands import project_files
 
 FILES = {"train.py", "config.toml", "slurm.sh", "jobset.yaml", "README.md"}
 

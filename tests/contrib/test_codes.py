@@ -5,8 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zerojax.contrib.low_bit.codes import NON_NEGATIVE, SIGNED, decode_blocks, encode_blocks
-from zerojax.contrib.low_bit.rounding import random_bits, to_bfloat16, uniform
+from zerojax.contrib.low_bit import (
+    NON_NEGATIVE,
+    SIGNED,
+    decode_blocks,
+    encode_blocks,
+    random_bits,
+    to_bfloat16,
+    uniform,
+)
 
 REPEATS = 500
 

@@ -14,7 +14,7 @@ from zerojax.analysis import hlo, hlo_collectives
 from zerojax.contrib.low_bit import low_bit_moments, stochastic_rounding
 from zerojax.offload import host_memory, host_pieces
 from zerojax.offload.streamed_update import StreamedUpdate
-from zerojax.step.memory import DeviceMemory
+from zerojax.step.memory import Memory
 
 WIDTH, HIDDEN, ROWS = 32, 1024, 48
 low_bit = functools.partial(low_bit_moments, min_size=512)
@@ -196,6 +196,7 @@ def test_explain_counts_the_bytes():
     assert zero_of(1, precision="bf16_params").explain(state).totals["optimizer"] == size(state.opt_state)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("offload", ["none", "optimizer"])
 def test_a_checkpoint_is_restored_on_another_number_of_devices(tmp_path, offload):
     tx = stochastic_rounding(low_bit(optax.adamw(1e-2)))
@@ -216,7 +217,7 @@ def test_moments_in_few_bits_may_be_in_host_memory(monkeypatch, bits, num_device
     """The numbers of an update of whole arrays. The scales of blocks stay on the devices. Three devices store zeros
     behind the last row; four that divide rows of 1024 elements have a block of each."""
     monkeypatch.setattr(host_pieces, "PIECES_BYTES", 2**14)
-    monkeypatch.setattr(host_memory.AllOnDevices, "update", DeviceMemory.update)
+    monkeypatch.setattr(host_memory.AllOnDevices, "update", Memory.update)
     tx = stochastic_rounding(low_bit(optax.adamw(1e-2), bits))
     dims = {"up": dim_of_up, "down": 0}
     zeros = [zero_of(num_devices, 3, "bf16_params", to, shard_dims=dims) for to in ("none", "optimizer")]
@@ -247,7 +248,7 @@ def test_an_update_in_pieces_is_that_of_whole_arrays(monkeypatch, bits, stage):
     assert not in_pieces(zerojax.Zero(zerojax.make_mesh(model=2)), tx)  # it may divide a piece
     for pieces_bytes in (2**14, None):
         if pieces_bytes is None:
-            monkeypatch.setattr(host_memory.AllOnDevices, "update", DeviceMemory.update)
+            monkeypatch.setattr(host_memory.AllOnDevices, "update", Memory.update)
         else:
             monkeypatch.setattr(host_pieces, "DEVICE_PIECES_BYTES", pieces_bytes)
         found.append(run(zero_of(4, stage), tx))

@@ -24,7 +24,7 @@ from support.small_run import (
 )
 
 import zerojax
-from zerojax.analysis.memory import out_of_memory_error
+from zerojax.analysis.step import out_of_memory_error
 from zerojax.checkpoints import store
 from zerojax.checkpoints.manifest import with_digest
 from zerojax.exchange import adapters, parameters, quantized
@@ -234,7 +234,7 @@ def _(tmp_path):
     versions.check({"jax": "0.10.1"})
 
 
-@raises("A config of an unknown kind")
+@raises("A config of an unknown model type")
 def _(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     from_hugging_face(tmp_path)
@@ -281,12 +281,12 @@ def _(tmp_path):
     load_matrix(tmp_path, {"fc.weight": (32, 32)})
 
 
-@raises("A file of Flax as one of PyTorch")
+@raises("A Flax file read as a PyTorch file")
 def _(tmp_path):
     load_matrix(tmp_path, {"w": (32, 32)}, file_format="flax", family="llama")
 
 
-@raises("A weight that becomes what the state does not have")
+@raises("A quantized weight that does not fit the state")
 def _(tmp_path):
     matrix = jnp.zeros((32, 32))
     params = {"w": {"array": {"qvalue": matrix.astype(jnp.int8), "scale": matrix[:1]}}, "b": matrix}

@@ -17,8 +17,7 @@ from support.small_run import setting
 from zerojax.checkpoints import CheckpointMismatch
 from zerojax.cli import main
 from zerojax.exchange import parameters
-from zerojax.exchange.families import FAMILIES, family_sources, find_family
-from zerojax.exchange.names import parse_dims
+from zerojax.exchange.names import FAMILIES, family_sources, find_family, parse_dims
 from zerojax.exchange.tensors import Reader
 from zerojax.plan import Job
 
@@ -190,7 +189,7 @@ def test_shapes_that_are_transposed_have_a_fix(tmp_path):
     mapping = {"kernel": {"name": "kernel", "dims": "out in -> in out"}}
     assert_loaded(parameters.load(state, path, mapping=mapping), {"kernel": filled(16, 8).T})
     text = refused(CheckpointMismatch, state_of({"kernel": filled(16, 8)}), path, mapping=mapping)
-    assert "kernel has (16, 8), which becomes (8, 16); the state has (16, 8)\n  fix:      if shapes are transp" in text
+    assert "kernel has (16, 8), which the dims do not turn into (16, 8)\n  fix:      if shapes are transp" in text
 
 
 def test_arrays_that_nothing_takes_are_refused(tmp_path):

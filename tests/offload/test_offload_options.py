@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import zerojax
 from zerojax import Remat
-from zerojax.step import compiler_options, jitted_step
+from zerojax.step import compiler_options, steps
 
 WIDTH, LAYERS = 16, 4
 POLICIES = jax.checkpoint_policies
@@ -93,7 +93,7 @@ def offloads_by_itself(params, x):
 )
 def test_only_steps_that_offload_get_the_option(monkeypatch, loss, remat, offloads):
     """Seen by an option that the compiler does not know."""
-    monkeypatch.setattr(jitted_step, "offload_options", lambda config: {"xla_no_such_option": "1"})
+    monkeypatch.setattr(steps, "offload_options", lambda config: {"xla_no_such_option": "1"})
     zero = zerojax.Zero(zerojax.make_mesh(), stacked=("layers/*",))
     state = zero.eval_init(create, optax.sgd(0.1))
     lowered = zero.train_step(loss, remat=remat).lower(state, np.ones((8, WIDTH), np.float32))

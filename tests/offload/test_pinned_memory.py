@@ -8,8 +8,8 @@ import optax
 import pytest
 
 import zerojax
-from zerojax.offload import checks
-from zerojax.offload.checks import PINNED_LIMIT, check_pinned, pinned_limit_gib, sufficient_limit_gib
+from zerojax.offload import host_memory
+from zerojax.offload.host_memory import PINNED_LIMIT, check_pinned, pinned_limit_gib, sufficient_limit_gib
 
 GIB = 2**30
 
@@ -41,15 +41,15 @@ def test_a_state_is_checked_before_it_is_created(monkeypatch):
     mesh = types.SimpleNamespace(devices=types.SimpleNamespace(flat=gpus))
     of_device = 2 * 4 * 64 * 64 // 8
     seen = []
-    monkeypatch.setattr(checks, "check_pinned", lambda *args: seen.append(args[:2]))
-    checks.check_may_pin(zero.config._replace(mesh=mesh), state)
+    monkeypatch.setattr(host_memory, "check_pinned", lambda *args: seen.append(args[:2]))
+    host_memory.check_may_pin(zero.config._replace(mesh=mesh), state)
     assert seen == [(of_device, 8)]
     both = zerojax.Zero(zerojax.make_mesh(), 3, "fp32", offload="params")
-    checks.check_may_pin(both.config._replace(mesh=mesh), both.eval_init(create, optax.adam(1e-3)))
+    host_memory.check_may_pin(both.config._replace(mesh=mesh), both.eval_init(create, optax.adam(1e-3)))
     assert seen.pop() == (2 * of_device, 8)  # the parameters, and gradients that go there
     zero.init(create, optax.adam(1e-3))
     assert len(seen) == 1  # simulated devices have no limit
-    monkeypatch.setattr(checks, "check_may_pin", lambda config, state: seen.append(state))
+    monkeypatch.setattr(host_memory, "check_may_pin", lambda config, state: seen.append(state))
     zero.init(create, optax.adam(1e-3))
     zero.with_optimizer(zero.init(create, optax.adam(1e-3)), optax.adamw(1e-3))
     assert len(seen) == 4

@@ -36,7 +36,7 @@ def run(equations, rows, read, scope, piece, start):
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_piece_is_computed_from_pieces(name, parts):
     function, may_be_divided = FUNCTIONS[name]
-    closed = jaxprs.inlined(jax.make_jaxpr(function)(VALUES), lambda equation: True)
+    closed = jaxprs.inlined(jax.make_jaxpr(function)(VALUES))
     rows, want = Rows("w", SHAPE, parts), np.asarray(function(VALUES))
     if parts == 2 and not may_be_divided:
         assert not all(map(rows.compute, closed.jaxpr.eqns))
@@ -63,5 +63,5 @@ def test_what_couples_rows_is_not_computed_in_pieces():
         lambda a: a @ a.swapaxes(1, 2),
         lambda a: a + jnp.broadcast_to(a[:1], a.shape),
     ]:
-        closed = jaxprs.inlined(jax.make_jaxpr(function)(VALUES), lambda equation: True)
+        closed = jaxprs.inlined(jax.make_jaxpr(function)(VALUES))
         assert not all(map(Rows("w", SHAPE).compute, closed.jaxpr.eqns))

@@ -220,7 +220,7 @@ def test_the_kinds_of_a_real_step_add_up_to_its_peak():
     that runs: those of the first and the last are outside it."""
     made = plan(f"{__name__}:job", "cpu:8", Settings(precision="fp32"), compile=True, suggest=False)
     held, square, rows = made.held, 4 * 256 * 256, 4 * 512 * 256
-    assert made.program.analysis.held is held and sum(held.values()) == made.peak_bytes
+    assert made.program.held is held and sum(held.values()) == made.peak_bytes
     terms = {term.name: term.num_bytes for term in made.memory.terms}
     for name in "parameters", "batch", "optimizer state":
         assert held[name] == pytest.approx(terms[name], rel=1e-4)

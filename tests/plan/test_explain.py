@@ -15,7 +15,7 @@ from zerojax.cli import main
 from zerojax.plan import Job, Settings, plan
 from zerojax.plan.explain import explain_plan
 from zerojax.plan.formula import ComputeTime, FormulaTime
-from zerojax.plan.job import memory_reductions, uses_of_free_memory
+from zerojax.plan.search import memory_reductions, uses_of_free_memory
 from zerojax.plan.show import remedy
 from zerojax.utils.text import bytes_text
 
@@ -154,11 +154,11 @@ def test_a_formula_near_the_limit_is_not_sure(made):
 
 def test_a_compiled_plan_is_explained_by_its_program():
     made = plan(HERE, "cpu:8", compile=True, suggest=False)
-    predicted = made.program.analysis.prediction
+    predicted = made.program.prediction
     text = said(made, "time")
     assert f"predicted to take {predicted.step_s * 1e3:,.1f} ms" in text
     assert f"{predicted.step_s / made.time.step_s:.2f} of that" in text
-    sent = sum(row.sent_bytes for row in made.program.analysis.collectives)
+    sent = sum(row.sent_bytes for row in made.program.collectives)
     assert f"Of {bytes_text(sent)} sent, " in text and "as compiled" in said(made, "memory")
     ratio = made.memory.peak_bytes / made.program.peak_bytes
     assert f"by formula is {ratio:.2f} of the compiled one" in said(made, "not sure")

@@ -13,7 +13,7 @@ from flax import nnx
 from zerojax.analysis.hardware import cluster
 from zerojax.plan.job import Job, Settings
 from zerojax.plan.planner import Planner
-from zerojax.plan.search import search
+from zerojax.plan.search import search, with_suggestions
 from zerojax.plan.tracing import Tracer
 
 CHIP = cluster("h100:8").chip
@@ -130,7 +130,8 @@ def test_a_plan_and_its_suggestions_create_the_model_once_and_trace_its_loss_onc
 
     job = gpt_job()._replace(create_model=create, loss_fn=loss)
     monkeypatch.setattr("zerojax.plan.planner.find_job", lambda *args, **kwargs: job)
-    plan = Planner("test:job", "h100:8").plan(Settings())
+    planner = Planner("test:job", "h100:8")
+    plan = with_suggestions(planner, planner.plan(Settings()))
     assert any("4 rows" in each.change for each in plan.suggestions) and len(plan.suggestions) >= 4
     assert calls == {"create": 1, "loss": 2}
 

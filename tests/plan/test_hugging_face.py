@@ -10,8 +10,7 @@ from click.testing import CliRunner
 import zerojax
 from zerojax.cli import main
 from zerojax.plan import from_hugging_face, plan, transformer
-from zerojax.plan.hugging_face import HUGGING_FACE_FAMILIES
-from zerojax.plan.job import find_job, job_of
+from zerojax.plan.job import HUGGING_FACE_FAMILIES, find_job, job_of
 
 
 def decoder(model_type, width, layers, heads, kv_heads, hidden, vocab, **more):

@@ -44,18 +44,18 @@ def planner(monkeypatch, create, target="h100:8"):
 
 
 def test_products_in_fp32_that_cost_most_of_the_time_are_named(monkeypatch):
-    plan = planner(monkeypatch, WideHead).plan(Settings(), suggest=False)
+    plan = planner(monkeypatch, WideHead).plan(Settings())
     note = plan.notes[0]
     assert note.startswith("matrix products in fp32 take") and "float32[2,32,256] x float32[256,2048] in 'wide'" in note
     assert "matrix products in fp32 take" in text(plan) and plan.data()["notes"] == list(plan.notes)
     for create, precision in ((gpt.create(CONFIG), "bf16"), (WideHead, "fp32")):
-        plan = planner(monkeypatch, create).plan(Settings(precision=precision), suggest=False)
+        plan = planner(monkeypatch, create).plan(Settings(precision=precision))
         assert not any("fp32" in note for note in plan.notes)
 
 
 def test_a_formula_that_is_not_sure_says_so(monkeypatch):
     def reasons(create, target):
-        notes = planner(monkeypatch, create, target).plan(Settings(), suggest=False).notes
+        notes = planner(monkeypatch, create, target).plan(Settings()).notes
         return "; ".join(note for note in notes if "not sure" in note)
 
     assert "cuDNN" in reasons(Convolution, "h100:8") and "activations" in reasons(Convolution, "h100:8")
@@ -114,6 +114,6 @@ def test_a_step_is_compiled_for_the_memory_that_a_program_may_use(monkeypatch):
 def test_recomputation_takes_time_where_memory_traffic_limits_the_step(monkeypatch):
     """Attention is written out: its scores are computed again with `remat='full'`."""
     made = planner(monkeypatch, gpt.create(CONFIG))
-    seconds = {remat: made.compute_time(Settings(rows=2, remat=remat)) for remat in ("none", "full")}
+    seconds = {remat: made.formula_time(Settings(rows=2, remat=remat)).compute for remat in ("none", "full")}
     assert all(time.memory_s > time.products_s for time in seconds.values())
     assert seconds["none"].memory_s < seconds["full"].memory_s

@@ -82,7 +82,7 @@ def test_the_first_line_that_differs_is_found(monkeypatch, ours, theirs, number)
     """Of texts of any lengths, with few messages of bounded size. Both sides run in turn, each with all messages."""
     messages, barrier, own = [], threading.Barrier(2), threading.local()
 
-    def gather(text, *_):
+    def gather(text, call, senders):
         messages.append(text)
         own.sent.append(text)
         barrier.wait()
@@ -92,7 +92,7 @@ def test_the_first_line_that_differs_is_found(monkeypatch, ours, theirs, number)
 
     def find(index, lines):
         own.sent = sent[index]
-        found[index] = agreement._first_difference(lines, [0, 1], "", 1)
+        found[index] = agreement._first_difference(lines, [0, 1], "")
 
     sent, found = [[], []], {}
     monkeypatch.setattr(agreement, "_all_gather_text", gather)

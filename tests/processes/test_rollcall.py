@@ -9,8 +9,8 @@ import time
 import pytest
 from support.ports import free_port
 
-from zerojax.processes import rollcall
-from zerojax.processes.rollcall import find_missing
+from zerojax.processes import join
+from zerojax.processes.join import find_missing
 
 
 def roll_call(count, *callers, timeout_s=5.0, before=lambda port: None):
@@ -87,7 +87,7 @@ ATTACKS = {
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_others_on_the_port_keep_no_process_out(attack, monkeypatch):
     """All processes join at once, or the missing are named at the deadline, while other connections stay open."""
-    monkeypatch.setattr(rollcall, "REPORT_TIMEOUT_S", 60)
+    monkeypatch.setattr(join, "REPORT_TIMEOUT_S", 60)
     connections, start = [], time.monotonic()
     disturb = lambda port: connections.extend(connect(port, *ATTACKS[attack]))
     assert roll_call(3, (0, 0), (1, 0.5), (2, 0.5), timeout_s=30, before=disturb) == [[]] * 3
@@ -99,7 +99,7 @@ def test_others_on_the_port_keep_no_process_out(attack, monkeypatch):
 
 def test_a_report_has_to_end_in_time(monkeypatch):
     """The time counts from the connection to the end of the report, not from one character to the next."""
-    monkeypatch.setattr(rollcall, "REPORT_TIMEOUT_S", 0.4)
+    monkeypatch.setattr(join, "REPORT_TIMEOUT_S", 0.4)
 
     def drip(port):
         (connection,) = connect(port, 1)

@@ -18,8 +18,8 @@ from support.walk import count
 
 import zerojax
 from zerojax import Zero
-from zerojax.program.regather import Regather
-from zerojax.program.segmentation import TracedLoss
+from zerojax.program.regather import trace_regather
+from zerojax.program.segmentation import cut_into_segments
 from zerojax.sharding.units import unit_names
 
 # Names
@@ -299,7 +299,7 @@ def segments(name):
         return loss(jax.tree.unflatten(tree, args[:-1]), args[-1], model.batch(0))[0][0]
 
     closed = jax.make_jaxpr(flat_loss)(*leaves, other)
-    traced = TracedLoss(closed, len(leaves), units)
+    traced = cut_into_segments(closed, units)
     return traced, [sorted({units[i] for i in s.leaves}) for s in traced.segments if s.leaves]
 
 
@@ -356,14 +356,14 @@ WEIGHTS = [(24, 16), (24,), (24, 40)]
 
 def regather():
     aval = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)
-    return Regather(unit, list(map(aval, WEIGHTS)), [], [aval((4, 16))], ([True] * 3, [], [True]), [True])
+    return trace_regather(unit, list(map(aval, WEIGHTS)), [], [aval((4, 16))], ([True] * 3, [], [True]), [True])
 
 
 def test_no_weight_is_saved():
     """Saved values have the shapes of activations. Rebuilt values have the shapes of weights, as they are used."""
     r = regather()
     saved = {tuple(value.variable.aval.shape) for value in r.saved}
-    rebuilt = {tuple(v.aval.shape) for equation in r.rebuild_equations for v in equation.outvars}
+    rebuilt = {tuple(v.aval.shape) for equation in r.rebuild_jaxpr.jaxpr.eqns for v in equation.outvars}
     of_weights = {tuple(sorted(shape)) for shape in WEIGHTS}
     assert saved and not {shape for shape in saved if tuple(sorted(shape)) in of_weights}
     assert {tuple(sorted(shape)) for shape in rebuilt if len(shape) == 2} == {(16, 24), (24, 40)}
@@ -391,7 +391,7 @@ def test_a_gradient_keeps_the_layout_of_its_product():
     """The product computes the transposed gradient of a matrix, which is reduced in this layout."""
     rng = np.random.default_rng(0)
     w, x, cotangent = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((16, 24), (4, 16), (4, 24)))
-    r = Regather(lambda weights, fixed, data: [data[0] @ weights[0]], [w], [], [x], ([True], [], [False]), [True])
+    r = trace_regather(lambda weights, fixed, data: [data[0] @ weights[0]], [w], [], [x], ([True], [], [False]), [True])
     _, saved = r.forward([w], [], [x])
     grads = r.backward([w], [], saved, [cotangent])
     assert grads.weights[0].shape == (24, 16) and grads.orders == [(1, 0)]

@@ -117,7 +117,7 @@ def test_a_deep_copy_of_a_state_is_one_of_the_same_steps():
 
 def test_a_norm_to_clip_to_is_a_positive_number():
     for norm in [-1, 0, float("nan"), "1", True]:
-        with pytest.raises(ValueError, match=r"clip_norm: .* is not a norm\n  fix:      pass a number above 0"):
+        with pytest.raises(ValueError, match=r"settings: clip_norm .* is not a norm\n  fix:      pass a number"):
             Zero(zerojax.make_mesh()).train_step(loss, clip_norm=norm)
 
 

@@ -298,13 +298,12 @@ def test_sigterm_during_the_last_evaluation_ends_the_run_as_at_any_time(step, tm
     assert int(run(step, tmp_path, 4, evaluate=lambda state: 1 / 0).step) == 4
 
 
-def test_a_full_disk_for_metrics_is_an_error_with_the_file(tmp_path, caplog):
+def test_a_full_disk_for_metrics_is_an_error_with_the_file(tmp_path):
     writer = writers.JsonlWriter(tmp_path / "metrics.jsonl", 0)
     with open("/dev/full", "a") as writer._file:
         with pytest.raises(OSError, match=r"metrics cannot be written\n.*No space left.*metrics\.jsonl\n  fix: "):
             writer.write(1, {"loss": 1.0})
         writer.close()
-    assert "metrics.jsonl: [Errno 28] No space left" in caplog.text
 
 
 def test_an_exception_in_a_running_step_leaves_the_last_checkpoint(tmp_path):

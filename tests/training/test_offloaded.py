@@ -38,6 +38,7 @@ def whole(tmp_path_factory):
     return run("none", tmp_path_factory.mktemp("whole"), STEPS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("offload", ["optimizer", "params"])
 def test_an_interrupted_run_ends_like_one_on_the_devices(tmp_path, whole, offload):
     run(offload, tmp_path, STEPS // 2)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from zerojax.training.timing import slowest
+from zerojax.training.recorder import slowest
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
-"""Audits a compiled step: runs the checks of its memory and of its communication against an expectation.
+"""Checks the memory of a compiled step: where the state is, that it is updated in place, and what is offloaded.
 
-The checks of memory are here: where the state is, that it is updated in place, and what is copied to host memory. A
-scan that offloads activations writes them into slices of a host buffer, and the scan of the backward pass reads these
+A scan that offloads activations writes them into slices of a host buffer, and the scan of the backward pass reads these
 in reverse. A compiler that walks the other way gives each layer the activations of another: bytes and memory are as
 expected, and the gradients are wrong.
 """
@@ -9,19 +8,18 @@ expected, and the gradients are wrong.
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
+from jax.stages import Compiled
 
-from zerojax.analysis import hlo, hlo_costs, host_slices
-from zerojax.analysis.communication import SLACK, CommunicationChecks
-from zerojax.analysis.expectation import Expectation
-from zerojax.analysis.findings import Audit, AuditCheck, Outcome, Unreadable, Verdict, reader_errors, run_checks
+from zerojax.analysis import hlo_costs, host_slices
+from zerojax.analysis.communication import SLACK
+from zerojax.analysis.expectation import Checks, Expectation, Outcome, Unreadable, Verdict
 from zerojax.analysis.hlo import Buffer, Program
+from zerojax.analysis.hlo_collectives import memory_stats
 from zerojax.analysis.hlo_costs import copied_in_host
 from zerojax.analysis.host_slices import HostSlice
 from zerojax.analysis.jaxpr_counts import dtype_name
@@ -29,53 +27,9 @@ from zerojax.offload.host_pieces import PIECES_BYTES
 from zerojax.sharding import placement
 from zerojax.sharding.annotations import spec_text
 from zerojax.sharding.axes import axis_names
-from zerojax.step.compiler_options import ANNOTATOR, DISABLED_PASSES, FIRST_CORRECT, TracedWithHostArguments
+from zerojax.step.compiler_options import ANNOTATOR, DISABLED_PASSES, FIRST_CORRECT
 from zerojax.utils.text import abbreviate, bytes_text
 from zerojax.utils.typing import Aval, Shape
-
-
-def audit_step(step: Any, expectation: Expectation) -> Audit:
-    """Compares what a step is expected to do with its compiled program. Nothing is run.
-
-    Most is read from programs for GPUs. XLA for CPUs merges gathers, sends wider dtypes and runs one collective after
-    the other, so for CPUs the communication is read from the traced step. If something cannot be read, the finding says
-    why.
-
-    Collectives of the model itself over the data axes count as those of the step. Collectives of at most 256 bytes are
-    not counted.
-
-    Args:
-        step: `jax.jit(fn, ...).trace(state, ...)` of any function, which is compiled here, or a compiled function. Of
-            the latter, the order of gathers is not read, and on CPU no communication is.
-        expectation: the result of `step.expectation(state, batch)` for a zerojax step with the same loss. Its state is
-            the first argument of `step`.
-
-    Returns:
-        An `Audit`: one finding for each expectation, and a table when printed.
-
-    Raises:
-        ValueError: if the first argument of `step` is another state.
-
-    Cost: compiles a traced step, and reads the text of the program, in about 5% of the time of the compilation.
-    """
-    is_traced = isinstance(step, jax.stages.Traced | TracedWithHostArguments)
-    jaxpr = step.jaxpr if is_traced else None
-    compiled = step.lower().compile() if is_traced else step
-    program, platform = _reader(compiled), expectation.config.mesh.devices.flat[0].platform
-    memory = _MemoryChecks(compiled, program, expectation, platform)
-    communication = CommunicationChecks(program, jaxpr, expectation, platform)
-    return run_checks([*memory.checks(), *communication.checks()])
-
-
-def _reader(compiled: jax.stages.Compiled) -> Callable[[], Program]:
-    """Returns a function that parses the program, once. It raises `Unreadable` if the text cannot be parsed."""
-
-    @functools.cache
-    def program() -> Program:
-        with reader_errors():
-            return hlo.parse_program(compiled.as_text() or "")
-
-    return program
 
 
 def _bytes_per_device(avals: Iterable[Aval]) -> int:
@@ -91,10 +45,10 @@ def _is_placed_like(got: jax.sharding.Sharding, want: Aval) -> bool:
     return got.is_equivalent_to(want.sharding, len(want.shape))
 
 
-class _MemoryChecks:
+class MemoryChecks:
     """Checks where the state is placed, that it is updated in place, and what is offloaded to host memory."""
 
-    def __init__(self, compiled: Any, program: Callable[[], Program], expectation: Expectation, platform: str):
+    def __init__(self, compiled: Compiled, program: Callable[[], Program], expectation: Expectation, platform: str):
         self.compiled, self.program, self.expectation, self.platform = compiled, program, expectation, platform
         self._check_state()
         # None for an argument that the program does not read; such arguments are not numbered among its parameters.
@@ -113,42 +67,29 @@ class _MemoryChecks:
                     f"  fix:      pass the expectation of a step with the same state"
                 )
 
-    def checks(self) -> list[AuditCheck]:
+    def checks(self) -> Checks:
         """The checks that apply to this step."""
         state, axes = self.expectation.state.values(), self.expectation.config.axes
         names = [{name for entry in aval.sharding.spec for name in axis_names(entry)} for aval in state]
         sharded = sum(bool(set(axes.shard) & each) for each in names)
         size, offloaded = _bytes_per_device(state), self.expectation.offloaded_bytes
         in_host, is_gpu = _bytes_per_device(self._host_state().values()), self.platform == "gpu"
-        return [
-            AuditCheck(
-                "sharded", f"{sharded} of {len(state)} leaves sharded over {'x'.join(axes.shard)}", self.sharded
-            ),
-            AuditCheck("aliased state", f"{bytes_text(size)} per device, updated in place", self.aliased_state),
-            AuditCheck(
-                "checkpoints",
-                f"{bytes_text(offloaded)} of activations in host memory" if offloaded else None,
-                self.checkpoints,
-            ),
-            AuditCheck(
-                "offloaded slices",
-                "each slice of a host buffer is copied from or to its index"
-                if (offloaded or in_host) and is_gpu
-                else None,
-                self.offloaded_slices,
-            ),
-            AuditCheck(
-                "host memory",
-                f"{bytes_text(in_host)} of the state in host memory" if in_host else None,
-                self.host_memory,
-            ),
-            AuditCheck(
-                "pieces of the state",
-                f"all of them, about {bytes_text(PIECES_BYTES)} at a time" if in_host and is_gpu else None,
-                self.pieces_of_the_state,
-            ),
-            AuditCheck("host copies", "(no expectation)" if in_host and is_gpu else None, self.host_copies),
-        ]
+        checks: Checks = {
+            "sharded": (f"{sharded} of {len(state)} leaves sharded over {'x'.join(axes.shard)}", self.sharded),
+            "aliased state": (f"{bytes_text(size)} per device, updated in place", self.aliased_state),
+        }
+        if offloaded:
+            checks["checkpoints"] = f"{bytes_text(offloaded)} of activations in host memory", self.checkpoints
+        if (offloaded or in_host) and is_gpu:
+            slices = lambda: check_offloaded_slices(self.program())
+            checks["offloaded slices"] = "each slice of a host buffer is copied from or to its index", slices
+        if in_host:
+            checks["host memory"] = f"{bytes_text(in_host)} of the state in host memory", self.host_memory
+        if in_host and is_gpu:
+            pieces = f"all of them, about {bytes_text(PIECES_BYTES)} at a time"
+            checks["pieces of the state"] = pieces, self.pieces_of_the_state
+            checks["host copies"] = "(no expectation)", lambda: check_copies(self.program())
+        return checks
 
     def sharded(self) -> Outcome:
         """Whether every leaf of the state has the sharding of its stage."""
@@ -184,7 +125,7 @@ class _MemoryChecks:
         """Whether the offloaded activations are in host memory."""
         if self.platform == "cpu":
             raise Unreadable("simulated devices have no memory other than host memory")
-        in_host = self.compiled.memory_analysis().host_temp_size_in_bytes
+        in_host = memory_stats(self.compiled).host_temp_size_in_bytes
         expected, found = self.expectation.offloaded_bytes, in_host - self.expectation.host_gradients_bytes
         numbers = {"expected_bytes": expected, "found_bytes": found}
         if found >= (1 - SLACK) * expected:
@@ -203,10 +144,9 @@ class _MemoryChecks:
         if self.platform == "cpu":
             raise Unreadable("simulated devices have no memory other than host memory")
         state_bytes = _bytes_per_device(self._host_state().values())
-        memory = self.compiled.memory_analysis()
+        memory = memory_stats(self.compiled)
         if self.platform == "tpu":  # whose memory analysis is more than the compiler allocates
-            with reader_errors():
-                copies = copied_in_host(self.program())
+            copies = copied_in_host(self.program())
         else:
             temporaries = self.expectation.offloaded_bytes + self.expectation.host_gradients_bytes
             copies = memory.host_temp_size_in_bytes - temporaries
@@ -219,22 +159,11 @@ class _MemoryChecks:
         params = [shape for path, (_, shape) in arrays.items() if path.startswith("params/")]
         return check_pieces(self.program(), arrays.values(), _bytes_per_device(state.values()), params)
 
-    def host_copies(self) -> Outcome:
-        """How much is copied between device and host."""
-        return check_copies(self.program())
-
-    def offloaded_slices(self) -> Outcome:
-        """Whether loops read and write slices of host buffers at their indices."""
-        return check_offloaded_slices(self.program())
-
 
 def check_host_memory(state_bytes: int, found: int, copies: int) -> Outcome:
     """Whether the state is in host memory, and no copy of it or of its gradients.
 
-    Args:
-        state_bytes: of the state that is offloaded.
-        found: the bytes of the program's arguments in host memory.
-        copies: the bytes of what is copied there.
+    The program has `found` bytes of arguments there, and makes `copies`.
     """
     numbers = {"expected_bytes": state_bytes, "found_bytes": found, "copied_bytes": max(0, copies)}
     if found < (1 - SLACK) * state_bytes:
@@ -260,13 +189,9 @@ def check_pieces(
         state_bytes: of all of them.
         params: the shapes of those that are parameters. Layers of them, and of sums of their gradients, come in the
             forward and the backward pass too.
-
-    Raises:
-        Unreadable: if the index of a piece cannot be evaluated.
     """
     wanted, streamed = set(arrays), set(params)
-    with reader_errors():
-        pieces = [each for each in host_slices.host_slices(program) if (each.buffer.dtype, each.buffer.dims) in wanted]
+    pieces = [each for each in host_slices.host_slices(program) if (each.buffer.dtype, each.buffer.dims) in wanted]
     for each in pieces:
         if each.indexed is None:
             raise Unreadable(f"the index of {each.name} cannot be evaluated: {each.unread}")
@@ -287,7 +212,9 @@ def check_pieces(
         fix = "jit the step of zero.train_step: a step of your own has to move the state piece by piece"
         return Outcome("no pieces: the state comes to the device as a whole", Verdict.BROKEN, numbers, fix)
     if missed:
-        texts = [f"{each.name} writes {len(set(each.indexed or ()))} pieces of {_text(each)}" for each in missed]
+        count = lambda each: each.buffer.num_bytes // each.slice_bytes
+        writes = lambda each: f"{each.name} writes {len(set(each.indexed or ()))} pieces of {count(each)}"
+        texts = [f"{writes(each)} of {_array_text(each.buffer)}" for each in missed]
         fix = "report it with the program: compiled.as_text() of step.lower(state, batch).compile()"
         return Outcome(abbreviate(texts), Verdict.BROKEN, numbers, fix)
     text = f"all pieces come and go; {bytes_text(largest)} at a time"
@@ -299,8 +226,7 @@ def check_pieces(
 
 def check_copies(program: Program) -> Outcome:
     """How much is copied between device and host in a step, and how much of it while nothing is computed."""
-    with reader_errors():
-        copies = hlo_costs.read_host_copies(program)
+    copies = hlo_costs.read_host_copies(program)
     size = lambda chosen: sum(each.num_bytes for each in chosen)
     in_layers = [each for each in copies if each.in_layers]
     total, alone = size(copies), size(each for each in copies if each.alone)
@@ -324,9 +250,8 @@ def _covers(each: HostSlice, visits: Mapping[int, int]) -> bool:
     return set(visits) == set(pieces) and len(set(visits.values())) == 1
 
 
-def _text(each: HostSlice) -> str:
-    dims = ",".join(map(str, each.buffer.dims))
-    return f"{each.buffer.num_bytes // each.slice_bytes} of {each.buffer.dtype}[{dims}]"
+def _array_text(buffer: Buffer) -> str:
+    return f"{buffer.dtype}[{','.join(map(str, buffer.dims))}]"
 
 
 _FIX = (
@@ -339,12 +264,8 @@ def check_offloaded_slices(program: Program) -> Outcome:
     """Compares the offsets that the compiler has annotated slices of host buffers with to those of their indices.
 
     Slices without annotations are copied by their indices.
-
-    Raises:
-        Unreadable: if there are annotations that cannot be compared, and none that is wrong.
     """
-    with reader_errors():
-        found = host_slices.host_slices(program)
+    found = host_slices.host_slices(program)
     annotated = [each for each in found if each.annotated is not None]
     wrong = [each for each in annotated if each.indexed is not None and each.indexed != each.annotated]
     numbers = {"slices": len(found), "annotated": len(annotated), "wrong": len(wrong)}
@@ -359,9 +280,8 @@ def check_offloaded_slices(program: Program) -> Outcome:
 
 def _difference(each: HostSlice) -> str:
     action = "writes" if each.writes else "reads"
-    buffer = f"{each.buffer.dtype}[{','.join(map(str, each.buffer.dims))}]"
     found, expected = (_walk(offsets, each.slice_bytes) for offsets in (each.annotated or (), each.indexed or ()))
-    return f"{each.name} {action} {buffer} {found}, and its index {expected}"
+    return f"{each.name} {action} {_array_text(each.buffer)} {found}, and its index {expected}"
 
 
 def _walk(offsets: Sequence[int], slice_bytes: int) -> str:

@@ -9,8 +9,15 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from zerojax.analysis import hlo, hlo_collectives, jaxpr_counts
-from zerojax.analysis.expectation import Expectation, SentBytes, over_data_axes
-from zerojax.analysis.findings import AuditCheck, Outcome, Unreadable, Verdict, reader_errors
+from zerojax.analysis.expectation import (
+    Checks,
+    Expectation,
+    Outcome,
+    SentBytes,
+    Unreadable,
+    Verdict,
+    over_data_axes,
+)
 from zerojax.analysis.hlo import Program
 from zerojax.analysis.hlo_collectives import Collective
 from zerojax.program.jaxprs import ClosedJaxpr
@@ -26,14 +33,7 @@ EXPOSED_SHARE = 0.03  # of the expected bytes, in addition to those at the ends 
 
 
 class CommunicationChecks:
-    """Checks the collectives of one step over the data axes.
-
-    Args:
-        program: parses the compiled program.
-        jaxpr: the traced step, or None.
-        expectation: what the step is expected to do.
-        platform: the platform that the program is compiled for.
-    """
+    """Checks the collectives of one step over the data axes. `program` parses the compiled program."""
 
     def __init__(
         self, program: Callable[[], Program], jaxpr: ClosedJaxpr | None, expectation: Expectation, platform: str
@@ -43,36 +43,32 @@ class CommunicationChecks:
         self.as_traced = platform == "cpu"
         self.where = ", as traced" if self.as_traced else ""
 
-    def checks(self) -> list[AuditCheck]:
+    def checks(self) -> Checks:
         """The checks that apply to this step. Those of the order and the number of gathers are for stage 3 only."""
         if self.config.axes.num_devices == 1:
-            return []
+            return {}
         precision, k, prefetch = self.config.precision, self.expectation.num_microbatches, self.expectation.prefetch
         gather, reduce = (jnp.dtype(dtype).name for dtype in (precision.compute_dtype, precision.reduce_dtype))
-        reduce_scattered, all_reduced = bytes_text(self.most.reduce_scattered), bytes_text(self.most.all_reduced)
-        per_microbatch = f", in each of {k} microbatches" if k > 1 else ""
-        checks = [
-            AuditCheck("wire bytes", f"a device sends at most {bytes_text(self.most.total)}", self.wire_bytes),
-            AuditCheck("wire dtype", f"gathers in {gather}, reductions in {reduce}", self.wire_dtype),
-            AuditCheck(
-                "reductions", f"{reduce_scattered} reduce-scattered, {all_reduced} all-reduced", self.reductions
-            ),
-        ]
+        checks: Checks = {
+            "wire bytes": (f"a device sends at most {bytes_text(self.most.total)}", self.wire_bytes),
+            "wire dtype": (f"gathers in {gather}, reductions in {reduce}", self.wire_dtype),
+            "reductions": (self._reduced_text(self.most), self.reductions),
+        }
         if self.config.stage.shards_params and self.config.axes.num_shards > 1:
-            two_units = f"{bytes_text(2 * self.expectation.unit_bytes)} (two units)"
+            largest = f"a gather moves at most {bytes_text(2 * self.expectation.unit_bytes)} (two units)"
+            largest += f", in each of {k} microbatches" if k > 1 else ""
             regathered = f"{bytes_text(self.least.gathered)} gathered, including again for the backward pass"
-            units = f"at most {prefetch + 1} units gathered at a time (prefetch={prefetch})"
-            window = f"{units}, plus one without a matrix product"
-            checks += [
-                AuditCheck(
-                    "hoisted gathers", f"a gather moves at most {two_units}{per_microbatch}", self.hoisted_gathers
-                ),
-                AuditCheck("gathered weights kept", regathered, self.gathered_weights_kept),
-                AuditCheck("prefetch order", window, self.prefetch_order),
-            ]
-        most_exposed = self.most_exposed()
-        exposed = "(no expectation)" if most_exposed is None else f"at most {bytes_text(most_exposed)} with no product"
-        return [*checks, AuditCheck("exposed", exposed, self.exposed)]
+            window = f"at most {prefetch + 1} units gathered at a time (prefetch={prefetch}), plus one without a matrix"
+            checks["hoisted gathers"] = largest, self.hoisted_gathers
+            checks["gathered weights kept"] = regathered, self.gathered_weights_kept
+            checks["prefetch order"] = f"{window} product", self.prefetch_order
+        most = self.most_exposed()
+        exposed = "(no expectation)" if most is None else f"at most {bytes_text(most)} with no product"
+        return checks | {"exposed": (exposed, self.exposed)}
+
+    @staticmethod
+    def _reduced_text(sent: SentBytes) -> str:
+        return f"{bytes_text(sent.reduce_scattered)} reduce-scattered, {bytes_text(sent.all_reduced)} all-reduced"
 
     def most_exposed(self) -> float | None:
         """The most bytes that should overlap with no matrix product, or None if there is no expectation.
@@ -90,12 +86,10 @@ class CommunicationChecks:
         if not self.as_traced:
             if not slice_after_slice(self.config.mesh):
                 raise Unreadable("the devices of the mesh are not in the order of their slices; zerojax.make_mesh() is")
-            with reader_errors():
-                return over_data_axes(hlo_collectives.compiled_collectives(self.program()), self.config)
+            return over_data_axes(hlo_collectives.compiled_collectives(self.program()), self.config)
         if self.jaxpr is None:
             raise Unreadable("XLA for CPUs merges gathers and sends wider dtypes: audit the traced step")
-        with reader_errors():
-            found = over_data_axes(jaxpr_counts.traced_collectives(self.jaxpr, self.config.mesh), self.config)
+        found = over_data_axes(jaxpr_counts.traced_collectives(self.jaxpr, self.config.mesh), self.config)
         if self.least.total and not found:
             raise Unreadable("the compiler inserts the collectives, and XLA for CPUs inserts others than XLA for GPUs")
         return found
@@ -122,9 +116,8 @@ class CommunicationChecks:
             raise Unreadable(
                 "XLA for TPUs rewrites reduce-scatters as all-reduces: audit the traced step to tell them from its own"
             )
-        with reader_errors():
-            found = jaxpr_counts.traced_collectives(self.jaxpr, self.config.mesh)
-            traced = SentBytes.of(over_data_axes(found, self.config))
+        found = jaxpr_counts.traced_collectives(self.jaxpr, self.config.mesh)
+        traced = SentBytes.of(over_data_axes(found, self.config))
         if traced.all_reduced > (1 + SLACK) * self.most.all_reduced or not traced.total:
             return None
         mesh, shard = self.config.mesh, self.config.axes.shard
@@ -166,8 +159,7 @@ class CommunicationChecks:
     def reductions(self) -> Outcome:
         """Whether every gradient is reduced, by reduce-scatters where the stage shards it."""
         sent, extra = self.sent, self.extra_bytes
-        reduce_scattered, all_reduced = bytes_text(sent.reduce_scattered), bytes_text(sent.all_reduced)
-        text = f"{reduce_scattered} reduce-scattered, {all_reduced} all-reduced{self.where}"
+        text = self._reduced_text(sent) + self.where
         numbers = {**sent._asdict(), "extra_bytes": extra}
         if sent.reduced < (1 - SLACK) * self.least.reduced:
             return Outcome(text, Verdict.BROKEN, numbers, "sum every gradient over the data axes, in every microbatch")
@@ -217,8 +209,7 @@ class CommunicationChecks:
             raise Unreadable("the dependencies of gathers are read from the traced step")
         prefetch, microbatches = self.expectation.prefetch, self.expectation.num_microbatches > 1
         unit, itemsize = self.expectation.unit_bytes, jnp.dtype(self.config.precision.compute_dtype).itemsize
-        with reader_errors():
-            bodies = jaxpr_counts.independent_gather_bytes(self.jaxpr, itemsize)
+        bodies = jaxpr_counts.independent_gather_bytes(self.jaxpr, itemsize)
         most, excess = 0.0, 0.0
         for loops, gathered in bodies:
             window = prefetch + 2 if loops <= microbatches else max(prefetch, 1)
@@ -232,10 +223,10 @@ class CommunicationChecks:
         """Whether communication overlaps with matrix products."""
         if self.as_traced:
             raise Unreadable("XLA for CPUs overlaps no collective with computation")
-        bare = self._exposed(self.found)
-        total, exposed = (sum(each.sent_bytes for each in part) for part in (self.found, bare))
-        looped = [each for each in self.found if each.looped]
-        in_loops, exposed_in_loops = (sum(each.sent_bytes for each in part) for part in (looped, self._exposed(looped)))
+        bare = [each for each in self.found if each.exposed]
+        size = lambda found: sum(each.sent_bytes for each in found)
+        total, exposed = size(self.found), size(bare)
+        in_loops, exposed_in_loops = (size(each for each in part if each.looped) for part in (self.found, bare))
         numbers = {"exposed_bytes": exposed, "looped_bytes": in_loops, "exposed_looped_bytes": exposed_in_loops}
         text = f"{bytes_text(exposed)} ({exposed / max(total, 1):.1%}) overlap with no matrix product"
         text += f", {bytes_text(exposed_in_loops)} ({exposed_in_loops / in_loops:.1%}) in loops" if in_loops else ""
@@ -256,7 +247,3 @@ class CommunicationChecks:
             "(docs/schedule.md#compiler-options)"
         )
         return Outcome(f"{text}; among them: {listed}", Verdict.SLOW, numbers, fix)
-
-    @staticmethod
-    def _exposed(found: list[Collective]) -> list[Collective]:
-        return [each for each in found if each.exposed]

@@ -1,13 +1,16 @@
-"""Derives what a step is expected to do: shardings of its state, bytes sent, gathered at a time, and offloaded."""
+"""What a step is expected to do: shardings, bytes sent and offloaded; and the findings of an audit that compares."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
 import itertools
 import math
+import warnings
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +18,7 @@ from jax.typing import DTypeLike
 
 from zerojax.analysis import jaxpr_counts
 from zerojax.analysis.hlo_collectives import Collective
-from zerojax.offload.checks import host_gradients_bytes
+from zerojax.offload.host_memory import host_gradients_bytes
 from zerojax.program.jaxprs import ClosedJaxpr
 from zerojax.sharding import placement
 from zerojax.sharding.axes import axis_names
@@ -24,7 +27,7 @@ from zerojax.step import state as states
 from zerojax.step.config import StepSettings, ZeroConfig
 from zerojax.step.loss_traces import Use
 from zerojax.step.state import TrainState
-from zerojax.utils.typing import Array, PyTree
+from zerojax.utils.tables import Column, TextTable, printed, screen
 
 # Collectives of at most this many bytes are not counted: they reduce losses, weights, norms and metrics.
 SCALARS_BYTES = 256
@@ -108,8 +111,6 @@ def expect(
     """Derives the expectation of a step that `Zero.train_step` has built.
 
     Args:
-        config: mesh, axes, stage and precision.
-        settings: the settings of the step.
         state: arrays or avals. Their shardings are ignored: the expected shardings are those of the stage.
         jaxpr: the traced step, which shows the leaves that the backward pass gathers again.
         uses: for each leaf, the segments of the loss that read it.
@@ -122,15 +123,17 @@ def expect(
     with_paths = jax.tree_util.tree_leaves_with_path(stored)
     leaves = state.layout.leaves
     # The bytes to send, by formula and as traced.
-    averaged = 2 * _ring_bytes(config.axes.num_devices, 4 * sum(a.size for a in _floating(state.model_state)))
+    floating = [a for a in jax.tree.leaves(state.model_state) if jnp.issubdtype(a.dtype, jnp.floating)]
+    averaged = 2 * _ring_bytes(config.axes.num_devices, 4 * sum(a.size for a in floating))
     replicas = _replica_bytes(config, leaves, num_microbatches)
     most = _stage_bytes(config, leaves, uses, num_microbatches)
     most = most._replace(all_reduced=most.all_reduced + averaged + replicas)
     traced = SentBytes.of(over_data_axes(jaxpr_counts.traced_collectives(jaxpr, config.mesh), config))
     wide = _sum_dtype(config, num_microbatches) != config.precision.reduce_dtype
     width = jnp.dtype(config.precision.compute_dtype).itemsize
-    is_wide = [leaf.compute_dtype.itemsize > width for leaf in leaves]
-    by_choice = _stage_bytes(config, _where(is_wide, leaves), _where(is_wide, uses), num_microbatches).total
+    wide_leaves = [(leaf, use) for leaf, use in zip(leaves, uses, strict=True) if leaf.compute_dtype.itemsize > width]
+    of_wide = [leaf for leaf, _ in wide_leaves], [use for _, use in wide_leaves]
+    by_choice = _stage_bytes(config, *of_wide, num_microbatches).total
     # What is in host memory.
     host_leaves = list(itertools.compress(with_paths, jax.tree.leaves(states.in_host(config, state))))
     sum_dtype = config.precision.sum_dtype if num_microbatches > 1 else None
@@ -163,15 +166,6 @@ def over_data_axes(found: Iterable[Collective], config: ZeroConfig) -> list[Coll
     position = lambda device: tuple(device // strides[name] % sizes[name] for name in config.axes.data)
     crosses = lambda each: len({position(device) for device in each.group}) > 1
     return [each for each in found if each.full_bytes > SCALARS_BYTES and crosses(each)]
-
-
-def _where(flags: Sequence[bool], items: Sequence[Any]) -> list[Any]:
-    return list(itertools.compress(items, flags))
-
-
-def _floating(tree: PyTree) -> list[Array]:
-    """The floating leaves of a tree."""
-    return [a for a in jax.tree.leaves(tree) if jnp.issubdtype(a.dtype, jnp.floating)]
 
 
 def _ring_bytes(num_devices: int, num_bytes: float) -> float:
@@ -237,11 +231,9 @@ def _ends_bytes(config: ZeroConfig, leaves: Sequence[Leaf], uses: Sequence[Seque
 
     The first unit may be small, such as a table of positions: of the first two, the larger counts.
     """
+    without_layers = lambda dim: None if dim is None else dim - 1
     of_layer = [
-        dataclasses.replace(leaf, shape=leaf.shape[1:], dim=None if leaf.dim is None else leaf.dim - 1)
-        if leaf.stacked
-        else leaf
-        for leaf in leaves
+        dataclasses.replace(a, shape=a.shape[1:], dim=without_layers(a.dim)) if a.stacked else a for a in leaves
     ]
 
     def sent(wanted: Callable[[Use], bool]) -> float:
@@ -266,3 +258,133 @@ def _replica_bytes(config: ZeroConfig, leaves: Iterable[Leaf], k: int) -> float:
     per_device = lambda leaf: _full_elements(config, leaf) / (1 if leaf.dim is None else shards)
     elements = sum(per_device(leaf) for leaf in leaves if leaf.trainable)
     return 2 * _ring_bytes(config.axes.num_replicas, elements * jnp.dtype(_sum_dtype(config, k)).itemsize)
+
+
+# What an audit finds.
+
+
+class Verdict(enum.Enum):
+    """Whether an expectation is met. Only `BROKEN` is a failure."""
+
+    OK = "ok"
+    KNOWN = "known"  #: not met, because of a known rewrite by the compiler; the finding names it and its cost
+    BROKEN = "BROKEN"
+    SLOW = "slow"  #: the step is right, but slower than it has to be; the finding says why, and what may help
+    NOT_READ = "not read"  #: the program could not be read; the finding says why
+    INFO = "info"  #: a measurement without an expectation
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One expectation and what was found.
+
+    Attributes:
+        name: 'sharded', 'aliased state', 'checkpoints', 'offloaded slices', 'host memory', 'pieces of the state',
+            'host copies', 'wire bytes', 'wire dtype', 'reductions', 'hoisted gathers', 'gathered weights kept',
+            'prefetch order' or 'exposed'.
+        expected, found: in words. If the program could not be read, `found` says why.
+        verdict: whether they agree.
+        numbers: the measurements in `found`; `extra_bytes` are what one device sends in addition per step because of a
+            known rewrite.
+        fix: what to do if the expectation is not met.
+    """
+
+    name: str
+    expected: str
+    found: str
+    verdict: Verdict
+    numbers: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    fix: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """The findings of an audit. Prints as a table. `audit['reductions']` is the finding with this name.
+
+    Attributes:
+        findings: one for each expectation.
+    """
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def broken(self) -> tuple[Finding, ...]:
+        """The findings whose verdict is `BROKEN`."""
+        return tuple(finding for finding in self.findings if finding.verdict is Verdict.BROKEN)
+
+    @property
+    def ok(self) -> bool:
+        """Whether no expectation is broken. Findings with the verdict `NOT_READ` were not checked."""
+        return not self.broken
+
+    def __getitem__(self, name: str) -> Finding:
+        return {finding.name: finding for finding in self.findings}[name]
+
+    def __str__(self) -> str:
+        """A table that follows the width of the terminal, below the number of findings of each verdict."""
+        verdicts = Counter(finding.verdict for finding in self.findings)
+        counts = ", ".join(f"{verdicts[each]} {each.value}" for each in Verdict if verdicts[each])
+        columns = [Column("check"), Column("expected", wraps=True), Column("found", wraps=True), Column("verdict")]
+        rows = [(each.name, each.expected, each.found, each.verdict.value) for each in self.findings]
+        return printed([TextTable(f"Audit of the compiled step: {counts}", columns, rows)], screen().width)
+
+    __repr__ = __str__
+
+    def enforce(self, setting: str) -> None:
+        """Raises ValueError (setting 'error') or warns (setting 'warn') if an expectation is broken.
+
+        A step that is slower than it has to be is warned about with either setting.
+
+        Args:
+            setting: 'error' or 'warn'.
+        """
+        slow = [finding for finding in self.findings if finding.verdict is Verdict.SLOW]
+        if self.broken:
+            title = f"audit: the compiled step breaks {len(self.broken)} of {len(self.findings)} expectations"
+            text = _with_fixes(title, [*self.broken, *slow])
+            if setting == "error":
+                raise ValueError(text)
+            warnings.warn(text, stacklevel=4)
+        elif slow:
+            warnings.warn(_with_fixes("audit: the compiled step is slower than it has to be", slow), stacklevel=4)
+
+
+def _with_fixes(title: str, findings: Iterable[Finding]) -> str:
+    lines = [f"{f.name}\n  expected: {f.expected}\n  got:      {f.found}\n  fix:      {f.fix}" for f in findings]
+    return "\n".join([title, *lines])
+
+
+SETTINGS = ("off", "warn", "error")
+
+
+def check_setting(setting: str) -> str:
+    if setting not in SETTINGS:
+        raise ValueError(f"audit: unknown setting {setting!r}\n  fix:      one of {', '.join(SETTINGS)}")
+    return setting
+
+
+class Unreadable(ValueError):
+    """Raised by a check if the program cannot be read. The finding says why, and never counts as met."""
+
+
+class Outcome(NamedTuple):
+    """The outcome of a check. The fields are those of `Finding`."""
+
+    found: str
+    verdict: Verdict
+    numbers: Mapping[str, float] = {}
+    fix: str = ""
+
+
+Checks: TypeAlias = dict[str, tuple[str, Callable[[], Outcome]]]  # by name: the expectation, and what checks it
+
+
+def run_checks(checks: Checks) -> Audit:
+    """Runs the checks. A check that cannot read the program, as `Unreadable` or another reader says, is a finding."""
+    findings = []
+    for name, (expected, run) in checks.items():
+        try:
+            findings.append(Finding(name, expected, *run()))
+        except ValueError as reason:
+            findings.append(Finding(name, expected, str(reason), Verdict.NOT_READ))
+    return Audit(tuple(findings))

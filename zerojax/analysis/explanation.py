@@ -32,10 +32,8 @@ class Row:
 
     Attributes:
         category: 'params', 'grads', 'optimizer' or 'model_state', or 'host memory' for what the optimizer has there.
-        path: keys joined by '/'.
+        unit: that of the parameter that the leaf is, or belongs to; else a part of its path.
         shape, dtype: of the full leaf.
-        spec: the PartitionSpec as text.
-        bytes_per_device: bytes of the leaf on one device.
         undivided_bytes: bytes on one device if the leaf were not sharded over the data axes.
         zeros_bytes: of `bytes_per_device`, the bytes of zeros that pad the leaf, as a mean over devices.
         reason: why the leaf is sharded in this dim, or why it is whole.
@@ -43,9 +41,10 @@ class Row:
 
     category: str
     path: str
+    unit: str
     shape: Shape
     dtype: str
-    spec: str
+    spec: PartitionSpec
     bytes_per_device: int
     undivided_bytes: int
     zeros_bytes: float
@@ -57,8 +56,6 @@ class UnitRow:
     """A unit: leaves that are gathered together.
 
     Attributes:
-        name: the leading part of the paths of its leaves.
-        num_leaves: the number of its leaves.
         num_bytes: bytes of its full leaves as they are gathered; of stacked leaves, of one layer.
         places: the positions in the forward pass at which it is used, counted from 0; empty if unknown, or unused.
         looked_up: those of `places` at which only rows of it are looked up, and it is not gathered.
@@ -114,39 +111,28 @@ class Explanation:
                 as in a file, lines have 120 columns and each leaf has a row.
         """
         to = to or screen()
-        return printed(self._parts(to), to.width)
-
-    def _parts(self, to: Screen) -> list[TextTable | str]:
         hints = [hint for hint in (self.large_unit, self.uneven) if hint]
         leaves = [_leaves_table(name, self, to) for name in self.totals if self.totals[name]]
         rest = _not_sharded(self.replicated, to) if self.replicated else "Every leaf that the stage shards is sharded."
-        return [self.title, _totals(self), rest, *hints, _units_table(self.units, to), *leaves]
+        return printed([self.title, _totals(self), rest, *hints, _units_table(self.units, to), *leaves], to.width)
 
 
 def _totals(explanation: Explanation) -> TextTable:
     """What a device holds of each category and in all, next to the formula."""
     totals, formula, zeros = explanation.totals, explanation.formula, explanation.zeros
-    has_zeros = any(zeros.values())
 
-    def row(name: str, total: float, by_formula: str, padding: float) -> list[str]:
-        return [name, bytes_text(total), by_formula, *([bytes_text(padding) if padding else ""] if has_zeros else [])]
+    def row(name: str, total: float, by_formula: float | None, padding: float) -> list[str]:
+        n = explanation.num_shards.get(name, 1)
+        undivided = f"{bytes_text(by_formula * n)} / {n} = " if by_formula is not None and n > 1 else ""
+        formula_text = "" if by_formula is None else f"{undivided}{bytes_text(by_formula)}"
+        return [name, bytes_text(total), formula_text, bytes_text(padding) if padding else ""]
 
-    def formula_text(name: str) -> str:
-        if name not in formula:
-            return ""
-        n = explanation.num_shards[name]
-        undivided = f"{bytes_text(formula[name] * n)} / {n} = " if n > 1 else ""
-        return f"{undivided}{bytes_text(formula[name])}"
-
-    row_of = lambda name: row(name, totals[name], formula_text(name), zeros[name])
-    on_device = [name for name in totals if name != HOST_MEMORY]
-    total_of = lambda sizes: sum(sizes[name] for name in on_device if name in sizes)
-    rows = [row_of(name) for name in on_device]
-    rows.append(row("sum", total_of(totals), bytes_text(total_of(formula)), total_of(zeros)))
-    rows += [row_of(name) for name in totals if name == HOST_MEMORY]
-    columns = [Column("category"), Column("bytes/device", right=True), Column("ZeRO formula", right=True)]
-    columns += [Column("zeros that pad shards", right=True)] if has_zeros else []
-    return TextTable("Totals", columns, rows)
+    rows = [row(name, totals[name], formula.get(name), zeros[name]) for name in totals]
+    of_device = lambda sizes: sum(size for name, size in sizes.items() if name != HOST_MEMORY)
+    rows.insert(len(CATEGORIES), row("sum", of_device(totals), of_device(formula), of_device(zeros)))
+    names = ["bytes/device", "ZeRO formula", *(["zeros that pad shards"] if any(zeros.values()) else [])]
+    columns = [Column("category"), *(Column(name, right=True) for name in names)]
+    return TextTable("Totals", columns, [cells[: len(columns)] for cells in rows])
 
 
 _LEAF_COLUMNS = [Column("leaf", wraps=True), Column("array"), Column("bytes/device", right=True)]
@@ -158,7 +144,7 @@ def _array_text(row: Row) -> str:
 
 def _folded(rows: Sequence[Row], to: Screen) -> Iterator[tuple[str, Row, int]]:
     """(name, first row, bytes of all rows) of each row to show."""
-    kinds = [(dataclasses.replace(row, path=""), None if to.folds else row.path) for row in rows]
+    kinds = [(dataclasses.replace(row, path="", unit=""), None if to.folds else row.path) for row in rows]
     for each in fold([row.path for row in rows], kinds):
         members = [rows[k] for k in each.members]
         yield each.text, members[0], sum(row.bytes_per_device for row in members)
@@ -179,23 +165,19 @@ def _units_table(units: Sequence[UnitRow], to: Screen) -> TextTable:
     for each in fold([unit.name for unit in units], kinds):
         members = [units[k] for k in each.members]
         places = [f"{place}{' (rows)' if place in u.looked_up else ''}" for u in members for place in u.places]
-        shown = ", ".join(places) if len(members) == 1 else _span(sorted(p for u in members for p in u.places))
+        ends = sorted(place for u in members for place in u.places)
+        shown = f"{ends[0]} to {ends[-1]}" if len(members) > 1 and ends else ", ".join(places)
         rows.append([each.text, f"{members[0].num_leaves:,}", bytes_text(members[0].num_bytes), shown])
     columns = [Column("unit", wraps=True), Column("leaves", right=True), Column("bytes of a unit", right=True)]
     columns += [Column("place", wraps=True)] * any(place for *_, place in rows)
     return TextTable("Units: gathered together", columns, [row[: len(columns)] for row in rows])
 
 
-def _span(places: Sequence[int]) -> str:
-    """Places of several units: the first and the last."""
-    return f"{places[0]} to {places[-1]}" if places else ""
-
-
 def _leaves_table(category: str, explanation: Explanation, to: Screen) -> TextTable:
     """The leaves of a category. The reason of most of them is in the title, and not repeated."""
     rows = [row for row in explanation.rows if row.category == category]
     (usual, _), *others = Counter(row.reason for row in rows).most_common()
-    spec = lambda row: row.spec.replace(" ", SPACE) + ("" if row.reason == usual else f": {row.reason}")
+    spec = lambda row: spec_text(row.spec).replace(" ", SPACE) + ("" if row.reason == usual else f": {row.reason}")
     cells = [[name, _array_text(row), bytes_text(size), spec(row)] for name, row, size in _folded(rows, to)]
     exception = ", unless the spec has another reason" if others else ""
     where = "for a device" if category == HOST_MEMORY else "on a device"
@@ -249,30 +231,35 @@ def _rows(config: ZeroConfig, state: TrainState, shards: Mapping[str, int]) -> I
     """The rows of all leaves. `shards`: the number of shards of each category."""
     leaves, axes = {leaf.path: leaf for leaf in state.layout.leaves}, config.axes
     is_host, mesh = in_host(config, state), _mesh_of(state)
-    host_params = {path for flag, path in zip(jax.tree.leaves(is_host.params), leaves, strict=True) if flag}
     whole = "there is one shard only" if axes.num_shards == 1 else config.stage.limit_text
 
-    def of_param(category: str, path: str, a: Aval) -> Row:
-        reason = leaves[path].reason if shards[category] > 1 else whole
-        if path in host_params:
-            return _row(axes, HOST_MEMORY, f"{category}/{path}", a, leaves[path].shape, reason)
-        return _row(axes, category, path, a, leaves[path].shape, reason)
+    def of_param(category: str, path: str, a: Aval, is_host: bool, prefix: str) -> Row:
+        leaf, name = leaves[path], f"{prefix}/{path}" if is_host or category == "optimizer" else path
+        reason = leaf.reason if shards[category] > 1 else whole
+        return _row(axes, HOST_MEMORY if is_host else category, name, leaf.unit, a, leaf.shape, reason)
 
-    for path, a in leaves_with_paths(state.params):
-        yield of_param("params", path, a)
+    # Parameters, gradients and master copies.
+    host_params = dict(zip(leaves, jax.tree.leaves(is_host.params), strict=True))
+    for path, a in _with_paths(state.params):
+        yield of_param("params", path, a, host_params[path], "params")
     for leaf in leaves.values():
         if leaf.trainable:
-            yield of_param("grads", leaf.path, gradient_aval(config, mesh, leaf))
-    for (path, a), flag in zip(leaves_with_paths(state.master), jax.tree.leaves(is_host.master), strict=True):
-        reason = leaves[path].reason if shards["optimizer"] > 1 else whole
-        yield _row(axes, HOST_MEMORY if flag else "optimizer", f"master/{path}", a, leaves[path].shape, reason)
+            yield of_param("grads", leaf.path, gradient_aval(config, mesh, leaf), host_params[leaf.path], "grads")
+    for (path, a), flag in zip(_with_paths(state.master), jax.tree.leaves(is_host.master), strict=True):
+        yield of_param("optimizer", path, a, flag, "master")
+    # The rest of the optimizer's state, and of the model's.
     shapes = [tuple(a.shape) for a in jax.tree.leaves(logical_avals(state).opt_state)]
     flags = jax.tree.leaves(is_host.opt_state)
-    for (path, a), flag, shape in zip(leaves_with_paths(state.opt_state), flags, shapes, strict=True):
-        reason = _optimizer_reason(path, shape, leaves, axes) if shards["optimizer"] > 1 else whole
-        yield _row(axes, HOST_MEMORY if flag else "optimizer", path, a, shape, reason)
-    for path, a in leaves_with_paths(state.model_state):
-        yield _row(axes, "model_state", path, a, a.shape, "replicated: model state")
+    for (path, a), flag, shape in zip(_with_paths(state.opt_state), flags, shapes, strict=True):
+        keys = path.split("/")  # that of an optimizer's leaf ends in that of a parameter
+        ends = ("/".join(keys[start:]) for start in range(len(keys)))
+        leaf = next((leaves[end] for end in ends if end in leaves), None)
+        alike = leaf if leaf and leaf.shape == shape else None
+        reason = alike.reason if alike else choose_dim(shape, axes.num_shards, stacked=False).reason
+        category, reason = HOST_MEMORY if flag else "optimizer", reason if shards["optimizer"] > 1 else whole
+        yield _row(axes, category, path, leaf.unit if leaf else path, a, shape, reason)
+    for path, a in _with_paths(state.model_state):
+        yield _row(axes, "model_state", path, path.rpartition("/")[0] or path, a, a.shape, "replicated: model state")
 
 
 def _mesh_of(state: TrainState) -> AnyMesh:
@@ -292,19 +279,19 @@ def _units(leaves: Sequence[Leaf], uses: Sequence[tuple[Use, ...]] | None) -> tu
     return tuple(sorted(rows, key=lambda row: row.places[:1] or (len(leaves),)) if uses else rows)
 
 
-def leaves_with_paths(tree: PyTree) -> list[tuple[str, Aval]]:
+def _with_paths(tree: PyTree) -> list[tuple[str, Aval]]:
     """The leaves of a tree with their paths."""
     return [(placement.path_text(path), a) for path, a in jax.tree_util.tree_leaves_with_path(tree)]
 
 
-def _row(axes: Axes, category: str, path: str, stored: Aval, shape: Sequence[int], reason: str) -> Row:
+def _row(axes: Axes, category: str, path: str, unit: str, stored: Aval, shape: Shape, reason: str) -> Row:
     spec, mesh = stored.sharding.spec, stored.sharding.mesh
     others = [[name for name in axis_names(entry) if name not in axes.data] for entry in spec]
     undivided = NamedSharding(mesh, PartitionSpec(*(tuple(names) or None for names in others)))
-    logical = jax.ShapeDtypeStruct(tuple(shape), stored.dtype)
+    logical = jax.ShapeDtypeStruct(shape, stored.dtype)
     on_device, full = placement.shard_bytes(stored, stored.sharding), placement.shard_bytes(logical, undivided)
     zeros = on_device * (1 - math.prod(shape) / max(1, math.prod(stored.shape)))
-    return Row(category, path, logical.shape, str(stored.dtype), spec_text(spec), on_device, full, zeros, reason)
+    return Row(category, path, unit, logical.shape, str(stored.dtype), spec, on_device, full, zeros, reason)
 
 
 def gradient_aval(config: ZeroConfig, mesh: AnyMesh, leaf: Leaf) -> jax.ShapeDtypeStruct:
@@ -313,17 +300,3 @@ def gradient_aval(config: ZeroConfig, mesh: AnyMesh, leaf: Leaf) -> jax.ShapeDty
     sharding = NamedSharding(mesh, leaf.spec(config.axes, is_sharded))
     shape, dtype = leaf.padding(is_sharded).stored_shape(leaf.shape), config.precision.wire_dtype(leaf.compute_dtype)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-
-def _optimizer_reason(path: str, shape: Shape, leaves: dict[str, Leaf], axes: Axes) -> str:
-    """The reason of the parameter that a leaf of the optimizer state belongs to, or else one by the leaf's shape."""
-    for leaf in map(leaves.get, path_ends(path)):
-        if leaf is not None and leaf.shape == shape:
-            return leaf.reason
-    return choose_dim(shape, axes.num_shards, stacked=False).reason
-
-
-def path_ends(path: str) -> list[str]:
-    """A path, the path without its first key, and so on: that of an optimizer's leaf ends in that of a parameter."""
-    keys = path.split("/")
-    return ["/".join(keys[start:]) for start in range(len(keys))]

@@ -1,19 +1,29 @@
 """Describes chips and clusters: rates, memory sizes and latencies, each with its source and date.
 
 A `Rate` has the peak of the data sheet, which utilization refers to, and the share of it that large operations reach.
-Values for which no measurement is published are marked as guesses. `zerojax.plan.calibrate` replaces the rates of
-matrix products and of memory by measurements.
+Values for which no measurement is published are marked as guesses. `calibrate` measures the rates of matrix
+products and of memory, which can take their place.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import math
 import re
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zerojax.utils.typing import Array
 
 INSIDE_HOST, BETWEEN_HOSTS = "link inside a host", "link between hosts"
 BETWEEN_SLICES = "link between slices"
@@ -96,51 +106,23 @@ class Chip:
 #   for a step over NVLink, 14 us for a step over the network. From kernel to kernel 1.5 us, the time of a tiny kernel
 #   in JAX on an H100 (Austin et al., ibid.); for the others this is a guess.
 _NCCL = {"kernel_s": 1.5e-6, "collective_s": 8.4e-6, "hop_s": 3.4e-6, "network_hop_s": 14e-6}
-_A100 = Chip(
-    name="a100",
-    platform="cuda",
-    device_kinds=("NVIDIA A100-SXM4-80GB",),
-    memory_bytes=85_100_068_864,
-    host_memory_bytes=2 * 10**12 // 8,
-    flops=Rate(312e12, 0.8),
-    f32_share=0.5,
-    memory_rate=Rate(2.03904e12, 0.9),
-    host_rate=Rate(32e9, 0.8),
-    link_rate=Rate(300e9, 0.78),
-    network_rate=Rate(25e9, 0.9),
-    **_NCCL,
-)
-_H100 = Chip(
-    name="h100",
-    platform="cuda",
-    device_kinds=("NVIDIA H100 80GB HBM3",),
-    memory_bytes=85_029_158_912,
-    host_memory_bytes=2 * 10**12 // 8,
-    flops=Rate(989e12, 0.71),
-    f32_share=0.5,
-    memory_rate=Rate(3.35232e12, 0.94),
-    host_rate=Rate(64e9, 0.8),
-    link_rate=Rate(450e9, 0.82),
-    network_rate=Rate(50e9, 0.9),
-    **_NCCL,
-)
-_H200 = dataclasses.replace(
-    _H100,
-    name="h200",
-    device_kinds=("NVIDIA H200", "NVIDIA H200 141GB HBM3e"),
-    memory_bytes=143_156 * 2**20,
-    flops=Rate(989e12, 0.76),
-    memory_rate=Rate(4.8e12, 0.9),
-)
-_B200 = dataclasses.replace(
-    _H100,
-    name="b200",
-    device_kinds=("NVIDIA B200",),
-    memory_bytes=191_514_411_008,
-    flops=Rate(2250e12, 0.635),
-    memory_rate=Rate(7.67232e12, 0.9),
-    link_rate=Rate(900e9, 0.82),
-)
+
+
+def _gpu(
+    name: str,
+    kinds: tuple[str, ...],
+    memory: int,
+    *,
+    flops: Rate,
+    memory_rate: Rate,
+    host: float,
+    link: Rate,
+    nic: float,
+) -> Chip:
+    host_memory, host_rate, network_rate = 2 * 10**12 // 8, Rate(host, 0.8), Rate(nic, 0.9)
+    rates = flops, 0.5, memory_rate, host_rate, link, network_rate
+    return Chip(name, "cuda", kinds, memory, host_memory, *rates, **_NCCL)
+
 
 # Google. Peak, capacity and memory rate: "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" in the documentation of Cloud TPU,
 #   2025. What it calls GB are GiB, and the 95 of a v5p are 96: its compiler gives programs more than 95 (see
@@ -153,80 +135,52 @@ _B200 = dataclasses.replace(
 # Products of f32 arrays are rounded to bf16 by default (jax.lax.Precision.DEFAULT).
 # Guesses: 0.9 of the peaks of products and of memory; no time between kernels, since one program runs them all; 1 us
 #   for a step over a link, and 1 us to start; 50 us for a step to another slice.
-_TPU_HOST_GB = {"v4": 407, "v5e": 192, "v5p": 448, "v6e": 720}
 _ICI = {"kernel_s": 0.0, "collective_s": 1e-6, "hop_s": 1e-6, "network_hop_s": 50e-6}
 
 
 def _tpu(
-    name: str,
-    kinds: tuple[str, ...],
-    gib: int,
-    *,
-    flops: float,
-    memory: float,
-    link: float,
-    host: float,
+    name: str, kinds: tuple[str, ...], gib: int, host_gb: int, *, flops: float, memory: float, link: float, host: float,
     network: float,
-) -> Chip:
-    return Chip(
-        name=name,
-        platform="tpu",
-        device_kinds=kinds,
-        memory_bytes=gib * 2**30,
-        host_memory_bytes=_TPU_HOST_GB[name] * 10**9 // 4,
-        flops=Rate(flops, 0.9),
-        f32_share=1.0,
-        memory_rate=Rate(memory, 0.9),
-        host_rate=Rate(host, 1.0),
-        link_rate=Rate(link, 0.9),
-        network_rate=Rate(network, 1.0),
-        **_ICI,
-    )
+) -> Chip:  # fmt: skip
+    rates = Rate(flops, 0.9), 1.0, Rate(memory, 0.9), Rate(host, 1.0), Rate(link, 0.9), Rate(network, 1.0)
+    return Chip(name, "tpu", kinds, gib * 2**30, host_gb * 10**9 // 4, *rates, **_ICI)
 
 
 # A simulated CPU device. All values are guesses; calibration replaces the two most important ones within seconds.
-_CPU = Chip(
-    name="cpu",
-    platform="cpu",
-    device_kinds=("cpu",),
-    memory_bytes=2 * 2**30,
-    host_memory_bytes=2**34,
-    flops=Rate(20e9, 1.0),
-    f32_share=1.0,
-    memory_rate=Rate(5e9, 1.0),
-    host_rate=Rate(5e9, 1.0),
-    link_rate=Rate(1e9, 1.0),
-    network_rate=Rate(1e9, 1.0),
-    kernel_s=1e-6,
-    collective_s=50e-6,
-    hop_s=10e-6,
-    network_hop_s=10e-6,
-)
+_CPU_RATES = Rate(20e9, 1.0), 1.0, Rate(5e9, 1.0), Rate(5e9, 1.0), Rate(1e9, 1.0), Rate(1e9, 1.0)
+_CPU = Chip("cpu", "cpu", ("cpu",), 2 * 2**30, 2**34, *_CPU_RATES, 1e-6, 50e-6, 10e-6, 10e-6)
 CHIPS = {
     chip.name: chip
     for chip in (
         _CPU,
-        _A100,
-        _H100,
-        _H200,
-        _B200,
-        _tpu("v4", ("TPU v4",), 32, flops=275e12, memory=1.228e12, link=50e9, host=16e9, network=6.25e9),
-        _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 16, flops=197e12, memory=819e9, link=50e9, host=16e9, network=3.125e9),
-        _tpu("v5p", ("TPU v5", "TPU v5p"), 96, flops=459e12, memory=2.765e12, link=100e9, host=16e9, network=6.25e9),
-        _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 32, flops=918e12, memory=1.6e12, link=100e9, host=32e9, network=12.5e9),
+        _gpu("a100", ("NVIDIA A100-SXM4-80GB",), 85_100_068_864, flops=Rate(312e12, 0.8),
+             memory_rate=Rate(2.03904e12, 0.9), host=32e9, link=Rate(300e9, 0.78), nic=25e9),
+        _gpu("h100", ("NVIDIA H100 80GB HBM3",), 85_029_158_912, flops=Rate(989e12, 0.71),
+             memory_rate=Rate(3.35232e12, 0.94), host=64e9, link=Rate(450e9, 0.82), nic=50e9),
+        _gpu("h200", ("NVIDIA H200", "NVIDIA H200 141GB HBM3e"), 143_156 * 2**20, flops=Rate(989e12, 0.76),
+             memory_rate=Rate(4.8e12, 0.9), host=64e9, link=Rate(450e9, 0.82), nic=50e9),
+        _gpu("b200", ("NVIDIA B200",), 191_514_411_008, flops=Rate(2250e12, 0.635),
+             memory_rate=Rate(7.67232e12, 0.9), host=64e9, link=Rate(900e9, 0.82), nic=50e9),
+        _tpu("v4", ("TPU v4",), 32, 407, flops=275e12, memory=1.228e12, link=50e9, host=16e9, network=6.25e9),
+        _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 16, 192, flops=197e12, memory=819e9, link=50e9, host=16e9,
+             network=3.125e9),
+        _tpu("v5p", ("TPU v5", "TPU v5p"), 96, 448, flops=459e12, memory=2.765e12, link=100e9, host=16e9,
+             network=6.25e9),
+        _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 32, 720, flops=918e12, memory=1.6e12, link=100e9, host=32e9,
+             network=12.5e9),
     )
-}
+}  # fmt: skip
 _GPUS_PER_HOST = 8
 _TPU_HOST = (2, 2, 1)  # the chips of one host in a described topology
 
 
 def chip_of_kind(device_kind: str) -> Chip | None:
-    """Returns the chip with a `jax.Device.device_kind`, or None if it is not known."""
+    """The chip with a `jax.Device.device_kind`, or None if it is not known."""
     return next((chip for chip in CHIPS.values() if device_kind in chip.device_kinds), None)
 
 
 def torus_links(dim: int) -> str:
-    """Returns the name of the links along one dim of a TPU slice."""
+    """The name of the links along one dim of a TPU slice."""
     return f"torus links along dim {dim}"
 
 
@@ -300,22 +254,19 @@ class Cluster:
         )
 
     def _inside(self, group: Sequence[int], one_way: bool) -> Route:
-        chip = self.chip
-        if self.torus is None:
+        """The route within a host or a slice.
+
+        In a torus, a share of the bytes goes along each dim that the group spans, in both directions. In a dim that
+        does not wrap around, the link at the end carries everything that the other chips send, in one direction.
+        """
+        chip, torus = self.chip, self.torus
+        if torus is None:
             latency = chip.collective_s + (len(group) - 1) * chip.hop_s
             return Route((INSIDE_HOST,), chip.link_rate.effective, latency)
-        return self._inside_torus([self.coordinates(device) for device in group], self.torus, one_way)
-
-    def _inside_torus(self, places: Sequence[tuple[int, ...]], torus: tuple[int, ...], one_way: bool) -> Route:
-        """The route within a slice: a share of the bytes goes along each dim that the group spans, in both directions.
-
-        In a dim that does not wrap around, the link at the end carries everything that the other chips send, in one
-        direction.
-        """
+        places = [self.coordinates(device) for device in group]
         spanned = [d for d in range(len(torus)) if len({place[d] for place in places}) > 1]
         ways = sum(2 if self._wraps(d) and not one_way else 1 for d in spanned)
         hops = sum(torus[d] // 2 if self._wraps(d) else torus[d] - 1 for d in spanned)
-        chip = self.chip
         lanes = tuple(map(torus_links, spanned or [0]))
         return Route(lanes, max(ways, 1) * chip.link_rate.effective, chip.collective_s + hops * chip.hop_s)
 
@@ -325,11 +276,7 @@ class Cluster:
         Args:
             device: the index of the chip.
         """
-        place = []
-        for size in reversed(self.torus or ()):
-            device, within = divmod(device, size)
-            place.append(within)
-        return tuple(reversed(place))
+        return tuple(int(place) for place in np.unravel_index(device, self.torus or ()))
 
     def _wraps(self, dim: int) -> bool:
         """Whether the links along a dim of the torus wrap around.
@@ -349,7 +296,7 @@ def cluster(target: str, calibration: str | Path | None = None) -> Cluster:
     Args:
         target: 'cpu:8'; 'a100:N', 'h100:N', 'h200:N' or 'b200:N', in hosts of 8; a TPU topology such as 'v4:2x2x2',
             'v5e:4x4', 'v5p:4x4x4' or 'v6e:8x8'; or several slices of one, such as 'v5e:4x4*2'.
-        calibration: a file that `zerojax.plan.calibrate` wrote; its measured rates replace those of the data sheets.
+        calibration: a file that `calibrate` wrote; its measured rates replace those of the data sheets.
 
     Raises:
         ValueError: if the target is unknown, if more than 8 GPUs are not a multiple of 8, or if the calibration is that
@@ -391,3 +338,62 @@ def _calibrated(chip: Chip, path: Path) -> Chip:
         flops=chip.flops._replace(efficiency=measured["flops"] / chip.flops.peak),
         memory_rate=chip.memory_rate._replace(efficiency=measured["memory_rate"] / chip.memory_rate.peak),
     )
+
+
+CALIBRATION = Path("~/.cache/zerojax/calibration.json")
+# (width of the square matrices, elements of the vector). An accelerator reaches its rates only with large ones.
+_ACCELERATOR_SIZES, _CPU_SIZES = (8192, 2**28), (512, 2**22)
+# The clock of a GPU drops within a second or two of full load, so the first runs do not count.
+_WARM_S, _NUM_RUNS, _RUN_S = 2.0, 9, 0.2
+
+
+def calibrate(path: str | Path = CALIBRATION, *, warm_s: float = _WARM_S) -> dict[str, object]:
+    """Measures the default device, and writes the file that `cluster(..., calibration=path)` reads.
+
+    The products are of random bf16 matrices, since a GPU multiplies constant ones faster. Each rate is the median of
+    several runs of many operations, after a load that lasts until the clocks have settled. Of several simulated
+    devices, only one is measured, which has the processor to itself.
+
+    Args:
+        path: the file. Missing folders are created.
+        warm_s: seconds of load before the first run that counts.
+
+    Returns:
+        The content of the file: the kind of the device, versions, the date, `flops` per second, and `memory_rate`, the
+        bytes read and written per second.
+    """
+    device = jax.devices()[0]
+    width, elements = _CPU_SIZES if device.platform == "cpu" else _ACCELERATOR_SIZES
+    # The scale keeps the powers of the matrix bounded.
+    matrix = jax.random.normal(jax.random.key(0), (width, width), jnp.bfloat16) * width**-0.5
+    vector = jnp.zeros(elements, jnp.float32)
+    measured = {
+        "device_kind": device.device_kind,
+        "versions": {name: metadata.version(name) for name in ("jax", "jaxlib")},
+        "date": datetime.date.today().isoformat(),
+        "flops": 2 * width**3 / _seconds(lambda last, x: last @ x, matrix, warm_s),
+        "memory_rate": 2 * vector.nbytes / _seconds(lambda last, _: last + 1, vector, warm_s),
+    }
+    path = Path(path).expanduser()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(measured, indent=2) + "\n")
+    return measured
+
+
+def _seconds(operation: Callable[[Array, Array], Array], x: Array, warm_s: float) -> float:
+    """Returns the seconds of `operation(previous_result, x)`, run in a loop of about `_RUN_S` seconds."""
+
+    @jax.jit
+    def repeat(x: Array, count: int) -> Array:
+        return jax.lax.fori_loop(0, count, lambda _, last: operation(last, x).astype(x.dtype), x)
+
+    def run(count: int) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(repeat(x, count))
+        return time.perf_counter() - start
+
+    run(1)  # compiles
+    count = max(1, round(_RUN_S / (run(4) / 4)))
+    for _ in range(round(warm_s / _RUN_S)):
+        run(count)
+    return statistics.median(run(count) for _ in range(_NUM_RUNS)) / count

@@ -1,7 +1,6 @@
 """Reads the HLO text of a compiled program: its computations, its scheduled instructions, and their trip counts.
 
-`parse_program(compiled.as_text())` returns the program that each device runs. It raises ValueError for
-text that it does not understand.
+`parse_program(compiled.as_text())` is the program that each device runs. Text that is not understood is a ValueError.
 """
 
 from __future__ import annotations
@@ -9,25 +8,21 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 HOST = 5  # the memory space of pinned host memory
 
 
 def element_bits(dtype: str) -> int:
-    """Returns the bits of an element, from the dtype's name in HLO: 'bf16', 'f8e4m3fn', 's4', 'pred', 'token'."""
+    """The bits of an element, from the dtype's name in HLO: 'bf16', 'f8e4m3fn', 's4', 'pred', 'token'."""
     return {"token": 0, "pred": 8}[dtype] if dtype in ("token", "pred") else int(re.findall(r"\d+", dtype)[0])
 
 
 class Buffer(NamedTuple):
-    """An array that an instruction returns.
+    """An array that an instruction returns. Its `space` is 0 for device memory and `HOST` for host memory.
 
-    Attributes:
-        dtype: in HLO, such as 'bf16'.
-        dims: the shape.
-        space: 0 for device memory, `HOST` for host memory.
-        order: the dims, by number, from the one whose elements are adjacent in memory; () if the text has no layout.
+    `order` has the dims from the one whose elements are adjacent in memory; it is () if the text has no layout.
     """
 
     dtype: str
@@ -65,9 +60,24 @@ class Instruction:
         return sum(buffer.num_bytes for buffer in self.buffers)
 
     @property
+    def computations(self) -> list[Computation]:
+        """All computations that this instruction calls."""
+        return [computation for role in self.called.values() for computation in role]
+
+    @property
     def inner(self) -> list[Instruction]:
         """The instructions of all computations that this one calls."""
-        return [i for computations in self.called.values() for c in computations for i in c.instructions]
+        return [i for computation in self.computations for i in computation.instructions]
+
+    @property
+    def number(self) -> int:
+        """The number of a parameter."""
+        return int(attribute(r"^\s*(\d+)", self))
+
+    @property
+    def index(self) -> int:
+        """The index of a get-tuple-element."""
+        return int(attribute(r"\bindex=(\d+)", self))
 
     @property
     def target(self) -> str:
@@ -75,7 +85,7 @@ class Instruction:
         return attribute(r'custom_call_target="([^"]*)"', self)
 
     def integers(self, name: str) -> list[int]:
-        """Returns the integers of an attribute such as `lhs_contracting_dims={1,2}`, or [] if it is missing."""
+        """The integers of an attribute such as `lhs_contracting_dims={1,2}`, or [] if it is missing."""
         match = re.search(rf"\b{name}=\{{([\d,]*)\}}", self.attributes)
         return [int(n) for n in match.group(1).split(",") if n] if match else []
 
@@ -97,13 +107,13 @@ class Block(NamedTuple):
 
 
 def unsupported(instruction: Instruction, why: str) -> ValueError:
-    """Returns the error for an instruction that is not understood, to be raised by the caller."""
+    """The error for an instruction that is not understood, to be raised by the caller."""
     got = f"{instruction.op} %{instruction.name} {instruction.attributes.lstrip('), ')}"
     return ValueError(f"hlo: {why}\n  got:      {got[:200]}")
 
 
 def attribute(pattern: str, instruction: Instruction) -> str:
-    """Returns what the first group of a regular expression matches in the attributes of an instruction."""
+    """What the first group of a regular expression matches in the attributes of an instruction."""
     match = re.search(pattern, instruction.attributes)
     if match is None:
         raise unsupported(instruction, f"no attribute matches {pattern}")
@@ -120,11 +130,7 @@ _CALLED = re.compile(
 
 
 def parse_program(text: str) -> Program:
-    """Parses the text that `compiled.as_text()` returns.
-
-    Raises:
-        ValueError: if the program is not scheduled, or if a line is not understood.
-    """
+    """Parses the text that `compiled.as_text()` returns, which has to be that of a scheduled program."""
     header, _, rest = text.partition("\n")
     if not header.startswith("HloModule") or "is_scheduled=true" not in header:
         raise ValueError(f"hlo: not the text of a scheduled program\n  got:      {header[:80]!r}")
@@ -172,7 +178,7 @@ def _instruction(
 
 
 def _closing_parenthesis(text: str) -> int:
-    """Returns the index at which the parenthesis closes that is open at the start of the text."""
+    """The index at which the parenthesis closes that is open at the start of the text."""
     depth = 1
     for match in re.finditer(r"[()]", text):
         depth += 1 if match.group() == "(" else -1
@@ -196,27 +202,26 @@ def _buffers(result: str, line: str) -> tuple[Buffer, ...]:
 
 
 def blocks(program: Program) -> list[Block]:
-    """Returns the entry computation and every loop body, called computation and branch, each with its trip count."""
+    """The entry computation and every loop body, called computation and branch, each with its trip count."""
 
     def visit(computation: Computation, trips: int | None, looped: bool) -> Iterator[Block]:
         yield Block(computation.instructions, trips, looped)
         for i in computation.instructions:
             if i.op == "while":
                 count = trip_count(i)
-                inner = None if count is None or trips is None else count * trips
-                for c in (*i.called["condition"], *i.called["body"]):
-                    yield from visit(c, inner, True)
-            elif i.op == "call":
-                yield from visit(i.called["to_apply"][0], trips, looped)
-            elif i.op == "conditional":
-                for c in (c for role in i.called.values() for c in role):
-                    yield from visit(c, None, looped)
+            elif i.op in ("call", "conditional"):
+                count = 1 if i.op == "call" else None
+            else:
+                continue
+            inner = None if count is None or trips is None else count * trips
+            for called in i.computations:
+                yield from visit(called, inner, looped or i.op == "while")
 
     return list(visit(program.entry, 1, False))
 
 
 def trip_count(loop: Instruction) -> int | None:
-    """Returns the trip count of a `while`, from the compiler's note or from its counter, or None if it is unknown."""
+    """The trip count of a `while`, from the compiler's note or from its counter, or None if it is unknown."""
     known = re.search(r"known_trip_count\W+n\W+(\d+)", loop.attributes)
     return int(known.group(1)) if known else _trips_from_counter(loop)
 
@@ -227,36 +232,40 @@ def _trips_from_counter(loop: Instruction) -> int | None:
     test, (start,) = condition.root, loop.operands
     if test.op != "compare" or "direction=LT" not in test.attributes or body.root.op != "tuple" or start.op != "tuple":
         return None
-    counter = _skip_copies(test.operands[0])
+    counter = source(test.operands[0], _COPIES)
     if counter.op != "get-tuple-element":
         return None
-    index = int(attribute(r"index=(\d+)", counter))
-    update = _skip_copies(body.root.operands[index])
+    update = source(body.root.operands[counter.index], _COPIES)
     if update.op != "add":
         return None
-    old, step = map(_skip_copies, update.operands)
-    first, last, step = map(_constant, (start.operands[index], test.operands[1], step))
-    if old.op != "get-tuple-element" or int(attribute(r"index=(\d+)", old)) != index:
+    old, step = (source(i, _COPIES) for i in update.operands)
+    if old.op != "get-tuple-element" or old.index != counter.index:
         return None
+    first, last, step = map(_constant, (start.operands[counter.index], test.operands[1], step))
     if first is None or last is None or step is None or step <= 0:
         return None
     return max(0, -(-(last - first) // step))
 
 
-def _skip_copies(i: Instruction) -> Instruction:
-    while i.op in ("bitcast", "copy"):
+_COPIES = frozenset(["bitcast", "copy"])
+
+
+def source(i: Instruction, ops: Collection[str], stop: Collection[Instruction] = ()) -> Instruction:
+    """Follows the first operand through operations of some kinds, such as copies."""
+    while i.op in ops and i.operands and i not in stop:
         i = i.operands[0]
     return i
 
 
 def _constant(i: Instruction) -> int | None:
-    """Returns the value of an integer constant, or None for any other instruction."""
-    value = re.match(r"(-?\d+)\)", _skip_copies(i).attributes)
-    return int(value.group(1)) if value and _skip_copies(i).op == "constant" else None
+    """The value of an integer constant, or None for any other instruction."""
+    i = source(i, _COPIES)
+    value = re.match(r"(-?\d+)\)", i.attributes)
+    return int(value.group(1)) if value and i.op == "constant" else None
 
 
 def trips_of(block: Block, instruction: Instruction) -> int:
-    """Returns how often an instruction of the block runs. Raises ValueError if the text does not say."""
+    """How often an instruction of the block runs. Raises ValueError if the text does not say."""
     if block.trips is None:
         raise unsupported(instruction, "this is in a branch, or in a loop whose trip count is not in the text")
     return block.trips
@@ -272,5 +281,5 @@ def has_product(instruction: Instruction) -> bool:
 
 
 def fusion_results(root: Instruction) -> list[Instruction]:
-    """Returns the results of a fusion with this root."""
+    """The results of a fusion with this root."""
     return list(root.operands) if root.op == "tuple" else [root]

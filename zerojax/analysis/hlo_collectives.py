@@ -1,4 +1,4 @@
-"""Finds the collectives of a compiled program, which of them overlap with matrix products, and the copies it makes.
+"""Finds the collectives of a compiled program, and which of them overlap with matrix products.
 
 It reads programs for GPUs and for TPUs. On TPUs a collective may be a chain of fusions, each of which contains a clone
 of the collective and some computation; between slices it is a transfer over the hosts (see the end of this module).
@@ -10,9 +10,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import numpy as np
+from jax.stages import Compiled
 
 from zerojax.analysis.hlo import Block, Instruction, Program, attribute, blocks, has_product, trips_of, unsupported
 
@@ -26,12 +28,9 @@ class Collective(NamedTuple):
     """The arrays of one dtype that a collective communicates. A combined collective with two dtypes becomes two.
 
     Attributes:
-        kind: 'all-gather', 'reduce-scatter', 'all-reduce', ...
-        dtype: the dtype that is sent.
         full_bytes: bytes of the full arrays in one run: the result of an all-gather, the operand of all others.
-        group: the indices of the devices of one of its groups.
+        group: the devices of one of its groups.
         trips: the number of times it runs in a step.
-        looped: whether it is inside a loop.
         exposed: whether no matrix product is scheduled between its start and its end.
     """
 
@@ -64,14 +63,28 @@ class CollectiveSpan(NamedTuple):
     end: int
 
 
-def peak_bytes(memory: Any, temporaries: int | None = None) -> int:
-    """Returns the bytes that a program needs on one device: arguments, temporaries, and results that are not aliased.
+class MemoryStats(Protocol):
+    """What `compiled.memory_analysis()` returns, in bytes of one device."""
 
-    Args:
-        memory: the result of `compiled.memory_analysis()`.
-        temporaries: the bytes of the temporaries, by default those of `memory`. For TPUs these are more than the
-            compiler allocates: a program with 98.2 GiB in all compiles for 95.7 GiB of memory, where its buffer
-            assignment needs 80.4.
+    argument_size_in_bytes: int
+    output_size_in_bytes: int
+    alias_size_in_bytes: int
+    temp_size_in_bytes: int
+    host_argument_size_in_bytes: int
+    host_temp_size_in_bytes: int
+
+
+def memory_stats(compiled: Compiled) -> MemoryStats:
+    stats = compiled.memory_analysis()
+    assert stats is not None, "compilers for GPUs, TPUs and CPUs have an analysis of memory"
+    return stats
+
+
+def peak_bytes(memory: MemoryStats, temporaries: int | None = None) -> int:
+    """The bytes that a program needs on one device: arguments, temporaries, and results that are not aliased.
+
+    The default of `temporaries` are those of `memory`. For TPUs these are more than the compiler allocates: a program
+    with 98.2 GiB in all compiles for 95.7 GiB of memory, where its buffer assignment needs 80.4.
     """
     if temporaries is None:
         temporaries = memory.temp_size_in_bytes
@@ -79,7 +92,7 @@ def peak_bytes(memory: Any, temporaries: int | None = None) -> int:
 
 
 def collective_spans(block: Block) -> list[CollectiveSpan]:
-    """Returns the collectives of a block, in the order in which they start.
+    """The collectives of a block, in the order in which they start.
 
     A synchronous collective starts and ends at the same instruction. Programs for GPUs start an asynchronous one by
     `KIND-start`, or by `async-start` of a computation with one collective. Programs for TPUs may contain a chain of
@@ -87,16 +100,13 @@ def collective_spans(block: Block) -> list[CollectiveSpan]:
     them; they also write a reduce-scatter as a fusion of an all-reduce and a slice of its result. A collective that
     SparseCores run is a `call-start` without operands, which gets them by a `call-update`: it runs from there. One
     between slices runs from the `send` of its operand to the `recv-done` of its result.
-
-    Raises:
-        ValueError: if a start has no end in the same block, or if a fusion with a collective is not understood.
     """
     found: list[CollectiveSpan] = []
     chains: dict[str, CollectiveSpan] = {}
     for k, i in enumerate(block.instructions):
         if is_transfer(i):
             if i.op == "send":
-                found.append(CollectiveSpan(as_collective(i), k, done_index(block, k)))
+                found.append(CollectiveSpan(_as_collective(i), k, _received_index(block, k)))
             continue
         core = _collective_of(i)
         if core is None:
@@ -114,7 +124,7 @@ def collective_spans(block: Block) -> list[CollectiveSpan]:
 
 
 def _collective_of(i: Instruction) -> Instruction | None:
-    """Returns the collective that an instruction is, starts, or contains, or None."""
+    """The collective that an instruction is, starts, or contains, or None."""
     # Loops, calls and branches are separate blocks. An update or an end belongs to a start.
     if i.op in ("while", "call", "conditional") or i.op.endswith(("-update", "-done")):
         return None
@@ -143,38 +153,45 @@ def communicates(instruction: Instruction) -> bool:
     return kind in _COLLECTIVES or kind in _UNSUPPORTED_OPS or any(communicates(i) for i in instruction.inner)
 
 
+def _later_index(block: Block, start: int, matches: Callable[[Instruction], bool], why: str) -> int:
+    """The index of the first instruction after `start` that matches. Raises a ValueError with `why` without one."""
+    for k in range(start + 1, len(block.instructions)):
+        if matches(block.instructions[k]):
+            return k
+    raise unsupported(block.instructions[start], why)
+
+
 def _begin_index(block: Block, start: int) -> int:
-    """Returns the index of the instruction that gives the operands to the collective that starts at index `start`."""
+    """The index of the instruction that gives the operands to the collective that starts at index `start`."""
     i = block.instructions[start]
     if i.op != "call-start" or i.operands:
         return start
-    for k in range(start + 1, len(block.instructions)):
-        if block.instructions[k].op == "call-update" and i in block.instructions[k].operands:
-            return k
-    raise unsupported(i, "a call without operands gets none in the same computation")
+    gives = lambda j: j.op == "call-update" and i in j.operands
+    return _later_index(block, start, gives, "a call without operands gets none in the same computation")
+
+
+def start_of(done: Instruction) -> Instruction:
+    """The instruction that starts what another one ends."""
+    start = done.operands[0]
+    while start.op.endswith("-update"):
+        start = start.operands[0]
+    return start
 
 
 def end_index(block: Block, start: int) -> int:
-    """Returns the index of the instruction that ends the collective, or the copy, that starts at index `start`."""
-    started = {block.instructions[start]}
-    for k in range(start + 1, len(block.instructions)):
-        i = block.instructions[k]
-        if started & set(i.operands) and i.op.endswith("-update"):
-            started.add(i)
-        elif started & set(i.operands) and i.op.endswith("-done"):
-            return k
-    raise unsupported(block.instructions[start], "a start has no end in the same computation")
+    """The index of the instruction that ends the collective, or the copy, that starts at index `start`."""
+    ends = lambda j: j.op.endswith("-done") and start_of(j) is block.instructions[start]
+    return _later_index(block, start, ends, "a start has no end in the same computation")
 
 
 def compiled_collectives(program: Program) -> list[Collective]:
-    """Returns every collective that a step runs.
+    """Every collective that a step runs.
 
-    A collective is exposed if no matrix product (a `dot`, a convolution, a cuBLAS or cuDNN call, or an instruction that
-    contains one) is scheduled between its start and its end. Synchronous collectives are always exposed.
+    It is exposed if no matrix product (a `dot`, a convolution, a cuBLAS or cuDNN call, or an instruction that contains
+    one) is scheduled between its start and its end. Synchronous collectives are always exposed.
 
     Raises:
-        ValueError: if a collective is in a branch or in a loop whose trip count is unknown, or if its groups are not
-            understood.
+        ValueError: if one is in a branch or in a loop whose trip count is unknown, or if its groups are not understood.
     """
     found = []
     for block in blocks(program):
@@ -187,7 +204,7 @@ def compiled_collectives(program: Program) -> list[Collective]:
 def split_by_dtype(
     core: Instruction, num_devices: int, trips: int = 1, looped: bool = False, exposed: bool = False
 ) -> list[Collective]:
-    """Returns one `Collective` for each dtype of a synchronous, asynchronous or combined collective."""
+    """One `Collective` for each dtype of a synchronous, asynchronous or combined collective."""
     kind, group = core.op.removesuffix("-start"), _group_of(core, num_devices)
     sizes: dict[str, int] = {}
     for buffer in (b for operand in core.operands for b in operand.buffers):
@@ -197,8 +214,9 @@ def split_by_dtype(
 
 
 def _group_of(collective: Instruction, num_devices: int) -> tuple[int, ...]:
-    """Returns the devices of one of the groups of a collective: of a permutation, those that exchange data, directly or
-    indirectly, with its first source."""
+    """One of the groups of a collective: of a permutation, all that exchange data, directly or not, with its first
+    source.
+    """
     found = groups(collective, num_devices)
     if not collective.op.startswith("collective-permute"):
         return found[0]
@@ -210,17 +228,14 @@ def _group_of(collective: Instruction, num_devices: int) -> tuple[int, ...]:
 
 
 def groups(collective: Instruction, num_devices: int) -> list[tuple[int, ...]]:
-    """Returns the devices of each group of a collective, as indices into the mesh; for a permutation, its pairs.
+    """The devices of each group of a collective, as indices into the mesh; for a permutation, its pairs.
 
     The text has groups as `{}` (one group of all devices), as `{{0,1},{2,3}}`, as `[2,4]<=[8]` (two groups of four: an
     iota of shape [8], possibly transposed by `T(1,0)`, reshaped to [2, 4]), or as the mesh axes that a group spans:
     `mesh['a'=2,'b'=4] {'b'}`. The devices of a mesh may be a transposed iota: `mesh[...], device_ids=([4,2]T(1,0))`.
-
-    Raises:
-        ValueError: if the groups are not understood.
     """
-    if is_between_slices(collective):
-        return slice_groups(collective, num_devices)
+    if "_xla_megascale_target=" in collective.attributes:
+        return _slice_groups(collective, num_devices)
     if collective.op.startswith("collective-permute"):
         pairs = re.findall(r"\{(\d+),(\d+)\}", attribute(r"source_target_pairs=\{(.*?\})\}", collective))
         return [(int(source), int(target)) for source, target in pairs]
@@ -258,7 +273,7 @@ def _rows(devices: np.ndarray) -> list[tuple[int, ...]]:
 
 
 def in_flight_bytes(program: Program) -> int:
-    """Returns the largest sum of the full bytes of collectives of one computation that run at the same time."""
+    """The largest sum of the full bytes of collectives of one computation that run at the same time."""
     largest = 0
     for block in blocks(program):
         spans = collective_spans(block)
@@ -287,12 +302,7 @@ def is_transfer(i: Instruction) -> bool:
     return i.op in _OPS and 'handler_name="xla_megascale_runtime"' in i.attributes
 
 
-def is_between_slices(collective: Instruction) -> bool:
-    """Whether a collective is one of `as_collective`."""
-    return "_xla_megascale_target=" in collective.attributes
-
-
-def as_collective(send: Instruction) -> Instruction:
+def _as_collective(send: Instruction) -> Instruction:
     """The collective that starts with a transfer to the host, with the operand of that transfer."""
     kind = attribute(r'_xla_megascale_transfer_type="(\w+)"', send)
     if kind not in _KINDS:
@@ -300,28 +310,16 @@ def as_collective(send: Instruction) -> Instruction:
     return dataclasses.replace(send, op=_KINDS[kind], operands=send.operands[:1])
 
 
-def done_index(block: Block, start: int) -> int:
-    """The index of the instruction that waits for the result of the collective that starts at index `start`."""
-    rendezvous = lambda i: attribute(r'_xla_host_transfer_rendezvous="([^"]*)"', i)
-    name = rendezvous(block.instructions[start])
-    for k in range(start + 1, len(block.instructions)):
-        i = block.instructions[k]
-        if i.op == "recv-done" and is_transfer(i.operands[0]) and rendezvous(i.operands[0]) == name:
-            return k
-    raise unsupported(block.instructions[start], "a transfer between slices has no end in the same computation")
+def _received_index(block: Block, start: int) -> int:
+    """The index of the instruction that waits for the result of the transfer that starts at index `start`."""
+    name = lambda i: attribute(r'_xla_host_transfer_rendezvous="([^"]*)"', i)
+    sent = name(block.instructions[start])
+    ends = lambda j: j.op == "recv-done" and is_transfer(j.operands[0]) and name(j.operands[0]) == sent
+    return _later_index(block, start, ends, "a transfer between slices has no end in the same computation")
 
 
-def slice_groups(collective: Instruction, num_devices: int) -> list[tuple[int, ...]]:
-    """The devices of each group, or the pairs of a permutation, as in `hlo_collectives.groups`.
-
-    Args:
-        collective: of `as_collective`.
-        num_devices: the number of devices of a slice. Device k of slice s, counted from 0, has the index
-            s * num_devices + k.
-
-    Raises:
-        ValueError: if a group has several devices of a slice, but not all: their order is not in the text.
-    """
+def _slice_groups(collective: Instruction, num_devices: int) -> list[tuple[int, ...]]:
+    """As `groups`. Device k of slice s, counted from 0, has the index s * num_devices + k."""
     target = attribute(r'_xla_megascale_target=("[^"]*"|\{\{.*?\}\})', collective)
     compact = re.fullmatch(r'"\{([\d,]+)\}x\{(\d+):(\d+)\}"', target)
     if compact:
@@ -330,10 +328,10 @@ def slice_groups(collective: Instruction, num_devices: int) -> list[tuple[int, .
     listed = [[int(n) for n in re.findall(r"\d+", group)] for group in re.findall(r"\{([\d,>-]+)\}", target)]
     if not listed:
         raise unsupported(collective, "cannot read the target of a transfer between slices")
-    return [_group(collective, devices, num_devices) for devices in listed]
+    return [_slice_group(collective, devices, num_devices) for devices in listed]
 
 
-def _group(collective: Instruction, devices: list[int], num_devices: int) -> tuple[int, ...]:
+def _slice_group(collective: Instruction, devices: list[int], num_devices: int) -> tuple[int, ...]:
     of_slice: dict[int, list[int]] = {}
     for device in devices:
         of_slice.setdefault(device // _SLICE - 1, []).append(device % _SLICE)
@@ -342,4 +340,4 @@ def _group(collective: Instruction, devices: list[int], num_devices: int) -> tup
         return tuple(s * num_devices + k for s in of_slice for k in range(num_devices))
     if counts == {1}:
         return tuple(s * num_devices + chip for s, (chip,) in of_slice.items())
-    raise unsupported(collective, "a group has several devices of a slice, but not all")
+    raise unsupported(collective, "a group has several devices of a slice, but not all")  # their order is not known

@@ -5,20 +5,11 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from zerojax.analysis.hlo import (
-    HOST,
-    Block,
-    Buffer,
-    Instruction,
-    Program,
-    blocks,
-    fusion_results,
-    has_product,
-    trips_of,
-    unsupported,
-)
+from zerojax.analysis import hlo
+from zerojax.analysis.hlo import Block, Buffer, Instruction, Program
 from zerojax.analysis.hlo_collectives import collective_spans, end_index
 
 _FREE = frozenset(["add-dependency", "after-all", "bitcast", "constant", "copy-done", "get-tuple-element"]) | frozenset(
@@ -30,14 +21,13 @@ _UPDATES = {"dynamic-update-slice": 1, "scatter": -1}  # may write into operand 
 
 
 def dot_flops(instruction: Instruction) -> int:
-    """Returns the flops of the matrix products of one execution: 2 x elements of the result x elements contracted.
+    """The flops of the matrix products of one execution: 2 x elements of the result x elements contracted.
 
     Attention by cuDNN has two products in the forward pass and five in the backward pass; under a causal mask, half of
     each is computed. Convolutions by cuDNN have the dimensions of the forward pass, whatever they compute.
 
     Raises:
-        ValueError: if the instruction is a loop, or if it is a custom call or convolution whose dimensions are not in
-            the text.
+        ValueError: if the dimensions of a custom call or of a convolution are not in the text.
     """
     i = instruction
     if i.op == "dot":
@@ -45,7 +35,7 @@ def dot_flops(instruction: Instruction) -> int:
     if i.op == "convolution":
         lhs, rhs = i.operands
         return _convolution_flops(i, lhs, rhs, i)
-    if not has_product(i):
+    if not hlo.has_product(i):
         return 0
     if i.op == "custom-call" and i.target.startswith("__cudnn$conv"):
         first, second, *_ = i.operands
@@ -66,7 +56,7 @@ def dot_flops(instruction: Instruction) -> int:
             flops = products * 2 * scores * i.operands[0].buffers[0].dims[-1]
             return flops // 2 if "CAUSAL" in attention.get("mask_type", "") else flops
     if i.op != "fusion":
-        raise unsupported(i, "cannot count the flops of this matrix product")
+        raise hlo.unsupported(i, "cannot count the flops of this matrix product")
     return sum(dot_flops(j) for j in i.inner)
 
 
@@ -74,47 +64,37 @@ def _convolution_flops(convolution: Instruction, image: Instruction, filter: Ins
     """Counts only pairs that touch elements of the image: TPU programs write batch dims as dilated windows."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
     if labels is None or re.search(r"batch_group_count=(?!1\b)", convolution.attributes):
-        raise unsupported(convolution, "cannot read the dimensions of this convolution")
+        raise hlo.unsupported(convolution, "cannot read the dimensions of this convolution")
     inputs, kernel, size = (
         dict(zip(names, instruction.buffers[0].dims, strict=True))
         for names, instruction in zip(labels.groups(), (image, filter, result), strict=True)
     )
     flops = 2 * size["b"] * size["f"] * kernel["i"]
-    window = _window(convolution, len(size) - 2)
-    for d, dim in enumerate(window):
-        flops *= dim.num_pairs(inputs[str(d)], size[str(d)])
+    for d, window in enumerate(_windows(convolution, len(size) - 2)):
+        flops *= _num_pairs(inputs[str(d)], size[str(d)], **window)
     return flops
 
 
-class _WindowDim(NamedTuple):
-    """How a window moves along one dim of a convolution."""
-
-    size: int
-    stride: int = 1
-    pad: int = 0  # before the first element
-    lhs_dilate: int = 1
-    rhs_dilate: int = 1
-
-    def num_pairs(self, length: int, num_results: int) -> int:
-        """Counts the pairs (result, element of the window) that read one of the `length` elements of the input."""
-        positions = (
-            result * self.stride - self.pad + k * self.rhs_dilate
-            for result in range(num_results)
-            for k in range(self.size)
-        )
-        return sum(p % self.lhs_dilate == 0 and 0 <= p // self.lhs_dilate < length for p in positions)
+def _num_pairs(
+    length: int, num_results: int, size: int, stride: int = 1, pad: int = 0, lhs_dilate: int = 1, rhs_dilate: int = 1
+) -> int:
+    """Counts the pairs (result, element of the window) along a dim that read one of the `length` input elements."""
+    starts = range(-pad, num_results * stride - pad, stride)
+    positions = (start + k * rhs_dilate for start in starts for k in range(size))
+    return sum(p % lhs_dilate == 0 and 0 <= p // lhs_dilate < length for p in positions)
 
 
-def _window(convolution: Instruction, num_dims: int) -> list[_WindowDim]:
+def _windows(convolution: Instruction, num_dims: int) -> list[dict[str, int]]:
+    """The options of `_num_pairs` for each dim of a window."""
     found = re.search(r"window=\{([^}]*)\}", convolution.attributes)
     fields = dict(field.split("=") for field in found.group(1).split()) if found else {}
-    split = {
-        name: value.split("x") for name, value in fields.items() if name != "rhs_reversal"
-    }  # does not change the number
-    if any(len(values) != num_dims for values in split.values()) or not split.keys() <= set(_WindowDim._fields):
-        raise unsupported(convolution, "cannot read the window of this convolution")
-    first = {name: [int(value.split("_")[0]) for value in values] for name, values in split.items()}
-    return [_WindowDim(**{name: values[d] for name, values in first.items()}) for d in range(num_dims)]
+    fields.pop("rhs_reversal", None)  # does not change the number of pairs
+    split = {name: value.split("x") for name, value in fields.items()}
+    known = fields.keys() <= {"size", "stride", "pad", "lhs_dilate", "rhs_dilate"}
+    if not known or any(len(values) != num_dims for values in split.values()):
+        raise hlo.unsupported(convolution, "cannot read the window of this convolution")
+    # Padding is written as before_after.
+    return [{name: int(values[d].split("_")[0]) for name, values in split.items()} for d in range(num_dims)]
 
 
 def _product_flops(product: Instruction, contracted: list[int]) -> int:
@@ -122,18 +102,19 @@ def _product_flops(product: Instruction, contracted: list[int]) -> int:
     return 2 * math.prod(result.dims) * math.prod(lhs.dims[d] for d in contracted)
 
 
-def _backend_config(instruction: Instruction) -> Any:
+def _backend_config(instruction: Instruction) -> dict[str, Any]:
     at = instruction.attributes.find("backend_config={")
     if at < 0:
-        raise unsupported(instruction, "this custom call has no backend_config")
+        raise hlo.unsupported(instruction, "this custom call has no backend_config")
     return json.JSONDecoder().raw_decode(instruction.attributes, at + len("backend_config="))[0]
 
 
 def memory_bytes(instruction: Instruction) -> int:
-    """Returns the bytes that one execution of an instruction reads and writes in device memory.
+    """The bytes that one execution of an instruction reads and writes in device memory.
 
     An array that is only sliced counts as its slice, and an array that is updated in place counts as the update. A
-    fusion writes only its results, and reads each operand once; so does a call on a SparseCore.
+    fusion writes only its results, and reads each operand once; so does a call on a SparseCore. Of a fusion with a
+    collective, what it computes while that runs counts.
     """
     if instruction.op in _FREE:
         return 0
@@ -141,30 +122,26 @@ def memory_bytes(instruction: Instruction) -> int:
         return _device_bytes(instruction.buffers[:2])
     if instruction.op not in ("fusion", "call-start"):
         return _moved_bytes([instruction], [instruction], frozenset(instruction.operands))
-    (body,) = instruction.called["calls" if instruction.op == "fusion" else "to_apply"]
-    parameters = frozenset(i for i in body.instructions if i.op == "parameter")
-    return _moved_bytes(list(body.instructions), fusion_results(body.root), parameters)
+    (body,) = instruction.computations
+    results = hlo.fusion_results(body.root)
+    if instruction.op == "fusion" and _holds_collective(instruction):
+        results = [result for result in results if _is_computed(result)]
+    return _moved_bytes(body.instructions, results, frozenset(i for i in body.instructions if i.op == "parameter"))
 
 
-def computed_bytes(fusion: Instruction) -> int:
-    """Like `memory_bytes`, for the results that a fusion computes while the collective that it contains runs."""
-    (body,) = fusion.called["calls"]
-    parameters = frozenset(i for i in body.instructions if i.op == "parameter")
-    outputs = [result for result in fusion_results(body.root) if _is_computed(result)]
-    return _moved_bytes(list(body.instructions), outputs, parameters)
+def _holds_collective(instruction: Instruction) -> bool:
+    return bool(collective_spans(Block((instruction,), 1, False)))
 
 
 def _is_computed(result: Instruction) -> bool:
-    while result.op in ("bitcast", "get-tuple-element"):
-        result = result.operands[0]
-    return result.op not in _FREE and not collective_spans(Block((result,), 1, False))
+    result = hlo.source(result, ("bitcast", "get-tuple-element"))
+    return result.op not in _FREE and not _holds_collective(result)
 
 
-def _moved_bytes(instructions: list[Instruction], outputs: list[Instruction], sources: frozenset[Instruction]) -> int:
-    """Returns the bytes that computing `outputs` from `sources` reads and writes.
-
-    The number of elements that are needed of each value is traced back from the outputs.
-    """
+def _moved_bytes(
+    instructions: Sequence[Instruction], outputs: Sequence[Instruction], sources: frozenset[Instruction]
+) -> int:
+    """The bytes read and written to compute `outputs` from `sources`: needs are traced back from the outputs."""
     needed: dict[Instruction, float] = {}
     in_place, written = set(), 0
 
@@ -172,8 +149,9 @@ def _moved_bytes(instructions: list[Instruction], outputs: list[Instruction], so
         needed[i] = min(_elements(i), needed.get(i, 0) + elements)
 
     for result in outputs:
-        target = _skip_moves(result, sources)
-        if target.op in _UPDATES and target not in sources and _skip_moves(target.operands[0], sources) in sources:
+        target = hlo.source(result, _SAME_ELEMENTS, sources)
+        updates = target.op in _UPDATES and target not in sources
+        if updates and hlo.source(target.operands[0], _SAME_ELEMENTS, sources) in sources:
             update = target.operands[_UPDATES[target.op]]
             in_place.add(target)
             written += update.num_bytes if _device_bytes(target.buffers) else 0
@@ -192,14 +170,8 @@ def _moved_bytes(instructions: list[Instruction], outputs: list[Instruction], so
     )
 
 
-def _skip_moves(i: Instruction, sources: frozenset[Instruction]) -> Instruction:
-    while i.op in _SAME_ELEMENTS and i not in sources:
-        i = i.operands[0]
-    return i
-
-
 def _read_elements(i: Instruction, position: int, needed: float) -> float:
-    """Returns how many elements of the operand at `position` are read to compute `needed` elements of the result."""
+    """How many elements of the operand at `position` are read to compute `needed` elements of the result."""
     operand, result = _elements(i.operands[position]), _elements(i)
     if i.op in _SLICES and position == 0:
         return needed
@@ -213,12 +185,12 @@ def _elements(i: Instruction) -> int:
 
 
 def _device_bytes(buffers: tuple[Buffer, ...]) -> int:
-    """Returns the bytes of the buffers in device memory, not in host memory or in the vector memory of a TPU."""
+    """The bytes of the buffers in device memory, not in host memory or in the vector memory of a TPU."""
     return sum(buffer.num_bytes for buffer in buffers if buffer.space == 0)
 
 
 def _result_bytes(i: Instruction) -> int:
-    """Returns the bytes of the results, without the workspace that cuBLAS or cuDNN returns next to a result."""
+    """The bytes of the results, without the workspace that cuBLAS or cuDNN returns next to a result."""
     workspace = i.op == "custom-call" and i.target.startswith(("__cublas$", "__cudnn$conv"))
     return _device_bytes(i.buffers[:1] if workspace else i.buffers)
 
@@ -228,15 +200,11 @@ COPY_STARTS = ("copy-start", "slice-start", "fusion-start", "dynamic-slice-start
 
 
 class HostCopy(NamedTuple):
-    """A copy between device and host.
+    """A copy between device and host, with the bytes of all its runs in a step; `lane` is `TO_HOST` or `FROM_HOST`.
 
-    Attributes:
-        name: of the instruction that starts it.
-        lane: `TO_HOST` or `FROM_HOST`.
-        num_bytes: of all its runs in a step.
-        alone: whether nothing is computed beside it. A matrix product counts, and so does a kernel that reads and
-            writes at least as many bytes, such as the update of an equally large piece, also in a loop.
-        in_layers: whether it is in a loop with matrix products, such as that over layers.
+    It is `alone` if nothing is computed beside it. A matrix product counts, and so does a kernel that reads and writes
+    at least as many bytes, such as the update of an equally large piece, also in a loop. It is `in_layers` if it is in
+    a loop with matrix products.
     """
 
     name: str
@@ -247,66 +215,61 @@ class HostCopy(NamedTuple):
 
 
 def read_host_copies(program: Program) -> list[HostCopy]:
-    """Returns the copies between device and host.
-
-    Raises:
-        ValueError: if a copy has no end in the same computation, or if it is in a branch, or in a loop whose trip count
-            is unknown.
+    """The copies between device and host. Raises ValueError if one has no end in the same computation, or runs an
+    unknown number of times.
     """
     found = []
-    for block in blocks(program):
-        in_layers = block.looped and any(map(has_product, block.instructions))
+    for block in hlo.blocks(program):
+        in_layers = block.looped and any(map(hlo.has_product, block.instructions))
         for k, i in enumerate(block.instructions):
             if i.op in COPY_STARTS:
                 lane, num_bytes = copied(i)
                 if lane != COPIES:
                     beside = block.instructions[k + 1 : end_index(block, k)]
                     alone = not any(_computes(other, num_bytes) for other in beside)
-                    found.append(HostCopy(i.name, lane, num_bytes * trips_of(block, i), alone, in_layers))
+                    found.append(HostCopy(i.name, lane, num_bytes * hlo.trips_of(block, i), alone, in_layers))
     return found
 
 
 def copied(start: Instruction) -> tuple[str, int]:
-    """Returns the (lane, bytes) of an asynchronous copy or slice, or of a fusion that slices or updates an array."""
+    """The (lane, bytes) of an asynchronous copy or slice, or of a fusion that slices or updates an array."""
     if start.op == "copy-start":
-        source, target = start.operands[0].buffers[0], start.buffers[0]
-        return _lane(source, target), target.num_bytes
+        return _lane(start.operands[0].buffers[0], start.buffers[0]), start.buffers[0].num_bytes
     num_operands = sum(len(operand.buffers) for operand in start.operands)
-    source, result = start.operands[0].buffers[0], start.buffers[num_operands]
+    operand, result = start.operands[0].buffers[0], start.buffers[num_operands]
     if start.op in ("slice-start", "dynamic-slice-start"):
-        return _lane(source, result), result.num_bytes
+        return _lane(operand, result), result.num_bytes
     if start.op == "dynamic-update-slice-start":
         update = start.operands[1].buffers[0]
         return _lane(update, result), update.num_bytes
-    (root,) = fusion_results(start.called["calls"][0].root)
-    while root.op in ("bitcast", "copy"):
-        root = root.operands[0]
+    (root,) = hlo.fusion_results(start.called["calls"][0].root)
+    root = hlo.source(root, ("bitcast", "copy"))
     if root.op == "dynamic-update-slice":
-        return TO_HOST if result.space == HOST else COPIES, root.operands[1].num_bytes
+        return TO_HOST if result.space == hlo.HOST else COPIES, root.operands[1].num_bytes
     if root.op == "dynamic-slice":
-        return FROM_HOST if source.space == HOST else COPIES, result.num_bytes
-    raise unsupported(start, "cannot read what this asynchronous fusion copies")
+        return FROM_HOST if operand.space == hlo.HOST else COPIES, result.num_bytes
+    raise hlo.unsupported(start, "cannot read what this asynchronous fusion copies")
 
 
 def copied_in_host(program: Program) -> int:
-    """Returns the bytes of arrays in host memory that a program copies to other arrays there.
+    """The bytes of arrays in host memory that a program copies to other arrays there.
 
     In programs for TPUs the processor of the host does so, while the device waits.
     """
     num_bytes = 0
-    for i in (i for block in blocks(program) for i in block.instructions):
+    for i in (i for block in hlo.blocks(program) for i in block.instructions):
         if i.op == "custom-call-start" and i.target == "HostExecute":
             num_bytes += sum(operand.num_bytes for operand in i.operands)
         elif i.op in ("copy", "copy-start"):
-            source, target = i.operands[0].buffers[0], i.buffers[0]
-            num_bytes += target.num_bytes if source.space == target.space == HOST else 0
+            target = i.buffers[0]
+            num_bytes += target.num_bytes if i.operands[0].buffers[0].space == target.space == hlo.HOST else 0
     return num_bytes
 
 
-def _lane(source: Buffer, target: Buffer) -> str:
-    if (source.space == HOST) == (target.space == HOST):
+def _lane(operand: Buffer, target: Buffer) -> str:
+    if (operand.space == hlo.HOST) == (target.space == hlo.HOST):
         return COPIES
-    return TO_HOST if target.space == HOST else FROM_HOST
+    return TO_HOST if target.space == hlo.HOST else FROM_HOST
 
 
 def _computes(i: Instruction, num_bytes: int) -> bool:
@@ -315,7 +278,7 @@ def _computes(i: Instruction, num_bytes: int) -> bool:
         return any(_computes(j, num_bytes) for j in i.inner)
     if i.op.endswith(("-start", "-update", "-done")):
         return False
-    return has_product(i) or memory_bytes(i) >= num_bytes
+    return hlo.has_product(i) or memory_bytes(i) >= num_bytes
 
 
 # Moves within device memory.
@@ -325,7 +288,6 @@ class Move(NamedTuple):
     """A result that consists of elements of an operand, with nothing computed.
 
     Attributes:
-        name: the name of the instruction.
         op: 'copy', 'transpose', 'slice' or 'update': the last of these in this list that is part of the move.
         buffer: the buffer that is written; for an update in place, the update.
         trips: the number of times it runs in a step.
@@ -346,29 +308,25 @@ _MOVE_NAMES = {1: "copy", 2: "transpose", 3: "slice", 4: "update"}
 
 
 def moves(program: Program, min_bytes: int = 1, in_loops: bool = False) -> list[Move]:
-    """Returns the moves of a program within device memory, in the order in which they run.
+    """The moves of a program within device memory, in the order in which they run: of at least `min_bytes`, since loops
+    copy counters and small tuples, and with `in_loops` only those in loop bodies.
 
     Instructions, results of fusions, and asynchronous copies count. Copies to or from another memory space (host
     memory, or the vector memory of a TPU) do not.
-
-    Args:
-        program: a scheduled program.
-        min_bytes: smaller results are left out, such as the counters and small tuples that loops copy.
-        in_loops: whether only loop bodies count.
     """
     found = []
-    for block in blocks(program):
+    for block in hlo.blocks(program):
         for i in block.instructions if block.looped or not in_loops else ():
             root = i.called["calls"][0].root if i.op == "fusion" else i
-            for result in fusion_results(root) if root is not i else [i]:
+            for result in hlo.fusion_results(root) if root is not i else [i]:
                 move = _classify_move(result, inside=root is not i)
                 if move and move[1].num_bytes >= min_bytes:
-                    found.append(Move(i.name, *move, trips_of(block, i)))
+                    found.append(Move(i.name, *move, hlo.trips_of(block, i)))
     return found
 
 
 def _classify_move(result: Instruction, inside: bool) -> tuple[str, Buffer] | None:
-    """Returns (op, the buffer that is written) if a result only moves elements, or None.
+    """(op, the buffer that is written) if a result only moves elements, or None.
 
     `inside` a fusion, the result is traced back to the parameters of the fusion.
     """
@@ -385,5 +343,5 @@ def _classify_move(result: Instruction, inside: bool) -> tuple[str, Buffer] | No
     if not level or (inside and i.op != "parameter"):
         return None
     if len(written.buffers) != 1 or len(i.buffers) != 1:
-        raise unsupported(result, "cannot read a move of a tuple")
+        raise hlo.unsupported(result, "cannot read a move of a tuple")
     return (_MOVE_NAMES[level], written.buffers[0]) if written.buffers[0].space == i.buffers[0].space else None

@@ -8,31 +8,21 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
+from jax.typing import DTypeLike
 
 from zerojax.analysis.hardware import Chip
 from zerojax.analysis.hlo_collectives import Collective
-from zerojax.program.jaxprs import (
-    CALLS,
-    FUSED_ATTENTION,
-    ClosedJaxpr,
-    Equation,
-    Jaxpr,
-    Var,
-    is_offload,
-    is_scan,
-    is_var,
-    multiplies,
-    scan_params,
-    sub_jaxprs,
-)
+from zerojax.program import jaxprs
+from zerojax.program.jaxprs import ClosedJaxpr, Equation, Jaxpr, Var
 from zerojax.utils.typing import AnyMesh
 
+Space: TypeAlias = jax.memory.Space  # pyright: ignore[reportInvalidTypeForm]
 # The primitives that move data between devices, each with its name in compiled programs.
 COLLECTIVES = {
     "all_gather": "all-gather",
@@ -54,21 +44,20 @@ _UNSUPPORTED_PRIMITIVES = frozenset({"precv", "psend", "ragged_all_to_all"})  # 
 _UNKNOWN_PRODUCTS = frozenset(
     {"dot_product_attention_bwd", "dot_product_attention_bwd_wrapper", "pallas_call", "ragged_dot_general", "shard_map"}
 )
-_INLINED = CALLS | {
+_INLINED = jaxprs.CALLS | {
     "checkpoint", "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "remat2", "shard_map"
 }  # fmt: skip
 
 
 def manual_parts(closed: ClosedJaxpr) -> list[Jaxpr]:
-    """Returns the bodies of the `shard_map`s of a traced function in order: the computations of one device."""
-    return [next(sub_jaxprs(e)) for e in closed.jaxpr.eqns if e.primitive.name == "shard_map"]
+    """The bodies of the `shard_map`s of a traced function in order: the computations of one device."""
+    return [next(jaxprs.sub_jaxprs(e)) for e in closed.jaxpr.eqns if e.primitive.name == "shard_map"]
 
 
 class Visit(NamedTuple):
     """An equation of a function, or of one that it calls.
 
     Attributes:
-        equation: the equation.
         trips: the number of times it runs, if it is in no branch and no loop of unknown length.
         loops: the number of scans around it.
         unknown: 'cond' or 'while', if one of them is around it; else None.
@@ -86,11 +75,11 @@ def walk(equations: Iterable[Equation], within: Visit | None = None) -> Iterator
         visit = within._replace(equation=equation) if within else Visit(equation)
         yield visit
         inside = visit
-        if is_scan(equation):
-            inside = visit._replace(trips=visit.trips * scan_params(equation).length, loops=visit.loops + 1)
+        if jaxprs.is_scan(equation):
+            inside = visit._replace(trips=visit.trips * jaxprs.scan_params(equation).length, loops=visit.loops + 1)
         elif equation.primitive.name in ("cond", "while"):
             inside = visit._replace(unknown=equation.primitive.name)
-        for inner in sub_jaxprs(equation):
+        for inner in jaxprs.sub_jaxprs(equation):
             yield from walk(inner.eqns, inside)
 
 
@@ -105,11 +94,11 @@ class Value:
 
 
 class Operation(NamedTuple):
-    """An equation of a flattened jaxpr. A None in `reads` stands for a literal."""
+    """An equation of a flattened jaxpr. Literals among its operands are values of 0 bytes."""
 
     name: str
     equation: Equation
-    reads: list[Value | None]
+    reads: list[Value]
     results: list[Value]
 
 
@@ -118,26 +107,24 @@ class FlatJaxpr(NamedTuple):
 
     inputs: list[Value]
     operations: list[Operation]
-    outputs: list[Value | None]
+    outputs: list[Value]
 
 
-def flattened(jaxpr: Jaxpr, space: Any = jax.memory.Space.Device) -> FlatJaxpr:
-    """Returns the `FlatJaxpr` of a jaxpr. Two calls of one function give two sets of values.
+def flattened(jaxpr: Jaxpr, space: Space = Space.Device) -> FlatJaxpr:
+    """The `FlatJaxpr` of a jaxpr. Two calls of one function give two sets of values.
 
-    Args:
-        jaxpr: the jaxpr.
-        space: the memory space to look at. Values in another memory space have 0 bytes.
+    Values in another memory space than `space` have 0 bytes.
     """
     operations: list[Operation] = []
 
-    def run(jaxpr: Jaxpr, arguments: Sequence[Value | None]) -> list[Value | None]:
-        scope: dict[Var, Value | None] = {v: Value(_bytes_in(v, space)) for v in jaxpr.constvars}
+    def run(jaxpr: Jaxpr, arguments: Sequence[Value]) -> list[Value]:
+        scope = {v: Value(_bytes_in(v, space)) for v in jaxpr.constvars}
         scope |= dict(zip(jaxpr.invars, arguments, strict=True))
-        read = lambda atom: scope[atom] if is_var(atom) else None
+        read = lambda atom: scope[atom] if jaxprs.is_var(atom) else Value(0)
         for e in jaxpr.eqns:
             reads = [read(atom) for atom in e.invars]
             if e.primitive.name in _INLINED:
-                results = run(next(sub_jaxprs(e)), reads)
+                results = run(next(jaxprs.sub_jaxprs(e)), reads)
             else:
                 results = [Value(_bytes_in(v, space)) for v in e.outvars]
                 operations.append(Operation(e.primitive.name, e, reads, results))
@@ -148,10 +135,10 @@ def flattened(jaxpr: Jaxpr, space: Any = jax.memory.Space.Device) -> FlatJaxpr:
     return FlatJaxpr(inputs, operations, run(jaxpr, inputs))
 
 
-def _bytes_in(v: Var, space: Any) -> int:
+def _bytes_in(v: Var, space: Space) -> int:
     """The bytes of a value in a memory space, or 0 if it is not an array. PRNG keys count as their words."""
     shape, dtype = getattr(v.aval, "shape", None), getattr(v.aval, "dtype", None)
-    if shape is None or dtype is None or getattr(v.aval, "memory_space", jax.memory.Space.Device) != space:
+    if shape is None or dtype is None or getattr(v.aval, "memory_space", Space.Device) != space:
         return 0
     return math.prod(shape) * getattr(dtype, "itemsize", 8)
 
@@ -160,12 +147,8 @@ def _bytes_in(v: Var, space: Any) -> int:
 
 
 class Product(NamedTuple):
-    """A matrix product or convolution of a traced program.
-
-    Attributes:
-        text: the dtypes and shapes of its operands.
-        dtype: the dtype of its first operand.
-        flops: of all its runs.
+    """A matrix product or convolution, with the dtypes and shapes of its operands as text, and the flops of all its
+    runs.
     """
 
     text: str
@@ -216,32 +199,8 @@ def _scores_flops(equation: Equation) -> int:
     return 2 * math.prod(queries) * keys[1 if equation.params["layout"] == 0 else 2]
 
 
-def product_flops(jaxpr: Jaxpr | ClosedJaxpr) -> int:
-    """Returns the flops of the matrix products and convolutions, of which attention counts in full whatever its mask.
-
-    Raises:
-        ValueError: if a product runs an unknown number of times, or if its flops are unknown.
-    """
-    return sum(map(_equation_flops, jaxpr.eqns))
-
-
-def _equation_flops(equation: Equation) -> int:
-    name = equation.primitive.name
-    if name in FUSED_ATTENTION:
-        return 2 * _scores_flops(equation)
-    if own := _product_flops(equation):
-        return own
-    inner = [product_flops(sub) for sub in sub_jaxprs(equation)]
-    if is_scan(equation):
-        return scan_params(equation).length * sum(inner)
-    unknown = name in _UNKNOWN_PRODUCTS or (name == "cond" and len(set(inner)) > 1) or (name == "while" and any(inner))
-    if unknown:
-        raise ValueError(f"jaxprs: cannot count the flops of {name!r}\n  got:      {str(equation)[:160]}")
-    return inner[0] if name == "cond" else sum(inner)
-
-
 def model_flops(loss: Jaxpr | ClosedJaxpr) -> int:
-    """Returns the flops of the matrix products of a step without recomputation: three times those of the loss.
+    """The flops of the matrix products of a step without recomputation: three times those of the loss.
 
     Each product of the forward pass has two in the backward pass, one for each operand. As usual, attention counts in
     full whatever its mask (12 x layers x width x length for each token), and elementwise operations do not count.
@@ -252,7 +211,22 @@ def model_flops(loss: Jaxpr | ClosedJaxpr) -> int:
     Source:
         Chowdhery et al., "PaLM", appendix B, arXiv 2204.02311.
     """
-    return 3 * product_flops(loss)
+    return 3 * sum(map(_equation_flops, loss.eqns))
+
+
+def _equation_flops(equation: Equation) -> int:
+    name = equation.primitive.name
+    if name in jaxprs.FUSED_ATTENTION:
+        return 2 * _scores_flops(equation)
+    if own := _product_flops(equation):
+        return own
+    inner = [sum(map(_equation_flops, sub.eqns)) for sub in jaxprs.sub_jaxprs(equation)]
+    if jaxprs.is_scan(equation):
+        return jaxprs.scan_params(equation).length * sum(inner)
+    unknown = name in _UNKNOWN_PRODUCTS or (name == "cond" and len(set(inner)) > 1) or (name == "while" and any(inner))
+    if unknown:
+        raise ValueError(f"jaxprs: cannot count the flops of {name!r}\n  got:      {str(equation)[:160]}")
+    return inner[0] if name == "cond" else sum(inner)
 
 
 # Collectives, and copies to host memory.
@@ -266,8 +240,7 @@ class Transfer(NamedTuple):
         axes: the names of the mesh axes that it spans; empty for a copy.
         group: the positions along these axes of the devices of one group, if it is over groups of them; else None.
         values: for each operand, its aval or that of its result, whichever is larger.
-        trips: the number of times it runs.
-        loops: the number of loops around it.
+        trips, loops: the number of times it runs, and the number of loops around it.
     """
 
     kind: str
@@ -288,7 +261,7 @@ def transfers(equations: Iterable[Equation]) -> Iterator[Transfer]:
         name = equation.primitive.name
         if name in _UNSUPPORTED_PRIMITIVES or name.removesuffix("_start") in COLLECTIVES.keys() - {name}:
             raise ValueError(f"jaxprs: this kind of communication is not supported\n  got:      {name}")
-        kind = COLLECTIVES.get(name, "offload" if is_offload(equation) else None)
+        kind = COLLECTIVES.get(name, "offload" if jaxprs.is_offload(equation) else None)
         if kind is None:
             continue
         if unknown:
@@ -306,16 +279,10 @@ def transfers(equations: Iterable[Equation]) -> Iterator[Transfer]:
 
 
 def traced_collectives(jaxpr: Jaxpr | ClosedJaxpr, mesh: AnyMesh) -> list[Collective]:
-    """Returns every collective of a traced step, in the form of `hlo_collectives.compiled_collectives`.
+    """Every collective of a traced step, in the form of `hlo_collectives.compiled_collectives`.
 
-    Which computation overlaps with a collective is up to the compiler, so none counts as exposed.
-
-    Args:
-        jaxpr: the jaxpr of the step.
-        mesh: the mesh whose axes the jaxpr names.
-
-    Raises:
-        ValueError: if the number of times that a collective runs is unknown.
+    Which computation overlaps with a collective is up to the compiler, so none counts as exposed. Raises ValueError if
+    the number of times that one runs is unknown.
     """
     devices = np.arange(math.prod(mesh.shape.values())).reshape(tuple(mesh.shape.values()))
     found = []
@@ -332,8 +299,8 @@ def traced_collectives(jaxpr: Jaxpr | ClosedJaxpr, mesh: AnyMesh) -> list[Collec
     return found
 
 
-def dtype_name(dtype: Any) -> str:
-    """Returns the name of a dtype in compiled programs: 'bf16', 'f32', 's32'."""
+def dtype_name(dtype: DTypeLike) -> str:
+    """The name of a dtype in compiled programs: 'bf16', 'f32', 's32'."""
     if dtype == jnp.bool_:
         return "pred"
     letters = {"bfloat": "bf", "float": "f", "int": "s", "uint": "u"}
@@ -343,7 +310,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def offloaded_bytes(jaxpr: Jaxpr | ClosedJaxpr) -> int:
-    """Returns the bytes of all arrays that a step copies to host memory."""
+    """The bytes of all arrays that a step copies to host memory."""
     return sum(each.trips * _num_bytes(each.values) for each in transfers(jaxpr.eqns) if each.kind == "offload")
 
 
@@ -352,7 +319,7 @@ def _num_bytes(avals: Iterable[ShapedArray], most_itemsize: int = 64) -> int:
 
 
 def independent_gather_bytes(jaxpr: Jaxpr | ClosedJaxpr, most_itemsize: int) -> list[tuple[int, int]]:
-    """Returns (loop depth, bytes of all_gathers that depend on no matrix product) of each body that gathers.
+    """(loop depth, bytes of all_gathers that depend on no matrix product) of each body that gathers.
 
     A body is that of the function itself, of a loop or of a branch. A loop that gathers one leaf in pieces and has no
     products belongs to the body around it. An element counts with at most `most_itemsize` bytes: a gather in a wider
@@ -371,11 +338,11 @@ def _independent_gathers(jaxpr: Jaxpr, loops: int = 0) -> Iterator[tuple[int, li
     dependent: set[Value] = set()  # values that depend on a product
     free: list[Transfer] = []
     for _, equation, reads, results in flattened(jaxpr).operations:
-        computes, waits = multiplies([equation]), not dependent.isdisjoint(v for v in reads if v is not None)
+        computes, waits = jaxprs.multiplies([equation]), not dependent.isdisjoint(reads)
         if computes or waits:
             dependent.update(results)
         else:
             free += [each for each in transfers([equation]) if each.kind == "all-gather"]
-        for inner in sub_jaxprs(equation) if computes else ():
-            yield from _independent_gathers(inner, loops + is_scan(equation))
+        for inner in jaxprs.sub_jaxprs(equation) if computes else ():
+            yield from _independent_gathers(inner, loops + jaxprs.is_scan(equation))
     yield loops, free

@@ -15,13 +15,10 @@ Operations run in the order of the trace.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
 
-import jax
-
-from zerojax.analysis.jaxpr_counts import COLLECTIVES, FlatJaxpr, Operation, Value, flattened
+from zerojax.analysis.jaxpr_counts import COLLECTIVES, FlatJaxpr, Operation, Space, Value, flattened
 from zerojax.offload import host_arrays
 from zerojax.program import jaxprs
 from zerojax.program.jaxprs import Jaxpr
@@ -43,18 +40,8 @@ _STORES = (
 )
 
 
-class Peak(NamedTuple):
-    """The bytes that are alive at the moment of peak memory, by kind of content."""
-
-    by_kind: Counter[str]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(self.by_kind.values())
-
-
-def peak(jaxpr: Jaxpr, gradients: Sequence[int] = (), space: Any = jax.memory.Space.Device) -> Peak:
-    """Returns the peak memory of a traced function, without its inputs.
+def peak(jaxpr: Jaxpr, gradients: Iterable[int] = (), space: Space = Space.Device) -> Counter[str]:
+    """The bytes in a memory space at the peak of a traced function, by kind, without its inputs.
 
     Args:
         jaxpr: the jaxpr of the function.
@@ -62,8 +49,12 @@ def peak(jaxpr: Jaxpr, gradients: Sequence[int] = (), space: Any = jax.memory.Sp
         space: the memory space that is counted.
     """
     flat = flattened(jaxpr, space)
-    kinds = {v: GRADIENTS for i in gradients if (v := flat.outputs[i]) is not None}
-    return Lifetimes(flat, space, [], kinds).peak()
+    return Lifetimes(flat, space, [], gradient_kinds(flat, gradients)).peak()
+
+
+def gradient_kinds(flat: FlatJaxpr, gradients: Iterable[int]) -> dict[Value, str]:
+    """The kinds of the outputs that are gradients."""
+    return {flat.outputs[i]: GRADIENTS for i in gradients}
 
 
 def _stores(operation: Operation) -> bool:
@@ -75,51 +66,47 @@ class Lifetimes:
     """A function or a body of a loop: the values that it stores, and their lifetimes.
 
     Args:
-        flat: the flattened jaxpr.
-        space: the memory space that is counted.
         owned: inputs whose memory can be reused after they are last read; all others belong to the caller.
         kinds: the kinds of some inputs and outputs.
     """
 
-    def __init__(self, flat: FlatJaxpr, space: Any, owned: Iterable[Value], kinds: dict[Value, str]):
+    def __init__(self, flat: FlatJaxpr, space: Space, owned: Iterable[Value], kinds: dict[Value, str]):
         self.flat, self.space, self.kinds = flat, space, kinds
-        self.bases: dict[Value, frozenset[Value]] = {v: frozenset([v]) for v in flat.inputs}
+        self.bases = defaultdict[Value, frozenset[Value]](frozenset, {v: frozenset([v]) for v in flat.inputs})
         self.born: dict[Value, int] = dict.fromkeys(owned, -1)
         self.last: dict[Value, int] = dict(self.born)
         self.needed, self.places = self._readers()
         for k, operation in enumerate(flat.operations):
             self._store(k, operation)
-        self._read([v for v in flat.outputs if v is not None], len(flat.operations))
+        self._read(flat.outputs, len(flat.operations))
         self._spread_kinds()
 
     def _readers(self) -> tuple[set[Value], dict[Value, set[int]]]:
-        """Returns (values that must be stored for their readers, the operations that store what each value becomes)."""
+        """(values that must be stored for their readers, the operations that store what each value becomes)."""
         end = len(self.flat.operations)
-        needed = {v for v in self.flat.outputs if v is not None}
+        needed = set(self.flat.outputs)
         places: dict[Value, set[int]] = {v: {end} for v in needed}
         for k in range(end - 1, -1, -1):
             name, _, reads, results = operation = self.flat.operations[k]
             if name in _SHARE_MEMORY:
                 for source, result in zip(reads, results, strict=True):
-                    if source is not None:
-                        needed |= {source} if result in needed else set()
-                        places.setdefault(source, set()).update(places.get(result, ()))
+                    needed |= {source} if result in needed else set()
+                    places.setdefault(source, set()).update(places.get(result, ()))
                 continue
             stored = _stores(operation) or any(result in needed for result in results)
             ends = {k} if stored else set().union(*(places.get(result, set()) for result in results))
             for source in reads:
-                if source is not None:
-                    places.setdefault(source, set()).update(ends)
-                    if name in _READS_STORED or name.startswith(_KERNELS):
-                        needed.add(source)
+                places.setdefault(source, set()).update(ends)
+                if name in _READS_STORED or name.startswith(_KERNELS):
+                    needed.add(source)
         return needed, places
 
     def _store(self, k: int, operation: Operation) -> None:
         if operation.name in _SHARE_MEMORY:
             for source, result in zip(operation.reads, operation.results, strict=True):
-                self.bases[result] = frozenset() if source is None else self.bases[source]
+                self.bases[result] = self.bases[source]
             return
-        sources = frozenset[Value]().union(*(self.bases[v] for v in operation.reads if v is not None))
+        sources = frozenset[Value]().union(*(self.bases[v] for v in operation.reads))
         held = sum(v.num_bytes for v in sources)
         any_stored = False
         for result in operation.results:
@@ -147,8 +134,7 @@ class Lifetimes:
                 self._mark(GATHERED, operation.results)
             elif operation.name == "scan":
                 for start, result in zip(operation.reads[_carry(operation)], operation.results, strict=False):
-                    kind = None if start is None else self._kind_of(start)
-                    if kind:
+                    if kind := self._kind_of(start):
                         self._mark(kind, [result])
         for operation in reversed(self.flat.operations):
             name, _, reads, results = operation
@@ -159,36 +145,32 @@ class Lifetimes:
             elif name not in _STORES or name in _UPDATE_IN_PLACE:
                 for result in results:
                     same = lambda v, result=result: v.num_bytes == result.num_bytes
-                    alike = [v for v in reads if v is not None and (name == "convert_element_type" or same(v))]
+                    alike = [v for v in reads if name == "convert_element_type" or same(v)]
                     self._mark_sources([result] * len(alike), alike)
 
-    def _mark_sources(self, results: Sequence[Value], sources: Sequence[Value | None]) -> None:
+    def _mark_sources(self, results: Sequence[Value], sources: Sequence[Value]) -> None:
         """Marks the sources of gradients, from which they are computed element by element, as gradients."""
         for result, source in zip(results, sources, strict=False):
-            if source is not None and self._kind_of(result) == GRADIENTS:
+            if self._kind_of(result) == GRADIENTS:
                 self._mark(GRADIENTS, [source])
 
-    def _mark(self, kind: str, values: Iterable[Value | None]) -> None:
-        for base in (base for v in values if v is not None for base in self.bases[v]):
+    def _mark(self, kind: str, values: Iterable[Value]) -> None:
+        for base in (base for v in values for base in self.bases[v]):
             self.kinds.setdefault(base, kind)
 
     def _kind_of(self, value: Value) -> str | None:
-        """Returns the kind of the stored values behind a value, or None if they have several kinds."""
+        """The kind of the stored values behind a value, or None if they have several kinds."""
         kinds = {self.kinds.get(base) for base in self.bases[value]}
         return kinds.pop() if len(kinds) == 1 else None
 
     def _kind(self, value: Value) -> str:
         return self.kinds.get(value, ACTIVATIONS)
 
-    def peak(self) -> Peak:
-        largest = Counter[str]()
-        for _, during in self.moments():
-            if during.total() > largest.total():
-                largest = during
-        return Peak(+largest)
+    def peak(self) -> Counter[str]:
+        return +max((during for _, during in self.moments()), key=Counter.total)
 
     def moments(self) -> Iterator[tuple[int, Counter[str]]]:
-        """Yields (the position of an operation, the bytes by kind that are alive while it runs). The first is -1."""
+        """(the position of an operation, the bytes by kind that are alive while it runs). The first is -1."""
         births: dict[int, list[Value]] = {}
         deaths: dict[int, list[Value]] = {}
         for value, k in self.born.items():
@@ -214,29 +196,27 @@ class Lifetimes:
                 alive[self._kind(value)] -= value.num_bytes
 
     def _carried(self, operation: Operation, dying: list[Value]) -> list[Value]:
-        """Returns the initial and final values of the carry of a loop, which count as part of the loop's body.
-
-        An initial value that is read later is not included.
+        """The initial values of the carry of a loop that are not read later, and its final values: they count in its
+        body.
         """
         if operation.name != "scan":
             return []
         num_carry = jaxprs.scan_params(operation.equation).num_carry
-        starts = {b for v in operation.reads[_carry(operation)] if v is not None for b in self.bases[v]}
+        starts = {b for v in operation.reads[_carry(operation)] for b in self.bases[v]}
         return [*(v for v in dying if v in starts), *operation.results[:num_carry]]
 
     def _inside(self, loop: Operation) -> Counter[str]:
-        """Returns the peak of the body of a loop or a branch, by kind."""
+        """The peak of the body of a loop or a branch, by kind."""
         bodies = [flattened(inner, self.space) for inner in jaxprs.sub_jaxprs(loop.equation)]
         if loop.name != "scan":
-            peaks = [Lifetimes(flat, self.space, [], {}).peak().by_kind for flat in bodies]
-            return max(peaks, key=lambda by_kind: by_kind.total())
+            return max((Lifetimes(flat, self.space, [], {}).peak() for flat in bodies), key=Counter.total)
         (flat,) = bodies
-        return self._body(loop, flat).peak().by_kind
+        return self._body(loop, flat).peak()
 
     def _body(self, loop: Operation, flat: FlatJaxpr) -> Lifetimes:
-        """Returns the lifetimes in the body of a scan, with the kinds that its operands and results have outside."""
-        kinds = {i: self._kind_of(o) for i, o in zip(flat.inputs, loop.reads, strict=True) if o is not None}
-        kinds |= {i: self._kind_of(o) for i, o in zip(flat.outputs, loop.results, strict=True) if i is not None}
+        """The lifetimes in the body of a scan, with the kinds that its operands and results have outside."""
+        kinds = {i: self._kind_of(o) for i, o in zip(flat.inputs, loop.reads, strict=True)}
+        kinds |= {i: self._kind_of(o) for i, o in zip(flat.outputs, loop.results, strict=True)}
         known = {value: kind for value, kind in kinds.items() if kind}
         return Lifetimes(flat, self.space, flat.inputs[_carry(loop)], known)
 
@@ -247,7 +227,7 @@ def _carry(operation: Operation) -> slice:
 
 
 def _scratch_bytes(operation: Operation) -> int:
-    """Returns the bytes that an operation needs in addition to its operands and results.
+    """The bytes that an operation needs in addition to its operands and results.
 
     XLA for GPUs computes the gradient of a max-pooling in two steps: for each window, the largest element in fp32 and
     its three indices in int32, and then a scatter into a copy of an array of zeros.
@@ -259,7 +239,7 @@ def _scratch_bytes(operation: Operation) -> int:
 
 
 def _reused_memory(operation: Operation, born: list[Value], dying: list[Value]) -> list[Value]:
-    """Returns the results that overwrite an operand of the same size that is not read again."""
+    """The results that overwrite an operand of the same size that is not read again."""
     if operation.name in (jaxprs.PRODUCTS | _LOOPS | {"all_gather", "ppermute", "reduce_scatter"}):
         return []
     free = Counter(v.num_bytes for v in dying)

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import jax
+from jax.stages import Compiled, Traced
 
-from zerojax.analysis.audit import audit_step
-from zerojax.analysis.expectation import Expectation, expect
-from zerojax.analysis.findings import Audit
+from zerojax.analysis import hlo
+from zerojax.analysis.audit import MemoryChecks
+from zerojax.analysis.communication import CommunicationChecks
+from zerojax.analysis.expectation import Audit, Expectation, expect, run_checks
+from zerojax.analysis.hlo import Program
 from zerojax.analysis.jaxpr_counts import model_flops
-from zerojax.analysis.memory import Memory, out_of_memory_error, step_memory
+from zerojax.analysis.memory import Memory, step_memory
+from zerojax.offload.host_memory import DEFAULT_PINNED_GIB, PINNED_LIMIT
 from zerojax.step import steps
 from zerojax.step.batch import batch_avals
-from zerojax.step.config import StepSettings, ZeroConfig
+from zerojax.step.compiler_options import TracedWithHostArguments
+from zerojax.step.config import StepSettings, ZeroConfig, can_offload_params
+from zerojax.step.gradient import LossArgs
 from zerojax.step.loss_traces import Use, traced_loss, uses
 from zerojax.step.state import TrainState
-from zerojax.utils.typing import Array, Aval, PyTree
-
-
-def _aval(a: Array) -> Aval:
-    return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding)
+from zerojax.utils.text import bytes_text
+from zerojax.utils.typing import PyTree
 
 
 class TrainStep(steps.TrainStep):
@@ -35,9 +39,9 @@ class TrainStep(steps.TrainStep):
             broken; 'off' does not audit.
     """
 
-    def __init__(self, config: ZeroConfig, settings: StepSettings, loss_fn: Callable[..., Any], audit_setting: str):
+    def __init__(self, config: ZeroConfig, settings: StepSettings, loss_fn: Callable[..., PyTree], audit_setting: str):
         self._audit_setting = audit_setting
-        self._audited: set[Any] = set()
+        self._audited: set[Hashable] = set()
         super().__init__(config, settings, loss_fn)
 
     def _changed_texts(self) -> dict[str, str]:
@@ -67,7 +71,7 @@ class TrainStep(steps.TrainStep):
 
         Cost: traces the step and reads the trace, which takes seconds.
         """
-        avals = jax.tree.map(_aval, state)
+        avals = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
         return step_memory(self.config, self.settings, avals, self.trace(avals, batch), batch_avals(self.config, batch))
 
     def _audit_once(self, state: TrainState, batch: PyTree) -> None:
@@ -105,7 +109,7 @@ class TrainStep(steps.TrainStep):
         traced = self.trace(state, batch)
         return audit_step(traced, self._expectation(state, batch, traced))
 
-    def _expectation(self, state: TrainState, batch: PyTree, traced: Any) -> Expectation:
+    def _expectation(self, state: TrainState, batch: PyTree, traced: Traced | TracedWithHostArguments) -> Expectation:
         return expect(self.config, self.settings, state, traced.jaxpr, self.uses(state, batch))
 
     def uses(self, state: TrainState, batch: PyTree) -> list[tuple[Use, ...]]:
@@ -134,8 +138,100 @@ class TrainStep(steps.TrainStep):
 
         Source: Chowdhery et al., "PaLM", appendix B, arXiv 2204.02311.
         """
-        jaxpr, _ = traced_loss(self.gradient(state.layout), self._loss_args(state, batch))
-        return model_flops(jaxpr) * self.config.axes.num_devices
+        trace = traced_loss(self.gradient(state.layout), self._loss_args(state, batch))
+        return model_flops(trace.closed.jaxpr) * self.config.axes.num_devices
 
-    def _loss_args(self, state: TrainState, batch: PyTree) -> Any:
-        return jax.tree.leaves(state.params), state.model_state, batch_avals(self.config, batch), state.key
+    def _loss_args(self, state: TrainState, batch: PyTree) -> LossArgs:
+        return LossArgs(jax.tree.leaves(state.params), state.model_state, batch_avals(self.config, batch), state.key)
+
+
+def audit_step(step: Traced | TracedWithHostArguments | Compiled, expectation: Expectation) -> Audit:
+    """Compares what a step is expected to do with its compiled program. Nothing is run.
+
+    Most is read from programs for GPUs. XLA for CPUs merges gathers, sends wider dtypes and runs one collective after
+    the other, so for CPUs the communication is read from the traced step. If something cannot be read, the finding says
+    why.
+
+    Collectives of the model itself over the data axes count as those of the step. Collectives of at most 256 bytes are
+    not counted.
+
+    Args:
+        step: `jax.jit(fn, ...).trace(state, ...)` of any function, which is compiled here, or a compiled function. Of
+            the latter, the order of gathers is not read, and on CPU no communication is.
+        expectation: the result of `step.expectation(state, batch)` for a zerojax step with the same loss. Its state is
+            the first argument of `step`.
+
+    Returns:
+        An `Audit`: one finding for each expectation, and a table when printed.
+
+    Raises:
+        ValueError: if the first argument of `step` is another state.
+
+    Cost: compiles a traced step, and reads the text of the program, in about 5% of the time of the compilation.
+    """
+    is_traced = isinstance(step, Traced | TracedWithHostArguments)
+    jaxpr = step.jaxpr if is_traced else None
+    compiled = step.lower().compile() if is_traced else step
+
+    @functools.cache
+    def program() -> Program:
+        return hlo.parse_program(compiled.as_text() or "")
+
+    platform = expectation.config.mesh.devices.flat[0].platform
+    memory = MemoryChecks(compiled, program, expectation, platform)
+    communication = CommunicationChecks(program, jaxpr, expectation, platform)
+    return run_checks(memory.checks() | communication.checks())
+
+
+def out_of_memory_error(config: ZeroConfig, settings: StepSettings, memory: Memory, error: Exception) -> MemoryError:
+    """The error to raise when a step has run out of device memory, or of host memory that XLA may pin."""
+    if "host memory" in str(error):
+        return _out_of_host_memory(memory, error)
+    *rows, total = str(memory._replace(host_bytes=0)).splitlines()
+    return MemoryError(
+        "\n  ".join(
+            [
+                "step: out of device memory",
+                f"got:      {str(error).splitlines()[0][:200]}",
+                f"estimate: at stage {config.stage} on {config.axes.num_shards} shards:",
+                *(f"  {row}" for row in [*rows, total + _limit(config)]),
+                f"fix:      try {'; '.join(_fixes(config, settings))}",
+                "          (zerojax plan predicts the memory with each of these)",
+            ]
+        )
+    )
+
+
+def _out_of_host_memory(memory: Memory, error: Exception) -> MemoryError:
+    total, state = bytes_text(memory.host_bytes), bytes_text(memory.host_state_bytes)
+    return MemoryError(
+        f"step: out of pinned host memory\n"
+        f"  got:      {str(error).splitlines()[0][:200]}\n"
+        f"  estimate: {total} for each device, of which {state} are the state\n"
+        f"  fix:      raise {PINNED_LIMIT} in the environment; it is {DEFAULT_PINNED_GIB} GiB\n"
+        f"            by default, for all GPUs of a process together. Or offload less"
+    )
+
+
+def _limit(config: ZeroConfig) -> str:
+    """The device memory that JAX may use, if the device reports it."""
+    stats = getattr(config.mesh.devices.flat[0], "memory_stats", lambda: None)()
+    limit = (stats or {}).get("bytes_limit")
+    return f"  of {bytes_text(limit)} that JAX may use" if limit else ""
+
+
+def _fixes(config: ZeroConfig, settings: StepSettings) -> Iterator[str]:
+    """Changes that reduce the memory of a step, the cheapest first."""
+    if config.stage < 3:
+        yield "stage=3"
+    yield "remat='full', or Remat(offload_inputs=True)"
+    yield f"num_microbatches={2 * settings.num_microbatches}"
+    if settings.prefetch:
+        yield "prefetch=0"
+    if config.offload == "none" and not config.other_axes:
+        yield "Zero(..., offload='optimizer')"
+    elif config.offload == "optimizer" and can_offload_params(config.axes, config.stage):
+        yield "Zero(..., offload='params')"
+    if jax.default_backend() == "gpu":
+        yield "XLA_CLIENT_MEM_FRACTION=0.95 in the environment"
+    yield "more devices"

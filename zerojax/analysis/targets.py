@@ -82,19 +82,24 @@ def devices(target: str) -> list[Any]:
             devices.
     """
     found = cluster(target)
-    if found.chip.platform == "cpu":
+    chip = found.chip
+    if chip.platform == "cpu":
         return _simulated_devices(found)
-    if found.chip.platform == "cuda":
-        return _gpu_devices(found)
+    if chip.platform == "cuda":
+        kind, topology = chip.device_kinds[0], (1, found.num_devices // found.devices_per_host, found.devices_per_host)
+        sizes = {"memory_bytes": chip.memory_bytes, "memory_rate": chip.memory_rate.peak, **_SPECS[chip.name]}
+        options: dict[str, object] = {"topology_name": kind, "topology": "x".join(map(str, topology))}
+        options["target_config"] = _GPU.format(kind=kind, **sizes)
+        return _described_devices("GPU", _NO_GPU_DRIVER, target, platform="cuda", **options)
     name, _, num_slices = target.partition("*")
-    options: dict[str, Any] = {"num_slices": int(num_slices)} if num_slices else {}
-    if found.chip.name == "v4":
+    options = {"num_slices": int(num_slices)} if num_slices else {}
+    if chip.name == "v4":
         options["chip_config_name"] = "megacore"  # both cores of a chip form one device, as in the cloud
-    return _describe_devices("TPU", _NO_TPU_HOST, target, platform="tpu", topology_name=name, **options)
+    return _described_devices("TPU", _NO_TPU_HOST, target, platform="tpu", topology_name=name, **options)
 
 
 def platform(target: str) -> str:
-    """Returns the platform of a target: 'cuda', 'tpu' or 'cpu', as in `lower(lowering_platforms=(platform(target),))`.
+    """The platform of a target: 'cuda', 'tpu' or 'cpu', as in `lower(lowering_platforms=(platform(target),))`.
 
     Args:
         target: the name of a cluster, as in `devices`.
@@ -116,26 +121,7 @@ def _simulated_devices(wanted: Cluster) -> list[Any]:
     return available[: wanted.num_devices]
 
 
-def _gpu_devices(wanted: Cluster) -> list[Any]:
-    chip = wanted.chip
-    specification = _GPU.format(
-        kind=chip.device_kinds[0],
-        memory_bytes=chip.memory_bytes,
-        memory_rate=chip.memory_rate.peak,
-        **_SPECS[chip.name],
-    )
-    return _describe_devices(
-        "GPU",
-        _NO_GPU_DRIVER,
-        wanted.target,
-        platform="cuda",
-        topology_name=chip.device_kinds[0],
-        topology=f"1x{wanted.num_devices // wanted.devices_per_host}x{wanted.devices_per_host}",
-        target_config=specification,
-    )
-
-
-def _describe_devices(compiler: str, environment: dict[str, str], target: str, **description: Any) -> list[Any]:
+def _described_devices(compiler: str, environment: dict[str, str], target: str, **description: Any) -> list[Any]:
     for name, value in environment.items():
         os.environ.setdefault(name, value)
     try:

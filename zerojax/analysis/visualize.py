@@ -8,11 +8,11 @@ import enum
 import io
 import math
 import string
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 from rich.color import Color
@@ -21,19 +21,20 @@ from rich.style import Style
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
-from zerojax.analysis.explanation import CATEGORIES, gradient_aval, leaves_with_paths, path_ends
-from zerojax.sharding import placement
+from zerojax.analysis.explanation import CATEGORIES, HOST_MEMORY, explain
+from zerojax.analysis.step import TrainStep
 from zerojax.sharding.axes import axis_names
 from zerojax.sharding.placement import Leaf, Stage
-from zerojax.step.config import ZeroConfig
 from zerojax.step.loss_traces import Use
 from zerojax.step.state import TrainState, check_not_donated
 from zerojax.utils.tables import FILE_WIDTH, paragraph, screen
 from zerojax.utils.text import SPACE, bytes_text, fold, wrapped
-from zerojax.utils.typing import Aval
+from zerojax.utils.typing import PyTree
 
 
-def visualize(state: TrainState, step: Any = None, batch: Any = None, *, path: str | Path | None = None) -> None:
+def visualize(
+    state: TrainState, step: TrainStep | None = None, batch: PyTree = None, *, path: str | Path | None = None
+) -> None:
     """Shows who holds which shard of a state; or with a step, the order in which its units are gathered and compute.
 
     The first picture has a row for each unit, where equal layers are one, and a column for each device. The second has
@@ -59,7 +60,12 @@ def visualize(state: TrainState, step: Any = None, batch: Any = None, *, path: s
     if path is not None and Path(path).suffix not in (".svg", ".html"):
         raise ValueError(f"visualize: cannot write {str(path)!r}\n  fix:      pass a path that ends in .svg or .html")
     width = FILE_WIDTH if path is not None else screen().width
-    picture = holdings_picture(holdings(state), width) if step is None else _order_of(state, step, batch, width)
+    if step is None:
+        picture = holdings_picture(holdings(state), width)
+    else:
+        settings, uses = step.settings, step.uses(state, batch)
+        sizes = settings.prefetch, settings.num_microbatches, most_segments(width)
+        picture = order_picture(step_order(state.layout.leaves, uses, step.config.stage, *sizes), width)
     console = Console(width=width) if path is None else Console(width=width, record=True, file=io.StringIO())
     console.print(picture, no_wrap=True, overflow="ignore", crop=False)
     if path is not None:
@@ -76,17 +82,14 @@ class Holding:
     """The arrays of one unit that are divided in the same way.
 
     Attributes:
-        category: 'params', 'grads', 'optimizer' or 'model_state'.
         name: of the unit, with '*' for the number of equal layers, and how many there are.
-        num_leaves: of all of these layers.
-        num_bytes: of them on one device.
+        num_bytes: of all of these layers on one device.
         shards: for each device in the order of the mesh, the number of the shard that it holds.
         num_shards: how many different shards there are; 1 if every device holds all.
     """
 
     category: str
     name: str
-    num_leaves: int
     num_bytes: int
     shards: tuple[int, ...]
     num_shards: int
@@ -94,29 +97,17 @@ class Holding:
 
 @dataclasses.dataclass(frozen=True)
 class Holdings:
-    """The devices that hold each part of a state.
-
-    Attributes:
-        title: the stage and the mesh.
-        axes: axis of the mesh -> its size, outermost first.
-        rows: the holdings, by category.
-    """
+    """The devices that hold each part of a state, by category; `axes` are those of the mesh, outermost first."""
 
     title: str
     axes: Mapping[str, int]
     rows: tuple[Holding, ...]
 
-    @property
-    def num_devices(self) -> int:
-        return math.prod(self.axes.values())
-
 
 def shard_numbers(spec: PartitionSpec, axes: Mapping[str, int]) -> tuple[int, ...]:
     """The number of the shard that each device holds, counted along the dims of the array, the last dim fastest.
 
-    Args:
-        spec: of the array.
-        axes: axis of the mesh -> its size, outermost first. Devices are counted in this order.
+    Devices are counted in the order of `axes`, outermost first.
     """
     places = np.indices(tuple(axes.values())).reshape(len(axes), -1)  # [axis, device]
     numbers = np.zeros(places.shape[1], int)
@@ -130,38 +121,22 @@ def holdings(state: TrainState) -> Holdings:
     config = state.layout.config
     assert config is not None, "every state of a Zero has its configuration"
     axes = dict(config.mesh.shape)
-    # Group the arrays of each unit that are divided alike.
-    groups: dict[tuple[str, str, PartitionSpec], list[Aval]] = {}
-    for category, unit, a in _arrays(config, state):
-        groups.setdefault((category, unit, a.sharding.spec), []).append(a)
+    # Add up the arrays of each unit that are divided alike.
+    sizes = Counter[tuple[str, str, PartitionSpec]]()
+    counts = Counter[tuple[str, str, PartitionSpec]]()
+    for row in explain(config, state).rows:
+        key = row.category, row.unit, row.spec
+        sizes[key] += row.bytes_per_device
+        counts[key] += 1
     # Make one row of equal layers.
     rows = []
-    for category in CATEGORIES:
-        keys = [key for key in groups if key[0] == category]
-        sizes = [sum(placement.shard_bytes(a, a.sharding) for a in groups[key]) for key in keys]
-        kinds = [(shard_numbers(key[2], axes), len(groups[key]), size) for key, size in zip(keys, sizes, strict=True)]
-        for each in fold([key[1] for key in keys], kinds):
-            shards, num_leaves, size = kinds[each.members[0]]
-            count = len(each.members)
-            rows.append(Holding(category, each.text, count * num_leaves, count * size, shards, len(set(shards))))
-    title = f"{config.stage.title} on {math.prod(axes.values())} devices"
-    return Holdings(title, axes, tuple(rows))
-
-
-def _arrays(config: ZeroConfig, state: TrainState) -> Iterator[tuple[str, str, Aval]]:
-    """(category, unit, array or aval) of everything that a device holds between or within steps."""
-    leaves = state.layout.leaves
-    mesh = jax.tree.leaves(state.params)[0].sharding.mesh
-    units = {leaf.path: leaf.unit for leaf in leaves}
-    for path, a in leaves_with_paths(state.params):
-        yield "params", units[path], a
-    for leaf in leaves:
-        if leaf.trainable:
-            yield "grads", leaf.unit, gradient_aval(config, mesh, leaf)
-    for path, a in (*leaves_with_paths(state.master), *leaves_with_paths(state.opt_state)):
-        yield "optimizer", next((units[end] for end in path_ends(path) if end in units), path), a
-    for path, a in leaves_with_paths(state.model_state):
-        yield "model_state", path.rpartition("/")[0] or path, a
+    for category in (*CATEGORIES, HOST_MEMORY):
+        keys = [key for key in sizes if key[0] == category]
+        kinds = [(shard_numbers(key[2], axes), counts[key], sizes[key]) for key in keys]
+        for each in fold([unit for _, unit, _ in keys], kinds):
+            shards, _, size = kinds[each.members[0]]
+            rows.append(Holding(category, each.text, len(each.members) * size, shards, len(set(shards))))
+    return Holdings(f"{config.stage.title} on {math.prod(axes.values())} devices", axes, tuple(rows))
 
 
 _DIGITS = string.digits + string.ascii_lowercase + string.ascii_uppercase + "+/"  # of the numbers of shards
@@ -179,55 +154,54 @@ def shard_style(number: int, num_shards: int) -> Style:
 
 def holdings_picture(held: Holdings, width: int) -> Text:
     """Who holds which shard. Devices that do not fit next to each other are shown in several parts."""
-    spaced = held.num_devices <= _MOST_SPACED
+    num_devices = math.prod(held.axes.values())
+    spaced = num_devices <= _MOST_SPACED
     cell = 3 if spaced else 1
+    # Columns for names, sizes and devices.
     sizes = [bytes_text(row.num_bytes) for row in held.rows]
     size_width = max(map(len, [*sizes, "on a device"]))
     room = width - size_width - 4
-    longest = max(len(row.name) for row in held.rows)
     most_shown = max(1, (room - _LEAST_NAME) // cell)
-    shown = math.ceil(held.num_devices / math.ceil(held.num_devices / most_shown))
-    name_width = max(_LEAST_NAME, min(longest, _MOST_NAME, room - cell * shown))
+    shown = math.ceil(num_devices / math.ceil(num_devices / most_shown))
+    name_width = max(_LEAST_NAME, min(max(len(row.name) for row in held.rows), _MOST_NAME, room - cell * shown))
+    # Lines for the axes and for each row, in parts.
+    positions = {name: shard_numbers(PartitionSpec(name), held.axes) for name in held.axes}
+    if len(positions) > 1 or not spaced:
+        positions = {"device": tuple(range(num_devices)), **positions}
     lines = [Text(held.title, "bold")]
-    for first in range(0, held.num_devices, shown):
-        part = range(first, min(first + shown, held.num_devices))
-        lines += [Text(), *_axes_lines(held, part, cell, name_width + size_width + 4)]
+    for first in range(0, num_devices, shown):
+        part = range(first, min(first + shown, num_devices))
+        lines.append(Text())
+        for name, numbers in positions.items():
+            cells = "".join(_number(numbers[d], cell) for d in part)
+            lines.append(Text(f"{name:>{name_width + size_width + 2}}  {cells}", "dim"))
         category = ""
         for row, size in zip(held.rows, sizes, strict=True):
-            if row.category != category:
-                category = row.category
-                lines.append(Text(category, "bold"))
-            lines += _holding_lines(row, part, cell, (name_width, size.rjust(size_width)))
+            lines += [Text(row.category, "bold")] if row.category != category else []
+            category = row.category
+            whole = row.num_shards == 1
+            cells = [(_WHOLE.center(cell) if whole else _number(row.shards[d], cell), row.shards[d]) for d in part]
+            styled = [(text, shard_style(number, row.num_shards)) for text, number in cells]
+            lines += _row(row.name, name_width, f" {size:>{size_width}} ", styled, indent="  ")
     legend = f"A number is the shard that a device holds, {_WHOLE} the whole array. A size is what a device holds."
-    if held.num_devices > 10 and not spaced:
+    if num_devices > 10 and not spaced:
         legend += " After 9 come a to z, A to Z, + and /."
     return Text("\n").join([*lines, Text(), *map(Text, paragraph(legend, width))])
-
-
-def _axes_lines(held: Holdings, part: range, cell: int, indent: int) -> Iterator[Text]:
-    """The position of each device along each axis of the mesh, and its number."""
-    positions = {name: shard_numbers(PartitionSpec(name), held.axes) for name in held.axes}
-    if len(positions) > 1 or cell == 1:
-        positions = {"device": tuple(range(held.num_devices)), **positions}
-    for name, numbers in positions.items():
-        yield Text(f"{name:>{indent - 2}}  " + "".join(_number(numbers[d], cell) for d in part), "dim")
 
 
 def _number(number: int, cell: int) -> str:
     return f"{number:>2} " if cell == 3 else _DIGITS[number % len(_DIGITS)]
 
 
-def _holding_lines(row: Holding, part: range, cell: int, label: tuple[int, str]) -> Iterator[Text]:
-    """The lines of a row: the name may take several."""
-    name_width, size = label
-    first, *rest = wrapped(row.name, name_width)
-    line = Text(f"  {first:{name_width}} {size} ".replace(SPACE, " "))
-    for d in part:
-        number = row.shards[d]
-        text = _number(number, cell) if row.num_shards > 1 else _WHOLE.center(cell)
-        line.append(text, shard_style(number, row.num_shards))
-    yield line
-    yield from (Text(f"  {each}".replace(SPACE, " ")) for each in rest)
+def _row(
+    name: str, name_width: int, middle: str, cells: Sequence[tuple[str, Style | None]], indent: str = ""
+) -> Iterator[Text]:
+    """The lines of a row: the name, which may take several, and the cells behind its first."""
+    first, *rest = (f"{indent}{each}".replace(SPACE, " ") for each in wrapped(name, name_width))
+    line = Text(f"{first:{len(indent) + name_width}}{middle}".replace(SPACE, " "))
+    for text, style in cells:
+        line.append(text, style)
+    yield from (line, *map(Text, rest))
 
 
 # The order of a step.
@@ -252,12 +226,9 @@ class StepOrder:
     """What happens to each unit, turn by turn. In a turn one unit computes, or all wait for a collective.
 
     Attributes:
-        title: the stage, and the settings that determine the order.
         units: the name of the unit of each segment of the loss, in the order of the forward pass.
         looked_up: the segments that look up rows instead of gathering their unit.
-        cells: (segment, turn) -> what happens.
-        num_turns: the number of turns of one microbatch, and of the end of the step.
-        first_of_end: the first turn after the microbatches.
+        num_turns: the number of turns of one microbatch, and of the end of the step, which starts at `first_of_end`.
         left_out: which segments are left out, or ''.
     """
 
@@ -278,28 +249,19 @@ def step_order(
     num_microbatches: int,
     most_segments: int,
 ) -> StepOrder:
-    """The order of a step, by the rules of `comm.schedule`, from the segments of its traced loss.
+    """The order of a step, by the rules of `comm.schedule`, from the segments of its traced loss that read each leaf.
 
     Each gather starts when the unit that leaves the window of `prefetch` units has computed; each reduction runs while
     the next unit computes. The last unit is gathered once for its forward and backward pass. How long each takes is up
-    to the device: `zerojax plan --compile --png` predicts it.
-
-    Args:
-        leaves: the placement of all parameters.
-        uses: for each of them, the segments that read it, see `TrainStep.uses`.
-        stage, prefetch, num_microbatches: of the step.
-        most_segments: if the loss has more, those in the middle are left out.
+    to the device: `zerojax plan --compile --png` predicts it. Of more than `most_segments`, those in the middle are
+    left out.
     """
     # The segments: their units, and those that are trained, sharded and looked up.
-    units: dict[int, str] = {}
-    trained: set[int] = set()
-    sharded: set[int] = set()
-    for leaf, places in zip(leaves, uses, strict=True):
-        for use in places:
-            units.setdefault(use.place, leaf.unit)
-            trained |= {use.place} if leaf.trainable else set()
-            sharded |= {use.place} if leaf.dim is not None else set()
-    looked_up = frozenset(use.place for places in uses for use in places if use.lookup)
+    read = [(leaf, use) for leaf, places in zip(leaves, uses, strict=True) for use in places]
+    units = {use.place: leaf.unit for leaf, use in reversed(read)}
+    trained = {use.place for leaf, use in read if leaf.trainable}
+    sharded = {use.place for leaf, use in read if leaf.dim is not None}
+    looked_up = {use.place for _, use in read if use.lookup}
     # Leave out those in the middle.
     everything = places = sorted(units)
     if len(places) > most_segments:
@@ -316,8 +278,8 @@ def step_order(
     title = f"{stage.title}, prefetch={prefetch}{batches}"
     row = {k: n for n, k in enumerate(places)}
     cells = {(row[k], turn): activity for (k, turn), activity in cells.items()}
-    looked_up = frozenset(row[k] for k in looked_up if k in row)
-    return StepOrder(title, tuple(units[k] for k in places), looked_up, cells, last, end, left_out)
+    shown = frozenset(row[k] for k in looked_up if k in row)
+    return StepOrder(title, tuple(units[k] for k in places), shown, cells, last, end, left_out)
 
 
 def _microbatch(
@@ -348,15 +310,12 @@ def _microbatch(
 
 def _end_of_step(cells: Cells, trained: set[int], sharded: set[int], stage: Stage, turn: int) -> int:
     """Adds what follows the microbatches, and returns the number of turns."""
-    if not stage.shards_grads:
-        cells.update({(k, turn): Activity.REDUCE for k in trained})
-        turn += 1
-    cells.update({(k, turn): Activity.UPDATE for k in trained})
-    turn += 1
-    if stage.shards_optimizer and not stage.shards_params:
-        cells.update({(k, turn): Activity.GATHER for k in trained & sharded})
-        turn += 1
-    return turn
+    ends = [] if stage.shards_grads else [(Activity.REDUCE, trained)]
+    ends.append((Activity.UPDATE, trained))
+    ends += [(Activity.GATHER, trained & sharded)] if stage.shards_optimizer and not stage.shards_params else []
+    for k, (activity, segments) in enumerate(ends):
+        cells.update({(segment, turn + k): activity for segment in segments})
+    return turn + len(ends)
 
 
 # Colors that also differ in lightness (Okabe and Ito), and meanings.
@@ -375,30 +334,18 @@ def most_segments(width: int) -> int:
     return max(4, (width - _MOST_NAME // 2 - 12) // 4)
 
 
-def _order_of(state: TrainState, step: Any, batch: Any, width: int) -> Text:
-    settings = step.settings
-    leaves, uses = state.layout.leaves, step.uses(state, batch)
-    order = step_order(
-        leaves, uses, step.config.stage, settings.prefetch, settings.num_microbatches, most_segments(width)
-    )
-    return order_picture(order, width)
-
-
 def order_picture(order: StepOrder, width: int) -> Text:
     """The order of a step: a row for each unit, and a column for each turn."""
     names = [f"{name} (rows)" if n in order.looked_up else name for n, name in enumerate(order.units)]
     name_width = min(max(map(len, names)), max(_LEAST_NAME, width - 2 * order.num_turns - 2))
     lines = [Text(order.title, "bold"), Text()]
     for n, name in enumerate(names):
-        first, *rest = wrapped(name, name_width)
-        line = Text(f"{first:{name_width}}  ")
+        cells: list[tuple[str, Style | None]] = []
         for turn in range(order.num_turns):
             activity = order.cells.get((n, turn))
-            if activity is None:
-                line.append("  ")
-            else:
-                line.append(f"{activity.value} ", Style(color="black", bgcolor=Color.parse(_ACTIVITIES[activity][0])))
-        lines += [line, *map(Text, rest)]
+            style = activity and Style(color="black", bgcolor=Color.parse(_ACTIVITIES[activity][0]))
+            cells.append((f"{activity.value} " if activity else "  ", style))
+        lines += _row(name, name_width, "  ", cells)
     lines += [Text(), *([Text(order.left_out)] if order.left_out else [])]
     found = set(order.cells.values())
     legend = ", ".join(f"{each.value} {meaning}" for each, (_, meaning) in _ACTIVITIES.items() if each in found)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from zerojax.cli.common import JOB_HELP, print_table, without_traceback
-from zerojax.exchange.families import FAMILIES
+from zerojax.exchange.names import FAMILIES
 from zerojax.sharding.precision import PRECISIONS
+from zerojax.utils.tables import screen
+from zerojax.utils.text import bytes_text, error_text
+
+if TYPE_CHECKING:
+    from zerojax.checkpoints import Manifest
+    from zerojax.checkpoints.remote_copy import RemoteCopy
 
 
 @click.group()
@@ -25,28 +31,28 @@ def checkpoint() -> None:
 class _DirectoryOrUrl(click.Path):
     """A directory that exists, as a Path: of steps, or of a run that has them in checkpoints/. Or a URL, as a str."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Path | str:
         if "://" in str(value):
-            return value
+            return str(value)
         from zerojax.checkpoints import store
 
-        directory: Any = super().convert(value, param, ctx)
+        directory = Path(str(super().convert(str(value), param, ctx)))
         of_run = directory / "checkpoints"
         return of_run if of_run.is_dir() and not store.folders(directory) else directory
 
 
-_EXISTING = _DirectoryOrUrl(exists=True, file_okay=False, path_type=Path)
+_EXISTING = _DirectoryOrUrl(exists=True, file_okay=False)
+_FOLDER = click.Path(file_okay=False, path_type=Path)
+_FILE = click.Path(exists=True, path_type=Path)
 _DIRECTORY = click.argument("directory", type=_EXISTING)
 _MAPPING = click.option(
     "--mapping",
-    type=click.Path(exists=True, path_type=Path),
+    type=_FILE,
     metavar="FILE",
     help="JSON file that maps names of zerojax to other names, or to names and dims; patterns are allowed.",
 )
 _FAMILY = click.option(
-    "--family",
-    type=click.Choice(list(FAMILIES)),
-    help="Names and layout of a kind of model in files of Hugging Face.",
+    "--family", type=click.Choice(list(FAMILIES)), help="Names and layout of a kind of model in files of Hugging Face."
 )
 _STEP = click.option("--step", type=click.IntRange(0), metavar="N", help="The step.  [default: the newest]")
 
@@ -64,10 +70,8 @@ def list_steps(directory: Path | str, verify: bool) -> None:
     local = _on_disk(directory, every=True, arrays=verify)
     table, good = show.steps_table(local, verify, str(directory if isinstance(directory, str) else local))
     if not table.rows:
-        raise click.ClickException(
-            f"checkpoint: there is no step in {directory}\n"
-            f"  fix:      pass the directory of a run of zerojax.fit, or that of zero.checkpoints"
-        )
+        fix = "pass the directory of a run of zerojax.fit, or that of zero.checkpoints"
+        raise click.ClickException(error_text(f"checkpoint: there is no step in {directory}", None, fix))
     print_table(table)
     raise SystemExit(0 if good else 1)
 
@@ -82,7 +86,6 @@ def inspect(directory: Path | str, step: int | None) -> None:
     On a terminal, the arrays of equal layers are one row; written to a file, each array has its own.
     """
     from zerojax.checkpoints import show
-    from zerojax.utils.tables import screen
 
     print_table(show.leaves_table(_manifest(_on_disk(directory, step, arrays=False), step), screen()))
 
@@ -96,7 +99,6 @@ def verify(directory: Path | str, step: int | None) -> None:
     The exit code is 1 if an array is damaged.
     """
     from zerojax.checkpoints import pieces, show
-    from zerojax.utils.tables import screen
 
     local = _on_disk(directory, step)
     manifest = _manifest(local, step)
@@ -109,18 +111,13 @@ def verify(directory: Path | str, step: int | None) -> None:
 @_DIRECTORY
 @click.argument("first", type=click.IntRange(0))
 @click.argument("second", type=click.IntRange(0))
-@click.option(
-    "--other",
-    type=_EXISTING,
-    help="Directory of the second step.  [default: the same]",
-)
+@click.option("--other", type=_EXISTING, help="Directory of the second step.  [default: the same]")
 def diff(directory: Path | str, first: int, second: int, other: Path | str | None) -> None:
     """Show the arrays that differ between two steps.
 
     The arrays are compared by their digests. The exit code is 1 if the steps differ.
     """
     from zerojax.checkpoints import show
-    from zerojax.utils.tables import screen
 
     places = [(directory, first), (other or directory, second)]
     before, after = (_manifest(_on_disk(place, step, arrays=False), step) for place, step in places)
@@ -132,7 +129,7 @@ def diff(directory: Path | str, first: int, second: int, other: Path | str | Non
 
 @checkpoint.command()
 @click.argument("url")
-@click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("directory", type=_FOLDER)
 @_STEP
 def fetch(url: str, directory: Path, step: int | None) -> None:
     """Copy a step from remote storage into DIRECTORY.
@@ -153,7 +150,7 @@ def fetch(url: str, directory: Path, step: int | None) -> None:
 
 @checkpoint.command("export")
 @_DIRECTORY
-@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("folder", type=_FOLDER)
 @_STEP
 @click.option("--ema", is_flag=True, help="Export the average that zerojax.ema keeps, instead of the parameters.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), help="Cast the parameters.  [default: as saved]")
@@ -177,7 +174,6 @@ def export_command(
     is left out, with a warning that names it.
     """
     from zerojax.exchange import names, parameters
-    from zerojax.utils.text import bytes_text
 
     with without_traceback():
         found = names.mapping(mapping) if mapping else None
@@ -189,8 +185,8 @@ def export_command(
 
 
 @checkpoint.command("import")
-@click.argument("directory", type=click.Path(file_okay=False, path_type=Path))
-@click.argument("files", type=click.Path(exists=True, path_type=Path))
+@click.argument("directory", type=_FOLDER)
+@click.argument("files", type=_FILE)
 @click.option("--job", "what", required=True, metavar="MODULE:FUNCTION", help=JOB_HELP)
 @click.option(
     "--precision",
@@ -236,8 +232,7 @@ def import_files(directory: Path, files: Path, what: str, precision: str, mappin
 def _on_disk(directory: Path | str, step: int | None = None, *, every: bool = False, arrays: bool = True) -> Path:
     """The directory; or for a URL, a temporary one with a step of it, the newest or every one, until the command ends.
 
-    Args:
-        arrays: whether the arrays are needed too, and not the manifest alone.
+    Without `arrays`, only the manifest is fetched.
     """
     from zerojax.checkpoints.remote_copy import RemoteCopy
 
@@ -251,7 +246,7 @@ def _on_disk(directory: Path | str, step: int | None = None, *, every: bool = Fa
     return folder
 
 
-def _chosen(remote: Any, step: int | None, every: bool) -> list[int]:
+def _chosen(remote: RemoteCopy, step: int | None, every: bool) -> list[int]:
     """A step in remote storage, or every one."""
     steps = remote.steps()
     if not steps or (step is not None and step not in steps):
@@ -259,12 +254,12 @@ def _chosen(remote: Any, step: int | None, every: bool) -> list[int]:
     return steps if every else [steps[-1] if step is None else step]
 
 
-def _manifest(directory: Path, step: int | None) -> Any:
+def _manifest(directory: Path, step: int | None) -> Manifest:
     from zerojax.checkpoints import store
 
     with without_traceback():
-        found = store.steps(directory.absolute())
-        if not found or (step is not None and step not in store.folders(directory.absolute())):
+        found = store.steps(directory)
+        if not found or (step is not None and step not in store.folders(directory)):
             wanted = "no step" if step is None else f"no step {step}"
             raise click.ClickException(f"{wanted} in {directory}\n  there are: {', '.join(map(str, found)) or 'none'}")
-        return store.read_manifest(directory.absolute(), found[-1] if step is None else step)
+        return store.read_manifest(directory, found[-1] if step is None else step)

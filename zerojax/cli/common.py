@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import click
+from rich.console import Console, RenderableType
+
+from zerojax.utils.tables import TextTable, screen
 
 JOB_HELP = "A function that returns a zerojax.plan.Job: your own model, optimizer and loss."
 
 
-def print_table(table: Any) -> None:
-    """Prints a `zerojax.utils.tables.TextTable` as wide as the terminal is."""
-    from zerojax.utils.tables import screen
-
+def print_table(table: TextTable) -> None:
+    """Prints a table as wide as the terminal is."""
     click.echo(table.text(screen().width))
 
 
-def print_rich(renderable: Any) -> None:
+def print_rich(renderable: RenderableType) -> None:
     """Prints a renderable of Rich, without the spaces by which it fills its lines."""
-    from rich.console import Console
-
     console = Console()
     with console.capture() as capture:
         console.print(renderable)

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+from rich.console import Console
 
 from zerojax.cli.common import JOB_HELP, print_rich, print_table
 from zerojax.plan.job import PRESETS, REMATS
 from zerojax.sharding.precision import PRECISIONS
 from zerojax.step.config import OFFLOADS
+from zerojax.utils.tables import printed, screen
+
+if TYPE_CHECKING:
+    from zerojax.plan import Cluster, Plan
+    from zerojax.plan.search import Ranking
+    from zerojax.plan.transformer import Transformer
 
 
-@click.command("plan")
-@click.option(
-    "--preset",
-    type=click.Choice(list(PRESETS)),
-    metavar="NAME",
-    help="A model; --list-presets lists them.",
-)
+@click.command("plan", context_settings={"show_default": True})
+@click.option("--preset", type=click.Choice(list(PRESETS)), metavar="NAME", help="A model; --list-presets lists them.")
 @click.option("--job", metavar="MODULE:FUNCTION", help=JOB_HELP)
 @click.option(
     "--hf",
@@ -31,17 +33,12 @@ from zerojax.step.config import OFFLOADS
 @click.option(
     "--target",
     default="h100:8",
-    show_default=True,
     metavar="TARGET",
     help="The devices: h100:N (or a100, h200, b200), v5e:4x4 (or v4, v5p, v6e), or cpu:N; several: h100:8,v5p:2x2x2.",
 )
-@click.option("--stage", type=click.IntRange(0, 3), default=3, show_default=True, metavar="STAGE", help="ZeRO stage.")
+@click.option("--stage", type=click.IntRange(0, 3), default=3, metavar="STAGE", help="ZeRO stage.")
 @click.option(
-    "--precision",
-    type=click.Choice(list(PRECISIONS)),
-    default="bf16",
-    show_default=True,
-    help="Dtypes of parameters, products and sums.",
+    "--precision", type=click.Choice(list(PRECISIONS)), default="bf16", help="Dtypes of parameters, products and sums."
 )
 @click.option(
     "--rows", type=click.IntRange(1), metavar="N", help="Rows per device and microbatch.  [default: set by the model]"
@@ -53,36 +50,13 @@ from zerojax.step.config import OFFLOADS
     help="Tokens in a row, for --preset and --hf.  [default: set by the model]",
 )
 @click.option(
-    "--microbatches",
-    "num_microbatches",
-    type=click.IntRange(1),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Microbatches per step.",
+    "--microbatches", "num_microbatches", type=click.IntRange(1), default=1, metavar="N", help="Microbatches per step."
 )
+@click.option("--remat", type=click.Choice(REMATS), default="full", help="Rematerialization.")
 @click.option(
-    "--remat",
-    type=click.Choice(REMATS),
-    default="full",
-    show_default=True,
-    help="Rematerialization.",
+    "--prefetch", type=click.IntRange(0), default=1, metavar="N", help="Units whose weights are gathered in advance."
 )
-@click.option(
-    "--prefetch",
-    type=click.IntRange(0),
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Units whose weights are gathered in advance.",
-)
-@click.option(
-    "--offload",
-    type=click.Choice(OFFLOADS),
-    default="none",
-    show_default=True,
-    help="What is in host memory.",
-)
+@click.option("--offload", type=click.Choice(OFFLOADS), default="none", help="What is in host memory.")
 @click.option(
     "--moment-bits",
     type=click.Choice(["8", "16"]),
@@ -90,9 +64,7 @@ from zerojax.step.config import OFFLOADS
     help="Bits of the optimizer's moments, 8 or 16; with bf16_params, parameters are rounded stochastically.",
 )
 @click.option("--bucket-mib", type=click.IntRange(1), metavar="MIB", help="Maximum size of a collective.")
-@click.option(
-    "--replica", type=click.IntRange(1), default=1, show_default=True, metavar="N", help="Size of the replica axis."
-)
+@click.option("--replica", type=click.IntRange(1), default=1, metavar="N", help="Size of the replica axis.")
 @click.option("--model", type=click.IntRange(1), metavar="N", help="Size of the model axis.")
 @click.option("--compile", "compiled", is_flag=True, help="Also compile the step for the target.")
 @click.option(
@@ -155,9 +127,9 @@ def plan_command(
     exit code is 0 if the step fits, on one of the targets at least, and 3 if it does not.
     """
     if calibrate:
-        from zerojax.plan.calibrate import DEFAULT_PATH, calibrate as measure
+        from zerojax.analysis.hardware import CALIBRATION, calibrate as measure
 
-        click.echo(json.dumps(measure() | {"file": str(DEFAULT_PATH)}))
+        click.echo(json.dumps(measure() | {"file": str(CALIBRATION)}))
         return
     from zerojax.analysis import targets
 
@@ -165,32 +137,34 @@ def plan_command(
     if list_presets:
         _list_presets(as_json)
         return
+    # Read the options.
     settings["bucket_bytes"] = bucket_mib and bucket_mib * 2**20
     settings["moment_bits"] = moment_bits and int(moment_bits)
     limits = {"memory_share": memory_share, "host_memory_bytes": host_gib and host_gib * 2**30}
-    what = preset or job
     if preset and job:
         raise click.UsageError("--preset and --job cannot be used together")
     names = [name for part in target.split(",") if (name := part.strip())] or [target]
     if len(names) > 1 and (formulas or explain or dump or png or calibration):
         raise click.UsageError("--formulas, --explain, --dump, --png and --calibration are for a single target")
+    # Plan.
     try:
-        made = _plans(_model(what, hf, seq), names, settings, limits, calibration, compiled, auto, dump)
+        model = _model(preset or job, hf, seq)
+        made = _plans(model, names, settings, limits, calibration, compiled, auto, dump)
     except (ValueError, RuntimeError) as error:
         raise click.ClickException(str(error)) from error
+    # Show.
     if len(made) > 1:
         _print_comparison(made, as_json)
     else:
         _print_plan(made[0], formulas, explain, as_json)
         if png and not auto:
-            _draw(_model(what, hf, seq), made[0], memory_share, png)
-    raise SystemExit(0 if any(map(_fits, made)) else 3)
+            _draw(model, _best(made[0]), memory_share, png)
+    raise SystemExit(0 if any(_best(each).fits for each in made) else 3)
 
 
 def _list_presets(as_json: bool) -> None:
     import dataclasses
 
-    from zerojax.plan import PRESETS
     from zerojax.plan.show import presets_table
 
     if as_json:
@@ -199,8 +173,24 @@ def _list_presets(as_json: bool) -> None:
         print_table(presets_table())
 
 
+def _model(what: str | None, hf: Path | None, seq: int | None) -> str | Transformer:
+    """What is planned: the shapes of a preset or of a config, or the name of a function."""
+    from zerojax.plan import from_hugging_face
+    from zerojax.plan.transformer import with_seq
+
+    if (what is None) == (hf is None):
+        names = "--preset NAME, --hf PATH or --job MODULE:FUNCTION is required"
+        given = "--hf cannot be used with --preset or --job"
+        raise click.UsageError(f"{names if hf is None else given}\n  presets: {', '.join(PRESETS)}")
+    if what is None:
+        return from_hugging_face(str(hf), seq)
+    if seq and what not in PRESETS:
+        raise click.UsageError("--seq is for --preset and --hf; the function of --job has its own shapes of batches")
+    return with_seq(PRESETS[what], seq) if seq else what
+
+
 def _plans(
-    model: Any,
+    model: str | Transformer,
     names: list[str],
     settings: dict[str, Any],
     limits: dict[str, Any],
@@ -208,17 +198,15 @@ def _plans(
     compiled: bool,
     auto: bool,
     dump: Path | None,
-) -> list[Any]:
+) -> list[Plan | Ranking]:
     """The plan of each target, or with `auto` the ranking."""
-    from rich.console import Console
-
     import zerojax
     from zerojax.plan import cluster
     from zerojax.plan.job import Settings
-    from zerojax.plan.planner import plan as make_plan
-    from zerojax.plan.search import search
+    from zerojax.plan.search import plan as make_plan, search
 
-    clusters, made = [cluster(name, calibration) for name in names], []
+    clusters: list[Cluster] = [cluster(name, calibration) for name in names]
+    made: list[Plan | Ranking] = []
     simulated = [each.num_devices for each in clusters if each.chip.platform == "cpu"]
     if simulated and (compiled or auto):
         zerojax.simulate_devices(max(simulated))
@@ -233,16 +221,14 @@ def _plans(
     return made
 
 
-def _fits(made: Any) -> bool:
-    return _best(made).fits
-
-
-def _best(made: Any) -> Any:
+def _best(made: Plan | Ranking) -> Plan:
     """A plan itself, or the best one of a ranking."""
-    return getattr(made, "best", made)
+    from zerojax.plan.search import Ranking
+
+    return made.best if isinstance(made, Ranking) else made
 
 
-def _print_plan(made: Any, formulas: bool, explain: bool, as_json: bool) -> None:
+def _print_plan(made: Plan | Ranking, formulas: bool, explain: bool, as_json: bool) -> None:
     from zerojax.plan.explain import explain_plan, render_explanation
     from zerojax.plan.search import Ranking
     from zerojax.plan.show import render, render_ranking
@@ -260,9 +246,8 @@ def _print_plan(made: Any, formulas: bool, explain: bool, as_json: bool) -> None
         print_rich(render(best, formulas))
 
 
-def _print_comparison(made: list[Any], as_json: bool) -> None:
+def _print_comparison(made: list[Plan | Ranking], as_json: bool) -> None:
     from zerojax.plan.show import comparison
-    from zerojax.utils.tables import printed, screen
 
     if as_json:
         print(json.dumps({"targets": [each.data() for each in made]}))
@@ -270,29 +255,13 @@ def _print_comparison(made: list[Any], as_json: bool) -> None:
         click.echo(printed(comparison(made), screen().width), nl=False)
 
 
-def _model(what: str | None, hf: Path | None, seq: int | None) -> Any:
-    """What is planned: the shapes of a preset or of a config, or the name of a function."""
-    from zerojax.plan import PRESETS, from_hugging_face
-    from zerojax.plan.transformer import with_seq
-
-    if (what is None) == (hf is None):
-        names = "--preset NAME, --hf PATH or --job MODULE:FUNCTION is required"
-        given = "--hf cannot be used with --preset or --job"
-        raise click.UsageError(f"{names if hf is None else given}\n  presets: {', '.join(PRESETS)}")
-    if what is None:
-        return from_hugging_face(str(hf), seq)
-    if seq and what not in PRESETS:
-        raise click.UsageError("--seq is for --preset and --hf; the function of --job has its own shapes of batches")
-    return with_seq(PRESETS[what], seq) if seq else what
-
-
-def _draw(model: Any, made: Any, memory_share: float | None, folder: Path) -> None:
+def _draw(model: str | Transformer, made: Plan, memory_share: float | None, folder: Path) -> None:
     """Draws memory.png, the step at every stage, and timeline.png, one layer, if the time of the step was predicted."""
     import dataclasses
 
     try:
         from zerojax.plan import picture
-        from zerojax.plan.planner import plan as make_plan
+        from zerojax.plan.search import plan as make_plan
     except ImportError as error:
         raise click.ClickException(f"{error}\n  fix:      pip install 'zerojax[plot]'") from error
     at_stage = lambda stage: dataclasses.replace(made.settings, stage=stage)
@@ -300,7 +269,7 @@ def _draw(model: Any, made: Any, memory_share: float | None, folder: Path) -> No
     stages = [make_plan(model, target, at_stage(k), memory_share=memory_share, suggest=False) for k in range(4)]
     picture.memory_by_stage(stages, folder / "memory.png")
     click.echo(f"{folder / 'memory.png'}: memory by stage", err=True)
-    predicted = made.program and made.program.analysis.prediction
+    predicted = made.program and made.program.prediction
     if predicted:
         picture.timeline({f"prefetch {made.settings.prefetch}": predicted}, folder / "timeline.png")
         click.echo(f"{folder / 'timeline.png'}: one layer on the lanes of a device", err=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.utils.typing import Array
+from zerojax.utils.typing import Array, ArrayLike
 
 # Leaves of up to this many bytes (in full form) share a collective, and so do layers of a stack that is cut. This costs
 # another copy in memory, which for 256 KiB takes less time than the ten microseconds or so to start a collective.
@@ -39,16 +39,10 @@ class Pieces(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...], element_bytes: int, limit: float, dim: int = 0) -> Pieces:
-        """Cuts a leaf that is sharded in `dim` into pieces of at most `limit` bytes.
+        """Cuts a leaf that is sharded in `dim` into pieces of `limit` bytes. Elements take `element_bytes` when full.
 
         Unless its layers are small, a stack is cut into layers or parts of them. Pieces of several layers would have to
         be transposed, and compilers transpose the whole leaf at once, before the first piece is moved.
-
-        Args:
-            shape: of the shard or the whole leaf that a device holds.
-            element_bytes: bytes in full form for each element of `shape`.
-            limit: bytes of a piece in full form.
-            dim: the sharded dim.
         """
         full_bytes, leading = math.prod(shape) * element_bytes, math.prod(shape[:dim])
         if full_bytes <= limit:
@@ -70,15 +64,15 @@ class Pieces(NamedTuple):
         """The pieces of an array that has the leading dims of this one, and others in place of the last one."""
         return Pieces(shape, (*self.grid, *[1] * len(shape))[: len(shape)])
 
-    def start(self, index: Any) -> tuple[Any, ...]:
+    def start(self, index: ArrayLike) -> tuple[Array, ...]:
         """The position of the first element of a piece."""
         indices = jnp.unravel_index(index, self.grid)
         return tuple(k * length for k, length in zip(indices, self.piece, strict=True))
 
-    def read(self, array: Array, index: Any) -> Array:
+    def read(self, array: Array, index: ArrayLike) -> Array:
         return lax.dynamic_slice(array, self.start(index), self.piece)
 
-    def write(self, array: Array, piece: Array, index: Any) -> Array:
+    def write(self, array: Array, piece: Array, index: ArrayLike) -> Array:
         return lax.dynamic_update_slice(array, piece, self.start(index))
 
     def loop(self, move: Callable[[tuple[Array, ...], Array], Array], target: Array) -> Array:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,21 +23,17 @@ from zerojax.comm.buckets import SMALL_BYTES, Pieces, fused
 from zerojax.comm.rows import gather_rows, row_major, sum_rows
 from zerojax.comm.schedule import after, event
 from zerojax.sharding.axes import REPLICATED, Axes, Dims
-from zerojax.utils.typing import Array
+from zerojax.utils.typing import Array, PyTree
+
+T = TypeVar("T")
 
 
 class CollectiveOptions(NamedTuple):
-    """How the leaves of a unit are communicated.
+    """How the leaves of a unit are communicated."""
 
-    Attributes:
-        bucket_bytes: the maximum size of one collective, in full form.
-        sequential: each collective waits for the previous one. With buckets it always does.
-        group: compilers combine no reductions of different groups; see `_psum_scatter`.
-    """
-
-    bucket_bytes: float = math.inf
-    sequential: bool = False
-    group: int = 0
+    bucket_bytes: float = math.inf  # the maximum size of one collective, in full form
+    sequential: bool = False  # each collective waits for the previous one. With buckets it always does.
+    group: int = 0  # compilers combine no reductions of different groups; see `_psum_scatter`
 
     def next_waits_for(self, events: list[Array]) -> list[Array]:
         """The events that a collective waits for, given those of the previous one."""
@@ -48,15 +44,10 @@ LEAVES_WHOLE = CollectiveOptions()
 
 
 class Communicated(NamedTuple):
-    """The result of a group of collectives.
+    """The result of a group of collectives."""
 
-    Attributes:
-        leaves: the leaves in their new form.
-        events: scalars that are available when all collectives are done: one for each, or the last one's if they are
-            sequential.
-    """
-
-    leaves: list[Array]
+    leaves: list[Array]  # the leaves in their new form
+    # scalars that are available when all collectives are done: one for each, or the last one's if they are sequential
     events: list[Array]
 
 
@@ -67,12 +58,12 @@ class Turns:
         self.options, self._waits = options, list(waits)
         self.events = options.next_waits_for(self._waits)
 
-    def ready(self, parts: Any) -> Any:
+    def ready(self, parts: T) -> T:
         """Delays the operands of the next collective, a tree of arrays, until it may start."""
         arrays, tree = jax.tree.flatten(parts)
         return jax.tree.unflatten(tree, after(arrays, self._waits))
 
-    def done(self, moved: Any) -> Any:
+    def done(self, moved: T) -> T:
         """Records the results of that collective, a tree of arrays, and returns them."""
         own = [e for array in jax.tree.leaves(moved) for e in event([array])]
         if next_waits := self.options.next_waits_for(own):
@@ -101,7 +92,7 @@ def _on_held_parts(
     run = on_parts
     names = jax.sharding.get_abstract_mesh().auto_axes
     if names and dims is not None:
-        specs: Any = [each.model_spec for each in dims]
+        specs: PyTree = [each.model_spec for each in dims]
         out_specs = Communicated(specs, REPLICATED)
         run = jax.shard_map(
             on_parts, in_specs=(specs, REPLICATED), out_specs=out_specs, axis_names={*names}, check_vma=False
@@ -139,7 +130,7 @@ def _sharded_dim(dims: Dims) -> int:
     return dims.shard
 
 
-def _insert(index: Sequence[Any], dim: int, value: Any) -> tuple[Any, ...]:
+def _insert(index: Sequence[T], dim: int, value: T | int) -> tuple[T | int, ...]:
     return (*index[:dim], value, *index[dim:])
 
 
@@ -151,13 +142,13 @@ def all_gather(
     waits: Sequence[Array] = (),
     rows: bool = False,
 ) -> Communicated:
-    """The full leaves of a unit.
+    """The full leaves of a unit. Leaves that every device holds in full are returned as they are.
 
     If collectives are sequential, packs of small leaves come first, and then large leaves in the order given.
 
     Args:
         shards: this device's shard of each leaf.
-        dims: of each leaf. Leaves that every device holds in full are returned as they are.
+        dims: of each leaf.
         axes: the data axes.
         options: how the leaves are communicated.
         waits: events that no collective starts before.
@@ -234,9 +225,7 @@ def reduce_scatter(
 ) -> Communicated:
     """This device's shard of each gradient, summed over the shard axes. Leaves without a sharded dim are all-reduced.
 
-    Args:
-        grads: of the full leaves.
-        dims, axes, options, waits, rows: as of `all_gather`.
+    The arguments are as of `all_gather`, with gradients of the full leaves.
 
     Cost: sends (N-1)/N of the sharded leaves' full bytes, and 2(N-1)/N of the others'.
     """
@@ -309,15 +298,7 @@ def all_reduce(
     dims: Sequence[Dims] | None = None,
     waits: Sequence[Array] = (),
 ) -> Communicated:
-    """Sums each value over some of the axes, in as few collectives as `bucket_bytes` allows.
-
-    Args:
-        values: of any shape, one on each device.
-        names: the names of the axes to sum over.
-        axes: the data axes.
-        options: how the values are communicated.
-        dims: the divided dims of the values, if they are leaves.
-        waits: events that no collective starts before.
+    """Sums each value over the axes `names`, in as few collectives as `bucket_bytes` allows. Leaves have `dims`.
 
     Cost: sends 2(N-1)/N of the bytes; nothing if there is a single device along the axes.
     """

@@ -58,16 +58,11 @@ def sum_rows(rows: Array, axes: Axes) -> Array:
 
 
 def _sum_around_rings(rows: Array, name: str, lines: list[list[int]]) -> Array:
-    """This device's row of [n, ..], summed over the n devices of its line. The TPU compiler runs the n-1 permutations
-    beside the computation.
+    """This device's row of [n, ..], summed over the n devices of its line, one of `lines` along the axis `name`.
 
-    A device starts with its part of the row of the device before it in the ring, and passes on what it receives, plus
-    its own part of that row. After n-1 turns, each row has been around the ring and arrives at its device.
-
-    Args:
-        rows: this device's part of each row.
-        name: the axis of the mesh.
-        lines: the positions along the axis of the devices of each line, in order.
+    The TPU compiler runs the n-1 permutations beside the computation. A device starts with its part of the row of the
+    device before it in the ring, and passes on what it receives, plus its own part of that row. After n-1 turns, each
+    row has been around the ring and arrives at its device.
     """
     order = _ring_order(len(lines[0]))
     n, places = len(order), np.zeros(sum(map(len, lines)), np.int32)

@@ -33,15 +33,11 @@ from zerojax.utils.typing import Array, DTypeLike, Shape
 
 
 def after(values: Sequence[Array], events: Sequence[Array]) -> list[Array]:
-    """The values, unchanged, but not available to their consumers before all of `events` are computed.
+    """The values, unchanged, but not available to their consumers before all of `events`, scalars of a real dtype, are.
 
     This limits how many units are gathered at a time. An optimization barrier cannot: compilers drop barriers before
     they schedule. The dependency here is a select with the predicate sign(event) > 1, which is never true but which
     compilers do not simplify.
-
-    Args:
-        values: any arrays.
-        events: scalars of a real dtype.
 
     Cost: a copy of the values.
     """
@@ -122,12 +118,9 @@ class Schedule:
         self._gathered = events
 
     def computed(self, values: Sequence[Array], num_bytes: float = math.inf, multiplies: bool = True) -> None:
-        """Records the results of the next unit. All of them count: one may be available before the unit starts.
+        """Records the results of the next unit, its bytes when it is gathered, and whether it computes matrix products.
 
-        Args:
-            values: the results.
-            num_bytes: of the unit when it is gathered.
-            multiplies: whether the unit computes matrix products.
+        All results count: one may be available before the unit starts.
         """
         self.last = events(values) or self.last
         self._idle = self._idle and not multiplies

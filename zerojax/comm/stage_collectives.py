@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,22 +21,14 @@ from zerojax.utils.typing import Array, DTypeLike, Shape
 
 @dataclasses.dataclass(frozen=True)
 class StageCollectives:
-    """Gathers and reduces the leaves of units as a stage does.
+    """Gathers and reduces the leaves of units as a stage does."""
 
-    Attributes:
-        axes: the data axes.
-        dims: the divided dims of each leaf.
-        stage: stage 3 gathers leaves; stages 2 and 3 reduce-scatter gradients as they are computed.
-        precision: chooses the dtypes in which gradients are communicated and summed.
-        options: how the leaves of a unit are moved.
-        sums_replicas: whether reduced gradients are summed over the replica axes as soon as they are complete.
-    """
-
-    axes: Axes
-    dims: tuple[Dims, ...]
-    stage: Stage
-    precision: Precision
-    options: CollectiveOptions
+    axes: Axes  # the data axes
+    dims: tuple[Dims, ...]  # the divided dims of each leaf
+    stage: Stage  # stage 3 gathers leaves; stages 2 and 3 reduce-scatter gradients as they are computed
+    precision: Precision  # chooses the dtypes in which gradients are communicated and summed
+    options: CollectiveOptions  # how the leaves of a unit are moved
+    # whether reduced gradients are summed over the replica axes as soon as they are complete
     sums_replicas: bool = False
 
     def gather(
@@ -56,11 +47,7 @@ class StageCollectives:
     ) -> tuple[list[Array], list[Array]]:
         """Reduce-scatters gradients at stages 2 and 3; at stages 0 and 1 they stay local.
 
-        Args:
-            grads: of full leaves.
-            dims: of the leaves.
-            reduced: events of the reduction before this one.
-            group: reductions of different groups are never combined.
+        `reduced` are events of the reduction before this one. Reductions of different groups are never combined.
 
         Returns:
             (the shards of the gradients, or the gradients; the events of the reduction).
@@ -72,20 +59,14 @@ class StageCollectives:
         return collectives.reduce_scatter(grads, dims, self.axes, options, options.next_waits_for(list(reduced)))
 
     def sum_replicas(self, grads: Sequence[Array], dims: Sequence[Dims], complete: Sequence[bool]) -> list[Array]:
-        """Sums the complete gradients over the replica axes, if `sums_replicas`.
-
-        Args:
-            grads: of `reduce`.
-            dims: of the leaves.
-            complete: whether nothing is added to a gradient after this.
-        """
+        """Sums the gradients to which nothing is added any more over the replica axes, if `sums_replicas`."""
         if not self.sums_replicas:
             return list(grads)
         chosen = select(grads, complete), select(dims, complete)
         sums = iter(collectives.all_reduce(chosen[0], self.axes.replica, self.axes, self.options, chosen[1]).leaves)
         return [next(sums) if flag else grad for grad, flag in zip(grads, complete, strict=True)]
 
-    def grad_dtype(self, dtype: DTypeLike) -> Any:
+    def grad_dtype(self, dtype: DTypeLike) -> DTypeLike:
         """The dtype of the reduced gradient of a leaf in `dtype`."""
         return self.precision.wire_dtype(dtype) if self.stage.shards_grads else dtype
 

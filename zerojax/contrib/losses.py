@@ -16,15 +16,16 @@ computed twice, and the head would have to be sliceable.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from zerojax.program import jaxprs
-from zerojax.step.models import Weighted
-from zerojax.utils.typing import Array, PyTree
+from zerojax.step.losses import Weighted
+from zerojax.utils.text import error_text
+from zerojax.utils.typing import Array, DTypeLike, PyTree
 
 # Arrays that `logits_of` closes over, by index.
 HeadArrays: TypeAlias = dict[int, Array]
@@ -74,6 +75,7 @@ def chunked_cross_entropy(
     computed. Forward-mode and second derivatives are not supported. Under fp16, the loss scale multiplies the gradients
     after they are summed over the chunks.
     """
+    # Trace the head on one chunk.
     _check_arguments(hidden, labels, weights, chunk_size)
     num_chunks = -(-labels.size // chunk_size)
     tokens_per_chunk = -(-labels.size // num_chunks)
@@ -82,38 +84,40 @@ def chunked_cross_entropy(
     _check_logits(logits, tokens_per_chunk)
     weights = jnp.ones(labels.shape, jnp.float32) if weights is None else jnp.asarray(weights, jnp.float32)
 
-    def chunked(tokens: Array, **padding: Any) -> Array:
+    # Cut the tokens into chunks of one size.
+    def chunked(tokens: Array, mode: str = "constant") -> Array:
         """[..., *dims] -> [num_chunks, tokens_per_chunk, *dims]"""
         tokens = tokens.reshape(labels.size, *tokens.shape[labels.ndim :])
         missing = [(0, num_chunks * tokens_per_chunk - labels.size)] + [(0, 0)] * (tokens.ndim - 1)
-        return jnp.pad(tokens, missing, **padding).reshape(num_chunks, tokens_per_chunk, *tokens.shape[1:])
+        return jnp.pad(tokens, missing, mode).reshape(num_chunks, tokens_per_chunk, *tokens.shape[1:])
 
+    indices = jnp.asarray(labels, jnp.int32)  # uint16 cannot represent the size of a vocabulary of 65536
+    inputs = chunked(hidden, "edge"), chunked(indices, "edge"), chunked(weights)
+
+    # Sum the losses, with a gradient for the floating arrays of the head.
     head = {i: value for i, value in enumerate(closed_over) if jnp.issubdtype(value.dtype, jnp.floating)}
     others = {i: value for i, value in enumerate(closed_over) if i not in head}
     apply = lambda head, others, hidden: pure_head([(head | others)[i] for i in range(len(closed_over))], hidden)
     weighted_sum = _chunked_sum(apply, {i: value.dtype for i, value in head.items()})
-    indices = jnp.asarray(labels, jnp.int32)  # uint16 cannot represent the size of a vocabulary of 65536
-    inputs = chunked(hidden, mode="edge"), chunked(indices, mode="edge"), chunked(weights)
     return Weighted(weighted_sum(head, others, *inputs), weights.sum())
 
 
 def _chunked_sum(
-    apply: Callable[[HeadArrays, HeadArrays, Array], Array], dtypes: dict[int, Any]
+    apply: Callable[[HeadArrays, HeadArrays, Array], Array], dtypes: dict[int, DTypeLike]
 ) -> Callable[..., Array]:
     """Returns `weighted_sum(head, others, hidden, labels, weights)`, the weighted sum of the losses over all chunks.
 
-    Args:
-        apply: `apply(head, others, hidden) -> logits` of a chunk. The arrays in `head` get a gradient, others do not.
-        dtypes: the dtypes of the arrays in `head`.
-
-    The arguments of the result are hidden [chunks, tokens, width], labels [chunks, tokens], weights [chunks, tokens].
+    Its arguments are arrays of the head, which get a gradient, in these dtypes, and others, which do not; hidden
+    [chunks, tokens, width], labels and weights [chunks, tokens]. `apply(head, others, hidden)` are logits of a chunk.
     """
 
+    # Without a gradient.
     @jax.custom_vjp
     def weighted_sum(head: HeadArrays, others: HeadArrays, hidden: Array, labels: Array, weights: Array) -> Array:
         losses = lambda chunk: _cross_entropy(apply(head, others, chunk[0]), *chunk[1:])[0]
         return jnp.sum(weights * lax.map(losses, (hidden, labels, weights)))
 
+    # With a gradient, chunk by chunk in the forward pass.
     def forward(
         head: HeadArrays, others: HeadArrays, hidden: Array, labels: Array, weights: Array
     ) -> tuple[Array, tuple[HeadArrays, Array, Array]]:
@@ -128,6 +132,7 @@ def _chunked_sum(
         head_grads, (losses, hidden_grads) = lax.scan(body, zeros, (hidden, labels, weights))
         return jnp.sum(weights * losses), (head_grads, hidden_grads, losses)
 
+    # Times the gradient of the sum.
     def backward(
         residuals: tuple[HeadArrays, Array, Array], grad: Array
     ) -> tuple[HeadArrays, None, Array, None, Array]:
@@ -156,30 +161,19 @@ def _cross_entropy(logits: Array, labels: Array, weights: Array) -> tuple[Array,
 
 def _check_arguments(hidden: Array, labels: Array, weights: Array | None, chunk_size: int) -> None:
     if hidden.ndim == 0 or labels.shape != hidden.shape[:-1]:
-        raise ValueError(
-            "chunked_cross_entropy: hidden and labels have different shapes\n"
-            f"  got:      hidden {hidden.shape}, labels {labels.shape}\n"
-            "  fix:      pass hidden (..., width) and labels (...)"
-        )
+        got = f"hidden {hidden.shape}, labels {labels.shape}"
+        raise _error("hidden and labels have different shapes", got, "pass hidden (..., width) and labels (...)")
     if not jnp.issubdtype(hidden.dtype, jnp.floating) or not jnp.issubdtype(labels.dtype, jnp.integer):
-        raise ValueError(
-            "chunked_cross_entropy: hidden must be floating and labels must be integer\n"
-            f"  got:      hidden {hidden.dtype}, labels {labels.dtype}\n"
-            "  fix:      pass the input of the head, and the index of each token in the vocabulary"
-        )
+        fix = "pass the input of the head, and the index of each token in the vocabulary"
+        got = f"hidden {hidden.dtype}, labels {labels.dtype}"
+        raise _error("hidden must be floating and labels must be integer", got, fix)
     if weights is not None and weights.shape != labels.shape:
-        raise ValueError(
-            "chunked_cross_entropy: weights and labels have different shapes\n"
-            f"  got:      weights {weights.shape}, labels {labels.shape}\n"
-            "  fix:      jnp.broadcast_to(weights, labels.shape)"
-        )
+        got = f"weights {weights.shape}, labels {labels.shape}"
+        raise _error("weights and labels have different shapes", got, "jnp.broadcast_to(weights, labels.shape)")
     if labels.size == 0:
-        raise ValueError(
-            f"chunked_cross_entropy: there are no tokens\n  got:      labels {labels.shape}\n"
-            "  fix:      pass at least one"
-        )
+        raise _error("there are no tokens", f"labels {labels.shape}", "pass at least one")
     if chunk_size < 1:
-        raise ValueError(f"chunked_cross_entropy: chunk_size is {chunk_size}\n  fix:      at least 1")
+        raise _error(f"chunk_size is {chunk_size}", None, "at least 1")
 
 
 def _check_logits(logits: PyTree, num_tokens: int) -> None:
@@ -189,8 +183,9 @@ def _check_logits(logits: PyTree, num_tokens: int) -> None:
         got = f"shape {logits.shape}, dtype {logits.dtype}"
     else:
         got = type(logits).__name__
-    raise ValueError(
-        "chunked_cross_entropy: `logits_of` does not return logits\n"
-        f"  got:      {got} for a chunk of {num_tokens} tokens\n"
-        f"  fix:      return floating logits ({num_tokens}, vocabulary)"
-    )
+    got, fix = f"{got} for a chunk of {num_tokens} tokens", f"return floating logits ({num_tokens}, vocabulary)"
+    raise _error("`logits_of` does not return logits", got, fix)
+
+
+def _error(what: str, got: object, fix: str) -> ValueError:
+    return ValueError(error_text(f"chunked_cross_entropy: {what}", got, fix))

@@ -46,11 +46,13 @@ def merged(state: TrainState, scale: float, dtype: DTypeLike | None = None) -> P
 
     Cost: the result is sharded like the weights. While one of them is computed, a device holds its shard in fp32.
     """
+    # Find the adapters.
     leaves = cast(dict[Path, Array], traverse_util.flatten_dict(contents.saved_params(state)))
     adapters = {(*path[:-1], path[-1].removesuffix(LORA_A)): path for path in leaves if _ends(path, LORA_A)}
     if not adapters:
         got = f"the parameters {bounded_repr([_text(path) for path in leaves][:5])}"
         raise exchange_error("there is no adapter", got, "pass the state of a model with qwix.apply_lora_to_model")
+    # Merge each into its weight.
     result: dict[Path, Array] = {}
     for path, leaf, own_dtype in _weights(leaves):
         result[path] = leaf

@@ -22,8 +22,7 @@ from zerojax.checkpoints import contents, store
 from zerojax.checkpoints.contents import MODEL_STATE, PARAMS
 from zerojax.checkpoints.manifest import CheckpointMismatch, LeafRecord, Mismatch, matches, mismatch_error, plain_text
 from zerojax.checkpoints.pieces import LimitedReader, check_intact
-from zerojax.exchange.families import find_family, is_weight, known_source, weight_sources
-from zerojax.exchange.names import NameMapping, Source
+from zerojax.exchange.names import NameMapping, Source, find_family, is_weight, known_source, weight_sources
 from zerojax.exchange.tensors import MAX_FILE_BYTES, Entry, Reader, bounded_repr, exchange_error, write
 from zerojax.sharding import padding
 from zerojax.sharding.placement import path_text
@@ -58,31 +57,29 @@ def export(
     "pt" if a mapping or a family turns arrays into another.
 
     Args:
-        directory: of the checkpoints.
-        step: one of them.
+        directory, step: of the checkpoint.
         folder: for the files.
-        ema: writes the average of the parameters that `zerojax.ema` keeps in place of those that are trained.
-        dtype: floating parameters are cast to it, for example 'bfloat16'. By default they keep the saved dtype, as
-            model state always does.
+        ema: writes the average that `zerojax.ema` keeps in place of the parameters that are trained.
+        dtype: floating parameters are cast to it, for example 'bfloat16'; by default they keep theirs.
         mapping: our names ('layers/0/kernel') -> their names, or names and dims, see `names.mapping`. By default '/'
             becomes '.'.
-        family: a key of `families.FAMILIES`: the files get the names and the layout of Hugging Face, except for what
-            is in the mapping.
+        family: a key of `names.FAMILIES`: what is not in the mapping gets the names and the layout of Hugging Face.
         max_file_bytes: the largest size of the arrays in one file.
         overwrite: whether a model that is already in the folder is replaced.
 
     Returns:
-        The files, see `tensors.write`.
+        The files. If there are several, the index is the last.
 
     Raises:
         CheckpointCorrupted: if the checkpoint cannot be read, or an array differs from what was saved.
-        ValueError: if there is no such step or no average, if the mapping or the family is invalid or has no name for
-            an array, if dims do not fit an array, or as in `tensors.write`.
+        ValueError: if there is no such step or no average, an option is invalid, an array has no name or no dims that
+            fit, or the format does not support a name or a dtype.
 
-    Cost: reads what is exported twice, first to verify it. Holds the arrays of one file in host memory, see
-        `tensors.write`, and a second copy of one of them. The process that reads holds a piece of 64 MiB and its
-        chunks, see `pieces.LimitedReader`.
+    Cost: reads what is exported twice, first to verify it. Holds the arrays of one file in host memory, and a second
+        copy of one of them, or of all of them up to safetensors 0.7. The process that reads holds a piece of 64 MiB and
+        its chunks, see `pieces.LimitedReader`.
     """
+    # Read what was saved, and how it is written.
     directory = Path(directory).absolute()
     if step not in store.folders(directory):  # an incomplete step says what it lacks
         store.check_step(directory, step, store.steps(directory))
@@ -93,6 +90,7 @@ def export(
     stored_at = contents.ema_paths(saved.leaves) if ema else {}
     found = weight_sources(leaves, mapping, family)
     metadata = _metadata(found, family) | {"step": str(step)}
+    # Verify it, and write it, array by array.
     check_intact(directory, step, saved, [stored_at.get(path, path) for path in leaves])
     entries: list[Entry] = []
     with LimitedReader(directory, step) as reader:
@@ -123,13 +121,10 @@ def export_params(
         folder, dtype, mapping, family, max_file_bytes, overwrite: as in `export`.
 
     Returns:
-        The files, see `tensors.write`; in processes other than 0, which write none, an empty tuple.
+        The files; in processes other than 0, which write none, an empty tuple.
 
-    Raises:
-        ValueError: as in `export`.
-
-    Cost: process 0 holds the arrays of one file in host memory, see `tensors.write`. With several processes, each
-        device holds one full array, or one element of a stack.
+    Cost: process 0 holds the arrays of one file in host memory, as in `export`. With several processes, each device
+        holds one full array, or one element of a stack.
     """
     tree = contents.saved_params(params) if isinstance(params, TrainState) else params
     leaves = {PARAMS + path_text(path): a for path, a in jax.tree_util.tree_leaves_with_path(tree)}
@@ -210,55 +205,57 @@ def load(
 ) -> TrainState:
     """Returns the state with its weights replaced by those of safetensors files. All other leaves stay.
 
-    Weights are the parameters and the floating arrays of the model state. Files of `export`, and those that Flax models
-    of transformers write, state that they are stored as Flax stores them. Of other files, the layout has to be given:
-    nothing in a file says whether a square matrix is the transpose of ours.
+    Files of `export`, and those that Flax models of transformers write, state that they are stored as Flax stores them.
+    Of other files, the layout has to be given: nothing in a file says whether a square matrix is the transpose of ours.
 
     Args:
         state: of `init`. It is donated.
         path: a file or a folder; or a `tensors.Reader` of one, such as `Reader(folder, follow_links=True)` for a folder
             in the cache of Hugging Face.
-        mapping: our names -> the names in the files, or names and dims, see `names.mapping`. By default '/' becomes
-            '.'. Entries without dims say nothing about the layout.
-        family: a key of `families.FAMILIES`, for files in the PyTorch layout of Hugging Face: names and dims of all
-            arrays that are not in the mapping.
+        mapping: as in `export`. Entries without dims say nothing about the layout.
+        family: as in `export`, for files in the PyTorch layout of Hugging Face.
         layout: 'flax' if arrays without dims are stored as Flax stores them, whatever the files state.
         missing: globs of leaves ('params/head/*', 'model_state/*') that the files may lack. The state keeps its own.
         extra: globs of arrays in the files that nothing takes. They are not read.
         cast: whether dtypes may differ.
 
     Raises:
-        ValueError: if an option is invalid, the mapping has no name for an array, the layout of an array with several
-            dims is not known, the files state that they have the layout of Flax and a family is given, or as in
-            `tensors.Reader`.
+        ValueError: if an option is invalid, the mapping has no name for an array, the layout is not known, the files
+            state that of Flax and a family is given, or as in `tensors.Reader`.
         CheckpointMismatch: if a weight is missing or has another shape or dtype in the files, or the files have an
             array that nothing takes; with a line for each.
 
-    Cost: each process reads the shards of its own devices, and holds one of them at a time in host memory, see
-        `read_sharded`.
+    Cost: each process reads the shards of its own devices, one at a time.
     """
+    # Find what each weight is in the files.
     if layout not in (None, FLAX):
         raise exchange_error("there is no such layout", bounded_repr(layout), "layout='flax', or a family or a mapping")
-    if family is not None:
-        extra = (*extra, *find_family(family).unused)
-    reader = path if isinstance(path, Reader) else Reader(path)
+    reader, extra = opened(path, family, extra)
     stored, shapes = contents.arrays(contents.avals(state)), contents.logical_shapes(state)
     avals = {p: jax.ShapeDtypeStruct(shapes[p], a.dtype) for p, a in stored.items() if is_weight(p, a.dtype)}
     found = weight_sources(avals, mapping, family, reader.names)
     wanted = {p: known_source(found, p) for p in avals if p in found or not matches(p, missing)}
+    # Check that it fits.
     check_fit(reader, avals, wanted, missing=missing, extra=extra, cast=cast)
     present = {p: source for p, source in wanted.items() if _absent(reader, source, avals[p]) is None}
     check_layout(reader, avals, present, layout, family)
+    # Read it.
     contents.free(state, present)
     read = {p: read_sharded(reader, source, shapes[p], stored[p]) for p, source in present.items()}
     return contents.with_arrays(state, read)
 
 
+def opened(path: str | Path | Reader, family: str | None, extra: Sequence[str]) -> tuple[Reader, Sequence[str]]:
+    """The files, and globs of their arrays that nothing takes: with those that models of the family compute."""
+    unused = () if family is None else find_family(family).unused
+    return path if isinstance(path, Reader) else Reader(path), (*extra, *unused)
+
+
 def read_sharded(reader: Reader, source: Source, shape: Shape, stored: Aval) -> jax.Array:
     """Reads an array of a logical shape onto the devices, as it is stored there.
 
-    Cost: each process reads the shards of its own devices, one at a time, and holds one or two copies of it. Where one
-    of our dims is a product of dims in the file, the whole array is read for each shard.
+    Cost: one or two copies of a shard. Where one of our dims is a product of dims in the file, the whole array is read
+    for each shard.
     """
     names = source.parts(shape)
 
@@ -344,10 +341,7 @@ def check_layout(
     if unknown:
         first = f"{bounded_repr(present[unknown[0]].names[0])} of shape {avals[unknown[0]].shape}"
         got = f"{first} and {len(unknown) - 1} others; the metadata state {LAYOUT_KEY!r} {stated!r}"
-        fix = (
-            "layout='flax' if the arrays are stored as Flax stores them; for files of Hugging Face a family, or a "
-            'mapping with "dims"'
-        )
+        fix = "layout='flax' if they are stored as Flax stores them; or a family, or a mapping with dims"
         raise exchange_error(f"{reader.path} does not state its layout: matrices may be transposed", got, fix)
 
 
@@ -367,7 +361,5 @@ def _shape_problem(reader: Reader, source: Source, shape: Shape) -> str | None:
         if source.dims is None and theirs != shape:
             return f"{name} has {theirs}, the state has {shape}"
         if source.dims is not None and not source.dims.fits(theirs, element):
-            turned = source.dims.our_shape(theirs)
-            known = f"which becomes {turned}" if turned else "which does not fit the dims"
-            return f"{name} has {theirs}, {known}; the state has {shape}"
+            return f"{name} has {theirs}, which the dims do not turn into {shape}"
     return None

@@ -7,15 +7,15 @@ from pathlib import Path
 from typing import TypeAlias
 
 import jax
+from flax import traverse_util
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, KeyPath
 
 from zerojax.checkpoints import contents
 from zerojax.checkpoints.contents import PARAMS
 from zerojax.checkpoints.manifest import matches
-from zerojax.exchange.families import find_family, known_source, weight_sources
-from zerojax.exchange.names import NameMapping
-from zerojax.exchange.parameters import check_fit, check_layout, read_sharded
+from zerojax.exchange.names import NameMapping, known_source, weight_sources
+from zerojax.exchange.parameters import check_fit, check_layout, opened, read_sharded
 from zerojax.exchange.tensors import Reader, bounded_repr, exchange_error
 from zerojax.sharding.padding import between
 from zerojax.sharding.placement import path_text
@@ -42,8 +42,7 @@ def load_quantized(
     `abstract_quantized_params`.
 
     Args:
-        state: of `init`. It is donated.
-        path: a file or a folder, or a `tensors.Reader`, as in `parameters.load`.
+        state, path: as in `parameters.load`.
         like: the parameters that the files hold, as nested dicts of arrays or avals: those of the model before it was
             quantized. They are read in these dtypes, whatever those of the files are.
         quantize: maps a tree with one of them to the tree of what the state has in its place: an array and its scale,
@@ -53,18 +52,15 @@ def load_quantized(
         extra: as in `parameters.load`.
 
     Raises:
-        ValueError: if an option is invalid, `quantize` returns something that the state does not have in this shape,
-            or a parameter of the state is neither computed nor matches `missing`. Errors of `parameters.load` are
-            raised as well.
+        ValueError: if `quantize` returns something that the state does not have in this shape, or a parameter of the
+            state is neither computed nor matches `missing`. Errors of `parameters.load` are raised as well.
 
     Cost: in addition to the state, a device holds its shard of one array in the dtype of `like`, and what `quantize`
         computes from it; a process holds one shard in host memory. An array is read in full by each device if
         `quantize` changes its shape.
     """
     # Check that the files fit.
-    if family is not None:
-        extra = (*extra, *find_family(family).unused)
-    reader = path if isinstance(path, Reader) else Reader(path)
+    reader, extra = opened(path, family, extra)
     trees = {PARAMS + path_text(keys): (keys, a) for keys, a in jax.tree_util.tree_leaves_with_path(like)}
     avals = {p: jax.ShapeDtypeStruct(a.shape, a.dtype) for p, (_, a) in trees.items()}
     found = weight_sources(avals, mapping, family, reader.names)
@@ -89,11 +85,7 @@ def load_quantized(
 
 def _nested(keys: KeyPath, array: Array | Aval) -> PyTree:
     """A tree of dicts with one array."""
-    tree: PyTree = array
-    for key in reversed(keys):
-        assert isinstance(key, DictKey)
-        tree = {key.key: tree}
-    return tree
+    return traverse_util.unflatten_dict({tuple(key.key for key in keys if isinstance(key, DictKey)): array})
 
 
 def _by_path(tree: PyTree) -> dict[str, Array]:

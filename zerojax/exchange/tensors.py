@@ -30,6 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from zerojax.utils.files import sync, sync_tree
+from zerojax.utils.text import error_text
 from zerojax.utils.typing import Shape
 
 INDEX = "model.safetensors.index.json"
@@ -54,7 +55,7 @@ DTYPES = {
 
 def exchange_error(what: str, got: object, fix: str) -> ValueError:
     """The error for invalid files, arrays or names: what is wrong, what was given, and how to fix it."""
-    return ValueError(f"tensors: {what}\n  got:      {got}\n  fix:      {fix}")
+    return ValueError(error_text(f"tensors: {what}", got, fix))
 
 
 def bounded_repr(value: object) -> str:
@@ -68,18 +69,12 @@ def bounded_repr(value: object) -> str:
 
 
 class Entry(NamedTuple):
-    """An array to write.
+    """An array to write."""
 
-    Attributes:
-        name: unique among the arrays.
-        shape, dtype: of the array.
-        read: returns the array. It is called once, in the order of the entries.
-    """
-
-    name: str
+    name: str  # unique among the arrays
     shape: Shape
     dtype: np.dtype
-    read: Callable[[], np.ndarray]
+    read: Callable[[], np.ndarray]  # returns the array; called once, in the order of the entries
 
     @property
     def num_bytes(self) -> int:
@@ -96,31 +91,19 @@ def write(
 ) -> tuple[Path, ...]:
     """Writes arrays into a folder, and moves the files to their names when all are complete, the index last.
 
-    Args:
-        folder: created if it does not exist. Other files in it stay.
-        entries: the arrays, which fill one file after the other.
-        max_file_bytes: the largest size of the arrays in one file. A larger array gets its own file.
-        metadata: strings for the header of each file.
-        overwrite: whether a model that is already in the folder is replaced.
-
-    Returns:
-        The files. If there are several, the index is the last.
-
-    Raises:
-        ValueError: if the folder already contains a model, two arrays have the same name, or the library refuses a
-            name or a dtype.
-
-    Cost: holds the arrays of one file in host memory. Up to safetensors 0.7, a second copy of them.
+    The arrays fill one file after the other; one that is larger than a file may be gets its own. The metadata are in
+    the header of each file. Returns the files; if there are several, the index is the last. See `parameters.export`.
     """
+    # Check that nothing is replaced.
     files = _files(tuple(entries), max_file_bytes)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     old = sorted((name for name in os.listdir(folder) if _MODEL_FILE.fullmatch(name)), key=lambda name: name != INDEX)
     if old and not overwrite:
-        raise exchange_error(
-            f"{folder} already contains a model", bounded_repr(old), "use another folder, or overwrite=True"
-        )
+        fix = "use another folder, or overwrite=True"
+        raise exchange_error(f"{folder} already contains a model", bounded_repr(old), fix)
     with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder) as unfinished:
+        # Write the files and the index.
         for name, in_file in files.items():
             _save(Path(unfinished, name), in_file, dict(metadata or {}))
         names = list(files)
@@ -131,6 +114,7 @@ def write(
             Path(unfinished, INDEX).write_text(json.dumps(index, indent=2, ensure_ascii=False) + "\n", "utf-8")
             names.append(INDEX)
         sync_tree(Path(unfinished))
+        # Move them to their names.
         for name in old:  # the index first, which would assign the arrays of the old model to new files
             (folder / name).unlink()
         for name in names:
@@ -141,9 +125,8 @@ def write(
 
 def _files(entries: tuple[Entry, ...], max_file_bytes: int) -> dict[str, list[Entry]]:
     """Returns file name -> its arrays, after checking that their names differ."""
-    name, count = collections.Counter(entry.name for entry in entries).most_common(1)[0] if entries else ("", 0)
-    if count > 1:
-        raise exchange_error("two arrays have the same name", bounded_repr(name), "use unique names")
+    if repeated := _repeated(entry.name for entry in entries):
+        raise exchange_error("two arrays have the same name", bounded_repr(repeated[0]), "use unique names")
     parts: list[list[Entry]] = [[]]
     part_bytes = 0
     for entry in entries:
@@ -155,6 +138,10 @@ def _files(entries: tuple[Entry, ...], max_file_bytes: int) -> dict[str, list[En
     if len(parts) == 1:
         return {"model.safetensors": parts[0]}
     return {f"model-{i:05}-of-{len(parts):05}.safetensors": part for i, part in enumerate(parts, 1)}
+
+
+def _repeated(names: Iterable[str]) -> list[str]:
+    return [name for name, count in collections.Counter(names).items() if count > 1]
 
 
 def _save(path: Path, entries: list[Entry], metadata: dict[str, str]) -> None:
@@ -215,7 +202,7 @@ class Reader:
         return name in self._arrays
 
     def shape(self, name: str) -> Shape:
-        """Returns the shape of an array.
+        """The shape of an array.
 
         Args:
             name: one of `names`.
@@ -223,7 +210,7 @@ class Reader:
         return self._arrays[name].shape
 
     def dtype(self, name: str) -> np.dtype:
-        """Returns the dtype of an array. bfloat16 and float8 are those of `ml_dtypes`.
+        """The dtype of an array. bfloat16 and float8 are those of `ml_dtypes`.
 
         Args:
             name: one of `names`.
@@ -235,10 +222,6 @@ class Reader:
 
         Args:
             name: one of `names`.
-
-        Raises:
-            KeyError: if there is no array with this name.
-            ValueError: if the file has become shorter.
         """
         stored = self._arrays[name]
         if 0 in stored.shape:  # there is nothing to map
@@ -318,7 +301,7 @@ def _inside(folder: Path, name: str, follow_links: bool) -> Path:
 
 def json_file(path: Path) -> dict[str, object]:
     """Reads the JSON object in a file. Raises ValueError if it is anything else, or longer than 100 MB."""
-    if not os.path.isfile(path):
+    if not path.is_file():
         raise exchange_error("there is no such file", bounded_repr(str(path)), "pass the path of a JSON file")
     if (num_bytes := path.stat().st_size) > MAX_JSON_BYTES:
         raise exchange_error(f"{path} is too long", f"{num_bytes} bytes", f"use at most {MAX_JSON_BYTES} bytes")
@@ -329,11 +312,9 @@ def json_object(data: bytes, where: str) -> dict[str, object]:
     """Parses a JSON object without duplicate keys at any depth. Raises ValueError for anything else."""
 
     def without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            key, _ = collections.Counter(key for key, _ in pairs).most_common(1)[0]
-            raise ValueError(f"the key {bounded_repr(key)} occurs twice")
-        return found
+        if repeated := _repeated(key for key, _ in pairs):
+            raise ValueError(f"the key {bounded_repr(repeated[0])} occurs twice")
+        return dict(pairs)
 
     try:
         found = json.loads(data.decode(), object_pairs_hook=without_duplicates)

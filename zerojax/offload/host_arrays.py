@@ -1,12 +1,13 @@
-"""Arrays in host memory: room for new ones, and copies to the device that wait for events.
+"""Arrays in host memory: room for new ones, and copies to and from the device that wait for events.
 
 Nothing can compute on host memory. What waits is therefore the index of a part of an array, not its values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.core
@@ -17,11 +18,15 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from zerojax.comm.schedule import after, event
-from zerojax.offload.pace import Pace
+from zerojax.program import jaxprs
 from zerojax.sharding.placement import is_in_host
 from zerojax.sharding.tpu import TILE, stored_order
-from zerojax.utils.typing import Array, DTypeLike, Shape
+from zerojax.utils.typing import Array, ArrayLike, DTypeLike, PyTree, Shape
 
+T = TypeVar("T")
+Events: TypeAlias = Sequence[Array]
+# A matrix product, after the part of all products that has been computed with it, from 0 to 1.
+Product: TypeAlias = tuple[float, Array]
 HOST_SPACE, DEVICE_SPACE = jax.memory.Space.Host, jax.memory.Space.Device
 _MOST_PIECES = 16
 _ALIGNED = 128, 32  # elements of a whole tile of a TPU, in the last dim and the one before
@@ -42,7 +47,7 @@ def room(shape: Shape, dtype: DTypeLike) -> Array:
     return _host_room.bind(shape=tuple(shape), dtype=jnp.dtype(dtype))
 
 
-def from_host(array: Array, events: Sequence[Array]) -> Array:
+def from_host(array: Array, events: Events) -> Array:
     """Copies an array from host memory to the device, not before the events.
 
     Cost: a copy on the device, since the array comes in parts. One without `cut_dim` waits for no event.
@@ -76,11 +81,8 @@ def cut_dim(shape: Shape) -> tuple[int, int]:
     return found[2], shape[found[2]] // found[1]
 
 
-def layer_from_host(stack: Array, index: Any, dim: int, pace: Pace) -> Array:
-    """Copies a layer of a stack in host memory to the device. It keeps the dim of layers.
-
-    A layer of a stack on the device is sliced.
-    """
+def layer_from_host(stack: Array, index: ArrayLike, dim: int, pace: Pace) -> Array:
+    """A layer, with the dim of layers, of a stack in host memory or on the device."""
     if not is_in_host(stack):
         return lax.dynamic_slice_in_dim(stack, index, 1, dim)
     layer = part_from_host(stack, index_after(index, pace.next(_layer_bytes(stack, dim))), 1, dim)
@@ -88,14 +90,14 @@ def layer_from_host(stack: Array, index: Any, dim: int, pace: Pace) -> Array:
     return layer
 
 
-def layer_to_host(stack: Array, layer: Array, index: Any, dim: int, pace: Pace) -> Array:
+def layer_to_host(stack: Array, layer: Array, index: ArrayLike, dim: int, pace: Pace) -> Array:
     """Writes a layer, with the dim of layers, to a stack in host memory or on the device."""
     if is_in_host(stack):
         index = index_after(index, pace.next(_layer_bytes(stack, dim)))
     return part_to_host(stack, layer, index, dim)
 
 
-def part_from_host(array: Array, start: Any, size: int, dim: int) -> Array:
+def part_from_host(array: Array, start: ArrayLike, size: int, dim: int) -> Array:
     """Copies a part of an array in host memory to the device."""
     return jax.device_put(lax.dynamic_slice_in_dim(array, start, size, dim), DEVICE_SPACE)
 
@@ -105,7 +107,7 @@ def to_host(array: Array) -> Array:
     return jax.device_put(array, HOST_SPACE)
 
 
-def part_to_host(array: Array, part: Array, start: Any, dim: int) -> Array:
+def part_to_host(array: Array, part: Array, start: ArrayLike, dim: int) -> Array:
     """Writes a part of an array in host memory or on the device, where `part` is."""
     return lax.dynamic_update_slice_in_dim(array, to_host(part) if is_in_host(array) else part, start, dim)
 
@@ -127,7 +129,7 @@ def in_stored_order(part: Array, shape: Shape) -> Array:
     return with_layout_constraint(part, Layout(stored_order(shape)))
 
 
-def index_after(index: Any, events: Sequence[Array]) -> Array:
+def index_after(index: ArrayLike, events: Events) -> Array:
     """An index that is not available before the events; see `dependencies.after`.
 
     On CPU devices it does not wait. Their host memory is like any other, and XLA would compute all that an index waits
@@ -150,3 +152,60 @@ mlir.register_lowering(_waiting_index, lambda _, index, *__: [index], platform="
 
 def _layer_bytes(stack: Array, dim: int) -> int:
     return stack.size // stack.shape[dim] * stack.dtype.itemsize
+
+
+# Copies that are spread over a computation
+
+
+class Pace:
+    """The pace of the copies between host and device in one direction, over the computation of a layer.
+
+    Compilers start copies one or two at a time, and take a copy for short or a product for free: they then run all
+    copies of a layer before it computes. Each copy therefore waits for a matrix product, the one before which the layer
+    has done the same part of its products as its copies have moved of their bytes.
+
+    Args:
+        products: what `run_with_products` returns; [] if nothing is computed beside the copies.
+        num_bytes: of all copies.
+        one_by_one: whether each copy waits for the arrival of the one before.
+        waits: events that the first copy waits for.
+    """
+
+    def __init__(self, products: Sequence[Product], num_bytes: float, one_by_one: bool = False, waits: Events = ()):
+        self._products, self._num_bytes, self._one_by_one = list(products), num_bytes, one_by_one
+        self._moved, self._waits = 0.0, list(waits)
+
+    def next(self, num_bytes: float) -> list[Array]:
+        """The events that the next copy, of so many bytes, waits for."""
+        done = [product for part, product in self._products if part * self._num_bytes <= self._moved]
+        self._moved += num_bytes
+        return self._waits + event(done[-1:])
+
+    def arrived(self, value: Array) -> None:
+        """Records what the last copy has brought to the device."""
+        if self._one_by_one:
+            self._waits = event([value])
+
+
+class Paces(NamedTuple):
+    """The paces of the copies from host memory, and of those to it."""
+
+    fetches: Pace
+    puts: Pace
+
+
+def run_with_products(fn: Callable[..., T], *args: PyTree) -> tuple[T, list[Product]]:
+    """Runs a function: (its results, its matrix products in order, but those inside of loops and kernels)."""
+    # Run its equations one by one.
+    traced, shapes = jaxprs.traced(fn, *args)
+    closed = jaxprs.inlined(traced)
+    jaxpr = closed.jaxpr
+    scope = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*closed.consts, *jax.tree.leaves(args)], strict=True))
+    jaxprs.run_equations(jaxpr.eqns, scope)
+    results = [scope[v] if jaxprs.is_var(v) else jnp.asarray(v.val, v.aval.dtype) for v in jaxpr.outvars]
+    # Find its products, and how long each takes.
+    found = [e for e in jaxpr.eqns if e.primitive.name in jaxprs.PRODUCTS]
+    sizes = [math.sqrt(math.prod(v.aval.size for v in (*e.invars[:2], *e.outvars))) for e in found]  # MK, KN and MN
+    parts = [sum(sizes[: k + 1]) / sum(sizes) for k in range(len(sizes))]
+    products = [(part, scope[e.outvars[0]]) for part, e in zip(parts, found, strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(shapes), results), products

@@ -1,14 +1,25 @@
 """Parameters in host memory: weights come from there as they are needed, and gradients go there.
 
-These are the implementations of `program.part.Weights`, `program.part.GradientSink` and `step.memory.GradientSums` for
-leaves in host memory. Leaves on the device, such as vectors, are handled as in `program.part`.
+These are `program.part.Weights`, `program.part.GradientSink` and `step.memory.GradientSums` for leaves in host memory.
+Leaves on the device, such as vectors, are handled as in `program.part`.
+
+In a scan, each layer comes while the one before it computes. In its backward pass, the gradients of a layer are
+reduced, and go to host memory, while the next layer computes:
+
+    from the host   weights 3    weights 2    weights 1
+    compute         layer 4      layer 3      layer 2
+    to the host     grads 5      grads 4      grads 3
+
+The bodies are those of `layer_scan`, and the loop is another one: it needs no second buffer of weights, which a copy
+from the host fills while it is not read, and its copies are paced by the products of the layer that they overlap with.
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,26 +27,23 @@ from jax import lax
 
 from zerojax.comm.schedule import Schedule, after, floating_after
 from zerojax.offload import host_arrays
-from zerojax.offload.host_scan import scan_from_host
-from zerojax.offload.pace import Paces
-from zerojax.program.layer_scan import Carry, LayerBody, Scanned
-from zerojax.program.part import DeviceGradients, DeviceWeights, GradientSink, Loop, PlannedPart, Weights
+from zerojax.offload.host_arrays import Pace, Paces, layer_from_host, run_with_products
+from zerojax.program.layer_scan import Carry, Cut, LayerBody, SavedValues, Scanned
+from zerojax.program.part import GradientSink, Loop, PlannedPart, Weights
 from zerojax.sharding.placement import Leaf, is_in_host
-from zerojax.step.memory import DeviceSums
+from zerojax.step.memory import GradientSums
 from zerojax.utils.flags import select
-from zerojax.utils.typing import Array, ArrayLike, DTypeLike, Shape
+from zerojax.utils.text import error_text
+from zerojax.utils.typing import Array, ArrayLike, Aval, DTypeLike, PyTree, Shape
+
+# Weights
 
 
-class HostWeights(NamedTuple):
-    """Leaves of which some are in host memory.
+@dataclasses.dataclass(frozen=True)
+class HostWeights(Weights):
+    """Leaves of which some are in host memory: shards at stage 3, full leaves on a single device."""
 
-    Attributes:
-        leaves: shards at stage 3, full leaves on a single device.
-        definitions: of the leaves.
-    """
-
-    leaves: Sequence[Array]
-    definitions: Sequence[Leaf]
+    definitions: Sequence[Leaf]  # of the leaves
 
     def shards(self, leaves: Iterable[int], waits: Sequence[Array]) -> list[Array]:
         shards = [self.leaves[i] for i in leaves]
@@ -46,7 +54,7 @@ class HostWeights(NamedTuple):
     ) -> tuple[Scanned, list[Array | None]]:
         stacks = [self.leaves[view.leaf] for view in loop.views]
         if not any(map(is_in_host, stacks)):
-            return DeviceWeights(self.leaves).scan(body, init, loop, schedule, sink)
+            return super().scan(body, init, loop, schedule, sink)
 
         # The stacks that gradients are added to.
         host = sink if isinstance(sink, HostGradients) else HostGradients({})
@@ -58,7 +66,7 @@ class HostWeights(NamedTuple):
             for view, shape, dtype, flag in zip(loop.trained, shapes, loop.grad_dtypes, moves, strict=True)
         ]
 
-        scanned, norms = scan_from_host(body, init, loop, stacks, totals, host, schedule)
+        scanned, norms = _scan(body, init, loop, stacks, totals, host, schedule)
         for view, total, norm in select(zip(loop.trained, scanned.grads, norms, strict=True), moves):
             host.totals[view.leaf], host.squared_norms[view.leaf] = total, norm
         return scanned, [None if flag else grad for flag, grad in zip(moves, scanned.grads, strict=True)]
@@ -67,25 +75,24 @@ class HostWeights(NamedTuple):
         for view, moved, complete in zip(loop.trained, moves, loop.complete, strict=True):
             if moved and not complete:
                 leaf = self.definitions[view.leaf]
-                raise ValueError(
-                    f"offload: the gradients of layers in host memory are computed by one loop\n"
-                    f"  got:      a leaf of {leaf.unit!r} of shape {leaf.shape}, which the loss also uses elsewhere\n"
-                    f"  fix:      Zero(..., offload='optimizer'), which keeps the parameters on the devices"
-                )
+                what = "offload: the gradients of layers in host memory are computed by one loop"
+                got = f"a leaf of {leaf.unit!r} of shape {leaf.shape}, which the loss also uses elsewhere"
+                fix = "Zero(..., offload='optimizer'), which keeps the parameters on the devices"
+                raise ValueError(error_text(what, got, fix))
 
 
-class HostGradients(DeviceGradients):
+# Gradients
+
+
+class HostGradients(GradientSink):
     """The gradients of one device, of which those of leaves in host memory go there as soon as they are complete.
 
     Args:
-        totals: the sums of the microbatches so far by leaf, arrays in host memory; {} if there is one microbatch.
+        totals: the sums of the microbatches so far by leaf, arrays in host memory; {} if there is one microbatch. The
+            attribute has them with this microbatch, and `squared_norms` their norms.
         is_first: bool scalar, whether this microbatch is the first: the sums have undefined values before it.
         for_tpus: whether their compiler is used. It fails if a loop carries sums in host memory, and if it chooses the
             layout of sums.
-
-    Attributes:
-        totals: with this microbatch.
-        squared_norms: by leaf, of `totals`.
     """
 
     def __init__(self, totals: dict[int, Array], is_first: ArrayLike | None = None, for_tpus: bool = False):
@@ -101,7 +108,7 @@ class HostGradients(DeviceGradients):
         """Whether gradients are added to sums."""
         return self._is_first is not None
 
-    # Part by part -----------------------------------------------------------------------------------------------------
+    # Part by part
 
     def start(self, parts: Sequence[PlannedPart], weights: Weights, weight: Array) -> None:
         assert isinstance(weights, HostWeights)
@@ -139,7 +146,7 @@ class HostGradients(DeviceGradients):
         arrivals = {i: host_arrays.arrival(self.totals[i], self._for_tpus) for i in complete}
         return [event for i, arrival in arrivals.items() for event in (arrival, self.squared_norms[i])]
 
-    # The sums in host memory ------------------------------------------------------------------------------------------
+    # The sums in host memory
 
     def _add_to_total(self, leaf: int, grad: Array) -> None:
         """Adds the reduced gradient of a leaf to its sum."""
@@ -168,7 +175,7 @@ class HostGradients(DeviceGradients):
         return self.totals[leaf] if leaf in self.totals else host_arrays.room(shape, dtype)
 
     def put_layer(
-        self, leaf: int, stack: Array, grad: Array, index: Any, dim: int, paces: Paces
+        self, leaf: int, stack: Array, grad: Array, index: ArrayLike, dim: int, paces: Paces
     ) -> tuple[Array, Array]:
         """Adds the reduced gradient of a layer, which has the dim of layers: (the stack, the squared norm)."""
         if leaf in self.totals:
@@ -180,15 +187,8 @@ class HostGradients(DeviceGradients):
         return jnp.where(self._is_first, 0, total) + grad.astype(total.dtype) * self._weight
 
 
-class HostSums(DeviceSums):
-    """The sums of gradients over microbatches, of which those of leaves in host memory are there.
-
-    Args:
-        dtype: of the sums.
-        shards: the leaves.
-        trainable: which leaves get a gradient.
-        for_tpus: see `HostGradients`.
-    """
+class HostSums(GradientSums):
+    """The sums of gradients over microbatches, of which those of leaves in host memory are there."""
 
     def __init__(self, dtype: DTypeLike, shards: Sequence[Array], trainable: Sequence[bool], for_tpus: bool):
         super().__init__(dtype)
@@ -198,20 +198,133 @@ class HostSums(DeviceSums):
         # The compiler for TPUs fails if a loop carries sums in host memory.
         self.unrolls = bool(self.room) and for_tpus
 
-    def start(self, grads: Sequence[Any]) -> list[Array | None]:
+    def start(self, grads: Sequence[Aval | None]) -> list[Array | None]:
         return [self.room[i] if i in self.room else self._zeros(aval) for i, aval in enumerate(grads)]
 
-    def sink(self, totals: dict[int, Any], index: ArrayLike) -> HostGradients:
+    def sink(self, totals: dict[int, Array], index: ArrayLike) -> HostGradients:
         return HostGradients(totals, index == 0, self._for_tpus)
 
-    def add(self, totals: Sequence[Any], grads: Sequence[Any], weight: Array) -> list[Array | None]:
+    def add(self, totals: Sequence[Array | None], grads: Sequence[Array | None], weight: Array) -> list[Array | None]:
         on_device = super().add([None if i in self.room else t for i, t in enumerate(totals)], grads, weight)
         return [grads[i] if i in self.room else t for i, t in enumerate(on_device)]
 
-    def mean(self, totals: Sequence[Any], divisor: Array) -> list[Array | None]:
+    def mean(self, totals: Sequence[Array | None], divisor: Array) -> list[Array | None]:
         on_device = super().mean([None if i in self.room else t for i, t in enumerate(totals)], divisor)
         return [totals[i] if i in self.room else t for i, t in enumerate(on_device)]
 
 
 def _squared_norm(grad: Array) -> Array:
     return jnp.sum(jnp.square(grad.astype(jnp.float32)))
+
+
+# Scans over layers
+
+
+class _Streamed(NamedTuple):
+    """The values that are live between two layers."""
+
+    carry: Carry
+    weights: PyTree  # the weights of the next layer; None after the last one
+    grads: PyTree  # the gradients of the layer before, not yet reduced; None before the first layer
+    totals: list[Array]  # of gradients, in host memory
+    squared_norms: list[Array]  # of the totals so far
+    ys: PyTree  # stacked results, None before the first layer
+
+
+def _scan(
+    body: LayerBody,
+    init: Carry,
+    loop: Loop,
+    stacks: Sequence[Array],
+    totals: list[Array],
+    sink: HostGradients,
+    schedule: Schedule,
+) -> tuple[Scanned, list[Array]]:
+    """As `layer_scan.scan`, for layers in host memory. The first and the last are outside of the loop.
+
+    Args:
+        body, init, loop, schedule: as for `layer_scan.scan`. The cut of the loop is replaced by one of single layers.
+        stacks: the leaves of the views, as shards.
+        totals: stacks in host memory to which the gradients of the trained views are added; [] in a forward pass.
+        sink: adds them.
+
+    Returns:
+        (the results, of which `grads` are the totals; the squared norms of the totals).
+
+    Cost: on the device, the weights and the gradients of two layers. Compiles three layers instead of one.
+    """
+    # The layers, and the bytes that are copied for each.
+    cut = Cut.of_single_layers(loop.layers.cut.length)
+    layers = loop.layers._replace(cut=cut)
+    length, given, accumulates = cut.length, layers.given, bool(totals) and sink.accumulates
+    num_front, num_back = len(given.front), len(given.back)  # the other way round in a backward pass
+    put_bytes = _host_bytes(totals) / length
+    fetch_bytes = _host_bytes(stacks) / length + accumulates * put_bytes
+
+    # What is done for each layer.
+    def fetch(index: ArrayLike, pace: Pace) -> PyTree:
+        """The full weights of a layer, of those that are needed."""
+        views = zip(loop.views, stacks, body.needed, strict=True)
+        layer = lambda view, stack: view.of_layer(layer_from_host(stack, index, view.order[0], pace))
+        shards = [layer(view, stack) if flag else None for view, stack, flag in views]
+        return body.gather(shards, 0, Schedule(0, []))
+
+    def compute(weights: PyTree, carry: Carry, x: PyTree, given: PyTree) -> tuple[Carry, PyTree, PyTree, PyTree]:
+        fetched = body.restorer.restore(given, carry[0])[0] if body.restorer else None
+        return body.compute(weights, carry, x, given, fetched)
+
+    def put(state: _Streamed, turn: int | Array, paces: Paces) -> _Streamed:
+        """Moves the gradients of the layer before `turn`."""
+        if not totals or state.grads is None:
+            return state
+        index, (reduced, _) = layers.index(turn - 1), body.reduce(state.grads, [], 0)
+        moved = [
+            sink.put_layer(view.leaf, total, view.to_leaf(grad), index, view.order[0], paces)
+            for view, total, grad in zip(loop.trained, state.totals, reduced, strict=True)
+        ]
+        norms = [n + norm for n, (_, norm) in zip(state.squared_norms, moved, strict=True)]
+        return state._replace(totals=[total for total, _ in moved], squared_norms=norms)
+
+    def visit(state: _Streamed, turn: int | Array, given: PyTree, is_last: bool = False) -> tuple[_Streamed, PyTree]:
+        """Computes a layer overlapped with the copies: (the state after it, the values that it saves)."""
+        x = layers.of(layers.xs, turn)
+        results, products = run_with_products(compute, state.weights, state.carry, x, given)
+        carry, y, saved, grads = results
+        # Sums go when what they are added to has come.
+        puts = Pace([] if accumulates else products, put_bytes)
+        paces = Paces(Pace(products, fetch_bytes, one_by_one=True), puts)
+        state = put(state, turn, paces)
+        weights = None if is_last else fetch(layers.index(turn + 1), paces.fetches)
+        ys = layers.put(jax.tree.map(layers.room_for, y) if state.ys is None else state.ys, y, turn)
+        saved = body.saver.store(saved, []) if body.saver else saved
+        return state._replace(carry=carry, weights=weights, grads=grads, ys=ys), saved
+
+    def iteration(state: _Streamed, slices: tuple[Array, PyTree]) -> tuple[_Streamed, PyTree]:
+        return visit(state, *slices)
+
+    # The first layer comes before anything computes.
+    weights = fetch(layers.index(0), Pace([], 1, one_by_one=True, waits=schedule.before_gather()))
+    state = _Streamed(init, weights, None, totals, [jnp.float32(0)] * len(totals), None)
+
+    # Layer by layer; those of the middle in a loop.
+    front, middle, back = [], [None], []
+    for turn in range(num_front):
+        state, saved = visit(state, turn, given.front[turn], is_last=turn == length - 1)
+        front.append(saved)
+    if cut.loops:
+        is_backward = layers.saved is not None
+        turns = jnp.arange(num_front, length - num_back)
+        slices = turns[::-1] if is_backward else turns, given.loop[0]
+        state, middle[0] = lax.scan(iteration, state, slices, reverse=is_backward)
+    for k in range(num_back):
+        turn = length - num_back + k
+        state, saved = visit(state, turn, given.back[k], is_last=turn == length - 1)
+        back.append(saved)
+    state = put(state, length, Paces(Pace([], 1), Pace([], 1)))
+    schedule.computed(state.carry[0])
+    return Scanned(state.carry, state.ys, SavedValues(front, middle, back), state.totals), state.squared_norms
+
+
+def _host_bytes(stacks: Sequence[Array]) -> int:
+    """The bytes of those stacks that are in host memory."""
+    return sum(stack.size * stack.dtype.itemsize for stack in stacks if is_in_host(stack))

@@ -20,11 +20,6 @@ def cut(shape: Shape, wanted: int, mesh: AnyMesh) -> Pieces:
     The last dim of several is not cut, and pieces are whole tiles where possible. There are fewer pieces if the sizes
     have no suitable divisors. Pieces are contiguous, except on TPUs, whose compiler slices arrays in host memory along
     one dim only, and between whole tiles; there, the last dim is the innermost one in memory (`stored_order`).
-
-    Args:
-        shape: of the part of the array that a device holds.
-        wanted: the number of pieces.
-        mesh: with the devices, or an AbstractMesh, for which pieces are those of a GPU.
     """
     in_one_dim = on_tpus(mesh)
     order = stored_order(shape) if in_one_dim else tuple(range(len(shape)))

@@ -1,7 +1,7 @@
 """Splits the update of an optimizer into parts that can be computed for one piece of a parameter at a time.
 
 The update is traced. Operations on the elements or the rows of one parameter, or on the positions in it, are computed
-piece by piece, see `row_operations`. All else is computed once, on whole arrays, and must not depend on arrays in host
+piece by piece, see `Rows`. All else is computed once, on whole arrays, and must not depend on arrays in host
 memory:
 
     gradients ──► global norm ──► scale ─────┐                                   once, on whole arrays
@@ -14,27 +14,23 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
 from zerojax.program import jaxprs
-from zerojax.program.jaxprs import Equation
+from zerojax.program.jaxprs import Atom, Equation, Var
 from zerojax.step.optimizers import optimizer_function
-from zerojax.utils.typing import Array, Shape
+from zerojax.utils.text import error_text
+from zerojax.utils.typing import Array, ArrayLike, Aval, Shape
 
 
 class Operand(NamedTuple):
-    """An argument or a result of an update.
+    """An argument or a result of an update."""
 
-    Attributes:
-        leaf: the parameter to which it belongs, and whose rows it has; None for all else, such as a step count.
-        in_host: whether it is in host memory.
-    """
-
-    leaf: int | None = None
-    in_host: bool = False
+    leaf: int | None = None  # the parameter whose rows it has; None for all else, such as a step count
+    in_host: bool = False  # whether it is in host memory
 
 
 class SplitUpdate:
@@ -52,42 +48,42 @@ class SplitUpdate:
         scalars: variables that are computed once and read with every piece.
         sliced: (variable, parameter): variables with a parameter's rows that are computed once, and read in pieces.
 
-    Raises:
-        ValueError: if the update of one row depends on other rows of an array in host memory. The text names the
-            function of the optimizer.
+    Raises ValueError if the update of one row depends on other rows of an array in host memory.
     """
 
     def __init__(
         self,
         fn: Callable[..., Sequence[Array]],
-        avals: Sequence[Any],
+        avals: Sequence[Aval],
         arguments: Sequence[Operand],
         results: Sequence[Operand],
         rows: Mapping[int, Rows],
     ):
         self.arguments, self.results, self._rows = list(arguments), list(results), rows
-        self._closed = jaxprs.inlined(jaxprs.traced(fn, *avals)[0], lambda equation: True)
+        self._closed = jaxprs.inlined(jaxprs.traced(fn, *avals)[0])
+        self._outvars = self._closed.jaxpr.outvars
         self._plan()
 
     def _plan(self) -> None:
         """Sorts the equations: those of each parameter's pieces, and those on whole arrays."""
+        # Find what is computed from arrays in host memory.
         jaxpr = self._closed.jaxpr
         self._in_host = {v for v, a in zip(jaxpr.invars, self.arguments, strict=True) if a.in_host}
         for equation in jaxpr.eqns:
             if any(v in self._in_host for v in jaxprs.variables(equation)):
                 self._in_host.update(equation.outvars)
-        pieces: dict[Any, set[int]] = collections.defaultdict(set)  # variable -> parameters whose pieces read it
-        whole: set[Any] = set()
+
+        # Begin with what is wanted: pieces of results that belong to a parameter, and the other results.
+        pieces: dict[Var, set[int]] = collections.defaultdict(set)  # variable -> parameters whose pieces read it
+        whole: set[Var] = set()
         for v, result in zip(jaxpr.outvars, self.results, strict=True):
             if jaxprs.is_var(v):
                 pieces[v].add(result.leaf) if result.leaf is not None else whole.add(v)
-        self._by_leaf: dict[int, list[Any]] = collections.defaultdict(list)
-        self._whole: list[Any] = []
-        sliced: dict[tuple[Any, int], None] = {}
+        sliced: dict[tuple[Var, int], None] = {}
         arguments = dict(zip(jaxpr.invars, self.arguments, strict=True))
         computed = {v for equation in jaxpr.eqns for v in equation.outvars}
 
-        def read_in_pieces(v: Any, leaf: int, equation: Equation) -> None:
+        def read_in_pieces(v: Var, leaf: int, equation: Equation) -> None:
             is_own = v in computed or (v in arguments and arguments[v].leaf == leaf)
             if is_own and self._rows[leaf].hold(v.aval.shape):
                 pieces[v].add(leaf)
@@ -98,6 +94,9 @@ class SplitUpdate:
             if v.aval.shape:
                 sliced[v, leaf] = None
 
+        # Go backwards to what each of them is computed from.
+        self._by_leaf: dict[int, list[Equation]] = collections.defaultdict(list)
+        self._whole: list[Equation] = []
         for equation in reversed(jaxpr.eqns):
             for leaf in set().union(*(pieces.get(v, ()) for v in equation.outvars)):
                 if self._rows[leaf].compute(equation):
@@ -112,9 +111,10 @@ class SplitUpdate:
                     raise self._cannot_split(equation)
                 self._whole.append(equation)
                 whole.update(jaxprs.variables(equation))
-        self._whole.reverse()
-        for equations in self._by_leaf.values():
+        for equations in (self._whole, *self._by_leaf.values()):
             equations.reverse()
+
+        # Find what pieces read of whole arrays.
         self.leaves = sorted({result.leaf for result in self.results if result.leaf is not None})
         self.sliced = list(sliced)
         read = dict.fromkeys(v for equations in self._by_leaf.values() for e in equations for v in jaxprs.variables(e))
@@ -122,58 +122,50 @@ class SplitUpdate:
         shapes = lambda k: [v.aval.shape for e in self._by_leaf[k] for v in (*jaxprs.variables(e), *e.outvars)]
         self.whole_rows = {k for k in self.leaves if any(s not in ((), self._rows[k].shape) for s in shapes(k))}
 
-    def compute_whole(self, arguments: Mapping[int, Array]) -> dict[Any, Array]:
-        """Computes what is computed once.
-
-        Args:
-            arguments: by position, those that are not in host memory.
-
-        Returns:
-            The values by variable.
-        """
+    def compute_whole(self, arguments: Mapping[int, Array]) -> dict[Var, Array]:
+        """The values that are computed once, by variable, from the arguments on the device, by position."""
         scope = dict(zip(self._closed.jaxpr.constvars, self._closed.consts, strict=True))
         scope.update({self._closed.jaxpr.invars[k]: value for k, value in arguments.items()})
         jaxprs.run_equations(self._whole, scope)
         return scope
 
     def compute_piece(
-        self, leaf: int, arguments: Mapping[int, Array], values: Mapping[Any, Array], piece: Shape, start: Sequence[Any]
+        self,
+        leaf: int,
+        arguments: Mapping[int, Array],
+        values: Mapping[Var, Array],
+        piece: Shape,
+        start: Sequence[ArrayLike],
     ) -> dict[int, Array]:
-        """Computes the results that belong to a parameter, for one piece of it.
+        """Computes the results that belong to a parameter, by position, for one piece of it.
 
         Args:
             leaf: the parameter.
             arguments: pieces of the arguments that belong to it, by position.
             values: scalars, and pieces of `sliced`, by variable.
-            piece: the shape of the piece.
-            start: the position of the first element of the piece in the parameter.
-
-        Returns:
-            Pieces of the results, by position.
+            piece, start: the shape of the piece, and the position of its first element in the parameter.
         """
         scope = dict(values) | {self._closed.jaxpr.invars[k]: a for k, a in arguments.items()}
         for equation in self._by_leaf[leaf]:
-            operands = [scope[a] if jaxprs.is_var(a) else jnp.asarray(a.val, a.aval.dtype) for a in equation.invars]
+            operands = [_value(atom, scope) for atom in equation.invars]
             scope[equation.outvars[0]] = self._rows[leaf].compute_piece(equation, operands, piece, start)
-        outvars = self._closed.jaxpr.outvars
-        return {k: scope[outvars[k]] for k, result in enumerate(self.results) if result.leaf == leaf}
+        return {k: _value(self._outvars[k], scope) for k, result in enumerate(self.results) if result.leaf == leaf}
 
-    def whole_results(self, scope: Mapping[Any, Array]) -> dict[int, Array]:
+    def whole_results(self, scope: Mapping[Var, Array]) -> dict[int, Array]:
         """The results that belong to no parameter, by position, from the values of `compute_whole`."""
-        return {
-            k: scope[v] if jaxprs.is_var(v) else jnp.asarray(v.val, v.aval.dtype)
-            for k, (v, result) in enumerate(zip(self._closed.jaxpr.outvars, self.results, strict=True))
-            if result.leaf is None
-        }
+        return {k: _value(self._outvars[k], scope) for k, result in enumerate(self.results) if result.leaf is None}
 
     def _cannot_split(self, equation: Equation) -> ValueError:
+        # Find the parameters whose arrays in host memory each value is computed from.
         jaxpr = self._closed.jaxpr
         moved = zip(jaxpr.invars, self.arguments, strict=True)
-        owners = {v: {a.leaf} for v, a in moved if a.leaf is not None and a.in_host}  # whose arrays it is computed from
+        owners = {v: {a.leaf} for v, a in moved if a.leaf is not None and a.in_host}
         for e in jaxpr.eqns:
             found = set().union(*(owners.get(v, ()) for v in jaxprs.variables(e)))
             owners.update(dict.fromkeys(e.outvars, found))
-        read, before = set(jaxprs.variables(equation)), []  # what it is computed from, the last equation first
+
+        # Find what the equation is computed from, the last equation first, and what couples elements in it.
+        read, before = set(jaxprs.variables(equation)), []
         index = next(k for k, e in enumerate(jaxpr.eqns) if e is equation)
         for e in reversed(jaxpr.eqns[:index]):
             if any(v in read for v in e.outvars):
@@ -181,38 +173,34 @@ class SplitUpdate:
                 read.update(jaxprs.variables(e))
         is_split = lambda e: jaxprs.is_elementwise(e) or any(self._rows[k].compute(e) for k in owners[e.outvars[0]])
         coupling = [e for e in [equation, *before] if owners[e.outvars[0]] and not is_split(e)] or [equation]
+
+        # Name the function of the optimizer, the parameter, and a fix.
         rows = self._rows[min(owners[coupling[0].outvars[0]])]
         name = next(filter(None, map(optimizer_function, [*coupling, equation, *before])), "the optimizer")
         got = f"an element of {rows.path!r} depends on others in host memory ({coupling[0].primitive.name})"
         fix = "Zero(..., offload='none'), or an optimizer that works element by element, such as optax.adamw"
         if all(rows._replace(parts=1).compute(e) for e in coupling):
-            got = (
-                f"{rows.path!r} {list(rows.shape)} is sharded in its last dim, and blocks of it are on several devices"
-            )
-            another = len(rows.shape) - 2 if len(rows.shape) > 1 else None
+            shape = list(rows.shape)
+            got = f"{rows.path!r} {shape} is sharded in its last dim, and blocks of it are on several devices"
+            another = len(shape) - 2 if len(shape) > 1 else None
             fix = f"Zero(..., shard_dims={{{rows.path!r}: {another}}}), which leaves its rows whole"
-        return ValueError(
-            f"offload: {name} cannot be computed for one piece of a parameter at a time\n"
-            f"  got:      {got}\n"
-            f"  fix:      {fix}"
-        )
+        what = f"offload: {name} cannot be computed for one piece of a parameter at a time"
+        return ValueError(error_text(what, got, fix))
+
+
+def _value(atom: Atom, scope: Mapping[Var, Array]) -> Array:
+    return scope[atom] if jaxprs.is_var(atom) else jnp.asarray(atom.val, atom.aval.dtype)
 
 
 _REDUCTIONS = frozenset({"reduce_max", "reduce_min", "reduce_sum", "reduce_prod", "reduce_and", "reduce_or"})
 
 
 class Rows(NamedTuple):
-    """The rows of a parameter.
-
-    Attributes:
-        path: of the parameter.
-        shape: of the parameter.
-        parts: into how many a mesh divides the last dim.
-    """
+    """The rows of a parameter."""
 
     path: str
     shape: Shape
-    parts: int = 1
+    parts: int = 1  # into how many a mesh divides the last dim
 
     def hold(self, shape: Shape) -> bool:
         """Whether a value of this shape can be one for each row, of which each piece has a part."""
@@ -233,25 +221,18 @@ class Rows(NamedTuple):
         return _keeps(equation, out, shapes, len(self.shape) - (self.parts == 1))
 
     def part_of(self, shape: Shape, piece: Shape) -> Shape:
-        """The part of a value of this shape that belongs to a piece of the parameter.
-
-        Args:
-            shape: of a value for each row.
-            piece: the shape of the piece.
-        """
+        """The shape of the part of a value for each row that belongs to a piece of the parameter."""
         if shape == self.shape:
             return piece
         last = len(self.shape) - 1
         return (*piece[:last], *(n // self.parts if d == last else n for d, n in enumerate(shape) if d >= last))
 
-    def compute_piece(self, equation: Equation, operands: Sequence[Array], piece: Shape, start: Sequence[Any]) -> Array:
-        """The result of an equation, for a piece of the parameter.
+    def compute_piece(
+        self, equation: Equation, operands: Sequence[Array], piece: Shape, start: Sequence[ArrayLike]
+    ) -> Array:
+        """The result of an equation that `compute` accepts, for a piece of the parameter.
 
-        Args:
-            equation: one that `compute` accepts.
-            operands: their parts that belong to the piece, and scalars.
-            piece: its shape.
-            start: the position of its first element in the parameter.
+        `operands` are the parts that belong to the piece, and scalars; `start` is the position of its first element.
         """
         aval, params, name = equation.outvars[0].aval, equation.params, equation.primitive.name
         shape = self.part_of(aval.shape, piece)
@@ -274,11 +255,7 @@ class Rows(NamedTuple):
 def _keeps(equation: Equation, out: Shape, shapes: Sequence[Shape], kept: int) -> bool:
     """Whether an operation works for each index of the first `kept` dims by itself.
 
-    Args:
-        equation: of the operation.
-        out: the shape of its result.
-        shapes: those of its operands that are not scalars.
-        kept: the number of dims.
+    `out` is the shape of its result, and `shapes` are those of its operands that are not scalars.
     """
     name, params, ours = equation.primitive.name, equation.params, range(kept)
     if name == "iota":

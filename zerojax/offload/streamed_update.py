@@ -23,7 +23,7 @@ from __future__ import annotations
 import collections
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -44,66 +44,64 @@ from zerojax.sharding.placement import Leaf
 from zerojax.step import optimizers
 from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
 from zerojax.step.state import StateLayout, TrainState, optimizer_shardings
-from zerojax.step.update import Updated
-from zerojax.utils.typing import Array, Aval, Shape
+from zerojax.step.update import StepGrads, Updated
+from zerojax.utils.typing import Array, ArrayLike, Aval, DTypeLike
 
 _AHEAD = 2
+Arrays: TypeAlias = dict[int, Array]  # by position, or by parameter
 
 
 class _Fixed(NamedTuple):
-    """What every piece is updated from.
+    """What every piece is updated from."""
 
-    Attributes:
-        grads: on the device or in host memory, by position.
-        sliced, scalars: values of `SplitUpdate.sliced` and of `SplitUpdate.scalars`.
-        divisor: of gradients in host memory; None is 1.
-    """
-
-    grads: dict[int, Array]
-    sliced: Sequence[Array]
-    scalars: Sequence[Array]
-    divisor: Array | None
+    grads: Arrays  # on the device or in host memory
+    sliced: Sequence[Array]  # values of `SplitUpdate.sliced`
+    scalars: Sequence[Array]  # values of `SplitUpdate.scalars`
+    divisor: Array | None  # of gradients in host memory; None is 1
 
 
 class StreamedUpdate:
     """The update of a state in pieces, whether its arrays are in host memory or on the device.
 
     Args:
-        config: mesh, axes, stage and precision.
-        layout: of the state.
+        config, layout: of the state.
         grad_dtypes: the dtypes of the gradients of trained parameters, in flattening order.
         scales: whether gradients are multiplied by a factor before the update.
 
-    Raises:
-        ValueError: if there are arrays in host memory, and their update cannot be computed piece by piece.
+    Raises ValueError if there are arrays in host memory, and their update cannot be computed piece by piece.
     """
 
-    def __init__(self, config: ZeroConfig, layout: StateLayout, grad_dtypes: Sequence[Any], scales: bool):
+    def __init__(self, config: ZeroConfig, layout: StateLayout, grad_dtypes: Sequence[DTypeLike], scales: bool):
         self.layout, self.config, self.scales = layout, config, scales
         self.leaves = [leaf for leaf in layout.leaves if leaf.trainable]
+        sharded = config.stage.shards_optimizer
+
+        # The parameters and their gradients: where they are, and what their rows are.
         params, self._params_tree = jax.tree.flatten(layout.trained_avals())
-        created = jax.eval_shape(layout.tx.init, layout.trained_avals())
-        opt_state, self._state_tree = jax.tree.flatten(created)
-        stored = jax.tree.leaves(layout.optimizer_placement(config.axes, config.stage.shards_optimizer))
-        number = {leaf.path: k for k, leaf in enumerate(self.leaves)}
-        of_grads = [Operand(k) if leaf.shape else Operand() for k, leaf in enumerate(self.leaves)]
         in_host = zip(layout.params_in_host(config.offloads_params), layout.leaves, strict=True)
         self._moved = [flag for flag, leaf in in_host if leaf.trainable]  # parameters in host memory
-        has_master, offloads = layout.has_master, config.offloads_optimizer
+        offloads_master = layout.has_master and config.offloads_optimizer
+        keys = [k if leaf.shape else None for k, leaf in enumerate(self.leaves)]
+        of_grads = [Operand(k, flag) for k, flag in zip(keys, self._moved, strict=True)]
         of_params = [
-            each._replace(in_host=each.leaf is not None and ((has_master and offloads) or flag))
-            for each, flag in zip(of_grads, self._moved, strict=True)
+            Operand(k, k is not None and (offloads_master or flag)) for k, flag in zip(keys, self._moved, strict=True)
         ]
-        of_grads = [each._replace(in_host=flag) for each, flag in zip(of_grads, self._moved, strict=True)]
-        sharded = config.stage.shards_optimizer
         rows = {k: _rows(config, leaf) for k, leaf in enumerate(self.leaves) if leaf.shape}
+
+        # The state of the optimizer, of which some arrays belong to a parameter.
+        created = jax.eval_shape(layout.tx.init, layout.trained_avals())
+        opt_state, self._state_tree = jax.tree.flatten(created)
+        stored = jax.tree.leaves(layout.optimizer_placement(config.axes, sharded))
+        number = {leaf.path: k for k, leaf in enumerate(self.leaves)}
 
         def of_state(stored: Stored, aval: Aval) -> Operand:
             k = None if stored.rows_of is None else number[stored.rows_of.path]
             is_cut = k in rows and rows[k].hold(aval.shape)
-            return Operand(k, offloads and stored.in_pieces) if is_cut else Operand()
+            return Operand(k, config.offloads_optimizer and stored.in_pieces) if is_cut else Operand()
 
         of_states = [of_state(*each) for each in zip(stored, opt_state, strict=True)]
+
+        # Split the update.
         scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.float32, jnp.bool_, jnp.float32)]
         grads = [jax.ShapeDtypeStruct(p.shape, dtype) for p, dtype in zip(params, grad_dtypes, strict=True)]
         self._num_params, self._num_results = len(params), len(params) + len(opt_state)
@@ -114,7 +112,7 @@ class StreamedUpdate:
             [*of_params, *of_states],
             rows,
         )
-        is_state = lambda p: p >= self._num_params or has_master or self._moved[p]  # or a parameter without a copy
+        is_state = lambda p: p >= self._num_params or layout.has_master or self._moved[p]
         self._in_place = {p for p, each in enumerate(self.split.results) if each.leaf is not None and is_state(p)}
         self._zeros = layout.trained_paddings(sharded)
         self._state_zeros = layout.optimizer_paddings(config.axes, sharded)
@@ -134,16 +132,11 @@ class StreamedUpdate:
         new = [*jax.tree.leaves(optax.apply_updates(params, updates)), *jax.tree.leaves(after_update)]
         return [lax.select(finite, n, o) for n, o in zip(new, old, strict=True)]
 
-    def __call__(
-        self,
-        state: TrainState,
-        grads: Sequence[Array],
-        factor: Array,
-        finite: Array,
-        loss: Array,
-        divisor: Array | None = None,
-    ) -> Updated:
-        """Updates a state; see `step.update.Update`."""
+    def __call__(self, state: TrainState, step: StepGrads) -> Updated:
+        """Updates a state."""
+        grads, factor, finite, loss, divisor = step
+        factor = jnp.float32(1) if factor is None else factor
+        # Compute what is computed once, without the zeros at the end of arrays.
         computed = self._computed(state)
         params = computed if state.master is None else jax.tree.leaves(state.master)
         arrays = [*params, *jax.tree.leaves(state.opt_state), *grads, factor, finite, loss]
@@ -151,13 +144,15 @@ class StreamedUpdate:
         operands = self.split.arguments
         given = zip(arrays, zeros, operands, strict=True)
         once = self.split.compute_whole({k: z.crop(a) for k, (a, z, o) in enumerate(given) if not o.in_host})
+
+        # Update the rest in pieces, on each device.
         stored = {k: arrays[k] for k in self._in_place}
         cut_grads = {k: arrays[k] for k in range(self._num_results, len(arrays) - 3) if operands[k].leaf is not None}
         apart = {k: a for k, a in enumerate(computed) if state.master is not None or k not in stored}
         specs = lambda arrays: {k: self._specs[operands[k].leaf] for k in arrays}
         sliced = [self._zeros[k].pad(once[v]) for v, k in self.split.sliced]
         scalars = [once[v] for v in self.split.scalars]
-        replicated: Any = PartitionSpec()
+        replicated = PartitionSpec()
         specs_apart = {k: self._specs[k] for k in apart}
         stream = shard_map_over_data(
             self.config,
@@ -169,6 +164,8 @@ class StreamedUpdate:
             (specs(stored), specs_apart, replicated),
         )  # fmt: skip
         stored, apart, squared_norm = stream(stored, cut_grads, apart, sliced, scalars, divisor)
+
+        # Put both together.
         computed = [(apart if k in apart else stored)[k] for k in range(self._num_params)]
         whole = self.split.whole_results(once)
         results = {k: zeros[k].pad(a) for k, a in whole.items()} | stored
@@ -176,11 +173,9 @@ class StreamedUpdate:
             if k in whole:  # a scalar parameter
                 computed[k] = whole[k].astype(leaf.compute_dtype)
                 squared_norm += jnp.square(whole[k].astype(jnp.float32))
-        master = (
-            self._params_tree.unflatten([results[k] for k in range(self._num_params)])
-            if state.master is not None
-            else None
-        )
+        master = None
+        if state.master is not None:
+            master = self._params_tree.unflatten([results[k] for k in range(self._num_params)])
         opt_state = self._state_tree.unflatten([results[k] for k in range(self._num_params, self._num_results)])
         return Updated(self._params_tree.unflatten(computed), master, opt_state, squared_norm)
 
@@ -193,13 +188,19 @@ class StreamedUpdate:
             trained = padding.padded(trained, self._zeros)
         return jax.tree.leaves(lax.with_sharding_constraint(trained, optimizer_shardings(self.config, self.layout)))
 
-    # On one device ----------------------------------------------------------------------------------------------------
+    # On one device
 
     def _stream(
-        self, stored: dict[int, Array], grads: dict[int, Array], computed: dict[int, Array], sliced: list[Array],
-        scalars: list[Array], divisor: Array | None,
-    ) -> tuple[dict[int, Array], dict[int, Array], Array]:  # fmt: skip
-        """Updates the shards of this device: (arrays of the state, parameters beside those, squared norm)."""
+        self,
+        stored: Arrays,
+        grads: Arrays,
+        computed: Arrays,
+        sliced: list[Array],
+        scalars: list[Array],
+        divisor: Array | None,
+    ) -> tuple[Arrays, Arrays, Array]:
+        """Updates the shards of this device: (arrays of the state, other parameters, squared norm)."""
+        # Cut the shards into pieces that take little memory together.
         moved = [a for p, a in (stored | grads).items() if self.split.arguments[p].in_host]
         num_bytes, limit = sum(a.size * a.dtype.itemsize for a in moved), host_pieces.PIECES_BYTES
         if not moved:  # each piece costs the start of some kernels, and no room for what comes next
@@ -207,34 +208,33 @@ class StreamedUpdate:
         wanted, first = -(-num_bytes // limit), self._num_results
         if moved and on_tpus(self.config.mesh):  # a stack that is read at once would be copied within host memory
             wanted = max(2, wanted)
-        cuts = {k: self._cut(k, grads[first + k].shape, wanted) for k in self.split.leaves}
-        by_count: dict[int, list[int]] = collections.defaultdict(list)
-        for k, each in cuts.items():
-            by_count[each.count].append(k)
+        by_count: dict[int, dict[int, Pieces]] = collections.defaultdict(dict)
+        for k in self.split.leaves:
+            shape = grads[first + k].shape
+            is_row = len(shape) == 1 and k in self.split.whole_rows
+            pieces = host_pieces.cut(shape, 1 if is_row else wanted, self.config.mesh)
+            by_count[pieces.count][k] = pieces
+
+        # Update parameters of as many pieces together.
         total = jnp.float32(0)
-        for count, leaves in by_count.items():
-            fixed = _Fixed(grads, sliced, scalars, divisor)
-            own = {p: a for p, a in stored.items() if self.split.arguments[p].leaf in leaves}
-            params = {k: computed[k] for k in leaves if k in computed}
-            updated, params, total = self._stream_alike({k: cuts[k] for k in leaves}, count, own, params, total, fixed)
+        fixed = _Fixed(grads, sliced, scalars, divisor)
+        for count, cuts in by_count.items():
+            own = {p: a for p, a in stored.items() if self.split.arguments[p].leaf in cuts}
+            params = {k: computed[k] for k in cuts if k in computed}
+            updated, params, total = self._stream_alike(cuts, count, own, params, total, fixed)
             stored, computed = stored | updated, computed | params
         (total,) = collectives.all_reduce([total], self.config.axes.data, self.config.axes).leaves
         return stored, computed, total
 
-    def _cut(self, k: int, shape: Shape, wanted: int) -> Pieces:
-        """The pieces of the shard of parameter `k` that a device holds, about `wanted` of them."""
-        is_row = len(shape) == 1 and k in self.split.whole_rows
-        return host_pieces.cut(shape, 1 if is_row else wanted, self.config.mesh)
-
     def _stream_alike(
-        self, cuts: dict[int, Pieces], count: int, stored: dict[int, Array], computed: dict[int, Array], total: Array,
-        fixed: _Fixed,
-    ) -> tuple[dict[int, Array], dict[int, Array], Array]:  # fmt: skip
+        self, cuts: dict[int, Pieces], count: int, stored: Arrays, computed: Arrays, total: Array, fixed: _Fixed
+    ) -> tuple[Arrays, Arrays, Array]:
         """Updates parameters that are cut into equally many pieces, see `_stream`.
 
         It adds to the squared norm `total`, so that one loop waits for another: the pieces of both would otherwise be
         on the device.
         """
+        # Put what moves in the order of its pieces' sizes.
         operands = self.split.arguments
         grads = {p: a for p, a in fixed.grads.items() if operands[p].in_host and operands[p].leaf in cuts}
         moved = {p: a for p, a in (stored | grads).items() if operands[p].in_host}
@@ -243,19 +243,20 @@ class StreamedUpdate:
         in_order = sorted(moved, key=piece_bytes, reverse=True)
         last = in_order[-1] if in_order else None
 
-        def fetch(p: int, host: Array, c: Any) -> Array:
+        def fetch(p: int, host: Array, c: ArrayLike) -> Array:
             piece = jax.device_put(cuts[leaf_of[p]].read(host, c), host_arrays.DEVICE_SPACE)
             return host_arrays.in_stored_order(piece, host.shape) if on_tpus(self.config.mesh) else piece
 
-        def step(c: Any, carry: Any) -> Any:
+        def step(c: Array, carry: tuple[Arrays, Arrays, Array, Arrays]) -> tuple[Arrays, Arrays, Array, Arrays]:
             """Updates piece `c` of each parameter, and fetches the next one; of the last array, the same one before."""
             stored, computed, total, fetched = dict(carry[0]), dict(carry[1]), carry[2], dict(carry[3])
-            following: dict[int, Array] = {}
+            # Fetch piece `c` of the last array.
             came: list[list[Array]] = [[]] * (_AHEAD - 1)  # events of the pieces that come, in their order
             if last is not None:
                 fetched[last] = fetch(last, (stored | grads)[last], c)
                 came = [*came, event([fetched[last]])]
-            results: dict[int, Array] = {}
+            # Compute, and write what is on the device.
+            results: Arrays = {}
             for k, pieces in cuts.items():
                 results |= self._update_piece(k, pieces, c, fetched, stored, computed.get(k), fixed)
                 total += self._squared_norm(k, results[k])
@@ -263,6 +264,8 @@ class StreamedUpdate:
                 stored |= {p: pieces.of_rows(stored[p].shape).write(stored[p], results[p], c) for p in on_device}
                 if k in computed and not self._moved[k]:
                     computed[k] = pieces.write(computed[k], results[k].astype(computed[k].dtype), c)
+            # Send each result, and fetch the array's next piece.
+            following: Arrays = {}
             for p in in_order:
                 k, pieces = leaf_of[p], cuts[leaf_of[p]]
                 index = host_arrays.index_after(c, came[-_AHEAD])
@@ -282,9 +285,8 @@ class StreamedUpdate:
         return lax.fori_loop(0, count, step, (stored, computed, total, first))[:3]
 
     def _update_piece(
-        self, k: int, cut: Pieces, c: Any, fetched: dict[int, Array], stored: dict[int, Array], computed: Array | None,
-        fixed: _Fixed,
-    ) -> dict[int, Array]:  # fmt: skip
+        self, k: int, cut: Pieces, c: Array, fetched: Arrays, stored: Arrays, computed: Array | None, fixed: _Fixed
+    ) -> Arrays:
         """The results that belong to parameter `k`, for piece `c` of it, by position."""
         (grads, sliced, scalars, divisor), operands = fixed, self.split.arguments
         read = lambda a: cut.of_rows(a.shape).read(a, c)
@@ -300,14 +302,14 @@ class StreamedUpdate:
         results = self.split.compute_piece(k, pieces, values, cut.piece, start)
         return {p: self._with_zeros(k, a, start) for p, a in results.items()}
 
-    def _start(self, k: int, cut: Pieces, c: Any) -> list[Any]:
+    def _start(self, k: int, cut: Pieces, c: ArrayLike) -> list[Array]:
         """The position of the first element of a piece in the parameter, of which this device has a shard."""
         start, dim = list(cut.start(c)), self.leaves[k].dim
         if dim is not None and self.config.stage.shards_optimizer:
             start[dim] += lax.axis_index(self.config.axes.shard) * cut.shape[dim]
         return start
 
-    def _with_zeros(self, k: int, piece: Array, start: Sequence[Any]) -> Array:
+    def _with_zeros(self, k: int, piece: Array, start: Sequence[Array]) -> Array:
         """A piece of an array with zeros where parameter `k` is stored with zeros at its end."""
         zeros = self._zeros[k]
         if not zeros.count:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from zerojax.analysis.hlo import Computation, Instruction, Program, attribute, fusion_results, has_product
+from zerojax.analysis.hlo import Computation, Instruction, Program, fusion_results, has_product, source
 from zerojax.analysis.liveness import ACTIVATIONS, CHECKPOINTS, GATHERED, GRADIENTS
 
 UNUSED = "not in use then"
@@ -28,14 +28,9 @@ class LiveBuffer(NamedTuple):
 
 
 class BufferAssignment(NamedTuple):
-    """The temporaries of a program on one device.
+    """The temporaries of a program on one device, and those that are alive at the moment of peak memory.
 
-    Attributes:
-        allocated_bytes: the size of the allocation.
-        peak_instruction: the instruction at which most of the allocation is in use.
-        live: the buffers that are in use at that instruction.
-        schedule: the names of all instructions in order, including those of loop bodies.
-        host_bytes: the size of the allocation in host memory.
+    `schedule` has the names of all instructions in order, including those of loop bodies.
     """
 
     allocated_bytes: int
@@ -58,7 +53,7 @@ _MIN_BYTES = 1024  # smaller values, such as tables of addresses, may have no li
 
 
 def dump_files(folder: Path) -> dict[str, Path]:
-    """Returns the files that a compiler wrote, under the names 'buffers.txt' and 'ranges.txt', or {} if missing."""
+    """The files that a compiler wrote, under the names 'buffers.txt' and 'ranges.txt', or {} if missing."""
     assignments = list(folder.glob("*buffer-assignment.txt"))
     ranges = [each.with_name(each.name.replace("buffer-assignment", "live-range")) for each in assignments]
     if len(assignments) != 1 or not ranges[0].exists():
@@ -67,11 +62,7 @@ def dump_files(folder: Path) -> dict[str, Path]:
 
 
 def read_dump(folder: Path) -> BufferAssignment:
-    """Reads the buffer assignment of the only program that was dumped to a folder.
-
-    Raises:
-        ValueError: if it is missing or not understood.
-    """
+    """The buffer assignment of the only program in a dump. ValueError if missing or not understood."""
     texts = [file.read_text() for file in dump_files(folder).values()]
     if not texts:
         found = sorted(file.name for file in folder.iterdir())
@@ -80,11 +71,7 @@ def read_dump(folder: Path) -> BufferAssignment:
 
 
 def parse_assignment(assignment: str, live_ranges: str) -> BufferAssignment:
-    """Parses the buffer assignment of a compiler.
-
-    Args:
-        assignment: the text of the allocations and of the values in each, with offset and size.
-        live_ranges: the text of the scheduled instructions and of the live range of each value.
+    """Parses the compiler's text of allocations and of the values in each, and the text of their live ranges.
 
     Raises:
         ValueError: if there are several allocations of temporaries in device memory, or if a value has no live range.
@@ -126,7 +113,7 @@ def parse_assignment(assignment: str, live_ranges: str) -> BufferAssignment:
 
 
 def _live_buffers(alive: set[tuple[str, str, int, int]]) -> Iterator[LiveBuffer]:
-    """Yields values by offset. An array that is updated in place shares its memory with the operand: it counts once."""
+    """Values by offset. An array that is updated in place shares its memory with the operand: it counts once."""
     end = 0
     for name, path, size, offset in sorted(alive, key=lambda value: (value[3], -value[2], value[:2])):
         if offset + size > end:
@@ -139,7 +126,7 @@ def _path(text: str) -> tuple[int, ...]:
 
 
 def by_kind(assignment: BufferAssignment, program: Program) -> Counter[str]:
-    """Returns the bytes at the moment of peak memory by kind, with the names of `liveness`, and the unused bytes.
+    """The bytes at the moment of peak memory by kind, with the names of `liveness`, and the unused bytes.
 
         gathered        results of all_gathers, and values computed from one element by element
         gradients       operands and results of reductions over devices, and their sums and stacks
@@ -185,22 +172,19 @@ class _ValueGraph:
         for i in computation.instructions:
             self.locations[i.name] = i, computation
             if i.op in ("while", *_CALLS, "conditional"):
-                for inner in (c for role in i.called.values() for c in role):
+                for inner in i.computations:
                     self.callers[inner] = i
                     self._add(inner)
 
     def kind(self, value: LiveBuffer, moment: str) -> str:
         node = self._resolved((self._instruction(value.instruction), value.path))
-        kind = self._kind_of(node)
-        if kind is None and node in self.reduced:
-            kind = GRADIENTS
-        return kind or (CHECKPOINTS if self._is_checkpoint(node, moment) else ACTIVATIONS)
+        if kind := self._kind_of(node) or (GRADIENTS if node in self.reduced else None):
+            return kind
+        return CHECKPOINTS if self._is_checkpoint(node, moment) else ACTIVATIONS
 
     def _instruction(self, name: str) -> Instruction:
-        """Returns the instruction with a name.
-
-        Instructions inside asynchronous ones are missing in the text of a program. For these, it returns the one that
-        starts the asynchronous operation, which is the next in the schedule.
+        """The instruction with a name; of one inside an asynchronous one, which the text of a program does not have,
+        the one that starts it, which is the next in the schedule.
         """
         for scheduled in self.schedule[self.schedule.index(name) :] if name in self.schedule else [name]:
             if scheduled in self.locations:
@@ -218,7 +202,7 @@ class _ValueGraph:
         return last == node or (last is not None and _update_of(last) is not None)
 
     def _after_iteration(self, node: Node) -> Node | None:
-        """Returns the value that a loop carries at a path when an iteration ends."""
+        """The value that a loop carries at a path when an iteration ends."""
         loop, path = node
         (body,) = loop.called["body"]
         return self._resolved((body.root, path)) if path else None
@@ -228,7 +212,7 @@ class _ValueGraph:
         i, path = node
         while True:
             if i.op == "get-tuple-element":
-                i, path = i.operands[0], (int(attribute(r"index=(\d+)", i)), *path)
+                i, path = i.operands[0], (i.index, *path)
             elif i.op == "tuple" and path:
                 i, path = i.operands[path[0]], path[1:]
             elif i.op in _VIEWS and i.operands:
@@ -239,15 +223,14 @@ class _ValueGraph:
                 caller = self.callers[self.locations[i.name][1]]  # pyright: ignore[reportArgumentType]
                 if caller.op == "while":
                     return caller, path
-                number = re.match(r"\s*(\d+)", i.attributes)
-                if caller.op not in _CALLS or number is None:
+                if caller.op not in _CALLS:
                     return i, path
-                i = caller.operands[int(number.group(1))]
+                i = caller.operands[i.number]
             else:
                 return i, path
 
     def _kind_of(self, node: Node) -> str | None:
-        """Returns GATHERED or GRADIENTS for values computed from all_gathers or reductions, or None for all others."""
+        """GATHERED or GRADIENTS for values computed from all_gathers or reductions, or None for all others."""
         node = self._resolved(node)
         if node in self.known:
             return self.known[node]
@@ -266,7 +249,7 @@ class _ValueGraph:
         if update := _update_of(node):
             return self._kind_of((update, ()))
         if _consists_of(_MOVES, node):
-            return self._kind_of((_largest(i), ()))
+            return self._kind_of((max(i.operands, key=lambda operand: operand.num_bytes), ()))
         if _consists_of(_MOVES | _SUMS, node):
             alike = [o for o in i.operands if _num_elements(o) == _num_elements(i, path)]
             return GRADIENTS if any(self._kind_of((o, ())) == GRADIENTS for o in alike) else None
@@ -297,7 +280,7 @@ class _ValueGraph:
 
 
 def _collective(i: Instruction) -> Instruction | None:
-    """Returns the collective that an instruction is, starts, or contains in a fusion without products, or None."""
+    """The collective that an instruction is, starts, or contains in a fusion without products, or None."""
     if re.match(r"(all-gather|all-reduce|collective-permute|reduce-scatter)(-start)?$", i.op):
         return i
     if i.op in ("async-start", "fusion") and not has_product(i):
@@ -311,7 +294,7 @@ def _is_gather(core: Instruction) -> bool:
 
 
 def _root(node: Node) -> Instruction:
-    """Returns the instruction that computes a value; of a fusion, the one inside it."""
+    """The instruction that computes a value; of a fusion, the one inside it."""
     i, path = node
     if i.op != "fusion":
         return i
@@ -320,19 +303,12 @@ def _root(node: Node) -> Instruction:
 
 
 def _update_of(node: Node) -> Instruction | None:
-    """Returns the operand that an instruction writes into a larger array in place, or None."""
-    root = _root(node)
-    while root.op in (*_VIEWS, "copy") and root.operands:
-        root = root.operands[0]
+    """The operand that an instruction writes into a larger array in place, or None."""
+    root = source(_root(node), _VIEWS | {"copy"})
     if root.op != "dynamic-update-slice":
         return None
-    update = root.operands[1]
-    while update.op in (*_VIEWS, *_MOVES) and update.operands:
-        update = update.operands[0]
-    if update.op == "parameter" and node[0].op == "fusion":
-        number = re.match(r"\s*(\d+)", update.attributes)
-        return node[0].operands[int(number.group(1))] if number else None
-    return update
+    update = source(root.operands[1], _VIEWS | _MOVES)
+    return node[0].operands[update.number] if update.op == "parameter" and node[0].op == "fusion" else update
 
 
 def _consists_of(ops: frozenset[str], node: Node) -> bool:
@@ -342,10 +318,6 @@ def _consists_of(ops: frozenset[str], node: Node) -> bool:
         return i.op in ops and i.op != "parameter" and bool(i.operands)
     inner = (*ops, *_VIEWS, "constant", "get-tuple-element", "parameter", "tuple")
     return all(j.op in inner for j in i.inner)
-
-
-def _largest(i: Instruction) -> Instruction:
-    return max(i.operands, key=lambda operand: operand.num_bytes)
 
 
 def _num_elements(i: Instruction, path: tuple[int, ...] = ()) -> int:

@@ -11,7 +11,7 @@ from rich.text import Text
 from zerojax.plan import timeline
 from zerojax.plan.formula import shard_route
 from zerojax.plan.planner import Plan, Suggestion
-from zerojax.plan.show import closest_text, code_that_fits, label, remedy, seconds_text, unit, verdict_text
+from zerojax.plan.show import closest_text, code_that_fits, label, remedy, seconds_text, spaced, unit, verdict_text
 from zerojax.plan.timeline import Prediction
 from zerojax.utils.text import bytes_text
 
@@ -60,7 +60,7 @@ def render_explanation(plan: Plan) -> Group:
     for remark in explain_plan(plan):
         paragraphs.setdefault(remark.topic, []).append(remark.text)
     texts = [Text.assemble((f"{topic.capitalize()}. ", "bold"), " ".join(said)) for topic, said in paragraphs.items()]
-    return Group(verdict_text(plan), *(part for each in (*texts, *code_that_fits(plan)) for part in (Text(), each)))
+    return spaced([verdict_text(plan), *texts, *code_that_fits(plan)])
 
 
 def _percent(part: float, whole: float) -> str:
@@ -69,23 +69,23 @@ def _percent(part: float, whole: float) -> str:
 
 
 def _memory(plan: Plan) -> Iterator[str]:
+    # How full the device is.
     level = "as compiled" if plan.program else "by formula"
     over = f"; {bytes_text(-plan.room_bytes)} too much" if plan.room_bytes < 0 else ""
     yield (
         f"A device holds {bytes_text(plan.peak_bytes)} {level}, {_percent(plan.peak_bytes, plan.limit_bytes)} of the"
         f" {bytes_text(plan.limit_bytes)} that a program may use{over}."
     )
-    held = sorted(plan.held.items(), key=lambda item: -item[1])
-    (name, largest), *others = held
-    formula = next((term.formula for term in plan.memory.terms if term.name == name), "")
+    # What takes most of it, and what else does.
+    (name, largest), *others = sorted(plan.held.items(), key=lambda item: -item[1])
     why = f", {_WHY[name]}" if name in _WHY else ""
-    yield (
-        f"The largest part, {_percent(largest, plan.peak_bytes)}, is {label(name)} with {bytes_text(largest)}{why}."
-        + f" By formula: {formula}." * bool(formula)
-    )
-    second = [f"{label(other)} {bytes_text(size)}" for other, size in others if size > _LEAST_SHARE * plan.peak_bytes]
-    if second:
-        yield f"The rest is {', '.join(second)}."
+    share = _percent(largest, plan.peak_bytes)
+    yield f"The largest part, {share}, is {label(name)} with {bytes_text(largest)}{why}."
+    yield from (f"By formula: {term.formula}." for term in plan.memory.terms if term.name == name)
+    rest = [f"{label(other)} {bytes_text(size)}" for other, size in others if size > _LEAST_SHARE * plan.peak_bytes]
+    if rest:
+        yield f"The rest is {', '.join(rest)}."
+    # What is on the host.
     if plan.host_bytes:
         of = f"{_percent(plan.host_bytes, plan.host_limit_bytes)} of what a program may pin"
         over = "" if plan.fits_host else f"; {bytes_text(plan.host_bytes - plan.host_limit_bytes)} too much"
@@ -98,6 +98,7 @@ def _formula_time(plan: Plan) -> Iterator[str]:
     lanes = " and the ".join(route.lanes) if route else "links"
     rate = f" at {route.rate / 1e9:,.0f} GB/s" if route else ""
     computation = f"{seconds_text(compute.total_s)} of computation"
+    # What bounds the step.
     reason = {
         "products": f"matrix products: {seconds_text(compute.products_s)} of {computation}",
         "memory": f"memory traffic: {seconds_text(compute.memory_s)} of {computation}",
@@ -106,13 +107,13 @@ def _formula_time(plan: Plan) -> Iterator[str]:
         "copies": f"copies of the optimizer's state from host memory and back: {seconds_text(host_s)}",
     }[plan.time.bound]
     yield f"By formula, a step takes {seconds_text(step_s)} and is bound by {reason}."
+    # What overlaps, and what waits.
     if plan.time.bound == "links":
         yield f"At least {seconds_text(link_s - compute.total_s)} of the communication cannot overlap with computation."
     elif link_s:
-        share = _percent(link_s, compute.total_s)
         yield (
-            f"The {lanes} would be busy for {seconds_text(link_s)}{rate}, {share} of the computation: with prefetch,"
-            f" all of it can overlap; --compile shows how much of it does."
+            f"The {lanes} would be busy for {seconds_text(link_s)}{rate}, {_percent(link_s, compute.total_s)} of the"
+            f" computation: with prefetch, all of it can overlap; --compile shows how much of it does."
         )
     if plan.time.exposed_s:
         yield f"Without prefetch, the computation waits for {seconds_text(plan.time.exposed_s)} of it."
@@ -127,62 +128,51 @@ def _rate(plan: Plan) -> str:
     return f"{tokens:,.0f} {unit(plan)}/s per device" + (f", with an MFU of {mfu:.1%}" if mfu else "")
 
 
+_COMPUTING = {timeline.COMPUTE: "matrix products", timeline.MEMORY: "memory traffic"}
+_COMPUTING |= {timeline.STARTS: "the launches of kernels"}
+
+
 def _predicted_time(plan: Plan, predicted: Prediction) -> Iterator[str]:
-    step_s, computing = predicted.step_s, predicted.computing_s
-    parts = (timeline.COMPUTE, timeline.MEMORY, timeline.STARTS)
-    names = dict(zip(parts, ("matrix products", "memory traffic", "the launches of kernels"), strict=True))
-    busy = {names[part]: predicted.busy_s.get(part, 0.0) for part in parts}
-    yield f"The compiled step is predicted to take {seconds_text(step_s)}. {_bound(predicted, busy)}"
+    step_s = predicted.step_s
+    shares = {lane: _percent(s, step_s) for lane, s in predicted.busy_s.items() if s > _LEAST_SHARE * step_s}
+    # What bounds the step.
+    bound = f"the {label(predicted.bound_by)}, which is busy longer than the device computes"
+    bound = _COMPUTING.get(predicted.bound_by, bound)
+    yield f"The compiled step is predicted to take {seconds_text(step_s)}. It is bound by {bound}."
     yield f"That is {_rate(plan)}."
-    shares = [
-        f"{name} {_percent(seconds, step_s)}" for name, seconds in busy.items() if seconds > _LEAST_SHARE * step_s
-    ]
-    yield f"The device computes for {_percent(computing, step_s)} of the step: {', '.join(shares)}."
-    links = {lane: s for lane, s in predicted.busy_s.items() if lane not in parts and s > _LEAST_SHARE * step_s}
+    # What the lanes do.
+    busy = ", ".join(f"{name} {shares[lane]}" for lane, name in _COMPUTING.items() if lane in shares)
+    yield f"The device computes for {_percent(predicted.computing_s, step_s)} of the step: {busy}."
+    links = [f"the {label(lane)} for {share}" for lane, share in shares.items() if lane not in _COMPUTING]
     if links:
-        each = [f"the {label(lane)} for {_percent(seconds, step_s)}" for lane, seconds in links.items()]
         waits = f"computation waits for {_percent(predicted.waiting_s, step_s)} of the step"
-        yield f"Busy at the same time: {', '.join(each)}; {waits}, {seconds_text(predicted.waiting_s)}."
-    if collectives := plan.program and plan.program.analysis.collectives:
-        sent = sum(row.sent_bytes for row in collectives)
+        yield f"Busy at the same time: {', '.join(links)}; {waits}, {seconds_text(predicted.waiting_s)}."
+    if collectives := plan.program and plan.program.collectives:
+        sent, exposed = plan.sent_bytes, sum(row.exposed_bytes for row in collectives)
         worst = max(collectives, key=lambda row: row.exposed_bytes)
-        exposed = sum(row.exposed_bytes for row in collectives)
         most = f", most of it in {worst.kind} over {worst.axis} ({bytes_text(worst.exposed_bytes)})" if exposed else ""
         yield f"Of {bytes_text(sent)} sent, {_percent(exposed, sent)} overlap with no matrix product{most}."
-    yield (
-        f"By formula, it takes {seconds_text(plan.time.step_s)}; the compiled step"
-        f" takes {step_s / plan.time.step_s:.2f} of that."
-    )
-
-
-def _bound(predicted: Prediction, busy: dict[str, float]) -> str:
-    if predicted.bound_by in predicted.busy_s and predicted.bound_by not in (
-        timeline.COMPUTE, timeline.MEMORY, timeline.STARTS,
-    ):  # fmt: skip
-        return f"It is bound by the {label(predicted.bound_by)}, which is busy longer than the device computes."
-    return f"It is bound by {max(busy, key=busy.__getitem__)}."
+    ratio = f"{step_s / plan.time.step_s:.2f} of that"
+    yield f"By formula, it takes {seconds_text(plan.time.step_s)}; the compiled step takes {ratio}."
 
 
 def _help(plan: Plan) -> Iterator[str]:
     fitting = [each for each in plan.suggestions if each.fits]
+    best = remedy(plan)
     if not plan.suggestions:
         return
-    if not plan.fits:
-        best = remedy(plan)
-        if best is None:
-            yield f"No single change makes it fit. {closest_text(plan)}"
-            return
+    if plan.fits:
+        if best and (best.speed or 0) > 1 + _LEAST_SHARE:
+            yield f"What helps most is {best.change}: {bytes_text(best.peak_bytes)}{_speed_text(best)}."
+        else:
+            yield "No change that fits makes a step faster by more than 1%, by formula."
+    elif best is None:
+        yield f"No single change makes it fit. {closest_text(plan)}"
+    else:
         yield f"It fits with {best.change}, at {bytes_text(best.peak_bytes)}{_speed_text(best)}."
         others = [each.change for each in fitting if each is not best]
         if others:
             yield f"So it does with {', or '.join(others)}."
-        return
-    faster = [each for each in fitting if (each.speed or 0) > 1 + _LEAST_SHARE]
-    if faster:
-        best = max(faster, key=lambda each: each.speed or 0)
-        yield f"What helps most is {best.change}: {bytes_text(best.peak_bytes)}{_speed_text(best)}."
-    else:
-        yield "No change that fits makes a step faster by more than 1%, by formula."
 
 
 def _speed_text(suggestion: Suggestion) -> str:
@@ -201,9 +191,8 @@ def _doubts(plan: Plan) -> Iterator[str]:
             f" {_FORMULA_ERROR:.0%} from compiled peaks: --compile decides whether it fits."
         )
     if plan.program:
-        ratio = plan.memory.peak_bytes / plan.peak_bytes
-        yield f"The memory by formula is {ratio:.2f} of the compiled one."
-        if plan.program.analysis.unread:
-            yield f"Not all of the program could be read: {' '.join(plan.program.analysis.unread.split())[:200]}."
-        if plan.program.analysis.prediction:
+        yield f"The memory by formula is {plan.memory.peak_bytes / plan.peak_bytes:.2f} of the compiled one."
+        if plan.program.unread:
+            yield f"Not all of the program could be read: {' '.join(plan.program.unread.split())[:200]}."
+        if plan.prediction:
             yield "The predicted time is a lower bound: kernels at their best rates, and no lane slows another down."

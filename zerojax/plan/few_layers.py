@@ -23,79 +23,55 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from zerojax.analysis.jaxpr_counts import FlatJaxpr, Operation, Value, flattened
-from zerojax.analysis.liveness import GRADIENTS, Lifetimes, Peak
+from zerojax.analysis.jaxpr_counts import FlatJaxpr, Operation, Space, Value, flattened
+from zerojax.analysis.liveness import GRADIENTS, Lifetimes, gradient_kinds
 from zerojax.program import jaxprs
 from zerojax.program.jaxprs import Equation, Jaxpr, Var
 from zerojax.program.segmentation import Segment, TracedLoss
-from zerojax.step.batch import batch_specs, cast_batch
-from zerojax.step.config import leaf_specs, shard_map_over_data
-from zerojax.step.gradient import DeviceGradient
-from zerojax.step.models import Output
-from zerojax.utils.typing import Array, PyTree
+from zerojax.step.gradient import DeviceGradient, LossArgs
+from zerojax.step.loss_traces import on_device
+from zerojax.step.losses import Output
+from zerojax.utils.typing import PRNGKey, PyTree
 
 # Parameters of slices: a layer may take its own row of an array that all layers read, such as a mask of heads.
 _SLICE_BOUNDS = frozenset({"start_indices", "limit_indices"})
 
 
 class LossTrace(NamedTuple):
-    """A loss traced on one device's rows.
-
-    Attributes:
-        traced: the traced loss, cut into segments.
-        output: `output(flat)` makes an `Output` of the flat outputs.
-    """
+    """A loss traced on one device's rows. `output(flat)` makes an `Output` of its flat outputs."""
 
     traced: TracedLoss
-    output: Callable[[list[Any]], Output]
+    output: Callable[[list[PyTree]], Output]
 
 
 class FewLayers(NamedTuple):
-    """A step with some of its layers.
-
-    Attributes:
-        gradient: computes the gradients of the leaves that are left.
-        leaves: their positions among the leaves of the whole model.
-        layers: the layers that stand for others.
-    """
+    """A step with some of its layers, which stand for others; `leaves` are positions among those of the whole model."""
 
     gradient: DeviceGradient
     leaves: tuple[int, ...]
     layers: tuple[RepeatedLayer, ...]
 
 
-def trace_loss(gradient: DeviceGradient, args: Any) -> LossTrace:
+def trace_loss(gradient: DeviceGradient, args: LossArgs) -> LossTrace:
     """Traces the loss of one device.
 
     Args:
         gradient: of the step.
-        args: avals of global arrays: (parameter leaves, model state, batch, key).
+        args: avals of global arrays.
     """
-    config, layout = gradient.config, gradient.layout
-    replicated: Any = jax.sharding.PartitionSpec()
-    specs = leaf_specs(config, layout.leaves, config.stage.shards_params)
-    found: list[LossTrace] = []
 
-    def find(shards: Any, model_state: PyTree, batch: PyTree, key: Array) -> Any:
-        batch = cast_batch(config.precision, batch)
-        shards = layout.for_compute(shards)
-        parts, _, output = gradient.parts_of_loss(shards, gradient.fold(model_state, 0), batch, key)
-        found.append(LossTrace(parts.traced, output))
-        return jnp.int32(0)
+    def trace(args: LossArgs) -> LossTrace:
+        parts, _, output = gradient.parts_of_loss(gradient.with_own_keys(gradient.cast(args)))
+        return LossTrace(parts.traced, output)
 
-    in_specs = specs, replicated, batch_specs(config.axes, args[2]), replicated
-    jax.eval_shape(shard_map_over_data(config, find, in_specs, replicated), *args)
-    return found[0]
+    return on_device(gradient, trace, args)
 
 
 def few_layers(gradient: DeviceGradient, trace: LossTrace, num_ends: tuple[int, int]) -> FewLayers | None:
-    """Returns the step without layers that equal others, or None if there are none.
+    """The step without layers that equal others, or None if there are none.
 
-    Args:
-        gradient: of the step.
-        trace: of its loss.
-        num_ends: the number of first layers of a kind that stay, and the number of last layers. Each should have as
-            many neighbors of its kind as are fetched at a time.
+    `num_ends` are the numbers of first and of last layers of a kind that stay. Each should have as many neighbors of
+    its kind as are fetched at a time.
     """
     # Find what can be left out, and what stands for it.
     num_first, num_last = num_ends
@@ -113,7 +89,7 @@ def few_layers(gradient: DeviceGradient, trace: LossTrace, num_ends: tuple[int, 
         return None
     # Keep the leaves of the others.
     gone = {i for k in replaced for i in traced.segments[k].leaves}
-    leaves = tuple(i for i in range(traced.num_leaves) if i not in gone)
+    leaves = tuple(i for i in range(len(traced.unit_of)) if i not in gone)
     trainable = [i for i in leaves if gradient.trainable[i]]
     position = {leaf: k for k, leaf in enumerate(trainable)}
     layers = tuple(
@@ -128,12 +104,12 @@ def few_layers(gradient: DeviceGradient, trace: LossTrace, num_ends: tuple[int, 
     return FewLayers(dataclasses.replace(gradient, layout=layout, loss=loss), leaves, layers)
 
 
-def _loss_of_few(trace: LossTrace, leaves: Sequence[int], replaced: dict[int, dict[Var, Var]]) -> Any:
+def _loss_of_few(trace: LossTrace, leaves: Sequence[int], replaced: dict[int, dict[Var, Var]]) -> Callable[..., Output]:
     """The loss as a function of the leaves that are left. `replaced`: see `_replacements`."""
     traced = trace.traced
     jaxpr = traced.closed.jaxpr
 
-    def loss(params: PyTree, model_state: PyTree, batch: PyTree, key: Array) -> Output:
+    def loss(params: PyTree, model_state: PyTree, batch: PyTree, key: PRNGKey) -> Output:
         scope = dict(zip(jaxpr.constvars, traced.closed.consts, strict=True))
         scope.update(zip(traced.data_vars, jax.tree.leaves((model_state, batch, key)), strict=True))
         scope.update(zip([traced.leaf_vars[i] for i in leaves], params, strict=True))
@@ -141,7 +117,7 @@ def _loss_of_few(trace: LossTrace, leaves: Sequence[int], replaced: dict[int, di
             if k in replaced:
                 scope.update({output: scope[v] for output, v in replaced[k].items()})
                 continue
-            with jax.named_scope(segment_name(k)):
+            with jax.named_scope(f"zerojax_segment_{k}_"):
                 reads = [v for e in segment.equations for v in jaxprs.variables(e)]
                 traced.bind_weights([v for v in reads if v in traced.weights], scope)
                 _evaluate(segment.equations, scope)
@@ -150,7 +126,7 @@ def _loss_of_few(trace: LossTrace, leaves: Sequence[int], replaced: dict[int, di
     return loss
 
 
-def _evaluate(equations: Sequence[Equation], scope: dict[Var, Any]) -> None:
+def _evaluate(equations: Sequence[Equation], scope: dict[Var, PyTree]) -> None:
     """Runs equations in order, and those of nested jits in their place, so that each has the name of its segment."""
     for equation in equations:
         if not jaxprs.is_call(equation):
@@ -163,7 +139,7 @@ def _evaluate(equations: Sequence[Equation], scope: dict[Var, Any]) -> None:
         scope.update(zip(equation.outvars, _outputs(inner, inside), strict=True))
 
 
-def _outputs(jaxpr: Jaxpr, scope: dict[Var, Any]) -> list[Any]:
+def _outputs(jaxpr: Jaxpr, scope: dict[Var, PyTree]) -> list[PyTree]:
     """The outputs of a jaxpr whose equations have run."""
     return [scope[a] if jaxprs.is_var(a) else jnp.asarray(a.val, a.aval.dtype) for a in jaxpr.outvars]
 
@@ -261,9 +237,6 @@ class _Texts:
         return "function" if callable(value) and not isinstance(value, type) else str(value)
 
 
-_SEGMENT = re.compile(r"zerojax_segment_(\d+)_")
-
-
 class RepeatedLayer(NamedTuple):
     """A layer of a trace that stands for others, which the trace does not have.
 
@@ -280,42 +253,16 @@ class RepeatedLayer(NamedTuple):
     gradients: tuple[int, ...]
 
 
-def segment_name(number: int) -> str:
-    """The name scope in which the equations of a segment of the loss are traced."""
-    return f"zerojax_segment_{number}_"
-
-
 def peak_of_all_layers(
-    jaxpr: Jaxpr, gradients: Sequence[int], layers: Sequence[RepeatedLayer], space: Any = jax.memory.Space.Device
-) -> Peak:
-    """Returns the peak memory of a step with all layers, without its inputs.
-
-    Args:
-        jaxpr: the jaxpr of the step with some of the layers.
-        gradients: the positions of the outputs that are gradients.
-        layers: the layers that stand for others.
-        space: the memory space that is counted.
+    jaxpr: Jaxpr, gradients: Iterable[int], layers: Sequence[RepeatedLayer], space: Space
+) -> Counter[str]:
+    """As `liveness.peak`, of a step with all layers, of which the jaxpr has some.
 
     Raises:
         ValueError: if the layers are not found in the jaxpr, or do not run one after the other.
     """
     flat = flattened(jaxpr, space)
-    kinds = {v: GRADIENTS for i in gradients if (v := flat.outputs[i]) is not None}
-    return _RepeatedLifetimes(flat, space, [], kinds, layers).peak()
-
-
-class _Others(NamedTuple):
-    """What the layers that are not in the trace hold: from position `forward` on, and from position `backward` on."""
-
-    forward: int
-    backward: int
-    saved: Counter[str]
-    gradients: Counter[str]
-
-    def held(self, k: int) -> Counter[str]:
-        if k < self.forward:
-            return Counter()
-        return self.saved if k < self.backward else self.gradients
+    return _RepeatedLifetimes(flat, space, [], gradient_kinds(flat, gradients), layers).peak()
 
 
 class _RepeatedLifetimes(Lifetimes):
@@ -324,17 +271,16 @@ class _RepeatedLifetimes(Lifetimes):
     def __init__(
         self,
         flat: FlatJaxpr,
-        space: Any,
+        space: Space,
         owned: Iterable[Value],
         kinds: dict[Value, str],
         layers: Sequence[RepeatedLayer],
     ):
         super().__init__(flat, space, owned, kinds)
         self.layers, self.accumulators = layers, list[Value]()
-        tagged = [segment_of(operation.equation, -1) for operation in flat.operations]
+        tagged = [_segment_of(operation.equation) for operation in flat.operations]
         self.end = max((k for k, segment in enumerate(tagged) if segment >= 0), default=0)
-        # An operation without a name belongs to the segment of the operation before it.
-        self.segments = list(itertools.accumulate(tagged, lambda last, own: own if own >= 0 else last))
+        self.segments = segments_of(flat)
 
     def moments(self) -> Iterator[tuple[int, Counter[str]]]:
         looped = [k for k, operation in enumerate(self.flat.operations) if _loops_over_segments(operation)]
@@ -342,16 +288,12 @@ class _RepeatedLifetimes(Lifetimes):
             others = [self._after_loop(looped[-1], layer) for layer in self.layers]
         else:
             others = [self._in_passes(layer) for layer in self.layers]
-        accumulated = sum(
-            layer.others * self.accumulators[i].num_bytes
-            for layer in self.layers
-            for i in layer.gradients
-            if self.accumulators
-        )
+        repeated = [(layer.others, i) for layer in self.layers for i in layer.gradients if self.accumulators]
+        accumulated = sum(num_others * self.accumulators[i].num_bytes for num_others, i in repeated)
         for k, during in super().moments():
             during[GRADIENTS] += accumulated
-            for each in others:
-                during.update(each.held(k))
+            for held in others:
+                during.update(held(k))
             yield k, during
 
     def _body(self, loop: Operation, flat: FlatJaxpr) -> Lifetimes:
@@ -364,13 +306,14 @@ class _RepeatedLifetimes(Lifetimes):
         repeated.accumulators = owned  # the gradients come first in the carry of a loop over microbatches
         return repeated
 
-    def _after_loop(self, k: int, layer: RepeatedLayer) -> _Others:
-        results = self.flat.operations[k].results
-        num_bytes = layer.others * sum(results[i].num_bytes for i in layer.gradients)
-        return _Others(k + 1, k + 1, Counter(), Counter({GRADIENTS: num_bytes}))
+    def _after_loop(self, loop: int, layer: RepeatedLayer) -> Callable[[int], Counter[str]]:
+        """What the other layers hold at a position, in a body with a loop over microbatches."""
+        results = self.flat.operations[loop].results
+        gradients = Counter({GRADIENTS: layer.others * sum(results[i].num_bytes for i in layer.gradients)})
+        return lambda k: gradients if k > loop else Counter()
 
-    def _in_passes(self, layer: RepeatedLayer) -> _Others:
-        """What the other layers hold in a body with a forward and a backward pass."""
+    def _in_passes(self, layer: RepeatedLayer) -> Callable[[int], Counter[str]]:
+        """What the other layers hold at a position, in a body with a forward and a backward pass."""
         turn = self._first(max(self.segments), 0)
         forward = self._first(layer.later, 0)
         backward = self._first(layer.segment, self._first(layer.later, turn))
@@ -383,24 +326,30 @@ class _RepeatedLifetimes(Lifetimes):
             # layer converts them as most layers do.
             if segment == layer.later and k >= turn and self.last[value] > self.end:
                 gradients[self._kind(value)] += layer.others * value.num_bytes
-        return _Others(forward, backward, saved, gradients)
+        return lambda k: Counter() if k < forward else saved if k < backward else gradients
 
     def _first(self, segment: int, start: int) -> int:
-        for k in range(start, len(self.segments)):
-            if self.segments[k] == segment:
-                return k
-        raise ValueError(f"liveness: segment {segment} of the loss does not run where it is expected")
+        """The first operation of a segment from a position on."""
+        if segment not in self.segments[start:]:
+            raise ValueError(f"liveness: segment {segment} of the loss does not run where it is expected")
+        return self.segments.index(segment, start)
 
 
-def segment_of(equation: Equation, default: int) -> int:
-    """The number of the segment in whose name scope an equation was traced, or `default` for all others."""
-    found = _SEGMENT.search(str(equation.source_info.name_stack))
-    return int(found.group(1)) if found else default
+def _segment_of(equation: Equation) -> int:
+    """The number of the segment in whose name scope an equation was traced, or -1 for all others."""
+    found = re.search(r"zerojax_segment_(\d+)_", str(equation.source_info.name_stack))
+    return int(found.group(1)) if found else -1
+
+
+def segments_of(flat: FlatJaxpr) -> list[int]:
+    """The segment of each operation; one without a name belongs to that of the operation before it."""
+    tagged = (_segment_of(operation.equation) for operation in flat.operations)
+    return list(itertools.accumulate(tagged, lambda last, own: own if own >= 0 else last))
 
 
 def _loops_over_segments(operation: Operation) -> bool:
     """Whether an operation is a loop whose body has several segments."""
-    if operation.name != "scan" or segment_of(operation.equation, -1) >= 0:
+    if operation.name != "scan" or _segment_of(operation.equation) >= 0:
         return False
     body = jaxprs.scan_params(operation.equation).body
-    return len({segment_of(e, -1) for e in body.jaxpr.eqns} - {-1}) > 1
+    return len({_segment_of(e) for e in body.jaxpr.eqns} - {-1}) > 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -10,15 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from zerojax.analysis.hardware import Chip, Cluster, Route
-from zerojax.analysis.jaxpr_counts import COLLECTIVES, Operation, Product, flattened, products, walk
+from zerojax.analysis.jaxpr_counts import COLLECTIVES, Operation, flattened, products, walk
 from zerojax.analysis.liveness import ACTIVATIONS, Lifetimes
 from zerojax.analysis.memory import Memory
-from zerojax.offload.checks import DEFAULT_PINNED_GIB, PINNED_LIMIT, sufficient_limit_gib
-from zerojax.plan.few_layers import segment_of
-from zerojax.plan.job import Settings, can_fuse, widest_head
-from zerojax.plan.transformer import Transformer
+from zerojax.offload.host_memory import DEFAULT_PINNED_GIB, PINNED_LIMIT, sufficient_limit_gib
+from zerojax.plan.few_layers import segments_of
+from zerojax.plan.job import Settings
+from zerojax.plan.transformer import Transformer, can_fuse, widest_head
 from zerojax.program import jaxprs
-from zerojax.program.jaxprs import Equation, Jaxpr
+from zerojax.program.jaxprs import Jaxpr
 from zerojax.program.segmentation import TracedLoss
 from zerojax.sharding.advice import uneven_text
 from zerojax.sharding.placement import Leaf
@@ -47,12 +46,12 @@ class FormulaTime(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step: of its computation, of the links or of the copies of weights, whichever takes longest, and
-        of an offloaded update."""
+        """Seconds of the computation, of the links or of the copies of weights, whichever takes longest, and of an
+        offloaded update.
+        """
         return max(self.compute.total_s + self.exposed_s, self.link_s, self.stream_s) + self.host_s
 
     def data(self) -> dict[str, float]:
-        """Returns the seconds by name."""
         return self.compute._asdict() | {name: getattr(self, name) for name in self._fields if name != "compute"}
 
     @property
@@ -78,14 +77,7 @@ class Throughput(NamedTuple):
 
 
 def throughput(step_s: float, cluster: Cluster, num_tokens: int, flops: int | None) -> Throughput:
-    """Returns the throughput of a step.
-
-    Args:
-        step_s: seconds of the step.
-        cluster: the devices that it runs on.
-        num_tokens: tokens of all devices in a step.
-        flops: flops of all devices in a step, see `model_flops`; None if they are not known.
-    """
+    """The throughput of a step, from the tokens and the flops of all devices in it."""
     peak = cluster.num_devices * cluster.chip.flops.peak
     rate = num_tokens / step_s
     return Throughput(rate, rate / cluster.num_devices, None if flops is None else flops / step_s / peak)
@@ -123,7 +115,7 @@ def _widths(settings: Settings) -> tuple[int, int]:
 
 
 def link_seconds(cluster: Cluster, settings: Settings, parameters: int) -> float:
-    """Returns the seconds to send a stage's bytes, by formula: within a replica, and between replicas."""
+    """The seconds to send a stage's bytes, within a replica and between replicas."""
     within, between = sent_bytes(settings, parameters, cluster.num_devices)
     inside = shard_route(cluster, settings)
     seconds = within / inside.rate if inside else 0.0
@@ -133,7 +125,7 @@ def link_seconds(cluster: Cluster, settings: Settings, parameters: int) -> float
 
 
 def exposed_seconds(cluster: Cluster, settings: Settings, parameters: int) -> float:
-    """Returns the seconds for which a step waits for weights, by formula: without prefetch, for all that it gathers."""
+    """The seconds for which a step waits for weights: without prefetch, for all that it gathers."""
     route = shard_route(cluster, settings)
     if route is None or settings.stage < 3 or settings.prefetch:
         return 0.0
@@ -142,14 +134,9 @@ def exposed_seconds(cluster: Cluster, settings: Settings, parameters: int) -> fl
 
 def host_copies(settings: Settings, state_bytes: int, num_params: int) -> tuple[float, float]:
     """The bytes that a device copies from its host or to it, in the direction with more of them: (beside the forward
-    and the backward pass, in the update).
+    and the backward pass, in the update), from the bytes of its state there and the number of its parameters there.
 
     Weights come for the forward and for the backward pass. Of several microbatches, the sums of gradients come too.
-
-    Args:
-        settings: the options of the step.
-        state_bytes: of the state in host memory, for each device.
-        num_params: the parameters that are in host memory, for each device.
     """
     k, (weight, reduced) = settings.num_microbatches, _widths(settings)
     gradient = jnp.dtype(Precision.of(settings.precision).sum_dtype).itemsize if k > 1 else reduced
@@ -159,9 +146,7 @@ def host_copies(settings: Settings, state_bytes: int, num_params: int) -> tuple[
 
 
 _READS_PARTS = frozenset(["dynamic_slice", "gather", "slice"])  # they read only as much as they return
-_WRITES = frozenset(
-    ["dynamic_update_slice", "scatter", "scatter-add"]
-)  # they write only as much as the operand with the updates has
+_WRITES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2}  # they write as much as this operand has
 
 
 class ComputeTime(NamedTuple):
@@ -182,22 +167,15 @@ class ComputeTime(NamedTuple):
 def compute_time(jaxpr: Jaxpr, chip: Chip, times: Mapping[int, int]) -> ComputeTime:
     """Estimates the time of a traced program on one device.
 
-    Args:
-        jaxpr: the jaxpr.
-        chip: the chip.
-        times: how often each segment runs for each time that the jaxpr has it, by its number; 1 if it is missing.
+    A segment runs `times[segment]` times for each time that the jaxpr has it; once if it is missing.
     """
     flat = flattened(jaxpr)
     lifetimes = Lifetimes(flat, jax.memory.Space.Device, [], {})
     stored: dict[int, int] = {}
     for value, k in lifetimes.born.items():
         stored[k] = stored.get(k, 0) + value.num_bytes
-    segments = itertools.accumulate(
-        (segment_of(operation.equation, -1) for operation in flat.operations),
-        lambda last, own: own if own >= 0 else last,
-    )
     total = ComputeTime()
-    for k, (operation, segment) in enumerate(zip(flat.operations, segments, strict=True)):
+    for k, (operation, segment) in enumerate(zip(flat.operations, segments_of(flat), strict=True)):
         if operation.name in ("scan", "while", "cond"):
             inner = [compute_time(j, chip, times) for j in jaxprs.sub_jaxprs(operation.equation)]
             trips = jaxprs.scan_params(operation.equation).length if operation.name == "scan" else 1
@@ -214,10 +192,9 @@ def _time(operation: Operation, written: int, lifetimes: Lifetimes, chip: Chip) 
     if operation.name in _READS_PARTS:
         num_bytes = 2 * written
     elif operation.name in _WRITES:
-        updates = operation.reads[1 if operation.name == "dynamic_update_slice" else 2]
-        num_bytes = 2 * (updates.num_bytes if updates is not None else 0)
+        num_bytes = 2 * operation.reads[_WRITES[operation.name]].num_bytes
     else:
-        bases = {base for v in operation.reads if v is not None for base in lifetimes.bases[v]}
+        bases = {base for v in operation.reads for base in lifetimes.bases[v]}
         num_bytes = written + sum(base.num_bytes for base in bases)
     memory_s = num_bytes / chip.memory_rate.effective
     products_s = sum(product.seconds(chip) for product in products([operation.equation]))
@@ -234,16 +211,15 @@ _NOT_SURE = "the memory by formula is not sure: "
 
 
 def notes(traced: TracedLoss, memory: Memory, cluster: Cluster, settings: Settings) -> tuple[str, ...]:
-    """Returns the notes about a loss, traced on one device's rows, and about the memory of its step on a cluster."""
+    """The notes about a loss, traced on one device's rows, and about the memory of its step on a cluster."""
     chip = cluster.chip
-    found = [(unit, product) for unit, equations in _by_unit(traced) for product in products(equations)]
-    wide = _wide_products(found, chip, settings)
+    wide = _wide_products(traced, chip, settings)
     reasons = [*_reasons(traced.closed.jaxpr, chip, settings), *_order(memory)]
     return (*wide, *_pinned(memory, cluster), *(_NOT_SURE + reason for reason in reasons))
 
 
 def notes_of_shapes(shapes: Transformer, chip: Chip) -> Iterator[str]:
-    """Yields what a plan does not follow of a described model, and whether its attention is fused on a chip."""
+    """What a plan does not follow of a described model, and whether its attention is fused on a chip."""
     yield from shapes.notes
     if chip.platform == "tpu":
         yield "attention is planned in blocks of queries; a kernel such as splash attention takes less time"
@@ -255,34 +231,30 @@ def notes_of_shapes(shapes: Transformer, chip: Chip) -> Iterator[str]:
 
 
 def notes_of_shards(leaves: Sequence[Leaf], config: ZeroConfig) -> Iterator[str]:
-    """Yields what the number of devices costs, if it divides few dims of the model."""
+    """What the number of devices costs, if it divides few dims of the model."""
     text = uneven_text(leaves, config.axes)
     if text and config.stage.shards_optimizer:
         lines = text.removeprefix("placement: ").splitlines()
         yield ". ".join(line.strip().removeprefix("got:").removeprefix("fix:").strip() for line in lines)
 
 
-def _by_unit(traced: TracedLoss) -> Iterator[tuple[str, Sequence[Equation]]]:
-    for segment in traced.segments:
-        yield traced.unit_of[segment.leaves[0]] if segment.leaves else "", segment.equations
-
-
-def _wide_products(found: list[tuple[str, Product]], chip: Chip, settings: Settings) -> Iterator[str]:
+def _wide_products(traced: TracedLoss, chip: Chip, settings: Settings) -> Iterator[str]:
+    """Says which products in fp32 cost most of the time, if the precision is narrower."""
     if jnp.dtype(Precision.of(settings.precision).compute_dtype).itemsize >= 4:
         return
-    total, seconds, units = 0.0, dict[str, float](), dict[str, list[str]]()
-    for unit, product in found:
-        total += product.seconds(chip)
-        if product.dtype == "float32":
-            seconds[product.text] = seconds.get(product.text, 0.0) + product.seconds(chip)
-            units.setdefault(product.text, []).append(unit)
+    total, seconds, units = 0.0, dict[str, float](), dict[str, dict[str, None]]()
+    for segment in traced.segments:
+        for product in products(segment.equations):
+            total += product.seconds(chip)
+            if product.dtype == "float32":
+                seconds[product.text] = seconds.get(product.text, 0.0) + product.seconds(chip)
+                units.setdefault(product.text, {})[traced.unit(segment)] = None
     wide = sum(seconds.values())
     if not seconds or wide < _WIDE_SHARE * total:
         return
     text = max(seconds, key=seconds.__getitem__)
-    places = list(dict.fromkeys(units[text]))
-    where = f" in {places[0]!r}" if places[0] else ""
-    where += f" and {len(places) - 1} other units" if len(places) > 1 else ""
+    first, *others = units[text]
+    where = f" in {first!r}" * bool(first) + f" and {len(others)} other units" * bool(others)
     yield (
         f"matrix products in fp32 take {wide / total:.0%} of the time of all products, although the"
         f" precision is {settings.precision!r}. {seconds[text] / total:.0%}: {text}{where}. If the model has a dtype of"

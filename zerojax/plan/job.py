@@ -1,13 +1,14 @@
-"""What is planned: a job, such as that of a preset, the settings of its step, and changes of them that help."""
+"""What is planned: a job, of a preset, of a model of Hugging Face or of the user, and the settings of its step."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
+import json
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,10 @@ import optax
 from flax import nnx
 
 from zerojax.analysis.hardware import Chip
-from zerojax.contrib.low_bit.moments import low_bit_moments
-from zerojax.contrib.low_bit.parameters import stochastic_rounding
+from zerojax.contrib.low_bit import low_bit_moments, stochastic_rounding
 from zerojax.plan import transformer
-from zerojax.plan.transformer import LanguageModel, Transformer, ViT, blockwise_attention
-from zerojax.utils.typing import Array
+from zerojax.plan.transformer import Transformer
+from zerojax.utils.typing import Array, PyTree
 
 
 class Job(NamedTuple):
@@ -35,10 +35,10 @@ class Job(NamedTuple):
         options: further options of `Zero`, such as `axis_names`.
     """
 
-    create_model: Callable[..., Any]
+    create_model: Callable[..., PyTree]
     tx: optax.GradientTransformation
-    loss_fn: Callable[..., Any]
-    batch: Callable[[int], Any]
+    loss_fn: Callable[..., PyTree]
+    batch: Callable[[int], PyTree]
     rows: int = 1
     tokens: int = 1
     options: Mapping[str, Any] = MappingProxyType({})
@@ -100,6 +100,7 @@ class Settings:
 
 
 DEFAULT_SETTINGS = Settings()
+REMATS = ("none", "dots", "full", "offload")  # from the most memory to the least
 
 
 def _gpt(layers: int, width: int, heads: int, rows: int, seq: int = 1024) -> Transformer:
@@ -132,17 +133,11 @@ PRESETS = {name: dataclasses.replace(shapes, name=name) for name, shapes in _SHA
 
 
 def job_of(config: Transformer, attention: Callable[..., Array] | None = None) -> Job:
-    """Returns the job of a preset, with AdamW.
-
-    Args:
-        config: the shapes of the model.
-        attention: one of `zerojax.plan.transformer`; by default `blockwise_attention`, which runs everywhere.
-    """
-    attend = attention or blockwise_attention
-    create = lambda rngs: (ViT if config.patch else LanguageModel)(config, attend, rngs)
-    return Job(
-        create, optax.adamw(1e-4), lambda model, batch: model.loss(batch), _batch(config), config.rows, config.seq
-    )
+    """The job of a preset, with AdamW; by default with `blockwise_attention`, which runs everywhere."""
+    attend = attention or transformer.blockwise_attention
+    create = lambda rngs: (transformer.ViT if config.patch else transformer.LanguageModel)(config, attend, rngs)
+    loss = lambda model, batch: model.loss(batch)
+    return Job(create, optax.adamw(1e-4), loss, _batch(config), config.rows, config.seq)
 
 
 def num_parameters(config: Transformer) -> int:
@@ -167,20 +162,17 @@ def shapes_of(what: str | Transformer) -> Transformer | None:
 
 
 def find_job(what: str | Transformer, chip: Chip | None = None, compiled: bool = False) -> Job:
-    """Returns the job of a preset, of a described model, or of the user's function.
+    """The job of a preset, of a described model, or of the user's function.
 
-    Args:
-        what: as in `plan`.
-        chip: the chip of the target. Programs for GPUs use fused attention, if it takes the heads of the model.
-        compiled: whether the job will be compiled. If not, it can only be traced, which needs no package of the
-            platform.
+    On GPUs, if these are the `chip`, attention is fused if it takes the heads of the model. A job that will not be
+    `compiled` can only be traced, which needs no package of the platform.
 
     Raises:
         ValueError: if there is no such preset or function, or if the function does not return a `Job`.
     """
     if (shapes := shapes_of(what)) is not None:
         fused = transformer.cudnn_attention if compiled else transformer.cudnn_attention_for_tracing
-        return job_of(shapes, fused if chip and can_fuse(shapes, chip) else None)
+        return job_of(shapes, fused if chip and transformer.can_fuse(shapes, chip) else None)
     assert isinstance(what, str)
     module, colon, name = what.partition(":")
     if not colon:
@@ -200,72 +192,188 @@ def find_job(what: str | Transformer, chip: Chip | None = None, compiled: bool =
     return found
 
 
-def can_fuse(shapes: Transformer, chip: Chip) -> bool:
-    """Whether the attention of a model can be a fused kernel on a chip."""
-    head_dim = shapes.width_of_head
-    return (
-        chip.platform == "cuda"
-        and not shapes.caps_scores
-        and head_dim <= widest_head(chip)
-        and head_dim % transformer.FUSED_HEAD_MULTIPLE == 0
-    )
+# Models of Hugging Face.
+
+_DEFAULT_SEQ = 8192  # tokens in a row, if the model has as many positions
+_LARGEST = 2**31 - 1  # of any number in a config; it keeps products of two within 64 bits
+_GELU = frozenset(["gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"])
+_SILU = frozenset(["silu", "swish"])
 
 
-def widest_head(chip: Chip) -> int:
-    """The width of the widest heads that fused attention takes on a chip."""
-    return transformer.widest_fused_head((8, 0) if chip.name == "a100" else (9, 0))
+def from_hugging_face(path: str | Path, seq: int | None = None) -> Transformer:
+    """Reads the config.json of a language model in the format of Hugging Face, for `zerojax.plan.plan`.
+
+    The model has the shapes and the number of parameters of the config. What the config says beyond that, and the plan
+    does not follow, is in its `notes`: sliding windows, for example, are planned as full attention.
+
+    Args:
+        path: a config.json, or the directory that has it.
+        seq: tokens in a row. The default is 8192, or the number of positions of the model if that is less.
+
+    Returns:
+        The shapes of the model.
+
+    Raises:
+        ValueError: if the file cannot be read, if its `model_type` is unknown, or if a value is missing or invalid.
+    """
+    path = Path(path)
+    config = _Config(path / "config.json" if path.is_dir() else path)
+    kind = config.values.get("model_type")
+    if not isinstance(kind, str) or kind not in HUGGING_FACE_FAMILIES:
+        fix = f"one of {', '.join(HUGGING_FACE_FAMILIES)}; zerojax plan --job takes any other model as code"
+        fix += "; or the text_config of this file, as a file of its own" * ("text_config" in config.values)
+        config.refuse(f"model_type {kind!r}", fix)
+    shapes = HUGGING_FACE_FAMILIES[kind](config)
+    name = config.path.absolute().parent.name if config.path.name == "config.json" else config.path.stem
+    shapes = transformer.with_seq(dataclasses.replace(shapes, name=f"{name} ({kind})"), seq)
+    return dataclasses.replace(shapes, notes=tuple(_notes(shapes, config)))
 
 
-REMATS = ("none", "dots", "full", "offload")  # from the most memory to the least
+class _Config:
+    """The values of a config.json, checked when they are read."""
 
-Change = tuple[str, Settings, int]
+    def __init__(self, path: Path):
+        self.path = path
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            fix = "a config.json of Hugging Face, or the directory that has it"
+            self.refuse(f"{type(error).__name__}: {error}", fix)
+        if not isinstance(values, dict):
+            self.refuse(f"a JSON {type(values).__name__}", "a config.json of Hugging Face, which is an object")
+        self.values: Mapping[str, object] = values
+
+    def refuse(self, got: str, fix: str) -> NoReturn:
+        raise ValueError(f"plan: cannot plan the model of {self.path}\n  got:      {got}\n  fix:      {fix}")
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """A positive whole number. Without a default it has to be there; null counts as missing."""
+        value = self.values.get(name)
+        if value is None and default is not None:
+            return default
+        if value is None:
+            self.refuse(f"no {name}", f"add {name!r} to the file")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _LARGEST:
+            self.refuse(f"{name} = {_short(value)}", f"a whole number from 1 to {_LARGEST}")
+        return value
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.values.get(name)
+        if not isinstance(value, bool | None):
+            self.refuse(f"{name} = {_short(value)}", "true or false")
+        return default if value is None else value
+
+    def uses_gelu(self, default: str) -> bool:
+        """Whether the activation is GELU, and not SiLU."""
+        value = self.values.get("hidden_activation") or self.values.get("hidden_act") or default
+        if not isinstance(value, str) or value not in _GELU | _SILU:
+            self.refuse(f"the activation {_short(value)}", f"one of {', '.join(sorted(_GELU | _SILU))}")
+        return value in _GELU
 
 
-def memory_reductions(settings: Settings, num_devices: int) -> Iterator[Change]:
-    """Yields what may save memory: (its text, the settings, the number of devices)."""
-    change = functools.partial(dataclasses.replace, settings)
-    if settings.stage < 3 and num_devices > 1:
-        yield "stage 3", change(stage=3), num_devices
-    for remat in REMATS[REMATS.index(settings.remat) + 1 :] if settings.remat in REMATS else ():
-        yield f"remat={remat!r}", change(remat=remat), num_devices
-    if settings.offload == "none":
-        offloaded = change(offload="optimizer")
-        yield "offload='optimizer' (its state in host memory)", offloaded, num_devices
-    if settings.offload != "params" and settings.replica == 1 and (settings.stage == 3 or num_devices == 1):
-        yield "offload='params' (all of the state in host memory)", change(offload="params"), num_devices
-    bits = settings.moment_bits or 8
-    if settings.moment_bits is None:
-        yield "zerojax.low_bit_moments(tx) (rounded to 8 bits)", change(moment_bits=bits), num_devices
-    if settings.precision == "bf16":
-        both = change(moment_bits=bits, precision="bf16_params")
-        yield f"precision='bf16_params' and {bits}-bit moments (no master copy)", both, num_devices
-    if settings.rows and settings.rows % 2 == 0:
-        twice = 2 * settings.num_microbatches
-        halved = change(rows=settings.rows // 2, num_microbatches=twice)
-        yield f"{twice} microbatches of {settings.rows // 2} rows", halved, num_devices
-    if settings.stage in (1, 2) and settings.bucket_bytes is None:
-        yield "bucket_bytes=2**28 (moves stacks in pieces)", change(bucket_bytes=2**28), num_devices
-    if settings.prefetch:
-        yield "prefetch=0 (each unit waits for its weights)", change(prefetch=0), num_devices
-    if settings.stage:
-        yield f"{4 * num_devices} devices", settings, 4 * num_devices
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
-def uses_of_free_memory(settings: Settings, num_devices: int) -> Iterator[Change]:
-    """Yields what may make a step faster that has free memory; see `memory_reductions`."""
-    change = functools.partial(dataclasses.replace, settings)
-    if settings.offload == "params":
-        yield "offload='optimizer' (no copies of weights)", change(offload="optimizer"), num_devices
-    if settings.offload != "none":
-        yield "offload='none' (no copies of the optimizer's state)", change(offload="none"), num_devices
-    for remat in REMATS[: REMATS.index(settings.remat)] if settings.remat in REMATS else ():
-        yield f"remat={remat!r} (less recomputation)", change(remat=remat), num_devices
-    if settings.rows:
-        yield (
-            f"{2 * settings.rows} rows (twice the work for the same communication)",
-            change(rows=2 * settings.rows),
-            num_devices,
-        )
-    if settings.stage and num_devices > 1:  # one device has all and sends nothing, at every stage
-        lower = settings.stage - 1
-        yield f"stage {lower}{' (less communication)' * (settings.stage == 3)}", change(stage=lower), num_devices
+def _biases(config: _Config) -> tuple[str, ...]:
+    return ("qkv", "out") * config.flag("attention_bias") + ("mlp",) * config.flag("mlp_bias")
+
+
+def _decoder(
+    config: _Config, *, kv_heads: int | None = None, head_dim: int | None = None, tied: bool = False, **fields: Any
+) -> Transformer:
+    """What Llama and its descendants have in common.
+
+    `kv_heads`, `head_dim` and `tied` are what transformers takes where the config does not say; None if it has to.
+    """
+    width, heads = config.count("hidden_size"), config.count("num_attention_heads")
+    kv_heads, head_dim = config.count("num_key_value_heads", kv_heads), config.count("head_dim", head_dim)
+    if heads % kv_heads:
+        config.refuse(f"{heads} heads, {kv_heads} of keys and values", "a num_key_value_heads that divides the heads")
+    if head_dim % 2:
+        config.refuse(f"heads of width {head_dim}", "an even head_dim, which rotary positions need")
+    shapes = {
+        "layers": config.count("num_hidden_layers"),
+        "hidden": config.count("intermediate_size") if "hidden" not in fields else 0,
+        "vocab": config.count("vocab_size"),
+        "seq": min(_DEFAULT_SEQ, config.count("max_position_embeddings", _DEFAULT_SEQ)),
+        "tied": config.flag("tie_word_embeddings", tied),
+        "gelu": config.uses_gelu("silu"),
+    }
+    return Transformer(width=width, heads=heads, kv_heads=kv_heads, head_dim=head_dim, llama=True, **shapes | fields)
+
+
+def _even_heads(config: _Config) -> int:
+    """The width of a head where the config does not say it: an even division of the width."""
+    width, heads = config.count("hidden_size"), config.count("num_attention_heads")
+    if config.values.get("head_dim") is None and width % heads:
+        config.refuse(f"hidden_size {width}, {heads} heads", "a head_dim, or a hidden_size that the heads divide")
+    return max(1, width // heads)
+
+
+def _qwen3(config: _Config, **fields: Any) -> Transformer:
+    return _decoder(config, biases=_biases(config), norms_heads=True, **fields)
+
+
+def _qwen3_moe(config: _Config) -> Transformer:
+    dense = config.values.get("mlp_only_layers")
+    if config.count("decoder_sparse_step", 1) != 1 or dense:
+        config.refuse("layers with and without experts", "a model whose layers are all alike, or zerojax plan --job")
+    name = "num_experts" if config.values.get("num_experts") is not None else "num_local_experts"
+    return _qwen3(config, hidden=config.count("moe_intermediate_size"), **_experts(config, name))
+
+
+def _experts(config: _Config, name: str) -> dict[str, Any]:
+    experts, per_token = config.count(name), config.count("num_experts_per_tok")
+    if per_token > experts:
+        config.refuse(f"{per_token} of {experts} experts for each token", "at most as many as there are")
+    return {"experts": experts, "experts_per_token": per_token}
+
+
+def _gemma(config: _Config, **fields: Any) -> Transformer:
+    gelu = config.uses_gelu("gelu_pytorch_tanh")
+    return _decoder(config, tied=True, gelu=gelu, biases=_biases(config), **fields)
+
+
+def _gpt2(config: _Config) -> Transformer:
+    width, heads, positions = config.count("n_embd"), config.count("n_head"), config.count("n_positions")
+    if width % heads:
+        config.refuse(f"n_embd {width}, {heads} heads", "an n_embd that n_head divides")
+    hidden, tied = config.count("n_inner", 4 * width), config.flag("tie_word_embeddings", True)
+    sizes = config.count("n_layer"), width, heads, heads, hidden, config.count("vocab_size"), positions
+    return Transformer(*sizes, tied=tied, positions=positions)
+
+
+# By `model_type`.
+HUGGING_FACE_FAMILIES: Mapping[str, Callable[[_Config], Transformer]] = {
+    "llama": lambda config: _decoder(
+        config, kv_heads=config.count("num_attention_heads"), head_dim=_even_heads(config), biases=_biases(config)
+    ),
+    "mistral": lambda config: _decoder(config, head_dim=_even_heads(config)),
+    "mixtral": lambda config: _decoder(config, head_dim=_even_heads(config), **_experts(config, "num_local_experts")),
+    "qwen2": lambda config: _decoder(config, head_dim=_even_heads(config), biases=("qkv",)),
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "gemma": _gemma,
+    "gemma2": lambda config: _gemma(
+        config, norms_outputs=True, caps_scores=config.values.get("attn_logit_softcapping", 50.0) is not None
+    ),
+    "gemma3_text": lambda config: _gemma(config, norms_outputs=True, norms_heads=True),
+    "gpt2": _gpt2,
+}
+
+
+def _notes(shapes: Transformer, config: _Config) -> Iterator[str]:
+    """What a plan does not follow."""
+    uses_window = config.flag("use_sliding_window", not str(config.values["model_type"]).startswith("qwen"))
+    window = config.values.get("sliding_window")
+    if isinstance(window, int) and window < shapes.seq and uses_window:
+        yield f"attention in a window of {window:,} tokens is planned over all tokens before, which takes longer"
+    if shapes.caps_scores:
+        yield "soft caps are left out, but rule out fused attention: attention is planned in blocks of queries"
+    if shapes.experts:
+        yield f"each expert is planned for {transformer.EXPERT_CAPACITY} times an even share of the tokens"
+    most = config.values.get("max_position_embeddings")
+    if isinstance(most, int) and shapes.seq > most:
+        yield f"rows of {shapes.seq:,} tokens are longer than the {most:,} positions of the config"

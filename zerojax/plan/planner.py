@@ -1,40 +1,28 @@
-"""Predicts whether a step fits on a cluster, by formula or by compiling it, and suggests changes."""
+"""Predicts whether a step fits on a cluster, and its time, by formula or by compiling it."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from zerojax.analysis import hardware, targets
+from zerojax.analysis import hardware
 from zerojax.analysis.hardware import Cluster
 from zerojax.analysis.jaxpr_counts import model_flops
 from zerojax.analysis.memory import Memory
-from zerojax.plan.formula import (
-    ComputeTime,
-    FormulaTime,
-    Throughput,
-    exposed_seconds,
-    host_copies,
-    link_seconds,
-    notes,
-    notes_of_shapes,
-    notes_of_shards,
-    sent_bytes,
-    throughput,
-)
-from zerojax.plan.job import DEFAULT_SETTINGS, Settings, find_job, memory_reductions, shapes_of, uses_of_free_memory
+from zerojax.plan import formula
+from zerojax.plan.formula import ComputeTime, FormulaTime, Throughput
+from zerojax.plan.job import Settings, find_job, shapes_of
 from zerojax.plan.program import CompiledStep, compile_step
 from zerojax.plan.timeline import Prediction
 from zerojax.plan.tracing import Tracer, num_rows
 from zerojax.plan.transformer import Transformer
 from zerojax.sharding.placement import shard_bytes
-from zerojax.step.state import in_host
+from zerojax.step.state import TrainState, in_host
 
 # The share of a device's memory that a program may use, by platform or chip. GPUs: the share that JAX takes without
 # XLA_CLIENT_MEM_FRACTION (JAX's documentation, "GPU memory allocation", 2026-11). TPUs: what the compiler says that it
@@ -42,7 +30,6 @@ from zerojax.step.state import in_host
 MEMORY_SHARE = {
     "cuda": 0.75, "v4": 30.75 / 32, "v5e": 15.75 / 16, "v5p": 95.74 / 96, "v6e": 31.25 / 32, "cpu": 1.0
 }  # fmt: skip
-_MAX_GPU_SHARE = 0.95  # a guess: the driver and NCCL need some of the rest
 _HOST_SHARE = 0.8  # of a host's memory, which a program may pin; a guess: the rest is for the data and the system
 
 
@@ -119,7 +106,7 @@ class Plan:
     @property
     def held(self) -> dict[str, int]:
         """The bytes of a device at the moment of peak memory, by category."""
-        compiled = self.program.analysis.held if self.program else None
+        compiled = self.program.held if self.program else None
         return compiled or {term.name: term.num_bytes for term in self.memory.terms}
 
     @property
@@ -140,7 +127,7 @@ class Plan:
     @property
     def prediction(self) -> Prediction | None:
         """The time that the schedule of the compiled step takes; None without a program that could be analyzed."""
-        return self.program.analysis.prediction if self.program else None
+        return self.program.prediction if self.program else None
 
     @property
     def step_s(self) -> float:
@@ -155,24 +142,19 @@ class Plan:
     @property
     def throughput(self) -> Throughput:
         """Tokens per second and the utilization of the devices, from `step_s`."""
-        return throughput(self.step_s, self.cluster, self.tokens, self.flops)
+        return formula.throughput(self.step_s, self.cluster, self.tokens, self.flops)
 
     @property
     def sent_bytes(self) -> float:
         """The bytes that a device sends in a step, of the compiled step if there is one, else by formula."""
-        if self.program and self.program.analysis.collectives is not None:
-            return sum(row.sent_bytes for row in self.program.analysis.collectives)
-        return sum(sent_bytes(self.settings, self.parameters, self.cluster.num_devices))
+        if self.program and self.program.collectives is not None:
+            return sum(row.sent_bytes for row in self.program.collectives)
+        return sum(formula.sent_bytes(self.settings, self.parameters, self.cluster.num_devices))
 
-    def data(self) -> dict[str, Any]:
+    def data(self) -> dict[str, object]:
         """Returns the plan as JSON data. Bytes are per device."""
-        program, prediction, collectives = None, self.prediction, None
-        if self.program:
-            analysis = self.program.analysis
-            collectives = analysis.collectives and [row._asdict() for row in analysis.collectives]
-            program = self.program._asdict() | analysis._asdict()
-            for omitted in "analysis", "text", "prediction", "collectives":
-                del program[omitted]
+        compiled = self.program._asdict() if self.program else {}
+        collectives = self.program and self.program.collectives
         same = "what", "parameters", "fits", "peak_bytes", "limit_bytes", "host_bytes", "host_limit_bytes", "tokens"
         same += "step_s", "bound_by", "sent_bytes"
         return {name: getattr(self, name) for name in same} | {
@@ -182,13 +164,13 @@ class Plan:
             "level": "compiled" if self.program else "formula",
             "capacity_bytes": self.cluster.chip.memory_bytes,
             "held_bytes": self.held,
-            "collectives": collectives,
+            "collectives": collectives and [row._asdict() for row in collectives],
             "terms": [term._asdict() for term in self.memory.terms],
             "formula_peak_bytes": self.memory.peak_bytes,
-            "program": program,
+            "program": {name: compiled[name] for name in compiled if name not in _NOT_OF_PROGRAM} or None,
             "formula_s": self.time.data(),
-            "time_level": "compiled" if prediction else "formula",
-            "busy_s": prediction and dict(prediction.busy_s),
+            "time_level": "compiled" if self.prediction else "formula",
+            "busy_s": self.prediction and dict(self.prediction.busy_s),
             "tokens_per_s": self.throughput.tokens_per_s,
             "tokens_per_device_s": self.throughput.tokens_per_device_s,
             "mfu": self.throughput.model_flop_utilization,
@@ -197,55 +179,17 @@ class Plan:
         }
 
 
-def plan(
-    what: str | Transformer,
-    target: str | Cluster,
-    settings: Settings = DEFAULT_SETTINGS,
-    *,
-    compile: bool = False,
-    memory_share: float | None = None,
-    host_memory_bytes: int | None = None,
-    dump: Path | None = None,
-    suggest: bool = True,
-) -> Plan:
-    """Predicts whether a step fits on a cluster, and its time.
+_NOT_OF_PROGRAM = frozenset(["prediction", "collectives"])  # in a plan's data
 
-    Args:
-        what: a preset (`presets.PRESETS`), 'module:function' with a function that returns a `Job`, or the shapes of a
-            model, such as those of `from_hugging_face`.
-        target: the name of a cluster, as in `targets.devices`, or a cluster, which may have the rates that `calibrate`
-            measured: `cluster(name, calibration)`.
-        settings: the options of the step.
-        compile: whether to compile the step for the target. If not, neither a compiler nor an accelerator package is
-            needed.
-        memory_share: the share of a device's memory that a program may use, for which XLA schedules it too. The default
-            is `MEMORY_SHARE`.
-        host_memory_bytes: the host memory that a program may pin for each device. The default is 0.8 of the memory of a
-            host, divided by its devices.
-        dump: a folder to which the text of the compiled program is written.
-        suggest: whether to look for changes that save memory, or that use the free memory.
 
-    Returns:
-        A `Plan`. Its bytes are per device.
-
-    Raises:
-        ValueError: if a preset, function, target or setting is unknown, or if the rows cannot be divided.
-        RuntimeError: if the compiler of the target is not installed. The message says how to install it.
-
-    Cost: creates the model and traces its loss once, and traces the step without layers that equal others, once more
-        for each suggestion: some seconds in all. Compiling takes 10 to 60 s, and more for layers that are not scanned.
-    """
-    name = target.target if isinstance(target, Cluster) else target
-    devices = targets.devices(name) if compile else None  # before JAX looks for devices
-    planner = Planner(what, target, memory_share=memory_share, host_memory_bytes=host_memory_bytes)
-    return planner.plan(settings, devices, dump=dump, suggest=suggest)
+def used_share(memory: Plan | Suggestion, limits: Plan) -> float:
+    """The share of its limit that a step takes of the device's memory or of its host's, whichever is larger."""
+    return max(memory.peak_bytes / limits.limit_bytes, memory.host_bytes / limits.host_limit_bytes)
 
 
 class Planner:
-    """Plans the steps of one job on one cluster. All plans share their traces.
-
-    Args:
-        what, target, memory_share, host_memory_bytes: as in `plan`.
+    """Plans the steps of one job on one cluster. All plans share their traces. The arguments are those of
+    `search.plan`.
     """
 
     def __init__(
@@ -267,133 +211,84 @@ class Planner:
         self.host_limit_bytes = int(host_memory_bytes or _HOST_SHARE * chip.host_memory_bytes)
         self.tracer = Tracer(find_job(what, chip), chip.platform)
 
-    @functools.cached_property
-    def _plain(self) -> Tracer:
-        """Traces the job with attention whose products are in the trace."""
-        return Tracer(find_job(self.what)) if self.shapes else self.tracer
-
-    def with_rows(self, settings: Settings) -> Settings:
-        """The settings with the rows of the job, if they have none."""
-        return dataclasses.replace(settings, rows=settings.rows or self.tracer.job.rows)
-
-    def plan(
-        self,
-        settings: Settings,
-        devices: Sequence[Any] | None = None,
-        *,
-        dump: Path | None = None,
-        suggest: bool = True,
-    ) -> Plan:
-        """Returns the plan of one step, which is compiled for `devices` if they are given; see `plan`."""
+    def estimate(self, settings: Settings) -> Plan:
+        """The plan of one step by formula, without notes and suggestions."""
         if self.shapes and (settings.model or 1) > 1:
             raise ValueError(
                 f"plan: {self.name!r} cannot be divided over a model axis of {settings.model}\n"
                 f"  fix:      use --replica, or --job with a model that is annotated"
             )
-        # Trace the step, and compile it.
-        settings = self.with_rows(settings)
-        memory = self.memory(settings)
-        program = self._compiled(settings, devices, memory, dump) if devices is not None else None
-        loss = self.tracer.loss(settings, self.cluster.num_devices).traced
-        # Collect what there is to note.
-        zero = self.tracer.zero(settings, self.cluster.num_devices)
-        about_model = notes_of_shapes(self.shapes, self.cluster.chip) if self.shapes else ()
-        about_shards = notes_of_shards(self.tracer.state(zero, settings).layout.leaves, zero.config)
-        about_loss = notes(loss, memory, self.cluster, settings)
-        found = Plan(
+        job = self.tracer.job
+        settings = dataclasses.replace(settings, rows=settings.rows or job.rows)
+        leaves = self._state(settings).layout.leaves
+        return Plan(
             self.name,
             self.cluster,
             settings,
-            self.parameters(settings),
-            memory,
+            sum(leaf.size for leaf in leaves),
+            self.tracer.memory(settings, self.cluster.num_devices),
             self.limit_bytes,
             self.host_limit_bytes,
             self.formula_time(settings),
             self.num_tokens(settings),
             self.model_flops(settings),
-            program,
-            notes=(*about_model, *about_shards, *about_loss),
-            row_tokens=self.tracer.job.tokens,
+            row_tokens=job.tokens,
         )
-        suggestions = tuple(self._suggestions(found)) if suggest else ()
-        return dataclasses.replace(found, suggestions=suggestions)
 
-    def memory(self, settings: Settings, num_devices: int | None = None) -> Memory:
-        """The memory of a device by formula, on the cluster or on another number of its devices."""
-        return self.tracer.memory(settings, num_devices or self.cluster.num_devices)
+    def plan(
+        self,
+        settings: Settings,
+        devices: Sequence[object] | None = None,
+        dump: Path | None = None,
+    ) -> Plan:
+        """The plan of one step without suggestions, which is compiled for `devices` if they are given."""
+        found = self.estimate(settings)
+        settings, config = found.settings, self.tracer.zero(found.settings, self.cluster.num_devices).config
+        program = None if devices is None else self._compiled(found, devices, dump)
+        loss = self.tracer.loss(settings, self.cluster.num_devices).traced
+        about_model = formula.notes_of_shapes(self.shapes, self.cluster.chip) if self.shapes else ()
+        about_shards = formula.notes_of_shards(self._state(settings).layout.leaves, config)
+        about_loss = formula.notes(loss, found.memory, self.cluster, settings)
+        return dataclasses.replace(found, program=program, notes=(*about_model, *about_shards, *about_loss))
 
-    def compute_time(self, settings: Settings) -> ComputeTime:
-        """The time of the forward and the backward pass of a step, by formula; a `model` axis divides it."""
-        time = self.tracer.device_trace(settings, self.cluster.num_devices).compute_time(self.cluster.chip)
-        return ComputeTime().plus(time, 1 / (settings.model or 1))
+    def _state(self, settings: Settings) -> TrainState:
+        return self.tracer.state(self.tracer.zero(settings, self.cluster.num_devices), settings)
 
     def formula_time(self, settings: Settings) -> FormulaTime:
         """The time of a step by formula."""
-        links = self.cluster, settings, self.parameters(settings)
-        rate, memory = self.cluster.chip.host_rate.effective, self.memory(settings)
-        beside, update = host_copies(settings, memory.host_state_bytes, self._host_params(settings))
-        copies = update / rate, beside / rate
-        return FormulaTime(self.compute_time(settings), link_seconds(*links), *copies, exposed_seconds(*links))
-
-    def _host_params(self, settings: Settings) -> int:
-        """The parameters in host memory for each device, as stored."""
-        zero = self.tracer.zero(settings, self.cluster.num_devices)
-        state = self.tracer.state(zero, settings)
-        flags, params = jax.tree.leaves(in_host(zero.config, state).params), jax.tree.leaves(state.params)
-        return sum(shard_bytes(a, a.sharding) // a.dtype.itemsize for a in itertools.compress(params, flags))
-
-    def fits(self, peak_bytes: int, host_bytes: int) -> bool:
-        """Whether a step with this memory of a device and of its host is within both limits."""
-        return peak_bytes <= self.limit_bytes and host_bytes <= self.host_limit_bytes
-
-    def _speed(self, found: Plan, settings: Settings, num_devices: int) -> float | None:
-        """The rows per second of a device with other settings, relative to those of a plan."""
-        if num_devices != self.cluster.num_devices:
-            return None  # of TPUs, the shape of the slice would have to be known
-        return self.num_tokens(settings) / self.formula_time(settings).step_s * found.time.step_s / found.tokens
-
-    def parameters(self, settings: Settings) -> int:
-        """The number of parameters of the model."""
-        zero = self.tracer.zero(settings, self.cluster.num_devices)
-        return sum(leaf.size for leaf in self.tracer.state(zero, settings).layout.leaves)
+        num_devices, chip = self.cluster.num_devices, self.cluster.chip
+        state = self._state(settings)
+        # The forward and the backward pass, which a `model` axis divides.
+        compute = self.tracer.device_trace(settings, num_devices).compute_time(chip)
+        compute = ComputeTime().plus(compute, 1 / (settings.model or 1))
+        # Copies from the host and back.
+        flags = in_host(self.tracer.zero(settings, num_devices).config, state).params
+        params = itertools.compress(jax.tree.leaves(state.params), jax.tree.leaves(flags))
+        host_params = sum(shard_bytes(a, a.sharding) // a.dtype.itemsize for a in params)
+        host_state = self.tracer.memory(settings, num_devices).host_state_bytes
+        copies = formula.host_copies(settings, host_state, host_params)
+        beside, update = (num_bytes / chip.host_rate.effective for num_bytes in copies)
+        links = self.cluster, settings, sum(leaf.size for leaf in state.layout.leaves)
+        return FormulaTime(compute, formula.link_seconds(*links), update, beside, formula.exposed_seconds(*links))
 
     def model_flops(self, settings: Settings) -> int | None:
         """The flops of a step on all devices without recomputation, see `jaxpr_counts.model_flops`; None if unknown."""
-        loss = self._plain.loss(settings, self.cluster.num_devices).traced.closed.jaxpr
+        loss = self.tracer.loss(settings, self.cluster.num_devices).traced.closed.jaxpr
         num_parts = self.cluster.num_devices // (settings.model or 1) * settings.num_microbatches
         try:
             return model_flops(loss) * num_parts
         except ValueError:  # of a kernel
             return None
 
-    def _compiled(self, settings: Settings, devices: Sequence[Any], memory: Memory, dump: Path | None) -> CompiledStep:
+    def _compiled(self, found: Plan, devices: Sequence[object], dump: Path | None) -> CompiledStep:
         tracer = self.tracer
         if self.shapes:
             tracer = Tracer(find_job(self.what, self.cluster.chip, compiled=True), self.cluster.chip.platform)
-        compilable = tracer.step(settings, devices)
-        axes = dict(compilable.zero.config.mesh.shape)
-        return compile_step(compilable.step, self.cluster, axes, memory, self.limit_bytes, dump)
+        axes = dict(tracer.zero(found.settings, devices).config.mesh.shape)
+        step = tracer.step(found.settings, devices)
+        return compile_step(step, self.cluster, axes, found.memory, self.limit_bytes, dump)
 
     def num_tokens(self, settings: Settings) -> int:
         """The tokens of all devices in a step."""
         job, num_devices = self.tracer.job, self.cluster.num_devices // (settings.model or 1)
         return num_rows(job, settings, num_devices) * job.tokens
-
-    def _suggestions(self, found: Plan) -> Iterator[Suggestion]:
-        """Yields changes that save memory if the step does not fit, or changes that use the free memory if it does."""
-        chip = self.cluster.chip
-        if chip.platform == "cuda" and found.limit_bytes < found.peak_bytes <= _MAX_GPU_SHARE * chip.memory_bytes:
-            change = f"XLA_CLIENT_MEM_FRACTION={_MAX_GPU_SHARE} in the environment"
-            yield Suggestion(change, found.peak_bytes, found.fits_host, 1.0, found.host_bytes)
-        changes = memory_reductions if not found.fits else uses_of_free_memory
-        correction = max(0, found.peak_bytes - found.memory.peak_bytes)  # of the formula, if compiled
-        for text, settings, num_devices in changes(found.settings, self.cluster.num_devices):
-            if not self.tracer.can_store(settings, num_devices):
-                continue
-            memory = self.memory(settings, num_devices)
-            peak_bytes = memory.peak_bytes + correction
-            helps = peak_bytes < found.peak_bytes or (not found.fits_host and memory.host_bytes < found.host_bytes)
-            if found.fits or helps:
-                host_bytes, on_this = memory.host_bytes, num_devices == self.cluster.num_devices
-                fits, speed = self.fits(peak_bytes, host_bytes), self._speed(found, settings, num_devices)
-                yield Suggestion(text, peak_bytes, fits, speed, host_bytes, settings if on_this else None)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import re
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,21 +18,16 @@ import numpy as np
 
 from zerojax.analysis import hlo, hlo_collectives, hlo_costs
 from zerojax.analysis.hardware import Chip, Cluster
+from zerojax.analysis.hlo_collectives import Collective, MemoryStats, memory_stats
 from zerojax.analysis.memory import Memory
 from zerojax.plan import buffers, timeline
 from zerojax.plan.buffers import BufferAssignment
 
 
 class CollectiveSummary(NamedTuple):
-    """The collectives of a step with the same kind, axis and dtype.
+    """The collectives of a step with the same kind, axis and dtype: how many run, and the bytes that one device sends.
 
-    Attributes:
-        kind: 'all-gather', 'reduce-scatter', ...
-        axis: the names of the mesh axes that a group spans.
-        dtype: the dtype that is sent.
-        count: the number of runs in a step.
-        sent_bytes: the bytes that one device sends.
-        exposed_bytes: the part of `sent_bytes` that overlaps with no matrix product.
+    `exposed_bytes` are the part of `sent_bytes` that overlaps with no matrix product.
     """
 
     kind: str
@@ -42,38 +38,19 @@ class CollectiveSummary(NamedTuple):
     exposed_bytes: float
 
 
-class ProgramAnalysis(NamedTuple):
-    """The analysis of a compiled program. Fields are None if the text or the buffer assignment could not be read.
-
-    Attributes:
-        held: the bytes of a device at the moment of peak memory, by kind; see `held_by_kind`.
-        buffers_bytes: the largest sum of the full arrays of collectives that run at the same time.
-        copied_bytes: the bytes that loops copy in a step, of arrays of at least 1 MiB.
-        collectives: the collectives of a step.
-        prediction: the predicted time.
-        unread: why a field is None.
-    """
-
-    held: dict[str, int] | None = None
-    buffers_bytes: int | None = None
-    copied_bytes: int | None = None
-    collectives: tuple[CollectiveSummary, ...] | None = None
-    prediction: timeline.Prediction | None = None
-    unread: str | None = None
-
-
 class CompiledStep(NamedTuple):
-    """A compiled step. Bytes are per device.
+    """A compiled step. Bytes are per device. What the program or the buffer assignment did not show is None.
 
     Attributes:
         peak_bytes: arguments, temporaries, and results that are not aliased with an argument.
-        arguments_bytes: the size of the arguments.
         temporaries_bytes: the size of the temporaries, as allocated by the compiler's buffer assignment.
         aliased_bytes: the size of the arguments that a result overwrites.
         host_bytes: arguments and temporaries in pinned host memory.
         compile_s: seconds to compile on this machine.
-        analysis: the analysis of the program.
-        text: the text of the program; '' if the compiler ran out of memory.
+        held: the bytes at the moment of peak memory, by kind; see `held_by_kind`.
+        buffers_bytes: the largest sum of the full arrays of collectives that run at the same time.
+        copied_bytes: the bytes that loops copy in a step, of arrays of at least 1 MiB.
+        unread: why something is None.
     """
 
     peak_bytes: int
@@ -82,8 +59,12 @@ class CompiledStep(NamedTuple):
     aliased_bytes: int
     host_bytes: int
     compile_s: float
-    analysis: ProgramAnalysis
-    text: str
+    held: dict[str, int] | None = None
+    buffers_bytes: int | None = None
+    copied_bytes: int | None = None
+    collectives: tuple[CollectiveSummary, ...] | None = None
+    prediction: timeline.Prediction | None = None
+    unread: str | None = None
 
 
 _MIN_COPY_BYTES = 2**20  # smaller copies are of counters and events
@@ -97,12 +78,9 @@ def compile_step(
     limit_bytes: int,
     dump: Path | None = None,
 ) -> CompiledStep:
-    """Compiles a traced step for the devices of its mesh.
+    """Compiles a traced step for the devices of its mesh, whose axes have these names and sizes.
 
     Args:
-        traced: `step.trace(state, batch)`.
-        cluster: the cluster of these devices.
-        axes: names and sizes of the mesh axes.
         estimate: the memory by formula. If the compiler runs out of device memory, it has the sizes of the arguments
             and of what is in host memory.
         limit_bytes: the device memory that a program may use, see `scheduling_options`.
@@ -127,11 +105,12 @@ def compile_step(
             arguments_bytes = estimate.arguments_bytes
             temporaries = needed - arguments_bytes if "temporaries" not in str(error) else needed
             peak, seconds = arguments_bytes + temporaries, time.perf_counter() - start
-            failed = ProgramAnalysis(unread="the compiler gave up: " + str(error).splitlines()[0])
-            return CompiledStep(peak, arguments_bytes, temporaries, 0, estimate.host_bytes, seconds, failed, "")
+            unread = "the compiler gave up: " + str(error).splitlines()[0]
+            sizes = peak, arguments_bytes, temporaries, 0, estimate.host_bytes
+            return CompiledStep(*sizes, seconds, unread=unread)
         # Read what was compiled.
         seconds = time.perf_counter() - start
-        text, memory = program.as_text(), program.memory_analysis()
+        text, memory = program.as_text() or "", memory_stats(program)
         if dump:
             dump.mkdir(parents=True, exist_ok=True)
             (dump / "step.txt").write_text(text)
@@ -140,16 +119,9 @@ def compile_step(
         read_assignment = functools.cache(lambda: buffers.read_dump(Path(folder)))
         temporaries, host_temporaries = temporaries_bytes(memory, read_assignment)
         analysis = analyze(text, cluster, axes, memory, read_assignment)
-    return CompiledStep(
-        hlo_collectives.peak_bytes(memory, temporaries),
-        memory.argument_size_in_bytes,
-        temporaries,
-        memory.alias_size_in_bytes,
-        memory.host_argument_size_in_bytes + host_temporaries,
-        seconds,
-        analysis,
-        text,
-    )
+    peak, in_host = hlo_collectives.peak_bytes(memory, temporaries), memory.host_argument_size_in_bytes
+    sizes = peak, memory.argument_size_in_bytes, temporaries, memory.alias_size_in_bytes, in_host + host_temporaries
+    return CompiledStep(*sizes, seconds, **analysis)
 
 
 # XLA schedules a program for 95% of what its process may use beside the arguments. Of a GPU that is only described, it
@@ -160,17 +132,10 @@ _DEFAULT_SLOP = 95  # percent
 
 
 def scheduling_options(chip: Chip, arguments_bytes: int, limit_bytes: int) -> dict[str, int]:
-    """Returns the options with which XLA schedules for `limit_bytes` of a GPU, as in a process that may use them.
+    """The options with which XLA schedules for `limit_bytes` of a GPU, as in a process that may use them.
 
-    In a program that takes more, XLA overlaps less, and recomputes what it can.
-
-    Args:
-        chip: the device.
-        arguments_bytes: the arguments of the program in device memory.
-        limit_bytes: the device memory that a process may use.
-
-    Returns:
-        No options for TPUs, if `XLA_FLAGS` has a limit, or if the arguments leave nothing for temporaries.
+    In a program that takes more, XLA overlaps less, and recomputes what it can. There are no options for TPUs, if
+    `XLA_FLAGS` has a limit, or if the arguments leave nothing for temporaries.
     """
     described, wanted = int(_DESCRIBED_SHARE * chip.memory_bytes) - arguments_bytes, limit_bytes - arguments_bytes
     if chip.platform != "cuda" or min(described, wanted) <= 0 or _SLOP in os.environ.get("XLA_FLAGS", ""):
@@ -179,61 +144,53 @@ def scheduling_options(chip: Chip, arguments_bytes: int, limit_bytes: int) -> di
 
 
 def compile_with_dump(
-    traced: jax.stages.Traced, platform: str, folder: Path, options: Mapping[str, Any] | None = None
-) -> Any:
+    traced: jax.stages.Traced, platform: str, folder: Path, options: Mapping[str, int] | None = None
+) -> jax.stages.Compiled:
     """Compiles a traced function with options, and lets the compiler write its buffer assignment to a folder."""
-    options = {**(options or {}), "xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
-    return traced.lower(lowering_platforms=(platform,)).compile(compiler_options=options)
+    dump: dict[str, Any] = {**(options or {}), "xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+    return traced.lower(lowering_platforms=(platform,)).compile(compiler_options=dump)
 
 
-def temporaries_bytes(memory: Any, read_assignment: Callable[[], BufferAssignment]) -> tuple[int, int]:
-    """Returns the bytes of a program's temporaries on the device and in host memory: as allocated, or those of its
-    memory analysis if no buffer assignment can be read. `analyze` has the reason then.
+def temporaries_bytes(memory: MemoryStats, read_assignment: Callable[[], BufferAssignment]) -> tuple[int, int]:
+    """The bytes of a program's temporaries on the device and in host memory, as allocated.
 
-    Args:
-        memory: the result of `memory_analysis()`. For TPUs it is more than the compiler allocates.
-        read_assignment: returns the buffer assignment.
+    They are those of its memory analysis, which for TPUs is more, if no buffer assignment can be read.
     """
-    try:
+    allocated = allocated_in_host = 0
+    with contextlib.suppress(ValueError):  # `analyze` has the reason
         assignment = read_assignment()
-    except ValueError:
-        return memory.temp_size_in_bytes, memory.host_temp_size_in_bytes
-    return (
-        assignment.allocated_bytes or memory.temp_size_in_bytes,
-        assignment.host_bytes or memory.host_temp_size_in_bytes,
-    )
+        allocated, allocated_in_host = assignment.allocated_bytes, assignment.host_bytes
+    return allocated or memory.temp_size_in_bytes, allocated_in_host or memory.host_temp_size_in_bytes
 
 
 def analyze(
-    text: str, cluster: Cluster, axes: dict[str, int], memory: Any, read_assignment: Callable[[], BufferAssignment]
-) -> ProgramAnalysis:
-    """Analyzes a compiled program for a cluster.
-
-    Args:
-        text: the text of the program.
-        cluster, axes: as in `compile_step`.
-        memory: the result of its `memory_analysis()`.
-        read_assignment: returns its buffer assignment.
-    """
+    text: str,
+    cluster: Cluster,
+    axes: dict[str, int],
+    memory: MemoryStats,
+    read_assignment: Callable[[], BufferAssignment],
+) -> dict[str, Any]:
+    """What a program that was compiled for a cluster shows, as fields of `CompiledStep`."""
     try:
         program = hlo.parse_program(text)
     except ValueError as error:
-        return ProgramAnalysis(unread=str(error))
-    large = lambda: (m for m in hlo_costs.moves(program, _MIN_COPY_BYTES, in_loops=True) if m.op == "copy")
-    parts: dict[str, Callable[[], Any]] = {
+        return {"unread": str(error)}
+    copies = lambda: (m for m in hlo_costs.moves(program, _MIN_COPY_BYTES, in_loops=True) if m.op == "copy")
+    parts: dict[str, Callable[[], object]] = {
         "held": lambda: held_by_kind(program, read_assignment(), memory),
         "buffers_bytes": lambda: hlo_collectives.in_flight_bytes(program),
-        "copied_bytes": lambda: sum(move.num_bytes for move in large()),
+        "copied_bytes": lambda: sum(move.num_bytes for move in copies()),
         "collectives": lambda: summarize_collectives(hlo_collectives.compiled_collectives(program), axes),
         "prediction": lambda: timeline.predict(program, cluster),
     }
-    found, unread = {}, []
+    found: dict[str, Any] = {}
+    unread: dict[str, None] = {}
     for name, part in parts.items():
         try:
             found[name] = part()
         except ValueError as error:
-            unread.append(str(error))
-    return ProgramAnalysis(**found, unread="; ".join(dict.fromkeys(unread)) or None)
+            unread[str(error)] = None
+    return found | {"unread": "; ".join(unread) or None}
 
 
 # The fields of a TrainState and the other arguments of a step, by their names in a program.
@@ -242,8 +199,8 @@ _TERM_OF_ARGUMENT |= {"model_state": "model state", "batch": "batch"}
 OTHERS = "others"
 
 
-def held_by_kind(program: hlo.Program, assignment: BufferAssignment, memory: Any) -> dict[str, int]:
-    """Returns the bytes of a device at the moment of peak memory: those of the arguments and of `buffers.by_kind`.
+def held_by_kind(program: hlo.Program, assignment: BufferAssignment, memory: MemoryStats) -> dict[str, int]:
+    """The bytes of a device at the moment of peak memory: those of the arguments and of `buffers.by_kind`.
 
     They add up to `hlo_collectives.peak_bytes(memory, assignment.allocated_bytes)`. 'others' are counters, keys,
     results that are not aliased, and padding.
@@ -264,23 +221,16 @@ def held_by_kind(program: hlo.Program, assignment: BufferAssignment, memory: Any
     return dict(+held)
 
 
-def summarize_collectives(
-    found: list[hlo_collectives.Collective], axes: dict[str, int]
-) -> tuple[CollectiveSummary, ...]:
+def summarize_collectives(found: Iterable[Collective], axes: dict[str, int]) -> tuple[CollectiveSummary, ...]:
     """Adds up collectives by kind, axis and dtype, without those of a single device, which send nothing."""
-    groups: dict[tuple[str, str, str], list[hlo_collectives.Collective]] = {}
+    sums: dict[tuple[str, str, str], CollectiveSummary] = {}
     for c in found:
         if c.group_size > 1:
-            groups.setdefault((c.kind, _axes_text(c.group, axes), c.dtype), []).append(c)
-    return tuple(
-        CollectiveSummary(
-            *key,
-            sum(c.trips for c in group),
-            sum(c.sent_bytes for c in group),
-            sum(c.sent_bytes for c in group if c.exposed),
-        )
-        for key, group in sorted(groups.items(), key=lambda item: -sum(c.sent_bytes for c in item[1]))
-    )
+            key = c.kind, _axes_text(c.group, axes), c.dtype
+            _, _, _, count, sent, exposed = sums.get(key, (*key, 0, 0.0, 0.0))
+            exposed += c.sent_bytes * c.exposed
+            sums[key] = CollectiveSummary(*key, count + c.trips, sent + c.sent_bytes, exposed)
+    return tuple(sorted(sums.values(), key=lambda summary: -summary.sent_bytes))
 
 
 def _axes_text(group: tuple[int, ...], axes: dict[str, int]) -> str:
@@ -298,20 +248,18 @@ _HELP = {
 
 
 def internal_error_text(message: str) -> str:
-    """Returns what to tell of an internal error of a compiler: its first line, and what helps."""
-    helps = [text for pattern, text in _HELP.items() if re.search(pattern, message)]
+    """What to tell of an internal error of a compiler: its first line, and what helps."""
+    fix = "no flag is known to help; other rows or another remat give another program, and the formula needs none"
+    fix = next((text for pattern, text in _HELP.items() if re.search(pattern, message)), fix)
     first = message.strip().splitlines()[0][:300]
-    unknown = "no flag is known to help; other rows or another remat give another program, and the formula needs none"
-    return (
-        f"plan: the compiler failed with an internal error\n  got:      {first}\n  fix:      {(helps or [unknown])[0]}"
-    )
+    return f"plan: the compiler failed with an internal error\n  got:      {first}\n  fix:      {fix}"
 
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def required_bytes(message: str) -> int | None:
-    """Returns the bytes that a step needs, from the compiler's message that it is out of memory, or None for others.
+    """The bytes that a step needs, from the compiler's message that it is out of memory, or None for others.
 
     The TPU compiler reports either the temporaries ("total memory required for HLO temporaries (81.64G)") or all memory
     ("Used 30.5G of 15.75G hbm").

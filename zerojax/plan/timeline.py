@@ -12,10 +12,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from zerojax.analysis import hlo_collectives
 from zerojax.analysis.hardware import Chip, Cluster
 from zerojax.analysis.hlo import HOST, Block, Instruction, Program, has_product, trip_count, unsupported
-from zerojax.analysis.hlo_collectives import collective_spans, communicates, groups, is_transfer, split_by_dtype
-from zerojax.analysis.hlo_costs import COPIES, COPY_STARTS, computed_bytes, copied, dot_flops, memory_bytes
+from zerojax.analysis.hlo_costs import COPIES, COPY_STARTS, copied, dot_flops, memory_bytes
 
 COMPUTE, MEMORY, STARTS = "compute", "memory", "starts of kernels"
 _COMPUTING = (COMPUTE, MEMORY, STARTS)  # all of these occupy the computing lane
@@ -39,15 +39,7 @@ class Span(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A loop of the step, described by one iteration in its steady state.
-
-    Attributes:
-        name: the name of the instruction.
-        trips: the number of iterations.
-        iteration_s: seconds of the iteration.
-        spans: the spans of the iteration in the order of their starts, relative to its start; a loop inside it is one
-            span.
-    """
+    """A loop of the step, described by one iteration in its steady state, in which a loop inside it is one span."""
 
     name: str
     trips: int
@@ -60,7 +52,6 @@ class Prediction:
     """The predicted time of a step.
 
     Attributes:
-        step_s: seconds of the whole step.
         busy_s: seconds in which each lane is busy. The computing lane is split into 'compute' (instructions limited by
             matrix products), 'memory' (instructions limited by memory) and 'starts of kernels'.
         products_s: seconds of the matrix products alone.
@@ -76,7 +67,6 @@ class Prediction:
 
     @property
     def computing_s(self) -> float:
-        """Seconds in which the computing lane is busy."""
         return sum(self.busy_s.get(part, 0) for part in _COMPUTING)
 
     @property
@@ -103,7 +93,6 @@ class _Clock:
         products: seconds of matrix products so far.
         free: the time at which each other lane becomes free.
         busy: seconds in which each lane has been busy.
-        spans: all spans so far.
         done: the time at which the asynchronous operation that an instruction started ends.
     """
 
@@ -131,16 +120,12 @@ class _Clock:
 
 
 def predict(program: Program, cluster: Cluster) -> Prediction:
-    """Predicts the time of one step of a compiled program on a cluster.
+    """Predicts the time of one step of a program that was compiled for the devices of a cluster in their order.
 
     An instruction takes the time of its matrix products or of its memory traffic, whichever is longer, and the time
     between two kernels. A collective takes the time of a ring: the bytes that a device sends, divided by the rate of
     the links that its group crosses, and the latency of each step of the ring. Two iterations of each loop are
     simulated; the second stands for all that follow.
-
-    Args:
-        program: a program of `hlo.read`, compiled for the devices of the cluster in their order.
-        cluster: a cluster of `hardware.cluster`.
 
     Raises:
         ValueError: if the program is for another number of devices, or if it has an instruction that is not understood:
@@ -165,7 +150,7 @@ class _Simulator:
         self.loops: dict[str, Loop] = {}
 
     def run(self, instructions: tuple[Instruction, ...], clock: _Clock) -> None:
-        collectives = collective_spans(Block(instructions, 1, False))
+        collectives = hlo_collectives.collective_spans(Block(instructions, 1, False))
         starts, ends = {span.start: span for span in collectives}, {span.end: span for span in collectives}
         for k, i in enumerate(instructions):
             if k in starts:
@@ -182,12 +167,12 @@ class _Simulator:
                 clock.now = max(clock.now, clock.done[ends[k].core])
 
     def collective(self, core: Instruction) -> tuple[tuple[str, ...], float]:
-        """Returns the (lanes, seconds) of the slowest group of a collective."""
+        """The (lanes, seconds) of the slowest group of a collective."""
         num_devices = self.cluster.devices_per_slice or self.cluster.num_devices
-        sent = sum(part.sent_bytes for part in split_by_dtype(core, num_devices))
+        sent = sum(part.sent_bytes for part in hlo_collectives.split_by_dtype(core, num_devices))
         rounds = 2 if core.op.startswith("all-reduce") else 1
         permutes = core.op.startswith("collective-permute")
-        routes = [self.cluster.route(group, one_way=permutes) for group in groups(core, num_devices)]
+        routes = [self.cluster.route(group, one_way=permutes) for group in hlo_collectives.groups(core, num_devices)]
         seconds, lanes = max((rounds * route.latency_s + sent / route.rate, route.lanes) for route in routes)
         return lanes, seconds if sent else 0.0
 
@@ -214,10 +199,10 @@ class _Simulator:
 
     def step(self, i: Instruction, clock: _Clock) -> None:
         """Simulates an instruction that is not a loop, a call, or the start or end of a collective."""
-        if is_transfer(i):
+        if hlo_collectives.is_transfer(i):
             return  # the send and the recv-done are the start and the end of a collective between slices
         if i.op.endswith("-done"):
-            start = _start_of(i)
+            start = hlo_collectives.start_of(i)
             if start not in clock.done:
                 raise unsupported(i, "an end has no start in the same computation")
             clock.now = max(clock.now, clock.done[start])
@@ -240,14 +225,12 @@ class _Simulator:
     def on_sparse_core(self, i: Instruction, clock: _Clock) -> None:
         """Simulates a call on a SparseCore that is no collective, from the instruction that has its operands."""
         start = i if i.op == "call-start" else i.operands[0]
-        if not communicates(start) and bool(start.operands) == (i is start):
+        if not hlo_collectives.communicates(start) and bool(start.operands) == (i is start):
             seconds = memory_bytes(start) / self.chip.memory_rate.effective
             clock.done[start] = clock.occupy((COPIES,), start.name, seconds)
 
     def compute(self, i: Instruction, clock: _Clock) -> None:
-        holds_collective = i.op == "fusion" and collective_spans(Block((i,), 1, False))
-        num_bytes = computed_bytes(i) if holds_collective else memory_bytes(i)
-        products_s, memory_s = product_seconds(i, self.chip), num_bytes / self.chip.memory_rate.effective
+        products_s, memory_s = product_seconds(i, self.chip), memory_bytes(i) / self.chip.memory_rate.effective
         if not products_s and not memory_s:
             return
         clock.products += products_s
@@ -259,11 +242,7 @@ class _Simulator:
 
 
 def product_seconds(instruction: Instruction, chip: Chip) -> float:
-    """Returns the seconds of an instruction's matrix products, at the rate for their dtypes.
-
-    Raises:
-        ValueError: if the rate for a dtype is unknown.
-    """
+    """The seconds of an instruction's matrix products, at the rate for their dtypes."""
     if instruction.op == "fusion":
         return sum(product_seconds(i, chip) for i in instruction.inner)
     flops = dot_flops(instruction)
@@ -273,13 +252,6 @@ def product_seconds(instruction: Instruction, chip: Chip) -> float:
     if dtype not in _BF16 and dtype != "f32":
         raise unsupported(instruction, f"the rate of products of {dtype} is unknown")
     return flops / (chip.flops.effective * (chip.f32_share if dtype == "f32" else 1))
-
-
-def _start_of(done: Instruction) -> Instruction:
-    start = done.operands[0]
-    while start.op.endswith("-update"):
-        start = start.operands[0]
-    return start
 
 
 def _moves_between_memories(i: Instruction) -> bool:

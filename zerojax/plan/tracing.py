@@ -6,16 +6,17 @@ import dataclasses
 import functools
 import glob
 import warnings
+from collections import Counter
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.stages import Traced
 
 from zerojax.analysis.hardware import Chip
-from zerojax.analysis.jaxpr_counts import manual_parts
-from zerojax.analysis.liveness import Peak
+from zerojax.analysis.jaxpr_counts import Space, manual_parts
 from zerojax.analysis.memory import Memory, memory_terms
 from zerojax.plan.few_layers import FewLayers, LossTrace, RepeatedLayer, few_layers, peak_of_all_layers, trace_loss
 from zerojax.plan.formula import ComputeTime, compute_time
@@ -27,32 +28,17 @@ from zerojax.sharding.mesh import make_mesh
 from zerojax.step import creation, models
 from zerojax.step.compiler_options import in_host_memory
 from zerojax.step.config import StepSettings
-from zerojax.step.gradient import DeviceGradient, compute_gradients, device_gradient
+from zerojax.step.gradient import DeviceGradient, LossArgs, compute_gradients, device_gradient
 from zerojax.step.source import ModelSource, plain_arrays, source_of
 from zerojax.step.state import TrainState, in_host, stored_avals
-from zerojax.utils.typing import Array, PyTree
+from zerojax.utils.typing import PRNGKey, PyTree
 from zerojax.zero import Zero
-
-
-class TracedStep(NamedTuple):
-    """A traced step.
-
-    Attributes:
-        zero: its `Zero`.
-        step: the result of `step.trace`, to be compiled.
-    """
-
-    zero: Zero
-    step: jax.stages.Traced
 
 
 class DeviceTrace(NamedTuple):
     """The trace of what one device computes before the update, perhaps with only some of the layers.
 
-    Attributes:
-        jaxpr: the jaxpr. Its first outputs are the gradients.
-        num_gradients: how many.
-        layers: the layers that stand for others.
+    The first outputs of the jaxpr are the gradients; `layers` stand for others.
     """
 
     jaxpr: Jaxpr
@@ -61,21 +47,18 @@ class DeviceTrace(NamedTuple):
 
     def compute_time(self, chip: Chip) -> ComputeTime:
         """The time of the forward and the backward pass on a chip, without communication."""
-        times = {layer.segment: 1 + layer.others for layer in self.layers}
-        return compute_time(self.jaxpr, chip, times)
+        return compute_time(self.jaxpr, chip, {layer.segment: 1 + layer.others for layer in self.layers})
 
-    def peaks(self) -> tuple[Peak, Peak]:
+    def peaks(self) -> tuple[Counter[str], Counter[str]]:
         """The peaks in device memory and in host memory; see `peak_of_all_layers`."""
-        device, host = jax.memory.Space.Device, jax.memory.Space.Host
         peak = functools.partial(peak_of_all_layers, self.jaxpr, range(self.num_gradients), self.layers)
-        return peak(device), peak(host)
+        return peak(Space.Device), peak(Space.Host)
 
 
 class Tracer:
     """Traces a job with different settings, on different numbers of devices.
 
     Args:
-        job: the job.
         platform: of the devices: 'cuda', 'tpu' or 'cpu'; None if it is not known.
         on_few_layers: whether equal layers may be left out of the traces.
     """
@@ -89,7 +72,7 @@ class Tracer:
         self._traces: dict[Hashable, DeviceTrace] = {}
         self._memories: dict[Hashable, Memory] = {}
 
-    def zero(self, settings: Settings, devices: int | Sequence[Any]) -> Zero:
+    def zero(self, settings: Settings, devices: int | Sequence[object]) -> Zero:
         """The `Zero` of the settings. `devices` are devices or their number."""
         mesh = make_mesh(devices=devices, replica=settings.replica, model=settings.model)
         return Zero(mesh, settings.stage, settings.precision, offload=settings.offload, **self.job.options)
@@ -125,7 +108,7 @@ class Tracer:
         """The avals of the batch of a step. Devices that share a row, along a model axis, count once."""
         return self.job.batch(num_rows(self.job, settings, num_devices))
 
-    def step(self, settings: Settings, devices: int | Sequence[Any]) -> TracedStep:
+    def step(self, settings: Settings, devices: int | Sequence[object]) -> Traced:
         """Traces a whole step with all layers, to be compiled."""
         zero = self.zero(settings, devices)
         step = zero.train_step(
@@ -136,7 +119,7 @@ class Tracer:
             bucket_bytes=settings.bucket_bytes,
         )
         batch = self.batch(settings, zero.config.axes.num_devices)
-        return TracedStep(zero, step.trace(self.state(zero, settings), batch))
+        return step.trace(self.state(zero, settings), batch)
 
     def loss(self, settings: Settings, num_devices: int) -> LossTrace:
         """The loss of a microbatch on one device, with the precision of the settings."""
@@ -145,8 +128,7 @@ class Tracer:
         key = zero.config.mesh, zero.config.precision, settings.rows
         if key not in self._losses:
             one = dataclasses.replace(settings, num_microbatches=1)
-            gradient, args = self._gradient(zero, one)
-            self._losses[key] = trace_loss(gradient, args[:-1])
+            self._losses[key] = trace_loss(*self._gradient(zero, one))
         return self._losses[key]
 
     def device_trace(self, settings: Settings, num_devices: int) -> DeviceTrace:
@@ -161,38 +143,35 @@ class Tracer:
                 offloads = settings.remat == "offload"
                 num_ends = 1 + offloads, max(1, settings.prefetch) + offloads
                 few = few_layers(gradient, self.loss(settings, num_devices), num_ends)
-            self._traces[key] = _device_trace(few or FewLayers(gradient, tuple(range(len(args[0]))), ()), args)
+            self._traces[key] = _device_trace(few or FewLayers(gradient, tuple(range(len(args.params))), ()), args)
         return self._traces[key]
 
     def memory(self, settings: Settings, num_devices: int) -> Memory:
         """The memory of a device by formula."""
         key = settings, num_devices
-        if key not in self._memories:
-            self._memories[key] = self._memory(settings, num_devices)
-        return self._memories[key]
-
-    def _memory(self, settings: Settings, num_devices: int) -> Memory:
+        if key in self._memories:
+            return self._memories[key]
         zero = self.zero(settings, num_devices)
         try:
             peaks = self.device_trace(settings, num_devices).peaks()
         except ValueError:  # the layers do not run one after the other
             self.on_few_layers = False
             peaks = self.device_trace(settings, num_devices).peaks()
-        batch = self.batch(settings, zero.config.axes.num_devices)
-        return memory_terms(zero.config, _step_settings(settings), self.state(zero, settings), batch, *peaks)
+        state, batch = self.state(zero, settings), self.batch(settings, zero.config.axes.num_devices)
+        self._memories[key] = memory_terms(zero.config, _step_settings(settings), state, batch, *peaks)
+        return self._memories[key]
 
-    def _gradient(self, zero: Zero, settings: Settings) -> tuple[DeviceGradient, Any]:
+    def _gradient(self, zero: Zero, settings: Settings) -> tuple[DeviceGradient, LossArgs]:
         """Returns (the gradient on one device, avals of its arguments)."""
         state, step = self.state(zero, settings), _step_settings(settings).check(zero.config.axes)
         batch = self.batch(settings, zero.config.axes.num_devices)
-        scale = jax.ShapeDtypeStruct((), jnp.float32)
         gradient = device_gradient(zero.config, state.layout, self.job.loss_fn, step)
         params = in_host_memory(state.params, in_host(zero.config, state).params)
-        return gradient, (jax.tree.leaves(params), state.model_state, batch, state.key, scale)
+        return gradient, LossArgs(jax.tree.leaves(params), state.model_state, batch, state.key)
 
 
 def num_rows(job: Job, settings: Settings, num_devices: int) -> int:
-    """Returns the rows of a step. Devices that share a row, along a model axis, count once in `num_devices`."""
+    """The rows of a step. Devices that share a row, along a model axis, count once in `num_devices`."""
     return (settings.rows or job.rows) * settings.num_microbatches * num_devices
 
 
@@ -206,9 +185,9 @@ def _step_settings(settings: Settings) -> StepSettings:
     )
 
 
-def _device_trace(few: FewLayers, args: Any) -> DeviceTrace:
-    args = ([args[0][i] for i in few.leaves], *args[1:])
-    closed, _ = jaxprs.traced(lambda *args: compute_gradients(few.gradient, args), *args)
+def _device_trace(few: FewLayers, args: LossArgs) -> DeviceTrace:
+    args, scale = args._replace(params=[args.params[i] for i in few.leaves]), jax.ShapeDtypeStruct((), jnp.float32)
+    closed, _ = jaxprs.traced(functools.partial(compute_gradients, few.gradient), args, scale)
     (jaxpr,) = manual_parts(closed)
     return DeviceTrace(jaxpr, sum(few.gradient.trainable), few.layers)
 
@@ -216,9 +195,7 @@ def _device_trace(few: FewLayers, args: Any) -> DeviceTrace:
 class _CreatesOnce:
     """Creates a model once. After that, zeros take the place of its values.
 
-    Attributes:
-        source: the source of the model, for `creation.build`.
-        stacked: patterns of the leaves that were found to be stacked when the model was created.
+    `stacked` has patterns of the leaves that were found to be stacked when the model was created.
     """
 
     def __init__(self, source: ModelSource):
@@ -226,7 +203,7 @@ class _CreatesOnce:
         self.source = source if source.create is None else ModelSource(self._created, None)
         self.stacked: tuple[str, ...] = ()
 
-    def _created(self, key: Array) -> Any:
+    def _created(self, key: PRNGKey) -> PyTree:
         assert self._function is not None
         if self._made is None:
             created = self._function(key)

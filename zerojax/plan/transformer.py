@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +18,20 @@ from flax import nnx
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 
+from zerojax.analysis.hardware import Chip
 from zerojax.contrib.losses import chunked_cross_entropy
-from zerojax.step.models import Weighted
+from zerojax.step.losses import Weighted
 from zerojax.utils.typing import Array, PyTree
 
+M = TypeVar("M", bound=nnx.Module)
+Attend: TypeAlias = Callable[..., Array]  # as `blockwise_attention`
 _LOSS_CHUNK = 2048  # tokens whose logits are computed at a time
 EXPERT_CAPACITY = 1.25  # capacity of an expert relative to an even share of the tokens, as in GShard and Switch
 
 
 @dataclasses.dataclass(frozen=True)
 class Transformer:
-    """The shapes of a transformer.
+    """The shapes of a
 
     Attributes:
         layers, width, heads: the number of layers, the width of activations, and the heads of queries.
@@ -91,10 +94,10 @@ class Transformer:
         return "Llama" if self.llama else "GPT"
 
     def has_bias(self, product: str) -> bool:
-        """Whether a product has a bias.
+        """Whether a product ('qkv', 'out' or 'mlp') has a bias.
 
         Args:
-            product: 'qkv', 'out' or 'mlp'.
+            product: one of these.
         """
         return not self.llama or product in self.biases
 
@@ -127,7 +130,7 @@ def _rotary(x_BSHd: Array) -> Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
 
-def _stack(create: Callable[[nnx.Rngs], Any], count: int, rngs: nnx.Rngs) -> Any:
+def _stack(create: Callable[[nnx.Rngs], M], count: int, rngs: nnx.Rngs) -> M:
     """Creates `count` modules as one module whose parameters have a leading dim."""
     return nnx.split_rngs(splits=count)(nnx.vmap(create, in_axes=0, out_axes=0))(rngs)
 
@@ -146,7 +149,7 @@ class Embedding(nnx.Module):
 
 
 class Attention(nnx.Module):
-    def __init__(self, config: Transformer, attention: Callable[..., Array], rngs: nnx.Rngs):
+    def __init__(self, config: Transformer, attention: Attend, rngs: nnx.Rngs):
         self.config, self.attention = config, attention
         self.head_dim = config.width_of_head
         bias, inner = config.has_bias("qkv"), config.heads * self.head_dim
@@ -208,7 +211,7 @@ class Experts(nnx.Module):
 
 
 class Layer(nnx.Module):
-    def __init__(self, config: Transformer, attention: Callable[..., Array], rngs: nnx.Rngs):
+    def __init__(self, config: Transformer, attention: Attend, rngs: nnx.Rngs):
         norm = nnx.RMSNorm if config.llama else nnx.LayerNorm
         self.norm1, self.norm2 = norm(config.width, rngs=rngs), norm(config.width, rngs=rngs)
         after = lambda: norm(config.width, rngs=rngs) if config.norms_outputs else None
@@ -223,8 +226,8 @@ class Layer(nnx.Module):
         return x_BSD + (self.norm2_after(y_BSD) if self.norm2_after else y_BSD)
 
 
-def _create_layers(config: Transformer, attention: Callable[..., Array], rngs: nnx.Rngs) -> tuple[Layer, Any]:
-    """Returns (the stack of layers, the final norm)."""
+def _create_layers(config: Transformer, attention: Attend, rngs: nnx.Rngs) -> tuple[Layer, nnx.Module]:
+    """(the stack of layers, the final norm)."""
     norm = (nnx.RMSNorm if config.llama else nnx.LayerNorm)(config.width, rngs=rngs)
     return _stack(lambda rngs: Layer(config, attention, rngs), config.layers, rngs), norm
 
@@ -234,7 +237,7 @@ def _apply_layers(layers: Layer, x_BSD: Array) -> Array:
 
 
 class LanguageModel(nnx.Module):
-    def __init__(self, config: Transformer, attention: Callable[..., Array], rngs: nnx.Rngs):
+    def __init__(self, config: Transformer, attention: Attend, rngs: nnx.Rngs):
         self.embed = Embedding(config.vocab, config.width, rngs)
         if not config.llama:
             self.positions = Embedding(config.positions or config.seq, config.width, rngs)
@@ -254,9 +257,9 @@ class LanguageModel(nnx.Module):
 
 
 class ViT(nnx.Module):
-    """A vision transformer. Its input is already cut into patches, and it classifies by their mean."""
+    """A vision  Its input is already cut into patches, and it classifies by their mean."""
 
-    def __init__(self, config: Transformer, attention: Callable[..., Array], rngs: nnx.Rngs):
+    def __init__(self, config: Transformer, attention: Attend, rngs: nnx.Rngs):
         self.patches = nnx.Linear(config.patch**2 * 3, config.width, rngs=rngs)
         self.positions = nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), (1, config.seq, config.width)))
         self.layers, self.norm = _create_layers(config, attention, rngs)
@@ -272,7 +275,7 @@ class ViT(nnx.Module):
 _QUERY_BLOCK = 512  # queries whose scores `blockwise_attention` computes at a time
 # What JAX's fused attention takes (jax/_src/cudnn/fused_attention_stablehlo.py, jax 0.10.2).
 FUSED_HEAD_MULTIPLE = 8
-_WIDE_HEADS_FROM = (9, 0)  # the compute capability of an H100
+
 _ROWS_BEFORE_HEADS = 0  # the `layout` of the dims above in JAX's own primitives
 
 
@@ -304,7 +307,7 @@ def cudnn_attention(q_BSHd: Array, k_BSKd: Array, v_BSKd: Array, is_causal: bool
 
 def widest_fused_head(compute_capability: tuple[int, int]) -> int:
     """The widest heads that JAX's fused attention takes on a GPU."""
-    return 256 if compute_capability >= _WIDE_HEADS_FROM else 128
+    return 256 if compute_capability >= (9, 0) else 128  # from the H100 on
 
 
 def cudnn_attention_for_tracing(q_BSHd: Array, k_BSKd: Array, v_BSKd: Array, is_causal: bool) -> Array:
@@ -349,3 +352,15 @@ def _attend_backward(is_causal: bool, residuals: tuple[Array, ...], grad: Array)
 
 _attend = jax.custom_vjp(_attend_unbound, nondiff_argnums=(3,))
 _attend.defvjp(_attend_forward, _attend_backward)
+
+
+def can_fuse(shapes: Transformer, chip: Chip) -> bool:
+    """Whether the attention of a model can be a fused kernel on a chip."""
+    head_dim = shapes.width_of_head
+    takes = head_dim <= widest_head(chip) and head_dim % FUSED_HEAD_MULTIPLE == 0
+    return chip.platform == "cuda" and not shapes.caps_scores and takes
+
+
+def widest_head(chip: Chip) -> int:
+    """The width of the widest heads that fused attention takes on a chip."""
+    return widest_fused_head((8, 0) if chip.name == "a100" else (9, 0))

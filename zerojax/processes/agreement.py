@@ -6,7 +6,6 @@ programs would wait for each other in a collective, or compute with each other's
 
 from __future__ import annotations
 
-import collections
 import hashlib
 import itertools
 import json
@@ -21,7 +20,7 @@ from typing import Any
 import jax
 import jax._src.distributed
 
-from zerojax.utils.text import masked
+from zerojax.utils.text import error_text, masked
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "zerojax")
 TIMEOUT_S = 300
@@ -29,6 +28,7 @@ _SEEN_TIMEOUT_S = 10  # for a file of process 0 to appear in the others, on a fi
 _POLL_S = 0.05
 _BLOCKS = 1024  # whose checksums find the first line that differs, first among blocks and then within one
 _MAX_LINE = 300  # characters of a line in an error
+_MARGIN = "\n" + 12 * " "  # between the lines of what an error got
 
 _call_numbers = itertools.count()  # of messages, which all processes send equally often
 
@@ -51,24 +51,14 @@ def agree(config: Mapping[str, object], *, timeout_s: int = TIMEOUT_S) -> None:
     Cost: one message to process 0 with the configuration, and one message back with those of all processes.
     """
     own = check_config(config) | {name: json.dumps(version) for name, version in versions().items()}
-    agree_on(
-        own,
-        "configurations or versions",
-        "start all processes with the same configuration and the same packages",
-        "agree()",
-        timeout_s,
-    )
+    fix = "start all processes with the same configuration and the same packages"
+    agree_on(own, "configurations or versions", fix, "agree()", timeout_s)
 
 
 def agree_on(fields: Mapping[str, str], what: str, fix: str, call: str, timeout_s: int = TIMEOUT_S) -> None:
-    """Checks that all processes have the same texts, as `agree` does.
+    """Checks that all processes have the same texts, by name, as `agree` does.
 
-    Args:
-        fields: the texts, by name.
-        what: what they are, in the plural, for errors.
-        fix: what the error advises.
-        call: what every process calls, for the error in which one does not.
-        timeout_s: how long to wait for the other processes, in seconds.
+    The errors say `what` they are, in the plural, the `fix`, and which `call` a process has not made in time.
     """
     if not jax.distributed.is_initialized():
         return
@@ -77,21 +67,13 @@ def agree_on(fields: Mapping[str, str], what: str, fix: str, call: str, timeout_
     found = dict.fromkeys(itertools.chain(*gathered.values()))
     differences = [line for name in found if (line := _difference(name, gathered))]
     if differences:
-        raise ValueError(
-            f"processes: their {what} differ\n  got:      {(chr(10) + ' ' * 12).join(differences)}\n  fix:      {fix}"
-        )
+        raise ValueError(error_text(f"processes: their {what} differ", _MARGIN.join(differences), fix))
 
 
 def run_in_process_0(function: Callable[[], object], call: str, timeout_s: int = TIMEOUT_S) -> None:
-    """Calls a function in process 0. All processes call this, and wait for its end.
+    """Calls a function in process 0, such as locking a file. All processes call this, and wait for its end.
 
-    Args:
-        function: what process 0 does for all, such as locking a file.
-        call, timeout_s: as in `agree_on`.
-
-    Raises:
-        Exception: the error of the function, in process 0.
-        ValueError: in the others, with the text of that error.
+    An error of the function is raised in process 0, and in the others a ValueError with its text.
     """
     if not jax.distributed.is_initialized():
         function()
@@ -109,90 +91,73 @@ def run_in_process_0(function: Callable[[], object], call: str, timeout_s: int =
         raise ValueError(f"{text}\n  (this is the error of process 0)")
 
 
-def agree_on_lines(lines: Sequence[str], what: str, fix: str, call: str, timeout_s: int = TIMEOUT_S) -> None:
-    """Checks that all processes have the same lines of text, such as those of a program. An error has the first line
-    that differs.
-
-    Args:
-        lines: of any length and number.
-        what, fix, call, timeout_s: as in `agree_on`.
+def agree_on_lines(lines: Sequence[str], what: str, fix: str, call: str) -> None:
+    """Checks that all processes have the same lines, such as those of a program. An error has the first that differs.
 
     Cost: one message of 64 bytes from each process. If they differ, two processes send up to 10 kB more.
     """
     if not jax.distributed.is_initialized():
         return
-    digests = _all_gather_text(_digest(lines), call, timeout_s)
-    owners = collections.defaultdict(list)
-    for index in sorted(digests):
-        owners[digests[index]].append(index)
-    if len(owners) == 1:
+    groups = list(_grouped(_all_gather_text(_digest(lines), call)).values())
+    if len(groups) == 1:
         return
-    compared = [group[0] for group in itertools.islice(owners.values(), 2)]
-    number, found = _first_difference(lines, compared, call, timeout_s)
-    groups = "; ".join(
-        f"{text.strip()[:_MAX_LINE] or 'nothing'} in {names(group)}"
-        for text, group in zip(found, owners.values(), strict=False)
-    )
-    others = [index for group in itertools.islice(owners.values(), 2, None) for index in group]
-    more = f"; others in {names(others)}" if others else ""
-    raise ValueError(
-        f"processes: their {what} differ\n  got:      line {number + 1}: {groups}{more}\n  fix:      {fix}"
-    )
+    number, found = _first_difference(lines, [group[0] for group in groups[:2]], call)
+    texts = [text.strip()[:_MAX_LINE] or "nothing" for text in found]
+    shown = [f"{text} in {names(group)}" for text, group in zip(texts, groups[:2], strict=True)]
+    others = [index for group in groups[2:] for index in group]
+    shown += [f"others in {names(others)}"] if others else []
+    raise ValueError(error_text(f"processes: their {what} differ", f"line {number + 1}: {'; '.join(shown)}", fix))
 
 
-def _first_difference(
-    lines: Sequence[str], compared: Sequence[int], call: str, timeout_s: int
-) -> tuple[int, list[str]]:
+def _first_difference(lines: Sequence[str], compared: Sequence[int], call: str) -> tuple[int, list[str]]:
     """The first line in which two processes differ, and the texts of both. All processes call it."""
-    lengths = _all_gather_text(str(len(lines)), call, timeout_s, compared)
-    first, size = 0, max(map(int, lengths.values()))
+
+    def of_both(text: str) -> list[str]:
+        texts = _all_gather_text(text, call, senders=compared)
+        return [texts[index] for index in compared]
+
+    first, size = 0, max(map(int, of_both(str(len(lines)))))
     while size > 1:
         block = -(-size // _BLOCKS)
         checksums = [_digest(lines[i : i + block])[:16] for i in range(first, first + size, block)]
-        gathered = _all_gather_text(json.dumps(checksums), call, timeout_s, compared)
-        ours, theirs = (json.loads(gathered[index]) for index in compared)
+        ours, theirs = map(json.loads, of_both(json.dumps(checksums)))
         first += block * next(i for i, (x, y) in enumerate(zip(ours, theirs, strict=True)) if x != y)
         size = block
-    found = _all_gather_text(lines[first] if first < len(lines) else "", call, timeout_s, compared)
-    return first, [found[index] for index in compared]
+    return first, of_both(lines[first] if first < len(lines) else "")
 
 
 def _digest(lines: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(list(lines)).encode()).hexdigest()
 
 
-def agree_on_directory(directory: Path, timeout_s: int = TIMEOUT_S) -> None:
-    """Checks that all processes see the same directory. It must exist in process 0.
+def agree_on_directory(directory: Path) -> None:
+    """Checks that all processes see the same directory. It must exist in process 0, which writes an empty file there.
 
-    Raises:
-        ValueError: in all processes, if a file that process 0 wrote did not appear in others within 10 s
-        OSError: in process 0, if it cannot write into the directory.
-
-    Cost: one empty file, which is deleted again.
+    Raises ValueError in all processes if the file did not appear in others within 10 s, and OSError in process 0 if it
+    cannot be written.
     """
     if not jax.distributed.is_initialized():
         return
-    index = distributed_state().process_id
+    # Write a file in process 0, and look for it in all.
     call, mark = f"checkpoints in {directory}", None
-    if index == 0:
+    if distributed_state().process_id == 0:
         # A name that no process has looked up before, so that no file system has cached its absence.
         mark = directory / f".shared_{uuid.uuid4().hex}"
         mark.touch()
     try:
-        name = _all_gather_text(mark.name if mark else "", call, timeout_s)[0]
+        name = _all_gather_text(mark.name if mark else "", call)[0]
         seen = _appears(directory / name)
-        texts = _all_gather_text(json.dumps([seen, platform.node(), str(directory)]), call, timeout_s)
+        texts = _all_gather_text(json.dumps([seen, platform.node(), str(directory)]), call)
     finally:
         if mark:
             mark.unlink(missing_ok=True)
+    # Name those that do not see it.
     found = {index: json.loads(text) for index, text in texts.items()}
     if blind := [index for index in sorted(found) if not found[index][0]]:
         places = [f"process {index}: {found[index][2]} on {found[index][1]}" for index in (0, *blind[:3])]
-        raise ValueError(
-            f"checkpoints: {names(blind)} {'do' if len(blind) > 1 else 'does'} not see the directory of process 0\n"
-            f"  got:      {(chr(10) + ' ' * 12).join(places)}\n"
-            f"  fix:      the same directory in all processes, on a file system that they share"
-        )
+        what = f"checkpoints: {names(blind)} {'do' if len(blind) > 1 else 'does'} not see the directory of process 0"
+        fix = "the same directory in all processes, on a file system that they share"
+        raise ValueError(error_text(what, _MARGIN.join(places), fix))
 
 
 def _appears(path: Path) -> bool:
@@ -216,39 +181,32 @@ def check_config(config: Mapping[str, object]) -> dict[str, str]:
         try:
             texts[f"config[{field!r}]"] = json.dumps(value, sort_keys=True, allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"processes: config[{field!r}] is not JSON\n"
-                f"  got:      {masked(value, field)!r}: {error}\n"
-                f"  fix:      numbers, text, lists and dicts; str(...) of anything else"
-            ) from error
+            got = f"{masked(value, field)!r}: {error}"
+            fix = "numbers, text, lists and dicts; str(...) of anything else"
+            raise ValueError(error_text(f"processes: config[{field!r}] is not JSON", got, fix)) from error
     return texts
 
 
-def _all_gather_text(text: str, call: str, timeout_s: int, senders: Sequence[int] | None = None) -> dict[int, str]:
+def _all_gather_text(
+    text: str, call: str, timeout_s: int = TIMEOUT_S, senders: Sequence[int] | None = None
+) -> dict[int, str]:
     """Gathers a text from every process, or from some of them, by process index. All processes call it."""
     state = distributed_state()
     client, key = state.client, f"zerojax/agree/{next(_call_numbers)}"
+    received = lambda: {int(name.rpartition("/")[2]): text for name, text in client.key_value_dir_get(key)}
     if senders is None or state.process_id in senders:
         client.key_value_set(f"{key}/{state.process_id}", text)
     try:
         client.wait_at_barrier(f"{key}/all", timeout_s * 1000)
     except jax.errors.JaxRuntimeError as error:
-        received = _stored_texts(client, key)
-        missing = [index for index in senders or range(state.num_processes) if index not in received]
-        raise TimeoutError(
-            f"processes: {names(missing)} did not call {call} within {timeout_s} s\n"
-            f"  got:      {error}\n"
-            "  fix:      call it in all processes, equally often"
-        ) from error
-    return _stored_texts(client, key)
-
-
-def _stored_texts(client: Any, key: str) -> dict[int, str]:
-    return {int(name.rpartition("/")[2]): text for name, text in client.key_value_dir_get(key)}
+        missing = sorted({*(senders or range(state.num_processes))} - received().keys())
+        what = f"processes: {names(missing)} did not call {call} within {timeout_s} s"
+        raise TimeoutError(error_text(what, error, "call it in all processes, equally often")) from error
+    return received()
 
 
 def distributed_state() -> Any:
-    """JAX's record of the processes, which also holds the client of the key-value store of process 0.
+    """JAX's record of the processes, with the client of the key-value store of process 0.
 
     The public ways to it initialize the devices, which a script may still want to configure.
     """
@@ -257,13 +215,17 @@ def distributed_state() -> Any:
 
 def _difference(field: str, configs: Mapping[int, Mapping[str, str]]) -> str:
     """Describes which processes have which value of a field; empty if all have the same value."""
-    owners = collections.defaultdict(list)
-    for index in sorted(configs):
-        owners[configs[index].get(field, "no value")].append(index)
-    if len(owners) == 1:
-        return ""
+    owners = _grouped({index: texts.get(field, "no value") for index, texts in configs.items()})
     parts = [f"{_shown(value, field)} in {names(indices)}" for value, indices in owners.items()]
-    return f"{field}: {'; '.join(parts)}"
+    return f"{field}: {'; '.join(parts)}" if len(parts) > 1 else ""
+
+
+def _grouped(texts: Mapping[int, str]) -> dict[str, list[int]]:
+    """Text -> the processes that have it."""
+    owners: dict[str, list[int]] = {}
+    for index in sorted(texts):
+        owners.setdefault(texts[index], []).append(index)
+    return owners
 
 
 def _shown(text: str, field: str) -> str:

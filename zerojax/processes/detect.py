@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from zerojax.utils.text import error_text
+
 ZEROJAX_VARIABLES = ("ZEROJAX_COORDINATOR", "ZEROJAX_NUM_PROCESSES", "ZEROJAX_PROCESS_ID")
 TORCHRUN_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK")
 SLURM_VARIABLES = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
@@ -16,23 +18,14 @@ TPU_HOST_VARIABLES = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 
 
 class LaunchInfo(NamedTuple):
-    """What a launcher says about this process and the others. JAX determines the fields that are None.
+    """What a launcher says about this process and the others. JAX determines the fields that are None."""
 
-    Attributes:
-        found: how the processes were detected: 'ZEROJAX', 'torchrun', 'slurm', 'ompi', or 'jax' (JAX's own detection).
-        count: number of processes.
-        index: index of this process.
-        coordinator: HOST:PORT on which process 0 listens.
-        detection_method: `cluster_detection_method` of `jax.distributed.initialize`.
-        local_device_ids: the devices of this machine that this process uses.
-    """
-
-    found: str
+    found: str  # how they were detected: 'ZEROJAX', 'torchrun', 'slurm', 'ompi', or 'jax' (JAX's own detection)
     count: int | None = None
-    index: int | None = None
-    coordinator: str | None = None
-    detection_method: str | None = None
-    local_device_ids: tuple[int, ...] | None = None
+    index: int | None = None  # of this process
+    coordinator: str | None = None  # HOST:PORT on which process 0 listens
+    detection_method: str | None = None  # `cluster_detection_method` of `jax.distributed.initialize`
+    local_device_ids: tuple[int, ...] | None = None  # the devices of this machine that this process uses
 
 
 def detect(environ: Mapping[str, str]) -> LaunchInfo | None:
@@ -60,14 +53,7 @@ def detect(environ: Mapping[str, str]) -> LaunchInfo | None:
     describes, and Open MPI 5, which needs mpi4py. JOB_COMPLETION_INDEX alone does not make a group of processes, since
     a Job of independent runs sets it too.
 
-    Args:
-        environ: environment variables, such as `os.environ`.
-
-    Returns:
-        What the launcher says, or None for a single process.
-
-    Raises:
-        ValueError: if variables are missing, malformed, or contradict each other. The message names them.
+    Returns None for a single process. Raises ValueError if variables are missing, malformed, or contradict each other.
     """
     sources = (_cluster_by_name, _explicit, _torchrun, _slurm, _open_mpi, _cloud_tpu)
     return next((info for source in sources if (info := source(environ))), None)
@@ -77,7 +63,7 @@ def _cluster_by_name(environ: Mapping[str, str]) -> LaunchInfo | None:
     name = environ.get("ZEROJAX_CLUSTER")
     if name and name not in DETECTION_METHODS:
         methods = ", ".join(DETECTION_METHODS)
-        raise _error("ZEROJAX_CLUSTER is not a detection method of JAX", f"{name!r}", f"one of {methods}")
+        raise _error("ZEROJAX_CLUSTER is not a detection method of JAX", repr(name), f"one of {methods}")
     return LaunchInfo("jax", detection_method=None if name == "auto" else name) if name else None
 
 
@@ -123,11 +109,9 @@ def _open_mpi(environ: Mapping[str, str]) -> LaunchInfo | None:
     count_name, index_name, _ = OPEN_MPI_VARIABLES
     uri = environ.get("OMPI_MCA_orte_hnp_uri")
     if uri is None and _int(environ, count_name, "1") > 1:
-        raise _error(
-            "Open MPI 5 does not set the address of process 0, as Open MPI 4 does",
-            f"{count_name}={environ[count_name]}, no OMPI_MCA_orte_hnp_uri",
-            f"pip install mpi4py, and set ZEROJAX_CLUSTER=mpi4py; or set {', '.join(ZEROJAX_VARIABLES)}",
-        )
+        got = f"{count_name}={environ[count_name]}, no OMPI_MCA_orte_hnp_uri"
+        fix = f"pip install mpi4py, and set ZEROJAX_CLUSTER=mpi4py; or set {', '.join(ZEROJAX_VARIABLES)}"
+        raise _error("Open MPI 5 does not set the address of process 0, as Open MPI 4 does", got, fix)
     if uri is None:
         return None
     _require(environ, OPEN_MPI_VARIABLES)
@@ -157,13 +141,11 @@ def _port(environ: Mapping[str, str], job_number: int) -> str:
 def _require(environ: Mapping[str, str], names: tuple[str, ...]) -> None:
     """Raises ValueError unless all of these variables are set."""
     missing = [name for name in names if not environ.get(name)]
-    present = ", ".join(f"{name}={environ[name]}" for name in names if environ.get(name))
     if missing:
-        raise _error(
-            f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not set",
-            present or "none of these variables",
-            f"set all of {', '.join(names)}, or none of them",
-        )
+        what = f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not set"
+        present = ", ".join(f"{name}={environ[name]}" for name in names if environ.get(name))
+        fix = f"set all of {', '.join(names)}, or none of them"
+        raise _error(what, present or "none of these variables", fix)
 
 
 def _int(environ: Mapping[str, str], name: str, default: str = "") -> int:
@@ -190,4 +172,4 @@ def _address(address: str, names: str) -> str:
 
 
 def _error(what: str, got: str, fix: str) -> ValueError:
-    return ValueError(f"processes: {what}\n  got:      {got}\n  fix:      {fix}")
+    return ValueError(error_text(f"processes: {what}", got, fix))

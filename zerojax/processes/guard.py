@@ -7,9 +7,7 @@ killed, those of the last line receive SIGTERM, and after GRACE_S seconds SIGKIL
 an empty line.
 
 This is a program that the launcher starts by its path, without the rest of zerojax: it takes 10 ms and 8 MB. The kernel
-can send a signal to a process whose parent ends (`prctl(PR_SET_PDEATHSIG)`), but not to the children of that process,
-such as data workers or what a shell script started, and only on Linux. It could also send only one signal: SIGKILL,
-with which nothing is saved, or SIGTERM, which does not end a process that JAX has joined.
+can send a signal to a process whose parent ends (`prctl(PR_SET_PDEATHSIG)`), but not to the children of that process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,17 @@
 """Joins the processes of a training run, checks that they agree, and divides the rows of a batch among them.
 
 `jax.distributed` connects the processes. This module adds what it does not do: it names processes that are missing or
-have a different configuration. Afterwards, a process
-that fails ends at once: when Python ends, JAX waits up to 300 s for all others to end too, which wait for it.
+have a different configuration. Afterwards, a process that fails ends at once: when Python ends, JAX waits up to 300 s
+for all others to end too, which wait for it.
+
+`jax.distributed.initialize` waits for all processes; if one does not connect, its C++ code aborts the others (SIGABRT)
+without naming the missing one. Therefore each process first reports to process 0, on the port that JAX uses afterwards:
+
+    process 1..n-1   "zerojax INDEX COUNT\n"       ->  process 0
+    process 0        "missing INDEX INDEX ...\n"   ->  all that reported, when all have or the time of process 0 is up
+
+Any program can connect, or listen in place of process 0. Each connection has a thread, what is read of it is bounded,
+and times are limits in total, so none holds up another. Who sends a report is not verified.
 """
 
 from __future__ import annotations
@@ -10,10 +19,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import re
+import socket
 import sys
+import threading
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 import jax
 import jax._src.distributed
@@ -22,7 +34,7 @@ import jax._src.xla_bridge
 from zerojax.processes import agreement
 from zerojax.processes.agreement import distributed_state, names
 from zerojax.processes.detect import LaunchInfo, detect
-from zerojax.processes.rollcall import find_missing
+from zerojax.utils.text import error_text
 from zerojax.utils.warn import warn
 
 MIN_CONNECT_S = 30  # for JAX to connect the processes after the roll call, however long the roll call took
@@ -32,6 +44,13 @@ EXIT_DELAY_S = 2
 # After sys.exit with a code that is not 0, the others have this time to end too, as all do at once after SIGTERM. Then
 # they end together as after a success, and none aborts another one that is still saving.
 JOINT_EXIT_S = 5
+
+RETRY_S = 0.2  # between two attempts to reach process 0
+CONNECT_TIMEOUT_S = 5.0  # for one attempt: an address of process 0 that drops packets must not take all the time
+REPORT_TIMEOUT_S = 2.0  # from the connection to the end of the report; a process sends it at once
+MAX_REPORT_BYTES, MAX_RESULT_BYTES = 100, 2**20
+_REPORT = re.compile(rb"zerojax (\d{1,9}) (\d{1,9})\n")
+_RESULT = re.compile(rb"missing((?: \d{1,9})*)\n")
 
 _exit_code = 0  # with which Python ends; set when it does
 
@@ -82,10 +101,12 @@ def initialize(
 
     Cost: waits for the last process; then about a second. Each process opens one connection to process 0.
     """
+    # Detect the processes.
     agreement.check_config(config or {})
     info = detect(os.environ)
     if info is None or info.count == 1:
         return Processes(1, 0, None, info.found if info else "alone")
+    # Call the roll, and join them.
     _check_not_initialized()
     deadline = time.monotonic() + timeout_s
     if info.coordinator is not None:
@@ -99,6 +120,7 @@ def initialize(
         initialization_timeout=max(MIN_CONNECT_S, round(deadline - time.monotonic())),
         heartbeat_timeout_seconds=heartbeat_s,
     )
+    # Check that they agree.
     exit_at_once_on_failure()
     agreement.agree(config or {}, timeout_s=timeout_s)
     state = distributed_state()
@@ -106,11 +128,8 @@ def initialize(
 
 
 def check_joined() -> None:
-    """Checks that this process has joined the others that its launcher started; alone, each would train on its own.
-
-    Raises:
-        RuntimeError: if `zerojax launch` or variables of zerojax describe several processes. What other launchers start
-            may be meant to be independent: a warning says so.
+    """Raises RuntimeError if this process has not joined the others that `zerojax launch` or variables of zerojax
+    describe; alone, each would train on its own. What other launchers start may be independent: that is a warning.
     """
     try:
         info = detect(os.environ)
@@ -118,10 +137,10 @@ def check_joined() -> None:
         return
     if info is None or info.count is None or info.count == 1 or jax.distributed.is_initialized():
         return
-    text = (
-        f"processes: {info.count} processes were started, and this one has not joined them\n"
-        f"  got:      process {info.index}, detected from {info.found}, which would train alone\n"
-        f"  fix:      call zerojax.initialize() before anything else in JAX"
+    text = error_text(
+        f"processes: {info.count} processes were started, and this one has not joined them",
+        f"process {info.index}, detected from {info.found}, which would train alone",
+        "call zerojax.initialize() before anything else in JAX",
     )
     if info.found == "ZEROJAX":
         raise RuntimeError(text)
@@ -129,7 +148,7 @@ def check_joined() -> None:
 
 
 def own_rows(num_rows: int) -> slice:
-    """Returns the rows of a global batch that this process loads, and passes to a step or to `zero.shard_batch`.
+    """The rows of a global batch that this process loads, and passes to a step or to `zero.shard_batch`.
 
     The batch must be divided over all processes. If a `model` axis spans several processes, these processes need the
     same rows; this is not checked.
@@ -137,19 +156,14 @@ def own_rows(num_rows: int) -> slice:
     Args:
         num_rows: number of rows of the global batch, over all processes.
 
-    Returns:
-        A slice of consecutive rows, of the same length in every process.
-
     Raises:
         ValueError: if the number of processes does not divide `num_rows`.
     """
     count, index = jax.process_count(), jax.process_index()
     if num_rows % count:
-        raise ValueError(
-            "processes: the rows of the batch cannot be divided among the processes\n"
-            f"  got:      {num_rows} rows, {count} processes; {num_rows} % {count} = {num_rows % count}\n"
-            f"  fix:      use a multiple of {count} rows"
-        )
+        what = "processes: the rows of the batch cannot be divided among the processes"
+        got = f"{num_rows} rows, {count} processes; {num_rows} % {count} = {num_rows % count}"
+        raise ValueError(error_text(what, got, f"use a multiple of {count} rows"))
     rows = num_rows // count
     return slice(index * rows, (index + 1) * rows)
 
@@ -159,11 +173,8 @@ def _check_not_initialized() -> None:
     # too, but after the roll call, when the other processes already count on this one.
     if jax.distributed.is_initialized() or jax._src.xla_bridge.backends_are_initialized():
         what = "joined the processes" if jax.distributed.is_initialized() else "initialized its devices"
-        raise RuntimeError(
-            "processes: initialize() was called too late\n"
-            f"  got:      JAX has already {what}\n"
-            "  fix:      call it once, before the first array and before jax.devices() and zerojax.make_mesh()"
-        )
+        fix = "call it once, before the first array and before jax.devices() and zerojax.make_mesh()"
+        raise RuntimeError(error_text("processes: initialize() was called too late", f"JAX has already {what}", fix))
 
 
 def _wait_for_all(info: LaunchInfo, timeout_s: int) -> None:
@@ -173,25 +184,108 @@ def _wait_for_all(info: LaunchInfo, timeout_s: int) -> None:
     try:
         missing = find_missing(info.coordinator, info.count, info.index, timeout_s, bind)
     except OSError as error:
-        raise RuntimeError(
-            f"processes: process 0 cannot listen on {bind or info.coordinator}\n"
-            f"  got:      {error}\n"
-            "  fix:      set another port in all processes, or end the program that uses this one"
-        ) from error
+        fix = "set another port in all processes, or end the program that uses this one"
+        what = f"processes: process 0 cannot listen on {bind or info.coordinator}"
+        raise RuntimeError(error_text(what, error, fix)) from error
     if missing:
         raise TimeoutError(
-            f"processes: {names(missing)} of {info.count} did not join within {timeout_s} s\n"
-            f"  got:      this is process {info.index}, detected from {info.found}; process 0 is {info.coordinator}\n"
-            "  fix:      check the output of the missing ones, that they can reach process 0, and that each process has"
-            " its own\n            index and all have the same count; or raise timeout_s"
+            error_text(
+                f"processes: {names(missing)} of {info.count} did not join within {timeout_s} s",
+                f"this is process {info.index}, detected from {info.found}; process 0 is {info.coordinator}",
+                "check the output of the missing ones, that they can reach process 0, and that each process has its own"
+                "\n            index and all have the same count; or raise timeout_s",
+            )
         )
+
+
+# The roll call
+
+
+def find_missing(coordinator: str, count: int, index: int, timeout_s: float, bind: str | None = None) -> list[int]:
+    """Waits until all processes have reported to process 0, or until its time is up; returns those that have not.
+
+    Process 0 waits so long for the others, and they for it to listen, and then for its result. It listens on `bind`,
+    HOST:PORT, or on all addresses of its machine, and raises OSError if the port is taken.
+    """
+    host, _, port = (coordinator if index else bind or f"[::]:{coordinator.rpartition(':')[2]}").rpartition(":")
+    address = host.strip("[]"), int(port)
+    if index:
+        return _report(address, index, count, timeout_s)
+    is_any = address[0] in ("", "::")
+    family = socket.AF_INET6 if (is_any or ":" in address[0]) and socket.has_ipv6 else socket.AF_INET
+    address = ("" if is_any else address[0]), address[1]
+    both = is_any and socket.has_dualstack_ipv6()
+    with socket.create_server(address, family=family, dualstack_ipv6=both, backlog=4096) as listener:
+        return _call(listener, count, time.monotonic() + timeout_s)
+
+
+def _call(listener: socket.socket, count: int, deadline: float) -> list[int]:
+    """Process 0: collects the reports of the other processes, and sends each of them the result."""
+    reported: dict[int, socket.socket] = {}
+    listener.settimeout(RETRY_S / 10)
+    while len(reported) < count - 1 and time.monotonic() < deadline:
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # nobody connects, or no more files can be opened until other connections end
+            time.sleep(RETRY_S / 100)
+            continue
+        threading.Thread(target=_serve, args=(connection, count, reported), daemon=True).start()
+    connections = reported.copy()
+    missing = [index for index in range(1, count) if index not in connections]
+    for connection in connections.values():
+        with contextlib.suppress(OSError):
+            connection.sendall(" ".join(["missing", *map(str, missing)]).encode() + b"\n")
+            connection.shutdown(socket.SHUT_RDWR)
+    return missing
+
+
+def _serve(connection: socket.socket, count: int, reported: dict[int, socket.socket]) -> None:
+    """Serves a connection until it is closed. A process that leaves before the result has not reported."""
+    with connection, contextlib.suppress(OSError):
+        match = _REPORT.fullmatch(_line(connection, time.monotonic() + REPORT_TIMEOUT_S, MAX_REPORT_BYTES))
+        if match is None or int(match[2]) != count or not 0 < (index := int(match[1])) < count:
+            return
+        connection.settimeout(None)
+        if reported.setdefault(index, connection) is not connection:
+            return  # another process has this index; this one tries again
+        with contextlib.suppress(OSError):
+            connection.recv(1)
+        del reported[index]
+
+
+def _report(address: tuple[str, int], index: int, count: int, timeout_s: float) -> list[int]:
+    """All other processes: report to process 0 and wait for the result. If there is none, process 0 is missing."""
+    deadline = time.monotonic() + timeout_s
+    while (seconds_left := deadline - time.monotonic()) > 0:
+        # Process 0 may not listen yet, or have ended, or another program may listen there; its name may not be one.
+        with contextlib.suppress(OSError, UnicodeError):
+            with socket.create_connection(address, timeout=min(seconds_left, CONNECT_TIMEOUT_S)) as connection:
+                connection.sendall(f"zerojax {index} {count}\n".encode())
+                match = _RESULT.fullmatch(_line(connection, time.monotonic() + timeout_s, MAX_RESULT_BYTES))
+            if match:
+                return list(map(int, match[1].split()))
+        time.sleep(RETRY_S)
+    return [0]
+
+
+def _line(connection: socket.socket, deadline: float, max_bytes: int) -> bytes:
+    """Reads a line, or less if the other side closes the connection, sends too much or is too slow."""
+    text = b""
+    while not text.endswith(b"\n") and len(text) < max_bytes and (seconds_left := deadline - time.monotonic()) > 0:
+        connection.settimeout(seconds_left)
+        if not (part := connection.recv(max_bytes - len(text))):
+            break
+        text += part
+    return text
+
+
+# The end of a process
 
 
 def exit_at_once_on_failure() -> None:
     """Makes a failure end this process at once: an exception, or `sys.exit` with a code that is not 0.
 
-    Must be called after `jax.distributed.initialize`: exit handlers run in the reverse order. `raise SystemExit(code)`
-    is not recorded if it does not call `sys.exit`; JAX then waits for the others.
+    To be called after `jax.distributed.initialize`: exit handlers run in the reverse order.
     """
     sys.exit = _exit
     atexit.register(_exit_if_failed, os.getpid())
@@ -203,7 +297,7 @@ class _Exit(SystemExit):
     Exit handlers cannot see the code otherwise: when they are called, Python has already dropped the exception.
     """
 
-    def __getattribute__(self, name: str) -> Any:
+    def __getattribute__(self, name: str) -> object:
         value = super().__getattribute__(name)
         if name == "code" and sys._getframe().f_back is None:  # no Python code asks, but Python itself, to end
             global _exit_code
@@ -219,19 +313,20 @@ def _exit_if_failed(pid: int) -> None:
     """Exit handler: after a failure, ends the process before JAX waits for the others to exit."""
     if not jax.distributed.is_initialized() or os.getpid() != pid:  # the latter in a forked process
         return
-    state = jax._src.distributed.global_state
+    state = distributed_state()
     if hasattr(sys, "last_value"):
         _flush()
         if state.process_id == 0:
             time.sleep(EXIT_DELAY_S)
         os._exit(1)
-    if not _all_exit(state, JOINT_EXIT_S if _exit_code else 0) and _exit_code:
+    if not _all_exit(JOINT_EXIT_S if _exit_code else 0) and _exit_code:
         _flush()
         os._exit(_exit_code)
 
 
-def _all_exit(state: Any, timeout_s: float) -> bool:
+def _all_exit(timeout_s: float) -> bool:
     """Tells the other processes that this one exits, and whether all of them do within a time."""
+    state = distributed_state()
     deadline = time.monotonic() + timeout_s
     try:
         state.client.key_value_set(f"zerojax/exit/{state.process_id}", "")

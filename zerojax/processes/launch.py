@@ -16,6 +16,7 @@ from typing import IO
 
 from zerojax.processes import guard
 from zerojax.sharding.mesh import simulation_variables
+from zerojax.utils.text import error_text
 
 log = logging.getLogger("zerojax")
 POLL_S = 0.05
@@ -38,9 +39,9 @@ def launch(
     handles SIGTERM itself once processes are joined.
 
     The processes end together. When one fails, the others have `grace_s` seconds to exit before they are killed. When
-    the output can no longer be written, for example because its reader has ended, or when this process is killed, even
-    with SIGKILL, they receive SIGTERM and have the same time. What a process leaves behind when it exits, such as data
-    workers, is killed, unless it is in another session.
+    the output can no longer be written, or when this process is killed, even with SIGKILL, they receive SIGTERM and
+    have the same time. What a process leaves behind when it exits, such as data workers, is killed, unless it is in
+    another session.
 
     Args:
         command: program and arguments.
@@ -52,18 +53,10 @@ def launch(
     Returns:
         The first exit code that is not 0, otherwise 0; 128 + N if signal N ended that process; 124 after `timeout_s`;
         141, 128 + SIGPIPE, if the output could not be written.
-
-    Raises:
-        ValueError: if the number of processes or devices is below 1.
-        OSError: if the command cannot be started.
-
-    Cost: one further process, which waits for the end of this one.
     """
     if num_processes < 1 or (devices is not None and devices < 1):
-        raise ValueError(
-            f"launch: cannot start {num_processes} processes with {devices} devices each\n"
-            f"  fix:      at least one process and one device"
-        )
+        what = f"launch: cannot start {num_processes} processes with {devices} devices each"
+        raise ValueError(error_text(what, None, "at least one process and one device"))
     coordinator = f"127.0.0.1:{_free_port()}"
     running: list[subprocess.Popen[str]] = []
     lost = threading.Event()  # the output of the processes cannot be written
@@ -107,14 +100,9 @@ def _free_port() -> int:
 
 def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[str]:
     """Starts a process in a new session, so that it does not also receive the signals that the terminal sends."""
+    pipe = subprocess.PIPE
     return subprocess.Popen(
-        list(command),
-        env=dict(environ),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
+        list(command), env=dict(environ), stdout=pipe, stderr=pipe, text=True, errors="replace", start_new_session=True
     )
 
 
@@ -122,10 +110,8 @@ def _start(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Pop
 def _guarded(grace_s: float) -> Iterator[IO[bytes]]:
     """Starts the program that ends the processes if this one is killed. Yields its input; see `guard`."""
     command = [sys.executable, "-I", "-S", guard.__file__, str(grace_s)]
-    null = subprocess.DEVNULL
-    with subprocess.Popen(
-        command, bufsize=0, stdin=subprocess.PIPE, stdout=null, stderr=null, start_new_session=True
-    ) as process:
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    with subprocess.Popen(command, 0, stdin=pipe, stdout=null, stderr=null, start_new_session=True) as process:
         assert process.stdin is not None
         yield process.stdin
 
@@ -139,7 +125,6 @@ def _tell(groups: IO[bytes], running: Sequence[subprocess.Popen[str]]) -> None:
 
 def _copy_output(index: int, process: subprocess.Popen[str], lost: threading.Event) -> list[threading.Thread]:
     """Starts threads that copy the output of a process to the output of this one."""
-    assert process.stdout is not None and process.stderr is not None
     pairs = [(process.stdout, sys.stdout), (process.stderr, sys.stderr)]
     threads = [threading.Thread(target=_copy_lines, args=(f"[{index}] ", *pair, lost), daemon=True) for pair in pairs]
     for thread in threads:
@@ -148,30 +133,23 @@ def _copy_output(index: int, process: subprocess.Popen[str], lost: threading.Eve
 
 
 def _copy_lines(prefix: str, source: IO[str], target: IO[str] | None, lost: threading.Event) -> None:
-    """Copies lines until the source ends. If they cannot be written, it goes on reading: the process may still write.
+    """Copies lines until the source ends, and sets `lost` if one cannot be written. The target may be missing.
 
-    Args:
-        target: None if this process was started without this output.
-        lost: set if a line cannot be written.
+    It then goes on reading: the process may still write.
     """
     for line in source:
         if target is None:
             continue
+        encoding = getattr(target, "encoding", None) or "utf-8"  # may lack a character
+        text = f"{prefix}{line.rstrip()}\n".encode(encoding, "backslashreplace").decode(encoding)
         try:
-            _write(f"{prefix}{line.rstrip()}\n", target)
+            target.write(text)  # in one call, so that lines of two processes are not mixed
+            target.flush()
         except (OSError, ValueError) as error:  # ValueError: the file was closed
             target = None
             if not lost.is_set():
                 lost.set()
                 log.error("launch: the output cannot be written, and all processes are ended: %s", error)
-
-
-def _write(line: str, target: IO[str]) -> None:
-    try:
-        target.write(line)  # in one call, so that lines of two processes are not mixed
-    except UnicodeEncodeError:  # the encoding of the terminal lacks a character
-        target.write(line.encode("ascii", "backslashreplace").decode())
-    target.flush()
 
 
 def _wait(
@@ -185,13 +163,13 @@ def _wait(
     code, deadline = 0, float("inf") if timeout_s is None else time.monotonic() + timeout_s
     num_running = len(running)
     while None in (codes := [_poll(process) for process in running]):
+        # Tell the guard which processes are left.
         if codes.count(None) < num_running:
             num_running = codes.count(None)
             _tell(groups, running)
         time.sleep(POLL_S)
-        failures = [returncode for returncode in codes if returncode]
-        if lost.is_set() and not failures:
-            failures = [BROKEN_PIPE_EXIT_CODE]
+        # After the first failure, the others have some time.
+        failures = [*filter(None, codes), *[BROKEN_PIPE_EXIT_CODE] * lost.is_set()]
         if failures and not code:
             code = failures[0]
             deadline = min(deadline, time.monotonic() + grace_s)
@@ -229,10 +207,7 @@ def _send_to_group(process: subprocess.Popen[str], number: int) -> None:
 
 @contextmanager
 def _forward_signals(running: Sequence[subprocess.Popen[str]]) -> Iterator[Sequence[int]]:
-    """Forwards SIGINT, SIGTERM and SIGHUP to all processes. Only the main thread can; in another one nothing is done.
-
-    Yields the signals that have been received so far.
-    """
+    """Forwards SIGINT, SIGTERM and SIGHUP to all processes, if in the main thread. Yields those received so far."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received

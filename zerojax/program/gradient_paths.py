@@ -8,7 +8,6 @@ Cotangents that are arrays of zeros would be wrong there, since zero times an in
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jax.core import ShapedArray
 
 from zerojax.program import jaxprs
 from zerojax.program.jaxprs import Equation, Jaxpr, Var
-from zerojax.utils.typing import Aval
+from zerojax.utils.typing import Array, Aval
 
 # The tangent of the result depends on that of each operand. What is not named here is differentiated to find out.
 _PASS_TANGENTS = frozenset([
@@ -28,7 +27,7 @@ _PASS_TANGENTS = frozenset([
 ])  # fmt: skip
 
 
-def is_differentiable(aval: Aval | ShapedArray) -> bool:
+def is_differentiable(aval: Aval | ShapedArray | Array) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
@@ -77,8 +76,8 @@ def _differentiated(equation: Equation, operands: Sequence[bool]) -> list[bool]:
     varied, constant = [v for v in read if v in flagged], [v for v in read if v not in flagged]
     results = [v for v in equation.outvars if not jaxprs.is_dropped(v)]
 
-    def out_tangents(primals: list[Any], others: list[Any], given: list[Any]) -> list[Any]:
-        def fn(*primals: Any) -> list[Any]:
+    def out_tangents(primals: list[Array], others: list[Array], given: list[Array]) -> list[Array]:
+        def fn(*primals: Array) -> list[Array]:
             scope = dict(zip([*varied, *constant], [*primals, *others], strict=True))
             jaxprs.run_equations([equation], scope)
             return [scope[v] for v in results]

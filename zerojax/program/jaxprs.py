@@ -7,15 +7,17 @@ is in this module, and is tested with the oldest and the newest supported versio
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
 from jax.extend import core
+from jax.sharding import PartitionSpec
 
-from zerojax.utils.typing import PyTree
+from zerojax.utils.typing import Array, ArrayLike, PyTree
 from zerojax.utils.warn import line_of
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
     class Literal:
         aval: ShapedArray
-        val: Any
+        val: ArrayLike
 
     Atom: TypeAlias = Var | Literal
 
@@ -71,30 +73,28 @@ class ScanParams(NamedTuple):
 
     num_consts: int
     num_carry: int
-    body: Any
+    body: ClosedJaxpr
     length: int
     reverse: bool
 
 
 class RowLookup(NamedTuple):
-    """The parameters of an equation that takes rows of a table: slices that are whole in all dims but one.
+    """The parameters of an equation that takes rows of a table: slices that are whole in all dims but one."""
 
-    Attributes:
-        dim: the dim of the table that the indices select from.
-        offset_dims: the dims of the result that are dims of the table; the others are those of the indices.
-        mode, fill_value: what indices outside of the table select, as in `lax.gather`.
-    """
-
-    dim: int
-    offset_dims: tuple[int, ...]
-    mode: Any
-    fill_value: Any
+    dim: int  # the dim of the table that the indices select from
+    offset_dims: tuple[int, ...]  # the dims of the result that are dims of the table; the others are of the indices
+    mode: lax.GatherScatterMode  # what indices outside of the table select, as in `lax.gather`
+    fill_value: float | None
 
 
 def user_line(equation: Equation) -> str | None:
     """The line of the user's code, or of a model, that an equation comes from; None if it is not known."""
+    return line_of(traceback_of(equation))
+
+
+def traceback_of(equation: Equation) -> TracebackType | None:
     trace = equation.source_info.traceback
-    return line_of(trace and trace.as_python_traceback())
+    return trace and trace.as_python_traceback()
 
 
 def is_var(atom: Atom) -> TypeIs[Var]:
@@ -120,15 +120,6 @@ def scan_params(equation: Equation) -> ScanParams:
     return ScanParams(num_consts, num_carry, params["jaxpr"], params["length"], params["reverse"])
 
 
-def by_first_use(jaxpr: Jaxpr, positions: Sequence[int]) -> list[int]:
-    """Sorts positions of inputs by the first equation that reads each; inputs that are never read come last."""
-    first: dict[Var, int] = {}
-    for k, equation in enumerate(jaxpr.eqns):
-        for v in variables(equation):
-            first.setdefault(v, k)
-    return sorted(positions, key=lambda k: first.get(jaxpr.invars[k], len(jaxpr.eqns)))
-
-
 def is_scan(equation: Equation) -> bool:
     return equation.primitive.name == "scan"
 
@@ -147,32 +138,6 @@ def row_lookup(equation: Equation) -> RowLookup | None:
     return RowLookup(dim, tuple(numbers.offset_dims), params["mode"], params["fill_value"])
 
 
-def take_rows(lookup: RowLookup, table: Any, indices: Any) -> Any:
-    """The rows of a table for indices of shape [count, 1], of shape [count, other dims of the table]."""
-    numbers = lax.GatherDimensionNumbers(
-        offset_dims=tuple(range(1, table.ndim)),
-        collapsed_slice_dims=(lookup.dim,),
-        start_index_map=(lookup.dim,),
-    )
-    sizes = (*table.shape[: lookup.dim], 1, *table.shape[lookup.dim + 1 :])
-    return lax.gather(table, indices, numbers, sizes, mode=lookup.mode, fill_value=lookup.fill_value)
-
-
-def add_rows(lookup: RowLookup, table: Any, indices: Any, rows: PyTree) -> Any:
-    """Adds what `take_rows` returned for the same indices, or its cotangents, to these rows of a table."""
-    numbers = lax.ScatterDimensionNumbers(
-        update_window_dims=tuple(range(1, table.ndim)),
-        inserted_window_dims=(lookup.dim,),
-        scatter_dims_to_operand_dims=(lookup.dim,),
-    )
-    return lax.scatter_add(table, indices, rows, numbers, mode=lookup.mode)
-
-
-def takes_rows(equations: Iterable[Equation]) -> bool:
-    """Whether the equations, or those they call, contain a lookup of rows."""
-    return any(row_lookup(e) is not None or (is_call(e) and takes_rows(called(e)[0].eqns)) for e in equations)
-
-
 def is_call(equation: Equation) -> bool:
     """Whether the equation is a nested jit, which can be replaced by its equations."""
     return equation.primitive.name in CALLS
@@ -183,13 +148,15 @@ def is_remat(equation: Equation) -> bool:
     return equation.primitive.name in _REMATS
 
 
-def called(equation: Equation) -> tuple[Any, Sequence[Any]]:
-    """The (jaxpr, constants) of a nested jit, or of a function of `jax.checkpoint`."""
-    inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+def called(equation: Equation) -> tuple[Jaxpr, Sequence[Array]]:
+    """The (jaxpr, constants) of a nested jit, or of another call of a single function."""
+    inner = next(
+        equation.params[name] for name in ("jaxpr", "call_jaxpr", "call", "fun_jaxpr") if name in equation.params
+    )
     return getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
 
 
-def sub_jaxprs(equation: Equation) -> Iterator[Any]:
+def sub_jaxprs(equation: Equation) -> Iterator[Jaxpr]:
     """Yields every jaxpr among the parameters of an equation."""
     for value in equation.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
@@ -198,24 +165,30 @@ def sub_jaxprs(equation: Equation) -> Iterator[Any]:
                 yield inner
 
 
-def constraints(jaxpr: Jaxpr, axes: Collection[str]) -> Iterator[tuple[Any, Any]]:
-    """Yields (spec, traceback) of each sharding constraint that names one of the mesh axes."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "sharding_constraint":
-            spec = getattr(equation.params["sharding"], "spec", ())
-            if any(name in axes for part in spec for name in (part if isinstance(part, tuple) else (part,))):
-                trace = equation.source_info.traceback
-                yield spec, trace and trace.as_python_traceback()
+def walk(equations: Iterable[Equation]) -> Iterator[Equation]:
+    """Yields the equations, each followed by those inside of it."""
+    for equation in equations:
+        yield equation
         for inner in sub_jaxprs(equation):
-            yield from constraints(inner, axes)
+            yield from walk(inner.eqns)
 
 
-def partitioned_kernels(jaxpr: Jaxpr, called_at: Any = None) -> Iterator[tuple[str, Any]]:
+def constraints(jaxpr: Jaxpr, axes: Collection[str]) -> Iterator[tuple[PartitionSpec, TracebackType | None]]:
+    """Yields (spec, traceback) of each sharding constraint that names one of the mesh axes."""
+    for equation in walk(jaxpr.eqns):
+        if equation.primitive.name == "sharding_constraint":
+            spec = getattr(equation.params["sharding"], "spec", PartitionSpec())
+            if any(name in axes for part in spec for name in (part if isinstance(part, tuple) else (part,))):
+                yield spec, traceback_of(equation)
+
+
+def partitioned_kernels(
+    jaxpr: Jaxpr, called_at: TracebackType | None = None
+) -> Iterator[tuple[str, TracebackType | None]]:
     """Yields (name, traceback) of each kernel outside of `shard_map` whose partitioning JAX asks a Python function
     for. The traceback is that of the enclosing `custom_vjp`, if any: inside of it, JAX starts a new one."""
     for equation in jaxpr.eqns:
-        name, trace = equation.primitive.name, equation.source_info.traceback
-        trace = called_at or (trace and trace.as_python_traceback())
+        name, trace = equation.primitive.name, called_at or traceback_of(equation)
         if name in FUSED_ATTENTION or name == "custom_partitioning":
             yield name, trace
         elif name != "shard_map":
@@ -225,9 +198,7 @@ def partitioned_kernels(jaxpr: Jaxpr, called_at: Any = None) -> Iterator[tuple[s
 
 def multiplies(equations: Iterable[Equation]) -> bool:
     """Whether the equations, or those they call, contain a matrix product or a convolution."""
-    return any(
-        e.primitive.name in PRODUCTS or any(multiplies(inner.eqns) for inner in sub_jaxprs(e)) for e in equations
-    )
+    return any(equation.primitive.name in PRODUCTS for equation in walk(equations))
 
 
 def is_offload(equation: Equation) -> bool:
@@ -238,16 +209,19 @@ def is_offload(equation: Equation) -> bool:
 
 def offloads(jaxpr: Jaxpr) -> bool:
     """Whether a function copies arrays to host memory."""
-    return any(is_offload(e) or any(map(offloads, sub_jaxprs(e))) for e in jaxpr.eqns)
+    return any(map(is_offload, walk(jaxpr.eqns)))
+
+
+def named_axes(equation: Equation) -> frozenset[str]:
+    """The mesh axes that a collective is over; none for other equations."""
+    named = equation.params.get("axes", equation.params.get("axis_name", ()))
+    named = named if isinstance(named, tuple | list | frozenset) else (named,)
+    return frozenset(name for name in named if isinstance(name, str))
 
 
 def communicates_over(equation: Equation, axes: Collection[str]) -> bool:
     """Whether an equation, or one that it calls, is a collective over one of the mesh axes."""
-    named = equation.params.get("axes", equation.params.get("axis_name", ()))
-    named = named if isinstance(named, tuple | list | frozenset) else (named,)
-    return any(isinstance(name, str) and name in axes for name in named) or any(
-        communicates_over(e, axes) for inner in sub_jaxprs(equation) for e in inner.eqns
-    )
+    return any(named_axes(e) & set(axes) for e in walk([equation]))
 
 
 def forwards(jaxpr: Jaxpr) -> list[bool]:
@@ -263,19 +237,19 @@ def forwards(jaxpr: Jaxpr) -> list[bool]:
     return [is_var(v) and v in inputs for v in jaxpr.outvars]
 
 
-def traced(fn: Callable[..., Any], *args: PyTree) -> tuple[ClosedJaxpr, PyTree]:
+def traced(fn: Callable[..., PyTree], *args: PyTree) -> tuple[ClosedJaxpr, PyTree]:
     """(The jaxpr of a function, the shapes of its results). The arguments are arrays or avals."""
     closed, result = jax.make_jaxpr(fn, return_shape=True)(*args)
     return cast("ClosedJaxpr", closed), result
 
 
-def run(closed: ClosedJaxpr, *args: Any) -> list[Any]:
+def run(closed: ClosedJaxpr, *args: ArrayLike) -> list[Array]:
     """Runs a closed jaxpr, such as the body of a scan, on flat arguments. Outputs that are literals become arrays."""
     outputs = zip(closed.jaxpr.outvars, core.jaxpr_as_fun(closed)(*args), strict=True)
     return [value if is_var(atom) else jnp.asarray(value, atom.aval.dtype) for atom, value in outputs]
 
 
-def run_equations(equations: Sequence[Equation], scope: dict[Var, Any]) -> None:
+def run_equations(equations: Sequence[Equation], scope: dict[Var, Array]) -> None:
     """Runs equations in order, reading from and writing to `scope`."""
     defined = [v for e in equations for v in e.outvars if not is_dropped(v)]
     own = set(defined)
@@ -285,7 +259,9 @@ def run_equations(equations: Sequence[Equation], scope: dict[Var, Any]) -> None:
     scope.update(zip(defined, core.jaxpr_as_fun(jaxpr)(*[scope[v] for v in free]), strict=True))
 
 
-def without_closure(fn: Callable[..., Any], *avals: PyTree) -> tuple[Callable[..., Any], list[Any], Any]:
+def without_closure(
+    fn: Callable[..., Array], *avals: PyTree
+) -> tuple[Callable[..., Array], list[Array], jax.ShapeDtypeStruct]:
     """Makes the values of an outer trace that `fn` closes over explicit arguments.
 
     Args:
@@ -297,7 +273,7 @@ def without_closure(fn: Callable[..., Any], *avals: PyTree) -> tuple[Callable[..
     """
     closed, result = traced(lambda *args: fn(*args), *avals)
 
-    def pure(closed_over: Sequence[Any], *args: Any) -> Any:
+    def pure(closed_over: Sequence[Array], *args: Array) -> Array:
         return run(with_constants(closed, closed_over), *args)[0]
 
     return pure, list(closed.consts), result
@@ -305,10 +281,9 @@ def without_closure(fn: Callable[..., Any], *avals: PyTree) -> tuple[Callable[..
 
 def inlined(
     closed: ClosedJaxpr,
-    should_inline: Callable[[Equation], bool],
-    replace: Callable[[Equation, list[Any]], list[Any] | None] | None = None,
+    replace: Callable[[Equation, list[Array]], list[Array] | None] | None = None,
 ) -> ClosedJaxpr:
-    """Traces `closed` again with each nested jit replaced by its equations if `should_inline(equation)` is true.
+    """Traces `closed` again with each nested jit replaced by its equations.
 
     Those that make mutable arrays stay, as single equations.
 
@@ -316,15 +291,15 @@ def inlined(
     returns None; and the equations of nested jits have the line of the user at which the outermost one is called.
     """
 
-    can_inline = lambda e: is_call(e) and not makes_references_inside(e) and should_inline(e)
-
-    def interpret(jaxpr: Jaxpr, consts: Iterable[Any], args: Iterable[Any], caller: Any = None) -> list[Any]:
+    def interpret(
+        jaxpr: Jaxpr, consts: Iterable[Array], args: Iterable[Array], caller: Equation | None = None
+    ) -> list[Array]:
         scope = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
         read = lambda atom: scope[atom] if is_var(atom) else atom.val
         for equation in jaxpr.eqns:
             if caller is not None:
                 equation = cast("Equation", equation.replace(source_info=caller.source_info))
-            if can_inline(equation):
+            if is_call(equation) and not makes_references_inside(equation):
                 inner, inner_consts = called(equation)
                 outermost = caller or (equation if replace and user_line(equation) else None)
                 out = interpret(inner, inner_consts, map(read, equation.invars), outermost)
@@ -337,12 +312,20 @@ def inlined(
     return traced(lambda *args: interpret(closed.jaxpr, closed.consts, args), *closed.in_avals)[0]
 
 
-def with_constants(closed: ClosedJaxpr, constants: Sequence[Any]) -> Any:
+def with_constants(closed: ClosedJaxpr, constants: Sequence[ArrayLike]) -> ClosedJaxpr:
     """`closed` with other values of what it closes over."""
-    return core.ClosedJaxpr(closed.jaxpr, list(constants))
+    return _closed(closed.jaxpr, list(constants))
 
 
-def with_outputs(closed: ClosedJaxpr, outputs: Sequence[Atom]) -> Any:
+def with_equations(
+    closed: ClosedJaxpr, equations: Sequence[Equation], inputs: Sequence[Var], outputs: Sequence[Atom]
+) -> ClosedJaxpr:
+    """Some of the equations of `closed` as a function of their own."""
+    changes = {"eqns": list(equations), "invars": list(inputs), "outvars": list(outputs), "debug_info": _DEBUG_INFO}
+    return _closed(closed.jaxpr.replace(**changes), closed.consts)
+
+
+def with_outputs(closed: ClosedJaxpr, outputs: Sequence[Atom]) -> ClosedJaxpr:
     """`closed` with other outputs, which are values of it, and without the equations that these do not need."""
     live = {atom for atom in outputs if is_var(atom)}
     kept = []
@@ -350,7 +333,11 @@ def with_outputs(closed: ClosedJaxpr, outputs: Sequence[Atom]) -> Any:
         if equation.effects or any(v in live for v in equation.outvars):
             kept.append(equation)
             live.update(variables(equation))
-    return core.ClosedJaxpr(closed.jaxpr.replace(eqns=kept[::-1], outvars=list(outputs)), closed.consts)
+    return _closed(closed.jaxpr.replace(eqns=kept[::-1], outvars=list(outputs)), closed.consts)
+
+
+def _closed(jaxpr: core.Jaxpr, consts: Sequence[ArrayLike]) -> ClosedJaxpr:
+    return cast("ClosedJaxpr", core.ClosedJaxpr(jaxpr, consts))
 
 
 def given_name(equation: Equation) -> str | None:
@@ -415,31 +402,9 @@ def num_random_keys(equation: Equation) -> int | None:
     return keys.shape[0] if keys.ndim else None
 
 
-def apply(equation: Equation, *operands: Any) -> Any:
+def apply(equation: Equation, *operands: Array) -> Array:
     """The result of an equation with one output, on other operands."""
     return equation.primitive.bind(*operands, **equation.params)
-
-
-def ask_policy(policy: Callable[..., Any], equation: Equation) -> Any:
-    """The decision of a policy of `jax.checkpoint_policies` about an equation."""
-    return policy(equation.primitive, *(atom.aval for atom in equation.invars), **equation.params)
-
-
-def before_transposes(closed: ClosedJaxpr, count: int) -> tuple[Any, list[tuple[int, ...]]]:
-    """Removes a final transposition from each of the first `count` outputs.
-
-    Returns:
-        (the new jaxpr, permutations): `lax.transpose(new_output, permutation)` is the old output.
-    """
-    producer = {v: e for e in closed.jaxpr.eqns for v in e.outvars}
-    outputs, orders = list(closed.jaxpr.outvars), []
-    for i, atom in enumerate(outputs[:count]):
-        equation = producer.get(atom) if is_var(atom) else None
-        order = permutation(equation) if equation is not None else None
-        if equation is not None and order is not None:
-            outputs[i] = equation.invars[0]
-        orders.append(order or tuple(range(atom.aval.ndim)))
-    return with_outputs(closed, outputs), orders
 
 
 class Origin:

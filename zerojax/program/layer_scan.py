@@ -6,6 +6,7 @@ backward pass are passed on directly from the iteration that computes them to th
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -14,81 +15,53 @@ import jax.numpy as jnp
 from jax import lax
 
 from zerojax.comm.schedule import Schedule, after, event, events, floating_after, zeros_after
+from zerojax.program.regather import Regather
 from zerojax.utils.typing import Array, PyTree
 
 Carry = tuple[list[Array], PyTree]  # (floating arrays that the next layer computes from, all else that is carried)
 
 
-class LayerBody:
-    """The operations of one layer of a `scan`. This base class saves and offloads nothing, and has no gradients.
+class LayerBody(abc.ABC):
+    """The operations of one layer of a `scan`."""
 
-    Attributes:
-        needed: which weights of a layer it reads.
-        saves: whether a layer saves values for the backward pass.
-        offloads: whether saved values are offloaded to host memory.
-        restores: whether saved values are fetched from host memory, one layer before they are used. A loop fetches once
-            more than it has layers.
-        delays_recompute: whether the values that a layer is recomputed from wait for the gradients of the layer before.
-        one_layer_grads: whether the gradients of only one layer, instead of two, are held at a time. They are reduced
-            while the next layer recomputes its activations. If these were saved, nothing would hide the reduction.
-    """
+    needed: list[bool]  # which weights of a layer it reads
+    saver: Regather | None = None  # moves the values that a layer saves to their places; None if it saves nothing
+    # In a backward pass, fetches saved values from host memory one layer before they are used; None in a forward pass.
+    # A loop fetches once more than it has layers.
+    restorer: Regather | None = None
+    # Whether the values that a layer is recomputed from wait for the gradients of the layer before. Their reduction is
+    # to overlap with the recomputation.
+    delays_recompute = False
+    # Whether the gradients of only one layer, instead of two, are held at a time. They are reduced while the next layer
+    # recomputes its activations. If these were saved, nothing would hide the reduction.
+    one_layer_grads = False
 
-    needed: Sequence[bool]
-    saves: bool = False
-    offloads: bool = False
-    restores: bool = False
-    delays_recompute: bool = False
-    one_layer_grads: bool = False
-
-    def gather(self, shards: PyTree, prefetch: int, schedule: Schedule) -> PyTree:
+    @abc.abstractmethod
+    def gather(self, shards: Sequence[Array | None], prefetch: int, schedule: Schedule) -> list[Array | None]:
         """Gathers the weights of a layer, `prefetch` layers before its turn. It reads only those that are needed."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def compute(
-        self, weights: PyTree, carry: Carry, x: PyTree, saved: PyTree, fetched: PyTree
-    ) -> tuple[Carry, PyTree, PyTree, PyTree]:
-        """Computes a layer: (carry, y, values to save, gradients). `fetched` are the copies that `restore` made."""
-        raise NotImplementedError
+        self, weights: list[Array | None], carry: Carry, x: list[Array], saved: PyTree, fetched: PyTree
+    ) -> tuple[Carry, list[Array], PyTree, list[Array]]:
+        """Computes a layer: (carry, y, values to save, gradients). `fetched` are copies of offloaded values."""
 
-    def reduce(self, grads: PyTree, waits: list[Array], group: int) -> tuple[list[Array], list[Array]]:
+    def reduce(self, grads: list[Array], waits: list[Array], group: int) -> tuple[list[Array], list[Array]]:
         """Reduces a layer's gradients after the events `waits`: (their shards, the events of the reduction).
 
         Reductions of different groups are never combined.
         """
         return grads, []
 
-    def store(self, saved: PyTree, waits: list[Array]) -> PyTree:
-        """Moves the saved values to their places. Copies to host memory start after the events `waits`."""
-        return saved
-
-    def offload_events(self, saved: PyTree) -> list[Array]:
-        """The events of saved values that have arrived in host memory."""
-        return []
-
-    def restore(self, saved: PyTree, overlapped: list[Array]) -> tuple[PyTree, list[Array]]:
-        """Starts to fetch saved values from host memory when `overlapped` is available: (the copies, `overlapped`)."""
-        return None, overlapped
-
-    def delay_recompute(self, saved: PyTree, waits: list[Array]) -> PyTree:
-        """Delays the values that a layer is recomputed from until the events `waits`.
-
-        These are the gradients of the layer before. Their reduction is to overlap with the recomputation.
-        """
-        return saved
-
 
 class Cut(NamedTuple):
-    """The parts of a scan over layers: `front` layers, `loops` iterations of `group` layers each, `back` layers.
-
-    Attributes:
-        prefetch: number of layers that are gathered ahead.
-    """
+    """The parts of a scan over layers: `front` layers, `loops` iterations of `group` layers each, `back` layers."""
 
     front: int
     loops: int
     group: int
     back: int
-    prefetch: int
+    prefetch: int  # number of layers that are gathered ahead
 
     @classmethod
     def of(cls, length: int, prefetch: int, delay_reduction: bool) -> Cut:
@@ -135,33 +108,24 @@ class SavedValues(NamedTuple):
             return self._replace(back=[*self.back[:-1], fn(self.back[-1])])
         return self._replace(front=[*self.front[:-1], *map(fn, self.front[-1:])])
 
-    def mirrored(self) -> SavedValues:
-        return SavedValues(self.back[::-1], self.loop[::-1], self.front[::-1])
-
 
 class Layers(NamedTuple):
-    """The layers of a `scan`.
+    """The layers of a `scan`."""
 
-    Attributes:
-        shards: shards of the weights, arrays of shape [layers, ...].
-        xs: other arrays of shape [layers, ...].
-        cut: the cut of the forward pass.
-        reverse: whether the scan runs from the last layer to the first.
-        saved: in a backward pass, the values that the forward pass saved. Layers and iterations of the loop are then
-            visited in the opposite order.
-    """
-
-    shards: PyTree
-    xs: PyTree
-    cut: Cut
-    reverse: bool
+    shards: PyTree  # shards of the weights, arrays of shape [layers, ...]
+    xs: PyTree  # other arrays of shape [layers, ...]
+    cut: Cut  # the cut of the forward pass
+    reverse: bool  # whether the scan runs from the last layer to the first
+    # In a backward pass, the values that the forward pass saved. Layers and iterations of the loop are then visited in
+    # the opposite order.
     saved: SavedValues | None = None
 
     @property
     def given(self) -> SavedValues:
         """The saved values in the order of turns; in a forward pass, None for each layer."""
         if self.saved is not None:
-            return self.saved.mirrored()
+            front, loop, back = self.saved
+            return SavedValues(back[::-1], loop[::-1], front[::-1])
         return SavedValues([None] * self.cut.front, [None] * self.cut.group, [None] * self.cut.back)
 
     def index(self, turn: int | Array) -> int | Array:
@@ -225,7 +189,8 @@ def scan(body: LayerBody, init: Carry, layers: Layers, schedule: Schedule) -> Sc
     # The compiled loop: `group` layers in each iteration.
     loop_saved: list[PyTree] = [None] * group
     if loops:
-        state = turns.wait_for_offloads(state, schedule)
+        # It starts when the values that the layers so far have saved are in host memory.
+        state = state.with_flow(floating_after(state.carry[0], schedule.offload_events(0)))
 
         def iteration(state: _State, slices: tuple[Array, list[PyTree]]) -> tuple[_State, list[PyTree]]:
             i, given = slices
@@ -246,36 +211,25 @@ def scan(body: LayerBody, init: Carry, layers: Layers, schedule: Schedule) -> Sc
 
 
 class _State(NamedTuple):
-    """The values that are live between two layers.
-
-    Attributes:
-        carry: the carry of the scan.
-        weights: the gathered weights of the next layers.
-        fetched: the next layer's saved values, while they are fetched from host memory.
-        grads: the gradients of the layer before, not yet reduced.
-        ys, reduced: stacked results, None before the first layer.
-    """
+    """The values that are live between two layers."""
 
     carry: Carry
-    weights: list[PyTree]
-    fetched: PyTree = None
-    grads: PyTree = None
-    ys: PyTree = None
-    reduced: list[Array] | None = None
+    weights: list[PyTree]  # the gathered weights of the next layers
+    fetched: PyTree = None  # the next layer's saved values, while they are fetched from host memory
+    grads: PyTree = None  # the gradients of the layer before, not yet reduced
+    ys: PyTree = None  # stacked results, None before the first layer
+    reduced: list[Array] | None = None  # stacked gradients, None before the first layer
+
+    def with_flow(self, flow: list[Array]) -> _State:
+        return self._replace(carry=(flow, self.carry[1]))
 
 
 class _Turns(NamedTuple):
-    """The layers of a `scan` in the order in which they are visited: turn 0 is the first.
-
-    Attributes:
-        body: the operations of a layer.
-        layers: the layers to scan over.
-        in_loop: whether these are the layers of one iteration of the compiled loop.
-    """
+    """The layers of a `scan` in the order in which they are visited: turn 0 is the first."""
 
     body: LayerBody
     layers: Layers
-    in_loop: bool = False
+    in_loop: bool = False  # whether these are the layers of one iteration of the compiled loop
 
     def start(self, init: Carry, saved: PyTree, schedule: Schedule) -> _State:
         """The state before the first layer, which has these saved values."""
@@ -306,23 +260,33 @@ class _Turns(NamedTuple):
         waits: list[Array] = []
         for i, turn in enumerate(turns):
             saved = given[i]
-            if self.body.delays_recompute:
-                saved = self.body.delay_recompute(saved, events(state.grads or state.carry[0]))
+            if self.body.restorer and self.body.delays_recompute:
+                saved = self.body.restorer.delay_inputs(saved, events(state.grads or state.carry[0]))
+
+            # Reduce the gradients of the layer before.
             if state.grads is not None:
-                flow, rest = state.carry
                 reduced, arrived = self.reduce_before(turn, state, schedule), schedule.before_reduction()
                 # No gradient is computed before the last one, or the last but one, is reduced.
-                flow = after(flow, arrived if self.body.one_layer_grads else waits)
-                state, waits = state._replace(carry=(flow, rest), reduced=reduced), arrived
+                flow = after(state.carry[0], arrived if self.body.one_layer_grads else waits)
+                state, waits = state.with_flow(flow)._replace(reduced=reduced), arrived
+
+            # Gather the weights of a later layer.
             if i < num_gathers:
                 prefetch = self.layers.cut.prefetch
                 weights = self._gather(turn + prefetch, prefetch, schedule)
                 state = state._replace(weights=[*state.weights, weights])
             if self._offloads_directly:
-                flow, rest = state.carry
-                state = state._replace(carry=(floating_after(flow, schedule.offload_events(1)), rest))
-            fetched = None if state.fetched is None else self._after_last_layer(state)
+                state = state.with_flow(floating_after(state.carry[0], schedule.offload_events(1)))
+
+            # Fetch the saved values of the next layer. Those that were fetched early wait until the layer before is
+            # done: two layers' would take memory at once. They do not wait for the same events as the gather, see
+            # `Schedule.replace_last`.
+            fetched = state.fetched
+            if fetched is not None:
+                fetched = floating_after(fetched, events(state.grads or state.carry[0]))
             state = self.restore_next(state, given[i + 1] if i + 1 < len(given) else next_given)
+
+            # Compute.
             state, saved = self._compute(turn, state, saved, fetched, schedule)
             all_saved.append(saved)
         return state, all_saved
@@ -335,15 +299,11 @@ class _Turns(NamedTuple):
 
     def restore_next(self, state: _State, saved: PyTree) -> _State:
         """Starts fetching the next layer's saved values from host memory."""
-        if not self.body.restores or saved is None:
+        restorer = self.body.restorer
+        if restorer is None or not restorer.offloads or saved is None:
             return state._replace(fetched=None)
-        fetched, flow = self.body.restore(saved, state.carry[0])
-        return state._replace(fetched=fetched, carry=(flow, state.carry[1]))
-
-    def wait_for_offloads(self, state: _State, schedule: Schedule) -> _State:
-        """Delays the next layer until the values that the layers so far have saved are in host memory."""
-        flow, rest = state.carry
-        return state._replace(carry=(floating_after(flow, schedule.offload_events(0)), rest))
+        fetched, flow = restorer.restore(saved, state.carry[0])
+        return state.with_flow(flow)._replace(fetched=fetched)
 
     @property
     def _offloads_directly(self) -> bool:
@@ -352,14 +312,7 @@ class _Turns(NamedTuple):
         In a loop they are offloaded when the layer's weights are gathered. If they were offloaded earlier, the
         compiler, which schedules from the end, would have nothing of the layer before to overlap with the gather.
         """
-        return self.body.offloads and not self.in_loop
-
-    def _after_last_layer(self, state: _State) -> list[Array]:
-        """Delays values that were fetched early until the layer before is done: two layers' would take memory at once.
-
-        They do not wait for the same events as the gather, see `Schedule.replace_last`.
-        """
-        return floating_after(state.fetched, events(state.grads or state.carry[0]))
+        return self.body.saver is not None and self.body.saver.offloads and not self.in_loop
 
     def _compute(
         self, turn: int | Array, state: _State, saved: PyTree, fetched: PyTree, schedule: Schedule
@@ -368,11 +321,11 @@ class _Turns(NamedTuple):
         weights, *others = state.weights
         carry, y, saved, grads = body.compute(weights, state.carry, layers.of(layers.xs, turn), saved, fetched)
         schedule.computed(carry[0])
-        if body.saves:
+        if body.saver:
             waits = event(weights) if layers.cut.prefetch and not self._offloads_directly else []
-            saved = body.store(saved, waits)
-        if self._offloads_directly:
-            schedule.offloaded(body.offload_events(saved))
+            saved = body.saver.store(saved, waits)
+            if self._offloads_directly:
+                schedule.offloaded(body.saver.offload_events(saved))
         ys, reduced = state.ys, state.reduced
         if reduced is None:
             ys = jax.tree.map(layers.room_for, y)
@@ -391,9 +344,10 @@ def _scan_without_overlap(body: LayerBody, init: Carry, layers: Layers, schedule
 
     def iteration(carry: Carry, slices: tuple[PyTree, PyTree, PyTree]) -> tuple[Carry, tuple[PyTree, PyTree, PyTree]]:
         shards, x, given = slices
-        fetched = None if given is None else body.restore(given, [])[0]
+        fetched = body.restorer.restore(given, [])[0] if body.restorer else None
         carry, y, saved, grads = body.compute(body.gather(shards, 0, Schedule(0, [])), carry, x, given, fetched)
-        return carry, (y, body.store(saved, []), body.reduce(grads, [], 0)[0])
+        saved = body.saver.store(saved, []) if body.saver else saved
+        return carry, (y, saved, body.reduce(grads, [], 0)[0])
 
     slices = layers.shards, layers.xs, None if layers.saved is None else layers.saved.loop[0]
     carry, (ys, saved, reduced) = lax.scan(iteration, init, slices, length=layers.cut.length, reverse=layers.reverse)

@@ -11,54 +11,47 @@ a cast between the gather and the use.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence, Set
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 from jax.sharding import PartitionSpec
 
 from zerojax.comm.schedule import event, floating_after
 from zerojax.program import gradient_paths, jaxprs
 from zerojax.program.gradient_paths import is_differentiable
+from zerojax.program.jaxprs import Atom, ClosedJaxpr, Equation, Jaxpr, Var
 from zerojax.program.remat import NO_REMAT, Place, Remat
 from zerojax.sharding.axes import REPLICATED
 from zerojax.utils.flags import merge, negate, replaced, select
-from zerojax.utils.typing import Array
+from zerojax.utils.typing import Array, Aval, Shape
 
-Arrays = Sequence[Any]
-Function = Callable[[Arrays, Arrays, Arrays], Arrays]
-
-
-def _to_host(value: Any) -> Any:
-    return jax.device_put(value, jax.memory.Space.Host)
-
-
-def _to_device(value: Any) -> Any:
-    return jax.device_put(value, jax.memory.Space.Device)
+Arrays = Sequence[Array]
+Avals = Sequence[Aval | ShapedArray]
+Flags = Sequence[bool]
+T = TypeVar("T")
 
 
 class SavedValue(NamedTuple):
-    """A value that is saved for the backward pass.
+    """A value that is saved for the backward pass."""
 
-    Attributes:
-        variable: of the traced unit.
-        place: the memory in which it is saved.
-        dim: the dim of which each device along the `model` axis saves a slice, or None.
-    """
+    variable: Var  # of the traced unit
+    place: Place  # the memory in which it is saved
+    is_input: bool = False  # whether it is an input of the unit
+    dim: int | None = None  # the dim of which each device along the `model` axis saves a slice, or None
 
-    variable: Any
-    place: Place
-    dim: int | None = None
-
-    def store(self, value: Any) -> Any:
+    def store(self, value: Array) -> Array:
         """Moves a value to its place."""
         part = value if self.dim is None else partition(value, self.dim)
-        return _to_host(part) if self.place is Place.HOST else part
+        return jax.device_put(part, jax.memory.Space.Host) if self.place is Place.HOST else part
 
-    def event(self, value: Any) -> list[Any]:
+    def event(self, value: Array) -> list[Array]:
         """An event of the stored value."""
         return event([value]) if self.dim is None else on_parts(lambda part: event([part]), self.dim)(value)
 
@@ -70,14 +63,23 @@ class Gradients(NamedTuple):
     product that computes it, and only the resulting shard is transposed.
     """
 
-    weights: list[Any]
-    fixed: list[Any]
-    data: list[Any]
-    orders: list[tuple[int, ...]]
+    weights: list[Array]
+    fixed: list[Array]
+    data: list[Array]
+    orders: list[Shape]
 
 
-class Regather:
-    """The forward and the backward pass of a unit, which save no weights in between.
+def trace_regather(
+    fn: Callable[[Arrays, Arrays, Arrays], Arrays],
+    weights: Avals,
+    fixed: Avals,
+    data: Avals,
+    wanted: tuple[Flags, Flags, Flags],
+    differentiable: Flags,
+    remat: Remat = NO_REMAT,
+    resident: Flags = (),
+) -> Regather:
+    """Traces the forward and the backward pass of a unit, and decides what is saved in between.
 
     Args:
         fn: `fn(weights, fixed, data) -> outputs`, all flat lists of arrays. `fixed` are values that the caller also has
@@ -88,142 +90,165 @@ class Regather:
         remat: which activations are saved for the backward pass, and where.
         resident: which data stay on the device anyway.
 
-    Attributes:
-        gets_gradient: which of weights, fixed and data get a gradient: those that are wanted and have one. To others
-            there is no way for a cotangent, because of a `stop_gradient`, say.
-        links: for each of the wanted weights, fixed and data, in one list, the positions of the cotangents that its
-            gradient is computed from.
-        needed: which weights the backward pass reads. A bias is not gathered again.
-        recomputes: whether the backward pass recomputes or gathers an activation.
-        names: the names of the unit's activations.
-
     Cost: traces `fn`, its linearization and the transposition of that once. Nothing runs.
     Source: ZeRO section 5.3 (P_os+g+p): parameters are gathered for the forward and again for the backward pass.
     """
+    sizes = [len(weights), len(fixed), len(data)]
+    varies = [flag for group in wanted for flag in group]
+    num_outputs, vjp_trees = len(differentiable), []
 
-    def __init__(
-        self,
-        fn: Function,
-        weights: Arrays,
-        fixed: Arrays,
-        data: Arrays,
-        wanted: tuple[Sequence[bool], Sequence[bool], Sequence[bool]],
-        differentiable: Sequence[bool],
-        remat: Remat = NO_REMAT,
-        resident: Sequence[bool] = (),
-    ):
-        groups = (list(weights), list(fixed), list(data))
-        self.sizes = [len(group) for group in groups]
-        self.wanted = wanted
-        trees: dict[str, Any] = {}
+    # The forward pass, which also returns the residuals.
+    def forward(*flat: Array) -> list[Array]:
+        def of_varied(*varied: Array) -> tuple[Arrays, Arrays]:
+            out = fn(*_groups(merge(varies, varied, select(flat, negate(varies))), sizes))
+            return select(out, differentiable), select(out, negate(differentiable))
 
-        def forward(*flat: Any) -> list[Any]:
-            args = self._group(flat)
-            varied = [select(a, w) for a, w in zip(args, wanted, strict=True)]
-            constant = [select(a, negate(w)) for a, w in zip(args, wanted, strict=True)]
+        out, vjp, rest = jax.vjp(of_varied, *select(flat, varies), has_aux=True)
+        residuals, tree = jax.tree.flatten(vjp)
+        vjp_trees.append(tree)
+        return [*merge(differentiable, out, rest), *residuals]
 
-            def split_fn(*varied: Arrays) -> tuple[Arrays, Arrays]:
-                merged = [merge(w, v, c) for w, v, c in zip(wanted, varied, constant, strict=True)]
-                out = fn(*merged)
-                return select(out, differentiable), select(out, negate(differentiable))
+    closed, _ = jaxprs.traced(forward, *weights, *fixed, *data)
+    if remat != NO_REMAT:
+        closed = jaxprs.inlined(closed)
+    jaxpr = closed.jaxpr
+    outputs, residuals = jaxpr.outvars[:num_outputs], jaxpr.outvars[num_outputs:]
+    weight_vars, fixed_vars, data_vars = _groups(jaxpr.invars, sizes)
 
-            out, vjp, rest = jax.vjp(split_fn, *varied, has_aux=True)
-            residuals, trees["vjp"] = jax.tree.flatten(vjp)
-            return [*merge(differentiable, out, rest), *residuals]
+    # The backward pass, from residuals and cotangents to gradients. Where no cotangent gets to, these are zeros.
+    def backward(residuals: Arrays, cotangents: list[Array]) -> list[Array]:
+        return jax.tree.leaves(jax.tree.unflatten(vjp_trees[-1], residuals)(cotangents))
 
-        self.num_outputs = len(differentiable)
-        closed = jaxprs.traced(forward, *groups[0], *groups[1], *groups[2])[0]
-        self.closed = closed if remat == NO_REMAT else jaxprs.inlined(closed, lambda equation: True)
-        self.residuals = self.closed.jaxpr.outvars[self.num_outputs :]
-        self._transpose(trees["vjp"], select(self.closed.out_avals[: self.num_outputs], differentiable))
-        self._plan(remat, resident or [True] * len(groups[2]))
+    avals = [atom.aval if jaxprs.is_var(atom) else np.asarray(atom.val) for atom in residuals]
+    transposed, _ = jaxprs.traced(backward, avals, [v.aval for v in select(outputs, differentiable)])
+    links = gradient_paths.dependencies(transposed.jaxpr, transposed.jaxpr.invars[len(residuals) :])
+    nonzero = negate(gradient_paths.zeros(transposed.jaxpr))
+    gets_gradient = _groups(merge(varies, nonzero, itertools.repeat(False)), sizes)
+    transposed = jaxprs.with_outputs(transposed, select(transposed.jaxpr.outvars, nonzero))
+    transposed, orders = _before_transposes(transposed, sum(gets_gradient[0]))
 
-    def _group(self, flat: Arrays) -> list[list[Any]]:
-        num_weights, num_fixed, _ = self.sizes
-        return [
-            list(flat[:num_weights]),
-            list(flat[num_weights : num_weights + num_fixed]),
-            list(flat[num_weights + num_fixed :]),
-        ]
+    # What is saved, and what the residuals are rebuilt from.
+    from_data = _from_data(jaxpr, data_vars)
+    saved, equations = _plan(jaxpr, residuals, data_vars, from_data, remat, resident or [True] * len(data))
+    saved_vars = [value.variable for value in saved]
+    read = {*filter(jaxprs.is_var, residuals), *(v for e in equations for v in jaxprs.variables(e))}
+    needed = [v in read for v in weight_vars]
+    inputs = [*select(weight_vars, needed), *fixed_vars, *saved_vars]
+    rebuilt = {v for e in equations if jaxprs.given_name(e) is None for v in e.outvars}
+    return Regather(
+        forward_jaxpr=jaxprs.with_outputs(closed, [*outputs, *saved_vars]),
+        rebuild_jaxpr=jaxprs.with_equations(closed, equations, inputs, residuals),
+        backward_jaxpr=transposed,
+        num_outputs=num_outputs,
+        saved=saved,
+        needed=needed,
+        gets_gradient=gets_gradient,
+        orders=orders,
+        links=_groups(links, [sum(group) for group in wanted]),
+        recomputes=bool(rebuilt & from_data) or any(value.dim is not None for value in saved),
+        names=frozenset(name for e in jaxpr.eqns if (name := jaxprs.given_name(e)) and from_data & set(e.outvars)),
+    )
 
-    def _transpose(self, vjp_tree: Any, cotangents: Arrays) -> None:
-        """Traces the backward pass, from residuals and cotangents to gradients."""
 
-        def vjp(residuals: Arrays, cotangents: Arrays) -> list[Any]:
-            return jax.tree.leaves(jax.tree.unflatten(vjp_tree, residuals)(list(cotangents)))
+def _groups(flat: Iterable[T], sizes: Sequence[int]) -> tuple[list[T], list[T], list[T]]:
+    """Splits a flat list of weights, fixed and data."""
+    items = iter(flat)
+    weights, fixed, data = (list(itertools.islice(items, size)) for size in sizes)
+    return weights, fixed, data
 
-        residuals = [atom.aval if jaxprs.is_var(atom) else np.asarray(atom.val) for atom in self.residuals]
-        closed = jaxprs.traced(vjp, residuals, cotangents)[0]
-        self.links = gradient_paths.dependencies(closed.jaxpr, closed.jaxpr.invars[len(residuals) :])
-        nonzero = negate(gradient_paths.zeros(closed.jaxpr))
-        flags = iter(nonzero)
-        self.gets_gradient = [[wanted and next(flags) for wanted in group] for group in self.wanted]
-        closed = jaxprs.with_outputs(closed, select(closed.jaxpr.outvars, nonzero))
-        self.backward_jaxpr, self.orders = jaxprs.before_transposes(closed, sum(self.gets_gradient[0]))
 
-    def _plan(self, remat: Remat, resident: Sequence[bool]) -> None:
-        """Decides which values are saved, and which equations and weights rebuild the residuals from them."""
-        jaxpr = self.closed.jaxpr
-        weights, _, data = self._group(jaxpr.invars)
-        self.data = frozenset(data)
+def _before_transposes(closed: ClosedJaxpr, count: int) -> tuple[ClosedJaxpr, list[Shape]]:
+    """Removes a final transposition from each of the first `count` outputs.
 
-        # What depends on the data. All else is rebuilt from weights alone.
-        from_data = set(data)
-        for equation in jaxpr.eqns:
-            is_new = jaxprs.draws_random_bits(equation) or jaxprs.has_side_effects(equation)
-            if is_new or any(v in from_data for v in jaxprs.variables(equation)):
-                from_data.update(equation.outvars)
+    Returns:
+        (the new jaxpr, permutations): `lax.transpose(new_output, permutation)` is the old output.
+    """
+    producer = {v: e for e in closed.jaxpr.eqns for v in e.outvars}
+    outputs, orders = list(closed.jaxpr.outvars), []
+    for i, atom in enumerate(outputs[:count]):
+        equation = producer.get(atom) if jaxprs.is_var(atom) else None
+        order = jaxprs.permutation(equation) if equation else None
+        if equation and order:
+            outputs[i] = equation.invars[0]
+        orders.append(order or tuple(range(atom.aval.ndim)))
+    return jaxprs.with_outputs(closed, outputs), orders
 
-        # The names that the model gives to activations.
-        naming = [e for e in jaxpr.eqns if jaxprs.given_name(e) is not None]
-        self.names = {name for e in naming if (name := jaxprs.given_name(e)) and from_data & set(e.outvars)}
-        # A derivative may read the value before it was named: the name applies to both.
-        named = {e.invars[0]: remat.place(e) for e in naming if jaxprs.is_var(e.invars[0])}
 
-        # Backwards from the residuals: a value is saved, or its equation is run again.
-        needed = {atom for atom in self.residuals if jaxprs.is_var(atom)}
-        self.saved: list[SavedValue] = []
-        self.rebuild_equations: list[Any] = []
-        for equation in reversed(jaxpr.eqns):
-            results = [v for v in equation.outvars if v in needed]
-            place = None if jaxprs.given_name(equation) is not None else remat.place(equation)
-            if jaxprs.has_side_effects(equation):
-                place = place or Place.DEVICE
-            places = [(named.get(v) or place) if v in from_data else None for v in results]
-            self.saved += [SavedValue(v, p) for v, p in zip(results, places, strict=True) if p]
-            if not all(places):
-                self.rebuild_equations.insert(0, equation)
-                needed.update(jaxprs.variables(equation))
+def _from_data(jaxpr: Jaxpr, data: Sequence[Var]) -> set[Var]:
+    """What depends on the data, or cannot be computed again. All else is rebuilt from weights alone."""
+    found = set(data)
+    for equation in jaxpr.eqns:
+        is_new = jaxprs.draws_random_bits(equation) or jaxprs.has_side_effects(equation)
+        if is_new or any(v in found for v in jaxprs.variables(equation)):
+            found.update(equation.outvars)
+    return found
 
-        # The inputs that the values which are not saved are computed from.
-        for v, stays in zip(data, resident, strict=True):
-            movable = not stays and is_differentiable(v.aval)
-            if v in needed:
-                place = Place.HOST if movable and remat.offload_inputs else Place.DEVICE
-                dim = divisible_dim(v.aval.shape) if movable and remat.partition_inputs else None
-                self.saved.append(SavedValue(v, named.get(v) or place, dim))
 
-        self.needed = [v in needed for v in weights]
-        rebuilt = [e for e in self.rebuild_equations if jaxprs.given_name(e) is None]
-        self.recomputes = any(v in from_data for e in rebuilt for v in e.outvars) or any(
-            value.dim is not None for value in self.saved
-        )
-        self.forward_jaxpr = jaxprs.with_outputs(
-            self.closed, [*jaxpr.outvars[: self.num_outputs], *(value.variable for value in self.saved)]
-        )
+def _plan(
+    jaxpr: Jaxpr, residuals: Sequence[Atom], data: Sequence[Var], from_data: Set[Var], remat: Remat, resident: Flags
+) -> tuple[list[SavedValue], list[Equation]]:
+    """(The values that are saved, the equations that rebuild the residuals from them and from weights)."""
+    # A derivative may read a value before it was named: the name applies to both.
+    naming = [e for e in jaxpr.eqns if jaxprs.given_name(e) is not None]
+    named = {e.invars[0]: remat.place(e) for e in naming if jaxprs.is_var(e.invars[0])}
 
-    def forward(self, weights: Arrays, fixed: Arrays, data: Arrays) -> tuple[list[Any], list[Any]]:
+    # Backwards from the residuals: a value is saved, or its equation is run again.
+    needed = set(filter(jaxprs.is_var, residuals))
+    saved: list[SavedValue] = []
+    rebuild: list[Equation] = []
+    for equation in reversed(jaxpr.eqns):
+        results = [v for v in equation.outvars if v in needed]
+        place = None if jaxprs.given_name(equation) is not None else remat.place(equation)
+        if jaxprs.has_side_effects(equation):
+            place = place or Place.DEVICE
+        places = [(named.get(v) or place) if v in from_data else None for v in results]
+        saved += [SavedValue(v, p) for v, p in zip(results, places, strict=True) if p]
+        if not all(places):
+            rebuild.append(equation)
+            needed.update(jaxprs.variables(equation))
+
+    # The inputs that the values which are not saved are computed from.
+    for v, stays in zip(data, resident, strict=True):
+        movable = not stays and is_differentiable(v.aval)
+        if v in needed:
+            place = Place.HOST if movable and remat.offload_inputs else Place.DEVICE
+            dim = divisible_dim(v.aval.shape) if movable and remat.partition_inputs else None
+            saved.append(SavedValue(v, named.get(v) or place, True, dim))
+    return saved, rebuild[::-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Regather:
+    """The forward and the backward pass of a unit, which save no weights in between. See `trace_regather`."""
+
+    forward_jaxpr: ClosedJaxpr  # from weights, fixed and data to the outputs and the saved values
+    rebuild_jaxpr: ClosedJaxpr  # from the needed weights, fixed and saved values to the residuals of `jax.vjp`
+    backward_jaxpr: ClosedJaxpr  # from residuals and cotangents to gradients
+    num_outputs: int  # of the unit
+    saved: list[SavedValue]  # the values that are saved for the backward pass
+    needed: list[bool]  # which weights the backward pass reads. A bias is not gathered again.
+    # Which of weights, fixed and data get a gradient: those that are wanted and have one. To others there is no way for
+    # a cotangent, because of a `stop_gradient`, say.
+    gets_gradient: tuple[list[bool], list[bool], list[bool]]
+    orders: list[Shape]  # see `Gradients`
+    # For each of the wanted weights, fixed and data, the positions of the cotangents that its gradient is computed
+    # from.
+    links: tuple[list[frozenset[int]], list[frozenset[int]], list[frozenset[int]]]
+    recomputes: bool  # whether the backward pass recomputes or gathers an activation
+    names: frozenset[str]  # the names of the unit's activations
+
+    def forward(self, weights: Arrays, fixed: Arrays, data: Arrays) -> tuple[list[Array], list[Array]]:
         """(outputs, values to save, which `store` moves to their places)."""
         out = jaxprs.run(self.forward_jaxpr, *weights, *fixed, *data)
         return out[: self.num_outputs], out[self.num_outputs :]
 
-    def store(self, values: Arrays, events: Arrays) -> list[Any]:
+    def store(self, values: Arrays, events: Arrays) -> list[Array]:
         """Moves the saved values to their places. Inputs are copied to host memory after the events."""
         copied = [in_host and is_input for in_host, is_input in zip(self._in_host, self._is_input, strict=True)]
         values = replaced(values, copied, lambda inputs: floating_after(inputs, events))
         return [each.store(value) for each, value in zip(self.saved, values, strict=True)]
 
-    def offload_events(self, saved: Arrays) -> list[Any]:
+    def offload_events(self, saved: Arrays) -> list[Array]:
         """The events of saved values that have arrived in host memory."""
         offloaded = zip(select(self.saved, self._in_host), select(saved, self._in_host), strict=True)
         return [_to_device(event) for each, value in offloaded for event in each.event(value)]
@@ -237,7 +262,7 @@ class Regather:
     def _in_host(self) -> list[bool]:
         return [value.place is Place.HOST for value in self.saved]
 
-    def restore(self, saved: Arrays, overlapped: Arrays) -> tuple[list[Any], list[Any]]:
+    def restore(self, saved: Arrays, overlapped: Arrays) -> tuple[list[Array], list[Array]]:
         """Starts the copy of the saved values in host memory to the device, not before `overlapped` is available.
 
         Nothing can compute on host memory, so a barrier holds the copy back. Compilers keep the barrier as long as all
@@ -251,23 +276,23 @@ class Regather:
             in_host, overlapped = lax.optimization_barrier((in_host, list(overlapped)))
         return [_to_device(value) for value in in_host], list(overlapped)
 
-    def with_fetched(self, saved: Arrays, fetched: Arrays) -> list[Any]:
+    def with_fetched(self, saved: Arrays, fetched: Arrays) -> list[Array]:
         """The saved values, with the copies of `restore` in place of those in host memory."""
         return replaced(saved, self._in_host, lambda _: fetched)
 
     @property
     def _is_input(self) -> list[bool]:
-        return [value.variable in self.data for value in self.saved]
+        return [value.is_input for value in self.saved]
 
-    def floating_inputs(self, saved: Arrays) -> list[Any]:
+    def floating_inputs(self, saved: Arrays) -> list[Array]:
         """The saved values that `delay_inputs` delays."""
         return [value for value in select(saved, self._is_input) if is_differentiable(value)]
 
-    def delay_inputs(self, saved: Arrays, events: Arrays) -> list[Any]:
+    def delay_inputs(self, saved: Arrays, events: Arrays) -> list[Array]:
         """The saved values, with the unit's floating inputs not available before the events: it is recomputed later."""
         return replaced(saved, self._is_input, lambda inputs: floating_after(inputs, events))
 
-    def backward(self, weights: Arrays, fixed: Arrays, saved: Arrays, cotangents: Arrays) -> Gradients:
+    def backward(self, weights: Sequence[Array | None], fixed: Arrays, saved: Arrays, cotangents: Arrays) -> Gradients:
         """Gradients of the weights, fixed and data that get one.
 
         Args:
@@ -276,21 +301,16 @@ class Regather:
             saved: the saved values, all on the device.
             cotangents: of the differentiable outputs.
         """
-        jaxpr = self.closed.jaxpr
-        weight_vars, fixed_vars, _ = self._group(jaxpr.invars)
-        scope = {
-            each.variable: value if each.dim is None else unpartition(value, each.dim)
-            for each, value in zip(self.saved, saved, strict=True)
-        }
-        scope.update(
-            zip([*jaxpr.constvars, *weight_vars, *fixed_vars], [*self.closed.consts, *weights, *fixed], strict=True)
-        )
-        if self.rebuild_equations:
-            jaxprs.run_equations(self.rebuild_equations, scope)
-        residuals = [scope[atom] if jaxprs.is_var(atom) else np.asarray(atom.val) for atom in self.residuals]
-        grads = iter(jaxprs.run(self.backward_jaxpr, *residuals, *cotangents))
-        of_weights, of_fixed, of_data = ([next(grads) for flag in flags if flag] for flags in self.gets_gradient)
-        return Gradients(of_weights, of_fixed, of_data, self.orders)
+        dims = [each.dim for each in self.saved]
+        whole = [a if dim is None else unpartition(a, dim) for a, dim in zip(saved, dims, strict=True)]
+        full = [w for w in select(weights, self.needed) if w is not None]
+        residuals = jaxprs.run(self.rebuild_jaxpr, *full, *fixed, *whole)
+        grads = jaxprs.run(self.backward_jaxpr, *residuals, *cotangents)
+        return Gradients(*_groups(grads, [sum(flags) for flags in self.gets_gradient]), self.orders)
+
+
+def _to_device(value: Array) -> Array:
+    return jax.device_put(value, jax.memory.Space.Device)
 
 
 def divisible_dim(shape: Sequence[int]) -> int | None:
@@ -320,20 +340,20 @@ def partition(value: Array, dim: int) -> Array:
     names, size = _axes()
     rows = value.shape[dim] // size
     device_slice = lambda value: lax.dynamic_slice_in_dim(value, lax.axis_index(names) * rows, rows, dim)
-    return _manual(device_slice, REPLICATED, _divided(names, dim))(value)
+    return _manual(device_slice, REPLICATED, PartitionSpec(*[None] * dim, names))(value)
 
 
 def unpartition(value: Array, dim: int) -> Array:
     """The inverse of `partition`: an all-gather, in which a device receives (M-1)/M of the value's bytes."""
     names, _ = _axes()
     gather = lambda part: lax.all_gather(part, names, axis=dim, tiled=True)
-    return _manual(gather, _divided(names, dim), REPLICATED)(value)
+    return _manual(gather, PartitionSpec(*[None] * dim, names), REPLICATED)(value)
 
 
-def on_parts(fn: Callable[[Array], Any], dim: int) -> Callable[[Array], Any]:
+def on_parts(fn: Callable[[Array], T], dim: int) -> Callable[[Array], T]:
     """Applies `fn` to the slice on each device. Its result may be taken from any device. Sends nothing."""
     names, _ = _axes()
-    return _manual(fn, _divided(names, dim), REPLICATED)
+    return _manual(fn, PartitionSpec(*[None] * dim, names), REPLICATED)
 
 
 def _axes() -> tuple[tuple[str, ...], int]:
@@ -342,10 +362,6 @@ def _axes() -> tuple[tuple[str, ...], int]:
     return tuple(mesh.auto_axes), math.prod(mesh.shape[name] for name in mesh.auto_axes)
 
 
-def _divided(names: tuple[str, ...], dim: int) -> PartitionSpec:
-    return PartitionSpec(*[None] * dim, names)
-
-
-def _manual(fn: Callable[..., Any], in_specs: PartitionSpec, out_specs: PartitionSpec) -> Callable[..., Any]:
+def _manual(fn: Callable[[Array], T], in_specs: PartitionSpec, out_specs: PartitionSpec) -> Callable[[Array], T]:
     names, _ = _axes()
     return jax.shard_map(fn, in_specs=in_specs, out_specs=out_specs, axis_names={*names}, check_vma=False)

@@ -58,19 +58,15 @@ class Remat:
         for field in "save", "offload":
             if isinstance(getattr(self, field), str):
                 raise ValueError(f"remat: `{field}` is {getattr(self, field)!r}\n  fix:      a tuple of names")
-        both = sorted(set(self.save) & set(self.offload))
-        if both:
+        if both := sorted(set(self.save) & set(self.offload)):
             raise ValueError(f"remat: {both[0]!r} is both in `save` and in `offload`\n  fix:      name it in one")
 
     @classmethod
     def of(cls, setting: Setting) -> Remat:
-        """The `Remat` of a preset's name or of a policy of `jax.checkpoint_policies`.
+        """The `Remat` of a preset's name, or of a policy of `jax.checkpoint_policies`.
 
         Args:
             setting: 'none', 'dots', 'dots_with_no_batch_dims', 'full', a policy or a `Remat`.
-
-        Raises:
-            ValueError: if the setting is none of these.
         """
         if isinstance(setting, Remat):
             return setting
@@ -88,10 +84,9 @@ class Remat:
         """The setting as it is written in a call: a preset's name, or the fields that are not the default."""
         if self in _REMATS.values():
             return repr(next(name for name, remat in _REMATS.items() if remat == self))
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "policy"}
-        given = [f"{name}={value!r}" for name, value in fields.items() if value]
-        policy = [] if self.policy is None else [f"policy={getattr(self.policy, '__name__', repr(self.policy))}"]
-        return f"Remat({', '.join([*given, *policy])})"
+        given = {field.name: value for field in dataclasses.fields(self) if (value := getattr(self, field.name))}
+        name_of = lambda value: getattr(value, "__name__", repr(value))
+        return f"Remat({', '.join(f'{name}={name_of(value)}' for name, value in given.items())})"
 
     @property
     def saves_inputs_only(self) -> bool:
@@ -106,9 +101,6 @@ class Remat:
 
         Args:
             equation: an equation of the unit's jaxpr.
-
-        Raises:
-            ValueError: the policy returns a decision of an unknown type.
         """
         name = jaxprs.given_name(equation)
         if name in self.save:
@@ -117,7 +109,7 @@ class Remat:
             return Place.HOST
         if self.policy is None:
             return None
-        decision = jaxprs.ask_policy(self.policy, equation)
+        decision = self.policy(equation.primitive, *(atom.aval for atom in equation.invars), **equation.params)
         if isinstance(decision, bool):
             return Place.DEVICE if decision else None
         kind = type(decision).__name__  # JAX does not export these types
@@ -204,15 +196,9 @@ class RematRules:
                 )
 
     def check_names(self, names: Mapping[str, Set[str]]) -> None:
-        """Raises ValueError if no value in the units of a pattern has one of its names.
-
-        Args:
-            names: unit -> names of the values in it.
-        """
+        """Raises ValueError if no value in the units of a pattern has one of its names. `names` are those by unit."""
         for pattern, remat in self.rules:
-            inside = frozenset[str]().union(
-                *(given for unit, given in names.items() if self._matching(unit)[0] == pattern)
-            )
+            inside = {name for unit, given in names.items() if self._matching(unit)[0] == pattern for name in given}
             for name in sorted(remat.names - inside):
                 raise ValueError(
                     f"remat: no value in the units of {pattern!r} is named {name!r}\n"

@@ -3,6 +3,8 @@
     forward:   for each part:            gather ► compute ► drop
     backward:  for each part, reversed:  gather ► compute ► reduce
 
+A part is a unit's segment of the loss, see `part`. `Part.gather` gathers its weights; `straight` has the plainest kind.
+
 Everything here runs inside `shard_map`.
 """
 
@@ -34,23 +36,14 @@ SMALL_UNIT = 1 / 32
 
 @dataclasses.dataclass(frozen=True)
 class PartsOfLoss:
-    """A loss that is cut into parts.
+    """A loss that is cut into parts."""
 
-    Attributes:
-        traced: the loss `fn(*leaves, *data) -> [scalar to differentiate, *others]`.
-        collectives: gathers and reduces as the stage does.
-        trainable: which leaves get a gradient.
-        rules: which activations of a unit are saved for its backward pass.
-        prefetch: number of units that are gathered ahead of the unit that computes.
-        parts: of the loss, in program order; see `cut`.
-    """
-
-    traced: TracedLoss
-    collectives: StageCollectives
-    trainable: Sequence[bool]
-    rules: RematRules
-    prefetch: int
-    parts: Sequence[Part]
+    traced: TracedLoss  # the loss `fn(*leaves, *data) -> [scalar to differentiate, *others]`
+    collectives: StageCollectives  # gathers and reduces as the stage does
+    trainable: Sequence[bool]  # which leaves get a gradient
+    rules: RematRules  # which activations of a unit are saved for its backward pass
+    prefetch: int  # number of units that are gathered ahead of the unit that computes
+    parts: Sequence[Part]  # of the loss, in program order; see `cut`
 
     def evaluate(self, weights: Weights, data: Sequence[Array], start: Sequence[Array]) -> list[Array]:
         """The outputs of the loss. `start`: see `value_and_grad`."""
@@ -96,7 +89,8 @@ class PartsOfLoss:
 
         # Backward: gather ► compute ► reduce.
         seed_value, weight = seed(results)
-        cotangents = self._first_cotangents(seed_value)
+        loss = self.traced.closed.jaxpr.outvars[0]
+        cotangents = {loss: jnp.asarray(seed_value, loss.aval.dtype)} if jaxprs.is_var(loss) else {}
         sink.start([planned for planned, _ in done], weights, weight)
         _restore_next(done, [])
         while done:
@@ -108,6 +102,7 @@ class PartsOfLoss:
             for v, grad in zip(part.inputs, data_grads, strict=True):
                 cotangents[v] = cotangents[v] + grad if v in cotangents else grad
 
+        # The gradients of all trained leaves, also of those that the loss does not use.
         trained = select(range(len(self.trainable)), self.trainable)
         by_leaf = sink.finish({i: self._zeros(i) for i in trained if not sink.has(i)})
         return results, [by_leaf.get(i) for i in range(len(self.trainable))], weight
@@ -131,11 +126,6 @@ class PartsOfLoss:
     def _results(self, env: dict[Var, Array]) -> list[Array]:
         atoms = self.traced.closed.jaxpr.outvars
         return [env[a] if jaxprs.is_var(a) else jnp.asarray(a.val, a.aval.dtype) for a in atoms]
-
-    def _first_cotangents(self, seed: Array) -> dict[Var, Array]:
-        loss = self.traced.closed.jaxpr.outvars[0]
-        cotangent = jnp.asarray(seed, loss.aval.dtype)
-        return {loss: cotangent} if jaxprs.is_var(loss) else {}
 
     def _zeros(self, leaf: int) -> Array:
         """The gradient of a leaf that the loss does not use."""

@@ -6,40 +6,26 @@ Everything here runs inside `shard_map`. `layer_stack` is its counterpart for sc
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence, Set
 from functools import cached_property
-from typing import Any
 
 from jax import lax
 
 from zerojax.comm.schedule import Schedule, events, floating_after
-from zerojax.comm.stage_collectives import StageCollectives
 from zerojax.program import jaxprs
 from zerojax.program.jaxprs import Var
-from zerojax.program.part import GradientSink, Weights
-from zerojax.program.regather import Regather
-from zerojax.program.remat import NO_REMAT, Remat
-from zerojax.program.segmentation import Segment, TracedLoss
+from zerojax.program.part import GradientSink, Part, PlannedPart, Weights
+from zerojax.program.regather import Regather, trace_regather
+from zerojax.program.remat import NO_REMAT
 from zerojax.sharding.axes import Dims
-from zerojax.utils.flags import select
+from zerojax.utils.flags import merge, select
 from zerojax.utils.typing import Array, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
-class Straight:
-    """A `Part` that runs once.
-
-    Attributes:
-        traced: the loss that it is a part of.
-        segment: its equations.
-        collectives: gathers and reduces as the stage does.
-        remat: which activations are saved for the backward pass.
-    """
-
-    traced: TracedLoss
-    segment: Segment
-    collectives: StageCollectives
-    remat: Remat
+class Straight(Part):
+    """A `Part` that runs once."""
 
     @cached_property
     def leaves(self) -> list[int]:
@@ -52,39 +38,31 @@ class Straight:
 
     @property
     def num_bytes(self) -> int:
-        avals = [self.traced.leaf_vars[i].aval for i in self.leaves]
-        sharded = [aval for aval, dim in zip(avals, self.dims, strict=True) if dim.shard is not None]
-        return sum(aval.size * aval.dtype.itemsize for aval in sharded)
+        sharded = [i for i in self.leaves if self.collectives.dims[i].shard is not None]
+        avals = [self.traced.leaf_vars[i].aval for i in sharded]
+        return sum(aval.size * aval.dtype.itemsize for aval in avals)
 
     @cached_property
     def multiplies(self) -> bool:
         """Whether it computes matrix products."""
         return jaxprs.multiplies(self.segment.equations)
 
-    @cached_property
-    def weight_values(self) -> list[Var]:
-        """The values that are computed from weights alone, and that its equations read."""
-        own = {v for e in self.segment.equations for v in e.outvars}
-        read = dict.fromkeys(v for e in self.segment.equations for v in jaxprs.variables(e) if v not in own)
-        return [v for v in read if v in self.traced.weights]
+    def evaluate(self, weights: Weights, data: Sequence[Array], schedule: Schedule) -> list[Array]:
+        return self.computed(self.compute(self.gather_all(weights, schedule), [], data), schedule)
+
+    def gather_all(self, weights: Weights, schedule: Schedule) -> list[Array]:
+        """The full weights, gathered in the order of their uses."""
+        by_use = self.segment.leaves
+        full = dict(zip(by_use, self.gather(by_use, weights, schedule), strict=True))
+        return [full[i] for i in self.leaves]
 
     def compute(self, weights: Sequence[Array], fixed: Sequence[Array], data: Sequence[Array]) -> list[Array]:
         """The outputs of the segment, from full weights and its inputs. `fixed` is empty."""
         scope = dict(zip(self.segment.inputs, data, strict=True))
         scope.update(zip([self.traced.leaf_vars[i] for i in self.leaves], weights, strict=True))
-        self.traced.bind_weights(self.weight_values, scope)
+        self.traced.bind_weights(self.segment.weight_values, scope)
         jaxprs.run_equations(self.segment.equations, scope)
         return [scope[v] for v in self.segment.outputs]
-
-    def evaluate(self, weights: Weights, data: Sequence[Array], schedule: Schedule) -> list[Array]:
-        return self.computed(self.compute(self.gather(weights, schedule), [], data), schedule)
-
-    def gather(self, weights: Weights, schedule: Schedule) -> list[Array]:
-        """The full weights, gathered in the order of their uses."""
-        by_use = self.segment.leaves
-        shards = weights.shards(by_use, schedule.before_gather())
-        full = self.collectives.gather(shards, [self.collectives.dims[i] for i in by_use], schedule)
-        return [full[by_use.index(i)] for i in self.leaves]
 
     def computed(self, values: list[Array], schedule: Schedule) -> list[Array]:
         """Records that the part has computed these values."""
@@ -95,7 +73,7 @@ class Straight:
     def plan_backward(self, outputs: Sequence[Var], active: Set[Var], backward_is_next: bool) -> StraightWithBackward:
         leaf_vars = [self.traced.leaf_vars[i] for i in self.leaves]
         inputs = self.segment.inputs
-        regather = Regather(
+        regather = trace_regather(
             self.compute,
             [v.aval for v in leaf_vars],
             [],
@@ -106,33 +84,24 @@ class Straight:
             resident=[v in self.traced.data_vars for v in inputs],
         )
         flows = select(inputs, regather.gets_gradient[2])
-        return StraightWithBackward(self, outputs, flows, regather, keeps_weights=backward_is_next)
+        return StraightWithBackward(self, outputs, flows, regather.names, regather, keeps_weights=backward_is_next)
 
 
 @dataclasses.dataclass(frozen=True)
-class StraightWithBackward:
-    """A `PlannedPart` that runs once.
-
-    Attributes:
-        part, outputs, inputs: as of every `PlannedPart`.
-        regather: its forward and backward pass, for full weights.
-        keeps_weights: whether the weights are not dropped, because the backward pass is next.
-    """
+class StraightWithBackward(PlannedPart):
+    """A `PlannedPart` that runs once."""
 
     part: Straight
-    outputs: Sequence[Var]
-    inputs: Sequence[Var]
-    regather: Regather
-    keeps_weights: bool
-    is_loop = False
+    regather: Regather  # its forward and backward pass, for full weights
+    keeps_weights: bool  # whether the weights are not dropped, because the backward pass is next
 
-    @property
-    def names(self) -> set[str]:
-        return self.regather.names
-
-    def forward(self, weights: Weights, data: Sequence[Array], schedule: Schedule) -> tuple[list[Array], Any]:
+    def forward(self, weights: Weights, data: Sequence[Array], schedule: Schedule) -> tuple[list[Array], PyTree]:
         part, regather = self.part, self.regather
-        full = part.gather(weights, schedule)
+
+        # Gather.
+        full = part.gather_all(weights, schedule)
+
+        # Compute, and save what the backward pass needs.
         data = floating_after(data, schedule.offload_events(1))
         out, saved = regather.forward(full, [], data)
         saved = regather.store(saved, [])
@@ -140,9 +109,11 @@ class StraightWithBackward:
         if part.collectives.stage.shards_params and not part.multiplies:
             # Compilers recompute what is as cheap as a lookup, and hold the gathered table until the backward pass.
             out = lax.optimization_barrier(out)
+
+        # Drop the weights, unless they are needed at once.
         return part.computed(out, schedule), (saved, full if self.keeps_weights else None)
 
-    def restore(self, saved: PyTree, cotangents: list[Array]) -> tuple[Any, list[Array]]:
+    def restore(self, saved: PyTree, cotangents: list[Array]) -> tuple[PyTree, list[Array]]:
         values, full = saved
         fetched, cotangents = self.regather.restore(values, cotangents)
         return (self.regather.with_fetched(values, fetched), full), cotangents
@@ -155,9 +126,8 @@ class StraightWithBackward:
 
         # Gather.
         if full is None:
-            shards = weights.shards(select(part.leaves, regather.needed), schedule.before_gather())
-            gathered = iter(collectives.gather(shards, select(part.dims, regather.needed), schedule))
-            full = [next(gathered) if flag else None for flag in regather.needed]
+            gathered = part.gather(select(part.leaves, regather.needed), weights, schedule)
+            full = merge(regather.needed, gathered, itertools.repeat(None))
         if regather.recomputes:
             values = regather.delay_inputs(values, events(cotangents) + schedule.last)
             # Without a barrier the compiler would reuse the results of the forward pass, and save them.

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +29,9 @@ from zerojax.comm.schedule import Schedule, event, zeros_after
 from zerojax.comm.stage_collectives import StageCollectives
 from zerojax.program import jaxprs
 from zerojax.program.gradient_paths import is_differentiable
-from zerojax.program.jaxprs import Equation, Var
-from zerojax.program.part import GradientSink, Weights
-from zerojax.program.remat import Remat
-from zerojax.program.segmentation import Segment, TracedLoss, View
+from zerojax.program.jaxprs import Equation, RowLookup, Var
+from zerojax.program.part import GradientSink, Part, PlannedPart, Weights
+from zerojax.program.segmentation import View
 from zerojax.sharding.padding import Padding
 from zerojax.utils.typing import Array, Aval, PyTree
 
@@ -58,35 +56,32 @@ def looks_up_shards(collectives: StageCollectives, leaves: Sequence[Aval], equat
     return indices.size * (table_bytes // leaf.shape[row_dim] + index_bytes) < table_bytes
 
 
+def take_rows(lookup: RowLookup, table: Array, indices: Array) -> Array:
+    """The rows of a table for indices of shape [count, 1], of shape [count, other dims of the table]."""
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=tuple(range(1, table.ndim)), collapsed_slice_dims=(lookup.dim,), start_index_map=(lookup.dim,)
+    )
+    sizes = (*table.shape[: lookup.dim], 1, *table.shape[lookup.dim + 1 :])
+    return lax.gather(table, indices, numbers, sizes, mode=lookup.mode, fill_value=lookup.fill_value)
+
+
+def add_rows(lookup: RowLookup, table: Array, indices: Array, rows: Array) -> Array:
+    """Adds what `take_rows` returned for the same indices, or its cotangents, to these rows of a table."""
+    numbers = lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(range(1, table.ndim)),
+        inserted_window_dims=(lookup.dim,),
+        scatter_dims_to_operand_dims=(lookup.dim,),
+    )
+    return lax.scatter_add(table, indices, rows, numbers, mode=lookup.mode)
+
+
 @dataclasses.dataclass(frozen=True)
-class TableLookup:
-    """A `Part` that consists of one lookup of rows in a table. Its backward pass needs no plan: see `PlannedPart`.
-
-    Attributes:
-        traced, segment, collectives, remat: as of `Straight`. `remat` has no effect: only indices are saved for the
-            backward pass.
-        outputs, inputs, names: as of every `PlannedPart`. Indices have no gradient.
-    """
-
-    traced: TracedLoss
-    segment: Segment
-    collectives: StageCollectives
-    remat: Remat
-    inputs: tuple[Var, ...] = ()
-    is_loop = False
-    num_bytes = 0  # nothing of the table is gathered
+class TableLookup(Part):
+    """A `Part` that consists of one lookup of rows in a table. Of it, only indices are saved for the backward pass."""
 
     @property
-    def part(self) -> TableLookup:
-        return self
-
-    @property
-    def outputs(self) -> list[Var]:
-        return self.segment.outputs
-
-    @property
-    def names(self) -> set[str]:
-        return set()
+    def num_bytes(self) -> int:
+        return 0  # nothing of the table is gathered
 
     @property
     def view(self) -> View:
@@ -98,7 +93,7 @@ class TableLookup:
         return self.traced.leaf_vars[self.view.leaf].aval
 
     @cached_property
-    def lookup(self) -> jaxprs.RowLookup:
+    def lookup(self) -> RowLookup:
         """The lookup, with the row dim of the leaf."""
         lookup = jaxprs.row_lookup(self.segment.equations[0])
         assert lookup is not None
@@ -111,55 +106,35 @@ class TableLookup:
         assert dims.shard is not None
         return Padding(dims.shard + (dims.shard < self.lookup.dim), dims.num_zeros)
 
-    def plan_backward(self, outputs: Sequence[Var], active: Set[Var], backward_is_next: bool) -> TableLookup:
-        return self
+    def plan_backward(
+        self, outputs: Sequence[Var], active: Set[Var], backward_is_next: bool
+    ) -> TableLookupWithBackward:
+        return TableLookupWithBackward(self, self.segment.outputs, (), frozenset())  # indices have no gradient
 
     def evaluate(self, weights: Weights, data: Sequence[Array], schedule: Schedule) -> list[Array]:
         indices = data[0].reshape(-1, 1)
         (table,) = weights.shards([self.view.leaf], schedule.before_gather())
-        rows = self._in_pieces(lambda part: self._rows(table, part), indices)
+        piece = self.piece(len(indices))
+        if piece == len(indices):
+            rows = self._rows(table, indices)
+        else:
+            rows = lax.map(lambda part: self._rows(table, part), indices.reshape(-1, piece, 1))
+            rows = rows.reshape(-1, *rows.shape[2:])
         if self.collectives.stage.shards_params and schedule.is_first_gather():
             schedule.gathered(event([rows]))  # the first unit computes from the rows: its weights come after them
-        return [self._arrange(rows)]
+        return [self.arrange(rows)]
 
-    def forward(self, weights: Weights, data: Sequence[Array], schedule: Schedule) -> tuple[list[Array], Any]:
-        return self.evaluate(weights, data, schedule), data[0].reshape(-1, 1)
-
-    def restore(self, saved: PyTree, cotangents: list[Array]) -> tuple[Any, list[Array]]:
-        return saved, cotangents
-
-    def backward(
-        self, weights: Weights, saved: PyTree, cotangents: Sequence[Array], schedule: Schedule, sink: GradientSink
-    ) -> tuple[dict[int, Array], list[Array]]:
-        rows_aval = jax.ShapeDtypeStruct(self._rows_shape(len(saved)), self.table.dtype)
-        (grads,) = jax.linear_transpose(self._arrange, rows_aval)(cotangents[0])
-        wide = jnp.promote_types(self.table.dtype, jnp.float32)  # many tokens may share a row
-        shape = self.collectives.shard_shape(self.table.shape, self.collectives.dims[self.view.leaf])
-
-        def add(total: Array, part: tuple[Array, Array]) -> tuple[Array, None]:
-            indices, grads = self._all_indices(part[0]), self._to_parts(part[1]).astype(wide)
-            return jaxprs.add_rows(self.lookup, total, indices, grads.reshape(len(indices), *grads.shape[2:])), None
-
-        # Compilers otherwise fill the table with zeros long before, as that depends on nothing.
-        total = zeros_after(shape, wide, event([grads]))
-        count = self._piece(len(saved))
-        if count == len(saved):
-            total, _ = add(total, (saved, grads))
-        else:
-            total, _ = lax.scan(add, total, jax.tree.map(lambda a: a.reshape(-1, count, *a.shape[1:]), (saved, grads)))
-        return {self.view.leaf: total.astype(self.collectives.precision.wire_dtype(self.table.dtype))}, []
-
-    def _rows_shape(self, count: int) -> tuple[int, ...]:
+    def rows_shape(self, count: int) -> tuple[int, ...]:
         return (count, *self.table.shape[: self.lookup.dim], *self.table.shape[self.lookup.dim + 1 :])
 
     def _rows(self, table: Array, indices: Array) -> Array:
         """The rows [count, ...] of the leaf, from its shard at stage 3, and from the full leaf below."""
         if not self.collectives.stage.shards_params:
-            return jaxprs.take_rows(self.lookup, table, indices)
-        rows = jaxprs.take_rows(self.lookup, table, self._all_indices(indices))
+            return take_rows(self.lookup, table, indices)
+        rows = take_rows(self.lookup, table, self.all_indices(indices))
         return self._to_rows(rows.reshape(-1, len(indices), *rows.shape[1:]))
 
-    def _all_indices(self, indices: Array) -> Array:
+    def all_indices(self, indices: Array) -> Array:
         """The indices of all devices, [N x count, 1]."""
         return communication.gather_data(indices, self.collectives.axes)
 
@@ -167,15 +142,13 @@ class TableLookup:
         """Exchanges parts of all devices' rows, [N, count, .., width / N, ..], for own rows, [count, .., width, ..]."""
         return self.padding.crop(communication.exchange(parts, self.collectives.axes, 0, self.padding.dim + 1)[0])
 
-    def _to_parts(self, rows: Array) -> Array:
+    def to_parts(self, rows: Array) -> Array:
         """The inverse of `_to_rows`."""
         return communication.exchange(self.padding.pad(rows)[None], self.collectives.axes, self.padding.dim + 1, 0)
 
-    def _arrange(self, rows: Array) -> Array:
+    def arrange(self, rows: Array) -> Array:
         """The result of the equation, from rows of the leaf: cast, transposed and reshaped like the view."""
-        for equation in self.view.equations:
-            if jaxprs.permutation(equation) is None:
-                rows = jaxprs.apply(equation, rows)
+        rows = self.view.cast(rows)
         kept = [d for d in range(self.table.ndim) if d != self.lookup.dim]
         order = [kept.index(d) + 1 for d in self.view.order if d != self.lookup.dim]
         indices_shape = self.segment.inputs[0].aval.shape[:-1]
@@ -183,16 +156,45 @@ class TableLookup:
         last = range(len(indices_shape), rows.ndim)
         return jnp.moveaxis(rows, list(last), self.lookup.offset_dims)
 
-    def _piece(self, count: int) -> int:
+    def piece(self, count: int) -> int:
         """The most indices that are looked up at once, so that no collective exceeds the size of a bucket."""
-        row_bytes = math.prod(self._rows_shape(1)) * self.table.dtype.itemsize
+        row_bytes = math.prod(self.rows_shape(1)) * self.table.dtype.itemsize
         each = max(row_bytes, self.collectives.axes.num_shards * self.segment.inputs[0].aval.dtype.itemsize)
         fits = lambda piece: piece * each <= self.collectives.options.bucket_bytes
         return next((n for n in range(count, 1, -1) if count % n == 0 and fits(n)), 1)
 
-    def _in_pieces(self, fn: Callable[[Array], Array], indices: Array) -> Array:
-        piece = self._piece(len(indices))
-        if piece == len(indices):
-            return fn(indices)
-        rows = lax.map(fn, indices.reshape(-1, piece, 1))
-        return rows.reshape(-1, *rows.shape[2:])
+
+@dataclasses.dataclass(frozen=True)
+class TableLookupWithBackward(PlannedPart):
+    """A `PlannedPart` that looks up rows."""
+
+    part: TableLookup
+
+    def forward(self, weights: Weights, data: Sequence[Array], schedule: Schedule) -> tuple[list[Array], PyTree]:
+        return self.part.evaluate(weights, data, schedule), data[0].reshape(-1, 1)
+
+    def backward(
+        self, weights: Weights, saved: PyTree, cotangents: Sequence[Array], schedule: Schedule, sink: GradientSink
+    ) -> tuple[dict[int, Array], list[Array]]:
+        part, collectives = self.part, self.part.collectives
+        table, leaf = part.table, part.view.leaf
+
+        # The cotangents of rows of the leaf.
+        rows_aval = jax.ShapeDtypeStruct(part.rows_shape(len(saved)), table.dtype)
+        (grads,) = jax.linear_transpose(part.arrange, rows_aval)(cotangents[0])
+
+        # Add them to the shard, in pieces.
+        wide = jnp.promote_types(table.dtype, jnp.float32)  # many tokens may share a row
+
+        def add(total: Array, piece: tuple[Array, Array]) -> tuple[Array, None]:
+            indices, grads = part.all_indices(piece[0]), part.to_parts(piece[1]).astype(wide)
+            return add_rows(part.lookup, total, indices, grads.reshape(len(indices), *grads.shape[2:])), None
+
+        # Compilers otherwise fill the table with zeros long before, as that depends on nothing.
+        total = zeros_after(collectives.shard_shape(table.shape, collectives.dims[leaf]), wide, event([grads]))
+        count = part.piece(len(saved))
+        if count == len(saved):
+            total, _ = add(total, (saved, grads))
+        else:
+            total, _ = lax.scan(add, total, jax.tree.map(lambda a: a.reshape(-1, count, *a.shape[1:]), (saved, grads)))
+        return {leaf: total.astype(collectives.precision.wire_dtype(table.dtype))}, []

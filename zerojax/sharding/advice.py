@@ -43,17 +43,13 @@ _MOST_REPLICATED, _MOST_ZEROS = 0.01, 0.1  # of all parameters
 def uneven_text(leaves: Sequence[Leaf], axes: Axes, pads: bool = True) -> str | None:
     """What to do about leaves that are replicated although the stage shards them, or about zeros that pad shards.
 
-    Args:
-        leaves: the placement of all parameters.
-        axes: the data axes.
-        pads: whether leaves may be stored with zeros.
-
-    Returns:
-        None if at most 1% of the parameters are replicated, and zeros are at most 10%.
+    None if at most 1% of the parameters are replicated, and zeros are at most 10%.
     """
     total = sum(leaf.size for leaf in leaves)
     if axes.num_shards == 1 or not total:
         return None
+
+    # Leaves that are replicated.
     whole = [leaf for leaf in leaves if leaf.dim is None]
     replicated = sum(leaf.size for leaf in whole) / total
     if replicated > _MOST_REPLICATED:
@@ -67,6 +63,8 @@ def uneven_text(leaves: Sequence[Leaf], axes: Axes, pads: bool = True) -> str | 
             f"{largest.reason}\n"
             f"  fix:      {fix}"
         )
+
+    # Leaves that are stored with zeros.
     zeros = {leaf.path: _zeros(leaf, axes.num_shards) for leaf in leaves}
     share = sum(zeros.values()) / total
     if share <= _MOST_ZEROS:
@@ -104,17 +102,9 @@ def _advice(leaves: Sequence[Leaf], num_shards: int, stored: int, total: int) ->
 def check_layer_dims(leaves: Sequence[Leaf], layer_dims: Mapping[int, int], num_shards: int) -> None:
     """Checks the leaves that loops of a loss slice, of a model that was not seen to be created.
 
-    Warns if leaves with most of the weights are not known to be stacks: steps gather one layer at a time all the same,
-    but reports and schedules of compilers count all layers as one.
-
-    Args:
-        leaves: the placement of all parameters.
-        layer_dims: position of a leaf -> the dim that a loop slices.
-        num_shards: the number of shards.
-
-    Raises:
-        ValueError: if a leaf is sharded over the dim that a loop slices. The text names all leaves that have to be
-            placed in another way.
+    Raises ValueError if a leaf is sharded over the dim that a loop slices, with a text that names all of them. Warns if
+    leaves with most of the weights are not known to be stacks: steps gather one layer at a time all the same, but
+    reports and schedules of compilers count all layers as one. `layer_dims` maps positions to the dims of loops.
     """
     unknown = {i for i, dim in layer_dims.items() if dim == 0 and not leaves[i].stacked}
     wrong = [i for i, dim in layer_dims.items() if leaves[i].dim == dim]

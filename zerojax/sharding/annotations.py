@@ -52,21 +52,10 @@ def check_annotation(
 ) -> tuple[PartitionSpec, int | None]:
     """Checks the annotation of a leaf, and splits it into the data axes and all other axes.
 
-    Args:
-        path, shape: of the leaf.
-        annotation: one entry for each dim: None, an axis or a tuple of axes.
-        stacked: whether dim 0 counts layers.
-        mesh: the mesh, concrete or abstract.
-        axes: the data axes.
-
     Returns:
         (the annotation without data axes and without axes of size 1; the dim at which it names data axes, or None).
-
-    Raises:
-        ValueError: if there are more entries than dims, or fewer for a stacked leaf; if an axis is not in the mesh, is
-            not of type Auto or is named twice; if data axes are named at several dims, or together with other axes at
-            one; if a dim is not divisible by the size of its axes, or counts layers.
     """
+    # Check the axes.
     text = f"shape {shape}, annotation {spec_text(annotation)}"
     entries: Entries = [axis_names(entry) for entry in annotation]
     if len(entries) > len(shape) or (stacked and any(entries) and len(entries) < len(shape)):
@@ -76,6 +65,8 @@ def check_annotation(
             f"  fix:      give one entry for each dim{_LAYER_ENTRY if stacked else ''}"
         )
     _check_axes(path, entries, mesh, axes, text)
+
+    # Take out the data axes, and check the sizes of the dims that the others divide.
     dim = _data_dim(path, entries, axes, text)
     if dim is not None:
         entries[dim] = ()
@@ -89,6 +80,8 @@ def check_annotation(
                 f"  got:      {text}, axis size {size}; {why}\n"
                 f"  fix:      use None at dim {d} of its annotation, or change the shape"
             )
+
+    # Leave out axes of size 1.
     divided = [tuple(name for name in names if mesh.shape[name] > 1) for names in entries]
     while divided and not divided[-1]:
         divided.pop()

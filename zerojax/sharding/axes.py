@@ -51,17 +51,12 @@ class Axes(NamedTuple):
 
 
 class Dims(NamedTuple):
-    """The dims of a leaf that are divided over mesh axes.
+    """The dims of a leaf that are divided over mesh axes."""
 
-    Attributes:
-        shard: the dim that is divided over the shard axes; None if no dim is.
-        model_spec: the spec over all other axes, such as 'model', which `shard_map` leaves to the compiler.
-        num_zeros: the number of zeros at the end of `shard` in a leaf that is stored in shards; see `padding`.
-    """
-
-    shard: int | None
+    shard: int | None  # the dim that is divided over the shard axes; None if no dim is
+    # the spec over all other axes, such as 'model', which `shard_map` leaves to the compiler
     model_spec: PartitionSpec = REPLICATED
-    num_zeros: int = 0
+    num_zeros: int = 0  # the number of zeros at the end of `shard` in a leaf that is stored in shards; see `padding`
 
     @property
     def padding(self) -> Padding:

@@ -94,11 +94,7 @@ def annotated_dim(
 
 
 def given_dim(path: str, shape: Shape, dim: int | None, axes: Axes, model_spec: PartitionSpec, pads: bool) -> Choice:
-    """Takes the dim that the user chose for a leaf, or None to replicate it.
-
-    Raises:
-        ValueError: if there is no such dim, it is divided over another axis, or it is not divisible without `pads`.
-    """
+    """Takes the dim that the user chose for a leaf, or None to replicate it, if it can be sharded."""
     if dim is None:
         return Choice(None, "replicated")
     dim = dim + len(shape) if dim < 0 else dim

@@ -9,6 +9,7 @@ Axes, outermost first:
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -79,11 +80,8 @@ def make_mesh(
 
 
 def data_axes(mesh: Mesh | AbstractMesh, shard: Sequence[str], replica: Sequence[str]) -> Axes:
-    """The data axes of a mesh, by their names. Warns if the state is sharded over several TPU slices.
-
-    Raises:
-        ValueError: if an axis is not in the mesh, is named twice, or is not of type Auto.
-    """
+    """The data axes of a mesh, checked, by their names. Warns if the state is sharded over several TPU slices."""
+    # Check the names.
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     for name in (*shard, *replica):
         if name not in mesh.axis_names:
@@ -102,7 +100,9 @@ def data_axes(mesh: Mesh | AbstractMesh, shard: Sequence[str], replica: Sequence
             f"mesh: shard_axes {tuple(shard)} and replica_axes {tuple(replica)} name an axis twice, or no axis\n"
             f"  fix:      name at least one shard axis, and each axis once"
         )
-    size = lambda names: int(np.prod([mesh.shape[name] for name in names], dtype=int))
+
+    # Read the sizes, and on TPUs the torus.
+    size = lambda names: math.prod(mesh.shape[name] for name in names)
     if not isinstance(mesh, Mesh):
         return Axes(tuple(shard), tuple(replica), size(shard), size(replica))
     devices = along(mesh, shard)
@@ -124,11 +124,7 @@ def _warn_of_slices(mesh: Mesh, sharded_over: np.ndarray) -> None:
 
 
 def check_enclosing_mesh(mesh: Mesh | AbstractMesh) -> None:
-    """Checks that `jax.set_mesh` has set no mesh, or one with the same axes.
-
-    Raises:
-        ValueError: if it has set another mesh, or one with axes of type Explicit.
-    """
+    """Raises ValueError if `jax.set_mesh` has set another mesh, or one with axes of type Explicit."""
     enclosing = jax.sharding.get_abstract_mesh()
     if enclosing.empty or enclosing == mesh.abstract_mesh:
         return

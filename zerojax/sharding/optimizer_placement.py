@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import optax
 from jax.sharding import PartitionSpec
 
+from zerojax.sharding import placement
 from zerojax.sharding.axes import Axes, Dims
 from zerojax.sharding.dim_choice import choose_dim
 from zerojax.sharding.padding import NO_PADDING, Padding
 from zerojax.sharding.placement import Leaf, data_spec, path_text
-from zerojax.utils.typing import PyTree
+from zerojax.utils.typing import Aval, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """How an array of an optimizer's state is stored.
+    """How an array of an optimizer's state is stored."""
 
-    Attributes:
-        spec: over all axes of the mesh.
-        padding: the zeros at its end.
-        leaf: the parameter that it is stored like, or None.
-        rows_of: the parameter whose rows it has, and with which it is sharded, or None. It may have another last dim
-            than the parameter, as the scales of blocks have.
-    """
-
-    spec: PartitionSpec
-    padding: Padding
-    leaf: Leaf | None = None
+    spec: PartitionSpec  # over all axes of the mesh
+    padding: Padding  # the zeros at its end
+    leaf: Leaf | None = None  # the parameter that it is stored like, or None
+    # the parameter whose rows it has, and with which it is sharded, or None. It may have another last dim than the
+    # parameter, as the scales of blocks have.
     rows_of: Leaf | None = None
 
     @property
@@ -63,16 +57,18 @@ def optimizer_placement(
         pads: whether arrays may be stored with zeros, as in `place`.
     """
 
-    def by_shape(leaf: Any) -> Stored:
+    def by_shape(leaf: Aval) -> Stored:
         choice = choose_dim(leaf.shape, axes.num_shards, stacked=False, pads=pads)
         dims = Dims(choice.dim if sharded else None, num_zeros=choice.num_zeros)
         return Stored(data_spec(dims.shard, axes), dims.padding)
 
-    def like_param(leaf: Any, param: Leaf) -> Any:
+    def like_param(leaf: Aval | optax.MaskedNode, param: Leaf) -> Stored | optax.MaskedNode:
         if isinstance(leaf, optax.MaskedNode):
             return leaf
         if tuple(leaf.shape) == param.shape:
             return Stored(param.spec(axes, sharded), param.padding(sharded), param, param)
+
+        # It may have the rows of the parameter, and be sharded in its dim.
         dim = param.dim if sharded else None
         rows_of = param if leaf.shape[:-1] == param.shape[:-1] and leaf.ndim == len(param.shape) else None
         if dim is None or leaf.ndim != len(param.shape):
@@ -93,17 +89,18 @@ def optimizer_placement(
 
 
 def _by_path(
-    opt_state: PyTree, params: PyTree, like_param: Callable[[Any, Leaf], Any], by_shape: Callable[[Any], Any]
+    opt_state: PyTree,
+    params: PyTree,
+    like_param: Callable[[Aval, Leaf], Stored | optax.MaskedNode],
+    by_shape: Callable[[Aval], Stored],
 ) -> PyTree:
     """As `optimizer_placement`, where a leaf belongs to the parameter whose path its own ends with."""
-    by_path = {path_text(path): param for path, param in jax.tree_util.tree_leaves_with_path(params)}
+    by_path = placement.by_path(params)
 
-    def stored(path: Any, leaf: Any) -> Any:
+    def stored(path: Sequence[object], leaf: Aval) -> Stored | optax.MaskedNode:
         parts = path_text(path).split("/")
-        for start in range(len(parts)):
-            param = by_path.get("/".join(parts[start:]))
-            if param is not None:
-                return like_param(leaf, param)
-        return by_shape(leaf)
+        ends = ("/".join(parts[start:]) for start in range(len(parts)))
+        param = next((by_path[end] for end in ends if end in by_path), None)
+        return by_shape(leaf) if param is None else like_param(leaf, param)
 
     return jax.tree_util.tree_map_with_path(stored, opt_state)

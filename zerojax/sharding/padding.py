@@ -25,15 +25,10 @@ from zerojax.utils.typing import Array, PyTree, Shape
 
 @dataclasses.dataclass(frozen=True)
 class Padding:
-    """The zeros of an array.
+    """The zeros of an array."""
 
-    Attributes:
-        dim: the dim at whose end they are.
-        count: their number along this dim; 0 for an array that is stored as it is.
-    """
-
-    dim: int = 0
-    count: int = 0
+    dim: int = 0  # the dim at whose end they are
+    count: int = 0  # their number along this dim; 0 for an array that is stored as it is
 
     def stored_shape(self, shape: Sequence[int]) -> Shape:
         """The shape with zeros."""
@@ -65,13 +60,7 @@ def between(logical: Sequence[int], stored: Sequence[int]) -> Padding:
 def read_shard(
     read: Callable[[tuple[slice, ...]], np.ndarray], index: tuple[slice, ...], logical: Shape, stored: Shape
 ) -> np.ndarray:
-    """Reads a shard of a stored array on the host.
-
-    Args:
-        read: returns a slice of the logical array.
-        index: of the shard in the stored array.
-        logical, stored: the shapes.
-    """
+    """Reads a shard of a stored array on the host, by `read(slices)` of the logical array."""
     spans = [s.indices(size)[:2] for s, size in zip((*index, *[slice(None)] * len(stored)), stored, strict=False)]
     inside = [(min(start, size), min(stop, size)) for (start, stop), size in zip(spans, logical, strict=True)]
     part = read(tuple(slice(start, stop) for start, stop in inside))

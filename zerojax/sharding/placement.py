@@ -19,13 +19,14 @@ import dataclasses
 import enum
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.sharding import annotations
@@ -33,7 +34,7 @@ from zerojax.sharding.axes import REPLICATED, Axes, Dims
 from zerojax.sharding.dim_choice import annotated_dim, choose_dim, given_dim, tables
 from zerojax.sharding.padding import NO_PADDING, Padding
 from zerojax.sharding.precision import Precision
-from zerojax.sharding.units import no_match_text, unit_names
+from zerojax.sharding.units import check_patterns, unit_names
 from zerojax.utils.text import abbreviate
 from zerojax.utils.typing import AnyMesh, Array, Aval, DTypeLike, PyTree, Shape
 
@@ -54,11 +55,7 @@ class Stage(enum.IntEnum):
 
     @classmethod
     def of(cls, stage: int) -> Stage:
-        """The stage with a given number.
-
-        Raises:
-            ValueError: if `stage` is not an integer from 0 to 3.
-        """
+        """The stage with a given number, an integer from 0 to 3."""
         if stage not in list(cls) or isinstance(stage, bool):
             numbers = ", ".join(str(each.value) for each in cls)
             raise ValueError(f"stage: {stage!r} is not a ZeRO stage\n  fix:      one of {numbers}")
@@ -119,33 +116,19 @@ class Overrides:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """The placement of one parameter leaf.
+    """The placement of one parameter leaf."""
 
-    Attributes:
-        path: keys joined by '/'.
-        shape: of the full leaf.
-        dtype: in which it is initialized, updated and saved: param_dtype, or that of the model if it is frozen.
-        compute_dtype: in which it is gathered and computed with.
-        dim: the sharded dim, or None.
-        unit: name of the unit, whose leaves are gathered together.
-        reason: why this dim is sharded, or why no dim is.
-        trainable: whether it has a gradient and optimizer state.
-        model_spec: its spec over the axes that are not data axes, such as 'model'.
-        stacked: whether dim 0 counts layers.
-        num_zeros: the number of zeros at the end of `dim` where the leaf is stored in shards.
-    """
-
-    path: str
-    shape: Shape
-    dtype: DTypeLike
-    compute_dtype: Any
-    dim: int | None
-    unit: str
-    reason: str
-    trainable: bool
-    model_spec: PartitionSpec = REPLICATED
-    stacked: bool = False
-    num_zeros: int = 0
+    path: str  # keys joined by '/'
+    shape: Shape  # of the full leaf
+    dtype: DTypeLike  # in which it is initialized, updated and saved: param_dtype, or that of the model if it is frozen
+    compute_dtype: np.dtype  # in which it is gathered and computed with
+    dim: int | None  # the sharded dim, or None
+    unit: str  # name of the unit, whose leaves are gathered together
+    reason: str  # why this dim is sharded, or why no dim is
+    trainable: bool  # whether it has a gradient and optimizer state
+    model_spec: PartitionSpec = REPLICATED  # its spec over the axes that are not data axes, such as 'model'
+    stacked: bool = False  # whether dim 0 counts layers
+    num_zeros: int = 0  # the number of zeros at the end of `dim` where the leaf is stored in shards
 
     @property
     def size(self) -> int:
@@ -177,6 +160,11 @@ class Leaf:
 def path_text(path: Sequence[Any]) -> str:
     """A key path of jax.tree_util as text: keys joined by '/'."""
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+
+
+def by_path(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+    """The leaves of a tree by their paths, in flattening order."""
+    return {path_text(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)}
 
 
 def data_spec(dim: int | None, axes: Axes) -> PartitionSpec:
@@ -219,22 +207,16 @@ def _check_floating(pattern: str, dtype: DTypeLike) -> None:
         )
 
 
-def _first_match(path: str, patterns: Sequence[str]) -> str | None:
+def _first_match(path: str, patterns: Iterable[str]) -> str | None:
     return next((p for p in patterns if fnmatchcase(path, p)), None)
 
 
 class FromModel(NamedTuple):
-    """What the model says about its leaves.
+    """What the model says about its leaves."""
 
-    Attributes:
-        stacked: paths of leaves whose dim 0 counts layers.
-        annotations: path -> spec.
-        trained: paths of leaves that are trained unless the user freezes them; None for all.
-    """
-
-    stacked: frozenset[str] = frozenset()
-    annotations: Mapping[str, PartitionSpec] = MappingProxyType({})
-    trained: frozenset[str] | None = None
+    stacked: frozenset[str] = frozenset()  # paths of leaves whose dim 0 counts layers
+    annotations: Mapping[str, PartitionSpec] = MappingProxyType({})  # path -> spec
+    trained: frozenset[str] | None = None  # paths of leaves that are trained unless the user freezes them; None for all
 
 
 _UNKNOWN = FromModel()
@@ -249,58 +231,39 @@ def place(
     from_model: FromModel = _UNKNOWN,
     pads: bool = True,
 ) -> tuple[Leaf, ...]:
-    """Places every leaf of a parameter tree, in flattening order.
+    """Places every leaf of a parameter tree, in flattening order, and checks it and the patterns of the user.
 
-    Args:
-        params: tree of arrays or avals.
-        mesh: the mesh, concrete or abstract.
-        axes: the data axes.
-        precision: the dtypes of trained leaves.
-        overrides: the user's choices.
-        from_model: what is known from the model.
-        pads: whether a leaf may be stored with zeros; without them it is replicated if no dim is divisible.
-
-    Raises:
-        ValueError: if the tree is empty, a leaf is not an array or is complex and not frozen, a pattern matches
-            nothing, nothing is left to train, a dtype is not floating, or an annotation does not fit its leaf; if a
-            chosen dim does not exist, is divided over another axis, or is not divisible without `pads`.
+    Without `pads`, no leaf is stored with zeros: it is replicated if no dim is divisible.
     """
-    with_paths, _ = jax.tree_util.tree_flatten_with_path(params)
-    if not with_paths:
-        raise ValueError("placement: the parameter tree is empty\n  fix:      return a model or a tree with parameters")
-    paths = [path_text(path) for path, _ in with_paths]
-
     # Check the leaves, and that every pattern matches some of them.
     check_leaves(params)
+    arrays = by_path(params)
+    if not arrays:
+        raise ValueError("placement: the parameter tree is empty\n  fix:      return a model or a tree with parameters")
+    paths = list(arrays)
     for option in ("shard_dims", "stacked", "frozen", "dtypes", "partition_specs"):
-        for pattern in getattr(overrides, option):
-            if not any(fnmatchcase(path, pattern) for path in paths):
-                raise ValueError(no_match_text(option, pattern, paths))
+        check_patterns(option, getattr(overrides, option), paths)
     for pattern, dtype in overrides.dtypes.items():
         _check_floating(pattern, dtype)
     annotations.check_axis_names(overrides.axis_names, from_model.annotations, mesh)
 
     # What depends on several leaves: stacks, units and tables.
-    shapes = {path: tuple(leaf.shape) for path, (_, leaf) in zip(paths, with_paths, strict=True)}
-    stacked_paths = from_model.stacked | {path for path in paths if _first_match(path, overrides.stacked) is not None}
+    shapes = {path: tuple(leaf.shape) for path, leaf in arrays.items()}
+    stacked_paths = from_model.stacked | {path for path in paths if _first_match(path, overrides.stacked)}
     units = unit_names(shapes, overrides.units, stacked_paths)
     found_tables = tables(shapes, units, stacked_paths)
     leaves = []
-    for path, unit, (_, leaf) in zip(paths, units, with_paths, strict=True):
-        shape = tuple(leaf.shape)
-        stacked = path in stacked_paths
+    for (path, leaf), unit in zip(arrays.items(), units, strict=True):
+        shape, stacked = shapes[path], path in stacked_paths
 
         # Its dims over the other axes of the mesh.
-        pattern = _first_match(path, list(overrides.partition_specs))
-        if pattern is None:
-            annotation = annotations.renamed(from_model.annotations.get(path, REPLICATED), overrides.axis_names)
-        else:
+        annotation = annotations.renamed(from_model.annotations.get(path, REPLICATED), overrides.axis_names)
+        if pattern := _first_match(path, overrides.partition_specs):
             annotation = overrides.partition_specs[pattern]
         model_spec, dim = annotations.check_annotation(path, shape, annotation, stacked, mesh, axes)
 
         # The dim that is sharded over the data axes.
-        pattern = _first_match(path, list(overrides.shard_dims))
-        if pattern is not None:
+        if pattern := _first_match(path, overrides.shard_dims):
             choice = given_dim(path, shape, overrides.shard_dims[pattern], axes, model_spec, pads)
             choice = choice._replace(reason=f"override {pattern!r}")
         elif dim is not None:
@@ -310,12 +273,11 @@ def place(
 
         # Its dtypes.
         trainable = _is_trainable(path, leaf.dtype, overrides.frozen, from_model.trained)
-        dtype = precision.param_dtype if trainable else leaf.dtype
-        pattern = _first_match(path, list(overrides.dtypes))
         compute_dtype = precision.leaf_dtype(leaf.dtype, trainable)
-        if pattern is not None and jnp.issubdtype(leaf.dtype, jnp.floating):
+        pattern = _first_match(path, overrides.dtypes)
+        if pattern and jnp.issubdtype(leaf.dtype, jnp.floating):
             compute_dtype = overrides.dtypes[pattern]
-        dtypes = jnp.dtype(dtype), jnp.dtype(compute_dtype)
+        dtypes = jnp.dtype(precision.param_dtype if trainable else leaf.dtype), jnp.dtype(compute_dtype)
 
         dim, reason, num_zeros = choice
         leaves.append(Leaf(path, shape, *dtypes, dim, unit, reason, trainable, model_spec, stacked, num_zeros))
@@ -331,7 +293,7 @@ def place(
 
 
 def _is_trainable(path: str, dtype: DTypeLike, frozen: Sequence[str], trained: frozenset[str] | None) -> bool:
-    if _first_match(path, frozen) is not None or (trained is not None and path not in trained):
+    if _first_match(path, frozen) or (trained is not None and path not in trained):
         return False
     if jnp.issubdtype(dtype, jnp.complexfloating):
         raise ValueError(

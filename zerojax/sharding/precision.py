@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from zerojax.utils.typing import Array, DTypeLike, PyTree
+from zerojax.utils.typing import Array, DTypeLike
 
 MIN_LOSS_SCALE = 1.0
 DTYPE_FIELDS = ("param_dtype", "compute_dtype", "reduce_dtype")  # fields of Precision
@@ -34,9 +34,9 @@ class Precision:
             skipped step.
     """
 
-    param_dtype: Any = jnp.float32
-    compute_dtype: Any = jnp.float32
-    reduce_dtype: Any = jnp.float32
+    param_dtype: DTypeLike = jnp.float32
+    compute_dtype: DTypeLike = jnp.float32
+    reduce_dtype: DTypeLike = jnp.float32
     cast_inputs: bool | tuple[str, ...] = True
     initial_scale: float | None = None
     growth_interval: int = 2000
@@ -46,10 +46,7 @@ class Precision:
         """The `Precision` of a preset's name, or the given `Precision`.
 
         Args:
-            precision: 'fp32', 'bf16', 'bf16_reduce_fp32', 'bf16_params', 'fp16' or a `Precision`.
-
-        Raises:
-            ValueError: if the name is unknown.
+            precision: a key of `PRECISIONS`, or a `Precision`.
         """
         if isinstance(precision, Precision):
             return precision
@@ -59,32 +56,32 @@ class Precision:
             )
         return PRECISIONS[precision]
 
-    def leaf_dtype(self, dtype: DTypeLike, trainable: bool) -> Any:
+    def leaf_dtype(self, dtype: DTypeLike, trainable: bool) -> np.dtype:
         """The dtype in which a parameter of `dtype` is gathered and computed with, unless the user chooses another.
 
         A frozen leaf is never widened: a base in bf16, fp8 or int8 stays as it is.
 
         Args:
-            dtype: the dtype of the parameter in the model.
-            trainable: whether the parameter is trained.
+            dtype: of the parameter.
+            trainable: whether it is trained.
         """
         frozen_is_narrow = jnp.dtype(dtype).itemsize <= jnp.dtype(self.compute_dtype).itemsize
         if not jnp.issubdtype(dtype, jnp.floating) or (not trainable and frozen_is_narrow):
             return jnp.dtype(dtype)
         return jnp.dtype(self.compute_dtype)
 
-    def wire_dtype(self, dtype: DTypeLike) -> Any:
+    def wire_dtype(self, dtype: DTypeLike) -> np.dtype:
         """The dtype in which a gradient of `dtype` is communicated: `reduce_dtype`, or its own, if that is wider than
         compute_dtype, as of a leaf that is computed in fp32 in spite of the precision.
 
         Args:
-            dtype: the dtype of the gradient.
+            dtype: of the gradient.
         """
         is_wide = jnp.dtype(dtype).itemsize > jnp.dtype(self.compute_dtype).itemsize
         return jnp.promote_types(dtype, self.reduce_dtype) if is_wide else jnp.dtype(self.reduce_dtype)
 
     @property
-    def sum_dtype(self) -> Any:
+    def sum_dtype(self) -> np.dtype:
         """The dtype in which the gradients of microbatches are summed: `param_dtype`, or fp32 if that is narrower."""
         return jnp.promote_types(self.param_dtype, jnp.float32)
 
@@ -123,11 +120,6 @@ PRECISIONS = {
 }
 
 
-def cast(tree: PyTree, dtype: DTypeLike) -> PyTree:
-    """Casts the floating leaves of a tree to `dtype`; the other leaves stay as they are."""
-    return jax.tree.map(lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
-
-
 def for_reduction(grad: Array, dtype: DTypeLike) -> Array:
     """Casts a gradient to the dtype in which it is reduced, with no more mantissa bits than it was computed with.
 
@@ -143,15 +135,10 @@ def for_reduction(grad: Array, dtype: DTypeLike) -> Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """Dynamic loss scale.
+    """Dynamic loss scale."""
 
-    Attributes:
-        value: fp32 scalar by which the loss is multiplied.
-        finite_steps: int32 scalar, the number of finite steps since `value` last changed.
-    """
-
-    value: Array
-    finite_steps: Array
+    value: Array  # fp32 scalar by which the loss is multiplied
+    finite_steps: Array  # int32 scalar, the number of finite steps since `value` last changed
 
     @classmethod
     def create(cls, precision: Precision) -> LossScale | None:

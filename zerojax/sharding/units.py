@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeAlias
 
@@ -43,22 +43,18 @@ def unit_names(shapes: Mapping[str, Shape], patterns: Sequence[str] = (), stacke
 
     The dots in the keys of a flat state dict ('model.layers.0.mlp.weight') separate components, too. Where names do not
     show layers, as in a list of arrays, see `merged_units`.
-
-    Args:
-        shapes: the paths of all leaves, and their shapes.
-        patterns: globs on leading parts of paths.
-        stacked: the paths of leaves whose dim 0 counts layers.
-
-    Raises:
-        ValueError: if a pattern matches no path.
     """
     leaves = [
         _Leaf(_components(path), math.prod(shape), len(shape) > 1 + (path in stacked), path in stacked)
         for path, shape in shapes.items()
     ]
+
+    # Find the prefixes above the ends of units.
     groups = [group for group in _repeated(leaves, 0) if _are_units(group)]
     above = {end[:i] for end in _ends(groups) for i in range(len(end))}
     above |= {leaves[0].path[:i] for i in range(_common_depth([leaf.path for leaf in leaves]) + 1)}
+
+    # Name the unit of each leaf.
     matched, fixed = set(), set()
 
     def name(path: Prefix) -> str:
@@ -74,7 +70,9 @@ def unit_names(shapes: Mapping[str, Shape], patterns: Sequence[str] = (), stacke
     names = [name(leaf.path) for leaf in leaves]
     for pattern in patterns:
         if pattern not in matched:
-            raise ValueError(no_match_text("units", pattern, list(shapes)))
+            raise no_match_error("units", pattern, list(shapes))
+
+    # Merge the parts of layers that have no common prefix.
     fixed.update(unit for unit, path in zip(names, shapes, strict=True) if path in stacked)
     return merged_units(names, shapes, fixed)
 
@@ -148,12 +146,7 @@ def _are_layers(group: _Group, depth: int) -> bool:
 
 
 def cut_patterns(unit: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The patterns that cut a unit where no part holds most of it, or () if a single leaf does.
-
-    Args:
-        unit: its name.
-        sizes: the paths of its leaves, and their numbers of elements.
-    """
+    """The patterns that cut a unit where no part holds most of it, or () if a single leaf does. `sizes` are by path."""
     depth, total, parts = len(unit.split("/")), sum(sizes.values()), {unit: 0}
     while True:
         largest = max(parts, key=parts.__getitem__)
@@ -169,13 +162,18 @@ def cut_patterns(unit: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
             return (f"{largest}/*",)
 
 
-def no_match_text(option: str, pattern: str, paths: Sequence[str]) -> str:
-    """The error text for a pattern that matches no leaf path."""
-    shown = ", ".join(list(paths)[:5]) + (", ..." if len(paths) > 5 else "")
+def check_patterns(option: str, patterns: Iterable[str], paths: Sequence[str]) -> None:
+    """Raises ValueError if a pattern matches no path."""
+    for pattern in patterns:
+        if not any(fnmatchcase(path, pattern) for path in paths):
+            raise no_match_error(option, pattern, paths)
+
+
+def no_match_error(option: str, pattern: str, paths: Sequence[str]) -> ValueError:
     example = pattern.strip("*") and f"*{pattern.strip('*')}*"
-    return (
+    return ValueError(
         f"{option}: pattern {pattern!r} matches no parameter\n"
-        f"  got:      paths {shown}\n"
+        f"  got:      paths {abbreviate(paths, separator=', ')}\n"
         f"  fix:      use a glob on the whole path, for example {example!r}"
     )
 
@@ -247,12 +245,7 @@ def merged_units(units: Sequence[str], shapes: Mapping[str, Shape], fixed: Colle
 
 
 def unmerged_text(units: Sequence[str], shapes: Mapping[str, Shape]) -> str | None:
-    """What to do about vectors that are units of their own, or None if they are few.
-
-    Args:
-        units: the unit of each leaf, in the order of `shapes`.
-        shapes: path -> shape, of a layer if the leaf is stacked.
-    """
+    """What to do about vectors that are units of their own, or None if they are few. Shapes are those of a layer."""
     with_matrix = {unit for unit, shape in zip(units, shapes.values(), strict=True) if len(shape) > 1}
     others = [unit for unit in dict.fromkeys(units) if unit not in with_matrix]
     if len(others) <= _MOST_ALONE or len(others) < len(with_matrix) / 2:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -18,8 +18,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax.sharding.axes import Axes
 from zerojax.sharding.placement import path_text
 from zerojax.sharding.precision import Precision
-from zerojax.step.config import ZeroConfig
-from zerojax.utils.typing import Array, PyTree, Shape
+from zerojax.step.config import ZeroConfig, check_integer
+from zerojax.step.models import is_key
+from zerojax.utils.typing import Array, ArrayLike, Aval, DTypeLike, PyTree, Shape
 from zerojax.utils.warn import warn
 
 _KEEPS_DTYPE = re.compile("mask|weight", re.IGNORECASE)  # in a name: arrays that are summed, not computed with
@@ -41,35 +42,31 @@ class Whole:
 
 
 class RowsOfSet(NamedTuple):
-    """A batch of an evaluation, in which each device has only rows of the data set, or none.
+    """A batch of an evaluation, in which each device has only rows of the data set, or none."""
 
-    Attributes:
-        batch: the batch.
-        included: bool array of shape (rows,), whether a row is in the data set; the same for all rows of a device.
-    """
-
-    batch: PyTree
+    batch: PyTree  # the batch
+    # bool array of shape (rows,), whether a row is in the data set; the same for all rows of a device
     included: Array | np.ndarray
 
 
-def _is_whole(node: Any) -> bool:
+def is_whole(node: object) -> bool:
     return isinstance(node, Whole)
 
 
 def unwrapped(batch: PyTree) -> PyTree:
     """The batch as a loss function gets it: what is marked `Whole` without its mark."""
-    return jax.tree.map(lambda node: node.value if _is_whole(node) else node, batch, is_leaf=_is_whole)
+    return jax.tree.map(lambda node: node.value if is_whole(node) else node, batch, is_leaf=is_whole)
 
 
-def map_rows(fn: Callable[[Any], Any], batch: PyTree, otherwise: Callable[[Any], Any] = lambda a: a) -> PyTree:
+def map_rows(fn: Callable[[Any], object], batch: PyTree, otherwise: Callable[[Any], object] = lambda a: a) -> PyTree:
     """Applies `fn` to the arrays with rows, and `otherwise` to scalars and to what is marked `Whole`."""
 
-    def apply(node: Any) -> Any:
-        if _is_whole(node):
+    def apply(node: PyTree) -> PyTree:
+        if is_whole(node):
             return Whole(jax.tree.map(otherwise, node.value))
         return fn(node) if np.ndim(node) else otherwise(node)
 
-    return jax.tree.map(apply, batch, is_leaf=_is_whole)
+    return jax.tree.map(apply, batch, is_leaf=is_whole)
 
 
 def batch_specs(axes: Axes, batch: PyTree) -> PyTree:
@@ -77,14 +74,14 @@ def batch_specs(axes: Axes, batch: PyTree) -> PyTree:
     return map_rows(lambda _: PartitionSpec(axes.data), batch, lambda _: PartitionSpec())
 
 
-def _is_process_local(a: Any) -> bool:
+def _is_process_local(a: ArrayLike) -> bool:
     """Whether an array has the rows of this process only. Avals, tracers and global arrays have those of all."""
     if isinstance(a, jax.Array) and not isinstance(a, Tracer):
         return a.is_fully_addressable
     return isinstance(a, np.ndarray)
 
 
-def _global_shape(a: Any) -> Shape:
+def _global_shape(a: ArrayLike) -> Shape:
     """The shape of an array with rows over all processes."""
     shape = np.shape(a)
     return (shape[0] * jax.process_count(), *shape[1:]) if _is_process_local(a) else shape
@@ -98,22 +95,18 @@ def num_global_rows(batch: PyTree) -> int:
 def batch_avals(config: ZeroConfig, batch: PyTree) -> PyTree:
     """The avals of a global batch, with shardings."""
 
-    def aval(a: Any, shape: Shape, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, _canonical_dtype(a), sharding=NamedSharding(config.mesh, spec))
+    def aval(a: ArrayLike, shape: Shape, spec: PartitionSpec) -> Aval:
+        dtype = jax.dtypes.canonicalize_dtype(dtype_of(a), allow_extended_dtype=True)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(config.mesh, spec))
 
     whole, rows = PartitionSpec(), PartitionSpec(config.axes.data)
     return map_rows(lambda a: aval(a, _global_shape(a), rows), batch, lambda a: aval(a, np.shape(a), whole))
 
 
-def dtype_of(a: Any) -> Any:
-    """The dtype of an array; of a number or a list, that of its NumPy array."""
-    return a.dtype if hasattr(a, "dtype") else np.asarray(a).dtype
-
-
-def _canonical_dtype(a: Any) -> Any:
-    """The dtype to which JAX converts a NumPy array or a number."""
-    dtype = a.dtype if hasattr(a, "dtype") else np.result_type(a)
-    return jax.dtypes.canonicalize_dtype(dtype, allow_extended_dtype=True)
+def dtype_of(a: ArrayLike) -> DTypeLike:
+    """The dtype of an array; of a number, that of its NumPy array."""
+    dtype = getattr(a, "dtype", None)
+    return np.asarray(a).dtype if dtype is None else dtype
 
 
 def shard_batch(config: ZeroConfig, batch: PyTree) -> PyTree:
@@ -122,7 +115,7 @@ def shard_batch(config: ZeroConfig, batch: PyTree) -> PyTree:
     Arrays that are global already are returned unchanged.
     """
 
-    def put(a: Any, spec: PartitionSpec) -> Array:
+    def put(a: ArrayLike, spec: PartitionSpec) -> Array:
         sharding = NamedSharding(config.mesh, spec)
         if isinstance(a, jax.Array) and (not _is_process_local(a) or a.sharding.is_equivalent_to(sharding, a.ndim)):
             return a
@@ -133,32 +126,24 @@ def shard_batch(config: ZeroConfig, batch: PyTree) -> PyTree:
     return jax.tree.map(put, batch, batch_specs(config.axes, batch))
 
 
-def _label(path: Any) -> str:
+def _label(path: Sequence[object]) -> str:
     """An array of a batch: its path in quotes, or what it is if the path has no names."""
     text = path_text(path)
     return repr(text) if text and not text.isdigit() else f"element {text}" if text else "the array"
 
 
 def check_batch(config: ZeroConfig, batch: PyTree, num_microbatches: int) -> None:
-    """Checks that all arrays of a batch have the same number of rows, which devices x microbatches divide.
+    """Raises ValueError unless a batch is of numbers, with equally many rows, which devices x microbatches divide.
 
-    Args:
-        config: the mesh and its data axes.
-        batch: arrays with the rows of this process, or global arrays or avals; and `Whole` for what has no rows.
-        num_microbatches: the number of microbatches of a step.
-
-    Raises:
-        ValueError: if a leaf is not an array of numbers, the numbers of rows differ, are 0 or are not divisible, or
-            no array has rows.
+    The batch is that of this process, global arrays or avals, with `Whole` for what has no rows.
     """
-    parts = config.axes.num_devices * num_microbatches
+    # Every leaf is an array of numbers.
     for path, a in jax.tree_util.tree_leaves_with_path(unwrapped(batch)):
         _check_dtype(path_text(path) or "the batch", a)
-    rows = [
-        (_label(path), _global_shape(a))
-        for path, a in jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_whole)
-        if not _is_whole(a) and np.ndim(a)
-    ]
+
+    # All that have rows have as many.
+    with_paths = jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_whole)
+    rows = [(_label(path), _global_shape(a)) for path, a in with_paths if not is_whole(a) and np.ndim(a)]
     if not rows:
         raise ValueError("batch: no array with rows\n  fix:      pass arrays whose dim 0 is the batch")
     path, shape = rows[0]
@@ -169,7 +154,9 @@ def check_batch(config: ZeroConfig, batch: PyTree, num_microbatches: int) -> Non
                 f"  got:      shapes {shape} and {other_shape}\n"
                 f"  fix:      pass the same rows in all arrays, zerojax.Whole(array) for what every device gets whole"
             )
-    count = jax.process_count()
+
+    # They divide.
+    parts, count = config.axes.num_devices * num_microbatches, jax.process_count()
     over = f" over {count} processes" if count > 1 else ""
     if not shape[0]:
         raise ValueError(
@@ -189,8 +176,8 @@ def check_batch(config: ZeroConfig, batch: PyTree, num_microbatches: int) -> Non
 
 def warn_of_keys(batch: PyTree) -> None:
     """Warns of random keys in a batch that are not marked `Whole`: scalars, which all devices get."""
-    with_paths = jax.tree_util.tree_leaves_with_path(batch, is_leaf=_is_whole)
-    found = [_label(path) for path, a in with_paths if not _is_whole(a) and not np.ndim(a) and _is_key(a)]
+    with_paths = jax.tree_util.tree_leaves_with_path(batch, is_leaf=is_whole)
+    found = [_label(path) for path, a in with_paths if not is_whole(a) and not np.ndim(a) and is_key(a)]
     if found:
         warn(
             f"batch: {', '.join(found)} is a random key, with which all devices draw the same numbers\n"
@@ -198,10 +185,6 @@ def warn_of_keys(batch: PyTree) -> None:
             f"  fix:      a third parameter `key` of the loss, which differs for each device and step; or "
             f"jax.random.fold_in(key, jax.lax.axis_index('data')); zerojax.Whole(key) if it is meant"
         )
-
-
-def _is_key(a: Any) -> bool:
-    return jnp.issubdtype(dtype_of(a), jax.dtypes.prng_key)
 
 
 def _nearest_multiples(num: int, of: int) -> list[int]:
@@ -224,9 +207,8 @@ def _rows_that_fit(num_rows: int, parts: int) -> str:
 
 def num_microbatches(config: ZeroConfig, num_rows: int, most_rows: int) -> int:
     """See `Zero.num_microbatches`."""
-    for name, number in {"num_rows": num_rows, "most_rows": most_rows}.items():
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ValueError(f"num_microbatches: {name} is {number!r}\n  fix:      pass an integer of at least 1")
+    check_integer("num_microbatches: num_rows", num_rows, 1)
+    check_integer("num_microbatches: most_rows", most_rows, 1)
     devices = config.axes.num_devices
     rows, rest = divmod(num_rows, devices)
     if rest:
@@ -241,7 +223,7 @@ def num_microbatches(config: ZeroConfig, num_rows: int, most_rows: int) -> int:
     return next(k for k in range(1, rows + 1) if rows % k == 0 and rows // k <= most_rows)
 
 
-def _check_dtype(path: str, a: Any) -> None:
+def _check_dtype(path: str, a: ArrayLike) -> None:
     dtype = dtype_of(a)
     if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.number, jnp.bool_, jax.dtypes.prng_key)):
         got = f"dtype {dtype}" if hasattr(a, "dtype") else repr(a)
@@ -255,18 +237,18 @@ def _check_dtype(path: str, a: Any) -> None:
 def cast_batch(precision: Precision, batch: PyTree) -> PyTree:
     """Casts floating arrays of a batch to compute_dtype, as `Precision.cast_inputs` says."""
 
-    def cast(path: Any, a: Any) -> Any:
-        if _is_whole(a) or not jnp.issubdtype(a.dtype, jnp.floating) or not chosen(path_text(path), a):
-            return a
-        return a.astype(precision.compute_dtype)
-
-    def chosen(name: str, a: Any) -> bool:
+    def is_cast(name: str, a: Array) -> bool:
         option = precision.cast_inputs
         if isinstance(option, bool):
             return option and a.ndim > 1 and not _KEEPS_DTYPE.search(name)
         return any(fnmatchcase(name, pattern) for pattern in option)
 
-    return jax.tree_util.tree_map_with_path(cast, batch, is_leaf=_is_whole)
+    def cast(path: Sequence[object], a: Array) -> Array:
+        if is_whole(a) or not jnp.issubdtype(a.dtype, jnp.floating) or not is_cast(path_text(path), a):
+            return a
+        return a.astype(precision.compute_dtype)
+
+    return jax.tree_util.tree_map_with_path(cast, batch, is_leaf=is_whole)
 
 
 def microbatches(batch: PyTree, num: int) -> tuple[PyTree, Callable[[PyTree], PyTree]]:

@@ -7,7 +7,7 @@ import hashlib
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,10 @@ from zerojax.sharding import placement
 from zerojax.sharding.axes import Axes
 from zerojax.sharding.placement import Leaf, Stage
 from zerojax.sharding.precision import DTYPE_FIELDS, Precision
-from zerojax.step.memory import DeviceMemory, Memory
-from zerojax.utils.typing import AnyMesh
+from zerojax.step.memory import Memory
+from zerojax.utils.typing import AnyMesh, PyTree
+
+T = TypeVar("T")
 
 
 class Agreement(Protocol):
@@ -35,36 +37,16 @@ class Agreement(Protocol):
         ...
 
 
-class NoAgreement:
-    """Processes are not compared."""
-
-    def agree_on(self, fields: Mapping[str, str], what: str, fix: str, call: str) -> None:
-        pass
-
-    def agree_on_lines(self, lines: Sequence[str], what: str, fix: str, call: str) -> None:
-        pass
-
-
 class ZeroConfig(NamedTuple):
-    """The configuration shared by all steps of one `Zero`.
+    """The configuration shared by all steps of one `Zero`."""
 
-    Attributes:
-        mesh: a Mesh, or an AbstractMesh for planning without devices.
-        axes: the data axes of the mesh.
-        stage: the stage of ZeRO.
-        precision: dtypes and loss scaling.
-        offload: what is in host memory: 'none', 'optimizer' or 'params', as in `Zero`.
-        memory: which memory the states of the model are in while a step runs.
-        agreement: compares processes before they run together.
-    """
-
-    mesh: Any
-    axes: Axes
-    stage: Stage
-    precision: Precision
-    offload: str = "none"
-    memory: Memory = DeviceMemory()
-    agreement: Agreement = NoAgreement()
+    mesh: Any  # a Mesh, or an AbstractMesh for planning without devices
+    axes: Axes  # the data axes of the mesh
+    stage: Stage  # the stage of ZeRO
+    precision: Precision  # dtypes and loss scaling
+    offload: str = "none"  # what is in host memory: 'none', 'optimizer' or 'params', as in `Zero`
+    memory: Memory = Memory()  # which memory the states of the model are in while a step runs
+    agreement: Agreement | None = None  # compares processes before they run together
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -102,11 +84,7 @@ OFFLOADS = "none", "optimizer", "params"
 
 
 def check_offload(offload: str, mesh: AnyMesh, axes: Axes, stage: Stage) -> None:
-    """Checks `Zero(offload=...)`.
-
-    Raises:
-        ValueError: if the text is unknown, or the stage or the mesh cannot have it.
-    """
+    """Raises ValueError if `Zero(offload=...)` is unknown, or the stage or the mesh cannot have it."""
     if offload not in OFFLOADS:
         known = ", ".join(map(repr, OFFLOADS[:-1]))
         raise ValueError(f"offload: unknown value {offload!r}\n  fix:      {known} or {OFFLOADS[-1]!r}")
@@ -134,8 +112,8 @@ def can_offload_params(axes: Axes, stage: Stage) -> bool:
 
 
 def shard_map_over_data(
-    config: ZeroConfig, fn: Callable[..., Any], in_specs: Any, out_specs: Any
-) -> Callable[..., Any]:
+    config: ZeroConfig, fn: Callable[..., T], in_specs: PyTree, out_specs: PyTree
+) -> Callable[..., T]:
     """Wraps a function in `shard_map`, manual over the data axes only."""
     return jax.shard_map(
         fn, mesh=config.mesh, in_specs=in_specs, out_specs=out_specs, axis_names=set(config.axes.data), check_vma=False
@@ -152,21 +130,13 @@ _WIDEST_ELEMENT_BYTES = 8  # float64 and int64
 
 @dataclasses.dataclass(frozen=True)
 class StepSettings:
-    """The settings of one step. Those that all steps share are in `ZeroConfig`.
+    """The settings of one step. Those that all steps share are in `ZeroConfig`."""
 
-    Attributes:
-        num_microbatches: number of equal parts in which a device's rows are processed.
-        clip_norm: the largest global norm of the gradients; None for no clipping.
-        remat: which activations of a unit are saved for its backward pass.
-        prefetch: number of units that are gathered ahead of the unit that computes.
-        bucket_bytes: the most bytes that one collective moves; None to move every leaf in one piece.
-    """
-
-    num_microbatches: int = 1
-    clip_norm: float | None = None
-    remat: RematRules = NO_RULES
-    prefetch: int = 1
-    bucket_bytes: int | None = None
+    num_microbatches: int = 1  # number of equal parts in which a device's rows are processed
+    clip_norm: float | None = None  # the largest global norm of the gradients; None for no clipping
+    remat: RematRules = NO_RULES  # which activations of a unit are saved for its backward pass
+    prefetch: int = 1  # number of units that are gathered ahead of the unit that computes
+    bucket_bytes: int | None = None  # the most bytes that one collective moves; None to move every leaf in one piece
 
     def texts(self) -> dict[str, str]:
         """The settings that are numbers as texts by name, for comparison between processes."""
@@ -186,35 +156,22 @@ class StepSettings:
         return CollectiveOptions(math.inf if self.bucket_bytes is None else self.bucket_bytes)
 
     def check(self, axes: Axes) -> StepSettings:
-        """Checks the settings against the data axes, and returns them.
-
-        Raises:
-            ValueError: if `num_microbatches`, `prefetch` or `bucket_bytes` is not an integer, or too small, or if
-                `clip_norm` is not a number above 0.
-        """
-        if not _is_integer(self.num_microbatches) or self.num_microbatches < 1:
-            raise ValueError(
-                f"train_step: num_microbatches is {self.num_microbatches!r}\n  fix:      pass an integer of at least 1"
-            )
-        if not _is_integer(self.prefetch) or self.prefetch < 0:
-            raise ValueError(
-                f"prefetch: {self.prefetch!r} is not a valid number of units\n  fix:      pass an integer of at least 0"
-            )
+        """Checks the settings against the data axes, and returns them."""
+        check_integer("settings: num_microbatches", self.num_microbatches, 1)
+        check_integer("settings: prefetch", self.prefetch, 0)
         is_number = isinstance(self.clip_norm, numbers.Real) and not isinstance(self.clip_norm, bool)
         if self.clip_norm is not None and not (is_number and self.clip_norm > 0):  # NaN is not
             raise ValueError(
-                f"clip_norm: {self.clip_norm!r} is not a norm\n"
+                f"settings: clip_norm {self.clip_norm!r} is not a norm\n"
                 f"  fix:      pass a number above 0, or None to leave gradients as they are"
             )
-        least = axes.num_shards * _WIDEST_ELEMENT_BYTES
-        if self.bucket_bytes is not None and (not _is_integer(self.bucket_bytes) or self.bucket_bytes < least):
-            raise ValueError(
-                f"bucket_bytes: {self.bucket_bytes!r} is not a valid buffer size\n"
-                f"  got:      {axes.num_shards} shards, each with an element of up to {_WIDEST_ELEMENT_BYTES} bytes\n"
-                f"  fix:      pass {least} or more bytes, or None to move every leaf in one piece"
-            )
+        if self.bucket_bytes is not None:
+            least = axes.num_shards * _WIDEST_ELEMENT_BYTES  # an element of each shard
+            check_integer(f"settings: for {axes.num_shards} shards, bucket_bytes", self.bucket_bytes, least)
         return self
 
 
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def check_integer(name: str, value: object, least: int) -> None:
+    """Raises ValueError if a value is not an integer, or less than `least`."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {value!r}\n  fix:      pass an integer of at least {least}")

@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from fnmatch import fnmatchcase
-from typing import Any
+import re
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax.core import Tracer
 from jax.sharding import NamedSharding, use_abstract_mesh
 
 from zerojax.program import jaxprs
-from zerojax.program.jaxprs import ClosedJaxpr
+from zerojax.program.jaxprs import Atom, ClosedJaxpr
 from zerojax.sharding import padding, placement
 from zerojax.sharding.advice import large_unit_text, uneven_text
 from zerojax.sharding.dim_choice import likely_stacks, with_first_dim
 from zerojax.sharding.padding import Padding
-from zerojax.sharding.placement import PINNED_HOST, FromModel, Leaf, Overrides, path_text, shard_bytes
+from zerojax.sharding.placement import PINNED_HOST, Leaf, Overrides, by_path, shard_bytes
 from zerojax.sharding.precision import LossScale
 from zerojax.sharding.units import unmerged_text
 from zerojax.step import models
 from zerojax.step.config import ZeroConfig
+from zerojax.step.models import SplitModel
 from zerojax.step.optimizers import check_update, rounds_stochastically
 from zerojax.step.source import ModelSource, plain_arrays
-from zerojax.step.state import (
-    StateLayout,
-    TrainState,
-    check_not_donated,
-    shardings,
-    stored_avals,
-)
-from zerojax.utils.typing import Array, PRNGKey, PyTree
+from zerojax.step.state import StateLayout, TrainState, check_not_donated, check_trained, shardings, stored_avals
+from zerojax.utils.text import abbreviate
+from zerojax.utils.typing import Array, ArrayLike, PRNGKey, PyTree
 from zerojax.utils.warn import warn
 
 _STEP_KEY = 2**32 - 1  # folds the key of the steps; models fold small counts (`split`, nnx.Rngs) into the same key
@@ -65,37 +60,39 @@ def build(
 def _from_function(
     config: ZeroConfig,
     overrides: Overrides,
-    create: Callable[[PRNGKey], Any],
+    create: Callable[[PRNGKey], PyTree],
     tx: optax.GradientTransformation,
     key: PRNGKey,
 ) -> tuple[Callable[[], TrainState], TrainState]:
-    static: dict[str, Any] = {}
+    # Trace the function, and split what it creates.
+    static: list[tuple[SplitModel, list[str]]] = []
 
     def split(key: PRNGKey) -> tuple[PyTree, PyTree]:
         with use_abstract_mesh(config.mesh.abstract_mesh):  # Linen runs the model, which may constrain activations
             created = create(key)
-        static["plain"] = plain_arrays(created) if isinstance(created, nnx.Module) else []
-        static["model"], params, model_state, static["from_model"] = models.split(created, overrides.trainable)
-        return params, model_state
+        plain = plain_arrays(created)
+        model = models.split(created, overrides.trainable)
+        static.append((model._replace(params=None, model_state=None), plain))
+        return model.params, model.model_state
 
-    closed, created = jaxprs.traced(split, key)
-    paths = [placement.path_text(path) for path, _ in jax.tree_util.tree_leaves_with_path(created[0])]
-    stacked = stacked_paths(closed, paths) if paths else frozenset()
-    from_model = static["from_model"]._replace(stacked=stacked)
-    params, model_state = created
-    layout = _define(config, overrides, static["model"], params, model_state, from_model, tx)
-    _warn_of_plain_arrays(static["plain"], model_state)
-    tree = jax.tree.structure(created)
+    closed, (params, model_state) = jaxprs.traced(split, key)
+    ((model, plain),) = static
 
+    # Define the state.
+    stacked = stacked_paths(closed, list(by_path(params)))
+    from_model = model.from_model._replace(stacked=stacked)
+    model = SplitModel(model.model, params, model_state, from_model)
+    layout = _define(config, overrides, model, plain, tx)
+    tree = jax.tree.structure((params, model_state))
+
+    # Create it by running the trace.
     def initial(key: PRNGKey) -> TrainState:
         params, model_state = jax.tree.unflatten(tree, jaxprs.run(closed, key))
         return _initial(config, layout, params, model_state, key)
 
-    from_avals = lambda params, model_state, key: _initial(config, layout, params, model_state, key)
+    from_avals = functools.partial(_initial, config, layout)
     abstract = stored_avals(config, jax.eval_shape(from_avals, params, model_state, key))
-    if config.offloads_optimizer:
-        return lambda: create_in_parts(initial, (key,), abstract), abstract
-    return lambda: jax.jit(initial, out_shardings=shardings(config, abstract))(key), abstract
+    return lambda: _run(config, initial, (key,), abstract), abstract
 
 
 def _from_existing(
@@ -103,41 +100,38 @@ def _from_existing(
 ) -> tuple[Callable[[], TrainState], TrainState]:
     """As `build`, from arrays. They are arguments of the program that creates the state: as constants of it, they would
     be copied several times. If the optimizer's state goes to host memory, they come to the devices from there."""
-    plain = plain_arrays(existing) if isinstance(existing, nnx.Module) else []
-    model, params, model_state, from_model = models.split(existing, overrides.trainable)
-    with_paths = jax.tree_util.tree_leaves_with_path(params)
-    shapes = {placement.path_text(path): tuple(np.shape(a)) for path, a in with_paths}
-    from_model = from_model._replace(stacked=likely_stacks(shapes))
-    layout = _define(config, overrides, model, params, model_state, from_model, tx)
-    _warn_of_plain_arrays(plain, model_state)
-    from_logical = lambda params, model_state, key: _initial(config, layout, params, model_state, key)
-    abstract = stored_avals(config, jax.eval_shape(from_logical, params, model_state, key))
+    # Define the state.
+    plain = plain_arrays(existing)
+    model = models.split(existing, overrides.trainable)
+    arrays = by_path(model.params)
+    stacked = likely_stacks({path: tuple(np.shape(a)) for path, a in arrays.items()})
+    model = model._replace(from_model=model.from_model._replace(stacked=stacked))
+    layout = _define(config, overrides, model, plain, tx)
+    from_logical = functools.partial(_initial, config, layout)
+    abstract = stored_avals(config, jax.eval_shape(from_logical, model.params, model.model_state, key))
+    is_sharded = config.stage.shards_optimizer
 
+    # Create it from arrays that are stored like the master parameters.
     def initial(stored: PyTree, model_state: PyTree, key: PRNGKey) -> TrainState:
         if config.offloads_optimizer:
             stored = jax.device_put(stored, jax.memory.Space.Device)
-        params = padding.cropped(stored, layout.paddings(config.stage.shards_optimizer))
-        return from_logical(params, model_state, key)
+        return from_logical(padding.cropped(stored, layout.paddings(is_sharded)), model_state, key)
 
     def create() -> TrainState:
-        for path, a in jax.tree_util.tree_leaves_with_path(params):
+        for path, a in arrays.items():
             if isinstance(a, jax.ShapeDtypeStruct):
                 raise ValueError(
                     f"init: the model has shapes instead of values\n"
-                    f"  got:      {placement.path_text(path)!r}: {a}\n"
+                    f"  got:      {path!r}: {a}\n"
                     f"  fix:      create the model with values, or pass a function that creates it"
                 )
-        is_sharded = config.stage.shards_optimizer
-        specs = layout.specs(config.axes, is_sharded)
         zeros = jax.tree.unflatten(layout.tree, layout.paddings(is_sharded))
-        placed = placement.named_shardings(config.mesh, specs)
+        placed = placement.named_shardings(config.mesh, layout.specs(config.axes, is_sharded))
+        put = _put
         if config.offloads_optimizer:
-            on_host = jax.tree.map(lambda sharding: sharding.with_memory_kind(PINNED_HOST), placed)
-            lent = jax.tree.map(_lend, params, on_host, zeros)
-            return create_in_parts(initial, (lent, model_state, key), abstract)
-        sharded = jax.tree.map(_put, params, placed, zeros)
-        placed = shardings(config, abstract)
-        return jax.jit(initial, out_shardings=placed, donate_argnums=0)(sharded, model_state, key)
+            put, placed = _lend, jax.tree.map(lambda sharding: sharding.with_memory_kind(PINNED_HOST), placed)
+        stored = jax.tree.map(put, model.params, placed, zeros)
+        return _run(config, initial, (stored, model.model_state, key), abstract, donated=0)
 
     return create, abstract
 
@@ -163,12 +157,48 @@ def with_optimizer(
     args = state.params, state.master, state.model_state, _key(seed)
     abstract = stored_avals(config, jax.eval_shape(initial, *args))
     config.memory.check_state(config, abstract)
+    return _run(config, initial, args, abstract, donated=(0, 1, 2))
+
+
+def with_params(config: ZeroConfig, state: TrainState, params: PyTree) -> TrainState:
+    """See `Zero.with_params`."""
+    check_not_donated(state)
+    check_trained(state, params)
+    layout, placed = state.layout, shardings(config, state)
+    trained = [leaf for leaf in layout.leaves if leaf.trainable]
+
+    def insert(given: PyTree, current: PyTree) -> PyTree:
+        given = jax.device_put(given, jax.memory.Space.Device) if config.offloads_optimizer else given
+        values, tree = jax.tree.flatten(layout.cast_trained(given))
+        logical = [leaf.without_zeros(a) for a, leaf in zip(values, trained, strict=True)]
+        stored = padding.padded(logical, layout.trained_paddings(config.stage.shards_params))
+        return layout.with_frozen(tree.unflatten(stored), current)
+
+    def lend(a: Array, leaf: Leaf, stored: Array, sharding: NamedSharding) -> Array:
+        if np.shape(a) != stored.shape:
+            a = leaf.without_zeros(a)
+        return _lend(a.astype(leaf.dtype), sharding, padding.between(np.shape(a), stored.shape))
+
+    computed = jax.jit(insert, out_shardings=placed.params)(params, state.params)
+    master, tree = jax.tree.flatten(state.master)
+    lent = map(lend, jax.tree.leaves(params), trained, master, jax.tree.leaves(placed.master))
+    return dataclasses.replace(state, params=computed, master=tree.unflatten(lent))
+
+
+def _run(
+    config: ZeroConfig,
+    initial: Callable[..., TrainState],
+    args: tuple[PyTree, ...],
+    abstract: TrainState,
+    donated: int | tuple[int, ...] = (),
+) -> TrainState:
+    """Runs a function that creates a state. What goes to host memory is created in parts, and donates nothing."""
     if config.offloads_optimizer:
         return create_in_parts(initial, args, abstract)
-    return jax.jit(initial, out_shardings=shardings(config, abstract), donate_argnums=(0, 1, 2))(*args)
+    return jax.jit(initial, out_shardings=shardings(config, abstract), donate_argnums=donated)(*args)
 
 
-def _put(a: Any, sharding: NamedSharding, zeros: Padding) -> Array:
+def _put(a: ArrayLike, sharding: NamedSharding, zeros: Padding) -> Array:
     """A copy of an array with a sharding and zeros at its end. Each process passes the whole array."""
     if isinstance(a, jax.Array) and (jax.process_count() == 1 or not a.is_fully_addressable):
         if zeros.count:
@@ -179,26 +209,13 @@ def _put(a: Any, sharding: NamedSharding, zeros: Padding) -> Array:
     return jax.make_array_from_callback(stored, sharding, read)
 
 
-def _lend(a: Any, sharding: NamedSharding, zeros: Padding) -> Array:
+def _lend(a: ArrayLike, sharding: NamedSharding, zeros: Padding) -> Array:
     """As `_put`, but the result may share memory with the array, and must not be donated."""
     is_whole = isinstance(a, jax.Array) and (jax.process_count() == 1 or not a.is_fully_addressable)
     return jax.device_put(a, sharding) if is_whole and not zeros.count else _put(a, sharding, zeros)
 
 
-def lend_master(state: TrainState, trained: PyTree, shardings: PyTree) -> PyTree:
-    """Trained parameters as the state stores its master copy. The arrays may share memory with those given."""
-    leaves = [leaf for leaf in state.layout.leaves if leaf.trainable]
-
-    def lend(a: Any, leaf: Leaf, stored: Array, sharding: NamedSharding) -> Array:
-        if np.shape(a) != stored.shape:
-            a = leaf.without_zeros(a)
-        return _lend(a.astype(leaf.dtype), sharding, padding.between(np.shape(a), stored.shape))
-
-    stored, tree = jax.tree.flatten(state.master)
-    return tree.unflatten(map(lend, jax.tree.leaves(trained), leaves, stored, jax.tree.leaves(shardings)))
-
-
-def placed_copy(a: Any, sharding: NamedSharding) -> Array:
+def placed_copy(a: ArrayLike, sharding: NamedSharding) -> Array:
     """A copy of a NumPy or JAX array with a sharding, which shares no memory with it, so that it can be donated.
 
     `jax.device_put(..., may_alias=False)` shares some all the same: on a CPU that of a NumPy array, and of an array on
@@ -216,36 +233,49 @@ def placed_copy(a: Any, sharding: NamedSharding) -> Array:
 def _define(
     config: ZeroConfig,
     overrides: Overrides,
-    model: models.Model,
-    params: PyTree,
-    model_state: PyTree,
-    from_model: FromModel,
+    model: SplitModel,
+    plain: Sequence[str],
     tx: optax.GradientTransformation,
 ) -> StateLayout:
-    """The static part of a state, with warnings about what the user may not expect."""
-    leaves = placement.place(params, config.mesh, config.axes, config.precision, overrides, from_model)
-    layer_shapes = {leaf.path: leaf.shape[leaf.stacked :] for leaf in leaves}
-    of_units = large_unit_text(leaves), unmerged_text([leaf.unit for leaf in leaves], layer_shapes)
-    if config.stage.shards_params and sum(leaf.size for leaf in leaves) >= placement.LARGE:
-        for text in filter(None, of_units):
-            warn(text)
-    uneven = uneven_text(leaves, config.axes) if config.stage.shards_optimizer else None
-    if uneven and sum(leaf.size for leaf in leaves) >= placement.LARGE:
-        warn(uneven)
-    narrow = [
-        placement.path_text(path)
-        for (path, a), leaf in zip(jax.tree_util.tree_leaves_with_path(params), leaves, strict=True)
-        if leaf.trainable and jnp.dtype(a.dtype).itemsize < leaf.compute_dtype.itemsize
-    ]
+    """The static part of a state, with warnings about what the user may not expect.
+
+    `plain` are the paths of arrays in the model state that are attributes of a module.
+    """
+    params, model_state = model.params, model.model_state
+    leaves = placement.place(params, config.mesh, config.axes, config.precision, overrides, model.from_model)
+    fixed = models.fixed_state(model_state, leaves, overrides.frozen)
+    layout = StateLayout(tx, model.model, leaves, jax.tree.structure(params), fixed, config)
+
+    # Warn of the placement.
+    texts: list[str | None] = []
+    if sum(leaf.size for leaf in leaves) >= placement.LARGE:
+        if config.stage.shards_params:
+            layer_shapes = {leaf.path: leaf.shape[leaf.stacked :] for leaf in leaves}
+            texts += [large_unit_text(leaves), unmerged_text([leaf.unit for leaf in leaves], layer_shapes)]
+        texts += [uneven_text(leaves, config.axes)] if config.stage.shards_optimizer else []
+    for text in filter(None, texts):
+        warn(text)
+
+    # Warn of the model.
+    is_narrow = lambda a, leaf: leaf.trainable and jnp.dtype(a.dtype).itemsize < leaf.compute_dtype.itemsize
+    narrow = [leaf.path for a, leaf in zip(jax.tree.leaves(params), leaves, strict=True) if is_narrow(a, leaf)]
     if narrow:
         wide = jnp.dtype(config.precision.compute_dtype).name
         warn(
             f"init: {len(narrow)} parameters that the model creates in a narrower dtype are trained in {wide}\n"
-            f"  got:      {', '.join(narrow[:5])}{', ...' if len(narrow) > 5 else ''}\n"
+            f"  got:      {abbreviate(narrow, separator=', ')}\n"
             f"  fix:      Zero(..., precision='bf16') computes in bf16; dtypes={{glob: dtype}} sets single leaves"
         )
-    fixed = _fixed_state(model_state, leaves, overrides.frozen)
-    layout = StateLayout(tx, model, leaves, jax.tree.structure(params), fixed, config)
+    variables = by_path(model_state)
+    constants = [path for path in plain if jnp.issubdtype(variables[path].dtype, jnp.floating)]
+    if constants:
+        warn(
+            f"init: attributes of the module that are plain arrays are constants, and not trained\n"
+            f"  got:      {abbreviate(constants, separator=', ')}\n"
+            f"  fix:      nnx.Param(array) trains it; nnx.Variable(array) says that it is a constant"
+        )
+
+    # Check the optimizer.
     check_update(tx, layout.trained_avals())
     config.memory.check(config, layout)
     if config.precision.param_dtype == jnp.bfloat16 and not rounds_stochastically(tx):
@@ -255,17 +285,6 @@ def _define(
             "  fix:      zerojax.stochastic_rounding(tx), or precision='bf16', which has a copy of them in fp32"
         )
     return layout
-
-
-def _warn_of_plain_arrays(paths: Sequence[str], model_state: PyTree) -> None:
-    dtypes = {placement.path_text(path): a.dtype for path, a in jax.tree_util.tree_leaves_with_path(model_state)}
-    floating = [path for path in paths if jnp.issubdtype(dtypes[path], jnp.floating)]
-    if floating:
-        warn(
-            f"init: attributes of the module that are plain arrays are constants, and not trained\n"
-            f"  got:      {', '.join(floating[:5])}{', ...' if len(floating) > 5 else ''}\n"
-            f"  fix:      nnx.Param(array) trains it; nnx.Variable(array) says that it is a constant"
-        )
 
 
 def _initial(config: ZeroConfig, layout: StateLayout, params: PyTree, model_state: PyTree, key: PRNGKey) -> TrainState:
@@ -289,48 +308,15 @@ def _initial(config: ZeroConfig, layout: StateLayout, params: PyTree, model_stat
     return jax.tree.map(models.strongly_typed, state)
 
 
-def _fixed_state(model_state: PyTree, leaves: Sequence[Leaf], frozen: Sequence[str]) -> tuple[bool, ...]:
-    """Whether each leaf of the model state stays: floating leaves of frozen modules, which are running statistics, and
-    plain arrays. Counts and keys of random numbers change.
-
-    A pattern of `frozen` matches its path, with or without the name of a Linen collection in front; or the parameters
-    beside it are all frozen, and it has some.
-    """
-    beside: dict[str, list[bool]] = {}
-    for leaf in leaves:
-        beside.setdefault(leaf.path.rpartition("/")[0], []).append(leaf.trainable)
-
-    def is_fixed(path: str) -> bool:
-        paths = (path,) if isinstance(model_state, nnx.State) else (path, path.partition("/")[2])
-        matches = any(fnmatchcase(each, pattern) for each in paths for pattern in frozen)
-        parameters = [flag for each in paths for flag in beside.get(each.rpartition("/")[0], [])]
-        return matches or (bool(parameters) and not any(parameters))
-
-    is_variable = lambda node: isinstance(node, nnx.Variable)
-    with_paths = jax.tree_util.tree_leaves_with_path(model_state, is_leaf=is_variable)
-    is_plain = lambda node: isinstance(model_state, nnx.State) and not is_variable(node)  # a constant
-    return tuple(
-        is_plain(node) or (bool(jnp.issubdtype(a.dtype, jnp.floating)) and is_fixed(placement.path_text(path)))
-        for path, node in with_paths
-        for a in jax.tree.leaves(node)
-    )
-
-
 def _key(seed: int | PRNGKey) -> PRNGKey:
-    """The PRNG key of an integer seed; a PRNG key is returned unchanged.
-
-    Raises:
-        ValueError: if `seed` is neither.
-    """
+    """The PRNG key of an integer seed; a PRNG key is returned unchanged."""
     if isinstance(seed, int | np.integer) and not isinstance(seed, bool):
         return jax.random.key(seed)
     if isinstance(seed, jax.Array) and models.is_key(seed) and seed.ndim == 0:
         return seed
-    shape, dtype = getattr(seed, "shape", None), getattr(seed, "dtype", None)
-    got = repr(seed) if dtype is None else f"an array of shape {shape} and dtype {dtype}"
     raise ValueError(
         f"init: the seed is neither an int nor a key\n"
-        f"  got:      {got}\n"
+        f"  got:      {seed!r}\n"
         f"  fix:      pass seed=0 or seed=jax.random.key(0)"
     )
 
@@ -342,14 +328,12 @@ def stacked_paths(closed: ClosedJaxpr, paths: list[str]) -> frozenset[str]:
     are drawn from L keys. Then so are all leaves of the largest subtree that contains it and whose leaves all have the
     same first dim: norm scales and biases are created without keys.
 
-    Args:
-        closed: jaxpr of the initialization; its first outputs are the parameter leaves.
-        paths: the paths of the leaves.
+    `closed` is the jaxpr of the initialization, whose first outputs are the leaves at `paths`.
     """
     outputs = closed.jaxpr.outvars[: len(paths)]
     shapes = {path: tuple(v.aval.shape) for path, v in zip(paths, outputs, strict=True)}
 
-    def is_stacked(v: Any, origin: jaxprs.Origin, size: int, seen: set[Any]) -> bool:
+    def is_stacked(v: Atom, origin: jaxprs.Origin, size: int, seen: set[tuple[Atom, int]]) -> bool:
         if not jaxprs.is_var(v) or (v, id(origin)) in seen:
             return False
         seen.add((v, id(origin)))
@@ -372,48 +356,33 @@ PART_BYTES = 2**32  # on one device
 _MOST_PARTS = 16  # each part is a program that is traced and compiled
 
 
-def create_in_parts(create: Callable[..., TrainState], args: tuple[Any, ...], abstract: TrainState) -> TrainState:
+def create_in_parts(create: Callable[..., TrainState], args: tuple[PyTree, ...], abstract: TrainState) -> TrainState:
     """Runs `create(*args)` as several programs, each of which computes a part of the leaves of the state.
 
     Each program is the whole function, of which the compiler removes what its leaves do not need. A parameter and its
-    master copy are in the same part: they are computed from the same values.
-
-    Args:
-        create: a function that can be jitted.
-        args: its arguments.
-        abstract: what it returns, as avals with the shardings of the results.
+    master copy are in the same part: they are computed from the same values. `abstract` are the avals of the results.
 
     Cost: traces the function and compiles it once for each part of about `PART_BYTES`, at most 16 times.
     """
     shardings = [a.sharding for a in jax.tree.leaves(abstract)]
-    leaves: list[Any] = [None] * len(shardings)
+    leaves: dict[int, Array] = {}
     for part in parts(abstract):
         some = lambda *args, part=part: [jax.tree.leaves(create(*args))[k] for k in part]
         created = jax.jit(some, out_shardings=[shardings[k] for k in part])(*args)
-        for k, array in zip(part, jax.block_until_ready(created), strict=True):
-            leaves[k] = array
-    return jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+        leaves.update(zip(part, jax.block_until_ready(created), strict=True))
+    return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[k] for k in range(len(shardings))])
 
 
 def parts(abstract: TrainState) -> list[list[int]]:
     """Divides the leaves of a state, by position, into parts of about equal bytes."""
-    with_paths = jax.tree_util.tree_leaves_with_path(abstract)
-    sizes = [shard_bytes(a, a.sharding) for _, a in with_paths]
+    sizes = [shard_bytes(a, a.sharding) for a in jax.tree.leaves(abstract)]
     limit = max(PART_BYTES, math.ceil(sum(sizes) / _MOST_PARTS))
+    together: dict[str, list[int]] = {}  # a parameter and its master copy
+    for k, path in enumerate(by_path(abstract)):
+        together.setdefault(re.sub("^master", "params", path), []).append(k)
     found: list[list[int]] = [[]]
-    for together in _in_order([path_text(path) for path, _ in with_paths]):
-        if sum(sizes[k] for k in (*found[-1], *together)) > limit and found[-1]:
+    for members in together.values():
+        if sum(sizes[k] for k in (*found[-1], *members)) > limit and found[-1]:
             found.append([])
-        found[-1] += together
+        found[-1] += members
     return found
-
-
-def _in_order(paths: list[str]) -> Iterator[list[int]]:
-    """The positions of leaves that are computed together: a parameter with its master copy, and all others alone."""
-    positions = {path: k for k, path in enumerate(paths)}
-    for k, path in enumerate(paths):
-        field, _, rest = path.partition("/")
-        if field == "params" and f"master/{rest}" in positions:
-            yield [k, positions[f"master/{rest}"]]
-        elif not (field == "master" and f"params/{rest}" in positions):
-            yield [k]

@@ -6,6 +6,7 @@ import inspect
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import CellType, FunctionType
 from typing import Any, NamedTuple
 
 import jax
@@ -37,12 +38,7 @@ def update(
 ) -> tuple[PyTree, PyTree]:
     """`tx.update` with those of the extra arguments `value` and `grad` that it takes.
 
-    Args:
-        tx: any Optax transformation.
-        grads: of the trained parameters, clipped, without the loss scale.
-        opt_state: the state of the optimizer.
-        params: the trained parameters in param_dtype.
-        loss: the loss of the step, which is `value`.
+    Gradients are those of the trained parameters, clipped, without the loss scale.
     """
     extra = {"value": loss, "grad": grads}
     parameters = inspect.signature(tx.update).parameters.values()
@@ -63,15 +59,7 @@ def check_transformation(tx: optax.GradientTransformation) -> None:
 
 
 def check_update(tx: optax.GradientTransformation, params: PyTree) -> None:
-    """Checks that an optimizer can be created and updated, without running it.
-
-    Args:
-        tx: the optimizer.
-        params: avals of the trained parameters in param_dtype.
-
-    Raises:
-        ValueError: if it is not an Optax transformation, or needs what a step does not have.
-    """
+    """Raises ValueError if an optimizer needs what a step does not have, without running it. `params` are avals."""
     check_transformation(tx)
     names = _function_names(tx)
     for name, reason in _REASONS.items():
@@ -102,11 +90,7 @@ def scheduled_learning_rate(tx: optax.GradientTransformation, opt_state: PyTree)
     """The learning rate of an update, if it is that of a schedule, as in optax.adamw(schedule).
 
     None if there are several schedules or counts, a factor besides, or a schedule that is not said to be that of the
-    learning rate (optax.scale_by_schedule).
-
-    Args:
-        tx: the optimizer.
-        opt_state: its state before the update.
+    learning rate (optax.scale_by_schedule). `opt_state` is that before the update.
     """
     is_count = lambda node: isinstance(node, optax.ScaleByScheduleState)
     counts = [node.count for node in jax.tree.leaves(opt_state, is_leaf=is_count) if is_count(node)]
@@ -126,7 +110,7 @@ def optimizer_function(equation: Equation) -> str | None:
     trace = equation.source_info.traceback
     for frame in trace.frames if trace else ():  # innermost first
         name, _, inside = frame.function_name.partition(".")
-        if {"optax", "low_bit"} & set(Path(frame.file_name).parts) and "update" in inside and name not in _COMBINING:
+        if {"optax", "low_bit.py"} & set(Path(frame.file_name).parts) and "update" in inside and name not in _COMBINING:
             return name
     return None
 
@@ -144,7 +128,7 @@ def _function_names(tx: optax.GradientTransformation) -> set[str]:
     return {function.__qualname__.partition(".")[0] for function in _functions(tx)}
 
 
-def _functions(tx: optax.GradientTransformation) -> Iterator[Any]:
+def _functions(tx: optax.GradientTransformation) -> Iterator[FunctionType]:
     """Yields the functions of a transformation and those in their closures."""
     seen, todo = set(), [tx.init, tx.update]
     while todo:
@@ -160,18 +144,18 @@ def _functions(tx: optax.GradientTransformation) -> Iterator[Any]:
             todo += item.values()
         elif inspect.ismethod(item):
             todo += vars(item.__self__).values() if hasattr(item.__self__, "__dict__") else []
-        elif inspect.isfunction(item):
+        elif isinstance(item, FunctionType):
             yield item
             todo += _closure(item).values()
 
 
-def _closure(function: Any) -> dict[str, Any]:
+def _closure(function: FunctionType) -> dict[str, Any]:
     """The variables that a function closes over, by name."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     return {name: cell.cell_contents for name, cell in cells if _is_filled(cell)}
 
 
-def _is_filled(cell: Any) -> bool:
+def _is_filled(cell: CellType) -> bool:
     try:
         return cell.cell_contents is not None
     except ValueError:  # a name that is assigned later
@@ -222,7 +206,7 @@ def ema(tx: optax.GradientTransformation, decay: float | optax.Schedule) -> opta
     def init(params: PyTree) -> EmaState:
         return EmaState(jnp.int32(0), jax.tree.map(lambda a: jnp.array(a, wide(a)), params), tx.init(params))
 
-    def update(updates: PyTree, state: Any, params: PyTree = None, **extra: PyTree) -> tuple[Any, EmaState]:
+    def update(updates: PyTree, state: PyTree, params: PyTree = None, **extra: PyTree) -> tuple[PyTree, EmaState]:
         if params is None:
             raise ValueError("ema: the update has no parameters\n  fix:      tx.update(g, state, params)")
         updates, inner_state = inner.update(updates, state.inner, params, **extra)

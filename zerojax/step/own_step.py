@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +19,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zerojax.program import jaxprs
 from zerojax.sharding import placement
 from zerojax.sharding.optimizer_placement import optimizer_placement
-from zerojax.step.batch import Whole
+from zerojax.step.batch import Whole, is_whole
 from zerojax.step.config import ZeroConfig
 from zerojax.step.optimizers import check_transformation
 from zerojax.step.state import StateLayout
-from zerojax.utils.typing import PyTree
+from zerojax.utils.typing import Array, PyTree
 from zerojax.utils.warn import warn
 
 
@@ -32,6 +31,7 @@ def placed_optimizer(
     config: ZeroConfig, define: Callable[[PyTree], StateLayout], tx: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
     """See `Zero.optimizer`. `define` returns the placement of a tree of parameters."""
+    # Check.
     check_transformation(tx)
     if config.offloads_optimizer:
         raise ValueError(
@@ -43,6 +43,7 @@ def placed_optimizer(
         tx = optax.GradientTransformationExtraArgs(tx.init, tx.update)
     inner, stage = optax.with_extra_args_support(tx), config.stage
 
+    # Place.
     def state_shardings(layout: StateLayout, opt_state: PyTree) -> PyTree:
         leaves = layout.trained(jax.tree.unflatten(layout.tree, layout.leaves))
         stored = optimizer_placement(inner, opt_state, leaves, config.axes, stage.shards_optimizer, pads=False)
@@ -62,11 +63,15 @@ def placed_optimizer(
                 "  got:      tx.update(grads, opt_state)\n"
                 "  fix:      tx.update(grads, opt_state, params)"
             )
+
+        # Update the shards.
         layout = define(params)
         stored = param_shardings(config, layout, stage.shards_params)
         in_shards = param_shardings(config, layout, stage.shards_optimizer)
         before = layout.trained(pinned(params, stored))  # or compilers would store them like the moments
         updates, state = inner.update(pinned(updates, in_shards), state, before, **extra)
+
+        # Place the results, of which the updates are gathered at stages 1 and 2.
         updates = jax.tree.map(_without_none, params, pinned(pinned(updates, in_shards), stored))
         return updates, pinned(state, state_shardings(layout, state))
 
@@ -90,7 +95,7 @@ def pinned(tree: PyTree, shardings: PyTree) -> PyTree:
     return jax.tree.map(pin, shardings, tree)
 
 
-def _without_none(param: Any, update: Any) -> Any:
+def _without_none(param: Array, update: Array | None) -> Array:
     """The update of a parameter; that of a frozen one changes no bit of it."""
     return jnp.full_like(param, -0.0) if update is None else update
 
@@ -101,10 +106,10 @@ def _check_placed(config: ZeroConfig, layout: StateLayout, params: PyTree) -> No
     for leaf, a, wanted in zip(layout.leaves, jax.tree.leaves(params), shardings, strict=True):
         if isinstance(a, Tracer) or (isinstance(a, jax.Array) and a.sharding.is_equivalent_to(wanted, a.ndim)):
             continue
-        got = getattr(a, "sharding", None)
+        got = getattr(a, "sharding", type(a).__name__)
         raise ValueError(
             f"optimizer: parameter {leaf.path!r} is not placed as stage {int(config.stage)} stores it\n"
-            f"  got:      {type(a).__name__ if got is None else getattr(got, 'spec', got)}\n"
+            f"  got:      {getattr(got, 'spec', got)}\n"
             f"  want:     {wanted.spec}\n"
             f"  fix:      params = zero.shard(params), before the optimizer's init"
         )
@@ -131,19 +136,18 @@ def free_whole(config: ZeroConfig, batch: PyTree) -> PyTree:
     Compilers store the result of an operation as the one that reads it asks for. A parameter that a step has updated
     would be replicated, because a loss of another model reads it.
     """
-    is_whole = lambda node: isinstance(node, Whole)
     free = lambda node: Whole(jax.tree.map(partial(_free, config), node.value)) if is_whole(node) else node
     return jax.tree.map(free, batch, is_leaf=is_whole)
 
 
-def run_free(config: ZeroConfig, fn: Callable[..., PyTree], *args: Any) -> PyTree:
+def run_free(config: ZeroConfig, fn: Callable[..., PyTree], *args: PyTree) -> PyTree:
     """`fn(*args)`, where what `fn` closes over is read as in `free_whole`."""
     closed, result = jaxprs.traced(fn, *args)
     free = jaxprs.with_constants(closed, [_free(config, a) for a in closed.consts])
     return jax.tree.unflatten(jax.tree.structure(result), jaxprs.run(free, *jax.tree.leaves(args)))
 
 
-def _free(config: ZeroConfig, a: Any) -> Any:
+def _free(config: ZeroConfig, a: Array) -> Array:
     if not isinstance(a, Tracer) or not a.ndim or not jnp.issubdtype(a.dtype, jnp.number):
         return a
     spec = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * a.ndim)

@@ -6,8 +6,7 @@ Everything here runs inside `shard_map`, manual over the data axes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +17,17 @@ from zerojax.comm import collectives
 from zerojax.sharding.placement import Leaf
 from zerojax.sharding.precision import for_reduction
 from zerojax.step.config import StepSettings, ZeroConfig
-from zerojax.step.models import Sums
+from zerojax.step.losses import Sums
 from zerojax.step.state import StateLayout
-from zerojax.utils.typing import Array, PyTree
+from zerojax.utils.typing import Array, ArrayLike, PyTree
+
+
+def by_unit(leaves: Sequence[Leaf], positions: Iterable[int]) -> list[list[int]]:
+    """The positions of leaves, those of a unit together."""
+    units: dict[str, list[int]] = {}
+    for i in positions:
+        units.setdefault(leaves[i].unit, []).append(i)
+    return list(units.values())
 
 
 def _side_by_side(values: Sequence[Array]) -> Array:
@@ -40,17 +47,11 @@ def _apart(elements: Array, like: Sequence[Array]) -> list[Array]:
 
 @dataclasses.dataclass(frozen=True)
 class Reductions:
-    """The reductions of one device at the end of a step.
+    """The reductions of one device at the end of a step."""
 
-    Attributes:
-        config: mesh, axes, stage and precision.
-        layout: the parameters and their placement.
-        settings: the settings of the step.
-    """
-
-    config: ZeroConfig
-    layout: StateLayout
-    settings: StepSettings
+    config: ZeroConfig  # mesh, axes, stage and precision
+    layout: StateLayout  # the parameters and their placement
+    settings: StepSettings  # the settings of the step
 
     @property
     def params_in_host(self) -> list[bool]:
@@ -68,7 +69,7 @@ class Reductions:
         """Sums values over all data axes."""
         return collectives.all_reduce(values, self.config.axes.data, self.config.axes).leaves
 
-    def reduce_outputs(self, sums: Sums, squared_norm: Any = 0.0) -> tuple[Sums, Array]:
+    def reduce_outputs(self, sums: Sums, squared_norm: ArrayLike = 0.0) -> tuple[Sums, Array]:
         """The outputs of a loss on all devices, and the sum of `squared_norm` over them, in one collective; maxima and
         minima are in one more."""
         # Compilers for CPUs leave NaNs out of a maximum over devices, but not of a sum.
@@ -81,26 +82,25 @@ class Reductions:
             summed = dataclasses.replace(summed, largest=[a + b for a, b in zip(largest, summed.largest, strict=True)])
         return summed, norm
 
-    def reduce_grads(self, grads: list[Any], summed: frozenset[int] = frozenset()) -> list[Any]:
+    def reduce_grads(self, grads: Sequence[Array | None], summed: frozenset[int] = frozenset()) -> list[Array | None]:
         """Reduces gradients unit by unit: over the replica axes, and over the shard axes if that has not been done.
 
-        Args:
-            grads: of the leaves.
-            summed: the leaves that are summed over the replica axes already.
+        Those of the leaves `summed` are summed over the replica axes already.
         """
         stage, axes, precision = self.config.stage, self.config.axes, self.config.precision
         options, leaves, in_host = self.settings.collectives, self.layout.leaves, self.params_in_host
+        on_device = {i: g for i, g in enumerate(grads) if g is not None and i not in summed and not in_host[i]}
         reduced = list(grads)
-        by_unit: dict[str, list[int]] = {}
         waits: list[Array] = []
-        for i, leaf in enumerate(leaves):
-            if leaf.trainable and i not in summed and not in_host[i]:
-                by_unit.setdefault(leaf.unit, []).append(i)
-        for members in by_unit.values():
-            values, dims = [grads[i] for i in members], [leaves[i].dims for i in members]
+        for members in by_unit(leaves, on_device):
+            values, dims = [on_device[i] for i in members], [leaves[i].dims for i in members]
+
+            # Cast.
             if not stage.shards_grads or self.sums_replicas_by_units:  # the sum of several uses of a leaf is wider
                 dtypes = [precision.wire_dtype(leaves[i].compute_dtype) for i in members]
                 values = [for_reduction(v, dtype) for v, dtype in zip(values, dtypes, strict=True)]
+
+            # Reduce over the shards, and then over the replicas.
             if not stage.shards_grads:
                 if stage.shards_optimizer:
                     values, events = collectives.reduce_scatter(values, dims, axes, options, waits, rows=True)
@@ -128,7 +128,7 @@ class Reductions:
 
     # The norm: the sum of these terms over all data axes counts every element once ------------------------------------
 
-    def squared_norm_term(self, arrays: Sequence[Any]) -> Array:
+    def squared_norm_term(self, arrays: Sequence[Array | None]) -> Array:
         """This device's term of the squared norm of arrays that are stored like gradients; None has no elements."""
         total = jnp.float32(0)
         for leaf, array in zip(self.layout.leaves, arrays, strict=True):

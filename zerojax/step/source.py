@@ -10,40 +10,30 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import flax
 import jax
 from flax import errors, linen as nn, nnx
 from jax.core import Tracer
 
-from zerojax.sharding.placement import path_text
+from zerojax.sharding.placement import by_path
 from zerojax.utils.typing import PRNGKey, PyTree
 from zerojax.utils.warn import line_of
 
+Inputs: TypeAlias = Sequence[PyTree] | Mapping[str, PyTree] | None  # example inputs of a Linen module
+
 
 class ModelSource(NamedTuple):
-    """Where the initial parameters come from: one of the two is None.
+    """Where the initial parameters come from: one of the two is None."""
 
-    Attributes:
-        create: `create(key)` returns the model.
-        existing: an nnx.Module, Linen variables or a tree of parameters, with arrays.
-    """
-
-    create: Callable[[PRNGKey], Any] | None
-    existing: PyTree
+    create: Callable[[PRNGKey], PyTree] | None  # `create(key)` returns the model
+    existing: PyTree  # an nnx.Module, Linen variables or a tree of parameters, with arrays
 
 
-def source_of(model: Any, inputs: Sequence[Any] | Mapping[str, Any] | None) -> ModelSource:
-    """The source of what was passed to `init`.
-
-    Args:
-        model: an nnx.Module or its class, a Linen module, a Hugging Face Flax model, a tree of arrays, or a function.
-        inputs: example inputs of a Linen module: positional, or by name.
-
-    Raises:
-        ValueError: if it is none of these, or `inputs` is missing or not needed.
-    """
+def source_of(model: PyTree, inputs: Inputs) -> ModelSource:
+    """The source of what was passed to `init`: see there for models and inputs."""
+    # A Linen module.
     if isinstance(model, nn.Module):
         if inputs is None:
             raise ValueError(
@@ -53,6 +43,8 @@ def source_of(model: Any, inputs: Sequence[Any] | Mapping[str, Any] | None) -> M
             )
         args, kwargs = ((), inputs) if isinstance(inputs, Mapping) else (tuple(inputs), {})
         return _creates(lambda key: model.init(key, *args, **kwargs))
+
+    # Another model, or a function.
     if inputs is not None:
         raise ValueError(
             f"init: inputs= is for a Linen module\n"
@@ -77,16 +69,14 @@ def source_of(model: Any, inputs: Sequence[Any] | Mapping[str, Any] | None) -> M
     return ModelSource(None, model)
 
 
-def _creates(create: Callable[[PRNGKey], Any]) -> ModelSource:
-    return ModelSource(_explains_errors()(create), None)
+def _creates(create: Callable[[PRNGKey], PyTree]) -> ModelSource:
+    return ModelSource(_explaining_errors()(create), None)
 
 
 @contextlib.contextmanager
-def _explains_errors() -> Iterator[None]:
-    """Adds a note to errors of a model that is created: its line, and what may help. Their type and text stay.
-
-    Raises:
-        ValueError: in place of Flax's error about a variable of another trace.
+def _explaining_errors() -> Iterator[None]:
+    """Adds a note to errors of a model that is created: its line, and what may help. Their type and text stay, except
+    for Flax's error about a variable of another trace.
     """
     try:
         yield
@@ -97,36 +87,31 @@ def _explains_errors() -> Iterator[None]:
             f"  fix:      take it as a parameter, lambda rngs: Model(rngs=rngs); init(..., seed=) sets the seed"
         ) from error
     except Exception as error:
-        error.add_note(_note(type(error).__name__, line_of(error)))
+        if line := line_of(error):
+            where = f"{line}, with jax {jax.__version__} and flax {flax.__version__}"
+            fix = (
+                "change the model there, or install versions of jax and flax with which it works. If it only\n"
+                "            fails because `init` traces it, create it yourself: init(model, tx) takes one with values"
+            )
+        else:
+            where = "its call: init calls model(rngs=rngs), model(key) or model()"
+            fix = "pass a function that needs no other arguments, such as functools.partial(Model, config)"
+        got = f"{type(error).__name__} at {where}"
+        error.add_note(f"init: the model cannot be created\n  got:      {got}\n  fix:      {fix}")
         raise
 
 
-def _note(name: str, line: str | None) -> str:
-    if line is None:
-        return (
-            f"init: the model cannot be created\n"
-            f"  got:      {name} at its call: init calls model(rngs=rngs), model(key) or model()\n"
-            f"  fix:      pass a function that needs no other arguments, such as functools.partial(Model, config)"
-        )
-    return (
-        f"init: the model cannot be created\n"
-        f"  got:      {name} at {line}, with jax {jax.__version__} and flax {flax.__version__}\n"
-        f"  fix:      change the model there, or install versions of jax and flax with which it works. If it only\n"
-        f"            fails because `init` traces it, create it yourself: init(model, tx) takes one with values"
-    )
-
-
-def _call(create_model: Callable[..., Any], key: PRNGKey) -> Any:
+def _call(create_model: Callable[..., PyTree], key: PRNGKey) -> PyTree:
     """Calls `create_model(rngs=nnx.Rngs(key))`, `create_model(key)` or `create_model()`, depending on its signature.
 
     Eager sharding is off, because Flax needs a mesh for it. Annotations are read later, by `split`.
     """
     parameters = _signature(create_model).parameters
-    required = [
-        p for p in parameters.values() if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    ]
+    variadic = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    required = [name for name, p in parameters.items() if p.default is p.empty and p.kind not in variadic]
+    binds_rngs = isinstance(create_model, functools.partial) and "rngs" in create_model.keywords
     with nnx.use_eager_sharding(False):
-        if any(p.name == "rngs" for p in required) or ("rngs" in parameters and not _binds(create_model, "rngs")):
+        if "rngs" in required or ("rngs" in parameters and not binds_rngs):
             return create_model(rngs=nnx.Rngs(key))
         if not required:
             return create_model()
@@ -139,7 +124,7 @@ def _call(create_model: Callable[..., Any], key: PRNGKey) -> Any:
                 raise error from None
 
 
-def _signature(fn: Callable[..., Any]) -> inspect.Signature:
+def _signature(fn: Callable[..., PyTree]) -> inspect.Signature:
     """The signature of a call. That of an nnx class is hidden by its metaclass."""
     called, args, kwargs = fn, (), {}
     if isinstance(fn, functools.partial):
@@ -149,20 +134,17 @@ def _signature(fn: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(functools.partial(called, *args, **kwargs))
 
 
-def _binds(fn: Callable[..., Any], name: str) -> bool:
-    return isinstance(fn, functools.partial) and name in fn.keywords
-
-
-def plain_arrays(module: nnx.Module) -> list[str]:
-    """The paths of arrays that are attributes of a module and not in a variable. They become leaves of its state.
+def plain_arrays(model: PyTree) -> list[str]:
+    """The paths of arrays that are attributes of an nnx.Module and not in a variable. They become leaves of its state.
 
     Flax makes leaves of them if they are concrete, and leaves tracers in the static part of the module.
     """
-    for _, node in nnx.iter_graph(module):
+    if not isinstance(model, nnx.Module):
+        return []
+    for _, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Pytree) and not isinstance(node, nnx.Variable):
             for name, value in list(vars(node).items()):
                 if isinstance(value, Tracer):
                     setattr(node, name, nnx.data(value))
-    rest: PyTree = nnx.split(module, nnx.Param, ...)[2]
-    with_paths = jax.tree_util.tree_leaves_with_path(rest, is_leaf=lambda node: isinstance(node, nnx.Variable))
-    return [path_text(path) for path, node in with_paths if not isinstance(node, nnx.Variable)]
+    rest = by_path(nnx.split(model, nnx.Param, ...)[2], is_leaf=lambda node: isinstance(node, nnx.Variable))
+    return [path for path, node in rest.items() if not isinstance(node, nnx.Variable)]

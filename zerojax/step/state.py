@@ -2,58 +2,46 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
+import math
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.sharding import padding, placement
 from zerojax.sharding.axes import Axes
-from zerojax.sharding.optimizer_placement import optimizer_placement
+from zerojax.sharding.optimizer_placement import Stored, optimizer_placement
 from zerojax.sharding.padding import NO_PADDING, Padding
-from zerojax.sharding.placement import PINNED_HOST, Leaf
+from zerojax.sharding.placement import PINNED_HOST, Leaf, by_path
 from zerojax.sharding.precision import LossScale
 from zerojax.step import models
 from zerojax.step.config import ZeroConfig
-from zerojax.step.descriptions import state_text
-from zerojax.utils.text import SPACE, abbreviate, fold
+from zerojax.utils.text import SPACE, abbreviate, bytes_text, count_text, fold, mesh_text
 from zerojax.utils.typing import Array, Aval, PRNGKey, PyTree
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class StateLayout:
     """Where and how the leaves of a training state are stored, with the model and the optimizer that they belong to.
 
-    It is the static part of a state. All states of one `init` share the same object.
-
-    Attributes:
-        tx: the optimizer.
-        model: builds the loss function's first argument from parameters and model state.
-        leaves: the placement of the parameter leaves, in flattening order.
-        tree: the treedef of the parameters.
-        fixed_state: whether each leaf of the model state stays as it is, because its module is frozen.
-        config: the mesh, stage and precision for which states are created.
+    It is the static part of a state. All states of one `init` share the same object, which equals only itself.
     """
 
-    tx: optax.GradientTransformation
-    model: models.Model
-    leaves: tuple[Leaf, ...]
-    tree: PyTree
+    tx: optax.GradientTransformation  # the optimizer
+    model: models.Model  # builds the loss function's first argument from parameters and model state
+    leaves: tuple[Leaf, ...]  # the placement of the parameter leaves, in flattening order
+    tree: PyTree  # the treedef of the parameters
+    # whether each leaf of the model state stays as it is, because its module is frozen
     fixed_state: tuple[bool, ...] = ()
-    config: ZeroConfig | None = None
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    def __hash__(self) -> int:
-        return id(self)
+    config: ZeroConfig | None = None  # the mesh, stage and precision for which states are created
 
     def specs(self, axes: Axes, sharded: bool) -> PyTree:
         """The spec of every parameter, with or without the shard axes."""
@@ -63,16 +51,16 @@ class StateLayout:
         """The zeros with which each parameter is stored, in shards or in full."""
         return [leaf.padding(sharded) for leaf in self.leaves]
 
+    def trained_paddings(self, sharded: bool) -> list[Padding]:
+        """As `paddings`, of trained parameters."""
+        return [leaf.padding(sharded) for leaf in self.leaves if leaf.trainable]
+
     def params_in_host(self, offloads: bool) -> list[bool]:
         """Which parameters are in host memory if they are offloaded: those that are matrices, in each layer.
 
         Vectors are a small part of a model. A TPU cannot read a single row of a stack of them from host memory.
         """
         return [offloads and len(leaf.shape) - leaf.stacked >= 2 for leaf in self.leaves]
-
-    def trained_paddings(self, sharded: bool) -> list[Padding]:
-        """As `paddings`, of trained parameters."""
-        return [leaf.padding(sharded) for leaf in self.leaves if leaf.trainable]
 
     def logical(self, params: PyTree) -> PyTree:
         """The parameters without the zeros with which they are stored. Those that have some are gathered."""
@@ -114,18 +102,13 @@ class StateLayout:
 
     def trained(self, params: PyTree) -> PyTree:
         """The parameters with None in place of frozen leaves, as the optimizer gets them."""
-        leaves = jax.tree.leaves(params)
-        return jax.tree.unflatten(
-            self.tree, [a if leaf.trainable else None for a, leaf in zip(leaves, self.leaves, strict=True)]
-        )
+        leaves = zip(jax.tree.leaves(params), self.leaves, strict=True)
+        return jax.tree.unflatten(self.tree, [a if leaf.trainable else None for a, leaf in leaves])
 
     def with_frozen(self, trained: PyTree, params: PyTree) -> PyTree:
         """Inserts the frozen leaves of `params` into a tree from `trained`."""
-        items = iter(jax.tree.leaves(trained))
-        leaves = jax.tree.leaves(params)
-        return jax.tree.unflatten(
-            self.tree, [next(items) if f.trainable else a for a, f in zip(leaves, self.leaves, strict=True)]
-        )
+        items, leaves = iter(jax.tree.leaves(trained)), zip(jax.tree.leaves(params), self.leaves, strict=True)
+        return jax.tree.unflatten(self.tree, [next(items) if leaf.trainable else a for a, leaf in leaves])
 
 
 @jax.tree_util.register_dataclass
@@ -160,14 +143,14 @@ class TrainState:
 
     def __repr__(self) -> str:
         """The step, the stage, the number of parameters and the bytes on a device. Waits for no step."""
-        return state_text(self)
+        return _state_text(self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TrainState:
+    def __deepcopy__(self, memo: dict[int, object]) -> TrainState:
         """A copy of the arrays: a state of the same layout. That of an nnx.State would lose its variables."""
         check_not_donated(self)
         return jax.tree.map(copy.deepcopy, self)
 
-    def model(self) -> Any:
+    def model(self) -> PyTree:
         """The loss function's first argument: an nnx.Module, Linen variables or a tree of parameters.
 
         Cost: parameters that are stored with zeros are gathered, to cut these off.
@@ -215,69 +198,56 @@ def _without_zeros(stored: Array | Aval, like: PyTree) -> Array | Aval:
     zeros = padding.between(like.shape, stored.shape)
     if isinstance(stored, Tracer):
         return zeros.crop(stored)
-    sharding: Any = stored.sharding
+    sharding: PyTree = stored.sharding
     spec = [None if dim == zeros.dim else axes for dim, axes in enumerate(sharding.spec)]
     on_device = lambda a: jax.device_put(a, jax.memory.Space.Device) if placement.is_in_host(a) else a
     crop = jax.jit(lambda a: zeros.crop(on_device(a)), out_shardings=NamedSharding(sharding.mesh, PartitionSpec(*spec)))
     return crop(stored)
 
 
-def specs(config: ZeroConfig, state: TrainState) -> TrainState:
-    """The spec of every leaf of a state, by the stage table."""
-    scalar: Any = PartitionSpec()
-    replicated = lambda tree: jax.tree.map(lambda _: PartitionSpec(), tree)
+def storage(config: ZeroConfig, state: TrainState) -> TrainState:
+    """A `Stored` for every leaf of a state, by the stage table."""
     layout, stage, axes = state.layout, config.stage, config.axes
-    sharded = stage.shards_optimizer
-    trained = layout.trained(layout.specs(axes, sharded))
-    stored = layout.optimizer_placement(axes, sharded)
-    return TrainState(
-        step=scalar,
-        skipped=scalar,
-        params=layout.specs(axes, stage.shards_params),
-        master=None if state.master is None else trained,
-        opt_state=jax.tree.map(lambda each: each.spec, stored),
-        model_state=replicated(state.model_state),
-        key=scalar,
-        loss_scale=replicated(state.loss_scale),
-        layout=layout,
-    )
 
+    def of_params(sharded: bool) -> PyTree:
+        stored = [Stored(leaf.spec(axes, sharded), leaf.padding(sharded), leaf) for leaf in layout.leaves]
+        return jax.tree.unflatten(layout.tree, stored)
 
-def stored_avals(config: ZeroConfig, state: TrainState) -> TrainState:
-    """The avals of a state as its stage stores it, with shardings, whatever the shapes and shardings of its arrays."""
-    layout, stage = state.layout, config.stage
-    in_shards = layout.trained(jax.tree.unflatten(layout.tree, layout.paddings(stage.shards_optimizer)))
-    optimizer = layout.optimizer_placement(config.axes, stage.shards_optimizer)
-    zeros = dataclasses.replace(
-        jax.tree.map(lambda _: NO_PADDING, state),
-        params=jax.tree.unflatten(layout.tree, layout.paddings(stage.shards_params)),
-        master=None if state.master is None else in_shards,
-        opt_state=jax.tree.map(lambda stored: stored.padding, optimizer),
+    return dataclasses.replace(
+        jax.tree.map(lambda _: Stored(PartitionSpec(), NO_PADDING), state),
+        params=of_params(stage.shards_params),
+        master=None if state.master is None else layout.trained(of_params(stage.shards_optimizer)),
+        opt_state=layout.optimizer_placement(axes, stage.shards_optimizer),
     )
-    aval = lambda a, zeros, sharding: jax.ShapeDtypeStruct(zeros.stored_shape(a.shape), a.dtype, sharding=sharding)
-    return jax.tree.map(aval, logical_avals(state), zeros, shardings(config, state))
 
 
 def in_host(config: ZeroConfig, state: TrainState) -> TrainState:
     """Whether each leaf of a state is in host memory: of what is offloaded, the arrays shaped like parameters."""
-    nowhere = jax.tree.map(lambda _: False, state)
     if not config.offloads_optimizer:
-        return nowhere
+        return jax.tree.map(lambda _: False, state)
     layout = state.layout
-    stored = layout.optimizer_placement(config.axes, config.stage.shards_optimizer)
-    master = None if state.master is None else jax.tree.map(lambda a: bool(a.ndim), state.master)
+    in_pieces = jax.tree.map(lambda stored: stored.in_pieces, storage(config, state))
     params = jax.tree.unflatten(layout.tree, layout.params_in_host(config.offloads_params))
-    in_pieces = jax.tree.map(lambda each: each.in_pieces, stored)
-    return dataclasses.replace(nowhere, params=params, master=master, opt_state=in_pieces)
+    return dataclasses.replace(in_pieces, params=params)
 
 
 def shardings(config: ZeroConfig, state: TrainState) -> TrainState:
     """The shardings that the stage gives a state, whatever those of its arrays are."""
-    found = placement.named_shardings(config.mesh, specs(config, state))
-    if not config.offloads_optimizer:
-        return found
-    to_host = lambda sharding, flag: sharding.with_memory_kind(PINNED_HOST) if flag else sharding
-    return jax.tree.map(to_host, found, in_host(config, state))
+
+    def sharding(stored: Stored, is_in_host: bool) -> NamedSharding:
+        on_device = NamedSharding(config.mesh, stored.spec)
+        return on_device.with_memory_kind(PINNED_HOST) if is_in_host else on_device
+
+    return jax.tree.map(sharding, storage(config, state), in_host(config, state))
+
+
+def stored_avals(config: ZeroConfig, state: TrainState) -> TrainState:
+    """The avals of a state as its stage stores it, with shardings, whatever the shapes and shardings of its arrays."""
+
+    def aval(a: Aval, stored: Stored, sharding: NamedSharding) -> Aval:
+        return jax.ShapeDtypeStruct(stored.padding.stored_shape(a.shape), a.dtype, sharding=sharding)
+
+    return jax.tree.map(aval, logical_avals(state), storage(config, state), shardings(config, state))
 
 
 def optimizer_shardings(config: ZeroConfig, layout: StateLayout) -> PyTree:
@@ -286,13 +256,10 @@ def optimizer_shardings(config: ZeroConfig, layout: StateLayout) -> PyTree:
     return placement.named_shardings(config.mesh, layout.trained(specs))
 
 
-def check_is_state(state: Any, other: Any = None, call: str = "step(state, batch)") -> None:
+def check_is_state(state: object, other: object = None, call: str = "step(state, batch)") -> None:
     """Raises ValueError if something else is passed than a state, such as the batch, or the pair that a step returned.
 
-    Args:
-        state: what is passed in place of the state.
-        other: what is passed in place of another argument, which may be the state.
-        call: the order of the arguments.
+    `other` is another argument, which may be the state; `call` shows their order.
     """
     if isinstance(state, TrainState):
         return
@@ -309,9 +276,6 @@ def check_not_donated(state: TrainState) -> None:
     """Raises ValueError if an array of the state is deleted, as the arrays of a state are that a step was called with.
 
     The runtime would end the process. Avals are ignored.
-
-    Raises:
-        ValueError: also if it is no state.
     """
     check_is_state(state)
     is_deleted = lambda a: isinstance(a, jax.Array) and not isinstance(a, Tracer) and a.is_deleted()
@@ -344,54 +308,77 @@ def check_trained(state: TrainState, params: PyTree) -> None:
     A leaf may have the zeros with which it is stored in shards. It may not have a narrower dtype than that in which the
     optimizer holds the parameter: an average loses its changes in it.
     """
-    shapes = lambda tree: {placement.path_text(p): jnp.shape(a) for p, a in jax.tree_util.tree_leaves_with_path(tree)}
-    got, wanted = shapes(params), shapes(state.layout.trained_avals())
-    stored = {leaf.path: leaf.dims.padding.stored_shape(leaf.shape) for leaf in state.layout.leaves}
-    for path in sorted(got.keys() | wanted.keys()):
-        if path not in got or path not in wanted or got[path] not in (wanted[path], stored[path]):
+    given, leaves = by_path(params), {leaf.path: leaf for leaf in state.layout.leaves if leaf.trainable}
+    for path in sorted(given.keys() | leaves.keys()):
+        # Check the shape.
+        leaf, got = leaves.get(path), jnp.shape(given[path]) if path in given else "missing"
+        if leaf is None or got not in (leaf.shape, leaf.dims.padding.stored_shape(leaf.shape)):
             raise ValueError(
                 f"with_params: these are not the trained parameters of the state\n"
-                f"  got:      {path}: {got.get(path, 'missing')}\n"
-                f"  want:     {path}: {wanted.get(path, 'no such leaf, or a frozen one')}\n"
+                f"  got:      {path}: {got}\n"
+                f"  want:     {path}: {leaf.shape if leaf else 'no such leaf, or a frozen one'}\n"
                 f"  fix:      pass a tree like state.params, with None at frozen leaves"
             )
-    held = {leaf.path: leaf.dtype for leaf in state.layout.leaves}
-    for path, a in jax.tree_util.tree_leaves_with_path(params):
-        dtype, wanted = jnp.result_type(a), held[placement.path_text(path)]
-        if jnp.dtype(dtype).itemsize < jnp.dtype(wanted).itemsize:
+
+        # Check the dtype.
+        dtype = jnp.result_type(given[path])
+        if dtype.itemsize < jnp.dtype(leaf.dtype).itemsize:
             raise ValueError(
                 f"with_params: the values are in a narrower dtype than the parameters that the optimizer holds\n"
-                f"  got:      {placement.path_text(path)}: {dtype}, in which an average loses its changes\n"
-                f"  want:     {placement.path_text(path)}: {wanted}\n"
+                f"  got:      {path}: {dtype}, in which an average loses its changes\n"
+                f"  want:     {path}: {leaf.dtype}\n"
                 f"  fix:      zerojax.ema(tx, decay) keeps an average in fp32, state.ema_params; cast any other tree"
             )
 
 
-def check_stored(config: ZeroConfig, state: TrainState) -> None:
-    """Raises ValueError if the state has other arrays than the stage stores for the parameters and the optimizer."""
-    layout, stage = state.layout, config.stage
-    shapes = [leaf.padding(stage.shards_params).stored_shape(leaf.shape) for leaf in layout.leaves]
-    created, structure = jax.tree.flatten(jax.eval_shape(layout.tx.init, layout.trained_avals()))
-    zeros = layout.optimizer_paddings(config.axes, stage.shards_optimizer)
-    stored = [jax.ShapeDtypeStruct(p.stored_shape(a.shape), a.dtype) for p, a in zip(zeros, created, strict=True)]
-    as_stored = lambda a, shape: jax.ShapeDtypeStruct(shape, a.dtype)
-    params, tree = jax.tree.flatten(state.params)
-    _check_same("parameters do", state.params, tree.unflatten(map(as_stored, params, shapes)))
-    _check_same("optimizer state does", state.opt_state, structure.unflatten(stored))
+# The repr -----------------------------------------------------------------------------------------------------------
 
 
-def _check_same(what: str, state: PyTree, want: PyTree) -> None:
-    shape = lambda a: (tuple(a.shape), jnp.dtype(a.dtype) if not models.is_key(a) else a.dtype)
-    rows = lambda tree: {placement.path_text(p): shape(a) for p, a in jax.tree_util.tree_leaves_with_path(tree)}
-    got, wanted = rows(state), rows(want)
-    differ = [path for path in sorted(got.keys() | wanted.keys()) if got.get(path) != wanted.get(path)]
-    if differ:
-        path = differ[0]
-        rest = [each.text.replace(SPACE, " ") for each in fold(differ[1:], [0] * (len(differ) - 1))]
-        more = f"\n  more:     {len(differ) - 1:,} other leaves: {abbreviate(rest, separator=', ')}" if rest else ""
-        raise ValueError(
-            f"state: the {what} not match the model and the optimizer\n"
-            f"  got:      {path}: {got.get(path, 'missing')}\n"
-            f"  want:     {wanted.get(path, 'no such leaf')}{more}\n"
-            f"  fix:      pass a state of zero.init for the same model and optimizer, and not state.logical()"
-        )
+def _state_text(state: TrainState) -> str:
+    """The step, stage, size and bytes on a device of a state, and what is not sharded. No value is waited for."""
+    layout = state.layout
+    leaves, config = layout.leaves, layout.config
+    trained = sum(leaf.size for leaf in leaves if leaf.trainable)
+    total = sum(leaf.size for leaf in leaves)
+    of_these = "" if trained == total else f", {count_text(trained)} of them trained"
+    where = "" if config is None else f", {config.stage.title} on {mesh_text(dict(config.mesh.shape))}"
+    lines = [
+        f"TrainState({_step_text(state)}{where}",
+        f"  {count_text(total)} parameters in {len(leaves):,} leaves{of_these}",
+        f"  on a device: {_held_text(state)}",
+    ]
+    whole = [leaf.path for leaf in leaves if leaf.dim is None]
+    if whole and config is not None and config.stage.shards_optimizer and config.axes.num_shards > 1:
+        names = [each.text.replace(SPACE, " ") for each in fold(whole, [0] * len(whole))]
+        lines.append(f"  not sharded: {abbreviate(names, separator=', ')}")
+    return "\n".join(lines) + ")"
+
+
+def _step_text(state: TrainState) -> str:
+    """The step if it is known without waiting for a running one, or else why it is not."""
+    step: PyTree = state.step
+    if isinstance(step, Tracer):
+        return "traced"
+    if isinstance(step, jax.ShapeDtypeStruct):
+        return "avals"
+    if any(a.is_deleted() for a in jax.tree.leaves(state) if isinstance(a, jax.Array)):
+        return "donated to a step"
+    return f"step {int(np.asarray(step.addressable_data(0)))}" if step.is_ready() else "step not ready"
+
+
+def _held_text(state: TrainState) -> str:
+    """The bytes of the shards on one device; of values that are traced, those of the whole arrays."""
+    optimizer = (state.master, state.opt_state)
+    parts = {"parameters": state.params, "optimizer state": optimizer, "model state": state.model_state}
+    held, in_host = collections.Counter(), collections.Counter()
+    for name, tree in parts.items():
+        for a in jax.tree.leaves(tree):
+            sharding = None if isinstance(a, Tracer) else getattr(a, "sharding", None)
+            memory = in_host if getattr(sharding, "memory_kind", None) == PINNED_HOST else held
+            shape = a.shape if sharding is None else sharding.shard_shape(tuple(a.shape))
+            memory[name] += 0 if models.is_key(a) else math.prod(shape) * a.dtype.itemsize
+    texts = []
+    for sizes in (held, in_host) if any(in_host.values()) else (held,):
+        listed = ", ".join(f"{name} {bytes_text(size)}" for name, size in sizes.items() if size)
+        texts.append(f"{bytes_text(sum(sizes.values()))} ({listed})")
+    return "\n  in host memory: ".join(texts)

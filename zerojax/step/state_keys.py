@@ -7,8 +7,8 @@ next step therefore gets a key that is folded from the one before, the same on e
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,21 +23,16 @@ _NEXT = 2**32 - 1  # far from the indices of devices and microbatches
 
 
 class StateKeys(NamedTuple):
-    """What the loss does with each leaf of the model state, in flattening order.
+    """What the loss does with each leaf of the model state, in flattening order."""
 
-    Attributes:
-        raw: whether it is a key in raw form.
-        replaced: whether it is a key, and the loss returns another one.
-    """
-
-    raw: tuple[bool, ...] = ()
-    replaced: tuple[bool, ...] = ()
+    raw: tuple[bool, ...] = ()  # whether it is a key in raw form
+    replaced: tuple[bool, ...] = ()  # whether it is a key, and the loss returns another one
 
 
 UNKNOWN = StateKeys()
 
 
-def may_be_raw(leaf: Any) -> bool:
+def _may_be_raw(leaf: Array) -> bool:
     """Whether an array has the dtype and the shape of keys in raw form."""
     data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
     return leaf.dtype == data.dtype and leaf.shape[-1:] == data.shape
@@ -47,7 +42,17 @@ def may_change(model_state: PyTree) -> bool:
     """Whether a leaf may be a key in raw form, or one that the loss replaces. `nnx.Rngs` count, and keep their keys."""
     nodes = jax.tree.leaves(model_state, is_leaf=lambda node: isinstance(node, nnx.RngKey))
     arrays = [node for node in nodes if not isinstance(node, nnx.RngKey)]
-    return any(is_key(a) or may_be_raw(a) for a in arrays)
+    return any(is_key(a) or _may_be_raw(a) for a in arrays)
+
+
+def find_state_keys(jaxpr: Jaxpr, num_params: int, model_state: PyTree) -> StateKeys:
+    """Finds the keys in the model state by their use in a traced loss, whose first inputs are the parameters."""
+    leaves = jax.tree.leaves(model_state)
+    kept = jaxprs.forwards(jaxpr)[-len(leaves) :]
+    inputs = jaxpr.invars[num_params : num_params + len(leaves)]
+    raw = [_may_be_raw(a) and _is_used_as_key(jaxpr, {v}) for a, v in zip(leaves, inputs, strict=True)]
+    flags = zip(leaves, raw, kept, strict=True)
+    return StateKeys(tuple(raw), tuple((is_raw or is_key(a)) and not is_kept for a, is_raw, is_kept in flags))
 
 
 def fold_keys(tree: PyTree, data: ArrayLike, raw: Sequence[bool] = ()) -> PyTree:
@@ -72,14 +77,16 @@ def restore_keys(after: PyTree, before: PyTree, fixed: Sequence[bool], keys: Sta
     """Replaces the PRNG keys in `after`, and leaves that are fixed, by those in `before`. A key that the loss has
     replaced is folded first."""
     leaves, structure = jax.tree.flatten(before)
-    others = [False] * len(leaves)
+    unknown = [False] * len(leaves)
 
     def restored(after: Array, before: Array, is_fixed: bool, is_raw: bool, is_replaced: bool) -> Array:
-        if is_fixed or not (is_raw or is_key(before)):
-            return before if is_fixed else after
+        if is_fixed:
+            return before
+        if not (is_raw or is_key(before)):
+            return after
         return (_fold_raw if is_raw else _fold)(before, jnp.uint32(_NEXT)) if is_replaced else before
 
-    flags = fixed, keys.raw or others, keys.replaced or others
+    flags = fixed, keys.raw or unknown, keys.replaced or unknown
     return structure.unflatten(map(restored, jax.tree.leaves(after), leaves, *flags))
 
 
@@ -90,13 +97,8 @@ _MOVES_KEY = {
 }  # fmt: skip
 
 
-def raw_keys(jaxpr: Jaxpr, candidates: Collection[Var]) -> list[Var]:
-    """Those of the inputs that random numbers are drawn from, directly or after operations that move elements."""
-    return [v for v in candidates if _is_key(jaxpr, {v})]
-
-
-def _is_key(jaxpr: Jaxpr, parts: set[Var]) -> bool:
-    """Whether one of these values, or a part of it, is used as a key."""
+def _is_used_as_key(jaxpr: Jaxpr, parts: set[Var]) -> bool:
+    """Whether random numbers are drawn from one of these values, directly or after operations that move elements."""
     parts = set(parts)
     for equation in jaxpr.eqns:
         if not any(v in parts for v in jaxprs.variables(equation)):
@@ -109,7 +111,7 @@ def _is_key(jaxpr: Jaxpr, parts: set[Var]) -> bool:
         for inner in jaxprs.sub_jaxprs(equation):
             operands = zip(inner.invars[::-1], reads[::-1], strict=False)  # those of `cond` come after the index
             own = {v for v, is_read in operands if is_read}
-            if _is_key(inner, own):
+            if _is_used_as_key(inner, own):
                 return True
             returned = [jaxprs.is_var(v) and v in own for v in inner.outvars]
             parts.update(out for out, flag in zip(equation.outvars, returned, strict=False) if flag)

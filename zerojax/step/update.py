@@ -2,64 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding
 
 from zerojax.comm import collectives
-from zerojax.sharding import padding, placement
+from zerojax.sharding import padding
+from zerojax.sharding.axes import REPLICATED
 from zerojax.sharding.placement import PINNED_HOST
 from zerojax.step import optimizers
 from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient
+from zerojax.step.reductions import by_unit
 from zerojax.step.state import TrainState, optimizer_shardings
+from zerojax.utils.flags import merge, select
 from zerojax.utils.typing import Array, PyTree
 
 
 class Updated(NamedTuple):
-    """The results of an update.
+    """The results of an update."""
 
-    Attributes:
-        computed: the trained parameters in the dtypes that they are computed with, stored like the optimizer state.
-        master: the master copy, or None.
-        opt_state: the state of the optimizer.
-        squared_norm: of the trained parameters; None if it has not been computed.
-    """
-
+    # the trained parameters in the dtypes that they are computed with, stored like the optimizer state
     computed: PyTree
-    master: PyTree
-    opt_state: PyTree
-    squared_norm: Array | None
+    master: PyTree  # the master copy, or None
+    opt_state: PyTree  # the state of the optimizer
+    squared_norm: Array | None  # of the trained parameters; None if it has not been computed
 
 
-class Update(Protocol):
-    """An update of the training state by other means than on whole arrays."""
+class StepGrads(NamedTuple):
+    """What an update is computed from."""
 
-    def __call__(
-        self,
-        state: TrainState,
-        grads: Sequence[Array],
-        factor: Array,
-        finite: Array,
-        loss: Array,
-        divisor: Array | None = None,
-    ) -> Updated:
-        """Updates a state.
+    grads: Sequence[Array]  # of the trained parameters, in flattening order, stored like the optimizer state
+    factor: Array | None  # what they are multiplied by; None is 1
+    finite: Array  # bool scalar; if it is false, nothing changes but the step counts and the loss scale
+    loss: Array  # fp32 scalar, the loss of the step
+    divisor: Array | None = None  # of gradients in host memory; None is 1
 
-        Args:
-            state: before the update.
-            grads: of the trained parameters, in flattening order, stored like the optimizer state.
-            factor: what they are multiplied by.
-            finite: bool scalar; if it is false, nothing changes.
-            loss: fp32 scalar, the loss of the step.
-            divisor: of gradients in host memory; None is 1.
-        """
-        ...
+
+Update: TypeAlias = Callable[[TrainState, StepGrads], Updated]  # by other means than on whole arrays
 
 
 def gather_params(gradient: DeviceGradient, trained: PyTree) -> PyTree:
@@ -67,13 +53,10 @@ def gather_params(gradient: DeviceGradient, trained: PyTree) -> PyTree:
     config, options = gradient.config, gradient.settings.collectives
     leaves = [leaf for leaf in gradient.layout.leaves if leaf.trainable]
     values, tree = jax.tree.flatten(trained)
-    units: dict[str, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        units.setdefault(leaf.unit, []).append(i)
 
     def gather(shards: list[Array]) -> list[Array]:
         full, waits = list(shards), []
-        for members in units.values():
+        for members in by_unit(leaves, range(len(leaves))):
             parts, dims = [shards[i] for i in members], [leaves[i].dims for i in members]
             gathered, events = collectives.all_gather(parts, dims, config.axes, options, waits, rows=True)
             waits = options.next_waits_for(events)
@@ -81,8 +64,8 @@ def gather_params(gradient: DeviceGradient, trained: PyTree) -> PyTree:
                 full[i] = value
         return full
 
-    in_specs = ([placement.data_spec(leaf.dim, config.axes) for leaf in leaves],)
-    return jax.tree.unflatten(tree, shard_map_over_data(config, gather, in_specs, PartitionSpec())(values))
+    in_specs = (leaf_specs(config, leaves, sharded=True),)
+    return jax.tree.unflatten(tree, shard_map_over_data(config, gather, in_specs, REPLICATED)(values))
 
 
 def squared_norm(gradient: DeviceGradient, params: PyTree) -> Array:
@@ -90,59 +73,39 @@ def squared_norm(gradient: DeviceGradient, params: PyTree) -> Array:
 
     Cost: an all_reduce of one scalar.
     """
-    config, layout = gradient.config, gradient.layout
-    items = iter(jax.tree.leaves(params))
-    values = [next(items) if leaf.trainable else None for leaf in layout.leaves]
-    specs = leaf_specs(config, layout.leaves, config.stage.shards_optimizer)
-    specs = [s if leaf.trainable else None for s, leaf in zip(specs, layout.leaves, strict=True)]
+    config, flags = gradient.config, gradient.trainable
+    specs = leaf_specs(config, gradient.layout.leaves, config.stage.shards_optimizer)
+    specs = merge(flags, select(specs, flags), itertools.repeat(None))
+    values = merge(flags, jax.tree.leaves(params), itertools.repeat(None))
 
-    def total_norm(values: list[Array]) -> Array:
+    def total_norm(values: list[Array | None]) -> Array:
         (total,) = gradient.reductions.sum([gradient.reductions.squared_norm_term(values)])
         return total
 
-    return shard_map_over_data(config, total_norm, (specs,), PartitionSpec())(values)
+    return shard_map_over_data(config, total_norm, (specs,), REPLICATED)(values)
 
 
 def apply_gradients(
-    gradient: DeviceGradient,
-    state: TrainState,
-    shardings: TrainState,
-    grads: Sequence[Array],
-    factor: Array | None,
-    finite: Array,
-    loss: Array,
-    divisor: Array | None,
+    gradient: DeviceGradient, state: TrainState, shardings: TrainState, grads: StepGrads
 ) -> tuple[TrainState, Array]:
-    """Applies one optimizer update to global arrays. If `finite` is false, only the step counts and the loss
-    scale change.
-
-    Args:
-        gradient: the function that computed the gradients.
-        state: the state before the update.
-        shardings: the shardings of the state.
-        grads: gradients of the trained parameters, in flattening order.
-        factor: scalar that they are multiplied by, or None.
-        finite: bool scalar, whether all gradients are finite.
-        loss: fp32 scalar, the loss of the step.
-        divisor: of gradients in host memory; None is 1.
+    """Applies one optimizer update to a state with these shardings.
 
     Returns:
         (the state after the update, the squared norm of the trained parameters).
     """
     config, layout, stage = gradient.config, gradient.layout, gradient.config.stage
+    finite = grads.finite
 
     # Update the shards.
-    update = config.memory.update(config, layout, [g.dtype for g in grads], factor is not None)
-    if update is None:
-        updated = _update_whole(gradient, state, grads, factor, finite, loss)
-    else:
-        updated = update(state, grads, jnp.float32(1) if factor is None else factor, finite, loss, divisor)
+    update = config.memory.update(config, layout, [g.dtype for g in grads.grads], grads.factor is not None)
+    updated = _update_whole(gradient, state, grads) if update is None else update(state, grads)
 
     # Gather the parameters, below stage 3.
     params = updated.computed
     if stage.shards_optimizer and not stage.shards_params:
         params = gather_params(gradient, params)
 
+    # Store the results.
     after = TrainState(
         step=state.step + 1,
         skipped=state.skipped + jnp.where(finite, 0, 1),
@@ -154,40 +117,39 @@ def apply_gradients(
         loss_scale=state.loss_scale and state.loss_scale.update(finite, config.precision.growth_interval),
         layout=layout,
     )
-    constrain = lambda a, sharding: (
-        a if sharding.memory_kind == PINNED_HOST else lax.with_sharding_constraint(a, sharding)
-    )
+
+    def constrain(a: Array, sharding: NamedSharding) -> Array:
+        return a if sharding.memory_kind == PINNED_HOST else lax.with_sharding_constraint(a, sharding)
+
     after = jax.tree.map(constrain, after, shardings)
     norm = updated.squared_norm
     return after, squared_norm(gradient, optimizer_params(config, after)) if norm is None else norm
 
 
-def _update_whole(
-    gradient: DeviceGradient,
-    state: TrainState,
-    grads: Sequence[Array],
-    factor: Array | None,
-    finite: Array,
-    loss: Array,
-) -> Updated:
-    """The update of a state that is on the devices; see `apply_gradients`."""
+def _update_whole(gradient: DeviceGradient, state: TrainState, step: StepGrads) -> Updated:
+    """The update of a state that is on the devices."""
     config, layout, stage = gradient.config, gradient.layout, gradient.config.stage
     dtype = config.precision.param_dtype
     zeros = layout.trained_paddings(stage.shards_optimizer)
     opt_zeros = layout.optimizer_paddings(config.axes, stage.shards_optimizer)
     old = optimizer_params(config, state)
-    scaled = [g.astype(dtype) if factor is None else g.astype(dtype) * factor.astype(dtype) for g in grads]
-    before = padding.cropped(old, zeros)  # transformations see logical shapes
+
+    # Update in logical shapes, which is what transformations see.
+    factor, finite = step.factor, step.finite
+    scaled = [g.astype(dtype) if factor is None else g.astype(dtype) * factor.astype(dtype) for g in step.grads]
+    before = padding.cropped(old, zeros)
     tree = jax.tree.structure(old)
     updates, opt_state = optimizers.update(
         layout.tx,
         padding.cropped(tree.unflatten(scaled), zeros),
         padding.cropped(state.opt_state, opt_zeros),
         before,
-        loss,
+        step.loss,
     )
     opt_state = padding.padded(opt_state, opt_zeros)
     updated = padding.padded(optax.apply_updates(before, updates), zeros)
+
+    # Keep what was, if a gradient is not finite.
     keep = lambda new, old: jax.tree.map(lambda n, o: lax.select(finite, n, o), new, old)
     new = lax.with_sharding_constraint(keep(updated, old), optimizer_shardings(config, layout))
     master = None if state.master is None else new

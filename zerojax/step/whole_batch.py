@@ -11,11 +11,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 
 from zerojax.program import jaxprs
 from zerojax.program.jaxprs import Atom
@@ -23,13 +24,23 @@ from zerojax.program.rows.parts import RowParts, array_with_all_rows, row_parts
 from zerojax.program.rows.trace import RowTrace, trace_rows
 from zerojax.program.rows.values import SAME, Kind, RowValue, row_factors
 from zerojax.sharding.axes import Axes
-from zerojax.sharding.placement import path_text
+from zerojax.sharding.placement import by_path
 from zerojax.step.batch import map_rows, num_global_rows
-from zerojax.step.gradient import DeviceGradient, Loss
-from zerojax.step.loss_errors import LossError
-from zerojax.step.loss_traces import INTO_BATCH, full_args, on_device
-from zerojax.step.models import Output, is_key
-from zerojax.utils.typing import Array, PRNGKey, PyTree
+from zerojax.step.gradient import DeviceGradient, Loss, LossArgs
+from zerojax.step.loss_traces import (
+    INTO_BATCH,
+    LossTrace,
+    check_constraints,
+    check_evaluation,
+    first_rows,
+    on_device,
+    trace_loss,
+)
+from zerojax.step.losses import LossError, Output
+from zerojax.step.models import is_key
+from zerojax.step.state_keys import find_state_keys, may_change
+from zerojax.utils.text import abbreviate
+from zerojax.utils.typing import Array, PyTree
 from zerojax.utils.warn import line_of, warn
 
 
@@ -45,16 +56,77 @@ class Purpose(enum.Enum):
         return self is not Purpose.TRAINING
 
 
+class CheckedLoss(NamedTuple):
+    """A loss that can be run on parts of a batch."""
+
+    # of the loss, whose outputs are those of the whole batch as far as they can be, and which knows the keys in the
+    # model state
+    gradient: DeviceGradient
+    closes_over: bool = False  # whether the loss closes over values of a trace that it is called in
+
+
+def over_whole_batch(
+    gradient: DeviceGradient, args: LossArgs, purpose: Purpose, *, constraints: bool, is_seen: bool = False
+) -> CheckedLoss:
+    """Checks a loss on one device's rows, and makes its outputs those of the whole batch.
+
+    Raises LossError if a variable of the model would be another one on each device. Warns of a loss that is a sum, or a
+    ratio of sums, over rows; of metrics that are not those of the whole batch; and of running statistics that are
+    averages of those of each device's rows.
+
+    Args:
+        gradient: of the step.
+        args: global arrays or avals.
+        purpose: of the step.
+        constraints: whether sharding constraints and kernels in the loss are checked.
+        is_seen: whether the loss has been checked before, and has been warned of.
+
+    Cost: traces the loss, unless there is nothing to find out.
+    """
+    axes, num_microbatches = gradient.config.axes, gradient.settings.num_microbatches
+    num_parts, num_rows = axes.num_devices * num_microbatches, num_global_rows(args.batch)
+    is_divided, has_keys = num_parts > 1 or purpose is Purpose.DATA_SET, may_change(args.model_state)
+    if not (is_divided or has_keys or constraints):
+        return CheckedLoss(gradient)
+
+    def check(args: LossArgs) -> tuple[CheckedLoss, list[str]]:
+        # Check.
+        trace = trace_loss(gradient, first_rows(args, num_microbatches))
+        closes_over = any(isinstance(a, Tracer) for a in trace.closed.consts)
+        if constraints:
+            check_constraints(gradient, trace)
+        if purpose is Purpose.DATA_SET and not is_seen:
+            check_evaluation(gradient, trace)
+
+        # Find the keys, and what is to be done for each output.
+        found = gradient
+        if has_keys:
+            keys = find_state_keys(trace.closed.jaxpr, len(gradient.layout.leaves), args.model_state)
+            found = dataclasses.replace(found, state_keys=keys)
+        if not is_divided:
+            return CheckedLoss(found, closes_over), []
+        rows = _read(trace, axes)
+        plan = _plan(rows, gradient.layout.fixed_state, axes, purpose)
+        if plan.metrics is not None or plan.state is not None:
+            found = dataclasses.replace(found, loss=_reduced_loss(gradient, purpose))
+        return CheckedLoss(found, closes_over), _texts(rows, plan, gradient, purpose, num_parts, num_rows)
+
+    checked, texts = on_device(gradient, check, args)
+    for text in () if is_seen else texts:
+        warn(text)
+    return checked
+
+
 class _LossRows(NamedTuple):
     """A loss, traced on one device's rows.
 
     Attributes:
         rows: how its values depend on rows.
-        output: its outputs, as variables of the trace.
+        output: its outputs, as atoms of the trace.
     """
 
     rows: RowTrace
-    output: Any  # an `Output` of atoms
+    output: PyTree  # an `Output` of atoms
 
     def sources_of(self, atom: Atom, purpose: Purpose) -> frozenset[int]:
         """The equations at which rows meet for an output. For a batch, without those of the loss: a loss that looks at
@@ -62,36 +134,27 @@ class _LossRows(NamedTuple):
         own = self.rows.of(atom).sources
         return own if purpose is Purpose.DATA_SET else own - self.rows.of(self.output.loss.sum).sources
 
-    def line_of(self, source: int | None) -> str:
-        trace = self.rows.traces.get(source) if source is not None else None
+    def line_of(self, source: int) -> str:
+        trace = self.rows.traces.get(source)
         return line_of(trace and trace.as_python_traceback()) or "an unknown line"
 
     def line_that_computes(self, atom: Atom) -> str:
-        for equation in self.rows.closed.jaxpr.eqns:
-            if any(v is atom for v in equation.outvars):
-                trace = equation.source_info.traceback
-                return line_of(trace and trace.as_python_traceback()) or "an unknown line"
-        return "an unknown line"
+        equations = self.rows.closed.jaxpr.eqns
+        found = next((equation for equation in equations if any(v is atom for v in equation.outvars)), None)
+        return (found and jaxprs.user_line(found)) or "an unknown line"
 
 
 class _Plan(NamedTuple):
-    """What has to be done for the outputs of a loss.
+    """What has to be done for the outputs of a loss."""
 
-    Attributes:
-        metrics: those that are cut, None if none is; 'loss' is the loss.
-        state: the leaves of the model state that are cut, by their position; None if none is.
-        unknown: the plain metrics that are not those of all rows, with the line of the reason.
-    """
-
-    metrics: RowParts | None
-    state: RowParts | None
-    unknown: dict[str, str]
+    metrics: RowParts | None  # those that are cut, None if none is; 'loss' is the loss
+    state: RowParts | None  # the leaves of the model state that are cut, by their position; None if none is
+    unknown: dict[str, str]  # the plain metrics that are not those of all rows, with the line of the reason
 
 
-def _read(loss: Loss, axes: Axes, args: Any) -> _LossRows:
-    """Traces a loss on (parameters, model state, batch, key) of one device."""
-    params, model_state, batch, key = args
-    closed, output = jaxprs.traced(loss, *args)
+def _read(trace: LossTrace, axes: Axes) -> _LossRows:
+    """Follows the rows through a loss that was traced on one device."""
+    params, model_state, batch, key = trace.args
     counts = jax.tree.leaves(map_rows(lambda a: a.shape[0], batch, lambda a: 0))
     num_rows = max(counts, default=1) or 1
     of_rows = lambda a, count: RowValue(Kind.ROWS, dims=row_factors(a.shape, num_rows)) if count else SAME
@@ -101,8 +164,8 @@ def _read(loss: Loss, axes: Axes, args: Any) -> _LossRows:
         *map(of_rows, jax.tree.leaves(batch), counts),
         *(RowValue(on_device=True) for _ in jax.tree.leaves(key)),
     ]
-    rows = trace_rows(closed, inputs, num_rows, axes.data)
-    return _LossRows(rows, jax.tree.unflatten(jax.tree.structure(output), rows.closed.jaxpr.outvars))
+    rows = trace_rows(trace.closed, inputs, num_rows, axes.data)
+    return _LossRows(rows, jax.tree.unflatten(jax.tree.structure(trace.output), rows.closed.jaxpr.outvars))
 
 
 def _plan(found: _LossRows, fixed: Sequence[bool], axes: Axes, purpose: Purpose) -> _Plan:
@@ -127,14 +190,12 @@ def _plan(found: _LossRows, fixed: Sequence[bool], axes: Axes, purpose: Purpose)
 def _state_to_reduce(found: _LossRows, fixed: Sequence[bool]) -> dict[str, Atom]:
     """The leaves of the model state that are reduced in the loss, by position.
 
-    These are all that depend on the device and are not floating, and floating ones that add up rows.
-
-    Raises:
-        LossError: if one that is not floating can be neither averaged nor reduced.
+    These are all that depend on the device and are not floating, and floating ones that add up rows. If one that is not
+    floating can be neither averaged nor reduced, it is an error.
     """
     chosen = {}
-    with_paths = jax.tree_util.tree_leaves_with_path(found.output.model_state)
-    for k, ((path, atom), is_fixed) in enumerate(zip(with_paths, fixed, strict=True)):
+    state = by_path(found.output.model_state).items()
+    for k, ((path, atom), is_fixed) in enumerate(zip(state, fixed, strict=True)):
         value = found.rows.of(atom)
         if is_fixed or is_key(atom.aval) or not value.is_local:
             continue
@@ -147,72 +208,41 @@ def _state_to_reduce(found: _LossRows, fixed: Sequence[bool]) -> dict[str, Atom]
         elif not is_floating:
             raise LossError(
                 f"loss: a variable depends on which rows a device has, or on its random key\n"
-                f"  got:      {path_text(path)}: {atom.aval.str_short()}, at {found.line_that_computes(atom)}\n"
+                f"  got:      {path}: {atom.aval.str_short()}, at {found.line_that_computes(atom)}\n"
                 f"  fix:      change it by a sum, mean, maximum or minimum over rows; or by what is the same on all\n"
                 f"            devices, such as jax.lax.psum(x, 'data'); or return it as a metric instead"
             )
     return chosen
 
 
-def over_whole_batch(gradient: DeviceGradient, args: Any, purpose: Purpose, *, quiet: bool = False) -> DeviceGradient:
-    """The gradient, with a loss whose outputs are those of the whole batch as far as they can be. Nothing is changed
-    where they are so already.
-
-    Warns, unless `quiet`, of a loss that is a sum, or a ratio of sums, over rows; of metrics that are not those of the
-    whole batch; and of running statistics that are averages of those of each device's rows.
-
-    Args:
-        gradient: of the step.
-        args: avals of global arrays: (parameter leaves, model state, batch, key).
-        purpose: of the step.
-        quiet: whether it has warned before.
-
-    Raises:
-        LossError: if a variable of the model would be another one on each device.
-    """
-    axes, layout = gradient.config.axes, gradient.layout
-    num_parts = axes.num_devices * gradient.settings.num_microbatches
-    if num_parts == 1 and purpose is not Purpose.DATA_SET:
-        return gradient
-
-    num_rows = num_global_rows(args[2])
-
-    def find(shards: PyTree, model_state: PyTree, batch: PyTree, key: PRNGKey) -> list[Any]:
-        batch = map_rows(lambda a: a[: a.shape[0] // gradient.settings.num_microbatches], batch)
-        args = full_args(gradient, shards, model_state, batch, key)
-        found = _read(gradient.loss, axes, args)
-        plan = _plan(found, layout.fixed_state, axes, purpose)
-        return [plan, _texts(found, plan, gradient, purpose, num_parts, num_rows)]
-
-    plan, texts = on_device(gradient, find, args)
-    for text in () if quiet else texts:
-        warn(text)
-    if plan.metrics is None and plan.state is None:
-        return gradient
-    return dataclasses.replace(gradient, loss=_reduced_loss(gradient, purpose))
-
-
 def _reduced_loss(gradient: DeviceGradient, purpose: Purpose) -> Loss:
     """The loss, whose metrics are cut where they have to be, and whose variables are reduced over the data axes."""
     axes, fixed = gradient.config.axes, gradient.layout.fixed_state
 
-    def loss(*args: Any) -> Output:
-        found = _read(gradient.loss, axes, args)
+    def loss(*args: PyTree) -> Output:
+        # Read.
+        found = _read(LossTrace(*jaxprs.traced(gradient.loss, *args), LossArgs(*args)), axes)
         plan, output = _plan(found, fixed, axes, purpose), found.output
         metrics, state = plan.metrics, plan.state
+
+        # Run what computes the parts, in place of what is computed from them.
         kept = {name: pair for name, pair in output.metrics.items() if metrics is None or name not in metrics.names}
         after, tree = jax.tree.flatten(output.model_state)
         wanted = (output.loss, kept, after, metrics.parts if metrics else (), state.parts if state else ())
         atoms, wanted_tree = jax.tree.flatten(wanted)
         values = jaxprs.run(jaxprs.with_outputs(found.rows.closed, atoms), *jax.tree.leaves(args))
         total, kept, after, parts, of_state = jax.tree.unflatten(wanted_tree, values)
+
+        # Reduce the model state.
         if state is not None:
             whole = [_over_devices(kind, a, axes) for kind, a in zip(state.kinds, of_state, strict=True)]
             for position, a in state.finish(whole).items():
                 after[int(position)] = a
         reduced = frozenset(map(int, state.names)) if state else frozenset()
-        changes = {"loss": total, "metrics": kept, "parts": list(parts), "cut": metrics, "reduced_state": reduced}
-        return dataclasses.replace(output, model_state=jax.tree.unflatten(tree, after), **changes)
+        after = jax.tree.unflatten(tree, after)
+        return dataclasses.replace(
+            output, loss=total, metrics=kept, model_state=after, parts=list(parts), cut=metrics, reduced_state=reduced
+        )
 
     return loss
 
@@ -236,18 +266,20 @@ def _texts(
     """The warnings about a loss on one of `num_parts` parts of the `num_rows` rows of a batch."""
     texts = []
     if purpose is Purpose.TRAINING:
-        texts += [_text_of_loss(found, num_parts), _text_of_statistics(found, plan, gradient)]
-        texts += [_text_of_closed_over(found, num_parts, num_rows)] if num_parts > 1 else []
+        texts += [
+            _text_of_loss(found, num_parts),
+            _text_of_statistics(found, plan, gradient),
+            _text_of_closed_over(found, num_parts, num_rows),
+        ]
     if plan.unknown:
-        names = ["the loss" if name == "loss" else f"metric {name!r}" for name in plan.unknown]
-        listed = ", ".join(f"{name} ({line})" for name, line in zip(names, plan.unknown.values(), strict=True))
-        many = len(names) > 1
-        got = f"the mean of the values of {num_parts} parts of the batch"
-        if purpose is Purpose.DATA_SET:
-            got = "the mean of the values of the parts in which the set is evaluated"
+        names = {"the loss" if name == "loss" else f"metric {name!r}": line for name, line in plan.unknown.items()}
+        listed = ", ".join(f"{name} ({line})" for name, line in names.items())
+        parts = "the parts in which the set is evaluated"
+        if purpose is not Purpose.DATA_SET:
+            parts = f"{num_parts} parts of the batch"
         texts.append(
-            f"{purpose.value}: {listed} {'depend' if many else 'depends'} on how the rows are divided\n"
-            f"  got:      {got}\n"
+            f"{purpose.value}: {listed} {'depend' if len(names) > 1 else 'depends'} on how the rows are divided\n"
+            f"  got:      the mean of the values of {parts}\n"
             f"  fix:      compute it from means, sums, maxima and minima over rows: a standard deviation by\n"
             f"            jnp.sqrt(jnp.mean(x**2) - jnp.mean(x)**2); or return zerojax.Weighted(sum, weight)"
         )
@@ -294,21 +326,17 @@ def _text_of_statistics(found: _LossRows, plan: _Plan, gradient: DeviceGradient)
     axes, reduced = gradient.config.axes, plan.state.names if plan.state else ()
     if axes.num_devices == 1:
         return None
-    with_paths = jax.tree_util.tree_leaves_with_path(found.output.model_state)
-    flags = zip(with_paths, gradient.layout.fixed_state, strict=True)
-    local = [
-        (path_text(path), found.rows.of(atom))
-        for k, ((path, atom), is_fixed) in enumerate(flags)
-        if not is_fixed
-        and str(k) not in reduced
-        and jnp.issubdtype(atom.aval.dtype, jnp.floating)
-        and found.rows.of(atom).kind is not Kind.SAME
-    ]
-    if all(value.kind is Kind.MEAN and not value.sources for _, value in local):
+    state = by_path(found.output.model_state).items()
+    local: dict[str, RowValue] = {}
+    for k, ((path, atom), is_fixed) in enumerate(zip(state, gradient.layout.fixed_state, strict=True)):
+        is_averaged = not is_fixed and str(k) not in reduced and jnp.issubdtype(atom.aval.dtype, jnp.floating)
+        if is_averaged and found.rows.of(atom).kind is not Kind.SAME:
+            local[path] = found.rows.of(atom)
+    if all(value.kind is Kind.MEAN and not value.sources for value in local.values()):
         return None
     axis = axes.data[0] if len(axes.data) == 1 else axes.data
     return (
         f"loss: {len(local)} running statistics are computed from each device's rows, and then averaged\n"
-        f"  got:      {', '.join(path for path, _ in local[:5])}{', ...' if len(local) > 5 else ''}\n"
+        f"  got:      {abbreviate(list(local), separator=', ')}\n"
         f"  fix:      BatchNorm(..., axis_name={axis!r}) normalizes over all rows, as one device would"
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime
 import logging
 import sys
+import textwrap
 from collections.abc import Sequence
-from typing import Any
+from typing import TextIO
 
 import rich
 from rich.console import Console, Group
@@ -15,28 +16,24 @@ from rich.progress_bar import ProgressBar as Bar
 from rich.table import Table
 from rich.text import Text
 
-from zerojax.training.writers import MetricsRow
+from zerojax.training.writers import EVALUATION, MetricsRow
+from zerojax.utils.text import SPACE
 
-_RATES = ("rows_per_s", "tokens_per_s", "mfu")
-_HIDDEN = ("param_norm", "seconds_per_step", *_RATES)
+_HIDDEN = ("param_norm", "seconds_per_step", "rows_per_s", "tokens_per_s", "mfu")
 _BETWEEN = "  "
 _LEAST_BAR, _MOST_BAR = 8, 40  # characters
 
 
 def metric_texts(row: MetricsRow) -> list[str]:
     """The metrics of a row, without its rates. `skipped` is shown if it is not 0."""
-    shown = [(name, value) for name, value in row.items() if name not in _HIDDEN and (name != "skipped" or value)]
-    return [f"{name.replace('_', ' ')} {value:.4g}" for name, value in shown]
+    shown = {name: value for name, value in row.items() if name not in _HIDDEN and (name != "skipped" or value)}
+    return [f"{name.replace('_', ' ')} {value:.4g}" for name, value in shown.items()]
 
 
 def rate_texts(row: MetricsRow) -> list[str]:
     """The rates of a row: rows and tokens per second, and the model FLOPs utilization (MFU)."""
-    texts = [
-        f"{row[name]:,.0f} {unit}/s"
-        for name, unit in (("rows_per_s", "rows"), ("tokens_per_s", "tokens"))
-        if name in row
-    ]
-    return [*texts, *([f"MFU {row['mfu']:.1%}"] if "mfu" in row else [])]
+    texts = [f"{row[f'{unit}_per_s']:,.0f} {unit}/s" for unit in ("rows", "tokens") if f"{unit}_per_s" in row]
+    return [*texts, f"MFU {row['mfu']:.1%}"] if "mfu" in row else texts
 
 
 def eta_text(row: MetricsRow, num_steps: int) -> str:
@@ -48,12 +45,9 @@ def eta_text(row: MetricsRow, num_steps: int) -> str:
 
 def broken_into_lines(texts: Sequence[str], width: int) -> list[str]:
     """Lines of at most `width` characters, broken between texts; a text that is longer has a line of its own."""
-    lines = [""]
-    for text in texts:
-        if lines[-1] and len(lines[-1]) + len(_BETWEEN) + len(text) > width:
-            lines.append("")
-        lines[-1] += (_BETWEEN if lines[-1] else "") + text
-    return lines
+    whole = _BETWEEN.join(text.replace(" ", SPACE) for text in texts)
+    lines = textwrap.wrap(whole, max(width, 1), break_long_words=False, break_on_hyphens=False)
+    return [line.replace(SPACE, " ") for line in lines]
 
 
 def show_line(line: str, console: Console | None = None) -> None:
@@ -62,12 +56,7 @@ def show_line(line: str, console: Console | None = None) -> None:
 
 
 class ProgressLines:
-    """Prints a line for each row of metrics.
-
-    Args:
-        num_steps: number of steps of the run.
-        console: where to print; the standard output by default.
-    """
+    """Prints a line for each row of metrics: to the standard output, or to a console of Rich."""
 
     def __init__(self, num_steps: int, console: Console | None = None):
         self._num_steps, self._console = num_steps, console
@@ -87,11 +76,6 @@ class ProgressBar:
     """A progress bar with the rates and the remaining time, and below it all metrics of the last step that was read.
 
     Evaluations are printed above it, as lines. Lines are broken between metrics, so that a narrow terminal cuts none.
-
-    Args:
-        num_steps: number of steps of the run.
-        start: the step from which the run continues.
-        console: where to print; the standard output by default.
     """
 
     def __init__(self, num_steps: int, start: int = 0, console: Console | None = None):
@@ -105,7 +89,7 @@ class ProgressBar:
         self._redirect()
 
     def write(self, step: int, row: MetricsRow) -> None:
-        if is_evaluation(row):
+        if any(name.startswith(EVALUATION) for name in row):
             self._lines.write(step, row)
         else:
             self._step, self._row = step, row
@@ -122,28 +106,24 @@ class ProgressBar:
     def _render(self) -> Group:
         width = self._console.width - 1
         remaining = self._num_steps - self._step
-        texts = [f"{self._step}/{self._num_steps}"]
         if remaining:
-            texts += rate_texts(self._row) + ([eta_text(self._row, remaining)] if self._row else ["compiling"])
+            end = eta_text(self._row, remaining) if self._row else "compiling"
         else:
             passed = datetime.datetime.now() - self._begin
-            texts += [*rate_texts(self._row), f"{datetime.timedelta(seconds=round(passed.total_seconds()))}"]
+            end = str(datetime.timedelta(seconds=round(passed.total_seconds())))
+        texts = [f"{self._step}/{self._num_steps}", *rate_texts(self._row), end]
         first, *more = broken_into_lines(texts, width - _LEAST_BAR - 1)
         grid = Table.grid(padding=(0, 1, 0, 0))
         bar_width = max(_LEAST_BAR, min(_MOST_BAR, width - len(first) - 1))
         grid.add_row(Bar(self._num_steps, self._step, bar_width), Text(first, no_wrap=True))
         rest = broken_into_lines([*more, *metric_texts(self._row)], width)
-        return Group(grid, *map(Text, filter(None, rest)))
+        return Group(grid, *map(Text, rest))
 
 
-def _handlers_to_stderr() -> list[logging.StreamHandler[Any]]:
+def _handlers_to_stderr() -> list[logging.StreamHandler[TextIO]]:
     """The handlers that write log messages to the standard error themselves, where the bar would erase them."""
     handlers = [*logging.getLogger().handlers, *logging.getLogger("zerojax").handlers]
     return [each for each in handlers if type(each) is logging.StreamHandler and each.stream is sys.stderr]
-
-
-def is_evaluation(row: MetricsRow) -> bool:
-    return any(name.startswith("eval/") for name in row)
 
 
 def on_terminal() -> bool:

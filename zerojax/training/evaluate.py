@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from zerojax.step.batch import RowsOfSet, map_rows
-from zerojax.step.models import Sums, is_key
+from zerojax.step.losses import Sums
+from zerojax.step.models import is_key
 from zerojax.step.state import TrainState, check_is_state
 from zerojax.step.steps import EvalStep
-from zerojax.utils.typing import PyTree
+from zerojax.utils.text import error_text
+from zerojax.utils.typing import ArrayLike, PyTree
 
 _MOST_PENDING = 2  # results that the devices may still be computing
 
@@ -26,8 +28,7 @@ def evaluate(
 
     The values are those of one pass of a single device over the whole set, up to the order of sums, if the loss and the
     metrics are means, sums, maxima or minima over rows, or computed from these, as far as the trace of the loss shows
-    it; a warning names others. A `Weighted` is the sum of its sums divided by that of its weights. Each device gets
-    rows of the set only, or its result does not count.
+    it; a warning names others. A `Weighted` is the sum of its sums divided by that of its weights.
 
     For `fit`: `evaluate=lambda state: zerojax.evaluate(step, state, data, batch_size=256)`.
 
@@ -52,44 +53,31 @@ def evaluate(
         further programs for another one. With several processes, in addition an exchange of four integers per batch.
     """
     if not isinstance(step, EvalStep):
-        raise ValueError(
-            f"evaluate: the step is of type {type(step).__name__}\n  fix:      pass the step of zero.eval_step(loss_fn)"
-        )
+        fix = "pass the step of zero.eval_step(loss_fn)"
+        raise ValueError(error_text(f"evaluate: the step is of type {type(step).__name__}", None, fix))
     check_is_state(state, data, "zerojax.evaluate(step, state, data)")
     own = max(step.config.axes.num_devices // jax.process_count(), 1)
-    totals = Totals()
+    pending: collections.deque[Sums] = collections.deque()  # read late, so that the devices always have a next batch
+    total: Sums | None = None
     for rows in _divided(_batches_of(data, batch_size, own), own):
-        totals.add(step.rows(state, rows))
-    return totals.means()
+        pending.append(step.rows(state, rows))
+        if len(pending) > _MOST_PENDING:
+            total = _plus(total, pending.popleft())
+    for sums in pending:
+        total = _plus(total, sums)
+    assert total is not None
+    loss, metrics = total.means()
+    return {"loss": float(loss), **{name: float(value) for name, value in metrics.items()}}
 
 
-class Totals:
-    """Adds up the outputs of batches in float64, some calls late, so that the devices always have a next batch."""
-
-    def __init__(self) -> None:
-        self._pending: collections.deque[Sums] = collections.deque()
-        self._total: Sums | None = None
-
-    def add(self, sums: Sums) -> None:
-        self._pending.append(sums)
-        if len(self._pending) > _MOST_PENDING:
-            self._read()
-
-    def _read(self) -> None:
-        sums = jax.tree.map(lambda a: np.asarray(a, np.float64), self._pending.popleft())
-        if self._total is not None and self._total.cut != sums.cut:
-            raise ValueError(
-                "evaluate: a metric is a mean over rows for one number of rows, and a sum for another\n"
-                "  fix:      divide by the size of an array, not by a number; or return zerojax.Weighted(sum, weight)"
-            )
-        self._total = sums if self._total is None else self._total.plus(sums, np.maximum)
-
-    def means(self) -> dict[str, float]:
-        while self._pending:
-            self._read()
-        assert self._total is not None
-        loss, metrics = self._total.means()
-        return {"loss": float(loss), **{name: float(value) for name, value in metrics.items()}}
+def _plus(total: Sums | None, sums: Sums) -> Sums:
+    """Adds the outputs of a batch in float64."""
+    sums = jax.tree.map(lambda a: np.asarray(a, np.float64), sums)
+    if total is not None and total.cut != sums.cut:
+        what = "evaluate: a metric is a mean over rows for one number of rows, and a sum for another"
+        fix = "divide by the size of an array, not by a number; or return zerojax.Weighted(sum, weight)"
+        raise ValueError(error_text(what, None, fix))
+    return sums if total is None else total.plus(sums, np.maximum)
 
 
 class Part(NamedTuple):
@@ -101,16 +89,11 @@ class Part(NamedTuple):
 
 
 def divide(counts: list[int], own: int, index: int) -> Iterator[Part]:
-    """Divides the batches of all processes into parts, such that a device has rows of the set only, or none.
+    """Divides batches of `counts` rows, one of each process, such that a device has rows of the set only, or none.
 
-    The rows that are left after a part are fewer than the devices of the process, if it is the only one or if all have
-    as many rows. They are then evaluated in one more part, one on each device. If a device computed the mean over some
-    of these rows and some others, that mean could not be divided any more.
-
-    Args:
-        counts: the rows of the batch of each process.
-        own: the number of devices of a process.
-        index: of this process.
+    The rows that are left after a part are fewer than the `own` devices of a process, if it is the only one or if all
+    have as many rows. They are then evaluated in one more part, one on each device. If a device computed the mean over
+    some of these rows and some others, that mean could not be divided any more. Yields the parts of process `index`.
     """
     starts = [0] * len(counts)
     while any(left := [count - start for count, start in zip(counts, starts, strict=True)]):
@@ -125,32 +108,28 @@ def _divided(batches: Iterator[PyTree], own: int) -> Iterator[RowsOfSet]:
     last: PyTree = None  # has the shapes of a part of a process that has no rows any more
     num_rows = 0
     while True:
+        # Read a batch in each process, and learn of errors and ends in others.
         batch, count, error = _next(batches)
         last = last if batch is None else batch
         counts, has_ended, has_none, has_failed = _of_all_processes(count, batch is None, last is None, bool(error))
         if error:
             raise error
         if any(has_failed):
-            raise RuntimeError(
-                f"evaluate: the data of another process cannot be read\n"
-                f"  got:      an error in process {', '.join(str(i) for i in np.flatnonzero(has_failed))}\n"
-                f"  fix:      see the error of that process"
-            )
+            got = f"an error in process {', '.join(str(i) for i in np.flatnonzero(has_failed))}"
+            fix = "see the error of that process"
+            raise RuntimeError(error_text("evaluate: the data of another process cannot be read", got, fix))
         if all(has_ended):
             break
         if any(has_none):
-            raise ValueError(
-                f"evaluate: a process has no batch\n  got:      process {has_none.index(1)}\n"
-                f"  fix:      pass at least one batch in each process; its arrays may have 0 rows"
-            )
+            fix = "pass at least one batch in each process; its arrays may have 0 rows"
+            raise ValueError(error_text("evaluate: a process has no batch", f"process {has_none.index(1)}", fix))
+        # Divide it.
         num_rows += sum(counts)
         for part in divide(counts, own, jax.process_index()):
             yield _rows_of(last, part, count, own)
     if not num_rows:
-        raise ValueError(
-            "evaluate: the data has no rows\n"
-            "  fix:      pass a list or arrays: an iterator is used up after one evaluation"
-        )
+        fix = "pass a list or arrays: an iterator is used up after one evaluation"
+        raise ValueError(error_text("evaluate: the data has no rows", None, fix))
 
 
 def _next(batches: Iterator[PyTree]) -> tuple[PyTree, int, Exception | None]:
@@ -169,7 +148,7 @@ def _rows_of(batch: PyTree, part: Part, count: int, own: int) -> RowsOfSet:
         return RowsOfSet(batch, included)
     rows = part.start + np.minimum(np.arange(own * part.size), max(part.chunks * part.size - 1, 0))
 
-    def take(a: Any) -> Any:
+    def take(a: np.ndarray) -> np.ndarray:
         if not a.shape[0]:
             return np.zeros((len(rows), *a.shape[1:]), a.dtype)
         return a[np.minimum(rows, a.shape[0] - 1)]
@@ -188,32 +167,28 @@ def _batches_of(data: object, batch_size: int | None, own: int) -> Iterator[PyTr
     """The batches of a data set as arrays on the host."""
     if batch_size is not None:
         if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-            raise ValueError(f"evaluate: batch_size is {batch_size!r}\n  fix:      a number of rows, at least 1")
+            raise ValueError(error_text(f"evaluate: batch_size is {batch_size!r}", None, "a number, at least 1"))
         return _slices(_on_host(data), max(batch_size // own, 1) * own)
     if isinstance(data, Mapping | np.ndarray | jax.Array) or not isinstance(data, Iterable):
-        raise ValueError(
-            f"evaluate: data is of type {type(data).__name__}, and there is no batch_size\n"
-            f"  fix:      pass batch_size= for a tree of arrays, or an iterable of batches"
-        )
+        what = f"evaluate: data is of type {type(data).__name__}, and there is no batch_size"
+        raise ValueError(error_text(what, None, "pass batch_size= for a tree of arrays, or an iterable of batches"))
     return map(_on_host, data)
 
 
-def _slices(arrays: PyTree, batch_size: int) -> Iterator[PyTree]:
-    for start in range(0, max(_num_rows(arrays), 1), batch_size):
-        yield map_rows(lambda a, start=start: a[start : start + batch_size], arrays)
+def _slices(arrays: PyTree, size: int) -> Iterator[PyTree]:
+    for start in range(0, max(_num_rows(arrays), 1), size):  # raises in `_next`
+        yield map_rows(lambda a, start=start: a[start : start + size], arrays)
 
 
 def _on_host(batch: PyTree) -> PyTree:
     """The arrays with rows as NumPy arrays, from which rows are taken without a program for each number of them."""
 
-    def convert(a: Any) -> Any:
+    def convert(a: ArrayLike) -> ArrayLike:
         if not isinstance(a, jax.Array):
             return np.asarray(a)
         if not a.is_fully_addressable:
-            raise ValueError(
-                f"evaluate: an array of the batch is spread over several processes\n  got:      shape {a.shape}\n"
-                f"  fix:      pass the rows of this process, as NumPy arrays"
-            )
+            what = "evaluate: an array of the batch is spread over several processes"
+            raise ValueError(error_text(what, f"shape {a.shape}", "pass the rows of this process, as NumPy arrays"))
         return a if is_key(a) else np.asarray(a)
 
     return map_rows(convert, batch)
@@ -223,9 +198,7 @@ def _num_rows(batch: PyTree) -> int:
     counts: set[int] = set()
     map_rows(lambda a: counts.add(a.shape[0]), batch)
     if len(counts) != 1:
-        raise ValueError(
-            f"evaluate: {'the arrays have different numbers of rows' if counts else 'a batch has no array with rows'}\n"
-            f"  got:      {sorted(counts) or 'none'}\n"
-            f"  fix:      pass the same rows in all arrays, and zerojax.Whole(array) for what every device gets whole"
-        )
+        what = "the arrays have different numbers of rows" if counts else "a batch has no array with rows"
+        fix = "pass the same rows in all arrays, and zerojax.Whole(array) for what every device gets whole"
+        raise ValueError(error_text(f"evaluate: {what}", sorted(counts) or "none", fix))
     return counts.pop()

@@ -14,19 +14,19 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, SupportsFloat
+from typing import TYPE_CHECKING, SupportsFloat
 
 import jax
 
 from zerojax.processes.agreement import agree
-from zerojax.step.jitted_step import Step
 from zerojax.step.state import TrainState, check_is_state
-from zerojax.training import folder as folders
+from zerojax.step.steps import Step
+from zerojax.training import writers as files
 from zerojax.training.display import ProgressBar, ProgressLines, on_terminal, show_line
-from zerojax.training.recorder import MetricsRecorder, RowCosts, row_costs
-from zerojax.training.timing import StepTracer, StragglerMonitor
-from zerojax.training.writers import Writer, default_writers, is_evaluated
+from zerojax.training.recorder import MetricsRecorder, StragglerMonitor, costs_per_row
+from zerojax.training.writers import Writer
 from zerojax.utils.tables import TO_FILE
+from zerojax.utils.text import error_text
 from zerojax.utils.typing import Array, PyTree
 from zerojax.zero import Zero
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("zerojax")
 _DATA_TIMEOUT_S = 60  # for the data of the other processes to end, after that of this process has ended
 _NO_BATCH = object()  # in place of a batch, after the last one
+_FROM_STEP_0 = "zero.with_optimizer(state, tx) starts at step 0"
 
 
 def fit(
@@ -65,8 +66,7 @@ def fit(
 
     The directory describes the run: config.json; starts.jsonl with the versions and the mesh of each start;
     metrics.jsonl; plan.txt with the memory of a device; checkpoints/; and, if enabled, profile/ and tensorboard/. With
-    several processes, all of them call this function. Process 0 alone writes these files and shows the progress;
-    checkpoints and profiles are written by all.
+    several processes, all of them call this function, and all write checkpoints and profiles, process 0 the rest.
 
     Args:
         zero: the Zero that made `step`.
@@ -77,15 +77,15 @@ def fit(
             that the state has behind it are skipped. The run ends when the data ends, which must be after the same step
             in all processes.
         num_steps: the step at which the run ends, over all its starts.
-        directory: directory of the run. Only one run at a time may use it. If it is new, nobody but its owner may enter
-            it; one that exists keeps its permissions. A run that is complete is neither trained nor evaluated again,
-            unless its last evaluation is missing in metrics.jsonl. Without a directory, nothing is saved or written.
+        directory: directory of the run, which one run at a time may use. If it is new, nobody but its owner may enter
+            it. A run that is complete is neither trained nor evaluated again, unless its last evaluation is missing in
+            metrics.jsonl. Without a directory, nothing is saved or written.
         evaluate: `evaluate(state)` returns a dict of metrics, which are logged with the prefix 'eval/'.
         evaluate_every: number of steps between two evaluations. By default there is only the one after the last step.
         log_every: number of steps between two rows of metrics. The first and the last step are always logged.
         config: a mapping or a dataclass, which is written to the directory and must be the same in all processes. In
             the directory and in wandb, text whose name contains key, token, secret or password is masked.
-        checkpoints: options of `zero.checkpoints`, such as {'every': 100}; see `zerojax.checkpoints.CheckpointOptions`.
+        checkpoints: options of `zero.checkpoints`, such as {'every': 100}; see `CheckpointOptions`.
         fallback: if the newest checkpoint is damaged, continues from the newest one that is intact.
         optimizer: 'changed' continues with another learning rate schedule or other frozen leaves: what both optimizers
             have, such as moments, is restored. 'new' restores nothing of it.
@@ -103,63 +103,72 @@ def fit(
         SystemExit: after SIGTERM and after Ctrl-C, when the state is saved; see `Checkpoints`. Errors of
             `Checkpoints.update` and `resume` are raised as well.
     """
-    from zerojax.checkpoints.run import complete_options  # Orbax takes a second to import
-    from zerojax.checkpoints.run_directory import local_directory
+    from zerojax.checkpoints.run_directory import local_directory  # Orbax takes a second to import
 
-    _check_arguments(num_steps, log_every, evaluate_every, profile, tokens_per_row, data)
-    _check_evaluation(evaluate)
-    if checkpoints:
-        complete_options(checkpoints)
-    config = folders.as_config({} if config is None else config)
+    # Check the arguments, and that all processes have the same.
+    counts = {"num_steps": num_steps, "log_every": log_every}
+    counts |= {"evaluate_every": evaluate_every, "tokens_per_row": tokens_per_row}
+    _check_arguments(counts, profile, data, evaluate)
+    config = files.as_config({} if config is None else config)
     folder = None if directory is None else local_directory(directory, "fit")
     _check_folder(folder, profile, checkpoints)
     check_is_state(state, step, "zerojax.fit(zero, state, step, data, num_steps)")
     agree(config)
     kind = "function" if callable(data) else "iterable"
-    counts = {"num_steps": num_steps, "log_every": log_every, "evaluate_every": evaluate_every}
     agree({**counts, "profile": profile, "evaluate": evaluate is not None, "fallback": fallback, "data": kind})
-    is_new = folder is not None and not folder.exists()
+
     with contextlib.ExitStack() as stack:
+        # Restore the newest checkpoint.
         manager = stack.enter_context(_checkpoints(zero, folder, checkpoints or {}))
-        if is_new and folder is not None:
-            folders.make_private(folder)
-        iterator = None if callable(data) else iter(data)
-        stateful_iterator = iterator if hasattr(iterator, "get_state") else None
+        source = data if callable(data) else iter(data)
+        stateful_iterator = source if hasattr(source, "get_state") and not callable(data) else None
         state, start = manager.resume(state, stateful_iterator, fallback=fallback, optimizer=optimizer)
         is_complete = start >= num_steps
         if is_complete:
-            _check_restored(manager, start, num_steps)
+            if manager.origin is None:
+                what = f"fit: the state that was passed is already at step {start}, and num_steps={num_steps}"
+                fix = f"num_steps={start + num_steps} trains for {num_steps} more steps; {_FROM_STEP_0}"
+                raise ValueError(error_text(what, "no checkpoint was found", fix))
             log.warning("fit: %s is already at step %d of %d", folder, start, num_steps)
             if evaluate is None or folder is None or not _misses_evaluation(folder, start):
                 return state
             log.warning("fit: its last evaluation is missing, and is made now")
-        batches = _batches(data, iterator, start, is_positioned=stateful_iterator is not None)
+
+        # Take the first batch, and describe the run.
+        batches = _batches(source, start, is_positioned=stateful_iterator is not None)
         batch = _NO_BATCH if is_complete else next(batches, _NO_BATCH)
         if batch is _NO_BATCH and manager.origin is None:
-            raise ValueError(
-                f"fit: the data has no batch for step {start + 1}, the first of this run\n"
-                f"  fix:      pass data that is not used up; zero.with_optimizer(state, tx) starts at step 0"
-            )
-        costs = RowCosts(tokens_per_row)
+            what = f"fit: the data has no batch for step {start + 1}, the first of this run"
+            raise ValueError(error_text(what, None, f"pass data that is not used up; {_FROM_STEP_0}"))
+        costs = {}
         if jax.process_index() == 0:
-            writers, display = _outputs(manager, folder, config, start, num_steps, writers, display)
+            if writers is None:
+                writers = [] if folder is None else files.default_writers(folder, start, config)
+            if display is None:
+                writers, display = _with_display(writers, manager.origin_text, start, num_steps)
             if folder is not None:
                 plan = None if batch is _NO_BATCH else _memory_and_placement(zero, step, state, batch)
-                folders.write_description(folder, zero.config, config, start, num_steps, plan)
+                files.write_description(folder, zero.config, config, start, num_steps, plan)
             if batch is not _NO_BATCH:
-                costs = row_costs(zero.config, step, state, batch, tokens_per_row)
+                costs = costs_per_row(zero.config, step, state, batch, tokens_per_row)
         else:
             writers, display = (), None
         recorder = stack.enter_context(MetricsRecorder(writers, display, log_every, costs))
-        tracer = stack.enter_context(StepTracer(folder / "profile" if folder else None, profile))
         if profile and profile[0] <= start:
             log.warning("fit: steps %d to %d are not profiled, since the run continues from step %d", *profile, start)
-        i, stragglers = start, StragglerMonitor()
+            profile = None
+
+        # Train.
+        i, stragglers, trace = start, StragglerMonitor(), stack.enter_context(contextlib.ExitStack())
         while batch is not _NO_BATCH:
-            tracer.before_step(i + 1)
+            if profile and i + 1 == profile[0]:
+                trace.enter_context(_profiler(folder))
             state, metrics = step(state, batch)
             i += 1
-            tracer.after_step(i, state)
+            if profile and i == profile[1]:
+                jax.block_until_ready(state)
+                trace.close()
+                log.info("fit: wrote a profile of steps %d to %d to %s", *profile, folder)
             recorder.add(i, metrics, batch)
             if evaluate and evaluate_every and i % evaluate_every == 0 and i < num_steps:
                 with recorder.paused():
@@ -171,9 +180,11 @@ def fit(
             batch = next(batches, _NO_BATCH) if i < num_steps else _NO_BATCH
             if batch is not _NO_BATCH:
                 stragglers.add(i + 1, time.perf_counter() - begin)
+
+        # Save and evaluate the last state.
         if i < num_steps:
             _check_data_ended_everywhere(i, num_steps)
-        tracer.close()
+        trace.close()
         recorder.flush(is_last=True)
         manager.save(state, stateful_iterator)
         if evaluate:
@@ -182,113 +193,99 @@ def fit(
     return state
 
 
-def _check_arguments(
-    num_steps: int,
-    log_every: int,
-    evaluate_every: int | None,
-    profile: tuple[int, int] | None,
-    tokens_per_row: int | None,
-    data: object,
-) -> None:
+def _check_arguments(counts: Mapping[str, int | None], profile: object, data: object, evaluate: object) -> None:
     """Raises ValueError if an argument of `fit` is invalid."""
-    counts = {"num_steps": num_steps, "log_every": log_every}
-    counts |= {} if evaluate_every is None else {"evaluate_every": evaluate_every}
     for name, number in counts.items():
-        if not _is_count(number):
-            raise ValueError(f"fit: {name} is {number!r}\n  fix:      a whole number of steps, at least 1")
-    if tokens_per_row is not None and not _is_count(tokens_per_row):
-        raise ValueError(f"fit: tokens_per_row is {tokens_per_row!r}\n  fix:      the number of tokens in a row")
-    if profile is not None and not (len(profile) == 2 and all(map(_is_count, profile)) and profile[0] <= profile[1]):
-        raise ValueError(f"fit: profile is {profile!r}\n  fix:      (first step, last step), counted from 1")
-    if isinstance(data, Mapping) or (not callable(data) and not isinstance(data, Iterable)):
-        got = type(data).__name__
-        raise ValueError(f"fit: data is of type {got}\n  fix:      a function of the step, or an iterable of batches")
-
-
-def _check_evaluation(evaluate: object) -> None:
-    """Raises ValueError if `evaluate` is no function of the state: an evaluation step also takes a batch."""
-    if evaluate is not None and (isinstance(evaluate, Step) or not callable(evaluate)):
-        raise ValueError(
-            f"fit: evaluate is of type {type(evaluate).__name__}\n"
-            f"  fix:      evaluate=lambda state: zerojax.evaluate(eval_step, state, data, batch_size=...)"
-        )
-
-
-def _check_folder(folder: Path | None, profile: Any, checkpoints: Any) -> None:
-    """Raises ValueError if the directory is one of checkpoints, or if there is none and an option needs one."""
-    if folder is not None:
-        folders.check_not_checkpoints(folder)
-    for name, given in {"profile": profile, "checkpoints": checkpoints}.items():
-        if folder is None and given:
-            raise ValueError(f"fit: {name} needs a directory\n  got:      no directory\n  fix:      pass directory=")
-
-
-def _check_restored(manager: Checkpoints | NoCheckpoints, start: int, num_steps: int) -> None:
-    """Raises ValueError if a run that is complete from the start has no checkpoint, but starts from the given state."""
-    if manager.origin is None:
-        raise ValueError(
-            f"fit: the state that was passed is already at step {start}, and num_steps={num_steps}\n"
-            f"  got:      num_steps counts from step 0 of the state, and no checkpoint was found\n"
-            f"  fix:      num_steps={start + num_steps} trains for {num_steps} more steps; "
-            f"zero.with_optimizer(state, tx) starts at step 0"
-        )
-
-
-def _outputs(
-    manager: Checkpoints | NoCheckpoints,
-    folder: Path | None,
-    config: Mapping[str, object],
-    start: int,
-    num_steps: int,
-    writers: Sequence[Writer] | None,
-    display: Writer | None,
-) -> tuple[Sequence[Writer], Writer | None]:
-    """The writers and the display of process 0."""
-    if writers is None:
-        writers = [] if folder is None else default_writers(folder, start, config)
-    if display is not None:
-        return writers, display
-    if not log.isEnabledFor(logging.INFO):  # otherwise `resume` has logged it
-        show_line(f"fit: {manager.origin_text}")
-    if on_terminal():
-        return writers, ProgressBar(num_steps, start)
-    return [*writers, ProgressLines(num_steps)], None
-
-
-def _checkpoints(zero: Zero, folder: Path | None, options: Mapping[str, Any]) -> Checkpoints | NoCheckpoints:
-    from zerojax.checkpoints import Checkpoints, remote_copy  # Orbax takes a second to import
-
-    if folder is None:
-        return NoCheckpoints()
-    if copy_to := options.get("copy_to"):
-        files = {name: folder / name for name in folders.FILES}
-        options = {**options, "copy_to": remote_copy.RemoteCopy(copy_to, files)}
-    return Checkpoints(zero.config, folder / "checkpoints", **options)
-
-
-def _misses_evaluation(folder: Path, step: int) -> bool:
-    """Whether the run was ended during its last evaluation; the same in all processes."""
-    from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0  # Orbax takes a second to import
-
-    return any(broadcast_from_process_0([not is_evaluated(folder / "metrics.jsonl", step)]))
+        may_be_none = name in ("evaluate_every", "tokens_per_row")
+        if not (_is_count(number) or (number is None and may_be_none)):
+            raise ValueError(error_text(f"fit: {name} is {number!r}", None, "a whole number, at least 1"))
+    steps = profile if isinstance(profile, tuple | list) else ()
+    if profile is not None and not (len(steps) == 2 and all(map(_is_count, steps)) and steps[0] <= steps[1]):
+        raise ValueError(error_text(f"fit: profile is {profile!r}", None, "(first step, last step), counted from 1"))
+    if isinstance(data, Mapping) or not (callable(data) or isinstance(data, Iterable)):
+        fix = "a function of the step, or an iterable of batches"
+        raise ValueError(error_text(f"fit: data is of type {type(data).__name__}", None, fix))
+    if evaluate is not None and (isinstance(evaluate, Step) or not callable(evaluate)):  # a step also takes a batch
+        fix = "evaluate=lambda state: zerojax.evaluate(eval_step, state, data, batch_size=...)"
+        raise ValueError(error_text(f"fit: evaluate is of type {type(evaluate).__name__}", None, fix))
 
 
 def _is_count(number: object) -> bool:
     return isinstance(number, int) and not isinstance(number, bool) and number >= 1
 
 
-def _batches(data: Any, iterator: Iterator[PyTree] | None, start: int, *, is_positioned: bool) -> Iterator[PyTree]:
+def _check_folder(folder: Path | None, profile: object, checkpoints: CheckpointOptions | None) -> None:
+    """Raises ValueError if the directory is one of checkpoints, or an option is invalid or needs a directory."""
+    from zerojax.checkpoints import store
+    from zerojax.checkpoints.run import complete_options
+
+    if checkpoints:
+        complete_options(checkpoints)
+    if folder is not None and store.folders(folder):
+        fix = f"the directory of a run; or move the checkpoints to {folder / 'checkpoints'}"
+        what = f"fit: {folder} is a directory of checkpoints"
+        raise ValueError(error_text(what, "a run has its checkpoints in checkpoints/", fix))
+    for name, given in {"profile": profile, "checkpoints": checkpoints}.items():
+        if folder is None and given:
+            raise ValueError(error_text(f"fit: {name} needs a directory", "no directory", "pass directory="))
+
+
+def _with_display(
+    writers: Sequence[Writer], origin: str, start: int, num_steps: int
+) -> tuple[Sequence[Writer], Writer | None]:
+    """Adds lines to the writers, or a progress bar, after saying where the run starts."""
+    if not log.isEnabledFor(logging.INFO):  # otherwise `resume` has logged it
+        show_line(f"fit: {origin}")
+    if on_terminal():
+        return writers, ProgressBar(num_steps, start)
+    return [*writers, ProgressLines(num_steps)], None
+
+
+def _checkpoints(zero: Zero, folder: Path | None, options: CheckpointOptions) -> Checkpoints | NoCheckpoints:
+    """The checkpoints in the directory of a run, which is made private to its owner if it is new."""
+    from zerojax.checkpoints import Checkpoints, remote_copy
+
+    if folder is None:
+        return NoCheckpoints()
+    given: dict = dict(options)
+    if copy_to := options.get("copy_to"):
+        given["copy_to"] = remote_copy.RemoteCopy(copy_to, {name: folder / name for name in files.FILES})
+    is_new = not folder.exists()
+    manager = Checkpoints(zero.config, folder / "checkpoints", **given)
+    if is_new:
+        try:
+            folder.chmod(0o700)
+        except OSError as error:  # a file system without permissions
+            log.warning("fit: others may be able to read %s: %s", folder, error)
+    return manager
+
+
+def _profiler(folder: Path | None) -> contextlib.AbstractContextManager[None]:
+    """A trace in the directory of the run. Several processes have subfolders."""
+    assert folder is not None
+    own = f"process_{jax.process_index()}" if jax.process_count() > 1 else ""
+    return jax.profiler.trace(str(folder / "profile" / own))
+
+
+def _misses_evaluation(folder: Path, step: int) -> bool:
+    """Whether the run was ended during its last evaluation; the same in all processes."""
+    from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0
+
+    return any(broadcast_from_process_0([not files.is_evaluated(folder / "metrics.jsonl", step)]))
+
+
+def _batches(data: Callable[[int], PyTree] | Iterator[PyTree], start: int, *, is_positioned: bool) -> Iterator[PyTree]:
     """The batches of the steps after `start`."""
-    if iterator is None:
+    if callable(data):
         for i in itertools.count(start):
             if (batch := data(i)) is None:
-                raise ValueError(f"fit: data({i}) returned None\n  fix:      return a batch for every step")
+                raise ValueError(error_text(f"fit: data({i}) returned None", None, "return a batch for every step"))
             yield batch
         return
     if start and not is_positioned:
         log.warning("fit: skipping %d batches; an iterator with get_state and set_state is positioned directly", start)
-        iterator = itertools.islice(iterator, start, None)
-    yield from iterator
+        data = itertools.islice(data, start, None)
+    yield from data
 
 
 def _check_data_ended_everywhere(step: int, num_steps: int) -> None:
@@ -297,53 +294,48 @@ def _check_data_ended_everywhere(step: int, num_steps: int) -> None:
     try:
         agree({"last step with data": step}, timeout_s=_DATA_TIMEOUT_S)
     except (ValueError, TimeoutError) as error:
-        raise RuntimeError(
-            f"fit: the data of this process ended after step {step}, but not in all processes\n  got:      {error}\n"
-            f"  fix:      the same number of batches in every process"
-        ) from error
+        what = f"fit: the data of this process ended after step {step}, but not in all processes"
+        raise RuntimeError(error_text(what, error, "the same number of batches in every process")) from error
 
 
-def _memory_and_placement(zero: Zero, step: Any, state: TrainState, batch: PyTree) -> str | None:
+def _memory_and_placement(zero: Zero, step: object, state: TrainState, batch: PyTree) -> str | None:
     """The text of plan.txt, which is known before a step runs; None if the step is not one of zerojax."""
-    if not hasattr(step, "memory"):
+    memory = getattr(step, "memory", None)
+    if memory is None:
         return None
-    peak = f"The memory of a device at the peak of a step, by formula:\n\n{step.memory(state, batch)}\n"
+    peak = f"The memory of a device at the peak of a step, by formula:\n\n{memory(state, batch)}\n"
     return f"{peak}\nBetween steps, leaf by leaf:\n\n{zero.explain(state).text(TO_FILE)}"
 
 
 class NoCheckpoints:
     """Stands in for `Checkpoints` without a directory: nothing is saved, but skipped updates still end the run."""
 
-    every, origin = sys.maxsize, None
+    every, origin, origin_text = sys.maxsize, None, ""
 
     def __init__(self) -> None:
-        from zerojax.checkpoints.guards import SkipMonitor  # Orbax takes a second to import
+        from zerojax.checkpoints.guards import SkipMonitor
         from zerojax.checkpoints.run import DEFAULTS
 
         self._skip_monitor = SkipMonitor(DEFAULTS["most_skipped"])
-        self.origin_text = ""
 
     def __enter__(self) -> NoCheckpoints:
         return self
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if error is None:
             self._skip_monitor.finish()
 
-    def resume(self, state: TrainState, data: Any, **options: Any) -> tuple[TrainState, int]:
+    def resume(self, state: TrainState, data: object, **options: object) -> tuple[TrainState, int]:
         """Starts at the step of the state."""
-        self._skip_monitor.num_skipped, step = int(state.skipped), int(state.step)
-        self.origin_text = f"the run starts at step {step}, and is not saved, since it has no directory"
-        self._step = step
-        return state, step
+        self._skip_monitor.num_skipped, self._step = int(state.skipped), int(state.step)
+        self.origin_text = f"the run starts at step {self._step}, and is not saved, since it has no directory"
+        return state, self._step
 
-    def update(self, state: TrainState, metrics: Mapping[str, Any], data: Any) -> None:
+    def update(self, state: TrainState, metrics: Mapping[str, Array], data: object) -> None:
         """Checks the metrics of a step, two steps late."""
         self._step += 1
         self._skip_monitor.update(self._step, metrics)
 
-    def save(self, state: TrainState, data: Any) -> None:
-        """Saves nothing."""
+    def save(self, state: TrainState, data: object) -> None: ...
 
-    def exit_if_preempted(self, state: TrainState, data: Any) -> None:
-        """Signals end a run without a directory at once, as they end any program."""
+    def exit_if_preempted(self, state: TrainState, data: object) -> None: ...

@@ -1,77 +1,73 @@
-"""Passes the metrics of steps on to writers, some steps late, and measures the rates of the steps between them."""
+"""Measures a run: passes metrics on to writers some steps late, with the rates of the steps; names slow processes."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import logging
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, SupportsFloat
+from typing import SupportsFloat
 
+import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.analysis.hardware import chip_of_kind
 from zerojax.step.batch import num_global_rows
 from zerojax.step.config import ZeroConfig
 from zerojax.step.state import TrainState
 from zerojax.training.writers import EVALUATION, MetricsRow, Writer
-from zerojax.utils.typing import PyTree
+from zerojax.utils.text import error_text
+from zerojax.utils.typing import Array, PyTree
 
 log = logging.getLogger("zerojax")
 _RATE_STEPS = 11  # the rate is measured between the first and the last of this number of steps
 _READ_DELAY = 2  # steps after which metrics are read, so that the devices always have a next step to run
+_INTERVAL = 10  # steps between two comparisons of processes: a heuristic
+_SHARE = 0.1  # of the time of a step: a process that needs so much more than the median is named
+
+# Metrics and rates
 
 
-class Pending(NamedTuple):
-    """The metrics of a step, whose arrays may still be being computed, and the rows of its batch."""
+def costs_per_row(
+    config: ZeroConfig, step: object, state: TrainState, batch: PyTree, tokens_per_row: int | None
+) -> dict[str, float]:
+    """What a row adds to each rate of a second. If the chip is known, this traces the loss, which takes seconds.
 
-    step: int
-    metrics: Mapping[str, SupportsFloat]
-    num_rows: int
-
-
-@dataclasses.dataclass(frozen=True)
-class RowCosts:
-    """What the rates of a run are computed from, in addition to its rows and its time.
-
-    Attributes:
-        tokens: the tokens in a row; None if it is not known.
-        peak_share: the share of the peak of all devices that the model's flops of one row take for a second; None if
-            the chip or the flops are not known.
+    The model FLOPs utilization is known if the data sheet of the chip is, if the step is one of `zero.train_step`, and
+    if every parameter is trained: frozen ones have fewer products in the backward pass.
     """
-
-    tokens: int | None = None
-    peak_share: float | None = None
-
-    def rates(self, num_rows: int, seconds: float) -> dict[str, float]:
-        """The rates of a step of `num_rows` rows, by the name of the metric."""
-        rates = {"seconds_per_step": seconds, "rows_per_s": num_rows / seconds}
-        if self.tokens is not None:
-            rates["tokens_per_s"] = num_rows * self.tokens / seconds
-        if self.peak_share is not None:
-            rates["mfu"] = num_rows * self.peak_share / seconds
-        return rates
+    costs: dict[str, float] = {} if tokens_per_row is None else {"tokens_per_s": tokens_per_row}
+    chip = chip_of_kind(config.mesh.devices.flat[0].device_kind)
+    model_flops = getattr(step, "model_flops", None)
+    is_frozen = not all(leaf.trainable for leaf in state.layout.leaves)
+    if chip is None or chip.platform == "cpu" or model_flops is None or is_frozen:
+        return costs
+    try:
+        flops = model_flops(state, batch)
+    except ValueError as error:  # of a kernel
+        log.info("fit: the model FLOPs utilization is not shown: %s", error)
+        return costs
+    return costs | {"mfu": flops / num_global_rows(batch) / (chip.flops.peak * config.mesh.size)}
 
 
 class MetricsRecorder:
     """Passes the metrics of steps on to writers. They are read some steps later, so that no step waits for the host.
 
-    Args:
-        writers: receive the rows of the first step, of every `log_every`-th step, and of the last step.
-        display: receives the metrics of every step; None for no display.
-        log_every: number of steps between two rows.
-        costs: what the rates are computed from.
+    Writers receive the rows of the first step, of every `log_every`-th step, and of the last step; a display receives
+    those of every step. Rates are computed from the costs of a row, as of `costs_per_row`.
     """
 
     def __init__(
-        self, writers: Sequence[Writer], display: Writer | None, log_every: int, costs: RowCosts | None = None
+        self, writers: Sequence[Writer], display: Writer | None, log_every: int, costs: MetricsRow | None = None
     ):
         self._writers, self._displays, self._log_every = writers, [] if display is None else [display], log_every
-        self._costs, self._has_written = costs or RowCosts(), False
+        self._costs, self._has_written = costs or {}, False
         self._unwritten: tuple[int, MetricsRow] | None = None  # the newest row, if it was read and not written
-        self._pending: collections.deque[Pending] = collections.deque()
+        # (step, metrics, rows of the batch); the devices may still be computing the metrics.
+        self._pending: collections.deque[tuple[int, Mapping[str, SupportsFloat], int]] = collections.deque()
         self._times: collections.deque[tuple[int, float]] = collections.deque(maxlen=_RATE_STEPS)
         self._paused_s = 0.0  # since the start
 
@@ -88,7 +84,7 @@ class MetricsRecorder:
     def add(self, step: int, metrics: Mapping[str, SupportsFloat], batch: PyTree) -> None:
         """Adds the metrics of a step. Their arrays may still be being computed."""
         if self._writers or self._displays:
-            self._pending.append(Pending(step, metrics, num_global_rows(batch)))
+            self._pending.append((step, metrics, num_global_rows(batch)))
         if len(self._pending) > _READ_DELAY:
             self._read()
             self._times.append((step, time.perf_counter() - self._paused_s))  # one more step has ended
@@ -113,8 +109,8 @@ class MetricsRecorder:
     def add_evaluation(self, step: int, metrics: Mapping[str, SupportsFloat]) -> None:
         """Writes a row with the metrics of an evaluation after a step."""
         if not isinstance(metrics, Mapping):
-            got = type(metrics).__name__
-            raise ValueError(f"fit: evaluate returned a value of type {got}\n  fix:      return a dict of metrics")
+            what = f"fit: evaluate returned a value of type {type(metrics).__name__}"
+            raise ValueError(error_text(what, None, "return a dict of metrics"))
         row = {f"{EVALUATION}{name}": _as_float(name, value) for name, value in metrics.items()}
         for writer in (*self._writers, *self._displays):
             writer.write(step, row)
@@ -124,7 +120,9 @@ class MetricsRecorder:
         row = {name: _as_float(name, metrics[name]) for name in sorted(metrics, key=lambda name: name != "loss")}
         if len(self._times) > 1:
             (first_step, first_time), (last_step, last_time) = self._times[0], self._times[-1]
-            row |= self._costs.rates(num_rows, (last_time - first_time) / (last_step - first_step))
+            seconds = (last_time - first_time) / (last_step - first_step)
+            row |= {"seconds_per_step": seconds, "rows_per_s": num_rows / seconds}
+            row |= {name: num_rows * cost / seconds for name, cost in self._costs.items()}
         for display in self._displays:
             display.write(step, row)
         self._unwritten = step, row
@@ -137,35 +135,70 @@ class MetricsRecorder:
         self._has_written, self._unwritten = True, None
 
 
-def _as_float(name: str, value: Any) -> float:
+def _as_float(name: str, value: SupportsFloat) -> float:
     try:
         return float(value)
     except (TypeError, ValueError) as error:
-        got = f"shape {np.shape(value)}" if np.ndim(value) else repr(value)
-        raise ValueError(f"fit: metric {name!r} is not a number\n  got:      {got}\n  fix:      a scalar") from error
+        shape = getattr(value, "shape", ())
+        got = f"shape {shape}" if shape else repr(value)
+        raise ValueError(error_text(f"fit: metric {name!r} is not a number", got, "a scalar")) from error
 
 
-def row_costs(config: ZeroConfig, step: Any, state: TrainState, batch: PyTree, tokens_per_row: int | None) -> RowCosts:
-    """Returns the costs of a row of a run.
+# Processes
 
-    The model FLOPs utilization is known if the data sheet of the chip is, if the step is one of `zero.train_step`, and
-    if every parameter is trained: frozen ones have fewer products in the backward pass.
 
-    Args:
-        config: the mesh.
-        step: of the run.
-        state, batch: of the first step.
-        tokens_per_row: see `fit`.
+class StragglerMonitor:
+    """Compares the time that processes take to load their batches, and logs which one is slow.
 
-    Cost: traces the loss if the chip is known, which takes seconds.
+    All processes end a step at the same time, since they wait for each other in its collectives. What a process does
+    before its part of the step is its own: that time is compared. A slow device is not seen this way.
+
+    Cost: every ten steps, an all-gather of 4 bytes from each device. Its result is read ten steps later.
     """
-    chip = chip_of_kind(config.mesh.devices.flat[0].device_kind)
-    is_known = chip is not None and chip.platform != "cpu" and hasattr(step, "model_flops")
-    if chip is None or not is_known or not all(leaf.trainable for leaf in state.layout.leaves):
-        return RowCosts(tokens_per_row)
-    try:
-        flops = step.model_flops(state, batch)
-    except ValueError as error:  # of a kernel
-        log.info("fit: the model FLOPs utilization is not shown: %s", error)
-        return RowCosts(tokens_per_row)
-    return RowCosts(tokens_per_row, flops / num_global_rows(batch) / (chip.flops.peak * config.mesh.size))
+
+    def __init__(self) -> None:
+        self._loading_s: list[float] = []
+        self._since = time.perf_counter()
+        self._pending: tuple[Array, float] | None = None
+        self._named: int | None = None  # the process that was logged last
+
+    def add(self, step: int, loading_s: float) -> None:
+        """Adds the time that this process took to load the batch of a step. All processes call it for every step."""
+        if jax.process_count() == 1:
+            return
+        self._loading_s.append(loading_s)
+        if len(self._loading_s) < _INTERVAL:
+            return
+        if self._pending:
+            times, step_s = self._pending
+            self._report(step, slowest(np.asarray(times), step_s), step_s)
+        step_s = (time.perf_counter() - self._since) / _INTERVAL
+        self._pending = _of_all_processes(statistics.fmean(self._loading_s)), step_s
+        self._loading_s, self._since = [], time.perf_counter()
+
+    def _report(self, step: int, found: tuple[int, float, float] | None, step_s: float) -> None:
+        if found and found[0] != self._named and jax.process_index() == 0:
+            log.warning(
+                "step %d: process %d takes %.3g s to load a batch, the median is %.3g s; a step takes %.3g s",
+                *(step, *found, step_s),
+            )
+        self._named = found[0] if found else None
+
+
+def slowest(times: np.ndarray, step_s: float) -> tuple[int, float, float] | None:
+    """The process that the others wait for, as (index, its seconds, the median of all processes).
+
+    None if no process takes so much longer than the median that it is a tenth of a step of `step_s` seconds.
+    """
+    worst, median = int(np.argmax(times)), float(np.median(times))
+    return (worst, float(times[worst]), median) if times[worst] - median > _SHARE * step_s else None
+
+
+def _of_all_processes(seconds: float) -> Array:
+    """The number of each process, by process index, as an array that the devices may still be computing."""
+    of = lambda process: min((d for d in jax.devices() if d.process_index == process), key=lambda d: d.id)
+    devices = [of(process) for process in range(jax.process_count())]
+    mesh = Mesh(np.array(devices), ("processes",))
+    own = np.array([seconds], np.float32)
+    gathered = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("processes")), own)
+    return jax.jit(lambda a: a, out_shardings=NamedSharding(mesh, PartitionSpec()))(gathered)

@@ -1,26 +1,39 @@
-"""Writes the metrics of a run: always to metrics.jsonl, and to TensorBoard and wandb if they are enabled."""
+"""The files of a run: its metrics, also for TensorBoard and wandb, and its description."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import datetime
 import importlib.util
 import json
 import logging
 import math
 import os
+import platform
 import sys
 import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+import jax
+import jax.numpy as jnp
+
+from zerojax.processes.agreement import versions
+from zerojax.sharding.precision import DTYPE_FIELDS
+from zerojax.step.config import ZeroConfig
 from zerojax.utils.files import write_atomically
-from zerojax.utils.text import masked
+from zerojax.utils.text import error_text, masked
 
 log = logging.getLogger("zerojax")
 
+FILES = ("config.json", "starts.jsonl", "metrics.jsonl", "plan.txt")
 EVALUATION = "eval/"  # begins the names of the metrics of evaluations
 MetricsRow = Mapping[str, float]
+
+# Metrics
 
 
 class Writer(Protocol):
@@ -39,11 +52,7 @@ class JsonlWriter:
     """Writes one JSON object per line: step, time (seconds since 1970), and the metrics.
 
     Values that are not finite are written as the strings 'NaN', 'Infinity' and '-Infinity', which `float` accepts. Rows
-    after the step from which a run continues are removed, since these steps run again.
-
-    Args:
-        path: path of the file.
-        start: the step from which the run continues.
+    after the step from which a run continues, `start`, are removed, since these steps run again.
     """
 
     def __init__(self, path: Path, start: int):
@@ -53,33 +62,22 @@ class JsonlWriter:
 
     def write(self, step: int, row: MetricsRow) -> None:
         first = {"step": step, "time": round(time.time(), 3)}
-        # `first` comes again at the end, so that a metric called 'step' or 'time' does not replace it.
-        fields = first | {name: _json_number(value) for name, value in row.items()} | first
-        try:
-            self._file.write(json.dumps(fields, allow_nan=False) + "\n")
+        values = {name: value if math.isfinite(value) else json.dumps(value) for name, value in row.items()}
+        try:  # `first` comes again at the end, so that a metric called 'step' or 'time' does not replace it
+            self._file.write(json.dumps(first | values | first) + "\n")
             self._file.flush()
         except OSError as error:
-            raise OSError(
-                f"fit: metrics cannot be written\n  got:      {error}: {self._path}\n"
-                f"  fix:      check the disk space and permissions; the run then continues from its newest checkpoint"
-            ) from error
+            fix = "check the disk space and permissions; the run then continues from its newest checkpoint"
+            raise OSError(error_text("fit: metrics cannot be written", f"{error}: {self._path}", fix)) from error
 
     def close(self) -> None:
-        try:
+        with contextlib.suppress(OSError):  # of a row whose `write` has raised
             self._file.close()
-        except OSError as error:  # of a row whose `write` has raised
-            log.error("%s: %s", self._path, error)
-
-
-def _json_number(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def _remove_rows_after(path: Path, start: int) -> None:
     """Removes the rows after a step, and lines that are not rows, such as one that was not completely written."""
-    lines = path.read_text(errors="replace").splitlines(keepends=True)
+    lines = _lines(path)
     steps = [_step_of(line) for line in lines]
     kept = [line for line, step in zip(lines, steps, strict=True) if step is not None and step <= start]
     if num_later := sum(step is not None and step > start for step in steps):
@@ -92,10 +90,8 @@ def _remove_rows_after(path: Path, start: int) -> None:
 
 def is_evaluated(path: Path, step: int) -> bool:
     """Whether a file of rows has one of an evaluation after a step. Without a file, nothing is known, and it counts."""
-    if not path.exists():
-        return True
-    rows = [line for line in path.read_text(errors="replace").splitlines(keepends=True) if _step_of(line) == step]
-    return any(name.startswith(EVALUATION) for row in rows for name in json.loads(row))
+    rows = [json.loads(line) for line in _lines(path) if _step_of(line) == step]
+    return not path.exists() or any(name.startswith(EVALUATION) for row in rows for name in row)
 
 
 def _step_of(line: str) -> int | None:
@@ -107,14 +103,14 @@ def _step_of(line: str) -> int | None:
     return step if isinstance(step, int) else None
 
 
+def _lines(path: Path) -> list[str]:
+    return path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
+
+
 class TensorBoardWriter:
     """Writes scalars for TensorBoard, with the package tensorboardX. Steps that run again replace the earlier ones.
 
     It writes in the background: if the process is killed, the scalars of the last second are lost.
-
-    Args:
-        folder: folder for the event files.
-        start: the step from which the run continues.
     """
 
     def __init__(self, folder: Path, start: int):
@@ -133,12 +129,8 @@ class TensorBoardWriter:
 class WandbWriter:
     """Writes to the current wandb run, or to a new one, which restarts continue and which ends with the writer.
 
-    The command line is left out, and with it what else wandb records of the machine.
+    Its id is in the file `wandb_id`. The command line is left out, and with it what else wandb records of the machine.
     wandb keeps the first row of a step. For steps that run again after a restart, it shows the first time.
-
-    Args:
-        folder: directory of the run. The id of the wandb run is stored there in the file `wandb_id`.
-        config: configuration of the run, which wandb shows, masked.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, object]):
@@ -154,10 +146,11 @@ class WandbWriter:
                 id=file.read_text(),
                 name=folder.name,
                 resume="allow",
-                config=masked(config),
+                config=_masked_config(config),
                 settings=wandb.Settings(x_disable_meta=True),  # it has the command line
             )
-        self._run: Any = wandb.run
+        assert wandb.run is not None
+        self._run = wandb.run
 
     def write(self, step: int, row: MetricsRow) -> None:
         self._run.log(dict(row), step=step)
@@ -172,11 +165,6 @@ def default_writers(folder: Path, start: int, config: Mapping[str, object]) -> l
 
     `metrics.jsonl` is always written, and TensorBoard's files are if tensorboardX is installed. wandb is used if the
     script has started a wandb run, or if WANDB_PROJECT is set; installing wandb alone does not enable it.
-
-    Args:
-        folder: directory of the run.
-        start: the step from which the run continues.
-        config: configuration of the run.
     """
     writers: list[Writer] = [JsonlWriter(folder / "metrics.jsonl", start)]
     if importlib.util.find_spec("tensorboardX"):
@@ -185,3 +173,71 @@ def default_writers(folder: Path, start: int, config: Mapping[str, object]) -> l
     if has_wandb_run or ("WANDB_PROJECT" in os.environ and importlib.util.find_spec("wandb")):
         writers.append(WandbWriter(folder, config))
     return writers
+
+
+# The description of a run
+
+
+def as_config(config: object) -> dict[str, object]:
+    """Converts a mapping or a dataclass to a dict by field name. Raises ValueError if it is neither."""
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        config = dataclasses.asdict(config)
+    if not isinstance(config, Mapping):
+        raise ValueError(
+            error_text(f"fit: config is of type {type(config).__name__}", None, "a mapping or a dataclass")
+        )
+    if invalid := [name for name in config if not isinstance(name, str)]:
+        what = "fit: config has a name that is not a string"
+        raise ValueError(error_text(what, repr(invalid[0]), "str(...) of it"))
+    return dict(config)
+
+
+def _masked_config(config: Mapping[str, object]) -> dict[str, object]:
+    return {name: masked(value, name) for name, value in config.items()}
+
+
+def write_description(
+    folder: Path, zero_config: ZeroConfig, config: Mapping[str, object], start: int, num_steps: int, plan: str | None
+) -> None:
+    """Writes config.json, with secrets masked, starts.jsonl, and plan.txt if the plan is known."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # The configuration, and what differs from that of the last start.
+    config = _masked_config(config)
+    _log_changes(folder / "config.json", config)
+    write_atomically(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+    # A line for this start.
+    devices = zero_config.mesh.devices.flat
+    description = {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "from_step": start,
+        "num_steps": num_steps,
+        "folder": os.getcwd(),
+        "host": platform.node(),
+        "processes": jax.process_count(),
+        "devices": f"{zero_config.mesh.size} x {devices[0].device_kind}",
+        "mesh": dict(zero_config.mesh.shape),
+        "stage": zero_config.stage,
+        "dtypes": {f: jnp.dtype(getattr(zero_config.precision, f)).name for f in DTYPE_FIELDS},
+        "versions": versions(),
+        "config": config,
+    }
+    previous = [line for line in _lines(folder / "starts.jsonl") if line.endswith("\n")]
+    write_atomically(folder / "starts.jsonl", "".join([*previous, json.dumps(description) + "\n"]))
+    # The memory.
+    if plan is not None:
+        write_atomically(folder / "plan.txt", plan)
+
+
+def _log_changes(path: Path, config: Mapping[str, object]) -> None:
+    """Logs how the configuration differs from that of the last start."""
+    if not path.exists():
+        return
+    try:
+        before = dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        log.warning("%s cannot be read and is written again: %s", path, error)
+        return
+    for name in sorted(before.keys() | config.keys()):
+        was, now = (json.dumps(values.get(name, "(nothing)"), sort_keys=True) for values in (before, config))
+        if was != now:
+            log.warning("%s: %s was %s, is now %s", path, name, was, now)

@@ -1,18 +1,14 @@
-"""Tables that follow the width of the terminal, and never cut a name. Rich draws them."""
+"""Tables that follow the width of the terminal, and never cut a name."""
 
 from __future__ import annotations
 
 import dataclasses
-import io
+import itertools
 import math
 import shutil
 import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from zerojax.utils.text import SPACE, pieces, wrapped
 
@@ -21,15 +17,10 @@ _GAP = 2  # between two columns
 
 
 class Screen(NamedTuple):
-    """Where a text is shown.
-
-    Attributes:
-        width: the number of columns.
-        folds: whether equal layers are shown as one row. A file has a row for each, so that it can be searched.
-    """
+    """Where a text is shown."""
 
     width: int
-    folds: bool
+    folds: bool  # whether equal layers are shown as one row; a file has a row for each, so that it can be searched
 
 
 TO_FILE = Screen(FILE_WIDTH, folds=False)
@@ -52,48 +43,37 @@ class Column(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TextTable:
-    """A table of texts, which Rich draws.
+    """A table of texts."""
 
-    Attributes:
-        title: a text above the table, or ''.
-        columns: a `Column` for each.
-        rows: the texts of each row. A space that is no place to break a line is written as `zerojax.utils.text.SPACE`.
-    """
-
-    title: str
+    title: str  # a text above the table, or ''
     columns: Sequence[Column]
+    # The texts of each row. A space that is no place to break a line is written as `zerojax.utils.text.SPACE`.
     rows: Sequence[Sequence[str]]
 
     def text(self, width: int) -> str:
         """The table as lines of at most `width`, if names leave it a choice."""
+        # Choose the widths: what is too much is taken from the columns that wrap, by what each of them can lose.
         cells = [[column.header, *(row[k] for row in self.rows)] for k, column in enumerate(self.columns)]
         most = [max(map(len, texts)) for texts in cells]
         slack = [
             size - _least(texts) if c.wraps else 0 for c, texts, size in zip(self.columns, cells, most, strict=True)
         ]
         excess = sum(most) + _GAP * (len(most) - 1) - width
-        share = min(max(excess / max(sum(slack), 1), 0), 1)  # of what each column could lose
+        share = min(max(excess / max(sum(slack), 1), 0), 1)
         widths = [size - math.ceil(share * could) for size, could in zip(most, slack, strict=True)]
-        table = Table.grid()  # versions of Rich pad in different ways: the gaps are columns
-        for k, (column, size) in enumerate(zip(self.columns, widths, strict=True)):
-            if k:
-                table.add_column(width=_GAP)
-            table.add_column(justify="right" if column.right else "left", width=size)
-        for row in ([column.header for column in self.columns], *self.rows):
-            cells = [Text("\n".join(wrapped(text, size))) for text, size in zip(row, widths, strict=True)]
-            table.add_row(*[cell for each in cells for cell in (Text(), each)][1:])
-        console = Console(
-            file=io.StringIO(),
-            width=max(width, sum(most) + _GAP * len(most)),
-            color_system=None,
-            force_jupyter=False,
-            _environ={},
-        )
-        with console.capture() as drawn:
-            console.print(table)
-        lines = [line.rstrip().replace(SPACE, " ") for line in drawn.get().rstrip().split("\n")]
-        header = max(len(wrapped(column.header, size)) for column, size in zip(self.columns, widths, strict=True))
-        lines.insert(header, "─" * (sum(widths) + _GAP * (len(widths) - 1)))
+
+        # Write the rows, each of which has as many lines as its longest cell.
+        lines: list[str] = []
+        for number, row in enumerate([[column.header for column in self.columns], *self.rows]):
+            wrapped_cells = [wrapped(text, size) for text, size in zip(row, widths, strict=True)]
+            for texts in itertools.zip_longest(*wrapped_cells, fillvalue=""):
+                aligned = [
+                    text.rjust(size) if column.right else text.ljust(size)
+                    for column, text, size in zip(self.columns, texts, widths, strict=True)
+                ]
+                lines.append((" " * _GAP).join(aligned).rstrip().replace(SPACE, " "))
+            if not number:
+                lines.append("─" * (sum(widths) + _GAP * (len(widths) - 1)))
         return "\n".join([*(paragraph(self.title, width) if self.title else []), *lines])
 
 

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _COUNTER = re.compile(r"(^|_)(\d+)$")  # of one component of a path: 'layers/3', 'Block_3', but not 'conv1'
 SPACE = "\u00a0"  # a space at which `wrapped` does not break a line
 _MOST_LISTED = 3  # numbers of layers in a name
 MASK = "***"
 _SECRET = re.compile("key|token(?!iz)|secret|password", re.IGNORECASE)  # in a name; a tokenizer is none
+
+
+def error_text(what: str, got: object, fix: str) -> str:
+    """The text of an error: where and what failed, what was given (None if that is said already), and the fix."""
+    given = "" if got is None else f"  got:      {got}\n"
+    return f"{what}\n{given}  fix:      {fix}"
 
 
 def bytes_text(num_bytes: float) -> str:
@@ -40,17 +46,13 @@ def mesh_text(sizes: Mapping[str, int]) -> str:
     return " x ".join(f"{name} {size}" for name, size in sizes.items())
 
 
-def masked(value: Any, name: str = "") -> Any:
+def masked(value: object, name: str = "") -> object:
     """JSON data with `MASK` in place of each text whose name, or a name around it, is that of a key or a password."""
-    return _masked(value, bool(_SECRET.search(name)))
-
-
-def _masked(value: Any, is_secret: bool) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _masked(item, is_secret or bool(_SECRET.search(str(name)))) for name, item in value.items()}
+    if isinstance(value, Mapping):  # the names around an item are joined, of which each may be that of a secret
+        return {key: masked(item, f"{name}/{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_masked(item, is_secret) for item in value]
-    return MASK if value and is_secret and isinstance(value, str) else value
+        return [masked(item, name) for item in value]
+    return MASK if value and isinstance(value, str) and _SECRET.search(name) else value
 
 
 def pieces(word: str) -> list[str]:
@@ -76,16 +78,12 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 class Fold(NamedTuple):
-    """Rows of equal layers that are shown as one.
+    """Rows of equal layers that are shown as one."""
 
-    Attributes:
-        name: the path, with '*' in place of the number of the layer: 'layers/*/kernel'. It is '{0,2,…,30}' instead if
-            other layers have such a row too, which is not equal.
-        members: the positions of the rows.
-    """
-
+    # The path, with '*' in place of the number of the layer: 'layers/*/kernel'; or with '{0,2,…,30}', if other layers
+    # have such a row too, which is not equal.
     name: str
-    members: tuple[int, ...]
+    members: tuple[int, ...]  # the positions of the rows
 
     @property
     def text(self) -> str:
@@ -94,42 +92,35 @@ class Fold(NamedTuple):
 
 
 def fold(paths: Sequence[str], kinds: Sequence[Hashable]) -> list[Fold]:
-    """Folds rows whose paths differ in the numbers of layers only, and that are of the same kind.
+    """Folds rows whose paths, joined by '/', differ in the numbers of layers only, and that are of the same kind.
 
-    Args:
-        paths: keys joined by '/'.
-        kinds: what else the rows show; only rows with an equal one are folded.
-
-    Returns:
-        All rows, each once, in the order of the first row of each fold.
+    Returns all rows, each once, in the order of the first row of each fold.
     """
-    numbers = [[match and match[2] for match in map(_COUNTER.search, path.split("/"))] for path in paths]
     stems: dict[str, dict[Hashable, list[int]]] = {}
     for k, (path, kind) in enumerate(zip(paths, kinds, strict=True)):
         stem = "/".join(_COUNTER.sub(r"\1#", part) for part in path.split("/"))
         stems.setdefault(stem, {}).setdefault(kind, []).append(k)
     folds = []
     for by_kind in stems.values():
-        every = _numbers(numbers, [k for members in by_kind.values() for k in members])
+        every = [paths[k] for members in by_kind.values() for k in members]
         for members in by_kind.values():
-            found = _numbers(numbers, members)
-            folds.append(Fold(_name(paths[members[0]], found, every), tuple(members)))
+            folds.append(Fold(_name([paths[k] for k in members], every), tuple(members)))
     return sorted(folds, key=lambda each: each.members[0])
 
 
-def _numbers(numbers: Sequence[Sequence[str | None]], members: Sequence[int]) -> list[list[str | None]]:
-    """The numbers of layers at each position of some paths."""
-    return [list(dict.fromkeys(column)) for column in zip(*(numbers[k] for k in members), strict=True)]
-
-
-def _name(path: str, found: Sequence[Sequence[str | None]], every: Sequence[Sequence[str | None]]) -> str:
-    """The common name of some rows, which lists numbers that only some of the rows of this stem have."""
+def _name(paths: Sequence[str], every: Sequence[str]) -> str:
+    """The common name of some paths, which lists numbers that only some of the paths of this stem have."""
     parts = []
-    for part, some, all_numbers in zip(path.split("/"), found, every, strict=True):
+    for part, some, others in zip(paths[0].split("/"), _numbers(paths), _numbers(every), strict=True):
         if len(some) > 1:
-            texts = [str(number) for number in some]
-            listed = texts if len(texts) <= _MOST_LISTED else [*texts[: _MOST_LISTED - 1], "…", texts[-1]]
+            listed = some if len(some) <= _MOST_LISTED else [*some[: _MOST_LISTED - 1], "…", some[-1]]
             some_only = "{" + ",".join(listed) + "}"
-            part = _COUNTER.sub(rf"\g<1>{'*' if set(some) == set(all_numbers) else some_only}", part)
+            part = _COUNTER.sub(rf"\g<1>{'*' if set(some) == set(others) else some_only}", part)
         parts.append(part)
     return "/".join(parts)
+
+
+def _numbers(paths: Sequence[str]) -> list[list[str]]:
+    """For each part of paths of one stem, the different numbers of layers in it, in their order."""
+    columns = zip(*(path.split("/") for path in paths), strict=True)
+    return [list(dict.fromkeys(match[2] for match in map(_COUNTER.search, parts) if match)) for parts in columns]

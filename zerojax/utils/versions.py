@@ -23,19 +23,12 @@ def check(installed: dict[str, str] | None = None) -> None:
         version = (installed or {}).get(package) or metadata.version(package)
         if not first <= parse(version) < beyond:
             low, high = (".".join(map(str, v)) for v in (first, beyond))
-            raise ImportError(
-                f"zerojax: {package} {version} is not supported\n"
-                f"  tested:   {package} >= {low}, < {high}\n"
-                f"  fix:      pip install '{package}>={low},<{high}'"
-            )
+            tested, fix = f"{package} >= {low}, < {high}", f"pip install '{package}>={low},<{high}'"
+            raise ImportError(f"zerojax: {package} {version} is not supported\n  tested:   {tested}\n  fix:      {fix}")
 
 
 def missing_compiler(platform: str) -> str | None:
-    """Says which compiler is not installed on this machine, and how to install it; None if it is installed.
-
-    Args:
-        platform: 'cuda', 'tpu' or 'cpu', whose compiler JAX always has.
-    """
+    """Says which compiler, for 'cuda', 'tpu' or 'cpu', is not installed, and how to install it; None if it is."""
     name, packages = _COMPILERS.get(platform, ("CPU", ("jax",)))
     if any(map(_is_installed, packages)):
         return None

@@ -26,15 +26,10 @@ def _files() -> tuple[str, ...]:
 
 
 def line_of(raised: BaseException | TracebackType | None) -> str | None:
-    """The file and line at which the user's code, or that of a model, called what raised an error; None if it is not
-    known.
-
-    Args:
-        raised: the error, or a traceback. If JAX raised the error after the trace, the traceback is in its cause.
-    """
+    """The file and line at which the user's code, or a model, called what raised an error; None if it is not known."""
     trace = raised.__traceback__ if isinstance(raised, BaseException) else raised
     found = [f"{f.f_code.co_filename}:{line}" for f, line in traceback.walk_tb(trace) if _is_of_user(f)]
-    if not found and isinstance(raised, BaseException) and raised.__cause__:
+    if not found and isinstance(raised, BaseException) and raised.__cause__:  # JAX raised it after the trace
         return line_of(raised.__cause__)
     return found[-1] if found else None
 

@@ -7,9 +7,8 @@ mean, is that of the rows of all devices.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 from jax.core import ShapedArray
@@ -18,42 +17,26 @@ from zerojax.program import jaxprs
 from zerojax.program.jaxprs import Atom, ClosedJaxpr, Equation, Var
 from zerojax.program.rows.trace import RowTrace
 from zerojax.program.rows.values import REDUCED, Kind
-from zerojax.utils.typing import Array, DTypeLike
+from zerojax.utils.typing import Array, DTypeLike, Shape
+
+if TYPE_CHECKING:
+    from jaxlib._jax import Traceback
 
 _MOST_ELEMENTS = 1 << 20  # of all parts; more would be a matrix of weights
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class RowParts:
-    """What is computed from parts.
+    """What is computed from parts. Two are equal also if they are of traces with other numbers of rows."""
 
-    Two are equal if they have the same results and parts, also if they are of traces with other numbers of rows.
+    names: tuple[str, ...]  # of the results
+    kinds: tuple[Kind, ...]  # of the parts: SUM, MEAN, MAX, MIN, or SAME
+    types: tuple[tuple[Shape, DTypeLike], ...]  # of the parts
+    parts: tuple[Var, ...] = dataclasses.field(compare=False)  # variables of a traced loss
+    equations: tuple[Equation, ...] = dataclasses.field(compare=False)  # compute the results from the parts
+    results: tuple[Atom, ...] = dataclasses.field(compare=False)  # one for each name
 
-    Attributes:
-        names: of the results.
-        kinds: of the parts: SUM, MEAN, MAX, MIN, or SAME.
-        parts: the parts, as variables of a traced loss.
-        equations: compute the results from them.
-        results: one for each name.
-    """
-
-    names: tuple[str, ...]
-    kinds: tuple[Kind, ...]
-    parts: tuple[Var, ...]
-    equations: tuple[Equation, ...]
-    results: tuple[Atom, ...]
-
-    @property
-    def _key(self) -> Any:
-        return self.names, self.kinds, tuple((v.aval.shape, v.aval.dtype) for v in self.parts)
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, RowParts) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def finish(self, parts: Sequence[Any]) -> dict[str, Array]:
+    def finish(self, parts: Sequence[Array]) -> dict[str, Array]:
         """The results by name, from the parts over all rows, of any dtype."""
         scope = {v: _as_dtype(part, v.aval.dtype) for v, part in zip(self.parts, parts, strict=True)}
         jaxprs.run_equations(self.equations, scope)
@@ -61,7 +44,7 @@ class RowParts:
         return {name: read(atom) for name, atom in zip(self.names, self.results, strict=True)}
 
 
-def _as_dtype(part: Any, dtype: DTypeLike) -> Array:
+def _as_dtype(part: Array, dtype: DTypeLike) -> Array:
     if dtype == jnp.bool_:
         return jnp.asarray(part > 0)
     return jnp.asarray(part if jnp.issubdtype(dtype, jnp.inexact) else jnp.round(part), dtype)
@@ -75,6 +58,8 @@ def row_parts(trace: RowTrace, results: Mapping[str, Atom]) -> RowParts | None:
     for equation in equations:
         sources = [producers.get(v) for v in jaxprs.variables(equation)]
         constant.append(not equation.effects and all(k is not None and constant[k] for k in sources))
+
+    # From the results back to the parts.
     parts: dict[Var, Kind] = {}
     needed: set[int] = set()
     pending, seen = list(results.values()), set()
@@ -91,15 +76,17 @@ def row_parts(trace: RowTrace, results: Mapping[str, Atom]) -> RowParts | None:
             pending.extend(equations[k].invars)
         else:
             return None
-    can_be_reduced = all(
-        jnp.issubdtype(v.aval.dtype, jnp.inexact)
-        or (kind is not Kind.MEAN and (jnp.issubdtype(v.aval.dtype, jnp.number) or v.aval.dtype == jnp.bool_))
-        for v, kind in parts.items()
-    )
-    if not can_be_reduced or sum(math.prod(v.aval.shape) for v in parts) > _MOST_ELEMENTS:
+    if not all(map(_can_be_reduced, parts, parts.values())) or sum(v.aval.size for v in parts) > _MOST_ELEMENTS:
         return None
     chosen = tuple(equations[k] for k in sorted(needed))
-    return RowParts(tuple(results), tuple(parts.values()), tuple(parts), chosen, tuple(results.values()))
+    types = tuple((v.aval.shape, v.aval.dtype) for v in parts)
+    return RowParts(tuple(results), tuple(parts.values()), types, tuple(parts), chosen, tuple(results.values()))
+
+
+def _can_be_reduced(part: Var, kind: Kind) -> bool:
+    dtype = part.aval.dtype
+    is_number = jnp.issubdtype(dtype, jnp.number) or dtype == jnp.bool_
+    return jnp.issubdtype(dtype, jnp.inexact) or (kind is not Kind.MEAN and is_number)
 
 
 _KEEPS_DIM_0 = {"reshape", "squeeze", "concatenate", "dot_general", "reduce_sum", "reduce_max"}  # where its size stays
@@ -109,7 +96,7 @@ class ClosedOver(NamedTuple):
     """A constant of a traced loss: its aval, and the traceback of the first equation that reads it."""
 
     aval: ShapedArray
-    trace: Any
+    trace: Traceback | None
 
 
 def array_with_all_rows(
@@ -159,7 +146,7 @@ def _keeps_dim_0(equation: Equation) -> bool:
     return jaxprs.is_elementwise(equation) or equation.primitive.name in _KEEPS_DIM_0
 
 
-def _pairs_rows(equation: Equation, has_all: Any) -> bool:
+def _pairs_rows(equation: Equation, has_all: Callable[[Atom], bool]) -> bool:
     """Whether an equation combines rows of the constant with rows of the other operand."""
     if equation.primitive.name == "gather":
         return has_all(equation.invars[1]) and 0 in equation.params["dimension_numbers"].start_index_map

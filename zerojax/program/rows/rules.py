@@ -1,25 +1,24 @@
-"""How each primitive without inner equations combines the values of its operands: see `row_values`."""
+"""How each primitive without inner equations combines the values of its operands: see `RowValue`."""
 
 from __future__ import annotations
 
-import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
-import numpy as np
 
 from zerojax.program.jaxprs import BY_ELEMENT, Equation
-from zerojax.program.rows.lookups import RowPlace, met, row_gather, row_scatter
 from zerojax.program.rows.values import (
-    LINEAR,
     SAME,
     Factors,
     Kind,
     RowValue,
+    are_same,
     derived,
     divided,
     elementwise,
     linear,
+    met,
     mixed,
     plain_factors,
     reduced,
@@ -31,15 +30,12 @@ from zerojax.program.rows.values import (
 )
 from zerojax.utils.typing import Shape
 
-RowRule = Callable[[Equation, Sequence[RowValue], RowPlace], list[RowValue]]
+# The value of all results, or one for each.
+RowRule = Callable[[Equation, Sequence[RowValue]], RowValue | list[RowValue]]
 
 _IDENTITY = frozenset({
     "name", "optimization_barrier", "sharding_constraint", "stop_gradient", "pvary", "pcast", "device_put",
     "layout_constraint", "reshard", "mesh_cast",
-})  # fmt: skip
-_ROW_REDUCTIONS = frozenset({
-    "reduce_sum", "reduce_max", "reduce_min", "reduce_or", "reduce_and", "reduce_prod", "reduce_xor", "argmax",
-    "argmin",
 })  # fmt: skip
 _OF_KEYS = frozenset({"random_bits", "random_split", "random_wrap", "random_unwrap", "random_fold_in", "random_seed"})
 _MORE_BY_ELEMENT = frozenset({
@@ -50,21 +46,22 @@ _DRAWS = frozenset({"random_bits", "random_gamma", "rng_bit_generator"})
 _BY_MATRIX = frozenset({"cholesky", "triangular_solve", "fft", "qr", "svd", "eigh", "eig", "lu", "householder_product"})
 
 
-def values_of(equation: Equation, values: Sequence[RowValue], place: RowPlace) -> list[RowValue]:
+def values_of(equation: Equation, values: Sequence[RowValue], num_rows: int) -> list[RowValue]:
     """The values of the results of an equation that has no inner ones, or whose inner ones are not known."""
-    name = equation.primitive.name
-    if name in _IDENTITY and len(equation.outvars) == len(values):
+    name, results = equation.primitive.name, equation.outvars
+    if name in _IDENTITY and len(results) == len(values):
         return list(values)
-    if name in BY_ELEMENT or name in _MORE_BY_ELEMENT:
-        shape = equation.outvars[0].aval.shape
-        return [elementwise(name, values, shape, place.source, place.num_rows, is_exact(equation))]
-    rule = _RULES.get(name)
-    if all(v.kind is Kind.SAME for v in values) and (rule is None or name not in _KEEPS_INDICES):
-        found = united(values, Kind.SAME)
-        return [_drawn(found, v.aval.shape, place) if name in _DRAWS else found for v in equation.outvars]
     if any(v.kind is Kind.MIXED for v in values):
-        return [mixed(values, None)] * len(equation.outvars)
-    return (rule or _unknown)(equation, values, place)
+        return [mixed(values)] * len(results)
+    if name in BY_ELEMENT or name in _MORE_BY_ELEMENT:
+        return [elementwise(name, values, results[0].aval.shape, num_rows, is_exact(equation))]
+    if are_same(values) and name not in _KEEPS_INDICES:
+        found = united(values, Kind.SAME)
+        return [_drawn(found, v.aval.shape, num_rows) if name in _DRAWS else found for v in results]
+    if name == "dot_general":
+        return [_dot_general(equation, values, num_rows)]
+    found = _RULES.get(name, _unknown)(equation, values)
+    return found if isinstance(found, list) else [found] * len(results)
 
 
 def is_exact(equation: Equation) -> bool:
@@ -72,114 +69,114 @@ def is_exact(equation: Equation) -> bool:
     before, after = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
     if equation.primitive.name == "div":
         return jnp.issubdtype(after, jnp.inexact)
-    if equation.primitive.name != "convert_element_type":
-        return True
-    if before == jnp.bool_:
+    if equation.primitive.name != "convert_element_type" or before == jnp.bool_:
         return True
     return after != jnp.bool_ and (jnp.issubdtype(after, jnp.inexact) or not jnp.issubdtype(before, jnp.inexact))
 
 
-def _drawn(value: RowValue, shape: Shape, place: RowPlace) -> RowValue:
+def _drawn(value: RowValue, shape: Shape, num_rows: int) -> RowValue:
     """Random numbers of a device: one for each row if dim 0 can count the rows."""
-    is_of_rows = value.on_device and shape and shape[0] and shape[0] % place.num_rows == 0
-    if not is_of_rows or (place.num_rows == 1 and shape[0] != 1):
+    is_of_rows = value.on_device and shape and shape[0] and shape[0] % num_rows == 0
+    if not is_of_rows or (num_rows == 1 and shape[0] != 1):
         return value
-    return united([value], Kind.ROWS, dims=row_factors(shape, place.num_rows))
+    return united([value], Kind.ROWS, dims=row_factors(shape, num_rows))
 
 
-def _unknown(equation: Equation, values: Sequence[RowValue], place: RowPlace) -> list[RowValue]:
+def _unknown(equation: Equation, values: Sequence[RowValue]) -> RowValue | list[RowValue]:
     """Results in which rows may have met. What has as many elements in the dim of the rows has rows there as well."""
-    rows = [v for v in values if v.kind is Kind.ROWS]
+    rows = [v for v in values if v.has_rows]
     if not rows:
-        return [derived(values)] * len(equation.outvars)
+        return derived(values)
     widest = max(rows, key=lambda v: len(v.row_dims))
     shape = equation.invars[[v is widest for v in values].index(True)].aval.shape
     dims, name, found = widest.row_dims, equation.primitive.name, []
     for out in equation.outvars:
-        size_of = lambda dim, out=out: out.aval.shape[dim] if dim < out.aval.ndim else None
-        if not dims or any(size_of(dim) != shape[dim] for dim in dims):
-            found.append(mixed(values, place.source))
+        after = out.aval.shape
+        if not dims or any(after[dim : dim + 1] != shape[dim : dim + 1] for dim in dims):
+            found.append(met(mixed(values)))
             continue
-        factors = list(plain_factors(out.aval.shape))
-        for dim in dims:
-            factors[dim] = widest.dims[dim]
-        own = united(values, Kind.ROWS, dims=tuple(factors))
-        is_separate = len(rows) == len([v for v in values if v.kind is not Kind.SAME]) and (
-            (name in _BY_MATRIX and max(dims) < out.aval.ndim - 2) or name in _OF_KEYS
+        plain = enumerate(plain_factors(after))
+        own = united(values, Kind.ROWS, dims=tuple(widest.dims[d] if d in dims else size for d, size in plain))
+        is_separate = are_same(v for v in values if not v.has_rows) and (
+            (name in _BY_MATRIX and max(dims) < len(after) - 2) or name in _OF_KEYS
         )
-        found.append(own if is_separate else met(own, place))
+        found.append(own if is_separate else met(own))
     return found
 
 
-def _moved(value: RowValue, dims: tuple[Factors, ...] | None, index_dim: int | None = None) -> RowValue:
-    """The value of the same elements in another order, or of some of them."""
-    if value.kind is not Kind.ROWS:
-        return dataclasses.replace(value, index_dim=index_dim, columns=())
-    if dims is None:
-        return united([value], Kind.MEAN, counts=(1,))
-    return dataclasses.replace(value, dims=dims, columns=())
+def _shapes(equation: Equation) -> tuple[Shape, Shape]:
+    """The shapes of the first operand and of the first result."""
+    return equation.invars[0].aval.shape, equation.outvars[0].aval.shape
 
 
 # Shapes --------------------------------------------------------------------------------------------------------------
 
 
-def _reshape(equation: Equation, values: Sequence[RowValue], place: RowPlace) -> list[RowValue]:
-    before, after, (v,) = equation.invars[0].aval.shape, equation.outvars[0].aval.shape, values[:1]
-    dim = v.index_dim
-    kept = dim if dim is not None and before[: dim + 1] == after[: dim + 1] else None
-    return [_moved(v, reshaped(v.dims, after) if v.kind is Kind.ROWS else None, kept)]
+def _moved(value: RowValue, dims: tuple[Factors, ...] | None, index_dim: int | None = None) -> RowValue:
+    """The value of the same elements in another order, or of some of them."""
+    if not value.has_rows:
+        return value.replace(index_dim=index_dim, columns=())
+    if dims is None:
+        return united([value], Kind.MEAN, counts=(1,))
+    return value.replace(dims=dims, columns=())
 
 
-def _squeeze(equation: Equation, values: Sequence[RowValue], place: RowPlace) -> list[RowValue]:
-    (v,), removed, dim = values, set(equation.params["dimensions"]), values[0].index_dim
-    kept = None if dim is None or dim in removed else dim - sum(each < dim for each in removed)
-    return [_moved(v, reshaped(v.dims, equation.outvars[0].aval.shape) if v.kind is Kind.ROWS else None, kept)]
+def _reshape(equation: Equation, values: Sequence[RowValue]) -> RowValue:
+    v, (before, after) = values[0], _shapes(equation)
+    index_dim = None
+    if v.index_dim is not None:
+        leading, size = math.prod(before[: v.index_dim]), before[v.index_dim]
+        kept = [k for k in range(len(after)) if after[k] == size and math.prod(after[:k]) == leading]
+        index_dim = kept[0] if kept else None
+    return _moved(v, reshaped(v.dims, after), index_dim)
 
 
-def _broadcast(equation: Equation, values: Sequence[RowValue], place: RowPlace) -> list[RowValue]:
-    v, shape, to = values[0], equation.outvars[0].aval.shape, equation.params["broadcast_dimensions"]
-    index_dim = None if v.index_dim is None else to[v.index_dim]
-    if v.kind is not Kind.ROWS:
-        return [_moved(v, None, index_dim)]
-    dims, before = plain_factors(shape), equation.invars[0].aval.shape
-    for dim, target in enumerate(to):
-        wider = () if before[dim] == shape[target] else ((shape[target], False),)
-        dims = replaced(dims, target, (*v.dims[dim], *wider))
-    return [_moved(v, dims)]
+def _broadcast(equation: Equation, values: Sequence[RowValue]) -> RowValue:
+    v, (before, after), to = values[0], _shapes(equation), equation.params["broadcast_dimensions"]
+    dims = plain_factors(after)
+    for factors, size, target in zip(v.dims, before, to, strict=False):
+        wider = () if size == after[target] else ((after[target], False),)
+        dims = replaced(dims, target, (*factors, *wider))
+    return _moved(v, dims, None if v.index_dim is None else to[v.index_dim])
 
 
-def _transpose(equation: Equation, values: Sequence[RowValue], place: RowPlace) -> list[RowValue]:
+def _transpose(equation: Equation, values: Sequence[RowValue]) -> RowValue:
     (v,), order = values, equation.params["permutation"]
-    index_dim = None if v.index_dim is None else list(order).index(v.index_dim)
-    return [_moved(v, tuple(v.dims[dim] for dim in order) if v.dims else (), index_dim)]
+    dims = tuple(v.dims[dim] for dim in order) if v.dims else ()
+    return _moved(v, dims, None if v.index_dim is None else list(order).index(v.index_dim))
 
 
-def _cut(equation: Equation, values: Sequence[RowValue], place: RowPlace) -> list[RowValue]:
-    """Slices, reversals, windows and scans along dims: rows meet where this is along theirs."""
-    v, others = values[0], values[1:]
-    before = equation.invars[0].aval.shape
-    if any(other.kind is not Kind.SAME for other in others):
-        return _unknown(equation, values, place)
+def _tile(equation: Equation, values: Sequence[RowValue]) -> RowValue:
+    (v,), reps = values, equation.params["reps"]
+    return _moved(v, tuple(((n, False), *own) for n, own in zip(reps, v.dims, strict=False)))
+
+
+_PICKS = frozenset({"slice", "dynamic_slice", "rev", "split"})
+_SUMS = frozenset({"cumsum", "reduce_window_sum"})
+
+
+def _cut(equation: Equation, values: Sequence[RowValue]) -> RowValue | list[RowValue]:
+    """Slices, splits, reversals, windows and scans along dims: rows meet where this is along theirs."""
+    v, name, (before, _) = values[0], equation.primitive.name, _shapes(equation)
+    if not are_same(values[1:]):
+        return _unknown(equation, values)
+    if not v.has_rows:
+        return _moved(v, ()) if name in _PICKS or (name in _SUMS and v.is_linear) else derived([v])
+    changes = {} if name == "split" else {"scaled": False, "counts": ()}
     found = []
     for out in equation.outvars:
         after = out.aval.shape
-        if v.kind is not Kind.ROWS:
-            found.append(_moved(v, None) if v.kind in LINEAR or v.is_affine else derived([v]))
-            continue
-        touched = _touched(equation, before) & v.row_dims
         dims = plain_factors(after)
         for dim in v.row_dims:
-            kept = v.dims[dim] if after[dim] == before[dim] else ((after[dim], True),)
-            dims = replaced(dims, dim, kept)
-        own = dataclasses.replace(v, dims=dims, columns=(), scaled=False, counts=())
-        found.append(met(own, place) if touched else own)
+            dims = replaced(dims, dim, v.dims[dim] if after[dim] == before[dim] else ((after[dim], True),))
+        own = v.replace(dims=dims, columns=(), **changes)
+        found.append(met(own) if _touched(equation) & v.row_dims else own)
     return found
 
 
-def _touched(equation: Equation, before: Shape) -> set[int]:
+def _touched(equation: Equation) -> set[int]:
     """The dims along which an operation takes a part, changes the order, or combines elements."""
-    params, name = equation.params, equation.primitive.name
-    after = equation.outvars[0].aval.shape
+    params, name, (before, after) = equation.params, equation.primitive.name, _shapes(equation)
     if name == "rev":
         return set(params["dimensions"])
     if name in ("sort", "top_k"):
@@ -191,102 +188,82 @@ def _touched(equation: Equation, before: Shape) -> set[int]:
     return {dim for dim in range(len(before)) if before[dim] != after[dim]}
 
 
-def _sort(equation: Equation, values: Sequence[RowValue], place: RowPlace) -> list[RowValue]:
+def _sort(equation: Equation, values: Sequence[RowValue]) -> RowValue:
     """Sorts several arrays by the first ones."""
-    if all(v.kind is not Kind.ROWS for v in values):
-        return [derived(values)] * len(values)
-    own = row_by_row(values, equation.invars[0].aval.shape, place.source)
-    return [met(own, place) if _touched(equation, ()) & own.row_dims else own] * len(values)
+    if not any(v.has_rows for v in values):
+        return derived(values)
+    own = row_by_row(values, _shapes(equation)[0])
+    return met(own) if _touched(equation) & own.row_dims else own
 
 
-def _concatenate(equation: Equation, values: Sequence[RowValue], place: RowPlace) -> list[RowValue]:
+def _concatenate(equation: Equation, values: Sequence[RowValue]) -> RowValue:
     shape, along = equation.outvars[0].aval.shape, equation.params["dimension"]
-    columns = ()
-    if along == len(shape) - 1 and all(a.aval.shape[-1] == 1 for a in equation.invars):
-        columns = tuple(values)
+    is_columns = along == len(shape) - 1 and all(a.aval.shape[-1] == 1 for a in equation.invars)
+    columns = tuple(values) if is_columns else ()
     values = [v for v, a in zip(values, equation.invars, strict=True) if a.aval.shape[along]] or values
-    if all(v.kind is Kind.SAME for v in values):
-        return [united(values, Kind.SAME, columns=columns)]
-    rows = [v for v in values if v.kind is Kind.ROWS]
+    if are_same(values):
+        return united(values, Kind.SAME, columns=columns)
+    rows = [v for v in values if v.has_rows]
     if not rows:
-        return [linear(values)]
+        return linear(values)
     across = [v for v in rows if along in v.row_dims]
-    narrow = [dataclasses.replace(v, dims=replaced(v.dims, along, ((1, False),))) if v.dims else v for v in values]
-    widened = (*shape[:along], 1, *shape[along + 1 :])
-    found = row_by_row(narrow, widened, place.source, scaled=all(v.scaled for v in rows))
-    own = ((shape[along], bool(across)),)
-    found = dataclasses.replace(found, dims=replaced(found.dims, along, own), columns=columns)
-    return [met(found, place) if 0 < len(across) < len(values) else found]
+    narrow = [v.replace(dims=replaced(v.dims, along, ((1, False),))) if v.dims else v for v in values]
+    found = row_by_row(narrow, (*shape[:along], 1, *shape[along + 1 :]), scaled=all(v.scaled for v in rows))
+    found = found.replace(dims=replaced(found.dims, along, ((shape[along], bool(across)),)), columns=columns)
+    return met(found) if 0 < len(across) < len(values) else found
 
 
-def _stack(equation: Equation, values: Sequence[RowValue], place: RowPlace) -> list[RowValue]:
-    shape, axis = equation.invars[0].aval.shape, equation.params["axis"]
-    if all(v.kind is not Kind.ROWS for v in values):
-        return [linear(values)]
-    own = row_by_row(values, shape, place.source, scaled=all(v.scaled for v in values))
-    return [_moved(own, (*own.dims[:axis], ((len(values), False),), *own.dims[axis:]))]
+def _stack(equation: Equation, values: Sequence[RowValue]) -> RowValue:
+    (shape, _), axis = _shapes(equation), equation.params["axis"]
+    if not any(v.has_rows for v in values):
+        return linear(values)
+    own = row_by_row(values, shape, scaled=all(v.scaled for v in values))
+    return _moved(own, (*own.dims[:axis], ((len(values), False),), *own.dims[axis:]))
 
 
-def _unstack(equation: Equation, values: Sequence[RowValue], place: RowPlace) -> list[RowValue]:
+def _unstack(equation: Equation, values: Sequence[RowValue]) -> RowValue:
     (v,), axis = values, equation.params["axis"]
-    if v.kind is Kind.ROWS and not v.row_dims - {axis}:
-        return [mixed(values, place.source)] * len(equation.outvars)
+    if v.has_rows and not v.row_dims - {axis}:
+        return met(mixed(values))
     part = _moved(v, (*v.dims[:axis], *v.dims[axis + 1 :]))
-    return [met(part, place) if axis in v.row_dims else part] * len(equation.outvars)
+    return met(part) if axis in v.row_dims else part
 
 
-def _tile(equation: Equation, values: Sequence[RowValue], place: RowPlace) -> list[RowValue]:
-    (v,), reps = values, equation.params["reps"]
-    return [_moved(v, tuple(((n, False), *own) for n, own in zip(reps, v.dims, strict=True)) if v.dims else ())]
-
-
-def _split(equation: Equation, values: Sequence[RowValue], place: RowPlace) -> list[RowValue]:
-    v, axis = values[0], equation.params["axis"]
-    if v.kind is not Kind.ROWS:
-        return [_moved(v, None)] * len(equation.outvars)
-    parts = [_moved(v, replaced(v.dims, axis, ((o.aval.shape[axis], axis in v.row_dims),))) for o in equation.outvars]
-    return [met(part, place) if axis in v.row_dims else part for part in parts]
-
-
-def _pad(equation: Equation, values: Sequence[RowValue], place: RowPlace) -> list[RowValue]:
+def _pad(equation: Equation, values: Sequence[RowValue]) -> RowValue | list[RowValue]:
     v, fill = values
-    if v.kind is not Kind.ROWS:
-        return [linear([v, fill])]
+    if not v.has_rows:
+        return linear(values)
     if fill.kind is not Kind.SAME:
-        return _unknown(equation, values, place)
-    before, after, dims = equation.invars[0].aval.shape, equation.outvars[0].aval.shape, v.dims
-    for dim in range(len(after)):
-        if before[dim] != after[dim]:
-            dims = replaced(dims, dim, ((after[dim], dim in v.row_dims),))
-    return [_moved(v, dims)]
+        return _unknown(equation, values)
+    before, after = _shapes(equation)
+    own = [((size, dim in v.row_dims),) for dim, size in enumerate(after)]
+    return _moved(v, tuple(v.dims[d] if before[d] == after[d] else own[d] for d in range(len(after))))
 
 
-def _dynamic_update_slice(equation: Equation, values: Sequence[RowValue], place: RowPlace) -> list[RowValue]:
-    indices, shape = values[2:], equation.outvars[0].aval.shape
-    if all(v.kind is not Kind.ROWS for v in values):
-        return [linear(values) if all(v.kind is Kind.SAME for v in indices) else derived(values)]
-    own = row_by_row([v if v.dims or v.kind is not Kind.ROWS else SAME for v in values], shape, place.source)
+def _dynamic_update_slice(equation: Equation, values: Sequence[RowValue]) -> RowValue:
+    indices, (shape, _) = values[2:], _shapes(equation)
+    if not any(v.has_rows for v in values):
+        return linear(values) if are_same(indices) else derived(values)
+    own = row_by_row([v if v.dims or not v.has_rows else SAME for v in values], shape)
     is_whole = all(equation.invars[1].aval.shape[dim] == shape[dim] for dim in own.row_dims)
-    is_whole = is_whole and all(v.kind is Kind.SAME for v in indices)
-    return [own if is_whole else met(own, place)]
+    return own if is_whole and are_same(indices) else met(own)
 
 
-def _reduce(equation: Equation, values: Sequence[RowValue], place: RowPlace) -> list[RowValue]:
-    name, shape = equation.primitive.name, equation.invars[0].aval.shape
-    return [reduced(name, values[0], equation.params["axes"], shape, place.source)]
+def _reduce(equation: Equation, values: Sequence[RowValue]) -> RowValue:
+    return reduced(equation.primitive.name, values[0], equation.params["axes"], _shapes(equation)[0])
 
 
 # Products ------------------------------------------------------------------------------------------------------------
 
 
-def _dot_general(equation: Equation, values: Sequence[RowValue], place: RowPlace) -> list[RowValue]:
+def _dot_general(equation: Equation, values: Sequence[RowValue], num_rows: int) -> RowValue:
     (contracted, batched), shapes = equation.params["dimension_numbers"], [a.aval.shape for a in equation.invars]
-    rows = [v for v in values if v.kind is Kind.ROWS]
+    rows = [v for v in values if v.has_rows]
     others = [v for v in values if v.kind is not Kind.SAME]
     if not rows:
-        is_linear = len(others) == 1 and (others[0].kind in LINEAR or others[0].is_affine)
         kept = united(values, others[0].kind, of=others[0].of, is_affine=others[0].is_affine)
-        return [kept if is_linear else derived(values)]
+        return kept if len(others) == 1 and others[0].is_linear else derived(values)
+
     # The dims of the result: those of the batch, and the free ones of both operands.
     dims: list[Factors] = [((shapes[0][dim], False),) for dim in batched[0]]
     placed: list[set[int]] = []
@@ -297,59 +274,148 @@ def _dot_general(equation: Equation, values: Sequence[RowValue], place: RowPlace
         placed.append({to[dim] for dim in v.many if dim in to})
         for dim in v.row_dims & to.keys():
             dims[to[dim]] = v.dims[dim]
-    meet = len(others) > len(rows) or not (placed[0] <= placed[1] or placed[1] <= placed[0])
+
     # Sums over rows: of products of values of one row, or of one times a constant.
     across = [[k for k, dim in enumerate(own) if dim in v.row_dims] for v, own in zip(values, contracted, strict=True)]
     factor = next((v.const for v in values if v.kind is Kind.SAME), None)
-    meet = meet or (across[0] != across[1] and (len(rows) == 2 or factor is None))
-    counts = (int(np.prod([shapes[0][dim] for dim in contracted[0]])),)
-    has_rows = any(flag for factors in dims for _, flag in factors) or any(v.per_turn for v in rows)
-    if (across[0] or across[1]) and not has_rows:
-        kind = Kind.MEAN if any(v.scaled for v in rows) else Kind.SUM
-        total = united(values, kind, counts=counts)
-        total = divided(total, 1 / factor, place.num_rows) if factor else total
-        return [mixed(values, place.source) if meet else total]
-    own = united(values, Kind.ROWS, dims=tuple(dims), scaled=any(v.scaled for v in rows), counts=counts)
-    return [met(own, place) if meet else own]
+    meet = (
+        len(others) > len(rows)
+        or not (placed[0] <= placed[1] or placed[1] <= placed[0])
+        or (across[0] != across[1] and (len(rows) == 2 or factor is None))
+    )
+    counts = (math.prod(shapes[0][dim] for dim in contracted[0]),)
+    scaled, turns = any(v.scaled for v in rows), any(v.per_turn for v in rows)
+    if (across[0] or across[1]) and not turns and not any(flag for factors in dims for _, flag in factors):
+        total = united(values, Kind.MEAN if scaled else Kind.SUM, counts=counts)
+        total = divided(total, 1 / factor, num_rows) if factor else total
+        return met(mixed(values)) if meet else total
+    own = united(values, Kind.ROWS, dims=tuple(dims), scaled=scaled, counts=counts)
+    return met(own) if meet else own
 
 
-def _convolution(equation: Equation, values: Sequence[RowValue], place: RowPlace) -> list[RowValue]:
-    image, kernel = values
-    numbers, params = equation.params["dimension_numbers"], equation.params
+def _convolution(equation: Equation, values: Sequence[RowValue]) -> RowValue | list[RowValue]:
+    (image, kernel), numbers = values, equation.params["dimension_numbers"]
     dim = numbers.lhs_spec[0]
-    if kernel.kind is not Kind.SAME or image.row_dims != {dim} or params["batch_group_count"] != 1:
-        return [mixed(values, place.source)] if image.kind is Kind.ROWS else _unknown(equation, values, place)
+    if kernel.kind is not Kind.SAME or image.row_dims != {dim} or equation.params["batch_group_count"] != 1:
+        return met(mixed(values)) if image.has_rows else _unknown(equation, values)
     dims = replaced(plain_factors(equation.outvars[0].aval.shape), numbers.out_spec[0], image.dims[dim])
-    return [united(values, Kind.ROWS, dims=dims)]
+    return united(values, Kind.ROWS, dims=dims)
 
 
-def _iota(equation: Equation, values: Sequence[RowValue], place: RowPlace) -> list[RowValue]:
-    return [RowValue(index_dim=equation.params["dimension"])]
+# Lookups -------------------------------------------------------------------------------------------------------------
+
+
+def _column(indices: RowValue, position: int, count: int) -> RowValue:
+    """The indices of one dim, among those of `count` dims."""
+    if indices.columns:
+        return indices.columns[position]
+    return indices if count == 1 else indices.replace(index_dim=None)
+
+
+def _gather(equation: Equation, values: Sequence[RowValue]) -> RowValue:
+    operand, indices = values
+    numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+    before, after = _shapes(equation)
+    if not operand.has_rows and not indices.has_rows:
+        return operand if indices.kind is Kind.SAME and operand.is_linear else derived(values)
+
+    # The dims of the result: one for each dim of the indices, and those of the slices.
+    batch = [dim for dim in range(len(after)) if dim not in numbers.offset_dims]
+    taken = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    offset = dict(zip([d for d in range(len(before)) if d not in taken], numbers.offset_dims, strict=True))
+    dims = list(plain_factors(after))
+    by_index = {batch[dim] for dim in indices.row_dims if dim < len(batch)}
+    for dim in indices.row_dims & set(range(len(batch))):
+        dims[batch[dim]] = indices.dims[dim]
+
+    # Where the rows of the operand are in the result. Rows meet if an index selects some, unless it is their own.
+    meet, by_operand, several = False, set(), bool(operand.many or indices.many)
+    for dim in operand.row_dims:
+        if dim in numbers.operand_batching_dims:
+            to = batch[numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(dim)]]
+        elif dim in offset:
+            to, meet = offset[dim], meet or sizes[dim] != before[dim]
+        else:
+            column = _column(indices, numbers.start_index_map.index(dim), len(numbers.start_index_map))
+            to = None if column.index_dim is None or column.kind is not Kind.SAME else batch[column.index_dim]
+            meet = meet or (to is None and several)
+        if to is not None:
+            by_operand.add(to)
+            dims[to] = operand.dims[dim] if after[to] == before[dim] else ((after[to], True),)
+    meet = meet or not are_same(v for v in values if not v.has_rows)
+    meet = meet or (several and not (by_operand <= by_index or by_index <= by_operand))
+    if not by_operand | by_index and not any(v.per_turn for v in values):
+        return met(mixed(values))
+    own = united(values, Kind.ROWS, dims=tuple(dims))
+    return met(own) if meet else own
+
+
+_SCATTERED = {"scatter-add": Kind.SUM, "scatter-max": Kind.MAX, "scatter-min": Kind.MIN}
+
+
+def _scatter(equation: Equation, values: Sequence[RowValue]) -> RowValue:
+    operand, indices, updates = values
+    name, numbers = equation.primitive.name, equation.params["dimension_numbers"]
+    shape, window = equation.outvars[0].aval.shape, list(numbers.update_window_dims)
+    if not any(v.has_rows for v in values):
+        is_linear = name == "scatter-add" and indices.kind is Kind.SAME
+        return linear([operand, updates]) if is_linear else derived(values)
+
+    # The dims of the updates: one for each dim of the indices, and those of the windows.
+    batch = [dim for dim in range(equation.invars[2].aval.ndim) if dim not in window]
+    taken = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    kept = dict(zip(window, [d for d in range(len(shape)) if d not in taken], strict=True))
+    from_indices = {batch[dim] for dim in indices.row_dims if dim < len(batch)}
+
+    # Where their rows are in the result; None if they are added up there.
+    targets = numbers.scatter_dims_to_operand_dims
+    columns = [_column(indices, k, len(targets)) for k in range(len(targets))]
+
+    def place_of(dim: int) -> int | None:
+        if dim in kept:
+            return kept[dim]
+        own = batch.index(dim)
+        if own in numbers.scatter_indices_batching_dims:
+            return numbers.operand_batching_dims[numbers.scatter_indices_batching_dims.index(own)]
+        by_own = [to for to, v in zip(targets, columns, strict=True) if v.kind is Kind.SAME and v.index_dim == own]
+        return by_own[0] if by_own else None
+
+    places = {place_of(dim) for dim in updates.row_dims | from_indices}
+    is_reduced, found = None in places, {to for to in places if to is not None}
+    has_met = not are_same(v for v in values if not v.has_rows)
+    if is_reduced and not found and not operand.has_rows and not has_met and not updates.per_turn:
+        kind = Kind.MEAN if name == "scatter-add" and updates.scaled else _SCATTERED.get(name)
+        is_whole = name != "scatter-add" or operand.const == 0
+        if kind is not None and is_whole and not indices.per_turn:
+            return united(values, kind)
+    found |= operand.row_dims
+    if not found and not any(v.per_turn for v in values):
+        return met(mixed(values))
+    own = united(values, Kind.ROWS, dims=tuple(((size, dim in found),) for dim, size in enumerate(shape)))
+    return met(own) if is_reduced or has_met or (operand.row_dims and operand.row_dims != found) else own
 
 
 _KEEPS_INDICES = frozenset({"iota", "reshape", "squeeze", "broadcast_in_dim", "transpose", "concatenate"})
 _RULES: dict[str, RowRule] = {
-    "reshape": _reshape,
-    "squeeze": _squeeze,
-    "expand_dims": _reshape,
-    "broadcast_in_dim": _broadcast,
-    "transpose": _transpose,
-    "concatenate": _concatenate,
-    "split": _split,
-    "stack": _stack,
-    "unstack": _unstack,
-    "tile": _tile,
-    "pad": _pad,
-    "sort": _sort,
-    "dynamic_update_slice": _dynamic_update_slice,
-    "dot_general": _dot_general,
-    "conv_general_dilated": _convolution,
-    "gather": row_gather,
-    "iota": _iota,
-    **dict.fromkeys(
-        ["scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"], row_scatter
-    ),
-    **dict.fromkeys(["slice", "rev", "dynamic_slice", "top_k", "cumsum", "cumprod", "cummax", "cummin"], _cut),
-    **dict.fromkeys(["cumlogsumexp", "reduce_window_sum", "reduce_window_max", "reduce_window_min"], _cut),
-    **dict.fromkeys(_ROW_REDUCTIONS, _reduce),
+    name: rule
+    for names, rule in {
+        "reshape squeeze expand_dims": _reshape,
+        "broadcast_in_dim": _broadcast,
+        "transpose": _transpose,
+        "concatenate": _concatenate,
+        "stack": _stack,
+        "unstack": _unstack,
+        "tile": _tile,
+        "pad": _pad,
+        "sort": _sort,
+        "slice split dynamic_slice rev top_k cumsum cumprod cummax cummin cumlogsumexp": _cut,
+        "reduce_window_sum reduce_window_max reduce_window_min": _cut,
+        "dynamic_update_slice": _dynamic_update_slice,
+        "reduce_sum reduce_max reduce_min reduce_or reduce_and reduce_prod reduce_xor argmax argmin": _reduce,
+        "conv_general_dilated": _convolution,
+        "gather": _gather,
+        "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub": _scatter,
+        "iota": lambda equation, values: RowValue(index_dim=equation.params["dimension"]),
+    }.items()
+    for name in names.split()
 }

@@ -10,16 +10,31 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
 
 from zerojax.program import jaxprs
 from zerojax.program.jaxprs import Atom, ClosedJaxpr, Equation, Jaxpr, Var
-from zerojax.program.rows.lookups import RowPlace
 from zerojax.program.rows.rules import is_exact, values_of
-from zerojax.program.rows.values import SAME, Kind, RowValue, joined, mixed, plain_factors, replaced, united
+from zerojax.program.rows.values import (
+    HERE,
+    SAME,
+    Kind,
+    RowValue,
+    are_same,
+    joined,
+    met,
+    mixed,
+    plain_factors,
+    replaced,
+    united,
+)
+from zerojax.utils.typing import Array, ArrayLike
+
+if TYPE_CHECKING:
+    from jaxlib._jax import Traceback
 
 _READ_CALLS = jaxprs.CALLS | {
     "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint", "shard_map",
@@ -33,20 +48,14 @@ _MOST_TURNS = 8  # of a loop, until the kinds of its carry are what they were; e
 
 @dataclasses.dataclass(frozen=True)
 class RowTrace:
-    """The values of a traced loss.
+    """The values of a traced loss."""
 
-    Attributes:
-        closed: its closed jaxpr, without nested jits.
-        values: of the variables.
-        traces: the tracebacks of the equations at which rows of the device met.
-    """
-
-    closed: ClosedJaxpr
-    values: dict[Var, RowValue]
-    traces: dict[int, Any]
+    closed: ClosedJaxpr  # its closed jaxpr, without nested jits
+    values: dict[Var, RowValue]  # of the variables
+    traces: dict[int, Traceback | None]  # the tracebacks of the equations at which rows of the device met
 
     def of(self, atom: Atom) -> RowValue:
-        return self.values[atom] if jaxprs.is_var(atom) else _literal(atom.val)
+        return _value_of(atom, self.values)
 
 
 def trace_rows(closed: ClosedJaxpr, inputs: Sequence[RowValue], num_rows: int, axes: Collection[str]) -> RowTrace:
@@ -58,12 +67,21 @@ def trace_rows(closed: ClosedJaxpr, inputs: Sequence[RowValue], num_rows: int, a
         num_rows: the number of rows of the device.
         axes: the names of the mesh axes that split the batch.
     """
-    flat = jaxprs.inlined(closed, jaxprs.is_call, _with_sums_apart)
-    reader = _Reader(num_rows, frozenset(axes), {})
-    return RowTrace(flat, reader.read(flat.jaxpr, inputs, flat.consts), reader.traces)
+    flat = jaxprs.inlined(closed, _with_sums_apart)
+    reader = _Reader(num_rows, frozenset(axes))
+    scope = _start(flat.jaxpr, inputs, flat.consts)
+    traces = {}
+    for k, equation in enumerate(flat.jaxpr.eqns):
+        reader.met_at = None
+        reader.visit(equation, scope)
+        for v in (*equation.outvars, *jaxprs.variables(equation)):
+            if HERE in scope[v].sources:
+                scope[v] = scope[v].replace(sources=scope[v].sources - {HERE} | {k})
+                traces[k] = reader.met_at
+    return RowTrace(flat, scope, traces)
 
 
-def _with_sums_apart(equation: Equation, operands: Sequence[Any]) -> list[Any] | None:
+def _with_sums_apart(equation: Equation, operands: list[Array]) -> list[Array] | None:
     """The result of a `scatter-add` into zeros, added to the operand: what is the same and the sum are then apart."""
     if equation.primitive.name != "scatter-add":
         return None
@@ -72,213 +90,207 @@ def _with_sums_apart(equation: Equation, operands: Sequence[Any]) -> list[Any] |
     return [jnp.add(operand, total)]
 
 
-def _literal(value: Any) -> RowValue:
+def _value_of(atom: Atom, scope: dict[Var, RowValue]) -> RowValue:
+    return scope[atom] if jaxprs.is_var(atom) else _constant(atom.val)
+
+
+def _constant(value: ArrayLike) -> RowValue:
     is_number = np.ndim(value) == 0 and jnp.issubdtype(jnp.result_type(value), jnp.number)
     return RowValue(const=float(np.real(value))) if is_number else SAME
 
 
+def _start(jaxpr: Jaxpr, inputs: Sequence[RowValue], consts: Sequence[ArrayLike]) -> dict[Var, RowValue]:
+    """The values of the variables of a jaxpr before its first equation."""
+    scope = dict(zip(jaxpr.constvars, map(_constant, consts), strict=False))
+    return dict.fromkeys(jaxpr.constvars, SAME) | scope | dict(zip(jaxpr.invars, inputs, strict=True))
+
+
 @dataclasses.dataclass
 class _Reader:
-    """Reads jaxprs. Inside an equation of the whole loss, `source` is that equation, and otherwise -1."""
+    """Reads equations of a loss, and those inside of them."""
 
-    num_rows: int
-    axes: frozenset[str]
-    traces: dict[int, Any]
-    source: int = -1
+    num_rows: int  # of the device
+    axes: frozenset[str]  # the mesh axes that split the batch
+    met_at: Traceback | None = None  # the traceback of the first equation at which rows of the device met
 
-    def read(self, jaxpr: Jaxpr, inputs: Sequence[RowValue], consts: Sequence[Any] = ()) -> dict[Var, RowValue]:
-        """The values of all variables of a jaxpr."""
-        scope: dict[Var, RowValue] = dict.fromkeys(jaxpr.constvars, SAME) | dict(zip(jaxpr.invars, inputs, strict=True))
-        scope |= {v: _literal(const) for v, const in zip(jaxpr.constvars, consts, strict=False)}
-        is_outermost = self.source < 0
-        for k, equation in enumerate(jaxpr.eqns):
-            self.source = k if is_outermost else self.source
-            operands = [scope[a] if jaxprs.is_var(a) else _literal(a.val) for a in equation.invars]
-            try:
-                found = self.equation(equation, operands)
-            except _CHANGED:
-                unknown = mixed(operands, self.source) if any(v.is_local for v in operands) else SAME
-                found = [unknown] * len(equation.outvars)
-            if any(self.source in v.sources for v in found) and not any(self.source in v.sources for v in operands):
-                self.traces.setdefault(self.source, equation.source_info.traceback)
-            scope.update(zip(equation.outvars, found, strict=True))
-            refs = [v for v in equation.invars if jaxprs.is_var(v) and jaxprs.is_reference(v)]
-            scope.update({ref: mixed(operands, self.source) for ref in refs if any(v.is_local for v in operands)})
-        self.source = -1 if is_outermost else self.source
+    def visit(self, equation: Equation, scope: dict[Var, RowValue]) -> None:
+        """Adds the values of the results of an equation to the scope."""
+        operands = [_value_of(a, scope) for a in equation.invars]
+        is_local = any(v.is_local for v in operands)
+        try:
+            found = self.values(equation, operands)
+        except _CHANGED:
+            found = [met(mixed(operands)) if is_local else SAME] * len(equation.outvars)
+        if any(HERE in v.sources for v in found) and not any(HERE in v.sources for v in operands):
+            self.met_at = self.met_at or equation.source_info.traceback
+        scope.update(zip(equation.outvars, found, strict=True))
+        if is_local:
+            written = filter(jaxprs.is_reference, jaxprs.variables(equation))
+            scope.update(dict.fromkeys(written, met(mixed(operands))))
+
+    def read(self, jaxpr: Jaxpr, inputs: Sequence[RowValue], consts: Sequence[ArrayLike]) -> dict[Var, RowValue]:
+        """The values of all variables of an inner jaxpr."""
+        scope = _start(jaxpr, inputs, consts)
+        for equation in jaxpr.eqns:
+            self.visit(equation, scope)
         return scope
 
-    def results(self, jaxpr: Jaxpr, inputs: Sequence[RowValue]) -> list[RowValue]:
+    def results(self, inner: ClosedJaxpr, inputs: Sequence[RowValue]) -> list[RowValue]:
         """The values of the outputs of an inner jaxpr."""
-        inner = getattr(jaxpr, "jaxpr", jaxpr)
-        scope = self.read(inner, inputs, getattr(jaxpr, "consts", ()))
-        return [scope[a] if jaxprs.is_var(a) else _literal(a.val) for a in inner.outvars]
+        scope = self.read(inner.jaxpr, inputs, inner.consts)
+        return [_value_of(a, scope) for a in inner.jaxpr.outvars]
 
-    def equation(self, equation: Equation, values: Sequence[RowValue]) -> list[RowValue]:
-        name, place = equation.primitive.name, RowPlace(self.source, self.num_rows)
-        named = jaxprs.communicates_over(equation, self.axes)
-        inner = list(jaxprs.sub_jaxprs(equation))
-        if named and not inner:
+    def values(self, equation: Equation, values: Sequence[RowValue]) -> list[RowValue]:
+        name, inner = equation.primitive.name, list(jaxprs.sub_jaxprs(equation))
+        communicates = jaxprs.communicates_over(equation, self.axes)
+        if communicates and not inner:
             return self._collective(equation, values)
-        if all(v.kind is Kind.SAME and not v.on_device for v in values) and not named and inner:
+        if inner and not communicates and not any(v.is_local for v in values):
             return [united(values, Kind.SAME)] * len(equation.outvars)
         if name in _READ_CALLS and len(inner) == 1 and len(inner[0].invars) == len(values):
-            return self._leave(self.results(_closed_inner(equation, inner[0]), _entered(inner[0], values)), values)
-        loops: dict[str, Callable[..., list[RowValue]]] = {"scan": self._scan, "while": self._while, "cond": self._cond}
-        if name in loops:
-            return self._leave(loops[name](equation, values), values)
-        return values_of(equation, values, place)
-
-    def _leave(self, found: Sequence[RowValue], operands: Sequence[RowValue]) -> list[RowValue]:
-        """Results of an equation as they are outside of it, where what they are computed from cannot be read."""
-        has_rows = any(v.kind is Kind.ROWS for v in operands)
-        is_hidden = lambda v: v.kind is Kind.DERIVED and has_rows
-        return [mixed([v], self.source) if is_hidden(v) else v for v in found]
+            jaxpr, consts = jaxprs.called(equation)
+            scope = self.read(jaxpr, _entered(jaxpr, values), consts)
+            found = [_value_of(a, scope) for a in jaxpr.outvars]
+        elif name in ("scan", "while", "cond"):
+            found = {"scan": self._scan, "while": self._while, "cond": self._cond}[name](equation, values)
+        else:
+            return values_of(equation, values, self.num_rows)
+        # What it is computed from cannot be read outside of the inner equations.
+        has_rows = any(v.has_rows for v in values)
+        return [met(mixed([v])) if v.kind is Kind.DERIVED and has_rows else v for v in found]
 
     def _collective(self, equation: Equation, values: Sequence[RowValue]) -> list[RowValue]:
-        params, name = equation.params, equation.primitive.name
-        names = params.get("axes", params.get("axis_name", ()))
-        over = {names} if isinstance(names, str) else set(names)
-        is_whole = self.axes <= over and params.get("axis_index_groups") is None
+        name, num = equation.primitive.name, len(equation.outvars)
         if name in ("pvary", "pcast", "pbroadcast"):
             return list(values)
+        is_whole = self.axes <= jaxprs.named_axes(equation) and equation.params.get("axis_index_groups") is None
         if name in _GATHERS and is_whole:
-            on_params = any(v.on_params for v in values)
-            return [RowValue(on_params=on_params)] * len(equation.outvars)
-        if all(v.kind is Kind.SAME for v in values):
-            own = dataclasses.replace(united(values, Kind.SAME), on_device=True)
-        else:
-            own = mixed(values, self.source)
-        return [own] * len(equation.outvars)
+            return [RowValue(on_params=any(v.on_params for v in values))] * num
+        return [united(values, Kind.SAME).replace(on_device=True) if are_same(values) else met(mixed(values))] * num
 
     # Control flow -----------------------------------------------------------------------------------------------------
 
     def _cond(self, equation: Equation, values: Sequence[RowValue]) -> list[RowValue]:
         branches = [self.results(branch, values[1:]) for branch in equation.params["branches"]]
-        shapes = [v.aval.shape for v in equation.outvars]
         found = branches[0]
         for other in branches[1:]:
-            found = [joined(a, b, shape, self.source) for a, b, shape in zip(found, other, shapes, strict=True)]
-        return [self._chosen(v, values[0]) for v in found]
-
-    def _chosen(self, value: RowValue, by: RowValue) -> RowValue:
-        """A value that is computed only if `by` says so."""
-        if by.kind is Kind.SAME:
-            return dataclasses.replace(value, on_device=value.on_device or by.on_device)
-        if value.kind is Kind.ROWS:
-            return dataclasses.replace(value, sources=value.sources | by.sources | {self.source})
-        return mixed([value, by], self.source)
+            found = _joined(found, other, equation.outvars)
+        return [_chosen(v, values[0]) for v in found]
 
     def _while(self, equation: Equation, values: Sequence[RowValue]) -> list[RowValue]:
         params = equation.params
         num_cond, num_body = params["cond_nconsts"], params["body_nconsts"]
         of_cond, of_body = values[:num_cond], values[num_cond : num_cond + num_body]
-        shapes = [v.aval.shape for v in equation.outvars]
         run = lambda carry: self.results(params["body_jaxpr"], [*of_body, *carry])
-        carry = self._fixed_point(run, list(values[num_cond + num_body :]), shapes)
+        carry = self._fixed_point(run, list(values[num_cond + num_body :]), equation.outvars)
         (goes_on,) = self.results(params["cond_jaxpr"], [*of_cond, *carry])
-        return [self._chosen(v, goes_on) for v in carry]
+        return [_chosen(v, goes_on) for v in carry]
 
     def _fixed_point(
-        self, run: Callable[..., list[RowValue]], carry: list[RowValue], shapes: Sequence[Any]
+        self, run: Callable[[list[RowValue]], list[RowValue]], carry: list[RowValue], variables: Sequence[Atom]
     ) -> list[RowValue]:
         """The values of a carry before every turn of a loop, and after the last."""
         for _ in range(_MOST_TURNS):
-            after = run(carry)
-            new = [joined(a, b, shape, self.source) for a, b, shape in zip(carry, after, shapes, strict=True)]
-            if new == carry:
+            before, carry = carry, _joined(carry, run(carry), variables)
+            if carry == before:
                 return carry
-            carry = new
-        return [v if v.kind is Kind.SAME else mixed([v], self.source) for v in carry]
+        return [v if v.kind is Kind.SAME else met(mixed([v])) for v in carry]
 
     def _scan(self, equation: Equation, values: Sequence[RowValue]) -> list[RowValue]:
         scan = jaxprs.scan_params(equation)
         num, end = scan.num_consts, scan.num_consts + scan.num_carry
         consts, start, stacks = values[:num], list(values[num:end]), values[end:]
         by_rows = any(0 in v.row_dims for v in stacks)
+        body, body_consts = scan.body.jaxpr, scan.body.consts
+
+        # The values of a turn.
         turns = [
-            dataclasses.replace(v, dims=v.dims[1:], per_turn=v.per_turn or 0 in v.row_dims, counts=(), scaled=v.scaled)
-            if v.kind is Kind.ROWS
-            else dataclasses.replace(v, index_dim=None, columns=())
+            v.replace(dims=v.dims[1:], per_turn=v.per_turn or 0 in v.row_dims, counts=()) if v.has_rows else _slice(v)
             for v in stacks
         ]
-        body = getattr(scan.body, "jaxpr", scan.body)
-        body_consts = getattr(scan.body, "consts", ())
         scope_of = lambda carry: self.read(body, [*consts, *carry, *turns], body_consts)
-        read = lambda scope, a: scope[a] if jaxprs.is_var(a) else _literal(a.val)
-        run = lambda carry: [read(scope_of(carry), a) for a in body.outvars[: scan.num_carry]]
-        # Sums, maxima and minima over turns, if these are of rows.
-        sums = self._over_turns(body, scan, start, scope_of(start)) if by_rows else {}
-        kept = lambda carry: [start[k] if k in sums else v for k, v in enumerate(run(carry))]
-        carry = self._fixed_point(kept, start, [a.aval.shape for a in body.outvars[: scan.num_carry]])
+        carried, stacked = body.outvars[: scan.num_carry], body.outvars[scan.num_carry :]
+
+        # Sums, maxima and minima over turns, if these are of rows; and all else that is carried.
+        sums = _over_turns(body, scan, start, scope_of(start)) if by_rows else {}
+
+        def run(carry: list[RowValue]) -> list[RowValue]:
+            scope = scope_of(carry)
+            return [start[k] if k in sums else _value_of(a, scope) for k, a in enumerate(carried)]
+
+        carry = self._fixed_point(run, start, carried)
         scope = scope_of(carry)
+
         # Leave the loop.
         enclosing = any(v.per_turn for v in [*consts, *start])
         found = [sums.get(k, v) for k, v in enumerate(carry)]
         if by_rows:
-            found = [mixed([v], self.source) if v.kind is Kind.ROWS and v.per_turn else v for v in found]
-        for a in body.outvars[scan.num_carry :]:
-            v = read(scope, a)
-            if v.kind is Kind.ROWS:
-                lead = ((scan.length, by_rows and v.per_turn),)
-                v = dataclasses.replace(v, dims=(lead, *v.dims), per_turn=enclosing)
-            found.append(dataclasses.replace(v, index_dim=None, columns=()))
-        return found
-
-    def _over_turns(
-        self, body: Any, scan: Any, start: Sequence[RowValue], scope: dict[Var, RowValue]
-    ) -> dict[int, RowValue]:
-        """The values of those carries that add up rows, or of which a turn takes the larger or the smaller."""
-        num, found = scan.num_consts, {}
-        for k in range(scan.num_carry):
-            before = body.invars[num + k]
-            name, others = _accumulated(body, before, body.outvars[k])
-            terms = [scope[a] if jaxprs.is_var(a) else _literal(a.val) for a in others]
-            is_of_rows = [v.kind is Kind.ROWS and v.per_turn and not v.row_dims for v in terms]
-            if start[k].kind is not Kind.SAME or not terms or not all(is_of_rows):
-                continue
-            if name == "add" and start[k].const == 0:
-                counts = (*(scan.length * count for count in terms[0].counts), scan.length)
-                found[k] = united(terms, Kind.MEAN if all(v.scaled for v in terms) else Kind.SUM, counts=counts)
-            elif name in ("max", "min"):
-                found[k] = united(terms, Kind.MAX if name == "max" else Kind.MIN)
+            found = [met(mixed([v])) if v.has_rows and v.per_turn else v for v in found]
+        for v in (_value_of(a, scope) for a in stacked):
+            lead = ((scan.length, by_rows and v.per_turn),)
+            found.append(_slice(v.replace(dims=(lead, *v.dims), per_turn=enclosing) if v.has_rows else v))
         return found
 
 
-def _accumulated(body: Any, before: Var, after: Atom) -> tuple[str | None, list[Atom]]:
+def _joined(first: list[RowValue], second: list[RowValue], variables: Sequence[Atom]) -> list[RowValue]:
+    return [joined(a, b, v.aval.shape) for a, b, v in zip(first, second, variables, strict=True)]
+
+
+def _chosen(value: RowValue, by: RowValue) -> RowValue:
+    """A value that is computed only if `by` says so."""
+    if by.kind is Kind.SAME:
+        return value.replace(on_device=value.on_device or by.on_device)
+    return met(value.replace(sources=value.sources | by.sources)) if value.has_rows else met(mixed([value, by]))
+
+
+def _slice(value: RowValue) -> RowValue:
+    return value.replace(index_dim=None, columns=())
+
+
+_ACCUMULATES = {"add": "add", "add_any": "add", "max": "max", "or": "max", "min": "min", "and": "min"}
+
+
+def _over_turns(
+    body: Jaxpr, scan: jaxprs.ScanParams, start: Sequence[RowValue], scope: dict[Var, RowValue]
+) -> dict[int, RowValue]:
+    """The values of those carries that add up rows, or of which a turn takes the larger or the smaller."""
+    found = {}
+    for k, before in enumerate(body.invars[scan.num_consts : scan.num_consts + scan.num_carry]):
+        name, others = _accumulated(body, before, body.outvars[k])
+        terms = [_value_of(a, scope) for a in others]
+        are_of_rows = all(v.has_rows and v.per_turn and not v.row_dims for v in terms)
+        if start[k].kind is not Kind.SAME or not terms or not are_of_rows:
+            continue
+        if name == "add" and start[k].const == 0:
+            counts = (*(scan.length * count for count in terms[0].counts), scan.length)
+            found[k] = united(terms, Kind.MEAN if all(v.scaled for v in terms) else Kind.SUM, counts=counts)
+        elif name in ("max", "min"):
+            found[k] = united(terms, Kind.MAX if name == "max" else Kind.MIN)
+    return found
+
+
+def _accumulated(body: Jaxpr, before: Var, after: Atom) -> tuple[str | None, list[Atom]]:
     """The operation by which a turn of a loop makes a carry of the one before and other values, and these."""
     producers = {v: equation for equation in body.eqns for v in equation.outvars}
-    read = [*(a for equation in body.eqns for a in equation.invars), *body.outvars]
-    uses = collections.Counter(filter(jaxprs.is_var, read))
-    names, others = {"add": "add", "add_any": "add", "max": "max", "or": "max", "min": "min", "and": "min"}, []
-    name = None
+    uses = collections.Counter(filter(jaxprs.is_var, [*(a for e in body.eqns for a in e.invars), *body.outvars]))
+    reached = {before}  # what is computed from it
+    for equation in body.eqns:
+        if reached & set(jaxprs.variables(equation)):
+            reached.update(equation.outvars)
+    name, others = None, []
     while after is not before:
         if not jaxprs.is_var(after) or uses[after] != 1 or after not in producers:
             return None, []
         equation = producers[after]
-        if jaxprs.preserves_elements(equation) and is_exact(equation):
-            after = equation.invars[0]
-            continue
-        own = names.get(equation.primitive.name)
-        leads = [_leads_to(producers, a, before) for a in equation.invars]
-        if own is None or name not in (None, own) or leads.count(True) != 1:
+        own = _ACCUMULATES.get(equation.primitive.name)
+        on_path = [a for a in equation.invars if jaxprs.is_var(a) and a in reached]
+        is_copy = jaxprs.preserves_elements(equation) and is_exact(equation)
+        if (not is_copy and (own is None or name not in (None, own))) or len(on_path) != 1:
             return None, []
-        name = own
-        others += [a for a, flag in zip(equation.invars, leads, strict=True) if not flag]
-        after = equation.invars[leads.index(True)]
+        name = name if is_copy else own
+        others += [a for a in equation.invars if a is not on_path[0]]
+        after = on_path[0]
     return (name, others) if uses[before] == 1 else (None, [])
-
-
-def _leads_to(producers: dict[Var, Equation], atom: Atom, origin: Var) -> bool:
-    """Whether a value is computed from `origin`."""
-    pending, seen = [atom], set()
-    while pending:
-        a = pending.pop()
-        if a is origin:
-            return True
-        if jaxprs.is_var(a) and a not in seen and a in producers:
-            seen.add(a)
-            pending.extend(jaxprs.variables(producers[a]))
-    return False
 
 
 def _entered(inner: Jaxpr, values: Sequence[RowValue]) -> list[RowValue]:
@@ -289,14 +301,6 @@ def _entered(inner: Jaxpr, values: Sequence[RowValue]) -> list[RowValue]:
             plain = plain_factors(own.aval.shape)
             for dim in v.row_dims:
                 plain = replaced(plain, dim, v.dims[dim])
-            v = dataclasses.replace(v, dims=plain)
+            v = v.replace(dims=plain)
         found.append(v)
     return found
-
-
-def _closed_inner(equation: Equation, inner: Jaxpr) -> Any:
-    """The jaxpr of a call with its constants, if it has any."""
-    for value in equation.params.values():
-        if getattr(value, "jaxpr", None) is inner:
-            return value
-    return inner

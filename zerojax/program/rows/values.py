@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -33,45 +34,42 @@ class Kind(enum.Enum):
 
 REDUCED = frozenset({Kind.MEAN, Kind.SUM, Kind.MAX, Kind.MIN})
 LINEAR = frozenset({Kind.MEAN, Kind.SUM})
-_MOST_COUNTS = 16
 FLIPPED = {Kind.MAX: Kind.MIN, Kind.MIN: Kind.MAX}
+HERE = -1  # among sources: the equation that is read at the time
+_MOST_COUNTS = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class RowValue:
-    """How an array depends on the rows of one device.
-
-    Attributes:
-        kind: see `Kind`.
-        dims: for ROWS, the factors of each dim.
-        per_turn: for ROWS, whether the turn of an enclosing loop selects rows: an element is that of one turn.
-        scaled: for ROWS, whether it is divided by the number of rows already, so that its sum over rows is a mean.
-        sources: the equations at which rows of the device met: each element depends on which rows these are.
-        of: for DERIVED, the kinds that it is computed from.
-        is_affine: for DERIVED, whether it is a sum over rows plus what is the same.
-        is_ratio: for DERIVED, whether it is a ratio of sums over rows whose divisor depends on no parameter.
-        on_params: whether it depends on parameters.
-        on_device: whether it depends on random keys or on the index of the device.
-        counts: the numbers of elements that it is the sum of, over all of its reductions or some of them.
-        const: for SAME, the number that all elements are, if it is known.
-        index_dim: for SAME, the dim whose index each element is, as of an iota.
-        columns: the values that are concatenated along the last dim, one element of it each.
-    """
+    """How an array depends on the rows of one device."""
 
     kind: Kind = Kind.SAME
-    dims: tuple[Factors, ...] = ()
+    dims: tuple[Factors, ...] = ()  # for ROWS, the factors of each dim
+    # For ROWS, whether the turn of an enclosing loop selects rows: an element is that of one turn.
     per_turn: bool = False
+    # For ROWS, whether it is divided by the number of rows already, so that its sum over rows is a mean.
     scaled: bool = False
+    # The equations at which rows of the device met: each element depends on which rows these are. `HERE` is the one
+    # that is read.
     sources: frozenset[int] = frozenset()
-    of: frozenset[Kind] = frozenset()
-    is_affine: bool = False
+    of: frozenset[Kind] = frozenset()  # for DERIVED, the kinds that it is computed from
+    is_affine: bool = False  # for DERIVED, whether it is a sum over rows plus what is the same
+    # For DERIVED, whether it is a ratio of sums over rows whose divisor depends on no parameter.
     is_ratio: bool = False
-    on_params: bool = False
-    on_device: bool = False
+    on_params: bool = False  # whether it depends on parameters
+    on_device: bool = False  # whether it depends on random keys or on the index of the device
+    # The numbers of elements that it is the sum of, over all of its reductions or some of them.
     counts: tuple[int, ...] = ()
-    const: float | None = None
-    index_dim: int | None = None
-    columns: tuple[RowValue, ...] = ()
+    const: float | None = None  # for SAME, the number that all elements are, if it is known
+    index_dim: int | None = None  # for SAME, the dim whose index each element is, as of an iota
+    columns: tuple[RowValue, ...] = ()  # the values that are concatenated along the last dim, one element of it each
+
+    def replace(self, **changes: object) -> RowValue:
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def has_rows(self) -> bool:
+        return self.kind is Kind.ROWS
 
     @property
     def row_dims(self) -> frozenset[int]:
@@ -94,12 +92,24 @@ class RowValue:
         return self.kind is Kind.SUM or self.is_affine
 
     @property
+    def is_linear(self) -> bool:
+        """Whether it is a sum or a mean over rows, maybe with something added."""
+        return self.kind in LINEAR or self.is_affine
+
+    @property
     def kinds(self) -> frozenset[Kind]:
         """The kinds of what it is computed from, without SAME."""
         return self.of if self.kind is Kind.DERIVED else frozenset({self.kind} - {Kind.SAME})
 
 
 SAME = RowValue()
+
+
+def are_same(values: Iterable[RowValue]) -> bool:
+    return all(v.kind is Kind.SAME for v in values)
+
+
+# The factors of dims -------------------------------------------------------------------------------------------------
 
 
 def row_factors(shape: Shape, num_rows: int) -> tuple[Factors, ...]:
@@ -116,11 +126,43 @@ def replaced(dims: Sequence[Factors], dim: int, factors: Factors) -> tuple[Facto
     return (*dims[:dim], factors, *dims[dim + 1 :])
 
 
+def reshaped(dims: Sequence[Factors], shape: Shape) -> tuple[Factors, ...] | None:
+    """The factors of a reshaped array; None if a scalar is left of a single row."""
+    if 0 in shape:
+        return plain_factors(shape)
+    left = [f for factors in dims for f in factors if f[0] != 1 or f[1]]
+    found: list[list[tuple[int, bool]]] = []
+    for size in shape:
+        own, rest = [], size
+        while left and (rest > 1 or (not own and left[0][0] == 1)):
+            factor, flag = left.pop(0)
+            if rest % factor == 0:
+                own.append((factor, flag))
+                rest //= factor
+            elif factor % rest == 0:
+                own.append((rest, flag))
+                left.insert(0, (factor // rest, flag))
+                rest = 1
+            elif left:  # a dim across two factors: they are one
+                following, other = left.pop(0)
+                left.insert(0, (factor * following, flag or other))
+            else:
+                return None
+        found.append(own or [(size, False)])
+    if any(flag for _, flag in left):  # a dim of a single row, which no dim of the result stands for
+        if not found:
+            return None
+        found[-1] += [f for f in left if f[1]]
+    return tuple(map(tuple, found))
+
+
+# Combinations of values ----------------------------------------------------------------------------------------------
+
+
 def united(values: Iterable[RowValue], kind: Kind, **changes: object) -> RowValue:
     """A value of `kind` that depends on all that `values` depend on."""
     values = list(values)
-    return dataclasses.replace(
-        RowValue(kind),
+    return RowValue(kind).replace(
         per_turn=kind is Kind.ROWS and any(v.per_turn for v in values),
         sources=frozenset().union(*(v.sources for v in values)) if kind is not Kind.SAME else frozenset(),
         on_params=any(v.on_params for v in values),
@@ -129,46 +171,52 @@ def united(values: Iterable[RowValue], kind: Kind, **changes: object) -> RowValu
     )
 
 
-def mixed(values: Iterable[RowValue], source: int | None) -> RowValue:
-    """A value that depends on rows of `values` in an unknown way, or on how they met at the equation `source`."""
-    found = united(values, Kind.MIXED)
-    return found if source is None else dataclasses.replace(found, sources=found.sources | {source})
+def mixed(values: Iterable[RowValue]) -> RowValue:
+    """A value that depends on rows of `values` in an unknown way."""
+    return united(values, Kind.MIXED)
+
+
+def met(value: RowValue) -> RowValue:
+    """The value, where rows of the device have met at the equation that is read."""
+    return value.replace(sources=value.sources | {HERE})
 
 
 def derived(values: Sequence[RowValue], **changes: object) -> RowValue:
-    counts = tuple(dict.fromkeys(count for v in values for count in v.counts))[-_MOST_COUNTS:]
+    counts = _last(count for v in values for count in v.counts)
     return united(values, Kind.DERIVED, of=frozenset().union(*(v.kinds for v in values)), counts=counts, **changes)
 
 
-def row_by_row(values: Sequence[RowValue], shape: Shape, source: int, **changes: object) -> RowValue:
+def _last(counts: Iterable[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(counts))[-_MOST_COUNTS:]
+
+
+def row_by_row(values: Sequence[RowValue], shape: Shape, **changes: object) -> RowValue:
     """The ROWS that are computed element by element from `values`, one of which has rows.
 
     Dims are compared from the left; those of size one, and scalars, stand for all elements. Rows of the device meet if
     another operand is a statistic of them, or if two operands have rows in dims of which none includes the other's.
     """
-    rows = [v for v in values if v.kind is Kind.ROWS]
+    rows = [v for v in values if v.has_rows]
     widest = max(rows, key=lambda v: len(v.row_dims))
-    meet = any(v.kind not in (Kind.SAME, Kind.ROWS) for v in values) or any(not v.many <= widest.many for v in rows)
     dims = list(plain_factors(shape))
     for v in (*rows, widest):
         for dim in v.row_dims:
-            size = int(np.prod([size for size, _ in v.dims[dim]]))
+            size = math.prod(size for size, _ in v.dims[dim])
             dims[dim] = v.dims[dim] if size == shape[dim] else (*v.dims[dim], (shape[dim] // max(size, 1), False))
     found = united(values, Kind.ROWS, dims=tuple(dims), **changes)
-    return dataclasses.replace(found, sources=found.sources | {source}) if meet else found
+    meet = not all(v.has_rows or v.kind is Kind.SAME for v in values) or any(not v.many <= widest.many for v in rows)
+    return met(found) if meet else found
 
 
-def joined(first: RowValue, second: RowValue, shape: Shape, source: int) -> RowValue:
+def joined(first: RowValue, second: RowValue, shape: Shape) -> RowValue:
     """A value that is one of two: from branches, or before and after a turn of a loop."""
     pair = first, second
-    kinds = {v.kind for v in pair} - {Kind.SAME}
-    if not kinds:
-        const = first.const if first.const == second.const else None
-        return united(pair, Kind.SAME, const=const)
-    if Kind.MIXED in kinds:
-        return mixed(pair, None)
-    if Kind.ROWS in kinds:
-        return row_by_row(pair, shape, source, scaled=all(v.scaled for v in pair if v.kind is Kind.ROWS))
+    if are_same(pair):
+        return united(pair, Kind.SAME, const=first.const if first.const == second.const else None)
+    if any(v.kind is Kind.MIXED for v in pair):
+        return mixed(pair)
+    if any(v.has_rows for v in pair):
+        return row_by_row(pair, shape, scaled=all(v.scaled for v in pair if v.has_rows))
     return linear(pair)
 
 
@@ -176,9 +224,9 @@ def linear(values: Sequence[RowValue]) -> RowValue:
     """The sum, the choice or the concatenation of values without rows, not all of which are the same."""
     others = [v for v in values if v.kind is not Kind.SAME]
     kinds = {v.kind for v in others}
-    shared = [count for count in others[0].counts if all(count in v.counts for v in others)]
     has_offset = any(v.kind is Kind.SAME and v.const != 0 for v in values)
     if kinds == {Kind.MEAN} or (kinds == {Kind.SUM} and not has_offset):
+        shared = [count for count in others[0].counts if all(count in v.counts for v in others)]
         return united(values, others[0].kind, counts=tuple(shared))
     return derived(
         values,
@@ -198,42 +246,59 @@ def divided(value: RowValue, divisor: float, num_rows: int) -> RowValue:
     is_multiple = number in numbers or any(count > 1 and number % count == 0 for count in numbers)
     if value.is_sum and is_whole and is_multiple:
         return united([value], Kind.MEAN, counts=value.counts)
-    if value.kind is Kind.ROWS and is_whole and number == num_rows > 1 and number not in value.counts:
-        return dataclasses.replace(value, scaled=True)
+    if value.has_rows and is_whole and number == num_rows > 1 and number not in value.counts:
+        return value.replace(scaled=True)
     return value
+
+
+# Reductions ----------------------------------------------------------------------------------------------------------
+
+_REDUCTIONS = {
+    "reduce_sum": Kind.SUM, "reduce_max": Kind.MAX, "reduce_or": Kind.MAX, "reduce_min": Kind.MIN,
+    "reduce_and": Kind.MIN,
+}  # fmt: skip
+
+
+def reduced(name: str, value: RowValue, axes: Sequence[int], shape: Shape) -> RowValue:
+    """The value of a reduction (`reduce_sum`, `reduce_max`, `argmax`, ...) over `axes` of an array of `shape`."""
+    kind, is_sum = _REDUCTIONS.get(name), name == "reduce_sum"
+    # The numbers of elements that the sum has, if its terms are sums of `value.counts` elements.
+    num = math.prod(shape[axis] for axis in axes)
+    several = [count * num for count in value.counts]
+    if not value.has_rows:
+        if not (value.is_linear if is_sum else value.kind is kind):
+            return derived([value])
+        return value.replace(counts=_last([*value.counts, *several]) if is_sum else ())
+    if not value.row_dims <= set(axes) or value.per_turn:
+        rest = tuple(factors for dim, factors in enumerate(value.dims) if dim not in axes)
+        counts = _last([*value.counts, num, *several]) if is_sum else ()
+        return value.replace(dims=rest, counts=counts, scaled=value.scaled and is_sum, index_dim=None, columns=())
+    if kind is None:
+        return met(mixed([value]))
+    return united([value], Kind.MEAN if is_sum and value.scaled else kind, counts=_last([num, *several] * is_sum))
 
 
 # Elementwise operations ----------------------------------------------------------------------------------------------
 
-_UNARY_LINEAR = frozenset({"neg", "convert_element_type", "reduce_precision", "copy", "copy_p", "real", "imag", "conj"})
+_COPIES = frozenset({"convert_element_type", "copy", "copy_p"})
+_UNARY_LINEAR = _COPIES | {"neg", "reduce_precision", "real", "imag", "conj"}
+_EXTREMES = {"max": Kind.MAX, "or": Kind.MAX, "min": Kind.MIN, "and": Kind.MIN}
 _FOLDED: dict[str, Callable[..., float]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "div": np.divide,
-    "max": np.maximum,
-    "min": np.minimum,
-    "neg": np.negative,
-    "sqrt": np.sqrt,
-    "integer_pow": np.power,
-}
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "max": np.maximum, "min": np.minimum,
+    "neg": np.negative, "sqrt": np.sqrt, "integer_pow": np.power,
+}  # fmt: skip
 
 
-def elementwise(
-    name: str, values: Sequence[RowValue], shape: Shape, source: int, num_rows: int, exact: bool
-) -> RowValue:
+def elementwise(name: str, values: Sequence[RowValue], shape: Shape, num_rows: int, exact: bool) -> RowValue:
     """The value of an operation on each element.
 
     Args:
         name: of the primitive.
         values: of the operands.
         shape: of the result.
-        source: the equation.
         num_rows: the number of rows of the device.
         exact: whether the operation rounds at most as floating dtypes do, unlike a division of integers.
     """
-    if any(v.kind is Kind.MIXED for v in values):
-        return mixed(values, None)
     others = [v for v in values if v.kind is not Kind.SAME]
     if not others:
         return _same(name, values)
@@ -244,29 +309,31 @@ def elementwise(
         or (name == "div" and others == [values[0]] and exact)
         or (name == "select_n" and values[0].kind is Kind.SAME)
     )
-    if any(v.kind is Kind.ROWS for v in others):
+
+    # With rows.
+    if any(v.has_rows for v in others):
         scaled = is_linear and all(v.scaled for v in others)
-        counts = tuple(dict.fromkeys(n for v in others for n in v.counts))[-_MOST_COUNTS:] if is_linear else ()
-        found = row_by_row(values, shape, source, scaled=scaled, counts=counts)
-        return _scaled(name, values, found, num_rows)
-    if name in ("max", "or") and {v.kind for v in others} == {Kind.MAX}:
-        return united(values, Kind.MAX)
-    if name in ("min", "and") and {v.kind for v in others} == {Kind.MIN}:
-        return united(values, Kind.MIN)
+        counts = _last(n for v in others for n in v.counts) if is_linear else ()
+        return _scaled(name, values, row_by_row(values, shape, scaled=scaled, counts=counts), num_rows)
+
+    # Maxima and minima over rows.
+    if name in _EXTREMES and {v.kind for v in others} == {_EXTREMES[name]}:
+        return united(values, _EXTREMES[name])
     if name in ("neg", "not") and values[0].kind in FLIPPED:
         return united(values, FLIPPED[values[0].kind])
-    if name in ("convert_element_type", "copy", "copy_p") and exact and values[0].kind in FLIPPED:
+    if name in _COPIES and exact and values[0].kind in FLIPPED:
         return values[0]
+
+    # Sums and means over rows.
     if name in ("mul", "div") and is_linear and (others[0].kind in LINEAR or others[0].kind is Kind.DERIVED):
-        kept = dataclasses.replace(others[0], on_params=any(v.on_params for v in values))
-        found = _scaled(name, values, kept, num_rows)
+        found = _scaled(name, values, others[0].replace(on_params=any(v.on_params for v in values)), num_rows)
     elif is_linear:
         found = linear(values[1:] if name == "select_n" else values)
     else:
         is_ratio = name == "div" and all(v.kinds and v.kinds <= LINEAR for v in values) and not values[1].on_params
         found = derived(values, is_ratio=is_ratio)
     is_whole = found.kind is Kind.MEAN or found.is_ratio
-    return mixed(values, source) if _counts_rows(name, values) and not is_whole else found
+    return met(mixed(values)) if _counts_rows(name, values) and not is_whole else found
 
 
 def _counts_rows(name: str, values: Sequence[RowValue]) -> bool:
@@ -299,82 +366,8 @@ def _same(name: str, values: Sequence[RowValue]) -> RowValue:
     if name in _FOLDED and None not in consts and len(consts) == (1 if name in ("neg", "sqrt") else 2):
         with np.errstate(all="ignore"):
             const = float(_FOLDED[name](*consts))
-    elif name in ("convert_element_type", "copy", "copy_p", "reduce_precision", "stop_gradient"):
+    elif name in _COPIES or name in ("reduce_precision", "stop_gradient"):
         const, index_dim = consts[0], values[0].index_dim
     elif name == "select_n":  # such as the one by which JAX replaces negative indices
         index_dim = values[1].index_dim
     return united(values, Kind.SAME, const=const, index_dim=index_dim)
-
-
-# Reshapes and reductions ---------------------------------------------------------------------------------------------
-
-
-def reshaped(dims: Sequence[Factors], shape: Shape) -> tuple[Factors, ...] | None:
-    """The factors of a reshaped array; None if a scalar is left of a single row."""
-    if 0 in shape:
-        return plain_factors(shape)
-    left = [f for factors in dims for f in factors if f[0] != 1 or f[1]]
-    found: list[list[tuple[int, bool]]] = []
-    for size in shape:
-        own: list[tuple[int, bool]] = []
-        rest = size
-        while left and (rest > 1 or (not own and left[0][0] == 1)):
-            factor, flag = left.pop(0)
-            if rest % factor == 0:
-                own.append((factor, flag))
-                rest //= factor
-            elif factor % rest == 0:
-                own.append((rest, flag))
-                left.insert(0, (factor // rest, flag))
-                rest = 1
-            elif len(left) > 0:  # a dim across two factors: they are one
-                following, other = left.pop(0)
-                left.insert(0, (factor * following, flag or other))
-            else:
-                return None
-        found.append(own or [(size, False)])
-    if any(flag for _, flag in left):  # a dim of a single row, which no dim of the result stands for
-        if not found:
-            return None
-        found[-1] += [f for f in left if f[1]]
-    return tuple(map(tuple, found))
-
-
-def without_dims(value: RowValue, axes: Iterable[int]) -> tuple[Factors, ...]:
-    return tuple(factors for dim, factors in enumerate(value.dims) if dim not in set(axes))
-
-
-def reduced(name: str, value: RowValue, axes: Sequence[int], shape: Shape, source: int) -> RowValue:
-    """The value of a reduction (`reduce_sum`, `reduce_max`, `argmax`, ...) over `axes` of an array of `shape`."""
-    num, before = int(np.prod([shape[axis] for axis in axes])), value.counts
-    if value.kind is Kind.ROWS:
-        rest = without_dims(value, axes)
-        if not value.row_dims <= set(axes) or value.per_turn:
-            counts, scaled = _counts(name, num, before, before), value.scaled and name == "reduce_sum"
-            return dataclasses.replace(value, dims=rest, counts=counts, scaled=scaled, index_dim=None, columns=())
-        kind = {
-            "reduce_sum": Kind.MEAN if value.scaled else Kind.SUM,
-            "reduce_max": Kind.MAX,
-            "reduce_or": Kind.MAX,
-            "reduce_min": Kind.MIN,
-            "reduce_and": Kind.MIN,
-        }.get(name)
-        return mixed([value], source) if kind is None else united([value], kind, counts=_counts(name, num, before))
-    keeps = {
-        "reduce_sum": value.kind in LINEAR or value.is_affine,
-        "reduce_max": value.kind is Kind.MAX,
-        "reduce_or": value.kind is Kind.MAX,
-        "reduce_min": value.kind is Kind.MIN,
-        "reduce_and": value.kind is Kind.MIN,
-    }
-    if not keeps.get(name):
-        return derived([value])
-    counts = tuple(dict.fromkeys([*before, *(count * num for count in before)]))[-_MOST_COUNTS:]
-    return dataclasses.replace(value, counts=counts if name == "reduce_sum" else ())
-
-
-def _counts(name: str, num: int, before: Sequence[int], kept: Sequence[int] = ()) -> tuple[int, ...]:
-    """The numbers of elements that a sum over `num` of them has, if its terms are sums of `before` elements."""
-    if name != "reduce_sum":
-        return ()
-    return tuple(dict.fromkeys([*kept, num, *(count * num for count in before)]))[-_MOST_COUNTS:]
