@@ -12,8 +12,7 @@ from zerojax.program.part import GradientSink, Weights
 from zerojax.sharding.mesh import on_tpus
 from zerojax.sharding.placement import Leaf
 from zerojax.step import optimizers
-from zerojax.step.config import ZeroConfig
-from zerojax.step.memory import GradientSums, Memory
+from zerojax.step.config import GradientSums, Memory, ZeroConfig
 from zerojax.step.state import StateLayout, TrainState
 from zerojax.step.update import Update
 from zerojax.utils.typing import AnyMesh, Array, DTypeLike

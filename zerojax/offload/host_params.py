@@ -1,6 +1,6 @@
 """Parameters in host memory: weights come from there as they are needed, and gradients go there.
 
-These are the implementations of `program.part.Weights`, `program.part.GradientSink` and `step.memory.GradientSums` for
+These are the implementations of `program.part.Weights`, `program.part.GradientSink` and `step.config.GradientSums` for
 leaves in host memory. Leaves on the device, such as vectors, are handled as in `program.part`.
 """
 
@@ -21,7 +21,7 @@ from zerojax.offload.pace import Paces
 from zerojax.program.layer_scan import Carry, LayerBody, Scanned
 from zerojax.program.part import DeviceGradients, DeviceWeights, GradientSink, Loop, PlannedPart, Weights
 from zerojax.sharding.placement import Leaf, is_in_host
-from zerojax.step.memory import GradientSums
+from zerojax.step.config import GradientSums
 from zerojax.utils.flags import select
 from zerojax.utils.typing import Array, ArrayLike, DTypeLike, Shape
 
