@@ -43,7 +43,14 @@ class Precision:
 
     @classmethod
     def of(cls, precision: str | Precision) -> Precision:
-        """The `Precision` of a preset's name, or the given `Precision`."""
+        """The `Precision` of a preset's name, or the given `Precision`.
+
+        Args:
+            precision: 'fp32', 'bf16', 'bf16_reduce_fp32', 'bf16_params', 'fp16' or a `Precision`.
+
+        Raises:
+            ValueError: if the name is unknown.
+        """
         if isinstance(precision, Precision):
             return precision
         if precision not in PRECISIONS:
@@ -56,6 +63,10 @@ class Precision:
         """The dtype in which a parameter of `dtype` is gathered and computed with, unless the user chooses another.
 
         A frozen leaf is never widened: a base in bf16, fp8 or int8 stays as it is.
+
+        Args:
+            dtype: the dtype of the parameter in the model.
+            trainable: whether the parameter is trained.
         """
         frozen_is_narrow = jnp.dtype(dtype).itemsize <= jnp.dtype(self.compute_dtype).itemsize
         if not jnp.issubdtype(dtype, jnp.floating) or (not trainable and frozen_is_narrow):
@@ -65,6 +76,9 @@ class Precision:
     def wire_dtype(self, dtype: DTypeLike) -> np.dtype:
         """The dtype in which a gradient of `dtype` is communicated: `reduce_dtype`, or its own, if that is wider than
         compute_dtype, as of a leaf that is computed in fp32 in spite of the precision.
+
+        Args:
+            dtype: the dtype of the gradient.
         """
         is_wide = jnp.dtype(dtype).itemsize > jnp.dtype(self.compute_dtype).itemsize
         return jnp.promote_types(dtype, self.reduce_dtype) if is_wide else jnp.dtype(self.reduce_dtype)

@@ -142,7 +142,11 @@ class Step:
             return jitted(state, batch)
 
     def trace(self, state: TrainState, batch: PyTree) -> jax.stages.Traced:
-        """Traces the step for arrays or avals, as `jax.jit(...).trace` does. Nothing is compiled."""
+        """Traces the step, as `jax.jit(...).trace` does. Nothing is compiled.
+
+        Args:
+            state, batch: arrays or avals.
+        """
         return self._trace(self._checked(state, batch), state, batch)
 
     def _trace(self, jitted: jax.stages.Wrapped, state: TrainState, batch: PyTree) -> jax.stages.Traced:
@@ -157,7 +161,12 @@ class Step:
         return self.config.offloads_optimizer and forgets_memories(state.step.sharding)
 
     def lower(self, state: TrainState, batch: PyTree, **kwargs: Any) -> jax.stages.Lowered:
-        """Lowers the step for arrays or avals, as `jax.jit(...).lower` does. `kwargs` are options of JAX."""
+        """Lowers the step, as `jax.jit(...).lower` does.
+
+        Args:
+            state, batch: arrays or avals.
+            kwargs: options of JAX, such as `lowering_platforms`.
+        """
         with explaining_errors(self.config.precision):
             return self.trace(state, batch).lower(**kwargs)
 
