@@ -58,9 +58,7 @@ def unwrapped(batch: PyTree) -> PyTree:
     return jax.tree.map(lambda node: node.value if is_whole(node) else node, batch, is_leaf=is_whole)
 
 
-def map_rows(
-    fn: Callable[[Any], object], batch: PyTree, otherwise: Callable[[Any], object] = lambda a: a
-) -> PyTree:
+def map_rows(fn: Callable[[Any], object], batch: PyTree, otherwise: Callable[[Any], object] = lambda a: a) -> PyTree:
     """Applies `fn` to the arrays with rows, and `otherwise` to scalars and to what is marked `Whole`."""
 
     def apply(node: PyTree) -> PyTree:
