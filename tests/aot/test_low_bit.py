@@ -10,7 +10,7 @@ import pytest
 import zerojax
 from zerojax import Verdict, targets
 from zerojax.offload import host_memory, host_pieces
-from zerojax.step.memory import Memory
+from zerojax.step.config import Memory
 
 pytestmark = pytest.mark.aot
 low_bit = functools.partial(zerojax.low_bit_moments, exempt=(), min_size=512)

@@ -14,7 +14,7 @@ from zerojax.analysis import hlo, hlo_collectives
 from zerojax.contrib.low_bit import low_bit_moments, stochastic_rounding
 from zerojax.offload import host_memory, host_pieces
 from zerojax.offload.streamed_update import StreamedUpdate
-from zerojax.step.memory import Memory
+from zerojax.step.config import Memory
 
 WIDTH, HIDDEN, ROWS = 32, 1024, 48
 low_bit = functools.partial(low_bit_moments, min_size=512)

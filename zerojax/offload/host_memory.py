@@ -20,8 +20,7 @@ from zerojax.sharding.mesh import on_tpus
 from zerojax.sharding.placement import Leaf
 from zerojax.sharding.tpu import stored_order
 from zerojax.step import optimizers
-from zerojax.step.config import ZeroConfig
-from zerojax.step.memory import GradientSums, Memory
+from zerojax.step.config import GradientSums, Memory, ZeroConfig
 from zerojax.step.state import StateLayout, TrainState, in_host
 from zerojax.step.update import Update
 from zerojax.utils.text import error_text

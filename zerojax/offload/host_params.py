@@ -1,6 +1,6 @@
 """Parameters in host memory: weights come from there as they are needed, and gradients go there.
 
-These are `program.part.Weights`, `program.part.GradientSink` and `step.memory.GradientSums` for leaves in host memory.
+These are `program.part.Weights`, `program.part.GradientSink` and `step.config.GradientSums` for leaves in host memory.
 Leaves on the device, such as vectors, are handled as in `program.part`.
 
 In a scan, each layer comes while the one before it computes. In its backward pass, the gradients of a layer are
@@ -31,7 +31,7 @@ from zerojax.offload.host_arrays import Pace, Paces, layer_from_host, run_with_p
 from zerojax.program.layer_scan import Carry, Cut, LayerBody, SavedValues, Scanned
 from zerojax.program.part import GradientSink, Loop, PlannedPart, Weights
 from zerojax.sharding.placement import Leaf, is_in_host
-from zerojax.step.memory import GradientSums
+from zerojax.step.config import GradientSums
 from zerojax.utils.flags import select
 from zerojax.utils.text import error_text
 from zerojax.utils.typing import Array, ArrayLike, Aval, DTypeLike, PyTree, Shape

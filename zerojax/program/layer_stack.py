@@ -125,13 +125,17 @@ class LayerStack(Part):
         """The full leaves that the constants of the loop are computed from."""
         return dict(zip(self.const_leaves, self.gather(self.const_leaves, weights, schedule), strict=True))
 
-    def plain_values(self, data: Sequence[Array], consts: dict[int, Array]) -> dict[int, Array]:
-        """The operands that are not views of a leaf, by position."""
+    def plain_values(
+        self, data: Sequence[Array], consts: dict[int, Array]
+    ) -> tuple[list[Array], list[Array], list[Array]]:
+        """The operands that are not views of a leaf: constants, carry and other slices."""
         scope = dict(zip(self.segment.inputs, data, strict=True))
         scope |= {self.traced.leaf_vars[i]: full for i, full in consts.items()}
         self.traced.bind_weights(self.weight_operands.values(), scope)
-        atoms = {k: self.equation.invars[k] for k in self.positions.plain}
-        return {k: scope[a] if jaxprs.is_var(a) else jnp.asarray(a.val, a.aval.dtype) for k, a in atoms.items()}
+        atoms = [self.equation.invars[k] for k in self.positions.plain]
+        values = [scope[a] if jaxprs.is_var(a) else jnp.asarray(a.val, a.aval.dtype) for a in atoms]
+        first, end = self.scan.num_consts, self.scan.num_consts + self.scan.num_carry
+        return values[:first], values[first:end], values[end:]
 
     def cut(self, schedule: Schedule) -> Cut:
         """The cut of the loop, which is the same in both passes: one uses the values that the other saves."""
@@ -144,14 +148,11 @@ class LayerStack(Part):
         self, weights: Weights, data: Sequence[Array], schedule: Schedule, saver: Regather | None = None
     ) -> tuple[list[Array], SavedValues]:
         """(outputs of the segment, values that the layers save for the backward pass: none without `saver`)."""
-        values = self.plain_values(data, self.gather_consts(weights, schedule))
-        floating = [is_differentiable(self.equation.invars[k].aval) for k in self.positions.carry]
-        fixed = [values[k] for k in self.positions.consts]
+        fixed, carried, xs = self.plain_values(data, self.gather_consts(weights, schedule))
+        floating = [is_differentiable(a) for a in carried]
         body = ForwardLayer(self, fixed, floating, saver)
-        carry = body.split([values[k] for k in self.positions.carry])
-        xs = [values[k] for k in self.positions.xs]
         loop = Loop(self.views, Layers([], xs, self.cut(schedule), self.scan.reverse))
-        scanned, _ = weights.scan(body, carry, loop, schedule, GradientSink())
+        scanned, _ = weights.scan(body, body.split(carried), loop, schedule, GradientSink())
         out = dict(zip(self.equation.outvars, [*merge(floating, *scanned.carry), *scanned.ys], strict=True))
         return [out[v] for v in self.segment.outputs], scanned.saved
 
@@ -226,7 +227,7 @@ class LayerStackWithBackward(PlannedPart):
 
         # The cotangents of the loop's results.
         consts = part.gather_consts(weights, schedule)
-        values = part.plain_values(data, consts)
+        fixed, _, _ = part.plain_values(data, consts)
         given = dict(zip(self.outputs, cotangents, strict=True))
         out_grad = lambda v: given[v] if v in given else jnp.zeros(v.aval.shape, v.aval.dtype)
         carry_grads = [out_grad(v) for v in select(part.equation.outvars[:num_carry], self.carry_wanted)]
@@ -235,7 +236,6 @@ class LayerStackWithBackward(PlannedPart):
             saved = saved.with_last(lambda last: regather.delay_inputs(last, events(carry_grads)))
 
         # The loop: each layer is gathered, computed and reduced.
-        fixed = [values[k] for k in part.positions.consts]
         carried = select(data_wanted[:num_carry], self.carry_wanted)
         body = BackwardLayer(part, regather, fixed, carried)
         fixed_grads = [jnp.zeros(a.shape, a.dtype) for a in select(fixed, fixed_wanted)]

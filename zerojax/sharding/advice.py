@@ -87,7 +87,10 @@ def _zeros(leaf: Leaf, num_shards: int) -> int:
 
 def _advice(leaves: Sequence[Leaf], num_shards: int, stored: int, total: int) -> str:
     """The nearest number of devices with few zeros, and a hybrid mesh if it holds less."""
-    held = lambda n: total + sum(_zeros(leaf, n) for leaf in leaves)
+
+    def held(n: int) -> int:
+        return total + sum(_zeros(leaf, n) for leaf in leaves)
+
     factors = [r for r in range(2, num_shards) if num_shards % r == 0]
     hybrid = min(factors, key=lambda r: held(num_shards // r) * r, default=None)
     if hybrid is not None and held(num_shards // hybrid) * hybrid < stored:

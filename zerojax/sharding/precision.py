@@ -46,7 +46,10 @@ class Precision:
         """The `Precision` of a preset's name, or the given `Precision`.
 
         Args:
-            precision: a key of `PRECISIONS`, or a `Precision`.
+            precision: 'fp32', 'bf16', 'bf16_reduce_fp32', 'bf16_params', 'fp16' or a `Precision`.
+
+        Raises:
+            ValueError: if the name is unknown.
         """
         if isinstance(precision, Precision):
             return precision
@@ -62,8 +65,8 @@ class Precision:
         A frozen leaf is never widened: a base in bf16, fp8 or int8 stays as it is.
 
         Args:
-            dtype: of the parameter.
-            trainable: whether it is trained.
+            dtype: the dtype of the parameter in the model.
+            trainable: whether the parameter is trained.
         """
         frozen_is_narrow = jnp.dtype(dtype).itemsize <= jnp.dtype(self.compute_dtype).itemsize
         if not jnp.issubdtype(dtype, jnp.floating) or (not trainable and frozen_is_narrow):
@@ -75,7 +78,7 @@ class Precision:
         compute_dtype, as of a leaf that is computed in fp32 in spite of the precision.
 
         Args:
-            dtype: of the gradient.
+            dtype: the dtype of the gradient.
         """
         is_wide = jnp.dtype(dtype).itemsize > jnp.dtype(self.compute_dtype).itemsize
         return jnp.promote_types(dtype, self.reduce_dtype) if is_wide else jnp.dtype(self.reduce_dtype)

@@ -77,7 +77,10 @@ class Sums:
         """(The loss, the metrics): sums divided by their weights, or as they are if all of these are 0. The sums may be
         arrays of NumPy."""
         where = jnp.where if isinstance(self.loss.sum, jax.Array) else np.where
-        mean = lambda pair: pair.sum / where(pair.weight > 0, pair.weight, 1)
+
+        def mean(pair: PyTree) -> Array:  # a `Weighted`
+            return pair.sum / where(pair.weight > 0, pair.weight, 1)
+
         loss, metrics = mean(self.loss), {name: mean(pair) for name, pair in self.metrics.items()}
         if self.cut is not None:
             sums, largest = iter(self.parts), iter(self.largest)
@@ -119,7 +122,10 @@ class Output:
         loss, metrics, parts = jax.tree.map(
             lambda a: jnp.asarray(a, jnp.float32), (self.loss, self.metrics, self.parts)
         )
-        over_rows = lambda mean: Weighted(mean * (num_rows or 1), jnp.float32(num_rows or 1))
+
+        def over_rows(mean: Array) -> Weighted:
+            return Weighted(mean * (num_rows or 1), jnp.float32(num_rows or 1))
+
         if num_rows:
             metrics = {name: over_rows(each.sum) if name in self.plain else each for name, each in metrics.items()}
             loss = loss if self.is_weighted else over_rows(loss.sum)

@@ -71,10 +71,12 @@ def _split_nnx(module: nnx.Module) -> tuple[Model, PyTree, PyTree, PyTree, list[
     graph, params, model_state = nnx.split(module, nnx.Param, ...)
     tree, created = jax.tree.structure(params), jax.tree.structure(model_state)
     state_paths = by_path(model_state).keys()
-    differing = lambda other: abbreviate(sorted(state_paths ^ by_path(other).keys()), separator=", ")
     pure = nnx.to_pure_dict(params)
     if len(jax.tree.leaves(pure)) != tree.num_leaves:
         raise ValueError("init: an nnx.Param is not an array\n  fix:      store exactly one array in each nnx.Param")
+
+    def differing(other: PyTree) -> str:
+        return abbreviate(sorted(state_paths ^ by_path(other).keys()), separator=", ")
 
     # Merge.
     def merge(params: PyTree, model_state: PyTree) -> nnx.Module:

@@ -278,22 +278,27 @@ def check_not_donated(state: TrainState) -> None:
     The runtime would end the process. Avals are ignored.
     """
     check_is_state(state)
-    is_deleted = lambda a: isinstance(a, jax.Array) and not isinstance(a, Tracer) and a.is_deleted()
-    if not any(map(is_deleted, jax.tree.leaves(state))):
-        return
-    deleted = next(path for path, a in jax.tree_util.tree_leaves_with_path(state) if is_deleted(a))
-    raise ValueError(
-        f"state: it was donated to a step, which updated it in place\n"
-        f"  got:      {placement.path_text(deleted)!r} is deleted\n"
-        f"  fix:      continue with the state that the step returned: state, metrics = step(state, batch)"
-    )
+
+    def is_deleted(a: object) -> bool:
+        return isinstance(a, jax.Array) and not isinstance(a, Tracer) and a.is_deleted()
+
+    if any(map(is_deleted, jax.tree.leaves(state))):
+        deleted = next(path for path, a in by_path(state).items() if is_deleted(a))
+        raise ValueError(
+            f"state: it was donated to a step, which updated it in place\n"
+            f"  got:      {deleted!r} is deleted\n"
+            f"  fix:      continue with the state that the step returned: state, metrics = step(state, batch)"
+        )
 
 
 def logical_avals(state: TrainState) -> TrainState:
     """The avals of a state without the zeros with which its arrays are stored, and without shardings."""
     layout = state.layout
     trained = layout.trained_avals()
-    like = lambda tree, shapes: jax.tree.map(lambda a, f: jax.ShapeDtypeStruct(f.shape, a.dtype), tree, shapes)
+
+    def like(tree: PyTree, shapes: PyTree) -> PyTree:
+        return jax.tree.map(lambda a, full: jax.ShapeDtypeStruct(full.shape, a.dtype), tree, shapes)
+
     return dataclasses.replace(
         jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), state),
         params=like(state.params, jax.tree.unflatten(layout.tree, layout.leaves)),

@@ -150,7 +150,9 @@ def _update_whole(gradient: DeviceGradient, state: TrainState, step: StepGrads) 
     updated = padding.padded(optax.apply_updates(before, updates), zeros)
 
     # Keep what was, if a gradient is not finite.
-    keep = lambda new, old: jax.tree.map(lambda n, o: lax.select(finite, n, o), new, old)
+    def keep(new: PyTree, old: PyTree) -> PyTree:
+        return jax.tree.map(lambda n, o: lax.select(finite, n, o), new, old)
+
     new = lax.with_sharding_constraint(keep(updated, old), optimizer_shardings(config, layout))
     master = None if state.master is None else new
     return Updated(layout.cast_trained(new), master, keep(opt_state, state.opt_state), None)

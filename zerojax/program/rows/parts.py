@@ -52,9 +52,10 @@ def _as_dtype(part: Array, dtype: DTypeLike) -> Array:
 
 def row_parts(trace: RowTrace, results: Mapping[str, Atom]) -> RowParts | None:
     """Cuts results of a traced loss; None if one of them is not computed from parts alone, or the parts are large."""
+    # The equations that can be computed anywhere.
     equations = trace.closed.jaxpr.eqns
     producers = {v: k for k, equation in enumerate(equations) for v in equation.outvars}
-    constant: list[bool] = []  # whether it can be computed anywhere
+    constant: list[bool] = []
     for equation in equations:
         sources = [producers.get(v) for v in jaxprs.variables(equation)]
         constant.append(not equation.effects and all(k is not None and constant[k] for k in sources))

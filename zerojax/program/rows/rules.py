@@ -151,8 +151,7 @@ def _tile(equation: Equation, values: Sequence[RowValue]) -> RowValue:
     return _moved(v, tuple(((n, False), *own) for n, own in zip(reps, v.dims, strict=False)))
 
 
-_PICKS = frozenset({"slice", "dynamic_slice", "rev", "split"})
-_SUMS = frozenset({"cumsum", "reduce_window_sum"})
+_LINEAR_CUTS = frozenset({"slice", "dynamic_slice", "rev", "cumsum", "reduce_window_sum"})
 
 
 def _cut(equation: Equation, values: Sequence[RowValue]) -> RowValue | list[RowValue]:
@@ -161,7 +160,7 @@ def _cut(equation: Equation, values: Sequence[RowValue]) -> RowValue | list[RowV
     if not are_same(values[1:]):
         return _unknown(equation, values)
     if not v.has_rows:
-        return _moved(v, ()) if name in _PICKS or (name in _SUMS and v.is_linear) else derived([v])
+        return _moved(v, ()) if name == "split" or (name in _LINEAR_CUTS and v.is_linear) else derived([v])
     changes = {} if name == "split" else {"scaled": False, "counts": ()}
     found = []
     for out in equation.outvars:

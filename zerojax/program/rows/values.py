@@ -133,6 +133,7 @@ def reshaped(dims: Sequence[Factors], shape: Shape) -> tuple[Factors, ...] | Non
     left = [f for factors in dims for f in factors if f[0] != 1 or f[1]]
     found: list[list[tuple[int, bool]]] = []
     for size in shape:
+        # Factors from the left, until they make the size.
         own, rest = [], size
         while left and (rest > 1 or (not own and left[0][0] == 1)):
             factor, flag = left.pop(0)
@@ -149,7 +150,8 @@ def reshaped(dims: Sequence[Factors], shape: Shape) -> tuple[Factors, ...] | Non
             else:
                 return None
         found.append(own or [(size, False)])
-    if any(flag for _, flag in left):  # a dim of a single row, which no dim of the result stands for
+    # A dim of a single row, which no dim of the result stands for.
+    if any(flag for _, flag in left):
         if not found:
             return None
         found[-1] += [f for f in left if f[1]]
