@@ -310,7 +310,7 @@ def a_step_is_trained_saved_and_restored() -> str:
 
 def the_checkpoint_is_verified() -> None:
     shown = command("checkpoint", "verify", "run")
-    require("kernel" in shown, f"no array is named in\n{shown}")
+    require("arrays are intact" in shown, f"it does not say that arrays are intact:\n{shown}")
     require("1" in command("checkpoint", "ls", "run", "--verify"), "no step is listed")
 
 

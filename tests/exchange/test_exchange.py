@@ -1,6 +1,7 @@
 """Checkpoints on the command line, and parameters exported to and loaded from safetensors files."""
 
 import json
+import re
 import shutil
 
 import jax
@@ -64,13 +65,15 @@ def test_arrays_are_listed_and_verified(saved, tmp_path):
     assert shown.exit_code == 0 and "params/layers/0/w" in shown.stdout and "float32[32,32]" in shown.stdout
     assert "saved at stage 3 on data 8, float32, computed in bfloat16" in shown.stdout
     directory = shutil.copytree(saved[0], tmp_path / "copy")
-    assert command("verify", directory).exit_code == 0
+    shown = command("verify", directory)
+    assert shown.exit_code == 0 and re.fullmatch(r"step 4: (\d+) of \1 arrays are intact\n", shown.stdout)
     cut(largest_file(directory))
     shown = command("verify", directory)
-    assert shown.exit_code == 1 and "cannot be read" not in shown.output.splitlines()[-1]
+    assert shown.exit_code == 1 and " arrays are intact, " in shown.stdout.splitlines()[0]
     manifest = store.read_manifest(directory, 4)
     damaged = [path for path, problem in verify_arrays(directory, 4, manifest) if problem]
     assert damaged and all(path in shown.stdout for path in damaged)
+    assert len(shown.stdout.splitlines()) == (1 if len(damaged) == 1 else 1 + len(damaged))
 
 
 def test_differences_between_two_steps_are_shown(saved):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from zerojax.checkpoints import store
@@ -56,29 +56,25 @@ def _status(directory: Path, step: int, path: Path, verify: bool) -> tuple[Manif
     return manifest, f"{len(damaged)} of {len(manifest.leaves)} arrays damaged: {damaged[0]}" if damaged else "ok"
 
 
-def leaves_table(manifest: Manifest, to: Screen, problems: Mapping[str, str | None] | None = None) -> TextTable:
+def leaves_table(manifest: Manifest, to: Screen) -> TextTable:
     """Returns a table of the arrays of a step.
 
     Args:
         manifest: of the step.
         to: whether equal layers are shown as one row, without their digests.
-        problems: what is wrong with each array, as `pieces.verify_arrays` yields it; adds a column with the status.
     """
     held = f"{len(manifest.leaves):,} arrays, {bytes_text(manifest.num_bytes)}"
     title = f"Step {manifest.step}: {held}, saved at stage {manifest.stage} on {mesh_text(manifest.mesh)},"
     versions = ", ".join(map(" ".join, manifest.versions.items()))
     columns = [Column("array", wraps=True), Column("type"), Column("size", right=True), Column("digest")]
-    columns += [Column("status", wraps=True)] if problems is not None else []
-    status = lambda path: problems.get(path) or "ok" if problems is not None else ""
     paths = list(manifest.leaves)
-    kinds = [(_type(leaf), status(path), to.folds or path) for path, leaf in manifest.leaves.items()]
+    kinds = [(_type(leaf), to.folds or path) for path, leaf in manifest.leaves.items()]
     rows = []
     for each in fold(paths, kinds):
         leaves = [manifest.leaves[paths[k]] for k in each.members]
         digest = leaves[0].digest if len(leaves) == 1 else "one each"
         size = bytes_text(sum(map(num_bytes, leaves)))
-        row = [each.text, _type(leaves[0]), size, digest, status(paths[each.members[0]])]
-        rows.append(row[: len(columns)])
+        rows.append([each.text, _type(leaves[0]), size, digest])
     return _table([f"{title} {_dtypes(manifest)}", versions], columns, rows)
 
 

@@ -96,15 +96,22 @@ def inspect(directory: Path | str, step: int | None) -> None:
 def verify(directory: Path | str, step: int | None) -> None:
     """Read every array of a step and check its digest.
 
-    The exit code is 1 if an array is damaged.
+    Prints how many are intact, and what is damaged. The exit code is 1 if an array is.
     """
-    from zerojax.checkpoints import pieces, show
+    from zerojax.checkpoints import pieces
+    from zerojax.checkpoints.manifest import plain_text
 
     local = _on_disk(directory, step)
     manifest = _manifest(local, step)
-    wrong = dict(pieces.verify_arrays(local, manifest.step, manifest))
-    print_table(show.leaves_table(manifest, screen(), wrong))
-    raise SystemExit(1 if any(wrong.values()) else 0)
+    found = list(pieces.verify_arrays(local, manifest.step, manifest))
+    wrong = [f"{plain_text(path)}: {plain_text(problem)}" for path, problem in found if problem]
+    intact = f"step {manifest.step}: {len(found) - len(wrong):,} of {len(found):,} arrays are intact"
+    if len(wrong) > 1:
+        click.echo(f"{intact}, {len(wrong):,} are damaged:")
+    click.echo(
+        "\n".join(f"  {each}" for each in wrong) if len(wrong) > 1 else ", 1 is damaged: ".join([intact, *wrong])
+    )
+    raise SystemExit(1 if wrong else 0)
 
 
 @checkpoint.command()

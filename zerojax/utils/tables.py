@@ -13,6 +13,7 @@ from typing import NamedTuple
 from zerojax.utils.text import SPACE, pieces, wrapped
 
 FILE_WIDTH = 120
+_UNLIMITED = 10**6
 _GAP = 2  # between two columns
 
 
@@ -27,10 +28,13 @@ TO_FILE = Screen(FILE_WIDTH, folds=False)
 
 
 def screen() -> Screen:
-    """The terminal that the program writes to, a notebook, or `TO_FILE`. The variable COLUMNS sets the width."""
+    """The terminal that the program writes to, a notebook, or a file or pipe, whose rows are one line each.
+
+    The variable COLUMNS sets the width.
+    """
     is_terminal = getattr(sys.stdout, "isatty", lambda: False)()  # programs replace it
-    is_notebook = "ipykernel" in sys.modules
-    return Screen(shutil.get_terminal_size((FILE_WIDTH, 0)).columns, is_notebook or is_terminal)
+    folds = is_terminal or "ipykernel" in sys.modules
+    return Screen(shutil.get_terminal_size((FILE_WIDTH if folds else _UNLIMITED, 0)).columns, folds)
 
 
 class Column(NamedTuple):
