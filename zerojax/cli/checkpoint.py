@@ -107,10 +107,9 @@ def verify(directory: Path | str, step: int | None) -> None:
     wrong = [f"{plain_text(path)}: {plain_text(problem)}" for path, problem in found if problem]
     intact = f"step {manifest.step}: {len(found) - len(wrong):,} of {len(found):,} arrays are intact"
     if len(wrong) > 1:
-        click.echo(f"{intact}, {len(wrong):,} are damaged:")
-    click.echo(
-        "\n".join(f"  {each}" for each in wrong) if len(wrong) > 1 else ", 1 is damaged: ".join([intact, *wrong])
-    )
+        click.echo("\n  ".join([f"{intact}, {len(wrong):,} are damaged:", *wrong]))
+    else:
+        click.echo(", 1 is damaged: ".join([intact, *wrong]))
     raise SystemExit(1 if wrong else 0)
 
 
