@@ -24,7 +24,7 @@ FAULTS, CHECKPOINTS = "tests/checkpoints/test_faults.py", "tests/checkpoints/tes
 ERRORS, PRECISION = "tests/docs/test_errors.py", "tests/step/test_precision.py"
 AGREEMENT, DIRECTORIES = "tests/processes/test_agreement.py", "tests/checkpoints/test_directories.py"
 FIT, BATCHES, GUARDS = "tests/training/test_fit.py", "tests/step/test_batches.py", "tests/step/test_guards.py"
-LAUNCH = "tests/processes/test_launch.py"
+LAUNCH, REMOTE = "tests/processes/test_launch.py", "tests/checkpoints/test_remote_copy.py"
 SKIPPED = f"{PRECISION}::test_a_step_with_a_bad_gradient_is_skipped"
 # (the fault, the tests of the expected behavior)
 ROWS = [
@@ -177,6 +177,27 @@ ROWS = [
         "an exception in a running step, Ctrl-C twice during a save",
         [f"{FIT}::test_an_exception_in_a_running_step", f"{FAULTS}::test_a_second_ctrl_c"],
     ),
+    ("a loss of power after a step is complete", [f"{FAULTS}::test_a_step_that_was_called_complete"]),
+    ("a glob character in the URL of remote storage", [f"{REMOTE}::test_names_of_runs_are_no_patterns"]),
+    (
+        "a run that is suspended while it copies, and goes on when another has taken over",
+        [f"{REMOTE}::test_a_suspended_run_changes_nothing", f"{REMOTE}::test_two_runs_that_are_suspended"],
+    ),
+    (
+        "a damaged array that is exported or fetched",
+        ["tests/exchange/test_exchange.py::test_nothing_is_exported", f"{REMOTE}::test_a_damaged_copy_is_not_used"],
+    ),
+    (
+        "remote storage that is down, or never answers at SIGTERM",
+        [f"{REMOTE}::test_a_server_that_is_down", f"{REMOTE}::test_frozen_storage"],
+    ),
+    ("a save that fails once", [f"{CHECKPOINTS}::test_a_failed_save_is_reported"]),
+    (
+        "a step that is damaged on disk and intact in remote storage, or the other way round",
+        [f"{REMOTE}::test_a_damaged_step_is_restored", f"{REMOTE}::test_no_intact_copy_is_deleted"],
+    ),
+    ("ten thousand leaves with other names", ["tests/checkpoints/test_many_mismatches.py::test_ten_thousand_leaves"]),
+    ("what a killed run left of its copies", [f"{REMOTE}::test_what_a_killed_run_left"]),
 ]
 
 

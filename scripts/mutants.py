@@ -103,7 +103,7 @@ def definitions(tree, prefix=""):
     """Yields (name with the names of what it is defined in, node) for functions, classes and assigned constants."""
     for node in ast.iter_child_nodes(tree):
         name = ""
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             name = f"{prefix}{node.name}"
             yield name, node
         elif isinstance(node, (ast.Assign, ast.AnnAssign)) and not isinstance(tree, ast.FunctionDef):

@@ -76,6 +76,14 @@ def test_arrays_are_listed_and_verified(saved, tmp_path):
     assert len(shown.stdout.splitlines()) == (1 if len(damaged) == 1 else 1 + len(damaged))
 
 
+def test_nothing_is_exported_from_a_damaged_array(saved, tmp_path):
+    directory = shutil.copytree(saved[0], tmp_path / "copy")
+    flip(largest_file(directory))
+    shown = command("export", directory, tmp_path / "model")
+    assert shown.exit_code == 1 and "arrays of step 4 are damaged" in shown.output
+    assert not list((tmp_path / "model").glob("*"))
+
+
 def test_differences_between_two_steps_are_shown(saved):
     assert command("diff", saved[0], 4, 4).exit_code == 0
     shown = command("diff", saved[0], 2, 4)
