@@ -1,6 +1,7 @@
 """Checkpoints of strangers: whatever is in their files, memory is bounded, and names are shown as plain text."""
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -159,7 +160,7 @@ def test_a_shape_that_is_larger_than_what_was_written(tmp_path):
     turned = {"w": {"name": "w", "dims": "out in -> in out"}}
     with pytest.raises(CheckpointCorrupted, match="needs 91626143744 chunks"):
         parameters.export(tmp_path, STEP, tmp_path / "model", mapping=turned)
-    assert list((tmp_path / "model").iterdir()) == []
+    assert not (tmp_path / "model").exists()
 
 
 def test_a_chunk_that_is_missing_is_not_read_as_zeros(tmp_path):
@@ -283,3 +284,23 @@ def test_a_manifest_that_is_too_large(tmp_path, monkeypatch):
         store.read_manifest(tmp_path, STEP)
     with pytest.raises(ValueError, match=r"is too large\n  got:      .* bytes, 4004 of them states of data iterators"):
         manifest.to_json(describe({}, data=["x" * 4000]))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "link", "pipe for the manifest"])
+def test_links_and_pipes_are_refused(tmp_path, kind):
+    """At once: opening a pipe waits for somebody who writes to it, and a link may lead anywhere."""
+    write_manifest(tmp_path, manifest.to_json(describe({"a": record(GOOD)})))
+    write_array(open_files(tmp_path), "a", [3, 4], [3, 4], {"0.0": zstd(GOOD.tobytes())})
+    assert not any(problem for _, problem in pieces.verify_arrays(tmp_path, STEP, store.read_manifest(tmp_path, STEP)))
+    folder = store.folder(tmp_path, STEP)
+    strange = folder / ("manifest/metadata" if kind == "pipe for the manifest" else "arrays/strange")
+    strange.unlink(missing_ok=True)
+    if kind == "link":
+        strange.symlink_to("/etc/passwd")
+    else:
+        os.mkfifo(strange)
+    result = CliRunner().invoke(main, ["checkpoint", "verify", str(tmp_path)])
+    assert result.exit_code == 1
+    assert (
+        "it is no regular file" in result.output if "manifest" in kind else "contains a link, a pipe" in result.output
+    )

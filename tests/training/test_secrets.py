@@ -1,5 +1,6 @@
 """Secrets in the configuration or the command line are not written down, and a run is private to its owner."""
 
+import contextlib
 import json
 import os
 import stat
@@ -56,3 +57,15 @@ def test_the_permissions_of_a_directory_that_exists_stay(folder):
     folder.chmod(0o750)
     run(setting().train_step(loss), folder, 1)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o750
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "starts.jsonl"])
+def test_links_in_the_directory_of_a_run_are_not_written_through(tmp_path, name):
+    """Somebody else who may write there cannot make a run change a file outside."""
+    outside = tmp_path / "outside"
+    outside.write_text("mine\n")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(outside)
+    with contextlib.suppress(OSError, ValueError, RuntimeError):
+        run(setting().train_step(loss), tmp_path / "run", 1)
+    assert outside.read_text() == "mine\n"

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from zerojax.checkpoints.contents import OPTIMIZER
 from zerojax.sharding.precision import DTYPE_FIELDS
+from zerojax.utils.files import open_regular
 from zerojax.utils.text import SPACE, abbreviate, fold
 from zerojax.utils.typing import Aval, Shape
 from zerojax.utils.versions import __version__
@@ -93,7 +94,7 @@ def read_json(file: Path) -> Any:
     Raises:
         OSError, ValueError, RecursionError: if it cannot be read, is not JSON, or is larger than a manifest may be.
     """
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         content = opened.read(MAX_MANIFEST_BYTES + 1)
     if len(content) > MAX_MANIFEST_BYTES:
         raise ValueError(f"it has more than {MAX_MANIFEST_BYTES} bytes")

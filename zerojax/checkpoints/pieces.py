@@ -20,6 +20,7 @@ import numpy as np
 from zerojax.checkpoints import store
 from zerojax.checkpoints.digest import HostDigest
 from zerojax.checkpoints.manifest import CheckpointCorrupted, LeafRecord, Manifest, plain_text
+from zerojax.utils.files import irregular
 from zerojax.utils.text import bytes_text
 from zerojax.utils.typing import Shape
 
@@ -40,12 +41,20 @@ class LimitedReader:
     Args:
         directory, step: the checkpoint.
 
+    Raises:
+        CheckpointCorrupted: if its folder contains a link, a pipe or a device.
+
     Cost: the process starts with the first read, in a third of a second, and passes arrays on through a pipe. There is
     no limit on time: it is that of reading as many bytes as the manifest states.
     """
 
     def __init__(self, directory: Path, step: int):
         self._folder, self._step_folder = store.arrays_folder(directory, step), store.folder(directory, step)
+        if strange := irregular(self._step_folder):
+            raise CheckpointCorrupted(
+                f"checkpoint: {self._step_folder} contains a link, a pipe or a device\n"
+                f"  got:      {plain_text(str(strange[0]))}\n  fix:      copy the step with `cp -rL`, if you trust it"
+            )
         self._process: subprocess.Popen[bytes] | None = None
         self._stderr: Any = None
 

@@ -86,7 +86,7 @@ class DirectoryLock:
         self._descriptors: list[int] = []
         try:
             self._is_directory_locked = self._lock(os.open(directory, os.O_RDONLY | os.O_DIRECTORY))
-            if not self._lock(os.open(directory / _FILE, os.O_RDWR | os.O_CREAT, 0o666)):
+            if not self._lock(os.open(directory / _FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)):
                 log.warning("checkpoints: %s cannot be locked; make sure that only one run uses it", directory)
         except BaseException:
             self.release()

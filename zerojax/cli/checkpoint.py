@@ -103,7 +103,8 @@ def verify(directory: Path | str, step: int | None) -> None:
 
     local = _on_disk(directory, step)
     manifest = _manifest(local, step)
-    found = list(pieces.verify_arrays(local, manifest.step, manifest))
+    with without_traceback():
+        found = list(pieces.verify_arrays(local, manifest.step, manifest))
     wrong = [f"{plain_text(path)}: {plain_text(problem)}" for path, problem in found if problem]
     intact = f"step {manifest.step}: {len(found) - len(wrong):,} of {len(found):,} arrays are intact"
     if len(wrong) > 1:

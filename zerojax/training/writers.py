@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from zerojax.processes.agreement import versions
 from zerojax.sharding.precision import DTYPE_FIELDS
 from zerojax.step.config import ZeroConfig
-from zerojax.utils.files import write_atomically
+from zerojax.utils.files import open_regular, write_atomically
 from zerojax.utils.text import error_text, masked
 
 log = logging.getLogger("zerojax")
@@ -58,7 +58,7 @@ class JsonlWriter:
     def __init__(self, path: Path, start: int):
         if path.exists():
             _remove_rows_after(path, start)
-        self._path, self._file = path, path.open("a")
+        self._path, self._file = path, open_regular(path, "a")
 
     def write(self, step: int, row: MetricsRow) -> None:
         first = {"step": step, "time": round(time.time(), 3)}
@@ -104,7 +104,10 @@ def _step_of(line: str) -> int | None:
 
 
 def _lines(path: Path) -> list[str]:
-    return path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
+    if not os.path.lexists(path):
+        return []
+    with open_regular(path) as file:
+        return file.read().decode(errors="replace").splitlines(keepends=True)
 
 
 class TensorBoardWriter:
@@ -140,10 +143,12 @@ class WandbWriter:
         if self._owns_run:
             file = folder / "wandb_id"
             if not file.exists():
-                file.write_text(uuid.uuid4().hex[:12])
+                write_atomically(file, uuid.uuid4().hex[:12])
+            with open_regular(file, "r") as opened:
+                run_id = opened.read(100)
             wandb.init(
                 dir=str(folder),
-                id=file.read_text(),
+                id=run_id,
                 name=folder.name,
                 resume="allow",
                 config=_masked_config(config),

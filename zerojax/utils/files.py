@@ -6,9 +6,12 @@ that make them visible, and what they replace is deleted last: each is on the di
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import uuid
 from pathlib import Path
+from typing import IO, Any
 
 
 def sync(path: Path) -> None:
@@ -26,6 +29,29 @@ def sync_tree(folder: Path) -> None:
         for name in names:
             sync(Path(path, name))
         sync(Path(path))
+
+
+def open_regular(path: Path, mode: str = "rb") -> IO[Any]:
+    """Opens a file that others may have made. Unlike `open`, it follows no link, and does not wait for a pipe.
+
+    Raises:
+        OSError: if the path is no regular file.
+    """
+
+    def opener(name: str, flags: int) -> int:
+        descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "it is no regular file", name)
+        return descriptor
+
+    return open(path, mode, opener=opener)
+
+
+def irregular(folder: Path) -> list[Path]:
+    """What is in a folder, at any depth, and is neither a regular file nor a folder: links, pipes, devices."""
+    paths = (Path(root, name) for root, folders, names in os.walk(folder) for name in (*folders, *names))
+    return [path for path in paths if not stat.S_ISREG(mode := path.lstat().st_mode) and not stat.S_ISDIR(mode)]
 
 
 def rename(source: Path, target: Path) -> None:
