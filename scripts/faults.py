@@ -196,6 +196,11 @@ ROWS = [
         "a step that is damaged on disk and intact in remote storage, or the other way round",
         [f"{REMOTE}::test_a_damaged_step_is_restored", f"{REMOTE}::test_no_intact_copy_is_deleted"],
     ),
+    ("another rate, optimizer or seed than in the step", [f"{CHECKPOINTS}::test_what_a_step_has_different"]),
+    (
+        "links and pipes in files of others",
+        ["tests/checkpoints/test_strangers.py::test_links_and_pipes", "tests/training/test_secrets.py::test_links"],
+    ),
     ("ten thousand leaves with other names", ["tests/checkpoints/test_many_mismatches.py::test_ten_thousand_leaves"]),
     ("what a killed run left of its copies", [f"{REMOTE}::test_what_a_killed_run_left"]),
 ]

@@ -243,6 +243,31 @@ def test_another_optimizer_is_an_error_unless_allowed(saved):
         assert found["params/odd"] == saved[2]["params/odd"] and int(state.step) == 4
 
 
+def resumed(directory, tx, seed=0):
+    """What is said when a run of one step continues with this optimizer."""
+    zero = setting()
+    with zero.checkpoints(directory) as checkpoints:
+        return checkpoints.resume(zero.init(create, tx, seed=seed))[0]
+
+
+def test_what_a_step_has_different_from_the_program_is_told_in_a_line_each(tmp_path, caplog):
+    """Constants of the optimizer are those of the program; rates in its state and the random key those of the step."""
+    injected = lambda rate, b1=0.9: optax.inject_hyperparams(optax.adam)(learning_rate=rate, b1=b1)
+    train(setting(), tmp_path / "a", 2, optax.adamw(1e-2))
+    train(setting(), tmp_path / "b", 2, injected(1e-2))
+    caplog.clear()
+    resumed(tmp_path / "a", optax.adamw(1e-2))
+    resumed(tmp_path / "b", injected(1e-2))
+    assert [record for record in caplog.records if "step 2 " in record.getMessage() and record.levelno > 20] == []
+
+    resumed(tmp_path / "a", optax.adamw(1e-2, b1=0.8), seed=1)
+    assert "step 2 was saved with another optimizer: scale_by_adam.b1: 0.9, now 0.8" in caplog.text
+    assert "step 2 replaces values of the program: another seed" in caplog.text
+    state = resumed(tmp_path / "b", injected(1e-3))
+    rate = float(state.opt_state.hyperparams["learning_rate"])
+    assert "opt_state/hyperparams/learning_rate 0.01, not 0.001" in caplog.text and rate == pytest.approx(1e-2)
+
+
 def test_missing_and_extra_leaves_are_reported_with_the_nearest_name(saved):
     zero = setting()
     fresh = zero.init(renamed, optax.sgd(0.1))

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from zerojax.checkpoints.digest import Digest
@@ -133,6 +134,20 @@ def continued_counts(avals: Mapping[str, Aval], arrays: Mapping[str, Array]) -> 
     count = max(saved) if saved else int(arrays["step"]) - int(arrays["skipped"])
     fresh = {path: a for path, a in avals.items() if is_count(path) and path not in arrays}
     return {path: jax.device_put(jnp.asarray(count, a.dtype), a.sharding) for path, a in fresh.items()}
+
+
+def settings(state: TrainState) -> dict[str, np.ndarray]:
+    """The values of a state that a program chooses, by path; not those of avals.
+
+    They are the random key, and hyperparameters in the optimizer's state (`optax.inject_hyperparams`).
+    """
+    is_setting = lambda path, a: path == "key" or ("/hyperparams/" in path and a.ndim == 0)
+    return {path: on_host(a) for path, a in arrays(state).items() if not _is_aval(a) and is_setting(path, a)}
+
+
+def on_host(a: Array) -> np.ndarray:
+    """The values of an array that every device holds."""
+    return np.asarray(a.addressable_data(0))
 
 
 def _has_params(paths: Iterable[str]) -> bool:

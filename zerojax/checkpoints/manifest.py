@@ -64,6 +64,7 @@ class Manifest:
         precision: names of its `param_dtype`, `compute_dtype` and `reduce_dtype`.
         versions: of packages.
         data: the states of the data iterator, one per process; None if there was none.
+        optimizer: its functions and their constants, see `optimizers.constants`; empty if they are not known.
     """
 
     step: int
@@ -73,6 +74,7 @@ class Manifest:
     precision: Mapping[str, str]
     versions: Mapping[str, str]
     data: Sequence[object] | None = None
+    optimizer: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -176,6 +178,7 @@ def _parsed(content: dict[str, Any]) -> Manifest:
     _require(type(manifest.step) is int and type(manifest.stage) is int, "step and stage must be integers")
     _require(_is_mapping(manifest.mesh, int), "mesh must map axis names to sizes")
     _require(_is_mapping(manifest.versions, str), "versions must map packages to versions")
+    _require(_is_mapping(manifest.optimizer, str), "optimizer must map constants to texts")
     _require(
         _is_mapping(manifest.precision, str) and manifest.precision.keys() >= {*DTYPE_FIELDS}, "precision lacks a dtype"
     )

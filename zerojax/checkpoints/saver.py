@@ -26,8 +26,10 @@ from zerojax.checkpoints.raise_on_all_processes import raise_on_all_processes
 from zerojax.checkpoints.replicas import check_replicas, has_copies
 from zerojax.checkpoints.run_directory import RunDirectory
 from zerojax.checkpoints.store import Store
+from zerojax.step import optimizers
 from zerojax.step.config import ZeroConfig
 from zerojax.step.state import TrainState, check_not_donated
+from zerojax.utils.text import abbreviate
 from zerojax.utils.typing import Array
 
 log = logging.getLogger("zerojax")
@@ -136,6 +138,7 @@ class Saver:
             self._dtypes(),
             {name: metadata.version(name) for name in _PACKAGES},
             _get_states(data),
+            optimizers.constants(state.layout.tx),
         )
         self._directory.check_held(self.saved_step)
         self._saving_step = step
@@ -227,12 +230,15 @@ def restore(
         return saved, manifests.paths_to_read(saved, _selected(logical, only), allowed, where), states
 
     saved, paths, iterator_states = raise_on_all_processes(prepare, where)
+    settings = contents.settings(state)
     contents.free(state, paths)
     leaves, stored = {p: saved.leaves[p] for p in paths}, {p: avals[p] for p in paths}
     arrays = raise_on_all_processes(lambda: store.read_arrays(directory, step, leaves, stored), where)
     _check_digests(saved, arrays, where)
     for iterator_state in iterator_states:
         data.set_state(iterator_state)
+    for text in _differences(saved, optimizers.constants(state.layout.tx), settings, arrays, allowed):
+        log.warning("checkpoint: step %d %s", step, text)
     if allowed.optimizer == "changed":
         arrays |= contents.continued_counts(avals, arrays)
         ours, theirs = ({p for p in tree if p.startswith(contents.OPTIMIZER)} for tree in (avals, saved.leaves))
@@ -241,6 +247,30 @@ def restore(
             *map(len, (ours & theirs, ours - theirs, theirs - ours)),
         )
     return contents.with_arrays(state, {path: a.astype(avals[path].dtype) for path, a in arrays.items()}), saved
+
+
+def _differences(
+    saved: Manifest,
+    constants: Mapping[str, str],
+    settings: Mapping[str, np.ndarray],
+    arrays: Mapping[str, Array],
+    allowed: Allowed,
+) -> list[str]:
+    """What a step has different from the program: constants, which are those of the program from now on, and values in
+    the state, such as a rate of `optax.inject_hyperparams` or the random key, which are those of the step."""
+    texts = []
+    changed = [name for name in {**saved.optimizer, **constants} if saved.optimizer.get(name) != constants.get(name)]
+    if saved.optimizer and changed and allowed.optimizer == "same":
+        named = (f"{name}: {saved.optimizer.get(name, 'none')}, now {constants.get(name, 'none')}" for name in changed)
+        texts.append(f"was saved with another optimizer: {abbreviate(list(named), separator='; ')}")
+    found = {path: contents.on_host(arrays[path]) for path in settings if path in arrays}
+    kept = [path for path, value in found.items() if not np.array_equal(value, settings[path])]
+    if kept:
+        named = (
+            "another seed" if path == "key" else f"{path} {found[path]:.6g}, not {settings[path]:.6g}" for path in kept
+        )
+        texts.append(f"replaces values of the program: {abbreviate(list(named), separator='; ')}")
+    return texts
 
 
 def _selected(avals: dict[str, Any], globs: Sequence[str]) -> dict[str, Any]:

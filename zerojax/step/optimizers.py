@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,6 +104,22 @@ def scheduled_learning_rate(tx: optax.GradientTransformation, opt_state: PyTree)
         return None
     rate = jnp.asarray(rates[0](counts[0]), jnp.float32)
     return None if rate.ndim else rate
+
+
+def constants(tx: optax.GradientTransformation) -> dict[str, str]:
+    """The numbers, flags and names that the functions of a transformation close over: {'scale_by_adam.b1': '0.9', ..}.
+
+    Each function that makes a transformation is there without a constant, too. The n-th of a name has '#n' behind it.
+    """
+    found: dict[str, str] = {}
+    for function in _functions(tx):
+        maker = function.__qualname__.partition(".")[0]
+        found.setdefault(maker, "")
+        for name, value in _closure(function).items():
+            if isinstance(value, bool | int | float | str):
+                names = (f"{maker}.{name}{f'#{k}' if k > 1 else ''}" for k in itertools.count(1))
+                found[next(each for each in names if each not in found)] = str(value)
+    return found
 
 
 def optimizer_function(equation: Equation) -> str | None:
