@@ -13,7 +13,7 @@ from zerojax.checkpoints import lease, remote_copy  # noqa: E402
 
 lease.EXPIRY_S = 1.0  # of the lease of a run that was killed
 remote_copy.STILL_S = 2.0
-logging.basicConfig(level=logging.INFO, format="%(message)s")
+logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)  # absl has configured it
 logging.getLogger("absl").setLevel(logging.ERROR)
 directory, url, num_steps = sys.argv[1:]
 
