@@ -139,14 +139,6 @@ def test_checkpoints_fold_equal_layers_on_a_terminal(saved):
         assert re.search(rf"^{path} .*{leaf.digest}$", complete, re.MULTILINE), path
 
 
-def test_a_damaged_array_is_not_folded(saved):
-    manifest = store.read_manifest(saved, 4)
-    problems = dict.fromkeys(manifest.leaves) | {"params/layers/1/w": "another digest than was saved"}
-    text = show.leaves_table(manifest, Screen(150, folds=True), problems).text(150)
-    assert re.search(r"params/layers/1/w .*another digest than was saved", text)
-    assert re.search(r"params/layers/\{0,2\}/w × 2 .* ok\n", text)
-
-
 def test_differences_fold_equal_layers(saved):
     first, second = (store.read_manifest(saved, step) for step in (2, 4))
     lines = show.differences(first, second, Screen(80, folds=True)).text(80)

@@ -68,9 +68,13 @@ def test_paragraphs_keep_their_indents():
     assert printed(["a", "b"], 80) == "a\n\nb\n"
 
 
-def test_without_a_terminal_lines_have_120_columns_and_nothing_is_folded(monkeypatch):
+def test_without_a_terminal_a_row_is_a_line_and_a_text_has_120_columns(monkeypatch):
     monkeypatch.delenv("COLUMNS", raising=False)
-    assert screen() == (120, False)
+    to = screen()
+    assert not to.folds
+    row, text = " ".join(["word"] * 100), " ".join(["text"] * 100)
+    lines = printed([TextTable(text, [Column("name", wraps=True)], [[row]]), text], to.width).splitlines()
+    assert lines.count(row) == 1 and max(len(line) for line in lines if "text" in line) <= 120
     monkeypatch.setenv("COLUMNS", "80")
     assert screen().width == 80
 

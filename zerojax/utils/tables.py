@@ -13,7 +13,7 @@ from typing import NamedTuple
 from zerojax.utils.text import SPACE, pieces, wrapped
 
 FILE_WIDTH = 120
-_UNLIMITED = 10**6
+_UNLIMITED = 10**6  # of rows in a file or a pipe, where a text has FILE_WIDTH
 _GAP = 2  # between two columns
 
 
@@ -88,7 +88,7 @@ def _least(texts: Iterable[str]) -> int:
 
 def paragraph(text: str, width: int) -> list[str]:
     """The lines of a text, in which each line keeps its indent when it is broken."""
-    lines = []
+    lines, width = [], FILE_WIDTH if width == _UNLIMITED else width
     for line in text.split("\n"):
         indent = " " * (len(line) - len(line.lstrip()))
         lines += [(indent + each).rstrip() for each in wrapped(line.lstrip(), width - len(indent))]
