@@ -178,8 +178,9 @@ class RemoteCopy:
         manifest = store.manifest_file(folder)
         for each in self._complete():
             if each.step == step and each not in self._damaged:
-                there = self._fs.cat_file(f"{self._path(each)}/{manifest.relative_to(folder).as_posix()}")
-                return there == manifest.read_bytes()
+                with contextlib.suppress(FileNotFoundError):
+                    there = self._fs.cat_file(f"{self._path(each)}/{manifest.relative_to(folder).as_posix()}")
+                    return there == manifest.read_bytes()
         return False
 
     def _put(self, each: RemoteStep, folder: Path) -> None:

@@ -171,18 +171,18 @@ class RunDirectory:
 
     def fetch_again(self, step: int) -> bool:
         """Replaces a damaged step by its copy in remote storage. Returns whether there was an intact one."""
+        fetched: list[int] = []
 
-        def fetch() -> bool:
-            if self._remote is None or step not in self._remote.steps():
-                return False
+        def fetch() -> None:
             try:
-                self._remote.fetch(step, self.path)
+                if self._remote is not None and step in self._remote.steps():
+                    self._remote.fetch(step, self.path)
+                    fetched.append(step)
             except (ValueError, CheckpointCorrupted) as error:
                 log.error("checkpoint: the copy of step %d is not used either: %s", step, error)
-                return False
-            return True
 
-        return bool(broadcast_from_process_0([jax.process_index() == 0 and fetch()])[0])
+        run_in_process_0(fetch, "checkpoints", _FETCH_TIMEOUT_S)
+        return step in broadcast_from_process_0(fetched)
 
     def steps(self) -> list[int]:
         """Returns the steps that are complete on disk, oldest first."""
