@@ -14,11 +14,17 @@ from pathlib import Path
 from typing import IO, Any
 
 
+_CANNOT_SYNC = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS  # of folders on some network file systems
+
+
 def sync(path: Path) -> None:
-    """Waits until a file, or the list of names in a folder, is on the disk."""
+    """Waits until a file, or the list of names in a folder, is on the disk; where a file system can do that."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
     finally:
         os.close(descriptor)
 
@@ -55,7 +61,7 @@ def irregular(folder: Path) -> list[Path]:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Renames a file or folder within its folder, on the disk too."""
+    """Renames a file or folder on the same file system, and waits until its new name is on the disk."""
     source.rename(target)
     sync(target.parent)
 
