@@ -13,7 +13,6 @@ import uuid
 from pathlib import Path
 from typing import IO, Any
 
-
 _CANNOT_SYNC = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS  # of folders on some network file systems
 
 
