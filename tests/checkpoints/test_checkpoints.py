@@ -8,6 +8,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import time
@@ -43,11 +44,13 @@ from zerojax.checkpoints import (
     CheckpointCorrupted,
     CheckpointMismatch,
     contents,
+    manifest,
     run_directory,
     saver,
     store,
 )
 from zerojax.checkpoints.digest import HostDigest, digests
+from zerojax.checkpoints.pieces import verify_arrays
 
 
 @pytest.fixture(scope="module")
@@ -307,6 +310,22 @@ def test_another_dtype_is_an_error_unless_cast_is_allowed(saved):
     assert state.params["odd"].dtype == jnp.bfloat16
 
 
+def test_64_bits_are_not_read_as_32(copy):
+    zero = setting()
+
+    def change(text):
+        content = json.loads(text)
+        content["leaves"]["params/odd"]["dtype"] = "float64"
+        return json.dumps(manifest.with_digest({name: content[name] for name in content if name != "digest"}))
+
+    change_manifest(copy, change)
+    with (
+        zero.checkpoints(copy) as checkpoints,
+        pytest.raises(CheckpointMismatch, match="JAX_ENABLE_X64=1"),
+    ):
+        checkpoints.restore(zero.eval_init(create, adam()), 4, cast=True)
+
+
 @pytest.mark.parametrize("damage", [flip, zero_a_page, cut, lambda file: file.unlink()])
 def test_damaged_arrays_are_detected_and_older_steps_stay_usable(copy, damage):
     damage(largest_file(copy))
@@ -530,6 +549,51 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
     assert store.steps(tmp_path) == [0]
 
 
+FROZEN = {
+    "empty": np.zeros((0, 5), np.float32),
+    "mask": np.where(np.tri(8, 8), 0, -np.inf).astype(np.float32),
+    "nan": np.full((8,), np.nan, np.float32),
+    **{name: np.arange(128).reshape(8, 16).astype(jnp.dtype(name)) for name in ("int2", "int4", "float4_e2m1fn")},
+}
+
+
+def test_frozen_leaves_of_any_kind_are_saved(tmp_path):
+    zero = zerojax.Zero(zerojax.make_mesh(), 3, trainable="w")
+    states = [zero.init(lambda key: {**FROZEN, "w": jax.random.normal(key, (8, 16))}, adam(), jax.random.key(0))]
+    states.append(jax.tree.map(jnp.copy, states[0]))
+    with zero.checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(checkpoints.resume(states[0])[0])
+        checkpoints.wait()
+        restored, _ = checkpoints.resume(states[1])
+    assert not any(problem for _, problem in verify_arrays(tmp_path, 0, store.read_manifest(tmp_path, 0)))
+    for name, values in FROZEN.items():
+        np.testing.assert_array_equal(np.asarray(restored.params[name]), values)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "trainable", "data", "text"),
+    [
+        (np.zeros((8, 16), jnp.uint4), "w", None, "'params/leaf' cannot be saved\n  got:      uint4"),
+        (np.full((8, 16), -np.inf, np.float32), None, None, "got:      params/leaf\n  fix:      .* freeze what"),
+        (np.zeros(8, np.float32), None, Iterator({"at": (1, 2)}), "state of the data iterator cannot be saved"),
+    ],
+)
+def test_what_cannot_be_saved_is_not_trained(tmp_path, leaf, trainable, data, text):
+    zero = zerojax.Zero(zerojax.make_mesh(), 3, trainable=trainable)
+    state = zero.init(lambda key: {"leaf": leaf, "w": jax.random.normal(key, (8, 16))}, adam(), jax.random.key(0))
+    with zero.checkpoints(tmp_path) as checkpoints, pytest.raises((ValueError, FloatingPointError), match=text):
+        checkpoints.resume(state, data)
+    assert not store.folders(tmp_path)
+
+
+def test_a_disk_without_room_for_a_step_is_warned_about(tmp_path, monkeypatch, caplog):
+    zero = setting()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 100))
+    with zero.checkpoints(tmp_path) as checkpoints:
+        checkpoints.resume(zero.init(create, adam()))
+    assert re.search(r"a step takes [\d.]+ KiB, and .* has 100 B free", caplog.text)
+
+
 @pytest.mark.parametrize("where", [{"epoch": 1, "at": [3, 4]}, b"\x00\xffraw", None])
 def test_the_state_of_the_data_iterator_is_saved(tmp_path, where):
     zero = setting()
@@ -622,7 +686,8 @@ def test_invalid_numbers_of_steps_are_refused(tmp_path):
         assert not (tmp_path / "new").exists()
 
 
-DTYPES = ["float32", "bfloat16", "float16", "int8", "uint8", "int32", "uint32", "bool", "float8_e4m3fn", "complex64"]
+DTYPES = ["float32", "bfloat16", "float16", "int8", "uint8", "int32", "uint32", "bool", "float8_e4m3fn"]
+DTYPES += ["float4_e2m1fn", "complex64"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -654,10 +719,9 @@ def test_a_digest_depends_on_elements_and_positions_and_not_on_the_sharding(dtyp
 def test_a_digest_records_nan_and_infinity():
     found = digests({"a": jnp.array([1.0, jnp.nan]), "b": jnp.array([jnp.inf]), "c": jnp.zeros(3), "d": jnp.arange(3)})
     assert [(d.has_nan, d.has_inf) for d in found.values()] == [(True, False), (False, True), *[(False, False)] * 2]
-    assert contents.nonfinite_paths({"params/a": found["b"], "opt_state/a": found["b"], "opt_state/b": found["a"]}) == [
-        "params/a",
-        "opt_state/b",
-    ]
+    state = setting().eval_init(create, adam())
+    bad = {"params/odd": found["b"], "opt_state/a": found["b"], "opt_state/b": found["a"]}
+    assert contents.nonfinite_paths(state, bad) == ["params/odd", "opt_state/b"]
 
 
 @pytest.fixture(autouse=True)

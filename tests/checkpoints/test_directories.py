@@ -57,6 +57,14 @@ def test_a_directory_that_cannot_work_is_refused(tmp_path, monkeypatch, zero):
             assert not os.listdir(tmp_path)
 
 
+def test_a_deleted_working_directory_is_named(tmp_path, monkeypatch, zero):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    with pytest.raises(ValueError, match=r"the working directory was deleted\n  got:  .*'run'"):
+        zero.checkpoints("run")
+    tmp_path.mkdir()
+
+
 def test_a_colon_alone_is_no_url():
     assert local_directory("runs/12:30/a", "fit") == Path("runs/12:30/a").absolute()
     assert local_directory("a:b", "fit") == Path("a:b").absolute()

@@ -100,7 +100,7 @@ def test_a_run_continues_on_another_machine(tmp_path, url, zero, step):
     assert names == {f"step_{step}-1" for step in remote.steps()}
     restored, start = train(zero, step, tmp_path / "second", url, keep=2)
     assert start == STEPS and digest_of(restored) == digest_of(state)
-    assert not list((tmp_path / "first").glob("copied_*")) and not list((tmp_path / "second").glob("fetched_*"))
+    assert not [left for name in ("first", "second") for left in (tmp_path / name).glob(".unfinished-*")]
 
 
 def test_a_step_that_is_there_is_not_copied_again(tmp_path, url, zero, step, monkeypatch):
@@ -177,8 +177,9 @@ def test_the_lineage_leaves_out_what_a_later_run_replaced():
 
 def test_a_second_run_is_refused_and_a_killed_one_is_waited_for(tmp_path, url, zero):
     first = remote_copy.RemoteCopy(url)
+    first.lease._owner += "\x1b[2J"
     first.start()
-    with pytest.raises(ValueError, match=f"another run is copying to {url}\n  got:      process .* on "):
+    with pytest.raises(ValueError, match=rf"another run is copying to {url}\n  got:      process .* on .*\\x1b\[2J\n"):
         zero.checkpoints(tmp_path, copy_to=url)
     first.lease._content = lambda lasts_s=None: b"{}"  # as if it had been killed: what it wrote last expires
     first._fs.pipe_file(first.lease._path(1), json.dumps({"owner": "dead", "expires": time.time() + 1}).encode())
@@ -312,7 +313,7 @@ def test_a_damaged_copy_is_not_used_and_is_replaced(tmp_path, url, zero, step, c
     content[len(content) // 2] ^= 1
     remote._fs.pipe_file(f"{remote._path(each)}/{name}", bytes(content))
     _, start = train(zero, step, tmp_path / "second", url, 4, keep=None)
-    assert start < 4 and "the copy of step 4" in caplog.text and not list((tmp_path / "second").glob("fetched_*"))
+    assert start < 4 and "the copy of step 4" in caplog.text and not list((tmp_path / "second").glob(".unfinished-*"))
     remote.fetch(4, tmp_path / "third")  # the second run has copied its own
 
 
@@ -330,8 +331,7 @@ def test_no_intact_copy_is_deleted_for_a_damaged_one(tmp_path, url, zero, step, 
 
 
 def test_what_a_killed_run_left_is_removed(tmp_path, url, zero):
-    for name in ("copied_abc/step_3/arrays", "fetched_abc/step_3"):
-        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / ".unfinished-abc/step_3/arrays").mkdir(parents=True)
     zero.checkpoints(tmp_path, copy_to=url).close()
     assert {path.name for path in tmp_path.iterdir()} == {".lock"}
 

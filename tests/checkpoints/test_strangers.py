@@ -128,15 +128,20 @@ def test_chunks_that_decompress_to_gigabytes(tmp_path):
     assert num_bytes < LIMIT_BYTES
 
 
-def test_an_index_that_decompresses_to_gigabytes(tmp_path):
-    write_manifest(tmp_path, manifest.to_json(describe({"a": record(GOOD)})))
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_an_index_of_gigabytes(tmp_path, is_sparse):
+    """Compressed, or a file of a terabyte without content. After three attempts, no other array is read."""
+    write_manifest(tmp_path, manifest.to_json(describe({name: record(GOOD) for name in "abcdefghij"})))
     files = open_files(tmp_path, max_inline_value_bytes=2**20, max_decoded_node_bytes=2**31 - 1)
     with tensorstore.Transaction() as transaction:
         for i in range(1000):
             files.with_transaction(transaction).write(f"a/{i:04}", bytes(2**20)).result()
     assert sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()) < 2**18
+    if is_sparse:
+        os.truncate(store.arrays_folder(tmp_path, STEP) / "manifest.ocdbt", 2**40)
     found, num_bytes = measured(tmp_path)
-    assert "ended with code -6" in found["a"] and num_bytes < LIMIT_BYTES
+    assert num_bytes < LIMIT_BYTES and all(found.values())
+    assert ["ended with code -6" in problem for problem in found.values()] == [True] * 3 + [False] * 7
 
 
 def test_a_shape_that_no_array_has(tmp_path):

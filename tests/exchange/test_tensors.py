@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -16,6 +18,7 @@ from hypothesis import given, settings, strategies as st
 
 from zerojax.exchange import names, tensors
 from zerojax.exchange.tensors import DTYPES, Entry, Reader, write
+from zerojax.utils.files import unfinished
 
 MANY = settings(max_examples=150, deadline=None, derandomize=True)
 
@@ -155,6 +158,26 @@ def test_an_exception_keeps_the_old_model(tmp_path):
     assert tuple(tmp_path.iterdir()) == files
     assert "already contains a model" in message(write, tmp_path, entries(ARRAYS))
     assert read_all(tmp_path).keys() == ARRAYS.keys()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from zerojax.utils.files import unfinished
+with unfinished(Path(sys.argv[1])) as folder:
+    (folder / "model.safetensors").write_text("a part of it")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_export_left_is_deleted_by_the_next(tmp_path):
+    """But not what a living process is writing there."""
+    ended = subprocess.run([sys.executable, "-P", "-c", KILLED, tmp_path], timeout=60)
+    assert ended.returncode == -signal.SIGKILL and len(list(tmp_path.iterdir())) == 1
+    with unfinished(tmp_path) as folder:
+        (file,) = write(tmp_path, entries({"a": np.ones(3)}))
+        assert set(tmp_path.iterdir()) == {file, folder}
+    assert list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.parametrize(("old", "new"), [(10**6, 64), (64, 10**6), (64, 128), (64, 64)])

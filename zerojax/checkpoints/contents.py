@@ -182,12 +182,16 @@ def _key_impl(key: PRNGKey | Aval) -> Any:
     return found[0]
 
 
-def nonfinite_paths(digests: Mapping[str, Digest]) -> list[str]:
-    """Returns the paths of arrays that must not be saved: with a NaN, or parameters with an infinity.
+def nonfinite_paths(state: TrainState, digest_of: Mapping[str, Digest]) -> list[str]:
+    """Returns the paths of arrays that must not be saved: with a NaN, or trained parameters with an infinity.
 
-    The states of the optimizer and of the model may contain an infinity from the start, such as the best loss so far.
+    The states of the optimizer and of the model may contain an infinity from the start, such as the best loss so far,
+    and frozen leaves anything, such as a mask of -inf.
     """
-    return [path for path, d in digests.items() if d.has_nan or (d.has_inf and path.startswith(PARAMS))]
+    trained = jax.tree_util.tree_leaves_with_path(state.layout.trained(state.params))
+    finite = {PARAMS + placement.path_text(path) for path, _ in trained}
+    is_bad = lambda path, d: d.has_nan or d.has_inf if path in finite else d.has_nan and not path.startswith(PARAMS)
+    return [path for path, d in digest_of.items() if is_bad(path, d)]
 
 
 def avals(state: TrainState) -> TrainState:

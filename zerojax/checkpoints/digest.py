@@ -144,6 +144,8 @@ def _host_bits(a: np.ndarray) -> np.ndarray:
     """As `_bits`, flattened."""
     if a.dtype == np.bool_ or a.dtype.name in _NARROW:
         return a.astype(np.int8).astype(np.uint32).reshape(-1)
+    if a.dtype.name == _FLOAT4:
+        return np.ascontiguousarray(a).reshape(-1).view(np.uint8).astype(np.uint32)
     width = a.dtype.itemsize // (2 if a.dtype.kind == "c" else 1)
     words = np.ascontiguousarray(a).reshape(-1).view({1: np.uint8, 2: np.uint16}.get(width, np.uint32))
     return words.astype(np.uint32)
@@ -176,13 +178,15 @@ def _words(a: Array, start: Sequence[Any], shape: Shape) -> Array:
 
 # Multiplication by an odd number is one to one. These are the fractional parts of sqrt(2), sqrt(3) and sqrt(5).
 _SALTS = ((0, 1), (0x6A09E667, 0xBB67AE85))
-_NARROW = ("int4", "uint4", "int2", "uint2")
+_NARROW, _FLOAT4 = ("int4", "uint4", "int2", "uint2"), "float4_e2m1fn"
 
 
 def _bits(a: Array) -> Array:
     """The elements as uint32. Elements of 64 bits become two, in a new last dim."""
     if a.dtype == jnp.bool_ or jnp.dtype(a.dtype).name in _NARROW:
         return a.astype(jnp.int8).astype(jnp.uint32)
+    if jnp.dtype(a.dtype).name == _FLOAT4:
+        return jax.lax.bitcast_convert_type(a, jnp.uint4).astype(jnp.uint32)
     if jnp.iscomplexobj(a):
         return jnp.stack([_bits(a.real), _bits(a.imag)], axis=-1)
     width = jnp.dtype(a.dtype).itemsize

@@ -22,6 +22,8 @@ from typing import Any
 
 from fsspec import AbstractFileSystem
 
+from zerojax.checkpoints.manifest import plain_text
+
 log = logging.getLogger("zerojax")
 EXPIRY_S = 60.0  # of a lease that is not renewed; a restart after a kill waits for so long
 _RENEWALS = 4  # before it would expire
@@ -56,7 +58,7 @@ class Lease:
         """
         deadline = time.time() + 2 * EXPIRY_S
         while not self._try():
-            owner = self._read(self._newest()).get("owner", "a lease that cannot be read")
+            owner = self._owner_of(self._newest(), "a lease that cannot be read")
             if time.time() > deadline:
                 raise ValueError(
                     f"checkpoints: another run is copying to {self._url}\n  got:      {owner}\n"
@@ -99,6 +101,9 @@ class Lease:
             return {}
         return content if isinstance(content, dict) else {}
 
+    def _owner_of(self, number: int, default: str) -> str:
+        return plain_text(str(self._read(number).get("owner", default)))
+
     def _content(self, lasts_s: float | None = None) -> bytes:
         lasts_s = EXPIRY_S if lasts_s is None else lasts_s
         return json.dumps({"owner": self._owner, "expires": time.time() + lasts_s}).encode()
@@ -118,7 +123,7 @@ class Lease:
         """Whether another run has taken over. Reads the storage."""
         newest = self._newest()
         if newest != self.number:
-            self.lost_to = self._read(newest).get("owner", "another run")
+            self.lost_to = self._owner_of(newest, "another run")
         return newest != self.number
 
     def release(self, timeout_s: float) -> None:

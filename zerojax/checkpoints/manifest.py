@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from zerojax.checkpoints.contents import OPTIMIZER
@@ -265,6 +266,9 @@ def paths_to_read(saved: Manifest, avals: Mapping[str, Aval], allowed: Allowed, 
         if leaf.shape != tuple(a.shape):
             text = f"{leaf.shape} was saved, the state has {tuple(a.shape)}"
             found.append(Mismatch("shape", path, text, text))
+        elif str(jax.dtypes.canonicalize_dtype(leaf.dtype)) != leaf.dtype:
+            text = f"{leaf.dtype} was saved, which JAX reads with JAX_ENABLE_X64=1 only"
+            found.append(Mismatch("dtype", path, text, text))
         elif leaf.dtype != str(a.dtype) and not allowed.cast:
             text = f"{leaf.dtype} was saved, the state has {a.dtype} (cast=True allows it)"
             found.append(Mismatch("dtype", path, text, text))

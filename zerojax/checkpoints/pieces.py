@@ -28,6 +28,7 @@ PIECE_BYTES = 2**26
 # Of the process that reads. A save writes chunks of 16 MiB, and an index of 100 MB holds a million of them, so this
 # leaves room for checkpoints of other programs with chunks of up to a GiB.
 MEMORY_LIMIT_BYTES = 2**32
+_MAX_ENDED = 3
 _SCRIPT = Path(__file__).with_name("read_process.py")
 
 
@@ -36,7 +37,7 @@ class LimitedReader:
 
     The size of an array in the manifest, the chunks that it is divided into, and what they decompress to may
     contradict each other, or the files. Where they do, or where reading takes more memory than that, there is an
-    error, and the next array is read by a new process.
+    error, and the next array is read by a new process, three times at most.
 
     Args:
         directory, step: the checkpoint.
@@ -57,6 +58,7 @@ class LimitedReader:
             )
         self._process: subprocess.Popen[bytes] | None = None
         self._stderr: Any = None
+        self._num_ended = 0  # processes
 
     def __enter__(self) -> LimitedReader:
         return self
@@ -80,6 +82,8 @@ class LimitedReader:
         """
         dtype = np.dtype(jnp.dtype(leaf.dtype))
         shape, first = (leaf.shape, ()) if element is None else (leaf.shape[1:], (element,))
+        if 0 in shape:
+            return  # nothing was written
         for index in _blocks(shape, max(1, max_bytes // dtype.itemsize)):
             # Orbax stores chunks of zeros too: one that is missing was lost.
             spec = store.array_spec(self._folder, path) | {"fill_missing_data_reads": False}
@@ -99,6 +103,8 @@ class LimitedReader:
 
     def _problem(self, request: Mapping[str, object], out: np.ndarray) -> str | None:
         """Reads a part of an array into `out`. Returns why it failed, or None."""
+        if self._num_ended == _MAX_ENDED:
+            return f"not read, since reading others ended {_MAX_ENDED} times"
         process = self._start()
         stdin, stdout = cast(BinaryIO, process.stdin), cast(io.BufferedReader, process.stdout)
         try:
@@ -136,6 +142,7 @@ class LimitedReader:
         self._stderr.seek(0)
         *_, last = ["", *self._stderr.read().decode(errors="replace").split("\n")[-2:-1]]
         self._close()
+        self._num_ended += 1
         return (
             f"reading it ended with code {code}; it may use {bytes_text(MEMORY_LIMIT_BYTES)} of memory. {last.strip()}"
         )
@@ -150,7 +157,7 @@ class LimitedReader:
 
 def _blocks(shape: Shape, max_elements: int) -> Iterator[tuple[slice | int, ...]]:
     """Yields the indices of consecutive blocks of at most `max_elements` elements."""
-    if not shape or 0 in shape:
+    if not shape:
         yield ()
         return
     inner = math.prod(shape[1:])

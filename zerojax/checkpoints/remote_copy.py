@@ -18,7 +18,6 @@ import re
 import shutil
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -146,12 +145,15 @@ class RemoteCopy:
         if self.is_copying() or step == self._tried or self.lease.lost_to:
             return
         is_first, self._tried = self._tried is None, step
-        linked = folder.parent / f"copied_{uuid.uuid4().hex[:8]}" / folder.name
-        linked.parent.mkdir()
+        until_copied = contextlib.ExitStack()
+        linked = until_copied.enter_context(files.unfinished(folder.parent)) / folder.name
         shutil.copytree(folder, linked, copy_function=_link)
-        self._thread = threading.Thread(
-            target=self._copy, args=(step, linked, kept, is_first), name="copy", daemon=True
-        )
+
+        def copy() -> None:
+            with until_copied:
+                self._copy(step, linked, kept, is_first)
+
+        self._thread = threading.Thread(target=copy, name="copy", daemon=True)
         self._moved = time.monotonic()
         self._thread.start()
 
@@ -170,8 +172,6 @@ class RemoteCopy:
         except Exception as error:
             self._error = error
             log.error("checkpoint: step %d cannot be copied to %s: %s", step, self.url, error)
-        finally:
-            shutil.rmtree(folder.parent, ignore_errors=True)
 
     def _has(self, step: int, folder: Path) -> bool:
         """Whether the same step is there already, from before a restart. Its manifest has the digests of all arrays."""
@@ -245,15 +245,15 @@ class RemoteCopy:
             ValueError: if it contains an object with a name outside of its folder.
         """
         each = next(found for found in self._complete() if found.step == step)
-        partial = directory / f"fetched_{uuid.uuid4().hex[:8]}"
-        folder = partial / store.folder(directory, step).name
+        final = store.folder(directory, step)
         names = self._objects(each)
-        if bad := [name for name in names if not Path(folder, name).resolve().is_relative_to(folder.resolve())]:
+        if bad := [name for name in names if not Path(final, name).resolve().is_relative_to(final.resolve())]:
             raise ValueError(
                 f"checkpoints: step {step} of {self.url} is no step\n  got:      an object with the name {bad[0]!r}\n"
                 f"  fix:      another step; who wrote this one?"
             )
-        try:
+        with files.unfinished(directory) as partial:
+            folder = partial / final.name
             for name in names:
                 if not name.startswith(f"{_RUN}/") and (arrays or not name.startswith(store.ARRAYS)):
                     (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -264,13 +264,10 @@ class RemoteCopy:
                 self._damaged.discard(each)
             if with_files:
                 self._get_files(each)
-            final = store.folder(directory, step)
             if final.exists():
                 files.rename(final, final.with_name(f"aside_{final.name}_{time.time_ns()}"))
             files.sync_tree(folder)
             files.rename(folder, final)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
         log.warning("checkpoint: step %d is fetched from %s", step, self.url)
 
     def _get_files(self, each: RemoteStep) -> None:

@@ -206,11 +206,12 @@ class Checkpoints:
         Raises:
             CheckpointCorrupted: if the newest step is damaged; with `fallback`, if all steps are.
             CheckpointMismatch: if the checkpoint does not fit the state.
-            ValueError: if `state` contains avals and there is no checkpoint.
+            ValueError: if `state` contains avals and there is no checkpoint; or as in `save`: without a checkpoint, all
+                that a save checks is checked before the first step.
         """
         steps = broadcast_from_process_0(self.steps())
         if not steps:
-            return self._start(state)
+            return self._start(state, data)
         errors: list[str] = []
         avals = contents.avals(state)
         for step in reversed(steps):
@@ -244,7 +245,7 @@ class Checkpoints:
             log.error("checkpoint: step %d is restored from its copy: %s", step, error)
             return saver.restore(self.directory, avals, step, data, allowed)
 
-    def _start(self, state: TrainState) -> tuple[TrainState, int]:
+    def _start(self, state: TrainState, data: object) -> tuple[TrainState, int]:
         """Starts a run without a checkpoint."""
         if found := broadcast_from_process_0(list(store.folders(self.directory))):
             raise CheckpointCorrupted(
@@ -257,7 +258,7 @@ class Checkpoints:
                 f"checkpoints: there is no state to start from\n"
                 f"  got:      avals, and no checkpoint in {self.directory}\n  fix:      pass the state of zero.init"
             )
-        verify_replicas(state, "pass the same values in all processes, or test the memory of these devices")
+        self._saver.checked(state, data)
         self.origin = None
         return self._begin(state, int(state.step))
 
@@ -360,9 +361,10 @@ class Checkpoints:
         Cost: copies each device's shards to host memory, and reads them once on the devices for the digests.
 
         Raises:
-            ValueError: if a leaf is not an array, or the state of the data iterator is not JSON data.
+            ValueError: if a leaf is not an array or has a dtype that cannot be written, or the state of the data
+                iterator is not JSON data.
             ReplicasDiffer: if devices hold different copies of the same values. Nothing is written.
-            FloatingPointError: if the state contains a NaN, or a parameter an infinity. Nothing is written.
+            FloatingPointError: if what is trained contains a NaN, or a parameter an infinity. Nothing is written.
             RuntimeError: if two consecutive saves failed, or the directory was deleted or replaced.
         """
         self._saver.save(state, data)

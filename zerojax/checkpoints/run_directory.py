@@ -6,7 +6,6 @@ import fcntl
 import logging
 import os
 import re
-import shutil
 import socket
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,6 +17,7 @@ from zerojax.checkpoints.manifest import CheckpointCorrupted
 from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0
 from zerojax.checkpoints.remote_copy import RemoteCopy
 from zerojax.processes.agreement import agree_on_directory, run_in_process_0
+from zerojax.utils.files import delete_unfinished
 
 log = logging.getLogger("zerojax")
 _FILE = ".lock"
@@ -34,9 +34,10 @@ def local_directory(directory: str | Path, who: str) -> Path:
         who: what needs it, for errors.
 
     Raises:
-        ValueError: if it is a URL, which as a path would be a local folder with the name of the scheme; or if its
-            absolute path contains a character that has a meaning in patterns, since what is saved there could not be
-            read, or would be read from another directory that matches.
+        ValueError: if it is a URL, which as a path would be a local folder with the name of the scheme; if it is
+            relative, and the working directory was deleted; or if its absolute path contains a character that has a
+            meaning in patterns, since what is saved there could not be read, or would be read from another directory
+            that matches.
     """
     if match := _URL.match(str(directory)):
         raise ValueError(
@@ -44,7 +45,13 @@ def local_directory(directory: str | Path, who: str) -> Path:
             f"  got:      {str(directory)!r}\n"
             f"  fix:      a directory on a file system; checkpoints(copy_to={str(directory)!r}) copies its steps there"
         )
-    path = Path(directory).absolute()
+    try:
+        path = Path(directory).absolute()
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{who}: the working directory was deleted\n  got:      the relative path {str(directory)!r}\n"
+            f"  fix:      an absolute path, or another working directory"
+        ) from error
     if match := _PATTERN.search(str(path)):
         raise ValueError(
             f"{who}: a directory must not have {match[0]!r} in its path\n"
@@ -157,9 +164,7 @@ class RunDirectory:
     def _lock_directory(self, stack: ExitStack) -> None:
         self._lock = DirectoryLock(self.path)
         stack.callback(self._lock.release)
-        for name in ("copied_*", "fetched_*"):  # of a run that was killed
-            for unfinished in self.path.glob(name):
-                shutil.rmtree(unfinished, ignore_errors=True)
+        delete_unfinished(self.path)  # of a run that was killed
         if self._remote:
             self._remote.start()
             stack.callback(self._remote.close)

@@ -114,20 +114,36 @@ class Saver:
     def save(self, state: TrainState, data: object = None) -> None:
         """Checks a state and starts to save it; see `Checkpoints.save`."""
         check_not_donated(state)
-        step = int(state.step)
         self.wait()
-        if step == self.saved_step:
+        if int(state.step) == self.saved_step:
             return
+        arrays, manifest = self.checked(state, data)
+        self._directory.check_held(self.saved_step)
+        self._saving_step = manifest.step
+        with self._handling_failures():
+            self._store.save(arrays, manifest)
+
+    def checked(self, state: TrainState, data: object = None) -> tuple[dict[str, Array], Manifest]:
+        """Everything that a save does before it writes. A run calls it before the first step: what cannot be saved
+        should not be trained.
+
+        Returns:
+            (the arrays of the state by path, their manifest).
+
+        Raises:
+            ReplicasDiffer, FloatingPointError, ValueError: see `Checkpoints.save`.
+        """
+        step = int(state.step)
         arrays, shapes = contents.arrays(state), contents.logical_shapes(state)
         computed = {} if state.master is None else contents.compute_params(state)
         copies = {path: a for path, a in computed.items() if has_copies(a)}  # not saved, but trained with
         digest_of = digests(arrays | copies, shapes | {path: a.shape for path, a in copies.items()})
         check_replicas(digest_of, f"the state of step {step}, which is not saved,", self.advice())
-        if nonfinite := contents.nonfinite_paths({path: digest_of[path] for path in arrays}):
+        if nonfinite := contents.nonfinite_paths(state, {path: digest_of[path] for path in arrays}):
             raise FloatingPointError(
                 f"checkpoint: the state of step {step} is not finite, and is not saved\n"
                 f"  got:      {contents.shortened(nonfinite)}\n"
-                f"  fix:      {self._restart()} with a lower learning rate"
+                f"  fix:      {self._restart()} with a lower learning rate; or freeze what is infinite from the start"
             )
         leaves = {p: LeafRecord(shapes[p], str(a.dtype), digest_of[p].text) for p, a in arrays.items()}
         manifest = Manifest(
@@ -140,10 +156,8 @@ class Saver:
             _get_states(data),
             optimizers.constants(state.layout.tx),
         )
-        self._directory.check_held(self.saved_step)
-        self._saving_step = step
-        with self._handling_failures():
-            self._store.save(arrays, manifest)
+        self._store.check(arrays, manifest)
+        return arrays, manifest
 
     def poll(self) -> None:
         """Handles a save that failed in the background, and starts to copy one that is complete."""
@@ -179,7 +193,8 @@ class Saver:
 
     def advice(self) -> str:
         """What to do if replicas differ."""
-        return f"{self._restart()}, without these devices if it happens again"
+        same = "" if self.saved_step is not None else " with the same values in all processes"
+        return f"{self._restart()}{same}, without these devices if it happens again"
 
     def _restart(self) -> str:
         return "restart" if self.saved_step is None else f"resume from step {self.saved_step}"

@@ -25,6 +25,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 from jax.experimental import multihost_utils
@@ -40,6 +41,7 @@ from zerojax.checkpoints.manifest import (
 )
 from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0
 from zerojax.utils import files
+from zerojax.utils.text import bytes_text
 from zerojax.utils.typing import Array, Aval, Shape
 
 log = logging.getLogger("zerojax")
@@ -112,6 +114,26 @@ class Store:
         handlers.add(_MANIFEST, ocp.args.JsonSave, ocp.JsonCheckpointHandler())
         return ocp.CheckpointManager(self.directory, options=options, handler_registry=handlers)
 
+    def check(self, arrays: Mapping[str, Array], manifest: Manifest) -> None:
+        """Raises ValueError if a step cannot be written. Logs a warning if the disk has no room for it.
+
+        Args:
+            arrays, manifest: of the step.
+        """
+        for path, a in arrays.items():
+            try:
+                tensorstore.dtype(a.dtype.name)
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"checkpoint: {path!r} cannot be saved\n  got:      {a.dtype}, which tensorstore does not write\n"
+                    f"  fix:      keep it in another dtype, such as int4 or uint8"
+                ) from error
+        to_json(manifest)
+        free = shutil.disk_usage(self.directory).free
+        if jax.process_index() == 0 and free < manifest.num_bytes:
+            needed, there = bytes_text(manifest.num_bytes), bytes_text(free)
+            log.warning("checkpoint: a step takes %s, and %s has %s free", needed, self.directory, there)
+
     def save(self, arrays: Mapping[str, Array], manifest: Manifest) -> None:
         """Starts to write a step. On return the arrays have been copied to the host, and may be donated.
 
@@ -121,6 +143,7 @@ class Store:
         if any(broadcast_from_process_0([folder(self.directory, manifest.step).exists()])):
             self.set_aside([manifest.step])
         self._manager = self._manager or self._open()
+        arrays = {path: a for path, a in arrays.items() if a.size}  # of the others, the manifest says all
         save_args = {path: _save_args(a) for path, a in arrays.items()}
         shapes = {path: manifest.leaves[path].shape for path in arrays}
         self._handler.cropped = {path: shapes[path] for path, a in arrays.items() if shapes[path] != tuple(a.shape)}
@@ -297,6 +320,8 @@ def read_arrays(
         CheckpointCorrupted: if a file is missing, truncated, or cannot be decoded.
     """
     dtypes = {path: jnp.dtype(leaf.dtype) for path, leaf in leaves.items()}
+    empty = {p: jax.device_put(np.zeros(a.shape, dtypes[p]), a.sharding) for p, a in stored.items() if 0 in a.shape}
+    stored = {path: a for path, a in stored.items() if path not in empty}
     avals = {p: jax.ShapeDtypeStruct(a.shape, dtypes[p], sharding=a.sharding) for p, a in stored.items()}
     restore_args = {
         path: ocp.ArrayRestoreArgs(
@@ -308,7 +333,7 @@ def read_arrays(
     path: Any = arrays_folder(directory, step)  # Orbax's handlers are typed for etils' paths
     try:  # not with ocp.Checkpointer, in which a process that can read would wait for one that cannot
         args = ocp.args.PyTreeRestore(avals, restore_args=restore_args, partial_restore=True)
-        return handler.restore(path, args=args)
+        return handler.restore(path, args=args) | empty
     except Exception as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             raise

@@ -229,8 +229,9 @@ def import_files(directory: Path, files: Path, what: str, precision: str, mappin
         found = names.mapping(mapping) if mapping else None
         job, zero = find_job(what), zerojax.Zero(zerojax.make_mesh(), 3, precision)
         state = parameters.load(zero.init(job.create_model, job.tx), files, mapping=found, **options)
-        if bad := contents.nonfinite_paths(digests(contents.arrays(state), contents.logical_shapes(state))):
-            raise click.ClickException(f"{files} is not finite: {', '.join(bad)}")
+        found_in = digests(contents.arrays(state), contents.logical_shapes(state))
+        if bad := [p for p, d in found_in.items() if p.startswith(contents.PARAMS) and (d.has_nan or d.has_inf)]:
+            raise click.ClickException(f"{files} is not finite: {contents.shortened(bad)}")
         with zero.checkpoints(directory) as checkpoints:
             checkpoints.save(state)
     click.echo(f"{store.folder(directory, 0)}: {len(state.layout.leaves)} parameters of {files}")

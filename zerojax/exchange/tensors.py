@@ -19,7 +19,6 @@ import operator
 import os
 import re
 import reprlib
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -29,7 +28,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from zerojax.utils.files import sync, sync_tree
+from zerojax.utils.files import sync, sync_tree, unfinished
 from zerojax.utils.text import error_text
 from zerojax.utils.typing import Shape
 
@@ -102,23 +101,23 @@ def write(
     if old and not overwrite:
         fix = "use another folder, or overwrite=True"
         raise exchange_error(f"{folder} already contains a model", bounded_repr(old), fix)
-    with tempfile.TemporaryDirectory(prefix=".unfinished-", dir=folder) as unfinished:
+    with unfinished(folder) as written:
         # Write the files and the index.
         for name, in_file in files.items():
-            _save(Path(unfinished, name), in_file, dict(metadata or {}))
+            _save(written / name, in_file, dict(metadata or {}))
         names = list(files)
         if len(files) > 1:
             total = sum(entry.num_bytes for in_file in files.values() for entry in in_file)
             weight_map = {entry.name: name for name, in_file in files.items() for entry in in_file}
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            Path(unfinished, INDEX).write_text(json.dumps(index, indent=2, ensure_ascii=False) + "\n", "utf-8")
+            (written / INDEX).write_text(json.dumps(index, indent=2, ensure_ascii=False) + "\n", "utf-8")
             names.append(INDEX)
-        sync_tree(Path(unfinished))
+        sync_tree(written)
         # Move them to their names.
         for name in old:  # the index first, which would assign the arrays of the old model to new files
             (folder / name).unlink()
         for name in names:
-            os.replace(Path(unfinished, name), folder / name)
+            (written / name).replace(folder / name)
     sync(folder)
     return tuple(folder / name for name in names)
 

@@ -6,13 +6,18 @@ that make them visible, and what they replace is deleted last: each is on the di
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
+import shutil
 import stat
-import uuid
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+_UNFINISHED = ".unfinished-"
 _CANNOT_SYNC = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS  # of folders on some network file systems
 
 
@@ -67,14 +72,38 @@ def rename(source: Path, target: Path) -> None:
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Writes a file completely or not at all. A link in its place is replaced; what it leads to is not touched."""
-    new = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
+    with unfinished(path.parent) as folder:
+        new = folder / path.name
+        new.write_bytes(content.encode() if isinstance(content, str) else content)
+        sync(new)
         new.replace(path)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
     sync(path.parent)
+
+
+@contextlib.contextmanager
+def unfinished(folder: Path) -> Iterator[Path]:
+    """Makes a folder in a folder, for what is moved out of it when it is whole. At the end it is deleted."""
+    folder.mkdir(parents=True, exist_ok=True)
+    delete_unfinished(folder)
+    with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=folder) as made, contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):  # a file system without locks
+            stack.enter_context(_locked(Path(made)))
+        yield Path(made)
+
+
+def delete_unfinished(folder: Path) -> None:
+    """Deletes the `unfinished` folders of processes that were killed: a living one holds a lock on its own."""
+    for left in folder.glob(f"{_UNFINISHED}*"):
+        with contextlib.suppress(OSError), _locked(left):
+            shutil.rmtree(left)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Locks a folder. Raises OSError if another process holds the lock, or the file system has none."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
