@@ -202,7 +202,29 @@ ROWS = [
         ["tests/checkpoints/test_strangers.py::test_links_and_pipes", "tests/training/test_secrets.py::test_links"],
     ),
     ("ten thousand leaves with other names", ["tests/checkpoints/test_many_mismatches.py::test_ten_thousand_leaves"]),
-    ("what a killed run left of its copies", [f"{REMOTE}::test_what_a_killed_run_left"]),
+    (
+        "what a killed copy, fetch, export or deletion left",
+        [
+            f"{REMOTE}::test_what_a_killed_run_left",
+            "tests/exchange/test_tensors.py::test_what_a_killed_export_left",
+            f"{FAULTS}::test_a_partly_deleted_step",
+        ],
+    ),
+    (
+        "states that can be trained and not saved",
+        [
+            f"{CHECKPOINTS}::{test}"
+            for test in ("test_frozen_leaves_of", "test_what_cannot_be_saved", "test_a_disk_without")
+        ],
+    ),
+    (
+        "64 bits where JAX has 32, escape sequences in a lease, a deleted working directory",
+        [
+            f"{CHECKPOINTS}::test_64_bits",
+            f"{REMOTE}::test_a_second_run_is_refused",
+            f"{DIRECTORIES}::test_a_deleted_working",
+        ],
+    ),
 ]
 
 

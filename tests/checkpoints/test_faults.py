@@ -157,7 +157,7 @@ def test_a_partly_deleted_step_is_ignored(tmp_path, undisturbed):
     losses = losses_of(output) | run(tmp_path, "--keep", 2)[0]
     assert {step: losses[step] for step in losses} == {step: undisturbed[step] for step in losses}
     assert intact_steps(tmp_path) == [STEPS - 1, STEPS]
-    assert not list(tmp_path.glob("deleted/*"))
+    assert not list(tmp_path.glob(".unfinished-*"))
 
 
 @pytest.mark.full

@@ -258,7 +258,8 @@ class Checkpoints:
                 f"checkpoints: there is no state to start from\n"
                 f"  got:      avals, and no checkpoint in {self.directory}\n  fix:      pass the state of zero.init"
             )
-        self._saver.checked(state, data)
+        _, manifest = self._saver.checked(state, data)
+        self._store.check_room(manifest.num_bytes)
         self.origin = None
         return self._begin(state, int(state.step))
 

@@ -17,7 +17,6 @@ from zerojax.checkpoints.manifest import CheckpointCorrupted
 from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0
 from zerojax.checkpoints.remote_copy import RemoteCopy
 from zerojax.processes.agreement import agree_on_directory, run_in_process_0
-from zerojax.utils.files import delete_unfinished
 
 log = logging.getLogger("zerojax")
 _FILE = ".lock"
@@ -164,7 +163,6 @@ class RunDirectory:
     def _lock_directory(self, stack: ExitStack) -> None:
         self._lock = DirectoryLock(self.path)
         stack.callback(self._lock.release)
-        delete_unfinished(self.path)  # of a run that was killed
         if self._remote:
             self._remote.start()
             stack.callback(self._remote.close)

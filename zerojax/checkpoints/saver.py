@@ -163,9 +163,7 @@ class Saver:
         """Handles a save that failed in the background, and starts to copy one that is complete."""
         with self._handling_failures():
             self._store.poll()
-            if not self._store.is_saving():
-                step = self.saved_step if self._saving_step is None else self._saving_step
-                self._directory.copy(step, self._store)
+            self._directory.copy(self.saved_step if self._saving_step is None else self._saving_step, self._store)
 
     def wait(self) -> None:
         """Waits for the save in progress."""

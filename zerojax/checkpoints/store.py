@@ -2,7 +2,7 @@
 
     DIRECTORY/step_100/arrays/      written by Orbax: every process writes the shards of its own devices
     DIRECTORY/step_100/manifest/    describes the arrays, see `manifest`
-    DIRECTORY/deleted/              old steps, which are renamed before any of their files is deleted
+    DIRECTORY/.unfinished-*/        old steps, which are moved there before any of their files is deleted
 
 A step is written under a temporary name and renamed when it is complete. A commit file is written last; a step without
 it is ignored. A step that is called complete survives a loss of power: all its files and names are on the disk before
@@ -17,9 +17,8 @@ import math
 import re
 import shutil
 import textwrap
-import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +45,8 @@ from zerojax.utils.typing import Array, Aval, Shape
 
 log = logging.getLogger("zerojax")
 _PREFIX, ARRAYS, _MANIFEST = "step", "arrays", "manifest"
+_TEMPORARY = ".orbax-checkpoint-tmp"  # the end of the name of a folder to which Orbax still writes
 COMMIT_FILE = "commit_success.txt"  # Orbax writes it last
-_DELETED = "deleted"
 # Heuristics: a few MiB are enough to read at the bandwidth of the disk.
 _CHUNK_BYTES, _MIN_CHUNK_BYTES = 2**24, 2**16
 _CONCURRENT_GB = 1  # of arrays that a restore holds in host memory at a time
@@ -70,8 +69,14 @@ class _LogicalArrays(ocp.PyTreeCheckpointHandler):
             array.resize(exclusive_max=shape).result()
 
 
-class _DurableFolder(ocp.path.atomicity.AtomicRenameTemporaryPath):
-    """The temporary folder of a step. What Orbax does after `finalize`, such as deleting old steps, comes later."""
+class _StepFolder(ocp.path.atomicity.AtomicRenameTemporaryPath):
+    """The folder of a step while it is written.
+
+    Attributes:
+        delete_old: called when the step is complete, and has survived a loss of power from then on.
+    """
+
+    delete_old: Callable[[], None]
 
     async def finalize(self) -> None:
         """Called by process 0 when all processes have written: marks the folder as complete and renames it."""
@@ -80,6 +85,7 @@ class _DurableFolder(ocp.path.atomicity.AtomicRenameTemporaryPath):
         final = Path(self.get_final())
         for path in (final / COMMIT_FILE, final, final.parent):
             await asyncio.to_thread(files.sync, path)
+        await asyncio.to_thread(self.delete_old)
 
 
 class Store:
@@ -94,32 +100,21 @@ class Store:
     def __init__(self, directory: Path, keep: int | None = None, keep_every: int | None = None):
         self.directory, self.keep, self.keep_every = directory, keep, keep_every
         directory.mkdir(parents=True, exist_ok=True)
-        self._deletion: threading.Thread | None = None  # started since the last `finish`
-        self._delete_renamed()
-        self._manager: ocp.CheckpointManager | None = self._open()
+        self._open()
 
-    def _open(self) -> ocp.CheckpointManager:
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=self.keep,
-            keep_period=self.keep_every,
-            step_prefix=_PREFIX,
-            todelete_subdir=_DELETED,
-            cleanup_tmp_directories=True,
-            save_root_metadata=False,
-            temporary_path_class=_DurableFolder,
-        )
+    def _open(self) -> None:
+        self._delete_incomplete()
         self._handler = _LogicalArrays()
         handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
         handlers.add(ARRAYS, ocp.args.PyTreeSave, self._handler)
         handlers.add(_MANIFEST, ocp.args.JsonSave, ocp.JsonCheckpointHandler())
-        return ocp.CheckpointManager(self.directory, options=options, handler_registry=handlers)
+        self._checkpointer = ocp.AsyncCheckpointer(
+            ocp.CompositeCheckpointHandler(handler_registry=handlers),
+            temporary_path_class=type("StepFolder", (_StepFolder,), {"delete_old": staticmethod(self._delete_old)}),
+        )
 
     def check(self, arrays: Mapping[str, Array], manifest: Manifest) -> None:
-        """Raises ValueError if a step cannot be written. Logs a warning if the disk has no room for it.
-
-        Args:
-            arrays, manifest: of the step.
-        """
+        """Raises ValueError if a step with these arrays cannot be written."""
         for path, a in arrays.items():
             try:
                 tensorstore.dtype(a.dtype.name)
@@ -129,9 +124,12 @@ class Store:
                     f"  fix:      keep it in another dtype, such as int4 or uint8"
                 ) from error
         to_json(manifest)
+
+    def check_room(self, num_bytes: int) -> None:
+        """Logs a warning if the disk has no room for a step of this size."""
         free = shutil.disk_usage(self.directory).free
-        if jax.process_index() == 0 and free < manifest.num_bytes:
-            needed, there = bytes_text(manifest.num_bytes), bytes_text(free)
+        if jax.process_index() == 0 and free < num_bytes:
+            needed, there = bytes_text(num_bytes), bytes_text(free)
             log.warning("checkpoint: a step takes %s, and %s has %s free", needed, self.directory, there)
 
     def save(self, arrays: Mapping[str, Array], manifest: Manifest) -> None:
@@ -142,7 +140,6 @@ class Store:
         """
         if any(broadcast_from_process_0([folder(self.directory, manifest.step).exists()])):
             self.set_aside([manifest.step])
-        self._manager = self._manager or self._open()
         arrays = {path: a for path, a in arrays.items() if a.size}  # of the others, the manifest says all
         save_args = {path: _save_args(a) for path, a in arrays.items()}
         shapes = {path: manifest.leaves[path].shape for path in arrays}
@@ -151,7 +148,7 @@ class Store:
             ARRAYS: ocp.args.PyTreeSave(dict(arrays), save_args=save_args),
             _MANIFEST: ocp.args.JsonSave(to_json(manifest)),
         }
-        self._manager.save(manifest.step, args=ocp.args.Composite(**items), force=True)
+        self._checkpointer.save(folder(self.directory, manifest.step), args=ocp.args.Composite(**items))
 
     def set_aside(self, steps: Iterable[int]) -> None:
         """Renames steps that the run does not continue from, so that they can be saved again. Deletes nothing."""
@@ -163,56 +160,46 @@ class Store:
                 files.rename(path, renamed)
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("zerojax: steps are set aside")
-        self.close()
-        self._manager = None  # it has a list of the steps
 
     def kept(self, steps: Sequence[int]) -> list[int]:
         """Those of the steps that are not deleted."""
         newest = list(steps) if self.keep is None else sorted(steps)[-self.keep :]
         return [step for step in steps if step in newest or (self.keep_every and step % self.keep_every == 0)]
 
-    def is_saving(self) -> bool:
-        """Whether a save is in progress."""
-        return self._manager is not None and self._manager.is_saving_in_progress()
-
     def poll(self) -> None:
-        """Raises the error of a save that failed in the background; after a save, starts to delete old steps."""
-        if self._manager:
-            self._manager.check_for_errors()
-            if self._deletion is None and not self._manager.is_saving_in_progress():
-                self._deletion = threading.Thread(target=self._delete_renamed)
-                self._deletion.start()
+        """Raises the error of a save that failed in the background."""
+        self._checkpointer.check_for_errors()
 
     def finish(self) -> None:
-        """Waits for the save and the deletion in progress. Raises the error of the save if it failed."""
-        if self._manager:
-            self._manager.wait_until_finished()
-        self._finish_deletion()
-
-    def _finish_deletion(self) -> None:
-        if self._deletion:
-            self._deletion.join()
-            self._deletion = None
-        self._delete_renamed()
-
-    def _delete_renamed(self) -> None:
-        """Deletes old steps, which Orbax has renamed in process 0 at the end of a save."""
-        if jax.process_index() == 0:
-            for path in folders(self.directory / _DELETED).values():
-                try:
-                    shutil.rmtree(path)
-                except OSError as error:
-                    log.warning("checkpoint: %s cannot be deleted: %s", path, error)
+        """Waits for the save in progress. Raises its error if it failed."""
+        self._checkpointer.wait_until_finished()
 
     def abandon_save(self) -> None:
-        """Drops the manager after a failed save. The next save opens a new one, which deletes the incomplete files."""
-        self._manager = None
+        """Forgets a save that failed, and deletes its files. Orbax might raise another error of it at the next one."""
+        self._open()
 
     def close(self) -> None:
-        """Waits for all work in progress."""
-        if self._manager:
-            self._manager.close()
-        self._finish_deletion()
+        """Waits for the save in progress, and ends the threads that write."""
+        self._checkpointer.close()
+
+    def _delete_old(self) -> None:
+        """Deletes the steps that are not kept. Each is renamed before any of its files is deleted."""
+        complete = [step for step, path in folders(self.directory).items() if is_complete(path)]
+        try:
+            with files.unfinished(self.directory) as deleted:
+                for step in set(complete) - set(self.kept(complete)):
+                    path = folder(self.directory, step)
+                    files.rename(path, deleted / path.name)
+                files.sync(self.directory)
+        except OSError as error:
+            log.warning("checkpoint: old steps in %s cannot be deleted: %s", self.directory, error)
+
+    def _delete_incomplete(self) -> None:
+        """Deletes what a run that was killed has left of a save."""
+        if jax.process_index() == 0:
+            files.delete_unfinished(self.directory)
+            for path in self.directory.glob(f"{_PREFIX}_*{_TEMPORARY}"):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def _save_args(a: Array) -> ocp.SaveArgs:
