@@ -13,8 +13,8 @@ from support.small_run import setting, train
 import zerojax
 from zerojax import Finding, Verdict, Zero
 from zerojax.analysis.expectation import Audit
-from zerojax.checkpoints import show, store
-from zerojax.cli import main
+from zerojax.checkpoints import store
+from zerojax.cli import checkpoint_tables as show, main
 from zerojax.utils.tables import TO_FILE, Screen
 from zerojax.utils.text import bytes_text
 

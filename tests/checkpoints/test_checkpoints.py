@@ -45,8 +45,8 @@ from zerojax.checkpoints import (
     CheckpointMismatch,
     contents,
     manifest,
+    restorer,
     run_directory,
-    saver,
     store,
 )
 from zerojax.checkpoints.digest import HostDigest, digests
@@ -657,11 +657,11 @@ def test_a_run_that_resumes_in_the_middle_of_an_epoch_repeats_and_skips_no_row(t
 
 
 def test_iterator_states_of_another_number_of_processes_must_be_equal():
-    assert saver.state_of_this_process([{"at": 3}, {"at": 3}], "step_1") == {"at": 3}
+    assert restorer.state_of_this_process([{"at": 3}, {"at": 3}], "step_1") == {"at": 3}
     with pytest.raises(CheckpointMismatch, match="different states of 2 processes, now there are 1"):
-        saver.state_of_this_process([{"at": 3}, {"at": 4}], "step_1")
+        restorer.state_of_this_process([{"at": 3}, {"at": 4}], "step_1")
     with pytest.raises(CheckpointMismatch, match="step_1 contains no state of a data iterator"):
-        saver.state_of_this_process(None, "step_1")
+        restorer.state_of_this_process(None, "step_1")
 
 
 def test_the_passed_state_is_not_freed_if_the_iterator_cannot_be_restored(saved):

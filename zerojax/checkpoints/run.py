@@ -14,16 +14,15 @@ from typing import Any, TypedDict, Unpack
 
 import jax
 
-from zerojax.checkpoints import contents, saver, store
+from zerojax.checkpoints import contents, restorer, store
 from zerojax.checkpoints.guards import SkipMonitor, Watchdog
 from zerojax.checkpoints.manifest import Allowed, CheckpointCorrupted, Manifest
 from zerojax.checkpoints.preemption import Preemption
-from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0
 from zerojax.checkpoints.remote_copy import RemoteCopy
 from zerojax.checkpoints.replicas import verify_replicas
 from zerojax.checkpoints.run_directory import RunDirectory, local_directory
 from zerojax.checkpoints.saver import Saver
-from zerojax.processes.agreement import agree
+from zerojax.processes.agreement import agree, broadcast_from_process_0
 from zerojax.step.config import ZeroConfig
 from zerojax.step.state import TrainState, check_not_donated
 from zerojax.utils.typing import Array
@@ -238,12 +237,12 @@ class Checkpoints:
         """Restores a step; if it is damaged on disk, from its copy in remote storage."""
         avals = contents.avals(state)
         try:
-            return saver.restore(self.directory, state, step, data, allowed)
+            return restorer.restore(self.directory, state, step, data, allowed)
         except CheckpointCorrupted as error:
             if not self._run_directory.fetch_again(step):
                 raise
             log.error("checkpoint: step %d is restored from its copy: %s", step, error)
-            return saver.restore(self.directory, avals, step, data, allowed)
+            return restorer.restore(self.directory, avals, step, data, allowed)
 
     def _start(self, state: TrainState, data: object) -> tuple[TrainState, int]:
         """Starts a run without a checkpoint."""
@@ -300,7 +299,7 @@ class Checkpoints:
         """
         store.check_step(self.directory, step, self.steps())
         allowed = Allowed(missing, ("*",) if only else extra, cast, optimizer)
-        return saver.restore(self.directory, state, step, data, allowed, only)[0]
+        return restorer.restore(self.directory, state, step, data, allowed, only)[0]
 
     def update(self, state: TrainState, metrics: Mapping[str, Array] | None = None, data: object = None) -> None:
         """Saves the state if it is due or the run is being preempted. To be called after each step.

@@ -14,9 +14,8 @@ import jax
 
 from zerojax.checkpoints import store
 from zerojax.checkpoints.manifest import CheckpointCorrupted
-from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0
 from zerojax.checkpoints.remote_copy import RemoteCopy
-from zerojax.processes.agreement import agree_on_directory, run_in_process_0
+from zerojax.processes.agreement import agree_on_directory, broadcast_from_process_0, run_in_process_0
 
 log = logging.getLogger("zerojax")
 _FILE = ".lock"

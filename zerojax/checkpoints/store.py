@@ -38,7 +38,7 @@ from zerojax.checkpoints.manifest import (
     read_json,
     to_json,
 )
-from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0
+from zerojax.processes.agreement import broadcast_from_process_0
 from zerojax.utils import files
 from zerojax.utils.text import bytes_text
 from zerojax.utils.typing import Array, Aval, Shape

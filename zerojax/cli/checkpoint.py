@@ -65,7 +65,7 @@ def list_steps(directory: Path | str, verify: bool) -> None:
 
     The exit code is 1 if a step is damaged or incomplete, or if there is none.
     """
-    from zerojax.checkpoints import show
+    from zerojax.cli import checkpoint_tables as show
 
     local = _on_disk(directory, every=True, arrays=verify)
     table, good = show.steps_table(local, verify, str(directory if isinstance(directory, str) else local))
@@ -85,7 +85,7 @@ def inspect(directory: Path | str, step: int | None) -> None:
     The table has the shape, dtype, bytes and digest of each array, and the stage and mesh that the step was saved with.
     On a terminal, the arrays of equal layers are one row; written to a file, each array has its own.
     """
-    from zerojax.checkpoints import show
+    from zerojax.cli import checkpoint_tables as show
 
     print_table(show.leaves_table(_manifest(_on_disk(directory, step, arrays=False), step), screen()))
 
@@ -124,7 +124,7 @@ def diff(directory: Path | str, first: int, second: int, other: Path | str | Non
 
     The arrays are compared by their digests. The exit code is 1 if the steps differ.
     """
-    from zerojax.checkpoints import show
+    from zerojax.cli import checkpoint_tables as show
 
     places = [(directory, first), (other or directory, second)]
     before, after = (_manifest(_on_disk(place, step, arrays=False), step) for place, step in places)

@@ -19,6 +19,8 @@ from typing import Any
 
 import jax
 import jax._src.distributed
+import numpy as np
+from jax.experimental import multihost_utils
 
 from zerojax.utils.text import error_text, masked
 
@@ -89,6 +91,18 @@ def run_in_process_0(function: Callable[[], object], call: str, timeout_s: int =
         raise error
     if text:
         raise ValueError(f"{text}\n  (this is the error of process 0)")
+
+
+def broadcast_from_process_0(numbers: Sequence[int]) -> list[int]:
+    """Returns the numbers of process 0 in every process.
+
+    While a directory changes, processes may list different steps in it; this makes them agree.
+    """
+    if jax.process_count() == 1:
+        return list(numbers)
+    count = int(multihost_utils.broadcast_one_to_all(np.array(len(numbers))))
+    padded = np.array(numbers if jax.process_index() == 0 else [0] * count, np.int32)
+    return [int(number) for number in multihost_utils.broadcast_one_to_all(padded)] if count else []
 
 
 def agree_on_lines(lines: Sequence[str], what: str, fix: str, call: str) -> None:

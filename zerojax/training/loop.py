@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, SupportsFloat
 
 import jax
 
-from zerojax.processes.agreement import agree
+from zerojax.processes.agreement import agree, broadcast_from_process_0
 from zerojax.step.state import TrainState, check_is_state
 from zerojax.step.steps import Step
 from zerojax.training import writers as files
@@ -269,8 +269,6 @@ def _profiler(folder: Path | None) -> contextlib.AbstractContextManager[None]:
 
 def _misses_evaluation(folder: Path, step: int) -> bool:
     """Whether the run was ended during its last evaluation; the same in all processes."""
-    from zerojax.checkpoints.raise_on_all_processes import broadcast_from_process_0
-
     return any(broadcast_from_process_0([not files.is_evaluated(folder / "metrics.jsonl", step)]))
 
 
