@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -24,9 +25,14 @@ STEPS = 8
 
 
 def start(directory, *options, num_steps=STEPS, environ=os.environ):
+    """Starts a run, which lives for at most five minutes."""
     command = [sys.executable, str(SUPPORT / "trainee.py"), str(directory), str(num_steps), *map(str, options)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, env=importing(TESTS, environ=environ), text=True, **pipes)
+    process = subprocess.Popen(command, env=importing(TESTS, environ=environ), text=True, **pipes)
+    limit = threading.Timer(300, process.kill)
+    limit.daemon = True
+    limit.start()
+    return process
 
 
 def start_two(directory, *options):
