@@ -252,12 +252,16 @@ def test_a_server_that_is_down_stops_no_training_and_is_told(tmp_path, port, zer
         assert remote_copy.RemoteCopy(url).steps()[-1] == 4
 
 
+# Lines of the output of a run.
+TRAINED, COPIED = r"step \d+\n", r"checkpoint: step \d+ is copied to s3://"
+
+
 def start(directory, url, num_steps, **environ):
-    """Starts a run that copies its steps, and lives for at most three minutes. Its output contains its log."""
+    """Starts a run that copies its steps, and lives for at most five minutes. Its output contains its log."""
     args = [sys.executable, str(SUPPORT / "copying.py"), str(directory), url, str(num_steps)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(args, env=importing(TESTS) | environ, **pipes)
-    limit = threading.Timer(180, process.kill)
+    limit = threading.Timer(300, process.kill)
     limit.daemon = True
     limit.start()
     return process
@@ -273,28 +277,22 @@ def until(process, pattern):
     raise AssertionError("".join(lines)[-3000:])
 
 
-def run_with_kills(tmp_path, url, rng, kills):
-    """Kills a run at random times, and deletes its directory each time, as if it continued on another machine."""
-    for _ in range(kills):
-        process = start(tmp_path / "killed", url, STEPS * (kills + 1))
-        until(process, r"step \d+\n")
-        time.sleep(rng.uniform(0, 1.5))
-        process.kill()
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == -signal.SIGKILL, output[-3000:]
-        shutil.rmtree(tmp_path / "killed")
-    process = start(tmp_path / "last", url, STEPS * (kills + 1))
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output[-3000:]
-    return losses(tmp_path / "last")
-
-
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.full)])
 def test_a_run_that_is_killed_and_loses_its_disk_continues_bit_for_bit(tmp_path, url, zero, step, kills):
-    found = run_with_kills(tmp_path, url, random.Random(kills), kills)
+    """It is killed at random times, and its directory deleted, as if it continued on another machine."""
+    rng = random.Random(kills)
+    for number in range(kills):
+        process = start(tmp_path / "killed", url, 10**6)
+        until(process, rng.choice([TRAINED, COPIED]) if number else COPIED)
+        time.sleep(rng.uniform(0, 1.5))
+        process.kill()
+        process.communicate(timeout=60)
+        shutil.rmtree(tmp_path / "killed")
     print(f"seed {kills}: {kills} kills")
-    fit(zero, step, tmp_path / "undisturbed", None, STEPS * (kills + 1))
-    assert found == losses(tmp_path / "undisturbed")
+    num_steps = remote_copy.RemoteCopy(url).steps()[-1] + STEPS
+    fit(zero, step, tmp_path / "continued", url, num_steps)
+    fit(zero, step, tmp_path / "undisturbed", None, num_steps)
+    assert losses(tmp_path / "continued") == losses(tmp_path / "undisturbed")
 
 
 def test_names_of_runs_are_no_patterns(tmp_path, port, zero, step):
@@ -428,7 +426,7 @@ def test_two_runs_that_are_suspended_and_killed_keep_what_was_complete(tmp_path,
 
     for number in range(events):
         process = start(tmp_path / str(number), url, 10**6)
-        note(until(process, r"checkpoint: step \d+ is copied to s3://"))
+        note(until(process, rng.choice([TRAINED, COPIED]) if number else COPIED))
         time.sleep(rng.uniform(0, 3))
         if suspended:
             end(suspended)
