@@ -195,6 +195,7 @@ def durability(args):
             for kind, (save, wait) in kinds.items():
                 for trains in (False, True):
                     measure(kind, save, wait, trains)
+                print(f"round {k} of {args.rounds}: {kind}: {saves[kind][-1]:.2f} s", file=sys.stderr)
     return {"saves_s": saves, "steps_s": steps, "written_bytes": num_bytes}
 
 
