@@ -4,20 +4,22 @@
     python scripts/faults.py --quick      # one case of each test
     python scripts/faults.py --rows 1 12  # only these faults
 
-Prints one line per fault. The tests of each fault run in a separate process; some of them start processes that they
-kill or suspend. The last line is `N passed, N failed`; the exit code is 1 if a fault failed.
+Each test runs once, in one of two processes; some tests start further processes, which they kill or suspend, or whose
+disk loses power. When all have ended, prints one line per fault. The last line is `N passed, N failed`; the exit code
+is 1 if a fault failed.
 """
 
 import argparse
 import re
 import subprocess
 import sys
+import tempfile
 import time
 import tomllib
+from collections import Counter
 from importlib import metadata
 from pathlib import Path
-
-from rich.console import Console
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 FAULTS, CHECKPOINTS = "tests/checkpoints/test_faults.py", "tests/checkpoints/test_checkpoints.py"
@@ -242,18 +244,20 @@ def main():
     args = parser.parse_args()
     if missing := missing_packages():
         sys.exit(f"packages for tests are missing: {', '.join(missing)}; pip install '.[test]' installs them")
-    failed, kills, begin = [], 0, time.monotonic()
-    for number in args.rows or range(1, len(ROWS) + 1):
+    numbers, begin, num_failed = args.rows or range(1, len(ROWS) + 1), time.monotonic(), 0
+    cases = run([test for number in numbers for test in ROWS[number - 1][1]], args.quick)
+    for number in numbers:
         fault, tests = ROWS[number - 1]
-        with Console(stderr=True).status(fault):
-            passed, summary, num_kills = run(tests, args.quick)
-        kills += num_kills
-        print(f"{number:3d}  {'passed' if passed else 'FAILED'}  {fault}: {summary}", flush=True)
-        failed += [] if passed else [number]
-    total = len(args.rows or ROWS)
-    print(f"{kills} kills at random times, {time.monotonic() - begin:.0f} s")
-    print(f"{total - len(failed)} passed, {len(failed)} failed")
-    return 1 if failed else 0
+        found = [case for case in cases if any(matches(test, case) for test in tests)]
+        outcomes = [{child.tag for child in case} & {"failure", "error", "skipped"} for case in found]
+        num_passed = outcomes.count(set())
+        is_failed = not num_passed or any(outcome & {"failure", "error"} for outcome in outcomes)
+        num_failed += is_failed
+        summary = ", ".join([f"{num_passed} tests" if num_passed else "no test passed", *counts(found)])
+        print(f"{number:3d}  {'FAILED' if is_failed else 'passed'}  {fault}: {summary}")
+    print(f"{', '.join(counts(cases)) or 'no kills'} at random times, {time.monotonic() - begin:.0f} s")
+    print(f"{len(numbers) - num_failed} passed, {num_failed} failed")
+    return 1 if num_failed else 0
 
 
 def missing_packages():
@@ -266,18 +270,30 @@ def missing_packages():
 
 
 def run(tests, quick):
-    """Runs the tests of a fault. Returns (whether all passed, a summary, the number of kills at random times)."""
-    files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
-    names = " or ".join(name for test in tests if (name := test.partition("::")[2]))
-    command = [sys.executable, "-P", "-m", "pytest", "-s", "--disable-warnings", "--no-header", *files]
-    command += ["-k", names] * bool(names) + ["--full"] + ["--cases", "1"] * quick
-    ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    counted = re.search(r"(\d+) passed", ended.stdout)
-    seeds = re.findall(r"seed \d+: \d+ kills", ended.stdout)
-    if ended.returncode or not counted:
-        print(ended.stdout[-4000:], file=sys.stderr)
-    summary = [f"{counted.group(1)} tests" if counted else "no test passed", *seeds]
-    return not ended.returncode and bool(counted), ", ".join(summary), sum(int(seed.split()[2]) for seed in seeds)
+    """Runs tests, each once, in two processes. Returns their cases in pytest's report, as XML elements."""
+    files = {file: Path(file).name for file in (test.partition("::")[0] for test in tests)}
+    chosen = (f"{files[file]} and {name or files[file]}" for file, _, name in (test.partition("::") for test in tests))
+    with tempfile.NamedTemporaryFile(suffix=".xml") as report:
+        command = [sys.executable, "-P", "-m", "pytest", "-n", "2", "--dist", "worksteal", "--disable-warnings"]
+        command += ["--junit-xml", report.name, "-o", "junit_logging=system-out"]
+        command += ["--full", *files, "-k", " or ".join(chosen)]
+        subprocess.run(command + ["--cases", "1"] * quick, cwd=ROOT, stdout=sys.stderr)
+        return list(ElementTree.parse(report.name).iter("testcase"))
+
+
+def matches(test, case):
+    """Whether a case is of a test: `file`, or `file::name` with a part of the names of functions."""
+    file, _, name = test.partition("::")
+    return case.get("classname") == file.removesuffix(".py").replace("/", ".") and name in case.get("name")
+
+
+def counts(cases):
+    """What cases did at random times: 'seed 3: 5 kills' is one of the lines that they print."""
+    lines = re.findall(r"^seed \d+: (.*)", "\n".join(case.findtext("system-out", "") for case in cases), re.MULTILINE)
+    found = Counter()
+    for number, kind in re.findall(r"(\d+) (kills|cuts|suspensions)", "\n".join(lines)):
+        found[kind] += int(number)
+    return [f"{number} {kind}" for kind, number in found.items()]
 
 
 if __name__ == "__main__":

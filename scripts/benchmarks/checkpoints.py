@@ -2,8 +2,10 @@
 
     python scripts/benchmarks/checkpoints.py [--width 1024] [--layers 16] [--json FILE]
 
-Runs on eight simulated devices of one process. The time of a step during a save is divided by that of a step without
-one, and the time of a restore by that of reading the same files; both are medians of pairs that alternate in one run.
+Runs on eight simulated devices of one process, in the directory for temporary files (`TMPDIR`), which should be on a
+disk. The time until a save is complete is compared with that of a save that does not wait for the disk (`fsync`), of
+Orbax alone, and of writing a file of the same size; the time of a step during a save with that of a step without one;
+and the time of a restore with that of reading the same files. All are medians of rounds that alternate in one process.
 Memory is the growth of the largest resident size of a fresh process and those that it starts. It is given as a multiple
 of the bytes of all shards of the process (here the whole state) and of the largest shard. The memory of the step that
 runs during a save is subtracted, because real devices compute in their own memory.
@@ -13,18 +15,24 @@ import argparse
 import contextlib
 import ctypes
 import json
+import os
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
+from timing import ratio
 
 DEVICES = 8
+# What is compared: kinds of saves, and steps without any.
+SYNCED, UNSYNCED, ORBAX, FILE, ALONE = "zerojax", "zerojax without fsync", "Orbax alone", "one file, synced", "none"
 
 
 def arguments(argv=None):
@@ -111,34 +119,84 @@ def save(args):
 
     zero, create, tx, loss, batch = make_training(args)
     state, step = zero.init(create, tx), zero.train_step(loss)
-    times = {"during a save": [], "alone": []}
     for _ in range(2):
         state, _ = jax.block_until_ready(step(state, batch))
     with zero.checkpoints(args.directory, keep=1) as checkpoints:
         checkpoints.save(state)  # compiles the digests
         checkpoints.wait()
-
-        def timed(kind):
-            nonlocal state
-            begin = time.perf_counter()
-            state, _ = jax.block_until_ready(step(state, batch))
-            times[kind].append(time.perf_counter() - begin)
-
         blocked, memory = [], []
         for _ in range(args.rounds):
             with ResidentGrowth() as alone:  # simulated devices compute in host memory
-                timed("alone")
+                state, _ = jax.block_until_ready(step(state, batch))
             with ResidentGrowth() as growth:
                 begin = time.perf_counter()
                 checkpoints.save(state)
                 blocked.append(time.perf_counter() - begin)
-                timed("during a save")
+                state, _ = jax.block_until_ready(step(state, batch))
                 checkpoints.wait()
             memory.append(growth.num_bytes - alone.num_bytes)
-    medians = {kind: statistics.median(each) for kind, each in times.items()}
-    ratio = statistics.median(a / b for a, b in zip(times["during a save"], times["alone"], strict=True))
-    found = {"step_s": medians, "step_ratio": ratio, "blocked_s": statistics.median(blocked)}
-    return found | {"save_bytes": max(memory), **sizes(state)}
+    return {"blocked_s": statistics.median(blocked), "save_bytes": max(memory), **sizes(state)}
+
+
+def durability(args):
+    """The seconds until saves of each kind are complete, and those of steps, alone and during saves of each kind."""
+    import jax
+    import orbax.checkpoint as ocp
+
+    from zerojax.utils import files
+
+    zero, create, tx, loss, batch = make_training(args)
+    state, step = zero.init(create, tx), zero.train_step(loss)
+    other, syncs = args.directory / "other", (files.sync, files.sync_tree)
+    saves, steps, num_bytes = defaultdict(list), defaultdict(list), 0
+
+    def train(kind):
+        nonlocal state
+        begin = time.perf_counter()
+        state, _ = jax.block_until_ready(step(state, batch))
+        steps[kind].append(time.perf_counter() - begin)
+
+    def write():
+        part = np.random.default_rng(0).bytes(2**24)
+        with other.open("wb") as file:
+            for _ in range(num_bytes // len(part)):
+                file.write(part)
+            os.fsync(file.fileno())
+
+    def delete():
+        nonlocal num_bytes
+        for folder in args.directory.glob("ours/step_*"):
+            num_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+            shutil.rmtree(folder)
+        shutil.rmtree(other) if other.is_dir() else other.unlink(missing_ok=True)
+        os.sync()
+
+    def measure(kind, save, wait, trains):
+        files.sync, files.sync_tree = (lambda _: None,) * 2 if kind == UNSYNCED else syncs
+        train(ALONE)  # also because a step is saved only once
+        begin = time.perf_counter()
+        save()
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        while trains and waiting.is_alive():
+            train(kind)
+        waiting.join()
+        if not trains:
+            saves[kind].append(time.perf_counter() - begin)
+        delete()
+
+    with zero.checkpoints(args.directory / "ours", keep=None) as checkpoints, ocp.StandardCheckpointer() as orbax:
+        ours = lambda: checkpoints.save(state), checkpoints.wait
+        theirs = lambda: orbax.save(other, (state.master, state.opt_state)), orbax.wait_until_finished
+        kinds = {SYNCED: ours, UNSYNCED: ours, ORBAX: theirs, FILE: (lambda: None, write)}
+        for k in range(args.rounds + 1):
+            if k == 1:  # the first round has compiled the digests
+                saves.clear(), steps.clear()
+            for kind, (save, wait) in kinds.items():
+                for trains in (False, True):
+                    measure(kind, save, wait, trains)
+                print(f"round {k} of {args.rounds}: {kind}: {saves[kind][-1]:.2f} s", file=sys.stderr)
+    return {"saves_s": saves, "steps_s": steps, "written_bytes": num_bytes}
 
 
 def restore(args):
@@ -180,7 +238,7 @@ def export(args):
     return {"export_s": seconds, "export_bytes": growth.num_bytes}
 
 
-PARTS = {"save": save, "restore": restore, "export": export}
+PARTS = {"durability": durability, "save": save, "restore": restore, "export": export}
 
 
 def main():
@@ -190,9 +248,11 @@ def main():
         return
     found = {}
     with tempfile.TemporaryDirectory() as directory:
+        found["file_system"] = subprocess.check_output(["findmnt", "-no", "FSTYPE", "-T", directory], text=True).strip()
         for part in PARTS:
             shapes = ["--width", args.width, "--layers", args.layers, "--rounds", args.rounds]
-            command = [sys.executable, __file__, "--part", part, "--directory", directory, *shapes]
+            folder = f"{directory}/{part}" if part == "durability" else directory
+            command = [sys.executable, __file__, "--part", part, "--directory", folder, *shapes]
             ended = subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE, text=True)
             found |= json.loads(ended.stdout.splitlines()[-1])
     show(found)
@@ -210,13 +270,21 @@ def show(found):
         f"{found[name] / found['largest_shard_bytes']:.1f} times the largest shard"
     )
     table = Table(title=f"A state of {mib('saved_bytes')} on {DEVICES} simulated devices", show_header=False)
-    table.add_row("step during a save, relative to one without", f"{found['step_ratio']:.2f}")
     table.add_row("time for which a save blocks the loop", f"{found['blocked_s'] * 1e3:,.0f} ms")
     table.add_row("host memory of a save, without that of a step", times("save_bytes"))
     table.add_row("restore, relative to reading its files", f"{found['restore_ratio']:.2f}, {found['restore_s']:.2f} s")
     table.add_row("host memory of a restore, without the state", times("restore_bytes"))
     table.add_row("export of the parameters", f"{found['export_s']:.2f} s")
     table.add_row("host memory of an export", times("export_bytes"))
+    Console().print(table)
+    saves, steps, alone = found["saves_s"], found["steps_s"], statistics.median(found["steps_s"][ALONE])
+    table = Table("", "complete after", "times the file", "a step meanwhile", "times one alone", title="Saves")
+    table.columns[0].no_wrap = True
+    for kind, seconds in saves.items():
+        median, step = statistics.median(seconds), statistics.median(steps[kind])
+        relative = ratio(seconds, saves[FILE])
+        table.add_row(kind, f"{median:.2f} s", f"{relative:.2f}", f"{step:.2f} s", f"{step / alone:.2f}")
+    table.caption = f"{mib('written_bytes')} in files; a step alone takes {alone:.2f} s; on {found['file_system']}"
     Console().print(table)
 
 

@@ -5,11 +5,12 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
-from support.disk import Disk
+from support.disk import MountedDisk, RecordedDisk
 from support.paths import SUPPORT, TESTS, importing
 from support.ports import free_port
 from support.small_run import setting, train
@@ -24,9 +25,14 @@ STEPS = 8
 
 
 def start(directory, *options, num_steps=STEPS, environ=os.environ):
+    """Starts a run, which lives for at most five minutes."""
     command = [sys.executable, str(SUPPORT / "trainee.py"), str(directory), str(num_steps), *map(str, options)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(command, env=importing(TESTS, environ=environ), text=True, **pipes)
+    process = subprocess.Popen(command, env=importing(TESTS, environ=environ), text=True, **pipes)
+    limit = threading.Timer(300, process.kill)
+    limit.daemon = True
+    limit.start()
+    return process
 
 
 def start_two(directory, *options):
@@ -111,40 +117,33 @@ def test_a_run_that_is_killed_while_it_deletes_keeps_an_intact_step(tmp_path, un
     assert {step: losses[step] for step in losses} == {step: undisturbed[step] for step in losses}
 
 
-@pytest.fixture
-def disk(tmp_path):
+@pytest.fixture(params=[MountedDisk, RecordedDisk])
+def disk(tmp_path, request):
     try:
-        disk = Disk(tmp_path)
-        disk.mount()
+        disk = request.param(tmp_path)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"this machine mounts no image of a disk, which needs the rights of root: {error}")
     yield disk
-    subprocess.run(["umount", disk.path], capture_output=True)
-
-
-CUTS = 20
+    disk.close()
 
 
 @pytest.mark.parametrize("keep", [1, 3])
-@pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[pytest.mark.full] * (seed > 0)) for seed in range(CUTS // 2)]
-)
-def test_a_step_that_was_called_complete_survives_a_loss_of_power(disk, seed, keep):
-    """The newest step that was said to be complete before the cut, or a later one, is intact after it."""
-    rng, directory = random.Random(seed), disk.path / "run"
-    process = start(directory, "--keep", keep, "--slow", 0.02, "--announce", num_steps=1000)
-    seen = until(process, "complete")
-    time.sleep(rng.uniform(0, 1.5))
-    disk.cut_power()
-    process.send_signal(signal.SIGKILL)
-    seen += process.communicate(timeout=60)[0]
-    disk.unmount()
-    disk.mount()
-    complete = [int(line.split()[1]) for line in seen.splitlines() if line.startswith("complete ")]
-    steps = intact_steps(directory)  # all that are there are intact
-    assert steps and steps[-1] >= complete[-1]
-    print(f"seed {seed}: cut after {len(complete)} saves; there are {steps}")
-    losses, _ = run(directory, "--keep", keep, num_steps=steps[-1] + 2)  # and the run continues
+@pytest.mark.parametrize("cuts", [1, pytest.param(10, marks=pytest.mark.full)])
+def test_a_step_that_was_called_complete_survives_a_loss_of_power(disk, cuts, keep):
+    """After each cut, the newest step that was called complete, or a later one, is intact, and the run continues."""
+    rng, directory, complete = random.Random(keep), disk.path / "run", [0]
+    for _ in range(cuts):
+        process = start(directory, "--keep", keep, "--slow", 0.02, "--announce", *disk.options, num_steps=10**6)
+        seen = "".join(until(process, "complete") for _ in range(rng.randint(1, 5)))
+        time.sleep(rng.uniform(0, 0.5))
+        disk.cut_power(process)
+        seen += process.communicate(timeout=60)[0]
+        disk.restart()
+        complete += [int(line.split()[1]) for line in seen.splitlines() if line.startswith("complete ")]
+        steps = intact_steps(directory)  # all that are there are intact
+        assert steps and steps[-1] >= complete[-1]
+    print(f"seed {keep}: {cuts} cuts, {len(complete) - 1} saves")
+    losses, _ = run(directory, "--keep", keep, num_steps=steps[-1] + 2)
     assert store.steps(directory)[-1] == max(losses) == steps[-1] + 2
 
 

@@ -1,6 +1,5 @@
 """Copies of steps in remote storage, on a server for S3 that runs on this machine and fails in several ways."""
 
-import itertools
 import json
 import random
 import re
@@ -66,8 +65,8 @@ def train(zero, step, directory, url, num_steps=STEPS, **options):
     return state, start
 
 
-def fit(zero, step, directory, url, num_steps=STEPS):
-    options = {"every": 2, "keep": 2, "copy_to": url}
+def fit(zero, step, directory, url, num_steps=STEPS, every=2):
+    options = {"every": every, "keep": 2, "copy_to": url}
     return zerojax.fit(
         zero, zero.init(create, adam()), step, batch, num_steps, directory, log_every=1, checkpoints=options
     )
@@ -125,9 +124,9 @@ def test_a_step_without_its_mark_is_none(tmp_path, url, zero, step):
     assert remote.steps() == [step for step in before if step != 3]
 
 
-def test_the_mark_is_written_last_and_deleted_first(tmp_path, monkeypatch):
-    """Whenever the process is killed in between, what has a mark is whole."""
-    remote = remote_copy.RemoteCopy(f"file://{tmp_path}/there")
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """The folders of steps 1, 2 and 3, whose contents are not verified."""
     monkeypatch.setattr(remote_copy, "check_intact", lambda *_: None)
     monkeypatch.setattr(store, "read_manifest", lambda *_: None)
     for number in range(1, 4):
@@ -135,6 +134,12 @@ def test_the_mark_is_written_last_and_deleted_first(tmp_path, monkeypatch):
             path = tmp_path / f"step_{number}" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(name)
+    return {number: tmp_path / f"step_{number}" for number in range(1, 4)}
+
+
+def test_the_mark_is_written_last_and_deleted_first(tmp_path, folders, monkeypatch):
+    """Whenever the process is killed in between, what has a mark is whole."""
+    remote = remote_copy.RemoteCopy(f"file://{tmp_path}/there")
     done = []
     for method in ("put_file", "rm_file"):
         call = getattr(remote._fs, method)
@@ -145,8 +150,8 @@ def test_the_mark_is_written_last_and_deleted_first(tmp_path, monkeypatch):
         monkeypatch.setattr(remote._fs, method, record)
     remote.start()
     keep_newest = lambda steps: steps[-1:]
-    for number in range(1, 4):
-        remote.copy(number, tmp_path / f"step_{number}", keep_newest)
+    for number, path in folders.items():
+        remote.copy(number, path, keep_newest)
         assert remote.finish()
     folder = f"{remote._root}/checkpoints/step_2-1"
     mark = f"{folder}/commit_success.txt"
@@ -248,30 +253,47 @@ def test_a_server_that_is_down_stops_no_training_and_is_told(tmp_path, port, zer
         assert remote_copy.RemoteCopy(url).steps()[-1] == 4
 
 
-def run_with_kills(tmp_path, url, rng, kills):
-    """Kills a run at random times, and deletes its directory each time, as if it continued on another machine."""
-    environ = importing(TESTS)
-    for number in range(kills + 1):
-        directory = tmp_path / str(number)
-        args = [sys.executable, str(SUPPORT / "copying.py"), str(directory), url, str(STEPS * (kills + 1))]
-        process = subprocess.Popen(args, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        if number < kills:
-            assert process.stdout.readline().startswith("step "), process.stderr.read()[-3000:]
-            time.sleep(rng.uniform(0, 1.5))
-            process.send_signal(signal.SIGKILL)
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == (-signal.SIGKILL if number < kills else 0), errors[-3000:]
-        if number < kills:
-            shutil.rmtree(directory)
-    return losses(directory)
+# Lines of the output of a run.
+TRAINED, COPIED = r"step \d+\n", r"checkpoint: step \d+ is copied to s3://"
+
+
+def start(directory, url, num_steps, **environ):
+    """Starts a run that copies its steps, and lives for at most five minutes. Its output contains its log."""
+    args = [sys.executable, str(SUPPORT / "copying.py"), str(directory), url, str(num_steps)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(args, env=importing(TESTS) | environ, **pipes)
+    limit = threading.Timer(300, process.kill)
+    limit.daemon = True
+    limit.start()
+    return process
+
+
+def until(process, pattern):
+    """Reads lines until one matches, and returns all of them."""
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if re.match(pattern, line):
+            return "".join(lines)
+    raise AssertionError("".join(lines)[-3000:])
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.full)])
 def test_a_run_that_is_killed_and_loses_its_disk_continues_bit_for_bit(tmp_path, url, zero, step, kills):
-    found = run_with_kills(tmp_path, url, random.Random(kills), kills)
+    """It is killed at random times, and its directory deleted, as if it continued on another machine."""
+    rng = random.Random(kills)
+    for number in range(kills):
+        process = start(tmp_path / "killed", url, 10**6)
+        until(process, rng.choice([TRAINED, COPIED]) if number else COPIED)
+        time.sleep(rng.uniform(0, 1.5))
+        process.kill()
+        process.communicate(timeout=60)
+        shutil.rmtree(tmp_path / "killed")
     print(f"seed {kills}: {kills} kills")
-    fit(zero, step, tmp_path / "undisturbed", None, STEPS * (kills + 1))
-    assert found == losses(tmp_path / "undisturbed")
+    num_steps = remote_copy.RemoteCopy(url).steps()[-1] + STEPS
+    fit(zero, step, tmp_path / "continued", url, num_steps)
+    fit(zero, step, tmp_path / "undisturbed", None, num_steps)
+    assert losses(tmp_path / "continued") == losses(tmp_path / "undisturbed")
 
 
 def test_names_of_runs_are_no_patterns(tmp_path, port, zero, step):
@@ -357,54 +379,67 @@ def test_a_suspended_run_changes_nothing_of_its_successor(tmp_path, url, zero, s
     assert start == 5 and digest_of(restored) == digest_of(state)
 
 
+def test_a_run_that_has_lost_its_lease_deletes_nothing(tmp_path, folders, monkeypatch):
+    """Which steps are kept is up to the run that has taken over, and may have begun from any of them."""
+    first, second = (remote_copy.RemoteCopy(f"file://{tmp_path}/there") for _ in range(2))
+    monkeypatch.setattr(first.lease, "_renew", lambda: None)  # it is suspended
+    first.start()
+    for number in (1, 2):
+        first.copy(number, folders[number], list)
+        assert first.finish()
+    second.start()
+    first._delete_old(lambda steps: steps[-1:])
+    assert second.steps() == [1, 2]
+    second.close()
+
+
 def test_frozen_storage_does_not_keep_a_run_from_ending(tmp_path, port):
     """After SIGTERM the step is saved on disk, and the exit code is 75."""
     faults = s3.Faults()
     with s3.proxy(port, faults) as between:
-        args = [sys.executable, str(SUPPORT / "copying.py"), str(tmp_path), f"s3://{s3.BUCKET}/frozen", "1000"]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        process = subprocess.Popen(args, env=importing(TESTS) | s3.variables(between), **pipes)
-        while process.stdout.readline() != "step 4\n":
-            assert process.poll() is None, process.stderr.read()[-3000:]
+        process = start(tmp_path, f"s3://{s3.BUCKET}/frozen", 1000, **s3.variables(between))
+        until(process, r"step 4\n")
         faults.weights = {"frozen": 1.0}
         process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=60)
-    assert process.returncode == 75, errors[-3000:]
-    assert "the storage has not answered for 2 s" in errors and "bucket/frozen" in errors
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, output[-3000:]
+    assert "the storage has not answered for 2 s" in output and "bucket/frozen" in output
 
 
 @pytest.mark.parametrize("events", [2, pytest.param(20, marks=pytest.mark.full)])
 def test_two_runs_that_are_suspended_and_killed_keep_what_was_complete(tmp_path, url, zero, step, events):
     """Each run begins while the one before is suspended for longer than its lease, or was killed."""
-    rng, complete, suspended = random.Random(events), set(), None
+    rng, complete, suspended, signals = random.Random(events), set(), None, []
 
     def end(process):
         process.send_signal(signal.SIGCONT)
         try:
-            errors = process.communicate(timeout=3)[1]  # it may find out that it has lost its lease
+            output = process.communicate(timeout=3)[0]  # it may find out that it has lost its lease
         except subprocess.TimeoutExpired:
             process.kill()
-            errors = process.communicate()[1]
-        complete.update(int(line.split()[2]) for line in errors.splitlines() if " is copied to s3://" in line)
+            output = process.communicate()[0]
+        note(output)
+
+    def note(output):
+        complete.update(map(int, re.findall(r"step (\d+) is copied to s3://", output)))
 
     for number in range(events):
-        args = [sys.executable, str(SUPPORT / "copying.py"), str(tmp_path / str(number)), url, "60"]
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        process = subprocess.Popen(args, env=importing(TESTS), **pipes)
-        steps = (line for line in process.stdout if re.fullmatch(r"step \d+\n", line))
-        assert len(list(itertools.islice(steps, 6))) == 6
+        process = start(tmp_path / str(number), url, 10**6)
+        note(until(process, rng.choice([TRAINED, COPIED]) if number else COPIED))
         time.sleep(rng.uniform(0, 3))
         if suspended:
             end(suspended)
             time.sleep(rng.uniform(0, 1))
         suspended = process
-        process.send_signal(rng.choice([signal.SIGSTOP, signal.SIGKILL]))
+        signals.append(rng.choice([signal.SIGSTOP, signal.SIGKILL]))
+        process.send_signal(signals[-1])
     end(suspended)
     remote = remote_copy.RemoteCopy(url)
-    assert complete and remote.steps()[-1] >= max(complete)
-    print(f"{events} events: {len(complete)} steps were copied; there are {remote.steps()}")
+    assert remote.steps()[-1] >= max(complete)
+    num_kills = signals.count(signal.SIGKILL)
+    print(f"seed {events}: {events - num_kills} suspensions, {num_kills} kills")
     found = tmp_path / "found"
-    fit(zero, step, tmp_path / "undisturbed", None, remote.steps()[-1])
+    fit(zero, step, tmp_path / "undisturbed", None, remote.steps()[-1], every=10**6)
     for number in remote.steps():
         remote.fetch(number, found)  # verifies the arrays
     newest = remote.steps()[-1]

@@ -13,6 +13,7 @@ import resource
 import signal
 import sys
 import time
+from pathlib import Path
 
 import jax
 import orbax.checkpoint
@@ -32,6 +33,7 @@ parser.add_argument("--slow", type=float, default=0, help="least seconds per ste
 parser.add_argument("--slow-from", type=int, default=0, help="the step after which steps are slow")
 parser.add_argument("--block-at", type=int, help="the step after which the main thread runs no Python any more")
 parser.add_argument("--announce", action="store_true", help="wait for each save, and print `complete STEP`")
+parser.add_argument("--record-syncs", type=Path, help="a folder to record in what was synced, for a `RecordedDisk`")
 parser.add_argument("--no-close", action="store_true", help="end without closing the checkpoints")
 parser.add_argument("--full-at", type=int, help="the step at which writing fails, as on a full disk")
 parser.add_argument("--die-deleting", action="store_true", help="die when a file of an old step has been deleted")
@@ -106,6 +108,7 @@ def main():
     logging.getLogger("absl").setLevel(logging.ERROR)
     own = zerojax.initialize(timeout_s=60, heartbeat_s=args.heartbeat)
     zerojax.simulate_devices(args.devices)
+    from support.disk import record_syncs
     from support.small_run import ROWS, adam, batch, create, loss, with_flipped_bit
 
     rows = processes.own_rows(ROWS)
@@ -115,6 +118,8 @@ def main():
         make_unreadable(args.unreadable)
     if args.die_deleting:
         die_deleting()
+    if args.record_syncs:
+        record_syncs(Path(args.directory), args.record_syncs)
     options = {"every": args.every, "keep": args.keep, "watchdog_s": args.watchdog}
     options |= {"verify_replicas_every": args.verify_every, "copy_to": args.copy_to}
     checkpoints = zero.checkpoints(args.directory, **options)
