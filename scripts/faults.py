@@ -203,6 +203,7 @@ ROWS = [
     ),
     ("ten thousand leaves with other names", ["tests/checkpoints/test_many_mismatches.py::test_ten_thousand_leaves"]),
     ("what a killed run left of its copies", [f"{REMOTE}::test_what_a_killed_run_left"]),
+    ("one of several processes ends, by a signal, an exit code or an exception", [f"{LAUNCH}::test_the_last_line"]),
 ]
 
 

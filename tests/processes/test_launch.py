@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -238,6 +239,39 @@ def test_launch_returns_the_first_exit_code_that_is_not_0(capfd):
     assert launch(python(text), 3) == 75
     assert launch(python("import os; os.kill(os.getpid(), 9)"), 1) == 128 + 9
     assert launch(python("import time; time.sleep(60)"), 2, timeout_s=1) == 124
+
+
+# What process 1 of two does, and what the last line says of it.
+FAILURES = {
+    "os.kill(os.getpid(), 9)": "was ended by SIGKILL after TIME",
+    "os.kill(os.getpid(), signal.SIGRTMIN + 1)": f"was ended by signal {signal.SIGRTMIN + 1} after TIME",
+    "print('out'); os._exit(3)": "exited with code 3 after TIME",
+    "sys.exit('why')": "exited with code 1 after TIME; it wrote last: why",
+    "raise ValueError('bad\\n  fix: good')": "exited with code 1 after TIME; its last exception: ValueError: bad",
+    "logging.exception('x'); sys.exit(f'why{os.linesep}')": "exited with code 1 after TIME; it wrote last: why",
+    "raise KeyError('\u03b5' * 999)": "exited with code 1 after TIME; its last exception: KeyError: '" + 289 * "\u03b5",
+    "try: 1 / 0\nexcept ZeroDivisionError: logging.exception('x')\nsys.exit(75)": "exited with code 75 after TIME; "
+    "it wrote last: ZeroDivisionError: division by zero",
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_the_last_line_says_which_process_failed_and_why(failure, capfd):
+    head = "import logging, os, signal, sys, time\nif os.environ['ZEROJAX_PROCESS_ID'] == '0': time.sleep(60)\n"
+    launch(python(head + failure), 2, grace_s=0.2)
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert re.sub(r"\d+\.\d s", "TIME", last) == f"launch: process 1 {FAILURES[failure]}"
+
+
+def test_the_last_line_names_a_signal_and_a_time_limit(capfd):
+    with start_launcher(CHILD) as launcher:
+        assert sorted(launcher.stdout.readline() for _ in range(2)) == ["[0] 1\n", "[1] 1\n"]
+        launcher.send_signal(signal.SIGTERM)
+        _, err = launcher.communicate(timeout=20)
+    pattern = r"launch: process [01] exited with code 15 after \d+\.\d s; zerojax launch had received SIGTERM"
+    assert re.fullmatch(pattern, err.splitlines()[-1])
+    launch(python("import time; time.sleep(60)"), 2, timeout_s=1)
+    assert capfd.readouterr().err == "launch: the processes were killed after 1 s, the time limit\n"
 
 
 def test_launch_kills_the_other_processes_after_the_grace_period(capfd):
