@@ -153,10 +153,14 @@ def test_processes_exit_if_their_data_ends_at_different_steps(capfd, tmp_path):
     assert "3 in process 1; 4 in process 0" in errors or "4 in process 0; 3 in process 1" in errors
 
 
-def test_a_process_with_slow_data_is_named_once(capfd, tmp_path):
+def test_a_process_with_slow_data_is_named_once_and_so_are_those_with_the_same_rows(capfd, tmp_path):
+    """In the second of two runs, they have different rows."""
     assert joined(2, "--slow", tmp_path) == 0
-    lines = [line for line in capfd.readouterr().err.splitlines() if "s to load a batch" in line]
+    printed = capfd.readouterr().err.splitlines()
+    lines = [line for line in printed if "s to load a batch" in line]
     assert len(lines) == 1 and "process 1 takes 0.05" in lines[0] and lines[0].startswith("[0] ")
+    lines = [line for line in printed if "the same rows" in line]
+    assert len(lines) == 1 and "step 1: processes 0, 1 pass the same rows" in lines[0] and lines[0].startswith("[0] ")
 
 
 @pytest.mark.full
