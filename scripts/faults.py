@@ -204,6 +204,10 @@ ROWS = [
     ("ten thousand leaves with other names", ["tests/checkpoints/test_many_mismatches.py::test_ten_thousand_leaves"]),
     ("what a killed run left of its copies", [f"{REMOTE}::test_what_a_killed_run_left"]),
     ("one of several processes ends, by a signal, an exit code or an exception", [f"{LAUNCH}::test_the_last_line"]),
+    (
+        "Ctrl-C during imports and compilation, while garbage is collected",
+        [f"{FIT}::test_ctrl_c_while_garbage_is_collected"],
+    ),
     ("two processes pass the same rows", [f"{LAUNCH}::test_a_process_with_slow_data"]),
 ]
 

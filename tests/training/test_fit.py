@@ -373,6 +373,34 @@ def test_a_killed_run_has_all_rows_up_to_its_checkpoint(step, uninterrupted, tmp
     assert [row["step"] for row in rows(tmp_path)] == list(range(1, STEPS + 1))
 
 
+INTERRUPTED = """
+import os, signal
+import zerojax; zerojax.simulate_devices(8)
+from support.small_run import batch, run, setting, loss
+
+class Collected:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+def data(i):
+    if i == 1:
+        Collected()
+    return batch(i)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes its background processes ignore it
+run(setting().train_step(loss), None, 10**9, data, checkpoints=None)
+"""
+
+
+def test_ctrl_c_while_garbage_is_collected_ends_the_run():
+    """Python ignores exceptions there, among them KeyboardInterrupt; other ones are still shown."""
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED], env=importing(TESTS), timeout=90, capture_output=True)
+    assert ended.returncode == -signal.SIGINT and b"ignored" not in ended.stderr
+    text = "import zerojax\nclass Collected:\n    def __del__(self): 1 / 0\nCollected()"
+    ended = subprocess.run([sys.executable, "-c", text], timeout=90, capture_output=True)
+    assert ended.returncode == 0 and b"ZeroDivisionError" in ended.stderr
+
+
 @pytest.mark.parametrize("content", ["", "[1]", "{"])
 def test_a_config_that_cannot_be_read_is_reported(step, tmp_path, caplog, content):
     (tmp_path / "config.json").write_text(content)
