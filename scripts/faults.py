@@ -203,6 +203,8 @@ ROWS = [
     ),
     ("ten thousand leaves with other names", ["tests/checkpoints/test_many_mismatches.py::test_ten_thousand_leaves"]),
     ("what a killed run left of its copies", [f"{REMOTE}::test_what_a_killed_run_left"]),
+    ("a full disk for each writer of metrics", [f"{FIT}::test_a_full_disk_for", f"{FIT}::test_metrics_of_a_run"]),
+    ("a loss that is NaN, infinite, negative or zero", [f"{FIT}::test_every_loss_is_written"]),
     ("one of several processes ends, by a signal, an exit code or an exception", [f"{LAUNCH}::test_the_last_line"]),
     (
         "Ctrl-C during imports and compilation, while garbage is collected",

@@ -81,7 +81,7 @@ class MetricsRecorder:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         with contextlib.ExitStack() as stack:
             for writer in (*self._writers, *self._displays):
-                stack.callback(writer.close)
+                stack.callback(_close, writer, error)
             with contextlib.suppress(Exception) if error else contextlib.nullcontext():
                 self.flush(is_last=True)
 
@@ -137,6 +137,16 @@ class MetricsRecorder:
         for writer in self._writers:
             writer.write(step, row)
         self._has_written, self._unwritten = True, None
+
+
+def _close(writer: Writer, error: object) -> None:
+    """Closes a writer. If the run has ended by an error or a signal, that is what is raised, and not that of this."""
+    try:
+        writer.close()
+    except Exception:
+        if error is None:
+            raise
+        log.exception("fit: the end of a writer failed too")
 
 
 def _as_float(name: str, value: SupportsFloat) -> float:
