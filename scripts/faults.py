@@ -199,9 +199,13 @@ ROWS = [
         [f"{REMOTE}::test_a_damaged_step_is_restored", f"{REMOTE}::test_no_intact_copy_is_deleted"],
     ),
     ("another rate, optimizer or seed than in the step", [f"{CHECKPOINTS}::test_what_a_step_has_different"]),
+    ("links in the folder of a run", ["tests/training/test_secrets.py::test_links"]),
     (
-        "links and pipes in files of others",
-        ["tests/checkpoints/test_strangers.py::test_links_and_pipes", "tests/training/test_secrets.py::test_links"],
+        "links, pipes and files of a terabyte in a checkpoint of a stranger",
+        [
+            "tests/checkpoints/test_strangers.py::test_links_and_pipes",
+            "tests/checkpoints/test_strangers.py::test_an_index_of_gigabytes",
+        ],
     ),
     ("ten thousand leaves with other names", ["tests/checkpoints/test_many_mismatches.py::test_ten_thousand_leaves"]),
     (
@@ -227,6 +231,14 @@ ROWS = [
             f"{DIRECTORIES}::test_a_deleted_working",
         ],
     ),
+    ("a full disk for each writer of metrics", [f"{FIT}::test_a_full_disk_for", f"{FIT}::test_metrics_of_a_run"]),
+    ("a loss that is NaN, infinite, negative or zero", [f"{FIT}::test_every_loss_is_written"]),
+    ("one of several processes ends, by a signal, an exit code or an exception", [f"{LAUNCH}::test_the_last_line"]),
+    (
+        "Ctrl-C during imports and compilation, while garbage is collected",
+        [f"{FIT}::test_ctrl_c_while_garbage_is_collected"],
+    ),
+    ("two processes pass the same rows", [f"{LAUNCH}::test_a_process_with_slow_data"]),
 ]
 
 

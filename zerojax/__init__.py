@@ -1,6 +1,7 @@
 """ZeRO for JAX: shards model states over the data axes of a mesh, for unmodified Flax and Optax training scripts."""
 
-from zerojax.utils.versions import __version__  # must be first: rejects unsupported versions
+from zerojax.utils import interrupts  # noqa: F401  # must be first: keeps Ctrl-C from being lost in what follows
+from zerojax.utils.versions import __version__  # rejects unsupported versions
 
 # isort: split
 import importlib

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -152,10 +153,14 @@ def test_processes_exit_if_their_data_ends_at_different_steps(capfd, tmp_path):
     assert "3 in process 1; 4 in process 0" in errors or "4 in process 0; 3 in process 1" in errors
 
 
-def test_a_process_with_slow_data_is_named_once(capfd, tmp_path):
+def test_a_process_with_slow_data_is_named_once_and_so_are_those_with_the_same_rows(capfd, tmp_path):
+    """In the second of two runs, they have different rows."""
     assert joined(2, "--slow", tmp_path) == 0
-    lines = [line for line in capfd.readouterr().err.splitlines() if "s to load a batch" in line]
+    printed = capfd.readouterr().err.splitlines()
+    lines = [line for line in printed if "s to load a batch" in line]
     assert len(lines) == 1 and "process 1 takes 0.05" in lines[0] and lines[0].startswith("[0] ")
+    lines = [line for line in printed if "the same rows" in line]
+    assert len(lines) == 1 and "step 1: processes 0, 1 pass the same rows" in lines[0] and lines[0].startswith("[0] ")
 
 
 @pytest.mark.full
@@ -238,6 +243,39 @@ def test_launch_returns_the_first_exit_code_that_is_not_0(capfd):
     assert launch(python(text), 3) == 75
     assert launch(python("import os; os.kill(os.getpid(), 9)"), 1) == 128 + 9
     assert launch(python("import time; time.sleep(60)"), 2, timeout_s=1) == 124
+
+
+# What process 1 of two does, and what the last line says of it.
+FAILURES = {
+    "os.kill(os.getpid(), 9)": "was ended by SIGKILL after TIME",
+    "os.kill(os.getpid(), signal.SIGRTMIN + 1)": f"was ended by signal {signal.SIGRTMIN + 1} after TIME",
+    "print('out'); os._exit(3)": "exited with code 3 after TIME",
+    "sys.exit('why')": "exited with code 1 after TIME; it wrote last: why",
+    "raise ValueError('bad\\n  fix: good')": "exited with code 1 after TIME; its last exception: ValueError: bad",
+    "logging.exception('x'); sys.exit(f'why{os.linesep}')": "exited with code 1 after TIME; it wrote last: why",
+    "raise KeyError('\u03b5' * 999)": "exited with code 1 after TIME; its last exception: KeyError: '" + 289 * "\u03b5",
+    "try: 1 / 0\nexcept ZeroDivisionError: logging.exception('x')\nsys.exit(75)": "exited with code 75 after TIME; "
+    "it wrote last: ZeroDivisionError: division by zero",
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_the_last_line_says_which_process_failed_and_why(failure, capfd):
+    head = "import logging, os, signal, sys, time\nif os.environ['ZEROJAX_PROCESS_ID'] == '0': time.sleep(60)\n"
+    launch(python(head + failure), 2, grace_s=0.2)
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert re.sub(r"\d+\.\d s", "TIME", last) == f"launch: process 1 {FAILURES[failure]}"
+
+
+def test_the_last_line_names_a_signal_and_a_time_limit(capfd):
+    with start_launcher(CHILD) as launcher:
+        assert sorted(launcher.stdout.readline() for _ in range(2)) == ["[0] 1\n", "[1] 1\n"]
+        launcher.send_signal(signal.SIGTERM)
+        _, err = launcher.communicate(timeout=20)
+    pattern = r"launch: process [01] exited with code 15 after \d+\.\d s; zerojax launch had received SIGTERM"
+    assert re.fullmatch(pattern, err.splitlines()[-1])
+    launch(python("import time; time.sleep(60)"), 2, timeout_s=1)
+    assert capfd.readouterr().err == "launch: the processes were killed after 1 s, the time limit\n"
 
 
 def test_launch_kills_the_other_processes_after_the_grace_period(capfd):

@@ -77,7 +77,9 @@ if args.slow:
         time.sleep(0.05 if own.index == 1 else 0)
         return np.ones((4, 8), np.float32)
 
-    zerojax.fit(zero, zero.init(lambda: {"w": np.ones(8, np.float32)}, optax.sgd(0.1)), step, slow, 45, args.slow)
+    init = lambda: zero.init(lambda: {"w": np.ones(8, np.float32)}, optax.sgd(0.1))
+    zerojax.fit(zero, init(), step, slow, 45, args.slow)
+    zerojax.fit(zero, init(), step, lambda i: np.full((4, 8), own.index, np.float32), 1)
 rows = processes.own_rows(8)
 batch = Zero(make_mesh(), 1).shard_batch(np.arange(8.0, dtype=np.float32)[rows])
 total = float(jax.jit(lambda a: a.sum())(batch))

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import io
 import json
 import logging
@@ -11,6 +12,7 @@ import signal
 import struct
 import subprocess
 import sys
+import types
 
 import jax
 import numpy as np
@@ -233,9 +235,15 @@ def test_no_step_waits_for_its_metrics():
 
 
 def test_metrics_of_a_run_that_fails_are_written():
-    """An error in these metrics does not hide the error of the run."""
+    """An error in these metrics does not hide the error of the run, and neither does one of a writer at its end."""
+
+    class Full(Rows):
+        def close(self):
+            raise OSError("No space left on device")
+
     kept = Rows()
-    with pytest.raises(KeyError, match="first"), recorder.MetricsRecorder([kept], None, log_every=1) as recording:
+    made = [Full(), kept, Full()]
+    with pytest.raises(KeyError, match="first"), recorder.MetricsRecorder(made, None, log_every=1) as recording:
         recording.add(1, {"loss": np.float32(1)}, batch(0))
         recording.add(2, {"loss": "not a number"}, batch(0))
         raise KeyError("first")
@@ -298,12 +306,33 @@ def test_sigterm_during_the_last_evaluation_ends_the_run_as_at_any_time(step, tm
     assert int(run(step, tmp_path, 4, evaluate=lambda state: 1 / 0).step) == 4
 
 
-def test_a_full_disk_for_metrics_is_an_error_with_the_file(tmp_path):
-    writer = writers.JsonlWriter(tmp_path / "metrics.jsonl", 0)
-    with open("/dev/full", "a") as writer._file:
-        with pytest.raises(OSError, match=r"metrics cannot be written\n.*No space left.*metrics\.jsonl\n  fix: "):
-            writer.write(1, {"loss": 1.0})
+@pytest.mark.parametrize(("kind", "mode"), [(writers.JsonlWriter, "a"), (writers.TensorBoardWriter, "ab")])
+def test_a_full_disk_for_metrics_is_an_error_with_the_file(tmp_path, kind, mode):
+    """At the first row, and at each of more rows than tensorboardX has in its queue."""
+    writer = kind(tmp_path / "metrics", 0)
+    with open("/dev/full", mode) as writer._file:
+        for step in range(30):
+            with pytest.raises(OSError, match=r"metrics cannot be written\n.*No space left.*/metrics.*\n  fix: "):
+                writer.write(step, {"loss": 1.0})
         writer.close()
+
+
+def test_a_full_disk_for_wandb_is_an_error(step, tmp_path):
+    """The state that was saved before is there."""
+
+    class Run:
+        def log(self, row, step):
+            if step == 5:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        def finish(self):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    writer = object.__new__(writers.WandbWriter)
+    writer._run, writer._owns_run = Run(), True
+    with pytest.raises(OSError, match="No space left"):
+        run(step, tmp_path, writers=[writer])
+    assert store.steps(tmp_path / "checkpoints") == [3]
 
 
 def test_an_exception_in_a_running_step_leaves_the_last_checkpoint(tmp_path):
@@ -373,6 +402,34 @@ def test_a_killed_run_has_all_rows_up_to_its_checkpoint(step, uninterrupted, tmp
     assert [row["step"] for row in rows(tmp_path)] == list(range(1, STEPS + 1))
 
 
+INTERRUPTED = """
+import os, signal
+import zerojax; zerojax.simulate_devices(8)
+from support.small_run import batch, run, setting, loss
+
+class Collected:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+def data(i):
+    if i == 1:
+        Collected()
+    return batch(i)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes its background processes ignore it
+run(setting().train_step(loss), None, 10**9, data, checkpoints=None)
+"""
+
+
+def test_ctrl_c_while_garbage_is_collected_ends_the_run():
+    """Python ignores exceptions there, among them KeyboardInterrupt; other ones are still shown."""
+    ended = subprocess.run([sys.executable, "-c", INTERRUPTED], env=importing(TESTS), timeout=90, capture_output=True)
+    assert ended.returncode == -signal.SIGINT and b"ignored" not in ended.stderr
+    text = "import zerojax\nclass Collected:\n    def __del__(self): 1 / 0\nCollected()"
+    ended = subprocess.run([sys.executable, "-c", text], timeout=90, capture_output=True)
+    assert ended.returncode == 0 and b"ZeroDivisionError" in ended.stderr
+
+
 @pytest.mark.parametrize("content", ["", "[1]", "{"])
 def test_a_config_that_cannot_be_read_is_reported(step, tmp_path, caplog, content):
     (tmp_path / "config.json").write_text(content)
@@ -403,12 +460,22 @@ def test_rates_count_steps_only(monkeypatch):
     assert set(rates.values()) == {1.0} and min(rates) < 5 and max(rates) == 12
 
 
-def test_a_nan_is_written_as_json(tmp_path):
-    with contextlib.closing(writers.JsonlWriter(tmp_path / "metrics.jsonl", 0)) as file:
-        file.write(1, {"a": float("nan"), "b": float("-inf"), "c": 1.0})
-    (row,) = rows(tmp_path)
-    assert (row["a"], row["b"], row["c"]) == ("NaN", "-Infinity", 1.0)
-    assert np.isnan(float(row["a"])) and float(row["b"]) == -np.inf
+@pytest.mark.parametrize("loss", [float("nan"), float("-inf"), float("inf"), -2.5, 0.0, -0.0])
+def test_every_loss_is_written_and_shown_as_it_is(tmp_path, loss):
+    """In JSON, what is not finite is text that `float` accepts."""
+    sent = []
+    wandb = object.__new__(writers.WandbWriter)
+    wandb._run, wandb._owns_run = types.SimpleNamespace(log=lambda row, step: sent.append(row["loss"])), False
+    made = [writers.JsonlWriter(tmp_path / "metrics.jsonl", 0), writers.TensorBoardWriter(tmp_path / "tb", 0), wandb]
+    shown = io.StringIO()
+    console = lambda terminal: Console(file=shown, width=80, force_terminal=terminal, color_system=None, height=25)
+    displays = [display.ProgressLines(9, console(False)), display.ProgressBar(9, 0, console(True))]
+    with recorder.MetricsRecorder([*made, displays[0]], displays[1], log_every=1) as recording:
+        recording.add(1, {"loss": np.float32(loss)}, batch(0))
+    written = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=pytest.fail)
+    (in_events,) = [value for _, name, value in events(tmp_path / "tb") if name == "loss"]
+    np.testing.assert_array_equal([float(written["loss"]), in_events, *sent], 3 * [loss])
+    assert shown.getvalue().count(f"loss {loss:.4g}") >= 2
 
 
 def test_wandb_continues_its_run(tmp_path, monkeypatch):

@@ -72,6 +72,24 @@ def agree_on(fields: Mapping[str, str], what: str, fix: str, call: str, timeout_
         raise ValueError(error_text(f"processes: their {what} differ", _MARGIN.join(differences), fix))
 
 
+def with_equal_texts(text: str, call: str) -> list[list[int]]:
+    """The groups of processes that have the same text, each of two or more. All processes call it.
+
+    Raises:
+        ValueError: if another process makes another call.
+        TimeoutError: if processes did not make this call; it names them.
+    """
+    if not jax.distributed.is_initialized():
+        return []
+    texts = _all_gather_text(json.dumps({"call": call, "text": text}), call)
+    gathered = {index: json.loads(text) for index, text in texts.items()}
+    if difference := _difference("call", gathered):
+        fix = "the same calls in all processes, in the same order"
+        raise ValueError(error_text("processes: their calls differ", difference, fix))
+    groups = _grouped({index: fields["text"] for index, fields in gathered.items()}).values()
+    return [group for group in groups if len(group) > 1]
+
+
 def run_in_process_0(function: Callable[[], object], call: str, timeout_s: int = TIMEOUT_S) -> None:
     """Calls a function in process 0, such as locking a file. All processes call this, and wait for its end.
 

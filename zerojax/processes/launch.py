@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -12,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import IO
+from typing import IO, NamedTuple
 
 from zerojax.processes import guard
 from zerojax.sharding.mesh import simulation_variables
@@ -20,6 +21,8 @@ from zerojax.utils.text import error_text
 
 log = logging.getLogger("zerojax")
 POLL_S = 0.05
+COPY_S = 1  # for the rest of the output after the end of the processes, which others may hold open
+MAX_SHOWN = 300  # characters of a line of a process, in the last line of the launcher
 TIMEOUT_EXIT_CODE = 124  # as of timeout(1)
 BROKEN_PIPE_EXIT_CODE = 128 + signal.SIGPIPE  # 141, as of a program whose output nobody reads any more
 
@@ -43,6 +46,9 @@ def launch(
     have the same time. What a process leaves behind when it exits, such as data workers, is killed, unless it is in
     another session.
 
+    After a failure, the last line on stderr says which process failed first, how, after what time, and what its last
+    exception was or what it wrote last.
+
     Args:
         command: program and arguments.
         num_processes: number of processes.
@@ -57,24 +63,86 @@ def launch(
     if num_processes < 1 or (devices is not None and devices < 1):
         what = f"launch: cannot start {num_processes} processes with {devices} devices each"
         raise ValueError(error_text(what, None, "at least one process and one device"))
-    coordinator = f"127.0.0.1:{_free_port()}"
+    coordinator, begin = f"127.0.0.1:{_free_port()}", time.monotonic()
     running: list[subprocess.Popen[str]] = []
+    ends: queue.SimpleQueue[_End] = queue.SimpleQueue()
     lost = threading.Event()  # the output of the processes cannot be written
     with _guarded(grace_s) as groups, _forward_signals(running) as received:
         try:
+            # Start the processes.
             for index in range(num_processes):
                 running.append(_start(command, environment(coordinator, num_processes, index, devices)))
                 _tell(groups, running)
                 if received:  # maybe before this process was in the list
                     _send_signal(running[-1:], received[-1])
-            threads = [thread for index, process in enumerate(running) for thread in _copy_output(index, process, lost)]
-            code = _wait(running, groups, lost, timeout_s, grace_s)
+
+            # Copy their output until they end.
+            last_lines = [_LastLines() for _ in running]
+            threads = [
+                thread
+                for index, process in enumerate(running)
+                for thread in _copy_output(index, process, last_lines[index], lost)
+            ]
+            for index, process in enumerate(running):
+                threading.Thread(target=_await_end, args=(index, process, ends), daemon=True).start()
+            code, first = _wait(running, ends, groups, lost, timeout_s, grace_s)
             for thread in threads:
-                thread.join(timeout=1)
+                thread.join(timeout=COPY_S)
+
+            # Say why they ended, last.
+            if first:
+                end = f"process {first.index} {first.how} after {first.time - begin:.1f} s"
+                after = f"zerojax launch had received {_signal_name(received[0])}" if received else ""
+                error = last_lines[first.index].text(first.returncode)
+                _say("; ".join(filter(None, [end, after, error])))
+            elif code == TIMEOUT_EXIT_CODE:
+                _say(f"the processes were killed after {timeout_s:g} s, the time limit")
             return code or (BROKEN_PIPE_EXIT_CODE if lost.is_set() else 0)
         finally:
             _send_signal(running, signal.SIGKILL)
             _tell(groups, [])
+
+
+class _End(NamedTuple):
+    """The end of a process."""
+
+    index: int
+    returncode: int
+    time: float
+
+    @property
+    def how(self) -> str:
+        by_signal = self.returncode < 0
+        return f"was ended by {_signal_name(-self.returncode)}" if by_signal else f"exited with code {self.returncode}"
+
+
+def _signal_name(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+
+
+class _LastLines:
+    """The first line of the last exception that a process has written to stderr, and its last line."""
+
+    def __init__(self) -> None:
+        self._exception, self._line, self._in_traceback = "", "", False
+
+    def add(self, line: str) -> None:
+        self._line = line or self._line
+        if line.startswith("Traceback (most recent call last)"):
+            self._in_traceback = True
+        elif self._in_traceback and line[:1].strip():  # not indented, as its frames are
+            self._exception, self._in_traceback = line, False
+
+    def text(self, returncode: int) -> str:
+        """Why the process has ended, as far as it said that. Python exits with code 1 after an exception."""
+        if returncode == 1 and self._exception:
+            return f"its last exception: {self._exception[:MAX_SHOWN]}"
+        return f"it wrote last: {self._line[:MAX_SHOWN]}" if returncode > 0 and self._line else ""
+
+
+def _say(text: str) -> None:
+    with suppress(AttributeError, OSError, ValueError):  # no stderr, no reader, closed
+        _write_line(sys.stderr, f"launch: {text}")
 
 
 def environment(coordinator: str, count: int, index: int, devices: int | None) -> dict[str, str]:
@@ -123,28 +191,31 @@ def _tell(groups: IO[bytes], running: Sequence[subprocess.Popen[str]]) -> None:
         groups.write(f"{' '.join(pids)}\n".encode())
 
 
-def _copy_output(index: int, process: subprocess.Popen[str], lost: threading.Event) -> list[threading.Thread]:
+def _copy_output(
+    index: int, process: subprocess.Popen[str], last_lines: _LastLines, lost: threading.Event
+) -> list[threading.Thread]:
     """Starts threads that copy the output of a process to the output of this one."""
-    pairs = [(process.stdout, sys.stdout), (process.stderr, sys.stderr)]
-    threads = [threading.Thread(target=_copy_lines, args=(f"[{index}] ", *pair, lost), daemon=True) for pair in pairs]
+    each = [(process.stdout, sys.stdout, None), (process.stderr, sys.stderr, last_lines)]
+    threads = [threading.Thread(target=_copy_lines, args=(f"[{index}] ", *args, lost), daemon=True) for args in each]
     for thread in threads:
         thread.start()
     return threads
 
 
-def _copy_lines(prefix: str, source: IO[str], target: IO[str] | None, lost: threading.Event) -> None:
+def _copy_lines(
+    prefix: str, source: IO[str], target: IO[str] | None, last_lines: _LastLines | None, lost: threading.Event
+) -> None:
     """Copies lines until the source ends, and sets `lost` if one cannot be written. The target may be missing.
 
     It then goes on reading: the process may still write.
     """
     for line in source:
+        if last_lines is not None:
+            last_lines.add(line.rstrip())
         if target is None:
             continue
-        encoding = getattr(target, "encoding", None) or "utf-8"  # may lack a character
-        text = f"{prefix}{line.rstrip()}\n".encode(encoding, "backslashreplace").decode(encoding)
         try:
-            target.write(text)  # in one call, so that lines of two processes are not mixed
-            target.flush()
+            _write_line(target, prefix + line.rstrip())
         except (OSError, ValueError) as error:  # ValueError: the file was closed
             target = None
             if not lost.is_set():
@@ -152,40 +223,52 @@ def _copy_lines(prefix: str, source: IO[str], target: IO[str] | None, lost: thre
                 log.error("launch: the output cannot be written, and all processes are ended: %s", error)
 
 
+def _write_line(target: IO[str], line: str) -> None:
+    encoding = getattr(target, "encoding", None) or "utf-8"  # may lack a character
+    target.write(f"{line}\n".encode(encoding, "backslashreplace").decode(encoding))  # in one call: lines are not mixed
+    target.flush()
+
+
+def _await_end(index: int, process: subprocess.Popen[str], ends: queue.SimpleQueue[_End]) -> None:
+    """Waits for the end of a process, and kills what it has left behind in its process group.
+
+    Each process has a thread that does this: when one fails, others may follow within milliseconds.
+    """
+    returncode = process.wait()
+    ends.put(_End(index, returncode, time.monotonic()))
+    _send_to_group(process, signal.SIGKILL)
+
+
 def _wait(
     running: Sequence[subprocess.Popen[str]],
+    ends: queue.SimpleQueue[_End],
     groups: IO[bytes],
     lost: threading.Event,
     timeout_s: float | None,
     grace_s: float,
-) -> int:
-    """Waits until all processes have exited, or until the time is up. Returns the exit code of `launch`."""
-    code, deadline = 0, float("inf") if timeout_s is None else time.monotonic() + timeout_s
-    num_running = len(running)
-    while None in (codes := [_poll(process) for process in running]):
+) -> tuple[int, _End | None]:
+    """Waits until all processes have ended, or until the time is up.
+
+    Returns the exit code of `launch`, and the first failure.
+    """
+    code, first, num_running = 0, None, len(running)
+    deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+    while num_running:
         # Tell the guard which processes are left.
-        if codes.count(None) < num_running:
-            num_running = codes.count(None)
+        with suppress(queue.Empty):
+            end = ends.get(timeout=POLL_S)
+            first, num_running = first or (end if end.returncode else None), num_running - 1
             _tell(groups, running)
-        time.sleep(POLL_S)
         # After the first failure, the others have some time.
-        failures = [*filter(None, codes), *[BROKEN_PIPE_EXIT_CODE] * lost.is_set()]
-        if failures and not code:
-            code = failures[0]
+        if not code and (first or lost.is_set()):
+            code = _exit_code(first.returncode) if first else BROKEN_PIPE_EXIT_CODE
             deadline = min(deadline, time.monotonic() + grace_s)
             if lost.is_set():
                 _send_signal(running, signal.SIGTERM)
         if time.monotonic() > deadline:
             _send_signal(running, signal.SIGKILL)
-            return _exit_code(code) or TIMEOUT_EXIT_CODE
-    return _exit_code(code or next(filter(None, codes), 0))
-
-
-def _poll(process: subprocess.Popen[str]) -> int | None:
-    """The return code of a process, or None if it runs. Kills what it has left behind in its process group."""
-    if process.returncode is None and process.poll() is not None:
-        _send_to_group(process, signal.SIGKILL)
-    return process.returncode
+            return code or TIMEOUT_EXIT_CODE, first
+    return code, first
 
 
 def _exit_code(returncode: int) -> int:
@@ -196,7 +279,7 @@ def _exit_code(returncode: int) -> int:
 def _send_signal(running: Sequence[subprocess.Popen[str]], number: int) -> None:
     """Sends a signal to the processes that have not exited, and to their children."""
     for process in running:
-        if _poll(process) is None:
+        if process.returncode is None:
             _send_to_group(process, number)
 
 

@@ -23,7 +23,7 @@ from zerojax.step.state import TrainState, check_is_state
 from zerojax.step.steps import Step
 from zerojax.training import writers as files
 from zerojax.training.display import ProgressBar, ProgressLines, on_terminal, show_line
-from zerojax.training.recorder import MetricsRecorder, StragglerMonitor, costs_per_row
+from zerojax.training.recorder import MetricsRecorder, StragglerMonitor, costs_per_row, warn_of_equal_rows
 from zerojax.training.writers import Writer
 from zerojax.utils.tables import TO_FILE
 from zerojax.utils.text import error_text
@@ -140,6 +140,8 @@ def fit(
         if batch is _NO_BATCH and manager.origin is None:
             what = f"fit: the data has no batch for step {start + 1}, the first of this run"
             raise ValueError(error_text(what, None, f"pass data that is not used up; {_FROM_STEP_0}"))
+        if batch is not _NO_BATCH:
+            warn_of_equal_rows(zero.config, batch, start + 1)
         costs = {}
         if jax.process_index() == 0:
             if writers is None:

@@ -1,9 +1,11 @@
-"""Measures a run: passes metrics on to writers some steps late, with the rates of the steps; names slow processes."""
+"""Measures a run: passes metrics on to writers some steps late, with the rates of the steps; names slow processes,
+and those that pass the same rows."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import hashlib
 import logging
 import statistics
 import time
@@ -15,12 +17,14 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.analysis.hardware import chip_of_kind
-from zerojax.step.batch import num_global_rows
+from zerojax.processes.agreement import names, with_equal_texts
+from zerojax.step.batch import map_rows, num_global_rows
 from zerojax.step.config import ZeroConfig
+from zerojax.step.models import is_key
 from zerojax.step.state import TrainState
 from zerojax.training.writers import EVALUATION, MetricsRow, Writer
 from zerojax.utils.text import error_text
-from zerojax.utils.typing import Array, PyTree
+from zerojax.utils.typing import Array, ArrayLike, PyTree
 
 log = logging.getLogger("zerojax")
 _RATE_STEPS = 11  # the rate is measured between the first and the last of this number of steps
@@ -77,7 +81,7 @@ class MetricsRecorder:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         with contextlib.ExitStack() as stack:
             for writer in (*self._writers, *self._displays):
-                stack.callback(writer.close)
+                stack.callback(_close, writer, error)
             with contextlib.suppress(Exception) if error else contextlib.nullcontext():
                 self.flush(is_last=True)
 
@@ -135,6 +139,16 @@ class MetricsRecorder:
         self._has_written, self._unwritten = True, None
 
 
+def _close(writer: Writer, error: object) -> None:
+    """Closes a writer. If the run has ended by an error or a signal, that is what is raised, and not that of this."""
+    try:
+        writer.close()
+    except Exception:
+        if error is None:
+            raise
+        log.exception("fit: the end of a writer failed too")
+
+
 def _as_float(name: str, value: SupportsFloat) -> float:
     try:
         return float(value)
@@ -145,6 +159,41 @@ def _as_float(name: str, value: SupportsFloat) -> float:
 
 
 # Processes
+
+
+def warn_of_equal_rows(config: ZeroConfig, batch: PyTree, step: int) -> None:
+    """Logs which processes pass the same rows of a batch, as all do if they do not use `own_rows`.
+
+    It is no error, since rows may be constant, as in benchmarks. All processes call it, for one step of a run.
+
+    Cost: reads the rows of this process, and sends one message of 100 bytes to process 0 and those of all back.
+    """
+    if jax.process_count() == 1:
+        return
+    # Compare the rows.
+    digest = hashlib.blake2b(digest_size=16)
+
+    def add(a: ArrayLike) -> None:
+        if isinstance(a, jax.Array) and not a.is_fully_addressable:
+            rows = [shard.data for shard in (jax.random.key_data(a) if is_key(a) else a).addressable_shards]
+        else:
+            rows = [a]
+        for part in rows:
+            digest.update(np.asarray(part).tobytes())
+
+    map_rows(add, batch, lambda a: None)
+    groups = with_equal_texts(digest.hexdigest(), "fit")
+
+    # The devices of one process may need the rows of another one, for example those of one row of a model axis.
+    places = NamedSharding(config.mesh, PartitionSpec(config.axes.data)).devices_indices_map((config.axes.num_devices,))
+    of = lambda process: {str(place) for device, place in places.items() if device.process_index == process}
+    groups = [group for group in groups if any(of(process) != of(group[0]) for process in group)]
+    if groups and jax.process_index() == 0:
+        log.warning(
+            "step %d: %s pass the same rows, so that the batch has them more than once; "
+            "unless they are constant, pass those of processes.own_rows in each",
+            *(step, "; ".join(map(names, groups))),
+        )
 
 
 class StragglerMonitor:

@@ -11,12 +11,13 @@ import logging
 import math
 import os
 import platform
+import struct
 import sys
 import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import IO, AnyStr, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -63,16 +64,22 @@ class JsonlWriter:
     def write(self, step: int, row: MetricsRow) -> None:
         first = {"step": step, "time": round(time.time(), 3)}
         values = {name: value if math.isfinite(value) else json.dumps(value) for name, value in row.items()}
-        try:  # `first` comes again at the end, so that a metric called 'step' or 'time' does not replace it
-            self._file.write(json.dumps(first | values | first) + "\n")
-            self._file.flush()
-        except OSError as error:
-            fix = "check the disk space and permissions; the run then continues from its newest checkpoint"
-            raise OSError(error_text("fit: metrics cannot be written", f"{error}: {self._path}", fix)) from error
+        # `first` comes again at the end, so that a metric called 'step' or 'time' does not replace it.
+        _write(self._file, json.dumps(first | values | first) + "\n", self._path)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # of a row whose `write` has raised
             self._file.close()
+
+
+def _write(file: IO[AnyStr], text: AnyStr, path: Path) -> None:
+    """Writes what another program can read at once."""
+    try:
+        file.write(text)
+        file.flush()
+    except OSError as error:
+        fix = "check the disk space and permissions; the run then continues from its newest checkpoint"
+        raise OSError(error_text("fit: metrics cannot be written", f"{error}: {path}", fix)) from error
 
 
 def _remove_rows_after(path: Path, start: int) -> None:
@@ -113,20 +120,36 @@ def _lines(path: Path) -> list[str]:
 class TensorBoardWriter:
     """Writes scalars for TensorBoard, with the package tensorboardX. Steps that run again replace the earlier ones.
 
-    It writes in the background: if the process is killed, the scalars of the last second are lost.
+    It writes the records itself. tensorboardX has a thread for that, which ends on a full disk; then its queue is full,
+    and training waits for it forever.
     """
 
     def __init__(self, folder: Path, start: int):
-        from tensorboardX import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder), purge_step=start + 1, flush_secs=1)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / f"events.out.tfevents.{time.time():.3f}.{platform.node()}"
+        self._file = open_regular(self._path, "ab")
+        self._add(file_version="brain.Event:2")
+        self._add(step=start + 1, session_log={"status": "START"})
 
     def write(self, step: int, row: MetricsRow) -> None:
-        for name, value in row.items():
-            self._writer.add_scalar(name, value, step)
+        from tensorboardX.summary import scalar
+
+        values = [value for name, number in row.items() for value in scalar(name, number).value]
+        self._add(step=step, summary={"value": values})
+
+    def _add(self, **fields: object) -> None:
+        """Writes an event as a record: its length and its bytes, each with a checksum."""
+        from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboardX.record_writer import masked_crc32c
+
+        data = Event(wall_time=time.time(), **fields).SerializeToString()
+        length = struct.pack("<Q", len(data))
+        checksums = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]
+        _write(self._file, length + checksums[0] + data + checksums[1], self._path)
 
     def close(self) -> None:
-        self._writer.close()
+        with contextlib.suppress(OSError):  # of a row whose `write` has raised
+            self._file.close()
 
 
 class WandbWriter:
