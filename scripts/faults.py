@@ -238,6 +238,10 @@ ROWS = [
         "Ctrl-C during imports and compilation, while garbage is collected",
         [f"{FIT}::test_ctrl_c_while_garbage_is_collected"],
     ),
+    (
+        "JAX_DISABLE_JIT; a terminal for ASCII",
+        ["tests/step/test_guards.py::test_a_jit_that_compiles", "tests/analysis/test_tables.py::test_a_terminal_for"],
+    ),
     ("two processes pass the same rows", [f"{LAUNCH}::test_a_process_with_slow_data"]),
 ]
 

@@ -1,5 +1,8 @@
 """Texts of reports: units that fit the size, tables as wide as the terminal, whole names, and folded layers."""
 
+import io
+import sys
+
 import pytest
 
 from zerojax.utils.tables import Column, TextTable, paragraph, printed, screen
@@ -77,6 +80,13 @@ def test_without_a_terminal_a_row_is_a_line_and_a_text_has_120_columns(monkeypat
     assert lines.count(row) == 1 and max(len(line) for line in lines if "text" in line) <= 120
     monkeypatch.setenv("COLUMNS", "80")
     assert screen().width == 80
+
+
+def test_a_terminal_for_ascii_gets_ascii(monkeypatch):
+    table = TextTable("3 × 4", [Column("name")], [["ü"]])
+    assert printed([table], 80) == "3 × 4\nname\n────\nü\n"
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), "ascii"))
+    assert printed([table], 80) == "3 x 4\nname\n----\n?\n"
 
 
 def test_equal_layers_are_one_row():

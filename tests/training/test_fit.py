@@ -115,13 +115,16 @@ def test_a_run_that_stopped_continues_bit_for_bit(step, uninterrupted, tmp_path,
     assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5] and store.steps(tmp_path / "checkpoints") == [3]
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('\0\0\n{"step": 2, "lo')
+    starts = tmp_path / "starts.jsonl"
+    starts.write_text(starts.read_text().replace('"rows": 16, "microbatches": 1', '"rows": 32, "microbatches": 2'))
     run(step, tmp_path, config={"lr": 0.2})
     assert losses(tmp_path) == losses(uninterrupted)
     assert [row["step"] for row in rows(tmp_path)] == list(range(1, STEPS + 1))
     assert "metrics.jsonl: removed 2 rows after step 3" in caplog.text
     assert "metrics.jsonl: removed 2 lines that are not rows" in caplog.text
     assert "config.json: lr was 0.1, is now 0.2" in caplog.text
-    starts = [json.loads(line) for line in (tmp_path / "starts.jsonl").read_text().splitlines()]
+    assert "rows was 32, is now 16" in caplog.text and "microbatches was 2, is now 1" in caplog.text
+    starts = [json.loads(line) for line in starts.read_text().splitlines()]
     assert [(start["from_step"], start["config"]["lr"]) for start in starts] == [(0, 0.1), (3, 0.2)]
     shown = [(at, name) for at, name, _ in events(tmp_path / "tensorboard")]
     assert len(shown) == len(set(shown))

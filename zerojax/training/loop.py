@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, SupportsFloat
 import jax
 
 from zerojax.processes.agreement import agree, broadcast_from_process_0
+from zerojax.step.batch import num_global_rows
 from zerojax.step.state import TrainState, check_is_state
 from zerojax.step.steps import Step
 from zerojax.training import writers as files
@@ -150,7 +151,8 @@ def fit(
                 writers, display = _with_display(writers, manager.origin_text, start, num_steps)
             if folder is not None:
                 plan = None if batch is _NO_BATCH else _memory_and_placement(zero, step, state, batch)
-                files.write_description(folder, zero.config, config, start, num_steps, plan)
+                sizes = {} if batch is _NO_BATCH else _sizes(step, batch)
+                files.write_description(folder, zero.config, config, start, num_steps, sizes, plan)
             if batch is not _NO_BATCH:
                 costs = costs_per_row(zero.config, step, state, batch, tokens_per_row)
         else:
@@ -193,6 +195,13 @@ def fit(
             recorder.add_evaluation(i, evaluate(state))
         manager.exit_if_preempted(state, stateful_iterator)
     return state
+
+
+def _sizes(step: object, batch: PyTree) -> dict[str, int]:
+    """The rows of a step, and the microbatches that they are divided into, if the step is one of `Zero`."""
+    settings = getattr(step, "settings", None)
+    microbatches = {} if settings is None else {"microbatches": settings.num_microbatches}
+    return {"rows": num_global_rows(batch), **microbatches}
 
 
 def _check_arguments(counts: Mapping[str, int | None], profile: object, data: object, evaluate: object) -> None:

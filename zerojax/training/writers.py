@@ -225,21 +225,36 @@ def _masked_config(config: Mapping[str, object]) -> dict[str, object]:
 
 
 def write_description(
-    folder: Path, zero_config: ZeroConfig, config: Mapping[str, object], start: int, num_steps: int, plan: str | None
+    folder: Path,
+    zero_config: ZeroConfig,
+    config: Mapping[str, object],
+    start: int,
+    num_steps: int,
+    sizes: Mapping[str, int],
+    plan: str | None,
 ) -> None:
-    """Writes config.json, with secrets masked, starts.jsonl, and plan.txt if the plan is known."""
+    """Writes config.json, with secrets masked, starts.jsonl, and plan.txt if the plan is known.
+
+    What differs from the last start is logged: in the configuration, and in `sizes`, those of a step.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    # The configuration, and what differs from that of the last start.
+    path, starts = folder / "config.json", folder / "starts.jsonl"
+    # The configuration.
     config = _masked_config(config)
-    _log_changes(folder / "config.json", config)
-    write_atomically(folder / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+    if path.exists():
+        _log_changes(path, path.read_text(), config)
+    write_atomically(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
     # A line for this start.
+    previous = [line for line in _lines(starts) if line.endswith("\n")]
+    if previous and sizes:
+        _log_changes(starts, previous[-1], sizes, is_part=True)
     devices = zero_config.mesh.devices.flat
     description = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "from_step": start,
         "num_steps": num_steps,
-        "folder": os.getcwd(),
+        **sizes,
+        "folder": _working_directory(),
         "host": platform.node(),
         "processes": jax.process_count(),
         "devices": f"{zero_config.mesh.size} x {devices[0].device_kind}",
@@ -249,23 +264,28 @@ def write_description(
         "versions": versions(),
         "config": config,
     }
-    previous = [line for line in _lines(folder / "starts.jsonl") if line.endswith("\n")]
-    write_atomically(folder / "starts.jsonl", "".join([*previous, json.dumps(description) + "\n"]))
+    write_atomically(starts, "".join([*previous, json.dumps(description) + "\n"]))
     # The memory.
     if plan is not None:
         write_atomically(folder / "plan.txt", plan)
 
 
-def _log_changes(path: Path, config: Mapping[str, object]) -> None:
-    """Logs how the configuration differs from that of the last start."""
-    if not path.exists():
-        return
+def _working_directory() -> str | None:
     try:
-        before = dict(json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
+        return os.getcwd()
+    except FileNotFoundError:  # it was deleted
+        return None
+
+
+def _log_changes(path: Path, text: str, now: Mapping[str, object], is_part: bool = False) -> None:
+    """Logs how values differ from those of the last start, which a file has as JSON, perhaps among others."""
+    try:
+        before = json.loads(text)
+        names = before.keys() & now.keys() if is_part else before.keys() | now.keys()
+    except (ValueError, AttributeError) as error:
         log.warning("%s cannot be read and is written again: %s", path, error)
         return
-    for name in sorted(before.keys() | config.keys()):
-        was, now = (json.dumps(values.get(name, "(nothing)"), sort_keys=True) for values in (before, config))
-        if was != now:
-            log.warning("%s: %s was %s, is now %s", path, name, was, now)
+    for name in sorted(names):
+        old, new = (json.dumps(values.get(name, "(nothing)"), sort_keys=True) for values in (before, now))
+        if old != new:
+            log.warning("%s: %s was %s, is now %s", path, name, old, new)

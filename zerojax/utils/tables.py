@@ -98,4 +98,14 @@ def paragraph(text: str, width: int) -> list[str]:
 def printed(parts: Iterable[TextTable | str], width: int) -> str:
     """Tables and texts, separated by empty lines."""
     texts = [part.text(width) if isinstance(part, TextTable) else "\n".join(paragraph(part, width)) for part in parts]
-    return "\n\n".join(texts) + "\n"
+    return _encodable("\n\n".join(texts) + "\n")
+
+
+def _encodable(text: str) -> str:
+    """The text with what the terminal cannot show, such as one for ASCII, replaced."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    try:
+        text.encode(encoding)
+    except UnicodeEncodeError:
+        text = text.translate({ord("─"): "-", ord("×"): "x"}).encode(encoding, "replace").decode(encoding)
+    return text
