@@ -1,8 +1,8 @@
 """Saves and restores training states: a digest for every array, on any mesh, stage and number of processes."""
 
 from zerojax.checkpoints.manifest import Allowed, CheckpointCorrupted, CheckpointMismatch, Manifest
-from zerojax.checkpoints.preemption import EXIT_CODE, INTERRUPT_EXIT_CODE
 from zerojax.checkpoints.run import CheckpointOptions, Checkpoints
+from zerojax.processes.preemption import EXIT_CODE, INTERRUPT_EXIT_CODE
 
 __all__ = [
     "EXIT_CODE",

@@ -15,14 +15,15 @@ from typing import Any, TypedDict, Unpack
 import jax
 
 from zerojax.checkpoints import contents, restorer, store
-from zerojax.checkpoints.guards import SkipMonitor, Watchdog
 from zerojax.checkpoints.manifest import Allowed, CheckpointCorrupted, Manifest
-from zerojax.checkpoints.preemption import Preemption
 from zerojax.checkpoints.remote_copy import RemoteCopy
 from zerojax.checkpoints.replicas import verify_replicas
 from zerojax.checkpoints.run_directory import RunDirectory, local_directory
 from zerojax.checkpoints.saver import Saver
+from zerojax.checkpoints.skip_monitor import SkipMonitor
 from zerojax.processes.agreement import agree, broadcast_from_process_0
+from zerojax.processes.preemption import Preemption
+from zerojax.processes.watchdog import Watchdog
 from zerojax.step.config import ZeroConfig
 from zerojax.step.state import TrainState, check_not_donated
 from zerojax.utils.typing import Array

@@ -322,8 +322,8 @@ class NoCheckpoints:
     every, origin, origin_text = sys.maxsize, None, ""
 
     def __init__(self) -> None:
-        from zerojax.checkpoints.guards import SkipMonitor
         from zerojax.checkpoints.run import DEFAULTS
+        from zerojax.checkpoints.skip_monitor import SkipMonitor
 
         self._skip_monitor = SkipMonitor(DEFAULTS["most_skipped"])
 

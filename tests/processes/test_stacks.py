@@ -1,6 +1,6 @@
 """Stacks of several processes, grouped."""
 
-from zerojax.checkpoints.guards import are_stacks_asked, gather_stacks, grouped_stacks, own_stack
+from zerojax.processes.watchdog import are_stacks_asked, gather_stacks, grouped_stacks, own_stack
 
 
 def test_equal_stacks_are_shown_once_and_the_rarest_first():
