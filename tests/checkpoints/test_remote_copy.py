@@ -22,6 +22,7 @@ import zerojax
 from zerojax.checkpoints import lease, remote_copy, store
 from zerojax.checkpoints.pieces import verify_arrays
 from zerojax.cli.commands import main as command
+from zerojax.utils import files
 
 pytestmark = pytest.mark.once
 STEPS = 8
@@ -106,6 +107,17 @@ def test_a_step_that_is_there_is_not_copied_again(tmp_path, url, zero, step, mon
     train(zero, step, tmp_path, url)
     monkeypatch.setattr(remote_copy.RemoteCopy, "_put", lambda *_: 1 / 0)
     train(zero, step, tmp_path, url)
+
+
+def test_steps_are_copied_while_saves_take_longer_than_what_is_between_them(tmp_path, zero, step, monkeypatch):
+    sync_tree = files.sync_tree
+    monkeypatch.setattr(files, "sync_tree", lambda folder: (time.sleep(0.5), sync_tree(folder)))
+    remote, state = remote_copy.RemoteCopy(f"file://{tmp_path}/there"), zero.init(create, adam())
+    with zero.checkpoints(tmp_path / "run", every=1, copy_to=remote) as checkpoints:
+        for i in range(6):
+            state, metrics = step(state, batch(i))
+            checkpoints.update(state, metrics)
+        assert remote.steps()
 
 
 def test_the_metrics_come_back_with_the_step(tmp_path, url, zero, step, undisturbed):
@@ -379,7 +391,7 @@ def test_a_suspended_run_changes_nothing_of_its_successor(tmp_path, url, zero, s
     assert start == 5 and digest_of(restored) == digest_of(state)
 
 
-def test_a_run_that_has_lost_its_lease_deletes_nothing(tmp_path, folders, monkeypatch):
+def test_a_run_that_has_lost_its_lease_deletes_nothing_and_calls_nothing_copied(tmp_path, folders, monkeypatch):
     """Which steps are kept is up to the run that has taken over, and may have begun from any of them."""
     first, second = (remote_copy.RemoteCopy(f"file://{tmp_path}/there") for _ in range(2))
     monkeypatch.setattr(first.lease, "_renew", lambda: None)  # it is suspended
@@ -388,8 +400,10 @@ def test_a_run_that_has_lost_its_lease_deletes_nothing(tmp_path, folders, monkey
         first.copy(number, folders[number], list)
         assert first.finish()
     second.start()
+    first.copy(3, folders[3], list)
+    assert not first.finish()  # a reader may not find it
     first._delete_old(lambda steps: steps[-1:])
-    assert second.steps() == [1, 2]
+    assert second.steps()[:2] == [1, 2]
     second.close()
 
 
@@ -505,3 +519,16 @@ def test_storage_that_cannot_be_reached_is_told_at_the_start(tmp_path, port, zer
         zero.checkpoints(tmp_path / "run", copy_to=url)
     assert not store.folders(tmp_path / "run")
     zero.checkpoints(tmp_path / "run").close()  # the lock of the directory was released
+
+
+def test_a_lease_is_newer_than_every_copy(tmp_path, folders):
+    """Also if the objects of the leases are gone: steps that are copied under it would count as old, and be deleted."""
+    for number in (1, 2, 3):
+        remote = remote_copy.RemoteCopy(f"file://{tmp_path}/there")
+        remote.start()
+        remote.copy(number, folders[number], lambda steps: steps[-1:])
+        assert remote.finish() and remote.steps() == [number]
+        remote.close()
+        if number == 2:
+            for path in (tmp_path / "there").glob("lease-*.json"):
+                path.unlink()

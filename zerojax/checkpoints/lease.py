@@ -50,14 +50,17 @@ class Lease:
         self._renewal: threading.Thread | None = None
         self._released = threading.Event()
 
-    def take(self) -> None:
+    def take(self, after: int = 0) -> None:
         """Takes the lease. Waits for the end of one whose run was killed.
+
+        Args:
+            after: the number is larger than this, also if objects of older leases are gone.
 
         Raises:
             ValueError: if another run holds the lease, and goes on to renew it.
         """
         deadline = time.time() + 2 * EXPIRY_S
-        while not self._try():
+        while not self._try(after):
             owner = self._owner_of(self._newest(), "a lease that cannot be read")
             if time.time() > deadline:
                 raise ValueError(
@@ -69,18 +72,19 @@ class Lease:
         self._renewal = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._renewal.start()
 
-    def _try(self) -> bool:
+    def _try(self, after: int = 0) -> bool:
         newest = self._newest()
         if newest and self._read(newest).get("expires", float("inf")) > time.time():
             return False
         try:
-            self._fs.pipe_file(self._path(newest + 1), self._content(), mode="create")
+            number = max(newest, after) + 1
+            self._fs.pipe_file(self._path(number), self._content(), mode="create")
         except FileExistsError:
             return False
-        self.number = newest + 1
-        for number in self._numbers():
-            if number < newest:  # the newest one may still be looked for by the run that has lost it
-                self._fs.rm_file(self._path(number))
+        self.number = number
+        for old in self._numbers():
+            if old < newest:  # the newest one may still be looked for by the run that has lost it
+                self._fs.rm_file(self._path(old))
         return True
 
     def _numbers(self) -> list[int]:

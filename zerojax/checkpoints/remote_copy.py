@@ -89,7 +89,7 @@ class RemoteCopy:
             ValueError: if another run holds the lease, or the storage cannot be reached.
         """
         with self._reaching():
-            self.lease.take()
+            self.lease.take(after=max((each.lease for each in self._folders()), default=0))
 
     @contextlib.contextmanager
     def _reaching(self) -> Iterator[None]:
@@ -166,6 +166,8 @@ class RemoteCopy:
             if not (may_be_there and self._has(step, folder)):
                 check_intact(folder.parent, step, store.read_manifest(folder.parent, step))
                 self._put(RemoteStep(self.lease.number, step), folder)
+                if self.lease.is_lost():  # after the mark: who takes the lease later sees this step
+                    raise RuntimeError(f"the lease expired, and {self.lease.lost_to} took it")
                 log.info("checkpoint: step %d is copied to %s", step, self.url)
                 self._delete_old(kept)
             self._error = None
@@ -200,11 +202,7 @@ class RemoteCopy:
         steps = self._complete()
         keep = set(kept([each.step for each in reversed(steps)]))
         for each in self._folders():
-            if (
-                each.lease <= self.lease.number
-                and not (each in steps and each.step in keep)
-                and not self.lease.is_lost()
-            ):
+            if not (each in steps and each.step in keep) and not self.lease.is_lost():
                 self._delete(each)
 
     def _delete(self, each: RemoteStep) -> None:

@@ -16,6 +16,7 @@ from zerojax.checkpoints import store
 from zerojax.checkpoints.manifest import CheckpointCorrupted
 from zerojax.checkpoints.remote_copy import RemoteCopy
 from zerojax.processes.agreement import agree_on_directory, broadcast_from_process_0, run_in_process_0
+from zerojax.utils.files import make_folder
 
 log = logging.getLogger("zerojax")
 _FILE = ".lock"
@@ -87,7 +88,7 @@ class DirectoryLock:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
+        make_folder(directory)
         self._descriptors: list[int] = []
         try:
             self._is_directory_locked = self._lock(os.open(directory, os.O_RDONLY | os.O_DIRECTORY))

@@ -86,6 +86,7 @@ class Saver:
         """Checks a state and starts to save it; see `Checkpoints.save`."""
         check_not_donated(state)
         self.wait()
+        self._directory.copy(self.saved_step, self._store)  # if saves take longer than what is between them
         if int(state.step) == self.saved_step:
             return
         arrays, manifest = self.checked(state, data)

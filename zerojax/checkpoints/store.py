@@ -99,7 +99,7 @@ class Store:
 
     def __init__(self, directory: Path, keep: int | None = None, keep_every: int | None = None):
         self.directory, self.keep, self.keep_every = directory, keep, keep_every
-        directory.mkdir(parents=True, exist_ok=True)
+        files.make_folder(directory)
         self._open()
 
     def _open(self) -> None:

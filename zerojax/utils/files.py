@@ -14,9 +14,11 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
+_SYNC_THREADS = 16
 _UNFINISHED = ".unfinished-"
 _CANNOT_SYNC = errno.EINVAL, errno.ENOTSUP, errno.ENOSYS  # of folders on some network file systems
 
@@ -35,10 +37,19 @@ def sync(path: Path) -> None:
 
 def sync_tree(folder: Path) -> None:
     """Waits until all files and folders in a folder are on the disk."""
-    for path, _, names in os.walk(folder, topdown=False):
-        for name in names:
-            sync(Path(path, name))
+    found = list(os.walk(folder, topdown=False))
+    with ThreadPoolExecutor(_SYNC_THREADS) as pool:  # a disk takes many requests at a time
+        list(pool.map(sync, (Path(path, name) for path, _, names in found for name in names)))
+    for path, _, _ in found:
         sync(Path(path))
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder and those that contain it, if they do not exist; their names are on the disk then."""
+    if not path.is_dir():
+        make_folder(path.parent)
+        path.mkdir(exist_ok=True)
+        sync(path.parent)
 
 
 def open_regular(path: Path, mode: str = "rb") -> IO[Any]:
@@ -83,7 +94,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 @contextlib.contextmanager
 def unfinished(folder: Path) -> Iterator[Path]:
     """Makes a folder in a folder, for what is moved out of it when it is whole. At the end it is deleted."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     delete_unfinished(folder)
     with tempfile.TemporaryDirectory(prefix=_UNFINISHED, dir=folder) as made, contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # a file system without locks
