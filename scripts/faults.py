@@ -198,7 +198,8 @@ ROWS = [
         "a step that is damaged on disk and intact in remote storage, or the other way round",
         [f"{REMOTE}::test_a_damaged_step_is_restored", f"{REMOTE}::test_no_intact_copy_is_deleted"],
     ),
-    ("another rate, optimizer or seed than in the step", [f"{CHECKPOINTS}::test_what_a_step_has_different"]),
+    ("another rate than the one in the state", [f"{CHECKPOINTS}::test_what_a_step_has_different"]),
+    ("another optimizer or seed than in the step", [f"{CHECKPOINTS}::test_what_a_step_has_different"]),
     ("links in the folder of a run", ["tests/training/test_secrets.py::test_links"]),
     (
         "links, pipes and files of a terabyte in a checkpoint of a stranger",
