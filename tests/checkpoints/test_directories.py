@@ -65,6 +65,13 @@ def test_a_deleted_working_directory_is_named(tmp_path, monkeypatch, zero):
     tmp_path.mkdir()
 
 
+def test_the_names_of_new_folders_are_synced(tmp_path, monkeypatch):
+    synced, fsync = set(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (synced.add(os.fstat(descriptor).st_ino), fsync(descriptor)))
+    store.Store(tmp_path / "a" / "run").close()
+    assert {(tmp_path / name).stat().st_ino for name in (".", "a")} <= synced
+
+
 def test_a_colon_alone_is_no_url():
     assert local_directory("runs/12:30/a", "fit") == Path("runs/12:30/a").absolute()
     assert local_directory("a:b", "fit") == Path("a:b").absolute()

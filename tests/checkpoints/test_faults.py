@@ -121,7 +121,7 @@ def test_a_run_that_is_killed_while_it_deletes_keeps_an_intact_step(tmp_path, un
 def disk(tmp_path, request):
     try:
         disk = request.param(tmp_path)
-    except (OSError, subprocess.CalledProcessError) as error:
+    except (OSError, subprocess.CalledProcessError) as error:  # only of a MountedDisk: the other one works everywhere
         pytest.skip(f"this machine mounts no image of a disk, which needs the rights of root: {error}")
     yield disk
     disk.close()
