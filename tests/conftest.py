@@ -1,12 +1,15 @@
 """Simulates eight devices for every test, and adds the options `--full`, `--aot`, `--zoo`, `--examples` and
 `--cases`."""
 
+import itertools
 import os
 import shutil
 import tempfile
 from collections import defaultdict
 from importlib import metadata
+from pathlib import Path
 
+import jax
 import pytest
 
 import zerojax
@@ -33,6 +36,7 @@ FOLDERS = {os.path.join(os.path.dirname(__file__), name): name for name in ("zoo
 
 
 KERNELS = pytest.StashKey[str]()
+TESTS = itertools.count(1)  # that this worker has run
 
 
 def pytest_addoption(parser):
@@ -81,6 +85,16 @@ def pytest_collection_modifyitems(config, items):
     if deselected := [item for item in items if item not in kept]:
         config.hook.pytest_deselected(items=deselected)
         items[:] = selected
+
+
+@pytest.fixture(autouse=True)
+def few_memory_maps():
+    """Drops compiled programs before they hold all memory maps that a process may have, which ends it: each has some,
+    and the tests of a worker compile thousands."""
+    yield
+    limit, maps = Path("/proc/sys/vm/max_map_count"), Path("/proc/self/maps")
+    if next(TESTS) % 16 == 0 and limit.exists() and maps.read_bytes().count(b"\n") > int(limit.read_text()) // 2:
+        jax.clear_caches()
 
 
 def spread(items, num_cases):

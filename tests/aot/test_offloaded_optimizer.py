@@ -12,11 +12,9 @@ import zerojax
 from zerojax import Verdict, targets
 from zerojax.analysis import hlo
 from zerojax.analysis.audit import check_host_memory, check_pieces
-from zerojax.analysis.hardware import cluster
 from zerojax.analysis.hlo import has_product
-from zerojax.analysis.hlo_costs import FROM_HOST, TO_HOST
+from zerojax.analysis.hlo_costs import FROM_HOST, TO_HOST, read_host_copies
 from zerojax.comm.buckets import Pieces
-from zerojax.plan import timeline
 from zerojax.step import creation
 
 pytestmark = pytest.mark.aot
@@ -92,11 +90,10 @@ def test_the_gradient_of_the_head_is_computed_before_those_of_the_layers(offload
 @pytest.mark.parametrize("target", ["h100:1", "v5e:2x2"])
 def test_the_state_is_copied_once_in_each_direction(target):
     program, *_, state, _ = compiled(target, "optimizer", 8)
-    found = cluster(target)
-    predicted = timeline.predict(hlo.parse_program(program.as_text()), found)
-    seconds = local_bytes(state, found.num_devices, 12) / found.chip.host_rate.effective
-    assert predicted.busy_s[TO_HOST] == pytest.approx(seconds, rel=1e-2)
-    assert seconds < 1.001 * predicted.busy_s[FROM_HOST] < 1.3 * seconds  # the last piece comes twice
+    copies = read_host_copies(hlo.parse_program(program.as_text()))
+    state_bytes = local_bytes(state, len(targets.devices(target)), 12)
+    for lane in FROM_HOST, TO_HOST:
+        assert sum(copy.num_bytes for copy in copies if copy.lane == lane) == pytest.approx(state_bytes, rel=1e-2)
 
 
 def test_the_order_of_gathers_is_read_from_a_trace_with_arguments_in_host_memory():

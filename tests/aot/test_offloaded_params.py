@@ -134,12 +134,11 @@ def test_temporaries_grow_by_what_is_saved_of_a_layer(scan):
 
 def test_layers_come_once_for_each_pass_and_gradients_go_once():
     program, *_, state, _ = compiled("h100:1", 6)
-    predicted = timeline.predict(hlo.parse_program(program.as_text()), cluster("h100:1"))
-    num, rate = matrices(state, 1), cluster("h100:1").chip.host_rate.effective
+    copies, num = read_host_copies(hlo.parse_program(program.as_text())), matrices(state, 1)
+    moved = lambda lane: sum(copy.num_bytes for copy in copies if copy.lane == lane)
     moments_and_master, weights, gradients = 12 * num, 2 * num, 2 * num
-    assert predicted.busy_s[TO_HOST] * rate == pytest.approx(moments_and_master + weights + gradients, rel=2e-2)
-    come = moments_and_master + 2 * weights + gradients
-    assert come < 1.001 * predicted.busy_s[FROM_HOST] * rate < 1.15 * come  # the last piece of the state comes twice
+    assert moved(TO_HOST) == pytest.approx(moments_and_master + weights + gradients, rel=2e-2)
+    assert moved(FROM_HOST) == pytest.approx(moments_and_master + 2 * weights + gradients, rel=2e-2)
 
 
 def test_copies_overlap_with_products_and_with_each_other():
@@ -159,7 +158,7 @@ def test_copies_overlap_with_products_and_with_each_other():
         copies[offload] = [copy for copy in read_host_copies(parsed) if copy.in_layers]
         layers = [loop.iteration_s for loop in predicted.loops if loop.trips in (6, 8) and loop.iteration_s > 1e-3]
         found[offload] = sorted(layers)
-        (update,) = [loop for loop in predicted.loops if loop.trips == 16]
+        (update,) = [loop for loop in predicted.loops if loop.trips == 15]
         for lane in FROM_HOST, TO_HOST:
             copying_s = sum(span.end_s - span.start_s for span in update.spans if span.lane == lane)
             busy[offload, lane] = copying_s / update.iteration_s

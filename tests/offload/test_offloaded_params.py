@@ -295,15 +295,8 @@ def test_gradients_of_parameters_on_the_devices_are_those_of_any_zero():
     jax.tree.map(np.testing.assert_array_equal, grads, wanted)
 
 
-def test_arrays_are_cut_between_tiles_or_columns():
-    for shape, dim, size in [
-        ((512, 64), 0, 256),
-        ((515, 64), 1, 32),
-        ((515, 256), 1, 128),
-        ((24, 515), 0, 8),
-        ((509, 67), 0, 509),
-        ((3, 515, 64), 0, 1),
-    ]:
+def test_sums_are_cut_into_contiguous_parts_if_possible():
+    for shape, dim, size in [((512, 64), 0, 256), ((509, 64), 1, 32), ((509, 67), 0, 509), ((3, 515, 64), 0, 1)]:
         assert host_arrays.cut_dim(shape) == (dim, size)
 
 
@@ -330,10 +323,11 @@ def test_scans_of_any_length(num_layers):
     np.testing.assert_allclose(losses["params"], losses["none"], rtol=1e-6)
 
 
-def test_an_index_waits_for_events_except_on_cpus():
-    """Where XLA would compute an event once more in each fusion that reads the index."""
+def test_scalars_wait_for_events_except_on_cpus():
+    """Where XLA would contract other products and sums in a kernel that selects a scalar."""
+    scalars = jax.jit(lambda scalars, event: host_arrays.scalars_after(scalars, [event]))
+    given = [jnp.bool_(True), jnp.float32(3)], jnp.float32(np.nan)
     for platform, waits in [("cpu", False), ("cuda", True), ("tpu", True)]:
-        index = jax.jit(lambda index, event: host_arrays.index_after(index, [event]))
-        text = index.trace(jnp.int32(3), jnp.float32(0)).lower(lowering_platforms=(platform,)).as_text()
+        text = scalars.trace(*given).lower(lowering_platforms=(platform,)).as_text()
         assert ("sign" in text) == waits
-        assert index(jnp.int32(3), jnp.float32(np.nan)) == 3
+        assert scalars(*given) == [True, 3]

@@ -24,6 +24,7 @@ CHIP = Chip(
     f32_share=0.5,
     memory_rate=Rate(MEMORY_RATE, 1),
     host_rate=Rate(LINK / 2, 1),
+    duplex_share=1,
     link_rate=Rate(LINK, 1),
     network_rate=Rate(LINK / 4, 1),
     kernel_s=0,

@@ -225,16 +225,23 @@ def check_pieces(
 
 
 def check_copies(program: Program) -> Outcome:
-    """How much is copied between device and host in a step, and how much of it while nothing is computed."""
+    """How much is copied between device and host in a step, and how much of it while nothing is computed.
+
+    On GPUs, kernels are named: they copy in place of the computation.
+    """
     copies = hlo_costs.read_host_copies(program)
     size = lambda chosen: sum(each.num_bytes for each in chosen)
     in_layers = [each for each in copies if each.in_layers]
     total, alone = size(copies), size(each for each in copies if each.alone)
     of_layers, alone_of_layers = size(in_layers), size(each for each in in_layers if each.alone)
+    by_kernels = size(each for each in copies if each.by_kernel)
     numbers = {"bytes": total, "alone_bytes": alone, "layers_bytes": of_layers, "alone_layers_bytes": alone_of_layers}
+    numbers["kernels_bytes"] = by_kernels
     text = f"{bytes_text(total)}, of them {bytes_text(alone)} ({alone / max(total, 1):.0%}) while nothing is computed"
     if in_layers:
         text += f"; in loops over layers {bytes_text(alone_of_layers)} ({alone_of_layers / of_layers:.0%})"
+    if by_kernels:
+        text += f"; {bytes_text(by_kernels)} ({by_kernels / total:.0%}) by kernels, not by copy engines"
     return Outcome(text, Verdict.INFO, numbers)
 
 

@@ -213,9 +213,9 @@ class CommunicationChecks:
         most, excess = 0.0, 0.0
         for loops, gathered in bodies:
             window = prefetch + 2 if loops <= microbatches else max(prefetch, 1)
-            most, excess = max(most, gathered / unit), max(excess, gathered / unit - window)
+            most, excess = max(most, gathered / unit), max(excess, gathered / unit - (1 + UNIT_SLACK) * window)
         text, numbers = f"gathers of {most:.1f} units wait for no matrix product, as traced", {"free_units": most}
-        if excess <= UNIT_SLACK:
+        if not excess:
             return Outcome(text, Verdict.OK, numbers)
         return Outcome(text, Verdict.BROKEN, numbers, "make each gather depend on the unit that leaves the window")
 

@@ -58,7 +58,8 @@ class Chip:
         flops: flops of dense bf16 matrix products.
         f32_share: the share of `flops` that products of f32 arrays reach at JAX's default precision.
         memory_rate: bytes read and written in device memory.
-        host_rate: bytes copied between device memory and host memory, in one direction.
+        host_rate: bytes copied between device memory and host memory, in one direction, by a copy engine.
+        duplex_share: the share of `host_rate` that each direction reaches while both are busy.
         link_rate: bytes sent, on a GPU to the others of its host, on a TPU over one link in one direction.
         network_rate: bytes sent over the device's own NIC to another host, on a TPU to another slice.
         kernel_s: seconds from the end of one kernel to the start of the next.
@@ -76,6 +77,7 @@ class Chip:
     f32_share: float
     memory_rate: Rate
     host_rate: Rate
+    duplex_share: float
     link_rate: Rate
     network_rate: Rate
     kernel_s: float
@@ -98,7 +100,9 @@ class Chip:
 #   Model", GPUs, 2025). The 0.9 of the others is a guess.
 # NVLink: 370 GB/s of the H100's 450 (Austin et al., ibid.); NCCL assumes 235 of the A100's 300 (src/graph/tuning.cc,
 #   2020). The share of the H200 and the B200 is a guess: that of the H100.
-# Host: 16 lanes of PCIe 4 (A100) or PCIe 5 (all others). The share of 0.8 is a guess.
+# Host: 16 lanes of PCIe 4 (A100) or PCIe 5 (all others). On an H100, copy engines reach 55.2 GB/s in either direction
+#   alone, and 43.3 to 46 each way in both; kernels that read host memory 46, and those that write it 58 (measured in
+#   2026, see docs/results.md). For the others the shares are a guess: those of the H100.
 # Host memory: 2 TB for 8 GPUs (user guides of DGX A100 640 GB, H100, H200 and B200, 2020 to 2025).
 # NICs, one for each GPU: DGX A100 8 x 200 Gb/s; DGX H100, H200 and B200 8 x 400 Gb/s (user guides, 2020 to 2025). The
 #   share of 0.9 is a guess.
@@ -119,8 +123,8 @@ def _gpu(
     link: Rate,
     nic: float,
 ) -> Chip:
-    host_memory, host_rate, network_rate = 2 * 10**12 // 8, Rate(host, 0.8), Rate(nic, 0.9)
-    rates = flops, 0.5, memory_rate, host_rate, link, network_rate
+    host_memory, host_rate, network_rate = 2 * 10**12 // 8, Rate(host, 0.8625), Rate(nic, 0.9)
+    rates = flops, 0.5, memory_rate, host_rate, 0.784, link, network_rate
     return Chip(name, "cuda", kinds, memory, host_memory, *rates, **_NCCL)
 
 
@@ -142,12 +146,12 @@ def _tpu(
     name: str, kinds: tuple[str, ...], gib: int, host_gb: int, *, flops: float, memory: float, link: float, host: float,
     network: float,
 ) -> Chip:  # fmt: skip
-    rates = Rate(flops, 0.9), 1.0, Rate(memory, 0.9), Rate(host, 1.0), Rate(link, 0.9), Rate(network, 1.0)
+    rates = Rate(flops, 0.9), 1.0, Rate(memory, 0.9), Rate(host, 1.0), 1.0, Rate(link, 0.9), Rate(network, 1.0)
     return Chip(name, "tpu", kinds, gib * 2**30, host_gb * 10**9 // 4, *rates, **_ICI)
 
 
 # A simulated CPU device. All values are guesses; calibration replaces the two most important ones within seconds.
-_CPU_RATES = Rate(20e9, 1.0), 1.0, Rate(5e9, 1.0), Rate(5e9, 1.0), Rate(1e9, 1.0), Rate(1e9, 1.0)
+_CPU_RATES = Rate(20e9, 1.0), 1.0, Rate(5e9, 1.0), Rate(5e9, 1.0), 1.0, Rate(1e9, 1.0), Rate(1e9, 1.0)
 _CPU = Chip("cpu", "cpu", ("cpu",), 2 * 2**30, 2**34, *_CPU_RATES, 1e-6, 50e-6, 10e-6, 10e-6)
 CHIPS = {
     chip.name: chip

@@ -12,6 +12,9 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 HOST = 5  # the memory space of pinned host memory
+# XLA for GPUs annotates a slice with its place if that follows from the number of the iteration. Copy engines copy such
+# a slice; another one is a kernel.
+SLICE_ANNOTATION = '"dynamic_slice_config":'
 
 
 def element_bits(dtype: str) -> int:

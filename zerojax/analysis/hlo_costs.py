@@ -204,7 +204,7 @@ class HostCopy(NamedTuple):
 
     It is `alone` if nothing is computed beside it. A matrix product counts, and so does a kernel that reads and writes
     at least as many bytes, such as the update of an equally large piece, also in a loop. It is `in_layers` if it is in
-    a loop with matrix products.
+    a loop with matrix products, and `by_kernel` if no copy engine runs it: nothing is then computed beside it.
     """
 
     name: str
@@ -212,6 +212,7 @@ class HostCopy(NamedTuple):
     num_bytes: int
     alone: bool
     in_layers: bool
+    by_kernel: bool = False
 
 
 def read_host_copies(program: Program) -> list[HostCopy]:
@@ -226,8 +227,10 @@ def read_host_copies(program: Program) -> list[HostCopy]:
                 lane, num_bytes = copied(i)
                 if lane != COPIES:
                     beside = block.instructions[k + 1 : end_index(block, k)]
-                    alone = not any(_computes(other, num_bytes) for other in beside)
-                    found.append(HostCopy(i.name, lane, num_bytes * hlo.trips_of(block, i), alone, in_layers))
+                    by_kernel = is_kernel(i)
+                    alone = by_kernel or not any(_computes(other, num_bytes) for other in beside)
+                    num_bytes *= hlo.trips_of(block, i)
+                    found.append(HostCopy(i.name, lane, num_bytes, alone, in_layers, by_kernel))
     return found
 
 
@@ -249,6 +252,14 @@ def copied(start: Instruction) -> tuple[str, int]:
     if root.op == "dynamic-slice":
         return FROM_HOST if operand.space == hlo.HOST else COPIES, result.num_bytes
     raise hlo.unsupported(start, "cannot read what this asynchronous fusion copies")
+
+
+def is_kernel(start: Instruction) -> bool:
+    """Whether what an instruction copies to or from the host is copied by a kernel, although it is asynchronous."""
+    if start.op != "fusion-start" or copied(start)[0] == COPIES:
+        return False
+    (root,) = hlo.fusion_results(start.called["calls"][0].root)
+    return hlo.SLICE_ANNOTATION not in hlo.source(root, ("bitcast", "copy")).attributes
 
 
 def copied_in_host(program: Program) -> int:

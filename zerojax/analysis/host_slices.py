@@ -24,7 +24,6 @@ from zerojax.analysis.hlo import Buffer, Computation, Instruction, Program
 
 Value: TypeAlias = "np.ndarray | tuple[Value, ...] | ValueError"  # an error says why a value is not known
 
-_ANNOTATION = '"dynamic_slice_config":'
 _ALLOCATION = "AllocateBuffer"
 _MOST_ELEMENTS = 2**20  # of an array that is computed here
 
@@ -75,7 +74,7 @@ def run(program: Program) -> tuple[Value, dict[Instruction, list[_SliceRun]]]:
     def is_relevant(computation: Computation) -> bool:
         """Whether there is a slice of a host buffer, or what may be one, at any depth."""
         of_host = (i for i in computation.instructions if _touches_host(i))
-        if any(_slices_host(i) or _ANNOTATION in i.attributes or i.op == "custom-call" for i in of_host):
+        if any(_slices_host(i) or hlo.SLICE_ANNOTATION in i.attributes or i.op == "custom-call" for i in of_host):
             return True
         return any(is_relevant(c) for i in computation.instructions for c in i.computations)
 
@@ -86,7 +85,7 @@ def run(program: Program) -> tuple[Value, dict[Instruction, list[_SliceRun]]]:
             relevant = any(map(is_relevant, i.computations))
             if _slices_host(i):
                 runs.setdefault(i, []).append(_SliceRun(operands[len(operands) - len(slice_dims(i)) :], iterations))
-            elif _ANNOTATION in i.attributes and _touches_host(i):
+            elif hlo.SLICE_ANNOTATION in i.attributes and _touches_host(i):
                 raise hlo.unsupported(i, "an annotation of something else than a slice")
             elif i.op == "custom-call" and _touches_host(i) and i.target != _ALLOCATION:
                 raise hlo.unsupported(i, "this custom call may read or write a part of a host buffer")
@@ -176,7 +175,7 @@ def array(value: Value) -> np.ndarray:
 
 def _annotation(i: Instruction) -> dict[str, Any] | None:
     """The annotation of a slice, or None if it has none."""
-    _, found, text = i.attributes.partition(_ANNOTATION)
+    _, found, text = i.attributes.partition(hlo.SLICE_ANNOTATION)
     if not found:
         return None
     try:

@@ -11,7 +11,8 @@ reduced, and go to host memory, while the next layer computes:
     to the host     grads 5      grads 4      grads 3
 
 The bodies are those of `layer_scan`, and the loop is another one: it needs no second buffer of weights, which a copy
-from the host fills while it is not read, and its copies are paced by the products of the layer that they overlap with.
+from the host fills while it is not read. It counts its turns itself: on GPUs, copy engines move the slices of a stack
+whose places follow from the number of the iteration.
 """
 
 from __future__ import annotations
@@ -25,11 +26,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zerojax.comm.schedule import Schedule, after, floating_after
+from zerojax.comm.schedule import Schedule, after, event, floating_after
 from zerojax.offload import host_arrays
-from zerojax.offload.host_arrays import Pace, Paces, layer_from_host, run_with_products
 from zerojax.program.layer_scan import Carry, Cut, LayerBody, SavedValues, Scanned
-from zerojax.program.part import GradientSink, Loop, PlannedPart, Weights
+from zerojax.program.part import GradientSink, Loop, Part, PlannedPart, Weights
 from zerojax.sharding.placement import Leaf, is_in_host
 from zerojax.step.config import GradientSums
 from zerojax.utils.flags import select
@@ -45,9 +45,20 @@ class HostWeights(Weights):
 
     definitions: Sequence[Leaf]  # of the leaves
 
-    def shards(self, leaves: Iterable[int], waits: Sequence[Array]) -> list[Array]:
+    def shards(self, leaves: Iterable[int]) -> list[Array]:
         shards = [self.leaves[i] for i in leaves]
-        return [host_arrays.from_host(a, waits) if is_in_host(a) else a for a in shards]
+        return [host_arrays.from_host(a) if is_in_host(a) else a for a in shards]
+
+    def next_after(self, part: Part | None, values: list[Array]) -> tuple[Weights, list[Array]]:
+        if part is None or part.segment.views:  # a scan, which compilers do not copy as a whole
+            return self, values
+        held = [i for i in part.segment.leaves if is_in_host(self.leaves[i])]
+        if not held or not values:
+            return self, values
+        # Nothing can compute on host memory. Compilers keep a barrier as long as its operands are used behind it.
+        arrays, values = lax.optimization_barrier(([self.leaves[i] for i in held], values))
+        waiting = dict(zip(held, arrays, strict=True))
+        return dataclasses.replace(self, leaves=[waiting.get(i, a) for i, a in enumerate(self.leaves)]), values
 
     def scan(
         self, body: LayerBody, init: Carry, loop: Loop, schedule: Schedule, sink: GradientSink
@@ -102,11 +113,6 @@ class HostGradients(GradientSink):
         self._moves: frozenset[int] = frozenset()  # the leaves in host memory
         self._to_come: collections.Counter[int] = collections.Counter()  # parts that add to the gradient of a leaf
         self._arrived: list[list[Array]] = [[], []]  # events of gradients that have arrived in host memory, by part
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether gradients are added to sums."""
-        return self._is_first is not None
 
     # Part by part
 
@@ -174,13 +180,11 @@ class HostGradients(GradientSink):
         """The stack that `put_layer` writes to."""
         return self.totals[leaf] if leaf in self.totals else host_arrays.room(shape, dtype)
 
-    def put_layer(
-        self, leaf: int, stack: Array, grad: Array, index: ArrayLike, dim: int, paces: Paces
-    ) -> tuple[Array, Array]:
+    def put_layer(self, leaf: int, stack: Array, grad: Array, index: ArrayLike, dim: int) -> tuple[Array, Array]:
         """Adds the reduced gradient of a layer, which has the dim of layers: (the stack, the squared norm)."""
         if leaf in self.totals:
-            grad = self._sum(host_arrays.layer_from_host(stack, index, dim, paces.fetches), grad)
-        return host_arrays.layer_to_host(stack, grad, index, dim, paces.puts), _squared_norm(grad)
+            grad = self._sum(host_arrays.layer_from_host(stack, index, dim), grad)
+        return host_arrays.part_to_host(stack, grad, index, dim), _squared_norm(grad)
 
     def _sum(self, total: Array, grad: Array) -> Array:
         assert self._weight is not None and self._is_first is not None
@@ -253,33 +257,30 @@ def _scan(
 
     Cost: on the device, the weights and the gradients of two layers. Compiles three layers instead of one.
     """
-    # The layers, and the bytes that are copied for each.
     cut = Cut.of_single_layers(loop.layers.cut.length)
     layers = loop.layers._replace(cut=cut)
-    length, given, accumulates = cut.length, layers.given, bool(totals) and sink.accumulates
+    length, given = cut.length, layers.given
     num_front, num_back = len(given.front), len(given.back)  # the other way round in a backward pass
-    put_bytes = _host_bytes(totals) / length
-    fetch_bytes = _host_bytes(stacks) / length + accumulates * put_bytes
 
     # What is done for each layer.
-    def fetch(index: ArrayLike, pace: Pace) -> PyTree:
-        """The full weights of a layer, of those that are needed."""
+    def fetch(index: ArrayLike, waits: Sequence[Array]) -> PyTree:
+        """The full weights of a layer, of those that are needed. They are gathered after the events."""
         views = zip(loop.views, stacks, body.needed, strict=True)
-        layer = lambda view, stack: view.of_layer(layer_from_host(stack, index, view.order[0], pace))
+        layer = lambda view, stack: view.of_layer(host_arrays.layer_from_host(stack, index, view.order[0]))
         shards = [layer(view, stack) if flag else None for view, stack, flag in views]
-        return body.gather(shards, 0, Schedule(0, []))
+        return body.gather(shards, 0, Schedule(0, waits))
 
     def compute(weights: PyTree, carry: Carry, x: PyTree, given: PyTree) -> tuple[Carry, PyTree, PyTree, PyTree]:
         fetched = body.restorer.restore(given, carry[0])[0] if body.restorer else None
         return body.compute(weights, carry, x, given, fetched)
 
-    def put(state: _Streamed, turn: int | Array, paces: Paces) -> _Streamed:
+    def put(state: _Streamed, turn: int | Array) -> _Streamed:
         """Moves the gradients of the layer before `turn`."""
         if not totals or state.grads is None:
             return state
         index, (reduced, _) = layers.index(turn - 1), body.reduce(state.grads, [], 0)
         moved = [
-            sink.put_layer(view.leaf, total, view.to_leaf(grad), index, view.order[0], paces)
+            sink.put_layer(view.leaf, total, view.to_leaf(grad), index, view.order[0])
             for view, total, grad in zip(loop.trained, state.totals, reduced, strict=True)
         ]
         norms = [n + norm for n, (_, norm) in zip(state.squared_norms, moved, strict=True)]
@@ -288,22 +289,20 @@ def _scan(
     def visit(state: _Streamed, turn: int | Array, given: PyTree, is_last: bool = False) -> tuple[_Streamed, PyTree]:
         """Computes a layer overlapped with the copies: (the state after it, the values that it saves)."""
         x = layers.of(layers.xs, turn)
-        results, products = run_with_products(compute, state.weights, state.carry, x, given)
-        carry, y, saved, grads = results
-        # Sums go when what they are added to has come.
-        puts = Pace([] if accumulates else products, put_bytes)
-        paces = Paces(Pace(products, fetch_bytes, one_by_one=True), puts)
-        state = put(state, turn, paces)
-        weights = None if is_last else fetch(layers.index(turn + 1), paces.fetches)
+        weights = None if is_last else fetch(layers.index(turn + 1), event(state.carry[0]))
+        carry, y, saved, grads = compute(state.weights, state.carry, x, given)
+        state = put(state, turn)
         ys = layers.put(jax.tree.map(layers.room_for, y) if state.ys is None else state.ys, y, turn)
         saved = body.saver.store(saved, []) if body.saver else saved
         return state._replace(carry=carry, weights=weights, grads=grads, ys=ys), saved
 
-    def iteration(state: _Streamed, slices: tuple[Array, PyTree]) -> tuple[_Streamed, PyTree]:
-        return visit(state, *slices)
+    def iteration(counted: tuple[Array, _Streamed], given: PyTree) -> tuple[tuple[Array, _Streamed], PyTree]:
+        turn, state = counted
+        state, saved = visit(state, turn, given)
+        return (turn + 1, state), saved
 
     # The first layer comes before anything computes.
-    weights = fetch(layers.index(0), Pace([], 1, one_by_one=True, waits=schedule.before_gather()))
+    weights = fetch(layers.index(0), schedule.before_gather())
     state = _Streamed(init, weights, None, totals, [jnp.float32(0)] * len(totals), None)
 
     # Layer by layer; those of the middle in a loop.
@@ -313,18 +312,12 @@ def _scan(
         front.append(saved)
     if cut.loops:
         is_backward = layers.saved is not None
-        turns = jnp.arange(num_front, length - num_back)
-        slices = turns[::-1] if is_backward else turns, given.loop[0]
-        state, middle[0] = lax.scan(iteration, state, slices, reverse=is_backward)
+        counted = jnp.int32(num_front), state
+        (_, state), middle[0] = lax.scan(iteration, counted, given.loop[0], cut.loops, reverse=is_backward)
     for k in range(num_back):
         turn = length - num_back + k
         state, saved = visit(state, turn, given.back[k], is_last=turn == length - 1)
         back.append(saved)
-    state = put(state, length, Paces(Pace([], 1), Pace([], 1)))
+    state = put(state, length)
     schedule.computed(state.carry[0])
     return Scanned(state.carry, state.ys, SavedValues(front, middle, back), state.totals), state.squared_norms
-
-
-def _host_bytes(stacks: Sequence[Array]) -> int:
-    """The bytes of those stacks that are in host memory."""
-    return sum(stack.size * stack.dtype.itemsize for stack in stacks if is_in_host(stack))

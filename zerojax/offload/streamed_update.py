@@ -1,19 +1,20 @@
 """The optimizer's update in pieces. Those of a state in host memory come to the device, are updated, and go back.
 
 All parameters are cut into pieces. A loop updates one piece of each at a time, so that what is on the device does not
-grow with the model. In iteration c, after piece c of an array has been computed, it goes back, and piece c + 1 comes.
-The last array's piece c comes at the start, beside the first piece that goes back:
+grow with the model. In iteration c, after piece c of a parameter has been computed, it goes back, and piece c + 1 of
+its arrays comes:
 
     compute         1 2 3 4
-    to the host       1 2 3 4          the pieces c of arrays 1, 2, 3 and 4
-    from the host     4 1 2 3          piece c of array 4, and the pieces c + 1 of the others
+    to the host       1 2 3 4
+    from the host       1 2 3 4
 
 A piece is read from the array that the one before has been written to. Compilers therefore update the array in place;
-without this dependency they copy it. The two other dependencies make both directions of the link work at once, since
-compilers would otherwise start all copies to the host before those from it: pieces come one after the other, and one
-goes back after that of the array `_AHEAD` places before has come. What waits is the index of a piece, not its values:
-compilers would compute the pieces of several arrays in one kernel, which would wait for the last of their events.
-Arrays are in the order of their sizes, the largest first: what comes then takes about as long as what goes beside it.
+without this dependency they copy it. On GPUs, the place of a piece must follow from the number of the iteration: copy
+engines then move it, in both directions at once and beside what is computed, and no kernel does.
+
+The update of a parameter waits until the next pieces of the one `_AHEAD` places before have come. Compilers would
+otherwise start all copies to the host before those from it, and the queues in which GPUs copy serve what was started
+first. What waits are the scalars that the update reads, which takes no copy of a piece.
 
 If parameters are in host memory too, gradients come with the other arrays, and in their place updated parameters go.
 """
@@ -33,7 +34,7 @@ from jax.sharding import PartitionSpec
 
 from zerojax.comm import collectives
 from zerojax.comm.buckets import Pieces
-from zerojax.comm.schedule import event
+from zerojax.comm.schedule import events
 from zerojax.offload import host_arrays, host_pieces
 from zerojax.offload.split_update import Operand, Rows, SplitUpdate
 from zerojax.sharding import padding
@@ -234,61 +235,64 @@ class StreamedUpdate:
         It adds to the squared norm `total`, so that one loop waits for another: the pieces of both would otherwise be
         on the device.
         """
-        # Put what moves in the order of its pieces' sizes.
         operands = self.split.arguments
         grads = {p: a for p, a in fixed.grads.items() if operands[p].in_host and operands[p].leaf in cuts}
         moved = {p: a for p, a in (stored | grads).items() if operands[p].in_host}
-        leaf_of = {p: k for p in moved for k in cuts if operands[p].leaf == k}
-        piece_bytes = lambda p: math.prod(cuts[leaf_of[p]].piece) * moved[p].dtype.itemsize
-        in_order = sorted(moved, key=piece_bytes, reverse=True)
-        last = in_order[-1] if in_order else None
+        of_leaf = {k: [p for p in moved if operands[p].leaf == k] for k in cuts}
 
-        def fetch(p: int, host: Array, c: ArrayLike) -> Array:
-            piece = jax.device_put(cuts[leaf_of[p]].read(host, c), host_arrays.DEVICE_SPACE)
-            return host_arrays.in_stored_order(piece, host.shape) if on_tpus(self.config.mesh) else piece
+        def fetch(k: int, arrays: Arrays, c: ArrayLike) -> Arrays:
+            """Piece `c` of each array of a parameter that is in host memory."""
+            pieces = {p: host_arrays.from_host(cuts[k].read(arrays[p], c)) for p in of_leaf[k]}
+            if on_tpus(self.config.mesh):
+                return {p: host_arrays.in_stored_order(piece, arrays[p].shape) for p, piece in pieces.items()}
+            return pieces
 
-        def step(c: Array, carry: tuple[Arrays, Arrays, Array, Arrays]) -> tuple[Arrays, Arrays, Array, Arrays]:
-            """Updates piece `c` of each parameter, and fetches the next one; of the last array, the same one before."""
-            stored, computed, total, fetched = dict(carry[0]), dict(carry[1]), carry[2], dict(carry[3])
-            # Fetch piece `c` of the last array.
-            came: list[list[Array]] = [[]] * (_AHEAD - 1)  # events of the pieces that come, in their order
-            if last is not None:
-                fetched[last] = fetch(last, (stored | grads)[last], c)
-                came = [*came, event([fetched[last]])]
-            # Compute, and write what is on the device.
-            results: Arrays = {}
-            for k, pieces in cuts.items():
-                results |= self._update_piece(k, pieces, c, fetched, stored, computed.get(k), fixed)
-                total += self._squared_norm(k, results[k])
-                on_device = [p for p in stored if p not in moved and operands[p].leaf == k]
-                stored |= {p: pieces.of_rows(stored[p].shape).write(stored[p], results[p], c) for p in on_device}
-                if k in computed and not self._moved[k]:
-                    computed[k] = pieces.write(computed[k], results[k].astype(computed[k].dtype), c)
-            # Send each result, and fetch the array's next piece.
+        def step(
+            c: ArrayLike, carry: tuple[Arrays, Arrays, Array, Arrays], is_last: bool = False
+        ) -> tuple[Arrays, Arrays, Array, Arrays]:
+            """Updates piece `c` of each parameter, sends it back, and fetches the next one."""
+            stored, computed, total, fetched = dict(carry[0]), dict(carry[1]), carry[2], carry[3]
             following: Arrays = {}
-            for p in in_order:
-                k, pieces = leaf_of[p], cuts[leaf_of[p]]
-                index = host_arrays.index_after(c, came[-_AHEAD])
-                if p in stored:
-                    stored[p] = pieces.write(stored[p], host_arrays.to_host(results[p]), index)
-                elif k in computed:
-                    going = host_arrays.to_host(results[k].astype(computed[k].dtype))
-                    computed[k] = pieces.write(computed[k], going, index)
-                if p == last:
-                    continue
-                index = host_arrays.index_after(jnp.minimum(c + 1, count - 1), came[-1])
-                following[p] = fetch(p, (stored | grads)[p], index)
-                came.append(event([following[p]]))
+            came: list[list[Array]] = [[]] * _AHEAD  # events of the next pieces of each parameter
+            for k, pieces in largest_first:
+                # Compute.
+                results = self._update_piece(k, pieces, c, fetched, stored, computed.get(k), fixed, came[-_AHEAD])
+                total += self._squared_norm(k, results[k])
+                # Write what is on the device, and send the rest.
+                for p in [p for p in stored if operands[p].leaf == k]:
+                    cut, result = pieces.of_rows(stored[p].shape), results[p]
+                    stored[p] = cut.write(stored[p], host_arrays.to_host(result) if p in moved else result, c)
+                if k in computed:
+                    new = results[k].astype(computed[k].dtype)
+                    computed[k] = pieces.write(computed[k], host_arrays.to_host(new) if self._moved[k] else new, c)
+                # Fetch the next piece.
+                if not is_last:
+                    following |= fetch(k, stored | grads, c + 1)
+                    came.append(events([following[p] for p in of_leaf[k]]))
             return stored, computed, total, following
 
-        first = {p: fetch(p, moved[p], 0) for p in in_order if p != last}
-        return lax.fori_loop(0, count, step, (stored, computed, total, first))[:3]
+        piece_bytes = lambda k: sum(math.prod(cuts[k].piece) * moved[p].dtype.itemsize for p in of_leaf[k])
+        largest_first = sorted(cuts.items(), key=lambda each: piece_bytes(each[0]), reverse=True)
+        first: Arrays = {}
+        for k in cuts:
+            first |= fetch(k, moved, 0)
+        carry = lax.fori_loop(0, count - 1, step, (stored, computed, total, first))
+        return step(count - 1, carry, is_last=True)[:3]
 
     def _update_piece(
-        self, k: int, cut: Pieces, c: Array, fetched: Arrays, stored: Arrays, computed: Array | None, fixed: _Fixed
+        self,
+        k: int,
+        cut: Pieces,
+        c: ArrayLike,
+        fetched: Arrays,
+        stored: Arrays,
+        computed: Array | None,
+        fixed: _Fixed,
+        waits: Sequence[Array],
     ) -> Arrays:
-        """The results that belong to parameter `k`, for piece `c` of it, by position."""
+        """The results that belong to parameter `k`, for piece `c` of it, by position. They wait for events."""
         (grads, sliced, scalars, divisor), operands = fixed, self.split.arguments
+        scalars = host_arrays.scalars_after(scalars, waits)
         read = lambda a: cut.of_rows(a.shape).read(a, c)
         pieces = {p: a for p, a in fetched.items() if operands[p].leaf == k}
         if divisor is not None:

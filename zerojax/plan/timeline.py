@@ -2,8 +2,8 @@
 
 A device computes, sends over its links (a TPU: over those along each dim of the torus, and over the network to other
 slices), and copies to and from its host. Each of these is a lane, which does one thing at a time, in the order of the
-schedule. Lanes do not slow each other down: collectives take no cores of a GPU, and copies no memory bandwidth. The
-predicted time is therefore a lower bound rather than an average.
+schedule. Lanes do not slow each other down, except for the two directions of the link to the host: collectives take no
+cores of a GPU, and copies no memory bandwidth. The predicted time is therefore a lower bound rather than an average.
 """
 
 from __future__ import annotations
@@ -15,7 +15,16 @@ from typing import NamedTuple
 from zerojax.analysis import hlo_collectives
 from zerojax.analysis.hardware import Chip, Cluster
 from zerojax.analysis.hlo import HOST, Block, Instruction, Program, has_product, trip_count, unsupported
-from zerojax.analysis.hlo_costs import COPIES, COPY_STARTS, copied, dot_flops, memory_bytes
+from zerojax.analysis.hlo_costs import (
+    COPIES,
+    COPY_STARTS,
+    FROM_HOST,
+    TO_HOST,
+    copied,
+    dot_flops,
+    is_kernel,
+    memory_bytes,
+)
 
 COMPUTE, MEMORY, STARTS = "compute", "memory", "starts of kernels"
 _COMPUTING = (COMPUTE, MEMORY, STARTS)  # all of these occupy the computing lane
@@ -207,9 +216,7 @@ class _Simulator:
                 raise unsupported(i, "an end has no start in the same computation")
             clock.now = max(clock.now, clock.done[start])
         elif i.op in COPY_STARTS:
-            lane, num_bytes = copied(i)
-            rate = self.chip.memory_rate if lane == COPIES else self.chip.host_rate
-            clock.done[i] = clock.occupy((lane,), i.name, num_bytes / rate.effective)
+            self.copy(i, clock)
         elif i.op in ("call-start", "call-update"):
             self.on_sparse_core(i, clock)
         elif i.op.endswith(("-start", "-update")) or i.op == "conditional":
@@ -221,6 +228,23 @@ class _Simulator:
             raise unsupported(i, "this transfer to or from the host is not a copy")
         else:
             self.compute(i, clock)
+
+    def copy(self, i: Instruction, clock: _Clock) -> None:
+        """Simulates an asynchronous copy, from its start."""
+        lane, num_bytes = copied(i)
+        if lane == COPIES:
+            clock.done[i] = clock.occupy((lane,), i.name, num_bytes / self.chip.memory_rate.effective)
+            return
+        rate = self.chip.host_rate.effective
+        if is_kernel(i):  # it runs in the stream that computes
+            clock.now = clock.done[i] = clock.occupy((lane,), i.name, num_bytes / rate)
+            return
+        # Both directions share the link, as long as the other one is busy.
+        start = max(clock.now, clock.free.get(lane, 0))
+        other_s = max(0.0, clock.free.get(TO_HOST if lane == FROM_HOST else FROM_HOST, 0) - start)
+        shared_bytes = min(num_bytes, other_s * rate * self.chip.duplex_share)
+        seconds = shared_bytes / (rate * self.chip.duplex_share) + (num_bytes - shared_bytes) / rate
+        clock.done[i] = clock.occupy((lane,), i.name, seconds)
 
     def on_sparse_core(self, i: Instruction, clock: _Clock) -> None:
         """Simulates a call on a SparseCore that is no collective, from the instruction that has its operands."""

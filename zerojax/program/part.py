@@ -49,7 +49,7 @@ class Part(abc.ABC):
 
     def gather(self, leaves: Sequence[int], weights: Weights, schedule: Schedule) -> list[Array]:
         """The full leaves."""
-        shards = weights.shards(leaves, schedule.before_gather())
+        shards = weights.shards(leaves)
         return self.collectives.gather(shards, [self.collectives.dims[i] for i in leaves], schedule)
 
     @abc.abstractmethod
@@ -113,9 +113,13 @@ class Weights:
 
     leaves: Sequence[Array]
 
-    def shards(self, leaves: Iterable[int], waits: Sequence[Array]) -> list[Array]:
-        """The leaves, on the device. What has to be copied there is not before the events `waits`."""
+    def shards(self, leaves: Iterable[int]) -> list[Array]:
+        """The leaves, on the device."""
         return [self.leaves[i] for i in leaves]
+
+    def next_after(self, part: Part | None, values: list[Array]) -> tuple[Weights, list[Array]]:
+        """Makes what is copied to the device for the next part wait for these values: (the weights, the values)."""
+        return self, values
 
     def scan(
         self, body: LayerBody, init: Carry, loop: Loop, schedule: Schedule, sink: GradientSink

@@ -48,8 +48,9 @@ class PartsOfLoss:
     def evaluate(self, weights: Weights, data: Sequence[Array], start: Sequence[Array]) -> list[Array]:
         """The outputs of the loss. `start`: see `value_and_grad`."""
         schedule, env = self._schedule(start), self._start(data)
-        for part in self.parts:
-            outputs = part.evaluate(weights, [env[v] for v in part.segment.inputs], schedule)
+        for part, following in zip(self.parts, [*self.parts[1:], None], strict=True):
+            weights, inputs = weights.next_after(following, [env[v] for v in part.segment.inputs])
+            outputs = part.evaluate(weights, inputs, schedule)
             env.update(zip(part.segment.outputs, outputs, strict=True))
         return self._results(env)
 
@@ -77,8 +78,8 @@ class PartsOfLoss:
 
         # Forward: gather ► compute ► drop.
         done = []
-        for part, planned in zip(self.parts, self._planned(), strict=True):
-            inputs = [env[v] for v in part.segment.inputs]
+        for part, planned, following in zip(self.parts, self._planned(), [*self.parts[1:], None], strict=True):
+            weights, inputs = weights.next_after(following, [env[v] for v in part.segment.inputs])
             if planned is None:  # no cotangent reaches it
                 outputs = part.evaluate(weights, inputs, schedule)
             else:
@@ -97,6 +98,7 @@ class PartsOfLoss:
             part, saved = done.pop()
             given = [_take(cotangents, v) for v in part.outputs]
             given = _restore_next(done, sink.before(part, given))
+            weights, given = weights.next_after(done[-1][0].part if done else None, given)
             grads, data_grads = part.backward(weights, saved, given, schedule, sink)
             sink.add(part, grads)
             for v, grad in zip(part.inputs, data_grads, strict=True):

@@ -113,7 +113,7 @@ class TableLookup(Part):
 
     def evaluate(self, weights: Weights, data: Sequence[Array], schedule: Schedule) -> list[Array]:
         indices = data[0].reshape(-1, 1)
-        (table,) = weights.shards([self.view.leaf], schedule.before_gather())
+        (table,) = weights.shards([self.view.leaf])
         piece = self.piece(len(indices))
         if piece == len(indices):
             rows = self._rows(table, indices)
