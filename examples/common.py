@@ -48,7 +48,7 @@ def parser(description: str | None, steps: int, precision: str = "fp32") -> argp
     add("--stage", type=int, default=3, choices=range(4), help="ZeRO stage (default: 3)")
     add("--devices", type=int, metavar="N", help="simulate N CPU devices (default: the devices that there are)")
     add("--precision", default=precision, metavar="PRESET", help=f"fp32, bf16, ... (default: {precision})")
-    add("--remat", default="none", metavar="POLICY", help="none, full, dots, ... (default: none)")
+    add("--remat", default="auto", metavar="POLICY", help="none, dots, full, ... (default: auto)")
     return result
 
 

@@ -22,7 +22,7 @@ from zerojax.analysis.step import TrainStep
 from zerojax.offload.host_memory import memory_of
 from zerojax.processes import agreement
 from zerojax.processes.join import check_joined
-from zerojax.program.remat import RematRules, Setting
+from zerojax.program.remat import AUTO, RematRules, Setting, auto_setting
 from zerojax.sharding import placement
 from zerojax.sharding.advice import uneven_text
 from zerojax.sharding.mesh import check_enclosing_mesh, data_axes, warn_of_disabled_jit
@@ -216,7 +216,7 @@ class Zero:
         *,
         num_microbatches: int = 1,
         clip_norm: float | None = None,
-        remat: Setting | Mapping[str, Setting] = "none",
+        remat: Setting | Mapping[str, Setting] = AUTO,
         prefetch: int = 1,
         bucket_bytes: int | None = None,
         audit: str = "off",
@@ -232,11 +232,12 @@ class Zero:
                 after the other.
             clip_norm: gradients are scaled down to this global norm.
             remat: which activations of a unit are saved for its backward pass. The others are recomputed from these and
-                from the unit's inputs. 'none' saves all of them and recomputes nothing, 'full' saves the inputs only,
-                'dots' and 'dots_with_no_batch_dims' also save matrix products, the former also fused attention. It can
-                also be a `Remat` (values by name, on the device or in host memory), a policy of
-                `jax.checkpoint_policies`, or a dict that maps globs on units to any of these; the first glob that
-                matches a unit applies.
+                from the unit's inputs. 'none' saves all of them and recomputes nothing. 'dots' saves what takes long to
+                compute: the results of matrix products, fused attention, loops, kernels, sorts and gathers.
+                'dots_with_no_batch_dims' saves those products only that have no batch dims, and 'full' the inputs of
+                units only. 'auto', the default, is 'dots' on GPUs and TPUs and 'none' on CPU devices. It can also be a
+                `Remat` (values by name, on the device or in host memory), a policy of `jax.checkpoint_policies`, or a
+                dict that maps globs on units to any of these; the first glob that matches a unit applies.
             prefetch: number of units whose weights are gathered ahead of the unit that computes, so that communication
                 and computation overlap. At most prefetch + 1 units are gathered at any time, in addition to weights
                 that every iteration of a scan uses. With 0, each unit waits for its own weights.
@@ -270,7 +271,8 @@ class Zero:
 
         Source: ZeRO, sections 5 and 7; 6.2 for `bucket_bytes` (C_B).
         """
-        settings = StepSettings(num_microbatches, clip_norm, RematRules.of(remat), prefetch, bucket_bytes)
+        rules = RematRules.of(remat, auto_setting(self.config.mesh))
+        settings = StepSettings(num_microbatches, clip_norm, rules, prefetch, bucket_bytes)
         return TrainStep(self.config, settings.check(self.config.axes), loss_fn, check_setting(audit))
 
     def eval_step(self, loss_fn: LossFn, *, bucket_bytes: int | None = None) -> EvalStep:
@@ -293,7 +295,7 @@ class Zero:
         loss_fn: LossFn,
         has_aux: bool = False,
         *,
-        remat: Setting | Mapping[str, Setting] = "none",
+        remat: Setting | Mapping[str, Setting] = AUTO,
         prefetch: int = 1,
         bucket_bytes: int | None = None,
     ) -> Callable[..., PyTree]:
@@ -315,7 +317,8 @@ class Zero:
         Raises:
             ValueError: if `remat`, `prefetch` or `bucket_bytes` is invalid.
         """
-        settings = StepSettings(remat=RematRules.of(remat), prefetch=prefetch, bucket_bytes=bucket_bytes)
+        rules = RematRules.of(remat, auto_setting(self.config.mesh))
+        settings = StepSettings(remat=rules, prefetch=prefetch, bucket_bytes=bucket_bytes)
         settings.check(self.config.axes)
         seen: list[bool] = []
 
@@ -519,4 +522,5 @@ class Zero:
         """
         check_not_donated(state)
         uses = None if step is None else step.uses(state, batch)
-        return report.explain(self.config, state, uses)
+        remat = None if step is None else step.settings.remat.title
+        return report.explain(self.config, state, uses, remat)

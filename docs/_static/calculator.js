@@ -113,8 +113,8 @@
     const products = 2 * count.products;
     const attention = 2 * model.layers * model.seq * model.width;
     const last = 2 * model.layers * model.hidden * model.width;
-    const head = 3 * 2 * count.head; // the loss computes its gradients together with the logits, with 'dots' twice
-    const again = { none: 0, dots: head, full: products - last + attention }[config.remat];
+    const head = 3 * 2 * count.head; // the loss computes its gradients together with the logits
+    const again = { none: 0, dots: 0, full: products - last + attention }[config.remat];
     return tokens * (3 * products + 3.5 * attention + head + again);
   }
 

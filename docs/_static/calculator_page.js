@@ -29,7 +29,7 @@
     ["chip", "device", Object.keys(data.chips).map((name) => [name, name.toUpperCase()]), "h100"],
     ["precision", "precision", Object.keys(data.precisions).map((name) => [name, name]), "bf16"],
     ["optimizer_bytes", "optimizer (bytes per parameter)", [["8", "AdamW (8)"], ["4", "Lion, SGD with momentum (4)"], ["0", "SGD (0)"]], "8"],
-    ["remat", "remat", [["none", "none: all saved"], ["dots", "dots: products saved"], ["full", "full: inputs saved"]], "full"],
+    ["remat", "remat", [["none", "none: all saved"], ["dots", "dots: products saved"], ["full", "full: inputs saved"]], "dots"],
     ["rows", "rows of a device in a microbatch", 1, 1],
     ["microbatches", "microbatches", 1, 1],
   ];

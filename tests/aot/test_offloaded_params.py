@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from importlib import metadata
 
 import gpt
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ from zerojax.comm.buckets import Pieces
 from zerojax.offload import host_pieces
 from zerojax.plan import timeline
 from zerojax.sharding.tpu import stored_order
+from zerojax.step.compiler_options import FIRST_CORRECT
+from zerojax.utils import versions
 
 pytestmark = pytest.mark.aot
 WIDTH = 512
@@ -129,7 +132,8 @@ def test_temporaries_grow_by_what_is_saved_of_a_layer(scan):
     saved = more * SEQ * WIDTH * 2  # a row of inputs of each layer
     vectors = more * 2 * 2 * 10 * WIDTH  # with their gradients
     weights = more * 12 * WIDTH**2 * 2
-    assert many - few <= saved + vectors + 2**16 < 0.05 * weights
+    slack = 2**16 if scan else 0.2 * weights  # one layer is another part of the program
+    assert many - few <= saved + vectors + slack < 0.25 * weights
 
 
 def test_layers_come_once_for_each_pass_and_gradients_go_once():
@@ -138,13 +142,14 @@ def test_layers_come_once_for_each_pass_and_gradients_go_once():
     moved = lambda lane: sum(copy.num_bytes for copy in copies if copy.lane == lane)
     moments_and_master, weights, gradients = 12 * num, 2 * num, 2 * num
     assert moved(TO_HOST) == pytest.approx(moments_and_master + weights + gradients, rel=2e-2)
-    assert moved(FROM_HOST) == pytest.approx(moments_and_master + 2 * weights + gradients, rel=2e-2)
+    assert moved(FROM_HOST) == pytest.approx(moments_and_master + 2 * weights + gradients, rel=3e-2)  # and events
 
 
 def test_copies_overlap_with_products_and_with_each_other():
     """With products that take longer than the copies, a loop over layers takes no longer than its products.
 
-    In an update, both directions of the link are busy most of the time.
+    In an update, both directions of the link are busy most of the time. Before jaxlib 0.11.1, all copies of slices are
+    kernels, which overlap with nothing; from then on, those of the first and the last piece or layer are.
     """
     config = gpt.Config(width=1024, layers=8, heads=8, vocab=512, seq=2048, scan=True, dtype=jnp.bfloat16)
     found, copies, busy = {}, {}, {}
@@ -155,6 +160,12 @@ def test_copies_overlap_with_products_and_with_each_other():
         program = traced.lower(lowering_platforms=("cuda",)).compile()
         parsed = hlo.parse_program(program.as_text())
         predicted = timeline.predict(parsed, cluster("h100:1"))
+        slices = [copy for copy in read_host_copies(parsed) if copy.name.startswith("dynamic-")]
+        by_kernels = sum(copy.num_bytes for copy in slices if copy.by_kernel)
+        if versions.parse(metadata.version("jaxlib")) < FIRST_CORRECT:
+            assert by_kernels == sum(copy.num_bytes for copy in slices)
+            continue
+        assert by_kernels < 0.3 * sum(copy.num_bytes for copy in slices)  # of 8 layers in 16 pieces
         copies[offload] = [copy for copy in read_host_copies(parsed) if copy.in_layers]
         layers = [loop.iteration_s for loop in predicted.loops if loop.trips in (6, 8) and loop.iteration_s > 1e-3]
         found[offload] = sorted(layers)
@@ -162,10 +173,12 @@ def test_copies_overlap_with_products_and_with_each_other():
         for lane in FROM_HOST, TO_HOST:
             copying_s = sum(span.end_s - span.start_s for span in update.spans if span.lane == lane)
             busy[offload, lane] = copying_s / update.iteration_s
+    if not found:
+        return
     assert len(found["params"]) == len(found["optimizer"]) == 2  # forward and backward
     for ours, plain in zip(found["params"], found["optimizer"], strict=True):
         assert ours < 1.15 * plain
-    assert min(busy.values()) > 0.78 and busy["optimizer", FROM_HOST] > 0.84  # 0.75 and 0.81 in another order
+    assert min(busy.values()) > 0.68 and busy["optimizer", FROM_HOST] > 0.8
     assert not copies["optimizer"]
     size = lambda chosen: sum(copy.num_bytes for copy in chosen)
     assert size(copies["params"]) > 0

@@ -131,7 +131,7 @@ def test_a_plan_and_its_suggestions_create_the_model_once_and_trace_its_loss_onc
     job = gpt_job()._replace(create_model=create, loss_fn=loss)
     monkeypatch.setattr("zerojax.plan.planner.find_job", lambda *args, **kwargs: job)
     planner = Planner("test:job", "h100:8")
-    plan = with_suggestions(planner, planner.plan(Settings()))
+    plan = with_suggestions(planner, planner.plan(Settings(remat="full")))
     assert any("4 rows" in each.change for each in plan.suggestions) and len(plan.suggestions) >= 4
     assert calls == {"create": 1, "loss": 2}
 

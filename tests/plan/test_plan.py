@@ -244,7 +244,8 @@ def test_the_last_lines_recommend_what_was_estimated_to_fit(share, expected):
 
 
 def test_a_change_that_overfills_the_host_does_not_fit():
-    made = plan("llama3-8b", "h100:1", host_memory_bytes=2**36, memory_share=0.3)
+    settings = Settings(remat="full")
+    made = plan("llama3-8b", "h100:1", settings, host_memory_bytes=2**36, memory_share=0.3)
     by_change = {each.change.split(" ")[0]: each for each in made.suggestions}
     params = by_change["offload='params'"]
     assert params.peak_bytes < made.limit_bytes and not params.fits and params.host_bytes > 2**36
@@ -403,7 +404,7 @@ def test_a_user_defined_job():
 )
 def test_gradients_and_replicas_are_counted_by_hand(stage, replica, k, full, shards):
     """Of one matrix in fp32: every replica of 8 devices divides what 16 would."""
-    settings = Settings(stage=stage, precision="fp32", replica=replica, num_microbatches=k)
+    settings = Settings(stage=stage, precision="fp32", replica=replica, num_microbatches=k, remat="full")
     made = plan(f"{__name__}:own_job", "a100:16", settings, suggest=False)
     terms = {term.name: term.num_bytes for term in made.memory.terms}
     matrix, num_shards = 4 * 64 * 64, 16 // replica

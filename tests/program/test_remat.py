@@ -1,6 +1,7 @@
 """Rematerialization: training is the same for every setting, and only what the setting does not save is recomputed."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,8 @@ from support.plain import numbers
 from support.walk import equations
 
 import zerojax
-from zerojax import Remat, Zero
+from zerojax import Remat, Zero, zero as zero_module
+from zerojax.program.remat import auto_setting
 
 WIDTH, LAYERS = 16, 3
 NAMED = Remat(save=("up",), offload=("down",))
@@ -289,3 +291,34 @@ def test_callbacks_run_once(stage, remat):
     grads = jax.grad(scaled_loss)(params, batch)
     for new, old, grad in zip(numbers(after.params), numbers(params), numbers(grads), strict=True):
         np.testing.assert_allclose(old - new, grad, rtol=1e-4, atol=1e-5)
+
+
+def test_dots_computes_nothing_again_that_takes_long():
+    """Loops, sorts and gathers run once, as with 'none', and elements twice."""
+
+    def loss(params, batch):
+        x, order = batch["x"], jnp.argsort(batch["y"][:, 0])
+        for layer in params["layers"].values():
+            x, _ = jax.lax.scan(lambda x, _: (jnp.cos(x * 0.9), None), jnp.tanh(x @ layer["up"]), length=4)
+            x = jnp.sort(jnp.sin(x[order]), axis=-1) @ layer["down"]
+        return jnp.mean(x**2)
+
+    zero = Zero(zerojax.make_mesh(), 3)
+    state = zero.eval_init(create, optax.sgd(0.1))
+    names = "dot_general", "scan", "sort", "gather", "tanh"
+    traces = {remat: zero.train_step(loss, remat=remat).trace(state, make_batch()).jaxpr for remat in ("none", "dots")}
+    once, again = ([count(traces[remat], name) for name in names] for remat in ("none", "dots"))
+    assert once[:-1] == again[:-1] and again[-1] == once[-1] + LAYERS
+
+
+def test_auto_recomputes_on_accelerators_only(monkeypatch):
+    """A step says which setting it stands for."""
+    step = lambda: Zero(zerojax.make_mesh(), 3).train_step(loss, remat={"layers/0": "full", "*": "auto"})
+    assert Zero(zerojax.make_mesh(devices=8), 3).train_step(loss).settings.remat.title == "'none'"
+    assert "remat={'layers/0': 'full', '*': 'none'}" in repr(step())
+    on_gpus = SimpleNamespace(devices=np.array([SimpleNamespace(platform="gpu")]))
+    monkeypatch.setattr(zero_module, "auto_setting", lambda mesh: auto_setting(on_gpus))
+    assert "remat={'layers/0': 'full', '*': 'dots'}" in repr(step())
+    zero = Zero(zerojax.make_mesh(), 3)
+    state = zero.eval_init(create, optax.sgd(0.1))
+    assert "; remat='dots'" in str(zero.explain(state, zero.train_step(loss), make_batch()))

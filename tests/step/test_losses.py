@@ -299,8 +299,8 @@ def test_the_logits_of_all_tokens_never_exist(stage, options):
 
 @STEPS
 def test_products_of_the_head(stage, options):
-    """As many as in the plain loss, plus the recomputed ones if a policy does not save logits and their gradients."""
-    assert products(traced(gpt.chunked_loss(CHUNK), stage, **options)) == (6 if options.get("remat") == "dots" else 3)
+    """As many as in the plain loss: no setting computes the chunks again."""
+    assert products(traced(gpt.chunked_loss(CHUNK), stage, **options)) == 3
 
 
 def test_without_a_gradient_only_the_logits_are_computed():

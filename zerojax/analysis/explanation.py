@@ -188,8 +188,10 @@ def _leaves_table(category: str, explanation: Explanation, to: Screen) -> TextTa
 CATEGORIES = ("params", "grads", "optimizer", "model_state")  # on a device
 
 
-def explain(config: ZeroConfig, state: TrainState, uses: Sequence[tuple[Use, ...]] | None = None) -> Explanation:
-    """See `Zero.explain`. `uses` tells where each leaf is used in the forward pass."""
+def explain(
+    config: ZeroConfig, state: TrainState, uses: Sequence[tuple[Use, ...]] | None = None, remat: str | None = None
+) -> Explanation:
+    """See `Zero.explain`. `uses` tells where each leaf is used in the forward pass, `remat` what a step recomputes."""
     stage, axes = config.stage, config.axes
     shards = {
         "params": axes.num_shards if stage.shards_params else 1,
@@ -214,7 +216,7 @@ def explain(config: ZeroConfig, state: TrainState, uses: Sequence[tuple[Use, ...
     held = bytes_text(sum(totals[name] for name in CATEGORIES))
     more = f", and {bytes_text(totals[HOST_MEMORY])} of host memory" if config.offloads_optimizer else ""
     return Explanation(
-        f"{where}: a device holds {held}, with the gradients of a step{more}",
+        f"{where}: a device holds {held}, with the gradients of a step{more}" + (f"; remat={remat}" if remat else ""),
         tuple(rows),
         _units(leaves, uses),
         large_unit_text(leaves),

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 @click.option(
     "--microbatches", "num_microbatches", type=click.IntRange(1), default=1, metavar="N", help="Microbatches per step."
 )
-@click.option("--remat", type=click.Choice(REMATS), default="full", help="Rematerialization.")
+@click.option("--remat", type=click.Choice(REMATS), default="dots", help="Rematerialization.")
 @click.option(
     "--prefetch", type=click.IntRange(0), default=1, metavar="N", help="Units whose weights are gathered in advance."
 )

@@ -70,10 +70,10 @@ def chunked_cross_entropy(
     of the head, a chunk does 6 x chunk_size operations and moves about 16 bytes. On an H100 in bf16 the two take the
     same time at about 800 tokens (an estimate); smaller chunks are limited by memory bandwidth.
 
-    If the `remat` policy of the head's unit does not save the results of this function, as with 'dots', the chunks are
-    computed again. The settings 'none' and 'full' avoid it; see `Remat`. If no gradient is taken, only the logits are
-    computed. Forward-mode and second derivatives are not supported. Under fp16, the loss scale multiplies the gradients
-    after they are summed over the chunks.
+    If a policy of `jax.checkpoint_policies` does not save the results of this function, the chunks are computed again;
+    the other settings of `remat` avoid it. If no gradient is taken, only the logits are computed. Forward-mode and
+    second derivatives are not supported. Under fp16, the loss scale multiplies the gradients after they are summed over
+    the chunks.
     """
     # Trace the head on one chunk.
     _check_arguments(hidden, labels, weights, chunk_size)

@@ -70,7 +70,7 @@ class ParamsInHost(OptimizerInHost):
     for_tpus: bool  # whether the devices are TPUs
 
     def weights(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> Weights:
-        return HostWeights(shards, leaves)
+        return HostWeights(shards, leaves, self.for_tpus)
 
     def gradients(self) -> GradientSink:
         return HostGradients({}, for_tpus=self.for_tpus)

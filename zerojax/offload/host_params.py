@@ -44,13 +44,14 @@ class HostWeights(Weights):
     """Leaves of which some are in host memory: shards at stage 3, full leaves on a single device."""
 
     definitions: Sequence[Leaf]  # of the leaves
+    for_tpus: bool  # whether their compiler is used, which fails if a barrier holds back arrays in host memory
 
     def shards(self, leaves: Iterable[int]) -> list[Array]:
         shards = [self.leaves[i] for i in leaves]
         return [host_arrays.from_host(a) if is_in_host(a) else a for a in shards]
 
     def next_after(self, part: Part | None, values: list[Array]) -> tuple[Weights, list[Array]]:
-        if part is None or part.segment.views:  # a scan, which compilers do not copy as a whole
+        if part is None or self.for_tpus or part.segment.views:  # compilers do not copy stacks as a whole
             return self, values
         held = [i for i in part.segment.leaves if is_in_host(self.leaves[i])]
         if not held or not values:

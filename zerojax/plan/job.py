@@ -64,7 +64,7 @@ class Settings:
     precision: str = "bf16"
     rows: int | None = None
     num_microbatches: int = 1
-    remat: str = "full"
+    remat: str = "dots"
     prefetch: int = 1
     bucket_bytes: int | None = None
     replica: int = 1

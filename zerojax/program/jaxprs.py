@@ -51,7 +51,7 @@ else:
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})  # nested jits, by the names of all supported versions
 _REMATS = frozenset({"remat2", "checkpoint"})
-_RANDOM = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
+RANDOM = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
 _ELEMENT_PRESERVING = frozenset({"convert_element_type", "transpose", "copy", "copy_p", "reduce_precision"})
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 # The forward pass of fused attention by cuDNN, as in `jax.nn.dot_product_attention(implementation="cudnn")`.
@@ -366,7 +366,7 @@ def is_elementwise(equation: Equation) -> bool:
 
 def draws_random_bits(equation: Equation) -> bool:
     """Whether the result is worth saving even if it depends on no data: random bits from a constant key."""
-    return equation.primitive.name in _RANDOM
+    return equation.primitive.name in RANDOM
 
 
 def has_side_effects(equation: Equation) -> bool:

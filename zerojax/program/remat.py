@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh, Mesh
 
 from zerojax.program import jaxprs
 from zerojax.utils.typing import PyTree
@@ -75,7 +76,8 @@ class Remat:
         if not isinstance(setting, str) or setting not in _REMATS:
             raise ValueError(
                 f"remat: unknown setting {setting!r}\n"
-                f"  fix:      one of {', '.join(_REMATS)}, a zerojax.Remat, or a policy of jax.checkpoint_policies"
+                f"  fix:      one of {', '.join([AUTO, *_REMATS])}, a zerojax.Remat, or a policy of "
+                "jax.checkpoint_policies"
             )
         return _REMATS[setting]
 
@@ -122,15 +124,19 @@ class Remat:
         return _DECISIONS[kind]
 
 
-def _products_saveable(primitive: Any, *avals: PyTree, **params: PyTree) -> bool:
-    """`dots_saveable`, and the results of fused attention, which is two products in one kernel.
+# What takes about as long to compute again as to read and write: a kernel does it beside what reads the result. Random
+# bits are drawn again, because they take four bytes where what is made of them takes one or two.
+_CHEAP = jaxprs.BY_ELEMENT | jaxprs.RANDOM | frozenset([
+    "argmax", "argmin", "broadcast_in_dim", "concatenate", "dynamic_slice", "dynamic_update_slice", "expand_dims",
+    "iota", "name", "optimization_barrier", "pad", "random_fold_in", "random_split", "random_unwrap", "random_wrap",
+    "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "reshape", "rev",
+    "sharding_constraint", "slice", "split", "squeeze", "stop_gradient", "transpose",
+])  # fmt: skip
 
-    A kernel that each device runs on its own heads is inside a `shard_map`.
-    """
-    inside = params["jaxpr"].eqns if primitive.name == "shard_map" else ()
-    if any(name in jaxprs.FUSED_ATTENTION for name in (primitive.name, *(e.primitive.name for e in inside))):
-        return True
-    return jax.checkpoint_policies.dots_saveable(primitive, *avals, **params)
+
+def _is_costly(primitive: Any, *avals: PyTree, **params: PyTree) -> bool:
+    """The policy 'dots': matrix products, and all else that takes long, such as loops, kernels, sorts and gathers."""
+    return primitive.name not in _CHEAP
 
 
 _DECISIONS = {"SaveableType": Place.DEVICE, "Offloadable": Place.HOST, "RecomputeType": None}
@@ -138,11 +144,21 @@ NO_REMAT = Remat(policy=jax.checkpoint_policies.everything_saveable)
 _REMATS = {
     "none": NO_REMAT,
     "full": Remat(),
-    "dots": Remat(policy=_products_saveable),
+    "dots": Remat(policy=_is_costly),
     "dots_with_no_batch_dims": Remat(policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable),
 }
 
 Setting = str | Remat | Callable[..., Any]
+AUTO = "auto"
+
+
+def auto_setting(mesh: Mesh | AbstractMesh) -> str:
+    """The setting that 'auto' stands for on the devices of a mesh.
+
+    On accelerators, recomputing elements costs less than moving them; on CPU devices it costs more (docs/results.md).
+    """
+    is_described = not isinstance(mesh, AbstractMesh)
+    return "dots" if is_described and mesh.devices.flat[0].platform != "cpu" else "none"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,9 +168,11 @@ class RematRules:
     rules: tuple[tuple[str, Remat], ...] = ()
 
     @classmethod
-    def of(cls, setting: Setting | Mapping[str, Setting]) -> RematRules:
+    def of(cls, setting: Setting | Mapping[str, Setting], auto: str = "none") -> RematRules:
+        """The rules of a setting. `auto` is what 'auto' stands for."""
         by_pattern = setting if isinstance(setting, Mapping) else {"*": setting}
-        return cls(tuple((pattern, Remat.of(each)) for pattern, each in by_pattern.items()))
+        chosen = {pattern: auto if each == AUTO else each for pattern, each in by_pattern.items()}
+        return cls(tuple((pattern, Remat.of(each)) for pattern, each in chosen.items()))
 
     @property
     def title(self) -> str:
