@@ -48,7 +48,7 @@ class PartsOfLoss:
     def evaluate(self, weights: Weights, data: Sequence[Array], start: Sequence[Array]) -> list[Array]:
         """The outputs of the loss. `start`: see `value_and_grad`."""
         schedule, env = self._schedule(start), self._start(data)
-        for part, following in zip(self.parts, [*self.parts[1:], None], strict=True):
+        for part, following in zip(self.parts, [*self.parts[1:], None], strict=False):
             weights, inputs = weights.next_after(following, [env[v] for v in part.segment.inputs])
             outputs = part.evaluate(weights, inputs, schedule)
             env.update(zip(part.segment.outputs, outputs, strict=True))
@@ -78,7 +78,7 @@ class PartsOfLoss:
 
         # Forward: gather ► compute ► drop.
         done = []
-        for part, planned, following in zip(self.parts, self._planned(), [*self.parts[1:], None], strict=True):
+        for part, planned, following in zip(self.parts, self._planned(), [*self.parts[1:], None], strict=False):
             weights, inputs = weights.next_after(following, [env[v] for v in part.segment.inputs])
             if planned is None:  # no cotangent reaches it
                 outputs = part.evaluate(weights, inputs, schedule)
