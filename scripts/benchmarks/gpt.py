@@ -28,6 +28,7 @@ class Config:
     dtype: object = None  # of the residual stream; nnx.Embed fixes its dtype when it is created
     annotated: bool = False
     attention: str | None = None  # the implementation of `jax.nn.dot_product_attention`, such as "cudnn"
+    final_norm: bool = False  # a norm before the head, without which many wide layers do not train
 
     def sharding_metadata(self, *names):
         """The metadata of a variable whose dims are divided over these axes."""
@@ -72,6 +73,7 @@ class GPT(nnx.Module):
         rows, columns = config.sharding_metadata("model", None), config.sharding_metadata(None, "model")
         self.embed = nnx.Embed(config.vocab, config.width, dtype=config.dtype, embedding_metadata=rows, rngs=rngs)
         self.head = nnx.Linear(config.width, config.vocab, use_bias=False, kernel_metadata=columns, rngs=rngs)
+        self.norm = nnx.LayerNorm(config.width, rngs=rngs) if config.final_norm else None
         if config.scan:
             metadata = {nnx.PARTITION_NAME: None}
             make = nnx.vmap(lambda rngs: Block(config, rngs), in_axes=0, out_axes=0, transform_metadata=metadata)
@@ -87,7 +89,7 @@ class GPT(nnx.Module):
         else:
             for b in self.blocks:
                 x_BSD = block(b, x_BSD)
-        return x_BSD
+        return self.norm(x_BSD) if self.norm else x_BSD
 
     def __call__(self, tokens_BS):
         return self.head(self.hidden(tokens_BS))

@@ -6,12 +6,14 @@
     python scripts/benchmarks/gpu.py --forms full optimizer params --microbatches 4
     python scripts/benchmarks/gpu.py --simulate 2 --width 64 --heads 4 --seq 16 --vocab 64  # on CPU, to try the script
 
-A scanned GPT in bf16 with AdamW and attention by cuDNN, on all devices. Forms:
+A scanned GPT in bf16 with a norm before its head, AdamW and attention by cuDNN, on all devices. Forms:
 
     plain      the plain form of schedule.py: `jit` and `NamedSharding`, weights cast to bf16 once per step, each layer
                in `jax.checkpoint`
     full       zerojax at stage 3 with remat='full': like `plain`, saves the inputs of the layers and recomputes the
                rest
+    dots       zerojax at stage 3 with remat='dots', the default on GPUs: recomputes what is cheap
+    list       like `dots`, with a list of layers in place of a scan
     none       zerojax at stage 3 with remat='none': saves all that the backward pass needs
     offloaded  like `full`, with the inputs of the layers in host memory
     optimizer  like `full`, with the optimizer's state in host memory
@@ -20,7 +22,7 @@ A scanned GPT in bf16 with AdamW and attention by cuDNN, on all devices. Forms:
 Runs are paired: in each round every form creates its state, takes one step that is not timed, and then `--steps` timed
 steps; the order rotates. The ratio is the median over the rounds of the time of `full` relative to that of `plain`.
 Losses are compared over the steps of the first round, which start from the same weights; in bf16 they may differ from
-those of the first form by TOLERANCE. The plain form has no microbatches.
+those of the first form by TOLERANCE. A list of layers starts from others. The plain form has no microbatches.
 
 The model's flops are 6 Psi + 12 L S d per token, for Psi parameters without the embedding table, L layers, sequences of
 S tokens and width d. They count the matrix products of the forward and the backward pass, and attention as if it were
@@ -31,12 +33,13 @@ Peak memory is measured in a fresh process for each form, if there are several (
 memory that JAX preallocates); `init` is the peak before the first step. The compiled peak is the sum of arguments,
 temporaries and outputs that are not aliased with an argument. The formula and the host memory are those of
 `step.memory`. The predicted time is that of `zerojax.plan.timeline` for the same compiled program. What an audit of it
-finds broken is printed. A form that runs out of memory is reported, and the others continue.
+finds broken is printed. A form that fails is reported, and the others continue.
 Without `--layers`, the number of layers is chosen to fill FILL of the memory that JAX may use (see `fitting_layers`),
 which is XLA_CLIENT_MEM_FRACTION of the device.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import statistics
@@ -44,10 +47,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 OURS = {  # (remat=, offload=)
     "full": ("full", "none"),
+    "dots": ("dots", "none"),
+    "list": ("dots", "none"),
     "none": ("none", "none"),
     "offloaded": ({"offload_inputs": True}, "none"),
     "optimizer": ("full", "optimizer"),
@@ -56,6 +62,7 @@ OURS = {  # (remat=, offload=)
 FORMS = ("plain", *OURS)
 SHAPES = ("width", "heads", "seq", "rows", "microbatches", "vocab", "steps", "rounds")  # reported with the results
 FILL = 0.85  # by a formula that overestimates what compilers save: on an H100 the compiled peak is near 0.7
+OUT_OF_MEMORY = "out of memory"
 TOLERANCE = 0.05  # for a loss near log(vocab). A guess: a wrong gradient changes it by tenths after a few steps
 
 
@@ -109,6 +116,9 @@ def main():
     if args.json:
         text = json.dumps(result)
         print(text) if args.json == "-" else Path(args.json).write_text(text)
+    failed = [name for name, form in result["forms"].items() if form["error"] and OUT_OF_MEMORY not in form["error"]]
+    if failed:
+        sys.exit(f"{', '.join(failed)}: failed")
     if not result["max_loss_difference"] <= TOLERANCE:
         sys.exit(f"the forms compute different losses: they differ by {result['max_loss_difference']:.3g}")
 
@@ -134,7 +144,7 @@ def times(args):
         for name in rotated(list(forms), i):
             forms[name].attempt(forms[name].run, args.steps)
     seconds = {name: form.seconds for name, form in forms.items() if not form.error}
-    losses = {name: form.losses for name, form in forms.items() if form.losses}
+    losses = {name: form.losses for name, form in forms.items() if form.losses and form.config.scan}
     chip = chip_of(device)
     peak_flops = chip.flops.peak if chip else None
     flops = model_flops(config) * args.rows * args.microbatches * args.seq  # of one device
@@ -185,25 +195,24 @@ class Form:
     """A compiled step with its measured times and memory."""
 
     def __init__(self, name, config, args):
+        config = dataclasses.replace(config, scan=name != "list")
         self.name, self.config, self.rows, self.num_microbatches = name, config, args.rows, args.microbatches
         self.error, self.seconds, self.losses, self.broken = None, [], [], []
         self.compile_s = self.compiled_peak_bytes = self.init_peak_bytes = self.peak_bytes = None
         self.formula_bytes = self.host_bytes = self.predicted_s = None
 
     def attempt(self, measure, *args):
-        """Calls `measure(*args)` and records an error if memory runs out. Does nothing after such an error."""
-        import jax
-
+        """Calls `measure(*args)` and records an error, so that the other forms go on. Does nothing after an error."""
         if self.error:
             return
         start = time.perf_counter()
         try:
             measure(*args)
             print(f"{self.name}: {measure.__name__} took {time.perf_counter() - start:.1f} s", file=sys.stderr)
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            self.error = "out of memory: " + " ".join(str(error).split())[:200]
+        except Exception as error:
+            traceback.print_exc()
+            what = OUT_OF_MEMORY if "RESOURCE_EXHAUSTED" in str(error) else type(error).__name__
+            self.error = f"{what}: " + " ".join(str(error).split())[:200]
 
     def compile(self):
         import gpt
@@ -308,7 +317,7 @@ def gpt_config(args, limit_bytes):
 
     layers = args.layers or (fitting_layers(args, limit_bytes) if limit_bytes else 2)
     shapes = {"width": args.width, "layers": layers, "heads": args.heads, "vocab": args.vocab, "seq": args.seq}
-    return gpt.Config(**shapes, scan=True, dtype=jnp.bfloat16, attention=args.attention)
+    return gpt.Config(**shapes, scan=True, dtype=jnp.bfloat16, attention=args.attention, final_norm=True)
 
 
 def model_flops(config):

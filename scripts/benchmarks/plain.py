@@ -85,10 +85,12 @@ def layer_by_layer(form, config, remat, devices):
         def layer(x_BSD, weights):
             return jax.lax.with_sharding_constraint(nnx.merge(split[0][0], full(weights))(x_BSD), rows), None
 
-        embed, head = (nnx.merge(graph, full(state)) for graph, state in map(nnx.split, (model.embed, model.head)))
+        merged = lambda part: nnx.merge(*(lambda graph, state: (graph, full(state)))(*nnx.split(part)))
+        embed, head = merged(model.embed), merged(model.head)
         x_BSD = jax.lax.with_sharding_constraint(embed(batch["tokens"][:, :-1]), rows)
         for _, weights in split:
             x_BSD, _ = jax.lax.scan(layer, x_BSD, weights) if config.scan else layer(x_BSD, weights)
+        x_BSD = merged(model.norm)(x_BSD) if model.norm else x_BSD
         return gpt.cross_entropy(head(x_BSD), batch["tokens"][:, 1:])
 
     def step(state, batch):

@@ -294,7 +294,7 @@ def test_callbacks_run_once(stage, remat):
 
 
 def test_dots_computes_nothing_again_that_takes_long():
-    """Loops, sorts and gathers run once, as with 'none', and elements twice."""
+    """Loops, sorts and gathers run as often as with 'none', and more often with JAX's policy for products."""
 
     def loss(params, batch):
         x, order = batch["x"], jnp.argsort(batch["y"][:, 0])
@@ -305,10 +305,12 @@ def test_dots_computes_nothing_again_that_takes_long():
 
     zero = Zero(zerojax.make_mesh(), 3)
     state = zero.eval_init(create, optax.sgd(0.1))
-    names = "dot_general", "scan", "sort", "gather", "tanh"
-    traces = {remat: zero.train_step(loss, remat=remat).trace(state, make_batch()).jaxpr for remat in ("none", "dots")}
-    once, again = ([count(traces[remat], name) for name in names] for remat in ("none", "dots"))
-    assert once[:-1] == again[:-1] and again[-1] == once[-1] + LAYERS
+
+    def counts(remat):
+        jaxpr = zero.train_step(loss, remat=remat).trace(state, make_batch()).jaxpr
+        return [count(jaxpr, name) for name in ("dot_general", "scan", "sort", "gather")]
+
+    assert counts("dots") == counts("none") != counts(jax.checkpoint_policies.dots_saveable)
 
 
 def test_auto_recomputes_on_accelerators_only(monkeypatch):
