@@ -340,7 +340,11 @@ def test_memory_that_is_exhausted_raises_a_table_of_terms():
     assert "estimate: at stage 2 on 8 shards" in text
     for name in ("parameters", "optimizer state", "gradients", "sum"):
         assert f"    {name} " in text
-    assert "2 x 4.096k" in text and "fix:      try stage=3; remat='full'" in text and "num_microbatches=4" in text
+    assert (
+        "2 x 4.096k" in text
+        and "fix:      try stage=3; remat='dots', then remat='full'" in text
+        and "num_microbatches=4" in text
+    )
     planted = "RESOURCE_EXHAUSTED: Out of host memory while trying to allocate 6442450944 bytes."
     with pytest.raises(MemoryError, match="step: out of pinned host memory") as error:
         step(state, batch)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support.walk import equations, flat
 
 import zerojax
 from zerojax import Verdict, Zero
@@ -321,6 +322,34 @@ def test_scans_of_any_length(num_layers):
             state, metrics = step(state, TOKENS)
             losses[offload].append(float(metrics["loss"]))
     np.testing.assert_allclose(losses["params"], losses["none"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "params"])
+def test_the_places_of_slices_follow_from_the_number_of_the_iteration(offload):
+    """Otherwise the compiler for GPUs makes kernels of the copies: no place depends on a value, an event or a table."""
+    zero = zero_of(offload, num_devices=1)
+    jaxpr = zero.train_step(loss).trace(zero.init(create, adamw()), TOKENS).jaxpr
+    places = 0
+    for scan in (e for e in equations(jaxpr) if e.primitive.name == "scan"):
+        body, counters = flat(scan.params["jaxpr"].jaxpr), scan.params["jaxpr"].jaxpr.invars
+        counters = counters[scan.params["num_consts"] :][: scan.params["num_carry"]]
+        computed = {v: read for equation, read in body for v in equation.outvars}
+        for equation, read in body:
+            name = equation.primitive.name
+            if not name.startswith("dynamic_"):
+                continue
+            array = equation.invars[0]
+            if array.aval.memory_space == jax.memory.Space.Host:
+                found = read[1 if name == "dynamic_slice" else 2 :]
+                places += len(found)
+                seen = set()
+                while found := [v for v in found if v not in seen]:
+                    v = found.pop()
+                    seen.add(v)
+                    assert v in computed or v in counters, f"{name} of {array.aval} at {v}"
+                    assert jnp.issubdtype(v.aval.dtype, jnp.integer) or v.aval.dtype == bool
+                    found += computed.get(v, [])
+    assert places > 8
 
 
 def test_scalars_wait_for_events_except_on_cpus():

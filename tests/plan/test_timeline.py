@@ -7,6 +7,7 @@ from support.hlo_text import CARRY, DOT, GATHER, GROUPS, MIB, TWO_GATHERS, betwe
 from support.paths import DATA
 
 from zerojax.analysis import hlo, hlo_collectives, hlo_costs
+from zerojax.analysis.audit import check_copies
 from zerojax.analysis.hardware import BETWEEN_HOSTS, BETWEEN_SLICES, INSIDE_HOST, Chip, Cluster, Rate, torus_links
 from zerojax.analysis.hlo_costs import COPIES, FROM_HOST, TO_HOST
 from zerojax.plan.timeline import COMPUTE, MEMORY, STARTS, Span, predict
@@ -204,6 +205,9 @@ def test_copies_to_and_from_the_host_overlap_with_each_other_and_with_computatio
     found = predict(program(HOST_COPIES.replace("OVERLAPPED", DOT)), HOST)
     assert found.step_s == 2
     assert found.waiting_s == 0
+    # Half of the rate while the other direction is busy: of the second copy, for 2 s.
+    found = predict(program(HOST_COPIES.replace("OVERLAPPED", "")), slower(duplex_share=0.5))
+    assert found.busy_s == {TO_HOST: 2, FROM_HOST: 3} and found.step_s == 3
 
 
 def test_fusions_that_slice_or_update_host_memory_copy_only_the_slice():
@@ -240,7 +244,15 @@ fusion-start(%stack, %row, %i), kind=kCustom, calls=%updating
         ROOT %sliced = f32[1,65536] fusion-done(%two)
     """
     found = predict(program(text, computations), HOST)
-    assert found.busy_s == {TO_HOST: 2, FROM_HOST: 2}
+    assert found.busy_s == {TO_HOST: 2, FROM_HOST: 2} and found.step_s == 4  # kernels, one after the other
+    copies = hlo_costs.read_host_copies(program(text, computations))
+    assert [copy.by_kernel for copy in copies] == [True, True] and all(copy.alone for copy in copies)
+    assert "512 KiB (100%) by kernels" in check_copies(program(text, computations)).found
+    # Of slices whose places are known, copy engines take both at once.
+    place = ', backend_config={"dynamic_slice_config":{"byte_offset":"0","byte_stride":"0"}}'
+    annotated = computations.replace("%i, %i)\n", f"%i, %i){place}\n").replace("={1,65536}", "={1,65536}" + place)
+    by_engines = program(text, annotated)
+    assert predict(by_engines, HOST).step_s == 2 and "kernels" not in check_copies(by_engines).found
     on_device = predict(program(text.replace("S(5)", "S(0)"), computations), HOST)  # as jax 0.12 writes them
     assert set(on_device.busy_s) == {COPIES} and on_device.step_s < found.step_s
     other = """

@@ -101,8 +101,7 @@ class Chip:
 # NVLink: 370 GB/s of the H100's 450 (Austin et al., ibid.); NCCL assumes 235 of the A100's 300 (src/graph/tuning.cc,
 #   2020). The share of the H200 and the B200 is a guess: that of the H100.
 # Host: 16 lanes of PCIe 4 (A100) or PCIe 5 (all others). On an H100, copy engines reach 55.2 GB/s in either direction
-#   alone, and 43.3 to 46 each way in both; kernels that read host memory 46, and those that write it 58 (measured in
-#   2026, see docs/results.md). For the others the shares are a guess: those of the H100.
+#   alone, and 43.3 each way in both (docs/results.md). For the others the shares are a guess: those of the H100.
 # Host memory: 2 TB for 8 GPUs (user guides of DGX A100 640 GB, H100, H200 and B200, 2020 to 2025).
 # NICs, one for each GPU: DGX A100 8 x 200 Gb/s; DGX H100, H200 and B200 8 x 400 Gb/s (user guides, 2020 to 2025). The
 #   share of 0.9 is a guess.

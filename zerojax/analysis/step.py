@@ -224,7 +224,8 @@ def _fixes(config: ZeroConfig, settings: StepSettings) -> Iterator[str]:
     """Changes that reduce the memory of a step, the cheapest first."""
     if config.stage < 3:
         yield "stage=3"
-    yield "remat='full', or Remat(offload_inputs=True)"
+    dots = "remat='dots', then " if settings.remat.saves_everything else ""
+    yield f"{dots}remat='full', or Remat(offload_inputs=True)"
     yield f"num_microbatches={2 * settings.num_microbatches}"
     if settings.prefetch:
         yield "prefetch=0"

@@ -155,10 +155,10 @@ AUTO = "auto"
 def auto_setting(mesh: Mesh | AbstractMesh) -> str:
     """The setting that 'auto' stands for on the devices of a mesh.
 
-    On accelerators, recomputing elements costs less than moving them; on CPU devices it costs more (docs/results.md).
+    On accelerators, recomputing elements costs less than moving them; on CPU devices it costs more (docs/limits.md).
     """
-    is_described = not isinstance(mesh, AbstractMesh)
-    return "dots" if is_described and mesh.devices.flat[0].platform != "cpu" else "none"
+    has_devices = not isinstance(mesh, AbstractMesh)
+    return "dots" if has_devices and mesh.devices.flat[0].platform != "cpu" else "none"
 
 
 @dataclasses.dataclass(frozen=True)
