@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support.walk import equations, flat
+from support.walk import equations
 
 import zerojax
 from zerojax import Verdict, Zero
 from zerojax.offload import host_arrays, host_memory, host_pieces
+from zerojax.program import jaxprs
 from zerojax.utils import versions
 
 LAYERS, WIDTH, HIDDEN, VOCAB, STEPS = 4, 16, 32, 67, 3  # shards of 67 rows have zeros at their end
@@ -324,32 +325,33 @@ def test_scans_of_any_length(num_layers):
     np.testing.assert_allclose(losses["params"], losses["none"], rtol=1e-6)
 
 
+def follow(jaxpr, given, found):
+    """Which outputs follow from those arguments that are flagged alone; adds whether the place of each slice of host
+    memory does."""
+    flags = dict(zip(jaxpr.invars, given, strict=True))
+    follows = lambda atom: flags.get(atom, False) if jaxprs.is_var(atom) else True
+    for equation in jaxpr.eqns:
+        read, name = list(map(follows, equation.invars)), equation.primitive.name
+        if name.startswith("dynamic_") and equation.invars[0].aval.memory_space == jax.memory.Space.Host:
+            found.append(all(read[1 if name == "dynamic_slice" else 2 :]))
+        results = [all(read)] * len(equation.outvars)
+        if jaxprs.is_call(equation):
+            results = follow(*jaxprs.sub_jaxprs(equation), read, found)
+        flags.update(zip(equation.outvars, results, strict=True))
+    return list(map(follows, jaxpr.outvars))
+
+
 @pytest.mark.parametrize("offload", ["optimizer", "params"])
 def test_the_places_of_slices_follow_from_the_number_of_the_iteration(offload):
     """Otherwise the compiler for GPUs makes kernels of the copies: no place depends on a value, an event or a table."""
-    zero = zero_of(offload, num_devices=1)
+    zero, found = zero_of(offload, num_devices=1), []
     jaxpr = zero.train_step(loss).trace(zero.init(create, adamw()), TOKENS).jaxpr
-    places = 0
     for scan in (e for e in equations(jaxpr) if e.primitive.name == "scan"):
-        body, counters = flat(scan.params["jaxpr"].jaxpr), scan.params["jaxpr"].jaxpr.invars
-        counters = counters[scan.params["num_consts"] :][: scan.params["num_carry"]]
-        computed = {v: read for equation, read in body for v in equation.outvars}
-        for equation, read in body:
-            name = equation.primitive.name
-            if not name.startswith("dynamic_"):
-                continue
-            array = equation.invars[0]
-            if array.aval.memory_space == jax.memory.Space.Host:
-                found = read[1 if name == "dynamic_slice" else 2 :]
-                places += len(found)
-                seen = set()
-                while found := [v for v in found if v not in seen]:
-                    v = found.pop()
-                    seen.add(v)
-                    assert v in computed or v in counters, f"{name} of {array.aval} at {v}"
-                    assert jnp.issubdtype(v.aval.dtype, jnp.integer) or v.aval.dtype == bool
-                    found += computed.get(v, [])
-    assert places > 8
+        body, first = scan.params["jaxpr"].jaxpr, scan.params["num_consts"]
+        carried = body.invars[first : first + scan.params["num_carry"]]
+        counters = {v for v in carried if v.aval.shape == () and v.aval.dtype == jnp.int32}
+        follow(body, [v in counters for v in body.invars], found)
+    assert len(found) > 8 and all(found)
 
 
 def test_scalars_wait_for_events_except_on_cpus():
