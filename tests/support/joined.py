@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 parser = argparse.ArgumentParser()
 for option in ("absent", "differ", "kill", "fail", "exit", "unread", "silent"):
@@ -17,6 +18,7 @@ parser.add_argument("--late", action="store_true", help="end two seconds after t
 parser.add_argument("--preempted", action="store_true")
 parser.add_argument("--uneven", help="a directory to train in, with less data in process 1")
 parser.add_argument("--slow", help="a directory to train in, with slower data in process 1")
+parser.add_argument("--meet", help="a directory to wait in until all but the absent one have started Python")
 parser.add_argument("--timeout", type=int, default=30)
 parser.add_argument("--heartbeat", type=int, default=100)
 args = parser.parse_args()
@@ -33,6 +35,10 @@ import zerojax  # noqa: E402
 from zerojax import Zero, make_mesh, processes  # noqa: E402
 from zerojax.processes import agreement  # noqa: E402
 
+if args.meet:
+    Path(args.meet, os.environ["ZEROJAX_PROCESS_ID"]).touch()
+    while len(os.listdir(args.meet)) < int(os.environ["ZEROJAX_NUM_PROCESSES"]) - (args.absent >= 0):
+        time.sleep(0.01)
 differs = args.differ == int(os.environ.get("ZEROJAX_PROCESS_ID", -2))
 if differs:
     versions = agreement.versions()
