@@ -56,10 +56,10 @@ def test_processes_join(count, capfd):
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_missing_process_is_named_by_all_others(missing, tmp_path, capfd):
-    assert joined(3, "--absent", missing, "--timeout", 10, "--meet", tmp_path) == 1
+    assert joined(3, "--absent", missing, "--timeout", 4, "--meet", tmp_path) == 1
     errors = capfd.readouterr().err
     for index in {0, 1, 2} - {missing}:
-        assert f"[{index}] TimeoutError: processes: process {missing} of 3 did not join within 10 s" in errors
+        assert f"[{index}] TimeoutError: processes: process {missing} of 3 did not join within 4 s" in errors
     assert "Check failure" not in errors  # no abort
 
 
