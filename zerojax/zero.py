@@ -85,6 +85,11 @@ class Zero:
             optimizer has to work element by element or row by row. 'params' keeps the parameters there too, except for
             vectors, at stage 3 or on one device: weights come layer by layer, one ahead, and gradients go there. 'none'
             is the default. `value_and_grad` has no optimizer, and takes parameters that are on the devices.
+        offload_dir: a directory on a local disk, such as an NVMe drive, for what 'optimizer' would keep in host memory.
+            A step then runs the update from Python: files are read and written while pieces are updated, and at most
+            eight records of about 64 MiB are in host memory, and copies of those that are moved. Every process has a
+            file without a name in it, which ends with the process: a run resumes from its checkpoints only. A save
+            ends before training goes on.
 
     Raises:
         ValueError: if the stage, the precision, an axis or the offload is unknown, or if the mesh has other axes and
@@ -109,16 +114,17 @@ class Zero:
         partition_specs: Mapping[str, PartitionSpec] | None = None,
         axis_names: Mapping[str, str | None] | None = None,
         offload: str = "none",
+        offload_dir: str | Path | None = None,
     ):
         if not isinstance(mesh, AbstractMesh):
             check_joined()
         if replica_axes is None:
             replica_axes = tuple(name for name in ("replica",) if name in mesh.axis_names)
         axes = data_axes(mesh, tuple(shard_axes), tuple(replica_axes))
-        check_offload(offload, mesh, axes, Stage.of(stage))
-        self.config = ZeroConfig(
-            mesh, axes, Stage.of(stage), Precision.of(precision), offload, memory_of(offload, mesh), agreement
-        )
+        disk = None if offload_dir is None else Path(offload_dir)
+        check_offload(offload, disk is not None, mesh, axes, Stage.of(stage))
+        memory = memory_of(offload, disk, mesh)
+        self.config = ZeroConfig(mesh, axes, Stage.of(stage), Precision.of(precision), offload, memory, disk, agreement)
         self._places_optimizer = False
         self.overrides = Overrides(
             dict(shard_dims or {}),
@@ -137,6 +143,7 @@ class Zero:
         given = {field.name: getattr(self.overrides, field.name) for field in dataclasses.fields(Overrides)}
         options = [f"{name}={value!r}" for name, value in given.items() if value != getattr(default, name)]
         options += [f"offload={config.offload!r}"] if config.offload != "none" else []
+        options += [f"offload_dir={str(config.disk)!r}"] if config.disk is not None else []
         over = " x ".join(config.axes.shard)
         where = f"{config.stage.title} over {over} on a mesh of {mesh_text(dict(config.mesh.shape))}"
         return f"Zero({', '.join([where, config.precision.title, *options])})"

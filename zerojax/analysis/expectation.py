@@ -117,9 +117,7 @@ def expect(
     """
     # The state as the stage places it.
     num_microbatches = settings.num_microbatches
-    shardings = states.shardings(config, state)
-    aval = lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
-    stored = jax.tree.map(aval, state, shardings)
+    stored = config.memory.in_program(config, states.with_shardings(config, state))
     with_paths = jax.tree_util.tree_leaves_with_path(stored)
     leaves = state.layout.leaves
     # The bytes to send, by formula and as traced.
@@ -135,7 +133,8 @@ def expect(
     of_wide = [leaf for leaf, _ in wide_leaves], [use for _, use in wide_leaves]
     by_choice = _stage_bytes(config, *of_wide, num_microbatches).total
     # What is in host memory.
-    host_leaves = list(itertools.compress(with_paths, jax.tree.leaves(states.in_host(config, state))))
+    flags = jax.tree.leaves(states.in_host(config, state)) if config.reads_host else ()
+    host_leaves = list(itertools.compress(with_paths, flags))
     sum_dtype = config.precision.sum_dtype if num_microbatches > 1 else None
     gradients_bytes = host_gradients_bytes(config, stored, sum_dtype)
     frozen = {f"params/{leaf.path}" for leaf in leaves if not leaf.trainable}

@@ -23,7 +23,7 @@ from zerojax.utils.tables import Column, Screen, TextTable, printed, screen
 from zerojax.utils.text import SPACE, bytes_text, fold, mesh_text
 from zerojax.utils.typing import AnyMesh, Aval, PyTree, Shape
 
-HOST_MEMORY = "host memory"  # the category of what is offloaded
+HOST_MEMORY, DISK = "host memory", "disk"  # the categories of what is offloaded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _totals(explanation: Explanation) -> TextTable:
         return [name, bytes_text(total), formula_text, bytes_text(padding) if padding else ""]
 
     rows = [row(name, totals[name], formula.get(name), zeros[name]) for name in totals]
-    of_device = lambda sizes: sum(size for name, size in sizes.items() if name != HOST_MEMORY)
+    of_device = lambda sizes: sum(size for name, size in sizes.items() if name in CATEGORIES)
     rows.insert(len(CATEGORIES), row("sum", of_device(totals), of_device(formula), of_device(zeros)))
     names = ["bytes/device", "ZeRO formula", *(["zeros that pad shards"] if any(zeros.values()) else [])]
     columns = [Column("category"), *(Column(name, right=True) for name in names)]
@@ -180,7 +180,7 @@ def _leaves_table(category: str, explanation: Explanation, to: Screen) -> TextTa
     spec = lambda row: spec_text(row.spec).replace(" ", SPACE) + ("" if row.reason == usual else f": {row.reason}")
     cells = [[name, _array_text(row), bytes_text(size), spec(row)] for name, row, size in _folded(rows, to)]
     exception = ", unless the spec has another reason" if others else ""
-    where = "for a device" if category == HOST_MEMORY else "on a device"
+    where = "on a device" if category in CATEGORIES else "for a device"
     title = f"{category}: {bytes_text(explanation.totals[category])} {where} ({usual}{exception})"
     return TextTable(title, [*_LEAF_COLUMNS, Column("spec", wraps=True)], cells)
 
@@ -198,11 +198,12 @@ def explain(
         "grads": axes.num_shards if stage.shards_grads else 1,
         "optimizer": axes.num_shards if stage.shards_optimizer else 1,
     }
-    shards |= {HOST_MEMORY: shards["optimizer"]} if config.offloads_optimizer else {}
+    offloaded = offloaded_to(config)
+    shards |= {offloaded: shards["optimizer"]} if config.offloads_optimizer else {}
     rows = list(_rows(config, state, shards))
 
     # Add up the bytes of each category.
-    categories = [*CATEGORIES, HOST_MEMORY] if config.offloads_optimizer else CATEGORIES
+    categories = [*CATEGORIES, offloaded] if config.offloads_optimizer else CATEGORIES
     in_category = {name: [row for row in rows if row.category == name] for name in categories}
     totals = {name: sum(row.bytes_per_device for row in each) for name, each in in_category.items()}
     formula = {name: sum(row.undivided_bytes for row in in_category[name]) / n for name, n in shards.items()}
@@ -214,7 +215,8 @@ def explain(
     uneven = uneven_text(leaves, axes) if stage.shards_optimizer else None
     where = f"{stage.title} on a mesh of {mesh_text(dict(_mesh_of(state).shape))}"
     held = bytes_text(sum(totals[name] for name in CATEGORIES))
-    more = f", and {bytes_text(totals[HOST_MEMORY])} of host memory" if config.offloads_optimizer else ""
+    place = "the disk" if offloaded == DISK else offloaded
+    more = f", and {bytes_text(totals[offloaded])} of {place}" if config.offloads_optimizer else ""
     return Explanation(
         f"{where}: a device holds {held}, with the gradients of a step{more}" + (f"; remat={remat}" if remat else ""),
         tuple(rows),
@@ -232,13 +234,13 @@ def explain(
 def _rows(config: ZeroConfig, state: TrainState, shards: Mapping[str, int]) -> Iterator[Row]:
     """The rows of all leaves. `shards`: the number of shards of each category."""
     leaves, axes = {leaf.path: leaf for leaf in state.layout.leaves}, config.axes
-    is_host, mesh = in_host(config, state), _mesh_of(state)
+    is_host, mesh, offloaded = in_host(config, state), _mesh_of(state), offloaded_to(config)
     whole = "there is one shard only" if axes.num_shards == 1 else config.stage.limit_text
 
     def of_param(category: str, path: str, a: Aval, is_host: bool, prefix: str) -> Row:
         leaf, name = leaves[path], f"{prefix}/{path}" if is_host or category == "optimizer" else path
         reason = leaf.reason if shards[category] > 1 else whole
-        return _row(axes, HOST_MEMORY if is_host else category, name, leaf.unit, a, leaf.shape, reason)
+        return _row(axes, offloaded if is_host else category, name, leaf.unit, a, leaf.shape, reason)
 
     # Parameters, gradients and master copies.
     host_params = dict(zip(leaves, jax.tree.leaves(is_host.params), strict=True))
@@ -258,10 +260,15 @@ def _rows(config: ZeroConfig, state: TrainState, shards: Mapping[str, int]) -> I
         leaf = next((leaves[end] for end in ends if end in leaves), None)
         alike = leaf if leaf and leaf.shape == shape else None
         reason = alike.reason if alike else choose_dim(shape, axes.num_shards, stacked=False).reason
-        category, reason = HOST_MEMORY if flag else "optimizer", reason if shards["optimizer"] > 1 else whole
+        category, reason = offloaded if flag else "optimizer", reason if shards["optimizer"] > 1 else whole
         yield _row(axes, category, path, leaf.unit if leaf else path, a, shape, reason)
     for path, a in _with_paths(state.model_state):
         yield _row(axes, "model_state", path, path.rpartition("/")[0] or path, a, a.shape, "replicated: model state")
+
+
+def offloaded_to(config: ZeroConfig) -> str:
+    """The category of what is offloaded."""
+    return HOST_MEMORY if config.disk is None else DISK
 
 
 def _mesh_of(state: TrainState) -> AnyMesh:

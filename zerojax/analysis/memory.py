@@ -142,7 +142,7 @@ def memory_terms(
     if transposed and transposed.num_bytes > sum(term.num_bytes for term in temporaries):
         temporaries = [transposed]
     flags, arrays = jax.tree.leaves(states.in_host(config, state)), jax.tree.leaves(state)
-    in_host = [a for a, flag in zip(arrays, flags, strict=True) if flag]
+    in_host = [a for a, flag in zip(arrays, flags, strict=True) if flag and config.reads_host]
     state_in_host = sum(placement.shard_bytes(a, a.sharding) for a in in_host)
     terms = *_argument_terms(config, state, batch, explanation.totals), *temporaries
     return Memory(terms, alive_in_host.total() + state_in_host, state_in_host)

@@ -21,7 +21,7 @@ from rich.style import Style
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
-from zerojax.analysis.explanation import CATEGORIES, HOST_MEMORY, explain
+from zerojax.analysis.explanation import CATEGORIES, DISK, HOST_MEMORY, explain
 from zerojax.analysis.step import TrainStep
 from zerojax.sharding.axes import axis_names
 from zerojax.sharding.placement import Leaf, Stage
@@ -130,7 +130,7 @@ def holdings(state: TrainState) -> Holdings:
         counts[key] += 1
     # Make one row of equal layers.
     rows = []
-    for category in (*CATEGORIES, HOST_MEMORY):
+    for category in (*CATEGORIES, HOST_MEMORY, DISK):
         keys = [key for key in sizes if key[0] == category]
         kinds = [(shard_numbers(key[2], axes), counts[key], sizes[key]) for key in keys]
         for each in fold([unit for _, unit, _ in keys], kinds):

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from zerojax.checkpoints.digest import Digest
 from zerojax.sharding import placement
 from zerojax.sharding.padding import between
-from zerojax.sharding.placement import PINNED_HOST, Leaf
+from zerojax.sharding.placement import PINNED_HOST, Leaf, by_path
 from zerojax.step import models
 from zerojax.step.state import TrainState, logical_avals
 from zerojax.utils.typing import Array, Aval, PRNGKey, PyTree, Shape
@@ -120,7 +120,8 @@ def _computed(values: Sequence[Array], leaves: Sequence[Leaf], likes: Sequence[A
     if not any(a.sharding.memory_kind == PINNED_HOST for a in values):
         return jax.jit(cast, out_shardings=[like.sharding for like in likes])(list(values))
     shardings: list[Any] = [a.sharding for a in values]
-    on_device = (jax.device_put(a, NamedSharding(s.mesh, s.spec)) for a, s in zip(values, shardings, strict=True))
+    put = lambda a, s: jax.device_put(placement.in_memory(a), NamedSharding(s.mesh, s.spec))
+    on_device = (put(a, s) for a, s in zip(values, shardings, strict=True))
     return [
         _computed([a], [leaf], [like])[0].block_until_ready()
         for a, leaf, like in zip(on_device, leaves, likes, strict=True)
@@ -199,6 +200,13 @@ def avals(state: TrainState) -> TrainState:
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
 
 
+def state_path(state: TrainState, path: str) -> str:
+    """The path in a state of what is saved under a path: that of the master copy, if the parameter has one."""
+    name = path.removeprefix(PARAMS)
+    is_master = path != name and state.master is not None and name in by_path(state.master)
+    return f"master/{name}" if is_master else path
+
+
 def free(state: TrainState, paths: Iterable[str]) -> None:
     """Deletes the arrays at these paths from the devices. Avals are ignored.
 
@@ -206,15 +214,15 @@ def free(state: TrainState, paths: Iterable[str]) -> None:
         ValueError: if a leaf at any other path is an aval.
     """
     selected = set(paths)
-    by_path = [(placement.path_text(p), leaf) for p, leaf in jax.tree_util.tree_leaves_with_path(_saved_tree(state))]
-    if missing := [path for path, leaf in by_path if path not in selected and _is_aval(leaf)]:
+    saved = [(placement.path_text(p), leaf) for p, leaf in jax.tree_util.tree_leaves_with_path(_saved_tree(state))]
+    if missing := [path for path, leaf in saved if path not in selected and _is_aval(leaf)]:
         raise ValueError(
             f"checkpoint: {missing[0]!r} is not restored, and the state contains only its aval\n"
             f"  fix:      restore into a state from zero.init"
         )
-    leaves = [leaf for path, leaf in by_path if path in selected]
+    leaves = [leaf for path, leaf in saved if path in selected]
     if _has_params(selected) and state.master is not None:
-        kept = {id(leaf) for path, leaf in by_path if path not in selected}  # frozen leaves are in both trees
+        kept = {id(leaf) for path, leaf in saved if path not in selected}  # frozen leaves are in both trees
         leaves += [leaf for leaf in jax.tree.leaves(state.params) if id(leaf) not in kept]
     for leaf in leaves:
         if not _is_aval(leaf) and not leaf.is_deleted():

@@ -21,8 +21,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.offload import host_pieces
+from zerojax.offload.disk import DiskArray
 from zerojax.sharding.axes import axis_names
-from zerojax.sharding.placement import PINNED_HOST
+from zerojax.sharding.placement import PINNED_HOST, in_memory
 from zerojax.utils.typing import Array, Shape
 
 
@@ -54,7 +55,10 @@ def digests(arrays: Mapping[str, Array], shapes: Mapping[str, Shape] | None = No
     Raises:
         ValueError: if a dtype is not numeric or has more than 64 bits.
     """
-    computed = {path: _on_devices(path, a, shapes[path] if shapes else a.shape) for path, a in arrays.items()}
+    computed = {}
+    for path, a in arrays.items():
+        words = _on_devices(path, in_memory(a), shapes[path] if shapes else a.shape)
+        computed[path] = jax.device_get(words) if isinstance(a, DiskArray) else words  # one from the disk at a time
     return {path: _to_digest(words, arrays[path]) for path, words in jax.device_get(computed).items()}
 
 

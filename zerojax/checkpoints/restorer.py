@@ -17,6 +17,7 @@ from zerojax.checkpoints.digest import digests
 from zerojax.checkpoints.manifest import FALLBACK_FIX, Allowed, CheckpointCorrupted, CheckpointMismatch, Manifest
 from zerojax.checkpoints.replicas import check_replicas
 from zerojax.checkpoints.saver import BYTES
+from zerojax.sharding.placement import PINNED_HOST
 from zerojax.step import optimizers
 from zerojax.step.state import TrainState
 from zerojax.utils.text import abbreviate
@@ -47,9 +48,7 @@ def restore(
     saved, paths, iterator_states = _raise_on_all_processes(prepare, where)
     settings = contents.settings(state)
     contents.free(state, paths)
-    leaves, stored = {p: saved.leaves[p] for p in paths}, {p: avals[p] for p in paths}
-    arrays = _raise_on_all_processes(lambda: store.read_arrays(directory, step, leaves, stored), where)
-    _check_digests(saved, arrays, where)
+    arrays = _read(directory, state, step, paths, avals, saved)
     for iterator_state in iterator_states:
         data.set_state(iterator_state)
     for text in _differences(saved, optimizers.constants(state.layout.tx), settings, arrays, allowed):
@@ -61,7 +60,30 @@ def restore(
             "checkpoint: of the optimizer, %d leaves continue; %d are new, and %d that were saved are not used",
             *map(len, (ours & theirs, ours - theirs, theirs - ours)),
         )
-    return contents.with_arrays(state, {path: a.astype(avals[path].dtype) for path, a in arrays.items()}), saved
+    return contents.with_arrays(state, arrays), saved
+
+
+def _read(
+    directory: Path, state: TrainState, step: int, paths: Sequence[str], avals: Mapping[str, Any], saved: Manifest
+) -> dict[str, Array]:
+    """Reads arrays of a step, checks that they are what was saved, and puts them where they stay.
+
+    Those that stay on a disk come one after the other, so that host memory holds one of them.
+    """
+    where, config = str(store.folder(directory, step)), state.layout.config
+    assert config is not None
+    on_disk = config.disk is not None
+    keep = config.memory.keeper(config, state)
+    alone = {path for path in paths if on_disk and avals[path].sharding.memory_kind == PINNED_HOST}
+    arrays: dict[str, Array] = {}
+    for group in [[path for path in paths if path not in alone], *([path] for path in paths if path in alone)]:
+        leaves, stored = {p: saved.leaves[p] for p in group}, {p: avals[p] for p in group}
+        read = lambda leaves=leaves, stored=stored: store.read_arrays(directory, step, leaves, stored)
+        found = _raise_on_all_processes(read, where)
+        _check_digests(saved, found, where)
+        for path, a in found.items():
+            arrays[path] = keep(contents.state_path(state, path), a.astype(avals[path].dtype))
+    return arrays
 
 
 def _differences(

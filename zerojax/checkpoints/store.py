@@ -28,6 +28,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 from jax.experimental import multihost_utils
+from orbax.checkpoint import future
+from orbax.checkpoint._src.metadata import array_metadata_store
 
 from zerojax.checkpoints.manifest import (
     FALLBACK_FIX,
@@ -38,6 +40,7 @@ from zerojax.checkpoints.manifest import (
     read_json,
     to_json,
 )
+from zerojax.offload.disk import DiskArray
 from zerojax.processes.agreement import broadcast_from_process_0
 from zerojax.utils import files
 from zerojax.utils.text import bytes_text
@@ -67,6 +70,30 @@ class _LogicalArrays(ocp.PyTreeCheckpointHandler):
         for path, shape in self.cropped.items():
             array = tensorstore.open(array_spec(Path(directory), path), open=True, read=True, write=True).result()
             array.resize(exclusive_max=shape).result()
+
+
+class _Arrays(ocp.type_handlers.ArrayHandler):
+    """Orbax's handler of arrays. Of those on a local disk, the next one is read when one has been written."""
+
+    def __init__(self) -> None:
+        super().__init__(array_metadata_store=array_metadata_store.Store())
+
+    async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
+        write, given = super().serialize, list(zip(values, infos, args or [ocp.SaveArgs()] * len(values), strict=True))
+        on_disk = [each for each in given if isinstance(each[0], DiskArray)]
+        in_memory = [each for each in given if not isinstance(each[0], DiskArray)]
+        written = list(await write(*map(list, zip(*in_memory, strict=True)))) if in_memory else []
+        if not on_disk:
+            return written
+
+        async def one_by_one() -> None:
+            for each in written:  # each call adds to a file about all arrays
+                each.result()
+            for value, info, arg in on_disk:
+                for each in await write([value.load()], [info], [arg]):
+                    each.result()
+
+        return [*written, future.CommitFutureAwaitingContractedSignals(one_by_one(), name="arrays on a disk")]
 
 
 class _StepFolder(ocp.path.atomicity.AtomicRenameTemporaryPath):
@@ -104,7 +131,9 @@ class Store:
 
     def _open(self) -> None:
         self._delete_incomplete()
-        self._handler = _LogicalArrays()
+        arrays = _Arrays()
+        registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays), (DiskArray, arrays))
+        self._handler = _LogicalArrays(type_handler_registry=registry)
         handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
         handlers.add(ARRAYS, ocp.args.PyTreeSave, self._handler)
         handlers.add(_MANIFEST, ocp.args.JsonSave, ocp.JsonCheckpointHandler())
@@ -133,7 +162,8 @@ class Store:
             log.warning("checkpoint: a step takes %s, and %s has %s free", needed, self.directory, there)
 
     def save(self, arrays: Mapping[str, Array], manifest: Manifest) -> None:
-        """Starts to write a step. On return the arrays have been copied to the host, and may be donated.
+        """Starts to write a step. On return the arrays have been copied to the host, and may be donated. If some are on
+        a local disk, the step is complete.
 
         Raises:
             Exception: the error of this save, or of the previous one if it was still in progress.
@@ -149,6 +179,8 @@ class Store:
             _MANIFEST: ocp.args.JsonSave(to_json(manifest)),
         }
         self._checkpointer.save(folder(self.directory, manifest.step), args=ocp.args.Composite(**items))
+        if any(isinstance(a, DiskArray) for a in arrays.values()):
+            self.finish()
 
     def set_aside(self, steps: Iterable[int]) -> None:
         """Renames steps that the run does not continue from, so that they can be saved again. Deletes nothing."""

@@ -6,12 +6,17 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from zerojax.offload.disk import DiskArray
+from zerojax.offload.disk_update import DiskUpdate
 from zerojax.offload.host_params import HostGradients, HostSums, HostWeights
 from zerojax.offload.streamed_update import StreamedUpdate
 from zerojax.program.part import GradientSink, Weights
@@ -79,8 +84,69 @@ class ParamsInHost(OptimizerInHost):
         return HostSums(dtype, shards, trainable, self.for_tpus)
 
 
-def memory_of(offload: str, mesh: AnyMesh) -> Memory:
-    """The memory of a setting: 'none', 'optimizer' or 'params'."""
+class OptimizerOnDisk(OptimizerInHost):
+    """The optimizer's state is in a file, with the master copy of the parameters."""
+
+    def check_state(self, config: ZeroConfig, state: TrainState) -> None:
+        pass  # nothing is pinned for long
+
+    def in_program(self, config: ZeroConfig, state: TrainState, trains: bool = False) -> TrainState:
+        on_device = NamedSharding(config.mesh, PartitionSpec())
+
+        def stand_in(path: tuple[Any, ...], a: Any, on_disk: bool) -> Any:
+            if not on_disk:
+                return a
+            if isinstance(a, DiskArray):
+                return a.stand_in
+            if isinstance(a, jax.ShapeDtypeStruct):
+                return jax.ShapeDtypeStruct((0,), a.dtype, sharding=on_device)
+            if trains:
+                what, got = "state: its optimizer is not on the disk", f"{placement.path_text(path)!r} in host memory"
+                raise ValueError(error_text(what, got, "train with a state of zero.init, a step or a checkpoint"))
+            return _stand_in(a.dtype, on_device)
+
+        return jax.tree_util.tree_map_with_path(stand_in, state, in_host(config, state))
+
+    def keeper(self, config: ZeroConfig, state: TrainState) -> Callable[[str, Array], Array]:
+        assert config.disk is not None
+        layout = state.layout
+        update = DiskUpdate(config, layout, [leaf.dtype for leaf in layout.leaves if leaf.trainable], scales=False)
+        paths = list(placement.by_path(state))
+        numbers = jax.tree.unflatten(jax.tree.structure(state), range(len(paths)))
+        places = update.places(numbers)  # number of a leaf -> (parameter, position)
+        leaves = jax.tree.leaves(state)
+        files = [a.file_to_fill for a in leaves if isinstance(a, DiskArray)]
+        file = files[0] if files else update.create_file(config.disk, state)
+        place_of = {paths[number]: place for number, place in places.items()}
+        on_device = NamedSharding(config.mesh, PartitionSpec())
+
+        missing = set(place_of)
+
+        def keep(path: str, array: Array) -> Any:
+            if path not in place_of:
+                return array
+            file.store(*place_of[path], array)
+            missing.discard(path)
+            if not missing:
+                file.is_torn = False
+            return DiskArray(file, *place_of[path], _stand_in(array.dtype, on_device))
+
+        return keep
+
+    def update(
+        self, config: ZeroConfig, layout: StateLayout, dtypes: Sequence[DTypeLike], scales: bool
+    ) -> Update | None:
+        return DiskUpdate(config, layout, dtypes, scales)
+
+
+def _stand_in(dtype: DTypeLike, sharding: NamedSharding) -> Array:
+    return jax.device_put(np.zeros(0, dtype), sharding)
+
+
+def memory_of(offload: str, disk: Path | None, mesh: AnyMesh) -> Memory:
+    """The memory of a setting: 'none', 'optimizer' or 'params', and the directory of a disk."""
+    if disk is not None:
+        return OptimizerOnDisk()
     if offload == "params":
         return ParamsInHost(on_tpus(mesh))
     return OptimizerInHost() if offload == "optimizer" else AllOnDevices()

@@ -37,6 +37,7 @@ from zerojax.comm.buckets import Pieces
 from zerojax.comm.schedule import events
 from zerojax.offload import host_arrays, host_pieces
 from zerojax.offload.split_update import Operand, Rows, SplitUpdate
+from zerojax.program.jaxprs import Var
 from zerojax.sharding import padding
 from zerojax.sharding.mesh import on_tpus
 from zerojax.sharding.optimizer_placement import Stored
@@ -52,13 +53,21 @@ _AHEAD = 2
 Arrays: TypeAlias = dict[int, Array]  # by position, or by parameter
 
 
-class _Fixed(NamedTuple):
+class Fixed(NamedTuple):
     """What every piece is updated from."""
 
     grads: Arrays  # on the device or in host memory
     sliced: Sequence[Array]  # values of `SplitUpdate.sliced`
     scalars: Sequence[Array]  # values of `SplitUpdate.scalars`
     divisor: Array | None  # of gradients in host memory; None is 1
+
+
+class _Whole(NamedTuple):
+    """What is computed once."""
+
+    arrays: Sequence[Array]  # the arguments of the update, by position
+    computed: list[Array]  # the trained parameters as they are computed with, stored like the optimizer's state
+    once: dict[Var, Array]  # the values, see `SplitUpdate.compute_whole`
 
 
 class StreamedUpdate:
@@ -92,6 +101,7 @@ class StreamedUpdate:
         # The state of the optimizer, of which some arrays belong to a parameter.
         created = jax.eval_shape(layout.tx.init, layout.trained_avals())
         opt_state, self._state_tree = jax.tree.flatten(created)
+        self._created = opt_state
         stored = jax.tree.leaves(layout.optimizer_placement(config.axes, sharded))
         number = {leaf.path: k for k, leaf in enumerate(self.leaves)}
 
@@ -135,49 +145,63 @@ class StreamedUpdate:
 
     def __call__(self, state: TrainState, step: StepGrads) -> Updated:
         """Updates a state."""
-        grads, factor, finite, loss, divisor = step
-        factor = jnp.float32(1) if factor is None else factor
-        # Compute what is computed once, without the zeros at the end of arrays.
-        computed = self._computed(state)
-        params = computed if state.master is None else jax.tree.leaves(state.master)
-        arrays = [*params, *jax.tree.leaves(state.opt_state), *grads, factor, finite, loss]
-        zeros = [*self._zeros, *self._state_zeros, *self._zeros, *[NO_PADDING] * 3]
-        operands = self.split.arguments
-        given = zip(arrays, zeros, operands, strict=True)
-        once = self.split.compute_whole({k: z.crop(a) for k, (a, z, o) in enumerate(given) if not o.in_host})
+        whole = self._compute_whole(state, step)
+        arrays, once, operands = whole.arrays, whole.once, self.split.arguments
 
         # Update the rest in pieces, on each device.
         stored = {k: arrays[k] for k in self._in_place}
-        cut_grads = {k: arrays[k] for k in range(self._num_results, len(arrays) - 3) if operands[k].leaf is not None}
-        apart = {k: a for k, a in enumerate(computed) if state.master is not None or k not in stored}
+        apart = {k: a for k, a in enumerate(whole.computed) if state.master is not None or k not in stored}
+        grads = self._cut_grads(arrays)
         specs = lambda arrays: {k: self._specs[operands[k].leaf] for k in arrays}
         sliced = [self._zeros[k].pad(once[v]) for v, k in self.split.sliced]
         scalars = [once[v] for v in self.split.scalars]
-        replicated = PartitionSpec()
-        specs_apart = {k: self._specs[k] for k in apart}
+        specs_apart, replicated = {k: self._specs[k] for k in apart}, PartitionSpec()
         stream = shard_map_over_data(
             self.config,
             self._stream,
             (
-                specs(stored), specs(cut_grads), specs_apart, [self._specs[k] for _, k in self.split.sliced],
-                [replicated] * len(scalars), None if divisor is None else replicated,
+                specs(stored), specs(grads), specs_apart, [self._specs[k] for _, k in self.split.sliced],
+                [replicated] * len(scalars), None if step.divisor is None else replicated,
             ),
             (specs(stored), specs_apart, replicated),
         )  # fmt: skip
-        stored, apart, squared_norm = stream(stored, cut_grads, apart, sliced, scalars, divisor)
+        stored, apart, squared_norm = stream(stored, grads, apart, sliced, scalars, step.divisor)
 
         # Put both together.
         computed = [(apart if k in apart else stored)[k] for k in range(self._num_params)]
-        whole = self.split.whole_results(once)
-        results = {k: zeros[k].pad(a) for k, a in whole.items()} | stored
+        return self._updated(state, whole, stored, computed, squared_norm)
+
+    def _compute_whole(self, state: TrainState, step: StepGrads) -> _Whole:
+        """Computes what is computed once, without the zeros at the end of arrays."""
+        factor = jnp.float32(1) if step.factor is None else step.factor
+        computed = self._computed(state)
+        params = computed if state.master is None else jax.tree.leaves(state.master)
+        arrays = [*params, *jax.tree.leaves(state.opt_state), *step.grads, factor, step.finite, step.loss]
+        zeros = [*self._zeros, *self._state_zeros, *self._zeros, *[NO_PADDING] * 3]
+        given = zip(arrays, zeros, self.split.arguments, strict=True)
+        once = self.split.compute_whole({k: z.crop(a) for k, (a, z, o) in enumerate(given) if not o.in_host})
+        return _Whole(arrays, computed, once)
+
+    def _cut_grads(self, arrays: Sequence[Array]) -> Arrays:
+        """The gradients of parameters that are updated in pieces, by position."""
+        positions = range(self._num_results, len(arrays) - 3)
+        return {k: arrays[k] for k in positions if self.split.arguments[k].leaf is not None}
+
+    def _updated(
+        self, state: TrainState, whole: _Whole, stored: Arrays, computed: list[Array], squared_norm: Array
+    ) -> Updated:
+        """Puts together what was computed once, and what was updated in pieces."""
+        zeros = [*self._zeros, *self._state_zeros]
+        results = self.split.whole_results(whole.once)
+        new = {k: zeros[k].pad(a) for k, a in results.items()} | stored
         for k, leaf in enumerate(self.leaves):
-            if k in whole:  # a scalar parameter
-                computed[k] = whole[k].astype(leaf.compute_dtype)
-                squared_norm += jnp.square(whole[k].astype(jnp.float32))
+            if k in results:  # a scalar parameter
+                computed[k] = results[k].astype(leaf.compute_dtype)
+                squared_norm += jnp.square(results[k].astype(jnp.float32))
         master = None
         if state.master is not None:
-            master = self._params_tree.unflatten([results[k] for k in range(self._num_params)])
-        opt_state = self._state_tree.unflatten([results[k] for k in range(self._num_params, self._num_results)])
+            master = self._params_tree.unflatten([new[k] for k in range(self._num_params)])
+        opt_state = self._state_tree.unflatten([new[k] for k in range(self._num_params, self._num_results)])
         return Updated(self._params_tree.unflatten(computed), master, opt_state, squared_norm)
 
     def _computed(self, state: TrainState) -> list[Array]:
@@ -218,7 +242,7 @@ class StreamedUpdate:
 
         # Update parameters of as many pieces together.
         total = jnp.float32(0)
-        fixed = _Fixed(grads, sliced, scalars, divisor)
+        fixed = Fixed(grads, sliced, scalars, divisor)
         for count, cuts in by_count.items():
             own = {p: a for p, a in stored.items() if self.split.arguments[p].leaf in cuts}
             params = {k: computed[k] for k in cuts if k in computed}
@@ -228,7 +252,7 @@ class StreamedUpdate:
         return stored, computed, total
 
     def _stream_alike(
-        self, cuts: dict[int, Pieces], count: int, stored: Arrays, computed: Arrays, total: Array, fixed: _Fixed
+        self, cuts: dict[int, Pieces], count: int, stored: Arrays, computed: Arrays, total: Array, fixed: Fixed
     ) -> tuple[Arrays, Arrays, Array]:
         """Updates parameters that are cut into equally many pieces, see `_stream`.
 
@@ -287,7 +311,7 @@ class StreamedUpdate:
         fetched: Arrays,
         stored: Arrays,
         computed: Array | None,
-        fixed: _Fixed,
+        fixed: Fixed,
         waits: Sequence[Array],
     ) -> Arrays:
         """The results that belong to parameter `k`, for piece `c` of it, by position. They wait for events."""

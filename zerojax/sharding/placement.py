@@ -314,6 +314,11 @@ def shard_bytes(aval: Aval, sharding: NamedSharding) -> int:
     return math.prod(sharding.shard_shape(tuple(aval.shape))) * aval.dtype.itemsize
 
 
+def in_memory(a: Any) -> Array:
+    """An array, which is read into host memory if it is on a disk (`offload.disk`)."""
+    return a.load() if hasattr(a, "load") else a
+
+
 def is_in_host(array: Array) -> bool:
     """Whether the type of an array says that it is in host memory."""
     return jax.typeof(array).memory_space == jax.memory.Space.Host

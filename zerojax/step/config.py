@@ -11,6 +11,7 @@ import hashlib
 import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -79,6 +80,19 @@ class Memory:
     def check_state(self, config: ZeroConfig, state: TrainState) -> None:
         """Raises ValueError if this process may not use as much memory as a state of these avals takes."""
 
+    def in_program(self, config: ZeroConfig, state: TrainState, trains: bool = False) -> TrainState:
+        """The state as a compiled step takes it, from arrays or avals. What it takes may be donated."""
+        return state
+
+    def keeper(self, config: ZeroConfig, state: TrainState) -> Callable[[str, Array], Array]:
+        """A function of (path, array) that puts the arrays of a new state where they stay, and returns them.
+
+        Args:
+            config: of the state.
+            state: avals, or a state whose arrays are no longer needed.
+        """
+        return lambda path, array: array
+
     def weights(self, shards: Sequence[Array], leaves: Sequence[Leaf]) -> Weights:
         """The leaves of the parameters."""
         return Weights(shards)
@@ -125,12 +139,18 @@ class ZeroConfig(NamedTuple):
     precision: Precision  # dtypes and loss scaling
     offload: str = "none"  # what is in host memory: 'none', 'optimizer' or 'params', as in `Zero`
     memory: Memory = Memory()  # which memory the states of the model are in while a step runs
+    disk: Path | None = None  # the directory in which the optimizer's state is, instead of in host memory
     agreement: Agreement | None = None  # compares processes before they run together
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether the optimizer's state, with the master copy, is in host memory."""
+        """Whether the optimizer's state, with the master copy, is in host memory or on a disk."""
         return self.offload != "none"
+
+    @property
+    def reads_host(self) -> bool:
+        """Whether compiled steps read a part of the state from host memory."""
+        return self.offloads_optimizer and self.disk is None
 
     @property
     def offloads_params(self) -> bool:
@@ -162,11 +182,17 @@ class ZeroConfig(NamedTuple):
 OFFLOADS = "none", "optimizer", "params"
 
 
-def check_offload(offload: str, mesh: AnyMesh, axes: Axes, stage: Stage) -> None:
-    """Raises ValueError if `Zero(offload=...)` is unknown, or the stage or the mesh cannot have it."""
+def check_offload(offload: str, on_disk: bool, mesh: AnyMesh, axes: Axes, stage: Stage) -> None:
+    """Raises ValueError if `Zero(offload=...)` is unknown, or the stage, the mesh or a disk cannot have it."""
     if offload not in OFFLOADS:
         known = ", ".join(map(repr, OFFLOADS[:-1]))
         raise ValueError(f"offload: unknown value {offload!r}\n  fix:      {known} or {OFFLOADS[-1]!r}")
+    if on_disk and offload != "optimizer":
+        raise ValueError(
+            f"offload: what can be on a disk is the optimizer's state\n"
+            f"  got:      offload={offload!r} and a directory\n"
+            f"  fix:      offload='optimizer' with offload_dir, or no offload_dir"
+        )
     others = [name for name, size in mesh.shape.items() if name not in axes.data and size > 1]
     if offload != "none" and others:
         raise ValueError(

@@ -154,7 +154,7 @@ def with_optimizer(
             params = layout.with_frozen(trained, params)
         return _initial(config, layout, params, model_state, key)
 
-    args = state.params, state.master, state.model_state, _key(seed)
+    args = state.params, jax.tree.map(placement.in_memory, state.master), state.model_state, _key(seed)
     abstract = stored_avals(config, jax.eval_shape(initial, *args))
     config.memory.check_state(config, abstract)
     return _run(config, initial, args, abstract, donated=(0, 1, 2))
@@ -164,6 +164,7 @@ def with_params(config: ZeroConfig, state: TrainState, params: PyTree) -> TrainS
     """See `Zero.with_params`."""
     check_not_donated(state)
     check_trained(state, params)
+    params = jax.tree.map(placement.in_memory, params)
     layout, placed = state.layout, shardings(config, state)
     trained = [leaf for leaf in layout.leaves if leaf.trainable]
 
@@ -194,7 +195,7 @@ def _run(
 ) -> TrainState:
     """Runs a function that creates a state. What goes to host memory is created in parts, and donates nothing."""
     if config.offloads_optimizer:
-        return create_in_parts(initial, args, abstract)
+        return create_in_parts(initial, args, abstract, config.memory.keeper(config, abstract))
     return jax.jit(initial, out_shardings=shardings(config, abstract), donate_argnums=donated)(*args)
 
 
@@ -356,8 +357,15 @@ PART_BYTES = 2**32  # on one device
 _MOST_PARTS = 16  # each part is a program that is traced and compiled
 
 
-def create_in_parts(create: Callable[..., TrainState], args: tuple[PyTree, ...], abstract: TrainState) -> TrainState:
+def create_in_parts(
+    create: Callable[..., TrainState],
+    args: tuple[PyTree, ...],
+    abstract: TrainState,
+    keep: Callable[[str, Array], Array] = lambda path, array: array,
+) -> TrainState:
     """Runs `create(*args)` as several programs, each of which computes a part of the leaves of the state.
+
+    `keep(path, array)` puts each leaf where it stays.
 
     Each program is the whole function, of which the compiler removes what its leaves do not need. A parameter and its
     master copy are in the same part: they are computed from the same values. `abstract` are the avals of the results.
@@ -366,10 +374,11 @@ def create_in_parts(create: Callable[..., TrainState], args: tuple[PyTree, ...],
     """
     shardings = [a.sharding for a in jax.tree.leaves(abstract)]
     leaves: dict[int, Array] = {}
+    paths = list(by_path(abstract))
     for part in parts(abstract):
         some = lambda *args, part=part: [jax.tree.leaves(create(*args))[k] for k in part]
         created = jax.jit(some, out_shardings=[shardings[k] for k in part])(*args)
-        leaves.update(zip(part, jax.block_until_ready(created), strict=True))
+        leaves.update((k, keep(paths[k], a)) for k, a in zip(part, jax.block_until_ready(created), strict=True))
     return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[k] for k in range(len(shardings))])
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import math
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -198,6 +199,7 @@ def _without_zeros(stored: Array | Aval, like: PyTree) -> Array | Aval:
     zeros = padding.between(like.shape, stored.shape)
     if isinstance(stored, Tracer):
         return zeros.crop(stored)
+    stored = placement.in_memory(stored)
     sharding: PyTree = stored.sharding
     spec = [None if dim == zeros.dim else axes for dim, axes in enumerate(sharding.spec)]
     on_device = lambda a: jax.device_put(a, jax.memory.Space.Device) if placement.is_in_host(a) else a
@@ -241,6 +243,12 @@ def shardings(config: ZeroConfig, state: TrainState) -> TrainState:
     return jax.tree.map(sharding, storage(config, state), in_host(config, state))
 
 
+def with_shardings(config: ZeroConfig, state: TrainState) -> TrainState:
+    """The avals of a state, with the shardings that the stage gives it."""
+    aval = lambda a, sharding: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+    return jax.tree.map(aval, state, shardings(config, state))
+
+
 def stored_avals(config: ZeroConfig, state: TrainState) -> TrainState:
     """The avals of a state as its stage stores it, with shardings, whatever the shapes and shardings of its arrays."""
 
@@ -279,8 +287,8 @@ def check_not_donated(state: TrainState) -> None:
     """
     check_is_state(state)
 
-    def is_deleted(a: object) -> bool:
-        return isinstance(a, jax.Array) and not isinstance(a, Tracer) and a.is_deleted()
+    def is_deleted(a: Any) -> bool:
+        return not isinstance(a, jax.ShapeDtypeStruct | Tracer) and hasattr(a, "is_deleted") and a.is_deleted()
 
     if any(map(is_deleted, jax.tree.leaves(state))):
         deleted = next(path for path, a in by_path(state).items() if is_deleted(a))
@@ -386,4 +394,5 @@ def _held_text(state: TrainState) -> str:
     for sizes in (held, in_host) if any(in_host.values()) else (held,):
         listed = ", ".join(f"{name} {bytes_text(size)}" for name, size in sizes.items() if size)
         texts.append(f"{bytes_text(sum(sizes.values()))} ({listed})")
-    return "\n  in host memory: ".join(texts)
+    where = "on the disk" if any(hasattr(a, "load") for a in jax.tree.leaves(optimizer)) else "in host memory"
+    return f"\n  {where}: ".join(texts)

@@ -139,7 +139,11 @@ class Step:
     def _run(self, jitted: Callable[..., PyTree], state: TrainState, batch: PyTree) -> PyTree:
         """Runs the jitted function."""
         with explaining_errors(self.config.precision):
-            return jitted(state, batch)
+            return jitted(self._in_program(state), batch)
+
+    def _in_program(self, state: TrainState) -> TrainState:
+        """The state as the compiled step takes it."""
+        return self.config.memory.in_program(self.config, state, self.donates)
 
     def trace(self, state: TrainState, batch: PyTree) -> jax.stages.Traced:
         """Traces the step, as `jax.jit(...).trace` does. Nothing is compiled.
@@ -151,14 +155,14 @@ class Step:
 
     def _trace(self, jitted: jax.stages.Wrapped, state: TrainState, batch: PyTree) -> jax.stages.Traced:
         if not self._is_described_host(state):
-            return jitted.trace(state, batch_avals(self.config, batch))
+            return jitted.trace(self._in_program(state), batch_avals(self.config, batch))
         in_host = states.in_host(self.config, state)
         traced = jitted.trace(in_host_memory(state, in_host), batch_avals(self.config, batch))
         return cast("jax.stages.Traced", TracedWithHostArguments(traced, jax.tree.leaves(in_host)))
 
     def _is_described_host(self, state: TrainState) -> bool:
         """Whether a part of the state is in the host memory of devices that are only described, and have none."""
-        return self.config.offloads_optimizer and forgets_memories(state.step.sharding)
+        return self.config.reads_host and forgets_memories(state.step.sharding)
 
     def lower(self, state: TrainState, batch: PyTree, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the step, as `jax.jit(...).lower` does.
@@ -251,11 +255,13 @@ class TrainStep(Step):
         """The gradient of the loss for such parameters."""
         return self._loss.gradient(layout)
 
-    def _build_step(self, like: TrainState) -> Callable[[TrainState, PyTree], tuple[TrainState, Metrics]]:
-        layout, shardings = like.layout, states.shardings(self.config, like)
+    def _build_step(self, like: TrainState) -> Callable[[TrainState, PyTree], tuple[Any, ...]]:
+        layout = like.layout
+        avals = self.config.memory.in_program(self.config, states.with_shardings(self.config, like))
+        shardings = jax.tree.map(lambda a: a.sharding, avals)
         gradient, clip_norm = self.gradient(layout), self.settings.clip_norm
 
-        def step(state: TrainState, batch: PyTree) -> tuple[TrainState, Metrics]:
+        def step(state: TrainState, batch: PyTree) -> tuple[Any, ...]:
             # Compute the gradient.
             scale = state.loss_scale.value if state.loss_scale else jnp.float32(1)
             key = jax.random.fold_in(state.key, state.step)
@@ -277,7 +283,7 @@ class TrainStep(Step):
                 result.loss,
                 result.divisor,
             )
-            after, params_norm = apply_gradients(gradient, state, shardings, grads)
+            after, params_norm, pending = apply_gradients(gradient, state, shardings, grads)
             keep = lambda new, old: new if models.is_key(new) else lax.select(finite, new, old)
             model_state = jax.tree.map(keep, result.model_state, state.model_state)
             after = dataclasses.replace(after, model_state=model_state)
@@ -292,9 +298,16 @@ class TrainStep(Step):
                 **_learning_rate(layout, state.opt_state, after.opt_state),
                 **({"loss_scale": after.loss_scale.value} if after.loss_scale else {}),
             }
-            return after, metrics
+            return (after, metrics) if pending is None else (after, metrics, pending)
 
         return step
+
+    def _run(self, jitted: Callable[..., PyTree], state: TrainState, batch: PyTree) -> PyTree:
+        after, metrics, *pending = super()._run(jitted, state, batch)
+        if pending:
+            after, norm = pending[0].update.finish(self.gradient(state.layout), state, after, pending[0])
+            metrics = {**metrics, "param_norm": norm}
+        return after, metrics
 
 
 def _learning_rate(layout: StateLayout, before: PyTree, after: PyTree) -> Metrics:

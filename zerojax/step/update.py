@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
@@ -33,6 +34,7 @@ class Updated(NamedTuple):
     master: PyTree  # the master copy, or None
     opt_state: PyTree  # the state of the optimizer
     squared_norm: Array | None  # of the trained parameters; None if it has not been computed
+    pending: PyTree = None  # what is left to be done after the program of the step, see `Memory.finish`
 
 
 class StepGrads(NamedTuple):
@@ -87,11 +89,12 @@ def squared_norm(gradient: DeviceGradient, params: PyTree) -> Array:
 
 def apply_gradients(
     gradient: DeviceGradient, state: TrainState, shardings: TrainState, grads: StepGrads
-) -> tuple[TrainState, Array]:
+) -> tuple[TrainState, Array, PyTree]:
     """Applies one optimizer update to a state with these shardings.
 
     Returns:
-        (the state after the update, the squared norm of the trained parameters).
+        (the state after the update, the squared norm of the trained parameters, what is left to be done after the
+        program, with parameters that are stored like the optimizer's state; or None).
     """
     config, layout, stage = gradient.config, gradient.layout, gradient.config.stage
     finite = grads.finite
@@ -102,7 +105,11 @@ def apply_gradients(
 
     # Gather the parameters, below stage 3.
     params = updated.computed
-    if stage.shards_optimizer and not stage.shards_params:
+    if updated.pending is not None:
+        shardings = dataclasses.replace(
+            shardings, params=layout.with_frozen(optimizer_shardings(config, layout), shardings.params)
+        )
+    elif stage.shards_optimizer and not stage.shards_params:
         params = gather_params(gradient, params)
 
     # Store the results.
@@ -123,7 +130,8 @@ def apply_gradients(
 
     after = jax.tree.map(constrain, after, shardings)
     norm = updated.squared_norm
-    return after, squared_norm(gradient, optimizer_params(config, after)) if norm is None else norm
+    norm = squared_norm(gradient, optimizer_params(config, after)) if norm is None else norm
+    return after, norm, updated.pending
 
 
 def _update_whole(gradient: DeviceGradient, state: TrainState, step: StepGrads) -> Updated:
