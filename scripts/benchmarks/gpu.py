@@ -18,6 +18,7 @@ A scanned GPT in bf16 with a norm before its head, AdamW and attention by cuDNN,
     offloaded  like `full`, with the inputs of the layers in host memory
     optimizer  like `full`, with the optimizer's state in host memory
     params     like `full`, with the parameters and the optimizer's state in host memory
+    disk       like `full`, with the optimizer's state in a file in `--disk`; only with this option
 
 Runs are paired: in each round every form creates its state, takes one step that is not timed, and then `--steps` timed
 steps; the order rotates. The ratio is the median over the rounds of the time of `full` relative to that of `plain`.
@@ -58,6 +59,7 @@ OURS = {  # (remat=, offload=)
     "offloaded": ({"offload_inputs": True}, "none"),
     "optimizer": ("full", "optimizer"),
     "params": ("full", "params"),
+    "disk": ("full", "optimizer"),
 }
 FORMS = ("plain", *OURS)
 SHAPES = ("width", "heads", "seq", "rows", "microbatches", "vocab", "steps", "rounds")  # reported with the results
@@ -82,11 +84,16 @@ def arguments():
     parser.add_argument("--attention", choices=["cudnn", "xla"], help="(default: cudnn, and xla on simulated devices)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps per run (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="paired runs (default %(default)s)")
+    parser.add_argument("--disk", metavar="DIRECTORY", help="on a local disk, for the form `disk`")
     parser.add_argument("--simulate", type=int, metavar="N", help="on N simulated CPU devices")
     parser.add_argument("--measure", choices=["times", *FORMS], help=argparse.SUPPRESS)  # in a process of its own
     args = parser.parse_args()
     args.attention = args.attention or ("xla" if args.simulate else "cudnn")
-    args.forms = args.forms or (FORMS if args.microbatches == 1 else tuple(OURS))
+    if not args.forms:
+        forms = FORMS if args.microbatches == 1 else tuple(OURS)
+        args.forms = tuple(name for name in forms if name != "disk" or args.disk)
+    if "disk" in args.forms and not args.disk:
+        parser.error("the form disk needs --disk DIRECTORY")
     if "plain" in args.forms and args.microbatches > 1:
         parser.error("the plain form has no microbatches: leave it out of --forms, or --microbatches")
     return args
@@ -197,6 +204,7 @@ class Form:
     def __init__(self, name, config, args):
         config = dataclasses.replace(config, scan=name != "list")
         self.name, self.config, self.rows, self.num_microbatches = name, config, args.rows, args.microbatches
+        self.where = {"offload_dir": args.disk} if name == "disk" else {}
         self.error, self.seconds, self.losses, self.broken = None, [], [], []
         self.compile_s = self.compiled_peak_bytes = self.init_peak_bytes = self.peak_bytes = None
         self.formula_bytes = self.host_bytes = self.predicted_s = None
@@ -230,13 +238,14 @@ class Form:
         else:
             self.init, step, state = self.ours()
         start = time.perf_counter()
-        self.step = step.trace(state, batch).lower().compile()
+        compiled = step.trace(state, batch).lower().compile()
         self.compile_s = time.perf_counter() - start
-        self.compiled_peak_bytes = peak_bytes(self.step.memory_analysis())
+        self.step = step if self.where else compiled  # Python runs a part of it
+        self.compiled_peak_bytes = peak_bytes(compiled.memory_analysis())
         if self.name != "plain":
-            self.analyze(step, state, batch)
+            self.analyze(step, compiled, state, batch)
         tokens = np.random.default_rng(0).integers(0, self.config.vocab, batch["tokens"].shape, np.int32)
-        self.batch = jax.device_put({"tokens": tokens}, self.step.input_shardings[0][1])
+        self.batch = jax.device_put({"tokens": tokens}, compiled.input_shardings[0][1])
 
     def ours(self):
         """(`init() -> state`, the step, its state as avals) of zerojax."""
@@ -247,7 +256,7 @@ class Form:
         import zerojax
 
         remat, offload = OURS[self.name]
-        zero = zerojax.Zero(zerojax.make_mesh(), stage=3, precision="bf16", offload=offload)
+        zero = zerojax.Zero(zerojax.make_mesh(), stage=3, precision="bf16", offload=offload, **self.where)
         model, tx = gpt.create(self.config), optax.adamw(1e-3)
         state = zero.eval_init(model, tx)
         remat = zerojax.Remat(**remat) if isinstance(remat, dict) else remat
@@ -258,7 +267,7 @@ class Form:
             leaves = jax.jit(leaves, out_shardings=[a.sharding for a in avals])
         return lambda: jax.tree.unflatten(tree, leaves()), step, state
 
-    def analyze(self, step, state, batch):
+    def analyze(self, step, compiled, state, batch):
         """What zerojax says of the compiled program: its memory by formula, its time, and what is broken."""
         import jax
 
@@ -269,12 +278,12 @@ class Form:
 
         memory = step.memory(state, batch)
         self.formula_bytes, self.host_bytes = memory.peak_bytes, memory.host_bytes
-        audit = zerojax.audit_step(self.step, step.expectation(state, batch))
+        audit = zerojax.audit_step(compiled, step.expectation(state, batch))
         self.broken = [f"{each.name}: expected {each.expected}, found {each.found}" for each in audit.broken]
         chip = chip_of(jax.devices()[0])
         if chip:
             target = cluster(f"{chip.name}:{jax.device_count()}")
-            self.predicted_s = timeline.predict(hlo.parse_program(self.step.as_text()), target).step_s
+            self.predicted_s = timeline.predict(hlo.parse_program(compiled.as_text()), target).step_s
 
     def run(self, steps):
         """Measures the mean seconds of `steps` steps, after one that is not timed. The first run records the losses."""

@@ -18,6 +18,7 @@ import itertools
 import multiprocessing
 import os
 import sys
+import tempfile
 import time
 import traceback
 
@@ -44,6 +45,8 @@ FORMS = {  # (offload=, remat= or 'inputs' for those of layers in host memory, c
     "params, remat": ("params", "full", None),
     "params, inputs": ("params", "inputs", None),
     "params, clipped": ("params", "full", 0.5),
+    "disk": ("disk", "none", None),
+    "disk, clipped": ("disk", "full", 0.5),
 }
 
 
@@ -99,11 +102,11 @@ def prepare(simulated):
     import jax
 
     import zerojax
-    from zerojax.offload import host_pieces
+    from zerojax.offload import disk_update, host_pieces
 
     if simulated:
         zerojax.simulate_devices(simulated)
-    host_pieces.PIECES_BYTES = PIECES_BYTES
+    host_pieces.PIECES_BYTES = disk_update.RECORD_BYTES = PIECES_BYTES
     jax.config.update("jax_default_matmul_precision", "highest")
 
 
@@ -129,7 +132,10 @@ def losses(model, form, steps):
     offload, remat, clip_norm = FORMS[form]
     dtype = jnp.bfloat16 if precision == "bf16" else None
     config = gpt.Config(**shapes, heads=4, seq=SEQ, dtype=dtype)
-    zero = zerojax.Zero(zerojax.make_mesh(), 3, precision, offload=offload)
+    where = (
+        {"offload": "optimizer", "offload_dir": tempfile.gettempdir()} if offload == "disk" else {"offload": offload}
+    )
+    zero = zerojax.Zero(zerojax.make_mesh(), 3, precision, **where)
     remat = zerojax.Remat(offload_inputs=True) if remat == "inputs" else remat
     step = zero.train_step(gpt.loss, remat=remat, num_microbatches=num_microbatches, clip_norm=clip_norm)
     state = zero.init(gpt.create(config), optax.adamw(1e-3))

@@ -85,12 +85,17 @@ class DiskFile:
             text = f"{bytes_text(self.num_bytes)} for this process, and {os.strerror(error.errno or 0)}"
             fix = "another directory, more devices, or low_bit_moments(tx)"
             what = f"offload: the optimizer's state does not fit in {directory}"
-            raise OSError(error.errno, error_text(what, text, fix)) from error
+            raise OSError(error_text(what, text, fix)) from error
         try:
             flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
             fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT)
         except (OSError, AttributeError):  # a file system in memory, or another system than Linux
             pass
+
+    @property
+    def descriptor(self) -> int:
+        """The descriptor of the file, which is open as long as there is an array in it."""
+        return self._file.fileno()
 
     def count(self, k: int) -> int:
         """The number of records of a parameter."""
@@ -110,7 +115,7 @@ class DiskFile:
     def _move(self, call: Callable[[int, list[memoryview], int], int], buffer: Buffer, start: int) -> None:
         done = 0
         while done < len(buffer):
-            moved = call(self._file.fileno(), [buffer[done:].data], start + done)
+            moved = call(self.descriptor, [buffer[done:].data], start + done)
             if not moved:
                 raise OSError(f"offload: the file of the optimizer's state ends at byte {start + done:,}")
             done += moved

@@ -135,13 +135,12 @@ class DiskUpdate(StreamedUpdate):
         arrays = self._arrays(before)
         on_disk = {p: arrays[p] for positions in self.on_disk.values() for p in positions}
         files = {id(a.file): a.file for a in on_disk.values()}
-        assert len(files) <= 1
-        file = next(iter(files.values()), None)
+        assert len(files) <= 1 and self.config.disk is not None
+        file = next(iter(files.values()), None) or DiskFile(self.config.disk, {})  # the optimizer may have no arrays
 
         # Update them.
         computed = dict(enumerate(jax.tree.leaves(after.layout.trained(after.params))))
         kept = {p: a for p, a in enumerate(self._arrays(after)) if p in self._in_place and p not in on_disk}
-        assert file is not None
         file.is_torn = True
         computed, kept, norm = self._update_pieces(file, pending, computed, kept)
         file.is_torn, file.version = False, file.version + 1
@@ -172,7 +171,7 @@ class DiskUpdate(StreamedUpdate):
         per_device = NamedSharding(mesh, PartitionSpec(self.config.axes.data))
         scalars = pending.scalars
         total = jax.device_put(np.zeros(self.config.axes.num_devices, np.float32), per_device)
-        with _Records(file, [(k, c) for k in file.parameters for c in range(file.count(k))]) as records:
+        with Records(file, [(k, c) for k in file.parameters for c in range(file.count(k))]) as records:
             for k in [*file.parameters, *(k for k in self.split.leaves if k not in file.parameters)]:
                 own = {p: a for p, a in kept.items() if operands[p].leaf == k}
                 sliced = [
@@ -273,7 +272,7 @@ def _norm(squared: Array, others: Array) -> Array:
     return jnp.sqrt(jnp.sum(squared) + others)
 
 
-class _Records:
+class Records:
     """Reads records in a given order ahead of their use, and writes them back. At most `BUFFERS` are in host memory."""
 
     def __init__(self, file: DiskFile, order: Sequence[tuple[int, int]]):
@@ -287,7 +286,7 @@ class _Records:
         self._writes: collections.deque[Future[None]] = collections.deque()
         self._buffer: Buffer | None = None
 
-    def __enter__(self) -> _Records:
+    def __enter__(self) -> Records:
         self._read_ahead()
         return self
 
@@ -321,6 +320,16 @@ class _Records:
         while self._writes and self._writes[0].done():
             self._writes.popleft().result()
 
+    def rewrite(self, k: int, c: int) -> None:
+        """Writes the next record as it is."""
+        buffer = self._reads.popleft().result()
+        self._read_ahead()
+        self._writes.append(self._pool.submit(self._write_back, k, c, buffer))
+
+    def _write_back(self, k: int, c: int, buffer: Buffer) -> None:
+        self._file.write(k, c, buffer)
+        self._free.put(buffer)
+
     def _read_ahead(self) -> None:
         while len(self._reads) < _AHEAD and (record := next(self._to_read, None)) is not None:
             while True:
@@ -342,5 +351,4 @@ class _Records:
         for p, views in self._file.views(k, buffer).items():
             for view, shard in zip(views, local_shards(results[p]), strict=True):
                 view[...] = shard
-        self._file.write(k, c, buffer)
-        self._free.put(buffer)
+        self._write_back(k, c, buffer)
