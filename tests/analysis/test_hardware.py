@@ -127,6 +127,11 @@ def test_a_calibration_replaces_the_rates_that_it_measured(tmp_path):
     assert chip.flops.peak == known.flops.peak
     assert chip.memory_rate.effective == pytest.approx(2.9e12)
     assert (chip.link_rate, chip.memory_bytes) == (known.link_rate, known.memory_bytes)
+    assert (chip.host_rate, chip.duplex_share) == (known.host_rate, known.duplex_share)  # the file has neither
+    measured = {"host_rate": 50e9, "duplex_share": 0.8}
+    path.write_text(json.dumps(json.loads(path.read_text()) | measured))
+    chip = cluster("h100:8", path).chip
+    assert (chip.host_rate.effective, chip.duplex_share) == (pytest.approx(50e9), 0.8)
     with pytest.raises(ValueError, match=r"not measured on h200\n  got: .*H100.*\n  fix: "):
         cluster("h200:8", path)
 
@@ -136,5 +141,8 @@ def test_a_calibration_of_this_machine_is_only_for_this_machine(tmp_path):
     measured = hardware.calibrate(path, warm_s=0)
     assert json.loads(path.read_text()) == measured
     assert cluster("cpu:8", path).chip.flops.effective == pytest.approx(measured["flops"])
+    assert "host_rate" not in measured  # the memory of the host is that of the device
+    rates = hardware.host_rates(jax.devices()[0], 2**20)
+    assert rates["host_rate"] > 0 and 0 < rates["duplex_share"] <= 1
     with pytest.raises(ValueError, match="not measured on a100"):
         hardware.cluster("a100:8", path)

@@ -2,7 +2,7 @@
 
 A `Rate` has the peak of the data sheet, which utilization refers to, and the share of it that large operations reach.
 Values for which no measurement is published are marked as guesses. `calibrate` measures the rates of matrix
-products and of memory, which can take their place.
+products, of memory and of the link to the host, which can take their place.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from zerojax.sharding.placement import PINNED_HOST
 from zerojax.utils.typing import Array
 
 INSIDE_HOST, BETWEEN_HOSTS = "link inside a host", "link between hosts"
@@ -336,16 +337,17 @@ def _calibrated(chip: Chip, path: Path) -> Chip:
             f"  got:      {measured['device_kind']!r}, not one of {list(chip.device_kinds)}\n"
             f"  fix:      calibrate on one of these, or plan without a calibration"
         )
-    return dataclasses.replace(
-        chip,
-        flops=chip.flops._replace(efficiency=measured["flops"] / chip.flops.peak),
-        memory_rate=chip.memory_rate._replace(efficiency=measured["memory_rate"] / chip.memory_rate.peak),
-    )
+    rates = ("flops", "memory_rate", "host_rate")  # files of earlier versions have no rate of the link to the host
+    efficiency = lambda name: getattr(chip, name)._replace(efficiency=measured[name] / getattr(chip, name).peak)
+    replaced = {name: efficiency(name) for name in rates if name in measured}
+    share = {"duplex_share": measured["duplex_share"]} if "duplex_share" in measured else {}
+    return dataclasses.replace(chip, **replaced, **share)
 
 
 CALIBRATION = Path("~/.cache/zerojax/calibration.json")
 # (width of the square matrices, elements of the vector). An accelerator reaches its rates only with large ones.
 _ACCELERATOR_SIZES, _CPU_SIZES = (8192, 2**28), (512, 2**22)
+_HOST_BYTES = 2**28  # of an array that is copied between host and device, as large as those of a model
 # The clock of a GPU drops within a second or two of full load, so the first runs do not count.
 _WARM_S, _NUM_RUNS, _RUN_S = 2.0, 9, 0.2
 
@@ -363,7 +365,9 @@ def calibrate(path: str | Path = CALIBRATION, *, warm_s: float = _WARM_S) -> dic
 
     Returns:
         The content of the file: the kind of the device, versions, the date, `flops` per second, and `memory_rate`, the
-        bytes read and written per second.
+        bytes read and written per second. For an accelerator also `host_rate`, the bytes per second from pinned host
+        memory or to it, in the slower direction, and `duplex_share`, the share of it that each direction reaches while
+        both are busy.
     """
     device = jax.devices()[0]
     width, elements = _CPU_SIZES if device.platform == "cpu" else _ACCELERATOR_SIZES
@@ -376,11 +380,29 @@ def calibrate(path: str | Path = CALIBRATION, *, warm_s: float = _WARM_S) -> dic
         "date": datetime.date.today().isoformat(),
         "flops": 2 * width**3 / _seconds(lambda last, x: last @ x, matrix, warm_s),
         "memory_rate": 2 * vector.nbytes / _seconds(lambda last, _: last + 1, vector, warm_s),
+        **({} if device.platform == "cpu" else host_rates(device)),
     }
     path = Path(path).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(measured, indent=2) + "\n")
     return measured
+
+
+def host_rates(device: Any, num_bytes: int = _HOST_BYTES) -> dict[str, float]:
+    """`host_rate` and `duplex_share` of a device, see `calibrate`: medians of copies of an array in whole."""
+    on_device, on_host = (jax.sharding.SingleDeviceSharding(device, memory_kind=k) for k in ("device", PINNED_HOST))
+    of_device = jax.device_put(jnp.zeros(num_bytes, jnp.uint8), on_device)
+    of_host = jax.device_put(of_device, on_host)
+
+    def seconds(*copies: tuple[Array, Any]) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready([jax.device_put(array, where, may_alias=False) for array, where in copies])
+        return time.perf_counter() - start
+
+    there, back = (of_device, on_host), (of_host, on_device)
+    median = lambda *copies: statistics.median([seconds(*copies) for _ in range(_NUM_RUNS + 1)][1:])
+    one_way = max(median(there), median(back))
+    return {"host_rate": num_bytes / one_way, "duplex_share": min(1.0, one_way / median(there, back))}
 
 
 def _seconds(operation: Callable[[Array, Array], Array], x: Array, warm_s: float) -> float:
