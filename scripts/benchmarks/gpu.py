@@ -3,6 +3,7 @@
     python scripts/benchmarks/gpu.py                  # a table
     python scripts/benchmarks/gpu.py --json           # one JSON object
     python scripts/benchmarks/gpu.py --json gpu.json  # a table, and the object in a file
+    python scripts/benchmarks/gpu.py --json gpu.json --parity 14 --disk /mnt/nvme  # all, and the losses of parity.py
     python scripts/benchmarks/gpu.py --forms full optimizer params --microbatches 4
     python scripts/benchmarks/gpu.py --simulate 2 --width 64 --heads 4 --seq 16 --vocab 64  # on CPU, to try the script
 
@@ -20,23 +21,23 @@ A scanned GPT in bf16 with a norm before its head, AdamW and attention by cuDNN,
     params     like `full`, with the parameters and the optimizer's state in host memory
     disk       like `full`, with the optimizer's state in a file in `--disk`; only with this option
 
-Runs are paired: in each round every form creates its state, takes one step that is not timed, and then `--steps` timed
-steps; the order rotates. The ratio is the median over the rounds of the time of `full` relative to that of `plain`.
-Losses are compared over the steps of the first round, which start from the same weights; in bf16 they may differ from
-those of the first form by TOLERANCE. A list of layers starts from others. The plain form has no microbatches.
+Runs are paired: in each round every form has a process of its own, which creates the state, takes one step that is not
+timed, and then `--steps` timed steps; the order rotates. The ratio is the median over the rounds of the time of `full`
+relative to that of `plain`. Losses start from the same weights; in bf16 they may differ from those of the first form by
+TOLERANCE. A list of layers starts from others. The plain form has no microbatches. A form that fails, or whose process
+is killed, is reported, and the others go on. With `--parity`, one call and one file have all that a GPU can show.
 
 The model's flops are 6 Psi + 12 L S d per token, for Psi parameters without the embedding table, L layers, sequences of
 S tokens and width d. They count the matrix products of the forward and the backward pass, and attention as if it were
 not causal, but no recomputation. Model flop utilization (mfu) is relative to the peak of the device in bf16 without
 sparsity; `measured_flops` is the rate that products of square matrices reach on it.
 
-Peak memory is measured in a fresh process for each form, if there are several (`memory_stats()`, which does not count
-memory that JAX preallocates); `init` is the peak before the first step. The compiled peak is the sum of arguments,
-temporaries and outputs that are not aliased with an argument. The formula and the host memory are those of
-`step.memory`. The predicted time is that of `zerojax.plan.timeline` for the same compiled program. What an audit of it
-finds broken is printed. A form that fails is reported, and the others continue.
-Without `--layers`, the number of layers is chosen to fill FILL of the memory that JAX may use (see `fitting_layers`),
-which is XLA_CLIENT_MEM_FRACTION of the device.
+Peak memory is that of `memory_stats()`, which does not count memory that JAX preallocates; `init` is the peak before
+the first step. The compiled peak is the sum of arguments, temporaries and outputs that are not aliased with an
+argument. The formula and the host memory are those of `step.memory`. The predicted time is that of
+`zerojax.plan.timeline` for the same compiled program. What an audit of it finds broken is printed. Without `--layers`,
+the number of layers is chosen to fill FILL of the memory that JAX may use (see `fitting_layers`), which is
+XLA_CLIENT_MEM_FRACTION of the device.
 """
 
 import argparse
@@ -51,6 +52,8 @@ import time
 import traceback
 from pathlib import Path
 
+from timing import ratio, rotated
+
 OURS = {  # (remat=, offload=)
     "full": ("full", "none"),
     "dots": ("dots", "none"),
@@ -64,6 +67,10 @@ OURS = {  # (remat=, offload=)
 FORMS = ("plain", *OURS)
 SHAPES = ("width", "heads", "seq", "rows", "microbatches", "vocab", "steps", "rounds")  # reported with the results
 FILL = 0.85  # by a formula that overestimates what compilers save: on an H100 the compiled peak is near 0.7
+FOUND = (
+    "losses", "broken", "peak_bytes", "init_peak_bytes", "compiled_peak_bytes", "formula_bytes", "host_bytes",
+    "predicted_s", "compile_s", "step_s",
+)  # fmt: skip
 OUT_OF_MEMORY = "out of memory"
 TOLERANCE = 0.05  # for a loss near log(vocab). A guess: a wrong gradient changes it by tenths after a few steps
 
@@ -86,7 +93,8 @@ def arguments():
     parser.add_argument("--rounds", type=int, default=5, help="paired runs (default %(default)s)")
     parser.add_argument("--disk", metavar="DIRECTORY", help="on a local disk, for the form `disk`")
     parser.add_argument("--simulate", type=int, metavar="N", help="on N simulated CPU devices")
-    parser.add_argument("--measure", choices=["times", *FORMS], help=argparse.SUPPRESS)  # in a process of its own
+    parser.add_argument("--parity", type=int, metavar="PROCESSES", help="also run parity.py, in so many processes")
+    parser.add_argument("--measure", choices=["device", *FORMS], help=argparse.SUPPRESS)  # in a process of its own
     args = parser.parse_args()
     args.attention = args.attention or ("xla" if args.simulate else "cudnn")
     if not args.forms:
@@ -106,18 +114,23 @@ def main():
             import zerojax
 
             zerojax.simulate_devices(args.simulate)
-        print(json.dumps(times(args) if args.measure == "times" else peak(args)))
+        print(json.dumps(device(args) if args.measure == "device" else form(args)))
         return
-    # Preallocated memory is contiguous, so memory that one form has freed cannot be too fragmented for the next.
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
-    with (
-        tempfile.TemporaryDirectory() as cache
-    ):  # the processes that measure peaks reuse the programs of the one that measures times
+    with tempfile.TemporaryDirectory() as cache:  # the rounds share the programs
         os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
-        result = measured("times")
-        if result["device"]["limit_bytes"] and len(args.forms) > 1:
-            for name, form in result["forms"].items():
-                form |= measured(name, "--layers", str(result["shapes"]["layers"]))
+        result = measured("device")
+        layers = str(result["shapes"]["layers"])
+        runs = {name: [] for name in args.forms}
+        for i in range(args.rounds):
+            for name in rotated(list(runs), i):
+                if not (runs[name] and runs[name][-1]["error"]):
+                    runs[name].append(measured(name, "--layers", layers))
+    result |= summary(runs, result["model_flops"], result["peak_flops"])
+    if args.parity:
+        command = [sys.executable, Path(__file__).with_name("parity.py"), "--json", "--processes", str(args.parity)]
+        simulated = ["--simulate", str(args.simulate)] if args.simulate else []
+        answer = subprocess.run([*command, *simulated], stdout=subprocess.PIPE, text=True).stdout.splitlines()
+        result["parity"] = json.loads(answer[-1]) if answer else None
     if args.json != "-":
         table(result)
     if args.json:
@@ -128,58 +141,72 @@ def main():
         sys.exit(f"{', '.join(failed)}: failed")
     if not result["max_loss_difference"] <= TOLERANCE:
         sys.exit(f"the forms compute different losses: they differ by {result['max_loss_difference']:.3g}")
+    if args.parity and not (result["parity"] and all(run["agrees"] for run in result["parity"].values())):
+        sys.exit("parity: some forms compute other losses than the form that offloads nothing")
 
 
 def measured(what, *options):
-    """The measurements of a separate process. Only one process at a time uses the devices, and this one never does."""
+    """The measurements of a separate process. Only one process at a time uses the devices, and this one never does.
+
+    A process that ends without an answer has an error that says how.
+    """
     command = [sys.executable, __file__, *sys.argv[1:], *options, "--measure", what]
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1])
+    if what == "device":
+        sys.exit(f"the device cannot be measured: exit code {done.returncode}")
+    return {"error": f"the process ended with exit code {done.returncode}"}
 
 
-def times(args):
-    """All measurements except the peaks of memory."""
+def device(args):
+    """What all forms are compared with."""
     import jax
-    import numpy as np
-    from timing import ratio, rotated, versions
+    from timing import versions
 
-    device, limit_bytes = jax.devices()[0], memory_stat("bytes_limit")
+    chip = chip_of(jax.devices()[0])
+    limit_bytes = memory_stat("bytes_limit")
     config = gpt_config(args, limit_bytes)
-    forms = {name: Form(name, config, args) for name in args.forms}
-    for form in forms.values():
-        form.attempt(form.compile)
-    for i in range(args.rounds):
-        for name in rotated(list(forms), i):
-            forms[name].attempt(forms[name].run, args.steps)
-    seconds = {name: form.seconds for name, form in forms.items() if not form.error}
-    losses = {name: form.losses for name, form in forms.items() if form.losses and form.config.scan}
-    chip = chip_of(device)
-    peak_flops = chip.flops.peak if chip else None
-    flops = model_flops(config) * args.rows * args.microbatches * args.seq  # of one device
-    summaries = {name: form.summary(flops, peak_flops) for name, form in forms.items()}
+    return {
+        "measured_flops": measured_flops(),
+        "model_flops": model_flops(config) * args.rows * args.microbatches * args.seq,  # of one device
+        "shapes": {name: getattr(args, name) for name in SHAPES} | {"layers": config.layers},
+        "peak_flops": chip.flops.peak if chip else None,
+        "versions": versions(),
+        "device": {"kind": jax.devices()[0].device_kind, "count": jax.device_count(), "limit_bytes": limit_bytes},
+    }
+
+
+def form(args):
+    """One round of a form: seconds of a step, losses, and what its program says."""
+    measured = Form(args.measure, gpt_config(args, None), args)
+    measured.attempt(measured.compile)
+    measured.attempt(measured.run, args.steps)
+    return measured.found
+
+
+def summary(runs, flops, peak_flops):
+    """The rounds of each form together, and the forms compared."""
+    forms, seconds, losses = {}, {}, {}
+    for name, rounds in runs.items():
+        error = next((each["error"] for each in rounds if each["error"]), None)
+        timed = [each["step_s"] for each in rounds if not each["error"]]
+        found = {key: rounds[0].get(key) for key in FOUND}
+        if timed and not error:
+            seconds[name] = timed
+            if name != "list":  # another model: its layers are drawn from other keys
+                losses[name] = found["losses"]
+        step_s = statistics.median(timed) if timed and not error else None
+        mfu = flops / step_s / peak_flops if step_s and peak_flops else None
+        forms[name] = found | {"step_s": step_s, "mfu": mfu, "error": error}
     reference = next(iter(losses.values()), [])
     differences = [abs(a - b) for series in losses.values() for a, b in zip(series, reference, strict=bool(reference))]
     return {
         "ratio": ratio(seconds["full"], seconds["plain"]) if {"full", "plain"} <= seconds.keys() else None,
-        "mfu": max((each["mfu"] for each in summaries.values() if each["mfu"]), default=None),
-        "measured_flops": measured_flops(),
-        "peak_flops": peak_flops,
-        "model_flops": flops,
-        "max_loss_difference": float(np.max(differences, initial=0.0)),  # NaN if there is one
-        "forms": summaries,
-        "shapes": {name: getattr(args, name) for name in SHAPES} | {"layers": config.layers},
-        "versions": versions(),
-        "device": {"kind": device.device_kind, "count": jax.device_count(), "limit_bytes": limit_bytes},
+        "mfu": max((each["mfu"] for each in forms.values() if each["mfu"]), default=None),
+        "max_loss_difference": max(differences, default=0.0, key=lambda d: (d != d, d)),  # NaN if there is one
+        "forms": forms,
     }
-
-
-def peak(args):
-    """The peak memory of a device before and after the steps of one form."""
-    form = Form(args.measure, gpt_config(args, memory_stat("bytes_limit")), args)
-    form.attempt(form.compile)
-    form.attempt(form.run, 1)
-    if form.error:
-        return {"error": form.error, "init_peak_bytes": None, "peak_bytes": None}
-    return {"init_peak_bytes": form.init_peak_bytes, "peak_bytes": form.peak_bytes}
 
 
 def chip_of(device):
@@ -205,13 +232,11 @@ class Form:
         config = dataclasses.replace(config, scan=name != "list")
         self.name, self.config, self.rows, self.num_microbatches = name, config, args.rows, args.microbatches
         self.where = {"offload_dir": args.disk} if name == "disk" else {}
-        self.error, self.seconds, self.losses, self.broken = None, [], [], []
-        self.compile_s = self.compiled_peak_bytes = self.init_peak_bytes = self.peak_bytes = None
-        self.formula_bytes = self.host_bytes = self.predicted_s = None
+        self.found = {**dict.fromkeys(FOUND), "error": None, "broken": [], "losses": []}
 
     def attempt(self, measure, *args):
         """Calls `measure(*args)` and records an error, so that the other forms go on. Does nothing after an error."""
-        if self.error:
+        if self.found["error"]:
             return
         start = time.perf_counter()
         try:
@@ -220,7 +245,7 @@ class Form:
         except Exception as error:
             traceback.print_exc()
             what = OUT_OF_MEMORY if "RESOURCE_EXHAUSTED" in str(error) else type(error).__name__
-            self.error = f"{what}: " + " ".join(str(error).split())[:200]
+            self.found["error"] = f"{what}: " + " ".join(str(error).split())[:200]
 
     def compile(self):
         import gpt
@@ -239,9 +264,9 @@ class Form:
             self.init, step, state = self.ours()
         start = time.perf_counter()
         compiled = step.trace(state, batch).lower().compile()
-        self.compile_s = time.perf_counter() - start
+        self.found["compile_s"] = time.perf_counter() - start
         self.step = step if self.where else compiled  # Python runs a part of it
-        self.compiled_peak_bytes = peak_bytes(compiled.memory_analysis())
+        self.found["compiled_peak_bytes"] = peak_bytes(compiled.memory_analysis())
         if self.name != "plain":
             self.analyze(step, compiled, state, batch)
         tokens = np.random.default_rng(0).integers(0, self.config.vocab, batch["tokens"].shape, np.int32)
@@ -277,47 +302,30 @@ class Form:
         from zerojax.plan import timeline
 
         memory = step.memory(state, batch)
-        self.formula_bytes, self.host_bytes = memory.peak_bytes, memory.host_bytes
+        self.found |= {"formula_bytes": memory.peak_bytes, "host_bytes": memory.host_bytes}
         audit = zerojax.audit_step(compiled, step.expectation(state, batch))
-        self.broken = [f"{each.name}: expected {each.expected}, found {each.found}" for each in audit.broken]
+        self.found["broken"] = [f"{each.name}: expected {each.expected}, found {each.found}" for each in audit.broken]
         chip = chip_of(jax.devices()[0])
         if chip:
             target = cluster(f"{chip.name}:{jax.device_count()}")
-            self.predicted_s = timeline.predict(hlo.parse_program(compiled.as_text()), target).step_s
+            self.found["predicted_s"] = timeline.predict(hlo.parse_program(compiled.as_text()), target).step_s
 
     def run(self, steps):
-        """Measures the mean seconds of `steps` steps, after one that is not timed. The first run records the losses."""
+        """Measures the mean seconds of `steps` steps, after one that is not timed, and the losses of all."""
         import jax
 
         state, losses = jax.block_until_ready(self.init()), []
-        self.init_peak_bytes = memory_stat("peak_bytes_in_use")
+        self.found["init_peak_bytes"] = memory_stat("peak_bytes_in_use")
         for i in range(steps + 1):
             if i == 1:
                 jax.block_until_ready(state)
                 start = time.perf_counter()
             state, metrics = self.step(state, self.batch)
             losses.append(metrics["loss"])
-        jax.block_until_ready(state)
-        self.seconds.append((time.perf_counter() - start) / steps)
-        self.peak_bytes = memory_stat("peak_bytes_in_use")
-        self.losses = self.losses or [float(loss) for loss in losses]
-
-    def summary(self, flops, peak_flops):
-        step_s = statistics.median(self.seconds) if self.seconds and not self.error else None
-        return {
-            "step_s": step_s,
-            "mfu": flops / step_s / peak_flops if step_s and peak_flops else None,
-            "peak_bytes": self.peak_bytes,
-            "init_peak_bytes": self.init_peak_bytes,
-            "compiled_peak_bytes": self.compiled_peak_bytes,
-            "formula_bytes": self.formula_bytes,
-            "host_bytes": self.host_bytes,
-            "predicted_s": self.predicted_s,
-            "compile_s": self.compile_s,
-            "losses": self.losses,
-            "broken": self.broken,
-            "error": self.error,
-        }
+        jax.block_until_ready((state.params, losses) if self.name != "plain" else state)
+        step_s = (time.perf_counter() - start) / steps
+        peak_bytes = memory_stat("peak_bytes_in_use")
+        self.found |= {"step_s": step_s, "peak_bytes": peak_bytes, "losses": [float(loss) for loss in losses]}
 
 
 def gpt_config(args, limit_bytes):

@@ -15,12 +15,13 @@ several.
 
 import argparse
 import itertools
-import multiprocessing
+import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
-import traceback
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 1e-2}  # of the loss. In bf16 the order of sums differs in the last of 8 bits
 PIECES_BYTES = 2**20
@@ -56,6 +57,8 @@ def arguments():
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="(default: all)")
     parser.add_argument("--steps", type=int, default=8, help="(default %(default)s)")
     parser.add_argument("--processes", type=int, default=1, help="that train at the same time (default %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
+    parser.add_argument("--run", nargs=2, metavar=("MODEL", "FORM"), help=argparse.SUPPRESS)  # in a process of its own
     parser.add_argument("--simulate", type=int, metavar="N", help="on N simulated CPU devices")
     args = parser.parse_args()
     if any(reference(form) not in args.forms for form in args.forms):
@@ -69,19 +72,29 @@ def reference(form):
 
 def main():
     args = arguments()
+    if args.run:
+        prepare(args.simulate)
+        print(json.dumps(losses(*args.run, args.steps)))
+        return
     start, runs, found = time.perf_counter(), list(itertools.product(args.models, args.forms)), {}
-    with multiprocessing.get_context("spawn").Pool(args.processes, prepare, (args.simulate,)) as pool:
-        for run, losses, broken in pool.imap_unordered(train, [(*run, args.steps) for run in runs]):
-            found[run] = losses
-            problems = "; ".join(broken) if isinstance(losses, list) else losses
+    with ThreadPoolExecutor(args.processes) as pool:
+        answers = {pool.submit(train, run, sys.argv[1:]): run for run in runs}
+        for answer in as_completed(answers):
+            run, (found[run], broken) = answers[answer], answer.result()
+            problems = "; ".join(broken) if isinstance(found[run], list) else found[run]
             print(f"{len(found)} of {len(runs)}: {': '.join(run)} {problems}".rstrip(), file=sys.stderr, flush=True)
-    wrong = 0
+    results = {}
     for model, form in runs:
-        text, ok = compared(found[model, form], found[model, reference(form)], TOLERANCE[MODELS[model][1]])
-        print(f"{'ok' if ok else 'WRONG':6s}{model:26s}{form:20s}{text}")
-        wrong += not ok
-    print(f"{len(runs) - wrong} of {len(runs)} agree, in {time.perf_counter() - start:.0f} s")
-    sys.exit(bool(wrong))
+        text, agrees = compared(found[model, form], found[model, reference(form)], TOLERANCE[MODELS[model][1]])
+        results[f"{model}: {form}"] = {"losses": found[model, form], "text": text, "agrees": agrees}
+        if not args.json:
+            print(f"{'ok' if agrees else 'WRONG':6s}{model:26s}{form:20s}{text}")
+    right = sum(each["agrees"] for each in results.values())
+    if args.json:
+        print(json.dumps(results))
+    else:
+        print(f"{right} of {len(runs)} agree, in {time.perf_counter() - start:.0f} s")
+    sys.exit(right < len(runs))
 
 
 def compared(losses, expected, tolerance):
@@ -95,7 +108,7 @@ def compared(losses, expected, tolerance):
 
 
 def prepare(simulated):
-    """In each process, before JAX is imported."""
+    """Before JAX is imported."""
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     flags = [os.environ.get("XLA_FLAGS", ""), *([] if simulated else ["--xla_gpu_autotune_level=0"])]
     os.environ["XLA_FLAGS"] = " ".join(flags).strip()
@@ -110,13 +123,14 @@ def prepare(simulated):
     jax.config.update("jax_default_matmul_precision", "highest")
 
 
-def train(run):
-    """((model, form), its losses or the error, what the audit of its program finds broken)."""
-    *name, steps = run
-    try:
-        return tuple(name), *losses(*name, steps)
-    except Exception:
-        return tuple(name), traceback.format_exc(limit=-3), []
+def train(run, options):
+    """(The losses of a run or its error, what the audit of its program finds broken), from a process of its own."""
+    command = [sys.executable, __file__, *options, "--run", *run]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1])
+    last = (done.stderr.strip().splitlines() or [""])[-1]
+    return f"exit code {done.returncode}: {last}", []
 
 
 def losses(model, form, steps):

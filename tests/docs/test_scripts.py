@@ -8,6 +8,7 @@ import sys
 
 import ablation
 import faults
+import gpu
 import mutants
 import parity
 import pytest
@@ -48,6 +49,12 @@ def test_losses_are_compared_on_simulated_devices():
     command = [sys.executable, BENCHMARKS / "parity.py", "--simulate", "1", "--models", "odd", "--steps", "2"]
     run = subprocess.run([*command, "--forms", "none", "inputs"], env=importing(BENCHMARKS), stdout=subprocess.PIPE)
     assert run.returncode == 0 and b"2 of 2 agree" in run.stdout
+
+
+def test_a_process_of_a_form_that_ends_early_is_an_error_of_this_form():
+    assert gpu.measured("plain", "--layers", "many") == {"error": "the process ended with exit code 2"}
+    losses, broken = parity.train(("odd", "none"), ["--steps", "many"])
+    assert re.fullmatch(r"exit code 2: .*invalid int value: 'many'", losses) and broken == []
 
 
 @pytest.mark.parametrize("losses", [[3.0, 2.1], [3.0, float("nan")], "Traceback"])
