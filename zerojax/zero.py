@@ -87,7 +87,7 @@ class Zero:
             is the default. `value_and_grad` has no optimizer, and takes parameters that are on the devices.
         offload_dir: a directory on a local disk, such as an NVMe drive, for what 'optimizer' would keep in host memory.
             A step then runs the update from Python: files are read and written while pieces are updated, and at most
-            eight records of about 64 MiB are in host memory, and copies of those that are moved. Every process has a
+            eight records of about 32 MiB are in host memory, and copies of those that are moved. Every process has a
             file without a name in it, which ends with the process: a run resumes from its checkpoints only. A save
             ends before training goes on.
 

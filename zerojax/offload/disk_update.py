@@ -39,7 +39,7 @@ from zerojax.step.state import TrainState, shardings
 from zerojax.step.update import StepGrads, Updated, gather_params
 from zerojax.utils.typing import Array
 
-RECORD_BYTES = 2**26  # about those of a record, for all arrays of a parameter and all devices of a process
+RECORD_BYTES = 2**25  # about those of a record, for all arrays of a parameter and all devices of a process
 BUFFERS = 8  # records in host memory at a time
 _AHEAD = 3  # records that are read, or will be, before they are needed
 _THREADS = 4
@@ -159,7 +159,7 @@ class DiskUpdate(StreamedUpdate):
         if "gather" not in self._programs:
             placed = state.layout.trained(shardings(self.config, state).params)
             gather = functools.partial(gather_params, gradient)
-            self._programs["gather"] = jax.jit(gather, out_shardings=placed, donate_argnums=0)
+            self._programs["gather"] = jax.jit(gather, out_shardings=placed)
         return self._programs["gather"]
 
     def _update_pieces(
