@@ -7,6 +7,7 @@ import pytest
 from support.holder import FILE_BYTES, NUM_BYTES
 from support.paths import SUPPORT
 
+from zerojax.checkpoints.store import read_manifest
 from zerojax.processes.launch import launch
 
 pytestmark = pytest.mark.once
@@ -25,6 +26,17 @@ def test_a_process_restores_only_its_own_shards(tmp_path, capfd):
     """With many arrays. Simulated devices use host memory: a quarter of the state, plus the arrays being read."""
     memory_growth(capfd, 4, "save", tmp_path, 16)
     assert max(memory_growth(capfd, 4, "restore", tmp_path, 16)) < 0.9 * NUM_BYTES
+
+
+@pytest.mark.full
+def test_a_state_on_a_disk_is_never_in_host_memory(tmp_path, capfd):
+    """Saving and restoring hold one of 48 arrays at a time. Two processes save what one does: the gradients do not
+    depend on the rows."""
+    (grown,) = memory_growth(capfd, 1, "disk", tmp_path / "one", 16)
+    assert grown < NUM_BYTES  # a third of the state on the disk
+    memory_growth(capfd, 2, "disk", tmp_path / "two", 16)
+    of_one, of_two = (read_manifest(tmp_path / name, 2).leaves for name in ("one", "two"))
+    assert of_one == of_two and len(of_one) > 3 * 16
 
 
 @pytest.mark.full
