@@ -347,8 +347,9 @@ def test_the_places_of_slices_follow_from_the_number_of_the_iteration(offload):
     zero, found = zero_of(offload, num_devices=1), []
     jaxpr = zero.train_step(loss).trace(zero.init(create, adamw()), TOKENS).jaxpr
     for scan in (e for e in equations(jaxpr) if e.primitive.name == "scan"):
-        body, first = scan.params["jaxpr"].jaxpr, scan.params["num_consts"]
-        carried = body.invars[first : first + scan.params["num_carry"]]
+        num_consts, num_carry, closed, *_ = jaxprs.scan_params(scan)
+        body = closed.jaxpr
+        carried = body.invars[num_consts : num_consts + num_carry]
         counters = {v for v in carried if v.aval.shape == () and v.aval.dtype == jnp.int32}
         follow(body, [v in counters for v in body.invars], found)
     assert len(found) > 8 and all(found)
