@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zerojax.program.run import SMALL_UNIT
 from zerojax.sharding.placement import Leaf
@@ -38,7 +38,7 @@ DISABLED_PASSES, ANNOTATOR = "xla_disable_hlo_passes", "dynamic-slice-annotator"
 
 
 def compiler_options(config: ZeroConfig, leaves: Iterable[Leaf]) -> dict[str, int | bool] | None:
-    """The XLA options of a step on several GPUs or TPUs, or None for one device and on CPUs.
+    """The XLA options of a step on GPUs or TPUs, or None if it needs none: on CPUs, and on one device.
 
     On TPUs, gathers stay gathers: by default, small ones over many chips are all-reduces. SparseCores, where there are
     any, run the collectives beside the computation and over all dims of the torus at once. By default the chip waits
@@ -56,16 +56,20 @@ def compiler_options(config: ZeroConfig, leaves: Iterable[Leaf]) -> dict[str, in
       their common reduction would overlap with nothing.
     """
     mesh = config.mesh
-    if not isinstance(mesh, Mesh) or mesh.size == 1:
+    if not isinstance(mesh, Mesh):
         return None
-    device = mesh.devices.flat[0]
+    device, options = mesh.devices.flat[0], dict[str, int | bool]()
+    if device.platform == "gpu" and forgets_memories(NamedSharding(mesh, PartitionSpec())):
+        options["xla_gpu_experimental_enable_fusion_autotuner"] = False  # compiles kernels twice, but cannot time them
+    if mesh.size == 1:
+        return options or None
     if device.platform == "tpu":
         names = [f"xla_tpu_enable_sparse_core_collective_offload_{kind}" for kind in _OFFLOADED]
         offload = names if device.device_kind in SPARSE_CORES else []
         return dict.fromkeys(["xla_tpu_prefer_async_allgather_to_allreduce", *offload], True)
     if device.platform != "gpu":
         return None
-    options: dict[str, int | bool] = {"xla_gpu_enable_latency_hiding_scheduler": True}
+    options["xla_gpu_enable_latency_hiding_scheduler"] = True
     if not config.stage.shards_params or config.axes.num_shards == 1:
         return options
     num_elements = _typical_unit(leaves)
