@@ -226,6 +226,7 @@ class Zero:
         remat: Setting | Mapping[str, Setting] = AUTO,
         prefetch: int = 1,
         bucket_bytes: int | None = None,
+        layers: str | None = None,
         audit: str = "off",
     ) -> TrainStep:
         """Returns a jitted `step(state, batch) -> (state, metrics)`. The state is donated and updated in place.
@@ -254,6 +255,10 @@ class Zero:
                 the default, leaves are communicated whole. No computation overlaps with a leaf that is communicated in
                 pieces, so a bucket should hold the largest leaf of a layer. Buckets bound the temporary memory of
                 collectives over stacks of layers at stages 0 to 2, which otherwise grows with the model.
+            layers: 'loop' runs each list of at least three equal layers as a scan: the equations of one layer are
+                compiled instead of those of all. The state stays as the model has it. Each step copies the shards of
+                the layers into stacks (at stages 0 to 2, their full weights). Layers are equal if they have the same
+                operations, shapes, placement and remat. None, the default, leaves layers as the model has them.
             audit: 'error' and 'warn' compare each newly compiled program with the step's expectation (see
                 `zerojax.audit_step`) before it runs for the first time, and raise ValueError or warn if it deviates.
                 'off', the default, reads nothing; `step.audit(state, batch)` does so on demand. The program is compiled
@@ -274,12 +279,19 @@ class Zero:
             are sent instead at stages 2 and 3, if these are fewer bytes.
 
         Raises:
-            ValueError: if `num_microbatches`, `prefetch`, `bucket_bytes`, `remat` or `audit` is invalid.
+            ValueError: if `num_microbatches`, `prefetch`, `bucket_bytes`, `layers`, `remat` or `audit` is invalid, or
+                `layers` is set and parameters are in host memory. The first call raises it if no layers are equal.
 
         Source: ZeRO, sections 5 and 7; 6.2 for `bucket_bytes` (C_B).
         """
         rules = RematRules.of(remat, auto_setting(self.config.mesh))
-        settings = StepSettings(num_microbatches, clip_norm, rules, prefetch, bucket_bytes)
+        settings = StepSettings(num_microbatches, clip_norm, rules, prefetch, bucket_bytes, layers)
+        if layers and self.config.offloads_params:
+            raise ValueError(
+                f"settings: layers={layers!r} stacks parameters on the devices\n"
+                f"  got:      offload='params', which fetches them leaf by leaf\n"
+                f"  fix:      layers=None, or another `offload`"
+            )
         return TrainStep(self.config, settings.check(self.config.axes), loss_fn, check_setting(audit))
 
     def eval_step(self, loss_fn: LossFn, *, bucket_bytes: int | None = None) -> EvalStep:

@@ -104,6 +104,7 @@ def arguments():
         help="compile all programs for GPUs under the assumption that every device sends at this rate",
     )
     parser.add_argument("--unrolled", action="store_true", help="a list of layers instead of a scanned stack")
+    parser.add_argument("--loops", action="store_true", help="run lists of layers as loops, in form ours")
     args = parser.parse_args()
     args.forms = args.forms or (["ours", "plain"] if args.model else list(FORMS[:4]))
     if {"flags", "options"} & set(args.forms) and args.target.split(":")[0] not in ("v4", "v5e", "v5p", "v6e"):
@@ -238,10 +239,7 @@ class Unedited:
     def trace(self, form):
         if form == "ours":
             state = self.zero.eval_init(self.model.create, self.tx)
-            remat = remat_of(self.args)
-            return self.zero.train_step(self.model.loss, remat=remat, prefetch=self.args.prefetch).trace(
-                state, self.batch
-            )
+            return self.zero.train_step(self.model.loss, **options_of_step(self.args)).trace(state, self.batch)
         import jax
         import plain
 
@@ -253,11 +251,12 @@ class Unedited:
         return {"bound_bytes": None}
 
 
-def remat_of(args):
-    """The setting of `train_step` for an argument of this script."""
+def options_of_step(args):
+    """The options of `train_step` for the arguments of this script."""
     import zerojax
 
-    return zerojax.Remat(offload_inputs=True) if args.remat == "offload" else args.remat
+    remat = zerojax.Remat(offload_inputs=True) if args.remat == "offload" else args.remat
+    return {"remat": remat, "prefetch": args.prefetch, "layers": "loop" if args.loops else None}
 
 
 def link_flag(rate):
@@ -303,7 +302,7 @@ def ours(config, args, devices):
 
     zero = zero_over(devices)
     state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
-    step = zero.train_step(gpt.loss, remat=remat_of(args), prefetch=args.prefetch)
+    step = zero.train_step(gpt.loss, **options_of_step(args))
     return step.trace(state, gpt.batch_aval(config, args.rows * len(devices)))
 
 

@@ -10,7 +10,17 @@ import optax
 import pytest
 from flax import nnx
 from support import zoo
-from support.parity import STEPS, TOLERANCES, assert_close, batches, distance, reference, train, zero_run
+from support.parity import (
+    STEPS,
+    TOLERANCES,
+    assert_close,
+    batches,
+    distance,
+    reference,
+    train,
+    with_constant_init,
+    zero_run,
+)
 
 import zerojax
 from zerojax import Weighted, Zero
@@ -54,6 +64,18 @@ def test_training_follows_the_plain_step(name, stage, precision, k):
     if want.state:  # running statistics
         size = distance(want.state, [np.zeros_like(a) for a in want.state])
         assert distance(got.state, want.state) <= STATE_TOLERANCES[precision] * size
+
+
+LISTS = ("gpt_linen", "gpt_linen_remat", "gpt_nnx", "gpt_nnx_remat", "tied")  # at least three equal layers in a list
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "gpt_linen" else pytest.mark.full) for name in LISTS]
+)
+def test_a_list_that_runs_as_a_loop_follows_the_plain_step(name):
+    model = with_constant_init(zoo.ZOO[name])
+    got, _ = train(Zero(zerojax.make_mesh(), 3), model, batches(model), layers="loop")
+    assert_close(got, reference(name), **TOLERANCES["fp32"])
 
 
 # Agreement between stages

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     class ClosedJaxpr(core.ClosedJaxpr):
         jaxpr: Jaxpr
 else:
-    Equation, Var, Jaxpr, ClosedJaxpr = core.JaxprEqn, core.Var, core.Jaxpr, core.ClosedJaxpr
+    Equation, Var, Literal, Jaxpr, ClosedJaxpr = core.JaxprEqn, core.Var, core.Literal, core.Jaxpr, core.ClosedJaxpr
     Atom = core.Var | core.Literal
 
 CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})  # nested jits, by the names of all supported versions
@@ -257,6 +257,16 @@ def run_equations(equations: Sequence[Equation], scope: dict[Var, Array]) -> Non
     effects = frozenset().union(*(e.effects for e in equations))
     jaxpr = core.ClosedJaxpr(core.Jaxpr((), free, defined, list(equations), effects, _DEBUG_INFO), ())
     scope.update(zip(defined, core.jaxpr_as_fun(jaxpr)(*[scope[v] for v in free]), strict=True))
+
+
+def fresh_variables(avals: Sequence[ShapedArray]) -> list[Var]:
+    """Variables that no equation reads or defines yet."""
+    return traced(lambda *args: args, *avals)[0].jaxpr.invars
+
+
+def with_operands(equation: Equation, atoms: Sequence[Atom]) -> Equation:
+    """An equation that reads other operands of the same types."""
+    return cast("Equation", equation.replace(invars=cast("list[core.Var | core.Literal]", list(atoms))))
 
 
 def without_closure(

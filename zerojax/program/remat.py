@@ -185,15 +185,16 @@ class RematRules:
     def saves_everything(self) -> bool:
         return all(remat == NO_REMAT for _, remat in self.rules)
 
-    def _matching(self, unit: str) -> tuple[str, Remat]:
+    def matching(self, unit: str) -> tuple[str, Remat]:
+        """The glob that a unit matches first, and its `Remat`."""
         return next((rule for rule in self.rules if fnmatchcase(unit, rule[0])), ("", NO_REMAT))
 
     def __getitem__(self, unit: str) -> Remat:
-        return self._matching(unit)[1]
+        return self.matching(unit)[1]
 
     def check_units(self, units: Sequence[str]) -> None:
         """Raises ValueError if a glob is not the first match of any unit."""
-        used = {self._matching(unit)[0] for unit in units}
+        used = {self.matching(unit)[0] for unit in units}
         for pattern, _ in self.rules:
             if pattern not in used:
                 shown = ", ".join(list(dict.fromkeys(units))[:8])
@@ -216,7 +217,7 @@ class RematRules:
     def check_names(self, names: Mapping[str, Set[str]]) -> None:
         """Raises ValueError if no value in the units of a pattern has one of its names. `names` are those by unit."""
         for pattern, remat in self.rules:
-            inside = {name for unit, given in names.items() if self._matching(unit)[0] == pattern for name in given}
+            inside = {name for unit, given in names.items() if self.matching(unit)[0] == pattern for name in given}
             for name in sorted(remat.names - inside):
                 raise ValueError(
                     f"remat: no value in the units of {pattern!r} is named {name!r}\n"

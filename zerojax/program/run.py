@@ -14,10 +14,12 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
+from jax import lax
 
 from zerojax.comm.schedule import Schedule
 from zerojax.comm.stage_collectives import StageCollectives
 from zerojax.program import gradient_paths, jaxprs
+from zerojax.program.equal_layers import Stack
 from zerojax.program.jaxprs import Var
 from zerojax.program.layer_stack import LayerStack
 from zerojax.program.part import GradientSink, Part, PlannedPart, Weights
@@ -44,10 +46,12 @@ class PartsOfLoss:
     rules: RematRules  # which activations of a unit are saved for its backward pass
     prefetch: int  # number of units that are gathered ahead of the unit that computes
     parts: Sequence[Part]  # of the loss, in program order; see `cut`
+    # Stacks of leaves, by layer, which are the last leaves of the loss. It does not read the leaves in them elsewhere.
+    stacks: Sequence[Stack] = ()
 
     def evaluate(self, weights: Weights, data: Sequence[Array], start: Sequence[Array]) -> list[Array]:
         """The outputs of the loss. `start`: see `value_and_grad`."""
-        schedule, env = self._schedule(start), self._start(data)
+        schedule, env, weights = self._schedule(start), self._start(data), weights.with_stacks(self.stacks)
         for part, following in zip(self.parts, [*self.parts[1:], None], strict=False):
             weights, inputs = weights.next_after(following, [env[v] for v in part.segment.inputs])
             outputs = part.evaluate(weights, inputs, schedule)
@@ -74,7 +78,7 @@ class PartsOfLoss:
         Returns:
             (the outputs, the reduced gradient of each trainable leaf and None for the others, the weight of `seed`).
         """
-        schedule, env = self._schedule(start), self._start(data)
+        schedule, env, weights = self._schedule(start), self._start(data), weights.with_stacks(self.stacks)
 
         # Forward: gather ► compute ► drop.
         done = []
@@ -107,13 +111,32 @@ class PartsOfLoss:
         # The gradients of all trained leaves, also of those that the loss does not use.
         trained = select(range(len(self.trainable)), self.trainable)
         by_leaf = sink.finish({i: self._zeros(i) for i in trained if not sink.has(i)})
-        return results, [by_leaf.get(i) for i in range(len(self.trainable))], weight
+        for stack, members in self._members.items():
+            if stack in by_leaf:
+                by_leaf |= {leaf: _layer(by_leaf[stack], i) for i, leaf in enumerate(members)}
+        return results, [by_leaf.get(i) for i in range(self._num_leaves)], weight
+
+    def place_of(self, leaf: int) -> int:
+        """The position of a leaf, or of the stack that it is in."""
+        return next((stack for stack, members in self._members.items() if leaf in members), leaf)
+
+    @property
+    def _num_leaves(self) -> int:
+        """The number of leaves, without stacks."""
+        return len(self.trainable) - len(self.stacks)
+
+    @property
+    def _members(self) -> dict[int, Stack]:
+        """The leaves in each stack, by the position of the stack among the leaves."""
+        return dict(enumerate(self.stacks, self._num_leaves))
 
     @property
     def summed(self) -> frozenset[int]:
         """The leaves whose gradients are summed over the replica axes already, if the collectives do so."""
-        stacks = [part.summed for part in self.parts if isinstance(part, LayerStack)]
-        return frozenset().union(*stacks) if self.collectives.sums_replicas else frozenset()
+        if not self.collectives.sums_replicas:
+            return frozenset()
+        sliced = [leaf for part in self.parts if isinstance(part, LayerStack) for leaf in part.summed]
+        return frozenset(i for leaf in sliced for i in self._members.get(leaf, (leaf,)))
 
     def _schedule(self, start: Sequence[Array]) -> Schedule:
         least_bytes = SMALL_UNIT * max((part.num_bytes for part in self.parts), default=0)
@@ -158,14 +181,19 @@ class PartsOfLoss:
 
 
 def cut(
-    traced: TracedLoss, collectives: StageCollectives, trainable: Sequence[bool], rules: RematRules, prefetch: int
+    traced: TracedLoss,
+    collectives: StageCollectives,
+    trainable: Sequence[bool],
+    rules: RematRules,
+    prefetch: int,
+    stacks: Sequence[Stack] = (),
 ) -> PartsOfLoss:
     """Makes a part of each segment of a traced loss. See `PartsOfLoss` for the arguments."""
     parts: list[Part] = [
         _kind(segment)(traced, segment, collectives, rules[traced.unit(segment)] if segment.leaves else NO_REMAT)
         for segment in traced.segments
     ]
-    return PartsOfLoss(traced, collectives, trainable, rules, prefetch, parts)
+    return PartsOfLoss(traced, collectives, trainable, rules, prefetch, parts, stacks)
 
 
 def _kind(segment: Segment) -> type[Straight | LayerStack | TableLookup]:
@@ -173,6 +201,11 @@ def _kind(segment: Segment) -> type[Straight | LayerStack | TableLookup]:
     if segment.lookup:
         return TableLookup
     return LayerStack if segment.views else Straight
+
+
+def _layer(stacked: Array, i: int) -> Array:
+    """A layer of a stack. Compilers do not see which one, and so make one kernel for all layers."""
+    return lax.dynamic_index_in_dim(stacked, lax.optimization_barrier(jnp.int32(i)), keepdims=False)
 
 
 def _take(cotangents: dict[Var, Array], v: Var) -> Array:

@@ -69,6 +69,11 @@ class Dims(NamedTuple):
         shard = None if self.shard is None else list(order).index(self.shard)
         return Dims(shard, PartitionSpec(*(entries[k] for k in order)), self.num_zeros)
 
+    def of_stack(self) -> Dims:
+        """The dims of a stack of such leaves: the inverse of `of_layer`."""
+        shard = None if self.shard is None else self.shard + 1
+        return Dims(shard, PartitionSpec(None, *self.model_spec), self.num_zeros)
+
     def of_layer(self) -> Dims:
         """The dims of `leaf[i]`, where dim 0 of the leaf is not sharded."""
         shard = None if self.shard is None else self.shard - 1

@@ -242,10 +242,11 @@ class StepSettings:
     remat: RematRules = NO_RULES  # which activations of a unit are saved for its backward pass
     prefetch: int = 1  # number of units that are gathered ahead of the unit that computes
     bucket_bytes: int | None = None  # the most bytes that one collective moves; None to move every leaf in one piece
+    layers: str | None = None  # 'loop' runs a list of equal layers as a loop; None leaves layers as the model has them
 
     def texts(self) -> dict[str, str]:
         """The settings that are numbers as texts by name, for comparison between processes."""
-        names = ("num_microbatches", "clip_norm", "prefetch", "bucket_bytes")
+        names = ("num_microbatches", "clip_norm", "prefetch", "bucket_bytes", "layers")
         return {name: str(getattr(self, name)) for name in names}
 
     def changed_texts(self) -> dict[str, str]:
@@ -269,6 +270,11 @@ class StepSettings:
             raise ValueError(
                 f"settings: clip_norm {self.clip_norm!r} is not a norm\n"
                 f"  fix:      pass a number above 0, or None to leave gradients as they are"
+            )
+        if self.layers not in (None, "loop"):
+            raise ValueError(
+                f"settings: unknown layers {self.layers!r}\n"
+                f"  fix:      'loop' to run a list of equal layers as a loop, or None to leave layers as they are"
             )
         if self.bucket_bytes is not None:
             least = axes.num_shards * _WIDEST_ELEMENT_BYTES  # an element of each shard

@@ -24,6 +24,7 @@ from zerojax.comm import collectives
 from zerojax.comm.schedule import event
 from zerojax.comm.stage_collectives import StageCollectives
 from zerojax.program import jaxprs
+from zerojax.program.equal_layers import FEWEST_LAYERS, Stack, with_loops
 from zerojax.program.part import GradientSink
 from zerojax.program.run import PartsOfLoss, cut
 from zerojax.program.segmentation import cut_into_segments
@@ -186,12 +187,13 @@ class DeviceGradient:
 
     @property
     def _runs_by_units(self) -> bool:
-        """Whether the loss is cut into units: to gather or reduce one at a time, or to rematerialize its activations.
+        """Whether the loss is cut into units: to gather or reduce one at a time, to rematerialize, or to make loops.
 
         A single device gathers and reduces nothing, unless its parameters are in host memory.
         """
         communicates = self.config.stage.shards_grads and self.config.axes.num_shards > 1
-        return communicates or self.config.offloads_params or not self.settings.remat.saves_everything
+        cuts = not self.settings.remat.saves_everything or self.settings.layers is not None
+        return communicates or self.config.offloads_params or cuts
 
     def _full_gradient(self, args: LossArgs, scale: Array) -> _Microbatch:
         """Plain reverse-mode differentiation with full weights, where the loss is not cut into units."""
@@ -238,9 +240,28 @@ class DeviceGradient:
             self.reductions.sums_replicas_by_units,
         )
         is_lookup = functools.partial(looks_up_shards, stage_collectives, full)
-        traced = cut_into_segments(closed, [leaf.unit for leaf in leaves], is_lookup)
+        units, trainable, rules = [leaf.unit for leaf in leaves], self.trainable, self.settings.remat
+        traced, stacks = cut_into_segments(closed, units, is_lookup), list[Stack]()
         check_layer_dims(leaves, traced.layer_dims, self.config.axes.num_shards)
-        parts = cut(traced, stage_collectives, self.trainable, self.settings.remat, self.settings.prefetch)
+
+        # Make loops of equal layers.
+        if self.settings.layers:
+            closed, stacks = with_loops(traced, lambda i: (leaves[i].dims, trainable[i], rules.matching(units[i])))
+        if stacks:
+            of_stacks = [stack[0] for stack in stacks]
+            dims = (*stage_collectives.dims, *(leaves[i].dims.of_stack() for i in of_stacks))
+            stage_collectives = dataclasses.replace(stage_collectives, dims=dims)
+            traced = cut_into_segments(closed, [*units, *(units[i] for i in of_stacks)], is_lookup)
+            members = frozenset(i for stack in stacks for i in stack)
+            own = [flag and i not in members for i, flag in enumerate(trainable)]
+            trainable = [*own, *(trainable[i] for i in of_stacks)]
+        if self.settings.layers and not traced.layer_dims:
+            raise ValueError(
+                f"settings: layers={self.settings.layers!r}, but no layers are equal\n"
+                f"  got:      no {FEWEST_LAYERS} in a row that have the same operations, shapes, placement and remat\n"
+                f"  fix:      layers=None"
+            )
+        parts = cut(traced, stage_collectives, trainable, rules, self.settings.prefetch, stacks)
         return parts, data, functools.partial(jax.tree.unflatten, jax.tree.structure(output))
 
     # All microbatches -------------------------------------------------------------------------------------------------

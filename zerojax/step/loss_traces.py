@@ -87,9 +87,12 @@ def uses(gradient: DeviceGradient, args: LossArgs) -> list[tuple[Use, ...]]:
 
     def find(args: LossArgs) -> list[tuple[Use, ...]]:
         own = gradient.with_own_keys(gradient.cast(first_rows(args, gradient.settings.num_microbatches)))
-        segments = [segment for segment in gradient.parts_of_loss(own)[0].traced.segments if segment.leaves]
+        parts = gradient.parts_of_loss(own)[0]
+        segments = [segment for segment in parts.traced.segments if segment.leaves]
         return [
-            tuple(Use(k, segment.lookup) for k, segment in enumerate(segments) if leaf in segment.leaves)
+            tuple(
+                Use(k, segment.lookup) for k, segment in enumerate(segments) if parts.place_of(leaf) in segment.leaves
+            )
             for leaf in range(len(gradient.layout.leaves))
         ]
 

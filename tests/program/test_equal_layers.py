@@ -1,0 +1,214 @@
+"""Lists of equal layers that run as loops: `train_step(layers='loop')`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import zerojax
+from zerojax import Zero
+from zerojax.program import jaxprs
+from zerojax.program.equal_layers import with_loops
+from zerojax.program.segmentation import cut_into_segments
+
+LAYERS, WIDTH = 7, 12  # of four devices, three hold zeros at the end of a shard
+BATCH = {"x": np.random.default_rng(0).normal(size=(8, WIDTH)).astype(np.float32)}
+
+
+def create(key, num_layers=LAYERS):
+    keys = jax.random.split(key, num_layers + 2)
+    normal = lambda key, *shape: jax.random.normal(key, shape) / 4
+    layers = [{"w": normal(k, WIDTH, WIDTH), "b": jnp.zeros(WIDTH), "v": normal(k, WIDTH, 3)} for k in keys[2:]]
+    return {"first": normal(keys[0], WIDTH, WIDTH), "head": normal(keys[1], WIDTH, 3), "layers": layers}
+
+
+def plain(h, p, i, first, key):
+    return h + jnp.tanh(h @ p["w"] + p["b"])
+
+
+def with_input(h, p, i, first, key):
+    """Each layer also reads what the first one reads: carried by the first, and shared by all."""
+    return jnp.tanh(h @ p["w"] + p["b"]) + first
+
+
+def with_number(h, p, i, first, key):
+    return h + jnp.tanh(h @ p["w"] + p["b"]) / (i + 1)
+
+
+def with_dropout(h, p, i, first, key):
+    kept = jax.random.bernoulli(jax.random.fold_in(key, i), 0.8, h.shape)
+    return h + jnp.where(kept, jnp.tanh(h @ p["w"] + p["b"]), 0)
+
+
+def with_tied(h, p, i, first, key):
+    """A weight that the whole model has in common, and a transposition."""
+    return h + jnp.tanh(h @ p["w"].T + p["b"])
+
+
+@jax.custom_vjp
+def scaled(x):
+    return jnp.sin(x)
+
+
+scaled.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (2 * g * jnp.cos(x),))
+
+
+def with_rule(h, p, i, first, key):
+    return h + scaled(h @ p["w"] + p["b"])
+
+
+def loss_of(layer, params, batch, key, aux=False):
+    h = first = batch["x"] @ params["first"]
+    mean, metrics = jnp.float32(0), {}
+    for i, p in enumerate(params["layers"]):
+        h = layer(h, p, i, first, key)
+        if aux:  # results of every layer: one is summed, one is returned
+            mean += jnp.mean(jnp.square(h @ p["v"]))
+            metrics[f"mean {i}"] = jnp.mean(h)
+    return jnp.mean(jnp.square(h @ params["head"])) + mean, metrics
+
+
+LOSSES = {
+    each.__name__: functools.partial(loss_of, each)
+    for each in (plain, with_input, with_number, with_dropout, with_tied, with_rule)
+} | {"aux": functools.partial(loss_of, plain, aux=True)}
+
+
+def trained(loss, layers, stage=3, steps=3, tx=None, num_devices=4, **options):
+    zero = Zero(zerojax.make_mesh(devices=jax.devices()[:num_devices]), stage)
+    state = zero.init(create, tx or optax.adamw(1e-2, eps=1e-5))
+    step = zero.train_step(lambda params, batch, key: loss(params, batch, key), layers=layers, **options)
+    found = []
+    for _ in range(steps):
+        state, metrics = step(state, BATCH)
+        found.append({name: float(value) for name, value in metrics.items()})
+    jaxpr = step.trace(state, BATCH).jaxpr
+    return found, jax.tree.map(np.asarray, state.model()), jaxpr
+
+
+def num_products(jaxpr):
+    return sum(e.primitive.name == "dot_general" for e in jaxprs.walk(jaxpr.eqns))
+
+
+def assert_same(got, want, tolerance=1e-6):
+    for a, b in zip(got[0], want[0], strict=True):
+        assert a.keys() == b.keys()
+        np.testing.assert_allclose(list(a.values()), list(b.values()), rtol=1e-5, atol=tolerance)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got[1], want[1])
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_training_is_that_of_the_list(name):
+    """Of seven layers, four are outside of the compiled loop or in its body."""
+    got, want = (trained(LOSSES[name], layers) for layers in ("loop", None))
+    assert_same(got, want)
+    assert num_products(got[2]) < num_products(want[2])
+
+
+SETTINGS = [{"num_microbatches": 2}, {"remat": "full", "clip_norm": 0.1}, {"stage": 1}]
+OTHERS = [{"stage": 2}, {"num_devices": 1}, {"prefetch": 0}, {"prefetch": 2, "remat": "dots"}]
+
+
+@pytest.mark.parametrize(
+    "options", [*SETTINGS, *(pytest.param(each, marks=pytest.mark.full) for each in OTHERS)], ids=str
+)
+def test_every_kind_of_step_trains_as_the_list(options):
+    got, want = (trained(LOSSES["with_input"], layers, **options) for layers in ("loop", None))
+    assert_same(got, want)
+    assert num_products(got[2]) <= num_products(want[2]) - (options.get("prefetch") != 2)
+
+
+def loops_of(loss, placed=lambda leaf: None, params=None, unit_of=None):
+    """The numbers of layers of the loops that a loss becomes, and the leaves of their stacks."""
+    params = jax.eval_shape(create, jax.random.key(0)) if params is None else params
+    leaves, tree = jax.tree.flatten(params)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    units = unit_of or [path.rsplit("[", 1)[0] for path in paths]
+    flat = lambda *args: loss(jax.tree.unflatten(tree, args[:-2]), *args[-2:])
+    closed, _ = jaxprs.traced(flat, *leaves, BATCH, jax.random.key(0))
+    rewritten = with_loops(cut_into_segments(closed, units), placed)
+    lengths = [jaxprs.scan_params(e).length for e in rewritten.closed.jaxpr.eqns if jaxprs.is_scan(e)]
+    return lengths, rewritten.stacks
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_all_layers_are_in_the_loop(name):
+    lengths, stacks = loops_of(LOSSES[name])
+    assert lengths == [LAYERS] and len(stacks) == (3 if name == "aux" else 2)
+    assert all(len(set(stack)) == LAYERS for stack in stacks)
+
+
+def test_layers_that_are_placed_otherwise_split_the_loop():
+    middle = {i for i, leaf in enumerate(jax.tree.leaves(number_of_layer())) if leaf == 3}
+    lengths, _ = loops_of(LOSSES["plain"], placed=lambda leaf: leaf in middle)
+    assert lengths == [3, 3]
+
+
+def number_of_layer():
+    """A tree like the parameters, with the number of its layer in place of each leaf."""
+    params = jax.eval_shape(create, jax.random.key(0))
+    numbered = [jax.tree.map(lambda _, i=i: i, layer) for i, layer in enumerate(params["layers"])]
+    return {"first": -1, "head": -1, "layers": numbered}
+
+
+def unlike(h, p, i, first, key):
+    """A function of its own in each layer."""
+    rule = jax.custom_vjp(jnp.sin)
+    rule.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: ((i + 1) * g * jnp.cos(x),))
+    return h + rule(h @ p["w"] + p["b"])
+
+
+def printing(h, p, i, first, key):
+    jax.debug.print("{}", h.sum())
+    return h + jnp.tanh(h @ p["w"] + p["b"])
+
+
+def inside(h, p, i, first, key):
+    """A number that a nested jit has inside."""
+    return h + jax.jit(lambda x: jnp.tanh(x) * (i + 1.5))(h @ p["w"] + p["b"])
+
+
+def skipping(params, batch, key):
+    """Each layer reads the results of the two before it."""
+    before = h = batch["x"] @ params["first"]
+    for p in params["layers"]:
+        before, h = h, before + jnp.tanh(h @ p["w"] + p["b"])
+    return jnp.mean(jnp.square(h @ params["head"])), {}
+
+
+def shared(params, batch, key):
+    """The head reads a weight of the second layer."""
+    loss, _ = LOSSES["plain"](params, batch, key)
+    return loss + jnp.mean(jnp.square(batch["x"] @ params["layers"][1]["w"])), {}
+
+
+@pytest.mark.parametrize("layer", [unlike, printing, inside])
+def test_what_differs_is_not_equal(layer):
+    assert loops_of(functools.partial(loss_of, layer)) == ([], [])
+
+
+def test_a_value_from_two_layers_before_is_not_carried():
+    """It is not found again in what the layer before returns."""
+    lengths, _ = loops_of(skipping)
+    assert lengths in ([], [LAYERS])
+
+
+def test_a_leaf_that_is_also_used_elsewhere_is_in_no_stack():
+    _, stacks = loops_of(shared)
+    used = {i for i, leaf in enumerate(jax.tree.leaves(number_of_layer())) if leaf == 1}
+    assert not used & {leaf for stack in stacks for leaf in stack}
+
+
+def test_what_cannot_be_a_loop_is_an_error():
+    zero = Zero(zerojax.make_mesh(), 3)
+    state = zero.init(create, optax.sgd(0.1))
+    with pytest.raises(ValueError, match=r"no layers are equal\n  got:.*\n  fix:      layers=None"):
+        loss = lambda params, batch, key: loss_of(unlike, params, batch, key)
+        zero.train_step(loss, layers="loop")(state, BATCH)
+    with pytest.raises(ValueError, match="unknown layers 'scan'"):
+        zero.train_step(LOSSES["plain"], layers="scan")
+    with pytest.raises(ValueError, match="fetches them leaf by leaf"):
+        Zero(zerojax.make_mesh(), 3, offload="params").train_step(LOSSES["plain"], layers="loop")
