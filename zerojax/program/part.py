@@ -118,8 +118,8 @@ class Weights:
         return [self.leaves[i] for i in leaves]
 
     def with_stacks(self, stacks: Sequence[Sequence[int]]) -> Weights:
-        """These leaves, and after them stacks of some of them."""
-        return Weights([*self.leaves, *(jnp.stack(self.shards(stack)) for stack in stacks)])
+        """These leaves, and after them stacks of some of them. There are none of leaves in host memory."""
+        return Weights([*self.leaves, *(jnp.stack(self.shards(stack)) for stack in stacks)]) if stacks else self
 
     def next_after(self, part: Part | None, values: list[Array]) -> tuple[Weights, list[Array]]:
         """Makes what is copied to the device for the next part wait for these values: (the weights, the values)."""
