@@ -146,11 +146,11 @@ class MemoryChecks:
         state_bytes = _bytes_per_device(self._host_state().values())
         memory = memory_stats(self.compiled)
         if self.platform == "tpu":  # whose memory analysis is more than the compiler allocates
-            copies = copied_in_host(self.program())
+            copies, what = copied_in_host(self.program()), "copies"
         else:
             temporaries = self.expectation.offloaded_bytes + self.expectation.host_gradients_bytes
-            copies = memory.host_temp_size_in_bytes - temporaries
-        return check_host_memory(state_bytes, memory.host_argument_size_in_bytes, copies)
+            copies, what = memory.host_temp_size_in_bytes - temporaries, "unexpected temporaries"
+        return check_host_memory(state_bytes, memory.host_argument_size_in_bytes, copies, what)
 
     def pieces_of_the_state(self) -> Outcome:
         """Whether all of the offloaded state is moved, piece by piece."""
@@ -160,10 +160,10 @@ class MemoryChecks:
         return check_pieces(self.program(), arrays.values(), _bytes_per_device(state.values()), params)
 
 
-def check_host_memory(state_bytes: int, found: int, copies: int) -> Outcome:
+def check_host_memory(state_bytes: int, found: int, copies: int, what: str = "copies") -> Outcome:
     """Whether the state is in host memory, and no copy of it or of its gradients.
 
-    The program has `found` bytes of arguments there, and makes `copies`.
+    The program has `found` bytes of arguments there, and makes `copies`, or has as many bytes of temporaries.
     """
     numbers = {"expected_bytes": state_bytes, "found_bytes": found, "copied_bytes": max(0, copies)}
     if found < (1 - SLACK) * state_bytes:
@@ -172,9 +172,9 @@ def check_host_memory(state_bytes: int, found: int, copies: int) -> Outcome:
     if copies > SLACK * state_bytes:
         fix = (
             "use jax.jit(step, donate_argnums=0): the compiler copies arrays that it may not update in place; "
-            "with two or three layers it may copy sums of their gradients too"
+            "it may also hold the gradients of one layer once more"
         )
-        return Outcome(f"copies of {bytes_text(copies)} in host memory", Verdict.BROKEN, numbers, fix)
+        return Outcome(f"{what} of {bytes_text(copies)} in host memory", Verdict.BROKEN, numbers, fix)
     return Outcome(f"{bytes_text(found)} in host memory, and no copies", Verdict.OK, numbers)
 
 
