@@ -43,8 +43,7 @@ def with_dropout(h, p, i, first, key):
     return h + jnp.where(kept, jnp.tanh(h @ p["w"] + p["b"]), 0)
 
 
-def with_tied(h, p, i, first, key):
-    """A weight that the whole model has in common, and a transposition."""
+def with_transposition(h, p, i, first, key):
     return h + jnp.tanh(h @ p["w"].T + p["b"])
 
 
@@ -71,15 +70,25 @@ def loss_of(layer, params, batch, key, aux=False):
     return jnp.mean(jnp.square(h @ params["head"])) + mean, metrics
 
 
+def with_own_and_shared(params, batch, key):
+    """Each layer reads a key and a value of its own, and a weight that all have in common."""
+    h, keys = batch["x"] @ params["first"], list(jax.random.split(key, LAYERS))
+    scales = [jnp.mean(jnp.square(h), axis=1, keepdims=True) * i for i in range(LAYERS)]
+    for p, key, scale in zip(params["layers"], keys, scales, strict=True):
+        kept = jax.random.bernoulli(key, 0.8, h.shape)
+        h = h + jnp.where(kept, jnp.tanh(h @ p["w"] + p["b"] + scale), 0) @ params["first"]
+    return jnp.mean(jnp.square(h @ params["head"])), {}
+
+
 LOSSES = {
     each.__name__: functools.partial(loss_of, each)
-    for each in (plain, with_input, with_number, with_dropout, with_tied, with_rule)
-} | {"aux": functools.partial(loss_of, plain, aux=True)}
+    for each in (plain, with_input, with_number, with_dropout, with_transposition, with_rule)
+} | {"aux": functools.partial(loss_of, plain, aux=True), "own and shared": with_own_and_shared}
 
 
-def trained(loss, layers, stage=3, steps=3, tx=None, num_devices=4, **options):
-    zero = Zero(zerojax.make_mesh(devices=jax.devices()[:num_devices]), stage)
-    state = zero.init(create, tx or optax.adamw(1e-2, eps=1e-5))
+def trained(loss, layers, stage=3, steps=3, num_devices=4, replica=1, precision="fp32", **options):
+    zero = Zero(zerojax.make_mesh(devices=jax.devices()[:num_devices], replica=replica), stage, precision)
+    state = zero.init(create, optax.adamw(1e-2, eps=1e-5))
     step = zero.train_step(lambda params, batch, key: loss(params, batch, key), layers=layers, **options)
     found = []
     for _ in range(steps):
@@ -108,17 +117,17 @@ def test_training_is_that_of_the_list(name):
     assert num_products(got[2]) < num_products(want[2])
 
 
-SETTINGS = [{"num_microbatches": 2}, {"remat": "full", "clip_norm": 0.1}, {"stage": 1}]
-OTHERS = [{"stage": 2}, {"num_devices": 1}, {"prefetch": 0}, {"prefetch": 2, "remat": "dots"}]
+SETTINGS = [{"num_microbatches": 2}, {"remat": "full", "clip_norm": 0.1}, {"stage": 1}, {"replica": 2}]
+OTHERS = [{"stage": 2}, {"num_devices": 1}, {"prefetch": 0}, {"prefetch": 2, "remat": "dots"}, {"precision": "bf16"}]
 
 
 @pytest.mark.parametrize(
     "options", [*SETTINGS, *(pytest.param(each, marks=pytest.mark.full) for each in OTHERS)], ids=str
 )
 def test_every_kind_of_step_trains_as_the_list(options):
-    got, want = (trained(LOSSES["with_input"], layers, **options) for layers in ("loop", None))
+    """And communicates as its expectation says."""
+    got, want = (trained(LOSSES["with_input"], layers, audit="error", **options) for layers in ("loop", None))
     assert_same(got, want)
-    assert num_products(got[2]) <= num_products(want[2]) - (options.get("prefetch") != 2)
 
 
 def loops_of(loss, placed=lambda leaf: None, params=None, unit_of=None):
@@ -185,15 +194,26 @@ def shared(params, batch, key):
     return loss + jnp.mean(jnp.square(batch["x"] @ params["layers"][1]["w"])), {}
 
 
-@pytest.mark.parametrize("layer", [unlike, printing, inside])
+def filling(h, p, i, first, key):
+    """Zeros that compare equal."""
+    fill = -0.0 if i % 2 else 0.0
+    return h + (h @ p["w"]).at[:, jnp.arange(WIDTH) + 1].get(mode="fill", fill_value=fill) + p["b"]
+
+
+def symbolic(h, p, i, first, key):
+    """Rules that see which zeros are symbolic, where they may differ."""
+    rule = jax.custom_vjp(jnp.sin)
+    rule.defvjp(lambda x: (jnp.sin(x.value), x.value), lambda x, g: (g * jnp.cos(x),), symbolic_zeros=True)
+    return h + rule(h @ p["w"] + p["b"])
+
+
+@pytest.mark.parametrize("layer", [unlike, printing, inside, filling, symbolic])
 def test_what_differs_is_not_equal(layer):
     assert loops_of(functools.partial(loss_of, layer)) == ([], [])
 
 
 def test_a_value_from_two_layers_before_is_not_carried():
-    """It is not found again in what the layer before returns."""
-    lengths, _ = loops_of(skipping)
-    assert lengths in ([], [LAYERS])
+    assert loops_of(skipping) == ([], [])
 
 
 def test_a_leaf_that_is_also_used_elsewhere_is_in_no_stack():

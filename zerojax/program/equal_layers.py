@@ -226,6 +226,8 @@ class _Finder:
             for j, equation in enumerate(layer):
                 for o, v in enumerate(equation.outvars):
                     if v not in kept and any(not first <= k < end for k in self.readers.get(v, [])):
+                        if jaxprs.is_dropped(layers[0][j].outvars[o]):
+                            raise _NotEqual  # the first layer's has no name
                         results.setdefault(layers[0][j].outvars[o], {})[i] = v
         return _Loop(first, end, body, list(operands.stacks), carried, list(operands.sliced.values()), results)
 

@@ -15,15 +15,15 @@ from zerojax.program.jaxprs import Equation, Jaxpr, Literal, Var
 from zerojax.utils.flags import select
 from zerojax.utils.typing import Array
 
-_MOST_BYTES = 2**12  # of constants that are compared by value; others are the same only if they are one array
+_MOST_BYTES = 2**12  # of NumPy arrays that are compared by value; other arrays are the same only if they are one object
 
 
 class EquationKeys:
     """Keys of equations: what they compute, with shapes and dtypes, and without the names of their variables.
 
     Two equations with the same key have the same results and the same gradients if their operands are equal. Rules of
-    custom derivatives are Python functions; what is compared is the derivative that they return. Equations with side
-    effects, and what cannot be compared, have a key of their own.
+    custom derivatives are Python functions; what is compared is the derivative that they return, unless they see which
+    zeros are symbolic. Equations with side effects, and what cannot be compared, equal only themselves.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class EquationKeys:
     def of(self, equation: Equation) -> Hashable:
         """The key of an equation."""
         if jaxprs.has_side_effects(equation) or any(map(jaxprs.is_reference, equation.outvars)):
-            return _Unique(equation)
+            return _Identity(equation)
         params, derivative = equation.params, None
         if equation.primitive.name.startswith(("custom_jvp", "custom_vjp")):
             params = {name: value for name, value in params.items() if _is_jaxpr(value)}
@@ -48,6 +48,8 @@ class EquationKeys:
 
     def _derivative(self, equation: Equation) -> Hashable:
         """The key of the derivative of an equation that has a rule of its own."""
+        if equation.params.get("symbolic_zeros"):
+            return _Identity(equation)
         is_floating = lambda a: jnp.issubdtype(a.dtype, jnp.floating)
         avals = [a.aval for a in equation.invars]
         inputs, outputs = jaxprs.fresh_variables(avals), [v for v in equation.outvars if not jaxprs.is_dropped(v)]
@@ -67,7 +69,7 @@ class EquationKeys:
             cotangents = [v.aval for v in outputs if is_floating(v.aval)]
             return self._value(jaxprs.traced(pull_back, avals, cotangents)[0])
         except Exception:  # a rule that has no derivative in reverse
-            return _Unique(equation)
+            return _Identity(equation)
 
     def _value(self, value: Any) -> Any:
         """The key of a parameter of an equation."""
@@ -85,11 +87,13 @@ class EquationKeys:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = dataclasses.fields(value)
             return type(value), tuple(self._value(getattr(value, field.name)) for field in fields)
+        if isinstance(value, float):
+            return "float", value.hex()  # -0.0 equals 0.0
         try:
             hash(value)
         except TypeError:
-            return _Unique(value)
-        return value
+            return _Identity(value)
+        return type(value), value  # True equals 1
 
     def _lines(self, jaxpr: Jaxpr) -> Hashable:
         """The key of a jaxpr: its equations, with the positions of what they read."""
@@ -112,8 +116,14 @@ def _is_jaxpr(value: Any) -> bool:
     return hasattr(getattr(value, "jaxpr", value), "eqns")
 
 
-class _Unique:
-    """A key that equals itself only."""
+class _Identity:
+    """A key that is equal for one and the same object."""
 
     def __init__(self, value: Any):
         self._value = value  # kept, so that no other gets its place in memory
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Identity) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)

@@ -38,7 +38,7 @@ DISABLED_PASSES, ANNOTATOR = "xla_disable_hlo_passes", "dynamic-slice-annotator"
 
 
 def compiler_options(config: ZeroConfig, leaves: Iterable[Leaf]) -> dict[str, int | bool] | None:
-    """The XLA options of a step on GPUs or TPUs, or None if it needs none: on CPUs, and on one device.
+    """The XLA options of a step on several GPUs or TPUs, and on described GPUs; None in all other cases.
 
     On TPUs, gathers stay gathers: by default, small ones over many chips are all-reduces. SparseCores, where there are
     any, run the collectives beside the computation and over all dims of the torus at once. By default the chip waits

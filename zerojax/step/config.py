@@ -245,7 +245,7 @@ class StepSettings:
     layers: str | None = None  # 'loop' runs a list of equal layers as a loop; None leaves layers as the model has them
 
     def texts(self) -> dict[str, str]:
-        """The settings that are numbers as texts by name, for comparison between processes."""
+        """The settings, except `remat`, as texts by name, for comparison between processes."""
         names = ("num_microbatches", "clip_norm", "prefetch", "bucket_bytes", "layers")
         return {name: str(getattr(self, name)) for name in names}
 

@@ -89,11 +89,10 @@ def uses(gradient: DeviceGradient, args: LossArgs) -> list[tuple[Use, ...]]:
         own = gradient.with_own_keys(gradient.cast(first_rows(args, gradient.settings.num_microbatches)))
         parts = gradient.parts_of_loss(own)[0]
         segments = [segment for segment in parts.traced.segments if segment.leaves]
+        places = [parts.place_of(leaf) for leaf in range(len(gradient.layout.leaves))]
         return [
-            tuple(
-                Use(k, segment.lookup) for k, segment in enumerate(segments) if parts.place_of(leaf) in segment.leaves
-            )
-            for leaf in range(len(gradient.layout.leaves))
+            tuple(Use(k, segment.lookup) for k, segment in enumerate(segments) if place in segment.leaves)
+            for place in places
         ]
 
     return on_device(gradient, find, args)
