@@ -86,8 +86,8 @@ LOSSES = {
 } | {"aux": functools.partial(loss_of, plain, aux=True), "own and shared": with_own_and_shared}
 
 
-def trained(loss, layers, stage=3, steps=3, num_devices=4, replica=1, precision="fp32", **options):
-    zero = Zero(zerojax.make_mesh(devices=jax.devices()[:num_devices], replica=replica), stage, precision)
+def trained(loss, layers, stage=3, steps=3, num_devices=4, replica=1, **options):
+    zero = Zero(zerojax.make_mesh(devices=jax.devices()[:num_devices], replica=replica), stage)
     state = zero.init(create, optax.adamw(1e-2, eps=1e-5))
     step = zero.train_step(lambda params, batch, key: loss(params, batch, key), layers=layers, **options)
     found = []
@@ -118,7 +118,7 @@ def test_training_is_that_of_the_list(name):
 
 
 SETTINGS = [{"num_microbatches": 2}, {"remat": "full", "clip_norm": 0.1}, {"stage": 1}, {"replica": 2}]
-OTHERS = [{"stage": 2}, {"num_devices": 1}, {"prefetch": 0}, {"prefetch": 2, "remat": "dots"}, {"precision": "bf16"}]
+OTHERS = [{"stage": 2}, {"num_devices": 1}, {"prefetch": 0}, {"prefetch": 2, "remat": "dots"}]
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,9 @@ def test_every_kind_of_step_trains_as_the_list(options):
     assert_same(got, want)
 
 
-def loops_of(loss, placed=lambda leaf: None, params=None, unit_of=None):
+def loops_of(loss, placed=lambda leaf: None, unit_of=None):
     """The numbers of layers of the loops that a loss becomes, and the leaves of their stacks."""
-    params = jax.eval_shape(create, jax.random.key(0)) if params is None else params
+    params = jax.eval_shape(create, jax.random.key(0))
     leaves, tree = jax.tree.flatten(params)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     units = unit_of or [path.rsplit("[", 1)[0] for path in paths]
@@ -154,6 +154,12 @@ def test_layers_that_are_placed_otherwise_split_the_loop():
     middle = {i for i, leaf in enumerate(jax.tree.leaves(number_of_layer())) if leaf == 3}
     lengths, _ = loops_of(LOSSES["plain"], placed=lambda leaf: leaf in middle)
     assert lengths == [3, 3]
+
+
+def test_layers_of_several_units_are_not_gathered_together():
+    params = jax.eval_shape(create, jax.random.key(0))
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    assert loops_of(LOSSES["aux"], unit_of=paths) == ([], [])
 
 
 def number_of_layer():

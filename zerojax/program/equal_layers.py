@@ -30,6 +30,7 @@ from zerojax.program.segmentation import TracedLoss
 from zerojax.utils.typing import Array
 
 FEWEST_LAYERS = 3  # of a loop
+_MOST_SEGMENTS = 8  # of a layer
 
 Stack: TypeAlias = tuple[int, ...]  # the leaves of a stack, by layer
 
@@ -181,28 +182,38 @@ class _Finder:
         return sorted(found, key=lambda loop: loop.first)
 
     def _runs(self) -> Iterator[tuple[int, int, int]]:
-        """Runs of equal equations, each as many as those of a segment: (the first, the number of layers, the size)."""
+        """Runs of layers with the same equations: (the first equation, the number of layers, the equations of each).
+
+        A layer is several segments if it also reads weights of other units, such as those that all layers share.
+        """
         position, end = {id(e): k for k, e in enumerate(self.equations)}, 0
-        for segment in self.traced.segments:
-            if not segment.leaves or segment.views:
+        segments = self.traced.segments
+        starts = [*(position[id(segment.equations[0])] for segment in segments), len(self.equations)]
+        for k, segment in enumerate(segments):
+            if not segment.leaves or segment.views or starts[k] < end:  # a run has this segment already
                 continue
-            first, size = position[id(segment.equations[0])], len(segment.equations)
-            if first < end:  # a run has this segment already
-                continue
-            # The equations from `start` to `end` are repeated after `size` equations, again and again.
-            repeats = lambda k, size=size: (
-                0 <= k < len(self.numbers) - size and self.numbers[k] == self.numbers[k + size]
-            )
-            start = end = first
-            while repeats(start - 1):
-                start -= 1
-            while repeats(end):
-                end += 1
-            end += size
-            length, aligned = (end - start) // size, start + (first - start) % size
-            if length >= FEWEST_LAYERS:
-                # Segments end where the least data crosses.
-                yield (aligned if (end - aligned) // size == length else start), length, size
+            for following in starts[k + 1 : k + 1 + _MOST_SEGMENTS]:
+                start, length, size = self._repeated(starts[k], following - starts[k])
+                if length >= FEWEST_LAYERS:
+                    end = start + length * size
+                    yield start, length, size
+                    break
+
+    def _repeated(self, first: int, size: int) -> tuple[int, int, int]:
+        """The run with a layer of `size` equations from `first` on, as in `_runs`."""
+        repeats = lambda k: 0 <= k < len(self.numbers) - size and self.numbers[k] == self.numbers[k + size]
+        start = end = first
+        while repeats(start - 1):
+            start -= 1
+        while repeats(end):
+            end += 1
+        end += size
+        length, aligned = (end - start) // size, start + (first - start) % size
+        return (
+            (aligned if (end - aligned) // size == length else start),
+            length,
+            size,
+        )  # segments end where little crosses
 
     def _loop(self, first: int, length: int, size: int) -> _Loop:
         """The loop of a run of layers with the same equations.
@@ -220,6 +231,8 @@ class _Finder:
         for stack in operands.stacks:
             if any(not first <= k < end for leaf in stack for k in self.users[leaf]):
                 raise _NotEqual  # a leaf that is also used elsewhere
+        if len({self.traced.unit_of[stack[0]] for stack in operands.stacks}) > 1:
+            raise _NotEqual  # several units would be gathered together
         carried, results = list(operands.carried.values()), dict[Var, dict[int, Var]]()
         kept = {each.last for each in carried}
         for i, layer in enumerate(layers):
