@@ -29,7 +29,7 @@ from zerojax.sharding.mesh import check_enclosing_mesh, data_axes, warn_of_disab
 from zerojax.sharding.placement import FromModel, Overrides, Stage, by_path
 from zerojax.sharding.precision import Precision
 from zerojax.step import batch as batches, creation, models, own_step
-from zerojax.step.config import StepSettings, ZeroConfig, check_offload
+from zerojax.step.config import Layers, StepSettings, ZeroConfig, check_offload
 from zerojax.step.gradient import LossArgs, compute_gradients, device_gradient
 from zerojax.step.loss_traces import explained_by_rows
 from zerojax.step.losses import LossFn
@@ -226,7 +226,7 @@ class Zero:
         remat: Setting | Mapping[str, Setting] = AUTO,
         prefetch: int = 1,
         bucket_bytes: int | None = None,
-        layers: str | None = None,
+        layers: Layers = None,
         audit: str = "off",
     ) -> TrainStep:
         """Returns a jitted `step(state, batch) -> (state, metrics)`. The state is donated and updated in place.
@@ -258,7 +258,10 @@ class Zero:
             layers: 'loop' runs each list of at least three equal layers as a scan: the equations of one layer are
                 compiled instead of those of all. The state stays as the model has it. Each step copies the shards of
                 the layers into stacks (at stages 0 to 2, their full weights). Layers are equal if they have the same
-                operations, shapes, placement and remat. None, the default, leaves layers as the model has them.
+                operations, shapes, placement and remat. A number does the same, with at least so many layers in an
+                iteration ('loop' has `prefetch + 1` where layers are gathered). 'list' runs scans over layers layer by
+                layer: what a layer saves is not copied into a stack, and the equations of all layers are compiled.
+                None, the default, leaves layers as the model has them.
             audit: 'error' and 'warn' compare each newly compiled program with the step's expectation (see
                 `zerojax.audit_step`) before it runs for the first time, and raise ValueError or warn if it deviates.
                 'off', the default, reads nothing; `step.audit(state, batch)` does so on demand. The program is compiled

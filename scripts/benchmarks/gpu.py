@@ -14,7 +14,8 @@ A scanned GPT in bf16 with a norm before its head, AdamW and attention by cuDNN,
     full       zerojax at stage 3 with remat='full': like `plain`, saves the inputs of the layers and recomputes the
                rest
     dots       zerojax at stage 3 with remat='dots', the default on GPUs: recomputes what is cheap
-    list       like `dots`, with a list of layers in place of a scan
+    list       like `dots`, with `layers='list'`: no loop over layers
+    four       like `dots`, with `layers=4`: four layers in an iteration
     none       zerojax at stage 3 with remat='none': saves all that the backward pass needs
     offloaded  like `full`, with the inputs of the layers in host memory
     optimizer  like `full`, with the optimizer's state in host memory
@@ -24,7 +25,7 @@ A scanned GPT in bf16 with a norm before its head, AdamW and attention by cuDNN,
 Runs are paired: in each round every form has a process of its own, which creates the state, takes one step that is not
 timed, and then `--steps` timed steps; the order rotates. The ratio is the median over the rounds of the time of `full`
 relative to that of `plain`. Losses start from the same weights; in bf16 they may differ from those of the first form by
-TOLERANCE. A list of layers starts from others. The plain form has no microbatches. A form that fails, or whose process
+TOLERANCE. The plain form has no microbatches. A form that fails, or whose process
 is killed, is reported, and the others go on. With `--parity`, one call and one file have all that a GPU can show.
 
 The model's flops are 6 Psi + 12 L S d per token, for Psi parameters without the embedding table, L layers, sequences of
@@ -41,7 +42,6 @@ XLA_CLIENT_MEM_FRACTION of the device.
 """
 
 import argparse
-import dataclasses
 import json
 import os
 import statistics
@@ -58,12 +58,14 @@ OURS = {  # (remat=, offload=)
     "full": ("full", "none"),
     "dots": ("dots", "none"),
     "list": ("dots", "none"),
+    "four": ("dots", "none"),
     "none": ("none", "none"),
     "offloaded": ({"offload_inputs": True}, "none"),
     "optimizer": ("full", "optimizer"),
     "params": ("full", "params"),
     "disk": ("full", "optimizer"),
 }
+LAYERS = {"list": "list", "four": 4}
 FORMS = ("plain", *OURS)
 SHAPES = ("width", "heads", "seq", "rows", "microbatches", "vocab", "steps", "rounds")  # reported with the results
 FILL = 0.85  # by a formula that overestimates what compilers save: on an H100 the compiled peak is near 0.7
@@ -193,9 +195,7 @@ def summary(runs, flops, peak_flops):
         timed = [each["step_s"] for each in rounds if not each["error"]]
         found = {key: rounds[0].get(key) for key in FOUND}
         if timed and not error:
-            seconds[name] = timed
-            if name != "list":  # another model: its layers are drawn from other keys
-                losses[name] = found["losses"]
+            seconds[name], losses[name] = timed, found["losses"]
         step_s = statistics.median(timed) if timed and not error else None
         mfu = flops / step_s / peak_flops if step_s and peak_flops else None
         forms[name] = found | {"step_s": step_s, "mfu": mfu, "error": error}
@@ -229,7 +229,6 @@ class Form:
     """A compiled step with its measured times and memory."""
 
     def __init__(self, name, config, args):
-        config = dataclasses.replace(config, scan=name != "list")
         self.name, self.config, self.rows, self.num_microbatches = name, config, args.rows, args.microbatches
         self.where = {"offload_dir": args.disk} if name == "disk" else {}
         self.found = {**dict.fromkeys(FOUND), "error": None, "broken": [], "losses": []}
@@ -285,7 +284,8 @@ class Form:
         model, tx = gpt.create(self.config), optax.adamw(1e-3)
         state = zero.eval_init(model, tx)
         remat = zerojax.Remat(**remat) if isinstance(remat, dict) else remat
-        step = zero.train_step(gpt.loss, remat=remat, num_microbatches=self.num_microbatches)
+        options = {"remat": remat, "num_microbatches": self.num_microbatches, "layers": LAYERS.get(self.name)}
+        step = zero.train_step(gpt.loss, **options)
         avals, tree = jax.tree.flatten(state)
         leaves = lambda: jax.tree.leaves(zero.init(model, tx))
         if offload == "none":  # jitted once, because `Zero.init` compiles each time

@@ -1,4 +1,4 @@
-"""Compares lists of layers with the loops that they can run as: what they cost to compile, and what the program costs.
+"""Compares the ways in which equal layers can run: what they cost to compile, and what the program costs.
 
     python scripts/benchmarks/layers.py                            # a table
     python scripts/benchmarks/layers.py --json                     # one JSON object
@@ -6,14 +6,16 @@
 
 Each form is compiled by `schedule.py` for a described cluster, in a process of its own:
 
-    list        zerojax at stage 3, as the model has its layers
-    loop        the same with `train_step(layers='loop')`
-    plain list  `jit` and `NamedSharding`
-    scan        zerojax, a GPT whose layers are stacked and scanned
-    plain scan  `jit` and `NamedSharding` of that GPT
+    list          zerojax at stage 3, a model that has its layers in a list
+    list as loop  the same with `train_step(layers='loop')`
+    plain list    `jit` and `NamedSharding`
+    scan          zerojax, a GPT whose layers are stacked and scanned
+    scan by four  the same with `layers=4`
+    scan as list  the same with `layers='list'`
+    plain scan    `jit` and `NamedSharding` of that GPT
 
-`gpt-N` is the GPT of `gpt.py` with N layers of width 4096, all others are models of `models.py`. Processor seconds are
-those of the process, without the assemblers that it starts. All else is explained in `schedule.py`.
+`gpt-N` is the GPT of `gpt.py` with N layers of width 4096, all others are models of `models.py`. Seconds are those of the
+processor, without the assemblers that a process starts. All else is explained in `schedule.py`.
 """
 
 import argparse
@@ -22,7 +24,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-FIELDS = ("trace_processor_s", "processor_s", "peak_bytes", "sent_bytes", "exposed_bytes")
+FIELDS = ("processor_s", "peak_bytes", "sent_bytes", "exposed_bytes", "copies_in_loops")
+LAYERS = {"list as loop": "loop", "scan by four": "4", "scan as list": "list"}
+LISTS, SCANS = ("list", "list as loop", "plain list"), ("scan", "scan by four", "scan as list", "plain scan")
 LINK_GBPS = "360"  # one program for each form, instead of a second one for slow links
 
 
@@ -30,6 +34,7 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=["gpt-16", "gpt-36", "gpt-80", "qwen3-8b"], help="%(default)s")
     parser.add_argument("--target", default="h100:8", help="a target of zerojax.targets (default %(default)s)")
+    parser.add_argument("--remat", default="full", help="as in schedule.py (default %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     return parser.parse_args()
 
@@ -40,32 +45,30 @@ def main():
     args, console = arguments(), Console(stderr=True)
     result = {"target": args.target, "forms": {}}
     for model in args.models:
-        for form in forms_of(model):
+        for form in LISTS + (SCANS if model.startswith("gpt-") else ()):
             with console.status(f"compiling {model}, {form}"):
-                result["forms"][f"{model} {form}"] = compiled(model, form, args.target)
+                result["forms"][f"{model} {form}"] = compiled(model, form, args)
     print(json.dumps(result)) if args.json else table(result)
 
 
-def forms_of(model):
-    return ("list", "loop", "plain list") + (("scan", "plain scan") if model.startswith("gpt-") else ())
-
-
-def compiled(model, form, target):
+def compiled(model, form, args):
     """What `schedule.py` finds in the program of a form."""
-    options = ["--target", target, "--link", LINK_GBPS, "--forms", "plain" if form.startswith("plain") else "ours"]
+    options = ["--forms", "plain" if form.startswith("plain") else "ours"]
+    options += ["--run-layers", LAYERS[form]] if form in LAYERS else []
     if model.startswith("gpt-"):
-        options += ["--layers", model.removeprefix("gpt-"), *([] if form.endswith("scan") else ["--unrolled"])]
+        options += ["--layers", model.removeprefix("gpt-"), *(["--unrolled"] if form in LISTS else [])]
     else:
         options += ["--model", model]
-    script = Path(__file__).with_name("schedule.py")
-    command = [sys.executable, script, "--json", *options, *(["--loops"] if form == "loop" else [])]
-    done = subprocess.run(command, capture_output=True, text=True)
+    command = [sys.executable, Path(__file__).with_name("schedule.py"), "--json", "--target", args.target, *options]
+    done = subprocess.run([*command, "--remat", args.remat, "--link", LINK_GBPS], capture_output=True, text=True)
     if done.returncode:
         return {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
     (found,) = json.loads(done.stdout)["forms"].values()
     if "error" in found:
         return {"error": found["error"]}
-    return {name: found[name] for name in FIELDS} | {"step_s": found["fast_s"]["step"]}
+    trace_s = found["trace_processor_s"]
+    of_compiler = {"trace_s": trace_s, "compile_s": found["processor_s"] - trace_s}
+    return of_compiler | {name: found[name] for name in FIELDS} | {"step_s": found["fast_s"]["step"]}
 
 
 def table(result):
@@ -82,7 +85,7 @@ def table(result):
         exposed = found["exposed_bytes"] / found["sent_bytes"]
         rows.add_row(
             name,
-            f"{found['trace_processor_s']:.1f}",
+            f"{found['trace_s']:.1f}",
             f"{found['processor_s']:.1f}",
             f"{found['peak_bytes'] / 2**30:.2f}",
             f"{exposed:.1%}",

@@ -104,7 +104,10 @@ def arguments():
         help="compile all programs for GPUs under the assumption that every device sends at this rate",
     )
     parser.add_argument("--unrolled", action="store_true", help="a list of layers instead of a scanned stack")
-    parser.add_argument("--loops", action="store_true", help="run lists of layers as loops, in form ours")
+    as_layers = lambda text: int(text) if text.isdigit() else text
+    parser.add_argument(
+        "--run-layers", type=as_layers, help="train_step(layers=), in form ours: loop, list or a number"
+    )
     args = parser.parse_args()
     args.forms = args.forms or (["ours", "plain"] if args.model else list(FORMS[:4]))
     if {"flags", "options"} & set(args.forms) and args.target.split(":")[0] not in ("v4", "v5e", "v5p", "v6e"):
@@ -256,7 +259,7 @@ def options_of_step(args):
     import zerojax
 
     remat = zerojax.Remat(offload_inputs=True) if args.remat == "offload" else args.remat
-    return {"remat": remat, "prefetch": args.prefetch, "layers": "loop" if args.loops else None}
+    return {"remat": remat, "prefetch": args.prefetch, "layers": args.run_layers}
 
 
 def link_flag(rate):

@@ -1,4 +1,4 @@
-"""Lists of equal layers that run as loops: `train_step(layers='loop')`."""
+"""Equal layers that run as a loop or as a list, whichever the model has: `train_step(layers=)`."""
 
 import functools
 
@@ -86,7 +86,7 @@ LOSSES = {
 } | {"aux": functools.partial(loss_of, plain, aux=True), "own and shared": with_own_and_shared}
 
 
-def trained(loss, layers, stage=3, steps=3, num_devices=4, replica=1, **options):
+def trained(loss, layers, stage=3, steps=3, num_devices=4, replica=1, create=create, **options):
     zero = Zero(zerojax.make_mesh(devices=jax.devices()[:num_devices], replica=replica), stage)
     state = zero.init(create, optax.adamw(1e-2, eps=1e-5))
     step = zero.train_step(lambda params, batch, key: loss(params, batch, key), layers=layers, **options)
@@ -128,6 +128,52 @@ def test_every_kind_of_step_trains_as_the_list(options):
     """And communicates as its expectation says."""
     got, want = (trained(LOSSES["with_input"], layers, audit="error", **options) for layers in ("loop", None))
     assert_same(got, want)
+
+
+SCANNED = 10
+
+
+def create_scanned(key):
+    layers = jax.vmap(lambda key: create(key, 1)["layers"][0])(jax.random.split(key, SCANNED))
+    return create(key, 0) | {"layers": layers}
+
+
+def scanned(params, batch, key):
+    """Each layer carries a value, and returns one; it reads a key, and a weight that all share."""
+
+    def layer(h, p_and_key):
+        p, key = p_and_key
+        kept = jax.random.bernoulli(key, 0.8, h.shape)
+        h = h + jnp.where(kept, jnp.tanh(h @ p["w"] + p["b"]), 0) @ params["first"]
+        return h, jnp.mean(jnp.square(h @ p["v"]))
+
+    h, means = jax.lax.scan(layer, batch["x"] @ params["first"], (params["layers"], jax.random.split(key, SCANNED)))
+    return jnp.mean(jnp.square(h @ params["head"])) + jnp.mean(means), {"mean": means[2]}
+
+
+def in_loops(jaxpr):
+    """The lengths of the loops that compute matrix products."""
+    loops = [jaxprs.scan_params(e) for e in jaxprs.walk(jaxpr.eqns) if jaxprs.is_scan(e)]
+    return [loop.length for loop in loops if num_products(loop.body.jaxpr)]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_devices": 1, "remat": "full"},
+        *(pytest.param(each, marks=pytest.mark.full) for each in [*SETTINGS, *OTHERS, {"num_devices": 1}]),
+    ],
+    ids=str,
+)
+def test_a_scan_runs_with_any_number_of_layers_in_an_iteration(options):
+    """'list' has no loop. Of ten layers, six are in a loop of three in an iteration."""
+    run = functools.partial(trained, scanned, create=create_scanned, audit="error", **options)
+    want, over_microbatches = run(None), [2] if "num_microbatches" in options else []
+    for layers, over_layers in ("list", []), (3, [2, 2]):
+        got = run(layers)
+        assert_same(got, want)
+        assert in_loops(got[2]) == over_microbatches + over_layers
 
 
 def loops_of(loss, placed=lambda leaf: None, unit_of=None):
@@ -234,7 +280,8 @@ def test_what_cannot_be_a_loop_is_an_error():
     with pytest.raises(ValueError, match=r"no layers are equal\n  got:.*\n  fix:      layers=None"):
         loss = lambda params, batch, key: loss_of(unlike, params, batch, key)
         zero.train_step(loss, layers="loop")(state, BATCH)
-    with pytest.raises(ValueError, match="unknown layers 'scan'"):
-        zero.train_step(LOSSES["plain"], layers="scan")
+    for unknown in "scan", 0, True, 2.0:
+        with pytest.raises(ValueError, match=f"unknown layers {unknown!r}"):
+            zero.train_step(LOSSES["plain"], layers=unknown)
     with pytest.raises(ValueError, match="fetches them leaf by leaf"):
         Zero(zerojax.make_mesh(), 3, offload="params").train_step(LOSSES["plain"], layers="loop")

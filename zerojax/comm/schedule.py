@@ -82,14 +82,17 @@ class Schedule:
         prefetch: number of units that may be gathered ahead of the unit that computes.
         start: events before which nothing is gathered.
         idle: whether nothing is computed before the first unit.
+        layers: the least number of layers in an iteration of a loop over layers.
         least_bytes: units with fewer bytes, when they are gathered, join those after them until they have as many.
 
     Attributes:
         last: events of the end of the last unit's computation.
     """
 
-    def __init__(self, prefetch: int, start: Sequence[Array], idle: bool = False, least_bytes: float = 0):
-        self.prefetch, self.least_bytes = prefetch, least_bytes
+    def __init__(
+        self, prefetch: int, start: Sequence[Array], idle: bool = False, layers: float = 1, least_bytes: float = 0
+    ):
+        self.prefetch, self.layers, self.least_bytes = prefetch, layers, least_bytes
         self.restart(start)
         self._idle = idle
 

@@ -64,18 +64,19 @@ class Cut(NamedTuple):
     prefetch: int  # number of layers that are gathered ahead
 
     @classmethod
-    def of(cls, length: int, prefetch: int, delay_reduction: bool) -> Cut:
+    def of(cls, length: int, prefetch: int, delay_reduction: bool, least: float = 1) -> Cut:
         """Cuts a scan of `length` layers.
 
         Args:
             length: number of layers.
             prefetch: number of layers that are gathered ahead.
             delay_reduction: whether the gradients of a layer are reduced while the next layer computes.
+            least: the least number of layers in an iteration. If it is more than a third of them, there is no loop.
         """
-        if not prefetch and not delay_reduction:
-            return cls(0, length, 1, 0, 0)
         outside = max(prefetch, 1)
-        group = outside + 1
+        group = max(outside + 1 if prefetch or delay_reduction else 1, int(min(least, length)))
+        if group == 1:
+            return cls(0, length, 1, 0, 0)
         loops = (length - 2 * outside) // group
         if loops < 2:
             return cls(length, 0, group, 0, prefetch)

@@ -142,7 +142,8 @@ class LayerStack(Part):
         stage = self.collectives.stage
         overlaps = schedule.prefetch > 0 and self.collectives.axes.num_shards > 1
         prefetch = schedule.prefetch if overlaps and stage.shards_params else 0
-        return Cut.of(self.scan.length, prefetch, delay_reduction=overlaps and stage.shards_grads)
+        delays = overlaps and stage.shards_grads
+        return Cut.of(self.scan.length, prefetch, delay_reduction=delays, least=schedule.layers)
 
     def run(
         self, weights: Weights, data: Sequence[Array], schedule: Schedule, saver: Regather | None = None

@@ -45,6 +45,7 @@ class PartsOfLoss:
     trainable: Sequence[bool]  # which leaves get a gradient
     rules: RematRules  # which activations of a unit are saved for its backward pass
     prefetch: int  # number of units that are gathered ahead of the unit that computes
+    layers: float  # the least number of layers in an iteration of a loop; infinity for no loops
     parts: Sequence[Part]  # of the loss, in program order; see `cut`
     # Stacks of leaves, by layer, which are the last leaves of the loss. It does not read the leaves in them elsewhere.
     stacks: Sequence[Stack] = ()
@@ -140,7 +141,7 @@ class PartsOfLoss:
 
     def _schedule(self, start: Sequence[Array]) -> Schedule:
         least_bytes = SMALL_UNIT * max((part.num_bytes for part in self.parts), default=0)
-        return Schedule(self.prefetch, start, idle=True, least_bytes=least_bytes)
+        return Schedule(self.prefetch, start, idle=True, layers=self.layers, least_bytes=least_bytes)
 
     def _start(self, data: Sequence[Array]) -> dict[Var, Array]:
         """The values of the loss that are there before its first equation."""
@@ -186,6 +187,7 @@ def cut(
     trainable: Sequence[bool],
     rules: RematRules,
     prefetch: int,
+    layers: float = 1,
     stacks: Sequence[Stack] = (),
 ) -> PartsOfLoss:
     """Makes a part of each segment of a traced loss. See `PartsOfLoss` for the arguments."""
@@ -193,7 +195,7 @@ def cut(
         _kind(segment)(traced, segment, collectives, rules[traced.unit(segment)] if segment.leaves else NO_REMAT)
         for segment in traced.segments
     ]
-    return PartsOfLoss(traced, collectives, trainable, rules, prefetch, parts, stacks)
+    return PartsOfLoss(traced, collectives, trainable, rules, prefetch, layers, parts, stacks)
 
 
 def _kind(segment: Segment) -> type[Straight | LayerStack | TableLookup]:

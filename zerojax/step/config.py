@@ -12,7 +12,7 @@ import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from zerojax.step.state import StateLayout, TrainState
     from zerojax.step.update import Update
 
+Layers: TypeAlias = Literal["loop", "list"] | int | None
 T = TypeVar("T")
 
 
@@ -242,7 +243,9 @@ class StepSettings:
     remat: RematRules = NO_RULES  # which activations of a unit are saved for its backward pass
     prefetch: int = 1  # number of units that are gathered ahead of the unit that computes
     bucket_bytes: int | None = None  # the most bytes that one collective moves; None to move every leaf in one piece
-    layers: str | None = None  # 'loop' runs a list of equal layers as a loop; None leaves layers as the model has them
+    layers: Layers = (
+        None  # how equal layers run; None leaves them as the model has them, a number is that of an iteration
+    )
 
     def texts(self) -> dict[str, str]:
         """The settings, except `remat`, as texts by name, for comparison between processes."""
@@ -261,6 +264,16 @@ class StepSettings:
         """The options of the step's collectives."""
         return CollectiveOptions(math.inf if self.bucket_bytes is None else self.bucket_bytes)
 
+    @property
+    def makes_loops(self) -> bool:
+        """Whether lists of equal layers run as loops."""
+        return self.layers not in (None, "list")
+
+    @property
+    def layers_at_once(self) -> float:
+        """The least number of layers in an iteration of a loop; infinity for no loops."""
+        return self.layers if isinstance(self.layers, int) else math.inf if self.layers == "list" else 1
+
     def check(self, axes: Axes) -> StepSettings:
         """Checks the settings against the data axes, and returns them."""
         check_integer("settings: num_microbatches", self.num_microbatches, 1)
@@ -271,10 +284,11 @@ class StepSettings:
                 f"settings: clip_norm {self.clip_norm!r} is not a norm\n"
                 f"  fix:      pass a number above 0, or None to leave gradients as they are"
             )
-        if self.layers not in (None, "loop"):
+        is_count = isinstance(self.layers, int) and not isinstance(self.layers, bool) and self.layers > 0
+        if self.layers not in (None, "loop", "list") and not is_count:
             raise ValueError(
                 f"settings: unknown layers {self.layers!r}\n"
-                f"  fix:      'loop' to run a list of equal layers as a loop, or None to leave layers as they are"
+                f"  fix:      'loop', a number of layers in an iteration, 'list', or None to leave layers as they are"
             )
         if self.bucket_bytes is not None:
             least = axes.num_shards * _WIDEST_ELEMENT_BYTES  # an element of each shard

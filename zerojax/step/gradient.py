@@ -245,7 +245,7 @@ class DeviceGradient:
         check_layer_dims(leaves, traced.layer_dims, self.config.axes.num_shards)
 
         # Make loops of equal layers.
-        if self.settings.layers:
+        if self.settings.makes_loops:
             closed, stacks = with_loops(traced, lambda i: (leaves[i].dims, trainable[i], rules.matching(units[i])))
         if stacks:
             of_stacks = [stack[0] for stack in stacks]
@@ -255,13 +255,14 @@ class DeviceGradient:
             members = frozenset(i for stack in stacks for i in stack)
             own = [flag and i not in members for i, flag in enumerate(trainable)]
             trainable = [*own, *(trainable[i] for i in of_stacks)]
-        if self.settings.layers and not traced.layer_dims:
+        if self.settings.makes_loops and not traced.layer_dims:
             raise ValueError(
                 f"settings: layers={self.settings.layers!r}, but no layers are equal\n"
                 f"  got:      no {FEWEST_LAYERS} in a row that have the same operations, shapes, placement and remat\n"
                 f"  fix:      layers=None"
             )
-        parts = cut(traced, stage_collectives, trainable, rules, self.settings.prefetch, stacks)
+        layers = self.settings.layers_at_once
+        parts = cut(traced, stage_collectives, trainable, rules, self.settings.prefetch, layers, stacks)
         return parts, data, functools.partial(jax.tree.unflatten, jax.tree.structure(output))
 
     # All microbatches -------------------------------------------------------------------------------------------------
