@@ -6,7 +6,7 @@ import numpy as np
 import optax
 from jax import lax, nn
 
-from zerojax.program.rows.trace import trace_rows
+from zerojax.program.rows.trace import sizes_of, trace_rows
 from zerojax.program.rows.values import Kind, RowValue, row_factors
 
 WIDTH = 16
@@ -97,6 +97,9 @@ CASES = {
         "gradient": lambda w, x, y, k: jnp.mean(gradient_penalty(w, x)),
         "transposed": lambda w, x, y, k: x.swapaxes(0, 1).reshape(5, -1).sum(1).mean() / len(x),
         "padded": lambda w, x, y, k: jnp.pad(x, ((0, 0), (0, 3), (0, 0)), mode="edge").mean(),
+        "ones": lambda w, x, y, k: jnp.average(losses(w, x, y), weights=jnp.ones(y.shape)),
+        "where ones": lambda w, x, y, k: jnp.mean(losses(w, x, y), where=jnp.ones_like(y, bool)),
+        "fractions": lambda w, x, y, k: jnp.sum(losses(w, x, y) * (np.ones(y.shape, np.float32) / y.size)),
         "codes": lambda w, x, y, k: w[jnp.argmin(jnp.sum((x[..., None, :] - w) ** 2, -1), -1)].mean(),
     },
     Kind.SUM: {
@@ -108,6 +111,12 @@ CASES = {
         "chunks": lambda w, x, y, k: in_chunks(w, x, y),
         "layers": lambda w, x, y, k: layers(w, x, lambda h: jnp.sum(h[:, 0] > 0))[1],
         "product": lambda w, x, y, k: jnp.vdot(x, x),
+        "a number of rows": lambda w, x, y, k: y.size - jnp.sum(y > 0),
+        "of rows": lambda w, x, y, k: x.shape[0],
+        "of rows, counted": lambda w, x, y, k: jnp.ones(y.shape).sum(),
+        "a mean, multiplied": lambda w, x, y, k: losses(w, x, y).mean() * x.shape[0],
+        "over a fixed number": lambda w, x, y, k: losses(w, x, y).sum() / 120,
+        "times a fixed number": lambda w, x, y, k: 0.01 * x.sum(),
     },
     Kind.MAX: {
         "max": lambda w, x, y, k: jnp.maximum(x.max(), w.max()),
@@ -127,6 +136,9 @@ CASES = {
         "counts": lambda w, x, y, k: jnp.bincount(y.ravel(), length=7).max(),
         "balance": lambda w, x, y, k: jnp.vdot(nn.softmax(x @ w).mean((0, 1)), nn.one_hot(y, WIDTH).mean((0, 1))),
         "range": lambda w, x, y, k: x.max() - x.min(),
+        "sums of squares": lambda w, x, y, k: (jnp.vdot(x, x) - x.sum() ** 2 / x.size) / x.size,
+        "integers": lambda w, x, y, k: 100 * jnp.sum(y > 0) // y.size,
+        "a standard error": lambda w, x, y, k: jnp.sqrt(jnp.mean(x**2) / x.size),
         "largest means": lambda w, x, y, k: lax.top_k(x.mean((0, 1)), 3)[0].sum(),
     },
     # These depend on which rows a device has. Of a mean of rows that met, the kind is MEAN, with a source.
@@ -137,9 +149,9 @@ CASES = {
         "batch norm": lambda w, x, y, k: jnp.mean(batch_norm(x @ w) ** 4),
         "capacity": lambda w, x, y, k: jnp.mean(capacity(y)),
         "of layers": lambda w, x, y, k: layers(w, x, lambda h: jnp.sum(jnp.mean(h, (0, 1)) ** 2))[1],
-        "a number of rows": lambda w, x, y, k: y.size - jnp.sum(y > 0),
-        "sums of squares": lambda w, x, y, k: (jnp.vdot(x, x) - x.sum() ** 2 / x.size) / x.size,
-        "integers": lambda w, x, y, k: 100 * jnp.sum(y > 0) // y.size,
+        "groups": lambda w, x, y, k: jnp.max(x.reshape(2, -1).sum(1)) if len(x) > 2 else jnp.std(x),
+        "a number less one": lambda w, x, y, k: x.sum() / (x.shape[0] + 1),
+        "first": lambda w, x, y, k: jnp.mean(x.sum((1, 2)) * np.arange(9, 109, dtype=np.float32)[: len(x)]),
         "logsumexp": lambda w, x, y, k: nn.logsumexp(x),
     },
 }
@@ -149,13 +161,19 @@ PAIRS = {
 }
 
 
-def value_of(fn, num_rows):
+def traced(fn, num_rows):
+    """(the inputs' values, the jaxpr of a function of so many rows)."""
     shapes = (WIDTH, WIDTH), (num_rows, 5, WIDTH), (num_rows, 5)
     w, x, y = (jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, (jnp.float32, jnp.float32, jnp.int32), strict=True))
     key = jax.eval_shape(lambda: jax.random.key(0))
     rows = [RowValue(Kind.ROWS, dims=row_factors(a.shape, num_rows)) for a in (x, y)]
     inputs = [RowValue(on_params=True), *rows, RowValue(on_device=True)]
-    trace = trace_rows(jax.make_jaxpr(fn)(w, x, y, key), inputs, num_rows, ("data",))
+    return inputs, jax.make_jaxpr(fn)(w, x, y, key)
+
+
+def value_of(fn, num_rows):
+    (inputs, closed), (_, doubled) = traced(fn, num_rows), traced(fn, 2 * num_rows)
+    trace = trace_rows(closed, inputs, num_rows, ("data",), sizes_of(closed, doubled, num_rows))
     return trace.of(trace.closed.jaxpr.outvars[0])
 
 
@@ -191,7 +209,7 @@ def test_what_all_devices_see_is_the_same():
         inputs = [RowValue(), RowValue(Kind.ROWS, dims=row_factors(x.shape, 4)), RowValue(), RowValue()]
         closed = jax.make_jaxpr(fn)(x, x, x, x)
         for axes in [("data",), ("replica", "data")]:
-            trace = trace_rows(closed, inputs, 4, axes)
+            trace = trace_rows(closed, inputs, 4, axes, sizes_of(closed, None, 4))
             found.append([trace.of(atom) for atom in trace.closed.jaxpr.outvars])
         return x
 

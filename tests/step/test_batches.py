@@ -196,6 +196,7 @@ def test_graphs_are_stacked_one_per_device():
 # Arrays that a loss closes over
 
 ALL = np.ones((8, 16), np.float32)
+DATA_SET = np.ones((24, CLASSES), np.float32)
 TABLE = np.ones((8, CLASSES), np.float32)  # has as many rows as a batch of 8, which CLASSES is too
 
 
@@ -206,16 +207,19 @@ TABLE = np.ones((8, CLASSES), np.float32)  # has as many rows as a batch of 8, w
         (r"float32\[8, 8\]", jax.jit(lambda params, x: jnp.mean(optax.softmax_cross_entropy(x @ params["w"], TABLE)))),
         (r"int32\[8\]", lambda params, x: jnp.mean((x @ params["w"])[jnp.arange(8), np.arange(8)])),
         (r"float32\[8, 16\]", lambda params, x: jnp.mean(ALL @ params["w"])),
+        (r"float32\[8, 8\]", lambda params, x: jnp.mean((x @ params["w"] - jnp.asarray(DATA_SET)[8:16]) ** 2)),
     ],
-    ids=["targets", "jit", "labels", "batch"],
+    ids=["targets", "jit", "labels", "batch", "cut"],
 )
 def test_rows_that_a_loss_closes_over_are_named_with_their_line(seen, loss):
     """With one row on each device, all of them broadcast: the loss would be that of all pairs."""
     zero = Zero(zerojax.make_mesh())
     state = zero.eval_init(create, optax.sgd(0.1))
     got = rf"\n  got:      {seen} at {__file__}:\d+, where a device has 1 of 8 rows at a time\n"
-    with pytest.warns(UserWarning, match=f"as many rows as the batch.*{got}"):
-        zero.train_step(loss).trace(state, ALL)
+    for step in zero.train_step(loss), zero.eval_step(loss):
+        with pytest.warns(UserWarning, match=f"as many rows as the batch.*{got}") as caught:
+            step.trace(state, ALL)
+        assert len(caught) == 1
 
 
 def test_a_loss_that_works_with_all_rows_only_says_so():

@@ -317,6 +317,11 @@ def test_plain_arrays_in_a_module_are_named():
         assert metrics["loss"] == 4 and np.array_equal(state.model().table, np.ones((4, 4)))
 
 
+def test_a_key_is_no_parameter():
+    with pytest.raises(ValueError, match=r"'rng' is a PRNG key, and no parameter\n.*\n  fix: .*'params': params"):
+        Zero(zerojax.make_mesh()).init({"w": jnp.ones((8, 8)), "rng": jax.random.key(0)}, optax.sgd(0.1))
+
+
 def test_a_model_in_bf16_is_not_widened_in_silence():
     create = lambda rngs: nnx.Linear(8, 8, param_dtype=jnp.bfloat16, rngs=rngs)
     with pytest.warns(

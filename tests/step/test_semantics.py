@@ -217,3 +217,51 @@ def test_two_networks_with_two_optimizers_follow_the_steps_of_each_on_one_device
             want[name] = optax.apply_updates(want[name], updates)
     for name in plain:
         np.testing.assert_allclose(state.params[name]["w"], want[name]["w"], rtol=1e-4, atol=1e-5)
+
+
+# Random numbers that all devices repeat
+
+
+KEY = jax.random.PRNGKey(0)
+REPEATED = {
+    "closed over": lambda params, x: KEY,
+    "made in the loss": lambda params, x: jax.random.key(0),
+    "among the parameters": lambda params, x: params["rng"],
+    "of another kind": lambda params, x: jax.random.wrap_key_data(params["rbg"], impl="rbg"),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_keys_that_all_devices_share_are_warned_about(name):
+    """Plain JAX would draw another number for each row."""
+    key_of = REPEATED[name]
+
+    def create(key):
+        return {"w": jax.random.normal(key, (8, 8)), "rng": KEY, "rbg": jax.random.PRNGKey(0, impl="rbg")}
+
+    def loss(params, x):
+        kept = jax.random.bernoulli(key_of(params, x), 0.5, x.shape)
+        return jnp.mean(jnp.where(kept, x @ params["w"], 0) ** 2)
+
+    zero, x, line = Zero(zerojax.make_mesh()), np.ones((32, 8), np.float32), loss.__code__.co_firstlineno + 1
+    with pytest.warns(UserWarning, match=rf"get the same random numbers\n  got: .*test_semantics.py:{line}\n"):
+        zero.train_step(loss).trace(zero.eval_init(create, optax.sgd(0.1)), x)
+
+
+def test_keys_that_devices_fold_are_not_warned_about():
+    """That of the loss, typed and raw ones beside the parameters, and one whose numbers are not for rows."""
+
+    def create(key):
+        keys = {"typed": jax.random.key(0), "raw": KEY, "rbg": jax.random.PRNGKey(0, impl="rbg")}
+        return {"params": {"w": jax.random.normal(key, (8, 8))}, "keys": keys}
+
+    def loss(variables, x, key):
+        kinds, noise = variables["keys"], jax.random.normal(KEY, variables["params"]["w"].shape)
+        keys = [key, kinds["typed"], kinds["raw"], jax.random.wrap_key_data(kinds["rbg"], impl="rbg")]
+        kept = [jax.random.bernoulli(own, 0.9, x.shape) for own in keys]
+        return jnp.mean(jnp.where(jnp.stack(kept).all(0), x @ (variables["params"]["w"] + noise), 0) ** 2)
+
+    zero = Zero(zerojax.make_mesh())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        zero.train_step(loss).trace(zero.eval_init(create, optax.sgd(0.1)), np.ones((32, 8), np.float32))

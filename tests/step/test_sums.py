@@ -31,11 +31,15 @@ def ratio(params, batch):
 SUMS = {
     "a sum": lambda p, b: errors(p, b).sum(),
     "a sum, in a jit": lambda p, b: jax.jit(jnp.sum)(errors(p, b)) + 0.1 * jnp.sum(p["w"] ** 2),
+    "a sum, over the rows of all devices": lambda p, b: errors(p, b).sum() / len(X),
+    "a sum, multiplied": lambda p, b: errors(p, b).mean() * b["x"].shape[0],
     "a sum, all at once": lambda p, b: -jnp.sum(b["x"] @ p["w"]),
     "a ratio of sums": lambda p, b: ratio(p, b) + 0.1 * jnp.sum(p["w"] ** 2),
 }
 MEANS = {
     "a mean": lambda p, b: errors(p, b).mean(),
+    "a mean with weights of one": lambda p, b: jnp.average(errors(p, b), weights=jnp.ones(b["x"].shape[0])),
+    "a mean where all count": lambda p, b: jnp.mean(errors(p, b), where=np.ones(b["x"].shape[0], bool)),
     "a mean of sums over features": lambda p, b: jnp.mean(jnp.sum(b["x"] @ p["w"], axis=-1)),
     "a sum of means over rows": lambda p, b: jnp.sum(jnp.mean((b["x"] @ p["w"]) ** 2, axis=0)),
     "a penalty of weights": lambda p, b: errors(p, b).mean() + jnp.sum(p["w"] ** 2),
@@ -59,6 +63,13 @@ def metrics(params, batch):
         "all": jnp.all(e > 0),
         "sum": e.sum(),
         "shifted": e.sum() + 1,
+        "in thousands": e.sum() / 1000,
+        "a hundredth": 0.01 * e.sum(),
+        "wrong": e.size - jnp.sum(found),
+        "rows": batch["x"].shape[0],
+        "elements": jnp.ones(batch["x"].shape).sum(),
+        "ones": jnp.average(e, weights=jnp.ones(e.shape)),
+        "standard error": jnp.sqrt(jnp.mean(e**2) / e.size),
         "count": jnp.sum(found),
         "masked": ratio(params, batch),
         "where": jnp.mean(e, where=mask),
@@ -136,7 +147,6 @@ UNKNOWN = {
     "std": lambda e: jnp.std(e),
     "median": lambda e: jnp.median(e),
     "first": lambda e: e[0],
-    "correct": lambda e: e.size - jnp.sum(e > 1),
 }
 
 

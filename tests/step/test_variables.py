@@ -29,6 +29,11 @@ START = {
     "total": jnp.float32(0),
     "usage": jnp.zeros(7),
     "mean": jnp.float32(0),
+    "rows": jnp.int32(0),
+    "elements": jnp.float32(0),
+    "rare": jnp.float32(1),
+    "peak": jnp.float32(0),
+    "ratio": jnp.float32(0),
 }
 
 
@@ -47,6 +52,11 @@ def updated(before, batch):
         "total": before["total"] + mask.sum(),
         "usage": 0.9 * before["usage"] + 0.1 * jax.nn.one_hot(label, 7).sum(0),
         "mean": 0.9 * before["mean"] + 0.1 * mask.mean(),
+        "rows": before["rows"] + len(label),
+        "elements": before["elements"] + mask.size,
+        "rare": 0.99 * before["rare"] + 0.01 * (label == 1).sum(),
+        "peak": jnp.maximum(before["peak"], batch["x"].max()),
+        "ratio": (batch["x"][:, :1] * mask).sum() / mask.sum(),
     }
 
 
@@ -85,7 +95,36 @@ def test_variables_are_those_of_one_device(num_devices, stage, num_microbatches)
     for name, a in state.model_state["counts"].items():
         shards = {np.asarray(shard.data).tobytes() for shard in a.get_value().addressable_shards}
         assert len(shards) == 1, name
-        np.testing.assert_allclose(a.get_value(), want[name], rtol=1e-6, err_msg=name)
+        np.testing.assert_allclose(a.get_value(), want[name], rtol=1e-5, err_msg=name)
+
+
+def test_metrics_of_flax_count_the_rows_of_all_devices():
+    class Model(nnx.Module):
+        def __init__(self, *, rngs):
+            self.layer, self.average = nnx.Linear(4, 4, rngs=rngs), nnx.metrics.Average()
+
+    def loss(model, batch):
+        model.average.update(values=batch["x"][:, 0])
+        return jnp.mean(model.layer(batch["x"]) ** 2)
+
+    zero = zerojax.Zero(zerojax.make_mesh(), 3)
+    state, _ = zero.train_step(loss)(zero.init(Model, optax.sgd(0.1)), BATCH)
+    np.testing.assert_allclose(state.model().average.compute(), BATCH["x"][:, 0].mean(), rtol=1e-5)
+
+
+def test_a_variable_that_is_averaged_over_devices_is_named_with_its_line():
+    class Model(nnx.Module):
+        def __init__(self, *, rngs):
+            self.layer, self.spread = nnx.Linear(4, 4, rngs=rngs), nnx.Variable(jnp.float32(0))
+
+    def loss(model, batch):
+        model.spread[...] = jnp.std(batch["x"])
+        return jnp.mean(model.layer(batch["x"]) ** 2)
+
+    zero = zerojax.Zero(zerojax.make_mesh())
+    line = loss.__code__.co_firstlineno + 1
+    with pytest.warns(UserWarning, match=rf"averaged\n  got:      spread.*test_variables.py:{line}\n.*\n.* by sums"):
+        zero.train_step(loss).trace(zero.init(Model, optax.sgd(0.1)), BATCH)
 
 
 UNKNOWN = {

@@ -6,7 +6,7 @@ is in this module, and is tested with the oldest and the newest supported versio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 
@@ -344,6 +344,14 @@ def with_outputs(closed: ClosedJaxpr, outputs: Sequence[Atom]) -> ClosedJaxpr:
             kept.append(equation)
             live.update(variables(equation))
     return _closed(closed.jaxpr.replace(eqns=kept[::-1], outvars=list(outputs)), closed.consts)
+
+
+def with_parts(
+    closed: ClosedJaxpr, consts: Mapping[Var, ArrayLike], equations: Sequence[Equation], outputs: Sequence[Atom]
+) -> ClosedJaxpr:
+    """`closed` with these constants, equations and outputs."""
+    changes = {"constvars": list(consts), "eqns": list(equations), "outvars": list(outputs)}
+    return _closed(closed.jaxpr.replace(**changes), list(consts.values()))
 
 
 def _closed(jaxpr: core.Jaxpr, consts: Sequence[ArrayLike]) -> ClosedJaxpr:

@@ -293,6 +293,13 @@ def place(
 
 
 def _is_trainable(path: str, dtype: DTypeLike, frozen: Sequence[str], trained: frozenset[str] | None) -> bool:
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        raise ValueError(
+            f"placement: {path!r} is a PRNG key, and no parameter\n"
+            f"  got:      dtype {dtype}\n"
+            f"  fix:      keep it beside the parameters, as in {{'params': params, 'rng': key}}; or draw with the key\n"
+            f"            that the loss gets, as in loss(params, batch, key)"
+        )
     if _first_match(path, frozen) or (trained is not None and path not in trained):
         return False
     if jnp.issubdtype(dtype, jnp.complexfloating):

@@ -19,6 +19,7 @@ from zerojax.program.jaxprs import Jaxpr, Var
 from zerojax.step.models import is_key
 from zerojax.utils.typing import Array, ArrayLike, PRNGKey, PyTree
 
+_RAW_SHAPES = {(2,), (4,)}  # of threefry; of rbg and unsafe_rbg
 _NEXT = 2**32 - 1  # far from the indices of devices and microbatches
 
 
@@ -34,8 +35,7 @@ UNKNOWN = StateKeys()
 
 def _may_be_raw(leaf: Array) -> bool:
     """Whether an array has the dtype and the shape of keys in raw form."""
-    data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
-    return leaf.dtype == data.dtype and leaf.shape[-1:] == data.shape
+    return leaf.dtype == jnp.uint32 and leaf.shape[-1:] in _RAW_SHAPES
 
 
 def may_change(model_state: PyTree) -> bool:
@@ -70,7 +70,9 @@ def _fold(keys: PRNGKey, data: ArrayLike) -> PRNGKey:
 
 
 def _fold_raw(keys: Array, data: ArrayLike) -> Array:
-    return jax.random.key_data(_fold(jax.random.wrap_key_data(keys), data))
+    own = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape
+    kind = None if keys.shape[-1:] == own else {2: "threefry2x32", 4: "rbg"}[keys.shape[-1]]
+    return jax.random.key_data(_fold(jax.random.wrap_key_data(keys, impl=kind), data))
 
 
 def restore_keys(after: PyTree, before: PyTree, fixed: Sequence[bool], keys: StateKeys) -> PyTree:

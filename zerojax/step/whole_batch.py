@@ -21,7 +21,8 @@ from jax.core import Tracer
 from zerojax.program import jaxprs
 from zerojax.program.jaxprs import Atom
 from zerojax.program.rows.parts import RowParts, array_with_all_rows, row_parts
-from zerojax.program.rows.trace import RowTrace, trace_rows
+from zerojax.program.rows.sizes import SizesOfTrace
+from zerojax.program.rows.trace import RowTrace, sizes_of, trace_rows
 from zerojax.program.rows.values import SAME, Kind, RowValue, row_factors
 from zerojax.sharding.axes import Axes
 from zerojax.sharding.placement import by_path
@@ -105,10 +106,11 @@ def over_whole_batch(
             found = dataclasses.replace(found, state_keys=keys)
         if not is_divided:
             return CheckedLoss(found, closes_over), []
-        rows = _read(trace, axes)
-        plan = _plan(rows, gradient.layout.fixed_state, axes, purpose)
+        sizes = _sizes(gradient, trace)
+        rows = _read(trace, axes, sizes, found.state_keys.raw)
+        plan = _plan(rows, _kept(found), axes, purpose)
         if plan.metrics is not None or plan.state is not None:
-            found = dataclasses.replace(found, loss=_reduced_loss(gradient, purpose))
+            found = dataclasses.replace(found, loss=_reduced_loss(found, purpose, sizes))
         return CheckedLoss(found, closes_over), _texts(rows, plan, gradient, purpose, num_parts, num_rows)
 
     checked, texts = on_device(gradient, check, args)
@@ -152,23 +154,42 @@ class _Plan(NamedTuple):
     unknown: dict[str, str]  # the plain metrics that are not those of all rows, with the line of the reason
 
 
-def _read(trace: LossTrace, axes: Axes) -> _LossRows:
-    """Follows the rows through a loss that was traced on one device."""
+def _sizes(gradient: DeviceGradient, trace: LossTrace) -> SizesOfTrace:
+    """What counts rows in a loss that was traced on one device: what doubles in a trace with twice as many rows."""
+    twice = lambda a: jax.ShapeDtypeStruct((2 * a.shape[0], *a.shape[1:]), a.dtype)
+    args = trace.args._replace(batch=map_rows(twice, trace.args.batch))
+    try:
+        doubled = jaxprs.traced(gradient.loss, *args)[0]
+    except Exception:  # a loss for one number of rows
+        doubled = None
+    return sizes_of(trace.closed, doubled, _num_rows(trace.args.batch))
+
+
+def _num_rows(batch: PyTree) -> int:
+    """The number of rows of a device."""
+    return max(jax.tree.leaves(map_rows(lambda a: a.shape[0], batch, lambda a: 0)), default=1) or 1
+
+
+def _read(trace: LossTrace, axes: Axes, sizes: SizesOfTrace, raw: Sequence[bool]) -> _LossRows:
+    """Follows the rows through a loss that was traced on one device. `raw`: which state leaves are keys in raw form."""
     params, model_state, batch, key = trace.args
-    counts = jax.tree.leaves(map_rows(lambda a: a.shape[0], batch, lambda a: 0))
-    num_rows = max(counts, default=1) or 1
+    counts, num_rows = jax.tree.leaves(map_rows(lambda a: a.shape[0], batch, lambda a: 0)), _num_rows(batch)
+    state = jax.tree.leaves(model_state)
     of_rows = lambda a, count: RowValue(Kind.ROWS, dims=row_factors(a.shape, num_rows)) if count else SAME
     inputs = [
         *(RowValue(on_params=True) for _ in jax.tree.leaves(params)),
-        *(RowValue(on_device=is_key(a)) for a in jax.tree.leaves(model_state)),
+        *(
+            RowValue(on_device=is_raw or is_key(a))
+            for a, is_raw in zip(state, raw or [False] * len(state), strict=True)
+        ),
         *map(of_rows, jax.tree.leaves(batch), counts),
         *(RowValue(on_device=True) for _ in jax.tree.leaves(key)),
     ]
-    rows = trace_rows(trace.closed, inputs, num_rows, axes.data)
+    rows = trace_rows(trace.closed, inputs, num_rows, axes.data, sizes)
     return _LossRows(rows, jax.tree.unflatten(jax.tree.structure(trace.output), rows.closed.jaxpr.outvars))
 
 
-def _plan(found: _LossRows, fixed: Sequence[bool], axes: Axes, purpose: Purpose) -> _Plan:
+def _plan(found: _LossRows, kept: Sequence[bool], axes: Axes, purpose: Purpose) -> _Plan:
     """Decides what is done for the outputs of a loss."""
     rows, output = found
     atoms = {name: output.metrics[name].sum for name in sorted(output.plain)}
@@ -183,24 +204,31 @@ def _plan(found: _LossRows, fixed: Sequence[bool], axes: Axes, purpose: Purpose)
             unknown[name] = found.line_of(min(own)) if own else found.line_that_computes(atom)
         else:
             chosen[name] = atom
-    state = {} if purpose.is_evaluation or axes.num_devices == 1 else _state_to_reduce(found, fixed)
+    state = {} if purpose.is_evaluation or axes.num_devices == 1 else _state_to_reduce(found, kept)
     return _Plan(row_parts(rows, chosen) if chosen else None, row_parts(rows, state) if state else None, unknown)
 
 
-def _state_to_reduce(found: _LossRows, fixed: Sequence[bool]) -> dict[str, Atom]:
+def _kept(gradient: DeviceGradient) -> list[bool]:
+    """Which leaves of the model state a step keeps, whatever the loss returns: fixed ones, and keys in raw form."""
+    fixed = gradient.layout.fixed_state
+    raw = gradient.state_keys.raw or [False] * len(fixed)
+    return [is_fixed or is_raw for is_fixed, is_raw in zip(fixed, raw, strict=True)]
+
+
+def _state_to_reduce(found: _LossRows, kept: Sequence[bool]) -> dict[str, Atom]:
     """The leaves of the model state that are reduced in the loss, by position.
 
-    These are all that depend on the device and are not floating, and floating ones that add up rows. If one that is not
-    floating can be neither averaged nor reduced, it is an error.
+    These are all that depend on the device and are not floating, and floating ones that are computed from more than
+    means over rows. If one that is not floating can be neither averaged nor reduced, it is an error.
     """
     chosen = {}
     state = by_path(found.output.model_state).items()
-    for k, ((path, atom), is_fixed) in enumerate(zip(state, fixed, strict=True)):
+    for k, ((path, atom), is_kept) in enumerate(zip(state, kept, strict=True)):
         value = found.rows.of(atom)
-        if is_fixed or is_key(atom.aval) or not value.is_local:
+        if is_kept or is_key(atom.aval) or not value.is_local:
             continue
         is_floating = jnp.issubdtype(atom.aval.dtype, jnp.floating)
-        if is_floating and not value.is_sum:
+        if is_floating and value.kinds <= {Kind.MEAN}:
             continue
         can_be_reduced = not value.on_device and not found.sources_of(atom, Purpose.TRAINING)
         if can_be_reduced and row_parts(found.rows, {str(k): atom}) is not None:
@@ -215,14 +243,14 @@ def _state_to_reduce(found: _LossRows, fixed: Sequence[bool]) -> dict[str, Atom]
     return chosen
 
 
-def _reduced_loss(gradient: DeviceGradient, purpose: Purpose) -> Loss:
+def _reduced_loss(gradient: DeviceGradient, purpose: Purpose, sizes: SizesOfTrace) -> Loss:
     """The loss, whose metrics are cut where they have to be, and whose variables are reduced over the data axes."""
-    axes, fixed = gradient.config.axes, gradient.layout.fixed_state
+    axes, kept_leaves, raw = gradient.config.axes, _kept(gradient), gradient.state_keys.raw
 
     def loss(*args: PyTree) -> Output:
         # Read.
-        found = _read(LossTrace(*jaxprs.traced(gradient.loss, *args), LossArgs(*args)), axes)
-        plan, output = _plan(found, fixed, axes, purpose), found.output
+        found = _read(LossTrace(*jaxprs.traced(gradient.loss, *args), LossArgs(*args)), axes, sizes, raw)
+        plan, output = _plan(found, kept_leaves, axes, purpose), found.output
         metrics, state = plan.metrics, plan.state
 
         # Run what computes the parts, in place of what is computed from them.
@@ -264,13 +292,10 @@ def _texts(
     found: _LossRows, plan: _Plan, gradient: DeviceGradient, purpose: Purpose, num_parts: int, num_rows: int
 ) -> list[str]:
     """The warnings about a loss on one of `num_parts` parts of the `num_rows` rows of a batch."""
-    texts = []
+    texts = [_text_of_closed_over(found, num_parts, num_rows, purpose)]
     if purpose is Purpose.TRAINING:
-        texts += [
-            _text_of_loss(found, num_parts),
-            _text_of_statistics(found, plan, gradient),
-            _text_of_closed_over(found, num_parts, num_rows),
-        ]
+        texts += [None if texts[0] else _text_of_loss(found, num_parts)]
+        texts += [_text_of_statistics(found, plan, gradient), _text_of_draws(found)]
     if plan.unknown:
         names = {"the loss" if name == "loss" else f"metric {name!r}": line for name, line in plan.unknown.items()}
         listed = ", ".join(f"{name} ({line})" for name, line in names.items())
@@ -304,7 +329,20 @@ def _text_of_loss(found: _LossRows, num_parts: int) -> str | None:
     )
 
 
-def _text_of_closed_over(found: _LossRows, num_parts: int, num_rows: int) -> str | None:
+def _text_of_draws(found: _LossRows) -> str | None:
+    """About random numbers for rows that are the same on all devices."""
+    if found.rows.repeated is None:
+        return None
+    line = line_of(found.rows.repeated.as_python_traceback())
+    return (
+        f"loss: the rows of all devices get the same random numbers\n"
+        f"  got:      a key that is the same on all devices, at {line or 'an unknown line'}\n"
+        f"  fix:      draw with the key that the loss gets, as in loss(params, batch, key), or with the model's\n"
+        f"            nnx.Rngs; or keep the key beside the parameters, as in {{'params': params, 'rng': key}}"
+    )
+
+
+def _text_of_closed_over(found: _LossRows, num_parts: int, num_rows: int, purpose: Purpose) -> str | None:
     """About an array with a row for each row of the batch that a loss closes over, and that each device has whole."""
     inputs = found.rows.closed.jaxpr.invars
     row_vars = [v for v in inputs if found.rows.of(v).kind is Kind.ROWS]
@@ -313,7 +351,8 @@ def _text_of_closed_over(found: _LossRows, num_parts: int, num_rows: int) -> str
         return None
     line = line_of(array.trace and array.trace.as_python_traceback())
     return (
-        f"loss: it closes over an array with as many rows as the batch, and a device does not get its part of it\n"
+        f"{purpose.value}: the loss closes over an array with as many rows as the batch, and a device does not get its "
+        f"part of it\n"
         f"  got:      {array.aval.dtype}{list(array.aval.shape)} at {line or 'an unknown line'}, where a device "
         f"has {num_rows // num_parts} of {num_rows} rows at a time\n"
         f"  fix:      {INTO_BATCH};\n"
@@ -327,16 +366,18 @@ def _text_of_statistics(found: _LossRows, plan: _Plan, gradient: DeviceGradient)
     if axes.num_devices == 1:
         return None
     state = by_path(found.output.model_state).items()
-    local: dict[str, RowValue] = {}
+    local, lines = dict[str, RowValue](), dict[str, str]()
     for k, ((path, atom), is_fixed) in enumerate(zip(state, gradient.layout.fixed_state, strict=True)):
         is_averaged = not is_fixed and str(k) not in reduced and jnp.issubdtype(atom.aval.dtype, jnp.floating)
-        if is_averaged and found.rows.of(atom).kind is not Kind.SAME:
-            local[path] = found.rows.of(atom)
-    if all(value.kind is Kind.MEAN and not value.sources for value in local.values()):
+        if is_averaged and found.rows.of(atom).is_local:
+            local[path], lines[path] = found.rows.of(atom), found.line_that_computes(atom)
+    unknown = [path for path, value in local.items() if value.kind is not Kind.MEAN or value.sources]
+    if not unknown:
         return None
     axis = axes.data[0] if len(axes.data) == 1 else axes.data
     return (
         f"loss: {len(local)} running statistics are computed from each device's rows, and then averaged\n"
-        f"  got:      {abbreviate(list(local), separator=', ')}\n"
-        f"  fix:      BatchNorm(..., axis_name={axis!r}) normalizes over all rows, as one device would"
+        f"  got:      {abbreviate(list(local), separator=', ')}; {unknown[0]!r} at {lines[unknown[0]]}\n"
+        f"  fix:      BatchNorm(..., axis_name={axis!r}) normalizes over all rows, as one device would; others are\n"
+        f"            exact if they change by sums, means, maxima and minima over rows"
     )

@@ -117,7 +117,7 @@ def array_with_all_rows(
     """
     of_batch, of_key = set(row_vars), set(key_vars)
     aligned: dict[Var, ClosedOver | None] = dict.fromkeys(closed.jaxpr.constvars)  # its dim 0 is that of a constant
-    first = None
+    constants_alone, first = set(closed.jaxpr.constvars), None  # what is computed from constants alone
 
     def has_all(atom: Atom) -> bool:
         is_constant = atom in aligned if jaxprs.is_var(atom) else True
@@ -133,6 +133,9 @@ def array_with_all_rows(
                 return constant
             if _keeps_dim_0(equation):
                 aligned |= dict.fromkeys(equation.outvars, constant)
+        if reads and constants_alone.issuperset(reads):  # such as some rows of a larger constant
+            constants_alone.update(equation.outvars)
+            aligned |= dict.fromkeys((v for v in equation.outvars if v not in aligned), None)
         for reached in of_batch, of_key:
             if any(v in reached for v in reads):
                 reached.update(equation.outvars)

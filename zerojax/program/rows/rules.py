@@ -15,7 +15,6 @@ from zerojax.program.rows.values import (
     RowValue,
     are_same,
     derived,
-    divided,
     elementwise,
     linear,
     met,
@@ -25,7 +24,6 @@ from zerojax.program.rows.values import (
     replaced,
     reshaped,
     row_by_row,
-    row_factors,
     united,
 )
 from zerojax.utils.typing import Shape
@@ -42,11 +40,10 @@ _MORE_BY_ELEMENT = frozenset({
     "bessel_i0e", "bessel_i1e", "complex", "conj", "digamma", "igamma", "igammac", "imag", "log2", "one_minus_square",
     "polygamma", "real", "regularized_incomplete_beta", "zeta",
 })  # fmt: skip
-_DRAWS = frozenset({"random_bits", "random_gamma", "rng_bit_generator"})
 _BY_MATRIX = frozenset({"cholesky", "triangular_solve", "fft", "qr", "svd", "eigh", "eig", "lu", "householder_product"})
 
 
-def values_of(equation: Equation, values: Sequence[RowValue], num_rows: int) -> list[RowValue]:
+def values_of(equation: Equation, values: Sequence[RowValue]) -> list[RowValue]:
     """The values of the results of an equation that has no inner ones, or whose inner ones are not known."""
     name, results = equation.primitive.name, equation.outvars
     if name in _IDENTITY and len(results) == len(values):
@@ -54,12 +51,9 @@ def values_of(equation: Equation, values: Sequence[RowValue], num_rows: int) -> 
     if any(v.kind is Kind.MIXED for v in values):
         return [mixed(values)] * len(results)
     if name in BY_ELEMENT or name in _MORE_BY_ELEMENT:
-        return [elementwise(name, values, results[0].aval.shape, num_rows, is_exact(equation))]
+        return [elementwise(name, values, results[0].aval.shape, is_exact(equation))]
     if are_same(values) and name not in _KEEPS_INDICES:
-        found = united(values, Kind.SAME)
-        return [_drawn(found, v.aval.shape, num_rows) if name in _DRAWS else found for v in results]
-    if name == "dot_general":
-        return [_dot_general(equation, values, num_rows)]
+        return [united(values, Kind.SAME)] * len(results)
     found = _RULES.get(name, _unknown)(equation, values)
     return found if isinstance(found, list) else [found] * len(results)
 
@@ -72,14 +66,6 @@ def is_exact(equation: Equation) -> bool:
     if equation.primitive.name != "convert_element_type" or before == jnp.bool_:
         return True
     return after != jnp.bool_ and (jnp.issubdtype(after, jnp.inexact) or not jnp.issubdtype(before, jnp.inexact))
-
-
-def _drawn(value: RowValue, shape: Shape, num_rows: int) -> RowValue:
-    """Random numbers of a device: one for each row if dim 0 can count the rows."""
-    is_of_rows = value.on_device and shape and shape[0] and shape[0] % num_rows == 0
-    if not is_of_rows or (num_rows == 1 and shape[0] != 1):
-        return value
-    return united([value], Kind.ROWS, dims=row_factors(shape, num_rows))
 
 
 def _unknown(equation: Equation, values: Sequence[RowValue]) -> RowValue | list[RowValue]:
@@ -117,7 +103,7 @@ def _moved(value: RowValue, dims: tuple[Factors, ...] | None, index_dim: int | N
     if not value.has_rows:
         return value.replace(index_dim=index_dim, columns=())
     if dims is None:
-        return united([value], Kind.MEAN, counts=(1,))
+        return united([value], Kind.MEAN)
     return value.replace(dims=dims, columns=())
 
 
@@ -161,7 +147,7 @@ def _cut(equation: Equation, values: Sequence[RowValue]) -> RowValue | list[RowV
         return _unknown(equation, values)
     if not v.has_rows:
         return _moved(v, ()) if name == "split" or (name in _LINEAR_CUTS and v.is_linear) else derived([v])
-    changes = {} if name == "split" else {"scaled": False, "counts": ()}
+    changes = {} if name == "split" else {"scaled": False, "const": None}
     found = []
     for out in equation.outvars:
         after = out.aval.shape
@@ -255,7 +241,7 @@ def _reduce(equation: Equation, values: Sequence[RowValue]) -> RowValue:
 # Products ------------------------------------------------------------------------------------------------------------
 
 
-def _dot_general(equation: Equation, values: Sequence[RowValue], num_rows: int) -> RowValue:
+def _dot_general(equation: Equation, values: Sequence[RowValue]) -> RowValue:
     (contracted, batched), shapes = equation.params["dimension_numbers"], [a.aval.shape for a in equation.invars]
     rows = [v for v in values if v.has_rows]
     others = [v for v in values if v.kind is not Kind.SAME]
@@ -274,21 +260,14 @@ def _dot_general(equation: Equation, values: Sequence[RowValue], num_rows: int) 
         for dim in v.row_dims & to.keys():
             dims[to[dim]] = v.dims[dim]
 
-    # Sums over rows: of products of values of one row, or of one times a constant.
+    # Sums over rows: of products of values of one row.
     across = [[k for k, dim in enumerate(own) if dim in v.row_dims] for v, own in zip(values, contracted, strict=True)]
-    factor = next((v.const for v in values if v.kind is Kind.SAME), None)
-    meet = (
-        len(others) > len(rows)
-        or not (placed[0] <= placed[1] or placed[1] <= placed[0])
-        or (across[0] != across[1] and (len(rows) == 2 or factor is None))
-    )
-    counts = (math.prod(shapes[0][dim] for dim in contracted[0]),)
+    is_apart = not (placed[0] <= placed[1] or placed[1] <= placed[0])
+    meet = len(others) > len(rows) or is_apart or across[0] != across[1]
     scaled, turns = any(v.scaled for v in rows), any(v.per_turn for v in rows)
     if (across[0] or across[1]) and not turns and not any(flag for factors in dims for _, flag in factors):
-        total = united(values, Kind.MEAN if scaled else Kind.SUM, counts=counts)
-        total = divided(total, 1 / factor, num_rows) if factor else total
-        return met(mixed(values)) if meet else total
-    own = united(values, Kind.ROWS, dims=tuple(dims), scaled=scaled, counts=counts)
+        return met(mixed(values)) if meet else united(values, Kind.MEAN if scaled else Kind.SUM)
+    own = united(values, Kind.ROWS, dims=tuple(dims), scaled=scaled)
     return met(own) if meet else own
 
 
@@ -411,6 +390,7 @@ _RULES: dict[str, RowRule] = {
         "reduce_window_sum reduce_window_max reduce_window_min": _cut,
         "dynamic_update_slice": _dynamic_update_slice,
         "reduce_sum reduce_max reduce_min reduce_or reduce_and reduce_prod reduce_xor argmax argmin": _reduce,
+        "dot_general": _dot_general,
         "conv_general_dilated": _convolution,
         "gather": _gather,
         "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub": _scatter,

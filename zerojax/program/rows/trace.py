@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ import numpy as np
 from zerojax.program import jaxprs
 from zerojax.program.jaxprs import Atom, ClosedJaxpr, Equation, Jaxpr, Var
 from zerojax.program.rows.rules import is_exact, values_of
+from zerojax.program.rows.sizes import DRAWS, Size, Sizes, SizesOfTrace, guessed, is_uniform, sizes_of_trace
 from zerojax.program.rows.values import (
     HERE,
     SAME,
@@ -31,7 +32,7 @@ from zerojax.program.rows.values import (
     replaced,
     united,
 )
-from zerojax.utils.typing import Array, ArrayLike
+from zerojax.utils.typing import Array, ArrayLike, Shape
 
 if TYPE_CHECKING:
     from jaxlib._jax import Traceback
@@ -40,6 +41,7 @@ _READ_CALLS = jaxprs.CALLS | {
     "custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint", "shard_map",
     "custom_partitioning",
 }  # fmt: skip
+_OF_INDICES = frozenset({"lt", "add"})  # by which JAX replaces negative indices
 _GATHERS = frozenset({"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"})
 # What is raised where JAX has changed the parameters of a primitive.
 _CHANGED = AttributeError, IndexError, KeyError, TypeError, ValueError
@@ -53,12 +55,22 @@ class RowTrace:
     closed: ClosedJaxpr  # its closed jaxpr, without nested jits
     values: dict[Var, RowValue]  # of the variables
     traces: dict[int, Traceback | None]  # the tracebacks of the equations at which rows of the device met
+    repeated: Traceback | None  # that of the first that draws numbers for rows from a key that all devices have
 
     def of(self, atom: Atom) -> RowValue:
         return _value_of(atom, self.values)
 
 
-def trace_rows(closed: ClosedJaxpr, inputs: Sequence[RowValue], num_rows: int, axes: Collection[str]) -> RowTrace:
+def sizes_of(closed: ClosedJaxpr, doubled: ClosedJaxpr | None, num_rows: int) -> SizesOfTrace:
+    """What counts rows in a loss that is traced on `num_rows` rows, and on twice as many, if that is possible."""
+    flat = jaxprs.inlined(closed, _with_sums_apart)
+    found = None if doubled is None else sizes_of_trace(flat, jaxprs.inlined(doubled, _with_sums_apart))
+    return found or guessed(flat, num_rows)
+
+
+def trace_rows(
+    closed: ClosedJaxpr, inputs: Sequence[RowValue], num_rows: int, axes: Collection[str], sizes: SizesOfTrace
+) -> RowTrace:
     """Follows rows through a loss on one device's rows.
 
     Args:
@@ -66,10 +78,13 @@ def trace_rows(closed: ClosedJaxpr, inputs: Sequence[RowValue], num_rows: int, a
         inputs: the values of its inputs.
         num_rows: the number of rows of the device.
         axes: the names of the mesh axes that split the batch.
+        sizes: what counts rows in it; see `sizes_of`.
     """
     flat = jaxprs.inlined(closed, _with_sums_apart)
-    reader = _Reader(num_rows, frozenset(axes))
-    scope = _start(flat.jaxpr, inputs, flat.consts)
+    flat, counts = _with_counts_apart(flat, sizes, num_rows)
+    by_equation = {id(e): own for e, own in zip(jaxprs.walk(flat.jaxpr.eqns), sizes.equations, strict=True)}
+    reader = _Reader(num_rows, frozenset(axes), by_equation)
+    scope = _start(flat.jaxpr, inputs, flat.consts) | counts
     traces = {}
     for k, equation in enumerate(flat.jaxpr.eqns):
         reader.met_at = None
@@ -77,8 +92,8 @@ def trace_rows(closed: ClosedJaxpr, inputs: Sequence[RowValue], num_rows: int, a
         for v in (*equation.outvars, *jaxprs.variables(equation)):
             if HERE in scope[v].sources:
                 scope[v] = scope[v].replace(sources=scope[v].sources - {HERE} | {k})
-                traces[k] = reader.met_at
-    return RowTrace(flat, scope, traces)
+                traces[k] = reader.met_at or equation.source_info.traceback
+    return RowTrace(flat, scope, traces, reader.repeated_at)
 
 
 def _with_sums_apart(equation: Equation, operands: list[Array]) -> list[Array] | None:
@@ -90,13 +105,84 @@ def _with_sums_apart(equation: Equation, operands: list[Array]) -> list[Array] |
     return [jnp.add(operand, total)]
 
 
+def _with_counts_apart(
+    flat: ClosedJaxpr, sizes: SizesOfTrace, num_rows: int
+) -> tuple[ClosedJaxpr, dict[Var, RowValue]]:
+    """A jaxpr in which numbers that depend on the number of rows are constants; the values of constants that do."""
+    jaxpr, values = flat.jaxpr, dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
+    counts = {}
+    for v, size, dims in zip(jaxpr.constvars, sizes.consts.numbers, sizes.consts.dims, strict=True):
+        if dims:
+            value = _constant(values[v]) if size is Size.FIXED else SAME
+            rows = _with_dims(value, v.aval.shape, dims, num_rows, is_repeated=size is Size.INVERSE)
+            counts[v] = rows.replace(scaled=size is Size.INVERSE)
+        elif size is not Size.FIXED:
+            counts[v] = _sized(_constant(values[v]), size)
+
+    def apart(atoms: Sequence[Atom], numbers: Sequence[Size]) -> list[Atom]:
+        found = []
+        for atom, size in zip(atoms, numbers, strict=True):
+            if size is not Size.FIXED and not jaxprs.is_var(atom):
+                (v,) = jaxprs.fresh_variables([atom.aval])
+                values[v], counts[v] = np.asarray(atom.val, atom.aval.dtype), _sized(_constant(atom.val), size)
+                atom = v
+            found.append(atom)
+        return found
+
+    top, outer = [], iter(sizes.equations)
+    for equation in jaxpr.eqns:
+        numbers = next(outer).numbers
+        for _ in jaxprs.walk(e for inner in jaxprs.sub_jaxprs(equation) for e in inner.eqns):
+            next(outer)
+        is_fixed = all(size is Size.FIXED for size in numbers) or not _counts(equation)
+        top.append(equation if is_fixed else jaxprs.with_operands(equation, apart(equation.invars, numbers)))
+    outputs = apart(jaxpr.outvars, sizes.outputs)
+    return jaxprs.with_parts(flat, values, top, outputs), counts
+
+
+def _counts(equation: Equation) -> bool:
+    """Whether a number of rows that an operation reads is a quantity, and not the end of a range of indices."""
+    name, results = equation.primitive.name, [v.aval for v in equation.outvars]
+    if name in ("mul", "div", "sub") or any(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in results):
+        return True
+    return name == "add" and not results[0].ndim
+
+
+def _sized(value: RowValue, size: Size) -> RowValue:
+    """The value of a number that depends on the number of rows."""
+    if size is Size.COUNT:
+        return RowValue(Kind.SUM, const=value.const)
+    return (
+        RowValue(Kind.DERIVED, of=frozenset({Kind.SUM}), is_inverse=True)
+        if size is Size.INVERSE
+        else met(mixed([value]))
+    )
+
+
+def _with_dims(
+    value: RowValue, shape: Shape, dims: Collection[int], num_rows: int, is_repeated: bool = False
+) -> RowValue:
+    """A value that depends on no row, as rows, which some of its dims count.
+
+    Its elements are the same for each row if `is_repeated`; otherwise they are those of the rows of a device, as if
+    there were no others.
+    """
+    if value.kind is not Kind.SAME or value.index_dim is not None:
+        return value
+    factors = list(plain_factors(shape))
+    for dim in dims:
+        size = shape[dim]
+        factors[dim] = ((num_rows, True), (size // num_rows, False)) if size % num_rows == 0 else ((size, True),)
+    found = united([value], Kind.ROWS, dims=tuple(factors), const=value.const)
+    return found if is_repeated or value.const is not None or value.on_device else met(found)
+
+
 def _value_of(atom: Atom, scope: dict[Var, RowValue]) -> RowValue:
     return scope[atom] if jaxprs.is_var(atom) else _constant(atom.val)
 
 
 def _constant(value: ArrayLike) -> RowValue:
-    is_number = np.ndim(value) == 0 and jnp.issubdtype(jnp.result_type(value), jnp.number)
-    return RowValue(const=float(np.real(value))) if is_number else SAME
+    return RowValue(const=float(np.real(np.ravel(value)[0]))) if is_uniform(value) else SAME
 
 
 def _start(jaxpr: Jaxpr, inputs: Sequence[RowValue], consts: Sequence[ArrayLike]) -> dict[Var, RowValue]:
@@ -111,22 +197,43 @@ class _Reader:
 
     num_rows: int  # of the device
     axes: frozenset[str]  # the mesh axes that split the batch
+    sizes: Mapping[int, Sizes]  # what counts rows in each equation, by its id
     met_at: Traceback | None = None  # the traceback of the first equation at which rows of the device met
+    repeated_at: Traceback | None = None  # that of the first draw for rows that all devices repeat
 
     def visit(self, equation: Equation, scope: dict[Var, RowValue]) -> None:
         """Adds the values of the results of an equation to the scope."""
+        sizes = self.sizes.get(id(equation))
         operands = [_value_of(a, scope) for a in equation.invars]
+        if sizes is not None and _counts(equation):  # inside of another equation, numbers are where they were
+            sized = zip(equation.invars, operands, sizes.numbers, strict=True)
+            operands = [v if jaxprs.is_var(a) or size is Size.FIXED else _sized(v, size) for a, v, size in sized]
         is_local = any(v.is_local for v in operands)
         try:
             found = self.values(equation, operands)
         except _CHANGED:
             found = [met(mixed(operands)) if is_local else SAME] * len(equation.outvars)
+        if sizes is not None:
+            is_index = equation.primitive.name in _OF_INDICES and any(v.index_dim is not None for v in operands)
+            sized = zip(found, equation.outvars, sizes.dims, strict=True)
+            found = found if is_index else [self._sized(equation, *own) for own in sized]
         if any(HERE in v.sources for v in found) and not any(HERE in v.sources for v in operands):
             self.met_at = self.met_at or equation.source_info.traceback
         scope.update(zip(equation.outvars, found, strict=True))
         if is_local:
             written = filter(jaxprs.is_reference, jaxprs.variables(equation))
             scope.update(dict.fromkeys(written, met(mixed(operands))))
+
+    def _sized(self, equation: Equation, value: RowValue, result: Var, dims: Collection[int]) -> RowValue:
+        """The value of a result, of which some dims depend on the number of rows."""
+        if dims and value.kind is Kind.SAME:
+            if equation.primitive.name in DRAWS and not value.on_device:
+                self.repeated_at = self.repeated_at or equation.source_info.traceback
+            is_repeated = equation.primitive.name == "broadcast_in_dim"
+            return _with_dims(value, result.aval.shape, dims, self.num_rows, is_repeated)
+        # If rows are divided between dims, the outermost has to count them: its elements are then groups of rows.
+        is_split = equation.primitive.name == "reshape" and value.row_dims and dims
+        return met(value) if is_split and min(value.many, default=min(dims)) not in dims else value
 
     def read(self, jaxpr: Jaxpr, inputs: Sequence[RowValue], consts: Sequence[ArrayLike]) -> dict[Var, RowValue]:
         """The values of all variables of an inner jaxpr."""
@@ -154,7 +261,7 @@ class _Reader:
         elif name in ("scan", "while", "cond"):
             found = {"scan": self._scan, "while": self._while, "cond": self._cond}[name](equation, values)
         else:
-            return values_of(equation, values, self.num_rows)
+            return values_of(equation, values)
         # What it is computed from cannot be read outside of the inner equations.
         has_rows = any(v.has_rows for v in values)
         return [met(mixed([v])) if v.kind is Kind.DERIVED and has_rows else v for v in found]
@@ -205,7 +312,7 @@ class _Reader:
 
         # The values of a turn.
         turns = [
-            v.replace(dims=v.dims[1:], per_turn=v.per_turn or 0 in v.row_dims, counts=()) if v.has_rows else _slice(v)
+            v.replace(dims=v.dims[1:], per_turn=v.per_turn or 0 in v.row_dims) if v.has_rows else _slice(v)
             for v in stacks
         ]
         scope_of = lambda carry: self.read(body, [*consts, *carry, *turns], body_consts)
@@ -262,8 +369,7 @@ def _over_turns(
         if start[k].kind is not Kind.SAME or not terms or not are_of_rows:
             continue
         if name == "add" and start[k].const == 0:
-            counts = (*(scan.length * count for count in terms[0].counts), scan.length)
-            found[k] = united(terms, Kind.MEAN if all(v.scaled for v in terms) else Kind.SUM, counts=counts)
+            found[k] = united(terms, Kind.MEAN if all(v.scaled for v in terms) else Kind.SUM)
         elif name in ("max", "min"):
             found[k] = united(terms, Kind.MAX if name == "max" else Kind.MIN)
     return found

@@ -36,7 +36,6 @@ REDUCED = frozenset({Kind.MEAN, Kind.SUM, Kind.MAX, Kind.MIN})
 LINEAR = frozenset({Kind.MEAN, Kind.SUM})
 FLIPPED = {Kind.MAX: Kind.MIN, Kind.MIN: Kind.MAX}
 HERE = -1  # among sources: the equation that is read at the time
-_MOST_COUNTS = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +57,10 @@ class RowValue:
     is_ratio: bool = False
     on_params: bool = False  # whether it depends on parameters
     on_device: bool = False  # whether it depends on random keys or on the index of the device
-    # The numbers of elements that it is the sum of, over all of its reductions or some of them.
-    counts: tuple[int, ...] = ()
-    const: float | None = None  # for SAME, the number that all elements are, if it is known
+    # For SAME, ROWS and SUM, the number that all elements are, if it is known. Such a SUM is a count of rows, or a
+    # multiple of it.
+    const: float | None = None
+    is_inverse: bool = False  # for DERIVED, whether it is what is the same, divided by a count of rows
     index_dim: int | None = None  # for SAME, the dim whose index each element is, as of an iota
     columns: tuple[RowValue, ...] = ()  # the values that are concatenated along the last dim, one element of it each
 
@@ -90,6 +90,11 @@ class RowValue:
     def is_sum(self) -> bool:
         """Whether it is a sum over rows, maybe with something added that is the same on all devices."""
         return self.kind is Kind.SUM or self.is_affine
+
+    @property
+    def is_count(self) -> bool:
+        """Whether it is a multiple of the number of rows."""
+        return self.kind is Kind.SUM and self.const is not None
 
     @property
     def is_linear(self) -> bool:
@@ -184,12 +189,7 @@ def met(value: RowValue) -> RowValue:
 
 
 def derived(values: Sequence[RowValue], **changes: object) -> RowValue:
-    counts = _last(count for v in values for count in v.counts)
-    return united(values, Kind.DERIVED, of=frozenset().union(*(v.kinds for v in values)), counts=counts, **changes)
-
-
-def _last(counts: Iterable[int]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(counts))[-_MOST_COUNTS:]
+    return united(values, Kind.DERIVED, of=frozenset().union(*(v.kinds for v in values)), **changes)
 
 
 def row_by_row(values: Sequence[RowValue], shape: Shape, **changes: object) -> RowValue:
@@ -228,8 +228,7 @@ def linear(values: Sequence[RowValue]) -> RowValue:
     kinds = {v.kind for v in others}
     has_offset = any(v.kind is Kind.SAME and v.const != 0 for v in values)
     if kinds == {Kind.MEAN} or (kinds == {Kind.SUM} and not has_offset):
-        shared = [count for count in others[0].counts if all(count in v.counts for v in others)]
-        return united(values, others[0].kind, counts=tuple(shared))
+        return united(values, others[0].kind)
     return derived(
         values,
         is_affine=all(v.is_sum for v in others),
@@ -237,20 +236,15 @@ def linear(values: Sequence[RowValue]) -> RowValue:
     )
 
 
-def divided(value: RowValue, divisor: float, num_rows: int) -> RowValue:
-    """A sum over rows, or the terms of one, divided by a constant: a mean if that is the number of its terms.
-
-    Another multiple of the number of rows makes a mean of it in all likelihood.
-    """
-    number = round(divisor) if np.isfinite(divisor) else 0
-    is_whole = number > 0 and abs(number - divisor) < 1e-5 * number
-    numbers = *value.counts, num_rows
-    is_multiple = number in numbers or any(count > 1 and number % count == 0 for count in numbers)
-    if value.is_sum and is_whole and is_multiple:
-        return united([value], Kind.MEAN, counts=value.counts)
-    if value.has_rows and is_whole and number == num_rows > 1 and number not in value.counts:
-        return value.replace(scaled=True)
-    return value
+def divided(values: Sequence[RowValue], value: RowValue) -> RowValue:
+    """`value`, divided by a count of rows; `values` are both."""
+    if value.has_rows:
+        return met(value.replace(scaled=False)) if value.scaled else value.replace(scaled=True, const=None)
+    if value.is_count:
+        return united(values, Kind.SAME)
+    if value.kind is Kind.SUM:
+        return united(values, Kind.MEAN)
+    return derived(values, is_inverse=value.kind is Kind.SAME, is_ratio=value.kinds <= LINEAR)
 
 
 # Reductions ----------------------------------------------------------------------------------------------------------
@@ -264,20 +258,22 @@ _REDUCTIONS = {
 def reduced(name: str, value: RowValue, axes: Sequence[int], shape: Shape) -> RowValue:
     """The value of a reduction (`reduce_sum`, `reduce_max`, `argmax`, ...) over `axes` of an array of `shape`."""
     kind, is_sum = _REDUCTIONS.get(name), name == "reduce_sum"
-    # The numbers of elements that the sum has, if its terms are sums of `value.counts` elements.
-    num = math.prod(shape[axis] for axis in axes)
-    several = [count * num for count in value.counts]
+    const = value.const
+    if const is not None:
+        const = const * math.prod(shape[axis] for axis in axes) if is_sum else const if kind else None
     if not value.has_rows:
         if not (value.is_linear if is_sum else value.kind is kind):
             return derived([value])
-        return value.replace(counts=_last([*value.counts, *several]) if is_sum else ())
+        return value.replace(const=const)
     if not value.row_dims <= set(axes) or value.per_turn:
         rest = tuple(factors for dim, factors in enumerate(value.dims) if dim not in axes)
-        counts = _last([*value.counts, num, *several]) if is_sum else ()
-        return value.replace(dims=rest, counts=counts, scaled=value.scaled and is_sum, index_dim=None, columns=())
+        return value.replace(dims=rest, const=const, scaled=value.scaled and is_sum, index_dim=None, columns=())
     if kind is None:
         return met(mixed([value]))
-    return united([value], Kind.MEAN if is_sum and value.scaled else kind, counts=_last([num, *several] * is_sum))
+    if const is not None and not is_sum:
+        return united([value], Kind.SAME, const=const)
+    scaled = is_sum and value.scaled
+    return united([value], Kind.MEAN if scaled else kind, const=None if scaled else const)
 
 
 # Elementwise operations ----------------------------------------------------------------------------------------------
@@ -291,19 +287,20 @@ _FOLDED: dict[str, Callable[..., float]] = {
 }  # fmt: skip
 
 
-def elementwise(name: str, values: Sequence[RowValue], shape: Shape, num_rows: int, exact: bool) -> RowValue:
+def elementwise(name: str, values: Sequence[RowValue], shape: Shape, exact: bool) -> RowValue:
     """The value of an operation on each element.
 
     Args:
         name: of the primitive.
         values: of the operands.
         shape: of the result.
-        num_rows: the number of rows of the device.
         exact: whether the operation rounds at most as floating dtypes do, unlike a division of integers.
     """
     others = [v for v in values if v.kind is not Kind.SAME]
     if not others:
         return _same(name, values)
+    if (found := _with_count(name, values, exact)) is not None:
+        return found
     is_linear = (
         (name in _UNARY_LINEAR and exact)
         or (name in ("add", "add_any", "sub"))
@@ -314,9 +311,10 @@ def elementwise(name: str, values: Sequence[RowValue], shape: Shape, num_rows: i
 
     # With rows.
     if any(v.has_rows for v in others):
-        scaled = is_linear and all(v.scaled for v in others)
-        counts = _last(n for v in others for n in v.counts) if is_linear else ()
-        return _scaled(name, values, row_by_row(values, shape, scaled=scaled, counts=counts), num_rows)
+        flags = [v.scaled for v in values]
+        is_product = (name == "mul" and sum(flags) == 1) or (name == "div" and flags == [True, False] and exact)
+        scaled = is_product or (is_linear and all(v.scaled for v in others if v.const != 0))
+        return row_by_row(values, shape, scaled=scaled, const=_folded(name, values))
 
     # Maxima and minima over rows.
     if name in _EXTREMES and {v.kind for v in others} == {_EXTREMES[name]}:
@@ -328,48 +326,49 @@ def elementwise(name: str, values: Sequence[RowValue], shape: Shape, num_rows: i
 
     # Sums and means over rows.
     if name in ("mul", "div") and is_linear and (others[0].kind in LINEAR or others[0].kind is Kind.DERIVED):
-        found = _scaled(name, values, others[0].replace(on_params=any(v.on_params for v in values)), num_rows)
-    elif is_linear:
-        found = linear(values[1:] if name == "select_n" else values)
-    else:
-        is_ratio = name == "div" and all(v.kinds and v.kinds <= LINEAR for v in values) and not values[1].on_params
-        found = derived(values, is_ratio=is_ratio)
-    is_whole = found.kind is Kind.MEAN or found.is_ratio
-    return met(mixed(values)) if _counts_rows(name, values) and not is_whole else found
+        return others[0].replace(on_params=any(v.on_params for v in values), const=_folded(name, values))
+    if is_linear:
+        return linear(values[1:] if name == "select_n" else values)
+    is_ratio = name == "div" and all(v.kinds and v.kinds <= LINEAR for v in values) and not values[1].on_params
+    return derived(values, is_ratio=is_ratio)
 
 
-def _counts_rows(name: str, values: Sequence[RowValue]) -> bool:
-    """Whether sums over rows are combined with the number of their terms on this device, which is not that of all.
-
-    Factors are more likely something else, and so are small constants, unless a sum is subtracted from one.
-    """
-    counts = {count for v in values if Kind.SUM in v.kinds for count in v.counts}
-    if name == "sub" and values[0].const in counts:
-        return True
-    consts = {v.const for v in values if v.const is not None and v.const > 2}
-    return name != "mul" and any(const in counts or (name == "div" and const + 1 in counts) for const in consts)
-
-
-def _scaled(name: str, values: Sequence[RowValue], found: RowValue, num_rows: int) -> RowValue:
-    """`found`, the product or quotient of `values`, as a mean if the one other operand makes one of it."""
-    if name == "div" and values[1].const:
-        return divided(found, values[1].const, num_rows)
+def _with_count(name: str, values: Sequence[RowValue], exact: bool) -> RowValue | None:
+    """The value of an operation with a count of rows, or with the inverse of one; None if that is as of other sums."""
+    if name == "div" and values[1].is_count and exact:
+        return divided(values, values[0])
     if name == "mul":
-        for v in values:
-            if v.const:
-                return divided(found, 1 / v.const, num_rows)
-    return found
+        for v, other in (values, values[::-1]):
+            if v.is_inverse:
+                return divided(values, other)
+            if v.is_count and other.kind is Kind.MEAN:
+                return united(values, Kind.SUM)
+    if name in _COPIES and values[0].is_count:
+        return values[0]
+    if name == "max" and any(v.is_count for v in values):  # with what is no larger
+        consts = [v.const for v in values]
+        (const,) = (v.const for v in values if v.is_count) if sum(v.is_count for v in values) == 1 else (None,)
+        if const is not None and None not in consts and _folded(name, values) == const:
+            return united(values, Kind.SUM, const=const)
+    return None
+
+
+def _folded(name: str, values: Sequence[RowValue]) -> float | None:
+    """The number that all elements of the result are, if it is known."""
+    consts = [v.const for v in values]
+    if name in _COPIES or name == "reduce_precision":
+        return consts[0]
+    if name not in _FOLDED or None in consts or len(consts) != (1 if name in ("neg", "sqrt") else 2):
+        return None
+    with np.errstate(all="ignore"):
+        return float(_FOLDED[name](*consts))
 
 
 def _same(name: str, values: Sequence[RowValue]) -> RowValue:
     """The value of an operation on what is the same."""
-    consts = [v.const for v in values]
-    const = index_dim = None
-    if name in _FOLDED and None not in consts and len(consts) == (1 if name in ("neg", "sqrt") else 2):
-        with np.errstate(all="ignore"):
-            const = float(_FOLDED[name](*consts))
-    elif name in _COPIES or name in ("reduce_precision", "stop_gradient"):
-        const, index_dim = consts[0], values[0].index_dim
+    index_dim = None
+    if name in _COPIES or name in ("reduce_precision", "stop_gradient"):
+        index_dim = values[0].index_dim
     elif name == "select_n":  # such as the one by which JAX replaces negative indices
         index_dim = values[1].index_dim
-    return united(values, Kind.SAME, const=const, index_dim=index_dim)
+    return united(values, Kind.SAME, const=_folded(name, values), index_dim=index_dim)
