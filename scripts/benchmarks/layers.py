@@ -14,8 +14,8 @@ Each form is compiled by `schedule.py` for a described cluster, in a process of 
     scan as list  the same with `layers='list'`
     plain scan    `jit` and `NamedSharding` of that GPT
 
-`gpt-N` is the GPT of `gpt.py` with N layers of width 4096, all others are models of `models.py`. Seconds are those of the
-processor, without the assemblers that a process starts. All else is explained in `schedule.py`.
+`gpt-N` is the GPT of `gpt.py` with N layers of width 4096, all others are models of `models.py`. Seconds are those of
+the processor, without the assemblers that a process starts. All else is explained in `schedule.py`.
 """
 
 import argparse
