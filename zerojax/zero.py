@@ -29,7 +29,7 @@ from zerojax.sharding.mesh import check_enclosing_mesh, data_axes, warn_of_disab
 from zerojax.sharding.placement import FromModel, Overrides, Stage, by_path
 from zerojax.sharding.precision import Precision
 from zerojax.step import batch as batches, creation, models, own_step
-from zerojax.step.config import Layers, StepSettings, ZeroConfig, check_offload
+from zerojax.step.config import Layers, StepSettings, ZeroConfig, check_offload, with_outer_sharding
 from zerojax.step.gradient import LossArgs, compute_gradients, device_gradient
 from zerojax.step.loss_traces import explained_by_rows
 from zerojax.step.losses import LossFn
@@ -80,6 +80,9 @@ class Zero:
             force at `init`.
         axis_names: maps names of mesh axes in the model's metadata to axes of this mesh, or to None to ignore them:
             {'fsdp': 'data', 'tp': None}.
+        outer_sharding: what is divided over the replica axes too. 'optimizer' (hybrid sharding, HFSDP): the optimizer's
+            state and the master copy are sharded over all data axes, and once a step, gradients are reduce-scattered
+            and updated parameters gathered over the replica axes. 'none' replicates all model states over them.
         offload: 'optimizer' keeps the optimizer's state and the master copy of the parameters in pinned host memory:
             each array that is shaped like a parameter. A step moves them through the device piece by piece, so the
             optimizer has to work element by element or row by row. 'params' keeps the parameters there too, except for
@@ -92,8 +95,8 @@ class Zero:
             ends before training goes on.
 
     Raises:
-        ValueError: if the stage, the precision, an axis or the offload is unknown, or if the mesh has other axes and
-            the optimizer's state is offloaded.
+        ValueError: if the stage, the precision, an axis, `outer_sharding` or `offload` is unknown, or if the mesh has
+            other axes and the optimizer's state is offloaded.
         RuntimeError: if `zerojax launch` started several processes, and this one has not called `zerojax.initialize`.
     """
 
@@ -113,6 +116,7 @@ class Zero:
         units: str | Sequence[str] = (),
         partition_specs: Mapping[str, PartitionSpec] | None = None,
         axis_names: Mapping[str, str | None] | None = None,
+        outer_sharding: str = "none",
         offload: str = "none",
         offload_dir: str | Path | None = None,
     ):
@@ -121,6 +125,7 @@ class Zero:
         if replica_axes is None:
             replica_axes = tuple(name for name in ("replica",) if name in mesh.axis_names)
         axes = data_axes(mesh, tuple(shard_axes), tuple(replica_axes))
+        axes = with_outer_sharding(axes, outer_sharding, Stage.of(stage))
         disk = None if offload_dir is None else Path(offload_dir)
         check_offload(offload, disk is not None, mesh, axes, Stage.of(stage))
         memory = memory_of(offload, disk, mesh)
@@ -142,6 +147,7 @@ class Zero:
         config, default = self.config, Overrides()
         given = {field.name: getattr(self.overrides, field.name) for field in dataclasses.fields(Overrides)}
         options = [f"{name}={value!r}" for name, value in given.items() if value != getattr(default, name)]
+        options += ["outer_sharding='optimizer'"] if config.axes.outer else []
         options += [f"offload={config.offload!r}"] if config.offload != "none" else []
         options += [f"offload_dir={str(config.disk)!r}"] if config.disk is not None else []
         over = " x ".join(config.axes.shard)
@@ -380,10 +386,10 @@ class Zero:
                 `jax.jit(lambda key: zero.shard(create(key)))(key)`.
         """
         layout = self._definition(params)
-        text = uneven_text(layout.leaves, self.config.axes, pads=False)
+        text = uneven_text(layout.leaves, self.config.optimizer_axes, pads=False)
         if text and self.config.stage.shards_optimizer:
             warn(text)
-        shardings = own_step.param_shardings(self.config, layout, self.config.stage.shards_params)
+        shardings = own_step.param_shardings(self.config, layout)
         return jax.tree.map(creation.placed_copy, params, shardings)
 
     def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -509,7 +515,7 @@ class Zero:
         config, overrides = self.config, self.overrides
         named = models.without_variables(params)  # paths are those of `init`
         from_model = FromModel(trained=models.trained_paths(overrides.trainable, named))
-        where = config.mesh, config.axes, config.precision, overrides, from_model
+        where = config.mesh, config.optimizer_axes, config.precision, overrides, from_model
         leaves = placement.place(named, *where, pads=False)  # the user's arrays have logical shapes
         model = models.Model(lambda params, other: params, lambda merged, aux, before: (before, aux))
         return StateLayout(optax.identity(), model, leaves, jax.tree.structure(params))

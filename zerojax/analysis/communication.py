@@ -16,6 +16,7 @@ from zerojax.analysis.expectation import (
     SentBytes,
     Unreadable,
     Verdict,
+    between_replicas,
     over_data_axes,
 )
 from zerojax.analysis.hlo import Program
@@ -54,6 +55,9 @@ class CommunicationChecks:
             "wire dtype": (f"gathers in {gather}, reductions in {reduce}", self.wire_dtype),
             "reductions": (self._reduced_text(self.most), self.reductions),
         }
+        if self.config.axes.num_replicas > 1:
+            between = f"{bytes_text(self.expectation.between_bytes)} in a step, however many microbatches"
+            checks["between replicas"] = between, self.between_replicas
         if self.config.stage.shards_params and self.config.axes.num_shards > 1:
             largest = f"a gather moves at most {bytes_text(2 * self.expectation.unit_bytes)} (two units)"
             largest += f", in each of {k} microbatches" if k > 1 else ""
@@ -170,9 +174,21 @@ class CommunicationChecks:
         fix = "use lax.psum_scatter in a shard_map instead of a sharding constraint on a sum"
         return Outcome(f"{text}: {bytes_text(extra)} more", Verdict.BROKEN, numbers, fix)
 
+    def between_replicas(self) -> Outcome:
+        """Whether a device sends to those with the same shard no more than what a step needs once."""
+        found = sum(each.sent_bytes for each in between_replicas(self.found, self.config))
+        most, text = self.expectation.between_bytes, f"{bytes_text(found)}{self.where}"
+        numbers = {"expected_bytes": most, "found_bytes": found}
+        if found <= (1 + SLACK) * most:
+            return Outcome(text, Verdict.OK, numbers)
+        if found - self.extra_bytes <= (1 + SLACK) * most and self.known_rewrite():
+            return Outcome(text, Verdict.KNOWN, numbers)
+        return Outcome(text, Verdict.BROKEN, numbers, "reduce over the replica axes after the last microbatch")
+
     def hoisted_gathers(self) -> Outcome:
         """Whether gathers stay in the loops over layers and microbatches."""
-        gathers = [each for each in self.found if each.kind == "all-gather"]
+        between = between_replicas(self.found, self.config)
+        gathers = [each for each in self.found if each.kind == "all-gather" and each not in between]
         largest = max((each.full_bytes for each in gathers), default=0)
         outside = sum(each.full_bytes for each in gathers if each.trips < self.expectation.num_microbatches)
         numbers = {"largest_bytes": largest, "outside_bytes": outside}

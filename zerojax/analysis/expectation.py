@@ -79,6 +79,7 @@ class Expectation:
             argument of the step.
         most: the most bytes that a device may send, by the formula of the stage.
         least: the bytes that a device sends at least, if no gather or reduction of the traced step is left out.
+        between_bytes: the most bytes that a device may send between replicas.
         unit_bytes: size of the largest unit in full form on one device. A stacked leaf counts with one layer.
         wide_bytes: bytes that a device sends in a wider dtype than those of the precision.
         ends_bytes: bytes that a device sends in each microbatch before the first matrix products and after the last
@@ -96,6 +97,7 @@ class Expectation:
     state: Mapping[str, jax.ShapeDtypeStruct]
     most: SentBytes
     least: SentBytes
+    between_bytes: float
     unit_bytes: float
     wide_bytes: float
     ends_bytes: float
@@ -125,7 +127,7 @@ def expect(
     averaged = 2 * _ring_bytes(config.axes.num_devices, 4 * sum(a.size for a in floating))
     replicas = _replica_bytes(config, leaves, num_microbatches)
     most = _stage_bytes(config, leaves, uses, num_microbatches)
-    most = most._replace(all_reduced=most.all_reduced + averaged + replicas)
+    most = SentBytes(*map(sum, zip(most, replicas, SentBytes(all_reduced=averaged), strict=True)))
     traced = SentBytes.of(over_data_axes(jaxpr_counts.traced_collectives(jaxpr, config.mesh), config))
     wide = _sum_dtype(config, num_microbatches) != config.precision.reduce_dtype
     width = jnp.dtype(config.precision.compute_dtype).itemsize
@@ -148,8 +150,9 @@ def expect(
         state={placement.path_text(path): a for path, a in with_paths},
         most=most,
         least=SentBytes(*map(min, traced, most)),
+        between_bytes=replicas.total,
         unit_bytes=_unit_bytes(config, leaves),
-        wide_bytes=averaged + wide * replicas + by_choice,
+        wide_bytes=averaged + wide * (replicas.all_reduced + replicas.reduce_scattered) + by_choice,
         ends_bytes=_ends_bytes(config, leaves, uses),
         offloaded_bytes=max(0, jaxpr_counts.offloaded_bytes(jaxpr) - others_bytes) // num_microbatches,
         in_host=frozenset(placement.path_text(path) for path, _ in host_leaves),
@@ -160,11 +163,22 @@ def expect(
 
 def over_data_axes(found: Iterable[Collective], config: ZeroConfig) -> list[Collective]:
     """The collectives over a data axis, without those of scalars."""
+    crosses = lambda each: _num_positions(each, config, config.axes.data) > 1
+    return [each for each in found if each.full_bytes > SCALARS_BYTES and crosses(each)]
+
+
+def between_replicas(found: Iterable[Collective], config: ZeroConfig) -> list[Collective]:
+    """The collectives between devices that hold the same shard."""
+    axes = config.axes
+    crosses = lambda each: _num_positions(each, config, axes.replica) > 1 == _num_positions(each, config, axes.shard)
+    return list(filter(crosses, found))
+
+
+def _num_positions(each: Collective, config: ZeroConfig, names: Sequence[str]) -> int:
+    """The number of positions along some axes of the mesh that the devices of a collective have."""
     sizes = config.mesh.shape
     strides = {name: math.prod(list(sizes.values())[k + 1 :]) for k, name in enumerate(sizes)}
-    position = lambda device: tuple(device // strides[name] % sizes[name] for name in config.axes.data)
-    crosses = lambda each: len({position(device) for device in each.group}) > 1
-    return [each for each in found if each.full_bytes > SCALARS_BYTES and crosses(each)]
+    return len({tuple(device // strides[name] % sizes[name] for name in names) for device in each.group})
 
 
 def _ring_bytes(num_devices: int, num_bytes: float) -> float:
@@ -251,12 +265,22 @@ def _sum_dtype(config: ZeroConfig, k: int) -> DTypeLike:
     return config.precision.sum_dtype if accumulates else config.precision.reduce_dtype
 
 
-def _replica_bytes(config: ZeroConfig, leaves: Iterable[Leaf], k: int) -> float:
-    """The bytes that a device sends to sum gradients over the replica axes, once per step."""
-    shards = config.axes.num_shards if config.stage.shards_optimizer else 1
-    per_device = lambda leaf: _full_elements(config, leaf) / (1 if leaf.dim is None else shards)
-    elements = sum(per_device(leaf) for leaf in leaves if leaf.trainable)
-    return 2 * _ring_bytes(config.axes.num_replicas, elements * jnp.dtype(_sum_dtype(config, k)).itemsize)
+def _replica_bytes(config: ZeroConfig, leaves: Iterable[Leaf], k: int) -> SentBytes:
+    """The bytes that a device sends over the replica axes, once per step: to sum gradients, all-reduced.
+
+    If shards are divided over these axes, gradients are reduce-scattered, and the updated parameters gathered.
+    """
+    axes, width = config.axes, jnp.dtype(_sum_dtype(config, k)).itemsize
+    shards = axes.num_shards if config.stage.shards_optimizer else 1
+    gathered = reduce_scattered = all_reduced = 0.0
+    for leaf in (leaf for leaf in leaves if leaf.trainable):
+        elements = _full_elements(config, leaf) / (1 if leaf.dim is None else shards)
+        if axes.outer and leaf.dim is not None:
+            reduce_scattered += elements * width
+            gathered += elements * leaf.compute_dtype.itemsize
+        else:
+            all_reduced += 2 * elements * width
+    return SentBytes(*(_ring_bytes(axes.num_replicas, each) for each in (gathered, reduce_scattered, all_reduced, 0)))
 
 
 # What an audit finds.
@@ -279,7 +303,8 @@ class Finding:
 
     Attributes:
         name: 'sharded', 'aliased state', 'checkpoints', 'offloaded slices', 'host memory', 'pieces of the state',
-            'host copies', 'wire bytes', 'wire dtype', 'reductions', 'hoisted gathers', 'gathered weights kept',
+            'host copies', 'wire bytes', 'wire dtype', 'reductions', 'between replicas', 'hoisted gathers',
+            'gathered weights kept',
             'prefetch order' or 'exposed'.
         expected, found: in words. If the program could not be read, `found` says why.
         verdict: whether they agree.

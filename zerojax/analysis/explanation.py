@@ -196,7 +196,7 @@ def explain(
     shards = {
         "params": axes.num_shards if stage.shards_params else 1,
         "grads": axes.num_shards if stage.shards_grads else 1,
-        "optimizer": axes.num_shards if stage.shards_optimizer else 1,
+        "optimizer": config.optimizer_axes.num_shards if stage.shards_optimizer else 1,
     }
     offloaded = offloaded_to(config)
     shards |= {offloaded: shards["optimizer"]} if config.offloads_optimizer else {}
@@ -212,7 +212,7 @@ def explain(
     # Say what deserves attention.
     leaves = state.layout.leaves
     replicated = [r for r in rows if shards.get(r.category, 1) > 1 and r.bytes_per_device == r.undivided_bytes]
-    uneven = uneven_text(leaves, axes) if stage.shards_optimizer else None
+    uneven = uneven_text(leaves, config.optimizer_axes) if stage.shards_optimizer else None
     where = f"{stage.title} on a mesh of {mesh_text(dict(_mesh_of(state).shape))}"
     held = bytes_text(sum(totals[name] for name in CATEGORIES))
     place = "the disk" if offloaded == DISK else offloaded
@@ -259,7 +259,7 @@ def _rows(config: ZeroConfig, state: TrainState, shards: Mapping[str, int]) -> I
         ends = ("/".join(keys[start:]) for start in range(len(keys)))
         leaf = next((leaves[end] for end in ends if end in leaves), None)
         alike = leaf if leaf and leaf.shape == shape else None
-        reason = alike.reason if alike else choose_dim(shape, axes.num_shards, stacked=False).reason
+        reason = alike.reason if alike else choose_dim(shape, config.optimizer_axes.num_shards, stacked=False).reason
         category, reason = offloaded if flag else "optimizer", reason if shards["optimizer"] > 1 else whole
         yield _row(axes, category, path, leaf.unit if leaf else path, a, shape, reason)
     for path, a in _with_paths(state.model_state):

@@ -154,12 +154,12 @@ def _argument_terms(config: ZeroConfig, state: TrainState, batch: PyTree, totals
     psi = sum(leaf.size for leaf in state.layout.leaves)
 
     optimizer = totals["optimizer"] / max(1, psi)
-    divisor = lambda sharded: f" / {axes.num_shards}" if sharded and axes.num_shards > 1 else ""
+    divisor = lambda num: f" / {num}" if num > 1 else ""
     held = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state.params))
-    shards = axes.num_shards if stage.shards_optimizer else 1
+    shards = config.optimizer_axes.num_shards if stage.shards_optimizer else 1
     rows = sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(batch)) // axes.num_devices
-    params = f"{held / max(1, psi):.3g} x {count_text(psi)}{divisor(stage.shards_params)}"
-    of_optimizer = f"{optimizer * shards:.3g} x {count_text(psi)}{divisor(shards > 1)}"
+    params = f"{held / max(1, psi):.3g} x {count_text(psi)}{divisor(axes.num_shards if stage.shards_params else 1)}"
+    of_optimizer = f"{optimizer * shards:.3g} x {count_text(psi)}{divisor(shards)}"
     if config.offloads_optimizer:
         of_optimizer = "what is not shaped like a parameter, such as counts"
     if config.offloads_params:

@@ -12,7 +12,7 @@ from rich.console import Console
 from zerojax.cli.common import JOB_HELP, print_rich, print_table
 from zerojax.plan.job import PRESETS, REMATS
 from zerojax.sharding.precision import PRECISIONS
-from zerojax.step.config import OFFLOADS
+from zerojax.step.config import OFFLOADS, OUTER_SHARDINGS
 from zerojax.utils.tables import printed, screen
 
 if TYPE_CHECKING:
@@ -65,6 +65,12 @@ if TYPE_CHECKING:
 )
 @click.option("--bucket-mib", type=click.IntRange(1), metavar="MIB", help="Maximum size of a collective.")
 @click.option("--replica", type=click.IntRange(1), default=1, metavar="N", help="Size of the replica axis.")
+@click.option(
+    "--outer-sharding",
+    type=click.Choice(OUTER_SHARDINGS),
+    default="none",
+    help="What is sharded over the replica axis too.",
+)
 @click.option("--model", type=click.IntRange(1), metavar="N", help="Size of the model axis.")
 @click.option("--compile", "compiled", is_flag=True, help="Also compile the step for the target.")
 @click.option(

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from zerojax.comm import collectives
-from zerojax.comm.collectives import CollectiveOptions
+from zerojax.comm.collectives import LEAVES_WHOLE, CollectiveOptions, Communicated
 from zerojax.comm.schedule import Schedule
 from zerojax.sharding.axes import Axes, Dims
 from zerojax.sharding.placement import Stage
@@ -63,7 +63,7 @@ class StageCollectives:
         if not self.sums_replicas:
             return list(grads)
         chosen = select(grads, complete), select(dims, complete)
-        sums = iter(collectives.all_reduce(chosen[0], self.axes.replica, self.axes, self.options, chosen[1]).leaves)
+        sums = iter(over_replicas(*chosen, self.axes, self.options).leaves)
         return [next(sums) if flag else grad for grad, flag in zip(grads, complete, strict=True)]
 
     def grad_dtype(self, dtype: DTypeLike) -> DTypeLike:
@@ -107,6 +107,20 @@ class StageCollectives:
             weights.append(lax.transpose(grad, moved))
             new_orders.append(tuple(moved.index(k) for k in order))
         return weights, new_orders
+
+
+def over_replicas(
+    grads: Sequence[Array],
+    dims: Sequence[Dims],
+    axes: Axes,
+    options: CollectiveOptions = LEAVES_WHOLE,
+    waits: Sequence[Array] = (),
+) -> Communicated:
+    """Sums gradients, which are reduced over the shard axes, over the replica axes: to pieces, if it divides shards."""
+    if axes.outer:
+        pieces = [each.of_shard for each in dims]
+        return collectives.reduce_scatter(grads, pieces, axes.between, options, waits, rows=True)
+    return collectives.all_reduce(grads, axes.replica, axes, options, dims, waits)
 
 
 def accumulate(totals: dict[int, Array], key: int, value: Array) -> None:

@@ -176,7 +176,7 @@ def check_layouts(config: ZeroConfig, layout: StateLayout, platform: str | None)
     if config.offloads_params:
         _check_stacks_on_tpus(config, layout)
     created = jax.tree_util.tree_leaves_with_path(jax.eval_shape(layout.tx.init, layout.trained_avals()))
-    placed = jax.tree.leaves(layout.optimizer_placement(config.axes, config.stage.shards_optimizer))
+    placed = jax.tree.leaves(layout.optimizer_placement(config.optimizer_axes, config.stage.shards_optimizer))
     for (path, a), stored in zip(created, placed, strict=True):
         if stored.in_pieces and a.dtype.itemsize == 1:  # in another layout than their pieces, and copied as a whole
             what = "offload: arrays of 8 bits cannot be in the host memory of TPUs, whose compiler does not cut them"
@@ -187,7 +187,7 @@ def check_layouts(config: ZeroConfig, layout: StateLayout, platform: str | None)
 def _check_stacks_on_tpus(config: ZeroConfig, layout: StateLayout) -> None:
     """Raises ValueError if layers share tiles of the memory of a TPU, whose compiler then reads no single one."""
     is_sharded = config.stage.shards_params
-    placed = jax.tree.leaves(placement.named_shardings(config.mesh, layout.specs(config.axes, is_sharded)))
+    placed = jax.tree.leaves(placement.named_shardings(config.mesh, layout.specs(config.optimizer_axes, is_sharded)))
     in_host = layout.params_in_host(config.offloads_params)
     for leaf, sharding, zeros, flag in zip(layout.leaves, placed, layout.paddings(is_sharded), in_host, strict=True):
         shard = sharding.shard_shape(zeros.stored_shape(leaf.shape))

@@ -102,7 +102,7 @@ class StreamedUpdate:
         created = jax.eval_shape(layout.tx.init, layout.trained_avals())
         opt_state, self._state_tree = jax.tree.flatten(created)
         self._created = opt_state
-        stored = jax.tree.leaves(layout.optimizer_placement(config.axes, sharded))
+        stored = jax.tree.leaves(layout.optimizer_placement(config.optimizer_axes, sharded))
         number = {leaf.path: k for k, leaf in enumerate(self.leaves)}
 
         def of_state(stored: Stored, aval: Aval) -> Operand:
@@ -126,8 +126,8 @@ class StreamedUpdate:
         is_state = lambda p: p >= self._num_params or layout.has_master or self._moved[p]
         self._in_place = {p for p, each in enumerate(self.split.results) if each.leaf is not None and is_state(p)}
         self._zeros = layout.trained_paddings(sharded)
-        self._state_zeros = layout.optimizer_paddings(config.axes, sharded)
-        self._specs = leaf_specs(config, self.leaves, sharded)
+        self._state_zeros = layout.optimizer_paddings(config.optimizer_axes, sharded)
+        self._specs = leaf_specs(config.optimizer_axes, self.leaves, sharded)
 
     def _update(self, *flat: Array) -> list[Array]:
         """The update of whole logical arrays: from (parameters, optimizer state, gradients, factor, finite, loss) to
@@ -334,7 +334,7 @@ class StreamedUpdate:
         """The position of the first element of a piece in the parameter, of which this device has a shard."""
         start, dim = list(cut.start(c)), self.leaves[k].dim
         if dim is not None and self.config.stage.shards_optimizer:
-            start[dim] += lax.axis_index(self.config.axes.shard) * cut.shape[dim]
+            start[dim] += lax.axis_index(self.config.optimizer_axes.shard) * cut.shape[dim]
         return start
 
     def _with_zeros(self, k: int, piece: Array, start: Sequence[Array]) -> Array:
@@ -347,7 +347,10 @@ class StreamedUpdate:
 
     def _squared_norm(self, k: int, piece: Array) -> Array:
         """This device's term of the squared norm, see `Reductions.squared_norm_term`."""
-        axes, is_sharded = self.config.axes, self.config.stage.shards_optimizer and self.leaves[k].dim is not None
+        axes, is_sharded = (
+            self.config.optimizer_axes,
+            self.config.stage.shards_optimizer and self.leaves[k].dim is not None,
+        )
         copies = axes.num_replicas * (1 if is_sharded else axes.num_shards)
         return jnp.sum(jnp.square(piece.astype(jnp.float32))) / copies
 
@@ -355,4 +358,4 @@ class StreamedUpdate:
 def _rows(config: ZeroConfig, leaf: Leaf) -> Rows:
     """The rows of a parameter, as the optimizer's state is stored."""
     is_divided = config.stage.shards_optimizer and leaf.dim == len(leaf.shape) - 1
-    return Rows(leaf.path, leaf.shape, config.axes.num_shards if is_divided else 1)
+    return Rows(leaf.path, leaf.shape, config.optimizer_axes.num_shards if is_divided else 1)

@@ -55,7 +55,7 @@ class Settings:
         remat: 'none', 'dots', 'full', or 'offload', which is 'full' with the inputs of layers in host memory.
         prefetch, bucket_bytes: as in `Zero.train_step`.
         replica, model: sizes of the mesh axes, as in `make_mesh`.
-        offload: as in `Zero`.
+        outer_sharding, offload: as in `Zero`.
         moment_bits: 8 or 16 for `zerojax.low_bit_moments` around the optimizer of the job, and with 'bf16_params'
             `zerojax.stochastic_rounding` around both; None for the optimizer as it is.
     """
@@ -69,6 +69,7 @@ class Settings:
     bucket_bytes: int | None = None
     replica: int = 1
     model: int | None = None
+    outer_sharding: str = "none"
     offload: str = "none"
     moment_bits: int | None = None
 
@@ -95,7 +96,8 @@ class Settings:
         tx = f"zerojax.stochastic_rounding({tx})" if self.precision == "bf16_params" else tx
         first = f"tx = {tx}\n" if self.moment_bits else ""
         zero = [f"zerojax.make_mesh({mesh})", f"stage={self.stage}", f"precision={self.precision!r}"]
-        zero += [f"offload={self.offload!r}"] if self.offload != "none" else []
+        options = {"outer_sharding": self.outer_sharding, "offload": self.offload}
+        zero += [f"{name}={value!r}" for name, value in options.items() if value != "none"]
         return f"{first}zero = zerojax.Zero({', '.join(zero)})\nstep = zero.train_step(loss_fn, {', '.join(step)})"
 
 

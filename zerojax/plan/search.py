@@ -108,6 +108,8 @@ def memory_reductions(settings: Settings, num_devices: int) -> Iterator[Change]:
         yield "stage 3", change(stage=3), num_devices
     for remat in REMATS[REMATS.index(settings.remat) + 1 :] if settings.remat in REMATS else ():
         yield f"remat={remat!r}", change(remat=remat), num_devices
+    if settings.replica > 1 and settings.stage and settings.outer_sharding == "none":
+        yield "outer_sharding='optimizer' (over replicas too)", change(outer_sharding="optimizer"), num_devices
     if settings.offload == "none":
         yield "offload='optimizer' (its state in host memory)", change(offload="optimizer"), num_devices
     if settings.offload != "params" and settings.replica == 1 and (settings.stage == 3 or num_devices == 1):
@@ -279,7 +281,9 @@ def _settings(cluster: Cluster, rows: int) -> Iterator[Settings]:
     for stage, remat, k, replica, offload in itertools.product(stages, REMATS, microbatches, replicas, OFFLOADS):
         holds_shards = replica == 1 and (stage == 3 or cluster.num_devices == 1)
         if (stage or replica == 1) and (offload != "params" or holds_shards):
-            yield Settings(stage, rows=rows // k, num_microbatches=k, remat=remat, replica=replica, offload=offload)
+            outer = "none" if replica == 1 else "optimizer"  # sends no more bytes, and takes less memory
+            places = {"replica": replica, "outer_sharding": outer, "offload": offload}
+            yield Settings(stage, rows=rows // k, num_microbatches=k, remat=remat, **places)
 
 
 def _replicas(cluster: Cluster) -> Iterator[int]:

@@ -66,7 +66,7 @@ class Tracer:
     def __init__(self, job: Job, platform: str | None = None, on_few_layers: bool = True):
         self.job, self.platform, self.on_few_layers = job, platform, on_few_layers
         self._create = _CreatesOnce(source_of(job.create_model, None))
-        self._states: dict[Hashable, TrainState] = {}  # by mesh, precision and bits of moments
+        self._states: dict[Hashable, TrainState] = {}  # by mesh, axes, precision and bits of moments
         self._stored: dict[Hashable, TrainState] = {}  # by configuration and bits of moments
         self._losses: dict[Hashable, LossTrace] = {}
         self._traces: dict[Hashable, DeviceTrace] = {}
@@ -75,14 +75,15 @@ class Tracer:
     def zero(self, settings: Settings, devices: int | Sequence[object]) -> Zero:
         """The `Zero` of the settings. `devices` are devices or their number."""
         mesh = make_mesh(devices=devices, replica=settings.replica, model=settings.model)
-        return Zero(mesh, settings.stage, settings.precision, offload=settings.offload, **self.job.options)
+        places = {"outer_sharding": settings.outer_sharding, "offload": settings.offload}
+        return Zero(mesh, settings.stage, settings.precision, **places, **self.job.options)
 
     def state(self, zero: Zero, settings: Settings) -> TrainState:
         """The training state as avals with shardings."""
         stored_key = zero.config, settings.moment_bits
         if stored_key in self._stored:
             return self._stored[stored_key]
-        key = zero.config.mesh, zero.config.precision, settings.moment_bits
+        key = zero.config.mesh, zero.config.axes, zero.config.precision, settings.moment_bits
         if key not in self._states:
             overrides = dataclasses.replace(zero.overrides, stacked=(*zero.overrides.stacked, *self._create.stacked))
             with warnings.catch_warnings():

@@ -15,12 +15,15 @@ REPLICATED: Any = PartitionSpec()
 class Axes(NamedTuple):
     """The data axes of a mesh: model states are sharded over the axes `shard` and replicated over `replica`.
 
+    With `outer`, only what is computed with is replicated: the optimizer's state is sharded over all data axes.
+
     Attributes:
         shard, replica: the names of the axes, outermost first.
         num_shards, num_replicas: the numbers of devices along them.
         torus: on TPUs without SparseCores, the lengths of the rings of devices, along one dim of their torus after the
             other, around which rows are summed; () if there are none. See `tpu`.
         sparse_cores: whether SparseCores run collectives over the shard axes.
+        outer: whether the shards of the optimizer's state are divided over the replica axes too.
     """
 
     shard: tuple[str, ...]
@@ -29,6 +32,17 @@ class Axes(NamedTuple):
     num_replicas: int
     torus: tuple[int, ...] = ()
     sparse_cores: bool = False
+    outer: bool = False
+
+    @property
+    def of_optimizer(self) -> Axes:
+        """The axes of the optimizer's state, and of gradients when they are reduced."""
+        return Axes(self.shard + self.replica, (), self.num_devices, 1) if self.outer else self
+
+    @property
+    def between(self) -> Axes:
+        """The axes of a shard's pieces, which are divided over the replica axes."""
+        return Axes(self.replica, self.shard, self.num_replicas, self.num_shards)
 
     @property
     def data(self) -> tuple[str, ...]:
@@ -62,6 +76,11 @@ class Dims(NamedTuple):
     def padding(self) -> Padding:
         """The zeros of the stored leaf."""
         return NO_PADDING if self.shard is None else Padding(self.shard, self.num_zeros)
+
+    @property
+    def of_shard(self) -> Dims:
+        """The dims of a shard, which has its zeros already."""
+        return Dims(self.shard, self.model_spec)
 
     def transposed(self, order: Sequence[int]) -> Dims:
         """The dims of `lax.transpose(leaf, order)`."""

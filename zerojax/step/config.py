@@ -144,6 +144,11 @@ class ZeroConfig(NamedTuple):
     agreement: Agreement | None = None  # compares processes before they run together
 
     @property
+    def optimizer_axes(self) -> Axes:
+        """The data axes of the optimizer's state, and of gradients when they are reduced."""
+        return self.axes.of_optimizer
+
+    @property
     def offloads_optimizer(self) -> bool:
         """Whether the optimizer's state, with the master copy, is in host memory or on a disk."""
         return self.offload != "none"
@@ -177,10 +182,27 @@ class ZeroConfig(NamedTuple):
         ids = hashlib.sha256(str([device.id for device in self.mesh.devices.flat]).encode()).hexdigest()[:8]
         mesh = ", ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
         devices = f"{mesh} (order of the devices: {ids})"
-        return {"stage": str(int(self.stage)), "mesh": devices, "offload": self.offload, **dtypes}
+        outer = "optimizer" if self.axes.outer else "none"
+        places = {"outer_sharding": outer, "offload": self.offload}
+        return {"stage": str(int(self.stage)), "mesh": devices, **places, **dtypes}
 
 
 OFFLOADS = "none", "optimizer", "params"
+OUTER_SHARDINGS = "none", "optimizer"
+
+
+def with_outer_sharding(axes: Axes, outer_sharding: str, stage: Stage) -> Axes:
+    """The axes, with the optimizer's state over those of replicas too, if `Zero(outer_sharding=...)` asks for it.
+
+    Raises:
+        ValueError: if its value is unknown.
+    """
+    if outer_sharding not in OUTER_SHARDINGS:
+        raise ValueError(
+            f"outer_sharding: unknown value {outer_sharding!r}\n"
+            f"  fix:      'optimizer' to shard the optimizer's state over the replica axes too, or 'none'"
+        )
+    return axes._replace(outer=outer_sharding == "optimizer" and axes.num_replicas > 1 and stage.shards_optimizer)
 
 
 def check_offload(offload: str, on_disk: bool, mesh: AnyMesh, axes: Axes, stage: Stage) -> None:
@@ -226,9 +248,9 @@ def shard_map_over_data(
     )
 
 
-def leaf_specs(config: ZeroConfig, leaves: Iterable[Leaf], sharded: bool) -> list[PartitionSpec]:
+def leaf_specs(axes: Axes, leaves: Iterable[Leaf], sharded: bool) -> list[PartitionSpec]:
     """The specs of parameter leaves for `shard_map`: data axes only. Other axes stay in the arrays' shardings."""
-    return [placement.data_spec(leaf.dim if sharded else None, config.axes) for leaf in leaves]
+    return [placement.data_spec(leaf.dim if sharded else None, axes) for leaf in leaves]
 
 
 _WIDEST_ELEMENT_BYTES = 8  # float64 and int64

@@ -126,7 +126,7 @@ def _from_existing(
                     f"  fix:      create the model with values, or pass a function that creates it"
                 )
         zeros = jax.tree.unflatten(layout.tree, layout.paddings(is_sharded))
-        placed = placement.named_shardings(config.mesh, layout.specs(config.axes, is_sharded))
+        placed = placement.named_shardings(config.mesh, layout.specs(config.optimizer_axes, is_sharded))
         put = _put
         if config.offloads_optimizer:
             put, placed = _lend, jax.tree.map(lambda sharding: sharding.with_memory_kind(PINNED_HOST), placed)
@@ -243,7 +243,7 @@ def _define(
     `plain` are the paths of arrays in the model state that are attributes of a module.
     """
     params, model_state = model.params, model.model_state
-    leaves = placement.place(params, config.mesh, config.axes, config.precision, overrides, model.from_model)
+    leaves = placement.place(params, config.mesh, config.optimizer_axes, config.precision, overrides, model.from_model)
     fixed = models.fixed_state(model_state, leaves, overrides.frozen)
     layout = StateLayout(tx, model.model, leaves, jax.tree.structure(params), fixed, config)
 
@@ -253,7 +253,7 @@ def _define(
         if config.stage.shards_params:
             layer_shapes = {leaf.path: leaf.shape[leaf.stacked :] for leaf in leaves}
             texts += [large_unit_text(leaves), unmerged_text([leaf.unit for leaf in leaves], layer_shapes)]
-        texts += [uneven_text(leaves, config.axes)] if config.stage.shards_optimizer else []
+        texts += [uneven_text(leaves, config.optimizer_axes)] if config.stage.shards_optimizer else []
     for text in filter(None, texts):
         warn(text)
 
@@ -300,7 +300,7 @@ def _initial(config: ZeroConfig, layout: StateLayout, params: PyTree, model_stat
         skipped=jnp.int32(0),
         params=padding.padded(computed, layout.paddings(stage.shards_params)),
         master=padding.padded(trained, zeros) if layout.has_master else None,
-        opt_state=padding.padded(opt_state, layout.optimizer_paddings(config.axes, stage.shards_optimizer)),
+        opt_state=padding.padded(opt_state, layout.optimizer_paddings(config.optimizer_axes, stage.shards_optimizer)),
         model_state=model_state,
         key=jax.random.fold_in(key, _STEP_KEY),
         loss_scale=LossScale.create(config.precision),

@@ -345,14 +345,14 @@ def device_gradient(config: ZeroConfig, layout: StateLayout, loss_fn: LossFn, se
 def args_specs(gradient: DeviceGradient, batch: PyTree) -> LossArgs:
     """The specs of the arguments for `shard_map`, of which the batch is one."""
     config = gradient.config
-    params: PyTree = leaf_specs(config, gradient.layout.leaves, config.stage.shards_params)
+    params: PyTree = leaf_specs(config.axes, gradient.layout.leaves, config.stage.shards_params)
     return LossArgs(params, REPLICATED, batch_specs(config.axes, batch), REPLICATED)
 
 
 def compute_gradients(gradient: DeviceGradient, args: LossArgs, scale: Array) -> LossAndGrads:
     """Computes gradients on global arrays, as `DeviceGradient` does on those of one device."""
     config, leaves = gradient.config, gradient.layout.leaves
-    grads_specs: PyTree = leaf_specs(config, leaves, config.stage.shards_optimizer)
+    grads_specs: PyTree = leaf_specs(config.optimizer_axes, leaves, config.stage.shards_optimizer)
     grads_specs = [spec if leaf.trainable else None for spec, leaf in zip(grads_specs, leaves, strict=True)]
     divides = config.offloads_params and gradient.settings.num_microbatches > 1
     divisor = REPLICATED if divides else None

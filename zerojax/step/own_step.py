@@ -46,7 +46,9 @@ def placed_optimizer(
     # Place.
     def state_shardings(layout: StateLayout, opt_state: PyTree) -> PyTree:
         leaves = layout.trained(jax.tree.unflatten(layout.tree, layout.leaves))
-        stored = optimizer_placement(inner, opt_state, leaves, config.axes, stage.shards_optimizer, pads=False)
+        stored = optimizer_placement(
+            inner, opt_state, leaves, config.optimizer_axes, stage.shards_optimizer, pads=False
+        )
         return placement.named_shardings(config.mesh, jax.tree.map(lambda each: each.spec, stored))
 
     def init(params: PyTree) -> PyTree:
@@ -66,8 +68,8 @@ def placed_optimizer(
 
         # Update the shards.
         layout = define(params)
-        stored = param_shardings(config, layout, stage.shards_params)
-        in_shards = param_shardings(config, layout, stage.shards_optimizer)
+        stored = param_shardings(config, layout)
+        in_shards = placement.named_shardings(config.mesh, layout.specs(config.optimizer_axes, stage.shards_optimizer))
         before = layout.trained(pinned(params, stored))  # or compilers would store them like the moments
         updates, state = inner.update(pinned(updates, in_shards), state, before, **extra)
 
@@ -81,12 +83,12 @@ def placed_optimizer(
 def apply_updates(config: ZeroConfig, layout: StateLayout, params: PyTree, updates: PyTree) -> PyTree:
     """See `Zero.apply_updates`."""
     updates = jax.tree.map(_without_none, params, updates)
-    return pinned(optax.apply_updates(params, updates), param_shardings(config, layout, config.stage.shards_params))
+    return pinned(optax.apply_updates(params, updates), param_shardings(config, layout))
 
 
-def param_shardings(config: ZeroConfig, layout: StateLayout, sharded: bool) -> PyTree:
-    """The shardings of the parameters, with or without the shard axes."""
-    return placement.named_shardings(config.mesh, layout.specs(config.axes, sharded))
+def param_shardings(config: ZeroConfig, layout: StateLayout) -> PyTree:
+    """The shardings of the parameters."""
+    return placement.named_shardings(config.mesh, layout.specs(config.axes, config.stage.shards_params))
 
 
 def pinned(tree: PyTree, shardings: PyTree) -> PyTree:
@@ -102,7 +104,7 @@ def _without_none(param: Array, update: Array | None) -> Array:
 
 def _check_placed(config: ZeroConfig, layout: StateLayout, params: PyTree) -> None:
     """Raises ValueError if an array is not placed as the stage stores parameters. What is traced is not known."""
-    shardings = jax.tree.leaves(param_shardings(config, layout, config.stage.shards_params))
+    shardings = jax.tree.leaves(param_shardings(config, layout))
     for leaf, a, wanted in zip(layout.leaves, jax.tree.leaves(params), shardings, strict=True):
         if isinstance(a, Tracer) or (isinstance(a, jax.Array) and a.sharding.is_equivalent_to(wanted, a.ndim)):
             continue
@@ -121,7 +123,7 @@ def warn_of_placement(config: ZeroConfig, layout: StateLayout) -> None:
     if not config.stage.shards_optimizer or config.axes.num_shards == 1 or not sharded:
         return
     largest = max(sharded, key=lambda leaf: leaf.size)
-    stored, updated = (largest.spec(config.axes, flag) for flag in (config.stage.shards_params, True))
+    stored, updated = largest.spec(config.axes, config.stage.shards_params), largest.spec(config.optimizer_axes, True)
     moves = "" if stored == updated else f"; after a step, the parameter is {updated} instead of {stored}"
     warn(
         f"value_and_grad: nothing places the optimizer's state as stage {int(config.stage)} requires\n"

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from zerojax.comm import collectives
+from zerojax.comm.stage_collectives import over_replicas
 from zerojax.sharding.placement import Leaf
 from zerojax.sharding.precision import for_reduction
 from zerojax.step.config import StepSettings, ZeroConfig
@@ -107,7 +108,7 @@ class Reductions:
                 else:
                     values, events = collectives.all_reduce(values, axes.shard, axes, options, dims, waits)
                 waits = options.next_waits_for(events)
-            values, events = collectives.all_reduce(values, axes.replica, axes, options, dims, waits)
+            values, events = over_replicas(values, dims, axes, options, waits)
             waits = options.next_waits_for(events)
             for i, value in zip(members, values, strict=True):
                 reduced[i] = value
@@ -142,5 +143,5 @@ class Reductions:
 
     def _num_copies(self, leaf: Leaf) -> int:
         """The number of devices that hold the same part of a reduced gradient."""
-        axes, is_sharded = self.config.axes, self.config.stage.shards_optimizer and leaf.dim is not None
+        axes, is_sharded = self.config.optimizer_axes, self.config.stage.shards_optimizer and leaf.dim is not None
         return axes.num_replicas * (1 if is_sharded else axes.num_shards)

@@ -209,17 +209,17 @@ def _without_zeros(stored: Array | Aval, like: PyTree) -> Array | Aval:
 
 def storage(config: ZeroConfig, state: TrainState) -> TrainState:
     """A `Stored` for every leaf of a state, by the stage table."""
-    layout, stage, axes = state.layout, config.stage, config.axes
+    layout, stage, of_optimizer = state.layout, config.stage, config.optimizer_axes
 
-    def of_params(sharded: bool) -> PyTree:
+    def of_params(axes: Axes, sharded: bool) -> PyTree:
         stored = [Stored(leaf.spec(axes, sharded), leaf.padding(sharded), leaf) for leaf in layout.leaves]
         return jax.tree.unflatten(layout.tree, stored)
 
     return dataclasses.replace(
         jax.tree.map(lambda _: Stored(PartitionSpec(), NO_PADDING), state),
-        params=of_params(stage.shards_params),
-        master=None if state.master is None else layout.trained(of_params(stage.shards_optimizer)),
-        opt_state=layout.optimizer_placement(axes, stage.shards_optimizer),
+        params=of_params(config.axes, stage.shards_params),
+        master=None if state.master is None else layout.trained(of_params(of_optimizer, stage.shards_optimizer)),
+        opt_state=layout.optimizer_placement(of_optimizer, stage.shards_optimizer),
     )
 
 
@@ -260,7 +260,7 @@ def stored_avals(config: ZeroConfig, state: TrainState) -> TrainState:
 
 def optimizer_shardings(config: ZeroConfig, layout: StateLayout) -> PyTree:
     """The shardings of the optimizer state's copy of the trained parameters."""
-    specs = layout.specs(config.axes, config.stage.shards_optimizer)
+    specs = layout.specs(config.optimizer_axes, config.stage.shards_optimizer)
     return placement.named_shardings(config.mesh, layout.trained(specs))
 
 

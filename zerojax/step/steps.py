@@ -183,7 +183,7 @@ def _check_stored(config: ZeroConfig, state: TrainState) -> None:
     as_stored = lambda a, shape: jax.ShapeDtypeStruct(shape, a.dtype)
     _check_same("parameters do", state.params, tree.unflatten(map(as_stored, params, shapes)))
     created, structure = jax.tree.flatten(jax.eval_shape(layout.tx.init, layout.trained_avals()))
-    zeros = layout.optimizer_paddings(config.axes, stage.shards_optimizer)
+    zeros = layout.optimizer_paddings(config.optimizer_axes, stage.shards_optimizer)
     shapes = [p.stored_shape(a.shape) for p, a in zip(zeros, created, strict=True)]
     _check_same("optimizer state does", state.opt_state, structure.unflatten(map(as_stored, created, shapes)))
 

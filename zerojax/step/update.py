@@ -51,8 +51,12 @@ Update: TypeAlias = Callable[[TrainState, StepGrads], Updated]  # by other means
 
 
 def gather_params(gradient: DeviceGradient, trained: PyTree) -> PyTree:
-    """Gathers the updated parameters from their shards, unit by unit, at stages 1 and 2. The dtype stays."""
+    """Gathers the updated parameters from the shards of the optimizer, unit by unit. The dtype stays.
+
+    These are gathered over the replica axes, if they are divided over them; and at stages 1 and 2 over the shard axes.
+    """
     config, options = gradient.config, gradient.settings.collectives
+    axes, to_full = config.axes, not config.stage.shards_params
     leaves = [leaf for leaf in gradient.layout.leaves if leaf.trainable]
     values, tree = jax.tree.flatten(trained)
 
@@ -60,14 +64,19 @@ def gather_params(gradient: DeviceGradient, trained: PyTree) -> PyTree:
         full, waits = list(shards), []
         for members in by_unit(leaves, range(len(leaves))):
             parts, dims = [shards[i] for i in members], [leaves[i].dims for i in members]
-            gathered, events = collectives.all_gather(parts, dims, config.axes, options, waits, rows=True)
-            waits = options.next_waits_for(events)
-            for i, value in zip(members, gathered, strict=True):
+            if axes.outer:
+                pieces = [each.of_shard for each in dims]
+                parts, events = collectives.all_gather(parts, pieces, axes.between, options, waits, rows=True)
+                waits = options.next_waits_for(events)
+            if to_full:
+                parts, events = collectives.all_gather(parts, dims, axes, options, waits, rows=True)
+                waits = options.next_waits_for(events)
+            for i, value in zip(members, parts, strict=True):
                 full[i] = value
         return full
 
-    in_specs = (leaf_specs(config, leaves, sharded=True),)
-    return jax.tree.unflatten(tree, shard_map_over_data(config, gather, in_specs, REPLICATED)(values))
+    in_specs, out_specs = (leaf_specs(axes.of_optimizer, leaves, sharded=True),), leaf_specs(axes, leaves, not to_full)
+    return jax.tree.unflatten(tree, shard_map_over_data(config, gather, in_specs, out_specs)(values))
 
 
 def squared_norm(gradient: DeviceGradient, params: PyTree) -> Array:
@@ -76,7 +85,7 @@ def squared_norm(gradient: DeviceGradient, params: PyTree) -> Array:
     Cost: an all_reduce of one scalar.
     """
     config, flags = gradient.config, gradient.trainable
-    specs = leaf_specs(config, gradient.layout.leaves, config.stage.shards_optimizer)
+    specs = leaf_specs(config.optimizer_axes, gradient.layout.leaves, config.stage.shards_optimizer)
     specs = merge(flags, select(specs, flags), itertools.repeat(None))
     values = merge(flags, jax.tree.leaves(params), itertools.repeat(None))
 
@@ -103,13 +112,13 @@ def apply_gradients(
     update = config.memory.update(config, layout, [g.dtype for g in grads.grads], grads.factor is not None)
     updated = _update_whole(gradient, state, grads) if update is None else update(state, grads)
 
-    # Gather the parameters, below stage 3.
+    # Gather the parameters, unless they are stored like the optimizer's state.
     params = updated.computed
     if updated.pending is not None:
         shardings = dataclasses.replace(
             shardings, params=layout.with_frozen(optimizer_shardings(config, layout), shardings.params)
         )
-    elif stage.shards_optimizer and not stage.shards_params:
+    elif stage.shards_optimizer and (config.axes.outer or not stage.shards_params):
         params = gather_params(gradient, params)
 
     # Store the results.
@@ -139,7 +148,7 @@ def _update_whole(gradient: DeviceGradient, state: TrainState, step: StepGrads) 
     config, layout, stage = gradient.config, gradient.layout, gradient.config.stage
     dtype = config.precision.param_dtype
     zeros = layout.trained_paddings(stage.shards_optimizer)
-    opt_zeros = layout.optimizer_paddings(config.axes, stage.shards_optimizer)
+    opt_zeros = layout.optimizer_paddings(config.optimizer_axes, stage.shards_optimizer)
     old = optimizer_params(config, state)
 
     # Update in logical shapes, which is what transformations see.
