@@ -189,6 +189,17 @@ def test_each_output_is_of_its_kind():
             assert not wrong
 
 
+def test_without_a_second_trace_means_are_means():
+    """Such as that of a loss for one number of rows: constants by which scalars are divided may count them."""
+    cases = {"mean": Kind.MEAN, "accuracy": Kind.MEAN, "dropout": Kind.MEAN, "attention": Kind.MEAN}
+    for num_rows in [1, 4]:
+        for name, kind in cases.items():
+            inputs, closed = traced(CASES[Kind.MEAN][name], num_rows)
+            trace = trace_rows(closed, inputs, num_rows, ("data",), sizes_of(closed, None, num_rows))
+            found = trace.of(trace.closed.jaxpr.outvars[0])
+            assert found.kind is kind and not found.sources, name
+
+
 def test_pairs_of_rows_meet_and_a_single_row_does_not():
     for fn in PAIRS.values():
         assert value_of(fn, 4).sources and not value_of(fn, 1).sources

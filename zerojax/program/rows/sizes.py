@@ -139,22 +139,26 @@ def _unknown(equation: Equation) -> Sizes:
 
 
 def guessed(closed: ClosedJaxpr, num_rows: int) -> SizesOfTrace:
-    """What counts rows in all likelihood, if this cannot be found by a second trace: what is a multiple of them."""
+    """What counts rows in all likelihood, if a second trace does not show it.
 
-    def number(atom: Atom) -> Size:
-        if jaxprs.is_var(atom) or not (np.ndim(atom.val) == 0 and _is_number(atom.val)):
-            return Size.FIXED
-        multiple = np.real(atom.val) / num_rows
-        return Size.COUNT if num_rows > 1 and multiple and multiple == np.round(multiple) else Size.FIXED
+    That is a whole multiple of their number by which a scalar is divided, as by means; and dim 0 of random numbers, if
+    its size is one.
+    """
+
+    def numbers(equation: Equation) -> Iterator[Size]:
+        is_divided = equation.primitive.name == "div" and not equation.outvars[0].aval.ndim
+        for atom in equation.invars:
+            value = 0 if jaxprs.is_var(atom) or not is_divided else atom.val
+            multiple = np.real(value) / num_rows if _is_number(value) else 0
+            yield Size.COUNT if multiple > 0 and multiple == np.round(multiple) else Size.FIXED
 
     def dims(equation: Equation) -> Iterator[frozenset[int]]:
-        """Random numbers are one for each row if dim 0 can count the rows."""
         for atom in equation.outvars:
             shape = getattr(atom.aval, "shape", ())
             counts = shape and shape[0] and shape[0] % num_rows == 0 and (num_rows > 1 or shape[0] == 1)
             yield frozenset({0} if counts and equation.primitive.name in DRAWS else ())
 
-    sizes = lambda equation: Sizes(list(map(number, equation.invars)), list(dims(equation)))
+    sizes = lambda equation: Sizes(list(numbers(equation)), list(dims(equation)))
     jaxpr = closed.jaxpr
     none = Sizes([Size.FIXED] * len(jaxpr.constvars), [frozenset()] * len(jaxpr.constvars))
-    return SizesOfTrace(list(map(sizes, jaxprs.walk(jaxpr.eqns))), none, list(map(number, jaxpr.outvars)))
+    return SizesOfTrace(list(map(sizes, jaxprs.walk(jaxpr.eqns))), none, [Size.FIXED] * len(jaxpr.outvars))
