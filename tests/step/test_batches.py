@@ -222,6 +222,16 @@ def test_rows_that_a_loss_closes_over_are_named_with_their_line(seen, loss):
         assert len(caught) == 1
 
 
+def test_elements_that_all_devices_take_for_their_rows_are_named():
+    loss = lambda params, x: jnp.mean((x @ params["w"] - jnp.asarray(DATA_SET)[: len(x)]) ** 2)
+    zero = Zero(zerojax.make_mesh(devices=jax.devices()[:4]))
+    state, line = zero.eval_init(create, optax.sgd(0.1)), loss.__code__.co_firstlineno
+    for step, what in (zero.train_step(loss), "loss"), (zero.eval_step(loss), "eval_step"):
+        with pytest.warns(UserWarning, match=rf"{what}: .* same elements of an array\n  got: .*py:{line}\n") as caught:
+            step.trace(state, ALL)
+        assert len(caught) == 1
+
+
 def test_a_loss_that_works_with_all_rows_only_says_so():
     loss = lambda params, x: jnp.mean((x @ params["w"] - TABLE) ** 2)
     zero = Zero(zerojax.make_mesh(devices=jax.devices()[:4]))

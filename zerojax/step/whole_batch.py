@@ -292,10 +292,10 @@ def _texts(
     found: _LossRows, plan: _Plan, gradient: DeviceGradient, purpose: Purpose, num_parts: int, num_rows: int
 ) -> list[str]:
     """The warnings about a loss on one of `num_parts` parts of the `num_rows` rows of a batch."""
-    texts = [_text_of_closed_over(found, num_parts, num_rows, purpose)]
+    texts = [_text_of_closed_over(found, num_parts, num_rows, purpose), *_texts_of_repeated(found, purpose)]
     if purpose is Purpose.TRAINING:
         texts += [None if texts[0] else _text_of_loss(found, num_parts)]
-        texts += [_text_of_statistics(found, plan, gradient), _text_of_draws(found)]
+        texts += [_text_of_statistics(found, plan, gradient)]
     if plan.unknown:
         names = {"the loss" if name == "loss" else f"metric {name!r}": line for name, line in plan.unknown.items()}
         listed = ", ".join(f"{name} ({line})" for name, line in names.items())
@@ -329,17 +329,24 @@ def _text_of_loss(found: _LossRows, num_parts: int) -> str | None:
     )
 
 
-def _text_of_draws(found: _LossRows) -> str | None:
-    """About random numbers for rows that are the same on all devices."""
-    if found.rows.repeated is None:
-        return None
-    line = line_of(found.rows.repeated.as_python_traceback())
-    return (
-        f"loss: the rows of all devices get the same random numbers\n"
-        f"  got:      a key that is the same on all devices, at {line or 'an unknown line'}\n"
-        f"  fix:      draw with the key that the loss gets, as in loss(params, batch, key), or with the model's\n"
-        f"            nnx.Rngs; or keep the key beside the parameters, as in {{'params': params, 'rng': key}}"
-    )
+def _texts_of_repeated(found: _LossRows, purpose: Purpose) -> list[str]:
+    """About what the rows of all devices get the same of: random numbers, and elements of an array."""
+    line = lambda trace: line_of(trace.as_python_traceback()) or "an unknown line"
+    texts = []
+    if found.rows.drawn is not None and purpose is Purpose.TRAINING:
+        texts.append(
+            f"loss: the rows of all devices get the same random numbers\n"
+            f"  got:      a key that is the same on all devices, at {line(found.rows.drawn)}\n"
+            f"  fix:      draw with the key that the loss gets, as in loss(params, batch, key), or with the model's\n"
+            f"            nnx.Rngs; or keep the key beside the parameters, as in {{'params': params, 'rng': key}}"
+        )
+    if found.rows.cut is not None:
+        texts.append(
+            f"{purpose.value}: the rows of all devices get the same elements of an array\n"
+            f"  got:      as many as a device has rows, at {line(found.rows.cut)}\n"
+            f"  fix:      {INTO_BATCH}"
+        )
+    return texts
 
 
 def _text_of_closed_over(found: _LossRows, num_parts: int, num_rows: int, purpose: Purpose) -> str | None:

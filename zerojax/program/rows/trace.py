@@ -55,7 +55,8 @@ class RowTrace:
     closed: ClosedJaxpr  # its closed jaxpr, without nested jits
     values: dict[Var, RowValue]  # of the variables
     traces: dict[int, Traceback | None]  # the tracebacks of the equations at which rows of the device met
-    repeated: Traceback | None  # that of the first that draws numbers for rows from a key that all devices have
+    drawn: Traceback | None  # that of the first that draws numbers for rows from a key that all devices have
+    cut: Traceback | None  # that of the first that takes elements for rows from an array that all devices have
 
     def of(self, atom: Atom) -> RowValue:
         return _value_of(atom, self.values)
@@ -93,7 +94,7 @@ def trace_rows(
             if HERE in scope[v].sources:
                 scope[v] = scope[v].replace(sources=scope[v].sources - {HERE} | {k})
                 traces[k] = reader.met_at or equation.source_info.traceback
-    return RowTrace(flat, scope, traces, reader.repeated_at)
+    return RowTrace(flat, scope, traces, reader.drawn_at, reader.cut_at)
 
 
 def _with_sums_apart(equation: Equation, operands: list[Array]) -> list[Array] | None:
@@ -199,7 +200,8 @@ class _Reader:
     axes: frozenset[str]  # the mesh axes that split the batch
     sizes: Mapping[int, Sizes]  # what counts rows in each equation, by its id
     met_at: Traceback | None = None  # the traceback of the first equation at which rows of the device met
-    repeated_at: Traceback | None = None  # that of the first draw for rows that all devices repeat
+    drawn_at: Traceback | None = None  # that of the first draw for rows that all devices repeat
+    cut_at: Traceback | None = None  # that of the first elements for rows that all devices take from the same array
 
     def visit(self, equation: Equation, scope: dict[Var, RowValue]) -> None:
         """Adds the values of the results of an equation to the scope."""
@@ -227,9 +229,12 @@ class _Reader:
     def _sized(self, equation: Equation, value: RowValue, result: Var, dims: Collection[int]) -> RowValue:
         """The value of a result, of which some dims depend on the number of rows."""
         if dims and value.kind is Kind.SAME:
-            if equation.primitive.name in DRAWS and not value.on_device:
-                self.repeated_at = self.repeated_at or equation.source_info.traceback
-            is_repeated = equation.primitive.name == "broadcast_in_dim"
+            name, traceback = equation.primitive.name, equation.source_info.traceback
+            if name in DRAWS and not value.on_device:
+                self.drawn_at = self.drawn_at or traceback
+            if name in ("slice", "dynamic_slice"):
+                self.cut_at = self.cut_at or traceback
+            is_repeated = name == "broadcast_in_dim"
             return _with_dims(value, result.aval.shape, dims, self.num_rows, is_repeated)
         # If rows are divided between dims, the outermost has to count them: its elements are then groups of rows.
         is_split = equation.primitive.name == "reshape" and value.row_dims and dims
