@@ -301,8 +301,13 @@ def test_an_error_in_a_loss_with_a_key_says_what_the_third_argument_is():
 def test_a_key_in_the_batch_is_the_same_on_every_device_and_a_warning_says_so(recwarn):
     zero, key = Zero(zerojax.make_mesh()), jax.random.key(0)
     state = zero.eval_init(create, optax.sgd(0.1))
-    trace = lambda key: zero.train_step(lambda p, b: jnp.mean(b["x"] @ p["w"])).trace(state, batch_of() | {"key": key})
-    trace(Whole(key))  # the user says so
+
+    def loss(params, batch):
+        return jnp.mean(jax.random.uniform(batch["key"], batch["x"].shape) * batch["x"] @ params["w"])
+
+    trace = lambda key: zero.train_step(loss).trace(state, batch_of() | {"key": key})
+    for chosen in key, jax.random.PRNGKey(0):
+        trace(Whole(chosen))  # the user says so
     assert not recwarn.list
     with pytest.warns(UserWarning, match=r"batch: 'key' is a random key.*\n.*\n  fix:  .*a third parameter `key`"):
         trace(key)

@@ -33,7 +33,7 @@ class StateKeys(NamedTuple):
 UNKNOWN = StateKeys()
 
 
-def _may_be_raw(leaf: Array) -> bool:
+def may_be_raw(leaf: Array) -> bool:
     """Whether an array has the dtype and the shape of keys in raw form."""
     return leaf.dtype == jnp.uint32 and leaf.shape[-1:] in _RAW_SHAPES
 
@@ -42,7 +42,7 @@ def may_change(model_state: PyTree) -> bool:
     """Whether a leaf may be a key in raw form, or one that the loss replaces. `nnx.Rngs` count, and keep their keys."""
     nodes = jax.tree.leaves(model_state, is_leaf=lambda node: isinstance(node, nnx.RngKey))
     arrays = [node for node in nodes if not isinstance(node, nnx.RngKey)]
-    return any(is_key(a) or _may_be_raw(a) for a in arrays)
+    return any(is_key(a) or may_be_raw(a) for a in arrays)
 
 
 def find_state_keys(jaxpr: Jaxpr, num_params: int, model_state: PyTree) -> StateKeys:
@@ -50,7 +50,7 @@ def find_state_keys(jaxpr: Jaxpr, num_params: int, model_state: PyTree) -> State
     leaves = jax.tree.leaves(model_state)
     kept = jaxprs.forwards(jaxpr)[-len(leaves) :]
     inputs = jaxpr.invars[num_params : num_params + len(leaves)]
-    raw = [_may_be_raw(a) and _is_used_as_key(jaxpr, {v}) for a, v in zip(leaves, inputs, strict=True)]
+    raw = [may_be_raw(a) and _is_used_as_key(jaxpr, {v}) for a, v in zip(leaves, inputs, strict=True)]
     flags = zip(leaves, raw, kept, strict=True)
     return StateKeys(tuple(raw), tuple((is_raw or is_key(a)) and not is_kept for a, is_raw, is_kept in flags))
 

@@ -39,7 +39,7 @@ from zerojax.step.loss_traces import (
 )
 from zerojax.step.losses import LossError, Output
 from zerojax.step.models import is_key
-from zerojax.step.state_keys import find_state_keys, may_change
+from zerojax.step.state_keys import find_state_keys, may_be_raw, may_change
 from zerojax.utils.text import abbreviate
 from zerojax.utils.typing import Array, PyTree
 from zerojax.utils.warn import line_of, warn
@@ -175,7 +175,9 @@ def _read(trace: LossTrace, axes: Axes, sizes: SizesOfTrace, raw: Sequence[bool]
     params, model_state, batch, key = trace.args
     counts, num_rows = jax.tree.leaves(map_rows(lambda a: a.shape[0], batch, lambda a: 0)), _num_rows(batch)
     state = jax.tree.leaves(model_state)
-    of_rows = lambda a, count: RowValue(Kind.ROWS, dims=row_factors(a.shape, num_rows)) if count else SAME
+    # A key in the batch is the same on all devices by choice.
+    whole = lambda a: RowValue(on_device=True) if is_key(a) or may_be_raw(a) else SAME
+    of_rows = lambda a, count: RowValue(Kind.ROWS, dims=row_factors(a.shape, num_rows)) if count else whole(a)
     inputs = [
         *(RowValue(on_params=True) for _ in jax.tree.leaves(params)),
         *(
