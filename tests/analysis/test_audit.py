@@ -56,6 +56,7 @@ def test_nothing_is_broken_in_a_correct_step(stage, options):
     verdicts = {finding.name: finding.verdict for finding in audit.findings}
     read = ["sharded", "aliased state", "wire bytes", "wire dtype", "reductions"]
     read += ["hoisted gathers", "prefetch order"] if stage == 3 else []
+    read += ["between replicas"] if "replica" in options.get("mesh", {}) else []
     unread = ["exposed"] + (["gathered weights kept"] if stage == 3 else [])
     unread += ["checkpoints"] if isinstance(options.get("remat"), Remat) else []
     assert {name for name, verdict in verdicts.items() if verdict is Verdict.OK} == set(read)

@@ -150,8 +150,7 @@ class DiskUpdate(StreamedUpdate):
         changed = {p: a.after_update(stand_ins[p]) for p, a in on_disk.items()} | kept
         after = self.with_arrays(after, changed)
         trained = self._params_tree.unflatten([computed[k] for k in range(self._num_params)])
-        stage = self.config.stage
-        if stage.shards_optimizer and not stage.shards_params:
+        if self.config.gathers_updates:
             trained = self._gather(gradient, after)(trained)
         return dataclasses.replace(after, params=after.layout.with_frozen(trained, after.params)), norm
 

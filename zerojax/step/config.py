@@ -149,6 +149,11 @@ class ZeroConfig(NamedTuple):
         return self.axes.of_optimizer
 
     @property
+    def gathers_updates(self) -> bool:
+        """Whether updated parameters are gathered, since they are stored in larger parts than the optimizer's state."""
+        return self.stage.shards_optimizer and (self.axes.outer or not self.stage.shards_params)
+
+    @property
     def offloads_optimizer(self) -> bool:
         """Whether the optimizer's state, with the master copy, is in host memory or on a disk."""
         return self.offload != "none"
@@ -195,14 +200,20 @@ def with_outer_sharding(axes: Axes, outer_sharding: str, stage: Stage) -> Axes:
     """The axes, with the optimizer's state over those of replicas too, if `Zero(outer_sharding=...)` asks for it.
 
     Raises:
-        ValueError: if its value is unknown.
+        ValueError: if its value is unknown, or the stage shards nothing.
     """
+    if outer_sharding == "optimizer" and not stage.shards_optimizer:
+        raise ValueError(
+            f"outer_sharding: {stage.title} shards nothing, so that there are no shards to divide over replicas\n"
+            f"  got:      outer_sharding='optimizer'\n"
+            f"  fix:      stage=1, 2 or 3, or outer_sharding='none'"
+        )
     if outer_sharding not in OUTER_SHARDINGS:
         raise ValueError(
             f"outer_sharding: unknown value {outer_sharding!r}\n"
             f"  fix:      'optimizer' to shard the optimizer's state over the replica axes too, or 'none'"
         )
-    return axes._replace(outer=outer_sharding == "optimizer" and axes.num_replicas > 1 and stage.shards_optimizer)
+    return axes._replace(outer=outer_sharding == "optimizer" and axes.num_replicas > 1)
 
 
 def check_offload(offload: str, on_disk: bool, mesh: AnyMesh, axes: Axes, stage: Stage) -> None:
@@ -265,9 +276,7 @@ class StepSettings:
     remat: RematRules = NO_RULES  # which activations of a unit are saved for its backward pass
     prefetch: int = 1  # number of units that are gathered ahead of the unit that computes
     bucket_bytes: int | None = None  # the most bytes that one collective moves; None to move every leaf in one piece
-    layers: Layers = (
-        None  # how equal layers run; None leaves them as the model has them, a number is that of an iteration
-    )
+    layers: Layers = None  # how equal layers run: a number is that of an iteration, None as the model has them
 
     def texts(self) -> dict[str, str]:
         """The settings, except `remat`, as texts by name, for comparison between processes."""

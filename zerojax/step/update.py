@@ -105,8 +105,7 @@ def apply_gradients(
         (the state after the update, the squared norm of the trained parameters, what is left to be done after the
         program, with parameters that are stored like the optimizer's state; or None).
     """
-    config, layout, stage = gradient.config, gradient.layout, gradient.config.stage
-    finite = grads.finite
+    config, layout, finite = gradient.config, gradient.layout, grads.finite
 
     # Update the shards.
     update = config.memory.update(config, layout, [g.dtype for g in grads.grads], grads.factor is not None)
@@ -118,7 +117,7 @@ def apply_gradients(
         shardings = dataclasses.replace(
             shardings, params=layout.with_frozen(optimizer_shardings(config, layout), shardings.params)
         )
-    elif stage.shards_optimizer and (config.axes.outer or not stage.shards_params):
+    elif config.gathers_updates:
         params = gather_params(gradient, params)
 
     # Store the results.
