@@ -6,7 +6,8 @@ import numpy as np
 import optax
 from jax import lax, nn
 
-from zerojax.program.rows.trace import sizes_of, trace_rows
+from zerojax.program.rows.sizes import sizes_of
+from zerojax.program.rows.trace import flattened, trace_rows
 from zerojax.program.rows.values import Kind, RowValue, row_factors
 
 WIDTH = 16
@@ -168,7 +169,7 @@ def traced(fn, num_rows):
     key = jax.eval_shape(lambda: jax.random.key(0))
     rows = [RowValue(Kind.ROWS, dims=row_factors(a.shape, num_rows)) for a in (x, y)]
     inputs = [RowValue(on_params=True), *rows, RowValue(on_device=True)]
-    return inputs, jax.make_jaxpr(fn)(w, x, y, key)
+    return inputs, flattened(jax.make_jaxpr(fn)(w, x, y, key))
 
 
 def value_of(fn, num_rows):
@@ -218,7 +219,7 @@ def test_what_all_devices_see_is_the_same():
 
     def on_device(x):
         inputs = [RowValue(), RowValue(Kind.ROWS, dims=row_factors(x.shape, 4)), RowValue(), RowValue()]
-        closed = jax.make_jaxpr(fn)(x, x, x, x)
+        closed = flattened(jax.make_jaxpr(fn)(x, x, x, x))
         for axes in [("data",), ("replica", "data")]:
             trace = trace_rows(closed, inputs, 4, axes, sizes_of(closed, None, 4))
             found.append([trace.of(atom) for atom in trace.closed.jaxpr.outvars])

@@ -21,8 +21,8 @@ from jax.core import Tracer
 from zerojax.program import jaxprs
 from zerojax.program.jaxprs import Atom
 from zerojax.program.rows.parts import RowParts, array_with_all_rows, row_parts
-from zerojax.program.rows.sizes import SizesOfTrace
-from zerojax.program.rows.trace import RowTrace, sizes_of, trace_rows
+from zerojax.program.rows.sizes import SizesOfTrace, sizes_of
+from zerojax.program.rows.trace import RowTrace, flattened, trace_rows
 from zerojax.program.rows.values import SAME, Kind, RowValue, row_factors
 from zerojax.sharding.axes import Axes
 from zerojax.sharding.placement import by_path
@@ -106,6 +106,7 @@ def over_whole_batch(
             found = dataclasses.replace(found, state_keys=keys)
         if not is_divided:
             return CheckedLoss(found, closes_over), []
+        trace = trace._replace(closed=flattened(trace.closed))
         sizes = _sizes(gradient, trace)
         rows = _read(trace, axes, sizes, found.state_keys.raw)
         plan = _plan(rows, _kept(found), axes, purpose)
@@ -155,11 +156,11 @@ class _Plan(NamedTuple):
 
 
 def _sizes(gradient: DeviceGradient, trace: LossTrace) -> SizesOfTrace:
-    """What counts rows in a loss that was traced on one device: what doubles in a trace with twice as many rows."""
+    """What counts rows in a loss that was traced on one device, flattened: what doubles with the rows."""
     twice = lambda a: jax.ShapeDtypeStruct((2 * a.shape[0], *a.shape[1:]), a.dtype)
     args = trace.args._replace(batch=map_rows(twice, trace.args.batch))
     try:
-        doubled = jaxprs.traced(gradient.loss, *args)[0]
+        doubled = flattened(jaxprs.traced(gradient.loss, *args)[0])
     except Exception:  # a loss for one number of rows
         doubled = None
     return sizes_of(trace.closed, doubled, _num_rows(trace.args.batch))
@@ -171,7 +172,7 @@ def _num_rows(batch: PyTree) -> int:
 
 
 def _read(trace: LossTrace, axes: Axes, sizes: SizesOfTrace, raw: Sequence[bool]) -> _LossRows:
-    """Follows the rows through a loss that was traced on one device. `raw`: which state leaves are keys in raw form."""
+    """Follows the rows through a flattened loss, traced on one device. `raw`: which state leaves are raw keys."""
     params, model_state, batch, key = trace.args
     counts, num_rows = jax.tree.leaves(map_rows(lambda a: a.shape[0], batch, lambda a: 0)), _num_rows(batch)
     state = jax.tree.leaves(model_state)
@@ -251,7 +252,8 @@ def _reduced_loss(gradient: DeviceGradient, purpose: Purpose, sizes: SizesOfTrac
 
     def loss(*args: PyTree) -> Output:
         # Read.
-        found = _read(LossTrace(*jaxprs.traced(gradient.loss, *args), LossArgs(*args)), axes, sizes, raw)
+        closed, output = jaxprs.traced(gradient.loss, *args)
+        found = _read(LossTrace(flattened(closed), output, LossArgs(*args)), axes, sizes, raw)
         plan, output = _plan(found, kept_leaves, axes, purpose), found.output
         metrics, state = plan.metrics, plan.state
 

@@ -52,8 +52,16 @@ _RESHAPES = frozenset({"broadcast_in_dim", "squeeze", "reshape", "expand_dims"})
 DRAWS = frozenset({"random_bits", "random_gamma", "rng_bit_generator"})  # random numbers from keys
 
 
-def sizes_of_trace(closed: ClosedJaxpr, doubled: ClosedJaxpr) -> SizesOfTrace | None:
-    """Compares two traces of a loss, the second with twice as many rows; None if their operations differ."""
+def sizes_of(flat: ClosedJaxpr, doubled: ClosedJaxpr | None, num_rows: int) -> SizesOfTrace:
+    """What counts rows in a loss on `num_rows` rows, from a trace with twice as many, if that is possible.
+
+    Both traces are without nested jits.
+    """
+    return (doubled and _sizes_of_traces(flat, doubled)) or _guessed(flat, num_rows)
+
+
+def _sizes_of_traces(closed: ClosedJaxpr, doubled: ClosedJaxpr) -> SizesOfTrace | None:
+    """Compares two traces; None if their operations differ."""
     small, large = closed.jaxpr, doubled.jaxpr
     equations = _compared(small, large)
     if equations is None or len(small.constvars) != len(large.constvars):
@@ -138,7 +146,7 @@ def _unknown(equation: Equation) -> Sizes:
     return Sizes([Size.FIXED] * len(equation.invars), [frozenset()] * len(equation.outvars))
 
 
-def guessed(closed: ClosedJaxpr, num_rows: int) -> SizesOfTrace:
+def _guessed(closed: ClosedJaxpr, num_rows: int) -> SizesOfTrace:
     """What counts rows in all likelihood, if a second trace does not show it.
 
     That is a whole multiple of their number by which a scalar is divided, as by means; and dim 0 of random numbers, if

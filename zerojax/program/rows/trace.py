@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
-import numpy as np
 
 from zerojax.program import jaxprs
 from zerojax.program.jaxprs import Atom, ClosedJaxpr, Equation, Jaxpr, Var
+from zerojax.program.rows.counts import constant, counts_rows, rows_of_dims, sized_value, with_counts_apart
 from zerojax.program.rows.rules import is_exact, values_of
-from zerojax.program.rows.sizes import DRAWS, Size, Sizes, SizesOfTrace, guessed, is_uniform, sizes_of_trace
+from zerojax.program.rows.sizes import DRAWS, Size, Sizes, SizesOfTrace
 from zerojax.program.rows.values import (
     HERE,
     SAME,
@@ -32,7 +32,7 @@ from zerojax.program.rows.values import (
     replaced,
     united,
 )
-from zerojax.utils.typing import Array, ArrayLike, Shape
+from zerojax.utils.typing import Array, ArrayLike
 
 if TYPE_CHECKING:
     from jaxlib._jax import Traceback
@@ -62,27 +62,24 @@ class RowTrace:
         return _value_of(atom, self.values)
 
 
-def sizes_of(closed: ClosedJaxpr, doubled: ClosedJaxpr | None, num_rows: int) -> SizesOfTrace:
-    """What counts rows in a loss that is traced on `num_rows` rows, and on twice as many, if that is possible."""
-    flat = jaxprs.inlined(closed, _with_sums_apart)
-    found = None if doubled is None else sizes_of_trace(flat, jaxprs.inlined(doubled, _with_sums_apart))
-    return found or guessed(flat, num_rows)
+def flattened(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A jaxpr without nested jits, in which sums over rows are equations of their own."""
+    return jaxprs.inlined(closed, _with_sums_apart)
 
 
 def trace_rows(
-    closed: ClosedJaxpr, inputs: Sequence[RowValue], num_rows: int, axes: Collection[str], sizes: SizesOfTrace
+    flat: ClosedJaxpr, inputs: Sequence[RowValue], num_rows: int, axes: Collection[str], sizes: SizesOfTrace
 ) -> RowTrace:
     """Follows rows through a loss on one device's rows.
 
     Args:
-        closed: the closed jaxpr of the loss.
+        flat: the closed jaxpr of the loss, as from `flattened`.
         inputs: the values of its inputs.
         num_rows: the number of rows of the device.
         axes: the names of the mesh axes that split the batch.
-        sizes: what counts rows in it; see `sizes_of`.
+        sizes: what counts rows in it.
     """
-    flat = jaxprs.inlined(closed, _with_sums_apart)
-    flat, counts = _with_counts_apart(flat, sizes, num_rows)
+    flat, counts = with_counts_apart(flat, sizes, num_rows)
     by_equation = {id(e): own for e, own in zip(jaxprs.walk(flat.jaxpr.eqns), sizes.equations, strict=True)}
     reader = _Reader(num_rows, frozenset(axes), by_equation)
     scope = _start(flat.jaxpr, inputs, flat.consts) | counts
@@ -106,89 +103,13 @@ def _with_sums_apart(equation: Equation, operands: list[Array]) -> list[Array] |
     return [jnp.add(operand, total)]
 
 
-def _with_counts_apart(
-    flat: ClosedJaxpr, sizes: SizesOfTrace, num_rows: int
-) -> tuple[ClosedJaxpr, dict[Var, RowValue]]:
-    """A jaxpr in which numbers that depend on the number of rows are constants; the values of constants that do."""
-    jaxpr, values = flat.jaxpr, dict(zip(flat.jaxpr.constvars, flat.consts, strict=True))
-    counts = {}
-    for v, size, dims in zip(jaxpr.constvars, sizes.consts.numbers, sizes.consts.dims, strict=True):
-        if dims:
-            value = _constant(values[v]) if size is Size.FIXED else SAME
-            rows = _with_dims(value, v.aval.shape, dims, num_rows, is_repeated=size is Size.INVERSE)
-            counts[v] = rows.replace(scaled=size is Size.INVERSE)
-        elif size is not Size.FIXED:
-            counts[v] = _sized(_constant(values[v]), size)
-
-    def apart(atoms: Sequence[Atom], numbers: Sequence[Size]) -> list[Atom]:
-        found = []
-        for atom, size in zip(atoms, numbers, strict=True):
-            if size is not Size.FIXED and not jaxprs.is_var(atom):
-                (v,) = jaxprs.fresh_variables([atom.aval])
-                values[v], counts[v] = np.asarray(atom.val, atom.aval.dtype), _sized(_constant(atom.val), size)
-                atom = v
-            found.append(atom)
-        return found
-
-    top, outer = [], iter(sizes.equations)
-    for equation in jaxpr.eqns:
-        numbers = next(outer).numbers
-        for _ in jaxprs.walk(e for inner in jaxprs.sub_jaxprs(equation) for e in inner.eqns):
-            next(outer)
-        is_fixed = all(size is Size.FIXED for size in numbers) or not _counts(equation)
-        top.append(equation if is_fixed else jaxprs.with_operands(equation, apart(equation.invars, numbers)))
-    outputs = apart(jaxpr.outvars, sizes.outputs)
-    return jaxprs.with_parts(flat, values, top, outputs), counts
-
-
-def _counts(equation: Equation) -> bool:
-    """Whether a number of rows that an operation reads is a quantity, and not the end of a range of indices."""
-    name, results = equation.primitive.name, [v.aval for v in equation.outvars]
-    if name in ("mul", "div", "sub") or any(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in results):
-        return True
-    return name == "add" and not results[0].ndim
-
-
-def _sized(value: RowValue, size: Size) -> RowValue:
-    """The value of a number that depends on the number of rows."""
-    if size is Size.COUNT:
-        return RowValue(Kind.SUM, const=value.const)
-    return (
-        RowValue(Kind.DERIVED, of=frozenset({Kind.SUM}), is_inverse=True)
-        if size is Size.INVERSE
-        else met(mixed([value]))
-    )
-
-
-def _with_dims(
-    value: RowValue, shape: Shape, dims: Collection[int], num_rows: int, is_repeated: bool = False
-) -> RowValue:
-    """A value that depends on no row, as rows, which some of its dims count.
-
-    Its elements are the same for each row if `is_repeated`; otherwise they are those of the rows of a device, as if
-    there were no others.
-    """
-    if value.kind is not Kind.SAME or value.index_dim is not None:
-        return value
-    factors = list(plain_factors(shape))
-    for dim in dims:
-        size = shape[dim]
-        factors[dim] = ((num_rows, True), (size // num_rows, False)) if size % num_rows == 0 else ((size, True),)
-    found = united([value], Kind.ROWS, dims=tuple(factors), const=value.const)
-    return found if is_repeated or value.const is not None or value.on_device else met(found)
-
-
 def _value_of(atom: Atom, scope: dict[Var, RowValue]) -> RowValue:
-    return scope[atom] if jaxprs.is_var(atom) else _constant(atom.val)
-
-
-def _constant(value: ArrayLike) -> RowValue:
-    return RowValue(const=float(np.real(np.ravel(value)[0]))) if is_uniform(value) else SAME
+    return scope[atom] if jaxprs.is_var(atom) else constant(atom.val)
 
 
 def _start(jaxpr: Jaxpr, inputs: Sequence[RowValue], consts: Sequence[ArrayLike]) -> dict[Var, RowValue]:
     """The values of the variables of a jaxpr before its first equation."""
-    scope = dict(zip(jaxpr.constvars, map(_constant, consts), strict=False))
+    scope = dict(zip(jaxpr.constvars, map(constant, consts), strict=False))
     return dict.fromkeys(jaxpr.constvars, SAME) | scope | dict(zip(jaxpr.invars, inputs, strict=True))
 
 
@@ -207,9 +128,9 @@ class _Reader:
         """Adds the values of the results of an equation to the scope."""
         sizes = self.sizes.get(id(equation))
         operands = [_value_of(a, scope) for a in equation.invars]
-        if sizes is not None and _counts(equation):  # inside of another equation, numbers are where they were
+        if sizes is not None and counts_rows(equation):  # inside of another equation, numbers are where they were
             sized = zip(equation.invars, operands, sizes.numbers, strict=True)
-            operands = [v if jaxprs.is_var(a) or size is Size.FIXED else _sized(v, size) for a, v, size in sized]
+            operands = [v if jaxprs.is_var(a) or size is Size.FIXED else sized_value(v, size) for a, v, size in sized]
         is_local = any(v.is_local for v in operands)
         try:
             found = self.values(equation, operands)
@@ -235,7 +156,7 @@ class _Reader:
             if name in ("slice", "dynamic_slice"):
                 self.cut_at = self.cut_at or traceback
             is_repeated = name == "broadcast_in_dim"
-            return _with_dims(value, result.aval.shape, dims, self.num_rows, is_repeated)
+            return rows_of_dims(value, result.aval.shape, dims, self.num_rows, is_repeated)
         # If rows are divided between dims, the outermost has to count them: its elements are then groups of rows.
         is_split = equation.primitive.name == "reshape" and value.row_dims and dims
         return met(value) if is_split and min(value.many, default=min(dims)) not in dims else value

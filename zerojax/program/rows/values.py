@@ -345,11 +345,9 @@ def _with_count(name: str, values: Sequence[RowValue], exact: bool) -> RowValue 
                 return united(values, Kind.SUM)
     if name in _COPIES and values[0].is_count:
         return values[0]
-    if name == "max" and any(v.is_count for v in values):  # with what is no larger
-        consts = [v.const for v in values]
-        (const,) = (v.const for v in values if v.is_count) if sum(v.is_count for v in values) == 1 else (None,)
-        if const is not None and None not in consts and _folded(name, values) == const:
-            return united(values, Kind.SUM, const=const)
+    counts = {v.const for v in values if v.is_count}
+    if name == "max" and len(counts) == 1 and _folded(name, values) in counts:  # of a count and what is no larger
+        return united(values, Kind.SUM, const=_folded(name, values))
     return None
 
 
