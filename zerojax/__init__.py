@@ -7,8 +7,9 @@ from zerojax.utils.versions import __version__  # rejects unsupported versions
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from zerojax.analysis.expectation import Audit, Expectation, Finding, Verdict
+from zerojax.analysis.expectation import Expectation
 from zerojax.analysis.explanation import Explanation
+from zerojax.analysis.findings import Audit, Finding, Verdict
 from zerojax.analysis.step import audit_step
 from zerojax.analysis.visualize import visualize
 from zerojax.contrib.losses import chunked_cross_entropy

@@ -16,8 +16,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from zerojax.analysis import explanation as report
-from zerojax.analysis.expectation import check_setting
 from zerojax.analysis.explanation import Explanation
+from zerojax.analysis.findings import check_setting
 from zerojax.analysis.step import TrainStep
 from zerojax.offload.host_memory import memory_of
 from zerojax.processes import agreement
@@ -82,7 +82,9 @@ class Zero:
             {'fsdp': 'data', 'tp': None}.
         outer_sharding: what is divided over the replica axes too. 'optimizer' (hybrid sharding, HFSDP): the optimizer's
             state and the master copy are sharded over all data axes, and once a step, gradients are reduce-scattered
-            and updated parameters gathered over the replica axes. 'none' replicates all model states over them.
+            and updated parameters gathered over the replica axes. 'none', the default, replicates all model states.
+            Cost: for M replicas, (g + c)(M - 1) / M bytes of each element of a shard are sent between them once a step
+            (gradients of g bytes, weights of c); the update has to wait for the first part, and the next step for both.
         offload: 'optimizer' keeps the optimizer's state and the master copy of the parameters in pinned host memory:
             each array that is shaped like a parameter. A step moves them through the device piece by piece, so the
             optimizer has to work element by element or row by row. 'params' keeps the parameters there too, except for

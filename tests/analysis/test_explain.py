@@ -12,7 +12,7 @@ from support.small_run import setting, train
 
 import zerojax
 from zerojax import Finding, Verdict, Zero
-from zerojax.analysis.expectation import Audit
+from zerojax.analysis.findings import Audit
 from zerojax.checkpoints import store
 from zerojax.cli import checkpoint_tables as show, main
 from zerojax.utils.tables import TO_FILE, Screen

@@ -10,7 +10,7 @@ from support.paths import DATA
 
 from zerojax.analysis import hlo
 from zerojax.analysis.audit import check_offloaded_slices
-from zerojax.analysis.expectation import Unreadable, Verdict
+from zerojax.analysis.findings import Unreadable, Verdict
 
 OLD, NEW = "0.10.2", "0.12.0.1"
 

@@ -17,7 +17,8 @@ from jax.stages import Compiled
 
 from zerojax.analysis import hlo_costs, host_slices
 from zerojax.analysis.communication import SLACK
-from zerojax.analysis.expectation import Checks, Expectation, Outcome, Unreadable, Verdict
+from zerojax.analysis.expectation import Expectation
+from zerojax.analysis.findings import Checks, Outcome, Unreadable, Verdict
 from zerojax.analysis.hlo import Buffer, Program
 from zerojax.analysis.hlo_collectives import memory_stats
 from zerojax.analysis.hlo_costs import copied_in_host

@@ -9,16 +9,8 @@ from collections.abc import Callable
 import jax.numpy as jnp
 
 from zerojax.analysis import hlo, hlo_collectives, jaxpr_counts
-from zerojax.analysis.expectation import (
-    Checks,
-    Expectation,
-    Outcome,
-    SentBytes,
-    Unreadable,
-    Verdict,
-    between_replicas,
-    over_data_axes,
-)
+from zerojax.analysis.expectation import Expectation, SentBytes, between_replicas, over_data_axes
+from zerojax.analysis.findings import Checks, Outcome, Unreadable, Verdict
 from zerojax.analysis.hlo import Program
 from zerojax.analysis.hlo_collectives import Collective
 from zerojax.program.jaxprs import ClosedJaxpr

@@ -12,7 +12,8 @@ from jax.stages import Compiled, Traced
 from zerojax.analysis import hlo
 from zerojax.analysis.audit import MemoryChecks
 from zerojax.analysis.communication import CommunicationChecks
-from zerojax.analysis.expectation import Audit, Expectation, expect, run_checks
+from zerojax.analysis.expectation import Expectation, expect
+from zerojax.analysis.findings import Audit, run_checks
 from zerojax.analysis.hlo import Program
 from zerojax.analysis.jaxpr_counts import model_flops
 from zerojax.analysis.memory import Memory, step_memory
