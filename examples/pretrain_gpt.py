@@ -187,15 +187,20 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def train(args: argparse.Namespace) -> dict[str, float]:
-    common.start(args)
-    zero = zerojax.Zero(zerojax.make_mesh(), args.stage, args.precision)
-    microbatches = zero.num_microbatches(args.batch, args.most_rows)  # more of them on fewer devices
+def prepared(args: argparse.Namespace) -> tuple[Tokenizer, Rows, Rows, Config]:
+    """(the tokenizer, the rows to train on, the rows of other files, the configuration of the model)."""
     tokenizer = train_tokenizer(sources(held_out=False), args.vocab)
     training, held_out = (Rows(tokenize(tokenizer, sources(each)), args.context) for each in (False, True))
     heads, scale = args.width // 32, args.width**-0.5
     shape = (args.width, args.layers, 3 * args.width, heads, max(1, heads // 2), 32, args.context)
-    config = Config(tokenizer.get_vocab_size(), *shape, initializer_range=scale)
+    return tokenizer, training, held_out, Config(tokenizer.get_vocab_size(), *shape, initializer_range=scale)
+
+
+def train(args: argparse.Namespace) -> dict[str, float]:
+    common.start(args)
+    zero = zerojax.Zero(zerojax.make_mesh(), args.stage, args.precision)
+    microbatches = zero.num_microbatches(args.batch, args.most_rows)  # more of them on fewer devices
+    tokenizer, training, held_out, config = prepared(args)
     same = {"batch": args.batch, "rate": args.rate, "microbatches": microbatches, "num_tokens": len(training.tokens)}
     same |= {"tokenizer": zlib.crc32(tokenizer.to_str().encode())}  # compared between the processes
     state = zero.init(lambda rngs: Qwen3(config, rngs=rngs), optimizer(args.steps, args.rate))

@@ -29,7 +29,7 @@ from zerojax.sharding.mesh import check_enclosing_mesh, data_axes, warn_of_disab
 from zerojax.sharding.placement import FromModel, Overrides, Stage, by_path
 from zerojax.sharding.precision import Precision
 from zerojax.step import batch as batches, creation, models, own_step
-from zerojax.step.config import Layers, StepSettings, ZeroConfig, check_offload, with_outer_sharding
+from zerojax.step.config import Layers, StepSettings, ZeroConfig, check_offload, check_wire, with_outer_sharding
 from zerojax.step.gradient import LossArgs, compute_gradients, device_gradient
 from zerojax.step.loss_traces import explained_by_rows
 from zerojax.step.losses import LossFn
@@ -128,10 +128,12 @@ class Zero:
             replica_axes = tuple(name for name in ("replica",) if name in mesh.axis_names)
         axes = data_axes(mesh, tuple(shard_axes), tuple(replica_axes))
         axes = with_outer_sharding(axes, outer_sharding, Stage.of(stage))
+        precision = Precision.of(precision)
+        check_wire(precision, Stage.of(stage))
         disk = None if offload_dir is None else Path(offload_dir)
         check_offload(offload, disk is not None, mesh, axes, Stage.of(stage))
         memory = memory_of(offload, disk, mesh)
-        self.config = ZeroConfig(mesh, axes, Stage.of(stage), Precision.of(precision), offload, memory, disk, agreement)
+        self.config = ZeroConfig(mesh, axes, Stage.of(stage), precision, offload, memory, disk, agreement)
         self._places_optimizer = False
         self.overrides = Overrides(
             dict(shard_dims or {}),

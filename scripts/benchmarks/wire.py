@@ -9,6 +9,8 @@ Each form is compiled for a described cluster, in a process of its own, with `re
     all      stage 3 over all devices
     replica  stage 3 within each host, all model states replicated over the hosts
     hybrid   the same, with the optimizer's state sharded over all devices: `Zero(outer_sharding='optimizer')`
+    int8     as all, with weights and gradients in 8 bits on the wire: `Precision(gather='int8', scatter='int8')`
+    both     as hybrid, with the same
     plain    `jit` and `NamedSharding`, sharded over all devices; without microbatches
 
 Bytes between hosts are those that one network card carries, if each device has its own: a ring of m devices of each
@@ -26,7 +28,7 @@ import os
 import subprocess
 import sys
 
-FORMS = ("all", "replica", "hybrid", "plain")
+FORMS = ("all", "replica", "hybrid", "int8", "both", "plain")
 LINK, NETWORK = 360e9, 50e9
 
 
@@ -144,9 +146,11 @@ def traced_step(args, form, k, devices, num_hosts):
         state = jax.eval_shape(init)
         batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=rows), batch)
         return step.trace(state, batch), {}, 0
-    mesh = zerojax.make_mesh(devices=devices, replica=1 if form == "all" else num_hosts)
-    outer = "optimizer" if form == "hybrid" else "none"
-    zero = zerojax.Zero(mesh, 3, "bf16", outer_sharding=outer, **options)
+    mesh = zerojax.make_mesh(devices=devices, replica=1 if form in ("all", "int8") else num_hosts)
+    outer = "optimizer" if form in ("hybrid", "both") else "none"
+    on_wire = {"gather": "int8", "scatter": "int8"} if form in ("int8", "both") else {}
+    precision = dataclasses.replace(zerojax.Precision.of("bf16"), **on_wire)
+    zero = zerojax.Zero(mesh, 3, precision, outer_sharding=outer, **options)
     state = zero.eval_init(create, tx)
     step = zero.train_step(loss, num_microbatches=k, remat="full")
     return step.trace(state, batch), state, sum(leaf.size for leaf in state.layout.leaves)

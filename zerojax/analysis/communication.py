@@ -42,6 +42,8 @@ class CommunicationChecks:
             return {}
         precision, k, prefetch = self.config.precision, self.expectation.num_microbatches, self.expectation.prefetch
         gather, reduce = (jnp.dtype(dtype).name for dtype in (precision.compute_dtype, precision.reduce_dtype))
+        gather += f" (large leaves: {precision.gather})" if precision.gather else ""
+        reduce += f" (large leaves: {precision.scatter})" if precision.scatter else ""
         checks: Checks = {
             "wire bytes": (f"a device sends at most {bytes_text(self.most.total)}", self.wire_bytes),
             "wire dtype": (f"gathers in {gather}, reductions in {reduce}", self.wire_dtype),
@@ -64,7 +66,9 @@ class CommunicationChecks:
 
     @staticmethod
     def _reduced_text(sent: SentBytes) -> str:
-        return f"{bytes_text(sent.reduce_scattered)} reduce-scattered, {bytes_text(sent.all_reduced)} all-reduced"
+        exchanged = f", {bytes_text(sent.exchanged)} exchanged" if sent.exchanged else ""
+        scattered = bytes_text(sent.reduce_scattered)
+        return f"{scattered} reduce-scattered, {bytes_text(sent.all_reduced)} all-reduced{exchanged}"
 
     def most_exposed(self) -> float | None:
         """The most bytes that should overlap with no matrix product, or None if there is no expectation.
@@ -139,12 +143,14 @@ class CommunicationChecks:
     def wire_dtype(self) -> Outcome:
         """Whether collectives send the dtypes of the precision."""
         precision = self.config.precision
-        gather, reduce = (8 * jnp.dtype(dtype).itemsize for dtype in (precision.compute_dtype, precision.reduce_dtype))
-        limits = {"all-gather": gather, "reduce-scatter": reduce, "all-reduce": reduce}
+        bits = lambda dtype: 8 * jnp.dtype(dtype).itemsize
+        reduce, own = bits(precision.reduce_dtype), bits(precision.compute_dtype)
+        limits = {"all-gather": bits(precision.gather or precision.compute_dtype), "reduce-scatter": reduce}
+        limits |= {"all-reduce": reduce, "all-to-all": bits(precision.scatter or precision.compute_dtype)}
         wide: dict[str, float] = collections.defaultdict(float)
         for each in self.found:
             is_index = each.dtype.startswith(("s", "u"))  # of rows that are looked up
-            if not is_index and hlo.element_bits(each.dtype) > limits.get(each.kind, max(gather, reduce)):
+            if not is_index and hlo.element_bits(each.dtype) > limits.get(each.kind, max(own, reduce)):
                 wide[f"{each.kind} in {each.dtype}"] += each.sent_bytes
         numbers = {"expected_wide_bytes": self.expectation.wide_bytes, "wide_bytes": sum(wide.values())}
         text = abbreviate([f"{kind}: {bytes_text(size)}" for kind, size in wide.items()]) or "no wider dtype"
@@ -157,7 +163,8 @@ class CommunicationChecks:
         sent, extra = self.sent, self.extra_bytes
         text = self._reduced_text(sent) + self.where
         numbers = {**sent._asdict(), "extra_bytes": extra}
-        if sent.reduced < (1 - SLACK) * self.least.reduced:
+        pairs = (sent.reduced, self.least.reduced), (sent.exchanged, self.least.exchanged)
+        if any(found < (1 - SLACK) * least for found, least in pairs):
             return Outcome(text, Verdict.BROKEN, numbers, "sum every gradient over the data axes, in every microbatch")
         if extra <= SLACK * self.most.total:
             return Outcome(text, Verdict.OK, numbers)

@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 
 from zerojax.analysis import jaxpr_counts
 from zerojax.analysis.hlo_collectives import Collective
+from zerojax.comm.blocks import sent_bytes
 from zerojax.offload.host_memory import host_gradients_bytes
 from zerojax.program.jaxprs import ClosedJaxpr
 from zerojax.sharding import placement
@@ -32,13 +33,14 @@ SCALARS_BYTES = 256
 class SentBytes(NamedTuple):
     """Bytes that one device sends over the data axes in a step, by kind of collective.
 
-    Permutations count as reduce-scatters: they sum rows around a ring of chips.
+    Permutations count as reduce-scatters: they sum rows around a ring of chips. What all-to-alls exchange are rows of
+    tables, and gradients that are summed where they arrive.
     """
 
     gathered: float = 0
     reduce_scattered: float = 0
     all_reduced: float = 0
-    other: float = 0
+    exchanged: float = 0
 
     @property
     def total(self) -> float:
@@ -56,7 +58,7 @@ class SentBytes(NamedTuple):
         fields |= dict.fromkeys(["reduce-scatter", "collective-permute"], "reduce_scattered")
         sent: dict[str, float] = collections.defaultdict(float)
         for each in found:
-            sent[fields.get(each.kind, "other")] += each.sent_bytes
+            sent[fields.get(each.kind, "exchanged")] += each.sent_bytes
         return cls(**sent)
 
 
@@ -77,7 +79,8 @@ class Expectation:
         least: the bytes that a device sends at least, if no gather or reduction of the traced step is left out.
         between_bytes: the most bytes that a device may send between replicas.
         unit_bytes: size of the largest unit in full form on one device. A stacked leaf counts with one layer.
-        wide_bytes: bytes that a device sends in a wider dtype than those of the precision.
+        wide_bytes: bytes that a device sends in a wider dtype than those of the precision, or than 8 bits if it has
+            these for leaves that are large.
         ends_bytes: bytes that a device sends in each microbatch before the first matrix products and after the last
             ones: for the first unit, and for the rows that are looked up. They may overlap with nothing.
         offloaded_bytes: bytes in host memory that are saved for the backward pass of one microbatch.
@@ -130,6 +133,12 @@ def expect(
     wide_leaves = [(leaf, use) for leaf, use in zip(leaves, uses, strict=True) if leaf.compute_dtype.itemsize > width]
     of_wide = [leaf for leaf, _ in wide_leaves], [use for _, use in wide_leaves]
     by_choice = _stage_bytes(config, *of_wide, num_microbatches).total
+    if config.precision.gather:
+        own = [(leaf, use) for leaf, use in zip(leaves, uses, strict=True) if leaf.wire.gather is None]
+        of_own = [leaf for leaf, _ in own], [use for _, use in own]
+        by_choice += replicas.gathered + _stage_bytes(config, *of_own, num_microbatches).gathered
+    rows = [[use for use in of_leaf if use.lookup] for of_leaf in uses]
+    by_choice += _stage_bytes(config, leaves, rows, num_microbatches).exchanged
     # What is in host memory.
     flags = jax.tree.leaves(states.in_host(config, state)) if config.reads_host else ()
     host_leaves = list(itertools.compress(with_paths, flags))
@@ -182,16 +191,33 @@ def _ring_bytes(num_devices: int, num_bytes: float) -> float:
     return num_bytes * (num_devices - 1) / num_devices
 
 
-def _full_elements(config: ZeroConfig, leaf: Leaf) -> int:
-    """The number of elements of a leaf in full form on one device, as it is sent: divided over the model axes only, and
-    with the zeros of its shards."""
-    size = math.prod(leaf.padding(config.stage.shards_optimizer).stored_shape(leaf.shape))
-    return size // math.prod(config.mesh.shape[a] for entry in leaf.model_spec for a in axis_names(entry))
+def _full_shape(config: ZeroConfig, leaf: Leaf) -> list[int]:
+    """The shape of a leaf in full form on one device, divided over the model axes, with the zeros of its shards."""
+    shape = list(leaf.padding(config.stage.shards_optimizer).stored_shape(leaf.shape))
+    for dim, entry in enumerate(leaf.model_spec):
+        shape[dim] //= math.prod(config.mesh.shape[a] for a in axis_names(entry))
+    return shape
 
 
 def _gathered_bytes(config: ZeroConfig, leaf: Leaf) -> int:
-    """The bytes of a gathered leaf, in the dtype in which it is sent; 0 if the leaf is not sharded."""
-    return 0 if leaf.dim is None else _full_elements(config, leaf) * leaf.compute_dtype.itemsize
+    """The bytes of a gathered leaf, as it is sent; 0 if the leaf is not sharded."""
+    shape, wire = _full_shape(config, leaf), leaf.wire
+    return 0 if leaf.dim is None else sent_bytes(shape, leaf.compute_dtype, wire.gather, wire.blocks)
+
+
+def _gradient_bytes(
+    config: ZeroConfig, leaf: Leaf, dtype: DTypeLike, parts: int, before: int = 1
+) -> tuple[int, int, int]:
+    """The bytes of a gradient in `dtype` that is divided into parts: (reduce-scattered, all-reduced, exchanged).
+
+    It is one of the `before` parts of another one.
+    """
+    shape, wire = _full_shape(config, leaf), leaf.wire
+    if leaf.dim is None or not config.stage.shards_optimizer:
+        return 0, 2 * math.prod(shape) * jnp.dtype(dtype).itemsize, 0
+    shape[leaf.dim] //= before * parts
+    size = parts * sent_bytes(shape, dtype, wire.scatter, wire.blocks)
+    return (size, 0, 0) if wire.scatter is None else (0, 0, size)
 
 
 def _unit_bytes(config: ZeroConfig, leaves: Iterable[Leaf]) -> int:
@@ -212,16 +238,16 @@ def _stage_bytes(config: ZeroConfig, leaves: Sequence[Leaf], uses: Sequence[Sequ
     Source: ZeRO section 7: 2 Psi at stages 0 and 1, (1 + k) Psi at 2, up to 3 k Psi at 3, times (N-1)/N.
     """
     stage = config.stage
-    gathered = reduce_scattered = all_reduced = other = 0
+    n = config.axes.num_shards
+    gathered = reduce_scattered = all_reduced = exchanged = 0
     for leaf, of_leaf in zip(leaves, uses, strict=True):
         num_uses = sum(use.lookup is None for use in of_leaf)
         num_reductions = leaf.trainable * (k * num_uses if stage.shards_grads else 1)
         wire_dtype = config.precision.wire_dtype(leaf.compute_dtype)
-        gradient = num_reductions * _full_elements(config, leaf) * wire_dtype.itemsize
-        if stage.shards_optimizer and leaf.dim is not None:
-            reduce_scattered += gradient
-        else:
-            all_reduced += 2 * gradient
+        of_gradient = _gradient_bytes(config, leaf, wire_dtype, n)
+        reduce_scattered += num_reductions * of_gradient[0]
+        all_reduced += num_reductions * of_gradient[1]
+        exchanged += num_reductions * of_gradient[2]
         if stage.shards_params:
             gathered += 2 * k * num_uses * _gathered_bytes(config, leaf)
         elif stage.shards_optimizer:
@@ -229,10 +255,9 @@ def _stage_bytes(config: ZeroConfig, leaves: Sequence[Leaf], uses: Sequence[Sequ
         for lookup in (use.lookup for use in of_leaf if use.lookup):
             times = k * (stage.shards_params + leaf.trainable)  # forward and backward
             row_size = lookup.row_size * math.prod(leaf.dims.padding.stored_shape(leaf.shape)) // leaf.size
-            other += times * lookup.count * row_size * leaf.compute_dtype.itemsize
-            gathered += times * lookup.count * lookup.index_bytes * config.axes.num_shards
-    sizes = gathered, reduce_scattered, all_reduced, other
-    return SentBytes(*(_ring_bytes(config.axes.num_shards, each) for each in sizes))
+            exchanged += times * lookup.count * row_size * leaf.compute_dtype.itemsize
+            gathered += times * lookup.count * lookup.index_bytes * n
+    return SentBytes(*(_ring_bytes(n, each) for each in (gathered, reduce_scattered, all_reduced, exchanged)))
 
 
 def _ends_bytes(config: ZeroConfig, leaves: Sequence[Leaf], uses: Sequence[Sequence[Use]]) -> float:
@@ -242,7 +267,10 @@ def _ends_bytes(config: ZeroConfig, leaves: Sequence[Leaf], uses: Sequence[Seque
     """
     without_layers = lambda dim: None if dim is None else dim - 1
     of_layer = [
-        dataclasses.replace(a, shape=a.shape[1:], dim=without_layers(a.dim)) if a.stacked else a for a in leaves
+        dataclasses.replace(a, shape=a.shape[1:], dim=without_layers(a.dim), wire=a.dims.of_layer().wire)
+        if a.stacked
+        else a
+        for a in leaves
     ]
 
     def sent(wanted: Callable[[Use], bool]) -> float:
@@ -266,14 +294,14 @@ def _replica_bytes(config: ZeroConfig, leaves: Iterable[Leaf], k: int) -> SentBy
 
     If shards are divided over these axes, gradients are reduce-scattered, and the updated parameters gathered.
     """
-    axes, width = config.axes, jnp.dtype(_sum_dtype(config, k)).itemsize
-    shards = axes.num_shards if config.stage.shards_optimizer else 1
-    gathered = reduce_scattered = all_reduced = 0.0
+    axes, dtype = config.axes, _sum_dtype(config, k)
+    m, shards = axes.num_replicas, axes.num_shards if config.stage.shards_optimizer else 1
+    sizes = [0.0] * 4
     for leaf in (leaf for leaf in leaves if leaf.trainable):
-        elements = _full_elements(config, leaf) / (1 if leaf.dim is None else shards)
+        elements = math.prod(_full_shape(config, leaf)) / (1 if leaf.dim is None else shards)
         if axes.outer and leaf.dim is not None:
-            reduce_scattered += elements * width
-            gathered += elements * leaf.compute_dtype.itemsize
+            of_leaf = elements * leaf.compute_dtype.itemsize, *_gradient_bytes(config, leaf, dtype, m, shards)
         else:
-            all_reduced += 2 * elements * width
-    return SentBytes(*(_ring_bytes(axes.num_replicas, each) for each in (gathered, reduce_scattered, all_reduced, 0)))
+            of_leaf = 0, 0, 2 * elements * jnp.dtype(dtype).itemsize, 0
+        sizes = [a + b for a, b in zip(sizes, of_leaf, strict=True)]
+    return SentBytes(*(_ring_bytes(m, each) for each in sizes))

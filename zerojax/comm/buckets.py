@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from zerojax.utils.typing import Array, ArrayLike
 SMALL_BYTES = 2**18
 
 
-def fused(indices: Sequence[int], sizes: Sequence[int], limit: float) -> list[list[int]]:
+def fused(indices: Sequence[int], sizes: Sequence[int] | Mapping[int, int], limit: float) -> list[list[int]]:
     """Groups indices in their order into groups of a total size up to `limit`; larger items come last, each alone."""
     groups: list[list[int]] = []
     room = 0.0

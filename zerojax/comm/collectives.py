@@ -1,7 +1,8 @@
 """The collectives of ZeRO, for the leaves of one unit: all_gather of shards, reduce_scatter or all_reduce of gradients.
 
 They run inside `shard_map`, manual over the axes of `Axes`. Leaves whose full form is small are packed into one buffer
-and share a collective. If a leaf is also divided over a `model` axis, each device communicates the part that it holds.
+and share a collective, and so are those that are sent in blocks of 8 bits (`comm.blocks`). If a leaf is also divided
+over a `model` axis, each device communicates the part that it holds.
 
 `CollectiveOptions.bucket_bytes` limits the size of each collective: packs are no larger, and a larger leaf is
 communicated in pieces, in a loop. Each collective then waits for the previous one. Otherwise compilers would merge them
@@ -12,13 +13,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from zerojax.comm import blocks
 from zerojax.comm.buckets import SMALL_BYTES, Pieces, fused
 from zerojax.comm.rows import gather_rows, row_major, sum_rows
 from zerojax.comm.schedule import after, event
@@ -105,16 +108,16 @@ def _size_bytes(leaf: Array) -> int:
 
 
 def _packs(
-    leaves: Sequence[Array], dims: Sequence[Dims], num_shards_held: int, bucket_bytes: float
+    leaves: Sequence[Array], dims: Sequence[Dims], num_shards_held: int, bucket_bytes: float, others: Sequence[int]
 ) -> tuple[list[list[int]], list[int]]:
     """(groups of leaves of one dtype that share a collective, leaves with their own collective), by index.
 
-    Leaves without a sharded dim are in neither.
+    `others` and leaves without a sharded dim are in neither.
     """
     sizes = [_size_bytes(leaf) * num_shards_held for leaf in leaves]
     small, alone = defaultdict(list), []
     for i, (leaf, each) in enumerate(zip(leaves, dims, strict=True)):
-        if each.shard is None:
+        if each.shard is None or i in others:
             continue
         if sizes[i] <= SMALL_BYTES:
             small[leaf.dtype].append(i)
@@ -167,15 +170,15 @@ def _gather(shards: Sequence[Array], dims: Sequence[Dims], axes: Axes, turns: Tu
     if axes.num_shards == 1:
         return list(shards)
     full = list(shards)
-    packs, alone = _packs(shards, dims, axes.num_shards, turns.options.bucket_bytes)
+    coded = [i for i, each in enumerate(dims) if each.wire.gather and each.shard is not None]
+    packs, alone = _packs(shards, dims, axes.num_shards, turns.options.bucket_bytes, coded)
     for pack in packs:
         buffer = jnp.concatenate([shards[i].reshape(-1) for i in pack])
         flat = turns.done(gather_rows(turns.ready(buffer), axes))  # [N, elements of the packed shards]
-        offset = 0
-        for i in pack:
-            size = math.prod(shards[i].shape)
-            full[i] = _from_rows(flat[:, offset : offset + size], shards[i].shape, _sharded_dim(dims[i]))
-            offset += size
+        for i, part in zip(pack, _columns(flat, [math.prod(shards[i].shape) for i in pack]), strict=True):
+            full[i] = _from_rows(part, shards[i].shape, _sharded_dim(dims[i]))
+    for i, leaf in _gather_encoded({i: shards[i] for i in coded}, dims, axes, turns):
+        full[i] = leaf
     for i in alone:
         full[i] = _gather_leaf(shards[i], _sharded_dim(dims[i]), axes, turns, rows)
     return [each.padding.crop(leaf) for leaf, each in zip(full, dims, strict=True)]
@@ -196,6 +199,31 @@ def _gather_leaf(shard: Array, dim: int, axes: Axes, turns: Turns, rows: bool) -
 
     full = turns.done(pieces.loop(move, jnp.zeros(_insert(shape, dim, n), shard.dtype)))  # [.., N, s, ..]
     return full.reshape(*shape[:dim], n * shape[dim], *shape[dim + 1 :])
+
+
+def _gather_encoded(
+    shards: dict[int, Array], dims: Sequence[Dims], axes: Axes, turns: Turns
+) -> Iterator[tuple[int, Array]]:
+    """The full leaves, by index, whose shards are sent as their `wire` says."""
+    wires = {i: dims[i].wire for i in shards}
+    sent = {i: blocks.encode(shard[None], wires[i].gather, wires[i].blocks) for i, shard in shards.items()}
+    for group in _sent_together(sent, axes, turns.options):
+        buffer = jnp.concatenate([sent[i][0] for i in group])
+        rows = _gather_leaf(buffer, 0, axes, turns, rows=True).reshape(axes.num_shards, -1)
+        for i, part in zip(group, _columns(rows, [sent[i].shape[1] for i in group]), strict=True):
+            values = blocks.decode(part, wires[i].gather, wires[i].blocks, shards[i], shards[i].dtype)
+            yield i, _from_rows(values, shards[i].shape, _sharded_dim(dims[i]))
+
+
+def _sent_together(sent: dict[int, Array], axes: Axes, options: CollectiveOptions) -> list[list[int]]:
+    """The leaves, by index, that share a collective: all of them, in the order of their uses, if buckets are large."""
+    sizes = {i: axes.num_shards * a.shape[1] * a.dtype.itemsize for i, a in sent.items()}
+    return [[i] for i in sent] if options.sequential else fused(list(sent), sizes, options.bucket_bytes)
+
+
+def _columns(rows: Array, lengths: Sequence[int]) -> list[Array]:
+    """Cuts [N, sum of lengths] into [N, length] each."""
+    return jnp.split(rows, np.cumsum(lengths)[:-1].tolist(), axis=1)
 
 
 def _from_rows(rows: Array, shard_shape: tuple[int, ...], dim: int) -> Array:
@@ -237,8 +265,11 @@ def _scatter(grads: Sequence[Array], dims: Sequence[Dims], axes: Axes, turns: Tu
         return list(grads)
     grads = [each.padding.pad(grad) for grad, each in zip(grads, dims, strict=True)]
     shards = list(grads)
-    packs, alone = _packs(grads, dims, 1, turns.options.bucket_bytes)
+    coded = [i for i, each in enumerate(dims) if each.wire.scatter and each.shard is not None]
+    packs, alone = _packs(grads, dims, 1, turns.options.bucket_bytes, coded)
     whole = [i for i, each in enumerate(dims) if each.shard is None]
+    for i, shard in _scatter_encoded({i: grads[i] for i in coded}, dims, axes, turns):
+        shards[i] = shard
     for i in alone:
         shards[i] = _scatter_leaf(grads[i], _sharded_dim(dims[i]), axes, turns, rows)
     for pack in packs:
@@ -254,6 +285,36 @@ def _scatter(grads: Sequence[Array], dims: Sequence[Dims], axes: Axes, turns: Tu
     for i, total in zip(whole, _sum([grads[i] for i in whole], axes.shard, axes, turns), strict=True):
         shards[i] = total
     return shards
+
+
+def _scatter_encoded(
+    grads: dict[int, Array], dims: Sequence[Dims], axes: Axes, turns: Turns
+) -> Iterator[tuple[int, Array]]:
+    """The shards of gradients, by index, whose parts are sent as their `wire` says, and summed here, in fp32."""
+    wires = {i: dims[i].wire for i in grads}
+    rows = {i: _to_rows(grad, axes.num_shards, _sharded_dim(dims[i])) for i, grad in grads.items()}
+    sent = {i: blocks.encode(rows[i], wires[i].scatter, wires[i].blocks) for i in grads}
+    for group in _sent_together(sent, axes, turns.options):
+        received = _exchange_rows(jnp.concatenate([sent[i] for i in group], axis=1), axes, turns)
+        for i, part in zip(group, _columns(received, [sent[i].shape[1] for i in group]), strict=True):
+            dtype = grads[i].dtype
+            row, wide = jax.ShapeDtypeStruct(rows[i].shape[1:], dtype), jnp.promote_types(dtype, jnp.float32)
+            yield i, blocks.decode(part, wires[i].scatter, wires[i].blocks, row, wide).sum(0).astype(dtype)
+
+
+def _exchange_rows(rows: Array, axes: Axes, turns: Turns) -> Array:
+    """Sends row k of [N, length] to device k. Row k of the result is from device k."""
+    n, length = rows.shape
+    pieces = Pieces.of((length,), n * rows.dtype.itemsize, turns.options.bucket_bytes)
+    send = lambda part: lax.all_to_all(part, axes.shard, 0, 0, tiled=True)
+    if pieces.count == 1:
+        return turns.done(send(turns.ready(rows)))
+
+    def move(start: tuple[Array, ...], received: Array) -> Array:
+        part = turns.ready(lax.dynamic_slice(rows, _insert(start, 0, 0), _insert(pieces.piece, 0, n)))
+        return lax.dynamic_update_slice(received, send(part), _insert(start, 0, 0))
+
+    return turns.done(pieces.loop(move, jnp.zeros_like(rows)))
 
 
 def _psum_scatter(value: Array, dim: int, axes: Axes, group: int) -> Array:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from jax.sharding import PartitionSpec
 
 from zerojax.sharding.padding import NO_PADDING, Padding
+from zerojax.sharding.wire import AS_IT_IS, Wire
 
 REPLICATED: Any = PartitionSpec()
 
@@ -65,12 +66,13 @@ class Axes(NamedTuple):
 
 
 class Dims(NamedTuple):
-    """The dims of a leaf that are divided over mesh axes."""
+    """The dims of a leaf that are divided over mesh axes, and those along which it is sent in blocks."""
 
     shard: int | None  # the dim that is divided over the shard axes; None if no dim is
     # the spec over all other axes, such as 'model', which `shard_map` leaves to the compiler
     model_spec: PartitionSpec = REPLICATED
     num_zeros: int = 0  # the number of zeros at the end of `shard` in a leaf that is stored in shards; see `padding`
+    wire: Wire = AS_IT_IS  # how it is sent
 
     @property
     def padding(self) -> Padding:
@@ -79,24 +81,30 @@ class Dims(NamedTuple):
 
     @property
     def of_shard(self) -> Dims:
-        """The dims of a shard, which has its zeros already."""
-        return Dims(self.shard, self.model_spec)
+        """The dims of a shard, which has its zeros already. Its pieces are gathered as they are."""
+        return self._replace(num_zeros=0, wire=self.wire._replace(gather=None))
 
     def transposed(self, order: Sequence[int]) -> Dims:
         """The dims of `lax.transpose(leaf, order)`."""
         entries = (*self.model_spec, *[None] * (len(order) - len(self.model_spec)))
         shard = None if self.shard is None else list(order).index(self.shard)
-        return Dims(shard, PartitionSpec(*(entries[k] for k in order)), self.num_zeros)
+        blocks = None if self.wire.blocks is None else list(order).index(self.wire.blocks)
+        return Dims(
+            shard, PartitionSpec(*(entries[k] for k in order)), self.num_zeros, self.wire._replace(blocks=blocks)
+        )
 
     def of_stack(self) -> Dims:
         """The dims of a stack of such leaves: the inverse of `of_layer`."""
-        shard = None if self.shard is None else self.shard + 1
-        return Dims(shard, PartitionSpec(None, *self.model_spec), self.num_zeros)
+        return self._shifted(1, PartitionSpec(None, *self.model_spec))
 
     def of_layer(self) -> Dims:
         """The dims of `leaf[i]`, where dim 0 of the leaf is not sharded."""
-        shard = None if self.shard is None else self.shard - 1
-        return Dims(shard, PartitionSpec(*self.model_spec[1:]), self.num_zeros)
+        return self._shifted(-1, PartitionSpec(*self.model_spec[1:]))
+
+    def _shifted(self, by: int, model_spec: PartitionSpec) -> Dims:
+        shard, blocks = (None if dim is None else dim + by for dim in (self.shard, self.wire.blocks))
+        wire = AS_IT_IS if blocks == -1 else self.wire._replace(blocks=blocks)
+        return Dims(shard, model_spec, self.num_zeros, wire)
 
 
 def axis_names(entry: Any) -> tuple[str, ...]:

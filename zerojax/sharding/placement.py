@@ -19,7 +19,7 @@ import dataclasses
 import enum
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -30,11 +30,12 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.sharding import annotations
-from zerojax.sharding.axes import REPLICATED, Axes, Dims
+from zerojax.sharding.axes import REPLICATED, Axes, Dims, axis_names
 from zerojax.sharding.dim_choice import annotated_dim, choose_dim, given_dim, tables
 from zerojax.sharding.padding import NO_PADDING, Padding
 from zerojax.sharding.precision import Precision
 from zerojax.sharding.units import check_patterns, unit_names
+from zerojax.sharding.wire import AS_IT_IS, Wire, block_dim, has_8_bits, is_large
 from zerojax.utils.text import abbreviate
 from zerojax.utils.typing import AnyMesh, Array, Aval, DTypeLike, PyTree, Shape
 
@@ -129,6 +130,7 @@ class Leaf:
     model_spec: PartitionSpec = REPLICATED  # its spec over the axes that are not data axes, such as 'model'
     stacked: bool = False  # whether dim 0 counts layers
     num_zeros: int = 0  # the number of zeros at the end of `dim` where the leaf is stored in shards
+    wire: Wire = AS_IT_IS  # how it is sent
 
     @property
     def size(self) -> int:
@@ -141,7 +143,7 @@ class Leaf:
 
     @property
     def dims(self) -> Dims:
-        return Dims(self.dim, self.model_spec, self.num_zeros)
+        return Dims(self.dim, self.model_spec, self.num_zeros, self.wire)
 
     def padding(self, sharded: bool) -> Padding:
         """The zeros with which the leaf is stored, in shards or in full."""
@@ -289,7 +291,42 @@ def place(
             f"frozen={list(overrides.frozen)}\n"
             f"  fix:      what frozen= matches is not trained; leave one of the two out"
         )
+    if precision.gather or precision.scatter:
+        kept = found_tables | {path for path in paths if _first_match(path, overrides.dtypes)}
+        leaves = _with_wires(leaves, kept, mesh, axes, precision)
     return tuple(leaves)
+
+
+def _with_wires(
+    leaves: Sequence[Leaf], kept: Collection[str], mesh: AnyMesh, axes: Axes, precision: Precision
+) -> list[Leaf]:
+    """The leaves with how they are sent, as the precision says; in 8 bits, none of those whose paths are in `kept`."""
+    largest: dict[str, int] = {}
+    for leaf in leaves:
+        largest[leaf.unit] = max(largest.get(leaf.unit, 0), leaf.size_at_once)
+    placed = []
+    for leaf in leaves:
+        # The dim along which blocks run, if the leaf may be sent in 8 bits.
+        blocks, first = None, int(leaf.stacked)
+        sizes = [math.prod(mesh.shape[name] for name in axis_names(entry)) for entry in leaf.model_spec]
+        divided = [*sizes, *[1] * (len(leaf.shape) - len(sizes))]
+        is_wide = jnp.issubdtype(leaf.compute_dtype, jnp.floating) and not has_8_bits(leaf.compute_dtype)
+        if (
+            leaf.dim is not None
+            and is_wide
+            and leaf.path not in kept
+            and is_large(leaf.size_at_once, largest[leaf.unit])
+        ):
+            divided[leaf.dim] = axes.num_shards
+            blocks = block_dim(leaf.dims.padding.stored_shape(leaf.shape)[first:], divided[first:])
+
+        gather = jnp.dtype(precision.gather) if precision.gather and blocks is not None else None
+        in_8_bits = precision.scatter and has_8_bits(precision.scatter)
+        sums_here = precision.scatter and leaf.dim is not None and (blocks is not None or not in_8_bits)
+        scatter = jnp.dtype(precision.scatter) if sums_here and leaf.trainable else None
+        wire = Wire(gather, scatter, None if blocks is None else blocks + first)
+        placed.append(dataclasses.replace(leaf, wire=wire))
+    return placed
 
 
 def _is_trainable(path: str, dtype: DTypeLike, frozen: Sequence[str], trained: frozenset[str] | None) -> bool:

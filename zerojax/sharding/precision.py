@@ -9,10 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from zerojax.sharding.wire import DTYPES_OF_8_BITS
 from zerojax.utils.typing import Array, DTypeLike
 
 MIN_LOSS_SCALE = 1.0
 DTYPE_FIELDS = ("param_dtype", "compute_dtype", "reduce_dtype")  # fields of Precision
+# The values of fields that say in which dtypes leaves are sent.
+WIRE_DTYPES = {"gather": DTYPES_OF_8_BITS, "scatter": (*DTYPES_OF_8_BITS, "bfloat16", "float16")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +35,17 @@ class Precision:
         initial_scale: the first loss scale, or None for no loss scaling.
         growth_interval: number of consecutive finite steps after which the loss scale doubles. It halves at each
             skipped step.
+        gather: at stage 3, the dtype of 8 bits in which large weights are sent, 'int8' or 'float8_e4m3fn': in blocks of
+            128 elements with a scale. The model computes with the rounded weights, in compute_dtype. Master copies and
+            shards stay exact. None sends them in compute_dtype.
+        scatter: the dtype in which parts of gradients are sent to the devices that sum them in fp32: one of these two,
+            for large weights, or 'bfloat16' or 'float16'. The sums are rounded to reduce_dtype. None sums in
+            reduce_dtype on the way.
+
+    Raises:
+        ValueError: if `gather` or `scatter` is none of these.
+
+    Source of `gather` and `scatter`: Wang et al., "ZeRO++", arXiv 2306.10209, 2023 (qwZ and qgZ).
     """
 
     param_dtype: DTypeLike = jnp.float32
@@ -40,6 +54,16 @@ class Precision:
     cast_inputs: bool | tuple[str, ...] = True
     initial_scale: float | None = None
     growth_interval: int = 2000
+    gather: str | None = None
+    scatter: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in WIRE_DTYPES.items():
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise ValueError(
+                    f"precision: unknown {name} {value!r}\n  fix:      {', '.join(map(repr, known))} or None"
+                )
 
     @classmethod
     def of(cls, precision: str | Precision) -> Precision:
@@ -93,7 +117,14 @@ class Precision:
         """The preset's name, or the dtypes of the parameters, the computation and the reductions."""
         dtypes = [jnp.dtype(getattr(self, name)).name for name in DTYPE_FIELDS]
         own = f"parameters {dtypes[0]}, computed in {dtypes[1]}, reduced in {dtypes[2]}"
-        return next((f"precision {name!r}" for name, preset in PRECISIONS.items() if preset == self), own)
+        plain = dataclasses.replace(self, gather=None, scatter=None)
+        title = next((f"precision {name!r}" for name, preset in PRECISIONS.items() if preset == plain), own)
+        return title + "".join(f", {name}={dtype!r}" for name, dtype in self.on_wire.items())
+
+    @property
+    def on_wire(self) -> dict[str, str]:
+        """The dtypes `gather` and `scatter` that are set, by name."""
+        return {name: getattr(self, name) for name in WIRE_DTYPES if getattr(self, name)}
 
     def __str__(self) -> str:
         scaling = "none"
@@ -102,11 +133,12 @@ class Precision:
         inputs = jnp.dtype(self.compute_dtype).name if self.cast_inputs else "as given"
         if not isinstance(self.cast_inputs, bool):
             inputs += f" for {', '.join(self.cast_inputs)}"
+        sent = lambda dtype, own: f"{jnp.dtype(own).name}; large leaves in {dtype}" if dtype else jnp.dtype(own).name
         rows = {
             "master parameters": jnp.dtype(self.param_dtype).name,
             "sums over microbatches": jnp.dtype(self.sum_dtype).name,
-            "computation, all-gather": jnp.dtype(self.compute_dtype).name,
-            "reduce-scatter, all-reduce": jnp.dtype(self.reduce_dtype).name,
+            "computation, all-gather": sent(self.gather, self.compute_dtype),
+            "reduce-scatter, all-reduce": sent(self.scatter, self.reduce_dtype),
             "floating batch leaves": inputs,
             "loss scaling": scaling,
         }

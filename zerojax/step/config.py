@@ -24,7 +24,7 @@ from zerojax.program.remat import NO_RULES, RematRules
 from zerojax.sharding import placement
 from zerojax.sharding.axes import Axes
 from zerojax.sharding.placement import Leaf, Stage
-from zerojax.sharding.precision import DTYPE_FIELDS, Precision
+from zerojax.sharding.precision import DTYPE_FIELDS, WIRE_DTYPES, Precision
 from zerojax.utils.typing import AnyMesh, Array, ArrayLike, Aval, DTypeLike, PyTree
 
 if TYPE_CHECKING:
@@ -189,7 +189,21 @@ class ZeroConfig(NamedTuple):
         devices = f"{mesh} (order of the devices: {ids})"
         outer = "optimizer" if self.axes.outer else "none"
         places = {"outer_sharding": outer, "offload": self.offload}
-        return {"stage": str(int(self.stage)), "mesh": devices, **places, **dtypes}
+        on_wire = {name: str(getattr(self.precision, name)) for name in WIRE_DTYPES}
+        return {"stage": str(int(self.stage)), "mesh": devices, **places, **dtypes, **on_wire}
+
+
+def check_wire(precision: Precision, stage: Stage) -> None:
+    """Raises ValueError if nothing is sent that `Precision(gather=..., scatter=...)` asks to send in another dtype."""
+    sends = {"gather": stage.shards_params, "scatter": stage.shards_optimizer}
+    for name, dtype in precision.on_wire.items():
+        if not sends[name]:
+            least, what = (3, "gathers no weights") if name == "gather" else (1, "reduce-scatters no gradients")
+            raise ValueError(
+                f"precision: {stage.title} {what} in a step\n"
+                f"  got:      {name}={dtype!r}\n"
+                f"  fix:      stage={least}, or {name}=None"
+            )
 
 
 OFFLOADS = "none", "optimizer", "params"

@@ -248,7 +248,7 @@ def write_description(
     previous = [line for line in _lines(starts) if line.endswith("\n")]
     if previous and sizes:
         _log_changes(starts, previous[-1], sizes, is_part=True)
-    devices = zero_config.mesh.devices.flat
+    devices, precision = zero_config.mesh.devices.flat, zero_config.precision
     description = {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "from_step": start,
@@ -260,7 +260,7 @@ def write_description(
         "devices": f"{zero_config.mesh.size} x {devices[0].device_kind}",
         "mesh": dict(zero_config.mesh.shape),
         "stage": zero_config.stage,
-        "dtypes": {f: jnp.dtype(getattr(zero_config.precision, f)).name for f in DTYPE_FIELDS},
+        "dtypes": {f: jnp.dtype(getattr(precision, f)).name for f in DTYPE_FIELDS} | precision.on_wire,
         "versions": versions(),
         "config": config,
     }
