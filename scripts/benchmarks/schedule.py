@@ -103,6 +103,7 @@ def arguments():
         metavar="GB/S",
         help="compile all programs for GPUs under the assumption that every device sends at this rate",
     )
+    parser.add_argument("--wire", help="the dtype of 8 bits in which form ours sends large leaves, such as int8")
     parser.add_argument("--unrolled", action="store_true", help="a list of layers instead of a scanned stack")
     as_layers = lambda text: int(text) if text.isdigit() else text
     parser.add_argument(
@@ -165,13 +166,14 @@ def main():
     print(json.dumps(result)) if args.json else tables(result)
 
 
-def zero_over(devices, **options):
-    """The `Zero` of form ours."""
+def zero_over(devices, wire, **options):
+    """The `Zero` of form ours. `wire` is the dtype in which large leaves are sent, or None for bf16."""
     from plain import num_slices
 
     import zerojax
 
-    return zerojax.Zero(zerojax.make_mesh(devices=devices, replica=num_slices(devices)), 3, "bf16", **options)
+    precision = dataclasses.replace(zerojax.Precision.of("bf16"), gather=wire, scatter=wire)
+    return zerojax.Zero(zerojax.make_mesh(devices=devices, replica=num_slices(devices)), 3, precision, **options)
 
 
 def formula_bytes(form, psi, devices):
@@ -234,7 +236,7 @@ class Unedited:
         args.seq, args.rows = args.seq or self.model.seq, args.rows or self.model.rows
         self.args, self.devices = args, devices
         self.batch = self.model.batch_aval(args.rows * len(devices), args.seq)
-        self.zero = zero_over(devices, **self.model.options)
+        self.zero = zero_over(devices, args.wire, **self.model.options)
         self.tx = optax.adamw(1e-3)
         leaves = self.zero.eval_init(self.model.create, self.tx).layout.leaves
         self.psi, self.leaf = sum(leaf.size for leaf in leaves), max(leaf.size_at_once for leaf in leaves)
@@ -303,7 +305,7 @@ def ours(config, args, devices):
     import gpt
     import optax
 
-    zero = zero_over(devices)
+    zero = zero_over(devices, args.wire)
     state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
     step = zero.train_step(gpt.loss, **options_of_step(args))
     return step.trace(state, gpt.batch_aval(config, args.rows * len(devices)))

@@ -265,13 +265,7 @@ def _ends_bytes(config: ZeroConfig, leaves: Sequence[Leaf], uses: Sequence[Seque
 
     The first unit may be small, such as a table of positions: of the first two, the larger counts.
     """
-    without_layers = lambda dim: None if dim is None else dim - 1
-    of_layer = [
-        dataclasses.replace(a, shape=a.shape[1:], dim=without_layers(a.dim), wire=a.dims.of_layer().wire)
-        if a.stacked
-        else a
-        for a in leaves
-    ]
+    of_layer = [leaf.of_layer() for leaf in leaves]
 
     def sent(wanted: Callable[[Use], bool]) -> float:
         of_place = [[use for use in of_leaf if wanted(use)] for of_leaf in uses]

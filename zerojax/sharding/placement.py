@@ -145,6 +145,14 @@ class Leaf:
     def dims(self) -> Dims:
         return Dims(self.dim, self.model_spec, self.num_zeros, self.wire)
 
+    def of_layer(self) -> Leaf:
+        """The leaf of one layer, if it is stacked; otherwise itself."""
+        if not self.stacked:
+            return self
+        shard, model_spec, _, wire = self.dims.of_layer()
+        shape = self.shape[1:]
+        return dataclasses.replace(self, shape=shape, dim=shard, model_spec=model_spec, stacked=False, wire=wire)
+
     def padding(self, sharded: bool) -> Padding:
         """The zeros with which the leaf is stored, in shards or in full."""
         return self.dims.padding if sharded else NO_PADDING
