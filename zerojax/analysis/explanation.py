@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from zerojax.comm.blocks import sent_bytes
 from zerojax.sharding import placement
 from zerojax.sharding.advice import large_unit_text, uneven_text
 from zerojax.sharding.annotations import spec_text
@@ -281,7 +282,8 @@ def _units(leaves: Sequence[Leaf], uses: Sequence[tuple[Use, ...]] | None) -> tu
         members.setdefault(leaf.unit, []).append(k)
     rows = []
     for name, unit in members.items():
-        num_bytes = sum(leaves[k].size_at_once * leaves[k].compute_dtype.itemsize for k in unit)
+        gathered = [leaves[k].of_layer() for k in unit]
+        num_bytes = sum(sent_bytes(a.shape, a.compute_dtype, a.wire.gather, a.wire.blocks) for a in gathered)
         of_unit = {use for k in unit for use in uses[k]} if uses else set()
         places = tuple(sorted(use.place for use in of_unit))
         rows.append(UnitRow(name, len(unit), num_bytes, places, tuple(use.place for use in of_unit if use.lookup)))

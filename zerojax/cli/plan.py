@@ -12,6 +12,7 @@ from rich.console import Console
 from zerojax.cli.common import JOB_HELP, print_rich, print_table
 from zerojax.plan.job import PRESETS, REMATS
 from zerojax.sharding.precision import PRECISIONS
+from zerojax.sharding.wire import DTYPES_OF_8_BITS
 from zerojax.step.config import OFFLOADS, OUTER_SHARDINGS
 from zerojax.utils.tables import printed, screen
 
@@ -70,6 +71,9 @@ if TYPE_CHECKING:
     type=click.Choice(OUTER_SHARDINGS),
     default="none",
     help="What is sharded over the replica axis too.",
+)
+@click.option(
+    "--wire", type=click.Choice(DTYPES_OF_8_BITS), metavar="DTYPE", help="8 bits in which large leaves are sent."
 )
 @click.option("--model", type=click.IntRange(1), metavar="N", help="Size of the model axis.")
 @click.option("--compile", "compiled", is_flag=True, help="Also compile the step for the target.")

@@ -22,6 +22,7 @@ from zerojax.program.segmentation import TracedLoss
 from zerojax.sharding.advice import uneven_text
 from zerojax.sharding.placement import Leaf
 from zerojax.sharding.precision import Precision
+from zerojax.sharding.wire import BLOCK
 from zerojax.step.config import ZeroConfig
 from zerojax.utils.text import bytes_text
 
@@ -109,10 +110,13 @@ def gathered_bytes(settings: Settings, parameters: int, num_shards: int) -> floa
     return gathers * _widths(settings)[0] * parameters * (num_shards - 1) / num_shards
 
 
-def _widths(settings: Settings) -> tuple[int, int]:
-    """The bytes of an element of a gathered weight, and of a gradient when it is reduced."""
-    precision = Precision.of(settings.precision)
-    return jnp.dtype(precision.compute_dtype).itemsize, jnp.dtype(precision.reduce_dtype).itemsize
+def _widths(settings: Settings) -> tuple[float, float]:
+    """The bytes of an element of a gathered weight, and of a gradient when it is reduced. All leaves count as large."""
+    precision = settings.dtypes
+    widths = [jnp.dtype(dtype).itemsize for dtype in (precision.compute_dtype, precision.reduce_dtype)]
+    in_8_bits = precision.gather, precision.scatter
+    gathered, reduced = (1 + w / BLOCK if dtype else w for w, dtype in zip(widths, in_8_bits, strict=True))
+    return gathered, reduced
 
 
 def link_seconds(cluster: Cluster, settings: Settings, parameters: int) -> float:
@@ -139,8 +143,9 @@ def host_copies(settings: Settings, state_bytes: int, num_params: int) -> tuple[
 
     Weights come for the forward and for the backward pass. Of several microbatches, the sums of gradients come too.
     """
-    k, (weight, reduced) = settings.num_microbatches, _widths(settings)
-    gradient = jnp.dtype(Precision.of(settings.precision).sum_dtype).itemsize if k > 1 else reduced
+    k, precision = settings.num_microbatches, Precision.of(settings.precision)
+    weight, reduced = (jnp.dtype(dtype).itemsize for dtype in (precision.compute_dtype, precision.reduce_dtype))
+    gradient = jnp.dtype(precision.sum_dtype).itemsize if k > 1 else reduced
     weights, gradients = weight * num_params, gradient * num_params
     beside = max(k * (2 * weights + gradients * (k > 1)), k * gradients)
     return beside, state_bytes + max(0, gradients - weights)

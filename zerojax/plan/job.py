@@ -19,6 +19,7 @@ from zerojax.analysis.hardware import Chip
 from zerojax.contrib.low_bit import low_bit_moments, stochastic_rounding
 from zerojax.plan import transformer
 from zerojax.plan.transformer import Transformer
+from zerojax.sharding.precision import Precision
 from zerojax.utils.typing import Array, PyTree
 
 
@@ -56,6 +57,8 @@ class Settings:
         prefetch, bucket_bytes: as in `Zero.train_step`.
         replica, model: sizes of the mesh axes, as in `make_mesh`.
         outer_sharding, offload: as in `Zero`.
+        wire: the dtype of 8 bits in which large weights and gradients are sent, `gather` and `scatter` of a
+            `Precision`; None for those of the precision.
         moment_bits: 8 or 16 for `zerojax.low_bit_moments` around the optimizer of the job, and with 'bf16_params'
             `zerojax.stochastic_rounding` around both; None for the optimizer as it is.
     """
@@ -71,7 +74,14 @@ class Settings:
     model: int | None = None
     outer_sharding: str = "none"
     offload: str = "none"
+    wire: str | None = None
     moment_bits: int | None = None
+
+    @property
+    def dtypes(self) -> Precision:
+        """The precision, with what is sent in 8 bits."""
+        gather, scatter = self.wire if self.stage == 3 else None, self.wire if self.stage else None
+        return dataclasses.replace(Precision.of(self.precision), gather=gather, scatter=scatter)
 
     def optimizer(self, tx: optax.GradientTransformation) -> optax.GradientTransformation:
         """Returns an optimizer with moments in `moment_bits`.
@@ -95,7 +105,11 @@ class Settings:
         tx = f"zerojax.low_bit_moments(tx, {self.moment_bits})"
         tx = f"zerojax.stochastic_rounding({tx})" if self.precision == "bf16_params" else tx
         first = f"tx = {tx}\n" if self.moment_bits else ""
-        zero = [f"zerojax.make_mesh({mesh})", f"stage={self.stage}", f"precision={self.precision!r}"]
+        precision, on_wire = repr(self.precision), ", ".join(f"{k}={v!r}" for k, v in self.dtypes.on_wire.items())
+        if on_wire:
+            first += f"precision = dataclasses.replace(zerojax.Precision.of({precision}), {on_wire})\n"
+            precision = "precision"
+        zero = [f"zerojax.make_mesh({mesh})", f"stage={self.stage}", f"precision={precision}"]
         options = {"outer_sharding": self.outer_sharding, "offload": self.offload}
         zero += [f"{name}={value!r}" for name, value in options.items() if value != "none"]
         return f"{first}zero = zerojax.Zero({', '.join(zero)})\nstep = zero.train_step(loss_fn, {', '.join(step)})"

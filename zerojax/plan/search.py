@@ -227,8 +227,8 @@ def search(
 
     Args:
         what, target, memory_share, host_memory_bytes: as in `plan`.
-        settings: of these, `precision` and `moment_bits` stay as they are, and `rows` are those of a device in a step,
-            in one or more microbatches.
+        settings: of these, `precision`, `wire` and `moment_bits` stay as they are; `rows` are those of a device in a
+            step, in one or more microbatches.
         num_compiled: how many of the fastest candidates that fit by formula are compiled. If 0, or if the compiler of
             the target is not installed, nothing is compiled, not even the naive choice.
         on_step: called with a message before each step of the search.
@@ -246,7 +246,7 @@ def search(
     devices = targets.devices(name) if num_compiled else None  # before JAX looks for devices
     planner = Planner(what, target, memory_share=memory_share, host_memory_bytes=host_memory_bytes)
     rows = settings.rows or planner.tracer.job.rows
-    kept = {"precision": settings.precision, "moment_bits": settings.moment_bits}
+    kept = {"precision": settings.precision, "wire": settings.wire, "moment_bits": settings.moment_bits}
 
     def estimate(settings: Settings) -> Plan:
         on_step(f"stage {settings.stage}, remat {settings.remat!r}")

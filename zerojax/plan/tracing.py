@@ -76,7 +76,7 @@ class Tracer:
         """The `Zero` of the settings. `devices` are devices or their number."""
         mesh = make_mesh(devices=devices, replica=settings.replica, model=settings.model)
         places = {"outer_sharding": settings.outer_sharding, "offload": settings.offload}
-        return Zero(mesh, settings.stage, settings.precision, **places, **self.job.options)
+        return Zero(mesh, settings.stage, settings.dtypes, **places, **self.job.options)
 
     def state(self, zero: Zero, settings: Settings) -> TrainState:
         """The training state as avals with shardings."""
