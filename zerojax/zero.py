@@ -82,9 +82,10 @@ class Zero:
             {'fsdp': 'data', 'tp': None}.
         outer_sharding: what is divided over the replica axes too. 'optimizer' (hybrid sharding, HFSDP): the optimizer's
             state and the master copy are sharded over all data axes, and once a step, gradients are reduce-scattered
-            and updated parameters gathered over the replica axes. 'none', the default, replicates all model states.
-            Cost: for M replicas, (g + c)(M - 1) / M bytes of each element of a shard are sent between them once a step
-            (gradients of g bytes, weights of c); the update has to wait for the first part, and the next step for both.
+            and updated parameters gathered over the replica axes. 'none' replicates all model states. The default is
+            'optimizer' at stage 3, and 'none' below. Cost: for M replicas, (g + c)(M - 1) / M bytes of each element of
+            a shard are sent between them once a step (gradients of g bytes, weights of c); the update has to wait for
+            the first part, and the next step for both.
         offload: 'optimizer' keeps the optimizer's state and the master copy of the parameters in pinned host memory:
             each array that is shaped like a parameter. A step moves them through the device piece by piece, so the
             optimizer has to work element by element or row by row. 'params' keeps the parameters there too, except for
@@ -118,7 +119,7 @@ class Zero:
         units: str | Sequence[str] = (),
         partition_specs: Mapping[str, PartitionSpec] | None = None,
         axis_names: Mapping[str, str | None] | None = None,
-        outer_sharding: str = "none",
+        outer_sharding: str | None = None,
         offload: str = "none",
         offload_dir: str | Path | None = None,
     ):
@@ -151,7 +152,8 @@ class Zero:
         config, default = self.config, Overrides()
         given = {field.name: getattr(self.overrides, field.name) for field in dataclasses.fields(Overrides)}
         options = [f"{name}={value!r}" for name, value in given.items() if value != getattr(default, name)]
-        options += ["outer_sharding='optimizer'"] if config.axes.outer else []
+        if config.axes != with_outer_sharding(config.axes, None, config.stage):
+            options += [f"outer_sharding={'optimizer' if config.axes.outer else 'none'!r}"]
         options += [f"offload={config.offload!r}"] if config.offload != "none" else []
         options += [f"offload_dir={str(config.disk)!r}"] if config.disk is not None else []
         over = " x ".join(config.axes.shard)

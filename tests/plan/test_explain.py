@@ -70,14 +70,23 @@ def test_what_bounds_the_time_is_named_with_its_share(made):
     ("precision", "gathered", "reduced"), [("bf16", 2, 2), ("bf16_reduce_fp32", 2, 4), ("fp32", 4, 4)]
 )
 def test_the_links_send_weights_and_gradients_in_their_dtypes(precision, gathered, reduced):
-    """At stage 3 two gathers and one reduction; between replicas an all-reduce of the shards."""
+    """At stage 3 two gathers and one reduction; between replicas one of each, or an all-reduce, of the shards."""
     parameters, rate = 3 * 64 * 64, cluster("h100:16").route(range(8)).rate
     one = plan(HERE, "h100:8", Settings(precision=precision), suggest=False)
     inside = (2 * gathered + reduced) * parameters * 7 / 8 / rate
     assert one.time.link_s == pytest.approx(inside)
-    two = plan(HERE, "h100:16", Settings(precision=precision, replica=2), suggest=False)
-    across = 2 * reduced * parameters / 8 / 2 / cluster("h100:16").route([0, 8]).rate
-    assert two.time.link_s == pytest.approx(inside + across)
+    for outer, width in (None, gathered + reduced), ("none", 2 * reduced):
+        settings = Settings(precision=precision, replica=2, outer_sharding=outer)
+        across = width * parameters / 8 / 2 / cluster("h100:16").route([0, 8]).rate
+        assert plan(HERE, "h100:16", settings, suggest=False).time.link_s == pytest.approx(inside + across)
+
+
+def test_8_bits_take_an_element_and_a_scale():
+    """Of bf16, for each of 128 elements."""
+    parameters, rate = 3 * 64 * 64, cluster("h100:8").route(range(8)).rate
+    for stage, width in (3, 3 * (1 + 2 / 128)), (2, 2 + 1 + 2 / 128):
+        made = plan(HERE, "h100:8", Settings(stage=stage, wire="int8"), suggest=False)
+        assert made.time.link_s == pytest.approx(width * parameters * 7 / 8 / rate)
 
 
 def test_without_prefetch_the_computation_waits_for_gathers(made):

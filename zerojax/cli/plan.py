@@ -69,8 +69,7 @@ if TYPE_CHECKING:
 @click.option(
     "--outer-sharding",
     type=click.Choice(OUTER_SHARDINGS),
-    default="none",
-    help="What is sharded over the replica axis too.",
+    help="What is sharded over the replica axis too.  [default: optimizer at stage 3]",
 )
 @click.option(
     "--wire", type=click.Choice(DTYPES_OF_8_BITS), metavar="DTYPE", help="8 bits in which large leaves are sent."

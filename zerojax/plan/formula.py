@@ -95,12 +95,13 @@ def sent_bytes(settings: Settings, parameters: int, num_devices: int) -> tuple[f
 
     Weights are gathered in the dtype of computation, and gradients are reduced in their own.
     """
-    k, (gathered, reduced) = settings.num_microbatches, _widths(settings)
+    k, (_, reduced) = settings.num_microbatches, _widths(settings)
     num_shards, replica = num_devices // settings.replica, settings.replica
     reductions = {0: 2, 1: 1, 2: k, 3: k}[settings.stage]
     inside = reductions * reduced * parameters * (num_shards - 1) / num_shards
     inside += gathered_bytes(settings, parameters, num_shards)
-    between = reduced + (gathered if settings.outer_sharding == "optimizer" else reduced)  # for each element of a shard
+    weight = jnp.dtype(settings.dtypes.compute_dtype).itemsize
+    between = reduced + (weight if settings.shards_outer else reduced)  # for each element of a shard
     return inside, between * parameters / num_shards * (replica - 1) / replica
 
 

@@ -72,10 +72,16 @@ class Settings:
     bucket_bytes: int | None = None
     replica: int = 1
     model: int | None = None
-    outer_sharding: str = "none"
+    outer_sharding: str | None = None
     offload: str = "none"
     wire: str | None = None
     moment_bits: int | None = None
+
+    @property
+    def shards_outer(self) -> bool:
+        """Whether the optimizer's state is sharded over replicas too."""
+        wanted = self.stage == 3 if self.outer_sharding is None else self.outer_sharding == "optimizer"
+        return wanted and self.replica > 1
 
     @property
     def dtypes(self) -> Precision:
@@ -110,8 +116,8 @@ class Settings:
             first += f"precision = dataclasses.replace(zerojax.Precision.of({precision}), {on_wire})\n"
             precision = "precision"
         zero = [f"zerojax.make_mesh({mesh})", f"stage={self.stage}", f"precision={precision}"]
-        options = {"outer_sharding": self.outer_sharding, "offload": self.offload}
-        zero += [f"{name}={value!r}" for name, value in options.items() if value != "none"]
+        zero += [f"outer_sharding={self.outer_sharding!r}"] if self.outer_sharding else []
+        zero += [f"offload={self.offload!r}"] if self.offload != "none" else []
         return f"{first}zero = zerojax.Zero({', '.join(zero)})\nstep = zero.train_step(loss_fn, {', '.join(step)})"
 
 

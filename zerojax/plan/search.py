@@ -108,7 +108,7 @@ def memory_reductions(settings: Settings, num_devices: int) -> Iterator[Change]:
         yield "stage 3", change(stage=3), num_devices
     for remat in REMATS[REMATS.index(settings.remat) + 1 :] if settings.remat in REMATS else ():
         yield f"remat={remat!r}", change(remat=remat), num_devices
-    if settings.replica > 1 and settings.stage and settings.outer_sharding == "none":
+    if settings.replica > 1 and settings.stage and not settings.shards_outer:
         yield "outer_sharding='optimizer' (over replicas too)", change(outer_sharding="optimizer"), num_devices
     if settings.offload == "none":
         yield "offload='optimizer' (its state in host memory)", change(offload="optimizer"), num_devices
@@ -281,7 +281,7 @@ def _settings(cluster: Cluster, rows: int) -> Iterator[Settings]:
     for stage, remat, k, replica, offload in itertools.product(stages, REMATS, microbatches, replicas, OFFLOADS):
         holds_shards = replica == 1 and (stage == 3 or cluster.num_devices == 1)
         if (stage or replica == 1) and (offload != "params" or holds_shards):
-            outer = "none" if replica == 1 else "optimizer"  # sends no more bytes, and takes less memory
+            outer = "optimizer" if replica > 1 and stage < 3 else None  # sends no more bytes, and takes less memory
             places = {"replica": replica, "outer_sharding": outer, "offload": offload}
             yield Settings(stage, rows=rows // k, num_microbatches=k, remat=remat, **places)
 

@@ -110,7 +110,7 @@ def _step_text(plan: Plan) -> str:
     step += f"remat {settings.remat!r}, prefetch {settings.prefetch}"
     step += f", offload {settings.offload!r}" if settings.offload != "none" else ""
     step += f", replica {settings.replica}" if settings.replica > 1 else ""
-    step += f", outer sharding {settings.outer_sharding!r}" if settings.outer_sharding != "none" else ""
+    step += ", the optimizer over all devices" if settings.shards_outer else ""
     step += f", large leaves sent in {settings.wire}" if settings.wire else ""
     return step + (f", moments in {settings.moment_bits} bits" if settings.moment_bits else "")
 

@@ -210,8 +210,10 @@ OFFLOADS = "none", "optimizer", "params"
 OUTER_SHARDINGS = "none", "optimizer"
 
 
-def with_outer_sharding(axes: Axes, outer_sharding: str, stage: Stage) -> Axes:
+def with_outer_sharding(axes: Axes, outer_sharding: str | None, stage: Stage) -> Axes:
     """The axes, with the optimizer's state over those of replicas too, if `Zero(outer_sharding=...)` asks for it.
+
+    None asks for it at stage 3, where it sends no more bytes than replicas of the state do, and takes less memory.
 
     Raises:
         ValueError: if its value is unknown, or the stage shards nothing.
@@ -222,12 +224,13 @@ def with_outer_sharding(axes: Axes, outer_sharding: str, stage: Stage) -> Axes:
             f"  got:      outer_sharding='optimizer'\n"
             f"  fix:      stage=1, 2 or 3, or outer_sharding='none'"
         )
-    if outer_sharding not in OUTER_SHARDINGS:
+    if outer_sharding not in (None, *OUTER_SHARDINGS):
         raise ValueError(
             f"outer_sharding: unknown value {outer_sharding!r}\n"
             f"  fix:      'optimizer' to shard the optimizer's state over the replica axes too, or 'none'"
         )
-    return axes._replace(outer=outer_sharding == "optimizer" and axes.num_replicas > 1)
+    wanted = stage.shards_params if outer_sharding is None else outer_sharding == "optimizer"
+    return axes._replace(outer=wanted and axes.num_replicas > 1)
 
 
 def check_offload(offload: str, on_disk: bool, mesh: AnyMesh, axes: Axes, stage: Stage) -> None:
