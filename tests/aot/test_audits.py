@@ -1,6 +1,7 @@
 """Audits of programs compiled for eight H100s and for TPUs: a correct step passes, faults are found, and known rewrites
 of the TPU compiler are named with their cost."""
 
+import dataclasses
 import functools
 
 import gpt
@@ -23,12 +24,13 @@ def broken(audit):
 
 
 @functools.cache
-def audited(target, stage, k=1, scan=False, model=None, replica=1, width=128, ring=False, **options):
+def audited(target, stage, k=1, scan=False, model=None, replica=1, width=128, ring=False, wire=None, **options):
     config = gpt.Config(width=width, layers=6 if scan else 3, scan=scan, dtype=jnp.bfloat16, annotated=bool(model))
     mesh = zerojax.make_mesh(devices=targets.devices(target), model=model, replica=replica)
     if ring:  # the order in which JAX puts the chips of this slice
         mesh = jax.make_mesh((mesh.size,), ("data",), (AxisType.Auto,), devices=targets.devices(target))
-    zero = zerojax.Zero(mesh, stage, "bf16")
+    precision = dataclasses.replace(zerojax.Precision.of("bf16"), gather=wire, scatter=wire)
+    zero = zerojax.Zero(mesh, stage, precision)
     state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
     rows = k * zero.config.axes.num_devices
     return zero.train_step(gpt.loss, num_microbatches=k, **options).audit(state, gpt.batch_aval(config, rows))
@@ -63,6 +65,23 @@ def test_the_compiled_program_gathers_and_reduces_as_much_as_the_trace():
     gathered, reduced = audit["gathered weights kept"].numbers, audit["reductions"].numbers
     assert gathered["found_bytes"] == pytest.approx(gathered["expected_bytes"], rel=0.01)
     assert reduced["all_reduced"] == 0 and reduced["reduce_scattered"] > 0
+
+
+@pytest.mark.parametrize(
+    ("target", "options"),
+    [
+        ("h100:16", {"replica": 2, "k": 2, "scan": True, "wire": "int8"}),
+        ("h100:8", {"wire": "float8_e4m3fn"}),
+        ("v5e:4x4", {"scan": True, "wire": "int8", "width": 512}),
+    ],
+)
+def test_large_leaves_stay_in_8_bits_in_the_program(target, options):
+    """The compiler moves no conversion across a collective, and adds none."""
+    audit = audited(target, 3, **options)
+    assert broken(audit) == set()
+    bytes_sent, by_kind = audit["wire bytes"].numbers, audit["reductions"].numbers
+    assert bytes_sent["found_bytes"] > 0.9 * bytes_sent["expected_bytes"]
+    assert by_kind["exchanged"] > by_kind["reduce_scattered"]
 
 
 @pytest.mark.parametrize(
