@@ -20,7 +20,7 @@ from zerojax.utils.text import abbreviate, bytes_text
 # As a fraction of the expected bytes. A collective of scalars may be combined with a larger one, and is counted then.
 SLACK = 0.01
 # As a fraction of a unit. The compiler may combine the gather of a unit with that of a small leaf next to it, and small
-# leaves of a scanned layer, such as norms, are padded to whole shards.
+# leaves of a scanned layer, such as norms, are padded to whole shards; between slices of TPUs to whole tiles.
 UNIT_SLACK = 0.05
 EXPOSED_SHARE = 0.03  # of the expected bytes, in addition to those at the ends of a step
 
@@ -178,9 +178,9 @@ class CommunicationChecks:
         found = sum(each.sent_bytes for each in between_replicas(self.found, self.config))
         most, text = self.expectation.between_bytes, f"{bytes_text(found)}{self.where}"
         numbers = {"expected_bytes": most, "found_bytes": found}
-        if found <= (1 + SLACK) * most:
+        if found <= (1 + UNIT_SLACK) * most:
             return Outcome(text, Verdict.OK, numbers)
-        if found - self.extra_bytes <= (1 + SLACK) * most and self.known_rewrite():
+        if found - self.extra_bytes <= (1 + UNIT_SLACK) * most and self.known_rewrite():
             return Outcome(text, Verdict.KNOWN, numbers)
         return Outcome(text, Verdict.BROKEN, numbers, "reduce over the replica axes after the last microbatch")
 
