@@ -1,7 +1,7 @@
 """How the leaves of a unit are sent, if not in the dtype that they have: in blocks of 8 bits, or to be summed in fp32.
 
-A leaf is sent in 8 bits if most of its unit's bytes are in such leaves: matrices, but not norms, biases and routers,
-which are small, nor tables of rows, nor what `Zero(dtypes=...)` names. `comm.blocks` has the codes.
+Matrices that are large next to the others of their unit are sent in 8 bits: no norms, biases and routers, no tables of
+rows, and nothing that `Zero(dtypes=...)` names. `comm.blocks` has the codes.
 """
 
 from __future__ import annotations
