@@ -319,12 +319,8 @@ def _with_wires(
         sizes = [math.prod(mesh.shape[name] for name in axis_names(entry)) for entry in leaf.model_spec]
         divided = [*sizes, *[1] * (len(leaf.shape) - len(sizes))]
         is_wide = jnp.issubdtype(leaf.compute_dtype, jnp.floating) and not has_8_bits(leaf.compute_dtype)
-        if (
-            leaf.dim is not None
-            and is_wide
-            and leaf.path not in kept
-            and is_large(leaf.size_at_once, largest[leaf.unit])
-        ):
+        may_be = is_wide and leaf.path not in kept and is_large(leaf.size_at_once, largest[leaf.unit])
+        if leaf.dim is not None and may_be:
             divided[leaf.dim] = axes.num_shards
             blocks = block_dim(leaf.dims.padding.stored_shape(leaf.shape)[first:], divided[first:])
 
