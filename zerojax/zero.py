@@ -374,6 +374,8 @@ class Zero:
                 compute = functools.partial(compute_gradients, checked.gradient)
                 if checked.closes_over:
                     compute = functools.partial(own_step.run_free, config, compute)
+                if config.other_axes:  # JAX runs no `shard_map` over some axes of a mesh outside of jit
+                    compute = jax.jit(compute)
                 result = compute(inputs, jnp.float32(1))
             grads = jax.tree.unflatten(layout.tree, result.grads)
             return ((result.loss, result.metrics), grads) if has_aux else (result.loss, grads)

@@ -358,12 +358,14 @@ def test_annotations_of_a_plain_tree_are_given_by_path():
     sharded = zero.shard(params)
     specs = {"in": P("data", "model"), "out": P("model", "data")}
     assert {name: leaf.sharding.spec for name, leaf in sharded.items()} == specs
-    value, grads = jax.jit(zero.value_and_grad(loss))(sharded, *zero.shard_batch((x,)))
+    value_and_grad, batch = zero.value_and_grad(loss), zero.shard_batch((x,))
     want_value, want = jax.value_and_grad(loss)(params, x)
-    np.testing.assert_allclose(value, want_value, rtol=1e-5)
-    for name, grad in grads.items():
-        np.testing.assert_allclose(grad, want[name], rtol=1e-4, atol=1e-6)
-        assert grad.sharding.spec == specs[name]
+    for fn in jax.jit(value_and_grad), value_and_grad:
+        value, grads = fn(sharded, *batch)
+        np.testing.assert_allclose(value, want_value, rtol=1e-5)
+        for name, grad in grads.items():
+            np.testing.assert_allclose(grad, want[name], rtol=1e-4, atol=1e-6)
+            assert grad.sharding.spec == specs[name]
     with pytest.raises(ValueError, match="'no/such' matches no"):
         spec_of(lambda: {"w": jnp.ones((8, 8))}, partition_specs={"no/such": P("model")})
 
