@@ -12,9 +12,9 @@ import zerojax
 N = 8
 
 
-def trace(stage, k, scan=False, precision="bf16", mesh=None):
+def trace(stage, k, scan=False, precision="bf16", mesh=None, outer=None):
     config = gpt.Config(width=64, layers=4, scan=scan)
-    zero = zerojax.Zero(mesh or zerojax.make_mesh(), stage=stage, precision=precision)
+    zero = zerojax.Zero(mesh or zerojax.make_mesh(), stage=stage, precision=precision, outer_sharding=outer)
     state = zero.eval_init(gpt.create(config), optax.adamw(1e-3))
     step = zero.train_step(gpt.loss, num_microbatches=k)
     return state, traffic.collectives_of_step(step, state, gpt.batch_aval(config, 32))
@@ -62,17 +62,21 @@ def test_one_device_sends_nothing(stage):
 
 @pytest.mark.parametrize(("scan", "k"), [(False, 1), (True, 1), (False, 4), (True, 4)])
 def test_hybrid_sharding_reduces_shards_over_replicas_once_per_step(scan, k):
-    state, found = trace(3, k, scan, mesh=zerojax.make_mesh(replica=2))
-    psi = sum(leaf.size for leaf in state.layout.leaves)
-    over_replicas = [c for c in found if c.kind.startswith("psum") and c.size > 8]
-    assert sum(c.size * c.count for c in over_replicas) == psi / 4  # shards over 4 devices
-    assert {c.num_devices for c in over_replicas} == {2}
+    """By all-reduces, or by reduce-scatters to pieces, after whose update the new shards are gathered."""
+    for outer, kinds in ("none", ["psum"]), (None, ["reduce_scatter", "all_gather"]):
+        state, found = trace(3, k, scan, mesh=zerojax.make_mesh(replica=2), outer=outer)
+        psi = sum(leaf.size for leaf in state.layout.leaves)
+        over_replicas = [c for c in found if c.num_devices == 2 and c.size > 8]
+        for kind in kinds:
+            of_kind = [c for c in over_replicas if c.kind.startswith(kind)]
+            assert sum(c.size * c.count for c in of_kind) == psi / 4  # shards over 4 devices
+        assert sum(c.size * c.count for c in over_replicas) == len(kinds) * psi / 4
 
 
 @pytest.mark.parametrize(("stage", "k", "by_layer"), [(3, 1, True), (2, 1, True), (3, 4, False), (1, 1, False)])
 def test_a_scanned_layer_is_summed_over_replicas_beside_the_layers_below(stage, k, by_layer):
     """After several microbatches, or below stage 2, the gradients of all layers are complete at the same time."""
-    state, found = trace(stage, k, scan=True, mesh=zerojax.make_mesh(replica=2))
+    state, found = trace(stage, k, scan=True, mesh=zerojax.make_mesh(replica=2), outer="none")
     stack = max(leaf.size for leaf in state.layout.leaves if leaf.stacked) / 4
     over_replicas = [c.size for c in found if c.kind.startswith("psum") and c.num_devices == 2]
     assert (stack in over_replicas) == (not by_layer)
