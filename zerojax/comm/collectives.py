@@ -275,13 +275,11 @@ def _scatter(grads: Sequence[Array], dims: Sequence[Dims], axes: Axes, turns: Tu
     for pack in packs:
         flat = [_to_rows(grads[i], axes.num_shards, _sharded_dim(dims[i])).reshape(axes.num_shards, -1) for i in pack]
         buffer = turns.ready(jnp.concatenate(flat, axis=1))
-        summed = turns.done(_psum_scatter(buffer, 0, axes, turns.options.group))[0]
-        offset = 0
-        for i, row in zip(pack, flat, strict=True):
+        summed = turns.done(_psum_scatter(buffer, 0, axes, turns.options.group))
+        for i, part in zip(pack, _columns(summed, [row.shape[1] for row in flat]), strict=True):
             shape = list(grads[i].shape)
             shape[_sharded_dim(dims[i])] //= axes.num_shards
-            shards[i] = summed[offset : offset + row.shape[1]].reshape(shape)
-            offset += row.shape[1]
+            shards[i] = part.reshape(shape)
     for i, total in zip(whole, _sum([grads[i] for i in whole], axes.shard, axes, turns), strict=True):
         shards[i] = total
     return shards

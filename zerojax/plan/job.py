@@ -19,7 +19,9 @@ from zerojax.analysis.hardware import Chip
 from zerojax.contrib.low_bit import low_bit_moments, stochastic_rounding
 from zerojax.plan import transformer
 from zerojax.plan.transformer import Transformer
+from zerojax.sharding.placement import Stage
 from zerojax.sharding.precision import Precision
+from zerojax.step.config import shards_outer
 from zerojax.utils.typing import Array, PyTree
 
 
@@ -80,8 +82,7 @@ class Settings:
     @property
     def shards_outer(self) -> bool:
         """Whether the optimizer's state is sharded over replicas too."""
-        wanted = self.stage == 3 if self.outer_sharding is None else self.outer_sharding == "optimizer"
-        return wanted and self.replica > 1
+        return shards_outer(self.outer_sharding, Stage.of(self.stage), self.replica)
 
     @property
     def dtypes(self) -> Precision:

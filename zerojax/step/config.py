@@ -213,8 +213,6 @@ OUTER_SHARDINGS = "none", "optimizer"
 def with_outer_sharding(axes: Axes, outer_sharding: str | None, stage: Stage) -> Axes:
     """The axes, with the optimizer's state over those of replicas too, if `Zero(outer_sharding=...)` asks for it.
 
-    None asks for it at stage 3, where it sends no more bytes than replicas of the state do, and takes less memory.
-
     Raises:
         ValueError: if its value is unknown, or the stage shards nothing.
     """
@@ -229,8 +227,16 @@ def with_outer_sharding(axes: Axes, outer_sharding: str | None, stage: Stage) ->
             f"outer_sharding: unknown value {outer_sharding!r}\n"
             f"  fix:      'optimizer' to shard the optimizer's state over the replica axes too, or 'none'"
         )
+    return axes._replace(outer=shards_outer(outer_sharding, stage, axes.num_replicas))
+
+
+def shards_outer(outer_sharding: str | None, stage: Stage, num_replicas: int) -> bool:
+    """Whether the optimizer's state is sharded over replicas too.
+
+    By default it is at stage 3: this sends no more bytes than replicas of the state do, and takes less memory.
+    """
     wanted = stage.shards_params if outer_sharding is None else outer_sharding == "optimizer"
-    return axes._replace(outer=wanted and axes.num_replicas > 1)
+    return wanted and num_replicas > 1
 
 
 def check_offload(offload: str, on_disk: bool, mesh: AnyMesh, axes: Axes, stage: Stage) -> None:
