@@ -24,6 +24,7 @@ from zerojax.sharding.placement import Leaf, shard_bytes
 from zerojax.step import state as states
 from zerojax.step.config import StepSettings, ZeroConfig
 from zerojax.step.loss_traces import Use
+from zerojax.step.owned_update import owned_update
 from zerojax.step.state import TrainState
 
 # Collectives of at most this many bytes are not counted: they reduce losses, weights, norms and metrics.
@@ -34,7 +35,7 @@ class SentBytes(NamedTuple):
     """Bytes that one device sends over the data axes in a step, by kind of collective.
 
     Permutations count as reduce-scatters: they sum rows around a ring of chips. What all-to-alls exchange are rows of
-    tables, and gradients that are summed where they arrive.
+    tables, gradients that are summed where they arrive, and matrices that their owners update.
     """
 
     gathered: float = 0
@@ -80,9 +81,10 @@ class Expectation:
         between_bytes: the most bytes that a device may send between replicas.
         unit_bytes: size of the largest unit in full form on one device. A stacked leaf counts with one layer.
         wide_bytes: bytes that a device sends in a wider dtype than those of the precision, or than 8 bits if it has
-            these for leaves that are large.
+            these for leaves that are large; and that of the matrices which owners update.
         ends_bytes: bytes that a device sends in each microbatch before the first matrix products and after the last
-            ones: for the first unit, and for the rows that are looked up. They may overlap with nothing.
+            ones: for the first unit, and for the rows that are looked up. They may overlap with nothing. In a step, a
+            round of the update by owners (`step.owned_update`) may not either.
         offloaded_bytes: bytes in host memory that are saved for the backward pass of one microbatch.
         in_host: the paths of the leaves of the state that are in host memory.
         host_gradients_bytes: bytes of gradients in host memory, of parameters that are there.
@@ -126,7 +128,10 @@ def expect(
     averaged = 2 * _ring_bytes(config.axes.num_devices, 4 * sum(a.size for a in floating))
     replicas = _replica_bytes(config, leaves, num_microbatches)
     most = _stage_bytes(config, leaves, uses, num_microbatches)
-    most = SentBytes(*map(sum, zip(most, replicas, SentBytes(all_reduced=averaged), strict=True)))
+    owners = owned_update(config, state.layout)
+    rounds = [_ring_bytes(config.optimizer_axes.num_shards, size) for size in owners.sent_bytes()] if owners else [0.0]
+    others = SentBytes(all_reduced=averaged, exchanged=sum(rounds))
+    most = SentBytes(*map(sum, zip(most, replicas, others, strict=True)))
     traced = SentBytes.of(over_data_axes(jaxpr_counts.traced_collectives(jaxpr, config.mesh), config))
     wide = _sum_dtype(config, num_microbatches) != config.precision.reduce_dtype
     width = jnp.dtype(config.precision.compute_dtype).itemsize
@@ -157,8 +162,8 @@ def expect(
         least=SentBytes(*map(min, traced, most)),
         between_bytes=replicas.total,
         unit_bytes=_unit_bytes(config, leaves),
-        wide_bytes=averaged + wide * (replicas.all_reduced + replicas.reduce_scattered) + by_choice,
-        ends_bytes=_ends_bytes(config, leaves, uses),
+        wide_bytes=averaged + sum(rounds) + wide * (replicas.all_reduced + replicas.reduce_scattered) + by_choice,
+        ends_bytes=_ends_bytes(config, leaves, uses) + max(rounds) / num_microbatches,
         offloaded_bytes=max(0, jaxpr_counts.offloaded_bytes(jaxpr) - others_bytes) // num_microbatches,
         in_host=frozenset(placement.path_text(path) for path, _ in host_leaves),
         host_gradients_bytes=gradients_bytes,

@@ -300,8 +300,18 @@ def _scatter_encoded(
             yield i, blocks.decode(part, wires[i].scatter, wires[i].blocks, row, wide).sum(0).astype(dtype)
 
 
+def exchange_rows(
+    rows: Array, axes: Axes, options: CollectiveOptions = LEAVES_WHOLE, waits: Sequence[Array] = ()
+) -> Communicated:
+    """Sends row k of [N, length] to device k along the shard axes. Row k of the one result is from device k.
+
+    Cost: sends (N-1)/N of the bytes.
+    """
+    move = lambda parts, turns: [_exchange_rows(parts[0], axes, turns)]
+    return _on_held_parts(move, [Dims(None)], options)([rows], waits)
+
+
 def _exchange_rows(rows: Array, axes: Axes, turns: Turns) -> Array:
-    """Sends row k of [N, length] to device k. Row k of the result is from device k."""
     n, length = rows.shape
     pieces = Pieces.of((length,), n * rows.dtype.itemsize, turns.options.bucket_bytes)
     send = lambda part: lax.all_to_all(part, axes.shard, 0, 0, tiled=True)

@@ -138,7 +138,7 @@ def predict(program: Program, cluster: Cluster) -> Prediction:
 
     Raises:
         ValueError: if the program is for another number of devices, or if it has an instruction that is not understood:
-            a loop without a trip count, a branch, or a custom call that is not a matrix product.
+            a loop without a trip count, or a custom call that is not a matrix product.
     """
     expected = cluster.devices_per_slice or cluster.num_devices  # the text is that of one slice
     if program.num_devices != expected:
@@ -170,6 +170,8 @@ class _Simulator:
                 self.loop(i, clock)
             elif i.op == "call":
                 self.run(i.called["to_apply"][0].instructions, clock)
+            elif i.op == "conditional":
+                self.branches(i, clock)
             elif i.op == "fusion" or (k not in starts and k not in ends):  # on TPUs a fusion may do both
                 self.step(i, clock)
             if k in ends:
@@ -184,6 +186,18 @@ class _Simulator:
         routes = [self.cluster.route(group, one_way=permutes) for group in hlo_collectives.groups(core, num_devices)]
         seconds, lanes = max((rounds * route.latency_s + sent / route.rate, route.lanes) for route in routes)
         return lanes, seconds if sent else 0.0
+
+    def branches(self, conditional: Instruction, clock: _Clock) -> None:
+        """Simulates each branch. The one that takes longest counts: some device runs it, and the others wait."""
+        slowest = clock
+        for branch in conditional.computations:
+            alone = clock.copy()
+            self.run(branch.instructions, alone)
+            slowest = max(slowest, alone, key=lambda each: each.now)
+        if slowest is clock:
+            return
+        clock.spans += slowest.spans
+        clock.now, clock.products, clock.free, clock.busy = slowest.now, slowest.products, slowest.free, slowest.busy
 
     def loop(self, loop: Instruction, clock: _Clock) -> None:
         trips, (body,) = trip_count(loop), loop.called["body"]
@@ -219,7 +233,7 @@ class _Simulator:
             self.copy(i, clock)
         elif i.op in ("call-start", "call-update"):
             self.on_sparse_core(i, clock)
-        elif i.op.endswith(("-start", "-update")) or i.op == "conditional":
+        elif i.op.endswith(("-start", "-update")):
             raise unsupported(i, "cannot predict the time of this instruction")
         elif i.op == "custom-call" and not has_product(i):
             if i.target not in _MARKS:

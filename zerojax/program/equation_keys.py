@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zerojax.program import jaxprs
-from zerojax.program.jaxprs import Equation, Jaxpr, Literal, Var
+from zerojax.program.jaxprs import ClosedJaxpr, Equation, Jaxpr, Literal, Var
 from zerojax.utils.flags import select
 from zerojax.utils.typing import Array
 
@@ -45,6 +45,10 @@ class EquationKeys:
         values = tuple((name, self._value(value)) for name, value in sorted(params.items()))
         avals = tuple(a.aval for a in [*equation.invars, *equation.outvars])
         return equation.primitive.name, avals, values, derivative
+
+    def of_function(self, closed: ClosedJaxpr) -> Hashable:
+        """The key of a function: its equations, and the values of its constants."""
+        return self._value(closed)
 
     def _derivative(self, equation: Equation) -> Hashable:
         """The key of the derivative of an equation that has a rule of its own."""

@@ -54,6 +54,9 @@ _REMATS = frozenset({"remat2", "checkpoint"})
 RANDOM = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
 _ELEMENT_PRESERVING = frozenset({"convert_element_type", "transpose", "copy", "copy_p", "reduce_precision"})
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+OF_MATRICES = frozenset({  # the last two dims of the operand
+    "cholesky", "triangular_solve", "fft", "qr", "svd", "eigh", "eig", "lu", "householder_product",
+})  # fmt: skip
 # The forward pass of fused attention by cuDNN, as in `jax.nn.dot_product_attention(implementation="cudnn")`.
 FUSED_ATTENTION = frozenset({"dot_product_attention_fwd", "dot_product_attention_fwd_wrapper"})
 BY_ELEMENT = frozenset([

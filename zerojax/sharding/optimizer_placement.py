@@ -27,6 +27,12 @@ class Stored:
     # the parameter whose rows it has, and with which it is sharded, or None. It may have another last dim than the
     # parameter, as the scales of blocks have.
     rows_of: Leaf | None = None
+    param: Leaf | None = None  # the parameter that it belongs to, or None
+
+    @property
+    def dim(self) -> int | None:
+        """The dim that is divided over the data axes, of an array that is not divided over others; or None."""
+        return next((dim for dim, names in enumerate(self.spec) if names), None)
 
     @property
     def in_pieces(self) -> bool:
@@ -65,6 +71,9 @@ def optimizer_placement(
     def like_param(leaf: Aval | optax.MaskedNode, param: Leaf) -> Stored | optax.MaskedNode:
         if isinstance(leaf, optax.MaskedNode):
             return leaf
+        return dataclasses.replace(by_param(leaf, param), param=param)
+
+    def by_param(leaf: Aval, param: Leaf) -> Stored:
         if tuple(leaf.shape) == param.shape:
             return Stored(param.spec(axes, sharded), param.padding(sharded), param, param)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
@@ -20,6 +21,7 @@ from zerojax.sharding.placement import PINNED_HOST
 from zerojax.step import optimizers
 from zerojax.step.config import ZeroConfig, leaf_specs, shard_map_over_data
 from zerojax.step.gradient import DeviceGradient
+from zerojax.step.owned_update import owned_update
 from zerojax.step.reductions import by_unit
 from zerojax.step.state import TrainState, optimizer_shardings
 from zerojax.utils.flags import merge, select
@@ -155,8 +157,10 @@ def _update_whole(gradient: DeviceGradient, state: TrainState, step: StepGrads) 
     scaled = [g.astype(dtype) if factor is None else g.astype(dtype) * factor.astype(dtype) for g in step.grads]
     before = padding.cropped(old, zeros)
     tree = jax.tree.structure(old)
-    updates, opt_state = optimizers.update(
-        layout.tx,
+    update = owned_update(config, layout, gradient.settings.collectives) or functools.partial(
+        optimizers.update, layout.tx
+    )
+    updates, opt_state = update(
         padding.cropped(tree.unflatten(scaled), zeros),
         padding.cropped(state.opt_state, opt_zeros),
         before,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 
-from zerojax.program.jaxprs import BY_ELEMENT, Equation
+from zerojax.program.jaxprs import BY_ELEMENT, OF_MATRICES, Equation
 from zerojax.program.rows.values import (
     SAME,
     Factors,
@@ -40,7 +40,6 @@ _MORE_BY_ELEMENT = frozenset({
     "bessel_i0e", "bessel_i1e", "complex", "conj", "digamma", "igamma", "igammac", "imag", "log2", "one_minus_square",
     "polygamma", "real", "regularized_incomplete_beta", "zeta",
 })  # fmt: skip
-_BY_MATRIX = frozenset({"cholesky", "triangular_solve", "fft", "qr", "svd", "eigh", "eig", "lu", "householder_product"})
 
 
 def values_of(equation: Equation, values: Sequence[RowValue]) -> list[RowValue]:
@@ -84,7 +83,7 @@ def _unknown(equation: Equation, values: Sequence[RowValue]) -> RowValue | list[
         plain = enumerate(plain_factors(after))
         own = united(values, Kind.ROWS, dims=tuple(widest.dims[d] if d in dims else size for d, size in plain))
         is_separate = are_same(v for v in values if not v.has_rows) and (
-            (name in _BY_MATRIX and max(dims) < len(after) - 2) or name in _OF_KEYS
+            (name in OF_MATRICES and max(dims) < len(after) - 2) or name in _OF_KEYS
         )
         found.append(own if is_separate else met(own))
     return found
