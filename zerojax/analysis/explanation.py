@@ -19,6 +19,7 @@ from zerojax.sharding.dim_choice import choose_dim
 from zerojax.sharding.placement import Leaf
 from zerojax.step.config import ZeroConfig
 from zerojax.step.loss_traces import Use
+from zerojax.step.owned_update import owned_counts, owned_update
 from zerojax.step.state import TrainState, in_host, logical_avals
 from zerojax.utils.tables import Column, Screen, TextTable, printed, screen
 from zerojax.utils.text import SPACE, bytes_text, fold, mesh_text
@@ -70,6 +71,25 @@ class UnitRow:
 
 
 @dataclasses.dataclass(frozen=True)
+class OwnerRow:
+    """Matrices that an optimizer multiplies or decomposes, each of which is whole on one device for its update.
+
+    Attributes:
+        paths: of the parameters that they are; of a stack, each layer is a matrix.
+        shape: of a matrix.
+        counts: how many of them each device owns; none if the compiler divides the update.
+        reason: why the compiler does; otherwise empty.
+        work: what computing one of them takes, in proportion to the others.
+    """
+
+    paths: tuple[str, ...]
+    shape: Shape
+    counts: tuple[int, ...]
+    reason: str = ""
+    work: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class Explanation:
     """The placement of a training state, leaf by leaf, with the bytes per device.
 
@@ -86,6 +106,7 @@ class Explanation:
         num_shards: category -> the number of shards by which the formula divides.
         zeros: category -> of `totals`, the bytes of the zeros that make shards equal, as a mean over devices.
         replicated: the rows of leaves that are replicated although the stage shards their category.
+        owners: which devices own the matrices that the optimizer multiplies, if it does; see `step.owned_update`.
     """
 
     title: str
@@ -98,6 +119,7 @@ class Explanation:
     num_shards: dict[str, int]
     zeros: dict[str, float]
     replicated: tuple[Row, ...]
+    owners: tuple[OwnerRow, ...] = ()
 
     def __str__(self) -> str:
         return self.text()
@@ -114,8 +136,11 @@ class Explanation:
         to = to or screen()
         hints = [hint for hint in (self.large_unit, self.uneven) if hint]
         leaves = [_leaves_table(name, self, to) for name in self.totals if self.totals[name]]
+        owners = [_owners_table(self.owners, to)] if self.owners else []
         rest = _not_sharded(self.replicated, to) if self.replicated else "Every leaf that the stage shards is sharded."
-        return printed([self.title, _totals(self), rest, *hints, _units_table(self.units, to), *leaves], to.width)
+        return printed(
+            [self.title, _totals(self), rest, *hints, _units_table(self.units, to), *owners, *leaves], to.width
+        )
 
 
 def _totals(explanation: Explanation) -> TextTable:
@@ -174,6 +199,25 @@ def _units_table(units: Sequence[UnitRow], to: Screen) -> TextTable:
     return TextTable("Units: gathered together", columns, [row[: len(columns)] for row in rows])
 
 
+def _owners_table(rows: Sequence[OwnerRow], to: Screen) -> TextTable:
+    """How many matrices of each shape a device owns."""
+    cells = []
+    for row in rows:
+        names = [each.text for each in fold(row.paths, [to.folds or path for path in row.paths])]
+        counts = sorted(set(row.counts))
+        on_device = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else ", ".join(map(str, counts))
+        total = f"{sum(row.counts):,}" if counts else ""
+        cells.append([", ".join(names), str(list(row.shape)), total, on_device or f"the compiler: {row.reason}"])
+    columns = [Column("matrices", wraps=True), Column("shape"), Column("number", right=True)]
+    loads = [
+        sum(loads) for loads in zip(*([n * row.work for n in row.counts] for row in rows if row.counts), strict=True)
+    ]
+    share = max(loads, default=0) * len(loads) / max(sum(loads), 1)
+    uneven = f" (the busiest has {share:.2f} of an even share)" if share > 1.005 else ""
+    title = f"Update: each matrix is whole on one device{uneven}"
+    return TextTable(title, [*columns, Column("on a device", wraps=True)], cells)
+
+
 def _leaves_table(category: str, explanation: Explanation, to: Screen) -> TextTable:
     """The leaves of a category. The reason of most of them is in the title, and not repeated."""
     rows = [row for row in explanation.rows if row.category == category]
@@ -229,7 +273,22 @@ def explain(
         shards,
         zeros,
         tuple(replicated),
+        tuple(_owners(config, state)),
     )
+
+
+def _owners(config: ZeroConfig, state: TrainState) -> Iterator[OwnerRow]:
+    update = owned_update(config, state.layout)
+    if update is None:
+        return
+    trained = [leaf.path for leaf in state.layout.leaves if leaf.trainable]
+    for kinds in update.kinds.values():
+        for kind, counts in zip(kinds, owned_counts(kinds, config.optimizer_axes.num_shards), strict=True):
+            yield OwnerRow(
+                tuple(trained[c.leaf] for c in kind.couplings), kind.inputs[0].shape, tuple(counts), work=kind.work
+            )
+    for leaf, reason in update.others:
+        yield OwnerRow((leaf.path,), leaf.shape, (), reason)
 
 
 def _rows(config: ZeroConfig, state: TrainState, shards: Mapping[str, int]) -> Iterator[Row]:

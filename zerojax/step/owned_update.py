@@ -33,8 +33,9 @@ from zerojax.program.couplings import Coupling, couplings
 from zerojax.program.equation_keys import EquationKeys
 from zerojax.program.jaxprs import Var
 from zerojax.program.per_layer import Mixed, PerLayer
+from zerojax.sharding.annotations import spec_text
 from zerojax.sharding.axes import REPLICATED, Dims
-from zerojax.sharding.placement import data_spec
+from zerojax.sharding.placement import Leaf, data_spec
 from zerojax.step import optimizers
 from zerojax.step.config import ZeroConfig, shard_map_over_data
 from zerojax.step.state import StateLayout
@@ -84,6 +85,12 @@ class Kind(NamedTuple):
         return sum(each.shard_bytes(1) for each in self.inputs)
 
     @property
+    def work(self) -> int:
+        """What computing a matrix takes, in proportion to other kinds: its elements times its shorter side."""
+        shape = max((each.shape for each in self.inputs), key=math.prod)
+        return math.prod(shape) * min((math.prod(shape[:dim]) for dim in range(1, len(shape))), default=1)
+
+    @property
     def is_exchanged(self) -> bool:
         """Whether all that an owner gets and returns comes from shards and goes to shards, in one dtype."""
         operands = [*self.inputs, *self.outputs]
@@ -119,9 +126,7 @@ def rounds(kinds: Sequence[Kind], num_devices: int) -> list[Round | MixedRound]:
         for first in range(0, whole, most * num_devices):
             end = min(first + most * num_devices, whole)
             found.append(Round(k, first, end, -(-(end - first) // num_devices)))
-        shape = max((each.shape for each in kind.inputs), key=math.prod)
-        work = math.prod(shape) * min(math.prod(shape[:dim]) for dim in range(1, len(shape)))
-        left[kind.inputs[0].dtype] += [(work, k, each) for each in range(whole, kind.count)]
+        left[kind.inputs[0].dtype] += [(kind.work, k, each) for each in range(whole, kind.count)]
     for matrices in left.values():
         loads, owned = [0] * num_devices, [list[tuple[int, int]]() for _ in range(num_devices)]
         for work, k, matrix in sorted(matrices, key=lambda each: (-each[0], *each[1:])):
@@ -132,11 +137,26 @@ def rounds(kinds: Sequence[Kind], num_devices: int) -> list[Round | MixedRound]:
     return found
 
 
+def owned_counts(kinds: Sequence[Kind], num_devices: int) -> list[list[int]]:
+    """How many matrices of each kind each device has."""
+    counts = [[0] * num_devices for _ in kinds]
+    for each in rounds(kinds, num_devices):
+        if isinstance(each, Round):
+            for matrix in range(each.first, each.end):
+                counts[each.kind][(matrix - each.first) // each.per_device] += 1
+        else:
+            for device, own in enumerate(each.owned):
+                for k, _ in own:
+                    counts[k][device] += 1
+    return counts
+
+
 class OwnedUpdate:
     """The update of an optimizer on whole logical arrays, of which some are computed by owners.
 
     Attributes:
         kinds: what is computed by owners, at each level of `Coupling`; nothing if no matrices are.
+        others: (parameter, reason) of what the compiler divides, although the update couples its elements.
     """
 
     def __init__(self, config: ZeroConfig, layout: StateLayout, options: CollectiveOptions):
@@ -163,21 +183,28 @@ class OwnedUpdate:
             self._dims[k, leaf.shape] = leaf.dims if self._sharded else Dims(None)
 
         self.kinds: dict[int, list[Kind]] = {}
+        self.others: list[tuple[Leaf, str]] = []
         if self._axes.num_shards > 1:
-            found = couplings(self._closed.jaxpr, leaf_of)
-            self._find_kinds([c for c in found if self._leaves[c.leaf].model_spec == REPLICATED])
+            self._find_kinds(couplings(self._closed.jaxpr, leaf_of))
 
     def _find_kinds(self, found: Sequence[Coupling]) -> None:
         """Groups couplings by what they compute and how their matrices are sharded."""
         keys, groups = EquationKeys(), defaultdict[Hashable, list[Coupling]](list)
         for coupling in found:
+            leaf = self._leaves[coupling.leaf]
+            if leaf.model_spec != REPLICATED:
+                self.others.append((leaf, f"it is divided over {spec_text(leaf.model_spec)} too"))
+                continue
             closed = self._function(coupling)
             dims = tuple(map(self._dims_of(coupling), (*coupling.inputs, *coupling.outputs)))
             key = coupling.level, keys.of_function(closed), dims, tuple(map(id, coupling.shared))
             groups[key].append(coupling)
         for members in groups.values():
-            if (kind := self._kind(members)) is not None:
+            kind = self._kind(members)
+            if isinstance(kind, Kind):
                 self.kinds.setdefault(members[0].level, []).append(kind)
+            else:
+                self.others += [(self._leaves[coupling.leaf], kind) for coupling in members]
 
     def _function(self, coupling: Coupling) -> jaxprs.ClosedJaxpr:
         inputs = [*coupling.inputs, *coupling.shared]
@@ -186,8 +213,8 @@ class OwnedUpdate:
     def _dims_of(self, coupling: Coupling) -> Callable[[Var], Dims]:
         return lambda v: self._dims.get((coupling.leaf, v.aval.shape), Dims(None))
 
-    def _kind(self, members: list[Coupling]) -> Kind | None:
-        """The kind of couplings that compute the same; None if a device has nothing to do without the others."""
+    def _kind(self, members: list[Coupling]) -> Kind | str:
+        """The kind of couplings that compute the same, or why they have no owners."""
         first, dims_of = members[0], self._dims_of(members[0])
         closed, num_shared = self._function(first), len(first.shared)
         operand = lambda v: Operand(v.aval.shape, v.aval.dtype, dims_of(v))
@@ -203,9 +230,12 @@ class OwnedUpdate:
         try:
             layerwise = PerLayer(closed, [*stacked, *[False] * num_shared], leaf.shape[0])
         except Mixed:
-            return None if leaf.stacked else Kind(members, inputs, outputs, None, each)
-        if not all(stacked) or not all(layerwise.outputs) or any(o.dims.shard == 0 for o in (*inputs, *outputs)):
-            return None
+            one_matrix = Kind(members, inputs, outputs, None, each)
+            return "the update may combine its layers" if leaf.stacked else one_matrix
+        if any(operand.dims.shard == 0 for operand in (*inputs, *outputs)):
+            return "each device has whole matrices, since dim 0 is sharded"
+        if not all(stacked) or not all(layerwise.outputs):
+            return "the update has values that all layers share"
         layers = lambda operands: [operand.of_layer() for operand in operands]
         run = lambda own, shared: layerwise(*own, *shared)
         return Kind(members, layers(inputs), layers(outputs), leaf.shape[0], run)
