@@ -35,8 +35,12 @@ def muon(**options):
     return contrib.muon(1e-2, **options)
 
 
+def update_of_layout(zero, state):
+    return OwnedUpdate(zero.config, state.layout, LEAVES_WHOLE)
+
+
 def update_of(zero, name, tx):
-    return OwnedUpdate(zero.config, zero.eval_init(zoo.ZOO[name].create, tx).layout, LEAVES_WHOLE)
+    return update_of_layout(zero, zero.eval_init(zoo.ZOO[name].create, tx))
 
 
 def matrices(update):
@@ -72,6 +76,156 @@ def test_muon_is_that_of_one_device(name, n, stage):
     )
     got, _ = train(zero, zoo.ZOO[name], data_for(name, n), muon())
     assert_close(got, expected(name, n))
+
+
+# Other settings, with a small model
+
+VOCAB, WIDTH = 67, 16
+
+
+def create():
+    keys = iter(jax.random.split(jax.random.key(0), 20))
+    normal = lambda *shape: 0.2 * jax.random.normal(next(keys), shape)
+    layers = [{"up": normal(WIDTH, 24), "down": normal(24, WIDTH), "scale": jnp.ones(WIDTH)} for _ in range(5)]
+    return {"embed": normal(VOCAB, WIDTH), "layers": layers, "stack": normal(3, WIDTH, WIDTH)}
+
+
+def loss(params, tokens):
+    h = params["embed"][tokens[:, :-1]]
+    for layer in params["layers"]:
+        h = h + jax.nn.gelu(h * layer["scale"] @ layer["up"]) @ layer["down"]
+    h, _ = jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), h, params["stack"])
+    logits = (h @ params["embed"].T).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+TOKENS = np.random.default_rng(0).integers(0, VOCAB, (48, 7))
+
+
+def on_one_device(tx, steps=3, batch=TOKENS):
+    """The parameters after some steps of plain JAX."""
+
+    @jax.jit
+    def step(params, state):
+        updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = create(), tx.init(create())
+    for _ in range(steps):
+        params, state = step(params, state)
+    return params
+
+
+def trained(zero, tx, steps=3, batch=TOKENS, **settings):
+    state, step = zero.init(create, tx), zero.train_step(loss, **settings)
+    for _ in range(steps):
+        state, metrics = step(state, batch)
+    return state, metrics
+
+
+def weights(state):
+    return [np.asarray(a) for a in jax.tree.leaves(state.logical().params)]
+
+
+def by_group(params):
+    return jax.tree.map(lambda a: "matrix" if a.ndim > 1 else "vector", params)
+
+
+def soap_like(share=0.1):
+    """Rotates by the eigenvectors of a statistic [m, m], as SOAP does, for matrices [m, n]."""
+    is_one = lambda a: a.ndim == 2 and a.shape[0] < 64
+
+    def init(params):
+        return jax.tree.map(lambda a: jnp.eye(len(a)) if is_one(a) else jnp.zeros(()), params)
+
+    def update(grads, state, params=None):
+        state = jax.tree.map(lambda g, s: (1 - share) * s + share * g @ g.T if is_one(g) else s, grads, state)
+
+        def rotated(g, s):
+            if not is_one(g):
+                return g
+            values, vectors = jnp.linalg.eigh(s)
+            return vectors @ ((vectors.T @ g) / (jnp.sqrt(values)[:, None] + 0.1))
+
+        return jax.tree.map(rotated, grads, state), state
+
+    return optax.GradientTransformation(init, update)
+
+
+TXS = {
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), muon(weight_decay=0.1)),
+    "norm of products": lambda: optax.chain(  # values of all parameters meet between two couplings
+        contrib.scale_by_muon(eps=1e-3, weight_dimension_numbers=as_matrices),
+        optax.clip_by_global_norm(1.0),
+        contrib.scale_by_muon(eps=1e-3, weight_dimension_numbers=as_matrices),
+        optax.sgd(0.1),
+    ),
+    "adaptive": lambda: muon(adaptive=True, preconditioning="schatten"),
+    "multi_transform": lambda: optax.multi_transform({"matrix": muon(), "vector": optax.sgd(0.1)}, by_group),
+    "soap_like": lambda: optax.chain(soap_like(), optax.sgd(0.1)),
+    "trust ratio": lambda: optax.chain(muon(), optax.scale_by_trust_ratio(), optax.scale(0.01)),
+}
+MATRICES_ONLY = {"norm of products"}
+
+
+@pytest.mark.parametrize("name", TXS)
+def test_an_update_is_that_of_one_device(name):
+    tx, zero = TXS[name](), Zero(zerojax.make_mesh(devices=jax.devices()[:3]), 3, stacked="stack")
+    if name in MATRICES_ONLY:
+        tx = optax.multi_transform({"matrix": tx, "vector": optax.sgd(0.1)}, by_group)
+    update = update_of_layout(zero, zero.eval_init(create, tx))
+    assert len(matrices(update)) >= 10 and len(update.kinds) == 1 + (name == "norm of products")
+    state, _ = trained(zero, tx)
+    for got, want in zip(weights(state), jax.tree.leaves(on_one_device(tx)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_replicas_and_microbatches_have_the_same_update():
+    """Hybrid sharding: the owners are all devices. The update follows all microbatches."""
+    zero = Zero(zerojax.make_mesh(replica=2), 3, stacked="stack")
+    state, _ = trained(zero, muon(), num_microbatches=2)
+    for got, want in zip(weights(state), jax.tree.leaves(on_one_device(muon())), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    traced = zero.train_step(loss, num_microbatches=2).trace(state, TOKENS)
+    exchanged = [c for c in jaxpr_counts.traced_collectives(traced.jaxpr, zero.config.mesh) if c.kind == "all-to-all"]
+    rounds_bytes = [size * 7 / 8 for size in update_of_layout(zero, state).sent_bytes()]
+    assert [c.sent_bytes * 2 for c in exchanged if c.group_size == 8][::2] == rounds_bytes  # there and back, once
+
+
+def test_a_step_with_infinite_gradients_changes_nothing():
+    zero = Zero(zerojax.make_mesh(), 3, "fp16", stacked="stack")
+    state = zero.init(create, muon())
+    before = [np.asarray(a) for a in jax.tree.leaves((state.master, state.opt_state))]
+    infinite = lambda params, tokens: loss(params, tokens) * jnp.where(tokens[0, 0] >= 0, jnp.inf, 1.0)
+    after, metrics = zero.train_step(infinite)(state, TOKENS)
+    assert metrics["skipped"] == 1
+    for a, b in zip(before, jax.tree.leaves((after.master, after.opt_state)), strict=True):
+        np.testing.assert_array_equal(a, np.asarray(b))
+
+
+def test_frozen_matrices_have_no_owner():
+    zero = Zero(zerojax.make_mesh(), 3, stacked="stack", frozen="layers/0/*")
+    update = update_of_layout(zero, zero.eval_init(create, muon()))
+    assert len(matrices(update)) == 10
+    state, _ = trained(zero, muon())
+    start = zero.init(create, muon()).params
+    np.testing.assert_array_equal(state.params["layers"][0]["down"], start["layers"][0]["down"])
+
+
+def test_what_has_no_owners_is_said_with_the_reason():
+    """Matrices over a model axis too are left to the compiler; so are stacks of which each device has whole layers."""
+    specs = {"layers/*/up": jax.P(None, "model"), "layers/*/down": jax.P("model", None)}
+    zero = Zero(zerojax.make_mesh(model=2), 3, partition_specs=specs, shard_dims={"stack": None}, stacked="stack")
+    state, _ = trained(zero, muon())
+    for got, want in zip(weights(state), jax.tree.leaves(on_one_device(muon())), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    owners = {path: row for row in zero.explain(state).owners for path in row.paths}
+    assert owners["layers/0/up"].reason == "it is divided over P(None, 'model') too"
+    assert owners["embed"].counts == (1, 0, 0, 0) and sum(owners["stack"].counts) == 3
+    experts = {"experts": jnp.ones((8, 6, 6))}
+    zero = Zero(zerojax.make_mesh(), 3, shard_dims={"experts": 0})
+    (row,) = update_of_layout(zero, zero.eval_init(lambda: experts, muon())).others
+    assert row[1] == "each device has whole matrices, since dim 0 is sharded"
 
 
 # Bytes and products

@@ -21,6 +21,8 @@ from typing import NamedTuple
 from zerojax.program import jaxprs
 from zerojax.program.jaxprs import Equation, Jaxpr, Var
 
+_SEVERAL = -1  # in place of a parameter, for values of several
+
 
 class Coupling(NamedTuple):
     """The equations of an update that couple the elements of one parameter, with what is between them."""
@@ -30,7 +32,7 @@ class Coupling(NamedTuple):
     equations: list[Equation]  # in their order, with some that are computed element by element from the inputs
     own: list[Equation]  # those whose results are the outputs of no others
     inputs: list[Var]  # of this parameter, in the order of their first uses
-    shared: list[Var]  # what is read and belongs to no parameter, such as coefficients
+    shared: list[Var]  # what is read and does not belong to this parameter alone, such as coefficients
     outputs: list[Var]  # what is read by others
 
 
@@ -47,12 +49,15 @@ def couplings(jaxpr: Jaxpr, leaf_of: Mapping[Var, int]) -> list[Coupling]:
     for k, equation in enumerate(jaxpr.eqns):
         read = jaxprs.variables(equation)
         leaves = {leaf.get(v) for v in read} - {None}
-        own_level = max((level.get(v, 0) for v in read), default=0) + (len(leaves) > 1)
-        own = leaves.pop() if len(leaves) == 1 else None
+        is_scalar = all(not v.aval.shape for v in equation.outvars)
+        meet = len(leaves - {_SEVERAL}) > 1 or (len(leaves) > 1 and is_scalar)
+        own = _SEVERAL if meet else next(iter(leaves - {_SEVERAL} or leaves), None)
+        own_level = max((level.get(v, 0) + (meet and leaf.get(v) != _SEVERAL) for v in read), default=0)
         leaf.update(dict.fromkeys(equation.outvars, own))
         level.update(dict.fromkeys(equation.outvars, own_level))
-        if own is not None:
+        if own not in (None, _SEVERAL):
             groups[own, own_level].append(k)
+    leaf = {v: own for v, own in leaf.items() if own != _SEVERAL}
 
     users: dict[Var, set[int]] = defaultdict(set)
     for k, equation in enumerate(jaxpr.eqns):
