@@ -20,7 +20,8 @@ from zerojax.analysis import jaxpr_counts
 from zerojax.program import jaxprs
 from zerojax.program.per_layer import Mixed, PerLayer
 from zerojax.sharding.axes import Dims
-from zerojax.step.owned_update import LEAVES_WHOLE, Kind, Operand, OwnedUpdate, Round, rounds
+from zerojax.step.owned_update import LEAVES_WHOLE, OwnedUpdate
+from zerojax.step.owners import Kind, Operand, Round, rounds
 
 
 def as_matrices(params):

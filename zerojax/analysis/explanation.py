@@ -19,7 +19,8 @@ from zerojax.sharding.dim_choice import choose_dim
 from zerojax.sharding.placement import Leaf
 from zerojax.step.config import ZeroConfig
 from zerojax.step.loss_traces import Use
-from zerojax.step.owned_update import owned_counts, owned_update
+from zerojax.step.owned_update import owned_update
+from zerojax.step.owners import owned_counts
 from zerojax.step.state import TrainState, in_host, logical_avals
 from zerojax.utils.tables import Column, Screen, TextTable, printed, screen
 from zerojax.utils.text import SPACE, bytes_text, fold, mesh_text

@@ -117,6 +117,12 @@ def _formula_time(plan: Plan) -> Iterator[str]:
         )
     if plan.time.exposed_s:
         yield f"Without prefetch, the computation waits for {seconds_text(plan.time.exposed_s)} of it."
+    if update_s := plan.time.update_s:
+        share, sent = _percent(update_s, step_s), bytes_text(plan.time.update_bytes)
+        yield (
+            f"The update multiplies matrices, each of which is whole on one device: {seconds_text(update_s)}, {share}"
+            f" of the step, in which a device sends {sent}."
+        )
     if host_s:
         share = _percent(host_s, step_s)
         yield f"The update waits for copies from host memory and back: {seconds_text(host_s)}, {share} of the step."

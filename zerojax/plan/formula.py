@@ -24,6 +24,8 @@ from zerojax.sharding.placement import Leaf
 from zerojax.sharding.precision import Precision
 from zerojax.sharding.wire import BLOCK
 from zerojax.step.config import ZeroConfig
+from zerojax.step.owned_update import OwnedUpdate
+from zerojax.step.owners import owned_counts
 from zerojax.utils.text import bytes_text
 
 
@@ -37,6 +39,9 @@ class FormulaTime(NamedTuple):
             update, which starts after the gradients and overlaps with none of the others.
         stream_s: seconds to copy offloaded weights and their gradients, beside the forward and the backward pass.
         exposed_s: seconds of `link_s` for which the computation waits, because it starts no gather in advance.
+        update_s: seconds of an update by owners (`step.owned_update`), after the gradients: its products on the
+            device that has most, or its bytes on the links, whichever takes longer.
+        update_bytes: the bytes that a device sends in it.
     """
 
     compute: ComputeTime
@@ -44,13 +49,15 @@ class FormulaTime(NamedTuple):
     host_s: float = 0.0
     stream_s: float = 0.0
     exposed_s: float = 0.0
+    update_s: float = 0.0
+    update_bytes: float = 0.0
 
     @property
     def step_s(self) -> float:
         """Seconds of the computation, of the links or of the copies of weights, whichever takes longest, and of an
-        offloaded update.
+        update that is offloaded or computed by owners.
         """
-        return max(self.compute.total_s + self.exposed_s, self.link_s, self.stream_s) + self.host_s
+        return max(self.compute.total_s + self.exposed_s, self.link_s, self.stream_s) + self.host_s + self.update_s
 
     def data(self) -> dict[str, float]:
         return self.compute._asdict() | {name: getattr(self, name) for name in self._fields if name != "compute"}
@@ -128,6 +135,22 @@ def link_seconds(cluster: Cluster, settings: Settings, parameters: int) -> float
     if settings.replica > 1:
         seconds += between / cluster.route(range(0, cluster.num_devices, cluster.num_devices // settings.replica)).rate
     return seconds
+
+
+def update_cost(cluster: Cluster, settings: Settings, owners: OwnedUpdate | None) -> tuple[float, float]:
+    """(Seconds, bytes that a device sends) of an update by owners."""
+    if owners is None:
+        return 0.0, 0.0
+    is_over_all = settings.replica == 1 or settings.shards_outer
+    num_owners = cluster.num_devices // (1 if is_over_all else settings.replica)
+    sent = sum(owners.sent_bytes()) * (num_owners - 1) / num_owners
+    loads = [0.0] * num_owners
+    for kinds in owners.kinds.values():
+        for kind, counts in zip(kinds, owned_counts(kinds, num_owners), strict=True):
+            of_parameter = sum(each.seconds(cluster.chip) for each in products(kind.couplings[0].equations))
+            seconds = of_parameter / (kind.layers or 1)
+            loads = [load + count * seconds for load, count in zip(loads, counts, strict=True)]
+    return max(max(loads), sent / cluster.route(range(num_owners)).rate), sent
 
 
 def exposed_seconds(cluster: Cluster, settings: Settings, parameters: int) -> float:

@@ -149,7 +149,13 @@ class Plan:
         """The bytes that a device sends in a step, of the compiled step if there is one, else by formula."""
         if self.program and self.program.collectives is not None:
             return sum(row.sent_bytes for row in self.program.collectives)
-        return sum(formula.sent_bytes(self.settings, self.parameters, self.cluster.num_devices))
+        return self.formula_bytes
+
+    @property
+    def formula_bytes(self) -> float:
+        """The bytes that a device sends in a step, by formula."""
+        of_stage = formula.sent_bytes(self.settings, self.parameters, self.cluster.num_devices)
+        return sum(of_stage) + self.time.update_bytes
 
     def data(self) -> dict[str, object]:
         """Returns the plan as JSON data. Bytes are per device."""
@@ -269,7 +275,9 @@ class Planner:
         copies = formula.host_copies(settings, host_state, host_params)
         beside, update = (num_bytes / chip.host_rate.effective for num_bytes in copies)
         links = self.cluster, settings, sum(leaf.size for leaf in state.layout.leaves)
-        return FormulaTime(compute, formula.link_seconds(*links), update, beside, formula.exposed_seconds(*links))
+        by_owners = formula.update_cost(self.cluster, settings, self.tracer.owners(settings, num_devices))
+        times = formula.link_seconds(*links), update, beside, formula.exposed_seconds(*links), *by_owners
+        return FormulaTime(compute, *times)
 
     def model_flops(self, settings: Settings) -> int | None:
         """The flops of a step on all devices without recomputation, see `jaxpr_counts.model_flops`; None if unknown."""

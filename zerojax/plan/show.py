@@ -11,7 +11,7 @@ from rich.text import Text
 from zerojax.analysis import hlo_costs
 from zerojax.analysis.memory import model_states
 from zerojax.plan import buffers, job, timeline
-from zerojax.plan.formula import sent_bytes, throughput
+from zerojax.plan.formula import throughput
 from zerojax.plan.planner import Plan, Suggestion, used_share
 from zerojax.plan.program import CollectiveSummary, CompiledStep
 from zerojax.plan.search import Ranking, bound
@@ -213,9 +213,8 @@ def _communication(collectives: tuple[CollectiveSummary, ...]) -> Table:
 
 def _speed(plan: Plan) -> Table:
     """The table of the time of a step: by formula, and as the schedule of the compiled program takes it."""
-    by_formula = sum(sent_bytes(plan.settings, plan.parameters, plan.cluster.num_devices))
     levels = {"compiled": (plan.step_s, plan.bound_by, plan.sent_bytes)} if plan.prediction else {}
-    levels["formula"] = plan.time.step_s, plan.time.bound, by_formula
+    levels["formula"] = plan.time.step_s, plan.time.bound, plan.formula_bytes
     columns = []
     for step_s, bound_by, sent in levels.values():
         speed = throughput(step_s, plan.cluster, plan.tokens, plan.flops)

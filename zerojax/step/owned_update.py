@@ -16,6 +16,7 @@ does not divide the number of equal matrices, some devices have none in the last
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -31,124 +32,16 @@ from zerojax.comm.collectives import LEAVES_WHOLE, CollectiveOptions
 from zerojax.program import jaxprs
 from zerojax.program.couplings import Coupling, couplings
 from zerojax.program.equation_keys import EquationKeys
-from zerojax.program.jaxprs import Var
+from zerojax.program.jaxprs import ClosedJaxpr, Var
 from zerojax.program.per_layer import Mixed, PerLayer
 from zerojax.sharding.annotations import spec_text
-from zerojax.sharding.axes import REPLICATED, Dims
+from zerojax.sharding.axes import REPLICATED, Axes, Dims
 from zerojax.sharding.placement import Leaf, data_spec
 from zerojax.step import optimizers
 from zerojax.step.config import ZeroConfig, shard_map_over_data
+from zerojax.step.owners import Kind, MixedRound, Operand, Round, rounds
 from zerojax.step.state import StateLayout
 from zerojax.utils.typing import Array, DTypeLike, PyTree, Shape
-
-_ROUND_BYTES = 2**26  # of the matrices that a device works on at once; a larger one is alone
-
-
-class Operand(NamedTuple):
-    """An input or an output of a coupling, for a single matrix."""
-
-    shape: Shape
-    dtype: DTypeLike
-    dims: Dims  # how its shards are cut
-
-    def shard_shape(self, n: int) -> Shape:
-        """The shape of one of `n` shards, with zeros at the end; its own, if it is not sharded."""
-        shape = self.dims.padding.stored_shape(self.shape)
-        return tuple(size // n if dim == self.dims.shard else size for dim, size in enumerate(shape))
-
-    def shard_bytes(self, n: int) -> int:
-        return math.prod(self.shard_shape(n)) * jnp.dtype(self.dtype).itemsize
-
-    def of_layer(self) -> Operand:
-        """That of a layer of a stack."""
-        dims = self.dims if self.dims.shard is None else self.dims.of_layer()
-        return Operand(self.shape[1:], self.dtype, dims)
-
-
-class Kind(NamedTuple):
-    """Matrices for which an update computes the same."""
-
-    couplings: list[Coupling]  # of the parameters that they are
-    inputs: list[Operand]
-    outputs: list[Operand]
-    layers: int | None  # the number of matrices in each parameter, dim 0; None for parameters that are one
-    compute: Callable[[Sequence[Array], Sequence[Array]], list[Array]]  # of ([k, ..] for each input, what is shared)
-
-    @property
-    def count(self) -> int:
-        """The number of matrices."""
-        return len(self.couplings) * (self.layers or 1)
-
-    @property
-    def matrix_bytes(self) -> int:
-        """The bytes of what is sent to the owner of a matrix."""
-        return sum(each.shard_bytes(1) for each in self.inputs)
-
-    @property
-    def work(self) -> int:
-        """What computing a matrix takes, in proportion to other kinds: its elements times its shorter side."""
-        shape = max((each.shape for each in self.inputs), key=math.prod)
-        return math.prod(shape) * min((math.prod(shape[:dim]) for dim in range(1, len(shape))), default=1)
-
-    @property
-    def is_exchanged(self) -> bool:
-        """Whether all that an owner gets and returns comes from shards and goes to shards, in one dtype."""
-        operands = [*self.inputs, *self.outputs]
-        return len({each.dtype for each in operands}) == 1 and all(each.dims.shard is not None for each in operands)
-
-
-class Round(NamedTuple):
-    """Matrices that all devices work on at the same time."""
-
-    kind: int
-    first: int
-    end: int
-    per_device: int  # device d owns so many, from first + d x per_device on
-
-
-class MixedRound(NamedTuple):
-    """Matrices of several kinds."""
-
-    owned: list[list[tuple[int, int]]]  # of each device: (kind, matrix)
-
-
-def rounds(kinds: Sequence[Kind], num_devices: int) -> list[Round | MixedRound]:
-    """Divides matrices among devices.
-
-    As many matrices of a kind as the number of devices divides are computed together, up to some bytes. What is left
-    of all kinds goes, the largest first, to the device that has least of it so far.
-    """
-    found: list[Round | MixedRound] = []
-    left: dict[DTypeLike, list[tuple[int, int, int]]] = defaultdict(list)  # dtype -> (work, kind, matrix)
-    for k, kind in enumerate(kinds):
-        most = max(1, _ROUND_BYTES // kind.matrix_bytes)
-        whole = kind.count // num_devices * num_devices if kind.is_exchanged else kind.count
-        for first in range(0, whole, most * num_devices):
-            end = min(first + most * num_devices, whole)
-            found.append(Round(k, first, end, -(-(end - first) // num_devices)))
-        left[kind.inputs[0].dtype] += [(kind.work, k, each) for each in range(whole, kind.count)]
-    for matrices in left.values():
-        loads, owned = [0] * num_devices, [list[tuple[int, int]]() for _ in range(num_devices)]
-        for work, k, matrix in sorted(matrices, key=lambda each: (-each[0], *each[1:])):
-            device = loads.index(min(loads))
-            loads[device] += work
-            owned[device].append((k, matrix))
-        found += [MixedRound(owned)] * bool(matrices)
-    return found
-
-
-def owned_counts(kinds: Sequence[Kind], num_devices: int) -> list[list[int]]:
-    """How many matrices of each kind each device has."""
-    counts = [[0] * num_devices for _ in kinds]
-    for each in rounds(kinds, num_devices):
-        if isinstance(each, Round):
-            for matrix in range(each.first, each.end):
-                counts[each.kind][(matrix - each.first) // each.per_device] += 1
-        else:
-            for device, own in enumerate(each.owned):
-                for k, _ in own:
-                    counts[k][device] += 1
-    return counts
 
 
 class OwnedUpdate:
@@ -163,21 +56,13 @@ class OwnedUpdate:
         self._config, self._axes, self._options = config, config.optimizer_axes, options
         self._leaves = [leaf for leaf in layout.leaves if leaf.trainable]
         self._sharded = config.stage.shards_optimizer
-        params, opt_state = layout.trained_avals(), jax.eval_shape(layout.tx.init, layout.trained_avals())
-        loss = jax.ShapeDtypeStruct((), jnp.float32)
-        update = lambda *args: optimizers.update(layout.tx, *args)
-        closed, self._results = jaxprs.traced(update, params, opt_state, params, loss)
-        self._closed = jaxprs.inlined(closed)
+        self._closed, self._results, of_state, found = _traced(layout)
 
-        # Which parameter each argument belongs to, and how it is stored.
-        num_params, owners = len(self._leaves), {leaf.path: k for k, leaf in enumerate(self._leaves)}
-        stored = jax.tree.leaves(layout.optimizer_placement(self._axes, self._sharded))
-        of_state = [owners[s.param.path] if s.param else None for s in stored]
-        owned = [*range(num_params), *of_state, *range(num_params), None]
-        inputs = self._closed.jaxpr.invars
-        leaf_of = {v: k for v, k in zip(inputs, owned, strict=True) if k is not None}
+        # How what belongs to each parameter is stored.
         self._dims: dict[tuple[int | None, Shape], Dims] = {}
-        for v, k, each in zip(inputs[num_params:], of_state, stored, strict=False):
+        stored = jax.tree.leaves(layout.optimizer_placement(self._axes, self._sharded))
+        state = self._closed.jaxpr.invars[len(self._leaves) :]
+        for v, k, each in zip(state, of_state, stored, strict=False):
             self._dims.setdefault((k, v.aval.shape), Dims(each.dim, num_zeros=each.padding.count))
         for k, leaf in enumerate(self._leaves):
             self._dims[k, leaf.shape] = leaf.dims if self._sharded else Dims(None)
@@ -185,7 +70,7 @@ class OwnedUpdate:
         self.kinds: dict[int, list[Kind]] = {}
         self.others: list[tuple[Leaf, str]] = []
         if self._axes.num_shards > 1:
-            self._find_kinds(couplings(self._closed.jaxpr, leaf_of))
+            self._find_kinds(found)
 
     def _find_kinds(self, found: Sequence[Coupling]) -> None:
         """Groups couplings by what they compute and how their matrices are sharded."""
@@ -206,7 +91,7 @@ class OwnedUpdate:
             else:
                 self.others += [(self._leaves[coupling.leaf], kind) for coupling in members]
 
-    def _function(self, coupling: Coupling) -> jaxprs.ClosedJaxpr:
+    def _function(self, coupling: Coupling) -> ClosedJaxpr:
         inputs = [*coupling.inputs, *coupling.shared]
         return jaxprs.with_equations(self._closed, coupling.equations, inputs, coupling.outputs)
 
@@ -427,6 +312,34 @@ def _shards(rows: Array, operands: Sequence[Operand], n: int) -> list[Array]:
 
 
 _SIDES: tuple[Callable[[Kind], list[Operand]], ...] = (lambda kind: kind.inputs, lambda kind: kind.outputs)
+
+
+class _Traced(NamedTuple):
+    """The update of an optimizer."""
+
+    closed: ClosedJaxpr  # of the leaves of (gradients, state, parameters, loss), without nested jits
+    results: PyTree  # (updates, state), as avals
+    of_state: list[int | None]  # the parameter that each leaf of the state belongs to
+    couplings: list[Coupling]
+
+
+@functools.lru_cache(maxsize=4)
+def _traced(layout: StateLayout) -> _Traced:
+    params, opt_state = layout.trained_avals(), jax.eval_shape(layout.tx.init, layout.trained_avals())
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    closed, results = jaxprs.traced(functools.partial(optimizers.update, layout.tx), params, opt_state, params, loss)
+    closed = jaxprs.inlined(closed)
+    numbers = {leaf.path: k for k, leaf in enumerate(leaf for leaf in layout.leaves if leaf.trainable)}
+    stored = jax.tree.leaves(layout.optimizer_placement(Axes((), (), 1, 1), sharded=False))
+    of_state = [numbers[each.param.path] if each.param else None for each in stored]
+    owned = [*numbers.values(), *of_state, *numbers.values(), None]
+    leaf_of = {v: k for v, k in zip(closed.jaxpr.invars, owned, strict=True) if k is not None}
+    return _Traced(closed, results, of_state, couplings(closed.jaxpr, leaf_of))
+
+
+def couples_elements(layout: StateLayout) -> bool:
+    """Whether an optimizer multiplies or decomposes matrices. This does not depend on the devices."""
+    return bool(_traced(layout).couplings)
 
 
 def owned_update(
