@@ -39,6 +39,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.experimental import multihost_utils
+from optax import contrib
 from qwen3 import Config, Qwen3, config_json
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -56,9 +57,20 @@ def loss_fn(model: Qwen3, batch: dict[str, jax.Array]) -> zerojax.Weighted:
     return zerojax.chunked_cross_entropy(model.head, hidden, batch["y"], weights=batch["y"] >= 0)
 
 
-def optimizer(steps: int, rate: float) -> optax.GradientTransformation:
+def optimizer(steps: int, rate: float, name: str = "adamw") -> optax.GradientTransformation:
+    """AdamW; or Muon for the matrices of layers, with updates as large as those of AdamW, which has all else."""
     schedule = optax.warmup_cosine_decay_schedule(0, rate, max(1, steps // 20), steps, rate / 10)
-    return optax.inject_hyperparams(optax.adamw)(schedule, b2=0.95, weight_decay=0.1)
+    if name == "adamw":
+        return optax.inject_hyperparams(optax.adamw)(schedule, b2=0.95, weight_decay=0.1)
+    of_layers = lambda a: contrib.MuonDimensionNumbers(1, 2) if a.ndim == 3 else None  # [layers, in, out]
+    return contrib.muon(
+        schedule,
+        weight_decay=0.1,
+        adam_b2=0.95,
+        adam_weight_decay=0.1,
+        consistent_rms=0.2,
+        muon_weight_dimension_numbers=lambda params: jax.tree.map(of_layers, params),
+    )
 
 
 # The data: files of the standard library, as tokens
@@ -181,6 +193,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--width", type=int, default=192, help="width of the model, a multiple of 32 (default: 192)")
     add("--layers", type=int, default=3, help="number of layers (default: 3)")
     add("--rate", type=float, default=4e-3, help="the highest learning rate (default: 4e-3)")
+    add("--optimizer", choices=("adamw", "muon"), default="adamw", help="(default: adamw)")
     add("--every", type=int, default=350, help="steps between checkpoints, and between evaluations (default: 350)")
     add("--temperature", type=float, default=0.7, help="of the text at the end; 0: the likeliest tokens (default: 0.7)")
     add("--profile", type=int, nargs=2, metavar=("FIRST", "LAST"), help="the first and the last step to profile")
@@ -202,8 +215,9 @@ def train(args: argparse.Namespace) -> dict[str, float]:
     microbatches = zero.num_microbatches(args.batch, args.most_rows)  # more of them on fewer devices
     tokenizer, training, held_out, config = prepared(args)
     same = {"batch": args.batch, "rate": args.rate, "microbatches": microbatches, "num_tokens": len(training.tokens)}
+    same |= {"optimizer": args.optimizer}
     same |= {"tokenizer": zlib.crc32(tokenizer.to_str().encode())}  # compared between the processes
-    state = zero.init(lambda rngs: Qwen3(config, rngs=rngs), optimizer(args.steps, args.rate))
+    state = zero.init(lambda rngs: Qwen3(config, rngs=rngs), optimizer(args.steps, args.rate, args.optimizer))
     step = zero.train_step(loss_fn, num_microbatches=microbatches, clip_norm=1.0, remat=args.remat)
     eval_step, rows, result = zero.eval_step(loss_fn), args.batch // microbatches, dict[str, float]()
 

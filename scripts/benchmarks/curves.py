@@ -2,6 +2,7 @@
 
     python scripts/benchmarks/curves.py --picture /tmp/wire.png                   # what is sent: bf16 and 8 bits
     python scripts/benchmarks/curves.py --size large --steps 2000 --devices 2 --replica 1 --out /tmp/large.json
+    python scripts/benchmarks/curves.py --forms AdamW Muon --picture /tmp/muon.png
 
 All forms start from the same weights and see the same batches of the source of Python's standard library, on simulated
 devices: 2 x 8, with `Zero(stage=3, outer_sharding='optimizer')`. The small model is that of the example, the large one
@@ -23,6 +24,7 @@ FORMS = {
     "weights and gradients in int8": {"gather": "int8", "scatter": "int8"},
     "weights and gradients in fp8": {"gather": "float8_e4m3fn", "scatter": "float8_e4m3fn"},
 }
+OPTIMIZERS = {"AdamW": "adamw", "Muon": "muon"}  # forms in bf16
 
 
 def arguments():
@@ -31,7 +33,9 @@ def arguments():
     parser.add_argument("--steps", type=int, default=700, help="default %(default)s")
     parser.add_argument("--replica", type=int, default=2, help="groups of devices (default %(default)s)")
     parser.add_argument("--devices", type=int, default=16, help="simulated devices (default %(default)s)")
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="default: all of them")
+    parser.add_argument(
+        "--forms", nargs="+", choices=[*FORMS, *OPTIMIZERS], default=list(FORMS), help="default: bf16, int8, fp8"
+    )
     parser.add_argument("--out", type=Path, help="a JSON file with the losses, to which other forms are added")
     parser.add_argument("--picture", type=Path, help="a PNG file")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -66,11 +70,12 @@ def train(args, form, show):
 
     job = example.parse(["--out", "/dev/null", "--steps", str(args.steps)])
     vars(job).update(SIZES[args.size])
-    precision = dataclasses.replace(zerojax.Precision.of("bf16"), **FORMS[form])
+    precision = dataclasses.replace(zerojax.Precision.of("bf16"), **FORMS.get(form, {}))
     outer = "optimizer" if args.replica > 1 else "none"
     zero = zerojax.Zero(zerojax.make_mesh(replica=args.replica), 3, precision, outer_sharding=outer)
     tokenizer, training, held_out, config = example.prepared(job)
-    state = zero.init(lambda rngs: example.Qwen3(config, rngs=rngs), example.optimizer(job.steps, job.rate))
+    tx = example.optimizer(job.steps, job.rate, OPTIMIZERS.get(form, "adamw"))
+    state = zero.init(lambda rngs: example.Qwen3(config, rngs=rngs), tx)
     step, eval_step = zero.train_step(example.loss_fn, clip_norm=1.0), zero.eval_step(example.loss_fn)
     losses, rows = [], example.batches(training, job.batch)
     for i in range(job.steps):

@@ -61,17 +61,41 @@ CHAINS = {
     "sam": lambda: contrib.sam(optax.sgd(0.1), optax.chain(contrib.normalize(), optax.sgd(0.05))),
     "radam+noise_free_chain": lambda: optax.chain(optax.centralize(), optax.radam(1e-2, eps=1e-6)),
 }
+# The others of `optax.contrib`, as far as the installed version has them.
+OF_CONTRIB = {
+    "acprop": lambda: contrib.acprop(1e-3, eps=1e-6),
+    "ademamix": lambda: contrib.ademamix(1e-3, eps=1e-6),
+    "adopt": lambda: contrib.adopt(1e-3, eps=1e-6),
+    "cocob": contrib.cocob,
+    "dadapt_adamw": lambda: contrib.dadapt_adamw(1.0, eps=1e-6),
+    "dog": lambda: contrib.dog(init_step=("distance", 1e-2)),
+    "dowg": contrib.dowg,
+    "galore": lambda: contrib.galore(1e-2, rank=4, base_optimizer=optax.sgd(1.0, momentum=0.9)),
+    "madgrad": lambda: contrib.madgrad(1e-2, eps=1e-3),
+    "mechanize": lambda: contrib.mechanize(optax.sgd(0.1)),
+    "momo_adam": lambda: contrib.momo_adam(1e-2, eps=1e-6),
+    "prodigy": lambda: contrib.prodigy(1.0, eps=1e-6),
+    "schedule_free_adamw": lambda: contrib.schedule_free_adamw(1e-2, eps=1e-6),
+    "schedule_free_sgd": lambda: contrib.schedule_free_sgd(0.1),
+    "simplified_ademamix": lambda: contrib.simplified_ademamix(1e-3, eps=1e-6),
+}
+ALL = CHAINS | {name: make for name, make in OF_CONTRIB.items() if hasattr(contrib, name)}
 
 
 @functools.cache
 def expected(name):
-    return plain.run(MODEL, CHAINS[name](), batches(MODEL, 3))
+    return plain.run(MODEL, ALL[name](), batches(MODEL, 3))
 
 
-# each chain at one of the stages; `--full` runs the other too
+# each chain at one of the stages; `--full` runs the other too, and those of `OF_CONTRIB`
 PLACES = [
-    pytest.param(name, stage, marks=[pytest.mark.full] if (number + stage // 2) % 2 else [], id=f"{name}-{stage}")
-    for number, name in enumerate(CHAINS)
+    pytest.param(
+        name,
+        stage,
+        marks=[pytest.mark.full] if name in OF_CONTRIB or (number + stage // 2) % 2 else [],
+        id=f"{name}-{stage}",
+    )
+    for number, name in enumerate(ALL)
     for stage in (1, 3)
 ]
 
@@ -80,8 +104,8 @@ PLACES = [
 def test_contract(name, stage):
     """Parity over three steps; every leaf of the new state has the sharding of the old leaf."""
     zero = Zero(zerojax.make_mesh(), stage)
-    placed = jax.tree.map(lambda a: a.sharding, zero.eval_init(MODEL.create, CHAINS[name]()))
-    got, state = train(zero, MODEL, batches(MODEL, 3), CHAINS[name]())
+    placed = jax.tree.map(lambda a: a.sharding, zero.eval_init(MODEL.create, ALL[name]()))
+    got, state = train(zero, MODEL, batches(MODEL, 3), ALL[name]())
     assert_close(got, expected(name))
     assert jax.tree.leaves(jax.tree.map(lambda a: a.sharding, state)) == jax.tree.leaves(placed)
     matrices = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.shape == (16, 32)]

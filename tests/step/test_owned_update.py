@@ -23,17 +23,40 @@ from zerojax.sharding.axes import Dims
 from zerojax.step.owned_update import LEAVES_WHOLE, OwnedUpdate
 from zerojax.step.owners import Kind, Operand, Round, rounds
 
-
-def as_matrices(params):
-    """The last two dims of each parameter are those of a matrix; all before them count matrices."""
-    numbers = lambda a: contrib.MuonDimensionNumbers(a.ndim - 2, a.ndim - 1) if a.ndim > 1 else None
-    return jax.tree.map(numbers, params)
+COEFFICIENTS = jnp.array([3.4445, -4.775, 2.0315])
 
 
-def muon(**options):
-    """Muon with an eps that is not small compared with rounding errors, for AdamW and for matrices."""
-    options = {"eps": 1e-3, "adam_weight_decay": 0.1, "muon_weight_dimension_numbers": as_matrices, **options}
-    return contrib.muon(1e-2, **options)
+def newton_schulz(x, steps=3):
+    """Nearly orthogonal matrices, as Muon has them, from the last two dims of an array."""
+    is_tall = x.shape[-2] > x.shape[-1]
+    x = x.swapaxes(-1, -2) if is_tall else x
+    x = x / (jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) + 1e-3)  # not small compared with rounding errors
+
+    def iteration(x, c):
+        square = x @ x.swapaxes(-1, -2)
+        return c[0] * x + (c[1] * square + c[2] * square @ square) @ x, None
+
+    x, _ = jax.lax.scan(iteration, x, jnp.tile(COEFFICIENTS, (steps, 1)))
+    return x.swapaxes(-1, -2) if is_tall else x
+
+
+def by_group(params):
+    return jax.tree.map(lambda a: "matrix" if a.ndim > 1 else "vector", params)
+
+
+def scale_by_newton_schulz():
+    return optax.chain(
+        optax.trace(0.95, nesterov=True), optax.stateless(lambda grads, _: jax.tree.map(newton_schulz, grads))
+    )
+
+
+def muon():
+    """Muon for arrays whose last two dims are those of matrices, and AdamW for vectors.
+
+    That of Optax has stacks of matrices only in newer versions.
+    """
+    of_matrices = optax.chain(scale_by_newton_schulz(), optax.add_decayed_weights(0.1), optax.scale(-1e-2))
+    return optax.multi_transform({"matrix": of_matrices, "vector": optax.adamw(1e-2, eps=1e-3)}, by_group)
 
 
 def update_of_layout(zero, state):
@@ -128,10 +151,6 @@ def weights(state):
     return [np.asarray(a) for a in jax.tree.leaves(state.logical().params)]
 
 
-def by_group(params):
-    return jax.tree.map(lambda a: "matrix" if a.ndim > 1 else "vector", params)
-
-
 def soap_like(share=0.1):
     """Rotates by the eigenvectors of a statistic [m, m], as SOAP does, for matrices [m, n]."""
     is_one = lambda a: a.ndim == 2 and a.shape[0] < 64
@@ -154,26 +173,25 @@ def soap_like(share=0.1):
 
 
 TXS = {
-    "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), muon(weight_decay=0.1)),
-    "norm of products": lambda: optax.chain(  # values of all parameters meet between two couplings
-        contrib.scale_by_muon(eps=1e-3, weight_dimension_numbers=as_matrices),
-        optax.clip_by_global_norm(1.0),
-        contrib.scale_by_muon(eps=1e-3, weight_dimension_numbers=as_matrices),
-        optax.sgd(0.1),
+    "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), muon()),
+    "norm of products": lambda: optax.multi_transform(  # values of all matrices meet between two couplings
+        {
+            "matrix": optax.chain(
+                scale_by_newton_schulz(), optax.clip_by_global_norm(1.0), scale_by_newton_schulz(), optax.sgd(0.1)
+            ),
+            "vector": optax.sgd(0.1),
+        },
+        by_group,
     ),
-    "adaptive": lambda: muon(adaptive=True, preconditioning="schatten"),
-    "multi_transform": lambda: optax.multi_transform({"matrix": muon(), "vector": optax.sgd(0.1)}, by_group),
+    "of Optax": lambda: contrib.muon(1e-2, eps=1e-3, adaptive=True),
     "soap_like": lambda: optax.chain(soap_like(), optax.sgd(0.1)),
     "trust ratio": lambda: optax.chain(muon(), optax.scale_by_trust_ratio(), optax.scale(0.01)),
 }
-MATRICES_ONLY = {"norm of products"}
 
 
 @pytest.mark.parametrize("name", TXS)
 def test_an_update_is_that_of_one_device(name):
     tx, zero = TXS[name](), Zero(zerojax.make_mesh(devices=jax.devices()[:3]), 3, stacked="stack")
-    if name in MATRICES_ONLY:
-        tx = optax.multi_transform({"matrix": tx, "vector": optax.sgd(0.1)}, by_group)
     update = update_of_layout(zero, zero.eval_init(create, tx))
     assert len(matrices(update)) >= 10 and len(update.kinds) == 1 + (name == "norm of products")
     state, _ = trained(zero, tx)
@@ -276,6 +294,13 @@ def test_each_matrix_has_one_owner(n):
     assert max(work) <= sum(work) / n + largest  # the bound of the longest-first rule
 
 
+def test_a_tall_matrix_takes_as_long_as_a_wide_one():
+    """Optimizers multiply along the longer side."""
+    assert kind((8, 32), 1).work == kind((32, 8), 1).work == kind((4, 8, 8), 1).work * 2
+    (mixed,) = rounds([kind((64, 192), 4), kind((64, 64), 4), kind((64, 256), 4), kind((256, 64), 4)], 8)
+    assert sorted([sorted(k for k, _ in own) for own in mixed.owned]) == [[0, 2]] * 4 + [[1, 3]] * 4
+
+
 def test_a_matrix_that_is_larger_than_a_round_is_alone():
     large = kind((4096, 8192), 16)
     assert [(each.first, each.end, each.per_device) for each in rounds([large], 4)] == [
@@ -295,15 +320,9 @@ def of_layers(count, fn, *shapes):
 
 
 PER_LAYER = {
-    "newton_schulz": lambda x: contrib._muon.orthogonalize_via_newton_schulz(
-        x, jnp.array([3.4, -4.7, 2.0]), 3, dimension_numbers=contrib.MuonDimensionNumbers(1, 2)
-    ),
-    "coefficients_of_each_iteration": lambda x: contrib._muon.orthogonalize_via_newton_schulz(
-        x, jnp.ones((3, 3)), 3, preconditioning="aol", dimension_numbers=contrib.MuonDimensionNumbers(1, 2)
-    ),
-    "tall": lambda x: contrib._muon.orthogonalize_via_newton_schulz(
-        x.swapaxes(1, 2), jnp.array([3.4, -4.7, 2.0]), 3, dimension_numbers=contrib.MuonDimensionNumbers(1, 2)
-    ),
+    "newton_schulz": newton_schulz,
+    "tall": lambda x: newton_schulz(x.swapaxes(1, 2)),
+    "branch": lambda x: jax.lax.cond(COEFFICIENTS[0] > 0, lambda x: x @ x.swapaxes(1, 2), lambda x: x[:, :, :3], x),
     "singular_values": lambda x: jnp.linalg.svd(x, full_matrices=False)[1],
     "cholesky": lambda x: jnp.linalg.cholesky(x @ x.swapaxes(1, 2) + jnp.eye(3)),
     "mean_of_each": lambda x: x - x.mean((1, 2), keepdims=True),

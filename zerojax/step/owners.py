@@ -60,7 +60,8 @@ class Kind(NamedTuple):
     def work(self) -> int:
         """What computing a matrix takes, in proportion to other kinds: its elements times its shorter side."""
         shape = max((each.shape for each in self.inputs), key=math.prod)
-        return math.prod(shape) * min((math.prod(shape[:dim]) for dim in range(1, len(shape))), default=1)
+        sides = [side for dim in range(1, len(shape)) for side in (math.prod(shape[:dim]), math.prod(shape[dim:]))]
+        return math.prod(shape) * min(sides, default=1)
 
     @property
     def is_exchanged(self) -> bool:
