@@ -269,10 +269,10 @@ def test_matrices_are_sent_once_and_multiplied_once():
     assert 1 <= sum(update.sent_bytes()) / (2 * 4 * sizes / 8) <= 1.5  # rows of owners are as long as the longest
 
 
-def kind(shape, count, dtype=jnp.float32):
+def kind(shape, count):
     """`count` matrices that are sharded in dim 0."""
-    operand = Operand(shape, dtype, Dims(0))
-    return Kind([None] * count, [operand], [operand], None, None)
+    operand = Operand(shape, jnp.dtype("float32"), Dims(0))
+    return Kind([None] * count, [operand], [operand], None, math.prod(shape) * min(shape), None)
 
 
 @pytest.mark.parametrize("n", [2, 3, 8, 64])
@@ -288,17 +288,26 @@ def test_each_matrix_has_one_owner(n):
             seen.update(itertools.chain(*each.owned))
             owned = each.owned
         for device, own in enumerate(owned):
-            work[device] += sum(math.prod(kinds[k].inputs[0].shape) * kinds[k].inputs[0].shape[0] for k, _ in own)
+            work[device] += sum(kinds[k].work for k, _ in own)
     assert seen == {(k, m): 1 for k, each in enumerate(kinds) for m in range(each.count)}
     largest = 64 * 64 * 256
     assert max(work) <= sum(work) / n + largest  # the bound of the longest-first rule
 
 
-def test_a_tall_matrix_takes_as_long_as_a_wide_one():
-    """Optimizers multiply along the longer side."""
-    assert kind((8, 32), 1).work == kind((32, 8), 1).work == kind((4, 8, 8), 1).work * 2
+def test_the_work_of_a_matrix_is_that_of_its_products():
+    """Whatever the order of its sides, and with heads: the products are along the longer side."""
+    shapes = {"wide": (16, 64), "tall": (64, 16), "heads": (16, 4, 16)}
+    one = lambda g: newton_schulz(g.reshape(g.shape[0], -1)).reshape(g.shape)
+    tx, zero = optax.stateless(lambda grads, _: jax.tree.map(one, grads)), Zero(zerojax.make_mesh(), 3)
+    made = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    update = update_of_layout(zero, zero.eval_init(lambda: made, tx))
+    (kinds,) = update.kinds.values()
+    assert {k.work for k in kinds} == {3 * (2 * 16 * 16 * 64 + 16**3)}
+
+
+def test_small_matrices_go_where_no_large_ones_are():
     (mixed,) = rounds([kind((64, 192), 4), kind((64, 64), 4), kind((64, 256), 4), kind((256, 64), 4)], 8)
-    assert sorted([sorted(k for k, _ in own) for own in mixed.owned]) == [[0, 2]] * 4 + [[1, 3]] * 4
+    assert sorted(sorted(k for k, _ in own) for own in mixed.owned) == [[0, 2]] * 4 + [[1, 3]] * 4
 
 
 def test_a_matrix_that_is_larger_than_a_round_is_alone():

@@ -87,7 +87,7 @@ class OwnerRow:
     shape: Shape
     counts: tuple[int, ...]
     reason: str = ""
-    work: int = 0
+    work: float = 0
 
 
 @dataclasses.dataclass(frozen=True)

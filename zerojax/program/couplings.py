@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from zerojax.program import jaxprs
@@ -108,6 +108,21 @@ def _multiplications(equation: Equation) -> int:
         return size * math.prod(equation.invars[1].aval.shape)
     (contracted, _), _ = equation.params["dimension_numbers"]
     return size * math.prod(shape[dim] for dim in contracted)
+
+
+def multiplications(equations: Iterable[Equation]) -> int:
+    """The multiplications of products, also in scans, and roughly those of decompositions."""
+    total = 0
+    for equation in equations:
+        if equation.primitive.name in jaxprs.PRODUCTS:
+            total += _multiplications(equation)
+        elif equation.primitive.name in jaxprs.OF_MATRICES:
+            shape = equation.invars[0].aval.shape
+            total += 10 * math.prod(shape) * min(shape[-2:])
+        else:
+            trips = jaxprs.scan_params(equation).length if jaxprs.is_scan(equation) else 1
+            total += trips * sum(multiplications(jaxpr.eqns) for jaxpr in jaxprs.sub_jaxprs(equation))
+    return total
 
 
 def _coupling(

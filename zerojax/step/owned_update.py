@@ -30,7 +30,7 @@ from jax import lax
 from zerojax.comm import collectives
 from zerojax.comm.collectives import LEAVES_WHOLE, CollectiveOptions
 from zerojax.program import jaxprs
-from zerojax.program.couplings import Coupling, couplings
+from zerojax.program.couplings import Coupling, couplings, multiplications
 from zerojax.program.equation_keys import EquationKeys
 from zerojax.program.jaxprs import ClosedJaxpr, Var
 from zerojax.program.per_layer import Mixed, PerLayer
@@ -101,7 +101,7 @@ class OwnedUpdate:
     def _kind(self, members: list[Coupling]) -> Kind | str:
         """The kind of couplings that compute the same, or why they have no owners."""
         first, dims_of = members[0], self._dims_of(members[0])
-        closed, num_shared = self._function(first), len(first.shared)
+        closed, num_shared, work = self._function(first), len(first.shared), multiplications(first.equations)
         operand = lambda v: Operand(v.aval.shape, v.aval.dtype, dims_of(v))
         inputs, outputs = list(map(operand, first.inputs)), list(map(operand, first.outputs))
         one = lambda *args: jaxprs.run(closed, *args)
@@ -110,12 +110,12 @@ class OwnedUpdate:
         # Divide stacks into their layers, if they are computed one by one.
         leaf = self._leaves[first.leaf]
         if len(leaf.shape) < 3 or leaf.shape[0] < 2:
-            return Kind(members, inputs, outputs, None, each)
+            return Kind(members, inputs, outputs, None, work, each)
         stacked = [v.aval.ndim > 1 and v.aval.shape[0] == leaf.shape[0] for v in first.inputs]
         try:
             layerwise = PerLayer(closed, [*stacked, *[False] * num_shared], leaf.shape[0])
         except Mixed:
-            one_matrix = Kind(members, inputs, outputs, None, each)
+            one_matrix = Kind(members, inputs, outputs, None, work, each)
             return "the update may combine its layers" if leaf.stacked else one_matrix
         if any(operand.dims.shard == 0 for operand in (*inputs, *outputs)):
             return "each device has whole matrices, since dim 0 is sharded"
@@ -123,7 +123,7 @@ class OwnedUpdate:
             return "the update has values that all layers share"
         layers = lambda operands: [operand.of_layer() for operand in operands]
         run = lambda own, shared: layerwise(*own, *shared)
-        return Kind(members, layers(inputs), layers(outputs), leaf.shape[0], run)
+        return Kind(members, layers(inputs), layers(outputs), leaf.shape[0], work / leaf.shape[0], run)
 
     def sent_bytes(self) -> list[int]:
         """The bytes in which each round sends matrices to their owners, and gets their results, in full form.

@@ -44,6 +44,7 @@ class Kind(NamedTuple):
     inputs: list[Operand]
     outputs: list[Operand]
     layers: int | None  # the number of matrices in each parameter, dim 0; None for parameters that are one
+    work: float  # what computing a matrix takes, in proportion to other kinds
     compute: Callable[[Sequence[Array], Sequence[Array]], list[Array]]  # of ([k, ..] for each input, what is shared)
 
     @property
@@ -55,13 +56,6 @@ class Kind(NamedTuple):
     def matrix_bytes(self) -> int:
         """The bytes of what is sent to the owner of a matrix."""
         return sum(each.shard_bytes(1) for each in self.inputs)
-
-    @property
-    def work(self) -> int:
-        """What computing a matrix takes, in proportion to other kinds: its elements times its shorter side."""
-        shape = max((each.shape for each in self.inputs), key=math.prod)
-        sides = [side for dim in range(1, len(shape)) for side in (math.prod(shape[:dim]), math.prod(shape[dim:]))]
-        return math.prod(shape) * min(sides, default=1)
 
     @property
     def is_exchanged(self) -> bool:
@@ -92,7 +86,7 @@ def rounds(kinds: Sequence[Kind], num_devices: int) -> list[Round | MixedRound]:
     of all kinds goes, the largest first, to the device that has least of it so far.
     """
     found: list[Round | MixedRound] = []
-    left: dict[DTypeLike, list[tuple[int, int, int]]] = defaultdict(list)  # dtype -> (work, kind, matrix)
+    left: dict[DTypeLike, list[tuple[float, int, int]]] = defaultdict(list)  # dtype -> (work, kind, matrix)
     for k, kind in enumerate(kinds):
         most = max(1, _ROUND_BYTES // kind.matrix_bytes)
         whole = kind.count // num_devices * num_devices if kind.is_exchanged else kind.count
@@ -101,7 +95,7 @@ def rounds(kinds: Sequence[Kind], num_devices: int) -> list[Round | MixedRound]:
             found.append(Round(k, first, end, -(-(end - first) // num_devices)))
         left[kind.inputs[0].dtype] += [(kind.work, k, each) for each in range(whole, kind.count)]
     for matrices in left.values():
-        loads, owned = [0] * num_devices, [list[tuple[int, int]]() for _ in range(num_devices)]
+        loads, owned = [0.0] * num_devices, [list[tuple[int, int]]() for _ in range(num_devices)]
         for work, k, matrix in sorted(matrices, key=lambda each: (-each[0], *each[1:])):
             device = loads.index(min(loads))
             loads[device] += work
