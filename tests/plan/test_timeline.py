@@ -452,6 +452,24 @@ def test_a_sum_over_slices_runs_beside_a_product(place):
         predict(text, HOST)
 
 
+def test_of_branches_the_longest_counts():
+    """Each device runs its own, and a gather meanwhile."""
+    of = lambda count: "\n".join(f"  {DOT.replace('%dot', f'%dot.{k}')}" for k in range(count))
+    branches = "".join(
+        f"""
+%branch.{count} (...) -> bf16[1024,1024] {{
+  %a = bf16[1024,1024] parameter(0)
+{of(count)}
+  ROOT %result = bf16[1024,1024] bitcast(%dot.{count - 1})
+}}
+"""
+        for count in (1, 4)
+    )
+    conditional = "%c = bf16[1024,1024] conditional(%i, %a, %a), branch_computations={%branch.1, %branch.4}"
+    found = predict(program(f"%i = s32[] parameter(2)\n{GATHER.replace('OVERLAPPED', conditional)}", branches), HOST)
+    assert (found.step_s, found.products_s) == pytest.approx((8 + 2 * 2 / 6, 8))
+
+
 def test_a_step_is_bound_by_its_busiest_lane():
     heavy = "\n".join(f"{DOT.replace('%dot', f'%dot.{k}')}" for k in range(5))
     assert predict(program(GATHER.replace("OVERLAPPED", heavy)), HOST).bound_by == COMPUTE

@@ -172,7 +172,15 @@ def soap_like(share=0.1):
     return optax.GradientTransformation(init, update)
 
 
+def without_mean(grads, _):
+    """Orthogonalizes differences from the mean of all layers, in which parameters meet."""
+    mean = jax.tree.map(lambda *each: sum(each) / len(each), *grads["layers"])
+    one = lambda g, m: newton_schulz(g - m) if g.ndim > 1 else g
+    return {**grads, "layers": [jax.tree.map(one, layer, mean) for layer in grads["layers"]]}
+
+
 TXS = {
+    "differences": lambda: optax.chain(optax.stateless(without_mean), optax.sgd(0.1)),
     "clipped": lambda: optax.chain(optax.clip_by_global_norm(0.1), muon()),
     "norm of products": lambda: optax.multi_transform(  # values of all matrices meet between two couplings
         {
@@ -193,7 +201,8 @@ TXS = {
 def test_an_update_is_that_of_one_device(name):
     tx, zero = TXS[name](), Zero(zerojax.make_mesh(devices=jax.devices()[:3]), 3, stacked="stack")
     update = update_of_layout(zero, zero.eval_init(create, tx))
-    assert len(matrices(update)) >= 10 and len(update.kinds) == 1 + (name == "norm of products")
+    assert len(matrices(update)) >= (0 if name == "differences" else 10)
+    assert len(update.kinds) == {"norm of products": 2, "differences": 0}.get(name, 1)
     state, _ = trained(zero, tx)
     for got, want in zip(weights(state), jax.tree.leaves(on_one_device(tx)), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)

@@ -49,8 +49,9 @@ def couplings(jaxpr: Jaxpr, leaf_of: Mapping[Var, int]) -> list[Coupling]:
     for k, equation in enumerate(jaxpr.eqns):
         read = jaxprs.variables(equation)
         leaves = {leaf.get(v) for v in read} - {None}
-        is_scalar = all(not v.aval.shape for v in equation.outvars)
-        meet = len(leaves - {_SEVERAL}) > 1 or (len(leaves) > 1 and is_scalar)
+        is_scaled = all(not v.aval.shape for v in read if leaf.get(v) == _SEVERAL)  # at most, as by a global norm
+        stays = is_scaled and any(v.aval.shape for v in equation.outvars)
+        meet = len(leaves - {_SEVERAL}) > 1 or (len(leaves) > 1 and not stays)
         own = _SEVERAL if meet else next(iter(leaves - {_SEVERAL} or leaves), None)
         own_level = max((level.get(v, 0) + (meet and leaf.get(v) != _SEVERAL) for v in read), default=0)
         leaf.update(dict.fromkeys(equation.outvars, own))

@@ -199,7 +199,7 @@ def _known(dim: int | None) -> int:
     return dim
 
 
-def _reduced(equation: Equation, dim: int) -> int | None:
+def _dim_left(equation: Equation, dim: int) -> int | None:
     axes = equation.params["dimensions" if equation.primitive.name == "squeeze" else "axes"]
     return None if dim in axes else dim - sum(axis < dim for axis in axes)
 
@@ -216,8 +216,8 @@ def _is_batch(equation: Equation, dim: int) -> bool:
 
 # By primitive: the dim of layers in the result, from that in the first operand, the only one with layers.
 _OF_FIRST: dict[str, Callable[[Equation, int], int | None]] = {
-    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"), _reduced),
-    **dict.fromkeys(("argmax", "argmin", "squeeze"), _reduced),
+    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or"), _dim_left),
+    **dict.fromkeys(("argmax", "argmin", "squeeze"), _dim_left),
     "transpose": lambda equation, dim: equation.params["permutation"].index(dim),
     "broadcast_in_dim": lambda equation, dim: equation.params["broadcast_dimensions"][dim],
     "slice": _sliced,
