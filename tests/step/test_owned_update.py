@@ -348,6 +348,7 @@ PER_LAYER = {
     "joined": lambda x: jnp.concatenate([x, x.sum(1, keepdims=True)], 1).reshape(len(x), -1),
 }
 MIXED = {
+    "sum": lambda x: x.sum(0),
     "mean_of_all": lambda x: x - x.mean(),
     "sum_over_layers": lambda x: x.sum(0, keepdims=True) * jnp.ones((4, 1, 1)),
     "product_over_layers": lambda x: jnp.einsum("lab,mab->lm", x, x),
