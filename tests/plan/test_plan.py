@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 from click.testing import CliRunner
+from optax import contrib
 from rich.console import Console
 
 import zerojax
@@ -355,6 +356,29 @@ def sgd_job():
 
 def lamb_job():
     return own_job()._replace(tx=optax.lamb(1e-3))
+
+
+def muon_job():
+    return large_job()._replace(tx=contrib.muon(1e-3))
+
+
+@pytest.mark.parametrize("replica", [1, 2])
+def test_a_plan_knows_the_update_of_matrices_by_owners(replica):
+    """One matrix [256, 512], five iterations of three products. With replicas, all devices are owners too."""
+    num_owners = 16
+    muon, adam = (
+        plan(f"{__name__}:{name}", "h100:16", Settings(precision="fp32", replica=replica), suggest=False)
+        for name in ("muon_job", "large_job")
+    )
+    assert muon.time.update_bytes == pytest.approx(2 * (num_owners - 1) / num_owners * 4 * 256 * 512)
+    flops = 5 * 2 * (2 * 256 * 256 * 512 + 256**3)
+    chip, cards = muon.cluster.chip, muon.cluster.route(range(num_owners)).rate
+    seconds = max(flops / (chip.flops.effective * chip.f32_share), muon.time.update_bytes / cards)
+    assert muon.time.update_s == pytest.approx(seconds)
+    assert (adam.time.update_s, adam.time.update_bytes) == (0, 0)
+    assert muon.step_s - muon.time.update_s == pytest.approx(adam.step_s)
+    assert muon.sent_bytes - adam.sent_bytes == pytest.approx(muon.time.update_bytes)
+    assert "The update multiplies matrices" in render_text(render_explanation(muon))
 
 
 def test_an_optimizer_that_cannot_be_offloaded_is_not_suggested():
