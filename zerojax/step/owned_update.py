@@ -11,7 +11,8 @@ matrices of equal shapes are divided among the devices, their owners:
 Layers of a scanned stack are matrices like others if the update computes them one by one (`program.per_layer`).
 
 Cost: in a step, each device sends 2 (N-1)/N of its shards of what is multiplied, and computes 1/N of the products. If N
-does not divide the number of equal matrices, some devices have none in the last round.
+does not divide the number of equal matrices, those that are left go to the devices with the least work; what these send
+and get is then as long as the longest.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class OwnedUpdate:
         self._dims: dict[tuple[int | None, Shape], Dims] = {}
         stored = jax.tree.leaves(layout.optimizer_placement(self._axes, self._sharded))
         state = self._closed.jaxpr.invars[len(self._leaves) :]
-        for v, k, each in zip(state, of_state, stored, strict=False):
+        for v, k, each in zip(state, of_state, stored, strict=False):  # none, if there are no couplings
             self._dims.setdefault((k, v.aval.shape), Dims(each.dim, num_zeros=each.padding.count))
         for k, leaf in enumerate(self._leaves):
             self._dims[k, leaf.shape] = leaf.dims if self._sharded else Dims(None)
@@ -328,6 +329,8 @@ def _traced(layout: StateLayout) -> _Traced:
     params, opt_state = layout.trained_avals(), jax.eval_shape(layout.tx.init, layout.trained_avals())
     loss = jax.ShapeDtypeStruct((), jnp.float32)
     closed, results = jaxprs.traced(functools.partial(optimizers.update, layout.tx), params, opt_state, params, loss)
+    if not any(e.primitive.name in jaxprs.PRODUCTS | jaxprs.OF_MATRICES for e in jaxprs.walk(closed.jaxpr.eqns)):
+        return _Traced(closed, results, [], [])
     closed = jaxprs.inlined(closed)
     numbers = {leaf.path: k for k, leaf in enumerate(leaf for leaf in layout.leaves if leaf.trainable)}
     stored = jax.tree.leaves(layout.optimizer_placement(Axes((), (), 1, 1), sharded=False))
@@ -348,6 +351,8 @@ def owned_update(
     """The update of an optimizer that has matrices for owners; None if it has none, or is computed in pieces."""
     dtypes = [leaf.dtype for leaf in layout.leaves if leaf.trainable]
     if config.memory.update(config, layout, dtypes, scales=False) is not None:
+        return None
+    if not couples_elements(layout):
         return None
     update = OwnedUpdate(config, layout, options)
     return update if update.kinds else None
