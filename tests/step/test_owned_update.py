@@ -209,9 +209,9 @@ def test_an_update_is_that_of_one_device(name):
 
 
 def test_replicas_and_microbatches_have_the_same_update():
-    """Hybrid sharding: the owners are all devices. The update follows all microbatches."""
+    """Hybrid sharding: the owners are all devices. The update follows all microbatches. Buckets hold few elements."""
     zero = Zero(zerojax.make_mesh(replica=2), 3, stacked="stack")
-    state, _ = trained(zero, muon(), num_microbatches=2)
+    state, _ = trained(zero, muon(), num_microbatches=2, bucket_bytes=512)
     for got, want in zip(weights(state), jax.tree.leaves(on_one_device(muon())), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
     traced = zero.train_step(loss, num_microbatches=2).trace(state, TOKENS)
@@ -345,6 +345,7 @@ PER_LAYER = {
     "cholesky": lambda x: jnp.linalg.cholesky(x @ x.swapaxes(1, 2) + jnp.eye(3)),
     "mean_of_each": lambda x: x - x.mean((1, 2), keepdims=True),
     "product_with_one": lambda x: jnp.einsum("lab,bc->lac", x, jnp.arange(20.0).reshape(5, 4)),
+    "merged": lambda x: (x.reshape(-1, 5) * jnp.full((1, 5), 2.0) + jnp.ones((x.shape[0] * 3, 5))).reshape(x.shape),
     "joined": lambda x: jnp.concatenate([x, x.sum(1, keepdims=True)], 1).reshape(len(x), -1),
 }
 MIXED = {
@@ -353,6 +354,7 @@ MIXED = {
     "sum_over_layers": lambda x: x.sum(0, keepdims=True) * jnp.ones((4, 1, 1)),
     "product_over_layers": lambda x: jnp.einsum("lab,mab->lm", x, x),
     "order": lambda x: x[::-1],
+    "sum_that_begins_with_zeros": lambda x: jax.lax.fori_loop(0, 3, lambda _, total: total + x, jnp.zeros_like(x)),
     "shift": lambda x: jnp.concatenate([x[1:], x[:1]]),
     "scan": lambda x: jax.lax.scan(lambda carry, x: (carry + x, carry), x[0], x)[1],
     "factor_of_each": lambda x: x * jnp.arange(4.0)[:, None, None],

@@ -88,6 +88,10 @@ class PerLayer:
             if carry == inner[scan.num_consts : own]:
                 break
             inner[scan.num_consts : own] = carry
+        if any(
+            before is None and dim is not None for before, dim in zip(dims[scan.num_consts : own], carry, strict=True)
+        ):
+            raise Mixed  # it begins with a value for all layers, such as zeros
         return [*carry, *(None if dim is None else dim + 1 for dim in found[scan.num_carry :])]
 
     def _follow_branches(self, equation: Equation, dims: Sequence[int | None]) -> list[int | None]:
@@ -183,9 +187,9 @@ class PerLayer:
             starts = params["start_indices"]
             return [lax.slice(operands[0], starts, [k + n for k, n in zip(starts, shape, strict=True)])]
         if jaxprs.is_elementwise(equation):
-            whole = lambda a: a.ndim and a.shape[dim] == self._count != size
+            whole = lambda a: a.ndim and a.shape[dim] not in (1, shape[dim])
             one = lambda a: jnp.broadcast_to(
-                lax.slice_in_dim(a, 0, 1, axis=dim), (*a.shape[:dim], size, *a.shape[dim + 1 :])
+                lax.slice_in_dim(a, 0, 1, axis=dim), (*a.shape[:dim], shape[dim], *a.shape[dim + 1 :])
             )
             are_layers = (jaxprs.is_var(atom) and self._dims[atom] is not None for atom in equation.invars)
             operands = [a if flag or not whole(a) else one(a) for a, flag in zip(operands, are_layers, strict=True)]
