@@ -250,10 +250,18 @@ def test_what_has_no_owners_is_said_with_the_reason():
     owners = {path: row for row in zero.explain(state).owners for path in row.paths}
     assert owners["layers/0/up"].reason == "it is divided over P(None, 'model') too"
     assert owners["embed"].counts == (1, 0, 0, 0) and sum(owners["stack"].counts) == 3
-    experts = {"experts": jnp.ones((8, 6, 6))}
     zero = Zero(zerojax.make_mesh(), 3, shard_dims={"experts": 0})
-    (row,) = update_of_layout(zero, zero.eval_init(lambda: experts, muon())).others
-    assert row[1] == "each device has whole matrices, since dim 0 is sharded"
+    (row,) = zero.explain(zero.eval_init(lambda: {"experts": jnp.ones((8, 6, 6))}, muon())).owners
+    assert row.reason == "each device has whole matrices, since dim 0 is sharded"
+
+
+def test_at_stage_1_layers_can_be_whole_on_their_owners():
+    """Stacks that are sharded in the dim of their layers are updated where they are: nothing is exchanged."""
+    zero = Zero(zerojax.make_mesh(devices=jax.devices()[:3]), 1, stacked="stack", shard_dims={"stack": 0})
+    state, _ = trained(zero, muon())
+    for got, want in zip(weights(state), jax.tree.leaves(on_one_device(muon())), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    assert "stack" in {row.paths[0] for row in zero.explain(state).owners if row.reason.startswith("each device has")}
 
 
 # Bytes and products

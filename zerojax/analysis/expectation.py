@@ -129,7 +129,7 @@ def expect(
     replicas = _replica_bytes(config, leaves, num_microbatches)
     most = _stage_bytes(config, leaves, uses, num_microbatches)
     owners = owned_update(config, state.layout)
-    rounds = [_ring_bytes(config.optimizer_axes.num_shards, size) for size in owners.sent_bytes()] if owners else [0.0]
+    rounds = [_ring_bytes(config.optimizer_axes.num_shards, size) for size in (owners.sent_bytes() if owners else [])]
     others = SentBytes(all_reduced=averaged, exchanged=sum(rounds))
     most = SentBytes(*map(sum, zip(most, replicas, others, strict=True)))
     traced = SentBytes.of(over_data_axes(jaxpr_counts.traced_collectives(jaxpr, config.mesh), config))
@@ -163,7 +163,7 @@ def expect(
         between_bytes=replicas.total,
         unit_bytes=_unit_bytes(config, leaves),
         wide_bytes=averaged + sum(rounds) + wide * (replicas.all_reduced + replicas.reduce_scattered) + by_choice,
-        ends_bytes=_ends_bytes(config, leaves, uses) + max(rounds) / num_microbatches,
+        ends_bytes=_ends_bytes(config, leaves, uses) + max(rounds, default=0) / num_microbatches,
         offloaded_bytes=max(0, jaxpr_counts.offloaded_bytes(jaxpr) - others_bytes) // num_microbatches,
         in_host=frozenset(placement.path_text(path) for path, _ in host_leaves),
         host_gradients_bytes=gradients_bytes,

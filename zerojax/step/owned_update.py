@@ -49,7 +49,7 @@ class OwnedUpdate:
     """The update of an optimizer on whole logical arrays, of which some are computed by owners.
 
     Attributes:
-        kinds: what is computed by owners, at each level of `Coupling`; nothing if no matrices are.
+        kinds: what is computed by owners, at each level of `Coupling`.
         others: (parameter, reason) of what the compiler divides, although the update couples its elements.
     """
 
@@ -348,11 +348,11 @@ def couples_elements(layout: StateLayout) -> bool:
 def owned_update(
     config: ZeroConfig, layout: StateLayout, options: CollectiveOptions = LEAVES_WHOLE
 ) -> OwnedUpdate | None:
-    """The update of an optimizer that has matrices for owners; None if it has none, or is computed in pieces."""
+    """The update of an optimizer that multiplies matrices; None if it does not, or if it is computed in pieces."""
     dtypes = [leaf.dtype for leaf in layout.leaves if leaf.trainable]
     if config.memory.update(config, layout, dtypes, scales=False) is not None:
         return None
     if not couples_elements(layout):
         return None
     update = OwnedUpdate(config, layout, options)
-    return update if update.kinds else None
+    return update if update.kinds or update.others else None
