@@ -255,6 +255,25 @@ def test_what_has_no_owners_is_said_with_the_reason():
     assert row.reason == "each device has whole matrices, since dim 0 is sharded"
 
 
+def test_a_step_of_your_own_has_owners_too():
+    zero = Zero(zerojax.make_mesh(), 3, stacked="stack")
+    tx, params = zero.optimizer(muon()), zero.shard(create())
+
+    @jax.jit
+    def step(params, state, batch):
+        _, grads = zero.value_and_grad(loss)(params, batch)
+        updates, state = tx.update(grads, state, params)
+        return zero.apply_updates(params, updates), state
+
+    state, batch = tx.init(params), zero.shard_batch(TOKENS)
+    traced = jaxpr_counts.traced_collectives(step.trace(params, state, batch).jaxpr, zero.config.mesh)
+    assert sum(c.kind == "all-to-all" and c.dtype == "f32" for c in traced) >= 2
+    for _ in range(3):
+        params, state = step(params, state, batch)
+    for got, want in zip(jax.tree.leaves(params), jax.tree.leaves(on_one_device(muon())), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
 def test_at_stage_1_layers_can_be_whole_on_their_owners():
     """Stacks that are sharded in the dim of their layers are updated where they are: nothing is exchanged."""
     zero = Zero(zerojax.make_mesh(devices=jax.devices()[:3]), 1, stacked="stack", shard_dims={"stack": 0})
@@ -320,6 +339,20 @@ def test_the_work_of_a_matrix_is_that_of_its_products():
     update = update_of_layout(zero, zero.eval_init(lambda: made, tx))
     (kinds,) = update.kinds.values()
     assert {k.work for k in kinds} == {3 * (2 * 16 * 16 * 64 + 16**3)}
+
+
+def test_matrices_are_sent_in_the_dtype_of_their_products():
+    """And what depends on the same matrix element by element is computed by the owner, instead of sent."""
+
+    def one(g):
+        low = g.astype(jnp.bfloat16)
+        norm = jnp.sqrt(jnp.sum(jnp.square(low.astype(jnp.float32))))
+        return (low / norm.astype(low.dtype) @ low.T @ low).astype(g.dtype)
+
+    tx, zero = optax.stateless(lambda grads, _: jax.tree.map(one, grads)), Zero(zerojax.make_mesh(), 3)
+    update = update_of_layout(zero, zero.eval_init(lambda: {"w": jnp.ones((16, 64))}, tx))
+    ((kind,),) = update.kinds.values()
+    assert [o.dtype for o in (*kind.inputs, *kind.outputs)] == [jnp.bfloat16, jnp.bfloat16]
 
 
 def test_small_matrices_go_where_no_large_ones_are():

@@ -6,6 +6,7 @@ updates, and what a loss reads whole as a whole, even where it is stored.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 
@@ -22,6 +23,7 @@ from zerojax.sharding.optimizer_placement import optimizer_placement
 from zerojax.step.batch import Whole, is_whole
 from zerojax.step.config import ZeroConfig
 from zerojax.step.optimizers import check_transformation
+from zerojax.step.owned_update import owned_update
 from zerojax.step.state import StateLayout
 from zerojax.utils.typing import Array, PyTree
 from zerojax.utils.warn import warn
@@ -71,7 +73,8 @@ def placed_optimizer(
         stored = param_shardings(config, layout)
         in_shards = placement.named_shardings(config.mesh, layout.specs(config.optimizer_axes, stage.shards_optimizer))
         before = layout.trained(pinned(params, stored))  # or compilers would store them like the moments
-        updates, state = inner.update(pinned(updates, in_shards), state, before, **extra)
+        of_owners = None if extra else owned_update(config, dataclasses.replace(layout, tx=inner), gets_loss=False)
+        updates, state = (of_owners or inner.update)(pinned(updates, in_shards), state, before, **extra)
 
         # Place the results, of which the updates are gathered at stages 1 and 2.
         updates = jax.tree.map(_without_none, params, pinned(pinned(updates, in_shards), stored))

@@ -53,11 +53,11 @@ class OwnedUpdate:
         others: (parameter, reason) of what the compiler divides, although the update couples its elements.
     """
 
-    def __init__(self, config: ZeroConfig, layout: StateLayout, options: CollectiveOptions):
+    def __init__(self, config: ZeroConfig, layout: StateLayout, options: CollectiveOptions, gets_loss: bool = True):
         self._config, self._axes, self._options = config, config.optimizer_axes, options
         self._leaves = [leaf for leaf in layout.leaves if leaf.trainable]
         self._sharded = config.stage.shards_optimizer
-        self._closed, self._results, of_state, found = _traced(layout)
+        self._closed, self._results, of_state, found = _traced(layout, gets_loss)
 
         # How what belongs to each parameter is stored.
         self._dims: dict[tuple[int | None, Shape], Dims] = {}
@@ -146,8 +146,10 @@ class OwnedUpdate:
                     found.append(n * (inputs + longest([o for kind in own for o in kind.outputs] for own in of_device)))
         return found
 
-    def __call__(self, grads: PyTree, opt_state: PyTree, params: PyTree, loss: Array) -> tuple[PyTree, PyTree]:
-        """As `optimizers.update`."""
+    def __call__(
+        self, grads: PyTree, opt_state: PyTree, params: PyTree, loss: Array | None = None
+    ) -> tuple[PyTree, PyTree]:
+        """As `optimizers.update`, or as `tx.update` without a loss."""
         jaxpr = self._closed.jaxpr
         scope = dict(zip(jaxpr.constvars, self._closed.consts, strict=True))
         scope.update(zip(jaxpr.invars, jax.tree.leaves((grads, opt_state, params, loss)), strict=True))
@@ -325,34 +327,38 @@ class _Traced(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4)
-def _traced(layout: StateLayout) -> _Traced:
+def _traced(layout: StateLayout, gets_loss: bool = True) -> _Traced:
     params, opt_state = layout.trained_avals(), jax.eval_shape(layout.tx.init, layout.trained_avals())
-    loss = jax.ShapeDtypeStruct((), jnp.float32)
-    closed, results = jaxprs.traced(functools.partial(optimizers.update, layout.tx), params, opt_state, params, loss)
+    loss = [jax.ShapeDtypeStruct((), jnp.float32)] * gets_loss
+    update = functools.partial(optimizers.update, layout.tx) if gets_loss else layout.tx.update
+    closed, results = jaxprs.traced(update, params, opt_state, params, *loss)
     if not any(e.primitive.name in jaxprs.PRODUCTS | jaxprs.OF_MATRICES for e in jaxprs.walk(closed.jaxpr.eqns)):
         return _Traced(closed, results, [], [])
     closed = jaxprs.inlined(closed)
     numbers = {leaf.path: k for k, leaf in enumerate(leaf for leaf in layout.leaves if leaf.trainable)}
     stored = jax.tree.leaves(layout.optimizer_placement(Axes((), (), 1, 1), sharded=False))
     of_state = [numbers[each.param.path] if each.param else None for each in stored]
-    owned = [*numbers.values(), *of_state, *numbers.values(), None]
+    owned = [*numbers.values(), *of_state, *numbers.values(), *[None] * gets_loss]
     leaf_of = {v: k for v, k in zip(closed.jaxpr.invars, owned, strict=True) if k is not None}
     return _Traced(closed, results, of_state, couplings(closed.jaxpr, leaf_of))
 
 
-def couples_elements(layout: StateLayout) -> bool:
+def couples_elements(layout: StateLayout, gets_loss: bool = True) -> bool:
     """Whether an optimizer multiplies or decomposes matrices. This does not depend on the devices."""
-    return bool(_traced(layout).couplings)
+    return bool(_traced(layout, gets_loss).couplings)
 
 
 def owned_update(
-    config: ZeroConfig, layout: StateLayout, options: CollectiveOptions = LEAVES_WHOLE
+    config: ZeroConfig, layout: StateLayout, options: CollectiveOptions = LEAVES_WHOLE, gets_loss: bool = True
 ) -> OwnedUpdate | None:
-    """The update of an optimizer that multiplies matrices; None if it does not, or if it is computed in pieces."""
+    """The update of an optimizer that multiplies matrices; None if it does not, or if it is computed in pieces.
+
+    `gets_loss` says whether the optimizer gets the loss and the gradient, in case it wants them.
+    """
     dtypes = [leaf.dtype for leaf in layout.leaves if leaf.trainable]
     if config.memory.update(config, layout, dtypes, scales=False) is not None:
         return None
-    if not couples_elements(layout):
+    if not couples_elements(layout, gets_loss):
         return None
-    update = OwnedUpdate(config, layout, options)
+    update = OwnedUpdate(config, layout, options, gets_loss)
     return update if update.kinds or update.others else None
