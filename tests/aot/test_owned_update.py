@@ -19,14 +19,14 @@ pytestmark = pytest.mark.aot
 
 
 @functools.cache
-def step_of(target, form, layers=8, scan=True, replica=1, k=1, width=256):
+def step_of(target, form, layers=8, scan=True, replica=1, k=1, width=256, model=None):
     """(the step, its state and batch as avals) of a small GPT, whose matrices of layers Muon updates."""
-    config = gpt.Config(width=width, layers=layers, scan=scan, dtype=jnp.bfloat16)
-    mesh = zerojax.make_mesh(devices=targets.devices(target), replica=replica)
+    config = gpt.Config(width=width, layers=layers, scan=scan, dtype=jnp.bfloat16, annotated=bool(model))
+    mesh = zerojax.make_mesh(devices=targets.devices(target), replica=replica, model=model)
     zero = zerojax.Zero(mesh, 3, "bf16")
     state = zero.eval_init(gpt.create(config), matrix.optimizer(form))
     step = zero.train_step(gpt.loss, num_microbatches=k)
-    return step, state, gpt.batch_aval(config, k * mesh.size)
+    return step, state, gpt.batch_aval(config, k * zero.config.axes.num_devices)
 
 
 @functools.cache
@@ -44,16 +44,18 @@ def sent_bytes(found):
     return sum(c.sent_bytes for c in hlo_collectives.compiled_collectives(found) if c.full_bytes > 256)
 
 
-@pytest.mark.parametrize("scan", [True, False])
-def test_matrices_are_sent_as_the_formula_says_and_multiplied_once(scan):
-    """N divides the number of equal matrices."""
-    muon, adamw = (program("h100:8", form, scan=scan) for form in ("muon", "adamw"))
-    _, state, _ = step_of("h100:8", "muon", scan=scan)
+@pytest.mark.parametrize("options", [{}, {"scan": False}, {"model": 2}], ids=["scan", "list", "model"])
+def test_matrices_are_sent_as_the_formula_says_and_multiplied_once(options):
+    """N divides the number of equal matrices. Along a model axis, devices share those of their owner."""
+    muon, adamw = (program("h100:8", form, **options) for form in ("muon", "adamw"))
+    _, state, _ = step_of("h100:8", "muon", **options)
     trained, tx = state.layout.trained_avals(), state.layout.tx
     update = jax.make_jaxpr(tx.update)(trained, jax.eval_shape(tx.init, trained), trained)
     flops = sum(product.flops for product in jaxpr_counts.products(update.jaxpr.eqns))
     in_program = matrix.flops_of(muon.entry.instructions) - matrix.flops_of(adamw.entry.instructions)
     assert in_program * 8 == pytest.approx(flops, rel=0.01)
+    if "model" in options:  # what is gathered over this axis is not in the formula
+        return
     formula = 2 * 7 / 8 * 4 * 8 * 12 * 256**2 / 8  # fp32; twelve widths squared in each of eight layers
     assert sent_bytes(muon) - sent_bytes(adamw) == pytest.approx(formula, rel=0.02)
 

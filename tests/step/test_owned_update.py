@@ -240,16 +240,39 @@ def test_frozen_matrices_have_no_owner():
     np.testing.assert_array_equal(state.params["layers"][0]["down"], start["layers"][0]["down"])
 
 
-def test_what_has_no_owners_is_said_with_the_reason():
-    """Matrices over a model axis too are left to the compiler; so are stacks of which each device has whole layers."""
+@pytest.mark.parametrize("model", [2, 4])
+def test_matrices_are_whole_over_a_model_axis_too(model):
     specs = {"layers/*/up": jax.P(None, "model"), "layers/*/down": jax.P("model", None)}
-    zero = Zero(zerojax.make_mesh(model=2), 3, partition_specs=specs, shard_dims={"stack": None}, stacked="stack")
+    zero = Zero(zerojax.make_mesh(model=model), 3, partition_specs=specs, stacked="stack")
     state, _ = trained(zero, muon())
     for got, want in zip(weights(state), jax.tree.leaves(on_one_device(muon())), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
     owners = {path: row for row in zero.explain(state).owners for path in row.paths}
-    assert owners["layers/0/up"].reason == "it is divided over P(None, 'model') too"
-    assert owners["embed"].counts == (1, 0, 0, 0) and sum(owners["stack"].counts) == 3
+    assert all(sum(row.counts) == (3 if path == "stack" else len(row.paths)) for path, row in owners.items())
+    assert len(owners) == 12
+
+
+def test_devices_along_a_model_axis_share_the_matrices_of_an_owner():
+    """Eight matrices for four owners: each of two devices of an owner multiplies one of its two. See tests/aot too."""
+    create = lambda: {f"w{k}": 0.3 * jax.random.normal(jax.random.key(k), (24, 24)) for k in range(8)}
+
+    def loss(params, tokens):
+        h = jax.nn.one_hot(tokens % 24, 24)
+        for k in range(8):
+            h = h + jnp.tanh(h @ params[f"w{k}"])
+        return (h**2).mean()
+
+    tx = muon()
+    zero = Zero(zerojax.make_mesh(model=2), 3, partition_specs={"w*": jax.P(None, "model")})
+    state, step = zero.init(create, tx), zero.train_step(loss)
+    after, _ = step(state, TOKENS)
+    updates, _ = tx.update(jax.grad(loss)(create(), TOKENS), tx.init(create()), create())
+    wanted = optax.apply_updates(create(), updates)
+    for got, want in zip(weights(after), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_stacks_of_which_each_device_has_whole_layers_have_no_owners():
     zero = Zero(zerojax.make_mesh(), 3, shard_dims={"experts": 0})
     (row,) = zero.explain(zero.eval_init(lambda: {"experts": jnp.ones((8, 6, 6))}, muon())).owners
     assert row.reason == "each device has whole matrices, since dim 0 is sharded"
@@ -358,6 +381,11 @@ def test_matrices_are_sent_in_the_dtype_of_their_products():
 def test_small_matrices_go_where_no_large_ones_are():
     (mixed,) = rounds([kind((64, 192), 4), kind((64, 64), 4), kind((64, 256), 4), kind((256, 64), 4)], 8)
     assert sorted(sorted(k for k, _ in own) for own in mixed.owned) == [[0, 2]] * 4 + [[1, 3]] * 4
+
+
+def test_devices_along_other_axes_divide_the_matrices_of_a_round():
+    sizes = [each.per_device for each in rounds([kind((4096, 8192), 18)], 2, divisor=4)]
+    assert sizes == [4, 4, 1]
 
 
 def test_a_matrix_that_is_larger_than_a_round_is_alone():

@@ -137,12 +137,11 @@ def link_seconds(cluster: Cluster, settings: Settings, parameters: int) -> float
     return seconds
 
 
-def update_cost(cluster: Cluster, settings: Settings, owners: OwnedUpdate | None) -> tuple[float, float]:
+def update_cost(cluster: Cluster, owners: OwnedUpdate | None) -> tuple[float, float]:
     """(Seconds, bytes that a device sends) of an update by owners."""
     if owners is None:
         return 0.0, 0.0
-    is_over_all = settings.replica == 1 or settings.shards_outer
-    num_owners = cluster.num_devices // (1 if is_over_all else settings.replica)
+    num_owners = owners.num_owners
     sent = sum(owners.sent_bytes()) * (num_owners - 1) / num_owners
     loads = [0.0] * num_owners
     for kinds in owners.kinds.values():

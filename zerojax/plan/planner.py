@@ -275,7 +275,7 @@ class Planner:
         copies = formula.host_copies(settings, host_state, host_params)
         beside, update = (num_bytes / chip.host_rate.effective for num_bytes in copies)
         links = self.cluster, settings, sum(leaf.size for leaf in state.layout.leaves)
-        by_owners = formula.update_cost(self.cluster, settings, self.tracer.owners(settings, num_devices))
+        by_owners = formula.update_cost(self.cluster, self.tracer.owners(settings, num_devices))
         times = formula.link_seconds(*links), update, beside, formula.exposed_seconds(*links), *by_owners
         return FormulaTime(compute, *times)
 

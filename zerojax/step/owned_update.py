@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from zerojax.comm import collectives
 from zerojax.comm.collectives import LEAVES_WHOLE, CollectiveOptions
@@ -35,7 +36,6 @@ from zerojax.program.couplings import Coupling, couplings, multiplications
 from zerojax.program.equation_keys import EquationKeys
 from zerojax.program.jaxprs import ClosedJaxpr, Var
 from zerojax.program.per_layer import Mixed, PerLayer
-from zerojax.sharding.annotations import spec_text
 from zerojax.sharding.axes import REPLICATED, Axes, Dims
 from zerojax.sharding.placement import Leaf, data_spec
 from zerojax.step import optimizers
@@ -49,6 +49,7 @@ class OwnedUpdate:
     """The update of an optimizer on whole logical arrays, of which some are computed by owners.
 
     Attributes:
+        num_owners: the number of owners. Along other axes, such as 'model', devices share what their owner computes.
         kinds: what is computed by owners, at each level of `Coupling`.
         others: (parameter, reason) of what the compiler divides, although the update couples its elements.
     """
@@ -57,6 +58,10 @@ class OwnedUpdate:
         self._config, self._axes, self._options = config, config.optimizer_axes, options
         self._leaves = [leaf for leaf in layout.leaves if leaf.trainable]
         self._sharded = config.stage.shards_optimizer
+        self.num_owners, self._num_copies = (
+            self._axes.num_shards,
+            math.prod(config.mesh.shape[a] for a in config.other_axes),
+        )
         self._closed, self._results, of_state, found = _traced(layout, gets_loss)
 
         # How what belongs to each parameter is stored.
@@ -70,17 +75,13 @@ class OwnedUpdate:
 
         self.kinds: dict[int, list[Kind]] = {}
         self.others: list[tuple[Leaf, str]] = []
-        if self._axes.num_shards > 1:
+        if self.num_owners > 1:
             self._find_kinds(found)
 
     def _find_kinds(self, found: Sequence[Coupling]) -> None:
         """Groups couplings by what they compute and how their matrices are sharded."""
         keys, groups = EquationKeys(), defaultdict[Hashable, list[Coupling]](list)
         for coupling in found:
-            leaf = self._leaves[coupling.leaf]
-            if leaf.model_spec != REPLICATED:
-                self.others.append((leaf, f"it is divided over {spec_text(leaf.model_spec)} too"))
-                continue
             closed = self._function(coupling)
             dims = tuple(map(self._dims_of(coupling), (*coupling.inputs, *coupling.outputs)))
             key = coupling.level, keys.of_function(closed), dims, tuple(map(id, coupling.shared))
@@ -133,7 +134,7 @@ class OwnedUpdate:
         """
         n, found = self._axes.num_shards, []
         for kinds in self.kinds.values():
-            for each in rounds(kinds, n):
+            for each in rounds(kinds, n, self._num_copies):
                 if isinstance(each, Round):
                     operands = [*kinds[each.kind].inputs, *kinds[each.kind].outputs]
                     found.append(
@@ -175,7 +176,8 @@ class OwnedUpdate:
         each = [coupling for kind in kinds for coupling in kind.couplings]
         specs = lambda dims_of, values: [data_spec(dims_of(v).shard, self._axes) for v in values]
         dims_of = [self._dims_of(coupling) for coupling in each]
-        own = [[of(v).padding.pad(scope[v]) for v in c.inputs] for of, c in zip(dims_of, each, strict=True)]
+        in_shards = lambda of, v: self._over_data(of(v).padding.pad(scope[v]), of(v))
+        own = [[in_shards(of, v) for v in c.inputs] for of, c in zip(dims_of, each, strict=True)]
         shared = [[scope[v] for v in kind.couplings[0].shared] for kind in kinds]
         in_specs = list(map(specs, dims_of, (c.inputs for c in each))), [[REPLICATED] * len(s) for s in shared]
         out_specs = list(map(specs, dims_of, (c.outputs for c in each)))
@@ -184,6 +186,11 @@ class OwnedUpdate:
         )
         for of, coupling, values in zip(dims_of, each, results, strict=True):
             scope.update({v: of(v).padding.crop(a) for v, a in zip(coupling.outputs, values, strict=True)})
+
+    def _over_data(self, a: Array, dims: Dims) -> Array:
+        """An array that is divided over the data axes alone: it is gathered over others, such as 'model'."""
+        sharding = NamedSharding(self._config.mesh, data_spec(dims.shard, self._axes))
+        return lax.with_sharding_constraint(a, sharding) if self._config.other_axes else a
 
     # On one device
 
@@ -198,7 +205,7 @@ class OwnedUpdate:
 
         # Compute in rounds.
         parts: list[dict[int, list[Array]]] = [{} for _ in kinds]  # of each kind: first matrix -> outputs
-        for each in rounds(kinds, self._axes.num_shards):
+        for each in rounds(kinds, self.num_owners, self._num_copies):
             if isinstance(each, Round):
                 k = each.kind
                 parts[k][each.first] = self._round(kinds[k], inputs[k], shared[k], each)
@@ -226,14 +233,21 @@ class OwnedUpdate:
                 own.append(lax.dynamic_index_in_dim(rows, lax.axis_index(self._axes.shard), keepdims=False))
             else:
                 own.append(_joined(self._exchange(rows), operand.dims))
-        results = []
-        for value, operand in zip(kind.compute(own, shared), kind.outputs, strict=True):
+        results, outputs = [], self._on_copies(lambda own: kind.compute(own, shared), own)
+        for value, operand in zip(outputs, kind.outputs, strict=True):
             if operand.dims.shard is None:
                 results.append(collectives.gather_data(value, self._axes)[:count])
             else:
                 shards = self._exchange(_cut(value, operand.dims, n))
                 results.append(shards.reshape(-1, *shards.shape[2:])[:count])
         return results
+
+    def _on_copies(self, compute: Callable[[list[Array]], list[Array]], own: list[Array]) -> list[Array]:
+        """Computes whole matrices [k, ..]. Devices along other axes, such as 'model', share them if they divide k."""
+        if self._num_copies == 1 or own[0].shape[0] % self._num_copies:
+            return compute(own)
+        place = lambda arrays, spec: [lax.with_sharding_constraint(a, spec) for a in arrays]
+        return place(compute(place(own, PartitionSpec(tuple(self._config.other_axes)))), REPLICATED)
 
     def _mixed_round(
         self, kinds: Sequence[Kind], inputs: list[list[Array]], shared: list[list[Array]], each: MixedRound

@@ -79,8 +79,8 @@ class MixedRound(NamedTuple):
     owned: list[list[tuple[int, int]]]  # of each device: (kind, matrix)
 
 
-def rounds(kinds: Sequence[Kind], num_devices: int) -> list[Round | MixedRound]:
-    """Divides matrices among devices.
+def rounds(kinds: Sequence[Kind], num_devices: int, divisor: int = 1) -> list[Round | MixedRound]:
+    """Divides matrices among devices. A device has a multiple of `divisor` in as many rounds as possible.
 
     As many matrices of a kind as the number of devices divides are computed together, up to some bytes. What is left
     of all kinds goes, the largest first, to the device that has least of it so far.
@@ -88,7 +88,7 @@ def rounds(kinds: Sequence[Kind], num_devices: int) -> list[Round | MixedRound]:
     found: list[Round | MixedRound] = []
     left: dict[DTypeLike, list[tuple[float, int, int]]] = defaultdict(list)  # dtype -> (work, kind, matrix)
     for k, kind in enumerate(kinds):
-        most = max(1, _ROUND_BYTES // kind.matrix_bytes)
+        most = -(-max(1, _ROUND_BYTES // kind.matrix_bytes) // divisor) * divisor
         whole = kind.count // num_devices * num_devices if kind.is_exchanged else kind.count
         for first in range(0, whole, most * num_devices):
             end = min(first + most * num_devices, whole)
