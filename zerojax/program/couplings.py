@@ -146,18 +146,20 @@ def _coupling(
         read = dict.fromkeys(v for k in sorted(inside) for v in jaxprs.variables(jaxpr.eqns[k]))
         return [v for v in read if producer.get(v) not in inside]
 
-    def needed(v: Var, given: set[Var]) -> set[int] | None:
-        """The equations that compute a value from given ones, element by element; None if there are others."""
-        if v in given or leaf.get(v) is None:
-            return set()
-        k = producer.get(v)
-        if k is None or not jaxprs.is_elementwise(jaxpr.eqns[k]):
-            return None
-        parts = [needed(read, given) for read in jaxprs.variables(jaxpr.eqns[k])]
-        return None if None in parts else {k}.union(*(part for part in parts if part is not None))
+    def needed(v: Var, given: dict[Var, set[int] | None]) -> set[int] | None:
+        """The equations that compute a value from given ones, element by element; None if there are others.
+
+        `given` has them for other values, too.
+        """
+        if v not in given and leaf.get(v) is not None:
+            k, parts = producer.get(v), list[set[int] | None]([None])
+            if k is not None and jaxprs.is_elementwise(jaxpr.eqns[k]):
+                parts = [{k}, *(needed(read, given) for read in jaxprs.variables(jaxpr.eqns[k]))]
+            given[v] = None if None in parts else set().union(*(part for part in parts if part is not None))
+        return given.get(v, set())
 
     for v in reversed(inputs()):
-        given = {each for each in inputs() if each is not v}
+        given: dict[Var, set[int] | None] = {each: set() for each in inputs() if each is not v}
         if leaf.get(v) is not None and v.aval.shape and (equations := needed(v, given)):
             inside |= equations
     read = inputs()
