@@ -103,6 +103,12 @@ def test_a_step_on_a_torus_sends_the_bytes_of_the_formula(target, stage, options
     assert audit["wire bytes"].numbers["found_bytes"] > 0.9 * audit["wire bytes"].numbers["expected_bytes"]
 
 
+def test_rows_that_fill_no_whole_tiles_are_summed():
+    """The compiler aborted: it sliced such a row, of a pack of small leaves, before it was summed."""
+    audit = audited("v5p:2x2x1*2", 3, scan=True, replica=2, width=256)
+    assert audit["sharded"].verdict is Verdict.OK and audit["reductions"].verdict is Verdict.OK
+
+
 @pytest.mark.parametrize(
     ("target", "stage", "options"),
     [

@@ -47,6 +47,7 @@ def sum_rows(rows: Array, axes: Axes) -> Array:
     shape = rows.shape[1:]
     if axes.sparse_cores:
         row = lax.psum_scatter(row_major(_as_tiles(rows)), axes.shard)
+        row = lax.optimization_barrier(row)  # or the compiler slices before it sums, and aborts
         return row.reshape(-1)[: math.prod(shape)].reshape(shape)
     if not axes.torus:
         return lax.psum_scatter(rows, axes.shard)
